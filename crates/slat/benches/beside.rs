@@ -1,31 +1,37 @@
-//! What goes on beside what: faults beside invalidations and beside changes of flags, invalidations beside a storm of
-//! faults; and what an invalidation costs.
+//! Work beside other work: faults beside invalidations and beside changes of flags, invalidations
+//! beside a storm of faults; and the cost of an invalidation.
 //!
-//! 1. *Faults beside*: one vCPU writes to 4 GiB page by page, as in `fault_path`, while another thread does its work
-//!    elsewhere again and again: takes 1 GiB away (empty; or with leaves that it faults in again each time), or changes the
-//!    flags of another slot. In the control the same thread does the same work on another VM. So CPUs, caches and
-//!    scheduler are loaded alike, and what is left is what the one does to the other within one VM. The two runs of a
-//!    pair follow each other, in changing order; the ratio is taken within the pair. How often the work was done, and
-//!    flushed, is shown for both. `ratio` compares faults in a second, `CPU ratio` faults in a second of the vCPU's CPU
-//!    time, which does not fall when others take the CPU away. `retries` are those of the VM of the vCPU in all runs: the
-//!    ranges are apart, so each is a defect.
-//! 2. *Flips*: the time of one call that turns dirty logging on or off, or of the deletion and creation that make a slot
-//!    read-only in KVM's way; and back. Each time all pages of the slot are mapped writable first ("written"), or none is
-//!    ("empty"). A vCPU works in another slot meanwhile. Others measured 720 us for such a flip in KVM 6.8 with 4 vCPUs,
-//!    whose other work ran 2.2 to 9.1 times slower during flips (to read-only and back is 4 ioctls there).
-//! 3. *Storm*: 64 vCPUs on all CPUs write to memory that each takes away again when it is through; one more thread of the
-//!    same priority takes single pages of theirs away. Its time of a call holds waits for a CPU, which are the
-//!    scheduler's: so CPU time and run delay (`/proc/thread-self/schedstat`) are shown with it. What is neither was spent
-//!    sleeping. Waiting there for open sections, as an engine without stamps has to, takes 360 to 520 ms in the mean.
+//! 1. *Faults beside*: one vCPU writes to 4 GiB page by page, as in `fault_path`, while another
+//!    thread repeats its work elsewhere. It invalidates 1 GiB (empty, or with leaves that it faults
+//!    in again each time), or changes the flags of another memslot. In the control the same thread
+//!    does the same work on another VM. So CPUs, caches and scheduler are loaded alike, and the
+//!    difference is the effect within one VM. The two runs of a pair follow each other, in changing
+//!    order; the ratio is taken within the pair. For both, the table shows how often the work was
+//!    done, and flushed. `ratio` compares faults per second, `CPU ratio` faults per second of the
+//!    vCPU's CPU time, which does not fall when other processes use the CPU. `retries` are those of
+//!    the VM of the vCPU in all runs: the ranges are apart, so each is a defect.
+//! 2. *Flips*: the time of one call that turns dirty logging on or off, or of the deletion and
+//!    creation that make a memslot read-only in KVM's way; and back. Before each flip all pages of
+//!    the memslot are mapped writable ("written"), or none is ("empty"). A vCPU works in another
+//!    memslot meanwhile. In a published measurement such a flip took 720 µs in KVM 6.8 with 4
+//!    vCPUs, whose other work ran 2.2 to 9.1 times slower during flips (to read-only and back is 4
+//!    ioctls there).
+//! 3. *Storm*: 64 vCPUs on all CPUs write to memory, and each invalidates its own when it has
+//!    written all. One more thread of the same priority invalidates single pages of theirs. The
+//!    time of its calls contains the scheduler's waits for a CPU, so CPU time and run delay
+//!    (`/proc/thread-self/schedstat`) are shown with it. The rest was spent asleep. An engine
+//!    without invalidation sequence numbers has to wait there for open guards, which takes 360 to
+//!    520 ms in the mean.
 //! 4. *Cost*: an invalidation with nothing beside it.
 //!
-//! The host's flush does nothing: what is shown of a call is what comes on top of its flush. Where it says "IPI", the
-//! thread makes a barrier on all CPUs after each invalidation, before it gives the range back: about what a flush is to
-//! the others.
+//! The host's flush does nothing: the times of a call exclude its flush. In lines with "IPI", the
+//! thread makes a barrier on all CPUs after each invalidation, before it ends it: about the effect
+//! of a flush on the other CPUs.
 //!
-//! `cargo bench -p slat --bench beside -- table` prints all of it, `-- table 31` with 31 pairs, `-- table 31 storm` of
-//! the parts with this in their names (faults, flips, storm, cost). Two CPUs are few for this, and where they belong to
-//! virtual machines themselves their time comes and goes: look at the quartiles too, and at several runs.
+//! `cargo bench -p slat --bench beside -- table` prints all of it, `-- table 31` with 31 pairs, `--
+//! table 31 storm` the parts with this in their names (faults, flips, storm, cost). Two CPUs are
+//! few for this, and the CPU time of a virtual machine varies: compare the quartiles too, and
+//! several runs.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -74,14 +80,14 @@ mod table {
     use super::arena::Memory;
     use super::{cost, cpus, faults, flips, storm};
 
-    /// For the tables of two VMs with 5 GiB each, and for as many again that wait to be freed.
+    /// For the page tables of two VMs with 5 GiB each, and for as many again that wait to be freed.
     const NR_TABLES: usize = 8192;
     const DEFAULT_PAIRS: usize = 31;
 
     pub(super) fn main() {
         let arguments: Vec<String> = env::args().skip(1).collect();
         let memory = Memory::new(NR_TABLES);
-        // `cargo test --bench` passes no `--bench`: only see that it runs (`ci/benches.sh`).
+        // `cargo test --bench` passes no `--bench`: then it only has to run (`ci/benches.sh`).
         let is_test = !arguments.iter().any(|argument| argument == "--bench");
         let options = arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "table");
         let (numbers, names): (Vec<&String>, Vec<&String>) =

@@ -36,7 +36,7 @@ mod count {
     use super::arena::Memory;
     use super::host;
 
-    /// The loop that is looked at.
+    /// The measured loop.
     #[inline(never)]
     fn touch(mut fault: impl FnMut(u64), nr_pages: u64) {
         for page in 0..nr_pages {
@@ -59,7 +59,7 @@ mod count {
         }
         touch(|page| host::write_fault(&mut vcpu, page), nr_pages);
         drop((vcpu, vm));
-        // Sees that all tables were given back.
+        // Checks that all page-table pages were freed.
         memory.reset();
         println!("{nr_pages}");
     }

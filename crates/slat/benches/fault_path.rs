@@ -1,14 +1,15 @@
-//! One fault on memory that is there already, with each locking, and beside the same engine behind std's locks. (Beside a
-//! published Rust crate: `slat peers --only fault`.)
+//! One fault on memory that exists already, with each locking, and beside the same engine behind
+//! std's locks. (Beside a published Rust crate: `slat peers --only fault`.)
 //!
-//! Each measurement has a fresh VM and its own threads, started beforehand, pinned where there are CPUs enough, and let
-//! go together; it takes the time from the first fault to the last. All faults are writes; table memory is touched
-//! beforehand, and resolving a page is an addition.
+//! Each measurement has a fresh VM and its own threads, which are started beforehand, pinned where
+//! there are CPUs enough, and released at the same time. It takes the time from the first fault to
+//! the last. All faults are writes. Memory for page tables is touched beforehand, and resolving a
+//! page is an addition.
 //!
-//! First criterion's report, then a table of medians over interleaved repetitions, because figures of two separate
-//! minutes cannot be compared on a machine with other users; ratios are taken within each repetition.
-//! `cargo bench -p slat --bench fault_path -- table` prints only the table, `-- table 101` with so many repetitions,
-//! `-- table 101 lock` of the lines that have this in their names.
+//! First criterion's report, then a table of medians over interleaved repetitions, because figures
+//! of two separate minutes cannot be compared on a shared machine; ratios are taken within each
+//! repetition. `cargo bench -p slat --bench fault_path -- table` prints only the table, `-- table
+//! 101` with so many repetitions, `-- table 101 lock` the lines with this in their names.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]

@@ -1,10 +1,12 @@
-//! What taking the dirty log costs the engine, and how it grows with threads: a slot of 16 GiB whose host is as little as
-//! there can be, so that neither a system call nor a flush is in the figures (`slat get-dirty-log` has those).
+//! The engine's cost of a harvest, and how it scales with threads. The memslot has 16 GiB. The host
+//! is minimal, so that the figures contain neither a system call nor a flush (`slat get-dirty-log`
+//! has those).
 //!
-//! In each round a vCPU's faults dirty the same share of the slot twice; its log is taken once by one thread, and once by
-//! two threads, each its half. Rounds of all cells take turns, and one thread and two come first in turn. `speed` is the time of
-//! one thread over the time of two, within the round: the time of two ends when both are through. Two CPUs that belong to
-//! virtual machines themselves come and go: look at the quartiles too.
+//! In each round a vCPU's faults dirty the same share of the memslot twice. Its log is harvested
+//! once by one thread, and once by two threads, each its half. Rounds of all cells take turns, and
+//! one thread and two come first in turn. `speed` is the time of one thread over the time of two,
+//! within the round; the time of two ends when both have finished. The CPU time of a virtual
+//! machine varies: compare the quartiles too.
 //!
 //! `cargo bench -p slat --bench harvest -- table` prints it, `-- table 31` with 31 rounds.
 
@@ -39,7 +41,7 @@ mod harvest {
     use super::arena::Memory;
     use super::bench_host::{Answer, BenchHost};
 
-    /// Pages of the slot: 16 GiB.
+    /// Pages of the memslot: 16 GiB.
     const NR_PAGES: u64 = 4 << 20;
     const DEFAULT_ROUNDS: usize = 9;
 
@@ -53,7 +55,7 @@ mod harvest {
 
     type BenchVm = Vm<BenchHost<Frames>, Npt>;
 
-    /// One way to protect pages, and every how many pages one is dirty.
+    /// A way to protect pages, and the distance between dirty pages.
     struct Cell {
         protection: WriteProtection,
         step: u64,
@@ -67,24 +69,24 @@ mod harvest {
         }
     }
 
-    /// The time until all of `nr_threads` have taken their part of the log.
-    fn take(vm: &BenchVm, bitmap: &mut [u64], nr_threads: usize, expected: u64) -> u64 {
+    /// The time until all of `nr_threads` have harvested their part of the log.
+    fn harvest(vm: &BenchVm, bitmap: &mut [u64], nr_threads: usize, expected: u64) -> u64 {
         let nr_words = bitmap.len() / nr_threads;
-        let (start, nr_taken, last_ns) = (Barrier::new(nr_threads), AtomicU64::new(0), AtomicU64::new(0));
+        let (start, nr_harvested, last_ns) = (Barrier::new(nr_threads), AtomicU64::new(0), AtomicU64::new(0));
         thread::scope(|scope| {
             for (index, part) in bitmap.chunks_mut(nr_words).enumerate() {
-                let (start, nr_taken, last_ns) = (&start, &nr_taken, &last_ns);
+                let (start, nr_harvested, last_ns) = (&start, &nr_harvested, &last_ns);
                 scope.spawn(move || {
                     let nr_pages = part.len() as u64 * 64;
                     start.wait();
                     let begin = Instant::now();
-                    let taken = vm.get_dirty_log_range(0, index as u64 * nr_pages, nr_pages, part).unwrap();
+                    let nr_part = vm.get_dirty_log_range(0, index as u64 * nr_pages, nr_pages, part).unwrap();
                     last_ns.fetch_max(begin.elapsed().as_nanos() as u64, Ordering::Relaxed);
-                    nr_taken.fetch_add(taken, Ordering::Relaxed);
+                    nr_harvested.fetch_add(nr_part, Ordering::Relaxed);
                 });
             }
         });
-        assert_eq!(nr_taken.into_inner(), expected);
+        assert_eq!(nr_harvested.into_inner(), expected);
         last_ns.into_inner()
     }
 
@@ -96,7 +98,7 @@ mod harvest {
 
     pub(super) fn main() {
         let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-        // Without `table`: only see that it runs (`ci/benches.sh`).
+        // Without `table` it only has to run (`ci/benches.sh`).
         let is_test = arguments.first().is_none_or(|kind| kind != "table");
         let nr_rounds = match arguments.get(1) {
             _ if is_test => 1,
@@ -125,7 +127,7 @@ mod harvest {
             let mut vcpu = vm.create_vcpu().unwrap();
             let mut bitmap = vec![0; (NR_PAGES / 64) as usize];
             dirty(&mut vcpu, 1);
-            take(&vm, &mut bitmap, 1, NR_PAGES);
+            harvest(&vm, &mut bitmap, 1, NR_PAGES);
             let mut cells = steps.map(|step| Cell { protection, step, one_ns: Vec::new(), two_ns: Vec::new() });
             for round in 0..nr_rounds {
                 for cell in &mut cells {
@@ -133,8 +135,8 @@ mod harvest {
                         dirty(&mut vcpu, cell.step);
                         let expected = NR_PAGES / cell.step;
                         match (round + turn) % 2 {
-                            0 => cell.one_ns.push(take(&vm, &mut bitmap, 1, expected)),
-                            _ => cell.two_ns.push(take(&vm, &mut bitmap, 2, expected)),
+                            0 => cell.one_ns.push(harvest(&vm, &mut bitmap, 1, expected)),
+                            _ => cell.two_ns.push(harvest(&vm, &mut bitmap, 2, expected)),
                         }
                     }
                 }

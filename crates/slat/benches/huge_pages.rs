@@ -1,18 +1,23 @@
-//! What it costs to split huge leaves ahead of time and to put them back, and what a vCPU notices of it.
+//! The cost of splitting huge leaves ahead of time and of recovering them, and the effect on a
+//! vCPU.
 //!
-//! 1. *Splits*: all of a VM's memory, one thread and two, with the tables' allocation from memory that was touched before.
-//!    Two threads with a VM each have nothing in common but that memory and the caches: what they gain is what the machine
-//!    has to give. (Beside published Rust crates: `slat peers --only split-2m`.)
-//! 2. *Recovery*: leaves of 4 KiB that are all there become leaves of 2 MiB.
-//! 3. *Beside*: a vCPU's writes in a second while another thread splits or recovers the memory that it works in, against
-//!    the same thread doing that to another VM's memory. The ratio is taken within pairs of runs, of which the one or the
-//!    other comes first in turn; a run's figure is the median of its passes. `CPU ratio` is that of writes in a second of the
-//!    vCPU's CPU time, which does not fall when others take the CPU away. Stalls are those of single writes, in runs in which
-//!    each is timed.
-//! 4. *Logging*: the beginning of a log whose pages are all dirty at first, and the first clear of a part of it.
+//! 1. *Splits*: all of a VM's memory, one thread and two; page-table pages come from memory that
+//!    was touched before. Two threads with a VM each share only that memory and the caches: their
+//!    gain is the most that the machine allows. (Beside published Rust crates: `slat peers --only
+//!    split-2m`.)
+//! 2. *Recovery*: leaves of 4 KiB, all of them mapped, become leaves of 2 MiB.
+//! 3. *Beside*: a vCPU's writes per second while another thread splits or recovers the memory that
+//!    it works in, against the same thread working on another VM's memory. The ratio is taken
+//!    within pairs of runs, whose order alternates; a run's figure is the median of its passes.
+//!    `CPU ratio` is that of writes per second of the vCPU's CPU time, which does not fall when
+//!    other processes use the CPU. Stalls are those of single writes, in runs in which each is
+//!    timed.
+//! 4. *Logging*: the beginning of a log whose pages are all dirty at first, and the first clear of
+//!    a part of it.
 //!
-//! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31 rounds, `-- table 31 splits`
-//! of the parts with this in their names. Two CPUs are few for this; where they have other users, look at `best` and at CPU time.
+//! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31
+//! rounds, `-- table 31 splits` the parts with this in their names. Two CPUs are few for this; on a
+//! shared machine compare `best` and CPU time.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -59,14 +64,14 @@ mod table {
     use super::arena::Memory;
     use super::{beside, cpus, logging, recovery, splits};
 
-    /// For the tables of 64 GiB that are split.
+    /// For the page tables of 64 GiB that are split.
     const NR_TABLES: usize = 34 << 10;
     const DEFAULT_ROUNDS: usize = 9;
 
     pub(super) fn main() {
         let arguments: Vec<String> = env::args().skip(1).collect();
         let memory = Memory::new(NR_TABLES);
-        // Without `table`: only see that it runs (`ci/benches.sh`).
+        // Without `table` it only has to run (`ci/benches.sh`).
         let is_test = !arguments.iter().any(|argument| argument == "table");
         let options = arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "table");
         let (numbers, names): (Vec<&String>, Vec<&String>) =

@@ -1,8 +1,8 @@
-//! Our optional locks against std's, around the same short section.
+//! The engine's optional locks against std's, around the same short critical section.
 //!
-//! First a table: medians over interleaved pairs (ours, std, std, ours, ..) and the median of the pairs' ratios, because
-//! figures of two separate minutes cannot be compared on a machine with other users; then criterion's usual report.
-//! `cargo bench -p slat --bench locks -- table` prints only the table.
+//! First a table: medians over interleaved pairs (ours, std, std, ours, ..) and the median of the
+//! pairs' ratios. Figures of two separate minutes cannot be compared on a shared machine. Then
+//! criterion's usual report. `cargo bench -p slat --bench locks -- table` prints only the table.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/futex_park.rs"]
@@ -30,37 +30,37 @@ mod locks {
 
     /// A lock to be measured.
     trait Candidate: Sync {
-        fn with(&self, side: Side, section: impl FnOnce());
+        fn with(&self, side: Side, critical_section: impl FnOnce());
     }
 
     impl Candidate for Lock {
         #[inline]
-        fn with(&self, side: Side, section: impl FnOnce()) {
+        fn with(&self, side: Side, critical_section: impl FnOnce()) {
             let _guard = self.acquire(&PARK, side);
-            section();
+            critical_section();
         }
     }
 
-    // Padded as ours is, so that only the locks differ.
+    // Padded like the engine's, so that only the locks differ.
     impl Candidate for CachePadded<Mutex<()>> {
         #[inline]
-        fn with(&self, _side: Side, section: impl FnOnce()) {
+        fn with(&self, _side: Side, critical_section: impl FnOnce()) {
             let _guard = self.lock();
-            section();
+            critical_section();
         }
     }
 
     impl Candidate for CachePadded<RwLock<()>> {
         #[inline]
-        fn with(&self, side: Side, section: impl FnOnce()) {
+        fn with(&self, side: Side, critical_section: impl FnOnce()) {
             match side {
                 Side::Read => {
                     let _guard = self.read();
-                    section();
+                    critical_section();
                 }
                 Side::Write => {
                     let _guard = self.write();
-                    section();
+                    critical_section();
                 }
             }
         }
@@ -75,12 +75,13 @@ mod locks {
         }
     }
 
-    /// What a bench does: which lock of ours stands for which of std's, and how often the write side is taken.
+    /// The locks of a bench: which of the engine's locks matches which of std's, and how often the
+    /// write side is acquired.
     #[derive(Clone, Copy)]
     struct Mix {
         name: &'static str,
         locking: Locking,
-        /// Every so many-th section is a writer's; `u64::MAX`: none.
+        /// Every so many-th critical section is a writer's; `u64::MAX`: none.
         write_every: u64,
     }
 
@@ -93,17 +94,17 @@ mod locks {
     ];
     const NR_THREADS: [u64; 3] = [1, 2, 64];
 
-    /// Time of `nr_sections` sections, spread over `nr_threads` threads.
+    /// Time of `nr_sections` critical sections, spread over `nr_threads` threads.
     fn time(candidate: &impl Candidate, mix: Mix, nr_threads: u64, nr_sections: u64) -> Duration {
         let each = nr_sections.div_ceil(nr_threads);
         let counter = CachePadded::new(AtomicU64::new(0));
         let start = Barrier::new(nr_threads as usize + 1);
         let run = |thread: u64| {
-            for section in 0..each {
-                let write = mix.write_every != u64::MAX && (section + thread).is_multiple_of(mix.write_every);
+            for turn in 0..each {
+                let write = mix.write_every != u64::MAX && (turn + thread).is_multiple_of(mix.write_every);
                 let side = if write { Side::Write } else { Side::Read };
                 candidate.with(side, || {
-                    work(section);
+                    work(turn);
                     if write {
                         counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
                     }
@@ -148,7 +149,7 @@ mod locks {
 
     /// The table of interleaved pairs.
     fn table(nr_pairs: usize, nr_sections: u64) {
-        // "best": of the fastest run of each, which other users of the machine disturbed least.
+        // "best": of the fastest run of each, which other processes disturbed least.
         println!(
             "{:<24} {:>7} {:>10} {:>10} {:>9} {:>17} {:>9}",
             "lock", "threads", "ours, ns", "std, ns", "ours/std", "quartiles", "best"
@@ -159,7 +160,8 @@ mod locks {
                 for pair in 0..nr_pairs {
                     let measure_ours = || time_ours(mix, nr_threads, nr_sections).as_secs_f64();
                     let measure_std = || time_std(mix, nr_threads, nr_sections).as_secs_f64();
-                    // Who goes first changes, or the second would always profit from the warm machine.
+                    // The order alternates; otherwise the second would always profit from warm
+                    // caches.
                     let (a, b) = if pair % 2 == 0 {
                         let a = measure_ours();
                         (a, measure_std())
@@ -205,7 +207,7 @@ mod locks {
 
     pub(super) fn main() {
         let arguments = env::args().skip(1).collect::<Vec<_>>();
-        // `cargo test --bench` passes no `--bench`: only see that it runs (`ci/benches.sh`).
+        // `cargo test --bench` passes no `--bench`: then it only has to run (`ci/benches.sh`).
         if !arguments.iter().any(|argument| argument == "--bench") {
             table(1, 1_000);
             report(&mut Criterion::default().configure_from_args());

@@ -1,16 +1,18 @@
-//! What it costs to map before the guest asks: `pre_fault_memory` of ranges by one thread and by two, on a host that is as
-//! little as there can be; and, once more, what fault-around saves a guest that goes through memory which is there anyway.
+//! The cost of a prefault: `pre_fault_memory` of ranges by one thread and by two, on a minimal
+//! host. And the time that fault-around saves a guest that reads through resident memory.
 //!
-//! Each measurement has a fresh VM with one slot. Tables come from an arena that was touched beforehand; taking them from
-//! there is in the figures. Two threads do a half each, and the time ends when both are through. Rounds of all cells take
-//! turns, and `speed` is the time of one thread over the time of two of the same round. Two CPUs that belong to virtual
-//! machines themselves come and go: look at the quartiles too.
+//! Each measurement has a fresh VM with one memslot. Page-table pages come from an arena that was
+//! touched beforehand; the figures contain their allocation. Two threads map a half each, and the
+//! time ends when both have finished. Rounds of all cells take turns, and `speed` is the time of
+//! one thread over the time of two of the same round. The CPU time of a virtual machine varies:
+//! compare the quartiles too.
 //!
-//! `cargo bench -p slat --bench prefault -- table` prints it, `-- table 31` with 31 rounds, `-- table 31 4K` the lines that
-//! have this in their names.
+//! `cargo bench -p slat --bench prefault -- table` prints it, `-- table 31` with 31 rounds, `--
+//! table 31 4K` the lines with this in their names.
 //!
-//! `-- count '4K-contiguous Read'` runs the line of that name once and prints the number of leaves, for tools that count
-//! instructions: `valgrind --tool=callgrind --toggle-collect='*pre_fault_part*'`.
+//! `-- count '4K-contiguous Read'` runs the line of that name once and prints the number of leaves,
+//! for tools that count instructions: `valgrind --tool=callgrind
+//! --toggle-collect='*pre_fault_part*'`.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -83,7 +85,7 @@ mod prefault {
                 table(memory(), nr_rounds, part);
                 around::table(memory(), nr_rounds, part);
             }
-            // Only to see that it runs (`ci/benches.sh`).
+            // It only has to run (`ci/benches.sh`).
             _ => {
                 table(memory(), 1, "");
                 around::table(memory(), 1, "");

@@ -1,8 +1,8 @@
-//! Shadow paging: what a page fault costs, how two vCPUs of one address space get on beside each other, and what a switch of
-//! CR3 costs that finds its root.
+//! Shadow paging: the cost of a page fault, the throughput of two vCPUs in one address space, and
+//! the cost of a switch of CR3 that hits a cached root.
 //!
-//! `cargo bench -p slat --bench shadow`: medians of several rounds; one and two threads in turns, since figures of two separate
-//! minutes cannot be compared on a machine with other users.
+//! `cargo bench -p slat --bench shadow`: medians of several rounds; one and two threads in turns,
+//! since figures of two separate minutes cannot be compared on a shared machine.
 
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
@@ -30,12 +30,12 @@ mod bench {
     /// Pages that each vCPU faults on in a round.
     const PAGES_PER_VCPU: u64 = 16 << 10;
     const MAX_VCPUS: u64 = 2;
-    /// Pages of guest memory: those, and the guest's tables behind them.
+    /// Pages of guest memory: those, and the guest's page tables behind them.
     const NR_DATA: u64 = PAGES_PER_VCPU * MAX_VCPUS;
     const NR_FRAMES: u64 = NR_DATA + 1024;
     const SWITCHES: u64 = 1 << 20;
 
-    /// `cargo test --bench` passes no `--bench`: only see that it runs (`ci/benches.sh`).
+    /// `cargo test --bench` passes no `--bench`: then it only has to run (`ci/benches.sh`).
     fn nr_rounds() -> usize {
         if std::env::args().any(|argument| argument == "--bench") { 11 } else { 1 }
     }
@@ -50,12 +50,12 @@ mod bench {
         fn unpark_all(&self, _: *const AtomicU32) {}
     }
 
-    // SAFETY: tables are memory of the global allocator that is nobody else's; no CPU runs on them.
+    // SAFETY: the global allocator hands out each page-table page once; no CPU walks them.
     unsafe impl Host for BenchHost {
         type Backing = ();
 
         fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
-            // SAFETY: a table has a size.
+            // SAFETY: a page-table page has a size.
             let table = unsafe { alloc_zeroed(layout) };
             (!table.is_null()).then(|| Hpa(table.expose_provenance() as u64))
         }
@@ -118,7 +118,8 @@ mod bench {
             unsafe { &*host.table_ptr(Hpa(host.0.start() + gpa)).cast::<AtomicU64>() }
         }
 
-        /// The guest's tables map all data pages at their own addresses, and then those of a second process.
+        /// The guest's page tables map all data pages at their own addresses. Behind them are those
+        /// of a second process.
         fn build_tables(&self) {
             let mut next = NR_DATA + 1;
             for gfn in 0..NR_DATA {
@@ -148,13 +149,13 @@ mod bench {
             vcpu
         }
 
-        /// Takes away all that was made of the guest's tables, and nothing of the second stage's data.
+        /// Removes all shadow pages, and no data of the second stage.
         fn reset(&self) {
             drop(self.vm.invalidate_range(GfnRange::new(Gfn(NR_DATA), NR_FRAMES - NR_DATA)).unwrap());
         }
 
-        /// Nanoseconds for a fault, of `nr_vcpus` vCPUs on as many threads, each in a part of the address space; as many at a
-        /// time as there are threads.
+        /// Nanoseconds for a fault, of `nr_vcpus` vCPUs on as many threads, each in a part of the
+        /// address space.
         fn faults(&self, vcpus: &mut [Vcpu<BenchHost, Npt>]) -> f64 {
             let barrier = Barrier::new(vcpus.len());
             let access = GuestAccess { access: Access::Write, privilege: Privilege::User };
@@ -192,7 +193,7 @@ mod bench {
     fn faults() {
         let world = World::new(ShadowStrategy::RootCache);
         let mut vcpus = [world.vcpu(world.cr3), world.vcpu(world.cr3)];
-        // The second stage has everything from now on.
+        // The second stage maps everything from now on.
         for _ in 0..2 {
             world.reset();
             world.faults(&mut vcpus);
@@ -208,7 +209,7 @@ mod bench {
         let gains = one.iter().zip(&two).map(|(one, two)| one / two).collect();
         println!("page fault, the second stage has the page: {:.0} ns with one vCPU", median(one));
         println!("two vCPUs in one address space: {:.2} times the throughput of one", median(gains));
-        // The whole way: nothing is there.
+        // Also the second stage is empty.
         let mut whole = Vec::new();
         for _ in 0..nr_rounds() {
             drop(world.vm.invalidate_range(GfnRange::new(Gfn(0), NR_FRAMES)).unwrap());
@@ -222,7 +223,7 @@ mod bench {
             let world = World::new(strategy);
             let mut vcpu = world.vcpu(world.cr3);
             let keep = 1 << 63;
-            // As a kernel with page-table isolation: to and fro between two roots.
+            // As a kernel with page-table isolation: back and forth between two roots.
             let other = (NR_FRAMES - 1) << 12;
             let values = [world.cr3 | 1 | keep, other | 2 | keep];
             for value in values {

@@ -1,9 +1,11 @@
-//! A toy VMM is given second-stage paging, in seven steps: the loop with exits, slots, the root, faults, flush and park, an
-//! MMU notifier, the dirty log of a migration. Everything is in one process, and nothing but std is used: a vCPU is a thread
-//! that interprets a small program, its CPU has a TLB and walks the tables that slat keeps, and host memory is one vector.
+//! Adds second-stage paging to a toy VMM, in seven steps: the loop with exits, memslots, the root,
+//! faults, flush and park, an MMU notifier, the dirty log of a migration. Everything is in one
+//! process, and uses only std. A vCPU is a thread that interprets a small program; its CPU has a
+//! TLB and walks the page tables that slat keeps; host memory is one vector.
 //!
-//! While four vCPUs run, one thread moves their pages to other frames, and another migrates them to a "destination". In the
-//! end every word that the guest has counted must be right, at the source and at the destination.
+//! While four vCPUs run, one thread moves their pages to other frames, and another migrates them to
+//! a "destination". In the end every word that the guest has counted must be right, at the source
+//! and at the destination.
 //!
 //!     cargo run -p slat --example toy_vmm
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
@@ -32,22 +34,24 @@ const RAM_SLOT: u32 = 0;
 /// How long it takes to send the pages of a round.
 const TRANSFER_TIME: Duration = Duration::from_micros(200);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 1: the guest, and the loop with exits.
 //
-// A VMM has this before it has paging: a CPU that runs the guest until it cannot go on (for KVM and on bare metal, the
-// instruction that enters the guest), and a loop that looks why. Second-stage paging adds one more reason: a fault.
+// A VMM has two things before it has paging. A CPU runs the guest until it cannot continue (for KVM
+// and on bare metal, the instruction that enters the guest). A loop handles the exit. Second-stage
+// paging adds one more exit: a fault.
 
 #[derive(Clone, Copy)]
 enum Instruction {
-    /// The word there must be this.
+    /// The word there must have this value.
     Check(Gpa, u64),
-    /// One more, atomically.
+    /// Adds one, atomically.
     Increment(Gpa),
     Store(Gpa, u64),
 }
 
-/// What the program of vCPU `number` does: counts in its own pages and in the common one, and says that it is done.
+/// The program of vCPU `number`: it counts in its own pages and in the common one, and reports that
+/// it is done.
 fn program(number: u64) -> Vec<Instruction> {
     let page = |page: u64| Gpa(RAM_START.0 + page * PAGE_SIZE + 8 * number);
     let own = 1 + number * PAGES_PER_VCPU..1 + (number + 1) * PAGES_PER_VCPU;
@@ -62,14 +66,14 @@ enum CpuExit {
     Fault(Gpa, Access),
 }
 
-/// A CPU in guest mode: it executes until it is at the end, or the tables do not allow an access.
+/// A CPU in guest mode: it executes to the end, or until the page tables do not allow an access.
 struct Cpu {
     number: usize,
     program: Vec<Instruction>,
     next: usize,
-    /// Frame of the guest to frame of the host, and whether it may be written.
+    /// Frame of the guest to frame of the host, and whether it is writable.
     tlb: HashMap<Gfn, (Pfn, bool)>,
-    /// The flush that the TLB is as new as.
+    /// The number of the last flush that the TLB has executed.
     flushed: u64,
 }
 
@@ -128,27 +132,28 @@ fn run_vcpu(
     loop {
         match cpu.run(vm.host(), vm.root()) {
             CpuExit::Halt => return Ok(()),
-            // Step 4: a fault. slat repairs the tables, or says what is left to the VMM.
+            // Step 4: a fault. slat repairs the page tables, or returns an exit for the VMM.
             CpuExit::Fault(gpa, access) => match vcpu.handle_fault(gpa, access)? {
                 Outcome::Resume => {}
-                // No memory: a device. Do what the instruction wanted, and go on behind it.
+                // No memory: a device. The VMM emulates the instruction, and continues after it.
                 Outcome::Exit(Exit::Mmio { gpa: UART, .. }) => {
                     let Instruction::Store(_, byte) = cpu.program[cpu.next] else { panic!("the UART is never read") };
                     uart.lock().unwrap().push(byte);
                     cpu.next += 1;
                 }
-                Outcome::Exit(exit) => panic!("the program does not do what leads to {exit:?}"),
+                Outcome::Exit(exit) => panic!("the program causes no {exit:?}"),
             },
         }
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Step 2: slots.
+// --------------------------------------------------------------------------------------------------
+// Step 2: memslots.
 //
-// Which memory the guest has, and what is behind it. slat keeps the `Backing` with the slot, and shows it to `resolve`.
+// The guest's memory and its backing. slat keeps the `Backing` with the memslot, and passes it to
+// `resolve`.
 
-/// The guest's memory: the frame of each page, as soon as it has one. The VMM and the slot share it.
+/// The guest's memory: the frame of each page, once it has one. The VMM and the memslot share it.
 struct Ram(Mutex<Vec<Option<Pfn>>>);
 
 fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<Ram>>) -> Result<(), Error> {
@@ -157,17 +162,17 @@ fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<
         flags,
         guest_phys_addr: RAM_START,
         memory_size: RAM_PAGES * PAGE_SIZE,
-        // Given once: a change of flags keeps it.
+        // `Some` when the memslot is made: a change of flags keeps it.
         backing,
         userfault_bitmap: None,
     })
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 3: the root.
 //
-// `Vm::root` goes into the register that the hardware starts from (nCR3, EPTP, VTTBR, hgatp), here an argument of `Cpu::run`.
-// Host memory must be reachable by its address.
+// `Vm::root` is the value for the register from which the hardware starts (nCR3, EPTP, VTTBR,
+// hgatp), here an argument of `Cpu::run`. Host memory must be reachable by its address.
 
 /// Host memory: frames, and which of them are free.
 struct Machine {
@@ -184,11 +189,11 @@ impl Machine {
         Machine { memory, free: (0..nr_frames / 64).map(|_| AtomicU64::new(u64::MAX)).collect() }
     }
 
-    /// Takes a free frame. Waits for nobody.
+    /// Takes a free frame. Never waits.
     fn allocate(&self) -> Option<Pfn> {
         let take_lowest = |free: u64| free.checked_sub(1).map(|less| free & less);
         (0..).zip(&self.free).find_map(|(index, free)| {
-            // Acquire: sees the last owner done with the frame.
+            // Acquire: observes that the last owner is done with the frame.
             let free = free.fetch_update(Ordering::Acquire, Ordering::Relaxed, take_lowest).ok()?;
             Some(Pfn(index * 64 + u64::from(free.trailing_zeros())))
         })
@@ -212,8 +217,8 @@ impl Machine {
 }
 
 impl Cpu {
-    /// Looks into the TLB, and walks the tables (AMD APM vol. 2, 5.3 and 15.25.5). As a CPU without accessed and dirty bits:
-    /// the VM is configured for it.
+    /// Looks into the TLB, and walks the page tables (AMD APM vol. 2, 5.3 and 15.25.5). As a CPU
+    /// without accessed and dirty bits: the VM is configured for it.
     fn translate(&mut self, machine: &Machine, root: Hpa, gpa: Gpa, access: Access) -> Option<Hpa> {
         const PRESENT: u64 = 1 << 0;
         const WRITABLE: u64 = 1 << 1;
@@ -226,12 +231,13 @@ impl Cpu {
             let mut writable = true;
             for level in (0..4).rev() {
                 let index = gpa.0 >> (12 + 9 * level) & 511;
-                // Acquire: who sees the entry of a table sees what is in the table.
+                // Acquire: a walk that reads a directory entry observes the page-table page behind
+                // it.
                 let entry = machine.word(Hpa(table + index * 8)).load(Ordering::Acquire);
                 if entry & PRESENT == 0 {
                     return None;
                 }
-                assert!(level == 0 || entry & HUGE == 0, "`resolve` gives single pages");
+                assert!(level == 0 || entry & HUGE == 0, "`resolve` returns single pages");
                 writable &= entry & WRITABLE != 0;
                 table = entry & ADDRESS;
             }
@@ -242,23 +248,26 @@ impl Cpu {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 4: faults.
 //
-// `handle_fault` (in the loop above) asks the host two things: memory for tables, and the frame of the page.
+// `handle_fault` (in the loop above) asks the host for two things: memory for page tables, and the
+// frame of the page.
 
-/// The surroundings of one VM.
+/// The host of one VM.
 struct VmHost {
     machine: Arc<Machine>,
     start: Instant,
-    /// Step 5: how often was flushed; whether each vCPU's CPU is in guest mode; who sleeps on which word.
+    /// Step 5: the number of flushes; whether each vCPU's CPU is in guest mode; the sleepers by
+    /// their words.
     flushes: AtomicU64,
     in_guest: [AtomicBool; NR_VCPUS as usize],
     sleepers: Mutex<Vec<(usize, Thread)>>,
 }
 
-// SAFETY: a table has a frame of its own, whose owner is whoever cleared its bit; the vector never grows, so frames stay where
-// they are; `flush` is argued there; and a page's frame changes only while the page is taken away (`move_page`).
+// SAFETY: a page-table page has a frame of its own, whose owner is the thread that cleared its bit.
+// The vector never grows, so frames stay where they are. `flush` has its argument there. The frame
+// of a page changes only during an invalidation of the page (`move_page`).
 unsafe impl Host for VmHost {
     type Backing = Arc<Ram>;
 
@@ -275,8 +284,8 @@ unsafe impl Host for VmHost {
         self.machine.memory.as_ptr().cast::<u8>().cast_mut().wrapping_add(table.0 as usize)
     }
 
-    /// On demand: a page gets a frame when it is used for the first time. It is given zeroed, or the guest would see what the
-    /// frame was before.
+    /// On demand: a page gets a frame at its first access. The frame is zeroed, so that the guest
+    /// does not read its old contents.
     fn resolve(&self, ram: &Arc<Ram>, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
         let frame = &mut ram.0.lock().unwrap()[page as usize];
         if frame.is_none() {
@@ -290,12 +299,15 @@ unsafe impl Host for VmHost {
 
     /// Step 5.
     fn flush(&self, _ranges: &[GfnRange]) {
-        // SeqCst: the other half of the pair in `enter_guest`. As a release it hands on the changed tables, too.
+        // SeqCst: the other half of the pair in `enter_guest`. As a release it publishes the
+        // changed page tables, too.
         self.flushes.fetch_add(1, Ordering::SeqCst);
         for in_guest in &self.in_guest {
-            // A CPU that enters from now on forgets its TLB first. This one may be using it: one instruction. (On hardware, an
-            // interrupt makes it leave. A thread that is preempted right here holds the flush up: a real host takes the CPU out
-            // of the guest when it preempts it, and a software CPU needs the care of `slat-machine`'s module `commit`.)
+            // A CPU that enters from now on flushes its TLB first. This one may be using it, for
+            // one instruction. (On hardware, an interrupt makes it leave. A thread that is
+            // preempted right here delays the flush. A real host takes the CPU out of the guest
+            // when it preempts it, and a software CPU needs the protocol of `slat-machine`'s module
+            // `commit`.)
             while in_guest.load(Ordering::SeqCst) {
                 thread::yield_now();
             }
@@ -311,20 +323,23 @@ unsafe impl Host for VmHost {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 5: flush and park.
 //
-// CPUs cache translations. When `Host::flush` returns, none of them may use an older one any more: each has forgotten it, or is
-// not in the guest and forgets it before it enters. Parking is for a VM with a lock only, which slat does not need.
+// CPUs cache translations. When `Host::flush` returns, none of them may use an older one any more:
+// each has dropped it, or is not in the guest and drops it before it enters. Parking is for a VM
+// with a lock only, which slat does not need.
 
 struct GuestMode<'h>(&'h AtomicBool);
 
 impl VmHost {
-    /// Enters guest mode, until the guard is dropped. Returns the flush that the TLB must be as new as.
+    /// Enters guest mode, until the guard is dropped. Returns the number of the flush that the TLB
+    /// must have executed.
     fn enter_guest(&self, number: usize) -> (GuestMode<'_>, u64) {
         let in_guest = &self.in_guest[number];
-        // SeqCst, as in `flush`: I say that I am in the guest, then look how often was flushed; it counts, then looks who is in
-        // the guest. One of the two sees the other.
+        // SeqCst, as in `flush`: the CPU stores that it is in the guest, then loads the number of
+        // flushes. The flush counts itself, then loads which CPUs are in the guest. At least one of
+        // the two observes the other.
         in_guest.store(true, Ordering::SeqCst);
         (GuestMode(in_guest), self.flushes.load(Ordering::SeqCst))
     }
@@ -332,7 +347,7 @@ impl VmHost {
 
 impl Drop for GuestMode<'_> {
     fn drop(&mut self) {
-        // Release: the flush that sees this sees the access done.
+        // Release: a flush that observes this observes that the access is done.
         self.0.store(false, Ordering::Release);
     }
 }
@@ -341,14 +356,15 @@ impl Park for VmHost {
     fn park(&self, word: &AtomicU32, expected: u32) {
         let key = (word as *const AtomicU32).addr();
         let mut sleepers = self.sleepers.lock().unwrap();
-        // Under the mutex, so that no unpark comes between the look and the entry in the list.
+        // Under the mutex, so that no unpark comes between the check and the insertion into the
+        // list.
         if word.load(Ordering::Relaxed) != expected {
             return;
         }
         sleepers.push((key, thread::current()));
         drop(sleepers);
         thread::park();
-        // A return for no reason is allowed, but nobody is to wake who does not sleep.
+        // A spurious return is allowed, but an awake thread must not stay in the list.
         self.sleepers.lock().unwrap().retain(|(other, thread)| *other != key || thread.id() != thread::current().id());
     }
 
@@ -363,34 +379,36 @@ impl Park for VmHost {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 6: the MMU notifier.
 //
-// The host swaps, compacts, merges pages. Whoever changes the frame of a page takes the page away first, and does his work
-// while the `Invalidation` lives: no CPU uses the page, no fault maps it.
+// The host swaps, compacts, merges pages. To change the frame of a page, it first invalidates the
+// page, and makes the change while the `Invalidation` exists: no CPU uses the page, and no fault
+// maps it.
 
 /// Moves page `page` to another frame. Returns whether it had one.
 fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, Error> {
     let machine = &vm.host().machine;
-    let taken_away = vm.invalidate_range(GfnRange::new(Gfn(RAM_START.gfn().0 + page), 1))?;
+    let invalidation = vm.invalidate_range(GfnRange::new(Gfn(RAM_START.gfn().0 + page), 1))?;
     let mut frames = ram.0.lock().unwrap();
     let Some(old) = frames[page as usize] else { return Ok(false) };
     let Some(new) = machine.allocate() else { return Ok(false) };
     for (from, to) in machine.frame(old).iter().zip(machine.frame(new)) {
-        // What is left behind is garbage: a CPU that still used the old frame would be found out.
+        // Garbage stays behind, so that a CPU that still used the old frame would be detected.
         to.store(from.swap(0xdead_dead_dead_dead, Ordering::Relaxed), Ordering::Relaxed);
     }
     frames[page as usize] = Some(new);
     machine.free(old);
-    // Only now may faults ask again: they get the new frame.
-    drop(taken_away);
+    // Only now may faults resolve the page again: they get the new frame.
+    drop(invalidation);
     Ok(true)
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 7: the dirty log.
 //
-// A migration copies everything, then, round by round, what was written since; at last, with the vCPUs stopped, the rest.
+// A migration copies everything, then, round by round, what was written since; at last, with the
+// vCPUs stopped, the rest.
 
 /// Copies to `destination` what was written since the last round. Returns how many pages that was.
 fn dirty_log_round(vm: &Vm<VmHost, Npt>, ram: &Ram, destination: &mut [[u64; 512]]) -> Result<u64, Error> {
@@ -403,7 +421,7 @@ fn dirty_log_round(vm: &Vm<VmHost, Npt>, ram: &Ram, destination: &mut [[u64; 512
 }
 
 fn copy_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: usize, destination: &mut [u64; 512]) {
-    // Holding the mutex: the frame must not be moved meanwhile.
+    // The mutex keeps the frame from being moved meanwhile.
     let frames = ram.0.lock().unwrap();
     let Some(frame) = frames[page] else { return };
     for (word, copy) in vm.host().machine.frame(frame).iter().zip(destination) {
@@ -435,7 +453,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
         let mover = threads.spawn(move || {
             let mut nr_moved = 0;
             loop {
-                // Once more when they are done, so that each page was moved for sure.
+                // Once more when they are done, so that each page was certainly moved.
                 let is_last = nr_running.load(Ordering::Acquire) == 0;
                 for page in 0..RAM_PAGES {
                     nr_moved += u64::from(move_page(vm, ram, page)?);
@@ -445,7 +463,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
                 }
             }
         });
-        // The migration: log, and copy everything. Some vCPUs run, others are started only now.
+        // The migration: log, and copy everything. Some vCPUs run, others start only now.
         set_slot(vm, MemoryRegionFlags::LOG_DIRTY_PAGES, None)?;
         (0..RAM_PAGES as usize).for_each(|page| copy_page(vm, ram, page, &mut destination[page]));
         vcpus.extend((NR_VCPUS / 2..NR_VCPUS).map(start));
@@ -459,19 +477,19 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
     })?;
     nr_copied += dirty_log_round(&vm, &ram, &mut destination)?;
 
-    // The guest checked what it read. Here: what it wrote, in its memory and in the copy.
+    // The guest has checked its reads. This checks its writes, in its memory and in the copy.
     for (page, copy) in destination.iter().enumerate() {
         let mut now = [0; 512];
         copy_page(&vm, &ram, page, &mut now);
-        assert!(*copy == now, "page {page} of the destination is old");
+        assert!(*copy == now, "page {page} of the destination is stale");
         let expected = if page == 0 { NR_ROUNDS * NR_VCPUS } else { NR_ROUNDS };
         let counted = if page == 0 { 0 } else { (page as u64 - 1) / PAGES_PER_VCPU };
-        assert_eq!(now[counted as usize], expected, "page {page} has lost something");
+        assert_eq!(now[counted as usize], expected, "page {page} has lost a count");
     }
     let mut sent = uart.into_inner().unwrap();
     sent.sort_unstable();
-    assert!(sent.into_iter().eq(0..NR_VCPUS), "each vCPU has said once that it is done");
-    // The vCPUs that were started late have written all of their pages while the slot logged.
+    assert!(sent.into_iter().eq(0..NR_VCPUS), "each vCPU has reported once that it is done");
+    // The vCPUs that started late have written all of their pages while the memslot logged.
     assert!(nr_moved >= RAM_PAGES && nr_copied >= NR_VCPUS / 2 * PAGES_PER_VCPU);
     let stats = vm.stats();
     println!(
@@ -479,7 +497,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
         stats.faults
     );
 
-    // No CPU walks the tables any more. With the VM they go, all of them.
+    // No CPU walks the page tables any more. Dropping the VM frees all of them.
     drop(vm);
     ram.0.lock().unwrap().iter_mut().filter_map(Option::take).for_each(|pfn| machine.free(pfn));
     Ok(())
@@ -489,7 +507,7 @@ fn main() -> Result<(), Error> {
     let machine = Arc::new(Machine::new(1024));
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         run(&machine, locking)?;
-        assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not given back");
+        assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not freed");
     }
     Ok(())
 }

@@ -1,7 +1,9 @@
-//! A VMM whose devices are written for the traits of the crate vm-memory, as rust-vmm's are: their writes are in the same
-//! dirty log as those of the vCPUs ([`SlotBitmap`]), and what would make a vCPU exit is refused to them ([`CheckedMemory`]).
+//! A VMM whose devices use the traits of the crate vm-memory, as rust-vmm's do. Their writes are in
+//! the same dirty log as those of the vCPUs ([`SlotBitmap`]), and an access for which a vCPU would
+//! exit is refused to them ([`CheckedMemory`]).
 //!
-//! The guest is restored from a snapshot whose pages come when they are needed; then what is written is logged.
+//! The guest is restored from a snapshot whose pages are fetched when they are needed; then writes
+//! are logged.
 //!
 //!     cargo run -p slat --features vm-memory --example vm_memory
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
@@ -25,7 +27,7 @@ const NR_PAGES: u64 = 256;
 /// A VMM in user space: "host-physical" addresses are its own.
 struct Vmm;
 
-/// Where the memory of a slot is mapped.
+/// The address of a memslot's memory.
 struct Mapped(u64);
 
 type Memory = GuestMemoryMmap<SlotBitmap<Vmm, Npt>>;
@@ -38,12 +40,13 @@ impl Park for Vmm {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables come from the heap; the memory of a slot stays mapped at its place; the "CPU" below caches nothing.
+// SAFETY: page-table pages come from the heap; the memory of a memslot stays mapped at its place;
+// the "CPU" below caches nothing.
 unsafe impl Host for Vmm {
     type Backing = Mapped;
 
     fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
-        // SAFETY: a table has a size.
+        // SAFETY: a page-table page has a size.
         let table = unsafe { alloc(layout) };
         (!table.is_null()).then(|| Hpa(table.expose_provenance() as u64))
     }
@@ -68,7 +71,8 @@ unsafe impl Host for Vmm {
     }
 }
 
-/// The snapshot: page n is full of n + 1. A bit of `missing` is set while its page has not come.
+/// The snapshot: page n is full of n + 1. A bit of `missing` is set until its page has been
+/// fetched.
 struct Snapshot {
     missing: Arc<Vec<AtomicU64>>,
 }
@@ -82,11 +86,11 @@ impl Snapshot {
         UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&self.missing), PageSize::Size4K)
     }
 
-    /// Brings the page of a memory fault.
+    /// Fetches the page of a memory fault.
     fn fetch(&self, memory: &Memory, gpa: Gpa) -> Result<(), GuestMemoryError> {
         let page = gpa.0 / PAGE_SIZE;
         memory.write_slice(&[page as u8 + 1; PAGE_SIZE as usize], GuestAddress(page * PAGE_SIZE))?;
-        // Release: whoever finds the bit clear finds the page full.
+        // Release: a fault that reads the bit as clear observes the full page.
         self.missing[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Release);
         Ok(())
     }
@@ -96,12 +100,12 @@ impl Snapshot {
     }
 }
 
-/// A disk. It knows nothing of slat: any guest memory of vm-memory will do.
+/// A disk. It does not know slat: any guest memory of vm-memory will do.
 fn read_sectors(memory: &impl GuestMemory, to: GuestAddress, sectors: &[u8]) -> Result<(), GuestMemoryError> {
     memory.write_slice(sectors, to)
 }
 
-/// The page that must come before the access can be made, if that is why it was refused.
+/// The page that must be fetched before the access can be made, if the access was refused for that.
 fn missing_page(error: &GuestMemoryError) -> Option<Gpa> {
     let GuestMemoryError::IOError(error) = error else { return None };
     match error.get_ref()?.downcast_ref()? {
@@ -110,7 +114,8 @@ fn missing_page(error: &GuestMemoryError) -> Option<Gpa> {
     }
 }
 
-/// The guest stores `value` at `gpa`: through the tables, as a CPU does, with an exit for each page that must come first.
+/// The guest stores `value` at `gpa`, through the page tables, as a CPU does, with an exit for each
+/// page that must be fetched first.
 fn store(
     vcpu: &mut Vcpu<Vmm, Npt>,
     memory: &Memory,
@@ -124,7 +129,8 @@ fn store(
         if let Some(found) = tables.cursor().query(gpa).filter(|found| found.writable) {
             let hpa = found.pfn.hpa().0 + gpa.0 % PAGE_SIZE;
             let word: *mut u64 = std::ptr::with_exposed_provenance_mut(hpa as usize);
-            // SAFETY: the tables lead to the slot's memory, which is mapped, and the address is one of a word in it.
+            // SAFETY: the page tables lead to the memslot's memory, which is mapped, and the
+            // address is that of a word in it.
             unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Relaxed);
             return Ok(nr_fetched);
         }
@@ -135,7 +141,7 @@ fn store(
                 snapshot.fetch(memory, gpa)?;
                 nr_fetched += 1;
             }
-            Outcome::Exit(exit) => return Err(format!("an exit that nothing leads to here: {exit:?}").into()),
+            Outcome::Exit(exit) => return Err(format!("an unexpected exit: {exit:?}").into()),
         }
     }
 }
@@ -144,7 +150,7 @@ fn main() -> Result<(), Box<dyn StdError>> {
     let vm = Arc::new(Vm::<Vmm, Npt>::new(Vmm, Config::default())?);
     let snapshot = Snapshot::new();
 
-    // The region's bitmap is the slot's dirty log.
+    // The region's bitmap is the dirty log of the memslot.
     let mapping =
         MmapRegionBuilder::new_with_bitmap((NR_PAGES * PAGE_SIZE) as usize, SlotBitmap::new(Arc::clone(&vm), 0))
             .with_mmap_prot(PROT_READ_WRITE)
@@ -160,21 +166,22 @@ fn main() -> Result<(), Box<dyn StdError>> {
     let backing = Mapped(mapping.as_ptr().expose_provenance() as u64);
     vm.set_user_memory_region(region(MemoryRegionFlags::USERFAULT, Some(backing), Some(snapshot.bitmap())))?;
     let mapped = GuestRegionMmap::new(mapping, GuestAddress(0)).ok_or("the region is too high")?;
-    // What devices get: memory that refuses what has not come.
+    // The devices' memory: it refuses pages that were not fetched.
     let memory = CheckedMemory::new(Memory::from_regions(vec![mapped])?, Arc::clone(&vm));
 
-    // A vCPU touches page 3, which comes for it.
+    // A vCPU accesses page 3, which is fetched.
     let mut vcpu = vm.create_vcpu()?;
     assert_eq!(store(&mut vcpu, memory.unchecked(), &snapshot, Gpa(0x3008), 42)?, 1);
     assert_eq!(memory.read_obj::<u64>(GuestAddress(0x3008))?, 42);
     assert_eq!(memory.read_obj::<u8>(GuestAddress(0x3010))?, 4, "the rest of the page is as in the snapshot");
-    println!("the vCPU's page came: {} are missing", snapshot.nr_missing());
+    println!("the vCPU's page was fetched: {} are missing", snapshot.nr_missing());
 
-    // A disk writes two sectors across the border of pages 7 and 8, which have not come: nothing is written until they have.
+    // A disk writes two sectors across the border of pages 7 and 8, which were not fetched: nothing
+    // is written until they are.
     let to = GuestAddress(0x8000 - 512);
     while let Err(error) = read_sectors(&memory, to, &[0xaa; 1024]) {
         let gpa = missing_page(&error).ok_or(error)?;
-        println!("the disk was refused the page at {gpa}");
+        println!("the disk's access to the page at {gpa} was refused");
         snapshot.fetch(memory.unchecked(), gpa)?;
     }
     assert_eq!(memory.read_obj::<u8>(GuestAddress(0x7000))?, 8);

@@ -1,24 +1,26 @@
-//! Memory that runs out, of both kinds: the k-th table that is asked of the host, and the k-th allocation from the heap,
-//! for every k and every operation. The error is typed, nothing has changed, nothing is leaked, and the same operation
-//! succeeds when there is memory again.
+//! Both kinds of memory run out: the k-th page-table page that the host is asked for, and the k-th
+//! allocation from the heap, for every k and every operation. The error is typed, nothing has
+//! changed, nothing is leaked, and the same operation succeeds when there is memory again.
 //!
-//! The heap is this binary's global allocator: it counts the live bytes of the current thread's allocations outside of
-//! the host, and fails when that thread's countdown runs out. Each test runs its VM on its own thread from beginning to end.
+//! The heap is this binary's global allocator: it counts the live bytes of the current thread's
+//! allocations outside of the host, and fails when that thread's countdown runs out. Each test runs
+//! its VM on its own thread from beginning to end.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a global allocator")]
 
+#[path = "allocation_failure/allocator.rs"]
+mod allocator;
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use allocator::{LIVE_BYTES, with_heap_allocations};
 use common::log::{MANUAL_PROTECTS, dirty_trackings, write_as_hardware};
 use common::{
-    GIB, INSIDE_HOST, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each,
-    region, translate, vm,
+    GIB, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each, region,
+    translate, vm,
 };
 use slat::{
     Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, ManualProtect, MemoryAttributes, MemoryRegion,
@@ -28,52 +30,8 @@ use slat::{
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-thread_local! {
-    /// Allocations of this thread that still succeed; `None`: all do.
-    static ALLOCATIONS_LEFT: Cell<Option<u64>> = const { Cell::new(None) };
-    /// Bytes that this thread has allocated and not freed.
-    static LIVE_BYTES: Cell<isize> = const { Cell::new(0) };
-}
-
-struct CountingAllocator;
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
-
-// SAFETY: memory comes from and goes to the system's allocator, with the layouts as they are given.
-unsafe impl GlobalAlloc for CountingAllocator {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if INSIDE_HOST.get() == 0 {
-            match ALLOCATIONS_LEFT.get() {
-                Some(0) => return std::ptr::null_mut(),
-                Some(left) => ALLOCATIONS_LEFT.set(Some(left - 1)),
-                None => {}
-            }
-            LIVE_BYTES.set(LIVE_BYTES.get() + layout.size() as isize);
-        }
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        if INSIDE_HOST.get() == 0 {
-            LIVE_BYTES.set(LIVE_BYTES.get() - layout.size() as isize);
-        }
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-/// Runs `operation` with `k` allocations from the heap, and says whether it asked for more.
-fn with_heap_allocations<R>(k: u64, operation: impl FnOnce() -> R) -> (R, bool) {
-    ALLOCATIONS_LEFT.set(Some(k));
-    let result = operation();
-    let ran_out = ALLOCATIONS_LEFT.replace(None) == Some(0);
-    (result, ran_out)
-}
-
-/// Runs `operation` with 0, 1, 2, .. heap allocations until it succeeds. Every failure must be `OutOfMemory`, and
-/// `unchanged` is called after each. Returns the number of failures.
+/// Runs `operation` with 0, 1, 2, .. heap allocations until it succeeds. Every failure must be
+/// `OutOfMemory`, and `unchanged` is called after each. Returns the number of failures.
 fn until_it_succeeds<R>(mut operation: impl FnMut() -> Result<R, Error>, mut unchanged: impl FnMut()) -> (R, u64) {
     for k in 0.. {
         let (result, _) = with_heap_allocations(k, &mut operation);
@@ -90,7 +48,8 @@ fn assert_tables_are_counted<F: Format>(vm: &Vm<TestHost, F>) {
     assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
 }
 
-/// The same fault with 0, 1, 2, .. tables to be had, until it is served. Returns how often it failed.
+/// The same fault with 0, 1, 2, .. page-table pages, until it is served. Returns how often it
+/// failed.
 fn fault_until_served<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, gpa: Gpa, access: Access) -> i64 {
     let before = translate(vm, gpa);
     for k in 0..8 {
@@ -105,19 +64,20 @@ fn fault_until_served<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost,
             }
             Err(error) => assert_eq!(error, Error::OutOfMemory),
         }
-        // A split that failed half way has allowed nothing; what is below 1 GiB may have been split to 2 MiB.
+        // A split that failed half way has allowed nothing; leaves of 1 GiB may have become leaves
+        // of 2 MiB.
         let after = translate(vm, gpa);
         assert_eq!(before.map(rights), after.map(rights), "after a failure with {k} tables");
     }
     unreachable!("a fault links no more tables than there are levels");
 }
 
-/// What the guest sees of a translation.
+/// The guest's rights by a translation.
 fn rights(translation: Translation) -> (u64, bool) {
     (translation.pfn.0, translation.writable)
 }
 
-each!(a_fault_for_which_there_is_no_table_changes_nothing_and_succeeds_later, faults);
+each!(a_fault_without_memory_for_a_table_changes_nothing_and_succeeds_later, faults);
 fn faults<F: Format>(locking: Locking) {
     let gib_pages = GIB / PAGE_SIZE;
     for (size, level) in
@@ -127,12 +87,13 @@ fn faults<F: Format>(locking: Locking) {
         vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * gib_pages, size)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         let gpa = Gpa(5 * GIB + 7 * MIB);
-        // Each failure leaves what it got in the vCPU's cache, so that each next try needs one less.
+        // Each failure leaves its allocations in the vCPU's cache, so that each next try needs one
+        // less.
         let failures = fault_until_served(&vm, &mut vcpu, gpa, Access::Write);
         assert_eq!(failures >= 1, level < F::ROOT_LEVEL);
         let mapped = translate(&vm, gpa).unwrap();
         assert_eq!((mapped.level, mapped.writable), (level, true));
-        // Beside it, with the upper tables linked.
+        // A neighbour, with the upper page-table pages linked.
         let near = Gpa(gpa.0 + 4 * MIB);
         if level == Level::L4K {
             assert!(fault_until_served(&vm, &mut vcpu, near, Access::Read) >= 1);
@@ -145,7 +106,7 @@ fn faults<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_split_for_which_there_is_no_table_changes_nothing_and_succeeds_later, splits);
+each!(a_split_without_memory_for_a_table_changes_nothing_and_succeeds_later, splits);
 fn splits<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * (GIB / PAGE_SIZE), PageSize::Size1G)).unwrap();
@@ -165,7 +126,7 @@ fn splits<F: Format>(locking: Locking) {
         assert_tables_are_counted(&vm);
         let still = translate(&vm, gpa).unwrap();
         assert_eq!((still.writable, still.level), (false, Level(3 - k as u8)));
-        assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0), "a page was marked that was not opened");
+        assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0), "a page was marked that did not become writable");
     }
     assert_eq!(vcpu.handle_fault(gpa, Access::Write), Ok(Outcome::Resume));
     let split = translate(&vm, gpa).unwrap();
@@ -177,16 +138,16 @@ fn splits<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
 }
 
-each!(a_write_that_asks_the_host_again_may_fail_for_want_of_memory_and_succeeds_later, refault);
+each!(a_write_to_a_read_only_leaf_may_run_out_of_memory_and_succeeds_later, refault);
 fn refault<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let memory = region(0, 0, GIB, 0, PageSize::Size2M);
-    memory.backing.as_ref().unwrap().read_gives_writable.store(false, std::sync::atomic::Ordering::SeqCst);
+    memory.backing.as_ref().unwrap().reads_are_writable.store(false, std::sync::atomic::Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
     assert_eq!(translate(&vm, Gpa(0)).unwrap().level, Level::L2M);
-    // No table is needed where a leaf of the same size takes the place.
+    // A leaf of the same size is replaced without a page-table page.
     vm.host().fail_after(0);
     let result = vcpu.handle_fault(Gpa(0), Access::Write);
     vm.host().never_fail();
@@ -204,7 +165,7 @@ fn no_root<F: Format>(locking: Locking) {
     assert!(matches!(Vm::<_, F>::new(host, Config::with_locking(locking)), Err(Error::OutOfMemory)));
 }
 
-/// What must be unchanged after a failure.
+/// The state that a failure must leave unchanged.
 #[derive(PartialEq, Eq, Debug)]
 struct Seen {
     translations: Vec<Option<(u64, bool)>>,
@@ -222,12 +183,12 @@ fn seen<F: Format>(vm: &Vm<TestHost, F>) -> Seen {
     }
 }
 
-/// A region whose backing is shared with the caller, so that it can be asked for again and again.
+/// A region whose backing is shared with the caller, so that it can be used repeatedly.
 fn with_backing(slot: u32, gpa: u64, size: u64, backing: &Arc<TestBacking>) -> MemoryRegion<Arc<TestBacking>> {
     MemoryRegion { backing: Some(Arc::clone(backing)), ..change(slot, NO_FLAGS, gpa, size) }
 }
 
-/// Everything that a VM can be asked for, each thing with every number of heap allocations.
+/// All operations of a VM, each with every number of heap allocations.
 fn life_of_a_vm<F: Format>(locking: Locking) {
     const SIZE: u64 = 4 * MIB;
     let (vm, failures) =
@@ -236,7 +197,7 @@ fn life_of_a_vm<F: Format>(locking: Locking) {
     let vm = Arc::new(vm);
     let (mut vcpu, _) = until_it_succeeds(|| vm.create_vcpu(), || {});
     let (other, failures) = until_it_succeeds(|| vm.create_vcpu(), || {});
-    assert!(failures >= 1, "a second vCPU needs a record of its own");
+    assert!(failures >= 1, "a second vCPU needs a participant of its own");
     drop(other);
 
     let backing = Arc::new(TestBacking::new(0x4000, SIZE / PAGE_SIZE, PageSize::Size4K));
@@ -248,7 +209,7 @@ fn life_of_a_vm<F: Format>(locking: Locking) {
     assert!(failures >= 3, "{failures}: a slot, a set and its arrays");
     assert_eq!(Arc::strong_count(&backing), 2, "a backing that was refused was kept");
 
-    // Faults take nothing from the heap.
+    // Faults allocate nothing from the heap.
     for page in [0, 1, 511, 512] {
         let gpa = Gpa(page * PAGE_SIZE);
         let (result, _) = with_heap_allocations(u64::MAX, || vcpu.handle_fault(gpa, Access::Write));
@@ -268,7 +229,8 @@ fn life_of_a_vm<F: Format>(locking: Locking) {
     assert_eq!((nr_pages, bitmap[0]), (1, 2));
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
 
-    // A move or a deletion that fails may have taken mappings away; but the slot is as it was, its log too.
+    // A move or a deletion that fails may have zapped leaves; but the memslot and its log are
+    // unchanged.
     let as_it_was = || {
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.handle_fault(Gpa(511 * PAGE_SIZE), Access::Read), Ok(Outcome::Resume));
@@ -298,7 +260,7 @@ fn life_of_a_vm<F: Format>(locking: Locking) {
 
 each!(a_heap_that_runs_out_anywhere_is_an_error_and_leaks_nothing, heap);
 fn heap<F: Format>(locking: Locking) {
-    // Once before counting: what the test harness and the standard library keep for good.
+    // Once before counting: allocations that the test harness and the standard library keep.
     life_of_a_vm::<F>(locking);
     let before = LIVE_BYTES.get();
     life_of_a_vm::<F>(locking);
@@ -326,7 +288,7 @@ fn life_with_rings<F: Format>(locking: Locking) {
     let (result, _) = with_heap_allocations(0, fault_and_harvest);
     assert_eq!(result, (Ok(Outcome::Resume), 2), "a push or a harvest allocated from the heap");
     let first_index = || vm.dirty_rings().map(DirtyRing::first_index).sum::<u64>();
-    // The list of records, for one more at once than ever before.
+    // The list of participants, for one more at once than ever before.
     let _others = [(); 3].map(|()| vm.create_vcpu().unwrap());
     let (nr_reset, failures) = until_it_succeeds(|| vm.reset_dirty_rings(), || assert_eq!(first_index(), 0));
     assert_eq!((nr_reset, first_index()), (2, 2));
@@ -343,7 +305,7 @@ fn rings<F: Format>(locking: Locking) {
 
 each!(many_slots_need_more_room_and_running_out_of_it_changes_nothing, many_slots);
 fn many_slots<F: Format>(locking: Locking) {
-    // Beyond what a first guess at the number of slots holds.
+    // Beyond the initial capacity of the memslot set.
     let vm = vm::<F>(locking);
     let backing = Arc::new(TestBacking::new(0x4000, 1, PageSize::Size4K));
     for slot in 0..40 {
@@ -357,16 +319,16 @@ fn many_slots<F: Format>(locking: Locking) {
     assert_eq!(Arc::strong_count(&backing), 1);
 }
 
-/// Everything that a dirty log can be asked for, each thing with every number of heap allocations.
+/// All operations of a dirty log, each with every number of heap allocations.
 fn life_of_a_log<F: Format>(config: Config) {
-    // Whole tables, so that there are some to close, and pages at both ends.
+    // Whole page-table pages, so that some directory entries are protected, and pages at both ends.
     const FIRST: u64 = 512 - 3;
     const NR_PAGES: u64 = 3 + 2 * 512 + 70;
     const NR_WORDS: usize = NR_PAGES.div_ceil(64) as usize;
     let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), config).unwrap());
     let mut vcpu = vm.create_vcpu().unwrap();
     let gpa = |page: u64| Gpa((FIRST + page) * PAGE_SIZE);
-    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new one.
+    // Each keeps a participant in use, the free one if there is one: the next call needs a new one.
     let mut readers = Vec::with_capacity(16);
     let (start, size) = (gpa(0).0, NR_PAGES * PAGE_SIZE);
     let backing = Arc::new(TestBacking::new(0x4000, NR_PAGES, PageSize::Size4K));
@@ -380,7 +342,7 @@ fn life_of_a_log<F: Format>(config: Config) {
         [stats.protected, stats.tables_protected, vm.host().nr_flushes() as u64, stats.live_tables()]
     };
     let seen = || (all(), marked(), counters());
-    // Enabling: the slot still does not log, or logs and is protected; nothing between.
+    // Enabling: the memslot still does not log, or logs and is protected; nothing between.
     let before = seen();
     let ((), failures) = until_it_succeeds(
         || vm.set_user_memory_region(change(1, LOG, start, size)),
@@ -389,7 +351,7 @@ fn life_of_a_log<F: Format>(config: Config) {
     assert!(failures >= 4, "{failures}: a bitmap, its summary, and a set");
     let is_initially_set = config.manual_protect == ManualProtect::InitiallySet;
     assert!(marked().into_iter().all(|is_marked| is_marked == Ok(is_initially_set)));
-    // The same for a slot that is made so, and is gone with its log when that fails.
+    // The same for a memslot that is made with a log, and does not exist when that fails.
     let other = MemoryRegion { flags: LOG, ..with_backing(2, GIB, size, &backing) };
     let ((), failures) = until_it_succeeds(
         || vm.set_user_memory_region(other.clone()),
@@ -400,7 +362,8 @@ fn life_of_a_log<F: Format>(config: Config) {
     let expected = if is_initially_set { NR_PAGES } else { 0 };
     assert_eq!(vm.get_dirty_log(2, &mut bitmap), Ok(expected));
 
-    // Calls of the log, one after the other: what fails has taken nothing, protected nothing, flushed nothing.
+    // Calls of the log, one after the other: a failed call has cleared, protected and flushed
+    // nothing.
     assert_eq!(vm.clear_dirty_log(1, 0, NR_PAGES, &[u64::MAX; NR_WORDS]), Ok(expected));
     for page in (0..100).chain([NR_PAGES - 1]) {
         while !translate(&vm, gpa(page))
@@ -421,7 +384,7 @@ fn life_of_a_log<F: Format>(config: Config) {
     let unchanged = || assert!(seen() == before, "{config:?}: a call that failed has changed something");
     readers.push(vm.read_tables().unwrap());
     let (nr_pages, failures) = until_it_succeeds(|| vm.clear_dirty_log(1, 0, NR_PAGES, &[1; NR_WORDS]), unchanged);
-    // Page 64, and where getting does not take, page 0.
+    // Page 64, and page 0 where getting does not clear.
     let is_manual = config.manual_protect != ManualProtect::Disabled;
     let by_mark = matches!(config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
     let left_of = |nr_pages: u64| 101 - nr_pages - if is_manual { 0 } else { 64 };
@@ -465,7 +428,7 @@ fn logs<F: Format>(locking: Locking) {
     }
 }
 
-/// Everything that userfault and private pages can be asked for, each thing with every number of heap allocations.
+/// All operations of userfault and private pages, each with every number of heap allocations.
 fn life_with_userfault<F: Format>(locking: Locking) {
     const PAGES: u64 = 1024;
     const SIZE: u64 = PAGES * PAGE_SIZE;
@@ -479,27 +442,29 @@ fn life_with_userfault<F: Format>(locking: Locking) {
     let words = new_words(u64::MAX);
     let bitmap_of =
         |words: &Arc<Vec<AtomicU64>>| Some(UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(words), PageSize::Size4K));
-    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new one.
+    // Each keeps a participant in use, the free one if there is one: the next call needs a new one.
     let mut readers = Vec::with_capacity(16);
     let backing = Arc::new(TestBacking::new(512, PAGES, PageSize::Size2M));
-    // A slot that is made with a bitmap; when that fails there is none, and nobody keeps the bitmap.
+    // A memslot that is made with a bitmap; when that fails there is no memslot, and the bitmap is
+    // released.
     let both = MemoryRegion {
         flags: USERFAULT | GUEST_MEMFD | LOG,
         userfault_bitmap: bitmap_of(&words),
         ..with_backing(1, START, SIZE, &backing)
     };
-    let nobody = (Arc::strong_count(&words), Arc::strong_count(&backing));
+    let counts = (Arc::strong_count(&words), Arc::strong_count(&backing));
     let ((), failures) = until_it_succeeds(
         || vm.set_user_memory_region(both.clone()),
         || {
-            assert_eq!((Arc::strong_count(&words), Arc::strong_count(&backing)), nobody);
+            assert_eq!((Arc::strong_count(&words), Arc::strong_count(&backing)), counts);
             assert_eq!(vm.check_access(gpa(0), 1), Err(Error::NoMemslot { gpa: gpa(0) }));
         },
     );
     assert!(failures >= 5, "{failures}: a bitmap's box, a log, private pages, a slot and a set");
     drop(both);
     assert!(matches!(vcpu.handle_fault(gpa(0), Access::Write), Ok(Outcome::Exit(_))));
-    // Turning it off and on, giving it another one: the slot is as it was, but what was mapped may be gone.
+    // Turning it off and on, and changing its bitmap: the memslot is unchanged, but leaves may be
+    // zapped.
     let to = |flags, bitmap| MemoryRegion { userfault_bitmap: bitmap, ..change(1, flags | GUEST_MEMFD, START, SIZE) };
     readers.push(vm.read_tables().unwrap());
     let ((), failures) = until_it_succeeds(
@@ -534,18 +499,19 @@ fn life_with_userfault<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(gpa(0), SIZE, Access::Write), Ok(SIZE));
     let all = || (0..PAGES).map(|page| translate(&vm, gpa(page))).collect::<Vec<_>>();
 
-    // A rescan that fails has taken nothing: it needs a record only, and no table, also where blocks are covered in part.
+    // A rescan that fails has zapped nothing: it needs a participant only, and no page-table page,
+    // also where blocks are covered in part.
     readers.push(vm.read_tables().unwrap());
     others[0].fetch_or(0xf0, Ordering::Release);
     let before = all();
     vm.host().fail_after(0);
     let (nr_pages, failures) = until_it_succeeds(|| vm.rescan_userfault(1, 0, PAGES), || assert!(all() == before));
     vm.host().never_fail();
-    // With a lock, the record has room for its times.
+    // With a lock, the participant has room for its times.
     let nr_allocations = if locking == Locking::None { 1 } else { 2 };
     assert_eq!((nr_pages, failures), (4, nr_allocations));
     assert_eq!(all().iter().flatten().count() as u64, PAGES - 4);
-    // Attributes, too; but where there is no table, more goes than was asked for.
+    // Attributes, too; but without a page-table page, more is zapped than was requested.
     for (private, page) in [(true, 20), (false, 21)] {
         let attributes = if private { MemoryAttributes::PRIVATE } else { MemoryAttributes::empty() };
         readers.push(vm.read_tables().unwrap());
@@ -566,7 +532,8 @@ fn life_with_userfault<F: Format>(locking: Locking) {
     readers.push(vm.read_tables().unwrap());
     let (attributes, failures) = until_it_succeeds(|| vm.memory_attributes(gpa(20)), || {});
     assert!(attributes == MemoryAttributes::PRIVATE && failures >= 1);
-    // A huge leaf of which a part becomes private, without a table for the rest: all of it goes.
+    // A part of a huge leaf becomes private, without a page-table page for the rest: all of it is
+    // zapped.
     vm.set_user_memory_region(to(NO_FLAGS, None)).unwrap();
     assert_eq!(vcpu.handle_fault(gpa(600), Access::Write), Ok(Outcome::Resume));
     assert_eq!(translate(&vm, gpa(600)).unwrap().level, Level::L2M);

@@ -1,4 +1,5 @@
-//! vm-memory's view of guest memory without the pages that are not there: what a vCPU would exit for, a device is refused.
+//! vm-memory's view of guest memory without missing pages: an access of a device is refused where a
+//! vCPU would exit.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -14,7 +15,7 @@ use slat::{
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions};
 
-/// The engine's error that an access was refused for.
+/// The engine's error with which an access was refused.
 fn refused<T: std::fmt::Debug>(result: Result<T, GuestMemoryError>) -> Error {
     match result.unwrap_err() {
         GuestMemoryError::IOError(error) => *error.get_ref().unwrap().downcast_ref().unwrap(),
@@ -23,7 +24,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T, GuestMemoryError>) -> Error {
 }
 
 #[test]
-fn what_has_not_arrived_is_neither_read_nor_written() {
+fn pages_that_have_not_arrived_are_neither_read_nor_written() {
     let vm = vm::<Npt>(Locking::None);
     let words = Arc::new(vec![AtomicU64::new(0b110), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)]);
     let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
@@ -39,7 +40,7 @@ fn what_has_not_arrived_is_neither_read_nor_written() {
     memory.write_slice(&[1; 8], page(0)).unwrap();
     assert_eq!(memory.read_obj::<u8>(page(0)).unwrap(), 1);
     assert_eq!(refused(memory.read_obj::<u8>(page(1))), fault(userfault, 1));
-    // An access is refused as a whole: what it could have written is as it was.
+    // An access is refused as a whole: the part that could have been written is unchanged.
     let before = GuestAddress(page(1).0 - 4);
     assert_eq!(refused(memory.write_slice(&[7; 8], before)), fault(userfault, 1));
     assert_eq!(memory.read_obj::<u32>(before).unwrap(), 0);

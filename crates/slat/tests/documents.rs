@@ -1,22 +1,24 @@
-//! The repository's documents against the repository: each test, model rule, file and identifier that they name exists, each
-//! rule of a protocol says what notices its absence, links lead somewhere, and lines are as short as they should be.
+//! The repository's documents against the repository. Each test, model rule, file and identifier
+//! that they name exists. Each rule of a protocol names what notices its absence. Links have
+//! targets, and lines keep to their columns.
 //!
 //! A package of the crate has no documents beside it. There the checks are skipped, with a message.
 //!
-//! The notation is described in `docs/protocols/README.md`. A code span is one of these:
+//! `docs/protocols/README.md` describes the notation. A code span is one of these:
 //! - `FILE.rs::NAME`: a test or another item of that name is in the file;
 //! - `models/MODEL.py: RULE, RULE`: `ci/models.sh` leaves these rules out of the model;
 //! - a path: it exists;
 //! - an identifier, perhaps with `::`: each part of it occurs in the code;
-//! - anything else (a command, an expression), which nothing here looks at.
+//! - anything else (a command, an expression), which is not checked.
 #![cfg(not(any(loom, shuttle)))]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The pages of `docs/protocols/`: the least number of tests and other items of files that a page names, and of model rules.
-/// They are a little below what is there, so that a notation that is no longer recognised shows.
+/// The pages of `docs/protocols/`, with the least number of tests and other items of files that
+/// each names, and of model rules. They are a little below the actual numbers, so that a notation
+/// that is no longer recognised fails the test.
 const PROTOCOLS: [(&str, usize, usize); 12] = [
     ("deferred-freeing.md", 7, 2),
     ("delivery-rings.md", 2, 0),
@@ -40,7 +42,7 @@ const OF_OTHERS: [&str; 2] = ["crates/slat/PORTING.md", "docs/references.md"];
 
 const MOST_WORDS_OF_DESIGN: usize = 3000;
 const MOST_COLUMNS: usize = 100;
-/// Of a cell of a table. One with more to say is a paragraph, and its table a list.
+/// For a cell of a table. A longer cell is a paragraph, and its table a list.
 const MOST_COLUMNS_OF_A_CELL: usize = 80;
 
 /// The root of the repository; `None` if this is a package.
@@ -57,7 +59,7 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// All files below `folder` whose name ends in `end`, but for what was built.
+/// All files below `folder` whose name ends in `end`, except build outputs.
 fn files(folder: &Path, end: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
@@ -72,7 +74,8 @@ fn files(folder: &Path, end: &str) -> Vec<PathBuf> {
     found
 }
 
-/// A document: its name in the repository, its lines of prose (empty where a block of code is), and its code spans.
+/// A document: its name in the repository, its lines of prose (empty for those of a code block),
+/// and its code spans.
 struct Document {
     name: String,
     text: String,
@@ -89,17 +92,17 @@ impl Document {
             is_code ^= is_fence;
             prose.push(if is_code || is_fence { String::new() } else { line.to_string() });
         }
-        assert!(!is_code, "{name}: a block of code has no end");
+        assert!(!is_code, "{name}: an unclosed code block");
         Document { name: name.to_string(), text, prose }
     }
 
-    /// What stands between backticks. A span may go on in the next line.
+    /// The text between backticks. A span may continue in the next line.
     fn spans(&self) -> Vec<String> {
         let mut spans = Vec::new();
         for paragraph in self.prose.split(|line| line.is_empty()) {
             let text = paragraph.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ");
             let parts: Vec<&str> = text.split('`').collect();
-            assert!(parts.len() % 2 == 1, "{}: a backtick has no partner in: {text}", self.name);
+            assert!(parts.len() % 2 == 1, "{}: an unpaired backtick in: {text}", self.name);
             spans.extend(parts.into_iter().skip(1).step_by(2).map(str::to_string));
         }
         spans
@@ -167,13 +170,14 @@ impl Mention {
             return Some(Mention::Path(span.to_string()));
         }
         let parts: Vec<&str> = span.trim_end_matches("()").trim_end_matches('!').split("::").collect();
-        // One letter is a variable, or a bit of an entry.
+        // One letter is a variable, or a bit of a PTE.
         (parts.iter().all(|part| is_identifier(part)) && span.len() > 1)
             .then(|| Mention::Identifier(parts.into_iter().map(str::to_string).collect()))
     }
 }
 
-/// Where a document's path leads: those of the engine's folders are in `crates/slat`, those of the other crates in `crates`.
+/// The place of a path in a document: folders of the engine are in `crates/slat`, those of the
+/// other crates in `crates`.
 fn located(root: &Path, path: &str) -> PathBuf {
     let first = path.split('/').next().unwrap();
     match first {
@@ -183,7 +187,8 @@ fn located(root: &Path, path: &str) -> PathBuf {
     }
 }
 
-/// Whether `item` is defined in `text`: behind a keyword, or as the first argument of a macro that makes tests.
+/// Whether `item` is defined in `text`: after a keyword, or as the first argument of a macro that
+/// makes tests.
 fn defines(text: &str, item: &str) -> bool {
     const KEYWORDS: [&str; 9] = ["fn", "struct", "enum", "trait", "type", "const", "static", "mod", "union"];
     let is_word = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
@@ -205,10 +210,10 @@ fn rules_of_models(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
     for line in script.lines().filter_map(|line| line.strip_prefix("check ")) {
         let mut words = line.split_whitespace().map(str::to_string);
         let model = format!("models/{}.py", words.next().unwrap());
-        assert!(root.join(&model).exists(), "ci/models.sh: {model} is not there");
+        assert!(root.join(&model).exists(), "ci/models.sh: {model} does not exist");
         rules.insert(model, words.collect());
     }
-    assert!(rules.len() > 10, "ci/models.sh is not understood");
+    assert!(rules.len() > 10, "ci/models.sh cannot be parsed");
     rules
 }
 
@@ -229,7 +234,7 @@ fn words_of_code(root: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn what_the_documents_name_exists() {
+fn all_names_in_the_documents_exist() {
     let Some(root) = repository() else { return };
     let rules = rules_of_models(&root);
     let words = words_of_code(&root);
@@ -256,7 +261,7 @@ fn what_the_documents_name_exists() {
             }
         }
     }
-    assert!(missing.is_empty(), "these are named and not there:\n{}", missing.join("\n"));
+    assert!(missing.is_empty(), "these are named and missing:\n{}", missing.join("\n"));
     assert!(nr_mentions > 1000, "only {nr_mentions}");
 }
 
@@ -307,14 +312,14 @@ fn each_protocol_has_its_headings_and_each_rule_what_notices_it() {
         assert!(rules.contains("\n## "), "{name} has no rules");
         for rule in rules.split("\n## ").skip(1) {
             let title = rule.lines().next().unwrap();
-            assert!(rule.contains("\n- Without it:"), "{name}: nothing is said of what goes wrong without: {title}");
+            assert!(rule.contains("\n- Without it:"), "{name}: no consequence is named for: {title}");
             let (_, noticed) =
                 rule.split_once("\n- Noticed by:").unwrap_or_else(|| panic!("{name}: what notices: {title}"));
             let by = Document { name: title.to_string(), text: String::new(), prose: vec![noticed.to_string()] };
             let names_a_guard = by.mentions().iter().any(|mention| !matches!(mention, Mention::Identifier(_)));
             assert!(
                 names_a_guard || noticed.trim_start().starts_with("nothing"),
-                "{name}: nothing is named that notices: {title}"
+                "{name}: no test or model is named for: {title}"
             );
         }
     }
@@ -346,7 +351,7 @@ fn links_lead_somewhere() {
     assert!(nr_links > 50, "only {nr_links}");
 }
 
-/// The name that a heading has in links, as web pages of repositories make it.
+/// The name of a heading in links, as repository pages make it.
 fn anchor(heading: &str) -> String {
     let text = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = text.chars().filter(|letter| letter.is_alphanumeric() || " -_".contains(*letter));
@@ -354,7 +359,7 @@ fn anchor(heading: &str) -> String {
 }
 
 #[test]
-fn lines_end_in_time() {
+fn lines_end_at_column_100() {
     let Some(root) = repository() else { return };
     let mut long = Vec::new();
     for document in documents(&root) {

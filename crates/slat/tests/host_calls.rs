@@ -1,5 +1,6 @@
-//! What the guide says is held when the host is called: nothing of the VM's lock, wherever the host may block. Each such method
-//! here takes the lock itself, by a call of the VM; there is one thread, so whoever has to sleep for the lock has it already.
+//! The guide's rule for calls of the host: the VM's lock is not held wherever the host may block.
+//! Each such method here takes the lock itself, by a call of the VM. There is one thread, so if the
+//! call has to sleep for the lock, this thread holds it.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
@@ -26,7 +27,7 @@ thread_local! {
     static INSIDE: Cell<&'static str> = const { Cell::new("") };
 }
 
-/// The VM, as soon as there is one, and the methods that have called it.
+/// The VM, once it exists, and the methods that have called it.
 struct Probe<F: Format> {
     vm: OnceLock<Weak<Vm<Prober<F>, F>>>,
     came_by: Mutex<BTreeSet<&'static str>>,
@@ -34,11 +35,11 @@ struct Probe<F: Format> {
 
 impl<F: Format> Probe<F> {
     fn enter(&self, method: &'static str) {
-        // Not for what the call below leads to, nor before there is a VM or after.
+        // Neither for the calls below this one, nor while there is no VM.
         if INSIDE.get().is_empty() {
             let Some(vm) = self.vm.get().and_then(Weak::upgrade) else { return };
             INSIDE.set(method);
-            // Nothing is mapped there; it takes the lock to see that.
+            // Nothing is mapped there; the call takes the lock to find that.
             assert_eq!(vm.split_range(GfnRange::new(Gfn(1 << 30), 1), PageSize::Size4K), Ok(0));
             self.came_by.lock().unwrap().insert(method);
             INSIDE.set("");
@@ -58,8 +59,8 @@ impl<F: Format> Drop for Backing<F> {
 
 impl<F: Format> Park for Prober<F> {
     fn park(&self, _: &AtomicU32, _: u32) {
-        // Not a panic, which may not leave the host; and not into what the harness keeps back.
-        let _ = writeln!(std::io::stderr(), "the VM's lock is held when the host is called: {}", INSIDE.get());
+        // A panic must not leave the host; and the harness would capture the usual output.
+        let _ = writeln!(std::io::stderr(), "the VM's lock is held during a call of the host: {}", INSIDE.get());
         std::process::abort();
     }
     fn unpark_one(&self, _: *const AtomicU32) -> bool {
@@ -68,8 +69,8 @@ impl<F: Format> Park for Prober<F> {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are memory of the global allocator that is nobody else's; no CPU walks them, and there is one thread, to which
-// each moment is a barrier.
+// SAFETY: the global allocator hands out each page-table page once. No CPU walks them. There is one
+// thread, for which each moment is a barrier.
 unsafe impl<F: Format> Host for Prober<F> {
     type Backing = Backing<F>;
 
@@ -78,7 +79,7 @@ unsafe impl<F: Format> Host for Prober<F> {
             return None;
         }
         self.0.enter("allocate_table");
-        // SAFETY: a table has a size.
+        // SAFETY: a page-table page has a size.
         Some(Hpa(unsafe { alloc(layout) }.expose_provenance() as u64))
     }
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
@@ -119,7 +120,7 @@ unsafe impl<F: Format> Host for Prober<F> {
     }
 }
 
-/// Everything that a VM does to slots and pages, once. Returns the host's methods that have called it.
+/// Every operation on memslots and pages, once. Returns the host's methods that have called the VM.
 fn do_everything<F: Format>(config: Config) -> BTreeSet<&'static str> {
     let probe = Arc::new(Probe::<F> { vm: OnceLock::new(), came_by: Mutex::default() });
     let vm = Arc::new(Vm::<_, F>::new(Prober(Arc::clone(&probe)), config).unwrap());
@@ -166,7 +167,7 @@ fn do_everything<F: Format>(config: Config) -> BTreeSet<&'static str> {
     probe.came_by.lock().unwrap().clone()
 }
 
-fn came_by_with<F: Format>(config: Config) -> BTreeSet<&'static str> {
+fn methods_that_called<F: Format>(config: Config) -> BTreeSet<&'static str> {
     [Locking::Shared, Locking::Exclusive].into_iter().fold(BTreeSet::new(), |mut all, locking| {
         for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
             let mut config = config.with_manual_protect(manual_protect);
@@ -179,12 +180,12 @@ fn came_by_with<F: Format>(config: Config) -> BTreeSet<&'static str> {
 
 #[test]
 fn the_lock_is_not_held_where_the_host_may_block() {
-    let mut came_by = came_by_with::<Npt>(Config::default());
-    came_by.extend(came_by_with::<Npt>(Config::default().with_dirty_tracking(DirtyTracking::DirtyBit)));
-    came_by.extend(came_by_with::<Stage2>(Config::default()));
+    let mut came_by = methods_that_called::<Npt>(Config::default());
+    came_by.extend(methods_that_called::<Npt>(Config::default().with_dirty_tracking(DirtyTracking::DirtyBit)));
+    came_by.extend(methods_that_called::<Stage2>(Config::default()));
     let logs = Config::default().with_dirty_tracking(DirtyTracking::PageModificationLog);
-    came_by.extend(came_by_with::<Ept>(logs));
-    // Each of them was called, and came back.
+    came_by.extend(methods_that_called::<Ept>(logs));
+    // Each of them was called, and returned.
     let expected = [
         "allocate_table",
         "barrier_on_all_cpus",

@@ -1,10 +1,11 @@
-//! The store-load pairs on the hardware that this runs on, each with the very fences that the engine uses: "I set a thing,
-//! then I look whether the other did" must never miss on both sides. loom tries the memory model; that an instruction which
-//! is no fence in that model is one on this machine (`fence_after_rmw`), and that `membarrier` is one for both sides, only
-//! the machine can say.
+//! The store-load pairs on the hardware that runs this test, each with the fences that the engine
+//! uses. Each side stores, then loads what the other stores; at least one of the two loads must
+//! observe the other's store. loom tries the memory model. Only the machine can show that
+//! `fence_after_rmw`, which is no fence in that model, is one here, and that `membarrier` serves
+//! both sides.
 //!
-//! Two threads go over two arrays of cells side by side, for a bounded time. That the tests could notice something is
-//! what the ignored one shows.
+//! Two threads go over two arrays of cells side by side, for a bounded time. The ignored test shows
+//! that the tests can fail.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -22,12 +23,11 @@ const RUN: Duration = Duration::from_millis(1000);
 /// Cells that both go over between two meetings.
 const CELLS: usize = 512;
 
-/// On a line of its own.
 #[repr(align(128))]
 #[derive(Default)]
 struct Cell(AtomicU64);
 
-/// One side: sets its own cell, and says what it then finds in the other's.
+/// One side: stores to its own cell, and returns what it then loads from the other's.
 type Side = fn(own: &AtomicU64, other: &AtomicU64) -> u64;
 
 #[derive(Default)]
@@ -56,7 +56,8 @@ impl Array {
     }
 }
 
-/// Has both sides go over the cells again and again. Returns how often they met, and how often both missed.
+/// Lets both sides go over the cells repeatedly. Returns how often they met, and how often both
+/// missed the other's store.
 fn litmus(sides: [Side; 2]) -> (u64, u64) {
     let [a, b] = [Array::new(), Array::new()];
     let (barrier, is_over) = (Barrier::new(2), AtomicBool::new(false));
@@ -95,21 +96,22 @@ fn assert_never_missed(sides: [Side; 2]) {
     assert_eq!(missed, 0, "of {tries} tries");
 }
 
-/// As entries and bits are changed, and announcements made: an atomic read-modify-write, and the fence behind it.
+/// As PTEs and bits are changed, and epochs announced: an atomic read-modify-write, and the fence
+/// after it.
 fn by_rmw(own: &AtomicU64, other: &AtomicU64) -> u64 {
     own.swap(1, Ordering::SeqCst);
     fence_after_rmw();
     other.load(Ordering::Relaxed)
 }
 
-/// As flags are published and tables unlinked, with the full fence.
+/// As flags are published and page-table pages unlinked: with the full fence.
 fn by_fence(own: &AtomicU64, other: &AtomicU64) -> u64 {
     own.store(1, Ordering::Release);
     full_fence();
     other.load(Ordering::Acquire)
 }
 
-/// Without a fence that holds the processor back.
+/// Without a fence of the processor.
 fn by_nothing(own: &AtomicU64, other: &AtomicU64) -> u64 {
     own.store(1, Ordering::Relaxed);
     compiler_fence(Ordering::SeqCst);
@@ -117,7 +119,7 @@ fn by_nothing(own: &AtomicU64, other: &AtomicU64) -> u64 {
 }
 
 #[test]
-fn a_leaf_made_writable_and_a_bit_taken() {
+fn a_leaf_made_writable_and_a_bit_cleared() {
     assert_never_missed([by_rmw, by_rmw]);
 }
 
@@ -127,23 +129,23 @@ fn a_leaf_made_writable_and_a_flag_published() {
 }
 
 #[test]
-fn a_section_announced_and_a_table_unlinked() {
+fn an_epoch_announced_and_a_table_unlinked() {
     assert_never_missed([by_rmw, |own, other| {
-        own.compare_exchange(0, 1, Ordering::SeqCst, Ordering::Acquire).expect("nobody else changes it");
+        own.compare_exchange(0, 1, Ordering::SeqCst, Ordering::Acquire).expect("no other thread changes it");
         full_fence();
         other.load(Ordering::Acquire)
     }]);
 }
 
-/// A section that makes no fence, beside a reclaimer that makes the barrier for both.
+/// A guard that makes no fence, beside a reclaimer that makes the barrier for both.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_section_announced_without_a_fence_and_a_barrier_on_all_cpus() {
+fn an_epoch_announced_without_a_fence_and_a_barrier_on_all_cpus() {
     if !membarrier::is_available() {
         return;
     }
     assert_never_missed([by_nothing, |own, other| {
-        own.compare_exchange(0, 1, Ordering::SeqCst, Ordering::Acquire).expect("nobody else changes it");
+        own.compare_exchange(0, 1, Ordering::SeqCst, Ordering::Acquire).expect("no other thread changes it");
         full_fence();
         membarrier::on_all_cpus();
         other.load(Ordering::Acquire)
@@ -151,8 +153,8 @@ fn a_section_announced_without_a_fence_and_a_barrier_on_all_cpus() {
 }
 
 #[test]
-#[ignore = "needs two CPUs for itself"]
-fn without_a_fence_both_miss_at_some_time() {
+#[ignore = "needs two CPUs of its own"]
+fn without_a_fence_both_sides_miss() {
     for sides in [[by_nothing as Side, by_nothing], [by_rmw, by_nothing]] {
         let (tries, missed) = litmus(sides);
         assert!(missed > 0, "not in {tries} tries");

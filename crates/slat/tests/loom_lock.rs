@@ -1,5 +1,5 @@
-//! The optional locks under loom: every schedule of a few threads with at most [`PREEMPTIONS`] preemptions, with the
-//! memory orders as they are written.
+//! The optional locks under loom: every schedule of a few threads with at most [`PREEMPTIONS`]
+//! preemptions, with the memory orders as they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --test 'loom_*'`
 #![cfg(loom)]
@@ -14,7 +14,7 @@ use loom::thread;
 use slat::Park;
 use slat::sync::{Lock, Locking, Side};
 
-/// Enough for every bug of a lock that needs two threads to overtake a third one.
+/// Enough for every bug of a lock that needs two threads to overtake a third.
 const PREEMPTIONS: usize = 3;
 
 /// One sleeper.
@@ -23,8 +23,8 @@ struct Sleeper {
     ticket: usize,
 }
 
-/// A futex made of a mutex and a condition variable. Loom reports a deadlock when all threads sleep, so a lost wake-up
-/// fails the test.
+/// A futex made of a mutex and a condition variable. Loom reports a deadlock when all threads
+/// sleep, so a lost wake-up fails the test.
 struct LoomPark {
     sleepers: Mutex<(VecDeque<Sleeper>, usize)>,
     wake: Condvar,
@@ -76,11 +76,11 @@ impl Park for LoomPark {
 struct Shared {
     lock: Lock,
     park: LoomPark,
-    /// Loom fails the test if a write to it is concurrent with anything.
+    /// Loom fails the test if a write to it is concurrent with another access.
     data: UnsafeCell<u64>,
 }
 
-fn section(shared: &Shared, side: Side) {
+fn critical_section(shared: &Shared, side: Side) {
     let _guard = shared.lock.acquire(&shared.park, side);
     use_data(shared, side);
 }
@@ -95,19 +95,20 @@ fn use_data(shared: &Shared, side: Side) {
     }
 }
 
-/// Each of `threads` runs its sections, one thread being the model's own; then the lock must be free.
+/// Each of `threads` runs its critical sections; the first is the model's own thread. In the end
+/// the lock must be free.
 fn model(locking: Locking, threads: &'static [&'static [Side]]) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(PREEMPTIONS);
     builder.check(move || {
         let shared = Arc::new(Shared { lock: Lock::new(locking), park: LoomPark::new(), data: UnsafeCell::new(0) });
         let (first, others) = threads.split_first().expect("a model has a thread");
-        let others = others.iter().map(|&sections| {
+        let others = others.iter().map(|&sides| {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || sections.iter().for_each(|&side| section(&shared, side)))
+            thread::spawn(move || sides.iter().for_each(|&side| critical_section(&shared, side)))
         });
         let others = others.collect::<Vec<_>>();
-        first.iter().for_each(|&side| section(&shared, side));
+        first.iter().for_each(|&side| critical_section(&shared, side));
         for thread in others {
             thread.join().expect("no test panics inside");
         }

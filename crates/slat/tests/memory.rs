@@ -1,6 +1,6 @@
-//! What the engine's bookkeeping costs: page tables at most 0.21% of the memory that they map by 4
-//! KiB, everything else at most 0.1%; of the heap a vCPU takes 6 KiB at most. And what changes of
-//! slots leave behind a section that stays open: no more than a bound.
+//! The cost of the engine's bookkeeping. Page tables take at most 0.21% of the memory that they map
+//! by 4 KiB, everything else at most 0.1%. A vCPU takes at most 6 KiB of the heap. And changes of
+//! memslots behind a guard that stays open keep a bounded amount of memory.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a counting allocator, and the host's contract")]
@@ -20,7 +20,8 @@ use slat::{
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// What this thread has allocated, less what it has freed: the main thread of the test harness allocates at any time.
+    /// Bytes that this thread has allocated, less those that it has freed: the main thread of the
+    /// test harness allocates at any time.
     static THREAD_BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
@@ -33,27 +34,27 @@ static COUNTS: Mutex<()> = Mutex::new(());
 
 struct Counting;
 
-// SAFETY: passes everything on to the system's allocator.
+// SAFETY: all calls go to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE_BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
         count_in_thread(layout.size() as i64);
-        // SAFETY: the caller's promise.
+        // SAFETY: as the caller promises.
         unsafe { System.alloc(layout) }
     }
 
-    // The default writes the zeroes, and so makes all of it resident.
+    // The default would write the zeroes, and so make all of it resident.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         LIVE_BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
         count_in_thread(layout.size() as i64);
-        // SAFETY: the caller's promise.
+        // SAFETY: as the caller promises.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         LIVE_BYTES.fetch_sub(layout.size() as u64, Ordering::Relaxed);
         count_in_thread(-(layout.size() as i64));
-        // SAFETY: the caller's promise.
+        // SAFETY: as the caller promises.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -61,7 +62,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Tables come from the system's allocator, past the count, and are counted apart.
+/// Page-table pages come from the system's allocator, past the count, and are counted separately.
 #[derive(Default)]
 struct TableHost {
     tables_bytes: AtomicU64,
@@ -77,7 +78,7 @@ impl Park for TableHost {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables are the allocator's and nobody else's; no CPU runs on them.
+// SAFETY: the allocator hands out each page-table page once; no CPU walks them.
 unsafe impl Host for TableHost {
     type Backing = ();
 
@@ -134,7 +135,7 @@ fn costs<F: Format>(nr_vcpus: u64) {
     assert!(share(other_bytes) <= 0.1, "bookkeeping takes {:.4}%", share(other_bytes));
 }
 
-/// Bytes of the heap that a vCPU takes, when it has faulted so often that some faults were timed.
+/// Bytes of the heap that a vCPU takes, after so many faults that some were timed.
 fn vcpu_bytes<F: Format>(locking: Locking) -> u64 {
     let vm = Arc::new(Vm::<TableHost, F>::new(TableHost::default(), Config::with_locking(locking)).unwrap());
     vm.set_user_memory_region(MemoryRegion {
@@ -146,7 +147,7 @@ fn vcpu_bytes<F: Format>(locking: Locking) -> u64 {
         userfault_bitmap: None,
     })
     .unwrap();
-    // The first finds the record of the call above.
+    // The first uses the participant of the call above.
     let first = vm.create_vcpu().unwrap();
     let before = THREAD_BYTES.get();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -178,7 +179,7 @@ const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
-/// 4 Mi pages: a log of 512 KiB, and a bit less for its summary.
+/// 4 Mi pages: a log of 512 KiB, and a little less for its summary.
 const SLOT_BYTES: u64 = 16 * GIB;
 
 fn slot(slot: u32, flags: MemoryRegionFlags, backing: Option<()>, memory_size: u64) -> MemoryRegion<()> {
@@ -191,7 +192,7 @@ fn live_bytes() -> u64 {
 }
 
 #[test]
-fn logging_that_begins_again_and_again_behind_an_open_section_takes_no_more_memory() {
+fn repeated_logging_behind_an_open_guard_takes_no_more_memory() {
     let _counts = COUNTS.lock();
     for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
         let config = Config::default().with_manual_protect(manual_protect);
@@ -201,14 +202,14 @@ fn logging_that_begins_again_and_again_behind_an_open_section_takes_no_more_memo
         let all = SLOT_BYTES / PAGE_SIZE;
         let mut bitmap = vec![0; all as usize / 64];
         let before = live_bytes();
-        // A vCPU that was preempted in a section looks like this.
+        // The same as a vCPU that was preempted in a guard.
         let reader = vm.read_tables().unwrap();
         for round in 0..5000 {
             vm.set_user_memory_region(slot(0, LOG, None, SLOT_BYTES)).unwrap();
             let page = round % 8 * 801;
             assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
             if round % 500 == 0 {
-                // Nothing is left of the round before, and nothing is missing.
+                // Nothing of the round before is left, and nothing is missing.
                 let nr_pages = if manual_protect == ManualProtect::InitiallySet { all } else { 1 };
                 assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(nr_pages), "{manual_protect:?}, round {round}");
                 assert_eq!(bitmap[page as usize / 64] >> (page % 64) & 1, 1);
@@ -230,7 +231,7 @@ fn logging_that_begins_again_and_again_behind_an_open_section_takes_no_more_memo
 }
 
 #[test]
-fn slots_that_come_and_go_behind_an_open_section_hold_a_bounded_amount_of_memory() {
+fn slots_that_come_and_go_behind_an_open_guard_hold_bounded_memory() {
     let _counts = COUNTS.lock();
     let vm = Arc::new(Vm::<TableHost, Npt>::new(TableHost::default(), Config::default()).unwrap());
     let flags = LOG | MemoryRegionFlags::GUEST_MEMFD;
@@ -247,7 +248,7 @@ fn slots_that_come_and_go_behind_an_open_section_hold_a_bounded_amount_of_memory
     let held = live_bytes() - before;
     println!("refused when {held} bytes are held, {size_bytes} of them known");
     assert!(held <= 258 * MIB && size_bytes <= held && held - size_bytes <= 3 * MIB, "{held}, {size_bytes}");
-    // Every change, whatever it is; and nothing else.
+    // Every change is refused, and nothing else.
     let again = Err(Error::TooMuchRetired { size_bytes });
     assert_eq!(vm.set_user_memory_region(slot(1, NO_FLAGS, None, GIB)), again);
     assert_eq!(vm.set_user_memory_region(slot(1, NO_FLAGS, None, 0)), again);
@@ -263,14 +264,14 @@ fn slots_that_come_and_go_behind_an_open_section_hold_a_bounded_amount_of_memory
     assert!(held <= MIB, "{held} bytes stay");
 }
 
-/// Bytes of this process that are in memory.
+/// Resident bytes of this process.
 fn resident_bytes() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * PAGE_SIZE
 }
 
 #[test]
-fn a_slot_that_moves_takes_no_memory_for_marks() {
+fn a_slot_that_moves_allocates_no_marks() {
     let _counts = COUNTS.lock();
     // 2^30 pages: a log of 128 MiB, and 2 MiB for its summary.
     let size_bytes = 4 << 40;
@@ -285,10 +286,10 @@ fn a_slot_that_moves_takes_no_memory_for_marks() {
             vm.set_user_memory_region(at(None, start)).unwrap();
             assert_eq!(vm.nr_marked_dirty(), Ok(all), "all pages have another address");
         }
-        let taken = resident_bytes().saturating_sub(before);
-        println!("{manual_protect:?}: three moves make {taken} bytes resident");
-        assert!(taken <= 16 * MIB, "{taken} bytes are resident");
-        // The log at the new place is the one that is taken, and that faults mark.
+        let grown = resident_bytes().saturating_sub(before);
+        println!("{manual_protect:?}: three moves make {grown} bytes resident");
+        assert!(grown <= 16 * MIB, "{grown} bytes are resident");
+        // The log at the new place is harvested, and faults mark it.
         let mut bitmap = [0; 2];
         assert_eq!(vm.get_dirty_log_range(0, 128, 128, &mut bitmap), Ok(128));
         if manual_protect != ManualProtect::Disabled {

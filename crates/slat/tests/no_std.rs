@@ -1,5 +1,5 @@
-//! The engine needs neither std nor Linux nor threads: a program without std links it and runs it, and nothing in its
-//! sources names one of them.
+//! The engine needs neither std nor Linux nor threads: a program without std links it and runs it,
+//! and its sources name none of them.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -9,8 +9,9 @@ use std::process::{Command, Output};
 
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The fixture, copied to where it may leave a lock file, with the workspace's own versions. (Its manifest has another name, or
-/// cargo would leave it out of the engine's package, as it does with packages inside of packages.)
+/// The fixture, copied to a folder where it may leave a lock file, with the workspace's versions.
+/// (Its manifest has another name; otherwise cargo would leave it out of the engine's package, as
+/// it does with nested packages.)
 fn copy_of_the_fixture() -> PathBuf {
     let fixture = Path::new(ENGINE).join("tests/no_std");
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no_std");
@@ -34,7 +35,7 @@ fn build(package: &Path, target: &Path, options: &[&str]) -> Output {
         .arg(package.join("Cargo.toml"))
         .args(options)
         .env("CARGO_TARGET_DIR", target)
-        // The fixture is built as anybody would build it, not as this test was (for coverage, say).
+        // The fixture is built by default, not as this test was (for coverage, for example).
         .env_remove("RUSTFLAGS")
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .output()
@@ -65,14 +66,15 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Files of which nothing is in a normal build of the library: tests, and what stands in for atomics under a checker.
+/// Files that are not part of a normal build of the library: tests, and replacements of atomics
+/// under a checker.
 fn is_for_tests(path: &Path) -> bool {
     let stem = path.file_stem().unwrap().to_str().unwrap();
     stem == "stepped" || stem == "tests" || stem.ends_with("_tests") || stem.ends_with("_loom")
 }
 
-/// The code of a normal build: without comments, without what stands behind a `cfg` of a model checker (one item or
-/// statement on one line, as the engine has them), without the test module at the end.
+/// The code of a normal build: without comments, without the item or statement after a `cfg` of a
+/// model checker (on one line, as the engine has them), without the test module at the end.
 fn code_of(source: &str) -> String {
     let mut code = String::new();
     let mut skip_next = false;
@@ -99,7 +101,7 @@ fn nothing_in_the_engine_names_std_or_an_operating_system() {
     let mut files = Vec::new();
     sources(&Path::new(ENGINE).join("src"), &mut files);
     assert!(files.len() > 20, "the sources are not where they were");
-    // The traits of vm-memory are std's users.
+    // The traits of vm-memory use std.
     let is_for_vm_memory = |path: &Path| path.parent().is_some_and(|parent| parent.ends_with("vm_memory"));
     for path in files.iter().filter(|path| !is_for_tests(path) && !is_for_vm_memory(path)) {
         let code = code_of(&fs::read_to_string(path).unwrap()).to_lowercase();
@@ -113,7 +115,7 @@ fn nothing_in_the_engine_names_std_or_an_operating_system() {
 }
 
 #[test]
-fn the_search_for_names_sees_code_and_not_comments() {
+fn the_search_for_names_reads_code_and_not_comments() {
     assert!(code_of("use std::fs;").contains("std::"));
     assert!(!code_of("// std::fs\n/// std::fs\n//! std::fs").contains("std::"));
     assert!(!code_of("#[cfg(loom)]\nloom::thread::yield_now();\nlet x = 1;").contains("thread"));

@@ -1,5 +1,6 @@
-//! Huge pages that are split and put back, under shuttle, beside guests with software TLBs and everything else that changes
-//! the tables: where a table and a huge leaf must not be cached at once. Of the engine's formats Arm's stage 2 is like that.
+//! Huge pages that are split and recovered, under shuttle, with break before make. Guests with
+//! software TLBs and all other changes of the page tables run beside. Of the engine's formats Arm's
+//! stage 2 needs this.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]

@@ -1,6 +1,7 @@
-//! The whole engine with every operation at once, under shuttle: vCPUs with software TLBs, a thread that changes a slot,
-//! and threads that invalidate, age, harvest and reclaim. The TLBs are the oracle for missing flushes, and the host's view
-//! of its frames is the one for everything that is mapped too long: see `support/tlb_world.rs`.
+//! The whole engine with every operation at once, under shuttle: vCPUs with software TLBs, a thread
+//! that changes a memslot, and threads that invalidate, age, harvest and reclaim. The TLBs detect
+//! missing flushes. The host checks each access against its frames, and so detects leaves that stay
+//! mapped too long. See `support/tlb_world.rs`.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]
@@ -11,10 +12,10 @@ mod copied;
 #[path = "support/schedules.rs"]
 mod schedules;
 #[path = "support/tlb_world.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod tlb_world;
 #[path = "support/stepped_world.rs"]
-#[allow(dead_code, reason = "the guests here are others")]
+#[allow(dead_code, reason = "this test has its own guests")]
 mod world;
 
 use std::sync::Arc;
@@ -24,8 +25,8 @@ use schedules::{check, pick, random};
 use shuttle::thread;
 use slat::{Access, Config, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use tlb_world::{
-    AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm,
-    random_config, slot, take_away, zapping,
+    AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, invalidate,
+    is_writable_unlogged, new_vm, random_config, slot, zapping,
 };
 
 type Shape = world::Tiny<3>;
@@ -33,7 +34,7 @@ type Shape = world::Tiny<3>;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-/// A range of `area` at `place`: a page, some pages, or all.
+/// A range of `area` at `place`: one page, some pages, or all.
 fn random_range(place: u64) -> GfnRange {
     let first = random(PAGES as u64);
     match random(4) {
@@ -43,16 +44,16 @@ fn random_range(place: u64) -> GfnRange {
     }
 }
 
-/// Changes pages of `area`, whose slot is at `place`, as hosts do.
+/// Changes pages of `area`, whose memslot is at `place`, as a host does.
 fn change_pages(vm: &TestVm, area: usize, place: u64) {
     let range = random_range(place);
     let action = random(4);
     let pages = (0..PAGES).filter(|&page| range.contains(Gfn(place + page as u64)));
-    take_away(vm, &[range], |memory: &mut Memory| match action {
+    invalidate(vm, &[range], |memory: &mut Memory| match action {
         0 if range.nr_pages() == BLOCK => memory.renew(area),
         0 | 1 => pages.for_each(|page| memory.move_page(area, page)),
         2 => pages.for_each(|page| memory.protect(area, page)),
-        // It has thought better of it.
+        // The host changes nothing after all.
         _ => {}
     });
 }
@@ -63,7 +64,7 @@ fn age(vm: &TestVm, area: usize) {
     assert!(used.unwrap() <= range.nr_pages());
 }
 
-fn put_back_or_split(vm: &TestVm, block: GfnRange) {
+fn recover_or_split(vm: &TestVm, block: GfnRange) {
     if random(2) == 0 {
         vm.recover_range(block).unwrap();
     } else {
@@ -72,7 +73,7 @@ fn put_back_or_split(vm: &TestVm, block: GfnRange) {
     }
 }
 
-/// Changes the slot of the moving area, and what it has.
+/// Changes the memslot and the memory of the moving area.
 fn change_slot(vm: &Arc<TestVm>, nr_turns: u64) {
     let (area, host) = (MOVING, vm.host());
     let (mut place, mut flags) = (None, NO_FLAGS);
@@ -87,7 +88,7 @@ fn change_slot(vm: &Arc<TestVm>, nr_turns: u64) {
             continue;
         };
         match random(9) {
-            8 => put_back_or_split(vm, GfnRange::new(Gfn(start), BLOCK)),
+            8 => recover_or_split(vm, GfnRange::new(Gfn(start), BLOCK)),
             0 => {
                 delete(vm, area);
                 place = None;
@@ -116,7 +117,7 @@ fn change_slot(vm: &Arc<TestVm>, nr_turns: u64) {
     }
 }
 
-/// Deletes the slot of `area`, and frees all that it had.
+/// Deletes the memslot of `area`, and frees all its frames.
 fn delete(vm: &TestVm, area: usize) {
     let ranges: Vec<_> = PLACES[area].iter().map(|&place| GfnRange::new(Gfn(place), BLOCK)).collect();
     zapping(vm.host(), &ranges, || vm.set_user_memory_region(slot(area, NO_FLAGS, None, None)).unwrap());
@@ -126,13 +127,14 @@ fn delete(vm: &TestVm, area: usize) {
     });
 }
 
-/// Changes what the staying area has, and follows its log. Returns what was copied, if it logs in the end.
+/// Changes the memory of the staying area, and harvests its log. Returns the copy if it logs at the
+/// end.
 fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Copied> {
     let (area, place) = (STAYING, PLACES[STAYING][0]);
     let mut copy = None;
     for _ in 0..nr_turns {
         match random(10) {
-            9 => put_back_or_split(vm, GfnRange::new(Gfn(place), BLOCK)),
+            9 => recover_or_split(vm, GfnRange::new(Gfn(place), BLOCK)),
             8 => {
                 let reader = vm.read_tables().unwrap();
                 let mut cursor = reader.cursor();
@@ -141,7 +143,7 @@ fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Co
                 }
             }
             0 => {
-                // Turned on, everything is copied.
+                // When logging begins, all pages are copied.
                 let flags = if copy.is_some() { NO_FLAGS } else { LOG };
                 vm.set_user_memory_region(slot(area, flags, Some(place), None)).unwrap();
                 copy = match copy {
@@ -155,7 +157,7 @@ fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Co
                 }
             }
             3 => age(vm, area),
-            4 => take_away(vm, &[random_range(pick(PLACES[MOVING]))], |_| {}),
+            4 => invalidate(vm, &[random_range(pick(PLACES[MOVING]))], |_| {}),
             5 => vm.reclaim(),
             _ => change_pages(vm, area, place),
         }
@@ -177,7 +179,7 @@ fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
     const GUESTS: usize = 3;
     let vm = new_staying_vm(choices, GUESTS);
     let mut threads = Vec::new();
-    // What the guests and the operators are after: one area or both.
+    // The areas that the guests and the operators use: one or both.
     let areas: &'static [usize] = pick(&[&[MOVING] as &[usize], &[STAYING], &[MOVING, STAYING]]);
     let nr_pages = pick(&[1, 2, PAGES as u64]);
     for index in 0..GUESTS {
@@ -202,21 +204,22 @@ fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
     if areas.contains(&STAYING) {
         copy = change_staying(&vm, &choices.config, nr_turns[STAYING]);
     } else {
-        (0..nr_turns[STAYING]).for_each(|_| take_away(&vm, &[random_range(pick(PLACES[MOVING]))], |_| {}));
+        (0..nr_turns[STAYING]).for_each(|_| invalidate(&vm, &[random_range(pick(PLACES[MOVING]))], |_| {}));
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     if let Some(mut copy) = copy {
-        // All have stopped: one harvest brings all, and leaves nothing that could be written unseen.
+        // All threads have stopped. One harvest reports all writes, and leaves no page writable
+        // that no log would report.
         copy.harvest(&vm);
         copy.assert_has(vm.host().with_memory(|memory| memory.nr_writes(STAYING)));
         for gfn in PLACES[STAYING][0]..PLACES[STAYING][0] + PAGES as u64 {
-            assert!(!is_written_unseen(&vm, &choices.config, gfn), "{gfn:#x} can be written, and was not reported");
+            assert!(!is_writable_unlogged(&vm, &choices.config, gfn), "{gfn:#x} can be written, and was not reported");
         }
     }
     finish(&vm);
 }
 
-/// A VM with the staying area's slot in it.
+/// A VM with the memslot of the staying area.
 fn new_staying_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
     let (vm, place) = (new_vm(choices, nr_guests), PLACES[STAYING][0]);
     let backing = AreaBacking { area: STAYING, first_page: 0, vm: Arc::downgrade(&vm) };
@@ -225,7 +228,7 @@ fn new_staying_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
     vm
 }
 
-/// No guest runs any more: no table is left but the root.
+/// No guest runs any more: the root is the only page-table page.
 fn finish(vm: &Arc<TestVm>) {
     delete(vm, STAYING);
     drop(vm.invalidate_range(GfnRange::new(Gfn(0), BLOCK * BLOCK)).unwrap());
@@ -234,12 +237,12 @@ fn finish(vm: &Arc<TestVm>) {
 }
 
 #[test]
-fn guests_beside_everything_see_only_what_the_host_allows() {
+fn guests_access_only_what_the_host_allows_beside_everything() {
     check(everything);
 }
 
-/// A page that the host forbids to be written, again and again, and allows to be written as soon as it is asked, in the same
-/// frame: the leaf that a reader has brought back is the very same one that a writer is about to replace.
+/// The host repeatedly forbids writes to a page, and allows them in the same frame when it is
+/// asked. So a reader may install the very read-only leaf that a writer is about to replace.
 fn allowed_and_forbidden() {
     let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]);
     let choices = Choices { config: Config::with_locking(locking), fails_one_in: None };
@@ -256,7 +259,7 @@ fn allowed_and_forbidden() {
     let [mut reader, mut writer] = [0, 1].map(|index| Guest::new(&vm, index));
     (0..2).for_each(|_| reader.access(place, Access::Read));
     let writer = thread::spawn(move || (0..2).for_each(|_| writer.access(place, Access::Write)));
-    take_away(&vm, &[GfnRange::new(Gfn(place), 1)], |memory| memory.protect(STAYING, 0));
+    invalidate(&vm, &[GfnRange::new(Gfn(place), 1)], |memory| memory.protect(STAYING, 0));
     reader.access(place, Access::Read);
     writer.join().unwrap();
     drop(reader);
@@ -264,18 +267,19 @@ fn allowed_and_forbidden() {
 }
 
 #[test]
-fn no_write_goes_through_a_leaf_that_was_forbidden_meanwhile() {
+fn no_write_uses_a_leaf_that_was_forbidden_meanwhile() {
     check(allowed_and_forbidden);
 }
 
-/// A table is unlinked while one of its pages is taken away by somebody else, and a fault that is late comes in between.
+/// A page-table page is unlinked while another thread invalidates one of its pages, and a late
+/// fault comes in between.
 fn unlinked_beside_an_invalidation() {
     let choices = Choices { config: Config::default(), fails_one_in: None };
     let (vm, place) = (new_staying_vm(&choices, 3), PLACES[STAYING][0]);
     let page = GfnRange::new(Gfn(place), 1);
     vm.host().with_memory(|memory| (0..PAGES).for_each(|page| memory.move_page(STAYING, page)));
     let mut guests = [0, 1].map(|index| Guest::new(&vm, index));
-    // So that there is a table.
+    // So that there is a page-table page.
     (0..2).for_each(|_| guests[0].access(place + 1, Access::Write));
     if random(2) == 0 {
         (0..2).for_each(|_| guests[0].access(place, Access::Read));
@@ -284,15 +288,15 @@ fn unlinked_beside_an_invalidation() {
         .map(|mut guest| thread::spawn(move || (0..3).for_each(|_| guest.access(place + random(2), Access::Write))));
     let other = {
         let vm = Arc::clone(&vm);
-        thread::spawn(move || take_away(&vm, &[GfnRange::new(Gfn(place), BLOCK)], |_| {}))
+        thread::spawn(move || invalidate(&vm, &[GfnRange::new(Gfn(place), BLOCK)], |_| {}))
     };
-    take_away(&vm, &[page], |memory| memory.move_page(STAYING, 0));
+    invalidate(&vm, &[page], |memory| memory.move_page(STAYING, 0));
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     other.join().unwrap();
     finish(&vm);
 }
 
 #[test]
-fn what_was_done_through_an_unlinked_table_is_reported() {
+fn accesses_through_an_unlinked_table_are_reported() {
     check(unlinked_beside_an_invalidation);
 }

@@ -1,5 +1,5 @@
-//! Huge pages that are split and put back, under shuttle, beside guests with software TLBs and everything else that changes
-//! the tables: where tables and huge leaves may be cached at once.
+//! Huge pages that are split and recovered, under shuttle, without break before make. Guests with
+//! software TLBs and all other changes of the page tables run beside.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]

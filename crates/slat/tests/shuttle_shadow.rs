@@ -1,9 +1,10 @@
-//! Shadow paging under shuttle: two vCPUs that edit tables and flush, each stopped at every atomic access, beside a host that
-//! moves pages, harvests the dirty log and ages.
+//! Shadow paging under shuttle. Two vCPUs edit guest page tables and flush, each stopped at every
+//! atomic access. Beside them a host moves pages, harvests the dirty log and ages.
 //!
-//! An entry that is edited goes through versions, one editor each. Who flushes after the editor's store of a version is over
-//! must get to the page of that version, or of a later one that was begun since. Shadow tables have four entries here, and so
-//! has the format; of a guest's table three are used, and the fourth word of each page is its stamp (`support/shadow_cpu.rs`).
+//! Each edited PTE goes through versions, with one editor each. A CPU that flushes after the editor
+//! has stored a version must reach the page of that version, or of a later one that was begun
+//! since. Shadow page-table pages have four PTEs here, and so has the format. Three of a guest's
+//! page-table page are used; the fourth word of each page is its label (`support/shadow_cpu.rs`).
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]
@@ -13,7 +14,7 @@
 #[path = "support/schedules.rs"]
 mod schedules;
 #[path = "support/shadow_cpu.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod shadow_cpu;
 
 use std::collections::HashMap;
@@ -28,13 +29,14 @@ use slat::{
     ShadowPaging, ShadowStrategy,
 };
 
-/// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all the same.
+/// [`Npt`] with page-table pages of four PTEs, and three levels. A level still covers nine bits of
+/// the address.
 #[derive(Debug)]
 struct Shape;
 
-// SAFETY: entries are Npt's; only the number of levels and entries differs.
+// SAFETY: PTEs are those of Npt; only the number of levels and PTEs differs.
 unsafe impl Format for Shape {
-    // What has shadow paging.
+    // The engine offers shadow paging for this name.
     const NAME: &'static str = Npt::NAME;
     const ROOT_LEVEL: Level = Level(3);
     const GPA_BITS: u32 = 32;
@@ -78,30 +80,31 @@ const SCHEDULES: usize = 500;
 const NR_PAGES: u64 = 4 * 512;
 const NR_SPARE: u64 = 8;
 
-/// Tables: two top ones, and what both lead to.
+/// Guest page tables: two top ones, and the ones below both.
 const TOPS: [u64; 2] = [0, 515];
 const LEVEL_3: u64 = 1;
 const LEVEL_2: u64 = 2;
 const LOWEST: [u64; 2] = [512, 513];
-/// A table of level 2 that comes and goes.
+/// A page table of level 2 that comes and goes.
 const OTHER: u64 = 514;
-/// They show the tables: `WINDOW` those of the lowest level and `OTHER`, `UPPER_WINDOW` those above.
+/// Pages that map the guest's page tables: `WINDOW` those of the lowest level and `OTHER`,
+/// `UPPER_WINDOW` those above.
 const WINDOW: u64 = 1536;
 const WINDOW_LEVEL_2: u64 = 1537;
 const UPPER_WINDOW: u64 = 1538;
-/// What the first place of `LOWEST[0]` maps in turn.
+/// What the first PTE of `LOWEST[0]` maps in turn.
 const PAGES: [u64; 3] = [1024, 1025, 1026];
-/// What the second places of `LOWEST` map.
+/// What the second PTEs of `LOWEST` map.
 const MARKS: [u64; 2] = [1027, 1539];
 const ALL_PAGES: [u64; 16] = [0, 1, 2, 3, 512, 513, 514, 515, 1024, 1025, 1026, 1027, 1536, 1537, 1538, 1539];
 
-/// Goes through `LEVEL_2`'s first entry to `LOWEST[0]`'s first.
+/// Translated by the first PTE of `LEVEL_2` and the first of `LOWEST[0]`.
 const LEAF_VA: u64 = 0;
-/// Goes through `LEVEL_2`'s third entry to the second of a table of the lowest level.
+/// Translated by the third PTE of `LEVEL_2` and the second of a lowest page table.
 const LINK_VA: u64 = 2 << 21 | 1 << 12;
-/// Goes through `LEVEL_3`'s second entry, and `OTHER`'s first.
+/// Translated by the second PTE of `LEVEL_3` and the first of `OTHER`.
 const OTHER_VA: u64 = 1 << 30 | 1 << 12;
-/// Where the guest sees its tables.
+/// Where the guest maps its page tables.
 const LEAF_PLACE: u64 = 1 << 21;
 const OTHER_PLACE: u64 = 1 << 21 | 2 << 12;
 const LEVEL_3_PLACE: u64 = 2 << 30;
@@ -111,10 +114,10 @@ fn table(gfn: u64) -> u64 {
     gfn << 12 | P | W | U
 }
 
-/// An entry with one editor.
+/// A PTE with one editor.
 #[derive(Default)]
 struct Place {
-    /// The last version whose store has begun, or is over.
+    /// The last version whose store has begun, and the last whose store is over.
     begun: AtomicU64,
     over: AtomicU64,
 }
@@ -135,7 +138,7 @@ fn page_of_link(version: u64) -> u64 {
 }
 
 impl Place {
-    /// Writes the next version, which is `entry` of it, at `va`. Returns it.
+    /// Stores the next version at `va`, as `entry` encodes it. Returns its number.
     fn edit(&self, cpu: &mut Cpu, va: u64, entry: fn(u64) -> u64) -> u64 {
         let version = self.begun.load(Ordering::SeqCst) + 1;
         self.begun.store(version, Ordering::SeqCst);
@@ -144,7 +147,7 @@ impl Place {
         version
     }
 
-    /// What is at `va` must be of version `floor`, or later.
+    /// `va` must reach the page of version `floor`, or of a later one.
     fn check(&self, cpu: &mut Cpu, va: u64, floor: u64, page: fn(u64) -> u64) {
         let found = cpu.page_at(va).unwrap();
         let ceiling = self.begun.load(Ordering::SeqCst);
@@ -154,7 +157,7 @@ impl Place {
         );
     }
 
-    /// Flushes, and then what is at `va` must be what is there now.
+    /// Flushes; then `va` must reach the page of the version that is stored now.
     fn flush_and_check(&self, guest: &mut Guest, va: u64, page: fn(u64) -> u64) {
         let floor = self.over.load(Ordering::SeqCst);
         guest.flush(va);
@@ -162,7 +165,7 @@ impl Place {
     }
 }
 
-/// A CPU, and what its guest knows.
+/// A CPU, and the state of its guest.
 struct Guest {
     cpu: Cpu,
     number: u64,
@@ -176,7 +179,7 @@ impl Guest {
         TOPS[self.top] << 12 | self.top as u64
     }
 
-    /// Flushes, some way, at least what translates `va`.
+    /// Flushes at least the translation of `va`, by one of several instructions.
     fn flush(&mut self, va: u64) {
         let pcid = self.top as u64;
         match random(7) {
@@ -189,7 +192,7 @@ impl Guest {
         }
     }
 
-    /// To the other root, or to the same; what was flushed before may be kept.
+    /// Switches to the other root, or to the same. `keep` may keep what was flushed before.
     fn switch(&mut self, top: usize, keep: u64) {
         self.top = top;
         self.cpu.load_cr3(self.cr3() | keep << 63);
@@ -250,20 +253,20 @@ impl World {
 
     fn guest(&self, number: u64) -> Guest {
         let mut guest = Guest { cpu: Cpu::new(&self.vm), number, top: 0, written: HashMap::new(), nr_writes: 0 };
-        // With SMEP, so that there is something that the supervisor may not do.
+        // With SMEP, so that there is an access that the supervisor may not make.
         let registers = registers_with_pcids(0);
         guest.cpu.set_registers(PagingRegisters { cr4: registers.cr4 | 1 << 20, ..registers });
         guest
     }
 
-    /// When all are done: nothing is lost, and nothing left.
+    /// All threads are done: no write is lost, and no shadow page is left.
     fn end(mut self, guests: Vec<Guest>) {
         copy_dirty(&self.vm, &mut self.copies);
         for gfn in ALL_PAGES {
             assert_eq!(self.copies[&gfn], self.vm.host().copy_of(gfn), "page {gfn} was lost");
         }
         drop(guests);
-        // (Of leaves, too: where a shadow table is freed, they have been taken away. To count them is many steps.)
+        // (Nor are leaves, since freeing a shadow page zaps them. To count them takes many steps.)
         assert_eq!(self.vm.nr_shadow_pages(), 0);
     }
 }
@@ -279,7 +282,7 @@ fn copy_dirty(vm: &TestVm, copies: &mut HashMap<u64, Vec<u64>>) {
     assert_eq!(WORDS, 4);
 }
 
-/// What a guest does; its answer comes back.
+/// Runs a guest on its own thread, and returns it.
 fn spawn(mut guest: Guest, run: impl FnOnce(&mut Guest) + Send + 'static) -> thread::JoinHandle<Guest> {
     thread::spawn(move || {
         run(&mut guest);
@@ -287,7 +290,7 @@ fn spawn(mut guest: Guest, run: impl FnOnce(&mut Guest) + Send + 'static) -> thr
     })
 }
 
-/// Both guests run, beside what the host does.
+/// Runs both guests beside what the host does.
 fn beside(
     editor: impl FnOnce(&mut Guest, &Places) + Send + 'static,
     other: impl FnOnce(&mut Guest, &Places) + Send + 'static,
@@ -318,7 +321,7 @@ fn edit_link(guest: &mut Guest, places: &Places) {
     }
 }
 
-/// Looks at everything, sometimes from another root.
+/// Checks all addresses, sometimes from another root.
 fn watch(guest: &mut Guest, places: &Places) {
     for _ in 0..2 {
         if random(3) == 0 {
@@ -334,7 +337,7 @@ fn watch(guest: &mut Guest, places: &Places) {
 }
 
 #[test]
-fn an_edit_of_a_leaf_is_seen_by_who_flushes() {
+fn a_flush_makes_an_edit_of_a_leaf_visible() {
     check_less(4 * SCHEDULES, || beside(edit_leaf, watch_leaf, |_, _| {}));
 }
 
@@ -345,7 +348,7 @@ fn watch_leaf(guest: &mut Guest, places: &Places) {
 }
 
 #[test]
-fn an_edit_of_a_link_is_seen_by_who_flushes() {
+fn a_flush_makes_an_edit_of_a_link_visible() {
     check_less(2 * SCHEDULES, || {
         beside(
             edit_link,
@@ -369,7 +372,8 @@ fn edits_of_a_leaf_below_a_link_that_is_edited() {
     });
 }
 
-/// A frame becomes a table, and ceases to be one, while the other writes it, and harvests take the right to write from it.
+/// A frame becomes a page table, and ceases to be one, while the other CPU writes it and harvests
+/// write-protect it.
 #[test]
 fn a_table_that_comes_and_goes() {
     check_less(2 * SCHEDULES, || {
@@ -398,9 +402,9 @@ fn a_table_that_comes_and_goes() {
     });
 }
 
-/// One root after the other, with nothing flushed but what must be.
+/// Switches between roots, with only the flushes that the architecture requires.
 #[test]
-fn roots_that_are_kept_see_what_was_flushed() {
+fn cached_roots_observe_what_was_flushed() {
     check_less(SCHEDULES, || {
         beside(
             edit_leaf,
@@ -409,7 +413,7 @@ fn roots_that_are_kept_see_what_was_flushed() {
                 guest.switch(1, 1);
                 guest.cpu.page_at(LEAF_VA).unwrap();
                 let floor = places.leaf.over.load(Ordering::SeqCst);
-                // In the PCID that is not current: it is done when that is switched to.
+                // In the PCID that is not current: the flush is due at the switch to it.
                 match random(2) {
                     0 => guest.cpu.invpcid(0, 0, LEAF_VA),
                     _ => guest.cpu.invpcid(1, 0, 0),
@@ -444,7 +448,7 @@ fn beside_a_host_that_moves_pages() {
 }
 
 #[test]
-fn beside_harvests_no_write_is_lost() {
+fn no_write_is_lost_beside_harvests() {
     check_less(SCHEDULES, || {
         beside(
             |guest, _| (0..3).for_each(|_| guest.write(LEAF_VA)),

@@ -1,4 +1,4 @@
-//! Userfault and private pages under shuttle: where tables and huge leaves may be cached at once, and where not.
+//! Userfault and private pages under shuttle, with break before make and without.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]
@@ -9,7 +9,7 @@ mod scenarios;
 #[path = "support/schedules.rs"]
 mod schedules;
 #[path = "support/stepped_world.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod world;
 
 use schedules::check_less;
@@ -18,19 +18,19 @@ use world::{Breaking, Tiny};
 const SCHEDULES: usize = 500;
 
 #[test]
-fn a_page_that_was_taken_back_is_not_mapped() {
+fn a_rescanned_page_is_not_mapped() {
     check_less(SCHEDULES, scenarios::beside_rescans::<Tiny<3>>);
     check_less(SCHEDULES, scenarios::beside_rescans::<Breaking<3>>);
 }
 
 #[test]
-fn nor_where_its_table_is_taken_away_beside_it() {
+fn a_rescanned_page_is_not_mapped_when_its_table_is_unlinked() {
     check_less(SCHEDULES, scenarios::beside_rescans_and_invalidations::<Tiny<3>>);
     check_less(SCHEDULES, scenarios::beside_rescans_and_invalidations::<Breaking<3>>);
 }
 
 #[test]
-fn nor_is_one_whose_bit_was_set_before_the_flag_was_turned_on() {
+fn a_page_whose_bit_was_set_before_the_flag_is_not_mapped() {
     check_less(SCHEDULES, scenarios::beside_the_flag::<Tiny<3>>);
     check_less(SCHEDULES, scenarios::beside_the_flag::<Breaking<3>>);
 }

@@ -1,5 +1,5 @@
-//! vm-memory's regions with the dirty log as their bitmap: what a VMM writes through vm-memory is reported with what its
-//! vCPUs write, by the same harvest.
+//! vm-memory's regions with the dirty log as their bitmap: a harvest reports a VMM's writes through
+//! vm-memory together with those of the vCPUs.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a global allocator, and guests that write to memory that is mapped")]
@@ -50,7 +50,7 @@ struct CountingAllocator;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-// SAFETY: memory comes from and goes to the system's allocator, with the layouts as they are given.
+// SAFETY: all calls go to the system's allocator, with the same layouts.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         NR_ALLOCATIONS.set(NR_ALLOCATIONS.get() + 1);
@@ -67,7 +67,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
     }
 }
 
-/// Memory of `nr_pages` pages whose bitmap is the log of slot `slot`.
+/// Memory of `nr_pages` pages whose bitmap is the log of memslot `slot`.
 fn mapping<F: Format>(vm: &TestVm<F>, slot: u32, nr_pages: usize) -> MmapRegion<TestBitmap<F>> {
     MmapRegionBuilder::new_with_bitmap(nr_pages * PAGE, SlotBitmap::new(Arc::clone(vm), slot))
         .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
@@ -75,7 +75,7 @@ fn mapping<F: Format>(vm: &TestVm<F>, slot: u32, nr_pages: usize) -> MmapRegion<
         .unwrap()
 }
 
-/// A slot that logs (or not), and the region with its memory.
+/// A memslot that logs (or not), and the region with its memory.
 fn add_slot<F: Format>(
     vm: &TestVm<F>,
     slot: u32,
@@ -92,7 +92,7 @@ fn first_pfn(slot: u32) -> u64 {
     u64::from(slot + 1) << 24
 }
 
-/// The pages that the log of slot `slot` of at most 256 pages reports, in order.
+/// The pages that the log of memslot `slot` of at most 256 pages reports, in order.
 fn harvest<F: Format>(vm: &Vm<TestHost, F>, slot: u32) -> Vec<usize> {
     let mut bitmap = [0; 4];
     let nr_pages = vm.get_dirty_log(slot, &mut bitmap).unwrap();
@@ -123,7 +123,7 @@ fn each_way_to_write_marks_the_pages_that_it_touched() {
     // Whole words in between.
     assert_eq!(memory.write(&buffer[..130 * PAGE], at(60, 1)).unwrap(), 130 * PAGE);
     assert_eq!(harvest(&vm, 3), (60..=190).collect::<Vec<_>>());
-    // The end of the slot cuts a write, and what was written is marked.
+    // The end of the memslot cuts a write, and the written part is marked.
     assert_eq!(memory.write(&buffer, at(198, 5)).unwrap(), 2 * PAGE - 5);
     assert_eq!(harvest(&vm, 3), [198, 199]);
     assert!(memory.write_slice(&buffer, at(200, 0)).is_err());
@@ -191,7 +191,7 @@ fn a_log_that_is_copied_keeps_the_marks_until_they_are_cleared() {
 #[test]
 fn each_region_marks_in_the_log_of_its_slot() {
     let vm = vm::<Npt>(Locking::None);
-    // Two that touch, and one far away that does not log.
+    // Two adjacent ones, and one far away that does not log.
     let regions = vec![
         add_slot(&vm, 5, LOG, 0, 70),
         add_slot(&vm, 2, LOG, 70 * PAGE_SIZE, 10),
@@ -235,7 +235,7 @@ fn a_slot_that_is_moved_takes_its_log_along() {
     let after = Memory::from_regions(vec![after]).unwrap();
     assert_eq!(harvest(&vm, 1), (0..10).collect::<Vec<_>>());
     after.write_obj(1_u8, GuestAddress((1 << 32) + 3 * PAGE_SIZE)).unwrap();
-    // It is the same memory, by whichever address it is written.
+    // The same memory is written at either address.
     before.write_obj(1_u8, at(4, 0)).unwrap();
     assert_eq!(harvest(&vm, 1), [3, 4]);
 }
@@ -247,7 +247,7 @@ fn nothing_is_marked_without_a_slot_that_logs() {
     let memory = Memory::from_regions(vec![memory]).unwrap();
     let write = |page| memory.write_obj(1_u8, at(page, 0)).unwrap();
     let is_dirty = |page: usize| memory.find_region(at(0, 0)).unwrap().bitmap().dirty_at(page * PAGE);
-    // The slot comes after the region.
+    // The memslot is made after the region.
     write(0);
     assert!(!is_dirty(0));
     drop(add_slot(&vm, 1, NO_FLAGS, 0, 10));
@@ -267,7 +267,7 @@ fn nothing_is_marked_without_a_slot_that_logs() {
     vm.set_user_memory_region(change(1, NO_FLAGS, 0, 0)).unwrap();
     write(5);
     assert!(!is_dirty(5));
-    // Another slot by this number.
+    // Another memslot of this number.
     drop(add_slot(&vm, 1, LOG, 0, 10));
     assert_eq!(harvest(&vm, 1), NOTHING);
     write(6);
@@ -275,7 +275,7 @@ fn nothing_is_marked_without_a_slot_that_logs() {
 }
 
 #[test]
-fn of_a_range_that_reaches_past_the_slot_the_pages_in_it_are_marked() {
+fn a_range_that_reaches_past_the_slot_marks_the_pages_in_the_slot() {
     let vm = vm::<Npt>(Locking::None);
     drop(add_slot(&vm, 0, LOG, 0, 70));
     let bitmap = SlotBitmap::new(Arc::clone(&vm), 0);
@@ -297,7 +297,7 @@ fn of_a_range_that_reaches_past_the_slot_the_pages_in_it_are_marked() {
     for offset in [0, 1, PAGE, end] {
         assert_eq!(marks(offset, 0), NOTHING);
     }
-    // A slice whose offset overflows is vm-memory's matter: it wraps.
+    // A slice whose offset overflows wraps, as vm-memory defines.
     assert_eq!(
         {
             bitmap.slice_at(usize::MAX).slice_at(PAGE + 1).mark_dirty(0, 1);
@@ -342,35 +342,36 @@ fn a_write_allocates_nothing() {
 }
 
 #[test]
-fn a_mark_that_memory_is_missing_for_ends_the_process() {
+fn a_mark_without_memory_aborts_the_process() {
     const CHILD: &str = "SLAT_TEST_MARK_WITHOUT_MEMORY";
     if std::env::var_os(CHILD).is_some() {
         let vm = vm::<Npt>(Locking::None);
         let memory = Memory::from_regions(vec![add_slot(&vm, 0, LOG, 0, 1)]).unwrap();
-        // It has what the calls before it were done with.
+        // It uses the participant of the calls before it.
         let _vcpu = vm.create_vcpu().unwrap();
         ALLOCATIONS_FAIL.set(true);
         let _ = memory.write_obj(1_u8, at(0, 0));
         ALLOCATIONS_FAIL.set(false);
         return;
     }
-    let test = "a_mark_that_memory_is_missing_for_ends_the_process";
+    let test = "a_mark_without_memory_aborts_the_process";
     let child = Command::new(std::env::current_exe().unwrap()).args(["--exact", test]).env(CHILD, "").output().unwrap();
     assert_eq!(child.status.signal(), Some(libc::SIGABRT), "{child:?}");
     assert!(String::from_utf8_lossy(&child.stderr).contains("memory allocation of"), "{child:?}");
 }
 
-/// Pages of the slot that is written by many.
+/// Pages of the memslot that many threads write.
 const NR_PAGES: usize = 130;
 const NR_WORDS: usize = NR_PAGES.div_ceil(64);
-/// Threads of the VMM, and guests. Each has a word in each page, in which it counts its writes to the page.
+/// Threads of the VMM, and guests. Each has a word in each page, in which it counts its writes to
+/// the page.
 const NR_VMM: usize = 2;
 const NR_GUESTS: usize = 4;
 
 /// The counts of all pages.
 type Counts = Vec<[u64; NR_VMM + NR_GUESTS]>;
 
-/// A VM with a slot, and its memory.
+/// A VM with a memslot, and its memory.
 struct World<F: Format> {
     vm: TestVm<F>,
     memory: Memory<F>,
@@ -379,7 +380,7 @@ struct World<F: Format> {
     stop: AtomicBool,
 }
 
-/// Harvests, and has what was copied then.
+/// Harvests, and keeps a copy.
 struct Harvester<'w, F: Format> {
     world: &'w World<F>,
     writers: Vec<usize>,
@@ -407,7 +408,7 @@ impl<F: Format> World<F> {
         World { vm, memory, returned, stop: AtomicBool::new(false) }
     }
 
-    /// Pages until told to stop: a few of them often, all of them now and then.
+    /// Writes pages until it is stopped: a few of them often, all of them now and then.
     fn until_stopped(&self, seed: u64, mut write: impl FnMut(usize)) {
         let mut random = Random::new(seed);
         while !self.stop.load(Ordering::Relaxed) {
@@ -416,7 +417,7 @@ impl<F: Format> World<F> {
     }
 
     fn vmm(&self, writer: usize) {
-        // A guest that never faults: its calls that mark are waited for as faults are.
+        // A guest that never faults: the harvester waits for its marking calls as for faults.
         let mut guest = Guest::new(&self.vm);
         self.until_stopped(writer as u64, |page| {
             let count = self.returned[page][writer].load(Ordering::Relaxed) + 1;
@@ -435,7 +436,8 @@ impl<F: Format> World<F> {
         self.until_stopped(writer as u64, |page| {
             let _ = guest.try_access(Gpa(page as u64 * PAGE_SIZE), Access::Write, |found| {
                 let page = (found.pfn.0 - first_pfn(0)) as usize;
-                // SAFETY: a word in the memory, which `self` keeps; others only read it, as an atomic.
+                // SAFETY: a word in the memory, which `self` keeps; other threads only read it, as
+                // an atomic.
                 let word = unsafe { AtomicU64::from_ptr(memory.add(page * PAGE + writer * 8).cast()) };
                 word.fetch_add(1, Ordering::SeqCst);
             });
@@ -446,7 +448,8 @@ impl<F: Format> World<F> {
         std::array::from_fn(|writer| self.memory.load(address(page, writer), Ordering::SeqCst).unwrap())
     }
 
-    /// The counts that harvests must bring: those that a guest has written, and those that the VMM has marked.
+    /// The counts that harvests must report: those that a guest has written, and those that the VMM
+    /// has marked.
     fn counts_now(&self) -> Counts {
         let mut counts: Counts = (0..NR_PAGES).map(|page| self.counts_of(page)).collect();
         for (counts, returned) in counts.iter_mut().zip(&self.returned) {
@@ -490,12 +493,13 @@ impl<F: Format> Harvester<'_, F> {
     fn assert_copied(&self, counts: &Counts) {
         for (page, (counts, copied)) in counts.iter().zip(&self.copy).enumerate() {
             for (writer, (count, copied)) in counts.iter().zip(copied).enumerate() {
-                assert!(copied >= count, "write {count} of {writer} to page {page}: the copy has only {copied}");
+                assert!(copied >= count, "write {count} of {writer} to page {page}: the copy has {copied}");
             }
         }
     }
 
-    /// Runs `step` for a while, and at least until something of each writer is copied: they may be starved by others.
+    /// Runs `step` for a while, and at least until writes of each writer are copied: other threads
+    /// may starve them.
     fn for_a_while(&mut self, mut step: impl FnMut(&mut Self)) {
         let start = Instant::now();
         let has_all = |harvester: &Self| {
@@ -507,8 +511,8 @@ impl<F: Format> Harvester<'_, F> {
         }
     }
 
-    /// A write that was there before a harvest is copied after the next one, if all calls that were under way at the
-    /// first have returned before the second.
+    /// A write before a harvest is copied after the next one, if all calls under way at the first
+    /// have returned before the second.
     fn check_two_harvests(&mut self) {
         let before = self.world.counts_now();
         self.harvest();
@@ -518,7 +522,7 @@ impl<F: Format> Harvester<'_, F> {
     }
 }
 
-each!(a_write_that_has_returned_is_reported_by_the_next_harvest_if_nobody_else_marks, alone);
+each!(with_one_marking_thread_a_write_is_in_the_next_harvest, alone);
 fn alone<F: Format>(locking: Locking) {
     World::<F>::new(locking).beside_writers(1, 0, |harvester| {
         harvester.for_a_while(|harvester| {
@@ -535,7 +539,7 @@ fn beside_guests<F: Format>(locking: Locking) {
         .beside_writers(NR_VMM, NR_GUESTS, |harvester| harvester.for_a_while(Harvester::check_two_harvests));
 }
 
-each!(logging_that_is_turned_on_beside_the_vmm_loses_nothing, turned_on);
+each!(no_write_of_the_vmm_is_lost_when_logging_begins, turned_on);
 fn turned_on<F: Format>(locking: Locking) {
     let world = World::<F>::new(locking);
     let set = |flags| world.vm.set_user_memory_region(change(0, flags, 0, NR_PAGES as u64 * PAGE_SIZE)).unwrap();
@@ -544,7 +548,7 @@ fn turned_on<F: Format>(locking: Locking) {
             set(NO_FLAGS);
             std::thread::yield_now();
             set(LOG);
-            // What was written before is copied whole, as a migration does.
+            // Pages written before logging begins are copied, as a migration does.
             for page in 0..NR_PAGES {
                 harvester.copy[page] = world.counts_of(page);
             }
@@ -554,7 +558,7 @@ fn turned_on<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn a_bitmap_keeps_the_vm_and_not_its_slot() {
+fn a_bitmap_keeps_the_vm_alive_and_not_its_slot() {
     let vm = vm::<Npt>(Locking::None);
     let backing = Arc::new(TestBacking::new(0, 4, PageSize::Size4K));
     let slot = MemoryRegion { backing: Some(Arc::clone(&backing)), ..region(0, 0, 4 * PAGE_SIZE, 0, PageSize::Size4K) };

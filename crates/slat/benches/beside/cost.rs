@@ -1,4 +1,4 @@
-//! What an invalidation costs when nothing is beside it.
+//! The cost of an invalidation with nothing beside it.
 
 use std::time::Instant;
 
@@ -11,13 +11,13 @@ use super::world::{self, GIB};
 
 struct Line {
     name: &'static str,
-    /// Pages taken away by one call, and in all.
+    /// Pages that one call invalidates, and all calls.
     nr_pages: u64,
     nr_pages_in_all: u64,
 }
 
 const LINES: [Line; 3] = [
-    // Few enough for the last call to leave the tables linked: they are not covered.
+    // So few that the last call leaves the page-table pages linked: it does not cover them.
     Line { name: "1 page", nr_pages: 1, nr_pages_in_all: 1 << 13 },
     Line { name: "2 MiB", nr_pages: 512, nr_pages_in_all: 1 << 15 },
     Line { name: "1 GiB", nr_pages: GIB, nr_pages_in_all: GIB },

@@ -16,15 +16,15 @@ use super::{host, membarrier};
 /// Blocks of 2 MiB in which pages are faulted in again before an invalidation, and pages in each.
 const NR_BLOCKS: u64 = 8;
 const PAGES_PER_BLOCK: u64 = 64;
-/// Size of slot 0 that covers all ranges taken away: two entries of the root.
+/// Size of a memslot 0 that covers all invalidated ranges: two PTEs of the root.
 const ALL: u64 = 515 * GIB;
-/// The 1 GiB that is taken away: beside the vCPUs' in the table (on the same cache line), elsewhere in the same table, and
-/// below another entry of the root.
+/// The places of the invalidated 1 GiB: next to the vCPUs' memory in the page-table page (on the
+/// same cache line), elsewhere in it, and below another PTE of the root.
 const NEXT_ENTRY: u64 = VCPU_MEMORY + VCPU_MEMORY_PAGES;
 const SAME_ROOT_ENTRY: u64 = GIB;
 const OTHER_ROOT_ENTRY: u64 = 513 * GIB;
 
-/// What is in the range when it is taken away.
+/// The contents of the range when it is invalidated.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contents {
     Empty,
@@ -32,25 +32,25 @@ enum Contents {
     Leaves,
 }
 
-/// What a flush does to the other CPUs.
+/// The effect of a flush on the other CPUs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Flush {
     Free,
     Ipi,
 }
 
-/// What the other thread does again and again.
+/// The work that the other thread repeats.
 #[derive(Clone, Copy)]
 enum Work {
-    /// Takes the GiB from this page on away.
+    /// Invalidates the GiB from this page on.
     Invalidate { first: u64, contents: Contents, flush: Flush },
-    /// Nothing; but so many single pages stay taken away.
+    /// Nothing; but so many single pages stay in flight.
     Hold { nr_ranges: u64 },
-    /// Nothing; but so many single pages were taken away at once before.
+    /// Nothing; but so many single pages were in flight at once before.
     HaveHeld { nr_ranges: u64 },
-    /// Turns dirty logging of slot 0 on and off, whose pages are all written first.
+    /// Turns dirty logging of memslot 0 on and off, after all of its pages were written.
     FlipLog { nr_pages: u64, contents: Contents },
-    /// Makes slot 0 read-only and back, after all of its pages were written.
+    /// Makes memslot 0 read-only and back, after all of its pages were written.
     FlipReadOnly { nr_pages: u64 },
 }
 
@@ -60,7 +60,7 @@ use Flush::{Free, Ipi};
 struct Line {
     name: &'static str,
     locking: Locking,
-    /// Size of slot 0.
+    /// Size of memslot 0.
     nr_pages: u64,
     work: Work,
 }
@@ -96,10 +96,10 @@ const INVALIDATIONS: [Line; 14] = [
     invalidating("empty GiB, same root entry, no flush at all", SAME_ROOT_ENTRY, Empty, Free),
     invalidating_in_lock("GiB with leaves, same entry, IPI; shared lock", Locking::Shared),
     invalidating_in_lock("GiB with leaves, same entry, IPI; exclusive", Locking::Exclusive),
-    still("1 page that stays taken away", Work::Hold { nr_ranges: 1 }),
-    still("8 pages that stay taken away", Work::Hold { nr_ranges: 8 }),
-    still("64 pages that stay taken away", Work::Hold { nr_ranges: 64 }),
-    still("64 pages that were taken away at once before", Work::HaveHeld { nr_ranges: 64 }),
+    still("1 page that stays in flight", Work::Hold { nr_ranges: 1 }),
+    still("8 pages that stay in flight", Work::Hold { nr_ranges: 8 }),
+    still("64 pages that stay in flight", Work::Hold { nr_ranges: 64 }),
+    still("64 pages that were in flight at once before", Work::HaveHeld { nr_ranges: 64 }),
 ];
 
 const FLIPS: [Line; 5] = [
@@ -130,14 +130,14 @@ impl Work {
                         }
                     }
                 }
-                let taken = world::invalidate(vm, first, GIB);
+                let invalidation = world::invalidate(vm, first, GIB);
                 if flush == Flush::Ipi {
                     membarrier::on_all_cpus();
                 }
-                drop(taken);
+                drop(invalidation);
             }
             Work::Hold { .. } | Work::HaveHeld { .. } => {
-                // Used for as long as the work goes on.
+                // Used until the work ends.
                 let _: &[Invalidation<'_>] = &held;
                 thread::sleep(Duration::from_micros(100));
             }
@@ -146,32 +146,32 @@ impl Work {
                     (0..nr_pages).for_each(|page| host::write_fault(&mut vcpu, page));
                 }
                 host::log_dirty_pages(vm, nr_pages);
-                world::cease_to_log(vm, nr_pages);
+                world::stop_logging(vm, nr_pages);
             }
             Work::FlipReadOnly { nr_pages } => {
                 (0..nr_pages).for_each(|page| host::write_fault(&mut vcpu, page));
-                world::create_anew(vm, nr_pages, MemoryRegionFlags::READONLY);
-                world::create_anew(vm, nr_pages, MemoryRegionFlags::empty());
+                world::recreate(vm, nr_pages, MemoryRegionFlags::READONLY);
+                world::recreate(vm, nr_pages, MemoryRegionFlags::empty());
             }
         }
     }
 }
 
-/// On which VM the work is done.
+/// The VM of the work.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Where {
     Beside,
     OtherVm,
 }
 
-/// What one run gave.
+/// The result of one run.
 #[derive(Clone, Copy, Default)]
 struct Sample {
-    /// Faults in a second.
+    /// Faults per second.
     per_second: f64,
-    /// Faults in a second of CPU time.
+    /// Faults per second of CPU time.
     per_cpu_second: f64,
-    /// Rounds of the work in a second, and flushes of its VM.
+    /// Rounds of the work per second, and flushes of its VM.
     rounds_per_second: f64,
     flushes_per_second: f64,
     /// In the vCPU's VM.
@@ -181,7 +181,7 @@ struct Sample {
 /// One run: `nr_faults` faults of one vCPU beside the work.
 fn run(memory: Memory, line: &Line, place: Where, nr_faults: u64) -> Sample {
     memory.reset();
-    // The other VM is there in any case.
+    // The other VM exists in any case.
     let vms = [(); 2].map(|()| world::new_vm(memory, line.locking, line.nr_pages));
     let vm = &vms[0];
     let worked_on = if place == Where::Beside { vm } else { &vms[1] };
@@ -210,7 +210,7 @@ fn run(memory: Memory, line: &Line, place: Where, nr_faults: u64) -> Sample {
             }
             let (cpu, wall) = ((cpu_time() - begin_cpu).as_secs_f64(), begin.elapsed().as_secs_f64());
             let after = counts();
-            // Not `stop` earlier: the work went on for as long as the faults.
+            // `stop` is set only now: the work went on for as long as the faults.
             stop.store(true, Ordering::Relaxed);
             Sample {
                 per_second: nr_faults as f64 / wall,
@@ -229,12 +229,12 @@ type Pairs = Vec<(Sample, Sample)>;
 
 fn collect(memory: Memory, lines: &[Line], nr_pairs: usize, divisor: u64) -> Vec<Pairs> {
     let mut pairs = vec![Pairs::new(); lines.len()];
-    // The first is for the caches and the CPUs' clocks.
+    // The first warms the caches and the CPUs' clocks.
     for pair in 0..=nr_pairs {
         for (line, pairs) in lines.iter().zip(&mut pairs) {
             let run = |place| run(memory, line, place, VCPU_MEMORY_PAGES / divisor);
             let (beside, other);
-            // Who goes first changes.
+            // The order alternates.
             if pair % 2 == 0 {
                 beside = run(Where::Beside);
                 other = run(Where::OtherVm);

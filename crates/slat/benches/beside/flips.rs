@@ -1,4 +1,4 @@
-//! The time of one change of a slot's flags, while a vCPU works in another slot.
+//! The time of one change of a memslot's flags, while a vCPU works in another memslot.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -11,14 +11,14 @@ use super::host;
 use super::timing::{Clocks, Took, print_calls, print_head_of_calls};
 use super::world::{self, GIB, VCPU_MEMORY};
 
-/// Pages that the vCPU beside writes before it takes them away.
+/// Pages that the vCPU beside writes before it invalidates them.
 const VCPU_PAGES: u64 = 1 << 13;
-/// Pages that are written for each pair that was asked for, about: large slots are flipped less often.
+/// About so many pages are written for each requested pair: large memslots are flipped less often.
 const PAGES_PER_PAIR: u64 = 1 << 21;
-/// But never more flips than this.
+/// At most so many flips.
 const FLIPS_PER_PAIR: u64 = 64;
 
-/// The flips, in the order in which they are made.
+/// The flips, in the order of their calls.
 const NAMES: [&str; 6] = ["log on", "log off", "log on, nothing writable", "log off again", "to read-only", "and back"];
 
 /// Times `nr_flips` of each kind on a slot of `nr_pages`, all of them mapped or none.
@@ -40,16 +40,16 @@ fn measure(memory: Memory, nr_pages: u64, nr_mapped: u64, nr_flips: u64) -> [Vec
             for _ in 0..nr_flips {
                 (0..nr_mapped).for_each(|page| host::write_fault(&mut vcpu, page));
                 let on_and_off: [&dyn Fn(); 2] =
-                    [&|| host::log_dirty_pages(&vm, nr_pages), &|| world::cease_to_log(&vm, nr_pages)];
+                    [&|| host::log_dirty_pages(&vm, nr_pages), &|| world::stop_logging(&vm, nr_pages)];
                 for (took, flip) in took.iter_mut().zip(on_and_off.iter().cycle().take(4)) {
                     took.push(clocks.time(flip));
                 }
                 (0..nr_mapped).for_each(|page| host::write_fault(&mut vcpu, page));
-                took[4].push(clocks.time(|| world::create_anew(&vm, nr_pages, MemoryRegionFlags::READONLY)));
+                took[4].push(clocks.time(|| world::recreate(&vm, nr_pages, MemoryRegionFlags::READONLY)));
                 for page in 0..nr_mapped {
                     vcpu.handle_fault(Gfn(page).gpa(), Access::Read).map(drop).unwrap();
                 }
-                took[5].push(clocks.time(|| world::create_anew(&vm, nr_pages, MemoryRegionFlags::empty())));
+                took[5].push(clocks.time(|| world::recreate(&vm, nr_pages, MemoryRegionFlags::empty())));
             }
             stop.store(true, Ordering::Relaxed);
         });
@@ -59,7 +59,7 @@ fn measure(memory: Memory, nr_pages: u64, nr_mapped: u64, nr_flips: u64) -> [Vec
 }
 
 pub(crate) fn table(memory: Memory, nr_pairs: usize, divisor: u64) {
-    print_head_of_calls("Flips beside a vCPU (aim: below 50 us)");
+    print_head_of_calls("Flips beside a vCPU (aim: below 50 µs)");
     for (size, nr_pages) in [("2 MiB", GIB / 512), ("16 MiB", GIB / 64), ("1 GiB", GIB)] {
         for (contents, nr_mapped) in [("written", nr_pages), ("empty", 0)] {
             let nr_flips = (PAGES_PER_PAIR / nr_pages).clamp(1, FLIPS_PER_PAIR) * nr_pairs as u64 / divisor.min(8);

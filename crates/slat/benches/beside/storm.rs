@@ -13,19 +13,19 @@ use super::world;
 const NR_VCPUS: u64 = 64;
 /// Pages of each vCPU.
 const VCPU_PAGES: u64 = 1 << 12;
-/// A prime: the pages that are taken away are spread over those of the vCPU.
+/// A prime: the invalidated pages are spread over those of the vCPU.
 const STEP: u64 = 1543;
 
-/// What the thread does between two invalidations.
+/// The thread's pause between two invalidations.
 #[derive(Clone, Copy)]
 enum Pace {
-    /// Sleeps: it comes with a whole time slice.
+    /// Sleeps: the thread wakes with a whole time slice.
     Sleep(Duration),
-    /// Nothing: now and then its time slice is over in the middle of one.
+    /// None: sometimes the time slice ends within an invalidation.
     BackToBack,
 }
 
-/// Times `nr_calls` invalidations. Returns the faults of the vCPUs in a second too.
+/// Times `nr_calls` invalidations. Returns the faults per second of the vCPUs, too.
 fn measure(memory: Memory, locking: Locking, pace: Pace, nr_calls: u64) -> (Vec<Took>, f64) {
     memory.reset();
     let vm = world::new_vm(memory, locking, NR_VCPUS * VCPU_PAGES);
@@ -60,10 +60,10 @@ pub(crate) fn table(memory: Memory, divisor: u64) {
     print_head_of_calls("1 page beside 64 vCPUs (aim: p99 below 1 ms)");
     let pause = Pace::Sleep(Duration::from_micros(500));
     let lines = [
-        ("pauses of 500 us", Locking::None, pause, 4_000),
+        ("pauses of 500 µs", Locking::None, pause, 4_000),
         ("back to back", Locking::None, Pace::BackToBack, 40_000),
-        ("pauses of 500 us, shared lock", Locking::Shared, pause, 400),
-        ("pauses of 500 us, exclusive lock", Locking::Exclusive, pause, 400),
+        ("pauses of 500 µs, shared lock", Locking::Shared, pause, 400),
+        ("pauses of 500 µs, exclusive lock", Locking::Exclusive, pause, 400),
     ];
     for (name, locking, pace, nr_calls) in lines {
         let (took, per_second) = measure(memory, locking, pace, nr_calls / divisor);

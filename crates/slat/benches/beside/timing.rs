@@ -1,4 +1,4 @@
-//! Where the time of a call goes: on the CPU, waiting for one, or asleep; and quantiles of many.
+//! The time of a call by its parts: on the CPU, waiting for one, or asleep; and quantiles of many.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,13 +12,13 @@ pub(crate) struct Clocks {
     schedstat: Option<File>,
 }
 
-/// What a call took, in nanoseconds.
+/// The times of a call, in nanoseconds.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Took {
     pub(crate) wall_ns: f64,
     pub(crate) cpu_ns: f64,
-    /// Ready to run, without a CPU. The time between the clocks' readings that is not the call's is in it only as far as the
-    /// call was as long.
+    /// Ready to run, without a CPU. The time between the readings of the clocks outside of the call
+    /// is capped by the length of the call.
     pub(crate) run_delay_ns: f64,
 }
 
@@ -27,7 +27,8 @@ impl Clocks {
         Clocks { schedstat: File::open("/proc/thread-self/schedstat").ok() }
     }
 
-    /// For how long the thread was ready to run but had no CPU: the second number (Documentation/scheduler/sched-stats.rst).
+    /// The time that the thread was ready to run but had no CPU: the second number
+    /// (Documentation/scheduler/sched-stats.rst).
     fn run_delay(&self) -> Duration {
         let read = || {
             let mut text = [0; 64];
@@ -38,7 +39,7 @@ impl Clocks {
     }
 
     pub(crate) fn time(&self, call: impl FnOnce()) -> Took {
-        // Innermost the clock that costs least.
+        // The cheapest clock is read innermost.
         let (delay_before, cpu_before) = (self.run_delay(), cpu_time());
         let begin = Instant::now();
         call();
@@ -60,11 +61,11 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     quantile(values, 500)
 }
 
-/// Prints the head of the table whose lines are [`print_calls`]'s.
+/// Prints the head of the table of [`print_calls`].
 pub(crate) fn print_head_of_calls(what: &str) {
     println!(
         "\n{what:<44} {:>7} | {:>9} {:>9} {:>10} | {:>9} {:>9} {:>9} | {:>10} {:>10}",
-        "calls", "p50, us", "p99", "worst", "CPU p50", "p99", "worst", "delay p99", "worst"
+        "calls", "p50, µs", "p99", "worst", "CPU p50", "p99", "worst", "delay p99", "worst"
     );
 }
 

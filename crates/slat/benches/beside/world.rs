@@ -1,4 +1,4 @@
-//! The VMs that are measured, and the vCPU that works for ever.
+//! The measured VMs, and the vCPU that works until it is stopped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,13 +12,14 @@ pub(crate) type BenchVm = Vm<FaultHost, Npt>;
 
 /// Pages in 1 GiB.
 pub(crate) const GIB: u64 = 1 << 18;
-/// The vCPUs' memory, in pages: where it begins and how long it is. What is done beside them is done elsewhere.
+/// The vCPUs' memory, in pages: its start and its length. The work beside them is done elsewhere.
 pub(crate) const VCPU_MEMORY: u64 = 16 * GIB;
 pub(crate) const VCPU_MEMORY_PAGES: u64 = 4 * GIB;
-/// First host frame of slots that are created here.
+/// First host frame of memslots that are created here.
 const FIRST_FRAME: u64 = 1 << 28;
 
-/// A VM with slot 0 of `nr_pages` from address 0 on, and the vCPUs' memory, which slot 0 has if it reaches there and slot 1 if not.
+/// A VM with memslot 0 of `nr_pages` from address 0 on, and the vCPUs' memory, in memslot 0 if it
+/// reaches there, else in memslot 1.
 pub(crate) fn new_vm(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<BenchVm> {
     let vm = host::new_vm(memory, locking, nr_pages);
     if nr_pages <= VCPU_MEMORY {
@@ -40,13 +41,14 @@ fn set_slot(vm: &BenchVm, slot: u32, first: u64, nr_pages: u64, flags: MemoryReg
     vm.set_user_memory_region(region).unwrap();
 }
 
-/// Turns dirty logging of slot 0 off, which has `nr_pages`.
-pub(crate) fn cease_to_log(vm: &BenchVm, nr_pages: u64) {
+/// Turns dirty logging of memslot 0 off, which has `nr_pages`.
+pub(crate) fn stop_logging(vm: &BenchVm, nr_pages: u64) {
     set_slot(vm, 0, 0, nr_pages, MemoryRegionFlags::empty(), None);
 }
 
-/// Deletes slot 0 and creates it with `flags`: what KVM asks of who changes whether it is read-only.
-pub(crate) fn create_anew(vm: &BenchVm, nr_pages: u64, flags: MemoryRegionFlags) {
+/// Deletes memslot 0 and creates it with `flags`, as KVM requires for a change between writable and
+/// read-only.
+pub(crate) fn recreate(vm: &BenchVm, nr_pages: u64, flags: MemoryRegionFlags) {
     set_slot(vm, 0, 0, 0, MemoryRegionFlags::empty(), None);
     set_slot(vm, 0, 0, nr_pages, flags, Some(FirstFrame(FIRST_FRAME)));
 }
@@ -55,7 +57,8 @@ pub(crate) fn invalidate(vm: &BenchVm, first: u64, nr_pages: u64) -> Invalidatio
     vm.invalidate_range(GfnRange::new(Gfn(first), nr_pages)).unwrap()
 }
 
-/// A vCPU that writes to its pages one after the other, takes them all away, and begins anew. Returns the number of faults.
+/// A vCPU that writes to its pages one after the other, invalidates them all, and starts over.
+/// Returns the number of faults.
 pub(crate) fn fault_until(stop: &AtomicBool, vm: &Arc<BenchVm>, first: u64, nr_pages: u64) -> u64 {
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut nr_faults = 0;

@@ -1,5 +1,6 @@
-//! Table memory for the fault benches: one anonymous mapping, touched beforehand, so that no page fault of the kernel
-//! and no allocator is in the figures. A frame's physical address is its offset in the mapping plus a bias.
+//! Memory for page tables in the benches: one anonymous mapping, touched beforehand, so that the
+//! figures contain no page fault of the kernel and no allocator. A frame's physical address is its
+//! offset in the mapping plus a bias.
 
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
@@ -12,14 +13,15 @@ pub(crate) const FRAME_BYTES: usize = 4096;
 /// Physical address of the mapping's first byte.
 const BIAS: usize = 1 << 40;
 
-/// Frames that a thread takes at a time, as kernels have lists for each CPU: threads that share a line for each frame would
-/// measure that line.
+/// Frames that a thread takes at a time, as kernels have lists for each CPU: if threads shared a
+/// cache line for each frame, the bench would measure that line.
 pub(crate) const BATCH: usize = 64;
 
 /// Threads that may have begun a batch.
 const MAX_THREADS: usize = 1024;
 
-/// What a thread has left of its batch: the arena's number of resets when it was taken, the next frame, and the end.
+/// The rest of a thread's batch: the arena's number of resets when it was taken, the next frame,
+/// and the end.
 #[derive(Clone, Copy)]
 struct Batch {
     nr_resets: u64,
@@ -33,17 +35,18 @@ thread_local! {
 
 /// Which frames of the mapping are in use.
 ///
-/// The free ones are a list without a lock: a thread that is preempted while it frees a table must not hold up those whose
-/// time is taken.
+/// The free ones are a list without a lock: a thread that is preempted while it frees a page-table
+/// page must not delay the measured threads.
 struct Arena {
     /// Frames below were handed out since the last reset.
     next: AtomicUsize,
-    /// The first of the frames that came back since then, as in `links`; from bit 32 on the number of changes, so that an
-    /// exchange fails if the list has changed and has the same first frame again.
+    /// The first of the frames that were freed since then, as in `links`. The bits from 32 on count
+    /// the changes, so that an exchange fails if the list has changed and has the same first frame
+    /// again.
     freed: AtomicU64,
     /// For each frame on the list the number of the next plus 1; 0: the end.
     links: Box<[AtomicU32]>,
-    /// From 1 on, over all arenas: a batch of another arena, or from before, is no good.
+    /// From 1 on, over all arenas: a batch of another arena, or from before a reset, is invalid.
     nr_resets: AtomicU64,
 }
 
@@ -62,10 +65,12 @@ impl Arena {
         batch.next
     }
 
-    /// Replaces the list's first frame `first` by `new`. Says what it is by now if it is another.
+    /// Replaces the list's first frame `first` by `new`. If the list has changed, returns its
+    /// current value.
     fn change_first(&self, found: u64, new: u32) -> Result<(), u64> {
         let changed = ((found >> 32) + 1) << 32 | u64::from(new);
-        // AcqRel: the list's links, and what was done to the frame, are seen by who takes it.
+        // AcqRel: the next owner of the frame observes the list's links, and all writes to the
+        // frame.
         match self.freed.compare_exchange_weak(found, changed, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
             Err(found) => Err(found),
@@ -97,7 +102,8 @@ impl Arena {
     }
 }
 
-/// A handle on an arena, as cheap to copy as what a kernel would use: a pointer's distance from its physical address.
+/// A handle on an arena, as cheap to copy as that of a kernel: the distance of a pointer from its
+/// physical address.
 #[derive(Clone, Copy)]
 pub(crate) struct Memory {
     /// The pointer that physical address 0 would have.
@@ -111,7 +117,7 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// A new arena, never given back.
+    /// A new arena, which is never freed.
     pub(crate) fn new(nr_frames: usize) -> Memory {
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let nr_bytes = nr_frames * FRAME_BYTES;
@@ -119,7 +125,8 @@ impl Memory {
         let base = unsafe { libc::mmap(ptr::null_mut(), nr_bytes, protection, flags, -1, 0) };
         assert!(base != libc::MAP_FAILED, "no memory for {nr_frames} tables");
         let base: *mut u8 = base.cast();
-        // SAFETY: the mapping is that long, writable and nobody else's. Not zeroes: those would not have to be written.
+        // SAFETY: the mapping is that long, writable and has no other user. Not zeroes: those would
+        // not have to be written.
         unsafe { base.write_bytes(0xff, nr_bytes) };
         let links = (0..nr_frames).map(|_| AtomicU32::new(0)).collect();
         let nr_resets = AtomicU64::new(NR_RESETS.fetch_add(1, Ordering::Relaxed) + 1);

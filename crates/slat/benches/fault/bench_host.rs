@@ -1,4 +1,4 @@
-//! The host of the benches: as little as there can be, so that the engine is what is measured.
+//! The host of the benches, a minimal one, so that the measured time is the engine's.
 
 #![expect(unsafe_code, reason = "implements the host's contract over the arena")]
 
@@ -13,13 +13,13 @@ use super::arena::{FRAME_BYTES, Memory};
 use super::futex_park::FutexPark;
 use super::membarrier;
 
-/// What a slot of a bench is backed by.
+/// The backing of a bench's memslot.
 pub(crate) trait Answer: Send + Sync {
-    /// The frame of guest frame `gfn`, which is page number `page` of the slot.
+    /// The frame of guest frame `gfn`, which is page number `page` of the memslot.
     fn resolved(&self, gfn: Gfn, page: u64) -> Resolved;
 }
 
-/// Tables come from the arena, frames from `B`, and there are no CPUs.
+/// Page-table pages come from the arena, frames from `B`, and there are no CPUs.
 pub(crate) struct BenchHost<B> {
     memory: Memory,
     start: Instant,
@@ -46,8 +46,8 @@ impl<B> Park for BenchHost<B> {
     }
 }
 
-// SAFETY: the arena hands a frame out once and keeps it mapped for ever; no CPU walks the tables, so there is nothing to
-// flush; a page's frame is a fixed number.
+// SAFETY: the arena hands a frame out once and keeps it mapped. No CPU walks the page tables, so
+// there is nothing to flush. The frame of a page is a fixed number.
 unsafe impl<B: Answer> Host for BenchHost<B> {
     type Backing = B;
 
@@ -70,7 +70,7 @@ unsafe impl<B: Answer> Host for BenchHost<B> {
         Ok(backing.resolved(gfn, page))
     }
 
-    /// All of the memory is there.
+    /// All memory is resident.
     #[inline]
     fn resolve_resident(&self, backing: &B, gfn: Gfn, page: u64, _access: Access) -> Option<Resolved> {
         Some(backing.resolved(gfn, page))

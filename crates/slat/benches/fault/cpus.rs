@@ -1,4 +1,4 @@
-//! Which CPU a thread runs on, and for how long it did.
+//! Pinning a thread to a CPU, and the CPU time of a thread.
 
 #![expect(unsafe_code, reason = "CPU affinity, and the clock of a thread")]
 
@@ -8,17 +8,17 @@ use std::time::Duration;
 pub(crate) fn cpus() -> Vec<usize> {
     // SAFETY: a set of CPUs is a plain array of bits.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the set is writable and of the size told.
+    // SAFETY: the set is writable and of the given size.
     let failed = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) } != 0;
     // SAFETY: the numbers are below the size of the set.
     (0..libc::CPU_SETSIZE as usize).filter(|&cpu| !failed && unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
 }
 
-/// Keeps the calling thread on `cpu`. If the kernel refuses, it runs where it runs.
+/// Keeps the calling thread on `cpu`. If the kernel refuses, the thread stays where it is.
 pub(crate) fn pin(cpu: usize) {
     // SAFETY: as in `cpus`.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the number came from `cpus`; the set is readable and of the size told.
+    // SAFETY: the number came from `cpus`; the set is readable and of the given size.
     unsafe {
         libc::CPU_SET(cpu, &mut set);
         libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);

@@ -1,4 +1,5 @@
-//! The engine's host in the fault benches: memory is there already, so that resolving a page is a mere addition.
+//! The engine's host in the fault benches: memory exists already, so that resolving a page is a
+//! mere addition.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use slat::{
 use super::arena::{FRAME_BYTES, Memory};
 use super::bench_host::{Answer, BenchHost};
 
-/// The frame of the slot's first page; the others follow.
+/// The frame of the memslot's first page; the others follow.
 pub(crate) struct FirstFrame(pub(crate) u64);
 
 impl Answer for FirstFrame {
@@ -23,17 +24,17 @@ impl Answer for FirstFrame {
 /// The host of these benches.
 pub(crate) type FaultHost = BenchHost<FirstFrame>;
 
-/// Frame of the slot's first page.
+/// Frame of the memslot's first page.
 const FIRST_FRAME: u64 = 1 << 24;
 
-/// A VM with one slot of `nr_pages` from address 0 on, nothing of it mapped.
+/// A VM with one memslot of `nr_pages` from address 0 on, nothing of it mapped.
 pub(crate) fn new_vm<F: Format>(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<Vm<FaultHost, F>> {
     let vm = Vm::new(BenchHost::new(memory), Config::with_locking(locking)).unwrap();
     set_slot(&vm, nr_pages, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME)));
     Arc::new(vm)
 }
 
-/// Turns dirty logging on: all that is mapped is write-protected then.
+/// Turns dirty logging on, which write-protects all leaves.
 pub(crate) fn log_dirty_pages<F: Format>(vm: &Vm<FaultHost, F>, nr_pages: u64) {
     set_slot(vm, nr_pages, MemoryRegionFlags::LOG_DIRTY_PAGES, None);
 }
@@ -44,7 +45,7 @@ fn set_slot<F: Format>(vm: &Vm<FaultHost, F>, nr_pages: u64, flags: MemoryRegion
     vm.set_user_memory_region(region).unwrap();
 }
 
-/// Writes to page number `page`, where the tables do not allow it.
+/// Writes to page number `page`, where the page tables do not allow it.
 #[inline]
 pub(crate) fn write_fault<F: Format>(vcpu: &mut Vcpu<FaultHost, F>, page: u64) {
     let outcome = vcpu.handle_fault(Gfn(page).gpa(), Access::Write);

@@ -10,15 +10,15 @@ use super::arena::{BATCH, Memory};
 use super::run::{Order, Shape, Times};
 use super::subjects::{self, Kind};
 
-/// Pages for each thread, if there are few. A run is about a millisecond then: shorter than what the scheduler gives to
-/// somebody else, so that most runs have their CPUs for themselves on a machine with other users.
+/// Pages for each thread, if there are few. A run then takes about a millisecond, less than a time
+/// slice of another process, so that most runs are undisturbed on a shared machine.
 const PAGES: u64 = 1 << 15;
 /// Pages for each of [`MANY`] threads.
 const PAGES_OF_MANY: u64 = 1 << 12;
 /// More threads than CPUs, as a VM has more vCPUs than are running.
 const MANY: u64 = 64;
-/// Tables of all threads. Each thread takes a batch at a time, that which makes the VM too, and a few more than one where it is
-/// one of few; and some may be on their way back.
+/// Page-table pages of all threads. Each thread, also that which makes the VM, takes a batch at a
+/// time, and a few more than one where it is one of few. Some may be on their way back.
 const NR_TABLES: usize = 2 * (MANY as usize + 1) * BATCH;
 const DEFAULT_REPETITIONS: usize = 61;
 
@@ -109,7 +109,7 @@ const LINES: [Line; 33] = [
     own(Kind::StdMutex, MANY),
 ];
 
-/// What is compared: the throughput of `ours` over that of `other`.
+/// A comparison: the throughput of `ours` over that of `other`.
 struct Ratio {
     what: &'static str,
     ours: Line,
@@ -141,7 +141,7 @@ const RATIOS: [Ratio; 17] = [
     ratio("no lock: 64 threads / 1", own(NONE, MANY), own(NONE, 1), ""),
 ];
 
-/// Lines whose time for each call has an aim, in nanoseconds.
+/// Lines with an aim for the time of each call, in nanoseconds.
 const AIMS_NS: [(Line, f64); 3] =
     [(own(NONE, 1), 60.0), (Line::new(NONE, 2, Order::Same), 200.0), (Line::new(NONE, 2, Order::Opposite), 200.0)];
 
@@ -152,9 +152,9 @@ struct Samples {
     call_ns: Vec<f64>,
     /// The same in CPU time.
     call_cpu_ns: Vec<f64>,
-    /// Calls per second, on all threads together.
+    /// Calls per second, on all threads.
     per_second: Vec<f64>,
-    /// Share of the calls that found nothing to do.
+    /// Share of the calls that found the page mapped already.
     spurious: Vec<f64>,
     /// Retries for each call.
     retries: Vec<f64>,
@@ -171,12 +171,13 @@ fn median(values: &[f64]) -> f64 {
     quantile(values, 500)
 }
 
-/// Measures all lines in turn, again and again. `divisor`: for how many times fewer pages than usual.
+/// Measures all lines in turn, repeatedly, for `divisor` times fewer pages than usual.
 fn collect(memory: Memory, lines: &[Line], nr_repetitions: usize, divisor: u64) -> Vec<Samples> {
     let mut samples: Vec<Samples> = lines.iter().map(|_| Samples::default()).collect();
     for repetition in 0..nr_repetitions {
         for turn in 0..lines.len() {
-            // Another line goes first each time, and each line has another before it every other time.
+            // Another line goes first each time, and each line has another before it every other
+            // time.
             let index =
                 if repetition % 2 == 0 { repetition + turn } else { repetition + lines.len() - turn } % lines.len();
             let (shape, samples) = (lines[index].shape(divisor), &mut samples[index]);
@@ -224,7 +225,7 @@ fn print_ratios(lines: &[Line], samples: &[Samples]) {
         let (Some(ours), Some(other)) = (of(ours), of(other)) else { continue };
         let ratios: Vec<f64> = ours.iter().zip(other).map(|(ours, other)| ours / other).collect();
         let quartiles = format!("{:.3} {:.3}", quantile(&ratios, 250), quantile(&ratios, 750));
-        // Each side undisturbed: what is left of it when others use the machine.
+        // Each side undisturbed: the ratio that is left when other processes use the machine.
         let best = quantile(ours, 900) / quantile(other, 900);
         println!("{what:<34} {:>7.3} {quartiles:>17} {best:>10.3} {aim:>9}", median(&ratios));
     }
@@ -234,7 +235,7 @@ fn print_ratios(lines: &[Line], samples: &[Samples]) {
 fn table(memory: Memory, names: &[String], nr_repetitions: usize, divisor: u64) {
     let asked = |line: &Line| names.is_empty() || names.iter().any(|name| line.name().contains(name.as_str()));
     let lines: Vec<Line> = LINES.into_iter().filter(asked).collect();
-    // The first is for the caches and the CPUs' clocks.
+    // The first warms the caches and the CPUs' clocks.
     collect(memory, &lines, 1, divisor);
     let samples = collect(memory, &lines, nr_repetitions, divisor);
     println!(
@@ -273,13 +274,13 @@ fn report(memory: Memory, criterion: &mut Criterion) {
 pub(crate) fn main() {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let memory = Memory::new(NR_TABLES);
-    // `cargo test --bench` passes no `--bench`: only see that it runs (`ci/benches.sh`).
+    // `cargo test --bench` passes no `--bench`: then it only has to run (`ci/benches.sh`).
     if !arguments.iter().any(|argument| argument == "--bench") {
         report(memory, &mut Criterion::default().configure_from_args());
         table(memory, &[], 1, 64);
         return;
     }
-    // Cargo puts its own `--bench` behind what the user gave.
+    // Cargo puts its own `--bench` behind the user's arguments.
     let arguments: Vec<String> = arguments.into_iter().filter(|argument| argument != "--bench").collect();
     let table_at = arguments.iter().position(|argument| argument == "table");
     if table_at.is_none() {

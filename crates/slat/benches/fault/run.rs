@@ -11,7 +11,7 @@ pub(crate) const PARTITION_PAGES: u64 = 1 << 18;
 /// Turns of the barrier before it yields the CPU.
 const SPIN_TURNS: u32 = 2000;
 
-/// Which pages the threads touch.
+/// The pages that the threads write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Order {
     /// Each thread its own.
@@ -68,19 +68,19 @@ impl Shape {
     }
 }
 
-/// What a run took.
+/// The times of a run.
 #[derive(Clone, Copy)]
 pub(crate) struct Times {
     /// From the first thread's first fault to the last thread's last.
     pub(crate) wall: Duration,
-    /// CPU time of the thread that used most. Unlike `wall` it does not grow when others use the machine, but it knows
-    /// nothing of sleeping for a lock.
+    /// CPU time of the thread that used most. Unlike `wall` it does not grow when other processes
+    /// use the machine, but it excludes sleeping for a lock.
     pub(crate) cpu: Duration,
 }
 
-/// What serves faults.
+/// Serves faults.
 pub(crate) trait Subject: Sync {
-    /// One CPU's way to write to a page. Made by the thread that uses it, before the time is taken.
+    /// Writes to a page as one CPU. Made by the thread that uses it, before the time is taken.
     fn cpu(&self) -> impl FnMut(u64);
 }
 
@@ -94,7 +94,7 @@ fn wait_for_all(arrived: &AtomicUsize, nr_threads: usize) {
     }
 }
 
-/// The loop whose time is taken.
+/// The measured loop.
 fn touch(mut fault: impl FnMut(u64), first: u64, step: u64, pages: u64) {
     let mut page = first;
     for _ in 0..pages {

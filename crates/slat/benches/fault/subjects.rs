@@ -1,4 +1,4 @@
-//! What is measured: the engine with each locking, with each format, and behind std's locks.
+//! The subjects: the engine with each locking, with each format, and behind std's locks.
 
 use std::sync::{Arc, Mutex, RwLock};
 
@@ -21,13 +21,14 @@ pub(crate) enum Kind {
     StdMutex,
     /// The engine without a lock, inside the read side of a `std::sync::RwLock`.
     StdRwLock,
-    /// The engine without a lock, inside the engine's own lock of this kind (its read side, if it has one).
+    /// The engine without a lock, inside the engine's own lock of this kind (its read side, if it
+    /// has one).
     OwnLock(Locking),
-    /// Leaves that are write-protected because the slot logs.
+    /// Leaves that are write-protected because the memslot logs.
     DirtyLog,
 }
 
-/// What a run took, and what the engine counted meanwhile.
+/// The times of a run, and the engine's counts.
 pub(crate) struct Measured {
     pub(crate) times: Times,
     pub(crate) stats: Stats,
@@ -76,7 +77,7 @@ impl Subject for InOwnLock {
     }
 }
 
-/// Runs faults of `shape` on a new VM, and sees that they did what they are for.
+/// Runs faults of `shape` on a new VM, and checks that they had their effect.
 pub(crate) fn measure(memory: Memory, kind: Kind, shape: Shape) -> Measured {
     memory.reset();
     let measured = match kind {
@@ -97,7 +98,9 @@ pub(crate) fn measure(memory: Memory, kind: Kind, shape: Shape) -> Measured {
             let times = run::run(&InOwnLock(Arc::clone(&vm), Lock::new(locking)), shape);
             Measured { times, stats: vm.stats() }
         }
-        Kind::DirtyLog => gives_write_back(&host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages()), shape),
+        Kind::DirtyLog => {
+            restores_write_access(&host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages()), shape)
+        }
     };
     if kind != Kind::DirtyLog {
         assert_eq!((measured.stats.faults, measured.stats.installed_4k), (shape.nr_faults(), shape.nr_pages()));
@@ -110,7 +113,7 @@ fn installs<F: Format>(vm: &Arc<Vm<FaultHost, F>>, shape: Shape) -> Measured {
     Measured { times, stats: vm.stats() }
 }
 
-fn gives_write_back(vm: &Arc<Vm<FaultHost, Npt>>, shape: Shape) -> Measured {
+fn restores_write_access(vm: &Arc<Vm<FaultHost, Npt>>, shape: Shape) -> Measured {
     let mut fault = vm.cpu();
     for index in 0..shape.nr_pages() {
         fault(shape.page(index));
@@ -118,7 +121,7 @@ fn gives_write_back(vm: &Arc<Vm<FaultHost, Npt>>, shape: Shape) -> Measured {
     host::log_dirty_pages(vm, shape.memory_pages());
     let times = run::run(vm, shape);
     let stats = vm.stats();
-    // Two that push down in one table may do it twice for a page.
+    // Two threads that push down in one page-table page may restore write access to a page twice.
     assert!(stats.writes_restored >= shape.nr_pages());
     Measured { times, stats }
 }

@@ -1,7 +1,9 @@
-//! A vCPU beside splits and recoveries of the memory that it works in, against the same done to another VM's memory.
+//! A vCPU beside splits and recoveries of the memory that it works in, against the same work on
+//! another VM's memory.
 //!
-//! Its writes are calls, for it has no TLB: one that the tables allow is a look at them, through one level more where the
-//! memory is split. So where it writes to memory that is being split, its own memory is split beforehand in the control.
+//! Its writes are calls, since it has no TLB: a write that the page tables allow is a walk, through
+//! one level more where the memory is split. So where it writes to memory that is being split, its
+//! own memory is split beforehand in the control.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,30 +22,32 @@ use super::world::{self, BLOCK, Backing, BenchVm, GIB};
 /// Passes of the work in one run, and in one whose writes are timed.
 const NR_PASSES: usize = 8;
 const NR_TIMED_PASSES: usize = 2;
-/// Accesses between two looks at whether a pass has begun or ended.
+/// Accesses between two checks whether a pass has begun or ended.
 const ACCESSES_PER_LOOK: u64 = 64;
-/// Pages that a vCPU with a working set goes back to, each in another block.
+/// Pages of a vCPU's working set, each in another block.
 const WORKING_SET: u64 = 512;
 
-/// At most as many tables are left where nothing is mapped, if nobody has a section open; and how often that is tried.
+/// The most page-table pages that stay linked where nothing is mapped, if no thread has an open
+/// guard; and how often that is tried.
 const FEW_TABLES: u64 = 32;
 const MAX_TRIES: usize = 64;
 
-/// What is done to the memory, again and again.
+/// The work on the memory, which is repeated.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Work {
     Split,
     Recover,
 }
 
-/// What the vCPU writes to.
+/// The pages that the vCPU writes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Writes {
     /// [`WORKING_SET`] pages, in turn.
     WorkingSet,
     /// Any pages.
     Random,
-    /// Pages between the leaves that are split, which are not mapped yet, in order: each write installs a leaf.
+    /// Pages between the leaves that are split, which are not mapped yet, in order: each write
+    /// installs a leaf.
     Unmapped,
 }
 
@@ -72,12 +76,12 @@ impl Writes {
     #[inline]
     fn page(self, number: u64, nr_pages: u64) -> u64 {
         match self {
-            // Not the same page of each block: they would share cache lines of few sets.
+            // A different page of each block: equal ones would share cache lines of few sets.
             Writes::WorkingSet => {
                 let index = number % WORKING_SET;
                 index * (nr_pages / WORKING_SET) + index * 41 % BLOCK
             }
-            // By multiplication (Knuth's): far from one to the next.
+            // By multiplication (Knuth's): far apart from one to the next.
             Writes::Random => number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20 & (nr_pages - 1),
             Writes::Unmapped => {
                 let page = number & (nr_pages / 2 - 1);
@@ -87,37 +91,37 @@ impl Writes {
     }
 }
 
-/// On which VM the work is done.
+/// The VM of the work.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Where {
     Beside,
     OtherVm,
 }
 
-/// One pass of the work, and what the vCPU did meanwhile.
+/// One pass of the work, and the vCPU's writes meanwhile.
 #[derive(Clone, Copy, Default)]
 struct Pass {
-    /// Writes in a second, and in a second of the vCPU's CPU time.
+    /// Writes per second, and per second of the vCPU's CPU time.
     per_second: f64,
     per_cpu_second: f64,
-    /// Leaves split, or made.
+    /// Leaves split, or recovered.
     nr_done: u64,
-    /// Recoveries that somebody has cancelled.
+    /// Recoveries that another thread has cancelled.
     nr_cancelled: u64,
 }
 
-/// What a run gave: its passes, and if the writes were timed what each took.
+/// The result of a run: its passes and, if the writes were timed, the time of each.
 #[derive(Default)]
 struct Run {
     passes: Vec<Pass>,
     write_ns: Vec<f64>,
 }
 
-/// What the two threads tell each other: the number of the pass, odd while it goes on.
+/// Synchronizes the two threads: the number of the pass, odd while it goes on.
 #[derive(Default)]
 struct Phase {
     begun: CachePadded<AtomicU64>,
-    /// The vCPU's answer.
+    /// The number that the vCPU has observed.
     seen: CachePadded<AtomicU64>,
     stop: CachePadded<AtomicBool>,
 }
@@ -132,14 +136,14 @@ impl Phase {
     }
 }
 
-/// Whether each write is timed: a clock costs as much as a write.
+/// Whether each write is timed: reading a clock costs as much as a write.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Timing {
     No,
     EachWrite,
 }
 
-/// The vCPU: writes until it is told to stop. Returns, for each pass, writes in a second of each clock.
+/// The vCPU: writes until it is stopped. Returns, for each pass, writes per second of each clock.
 fn write_until(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64, phase: &Phase, timing: Timing) -> Run {
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut run = Run::default();
@@ -177,14 +181,14 @@ fn write_until(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64, phase: &Phase, tim
     run
 }
 
-/// Brings all of the memory to where the work begins.
+/// Brings all of the memory into the state before the work.
 fn prepare(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64) {
     let whole = world::range(0, nr_pages);
-    // What the vCPU has mapped goes too, so that it faults again. While its thread has no CPU, and a section open, tables
-    // stay linked: huge leaves would not come back there.
+    // The vCPU's leaves are zapped too, so that it faults again. While its thread has no CPU, and a
+    // guard open, page-table pages stay linked, and no huge leaf is recovered there.
     for _ in 0..MAX_TRIES {
         // Until this is dropped the vCPU maps nothing.
-        let _taken_away = vm.invalidate_range(whole).unwrap();
+        let _invalidation = vm.invalidate_range(whole).unwrap();
         vm.reclaim();
         if vm.stats().live_tables() <= FEW_TABLES {
             break;
@@ -200,7 +204,7 @@ fn prepare(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64) {
 fn run(memory: Memory, line: &Line, divisor: u64, place: Where, timing: Timing) -> Run {
     memory.reset();
     let nr_pages = (line.nr_gib / divisor).max(1) * GIB;
-    // The other VM is there in any case.
+    // The other VM exists in any case.
     let vms = [(); 2].map(|()| {
         let vm = world::new_vm(BenchHost::new(memory), Config::default(), nr_pages, line.backing());
         prepare(&vm, line, nr_pages);
@@ -244,7 +248,8 @@ fn run(memory: Memory, line: &Line, divisor: u64, place: Where, timing: Timing) 
     })
 }
 
-/// All pairs of a line: throughput by passes, and times of single writes, of the vCPU beside the work and in the control.
+/// All pairs of a line: throughput by passes, and times of single writes, of the vCPU beside the
+/// work and in the control.
 #[derive(Default)]
 struct Pairs {
     ratios: Vec<f64>,
@@ -258,7 +263,7 @@ struct Pairs {
 
 fn measure_pair(memory: Memory, line: &Line, divisor: u64, pair: usize, pairs: &mut Pairs) {
     let mut medians = [(0.0, 0.0); 2];
-    // Who goes first changes.
+    // The order alternates.
     let order = if pair.is_multiple_of(2) { [0, 1] } else { [1, 0] };
     for index in order {
         let place = [Where::Beside, Where::OtherVm][index];
@@ -305,7 +310,7 @@ pub(crate) fn table(memory: Memory, nr_pairs: usize, divisor: u64) {
     );
     for line in &LINES {
         let mut pairs = Pairs::default();
-        // The first is for the caches and the CPUs' clocks.
+        // The first warms the caches and the CPUs' clocks.
         for pair in 0..=nr_pairs {
             measure_pair(memory, line, divisor, pair, &mut pairs);
         }

@@ -1,4 +1,5 @@
-//! What it costs to begin to log where all pages are dirty at first, and what the first clear of a range then does.
+//! The cost of beginning to log where all pages are dirty at first, and the cost of the first clear
+//! of a range after that.
 
 #![expect(unsafe_code, reason = "implements the host's contract over another host, and sets up the allocator")]
 
@@ -18,11 +19,11 @@ use super::bench_host::BenchHost;
 use super::timing::{median, quantile};
 use super::world::{self, BLOCK, Backing, GIB};
 
-/// Memory of the slot, and that of it which is cleared first.
+/// Memory of the memslot, and its part that is cleared first.
 const NR_GIB: u64 = 64;
 const CLEARED_PAGES: u64 = GIB;
 
-/// A host that counts how often a table is entered.
+/// A host that counts the visits of page-table pages.
 struct CountingHost {
     host: BenchHost<Backing>,
     nr_entered: AtomicU64,
@@ -42,7 +43,7 @@ impl Park for CountingHost {
     }
 }
 
-// SAFETY: all is as with the host inside, which is asked.
+// SAFETY: all calls go to a host that keeps the contract.
 unsafe impl Host for CountingHost {
     type Backing = Backing;
 
@@ -82,7 +83,8 @@ unsafe impl Host for CountingHost {
     }
 }
 
-/// Memory of this process that is resident, in bytes (proc(5), `smaps_rollup`: the sums of other files lag behind).
+/// Resident memory of this process, in bytes (proc(5), `smaps_rollup`: the sums of other files lag
+/// behind).
 fn resident_bytes() -> f64 {
     let rollup = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let line = rollup.lines().find_map(|line| line.strip_prefix("Rss:"));
@@ -90,7 +92,7 @@ fn resident_bytes() -> f64 {
     kib.map_or(f64::NAN, |kib| kib * 1024.0)
 }
 
-/// What one beginning gave.
+/// The costs of one beginning.
 struct Beginning {
     ns: f64,
     nr_entered: f64,
@@ -118,7 +120,7 @@ fn begin(memory: Memory, manual_protect: ManualProtect, nr_pages: u64) -> Beginn
     let resident_bytes = resident_bytes() - before;
     drop(vm);
     memory.reset();
-    // The clock of the other would show the counting.
+    // Separately, since counting would change the time.
     let host = CountingHost { host: BenchHost::new(memory), nr_entered: AtomicU64::new(0) };
     let vm = mapped(host, manual_protect, nr_pages);
     let before = vm.host().nr_entered.load(Ordering::Relaxed);
@@ -152,7 +154,7 @@ enum IsSplit {
 }
 
 pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
-    // Each log in a mapping of its own, as at first, and not where the last was.
+    // Each log in a mapping of its own, as at first, and not where the last one was.
     keep_large_allocations_apart();
     let nr_pages = NR_GIB / divisor * GIB;
     let kinds = [ManualProtect::InitiallySet, ManualProtect::Disabled];
@@ -172,7 +174,7 @@ pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
     println!(
         "\n{:<44} {:>10} {:>10} {:>10} {:>15} {:>18}",
         format!("To begin to log {} GiB of 2M ({nr_repetitions} rounds)", nr_pages / GIB),
-        "p50, us",
+        "p50, µs",
         "best",
         "worst",
         "tables entered",
@@ -196,7 +198,7 @@ pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
     );
     println!(
         "\n{:<44} {:>10} {:>10} {:>10} {:>15}",
-        "First clear of 1 GiB after that", "p50, us", "best", "worst", "us for each 2M"
+        "First clear of 1 GiB after that", "p50, µs", "best", "worst", "µs for each 2M"
     );
     for (name, ns) in ["splits 512 leaves of 2M", "split before"].iter().zip(&clears) {
         println!(
@@ -210,7 +212,7 @@ pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
 }
 
 fn keep_large_allocations_apart() {
-    // SAFETY: sets a number of the allocator.
+    // SAFETY: sets a parameter of the allocator.
     let is_set = unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10) } == 1;
     assert!(is_set, "the allocator refuses a threshold");
 }

@@ -1,4 +1,4 @@
-//! What a recovery costs by itself: leaves of 4 KiB, all there, become leaves of 2 MiB.
+//! The cost of a recovery by itself: leaves of 4 KiB, all mapped, become leaves of 2 MiB.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -11,19 +11,19 @@ use super::splits::{Took, on_threads};
 use super::timing::{median, quantile};
 use super::world::{self, BLOCK, Backing, GIB};
 
-/// Memory that is put together.
+/// Memory that is recovered.
 const NR_GIB: u64 = 4;
 
-/// What one recovery gave.
+/// The result of one recovery.
 struct Sample {
     took: Took,
     nr_flushes: u64,
-    /// The most that a thread needed: a call leaves the rest while too many tables wait to be freed, as they do where another
-    /// thread lost its CPU while it was freeing them.
+    /// The most that a thread needed. A call leaves the rest while too many page-table pages wait
+    /// to be freed, as after another thread lost its CPU while it was freeing them.
     nr_calls: u64,
 }
 
-/// One recovery of it by `nr_threads`, each its part.
+/// One recovery by `nr_threads`, each its part.
 fn measure(memory: Memory, nr_pages: u64, nr_threads: u64) -> Sample {
     memory.reset();
     let backing = Backing::Whole(PageSize::Size2M);
@@ -63,7 +63,7 @@ pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
     }
     println!(
         "\n{:<44} {:>9} {:>9} {:>9} {:>9} {:>16} {:>11}",
-        format!("Recovery, us for each 2M ({nr_repetitions} rounds)"),
+        format!("Recovery, µs for each 2M ({nr_repetitions} rounds)"),
         "p50",
         "best",
         "worst",

@@ -1,4 +1,4 @@
-//! What a split costs by itself, on one thread and on two.
+//! The cost of a split by itself, on one thread and on two.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -12,7 +12,7 @@ use super::cpus::{cpu_time, cpus, pin};
 use super::timing::{median, quantile};
 use super::world::{self, BLOCK, Backing, BenchVm, GIB};
 
-/// What it took until all threads were through, in nanoseconds; of CPU time the longest.
+/// The time until all threads had finished, in nanoseconds; of CPU time the longest.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Took {
     pub(crate) wall_ns: f64,
@@ -23,7 +23,7 @@ pub(crate) struct Took {
 enum Subject {
     /// slat, from leaves of this size.
     Slat { size: PageSize, nr_threads: u64 },
-    /// slat, two threads that have nothing in common but the host's memory: each has a VM of its own.
+    /// slat, two threads that share only the host's memory: each has a VM of its own.
     TwoVms,
 }
 
@@ -47,10 +47,11 @@ const LINES: [Line; 7] = [
     slat("8 x 1G, to 4K, two threads", PageSize::Size1G, 2, 8),
 ];
 
-/// Of which lines the first is compared with the second: one thread, and two.
+/// Pairs of lines to compare: one thread, and two.
 const SPEEDS: [(usize, usize); 4] = [(0, 1), (2, 3), (2, 4), (5, 6)];
 
-/// Runs `work` on `nr_threads` threads at once, each on a CPU of its own if there are as many, each with its number.
+/// Runs `work` on `nr_threads` threads at once, each on a CPU of its own if there are as many.
+/// `work` gets the number of its thread.
 pub(crate) fn on_threads(nr_threads: usize, work: impl Fn(usize) + Sync) -> Took {
     let (start, cpus) = (Barrier::new(nr_threads), cpus());
     let times: Vec<Took> = thread::scope(|scope| {
@@ -72,7 +73,8 @@ pub(crate) fn on_threads(nr_threads: usize, work: impl Fn(usize) + Sync) -> Took
     Took { wall_ns: longest(|took| took.wall_ns), cpu_ns: longest(|took| took.cpu_ns) }
 }
 
-/// Splits leaves of `size`, which map `nr_pages`: a thread for each pair of a VM and the page that its part begins with.
+/// Splits leaves of `size`, which map `nr_pages`. One thread serves each pair of a VM and the first
+/// page of its part.
 fn split(parts: &[(&BenchVm, u64)], size: PageSize, nr_pages: u64) -> Took {
     let part_pages = nr_pages / parts.len() as u64;
     let took = on_threads(parts.len(), |thread| {
@@ -110,9 +112,9 @@ fn measure(memory: Memory, line: &Line, nr_pages: u64) -> Took {
 
 pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
     let mut samples = LINES.each_ref().map(|_| Vec::new());
-    // The first is for the caches and the CPUs' clocks.
+    // The first warms the caches and the CPUs' clocks.
     for repetition in 0..=nr_repetitions {
-        // In changing order: what comes later finds more of the tables' memory in the caches.
+        // In changing order: a later line finds more of the page tables' memory in the caches.
         for turn in 0..LINES.len() {
             let index = if repetition % 2 == 0 { turn } else { LINES.len() - 1 - turn };
             let (line, samples) = (&LINES[index], &mut samples[index]);
@@ -129,7 +131,7 @@ pub(crate) fn table(memory: Memory, nr_repetitions: usize, divisor: u64) {
     let cpu: fn(&Took) -> f64 = |took| took.cpu_ns;
     println!(
         "\n{:<44} {:>9} {:>9} {:>9} {:>9}",
-        format!("Splits, us for each 2M ({nr_repetitions} rounds)"),
+        format!("Splits, µs for each 2M ({nr_repetitions} rounds)"),
         "p50",
         "best",
         "worst",

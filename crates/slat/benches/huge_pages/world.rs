@@ -1,4 +1,5 @@
-//! The memory that is split and put back together: one slot from address 0 on, mapped before anything is measured.
+//! The memory that is split and recovered: one memslot from address 0 on, mapped before anything is
+//! measured.
 
 use std::sync::Arc;
 
@@ -15,12 +16,12 @@ pub(crate) const GIB: u64 = 1 << 18;
 /// Frame of guest page 0: leaves of 1 GiB fit.
 const FIRST_FRAME: u64 = 1 << 24;
 
-/// Of which size pages may be mapped.
+/// The sizes in which pages may be mapped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Backing {
     /// All by leaves of this size.
     Whole(PageSize),
-    /// Each second block by a leaf of 2 MiB, those between by leaves of 4 KiB.
+    /// Every second block by a leaf of 2 MiB, those between by leaves of 4 KiB.
     EveryOtherBlock,
 }
 
@@ -42,7 +43,7 @@ pub(crate) fn range(first: u64, nr_pages: u64) -> GfnRange {
     GfnRange::new(Gfn(first), nr_pages)
 }
 
-/// A VM with a slot of `nr_pages`, nothing of it mapped.
+/// A VM with a memslot of `nr_pages`, nothing of it mapped.
 pub(crate) fn new_vm<H: Host<Backing = Backing>>(
     host: H,
     config: Config,
@@ -72,7 +73,8 @@ pub(crate) fn set_slot<H: Host<Backing = Backing>>(
     .unwrap();
 }
 
-/// Maps `nr_pages` by huge leaves, writable, as far as nothing is there; of [`Backing::EveryOtherBlock`] only those blocks.
+/// Maps `nr_pages` by huge leaves, writable, where nothing is mapped; of
+/// [`Backing::EveryOtherBlock`] only those blocks.
 pub(crate) fn map_huge<H: Host<Backing = Backing>>(vm: &Arc<Vm<H, Npt>>, nr_pages: u64, backing: Backing) {
     let mut vcpu = vm.create_vcpu().unwrap();
     let (step, at_once) = match backing {

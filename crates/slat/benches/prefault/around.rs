@@ -1,7 +1,7 @@
-//! A guest that goes through a GiB of resident memory, page by page, with each window of fault-around.
+//! A guest that accesses a GiB of resident memory, page by page, with each window of fault-around.
 //!
-//! It faults where nothing is mapped: on the first page of each window, since all of the window is resident. That nothing of
-//! it faults again is checked by the count of leaves.
+//! It faults where nothing is mapped: on the first page of each window, since all of the window is
+//! resident. The count of leaves shows that nothing of it faults again.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,7 +23,7 @@ fn nr_pages(window: FaultAround) -> u64 {
     }
 }
 
-/// The faults whose time is taken.
+/// The measured faults.
 #[inline(never)]
 fn go_through(vcpu: &mut Vcpu<BenchHost<Frames>, Npt>, step: u64, access: Access) {
     for page in (0..SMALL_PAGES).step_by(step as usize) {
@@ -71,7 +71,7 @@ pub(crate) fn table(memory: Memory, nr_rounds: usize, part: &str) {
             times_ns.push(measure(memory, window, access, frames));
         }
     }
-    println!("Faults of a guest that goes through 1 GiB of resident memory: ns a page, quartiles.");
+    println!("Faults of a guest that accesses 1 GiB of resident memory: ns per page, quartiles.");
     println!("{:<44} {:>9} {:>23}", "window", "faults", "one");
     for (cell, times_ns) in cells.iter().zip(&times_ns) {
         println!(

@@ -1,4 +1,4 @@
-//! What is mapped, and how long that took.
+//! The kinds of prefaults, and their times.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,23 +14,23 @@ use super::arena::Memory;
 use super::bench_host::{Answer, BenchHost};
 use super::cpus;
 
-/// Pages of the slot where leaves are small: 1 GiB.
+/// Pages of the memslot where leaves are small: 1 GiB.
 pub(crate) const SMALL_PAGES: u64 = 1 << 18;
-/// Pages of the slot where they are of 2 MiB: 256 GiB.
+/// Pages of the memslot where they are of 2 MiB: 256 GiB.
 const HUGE_PAGES: u64 = 1 << 26;
-/// More tables than any cell needs.
+/// More page-table pages than any cell needs.
 pub(crate) const MAX_TABLES: usize = 1024;
 
-/// How the frames lie behind the slot, and what the host says about them.
+/// How the frames of the memslot are aligned, and what the host answers for them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Frames {
-    /// They follow each other, shifted by a page against the guest's, so that only small leaves fit.
+    /// Contiguous, shifted by a page against the guest's pages, so that only small leaves fit.
     SmallContiguous,
-    /// The host tells each by itself.
+    /// The host answers for each page alone.
     SmallSingle,
-    /// They follow each other, shifted by 2 MiB.
+    /// Contiguous, shifted by 2 MiB.
     HugeContiguous,
-    /// The host tells each 2 MiB by itself.
+    /// The host answers for each 2 MiB alone.
     HugeSingle,
 }
 
@@ -64,17 +64,17 @@ impl Answer for Frames {
     }
 }
 
-/// What was there before.
+/// What was mapped before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Before {
     Nothing,
-    /// One page in each 2 MiB, and so the tables.
+    /// One page in each 2 MiB, and so the page-table pages.
     Tables,
     /// All of it.
     All,
 }
 
-/// By which call.
+/// The call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Way {
     /// `pre_fault_memory`, all at once.
@@ -125,7 +125,7 @@ pub(crate) const CELLS: &[Cell] = &[
 
 type BenchVm = Vm<BenchHost<Frames>, Npt>;
 
-/// The calls whose time is taken: `nr_pages` from `first` on.
+/// The measured calls: `nr_pages` from `first` on.
 #[inline(never)]
 fn pre_fault_part(vcpu: &mut Vcpu<BenchHost<Frames>, Npt>, way: Way, first: u64, nr_pages: u64, access: Access) {
     match way {
@@ -162,9 +162,9 @@ impl Cell {
         self.nr_pages() / if self.frames.is_huge() { 512 } else { 1 }
     }
 
-    /// Maps all by `nr_threads` threads; nanoseconds a leaf.
+    /// Maps all by `nr_threads` threads. Returns nanoseconds per leaf.
     pub(crate) fn measure(&self, memory: Memory, nr_threads: u64) -> f64 {
-        // So that a write in a slot that logs has leaves of 2 MiB, too.
+        // So that a write in a memslot that logs has leaves of 2 MiB, too.
         let config = Config::default().with_huge_page_logging(HugePageLogging::MarkWhole);
         let vm: Arc<BenchVm> = Arc::new(Vm::new(BenchHost::new(memory), config).unwrap());
         let nr_pages = self.nr_pages();
@@ -192,12 +192,12 @@ impl Cell {
         let mapped = if self.frames.is_huge() { stats.pages_2m() } else { stats.pages_4k() };
         assert_eq!(mapped, self.nr_leaves());
         drop((first, vm));
-        // Sees that all tables were given back.
+        // Checks that all page-table pages were freed.
         memory.reset();
         wall.as_nanos() as f64 / self.nr_leaves() as f64
     }
 
-    /// From the first thread's beginning to the last one's end.
+    /// From the start of the first thread to the end of the last.
     fn run(&self, vm: &Arc<BenchVm>, nr_threads: u64) -> Duration {
         let cpus = cpus::cpus();
         let arrived = AtomicUsize::new(0);
@@ -211,7 +211,7 @@ impl Cell {
                     }
                     let mut vcpu = vm.create_vcpu().unwrap();
                     arrived.fetch_add(1, Ordering::AcqRel);
-                    // Together to the microsecond; the other may need this CPU to arrive.
+                    // At the same microsecond; the other thread may need this CPU to arrive.
                     let mut turns = 0;
                     while arrived.load(Ordering::Acquire) < nr_threads as usize {
                         turns += 1;

@@ -1,6 +1,7 @@
-//! The store-load pairs of the dirty log under loom: when all are done, no leaf is writable whose page is not marked.
-//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as they are written (loom
-//! takes sequentially consistent accesses for acquire and release; only fences are more).
+//! The store-load pairs of the dirty log under loom: when all threads are done, no leaf is writable
+//! whose page is not marked. Schedules of a few threads with at most [`PREEMPTIONS`] preemptions,
+//! with the memory orders as they are written. (loom takes sequentially consistent accesses for
+//! acquire and release; only fences are more.)
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -50,8 +51,8 @@ impl Leaf {
         pte::is_writable::<Npt>(self.pte().load())
     }
 
-    /// Gives the right to write, if it is not there. Says whether it did.
-    fn give_write(&self) -> bool {
+    /// Restores write access, if it is missing. Returns whether it did.
+    fn restore_write(&self) -> bool {
         let value = self.pte().load();
         !pte::is_writable::<Npt>(value)
             && self.pte().compare_exchange::<Npt>(value, Pte(value.0 | Npt::WRITABLE)).is_ok()
@@ -70,11 +71,11 @@ struct Page {
     log: std::boxed::Box<Bitmap>,
 }
 
-/// Takes all marks. Says whether there was one.
-fn takes_mark(log: &Bitmap) -> bool {
-    let mut taken = TakenWords::new();
-    log.take(0..1, &mut taken);
-    !taken.is_empty()
+/// Harvests all marks. Returns whether there was one.
+fn harvests_mark(log: &Bitmap) -> bool {
+    let mut harvested = TakenWords::new();
+    log.take(0..1, &mut harvested);
+    !harvested.is_empty()
 }
 
 /// What a thread does with the page.
@@ -88,13 +89,13 @@ impl Page {
     fn run(&self, step: Step) {
         match step {
             Step::Fault => {
-                if self.leaf.give_write() {
+                if self.leaf.restore_write() {
                     fence_after_rmw();
                     self.log.mark(0, 1);
                 }
             }
             Step::Harvest => {
-                if takes_mark(&self.log) {
+                if harvests_mark(&self.log) {
                     fence_after_rmw();
                     self.leaf.protect();
                 }
@@ -118,7 +119,7 @@ fn page_model(is_marked: Option<()>, threads: &'static [&'static [Step]]) {
         let others = others.collect::<Vec<_>>();
         first.iter().for_each(|&step| page.run(step));
         others.into_iter().for_each(|thread| thread.join().expect("no check fails"));
-        assert!(!page.leaf.is_writable() || takes_mark(&page.log), "the page can be written unseen");
+        assert!(!page.leaf.is_writable() || harvests_mark(&page.log), "the page is writable and not marked");
     });
 }
 
@@ -142,7 +143,7 @@ fn faults_and_two_harvests() {
     page_model(None, &[&[Fault, Fault], &[Harvest, Harvest]]);
 }
 
-/// A slot of one page, which does not log yet, and the page's leaf.
+/// A memslot of one page, which does not log yet, and the page's leaf.
 struct World {
     epochs: Epochs,
     slots: Slots<()>,
@@ -160,22 +161,22 @@ impl World {
         };
         let slot =
             NewSlot::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default()).expect("memory for a slot");
-        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let participant = world.epochs.borrow_participant().expect("memory for a record");
         world.slots.insert(&world.epochs, &participant, slot).expect("memory for a set");
         drop(participant);
         world
     }
 
     fn fault(&self) {
-        let participant = self.epochs.borrow_participant().expect("memory for a participant");
+        let participant = self.epochs.borrow_participant().expect("memory for a record");
         let guard = self.epochs.pin(&participant);
-        if self.leaf.give_write() {
+        if self.leaf.restore_write() {
             mark_if_logging(&self.slots, &guard, None, RANGE.start, RANGE);
         }
     }
 
     fn enable(&self) {
-        let participant = self.epochs.borrow_participant().expect("memory for a participant");
+        let participant = self.epochs.borrow_participant().expect("memory for a record");
         let mut claim =
             self.slots.claim(&self.epochs, &participant, 0).expect("no other call has it").expect("the slot stays");
         let log = Bitmap::new(1).expect("memory for a bitmap");
@@ -197,10 +198,10 @@ fn a_fault_beside_the_enabling_of_the_log() {
         });
         world.enable();
         fault.join().expect("no check fails");
-        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let participant = world.epochs.borrow_participant().expect("memory for a record");
         let guard = world.epochs.pin(&participant);
         let slot = world.slots.find(&guard, RANGE.start).expect("the slot stays");
-        let is_marked = takes_mark(slot.log().expect("the log is on"));
-        assert!(!world.leaf.is_writable() || is_marked, "the page can be written unseen");
+        let is_marked = harvests_mark(slot.log().expect("the log is on"));
+        assert!(!world.leaf.is_writable() || is_marked, "the page is writable and not marked");
     });
 }

@@ -1,6 +1,7 @@
-//! A dirty ring under loom, with guests that write, and users that harvest, reset and then copy, as in a migration: when
-//! all are done, and what is left was harvested, every copy is the page. Schedules of a few threads with at most
-//! [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
+//! A dirty ring under loom, with guests that write, and users that harvest, reset and then copy, as
+//! in a migration. When all threads are done and the rest is harvested, every copy equals its page.
+//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as
+//! they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -17,10 +18,11 @@ const PREEMPTIONS: usize = 3;
 /// For three threads: with one more, a model takes minutes.
 const PREEMPTIONS_OF_THREE: usize = 2;
 
-/// Runs threads `0..nr_threads` beside each other on a new world, and then looks at what they left.
+/// Runs threads `0..nr_threads` beside each other on a new world, and then checks it.
 ///
-/// Once for each thread that may run first if nobody is preempted: loom compares a write only with the last access of its
-/// place, so a thread that reads what it then writes hides from loom that others had read it before.
+/// Once for each thread that may run first without a preemption: loom compares a write only with
+/// the last access of its location. So a thread that reads what it then writes hides from loom that
+/// other threads had read it before.
 fn race<W: Send + Sync + 'static>(
     nr_threads: usize,
     world: impl Fn() -> W + Copy + Send + Sync + 'static,
@@ -47,8 +49,8 @@ fn race<W: Send + Sync + 'static>(
     }
 }
 
-/// Set while the page may be written. What is above counts the writes: leaf and page are one word, so that taking the right
-/// to write away is a protection and its flush in one.
+/// Set while the page is writable. The bits above count the writes. Leaf and page are one word, so
+/// that clearing this bit is a protection and its flush in one.
 const WRITABLE: u64 = 1;
 const WRITE: u64 = 2;
 const NR_PAGES: usize = 2;
@@ -65,8 +67,8 @@ impl World {
         World { ring: DirtyRing::new(nr_entries, 0).expect("memory for a ring"), pages: zeroes(), copies: zeroes() }
     }
 
-    /// The vCPU writes to `page`, if its ring has room for the fault. All accesses to pages are relaxed: the ring alone
-    /// orders.
+    /// The vCPU writes to `page`, if its ring has room for the fault. All accesses to pages are
+    /// relaxed: the ring alone orders them.
     fn write(&self, page: usize) {
         let word = &self.pages[page];
         if word.load(Ordering::Relaxed) & WRITABLE == 0 {
@@ -77,7 +79,7 @@ impl World {
             self.ring.push(DirtyPage { slot: 3, page: page as u64 });
         }
         let mut value = word.load(Ordering::Relaxed);
-        // If it was protected since, the guest faults again; here it leaves it.
+        // If it was protected since, the guest faults again; the model stops here.
         while value & WRITABLE != 0 {
             match word.compare_exchange(value, value + WRITE, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return,
@@ -111,8 +113,9 @@ impl World {
     fn reset_and_copy(&self, harvested: &[usize]) {
         let mut reset = self.ring.reset();
         for page in &mut reset {
-            // A locked AND changes what it finds, and not what this thread has seen: no order is needed for that. And only
-            // where it is writable, as the engine does, so that the model would notice an old value.
+            // A locked AND changes the current value, not one that this thread has read: that needs
+            // no order. It runs only where the page is writable, as in the engine, so that the
+            // model would notice an old value.
             let word = &self.pages[page.page as usize];
             if word.load(Ordering::Relaxed) & WRITABLE != 0 {
                 word.fetch_and(!WRITABLE, Ordering::Relaxed);
@@ -120,19 +123,19 @@ impl World {
         }
         reset.finish();
         for &page in harvested {
-            // Copies of several threads: the newest stays, as if they had told each other.
+            // Copies of several threads: the newest stays, as if the threads had synchronized.
             self.copies[page].fetch_max(self.pages[page].load(Ordering::Relaxed) / WRITE, Ordering::Relaxed);
         }
     }
 
-    /// Counts each page that is harvested where it would be copied to.
+    /// Counts each harvested page, in place of its copy.
     fn count_harvested(&self) {
         for page in self.harvest() {
             self.copies[page].fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// The end of the migration: the guest stands still.
+    /// The end of the migration: the guest is stopped.
     fn assert_copied(&self) {
         self.reset_and_copy(&self.harvest());
         for (page, copy) in self.pages.iter().zip(&self.copies) {
@@ -166,7 +169,8 @@ impl World {
     }
 }
 
-/// Runs each of `threads` beside the others, on a ring of `nr_entries`, after `before`. The first is the vCPU.
+/// Runs each of `threads` beside the others, on a ring of `nr_entries`, after `before`. The first
+/// is the vCPU.
 fn model(nr_entries: u32, before: &'static [Step], threads: &'static [&'static [Step]]) {
     race(
         threads.len(),
@@ -209,13 +213,13 @@ fn around_the_end_of_the_ring() {
 }
 
 #[test]
-fn what_another_reset_protected_is_read_anew() {
+fn a_reset_rereads_what_another_reset_protected() {
     model(1, &[Write(0)], &[&[Write(0), ResetAlone, Write(1)], &[Migrate]]);
     model(1, &[Write(0)], &[&[Write(0), ResetAlone, Write(1)], &[MigrateByMarks]]);
 }
 
 #[test]
-fn an_entry_is_never_taken_for_a_later_one() {
+fn an_entry_is_never_confused_with_a_later_one() {
     // The page is the index.
     let push = |world: &World, page| {
         if world.ring.room() != 0 {
@@ -244,13 +248,13 @@ fn an_entry_is_never_taken_for_a_later_one() {
 }
 
 #[test]
-fn what_is_marked_is_protected() {
+fn a_marked_page_is_protected() {
     race(
         2,
         || World::new(2),
         |world, index| match index {
             0 => world.write(0),
-            // Whoever marks need not have looked at the entry.
+            // A thread that marks need not have read the entry.
             _ => {
                 if world.ring.mark_harvested(0) {
                     world.reset_and_copy(&[]);

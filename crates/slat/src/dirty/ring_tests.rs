@@ -15,12 +15,12 @@ fn ring() -> DirtyRing {
 
 fn harvest(ring: &DirtyRing) -> Vec<u64> {
     let mut pages = Vec::new();
-    let nr_taken = ring.harvest(|page| pages.push(page.page));
-    assert_eq!(nr_taken, pages.len() as u64);
+    let nr_harvested = ring.harvest(|page| pages.push(page.page));
+    assert_eq!(nr_harvested, pages.len() as u64);
     pages
 }
 
-/// Resets, and returns the pages that were to be protected.
+/// Resets, and returns the pages to protect.
 fn reset(ring: &DirtyRing) -> Vec<u64> {
     let mut reset = ring.reset();
     let pages: Vec<u64> = reset.by_ref().map(|page| page.page).collect();
@@ -58,7 +58,7 @@ fn order_is_kept_around_the_end() {
         pages.iter().for_each(|&number| ring.push(page(number)));
         assert_eq!(ring.room(), 8 - nr_pages);
         let (first, rest) = pages.split_first().unwrap();
-        // One alone, by its index, and the others together.
+        // One alone, by its index, and the others at once.
         assert_eq!(ring.entry(*first), DirtyRingEntry::Dirty(page(*first)));
         assert!(ring.mark_harvested(*first));
         assert_eq!(harvest(&ring), rest);
@@ -82,16 +82,16 @@ fn a_ring_is_soft_full_until_a_reset() {
 }
 
 #[test]
-fn a_reset_goes_to_the_first_entry_that_is_not_harvested() {
+fn a_reset_stops_at_the_first_entry_that_is_not_harvested() {
     let ring = ring();
     (0..6).for_each(|number| ring.push(page(number)));
     assert!(ring.mark_harvested(3) && ring.mark_harvested(1));
-    assert!(!ring.mark_harvested(1), "by whoever was first");
+    assert!(!ring.mark_harvested(1), "it was harvested already");
     assert_eq!(ring.entry(3), DirtyRingEntry::Harvested(page(3)));
     assert!(reset(&ring).is_empty());
     assert!(ring.mark_harvested(0));
     assert_eq!(reset(&ring), [0, 1]);
-    // The rest in order; number 3 is taken.
+    // The rest in order; number 3 was harvested.
     assert_eq!(harvest(&ring), [2, 4, 5]);
     assert!(!ring.mark_harvested(4));
     assert_eq!(reset(&ring), [2, 3, 4, 5]);
@@ -135,7 +135,7 @@ fn a_reset_that_was_overtaken_by_rounds_does_no_harm() {
         }
         assert_eq!(reset(&ring), [10, 11, 12, 13, 14]);
         (15..18).for_each(|number| ring.push(page(number)));
-        // They come to their ends, whatever they find there, and free nothing.
+        // They reach their ends, whatever they find there, and free nothing.
         assert!(late.by_ref().count() + 1 >= 5);
         assert!(later.by_ref().count() >= 5);
         assert_eq!((late.finish(), later.finish()), (0, 0));
@@ -158,7 +158,7 @@ fn two_resets_at_once_count_each_entry_once() {
 }
 
 #[test]
-fn entries_of_a_harvest_that_was_cut_off_are_not_lost() {
+fn entries_of_an_interrupted_harvest_are_not_lost() {
     extern crate std;
     let ring = ring();
     (0..3).for_each(|number| ring.push(page(number)));
@@ -171,7 +171,8 @@ fn entries_of_a_harvest_that_was_cut_off_are_not_lost() {
     assert_eq!(reset(&ring), [0, 1, 2]);
 }
 
-/// Threads push, harvest and reset as fast as they can; each page is taken once, and the vCPU's thread goes on.
+/// Threads push, harvest and reset as fast as they can. Each page is harvested once, and the vCPU's
+/// thread makes progress.
 fn stress(take: impl Fn(&DirtyRing, &mut dyn FnMut(DirtyPage)) -> u64 + Sync) {
     extern crate std;
     use std::sync::atomic::AtomicU64;
@@ -192,11 +193,11 @@ fn stress(take: impl Fn(&DirtyRing, &mut dyn FnMut(DirtyPage)) -> u64 + Sync) {
         for _ in 0..3 {
             scope.spawn(|| {
                 while freed.load(Ordering::Relaxed) < PAGES {
-                    let nr_taken = take(&ring, &mut |page| {
+                    let nr_harvested = take(&ring, &mut |page| {
                         assert_eq!(page.slot, SLOT);
                         sum.fetch_add(page.page, Ordering::Relaxed);
                     });
-                    taken.fetch_add(nr_taken, Ordering::Relaxed);
+                    taken.fetch_add(nr_harvested, Ordering::Relaxed);
                     let mut reset = ring.reset();
                     reset.by_ref().for_each(|page| assert!(page.page < PAGES));
                     freed.fetch_add(reset.finish(), Ordering::Relaxed);
@@ -211,12 +212,12 @@ fn stress(take: impl Fn(&DirtyRing, &mut dyn FnMut(DirtyPage)) -> u64 + Sync) {
 }
 
 #[test]
-fn threads_that_harvest_lose_nothing_and_take_nothing_twice() {
+fn concurrent_harvests_report_each_mark_once() {
     stress(|ring, take| ring.harvest(take));
 }
 
 #[test]
-fn threads_that_mark_lose_nothing_and_take_nothing_twice() {
+fn concurrent_marks_are_reported_once() {
     stress(|ring, take| {
         let mut taken = 0;
         for index in ring.first_index().. {

@@ -1,5 +1,5 @@
-//! The list of rings under loom: every interleaving of two vCPUs that come and go, and of the first vCPU with the call that
-//! enables rings.
+//! The list of rings under loom: every interleaving of two vCPUs that come and go, and of the first
+//! vCPU with the call that enables rings.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -14,7 +14,7 @@ use super::*;
 use crate::dirty::ring::DirtyPage;
 
 #[test]
-fn a_vcpu_takes_the_ring_of_another_over() {
+fn a_vcpu_inherits_a_released_ring() {
     loom::model(|| {
         let rings = Arc::new(Rings::new());
         rings.enable(MIN_DIRTY_RING_ENTRIES).expect("no vCPU yet");
@@ -39,7 +39,7 @@ fn a_vcpu_takes_the_ring_of_another_over() {
 }
 
 #[test]
-fn of_enabling_and_the_first_vcpu_one_comes_first() {
+fn either_enabling_or_the_first_vcpu_comes_first() {
     loom::model(|| {
         let rings = Arc::new(Rings::new());
         let enabling = {

@@ -6,7 +6,7 @@ use super::*;
 use crate::dirty::ring::DirtyPage;
 
 #[test]
-fn only_sizes_that_kvm_takes_and_only_once() {
+fn rings_are_enabled_once_with_sizes_that_kvm_accepts() {
     let rings = Rings::new();
     for nr_entries in [0, 1, 64, 65, 128, 255, 257, 4095, 65535, 65537, 131_072, 1 << 31, u32::MAX] {
         assert_eq!(rings.enable(nr_entries), Err(Error::BadRingSize { nr_entries }));
@@ -20,7 +20,7 @@ fn only_sizes_that_kvm_takes_and_only_once() {
 }
 
 #[test]
-fn as_long_as_there_are_vcpus_there_are_no_rings() {
+fn rings_are_refused_while_there_are_vcpus() {
     let rings = Rings::new();
     assert!(rings.take().unwrap().is_none());
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));
@@ -28,7 +28,7 @@ fn as_long_as_there_are_vcpus_there_are_no_rings() {
     rings.leave();
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));
     assert_eq!(rings.iter().count(), 0);
-    // Nor while huge pages are put back.
+    // Nor during a recovery.
     let recovery = rings.keep_out().unwrap();
     rings.leave();
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));
@@ -38,7 +38,7 @@ fn as_long_as_there_are_vcpus_there_are_no_rings() {
 }
 
 #[test]
-fn a_ring_stays_with_its_entries_and_is_taken_over() {
+fn a_released_ring_keeps_its_entries_and_is_inherited() {
     let rings = Rings::new();
     rings.enable(512).unwrap();
     let take = || rings.take().unwrap().unwrap();

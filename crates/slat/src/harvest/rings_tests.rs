@@ -23,7 +23,7 @@ fn words_end_with_their_slot() {
 }
 
 #[test]
-fn words_are_sorted_and_the_same_are_made_one() {
+fn words_are_sorted_and_merged() {
     let word = |slot, index, bits| PageWord { slot, index, bits };
     let plain = |words: &[PageWord]| words.iter().map(|word| (word.slot, word.index, word.bits)).collect::<Vec<_>>();
     let mut words =

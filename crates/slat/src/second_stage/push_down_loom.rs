@@ -27,19 +27,19 @@ const PREEMPTIONS_OF_THREE: usize = 2;
 const NR_LEAVES: usize = 2;
 const TRACKING: AccessTracking = AccessTracking::AccessedBit;
 
-/// A table, the entry above it, and the log.
+/// A page-table page, the directory entry above it, and the log.
 struct World {
     above: AtomicU64,
     leaves: [AtomicU64; NR_LEAVES],
     log: std::boxed::Box<Bitmap>,
-    /// Whether the slot logs.
+    /// Whether the memslot logs.
     logs: AtomicU64,
 }
 
-/// How a world begins.
+/// The initial state of a world.
 #[derive(Clone, Copy)]
 struct Start {
-    /// The leaves: empty, without the right to write, or with it.
+    /// The leaves: empty, not writable, or writable.
     leaves: [Leaf; NR_LEAVES],
     is_open: Option<()>,
     /// Page n is marked if bit n is set.
@@ -57,16 +57,16 @@ enum Leaf {
 /// What a thread does.
 #[derive(Clone, Copy)]
 enum Step {
-    /// Writes a page until it may.
+    /// Writes a page until that succeeds.
     Write(usize),
-    /// Harvests by closing the table.
+    /// Harvests by protecting the directory entry.
     Lazy,
     /// Harvests leaf by leaf.
     LeafByLeaf,
-    /// Notes that a page is not used any more.
+    /// Marks a page as not used.
     Age(usize),
     CeaseToLog,
-    /// Protects by closing, or leaf by leaf.
+    /// Protects the directory entry, or leaf by leaf.
     LogLazily,
     LogLeafByLeaf,
     /// Begins to log with all pages marked.
@@ -160,7 +160,7 @@ impl World {
         }
     }
 
-    fn close(&self) {
+    fn protect(&self) {
         loop {
             let value = self.above().load();
             if self.above().compare_exchange::<Npt>(value, pte::protected::<Npt>(value)).is_ok() {
@@ -187,14 +187,14 @@ impl World {
                 }
                 fence_after_rmw();
                 match step {
-                    Lazy => self.close(),
+                    Lazy => self.protect(),
                     _ => self.protect_leaves(pages),
                 }
             }
             Age(index) => drop(self.leaf(index).clear::<Npt>(Npt::ACCESSED)),
             CeaseToLog => self.logs.store(0, Ordering::SeqCst),
             LogLazily | LogLeafByLeaf | LogMarked => {
-                // A new log. What is left in the old one makes no difference to whether pages are seen, but as marks.
+                // A new log. What is left in the old one matters only as marks.
                 self.log.take(0..1, &mut TakenWords::new());
                 if let LogMarked = step {
                     self.log.mark(0, NR_LEAVES as u64);
@@ -202,7 +202,7 @@ impl World {
                 self.logs.store(1, Ordering::SeqCst);
                 full_fence();
                 match step {
-                    LogLazily => self.close(),
+                    LogLazily => self.protect(),
                     LogLeafByLeaf => self.protect_leaves(u64::MAX),
                     _ => {}
                 }
@@ -219,7 +219,7 @@ impl World {
         let marked = taken.bits().iter().fold(0, |pages, bits| pages | bits);
         for index in 0..NR_LEAVES {
             let is_writable = pte::is_writable::<Npt>(self.leaf(index).load());
-            assert!(!is_writable || marked >> index & 1 == 1, "page {index} can be written unseen");
+            assert!(!is_writable || marked >> index & 1 == 1, "page {index} is writable and not marked");
         }
     }
 }
@@ -245,36 +245,36 @@ fn model(start: Start, threads: &'static [&'static [Step]]) {
     });
 }
 
-/// After a lazy harvest: closed, and the leaves say what they said before.
-const CLOSED: Start = Start { leaves: [Writable, Writable], is_open: None, marked: 0, logs: Some(()) };
+/// After a lazy harvest: protected, and the leaves are unchanged.
+const PROTECTED: Start = Start { leaves: [Writable, Writable], is_open: None, marked: 0, logs: Some(()) };
 /// Before one.
-const OPEN: Start = Start { is_open: Some(()), marked: 0b11, ..CLOSED };
-/// Of a slot that ceased to log when its table was closed.
-const QUIET: Start = Start { logs: None, ..CLOSED };
+const UNPROTECTED: Start = Start { is_open: Some(()), marked: 0b11, ..PROTECTED };
+/// In a memslot that stopped logging while its directory entry was protected.
+const QUIET: Start = Start { logs: None, ..PROTECTED };
 
 #[test]
-fn two_writes_below_a_closed_entry() {
-    model(CLOSED, &[&[Write(0)], &[Write(1)]]);
-    model(CLOSED, &[&[Write(0)], &[Write(0)]]);
-    model(Start { leaves: [Protected, Writable], ..CLOSED }, &[&[Write(0)], &[Write(0)]]);
-    // The leaf changes under it.
-    model(CLOSED, &[&[Write(0)], &[Age(0)]]);
+fn two_writes_below_a_protected_directory_entry() {
+    model(PROTECTED, &[&[Write(0)], &[Write(1)]]);
+    model(PROTECTED, &[&[Write(0)], &[Write(0)]]);
+    model(Start { leaves: [Protected, Writable], ..PROTECTED }, &[&[Write(0)], &[Write(0)]]);
+    // The leaf changes meanwhile.
+    model(PROTECTED, &[&[Write(0)], &[Age(0)]]);
 }
 
 #[test]
 fn a_write_and_harvests() {
-    for start in [CLOSED, OPEN, Start { marked: 0b10, ..CLOSED }] {
+    for start in [PROTECTED, UNPROTECTED, Start { marked: 0b10, ..PROTECTED }] {
         model(start, &[&[Write(0)], &[Lazy, Lazy]]);
         model(start, &[&[Write(0)], &[LeafByLeaf, Lazy]]);
         model(start, &[&[Write(0)], &[Lazy, LeafByLeaf]]);
     }
-    // The entry is closed when the harvest comes, and there is a mark to be taken.
-    model(CLOSED, &[&[Write(0), Write(1)], &[Lazy]]);
+    // The directory entry is protected when the harvest begins, and there is a mark to harvest.
+    model(PROTECTED, &[&[Write(0), Write(1)], &[Lazy]]);
 }
 
 #[test]
 fn writes_of_two_pages_and_a_harvest() {
-    for start in [CLOSED, Start { marked: 0b01, ..CLOSED }] {
+    for start in [PROTECTED, Start { marked: 0b01, ..PROTECTED }] {
         model(start, &[&[Write(0)], &[Write(1)], &[Lazy]]);
         model(start, &[&[Write(0)], &[Write(1)], &[LeafByLeaf]]);
     }
@@ -282,19 +282,20 @@ fn writes_of_two_pages_and_a_harvest() {
 
 #[test]
 fn writes_and_two_harvests() {
-    model(Start { marked: 0b01, ..CLOSED }, &[&[Write(0)], &[Lazy], &[LeafByLeaf]]);
-    model(OPEN, &[&[Write(0)], &[Lazy], &[Lazy]]);
+    model(Start { marked: 0b01, ..PROTECTED }, &[&[Write(0)], &[Lazy], &[LeafByLeaf]]);
+    model(UNPROTECTED, &[&[Write(0)], &[Lazy], &[Lazy]]);
 }
 
-/// One had found the entry open, the other finds it closed, and the second harvest finds it closed too.
+/// One write had found the directory entry unprotected, the other finds it protected, and the
+/// second harvest finds it protected, too.
 #[test]
-fn writes_before_and_after_a_closing() {
-    model(Start { leaves: [Protected, Protected], ..OPEN }, &[&[Lazy], &[Write(0)], &[Write(1)], &[Lazy]]);
+fn writes_before_and_after_a_protection() {
+    model(Start { leaves: [Protected, Protected], ..UNPROTECTED }, &[&[Lazy], &[Write(0)], &[Write(1)], &[Lazy]]);
 }
 
 #[test]
-fn a_page_that_is_mapped_below_a_closed_entry() {
-    let start = Start { leaves: [Empty, Writable], ..CLOSED };
+fn a_page_that_is_mapped_below_a_protected_directory_entry() {
+    let start = Start { leaves: [Empty, Writable], ..PROTECTED };
     model(start, &[&[Write(0)], &[Write(1)]]);
     model(Start { marked: 0b10, ..start }, &[&[Write(0)], &[Lazy, Lazy]]);
     model(start, &[&[Write(0)], &[Write(1)], &[Lazy]]);
@@ -319,6 +320,6 @@ fn a_slot_that_logs_again() {
         let toggled: &'static [&'static [Step]] = std::vec![&[Write(0)] as &[Step], toggles].leak();
         model(QUIET, of_one);
         model(QUIET, of_two);
-        model(CLOSED, toggled);
+        model(PROTECTED, toggled);
     }
 }

@@ -1,5 +1,6 @@
-//! Random registers, entries and walks against an interpreter that is made another way: it reads the manual's tables of
-//! formats, which stand here as strings, bit for bit, and its lists of rules, one after the other.
+//! Random registers, PTEs and walks against an interpreter that is built differently. It reads the
+//! manual's tables of formats bit for bit, which are here as strings, and its lists of rules, one
+//! after the other.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -9,7 +10,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What the interpreter goes by: the registers' bits one by one.
+/// The interpreter's input: the registers' bits one by one.
 #[derive(Clone, Copy, Debug)]
 struct Guest {
     registers: PagingRegisters,
@@ -29,7 +30,8 @@ impl Guest {
         self.registers.efer >> bit & 1 == 1
     }
 
-    /// Table 4-1, "Properties of Different Paging Modes": the mode by CR0.PG, CR4.PAE, EFER.LME, CR4.LA57 (x: either).
+    /// Table 4-1, "Properties of Different Paging Modes": the mode by CR0.PG, CR4.PAE, EFER.LME,
+    /// CR4.LA57 (x: either).
     fn paging(&self) -> Option<PagingMode> {
         let bits = [self.cr0(31), self.cr4(5), self.efer(8), self.cr4(12)];
         [
@@ -57,9 +59,10 @@ impl Guest {
     }
 }
 
-/// The formats of entries: for each mode and level what an entry can be, with its fields from the highest bit to the
-/// lowest. `0` and `1` select the format, `r` must be 0, `-` is ignored, `a` is the address at its own place, `h` is
-/// address bits 39:32; M is MAXPHYADDR, m is M or 40, whichever is less.
+/// The formats of PTEs: for each mode and level the kinds of a PTE, with its fields from the
+/// highest bit to the lowest. `0` and `1` select the format, `r` must be 0, `-` is ignored, `a` is
+/// the address at its own place, `h` is address bits 39:32; M is MAXPHYADDR, m is M or 40,
+/// whichever is less.
 const PAGE_FIELDS: &str = "6=D 5=A 4:3=- 2=U 1=W 0=1";
 const TABLE_FIELDS: &str = "6=- 5=A 4:3=- 2=U 1=W 0=1";
 
@@ -156,7 +159,8 @@ fn interpret(guest: Guest, pte: u64, level: u8) -> Decoded {
     }
 }
 
-/// 4.6.1, "Determination of Access Rights", rule by rule: whether an access to an address with these rights is allowed.
+/// 4.6.1, "Determination of Access Rights", rule by rule: whether an access to an address with
+/// these rights is allowed.
 fn is_allowed(guest: Guest, rights: Rights, access: GuestAccess) -> bool {
     let (writable, user_address, executable) = (rights.0 & 1 != 0, rights.0 & 2 != 0, rights.0 & 4 != 0);
     let (wp, smep, smap) = (guest.cr0(16), guest.cr4(20), guest.cr4(21));
@@ -178,9 +182,9 @@ fn is_allowed(guest: Guest, rights: Rights, access: GuestAccess) -> bool {
 
 /// 4.7, "Page-Fault Exceptions": the error code, from its highest bit to its lowest.
 fn error_code(guest: Guest, access: GuestAccess, reserved: bool, present: bool) -> u32 {
-    let fetches_are_told = guest.cr4(20) || guest.cr4(5) && guest.efer(11);
+    let has_fetch_bit = guest.cr4(20) || guest.cr4(5) && guest.efer(11);
     let bits = [
-        access.access == Access::Execute && fetches_are_told,
+        access.access == Access::Execute && has_fetch_bit,
         reserved,
         access.privilege == Privilege::User,
         access.access == Access::Write,
@@ -189,11 +193,12 @@ fn error_code(guest: Guest, access: GuestAccess, reserved: bool, present: bool) 
     bits.into_iter().fold(0, |code, bit| code * 2 + u32::from(bit))
 }
 
-/// What a walk does: the addresses that it reads, with what it must set in each entry, and the page or the fault.
+/// A walk: the addresses that it reads, with what it must set in each PTE, and the page or the
+/// fault.
 type Walk = (Vec<(u64, u64)>, Result<(Gpa, Rights), u32>);
 
-/// A walk by the figures: the bits of the linear address that select an entry, level by level. The n-th read finds
-/// `entries[n]`.
+/// A walk by the figures: the bits of the linear address that select a PTE, level by level. The
+/// n-th read finds `entries[n]`.
 fn interpret_walk(guest: Guest, gva: u64, access: GuestAccess, entries: &[u64]) -> Walk {
     let bits = format!("{gva:064b}");
     let field = |high: usize, low: usize| u64::from_str_radix(&bits[63 - high..64 - low], 2).unwrap();
@@ -212,9 +217,9 @@ fn interpret_walk(guest: Guest, gva: u64, access: GuestAccess, entries: &[u64]) 
         match interpret(guest, entries[n], (fields.len() - n) as u8) {
             Decoded::NotPresent => return (reads, Err(error_code(guest, access, false, false))),
             Decoded::Reserved => return (reads, Err(error_code(guest, access, true, true))),
-            Decoded::Table { table: next, rights: given, is_accessed } => {
+            Decoded::Table { table: next, rights: own, is_accessed } => {
                 reads.push((at, if is_accessed { 0 } else { 0x20 }));
-                rights &= given.0;
+                rights &= own.0;
                 table = next.0;
             }
             Decoded::Leaf(leaf) => {
@@ -232,7 +237,7 @@ fn interpret_walk(guest: Guest, gva: u64, access: GuestAccess, entries: &[u64]) 
     unreachable!("level 1 has no tables")
 }
 
-/// The same walk with what is tested.
+/// The same walk with the code under test.
 fn walk(mode: GuestMode, cr3: u64, gva: Gva, access: GuestAccess, entries: &[u64]) -> Walk {
     let mut reads = vec![];
     if mode.paging() == PagingMode::Off {
@@ -245,9 +250,9 @@ fn walk(mode: GuestMode, cr3: u64, gva: Gva, access: GuestAccess, entries: &[u64
         match decoded {
             Decoded::NotPresent => return (reads, Err(mode.error_code(access, 0))),
             Decoded::Reserved => return (reads, Err(mode.error_code(access, FAULT_PRESENT | FAULT_RESERVED))),
-            Decoded::Table { table: next, rights: given, .. } => {
+            Decoded::Table { table: next, rights: own, .. } => {
                 reads.push((at.0, decoded.missing_marks(access.access)));
-                rights = rights.and(given);
+                rights = rights.and(own);
                 table = next;
                 level = level.down();
             }
@@ -263,7 +268,8 @@ fn walk(mode: GuestMode, cr3: u64, gva: Gva, access: GuestAccess, entries: &[u64
     unreachable!("more levels than entries")
 }
 
-/// The register bits that count, each as likely as not, or those of a mode with paging. CR3's are rarely high ones.
+/// The register bits that matter, each with probability one half, or those of a mode with paging.
+/// CR3's are rarely high ones.
 fn registers() -> impl Strategy<Value = PagingRegisters> {
     let choose = |bits: &'static [u32]| {
         proptest::collection::vec(any::<bool>(), bits.len()).prop_map(move |chosen| {
@@ -289,7 +295,7 @@ fn guest() -> impl Strategy<Value = Guest> {
         .prop_map(|(registers, maxphyaddr)| Guest { registers, maxphyaddr })
 }
 
-/// A guest whose registers are possible: CR3 and CR4 without what is not, which leaves all modes likely.
+/// A guest with valid registers: CR3 and CR4 without invalid bits, which leaves all modes likely.
 fn possible_guest() -> impl Strategy<Value = Guest> {
     guest().prop_map(|mut guest| {
         let PagingRegisters { cr0, cr3, cr4, .. } = &mut guest.registers;
@@ -306,7 +312,7 @@ fn possible_guest() -> impl Strategy<Value = Guest> {
     })
 }
 
-/// Entries: any bits; flags with a low address, so that many are valid; and those with one more bit.
+/// PTEs: any bits; flags with a low address, so that many are valid; and those with one more bit.
 fn pte() -> impl Strategy<Value = u64> {
     let valid = || {
         (0u64..1 << 12, 0u64..1 << 20, any::<u64>()).prop_map(|(flags, frame, dice)| {
@@ -329,7 +335,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn registers_are_possible_as_the_tables_say(guest in guest()) {
+    fn registers_are_valid_as_in_the_manual(guest in guest()) {
         let mode = GuestMode::new(guest.registers, guest.maxphyaddr);
         prop_assert_eq!(mode.is_ok(), guest.is_possible());
         if let Ok(mode) = mode {
@@ -338,7 +344,7 @@ proptest! {
     }
 
     #[test]
-    fn entries_say_what_the_tables_say(guest in possible_guest(), pte in pte()) {
+    fn entries_decode_as_in_the_manual(guest in possible_guest(), pte in pte()) {
         let mode = GuestMode::new(guest.registers, guest.maxphyaddr).unwrap();
         for level in 1..=mode.root_level().0 {
             prop_assert_eq!(mode.decode(pte, Level(level)), interpret(guest, pte, level), "level {}", level);
@@ -346,7 +352,7 @@ proptest! {
     }
 
     #[test]
-    fn rights_allow_what_the_rules_say(guest in possible_guest(), rights in 0u8..8, access in access()) {
+    fn rights_match_the_rules(guest in possible_guest(), rights in 0u8..8, access in access()) {
         let mode = GuestMode::new(guest.registers, guest.maxphyaddr).unwrap();
         if mode.paging() == PagingMode::Off {
             return Ok(());
@@ -359,7 +365,7 @@ proptest! {
     }
 
     #[test]
-    fn walks_go_where_the_figures_say(
+    fn walks_match_the_figures(
         guest in possible_guest(),
         gva in any::<u64>(),
         access in access(),

@@ -73,7 +73,7 @@ fn modifiers_count_where_they_take_effect() {
     assert_eq!(flags(mode(all(PAE))), [true, true, true, true, true, false]);
     assert_eq!(flags(mode(with_cr4(all(LONG), CR4_PCIDE))), [true; 6]);
     assert_eq!(flags(mode(without_nxe(LONG))), [false; 6]);
-    // What has no effect does not tell two modes apart.
+    // A bit without effect makes no different mode.
     assert_eq!(mode(all(OFF)), mode(OFF));
     assert_eq!(mode(with_cr4(LONG, CR4_PSE)), mode(LONG));
     assert_eq!(mode(without_nxe(TWO_LEVEL)), mode(TWO_LEVEL));
@@ -81,7 +81,7 @@ fn modifiers_count_where_they_take_effect() {
 }
 
 #[test]
-fn impossible_registers_are_named() {
+fn errors_name_the_invalid_registers() {
     use PagingRegister::{Cr0, Cr3, Cr4};
     for (registers, register) in [
         (PagingRegisters { cr0: CR0_PG, ..PAE }, Cr0),
@@ -118,7 +118,7 @@ fn instructions_change_registers_by_the_rules() {
     assert_eq!(check(OFF, Cr0, TWO_LEVEL.cr0), Ok(PagingMode::TwoLevel));
     assert_eq!(check(TWO_LEVEL, Cr0, OFF.cr0), Ok(PagingMode::Off));
     let no_paging = PagingRegisters { cr0: CR0_PE, ..LONG };
-    // LMA goes with PG: the CPU changes it.
+    // LMA follows PG: the CPU changes it.
     assert_eq!(
         check(PagingRegisters { efer: EFER_LME | EFER_NXE, ..no_paging }, Cr0, LONG.cr0),
         Ok(PagingMode::FourLevel)
@@ -140,7 +140,7 @@ fn instructions_change_registers_by_the_rules() {
     for bit in 0..12 {
         assert_eq!(check(with_cr3(LONG, 1 << bit), Cr4, pcids.cr4), Err(GeneralProtection));
     }
-    // They may be there when PCIDs are on already, or go.
+    // They may be set when PCIDs are on already, or be cleared.
     assert_eq!(check(with_cr3(pcids, 0x1005), Cr4, pcids.cr4 | CR4_SMEP), Ok(PagingMode::FourLevel));
     assert_eq!(check(with_cr3(pcids, 0x1005), Cr4, LONG.cr4), Ok(PagingMode::FourLevel));
     // EFER.
@@ -209,7 +209,7 @@ fn indices_are_taken_from_the_address() {
     assert_eq!(at(LONG, 4, 0xffff_8000_0000_0000), 0x100 * 8);
     assert_eq!(at(LONG, 3, 0x7f_c000_0000), 0x1ff * 8);
     assert_eq!(at(FIVE_LEVEL, 5, 0xff00_0000_0000_0000), 0x100 * 8);
-    // The table of PDPTEs may stand anywhere in its page.
+    // The table of PDPTEs may be anywhere in its page.
     assert_eq!(mode(PAE).entry_gpa(Gpa(0x1fe0), Level(3), Gva(0xffff_ffff)), Gpa(0x1ff8));
 }
 
@@ -246,7 +246,7 @@ fn entries_of_32_bit_paging() {
     assert_eq!(small.decode(0x1242_0081, Level(2)), Decoded::Reserved);
     // Without PSE there is no PS.
     assert_eq!(no_pse.decode(0x1260_0081, Level(2)), table(0x1260_0000, X));
-    // Bit 7 of a PTE is PAT. There is no XD: what stands above is another entry.
+    // Bit 7 of a PTE is PAT. There is no XD: the bits above belong to another PTE.
     assert_eq!(pse.decode(0x1234_5087, Level(1)), leaf(0x1_2345, 1, Rights::ALL));
     assert_eq!(pse.decode(0xffff_ffff_1234_5001, Level(1)), leaf(0x1_2345, 1, X));
 }
@@ -255,7 +255,8 @@ fn entries_of_32_bit_paging() {
 fn entries_of_pae_paging() {
     let pae = mode(PAE);
     assert_eq!(pae.decode(0x1234_5000, Level(3)), Decoded::NotPresent);
-    // A PDPTE has no rights to take away and no A to set; its bits 2:1, 8:5 and 63:46 are reserved.
+    // A PDPTE has neither rights to restrict nor an A to set; its bits 2:1, 8:5 and 63:46 are
+    // reserved.
     let pdpte = Decoded::Table { table: Gpa(0x3fff_ffff_f000), rights: Rights::ALL, is_accessed: true };
     assert_eq!(pae.decode(0x3fff_ffff_fe19, Level(3)), pdpte);
     for bit in [1, 2, 5, 6, 7, 8, 46, 51, 52, 62, 63] {
@@ -300,14 +301,14 @@ fn entries_of_long_mode() {
         for level in 1..=top.0 {
             let no_nxe = mode(without_nxe(registers));
             assert_eq!(no_nxe.decode(1 << 63 | 0x1001, Level(level)), Decoded::Reserved, "level {level}");
-            // Intel ignores G in an entry that points to a table.
+            // Intel ignores G in a PTE that points to a page table.
             assert_ne!(no_nxe.decode(0x1101, Level(level)), Decoded::Reserved, "level {level}");
         }
     }
 }
 
 #[test]
-fn a_leaf_is_global_if_pge_says_so() {
+fn a_leaf_is_global_if_pge_is_set() {
     for registers in [TWO_LEVEL, PAE, LONG] {
         for (registers, expected) in [(registers, false), (with_cr4(registers, CR4_PGE), true)] {
             let Decoded::Leaf(leaf) = mode(registers).decode(0x1101, Level(1)) else { panic!("no leaf") };
@@ -330,7 +331,7 @@ fn accessed_and_dirty_are_set_as_the_cpu_does() {
         assert_eq!(missing(0x1023, 1, Write), 0x40);
         assert_eq!(missing(0x1023, 1, Read), 0);
         assert_eq!(missing(0x1063, 1, Write), 0);
-        // No D in what points to a table, but in large leaves.
+        // No D in a PTE that points to a page table, but in large leaves.
         assert_eq!(missing(0x1003, 2, Write), 0x20);
         assert_eq!(missing(0x1023, 2, Write), 0);
         assert_eq!(missing(0x83, 2, Write), 0x60);
@@ -394,7 +395,7 @@ fn rights_decide() {
 fn error_codes() {
     let fetch = GuestAccess { access: Access::Execute, privilege: Privilege::User };
     let write = GuestAccess { access: Access::Write, privilege: Privilege::Supervisor };
-    // I/D needs SMEP, or NXE with entries of 8 bytes.
+    // I/D needs SMEP, or NXE with PTEs of 8 bytes.
     for (registers, expected) in [
         (TWO_LEVEL, 0x04),
         (with_cr4(TWO_LEVEL, CR4_SMEP), 0x14),

@@ -1,5 +1,5 @@
-//! Words and summary under loom: of what was marked, nothing is left where no harvest finds it. Schedules of a few threads
-//! with at most [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
+//! Words and summary under loom: a harvest finds every mark. Schedules of a few threads with at
+//! most [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -26,7 +26,7 @@ const NR_PAGES: u64 = 2 * PAGES_PER_WORD;
 enum Step {
     Mark(u64),
     Take(Range2),
-    /// Takes what the mask names of the first word.
+    /// Clears what the mask selects of the first word.
     Clear(u64),
 }
 
@@ -40,10 +40,10 @@ const SECOND: Step = Take(Range2(1, 2));
 
 use Step::{Clear, Mark, Take};
 
-/// The bits that were taken, of both words.
-type Taken = [u64; 2];
+/// The bits that were harvested, of both words.
+type Harvested = [u64; 2];
 
-fn run(log: &Bitmap, step: Step) -> Taken {
+fn run(log: &Bitmap, step: Step) -> Harvested {
     let (mut taken, mut words) = (TakenWords::new(), [0; 2]);
     match step {
         Mark(page) => log.mark(page, 1),
@@ -57,12 +57,12 @@ fn run(log: &Bitmap, step: Step) -> Taken {
     words
 }
 
-fn or(a: Taken, b: Taken) -> Taken {
+fn or(a: Harvested, b: Harvested) -> Harvested {
     [a[0] | b[0], a[1] | b[1]]
 }
 
-/// Runs each of `threads` beside the others, on a log in which `marked` is marked already. In the end one harvest more, and
-/// all that was ever marked has been taken.
+/// Runs each of `threads` beside the others, on a log in which `marked` is marked already. After
+/// one more harvest, all marks must have been harvested.
 fn model(marked: &'static [u64], threads: &'static [&'static [Step]]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
@@ -86,16 +86,16 @@ fn model(marked: &'static [u64], threads: &'static [&'static [Step]]) {
         let marks =
             threads.iter().copied().flatten().filter_map(|&step| if let Mark(page) = step { Some(page) } else { None });
         for page in marks.chain(marked.iter().copied()) {
-            let is_taken = taken[(page / PAGES_PER_WORD) as usize] >> (page % PAGES_PER_WORD) & 1 == 1;
-            assert!(is_taken, "the mark of page {page} is lost");
+            let is_harvested = taken[(page / PAGES_PER_WORD) as usize] >> (page % PAGES_PER_WORD) & 1 == 1;
+            assert!(is_harvested, "the mark of page {page} is lost");
         }
-        assert_eq!(run(&log, ALL), [0; 2], "a page is taken twice");
+        assert_eq!(run(&log, ALL), [0; 2], "a page is harvested twice");
     });
 }
 
 #[test]
 fn marks_beside_a_harvest() {
-    // Of a word, of two, and of a page that is marked already.
+    // In one word, in two, and in a page that is marked already.
     model(&[], &[&[Mark(0)], &[ALL]]);
     model(&[0], &[&[Mark(0)], &[ALL, ALL]]);
     model(&[], &[&[Mark(0)], &[Mark(1)], &[ALL]]);
@@ -117,14 +117,16 @@ fn a_mark_beside_what_clears_by_a_mask() {
     model(&[0], &[&[Mark(1)], &[Clear(1)]]);
     model(&[0, 1], &[&[Mark(0)], &[Clear(1), Clear(2)]]);
     model(&[0], &[&[Mark(64)], &[Clear(1)], &[ALL]]);
-    // Somebody else takes what the mask names: nothing is left to be cleared, and there is a mark beside it.
+    // Another thread harvests what the mask selects: nothing is left to clear, and there is a mark
+    // beside it.
     model(&[0], &[&[Mark(1)], &[Clear(1)], &[ALL]]);
     model(&[0], &[&[Mark(1)], &[Clear(1)], &[Clear(1)]]);
 }
 
-/// Who writes a page itself, and then finds it marked already, has written it before the mark is taken.
+/// A thread that writes a page itself, and then finds it marked already, has written it before the
+/// mark is harvested.
 #[test]
-fn who_takes_a_mark_sees_what_was_written_before_it() {
+fn a_harvest_that_clears_a_mark_observes_the_write_before_it() {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(PREEMPTIONS);
     builder.check(|| {
@@ -142,7 +144,7 @@ fn who_takes_a_mark_sees_what_was_written_before_it() {
         let (log, page) = &*shared;
         let harvest = || {
             (run(log, ALL)[0] != 0).then(|| {
-                // As before a harvest looks at leaves.
+                // As before a harvest reads the leaves.
                 fence_after_rmw();
                 page.load(Ordering::Relaxed)
             })

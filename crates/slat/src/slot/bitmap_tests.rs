@@ -1,4 +1,4 @@
-//! What the bitmap does on one thread.
+//! The bitmap on one thread.
 
 extern crate std;
 
@@ -8,7 +8,7 @@ use core::ops::Range;
 
 use super::*;
 
-/// All bits of the words `range`, taken turn by turn.
+/// Harvests the words `range`, turn by turn.
 fn take_all(bitmap: &Bitmap, range: Range<usize>) -> Vec<u64> {
     let mut out = vec![0; range.len()];
     let mut taken = TakenWords::new();
@@ -30,7 +30,7 @@ fn pages(words: &[u64]) -> Vec<u64> {
 }
 
 #[test]
-fn marks_are_taken_once_and_only_where_they_were_set() {
+fn marks_are_harvested_once_and_only_where_they_were_set() {
     for (first, nr_pages) in [
         (0, 1),
         (63, 1),
@@ -59,7 +59,7 @@ fn marks_are_taken_once_and_only_where_they_were_set() {
 }
 
 #[test]
-fn a_range_takes_its_words_and_leaves_the_others() {
+fn a_harvest_of_a_range_clears_its_words_alone() {
     for range in [0..1, 1..2, 63..65, 64..128, 10..300, 0..313, 312..313, 5..5] {
         let bitmap = Bitmap::new_marked(20_000).unwrap();
         let full = |index: usize| if index == 312 { (1 << 32) - 1 } else { u64::MAX };
@@ -73,7 +73,7 @@ fn a_range_takes_its_words_and_leaves_the_others() {
 }
 
 #[test]
-fn a_mask_takes_its_bits_and_leaves_the_others_to_be_found() {
+fn a_mask_clears_its_bits_and_keeps_the_others() {
     let bitmap = Bitmap::new(20_000).unwrap();
     bitmap.mark(0, 20_000);
     let masks: Vec<u64> = (0..313_u64).map(|index| [0, u64::MAX, 1, 0xff00][index as usize % 4]).collect();
@@ -98,7 +98,7 @@ fn a_mask_takes_its_bits_and_leaves_the_others_to_be_found() {
         let full = if index == 312 { (1 << 32) - 1 } else { u64::MAX };
         assert_eq!(word, full & !masks[index], "word {index}");
     }
-    // Marks of words that a mask had emptied are found again.
+    // Marks in words that a mask had emptied are found again.
     bitmap.mark(64, 64);
     assert_eq!(pages(&take_all(&bitmap, 0..313)), (64..128).collect::<Vec<_>>());
 }

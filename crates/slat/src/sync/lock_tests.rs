@@ -1,5 +1,5 @@
-//! The locks under real threads: exclusion, parallel readers, no lost wake-up, no starvation, and
-//! that a holder learns of waiters. `tests/loom_lock.rs` tries all schedules of a few threads.
+//! The locks on real threads: exclusion, parallel readers, no lost wake-up, no starvation, and
+//! contention that the holder observes. `tests/loom_lock.rs` tries all schedules of a few threads.
 
 extern crate std;
 
@@ -16,7 +16,7 @@ use futex_park::FutexPark;
 
 static PARK: FutexPark = FutexPark;
 
-/// Adds to a counter in two steps, which loses counts unless nobody is beside.
+/// Adds to a counter in two steps, which loses counts unless the thread is alone.
 fn bump(counter: &AtomicU64) {
     let value = counter.load(Ordering::Relaxed);
     if value.is_multiple_of(64) {
@@ -25,7 +25,7 @@ fn bump(counter: &AtomicU64) {
     counter.store(value + 1, Ordering::Relaxed);
 }
 
-/// `nr_threads` threads, of whose `nr_turns` sections each `write_every`th is a writer's.
+/// `nr_threads` threads with `nr_turns` critical sections each; each `write_every`th is a writer's.
 fn hammer(locking: Locking, nr_threads: u64, nr_turns: u64, write_every: u64) {
     let lock = Lock::new(locking);
     let counter = AtomicU64::new(0);
@@ -123,7 +123,7 @@ fn try_acquire_takes_what_is_free() {
 }
 
 #[test]
-fn readers_are_inside_together() {
+fn readers_hold_the_lock_at_the_same_time() {
     let lock = Lock::new(Locking::Shared);
     let all_inside = Barrier::new(8);
     thread::scope(|scope| {
@@ -137,7 +137,7 @@ fn readers_are_inside_together() {
     });
 }
 
-/// Starts a thread that waits for `side` of `lock`, and waits until the lock says so.
+/// Starts a thread that waits for `side` of `lock`, and returns once it waits.
 fn waiter(lock: &Arc<Lock>, side: Side) -> (thread::JoinHandle<()>, mpsc::Receiver<()>) {
     let (entered, entered_receiver) = mpsc::channel();
     let handle = thread::spawn({
@@ -150,7 +150,7 @@ fn waiter(lock: &Arc<Lock>, side: Side) -> (thread::JoinHandle<()>, mpsc::Receiv
     (handle, entered_receiver)
 }
 
-/// Waits for what has to come, however busy the machine is.
+/// Waits for an event that must occur, even on a busy machine.
 fn until(mut condition: impl FnMut() -> bool) {
     while !condition() {
         thread::sleep(Duration::from_millis(1));
@@ -158,7 +158,7 @@ fn until(mut condition: impl FnMut() -> bool) {
 }
 
 #[test]
-fn contention_is_told_to_the_holder() {
+fn the_holder_observes_contention() {
     let cases = [
         (Locking::Exclusive, Side::Write, Side::Write),
         (Locking::Shared, Side::Write, Side::Write),
@@ -171,10 +171,10 @@ fn contention_is_told_to_the_holder() {
         assert!(!lock.is_contended());
         let (handle, entered) = waiter(&lock, wanted);
         until(|| lock.is_contended());
-        assert!(entered.try_recv().is_err(), "{wanted:?} came in beside {held:?}");
+        assert!(entered.try_recv().is_err(), "{wanted:?} got the lock beside {held:?}");
         drop(guard);
-        handle.join().expect("the waiter comes in");
-        // What a waiter could not know is settled at its release.
+        handle.join().expect("the waiter gets the lock");
+        // A waiter's mark is cleared at its release.
         assert!(!lock.is_contended());
     }
 }
@@ -184,7 +184,7 @@ fn readers_do_not_contend_with_readers() {
     let lock = Arc::new(Lock::new(Locking::Shared));
     let guard = lock.acquire(&PARK, Side::Read);
     let (handle, _entered) = waiter(&lock, Side::Read);
-    handle.join().expect("a reader comes in beside a reader");
+    handle.join().expect("a reader gets the lock beside a reader");
     assert!(!lock.is_contended());
     drop(guard);
 }
@@ -199,11 +199,12 @@ fn a_waiting_writer_keeps_new_readers_out() {
     let (reader, reader_entered) = waiter(&lock, Side::Read);
     assert!(reader_entered.recv_timeout(Duration::from_millis(20)).is_err());
     drop(guard);
-    writer.join().expect("the writer comes in");
+    writer.join().expect("the writer gets the lock");
     reader.join().expect("then the reader");
 }
 
-/// Three threads stream through `streaming`; one thread wants `nr_turns` sections on the `other` side and must get them.
+/// Three threads repeatedly acquire `streaming`; one thread must acquire the `other` side
+/// `nr_turns` times.
 fn stream_against(streaming: Side, other: Side, nr_turns: u32) {
     let lock = Lock::new(Locking::Shared);
     let stop = AtomicBool::new(false);
@@ -237,7 +238,8 @@ fn readers_do_not_starve() {
 
 #[test]
 fn readers_get_their_turn_after_passed_over() {
-    // Written to the word, since the scheduler will not do it on demand: a writer inside, both kinds asleep.
+    // Written to the word, since the scheduler cannot be made to do it: a writer inside, both kinds
+    // asleep.
     let lock = Lock::new(Locking::Shared);
     let guard = lock.acquire(&PARK, Side::Write);
     lock.words.passed.store(super::MAX_PASSED - 1, Ordering::Relaxed);
@@ -250,7 +252,7 @@ fn readers_get_their_turn_after_passed_over() {
 }
 
 #[test]
-fn a_writer_that_lost_too_often_is_next() {
+fn a_writer_that_lost_often_is_next() {
     let lock = Lock::new(Locking::Shared);
     let guard = lock.acquire(&PARK, Side::Read);
     lock.words.state.fetch_or(super::WRITERS_SLEEP | super::WRITER_NEXT, Ordering::Relaxed);

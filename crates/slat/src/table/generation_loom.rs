@@ -1,5 +1,5 @@
 //! The window of admissions under loom: while a guard is open, no more turns are admitted than the
-//! module says. With the memory orders as they are written, and a window of one turn.
+//! module allows. With the memory orders as they are written, and a window of one turn.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -19,13 +19,13 @@ const PREEMPTIONS_OF_THREE: usize = 1;
 struct World {
     epochs: Epochs,
     generations: Generations,
-    /// The generation of an entry that each turn closes, if it may.
+    /// The generation of a directory entry that each admitted turn protects.
     generation: AtomicU64,
 }
 
 impl World {
     fn turn(&self) {
-        let participant = self.epochs.borrow_participant().expect("memory for a participant");
+        let participant = self.epochs.borrow_participant().expect("memory for a record");
         self.generations.renew_if_low(&self.epochs, || ());
         let _guard = self.epochs.pin(&participant);
         if self.generations.admit().is_some() {
@@ -34,7 +34,7 @@ impl World {
     }
 }
 
-/// A section that reads a generation and compares it, beside threads of so many turns.
+/// A guard that reads a generation and compares it, beside threads with `nr_turns` turns each.
 fn model(nr_turns: &'static [usize]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
@@ -52,28 +52,28 @@ fn model(nr_turns: &'static [usize]) {
             thread::spawn(move || (0..nr_turns).for_each(|_| world.turn()))
         });
         let threads = threads.collect::<std::vec::Vec<_>>();
-        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let participant = world.epochs.borrow_participant().expect("memory for a record");
         let guard = world.epochs.pin(&participant);
         let seen = world.generation.load(Ordering::Acquire);
-        // The comparison reads the newest, as an exchange does.
+        // The comparison reads the newest value, as an exchange does.
         let nr_protected = world.generation.fetch_add(0, Ordering::SeqCst) - seen;
         drop(guard);
         let most = 2 * WINDOW + RENEWAL_ROOM + nr_turns.len() as u64;
-        assert!(nr_protected <= most, "closed {nr_protected} times beside one section");
+        assert!(nr_protected <= most, "protected {nr_protected} times beside one guard");
         threads.into_iter().for_each(|thread| thread.join().expect("no check fails"));
         drop(participant);
-        // Nothing is open any more.
+        // No guard is open any more.
         world.turn();
         assert!(world.generation.fetch_add(0, Ordering::SeqCst) > 0, "no turn was admitted");
     });
 }
 
 #[test]
-fn a_section_beside_many_turns() {
+fn a_guard_beside_many_turns() {
     model(&[2 * WINDOW as usize + RENEWAL_ROOM as usize + 3]);
 }
 
 #[test]
-fn a_section_beside_two_threads_that_close() {
+fn a_guard_beside_two_threads_that_protect() {
     model(&[2, 1]);
 }

@@ -13,8 +13,8 @@ use crate::table::invalidation_seq::InvalidationSeqCounter;
 
 struct World {
     set: RangesInFlight,
-    invalidation_seq: InvalidationSeqCounter,
-    /// Whether the host is through with the frame.
+    seqs: InvalidationSeqCounter,
+    /// Whether the host has moved the frame.
     is_moved: UnsafeCell<bool>,
 }
 
@@ -28,15 +28,15 @@ fn range(start: u64) -> GfnRange {
 /// Runs `invalidate`, which moves the frame of page 1, beside a fault there.
 fn check(invalidate: fn(&World)) {
     loom::model(move || {
-        let (set, invalidation_seq) = (RangesInFlight::default(), InvalidationSeqCounter::new());
-        let world = Arc::new(World { set, invalidation_seq, is_moved: UnsafeCell::new(false) });
-        let before = world.invalidation_seq.current();
+        let (set, seqs) = (RangesInFlight::default(), InvalidationSeqCounter::new());
+        let world = Arc::new(World { set, seqs, is_moved: UnsafeCell::new(false) });
+        let before = world.seqs.current();
         let fault = {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                let found = world.invalidation_seq.current();
+                let found = world.seqs.current();
                 if world.set.free_level(Gfn(1), Level::L4K).is_some() && found > before {
-                    // SAFETY: loom checks that nobody writes meanwhile.
+                    // SAFETY: loom checks that no other thread writes meanwhile.
                     assert!(world.is_moved.with(|cell| unsafe { *cell }));
                 }
             })
@@ -48,13 +48,13 @@ fn check(invalidate: fn(&World)) {
 }
 
 fn move_frame(world: &World) {
-    world.invalidation_seq.next();
-    // SAFETY: loom checks that nobody reads meanwhile.
+    world.seqs.next();
+    // SAFETY: loom checks that no other thread reads meanwhile.
     world.is_moved.with_mut(|cell| unsafe { *cell = true });
 }
 
 #[test]
-fn a_range_behind_the_first_chunk_is_seen_until_the_host_is_done() {
+fn a_range_behind_the_first_chunk_is_observed_until_its_end() {
     check(|world| {
         let first = world.set.publish(range(0)).unwrap();
         let second = world.set.publish(range(1)).unwrap();

@@ -23,17 +23,17 @@ const PREEMPTIONS_OF_THREE: usize = 2;
 
 const PAGE: Gfn = Gfn(5);
 
-/// A page: its entry, and the frame that the host has for it. No order but that of the protocol: the host's word is read and
-/// written relaxed.
+/// A page: its PTE, and the host's frame for it. The host's word is read and written relaxed: the
+/// protocol alone orders it.
 struct World {
-    invalidation_seq: InvalidationSeqCounter,
+    seqs: InvalidationSeqCounter,
     in_flight: RangesInFlight,
     pte: AtomicU64,
-    /// The frame, and in bit 0 of it whether the guest may write: the host's word.
+    /// The host's word: the frame, and in bit 0 whether the guest may write.
     host: AtomicU64,
 }
 
-/// What the host says of frame `frame`.
+/// The host's word for frame `frame`.
 const fn word(frame: u64, may_write: bool) -> u64 {
     frame << 1 | may_write as u64
 }
@@ -41,7 +41,7 @@ const fn word(frame: u64, may_write: bool) -> u64 {
 impl World {
     fn new(host: u64) -> World {
         World {
-            invalidation_seq: InvalidationSeqCounter::new(),
+            seqs: InvalidationSeqCounter::new(),
             in_flight: RangesInFlight::default(),
             pte: AtomicU64::new(pte::empty(InvalidationSeq::FIRST).0),
             host: AtomicU64::new(host),
@@ -57,7 +57,7 @@ impl World {
         Pte(Npt::leaf(Pfn(host >> 1), Level::L4K).0 | rights)
     }
 
-    /// A fault: look, resolve, install. Gives up where the engine starts over.
+    /// A fault: look, resolve, install. Returns where the engine starts over.
     fn fault(&self) {
         let value = self.pte().load();
         let State::Empty(seen) = pte::state::<Npt>(value, Level::L4K) else { return };
@@ -72,30 +72,31 @@ impl World {
         }
     }
 
-    /// As `install_instead` of `vcpu.rs`, for a host that allows to write the frame when it is asked.
+    /// As `install_instead` of `vcpu.rs`, for a host that makes the frame writable when it is
+    /// asked.
     fn upgrade(&self) {
         let found = self.pte().load();
         if pte::state::<Npt>(found, Level::L4K) != State::Leaf || pte::is_host_writable::<Npt>(found) {
             return;
         }
-        let seen = self.invalidation_seq.current();
+        let seen = self.seqs.current();
         if self.in_flight.free_level(PAGE, Level::L4K).is_none() {
             return;
         }
         let resolved = self.host.fetch_or(1, Ordering::Relaxed) | 1;
-        let empty = pte::empty(self.invalidation_seq.next());
+        let empty = pte::empty(self.seqs.next());
         if self.pte().compare_exchange::<Npt>(found, empty).is_err() {
             return;
         }
-        if self.invalidation_seq.current().follows(seen) {
+        if self.seqs.current().follows(seen) {
             let _: Result<(), Pte> = self.pte().compare_exchange::<Npt>(empty, World::leaf(resolved));
         }
     }
 
-    /// Takes the page away, and has `change` of the host's word done.
+    /// Invalidates the page, and lets `change` change the host's word.
     fn invalidate(&self, range: GfnRange, change: impl FnOnce(&AtomicU64)) {
         let in_flight = self.in_flight.publish(range).expect("memory for a chunk");
-        let seq = self.invalidation_seq.next();
+        let seq = self.seqs.next();
         loop {
             let value = self.pte().load();
             match pte::state::<Npt>(value, Level::L4K) {
@@ -108,18 +109,18 @@ impl World {
         drop(in_flight);
     }
 
-    /// The leaf, if there is one, is what the host says at the end.
+    /// The leaf, if there is one, matches the host's word at the end.
     fn assert_true(&self) {
         let value = self.pte().load();
         if pte::state::<Npt>(value, Level::L4K) == State::Leaf {
             let host = self.host.load(Ordering::Relaxed);
-            assert_eq!(pte::frame::<Npt>(value, Level::L4K), Pfn(host >> 1), "a frame that was taken away");
+            assert_eq!(pte::frame::<Npt>(value, Level::L4K), Pfn(host >> 1), "a stale frame");
             assert!(!pte::is_writable::<Npt>(value) || host & 1 != 0, "writable, and the host forbids it");
         }
     }
 }
 
-/// Runs `threads` beside each other, in a world that `prepare` has made.
+/// Runs `threads` beside each other, in a world made by `prepare`.
 fn model<const N: usize>(prepare: fn() -> World, threads: [fn(&World); N]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
@@ -169,7 +170,8 @@ fn a_fault_and_two_invalidations_beside_each_other() {
     );
 }
 
-/// The second one has the place of the first: a fault may read the start of one and the end of the other.
+/// The second range has the place of the first: a fault may read the start of one and the end of
+/// the other.
 #[test]
 fn a_fault_and_a_place_that_is_used_again() {
     model(
@@ -219,7 +221,7 @@ fn forbid(host: &AtomicU64) {
 }
 
 #[test]
-fn a_leaf_that_is_replaced_and_one_that_has_come_back() {
+fn a_replaced_leaf_and_the_same_leaf_again() {
     model(
         read_only,
         [World::upgrade, |world| {
@@ -230,6 +232,6 @@ fn a_leaf_that_is_replaced_and_one_that_has_come_back() {
 }
 
 #[test]
-fn two_that_replace_a_leaf_and_an_invalidation() {
+fn two_replacements_of_a_leaf_and_an_invalidation() {
     model(read_only, [World::upgrade, World::upgrade, |world| world.invalidate(one_page(), forbid)]);
 }

@@ -4,10 +4,12 @@
 use super::*;
 use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
 
-/// Bits of a physical address that CPUs' L1 data caches tell apart: those that L1 terminal faults concern have 44 or 46.
+/// Bits of a physical address that CPUs' L1 data caches distinguish: those that L1 terminal faults
+/// concern have 44 or 46.
 const CACHE_BITS: core::ops::RangeInclusive<u32> = 44..=52;
 
-/// No bit that says leaf or present, and an address in the upper half of what any cache tells apart.
+/// Neither a leaf bit nor a present bit, and an address in the upper half of what any cache
+/// distinguishes.
 fn assert_out_of_reach<F: Format>(pte: Pte) {
     assert!(!F::is_present(pte), "{}: {pte:?} is present", F::NAME);
     for bits in CACHE_BITS {
@@ -36,7 +38,7 @@ fn keeps_out_of_reach<F: Format>() {
         assert_out_of_reach::<F>(frozen);
         let link = frozen_link(table);
         assert_eq!((state::<F>(link, Level::L4K), link_of(link)), (State::Frozen, table));
-        assert_eq!(before_freezing::<F>(link, Level::L4K), Frozen::Nothing, "links look like nothing");
+        assert_eq!(before_freezing::<F>(link, Level::L4K), Frozen::Nothing, "links freeze as nothing");
         assert_out_of_reach::<F>(link);
     }
     let cell = AtomicU64::new(empty(InvalidationSeq::FIRST).0);
@@ -50,7 +52,7 @@ fn keeps_out_of_reach<F: Format>() {
         let seq = InvalidationSeq::from_number(number);
         assert_eq!((seq.number(), state::<F>(empty(seq), Level::L4K)), (number, State::Empty(seq)));
         assert_out_of_reach::<F>(empty(seq));
-        assert!(before < Some(seq), "stamps are in the order of their numbers");
+        assert!(before < Some(seq), "numbers are in order");
         before = Some(seq);
         assert_eq!(seq.unflushed().number(), number | 1);
         assert_eq!((seq.flushed().number(), seq.is_unflushed()), (number & !1, number % 2 == 1));
@@ -60,12 +62,12 @@ fn keeps_out_of_reach<F: Format>() {
         assert_out_of_reach::<F>(tag);
     }
     assert_eq!(InvalidationSeq::FIRST, InvalidationSeq::from_number(0));
-    // All numbers come back, also those that are too large to be kept out of reach.
+    // All numbers are read back, also those that are too large to be kept out of reach.
     let last = (1 << 52) - 1;
     assert_eq!((InvalidationSeq::from_number(last).number(), number_of(frozen_number(last))), (last, last));
 }
 
-/// A tracked leaf of `level` at `address`, and a leaf that was frozen.
+/// A tracked leaf of `level` at `address`, and a frozen leaf.
 fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
     for attributes in [0, F::HOST_WRITABLE, F::DIRTY, F::HOST_WRITABLE | F::DIRTY] {
         let leaf = Pte(F::leaf(address.pfn(), level).0 | attributes);
@@ -83,7 +85,7 @@ fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
 }
 
 #[test]
-fn what_is_not_present_has_no_address_at_which_there_is_memory() {
+fn ptes_that_are_not_present_have_no_address_of_memory() {
     keeps_out_of_reach::<Npt>();
     keeps_out_of_reach::<Ept>();
     keeps_out_of_reach::<Stage2>();

@@ -15,7 +15,7 @@ use loom::thread;
 use super::{Epochs, Fences, Participant};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Enough for a reader that is overtaken by a retirement and its reclaim, and comes back.
+/// Enough for a reader that a retirement and its reclaim overtake, and that continues then.
 const PREEMPTIONS: usize = 3;
 
 fn check(model: impl Fn() + Send + Sync + 'static) {
@@ -24,7 +24,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// A thing behind a pointer, as a table behind an entry.
+/// A thing behind a pointer, as a page-table page behind a directory entry.
 struct Thing {
     /// 1 while it can be found.
     linked: AtomicU64,
@@ -74,11 +74,11 @@ impl World {
     }
 
     fn read_in_a_call(&self, thing: usize) {
-        let participant = self.epochs.borrow_participant().expect("memory for a participant");
+        let participant = self.epochs.borrow_participant().expect("memory for a record");
         self.read(&participant, thing);
     }
 
-    /// Takes a thing away and frees it if that is allowed at once. Returns its tag.
+    /// Unlinks a thing, and frees it if that is allowed at once. Returns its tag.
     fn retire(&self, thing: usize) -> u64 {
         self.things[thing].unlink();
         let tag = self.epochs.advance_epoch();
@@ -103,14 +103,14 @@ fn check_beside_a_retirement(read: fn(&World)) {
 }
 
 #[test]
-fn what_a_section_finds_is_not_freed_in_it() {
+fn a_guard_keeps_what_it_found() {
     check_beside_a_retirement(|world| world.read_in_a_call(0));
 }
 
 #[test]
-fn sections_of_a_record_protect_in_whichever_order_they_end() {
+fn guards_of_a_participant_protect_in_any_order_of_their_ends() {
     check_beside_a_retirement(|world| {
-        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let participant = world.epochs.borrow_participant().expect("memory for a record");
         let first = world.epochs.pin(&participant);
         let is_found = world.things[0].is_linked();
         let second = world.epochs.pin(&participant);
@@ -126,10 +126,10 @@ fn sections_of_a_record_protect_in_whichever_order_they_end() {
 }
 
 #[test]
-fn a_section_in_that_of_a_fault_does_not_end_it() {
+fn a_guard_within_a_fault_does_not_end_the_guard_of_the_fault() {
     check_beside_a_retirement(|world| {
-        let mut owned = world.epochs.take_participant().expect("memory for a participant");
-        // SAFETY: the epochs are alive, and the record is released when all of it is over.
+        let mut owned = world.epochs.take_participant().expect("memory for a record");
+        // SAFETY: the epochs are alive, and the participant is released at the end.
         let (participant, own) = unsafe { (owned.get(), owned.exclusive()) };
         let guard = world.epochs.pin_fault(own.pin);
         drop(world.epochs.pin(participant));
@@ -143,13 +143,13 @@ fn a_section_in_that_of_a_fault_does_not_end_it() {
 }
 
 #[test]
-fn of_two_things_each_is_kept_for_its_own_sections() {
+fn each_retired_thing_waits_for_its_own_guards_only() {
     check(|| {
         let world = World::new();
         let reader = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let participant = world.epochs.borrow_participant().expect("memory for a participant");
+                let participant = world.epochs.borrow_participant().expect("memory for a record");
                 world.read(&participant, 0);
                 world.read(&participant, 1);
             }
@@ -161,7 +161,7 @@ fn of_two_things_each_is_kept_for_its_own_sections() {
 }
 
 #[test]
-fn another_thread_may_reclaim_what_one_has_retired() {
+fn a_thread_may_reclaim_what_another_retired() {
     check(|| {
         let world = World::new();
         let reader = thread::spawn({
@@ -187,17 +187,18 @@ fn another_thread_may_reclaim_what_one_has_retired() {
 }
 
 #[test]
-fn what_is_announced_as_being_resolved_in_is_not_freed() {
+fn a_hazard_pointer_keeps_a_backing() {
     check(|| {
         let world = World::new();
         let resolver = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let mut participant = world.epochs.borrow_participant().expect("memory for a participant");
+                let mut participant = world.epochs.borrow_participant().expect("memory for a record");
                 let (participant, hazard) = participant.with_hazard();
                 let guard = world.epochs.pin(participant);
                 if world.things[0].is_linked() {
-                    // SAFETY: found in the section, and freed as is asked for.
+                    // SAFETY: found in the guard, and freed only when `oldest_open` and
+                    // `is_resolving` allow it.
                     let thing = unsafe { hazard.protect(NonNull::from(&world.things[0])) };
                     drop(guard);
                     thing.get().use_memory();
@@ -206,7 +207,7 @@ fn what_is_announced_as_being_resolved_in_is_not_freed() {
         });
         world.things[0].unlink();
         let tag = world.epochs.advance_epoch();
-        // The order of the questions matters.
+        // The order of the two checks matters.
         if tag < world.epochs.oldest_open(|| ()) && !world.epochs.is_resolving(NonNull::from(&world.things[0])) {
             world.things[0].free();
         }

@@ -3,7 +3,7 @@
 use super::{Epochs, Fences};
 
 #[test]
-fn the_first_of_nested_sections_is_announced_until_the_last_is_over() {
+fn nested_guards_announce_the_epoch_of_the_first_until_the_last_ends() {
     let epochs = Epochs::new(Fences::Both);
     let participant = epochs.borrow_participant().unwrap();
     let oldest = || epochs.oldest_open(|| ());

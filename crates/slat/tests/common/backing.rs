@@ -1,4 +1,4 @@
-//! A slot's backing: frames that are numbers, without memory behind them.
+//! The backing of a memslot: frames that are numbers, without memory behind them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,43 +6,45 @@ use std::sync::{Arc, RwLock};
 
 use slat::PageSize;
 
-/// What a backing says about writes to a page.
+/// The answers of a backing for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Writes {
-    /// Also a read is answered with a frame that may be written.
+    /// Also a read gets a writable frame.
     Allowed,
-    /// A write is; a read is answered with a frame that may not be written.
-    IfAskedFor,
+    /// A write gets a writable frame, a read a read-only one.
+    IfWritten,
     /// A write finds that the page is gone.
     Refused,
 }
 
-/// What a page has instead of the frame of its number.
+/// The frame of a page that differs from that of its number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame {
     pub pfn: u64,
     pub writes: Writes,
 }
 
-/// The frame of a page that is private, less the one that it has as a shared one. 16 TiB.
+/// The frame of a private page, less the frame of the shared page at the same place. 16 TiB.
 pub const PRIVATE_PFN: u64 = 1 << 32;
 
-/// Frames are given out by number: page n of a backing is frame `first_pfn + n`, unless it was given another.
+/// Frames are numbers: page n of a backing is frame `first_pfn + n`, unless it was moved to
+/// another.
 #[derive(Debug)]
 pub struct TestBacking {
     pub first_pfn: u64,
     pub nr_pages: u64,
     pub max_size: PageSize,
-    /// Whether a read is answered with a frame that may be written.
-    pub read_gives_writable: AtomicBool,
-    /// Whether a write finds that any page is gone. To be set only while the pages are invalidated.
+    /// Whether a read gets a writable frame.
+    pub reads_are_writable: AtomicBool,
+    /// Whether a write finds any page gone. To be set only while the pages are invalidated.
     pub writes_are_refused: AtomicBool,
     pub gone: AtomicBool,
-    /// Pages with another frame, each a block of its own. To be changed only while the page is invalidated.
+    /// Pages with another frame, each a block of its own. To be changed only while the page is
+    /// invalidated.
     pub frames: RwLock<BTreeMap<u64, Frame>>,
-    /// Pages of which the host says, when asked, that they are resident.
+    /// Pages that the host reports as resident.
     pub resident: RwLock<BTreeSet<u64>>,
-    /// Whether it says so of a page in any case.
+    /// Selects further resident pages.
     pub is_resident: fn(u64) -> bool,
     /// Set by drop.
     pub dropped: Arc<AtomicBool>,
@@ -54,7 +56,7 @@ impl TestBacking {
             first_pfn,
             nr_pages,
             max_size,
-            read_gives_writable: AtomicBool::new(true),
+            reads_are_writable: AtomicBool::new(true),
             writes_are_refused: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             frames: RwLock::default(),
@@ -66,21 +68,21 @@ impl TestBacking {
 }
 
 impl TestBacking {
-    /// The frame of page `page`, and the largest block around it that is contiguous.
+    /// The frame of page `page`, and the size of the largest contiguous block around it.
     pub(super) fn frame(&self, page: u64) -> (Frame, PageSize) {
         let writes = if self.writes_are_refused.load(Ordering::SeqCst) {
             Writes::Refused
-        } else if self.read_gives_writable.load(Ordering::SeqCst) {
+        } else if self.reads_are_writable.load(Ordering::SeqCst) {
             Writes::Allowed
         } else {
-            Writes::IfAskedFor
+            Writes::IfWritten
         };
         let frames = self.frames.read().unwrap();
         if let Some(&frame) = frames.get(&page) {
             return (frame, PageSize::Size4K);
         }
         let pfn = self.first_pfn + page;
-        // Blocks are of frames, which need not lie as the guest's pages do.
+        // Blocks are of frames, which need not be aligned like the guest's pages.
         let is_contiguous = |size: &PageSize| {
             let nr_pages = size.level().nr_pages();
             let inside = pfn % nr_pages;

@@ -1,9 +1,10 @@
-//! Formats whose entries must be broken before they change between a table and a huge leaf, and an observer that sees on
-//! this thread whether that is kept.
+//! Formats with break before make between a page-table page and a huge leaf, and an observer that
+//! checks the rule on this thread.
 //!
-//! The observer looks at all entries above the lowest level whenever the engine looks at one of them: in builds that have
-//! `debug_assertions` right before each exchange too. So it sees what every exchange has left. Between a table and a leaf at
-//! the same entry it must have seen a flush of the entry's block, called while the entry was not present.
+//! The observer reads all PTEs above the lowest level whenever the engine looks at one of them; in
+//! builds with `debug_assertions` also right before each exchange. So it observes the result of
+//! every exchange. Between a page-table page and a leaf in the same PTE it must have observed a
+//! flush of the PTE's block, called while the PTE was not present.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,7 +15,7 @@ use slat::{Format, Gfn, GfnRange, Hpa, Level, Npt, Pte, Vm};
 
 use super::{BIAS, TestHost, hooked};
 
-/// What an entry was when it was last present.
+/// What a PTE was when it was last present.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Leaf,
@@ -27,22 +28,22 @@ struct Seen {
     is_present: bool,
     /// Whether its block was flushed since it is not present.
     is_flushed: bool,
-    /// The round in which it was last seen present.
+    /// The round in which it was last present.
     round: u64,
 }
 
 struct Observer {
     root: Hpa,
     root_level: Level,
-    /// What the entries' format says of them, without that being observed: whether one is present, and then what it is, and
-    /// the table that it points to.
+    /// How the PTE's format decodes it, without a call of the observer: whether it is present,
+    /// whether it is a leaf, and the page-table page that it points to.
     is_present: fn(Pte) -> bool,
     is_leaf: fn(Pte, Level) -> bool,
     address: fn(Pte, Level) -> Hpa,
     entries: HashMap<(Level, Gfn), Seen>,
-    /// Looks at all entries so far.
+    /// Rounds over all PTEs so far.
     round: u64,
-    /// How often a table took the place of a leaf, and a leaf that of a table.
+    /// How often a page-table page replaced a leaf, and a leaf a page-table page.
     nr_split: u64,
     nr_recovered: u64,
 }
@@ -51,7 +52,7 @@ thread_local! {
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
 }
 
-/// Watches the tables of `vm` from now on, as far as this thread changes them.
+/// From now on observes the page tables of `vm`, as far as this thread changes them.
 pub fn observe<F: Format>(vm: &Vm<TestHost, Breaking<F>>) {
     let observer = Observer {
         root: vm.root(),
@@ -68,7 +69,7 @@ pub fn observe<F: Format>(vm: &Vm<TestHost, Breaking<F>>) {
     observe_now();
 }
 
-/// Ends that; says how many leaves became tables, and tables leaves.
+/// Stops observing. Returns how many leaves became page-table pages, and the reverse.
 pub fn observed() -> (u64, u64) {
     observe_now();
     OBSERVER.take().map_or((0, 0), |observer| (observer.nr_split, observer.nr_recovered))
@@ -82,7 +83,7 @@ fn observe_now() {
     });
 }
 
-/// A flush of `ranges` is made.
+/// Records a flush of `ranges`.
 pub fn flushed(ranges: &[GfnRange]) {
     observe_now();
     OBSERVER.with_borrow_mut(|observer| {
@@ -97,7 +98,8 @@ impl Observer {
     fn look(&mut self) {
         self.round += 1;
         self.visit(self.root, self.root_level, Gfn(0));
-        // The rest is not present, or what it hung on is not, or has become a leaf.
+        // The other PTEs are not present, or lie in a page-table page that was unlinked or replaced
+        // by a leaf.
         for seen in self.entries.values_mut().filter(|seen| seen.round != self.round && seen.is_present) {
             (seen.is_present, seen.is_flushed) = (false, false);
         }
@@ -106,7 +108,7 @@ impl Observer {
     fn visit(&mut self, table: Hpa, level: Level, start: Gfn) {
         for index in 0..512 {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            // SAFETY: inside a table that is linked; this thread, which alone frees tables, is here.
+            // SAFETY: inside a linked page-table page; only this thread frees page-table pages.
             let entry = unsafe { AtomicU64::from_ptr(((table.0 - BIAS) as *mut u64).add(index)) };
             let entry = Pte(entry.load(Ordering::SeqCst));
             if !(self.is_present)(entry) {
@@ -135,14 +137,14 @@ impl Observer {
     }
 }
 
-/// `F`, which has 512 entries in each table, if its CPUs must not cache a table and a huge leaf at once.
+/// `F`, which has 512 PTEs in each page-table page, with break before make.
 #[derive(Debug)]
 pub struct Breaking<F>(PhantomData<F>);
 
-/// With all that lazy protection and dirty bits can do.
+/// A format with break before make that supports all of lazy protection and dirty bits.
 pub type Broken = Breaking<Npt>;
 
-// SAFETY: entries are F's.
+// SAFETY: PTEs are those of F.
 unsafe impl<F: Format> Format for Breaking<F> {
     super::bits_of!(F);
 

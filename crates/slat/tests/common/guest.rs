@@ -1,9 +1,11 @@
-//! Guests: threads that access memory as a CPU does, by walking the tables themselves, and fault where they may not.
+//! Guests: threads that access memory as a CPU does. They walk the page tables themselves, and
+//! fault where an access is not allowed.
 //!
-//! An access is a walk and then one effect (a check, a write that is counted). A CPU's flush has no access half done
-//! when it returns; here an access announces itself in a word of its own, odd while it is under way, and the host's
-//! flush waits until each access that it found under way is over. So an access that walked before a flush has had its
-//! effect before the flush returns, which is all that the engine relies on.
+//! An access is a walk and then one effect (a check, a write that is counted). When a CPU has
+//! executed a flush, none of its accesses is half done. Here an access sets a word of its own, odd
+//! while it is under way, and the host's flush waits for each access that it found under way. So an
+//! access that walked before a flush has had its effect before the flush returns, which is all that
+//! the engine relies on.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
@@ -13,10 +15,10 @@ use slat::{Access, Exit, Format, Gpa, Outcome, Vcpu, Vm};
 
 use super::{TestHost, Translation, translate};
 
-/// Most guests of one host.
+/// The most guests of one host.
 const MAX_GUESTS: usize = 128;
 
-/// A guest's words, on a line of its own.
+/// The words of a guest, on a cache line of their own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(super) struct Words {
@@ -41,17 +43,17 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// Returns when every access that is under way now is over.
+    /// Waits for every access that is under way now.
     pub fn wait_for_accesses(&self) {
         self.wait_for(|words| &words.access);
     }
 
-    /// Returns when every fault that is under way now has returned.
+    /// Waits for every fault that is under way now.
     pub fn wait_for_faults(&self) {
         self.wait_for(|words| &words.fault);
     }
 
-    /// Returns when each word that is odd now has changed.
+    /// Waits until each word that is odd now has changed.
     fn wait_for(&self, word: fn(&Words) -> &AtomicU64) {
         // Pairs with the fence in `announce`.
         fence(Ordering::SeqCst);
@@ -59,14 +61,15 @@ impl Gate {
             let word = word(words);
             let seen = word.load(Ordering::SeqCst);
             while seen % 2 == 1 && word.load(Ordering::SeqCst) == seen {
-                // Sleeping, not yielding: who has slept is soon back on a crowded core.
+                // It sleeps and does not yield: a thread that has slept runs again soon on a
+                // crowded core.
                 std::thread::sleep(Duration::from_micros(20));
             }
         }
     }
 }
 
-/// Ends an access or a fault, also one whose check has failed: others must not wait for it for ever.
+/// Ends an access or a fault, also if a check in it fails: other threads wait for its end.
 struct Over<'a> {
     word: &'a AtomicU64,
     after: u64,
@@ -78,7 +81,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Makes `word` odd until the answer is dropped. It is announced before the caller reads an entry.
+/// Makes `word` odd until the value is dropped, before the caller reads a PTE.
 fn announce(word: &AtomicU64) -> Over<'_> {
     let seen = word.load(Ordering::Relaxed);
     word.store(seen + 1, Ordering::SeqCst);
@@ -100,21 +103,24 @@ impl<F: Format> Guest<F> {
         Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
     }
 
-    /// Runs `effect` on what the tables say about `gpa`, as one access that a flush waits for. `effect` must not block.
+    /// Runs `effect` on the translation of `gpa`, as one access that a flush waits for. `effect`
+    /// must not block.
     pub fn during_access<R>(&self, gpa: Gpa, effect: impl FnOnce(Option<Translation>) -> R) -> R {
         let _over = announce(&self.vm.host().gate.words[self.index].access);
         effect(translate(&self.vm, gpa))
     }
 
-    /// Runs `fault`, or another call that marks pages, as one that [`Gate::wait_for_faults`] waits for.
+    /// Runs `fault`, or another call that marks pages, so that [`Gate::wait_for_faults`] waits for
+    /// it.
     pub fn during_fault<R>(&mut self, fault: impl FnOnce(&mut Guest<F>) -> R) -> R {
         let vm = Arc::clone(&self.vm);
         let _over = announce(&vm.host().gate.words[self.index].fault);
         fault(self)
     }
 
-    /// Tries one access: `Ok` with what `effect` made of the translation, or, if the tables do not allow it, serves the
-    /// fault and answers `Err` with its outcome. An error of the engine is a failure of the test.
+    /// Tries one access. `Ok` has the result of `effect` on the translation. If the page tables do
+    /// not allow the access, serves the fault: `Err` has its outcome. An error of the engine fails
+    /// the test.
     pub fn try_access<R>(
         &mut self,
         gpa: Gpa,
@@ -129,7 +135,7 @@ impl<F: Format> Guest<F> {
             Some(result) => Ok(result),
             None => {
                 let outcome = self.during_fault(|guest| guest.vcpu.handle_fault(gpa, access));
-                // More guests than cores: let one run that can go on.
+                // More guests than cores: lets another run.
                 std::thread::yield_now();
                 match outcome {
                     Ok(Outcome::Resume) => Err(None),
@@ -141,7 +147,7 @@ impl<F: Format> Guest<F> {
     }
 }
 
-/// Tells guests to stop when it goes, also because a check has failed.
+/// Sets the flag that stops guests when it is dropped, also because a check has failed.
 pub struct Stop<'a>(pub &'a AtomicBool);
 
 impl Drop for Stop<'_> {

@@ -1,5 +1,6 @@
-//! A format with a hook where entries are looked at: in a walk, in the check of a transition right before its exchange
-//! (in builds that have `debug_assertions`), and when a leaf's frame is told. So a fault can be overtaken at each point where it matters.
+//! A format with a hook at each look at a PTE: in a walk, in the check of a transition right before
+//! its exchange (in builds with `debug_assertions`), and when a leaf's frame is decoded. So a fault
+//! can be overtaken at each critical point.
 
 use std::cell::RefCell;
 
@@ -11,17 +12,18 @@ thread_local! {
     static HOOK: RefCell<Option<(Level, u32, Hook)>> = const { RefCell::new(None) };
 }
 
-/// Calls `hook` at this thread's `nth` look (from 1 on) at a present entry of a level up to `highest`.
+/// Calls `hook` at this thread's `nth` look (from 1 on) at a present PTE of a level up to
+/// `highest`.
 pub fn at_look(highest: Level, nth: u32, hook: impl FnOnce() + 'static) {
     HOOK.set(Some((highest, nth, Box::new(hook))));
 }
 
-/// Takes the hook off again; says whether it was called.
+/// Removes the hook. Returns whether it was called.
 pub fn was_called() -> bool {
     HOOK.take().is_none()
 }
 
-/// Runs `walk`, which is not the engine's, without the hook.
+/// Runs `walk`, which is no walk of the engine, without the hook.
 pub fn without_looks<R>(walk: impl FnOnce() -> R) -> R {
     let hook = HOOK.take();
     let result = walk();
@@ -29,7 +31,7 @@ pub fn without_looks<R>(walk: impl FnOnce() -> R) -> R {
     result
 }
 
-/// A look at an entry of `level`.
+/// A look at a PTE of `level`.
 pub fn look(level: Level) {
     let due = HOOK.with_borrow_mut(|hook| match hook {
         Some((highest, _, _)) if level > *highest => None,
@@ -49,7 +51,7 @@ pub fn look(level: Level) {
 #[derive(Debug)]
 pub struct Hooked;
 
-// SAFETY: entries are Npt's.
+// SAFETY: PTEs are those of Npt.
 unsafe impl Format for Hooked {
     super::bits_of!(Npt);
 

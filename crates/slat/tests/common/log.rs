@@ -1,5 +1,5 @@
-//! Slots that log, CPUs that set A and D and write their modification logs, and what one asks about a dirty log: in page
-//! numbers, not in words.
+//! Memslots that log, CPUs that set A and D and write their modification logs, and queries of a
+//! dirty log in page numbers.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ pub const FAULT_AROUNDS: [FaultAround; 4] =
     [FaultAround::Off, FaultAround::Pages(2), FaultAround::Pages(8), FaultAround::Pages(64)];
 pub const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exclusive];
 
-/// The ways to find out writes that tables of format `F` allow.
+/// The ways to find writes that format `F` supports.
 pub fn dirty_trackings<F: Format>() -> impl Iterator<Item = DirtyTracking> {
     DIRTY_TRACKINGS.into_iter().filter(|tracking| match tracking {
         DirtyTracking::WriteProtect(_) => true,
@@ -36,7 +36,8 @@ pub fn dirty_trackings<F: Format>() -> impl Iterator<Item = DirtyTracking> {
     })
 }
 
-/// A slot's number, first guest frame and pages; its first host frame and its largest blocks of them.
+/// A memslot's number, first guest frame and pages; its first host frame, and the size of its
+/// largest blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct Slot {
     pub id: u32,
@@ -50,12 +51,12 @@ pub struct Slot {
 const PFN_OFFSET: u64 = 1 << 24;
 
 impl Slot {
-    /// A slot of small pages.
+    /// A memslot of small pages.
     pub const fn new(id: u32, first: u64, nr_pages: u64) -> Slot {
         Slot::huge(id, first, nr_pages, PageSize::Size4K)
     }
 
-    /// A slot whose frames lie like the guest's pages.
+    /// A memslot whose frames are aligned like the guest's pages.
     pub const fn huge(id: u32, first: u64, nr_pages: u64, max_size: PageSize) -> Slot {
         Slot { id, first, nr_pages, first_pfn: PFN_OFFSET + first, max_size }
     }
@@ -73,7 +74,7 @@ impl Slot {
     }
 }
 
-/// The numbers of the bits that are set, bit 0 of the first word being `first`.
+/// The numbers of the set bits; bit 0 of the first word is `first`.
 pub fn pages_of(bitmap: &[u64], first: u64) -> Vec<u64> {
     let bits = |word: u64| (0..64).filter(move |bit| word >> bit & 1 == 1);
     (0u64..).zip(bitmap).flat_map(|(index, &word)| bits(word).map(move |bit| first + index * 64 + bit)).collect()
@@ -88,12 +89,12 @@ pub fn mask_of(pages: &[u64], nr_words: usize) -> Vec<u64> {
     mask
 }
 
-/// What a CPU does at a write that the leaf `found` allows: sets A and D, and notes the page if it has set D. Says whether
-/// the leaf was still there.
+/// A CPU's write through the leaf `found`: sets A and D, and logs the page if it has set D. Returns
+/// whether the leaf was still there.
 pub fn write_as_hardware<F: Format>(vm: &Vm<TestHost, F>, gfn: Gfn, found: Translation) -> bool {
-    // The log is the host's.
+    // The modification log is the host's memory.
     let _inside = InsideHost::enter();
-    // Kept meanwhile: setting D and logging it is one step for who drains the log.
+    // Held meanwhile: for a drain, setting D and logging it are one step.
     let mut log = vm.host().modification_log.lock().unwrap();
     let done = set_accessed_and_dirty(vm, gfn.gpa(), found, Access::Write);
     if done && found.pte.0 & F::DIRTY == 0 {
@@ -138,12 +139,13 @@ impl<F: Format> World<F> {
         self.at(slot.gfn(page)).is_some_and(|found| found.writable)
     }
 
-    /// Writes as the guest does: a CPU where the tables allow it, after as many faults as it takes. Returns their number.
+    /// Writes as the guest does: by the CPU where the page tables allow it, after as many faults as
+    /// it takes. Returns their number.
     pub fn write(&mut self, slot: Slot, page: u64) -> u64 {
         self.access(slot, page, Access::Write)
     }
 
-    /// Reads likewise.
+    /// The same for a read.
     pub fn read(&mut self, slot: Slot, page: u64) -> u64 {
         self.access(slot, page, Access::Read)
     }
@@ -164,14 +166,14 @@ impl<F: Format> World<F> {
             }
             assert_eq!(self.vcpu.handle_fault(gfn.gpa(), access), Ok(Outcome::Resume));
         }
-        panic!("{access:?} of {gfn} goes on faulting");
+        panic!("{access:?} of {gfn} still faults");
     }
 
     pub fn write_all(&mut self, slot: Slot, pages: impl IntoIterator<Item = u64>) -> u64 {
         pages.into_iter().map(|page| self.write(slot, page)).sum()
     }
 
-    /// What `get_dirty_log` gives.
+    /// The pages that `get_dirty_log` reports.
     pub fn get(&self, slot: Slot) -> Vec<u64> {
         let mut bitmap = vec![0x55aa; slot.nr_words() + 1];
         let nr_pages = self.vm.get_dirty_log(slot.id, &mut bitmap).unwrap();
@@ -181,7 +183,7 @@ impl<F: Format> World<F> {
         pages
     }
 
-    /// What `get_dirty_log_range` gives.
+    /// The pages that `get_dirty_log_range` reports.
     pub fn get_range(&self, slot: Slot, first: u64, nr_pages: u64) -> Vec<u64> {
         let mut bitmap = vec![0x55aa; nr_pages.div_ceil(64) as usize + 1];
         let nr_set = self.vm.get_dirty_log_range(slot.id, first, nr_pages, &mut bitmap).unwrap();
@@ -196,8 +198,8 @@ impl<F: Format> World<F> {
         self.vm.clear_dirty_log(slot.id, 0, slot.nr_pages, &mask_of(pages, slot.nr_words()))
     }
 
-    /// Takes the log in whatever mode: what is got is not there any more, and is logged anew.
-    pub fn take(&self, slot: Slot) -> Vec<u64> {
+    /// Harvests in any mode: the pages are cleared, and logged anew.
+    pub fn harvest(&self, slot: Slot) -> Vec<u64> {
         let pages = self.get(slot);
         if self.config.manual_protect != ManualProtect::Disabled {
             assert_eq!(self.clear(slot, &pages), Ok(pages.len() as u64));
@@ -205,17 +207,17 @@ impl<F: Format> World<F> {
         pages
     }
 
-    /// The number of flushes since this was last asked.
+    /// The flushes since the last call.
     pub fn take_flushes(&self) -> Vec<Vec<GfnRange>> {
         std::mem::take(&mut *self.vm.host().flushes.lock().unwrap())
     }
 
-    /// The entries of the pages of `slot`.
+    /// The leaf PTEs of the pages of `slot`.
     pub fn entries(&self, slot: Slot) -> Vec<Option<Translation>> {
         (0..slot.nr_pages).map(|page| self.at(slot.gfn(page))).collect()
     }
 
-    /// Deletes `slots`; then no table may be left.
+    /// Deletes `slots`; then no page-table page may be left.
     pub fn finish(self, slots: &[Slot]) {
         slots.iter().for_each(|slot| self.delete(*slot));
         drop(self.vcpu);
@@ -223,8 +225,9 @@ impl<F: Format> World<F> {
     }
 }
 
-/// A test for each format and locking, of a configuration with that locking: `$test::<Format>(config)`. The formats of other
-/// processors than x86, or those of them that are named, with one locking each.
+/// A test for each format and locking, of a configuration with that locking:
+/// `$test::<Format>(config)`. Formats of processors other than x86 (or the named ones of them) run
+/// with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each_config {
     ($name:ident, $test:ident) => {

@@ -1,9 +1,13 @@
-//! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
-//! a record of flushes and of leaves taken away.
-//! A flush, a resolve or an allocation can be overtaken, and frames and tables have nodes if a test wants it.
-//! `backing` has frames that are numbers without memory behind them; `tables` a reference walk;
-//! `broken` has a format that needs break-before-make, and who sees that it is kept; `log` has a slot's dirty log and a CPU that sets A and D;
-//! `guest` has threads that walk the tables as CPUs do, beside everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
+//! A host for tests. The physical addresses of its page-table pages are not its pointers;
+//! allocations can be made to fail; flushes and zapped leaves are recorded. Another call can
+//! overtake a flush, a resolve or an allocation, and frames and page-table pages can have nodes.
+//!
+//! - `backing`: frames that are numbers without memory behind them.
+//! - `tables`: a reference walk.
+//! - `broken`: a format with break before make, and an observer that checks it.
+//! - `log`: the dirty log of a memslot, and a CPU that sets A and D.
+//! - `guest`: threads that walk the page tables as CPUs do.
+//! - `trap` and `hooked`: they stop or overtake a thread at a critical point.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
@@ -37,10 +41,11 @@ use slat::{
 };
 pub use tables::*;
 
-/// The longest that a test waits for what must come. No machine is so slow: a wait that takes longer would have no end.
+/// The longest wait of a test for an event that must occur. Even on a slow machine a longer wait
+/// would never end.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
-/// Waits until `has_happened`. Returns early if `is_over`: a thread beside this one has failed, and has set that.
+/// Waits until `has_happened`. Returns early if `is_over`, which another thread sets when it fails.
 #[track_caller]
 pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> bool) {
     let start = Instant::now();
@@ -50,7 +55,8 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
     }
 }
 
-/// A test for each format and locking: `$test::<Format>(locking)`. Those of other processors than x86 with one locking each.
+/// A test for each format and locking: `$test::<Format>(locking)`. Formats of processors other than
+/// x86 run with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each {
     ($name:ident, $test:ident) => {
@@ -73,8 +79,8 @@ macro_rules! each {
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use each;
 
-/// What a test's format has from another one, to stand inside its `impl Format`: the bits, and all functions but `is_leaf` and
-/// `address`.
+/// What a test's format inherits from another, inside its `impl Format`: the bits, and all
+/// functions except `is_leaf` and `address`.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! bits_of {
     ($format:ty) => {
@@ -105,7 +111,8 @@ macro_rules! bits_of {
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use bits_of;
 
-/// As most tests want it: where huge pages are split by the first write, each split is one call's.
+/// The configuration of most tests. Where the first write splits huge pages, each split is that of
+/// one call.
 pub fn lazily_splitting(locking: Locking) -> Config {
     Config::with_locking(locking).with_huge_page_splitting(HugePageSplitting::Lazy)
 }
@@ -115,21 +122,23 @@ pub fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
     Arc::new(Vm::new(TestHost::default(), lazily_splitting(locking)).unwrap())
 }
 
-/// Host-physical address less pointer. Pointers are below that, and addresses have 48 bits at least in every format.
+/// The difference between a host-physical address and a pointer. Pointers are below it, and
+/// addresses have at least 48 bits in every format.
 pub const BIAS: u64 = 1 << 47;
 
-/// What a freed table is filled with. Not a value that any entry has.
+/// The contents of a freed page-table page. No PTE has this value.
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
-/// Freed tables whose memory is kept for so long, so that a walk that comes too late meets [`POISON`].
-const GRAVEYARD_CAPACITY: usize = 4096;
+/// So many freed page-table pages keep their memory, so that a late walk reads [`POISON`].
+const QUARANTINE_CAPACITY: usize = 4096;
 
 thread_local! {
-    /// How many methods of the host this thread is in: its memory is not the engine's, for a test that counts.
+    /// How many methods of the host this thread is in. A test that counts the engine's memory skips
+    /// the host's.
     pub static INSIDE_HOST: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Says that this thread is inside the host.
+/// Marks this thread as inside the host.
 struct InsideHost;
 
 impl InsideHost {
@@ -145,7 +154,7 @@ impl Drop for InsideHost {
     }
 }
 
-/// A call of the host that others can be let run before.
+/// A call of the host that another call can overtake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Call {
     Flush,
@@ -153,7 +162,7 @@ pub enum Call {
     Allocate(AllocationWait),
 }
 
-/// What is called once, at the `nth` call (from 1 on) of its kind.
+/// Runs once, at the `nth` call (from 1 on) of its kind.
 struct CallHook {
     call: Call,
     nth: u32,
@@ -166,60 +175,60 @@ impl std::fmt::Debug for CallHook {
     }
 }
 
-/// Which nodes there are.
+/// The nodes of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Nodes {
     /// Nodes take turns by so many frames of guest memory.
     pub frames_apart: u64,
     pub nr_nodes: u64,
-    /// On which node the thread's CPU is, and where its memory policy says.
+    /// The node of the thread's CPU, and that of its memory policy.
     pub caller: u32,
     pub policy: u32,
-    /// A node that has no memory for tables: the next one gives it.
+    /// A node without memory for page-table pages: they come from the next one.
     pub without_memory: Option<u32>,
 }
 
 #[derive(Debug)]
 pub struct TestHost {
-    /// Live tables: host-physical address to size.
+    /// Live page-table pages: host-physical address to size.
     tables: Mutex<HashMap<u64, usize>>,
     /// Allocations that still succeed; negative: all do.
     allocations_left: AtomicI64,
-    graveyard: Mutex<VecDeque<(u64, Layout)>>,
+    quarantine: Mutex<VecDeque<(u64, Layout)>>,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
-    /// Leaves that were taken away, if they are to be recorded.
+    /// Zapped leaves, if they are to be recorded.
     pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
-    /// Who is to hear of them, although the host may be gone by then.
-    pub hears_zapped: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
-    /// Pages that a CPU was to forget at the end of its fault.
+    /// Receives them, also if the host is dropped by then.
+    pub zapped_sender: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
+    /// Pages that a CPU had to flush at the end of its fault.
     pub local_flushes: Mutex<Vec<Gpa>>,
-    /// What the host says when it is asked whether to yield.
-    /// A report of a leaf panics so many reports from now on; never if it is 0.
+    /// The report of a leaf that panics, counted down to 1; 0 for none.
     pub panics_at_zapped: AtomicU32,
+    /// The answer of `should_yield`.
     pub always_yields: AtomicBool,
-    /// Whether others run between a resolve and its use.
+    /// Whether other threads run between a resolve and its use.
     pub is_slow: AtomicBool,
     /// Accesses of guests, which a flush waits for.
     pub gate: guest::Gate,
-    /// Who sleeps on which word, by ticket, and the next ticket.
+    /// The sleepers by word and ticket, and the next ticket.
     parked: Mutex<(Vec<(usize, u64)>, u64)>,
     wakeup: Condvar,
     start: Instant,
     /// How far the engine's clock is ahead of the machine's.
     pub clock_ahead_ns: AtomicU64,
     pub resolves: AtomicU64,
-    /// Times that the host was asked whether a page is resident.
-    pub asked_resident: AtomicU64,
+    /// Queries whether a page is resident.
+    pub nr_resident_queries: AtomicU64,
     /// What the CPUs have put into their page-modification logs; see [`log`].
     pub modification_log: Mutex<Vec<Gpa>>,
     hook: Mutex<Option<CallHook>>,
-    /// How each table was asked for, since this was last taken.
+    /// How each page-table page was requested, since the list was last taken.
     pub asked: Mutex<Vec<(TableNode, AllocationWait)>>,
-    /// Whether there are tables only for who may wait.
-    pub refuses_who_cannot_wait: AtomicBool,
+    /// Whether only allocations that may wait succeed.
+    pub refuses_without_wait: AtomicBool,
     /// If there is more than one node.
     pub nodes: Mutex<Option<Nodes>>,
-    /// Nodes of live tables, where there are some.
+    /// Nodes of live page-table pages, if there are nodes.
     table_nodes: Mutex<HashMap<u64, u32>>,
 }
 
@@ -229,10 +238,10 @@ impl Default for TestHost {
         TestHost {
             tables: Mutex::default(),
             allocations_left: AtomicI64::new(-1),
-            graveyard: Mutex::default(),
+            quarantine: Mutex::default(),
             flushes: Mutex::default(),
             zapped: Mutex::default(),
-            hears_zapped: Mutex::default(),
+            zapped_sender: Mutex::default(),
             local_flushes: Mutex::default(),
             panics_at_zapped: AtomicU32::new(0),
             always_yields: AtomicBool::new(false),
@@ -243,11 +252,11 @@ impl Default for TestHost {
             start: Instant::now(),
             clock_ahead_ns: AtomicU64::new(0),
             resolves: AtomicU64::new(0),
-            asked_resident: AtomicU64::new(0),
+            nr_resident_queries: AtomicU64::new(0),
             modification_log: Mutex::default(),
             hook: Mutex::default(),
             asked: Mutex::default(),
-            refuses_who_cannot_wait: AtomicBool::new(false),
+            refuses_without_wait: AtomicBool::new(false),
             nodes: Mutex::default(),
             table_nodes: Mutex::default(),
         }
@@ -255,17 +264,17 @@ impl Default for TestHost {
 }
 
 impl TestHost {
-    /// Lets `n` more table allocations succeed, then none.
+    /// Lets `n` more allocations of page-table pages succeed, then none.
     pub fn fail_after(&self, n: i64) {
         self.allocations_left.store(n, Ordering::SeqCst);
     }
 
-    /// Calls `run` at the `nth` call of `call` from now on (from 1 on), before it does anything.
+    /// Calls `run` before the `nth` call of `call` from now on (from 1 on).
     pub fn overtake(&self, call: Call, nth: u32, run: impl FnOnce() + Send + 'static) {
         *self.hook.lock().unwrap() = Some(CallHook { call, nth, run: Box::new(run) });
     }
 
-    /// Takes the hook off again; says whether it was called.
+    /// Removes the hook. Returns whether it was called.
     pub fn was_overtaken(&self) -> bool {
         self.hook.lock().unwrap().take().is_none()
     }
@@ -285,7 +294,7 @@ impl TestHost {
         }
     }
 
-    /// The node of a table that is asked for on `node`.
+    /// The node of a page-table page that is requested on `node`.
     fn place(nodes: Nodes, node: TableNode) -> u32 {
         let wanted = match node {
             TableNode::Node(node) => node.0,
@@ -299,12 +308,12 @@ impl TestHost {
         self.allocations_left.store(-1, Ordering::SeqCst);
     }
 
-    /// Records leaves that are taken away from now on.
+    /// Records zapped leaves from now on.
     pub fn record_zapped(&self) {
         *self.zapped.lock().unwrap() = Some(Vec::new());
     }
 
-    /// The leaves that were taken away since they were last asked for, by their guest frames.
+    /// The leaves that were zapped since the last call, by their guest frames.
     pub fn take_zapped(&self) -> Vec<ZappedLeaf> {
         let mut zapped = self.zapped.lock().unwrap().as_mut().map(take).expect("leaves are recorded");
         zapped.sort_by_key(|leaf| leaf.range.start);
@@ -338,13 +347,13 @@ impl Drop for TestHost {
     fn drop(&mut self) {
         let _inside = InsideHost::enter();
         assert!(std::thread::panicking() || self.live_tables() == 0, "tables leaked");
-        for (table, layout) in self.graveyard.get_mut().unwrap().drain(..) {
+        for (table, layout) in self.quarantine.get_mut().unwrap().drain(..) {
             // SAFETY: it was allocated with this layout, and the VM and its guests are gone.
             unsafe { dealloc((table - BIAS) as *mut u8, layout) }
         }
         // Here, where it counts as the host's.
-        drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes), take(&mut self.zapped)));
-        drop((take(&mut self.hears_zapped), take(&mut self.local_flushes)));
+        drop((take(&mut self.tables), take(&mut self.quarantine), take(&mut self.flushes), take(&mut self.zapped)));
+        drop((take(&mut self.zapped_sender), take(&mut self.local_flushes)));
         drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
         drop((take(&mut self.hook), take(&mut self.asked), take(&mut self.nodes), take(&mut self.table_nodes)));
     }
@@ -374,8 +383,9 @@ impl Park for TestHost {
     }
 }
 
-// SAFETY: tables come from the global allocator and stay until freed; no CPU caches anything, because the tests walk the
-// tables at each access, and a flush waits for the accesses that have begun before it; frames are numbers.
+// SAFETY: page-table pages come from the global allocator and stay until freed. No CPU caches
+// anything, because the tests walk the page tables at each access, and a flush waits for the
+// accesses that have begun before it. Frames are numbers.
 unsafe impl Host for TestHost {
     type Backing = Arc<TestBacking>;
 
@@ -383,7 +393,7 @@ unsafe impl Host for TestHost {
         let _inside = InsideHost::enter();
         self.called(Call::Allocate(wait));
         self.asked.lock().unwrap().push((node, wait));
-        if wait == AllocationWait::Never && self.refuses_who_cannot_wait.load(Ordering::SeqCst) {
+        if wait == AllocationWait::Never && self.refuses_without_wait.load(Ordering::SeqCst) {
             return None;
         }
         let left = self.allocations_left.load(Ordering::SeqCst);
@@ -396,7 +406,7 @@ unsafe impl Host for TestHost {
         // SAFETY: the layout is not of size zero.
         let pointer = unsafe { alloc(layout) };
         assert!(!pointer.is_null());
-        // SAFETY: just allocated. Garbage, so that nobody relies on zeroes.
+        // SAFETY: just allocated. Garbage, so that no code relies on zeroes.
         unsafe { pointer.write_bytes(0xa5, layout.size()) };
         let table = pointer as u64 + BIAS;
         self.tables.lock().unwrap().insert(table, layout.size());
@@ -416,20 +426,21 @@ unsafe impl Host for TestHost {
         let _inside = InsideHost::enter();
         let size = self.tables.lock().unwrap().remove(&table.0);
         self.table_nodes.lock().unwrap().remove(&table.0);
-        assert_eq!(size, Some(layout.size()), "free of {table}, which is not a live table of this size");
+        assert_eq!(size, Some(layout.size()), "free of {table}, which is not live with this size");
         let pointer = self.table_ptr(table);
         for word in 0..layout.size() / 8 {
-            // SAFETY: inside the table. Garbage, to be noticed by a walk that should not be here any more.
+            // SAFETY: inside the page-table page. Garbage, so that a late walk is noticed.
             let entry = unsafe { AtomicU64::from_ptr(pointer.cast::<u64>().add(word)) }.swap(POISON, Ordering::SeqCst);
-            // No format has less than 48 bits of host-physical address, and no test has memory in the upper half of 51.
+            // Every format has at least 48 bits of host-physical address, and no test has memory in
+            // the upper half of 51.
             assert!(entry & 7 != 0 || entry >> 50 & 1 == 1, "{entry:#x} is not present, and has an address in reach");
         }
-        let mut graveyard = self.graveyard.lock().unwrap();
-        graveyard.push_back((table.0, layout));
-        if graveyard.len() > GRAVEYARD_CAPACITY
-            && let Some((oldest, layout)) = graveyard.pop_front()
+        let mut quarantine = self.quarantine.lock().unwrap();
+        quarantine.push_back((table.0, layout));
+        if quarantine.len() > QUARANTINE_CAPACITY
+            && let Some((oldest, layout)) = quarantine.pop_front()
         {
-            // SAFETY: it was allocated with this layout and freed by nobody else (checked when it came here).
+            // SAFETY: it was allocated with this layout and freed once (checked when it was freed).
             unsafe { dealloc((oldest - BIAS) as *mut u8, layout) }
         }
     }
@@ -464,11 +475,11 @@ unsafe impl Host for TestHost {
 
     fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {
         assert_ne!(access, Access::Write, "a neighbour is not written");
-        self.asked_resident.fetch_add(1, Ordering::Relaxed);
+        self.nr_resident_queries.fetch_add(1, Ordering::Relaxed);
         if !(backing.is_resident)(page) && !backing.resident.read().unwrap().contains(&page) {
             return None;
         }
-        // Not one that the engine has asked for.
+        // The engine has not made this one.
         self.resolves.fetch_sub(1, Ordering::Relaxed);
         self.resolve(backing, gfn, page, access).ok()
     }
@@ -488,7 +499,7 @@ unsafe impl Host for TestHost {
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
-        // Kept while it is handed over: another call returns only when that is done.
+        // Held during the drain: another call returns only when that is done.
         let mut written = self.modification_log.lock().unwrap();
         // In parts, as CPUs' logs are.
         written.chunks(3).for_each(log);
@@ -505,8 +516,8 @@ unsafe impl Host for TestHost {
         if let Some(zapped) = self.zapped.lock().unwrap().as_mut() {
             zapped.push(leaf);
         }
-        if let Some(hears) = self.hears_zapped.lock().unwrap().as_ref() {
-            hears.send(leaf).unwrap();
+        if let Some(sender) = self.zapped_sender.lock().unwrap().as_ref() {
+            sender.send(leaf).unwrap();
         }
     }
 
@@ -556,7 +567,7 @@ pub fn region(
     }
 }
 
-/// What changes an existing slot.
+/// A change of an existing memslot.
 pub fn change(slot: u32, flags: MemoryRegionFlags, gpa: u64, size_bytes: u64) -> MemoryRegion<Arc<TestBacking>> {
     MemoryRegion {
         slot,
@@ -568,8 +579,9 @@ pub fn change(slot: u32, flags: MemoryRegionFlags, gpa: u64, size_bytes: u64) ->
     }
 }
 
-/// Takes everything away from a VM without slots that others are done with, and checks that no table is left but the
-/// root. Tables that were only partly covered by a slot stay linked, so slots go over them that cover the space wholly.
+/// Zaps everything in a VM without memslots that no other thread uses, and checks that the root is
+/// the only page-table page. Page-table pages that a memslot covered only in part stay linked, so
+/// memslots that cover the space are made and deleted.
 pub fn assert_no_table_is_left<F: Format>(vm: &Vm<TestHost, F>) {
     let whole = 1 << F::GPA_BITS;
     vm.set_user_memory_region(region(0, 0, whole, 0, PageSize::Size4K)).unwrap();

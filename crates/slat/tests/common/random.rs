@@ -1,4 +1,5 @@
-//! Numbers for a thread to choose by: Marsaglia's xorshift (Journal of Statistical Software 8, 14), which is never 0.
+//! Random choices of a thread: Marsaglia's xorshift (Journal of Statistical Software 8, 14), which
+//! is never 0.
 
 pub struct Random(u64);
 

@@ -1,4 +1,4 @@
-//! A reference walk: what hardware finds in the tables.
+//! A reference walk: what hardware finds in the page tables.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use slat::{Access, Format, Gfn, Gpa, Host, Hpa, Level, Pfn, Pte, Vm};
 
 use super::{POISON, TestHost, hooked};
 
-/// What the tables say about an address.
+/// The translation of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Translation {
     /// Frame of the 4 KiB page.
@@ -16,12 +16,12 @@ pub struct Translation {
     pub pte: Pte,
 }
 
-/// The lowest entry for `gfn`: where it is, what it holds, its level.
+/// The lowest PTE for `gfn`: its address, its value, its level.
 pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Pte, Level) {
     walk_with::<F>(host, root, gfn, |_| ())
 }
 
-/// [`walk`] that shows each table entry on the way.
+/// [`walk`] that passes each directory entry on the way to `through`.
 fn walk_with<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn, through: impl FnMut(Pte)) -> (*mut u64, Pte, Level) {
     hooked::without_looks(|| walk_quietly::<F>(host, root, gfn, through))
 }
@@ -36,9 +36,9 @@ fn walk_quietly<F: Format>(
     loop {
         let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
         let index = (gfn.0 / level.nr_pages()) as usize % nr_entries;
-        // SAFETY: inside a live table.
+        // SAFETY: inside a live page-table page.
         let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
-        // SAFETY: as above; atomic, because others may write.
+        // SAFETY: as above; atomic, because other threads may write.
         let entry = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
         assert_ne!(entry.0, POISON, "a walk for {gfn} in a table that was freed");
         if !F::is_present(entry) || F::is_leaf(entry, level) {
@@ -50,27 +50,27 @@ fn walk_quietly<F: Format>(
     }
 }
 
-/// What the entries of a table hold.
+/// The PTEs of a page-table page.
 pub fn entries_of(host: &TestHost, table: Hpa) -> [u64; 512] {
     std::array::from_fn(|index| {
-        // SAFETY: inside a live table.
+        // SAFETY: inside a live page-table page.
         let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
-        // SAFETY: as above; atomic, because others may write.
+        // SAFETY: as above; atomic, because other threads may write.
         unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst)
     })
 }
 
-/// Address of the lowest entry for `gfn`, and its level.
+/// Address of the lowest PTE for `gfn`, and its level.
 pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Level) {
     let (cell, _, level) = walk::<F>(host, root, gfn);
     (cell, level)
 }
 
-/// Walks as hardware does. Only for a moment in which no table is freed; else see `guest`.
+/// Walks as hardware does, at a moment when no page-table page is freed; else see `guest`.
 pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translation> {
     let mut writable = true;
     let (_, entry, level) = walk_with::<F>(vm.host(), vm.root(), gpa.gfn(), |entry| {
-        // Each entry on the way must allow it, where such entries have rights.
+        // Each PTE on the way must allow it, in formats whose directory entries have rights.
         writable &= F::GENERATION == 0 || entry.0 & F::WRITABLE == F::WRITABLE;
     });
     F::is_present(entry).then(|| Translation {
@@ -81,15 +81,17 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
     })
 }
 
-/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write if it knows one. Says
-/// whether the leaf was still there and allowed it. For who keeps its table from being freed.
+/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write
+/// if the format has D. Returns whether the leaf was still there and allowed it. The caller keeps
+/// its page-table page from being freed.
 pub fn set_accessed_and_dirty<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa, found: Translation, access: Access) -> bool {
     let (cell, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
     if entry != found.pte || level != found.level || (access == Access::Write && !found.writable) {
         return false;
     }
     let bits = F::ACCESSED | if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
-    // SAFETY: an entry of a live table, as the caller promises; by compare-and-exchange, as hardware does it.
+    // SAFETY: a PTE of a live page-table page, as the caller promises; by compare-and-exchange, as
+    // hardware does it.
     let cell = unsafe { AtomicU64::from_ptr(cell) };
     cell.compare_exchange(entry.0, entry.0 | bits, Ordering::SeqCst, Ordering::SeqCst).is_ok()
 }

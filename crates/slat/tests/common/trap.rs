@@ -1,4 +1,4 @@
-//! A host in which a thread can be stopped at a place that matters, while others go on.
+//! A host that stops a thread at a critical point, while other threads continue.
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,11 +12,11 @@ use slat::{
 
 use super::{TestBacking, TestHost};
 
-/// A place in the host at which a thread stops once, when the trap was set, until it is let go.
+/// A point in the host at which one thread stops, once the trap is set, until it is released.
 #[derive(Debug, Default)]
 pub struct Trap(Mutex<Option<(Sender<()>, Receiver<()>)>>);
 
-/// The other side of a trap: learns that a thread is in it, and lets it go.
+/// The other side of a trap: it learns that a thread has stopped, and releases it.
 pub struct Keeper {
     pub arrived: Receiver<()>,
     pub go: Sender<()>,
@@ -38,7 +38,7 @@ impl Trap {
     }
 }
 
-/// What is called each time that a table is looked at, but for those that it looks at itself.
+/// Called at each look at a page-table page, except at its own looks.
 type AtTable = Box<dyn FnMut() + Send>;
 
 #[derive(Default)]
@@ -68,17 +68,17 @@ impl std::fmt::Debug for Probe {
     }
 }
 
-/// [`TestHost`] with a trap in `resolve` and in `resolve_resident`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
-/// what is told to it.
+/// [`TestHost`] with a trap in `resolve` and in `resolve_resident`, one in `table_ptr` (so inside a
+/// guard) and one in `flush`, and the order of the engine's calls.
 #[derive(Debug, Default)]
 pub struct TrapHost {
     pub host: TestHost,
     pub in_resolve: Trap,
     pub in_resident: Trap,
-    pub in_section: Trap,
+    pub in_guard: Trap,
     pub in_flush: Trap,
     pub at_table: Probe,
-    /// Looks at tables since somebody last asked whether to yield, or flushed; and the most that ever were.
+    /// Looks at page-table pages since the last `should_yield` or flush; and the most so far.
     step: AtomicU64,
     pub longest_step: AtomicU64,
     /// Frees that came before any flush.
@@ -86,7 +86,7 @@ pub struct TrapHost {
 }
 
 impl TrapHost {
-    /// Counts steps anew.
+    /// Counts steps from zero.
     pub fn forget_steps(&self) {
         self.step.store(0, Ordering::SeqCst);
         self.longest_step.store(0, Ordering::SeqCst);
@@ -107,7 +107,7 @@ impl Park for TrapHost {
     }
 }
 
-// SAFETY: all is passed on to a host that keeps the contract.
+// SAFETY: all calls go to a host that keeps the contract.
 unsafe impl Host for TrapHost {
     type Backing = Arc<TestBacking>;
 
@@ -122,7 +122,7 @@ unsafe impl Host for TrapHost {
     }
 
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.in_section.pass();
+        self.in_guard.pass();
         self.at_table.pass();
         let step = self.step.fetch_add(1, Ordering::SeqCst) + 1;
         self.longest_step.fetch_max(step, Ordering::SeqCst);
@@ -174,7 +174,7 @@ pub fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
     trap_vm_with(Config::with_locking(locking))
 }
 
-/// As [`trap_vm`], configured like this.
+/// As [`trap_vm`], with `config`.
 pub fn trap_vm_with<F: Format>(config: Config) -> Arc<Vm<TrapHost, F>> {
     Arc::new(Vm::new(TrapHost::default(), config).unwrap())
 }

@@ -1,5 +1,5 @@
-//! Attributes of pages beside slots that come and go: what `set_memory_attributes` promises holds
-//! for each page whose slot is there before and after the call.
+//! Attributes of pages beside memslots that come and go. The promise of `set_memory_attributes`
+//! holds for each page that has the same memslot before and after the call.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const PRIVATE: MemoryAttributes = MemoryAttributes::PRIVATE;
 const SHARED: MemoryAttributes = MemoryAttributes::empty();
 
-/// Slot `n` has `PAGES` pages from page `n * PAGES` on; slots 0 to 4 are side by side.
+/// Memslot `n` has `PAGES` pages from page `n * PAGES` on; memslots 0 to 4 are side by side.
 const PAGES: u64 = 100;
 const NR_SLOTS: u32 = 5;
 const BASE: u64 = 2 * MIB;
@@ -32,12 +32,12 @@ fn delete<F: Format>(vm: &Vm<TestHost, F>, slot: u32) {
     vm.set_user_memory_region(change(slot, NO_FLAGS, 0, 0)).unwrap();
 }
 
-/// What is done to the slots while `set_memory_attributes` flushes.
+/// What happens to the memslots while `set_memory_attributes` flushes.
 #[derive(Clone, Copy, Debug)]
 enum Meanwhile {
-    /// These slots are deleted.
+    /// These memslots are deleted.
     Delete(&'static [u32]),
-    /// Slot 2 is replaced by one of these pages and flags, by the same number.
+    /// Memslot 2 is replaced by one of these pages and flags, with the same number.
     Replace(MemoryRegionFlags, u64, u64),
 }
 
@@ -66,8 +66,8 @@ impl Meanwhile {
         }
     }
 
-    /// What page `page` must be after a call that makes all of them `attributes`: `None` if it has
-    /// no slot.
+    /// The attributes of `page` after a call that makes all pages `attributes`; `None` if it has no
+    /// memslot.
     fn expected(self, page: u64, attributes: MemoryAttributes) -> Option<MemoryAttributes> {
         let slot = (page / PAGES) as u32;
         match self {
@@ -81,7 +81,7 @@ impl Meanwhile {
     }
 }
 
-each!(slots_that_go_meanwhile_leave_no_page_behind_them_as_it_was, slots_that_go_meanwhile);
+each!(slots_deleted_meanwhile_leave_no_old_page, slots_that_go_meanwhile);
 fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
     for meanwhile in ALL_MEANWHILE {
         for (before, after) in [(SHARED, PRIVATE), (PRIVATE, SHARED)] {
@@ -112,10 +112,10 @@ fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
     }
 }
 
-/// Before anything is changed, all of the range is looked at: the first page that cannot be private
-/// is named.
+/// The whole range is checked before anything is changed: the error names the first page that
+/// cannot be private.
 #[test]
-fn a_hole_is_refused_before_anything_changes() {
+fn a_hole_is_refused_and_changes_nothing() {
     let vm = vm::<slat::Npt>(Locking::None);
     create(&vm, 0, GUEST_MEMFD, 0, PAGES);
     create(&vm, 1, GUEST_MEMFD, 2 * PAGES, PAGES);

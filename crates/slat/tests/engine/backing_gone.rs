@@ -1,6 +1,5 @@
-//! A host that answers `Gone` says so of the moment at which it was asked. If user space has
-//! changed what the answer depends on meanwhile, the fault looks again, and does what is right by
-//! now.
+//! A host that answers `Gone` answers for the moment of the question. If user space has changed the
+//! state behind the answer meanwhile, the fault checks again, and acts on the new state.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +14,7 @@ const BOTH: MemoryRegionFlags = MemoryRegionFlags::USERFAULT.union(MemoryRegionF
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const SIZE: u64 = 4 * MIB;
 const START: u64 = 2 * MIB;
-/// The page that the guest touches.
+/// The page that the guest accesses.
 const GPA: Gpa = Gpa(START + 3 * PAGE_SIZE);
 const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 
@@ -26,7 +25,7 @@ struct World<F: Format> {
     backing: Arc<TestBacking>,
 }
 
-/// What is done while the host is asked. It then answers `Gone` once.
+/// What happens during a resolve, which then answers `Gone` once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Meanwhile {
     Nothing,
@@ -76,7 +75,8 @@ impl<F: Format> World<F> {
         World { vm, vcpu, words, backing }
     }
 
-    /// What the guest's access comes to: it comes back once, if it is told to and nothing is mapped.
+    /// The result of the guest's access. It tries once more if the first fault resumes and maps
+    /// nothing.
     fn fault(&mut self, access: Access) -> Result<Outcome, Error> {
         let outcome = self.vcpu.handle_fault(GPA, access);
         let is_done = |found: Translation| access != Access::Write || found.writable;
@@ -86,7 +86,7 @@ impl<F: Format> World<F> {
         outcome
     }
 
-    /// Lets the next resolve be overtaken by `meanwhile`, and answer `Gone`.
+    /// Lets `meanwhile` overtake the next resolve, which answers `Gone`.
     fn overtake(&self, meanwhile: Meanwhile) {
         let (vm, words, backing) = (Arc::downgrade(&self.vm), Arc::clone(&self.words), Arc::clone(&self.backing));
         self.vm.host().overtake(Call::Resolve, 1, move || {
@@ -101,7 +101,7 @@ impl<F: Format> World<F> {
 
 const WITHHELD: Exit = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: GPA, size: PAGE_SIZE };
 
-each!(a_fault_whose_page_goes_looks_again_before_it_says_so, page_goes);
+each!(a_fault_whose_backing_is_gone_checks_again_before_it_fails, page_goes);
 fn page_goes<F: Format>(locking: Locking) {
     let gone = Error::BackingGone { gpa: GPA };
     for access in [Access::Read, Access::Write] {
@@ -120,7 +120,7 @@ fn page_goes<F: Format>(locking: Locking) {
             world.overtake(meanwhile);
             assert_eq!(world.fault(access), expected, "{access:?}, {meanwhile:?}");
             assert_eq!(translate(&world.vm, GPA).map(|found| found.pfn.0), pfn, "{access:?}, {meanwhile:?}");
-            // And before the guest asks.
+            // And before the guest's access.
             let mut world = World::<F>::new(locking);
             world.overtake(meanwhile);
             let expected = match expected {
@@ -137,7 +137,7 @@ fn page_goes<F: Format>(locking: Locking) {
 }
 
 // The page is mapped for reading only, and gone for a write.
-each!(nor_does_a_write_to_a_read_only_leaf, write_to_read_only);
+each!(a_write_to_a_read_only_leaf_checks_again_before_it_fails, write_to_read_only);
 fn write_to_read_only<F: Format>(locking: Locking) {
     for (meanwhile, expected) in [
         (Meanwhile::Nothing, Err(Error::BackingGone { gpa: GPA })),
@@ -147,7 +147,7 @@ fn write_to_read_only<F: Format>(locking: Locking) {
         (Meanwhile::Invalidates, RESUMED),
     ] {
         let mut world = World::<F>::new(locking);
-        world.backing.read_gives_writable.store(false, Ordering::SeqCst);
+        world.backing.reads_are_writable.store(false, Ordering::SeqCst);
         assert_eq!(world.vcpu.handle_fault(GPA, Access::Read), RESUMED);
         assert!(!translate(&world.vm, GPA).unwrap().writable);
         world.overtake(meanwhile);
@@ -155,13 +155,13 @@ fn write_to_read_only<F: Format>(locking: Locking) {
     }
 }
 
-// While the page is being taken away, the guest comes back.
-each!(a_page_that_is_gone_while_it_is_taken_away_is_asked_for_later, taken_away);
-fn taken_away<F: Format>(locking: Locking) {
+// While the page is being invalidated, the guest comes back.
+each!(a_page_that_is_gone_during_an_invalidation_is_resolved_later, during_invalidation);
+fn during_invalidation<F: Format>(locking: Locking) {
     let mut world = World::<F>::new(locking);
     let (vm, backing) = (Arc::clone(&world.vm), Arc::clone(&world.backing));
     world.vm.host().overtake(Call::Resolve, 1, move || {
-        // Leaked: it is being taken away for good.
+        // Leaked: the range stays in flight for good.
         std::mem::forget(vm.invalidate_range(GfnRange::new(Gfn(GPA.0 / PAGE_SIZE), 1)).unwrap());
         backing.gone.store(true, Ordering::SeqCst);
     });

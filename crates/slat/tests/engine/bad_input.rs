@@ -1,5 +1,6 @@
-//! Every way of asking for what cannot be: each gives its own error with the offending value in it, and leaves
-//! translations, the dirty log, statistics and tables as they were. And the extremes of what can be asked for.
+//! Every kind of invalid request: each has its own error with the offending value, and leaves
+//! translations, the dirty log, statistics and page-table pages unchanged. And the limits of valid
+//! requests.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,7 +31,8 @@ macro_rules! each {
     };
 }
 
-/// A VM with two slots in use: 1 logs and has dirty pages, 2 does not; there is a hole between them.
+/// A VM with two memslots in use: 1 logs and has dirty pages, 2 does not. There is a hole between
+/// them.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
     vcpu: Vcpu<TestHost, F>,
@@ -40,7 +42,7 @@ const A: u64 = 16 * MIB;
 const B: u64 = 32 * MIB;
 const SIZE: u64 = 4 * MIB;
 const NR_WORDS: usize = (SIZE / PAGE_SIZE / 64) as usize;
-/// Pages of slot 1 that are dirty.
+/// The dirty pages of memslot 1.
 const DIRTY: [u64; 3] = [0, 65, SIZE / PAGE_SIZE - 1];
 
 #[derive(PartialEq, Eq, Debug)]
@@ -91,7 +93,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Asks for `region`, which must be refused with `error` and change nothing.
+    /// Requests `region`, which must be refused with `error` and change nothing.
     fn refused(&self, region: MemoryRegion<Arc<TestBacking>>, error: Error) {
         let before = self.seen();
         let dropped = region.backing.as_ref().map(|backing| Arc::clone(&backing.dropped));
@@ -108,7 +110,7 @@ impl<F: Format> World<F> {
         assert_eq!(self.seen(), before, "{error}");
     }
 
-    /// The dirty log is still what the guest wrote; both slots still work.
+    /// The dirty log still has what the guest wrote; both memslots still work.
     fn finish(mut self) {
         let mut bitmap = [0; NR_WORDS];
         assert_eq!(self.vm.get_dirty_log(1, &mut bitmap), Ok(DIRTY.len() as u64));
@@ -167,7 +169,7 @@ fn numbers<F: Format>(world: World<F>) {
     world.finish();
 }
 
-each!(flags_that_nothing_is_known_of_are_refused, flags);
+each!(unknown_flags_are_refused, flags);
 fn flags<F: Format>(world: World<F>) {
     for bits in [1 << 4, 1 << 31, u32::MAX, LOG.bits() | 1 << 5] {
         let flags = MemoryRegionFlags::from_bits_retain(bits);
@@ -175,7 +177,7 @@ fn flags<F: Format>(world: World<F>) {
         world.refused(change(1, flags, A, SIZE), Error::UnknownFlags { slot: 1, flags: bits });
         world.refused(change(1, flags, 0, 0), Error::UnknownFlags { slot: 1, flags: bits });
     }
-    // Whether it may be written is settled when a slot is made; so the first slot's log must stand.
+    // Whether a memslot is read-only is fixed when it is made; so the log of the first must stay.
     for flags in [READONLY, READONLY | LOG] {
         world.refused(change(1, flags, A, SIZE), Error::ReadOnlyFixed { slot: 1 });
         world.refused(change(1, flags, 64 * MIB, SIZE), Error::ReadOnlyFixed { slot: 1 });
@@ -199,14 +201,14 @@ fn overlaps<F: Format>(world: World<F>) {
         (A + SIZE - PAGE_SIZE, PAGE_SIZE),
         (A - MIB, SIZE + 2 * MIB),
         (0, B),
-        // Over both: the lower one is named.
+        // Over both: the error names the lower one.
         (0, B + PAGE_SIZE),
         (A + MIB, B + SIZE),
     ] {
         world.refused(new(3, gpa, size), overlap(3, gpa, 1));
     }
     world.refused(new(3, A + SIZE, B - A - SIZE + PAGE_SIZE), overlap(3, A + SIZE, 2));
-    // Moves: the same, and nothing may have been taken away by then.
+    // The same by moves. Nothing may have been zapped by then.
     for gpa in [B, B - PAGE_SIZE, B + PAGE_SIZE, B - SIZE + PAGE_SIZE, B + SIZE - PAGE_SIZE] {
         world.refused(change(1, LOG, gpa, SIZE), overlap(1, gpa, 2));
         world.refused(change(1, NO_FLAGS, gpa, SIZE), overlap(1, gpa, 2));
@@ -215,7 +217,7 @@ fn overlaps<F: Format>(world: World<F>) {
         world.refused(change(2, NO_FLAGS, gpa, SIZE), overlap(2, gpa, 1));
         world.refused(change(2, LOG, gpa, SIZE), overlap(2, gpa, 1));
     }
-    // Up against another, on both sides, is none.
+    // Next to another, on both sides, is no overlap.
     world.vm.set_user_memory_region(new(3, A + SIZE, B - A - SIZE)).unwrap();
     world.vm.set_user_memory_region(new(4, A - PAGE_SIZE, PAGE_SIZE)).unwrap();
     for slot in [3, 4] {
@@ -224,7 +226,7 @@ fn overlaps<F: Format>(world: World<F>) {
     world.finish();
 }
 
-each!(a_backing_is_given_when_a_slot_is_made_and_never_again, backings);
+each!(a_backing_is_set_when_a_slot_is_made_and_never_again, backings);
 fn backings<F: Format>(world: World<F>) {
     world.refused(change(3, NO_FLAGS, 0, PAGE_SIZE), Error::NoBacking { slot: 3 });
     world.refused(change(3, LOG, A, SIZE), Error::NoBacking { slot: 3 });
@@ -265,7 +267,7 @@ fn frames<F: Format>(world: World<F>) {
     for (start, end) in [(0, 0), (a, a), (a + 1, a), (nr_frames, nr_frames), (u64::MAX, 0), (u64::MAX, u64::MAX)] {
         refused(start, end, Error::EmptyRange { start: Gfn(start), end: Gfn(end) });
     }
-    // The first address that is too high; and what is more than an address can say.
+    // The first address that is too high; and the greatest that an address can hold.
     for (start, end, beyond) in [
         (0, nr_frames + 1, nr_frames << 12),
         (a, u64::MAX, nr_frames << 12),
@@ -301,7 +303,7 @@ fn frames<F: Format>(world: World<F>) {
     world.finish();
 }
 
-each!(a_dirty_log_that_cannot_be_given_is_not_taken, logs);
+each!(a_dirty_log_that_cannot_be_returned_is_not_cleared, logs);
 fn logs<F: Format>(world: World<F>) {
     for words in [0, 1, NR_WORDS - 1] {
         world.refused_log(1, words, Error::BitmapTooShort { slot: 1, words, needed: NR_WORDS });
@@ -309,7 +311,7 @@ fn logs<F: Format>(world: World<F>) {
         world.refused_log(0, words, Error::NoSuchSlot { slot: 0 });
     }
     world.refused_log(2, NR_WORDS, Error::NotLogging { slot: 2 });
-    // Words behind the slot's are the caller's.
+    // Words behind those of the memslot are the caller's.
     world.vm.set_user_memory_region(MemoryRegion { flags: LOG, ..new(3, 0, 65 * PAGE_SIZE) }).unwrap();
     world.refused_log(3, 1, Error::BitmapTooShort { slot: 3, words: 1, needed: 2 });
     let mut bitmap = [7; 4];
@@ -349,7 +351,7 @@ fn last_page<F: Format>(mut world: World<F>) {
     assert_eq!(world.vcpu.handle_fault(Gpa(last - 1), Access::Read), Ok(Outcome::Exit(mmio)));
     let mut bitmap = [0];
     assert_eq!((vm.get_dirty_log(MAX_SLOTS - 1, &mut bitmap), bitmap), (Ok(1), [1]));
-    // There and back: the move's ranges end with the space, too.
+    // There and back: the ranges of the moves end with the space, too.
     vm.set_user_memory_region(change(MAX_SLOTS - 1, LOG, last - PAGE_SIZE, PAGE_SIZE)).unwrap();
     vm.set_user_memory_region(change(MAX_SLOTS - 1, LOG, last, PAGE_SIZE)).unwrap();
     assert_eq!(translate(&vm, Gpa(last)), None);
@@ -383,7 +385,8 @@ fn thousands_of_slots_of_one_page_lie_side_by_side() {
     const NR_SLOTS: u32 = 4000;
     let vm: Arc<Vm<TestHost, Npt>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
     let mut vcpu = vm.create_vcpu().unwrap();
-    // Slot numbers and addresses in different orders, neither sorted. 1597 and 4000 have no common factor.
+    // Memslot numbers and addresses in different orders, neither sorted. 1597 and 4000 have no
+    // common factor.
     let at = |slot: u32| u64::from(slot * 1597 % NR_SLOTS) * PAGE_SIZE;
     let pfn = |slot: u32| 0x10_0000 + 2 * u64::from(slot);
     for slot in (0..NR_SLOTS).rev() {
@@ -396,7 +399,7 @@ fn thousands_of_slots_of_one_page_lie_side_by_side() {
     }
     let full = Error::Overlap { slot: NR_SLOTS, gpa: Gpa(at(17)), other: 17 };
     assert_eq!(vm.set_user_memory_region(new(NR_SLOTS, at(17), PAGE_SIZE)), Err(full));
-    // Every other one goes; its neighbours stay.
+    // Every other one is deleted; its neighbours stay.
     for slot in 0..NR_SLOTS {
         if (at(slot) / PAGE_SIZE).is_multiple_of(2) {
             vm.set_user_memory_region(change(slot, NO_FLAGS, 0, 0)).unwrap();

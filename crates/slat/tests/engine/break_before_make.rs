@@ -1,5 +1,6 @@
-//! Where a table and a huge leaf must not be cached at once: each change between the two, in either direction, goes by way of
-//! an entry that is not present, and a flush of its block. The observer of `common::broken` sees all changes.
+//! Break before make: each change between a page-table page and a huge leaf, in either direction,
+//! goes through a PTE that is not present, and a flush of its block. The observer of
+//! `common::broken` checks all changes.
 #![cfg(debug_assertions)]
 
 use std::sync::atomic::Ordering;
@@ -23,7 +24,8 @@ fn configs() -> impl Iterator<Item = Config> {
     [Locking::None, Locking::Exclusive].into_iter().map(Config::with_locking)
 }
 
-/// A test for Arm's format, which needs it, and for one that has all that lazy protection and dirty bits can do.
+/// A test for Arm's format, which needs it, and for one that supports all of lazy protection and
+/// dirty bits.
 macro_rules! each_broken {
     ($name:ident, $test:ident) => {
         #[test]
@@ -44,7 +46,7 @@ fn world<F: Format>(config: Config) -> World<Breaking<F>> {
     world
 }
 
-each_broken!(splits_and_recoveries_are_seen_to_break, seen);
+each_broken!(splits_and_recoveries_break, seen);
 fn seen<F: Format>() {
     for config in configs() {
         let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
@@ -59,7 +61,7 @@ fn seen<F: Format>() {
     }
 }
 
-each_broken!(logging_breaks_what_it_splits_and_puts_back, logging);
+each_broken!(logging_breaks_what_it_splits_and_recovers, logging);
 fn logging<F: Format>() {
     for config in configs() {
         for manual in MANUAL_PROTECTS {
@@ -69,7 +71,7 @@ fn logging<F: Format>() {
                 assert_eq!(world.clear(SLOT, &(0..4 * BIG).collect::<Vec<_>>()), Ok(4 * BIG));
             }
             world.write_all(SLOT, [0, 600]);
-            assert_eq!(world.take(SLOT), [0, 600]);
+            assert_eq!(world.harvest(SLOT), [0, 600]);
             world.set_flags(SLOT, NO_FLAGS);
             assert_eq!(broken::observed(), (4, 4));
             world.finish(&[SLOT]);
@@ -79,27 +81,27 @@ fn logging<F: Format>() {
         world.vm.split_range(SLOT.range(), PageSize::Size4K).unwrap();
         world.write(SLOT, 3);
         assert_eq!(world.vm.recover_range(SLOT.range()), Ok(4));
-        assert_eq!(world.take(SLOT), [3]);
+        assert_eq!(world.harvest(SLOT), [3]);
         assert_eq!(broken::observed(), (4, 4));
         world.finish(&[SLOT]);
     }
 }
 
-each_broken!(an_invalidation_of_a_part_breaks_the_leaf_and_leaves_an_entry_that_was_one, part_taken);
+each_broken!(an_invalidation_of_a_part_breaks_the_leaf, part_taken);
 fn part_taken<F: Format>() {
     for config in configs() {
         let mut world = world::<F>(config);
         // A part of a leaf.
         drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(7), 3)).unwrap());
         assert_eq!(world.vm.stats().pages_4k(), 512 - 3);
-        // All of one, and while nobody has flushed that, a part of it.
+        // All of one, and before that is flushed, a part of it.
         let vm = Arc::clone(&world.vm);
         world.vm.host().overtake(Call::Flush, 1, move || {
             drop(vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG + 7), 3)).unwrap());
         });
         drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG), BIG)).unwrap());
         assert!(world.vm.host().was_overtaken());
-        // And a page beside it is mapped before that.
+        // And a page beside it is mapped before the flush.
         let vm = Arc::clone(&world.vm);
         world.vm.host().overtake(Call::Flush, 2, move || {
             let mut vcpu = vm.create_vcpu().unwrap();
@@ -112,25 +114,25 @@ fn part_taken<F: Format>() {
     }
 }
 
-each_broken!(a_leaf_that_goes_as_a_whole_for_want_of_memory_is_flushed_before_a_table_comes, want_of_memory);
-fn want_of_memory<F: Format>() {
+each_broken!(a_leaf_zapped_whole_without_memory_is_flushed_before_a_table_is_linked, without_memory);
+fn without_memory<F: Format>() {
     for config in configs() {
         for nth in 1..4 {
             let mut world = world::<F>(config);
             world.vm.host().fail_after(0);
             let vm = Arc::clone(&world.vm);
-            // Beside it, somebody has memory, and comes before the flush.
+            // Meanwhile another thread has memory, and faults before the flush.
             world.vm.host().overtake(Call::Flush, nth, move || {
                 vm.host().never_fail();
                 let mut vcpu = vm.create_vcpu().unwrap();
                 assert_eq!(vcpu.handle_fault(SLOT.gfn(9).gpa(), Access::Write), Ok(Outcome::Resume));
             });
             let vm = Arc::clone(&world.vm);
-            let taken_away = vm.invalidate_range(GfnRange::new(SLOT.gfn(7), 1)).unwrap();
+            let invalidation = vm.invalidate_range(GfnRange::new(SLOT.gfn(7), 1)).unwrap();
             vm.host().never_fail();
             world.write(SLOT, 9);
-            assert_eq!(world.at(SLOT.gfn(9)).unwrap().level, slat::Level::L4K, "beside what is taken away");
-            drop(taken_away);
+            assert_eq!(world.at(SLOT.gfn(9)).unwrap().level, slat::Level::L4K, "beside the invalidation");
+            drop(invalidation);
             world.write(SLOT, 7);
             assert_eq!(broken::observed(), (1, 0));
             let _ = world.vm.host().was_overtaken();
@@ -139,14 +141,15 @@ fn want_of_memory<F: Format>() {
     }
 }
 
-each_broken!(an_invalidation_beside_an_unflushed_entry_flushes_it_once_and_no_fault_has_to, flushed_beside);
-/// The leaf has gone as a whole, and before that is flushed, other pages of its block are invalidated, and then mapped.
+each_broken!(an_invalidation_beside_an_unflushed_entry_flushes_it_once, flushed_beside);
+/// A leaf was zapped whole, and before that is flushed, other pages of its block are invalidated
+/// and then mapped.
 fn flushed_beside<F: Format>() {
     for config in configs() {
         let world = world::<F>(config);
         world.take_flushes();
         let vm = Arc::clone(&world.vm);
-        let (tell, told) = mpsc::channel();
+        let (sender, results) = mpsc::channel();
         let neighbours = [9, 11].map(|page| GfnRange::new(SLOT.gfn(page), 1));
         world.vm.host().fail_after(0);
         world.vm.host().overtake(Call::Flush, 1, move || {
@@ -154,14 +157,14 @@ fn flushed_beside<F: Format>() {
             for range in neighbours {
                 drop(vm.invalidate_range(range).unwrap());
             }
-            // A table, for the first invalidation is not over yet.
-            tell.send(vm.create_vcpu().unwrap().handle_fault(SLOT.gfn(3).gpa(), Access::Write)).unwrap();
+            // A small leaf, since the first invalidation is not over yet.
+            sender.send(vm.create_vcpu().unwrap().handle_fault(SLOT.gfn(3).gpa(), Access::Write)).unwrap();
         });
         let first = GfnRange::new(SLOT.gfn(7), 1);
         drop(world.vm.invalidate_range(first).unwrap());
         assert!(world.vm.host().was_overtaken());
-        assert_eq!(told.recv().unwrap(), Ok(Outcome::Resume));
-        // Each invalidation flushes its range in any case; what the first has zapped, with it.
+        assert_eq!(results.recv().unwrap(), Ok(Outcome::Resume));
+        // Each invalidation flushes its range in any case; the first also what it has zapped.
         let block = GfnRange::new(SLOT.gfn(0), BIG);
         assert_eq!(world.take_flushes().concat(), [block, neighbours[0], neighbours[1], block]);
         assert_eq!(world.at(SLOT.gfn(3)).unwrap().level, Level::L4K);
@@ -170,12 +173,12 @@ fn flushed_beside<F: Format>() {
     }
 }
 
-/// [`SLOT`] over frames that are given read-only until they are written; mapped, and observed.
-fn copying<F: Format>(config: Config) -> (World<Breaking<F>>, Arc<TestBacking>) {
+/// [`SLOT`] over frames that are read-only until they are written; mapped, and observed.
+fn copy_on_write<F: Format>(config: Config) -> (World<Breaking<F>>, Arc<TestBacking>) {
     let mut world = World::<Breaking<F>>::new(config);
     let memory = region(1, SLOT.gfn(0).gpa().0, 4 * 2 * MIB, SLOT.first_pfn, PageSize::Size2M);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     world.vm.set_user_memory_region(memory).unwrap();
     for n in 0..4 {
         assert_eq!(world.vcpu.handle_fault(SLOT.gfn(n * BIG).gpa(), Access::Read), Ok(Outcome::Resume));
@@ -188,14 +191,14 @@ fn make_small(backing: &TestBacking, page: u64) {
     backing.frames.write().unwrap().insert(page, Frame { pfn: SLOT.first_pfn + page, writes: Writes::Allowed });
 }
 
-each_broken!(a_part_given_for_writing_breaks_the_read_only_leaf, part_written);
+each_broken!(a_write_to_a_part_breaks_the_read_only_leaf, part_written);
 fn part_written<F: Format>() {
     for config in configs() {
-        let (mut world, backing) = copying::<F>(config);
+        let (mut world, backing) = copy_on_write::<F>(config);
         make_small(&backing, 9);
         world.write(SLOT, 9);
         assert!(!world.is_writable(SLOT, 10) && world.at(SLOT.gfn(10)).is_some());
-        // The whole: the same leaf, but writable.
+        // The whole block: the same leaf, but writable.
         world.write(SLOT, BIG + 9);
         assert_eq!(broken::observed(), (1, 0));
         assert_eq!(world.vm.stats().pages_2m(), 3);
@@ -203,15 +206,16 @@ fn part_written<F: Format>() {
     }
 }
 
-each_broken!(a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes, taken_for_nothing);
-/// The write finds that somebody took a stamp while it resolved: the entry is left empty, and is small when it comes back.
-fn taken_for_nothing<F: Format>() {
+each_broken!(a_read_only_leaf_zapped_in_vain_is_flushed_before_a_table_is_linked, zapped_in_vain);
+/// The write observes that another thread took a number while it resolved. The PTE is left empty,
+/// and gets a small leaf when the guest comes back.
+fn zapped_in_vain<F: Format>() {
     for config in configs() {
-        let (mut world, backing) = copying::<F>(config);
+        let (mut world, backing) = copy_on_write::<F>(config);
         let vm = Arc::clone(&world.vm);
         let again = Arc::clone(&backing);
         world.vm.host().overtake(Call::Resolve, 1, move || {
-            // Elsewhere; and when it asks again, the page is small.
+            // Elsewhere; and when the fault resolves again, the page is small.
             drop(vm.invalidate_range(GfnRange::new(SLOT.gfn(3 * BIG), BIG)).unwrap());
             let vm_host = vm.host();
             vm_host.overtake(Call::Resolve, 1, move || make_small(&again, 9));
@@ -225,17 +229,18 @@ fn taken_for_nothing<F: Format>() {
 }
 
 each_broken!(a_prefault_after_a_cancelled_break_flushes_once, flushes_once);
-/// What was cancelled is mapped anew by small pages, by a prefault: one flush for the block, and not one for each page.
+/// After a cancel, a prefault maps the block by small leaves: one flush for the block, and not one
+/// for each page.
 fn flushes_once<F: Format>() {
     for config in configs() {
         let mut world = world::<F>(config);
         let vm = Arc::clone(&world.vm);
         world.vm.host().overtake(Call::Flush, 1, move || {
             // Small from now on, and cancelled.
-            let taken_away = vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG), 1)).unwrap();
+            let invalidation = vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG), 1)).unwrap();
             let mut vcpu = vm.create_vcpu().unwrap();
             assert_eq!(vcpu.handle_fault(SLOT.gfn(0).gpa(), Access::Read), Ok(Outcome::Resume));
-            drop(taken_away);
+            drop(invalidation);
         });
         world.vm.split_range(GfnRange::new(SLOT.gfn(0), BIG), PageSize::Size4K).unwrap();
         assert!(world.vm.host().was_overtaken());
@@ -246,10 +251,10 @@ fn flushes_once<F: Format>() {
 }
 
 each_broken!(entries_of_a_new_table_need_no_flush_of_their_own, new_table);
-/// A prefault finds the break of a split, cancels it, and fills the beginning of a table: it has flushed the block for that,
-/// and the entries behind need no flush of their own.
+/// A prefault finds the break of a split, cancels it, and fills the beginning of a page-table page.
+/// For that it has flushed the block, so the PTEs behind need no flush of their own.
 fn new_table<F: Format>() {
-    let (mut world, backing) = copying::<F>(Config::default());
+    let (mut world, backing) = copy_on_write::<F>(Config::default());
     let vm = Arc::clone(&world.vm);
     let small = Arc::clone(&backing);
     world.vm.host().overtake(Call::Flush, 1, move || {
@@ -269,8 +274,9 @@ fn new_table<F: Format>() {
     world.finish(&[SLOT]);
 }
 
-each_broken!(a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to, no_further);
-/// Two who split a page of 1 GiB to 2 MiB at once: what one has split, the other does not split further.
+each_broken!(an_overtaken_split_splits_no_further_than_requested, no_further);
+/// Two threads split a page of 1 GiB to 2 MiB at once. Neither splits further what the other has
+/// split.
 fn no_further<F: Format>() {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
     let mut world = World::<Breaking<F>>::new(Config::default());
@@ -287,7 +293,7 @@ fn no_further<F: Format>() {
     world.finish(&[slot]);
 }
 
-each_broken!(who_cancels_late_leaves_a_table_alone_that_was_linked_meanwhile, cancels_late);
+each_broken!(a_late_cancel_keeps_a_table_that_was_linked_meanwhile, cancels_late);
 fn cancels_late<F: Format>() {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
     let mut world = World::<Breaking<F>>::new(Config::default());
@@ -296,22 +302,24 @@ fn cancels_late<F: Format>() {
     let vm = Arc::clone(&world.vm);
     let (reached, is_there) = mpsc::channel();
     let (go, go_on) = mpsc::channel();
-    let (tell, canceller) = mpsc::channel();
-    // While the split flushes, a fault begins to cancel it, and stops at the first part of the table that is to come.
+    let (sender, canceller) = mpsc::channel();
+    // While the split flushes, a fault begins to cancel it, and stops at the first part of the
+    // page-table page to come.
     world.vm.host().overtake(Call::Flush, 1, move || {
-        tell.send(thread::spawn(move || {
-            let mut vcpu = vm.create_vcpu().unwrap();
-            at_look(Level::L2M, 1, move || {
-                reached.send(()).unwrap();
-                go_on.recv().unwrap();
-            });
-            vcpu.handle_fault(Gpa(0), Access::Read)
-        }))
-        .unwrap();
+        sender
+            .send(thread::spawn(move || {
+                let mut vcpu = vm.create_vcpu().unwrap();
+                at_look(Level::L2M, 1, move || {
+                    reached.send(()).unwrap();
+                    go_on.recv().unwrap();
+                });
+                vcpu.handle_fault(Gpa(0), Access::Read)
+            }))
+            .unwrap();
         is_there.recv().unwrap();
     });
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size2M), Ok(1));
-    // The table is linked, and another hangs below it.
+    // The page-table page is linked, and another one below it.
     assert_eq!(world.vm.split_range(GfnRange::new(Gfn(BIG), BIG), PageSize::Size4K), Ok(1));
     go.send(()).unwrap();
     assert_eq!(canceller.recv().unwrap().join().unwrap(), Ok(Outcome::Resume));
@@ -321,10 +329,10 @@ fn cancels_late<F: Format>() {
     world.finish(&[slot]);
 }
 
-each_broken!(the_parts_of_a_leaf_that_may_be_written_may_be_written_where_nothing_logs, keep_write);
+each_broken!(the_parts_of_a_writable_leaf_stay_writable_where_nothing_logs, keep_write);
 fn keep_write<F: Format>() {
     for config in configs() {
-        // A split ahead of time, and one for a part that is taken away.
+        // A split ahead of time, and one for a part that is invalidated.
         let mut world = world::<F>(config);
         world.vm.split_range(GfnRange::new(SLOT.gfn(0), BIG), PageSize::Size4K).unwrap();
         drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG + 7), 1)).unwrap());
@@ -333,23 +341,23 @@ fn keep_write<F: Format>() {
             assert!(world.is_writable(SLOT, page), "page {page} was writable");
         }
         assert_eq!(world.write_all(SLOT, (0..2 * BIG).filter(|&page| page != BIG + 7)), 0, "no write faults");
-        // Where the slot logs, each part's first write is to be seen.
+        // Where the memslot logs, the first write to each part must fault.
         world.set_flags(SLOT, LOG);
         assert!((0..4 * BIG).all(|page| !world.is_writable(SLOT, page)));
         assert_eq!(world.write_all(SLOT, [3, 3 * BIG]), 2);
-        assert_eq!(world.take(SLOT), [3, 3 * BIG]);
+        assert_eq!(world.harvest(SLOT), [3, 3 * BIG]);
         assert!(broken::observed().0 >= 4);
         world.finish(&[SLOT]);
     }
 }
 
-each_broken!(a_slot_that_begins_to_log_in_a_split_has_the_parts_that_may_be_written_in_its_log, begins_to_log);
+each_broken!(a_slot_that_begins_to_log_during_a_split_logs_the_writable_parts, begins_to_log);
 fn begins_to_log<F: Format>() {
     for config in configs() {
         for manual in MANUAL_PROTECTS {
             let mut world = world::<F>(config.with_manual_protect(manual));
             let vm = Arc::clone(&world.vm);
-            // The split has broken the leaf. The call that turns the log on passes it by.
+            // The split has broken the leaf. The call that turns the log on passes over it.
             world.vm.host().overtake(Call::Flush, 1, move || {
                 let changed = change(SLOT.id, LOG, SLOT.first * PAGE_SIZE, SLOT.nr_pages * PAGE_SIZE);
                 vm.set_user_memory_region(changed).unwrap();
@@ -362,14 +370,14 @@ fn begins_to_log<F: Format>() {
             assert!(world.vm.host().was_overtaken());
             let is_open = |world: &World<Breaking<F>>| (0..BIG).filter(|&page| world.is_writable(SLOT, page)).collect();
             let open: Vec<u64> = is_open(&world);
-            let logged = world.take(SLOT);
+            let logged = world.harvest(SLOT);
             assert!(
                 open.iter().all(|page| logged.contains(page)),
                 "{manual:?}: what may be written unseen is in the log"
             );
             assert_eq!(is_open(&world), [0; 0], "{manual:?}");
             world.write_all(SLOT, [5, 700]);
-            assert_eq!(world.take(SLOT), [5, 700], "{manual:?}");
+            assert_eq!(world.harvest(SLOT), [5, 700], "{manual:?}");
             let _ = broken::observed();
             world.finish(&[SLOT]);
         }

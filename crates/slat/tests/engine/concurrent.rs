@@ -1,7 +1,8 @@
-//! Many vCPUs at once, beside whoever changes slots: nobody loses, nobody fails, and nobody sees what was taken away.
+//! Many vCPUs at once, beside threads that change memslots: no fault is lost or fails, and no
+//! access reaches an old frame.
 //!
-//! Every test runs for each locking and both formats, for a bounded time. With 64 guests on few cores most of them are
-//! preempted in the middle of something, which is what is to be tried.
+//! Every test runs for each locking and both formats, for a bounded time. With 64 guests on few
+//! cores most of them are preempted in the middle of an operation, as intended.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -18,7 +19,7 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 /// How long each test runs for one locking and format, where it does not count rounds.
 const RUN: Duration = Duration::from_millis(300);
 
-each!(of_vcpus_that_fault_on_one_page_one_wins_and_none_fails, same_page);
+each!(vcpus_that_fault_on_one_page_install_once_and_all_succeed, same_page);
 fn same_page<F: Format>(locking: Locking) {
     const GUESTS: u64 = 8;
     const PAGES: u64 = 300;
@@ -54,7 +55,7 @@ fn different_orders<F: Format>(locking: Locking) {
     const GUESTS: u64 = 64;
     const BLOCKS: u64 = 4;
     let vm = vm::<F>(locking);
-    // The first slot's blocks are mapped by 2 MiB, the second's by 4 KiB.
+    // The first memslot's blocks are mapped by 2 MiB, the second's by 4 KiB.
     vm.set_user_memory_region(region(0, GIB, BLOCKS * 2 * MIB, 0x100_0000, PageSize::Size2M)).unwrap();
     vm.set_user_memory_region(region(1, GIB + BLOCKS * 2 * MIB, 2 * MIB, 0x200_0000, PageSize::Size4K)).unwrap();
     let nr_pages = (BLOCKS + 1) * 512;
@@ -87,23 +88,24 @@ fn different_orders<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-/// The life of the slot that is changed under the guests, as a sequence of versions.
+/// The life of the memslot that changes under the guests, as a sequence of versions.
 mod life {
     use super::*;
 
     pub const SLOT: u32 = 7;
     pub const NR_PAGES: u64 = 512 + 40;
     pub const START: u64 = GIB / PAGE_SIZE;
-    /// Pages of the space that the slot is in at some time.
+    /// Pages of the space that the memslot ever covers.
     pub const SPACE: u64 = NR_PAGES + 1;
-    /// Each life of the slot: none, created, moved up by a page, logging, not logging, moved back.
+    /// Each life of the memslot: none, created, moved up by a page, logging, not logging, moved
+    /// back.
     pub const VERSIONS_A_LIFE: u64 = 6;
 
     pub fn first_pfn(version: u64) -> u64 {
         (version / VERSIONS_A_LIFE + 1) << 12
     }
 
-    /// Where the slot begins in a version, if it exists.
+    /// Where the memslot begins in a version, if it exists.
     pub fn start(version: u64) -> Option<u64> {
         match version % VERSIONS_A_LIFE {
             0 => None,
@@ -118,7 +120,7 @@ mod life {
         (page < NR_PAGES).then_some(first_pfn(version) + page)
     }
 
-    /// Makes version `version` of the one before.
+    /// Makes version `version` from the one before.
     pub fn enter<F: Format>(vm: &Vm<TestHost, F>, version: u64) -> Result<(), Error> {
         let size_bytes = NR_PAGES * PAGE_SIZE;
         let at = start(version).unwrap_or(0) * PAGE_SIZE;
@@ -134,7 +136,8 @@ mod life {
     }
 }
 
-/// The versions that guests may see: from the last one whose making has returned to the last one begun.
+/// The versions that guests may access: from the last one whose making has returned to the last one
+/// begun.
 #[derive(Default)]
 struct Versions {
     made: AtomicU64,
@@ -148,7 +151,8 @@ impl Versions {
     }
 }
 
-/// Accesses the changing slot, and now and then the one behind it, which never changes, until `stop`.
+/// Accesses the changing memslot, and sometimes the one behind it, which never changes, until
+/// `stop`.
 fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions: &Versions, stop: &AtomicBool) {
     let mut random = Random::new(thread);
     while !stop.load(Ordering::Relaxed) {
@@ -167,7 +171,8 @@ fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions
         let from = versions.made.load(Ordering::SeqCst);
         let result = guest.try_access(gpa, access, |found| {
             let pfn = found.pfn.0;
-            // Made by now, not when the access began: a change returns when no access uses what it took away.
+            // Read now, not when the access began: a change returns only when no access uses what
+            // it has zapped.
             let from = versions.made.load(Ordering::SeqCst);
             let allowed = |version| life::pfn(version, gfn) == Some(pfn);
             assert!(versions.any_since(from, allowed), "frame {pfn:#x} at {gfn:#x} is not of a version since {from}");
@@ -179,10 +184,10 @@ fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions
     }
 }
 
-/// First frame of the slot behind the changing one.
+/// First frame of the memslot behind the changing one.
 const STABLE_PFN: u64 = 0xf00_0000_0000 >> 12;
 
-each!(a_slot_that_changes_under_64_vcpus_never_shows_what_it_was, changing_slot);
+each!(a_slot_that_changes_under_64_vcpus_never_shows_an_old_version, changing_slot);
 fn changing_slot<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let stable_gpa = (life::START + life::SPACE) * PAGE_SIZE;
@@ -201,7 +206,7 @@ fn changing_slot<F: Format>(locking: Locking) {
             versions.begun.store(version, Ordering::SeqCst);
             life::enter(&vm, version).unwrap();
             versions.made.store(version, Ordering::SeqCst);
-            // This thread alone frees tables, so it may walk without being a guest.
+            // This thread alone frees page-table pages, so it may walk without a guard.
             for gfn in life::START..life::START + life::SPACE {
                 let expected = life::pfn(version, gfn);
                 let found = translate(&vm, Gpa(gfn * PAGE_SIZE)).map(|found| found.pfn.0);
@@ -250,7 +255,7 @@ fn dropped_backing<F: Format>(locking: Locking) {
             vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
         }
         stop.store(true, Ordering::SeqCst);
-        // No vCPU needs to be gone for that, only out of what it was in.
+        // The vCPUs may still exist, but must be out of their guards.
         let guests: Vec<_> = guests.into_iter().map(|guest| guest.join().unwrap()).collect();
         vm.reclaim();
         assert!(dropped.iter().all(|dropped| dropped.load(Ordering::SeqCst)), "backings are never dropped");
@@ -259,7 +264,7 @@ fn dropped_backing<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(of_changes_of_one_slot_at_a_time_the_second_is_told_that_it_is_busy, busy_slot);
+each!(the_second_of_two_concurrent_changes_of_a_slot_gets_slot_busy, busy_slot);
 fn busy_slot<F: Format>(locking: Locking) {
     const SIZE: u64 = 64 * PAGE_SIZE;
     let vm = vm::<F>(locking);
@@ -274,7 +279,7 @@ fn busy_slot<F: Format>(locking: Locking) {
                 while !stop.load(Ordering::Relaxed) {
                     let gfn = random.next() % 72;
                     let found = guest.try_access(Gpa(gfn * PAGE_SIZE), Access::Write, |found| found.pfn.0);
-                    // The slot is at 0 or at 8 pages.
+                    // The memslot is at 0 or at 8 pages.
                     assert!(found.is_err() || found == Ok(0x1000 + gfn) || found == Ok(0x1000 + gfn - 8), "{found:x?}");
                 }
             });
@@ -317,7 +322,7 @@ fn neighbours<F: Format>(locking: Locking) {
         for thread in 0..4u32 {
             let (mut guest, stop, vm) = (Guest::new(&vm), &stop, &vm);
             scope.spawn(move || {
-                // Each has its slot to itself; they share tables.
+                // Each has its own memslot; they share page-table pages.
                 let gpa = u64::from(thread) * PAGES * PAGE_SIZE;
                 let mut lives = 0;
                 while !stop.load(Ordering::Relaxed) {

@@ -1,13 +1,16 @@
-//! The promise of the dirty log, with guests that write while a host harvests: nothing is lost for longer than one
-//! harvest, and when all have stopped one harvest is exact. In every mode of finding out writes, with every locking.
+//! The promise of the dirty log, with guests that write while a host harvests. No write is missing
+//! for longer than one harvest. When all guests have stopped, one harvest is exact. For every way
+//! to find writes, with every locking.
 //!
-//! The frames have contents here: for each page a count of the writes to it. A guest's write is an access (see
-//! `common::guest`) that finds a writable translation, sets D if it is clear, and then counts; so it may come long after the
-//! walk, but not after a flush that began later than the walk has returned. The host copies the counts of the pages that a
-//! harvest reports, after the harvest has returned. A count that was there before harvest k, and is not in the copy when
-//! harvest k+1 has been copied, is lost, if the faults (and moves, and other calls that mark) that were under way at harvest
-//! k have returned before harvest k+1: a vCPU that was stopped between giving the right to write and marking delays the mark
-//! for as long as it is stopped, and another vCPU may have written meanwhile.
+//! Frames have contents here: a count of the writes to each page. A guest's write is an access (see
+//! `common::guest`): it finds a writable translation, sets D if it is clear, and then counts. So it
+//! may come long after the walk, but not after a flush that began later than the walk has returned.
+//! The host copies the counts of the pages that a harvest reports, after the harvest has returned.
+//!
+//! A count from before harvest k must be in the copy after harvest k+1. This holds if the faults
+//! (and moves, and other calls that mark) under way at harvest k have returned before harvest k+1.
+//! A vCPU that was stopped between restoring write access and marking delays the mark for as long
+//! as it is stopped, and another vCPU may have written meanwhile.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,16 +32,16 @@ use slat::{
 const RUN: Duration = Duration::from_millis(30);
 
 const SLOT: u32 = 3;
-/// The slot begins in the middle of a block and ends in the middle of another.
+/// The memslot begins in the middle of a block and ends in the middle of another.
 const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
 const NR_PAGES: u64 = 100 + 512 + 61;
-/// Of a slot whose log has more than one word of its summary.
+/// The pages of a memslot whose log has more than one word of its summary.
 const MANY_PAGES: u64 = 2 * 4096 + 200;
-/// Congruent to the slot's first page, so that a block can be mapped by 2 MiB.
+/// Congruent to the first page of the memslot, so that a block can be mapped by 2 MiB.
 const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
 
-/// Each way to find out writes that format `F` has, with each locking; the other choices go round, beginning with
-/// `first`, so that each test has another mixture.
+/// Each way to find writes in format `F`, with each locking. The other options rotate, beginning
+/// with `first`, so that each test has another mixture.
 fn configs<F: Format>(first: usize) -> impl Iterator<Item = Config> {
     let all = LOCKINGS.into_iter().flat_map(|locking| dirty_trackings::<F>().map(move |tracking| (locking, tracking)));
     (first..).zip(all).map(|(index, (locking, tracking))| {
@@ -49,14 +52,14 @@ fn configs<F: Format>(first: usize) -> impl Iterator<Item = Config> {
     })
 }
 
-/// A test for each format and the configurations that [`configs`] gives, from `$first` on.
+/// A test for each format and the configurations of [`configs`], from `$first` on.
 macro_rules! each_tracking {
     ($name:ident, $test:ident, $first:expr) => {
         #[test]
         fn $name() {
             configs::<slat::Npt>($first).for_each($test::<slat::Npt>);
             configs::<slat::Ept>($first).for_each($test::<slat::Ept>);
-            // One configuration of each of the others; not the same for each.
+            // One configuration of each other format; a different one for each.
             configs::<slat::Stage2>($first).skip($first % 6).take(1).for_each($test::<slat::Stage2>);
             configs::<slat::Sv39x4>($first).skip($first % 9).take(1).for_each($test::<slat::Sv39x4>);
             configs::<slat::Sv48x4>($first).skip(($first + 5) % 9).take(1).for_each($test::<slat::Sv48x4>);
@@ -64,14 +67,14 @@ macro_rules! each_tracking {
     };
 }
 
-/// A VM with a slot that logs, and what is in its memory.
+/// A VM with a memslot that logs, and the contents of its memory.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
     config: Config,
     nr_pages: u64,
     /// Writes to each page.
     contents: Vec<AtomicU64>,
-    /// What the host has copied of that.
+    /// The host's copy of them.
     copy: Vec<AtomicU64>,
     stop: AtomicBool,
 }
@@ -84,7 +87,7 @@ impl<F: Format> World<F> {
         World { vm, config, nr_pages, contents: counts(), copy: counts(), stop: AtomicBool::new(false) }
     }
 
-    /// One of which the slot logs.
+    /// A world whose memslot logs.
     fn logging(config: Config, nr_pages: u64) -> World<F> {
         let world = World::new(config, nr_pages);
         world.set(LOG, START);
@@ -95,7 +98,7 @@ impl<F: Format> World<F> {
         self.vm.set_user_memory_region(change(SLOT, flags, start, self.nr_pages * PAGE_SIZE)).unwrap();
     }
 
-    /// Writes all over the space in which the slot may be, until told to stop.
+    /// Writes all over the space that the memslot may cover, until it is stopped.
     fn write_until_stopped(&self, mut guest: Guest<F>, seed: u64) {
         let mut random = Random::new(seed);
         while !self.stop.load(Ordering::Relaxed) {
@@ -106,7 +109,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Tries to write page `page` of the space from `START` on. Says whether it was written; a fault does not count.
+    /// Tries to write page `page` of the space from `START` on. Returns whether it was written,
+    /// which a fault does not do.
     fn write(&self, guest: &mut Guest<F>, page: u64) -> Result<(), Option<Exit>> {
         let gpa = Gpa(START + page * PAGE_SIZE);
         match guest.try_access(gpa, Access::Write, |found| self.write_through(gpa, found)) {
@@ -117,24 +121,26 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// What a CPU does that has found a writable translation.
+    /// What a CPU does with a writable translation.
     fn write_through(&self, gpa: Gpa, found: Translation) -> bool {
-        // One that has D cached looks no further. Where CPUs set no D, all are like that.
+        // A CPU that has D cached does not read the PTE again. Where CPUs set no D, this holds for
+        // all.
         let is_dirty = self.config.access_tracking == AccessTracking::Faults || found.pte.0 & F::DIRTY == F::DIRTY;
         if !is_dirty && !write_as_hardware(&self.vm, gpa.gfn(), found) {
             return false;
         }
-        // The frame is what is written, wherever the slot is.
+        // The write goes to the frame, wherever the memslot is.
         self.contents[(found.pfn.0 - FIRST_PFN) as usize].fetch_add(1, Ordering::SeqCst);
         true
     }
 
-    /// Harvests and copies what is reported. Returns the number of pages.
+    /// Harvests and copies what the log reports. Returns the number of pages.
     fn harvest(&self) -> Result<u64, Error> {
         self.harvest_pages(0..self.nr_pages, |_| true)
     }
 
-    /// Harvests `pages`, in whatever mode, of them those that `is_mine`, and copies what is reported.
+    /// Harvests, in any mode, those of `pages` for which `is_mine` holds, and copies what the log
+    /// reports.
     fn harvest_pages(&self, pages: Range<u64>, is_mine: impl Fn(u64) -> bool) -> Result<u64, Error> {
         let nr_pages = pages.end - pages.start;
         let mut bitmap = vec![0; nr_pages.div_ceil(64) as usize];
@@ -186,7 +192,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// When nobody writes any more: one harvest brings all, and a second one nothing.
+    /// No guest writes any more: one harvest reports all, and a second nothing.
     fn assert_final_harvest_is_exact(&self) {
         self.harvest().unwrap();
         self.assert_copied(0..self.nr_pages, &self.contents_now());
@@ -194,7 +200,7 @@ impl<F: Format> World<F> {
         let at = |page: u64| translate(&self.vm, Gpa(START + page * PAGE_SIZE));
         for page in 0..=self.nr_pages {
             let Some(found) = at(page) else { continue };
-            // Writes fault, or set a bit that is clear.
+            // Writes fault, or set a clear bit.
             let sets_bit = found.level == Level::L4K && found.pte.0 & F::DIRTY == 0;
             let by_bits = !matches!(self.config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
             assert!(
@@ -203,7 +209,7 @@ impl<F: Format> World<F> {
                 self.config
             );
         }
-        // From here on exactly what is written is reported.
+        // From here on the log reports exactly what is written.
         let mut guest = Guest::new(&self.vm);
         let mut expected: Vec<u64> = Vec::new();
         for page in [0, 1, 63, 64, 99, 100, 101, 611, 612, self.nr_pages - 1] {
@@ -222,7 +228,7 @@ impl<F: Format> World<F> {
         assert_no_table_is_left(&self.vm);
     }
 
-    /// Runs `host` beside `nr_guests` guests that write.
+    /// Runs `host` beside `nr_guests` writing guests.
     fn beside_guests(&self, nr_guests: u64, host: impl FnOnce()) {
         std::thread::scope(|scope| {
             for index in 0..nr_guests {
@@ -266,7 +272,7 @@ fn turned_on<F: Format>(config: Config) {
             world.set(NO_FLAGS, START);
             std::thread::yield_now();
             world.set(LOG, START);
-            // What was written before logging is copied whole, as a migration does.
+            // Pages written before logging begins are copied, as a migration does.
             world.copy_pages(0..NR_PAGES);
             world.check_two_harvests(0..NR_PAGES);
         });
@@ -299,7 +305,7 @@ fn flags_change<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(of_two_harvesters_each_gets_a_part_and_nothing_is_lost, two_harvesters, 4);
+each_tracking!(two_harvesters_get_each_page_between_them, two_harvesters, 4);
 fn two_harvesters<F: Format>(config: Config) {
     let world = World::<F>::logging(config, NR_PAGES);
     world.beside_guests(8, || {
@@ -316,12 +322,13 @@ fn two_harvesters<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(harvesters_of_ranges_beside_each_other_keep_the_promise_each_for_its_own, ranges, 5);
+each_tracking!(concurrent_harvesters_of_adjacent_ranges_are_exact, ranges, 5);
 fn ranges<F: Format>(config: Config) {
     let world = World::<F>::logging(config, MANY_PAGES);
     world.beside_guests(4, || {
         std::thread::scope(|scope| {
-            // The borders lie within words of the summary (64 words of 64 pages), and within tables.
+            // The borders lie within words of the summary (64 words of 64 pages), and within
+            // page-table pages.
             for pages in [0..64, 64..33 * 64, 33 * 64..65 * 64, 65 * 64..MANY_PAGES] {
                 let world = &world;
                 scope.spawn(move || for_a_while(|| world.check_two_harvests(pages.clone())));
@@ -331,9 +338,9 @@ fn ranges<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(two_who_clear_by_masks_lose_nothing_of_each_other, masks, 6);
+each_tracking!(two_clears_by_masks_lose_nothing, masks, 6);
 fn masks<F: Format>(config: Config) {
-    // Getting must not take: then the masks would find nothing.
+    // Getting must not clear: otherwise the masks would find nothing.
     let manual_protect = match config.manual_protect {
         ManualProtect::Disabled => ManualProtect::Enabled,
         manual_protect => manual_protect,
@@ -350,19 +357,19 @@ fn masks<F: Format>(config: Config) {
                 });
             }
         });
-        // One at last, who is alone.
+        // A last one, alone.
         world.check_two_harvests(0..NR_PAGES);
     });
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(what_the_vmm_writes_itself_is_reported_as_a_guests_writes_are, marked, 7);
+each_tracking!(writes_of_the_vmm_are_reported, marked, 7);
 fn marked<F: Format>(config: Config) {
     let world = World::<F>::logging(config, NR_PAGES);
     world.beside_guests(2, || {
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                // A call that is about to mark.
+                // A call that marks.
                 let mut vmm = Guest::new(&world.vm);
                 let mut random = Random::new(77);
                 while !world.stop.load(Ordering::Relaxed) {
@@ -393,7 +400,7 @@ fn invalidated<F: Format>(config: Config) {
     world.beside_guests(3, || {
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                // Taking a dirty leaf away marks its page, as a fault does.
+                // Zapping a dirty leaf marks its page, as a fault does.
                 let mut host = Guest::new(&world.vm);
                 let mut random = Random::new(99);
                 for_a_while(|| {

@@ -1,10 +1,12 @@
-//! Huge pages on many threads: 1 GiB that is split, recovered, taken away in whole and in part, logged, and made anew as two
-//! halves, all at once and beside guests that read and write. Nobody reaches a frame that was taken back, every write is told
-//! and logged, what is counted is there, and no table is left.
+//! Huge pages on many threads. 1 GiB is split, recovered, invalidated in whole and in part, logged,
+//! and replaced by two halves, all beside guests that read and write. No access reaches a frame
+//! that the host has freed. Every write is reported and logged, the counts are exact, and no
+//! page-table page is leaked.
 //!
-//! Only some pages are accessed and moved: the hot ones, of blocks that lie apart and next to each other. Their frames are
-//! numbers, each given out once, and a byte for each says what has become of it. For the log, each hot page has a count of
-//! its writes, and a copy that the host makes of those that a harvest reports, as in `concurrent_dirty`.
+//! Only some pages are accessed and moved: the hot ones, in blocks that lie apart and next to each
+//! other. Frames are numbers, each used once, with a byte of state each. For the log, each hot page
+//! has a count of its writes. The host copies those of the pages that a harvest reports, as in
+//! `concurrent_dirty`.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -27,24 +29,25 @@ use slat::{
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(120);
-/// No machine is so slow that what ends by itself has not ended by then.
+/// Even on a slow machine, all that ends by itself has ended by then.
 const HANG: Duration = Duration::from_secs(1800);
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
 /// The slots are the second GiB of the guest's memory.
 const FIRST: u64 = HUGE;
-/// Guest frames that were ever backed; then the slots are no more made anew.
+/// Guest frames that were ever backed; after so many the memslots are not replaced any more.
 const MAX_GENERATIONS: u64 = 256;
-/// First frame of those that pages are moved to, and most of them; then none is moved any more.
+/// First frame of those that pages are moved to, and how many there are; then no page is moved any
+/// more.
 const MOVED: u64 = 1 << 30;
 const MAX_MOVED: u64 = 1 << 16;
 
-/// The frame was taken back from the guest.
+/// The host has freed the frame.
 const DEAD: u8 = 1;
 /// The guest has written it.
 const WRITTEN: u8 = 2;
-/// The host was told so.
+/// The write was reported to the host.
 const REPORTED: u8 = 4;
 
 /// The hot pages, numbered from the first slot's start.
@@ -54,13 +57,13 @@ static HOT: LazyLock<Vec<u64>> = LazyLock::new(|| {
     blocks.into_iter().flat_map(|block| pages.map(|page| block * BIG + page)).collect()
 });
 
-/// The hot pages, by their index, of those from `first` on.
+/// The hot pages of those from `first` on, by their index.
 fn hot_in(first: u64, nr_pages: u64) -> std::ops::Range<usize> {
     let index = |page: u64| HOT.partition_point(|hot| *hot < page);
     index(first)..index(first + nr_pages)
 }
 
-/// A slot: all of the GiB or one half.
+/// A memslot: the whole GiB or one half.
 #[derive(Clone)]
 struct Part {
     id: u32,
@@ -69,7 +72,7 @@ struct Part {
     backing: Arc<TestBacking>,
 }
 
-/// The slots that there are, and the number of their frames' generation.
+/// The memslots, and the generation number of their frames.
 #[derive(Clone)]
 struct Layout {
     generation: u64,
@@ -88,7 +91,7 @@ impl Layout {
         Layout { generation, parts: (0..nr_parts).map(part).collect() }
     }
 
-    /// The slot that has a page.
+    /// The memslot that has a page.
     fn part(&self, page: u64) -> &Part {
         &self.parts[(page / (HUGE / self.parts.len() as u64)) as usize]
     }
@@ -106,25 +109,25 @@ struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
     config: Config,
     layout: RwLock<Layout>,
-    /// Odd while there are no slots, or not all.
+    /// Odd while there are no memslots, or not all.
     changes: AtomicU64,
-    /// Generations whose slots are gone.
+    /// Generations whose memslots are deleted.
     dead: Box<[AtomicBool]>,
-    /// What became of the frames of hot pages, by [`World::frame`].
+    /// The states of the frames of hot pages, by [`World::frame`].
     frames: Box<[AtomicU8]>,
-    /// Whose frame each is that a page was moved to: index of a hot page.
+    /// For each frame that a page was moved to, the index of the hot page.
     owners: Box<[AtomicU32]>,
     nr_moved: AtomicU64,
-    /// Kept while what was told is taken and noted.
+    /// Held while reports are collected and noted.
     noting: Mutex<()>,
-    /// Of each hot page: how often it was written, and how much of that the host has copied.
+    /// For each hot page, its writes, and how many of them the host has copied.
     contents: Box<[AtomicU64]>,
     copy: Box<[AtomicU64]>,
     stop: AtomicBool,
     start: Instant,
 }
 
-/// What a thread does again and again.
+/// What a thread does repeatedly.
 type Role<F> = fn(&World<F>, &mut Guest<F>, &mut Random);
 
 fn array<T>(len: u64, new: impl Fn() -> T) -> Box<[T]> {
@@ -184,7 +187,7 @@ impl<F: Format> World<F> {
         !self.stop.load(Ordering::Relaxed) && self.start.elapsed() < RUN
     }
 
-    /// The state of frame `pfn`, which is to be hot page `hot`'s.
+    /// The state of frame `pfn`, which must belong to hot page `hot`.
     fn frame(&self, pfn: u64, hot: usize) -> &AtomicU8 {
         let nr_hot = HOT.len() as u64;
         if let Some(moved) = pfn.checked_sub(MOVED) {
@@ -198,10 +201,10 @@ impl<F: Format> World<F> {
 
     fn assert_alive(&self, pfn: u64, hot: usize, state: u8) {
         let is_dead = pfn < MOVED && self.dead[(pfn / HUGE - 1) as usize].load(Ordering::SeqCst);
-        assert!(!is_dead && state & DEAD == 0, "page {:#x} reached frame {pfn:#x}, which was taken back", HOT[hot]);
+        assert!(!is_dead && state & DEAD == 0, "page {:#x} reached frame {pfn:#x}, which was freed", HOT[hot]);
     }
 
-    /// What an access does that the tables allow. Says whether it was done.
+    /// Does what the page tables allow of an access. Returns whether it was done.
     fn look(&self, hot: usize, access: Access, found: Translation) -> bool {
         let (gfn, pfn) = (Gfn(FIRST + HOT[hot]), found.pfn.0);
         let frame = self.frame(pfn, hot);
@@ -210,18 +213,19 @@ impl<F: Format> World<F> {
         if access == Access::Read {
             return !sets_bits || set_accessed_and_dirty(&self.vm, gfn.gpa(), found, access);
         }
-        // A CPU that has D cached looks no further.
+        // A CPU that has D cached does not read the PTE again.
         if sets_bits && found.pte.0 & F::DIRTY == 0 && !write_as_hardware(&self.vm, gfn, found) {
             return false;
         }
-        // Looked at once more: the access is not over, so whoever takes the frame back has not returned from the flush.
+        // Checked once more: the access is still under way, so an invalidation that frees the frame
+        // has not returned from its flush.
         let state = frame.fetch_or(WRITTEN, Ordering::SeqCst);
         self.assert_alive(pfn, hot, state);
         self.contents[hot].fetch_add(1, Ordering::SeqCst);
         true
     }
 
-    /// One access, or a fault towards it.
+    /// One access, or a fault on the way to it.
     fn access(&self, guest: &mut Guest<F>, hot: usize, access: Access) {
         let gpa = Gfn(FIRST + HOT[hot]).gpa();
         let before = self.changes.load(Ordering::SeqCst);
@@ -235,14 +239,15 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Notes what was told, and checks that it is all that was written of the hot pages in a range that nobody can access.
-    fn check_told(&self, layout: &Layout, first: u64, nr_pages: u64) {
+    /// Notes the reports, and checks that they cover all writes to the hot pages of a range that no
+    /// CPU can access.
+    fn check_reports(&self, layout: &Layout, first: u64, nr_pages: u64) {
         self.note();
         for hot in hot_in(first, nr_pages) {
             let pfn = layout.pfn(HOT[hot]);
             let state = self.frame(pfn, hot).fetch_and(!(WRITTEN | REPORTED), Ordering::SeqCst);
             let page = HOT[hot];
-            assert_ne!(state & (WRITTEN | REPORTED), WRITTEN, "page {page:#x} was written, and nobody was told");
+            assert_ne!(state & (WRITTEN | REPORTED), WRITTEN, "page {page:#x} was written, and not reported");
         }
     }
 
@@ -256,19 +261,19 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Takes a range away, and meanwhile moves pages or moves them back.
+    /// Invalidates a range, and meanwhile moves pages or moves them back.
     fn invalidate(&self, guest: &mut Guest<F>, (first, nr_pages): (u64, u64), meanwhile: impl Fn(&Layout, usize)) {
         let range = range_of(first, nr_pages);
-        // Whoever is behind it all sees the frames of the slots that there were: those of later ones are no concern of his.
+        // The memslots before the invalidation. Frames of later ones are not checked here.
         let layout = self.layout();
         let held = guest.during_fault(|_| self.vm.invalidate_range(range).unwrap());
         for gfn in [range.start, Gfn(range.end.0 - 1)] {
             for access in [Access::Read, Access::Write] {
                 assert_eq!(guest.vcpu.handle_fault(gfn.gpa(), access), Ok(Outcome::Resume));
-                guest.during_access(gfn.gpa(), |found| assert_eq!(found, None, "in a range that is held"));
+                guest.during_access(gfn.gpa(), |found| assert_eq!(found, None, "in a range in flight"));
             }
         }
-        self.check_told(&layout, first, nr_pages);
+        self.check_reports(&layout, first, nr_pages);
         hot_in(first, nr_pages).for_each(|hot| meanwhile(&layout, hot));
         drop(held);
     }
@@ -338,10 +343,11 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Turns logging on and off, with harvests between that must bring what was written before the last but one.
+    /// Turns logging on and off. Each harvest between must report what was written before the one
+    /// before it.
     fn log(&self) {
         self.set_flags(LOG);
-        // What was written before is copied whole, as a migration does.
+        // Pages written before logging begins are copied, as a migration does.
         self.copy_hot(0..HOT.len());
         for _ in 0..3 {
             let before = self.contents_now();
@@ -353,7 +359,8 @@ impl<F: Format> World<F> {
         self.set_flags(NO_FLAGS);
     }
 
-    /// Deletes the slots, and makes them anew over other frames: as two halves if they were one, and the reverse.
+    /// Deletes the memslots and makes them again over other frames: two halves in place of one, or
+    /// the reverse.
     fn recreate(&self) {
         let layout = self.layout();
         if layout.generation + 1 == MAX_GENERATIONS {
@@ -362,7 +369,7 @@ impl<F: Format> World<F> {
         self.changes.fetch_add(1, Ordering::SeqCst);
         for part in &layout.parts {
             self.vm.set_user_memory_region(change(part.id, NO_FLAGS, 0, 0)).unwrap();
-            self.check_told(&layout, part.first, part.nr_pages);
+            self.check_reports(&layout, part.first, part.nr_pages);
         }
         self.dead[layout.generation as usize].store(true, Ordering::SeqCst);
         self.create(&Layout::new(layout.generation + 1));
@@ -384,15 +391,15 @@ impl<F: Format> World<F> {
             World::touch,
             World::recover,
             World::split,
-            World::take_away,
-            World::take_away,
+            World::invalidate_some,
+            World::invalidate_some,
             World::change_slots,
         ];
         let (over, is_over) = channel::<()>();
-        // A fault that goes round for ever ends with no check.
+        // A fault that retries for ever would fail no check.
         std::thread::spawn(move || {
             if is_over.recv_timeout(HANG) == Err(RecvTimeoutError::Timeout) {
-                eprintln!("some thread never comes back");
+                eprintln!("a thread does not return");
                 std::process::abort();
             }
         });
@@ -432,7 +439,7 @@ impl<F: Format> World<F> {
         pause(random);
     }
 
-    fn take_away(&self, guest: &mut Guest<F>, random: &mut Random) {
+    fn invalidate_some(&self, guest: &mut Guest<F>, random: &mut Random) {
         let page = HOT[random.below(HOT.len() as u64) as usize];
         let (first, nr_pages) = match random.below(16) {
             0 => (0, HUGE),
@@ -449,7 +456,7 @@ impl<F: Format> World<F> {
             });
             pause(random);
         }
-        // Pages that stay moved would leave no huge page.
+        // Pages that stay moved would allow no huge page.
         self.invalidate(guest, range, |layout, hot| self.move_back(layout, hot));
         pause(random);
     }
@@ -464,7 +471,7 @@ impl<F: Format> World<F> {
         pause(random);
     }
 
-    /// When all have stopped.
+    /// All threads have stopped.
     fn finish(&self) {
         let layout = self.layout();
         let mut guest = Guest::new(&self.vm);
@@ -472,15 +479,15 @@ impl<F: Format> World<F> {
             if let Some(found) = translate(&self.vm, Gfn(FIRST + page).gpa()) {
                 assert_eq!(found.pfn.0, layout.pfn(*page));
             }
-            // Whatever was left half done lets the guest through.
+            // Whatever was left half done, the guest makes progress.
             let before = self.contents[hot].load(Ordering::SeqCst);
             for _ in 0..8 {
                 self.access(&mut guest, hot, Access::Write);
             }
-            assert!(self.contents[hot].load(Ordering::SeqCst) > before, "page {page:#x} goes on faulting");
+            assert!(self.contents[hot].load(Ordering::SeqCst) > before, "page {page:#x} still faults");
         }
         self.compare_leaves();
-        // One harvest is exact when nobody is under way.
+        // One harvest is exact when no fault is under way.
         self.set_flags(LOG);
         self.copy_hot(0..HOT.len());
         self.harvest();
@@ -493,9 +500,9 @@ impl<F: Format> World<F> {
         self.assert_copied(&self.contents_now());
         self.set_flags(NO_FLAGS);
         self.compare_leaves();
-        self.assert_huge_pages_come_back(&mut guest);
+        self.assert_huge_pages_are_recovered(&mut guest);
         drop(self.vm.invalidate_range(range_of(0, HUGE)).unwrap());
-        self.check_told(&layout, 0, HUGE);
+        self.check_reports(&layout, 0, HUGE);
         self.compare_leaves();
         for part in layout.parts {
             self.vm.set_user_memory_region(change(part.id, NO_FLAGS, 0, 0)).unwrap();
@@ -504,12 +511,12 @@ impl<F: Format> World<F> {
         assert_no_table_is_left(&self.vm);
     }
 
-    /// With all pages where they were, and nobody else there.
-    fn assert_huge_pages_come_back(&self, guest: &mut Guest<F>) {
+    /// With all pages where they were, and no other thread.
+    fn assert_huge_pages_are_recovered(&self, guest: &mut Guest<F>) {
         let layout = self.layout();
         for hot in 0..HOT.len() {
             let held = self.vm.invalidate_range(range_of(HOT[hot], 1)).unwrap();
-            self.check_told(&layout, HOT[hot], 1);
+            self.check_reports(&layout, HOT[hot], 1);
             self.move_back(&layout, hot);
             drop(held);
         }
@@ -524,7 +531,7 @@ impl<F: Format> World<F> {
         self.compare_leaves();
     }
 
-    /// Those that are counted against those that are there.
+    /// Compares the counts of leaves with the leaves.
     fn compare_leaves(&self) {
         let (mut page, mut found) = (0, [0; 3]);
         while page < HUGE {
@@ -540,12 +547,12 @@ impl<F: Format> World<F> {
     }
 }
 
-/// Lets the others go on for a while, so that not all is in pieces all the time.
+/// Pauses, so that not all is split all the time.
 fn pause(random: &mut Random) {
     std::thread::sleep(Duration::from_micros(random.below(2000)));
 }
 
-/// The ways to find out writes, and what becomes of huge pages then.
+/// The ways to find writes, and what becomes of huge pages then.
 fn configs<F: Format>(locking: Locking) -> Vec<Config> {
     let config = Config::with_locking(locking);
     let bits = dirty_trackings::<F>().last().expect("there is write protection");
@@ -560,7 +567,7 @@ fn configs<F: Format>(locking: Locking) -> Vec<Config> {
     ]
 }
 
-fn everybody_at_once<F: Format>(locking: Locking) {
+fn all_at_once<F: Format>(locking: Locking) {
     for config in configs::<F>(locking) {
         let world = World::<F>::new(config);
         world.run();
@@ -569,23 +576,23 @@ fn everybody_at_once<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn without_a_lock_nobody_loses_anything() {
-    everybody_at_once::<Npt>(Locking::None);
-    everybody_at_once::<Ept>(Locking::None);
+fn nothing_is_lost_without_a_lock() {
+    all_at_once::<Npt>(Locking::None);
+    all_at_once::<Ept>(Locking::None);
 }
 
 #[test]
-fn with_a_shared_lock_nobody_loses_anything() {
-    everybody_at_once::<Npt>(Locking::Shared);
+fn nothing_is_lost_with_a_shared_lock() {
+    all_at_once::<Npt>(Locking::Shared);
 }
 
 #[test]
-fn nor_where_entries_are_broken_before_they_are_made() {
-    everybody_at_once::<Broken>(Locking::None);
-    everybody_at_once::<Stage2>(Locking::Shared);
+fn nothing_is_lost_with_break_before_make() {
+    all_at_once::<Broken>(Locking::None);
+    all_at_once::<Stage2>(Locking::Shared);
 }
 
 #[test]
-fn nor_below_a_wider_root() {
-    everybody_at_once::<Sv39x4>(Locking::None);
+fn nothing_is_lost_below_a_wider_root() {
+    all_at_once::<Sv39x4>(Locking::None);
 }

@@ -1,5 +1,5 @@
-//! What the dirty log says, call by call, on one thread: every mode of getting and clearing, ranges and masks, slots of
-//! awkward sizes at awkward places, and everything that cannot be asked for.
+//! The contents of the dirty log, call by call, on one thread: every mode of getting and clearing,
+//! ranges and masks, memslots of awkward sizes at awkward places, and every invalid request.
 
 use crate::common::log::{
     LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config, mask_of, pages_of,
@@ -7,14 +7,15 @@ use crate::common::log::{
 use crate::common::{GIB, change};
 use slat::{Config, Error, Format, GfnRange, ManualProtect, MemoryRegionFlags, PAGE_SIZE};
 
-/// Slots of sizes around those of words and tables, which begin at, before, and far from their borders.
+/// Memslots of sizes around those of words and page-table pages, which begin at, before, and far
+/// from their borders.
 fn awkward_slots() -> impl Iterator<Item = Slot> {
     let firsts = [0, 1, 63, 64, 512 - 33, 512, 3 * 512 + 7, (1 << 18) - 1];
     let sizes = [1, 63, 64, 65, 511, 512, 513, 2 * 512 + 65];
     firsts.into_iter().flat_map(move |first| sizes.map(|nr_pages| Slot::new(3, first, nr_pages)))
 }
 
-/// Pages at the ends of the slot, its words and its tables.
+/// Pages at the ends of the memslot, its words and its page-table pages.
 fn awkward_pages(slot: Slot) -> Vec<u64> {
     let table_end = 512 - slot.first % 512;
     let mut pages: Vec<u64> = [0, 1, 62, 63, 64, 65, table_end - 1, table_end, 511, 512, slot.nr_pages - 1]
@@ -26,7 +27,7 @@ fn awkward_pages(slot: Slot) -> Vec<u64> {
     pages
 }
 
-each_config!(what_was_written_is_got_exactly_whatever_the_slots_size_and_place, sizes);
+each_config!(the_log_is_exact_for_every_size_and_place_of_a_slot, sizes);
 fn sizes<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
@@ -36,16 +37,16 @@ fn sizes<F: Format>(config: Config) {
                 world.create(slot, LOG);
                 let all: Vec<u64> = (0..slot.nr_pages).collect();
                 if manual_protect == ManualProtect::InitiallySet {
-                    assert_eq!(world.take(slot), all, "{slot:?}");
+                    assert_eq!(world.harvest(slot), all, "{slot:?}");
                 }
-                assert_eq!(world.take(slot), [0; 0], "{config:?} {slot:?}");
+                assert_eq!(world.harvest(slot), [0; 0], "{config:?} {slot:?}");
                 let pages = awkward_pages(slot);
                 for _ in 0..2 {
                     world.write_all(slot, pages.iter().copied());
-                    assert_eq!(world.take(slot), pages, "{config:?} {slot:?}");
-                    assert_eq!(world.take(slot), [0; 0], "{config:?} {slot:?}");
+                    assert_eq!(world.harvest(slot), pages, "{config:?} {slot:?}");
+                    assert_eq!(world.harvest(slot), [0; 0], "{config:?} {slot:?}");
                     world.write_all(slot, all.iter().copied());
-                    assert_eq!(world.take(slot), all, "{config:?} {slot:?}");
+                    assert_eq!(world.harvest(slot), all, "{config:?} {slot:?}");
                 }
                 world.finish(&[slot]);
             }
@@ -61,14 +62,14 @@ fn large<F: Format>(config: Config) {
             let slot = Slot::new(0, 5 * 512 + 17, GIB / PAGE_SIZE + 3);
             world.create(slot, LOG);
             if manual_protect == ManualProtect::InitiallySet {
-                assert_eq!(world.take(slot).len() as u64, slot.nr_pages);
+                assert_eq!(world.harvest(slot).len() as u64, slot.nr_pages);
             }
-            // One in each of the summary's words, too: of 64 words of 64 pages.
+            // Also one in each word of the summary: of 64 words of 64 pages.
             let pages: Vec<u64> =
                 (0..64).map(|group| group * 4096 + group * 65 % 4096).chain([slot.nr_pages - 1]).collect();
             world.write_all(slot, pages.iter().copied());
-            assert_eq!(world.take(slot), pages);
-            assert_eq!(world.take(slot), [0; 0]);
+            assert_eq!(world.harvest(slot), pages);
+            assert_eq!(world.harvest(slot), [0; 0]);
             world.finish(&[slot]);
         }
     }
@@ -94,9 +95,9 @@ fn manual_get<F: Format>(config: Config) {
             }
             assert_eq!((world.entries(slot), world.vm.stats().protected), (entries, protected));
             assert_eq!(world.take_flushes().len(), 0);
-            // Nor does a write of a page that is got and not cleared need a fault.
+            // Nor does a write to a page that was got and not cleared fault.
             assert_eq!(world.write_all(slot, pages), 0);
-            assert_eq!(world.take(slot), pages);
+            assert_eq!(world.harvest(slot), pages);
             assert_eq!(world.take_flushes().len(), 1);
             world.finish(&[slot]);
         }
@@ -107,14 +108,15 @@ each_config!(a_range_is_got_and_the_rest_stays, ranges);
 fn ranges<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         let mut world = World::<F>::new(config.with_dirty_tracking(tracking));
-        // More pages than a word of the summary stands for, from the middle of a table on.
+        // More pages than a word of the summary stands for, from the middle of a page-table page
+        // on.
         let slot = Slot::new(1, 100, 2 * 4096 + 100);
         world.create(slot, LOG);
         let pages = [0, 63, 64, 127, 128, 4095, 4096, 4097, 8191, 8192, 8255, 8256, 8291];
         world.write_all(slot, pages);
         world.take_flushes();
         assert_eq!(world.get_range(slot, 64, 64), [64, 127]);
-        // Only that was re-armed, and only that flushed.
+        // Only those pages were protected again, and only those flushed.
         let flushes = world.take_flushes();
         assert!(flushes.len() == 1 && flushes[0].iter().all(|range| GfnRange::new(slot.gfn(64), 64).covers(*range)));
         assert_eq!(world.get_range(slot, 64, 64), [0; 0]);
@@ -129,7 +131,7 @@ fn ranges<F: Format>(config: Config) {
     }
 }
 
-each_config!(clearing_takes_and_rearms_what_is_named_and_set_and_nothing_else, masks);
+each_config!(clearing_clears_and_protects_only_what_is_named_and_set, masks);
 fn masks<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
@@ -140,7 +142,7 @@ fn masks<F: Format>(config: Config) {
             world.clear(slot, &(0..700).collect::<Vec<_>>()).unwrap();
             let pages = [3, 4, 69, 70, 300, 698];
             world.write_all(slot, pages);
-            // Brings the log up to date with the dirty bits, where it does not take it.
+            // Updates the log from the dirty bits, in the modes in which get does not clear.
             if manual_protect == ManualProtect::Disabled {
                 for page in pages {
                     world.vm.mark_dirty(1, page, 1).unwrap();
@@ -152,7 +154,7 @@ fn masks<F: Format>(config: Config) {
             let before = world.entries(slot);
             assert_eq!(world.clear(slot, &[]), Ok(0));
             assert_eq!(world.clear(slot, &[0, 5, 68, 71, 299, 301, 697, 699]), Ok(0));
-            // Bits behind the slot's end mean nothing.
+            // Bits behind the end of the memslot are ignored.
             let mut behind = vec![0; slot.nr_words() + 2];
             behind[10] = u64::MAX << (700 % 64);
             behind[11..].fill(u64::MAX);
@@ -169,10 +171,10 @@ fn masks<F: Format>(config: Config) {
             for page in 0..700 {
                 assert_eq!(world.vm.is_marked_dirty(1, page), Ok(page == 4), "page {page}");
             }
-            // What was cleared is logged anew.
+            // What was cleared is logged again.
             world.write_all(slot, [3, 70, 5]);
-            assert_eq!(world.take(slot), [3, 4, 5, 70]);
-            assert_eq!(world.take(slot), [0; 0]);
+            assert_eq!(world.harvest(slot), [3, 4, 5, 70]);
+            assert_eq!(world.harvest(slot), [0; 0]);
             world.finish(&[slot]);
         }
     }
@@ -209,7 +211,7 @@ fn initially_set<F: Format>(config: Config) {
         assert_eq!(world.get(slot), [0; 0]);
         world.write_all(slot, [599, 611]);
         assert_eq!(world.get(slot), [599, 611]);
-        // A move, and logging begun anew, mark all again.
+        // A move, and logging that begins again, mark all again.
         world.set_flags(slot, NO_FLAGS);
         world.set_flags(slot, LOG);
         assert_eq!(world.get(slot).len(), 612);
@@ -229,7 +231,7 @@ fn marks<F: Format>(config: Config) {
             let (slot, other) = (Slot::new(1, 100, 200), Slot::new(2, 300, 10));
             world.create(slot, LOG);
             world.create(other, NO_FLAGS);
-            world.take(slot);
+            world.harvest(slot);
             let past_end =
                 |first_page, nr_pages| Error::LogRangePastEnd { slot: 1, first_page, nr_pages, slot_pages: 200 };
             for (first, nr_pages) in [(0, 201), (200, 1), (199, 2), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)]
@@ -240,15 +242,15 @@ fn marks<F: Format>(config: Config) {
             assert_eq!(world.vm.is_marked_dirty(7, 0), Err(Error::NoSuchSlot { slot: 7 }));
             assert_eq!(world.vm.is_marked_dirty(2, 0), Err(Error::NotLogging { slot: 2 }));
             assert_eq!(world.vm.is_marked_dirty(1, 200), Err(past_end(200, 1)));
-            assert_eq!(world.take(slot), [0; 0]);
-            // A slot that does not log has nothing to mark; its neighbour is not hit.
+            assert_eq!(world.harvest(slot), [0; 0]);
+            // A memslot that does not log has nothing to mark; its neighbour is not affected.
             assert_eq!(world.vm.mark_dirty(2, 0, 10), Ok(()));
             world.set_flags(other, LOG);
             let initially = if manual_protect == ManualProtect::InitiallySet { 10 } else { 0 };
-            assert_eq!(world.take(other).len(), initially);
-            // One, some over words, the last; mapped, mapped and clean, not mapped.
+            assert_eq!(world.harvest(other).len(), initially);
+            // One, some across words, the last; mapped, mapped and clean, not mapped.
             world.write(slot, 0);
-            world.take(slot);
+            world.harvest(slot);
             for (first, nr_pages) in [(0, 1), (60, 10), (199, 1)] {
                 assert_eq!(world.vm.mark_dirty(1, first, nr_pages), Ok(()));
             }
@@ -258,21 +260,21 @@ fn marks<F: Format>(config: Config) {
                 marked
             );
             assert_eq!(world.vm.nr_marked_dirty(), Ok(marked.len() as u64), "the neighbour has none");
-            assert_eq!(world.take(slot), marked);
+            assert_eq!(world.harvest(slot), marked);
             assert_eq!(world.vm.nr_marked_dirty(), Ok(0));
-            assert_eq!(world.take(slot), [0; 0]);
+            assert_eq!(world.harvest(slot), [0; 0]);
             assert_eq!(world.vm.mark_dirty(1, 0, 200), Ok(()));
-            assert_eq!(world.take(slot).len(), 200);
-            assert_eq!(world.take(other), [0; 0]);
-            // The guest's own writes of these pages are logged as before.
+            assert_eq!(world.harvest(slot).len(), 200);
+            assert_eq!(world.harvest(other), [0; 0]);
+            // The guest's own writes to these pages are logged as before.
             world.write_all(slot, [0, 65]);
-            assert_eq!(world.take(slot), [0, 65]);
+            assert_eq!(world.harvest(slot), [0, 65]);
             world.finish(&[slot, other]);
         }
     }
 }
 
-/// What must be as it was after a call that was refused.
+/// What a refused call must leave unchanged.
 fn seen<F: Format>(world: &World<F>, slot: Slot) -> (Vec<u64>, Vec<Option<crate::common::Translation>>, [u64; 5]) {
     let marked = (0..slot.nr_pages).filter(|page| world.vm.is_marked_dirty(slot.id, *page) == Ok(true)).collect();
     let stats = world.vm.stats();
@@ -281,12 +283,12 @@ fn seen<F: Format>(world: &World<F>, slot: Slot) -> (Vec<u64>, Vec<Option<crate:
     (marked, world.entries(slot), counters)
 }
 
-each_config!(ranges_that_cannot_be_had_are_refused_and_change_nothing, refused);
+each_config!(invalid_log_ranges_are_refused_and_change_nothing, refused);
 fn refused<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
             let mut world = World::<F>::new(config.with_dirty_tracking(tracking).with_manual_protect(manual_protect));
-            // Ends inside of a word.
+            // It ends inside a word.
             let (slot, quiet) = (Slot::new(1, 500, 200), Slot::new(2, 1024, 64));
             world.create(slot, LOG);
             world.create(quiet, NO_FLAGS);
@@ -297,7 +299,7 @@ fn refused<F: Format>(config: Config) {
             let too_short = |words, needed| Error::BitmapTooShort { slot: 1, words, needed };
             let empty = |first| Error::EmptyRange { start: slot.gfn(first), end: slot.gfn(first) };
             let max = u64::MAX;
-            // Slot, first page, pages, words, and what is answered.
+            // Memslot, first page, pages, words, and the error.
             let cases = [
                 (0, 0, 64, 9, Error::NoSuchSlot { slot: 0 }),
                 (u32::MAX, 0, 64, 9, Error::NoSuchSlot { slot: u32::MAX }),
@@ -343,7 +345,7 @@ fn refused<F: Format>(config: Config) {
             }
             let initially: Vec<u64> =
                 if manual_protect == ManualProtect::InitiallySet { (0..200).collect() } else { vec![0, 64, 199] };
-            assert_eq!(world.take(slot), initially);
+            assert_eq!(world.harvest(slot), initially);
             world.finish(&[slot, quiet]);
         }
     }
@@ -359,10 +361,10 @@ fn neighbours<F: Format>(config: Config) {
             world.write_all(slot, [0, slot.nr_pages - 1]);
         }
         world.set_flags(slots[2], LOG);
-        assert_eq!(slots.map(|slot| world.take(slot)), [vec![0, 29], vec![0], vec![], vec![0, 63]]);
+        assert_eq!(slots.map(|slot| world.harvest(slot)), [vec![0, 29], vec![0], vec![], vec![0, 63]]);
         world.write_all(slots[2], [50]);
         world.write_all(slots[1], [0]);
-        assert_eq!(slots.map(|slot| world.take(slot)), [vec![], vec![0], vec![50], vec![]]);
+        assert_eq!(slots.map(|slot| world.harvest(slot)), [vec![], vec![0], vec![50], vec![]]);
         world.finish(&slots);
     }
 }
@@ -381,26 +383,27 @@ fn ends<F: Format>(config: Config) {
         assert_eq!(world.write_all(slot, [1, 2, 3]), 0);
         world.write_all(slot, [4, 5]);
         world.set_flags(slot, LOG);
-        assert_eq!(world.take(slot), [0; 0], "written before logging began anew");
+        assert_eq!(world.harvest(slot), [0; 0], "written before logging began again");
         world.write_all(slot, [2, 5, 6]);
-        assert_eq!(world.take(slot), [2, 5, 6]);
-        // A deletion takes the log along, and a new slot by the same number has a new one.
+        assert_eq!(world.harvest(slot), [2, 5, 6]);
+        // A deletion drops the log, and a new memslot of the same number has a new one.
         world.write(slot, 9);
         world.delete(slot);
         world.create(slot, LOG);
-        assert_eq!(world.take(slot), [0; 0]);
-        // A slot that moves and begins to log at once begins with nothing, for nothing is mapped.
+        assert_eq!(world.harvest(slot), [0; 0]);
+        // A memslot that moves and begins to log at once begins with an empty log, since nothing is
+        // mapped.
         world.set_flags(slot, NO_FLAGS);
         world.write(slot, 9);
         let moved = Slot { first: 2048, ..slot };
         world.vm.set_user_memory_region(change(1, LOG, 2048 * PAGE_SIZE, 100 * PAGE_SIZE)).unwrap();
-        assert_eq!(world.take(moved), [0; 0]);
+        assert_eq!(world.harvest(moved), [0; 0]);
         world.delete(moved);
         drop(world);
     }
 }
 
-each_config!(a_slot_that_may_not_be_written_has_an_empty_log, read_only);
+each_config!(a_read_only_slot_has_an_empty_log, read_only);
 fn read_only<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         let mut world = World::<F>::new(config.with_dirty_tracking(tracking));
@@ -411,10 +414,10 @@ fn read_only<F: Format>(config: Config) {
             let exit = world.vcpu.handle_fault(slot.gfn(page).gpa(), slat::Access::Write);
             assert!(matches!(exit, Ok(slat::Outcome::Exit(_))), "{exit:?}");
         }
-        assert_eq!(world.take(slot), [0; 0]);
-        // What the VMM itself writes there is another matter.
+        assert_eq!(world.harvest(slot), [0; 0]);
+        // Writes of the VMM are marked all the same.
         world.vm.mark_dirty(1, 3, 2).unwrap();
-        assert_eq!(world.take(slot), [3, 4]);
+        assert_eq!(world.harvest(slot), [3, 4]);
         world.finish(&[slot]);
     }
 }

@@ -1,4 +1,5 @@
-//! Huge pages in slots that log: they stay for readers, and the first write splits them or marks them whole.
+//! Huge pages in memslots that log: they stay for reads, and the first write splits them or marks
+//! them whole.
 
 use crate::common::GIB;
 use crate::common::log::{
@@ -10,7 +11,7 @@ const GIB_PAGES: u64 = GIB / PAGE_SIZE;
 
 /// 1 GiB that can be mapped as one, three pages before and after it.
 const SLOT: Slot = Slot::huge(1, GIB_PAGES - 3, GIB_PAGES + 6, PageSize::Size1G);
-/// Of `SLOT`: its first page of a huge block.
+/// The first page of a huge block in `SLOT`.
 const HUGE: u64 = 3;
 
 /// Every configuration in which `locking` and format are as in `config`.
@@ -41,7 +42,7 @@ fn leaves<F: Format>(world: &World<F>, slot: Slot) -> [u64; 3] {
     count
 }
 
-each_config!(reads_map_huge_pages_in_a_slot_that_logs_and_they_may_not_be_written, reads);
+each_config!(reads_map_huge_pages_read_only_in_a_slot_that_logs, reads);
 fn reads<F: Format>(config: Config) {
     for config in configs::<F>(config) {
         for (size, expected, largest) in
@@ -50,7 +51,7 @@ fn reads<F: Format>(config: Config) {
             let slot = Slot { max_size: size, ..SLOT };
             let mut world = World::<F>::new(config);
             world.create(slot, LOG);
-            world.take(slot);
+            world.harvest(slot);
             for page in
                 [0, 1, 2].into_iter().chain((HUGE..slot.nr_pages).step_by(512)).chain(slot.nr_pages - 3..slot.nr_pages)
             {
@@ -58,13 +59,13 @@ fn reads<F: Format>(config: Config) {
             }
             assert_eq!(level(&world, slot, HUGE), Some((largest, false)), "{config:?}");
             assert_eq!(leaves(&world, slot), expected, "{config:?}");
-            assert_eq!(world.take(slot), [0; 0], "{config:?}: a read is no write");
+            assert_eq!(world.harvest(slot), [0; 0], "{config:?}: a read is no write");
             // By prefault, too.
             drop(world.vm.invalidate_range(slot.range()).unwrap());
             let size_bytes = slot.nr_pages * PAGE_SIZE;
             assert_eq!(world.vcpu.pre_fault_memory(slot.gfn(0).gpa(), size_bytes, Access::Read), Ok(size_bytes));
             assert_eq!(leaves(&world, slot), expected, "{config:?}");
-            assert_eq!(world.take(slot), [0; 0], "{config:?}");
+            assert_eq!(world.harvest(slot), [0; 0], "{config:?}");
             assert_eq!(world.vm.stats().splits, 0);
             world.finish(&[slot]);
         }
@@ -85,7 +86,7 @@ fn keeps<F: Format>(config: Config) {
             for page in (0..slot.nr_pages).step_by(100) {
                 assert_eq!(world.read(slot, page), 0);
             }
-            world.take(slot);
+            world.harvest(slot);
             assert_eq!(leaves(&world, slot), [0, 16, 0], "{config:?}");
         }
         // One block is written.
@@ -94,9 +95,9 @@ fn keeps<F: Format>(config: Config) {
         let expected = if marks_whole { [0, 16, 0] } else { [512, 15, 0] };
         assert_eq!((leaves(&world, slot), world.vm.stats().splits), (expected, u64::from(!marks_whole)), "{config:?}");
         let pages: Vec<u64> = if marks_whole { (5 * 512..6 * 512).collect() } else { vec![5 * 512 + 9] };
-        assert_eq!(world.take(slot), pages, "{config:?}");
-        assert_eq!(world.take(slot), [0; 0], "{config:?}");
-        // And logging ends: what was split is put back, and writes go on without a split.
+        assert_eq!(world.harvest(slot), pages, "{config:?}");
+        assert_eq!(world.harvest(slot), [0; 0], "{config:?}");
+        // When logging ends, split pages are recovered, and writes need no split.
         world.set_flags(slot, NO_FLAGS);
         world.write_all(slot, (0..slot.nr_pages).step_by(70));
         assert_eq!(leaves(&world, slot), [0, 16, 0], "{config:?}");
@@ -118,34 +119,35 @@ fn first_write<F: Format>(config: Config) {
             // One page of it that is cleared protects all.
             assert_eq!(world.clear(SLOT, &[HUGE + 1000]), Ok(1));
             assert_eq!(level(&world, SLOT, HUGE), Some((Level::L1G, false)), "{config:?}");
-            assert_eq!(world.take(SLOT).len() as u64, SLOT.nr_pages - 1);
+            assert_eq!(world.harvest(SLOT).len() as u64, SLOT.nr_pages - 1);
         }
         assert_eq!(level(&world, SLOT, HUGE), Some((Level::L1G, false)), "{config:?}");
-        assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+        assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}");
         let page = HUGE + 7 * 512 + 9;
         let block: Vec<u64> = (HUGE + 7 * 512..HUGE + 8 * 512).collect();
-        // The write, and all that is to be seen of it, twice: the second meets what the first has made.
+        // The write, and all that can be observed of it, twice: the second finds the work of the
+        // first done.
         for round in 0..2 {
             world.write(SLOT, page);
             if marks_whole {
                 assert_eq!(leaves(&world, SLOT), [0, 512, 0], "{config:?}");
                 assert_eq!(level(&world, SLOT, page), Some((Level::L2M, true)));
                 assert_eq!(world.write_all(SLOT, block.iter().copied()), 0, "{config:?}");
-                assert_eq!(world.take(SLOT), block, "{config:?}");
+                assert_eq!(world.harvest(SLOT), block, "{config:?}");
                 assert_eq!(level(&world, SLOT, page), Some((Level::L2M, false)));
             } else {
                 assert_eq!(leaves(&world, SLOT), [512, 511, 0], "{config:?}");
-                assert_eq!(world.take(SLOT), [page], "{config:?} in round {round}");
+                assert_eq!(world.harvest(SLOT), [page], "{config:?} in round {round}");
             }
-            assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+            assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}");
         }
-        // Its neighbours: in the block, in the next, before the slot's first block.
+        // Its neighbours: in the block, in the next, before the first block of the memslot.
         let others = [0, page + 1, page + 512];
         world.write_all(SLOT, others);
         let expected: Vec<u64> =
             if marks_whole { [0].into_iter().chain(HUGE + 7 * 512..HUGE + 9 * 512).collect() } else { others.to_vec() };
-        assert_eq!(world.take(SLOT), expected, "{config:?}");
-        assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+        assert_eq!(world.harvest(SLOT), expected, "{config:?}");
+        assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}");
         world.finish(&[SLOT]);
     }
 }
@@ -157,7 +159,7 @@ fn maps<F: Format>(config: Config) {
         for by_prefault in [false, true] {
             let mut world = World::<F>::new(config);
             world.create(SLOT, LOG);
-            world.take(SLOT);
+            world.harvest(SLOT);
             let page = HUGE + 3 * 512 + 100;
             if by_prefault {
                 let gpa = SLOT.gfn(page).gpa();
@@ -168,25 +170,26 @@ fn maps<F: Format>(config: Config) {
             let largest = if marks_whole { Level::L2M } else { Level::L4K };
             assert_eq!(level(&world, SLOT, page), Some((largest, true)), "{config:?}");
             let block: Vec<u64> = (HUGE + 3 * 512..HUGE + 4 * 512).collect();
-            assert_eq!(world.take(SLOT), if marks_whole { block } else { vec![page] }, "{config:?}");
-            assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+            assert_eq!(world.harvest(SLOT), if marks_whole { block } else { vec![page] }, "{config:?}");
+            assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}");
             world.finish(&[SLOT]);
         }
-        // A prefault of much: of whole blocks, and of the slot's first pages, that have none.
+        // A large prefault: of whole blocks, and of the first pages of the memslot, which have
+        // none.
         let mut world = World::<F>::new(config);
         world.create(SLOT, LOG);
-        world.take(SLOT);
+        world.harvest(SLOT);
         let nr_pages = HUGE + 4 * 512;
         let done = world.vcpu.pre_fault_memory(SLOT.gfn(0).gpa(), nr_pages * PAGE_SIZE, Access::Write);
         assert_eq!(done, Ok(nr_pages * PAGE_SIZE));
         let expected = if marks_whole { [3, 4, 0] } else { [nr_pages, 0, 0] };
         assert_eq!(leaves(&world, SLOT), expected, "{config:?}");
-        assert_eq!(world.take(SLOT), (0..nr_pages).collect::<Vec<_>>(), "{config:?}");
+        assert_eq!(world.harvest(SLOT), (0..nr_pages).collect::<Vec<_>>(), "{config:?}");
         world.finish(&[SLOT]);
     }
 }
 
-each_config!(a_range_that_is_taken_protects_the_whole_huge_page_and_leaves_the_other_marks, part_taken);
+each_config!(a_harvest_of_a_range_protects_the_whole_huge_page_and_keeps_the_other_marks, part_taken);
 fn part_taken<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         let config = config.with_dirty_tracking(tracking).with_huge_page_logging(HugePageLogging::MarkWhole);
@@ -206,37 +209,37 @@ fn part_taken<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_huge_page_of_which_a_part_is_taken_away_goes_on_being_logged, invalidated);
+each_config!(a_huge_page_with_an_invalidated_part_is_still_logged, invalidated);
 fn invalidated<F: Format>(config: Config) {
     for config in configs::<F>(config) {
         let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
         let slot = Slot::huge(1, 512, 1024, PageSize::Size2M);
         let mut world = World::<F>::new(config);
         world.create(slot, LOG);
-        world.take(slot);
-        // One that was written and one that was read, both with their log taken.
+        world.harvest(slot);
+        // One that was written and one that was read, both harvested.
         world.write(slot, 3);
         world.read(slot, 600);
-        world.take(slot);
+        world.harvest(slot);
         for page in [9, 609] {
             drop(world.vm.invalidate_range(GfnRange::new(slot.gfn(page), 1)).unwrap());
         }
-        assert_eq!(world.take(slot), [0; 0], "{config:?}: taking away is no write");
+        assert_eq!(world.harvest(slot), [0; 0], "{config:?}: an invalidation is no write");
         world.write_all(slot, [10, 610]);
         // After a split each page is logged by itself.
-        assert_eq!(world.take(slot), [10, 610], "{config:?}");
-        // One that was written and not taken: its marks stay, and no page is reported for ever.
+        assert_eq!(world.harvest(slot), [10, 610], "{config:?}");
+        // One that was written and not harvested: its marks stay, and no page is reported for ever.
         world.delete(slot);
         world.create(slot, LOG);
-        world.take(slot);
+        world.harvest(slot);
         world.write(slot, 3);
         drop(world.vm.invalidate_range(GfnRange::new(slot.gfn(9), 1)).unwrap());
         let expected: Vec<u64> = if marks_whole { (0..512).collect() } else { vec![3] };
-        assert_eq!(world.take(slot), expected, "{config:?}");
-        assert_eq!(world.take(slot), [0; 0], "{config:?}");
+        assert_eq!(world.harvest(slot), expected, "{config:?}");
+        assert_eq!(world.harvest(slot), [0; 0], "{config:?}");
         world.write_all(slot, [4, 9]);
         let expected: &[u64] = &[4, 9];
-        let taken = world.take(slot);
+        let taken = world.harvest(slot);
         assert_eq!(taken, expected, "{config:?}");
         world.finish(&[slot]);
     }

@@ -1,5 +1,6 @@
-//! Dirty rings: what is pushed and when, exits of vCPUs whose rings are full, resets that protect. In `beside_guests`, that
-//! nothing is lost when guests write, threads harvest and reset, and slots change, all at once.
+//! Dirty rings: what is pushed and when, exits of vCPUs whose rings are full, resets that protect.
+//! `beside_guests` has the tests that no write is lost beside guests, harvests, resets and changes
+//! of memslots.
 
 mod beside_guests;
 mod enabled_late;
@@ -31,12 +32,12 @@ fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
     vm
 }
 
-/// For exact counts: below a table entry that was closed lazily, a page may be pushed twice by one fault.
+/// For exact counts: below a protected directory entry one fault may push a page twice.
 fn leaf_by_leaf(locking: Locking) -> Config {
     Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
 }
 
-/// A VM with rings and slot 0 at address 0, that logs.
+/// A VM with rings and a logging memslot 0 at address 0.
 fn logging<F: Format>(config: Config, nr_entries: u32, size: u64) -> (Arc<Vm<TestHost, F>>, Vcpu<TestHost, F>) {
     let vm = vm_with::<F>(config, nr_entries);
     vm.set_user_memory_region(region(0, 0, size, 1 << 20, PageSize::Size1G)).unwrap();
@@ -45,7 +46,7 @@ fn logging<F: Format>(config: Config, nr_entries: u32, size: u64) -> (Arc<Vm<Tes
     (vm, vcpu)
 }
 
-/// Takes what is in all rings.
+/// Harvests all rings.
 fn harvest<F: Format>(vm: &Vm<TestHost, F>) -> Vec<DirtyPage> {
     let mut pages = Vec::new();
     for ring in vm.dirty_rings() {
@@ -66,7 +67,7 @@ fn write<F: Format>(vcpu: &mut Vcpu<TestHost, F>, page: u64) {
     assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write), RESUME, "page {page}");
 }
 
-/// Deletes the slots `slots`, and checks that nothing is left of them.
+/// Deletes `slots`, and checks that nothing of them is left.
 fn end<F: Format>(vm: &Arc<Vm<TestHost, F>>, slots: &[u32]) {
     for &slot in slots {
         vm.set_user_memory_region(change(slot, NO_FLAGS, 0, 0)).unwrap();
@@ -74,7 +75,7 @@ fn end<F: Format>(vm: &Arc<Vm<TestHost, F>>, slots: &[u32]) {
     assert_no_table_is_left(vm);
 }
 
-each!(a_fault_that_opens_a_page_pushes_it_and_others_push_nothing, pushes);
+each!(a_fault_that_makes_a_page_writable_pushes_it_and_others_push_nothing, pushes);
 fn pushes<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = logging::<F>(Config::with_locking(locking), 256, 4 * MIB);
     vm.set_user_memory_region(region(7, GIB, 4 * MIB, 0, PageSize::Size2M)).unwrap();
@@ -82,7 +83,7 @@ fn pushes<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
     assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Write), RESUME);
     assert_eq!(harvest(&vm), []);
-    // A huge page that is split, a second write, an empty entry.
+    // A huge page that is split, a second write, an empty PTE.
     write(&mut vcpu, 0);
     write(&mut vcpu, 0);
     write(&mut vcpu, 1023);
@@ -102,7 +103,7 @@ fn pushes<F: Format>(locking: Locking) {
     end(&vm, &[0, 7]);
 }
 
-each!(a_vcpu_whose_ring_is_full_exits_until_there_is_room, full);
+each!(a_vcpu_exits_while_its_ring_is_full, full);
 fn full<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = logging::<F>(leaf_by_leaf(locking), 256, 4 * MIB);
     let mut other = vm.create_vcpu().unwrap();
@@ -118,7 +119,7 @@ fn full<F: Format>(locking: Locking) {
         }
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::DirtyRingFull { gpa: Gpa(0) }));
         assert!(!is_writable(&vm, first + limit), "an exit changes nothing");
-        // Only this one.
+        // Only this vCPU.
         write(&mut other, 1000);
         assert_eq!(harvest(&vm).len() as u64, limit + 1);
         assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), FULL, "a harvest makes no room");
@@ -130,7 +131,7 @@ fn full<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn a_reset_goes_to_the_first_entry_that_was_not_harvested() {
+fn a_reset_stops_at_the_first_entry_that_was_not_harvested() {
     let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
     for page in [5, 6, 900, 7] {
         write(&mut vcpu, page);
@@ -154,7 +155,7 @@ fn many_pages_in_any_order_are_protected_by_one_reset_and_one_flush() {
         vm.set_user_memory_region(region(1, GIB + 3 * PAGE_SIZE, 3 * MIB, 7, PageSize::Size4K)).unwrap();
         vm.set_user_memory_region(change(1, LOG, GIB + 3 * PAGE_SIZE, 3 * MIB)).unwrap();
         let mut others: Vec<_> = (0..40).map(|_| vm.create_vcpu().unwrap()).collect();
-        // Backward, all over the place, and in two slots by turns.
+        // Backward, in scattered order, and in two memslots by turns.
         let backward = (512..1024).rev();
         let all_over = (0..1500).map(|n| 1024 + n * 7919 % 15000);
         for page in backward.chain(all_over) {
@@ -177,7 +178,8 @@ fn many_pages_in_any_order_are_protected_by_one_reset_and_one_flush() {
     }
 }
 
-/// Who finds the entry empty need not flush, so it stays until the flush has returned.
+/// A write that finds the entry empty need not flush. So the entry is emptied only when the flush
+/// has returned.
 #[test]
 fn an_entry_is_empty_only_after_the_flush() {
     let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
@@ -202,9 +204,9 @@ fn an_entry_is_empty_only_after_the_flush() {
     assert_eq!(first_index(), 1);
 }
 
-/// A slot that does not begin at a multiple of 64 pages, whose pages are in the ring again and again.
+/// A memslot that does not begin at a multiple of 64 pages, whose pages are in the ring repeatedly.
 #[test]
-fn pages_that_are_in_the_ring_many_times_are_protected_like_others() {
+fn pages_with_many_ring_entries_are_protected() {
     const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
     const PAGES: u64 = 700;
     let vm = vm_with::<Npt>(Config::default(), 8192);
@@ -229,14 +231,15 @@ fn pages_that_are_in_the_ring_many_times_are_protected_like_others() {
 }
 
 #[test]
-fn no_step_opens_more_pages_than_there_is_room_for() {
+fn no_step_makes_more_pages_writable_than_the_ring_has_room_for() {
     for (nr_entries, level, again) in [(256, Level::L4K, Level::L4K), (1024, Level::L2M, Level::L4K)] {
         let vm = vm_with::<Npt>(Config::default(), nr_entries);
         vm.set_user_memory_region(region(0, 0, 4 * GIB, 1 << 20, PageSize::Size1G)).unwrap();
         vm.set_user_memory_region(region(1, 4 * GIB, GIB, 0, PageSize::Size4K)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         let level_of = |gpa| translate(&vm, Gpa(gpa)).map(|found| (found.level, found.writable));
-        // Installed; and given back, where it was installed for a read while the slot logged.
+        // Installed; and write access restored, where it was installed for a read while the memslot
+        // logged.
         write(&mut vcpu, 0);
         assert_eq!(level_of(0), Some((level, true)));
         vm.set_user_memory_region(change(0, LOG, 0, 4 * GIB)).unwrap();
@@ -246,7 +249,7 @@ fn no_step_opens_more_pages_than_there_is_room_for() {
         assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Write), RESUME);
         assert_eq!(level_of(GIB), Some((level, true)));
         assert_eq!(harvest(&vm), []);
-        // With less than 512 entries left, in a slot that does not log.
+        // With less than 512 entries left, in a memslot that does not log.
         vm.set_user_memory_region(change(1, LOG, 4 * GIB, GIB)).unwrap();
         let nr_pages = u64::from(nr_entries) - 512.min(u64::from(nr_entries) / 2) + 1;
         for page in 0..nr_pages {
@@ -261,13 +264,13 @@ fn no_step_opens_more_pages_than_there_is_room_for() {
     }
 }
 
-/// A slot begins to log while a fault in it is on its way, at each point of the fault: whatever can be written afterwards
-/// is in the ring.
+/// A memslot begins to log while a fault in it is under way, at each point of the fault. Every page
+/// that is writable afterwards is in the ring.
 #[test]
-fn a_slot_that_begins_to_log_beside_a_fault_has_all_its_writable_pages_in_the_ring() {
+fn a_slot_that_begins_to_log_beside_a_fault_reports_its_writable_pages() {
     const SIZE: u64 = 4 * MIB;
     let mut most = 0;
-    for setup in ["empty", "huge", "closed"] {
+    for setup in ["empty", "huge", "protected"] {
         for nth in 1.. {
             let vm = vm_with::<Hooked>(Config::default(), 1024);
             vm.set_user_memory_region(region(0, 0, SIZE, 512, PageSize::Size2M)).unwrap();
@@ -310,21 +313,21 @@ fn a_slot_that_begins_to_log_beside_a_fault_has_all_its_writable_pages_in_the_ri
         }
     }
     if cfg!(debug_assertions) {
-        assert_eq!(most, 512, "a huge page that was opened too late is pushed whole");
+        assert_eq!(most, 512, "a huge page that becomes writable late is pushed whole");
     }
 }
 
 #[test]
 fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
     let (vm, mut vcpu) = logging::<Npt>(leaf_by_leaf(Locking::None), 256, 8 * MIB);
-    // Page by page: a whole table has no room.
+    // Page by page: there is no room for a whole page-table page.
     let limit = u64::from(256 - DIRTY_RING_RESERVE);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(limit * PAGE_SIZE));
     let full = Err(Error::DirtyRingFull { gpa: Gpa(limit * PAGE_SIZE) });
     assert_eq!(vcpu.pre_fault_memory(Gpa(limit * PAGE_SIZE), PAGE_SIZE, Access::Write), full);
     assert_eq!(harvest(&vm), pages_of(0, 0..limit));
     assert_eq!(vm.reset_dirty_rings(), Ok(limit));
-    // A list, in tables that are there.
+    // A list, in existing page-table pages.
     let list: Vec<Gpa> = (limit..512).map(|page| Gpa(page * PAGE_SIZE)).collect();
     let done = vcpu.pre_fault_pages(&list, Access::Write).unwrap() as u64;
     assert!((limit..=256).contains(&done), "{done} pages");
@@ -332,12 +335,12 @@ fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
     assert_eq!(vcpu.pre_fault_pages(&list[done as usize..], Access::Write), Err(full));
     assert_eq!(harvest(&vm), pages_of(0, limit..limit + done));
     assert_eq!(vm.reset_dirty_rings(), Ok(done));
-    // Reads push nothing, and fill tables.
+    // Reads push nothing, and fill page-table pages.
     assert_eq!(vcpu.pre_fault_memory(Gpa(4 * MIB), 4 * MIB, Access::Read), Ok(4 * MIB));
     assert_eq!(harvest(&vm), []);
 
     let (vm, mut vcpu) = logging::<Npt>(Config::default(), 1024, 8 * MIB);
-    // A table at once, then page by page.
+    // A page-table page at once, then page by page.
     let done = vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write).unwrap() / PAGE_SIZE;
     assert!((960..=1024).contains(&done), "{done} pages");
     assert_eq!(harvest(&vm), pages_of(0, 0..done));
@@ -357,17 +360,18 @@ fn entries_of_slots_that_changed_do_no_harm() {
     write(&mut vcpu, first + 700);
     write(&mut vcpu, first + 701);
     assert_eq!(vm.reset_dirty_rings(), Ok(3));
-    // The page at its new place was opened by an entry of its own.
+    // The page at its new place was made writable with an entry of its own.
     assert!(is_writable(&vm, first + 701));
     assert_eq!(harvest(&vm), pages_of(0, [700, 701]));
-    // Another slot by the same number, smaller than the pages of the entries, at the very end of the space.
+    // Another memslot of the same number, smaller than the pages of the entries, at the very end of
+    // the space.
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     let last = (1 << 48) - 2 * PAGE_SIZE;
     vm.set_user_memory_region(region(0, last, 2 * PAGE_SIZE, 0, PageSize::Size4K)).unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(last), Access::Write), RESUME);
     assert_eq!(vm.reset_dirty_rings(), Ok(2));
     assert!(translate(&vm, Gpa(last)).unwrap().writable);
-    // Gone.
+    // Deleted.
     vm.set_user_memory_region(change(0, LOG, last, 2 * PAGE_SIZE)).unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(last + PAGE_SIZE), Access::Write), RESUME);
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
@@ -378,7 +382,7 @@ fn entries_of_slots_that_changed_do_no_harm() {
 }
 
 #[test]
-fn the_ring_of_a_vcpu_that_is_gone_is_harvested_and_taken_over() {
+fn the_ring_of_a_dropped_vcpu_is_harvested_and_inherited() {
     let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
     write(&mut vcpu, 3);
     let ring = std::ptr::from_ref(vcpu.dirty_ring().unwrap());
@@ -411,7 +415,7 @@ fn a_slot_that_begins_to_log_is_protected_whatever_is_initially_set() {
 }
 
 #[test]
-fn what_goes_not_together_is_refused_and_changes_nothing() {
+fn options_that_exclude_each_other_are_refused_and_change_nothing() {
     let new = |config| Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
     for config in [
         Config::default().with_dirty_tracking(DirtyTracking::DirtyBit),
@@ -426,7 +430,7 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
         assert_eq!(vm.enable_dirty_ring(nr_entries), Err(Error::BadRingSize { nr_entries }));
     }
     assert_eq!(vm.reset_dirty_rings(), Err(Error::NoDirtyRing));
-    // A slot may log before: its bitmap is not used any more.
+    // A memslot may log before: its bitmap is not used any more.
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0, PageSize::Size2M)).unwrap();
     vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
     assert_eq!(vm.enable_dirty_ring(65536), Ok(()));
@@ -454,7 +458,7 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn of_enabling_and_vcpus_made_at_once_one_comes_first() {
+fn either_enabling_or_a_concurrent_vcpu_comes_first() {
     for _ in 0..200 {
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
         let (enabled, rings) = std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! What one fault does: sizes, rights, exits, errors.
+//! What a single fault does: sizes, rights, exits, errors.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,7 +25,7 @@ macro_rules! each {
     };
 }
 
-each!(a_fault_maps_the_page_that_the_backing_names, maps);
+each!(a_fault_maps_the_frame_that_the_backing_names, maps);
 fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     vm.set_user_memory_region(region(3, 0x10000, 0x4000, 0x777, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -34,7 +34,7 @@ fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let mapped = translate(&vm, Gpa(0x11000)).unwrap();
     assert_eq!((mapped.pfn, mapped.level, mapped.writable), (Pfn(0x778), Level::L4K, true));
     assert_ne!(mapped.pte.0 & F::ACCESSED, 0);
-    // It may be written; where CPUs set no D, that counts as written.
+    // It is writable; where CPUs set no D, that counts as written.
     assert_eq!(mapped.pte.0 & F::DIRTY == 0, F::HAS_DIRTY_BIT);
     assert_eq!(translate(&vm, Gpa(0x10000)), None);
     // Again: spurious, and the frame stays. Now it is written.
@@ -50,7 +50,8 @@ fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
 each!(leaves_are_as_large_as_backing_alignment_and_slot_allow, sizes);
 fn sizes<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let one_gib_pages = GIB / 4096;
-    // Aligned alike: 1 GiB. Guest and host differ by 2 MiB: 2 MiB. By 4 KiB: 4 KiB. Slot ends inside: smaller there.
+    // Aligned alike: 1 GiB. Guest and host differ by 2 MiB: 2 MiB. By 4 KiB: 4 KiB. The memslot
+    // ends inside: smaller there.
     vm.set_user_memory_region(region(0, 4 * GIB, GIB, 8 * one_gib_pages, PageSize::Size1G)).unwrap();
     vm.set_user_memory_region(region(1, 6 * GIB, GIB, 9 * one_gib_pages + 512, PageSize::Size1G)).unwrap();
     vm.set_user_memory_region(region(2, 8 * GIB, GIB, 11 * one_gib_pages + 1, PageSize::Size1G)).unwrap();
@@ -111,14 +112,14 @@ each!(a_write_to_a_frame_that_was_mapped_for_reading_asks_the_host_again, copy_o
 fn copy_on_write<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
     let backing = memory.backing.clone().unwrap();
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
     assert!(!translate(&vm, Gpa(0x3000)).unwrap().writable);
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Ok(Outcome::Resume));
     assert!(translate(&vm, Gpa(0x3000)).unwrap().writable);
-    // The frame is the same: no CPU has anything cached that is wrong.
+    // The frame is the same: no CPU has a wrong translation cached.
     assert_eq!((vm.host().resolves.load(Ordering::SeqCst), vm.host().nr_flushes()), (2, 0));
 }
 
@@ -126,7 +127,7 @@ each!(a_copy_without_an_invalidation_is_refused, copied);
 fn copied<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
     let backing = memory.backing.clone().unwrap();
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
@@ -149,7 +150,7 @@ each!(a_part_of_a_read_only_block_that_may_be_written_is_split_off, part_of_read
 fn part_of_read_only<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let memory = region(0, 0, 2 * MIB, 0x1000, PageSize::Size2M);
     let backing = memory.backing.clone().unwrap();
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
@@ -164,7 +165,7 @@ fn part_of_read_only<F: Format>(vm: Arc<Vm<TestHost, F>>) {
             "page {page}"
         );
     }
-    // None, but for the break of the block.
+    // None, except for the break of the block.
     assert_eq!(vm.host().nr_flushes(), usize::from(F::BREAK_BEFORE_MAKE));
 }
 
@@ -203,7 +204,7 @@ fn logging<F: Format>(vm: Arc<Vm<TestHost, F>>) {
         Err(Error::BitmapTooShort { slot: 0, words: 4095, needed: 4096 })
     );
     assert_eq!(vm.get_dirty_log(1, &mut bitmap), Err(Error::NoSuchSlot { slot: 1 }));
-    // Logging off: the next write only gives the right back.
+    // Logging off: the next write only restores write access.
     vm.set_user_memory_region(change(0, MemoryRegionFlags::empty(), 0, GIB)).unwrap();
     let resolves = vm.host().resolves.load(Ordering::SeqCst);
     assert_eq!(vcpu.handle_fault(Gpa(0x12345678), Access::Write), Ok(Outcome::Resume));
@@ -219,7 +220,7 @@ fn hardware_bits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let before = translate(&vm, Gpa(0)).unwrap();
     let (cell, _) = crate::common::lowest_entry::<F>(vm.host(), vm.root(), Gpa(0).gfn());
     #[allow(unsafe_code)]
-    // SAFETY: a live entry, and nobody else is here.
+    // SAFETY: a live PTE, and no other thread is here.
     unsafe {
         cell.write(before.pte.0 | F::DIRTY)
     };
@@ -228,7 +229,7 @@ fn hardware_bits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(after.pte, Pte((before.pte.0 | F::DIRTY) & !F::WRITABLE));
 }
 
-each!(deleting_and_moving_take_all_away, delete_and_move);
+each!(deleting_and_moving_zap_the_whole_slot, delete_and_move);
 fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let memory = region(5, GIB, 4 * MIB + 0x3000, 0x100, PageSize::Size4K);
     let size_bytes = memory.memory_size;
@@ -260,7 +261,8 @@ fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert!(dropped.load(Ordering::SeqCst));
     drop(vcpu);
     assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
-    // Tables that hold parts of the slot's block only stay linked; a slot as large as their blocks takes them away.
+    // Page-table pages that hold only parts of the memslot's block stay linked. Deleting a memslot
+    // as large as their blocks unlinks them.
     vm.set_user_memory_region(region(5, 0, 1 << 39, 0, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)).unwrap();
     vm.reclaim();

@@ -1,5 +1,5 @@
-//! Fault-around: exactly the neighbours that are resident are mapped, with what a read would be given, and nobody can tell
-//! that the guest has not asked for them, except that it does not fault there.
+//! Fault-around: exactly the resident neighbours are mapped, with the rights that a read would get.
+//! They count as not used. The guest observes only that it does not fault there.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ fn vm_with<F: Format>(config: Config) -> Arc<Vm<TestHost, F>> {
     Arc::new(Vm::new(TestHost::default(), config).unwrap())
 }
 
-/// What is mapped at `gfn`.
+/// The translation of `gfn`.
 fn at<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Translation> {
     vm.read_tables().unwrap().cursor().query(Gfn(gfn).gpa())
 }
@@ -42,7 +42,8 @@ fn mapped<H: Host, F: Format>(vm: &Vm<H, F>, range: std::ops::Range<u64>) -> BTr
     range.filter(|&gfn| cursor.query(Gfn(gfn).gpa()).is_some()).collect()
 }
 
-/// A slot of small pages from guest frame `first` on, of which `resident` (numbers within the slot) are resident.
+/// A memslot of small pages from guest frame `first` on. `resident` are its resident pages, by
+/// number within the memslot.
 fn slot(
     id: u32,
     first: u64,
@@ -61,7 +62,7 @@ fn fault<H: Host, F: Format>(vcpu: &mut Vcpu<H, F>, gfn: u64, access: Access) {
 
 each!(exactly_the_resident_neighbours_are_mapped, exactly_the_resident);
 fn exactly_the_resident<F: Format>(locking: Locking) {
-    // Neither end of the slot is aligned to anything.
+    // Neither end of the memslot is aligned.
     const FIRST: u64 = 505;
     const NR_PAGES: u64 = 77;
     let is_resident = |page: u64| page % 3 != 1 && page % 7 != 2;
@@ -75,7 +76,7 @@ fn exactly_the_resident<F: Format>(locking: Locking) {
             let mut nr_installed = 0;
             let mut used = BTreeSet::new();
             let mut given_write = BTreeSet::new();
-            // In windows whose table is there and in others; twice in the same.
+            // In windows that have a page-table page and in others; twice in the same.
             for gfn in [FIRST + 40, FIRST, FIRST + 6, FIRST + 7, FIRST + NR_PAGES - 1, FIRST + 41] {
                 let window = u64::from(nr_pages);
                 let first = gfn / window * window;
@@ -86,7 +87,7 @@ fn exactly_the_resident<F: Format>(locking: Locking) {
                     expected.extend(neighbours);
                 }
                 nr_installed += u64::from(!was_mapped);
-                // Where CPUs set no D, a neighbour may not be written yet.
+                // Where CPUs set no D, a neighbour is not writable yet.
                 let is_allowed = at(&vm, gfn).is_some_and(|found| found.writable || access != Access::Write);
                 assert_eq!(is_allowed, was_mapped && (F::HAS_DIRTY_BIT || access != Access::Write));
                 let spurious_before = vm.stats().spurious;
@@ -122,7 +123,7 @@ fn exactly_the_resident<F: Format>(locking: Locking) {
     }
 }
 
-each!(without_it_nobody_is_asked, off);
+each!(without_fault_around_no_neighbour_is_resolved, off);
 fn off<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(Config::with_locking(locking));
     vm.set_user_memory_region(slot(0, 0, 64, 0..64).0).unwrap();
@@ -130,7 +131,7 @@ fn off<F: Format>(locking: Locking) {
     fault(&mut vcpu, 5, Access::Read);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 4 * PAGE_SIZE, Access::Read), Ok(4 * PAGE_SIZE));
     assert_eq!(mapped(&vm, 0..64), BTreeSet::from([0, 1, 2, 3, 5]));
-    assert_eq!((vm.host().asked_resident.load(Ordering::SeqCst), vm.stats().around), (0, 0));
+    assert_eq!((vm.host().nr_resident_queries.load(Ordering::SeqCst), vm.stats().around), (0, 0));
 }
 
 #[test]
@@ -144,7 +145,7 @@ fn a_window_that_is_no_power_of_two_or_too_large_is_refused() {
 }
 
 each!(prefaults_and_huge_pages_map_nothing_around, nothing_around);
-/// A prefault maps what it was asked to, and a fault on a huge page has no neighbours.
+/// A prefault maps what was requested alone, and a fault on a huge page has no neighbours.
 fn nothing_around<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 64));
     vm.set_user_memory_region(slot(0, 0, 64, 0..64).0).unwrap();
@@ -156,12 +157,12 @@ fn nothing_around<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_pages(&[Gfn(9).gpa(), Gfn(40).gpa()], Access::Write), Ok(2));
     assert_eq!(mapped(&vm, 0..64), BTreeSet::from([1, 2, 9, 40]));
     fault(&mut vcpu, 1024, Access::Read);
-    assert_eq!(vm.host().asked_resident.load(Ordering::SeqCst), 0);
+    assert_eq!(vm.host().nr_resident_queries.load(Ordering::SeqCst), 0);
     assert_eq!((vm.stats().pages_2m(), vm.stats().pages_4k(), vm.stats().around), (1, 4, 0));
 }
 
-each!(frames_that_follow_each_other_are_asked_for_once, contiguous);
-/// One answer for a block of frames that follow each other serves all of its pages in a group of 8.
+each!(contiguous_neighbours_are_resolved_once, contiguous);
+/// One answer for a block of contiguous frames serves all of its pages in a group of 8.
 fn contiguous<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 32));
     // Shifted by 16 pages, so that no large leaf fits; a block of frames ends at page 15.
@@ -172,7 +173,7 @@ fn contiguous<F: Format>(locking: Locking) {
     fault(&mut vcpu, 3, Access::Read);
     assert_eq!(mapped(&vm, 0..1024), (0..32).collect());
     assert!((0..32).all(|gfn| at(&vm, gfn).unwrap().pfn.0 == 0x1_0000 - 16 + gfn));
-    assert_eq!(vm.host().asked_resident.load(Ordering::SeqCst), 4);
+    assert_eq!(vm.host().nr_resident_queries.load(Ordering::SeqCst), 4);
 }
 
 each!(a_window_ends_with_its_slot, two_slots);
@@ -190,7 +191,7 @@ fn two_slots<F: Format>(locking: Locking) {
     assert_eq!(mapped(&vm, 0..1024), (10..64).collect());
 }
 
-each!(nothing_is_mapped_in_a_range_that_is_taken_away, beside_a_held_range);
+each!(nothing_is_mapped_around_in_a_range_in_flight, beside_a_held_range);
 fn beside_a_held_range<F: Format>(locking: Locking) {
     for has_table in [false, true] {
         let vm = vm_with::<F>(around(locking, 16));
@@ -200,12 +201,12 @@ fn beside_a_held_range<F: Format>(locking: Locking) {
         if has_table {
             fault(&mut vcpu, 100, Access::Read);
         } else {
-            // No table keeps the range apart.
+            // No page-table page keeps the range apart.
             vm.host().fail_after(0);
         }
         let held = vm.invalidate_range(GfnRange::new(Gfn(4), 3)).unwrap();
         vm.host().never_fail();
-        // A mapping of it would be wrong by the time that it is made.
+        // A mapping of it would be stale as soon as it is made.
         backing.frames.write().unwrap().insert(5, Frame { pfn: 0x9999, writes: Writes::Allowed });
         fault(&mut vcpu, 1, Access::Read);
         assert_eq!(mapped(&vm, 0..16), (0..4).chain(7..16).collect());
@@ -216,14 +217,14 @@ fn beside_a_held_range<F: Format>(locking: Locking) {
     }
 }
 
-each!(neighbours_get_no_right_that_a_read_would_not, rights);
+each!(neighbours_get_only_the_rights_of_a_read, rights);
 fn rights<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 16));
     let (memory, _) = slot(0, 0, 16, 0..16);
     vm.set_user_memory_region(MemoryRegion { flags: MemoryRegionFlags::READONLY, ..memory }).unwrap();
-    // The host gives a frame that may be written only to who writes.
+    // The host makes a frame writable only for a write.
     let (memory, backing) = slot(1, 16, 16, 0..16);
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     fault(&mut vcpu, 3, Access::Execute);
@@ -234,14 +235,15 @@ fn rights<F: Format>(locking: Locking) {
     }
     let exit = Outcome::Exit(Exit::Mmio { gpa: Gfn(4).gpa(), access: Access::Write });
     assert_eq!(vcpu.handle_fault(Gfn(4).gpa(), Access::Write), Ok(exit));
-    // The first write asks the host, and passes what is mapped by.
+    // The first write resolves its page, and passes over what is mapped.
     let resolves = vm.host().resolves.load(Ordering::SeqCst);
     fault(&mut vcpu, 21, Access::Write);
     assert_eq!(vm.host().resolves.load(Ordering::SeqCst), resolves + 1);
     assert!(at(&vm, 21).unwrap().writable && !at(&vm, 22).unwrap().writable);
 }
 
-/// In a slot that logs, a neighbour's page is clean until it is written, and then logged, whatever finds out writes.
+/// In a memslot that logs, a neighbour is clean until it is written, and then logged, in every way
+/// to find writes.
 fn logs<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
         for access in ACCESSES {
@@ -266,15 +268,15 @@ fn logs<F: Format>(locking: Locking) {
                 }
                 assert_eq!(world.get(pages), [page], "{tracking:?}");
             }
-            // The leaf says that the host allows it.
+            // The leaf records that the host allows it.
             assert_eq!(world.vm.host().resolves.load(Ordering::SeqCst), resolves);
         }
     }
 }
 each!(a_neighbour_is_logged_when_it_is_written_and_not_before, logs);
 
-/// Logging begins while the host is asked about neighbours that were to be writable: whatever may be written then is in the
-/// log, or in the ring.
+/// Logging begins while the host resolves neighbours that were to be writable. All pages that are
+/// writable afterwards are in the log, or in the ring.
 fn logging_begins<F: Format>(locking: Locking) {
     for has_ring in [false, true] {
         for access in [Access::Read, Access::Write] {
@@ -305,18 +307,18 @@ fn logging_begins<F: Format>(locking: Locking) {
                 vm.get_dirty_log(0, &mut bitmap).unwrap();
                 logged.extend((0..64).filter(|page| bitmap[0] >> page & 1 == 1));
             }
-            // The fault's own page was there before the slot logged, and is write-protected. Where CPUs
-            // set no D, neighbours would count as written.
+            // The fault's own page was mapped before the memslot logged, and is write-protected.
+            // Where CPUs set no D, a writable neighbour would count as written.
             assert_eq!(writable.len(), if F::HAS_DIRTY_BIT { 7 } else { 0 }, "all neighbours of the group were to be");
             assert!(writable.is_subset(&logged), "writable {writable:?}, logged {logged:?}");
         }
     }
 }
-each!(neighbours_that_are_opened_while_logging_begins_are_logged, logging_begins);
+each!(neighbours_mapped_writable_while_logging_begins_are_logged, logging_begins);
 
-each!(neighbours_take_no_place_in_a_ring, rings);
-/// In a slot that logs, a ring holds what was written and no neighbour; and a ring that is nearly full has room for all that a
-/// fault may open.
+each!(neighbours_are_not_pushed, rings);
+/// In a memslot that logs, a ring holds written pages and no neighbour. A ring that is nearly full
+/// has room for all that a fault may make writable.
 fn rings<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 64));
     vm.enable_dirty_ring(256).unwrap();
@@ -358,7 +360,7 @@ fn unseen<F: Format>(locking: Locking) {
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     let zapped = vm.host().zapped.lock().unwrap().take().unwrap();
     let dirty: BTreeSet<u64> = zapped.iter().filter(|leaf| leaf.dirty).map(|leaf| leaf.range.start.0).collect();
-    // Page 2 could be written unseen.
+    // Writes to page 2 could not be found.
     assert_eq!(dirty, BTreeSet::from([2, 3]));
 }
 
@@ -368,12 +370,12 @@ fn no_memory<F: Format>(locking: Locking) {
     vm.set_user_memory_region(slot(0, 3, 700, 0..700).0).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut expected = BTreeSet::new();
-    // The first needs a table for each level, the second one table, the third none.
+    // The first needs a page-table page for each level, the second one, the third none.
     for (gfn, nr_tables, window) in
         [(100, u64::from(F::ROOT_LEVEL.0) - 1, 64..128), (600, 1, 576..640), (140, 0, 128..192)]
     {
         for k in 0..nr_tables {
-            // What there is stays in the vCPU's cache.
+            // Spare page-table pages stay in the vCPU's cache.
             vm.host().fail_after(i64::from(k != 0));
             assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Read), Err(Error::OutOfMemory));
             assert_eq!(mapped(&vm, 0..1024), expected);
@@ -386,8 +388,8 @@ fn no_memory<F: Format>(locking: Locking) {
     }
 }
 
-/// A fault is overtaken at its `nth` look at an entry: a neighbour gets another frame, or its slot goes. Says whether it has so
-/// many.
+/// A fault is overtaken at its `nth` look at a PTE: a neighbour moves to another frame, or its
+/// memslot is deleted. Returns whether it has so many looks.
 #[cfg(debug_assertions)]
 fn overtaken(has_table: bool, whole_slot: bool, access: Access, nth: u32) -> bool {
     let vm = vm_with::<Hooked>(around(Locking::None, 8));
@@ -450,15 +452,16 @@ fn a_fault_that_is_overtaken_at_any_look_maps_no_old_neighbour() {
     assert!(nr_overtaken > 100, "{nr_overtaken} looks");
 }
 
-/// The same between the host's word and the leaf, for which there is no look: each neighbour's answer is the last before a
-/// page of the window is given another frame, or before the slot is replaced by another over it.
+/// The same between the host's answer and the leaf, where there is no look. Each neighbour's answer
+/// is the last one before a page of the window moves to another frame, or before another memslot
+/// replaces this one.
 fn overtaken_by_host<F: Format>(locking: Locking) {
     for whole_slot in [false, true] {
         let vm = trap_vm_with::<F>(around(locking, 8));
         let (memory, backing) = slot(0, 0, 512, 0..512);
         vm.set_user_memory_region(memory).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
-        // A table, so that the neighbours' entries are seen each by itself.
+        // A page-table page, so that the neighbours' PTEs are read one by one.
         fault(&mut vcpu, 100, Access::Read);
         let keeper = vm.host().in_resident.set();
         thread::scope(|scope| {
@@ -479,10 +482,11 @@ fn overtaken_by_host<F: Format>(locking: Locking) {
             assert_eq!(faulting.join().unwrap(), Ok(Outcome::Resume));
         });
         if whole_slot {
-            // The fault's own page went with the old slot, and no neighbour came after.
+            // The fault's own page was zapped with the old memslot, and no neighbour was mapped
+            // after.
             assert_eq!(mapped(&*vm, 0..512), BTreeSet::new());
             fault(&mut vcpu, 2, Access::Read);
-            // In the new slot nothing else is resident.
+            // In the new memslot no other page is resident.
             assert_eq!(mapped(&*vm, 0..512), BTreeSet::from([2]));
             assert_eq!(at(&*vm, 2).unwrap().pfn.0, 0x9_0002);
         } else {
@@ -493,7 +497,8 @@ fn overtaken_by_host<F: Format>(locking: Locking) {
 }
 each!(an_answer_that_is_overtaken_is_not_mapped, overtaken_by_host);
 
-/// Threads fault in the same windows while pages get other frames: nothing old is left, and the counts are exact.
+/// Threads fault in the same windows while pages move to other frames. No old frame stays mapped,
+/// and the counts are exact.
 fn beside_others<F: Format>(locking: Locking) {
     const NR_PAGES: u64 = 1024;
     let vm = vm_with::<F>(around(locking, 16));

@@ -1,4 +1,5 @@
-//! Huge pages: split ahead of time, by whom and where; and put back when logging ends.
+//! Huge pages: split ahead of time, by which call and on which node; and recovered when logging
+//! ends.
 
 mod kvm_page_splitting;
 mod without_memory;
@@ -33,7 +34,7 @@ fn pages<F: Format>(vm: &Vm<TestHost, F>) -> (u64, u64, u64) {
     (stats.pages_4k(), stats.pages_2m(), stats.pages_1g())
 }
 
-/// A VM with one slot of 2 GiB at 0, mapped for writing by leaves of `size`.
+/// A VM with one memslot of 2 GiB at 0, mapped for writing by leaves of `size`.
 fn mapped<F: Format>(config: Config, size: PageSize) -> Arc<Vm<TestHost, F>> {
     let vm = Arc::new(Vm::new(TestHost::default(), config).unwrap());
     vm.set_user_memory_region(region(0, 0, 2 * GIB, 2 * GIB / PAGE_SIZE, size)).unwrap();
@@ -69,7 +70,7 @@ fn there_and_back<F: Format>(config: Config, size: PageSize) {
 }
 
 #[test]
-fn logging_splits_them_and_its_end_puts_them_back() {
+fn logging_splits_huge_pages_and_its_end_recovers_them() {
     for_each(|config| {
         for manual in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
             for size in [PageSize::Size2M, PageSize::Size1G] {
@@ -82,7 +83,7 @@ fn logging_splits_them_and_its_end_puts_them_back() {
 }
 
 #[test]
-fn a_range_is_split_and_put_back() {
+fn a_range_is_split_and_recovered() {
     for_each(|config| {
         let vm = mapped::<Npt>(config, PageSize::Size1G);
         let range = GfnRange::new(Gpa(GIB + 4 * MIB + 4096).gfn(), 512 * 3);
@@ -97,7 +98,7 @@ fn a_range_is_split_and_put_back() {
     });
 }
 
-/// `$test::<Format>(config)` for each format, and without a lock and with one.
+/// `$test::<Format>(config)` for each format, without a lock and with one.
 macro_rules! each_format {
     ($name:ident, $test:ident) => {
         #[test]
@@ -119,8 +120,8 @@ fn sizes<F: Format>(world: &World<F>) -> (u64, u64, u64) {
     pages(&world.vm)
 }
 
-/// A world with one slot, mapped as large as may be for `access`, as if the guest had used nothing yet; what is taken away is
-/// recorded.
+/// A world with one memslot, mapped as large as possible for `access`, as if the guest had accessed
+/// nothing yet. Zapped leaves are recorded.
 fn world_with<F: Format>(config: Config, slot: Slot, access: Access) -> World<F> {
     let mut world = World::<F>::new(config);
     world.create(slot, NO_FLAGS);
@@ -134,7 +135,7 @@ fn zapped<F: Format>(world: &World<F>) -> Vec<ZappedLeaf> {
     world.vm.host().take_zapped()
 }
 
-each_format!(a_hole_has_the_table_taken_away_and_the_next_access_brings_the_huge_page, hole);
+each_format!(a_recovery_unlinks_a_table_with_a_hole_and_the_next_access_maps_a_huge_leaf, hole);
 fn hole<F: Format>(config: Config) {
     let slot = Slot::huge(1, 4 * BIG, 2 * BIG, PageSize::Size2M);
     let mut world = world_with::<F>(config, slot, Access::Write);
@@ -145,13 +146,13 @@ fn hole<F: Format>(config: Config) {
     drop(vm.invalidate_range(GfnRange::new(slot.gfn(9), 1)).unwrap());
     assert_eq!(zapped(&world).len(), 1);
     assert_eq!(vm.recover_range(slot.range()), Ok(1), "the other block");
-    assert_eq!(sizes(&world), (0, 1, 0), "what cannot be a leaf is taken away");
+    assert_eq!(sizes(&world), (0, 1, 0), "a table that cannot become a leaf is unlinked");
     let gone = zapped(&world);
     assert_eq!(gone.len(), 511);
     for leaf in gone {
         let page = leaf.range.start.0 - slot.first;
         assert_eq!(leaf.range.nr_pages(), 1);
-        // What could be written counts as written, where CPUs set no D.
+        // A writable page counts as written, where CPUs set no D.
         let is_dirty = page == 3 || !F::HAS_DIRTY_BIT;
         assert_eq!((leaf.accessed, leaf.dirty), ([3, 5].contains(&page), is_dirty), "page {page}");
         assert_eq!(leaf.pfn.0, slot.first_pfn + page);
@@ -172,22 +173,22 @@ fn misfit<F: Format>(config: Config) {
     vm.set_user_memory_region(memory).unwrap();
     let all = GfnRange::new(Gfn(BIG), 2 * BIG);
     assert_eq!(world.vcpu.pre_fault_memory(Gpa(2 * MIB), 4 * MIB, Access::Write), Ok(4 * MIB));
-    let taken_away = vm.invalidate_range(GfnRange::new(Gfn(BIG + 7), 1)).unwrap();
+    let invalidation = vm.invalidate_range(GfnRange::new(Gfn(BIG + 7), 1)).unwrap();
     backing
         .frames
         .write()
         .unwrap()
         .insert(7, crate::common::Frame { pfn: 0x9_0000, writes: crate::common::Writes::Allowed });
-    drop(taken_away);
+    drop(invalidation);
     assert_eq!(world.vcpu.handle_fault(Gfn(BIG + 7).gpa(), Access::Write), Ok(Outcome::Resume));
     vm.split_range(all, PageSize::Size4K).unwrap();
     zapped(&world);
     assert_eq!(vm.recover_range(all), Ok(1), "the block without it");
-    assert_eq!((sizes(&world), zapped(&world).len()), ((512, 1, 0), 0), "the host says no: nothing is taken away");
+    assert_eq!((sizes(&world), zapped(&world).len()), ((512, 1, 0), 0), "the host refuses: nothing is zapped");
     assert_eq!(translate(&vm, Gfn(BIG + 7).gpa()).unwrap().pfn.0, 0x9_0000);
 }
 
-each_format!(only_blocks_wholly_inside_a_slot_come_back, ends);
+each_format!(only_blocks_wholly_inside_a_slot_are_recovered, ends);
 fn ends<F: Format>(config: Config) {
     // From 1 MiB to 7 MiB, and a neighbour that has the rest of the last block.
     let slots = [Slot::huge(1, 256, 6 * 256, PageSize::Size2M), Slot::huge(2, 7 * 256, 256, PageSize::Size2M)];
@@ -206,7 +207,7 @@ fn ends<F: Format>(config: Config) {
     world.finish(&slots);
 }
 
-each_format!(frames_that_lie_otherwise_than_the_pages_stay_small, alignment);
+each_format!(frames_that_are_not_contiguous_stay_small, alignment);
 fn alignment<F: Format>(config: Config) {
     let slot = Slot { first_pfn: 0x10_0000 + 3, ..Slot::huge(1, BIG, 2 * BIG, PageSize::Size1G) };
     let world = world_with::<F>(config, slot, Access::Write);
@@ -224,7 +225,7 @@ fn alignment<F: Format>(config: Config) {
     assert_eq!((sizes(&world), zapped(&world).len()), ((0, 512, 0), 0));
 }
 
-each_format!(what_may_not_be_written_stays_so, read_only);
+each_format!(read_only_pages_stay_read_only, read_only);
 fn read_only<F: Format>(config: Config) {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
     let mut world = World::<F>::new(config);
@@ -238,21 +239,21 @@ fn read_only<F: Format>(config: Config) {
     assert_eq!(world.vm.recover_range(slot.range()), Ok(2));
     assert!(!world.is_writable(slot, 0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((0, 0, 1), 0));
-    // A slot that may be written, over frames that the host gives read-only until they are written.
+    // A writable memslot, over frames that the host makes read-only until they are written.
     let memory = region(2, GIB, 2 * MIB, HUGE, PageSize::Size2M);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     world.vm.set_user_memory_region(memory).unwrap();
     let block = GfnRange::new(Gfn(HUGE), BIG);
     assert_eq!(world.vcpu.handle_fault(Gpa(GIB), Access::Read), Ok(Outcome::Resume));
     assert_eq!(world.vm.split_range(block, PageSize::Size4K), Ok(1));
-    // One may be written now: they are not the same any more, and the next access asks anew.
+    // One page is writable now: the rights differ, and the next access resolves again.
     assert_eq!(world.vcpu.handle_fault(Gpa(GIB + PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
     assert!(!world.at(Gfn(HUGE)).unwrap().writable && world.at(Gfn(HUGE + 1)).unwrap().writable);
     assert_eq!(world.vm.recover_range(block), Ok(0));
     // And the leaf that was replaced by a writable one.
     assert_eq!((sizes(&world), zapped(&world).len()), ((0, 0, 1), 512 + 1));
-    // All may be written now: but the host's answer to a read tells of a block that may not.
+    // All are writable now, but the host's answer to a read is a read-only block.
     assert_eq!(world.vcpu.pre_fault_memory(Gpa(GIB), 2 * MIB, Access::Read), Ok(2 * MIB));
     assert_eq!(world.vm.split_range(block, PageSize::Size4K), Ok(1));
     for page in 0..BIG {
@@ -262,7 +263,7 @@ fn read_only<F: Format>(config: Config) {
     assert_eq!((sizes(&world), zapped(&world).len()), ((BIG, 0, 1), 0));
 }
 
-each_format!(where_whole_blocks_are_marked_1g_become_2m_and_come_back_protected, mark_whole);
+each_format!(with_whole_marks_1g_become_2m_and_are_recovered_protected, mark_whole);
 fn mark_whole<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
         let config = config.with_huge_page_logging(HugePageLogging::MarkWhole).with_manual_protect(manual);
@@ -275,16 +276,16 @@ fn mark_whole<F: Format>(config: Config) {
         }
         assert_eq!(sizes(&world), (0, 512, 0));
         world.write(slot, 1000);
-        assert_eq!(world.take(slot), (512..1024).collect::<Vec<_>>());
+        assert_eq!(world.harvest(slot), (512..1024).collect::<Vec<_>>());
         let some = GfnRange::new(Gfn(0), 3 * BIG);
         assert_eq!(world.vm.split_range(some, PageSize::Size4K), Ok(3));
         world.write(slot, 513);
         assert_eq!(world.vm.recover_range(slot.range()), Ok(3), "2 MiB, and no larger");
         assert_eq!(sizes(&world), (0, 512, 0));
-        assert!((0..3 * BIG).all(|page| !world.is_writable(slot, page)), "what comes back is protected");
-        assert_eq!(world.take(slot), [513], "the mark stays, and no other comes");
+        assert!((0..3 * BIG).all(|page| !world.is_writable(slot, page)), "a recovered leaf is protected");
+        assert_eq!(world.harvest(slot), [513], "the mark stays, and no other is set");
         world.write(slot, 514);
-        assert_eq!(world.take(slot), (512..1024).collect::<Vec<_>>());
+        assert_eq!(world.harvest(slot), (512..1024).collect::<Vec<_>>());
         world.set_flags(slot, NO_FLAGS);
         assert_eq!((sizes(&world), world.is_writable(slot, 0)), ((0, 0, 1), true));
         assert_eq!(zapped(&world).len(), 0);
@@ -304,8 +305,8 @@ fn logging_slots_stay_split<F: Format>(config: Config) {
     assert_eq!(world.write(slot, 3), u64::from(faults));
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((1024, 0, 0), 0));
-    assert_eq!(world.take(slot), [3], "{config:?}");
-    assert!(world.take(slot).is_empty());
+    assert_eq!(world.harvest(slot), [3], "{config:?}");
+    assert!(world.harvest(slot).is_empty());
     world.write(slot, 3);
     world.read(slot, 700);
     world.set_flags(slot, NO_FLAGS);
@@ -313,14 +314,14 @@ fn logging_slots_stay_split<F: Format>(config: Config) {
     assert!(world.is_writable(slot, 3) && world.is_writable(slot, 700));
     // All that the guest did, once for each block.
     drop(world.vm.invalidate_range(slot.range()).unwrap());
-    let told: Vec<_> = zapped(&world).iter().map(|leaf| (leaf.range, leaf.accessed, leaf.dirty)).collect();
+    let reported: Vec<_> = zapped(&world).iter().map(|leaf| (leaf.range, leaf.accessed, leaf.dirty)).collect();
     let block = |n: u64| GfnRange::new(Gfn(BIG + n * BIG), BIG);
-    assert_eq!(told, [(block(0), true, true), (block(1), true, !F::HAS_DIRTY_BIT)], "{config:?}");
+    assert_eq!(reported, [(block(0), true, true), (block(1), true, !F::HAS_DIRTY_BIT)], "{config:?}");
     world.finish(&[slot]);
 }
 
 #[test]
-fn slots_that_log_by_pages_keep_them_and_all_is_told_once() {
+fn slots_that_log_by_pages_keep_small_leaves_and_report_all_once() {
     for manual in MANUAL_PROTECTS {
         for tracking in dirty_trackings::<Ept>() {
             logging_slots_stay_split::<Ept>(
@@ -341,7 +342,7 @@ fn slots_that_log_by_pages_keep_them_and_all_is_told_once() {
     }
 }
 
-each_format!(a_page_that_waits_to_be_seen_waits_in_each_part_and_in_the_whole, tracked);
+each_format!(a_tracked_leaf_stays_tracked_through_a_split_and_a_recovery, tracked);
 fn tracked<F: Format>(config: Config) {
     let config = config.with_access_tracking(AccessTracking::Faults);
     let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
@@ -350,7 +351,7 @@ fn tracked<F: Format>(config: Config) {
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2));
     assert_eq!(world.vm.test_age_range(slot.range()), Ok(0), "the parts were not used");
     assert_eq!(sizes(&world), (1024, 0, 0));
-    // One block is used by one page, the other not at all.
+    // One block is accessed at one page, the other not at all.
     world.read(slot, 3);
     assert_eq!(world.vm.test_age_range(slot.range()), Ok(1));
     assert_eq!(world.vm.recover_range(slot.range()), Ok(2));
@@ -360,12 +361,12 @@ fn tracked<F: Format>(config: Config) {
     world.write(slot, BIG);
     assert_eq!(zapped(&world).len(), 0);
     drop(world.vm.invalidate_range(slot.range()).unwrap());
-    let told: Vec<_> = zapped(&world).iter().map(|leaf| (leaf.accessed, leaf.dirty)).collect();
-    assert_eq!(told, [(true, true), (true, true)]);
+    let reported: Vec<_> = zapped(&world).iter().map(|leaf| (leaf.accessed, leaf.dirty)).collect();
+    assert_eq!(reported, [(true, true), (true, true)]);
     world.finish(&[slot]);
 }
 
-each_format!(beside_rings_what_comes_back_is_opened_by_the_first_write, rings);
+each_format!(with_rings_the_first_write_to_a_recovered_leaf_faults, rings);
 fn rings<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
         let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config.with_manual_protect(manual)).unwrap());
@@ -394,7 +395,7 @@ fn rings<F: Format>(config: Config) {
     }
 }
 
-each_format!(what_the_guest_did_goes_down_and_comes_up_and_is_told_once, accessed_and_dirty);
+each_format!(accessed_and_dirty_survive_splits_and_recoveries_and_are_reported_once, accessed_and_dirty);
 fn accessed_and_dirty<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
     let mut world = world_with::<F>(config, slot, Access::Write);
@@ -413,16 +414,16 @@ fn accessed_and_dirty<F: Format>(config: Config) {
     assert_eq!(sizes(&world), (0, 0, 1));
     assert_eq!(zapped(&world), []);
     drop(vm.invalidate_range(slot.range()).unwrap());
-    let told = zapped(&world);
+    let reported = zapped(&world);
     assert_eq!(
-        told.iter().map(|leaf| (leaf.range, leaf.accessed, leaf.dirty)).collect::<Vec<_>>(),
+        reported.iter().map(|leaf| (leaf.range, leaf.accessed, leaf.dirty)).collect::<Vec<_>>(),
         [(slot.range(), true, true)]
     );
     world.finish(&[slot]);
 }
 
 #[test]
-fn four_gib_come_back_with_few_flushes() {
+fn four_gib_are_recovered_with_few_flushes() {
     for locking in LOCKINGS {
         let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
         let world = world_with::<Npt>(Config::with_locking(locking), slot, Access::Write);
@@ -439,7 +440,7 @@ fn four_gib_come_back_with_few_flushes() {
     }
 }
 
-each_format!(beside_a_reader_only_so_many_tables_are_put_off, reader);
+each_format!(beside_a_reader_the_deferred_tables_are_bounded, reader);
 fn reader<F: Format>(config: Config) {
     let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
     let world = world_with::<F>(config, slot, Access::Write);
@@ -447,12 +448,12 @@ fn reader<F: Format>(config: Config) {
     // Above those of small pages, one for each GiB, and those from the root to there.
     let nr_linked = || world.vm.stats().pages_4k() / BIG + 4 + u64::from(F::ROOT_LEVEL.0 - Level::L2M.0);
     let reader = world.vm.read_tables().unwrap();
-    // As many as are linked, and those that zaps may put off.
+    // As many as are linked, and those that zaps may defer.
     assert_eq!(world.vm.recover_range(slot.range()), Ok(2048));
     assert_eq!(world.vm.host().live_tables() as u64, nr_linked() + 2048);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
     let again = world.vm.recover_range(slot.range()).unwrap();
-    assert!((1024..=1024 + 512 + 8).contains(&again), "{again} more tables put off");
+    assert!((1024..=1024 + 512 + 8).contains(&again), "{again} more page-table pages deferred");
     assert_eq!(sizes(&world), ((2048 - again) * BIG, again, 0));
     assert_eq!(world.vm.host().live_tables() as u64, nr_linked() + 2048 + again);
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0), "not one more");
@@ -466,7 +467,7 @@ fn reader<F: Format>(config: Config) {
     world.finish(&[slot]);
 }
 
-each_format!(ranges_that_make_no_sense_are_refused_and_empty_ones_of_memory_are_not, bad_input);
+each_format!(invalid_ranges_are_refused_and_empty_ones_are_not, bad_input);
 fn bad_input<F: Format>(config: Config) {
     let slot = Slot::huge(1, 0, 2 * HUGE, PageSize::Size1G);
     let world = world_with::<F>(config, slot, Access::Write);
@@ -494,7 +495,7 @@ fn bad_input<F: Format>(config: Config) {
     assert_eq!(sizes(&world), (0, 0, 2));
     assert_eq!(world.vm.split_range(whole, PageSize::Size2M), Ok(2));
     assert_eq!(world.vm.recover_range(whole), Ok(2));
-    // Across the slot's end.
+    // Across the end of the memslot.
     assert_eq!(world.vm.split_range(GfnRange { start: Gfn(2 * HUGE - 1), end: Gfn(end) }, PageSize::Size2M), Ok(1));
     assert_eq!(sizes(&world), (0, 512, 1));
     world.finish(&[slot]);
@@ -512,7 +513,7 @@ fn lazily<F: Format>(config: Config) {
         }
         assert_eq!(sizes(&world), (0, 0, 1));
         world.write(slot, 1000);
-        assert_eq!((sizes(&world), world.take(slot)), ((512, 511, 0), vec![1000]));
+        assert_eq!((sizes(&world), world.harvest(slot)), ((512, 511, 0), vec![1000]));
         world.set_flags(slot, NO_FLAGS);
         assert_eq!((sizes(&world), world.is_writable(slot, 1)), ((0, 0, 1), true));
         world.finish(&[slot]);
@@ -544,16 +545,17 @@ fn clearing<F: Format>(config: Config) {
     world.finish(&[slot]);
 }
 
-each_format!(a_recovery_beside_a_held_invalidation_leaves_the_rest_of_the_block, held);
+each_format!(a_recovery_beside_an_invalidation_keeps_the_rest_of_the_block, held);
 fn held<F: Format>(config: Config) {
     let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
     let world = world_with::<F>(config, slot, Access::Write);
-    let taken_away = world.vm.invalidate_range(GfnRange::new(slot.gfn(7), 1)).unwrap();
+    let invalidation = world.vm.invalidate_range(GfnRange::new(slot.gfn(7), 1)).unwrap();
     zapped(&world);
-    // No huge leaf can come there before it is over: to take the others away would cost their faults for nothing.
+    // No huge leaf can be made there before its end: zapping the small ones would cost their faults
+    // for nothing.
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((511, 1, 0), 0));
-    drop(taken_away);
+    drop(invalidation);
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
     assert_eq!(sizes(&world), (0, 1, 0));
     world.finish(&[slot]);

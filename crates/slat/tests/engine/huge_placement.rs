@@ -1,4 +1,5 @@
-//! On which node tables lie: those of splits and those of faults, by each policy; and what is counted of it, against a walk.
+//! On which node page-table pages lie: those of splits and those of faults, by each policy; and the
+//! counts, against a walk.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +20,7 @@ const POLICIES: [TablePlacement; 4] = [
     TablePlacement::CallerPolicy,
     TablePlacement::Node(NodeId(2)),
 ];
-/// Nodes take turns by 2 MiB; this thread is on one, and its policy says another.
+/// Nodes take turns by 2 MiB; this thread is on one, and its policy names another.
 const NODES: Nodes = Nodes { frames_apart: BIG, nr_nodes: 4, caller: 3, policy: 1, without_memory: None };
 
 /// `$test::<Format>(..)` for each format.
@@ -41,7 +42,7 @@ fn world<F: Format>(config: Config, nodes: Nodes) -> World<F> {
     world
 }
 
-/// The tables whose entries have `level`, by the first frame that they map and the node that they are on.
+/// The page-table pages whose PTEs have `level`, by the first frame that they map and their node.
 fn tables<F: Format>(world: &World<F>, level: Level) -> Vec<(Gfn, NodeId)> {
     let mut found = Vec::new();
     visit(world, world.vm.root(), F::ROOT_LEVEL, Gfn(0), level, &mut found);
@@ -85,7 +86,8 @@ fn node_of_page<F: Format>(world: &World<F>, slot: Slot, gfn: Gfn) -> NodeId {
     world.vm.host().node_of(slat::Pfn(slot.first_pfn + (gfn.0 - slot.first)))
 }
 
-/// Splits ahead of time, by the end of a clear or by the first write: each table where it should be, and counted.
+/// Splits ahead of time, by the end of a clear or by the first write: each page-table page lies on
+/// the expected node, and is counted.
 fn splits<F: Format>(config: Config) {
     for policy in POLICIES {
         for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
@@ -122,18 +124,18 @@ fn splits<F: Format>(config: Config) {
 }
 
 #[test]
-fn tables_of_splits_lie_where_they_should() {
+fn tables_of_splits_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
         of_each_format!(splits(Config::with_locking(locking)));
     }
 }
 
-/// Levels of the entries of tables other than the root.
+/// Levels of the PTEs of page-table pages other than the root.
 fn below_root<F: Format>() -> impl Iterator<Item = Level> {
     [Level::L4K, Level::L2M, Level::L1G].into_iter().filter(|level| *level < F::ROOT_LEVEL)
 }
 
-/// Tables of faults and prefaults, three at a time and one at a time.
+/// Page-table pages of faults and prefaults, three at a time and one at a time.
 fn faults<F: Format>(config: Config) {
     for policy in POLICIES {
         let mut world = world::<F>(config.with_fault_table_placement(policy), NODES);
@@ -174,13 +176,13 @@ fn faults<F: Format>(config: Config) {
 }
 
 #[test]
-fn tables_of_faults_lie_where_they_should() {
+fn tables_of_faults_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
         of_each_format!(faults(Config::with_locking(locking)));
     }
 }
 
-/// A node that has no memory: its tables come from another and are counted as remote.
+/// A node without memory: its page-table pages come from another and are counted as remote.
 fn without_memory<F: Format>(config: Config) {
     let mut world = world::<F>(config, Nodes { without_memory: Some(1), ..NODES });
     let slot = Slot::huge(1, HUGE, 16 * BIG, PageSize::Size2M);
@@ -205,19 +207,19 @@ fn a_node_without_memory_has_remote_tables() {
     of_each_format!(without_memory(Config::default()));
 }
 
-/// What is left over of one node is not used for another, and goes back.
+/// A spare page-table page of one node is not used for another, and is freed.
 fn left_over<F: Format>(config: Config) {
     let mut world = world::<F>(config, NODES);
     let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size4K);
     world.create(slot, NO_FLAGS);
-    // All tables are there that it needs, but for the last.
+    // All page-table pages that it needs are at hand, except the last.
     let nr_tables = usize::from(F::ROOT_LEVEL.0 - 1);
     world.vm.host().fail_after(nr_tables as i64 - 1);
     assert_eq!(world.vcpu.handle_fault(slot.gfn(0).gpa(), Access::Read), Err(Error::OutOfMemory));
     world.vm.host().never_fail();
     assert_eq!(world.vm.host().live_tables(), nr_tables);
     world.read(slot, HUGE + BIG);
-    assert_eq!(world.vm.host().live_tables(), nr_tables + 1, "those of the other node went back");
+    assert_eq!(world.vm.host().live_tables(), nr_tables + 1, "those of the other node were freed");
     for level in below_root::<F>() {
         let [(_, node)] = tables(&world, level)[..] else { panic!("one") };
         assert_eq!(node, NodeId(1));
@@ -225,7 +227,7 @@ fn left_over<F: Format>(config: Config) {
     let stats = world.vm.stats();
     let nr_tables = nr_tables as u64;
     assert_eq!((stats.fault_tables, stats.remote_fault_tables, stats.tables_freed), (nr_tables, 0, nr_tables - 1));
-    // Some of the same node are used.
+    // Spare ones of the same node are used.
     world.vm.host().fail_after(1);
     assert_eq!(world.vcpu.handle_fault(slot.gfn(2 * HUGE + BIG).gpa(), Access::Read), Err(Error::OutOfMemory));
     assert_eq!(world.vcpu.handle_fault(slot.gfn(HUGE + 5 * BIG).gpa(), Access::Read), Ok(Outcome::Resume));
@@ -235,19 +237,19 @@ fn left_over<F: Format>(config: Config) {
 }
 
 #[test]
-fn a_table_left_over_from_another_node_is_not_used() {
+fn a_spare_table_of_another_node_is_not_used() {
     of_each_format!(left_over(Config::default()));
 }
 
-/// A huge page that the host gives read-only; of which it then gives a small one for writing: the fault splits, and the
-/// tables of splits have their own policy.
+/// A huge page that the host makes read-only. It then makes a small part of it writable: the fault
+/// splits, and the page-table pages of splits have their own policy.
 fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
     let config = config.with_fault_table_placement(TablePlacement::Node(NodeId(2)));
     let mut world = world::<F>(config, nodes);
     let slot = Slot::huge(1, HUGE, 8 * BIG, PageSize::Size2M);
     let memory = region(1, HUGE * 4096, 8 * 2 * MIB, slot.first_pfn, PageSize::Size2M);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     world.vm.set_user_memory_region(memory).unwrap();
     for n in 0..8 {
         assert_eq!(world.vcpu.handle_fault(slot.gfn(n * BIG).gpa(), Access::Read), Ok(Outcome::Resume));
@@ -269,11 +271,12 @@ fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
 }
 
 #[test]
-fn a_part_of_a_huge_page_that_is_given_for_writing_splits_it_by_the_policy_of_splits() {
+fn a_write_fault_in_a_read_only_huge_leaf_splits_by_the_split_policy() {
     of_each_format!(split_by_a_copy(Config::default(), NODES));
 }
 
-/// An invalidation of a part splits by the policy of splits, and makes no table where nothing is.
+/// An invalidation of a part splits by the policy of splits, and makes no page-table page where
+/// nothing is mapped.
 fn split_by_an_invalidation<F: Format>(config: Config) {
     for policy in POLICIES {
         let config =
@@ -291,7 +294,7 @@ fn split_by_an_invalidation<F: Format>(config: Config) {
         }
         let stats = world.vm.stats();
         assert_eq!((stats.split_tables, stats.fault_tables), (8, nr_fault_tables));
-        // Nothing is there.
+        // Nothing is mapped there.
         drop(world.vm.invalidate_range(GfnRange::new(slot.gfn(100 * BIG + 3), 1)).unwrap());
         assert_eq!((world.vm.stats().split_tables, world.vm.stats().fault_tables), (8, nr_fault_tables));
         world.finish(&[slot]);

@@ -1,5 +1,6 @@
-//! Invalidation, case by case: what it takes away and what not, what faults find inside and beside it, and what becomes of
-//! it without memory for tables or behind a section that does not end. Faults that it overtakes: `overtaken_invalidate`.
+//! Invalidation, case by case: what it zaps and what stays, what faults find inside and beside its
+//! range, and what happens without memory for page-table pages or behind a guard that does not end.
+//! `overtaken_invalidate` has the faults that it overtakes.
 #![allow(unsafe_code, reason = "passes a host's contract on")]
 
 use std::alloc::Layout;
@@ -25,7 +26,7 @@ fn pages(start: u64, nr_pages: u64) -> GfnRange {
     GfnRange::new(Gfn(start), nr_pages)
 }
 
-/// Reads page `gfn`, which must be fixed, and says which frame and which size it has then.
+/// Reads page `gfn`, which must succeed or retry. Returns the frame and the level of its leaf.
 fn read<F: Format>(vcpu: &mut Vcpu<TestHost, F>, gfn: u64) -> Option<(u64, Level)> {
     assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Read), Ok(Outcome::Resume));
     mapped(vcpu.vm(), gfn)
@@ -35,7 +36,7 @@ fn mapped<F: Format>(vm: &Vm<TestHost, F>, gfn: u64) -> Option<(u64, Level)> {
     translate(vm, Gfn(gfn).gpa()).map(|found| (found.pfn.0, found.level))
 }
 
-each!(ranges_that_are_none_are_refused_and_change_nothing, bad_ranges);
+each!(invalid_ranges_are_refused_and_change_nothing, bad_ranges);
 fn bad_ranges<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
@@ -50,7 +51,7 @@ fn bad_ranges<F: Format>(locking: Locking) {
         assert_eq!(vm.test_age_range(range(start, end)), Err(error));
     }
     for (start, end) in [(0, space + 1), (space, space + 1), (0, u64::MAX), (u64::MAX - 1, u64::MAX)] {
-        // The first that is beyond; the greatest address for frames that have none.
+        // The first address beyond the space; the greatest address for frames that have none.
         let gpa = Gpa(start.max(space).saturating_mul(PAGE_SIZE));
         let error = Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS };
         assert_eq!(vm.invalidate_range(range(start, end)).map(drop), Err(error));
@@ -78,9 +79,9 @@ fn whole_space<F: Format>(locking: Locking) {
     }
 }
 
-each!(faults_inside_come_back_later_and_those_beside_do_not_notice, inside_and_beside);
+each!(faults_inside_a_range_in_flight_retry_and_those_beside_succeed, inside_and_beside);
 fn inside_and_beside<F: Format>(locking: Locking) {
-    // Ranges inside a block, over its end, of a whole one, and in a hole between the slots.
+    // Ranges inside a block, over its end, of a whole one, and in a hole between the memslots.
     let ranges =
         [pages(3, 1), pages(BLOCK_2M - 1, 2), pages(BLOCK_2M, BLOCK_2M), pages(BLOCK_1G - 5, 100), pages(0, 1)];
     for range in ranges {
@@ -107,7 +108,7 @@ fn inside_and_beside<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_huge_leaf_does_not_reach_into_a_range_that_is_held, no_leaf_over_a_held_range);
+each!(a_huge_leaf_does_not_reach_into_a_range_in_flight, no_leaf_over_a_held_range);
 fn no_leaf_over_a_held_range<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size1G)).unwrap();
@@ -116,7 +117,7 @@ fn no_leaf_over_a_held_range<F: Format>(locking: Locking) {
     assert_eq!(read(&mut vcpu, 4), Some((BLOCK_1G + 4, Level::L4K)));
     assert_eq!(read(&mut vcpu, BLOCK_2M), Some((BLOCK_1G + BLOCK_2M, Level::L2M)));
     assert_eq!(mapped(&vm, 3), None);
-    // Without a range in it, and with nothing in it, a block is one leaf again.
+    // Without a range in flight in it, and with no leaf in it, a block is one leaf again.
     drop(guard);
     drop(vm.invalidate_range(pages(0, BLOCK_1G)).unwrap());
     assert_eq!(read(&mut vcpu, 4), Some((BLOCK_1G + 4, Level::L1G)));
@@ -147,7 +148,7 @@ fn a_thousand<F: Format>(locking: Locking) {
     let mut vcpu = vm.create_vcpu().unwrap();
     for _ in 0..2 {
         let mut held: Vec<_> = (0..1000).map(|n| Some(vm.invalidate_range(pages(2 * n, 1)).unwrap())).collect();
-        // Let go in an order of its own: 7 and 1000 have no common divisor.
+        // They end in another order: 7 and 1000 have no common divisor.
         for n in (0..1000).map(|n| n * 7 % 1000) {
             assert_eq!(read(&mut vcpu, 2 * n), None);
             assert_eq!(read(&mut vcpu, 2 * n + 1), Some((0x1001 + 2 * n, Level::L4K)));
@@ -169,7 +170,7 @@ fn slots_change<F: Format>(locking: Locking) {
     assert_eq!((read(&mut vcpu, 9), read(&mut vcpu, 10)), (None, Some((0x1005, Level::L4K))));
     assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Ok(256));
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
-    // Nobody knows what will be there when the invalidation is over.
+    // The engine cannot know the result of the invalidation before its end.
     assert_eq!(read(&mut vcpu, 9), None);
     drop(guard);
     let exit = Exit::Mmio { gpa: Gfn(9).gpa(), access: Access::Read };
@@ -201,7 +202,7 @@ fn neighbours<F: Format>(locking: Locking) {
         let vm = vm::<F>(locking);
         vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * BLOCK_1G, size)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
-        // So that the page has an entry of its own, and nothing is mapped there.
+        // So that the page has a PTE of its own, which is empty.
         let held = vm.invalidate_range(pages(0, 1)).unwrap();
         assert_eq!(read(&mut vcpu, 1), Some((512 * BLOCK_1G + 1, Level::L4K)));
         drop(held);
@@ -214,7 +215,7 @@ fn neighbours<F: Format>(locking: Locking) {
                     nr_invalidations.fetch_add(1, Ordering::Relaxed);
                 }
             });
-            // In the same 2 MiB, the same 1 GiB, the same entry of the root.
+            // In the same 2 MiB, the same 1 GiB, the same PTE of the root.
             for step in [1, BLOCK_2M, BLOCK_1G] {
                 for n in 1..512 {
                     assert_eq!(vcpu.handle_fault(Gfn(n * step).gpa(), Access::Write), Ok(Outcome::Resume));
@@ -235,7 +236,7 @@ fn neighbours<F: Format>(locking: Locking) {
     }
 }
 
-each!(without_memory_for_a_table_the_whole_leaf_goes, without_memory);
+each!(without_memory_for_a_table_the_whole_leaf_is_zapped, without_memory);
 fn without_memory<F: Format>(locking: Locking) {
     for (size, block) in [(PageSize::Size2M, BLOCK_2M), (PageSize::Size1G, BLOCK_1G)] {
         for nr_tables in 0..3 {
@@ -254,7 +255,7 @@ fn without_memory<F: Format>(locking: Locking) {
                 assert_eq!(zapped.iter().map(|leaf| leaf.range).collect::<Vec<_>>(), [pages(3, 1)]);
                 assert_eq!(mapped(&vm, 4), Some((2 * BLOCK_1G + 4, Level::L4K)));
             } else {
-                // What could be split was.
+                // What could be split was split.
                 let gone = if nr_tables == 0 { block } else { BLOCK_2M };
                 assert_eq!(zapped.iter().map(|leaf| leaf.range).collect::<Vec<_>>(), [pages(0, gone)]);
                 assert_eq!(mapped(&vm, 4), None);
@@ -266,7 +267,7 @@ fn without_memory<F: Format>(locking: Locking) {
             assert_eq!(read(&mut vcpu, 3), None);
             drop(guard);
             assert_eq!(read(&mut vcpu, 3).map(|(pfn, _)| pfn), Some(2 * BLOCK_1G + 3));
-            // Nor is there a table for an empty entry that is covered in part.
+            // No page-table page is made for an empty PTE that is covered in part.
             vm.host().fail_after(0);
             let guard = vm.invalidate_range(pages(512 * BLOCK_1G + 1, 1)).unwrap();
             drop(guard);
@@ -278,7 +279,7 @@ fn without_memory<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_host_that_always_wants_the_cpu_gets_it_and_the_work_is_done, always_yields);
+each!(a_host_that_always_wants_a_yield_gets_it_and_the_call_completes, always_yields);
 fn always_yields<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.host().always_yields.store(true, Ordering::Relaxed);
@@ -294,19 +295,19 @@ fn always_yields<F: Format>(locking: Locking) {
     assert!((1..20 * BLOCK_2M).all(|gfn| mapped(&vm, gfn).is_none()));
     drop(guard);
     drop(vm.invalidate_range(pages(0, BLOCK_1G)).unwrap());
-    // From the root to the table in which the slot is one entry.
+    // From the root to the page-table page in which the memslot is one PTE.
     assert_eq!(vm.host().live_tables(), usize::from(F::ROOT_LEVEL.0 - 2));
 }
 
-each!(behind_a_section_that_never_ends_the_tables_that_wait_are_bounded, bounded);
+each!(behind_a_guard_that_never_ends_the_deferred_tables_are_bounded, bounded);
 fn bounded<F: Format>(locking: Locking) {
     const NR_BLOCKS: u64 = 300;
-    // What may wait, what one zap may have in its hands, and what is linked.
+    // What may wait, what one zap may hold, and what is linked.
     const BOUND: u64 = 1024 + 2 * 512 + NR_BLOCKS + 10;
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size4K)).unwrap();
     let (mut suspended, mut vcpu) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
-    let keeper = vm.host().in_section.set();
+    let keeper = vm.host().in_guard.set();
     let inside = std::thread::spawn(move || suspended.handle_fault(Gpa(0), Access::Read));
     keeper.arrived.recv().unwrap();
     for round in 0..20 {
@@ -314,7 +315,7 @@ fn bounded<F: Format>(locking: Locking) {
             let gpa = Gfn(block * BLOCK_2M).gpa();
             assert_eq!(vcpu.handle_fault(gpa, Access::Write), Ok(Outcome::Resume));
         }
-        // Parts and wholes by turns: tables are linked for parts, too.
+        // Parts and wholes by turns: page-table pages are linked for parts, too.
         let range = if round % 3 == 0 { pages(1, BLOCK_1G - 2) } else { pages(0, BLOCK_1G) };
         drop(vm.invalidate_range(range).unwrap());
         let live = vm.stats().live_tables();
@@ -328,8 +329,8 @@ fn bounded<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().live_tables(), vm.host().host.live_tables()), (1, 1));
 }
 
-/// [`TestHost`], but pages of which the guest has read-only frames are copied when they are written: the resolve of the
-/// write invalidates the page and gives it another frame.
+/// [`TestHost`] with copy on write: the resolve of a write to a read-only frame invalidates the
+/// page and moves it to another frame.
 struct CopyOnWrite<F: Format> {
     host: TestHost,
     vm: OnceLock<Weak<Vm<CopyOnWrite<F>, F>>>,
@@ -350,7 +351,8 @@ impl<F: Format> Park for CopyOnWrite<F> {
     }
 }
 
-// SAFETY: all is passed on to a host that keeps the contract; a page gets another frame only inside an invalidation.
+// SAFETY: all calls go to a host that keeps the contract. A page moves to another frame only inside
+// an invalidation.
 unsafe impl<F: Format> Host for CopyOnWrite<F> {
     type Backing = Arc<TestBacking>;
 
@@ -373,7 +375,7 @@ unsafe impl<F: Format> Host for CopyOnWrite<F> {
             let vm = self.vm.get().and_then(Weak::upgrade).unwrap();
             let guard = vm.invalidate_range(GfnRange::new(gfn, 1)).unwrap();
             let mut frames = backing.frames.write().unwrap();
-            // Who comes second finds the copy.
+            // The second resolve finds the copy.
             frames.entry(page).or_insert_with(|| {
                 let copy = self.nr_copies.fetch_add(1, Ordering::SeqCst);
                 Frame { pfn: 0x10_0000 + copy, writes: Writes::Allowed }
@@ -403,7 +405,7 @@ fn copy_on_write<F: Format>(locking: Locking) {
     let vm = Arc::new(Vm::<CopyOnWrite<F>, F>::new(host, Config::with_locking(locking)).unwrap());
     vm.host().vm.set(Arc::downgrade(&vm)).unwrap();
     let memory = region(0, 0, NR_PAGES * PAGE_SIZE, 0x1000, PageSize::Size4K);
-    memory.backing.as_ref().unwrap().read_gives_writable.store(false, Ordering::SeqCst);
+    memory.backing.as_ref().unwrap().reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let pfn = |gfn| {
         let (_, entry, level) = walk::<F>(&vm.host().host, vm.root(), Gfn(gfn));
@@ -417,7 +419,7 @@ fn copy_on_write<F: Format>(locking: Locking) {
         assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Write), Ok(Outcome::Resume));
         assert_eq!(pfn(gfn), Some((Pfn(0x10_0000 + gfn), true)));
     }
-    // Several at once, over the same pages: each is copied once, and nobody fails.
+    // Several at once, over the same pages: each is copied once, and no fault fails.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             let mut vcpu = vm.create_vcpu().unwrap();
@@ -442,7 +444,7 @@ fn read_only_again<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let (mut writer, mut reader) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
     let gpa = Gfn(3).gpa();
@@ -452,7 +454,8 @@ fn read_only_again<F: Format>(locking: Locking) {
     let keeper = vm.host().in_resolve.set();
     let writing = std::thread::spawn(move || writer.handle_fault(gpa, Access::Write));
     keeper.arrived.recv().unwrap();
-    // The host has answered that the frame may be written. Now it takes that back, and the very same leaf is made again.
+    // The host has answered that the frame is writable. Now it forbids writes, and the very same
+    // leaf is installed again.
     let guard = vm.invalidate_range(pages(3, 1)).unwrap();
     backing.frames.write().unwrap().insert(3, Frame { pfn: 0x103, writes: Writes::Refused });
     drop(guard);
@@ -479,10 +482,10 @@ fn steps<F: Format>(locking: Locking) {
             assert_eq!(vcpu.handle_fault(Gfn(block * BLOCK_2M).gpa(), Access::Write), Ok(Outcome::Resume));
         }
     };
-    let section = vm.host().in_section.set();
+    let guard = vm.host().in_guard.set();
     let inside = std::thread::spawn(move || suspended.handle_fault(Gpa(0), Access::Read));
-    section.arrived.recv().unwrap();
-    // Until so many tables wait that those of the last invalidation stay.
+    guard.arrived.recv().unwrap();
+    // Until so many page-table pages wait that those of the last invalidation stay linked.
     for _ in 0..5 {
         fill();
         drop(vm.invalidate_range(pages(0, BLOCK_1G)).unwrap());
@@ -498,8 +501,9 @@ fn steps<F: Format>(locking: Locking) {
             next.arrived.recv().unwrap();
             flush = next;
         }
-        // It has emptied 31 * 8 tables. Now the section ends, and there is room for tables again.
-        section.go.send(()).unwrap();
+        // It has emptied 31 * 8 page-table pages. Now the guard ends, and there is room to defer
+        // more.
+        guard.go.send(()).unwrap();
         vm.reclaim();
         while vm.stats().live_tables() > 2 * NR_BLOCKS {
             std::thread::yield_now();
@@ -515,8 +519,8 @@ fn steps<F: Format>(locking: Locking) {
 
 each!(no_table_is_freed_before_a_flush_and_a_zap_holds_few, tables_of_a_zap);
 fn tables_of_a_zap<F: Format>(locking: Locking) {
-    // Tables without a leaf in them: nothing but their unlinking owes a flush. More than a zap may hold, or, if it always
-    // yields, more than it unlinks in one turn.
+    // Page-table pages without a leaf: only their unlinking needs a flush. There are more than a
+    // zap may hold or, if it always yields, more than it unlinks in one turn.
     for (nr_blocks, yields, least) in [(1100, false, 3), (20, true, 2)] {
         let vm = trap_vm::<F>(locking);
         vm.set_user_memory_region(region(0, 0, 4 * GIB, 4 * BLOCK_1G, PageSize::Size4K)).unwrap();
@@ -536,7 +540,7 @@ fn tables_of_a_zap<F: Format>(locking: Locking) {
     }
 }
 
-each!(nothing_takes_the_place_of_a_slot_before_nothing_of_it_is_mapped, place_of_a_slot);
+each!(a_slot_is_replaced_only_after_its_leaves_are_zapped, place_of_a_slot);
 fn place_of_a_slot<F: Format>(locking: Locking) {
     // Deleted, and moved.
     for change in [change(0, NO_FLAGS, 0, 0), change(0, NO_FLAGS, GIB, MIB)] {
@@ -556,7 +560,7 @@ fn place_of_a_slot<F: Format>(locking: Locking) {
     }
 }
 
-each!(vcpus_that_fault_inside_for_ever_hold_nothing_up, not_starved);
+each!(vcpus_that_fault_inside_a_range_in_flight_delay_nothing, not_starved);
 fn not_starved<F: Format>(locking: Locking) {
     const NR_VCPUS: u64 = 8;
     let vm = vm::<F>(locking);
@@ -567,7 +571,8 @@ fn not_starved<F: Format>(locking: Locking) {
             let mut vcpu = vm.create_vcpu().unwrap();
             let is_over = &is_over;
             scope.spawn(move || {
-                // All in one table, and each its own pages: whatever they install is in the way of the next invalidation.
+                // All in one page-table page, and each its own pages: every leaf that they install
+                // delays the next invalidation.
                 for page in (0..BLOCK_2M).filter(|page| page % NR_VCPUS == index).cycle() {
                     if is_over.load(Ordering::Relaxed) {
                         break;
@@ -578,7 +583,7 @@ fn not_starved<F: Format>(locking: Locking) {
         }
         for _ in 0..60 {
             let guard = vm.invalidate_range(pages(0, BLOCK_2M)).unwrap();
-            assert!((0..BLOCK_2M).all(|gfn| mapped(&vm, gfn).is_none()), "mapped while it is taken away");
+            assert!((0..BLOCK_2M).all(|gfn| mapped(&vm, gfn).is_none()), "mapped during the invalidation");
             drop(guard);
             std::thread::yield_now();
         }

@@ -1,6 +1,7 @@
-//! Cases that KVM's own tests of its memory interface try, on this engine: many vCPUs over several slots that are remade,
-//! made read-only and writable again under them (mmu_stress_test), and slots that are moved and deleted while in use, bad
-//! ones, and as many as there can be (set_memory_region_test).
+//! Cases of KVM's own tests of its memory interface, on this engine. mmu_stress_test: many vCPUs
+//! over several memslots that are remade, made read-only and writable again meanwhile.
+//! set_memory_region_test: memslots that are moved and deleted while in use, invalid ones, and the
+//! greatest number of them.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -20,7 +21,7 @@ mod stress {
 
     pub const NR_GUESTS: u64 = 8;
     pub const NR_SLOTS: u32 = 3;
-    /// A slot begins and ends inside of a block.
+    /// A memslot begins and ends inside a block.
     pub const FIRST: u64 = MIB;
     pub const SLOT_PAGES: u64 = 3 * 512 + 17;
 
@@ -28,12 +29,12 @@ mod stress {
         GfnRange::new(Gfn(FIRST / PAGE_SIZE + u64::from(slot) * SLOT_PAGES), SLOT_PAGES)
     }
 
-    /// Frame of guest frame `gfn` in each life of the slots.
+    /// Frame of guest frame `gfn` in each life of the memslots.
     pub fn pfn(life: u64, gfn: u64) -> u64 {
         (life << 20) + gfn
     }
 
-    /// Makes all slots; every other one of huge pages.
+    /// Makes all memslots; every other one of huge pages.
     pub fn create<F: Format>(vm: &Vm<TestHost, F>, life: u64) -> Vec<Arc<TestBacking>> {
         let make = |slot| {
             let range = range(slot);
@@ -53,7 +54,7 @@ mod stress {
         }
     }
 
-    /// The frames of all slots, beginning with a share of `guest`'s own.
+    /// The frames of all memslots, beginning with a share of `guest`'s own.
     pub fn frames(guest: u64) -> impl Iterator<Item = u64> + Clone {
         let (first, all) = (FIRST / PAGE_SIZE, u64::from(NR_SLOTS) * SLOT_PAGES);
         let offset = guest * all / NR_GUESTS;
@@ -61,8 +62,8 @@ mod stress {
     }
 }
 
-/// Accesses page `gfn` until that is done, and checks that it is the one of `life`. An error that is not one of `allowed`
-/// fails the test; one that is, is the answer.
+/// Accesses page `gfn` until that succeeds, and checks that it has the frame of `life`. An error
+/// among `allowed` is returned; any other fails the test.
 fn access<F: Format>(guest: &mut Guest<F>, life: u64, gfn: u64, access: Access) -> Result<(), Error> {
     let gpa = Gfn(gfn).gpa();
     loop {
@@ -94,7 +95,8 @@ fn mmu_stress<F: Format>(locking: Locking) {
                     phase.wait();
                     phase.wait();
                 }
-                // Read-only, while this is writing: an error is right as soon as that began, and a must when it is done.
+                // Read-only, while this writes: an error is allowed once that has begun, and
+                // required when it is done.
                 for gfn in stress::frames(index).cycle() {
                     let was_read_only = is_read_only.load(Ordering::SeqCst);
                     let result = access(&mut guest, 2, gfn, Access::Write);
@@ -142,7 +144,7 @@ fn mmu_stress<F: Format>(locking: Locking) {
         }
         is_read_only.store(true, Ordering::SeqCst);
         phase.wait();
-        // What is not mapped as writable needs no invalidation to become so.
+        // A leaf that is not writable becomes writable without an invalidation.
         for backing in &*backings {
             backing.writes_are_refused.store(false, Ordering::SeqCst);
         }
@@ -152,13 +154,13 @@ fn mmu_stress<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-/// The guest reads one page while its slot is moved away and back, or deleted and made again: it finds the page's frame or
-/// a device, and what it must when nothing moves.
-fn in_use<F: Format>(locking: Locking, take_away: fn(&Vm<TestHost, F>), bring_back: fn(&Vm<TestHost, F>)) {
+/// The guest reads one page while its memslot is moved away and back, or deleted and made again. It
+/// finds the page's frame or a device, and the required one of them when nothing moves.
+fn in_use<F: Format>(locking: Locking, remove: fn(&Vm<TestHost, F>), restore: fn(&Vm<TestHost, F>)) {
     const ROUNDS: u32 = 30;
     let vm = vm::<F>(locking);
-    bring_back(&vm);
-    // Even: the slot is there. Odd: it is not. A number in between for each change.
+    restore(&vm);
+    // Even: the memslot exists. Odd: it does not. A number in between for each change.
     let version = AtomicU32::new(0);
     let nr_seen = [AtomicU64::new(0), AtomicU64::new(0)];
     std::thread::scope(|scope| {
@@ -176,7 +178,8 @@ fn in_use<F: Format>(locking: Locking, take_away: fn(&Vm<TestHost, F>), bring_ba
                         }
                         Err(None) => continue,
                     };
-                    // Nothing changed from before the access to after it: then it is known what had to be found.
+                    // Nothing changed between the start and the end of the access: then its result
+                    // is known.
                     if before.is_multiple_of(2) && version.load(Ordering::SeqCst) == before {
                         assert_eq!(is_there, before.is_multiple_of(4), "in version {before}");
                         nr_seen[usize::from(is_there)].fetch_add(1, Ordering::SeqCst);
@@ -192,14 +195,14 @@ fn in_use<F: Format>(locking: Locking, take_away: fn(&Vm<TestHost, F>), bring_ba
             }
             version.fetch_add(1, Ordering::SeqCst);
             if round % 2 == 0 {
-                take_away(&vm)
+                remove(&vm)
             } else {
-                bring_back(&vm)
+                restore(&vm)
             }
             version.fetch_add(1, Ordering::SeqCst);
         }
     });
-    take_away(&vm);
+    remove(&vm);
 }
 
 each!(a_slot_in_use_is_deleted_and_made_again, delete_in_use);
@@ -215,7 +218,7 @@ each!(a_slot_in_use_is_moved_away_and_back, move_in_use);
 fn move_in_use<F: Format>(locking: Locking) {
     in_use::<F>(
         locking,
-        // By less than its size, as KVM's test does.
+        // By less than its size, as in KVM's test.
         |vm| vm.set_user_memory_region(change(3, NO_FLAGS, GIB + PAGE_SIZE, 2 * MIB)).unwrap(),
         |vm| match vm.set_user_memory_region(change(3, NO_FLAGS, GIB, 2 * MIB)) {
             Err(Error::NoBacking { .. }) => {
@@ -226,7 +229,7 @@ fn move_in_use<F: Format>(locking: Locking) {
     );
 }
 
-each!(without_slots_every_access_is_a_devices, zero_slots);
+each!(without_slots_every_access_is_mmio, zero_slots);
 fn zero_slots<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -239,7 +242,7 @@ fn zero_slots<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().exits, vm.host().live_tables()), (12, 1));
 }
 
-each!(flags_that_nothing_is_known_of_are_refused_one_by_one, invalid_flags);
+each!(each_unknown_flag_is_refused, invalid_flags);
 fn invalid_flags<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let known = MemoryRegionFlags::all();
@@ -263,7 +266,7 @@ fn invalid_flags<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn as_many_slots_as_there_are_numbers_and_no_more() {
+fn memslots_are_limited_by_their_numbers() {
     let vm = vm::<slat::Npt>(Locking::None);
     let gpa = |slot: u32| u64::from(slot) * 2 * PAGE_SIZE;
     let new = |slot: u32| region(slot, gpa(slot), PAGE_SIZE, 0x1000 + u64::from(slot), PageSize::Size4K);
@@ -273,7 +276,7 @@ fn as_many_slots_as_there_are_numbers_and_no_more() {
     for slot in [MAX_SLOTS, MAX_SLOTS + 1, u32::MAX] {
         assert_eq!(vm.set_user_memory_region(new(slot)), Err(Error::SlotTooHigh { slot }));
     }
-    // Over one that is there.
+    // Over an existing one.
     let last = MAX_SLOTS - 1;
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     let over = region(0, gpa(last), PAGE_SIZE, 0x1000, PageSize::Size4K);

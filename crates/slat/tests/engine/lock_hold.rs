@@ -1,4 +1,4 @@
-//! How long the lock is held, where there is one: which holds are timed, and from when to when.
+//! How long the lock is held, if there is one: which holds are timed, and from when to when.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +10,7 @@ use slat::{Access, Config, Format, Gfn, Locking, MemoryRegionFlags, Npt, Outcome
 const LOCKS: [Locking; 2] = [Locking::Shared, Locking::Exclusive];
 const SLOT: u32 = 0;
 
-/// Longer than any thread is kept from its CPU.
+/// Longer than any thread is without its CPU.
 const MINUTE_NS: u64 = 60_000_000_000;
 
 fn fill<F: Format>(vcpu: &mut Vcpu<TestHost, F>, pages: impl IntoIterator<Item = u64>) {
@@ -19,7 +19,7 @@ fn fill<F: Format>(vcpu: &mut Vcpu<TestHost, F>, pages: impl IntoIterator<Item =
     }
 }
 
-/// Of a VM in which one vCPU has filled 300 pages.
+/// The statistics of a VM in which one vCPU has filled 300 pages.
 fn after_300_faults(locking: Locking) -> Stats {
     let vm = vm::<Npt>(locking);
     vm.set_user_memory_region(region(SLOT, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
@@ -42,8 +42,8 @@ fn without_a_lock_nothing_is_held() {
     assert_eq!((stats.lock_acquisitions, stats.lock_hold_ns.count(), stats.lock_wait_ns.count()), (0, 0, 0));
 }
 
-/// What is timed as the hold of a fault during which a minute passes at the `nth` look at an entry; `None` where there are
-/// not so many.
+/// The time of the hold of a fault in which a minute passes at the `nth` look at a PTE; `None` if
+/// it has not so many looks.
 fn hold_with_a_minute_at_look(locking: Locking, nth: u32) -> Option<u64> {
     let vm: Arc<Vm<TestHost, Hooked>> = Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap());
     vm.set_user_memory_region(region(SLOT, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
@@ -61,13 +61,14 @@ fn hold_with_a_minute_at_look(locking: Locking, nth: u32) -> Option<u64> {
 }
 
 #[test]
-fn a_hold_is_from_taking_the_lock_to_giving_it_back() {
+fn a_hold_lasts_from_acquire_to_release() {
     for locking in LOCKS {
         let long: Vec<bool> = (1..)
             .map_while(|nth| hold_with_a_minute_at_look(locking, nth))
             .map(|hold_ns| hold_ns >= MINUTE_NS)
             .collect();
-        // A fault looks without the lock, and once more with it; between the two it asks the host.
+        // A fault reads the PTEs without the lock, and once more with it; between the two it
+        // resolves.
         let nr_before = long.iter().take_while(|is_long| !**is_long).count();
         assert!(nr_before > 0 && nr_before < long.len(), "{locking:?}: {long:?}");
         assert!(long[nr_before..].iter().all(|is_long| *is_long), "{locking:?}: {long:?}");

@@ -1,5 +1,5 @@
-//! Ranges of a slot's pages that cannot be: of the dirty log and of the userfault bitmap. Each call
-//! refuses them alike, and before anything changes.
+//! Invalid ranges of a memslot's pages, for the dirty log and for the userfault bitmap. Each call
+//! refuses them alike, before anything changes.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -34,8 +34,8 @@ fn world<F: Format>(locking: Locking, manual_protect: ManualProtect) -> Vm<TestH
     Arc::into_inner(vm).unwrap()
 }
 
-/// What each call says of `nr_pages` pages from `first_page` on: get, clear, mark, rescan. Nothing
-/// may change.
+/// The error of each call for `nr_pages` pages from `first_page` on: get, clear, mark, rescan.
+/// Nothing may change.
 fn refused<F: Format>(vm: &Vm<TestHost, F>, first_page: u64, nr_pages: u64) -> [Error; 4] {
     let before = (vm.nr_marked_dirty(), vm.stats().flushes, vm.stats().protected);
     let mut bitmap = [0x55aa; 4];
@@ -88,7 +88,7 @@ fn bad_ranges<F: Format>(locking: Locking) {
             let past_end = Error::LogRangePastEnd { slot: 0, first_page: page, nr_pages: 1, slot_pages: PAGES };
             assert_eq!(vm.is_marked_dirty(0, page), Err(past_end));
         }
-        // It is all still there.
+        // All is still there.
         assert_eq!(vm.get_dirty_log_range(0, 64, 1, &mut [0; 1]), Ok(1));
         assert_eq!(vm.get_dirty_log_range(0, 0, 64, &mut [0; 1]), Ok(1));
     }

@@ -1,8 +1,8 @@
-//! What the engine does, seen from outside: on the host of `common`, for all formats.
+//! What the engine does, observed from outside: on the host of `common`, for all formats.
 //!
-//! One binary for all of it, a module for what was a file. The engine is generic over the host and the format, so each binary
-//! compiles it anew, five times; that took most of the time of building the tests. Of its own has to be only what is about
-//! the whole process: a global allocator, or a build of another kind.
+//! One binary with many modules. The engine is generic over the host and the format, so each binary
+//! compiles it again, five times, which took most of the time to build the tests. Only tests of the
+//! whole process need a binary of their own: a global allocator, or another kind of build.
 
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
@@ -10,24 +10,27 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../support/shadow_cpu.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod shadow_cpu;
 
 mod attributes;
 mod backing_gone;
 mod bad_input;
 mod break_before_make;
-mod closing;
+
 mod concurrent;
 mod concurrent_dirty;
 mod concurrent_huge;
+mod directory_protection;
 mod dirty_bits;
 mod dirty_log;
 mod dirty_log_huge;
 mod dirty_log_lazy;
+
 mod dirty_ring;
 mod fault;
 mod fault_around;
+mod guard_length;
 mod huge_pages;
 mod huge_placement;
 mod invalidate;
@@ -40,7 +43,7 @@ mod overtaken_huge;
 mod overtaken_invalidate;
 mod peers_bugs;
 mod prefault;
-mod section_length;
+
 mod shadow;
 mod shadow_bad_input;
 mod shadow_threads;

@@ -1,6 +1,7 @@
-//! A fault that is overtaken at a point where it matters, made deterministic: the slot is replaced between a fault's look
-//! and its exchange; other vCPUs get in between a write's resolve and its install.
-#![allow(unsafe_code, reason = "a host of its own")]
+//! A fault that is overtaken at a critical point, deterministically. Its memslot is replaced
+//! between its look and its exchange, or other vCPUs run between the resolve and the install of a
+//! write.
+#![allow(unsafe_code, reason = "a private host")]
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -15,12 +16,13 @@ use slat::{
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 
-/// A write fault stops before its exchange; its slot is deleted, slot `second` is made over the same frames, and its page
-/// is read: the leaf is the very same again, but another slot's.
+/// A write fault stops before its exchange. Its memslot is deleted, memslot `second` is made over
+/// the same frames, and its page is read: the leaf has the same value, but belongs to another
+/// memslot.
 #[cfg(debug_assertions)]
 fn a_slot_is_replaced_under_a_write(second: u32) {
     let vm: Arc<Vm<TestHost, Hooked>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
-    // Not a whole block, so that the table stays.
+    // Less than a block, so that the page-table page stays.
     let new = |slot| MemoryRegion { flags: LOG, ..region(slot, 0x5000, 0x4000, 0x1000, PageSize::Size4K) };
     vm.set_user_memory_region(new(1)).unwrap();
     let (mut writer, mut reader) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
@@ -36,7 +38,7 @@ fn a_slot_is_replaced_under_a_write(second: u32) {
             replacing.join().unwrap();
         }
     };
-    // The first look is the walk's; the second the check right before the exchange.
+    // The first look is the walk's; the second is the check right before the exchange.
     at_look(Level::L4K, 2, meanwhile);
     assert_eq!(writer.handle_fault(Gpa(0x6000), Access::Write), Ok(Outcome::Resume));
     assert!(was_called(), "the hook was not reached");
@@ -48,12 +50,13 @@ fn a_slot_is_replaced_under_a_write(second: u32) {
 // The hook before the exchange is in the check of transitions, which release builds do not have.
 #[cfg(debug_assertions)]
 #[test]
-fn a_write_marks_the_slot_that_took_the_place_of_its_own() {
+fn a_write_marks_the_slot_that_replaced_its_own() {
     a_slot_is_replaced_under_a_write(1);
     a_slot_is_replaced_under_a_write(2);
 }
 
-/// Tables at host-physical addresses from 0 on; and while a write is resolved, another vCPU reads the page.
+/// A host with page-table pages at host-physical addresses from 0 on. While it resolves a write,
+/// another vCPU reads the page.
 struct Beside {
     arena: *mut u8,
     free: Mutex<Vec<u64>>,
@@ -61,7 +64,7 @@ struct Beside {
     nr_write_resolves: AtomicUsize,
 }
 
-// SAFETY: the arena is only reached through tables that were given out.
+// SAFETY: the arena is accessed only through page-table pages that were allocated.
 unsafe impl Send for Beside {}
 // SAFETY: as above.
 unsafe impl Sync for Beside {}
@@ -75,7 +78,7 @@ impl Beside {
     fn new() -> Beside {
         // SAFETY: the layout is not empty.
         let arena = unsafe { std::alloc::alloc(ARENA) };
-        // The root at 7 pages, then 0, 1 ...
+        // The root at page 7, then 0, 1 ...
         let free = (0..64).rev().filter(|page| *page != 7).chain([7]).map(|page| page * PAGE_SIZE).collect();
         Beside { arena, free: Mutex::new(free), reader: Mutex::new(None), nr_write_resolves: AtomicUsize::new(0) }
     }
@@ -98,7 +101,8 @@ impl Park for Beside {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables are distinct pages of the arena; no CPU runs on them; frames are numbers.
+// SAFETY: page-table pages are distinct pages of the arena; no CPU runs on them; frames are
+// numbers.
 unsafe impl Host for Beside {
     type Backing = ();
 
@@ -117,7 +121,7 @@ unsafe impl Host for Beside {
     fn resolve(&self, _backing: &(), gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
         if access == Access::Write {
             let nr_before = self.nr_write_resolves.fetch_add(1, Ordering::SeqCst);
-            // Bounded, so that a fault which never ends fails the test instead of hanging it.
+            // Bounded, so that a fault which never ends fails the test.
             if nr_before < 1000
                 && let Some(reader) = self.reader.lock().unwrap().as_mut()
             {
@@ -149,14 +153,14 @@ fn vm_beside() -> Arc<Vm<Beside, Npt>> {
 }
 
 #[test]
-fn a_writer_gets_through_beside_a_reader_of_the_same_page() {
+fn a_writer_makes_progress_beside_a_reader_of_the_same_page() {
     let vm = vm_beside();
     *vm.host().reader.lock().unwrap() = Some(vm.create_vcpu().unwrap());
     let mut writer = vm.create_vcpu().unwrap();
     assert_eq!(writer.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
     assert_eq!(writer.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
     let nr_resolves = vm.host().nr_write_resolves.load(Ordering::SeqCst);
-    // The vCPU holds the VM, and the VM's host the vCPU.
+    // The vCPU keeps the VM alive, and the VM's host the vCPU.
     drop(vm.host().reader.lock().unwrap().take());
     assert_eq!(nr_resolves, 1, "resolves for one write");
 }
@@ -201,7 +205,7 @@ fn a_harvest_flushes_all_that_it_has_protected() {
     let vm: Arc<Vm<TestHost, Npt>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(MemoryRegion { flags: LOG, ..region(0, 0, GIB, 0x1000, PageSize::Size4K) }).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // Words apart, and more of them than a token keeps apart.
+    // Words apart, and more of them than a TLB batch keeps apart.
     let written: Vec<_> = (0..20).map(|n| Gfn(n * 1000)).collect();
     for gfn in &written {
         assert_eq!(vcpu.handle_fault(gfn.gpa(), Access::Write), Ok(Outcome::Resume));

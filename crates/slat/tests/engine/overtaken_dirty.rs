@@ -1,8 +1,9 @@
-//! The dirty log when a call is overtaken: a write's fault, a harvest, the beginning of logging, each stopped at every entry
-//! that it looks at, and something else done meanwhile. Afterwards no page may be written without being reported.
+//! The dirty log when a call is overtaken: a write's fault, a harvest, the beginning of logging.
+//! Each is stopped at every look at a PTE, while another call runs. Afterwards no page may be
+//! writable unless its writes are reported.
 //!
-//! The hook before an exchange is in the check of transitions, which release builds do not have: there fewer points are
-//! tried.
+//! The hook before an exchange is in the check of transitions, which release builds do not have.
+//! They try fewer points.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -15,27 +16,28 @@ use slat::{
     Vcpu, Vm,
 };
 
-/// One whole table, and some pages of the next.
+/// One whole page-table page, and some pages of the next.
 const SLOT: Slot = Slot::new(1, 512, 512 + 10);
-/// So many marks close a table.
+/// So many marks protect a directory entry.
 const MANY: u64 = 40;
-/// The victim's page.
+/// The page of the victim.
 const OWN: u64 = 100;
-/// Another in its table.
+/// Another in its page-table page.
 const OTHER: u64 = 200;
 /// One in it that is not mapped.
 const UNMAPPED: u64 = 300;
 
-/// The pages that are mapped: some around those, at the table's ends, and those of the marks.
+/// The mapped pages: some around those above, at the ends of the page-table page, and those of the
+/// marks.
 fn mapped() -> impl Iterator<Item = u64> {
     [0..3, OWN - 2..OWN + 4, OTHER - 1..OTHER + 2, 398..442, 510..514].into_iter().flatten()
 }
 
-/// One who acts on the VM: the victim, or who overtakes it.
+/// A thread that acts on the VM: the victim, or the one that overtakes it.
 struct Actor {
     vm: Arc<Vm<TestHost, Hooked>>,
     vcpu: Vcpu<TestHost, Hooked>,
-    /// Pages that were written and not reported since, while the slot logs.
+    /// Pages that were written and not reported since, while the memslot logs.
     pending: Arc<Mutex<BTreeSet<u64>>>,
 }
 
@@ -69,7 +71,7 @@ impl Actor {
             }
             self.fault(page, Access::Write);
         }
-        panic!("page {page} goes on faulting");
+        panic!("page {page} still faults");
     }
 
     fn write_if_allowed(&mut self, page: u64) -> bool {
@@ -81,14 +83,14 @@ impl Actor {
         done
     }
 
-    /// The guest writes every page that it may write without a fault.
+    /// The guest writes every page that it can write without a fault.
     fn write_all_allowed(&mut self) {
         mapped().chain([UNMAPPED]).for_each(|page| {
             self.write_if_allowed(page);
         });
     }
 
-    /// Harvests, if the slot logs.
+    /// Harvests, if the memslot logs.
     fn get(&mut self) -> Vec<u64> {
         let mut bitmap = vec![0; SLOT.nr_words()];
         let result = self.vm.get_dirty_log(SLOT.id, &mut bitmap);
@@ -106,12 +108,12 @@ impl Actor {
         let changed = change(SLOT.id, flags, SLOT.first * PAGE_SIZE, SLOT.nr_pages * PAGE_SIZE);
         let result = self.vm.set_user_memory_region(changed);
         if result == Err(Error::SlotBusy { slot: SLOT.id }) {
-            // It is the victim that changes it.
+            // The victim is changing it.
             return;
         }
         result.unwrap();
         if flags == LOG {
-            // What was written before is not the log's.
+            // What was written before logging is not in the log.
             self.pending.lock().unwrap().clear();
         }
     }
@@ -123,7 +125,7 @@ impl Actor {
 
 type Act = (&'static str, fn(&mut Actor));
 
-/// How the VM is found. Pages are mapped but for `UNMAPPED`.
+/// The state of the VM before. Pages are mapped except `UNMAPPED`.
 const STATES: [Act; 6] = [
     ("logging, and all is protected leaf by leaf", |actor| {
         mapped().for_each(|page| actor.fault(page, Access::Read));
@@ -131,27 +133,27 @@ const STATES: [Act; 6] = [
         (0..32).for_each(|page| actor.write(page));
         actor.get();
     }),
-    ("logging, closed above leaves without the right to write", |actor| {
+    ("logging, protected above leaves without the right to write", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.fault(page, Access::Read));
         actor.mark_many();
         actor.get();
     }),
-    ("logging, closed above leaves with the right to write", |actor| {
+    ("logging, protected above leaves with the right to write", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.write(page));
         actor.get();
     }),
-    ("logging, own page taken away", |actor| {
+    ("logging, own page invalidated", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.write(page));
         actor.get();
         actor.invalidate(OWN, 1);
     }),
-    ("not logging, open", |actor| {
+    ("not logging, directory entry unprotected", |actor| {
         mapped().for_each(|page| actor.write(page));
     }),
-    ("not logging, closed", |actor| {
+    ("not logging, directory entry protected", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.write(page));
         actor.get();
@@ -159,7 +161,8 @@ const STATES: [Act; 6] = [
     }),
 ];
 
-/// What happens meanwhile; all leave the slot as it was found, logging or not, but for those that say so.
+/// What happens meanwhile. All leave the memslot logging or not as before, except those whose names
+/// say otherwise.
 const ACTS: [Act; 13] = [
     ("a harvest", |actor| {
         actor.get();
@@ -196,14 +199,14 @@ const ACTS: [Act; 13] = [
         actor.set_flags(NO_FLAGS);
         actor.set_flags(LOG);
     }),
-    ("own page taken away", |actor| actor.invalidate(OWN, 1)),
-    ("the table taken away, and a write", |actor| {
+    ("own page invalidated", |actor| actor.invalidate(OWN, 1)),
+    ("the page-table page unlinked, and a write", |actor| {
         actor.invalidate(0, 512);
         actor.write(OTHER);
     }),
 ];
 
-/// What is overtaken: calls of the engine only, for each look at an entry counts.
+/// What is overtaken: calls of the engine only, since each look at a PTE counts.
 const VICTIMS: [Act; 5] = [
     ("a write's fault", |actor| actor.fault(OWN, Access::Write)),
     ("a write's fault of an unmapped page", |actor| actor.fault(UNMAPPED, Access::Write)),
@@ -214,14 +217,15 @@ const VICTIMS: [Act; 5] = [
     }),
     ("a harvest", |actor| {
         if actor.vm.get_dirty_log(SLOT.id, &mut [0; 9]).is_ok() {
-            // What it reports is not looked at: so nothing is pending.
+            // Its report is dropped: so nothing is pending.
             actor.pending.lock().unwrap().clear();
         }
     }),
     ("logging begins", |actor| actor.set_flags(LOG)),
 ];
 
-/// Runs `victim` in `state`, overtaken by `act` at its `nth` look. Says whether there was such a look.
+/// Runs `victim` in `state`, overtaken by `act` at its `nth` look. Returns whether there was such a
+/// look.
 fn run(tracking: DirtyTracking, state: Act, victim: Act, act: Act, nth: u32) -> bool {
     let what = format!("{tracking:?}: {}; {}, at look {nth}: {}", state.0, victim.0, act.0);
     let mut actor = Actor::new(tracking);
@@ -236,19 +240,19 @@ fn run(tracking: DirtyTracking, state: Act, victim: Act, act: Act, nth: u32) -> 
         for page in mapped().chain([UNMAPPED]).filter(|_| by_write_protection) {
             let writable = translate(&actor.vm, SLOT.gfn(page).gpa()).is_some_and(|found| found.writable);
             let is_marked = actor.vm.is_marked_dirty(SLOT.id, page).unwrap();
-            assert!(!writable || is_marked, "{what}: page {page} may be written unseen");
+            assert!(!writable || is_marked, "{what}: page {page} is writable and not marked");
         }
-        // What may be written is, and one harvest reports it.
+        // All writable pages are written, and one harvest reports them.
         actor.write_all_allowed();
         actor.get();
         assert_eq!(*actor.pending.lock().unwrap(), BTreeSet::new(), "{what}: written, and not reported");
-        // The next write reports its page, and opens no other.
+        // The next write reports its page, and makes no other writable.
         actor.write(OTHER);
         assert_eq!(actor.get(), [OTHER], "{what}");
         for page in mapped().chain([UNMAPPED]) {
             let found = translate(&actor.vm, SLOT.gfn(page).gpa()).filter(|found| found.writable);
             let is_seen = |entry: u64| !by_write_protection && entry & Hooked::DIRTY == 0;
-            assert!(found.is_none_or(|found| is_seen(found.pte.0)), "{what}: page {page} may be written unseen");
+            assert!(found.is_none_or(|found| is_seen(found.pte.0)), "{what}: page {page} is writable and not marked");
         }
     } else {
         actor.write(OWN);

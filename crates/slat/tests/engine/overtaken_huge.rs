@@ -1,6 +1,7 @@
-//! Splits and recoveries that are overtaken, and that overtake others: at each flush, resolve and allocation that they make,
-//! and at each look at an entry, another call is run from beginning to end. Whatever comes in between: the guest reaches its
-//! frames, what it wrote is told and logged, what is counted is there, and no table is left.
+//! Splits and recoveries that are overtaken, and that overtake others. At each flush, resolve and
+//! allocation that they make, and at each look at a PTE, another call runs from beginning to end.
+//! In every case the guest reaches its frames, its writes are reported and logged, the counts are
+//! exact, and no page-table page is leaked.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -19,10 +20,10 @@ use slat::{
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
 const SLOT: u32 = 1;
-/// Its other half, once it is made anew.
+/// The other half, once the memslot is replaced by two.
 const OTHER_HALF: u32 = 2;
 
-/// A slot, and what must not be lost of it.
+/// A memslot, and what must not be lost of it.
 struct Scene<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
     first: u64,
@@ -32,19 +33,19 @@ struct Scene<F: Format> {
     first_pfn: AtomicU64,
     /// Whether turning logging on has returned, and turning it off has not begun.
     logs: AtomicBool,
-    /// Pages written while it did; and those that were reported.
+    /// Pages written while it logged; and those that the log has reported.
     to_log: Mutex<BTreeSet<u64>>,
     logged: Mutex<BTreeSet<u64>>,
-    /// Pages written; and those that were told to be dirty.
-    to_tell: Mutex<BTreeSet<u64>>,
-    told: Mutex<BTreeSet<u64>>,
-    /// What is being taken away: the guest waits there.
+    /// Pages written; and those that the host was notified of as dirty.
+    written: Mutex<BTreeSet<u64>>,
+    reported: Mutex<BTreeSet<u64>>,
+    /// Ranges in flight: the guest waits there.
     held: Mutex<Vec<GfnRange>>,
     is_recreated: AtomicBool,
 }
 
 impl<F: Format> Scene<F> {
-    /// All of the slot mapped for writing, by leaves of `parts`; two pages used.
+    /// The whole memslot is mapped for writing, by leaves of `parts`; two pages were accessed.
     fn new(config: Config, size: PageSize, parts: PageSize) -> Arc<Scene<F>> {
         let (first, nr_pages) = if size == PageSize::Size1G { (HUGE, HUGE) } else { (BIG, 2 * BIG) };
         let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
@@ -58,8 +59,8 @@ impl<F: Format> Scene<F> {
             logs: AtomicBool::new(false),
             to_log: Mutex::default(),
             logged: Mutex::default(),
-            to_tell: Mutex::default(),
-            told: Mutex::default(),
+            written: Mutex::default(),
+            reported: Mutex::default(),
             held: Mutex::default(),
             is_recreated: AtomicBool::new(false),
         });
@@ -84,7 +85,8 @@ impl<F: Format> Scene<F> {
         self.vm.set_user_memory_region(region(id, start.gpa().0, nr_pages * PAGE_SIZE, pfn, self.size)).unwrap();
     }
 
-    /// As the guest does: by hardware where the tables allow it. Says whether it came through: not where it is held up.
+    /// An access of the guest, by hardware where the page tables allow it. Returns whether it
+    /// succeeded; it does not where a range is in flight.
     fn access(&self, page: u64, access: Access) -> bool {
         let gfn = Gfn(self.first + page);
         let mut vcpu = self.vm.create_vcpu().unwrap();
@@ -103,7 +105,7 @@ impl<F: Format> Scene<F> {
             assert_eq!(vcpu.handle_fault(gfn.gpa(), access), Ok(Outcome::Resume));
         }
         let is_held = self.held.lock().unwrap().iter().any(|range| range.contains(gfn));
-        assert!(is_held, "{access:?} of page {page:#x} goes on faulting");
+        assert!(is_held, "{access:?} of page {page:#x} still faults");
         false
     }
 
@@ -113,58 +115,58 @@ impl<F: Format> Scene<F> {
 
     fn write(&self, page: u64) {
         if self.access(page, Access::Write) {
-            self.to_tell.lock().unwrap().insert(page);
+            self.written.lock().unwrap().insert(page);
             if self.logs.load(Ordering::SeqCst) {
                 self.to_log.lock().unwrap().insert(page);
             }
         }
     }
 
-    /// Runs `taking_away`, which takes `range` away.
-    fn holding<R>(&self, range: GfnRange, taking_away: impl FnOnce() -> R) -> R {
+    /// Runs `invalidate`, which invalidates `range`.
+    fn holding<R>(&self, range: GfnRange, invalidate: impl FnOnce() -> R) -> R {
         self.held.lock().unwrap().push(range);
-        let result = taking_away();
+        let result = invalidate();
         let mut held = self.held.lock().unwrap();
         let index = held.iter().position(|held| *held == range).unwrap();
         held.swap_remove(index);
         result
     }
 
-    /// What was told up to now must have all that was written in `range`.
-    fn check_told(&self, range: GfnRange) {
-        let mut told = self.told.lock().unwrap();
+    /// The reports up to now must cover all writes in `range`.
+    fn check_reports(&self, range: GfnRange) {
+        let mut reported = self.reported.lock().unwrap();
         for leaf in self.vm.host().take_zapped().into_iter().filter(|leaf| leaf.dirty) {
-            told.extend(leaf.range.start.0 - self.first..leaf.range.end.0 - self.first);
+            reported.extend(leaf.range.start.0 - self.first..leaf.range.end.0 - self.first);
         }
-        for page in self.to_tell.lock().unwrap().iter().filter(|page| range.contains(Gfn(self.first + **page))) {
-            assert!(told.contains(page), "page {page:#x} was written, and nobody was told");
+        for page in self.written.lock().unwrap().iter().filter(|page| range.contains(Gfn(self.first + **page))) {
+            assert!(reported.contains(page), "page {page:#x} was written, and not reported");
         }
     }
 
     fn invalidate(&self, page: u64, nr_pages: u64) {
         let range = self.range(page, nr_pages);
         self.holding(range, || {
-            let taken_away = self.vm.invalidate_range(range).unwrap();
+            let invalidation = self.vm.invalidate_range(range).unwrap();
             for gfn in [range.start, Gfn(range.end.0 - 1)] {
                 assert_eq!(translate(&self.vm, gfn.gpa()), None);
             }
-            self.check_told(range);
-            drop(taken_away);
+            self.check_reports(range);
+            drop(invalidation);
         });
     }
 
-    /// Deletes it, and makes it anew as two, over other frames.
+    /// Deletes the memslot and makes it again as two, over other frames.
     fn recreate(&self) {
         let all = self.range(0, self.nr_pages);
         if self.is_recreated.swap(true, Ordering::SeqCst) {
             return;
         }
         match self.holding(all, || self.vm.set_user_memory_region(change(SLOT, NO_FLAGS, 0, 0))) {
-            // What is overtaken holds it.
+            // The overtaken call holds it.
             Err(Error::SlotBusy { .. }) => return,
             result => result.unwrap(),
         }
-        self.check_told(all);
+        self.check_reports(all);
         for page in (0..self.nr_pages).step_by(509) {
             assert_eq!(translate(&self.vm, Gfn(self.first + page).gpa()), None);
         }
@@ -186,7 +188,7 @@ impl<F: Format> Scene<F> {
         let start = Gfn(self.first).gpa().0;
         match self.vm.set_user_memory_region(change(SLOT, flags, start, self.nr_pages * PAGE_SIZE)) {
             Ok(()) => self.logs.store(on, Ordering::SeqCst),
-            // It is held by what is overtaken, or was made anew as two.
+            // The overtaken call holds it, or two memslots have replaced it.
             Err(Error::SlotBusy { .. } | Error::SizeFixed { .. }) => {}
             Err(error) => panic!("{error}"),
         }
@@ -200,7 +202,7 @@ impl<F: Format> Scene<F> {
     }
 
     fn finish(self: Arc<Self>) {
-        // Each kind of write that may come after it.
+        // Each kind of write that may follow.
         let all = self.range(0, self.nr_pages);
         for page in [3, 4, 100, 511, 512, BIG + 9, self.nr_pages - 1] {
             self.write(page);
@@ -217,7 +219,7 @@ impl<F: Format> Scene<F> {
                 assert_eq!(found.pfn.0, self.first_pfn.load(Ordering::SeqCst) + page, "page {page:#x}");
             }
         }
-        // Those that are counted against those that are there.
+        // Compares the counts of leaves with the leaves.
         let (mut page, mut found) = (0, [0; 3]);
         while page < self.nr_pages {
             let leaf = translate(&self.vm, Gfn(self.first + page).gpa());
@@ -229,7 +231,7 @@ impl<F: Format> Scene<F> {
         let stats = self.vm.stats();
         assert_eq!([stats.pages_4k(), stats.pages_2m(), stats.pages_1g()], found, "leaves of each size: {stats:?}");
         drop(self.vm.invalidate_range(all).unwrap());
-        self.check_told(all);
+        self.check_reports(all);
         let (splits, recoveries) = (stats.splits - stats.splits_1g, stats.recoveries - stats.recoveries_1g);
         let stats = self.vm.stats();
         assert_eq!(stats.installed_4k + splits * 512, stats.zapped_4k + recoveries * 512, "{stats:?}");
@@ -240,7 +242,7 @@ impl<F: Format> Scene<F> {
     }
 }
 
-/// What is done, or comes in between.
+/// A call that overtakes or is overtaken.
 #[derive(Clone, Copy, Debug)]
 enum Act {
     Split,
@@ -253,7 +255,7 @@ enum Act {
     InvalidateAll,
     Read,
     Write,
-    /// Of pages that nobody has used.
+    /// Of pages that were not accessed.
     Prefault,
     Harvest,
     Age,
@@ -288,7 +290,7 @@ impl Act {
             }
             Act::Enable => {
                 scene.set_log(true);
-                // So that an exact log is asked for what comes after.
+                // An exact log is then required of what follows.
                 scene.write(17);
             }
             Act::Disable => scene.set_log(false),
@@ -310,13 +312,14 @@ impl Act {
     }
 }
 
-/// In which state an act finds the slot: its largest leaves, those that it has, and whether it logs.
+/// The state of the memslot before an act: its largest leaves, its present leaves, and whether it
+/// logs.
 #[derive(Clone, Copy, Debug)]
 struct Before {
     size: PageSize,
     parts: PageSize,
     logs: bool,
-    /// A page that is missing.
+    /// A page that is not mapped.
     hole: bool,
 }
 
@@ -364,8 +367,8 @@ thread_local! {
 
 static SHOW_CONTEXT: Once = Once::new();
 
-/// Whether it is the turn of this combination: every eleventh, or
-/// every one with `OVERTAKEN_STRIDE=1`, which takes some ten minutes.
+/// Whether this combination is due: every eleventh, or all with `OVERTAKEN_STRIDE=1`, which takes
+/// some ten minutes.
 fn is_due() -> bool {
     static COMBINATION: AtomicU64 = AtomicU64::new(0);
     static STRIDE: LazyLock<u64> =
@@ -373,7 +376,7 @@ fn is_due() -> bool {
     COMBINATION.fetch_add(1, Ordering::Relaxed).is_multiple_of(*STRIDE)
 }
 
-/// Runs `test` and says what it was if it panics.
+/// Runs `test`, and prints `context` if it panics.
 fn with_context(context: impl std::fmt::Debug, test: impl FnOnce()) {
     CONTEXT.set(format!("{context:?}"));
     SHOW_CONTEXT.call_once(|| {
@@ -386,7 +389,7 @@ fn with_context(context: impl std::fmt::Debug, test: impl FnOnce()) {
     test();
 }
 
-/// `act` is overtaken by each other at its `nth` `call`. Says whether it was reached.
+/// Each of `by` overtakes `act` at its `nth` `call`. Returns whether that was reached.
 fn overtaken<F: Format>(config: Config, before: Before, act: Act, by: Act, (call, nth): (Call, u32)) -> bool {
     let scene = scene::<F>(config, before);
     let other = Arc::downgrade(&scene);
@@ -398,7 +401,7 @@ fn overtaken<F: Format>(config: Config, before: Before, act: Act, by: Act, (call
 }
 
 fn at_each_call<F: Format>(config: Config, calls: &[Call]) {
-    // Of 1 GiB only once: it takes long.
+    // 1 GiB in one configuration alone: it takes long.
     let is_default = config == Config::default();
     for before in BEFORE.into_iter().filter(|before| is_default || before.size == PageSize::Size2M) {
         for act in ACTS {
@@ -419,11 +422,11 @@ fn at_each_call<F: Format>(config: Config, calls: &[Call]) {
     }
 }
 
-/// Outside of sections and locks, on the same thread.
+/// Outside of guards and locks, on the same thread.
 const OUTSIDE: [Call; 3] = [Call::Flush, Call::Resolve, Call::Allocate(AllocationWait::Allowed)];
 
 #[test]
-fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_loses_anything() {
+fn calls_during_a_flush_a_resolve_or_an_allocation_lose_nothing() {
     for config in configs() {
         at_each_call::<Npt>(config, &OUTSIDE);
     }
@@ -432,7 +435,7 @@ fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_loses_anything() {
 }
 
 #[test]
-fn nor_where_entries_are_broken_before_they_are_made() {
+fn nothing_is_lost_with_break_before_make() {
     for config in configs() {
         at_each_call::<Broken>(config, &OUTSIDE);
     }
@@ -440,9 +443,9 @@ fn nor_where_entries_are_broken_before_they_are_made() {
     at_each_call::<Stage2>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
-/// The same, and the observer of [`broken`] sees all changes.
+/// The same, while the observer of [`broken`] checks all changes.
 #[test]
-fn every_break_is_flushed_whoever_comes_in_between() {
+fn every_break_is_flushed_despite_calls_in_between() {
     let mut nr_made = (0, 0);
     for config in configs() {
         for before in BEFORE.into_iter().filter(|before| before.size == PageSize::Size2M) {
@@ -473,7 +476,7 @@ fn every_break_is_flushed_whoever_comes_in_between() {
     assert!(nr_made.0 > 100 && nr_made.1 > 100, "{nr_made:?}");
 }
 
-/// On another thread, inside the section of the one who is overtaken.
+/// On another thread, while the overtaken call is in its guard.
 #[cfg(debug_assertions)]
 fn at_each_look<F: Format>(config: Config, before: Before, acts: &[Act]) {
     for &act in acts {
@@ -503,7 +506,7 @@ fn at_each_look<F: Format>(config: Config, before: Before, acts: &[Act]) {
 
 #[cfg(debug_assertions)]
 #[test]
-fn nobody_who_comes_at_a_look_of_a_split_or_a_recovery_loses_anything() {
+fn calls_at_each_look_of_a_split_or_a_recovery_lose_nothing() {
     let config = Config::default();
     let acts = [Act::Split, Act::Recover, Act::Enable, Act::Disable];
     for before in BEFORE {
@@ -516,7 +519,7 @@ fn nobody_who_comes_at_a_look_of_a_split_or_a_recovery_loses_anything() {
 
 #[cfg(debug_assertions)]
 #[test]
-fn nor_does_who_is_overtaken_by_them() {
+fn calls_overtaken_by_a_split_or_a_recovery_lose_nothing() {
     let config = Config::default();
     let acts = [Act::InvalidatePage, Act::InvalidateAll, Act::Write, Act::Read, Act::Prefault, Act::Harvest, Act::Age];
     for before in BEFORE {

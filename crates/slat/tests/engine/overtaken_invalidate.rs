@@ -1,6 +1,7 @@
-//! Faults that an invalidation overtakes at each point where they look at an entry: nothing old is mapped.
+//! Faults that an invalidation overtakes at each look at a PTE: no old frame is mapped.
 //!
-//! The looks right before exchanges are in the check of transitions, which release builds do not have.
+//! The looks right before exchanges are in the check of transitions, which release builds do not
+//! have.
 #![cfg(debug_assertions)]
 #![allow(unsafe_code, reason = "the common host and format")]
 
@@ -23,11 +24,11 @@ fn pages(start: u64, nr_pages: u64) -> GfnRange {
     GfnRange::new(Gfn(start), nr_pages)
 }
 
-/// How the page of a fault is before it is overtaken.
+/// The state of the page before the fault is overtaken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Before {
     Empty,
-    /// With a table for it.
+    /// With a page-table page for it.
     EmptyInTable,
     ReadOnly,
     Protected,
@@ -39,15 +40,16 @@ enum Before {
 /// What overtakes the fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Overtaking {
-    /// The page gets another frame.
+    /// The page moves to another frame.
     Replace,
-    /// The page stays, but may not be written any more; and is read.
+    /// The page stays, is write-protected by the host, and is read.
     Forbid,
-    /// The page gets another frame while the whole space is taken away, so that no table stays; and is read.
+    /// The page moves to another frame while the whole space is invalidated, so that no page-table
+    /// page stays; then it is read.
     ReplaceAll,
 }
 
-/// A fault is overtaken at its `nth` look at an entry. Says whether it has so many.
+/// A fault is overtaken at its `nth` look at a PTE. Returns whether it has so many looks.
 fn overtaken(before: Before, overtaking: Overtaking, access: Access, nth: u32) -> bool {
     let config = Config::default().with_access_tracking(AccessTracking::Faults);
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), config).unwrap());
@@ -56,7 +58,7 @@ fn overtaken(before: Before, overtaking: Overtaking, access: Access, nth: u32) -
     let memory = region(0, 0, 4 * MIB, 0x1000, size);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
     let read_only = matches!(before, Before::ReadOnly | Before::HugeReadOnly);
-    backing.read_gives_writable.store(!read_only, Ordering::SeqCst);
+    backing.reads_are_writable.store(!read_only, Ordering::SeqCst);
     let flags = if before == Before::Protected { LOG } else { NO_FLAGS };
     vm.set_user_memory_region(MemoryRegion { flags, ..memory }).unwrap();
     let (mut vcpu, mut other) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
@@ -103,7 +105,8 @@ fn overtaken(before: Before, overtaking: Overtaking, access: Access, nth: u32) -
         }
         let gone = overtaking == Overtaking::Forbid && access == Access::Write;
         assert!(result == Ok(Outcome::Resume) || (gone && result == Err(Error::BackingGone { gpa })), "{case}");
-        // The guest tries again, and must get through. (The fault may have been fixed before it was overtaken.)
+        // The guest tries again, and must succeed. (The fault may have been complete before it was
+        // overtaken.)
         let again = vcpu.handle_fault(gpa, access);
         assert_eq!(again, if gone { Err(Error::BackingGone { gpa }) } else { Ok(Outcome::Resume) }, "{case}");
         let written = access == Access::Write && !gone;
@@ -133,18 +136,20 @@ fn a_fault_that_is_overtaken_at_any_look_maps_nothing_old() {
             }
         }
     }
-    // A fault on an empty root does not look at a present entry before its exchange; all others look thrice at least.
+    // A fault on an empty root has no look at a present PTE before its exchange; all others have at
+    // least three looks.
     assert!(nr_overtaken > 36 * 3, "{nr_overtaken}");
 }
 
-/// A write that replaces a read-only leaf has taken its stamp; at its `nth` look the page is taken away, another write gets
-/// an answer from the host and is slow with it, the page is taken away once more, writing it is forbidden, and the
-/// read-only leaf is put back. Then the first write goes on, and then the slow one. Says whether there are so many looks.
+/// A write that replaces a read-only leaf has taken its number. At its `nth` look the page is
+/// invalidated, and another write gets an answer from the host, and is slow with it. The page is
+/// invalidated once more, the host forbids writes, and the same read-only leaf is installed again.
+/// Then the first write goes on, and then the slow one. Returns whether there are so many looks.
 fn a_slow_answer(nth: u32) -> bool {
     let vm = trap_vm::<Hooked>(Locking::None);
     let memory = region(0, 0, MIB, 0x1000, PageSize::Size4K);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let (mut vcpu, mut slow, mut reader) =
         (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
@@ -186,13 +191,14 @@ fn a_slow_answer(nth: u32) -> bool {
 }
 
 #[test]
-fn an_answer_is_not_used_when_a_stamp_that_was_taken_earlier_comes_later() {
+fn an_answer_is_discarded_when_an_older_number_is_stored_later() {
     let nr_looks = (1..).take_while(|nth| a_slow_answer(*nth)).count();
     assert!(nr_looks > 10, "{nr_looks}");
 }
 
-/// An invalidation of `range` is overtaken, at its `nth` look at an entry, by one of a single page that the guest has
-/// written. When that one returns, its host frees the frame: it must know by then that the page is dirty.
+/// An invalidation of `range` is overtaken, at its `nth` look at a PTE, by one of a single page
+/// that the guest has written. When the second returns, its host frees the frame. By then the host
+/// must have been notified that the page is dirty.
 fn overtaken_by_another(range: GfnRange, nth: u32) -> bool {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
@@ -204,12 +210,12 @@ fn overtaken_by_another(range: GfnRange, nth: u32) -> bool {
         let vm = Arc::clone(&vm);
         move || {
             let guard = vm.invalidate_range(pages(3, 1)).unwrap();
-            let told = vm.host().zapped.lock().unwrap();
+            let reported = vm.host().zapped.lock().unwrap();
             assert!(
-                told.iter().flatten().any(|leaf| leaf.range == pages(3, 1) && leaf.dirty),
-                "the host was not told: {told:?}"
+                reported.iter().flatten().any(|leaf| leaf.range == pages(3, 1) && leaf.dirty),
+                "the host was not notified: {reported:?}"
             );
-            drop(told);
+            drop(reported);
             drop(guard);
         }
     };
@@ -222,21 +228,22 @@ fn overtaken_by_another(range: GfnRange, nth: u32) -> bool {
 }
 
 #[test]
-fn what_the_guest_wrote_is_told_before_any_invalidation_of_the_page_returns() {
+fn writes_are_reported_before_any_invalidation_of_the_page_returns() {
     for range in [pages(3, 1), pages(2, 2), pages(0, 512), pages(0, 2048)] {
         let nr_looks = (1..).take_while(|&nth| overtaken_by_another(range, nth)).count();
         assert!(nr_looks >= 5, "{nr_looks} looks in {range:?}");
     }
 }
 
-/// What happens to a page while a fault on it, which found all empty, holds an answer of the host.
+/// What happens to a page while a fault that found all PTEs empty holds an answer of the host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Younger {
-    /// All is taken away; then the page beside it is read: its tables inherit the stamp.
+    /// All is invalidated; then the page beside it is read. New page-table pages inherit the
+    /// number.
     Linked,
-    /// All is taken away; then the page beside it: its tables inherit the stamp.
+    /// All is invalidated; then the page beside it. New page-table pages inherit the number.
     Refined,
-    /// The page is taken away, and there is no memory for a table: all gets the stamp.
+    /// The page is invalidated without memory for a page-table page: the PTE above gets the number.
     OutOfMemory,
 }
 
@@ -269,19 +276,20 @@ fn an_answer_is_held_beside(younger: Younger) {
 }
 
 #[test]
-fn an_answer_from_before_is_not_used_in_what_inherits_the_stamp() {
+fn a_stale_answer_is_discarded_where_the_number_was_inherited() {
     for younger in [Younger::Linked, Younger::Refined, Younger::OutOfMemory] {
         an_answer_is_held_beside(younger);
     }
 }
 
-/// An invalidation of a block stops at its `nth` look, until one of a page inside has come to its `mth`; then the first goes
-/// on, and unlinks the table that the second is in. What that hangs there is not lost. Says which looks there are.
+/// An invalidation of a block stops at its `nth` look, until one of a page inside has reached its
+/// `mth`. Then the first goes on, and unlinks the page-table page that the second is in. What the
+/// second links there must not be leaked. Returns which of the looks exist.
 fn unlinked_under_another(nth: u32, mth: u32) -> (bool, bool) {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // So that there are tables down to the empty entry that page 3 is in.
+    // So that there are page-table pages down to the empty PTE of page 3.
     assert_eq!(vcpu.handle_fault(Gfn(600).gpa(), Access::Write), Ok(Outcome::Resume));
     let ((here, arrived), (go, released), (send, receive)) = (channel(), channel::<()>(), channel());
     let part = {
@@ -295,7 +303,7 @@ fn unlinked_under_another(nth: u32, mth: u32) -> (bool, bool) {
                 drop(vm.invalidate_range(pages(3, 1)).unwrap());
                 was_called()
             });
-            // An error: it has no such look.
+            // An error means that it has no such look.
             let _: Result<(), RecvError> = arrived.recv();
             send.send(part).unwrap();
         }
@@ -312,7 +320,7 @@ fn unlinked_under_another(nth: u32, mth: u32) -> (bool, bool) {
 }
 
 #[test]
-fn no_table_is_lost_in_one_that_is_unlinked() {
+fn no_table_below_an_unlinked_table_is_leaked() {
     let mut nr_stopped = 0;
     let nr_looks = (1..).take_while(|&nth| {
         nr_stopped += (1..).take_while(|&mth| unlinked_under_another(nth, mth).1).count();
@@ -321,7 +329,8 @@ fn no_table_is_lost_in_one_that_is_unlinked() {
     assert!(nr_looks.count() >= 5 && nr_stopped >= 20, "{nr_stopped}");
 }
 
-/// A CPU writes through a leaf at the `nth` look of an invalidation. If it could, the host is told that the page is dirty.
+/// A CPU writes through a leaf at the `nth` look of an invalidation. If it could, the host is
+/// notified that the page is dirty.
 fn written_under_an_invalidation(size: PageSize, range: GfnRange, nth: u32) -> bool {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, size)).unwrap();
@@ -340,13 +349,13 @@ fn written_under_an_invalidation(size: PageSize, range: GfnRange, nth: u32) -> b
     at_look(Level(4), nth, write);
     drop(vm.invalidate_range(range).unwrap());
     let was_called = was_called();
-    let is_told = vm.host().take_zapped().iter().any(|leaf| leaf.range.contains(Gfn(3)) && leaf.dirty);
-    assert_eq!(is_told, is_written.load(Ordering::SeqCst), "{size:?} {range:?} {nth}");
+    let is_reported = vm.host().take_zapped().iter().any(|leaf| leaf.range.contains(Gfn(3)) && leaf.dirty);
+    assert_eq!(is_reported, is_written.load(Ordering::SeqCst), "{size:?} {range:?} {nth}");
     was_called
 }
 
 #[test]
-fn what_a_cpu_writes_until_a_leaf_goes_is_told() {
+fn writes_until_a_leaf_is_zapped_are_reported() {
     for size in [PageSize::Size4K, PageSize::Size2M] {
         for range in [pages(3, 1), pages(0, 512)] {
             let nr_looks = (1..).take_while(|&nth| written_under_an_invalidation(size, range, nth)).count();
@@ -355,7 +364,7 @@ fn what_a_cpu_writes_until_a_leaf_goes_is_told() {
     }
 }
 
-/// An aging is overtaken at its `nth` look by an invalidation that gives the page another frame.
+/// An aging is overtaken at its `nth` look by an invalidation that moves the page to another frame.
 fn aging_is_overtaken(tracking: AccessTracking, size: PageSize, nth: u32) -> bool {
     let config = Config::default().with_access_tracking(tracking);
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), config).unwrap());
@@ -382,7 +391,7 @@ fn aging_is_overtaken(tracking: AccessTracking, size: PageSize, nth: u32) -> boo
 }
 
 #[test]
-fn aging_brings_nothing_back_that_was_taken_away() {
+fn aging_restores_no_invalidated_leaf() {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
         for size in [PageSize::Size4K, PageSize::Size2M] {
             let nr_looks = (1..).take_while(|&nth| aging_is_overtaken(tracking, size, nth)).count();
@@ -391,7 +400,8 @@ fn aging_brings_nothing_back_that_was_taken_away() {
     }
 }
 
-/// An aging of small leaves is overtaken at its `nth` look by a recovery that makes them one. Each page counts once.
+/// An aging of small leaves is overtaken at its `nth` look by a recovery that makes them one leaf.
+/// Each page counts once.
 fn aging_is_overtaken_by_a_recovery(range: GfnRange, nth: u32) -> bool {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, PageSize::Size2M)).unwrap();
@@ -407,7 +417,7 @@ fn aging_is_overtaken_by_a_recovery(range: GfnRange, nth: u32) -> bool {
 }
 
 #[test]
-fn what_an_aging_has_counted_by_its_parts_is_not_counted_once_more() {
+fn aging_counts_a_recovered_page_once() {
     for range in [pages(0, 512), pages(5, 100)] {
         let (mut nth, mut nr_overtaken) = (1, 0);
         while aging_is_overtaken_by_a_recovery(range, nth) {

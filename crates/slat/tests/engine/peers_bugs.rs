@@ -1,7 +1,7 @@
-//! Bugs that were found in other page-table libraries, each as a test of this one.
+//! Bugs that were found in other page-table libraries, each as a test of this engine.
 //!
-//! Not here: the release order with which a filled table is published (needs a machine with weak memory, or a model
-//! checker over raw tables).
+//! One is missing: the release order with which a filled page-table page is published. It needs a
+//! machine with weak memory, or a model checker over raw page tables.
 #![allow(unsafe_code, reason = "reads and writes entries as hardware does")]
 
 use std::sync::Arc;
@@ -53,23 +53,23 @@ fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size:
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
     let (cell, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(0));
     assert_eq!(level, size.level());
-    // SAFETY: a live entry, and nobody else is here.
+    // SAFETY: a live PTE, and no other thread is here.
     let entry = unsafe { AtomicU64::from_ptr(cell) };
     let before = entry.load(Ordering::SeqCst) & !(F::ACCESSED | F::DIRTY) | bits;
     entry.store(before, Ordering::SeqCst);
     vm.set_user_memory_region(change(0, LOG, 0, GIB)).unwrap();
     assert!(!translate(&vm, Gpa(0)).unwrap().writable);
-    // Lazily, it is the entry above that has lost the right, where it has any.
+    // With lazy protection, the directory entry above has lost W, where the format has generations.
     let is_above = F::GENERATION != 0 && protection == WriteProtection::Lazy && level == Level::L4K;
     assert_eq!(entry.load(Ordering::SeqCst), if is_above { before } else { before & !F::WRITABLE });
-    // Split, for a huge leaf: the parts have them, too.
+    // A huge leaf is split: the parts have the bits, too.
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
     assert!(translate(&vm, Gpa(0)).unwrap().writable);
     let neighbour = translate(&vm, Gpa(PAGE_SIZE)).map(|found| found.pte.0 & (F::ACCESSED | F::DIRTY));
     assert_eq!(neighbour, (level > Level::L4K).then_some(bits));
 }
 
-each!(what_is_done_to_a_page_of_a_block_is_done_to_that_page_only, one_page_of_a_block);
+each!(a_change_of_a_page_in_a_block_affects_that_page_only, one_page_of_a_block);
 fn one_page_of_a_block<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x8000, PageSize::Size2M)).unwrap();
@@ -78,7 +78,8 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
         assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
     }
     vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
-    // Two pages of one block are opened; the harvest of the second finds the first one protected already.
+    // Two pages of one block are made writable; the harvest of the second finds the first protected
+    // already.
     let mut bitmap = [0; 16];
     assert_eq!(vcpu.handle_fault(Gpa(3 * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
@@ -88,7 +89,7 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
         assert_eq!((found.pfn.0, found.level, found.writable), (0x8000 + page, Level::L4K, page == 4));
     }
     assert_eq!(translate(&vm, Gpa(2 * MIB)).unwrap().level, Level::L2M, "the block beside it was split, too");
-    // Deleting a slot that shares a block with another leaves the other's pages.
+    // Deleting a memslot that shares a block with another keeps the other's pages.
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     vm.set_user_memory_region(region(1, 0, MIB, 0x100, PageSize::Size2M)).unwrap();
     vm.set_user_memory_region(region(2, MIB, MIB, 0x200, PageSize::Size2M)).unwrap();
@@ -101,8 +102,8 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
     assert_eq!(left, [None, None, Some(0x200), Some(0x2ff)]);
 }
 
-each!(taking_a_page_out_of_a_block_takes_that_page_only, one_page_taken);
-fn one_page_taken<F: Format>(locking: Locking) {
+each!(an_invalidation_of_a_page_in_a_block_zaps_that_page_only, one_page_invalidated);
+fn one_page_invalidated<F: Format>(locking: Locking) {
     for (size, block_pages) in [(PageSize::Size2M, 512), (PageSize::Size1G, 512 * 512)] {
         let vm = vm::<F>(locking);
         vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
@@ -110,12 +111,12 @@ fn one_page_taken<F: Format>(locking: Locking) {
         assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
         assert_eq!(translate(&vm, Gpa(0)).map(|found| found.level), Some(size.level()));
         let resolves = vm.host().resolves.load(Ordering::SeqCst);
-        let taken = block_pages / 2 + 3;
-        drop(vm.invalidate_range(GfnRange::new(Gfn(taken), 1)).unwrap());
+        let invalidated = block_pages / 2 + 3;
+        drop(vm.invalidate_range(GfnRange::new(Gfn(invalidated), 1)).unwrap());
         for page in 0..block_pages {
             let found = translate(&vm, Gfn(page).gpa()).map(|found| (found.pfn.0, found.writable));
             let expected = (GIB / PAGE_SIZE + page, true);
-            assert_eq!(found, (page != taken).then_some(expected), "page {page}");
+            assert_eq!(found, (page != invalidated).then_some(expected), "page {page}");
         }
         assert_eq!(vm.host().resolves.load(Ordering::SeqCst), resolves, "a neighbour was resolved again");
     }
@@ -150,7 +151,7 @@ fn back_to_one<F: Format>(locking: Locking) {
         vm.reclaim();
         assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
     }
-    // The same by an invalidation, with the slot in place.
+    // The same by an invalidation, with the memslot in place.
     vm.set_user_memory_region(region(0, 0, 1 << 40, 0, PageSize::Size4K)).unwrap();
     for _ in 0..3 {
         for gpa in (0..1u64 << 40).step_by(100 * GIB as usize) {
@@ -175,7 +176,7 @@ fn flush_of_one_vm<F: Format>(locking: Locking) {
     assert!(translate(&second, Gpa(0)).is_some());
 }
 
-/// Roots of 2048 entries in 16 KiB, as four tables of the usual size side by side.
+/// Roots of 2048 PTEs in 16 KiB, as four page-table pages of the usual size side by side.
 #[test]
 fn the_high_part_of_a_wide_root_does_not_alias_the_low_part() {
     wide_root::<Sv39x4>();
@@ -205,7 +206,7 @@ fn wide_root<F: Format>() {
     );
 }
 
-each!(of_two_vcpus_that_fault_on_one_page_the_slower_one_does_not_fail, slower);
+each!(the_slower_of_two_faults_on_one_page_does_not_fail, slower);
 fn slower<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
@@ -220,10 +221,11 @@ fn slower<F: Format>(locking: Locking) {
     assert_eq!((stats.installed_4k, stats.spurious, stats.retries, stats.zapped), (1, 1, 1, 0));
 }
 
-each!(a_detached_table_is_freed_after_its_flush_and_when_nobody_can_be_in_it, detached);
+each!(an_unlinked_table_is_freed_after_its_flush_and_a_grace_period, detached);
 fn detached<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
-    // Two slots: the one that goes has all of a table of the lowest level; the other keeps those above.
+    // Two memslots: the one that is deleted has all of a lowest page-table page; the other keeps
+    // those above.
     vm.set_user_memory_region(region(0, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(region(1, 4 * MIB, 2 * MIB, 0x2000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -231,13 +233,13 @@ fn detached<F: Format>(locking: Locking) {
         assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
     }
     let live = vm.host().host.live_tables();
-    // A look at a page is stopped inside its section; looks take no lock in any configuration.
-    let keeper = vm.host().in_section.set();
+    // A query of a page is stopped inside its guard; queries take no lock in any configuration.
+    let keeper = vm.host().in_guard.set();
     let inside = std::thread::spawn(move || (vcpu.handle_fault(Gpa(0), Access::Read), vcpu));
     keeper.arrived.recv().unwrap();
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     vm.reclaim();
-    assert_eq!(vm.host().host.live_tables(), live, "a table was freed under a section");
+    assert_eq!(vm.host().host.live_tables(), live, "a page-table page was freed during a guard");
     keeper.go.send(()).unwrap();
     let (result, vcpu) = inside.join().unwrap();
     let mmio = Outcome::Exit(Exit::Mmio { gpa: Gpa(0), access: Access::Read });
@@ -248,7 +250,7 @@ fn detached<F: Format>(locking: Locking) {
     drop(vcpu);
 }
 
-each!(a_slot_that_is_deleted_under_a_resolve_keeps_its_backing_until_that_is_over, deleted_under_resolve);
+each!(a_slot_deleted_during_a_resolve_keeps_its_backing_until_its_end, deleted_under_resolve);
 fn deleted_under_resolve<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
@@ -258,7 +260,7 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     let keeper = vm.host().in_resolve.set();
     let resolving = std::thread::spawn(move || vcpu.handle_fault(Gpa(0x3000), Access::Write));
     keeper.arrived.recv().unwrap();
-    // Nobody waits for the resolve: neither the deletion, nor a new slot at the same place.
+    // Neither the deletion, nor a new memslot at the same place, waits for the resolve.
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     vm.reclaim();
     assert!(!dropped.load(Ordering::SeqCst));
@@ -268,20 +270,21 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     let (_, level) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
     assert_eq!(level, Level::L4K);
     let (cell, _) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
-    // SAFETY: a live entry.
+    // SAFETY: a live PTE.
     let entry = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
     assert_eq!(F::address(entry, level).pfn(), Pfn(0x903), "the frame that was resolved before the deletion");
     vm.reclaim();
     assert!(dropped.load(Ordering::SeqCst));
 }
 
-each!(a_deletion_flushes_what_another_call_took_away_and_has_not_flushed_yet, unpaid_flush);
+each!(a_deletion_flushes_what_another_call_zapped_and_has_not_flushed, unpaid_flush);
 fn unpaid_flush<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
-    // An invalidation takes the leaf away and is stopped before its flush: a CPU may still use the translation.
+    // An invalidation zaps the leaf and is stopped before its flush: a CPU may still use the
+    // translation.
     let keeper = vm.host().in_flush.set();
     std::thread::scope(|scope| {
         let other = scope.spawn(|| drop(vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap()));
@@ -290,6 +293,6 @@ fn unpaid_flush<F: Format>(locking: Locking) {
         let flushed = vm.host().host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
         keeper.go.send(()).unwrap();
         other.join().unwrap();
-        assert!(flushed, "the slot is gone, and a CPU may still use a translation of it");
+        assert!(flushed, "the memslot is deleted, and a CPU may still use a translation of it");
     });
 }

@@ -1,5 +1,5 @@
-//! Mapping before the guest asks, and asking the tables: one thread, then beside a slot that comes and goes, as KVM's
-//! pre_fault_memory_test does.
+//! Prefaults, and queries of the page tables: on one thread, then beside a memslot that comes and
+//! goes, as in KVM's pre_fault_memory_test.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -14,7 +14,7 @@ use slat::{
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-/// What is mapped of each page from `gpa` on.
+/// The translation of each page from `gpa` on.
 fn mapped<H: Host, F: Format>(vm: &Vm<H, F>, gpa: u64, nr_pages: u64) -> Vec<Option<Translation>> {
     let reader = vm.read_tables().unwrap();
     let mut cursor = reader.cursor();
@@ -24,7 +24,7 @@ fn mapped<H: Host, F: Format>(vm: &Vm<H, F>, gpa: u64, nr_pages: u64) -> Vec<Opt
 fn maps_all_sizes<F: Format>(locking: Locking) {
     for (size, nr_resolves) in [(PageSize::Size4K, 2048), (PageSize::Size2M, 4), (PageSize::Size1G, 1)] {
         let vm = vm::<F>(locking);
-        // The frames lie like the guest's pages.
+        // The frames are aligned like the guest's pages.
         vm.set_user_memory_region(region(0, 4 * MIB, 8 * MIB, 4 * MIB / PAGE_SIZE, size)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.pre_fault_memory(Gpa(4 * MIB), 8 * MIB, Access::Read), Ok(8 * MIB));
@@ -42,7 +42,7 @@ fn maps_all_sizes<F: Format>(locking: Locking) {
         }
         assert_eq!(mapped(&vm, 4 * MIB - PAGE_SIZE, 1), [None]);
         assert_eq!(mapped(&vm, 12 * MIB, 1), [None]);
-        // What is there stays, and the host is not asked again.
+        // What is mapped stays, and is not resolved again.
         assert_eq!(vcpu.pre_fault_memory(Gpa(4 * MIB), 8 * MIB, Access::Write), Ok(8 * MIB));
         assert_eq!(vm.host().resolves.load(Ordering::SeqCst), nr_resolves);
         assert_eq!(vcpu.handle_fault(Gpa(5 * MIB), Access::Write), Ok(Outcome::Resume));
@@ -51,37 +51,38 @@ fn maps_all_sizes<F: Format>(locking: Locking) {
 }
 each!(a_range_is_mapped_with_the_largest_leaves, maps_all_sizes);
 
-/// Frames that follow each other, but not as the guest's pages do: small leaves, and yet few questions.
+/// Contiguous frames that are not aligned like the guest's pages: small leaves, and yet few
+/// resolves.
 fn asks_once_for_contiguous_frames<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1_0003, PageSize::Size2M)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read), Ok(8 * MIB));
-    // Each block of frames ends in the midst of a block of pages.
+    // Each block of frames ends in the middle of a block of pages.
     assert_eq!(vm.host().resolves.load(Ordering::SeqCst), 8);
     for (page, found) in mapped(&vm, 0, 2048).into_iter().enumerate() {
         assert_eq!(found.map(|t| (t.pfn, t.size)), Some((Pfn(0x1_0003 + page as u64), PageSize::Size4K)));
     }
 }
-each!(contiguous_frames_are_asked_for_once, asks_once_for_contiguous_frames);
+each!(contiguous_frames_are_resolved_once, asks_once_for_contiguous_frames);
 
-/// Huge pages fill a table as small ones do; where one is missing, it ends there.
+/// Huge pages fill a page-table page as small ones do; the prefault ends at a missing one.
 fn fills_a_table_of_huge_pages<F: Format>(locking: Locking) {
     for (size, nr_backed, nr_resolves) in
         [(PageSize::Size2M, 1024, 1024), (PageSize::Size1G, 1024, 4), (PageSize::Size2M, 700, 702)]
     {
         let vm = vm::<F>(locking);
-        // Shifted by 2 MiB against the guest's: no larger leaf fits.
+        // Shifted by 2 MiB against the guest's pages: no larger leaf fits.
         let mut huge = region(0, 0, 2 * GIB, 0, size);
         huge.backing = Some(std::sync::Arc::new(crate::common::TestBacking::new(512, nr_backed * 512, size)));
         vm.set_user_memory_region(huge).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * GIB, Access::Write), Ok(nr_backed * 2 * MIB));
         let stats = vm.stats();
-        // One for each GiB, and those from the root to there.
+        // One for each GiB, and those above.
         let nr_tables = 2 + u64::from(F::ROOT_LEVEL.0 - Level::L2M.0);
         assert_eq!((stats.installed_2m, stats.installed_4k, stats.live_tables()), (nr_backed, 0, nr_tables));
-        // Once by the filling that found nothing, once by the fault that came to say so.
+        // Once by the filling that found nothing, once by the fault that returned the error.
         assert_eq!(vm.host().resolves.load(Ordering::SeqCst), nr_resolves, "{size:?}, {nr_backed}");
         let reader = vm.read_tables().unwrap();
         let mut cursor = reader.cursor();
@@ -97,7 +98,7 @@ each!(a_table_of_huge_pages_is_filled_at_once, fills_a_table_of_huge_pages);
 fn stops_where_memory_ends<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut vcpu = vm.create_vcpu().unwrap();
-    // 2 MiB and a page, as in KVM's test; one page more than the slot has.
+    // 2 MiB and a page, as in KVM's test; one page more than the memslot has.
     let size_bytes = 2 * MIB + PAGE_SIZE;
     vm.set_user_memory_region(region(0, 2 * MIB, size_bytes, 7, PageSize::Size4K)).unwrap();
     assert_eq!(vcpu.pre_fault_memory(Gpa(2 * MIB), size_bytes + PAGE_SIZE, Access::Read), Ok(size_bytes));
@@ -105,7 +106,7 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(behind, PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: behind }));
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(0) }));
 
-    // A backing that is shorter than its slot, in the midst of a block.
+    // A backing that is shorter than its memslot, in the middle of a block.
     let mut short = region(1, GIB, 4 * MIB, 0, PageSize::Size4K);
     short.backing = Some(std::sync::Arc::new(crate::common::TestBacking::new(0x5000, 700, PageSize::Size4K)));
     vm.set_user_memory_region(short).unwrap();
@@ -114,7 +115,7 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(gone, PAGE_SIZE, Access::Read), Err(Error::BackingGone { gpa: gone }));
     assert_eq!(mapped(&vm, GIB, 1024).iter().flatten().count(), 700);
 }
-each!(it_stops_where_memory_ends, stops_where_memory_ends);
+each!(a_prefault_stops_where_memory_ends, stops_where_memory_ends);
 
 fn refuses<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -141,9 +142,10 @@ fn refuses<F: Format>(locking: Locking) {
     assert_eq!(reader.cursor().query(too_high), None);
     assert_eq!(reader.cursor().query(Gpa(u64::MAX)), None);
 }
-each!(bad_input_is_refused, refuses);
+each!(bad_ranges_are_refused, refuses);
 
-/// Without memory for tables nothing changes, and each table that there is memory for is of use.
+/// Without memory for page-table pages nothing changes, and each page-table page that there is
+/// memory for is filled.
 fn survives_without_memory<F: Format>(locking: Locking) {
     for nr_tables in 0..8 {
         let vm = vm::<F>(locking);
@@ -164,9 +166,9 @@ fn survives_without_memory<F: Format>(locking: Locking) {
         assert_no_table_is_left(&vm);
     }
 }
-each!(it_survives_without_memory, survives_without_memory);
+each!(a_prefault_without_memory_for_tables_maps_what_it_can, survives_without_memory);
 
-fn logs_what_it_opens<F: Format>(locking: Locking) {
+fn logs_prefaults<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut logging = region(0, 0, 4 * MIB, 0, PageSize::Size2M);
     logging.flags = LOG;
@@ -174,7 +176,7 @@ fn logs_what_it_opens<F: Format>(locking: Locking) {
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut bitmap = [0; 16];
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
-    // Huge as long as nobody writes.
+    // Huge until a write.
     assert!(mapped(&vm, 0, 512).iter().all(|found| found.is_some_and(|t| !t.writable && t.size == PageSize::Size2M)));
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0));
     assert_eq!(vcpu.pre_fault_memory(Gpa(PAGE_SIZE), 4 * MIB - PAGE_SIZE, Access::Write), Ok(4 * MIB - PAGE_SIZE));
@@ -182,14 +184,15 @@ fn logs_what_it_opens<F: Format>(locking: Locking) {
     assert_eq!(bitmap[0], !1);
     assert!(mapped(&vm, 0, 1024).iter().all(|found| found.is_some_and(|t| !t.writable && t.size == PageSize::Size4K)));
 }
-each!(what_it_opens_for_writing_is_logged, logs_what_it_opens);
+each!(pages_prefaulted_for_writing_are_logged, logs_prefaults);
 
 fn maps_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(region(1, 8 * MIB, MIB, 0x8000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // Every third page of both slots, one of them twice, not in order, and not at the pages' starts.
+    // Every third page of both memslots, one of them twice, out of order, and not at the starts of
+    // pages.
     let mut pages: Vec<Gpa> = (0..9 * MIB).step_by(3 * PAGE_SIZE as usize).map(|gpa| Gpa(gpa + 8)).collect();
     pages.insert(40, pages[39]);
     pages.swap(100, 700);
@@ -200,7 +203,7 @@ fn maps_a_list<F: Format>(locking: Locking) {
         assert_eq!(found.map(|t| (t.pfn, t.writable, t.accessed)), expected, "page {page}");
     }
     assert_eq!(vcpu.pre_fault_pages(&[], Access::Read), Ok(0));
-    // What cannot be mapped ends the list, and is an error when it comes first.
+    // A page that cannot be mapped ends the list, and is an error if it is the first.
     let list = [Gpa(PAGE_SIZE), Gpa(2 * PAGE_SIZE), Gpa(9 * MIB), Gpa(4 * PAGE_SIZE)];
     assert_eq!(vcpu.pre_fault_pages(&list, Access::Write), Ok(2));
     assert_eq!(vcpu.pre_fault_pages(&list[2..], Access::Write), Err(Error::NoMemslot { gpa: Gpa(9 * MIB) }));
@@ -217,7 +220,7 @@ fn maps_a_list<F: Format>(locking: Locking) {
 }
 each!(a_list_of_pages_is_mapped, maps_a_list);
 
-/// A cursor that stands in a table sees what is mapped after the table was unlinked.
+/// A reader's cursor in a page-table page observes what is mapped after that page was unlinked.
 fn reader_goes_on<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, PageSize::Size4K)).unwrap();
@@ -231,7 +234,7 @@ fn reader_goes_on<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
     assert_eq!(cursor.query(Gpa(7 * PAGE_SIZE)).map(|found| found.pfn), Some(Pfn(0x1007)));
 }
-each!(a_reader_sees_what_is_mapped_after_its_table_was_unlinked, reader_goes_on);
+each!(a_reader_observes_what_is_mapped_after_its_table_was_unlinked, reader_goes_on);
 
 fn logs_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -247,9 +250,10 @@ fn logs_a_list<F: Format>(locking: Locking) {
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(64));
     assert_eq!(bitmap, [0x5555_5555_5555_5555, 0x5555_5555_5555_5555, 0, 0, 0, 0, 0, 0]);
 }
-each!(a_list_that_is_opened_for_writing_is_logged, logs_a_list);
+each!(a_list_prefaulted_for_writing_is_logged, logs_a_list);
 
-/// KVM's pre_fault_memory_test: the slot is deleted and made again beside it. Sizes add up, errors are those that may be.
+/// KVM's pre_fault_memory_test: the memslot is deleted and made again beside it. Sizes add up, and
+/// only the allowed errors occur.
 fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let size_bytes = 2 * MIB + PAGE_SIZE;
@@ -293,11 +297,11 @@ fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
     drop(vcpu);
     assert_no_table_is_left(&vm);
 }
-each!(it_runs_beside_a_slot_that_comes_and_goes, beside_a_slot_that_comes_and_goes);
+each!(a_prefault_beside_a_slot_that_comes_and_goes, beside_a_slot_that_comes_and_goes);
 
-each!(it_maps_no_page_behind_its_slot, nothing_behind_the_slot);
+each!(a_prefault_maps_no_page_behind_its_slot, nothing_behind_the_slot);
 fn nothing_behind_the_slot<F: Format>(locking: Locking) {
-    // The host has a block of 2 MiB of which the slot has half.
+    // The host has a block of 2 MiB, half of which is in the memslot.
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 512, PageSize::Size2M)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -305,12 +309,12 @@ fn nothing_behind_the_slot<F: Format>(locking: Locking) {
     assert!(translate(&vm, Gpa(MIB)).is_none());
 }
 
-each!(it_fills_no_table_over_a_range_that_is_taken_away, nothing_in_a_held_range);
+each!(a_prefault_fills_no_table_over_a_range_in_flight, nothing_in_a_held_range);
 fn nothing_in_a_held_range<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // Without a table that would keep the page apart.
+    // Without a page-table page that would keep the page apart.
     vm.host().fail_after(0);
     let guard = vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap();
     vm.host().never_fail();
@@ -320,8 +324,9 @@ fn nothing_in_a_held_range<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
 }
 
-/// Maps the `nr_pages` from frame `first` on, and checks that what is reported is what is mapped, to the page, and that the
-/// error is `error` for the first page that is not. Returns how many are.
+/// Maps `nr_pages` from frame `first` on. Checks that the reported length is exactly what is
+/// mapped, and that the error is `error` for the first page that is not. Returns how many are
+/// mapped.
 fn pre_fault_exactly<H: Host, F: Format>(
     vcpu: &mut Vcpu<H, F>,
     (first, nr_pages): (u64, u64),
@@ -345,7 +350,8 @@ fn pre_fault_exactly<H: Host, F: Format>(
     done
 }
 
-/// Each k-th table missing, slots whose ends are aligned to nothing, frames that lie unlike the guest's pages.
+/// Each k-th page-table page is missing. The ends of memslots are not aligned, and frames lie
+/// differently from the guest's pages.
 fn every_table_may_be_missing<F: Format>(locking: Locking) {
     for (first, nr_pages) in [(0, 2048), (5, 1600), (509, 3), (511, 1026), (700, 100)] {
         for offset in [0, 1, 511, 512, 513] {
@@ -379,22 +385,22 @@ fn every_table_may_be_missing<F: Format>(locking: Locking) {
         }
     }
 }
-each!(what_is_mapped_is_reported_to_the_page_when_memory_for_tables_ends, every_table_may_be_missing);
+each!(a_prefault_without_memory_for_tables_reports_how_far_it_mapped, every_table_may_be_missing);
 
-/// What ends a prefault at a page in the midst.
+/// What ends a prefault at a page in the middle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     /// The backing is shorter.
     Backing,
-    /// It has no frame for that page, and for those behind it.
+    /// It has no frame for that page, or for those behind it.
     Hole,
-    /// The slot ends, and there is none behind.
+    /// The memslot ends, and none follows.
     Slot,
-    /// A slot begins that cannot be written.
+    /// A read-only memslot begins.
     ReadOnly,
-    /// The page is being taken away.
+    /// The page is being invalidated.
     Held,
-    /// It is, and there is no memory for a table that would keep it apart.
+    /// The same, without memory for a page-table page that would keep it apart.
     HeldWithoutMemory,
 }
 
@@ -403,7 +409,7 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
     for end in ALL {
         for first in [0, 3] {
             for at in [1, 5, 508, 509, 511, 512, 513, 700, 1021, 1024, 1200] {
-                // With frames that follow each other, and without.
+                // With contiguous frames, and without.
                 for (size, offset) in [(PageSize::Size4K, 0), (PageSize::Size2M, 7), (PageSize::Size1G, 512)] {
                     let vm = vm::<F>(locking);
                     let nr_pages = if matches!(end, End::Slot | End::ReadOnly) { at } else { 2000 };
@@ -446,7 +452,8 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
                         End::Held | End::HeldWithoutMemory => Error::Busy { gpa },
                     };
                     let done = pre_fault_exactly(&mut vcpu, (first, 2000), Access::Write, error);
-                    // Where this host tells of blocks, it promises frames behind the end of its memory.
+                    // Where this host answers with blocks, it promises frames behind the end of its
+                    // memory.
                     assert!(
                         done == at || (done > at && end == End::Backing && size != PageSize::Size4K),
                         "{end:?} {size:?}: {done} pages of {at}"
@@ -457,9 +464,9 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
         }
     }
 }
-each!(what_is_mapped_is_reported_to_the_page_when_it_ends_in_the_midst, ends_in_the_midst);
+each!(a_prefault_that_ends_early_reports_how_far_it_mapped, ends_in_the_midst);
 
-/// The slot is deleted, or a page taken away, while the host is asked for the second 2 MiB.
+/// The memslot is deleted, or a page invalidated, while the host resolves the second 2 MiB.
 fn changed_in_the_midst<F: Format>(locking: Locking) {
     for deletes in [false, true] {
         let vm = trap_vm::<F>(locking);
@@ -491,9 +498,10 @@ fn changed_in_the_midst<F: Format>(locking: Locking) {
         }
     }
 }
-each!(what_is_taken_away_in_the_midst_ends_it_there, changed_in_the_midst);
+each!(an_invalidation_during_a_prefault_ends_it_there, changed_in_the_midst);
 
-/// Tables that are there are filled up, 32 pages at a time; between the steps the host is asked whether to yield.
+/// Existing page-table pages are filled, 32 pages at a time. Between the steps the engine asks the
+/// host whether to yield.
 fn fills_up_tables<F: Format>(locking: Locking) {
     for always_yields in [false, true] {
         let vm = trap_vm::<F>(locking);
@@ -512,9 +520,10 @@ fn fills_up_tables<F: Format>(locking: Locking) {
         assert!(vm.host().longest_step.load(Ordering::SeqCst) < 32);
     }
 }
-each!(tables_that_are_there_are_filled_up, fills_up_tables);
+each!(existing_tables_are_filled, fills_up_tables);
 
-/// KVM's pre_fault_memory_test, to the byte: 2 MiB, then a page with one more than there is, then behind the end.
+/// KVM's pre_fault_memory_test, to the byte: 2 MiB, then a page with one more than there is, then
+/// behind the end.
 fn as_kvm_does<F: Format>(locking: Locking) {
     for size in [PageSize::Size4K, PageSize::Size2M] {
         let vm = vm::<F>(locking);
@@ -531,4 +540,4 @@ fn as_kvm_does<F: Format>(locking: Locking) {
         assert_eq!(mapped(&vm, GIB, 514).iter().flatten().count(), 513);
     }
 }
-each!(it_answers_as_kvm_does, as_kvm_does);
+each!(prefault_results_match_kvm, as_kvm_does);

@@ -1,4 +1,5 @@
-//! Shadow paging, case by case: a guest with long-mode tables in its memory, and a CPU that walks the shadow tables.
+//! Shadow paging, case by case: a guest with long-mode page tables in its memory, and a CPU that
+//! walks the shadow page tables.
 
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
@@ -14,7 +15,7 @@ use crate::shadow_cpu::{A, D, G, NX, P, PS, U, W};
 const STRATEGIES: [ShadowStrategy; 3] =
     [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
 
-/// An address whose table indices are all different.
+/// An address whose indices all differ.
 const VA: u64 = 0x0000_1234_5678_9000;
 
 #[test]
@@ -34,7 +35,7 @@ fn a_page_is_mapped_and_marked() {
 }
 
 #[test]
-fn a_fault_of_the_guest_is_the_guests() {
+fn a_guest_page_fault_is_delivered_to_the_guest() {
     let mut world = World::new(ShadowStrategy::RootCache);
     let cr3 = world.map(0x10, VA, 0x80, P | U);
     world.long_mode(cr3);
@@ -70,7 +71,7 @@ fn the_guest_writes_its_own_tables() {
     for strategy in STRATEGIES {
         let mut world = World::new(strategy);
         let cr3 = world.map(0x10, VA, 0x80, P | W | U);
-        // All tables are mapped at 1 GiB and on, too.
+        // All page tables are mapped at 1 GiB and on, too.
         let window = 1 << 30;
         for frame in 0x10..0x40 {
             world.map_more(cr3, window + frame * 0x1000, frame, P | W);
@@ -92,7 +93,7 @@ fn the_guest_writes_its_own_tables() {
         let stats = world.vm.stats();
         assert!(stats.emulated_writes >= 6, "upper tables are tracked: {stats:?}");
         world.load_cr3(cr3);
-        // In sync now, and protected; written through another address, it is unsync.
+        // In sync now, and protected; a write through another address makes it unsync.
         let place = world.place_of(cr3, VA, 1);
         world.write(window + place, 0x81 << 12 | P | W | U | A | D).unwrap();
         world.invlpg(VA);
@@ -101,9 +102,10 @@ fn the_guest_writes_its_own_tables() {
     }
 }
 
-/// A page fault flushes its address (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
+/// A page fault flushes its address (Intel SDM vol. 3A, "Operations that Invalidate TLBs and
+/// Paging-Structure Caches").
 #[test]
-fn a_page_fault_takes_the_stale_translation_away() {
+fn a_page_fault_removes_the_stale_translation() {
     for (strategy, first) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, 0x81 << 12 | P | A), (strategy, 0)])
     {
         let mut world = World::new(strategy);
@@ -130,9 +132,9 @@ fn a_page_fault_takes_the_stale_translation_away() {
     }
 }
 
-/// Two roots of one PCID: what one has cached for the address is not there for the other after its page fault.
+/// Two roots of one PCID: a page fault in one removes what the other has cached for the address.
 #[test]
-fn a_page_fault_is_one_of_its_pcid() {
+fn a_page_fault_flushes_its_own_pcid() {
     for strategy in STRATEGIES {
         let mut world = World::new(strategy);
         let first = world.map(0x10, VA, 0x80, P | A);
@@ -155,7 +157,8 @@ fn a_page_fault_is_one_of_its_pcid() {
     }
 }
 
-/// An emulated write spans a flush. A fault that needs the table meanwhile gives the CPU back to the guest.
+/// An emulated write spans a flush. A fault that needs the page table meanwhile yields the CPU and
+/// resumes the guest.
 #[test]
 fn a_fault_does_not_wait_for_an_emulated_write() {
     for strategy in STRATEGIES {
@@ -189,7 +192,7 @@ fn a_fault_does_not_wait_for_an_emulated_write() {
 }
 
 #[test]
-fn large_pages_are_mapped_as_the_host_has_them() {
+fn large_pages_are_mapped_no_larger_than_the_hosts() {
     let mut world = World::new(ShadowStrategy::RootCache);
     let cr3 = world.map_large(0x10, 0x4000_0000, 0, P | W | U | PS | G | NX);
     world.long_mode(cr3);
@@ -202,7 +205,7 @@ fn large_pages_are_mapped_as_the_host_has_them() {
 }
 
 #[test]
-fn what_the_host_takes_away_is_gone() {
+fn an_invalidation_removes_shadow_leaves() {
     for strategy in STRATEGIES {
         let mut world = World::new(strategy);
         let cr3 = world.map(0x10, VA, 0x80, P | W | U);
@@ -212,7 +215,7 @@ fn what_the_host_takes_away_is_gone() {
         assert_eq!(world.read(VA), Ok(80), "the page moved with what is in it");
         world.write(VA, 81).unwrap();
         assert_eq!(world.backing_word(other), 81);
-        // A table moves.
+        // A page table moves.
         for frame in 0x10..0x14 {
             world.move_frame(frame);
             assert_eq!(world.read(VA), Ok(81), "{strategy:?}: table {frame:#x}");
@@ -270,7 +273,7 @@ fn switches_hit_and_keep() {
         } else {
             assert_eq!(stats.root_hits, 4, "{strategy:?}");
         }
-        // What was flushed while another root was current.
+        // The flush happened while another root was current.
         world.set_entry(first, VA, 0x81 << 12 | P | W | U | A | D);
         world.invpcid(1, 1, 0).unwrap();
         world.load_cr3(first | 1 | keep);
@@ -331,7 +334,7 @@ fn few_tables_do() {
 }
 
 #[test]
-fn all_memory_may_be_taken_at_any_time() {
+fn an_invalidation_of_all_memory_is_safe_at_any_time() {
     let mut world = World::new(ShadowStrategy::RootCache);
     let cr3 = world.map(0x10, VA, 0x80, P | W | U);
     world.long_mode(cr3);

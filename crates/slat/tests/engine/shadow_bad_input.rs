@@ -1,12 +1,12 @@
-//! Shadow paging: what is refused and what faults, calls in every order, addresses at the ends, guest tables where no memory is
-//! or none that may be touched; and in `modes` each paging mode once.
+//! Shadow paging: refused input and faults, calls in every order, addresses at the limits, guest
+//! page tables in missing or inaccessible memory; and in `modes` each paging mode once.
 
 mod modes;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::shadow_cpu::{A, Cpu, D, G, P, TestHost, TestVm, U, W, index, new_vm, region};
+use crate::shadow_cpu::{A, Cpu, D, G, P, ShadowHost, TestVm, U, W, index, new_vm, region};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
     LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegister,
@@ -24,12 +24,12 @@ const PCIDE: u64 = 1 << 17;
 const LME: u64 = 1 << 8;
 const NXE: u64 = 1 << 11;
 const KEEP: u64 = 1 << 63;
-/// A mebibyte, and on: PS, bit 7.
+/// In a guest PTE: a large page (PS, bit 7).
 const LARGE: u64 = 1 << 7;
 
 /// Long mode with four levels.
 const LONG: PagingRegisters = PagingRegisters { cr0: PG | WP, cr3: ROOT << 12, cr4: PAE, efer: LME | NXE };
-/// Where the top tables are, and the others behind them.
+/// Where the top page table is; the others follow it.
 const ROOT: u64 = 0x10;
 const DATA: u64 = 0x80;
 const VA: u64 = 0x0000_1234_5678_9000;
@@ -46,10 +46,11 @@ fn vm() -> Arc<TestVm> {
 }
 
 fn new_in<F: Format>(config: Config) -> Result<(), Error> {
-    Vm::<TestHost, F>::new(TestHost::new(512, 0), config).map(drop)
+    Vm::<ShadowHost, F>::new(ShadowHost::new(512, 0), config).map(drop)
 }
 
-/// Makes tables of `levels` from frame `root` on, whose others follow it, and maps the page at `va`.
+/// Makes page tables of `levels` from frame `root` on, each behind the last, and maps the page at
+/// `va`.
 fn map(vm: &TestVm, root: u64, levels: u32, va: u64, gfn: u64, bits: u64) {
     let mut table = root;
     for level in (2..=levels).rev() {
@@ -59,14 +60,14 @@ fn map(vm: &TestVm, root: u64, levels: u32, va: u64, gfn: u64, bits: u64) {
     vm.host().store(table, index(va, 1), gfn << 12 | bits);
 }
 
-/// Sets entry `index` of 4 bytes.
+/// Stores PTE `index` of 4 bytes.
 fn store_32(vm: &TestVm, gfn: u64, index: u64, value: u64) {
     let shift = index % 2 * 32;
     let word = vm.host().load(gfn, index / 2);
     vm.host().store(gfn, index / 2, word & !(0xffff_ffff << shift) | value << shift);
 }
 
-/// A guest in long mode that has the page at `VA`.
+/// A guest in long mode that maps a page at `VA`.
 fn guest(vm: &Arc<TestVm>) -> Cpu {
     map(vm, ROOT, 4, VA, DATA, P | W | U);
     let mut cpu = Cpu::new(vm);
@@ -88,13 +89,13 @@ fn delete(vm: &TestVm, slot: u32) {
     .unwrap();
 }
 
-/// Slot 1: `nr_pages` behind slot 0 of memory that has pages from `first` on.
+/// Memslot 1: `nr_pages` behind memslot 0, of memory with pages from `first` on.
 fn second_slot(flags: MemoryRegionFlags, first: u64, nr_pages: u64) -> slat::MemoryRegion<u64> {
     slat::MemoryRegion { slot: 1, guest_phys_addr: Gpa(NR_PAGES << 12), ..region(nr_pages, flags, Some(first)) }
 }
 
 #[test]
-fn what_cannot_be_had_is_refused() {
+fn unsupported_configurations_are_refused() {
     let shadow = config(ShadowStrategy::RootCache);
     assert_eq!(new_in::<Npt>(shadow), Ok(()));
     assert_eq!(new_in::<Ept>(shadow), Err(Error::NoShadowPaging { format: Ept::NAME }));
@@ -138,7 +139,7 @@ fn new_vm_without() -> Arc<TestVm> {
 }
 
 #[test]
-fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
+fn invalid_registers_fault_in_the_guest_and_change_nothing() {
     let vm = vm();
     let mut cpu = guest(&vm);
     // Registers that are restored.
@@ -155,7 +156,7 @@ fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
         assert_eq!(cpu.vcpu().set_paging_registers(bad), Err(error), "{bad:x?}");
         assert_eq!(cpu.vcpu().paging_registers(), Ok(LONG));
     }
-    // What the guest writes into one.
+    // Values that the guest writes.
     for (register, bad) in [
         (PagingRegister::Cr0, 1 << 31),
         (PagingRegister::Cr3, LONG.cr3 | KEEP),
@@ -200,7 +201,7 @@ fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
 fn calls_in_any_order() {
     let vm = vm();
     let mut cpu = Cpu::new(&vm);
-    // Without paging, as a CPU begins.
+    // Without paging, as a CPU starts.
     assert_eq!(cpu.vcpu().handle_page_fault(Gva(DATA << 12), READ), RESUMED);
     assert_eq!(cpu.page_at(DATA << 12), Ok(DATA));
     cpu.invlpg(0);
@@ -212,9 +213,9 @@ fn calls_in_any_order() {
     map(&vm, ROOT, 4, VA, DATA, P | W | U);
     cpu.set_registers(LONG);
     let first = cpu.vcpu().entry().unwrap();
-    assert_eq!(first.flush, LocalFlush::None, "it was told already");
+    assert_eq!(first.flush, LocalFlush::None, "it was returned already");
     assert_eq!(cpu.vcpu().entry(), Ok(first));
-    // Two share the root, and one goes.
+    // Two vCPUs share the root, and one is dropped.
     let mut other = guest(&vm);
     assert_eq!(other.vcpu().entry().unwrap().root, first.root);
     drop(cpu);
@@ -245,7 +246,7 @@ fn addresses_at_the_ends() {
         cpu.invlpg(va | 0xfff);
         assert_eq!(cpu.page_at(va), Ok(DATA + nth));
     }
-    // The last page that 32 bits name; there is none behind it.
+    // The last page that 32 bits can name; no page follows it.
     store_32(&vm, 0x30, 1023, 0x31 << 12 | P | W);
     store_32(&vm, 0x31, 1023, DATA << 12 | P | W);
     cpu.set_registers(PagingRegisters { cr0: PG | WP, cr3: 0x30 << 12, cr4: 0, efer: 0 });
@@ -267,15 +268,15 @@ fn tables_where_there_is_no_memory() {
             cpu.load_cr3(top << 12);
             assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { .. })), "{top:x}");
         }
-        // Memory comes, with tables in it.
+        // A memslot is added, with page tables in it.
         vm.set_user_memory_region(second_slot(MemoryRegionFlags::empty(), ROOT - 3, 4)).unwrap();
         assert_eq!(cpu.page_at(VA), Ok(DATA), "{strategy:?}: {place:x}");
-        // And goes, under the current root.
+        // And deleted, under the current root.
         delete(&vm, 1);
         assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { gpa, .. }) if gpa.0 == place));
         cpu.load_cr3(ROOT << 12);
         assert_eq!(cpu.page_at(VA), Ok(DATA));
-        // A table of each level, and the page.
+        // A page table of each level, and the page.
         for level in [3, 2, 1] {
             let (table, at) = (ROOT + 3 - level, index(VA, level as u32 + 1));
             let old = vm.host().load(table, at);
@@ -291,7 +292,7 @@ fn tables_where_there_is_no_memory() {
             assert_eq!(cpu.vcpu().write_guest_table(Gpa((table << 12) + at * 8), &old.to_le_bytes()), RESUMED);
         }
         assert_eq!(cpu.page_at(VA), Ok(DATA));
-        // All of it goes.
+        // The other memslot is deleted.
         delete(&vm, 0);
         assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { gpa, .. }) if gpa.0 >> 12 == ROOT));
         assert_eq!(vm.stats().shadow_leaves(), 0);
@@ -304,7 +305,7 @@ fn tables_where_there_is_no_memory() {
 fn tables_that_may_only_be_read() {
     let vm = vm();
     let mut cpu = guest(&vm);
-    // Slot 1 has pages 0x40 on; the tables are there, and the page is not.
+    // Memslot 1 has pages 0x40 on. The page tables are there, and the page is not.
     let first = 0x40;
     vm.set_user_memory_region(second_slot(MemoryRegionFlags::READONLY, first, 8)).unwrap();
     for (nth, level) in (2..=4).rev().enumerate() {
@@ -317,10 +318,10 @@ fn tables_that_may_only_be_read() {
         assert_eq!(cpu.page_at(VA), Ok(DATA));
         cpu.store(VA, 5).unwrap();
         assert_eq!(vm.host().load(DATA, 0), 5);
-        assert_eq!(vm.host().load(first + 3, index(VA, 1)) & (A | D), 0, "nobody can set the marks");
+        assert_eq!(vm.host().load(first + 3, index(VA, 1)) & (A | D), 0, "A and D cannot be set");
         cpu.load_cr3(NR_PAGES << 12);
     }
-    // The guest writes its table: a device is meant.
+    // The guest writes its page table: an access to a device.
     vm.host().store(first + 3, index(VA, 1) + 1, (NR_PAGES + 3) << 12 | P | W);
     assert_eq!(cpu.page_at(VA + 0x1000), Ok(first + 3));
     assert_eq!(cpu.store(VA + 0x1008, 1), Err(mmio((NR_PAGES + 3) * 4096 + 8, Access::Write)));
@@ -329,28 +330,28 @@ fn tables_that_may_only_be_read() {
 }
 
 #[test]
-fn tables_that_user_space_withholds() {
+fn tables_in_userfault_pages() {
     let vm = vm();
     let mut cpu = guest(&vm);
     let words: Arc<Vec<AtomicU64>> = Arc::new(vec![AtomicU64::new(0b1111)]);
     let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
     let slot = second_slot(MemoryRegionFlags::USERFAULT, ROOT, 8);
     vm.set_user_memory_region(slat::MemoryRegion { userfault_bitmap: Some(bitmap), ..slot }).unwrap();
-    let withheld = |page: u64| Exit::MemoryFault {
+    let pending = |page: u64| Exit::MemoryFault {
         flags: MemoryFaultFlags::USERFAULT,
         gpa: Gpa((NR_PAGES + page) << 12),
         size: 4096,
     };
     cpu.load_cr3(NR_PAGES << 12);
-    assert_eq!(cpu.page_at(VA), Err(withheld(0)));
+    assert_eq!(cpu.page_at(VA), Err(pending(0)));
     let write = cpu.vcpu().write_guest_table(Gpa(NR_PAGES << 12), &[0; 8]);
-    assert_eq!(write, Ok(Outcome::Exit(withheld(0))));
+    assert_eq!(write, Ok(Outcome::Exit(pending(0))));
     words[0].store(0b1110, Ordering::SeqCst);
-    // The top table leads to the others in slot 0.
+    // The top page table leads to the others in memslot 0.
     assert_eq!(cpu.page_at(VA), Ok(DATA));
     words[0].store(0b1111, Ordering::SeqCst);
     assert_eq!(vm.rescan_userfault(1, 0, 8), Ok(4));
-    assert_eq!(cpu.page_at(VA), Err(withheld(0)), "what was made of it is gone");
+    assert_eq!(cpu.page_at(VA), Err(pending(0)), "its shadow pages are zapped");
 }
 
 #[test]
@@ -407,7 +408,7 @@ fn emulated_writes_of_every_size() {
         if at + len <= expected.len() {
             expected[at..at + len].copy_from_slice(&bytes[..len]);
         } else {
-            unreachable!("the last word has the stamp");
+            unreachable!("the last word has the label");
         }
     }
     let found: Vec<u8> = (0..511).flat_map(|index| vm.host().load(5, index).to_le_bytes()).collect();
@@ -419,20 +420,20 @@ fn a_table_that_points_to_itself() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
-        // Pte 5 of the top table.
+        // PTE 5 of the top page table.
         let own = ROOT << 12 | P | W | U;
         assert_eq!(cpu.vcpu().write_guest_table(Gpa((ROOT << 12) + 40), &own.to_le_bytes()), RESUMED);
         let [top, other] =
             [0x5 << 39 | 5 << 30 | 5 << 21 | 5 << 12, 0x5 << 39 | 5 << 30 | 5 << 21 | index(VA, 4) << 12];
         assert_eq!(cpu.page_at(top), Ok(ROOT));
         assert_eq!(cpu.page_at(other), Ok(ROOT + 1));
-        // Through itself it writes its tables: another page at `VA`, by way of the lowest.
+        // Through itself it writes its page tables: another page at `VA`, by the lowest.
         let leaf = 5 << 39 | VA >> 9 & !7 & ((1 << 39) - 1);
         assert_eq!(cpu.load(leaf).unwrap() >> 12, DATA);
         cpu.store(leaf, (DATA + 1) << 12 | P | W | U).unwrap();
         cpu.invlpg(VA);
         assert_eq!(cpu.page_at(VA), Ok(DATA + 1), "{strategy:?}");
-        // And takes the entry away that it writes through.
+        // And clears the PTE through which it writes.
         cpu.store(top + 40, 0).unwrap();
         cpu.load_cr3(ROOT << 12);
         assert_eq!(cpu.load(top), Err(Exit::PageFault { gva: Gva(top), error_code: 0 }));
@@ -440,7 +441,8 @@ fn a_table_that_points_to_itself() {
     }
 }
 
-/// What was global when it was made, and is not now, goes with a load of CR3.
+/// A translation that was global when it was cached, and is not global now, is flushed by a load of
+/// CR3.
 #[test]
 fn pages_that_were_global_once() {
     let vm = vm();
@@ -468,7 +470,8 @@ fn pages_that_were_global_once() {
     }
 }
 
-/// A second-stage fault has nothing to do with the shadow tables: it maps the page, and so do prefaults.
+/// A second-stage fault does not touch the shadow page tables: it maps the page in the second
+/// stage. So do prefaults.
 #[test]
 fn second_stage_faults_fill_the_second_stage_alone() {
     let vm = vm();
@@ -486,14 +489,14 @@ fn second_stage_faults_fill_the_second_stage_alone() {
     assert!(vm.stats().shadow_leaves() > 0);
 }
 
-/// What was aged is seen when it is used again.
+/// A later use of an aged page is found.
 #[test]
 fn aged_pages_that_are_used_again() {
     let vm = vm();
     let mut cpu = guest(&vm);
     let page = GfnRange::new(Gfn(DATA), 1);
     for _ in 0..2 {
-        // The second stage has a huge page, which is aged as a whole.
+        // The second stage has a huge leaf, which is aged as a whole.
         assert_eq!(vm.age_range(page), Ok(1));
         assert_eq!(vm.test_age_range(page), Ok(0));
         assert_eq!(cpu.page_at(VA), Ok(DATA));
@@ -501,13 +504,14 @@ fn aged_pages_that_are_used_again() {
     }
 }
 
-/// A large page of the guest's has its own tables in it, and is there first. What the guest writes there must be seen.
+/// A large page of the guest contains its own page tables, and is mapped first. Writes of the guest
+/// to them must take effect.
 #[test]
 fn a_large_page_with_tables_in_it() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let window = 0x7f_c000_0000_u64;
-        // The tables that show it are elsewhere.
+        // The page tables that map it are elsewhere.
         let top = 600;
         for (table, level, next) in [(top, 4, top + 1), (top + 1, 3, top + 2)] {
             vm.host().store(table, index(window, level), next << 12 | P | W);
@@ -515,12 +519,12 @@ fn a_large_page_with_tables_in_it() {
         vm.host().store(top + 2, index(window, 2), P | W | LARGE | A | D);
         map(&vm, ROOT, 4, VA, DATA, P | W | U);
         vm.host().store(top, index(VA, 4), (ROOT + 1) << 12 | P | W | U);
-        // Another table of the lowest level.
+        // Another lowest page table.
         vm.host().store(0x38, index(VA, 1), (DATA + 1) << 12 | P | W | U);
         let mut cpu = Cpu::new(&vm);
         cpu.set_registers(PagingRegisters { cr3: top << 12, ..LONG });
         let place = window + ((ROOT + 2) << 12) + index(VA, 2) * 8;
-        // It is written as one page, before there are shadow tables of what is in it.
+        // It is written as one page, before there are shadow page tables of its contents.
         cpu.store(place, (ROOT + 3) << 12 | P | W | U).unwrap();
         assert_eq!(vm.stats().shadow_leaves(), 1, "{strategy:?}");
         assert_eq!(cpu.page_at(VA), Ok(DATA));
@@ -533,7 +537,7 @@ fn a_large_page_with_tables_in_it() {
     }
 }
 
-/// A root that another vCPU has built, with entries that are stale for that one alone.
+/// A root that another vCPU has built, with PTEs that are stale for that vCPU alone.
 #[test]
 fn a_root_that_another_has() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
@@ -551,7 +555,7 @@ fn a_root_that_another_has() {
     }
 }
 
-/// A root that was remembered, and taken away, and whose record is another table's by now.
+/// A remembered root was evicted, and its record is another page table's by now.
 #[test]
 fn roots_that_were_evicted() {
     for strategy in [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
@@ -560,7 +564,7 @@ fn roots_that_were_evicted() {
         let vm = new_vm(config, NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
         cpu.set_registers(PagingRegisters { cr4: PAE | PCIDE, ..LONG });
-        // Another top table, with very many below it.
+        // Another top page table, with very many below it.
         let root = 0x100;
         vm.host().store(root, 0, (root + 1) << 12 | P | W);
         vm.host().store(root + 1, 0, (root + 2) << 12 | P | W);
@@ -580,9 +584,9 @@ fn roots_that_were_evicted() {
     }
 }
 
-/// While the host has pages, faults make the guest try again, and do not wait.
+/// During an invalidation faults make the guest try again, and do not wait.
 #[test]
-fn faults_while_the_host_has_the_page() {
+fn faults_during_an_invalidation() {
     let vm = vm();
     let mut cpu = guest(&vm);
     for page in [DATA, ROOT, ROOT + 3] {

@@ -1,7 +1,8 @@
-//! Shadow paging under real threads: vCPUs that edit their own tables, through a window onto them as a kernel does, flush what
-//! they have edited, and hold each access against what their tables say; tables that all of them use and one edits, with
-//! shootdowns by messages; a host that moves pages, tables among them, one that copies what the dirty log names, and ages.
-//! So few shadow tables are allowed that some are evicted all the time. What CPUs may cache, they keep: `support/shadow_cpu.rs`.
+//! Shadow paging on real threads. vCPUs edit their own page tables through a window onto them, as a
+//! kernel does. They flush what they have edited, and check each access against their page tables.
+//! One CPU edits page tables that all use, with shootdowns by messages. A host moves pages, page
+//! tables among them; copies what the dirty log reports; and ages. So few shadow pages are allowed
+//! that some are always being evicted. CPUs cache all that they may: `support/shadow_cpu.rs`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -20,13 +21,13 @@ const NR_CPUS: usize = 3;
 const NR_SPACES: usize = 3;
 const NR_PAGES: u64 = 1024;
 const NR_SPARE: u64 = 512;
-/// Tables of the lowest level of each space, and pages that each maps.
+/// Lowest page tables of each space, and pages that each maps.
 const NR_TABLES: usize = 10;
 const NR_SLOTS: usize = 4;
 const NR_SHARED: usize = 8;
-/// Shared places in one table.
+/// Shared places in one page table.
 const SHARED_PER_TABLE: usize = 4;
-/// Pages that a shared place takes in turn.
+/// Pages that a shared place maps in turn.
 const NR_TURNS: u64 = 3;
 
 const KEEP: u64 = 1 << 63;
@@ -36,12 +37,12 @@ const ONE_CONTEXT: u64 = 1;
 const ALL: u64 = 2;
 const ALL_BUT_GLOBAL: u64 = 3;
 
-/// Where a CPU's own pages are: table `t`, place `j`.
+/// The address of a CPU's own page: page table `t`, place `j`.
 fn own_va(t: usize, j: usize) -> u64 {
     1 << 39 | 5 << 30 | (t as u64) << 21 | (j as u64) << 12
 }
 
-/// Where a CPU sees its table number `nth`, those of both spaces.
+/// Where a CPU maps its page table number `nth`, of both spaces.
 fn window_va(nth: usize) -> u64 {
     2 << 39 | (nth as u64) << 12
 }
@@ -50,7 +51,7 @@ fn shared_va(x: usize) -> u64 {
     3 << 39 | ((x / SHARED_PER_TABLE) as u64) << 21 | ((x % SHARED_PER_TABLE) as u64) << 12
 }
 
-/// Pages of the guest's, and what they are for.
+/// Pages of the guest by purpose.
 const FIRST_OF_TABLES: u64 = 8;
 const TABLES_OF_A_SPACE: u64 = 16;
 const FIRST_SHARED_TABLE: u64 = 200;
@@ -66,7 +67,8 @@ fn shared_table(x: usize) -> u64 {
     FIRST_SHARED_TABLE + 2 + (x / SHARED_PER_TABLE) as u64
 }
 
-/// A space's tables: the top one, one of each level below, those of the lowest level; and the window's three.
+/// The page tables of a space: the top one, one of each level below, the lowest ones; and the three
+/// of the window.
 fn table_of(cpu: usize, space: usize, nth: usize) -> u64 {
     FIRST_OF_TABLES + (cpu * NR_SPACES + space) as u64 * TABLES_OF_A_SPACE + nth as u64
 }
@@ -75,41 +77,41 @@ const TOP: usize = 0;
 const LEVEL_3: usize = 1;
 const LEVEL_2: usize = 2;
 const LOWEST: usize = 3;
-/// Of space 0, for both.
+/// In space 0, for both.
 const WINDOW: usize = LOWEST + NR_TABLES;
 
-/// What all threads know.
+/// State that all threads share.
 struct Common {
     vm: Arc<TestVm>,
     is_over: AtomicBool,
     barrier: Barrier,
-    /// Of each shared place, how often it was about to be edited.
+    /// For each shared place, how many edits of it have begun.
     latest: [AtomicU64; NR_SHARED],
     /// How many CPUs have yet to flush it.
     nr_waiting: [AtomicUsize; NR_SHARED],
     messages: [Mutex<Vec<(usize, u64)>>; NR_CPUS],
 }
 
-/// What a table of the lowest level says: page and rights.
+/// The contents of a lowest page table: page and rights.
 type Leaves = [Option<(u64, u64)>; NR_SLOTS];
 
-/// One CPU of the guest's, with what its kernel knows.
+/// One CPU of the guest, with the state of its kernel.
 struct Kernel<'c> {
     number: usize,
     common: &'c Common,
     cpu: Cpu,
     rng: Random,
     current: usize,
-    /// What the tables of each space say.
+    /// The contents of the page tables of each space.
     leaves: [[Leaves; NR_TABLES]; NR_SPACES],
-    /// Which table is where.
+    /// Which page table is linked where.
     links: [[usize; NR_TABLES]; NR_SPACES],
-    /// Its space must be flushed when it is switched to.
+    /// Its space must be flushed at the switch to it.
     must_flush: [bool; NR_SPACES],
-    /// What it has written last in its own word of each page.
+    /// The last value that it has written to its own word of each page.
     written: HashMap<u64, u64>,
     nr_writes: u64,
-    /// Which version of each shared place it has flushed.
+    /// The version of each shared place that it has flushed.
     flushed: [u64; NR_SHARED],
 }
 
@@ -180,7 +182,7 @@ impl<'c> Kernel<'c> {
         self.shoot_down();
     }
 
-    /// An access to one of its own pages must have the outcome that its tables say.
+    /// An access to one of its own pages must have the outcome that its page tables define.
     fn touch_own(&mut self) {
         let (t, j) = (self.pick(NR_TABLES), self.pick(NR_SLOTS));
         let va = own_va(t, j);
@@ -202,7 +204,7 @@ impl<'c> Kernel<'c> {
             }
             Some((gfn, _)) => {
                 assert_eq!(found, Ok(gfn), "{what}");
-                // What the CPU has done, its tables tell.
+                // The page tables record what the CPU has done.
                 let marks = if writes { A | D } else { A };
                 let entry = self.cpu.load(self.place(self.current, LOWEST + table) + j as u64 * 8).unwrap();
                 assert_eq!((entry & ADDRESS, entry & marks), (gfn << 12, marks), "{what}");
@@ -210,7 +212,8 @@ impl<'c> Kernel<'c> {
         }
     }
 
-    /// Reads at `va`: which page it is. Its own word there must be what it has written.
+    /// Reads at `va`, and returns the number of the page. The CPU's own word there must hold what
+    /// it has written.
     fn read(&mut self, va: u64) -> Result<u64, Exit> {
         let own = self.number as u64;
         let (gfn, word) =
@@ -231,12 +234,12 @@ impl<'c> Kernel<'c> {
         Ok(gfn)
     }
 
-    /// Where it sees the table.
+    /// Where it maps the page table.
     fn place(&self, space: usize, nth: usize) -> u64 {
         window_va(space * TABLES_OF_A_SPACE as usize + nth)
     }
 
-    /// Writes some entries of one table of the lowest level, and flushes.
+    /// Writes some PTEs of one lowest page table, and flushes.
     fn edit(&mut self) {
         let (space, table) = (self.pick(NR_SPACES), self.pick(NR_TABLES));
         let mut edited = Vec::new();
@@ -268,7 +271,7 @@ impl<'c> Kernel<'c> {
         }
     }
 
-    /// Changes places of two tables of the lowest level, or puts one in several places, and flushes.
+    /// Exchanges two lowest page tables, or links one in several places, and flushes.
     fn relink(&mut self) {
         let space = self.pick(NR_SPACES);
         let (t, table) = (self.pick(NR_TABLES), self.pick(NR_TABLES));
@@ -278,7 +281,7 @@ impl<'c> Kernel<'c> {
         self.flush(space);
     }
 
-    /// Flushes a whole space, some way.
+    /// Flushes a whole space, by one of several instructions.
     fn flush(&mut self, space: usize) {
         match self.rng.below(5) {
             0 if space == self.current => self.cpu.load_cr3(self.cr3(space)),
@@ -301,7 +304,7 @@ impl<'c> Kernel<'c> {
         self.current = space;
     }
 
-    /// A shared place is what it was when it was flushed last, or what it has become since.
+    /// A shared place maps the page of the version that was flushed last, or of a later one.
     fn touch_shared(&mut self) {
         let x = self.pick(NR_SHARED);
         let before = self.flushed[x];
@@ -314,7 +317,7 @@ impl<'c> Kernel<'c> {
         );
     }
 
-    /// Edits a shared place that is its own to edit, if all have flushed what it was before.
+    /// Edits a shared place of its own, if all CPUs have flushed the version before.
     fn edit_shared(&mut self) {
         let x = self.pick(NR_SHARED);
         let common = self.common;
@@ -350,7 +353,7 @@ impl<'c> Kernel<'c> {
     }
 }
 
-/// What the host has copied of each page.
+/// The host's copy of each page.
 type Copies = Vec<Vec<u64>>;
 
 fn copy_dirty(vm: &TestVm, copies: &mut Copies) {
@@ -368,7 +371,7 @@ fn is_used(gfn: u64) -> bool {
 fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
     const NR_ROUNDS: usize = 4;
     const ROUND: Duration = Duration::from_millis(120);
-    /// Of each CPU in a round, however slow the machine is.
+    /// Of each CPU in a round, on a slow machine, too.
     const MIN_STEPS: u32 = 400;
     let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 3, max_pages: slat::MIN_SHADOW_PAGES });
     let config = Config::default().with_paging(paging).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
@@ -418,7 +421,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
                 common.barrier.wait();
                 while !common.is_over.load(Ordering::SeqCst) {
                     let gfn = rng.below(NR_PAGES);
-                    // Tables not so often: all that was made of one goes with it.
+                    // Page tables less often: a move zaps all that was shadowed of one.
                     if !is_used(gfn) || gfn < FIRST_SHARED_PAGE && rng.below(4) != 0 {
                         continue;
                     }
@@ -451,7 +454,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
                     std::thread::sleep(Duration::from_micros(300));
                 }
                 common.barrier.wait();
-                // Nobody runs: one harvest is exact.
+                // No CPU runs: one harvest is exact.
                 copy_dirty(vm, copies);
                 for gfn in 0..NR_PAGES {
                     assert!(
@@ -463,12 +466,13 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
                 common.barrier.wait();
             }
         });
-        // The time of a round; here, so that a thread that has failed is not waited for.
+        // The round is timed here, so that it does not wait for a thread that has failed.
         for round in 0..NR_ROUNDS {
             common.is_over.store(false, Ordering::SeqCst);
             common.barrier.wait();
             let start = Instant::now();
-            // The last goes on until all has happened that is to be seen: on a busy machine that may take longer.
+            // The last round goes on until every event was observed, which may take longer on a
+            // busy machine.
             let lacks_some = || round + 1 == NR_ROUNDS && !has_seen_all(&vm.stats(), strategy);
             let goes_on = || start.elapsed() < ROUND || (start.elapsed() < LONGEST_WAIT && lacks_some());
             while goes_on() && !common.is_over.load(Ordering::SeqCst) {
@@ -480,7 +484,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
         }
     });
     let stats = vm.stats();
-    assert!(has_seen_all(&stats, strategy), "{strategy:?}: some of it does not happen in {LONGEST_WAIT:?}: {stats:?}");
+    assert!(has_seen_all(&stats, strategy), "{strategy:?}: some event did not occur in {LONGEST_WAIT:?}: {stats:?}");
     drop(kernels);
     assert_eq!((vm.stats().shadow_leaves(), vm.nr_shadow_pages()), (0, 0), "{strategy:?}");
     let mut gone = region(NR_PAGES, MemoryRegionFlags::empty(), None);
@@ -490,16 +494,16 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
     assert_eq!(vm.stats().live_tables(), vm.host().nr_live_tables() as u64, "{strategy:?}");
 }
 
-/// Whether what these tests are about has happened.
+/// Whether every event that these tests need has happened.
 fn has_seen_all(stats: &slat::Stats, strategy: ShadowStrategy) -> bool {
-    // Without a cache there are never so many tables, nor do they last.
+    // Without a cache there are never so many shadow pages, nor do they last.
     let is_cached = strategy != ShadowStrategy::Baseline;
     stats.emulated_writes != 0
         && stats.guest_page_faults != 0
         && (!is_cached || (stats.shadow_evictions != 0 && stats.unsyncs != 0))
 }
 
-/// A thread that has failed leaves its companions at the barrier: there is nobody to tell but the process.
+/// Ends the process if a thread has failed, since the other threads wait for it at the barrier.
 struct Alarm<'a>(&'a AtomicBool);
 
 impl Drop for Alarm<'_> {
@@ -512,17 +516,17 @@ impl Drop for Alarm<'_> {
 }
 
 #[test]
-fn beside_all_of_it_without_a_cache() {
+fn all_operations_at_once_without_a_cache() {
     run(ShadowStrategy::Baseline, WriteProtection::Lazy, 0x1234_5678);
 }
 
 #[test]
-fn beside_all_of_it_with_roots_that_are_kept() {
+fn all_operations_at_once_with_a_root_cache() {
     run(ShadowStrategy::RootCache, WriteProtection::Lazy, 0x2345_6789);
     run(ShadowStrategy::RootCache, WriteProtection::LeafByLeaf, 0x3456_789a);
 }
 
 #[test]
-fn beside_all_of_it_with_tables_for_each_pcid() {
+fn all_operations_at_once_with_tables_for_each_pcid() {
     run(ShadowStrategy::PcidTagged, WriteProtection::Lazy, 0x4567_89ab);
 }

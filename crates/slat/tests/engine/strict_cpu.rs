@@ -1,5 +1,6 @@
-//! CPUs that are as unforgiving as their manuals allow. One keeps what it faulted on until it is flushed, on that CPU or on all.
-//! One sets neither A nor D, and faults where they are clear. A guest on either gets on after a bounded number of faults.
+//! CPUs as strict as their manuals allow. One keeps the PTE that it faulted on until a flush, on
+//! that CPU or on all. One sets neither A nor D, and faults where they are clear. A guest on either
+//! makes progress after a bounded number of faults.
 
 use std::mem::take;
 use std::sync::mpsc;
@@ -13,12 +14,12 @@ use crate::common::each;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World, dirty_trackings};
 
 const SLOT: Slot = Slot::new(1, 512, 64);
-/// Faults on one access, of which one is spurious.
+/// Faults on one access, one of which is spurious.
 const MAX_FAULTS: u64 = 2;
 
 struct StrictCpu<F: Format> {
     world: World<F>,
-    /// Accesses to pages that fault until the page is flushed.
+    /// Accesses that fault until their page is flushed.
     kept: Vec<(Gpa, Access)>,
     /// Whether the CPU sets A and D by itself.
     sets_marks: bool,
@@ -36,7 +37,7 @@ impl<F: Format> StrictCpu<F> {
         SLOT.gfn(page).gpa()
     }
 
-    /// The local flushes since this was last asked; what they name is forgotten.
+    /// The local flushes since the last call; the CPU drops what they name.
     fn take_local_flushes(&mut self) -> Vec<Gpa> {
         let flushed = take(&mut *self.world.vm.host().local_flushes.lock().unwrap());
         self.kept.retain(|(gpa, _)| !flushed.contains(gpa));
@@ -48,7 +49,7 @@ impl<F: Format> StrictCpu<F> {
         self.kept.retain(|(gpa, _)| !flushed.iter().any(|range| range.contains(gpa.gfn())));
     }
 
-    /// Whether the tables allow `access`, with all that this CPU does not do itself.
+    /// Whether the page tables allow `access`, with all that this CPU does not do itself.
     fn is_allowed(&self, page: u64, access: Access) -> bool {
         let Some(found) = self.world.at(SLOT.gfn(page)) else { return false };
         let dirty = if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
@@ -88,12 +89,12 @@ impl<F: Format> StrictCpu<F> {
 each!(a_cpu_that_keeps_what_it_faulted_on_is_flushed_at_the_end_of_each_fault, keeps);
 fn keeps<F: Format>(locking: Locking) {
     let mut cpu = StrictCpu::<F>::new(Config::with_locking(locking), true);
-    // Nothing was there: RISC-V may keep that.
+    // No PTE was present: RISC-V may cache that.
     assert_eq!(cpu.touch(0, Access::Read), 1);
-    // A right is given back: Arm may keep the leaf that lacked it.
+    // Access is restored: Arm may keep the leaf that lacked it.
     cpu.world.set_flags(SLOT, LOG);
     assert_eq!(cpu.touch(0, Access::Write), 1);
-    // Another vCPU was first, and this CPU has what was there before.
+    // Another vCPU was first, and this CPU has the old PTE cached.
     for (page, access) in [(1, Access::Read), (2, Access::Write), (0, Access::Write)] {
         let mut other = cpu.world.vm.create_vcpu().unwrap();
         assert_eq!(other.handle_fault(StrictCpu::<F>::gpa(page), access), Ok(Outcome::Resume));
@@ -107,7 +108,7 @@ fn keeps<F: Format>(locking: Locking) {
             assert_eq!(cpu.touch(page, access), 0);
         }
     }
-    // An exit is no entry.
+    // An exit is no entry of the guest.
     cpu.take_local_flushes();
     let device = Gpa(0);
     let exit = Outcome::Exit(Exit::Mmio { gpa: device, access: Access::Read });
@@ -116,7 +117,7 @@ fn keeps<F: Format>(locking: Locking) {
     cpu.world.finish(&[SLOT]);
 }
 
-each!(a_cpu_that_sets_no_marks_gets_on_with_the_default_tracking, sets_no_marks);
+each!(a_cpu_that_sets_neither_a_nor_d_works_with_the_default_tracking, sets_no_marks);
 /// After an aging, after a prefault, and after a harvest by dirty bits, leaves have A or D clear.
 fn sets_no_marks<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
@@ -126,7 +127,7 @@ fn sets_no_marks<F: Format>(locking: Locking) {
         let gpa = SLOT.gfn(0).gpa();
         assert_eq!(cpu.world.vcpu.pre_fault_memory(gpa, size_bytes, Access::Write), Ok(size_bytes));
         assert_eq!(cpu.world.vm.age_range(SLOT.range()), Ok(0), "a prefault is no access");
-        // The same of pages that are mapped: there is nothing to be done for them.
+        // The same for mapped pages: there is nothing to do for them.
         assert_eq!(cpu.world.vcpu.pre_fault_memory(gpa, size_bytes, Access::Write), Ok(size_bytes));
         assert_eq!(cpu.world.vm.age_range(SLOT.range()), Ok(0), "nor is another");
         assert_eq!([cpu.touch(0, Access::Read), cpu.touch(1, Access::Write)], [1, 1]);
@@ -137,14 +138,14 @@ fn sets_no_marks<F: Format>(locking: Locking) {
         assert_eq!(cpu.world.vm.age_range(SLOT.range()), Ok(2));
 
         cpu.world.set_flags(SLOT, LOG);
-        cpu.world.take(SLOT);
-        assert_eq!(cpu.world.take(SLOT), [0; 0], "{tracking:?}");
+        cpu.world.harvest(SLOT);
+        assert_eq!(cpu.world.harvest(SLOT), [0; 0], "{tracking:?}");
         for _ in 0..2 {
             assert!(cpu.touch(1, Access::Read) <= 1);
             assert_eq!([cpu.touch(1, Access::Write), cpu.touch(5, Access::Write)], [1, 1], "{tracking:?}");
             assert_eq!([cpu.touch(1, Access::Write), cpu.touch(5, Access::Write)], [0, 0], "{tracking:?}");
-            assert_eq!(cpu.world.take(SLOT), [1, 5], "{tracking:?}");
-            assert_eq!(cpu.world.take(SLOT), [0; 0], "{tracking:?}");
+            assert_eq!(cpu.world.harvest(SLOT), [1, 5], "{tracking:?}");
+            assert_eq!(cpu.world.harvest(SLOT), [0; 0], "{tracking:?}");
         }
         cpu.world.vm.host().record_zapped();
         drop(cpu.world.vm.invalidate_range(GfnRange::new(SLOT.gfn(1), 1)).unwrap());
@@ -154,9 +155,9 @@ fn sets_no_marks<F: Format>(locking: Locking) {
     }
 }
 
-/// What a fault sets does not fault, in the way of tracking that leaves none clear.
+/// A bit that a fault sets causes no further fault, in the way of tracking that leaves none clear.
 #[test]
-fn no_fault_is_for_marks_where_accesses_are_tracked_by_faults() {
+fn with_access_tracking_by_faults_no_fault_sets_a_and_d() {
     let config = Config::default().with_access_tracking(AccessTracking::Faults);
     let mut cpu = StrictCpu::<Stage2>::new(config, false);
     for _ in 0..2 {
@@ -167,21 +168,22 @@ fn no_fault_is_for_marks_where_accesses_are_tracked_by_faults() {
     assert_eq!(cpu.nr_faults, 4);
 }
 
-/// A slot over memory that is given read-only until it is written.
+/// A memslot over memory that is read-only until it is written.
 fn copied<F: Format>(config: Config) -> World<F> {
     let world = World::<F>::new(config);
     let memory = crate::common::region(1, SLOT.first * PAGE_SIZE, 64 * PAGE_SIZE, SLOT.first_pfn, PageSize::Size4K);
     let backing = memory.backing.as_ref().unwrap();
-    backing.read_gives_writable.store(false, std::sync::atomic::Ordering::SeqCst);
+    backing.reads_are_writable.store(false, std::sync::atomic::Ordering::SeqCst);
     world.vm.set_user_memory_region(memory).unwrap();
     world
 }
 
-each!(that_a_page_was_read_is_not_lost_when_its_leaf_is_replaced, replaced);
+each!(the_accessed_bit_survives_a_replacement_of_the_leaf, replaced);
 fn replaced<F: Format>(locking: Locking) {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
         let config = Config::with_locking(locking).with_access_tracking(tracking);
-        // A fault takes the leaf away, and is overtaken: an invalidation has taken a stamp elsewhere, and the backing is gone.
+        // A fault zaps the leaf, and is overtaken: an invalidation elsewhere has taken a number,
+        // and the backing is gone.
         let mut world = copied::<F>(config);
         world.read(SLOT, 3);
         world.vm.host().record_zapped();
@@ -194,7 +196,8 @@ fn replaced<F: Format>(locking: Locking) {
         let zapped = world.vm.host().take_zapped();
         assert!(zapped.iter().any(|leaf| leaf.range.start == SLOT.gfn(3) && leaf.accessed), "{zapped:?}");
 
-        // A prefault replaces a leaf that was read: the new one says so, or the host was told.
+        // A prefault replaces a leaf that was read. Either the new leaf has A, or the host was
+        // notified.
         world.read(SLOT, 4);
         let nr_written = world.vcpu.pre_fault_memory(SLOT.gfn(4).gpa(), PAGE_SIZE, Access::Write);
         assert_eq!(nr_written, Ok(PAGE_SIZE));
@@ -206,7 +209,7 @@ fn replaced<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_vm_that_is_dropped_tells_of_all_that_is_mapped, dropped);
+each!(a_dropped_vm_reports_all_that_is_mapped, dropped);
 fn dropped<F: Format>(locking: Locking) {
     const HUGE: Slot = Slot::huge(2, 1024, 512, PageSize::Size2M);
     let mut world = World::<F>::new(Config::with_locking(locking));
@@ -222,13 +225,16 @@ fn dropped<F: Format>(locking: Locking) {
         (GfnRange::new(SLOT.gfn(5), 1), SLOT.first_pfn + 5),
         (HUGE.range(), HUGE.first_pfn),
     ];
-    let (tell, told) = mpsc::channel();
-    *world.vm.host().hears_zapped.lock().unwrap() = Some(tell);
+    let (sender, receiver) = mpsc::channel();
+    *world.vm.host().zapped_sender.lock().unwrap() = Some(sender);
     drop(world);
-    let mut told: Vec<_> = told.iter().collect();
-    told.sort_by_key(|leaf| leaf.range.start);
-    assert_eq!(told.iter().map(|leaf| (leaf.range, leaf.pfn.0)).collect::<Vec<_>>(), expected);
-    assert!(told.iter().all(|leaf| leaf.accessed));
-    assert!(told[1].dirty && told[2].dirty);
-    assert!(F::HAS_DIRTY_BIT != told[0].dirty, "where D comes with W, a leaf is dirty as soon as it can be written");
+    let mut reported: Vec<_> = receiver.iter().collect();
+    reported.sort_by_key(|leaf| leaf.range.start);
+    assert_eq!(reported.iter().map(|leaf| (leaf.range, leaf.pfn.0)).collect::<Vec<_>>(), expected);
+    assert!(reported.iter().all(|leaf| leaf.accessed));
+    assert!(reported[1].dirty && reported[2].dirty);
+    assert!(
+        F::HAS_DIRTY_BIT != reported[0].dirty,
+        "where D comes with W, a leaf is dirty as soon as it can be written"
+    );
 }

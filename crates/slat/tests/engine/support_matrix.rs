@@ -1,5 +1,6 @@
-//! Which configurations can be had, and that each of those that can gives an exact log: every way of finding out writes, of
-//! getting the log, of logging huge pages and of finding out accesses, for every format and locking.
+//! The supported configurations, each of which must have an exact log. A configuration is a way to
+//! find writes, to get the log, to log huge pages and to find accesses, for every format and
+//! locking.
 
 use crate::common::TestHost;
 use crate::common::log::{
@@ -11,7 +12,8 @@ use slat::{
     PageSize, Paging, ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
 };
 
-/// What is documented: who has no hardware that could do it is told so.
+/// The documented result: a configuration that needs hardware the format lacks is refused with the
+/// reason.
 fn expected<F: Format>(config: Config) -> Result<(), Error> {
     if config.paging != Paging::SecondStage && F::NAME != Npt::NAME {
         return Err(Error::NoShadowPaging { format: F::NAME });
@@ -35,19 +37,19 @@ fn expected<F: Format>(config: Config) -> Result<(), Error> {
 const SLOT: Slot = Slot::huge(1, 512 - 40, 40 + 512 + 30, PageSize::Size2M);
 const BLOCK: std::ops::Range<u64> = 40..552;
 
-/// Writes, gets and clears, writes again, takes away; each time the log is what was written, by the page or, of a huge page
-/// that is marked whole, by the block.
+/// Writes, gets and clears, writes again, invalidates. Each time the log has exactly what was
+/// written, by the page, or by the block for a huge page that is marked whole.
 fn is_exact<F: Format>(config: Config) {
     let mut world = World::<F>::new(config);
     world.create(SLOT, NO_FLAGS);
     world.write_all(SLOT, [1, 2, 39, 100, 552]);
     world.set_flags(SLOT, LOG);
     let all: Vec<u64> = (0..SLOT.nr_pages).collect();
-    // What CPUs logged before it began is told, and is no harm: here it is given to nobody.
+    // What CPUs logged before logging began is drained, and marks nothing; here it is discarded.
     world.vm.host().modification_log.lock().unwrap().clear();
     let initially = if config.manual_protect == ManualProtect::InitiallySet { all.clone() } else { vec![] };
-    assert_eq!(world.take(SLOT), initially, "{config:?}: at first");
-    assert_eq!(world.take(SLOT), [0; 0], "{config:?}: nothing was written");
+    assert_eq!(world.harvest(SLOT), initially, "{config:?}: at first");
+    assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}: nothing was written");
     let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
     let logged = |written: &[u64]| -> Vec<u64> {
         let in_block = written.iter().any(|page| BLOCK.contains(page));
@@ -62,10 +64,10 @@ fn is_exact<F: Format>(config: Config) {
         for page in [5, 200, 570] {
             world.read(SLOT, page);
         }
-        assert_eq!(world.take(SLOT), logged(written), "{config:?}");
-        assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+        assert_eq!(world.harvest(SLOT), logged(written), "{config:?}");
+        assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}");
     }
-    // By range and mask: the first word is taken, the rest stays.
+    // By range and mask: the first word is harvested, the rest stays.
     world.write_all(SLOT, [3, 4, 70, 580]);
     let written = logged(&[3, 4, 70, 580]);
     let (head, tail): (Vec<u64>, Vec<u64>) = written.iter().partition(|page| **page < 64);
@@ -76,25 +78,27 @@ fn is_exact<F: Format>(config: Config) {
     assert_eq!(world.get(SLOT), tail, "{config:?}");
     if config.manual_protect != ManualProtect::Disabled {
         assert_eq!(world.clear(SLOT, &[tail[0]]), Ok(1), "{config:?}");
-        assert_eq!(world.take(SLOT), tail[1..], "{config:?}");
+        assert_eq!(world.harvest(SLOT), tail[1..], "{config:?}");
     }
-    // What is taken away stays in the log, and the host is told of every page that was ever written.
+    // What is invalidated stays in the log. The host is notified of every page that was ever
+    // written.
     world.write_all(SLOT, [7, 300]);
     world.vm.host().modification_log.lock().unwrap().clear();
     world.vm.host().record_zapped();
     drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(0), SLOT.nr_pages)).unwrap());
-    let told: u64 =
+    let reported: u64 =
         world.vm.host().take_zapped().iter().filter(|leaf| leaf.dirty).map(|leaf| leaf.range.nr_pages()).sum();
-    assert_eq!(told, SLOT.nr_pages, "{config:?}");
-    assert_eq!(world.take(SLOT), logged(&[7, 300]), "{config:?}");
-    assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+    assert_eq!(reported, SLOT.nr_pages, "{config:?}");
+    assert_eq!(world.harvest(SLOT), logged(&[7, 300]), "{config:?}");
+    assert_eq!(world.harvest(SLOT), [0; 0], "{config:?}");
     world.finish(&[SLOT]);
 }
 
-/// Pages of a guest without a second stage: a block that is huge, and one of small pages.
+/// Pages of a guest without a second stage: a huge block, and one of small pages.
 const SHADOW_PAGES: u64 = 1024;
 
-/// As [`is_exact`], with shadow tables. The guest has its paging off: what it writes is at its own address.
+/// As [`is_exact`], with shadow page tables. The guest has paging off: it writes at guest-physical
+/// addresses.
 fn is_exact_with_shadow_tables(config: Config) {
     let vm = shadow_cpu::new_vm(config, SHADOW_PAGES, 8, NO_FLAGS);
     let mut cpu = shadow_cpu::Cpu::new(&vm);
@@ -133,7 +137,7 @@ fn is_exact_with_shadow_tables(config: Config) {
         assert_eq!(take(), logged, "{config:?}");
         assert_eq!(take(), [0; 0], "{config:?}");
     }
-    // What is taken away, moved, or aged stays in the log.
+    // What is invalidated, moved, or aged stays in the log.
     write(&mut cpu, &[700, 701]);
     shadow_cpu::move_page(&vm, 700);
     vm.age_range(GfnRange::new(slat::Gfn(0), SHADOW_PAGES)).unwrap();
@@ -163,7 +167,7 @@ fn each_configuration(mut check: impl FnMut(Config)) {
     }
 }
 
-/// Tries them all. Returns how many there are, and how many of them can be had.
+/// Tries them all. Returns how many there are, and how many of them are supported.
 fn tries_all<F: Format>() -> (u32, u32) {
     let (mut nr_tried, mut nr_had) = (0, 0);
     each_configuration(|config| {
@@ -224,8 +228,8 @@ fn every_configuration_of_gstage_is_refused_as_documented_or_exact() {
     assert_eq!(tries_all::<Sv48x4>(), (144, 90));
 }
 
-/// One line of the table for a way to find out writes: what becomes of it with each format and way to find out accesses.
-/// Nothing else makes a difference.
+/// One row of the table, for a way to find writes: the result with each format and way to find
+/// accesses. No other option makes a difference.
 fn line(dirty_tracking: DirtyTracking) -> String {
     fn cell<F: Format>(dirty_tracking: DirtyTracking, access_tracking: AccessTracking) -> &'static str {
         let config = Config::default().with_dirty_tracking(dirty_tracking).with_access_tracking(access_tracking);
@@ -259,9 +263,10 @@ fn line(dirty_tracking: DirtyTracking) -> String {
     )
 }
 
-/// The table of docs/configurations.md: `cargo test --test engine the_table_of_what_can_be_had -- --nocapture` prints it.
+/// The table of docs/configurations.md. `cargo test --test engine
+/// the_table_of_supported_configurations -- --nocapture` prints it.
 #[test]
-fn the_table_of_what_can_be_had() {
+fn the_table_of_supported_configurations() {
     let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";
     let lines: Vec<String> = [head.to_string()].into_iter().chain(DIRTY_TRACKINGS.map(line)).collect();
     let table = lines.join("\n");

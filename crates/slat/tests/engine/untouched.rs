@@ -1,4 +1,5 @@
-//! Invalidations where nothing is mapped: they make no table, ask for no memory, and hold no neighbour up.
+//! Invalidations where nothing is mapped: they make no page-table page, need no memory, and do not
+//! delay faults on neighbours.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,13 +27,13 @@ fn never_mapped<F: Format>(locking: Locking) {
     let nr_pages = 1 << (F::GPA_BITS - 12).min(30);
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, nr_pages << 12, nr_pages, PageSize::Size1G)).unwrap();
-    // A balloon that a guest drives, page by page, all over the slot.
+    // A balloon that a guest drives, page by page, all over the memslot.
     for n in 0..16_384 {
         drop(vm.invalidate_range(page(n * (nr_pages / 16_384))).unwrap());
         drop(vm.invalidate_range(page(nr_pages - 1)).unwrap());
     }
     assert_eq!((vm.host().live_tables(), vm.stats().fault_tables), (1, 0));
-    // What is mapped there later is as large as ever.
+    // Leaves that are mapped there later have their full size.
     let mut vcpu = vm.create_vcpu().unwrap();
     for gfn in [0, nr_pages - 1] {
         assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Write), Ok(Outcome::Resume));
@@ -43,28 +44,29 @@ fn never_mapped<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-/// Has page `neighbour` invalidated at each `call` from now on, and counts them.
+/// From now on invalidates page `neighbour` at each `call`, and counts the calls.
 fn invalidate_at_each<F: Format>(vm: &Arc<Vm<TestHost, F>>, call: Call, neighbour: u64, nr_calls: &Arc<AtomicU32>) {
     let (again, nr_calls) = (Arc::clone(vm), Arc::clone(nr_calls));
     vm.host().overtake(call, 1, move || {
         drop(again.invalidate_range(page(neighbour)).unwrap());
-        // Not for ever: a fault that does not get through is to fail the test.
+        // Bounded: a fault that makes no progress must fail the test.
         if nr_calls.fetch_add(1, Ordering::SeqCst) < 100 {
             invalidate_at_each(&again, call, neighbour, &nr_calls);
         }
     });
 }
 
-/// What was there before a fault.
+/// The state before a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Before {
     Nothing,
-    /// A huge leaf, which an invalidation of a part has zapped as a whole, for want of memory. Where a break must come
-    /// before a make, its entry is unflushed.
+    /// A huge leaf, which an invalidation of a part has zapped whole, without memory. With break
+    /// before make its PTE is unflushed.
     HugeLeaf,
 }
 
-/// How often `access` makes `call`, if at each time page `neighbour`, which is not mapped either, is invalidated.
+/// How often `access` makes `call`, if each call invalidates page `neighbour`, which is not mapped
+/// either.
 fn nr_calls_beside<F: Format>(
     config: Config,
     size: PageSize,
@@ -85,7 +87,7 @@ fn nr_calls_beside<F: Format>(
     let nr_calls = Arc::default();
     invalidate_at_each(&vm, call, neighbour, &nr_calls);
     access(&mut vcpu);
-    // The host has the VM otherwise.
+    // The host keeps the VM alive otherwise.
     assert!(!vm.host().was_overtaken());
     assert!(level_at(&vm, 1).is_some());
     // No fault maps a page without a resolve.
@@ -93,7 +95,7 @@ fn nr_calls_beside<F: Format>(
     nr_calls.load(Ordering::SeqCst)
 }
 
-each!(a_fault_gets_through_beside_invalidations_of_neighbours_that_are_not_mapped, gets_through);
+each!(a_fault_succeeds_beside_invalidations_of_unmapped_neighbours, gets_through);
 fn gets_through<F: Format>(locking: Locking) {
     let write = |vcpu: &mut Vcpu<TestHost, F>| {
         assert_eq!(vcpu.handle_fault(Gfn(1).gpa(), Access::Write), Ok(Outcome::Resume));
@@ -111,7 +113,7 @@ fn gets_through<F: Format>(locking: Locking) {
         (PageSize::Size2M, Before::HugeLeaf, flush),
         (PageSize::Size1G, Before::HugeLeaf, flush),
     ] {
-        // In the same 2 MiB, 1 GiB, entry of the root.
+        // In the same 2 MiB, 1 GiB, PTE of the root.
         for neighbour in [2, 3 * BLOCK_2M, 3 * BLOCK_1G] {
             for around in [FaultAround::Off, FaultAround::Pages(16)] {
                 let config = lazily_splitting(locking).with_fault_around(around);
@@ -127,7 +129,7 @@ fn gets_through<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_page_that_was_overtaken_once_is_as_large_as_ever, as_large);
+each!(a_fault_that_was_overtaken_once_maps_a_leaf_of_full_size, as_large);
 fn as_large<F: Format>(locking: Locking) {
     for size in [PageSize::Size2M, PageSize::Size1G] {
         let vm = vm::<F>(locking);
@@ -150,16 +152,16 @@ fn never_waits<F: Format>(locking: Locking) {
             let mut vcpu = vm.create_vcpu().unwrap();
             assert_eq!(vcpu.handle_fault(Gfn(4).gpa(), Access::Write), Ok(Outcome::Resume));
             vm.host().asked.lock().unwrap().clear();
-            vm.host().refuses_who_cannot_wait.store(refuses, Ordering::SeqCst);
+            vm.host().refuses_without_wait.store(refuses, Ordering::SeqCst);
             vm.host().record_zapped();
             drop(vm.invalidate_range(page(3)).unwrap());
             let asked = std::mem::take(&mut *vm.host().asked.lock().unwrap());
             assert!(!asked.is_empty() && asked.iter().all(|&(_, wait)| wait == AllocationWait::Never), "{asked:?}");
-            // The whole leaf goes where the memory for a table is not at hand.
+            // The whole leaf is zapped where the memory for a page-table page is not at hand.
             assert_eq!((level_at(&vm, 3), level_at(&vm, 4)), (None, left));
             let gone = if refuses { GfnRange::new(Gfn(0), size.level().nr_pages()) } else { page(3) };
             assert_eq!(vm.host().take_zapped().iter().map(|leaf| leaf.range).collect::<Vec<_>>(), [gone]);
-            vm.host().refuses_who_cannot_wait.store(false, Ordering::SeqCst);
+            vm.host().refuses_without_wait.store(false, Ordering::SeqCst);
             assert_eq!(vcpu.handle_fault(Gfn(4).gpa(), Access::Write), Ok(Outcome::Resume));
         }
     }

@@ -1,5 +1,5 @@
-//! What a caller supplies may panic: the words of a userfault bitmap, a host's resolve. The panic
-//! goes through to the caller, and leaves nothing claimed, published or unflushed.
+//! Panics in what a caller supplies: the words of a userfault bitmap, a host's resolve. The panic
+//! reaches the caller, and leaves nothing claimed, published or unflushed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const SIZE: u64 = 8 * MIB;
 const START: u64 = 2 * MIB;
 const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 
-/// Words that panic at the look `panics_at`, counted from 1; never if that is 0.
+/// Words that panic at read number `panics_at`, counted from 1; never if that is 0.
 struct Panicking {
     words: Vec<AtomicU64>,
     panics_at: AtomicU32,
@@ -40,7 +40,7 @@ impl UserfaultWords for Panicking {
         let left = self.panics_at.load(Ordering::SeqCst);
         if left != 0 {
             self.panics_at.store(left - 1, Ordering::SeqCst);
-            assert_ne!(left, 1, "the words are asked for");
+            assert_ne!(left, 1, "the words are read");
         }
         &self.words
     }
@@ -62,12 +62,12 @@ fn set_flags<F: Format>(
     vm.set_user_memory_region(MemoryRegion { userfault_bitmap, ..change(0, flags, START, SIZE) })
 }
 
-each!(words_that_panic_leave_their_slot_as_it_was, words_that_panic);
+each!(userfault_words_that_panic_leave_their_slot_unchanged, words_that_panic);
 fn words_that_panic<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = Panicking::new(0);
     let memory = || region(0, START, SIZE, 0x400, PageSize::Size2M);
-    // When the slot is made.
+    // When the memslot is made.
     words.panics_at.store(1, Ordering::SeqCst);
     panics(|| {
         vm.set_user_memory_region(MemoryRegion { flags: USERFAULT, userfault_bitmap: words.bitmap(), ..memory() })
@@ -79,7 +79,7 @@ fn words_that_panic<F: Format>(locking: Locking) {
     // When the flag is turned on.
     words.panics_at.store(1, Ordering::SeqCst);
     panics(|| set_flags(&vm, USERFAULT, words.bitmap()));
-    assert!(translate(&vm, gpa(0)).is_some(), "nothing was taken away");
+    assert!(translate(&vm, gpa(0)).is_some(), "nothing was zapped");
     assert_eq!(set_flags(&vm, LOG, None), Ok(()));
     assert_eq!(set_flags(&vm, USERFAULT, words.bitmap()), Ok(()));
     // When it is moved.
@@ -100,7 +100,7 @@ fn words_that_panic<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(what_a_rescan_took_before_the_words_panicked_is_flushed, rescan_that_panics);
+each!(a_rescan_flushes_what_it_zapped_before_a_panic, rescan_that_panics);
 fn rescan_that_panics<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = Panicking::new(0);
@@ -110,7 +110,7 @@ fn rescan_that_panics<F: Format>(locking: Locking) {
     for page in 0..SIZE / PAGE_SIZE {
         assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
     }
-    // So many runs that it takes some away, and then looks again.
+    // So many runs that it zaps some, and then reads again.
     words.words.iter().for_each(|word| word.store(0x5555_5555_5555_5555, Ordering::Release));
     for panics_at in [100, 200, 1000] {
         vm.host().flushes.lock().unwrap().clear();
@@ -123,7 +123,7 @@ fn rescan_that_panics<F: Format>(locking: Locking) {
         let again = vcpu.handle_fault(gpa(0), Access::Read);
         let flags = MemoryFaultFlags::USERFAULT;
         assert_eq!(again, Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa: gpa(0), size: PAGE_SIZE })));
-        assert!(gone.iter().all(|&page| is_flushed(page)), "{gone:?} are gone, and flushed are {flushed:?}");
+        assert!(gone.iter().all(|&page| is_flushed(page)), "{gone:?} are zapped, and flushed are {flushed:?}");
         // For the next round.
         words.words.iter().for_each(|word| word.store(0, Ordering::Release));
         for page in gone {
@@ -137,7 +137,7 @@ fn rescan_that_panics<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(what_an_invalidation_took_before_a_report_panicked_is_flushed, invalidation_that_panics);
+each!(an_invalidation_flushes_what_it_zapped_before_a_panic, invalidation_that_panics);
 fn invalidation_that_panics<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, START, SIZE, 0x400, PageSize::Size4K)).unwrap();
@@ -182,8 +182,8 @@ fn resolve_that_panics<F: Format>(locking: Locking) {
             }
             vm.host().overtake(Call::Resolve, nth, || panic!("the host resolves"));
             panics(|| set_flags(&vm, NO_FLAGS, None));
-            assert_eq!(vm.stats().recoveries, u64::from(nth) - 1, "tables that were given up before");
-            // The flag is off, the slot is free, and what was left can be done later.
+            assert_eq!(vm.stats().recoveries, u64::from(nth) - 1, "recoveries that were made before");
+            // The flag is off, the memslot is free, and the rest can be done later.
             assert_eq!(vm.get_dirty_log(0, &mut [0; 32]), Err(Error::NotLogging { slot: 0 }));
             assert_eq!(vm.rescan_userfault(0, 0, 1), Err(Error::NotUserfault { slot: 0 }));
             assert_eq!(set_flags(&vm, LOG, None), Ok(()));

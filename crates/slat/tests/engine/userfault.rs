@@ -1,5 +1,5 @@
-//! Userfault: faults exit at the pages that user space names, and at no others; what is mapped goes when the flag is turned
-//! on or a bit is rescanned; and huge pages come back.
+//! Userfault: faults exit at the pages that user space marks, and at no others. Leaves are zapped
+//! when the flag is turned on or a bit is rescanned. Huge pages are recovered.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,7 +34,7 @@ fn bitmap(words: &Arc<Vec<AtomicU64>>, granularity: PageSize) -> Option<Userfaul
     Some(UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(words), granularity))
 }
 
-/// Turns userfault on or off, beside `others`, in slot 0 at 2 MiB.
+/// Turns userfault on or off, beside `others`, in memslot 0 at 2 MiB.
 fn turn<F: Format>(
     vm: &Vm<TestHost, F>,
     flags: MemoryRegionFlags,
@@ -71,7 +71,7 @@ fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
         });
     }
     assert_eq!(translate(&vm, gpa(7)), None);
-    assert_eq!(vm.host().resolves.load(Ordering::Relaxed), 0, "nobody asks for a page that is not there");
+    assert_eq!(vm.host().resolves.load(Ordering::Relaxed), 0, "no pending page is resolved");
     clear(&words, 7);
     assert_eq!(vcpu.handle_fault(gpa(7), Access::Write), RESUMED);
     assert_eq!(translate(&vm, gpa(7)).unwrap().level, Level::L4K);
@@ -79,7 +79,7 @@ fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(gpa(8), Access::Read), exit(MemoryFaultFlags::USERFAULT, 8, PAGE_SIZE));
     let stats = vm.stats();
     assert_eq!((stats.exits, stats.userfaults), (5, 5));
-    // A bit that is set later counts for what is mapped when it is rescanned.
+    // A bit that is set later takes effect on mapped pages when it is rescanned.
     set(&words, 7);
     assert_eq!(vcpu.handle_fault(gpa(7), Access::Write), RESUMED);
     let nr_flushes = vm.host().nr_flushes();
@@ -93,13 +93,13 @@ fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
 }
 each!(faults_exit_until_the_bit_is_clear_, faults_exit_until_the_bit_is_clear);
 
-fn turning_it_on_takes_all_away_and_off_brings_huge_pages_back<F: Format>(locking: Locking) {
+fn turning_userfault_on_zaps_all_and_off_recovers_huge_pages<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(slot(NO_FLAGS, None)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(gpa(0), Access::Write), RESUMED);
     assert_eq!(translate(&vm, gpa(0)).unwrap().level, Level::L2M);
-    // Not a single bit is set.
+    // No bit is set.
     let words = words(16, 0);
     turn(&vm, USERFAULT, bitmap(&words, PageSize::Size4K)).unwrap();
     assert_eq!(translate(&vm, gpa(0)), None);
@@ -107,7 +107,7 @@ fn turning_it_on_takes_all_away_and_off_brings_huge_pages_back<F: Format>(lockin
         assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
         assert_eq!(translate(&vm, gpa(page)).unwrap().level, Level::L4K);
     }
-    // Changed in another way, it keeps its bitmap; nothing goes.
+    // Changed in another way, it keeps its bitmap; nothing is zapped.
     turn(&vm, USERFAULT | LOG, None).unwrap();
     turn(&vm, USERFAULT, bitmap(&words, PageSize::Size4K)).unwrap();
     assert_eq!(vm.stats().recoveries, 0, "small leaves only, as long as it is on");
@@ -117,7 +117,7 @@ fn turning_it_on_takes_all_away_and_off_brings_huge_pages_back<F: Format>(lockin
     for page in 0..PAGES {
         assert_eq!(translate(&vm, gpa(page)).unwrap().level, Level::L2M);
     }
-    // While it logs by small pages, huge ones stay away.
+    // While it logs by small pages, no huge page is recovered.
     turn(&vm, LOG | USERFAULT, bitmap(&words, PageSize::Size4K)).unwrap();
     for page in 0..PAGES {
         assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
@@ -129,11 +129,11 @@ fn turning_it_on_takes_all_away_and_off_brings_huge_pages_back<F: Format>(lockin
     assert_eq!(translate(&vm, gpa(0)).unwrap().level, Level::L2M);
 }
 each!(
-    turning_it_on_takes_all_away_and_off_brings_huge_pages_back_,
-    turning_it_on_takes_all_away_and_off_brings_huge_pages_back
+    turning_userfault_on_zaps_all_and_off_recovers_huge_pages_,
+    turning_userfault_on_zaps_all_and_off_recovers_huge_pages
 );
 
-fn huge_pages_survive_with_a_bit_for_each<F: Format>(locking: Locking) {
+fn huge_pages_remain_with_a_bit_for_each<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(1, 0b11);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size2M))).unwrap();
@@ -144,14 +144,14 @@ fn huge_pages_survive_with_a_bit_for_each<F: Format>(locking: Locking) {
     assert_eq!(translate(&vm, gpa(700)).unwrap().level, Level::L2M);
     assert_eq!(vcpu.handle_fault(gpa(511), Access::Read), exit(MemoryFaultFlags::USERFAULT, 0, 2 * MIB));
     set(&words, 1);
-    // A part of it is meant: all of it goes.
+    // A part of it is rescanned: all of it is zapped.
     assert_eq!(vm.rescan_userfault(0, 600, 1), Ok(512));
     assert_eq!(translate(&vm, gpa(1000)), None);
     assert_eq!(vcpu.handle_fault(gpa(512), Access::Write), exit(MemoryFaultFlags::USERFAULT, 512, 2 * MIB));
 }
-each!(huge_pages_survive_with_a_bit_for_each_, huge_pages_survive_with_a_bit_for_each);
+each!(huge_pages_remain_with_a_bit_for_each_, huge_pages_remain_with_a_bit_for_each);
 
-fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
+fn a_rescan_zaps_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(16, 0);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();
@@ -161,7 +161,7 @@ fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
     }
     let is_taken = |page: u64| page % 7 == 3 || (100..300).contains(&page) || page == PAGES - 1;
     (0..PAGES).filter(|&page| is_taken(page)).for_each(|page| set(&words, page));
-    // Outside of what is asked for nothing goes.
+    // Outside the requested range nothing is zapped.
     assert_eq!(vm.rescan_userfault(0, 4, 95), Ok((4..99).filter(|&page| is_taken(page)).count() as u64));
     for page in 0..PAGES {
         let goes = is_taken(page) && (4..99).contains(&page);
@@ -172,7 +172,7 @@ fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
         assert_eq!(translate(&vm, gpa(page)).is_none(), is_taken(page), "page {page}");
     }
 }
-each!(a_rescan_takes_what_is_set_and_nothing_else_, a_rescan_takes_what_is_set_and_nothing_else);
+each!(a_rescan_zaps_what_is_set_and_nothing_else_, a_rescan_zaps_what_is_set_and_nothing_else);
 
 struct Revocable(Vec<AtomicU64>, AtomicU64);
 
@@ -183,7 +183,7 @@ impl UserfaultWords for Revocable {
 }
 
 #[test]
-fn a_bitmap_that_is_taken_away_is_an_error_and_no_panic() {
+fn a_bitmap_that_shrinks_is_an_error_and_no_panic() {
     let vm = vm::<slat::Npt>(Locking::None);
     let words = Arc::new(Revocable((0..16).map(|_| AtomicU64::new(0)).collect(), AtomicU64::new(16)));
     let bitmap = UserfaultBitmap::new(Arc::<Revocable>::clone(&words), PageSize::Size4K);
@@ -228,7 +228,7 @@ fn bad_input_is_refused_and_changes_nothing() {
     assert_eq!(vm.set_memory_attributes(gpa(0), SIZE, private), Err(Error::NoGuestMemfd { gpa: gpa(0) }));
 
     turn(&vm, USERFAULT, bitmap(&enough, PageSize::Size2M)).unwrap();
-    // Moved while on: the bits go along; but to where they would stand for other pages.
+    // Moved while on: the bits move along, but not to where they would mark other pages.
     let moved = Error::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(9 * MIB) };
     assert_eq!(set_region(change(0, USERFAULT, 9 * MIB, SIZE)), Err(moved));
     set(&enough, 0);
@@ -250,8 +250,9 @@ fn bad_input_is_refused_and_changes_nothing() {
     assert_eq!(vm.check_access(Gpa(10 * MIB - 1), 1), Err(fault));
 }
 
-/// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they are about userfault: the flag may be toggled on a
-/// slot with a guest_memfd after it was made; nothing else of it can be changed.
+/// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they concern userfault. The
+/// flag may be toggled on a memslot with a guest_memfd after it was made. Nothing else of it can be
+/// changed.
 fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(16, u64::MAX);
@@ -281,7 +282,7 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
 }
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
 
-fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locking: Locking) {
+fn huge_pages_are_recovered_as_far_as_a_beginning_log_allows<F: Format>(locking: Locking) {
     let config = crate::common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(16, 0);
@@ -298,6 +299,6 @@ fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locki
     assert_eq!(vm.get_dirty_log(0, &mut [0; 16]), Ok(512));
 }
 each!(
-    huge_pages_come_back_as_far_as_a_log_that_begins_then_allows_,
-    huge_pages_come_back_as_far_as_a_log_that_begins_then_allows
+    huge_pages_are_recovered_as_far_as_a_beginning_log_allows_,
+    huge_pages_are_recovered_as_far_as_a_beginning_log_allows
 );

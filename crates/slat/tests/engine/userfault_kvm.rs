@@ -1,5 +1,6 @@
-//! Userfault together with what else a slot can be: the cases of KVM's tests (`set_memory_region_test`, `guest_memfd_test`,
-//! `demand_paging_test`), and those where it meets dirty logs, rings, private pages, read-only slots, and every configuration.
+//! Userfault with every other property of a memslot: the cases of KVM's tests
+//! (`set_memory_region_test`, `guest_memfd_test`, `demand_paging_test`), and those with dirty logs,
+//! rings, private pages, read-only memslots, and every configuration.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -83,7 +84,7 @@ fn private(page: u64) -> u64 {
     PRIVATE_PFN + shared(page)
 }
 
-/// A guest's access: faults are resolved as a VMM does that fetches pages.
+/// A guest's access: exits are answered as by a VMM that fetches pages.
 fn access<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, words: &Words, page: u64, how: Access) {
     for _ in 0..8 {
         let allowed = translate(vm, gpa(page)).filter(|found| how == Access::Read || found.writable);
@@ -102,11 +103,11 @@ fn access<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, words: 
             other => panic!("{other:?}"),
         }
     }
-    panic!("{how:?} of page {page} goes on faulting");
+    panic!("{how:?} of page {page} still faults");
 }
 
-/// Also where the first one finds its table missing, every page exits once, whatever maps pages along with others; and the log
-/// is exact.
+/// Every page exits once, also where the first fault finds its page-table page missing and where
+/// calls map pages along with others. The log is exact.
 fn every_page_arrives_once<F: Format>(config: Config) {
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(u64::MAX);
@@ -141,7 +142,7 @@ fn every_page_arrives_once<F: Format>(config: Config) {
     let written: Vec<u64> = used.into_iter().step_by(2).collect();
     assert_eq!(take(&mut log), written, "{config:?}");
     assert_eq!(take(&mut log), [0; 0], "{config:?}");
-    // Poison: what is taken back stays in the log.
+    // Poison: a zapped page stays in the log.
     access(&vm, &mut vcpu, &words, 2, Access::Write);
     access(&vm, &mut vcpu, &words, 200, Access::Write);
     set(&words, 2);
@@ -149,13 +150,13 @@ fn every_page_arrives_once<F: Format>(config: Config) {
     assert_eq!(found(&vm, 2), None);
     assert!(found(&vm, 3).is_some() && found(&vm, 200).is_some());
     assert_eq!(take(&mut log), [2, 200], "{config:?}");
-    // All have arrived, and are mapped by small leaves as long as it is on.
+    // All have arrived, and are mapped by small leaves while it is on.
     words.iter().for_each(|word| word.store(0, Ordering::Release));
     for page in 0..PAGES {
         access(&vm, &mut vcpu, &words, page, Access::Read);
         assert_eq!(found(&vm, page).unwrap().1, Level::L4K);
     }
-    // Off: huge leaves come back where all pages are alike and the log allows it.
+    // Off: huge leaves are recovered where all pages are alike and the log allows it.
     turn(&vm, GUEST_MEMFD | LOG, None).unwrap();
     let by_writes = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_));
     let comes_back = by_writes && config.huge_page_logging == HugePageLogging::MarkWhole;
@@ -232,13 +233,13 @@ fn attributes<F: Format>(locking: Locking) {
     vm.set_memory_attributes(gpa(0), 2 * MIB, PRIVATE).unwrap();
     assert_eq!(vcpu.handle_fault(gpa(9), Access::Write), RESUMED);
     assert_eq!(found(&vm, 3), Some((private(3), Level::L2M)));
-    // Split, it is put back.
+    // Split, it is recovered.
     let block = GfnRange::new(gpa(0).gfn(), 512);
     assert_eq!(vm.split_range(block, PageSize::Size4K), Ok(1));
     assert_eq!(found(&vm, 3), Some((private(3), Level::L4K)));
     assert_eq!(vm.recover_range(block), Ok(1));
     assert_eq!(found(&vm, 3), Some((private(3), Level::L2M)));
-    // Across slots with a guest_memfd; never across others, nor gaps, and then nothing has changed.
+    // Across memslots with a guest_memfd; never across others, nor gaps, and then nothing changes.
     let second = MemoryRegion { flags: GUEST_MEMFD, ..region(1, START + SIZE, SIZE, 0x4000, PageSize::Size2M) };
     vm.set_user_memory_region(second).unwrap();
     vm.set_user_memory_region(region(2, START + 2 * SIZE, SIZE, 0x8000, PageSize::Size2M)).unwrap();
@@ -260,7 +261,7 @@ fn attributes<F: Format>(locking: Locking) {
     }
     let unknown = MemoryAttributes::from_bits_retain(1);
     assert_eq!(vm.set_memory_attributes(gpa(0), PAGE_SIZE, unknown), Err(Error::UnknownAttributes { attributes: 1 }));
-    // A slot that is made anew is shared.
+    // A new memslot is shared.
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     create(&vm, GUEST_MEMFD, None);
     assert_eq!(vm.memory_attributes(gpa(3)), Ok(SHARED));
@@ -277,7 +278,7 @@ fn prefaults<F: Format>(locking: Locking) {
     let fault = |page| Error::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: gpa(page), size: PAGE_SIZE };
     set(&words, 600);
     vm.set_memory_attributes(gpa(10), 3 * PAGE_SIZE, PRIVATE).unwrap();
-    // The first makes tables, the second finds them.
+    // The first makes page-table pages, the second finds them.
     for _ in 0..2 {
         assert_eq!(vcpu.pre_fault_memory(gpa(0), SIZE, Access::Write), Ok(600 * PAGE_SIZE));
         assert_eq!(vcpu.pre_fault_memory(gpa(600), PAGE_SIZE, Access::Write), Err(fault(600)));
@@ -301,9 +302,9 @@ fn harvest<F: Format>(vm: &Vm<TestHost, F>) -> Vec<u64> {
     pages
 }
 
-each!(a_full_ring_exits_before_a_bit_does, rings);
+each!(a_full_ring_exits_before_a_userfault_bit, rings);
 fn rings<F: Format>(locking: Locking) {
-    // Below a table entry that was closed lazily, a page may be pushed twice.
+    // Below a protected directory entry a page may be pushed twice.
     let config = Config::with_locking(locking).with_dirty_tracking(LEAF_BY_LEAF);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.enable_dirty_ring(256).unwrap();
@@ -318,7 +319,7 @@ fn rings<F: Format>(locking: Locking) {
     assert_eq!(harvest(&vm), (0..nr_written).collect::<Vec<_>>(), "a page that exits is not pushed");
     assert_eq!(vm.reset_dirty_rings(), Ok(nr_written));
     assert_eq!(vcpu.handle_fault(gpa(PAGES - 1), Access::Write), exit_at(PAGES - 1));
-    // Taken back and given again: written anew.
+    // Pending again, then filled: written anew.
     set(&words, 0);
     assert_eq!(vm.rescan_userfault(0, 0, 1), Ok(1));
     clear(&words, 0);
@@ -339,7 +340,7 @@ fn read_only<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(gpa(5), Access::Read), RESUMED);
     assert_eq!(vcpu.handle_fault(gpa(5), Access::Write), mmio(gpa(5)));
     assert!(translate(&vm, gpa(5)).is_some_and(|found| !found.writable));
-    // Beside the slot there is nothing to fetch.
+    // Beside the memslot there is nothing to fetch.
     assert_eq!(vcpu.handle_fault(gpa(PAGES), Access::Write), mmio(gpa(PAGES)));
     assert_eq!(vcpu.pre_fault_memory(gpa(PAGES), PAGE_SIZE, Access::Read), {
         Err(Error::NoMemslot { gpa: gpa(PAGES) })
@@ -371,8 +372,8 @@ fn moves<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(second, Access::Read), Ok(Outcome::Exit(exit)));
 }
 
-/// What is asked about a bit is about the one that is there: of a bitmap that took the place of another, of the last block of a
-/// slot that does not fill it, of words behind the slot's.
+/// Reads of bits apply to the current bitmap: one that replaced another, the last block of a
+/// memslot that does not fill it, words behind those of the memslot.
 #[test]
 fn blocks_of_two_mib_at_the_end_of_a_slot() {
     let vm = vm::<Npt>(Locking::None);
@@ -393,7 +394,7 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
     assert_eq!(vm.check_access(gpa(1024), MIB), Ok(()));
     words[0].store(0, Ordering::Release);
     assert_eq!(vm.rescan_userfault(0, 0, 1280), Ok(0));
-    // Of the same words, with small pages: all that is mapped goes, and small leaves come.
+    // The same words, with small pages: all leaves are zapped, and small ones are mapped.
     assert_eq!(vcpu.handle_fault(gpa(0), Access::Read), RESUMED);
     assert_eq!(found(&vm, 0), Some((shared(0), Level::L2M)));
     let region = |userfault_bitmap| MemoryRegion { userfault_bitmap, ..change(0, USERFAULT, START, 5 * MIB) };
@@ -407,9 +408,10 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
     assert_eq!(found(&vm, 0), Some((shared(0), Level::L4K)));
 }
 
-/// A page that becomes private under a fault-around is not mapped along with a shared one, nor asked for.
+/// A page that becomes private under a fault-around is not mapped along with a shared one, nor
+/// resolved.
 #[test]
-fn neighbours_go_along_only_if_they_are_alike_and_have_arrived() {
+fn only_like_neighbours_that_have_arrived_are_mapped_along() {
     for locking in LOCKINGS {
         let config = Config::with_locking(locking).with_fault_around(FaultAround::Pages(8));
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
@@ -424,15 +426,15 @@ fn neighbours_go_along_only_if_they_are_alike_and_have_arrived() {
         assert_eq!(vcpu.handle_fault(gpa(0), Access::Read), RESUMED);
         let is_mapped = |page| found(&vm, page).is_some();
         assert_eq!([0, 1, 2, 3, 4, 5, 6, 7].map(is_mapped), [true, true, true, false, true, false, false, true]);
-        assert_eq!(vm.host().asked_resident.load(Ordering::Relaxed), 4);
-        // For a private one nobody is asked.
+        assert_eq!(vm.host().nr_resident_queries.load(Ordering::Relaxed), 4);
+        // For a private one no neighbour is resolved.
         assert_eq!(vcpu.handle_fault(gpa(5), Access::Read), RESUMED);
         assert_eq!([5, 6].map(|page| found(&vm, page)), [Some((private(5), Level::L4K)), None]);
-        assert_eq!(vm.host().asked_resident.load(Ordering::Relaxed), 4);
+        assert_eq!(vm.host().nr_resident_queries.load(Ordering::Relaxed), 4);
     }
 }
 
-each!(a_rescan_of_pages_that_nobody_has_used_needs_no_tables, unused);
+each!(a_rescan_of_unused_pages_needs_no_tables, unused);
 fn unused<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(u64::MAX);
@@ -444,7 +446,7 @@ fn unused<F: Format>(locking: Locking) {
     assert_eq!(vm.host().live_tables(), before);
 }
 
-each!(a_rescan_that_finds_nothing_waits_for_the_flush_of_who_was_first, flushes);
+each!(a_rescan_that_finds_nothing_waits_for_the_flush_of_another, flushes);
 fn flushes<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(0);
@@ -452,7 +454,7 @@ fn flushes<F: Format>(locking: Locking) {
     assert_eq!(vm.create_vcpu().unwrap().handle_fault(gpa(3), Access::Write), RESUMED);
     set(&words, 3);
     let other = Arc::downgrade(&vm);
-    // The leaf is gone, and CPUs may still use it.
+    // The leaf is zapped, and CPUs may still use it.
     vm.host().overtake(Call::Flush, 1, move || {
         let vm = other.upgrade().unwrap();
         let before = vm.host().nr_flushes();

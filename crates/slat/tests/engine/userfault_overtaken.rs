@@ -1,7 +1,7 @@
-//! Calls that are overtaken by userfault, and userfault that is overtaken: at each flush, resolve and allocation, at each look
-//! at an entry and at each look at the bitmap, another call is run from beginning to end. Whatever comes in between: no page is
-//! mapped that was taken back, pages are private or shared as they were made, leaves are no larger than the bits, and what the
-//! guest wrote is logged.
+//! Calls that userfault overtakes, and userfault calls that are overtaken. At each flush, resolve
+//! and allocation, at each look at a PTE and at each read of the bitmap, another call runs from
+//! beginning to end. In every case no pending page is mapped, pages are private or shared as they
+//! were made, leaves are no larger than the bits, and the guest's writes are logged.
 
 mod scene;
 
@@ -19,7 +19,7 @@ use slat::{
     Level, Locking, MemoryRegion, Npt, PAGE_SIZE, PageSize,
 };
 
-/// What is done, or comes in between.
+/// A call that overtakes or is overtaken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Act {
     Read,
@@ -35,10 +35,10 @@ enum Act {
     TurnOnOther,
     TurnOnHuge,
     TurnOff,
-    TakePage,
-    TakeMany,
-    Give,
-    GiveAndRead,
+    RescanPage,
+    RescanMany,
+    ClearBits,
+    ClearAndRead,
     MakePrivate,
     MakeShared,
     MakeAllPrivate,
@@ -60,10 +60,10 @@ const ACTS: [Act; 22] = [
     Act::TurnOnOther,
     Act::TurnOnHuge,
     Act::TurnOff,
-    Act::TakePage,
-    Act::TakeMany,
-    Act::Give,
-    Act::GiveAndRead,
+    Act::RescanPage,
+    Act::RescanMany,
+    Act::ClearBits,
+    Act::ClearAndRead,
     Act::MakePrivate,
     Act::MakeShared,
     Act::MakeAllPrivate,
@@ -72,18 +72,19 @@ const ACTS: [Act; 22] = [
 ];
 
 impl Act {
-    /// Whether the tables, or what they may hold, are changed by user space: mostly such acts overtake others.
+    /// Whether user space changes the page tables by it, or what they may map. Mostly such acts
+    /// overtake others.
     fn is_userfault(self) -> bool {
         ACTS.iter().position(|act| *act == self) >= ACTS.iter().position(|act| *act == Act::TurnOn)
     }
 
-    /// Whether it maps pages, or takes them back: where these meet, nothing is left out.
+    /// Whether it maps pages, or rescans them. All pairs of the two kinds are tried.
     fn maps(self) -> bool {
-        matches!(self, Act::Read | Act::PrefaultForWriting | Act::Recover | Act::TakeMany)
+        matches!(self, Act::Read | Act::PrefaultForWriting | Act::Recover | Act::RescanMany)
     }
 
-    fn takes(self) -> bool {
-        matches!(self, Act::TakePage | Act::TurnOn | Act::MakePrivate | Act::GiveAndRead)
+    fn changes_pages(self) -> bool {
+        matches!(self, Act::RescanPage | Act::TurnOn | Act::MakePrivate | Act::ClearAndRead)
     }
 
     fn run<F: Format>(self, scene: &Scene<F>) {
@@ -103,7 +104,7 @@ impl Act {
             Act::Harvest => scene.harvest(),
             Act::Enable => {
                 scene.set_log(true);
-                // So that an exact log is asked for what comes after.
+                // An exact log is then required of what follows.
                 scene.access(17, Access::Write);
             }
             Act::Disable => scene.set_log(false),
@@ -111,11 +112,11 @@ impl Act {
             Act::TurnOnOther => scene.turn(Some(1)),
             Act::TurnOnHuge => scene.turn(Some(2)),
             Act::TurnOff => scene.turn(None),
-            Act::TakePage => scene.take_back(8, 1),
-            Act::TakeMany => scene.take_back(0, BIG + 5),
-            Act::Give => scene.give(0, PAGES),
-            Act::GiveAndRead => {
-                scene.give(0, PAGES);
+            Act::RescanPage => scene.rescan(8, 1),
+            Act::RescanMany => scene.rescan(0, BIG + 5),
+            Act::ClearBits => scene.clear_bits(0, PAGES),
+            Act::ClearAndRead => {
+                scene.clear_bits(0, PAGES);
                 scene.access(8, Access::Read);
             }
             Act::MakePrivate => scene.set_attributes(8, 1, PRIVATE),
@@ -134,7 +135,7 @@ const BEFORE: [&[Act]; 9] = [
     &[Act::PrefaultForWriting],
     &[Act::PrefaultForWriting, Act::Split],
     &[Act::TurnOn, Act::PrefaultForWriting],
-    &[Act::TurnOn, Act::TakePage, Act::TurnOff],
+    &[Act::TurnOn, Act::RescanPage, Act::TurnOff],
     &[Act::TurnOnHuge, Act::Read],
     &[Act::TurnOnHuge, Act::PrefaultForWriting, Act::Split],
     &[Act::MakeAllPrivate, Act::TurnOn, Act::PrefaultForWriting, Act::Enable],
@@ -159,7 +160,7 @@ thread_local! {
 
 static SHOW_CONTEXT: Once = Once::new();
 
-/// Runs `test` and says what it was if it panics.
+/// Runs `test`, and prints `context` if it panics.
 fn with_context<R>(context: impl std::fmt::Debug, test: impl FnOnce() -> R) -> R {
     CONTEXT.set(format!("{context:?}"));
     SHOW_CONTEXT.call_once(|| {
@@ -172,7 +173,7 @@ fn with_context<R>(context: impl std::fmt::Debug, test: impl FnOnce() -> R) -> R
     test()
 }
 
-/// Whether it is the turn of this combination: every 127th, or every one with `OVERTAKEN_STRIDE=1`.
+/// Whether this combination is due: every 127th, or all with `OVERTAKEN_STRIDE=1`.
 fn is_due() -> bool {
     static COMBINATION: AtomicU64 = AtomicU64::new(0);
     static STRIDE: LazyLock<u64> =
@@ -180,14 +181,14 @@ fn is_due() -> bool {
     COMBINATION.fetch_add(1, Ordering::Relaxed).is_multiple_of(*STRIDE)
 }
 
-/// All pairs of which one is about userfault, in all states that they may find.
+/// All pairs with an act of userfault, in all states that they may find.
 fn each_pair(mut test: impl FnMut(Config, &'static [Act], Act, Act)) {
     for config in configs() {
         for (index, before) in BEFORE.into_iter().enumerate() {
             let is_first = config == Config::default() && matches!(index, 0 | 3 | 5);
             for act in ACTS {
                 for by in ACTS.into_iter().filter(|by| by.is_userfault() || act.is_userfault()) {
-                    if is_due() || (is_first && act.maps() && by.takes()) {
+                    if is_due() || (is_first && act.maps() && by.changes_pages()) {
                         test(config, before, act, by);
                     }
                 }
@@ -202,7 +203,7 @@ fn scene<F: Format>(config: Config, before: &[Act]) -> Arc<Scene<F>> {
     scene
 }
 
-/// Outside of sections and locks, on the same thread.
+/// Outside of guards and locks, on the same thread.
 const OUTSIDE: [Call; 3] = [Call::Flush, Call::Resolve, Call::Allocate(AllocationWait::Allowed)];
 
 fn at_each_call<F: Format>() {
@@ -225,19 +226,19 @@ fn at_each_call<F: Format>() {
 }
 
 #[test]
-fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_sees_what_was_taken_back() {
+fn calls_during_a_flush_a_resolve_or_an_allocation_map_no_pending_page() {
     at_each_call::<Npt>();
     at_each_call::<Ept>();
 }
 
 #[test]
-fn nor_where_entries_are_broken_before_they_are_made() {
+fn nothing_is_lost_with_break_before_make() {
     at_each_call::<Broken>();
 }
 
-/// At the looks at bits, inside of sections but of no lock.
+/// At each read of a bit, inside guards but no lock.
 #[test]
-fn nor_who_comes_when_a_bit_is_read() {
+fn calls_at_a_read_of_a_bit_map_no_pending_page() {
     let mut nr_reached = 0;
     each_pair(|config, before, act, by| {
         for index in 0..GRANULARITIES.len() {
@@ -259,7 +260,7 @@ fn nor_who_comes_when_a_bit_is_read() {
     assert!(nr_reached > 100, "{nr_reached}");
 }
 
-/// On another thread, inside the section of the one who is overtaken.
+/// On another thread, while the overtaken call is in its guard.
 #[cfg(debug_assertions)]
 fn at_each_look<F: Format>() {
     each_pair(|config, before, act, by| {
@@ -286,20 +287,20 @@ fn at_each_look<F: Format>() {
 
 #[cfg(debug_assertions)]
 #[test]
-fn nor_who_comes_at_a_look_at_an_entry() {
+fn calls_at_each_look_map_no_pending_page() {
     at_each_look::<Hooked>();
 }
 
 #[cfg(debug_assertions)]
 #[test]
-fn nor_at_one_where_entries_are_broken_before_they_are_made() {
+fn calls_at_each_look_map_no_pending_page_with_break_before_make() {
     at_each_look::<Broken>();
 }
 
 #[test]
-fn a_rescan_is_not_held_up_by_a_smaller_slot_that_takes_the_place_of_its_own() {
+fn a_rescan_ends_when_a_smaller_slot_replaces_its_own() {
     let vm = vm::<Npt>(Locking::None);
-    // So many runs that it looks at the slot more than once.
+    // So many runs that it reads the memslot more than once.
     let words = Words::new(16, 0x5555_5555_5555_5555);
     let create = |size| MemoryRegion {
         flags: USERFAULT,
@@ -318,13 +319,13 @@ fn a_rescan_is_not_held_up_by_a_smaller_slot_that_takes_the_place_of_its_own() {
     assert!(words.was_overtaken());
 }
 
-/// A huge leaf that a rescan has taken, and not flushed yet: what takes its place, small leaves for a write that is logged, is
-/// flushed for first.
+/// A rescan has zapped a huge leaf, and not flushed yet. The small leaves that replace it, for a
+/// logged write, are flushed for first.
 #[test]
-fn a_rescan_breaks_before_others_make() {
+fn a_rescan_of_a_part_breaks_before_it_makes() {
     for config in [Config::default(), Config::with_locking(Locking::Exclusive)] {
         let scene = scene::<Broken>(config, &[Act::TurnOnHuge, Act::Enable, Act::Read]);
-        // The page that enabling wrote has small ones beside it.
+        // The page that enabling wrote has small neighbours.
         drop(scene.vm.invalidate_range(Scene::<Broken>::all()).unwrap());
         Act::Read.run(&*scene);
         assert_eq!(translate(&scene.vm, Scene::<Broken>::gfn(8).gpa()).unwrap().level, Level::L2M);
@@ -332,12 +333,12 @@ fn a_rescan_breaks_before_others_make() {
         let other = Arc::downgrade(&scene);
         scene.vm.host().overtake(Call::Flush, 1, move || {
             let scene = other.upgrade().unwrap();
-            scene.give(0, PAGES);
+            scene.clear_bits(0, PAGES);
             assert_eq!(scene.access(8, Access::Write), Accessed::Done);
         });
-        Act::TakePage.run(&*scene);
+        Act::RescanPage.run(&*scene);
         assert!(scene.vm.host().was_overtaken());
-        assert_eq!(broken::observed(), (1, 0), "small leaves took its place");
+        assert_eq!(broken::observed(), (1, 0), "small leaves replaced it");
         scene.finish();
     }
 }

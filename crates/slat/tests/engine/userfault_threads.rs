@@ -1,6 +1,7 @@
-//! Userfault among threads: guests that walk the tables, resolvers that fill pages and clear bits, others that take pages back
-//! and empty them, turn the flag off and on, make pages private, log, put huge pages back. What no guest may ever see: a page
-//! that is empty, one that is private where it is shared, a large leaf where bits are small; and no write is missing in the log.
+//! Userfault on many threads. Guests walk the page tables, and resolvers fill pages and clear bits.
+//! Other threads rescan and empty pages, turn the flag off and on, make pages private, log, and
+//! recover huge pages. No guest may access an empty page, a private page where it is shared, or a
+//! large leaf where bits are small. No write is missing in the log.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
@@ -26,7 +27,7 @@ const PAGES: u64 = 3 * 512;
 const FIRST_PFN: u64 = 1 << 20;
 const NR_GUESTS: u64 = 3;
 
-/// What a page is: shared, private, or just becoming one of them.
+/// The state of a page: shared, private, or changing between the two.
 const SHARED: u8 = 0;
 const PRIVATE: u8 = 1;
 const CHANGING: u8 = 2;
@@ -44,16 +45,18 @@ struct Scene<F: Format> {
     granularity: PageSize,
     pages: Vec<Page>,
     words: [Arc<Vec<AtomicU64>>; 2],
-    /// Whether it is on, and with which words. Written by who changes that: nobody fills or takes back meanwhile.
+    /// Whether it is on, and with which words. Changing that takes the lock for writing: no thread
+    /// fills or rescans meanwhile.
     on: RwLock<Option<usize>>,
-    /// Of each block: user space's own, so that a late answer does not fill what is being emptied.
+    /// A lock of user space for each block, so that a late answer does not fill a block that is
+    /// being emptied.
     blocks: Vec<Mutex<()>>,
-    /// Number of writes of each page that the log has told of.
+    /// The writes of each page that the log has reported.
     copied: Mutex<Vec<u64>>,
     flags: Mutex<MemoryRegionFlags>,
     is_over: AtomicBool,
     nr_exits: AtomicU64,
-    nr_taken: AtomicU64,
+    nr_rescanned: AtomicU64,
 }
 
 impl<F: Format> Scene<F> {
@@ -77,7 +80,7 @@ impl<F: Format> Scene<F> {
         self.vm.set_user_memory_region(region).unwrap();
     }
 
-    /// Answers an exit: fills the block, then clears its bit. Asked twice, or late, it does nothing.
+    /// Answers an exit: fills the block, then clears its bit. A second or late call does nothing.
     fn resolve(&self, block: usize) {
         let on = self.on.read().unwrap();
         let Some(index) = *on else { return };
@@ -86,8 +89,8 @@ impl<F: Format> Scene<F> {
         self.words[index][block / 64].fetch_and(!(1 << (block % 64)), Ordering::Release);
     }
 
-    /// Takes some blocks back and empties them.
-    fn take_back(&self, first: usize, nr_blocks: usize) {
+    /// Rescans some blocks and empties them.
+    fn rescan_and_refill(&self, first: usize, nr_blocks: usize) {
         let on = self.on.read().unwrap();
         let Some(index) = *on else { return };
         let mine: Vec<MutexGuard<'_, ()>> =
@@ -100,12 +103,13 @@ impl<F: Format> Scene<F> {
         for block in first..first + nr_blocks {
             self.pages_of(block).iter().for_each(|page| page.is_filled.store(false, Ordering::Relaxed));
         }
-        self.nr_taken.fetch_add(nr_pages, Ordering::Relaxed);
+        self.nr_rescanned.fetch_add(nr_pages, Ordering::Relaxed);
         drop(mine);
     }
 
-    /// Turns it off, and on again with the other words; or changes the words while it is on. Everything is filled before it is
-    /// off; what is empty when it is on again was emptied before.
+    /// Turns it off, and on again with the other words; or changes the words while it is on. Before
+    /// it is off all pages are filled; pages that are empty when it is on again were emptied
+    /// before.
     fn toggle(&self, random: &mut Random) {
         let mut on = self.on.write().unwrap();
         let next = on.map_or(0, |index| 1 - index);
@@ -115,7 +119,7 @@ impl<F: Format> Scene<F> {
             *on = None;
             return;
         }
-        // What the new words say is empty may be emptied when this has returned.
+        // Pages that the new words mark as empty may be emptied once this has returned.
         let old = on.map(|index| &self.words[index]);
         for block in 0..self.blocks.len() {
             let is_set = old.is_some_and(|words| words[block / 64].load(Ordering::Relaxed) >> (block % 64) & 1 != 0);
@@ -135,7 +139,7 @@ impl<F: Format> Scene<F> {
         *on = Some(next);
     }
 
-    /// Nobody else changes attributes.
+    /// Attributes are changed only here.
     fn set_attributes(&self, random: &mut Random) {
         let first = random.next() % PAGES;
         let nr_pages = [1, 7, 512][random.next() as usize % 3].min(PAGES - first);
@@ -147,18 +151,18 @@ impl<F: Format> Scene<F> {
         pages.iter().for_each(|page| page.attribute.store(to, Ordering::SeqCst));
     }
 
-    /// Copies what the log names.
+    /// Copies what the log reports.
     fn harvest(&self) {
         let mut copied = self.copied.lock().unwrap();
         let mut bitmap = vec![0; PAGES as usize / 64];
         self.vm.get_dirty_log(0, &mut bitmap).unwrap();
-        // A fault that has opened a page and not marked it yet is waited for by who wants an exact log.
+        // An exact log waits for faults that have made a page writable and not marked it yet.
         for page in pages_of(&bitmap, 0) {
             copied[page as usize] = self.pages[page as usize].nr_writes.load(Ordering::SeqCst);
         }
     }
 
-    /// One access of a guest; true if it exits for user space.
+    /// One access of a guest. `Some` is the block that it exits for.
     fn access(&self, guest: &mut Guest<F>, number: u64, access: Access, sets_dirty: bool) -> Option<usize> {
         let (page, gfn) = (&self.pages[number as usize], Gfn(FIRST + number));
         let vm = Arc::clone(&self.vm);
@@ -212,7 +216,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
         flags: Mutex::new(GUEST_MEMFD | logs),
         is_over: AtomicBool::new(false),
         nr_exits: AtomicU64::new(0),
-        nr_taken: AtomicU64::new(0),
+        nr_rescanned: AtomicU64::new(0),
     };
     scene.toggle(&mut Random::new(1));
     let sets_dirty = matches!(config.dirty_tracking, DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog);
@@ -225,7 +229,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
                 let mut guest = Guest::new(&scene.vm);
                 let mut random = Random::new(index);
                 while !is_over() {
-                    // Mostly where others are.
+                    // Mostly where other guests are.
                     let span = if random.next().is_multiple_of(4) { PAGES } else { 64 };
                     let page = (random.next() % span + random.next() % 3 * 512) % PAGES;
                     if random.next().is_multiple_of(16) {
@@ -247,7 +251,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
             let mut random = Random::new(77);
             while !is_over() {
                 let nr_blocks = 1 + random.next() as usize % scene.blocks.len().min(100);
-                scene.take_back(random.next() as usize % (scene.blocks.len() - nr_blocks + 1), nr_blocks);
+                scene.rescan_and_refill(random.next() as usize % (scene.blocks.len() - nr_blocks + 1), nr_blocks);
             }
         });
         threads.spawn(|| {
@@ -267,10 +271,10 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
         });
         let _stop = Stop(&scene.is_over);
         let start = Instant::now();
-        // And until there was something to see: on a busy machine that may take longer.
+        // And until the events have happened, which may take longer on a busy machine.
         let has_happened = |what: &AtomicU64| what.load(Ordering::Relaxed) > 0;
-        wait_until("an exit, and a page that is taken back", &scene.is_over, || {
-            start.elapsed() >= RUN && has_happened(&scene.nr_exits) && has_happened(&scene.nr_taken)
+        wait_until("an exit, and a rescanned page", &scene.is_over, || {
+            start.elapsed() >= RUN && has_happened(&scene.nr_exits) && has_happened(&scene.nr_rescanned)
         });
     });
     if !logs.is_empty() {
@@ -285,7 +289,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
 }
 
 #[test]
-fn guests_see_no_page_that_is_empty() {
+fn guests_access_no_empty_page() {
     let config = Config::default();
     run::<Npt>(config, PageSize::Size4K, NO_FLAGS);
     run::<Npt>(config.with_fault_around(FaultAround::Pages(16)), PageSize::Size4K, NO_FLAGS);
@@ -298,7 +302,7 @@ fn guests_see_no_page_that_is_empty() {
 }
 
 #[test]
-fn nor_is_a_write_lost_where_the_slot_logs() {
+fn no_write_is_lost_where_the_slot_logs() {
     let config = Config::default();
     let marks_whole = config.with_huge_page_logging(HugePageLogging::MarkWhole);
     run::<Npt>(config, PageSize::Size4K, LOG);

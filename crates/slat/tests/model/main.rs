@@ -1,7 +1,8 @@
-//! The engine against a plain model: random operations on slots, random accesses, harvests, invalidations and agings, one
-//! after another. After every operation the result, the translation of every page that matters, what the host was told,
-//! the dirty log and the number of tables must be what the model says. And random operations on several threads at once,
-//! for which there is no such model, but what must never be seen (`threads`).
+//! The engine against a plain model: random operations on memslots, accesses, harvests,
+//! invalidations and agings, one after another. After every operation the engine must match the
+//! model: in the result, the translation of every watched page, the reports to the host, the dirty
+//! log and the number of page-table pages. `threads` runs random operations on several threads,
+//! without a model, and checks what must never be observed.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -48,7 +49,8 @@ fn op() -> impl Strategy<Value = Op> {
     let alignment = prop_oneof![Just(Alignment::Like1G), Just(Alignment::Like2M), Just(Alignment::Odd)];
     let create = (slot(), 0..NR_PLACES, 0..NR_PAGES.len(), 0u32..16, 0usize..3, alignment, writes(), bitmap())
         .prop_map(|(slot, place, pages, flags, size, alignment, writes, bitmap)| {
-            // Read-only slots are one in four of those that would be, and those with userfault as well.
+            // One in four of the memslots that would be read-only is read-only; the same for
+            // userfault.
             let flags = if pages % 4 == 0 { flags } else { flags & !READONLY.bits() };
             let flags = if place % 4 == 0 { flags } else { flags & !USERFAULT.bits() };
             Op::Create { slot, place, pages, flags, size, alignment, writes, bitmap: Some(bitmap) }
@@ -97,10 +99,11 @@ fn log_range() -> impl Strategy<Value = LogRange> {
     ]
 }
 
-/// How dirty pages are found out and logged, what becomes of huge pages then, and what is mapped around a fault.
+/// How writes are found and logged, what becomes of huge pages then, and the window of
+/// fault-around.
 type Logging = (DirtyTracking, ManualProtect, HugePageLogging, HugePageSplitting, FaultAround);
 
-/// The default tracking, and nothing mapped around, half of the time.
+/// The default tracking, without fault-around, half of the time.
 fn logging() -> impl Strategy<Value = Logging> {
     let tracking =
         prop_oneof![3 => Just(LAZY), 5 => (0..DIRTY_TRACKINGS.len()).prop_map(|index| DIRTY_TRACKINGS[index])];
@@ -114,13 +117,13 @@ fn logging() -> impl Strategy<Value = Logging> {
     (tracking, manual_protect, huge, splitting, around)
 }
 
-/// Configurations that tables of format `F` can have.
+/// Configurations that format `F` supports.
 fn config<F: Format>(locking: Locking) -> impl Strategy<Value = Config> {
     (0..ACCESS_TRACKINGS.len(), logging())
         .prop_map(move |(access, logging)| possible::<F>(locking, ACCESS_TRACKINGS[access], logging))
 }
 
-/// The configuration that is meant, or the next one to it that format `F` can have.
+/// The requested configuration, or the nearest that format `F` supports.
 fn possible<F: Format>(
     locking: Locking,
     access_tracking: AccessTracking,
@@ -145,37 +148,37 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn npt_without_a_lock_does_what_the_model_does(config in config::<Npt>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
+    fn npt_without_a_lock_matches_the_model(config in config::<Npt>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
         check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn npt_with_a_shared_lock_does_what_the_model_does(config in config::<Npt>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
+    fn npt_with_a_shared_lock_matches_the_model(config in config::<Npt>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
         check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn npt_with_an_exclusive_lock_does_what_the_model_does(config in config::<Npt>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
+    fn npt_with_an_exclusive_lock_matches_the_model(config in config::<Npt>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
         check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn ept_without_a_lock_does_what_the_model_does(config in config::<Ept>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
+    fn ept_without_a_lock_matches_the_model(config in config::<Ept>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
     }
 
     #[test]
-    fn ept_with_a_shared_lock_does_what_the_model_does(config in config::<Ept>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
+    fn ept_with_a_shared_lock_matches_the_model(config in config::<Ept>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
     }
 
     #[test]
-    fn ept_with_an_exclusive_lock_does_what_the_model_does(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
+    fn ept_with_an_exclusive_lock_matches_the_model(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
     }
 }
 
-/// Formats of other processors: what locks do is the same for each, so one of them each time.
+/// Formats of other processors: locks do the same for each, so each case takes one of them.
 fn any_locking() -> impl Strategy<Value = Locking> {
     prop_oneof![Just(Locking::None), Just(Locking::Shared), Just(Locking::Exclusive)]
 }
@@ -184,17 +187,17 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn stage2_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Stage2>), ops in prop::collection::vec(op(), 1..80)) {
+    fn stage2_matches_the_model(config in any_locking().prop_flat_map(config::<Stage2>), ops in prop::collection::vec(op(), 1..80)) {
         check::<Stage2>(config, &ops);
     }
 
     #[test]
-    fn sv39x4_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Sv39x4>), ops in prop::collection::vec(op(), 1..80)) {
+    fn sv39x4_matches_the_model(config in any_locking().prop_flat_map(config::<Sv39x4>), ops in prop::collection::vec(op(), 1..80)) {
         check::<Sv39x4>(config, &ops);
     }
 
     #[test]
-    fn sv48x4_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Sv48x4>), ops in prop::collection::vec(op(), 1..80)) {
+    fn sv48x4_matches_the_model(config in any_locking().prop_flat_map(config::<Sv48x4>), ops in prop::collection::vec(op(), 1..80)) {
         check::<Sv48x4>(config, &ops);
     }
 }

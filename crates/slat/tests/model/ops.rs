@@ -1,4 +1,5 @@
-//! The operations, and the few places and sizes that they choose from: so few that slots, leaves and ranges meet.
+//! The operations, and the few places and sizes that they choose from: so few that memslots, leaves
+//! and ranges meet.
 
 use slat::{Access, Format, MemoryAttributes, MemoryRegionFlags, PageSize};
 
@@ -11,8 +12,8 @@ pub const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 
 pub const NR_SLOTS: u32 = 5;
 pub const NR_PLACES: usize = 14;
-/// Where slots and ranges begin: together, apart, across the ends of blocks of each size, and next to the end of the
-/// space.
+/// Where memslots and ranges begin: adjacent, apart, across the ends of blocks of each size, and
+/// next to the end of the space.
 pub const fn places<F: Format>() -> [u64; NR_PLACES] {
     [
         0,
@@ -32,25 +33,27 @@ pub const fn places<F: Format>() -> [u64; NR_PLACES] {
     ]
 }
 pub const NR_PAGES: [u64; 8] = [1, 3, 63, 512, 515, 1024, 1536, 1 << 18];
-/// Pages of ranges that are not a slot's: also of whole entries of each level, and of the whole space.
+/// Pages of ranges that are not a memslot's: also of whole PTEs of each level, and of the whole
+/// space.
 pub const RANGE_PAGES: [u64; 8] = [1, 2, 511, 512, 1025, 1 << 18, 1 << 27, 1 << 36];
 pub const SIZES: [PageSize; 3] = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
-pub const WRITES: [Writes; 3] = [Writes::Allowed, Writes::IfAskedFor, Writes::Refused];
+pub const WRITES: [Writes; 3] = [Writes::Allowed, Writes::IfWritten, Writes::Refused];
 
 /// Masks of a log's words, in turn: all, every other page, few, none and all.
 pub const MASKS: [&[u64]; 4] = [&[u64::MAX], &[0x5555_5555_5555_5555], &[1 << 63 | 1, 0, 1 << 7], &[0, u64::MAX, 0]];
 
-/// A range of a slot's log.
+/// A range of a memslot's log.
 #[derive(Clone, Copy, Debug)]
 pub enum LogRange {
-    /// From a word on (modulo the slot's) so many words, or to the slot's end if it has no more.
+    /// So many words from a word on (modulo the words of the memslot), or up to the end of the
+    /// memslot.
     Words { first: u64, nr_words: u64 },
     /// Any pages.
     Pages { first: u64, nr_pages: u64 },
 }
 
 impl LogRange {
-    /// First page and number of pages, of a slot of `slot_pages`.
+    /// First page and number of pages, in a memslot of `slot_pages`.
     pub fn of(self, slot_pages: u64) -> (u64, u64) {
         match self {
             LogRange::Words { first, nr_words } => {
@@ -62,24 +65,24 @@ impl LogRange {
     }
 }
 
-/// A userfault bitmap that a slot is given, with words in turn.
+/// A userfault bitmap for a memslot, with words in turn.
 #[derive(Clone, Copy, Debug)]
 pub struct NewBitmap {
     pub granularity: usize,
     pub words: usize,
 }
 
-/// What new bitmaps hold: nothing, all, every other bit, few.
+/// The contents of new bitmaps: nothing, all, every other bit, few.
 pub const BITMAP_WORDS: [&[u64]; 4] = [&[0], &[u64::MAX], &[0x5555_5555_5555_5555], &[1 << 63 | 1, 0, 0x3fc]];
 
-/// Who sets, or clears, bits of a userfault bitmap.
+/// A change of bits of a userfault bitmap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Bits {
     Set,
     Clear,
 }
 
-/// How the frames of a backing lie, compared with the guest's.
+/// How the frames of a backing are aligned, compared with the guest's.
 #[derive(Clone, Copy, Debug)]
 pub enum Alignment {
     Like1G,
@@ -87,7 +90,8 @@ pub enum Alignment {
     Odd,
 }
 
-/// A page: `page` (modulo the size; `u64::MAX` for the last one) of a slot, or a place if there is no such slot.
+/// A page: `page` (modulo the size; `u64::MAX` for the last one) of a memslot, or a place if there
+/// is no such memslot.
 #[derive(Clone, Copy, Debug)]
 pub enum At {
     Slot { slot: u32, page: u64 },
@@ -142,12 +146,12 @@ pub enum Op {
     Harvest {
         slot: u32,
     },
-    /// Gets the log of some pages; mostly such a range as may be asked for.
+    /// Gets the log of some pages; mostly of a valid range.
     GetRange {
         slot: u32,
         range: LogRange,
     },
-    /// Clears of some pages the bits of a mask, which repeats every few words.
+    /// Clears the bits of a mask, which repeats every few words, for some pages.
     Clear {
         slot: u32,
         range: LogRange,
@@ -159,16 +163,16 @@ pub enum Op {
         page: u64,
         pages: usize,
     },
-    /// An invalidation that is held until it is ended.
+    /// Begins an invalidation and keeps it.
     Begin {
         at: At,
         pages: usize,
     },
-    /// Ends one of those that are held.
+    /// Ends one of the kept invalidations.
     End {
         index: usize,
     },
-    /// An invalidation during which a page of a slot gets another frame.
+    /// An invalidation during which a page of a memslot moves to another frame.
     Replace {
         slot: u32,
         page: u64,
@@ -179,24 +183,25 @@ pub enum Op {
         pages: usize,
         aging: Aging,
     },
-    /// Splits ahead of time what is larger than `SIZES[largest]`.
+    /// Splits leaves larger than `SIZES[largest]` ahead of time.
     Split {
         at: At,
         pages: usize,
         largest: usize,
     },
-    /// Puts huge leaves back.
+    /// Recovers huge leaves.
     Recover {
         at: At,
         pages: usize,
     },
-    /// Turns userfault on with a new bitmap or, without one, with the one that the slot has; else off.
+    /// Turns userfault on with a new bitmap, or with the memslot's own if there is no new one; or
+    /// turns it off.
     Userfault {
         slot: u32,
         on: bool,
         bitmap: Option<NewBitmap>,
     },
-    /// Sets or clears bits of the slot's userfault bitmap, if it has one.
+    /// Sets or clears bits of the memslot's userfault bitmap, if it has one.
     SetBits {
         slot: u32,
         page: u64,
@@ -214,12 +219,12 @@ pub enum Op {
         pages: usize,
         attributes: MemoryAttributes,
     },
-    /// Asks whether the VMM may access some bytes.
+    /// Queries whether the VMM may access some bytes.
     CheckAccess {
         at: At,
         pages: usize,
     },
-    /// The host wants to run at every look, or never.
+    /// The host asks for a yield at every check, or never.
     Yield {
         always: u32,
     },

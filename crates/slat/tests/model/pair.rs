@@ -1,4 +1,4 @@
-//! The engine and its model, side by side: each operation is done to both, and then they are compared.
+//! The engine and its model, side by side: each operation runs on both, and then they are compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,27 +19,27 @@ use crate::common::{
     Frame, TestBacking, TestHost, Writes, assert_no_table_is_left, change, set_accessed_and_dirty, translate,
 };
 
-/// Invalidations held at once, at most: more than fit into one chunk of published ranges.
-const MAX_HELD: usize = 9;
+/// The most invalidations at once: more than fit into one chunk of ranges in flight.
+const MAX_IN_FLIGHT: usize = 9;
 
 struct Pair<'v, F: Format> {
     vm: &'v Arc<Vm<TestHost, F>>,
     vcpu: Vcpu<TestHost, F>,
-    held: Vec<Invalidation<'v>>,
+    in_flight: Vec<Invalidation<'v>>,
     backings: BTreeMap<u32, Arc<TestBacking>>,
     model: Model,
-    /// Pages to be compared after each operation.
+    /// Pages that are compared after each operation.
     watched: BTreeSet<u64>,
 }
 
-/// Does `ops` to a new engine and its model.
+/// Runs `ops` on a new engine and its model.
 pub fn check<F: Format>(config: Config, ops: &[Op]) {
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.host().record_zapped();
     let mut pair = Pair {
         vm: &vm,
         vcpu: vm.create_vcpu().unwrap(),
-        held: Vec::new(),
+        in_flight: Vec::new(),
         backings: BTreeMap::new(),
         model: Model::new::<F>(config),
         watched: places::<F>().iter().map(|place| place / PAGE_SIZE).collect(),
@@ -74,7 +74,7 @@ impl<F: Format> Pair<'_, F> {
         }
     }
 
-    /// `RANGE_PAGES[pages]` pages from `at` on, as far as there are so many; whole blocks begin where blocks begin.
+    /// `RANGE_PAGES[pages]` pages from `at` on, or as many as there are. Whole blocks are aligned.
     fn range(&self, at: At, pages: usize) -> GfnRange {
         let nr_pages = RANGE_PAGES[pages];
         let start = self.gfn(at).0;
@@ -99,11 +99,11 @@ impl<F: Format> Pair<'_, F> {
             Alignment::Like2M => base + 512 + start % 512,
             Alignment::Odd => base + start % 512 + 1,
         };
-        let writes = if WRITES[writes] == Writes::Allowed { Writes::Allowed } else { Writes::IfAskedFor };
+        let writes = if WRITES[writes] == Writes::Allowed { Writes::Allowed } else { Writes::IfWritten };
         let mut backing = TestBacking::new(first_pfn, nr_pages, SIZES[size]);
         backing.is_resident = is_resident;
         let backing = Arc::new(backing);
-        backing.read_gives_writable.store(writes == Writes::Allowed, Ordering::SeqCst);
+        backing.reads_are_writable.store(writes == Writes::Allowed, Ordering::SeqCst);
         let region = MemoryRegion {
             slot: id,
             flags,
@@ -194,8 +194,8 @@ impl<F: Format> Pair<'_, F> {
         pages.1.min(1 << 20).div_ceil(64) as usize + 1
     }
 
-    /// Compares what was got for `pages` of the log of slot `id` with what the model says: all words that belong to them,
-    /// and no other.
+    /// Compares a result for `pages` of the log of memslot `id` with the model: all words that
+    /// belong to them, and no other.
     fn compare_log(&mut self, id: u32, pages: (u64, u64), result: Result<u64, Error>, bitmap: &[u64]) {
         let expected = self.model.get(id, pages);
         let count = |words: &Vec<u64>| words.iter().map(|word| u64::from(word.count_ones())).sum();
@@ -213,17 +213,17 @@ impl<F: Format> Pair<'_, F> {
         assert_eq!(result, self.model.clear(id, pages, &mask), "{pages:?} of the log of slot {id}");
     }
 
-    /// Begins to hold an invalidation of `range`, and looks around: nothing is mapped inside, and nothing can be.
+    /// Begins an invalidation of `range`, and checks that nothing inside is mapped, or can be.
     fn begin(&mut self, range: GfnRange) {
         self.watch_range(range);
-        let guard = self.vm.invalidate_range(range).unwrap();
-        assert_eq!(guard.range(), range);
+        let invalidation = self.vm.invalidate_range(range).unwrap();
+        assert_eq!(invalidation.range(), range);
         let is_flushed = |flush: &GfnRange| flush.covers(range);
         assert!(self.vm.host().flushes.lock().unwrap().iter().flatten().any(is_flushed), "{range:?} is not flushed");
         self.vm.host().flushes.lock().unwrap().clear();
-        self.held.push(guard);
-        self.model.take_away(range);
-        self.model.held.push(range);
+        self.in_flight.push(invalidation);
+        self.model.zap_range(range);
+        self.model.in_flight.push(range);
         for gfn in [range.start.0, range.end.0 - 1, range.start.0 + range.nr_pages() / 2] {
             for access in [Access::Read, Access::Write] {
                 assert_eq!(self.vcpu.handle_fault(Gfn(gfn).gpa(), access), Ok(Outcome::Resume));
@@ -233,10 +233,10 @@ impl<F: Format> Pair<'_, F> {
     }
 
     fn end(&mut self, index: usize) {
-        if !self.held.is_empty() {
-            let index = index % self.held.len();
-            drop(self.held.swap_remove(index));
-            self.model.held.swap_remove(index);
+        if !self.in_flight.is_empty() {
+            let index = index % self.in_flight.len();
+            drop(self.in_flight.swap_remove(index));
+            self.model.in_flight.swap_remove(index);
         }
     }
 
@@ -249,7 +249,7 @@ impl<F: Format> Pair<'_, F> {
         let page = gfn.0 - slot.range.start.0;
         slot.frames.insert(page, frame);
         backing.frames.write().unwrap().insert(page, frame);
-        self.end(self.held.len() - 1);
+        self.end(self.in_flight.len() - 1);
     }
 
     fn apply(&mut self, op: &Op) {
@@ -260,7 +260,7 @@ impl<F: Format> Pair<'_, F> {
                 self.backings.remove(&id);
                 let expected = match self.model.slots.remove(&id) {
                     Some(slot) => {
-                        self.model.take_away(slot.range);
+                        self.model.zap_range(slot.range);
                         Ok(())
                     }
                     None => Err(Error::NoSuchSlot { slot: id }),
@@ -273,7 +273,7 @@ impl<F: Format> Pair<'_, F> {
             }
             Op::SetFlags { slot, flags } => {
                 let (range, old) = range_of(&self.model, slot).unwrap_or((GfnRange::new(Gfn(0), 1), LOG));
-                // Mostly without asking for what is refused.
+                // Mostly with supported flags.
                 let flags =
                     if flags == 2 { READONLY } else { (old - LOG) | MemoryRegionFlags::from_bits_truncate(flags & 1) };
                 self.change(slot, range.start, flags, None);
@@ -298,7 +298,7 @@ impl<F: Format> Pair<'_, F> {
                 assert_eq!(self.vm.mark_dirty(slot, page, nr_pages), self.model.mark_dirty(slot, page, nr_pages));
             }
             Op::Begin { at, pages } => {
-                if self.held.len() == MAX_HELD {
+                if self.in_flight.len() == MAX_IN_FLIGHT {
                     self.end(0);
                 }
                 self.begin(self.range(at, pages));
@@ -324,7 +324,7 @@ impl<F: Format> Pair<'_, F> {
                 let range = self.range(at, pages);
                 self.watch_range(range);
                 let expected = self.model.recover_range(range);
-                assert_eq!(self.vm.recover_range(range), Ok(expected), "huge leaves put back in {range:?}");
+                assert_eq!(self.vm.recover_range(range), Ok(expected), "huge leaves recovered in {range:?}");
             }
             Op::Userfault { slot, on, bitmap } => {
                 let Some((range, old)) = range_of(&self.model, slot) else { return };
@@ -351,7 +351,7 @@ impl<F: Format> Pair<'_, F> {
                 assert_eq!(self.vm.rescan_userfault(slot, page, nr_pages), expected, "{nr_pages} from page {page} on");
             }
             Op::Attributes { at, pages, attributes } => {
-                // Mostly within one slot.
+                // Mostly within one memslot.
                 let range = self.range(at, pages);
                 let slot = self.model.slots.values().find(|slot| slot.range.contains(range.start));
                 let range = slot.map_or(range, |slot| range.intersection(slot.range));
@@ -386,16 +386,16 @@ impl<F: Format> Pair<'_, F> {
             assert_eq!(found, expected, "translation of frame {gfn:#x}");
         }
         self.model.zapped.sort_by_key(|leaf| leaf.range.start);
-        assert_eq!(self.vm.host().take_zapped(), std::mem::take(&mut self.model.zapped), "leaves taken away");
+        assert_eq!(self.vm.host().take_zapped(), std::mem::take(&mut self.model.zapped), "zapped leaves");
         let stats = self.vm.stats();
         assert_eq!(stats.live_tables(), self.vm.host().live_tables() as u64);
         let expected = [Level::L4K, Level::L2M, Level::L1G].map(|level| self.model.nr_leaves(level));
         assert_eq!([stats.pages_4k(), stats.pages_2m(), stats.pages_1g()], expected, "leaves of each size");
-        assert_eq!(stats.around, self.model.nr_around, "pages mapped along with others");
+        assert_eq!(stats.around, self.model.nr_around, "pages mapped by fault-around");
         assert_eq!(stats.userfaults, self.model.nr_userfaults, "faults that went to user space");
     }
 
-    /// All dirty logs, then the tables: those that the model knows, then none.
+    /// All dirty logs, then the page-table pages: first those of the model, then none.
     fn finish(mut self) {
         for id in 0..NR_SLOTS {
             self.harvest(id);
@@ -405,7 +405,7 @@ impl<F: Format> Pair<'_, F> {
             self.apply(&Op::Delete { slot: id });
         }
         self.compare();
-        drop((self.vcpu, self.held));
+        drop((self.vcpu, self.in_flight));
         self.vm.reclaim();
         assert_eq!(self.vm.host().live_tables(), self.model.tables.len() + 1);
         let space = GfnRange::new(Gfn(0), Self::SPACE);

@@ -1,4 +1,5 @@
-//! The plain model: slots, leaves and tables as maps, and what each operation should do to them.
+//! The plain model: memslots, leaves and page-table pages as maps, and what each operation should
+//! do to them.
 
 #[path = "plain_dirty_log.rs"]
 mod dirty_log;
@@ -27,9 +28,9 @@ pub struct Leaf {
     pub host_writable: bool,
     pub accessed: bool,
     pub dirty: bool,
-    /// Written before its dirty bit was cleared for the log.
+    /// Written before its D was cleared for the log.
     pub was_dirty: bool,
-    /// Aged where there is no accessed bit: not present for hardware.
+    /// Aged in a configuration without A: not present for hardware.
     pub tracked: bool,
 }
 
@@ -40,22 +41,22 @@ pub struct Slot {
     pub first_pfn: u64,
     pub max_size: PageSize,
     pub writes: Writes,
-    /// Pages that were given another frame.
+    /// Pages that were moved to another frame.
     pub frames: BTreeMap<u64, Frame>,
-    /// The log; no bits are behind the slot's end.
+    /// The log; no bits are set behind the end of the memslot.
     pub dirty: Vec<u64>,
-    /// If it has userfault.
+    /// If the memslot has userfault.
     pub userfault: Option<Userfault>,
     /// Pages that are private.
     pub private: BTreeSet<u64>,
 }
 
-/// Whether the host says, when asked, that page `page` of a slot is resident.
+/// Whether the host answers that page `page` of a memslot is resident.
 pub fn is_resident(page: u64) -> bool {
     !page.is_multiple_of(3)
 }
 
-/// Words for the log of `nr_pages`, all of them set or none.
+/// Words for the log of `nr_pages`, all bits set or none.
 pub fn log_words(nr_pages: u64, are_set: bool) -> Vec<u64> {
     let mut words = vec![if are_set { u64::MAX } else { 0 }; nr_pages.div_ceil(64) as usize];
     if let Some(last) = words.last_mut()
@@ -67,7 +68,7 @@ pub fn log_words(nr_pages: u64, are_set: bool) -> Vec<u64> {
 }
 
 impl Slot {
-    /// Marks those of `pages` that the slot has, if it logs.
+    /// Marks those of `pages` that the memslot has, if it logs.
     fn mark(&mut self, pages: GfnRange) {
         if !self.flags.contains(LOG) {
             return;
@@ -85,7 +86,8 @@ impl Slot {
         Frame { pfn: frame.pfn + self.is_private(gfn) as u64 * PRIVATE_PFN, ..frame }
     }
 
-    /// The end of the largest block of frames that follow each other from the one at `gfn` on, as the host tells it.
+    /// The end of the largest block of contiguous frames from the one at `gfn` on, as the host
+    /// reports it.
     fn block_end(&self, gfn: Gfn) -> Gfn {
         let page = gfn.0 - self.range.start.0;
         let pfn = self.first_pfn + page;
@@ -103,7 +105,8 @@ impl Slot {
         }
     }
 
-    /// The largest leaf up to `most` for `gfn`: all in the slot, none of it with another frame, aligned as the frames are.
+    /// The largest leaf up to `most` for `gfn`: inside the memslot, with contiguous and aligned
+    /// frames.
     fn level(&self, gfn: Gfn, most: Level) -> Level {
         let mut level = self.max_size.level().min(most);
         loop {
@@ -120,33 +123,34 @@ impl Slot {
     }
 }
 
-/// What should be.
+/// The expected state.
 #[derive(Debug)]
 pub struct Model {
     pub slots: BTreeMap<u32, Slot>,
     /// Leaves by their first frame.
     pub leaves: BTreeMap<u64, Leaf>,
-    /// Table entries, by level and first frame of what they cover.
+    /// Directory entries, by level and first frame of their blocks.
     pub tables: BTreeSet<(Level, u64)>,
-    /// First frames of those above leaves of 4 KiB that are closed.
-    pub closed: BTreeSet<u64>,
-    /// Invalidations that are held.
-    pub held: Vec<GfnRange>,
-    /// What was taken away since the host was last asked.
+    /// First frames of the blocks of protected directory entries.
+    pub protected: BTreeSet<u64>,
+    /// Invalidations in flight.
+    pub in_flight: Vec<GfnRange>,
+    /// Leaves that were zapped since the last comparison.
     pub zapped: Vec<ZappedLeaf>,
-    /// Pages that CPUs have written into their logs since these were drained.
+    /// Pages that CPUs have logged since their logs were drained.
     pub logged: Vec<Gfn>,
     pub root_level: Level,
-    /// Whether CPUs set dirty bits, table entries can be closed, and a leaf is broken before it is split.
+    /// Whether CPUs set D, directory entries can be protected, and a leaf is broken before it is
+    /// split.
     pub has_dirty_bit: bool,
     pub closes: bool,
     pub breaks: bool,
     pub config: Config,
-    /// Frames that were given out by the million.
+    /// Frames that were used up, in millions.
     pub nr_created: u64,
-    /// Leaves that came along with another page's.
+    /// Leaves that were mapped along with another page.
     pub nr_around: u64,
-    /// Faults that went to user space because of a bit.
+    /// Faults that exited because of a userfault bit.
     pub nr_userfaults: u64,
 }
 
@@ -156,8 +160,8 @@ impl Model {
             slots: BTreeMap::new(),
             leaves: BTreeMap::new(),
             tables: BTreeSet::new(),
-            closed: BTreeSet::new(),
-            held: Vec::new(),
+            protected: BTreeSet::new(),
+            in_flight: Vec::new(),
             zapped: Vec::new(),
             logged: Vec::new(),
             root_level: F::ROOT_LEVEL,
@@ -171,8 +175,8 @@ impl Model {
         }
     }
 
-    /// Whether a leaf that may be written counts as written.
-    fn writes_are_unseen(&self) -> bool {
+    /// Whether a writable leaf counts as written.
+    fn writes_set_no_bit(&self) -> bool {
         self.config.access_tracking == AccessTracking::Faults || !self.has_dirty_bit
     }
 
@@ -181,7 +185,7 @@ impl Model {
         !matches!(self.config.dirty_tracking, DirtyTracking::WriteProtect(_))
     }
 
-    /// Whether the first write to a leaf of `level` in a slot that logs must fault.
+    /// Whether the first write to a leaf of `level` must fault in a memslot that logs.
     fn first_write_faults(&self, level: Level) -> bool {
         level > Level::L4K || !self.logs_by_dirty_bits()
     }
@@ -210,24 +214,24 @@ impl Model {
 
     /// Whether the guest may write through `leaf`, which is at `gfn`.
     pub fn is_writable(&self, gfn: Gfn, leaf: Leaf) -> bool {
-        leaf.writable && !self.is_closed(gfn, leaf.level)
+        leaf.writable && !self.is_protected(gfn, leaf.level)
     }
 
-    fn is_closed(&self, gfn: Gfn, level: Level) -> bool {
-        level == Level::L4K && self.closed.contains(&gfn.align_down(Level::L2M).0)
+    fn is_protected(&self, gfn: Gfn, level: Level) -> bool {
+        level == Level::L4K && self.protected.contains(&gfn.align_down(Level::L2M).0)
     }
 
-    /// What the first write below a closed entry does to it and to the other leaves.
+    /// Pushes a protection down: what the first write below the directory entry does to the leaves.
     fn push_down(&mut self, gfn: Gfn) {
         let block = gfn.block(Level::L2M);
         let logs = self.slot_at(gfn).is_none_or(|id| self.slots[&id].flags.contains(LOG));
         for (_, leaf) in self.leaves.range_mut(block.start.0..block.end.0).filter(|(first, _)| **first != gfn.0) {
             leaf.writable &= !logs;
         }
-        self.closed.remove(&block.start.0);
+        self.protected.remove(&block.start.0);
     }
 
-    /// Level of the empty entry for `gfn`.
+    /// Level of the empty PTE for `gfn`.
     fn empty_level(&self, gfn: Gfn) -> Level {
         let mut level = self.root_level;
         while self.tables.contains(&(level, gfn.align_down(level).0)) {
@@ -236,9 +240,9 @@ impl Model {
         level
     }
 
-    /// The largest block up to `level` around `gfn` that reaches into no invalidation.
+    /// The largest block up to `level` around `gfn` that reaches into no range in flight.
     fn free_level(&self, gfn: Gfn, mut level: Level) -> Option<Level> {
-        while self.held.iter().any(|range| range.overlaps(gfn.block(level))) {
+        while self.in_flight.iter().any(|range| range.overlaps(gfn.block(level))) {
             if level == Level::L4K {
                 return None;
             }
@@ -259,13 +263,14 @@ impl Model {
         let logs = self.slot_at(Gfn(first)).is_none_or(|id| self.slots[&id].flags.contains(LOG));
         for part in 0..512 {
             let offset = part * level.nr_pages();
-            // After a break in a slot that logs, a part may be written only after a write fault on it.
+            // After a break in a memslot that logs, a part becomes writable by its own write fault
+            // only.
             let writable = leaf.writable && !(self.breaks && logs);
             self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, writable, ..leaf });
         }
     }
 
-    /// Splits the huge leaves that `range` covers in part: what lies beside it stays.
+    /// Splits the huge leaves that `range` covers in part, so that their other parts stay.
     fn split_edges(&mut self, range: GfnRange) {
         for edge in [range.start, Gfn(range.end.0 - 1)] {
             let mut level = self.root_level;
@@ -300,17 +305,17 @@ impl Model {
         });
     }
 
-    pub fn take_away(&mut self, range: GfnRange) {
+    pub fn zap_range(&mut self, range: GfnRange) {
         self.split_edges(range);
         let gone: Vec<u64> = self.leaves.range(range.start.0..range.end.0).map(|(&first, _)| first).collect();
         for first in gone {
             self.zap_leaf(first);
         }
         self.tables.retain(|&(level, first)| !range.covers(Gfn(first).block(level)));
-        self.closed.retain(|first| self.tables.contains(&(Level::L2M, *first)));
+        self.protected.retain(|first| self.tables.contains(&(Level::L2M, *first)));
     }
 
-    /// What hardware does at an access; says whether the tables allow it.
+    /// What hardware does at an access. Returns whether the page tables allow it.
     pub fn access(&mut self, gfn: Gfn, access: Access) -> bool {
         let Some((first, leaf)) = self.leaf_at(gfn) else { return false };
         let writes = access == Access::Write;
@@ -333,31 +338,31 @@ impl Model {
         GfnRange::new(Gfn(gfn.0 / nr_pages * nr_pages), nr_pages)
     }
 
-    /// Maps the pages around `gfn` that are missing and resident, as not used.
+    /// Maps the missing resident pages around `gfn`, as not used.
     fn map_around(&mut self, gfn: Gfn) {
         let Some(slot) = self.slot_at(gfn).map(|id| &self.slots[&id]).filter(|slot| !slot.is_private(gfn)) else {
             return;
         };
         let may_write = !slot.flags.contains(READONLY);
         let first_write_faults =
-            self.writes_are_unseen() || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
-        // Of frames that follow each other the host is asked for the first only, in each group of 8 pages.
-        let (mut group, mut told) = (u64::MAX, Gfn(0));
+            self.writes_set_no_bit() || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
+        // Of contiguous frames the host is asked for the first only, in each group of 8 pages.
+        let (mut group, mut answered_to) = (u64::MAX, Gfn(0));
         let mut around = Vec::new();
         let window = self.window(gfn);
         for gfn in (window.start.0..window.end.0).map(Gfn).filter(|other| *other != gfn) {
             let is_free = self.leaf_at(gfn).is_none() && self.free_level(gfn, Level::L4K).is_some();
-            if !slot.range.contains(gfn) || !is_free || !slot.goes_along(gfn) {
+            if !slot.range.contains(gfn) || !is_free || !slot.is_mapped_along(gfn) {
                 continue;
             }
             if gfn.0 / 8 != group {
-                (group, told) = (gfn.0 / 8, gfn);
+                (group, answered_to) = (gfn.0 / 8, gfn);
             }
-            if gfn >= told {
+            if gfn >= answered_to {
                 if !is_resident(gfn.0 - slot.range.start.0) {
                     continue;
                 }
-                told = slot.block_end(gfn);
+                answered_to = slot.block_end(gfn);
             }
             let frame = slot.frame(gfn);
             let host_writable = may_write && frame.writes == Writes::Allowed;
@@ -395,7 +400,7 @@ impl Model {
             if writes && slot.flags.contains(READONLY) {
                 return exit;
             }
-            if let Some(exit) = slot.withheld(gfn) {
+            if let Some(exit) = slot.userfault_exit(gfn) {
                 self.nr_userfaults += 1;
                 return Ok(Outcome::Exit(exit));
             }
@@ -405,7 +410,8 @@ impl Model {
             {
                 if writes && logs && leaf.level > self.largest_logged_write() {
                     self.tables.insert((leaf.level, first));
-                    // Where the parts' first writes are seen without faults, they need not fault.
+                    // Where the first writes to the parts are found without faults, the parts may
+                    // be writable.
                     let writable = !self.first_write_faults(leaf.level.down());
                     self.leaves.insert(first, Leaf { writable, ..leaf });
                     self.split(first);
@@ -416,7 +422,7 @@ impl Model {
                 }
                 let (writable, dirty) = (leaf.writable || writes, leaf.dirty || writes);
                 self.leaves.insert(first, Leaf { writable, dirty, accessed: true, tracked: false, ..leaf });
-                if writes && self.is_closed(gfn, leaf.level) {
+                if writes && self.is_protected(gfn, leaf.level) {
                     self.push_down(gfn);
                 }
                 return Ok(Outcome::Resume);
@@ -430,7 +436,7 @@ impl Model {
             if let Some((first, leaf)) = found
                 && leaf.level > level
             {
-                // A part of it may be written now: the others stay.
+                // A part of it is writable now: the others stay.
                 self.tables.insert((leaf.level, first));
                 self.split(first);
                 continue;
@@ -441,7 +447,7 @@ impl Model {
                 self.mark(gfn.block(level));
             }
             if let Some((first, leaf)) = found {
-                // It may not be written: it is replaced. That it was used is told.
+                // It is read-only, and is replaced. Its use is reported.
                 self.leaves.remove(&first);
                 if leaf.accessed && !leaf.tracked {
                     let range = GfnRange::new(Gfn(first), leaf.level.nr_pages());
@@ -450,8 +456,8 @@ impl Model {
                 }
             }
             let pfn = frame.pfn & !(level.nr_pages() - 1);
-            // Where CPUs set no D, what can be written counts as written.
-            let dirty = writes || (writable && self.writes_are_unseen());
+            // Where CPUs set no D, a writable leaf counts as written.
+            let dirty = writes || (writable && self.writes_set_no_bit());
             let (was_dirty, tracked) = (false, false);
             let leaf = Leaf { pfn, level, writable, host_writable, accessed: true, dirty, was_dirty, tracked };
             self.leaves.insert(gfn.align_down(level).0, leaf);
@@ -463,7 +469,7 @@ impl Model {
             if found.is_none() && level == Level::L4K {
                 self.map_around(gfn);
             }
-            if writes && self.is_closed(gfn, level) {
+            if writes && self.is_protected(gfn, level) {
                 self.push_down(gfn);
             }
             return Ok(Outcome::Resume);
@@ -493,7 +499,7 @@ impl Model {
         nr_used
     }
 
-    /// What a change of an existing slot must answer; done, if that is `Ok`.
+    /// The expected result of a change of an existing memslot; it is made if that is `Ok`.
     pub fn change(
         &mut self,
         id: u32,
@@ -514,7 +520,7 @@ impl Model {
         let (old_range, begins) = (before.range, flags.contains(LOG) && !before.flags.contains(LOG));
         let ends = (before.flags - flags).intersects(LOG | USERFAULT);
         if range != old_range || begins_userfault {
-            self.take_away(old_range);
+            self.zap_range(old_range);
         }
         if range == old_range && begins && self.config.manual_protect != ManualProtect::InitiallySet {
             if self.config.huge_page_splitting == HugePageSplitting::Eager {
@@ -528,7 +534,7 @@ impl Model {
             let are_set = begins && self.config.manual_protect == ManualProtect::InitiallySet;
             slot.dirty = log_words(range.nr_pages(), are_set);
         } else if range != old_range {
-            // All pages of a slot that logs have another address now.
+            // All pages of a memslot that logs have another address now.
             slot.dirty = log_words(range.nr_pages(), true);
         }
         if ends && range == old_range {

@@ -3,8 +3,8 @@
 use super::*;
 
 impl Model {
-    /// Takes the right to write, or the dirty bits, from the pages `bits` of the slot that has `range`: where there are many
-    /// in a block, from the entry above.
+    /// Write-protects the pages `bits` of the memslot that has `range`, or clears their D. Where a
+    /// block has many, protects their directory entry.
     pub(super) fn protect(&mut self, range: GfnRange, bits: &[u64]) {
         const FEW: u64 = 16;
         let is_lazy = self.closes && self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
@@ -15,17 +15,17 @@ impl Model {
         };
         let blocks: Vec<u64> =
             self.tables.range((Level::L2M, 0)..=(Level::L2M, u64::MAX)).map(|table| table.1).collect();
-        let mut just_closed = BTreeSet::new();
+        let mut just_protected = BTreeSet::new();
         for first in blocks.into_iter().filter(|first| is_lazy && range.covers(Gfn(*first).block(Level::L2M))) {
             if (first..first + 512).filter(|gfn| has(*gfn)).count() as u64 > FEW {
-                self.closed.insert(first);
-                just_closed.insert(first);
+                self.protected.insert(first);
+                just_protected.insert(first);
             }
         }
         let first = self.leaf_at(range.start).map_or(range.start.0, |(first, _)| first);
         for (&first, leaf) in self.leaves.range_mut(first..range.end.0) {
             let block = GfnRange::new(Gfn(first), leaf.level.nr_pages()).intersection(range);
-            if just_closed.contains(&Gfn(first).align_down(Level::L2M).0) || !(block.start.0..block.end.0).any(has) {
+            if just_protected.contains(&Gfn(first).align_down(Level::L2M).0) || !(block.start.0..block.end.0).any(has) {
                 continue;
             }
             if by_dirty_bits {
@@ -37,7 +37,8 @@ impl Model {
         }
     }
 
-    /// Whether slot `id` can be asked for the log of `nr_pages` from `first_page` on, with a bitmap that is long enough.
+    /// Whether the log of `nr_pages` pages from `first_page` on of memslot `id` may be requested,
+    /// with a bitmap that is long enough.
     pub fn check_range(&self, id: u32, (first_page, nr_pages): (u64, u64)) -> Result<(), Error> {
         let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
@@ -54,19 +55,19 @@ impl Model {
         }
     }
 
-    /// What the log of slot `id` says of some pages; taken, unless that is done by clearing.
+    /// The log of some pages of memslot `id`; cleared, unless clears are manual.
     pub fn get(&mut self, id: u32, pages: (u64, u64)) -> Result<Vec<u64>, Error> {
         self.check_range(id, pages)?;
         self.collect(id, pages);
         let words = words_of(pages);
         let found = self.slots[&id].dirty[words.clone()].to_vec();
         if self.config.manual_protect == ManualProtect::Disabled {
-            self.take(id, words.start, &found);
+            self.clear_and_protect(id, words.start, &found);
         }
         Ok(found)
     }
 
-    /// Clears what `mask` names of some pages of the log of slot `id`. Returns their number.
+    /// Clears what `mask` selects of some pages of the log of memslot `id`. Returns their number.
     pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         self.check_range(id, pages)?;
         let words = words_of(pages);
@@ -83,11 +84,11 @@ impl Model {
         }
         let bits: Vec<u64> =
             self.slots[&id].dirty[words.clone()].iter().zip(mask).map(|(word, mask)| word & mask).collect();
-        self.take(id, words.start, &bits);
+        self.clear_and_protect(id, words.start, &bits);
         Ok(bits.iter().map(|word| u64::from(word.count_ones())).sum())
     }
 
-    /// Marks what the CPUs know of.
+    /// Marks the pages that the CPUs have logged.
     fn collect(&mut self, id: u32, pages: (u64, u64)) {
         match self.config.dirty_tracking {
             DirtyTracking::WriteProtect(_) => {}
@@ -106,9 +107,10 @@ impl Model {
         }
     }
 
-    /// Takes `bits`, all set, from the words from `first` on, and protects their pages, as many words at a time as the
-    /// engine does in a turn: the pages of a block count together only within one.
-    fn take(&mut self, id: u32, first: usize, bits: &[u64]) {
+    /// Clears `bits`, all set, in the words from `first` on, and protects their pages, as many
+    /// words at a time as the engine does in a turn. The pages of a block count as one group only
+    /// within a turn.
+    fn clear_and_protect(&mut self, id: u32, first: usize, bits: &[u64]) {
         const SUMMARY_WORD: usize = 64;
         let Some(slot) = self.slots.get_mut(&id) else { return };
         let range = slot.range;
@@ -131,7 +133,7 @@ impl Model {
         }
     }
 
-    /// What [`Vm::mark_dirty`](slat::Vm::mark_dirty) does.
+    /// As [`Vm::mark_dirty`](slat::Vm::mark_dirty).
     pub fn mark_dirty(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
@@ -146,7 +148,7 @@ impl Model {
     }
 }
 
-/// What is said of no pages from `first_page` on of `slot`.
+/// The error for no pages from `first_page` on of `slot`.
 fn empty_range(slot: &Slot, first_page: u64) -> Error {
     let start = Gfn(slot.range.start.0.saturating_add(first_page));
     Error::EmptyRange { start, end: start }

@@ -1,9 +1,10 @@
-//! Huge pages in the plain model: split ahead of time, and put back.
+//! Huge pages in the plain model: split ahead of time, and recovered.
 
 use super::*;
 
 impl Model {
-    /// Splits the leaves above `target` that reach into `range` and are wanted, from the largest down. Returns how many.
+    /// Splits the leaves above `target` that reach into `range` and for which `is_wanted` holds,
+    /// from the largest down. Returns how many.
     pub fn split_range(&mut self, range: GfnRange, target: Level, is_wanted: impl Fn(GfnRange) -> bool) -> u64 {
         let mut nr_split = 0;
         if range.is_empty() {
@@ -23,7 +24,7 @@ impl Model {
                 if !self.first_write_faults(level.down())
                     && let Some(leaf) = self.leaves.get_mut(&first)
                 {
-                    // What is written shows by the parts' dirty bits.
+                    // The dirty bits of the parts record writes.
                     leaf.writable |= leaf.host_writable && !leaf.tracked;
                 }
                 self.split(first);
@@ -32,7 +33,7 @@ impl Model {
         nr_split
     }
 
-    /// Puts huge leaves back in `range`. Returns how many.
+    /// Recovers huge leaves in `range`. Returns how many.
     pub fn recover_range(&mut self, range: GfnRange) -> u64 {
         let mut nr_recovered = 0;
         for level in [Level::L2M, Level::L1G] {
@@ -44,7 +45,7 @@ impl Model {
         nr_recovered
     }
 
-    /// Makes a leaf of the table at the entry of `level` for `first`, if it may be one.
+    /// Makes a leaf of the page-table page at the PTE of `level` for `first`, if that is allowed.
     fn recover(&mut self, level: Level, first: u64) -> bool {
         let (block, parts) = (Gfn(first).block(level), level.down());
         let below = || self.leaves.range(block.start.0..block.end.0);
@@ -59,16 +60,16 @@ impl Model {
         if logs && (self.logs_by_dirty_bits() || level > self.largest_logged_write()) {
             return false;
         }
-        // What the host says of the first page that is there.
+        // The host's answer for the first mapped page.
         let is_same_frame = slot.frame(Gfn(gfn)).pfn == leaf.pfn;
         if !slot.allows_leaf(block, level) || !is_same_frame || slot.level(Gfn(gfn), level) < level {
             return false;
         }
-        // What may be written as a whole is not told of by an answer to a read that may not.
+        // A read-only answer to a read does not report a writable block.
         if leaf.host_writable && slot.frame(Gfn(gfn)).writes != Writes::Allowed {
             return false;
         }
-        // Many large leaves are not taken away because one is missing, or smaller.
+        // Many large leaves are not zapped because one is missing, or smaller.
         if parts > Level::L4K && !(below().count() == 512 && below().all(|(_, leaf)| leaf.level == parts)) {
             return false;
         }
@@ -88,7 +89,7 @@ impl Model {
             host_writable: leaf.host_writable,
             accessed: !tracked
                 && (self.config.access_tracking == AccessTracking::Faults || below().any(|(_, leaf)| leaf.accessed)),
-            dirty: below().any(|(_, leaf)| leaf.dirty || leaf.was_dirty) || (self.writes_are_unseen() && writable),
+            dirty: below().any(|(_, leaf)| leaf.dirty || leaf.was_dirty) || (self.writes_set_no_bit() && writable),
             was_dirty: false,
             tracked,
         };
@@ -101,7 +102,7 @@ impl Model {
             }
         }
         self.tables.remove(&(level, first));
-        self.closed.remove(&first);
+        self.protected.remove(&first);
         if is_whole {
             self.leaves.insert(first, whole);
         }

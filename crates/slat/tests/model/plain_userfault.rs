@@ -1,4 +1,5 @@
-//! What user space says of pages, in the plain model: at which of them faults exit, and which are private.
+//! State of pages that user space sets, in the plain model: at which pages faults exit, and which
+//! are private.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +17,7 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// A new one for `nr_pages`; with a word more than it takes.
+    /// A new bitmap for `nr_pages`, with one word more than they need.
     pub fn new(new: NewBitmap, nr_pages: u64) -> Userfault {
         let words = BITMAP_WORDS[new.words].iter().copied().cycle();
         let words = words.take(nr_pages.div_ceil(64) as usize + 1).map(AtomicU64::new).collect();
@@ -36,7 +37,7 @@ impl Userfault {
         self.words[bit as usize / 64].load(Ordering::Relaxed) >> (bit % 64) & 1 != 0
     }
 
-    /// Whether a slot `id` of `range` can have it.
+    /// Whether a memslot `id` of `range` can have it.
     pub fn check(&self, id: u32, range: GfnRange) -> Result<(), Error> {
         if range.start.0.is_multiple_of(self.block_pages()) {
             Ok(())
@@ -55,13 +56,13 @@ impl Slot {
         self.userfault.as_ref().is_some_and(|userfault| userfault.is_set(gfn.0 - self.range.start.0))
     }
 
-    /// Whether it is mapped along with another page of the slot, which is shared.
-    pub fn goes_along(&self, gfn: Gfn) -> bool {
+    /// Whether it is mapped along with another page of the memslot, which is shared.
+    pub fn is_mapped_along(&self, gfn: Gfn) -> bool {
         !self.is_set(gfn) && !self.is_private(gfn)
     }
 
     /// The exit of a fault on page `gfn`, if its bit is set.
-    pub fn withheld(&self, gfn: Gfn) -> Option<Exit> {
+    pub fn userfault_exit(&self, gfn: Gfn) -> Option<Exit> {
         let userfault = self.userfault.as_ref().filter(|_| self.is_set(gfn))?;
         let mut flags = MemoryFaultFlags::USERFAULT;
         flags.set(MemoryFaultFlags::PRIVATE, self.is_private(gfn));
@@ -69,7 +70,7 @@ impl Slot {
         Some(Exit::MemoryFault { flags, gpa: block.start.gpa(), size: block.nr_pages() * PAGE_SIZE })
     }
 
-    /// Whether one leaf may map `block`, for all that user space says.
+    /// Whether one leaf may map `block`, as far as user space decides.
     pub fn allows_leaf(&self, block: GfnRange, level: Level) -> bool {
         if !self.range.covers(block) {
             return false;
@@ -80,7 +81,7 @@ impl Slot {
             && (nr_private == 0 || nr_private == block.nr_pages())
     }
 
-    /// The bitmap that the slot has after a change.
+    /// The bitmap of the memslot after a change.
     pub fn userfault_after(
         &self,
         id: u32,
@@ -101,7 +102,7 @@ impl Slot {
 }
 
 impl Model {
-    /// Takes the pages of `nr_pages` from `first_page` on of slot `id` away whose bit is set.
+    /// Zaps those of `nr_pages` from `first_page` on of memslot `id` whose bit is set.
     pub fn rescan(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
         let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
@@ -126,7 +127,8 @@ impl Model {
         Ok(blocks.iter().map(|block| block.nr_pages()).sum())
     }
 
-    /// The slots that have the pages of `range`, with these; or the first page that has none.
+    /// The memslots that have the pages of `range`, with their parts of it; or the first page that
+    /// has no memslot.
     fn parts(&self, range: GfnRange) -> Result<Vec<(u32, GfnRange)>, Gfn> {
         let (mut next, mut parts) = (range.start, Vec::new());
         while next < range.end {
@@ -140,7 +142,7 @@ impl Model {
 
     pub fn set_attributes(&mut self, range: GfnRange, attributes: MemoryAttributes) -> Result<(), Error> {
         let none = |gfn: Gfn| Error::NoGuestMemfd { gpa: gfn.gpa() };
-        // Of pages without a slot and slots without a guest_memfd, the first counts.
+        // The error names the first page without a memslot with a guest_memfd.
         let mut next = range.start;
         while next < range.end {
             let slot = self.slot_at(next).map(|id| &self.slots[&id]).ok_or(none(next))?;
@@ -149,7 +151,7 @@ impl Model {
             }
             next = slot.range.end;
         }
-        self.take_away(range);
+        self.zap_range(range);
         for (id, part) in self.parts(range).map_err(none)? {
             let Some(slot) = self.slots.get_mut(&id) else { continue };
             let start = slot.range.start.0;
@@ -167,7 +169,7 @@ impl Model {
     pub fn check_access(&self, range: GfnRange) -> Result<(), Error> {
         for gfn in (range.start.0..range.end.0).map(Gfn) {
             let slot = self.slot_at(gfn).map(|id| &self.slots[&id]).ok_or(Error::NoMemslot { gpa: gfn.gpa() })?;
-            if let Some(Exit::MemoryFault { flags, gpa, size }) = slot.withheld(gfn) {
+            if let Some(Exit::MemoryFault { flags, gpa, size }) = slot.userfault_exit(gfn) {
                 return Err(Error::MemoryFault { flags, gpa, size });
             }
             if slot.is_private(gfn) {

@@ -1,8 +1,9 @@
-//! Random operations on two or three threads at once. What may be found at a moment is not known; what may never be found
-//! is: a frame that was taken back, a write where the host has forbidden it, anything in a range that is held. And at the
-//! end: every write of the guest was reported to the host, and no table is left.
+//! Random operations on two or three threads at once. The exact state at a moment is unknown. But
+//! no access may reach a freed frame, write where the host forbids it, or find anything in a range
+//! in flight. At the end every write of the guest was reported to the host, and no page-table page
+//! is left.
 //!
-//! Frames are given out once, and a byte for each says what has become of it.
+//! Each frame is used once, with a byte of state.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -23,19 +24,21 @@ use crate::common::{
     set_accessed_and_dirty,
 };
 
-/// First byte and pages: two slots that share a block, and one over the end of a table. A block of 2 MiB is in each.
+/// First byte and pages: two memslots that share a block, and one over the end of a page-table
+/// page. Each contains a block of 2 MiB.
 const SLOTS: [(u64, u64); 3] = [(MIB, 868), (MIB + 868 * PAGE_SIZE, 1024), (GIB - MIB, 900)];
-/// Pages from one new backing's frames to the next's: aligned to each other and to the guest's as their sizes ask for.
+/// Pages from the frames of one new backing to the next: aligned to each other and to the guest's
+/// pages as their sizes require.
 const FRAMES_APART: u64 = 1 << 18;
 const MAX_BACKINGS: u64 = 32;
 
-/// The frame was taken back from the guest.
+/// The host has freed the frame.
 const DEAD: u8 = 1;
-/// It may not be written.
+/// Writes are forbidden.
 const FORBIDDEN: u8 = 2;
 /// The guest has written it.
 const WRITTEN: u8 = 4;
-/// The host was told so.
+/// The write was reported to the host.
 const REPORTED: u8 = 8;
 
 #[derive(Clone, Copy, Debug)]
@@ -60,7 +63,7 @@ pub enum Step {
         during: During,
     },
     InvalidateAll,
-    /// Lets pages be written again.
+    /// Allows writes to pages again.
     Allow {
         slot: usize,
     },
@@ -84,7 +87,7 @@ pub enum Step {
         page: u64,
         nr_pages: u64,
     },
-    /// Of the whole slot.
+    /// Of the whole memslot.
     Recover {
         slot: usize,
     },
@@ -123,7 +126,8 @@ fn step() -> impl Strategy<Value = Step> {
 /// What the threads share.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
-    /// The slots' backings, as far as they exist. Locked while a slot is created, deleted or changed.
+    /// The backings of the memslots that exist. Locked while a memslot is created, deleted or
+    /// changed.
     slots: [Mutex<Option<Arc<TestBacking>>>; SLOTS.len()],
     /// By [`index_of`].
     frames: Box<[AtomicU8]>,
@@ -131,7 +135,8 @@ struct World<F: Format> {
     nr_overrides: AtomicU64,
 }
 
-/// Of a frame's byte: backings use a few thousand frames each, at the beginning of what is theirs.
+/// The index of a frame's byte: each backing uses a few thousand frames, at the beginning of its
+/// own.
 fn index_of(pfn: u64) -> usize {
     const USED: u64 = 4096;
     let (backing, offset) = (pfn / FRAMES_APART, pfn % FRAMES_APART % USED);
@@ -161,16 +166,17 @@ impl<F: Format> World<F> {
         &self.frames[index_of(pfn)]
     }
 
-    /// Checks what a guest's access has found, and does what hardware does then.
+    /// Checks the translation of a guest's access, and does what hardware does.
     fn look(&self, gpa: Gpa, access: Access, found: Translation) -> bool {
         let frame = self.frame(found.pfn.0);
         let state = frame.load(Ordering::SeqCst);
-        assert_eq!(state & DEAD, 0, "{access:?} at {gpa} reached a frame that was taken back: {found:x?}");
+        assert_eq!(state & DEAD, 0, "{access:?} at {gpa} reached a frame that was freed: {found:x?}");
         if !set_accessed_and_dirty(&self.vm, gpa, found, access) {
             return false;
         }
         if access == Access::Write {
-            // Looked at once more: the access is not over, so whoever forbids it has not returned from the flush.
+            // Checked once more: the access is still under way, so an invalidation that forbids it
+            // has not returned from its flush.
             let state = frame.fetch_or(WRITTEN, Ordering::SeqCst);
             assert_eq!(state & FORBIDDEN, 0, "write at {gpa} to a frame that may not be written: {found:x?}");
         }
@@ -178,7 +184,7 @@ impl<F: Format> World<F> {
     }
 
     fn access(&self, guest: &mut Guest<F>, gpa: Gpa, access: Access) {
-        // A few times: the page may be held, or gone.
+        // A few times: the page may be in flight, or gone.
         for _ in 0..4 {
             let done = guest.during_access(gpa, |found| {
                 let found = found.filter(|found| access != Access::Write || found.writable);
@@ -198,16 +204,16 @@ impl<F: Format> World<F> {
     fn invalidate(&self, guest: &mut Guest<F>, slot: usize, pages: (u64, u64), during: During) {
         let range = range_of(slot, pages.0, pages.1);
         let backing = self.slots[slot].lock().unwrap().clone();
-        let held = self.vm.invalidate_range(range).unwrap();
+        let invalidation = self.vm.invalidate_range(range).unwrap();
         for gfn in [range.start, Gfn(range.end.0 - 1)] {
             for access in [Access::Read, Access::Write] {
                 assert_eq!(guest.vcpu.handle_fault(gfn.gpa(), access), Ok(Outcome::Resume));
-                guest.during_access(gfn.gpa(), |found| assert_eq!(found, None, "in a range that is held"));
+                guest.during_access(gfn.gpa(), |found| assert_eq!(found, None, "in a range in flight"));
             }
         }
         let Some(backing) = backing else { return };
         let mut frames = backing.frames.write().unwrap();
-        // Not behind the slot, and not all of a large range: one page is as good.
+        // Not behind the memslot, and of a large range one page alone.
         if pages.0 >= backing.nr_pages {
             return;
         }
@@ -217,7 +223,7 @@ impl<F: Format> World<F> {
             During::Nothing => {}
             During::Replace => {
                 let pfn = (MAX_BACKINGS + 1) * FRAMES_APART + self.nr_overrides.fetch_add(1, Ordering::SeqCst);
-                frames.insert(page, Frame { pfn, writes: Writes::IfAskedFor });
+                frames.insert(page, Frame { pfn, writes: Writes::IfWritten });
                 self.frame(before).fetch_or(DEAD, Ordering::SeqCst);
             }
             During::Forbid => {
@@ -225,14 +231,14 @@ impl<F: Format> World<F> {
                 self.frame(before).fetch_or(FORBIDDEN, Ordering::SeqCst);
             }
         }
-        drop((frames, held));
+        drop((frames, invalidation));
     }
 
     fn allow(&self, slot: usize) {
         let Some(backing) = self.slots[slot].lock().unwrap().clone() else { return };
         for frame in backing.frames.write().unwrap().values_mut() {
             self.frame(frame.pfn).fetch_and(!FORBIDDEN, Ordering::SeqCst);
-            frame.writes = Writes::IfAskedFor;
+            frame.writes = Writes::IfWritten;
         }
     }
 
@@ -252,7 +258,7 @@ impl<F: Format> World<F> {
         let mut new = TestBacking::new(first_pfn, nr_pages, size);
         new.is_resident = is_resident;
         let new = Arc::new(new);
-        new.read_gives_writable.store(number.is_multiple_of(2), Ordering::SeqCst);
+        new.reads_are_writable.store(number.is_multiple_of(2), Ordering::SeqCst);
         self.vm
             .set_user_memory_region(MemoryRegion {
                 slot: slot as u32,
@@ -306,7 +312,7 @@ impl<F: Format> World<F> {
                 let (nr_pages, slot) = (SLOTS[slot].1, slot as u32);
                 let mut bitmap = [0; 16];
                 let got = self.vm.get_dirty_log(slot, &mut bitmap);
-                // As with manual modes; in the others there is little left to clear.
+                // As with manual modes; in the others little is left to clear.
                 let cleared = self.vm.clear_dirty_log(slot, 0, nr_pages, &bitmap);
                 let refused = [Err(Error::NoSuchSlot { slot }), Err(Error::NotLogging { slot })];
                 for result in [got, cleared] {
@@ -331,7 +337,7 @@ impl<F: Format> World<F> {
     }
 
     fn finish(self) {
-        // What is still there is reported now.
+        // What is still mapped is reported now.
         drop(self.vm.invalidate_range(GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - 12))).unwrap());
         for leaf in self.vm.host().take_zapped().into_iter().filter(|leaf| leaf.dirty) {
             for pfn in leaf.pfn.0..leaf.pfn.0 + leaf.range.nr_pages() {
@@ -340,13 +346,13 @@ impl<F: Format> World<F> {
         }
         for (index, frame) in self.frames.iter().enumerate() {
             let state = frame.load(Ordering::SeqCst);
-            assert_ne!(state & (WRITTEN | REPORTED), WRITTEN, "frame {index:#x} was written, and nobody was told");
+            assert_ne!(state & (WRITTEN | REPORTED), WRITTEN, "frame {index:#x} was written, and not reported");
         }
         for slot in 0..SLOTS.len() {
             self.delete(slot);
         }
         assert_no_table_is_left(&self.vm);
-        // What came has gone, whoever was overtaken by whom.
+        // The counts balance, in whatever order calls overlapped.
         let stats = self.vm.stats();
         let (splits, recoveries) = (stats.splits - stats.splits_1g, stats.recoveries - stats.recoveries_1g);
         assert_eq!(stats.installed_4k + splits * 512, stats.zapped_4k + recoveries * 512, "leaves of 4 KiB");
@@ -375,13 +381,13 @@ fn run<F: Format>(config: Config, plan: &[Vec<Step>]) {
 }
 
 proptest! {
-    // Not shrunk: what fails once need not fail twice.
+    // Not shrunk: a failure need not occur twice.
     #![proptest_config(ProptestConfig {
         cases: 300, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default()
     })]
 
     #[test]
-    fn threads_at_once_see_nothing_that_was_taken_away(
+    fn concurrent_threads_access_no_invalidated_frame(
         tracking in 0..ACCESS_TRACKINGS.len(),
         logging in logging(),
         locking in prop_oneof![2 => Just(Locking::None), 1 => Just(Locking::Shared), 1 => Just(Locking::Exclusive)],

@@ -1,11 +1,13 @@
-//! The rules by which a guest's own tables translate its addresses, read from the Intel SDM vol. 3A, chapter "Paging":
-//! 32-bit paging with 4 MiB pages and PSE-36, PAE, and 4 and 5 levels. Rights, reserved bits, error codes, accessed and dirty.
+//! The rules by which a guest's own page tables translate its addresses, from the Intel SDM vol.
+//! 3A, chapter "Paging": 32-bit paging with 4 MiB pages and PSE-36, PAE, and 4 and 5 levels;
+//! rights, reserved bits, error codes, A and D.
 //!
-//! Where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. With PAE the four PDPTEs are read from memory, as
-//! AMD's CPUs do for a guest with nested paging (APM vol. 2, 15.25): a reserved bit in one is a page fault. But a load of CR3, and
-//! what else loads PDPTEs on Intel's CPUs ("PDPTE Registers"), is a general-protection fault if one has a reserved bit.
+//! Where processors differ: 1 GiB pages, PSE-36 and execute-disable are supported. With PAE the
+//! four PDPTEs are read from memory, as AMD's CPUs do for a guest with nested paging (APM vol. 2,
+//! 15.25): a reserved bit in one is a page fault. But a load of CR3, and whatever else loads PDPTEs
+//! on Intel's CPUs ("PDPTE Registers"), is a general-protection fault if one has a reserved bit.
 //!
-//! Nothing here caches; what may be stale is said in `stale`.
+//! Nothing here caches; `stale` has what may be stale.
 
 use slat::{Access, PagingRegisters, Privilege};
 
@@ -32,15 +34,15 @@ pub const LARGE: u64 = 1 << 7;
 pub const GLOBAL: u64 = 1 << 8;
 pub const NO_EXECUTE: u64 = 1 << 63;
 
-/// Guest-physical addresses have so many bits (MAXPHYADDR).
+/// The width of guest-physical addresses (MAXPHYADDR).
 pub const PHYSICAL_BITS: u32 = 48;
 const ADDRESS: u64 = (1 << PHYSICAL_BITS) - 0x1000;
-/// Bits of an entry from MAXPHYADDR to 51.
+/// Bits of a PTE from MAXPHYADDR to 51.
 const TOO_HIGH: u64 = (1 << 52) - (1 << PHYSICAL_BITS);
 
-/// How the registers say that addresses are translated.
+/// How the registers translate addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Mode {
+pub enum PagingMode {
     /// Linear addresses are physical ones.
     Off,
     Bits32,
@@ -49,74 +51,75 @@ pub enum Mode {
     FiveLevel,
 }
 
-impl Mode {
-    pub fn of(registers: &PagingRegisters) -> Mode {
+impl PagingMode {
+    pub fn of(registers: &PagingRegisters) -> PagingMode {
         let PagingRegisters { cr0, cr4, efer, .. } = *registers;
         match (cr0 & CR0_PG != 0, cr4 & CR4_PAE != 0, efer & EFER_LME != 0, cr4 & CR4_LA57 != 0) {
-            (false, _, _, _) => Mode::Off,
-            (true, false, _, _) => Mode::Bits32,
-            (true, true, false, _) => Mode::Pae,
-            (true, true, true, false) => Mode::FourLevel,
-            (true, true, true, true) => Mode::FiveLevel,
+            (false, _, _, _) => PagingMode::Off,
+            (true, false, _, _) => PagingMode::Bits32,
+            (true, true, false, _) => PagingMode::Pae,
+            (true, true, true, false) => PagingMode::FourLevel,
+            (true, true, true, true) => PagingMode::FiveLevel,
         }
     }
 
-    /// Levels of tables.
+    /// Levels of page tables.
     pub fn levels(self) -> u8 {
         match self {
-            Mode::Off => 0,
-            Mode::Bits32 => 2,
-            Mode::Pae => 3,
-            Mode::FourLevel => 4,
-            Mode::FiveLevel => 5,
+            PagingMode::Off => 0,
+            PagingMode::Bits32 => 2,
+            PagingMode::Pae => 3,
+            PagingMode::FourLevel => 4,
+            PagingMode::FiveLevel => 5,
         }
     }
 
     pub fn entry_bytes(self) -> u64 {
-        if self == Mode::Bits32 { 4 } else { 8 }
+        if self == PagingMode::Bits32 { 4 } else { 8 }
     }
 
     pub fn is_long(self) -> bool {
-        matches!(self, Mode::FourLevel | Mode::FiveLevel)
+        matches!(self, PagingMode::FourLevel | PagingMode::FiveLevel)
     }
 
-    /// Lowest bit of a linear address that selects an entry of `level`; the bits below are inside its page.
+    /// Lowest bit of a linear address that selects a PTE of `level`; the bits below are inside its
+    /// page.
     pub fn shift(self, level: u8) -> u32 {
         12 + u32::from(level - 1) * self.index_bits()
     }
 
     fn index_bits(self) -> u32 {
-        if self == Mode::Bits32 { 10 } else { 9 }
+        if self == PagingMode::Bits32 { 10 } else { 9 }
     }
 
-    /// Index of the entry for `la` in a table of `level`.
+    /// Index of the PTE for `la` in a page table of `level`.
     pub fn index(self, la: u64, level: u8) -> u64 {
-        let bits = if self == Mode::Pae && level == 3 { 2 } else { self.index_bits() };
+        let bits = if self == PagingMode::Pae && level == 3 { 2 } else { self.index_bits() };
         (la >> self.shift(level)) & ((1 << bits) - 1)
     }
 
-    /// Makes the linear address whose indices are these, from the highest level down.
+    /// The linear address with these indices, from the highest level down.
     pub fn compose(self, indices: &[u64]) -> u64 {
         let levels = (1..=self.levels()).rev();
         let la = levels.zip(indices).fold(0, |la, (level, index)| la | (index << self.shift(level)));
         match self {
-            Mode::FourLevel => ((la << 16) as i64 >> 16) as u64,
-            Mode::FiveLevel => ((la << 7) as i64 >> 7) as u64,
+            PagingMode::FourLevel => ((la << 16) as i64 >> 16) as u64,
+            PagingMode::FiveLevel => ((la << 7) as i64 >> 7) as u64,
             _ => la & 0xffff_ffff,
         }
     }
 
-    /// Where the top table is.
+    /// The address of the top page table.
     pub fn root(self, cr3: u64) -> u64 {
         match self {
-            Mode::Bits32 => cr3 & 0xffff_f000,
-            Mode::Pae => cr3 & 0xffff_ffe0,
+            PagingMode::Bits32 => cr3 & 0xffff_f000,
+            PagingMode::Pae => cr3 & 0xffff_ffe0,
             _ => cr3 & ADDRESS,
         }
     }
 }
 
-/// The rights of all entries on a path.
+/// The rights of all PTEs on a path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Rights {
     pub writable: bool,
@@ -160,13 +163,13 @@ impl Rights {
     }
 }
 
-/// What an entry says.
+/// What a PTE means.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Meaning {
     NotPresent,
     /// It has a reserved bit set.
     Reserved,
-    /// It leads to the table at this address.
+    /// It points to the page table at this address.
     Table {
         gpa: u64,
         rights: Rights,
@@ -180,30 +183,30 @@ pub enum Meaning {
     },
 }
 
-/// Reads `entry`, of `level`, on a path that has allowed `rights` so far.
-pub fn meaning(registers: &PagingRegisters, mode: Mode, level: u8, entry: u64, rights: Rights) -> Meaning {
+/// Decodes `entry`, of `level`, on a path that has allowed `rights` so far.
+pub fn meaning(registers: &PagingRegisters, mode: PagingMode, level: u8, entry: u64, rights: Rights) -> Meaning {
     if entry & PRESENT == 0 {
         return Meaning::NotPresent;
     }
-    if mode == Mode::Pae && level == 3 {
+    if mode == PagingMode::Pae && level == 3 {
         let reserved = 0b1_1110_0110 | TOO_HIGH | 0xfff << 52;
         // It has no rights.
         return if entry & reserved == 0 { Meaning::Table { gpa: entry & ADDRESS, rights } } else { Meaning::Reserved };
     }
-    let has_nx = mode != Mode::Bits32 && registers.efer & EFER_NXE != 0;
+    let has_nx = mode != PagingMode::Bits32 && registers.efer & EFER_NXE != 0;
     let is_page = level == 1
         || entry & LARGE != 0
             && match mode {
-                Mode::Bits32 => registers.cr4 & CR4_PSE != 0,
+                PagingMode::Bits32 => registers.cr4 & CR4_PSE != 0,
                 _ => level <= 3,
             };
     let large_base = !((1 << mode.shift(level)) - 1);
     let reserved = match mode {
-        Mode::Off => 0,
+        PagingMode::Off => 0,
         // PSE-36: bits 20 to 13 are bits 39 to 32 of the address.
-        Mode::Bits32 => u64::from(is_page && level == 2) << 21,
-        Mode::Pae | Mode::FourLevel | Mode::FiveLevel => {
-            let high = TOO_HIGH | if mode == Mode::Pae { 0x7ff << 52 } else { 0 };
+        PagingMode::Bits32 => u64::from(is_page && level == 2) << 21,
+        PagingMode::Pae | PagingMode::FourLevel | PagingMode::FiveLevel => {
+            let high = TOO_HIGH | if mode == PagingMode::Pae { 0x7ff << 52 } else { 0 };
             let nx = if has_nx { 0 } else { NO_EXECUTE };
             // No page is that large.
             let large = if level > 3 { LARGE } else { 0 };
@@ -218,33 +221,34 @@ pub fn meaning(registers: &PagingRegisters, mode: Mode, level: u8, entry: u64, r
     let rights = rights.and(if has_nx { entry } else { entry & !NO_EXECUTE });
     let (dirty, global) = (entry & DIRTY != 0, entry & GLOBAL != 0);
     match (mode, is_page) {
-        (Mode::Bits32, true) if level == 2 => {
+        (PagingMode::Bits32, true) if level == 2 => {
             let gpa = (entry & 0xffc0_0000) | ((entry & 0x001f_e000) << 19);
             Meaning::Page { gpa, rights, dirty, global }
         }
-        (Mode::Bits32, true) => Meaning::Page { gpa: entry & 0xffff_f000, rights, dirty, global },
-        (Mode::Bits32, false) => Meaning::Table { gpa: entry & 0xffff_f000, rights },
+        (PagingMode::Bits32, true) => Meaning::Page { gpa: entry & 0xffff_f000, rights, dirty, global },
+        (PagingMode::Bits32, false) => Meaning::Table { gpa: entry & 0xffff_f000, rights },
         (_, true) => Meaning::Page { gpa: entry & ADDRESS & large_base, rights, dirty, global },
         (_, false) => Meaning::Table { gpa: entry & ADDRESS, rights },
     }
 }
 
-/// Whether a MOV to CR0 or CR4 that changes `old` to `new` loads the PDPTEs ("PDPTE Registers"). With PAE each MOV to CR3 does.
+/// Whether a MOV to CR0 or CR4 that changes `old` to `new` loads the PDPTEs ("PDPTE Registers").
+/// With PAE each MOV to CR3 does.
 pub fn loads_pdptes(old: &PagingRegisters, new: &PagingRegisters) -> bool {
     // CD and NW, too.
     let by_cr0 = (old.cr0 ^ new.cr0) & (CR0_PG | 3 << 29) != 0;
     let by_cr4 = (old.cr4 ^ new.cr4) & (CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP) != 0;
-    Mode::of(new) == Mode::Pae && (by_cr0 || by_cr4)
+    PagingMode::of(new) == PagingMode::Pae && (by_cr0 || by_cr4)
 }
 
 /// Whether one of the four PDPTEs has a reserved bit set.
 pub fn has_bad_pdpte(registers: &PagingRegisters, read: impl Fn(u64) -> Option<u64>) -> bool {
-    let table = Mode::Pae.root(registers.cr3);
-    let is_bad = |entry| meaning(registers, Mode::Pae, 3, entry, Rights::ALL) == Meaning::Reserved;
+    let table = PagingMode::Pae.root(registers.cr3);
+    let is_bad = |entry| meaning(registers, PagingMode::Pae, 3, entry, Rights::ALL) == Meaning::Reserved;
     (0..4).any(|index| read(table + 8 * index).is_some_and(is_bad))
 }
 
-/// An entry on the way of a walk.
+/// A PTE on the way of a walk.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
     pub gpa: u64,
@@ -252,38 +256,39 @@ pub struct Step {
     pub is_page: bool,
 }
 
-/// Where a walk ends.
+/// The end of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum End {
-    /// At this address, of a byte.
+    /// The address of a byte.
     Reached { gpa: u64 },
     /// Page fault with this error code.
     Fault { error_code: u32 },
-    /// A table would be where there is no memory.
+    /// A page table would be where there is no memory.
     NoTable { gpa: u64 },
 }
 
-/// A walk of the tables as they are now, for one access.
+/// A walk of the current page tables, for one access.
 #[derive(Clone, Debug)]
 pub struct Walk {
-    /// The entries that were present and good.
+    /// The valid present PTEs.
     pub steps: Vec<Step>,
-    /// The entry behind them, if the walk ends at one that is not.
+    /// The PTE behind them, if the walk ends at an invalid one.
     pub bad: Option<Step>,
     pub end: End,
     pub rights: Rights,
 }
 
 pub fn error_code(registers: &PagingRegisters, access: Access, privilege: Privilege, bits: u32) -> u32 {
-    let mode = Mode::of(registers);
-    let has_nx = registers.efer & EFER_NXE != 0 && mode != Mode::Bits32;
-    let tells_fetches = registers.cr4 & CR4_SMEP != 0 || has_nx;
+    let mode = PagingMode::of(registers);
+    let has_nx = registers.efer & EFER_NXE != 0 && mode != PagingMode::Bits32;
+    let has_fetch_bit = registers.cr4 & CR4_SMEP != 0 || has_nx;
     bits | u32::from(access == Access::Write) << 1
         | u32::from(privilege == Privilege::User) << 2
-        | u32::from(access == Access::Execute && tells_fetches) << 4
+        | u32::from(access == Access::Execute && has_fetch_bit) << 4
 }
 
-/// Walks the tables for one access. `read` gives the 8 bytes that hold an address, or none where no memory is.
+/// Walks the page tables for one access. `read` returns the 8 bytes that hold an address, or `None`
+/// where there is no memory.
 pub fn walk(
     registers: &PagingRegisters,
     la: u64,
@@ -291,9 +296,9 @@ pub fn walk(
     privilege: Privilege,
     read: impl Fn(u64) -> Option<u64>,
 ) -> Walk {
-    let mode = Mode::of(registers);
+    let mode = PagingMode::of(registers);
     let mut walk = Walk { steps: Vec::new(), bad: None, end: End::Reached { gpa: la }, rights: Rights::ALL };
-    if mode == Mode::Off {
+    if mode == PagingMode::Off {
         return walk;
     }
     let fault = |bits| End::Fault { error_code: error_code(registers, access, privilege, bits) };
@@ -330,12 +335,12 @@ pub fn walk(
     unreachable!("an entry of level 1 leads to no table")
 }
 
-/// Whether entries of this level have an accessed flag: PDPTEs of PAE have none.
-pub fn has_accessed_flag(mode: Mode, level: u8) -> bool {
-    mode != Mode::Pae || level < 3
+/// Whether PTEs of this level have an accessed flag: PDPTEs of PAE have none.
+pub fn has_accessed_flag(mode: PagingMode, level: u8) -> bool {
+    mode != PagingMode::Pae || level < 3
 }
 
-/// The entry at `gpa` in the 8 bytes that hold it.
-pub fn entry_in(word: u64, gpa: u64, mode: Mode) -> u64 {
-    if mode == Mode::Bits32 { (word >> (8 * (gpa & 4))) & 0xffff_ffff } else { word }
+/// The PTE at `gpa` in the 8 bytes that hold it.
+pub fn entry_in(word: u64, gpa: u64, mode: PagingMode) -> u64 {
+    if mode == PagingMode::Bits32 { (word >> (8 * (gpa & 4))) & 0xffff_ffff } else { word }
 }

@@ -1,4 +1,4 @@
-//! Runs programs, and makes those smaller that fail.
+//! Runs programs, and shortens those that fail.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -16,7 +16,8 @@ pub fn first_failure<S: Subject>(setup: Setup, nr_ops: usize, make: &dyn Fn() ->
     failed.is_err().then_some(done)
 }
 
-/// Runs a program; if it fails, finds a shorter one that fails, does it once more and prints what it does.
+/// Runs a program. If it fails, finds a shorter one that fails, runs that again and prints its
+/// steps.
 pub fn check<S: Subject>(setup: Setup, nr_ops: usize, make: &dyn Fn() -> S, end: &dyn Fn(Program<S>)) -> Figures {
     let all = ops(setup.seed, nr_ops);
     let mut done = 0;
@@ -35,7 +36,7 @@ pub fn check<S: Subject>(setup: Setup, nr_ops: usize, make: &dyn Fn() -> S, end:
         Err(failure) => failure,
     };
     println!("seed {:#x} failed at step {done}: {setup:?}", setup.seed);
-    // Silent from here on, until the last time.
+    // Silent from here on, until the last run.
     let quiet = Quiet::new();
     let mut shortest = all[..(done + 1).min(all.len())].to_vec();
     let started = Instant::now();

@@ -1,5 +1,6 @@
-//! The engine, with the hypervisor's part around it: CPUs that walk its shadow tables, enter as it says, bring it their page
-//! faults, and emulate the writes that it wants emulated.
+//! The engine, with a hypervisor around it. The hypervisor's CPUs walk the shadow page tables and
+//! enter the guest as the engine requires. It passes page faults to the engine, and emulates the
+//! writes that the engine does not allow.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,14 +17,14 @@ use super::random::Random;
 use super::subject::{By, Executed, HostEvent, Observed, Subject, Written};
 use super::world::{Backing, SLOTS, World, page_range};
 
-/// How a program's hypervisor is made.
+/// The configuration of a program's hypervisor.
 #[derive(Clone, Copy, Debug)]
 pub struct Hypervisor {
     pub config: Config,
     pub keeps: Keeps,
     pub disobeys: Disobeys,
     pub has_huge_pages: bool,
-    /// Whether each slot logs.
+    /// Whether each memslot logs.
     pub logs: [bool; 3],
 }
 
@@ -59,11 +60,11 @@ pub struct Engine {
     cpus: Vec<EngineCpu>,
     backings: [Option<Arc<Backing>>; 3],
     places: [u64; 3],
-    /// Tables of a VM that has no slot.
+    /// Page-table pages of a VM without memslots.
     nr_tables: usize,
-    /// How often an access may be tried before it must have come to something.
+    /// How often an access may be tried before it must end.
     most_tries: u32,
-    /// Calls that had no memory.
+    /// Calls that ran out of memory.
     pub nr_failed: u32,
 }
 
@@ -89,7 +90,8 @@ impl Engine {
         }
     }
 
-    /// Does something again that fails for want of memory, when there is memory again. It must have changed nothing.
+    /// Repeats a call that ran out of memory, when there is memory again. It must have changed
+    /// nothing.
     fn retry<R>(&mut self, mut call: impl FnMut(&mut Engine) -> Result<R, Error>) -> Result<R, Error> {
         match call(self) {
             Err(Error::OutOfMemory) if self.vm.host().is_failing() => {
@@ -112,7 +114,7 @@ impl Engine {
         Engine { cpus: vec![cpu], vm, backings, most_tries: 100_000, nr_failed: 0, ..*self }
     }
 
-    /// What a guest does in one go, from its entry to what becomes of it.
+    /// One try of a guest's access, from the guest's entry to the result.
     fn try_access(
         &mut self,
         cpu: usize,
@@ -134,8 +136,9 @@ impl Engine {
         let world = self.vm.host();
         let gate = world.gate.read().unwrap();
         if let Some(hpa) = cpu.access(world, protections, la, access, privilege) {
-            let gpa =
-                world.gpa_of(hpa).unwrap_or_else(|| panic!("{access:?} at {la:#x} reached {hpa}, nobody's frame"));
+            let gpa = world
+                .gpa_of(hpa)
+                .unwrap_or_else(|| panic!("{access:?} at {la:#x} reached {hpa}, a frame without an owner"));
             effect(world, gpa);
             return Ok(Some(Observed::Reached { gpa, by: By::Cpu }));
         }
@@ -185,8 +188,8 @@ impl Engine {
         if self.hypervisor.logs[slot] { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() }
     }
 
-    /// When all is over nothing is left: no shadow table, no leaf in a list, no table of the second stage but its root.
-    /// `places` is where the slots are that there still are.
+    /// At the end nothing is left: no shadow page, no leaf in a reverse map, no page-table page of
+    /// the second stage but its root. `places` is where the remaining memslots are.
     pub fn check_end(mut self, places: [Option<u64>; 3]) {
         self.cpus.clear();
         for (slot, place) in places.into_iter().enumerate() {
@@ -195,7 +198,8 @@ impl Engine {
             }
         }
         assert_eq!(self.vm.stats().shadow_leaves(), 0, "leaves in lists of frames");
-        // Tables that a slot covered in part stay linked, so one goes over them that covers all.
+        // Page-table pages that a memslot covered in part stay linked, so a memslot is made that
+        // covers all.
         let whole = 1 << 48;
         let over_all = self.vm.host().empty_backing();
         self.vm
@@ -253,7 +257,7 @@ impl Subject for Engine {
             }
             std::thread::yield_now();
         }
-        panic!("{access:?} as {privilege:?} at {la:#x} comes to nothing");
+        panic!("{access:?} as {privilege:?} at {la:#x} does not end");
     }
 
     fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, Error> {
@@ -271,10 +275,10 @@ impl Subject for Engine {
             HostEvent::MoveFrame { gfn } => {
                 let is_here = |&slot: &usize| (self.places[slot]..self.places[slot] + SLOTS[slot].1).contains(&gfn);
                 let slot = (0..3).find(is_here).expect("memory");
-                let held = self.vm.invalidate_range(page_range(gfn)).unwrap();
+                let invalidation = self.vm.invalidate_range(page_range(gfn)).unwrap();
                 let backing = self.backings[slot].as_ref().expect("a slot");
                 self.vm.host().move_frame(backing, (gfn - self.places[slot]) as usize, gfn);
-                drop(held);
+                drop(invalidation);
             }
             HostEvent::Age { first_gfn, nr_pages } => {
                 self.vm.age_range(GfnRange::new(Gfn(first_gfn), nr_pages)).unwrap();
@@ -299,7 +303,7 @@ impl Subject for Engine {
     fn delete_slot(&mut self, slot: usize, first_gfn: u64) {
         self.vm.set_user_memory_region(self.region(slot, first_gfn, 0)).unwrap();
         self.backings[slot] = None;
-        self.vm.host().take_away(first_gfn, SLOTS[slot].1);
+        self.vm.host().free_frames_of(first_gfn, SLOTS[slot].1);
     }
 
     fn create_slot(&mut self, slot: usize, contents: Option<&[u64]>) {

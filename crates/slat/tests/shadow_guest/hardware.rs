@@ -1,7 +1,8 @@
-//! The hypervisor's CPU: it walks shadow tables by the rules of long mode (Intel SDM vol. 3A, "4-Level Paging and 5-Level
-//! Paging"; CR0.WP, EFER.NXE and CR4.PCIDE set), and caches what it finds for as long as it may: until it is told to forget
-//! it. That is the worst CPU there can be for an engine that owes it a flush. One that caches nothing is the worst for an
-//! engine that relies on old translations staying: so each program draws one of three.
+//! The hypervisor's CPU. It walks shadow page tables by the rules of long mode (Intel SDM vol. 3A,
+//! "4-Level Paging and 5-Level Paging"; CR0.WP, EFER.NXE and CR4.PCIDE set), and caches what it
+//! finds for as long as it may: until a flush. That is the worst CPU for an engine that omits a
+//! flush. A CPU that caches nothing is the worst for an engine that relies on old translations. So
+//! each program draws one of three.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -26,11 +27,11 @@ pub enum Keeps {
     Nothing,
     /// Translations of pages.
     Translations,
-    /// And what it found on the way: the paging-structure caches.
+    /// Also the PTEs on the way: the paging-structure caches.
     Everything,
 }
 
-/// Which flush a CPU does not make, to see that it was needed.
+/// The flush that a CPU omits, to show that it is needed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Disobeys {
     Nothing,
@@ -39,10 +40,10 @@ pub enum Disobeys {
     Host,
 }
 
-/// What an address was translated to: rights are those of all entries on the way.
+/// The translation of an address. Its rights are those of all PTEs on the way.
 #[derive(Clone, Copy, Debug)]
 struct Cached {
-    /// Of the 4 KiB page, or of the table.
+    /// The address of the 4 KiB page, or of the page-table page.
     hpa: u64,
     writable: bool,
     user: bool,
@@ -50,7 +51,7 @@ struct Cached {
     dirty: bool,
 }
 
-/// Bits of the guest's CR4 that are in force while it runs on shadow tables.
+/// Bits of the guest's CR4 that are in force while it runs on shadow page tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Protections {
     pub smep: bool,
@@ -63,16 +64,16 @@ pub struct Cpu {
     disobeys: Disobeys,
     /// By PCID and page number.
     translations: HashMap<(u16, u64), Cached>,
-    /// By PCID, level of the table that it leads to, and address bits above what that table covers.
+    /// By PCID, level of the page-table page, and the address bits above its range.
     tables: HashMap<(u16, u8, u64), Cached>,
-    /// Flushes of the host that were obeyed.
+    /// Flushes of the host that were executed.
     flushes: u64,
     root: Hpa,
     levels: u8,
     pcid: u16,
 }
 
-/// The table of `level` that translates `gva` is found by these bits.
+/// The address bits that select the page-table page of `level` for `gva`.
 fn prefix(gva: u64, level: u8) -> u64 {
     gva >> (12 + 9 * level)
 }
@@ -108,8 +109,8 @@ impl Cpu {
         self.tables.clear();
     }
 
-    /// Does one access by the guest: what it reaches, or `None` for a page fault. The caller holds the world's gate until the
-    /// effect of the access is done.
+    /// One access of the guest: what it reaches, or `None` for a page fault. The caller holds the
+    /// world's gate until the effect of the access is done.
     pub fn access(
         &mut self,
         world: &World,
@@ -125,7 +126,7 @@ impl Cpu {
         let key = (self.pcid, gva >> 12);
         let cached = self.translations.get(&key).copied();
         let found = match cached {
-            // A clear D is set by a new walk.
+            // If D is clear, a new walk sets it.
             Some(cached) if access != Access::Write || cached.dirty => Some(cached),
             _ => self.walk(world, gva, access, privilege, protections),
         };
@@ -136,8 +137,8 @@ impl Cpu {
                 }
                 Some(Hpa(found.hpa | (gva & 0xfff)))
             }
-            // SDM, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault forgets the page, and what
-            // was used on the way.
+            // SDM, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault
+            // drops the translation of the page, and the cached PTEs on the way.
             _ => {
                 self.translations.remove(&key);
                 self.tables.retain(|&(pcid, level, bits), _| pcid != self.pcid || bits != prefix(gva, level));
@@ -185,7 +186,7 @@ impl Cpu {
             if entry & bits != bits
                 && cell.compare_exchange(entry, entry | bits, Ordering::SeqCst, Ordering::SeqCst).is_err()
             {
-                // Somebody has changed it. The guest tries the access again.
+                // Another thread has changed it. The guest tries the access again.
                 return None;
             }
             if is_leaf {

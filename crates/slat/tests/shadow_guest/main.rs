@@ -1,9 +1,11 @@
-//! Shadow paging against the architecture: a random guest that edits its tables in any way, flushes or does not, on one CPU and
-//! on several, against a plain interpreter of the rules. What the manual allows to be stale may be stale, nothing else, ever.
+//! Shadow paging against the architecture. A random guest edits its page tables in any way, and
+//! flushes or does not, on one CPU and on several. A plain interpreter of the rules judges each
+//! access. Only what the manual allows to be stale may be stale.
 //!
-//! A CPU of the hypervisor's (`hardware`) walks the shadow tables and caches what it may; the guest's own tables, with all that
-//! their entries have ever held, say what each access may do (`architecture`, `stale`, `oracle`). `SHADOW_STEPS` is how many steps are
-//! made in all, `SHADOW_SEED` a seed to begin at; a failure prints its seed and a shorter program that fails.
+//! The hypervisor's CPUs (`hardware`) walk the shadow page tables and cache what they may. The
+//! allowed results of each access follow from the guest's own page tables, with all past values of
+//! their PTEs (`architecture`, `stale`, `oracle`). `SHADOW_STEPS` is the total number of steps,
+//! `SHADOW_SEED` the first seed. A failure prints its seed and a shorter program that fails.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "the host's contract over memory of its own")]
@@ -42,14 +44,14 @@ use stale::Caching;
 use toy::{LEFT_OUT, LeftOut, Toy};
 use world::SLOTS;
 
-/// A number from the environment, or else this one.
+/// A number from the environment, or `default`.
 fn setting(name: &str, default: u64) -> u64 {
     let Ok(value) = std::env::var(name) else { return default };
     let (digits, radix) = value.strip_prefix("0x").map_or((value.as_str(), 10), |digits| (digits, 16));
     u64::from_str_radix(digits, radix).unwrap_or_else(|_| panic!("{name}={value} is no number"))
 }
 
-/// CPUs that keep the rules are found to keep them, at any size of the cache.
+/// CPUs that keep the rules pass, with any size of the cache.
 #[test]
 fn the_oracle_accepts_cpus_that_keep_the_rules() {
     let first = setting("SHADOW_SEED", 0);
@@ -64,9 +66,9 @@ fn the_oracle_accepts_cpus_that_keep_the_rules() {
     assert!(figures.stale > 100);
 }
 
-/// And those that leave one rule out are found out.
+/// CPUs that leave one rule out are detected.
 #[test]
-fn the_oracle_notices_each_rule_that_is_left_out() {
+fn the_oracle_detects_each_missing_rule() {
     let _quiet = Quiet::new();
     for left_out in LEFT_OUT {
         let noticed = (0..400u64).find_map(|seed| {
@@ -78,10 +80,10 @@ fn the_oracle_notices_each_rule_that_is_left_out() {
     }
 }
 
-/// Flushes that the engine asks for are needed: a CPU that does not make them is found out. (But for those of one page: what an
-/// INVLPG finds changed is taken away, and flushed by the host.)
+/// The flushes that the engine requests are needed: a CPU that omits them is detected. (Except
+/// those of one page: what an INVLPG finds changed is zapped, and the host flushes it.)
 #[test]
-fn the_oracle_notices_each_flush_that_is_left_out() {
+fn the_oracle_detects_each_missing_flush() {
     let _quiet = Quiet::new();
     for disobeys in [Disobeys::Context, Disobeys::All, Disobeys::Host] {
         let noticed = (0..300u64).find_map(|seed| {
@@ -95,7 +97,7 @@ fn the_oracle_notices_each_flush_that_is_left_out() {
     }
 }
 
-/// What is asked of a strategy.
+/// What a strategy may cache.
 fn caching(strategy: ShadowStrategy) -> Caching {
     match strategy {
         ShadowStrategy::Baseline | ShadowStrategy::PcidTagged => Caching::WhileCurrent,
@@ -106,7 +108,7 @@ fn caching(strategy: ShadowStrategy) -> Caching {
 /// Operations of one program.
 const NR_OPS: usize = 2500;
 
-/// Programs under one strategy, until they have done their share of the steps.
+/// Runs programs with one strategy, until they have made their share of the steps.
 fn run_engine(strategy: ShadowStrategy) {
     let share = setting("SHADOW_STEPS", 1_050_000) / 3;
     let first = setting("SHADOW_SEED", 0);
@@ -133,21 +135,21 @@ fn run_engine(strategy: ShadowStrategy) {
         "  unsynced {}, synchronized {}, flooded {}, evicted {}, roots hit {}",
         met[0], met[1], met[2], met[3], met[4]
     );
-    // What a program is meant to bring about; a single one may not.
+    // The events that programs are to cause; a single program may not.
     assert!(seed - first < 20 || met[..4].iter().all(|&nr| nr > 0), "{met:?}");
 }
 
 #[test]
-fn the_baseline_does_what_the_architecture_says() {
+fn the_baseline_follows_the_architecture() {
     run_engine(ShadowStrategy::Baseline);
 }
 
 #[test]
-fn the_root_cache_does_what_the_architecture_says() {
+fn the_root_cache_follows_the_architecture() {
     run_engine(ShadowStrategy::RootCache);
 }
 
 #[test]
-fn tables_tagged_with_pcids_do_what_the_architecture_says() {
+fn tables_tagged_with_pcids_follow_the_architecture() {
     run_engine(ShadowStrategy::PcidTagged);
 }

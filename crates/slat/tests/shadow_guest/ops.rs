@@ -1,5 +1,5 @@
-//! What a random program is made of. Each operation draws all that it does from a seed of its own, so that operations can be left out
-//! when a failure is made smaller.
+//! The operations of a random program. Each draws all that it does from a seed of its own, so that
+//! operations can be left out when a failure is shortened.
 
 use super::random::Random;
 
@@ -7,13 +7,14 @@ use super::random::Random;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     Access,
-    /// Changes an entry on the path of an address.
+    /// Changes a PTE on the path of an address.
     Edit,
-    /// Lets an access fault where something else is cached, and accesses the address again, without a flush.
+    /// Makes an access fault where another translation is cached, and accesses the address again,
+    /// without a flush.
     FaultAndRetry,
-    /// Overwrites some entry, of a page that is or was a table or data.
+    /// Overwrites some PTE, of a page that is or was a page table or data.
     WildEdit,
-    /// Several bytes at once, over more than one entry.
+    /// Several bytes at once, across PTEs.
     LongWrite,
     LoadCr3,
     Invlpg,
@@ -29,7 +30,7 @@ pub enum Kind {
     CheckMemory,
 }
 
-/// All kinds, and how often each is drawn.
+/// All kinds, and their weights.
 const KINDS: [(Kind, usize); 16] = [
     (Kind::Access, 900),
     (Kind::Edit, 300),
@@ -55,7 +56,7 @@ pub struct Op {
     pub seed: u64,
 }
 
-/// The program of a seed: kinds more or less often, and some not at all.
+/// The program of a seed: it draws kinds with other weights, and leaves some out.
 pub fn ops(seed: u64, nr_ops: usize) -> Vec<Op> {
     let mut random = Random::new(seed ^ 0x0905);
     let weights = KINDS.map(|(kind, weight)| match kind {

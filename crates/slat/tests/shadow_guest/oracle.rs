@@ -1,6 +1,6 @@
-//! Says of each thing that is observed whether the architecture allows it. It has a copy of the guest's memory of its own,
-//! which it changes as the guest does; what the engine writes beside that must be accessed and dirty flags, in entries that
-//! the access at hand has used.
+//! Decides for each observation whether the architecture allows it. It has its own copy of the
+//! guest's memory, which it changes as the guest does. The engine itself may write only accessed
+//! and dirty flags, in PTEs that the current access has used.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering;
 use slat::{Access, PagingRegister, PagingRegisters, Privilege};
 
 use super::architecture::{
-    ACCESSED, CR0_PG, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMEP, DIRTY, EFER_LME, EFER_NXE, End, Mode,
-    PHYSICAL_BITS, Step, Walk, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
+    ACCESSED, CR0_PG, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMEP, DIRTY, EFER_LME, EFER_NXE, End,
+    PHYSICAL_BITS, PagingMode, Step, Walk, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
 };
 use super::stale::{Caching, History, VirtualCpu};
 use super::subject::{By, Executed, Observed};
@@ -18,9 +18,9 @@ use super::world::{NR_GFNS, WORDS, World};
 pub struct Oracle {
     pub history: History,
     pub cpus: Vec<VirtualCpu>,
-    /// Guest frames that were written since their slot was last harvested.
+    /// Guest frames that were written since their memslot was last harvested.
     pub dirty: BTreeSet<u64>,
-    /// How often what was seen was explained by something stale alone.
+    /// How many observations only something stale explains.
     pub nr_stale: u64,
 }
 
@@ -30,12 +30,12 @@ impl Oracle {
         Oracle { history: History::new(), cpus, dirty: BTreeSet::new(), nr_stale: 0 }
     }
 
-    /// A walk of the tables as they are.
+    /// A walk of the current page tables.
     pub fn walk(&self, cpu: usize, la: u64, access: Access, privilege: Privilege) -> Walk {
         walk(&self.cpus[cpu].registers, la, access, privilege, |gpa| self.history.read(gpa))
     }
 
-    /// The guest, or who emulates it, writes these bytes, all on one page.
+    /// The guest, or an emulation, writes these bytes, all on one page.
     pub fn write(&mut self, gpa: u64, bytes: &[u8]) {
         self.dirty.insert(gpa >> 12);
         let (mut at, end) = (gpa, gpa + bytes.len() as u64);
@@ -50,7 +50,7 @@ impl Oracle {
         }
     }
 
-    /// Looks at what the engine has written for an access, and takes it over.
+    /// Checks what the engine has written for an access, and copies it.
     pub fn take_flags(&mut self, world: &World, cpu: usize, la: u64, access: Access, privilege: Privilege) {
         let mode = self.cpus[cpu].mode();
         let Walk { steps, end, .. } = self.walk(cpu, la, access, privilege);
@@ -65,10 +65,15 @@ impl Oracle {
             if old == new {
                 continue;
             }
-            // A table that maps itself is on the way more than once.
+            // A page table that maps itself is on the way more than once.
             let uses = steps.iter().filter(|other| other.gpa >> 3 == step.gpa >> 3);
             let flags = uses.fold(0, |flags, other| {
-                flags | if mode == Mode::Bits32 { flags_of(other) << (8 * (other.gpa & 4)) } else { flags_of(other) }
+                flags
+                    | if mode == PagingMode::Bits32 {
+                        flags_of(other) << (8 * (other.gpa & 4))
+                    } else {
+                        flags_of(other)
+                    }
             });
             assert!(
                 new & !flags == old & !flags && old & !new == 0,
@@ -81,7 +86,7 @@ impl Oracle {
         }
     }
 
-    /// Whether that may be what became of an access. [`take_flags`](Oracle::take_flags) comes first.
+    /// Checks the result of an access. [`take_flags`](Oracle::take_flags) comes first.
     pub fn check_access(&mut self, cpu: usize, la: u64, access: Access, privilege: Privilege, observed: Observed) {
         let walk = self.walk(cpu, la, access, privilege);
         let is_fresh = match (observed, walk.end) {
@@ -89,16 +94,16 @@ impl Oracle {
             (Observed::Mmio { gpa, access: of }, End::Reached { gpa: expected }) => {
                 gpa == expected && of == access && !self.history.has_memory(gpa)
             }
-            // It is the CPU that reads, an entry of the table there.
+            // The CPU reads, a PTE of the page table there.
             (Observed::TableMmio { gpa }, End::NoTable { gpa: expected }) => {
                 gpa == expected && !self.history.has_memory(gpa)
             }
-            // What a CPU reads where no memory is: nothing, or ones.
+            // A CPU may read nothing, or ones, where there is no memory.
             (Observed::Fault { error_code }, End::NoTable { .. }) => {
                 let rest = super::architecture::error_code(&self.cpus[cpu].registers, access, privilege, 0);
                 error_code & !0b1001 == rest
             }
-            // A device is not to be emulated as memory.
+            // An access to a device must not be emulated as memory.
             (Observed::Reached { gpa, by: By::Emulation }, _) if !self.history.has_memory(gpa) => false,
             (Observed::Reached { gpa, .. }, _) => {
                 let is_allowed = self.cpus[cpu].may_reach(&self.history, la, access, privilege, gpa);
@@ -109,7 +114,7 @@ impl Oracle {
         };
         assert!(
             is_fresh,
-            "CPU {cpu} in {:?} did {access:?} as {privilege:?} at {la:#x}: {observed:x?}; the tables say {:x?} by {:x?}; {:x?}",
+            "CPU {cpu} in {:?} did {access:?} as {privilege:?} at {la:#x}: {observed:x?}; the page tables lead to {:x?} by {:x?}; {:x?}",
             self.cpus[cpu].mode(),
             walk.end,
             walk.steps.iter().chain(&walk.bad).map(|step| (step.gpa, self.history.read(step.gpa))).collect::<Vec<_>>(),
@@ -121,7 +126,7 @@ impl Oracle {
         }
     }
 
-    /// All memory is as it should be, or this page if one is named.
+    /// Checks all memory, or `page` alone.
     pub fn check_memory(&self, world: &World, page: Option<u64>) {
         let pages = page.map_or(0..NR_GFNS as u64, |page| page..page + 1);
         for gfn in pages.filter(|&gfn| self.history.has_memory(gfn << 12)) {
@@ -133,7 +138,8 @@ impl Oracle {
         }
     }
 
-    /// Pages that a harvest of a slot at `first_gfn` has reported: all that were written must be there.
+    /// Checks the pages that a harvest of a memslot at `first_gfn` has reported: all written pages
+    /// must be among them.
     pub fn check_harvest(&mut self, first_gfn: u64, nr_pages: u64, reported: &BTreeSet<u64>) {
         for gfn in first_gfn..first_gfn + nr_pages {
             assert!(!self.dirty.remove(&gfn) || reported.contains(&gfn), "page {gfn:#x} was written, and not reported");
@@ -145,7 +151,7 @@ impl Oracle {
         let now = self.history.tick();
         let registers = self.cpus[cpu].registers;
         let new = PagingRegisters { cr3: value, ..registers };
-        if Mode::of(&new) == Mode::Pae && self.has_bad_pdpte(&new) {
+        if PagingMode::of(&new) == PagingMode::Pae && self.has_bad_pdpte(&new) {
             return Executed::GeneralProtection;
         }
         let cpu = &mut self.cpus[cpu];
@@ -182,7 +188,7 @@ impl Oracle {
         cpu.root_loaded(now);
     }
 
-    /// MOV to CR0 and CR4, WRMSR of EFER, of values that only PDPTEs can make wrong.
+    /// MOV to CR0 and CR4, WRMSR of EFER; only PDPTEs can make the values invalid.
     pub fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Executed {
         let old = self.cpus[cpu].registers;
         let new = old.with(register, value);
@@ -193,13 +199,14 @@ impl Oracle {
         Executed::Done
     }
 
-    /// What such an instruction flushes is in "Operations that Invalidate TLBs and Paging-Structure Caches".
+    /// "Operations that Invalidate TLBs and Paging-Structure Caches" has what such an instruction
+    /// flushes.
     pub fn registers_written(&mut self, cpu: usize, new: PagingRegisters) {
         let now = self.history.tick();
         let cpu = &mut self.cpus[cpu];
         let old = cpu.registers;
         let changed = |bits: u64, old: u64, new: u64| (old ^ new) & bits != 0;
-        // A change of the mode goes by way of paging off.
+        // A change of the mode goes through paging off.
         let is_everything = changed(CR0_PG, old.cr0, new.cr0)
             || changed(CR4_PGE | CR4_PAE | CR4_PSE | CR4_LA57, old.cr4, new.cr4)
             || changed(EFER_LME | EFER_NXE, old.efer, new.efer)
@@ -225,8 +232,8 @@ impl Oracle {
         let now = self.history.tick();
         let cpu = &mut self.cpus[cpu];
         let is_canonical = match cpu.mode() {
-            Mode::FourLevel => (la as i64) << 16 >> 16 == la as i64,
-            Mode::FiveLevel => (la as i64) << 7 >> 7 == la as i64,
+            PagingMode::FourLevel => (la as i64) << 16 >> 16 == la as i64,
+            PagingMode::FiveLevel => (la as i64) << 7 >> 7 == la as i64,
             _ => true,
         };
         let bad_pcid = pcid >> 12 != 0 || kind < 2 && pcid != 0 && !cpu.has_pcids();
@@ -242,7 +249,7 @@ impl Oracle {
         Executed::Done
     }
 
-    /// The page at `gfn` has memory now that holds `contents`, or none.
+    /// The page at `gfn` has memory from now on that holds `contents`, or none.
     pub fn set_memory(&mut self, gfn: u64, contents: Option<&[u64]>) {
         assert!(contents.is_none_or(|contents| contents.len() == WORDS));
         self.dirty.remove(&gfn);

@@ -1,10 +1,10 @@
-//! Failures that are expected, without their messages.
+//! Hides the messages of expected failures.
 
 use std::cell::Cell;
 use std::panic::{set_hook, take_hook};
 use std::sync::Once;
 
-/// As long as it lives, this thread says nothing when it panics.
+/// While it exists, panics of this thread print nothing.
 pub struct Quiet;
 
 impl Quiet {

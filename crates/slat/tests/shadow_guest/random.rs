@@ -5,7 +5,7 @@ pub struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Random {
-        // SplitMix64, so that seeds that follow each other have nothing in common.
+        // SplitMix64, so that consecutive seeds are unrelated.
         let mixed = (seed.wrapping_add(0x9e37_79b9_7f4a_7c15) ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         Random((mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) | 1)
     }
@@ -22,7 +22,7 @@ impl Random {
         self.next() as usize % n
     }
 
-    /// `true` in so many of 100 cases.
+    /// `true` with a probability of `percent`.
     pub fn chance(&mut self, percent: usize) -> bool {
         self.below(100) < percent
     }

@@ -1,39 +1,42 @@
-//! What may be stale. A CPU may translate by values that entries of the guest's tables had once, as long as nothing has told
-//! it to forget them (Intel SDM vol. 3A, "Caching Translation Information"):
+//! What may be stale. A CPU may translate by values that PTEs of the guest once had, until a flush
+//! (Intel SDM vol. 3A, "Caching Translation Information"):
 //!
-//! - An entry is cached only as it was while it was present, with no reserved bit and with its accessed flag set; a page is
-//!   written only through one with its dirty flag set.
-//! - Entries on one path may be of different ages, an upper one not younger than what was found by it: the paging-structure
-//!   caches. Each is as it was at some time since the last flush that covers it, on that CPU.
-//! - Flushes cover what the manual says of each instruction, and pages of any size whole. Translations of a global page stay
-//!   when those of a PCID go, and serve all PCIDs.
-//! - A page fault is a flush of its address in the current PCID ("Operations that Invalidate TLBs and Paging-Structure
-//!   Caches"), also of global translations that were made in this PCID.
+//! - A PTE is cached only with a value that was present, without a reserved bit, and with its
+//!   accessed flag set. A page is written only through one with its dirty flag set.
+//! - PTEs on one path may be of different ages; an upper one is not younger than what was found
+//!   through it: the paging-structure caches. Each has a value from some time since the last flush
+//!   that covers it, on that CPU.
+//! - Flushes cover what the manual lists for each instruction, and pages of any size whole.
+//!   Translations of a global page survive a flush of a PCID, and serve all PCIDs.
+//! - A page fault is a flush of its address in the current PCID ("Operations that Invalidate TLBs
+//!   and Paging-Structure Caches"), also of global translations that were made in this PCID.
 //!
-//! - A CPU makes entries for the PCID that is current, so each was as it was at a time when the PCID was. ([`Caching`] says by
-//!   how much a strategy may miss that.)
+//! - A CPU caches PTEs for the current PCID, so each has a value from a time when the PCID was
+//!   current. ([`Caching`] has how far a strategy may deviate.)
 //!
-//! So here is every value that each word of memory has had, with the times; and for each CPU when it was told to forget what.
-//! Whether an access may have reached a page is a search for a path through them.
+//! So this module keeps every value of each word of memory, with its times, and every flush of each
+//! CPU. Whether an access may have reached a page is a search for a path through them.
 
 use std::collections::HashMap;
 
 use slat::{Access, PagingRegisters, Privilege};
 
-use super::architecture::{ACCESSED, CR4_PCIDE, CR4_PGE, Meaning, Mode, Rights, entry_in, has_accessed_flag, meaning};
+use super::architecture::{
+    ACCESSED, CR4_PCIDE, CR4_PGE, Meaning, PagingMode, Rights, entry_in, has_accessed_flag, meaning,
+};
 use super::world::{NR_GFNS, WORDS};
 
-/// Steps of a clock that moves on at each event.
+/// Steps of a clock that advances at each event.
 pub type Time = u64;
 
-/// What a word held, from a time on. `None`: there was no memory.
+/// The value of a word from a time on. `None`: there was no memory.
 #[derive(Clone, Copy, Debug)]
 struct Version {
     since: Time,
     value: Option<u64>,
 }
 
-/// The guest's memory, and all that it has held.
+/// The guest's memory, and its past values.
 pub struct History {
     now: Time,
     words: Vec<u64>,
@@ -66,7 +69,7 @@ impl History {
         &self.words[gfn as usize * WORDS..][..WORDS]
     }
 
-    /// The word that holds `gpa` becomes `value`.
+    /// Stores `value` in the word that holds `gpa`.
     pub fn write(&mut self, gpa: u64, value: u64) {
         assert!(self.has_memory(gpa));
         let word = (gpa >> 3) as usize;
@@ -91,14 +94,15 @@ impl History {
             let old = had_memory.then_some(self.words[word]);
             let new = contents.map(|contents| contents[inside]);
             self.words[word] = new.unwrap_or(0);
-            // Without memory, or zero: either way nothing is found there, so most of them need no version.
+            // Without memory, or zero: both mean that no PTE is found, so most of them need no
+            // version.
             if old.unwrap_or(0) != new.unwrap_or(0) {
                 self.changed(word, old, Version { since: now, value: new });
             }
         }
     }
 
-    /// Calls `seen` with each value that the word at `gpa` had at some time from `from` on, and from when until when.
+    /// Calls `seen` with each value that the word at `gpa` had since `from`, and its start and end.
     fn each_since(&self, gpa: u64, from: Time, mut seen: impl FnMut(u64, Time, Time)) {
         let word = (gpa >> 3) as u32;
         match self.versions.get(&word) {
@@ -123,7 +127,7 @@ impl History {
     }
 }
 
-/// A table that CR3 named, and when.
+/// A page table that CR3 named, and when.
 #[derive(Clone, Copy, Debug)]
 struct Root {
     pcid: u16,
@@ -135,14 +139,15 @@ struct Root {
 /// When a CPU may have read what it caches for a PCID.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Caching {
-    /// While the PCID was current, as the manual has it.
+    /// While the PCID was current, as in the manual.
     WhileCurrent,
-    /// At any time since its last flush, or, if it has not been current since that flush, since it is. So it may be with tables
-    /// that all PCIDs and CPUs share, and where what one of them has read is there for the next.
+    /// At any time since its last flush or, if it has not been current since that flush, since it
+    /// is current again. This holds for page tables that all PCIDs and CPUs share, and where one of
+    /// them caches for the others.
     AnyTime,
 }
 
-/// One CPU of the guest's: its registers, and when it was told to forget what.
+/// One CPU of the guest: its registers, and its flushes.
 pub struct VirtualCpu {
     pub registers: PagingRegisters,
     caching: Caching,
@@ -154,7 +159,7 @@ pub struct VirtualCpu {
     pages: HashMap<(u16, u32, u64), Time>,
     /// Global translations, by size and number.
     global_pages: HashMap<(u32, u64), Time>,
-    /// Page faults, by PCID, size and number: those made global in the PCID went, too.
+    /// Page faults, by PCID, size and number: they flush those made global in the PCID, too.
     faults: HashMap<(u16, u32, u64), Time>,
 }
 
@@ -176,8 +181,8 @@ impl VirtualCpu {
         }
     }
 
-    pub fn mode(&self) -> Mode {
-        Mode::of(&self.registers)
+    pub fn mode(&self) -> PagingMode {
+        PagingMode::of(&self.registers)
     }
 
     pub fn has_pcids(&self) -> bool {
@@ -208,7 +213,7 @@ impl VirtualCpu {
         self.pages.retain(|&(of, _, _), _| of != pcid);
     }
 
-    /// Forgets `la` in `pcid`, but for global translations.
+    /// Flushes `la` in `pcid`, except global translations.
     pub fn flush_page(&mut self, pcid: u16, la: u64, now: Time) {
         for shift in SHIFTS {
             self.pages.insert((pcid, shift, la >> shift), now);
@@ -221,7 +226,7 @@ impl VirtualCpu {
         }
     }
 
-    /// The guest is given a page fault at `la`.
+    /// The guest gets a page fault at `la`.
     pub fn page_fault(&mut self, la: u64, now: Time) {
         let pcid = self.pcid();
         self.flush_page(pcid, la, now);
@@ -230,13 +235,13 @@ impl VirtualCpu {
         }
     }
 
-    /// From now on CR3 holds what it holds.
+    /// The current value of CR3 holds from now on.
     pub fn root_loaded(&mut self, now: Time) {
         if let Some(last) = self.roots.last_mut().filter(|last| last.until == Time::MAX) {
             last.until = now;
         }
         let mode = self.mode();
-        if mode != Mode::Off {
+        if mode != PagingMode::Off {
             let table = mode.root(self.registers.cr3);
             let root = Root { pcid: self.pcid(), table, from: now, until: Time::MAX };
             self.roots.retain(|root| root.until > self.all);
@@ -246,7 +251,8 @@ impl VirtualCpu {
         }
     }
 
-    /// What was flushed of `pcid` since it was last current has nothing in it until it is so again, now.
+    /// A flush of `pcid` since it was last current leaves nothing in it until it is current again,
+    /// which is now.
     fn flushed_before_use(&mut self, pcid: u16, last_use: Time, now: Time) {
         if self.all.max(self.all_but_global) >= last_use {
             self.contexts.insert(pcid, now);
@@ -256,11 +262,11 @@ impl VirtualCpu {
         context.chain(pages).filter(|time| **time >= last_use).for_each(|time| *time = now);
     }
 
-    /// Whether this CPU may translate `la` to the byte at `target` for such an access: by the tables as they are, or as it
-    /// may remember them.
+    /// Whether this CPU may translate `la` to the byte at `target` for such an access, by the
+    /// current page tables or by cached PTEs.
     pub fn may_reach(&self, history: &History, la: u64, access: Access, privilege: Privilege, target: u64) -> bool {
         let mode = self.mode();
-        if mode == Mode::Off {
+        if mode == PagingMode::Off {
             return target == la;
         }
         let pcid = self.pcid();
@@ -268,7 +274,7 @@ impl VirtualCpu {
         let mut pcids: Vec<u16> = self.roots.iter().map(|root| root.pcid).collect();
         pcids.sort_unstable();
         pcids.dedup();
-        (1..=mode.levels().min(if mode == Mode::Pae { 2 } else { 3 })).any(|level| {
+        (1..=mode.levels().min(if mode == PagingMode::Pae { 2 } else { 3 })).any(|level| {
             let (shift, page) = (mode.shift(level), la >> mode.shift(level));
             let flushed = |time: Option<&Time>| time.copied().unwrap_or(0);
             let private = [
@@ -297,7 +303,7 @@ impl VirtualCpu {
     }
 }
 
-/// Whose translations.
+/// Selects translations.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Of {
     Pcid(u16),
@@ -312,19 +318,19 @@ impl Of {
     }
 }
 
-/// A table that may have been reached on the way.
+/// A page table that may have been reached on the way.
 #[derive(Clone, Copy)]
 struct Reached {
     table: u64,
     rights: Rights,
-    /// The earliest that what led here can have been read.
+    /// The earliest time at which the PTE that led here can have been read.
     time: Time,
 }
 
 struct Search<'a> {
     cpu: &'a VirtualCpu,
     history: &'a History,
-    mode: Mode,
+    mode: PagingMode,
     la: u64,
     access: Access,
     privilege: Privilege,
@@ -332,7 +338,8 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Whether a path of entries, each read since `flushed`, leads through an entry of `leaf_level` to the target.
+    /// Whether a path of PTEs, each read since `flushed`, leads through a PTE of `leaf_level` to
+    /// the target.
     fn finds(&self, leaf_level: u8, flushed: Time, of: Of) -> bool {
         let mut at = Vec::new();
         for root in self.cpu.roots.iter().filter(|root| of.includes(root) && root.until > flushed) {
@@ -347,7 +354,8 @@ impl Search<'_> {
                 let gpa = above.table + self.mode.index(self.la, level) * self.mode.entry_bytes();
                 self.history.each_since(gpa, above.time, |word, since, until| {
                     let entry = entry_in(word, gpa, self.mode);
-                    // Read while the CPU translated by this PCID, and not before what led here.
+                    // Read while the CPU translated by this PCID, and not before the PTE that led
+                    // here.
                     let time = self.cpu.next_use(of, since.max(above.time)).filter(|&time| time < until);
                     let is_cached = entry & ACCESSED != 0 || !has_accessed_flag(self.mode, level);
                     let (Some(time), true) = (time, is_cached) else { return };
@@ -372,7 +380,8 @@ impl Search<'_> {
     }
 }
 
-/// Adds a table to those that were reached: the same one with the same rights once, from the earliest time on.
+/// Adds a page table to those that were reached. Each one with the same rights is kept once, with
+/// its earliest time.
 fn add(tables: &mut Vec<Reached>, new: Reached) {
     match tables.iter_mut().find(|old| old.table == new.table && old.rights == new.rights) {
         Some(old) => old.time = old.time.min(new.time),

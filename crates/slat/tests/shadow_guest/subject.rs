@@ -1,11 +1,12 @@
-//! What is examined: a guest's CPUs, as the guest sees them. The engine under the hypervisor's CPUs is one; CPUs that are
-//! made wrong on purpose, so that one knows that the oracle would notice, are the other.
+//! The subject of a test: a guest's CPUs, as the guest observes them. One is the engine under the
+//! hypervisor's CPUs. The others are CPUs with a deliberate fault, which show that the oracle
+//! detects it.
 
 use slat::{Access, Error, PagingRegister, PagingRegisters, Privilege};
 
 use super::world::World;
 
-/// What became of an instruction that changes what a CPU has cached.
+/// The result of an instruction that changes what a CPU has cached.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Executed {
     Done,
@@ -13,7 +14,7 @@ pub enum Executed {
     GeneralProtection,
 }
 
-/// How a write that may be done is done.
+/// How a permitted write is made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum By {
     Cpu,
@@ -21,37 +22,37 @@ pub enum By {
     Emulation,
 }
 
-/// Where a write that was emulated went.
+/// Where an emulated write went.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Written {
     Memory,
-    /// Nowhere: no memory is there.
+    /// To no memory: there is none at this address.
     Mmio {
         gpa: u64,
     },
 }
 
-/// What became of an access.
+/// The result of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Observed {
-    /// It was done here; or it may be, by emulation, and nothing was written yet.
+    /// It was made here; or it may be made by emulation, and nothing was written yet.
     Reached { gpa: u64, by: By },
     /// #PF.
     Fault { error_code: u32 },
-    /// No memory is at this address, where this was to be done.
+    /// There is no memory at the address of the access.
     Mmio { gpa: u64, access: Access },
-    /// No memory is at this address, where an entry of a table was to be read.
+    /// There is no memory at this address, where a PTE was to be read.
     TableMmio { gpa: u64 },
 }
 
-/// What the host does beside the guest.
+/// An action of the host beside the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HostEvent {
-    /// A page gets another frame.
+    /// A page moves to another frame.
     MoveFrame {
         gfn: u64,
     },
-    /// The second stage looks who has used what.
+    /// The second stage ages pages.
     Age {
         first_gfn: u64,
         nr_pages: u64,
@@ -68,8 +69,8 @@ pub trait Subject {
     fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error>;
     fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), Error>;
     fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, Error>;
-    /// One access. When a CPU of the host's reaches memory it calls `effect` with the address: no flush returns, and no frame
-    /// moves, before that does.
+    /// One access. When a CPU of the host reaches memory it calls `effect` with the address. No
+    /// flush returns, and no frame moves, before `effect` does.
     fn access(
         &mut self,
         cpu: usize,
@@ -78,15 +79,15 @@ pub trait Subject {
         privilege: Privilege,
         effect: &mut dyn FnMut(&World, u64),
     ) -> Result<Observed, Error>;
-    /// A write that is emulated for this CPU.
+    /// An emulated write of this CPU.
     fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, Error>;
-    /// Something that the guest does not notice.
+    /// An action that the guest does not observe.
     fn host_event(&mut self, event: HostEvent);
-    /// The pages of a slot that lies at `first_gfn` which were written since this was last asked.
+    /// The pages of a memslot at `first_gfn` that were written since the last call.
     fn harvest(&mut self, slot: usize, first_gfn: u64) -> std::collections::BTreeSet<u64>;
-    /// Takes a slot away.
+    /// Deletes a memslot.
     fn delete_slot(&mut self, slot: usize, first_gfn: u64);
-    /// Makes a slot, at the place it has by default, with these contents.
+    /// Makes a memslot, at its default place, with these contents.
     fn create_slot(&mut self, slot: usize, contents: Option<&[u64]>);
     fn move_slot(&mut self, slot: usize, from: u64, to: u64);
 }

@@ -1,9 +1,11 @@
-//! The same program on several threads at once, with a host that moves frames, harvests and ages beside them.
+//! The same program on several threads at once, with a host that moves frames, harvests and ages
+//! beside them.
 //!
-//! What one thread finds depends on no other: each has tables and pages of its own, which nobody else writes, so that its oracle
-//! knows all that they have held. What the threads share is the engine, and a few frames that all of them map and in which
-//! nobody writes anything but zeroes. Beside these each goes through tables that all of them change: where that leads
-//! nobody can say, but it must be memory of the guest's, and the tables of the engine must be sound.
+//! The observations of one thread depend on no other: each has page tables and pages of its own,
+//! which only it writes, so its oracle knows all their values. The threads share the engine, and a
+//! few frames that all of them map and in which all of them write only zeroes. Each also uses page
+//! tables that all of them change. No oracle can predict where those lead. But it must be memory of
+//! the guest, and the page-table pages of the engine must be sound.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -29,10 +31,10 @@ fn pages_of(thread: u64) -> Range<u64> {
 
 /// Pages that all threads map.
 const SHARED: Range<u64> = 480..484;
-/// Tables that all threads write: one of each of four levels, and what they lead to.
+/// Page tables that all threads write, one of each of four levels, and their targets.
 const CONTESTED: Range<u64> = 520..528;
 
-/// What the hypervisor and other guests' CPUs do meanwhile.
+/// The actions of the hypervisor and of the CPUs of other guests meanwhile.
 fn host(engine: &mut Engine, seed: u64, nr_running: &AtomicUsize) -> BTreeSet<u64> {
     let mut random = Random::new(seed);
     let mut reported = BTreeSet::new();
@@ -54,7 +56,7 @@ fn host(engine: &mut Engine, seed: u64, nr_running: &AtomicUsize) -> BTreeSet<u6
     reported
 }
 
-/// Goes through tables that other threads change, and changes them.
+/// Uses page tables that other threads change, and changes them.
 fn contest(engine: &mut Engine, random: &mut Random) {
     let [table, target] = [(); 2].map(|()| CONTESTED.start + random.below(8) as u64);
     let index = random.below(3) as u64;
@@ -111,7 +113,8 @@ fn run(strategy: ShadowStrategy, seed: u64, nr_ops: usize) -> Figures {
             scope.spawn(move || {
                 let _running = Running(nr_running);
                 let mut random = Random::new(seed ^ thread as u64);
-                // What the host does is done by the host; a long write would make entries that lead to others' pages.
+                // The host thread makes the host's actions. A long write would make PTEs that lead
+                // to pages of other threads.
                 let is_ours = |kind| {
                     !matches!(kind, Kind::MoveFrame | Kind::Harvest | Kind::ChangeSlot | Kind::Age | Kind::LongWrite)
                 };
@@ -149,7 +152,7 @@ fn run(strategy: ShadowStrategy, seed: u64, nr_ops: usize) -> Figures {
     figures
 }
 
-/// One thread less, also when it fails: the host waits for all.
+/// Counts a thread as ended, also when it fails: the host waits for all.
 struct Running<'a>(&'a AtomicUsize);
 
 impl Drop for Running<'_> {

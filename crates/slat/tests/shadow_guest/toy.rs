@@ -1,5 +1,6 @@
-//! CPUs that do what the architecture says by themselves: a walk of the guest's tables and a TLB that keeps all that it may.
-//! And the same CPUs with one rule left out, which the oracle must notice.
+//! CPUs that follow the architecture by themselves: a walk of the guest's page tables, and a TLB
+//! that keeps all that it may. And the same CPUs with one rule left out, which the oracle must
+//! detect.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
@@ -7,7 +8,7 @@ use std::sync::atomic::Ordering;
 use slat::{Access, Error, MemoryRegionFlags, PagingRegister, PagingRegisters, Privilege};
 
 use super::architecture::{
-    ACCESSED, DIRTY, End, GLOBAL, Mode, Rights, entry_in, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
+    ACCESSED, DIRTY, End, GLOBAL, PagingMode, Rights, entry_in, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
 };
 use super::oracle::Oracle;
 use super::stale::Caching;
@@ -18,14 +19,14 @@ use super::world::{SLOTS, World};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LeftOut {
     Nothing,
-    /// Nor is anything cached.
+    /// Also nothing is cached.
     Cache,
     Invlpg,
     /// Of the other pages inside the large one.
     InvlpgOfLargePage,
     /// In other PCIDs.
     InvlpgOfGlobal,
-    /// A page fault keeps what was cached for its address.
+    /// A page fault keeps the cached translation of its address.
     PageFault,
     LoadCr3,
     LoadCr3OfOtherRoot,
@@ -42,7 +43,7 @@ pub enum LeftOut {
     Smap,
     Emulated,
     ReportOfWrite,
-    /// A load of PDPTEs takes any.
+    /// A load of PDPTEs accepts any.
     PdpteCheck,
 }
 
@@ -80,7 +81,7 @@ struct Cached {
 
 #[derive(Default)]
 struct ToyCpu {
-    /// By PCID, or none for global ones, and number of the 4 KiB page.
+    /// By PCID, or `None` for global ones, and number of the 4 KiB page.
     cached: HashMap<(Option<u16>, u64), Cached>,
 }
 
@@ -88,7 +89,7 @@ pub struct Toy {
     world: World,
     left_out: LeftOut,
     cpus: Vec<ToyCpu>,
-    /// It follows the registers by the oracle's rules.
+    /// Keeps the registers, by the oracle's rules.
     registers: Oracle,
     written: BTreeSet<u64>,
 }
@@ -105,7 +106,7 @@ impl Toy {
         }
     }
 
-    /// Whether PDPTEs that are loaded are found bad.
+    /// Whether loaded PDPTEs are found invalid.
     fn has_bad_pdpte(&self, new: PagingRegisters) -> bool {
         self.left_out != LeftOut::PdpteCheck
             && has_bad_pdpte(&new, |gpa| self.world.word(gpa).map(|word| word.load(Ordering::SeqCst)))
@@ -131,7 +132,7 @@ impl Toy {
                 self.cpus[cpu].cached.remove(&key);
             }
         }
-        let mode = Mode::of(&registers);
+        let mode = PagingMode::of(&registers);
         let read = |gpa| self.world.word(gpa).map(|word| word.load(Ordering::SeqCst));
         let walked = walk(&registers, la, access, privilege, read);
         match walked.end {
@@ -153,7 +154,7 @@ impl Toy {
                     let has_flag = has_accessed_flag(mode, step.level) && self.left_out != LeftOut::AccessedFlag;
                     let accessed = if has_flag { ACCESSED } else { 0 };
                     let flags = accessed | if dirty { DIRTY } else { 0 };
-                    let shift = if mode == Mode::Bits32 { 8 * (step.gpa & 4) } else { 0 };
+                    let shift = if mode == PagingMode::Bits32 { 8 * (step.gpa & 4) } else { 0 };
                     self.world.word(step.gpa).unwrap().fetch_or(flags << shift, Ordering::SeqCst);
                 }
                 if let Some(leaf) = walked.steps.last()
@@ -171,7 +172,7 @@ impl Toy {
         }
     }
 
-    /// Forgets what translates `la`, where `of` says that its PCID is meant.
+    /// Drops what translates `la` in the PCIDs that `of` selects.
     fn forget_page(&mut self, cpu: usize, la: u64, of: impl Fn(Option<u16>) -> bool) {
         let left_out = self.left_out;
         self.cpus[cpu].cached.retain(|&(pcid, page), found| {
@@ -214,7 +215,7 @@ impl Subject for Toy {
         let registers = self.registers.cpus[cpu].registers;
         let old = registers.cr3;
         let new = PagingRegisters { cr3: value, ..registers };
-        if Mode::of(&new) == Mode::Pae && self.has_bad_pdpte(new) {
+        if PagingMode::of(&new) == PagingMode::Pae && self.has_bad_pdpte(new) {
             return Ok(Executed::GeneralProtection);
         }
         let executed = self.registers.load_cr3(cpu, value);
@@ -303,7 +304,7 @@ impl Subject for Toy {
 
     fn delete_slot(&mut self, slot: usize, first_gfn: u64) {
         (0..self.cpus.len()).for_each(|cpu| self.forget(cpu, |_| true));
-        self.world.take_away(first_gfn, SLOTS[slot].1);
+        self.world.free_frames_of(first_gfn, SLOTS[slot].1);
     }
 
     fn create_slot(&mut self, slot: usize, contents: Option<&[u64]>) {

@@ -1,9 +1,11 @@
-//! The world of one program: host memory for tables and frames, the slots in which the guest finds the frames, and the
-//! engine's host over both. All of it is a few MiB, so that everything collides.
+//! The world of one program: host memory for page-table pages and frames, the memslots in which the
+//! guest finds the frames, and the engine's host over both. All of it is a few MiB, so that
+//! everything collides.
 //!
-//! Host-physical addresses are no pointers. Each frame knows to which guest frame it belongs at this moment: whoever reaches
-//! one that belongs to none has kept a translation that was taken away. Each table knows whether it is live: a CPU that walks
-//! one that is not has followed an entry that should be gone.
+//! Host-physical addresses are no pointers. Each frame has an owner, the guest frame that it
+//! belongs to at this moment. A CPU that reaches a frame without an owner has kept a translation
+//! that was zapped. Each page-table page is marked live or not. A CPU that walks one that is not
+//! live has followed a stale PTE.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
@@ -21,18 +23,18 @@ use super::futex_park::FutexPark;
 pub const WORDS: usize = 512;
 /// Guest frames have numbers below this.
 pub const NR_GFNS: usize = 1280;
-/// The slots: first guest frame, and how many.
+/// The memslots: first guest frame, and how many.
 pub const SLOTS: [(u64, u64); 3] = [(0, 512), (512, 256), (1024, 64)];
-/// Where the last slot is moved to and from.
+/// The other place of the last memslot.
 pub const OTHER_PLACE: u64 = 1152;
 
 const NR_FRAMES: usize = 1024;
 const FIRST_PFN: u64 = 0x10_0000;
 const NR_TABLES: usize = 6144;
 const FIRST_TABLE: u64 = 0x40_0000_0000;
-const NOBODY: u32 = u32::MAX;
+const NO_OWNER: u32 = u32::MAX;
 
-/// What a freed table, or a frame that was taken back, is filled with: no entry that anybody makes.
+/// The contents of a freed page-table page, and of a freed frame: no PTE has this value.
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
 #[repr(C, align(4096))]
@@ -76,7 +78,7 @@ impl Drop for Pages {
     }
 }
 
-/// The frames of a slot's pages, by their indices.
+/// The frames of a memslot's pages, by their indices.
 #[derive(Debug)]
 pub struct Backing {
     frames: Mutex<Vec<u32>>,
@@ -90,15 +92,15 @@ pub struct World {
     /// The guest frame that each frame belongs to.
     owners: Box<[AtomicU32]>,
     free_frames: Mutex<Vec<u32>>,
-    /// The frame that each guest frame has.
+    /// The frame of each guest frame.
     frame_of: Box<[AtomicU32]>,
     tables: Pages,
     live: Box<[AtomicBool]>,
     free_tables: Mutex<Vec<u32>>,
     nr_live_tables: AtomicUsize,
-    /// Allocations of tables that still succeed; negative: all do.
+    /// Allocations of page-table pages that still succeed; negative: all do.
     allocations_left: AtomicI64,
-    /// Calls of [`Host::flush`]. A CPU that has seen fewer has forgotten all that it has cached.
+    /// Calls of [`Host::flush`]. A CPU that has observed fewer drops all that it has cached.
     flushes: AtomicU64,
     /// Held shared by an access from its look into the TLB to its effect; a flush waits for those.
     pub gate: RwLock<()>,
@@ -108,9 +110,9 @@ impl World {
     pub fn new() -> World {
         World {
             frames: Pages::new(NR_FRAMES),
-            owners: (0..NR_FRAMES).map(|_| AtomicU32::new(NOBODY)).collect(),
+            owners: (0..NR_FRAMES).map(|_| AtomicU32::new(NO_OWNER)).collect(),
             free_frames: Mutex::new((0..NR_FRAMES as u32).rev().collect()),
-            frame_of: (0..NR_GFNS).map(|_| AtomicU32::new(NOBODY)).collect(),
+            frame_of: (0..NR_GFNS).map(|_| AtomicU32::new(NO_OWNER)).collect(),
             tables: Pages::new(NR_TABLES),
             live: (0..NR_TABLES).map(|_| AtomicBool::new(false)).collect(),
             free_tables: Mutex::new((0..NR_TABLES as u32).rev().collect()),
@@ -121,7 +123,8 @@ impl World {
         }
     }
 
-    /// Gives slot `slot` frames, contiguous ones, and says what to make it of. Its pages hold what was there before.
+    /// Assigns contiguous frames to memslot `slot`, and returns its region. Its pages keep their
+    /// contents.
     pub fn region(
         &self,
         slot: usize,
@@ -162,29 +165,29 @@ impl World {
         }
     }
 
-    /// Takes the guest frames of a slot that lies at `first_gfn` away. To be called when the engine has let them go.
-    pub fn take_away(&self, first_gfn: u64, nr_pages: u64) {
+    /// Frees the frames of a memslot that lies at `first_gfn`, once the engine has zapped it.
+    pub fn free_frames_of(&self, first_gfn: u64, nr_pages: u64) {
         for gfn in first_gfn..first_gfn + nr_pages {
-            let frame = self.frame_of[gfn as usize].swap(NOBODY, Ordering::SeqCst);
+            let frame = self.frame_of[gfn as usize].swap(NO_OWNER, Ordering::SeqCst);
             self.free(frame);
         }
     }
 
     fn free(&self, frame: u32) {
-        self.owners[frame as usize].store(NOBODY, Ordering::SeqCst);
+        self.owners[frame as usize].store(NO_OWNER, Ordering::SeqCst);
         self.frames.fill(frame as usize, POISON);
         // Not the next to be used.
         self.free_frames.lock().unwrap().insert(0, frame);
     }
 
-    /// A slot that was at one place is now at another.
+    /// A memslot has moved.
     pub fn move_slot(&self, from: u64, to: u64, nr_pages: u64) {
         let frames: Vec<u32> =
-            (from..from + nr_pages).map(|gfn| self.frame_of[gfn as usize].swap(NOBODY, Ordering::SeqCst)).collect();
+            (from..from + nr_pages).map(|gfn| self.frame_of[gfn as usize].swap(NO_OWNER, Ordering::SeqCst)).collect();
         self.place(to, &frames);
     }
 
-    /// Moves a page that is invalidated to another frame, if there is one. The old one is poisoned.
+    /// Moves an invalidated page to another frame, if there is one. The old one is poisoned.
     pub fn move_frame(&self, backing: &Backing, page: usize, gfn: u64) {
         let _no_access = self.gate.write().unwrap();
         let Some(new) = self.free_frames.lock().unwrap().pop() else { return };
@@ -198,24 +201,24 @@ impl World {
         self.free(old);
     }
 
-    /// The guest's memory at `gpa`, if it has some there: the word that holds this byte.
+    /// The word of the guest's memory that holds the byte at `gpa`, if there is memory.
     pub fn word(&self, gpa: u64) -> Option<&AtomicU64> {
         let frame = self.frame_of.get((gpa >> 12) as usize)?.load(Ordering::SeqCst);
-        (frame != NOBODY).then(|| &self.frames.page(frame as usize).0[(gpa >> 3) as usize % WORDS])
+        (frame != NO_OWNER).then(|| &self.frames.page(frame as usize).0[(gpa >> 3) as usize % WORDS])
     }
 
-    /// The guest-physical address of what a CPU reaches at `hpa`.
+    /// The guest-physical address that belongs to `hpa`.
     pub fn gpa_of(&self, hpa: Hpa) -> Option<u64> {
         let index = hpa.pfn().0.checked_sub(FIRST_PFN)? as usize;
         let owner = self.owners.get(index)?.load(Ordering::SeqCst);
-        (owner != NOBODY).then(|| (u64::from(owner) << 12) | (hpa.0 & 0xfff))
+        (owner != NO_OWNER).then(|| (u64::from(owner) << 12) | (hpa.0 & 0xfff))
     }
 
-    /// An entry of a table, for a CPU that walks it.
+    /// A PTE, for a CPU that walks it.
     pub fn table_entry(&self, table: Hpa, index: usize) -> &AtomicU64 {
         let number = table.0.wrapping_sub(FIRST_TABLE) / PAGE_SIZE;
         let is_live = self.live.get(number as usize).is_some_and(|live| live.load(Ordering::SeqCst));
-        assert!(is_live, "a CPU walks {table}, which is not a live table");
+        assert!(is_live, "a CPU walks {table}, which is not live");
         &self.tables.page(number as usize).0[index]
     }
 
@@ -223,7 +226,7 @@ impl World {
         self.nr_live_tables.load(Ordering::SeqCst)
     }
 
-    /// Lets `n` more allocations of tables succeed, then none; all, if it is negative.
+    /// Lets `n` more allocations of page-table pages succeed, then none; all, if it is negative.
     pub fn fail_after(&self, n: i64) {
         self.allocations_left.store(n, Ordering::SeqCst);
     }
@@ -252,8 +255,9 @@ impl Park for World {
     }
 }
 
-// SAFETY: tables are pages of the world's own, given out once until they are freed; CPUs forget all before `flush` returns;
-// frames change only while their pages are invalidated.
+// SAFETY: page-table pages belong to the world, and each is allocated once until it is freed. CPUs
+// drop all that they cache before `flush` returns. Frames change only while their pages are
+// invalidated.
 unsafe impl Host for World {
     type Backing = Arc<Backing>;
 
@@ -265,7 +269,7 @@ unsafe impl Host for World {
             _ => {}
         }
         let table = self.free_tables.lock().unwrap().pop()?;
-        // Garbage, so that nobody relies on zeroes.
+        // Garbage, so that no code relies on zeroes.
         self.tables.fill(table as usize, 0xa5a5_a5a5_a5a5_a5a5);
         self.live[table as usize].store(true, Ordering::SeqCst);
         self.nr_live_tables.fetch_add(1, Ordering::SeqCst);
@@ -304,7 +308,7 @@ unsafe impl Host for World {
 
     fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
         let index = frame.0.checked_sub(FIRST_PFN)? as usize;
-        assert_ne!(self.owners[index].load(Ordering::SeqCst), NOBODY, "{frame} is not the guest's any more");
+        assert_ne!(self.owners[index].load(Ordering::SeqCst), NO_OWNER, "{frame} is not of the guest any more");
         Some(std::ptr::from_ref(self.frames.page(index)).cast_mut().cast())
     }
 

@@ -1,4 +1,5 @@
-//! A host that takes next to no stack itself, and a global allocator that takes none: what is measured is the engine.
+//! A host that takes almost no stack itself, and a global allocator that takes none: the measured
+//! stack is the engine's.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::Mutex;
@@ -9,7 +10,8 @@ use slat::{
     Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode,
 };
 
-/// Gives memory that was never used before, and takes none back: so it needs no list, and all of it is zero.
+/// Hands out memory that was never used before, and keeps what is freed: so it needs no list, and
+/// all of its memory is zero.
 struct Bump {
     start: AtomicPtr<u8>,
     used_bytes: AtomicUsize,
@@ -26,7 +28,7 @@ impl Bump {
             return start;
         }
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: new memory, where the kernel likes.
+        // SAFETY: new memory, at an address of the kernel's choice.
         let new =
             unsafe { libc::mmap(std::ptr::null_mut(), Bump::BYTES, protection, flags | libc::MAP_NORESERVE, -1, 0) };
         assert_ne!(new, libc::MAP_FAILED);
@@ -37,7 +39,7 @@ impl Bump {
     }
 }
 
-// SAFETY: each answer is aligned, inside the memory, and no other caller's.
+// SAFETY: each answer is aligned, inside the memory, and returned once.
 unsafe impl GlobalAlloc for Bump {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let size_bytes = layout.size() + layout.align();
@@ -52,7 +54,7 @@ unsafe impl GlobalAlloc for Bump {
     unsafe fn dealloc(&self, _: *mut u8, _: Layout) {}
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as the caller promises. It is zero: nothing is given twice.
+        // SAFETY: as the caller promises. It is zero, since it was never used.
         unsafe { self.alloc(layout) }
     }
 }
@@ -60,7 +62,7 @@ unsafe impl GlobalAlloc for Bump {
 #[global_allocator]
 static ALLOCATOR: Bump = Bump { start: AtomicPtr::new(std::ptr::null_mut()), used_bytes: AtomicUsize::new(0) };
 
-/// Guest memory whose frames follow each other.
+/// Guest memory with contiguous frames.
 #[derive(Clone, Copy)]
 pub struct Backing {
     pub first: Pfn,
@@ -70,7 +72,7 @@ pub struct Backing {
 
 type Hook = Box<dyn FnMut() + Send>;
 
-/// Tables that came back, of one page.
+/// Freed page-table pages, of one page each.
 struct FreeTables(Mutex<Vec<Hpa>>);
 
 impl Default for FreeTables {
@@ -86,13 +88,13 @@ pub struct StackHost {
     pub refuses_tables: AtomicBool,
     pub always_yields: AtomicBool,
     has_barrier: bool,
-    /// Called once, by the next resolve.
+    /// Runs once, in the next resolve.
     pub in_resolve: Mutex<Option<Hook>>,
     clock_ns: AtomicU64,
 }
 
 impl StackHost {
-    /// One that can make a barrier on all CPUs, or says so.
+    /// A host that can make a barrier on all CPUs, or claims so.
     pub fn with_barrier() -> StackHost {
         StackHost { has_barrier: true, ..StackHost::default() }
     }
@@ -110,7 +112,7 @@ impl Park for StackHost {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are the allocator's and nothing else uses them; no CPU runs on them.
+// SAFETY: page-table pages are the allocator's and have no other user; no CPU walks them.
 unsafe impl Host for StackHost {
     type Backing = Backing;
 

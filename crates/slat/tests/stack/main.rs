@@ -1,8 +1,9 @@
-//! How much stack the engine's calls take: a hypervisor's is 8 or 16 KiB.
+//! How much stack the engine's calls take: a hypervisor has 8 or 16 KiB.
 //!
-//! Each public call runs on a painted stack, in many configurations, with a host that takes next to none itself. Where the
-//! compiler optimizes (`ci/stack.sh`), none may go deeper than [`MOST_BYTES`], and a fault no deeper than [`MOST_FAULT_BYTES`].
-//! No public method of a type that is measured may be left out: their names are looked for in the sources.
+//! Each public call runs on a painted stack, in many configurations, with a host that takes almost
+//! none itself. In optimized builds (`ci/stack.sh`) no call may go deeper than [`MOST_BYTES`], and
+//! no fault deeper than [`MOST_FAULT_BYTES`]. No public method of a measured type may be left out:
+//! the test searches the sources for their names.
 #![cfg(all(target_os = "linux", not(any(loom, shuttle))))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "stacks made by hand, an allocator, and the host's contract")]
@@ -29,16 +30,16 @@ const READ_ONLY: u64 = 5 << 30;
 const SECRET: u64 = 6 << 30;
 const NOWHERE: u64 = 9 << 30;
 
-/// The deepest that each call went, by its name and the scene.
+/// The depth of each call, by its name and the scene.
 static DEEPEST: Mutex<BTreeMap<(String, String), usize>> = Mutex::new(BTreeMap::new());
 
-/// One VM and its surroundings.
+/// One VM and its host.
 struct Scene<F: Format> {
     name: String,
     vm: Arc<Vm<StackHost, F>>,
 }
 
-/// Runs `call`, which calls `name` and nothing else that is deep, and takes down how deep it went.
+/// Runs `call`, which calls `name` and nothing else that is deep, and records its depth.
 fn measure<T>(scene: &str, name: &str, call: impl FnOnce() -> T) -> T {
     let mut call = Some(call);
     let mut answer = None;
@@ -108,7 +109,7 @@ fn range(at: u64, size: u64) -> GfnRange {
     GfnRange::new(Gpa(at).gfn(), size / PAGE_SIZE)
 }
 
-/// The second stage, through all that can be done with it.
+/// The second stage, through all of its operations.
 fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_entries: Option<u32>) {
     let scene = scene::<F>(name, host, config);
     let vm = &scene.vm;
@@ -161,7 +162,7 @@ fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_ent
     attributes(&scene, &mut vcpu);
     invalidate(&scene, &mut vcpu);
 
-    // All else that goes: a slot moves, others are deleted.
+    // The remaining operations: a memslot moves, others are deleted.
     scene.set_region(1, NOWHERE, SMALL_BYTES, MemoryRegionFlags::LOG_DIRTY_PAGES, None);
     assert!(scene.set_region_with(1, HUGE, SMALL_BYTES, MemoryRegionFlags::empty(), None, None).is_err());
     for slot in 0..4 {
@@ -252,7 +253,7 @@ fn split_and_recover<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>)
     split(PageSize::Size4K);
     recover();
     split(PageSize::Size4K);
-    // A fault that finds an entry of which a recovery is making a huge page; and an invalidation.
+    // A fault that finds a PTE during a recovery; and an invalidation.
     let name = scene.name.clone();
     let (other, mut other_vcpu) = (Arc::clone(vm), vm.create_vcpu().unwrap());
     *vm.host().in_resolve.lock().unwrap() = Some(Box::new(move || {
@@ -321,11 +322,11 @@ fn invalidate<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
         for part in parts {
             vcpu.pre_fault_memory(Gpa(HUGE), HUGE_BYTES, Access::Read).unwrap();
             vcpu.pre_fault_memory(Gpa(SMALL), 1 << 20, Access::Read).unwrap();
-            let taken_away = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
-            scene.measure("Invalidation::range", || taken_away.range());
+            let invalidation = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
+            scene.measure("Invalidation::range", || invalidation.range());
             let meanwhile = [HUGE, SMALL, HUGE + (1 << 30)];
             assert_eq!(scene.faults(vcpu, meanwhile, Access::Write), Ok(Outcome::Resume));
-            scene.measure("drop of an Invalidation", || drop(taken_away));
+            scene.measure("drop of an Invalidation", || drop(invalidation));
             assert_eq!(scene.faults(vcpu, meanwhile, Access::Read), Ok(Outcome::Resume));
         }
     }
@@ -337,12 +338,12 @@ fn invalidate<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
         })
         .collect();
     assert_eq!(scene.faults(vcpu, pages(SMALL, 64), Access::Read), Ok(Outcome::Resume));
-    for taken_away in many {
-        scene.measure("drop of an Invalidation", || drop(taken_away));
+    for invalidation in many {
+        scene.measure("drop of an Invalidation", || drop(invalidation));
     }
 }
 
-/// Shadow paging, through all that can be done with it.
+/// Shadow paging, through all of its operations.
 fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
     const MEMORY_BYTES: u64 = 32 << 20;
     const NR_SPACES: u64 = 24;
@@ -360,7 +361,7 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
         let written = scene.measure("Vcpu::write_guest_table", || vcpu.write_guest_table(Gpa(at), &bytes));
         assert_eq!(written, resumes);
     };
-    // Address spaces: tables of four levels, whose lowest maps 64 pages, and a large page.
+    // Address spaces: page tables of four levels, whose lowest maps 64 pages, and a large page.
     let root = |space: u64| 0x10_0000 + space * 0x1_0000;
     for space in 0..NR_SPACES {
         for level in 0..3 {
@@ -392,7 +393,8 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
             }
             let _ = fault(&mut vcpu, 0x20_1000, Access::Write);
             let _ = fault(&mut vcpu, 1 << 40, Access::Read);
-            // The guest changes its lowest table: emulated, or by itself where it was let.
+            // The guest changes its lowest page table: by emulation, or directly where that is
+            // allowed.
             write(&mut vcpu, root(space) + 0x3000, (0x80_0000 + turn * 0x1000) | 0b111);
             let faulted = scene.faults(&mut vcpu, [root(space) + 0x3000, root(space)], Access::Write);
             assert!(faulted.is_ok());
@@ -402,10 +404,10 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
             }
             scene.measure("Vcpu::entry", || vcpu.entry()).unwrap();
         }
-        // What a host does meanwhile.
+        // The host's operations meanwhile.
         let part = range(0x80_0000 + turn * PAGE_SIZE, 40 * PAGE_SIZE);
-        let taken_away = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
-        scene.measure("drop of an Invalidation", || drop(taken_away));
+        let invalidation = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
+        scene.measure("drop of an Invalidation", || drop(invalidation));
         scene.measure("Vm::age_range", || vm.age_range(range(0, MEMORY_BYTES))).unwrap();
         for flags in [MemoryRegionFlags::LOG_DIRTY_PAGES, MemoryRegionFlags::empty()] {
             scene.set_region(0, 0, MEMORY_BYTES, flags, None);
@@ -415,7 +417,7 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
             let mut bitmap = vec![0; (MEMORY_BYTES / PAGE_SIZE / 64) as usize];
             let _ = scene.measure("Vm::get_dirty_log", || vm.get_dirty_log(0, &mut bitmap));
         }
-        // A write across two entries of the uppermost table.
+        // A write across two PTEs of the uppermost page table.
         let bytes = [0; 16];
         let written = scene.measure("Vcpu::write_guest_table", || vcpu.write_guest_table(Gpa(root(0) + 8), &bytes));
         assert_eq!(written, resumes);
@@ -428,7 +430,7 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
     measure(&name, "drop of a Vm", || drop(vm));
 }
 
-/// The configurations that go different ways.
+/// The configurations with different code paths.
 fn every_configuration<F: Format>() {
     let host = StackHost::default;
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
@@ -469,12 +471,12 @@ const SOURCES: [&str; 9] = [
     include_str!("../../src/dirty/ring.rs"),
 ];
 
-/// The words of `text`, as names are.
+/// The words of `text` that may be names.
 fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(|character: char| !character.is_alphanumeric() && character != '_')
 }
 
-/// The public methods that no name in `measured` has.
+/// The public methods that `measured` does not name.
 fn left_out<'n>(measured: impl Iterator<Item = &'n str>) -> Vec<&'static str> {
     let measured: BTreeSet<&str> = measured.flat_map(words).collect();
     let lines = SOURCES.iter().flat_map(|source| source.lines());

@@ -1,5 +1,5 @@
-//! How deep a call goes into the stack: it runs on a thread whose stack was painted before, and what is not painted any more
-//! afterwards was used.
+//! The stack depth of a call: it runs on a thread whose stack was painted before. Whatever lost its
+//! paint was used.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -17,7 +17,7 @@ struct Stack(*mut u64);
 
 impl Stack {
     fn new() -> Stack {
-        // SAFETY: new memory, where the kernel likes.
+        // SAFETY: new memory, at an address of the kernel's choice.
         let memory = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -42,28 +42,29 @@ impl Stack {
         }
     }
 
-    /// The lowest word that is not as it was painted.
+    /// The lowest word that has lost its paint.
     fn lowest(&self) -> usize {
         // SAFETY: inside the mapping. A thread that runs on it has written above.
         (0..STACK_WORDS).find(|&word| unsafe { self.0.add(word).read_volatile() } != PAINT).unwrap_or(STACK_WORDS)
     }
 }
 
-/// What the thread is to do, and what came of it.
+/// The call to make, and its result.
 struct Task<'t> {
     call: &'t mut (dyn FnMut() + 't),
     stack: &'t Stack,
     used_bytes: usize,
 }
 
-/// Runs `call` on a painted stack of its own. Returns how many bytes below its caller's frame were written: the call's frame, and
-/// all below.
+/// Runs `call` on a painted stack of its own. Returns how many bytes below its caller's frame were
+/// written: the frame of the call, and all below.
 fn depth_of(call: &mut dyn FnMut()) -> usize {
-    // Painted anew after each call, for the next.
+    // Painted again after each call, for the next.
     thread_local!(static STACK: Stack = Stack::new());
     STACK.with(|stack| {
         let mut task = Task { call, stack, used_bytes: 0 };
-        // SAFETY: the attributes live from init to destroy; the stack and the task until the thread is joined.
+        // SAFETY: the attributes exist from init to destroy; the stack and the task until the
+        // thread is joined.
         unsafe {
             let mut attributes = std::mem::zeroed();
             assert_eq!(libc::pthread_attr_init(&mut attributes), 0);
@@ -88,13 +89,13 @@ extern "C" fn run(task: *mut c_void) -> *mut c_void {
     let Ok(()) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (task.call)())) else {
         return ptr::dangling_mut();
     };
-    // Before the thread goes on, for its end takes some of the stack, too.
+    // Before the thread continues, since its end takes some of the stack, too.
     let lowest = task.stack.0.wrapping_add(task.stack.lowest());
     task.used_bytes = here.as_ptr().addr() - lowest.addr();
     ptr::null_mut()
 }
 
-/// How deep `call` goes, less what running nothing at all takes here.
+/// The depth of `call`, less the depth of a call that does nothing.
 pub fn stack_bytes(mut call: impl FnMut()) -> usize {
     thread_local!(static NOTHING: usize = depth_of(&mut || ()));
     depth_of(&mut call).saturating_sub(NOTHING.with(|&bytes| bytes))

@@ -1,4 +1,5 @@
-//! What a host has copied of the staying area, by the log of a slot that has it or some pages of it.
+//! A host's copy of the staying area. It copies what the dirty log of a memslot reports; the
+//! memslot covers the area or some of its pages.
 
 use std::ops::Range;
 
@@ -11,12 +12,12 @@ pub struct Copied {
     nr_writes: [u64; PAGES],
     manual: ManualProtect,
     slot: u32,
-    /// The pages of the area that the slot has, of those that are used.
+    /// The used pages of the area that the memslot covers.
     pages: Range<usize>,
 }
 
 impl Copied {
-    /// Of a slot that logs since a moment ago: everything is copied.
+    /// For a memslot that has just begun to log: all pages are copied.
     pub fn new(vm: &TestVm, manual: ManualProtect, slot: u32, pages: Range<usize>) -> Copied {
         Copied { nr_writes: vm.host().with_memory(|memory| memory.nr_writes(STAYING)), manual, slot, pages }
     }
@@ -25,7 +26,7 @@ impl Copied {
         let mut bitmap = [0; BLOCK as usize / 64];
         let nr_slot_pages =
             if self.pages.end == PAGES { BLOCK } else { self.pages.end as u64 } - self.pages.start as u64;
-        // All, or the word that has the pages which are used.
+        // The whole log, or the word with the used pages.
         let of_word = nr_slot_pages == BLOCK && random(3) == 0;
         let nr_pages = if of_word {
             vm.get_dirty_log_range(self.slot, 0, 64, &mut bitmap).unwrap()
@@ -42,8 +43,8 @@ impl Copied {
         nr_pages
     }
 
-    /// What was written before one harvest is in that or in the next, if the fault that opened the page has returned by
-    /// then.
+    /// Copies each write that returned from its fault before the first harvest. One of the two
+    /// harvests reports it.
     pub fn harvest_twice(&mut self, vm: &TestVm) {
         self.harvest(vm);
         let before = vm.host().with_memory(|memory| memory.nr_writes(STAYING));

@@ -1,5 +1,6 @@
-// The surroundings of the examples in the documentation, which include this file: tables and guest memory come from the
-// heap, "host-physical" addresses are pointers, and no CPU runs. (`examples/smallest_host.rs` is one to begin with.)
+// The host of the examples in the documentation, which include this file. Page-table pages and
+// guest memory come from the heap, host-physical addresses are pointers, and no CPU runs.
+// `examples/smallest_host.rs` is the host to begin with.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
@@ -22,7 +23,7 @@ unsafe impl Sync for Memory {}
 impl Memory {
     fn new(size_bytes: u64) -> Memory {
         let layout = Layout::from_size_align(size_bytes as usize, 2 << 20).expect("a small size");
-        // SAFETY: no example has a slot of no size.
+        // SAFETY: each example has a memslot of at least one page.
         Memory { start: unsafe { alloc_zeroed(layout) }, layout }
     }
 }
@@ -42,12 +43,12 @@ impl Park for Heap {
     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
 }
 
-// SAFETY: the heap gives memory that is nobody else's, and no CPU runs on these tables.
+// SAFETY: the heap hands out each piece of memory once, and no CPU walks these page tables.
 unsafe impl Host for Heap {
     type Backing = Memory;
 
     fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
-        // SAFETY: a table's layout is never empty.
+        // SAFETY: the layout of a page-table page is never empty.
         let table = unsafe { alloc_zeroed(layout) };
         (!table.is_null()).then(|| Hpa(table.expose_provenance() as u64))
     }
@@ -63,7 +64,7 @@ unsafe impl Host for Heap {
         Ok(Resolved { pfn, max_size: PageSize::Size2M, writable: true })
     }
     fn resolve_private(&self, memory: &Memory, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
-        // As if this were the guest_memfd.
+        // Stands in for the guest_memfd.
         let resolved = self.resolve(memory, gfn, page, access)?;
         Ok(Resolved { max_size: PageSize::Size4K, ..resolved })
     }
@@ -76,12 +77,12 @@ unsafe impl Host for Heap {
     }
 }
 
-/// A VM without slots.
+/// A VM without memslots.
 pub fn vm(config: Config) -> Arc<Vm<Heap, Npt>> {
     Arc::new(Vm::new(Heap, config).expect("memory for a root"))
 }
 
-/// A description of slot 0, of `size_bytes` at guest-physical address 0, with new memory.
+/// Memslot 0, of `size_bytes` at guest-physical address 0, with new memory.
 pub fn region(flags: MemoryRegionFlags, size_bytes: u64) -> MemoryRegion<Memory> {
     MemoryRegion {
         slot: 0,
@@ -93,12 +94,12 @@ pub fn region(flags: MemoryRegionFlags, size_bytes: u64) -> MemoryRegion<Memory>
     }
 }
 
-/// The same slot, with other flags.
+/// The same memslot, with other flags.
 pub fn change(flags: MemoryRegionFlags, size_bytes: u64) -> MemoryRegion<Memory> {
     MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(0), memory_size: size_bytes, backing: None, userfault_bitmap: None }
 }
 
-/// A VM with slot 0 of 1 MiB, with `flags`.
+/// A VM with memslot 0 of 1 MiB, with `flags`.
 #[allow(dead_code, reason = "not all examples use it")]
 pub fn vm_with_memory(config: Config, flags: MemoryRegionFlags) -> Arc<Vm<Heap, Npt>> {
     let vm = vm(config);

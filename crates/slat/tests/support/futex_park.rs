@@ -1,5 +1,6 @@
-//! [`Park`](super::Park) for threads of a Linux process, for tests and benches of the locks: the engine's library has
-//! no operating system, so they bring their own. The file that includes this one has `Park` in scope.
+//! [`Park`](super::Park) for threads of a Linux process, for tests and benches of the locks. The
+//! engine's library assumes no operating system, so they bring their own. The file that includes
+//! this one has `Park` in scope.
 #![expect(unsafe_code, reason = "the futex system call")]
 
 use core::ptr;
@@ -12,7 +13,7 @@ use super::Park;
 pub(crate) struct FutexPark;
 
 fn wake(word: *const AtomicU32, nr_threads: i32) -> i64 {
-    // SAFETY: FUTEX_WAKE does not access the word, it takes it as an address.
+    // SAFETY: FUTEX_WAKE uses the word as an address only.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, nr_threads) }
 }
 
@@ -20,7 +21,8 @@ impl Park for FutexPark {
     fn park(&self, word: &AtomicU32, expected: u32) {
         let no_timeout = ptr::null::<libc::timespec>();
         let word = ptr::from_ref(word);
-        // SAFETY: `word` was a reference, so it is aligned and mapped for the whole call; the timeout may be null.
+        // SAFETY: `word` was a reference, so it is aligned and mapped for the whole call; the
+        // timeout may be null.
         unsafe {
             libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, expected, no_timeout)
         };

@@ -1,15 +1,16 @@
-//! Memory of a guest, for hosts of shadow paging: the engine reads and writes the guest's tables there.
+//! Guest memory for hosts of shadow paging. The engine reads and writes the guest's page tables
+//! there.
 #![allow(unsafe_code, reason = "hands out memory of the global allocator")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 
-/// Zeroed, until it is dropped.
+/// Guest memory, zeroed at first.
 pub struct Memory {
     start: *mut u8,
     layout: Layout,
 }
 
-// SAFETY: only an address; what is behind it is accessed atomically.
+// SAFETY: only an address; the memory there is accessed atomically.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -23,7 +24,6 @@ impl Memory {
         Memory { start: unsafe { alloc_zeroed(layout) }, layout }
     }
 
-    /// Its address.
     pub fn start(&self) -> u64 {
         self.start.expose_provenance() as u64
     }

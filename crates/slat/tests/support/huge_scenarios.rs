@@ -1,5 +1,6 @@
-//! Huge pages that are split and put back beside everything else, in the world of `tlb_world.rs`. The area has frames that
-//! follow each other from the beginning, so that all of it may be one leaf; mostly it begins as a table of small ones.
+//! Splits and recoveries of huge pages beside all else, in the world of `tlb_world.rs`. The frames
+//! of the area are contiguous at first, so that one leaf can map all of it. Mostly it begins as a
+//! page-table page of small leaves.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +11,7 @@ use slat::{Access, Config, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_
 use crate::copied::Copied;
 use crate::schedules::{pick, random};
 use crate::tlb_world::{
-    AreaBacking, BLOCK, Choices, Guest, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm, random_config, take_away, zapping,
+    AreaBacking, BLOCK, Choices, Guest, Memory, PAGES, PLACES, STAYING, TestVm, is_writable_unlogged, new_vm, random_config, invalidate, zapping,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -19,18 +20,18 @@ const PLACE: u64 = PLACES[STAYING][0];
 const ALL: GfnRange = GfnRange { start: Gfn(PLACE), end: Gfn(PLACE + BLOCK) };
 
 const GUESTS: usize = 2;
-/// Who puts back and splits. A harvest waits for it as it does for faults.
+/// The thread that recovers and splits. A harvest waits for its calls as it does for faults.
 const RECOVERER: usize = GUESTS;
-/// Recoveries, of all schedules: so that a test can say that there were some.
+/// Recoveries in all schedules, so that a test can assert that there were some.
 pub static RECOVERIES: AtomicU64 = AtomicU64::new(0);
 
-/// A slot of the area's pages from `first` on.
+/// Makes a memslot of the area's pages from `first` on.
 fn make_slot(vm: &Arc<TestVm>, id: usize, flags: MemoryRegionFlags, first: u64, nr_pages: u64) {
     let backing = AreaBacking { area: STAYING, first_page: first as usize, vm: Arc::downgrade(vm) };
     change_slot(vm, id, flags, first, nr_pages, Some(backing));
 }
 
-/// Makes the slot `id` or, without a backing, changes its flags; with no pages, deletes it.
+/// Makes memslot `id`; without a backing changes its flags; with no pages deletes it.
 fn change_slot(
     vm: &TestVm,
     id: usize,
@@ -52,7 +53,7 @@ fn change_slot(
     .unwrap();
 }
 
-/// A VM with one slot, whose block is mapped by one leaf, by a table of small ones, or not at all.
+/// A VM with one memslot, whose block is mapped by one leaf, by small leaves, or not at all.
 fn new_huge_vm(choices: &Choices) -> Arc<TestVm> {
     let vm = new_vm(choices, GUESTS + 2);
     vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
@@ -81,8 +82,8 @@ fn access_memory(vm: &Arc<TestVm>, index: usize, nr_accesses: u64) {
     }
 }
 
-/// Puts huge leaves back, and splits and ages them.
-fn put_back(vm: &TestVm, nr_turns: u64) {
+/// Recovers huge leaves, splits them, and ages them.
+fn recover_repeatedly(vm: &TestVm, nr_turns: u64) {
     for _ in 0..nr_turns {
         vm.host().during_call(RECOVERER, ALL.start, || match random(6) {
             0 => drop(vm.split_range(ALL, PageSize::Size4K)),
@@ -104,61 +105,62 @@ fn spawn_guests(vm: &Arc<TestVm>, nr_accesses: u64) -> Vec<JoinHandle<()>> {
 
 fn spawn_recoverer(vm: &Arc<TestVm>, nr_turns: u64) -> JoinHandle<()> {
     let vm = Arc::clone(vm);
-    thread::spawn(move || put_back(&vm, nr_turns))
+    thread::spawn(move || recover_repeatedly(&vm, nr_turns))
 }
 
-fn spawn_one_recovery(vm: &Arc<TestVm>) -> JoinHandle<u64> {
+fn spawn_single_recovery(vm: &Arc<TestVm>) -> JoinHandle<u64> {
     let vm = Arc::clone(vm);
     thread::spawn(move || vm.host().during_call(RECOVERER, ALL.start, || vm.recover_range(ALL).unwrap()))
 }
 
-/// Changes pages as hosts do.
+/// Changes pages as a host does.
 fn change_memory(vm: &TestVm) {
     let page = random(PAGES as u64);
     let one = GfnRange::new(Gfn(PLACE + page), 1);
     match random(8) {
-        0 | 1 => take_away(vm, &[ALL], |memory: &mut Memory| memory.renew(STAYING)),
-        2 => take_away(vm, &[one], |memory| memory.move_page(STAYING, page as usize)),
-        3 => take_away(vm, &[one], |memory| memory.protect(STAYING, page as usize)),
-        4 => take_away(vm, &[one], |memory| memory.only_pages(STAYING, true)),
-        // More is allowed than before.
-        5 => vm.host().with_memory(|memory| memory.only_pages(STAYING, false)),
+        0 | 1 => invalidate(vm, &[ALL], |memory: &mut Memory| memory.renew(STAYING)),
+        2 => invalidate(vm, &[one], |memory| memory.move_page(STAYING, page as usize)),
+        3 => invalidate(vm, &[one], |memory| memory.protect(STAYING, page as usize)),
+        4 => invalidate(vm, &[one], |memory| memory.forbid_huge_leaves(STAYING, true)),
+        // The host allows more than before, so no invalidation is needed.
+        5 => vm.host().with_memory(|memory| memory.forbid_huge_leaves(STAYING, false)),
         6 => vm.host().with_memory(|memory| (0..PAGES).for_each(|page| memory.allow(STAYING, page))),
-        // It has thought better of it.
-        _ => take_away(vm, &[pick(&[one, ALL])], |_| {}),
+        // The host changes nothing after all.
+        _ => invalidate(vm, &[pick(&[one, ALL])], |_| {}),
     }
 }
 
-/// Deletes slot `id`, which has the area's pages from `first` on.
+/// Deletes memslot `id`, which has the area's pages from `first` on.
 fn delete(vm: &TestVm, id: usize, first: u64, nr_pages: u64) {
     let range = GfnRange::new(Gfn(PLACE + first), nr_pages);
     zapping(vm.host(), &[range], || change_slot(vm, id, NO_FLAGS, 0, 0, None));
 }
 
-/// When all have stopped, and the slots of `logged` log: one harvest each brings all, and leaves nothing that could be written
-/// unseen.
+/// All threads have stopped, and the memslots of `logged` log. One harvest of each reports all
+/// writes. After it no page is writable unless a log would report it.
 fn assert_exact(vm: &TestVm, config: &Config, logged: &mut Copied, first: u64) {
     logged.harvest(vm);
     logged.assert_has(vm.host().with_memory(|memory| memory.nr_writes(STAYING)));
     for gfn in PLACE + first..PLACE + PAGES as u64 {
-        assert!(!is_written_unseen(vm, config, gfn), "{gfn:#x} can be written, and was not reported; {config:?}");
+        assert!(!is_writable_unlogged(vm, config, gfn), "{gfn:#x} can be written, and was not reported; {config:?}");
     }
 }
 
-/// No slot is left: nor is a table but the root.
+/// No memslot is left, and no page-table page but the root.
 fn finish(vm: &Arc<TestVm>) {
-    // No guest can use a frame any more, and all that was written has been told.
+    // No guest can use a frame any more, and all writes have been reported.
     vm.host().with_memory(|memory| {
         memory.place(STAYING, &[]);
         memory.renew(STAYING);
     });
-    // With the table above the block.
+    // Also the page-table page above the block.
     drop(vm.invalidate_range(GfnRange::new(Gfn(0), BLOCK * BLOCK)).unwrap());
     vm.reclaim();
     assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
 }
 
-/// Beside guests and a host that moves, protects and frees, and now and then wants no huge leaves.
+/// Beside guests, and a host that moves, protects and frees pages, and sometimes forbids huge
+/// leaves.
 pub fn beside_invalidations() {
     let choices = Choices { config: random_config(), fails_one_in: pick(&[None, None, Some(4)]) };
     let vm = new_huge_vm(&choices);
@@ -170,8 +172,8 @@ pub fn beside_invalidations() {
     finish(&vm);
 }
 
-/// Beside guests, and logging that is turned on and off, which splits and puts back by itself; `changes` beside that what the
-/// host has.
+/// Beside guests, while logging is turned on and off, which splits and recovers. Meanwhile
+/// `changes` changes the host's memory.
 fn beside_a_log(changes: fn(&TestVm)) {
     let config = random_config();
     let vm = new_huge_vm(&Choices { config, fails_one_in: pick(&[None, None, Some(4)]) });
@@ -212,8 +214,8 @@ pub fn beside_everything() {
     beside_a_log(change_memory);
 }
 
-/// The slot is deleted, and two take its place, over the same frames or others: what was looked at for the one is not true of
-/// the two. The second logs.
+/// The memslot is deleted, and two replace it, over the same frames or others. What a call has read
+/// of the old memslot does not hold for the new ones. The second logs.
 pub fn beside_halves() {
     const HALF: u64 = PAGES as u64 / 2;
     const SECOND: usize = 2;
@@ -236,7 +238,7 @@ pub fn beside_halves() {
     finish(&vm);
 }
 
-/// A VM whose block is in small leaves and may be one; and a guest.
+/// A VM whose block is mapped by small leaves and may be one; and a guest.
 fn new_split_vm() -> (Arc<TestVm>, Guest) {
     let vm = new_vm(&Choices { config: Config::default(), fails_one_in: None }, GUESTS + 2);
     vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
@@ -247,39 +249,39 @@ fn new_split_vm() -> (Arc<TestVm>, Guest) {
     (vm, guest)
 }
 
-/// One page is taken away by a host that allows no huge leaf any more when that is done, beside one recovery that has asked
-/// before. Few steps, so that a schedule that strikes between the right two is likely.
+/// Invalidates one page. The host then forbids huge leaves, while a recovery has asked it before.
+/// The scenario has few steps, so that a schedule that strikes between the right two is likely.
 pub fn beside_a_host_that_wants_small_leaves() {
     let (vm, mut guest) = new_split_vm();
     let guest = thread::spawn(move || (0..3).for_each(|_| guest.access(PLACE, Access::Read)));
-    let recoverer = spawn_one_recovery(&vm);
-    take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.only_pages(STAYING, true));
+    let recoverer = spawn_single_recovery(&vm);
+    invalidate(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.forbid_huge_leaves(STAYING, true));
     guest.join().unwrap();
     recoverer.join().unwrap();
-    // Who looks now finds it, if there is a huge leaf.
+    // This access finds the huge leaf, if there is one.
     Guest::new(&vm, 1).access(PLACE + 1, Access::Read);
     delete(&vm, STAYING, 0, BLOCK);
     finish(&vm);
 }
 
-/// Lets others do up to as many steps as a recovery has.
-fn be_late() {
+/// Lets other threads take up to as many steps as a recovery has.
+fn delay() {
     (0..random(60)).for_each(|_| thread::yield_now());
 }
 
-/// A page is written and taken away while the table that it is in is being put back: whoever meets that tells what was
-/// written. Few steps.
-pub fn beside_one_that_meets_it() {
+/// A page is written and invalidated while its page-table page is being recovered. The invalidation
+/// that cancels the recovery reports the write. Few steps.
+pub fn beside_an_invalidation_that_cancels() {
     let (vm, mut guest) = new_split_vm();
     let guest = thread::spawn(move || {
-        be_late();
+        delay();
         (0..2).for_each(|_| guest.access(PLACE, Access::Write));
     });
-    let recoverer = spawn_one_recovery(&vm);
-    // Else the deletion asks what was written.
+    let recoverer = spawn_single_recovery(&vm);
+    // Else the deletion of the memslot checks the report.
     if random(2) == 0 {
-        be_late();
-        take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.move_page(STAYING, 0));
+        delay();
+        invalidate(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.move_page(STAYING, 0));
     }
     guest.join().unwrap();
     recoverer.join().unwrap();
@@ -287,8 +289,8 @@ pub fn beside_one_that_meets_it() {
     finish(&vm);
 }
 
-/// Pages of a huge leaf are taken away, now and then without memory for the table: what lies beside them is mapped anew by small
-/// leaves, while a CPU may have the huge one cached. Few steps.
+/// Pages of a huge leaf are invalidated, sometimes without memory for a page-table page. Neighbours
+/// are mapped again by small leaves, while a CPU may have the huge leaf cached. Few steps.
 pub fn beside_an_invalidation_without_memory() {
     let vm = new_vm(&Choices { config: Config::default(), fails_one_in: Some(2) }, GUESTS + 2);
     vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
@@ -300,9 +302,9 @@ pub fn beside_an_invalidation_without_memory() {
     });
     let other = (random(2) == 0).then(|| {
         let vm = Arc::clone(&vm);
-        thread::spawn(move || take_away(&vm, &[GfnRange::new(Gfn(PLACE + 2), 1)], |_| {}))
+        thread::spawn(move || invalidate(&vm, &[GfnRange::new(Gfn(PLACE + 2), 1)], |_| {}))
     });
-    take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |_| {});
+    invalidate(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |_| {});
     other.into_iter().chain(guests).for_each(|thread| thread.join().unwrap());
     delete(&vm, STAYING, 0, BLOCK);
     finish(&vm);

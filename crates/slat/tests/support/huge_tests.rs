@@ -1,5 +1,5 @@
-// The tests of `shuttle_huge` and of `shuttle_break`, which say by `Shape` which format they try. Included, not a module: the
-// names of the tests are the same in both.
+// The tests of `shuttle_huge` and of `shuttle_break`, each of which sets the format by `Shape`.
+// This file is included, and is no module, so that the tests have the same names in both.
 
 #[path = "copied.rs"]
 mod copied;
@@ -8,10 +8,10 @@ mod scenarios;
 #[path = "schedules.rs"]
 mod schedules;
 #[path = "tlb_world.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod tlb_world;
 #[path = "stepped_world.rs"]
-#[allow(dead_code, reason = "the guests here are others")]
+#[allow(dead_code, reason = "this test has its own guests")]
 mod world;
 
 use std::sync::atomic::Ordering;
@@ -19,38 +19,38 @@ use std::sync::atomic::Ordering;
 use schedules::check_less;
 
 const SCHEDULES: usize = 500;
-/// Of scenarios with few steps.
+/// For scenarios with few steps.
 const SCHEDULES_OF_SHORT: usize = 4_000;
 
 #[test]
-fn beside_invalidations_guests_see_only_what_the_host_allows() {
+fn guests_access_only_what_the_host_allows_beside_invalidations() {
     check_less(SCHEDULES, scenarios::beside_invalidations);
-    assert_ne!(scenarios::RECOVERIES.load(Ordering::Relaxed), 0, "nothing was put back");
+    assert_ne!(scenarios::RECOVERIES.load(Ordering::Relaxed), 0, "nothing was recovered");
 }
 
 #[test]
-fn beside_harvests_no_write_is_lost() {
+fn no_write_is_lost_beside_harvests() {
     check_less(SCHEDULES, scenarios::beside_harvests);
 }
 
 #[test]
-fn beside_everything_no_write_is_lost() {
+fn no_write_is_lost_beside_everything() {
     check_less(SCHEDULES, scenarios::beside_everything);
 }
 
 #[test]
-fn beside_two_slots_that_take_the_place_of_one() {
+fn no_write_is_lost_when_two_slots_replace_one() {
     check_less(SCHEDULES, scenarios::beside_halves);
 }
 
 #[test]
-fn beside_a_host_that_wants_small_leaves_there_is_no_huge_one() {
+fn no_huge_leaf_is_made_after_the_host_forbids_them() {
     check_less(SCHEDULES_OF_SHORT, scenarios::beside_a_host_that_wants_small_leaves);
 }
 
 #[test]
-fn beside_one_that_meets_a_recovery_all_is_told() {
-    check_less(SCHEDULES_OF_SHORT, scenarios::beside_one_that_meets_it);
+fn an_invalidation_that_cancels_a_recovery_reports_all_writes() {
+    check_less(SCHEDULES_OF_SHORT, scenarios::beside_an_invalidation_that_cancels);
 }
 
 #[test]

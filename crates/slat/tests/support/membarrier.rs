@@ -7,7 +7,7 @@ const CMD_PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
 const CMD_REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
 
 fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: membarrier takes plain numbers and touches no memory of ours.
+    // SAFETY: membarrier takes plain numbers and accesses no memory of this process.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 

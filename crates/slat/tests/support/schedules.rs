@@ -1,14 +1,14 @@
-//! How many schedules of each kind a test tries, and what is left to chance in one.
+//! How many schedules of each kind a test tries, and random choices within a schedule.
 
 use shuttle::Runner;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use slat::Locking;
 
-/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number, and
-/// `SHUTTLE_SEED` the random schedule of a failure, alone.
+/// Schedules of each kind for each test. The environment variable `SHUTTLE_SCHEDULES` sets another
+/// number. `SHUTTLE_SEED` runs the one random schedule of a failure.
 const SCHEDULES: usize = 4_000;
-/// Switches at which a priority schedule may strike.
+/// Switches of thread in a priority schedule.
 const PCT_DEPTH: usize = 4;
 
 /// Runs `scenario` in many schedules.
@@ -17,15 +17,15 @@ pub fn check(scenario: fn()) {
     check_less(SCHEDULES, scenario);
 }
 
-/// Runs `scenario` in `most` schedules of each kind, or fewer if the environment says so.
+/// Runs `scenario` in `most` schedules of each kind, or in as many as the environment sets.
 pub fn check_less(most: usize, scenario: fn()) {
     let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(most, |number| number.parse().unwrap());
     let mut config = shuttle::Config::new();
-    // The statistics of a record are built on the stack.
+    // The statistics of a participant are built on the stack.
     config.stack_size = 1 << 18;
     config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
     if let Ok(seed) = std::env::var("SHUTTLE_SEED") {
-        // A schedule that has failed, again.
+        // Repeats a schedule that failed.
         Runner::new(RandomScheduler::new_from_seed(seed.parse().unwrap(), 1), config).run(scenario);
         return;
     }
@@ -44,6 +44,6 @@ pub fn pick<T: Copy>(from: &[T]) -> T {
 
 #[allow(dead_code, reason = "some tests have no lock")]
 pub fn random_locking() -> Locking {
-    // Mostly without: that is what is to be tried.
+    // Mostly without a lock, which is the case under test.
     pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive])
 }

@@ -1,28 +1,29 @@
-//! Threads that take turns by a script, and the script tried with every point at which some of them can be stopped: for
-//! what needs many threads, each at one point, which random schedules do not find.
+//! A script of turns for threads, tried with every point at which some of them can be stopped. It
+//! is for cases that need many threads, each at one point, which random schedules do not find.
 
 use std::sync::{Arc, Mutex};
 
 use shuttle::scheduler::{DataSource, RandomDataSource, Schedule, Scheduler, Task, TaskId};
 
-/// Where a turn may end before its thread does.
+/// Where a turn may end before its thread ends.
 #[derive(Clone, Copy, Debug)]
 pub enum Stops {
     Nowhere,
-    /// At each of its steps.
+    /// After each of its steps.
     Everywhere,
-    /// At each of so many steps before its end.
+    /// After each of this many steps before its end.
     NearTheEnd(usize),
 }
 
-/// A thread runs until it is stopped, waits, or is over.
+/// A thread runs until it is stopped, waits, or ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Turn {
     thread: usize,
     stops: Stops,
 }
 
-/// The turn of thread number `thread`; number 0 is the test's own, the others are those that it spawns, in that order.
+/// The turn of thread number `thread`. Number 0 is the test's own thread; the others are those that
+/// it spawns, in that order.
 pub const fn turn_of(thread: usize) -> Turn {
     Turn { thread, stops: Stops::Nowhere }
 }
@@ -33,11 +34,11 @@ impl Turn {
     }
 }
 
-/// Runs `scenario` with every combination of stops; says how many there were.
+/// Runs `scenario` with every combination of stops. Returns how many there were.
 pub fn explore(script: &[Turn], scenario: impl Fn() + Send + Sync + 'static) -> usize {
     let nr_tried = Arc::new(Mutex::new(0));
     let scheduler = Scripted {
-        // Its own thread makes the others, and then waits for them.
+        // The test's own thread spawns the others, then waits for them.
         script: std::iter::once(turn_of(0)).chain(script.iter().copied()).collect(),
         limits: Vec::new(),
         at: 0,
@@ -56,23 +57,25 @@ pub fn explore(script: &[Turn], scenario: impl Fn() + Send + Sync + 'static) -> 
 
 struct Scripted {
     script: Vec<Turn>,
-    /// How many steps each turn may take in this execution. An odometer: its last place moves fastest.
+    /// How many steps each turn may take in this execution. They count up like digits: the last one
+    /// changes first.
     limits: Vec<usize>,
-    /// The turn that it is.
+    /// Index of the current turn.
     at: usize,
     /// Steps of this turn so far.
     nr_steps: usize,
-    /// Of each turn of this execution, after how many steps its thread could not go on; `None` if it was stopped before.
+    /// For each turn of this execution, the step after which its thread could not go on. `None` if
+    /// the turn was stopped before.
     ends: Vec<Option<usize>>,
     nr_tried: Arc<Mutex<usize>>,
     data: RandomDataSource,
 }
 
 impl Scripted {
-    /// The stops of the next execution, after those of the last one; false if there are no more.
+    /// Moves on to the stops of the next execution. Returns false if there are no more.
     fn advance(&mut self) -> bool {
         if self.limits.is_empty() {
-            // The first one finds out where each thread ends.
+            // The first execution finds out where each thread ends.
             self.limits = vec![usize::MAX; self.script.len()];
             return true;
         }
@@ -82,7 +85,7 @@ impl Scripted {
             }
             let is_first = self.limits[turn] == usize::MAX;
             match (self.ends.get(turn).copied().flatten(), self.script[turn].stops) {
-                // It ran to its end, and was to: now from its first stop on.
+                // It ran to its end, as intended. Next, its first stop.
                 (Some(end), stops) if is_first => {
                     self.limits[turn] = match stops {
                         Stops::NearTheEnd(nr_steps) => end.saturating_sub(nr_steps),
@@ -90,7 +93,7 @@ impl Scripted {
                     };
                     return true;
                 }
-                // There are no more stops: the one before moves on, and this one begins anew.
+                // No stops are left: the turn before moves on, and this one starts over.
                 (Some(_), _) => self.limits[turn] = usize::MAX,
                 (None, _) => {
                     self.limits[turn] += 1;
@@ -124,7 +127,7 @@ impl Scheduler for Scripted {
             }
             (self.at, self.nr_steps) = (self.at + 1, 0);
         }
-        // The script is over: the test's own thread, and then those that it has let go on.
+        // The script is over. The test's own thread runs, then those that it has released.
         runnable.first().map(|task| task.id())
     }
 

@@ -1,11 +1,13 @@
-//! A guest's memory, whose frames the host moves, and CPUs that walk shadow tables (`shadow_cpu/cpu.rs`).
+//! A guest's memory, whose frames the host moves, and CPUs that walk shadow tables
+//! (`shadow_cpu/cpu.rs`).
 //!
-//! Each page of the guest's has a stamp, its own number, in a word that no table uses: so whoever gets to a page knows whether
-//! it is the one that was meant. A frame that the guest has left is poisoned, and so is a shadow table that is freed. Before
-//! one of them is used again, some time later, the poison must be as it was: nobody has written there.
+//! Each page of the guest has a label, which is its own number, in a word that no page table uses.
+//! So a CPU that reaches a page can check that it is the intended one. A frame that the guest has
+//! left is poisoned, and so is a freed shadow page-table page. The poison is checked before the
+//! memory is used again, some time later: no write may have changed it.
 //!
-//! The host's flush stops the CPUs as an interrupt would: a CPU says by a word that an access is under way, and begins each
-//! access by looking whether there was a flush. See `tests/common/guest.rs`.
+//! The host's flush stops the CPUs as an interrupt would. A CPU sets a word while an access is
+//! under way, and begins each access with a check for a flush. See `tests/common/guest.rs`.
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -28,11 +30,11 @@ use slat::{
 
 #[cfg(shuttle)]
 use crate::Shape;
-/// What CPUs without a second stage walk.
+/// The format that CPUs without a second stage walk.
 #[cfg(not(shuttle))]
 pub type Shape = slat::Npt;
 
-pub type TestVm = Vm<TestHost, Shape>;
+pub type TestVm = Vm<ShadowHost, Shape>;
 
 pub const P: u64 = 1 << 0;
 pub const W: u64 = 1 << 1;
@@ -44,23 +46,22 @@ pub const G: u64 = 1 << 8;
 pub const NX: u64 = 1 << 63;
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// Words of a page that are used: under shuttle each costs a step.
+/// The words of a page that are used: under shuttle each access is a step.
 pub const WORDS: u64 = if cfg!(shuttle) { 4 } else { 512 };
-/// The word of a page that has its stamp.
-pub const STAMP: u64 = WORDS - 1;
-/// It is present as an entry of a guest's table, and has reserved bits.
+/// The word of a page that holds its label.
+pub const LABEL: u64 = WORDS - 1;
+/// As a guest PTE it is present, and has reserved bits.
 const POISON: u64 = 0x0fed_beef_dead_beef;
-/// Host-physical address less pointer.
+/// The difference between a host-physical address and a pointer.
 const BIAS: u64 = 1 << 47;
-/// Pages of a block.
 const BLOCK: u64 = 512;
 const MAX_CPUS: usize = 8;
-/// The frame of a page that has none.
+/// Stands for the frame of a page that has none.
 const NO_FRAME: u64 = u64::MAX;
-/// Freed tables that are kept, to see whether somebody writes to them.
+/// Freed page-table pages that are kept, so that a late write to them is noticed.
 const QUARANTINE: usize = if cfg!(shuttle) { 1 << 20 } else { 256 };
 
-/// Lets others run.
+/// Lets other threads run.
 pub fn pause() {
     #[cfg(shuttle)]
     shuttle::thread::yield_now();
@@ -68,7 +69,7 @@ pub fn pause() {
     std::thread::yield_now();
 }
 
-/// Sometimes others get much done meanwhile: the host takes its time before it does what it is asked for.
+/// Sometimes lets other threads do much: the host takes its time before it does what it is asked.
 fn dawdle() {
     #[cfg(shuttle)]
     if shuttle::rand::Rng::gen_range(&mut shuttle::rand::thread_rng(), 0..8) == 0 {
@@ -83,12 +84,12 @@ fn dawdle() {
     }
 }
 
-/// What page `gfn` has as its stamp. Not present, as an entry.
-fn stamp_of(gfn: u64) -> u64 {
+/// The label of page `gfn`. As a PTE it is not present.
+fn label_of(gfn: u64) -> u64 {
     0x57a_0000_0000 | gfn << 12
 }
 
-/// Whether a table has an entry for the page: under shuttle they have few.
+/// Whether a page table has a PTE for the page: under shuttle they have few.
 fn is_used(gfn: u64) -> bool {
     gfn % BLOCK < WORDS
 }
@@ -99,24 +100,24 @@ struct Tables {
     freed: VecDeque<(Hpa, Layout)>,
 }
 
-pub struct TestHost {
+pub struct ShadowHost {
     memory: Memory,
-    /// The frame of each page of the guest's.
+    /// The frame of each page of the guest.
     frames: Box<[AtomicU64]>,
-    /// Those of nobody. Never locked across a step.
+    /// Free frames. Never locked across a step.
     free: Mutex<VecDeque<u64>>,
     /// Never locked across a step.
     tables: Mutex<Tables>,
-    /// For each CPU a word that is odd during an access.
+    /// One word for each CPU, odd during an access.
     accesses: [AtomicU64; MAX_CPUS],
     nr_cpus: AtomicUsize,
     nr_flushes: AtomicU64,
     pub nr_resolves: AtomicUsize,
-    /// The engine is given no pointer to the guest's memory.
+    /// While set, `guest_memory_ptr` returns `None`.
     pub has_no_pointers: AtomicBool,
 }
 
-impl Park for TestHost {
+impl Park for ShadowHost {
     fn park(&self, _: &AtomicU32, _: u32) {
         pause();
     }
@@ -126,22 +127,22 @@ impl Park for TestHost {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are memory of the global allocator that is nobody else's; a flush waits for the accesses that were under way,
-// and later ones begin by forgetting all.
-unsafe impl Host for TestHost {
-    /// Which page of the host's the slot begins with.
+// SAFETY: the global allocator hands out each page-table page once. A flush waits for the accesses
+// that were under way; later ones begin with a full flush of their CPU.
+unsafe impl Host for ShadowHost {
+    /// The page of the host with which the memslot begins.
     type Backing = u64;
 
     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         self.tables.lock().unwrap().nr_live += 1;
-        // SAFETY: a table has a size.
+        // SAFETY: a page-table page has a size.
         Some(Hpa(unsafe { alloc_zeroed(table_layout(layout)) }.expose_provenance() as u64 + BIAS))
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
         let nr_words = layout.size() / 8;
         for index in 0..nr_words {
-            // SAFETY: inside the table, which is nobody's any more.
+            // SAFETY: inside the page-table page, which no thread uses any more.
             unsafe { self.table_ptr(table).cast::<u64>().add(index).write_volatile(POISON) }
         }
         let mut tables = self.tables.lock().unwrap();
@@ -150,7 +151,7 @@ unsafe impl Host for TestHost {
         if tables.freed.len() > QUARANTINE
             && let Some((table, layout)) = tables.freed.pop_front()
         {
-            self.give_back(table, layout);
+            self.release(table, layout);
         }
     }
 
@@ -200,19 +201,19 @@ unsafe impl Host for TestHost {
     }
 }
 
-/// Table addresses are page-aligned, whatever the size of a table.
+/// Addresses of page-table pages are page-aligned, whatever the size.
 fn table_layout(layout: Layout) -> Layout {
     Layout::from_size_align(layout.size().max(4096), layout.align().max(4096)).unwrap()
 }
 
-impl TestHost {
-    /// With memory for `nr_pages` of the guest's, and `nr_spare` frames more.
-    pub fn new(nr_pages: u64, nr_spare: u64) -> TestHost {
+impl ShadowHost {
+    /// With memory for `nr_pages` of the guest, and `nr_spare` frames more.
+    pub fn new(nr_pages: u64, nr_spare: u64) -> ShadowHost {
         let nr_used = (0..nr_pages).filter(|&gfn| is_used(gfn)).count() as u64;
-        // Blocks of frames where there may be huge pages.
+        // Aligned as a huge page needs it, where there may be one.
         let align = if cfg!(shuttle) { 4096 } else { 2 << 20 };
         let frame_of = |gfn: u64| if is_used(gfn) { gfn / BLOCK * WORDS + gfn % BLOCK } else { NO_FRAME };
-        let host = TestHost {
+        let host = ShadowHost {
             memory: Memory::new(nr_used + nr_spare, align),
             frames: (0..nr_pages).map(|gfn| AtomicU64::new(frame_of(gfn))).collect(),
             free: Mutex::new((nr_used..nr_used + nr_spare).collect()),
@@ -226,7 +227,7 @@ impl TestHost {
         for frame in nr_used..nr_used + nr_spare {
             (0..WORDS).for_each(|index| host.plain_store(frame, index, POISON));
         }
-        (0..nr_pages).filter(|&gfn| is_used(gfn)).for_each(|gfn| host.plain_store(frame_of(gfn), STAMP, stamp_of(gfn)));
+        (0..nr_pages).filter(|&gfn| is_used(gfn)).for_each(|gfn| host.plain_store(frame_of(gfn), LABEL, label_of(gfn)));
         host
     }
 
@@ -235,18 +236,19 @@ impl TestHost {
     }
 
     fn word(&self, hpa: Hpa) -> &AtomicU64 {
-        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is kept.
+        // SAFETY: callers pass an aligned address of the guest's memory, or of a page-table page
+        // that is kept.
         unsafe { &*self.table_ptr(hpa).cast::<AtomicU64>() }
     }
 
-    /// No step.
+    /// Is no step.
     fn plain_load(&self, frame: u64, index: u64) -> u64 {
         let hpa = Hpa(self.pfn(frame).hpa().0 + index * 8);
         // SAFETY: an atomic word of the guest's memory.
         unsafe { &*self.table_ptr(hpa).cast::<std::sync::atomic::AtomicU64>() }.load(Ordering::Acquire)
     }
 
-    /// No step.
+    /// Is no step.
     fn plain_store(&self, frame: u64, index: u64, value: u64) {
         let hpa = Hpa(self.pfn(frame).hpa().0 + index * 8);
         // SAFETY: as in `plain_load`.
@@ -259,10 +261,10 @@ impl TestHost {
         (0..BLOCK).all(|nth| frame(nth).is_some_and(|frame| frame == first + nth))
     }
 
-    /// Checks that nobody has written to a table since it was freed, and gives its memory back.
-    fn give_back(&self, table: Hpa, layout: Layout) {
+    /// Checks that a page-table page was not written since it was freed, and releases its memory.
+    fn release(&self, table: Hpa, layout: Layout) {
         for index in 0..layout.size() / 8 {
-            // SAFETY: it is kept until it is given back here.
+            // SAFETY: the memory is kept until it is released here.
             let word = unsafe { self.table_ptr(table).cast::<u64>().add(index).read_volatile() };
             assert!(std::thread::panicking() || word == POISON, "a table was written after it was freed");
         }
@@ -278,17 +280,17 @@ impl TestHost {
         self.nr_flushes.load(Ordering::SeqCst)
     }
 
-    /// The guest's memory, while nothing moves it; without the CPUs, as a loader does before the guest runs.
+    /// Reads the guest's memory without a CPU, as a loader does. No thread may move the page.
     pub fn load(&self, gfn: u64, index: u64) -> u64 {
         self.plain_load(self.frames[gfn as usize].load(Ordering::SeqCst), index)
     }
 
-    /// As [`TestHost::load`].
+    /// As [`ShadowHost::load`].
     pub fn store(&self, gfn: u64, index: u64, value: u64) {
         self.plain_store(self.frames[gfn as usize].load(Ordering::SeqCst), index, value);
     }
 
-    /// The contents of page `gfn`, also while it is moved.
+    /// The contents of page `gfn`, also while another thread moves it.
     pub fn copy_of(&self, gfn: u64) -> Vec<u64> {
         loop {
             let frame = self.frames[gfn as usize].load(Ordering::SeqCst);
@@ -301,10 +303,10 @@ impl TestHost {
     }
 }
 
-impl Drop for TestHost {
+impl Drop for ShadowHost {
     fn drop(&mut self) {
         let mut tables = std::mem::take(self.tables.get_mut().unwrap());
-        tables.freed.drain(..).for_each(|(table, layout)| self.give_back(table, layout));
+        tables.freed.drain(..).for_each(|(table, layout)| self.release(table, layout));
         assert!(std::thread::panicking() || tables.nr_live == 0, "tables leaked");
         for frame in std::mem::take(self.free.get_mut().unwrap()) {
             self.check_poison(frame);
@@ -312,7 +314,7 @@ impl Drop for TestHost {
     }
 }
 
-impl TestHost {
+impl ShadowHost {
     fn check_poison(&self, frame: u64) {
         for index in 0..WORDS {
             let word = self.plain_load(frame, index);
@@ -321,13 +323,13 @@ impl TestHost {
     }
 
     fn take_frame(&self) -> u64 {
-        let frame = self.free.lock().unwrap().pop_front().expect("frames are given back");
+        let frame = self.free.lock().unwrap().pop_front().expect("frames are released");
         self.check_poison(frame);
         frame
     }
 }
 
-/// Gives page `gfn` another frame, with its contents. Only one thread may move pages.
+/// Moves page `gfn` to another frame, with its contents. Only one thread may move pages.
 pub fn move_page(vm: &TestVm, gfn: u64) {
     let invalidation = vm.invalidate_range(GfnRange::new(Gfn(gfn), 1)).unwrap();
     let host = vm.host();
@@ -346,7 +348,7 @@ pub fn move_page(vm: &TestVm, gfn: u64) {
 }
 
 pub fn new_vm(config: Config, nr_pages: u64, nr_spare: u64, flags: MemoryRegionFlags) -> Arc<TestVm> {
-    let vm = Arc::new(Vm::new(TestHost::new(nr_pages, nr_spare), config).unwrap());
+    let vm = Arc::new(Vm::new(ShadowHost::new(nr_pages, nr_spare), config).unwrap());
     vm.set_user_memory_region(region(nr_pages, flags, Some(0))).unwrap();
     vm
 }

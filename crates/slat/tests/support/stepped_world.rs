@@ -1,5 +1,5 @@
-//! The surroundings of the engine under shuttle: a format with tables of four entries, a host without anything that
-//! blocks but shuttle's own primitives, and guests whose accesses can be stopped at every step.
+//! The world of the engine under shuttle: a format with page-table pages of four PTEs, a host that
+//! blocks by shuttle's primitives alone, and guests whose accesses can be stopped at every step.
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 use std::alloc::{Layout, alloc, dealloc};
@@ -13,17 +13,18 @@ use slat::{
     MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm,
 };
 
-/// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames
-/// 4 to 511 of a block share entries with frames 0 to 3, so guests only use those. Table entries have eight generations, so
-/// that they come round (`table/generation.rs` has a window to go with that), and CPUs can log what they make dirty.
+/// A format with page-table pages of four PTEs, so that unlinking one takes few steps. A level
+/// still covers nine bits of the address. Frames 4 to 511 of a block share PTEs with frames 0 to 3,
+/// so guests use only those. Directory entries have eight generations, so that the numbers wrap
+/// (`table/generation.rs` has a window to match). CPUs can log the pages that they make dirty.
 #[derive(Debug)]
 pub struct Tiny<const LEVELS: u8, const BREAKS: bool = false>;
 
-/// The same where a table and a huge leaf must not be cached at once.
+/// The same with break before make.
 #[allow(dead_code, reason = "not each test tries it")]
 pub type Breaking<const LEVELS: u8> = Tiny<LEVELS, true>;
 
-// SAFETY: entries are Npt's; only the number of levels and entries differs.
+// SAFETY: PTEs are those of Npt; only the number of levels and PTEs differs.
 unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS> {
     const NAME: &'static str = "tiny";
     const ROOT_LEVEL: Level = Level(LEVELS);
@@ -43,8 +44,8 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
     const HAS_MODIFICATION_LOG: bool = true;
 
     fn is_present(entry: Pte) -> bool {
-        // The engine asks this of every entry that it reads, too.
-        assert_ne!(entry.0, POISON, "an entry of a table that was freed");
+        // The engine calls this for every PTE that it reads.
+        assert_ne!(entry.0, POISON, "a PTE of a page-table page that was freed");
         Npt::is_present(entry)
     }
 
@@ -66,9 +67,9 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
 }
 
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
-/// The frame of a page that is private, less the one that it has as a shared one.
+/// The frame of a private page, less the frame of the shared page at the same place.
 pub const PRIVATE_PFN: u64 = 1 << 32;
-/// Table addresses are page-aligned, whatever the size of a table.
+/// Addresses of page-table pages are page-aligned, whatever the size.
 const TABLE_LAYOUT: Layout = match Layout::from_size_align(4096, 4096) {
     Ok(layout) => layout,
     Err(_) => unreachable!(),
@@ -78,7 +79,7 @@ const TABLE_LAYOUT: Layout = match Layout::from_size_align(4096, 4096) {
 pub struct Backing {
     pub first_pfn: u64,
     pub max_size: PageSize,
-    pub read_gives_writable: bool,
+    pub reads_are_writable: bool,
     pub dropped: Arc<AtomicBool>,
 }
 
@@ -88,37 +89,38 @@ impl Drop for Backing {
     }
 }
 
-/// Memory of tables; a freed one is poisoned and kept until the host goes. Locked for no longer than a step.
+/// Memory of page-table pages. A freed one is poisoned, and kept until the host is dropped. Locked
+/// for no longer than a step.
 #[derive(Debug, Default)]
 struct Tables {
     live: HashMap<u64, usize>,
     freed: Vec<u64>,
 }
 
-/// A CPU's page-modification log, with the protocol of the software machine (`modification_log.rs` there). Never locked
-/// across a step.
+/// A CPU's page-modification log, with the protocol of the software machine (`modification_log.rs`
+/// there). Never locked across a step.
 #[derive(Debug, Default)]
 struct ModificationLog(std::sync::Mutex<Logged>);
 
 #[derive(Debug, Default)]
 struct Logged {
     pages: VecDeque<Gpa>,
-    /// Number of the first of them: so many were given out.
+    /// The number of the first of them, which is how many were drained.
     nr_drained: u64,
 }
 
 impl ModificationLog {
-    /// So few that CPUs exit because of them.
+    /// So few that CPUs exit because the log is full.
     const NR_ENTRIES: usize = 2;
 
-    /// The number behind the last entry.
+    /// The number after that of the last entry.
     fn filled(&self) -> u64 {
         let logged = self.0.lock().unwrap();
         logged.nr_drained + logged.pages.len() as u64
     }
 
-    /// Gives the entries below number `end` to `log`, and only then their places back.
-    fn give_out(&self, end: u64, log: &mut dyn FnMut(&[Gpa])) {
+    /// Passes the entries below number `end` to `log`, and only then frees their places.
+    fn drain_below(&self, end: u64, log: &mut dyn FnMut(&[Gpa])) {
         let pages: Vec<Gpa> = {
             let logged = self.0.lock().unwrap();
             logged.pages.iter().copied().take(end.saturating_sub(logged.nr_drained) as usize).collect()
@@ -134,24 +136,25 @@ impl ModificationLog {
 
 #[derive(Debug)]
 pub struct ShuttleHost {
-    /// Of each guest, if its CPU logs what it makes dirty.
+    /// One for each guest, if CPUs log what they make dirty.
     modification_logs: Option<Vec<ModificationLog>>,
     /// Whether CPUs set D.
     sets_dirty: bool,
     tables: std::sync::Mutex<Tables>,
-    /// For each guest a word that is odd during an access.
+    /// One word for each guest, odd during an access.
     accesses: Vec<AtomicU64>,
-    /// For each guest a word that is odd during a fault.
+    /// One word for each guest, odd during a fault.
     faults: Vec<AtomicU64>,
-    /// Who sleeps on which word, by ticket, and the next ticket.
+    /// The sleepers by word and ticket, and the next ticket.
     sleepers: shuttle::sync::Mutex<(Vec<(usize, u64)>, u64)>,
     wakeup: shuttle::sync::Condvar,
-    /// A step of the host.
+    /// Loaded for a step of the host.
     step: AtomicU64,
 }
 
 impl ShuttleHost {
-    /// For a VM of this configuration: CPUs set D only if it is needed, so that there are fewer steps.
+    /// For a VM of this configuration. CPUs set D only if the configuration needs it, which saves
+    /// steps.
     pub fn new(nr_guests: usize, tracking: DirtyTracking) -> ShuttleHost {
         let logs = tracking == DirtyTracking::PageModificationLog;
         ShuttleHost {
@@ -170,32 +173,33 @@ impl ShuttleHost {
         self.tables.lock().unwrap().live.len()
     }
 
-    /// Here others may run.
+    /// A point at which other threads may run.
     pub fn step(&self) {
         self.step.load(Ordering::SeqCst);
     }
 
-    /// Returns when every access that is under way now is over.
+    /// Waits for all accesses that are under way now.
     pub fn wait_for_accesses(&self) {
         wait_while_odd(&self.accesses);
     }
 
-    /// Runs `access` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_accesses`] waits.
+    /// Runs `access` of guest number `guest`, for which [`ShuttleHost::wait_for_accesses`] waits.
     pub fn during_access<R>(&self, guest: usize, access: impl FnOnce() -> R) -> R {
         during(&self.accesses[guest], access)
     }
 
-    /// Runs `fault` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_faults`] waits.
+    /// Runs `fault` of guest number `guest`, for which [`ShuttleHost::wait_for_faults`] waits.
     pub fn during_fault<R>(&self, guest: usize, fault: impl FnOnce() -> R) -> R {
         during(&self.faults[guest], fault)
     }
 
-    /// Returns when every fault that is under way now has returned.
+    /// Waits for all faults that are under way now.
     pub fn wait_for_faults(&self) {
         wait_while_odd(&self.faults);
     }
 
-    /// The CPU of `guest` is about to set D in the leaf of `gfn`: it logs that, if it logs. `Err`: there is no room.
+    /// Logs that the CPU of `guest` is about to set D in the leaf of `gfn`, if CPUs log. `Err` if
+    /// there is no room.
     pub fn log_modification(&self, guest: usize, gfn: u64) -> Result<(), LogFull> {
         let Some(logs) = &self.modification_logs else { return Ok(()) };
         self.step();
@@ -209,23 +213,23 @@ impl ShuttleHost {
         Ok(())
     }
 
-    /// What `guest` has in its log, if that is full, is given to `log`.
+    /// Passes the log of `guest` to `log` if it is full.
     pub fn empty_full_log(&self, guest: usize, log: &mut dyn FnMut(&[Gpa])) -> Result<(), LogFull> {
         let Some(logs) = &self.modification_logs else { return Ok(()) };
         let is_full = logs[guest].0.lock().unwrap().pages.len() == ModificationLog::NR_ENTRIES;
         if !is_full {
             return Ok(());
         }
-        self.during_fault(guest, || logs[guest].give_out(logs[guest].filled(), log));
+        self.during_fault(guest, || logs[guest].drain_below(logs[guest].filled(), log));
         Err(LogFull)
     }
 
-    /// Gives out what all guests have logged; `flush` waits for accesses.
+    /// Drains the logs of all guests. `flush` waits for accesses.
     pub fn drain(&self, flush: impl FnOnce(), log: &mut dyn FnMut(&[Gpa])) {
         let Some(logs) = &self.modification_logs else { return };
         let filled: Vec<_> = logs.iter().map(|log| (self.step(), log.filled()).1).collect();
         flush();
-        logs.iter().zip(filled).for_each(|(cpu, end)| cpu.give_out(end, log));
+        logs.iter().zip(filled).for_each(|(cpu, end)| cpu.drain_below(end, log));
     }
 
     fn unpark(&self, word: usize, most: usize) -> bool {
@@ -244,7 +248,7 @@ impl ShuttleHost {
     }
 }
 
-/// A CPU has no room left in its page-modification log, and exits.
+/// A CPU has no room in its page-modification log, and exits.
 #[derive(Debug)]
 pub struct LogFull;
 
@@ -256,7 +260,7 @@ fn during<R>(word: &AtomicU64, action: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Returns when each of `words` that is odd now has changed.
+/// Waits until each of `words` that is odd now has changed.
 fn wait_while_odd(words: &[AtomicU64]) {
     for word in words {
         let seen = word.load(Ordering::SeqCst);
@@ -269,9 +273,9 @@ fn wait_while_odd(words: &[AtomicU64]) {
 impl Drop for ShuttleHost {
     fn drop(&mut self) {
         let tables = self.tables.get_mut().unwrap();
-        assert!(std::thread::panicking() || tables.live.is_empty(), "tables leaked");
+        assert!(std::thread::panicking() || tables.live.is_empty(), "page-table pages leaked");
         for table in tables.freed.drain(..) {
-            // SAFETY: allocated with this layout; nobody is left to look at it.
+            // SAFETY: allocated with this layout, and no thread is left that could read it.
             unsafe { dealloc(table as *mut u8, TABLE_LAYOUT) }
         }
     }
@@ -300,8 +304,8 @@ impl Park for ShuttleHost {
     }
 }
 
-// SAFETY: tables come from the global allocator and stay until the host goes; a flush waits for the accesses that were
-// under way; frames are numbers.
+// SAFETY: page-table pages come from the global allocator and stay until the host is dropped. A
+// flush waits for the accesses that were under way. Frames are numbers.
 unsafe impl Host for ShuttleHost {
     type Backing = Backing;
 
@@ -315,9 +319,9 @@ unsafe impl Host for ShuttleHost {
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
         let mut tables = self.tables.lock().unwrap();
-        assert_eq!(tables.live.remove(&table.0), Some(layout.size()), "free of {table}, which is no live table");
+        assert_eq!(tables.live.remove(&table.0), Some(layout.size()), "free of {table}, which is not live");
         for word in 0..layout.size() / 8 {
-            // SAFETY: inside the table, which is nobody's any more.
+            // SAFETY: inside the page-table page, which no thread uses any more.
             unsafe { self.table_ptr(table).cast::<u64>().add(word).write(POISON) }
         }
         tables.freed.push(table.0);
@@ -332,7 +336,7 @@ unsafe impl Host for ShuttleHost {
         let dropped = Arc::clone(&backing.dropped);
         self.step();
         assert!(!dropped.load(Ordering::SeqCst), "a backing was dropped under a resolve");
-        let writable = access == Access::Write || backing.read_gives_writable;
+        let writable = access == Access::Write || backing.reads_are_writable;
         Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
     }
 
@@ -346,7 +350,7 @@ unsafe impl Host for ShuttleHost {
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
-        // An access that was between its entry and its D is over then.
+        // An access that was between its PTE and its D is over then.
         self.drain(|| self.wait_for_accesses(), log);
     }
 
@@ -359,7 +363,7 @@ unsafe impl Host for ShuttleHost {
     }
 }
 
-/// The entry that a CPU would use for `gfn`: its frame, and whether it may be written.
+/// The leaf that a CPU would use for `gfn`: its frame, and whether it is writable.
 pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)> {
     find(vm, gfn).map(|found| (found.pfn, found.writable))
 }
@@ -370,21 +374,21 @@ pub struct Found<'v> {
     entry: u64,
     level: Level,
     pub pfn: u64,
-    /// Whether it may be written, by all entries on the way.
+    /// Whether all PTEs on the way are writable.
     pub writable: bool,
 }
 
 impl Found<'_> {
-    /// Whether a CPU can write through it, and no log will tell.
-    pub fn is_written_unseen<F: Format>(&self, tracking: DirtyTracking) -> bool {
-        let tells = match tracking {
+    /// Whether a CPU can write through it without an entry in the dirty log.
+    pub fn is_writable_unlogged<F: Format>(&self, tracking: DirtyTracking) -> bool {
+        let is_logged = match tracking {
             DirtyTracking::WriteProtect(_) => false,
             _ => self.level == Level::L4K && self.entry & F::DIRTY == 0,
         };
-        self.writable && !tells
+        self.writable && !is_logged
     }
 
-    /// Sets D, if nothing has changed.
+    /// Sets D, if the PTE has not changed.
     fn set_dirty<F: Format>(&self) -> Result<(), u64> {
         let dirty = self.entry | F::ACCESSED | F::DIRTY;
         self.cell.compare_exchange(self.entry, dirty, Ordering::SeqCst, Ordering::SeqCst).map(drop)
@@ -398,13 +402,13 @@ pub fn find<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Found<'_>> {
     loop {
         let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
         let index = (gfn / level.nr_pages()) as usize % nr_entries;
-        // SAFETY: inside a table, whose memory stays until the host goes.
+        // SAFETY: inside a page-table page, whose memory stays until the host is dropped.
         let cell = unsafe { &*vm.host().table_ptr(table).cast::<AtomicU64>().add(index) };
         let entry = Pte(cell.load(Ordering::SeqCst));
         if !F::is_present(entry) {
             return None;
         }
-        // Each entry on the way must allow a write.
+        // Each PTE on the way must allow a write.
         allowed &= entry.0;
         if F::is_leaf(entry, level) {
             let pfn = F::address(entry, level).pfn().0 + gfn % level.nr_pages();
@@ -436,8 +440,8 @@ impl<F: Format> Guest<F> {
         Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
     }
 
-    /// One access that a flush waits for, with a moment between its walk and its effect. `Ok` with the effect's result;
-    /// else the fault was served: `Err` with the exit, if there was one.
+    /// One access that a flush waits for, with a step between its walk and its effect. `Ok` holds
+    /// the effect's result. Else the fault was served: `Err` holds the exit, if there was one.
     pub fn access<R>(&mut self, gfn: u64, access: Access, effect: impl FnOnce(u64) -> R) -> Result<R, Option<Exit>> {
         let host = self.vm.host();
         let result = host.during_access(self.index, || {
@@ -448,7 +452,7 @@ impl<F: Format> Guest<F> {
                 if access == Access::Write && host.sets_dirty && found.entry & F::DIRTY == 0 {
                     host.log_modification(self.index, gfn).ok()?;
                     if found.set_dirty::<F>().is_err() {
-                        // It begins anew, at the root.
+                        // Starts over at the root.
                         continue;
                     }
                 }
@@ -472,7 +476,7 @@ impl<F: Format> Guest<F> {
     }
 }
 
-/// A region of `nr_pages` from frame `start` on, made anew if there is a backing.
+/// A region of `nr_pages` from frame `start` on; a new memslot if there is a backing.
 pub fn region(
     slot: u32,
     flags: MemoryRegionFlags,
@@ -491,15 +495,15 @@ pub fn region(
 }
 
 pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {
-    Backing { first_pfn, max_size, read_gives_writable: true, dropped: Arc::default() }
+    Backing { first_pfn, max_size, reads_are_writable: true, dropped: Arc::default() }
 }
 
-/// A backing whose frames may not be written by who has only read them: as after a fork, or in a fresh file.
-pub fn backing_that_is_asked_again(first_pfn: u64, max_size: PageSize) -> Backing {
-    Backing { first_pfn, max_size, read_gives_writable: false, dropped: Arc::default() }
+/// A backing whose read faults map read-only, as after a fork or in a fresh file.
+pub fn backing_with_read_only_reads(first_pfn: u64, max_size: PageSize) -> Backing {
+    Backing { first_pfn, max_size, reads_are_writable: false, dropped: Arc::default() }
 }
 
-/// When all are done and no slot is left: no table is left but the root.
+/// All threads are done and no memslot is left: the root is the only page-table page.
 pub fn assert_no_table_is_left<F: Format>(vm: &TestVm<F>) {
     let all = 1 << (F::GPA_BITS - 12);
     let none = MemoryRegionFlags::empty();

@@ -1,13 +1,14 @@
-//! A host that moves, frees and protects the frames of its guests, and guests with a software TLB each: a translation
-//! that a walk found is used until a flush names it. What a guest may do is checked at each access, against what the host
-//! allows at that moment.
+//! A host that moves, frees and protects the frames of its guests, and guests with a software TLB
+//! each. A CPU uses a translation that a walk found until a flush names it. Each access is checked
+//! against what the host allows at that moment.
 //!
-//! There are two areas of memory, each the backing of a slot. Four pages of each are used (see `Tiny`). Frames are numbers,
-//! and a number is never used twice. A translation of a huge leaf is used for all of its pages, and dropped for those alone
-//! that a flush names: a CPU may have cached it in parts.
+//! There are two areas of memory, each the backing of a memslot. Four pages of each are used (see
+//! `Tiny`). Frames are numbers, and a number is never used twice. A CPU uses a translation of a
+//! huge leaf for all of its pages. A flush drops it only for the pages that it names, since a CPU
+//! may have cached it in parts.
 //!
-//! Each test says which format it tries: `Shape`. Where that has tables and huge leaves apart (`BREAK_BEFORE_MAKE`), no CPU
-//! may find a leaf while one has a translation of another size for the same page.
+//! Each test names its format as `Shape`. With break before make, no CPU may find a leaf while one
+//! has a translation of another size for the same page.
 #![allow(unsafe_code, reason = "implements the host's contract over another host")]
 
 use std::alloc::Layout;
@@ -32,13 +33,14 @@ pub type TestVm = Vm<TlbHost, Shape>;
 pub const BLOCK: u64 = 512;
 /// Pages of an area that are used.
 pub const PAGES: usize = 4;
-/// The areas. The first one's slot comes, goes and moves between two places; the other's stays.
+/// The areas. The memslot of the first is deleted, made and moved between two places; that of the
+/// second stays.
 pub const MOVING: usize = 0;
 pub const STAYING: usize = 1;
-/// Where the areas' slots may begin.
+/// Where the memslots of the areas may begin.
 pub const PLACES: [&[u64]; 2] = [&[0, BLOCK], &[2 * BLOCK]];
 
-/// Any way to manage memory.
+/// Any configuration.
 pub fn random_config() -> Config {
     let locking = random_locking();
     let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
@@ -64,43 +66,43 @@ struct Page {
     may_write: bool,
     /// Writes of the guest so far.
     nr_writes: u64,
-    /// Written by the guest since the host last asked.
+    /// Written by the guest since the host last checked.
     written: bool,
-    /// Reported as dirty since the host last asked.
+    /// Reported dirty since the host last checked.
     reported: bool,
 }
 
 #[derive(Debug, Default)]
 struct Area {
     pages: [Page; PAGES],
-    /// Where its slot may be now.
+    /// Where its memslot may be now.
     places: Vec<u64>,
-    /// The host allows no leaf of more than a page.
+    /// The host allows only leaves of one page.
     is_of_pages: bool,
 }
 
 impl Area {
-    /// Whether the pages' frames follow each other from the beginning of a block of them.
+    /// Whether the frames of the pages are contiguous and aligned like a block.
     fn is_contiguous(&self) -> bool {
         let first = self.pages[0].pfn;
         first.is_multiple_of(BLOCK) && self.pages.iter().zip(first..).all(|(page, pfn)| page.pfn == pfn)
     }
 }
 
-/// What the host knows. Never locked across a step.
+/// The state of the host. Never locked across a step.
 #[derive(Debug, Default)]
 pub struct Memory {
     areas: [Area; 2],
     next_pfn: u64,
     /// A page that is written for the first time is never copied.
     copies_never: bool,
-    /// How many invalidations have each guest frame.
-    taken: HashMap<u64, u32>,
-    /// When calls began that are taking pages away, and which.
+    /// How many invalidations hold each guest frame.
+    nr_invalidations: HashMap<u64, u32>,
+    /// The calls that are zapping now: when each began, and its ranges.
     zaps: BTreeMap<u64, Vec<GfnRange>>,
     /// When frames were freed.
     freed: HashMap<u64, u64>,
-    /// Counts beginnings of zaps and freeings of frames.
+    /// Counts beginnings of zaps, and frees of frames.
     now: u64,
 }
 
@@ -110,20 +112,20 @@ impl Memory {
         self.now
     }
 
-    /// Whether a call that began before `time` is still taking something of the block of `gfn` away: others that it has met
-    /// there between a table and a huge leaf it tells of as well.
+    /// Whether a call that began before `time` is still zapping in the block of `gfn`. Such a call
+    /// also reports the leaves of a split or recovery that it cancelled there.
     fn is_zapped(&self, gfn: u64, time: u64) -> bool {
         let block = Gfn(gfn).block(Level::L2M);
         let overlaps = |range: &GfnRange| !range.intersection(block).is_empty();
         self.zaps.range(..time).any(|(_, ranges)| ranges.iter().any(overlaps))
     }
 
-    /// The host looks whether a page was written, while no CPU can use it, and gives it `pfn` if that is another frame.
-    /// Whoever has taken the page away, all that was done through its leaf has been told.
-    fn ask(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
+    /// The host checks whether a page was written, while no CPU can use it, and moves it to `pfn`.
+    /// By then the page was invalidated, and all that was done through its leaf must be reported.
+    fn set_frame(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
         let time = self.tick();
         let page = &mut self.areas[area].pages[index];
-        assert!(!page.written || page.reported, "frame {:#x} was written, and no zapped leaf said so", page.pfn);
+        assert!(!page.written || page.reported, "frame {:#x} was written, and no zapped leaf reported it", page.pfn);
         if page.pfn != pfn {
             self.freed.insert(page.pfn, time);
         }
@@ -131,42 +133,40 @@ impl Memory {
     }
 
     fn fresh_frame(&mut self) -> u64 {
-        // Never the first of a block, nor behind its predecessor.
+        // Neither the first of a block, nor contiguous with the frame before.
         self.next_pfn += BLOCK;
         self.next_pfn + 77
     }
 
-    /// Gives an area frames that follow each other.
+    /// Assigns contiguous frames to an area.
     pub fn renew(&mut self, area: usize) {
         self.next_pfn += BLOCK;
         let first = self.next_pfn;
-        (0..PAGES).for_each(|page| self.ask(area, page, first + page as u64, true));
+        (0..PAGES).for_each(|page| self.set_frame(area, page, first + page as u64, true));
     }
 
-    /// Says where an area's slot may be.
+    /// Records where the memslot of an area may be.
     pub fn place(&mut self, area: usize, places: &[u64]) {
         self.areas[area].places = places.to_vec();
     }
 
-    /// Gives a page another frame, and frees the one it had.
+    /// Moves a page to another frame, and frees the old one.
     pub fn move_page(&mut self, area: usize, page: usize) {
         let pfn = self.fresh_frame();
-        self.ask(area, page, pfn, true);
+        self.set_frame(area, page, pfn, true);
     }
 
-    /// Allows leaves of more than a page, or forbids them.
-    pub fn only_pages(&mut self, area: usize, is_of_pages: bool) {
+    /// Forbids leaves of more than a page, or allows them.
+    pub fn forbid_huge_leaves(&mut self, area: usize, is_of_pages: bool) {
         self.areas[area].is_of_pages = is_of_pages;
     }
 
-    /// Allows writing a page.
     pub fn allow(&mut self, area: usize, page: usize) {
         self.areas[area].pages[page].may_write = true;
     }
 
-    /// Forbids writing a page.
     pub fn protect(&mut self, area: usize, page: usize) {
-        self.ask(area, page, self.areas[area].pages[page].pfn, false);
+        self.set_frame(area, page, self.areas[area].pages[page].pfn, false);
     }
 
     pub fn nr_writes(&self, area: usize) -> [u64; PAGES] {
@@ -176,11 +176,15 @@ impl Memory {
     /// A CPU uses `translation` for `gfn`.
     fn use_frame(&mut self, gfn: u64, translation: Translation, access: Access) {
         let pfn = translation.pfn;
-        assert_eq!(self.taken.get(&gfn).copied().unwrap_or(0), 0, "{gfn:#x} is used while it is taken away");
+        assert_eq!(
+            self.nr_invalidations.get(&gfn).copied().unwrap_or(0),
+            0,
+            "{gfn:#x} is used while it is invalidated"
+        );
         let index = (gfn % BLOCK) as usize;
         let area = self.areas.iter_mut().find(|area| area.pages[index].pfn == pfn);
-        let area = area.unwrap_or_else(|| panic!("{gfn:#x} goes to frame {pfn:#x}, which was freed"));
-        assert!(area.places.contains(&(gfn - index as u64)), "{gfn:#x} goes to {pfn:#x}: {:x?}", area.places);
+        let area = area.unwrap_or_else(|| panic!("{gfn:#x} maps to frame {pfn:#x}, which was freed"));
+        assert!(area.places.contains(&(gfn - index as u64)), "{gfn:#x} maps to {pfn:#x}: {:x?}", area.places);
         let page = &mut area.pages[index];
         if access == Access::Write {
             assert!(page.may_write, "{gfn:#x} is written in frame {pfn:#x}, which the host forbids");
@@ -193,10 +197,10 @@ impl Memory {
 #[derive(Clone, Copy, Debug)]
 struct Translation {
     pfn: u64,
-    /// Of the leaf.
+    /// The level of the leaf.
     level: Level,
     writable: bool,
-    /// The leaf has D, as this CPU knows.
+    /// Whether this CPU has cached D of the leaf.
     dirty: bool,
 }
 
@@ -204,21 +208,22 @@ struct Translation {
 #[derive(Debug, Default)]
 struct Tlb {
     entries: HashMap<u64, Translation>,
-    /// What a walk that is under way may find: those pages of the block that no flush has named since.
+    /// The used pages of the block for which a walk is under way, less those that a flush has named
+    /// since.
     filling: Vec<u64>,
-    /// The size of the leaf that it has found.
+    /// The level of the leaf that the walk found.
     found: Option<Level>,
 }
 
 impl Tlb {
-    /// The size of the translation of `gfn` that this CPU has, or is about to have.
+    /// The level of the translation of `gfn` that this CPU has, or is about to have.
     fn level(&self, gfn: u64) -> Option<Level> {
         let filled = self.found.filter(|_| self.filling.contains(&gfn));
         filled.or_else(|| self.entries.get(&gfn).map(|cached| cached.level))
     }
 }
 
-/// The pages of the block of `gfn` that are used.
+/// The used pages of the block of `gfn`.
 fn pages_around(gfn: u64) -> impl Iterator<Item = u64> {
     let first = gfn / BLOCK * BLOCK;
     first..first + PAGES as u64
@@ -226,7 +231,7 @@ fn pages_around(gfn: u64) -> impl Iterator<Item = u64> {
 
 pub struct AreaBacking {
     pub area: usize,
-    /// The page of the area that the slot begins with.
+    /// The page of the area with which the memslot begins.
     pub first_page: usize,
     pub vm: Weak<TestVm>,
 }
@@ -235,7 +240,7 @@ pub struct TlbHost {
     base: ShuttleHost,
     memory: Mutex<Memory>,
     tlbs: Vec<Mutex<Tlb>>,
-    /// One allocation out of so many fails.
+    /// One of this many allocations fails.
     fails_one_in: Option<u64>,
     /// Whether CPUs set A and D.
     sets_bits: bool,
@@ -246,7 +251,7 @@ impl TlbHost {
         action(&mut self.memory.lock().unwrap())
     }
 
-    /// From now on, a page that is written although that was forbidden is never copied.
+    /// From now on a write-protected page that is written is never copied.
     pub fn copies_never(&self) {
         self.with_memory(|memory| memory.copies_never = true);
     }
@@ -255,8 +260,8 @@ impl TlbHost {
         self.base.wait_for_faults();
     }
 
-    /// Runs `call`, a fault of guest number `index` or what is like one: it may be about to mark pages, and to take away what
-    /// it finds broken, in the block of `gfn`.
+    /// Runs `call`, a fault of guest number `index` or a similar call. It may mark pages and zap a
+    /// broken PTE in the block of `gfn`.
     pub fn during_call<R>(&self, index: usize, gfn: Gfn, call: impl FnOnce() -> R) -> R {
         zapping(self, &[gfn.block(Level::L2M)], || self.base.during_fault(index, call))
     }
@@ -265,8 +270,9 @@ impl TlbHost {
         self.base.live_tables()
     }
 
-    /// A CPU has found a leaf of `level` for `gfn`: the host must allow that, and no CPU may have one of another size, where
-    /// that is forbidden. (What a CPU has cached of a huge leaf stays true for the pages that are not taken away.)
+    /// A CPU has found a leaf of `level` for `gfn`. The host must allow that level, and with break
+    /// before make no CPU may have one of another level. (What a CPU has cached of a huge leaf
+    /// stays valid for the pages that were not invalidated.)
     fn assert_may_be(&self, gfn: u64, level: Level) {
         self.with_memory(|memory| {
             let is_of_pages =
@@ -286,7 +292,7 @@ impl TlbHost {
     }
 }
 
-/// Runs `zap`, which takes `ranges` away.
+/// Runs `zap`, which zaps `ranges`.
 pub fn zapping<R>(host: &TlbHost, ranges: &[GfnRange], zap: impl FnOnce() -> R) -> R {
     let began = host.with_memory(|memory| {
         let now = memory.tick();
@@ -298,19 +304,19 @@ pub fn zapping<R>(host: &TlbHost, ranges: &[GfnRange], zap: impl FnOnce() -> R) 
     result
 }
 
-/// Takes `ranges` away, changes memory, and gives them back.
-pub fn take_away(vm: &TestVm, ranges: &[GfnRange], change: impl FnOnce(&mut Memory)) {
+/// Invalidates `ranges`, changes memory, and ends the invalidations.
+pub fn invalidate(vm: &TestVm, ranges: &[GfnRange], change: impl FnOnce(&mut Memory)) {
     let host = vm.host();
     let invalidate = || ranges.iter().map(|&range| vm.invalidate_range(range).unwrap()).collect::<Vec<_>>();
-    let guards = zapping(host, ranges, invalidate);
-    let is_taken = |gfn: &u64| ranges.iter().any(|range| range.contains(Gfn(*gfn)));
-    let frames: Vec<u64> = (0..3 * BLOCK).filter(|gfn| gfn % BLOCK < PAGES as u64).filter(is_taken).collect();
-    host.with_memory(|memory| frames.iter().for_each(|&gfn| *memory.taken.entry(gfn).or_default() += 1));
+    let invalidations = zapping(host, ranges, invalidate);
+    let is_inside = |gfn: &u64| ranges.iter().any(|range| range.contains(Gfn(*gfn)));
+    let frames: Vec<u64> = (0..3 * BLOCK).filter(|gfn| gfn % BLOCK < PAGES as u64).filter(is_inside).collect();
+    host.with_memory(|memory| frames.iter().for_each(|&gfn| *memory.nr_invalidations.entry(gfn).or_default() += 1));
     host.base.step();
     host.with_memory(change);
     host.base.step();
-    host.with_memory(|memory| frames.iter().for_each(|gfn| *memory.taken.get_mut(gfn).unwrap() -= 1));
-    drop(guards);
+    host.with_memory(|memory| frames.iter().for_each(|gfn| *memory.nr_invalidations.get_mut(gfn).unwrap() -= 1));
+    drop(invalidations);
 }
 
 impl Park for TlbHost {
@@ -327,12 +333,13 @@ impl Park for TlbHost {
     }
 }
 
-// SAFETY: tables are the other host's; a flush drops translations, and waits for accesses under way; frames are numbers.
+// SAFETY: page-table pages are those of `base`. A flush drops translations, and waits for accesses
+// under way. Frames are numbers.
 unsafe impl Host for TlbHost {
     type Backing = AreaBacking;
 
     fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-        // Not the root.
+        // The root is never refused.
         let fails = self.fails_one_in.is_some_and(|period| self.live_tables() != 0 && random(period) == 0);
         if fails { None } else { self.base.allocate_table(layout, node, wait) }
     }
@@ -359,21 +366,22 @@ unsafe impl Host for TlbHost {
             && random(2) == 0
             && let Some(vm) = backing.vm.upgrade()
         {
-            // A copy is made of it. Wherever the slot is by now.
+            // It is copied, wherever the memslot is by now.
             let places: Vec<_> = PLACES[area].iter().map(|place| GfnRange::new(Gfn(place + index as u64), 1)).collect();
-            take_away(&vm, &places, |memory| {
+            invalidate(&vm, &places, |memory| {
                 if shared(memory) == Some(pfn) {
                     memory.move_page(area, index);
                 }
             });
         }
         self.base.step();
-        let read_gives_writable = random(2) == 0;
+        let reads_are_writable = random(2) == 0;
         let answer = self.with_memory(|memory| {
             let area = &mut memory.areas[area];
-            // Else nobody shares it any more: more is allowed than before, and nothing has to be taken away.
+            // Otherwise the frame is not shared any more. The host allows more than before, and
+            // invalidates nothing.
             area.pages[index].may_write |= access == Access::Write;
-            let writable = area.pages[index].may_write && (access == Access::Write || read_gives_writable);
+            let writable = area.pages[index].may_write && (access == Access::Write || reads_are_writable);
             let is_block = !area.is_of_pages
                 && area.is_contiguous()
                 && (!writable || area.pages.iter().all(|page| page.may_write));
@@ -393,7 +401,7 @@ unsafe impl Host for TlbHost {
                 {
                     page.reported |= leaf.dirty;
                 } else {
-                    // Who says it once more began before the frame was freed by somebody else.
+                    // A second report: its call began before another thread freed the frame.
                     let freed = memory.freed[&pfn];
                     assert!(memory.is_zapped(gfn, freed), "a report of a leaf to a freed frame: {leaf:x?}");
                 }
@@ -425,7 +433,7 @@ unsafe impl Host for TlbHost {
     }
 }
 
-/// What a VM of this world may be.
+/// The choices for a VM of this world.
 pub struct Choices {
     pub config: Config,
     pub fails_one_in: Option<u64>,
@@ -443,14 +451,16 @@ pub fn new_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
     Arc::new(Vm::new(host, choices.config).unwrap())
 }
 
-/// Whether some CPU can write `gfn`, through the tables or its TLB, and no log will tell.
-pub fn is_written_unseen(vm: &TestVm, config: &Config, gfn: u64) -> bool {
+/// Whether some CPU can write `gfn`, by the page tables or its TLB, without an entry in the dirty
+/// log.
+pub fn is_writable_unlogged(vm: &TestVm, config: &Config, gfn: u64) -> bool {
     let is_cached = |tlb: &Mutex<Tlb>| tlb.lock().unwrap().entries.get(&gfn).is_some_and(|it| it.writable && it.dirty);
-    find(vm, gfn).is_some_and(|found| found.is_written_unseen::<Shape>(config.dirty_tracking))
+    find(vm, gfn).is_some_and(|found| found.is_writable_unlogged::<Shape>(config.dirty_tracking))
         || vm.host().tlbs.iter().any(is_cached)
 }
 
-/// The region of an area's slot, whose number is the area's. With `start`: from that frame on; without: a deletion.
+/// The region of an area's memslot, whose number is the area's. `start` is its first frame; `None`
+/// is a deletion.
 pub fn slot(
     area: usize,
     flags: MemoryRegionFlags,
@@ -473,7 +483,7 @@ impl Guest {
         Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
     }
 
-    /// One try of an access: its effect, or a fault.
+    /// Tries an access once: it takes effect, or faults.
     pub fn access(&mut self, gfn: u64, access: Access) {
         let host = self.vm.host();
         let is_done = host.base.during_access(self.index, || {
@@ -497,7 +507,7 @@ impl Guest {
         }
     }
 
-    /// Maps a few pages from `gfn` on before they are used.
+    /// Prefaults a few pages from `gfn` on.
     pub fn prefault(&mut self, gfn: u64, nr_pages: u64, access: Access) {
         let host = self.vm.host();
         let vcpu = &mut self.vcpu;
@@ -509,7 +519,8 @@ impl Guest {
         }
     }
 
-    /// The translation for an access, from the TLB or, if that has none that will do, from a walk.
+    /// The translation for an access, from the TLB, or from a walk if the TLB has none that allows
+    /// it.
     fn translate(&self, gfn: u64, access: Access) -> Option<Translation> {
         let (host, tlb) = (self.vm.host(), &self.vm.host().tlbs[self.index]);
         let cached = tlb.lock().unwrap().entries.get(&gfn).copied();
@@ -547,13 +558,13 @@ impl Guest {
         loop {
             let nr_entries = if level == Shape::ROOT_LEVEL { Shape::ROOT_ENTRIES } else { Shape::TABLE_ENTRIES };
             let index = (gfn / level.nr_pages()) as usize % nr_entries;
-            // SAFETY: inside a table, whose memory stays until the host goes.
+            // SAFETY: inside a page-table page, whose memory stays until the host is dropped.
             let cell = unsafe { &*host.table_ptr(table).cast::<AtomicU64>().add(index) };
             let entry = Pte(cell.load(Ordering::SeqCst));
             if !Shape::is_present(entry) {
                 return None;
             }
-            // Each entry on the way must allow a write.
+            // Each PTE on the way must allow a write.
             allowed &= entry.0;
             if !Shape::is_leaf(entry, level) {
                 table = Shape::address(entry, level);
@@ -575,7 +586,7 @@ impl Guest {
                 && used != entry.0
                 && cell.compare_exchange(entry.0, used, Ordering::SeqCst, Ordering::SeqCst).is_err()
             {
-                // It begins anew, at the root.
+                // Starts over at the root.
                 host.tlbs[self.index].lock().unwrap().found = None;
                 (table, level, allowed) = (self.vm.root(), Shape::ROOT_LEVEL, u64::MAX);
                 continue;

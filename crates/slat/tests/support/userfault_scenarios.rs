@@ -1,5 +1,6 @@
-//! Userfault beside guests that may be stopped at each step: pages that are filled and emptied, a flag that is turned off and
-//! on, pages that become private, and huge pages that are put back. In the world of `stepped_world.rs`.
+//! Userfault beside guests that can be stopped at each step, in the world of `stepped_world.rs`.
+//! Pages are filled and emptied, the flag is turned off and on, pages become private, and huge
+//! pages are recovered.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,17 +21,17 @@ const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 
 const BLOCK: u64 = 512;
-/// Pages that guests use: those that have entries of their own.
+/// The pages that guests use: those with PTEs of their own.
 const PAGES: u64 = 4;
 const FIRST_PFN: u64 = 1 << 20;
 
-/// The slot of one block, its words, and which of its pages are filled, and private.
+/// A memslot of one block, its userfault words, and which of its pages are filled and private.
 struct Scene<F: Format> {
     vm: TestVm<F>,
     words: Arc<Vec<AtomicU64>>,
     granularity: PageSize,
     is_filled: [AtomicU64; PAGES as usize],
-    /// 2: somebody is changing it.
+    /// 2 while a thread changes it.
     attributes: [AtomicU64; PAGES as usize],
     others: MemoryRegionFlags,
     nr_guests: usize,
@@ -43,9 +44,9 @@ fn random_config() -> Config {
 }
 
 impl<F: Format> Scene<F> {
-    /// With userfault on, or not; no bit is set, and all is filled.
+    /// With or without the userfault flag. No bit is set, and all pages are filled.
     fn new(flags: MemoryRegionFlags, granularity: PageSize, nr_guests: usize) -> Arc<Scene<F>> {
-        // One more, who looks at the tables when he has taken a page back.
+        // One vCPU more checks the page tables after a rescan.
         let vm = new_vm_with::<F>(random_config(), nr_guests + 1);
         let scene = Scene {
             vm,
@@ -91,8 +92,8 @@ impl<F: Format> Scene<F> {
         self.pages_with(page).for_each(|page| self.is_filled[page as usize].store(0, Ordering::SeqCst));
     }
 
-    /// Takes `page` back and empties it; then fills it again.
-    fn take_back(&self, page: u64) {
+    /// Sets the bit of `page`, rescans and empties it; then fills it again.
+    fn rescan_and_refill(&self, page: u64) {
         self.words[0].fetch_or(self.bit_of(page), Ordering::SeqCst);
         let block_pages = self.granularity.level().nr_pages();
         assert_eq!(self.vm.rescan_userfault(0, page, 1), Ok(block_pages));
@@ -101,7 +102,7 @@ impl<F: Format> Scene<F> {
         self.fill(page);
     }
 
-    /// What is left mapped would be seen only by an access.
+    /// An access alone would not find a page that stays mapped in vain.
     fn assert_not_mapped(&self, page: u64) {
         for page in self.pages_with(page) {
             let found = self.vm.host().during_access(self.nr_guests, || walk(&self.vm, page));
@@ -126,7 +127,7 @@ impl<F: Format> Scene<F> {
         of.iter().for_each(|attribute| attribute.store(u64::from(!attributes.is_empty()), Ordering::SeqCst));
     }
 
-    /// A few accesses; a guest whose page is withheld does something else.
+    /// A few accesses. A guest whose page is pending does something else.
     fn spawn_guest(self: &Arc<Self>, index: usize, nr_accesses: u64) -> thread::JoinHandle<()> {
         let scene = Arc::clone(self);
         thread::spawn(move || {
@@ -155,7 +156,7 @@ impl<F: Format> Scene<F> {
     }
 }
 
-/// Pages are taken back, emptied and filled, beside faults that are under way; and huge ones put back.
+/// Pages are rescanned, emptied and filled, beside faults under way and recoveries.
 pub fn beside_rescans<F: Format>() {
     let scene = Scene::<F>::new(USERFAULT, pick(&[PageSize::Size4K, PageSize::Size2M]), 2);
     let mut threads = vec![scene.spawn_guest(0, 3), scene.spawn_guest(1, 2)];
@@ -164,12 +165,12 @@ pub fn beside_rescans<F: Format>() {
         let _ = other.vm.split_range(GfnRange::new(Gfn(0), BLOCK), PageSize::Size4K);
         let _ = other.vm.recover_range(GfnRange::new(Gfn(0), BLOCK));
     }));
-    (0..2).for_each(|_| scene.take_back(random(PAGES / 2)));
+    (0..2).for_each(|_| scene.rescan_and_refill(random(PAGES / 2)));
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     scene.finish();
 }
 
-/// A page is taken back beside who takes the whole block away, and its table with it.
+/// A page is rescanned beside an invalidation of the whole block, with its page-table page.
 pub fn beside_rescans_and_invalidations<F: Format>() {
     let scene = Scene::<F>::new(USERFAULT, PageSize::Size4K, 1);
     let guest = scene.spawn_guest(0, 4);
@@ -177,13 +178,13 @@ pub fn beside_rescans_and_invalidations<F: Format>() {
     let thread = thread::spawn(move || {
         drop(other.vm.invalidate_range(GfnRange::new(Gfn(0), BLOCK)).unwrap());
     });
-    (0..2).for_each(|_| scene.take_back(0));
+    (0..2).for_each(|_| scene.rescan_and_refill(0));
     guest.join().unwrap();
     thread.join().unwrap();
     scene.finish();
 }
 
-/// The flag is turned on, for pages that are emptied then, and off when all are filled.
+/// The flag is turned on, for pages that are then emptied, and off when all are filled.
 pub fn beside_the_flag<F: Format>() {
     let scene = Scene::<F>::new(pick(&[NO_FLAGS, LOG]), pick(&[PageSize::Size4K, PageSize::Size2M]), 2);
     let guests = [scene.spawn_guest(0, 4), scene.spawn_guest(1, 2)];
@@ -205,7 +206,7 @@ pub fn beside_the_flag<F: Format>() {
     scene.finish();
 }
 
-/// Pages become private and shared beside faults, and beside who puts huge leaves back.
+/// Pages become private and shared beside faults and recoveries.
 pub fn beside_attributes<F: Format>() {
     let scene = Scene::<F>::new(GUEST_MEMFD, PageSize::Size4K, 2);
     let mut threads = vec![scene.spawn_guest(0, 4)];

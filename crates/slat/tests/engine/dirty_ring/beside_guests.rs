@@ -1,18 +1,19 @@
-//! Harvests and resets of rings beside guests that write. The world with contents is that of `concurrent_dirty`.
+//! Harvests and resets of rings beside guests that write. The world has contents as in
+//! `concurrent_dirty`.
 
 use super::*;
 use crate::common::random::Random;
 use crate::common::wait_until;
 
 const SLOT: u32 = 3;
-/// The slot begins in the middle of a block and ends in the middle of another.
+/// The memslot begins in the middle of a block and ends in the middle of another.
 const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
 const NR_PAGES: usize = 100 + 512 + 61;
 const SIZE: u64 = NR_PAGES as u64 * PAGE_SIZE;
-/// Congruent to the slot's first page, so that a block can be mapped by 2 MiB.
+/// Congruent to the first page of the memslot, so that a block can be mapped by 2 MiB.
 const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
 
-/// A VM with a slot and rings, and what is in its memory.
+/// A VM with a memslot and rings, and the contents of its memory.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
     /// Writes to each page.
@@ -81,7 +82,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// What was written by now is copied after the second time, if the faults under way have returned by then.
+    /// What is written by now is copied after the second time, if the faults under way have
+    /// returned by then.
     fn migrate_twice(&self) {
         let before = self.contents_now();
         self.migrate();
@@ -90,7 +92,7 @@ impl<F: Format> World<F> {
         self.assert_copied(&before);
     }
 
-    /// When nobody writes any more: one harvest of all rings brings all.
+    /// No guest writes any more: one harvest of all rings reports all.
     fn assert_final_harvest_is_exact(&self) {
         self.migrate();
         self.assert_copied(&self.contents_now());
@@ -167,7 +169,7 @@ fn turned_on<F: Format>(locking: Locking) {
                 world.set(NO_FLAGS);
                 std::thread::yield_now();
                 world.set(LOG);
-                // What was written before logging is copied whole, as a migration does.
+                // Pages written before logging begins are copied, as a migration does.
                 (0..NR_PAGES as u64).for_each(|page| world.copy_page(page));
                 world.migrate_twice();
             }
@@ -177,11 +179,11 @@ fn turned_on<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn a_vcpu_whose_ring_nobody_reads_stands_still_and_the_others_go_on() {
+fn a_full_ring_stops_its_vcpu_alone() {
     let world = World::<Npt>::new(Config::default(), 256);
     world.set(LOG);
     world.beside_guests(3, || {
-        // Each guest that writes on fills its ring, however long that takes.
+        // Each guest fills its ring if it goes on writing.
         wait_until("rings that are full", &world.stop, || world.nr_full.load(Ordering::Relaxed) >= 1000);
         let entries: u64 = world.vm.dirty_rings().map(|ring| u64::from(ring.is_soft_full())).sum();
         assert!(entries >= 1);

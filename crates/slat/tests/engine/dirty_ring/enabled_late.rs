@@ -1,4 +1,4 @@
-//! Rings that are enabled when the VM had vCPUs and has none any more: what these left writable is
+//! Rings that are enabled after the last vCPU was dropped: pages that vCPUs left writable are
 //! protected.
 
 use slat::Stage2;
@@ -7,7 +7,7 @@ use super::*;
 use crate::common::Call;
 
 #[test]
-fn rings_are_refused_while_a_vcpu_exists_and_not_after() {
+fn rings_are_refused_only_while_a_vcpu_exists() {
     let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
     let vcpus = [(); 3].map(|()| vm.create_vcpu().unwrap());
     for vcpu in vcpus {
@@ -20,13 +20,13 @@ fn rings_are_refused_while_a_vcpu_exists_and_not_after() {
     let vcpu = vm.create_vcpu().unwrap();
     assert!(vcpu.dirty_ring().is_some());
     drop(vcpu);
-    // For the VM's life.
+    // For the life of the VM.
     assert_eq!(vm.enable_dirty_ring(512), Err(Error::DirtyRingEnabled));
     assert!(vm.create_vcpu().unwrap().dirty_ring().is_some());
     assert_eq!(vm.dirty_rings().count(), 1);
 }
 
-each!(what_vcpus_of_before_left_writable_is_pushed_when_it_is_written, left_writable);
+each!(pages_left_writable_by_earlier_vcpus_are_pushed_when_written, left_writable);
 fn left_writable<F: Format>(locking: Locking) {
     for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
         for size in [PageSize::Size4K, PageSize::Size2M] {
@@ -54,7 +54,7 @@ fn left_writable<F: Format>(locking: Locking) {
             write(&mut vcpu, GIB / PAGE_SIZE);
             assert_eq!(harvest(&vm), pages_of(1, [0]));
             assert_eq!(vm.reset_dirty_rings(), Ok(1));
-            // It ceases to: nothing that can be written is unseen when it begins again.
+            // It stops logging: no writable page is missed when it begins again.
             vm.set_user_memory_region(change(0, NO_FLAGS, 0, 4 * MIB)).unwrap();
             vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
             assert!((0..1024).all(|page| !is_writable(&vm, page)));
@@ -64,7 +64,7 @@ fn left_writable<F: Format>(locking: Locking) {
     }
 }
 
-/// What links the parts of a broken leaf for writing marks them in no ring.
+/// A call that links the writable parts of a broken leaf marks them in no ring.
 #[test]
 fn rings_are_refused_while_a_leaf_is_broken_whose_parts_can_be_written() {
     let vm = Arc::new(Vm::<TestHost, Stage2>::new(TestHost::default(), Config::default()).unwrap());
@@ -76,7 +76,7 @@ fn rings_are_refused_while_a_leaf_is_broken_whose_parts_can_be_written() {
     vm.host().overtake(Call::Flush, 1, move || assert_eq!(other.enable_dirty_ring(1024), Err(Error::VcpusExist)));
     assert_eq!(vm.split_range(GfnRange::new(Gfn(0), 512), PageSize::Size4K), Ok(1));
     assert!(vm.host().was_overtaken() && is_writable(&vm, 7));
-    // Once they are linked, whatever comes finds them.
+    // Once they are linked, protection finds them.
     vm.enable_dirty_ring(1024).unwrap();
     vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();

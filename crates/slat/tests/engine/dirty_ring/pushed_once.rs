@@ -1,5 +1,5 @@
-//! A write is pushed once: also the first one after a reset, below a table entry that the reset has
-//! closed, whether its page is mapped or not.
+//! A write is pushed once, also the first one after a reset below a directory entry that the reset
+//! has protected, whether its page is mapped or not.
 
 use std::collections::BTreeMap;
 
@@ -20,11 +20,12 @@ fn first_write<F: Format>(locking: Locking) {
         let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
         let (vm, mut vcpu) = logging::<F>(config, 8192, 8 * MIB);
         let written = |pages: &mut dyn Iterator<Item = u64>| pages.map(|page| (page, 1)).collect::<BTreeMap<_, u64>>();
-        // Every other page; so many that their reset closes the entry above, where there is one.
+        // Every other page; so many that their reset protects the directory entry above, where it
+        // can.
         (0..1024).step_by(2).for_each(|page| write(&mut vcpu, page));
         assert_eq!(counts(&vm), written(&mut (0..1024).step_by(2)));
         vm.reset_dirty_rings().unwrap();
-        // Pages that are not mapped, one that is taken away, and pages that are.
+        // Pages that are not mapped, one that is invalidated, and pages that are mapped.
         drop(vm.invalidate_range(GfnRange::new(Gfn(4), 1)).unwrap());
         for page in [1, 4, 2, 3, 513, 512, 515] {
             write(&mut vcpu, page);
@@ -42,9 +43,9 @@ fn first_write<F: Format>(locking: Locking) {
     }
 }
 
-/// A guest that writes at random, near what it wrote before, between resets.
+/// A guest that writes at random, near its last writes, between resets.
 #[test]
-fn nor_is_any_of_many_random_writes_pushed_twice() {
+fn no_random_write_is_pushed_twice() {
     for fault_around in [FaultAround::Off, FaultAround::Pages(16)] {
         let (vm, mut vcpu) = logging::<Npt>(Config::default().with_fault_around(fault_around), 65536, 64 * MIB);
         let mut random = 1_u64;
@@ -52,7 +53,7 @@ fn nor_is_any_of_many_random_writes_pushed_twice() {
             let mut written = BTreeMap::new();
             for step in 0..5000 {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                // So near that the reset closes entries.
+                // So near that the reset protects directory entries.
                 let page = (random >> 33) % 1024 + step / 400 * 1024;
                 if !is_writable(&vm, page) {
                     write(&mut vcpu, page);

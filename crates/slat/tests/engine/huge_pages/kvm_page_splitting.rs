@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// KVM's dirty_log_page_splitting_test: two vCPUs, each with a slot of its own, and two passes.
+/// KVM's dirty_log_page_splitting_test: two vCPUs, each with its own memslot, and two passes.
 fn kvm_page_splitting<F: Format>(config: Config, size: PageSize, slot_pages: u64) {
-    // Not each page, which is a matter of time only; but some of each block.
+    // Some pages of each block; all would take longer and test no more.
     const STRIDE: usize = 37;
     let mut world = World::<F>::new(config);
     let slots = [0, 1].map(|id| Slot::huge(id, u64::from(id) * slot_pages, slot_pages, size));

@@ -2,15 +2,15 @@
 
 use super::*;
 
-/// A page's frame, and whether it may be written.
+/// The frame of a page, and whether it is writable.
 type Seen = Option<(u64, bool)>;
 
-/// All that the guest sees of a slot.
+/// All that the guest observes of a memslot.
 fn seen<F: Format>(world: &World<F>, slot: Slot) -> Vec<Seen> {
     world.entries(slot).into_iter().map(|found| found.map(|found| (found.pfn.0, found.writable))).collect()
 }
 
-each_format!(a_split_for_which_there_is_no_memory_leaves_the_rest_as_it_was, out_of_memory);
+each_format!(a_split_without_memory_leaves_the_rest_unchanged, out_of_memory);
 fn out_of_memory<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, 6 * BIG, PageSize::Size2M);
     for k in 0..6 {
@@ -23,7 +23,7 @@ fn out_of_memory<F: Format>(config: Config) {
         let k = k as u64;
         assert_eq!(sizes(&world), (k * BIG, 6 - k, 0));
         assert_eq!(vm.host().live_tables() as u64, nr_tables as u64 + k);
-        // In a format that breaks leaves first, the parts may wait for their first write.
+        // With break before make, the parts may wait for their first write.
         let is_same = |(now, before): (&Seen, &Seen)| {
             now.map(|now| now.0) == before.map(|before| before.0) && (F::BREAK_BEFORE_MAKE || now == before)
         };
@@ -34,7 +34,7 @@ fn out_of_memory<F: Format>(config: Config) {
     }
 }
 
-each_format!(a_1g_page_split_half_way_for_want_of_memory_is_all_there, out_of_memory_1g);
+each_format!(a_1g_page_split_half_way_without_memory_is_mapped_whole, out_of_memory_1g);
 fn out_of_memory_1g<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
     for k in [0, 1, 2, 100, 511, 512] {
@@ -69,7 +69,7 @@ fn logging_without_memory<F: Format>(config: Config) {
             assert!((0..4 * BIG).all(|page| !world.is_writable(slot, page)), "all is protected");
             let written = [0, 511, 512, 1025, 2047];
             world.write_all(slot, written);
-            assert_eq!(world.take(slot), written, "with {k} tables");
+            assert_eq!(world.harvest(slot), written, "with {k} tables");
             assert_eq!(sizes(&world), (4 * BIG, 0, 0), "the first write splits");
             world.set_flags(slot, NO_FLAGS);
             assert_eq!((sizes(&world), zapped(&world).len()), ((0, 4, 0), 0));
@@ -78,15 +78,18 @@ fn logging_without_memory<F: Format>(config: Config) {
     }
 }
 
-each_format!(a_table_that_is_not_at_hand_is_asked_for_again_by_who_may_wait, waits);
+each_format!(a_table_that_is_not_at_hand_is_allocated_again_where_waiting_is_allowed, waits);
 fn waits<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, 5 * BIG, PageSize::Size2M);
     let mut world = world_with::<F>(config, slot, Access::Write);
     let asked = |world: &World<F>| -> Vec<AllocationWait> {
         std::mem::take(&mut *world.vm.host().asked.lock().unwrap()).into_iter().map(|(_, wait)| wait).collect()
     };
-    assert!(asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed), "faults hold nothing when they ask");
-    world.vm.host().refuses_who_cannot_wait.store(true, Ordering::SeqCst);
+    assert!(
+        asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed),
+        "faults hold no lock when they allocate"
+    );
+    world.vm.host().refuses_without_wait.store(true, Ordering::SeqCst);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
     assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
     assert_eq!(world.vm.recover_range(slot.range()), Ok(5));
@@ -94,11 +97,11 @@ fn waits<F: Format>(config: Config) {
     world.set_flags(slot, LOG);
     assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
     world.set_flags(slot, NO_FLAGS);
-    world.vm.host().refuses_who_cannot_wait.store(false, Ordering::SeqCst);
+    world.vm.host().refuses_without_wait.store(false, Ordering::SeqCst);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
     assert_eq!(asked(&world), [AllocationWait::Never; 5]);
     world.vm.recover_range(slot.range()).unwrap();
-    // Neither: the error says so, and each is tried.
+    // Neither: the error reports it, and each is tried.
     world.vm.host().fail_after(0);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
     world.vm.host().never_fail();

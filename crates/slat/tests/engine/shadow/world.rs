@@ -1,4 +1,4 @@
-//! The guest's memory, its tables, and one CPU.
+//! The guest's memory, its page tables, and one CPU.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
@@ -14,26 +14,26 @@ use slat::{
 use crate::shadow_cpu::guest_memory::Memory;
 use crate::shadow_cpu::{ADDRESS, Cached, P, U, W, index, region, registers_with_pcids, walk};
 
-/// Host-physical address less pointer.
+/// The difference between a host-physical address and a pointer.
 const BIAS: u64 = 1 << 47;
 
 /// Frames of the guest's memory.
 pub const NR_FRAMES: u64 = 1 << 10;
-/// Frames that the host has for it.
+/// Frames of the host for that memory.
 const NR_HOST_FRAMES: u64 = 2 << 10;
 
-pub struct TestHost {
+pub struct OneCpuHost {
     memory: Memory,
-    /// The frame of each page of the guest's.
+    /// The frame of each page of the guest.
     frames: Mutex<Vec<u64>>,
     live_tables: AtomicI64,
     flushes: AtomicU64,
-    /// What is to happen in the midst of the next flush.
+    /// A hook that runs in the next flush.
     in_flush: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     yields: AtomicU64,
 }
 
-impl Park for TestHost {
+impl Park for OneCpuHost {
     fn park(&self, _: &AtomicU32, _: u32) {}
     fn unpark_one(&self, _: *const AtomicU32) -> bool {
         false
@@ -41,13 +41,14 @@ impl Park for TestHost {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are memory of the global allocator that is nobody else's; the one CPU forgets what `flush` says.
-unsafe impl Host for TestHost {
+// SAFETY: the global allocator hands out each page-table page once. The one CPU drops what `flush`
+// names.
+unsafe impl Host for OneCpuHost {
     type Backing = ();
 
     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         self.live_tables.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: a table has a size.
+        // SAFETY: a page-table page has a size.
         Some(Hpa(unsafe { alloc_zeroed(layout) }.expose_provenance() as u64 + BIAS))
     }
 
@@ -91,7 +92,7 @@ unsafe impl Host for TestHost {
     }
 }
 
-impl TestHost {
+impl OneCpuHost {
     pub fn during_next_flush(&self, hook: impl FnOnce() + Send + 'static) {
         *self.in_flush.lock().unwrap() = Some(Box::new(hook));
     }
@@ -105,19 +106,20 @@ impl TestHost {
     }
 
     fn word(&self, hpa: Hpa) -> &AtomicU64 {
-        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is linked.
+        // SAFETY: callers pass an aligned address of the guest's memory, or of a linked page-table
+        // page.
         unsafe { &*self.table_ptr(hpa).cast::<AtomicU64>() }
     }
 }
 
 pub struct World {
-    pub vm: Arc<Vm<TestHost, Npt>>,
-    pub vcpu: Vcpu<TestHost, Npt>,
+    pub vm: Arc<Vm<OneCpuHost, Npt>>,
+    pub vcpu: Vcpu<OneCpuHost, Npt>,
     pub privilege: Privilege,
-    /// What the CPU has cached: the entry, and the rights on the way to it, by PCID and page.
+    /// What the CPU has cached: the PTE, and the rights on the way to it, by PCID and page.
     tlb: HashMap<(u16, u64), Cached>,
     flushes: u64,
-    /// Frames for tables of the guest's.
+    /// The next frame for a page table of the guest.
     next_table: u64,
 }
 
@@ -127,7 +129,7 @@ impl World {
     }
 
     pub fn with_pages(strategy: ShadowStrategy, max_pages: u32) -> World {
-        let host = TestHost {
+        let host = OneCpuHost {
             memory: Memory::new(NR_HOST_FRAMES, 2 << 20),
             frames: Mutex::new((0..NR_FRAMES).collect()),
             live_tables: AtomicI64::new(0),
@@ -163,7 +165,7 @@ impl World {
         self.vm.host().word(Hpa(self.vm.host().pfn(frame).hpa().0 + gpa % 4096))
     }
 
-    /// Tables from frame `root` on that map the page at `va` to frame `gfn`. Returns CR3.
+    /// Page tables from frame `root` on that map the page at `va` to frame `gfn`. Returns CR3.
     pub fn map(&mut self, root: u64, va: u64, gfn: u64, bits: u64) -> u64 {
         self.next_table = root + 1;
         self.map_more(root << 12, va, gfn, bits);
@@ -176,7 +178,7 @@ impl World {
         root << 12
     }
 
-    /// Without the CPU: as a loader does before the guest runs.
+    /// Without the CPU, as a loader does before the guest runs.
     pub fn map_more(&mut self, cr3: u64, va: u64, gfn: u64, bits: u64) {
         self.map_at(cr3, va, gfn, bits, 1);
     }
@@ -203,7 +205,7 @@ impl World {
         assert_eq!(self.vcpu.write_guest_table(Gpa(place), &value.to_le_bytes()), Ok(Outcome::Resume));
     }
 
-    /// The address of the entry of `level` for `va`.
+    /// The address of the PTE of `level` for `va`.
     pub fn place_of(&self, cr3: u64, va: u64, level: u32) -> u64 {
         let mut table = cr3 & ADDRESS;
         let mut at = 4;
@@ -313,7 +315,7 @@ impl World {
         walk(root, levels, va, |cached, level| word(cached.page.0 + index(va, level) * 8))
     }
 
-    /// Gives page `gfn` another frame, with its contents. Returns it.
+    /// Moves page `gfn` to another frame, with its contents. Returns the frame.
     pub fn move_frame(&mut self, gfn: u64) -> u64 {
         let invalidation = self.vm.invalidate_range(GfnRange::new(Gfn(gfn), 1)).unwrap();
         let host = self.vm.host();
@@ -340,7 +342,7 @@ impl World {
         (0..NR_FRAMES).filter(|&page| bitmap[page as usize / 64] >> (page % 64) & 1 != 0).collect()
     }
 
-    /// Nothing is left when the guest is gone.
+    /// Nothing is left when the guest is dropped.
     pub fn check_end(self) {
         let World { vm, vcpu, .. } = self;
         drop(vcpu);
@@ -354,7 +356,8 @@ impl World {
     }
 }
 
-/// Tables of the second stage below its root. (An emptied slot's are kept where an invalidation refined empty entries.)
-fn second_stage_tables(vm: &Vm<TestHost, Npt>) -> i64 {
+/// Page-table pages of the second stage below its root. (Some of a deleted memslot stay, where an
+/// invalidation refined empty PTEs.)
+fn second_stage_tables(vm: &Vm<OneCpuHost, Npt>) -> i64 {
     vm.read_tables().unwrap().nr_tables_on(slat::NodeId(0)) as i64 - 1
 }

@@ -1,4 +1,5 @@
-//! The other modes of paging: five levels, physical address extension, 32 bits; two over the same tables; and what vCPUs share.
+//! The other modes of paging: five levels, physical address extension, 32 bits; two modes over the
+//! same page tables; and what vCPUs share.
 
 use super::*;
 
@@ -17,7 +18,7 @@ fn five_levels() {
     cpu.store(va, 1).unwrap();
     assert_eq!(vm.host().load(ROOT + 4, index(va, 1)) & (A | D), A | D);
     assert_eq!(cpu.vcpu().handle_page_fault(Gva(1 << 56), READ), GENERAL_PROTECTION);
-    // With four, by way of no paging.
+    // With four levels, after paging was off.
     cpu.set_registers(PagingRegisters::default());
     assert_eq!(cpu.page_at(DATA << 12), Ok(DATA));
     cpu.set_registers(PagingRegisters { cr3: (ROOT + 1) << 12, ..LONG });
@@ -46,7 +47,7 @@ fn physical_address_extension() {
     cpu.store(vas[1], 3).unwrap();
     assert_eq!(vm.host().load(ROOT + 4, 7) & (A | D), A | D);
     assert_eq!(vm.host().load(ROOT, (0xfe0 / 8) + 1) & (A | W), 0, "there are none in these entries");
-    // A write to one table of the page leaves the other.
+    // A write to one table of the page does not affect the other.
     assert_eq!(cpu.vcpu().write_guest_table(Gpa((ROOT << 12) + 0x38), &[0; 8]), RESUMED);
     assert_eq!(cpu.page_at(vas[1]), Ok(DATA + 1));
     cpu.load_cr3(ROOT << 12 | 0x20);
@@ -76,7 +77,7 @@ fn two_levels_of_32_bits() {
         cpu.page_at(0x8000_0000 + NR_PAGES * 4096),
         Err(Exit::PageFault { gva: Gva(0x8040_0000), error_code: 0 })
     );
-    // Without PSE it points to a table.
+    // Without PSE it points to a page table.
     cpu.set_registers(PagingRegisters { cr0: PG | WP, cr3: ROOT << 12, cr4: 0, efer: 0 });
     assert!(matches!(cpu.page_at(0x8000_1000), Err(Exit::PageFault { error_code: 0, .. })));
     assert_eq!(cpu.page_at(0x0040_1000), Ok(DATA));
@@ -88,20 +89,20 @@ fn two_modes_over_the_same_tables() {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut long = guest(&vm);
         let lowest = ROOT + 3;
-        // The other's: `lowest` is its lowest table, and its page directory too.
+        // For the other mode, `lowest` is the lowest page table and the page directory.
         let mut pae = Cpu::new(&vm);
         let at = index(VA, 1);
         vm.host().store(0x30, 0, 0x31 << 12 | P);
         vm.host().store(0x30, 1, lowest << 12 | P);
         vm.host().store(0x31, 0, lowest << 12 | P | W | U);
         vm.host().store(DATA, 0, (DATA + 5) << 12 | P | W);
-        // It sees `lowest` itself.
+        // It maps `lowest` itself.
         vm.host().store(lowest, at + 1, lowest << 12 | P | W);
         pae.set_registers(PagingRegisters { cr0: PG | WP, cr3: 0x30 << 12, cr4: PAE, efer: NXE });
         let (as_lowest, as_directory) = (at << 12, 1 << 30 | at << 21);
         assert_eq!(pae.page_at(as_lowest), Ok(DATA));
         assert_eq!(pae.page_at(as_directory), Ok(DATA + 5), "{strategy:?}");
-        // One writes, the other flushes.
+        // One vCPU writes, the other flushes.
         for (page, in_page) in [(DATA + 1, DATA + 6), (DATA, DATA + 5)] {
             vm.host().store(page, 0, in_page << 12 | P | W);
             pae.store(((at + 1) << 12) + at * 8, page << 12 | P | W | U).unwrap();
@@ -123,7 +124,8 @@ fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
         vm.host().store(ROOT, 0, (ROOT + 1) << 12 | P);
         vm.host().store(ROOT + 1, 0, (ROOT + 2) << 12 | P | W | U);
         vm.host().store(ROOT + 2, 7, DATA << 12 | P | W | U);
-        // A reserved bit in one that is not present means nothing; in one that is, it does.
+        // A reserved bit is ignored in a PDPTE that is not present, and an error in one that is
+        // present.
         let (good, unused, bad) = (ROOT << 12, ROOT << 12 | 0x20, ROOT << 12 | 0x40);
         vm.host().store(ROOT, 4 + 1, (ROOT + 1) << 12 | W | U | A);
         vm.host().store(ROOT, 8 + 2, (ROOT + 1) << 12 | P | A);
@@ -146,21 +148,22 @@ fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
         assert_eq!(cpu.page_at(va), Ok(DATA), "{strategy:?}: no other does");
         vm.host().store(ROOT, 3, 0);
         cpu.write_register(PagingRegister::Cr4, PAE | PGE);
-        // Without paging nothing is looked at until it is turned on.
+        // Without paging nothing is checked until paging is turned on.
         cpu.write_register(PagingRegister::Cr0, 1);
         cpu.load_cr3(bad);
         assert_eq!(cpu.vcpu().write_paging_register(PagingRegister::Cr0, PG), GENERAL_PROTECTION);
         cpu.load_cr3(good);
         cpu.write_register(PagingRegister::Cr0, PG);
         assert_eq!(cpu.page_at(va), Ok(DATA));
-        // Where no memory is there is nothing to look at; a walk says so.
+        // Where there is no memory nothing is checked; a walk reports it.
         let hole = (NR_PAGES + 3) << 12;
         cpu.load_cr3(hole);
         assert_eq!(cpu.page_at(va), Err(Exit::TableMmio { gva: Gva(va), gpa: Gpa(hole) }));
         vm.host().has_no_pointers.store(true, Ordering::Relaxed);
         assert_eq!(cpu.vcpu().load_cr3(good), Err(Error::NoGuestMemory { gpa: Gpa(good) }));
         vm.host().has_no_pointers.store(false, Ordering::Relaxed);
-        // A saved state is restored before its memory may be there: what is wrong is found when it is used.
+        // A saved state may be restored before its memory exists: an error is found at the first
+        // use.
         cpu.set_registers(PagingRegisters { cr3: bad, ..pae });
         let va = 2 << 30;
         assert_eq!(cpu.page_at(va), Err(Exit::PageFault { gva: Gva(va), error_code: 0b1001 }));
@@ -188,7 +191,7 @@ fn a_load_of_pdptes_exits_for_their_page() {
 
 /// In PAE's PDPTEs the bits of A and D are reserved.
 #[test]
-fn marks_of_another_mode_change_what_pdptes_say() {
+fn accessed_bits_of_another_mode_change_pdptes() {
     for strategy in STRATEGIES {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let (mut pae, mut long) = (Cpu::new(&vm), Cpu::new(&vm));
@@ -196,7 +199,7 @@ fn marks_of_another_mode_change_what_pdptes_say() {
         vm.host().store(table, 0, 0x31 << 12 | P);
         vm.host().store(0x31, 3, 0x32 << 12 | P | W | U);
         vm.host().store(0x32, 7, DATA << 12 | P | W | U);
-        // To the other it is a table of the lowest level, and the PDPTE a page.
+        // For the other mode it is a lowest page table, and the PDPTE a page.
         map(&vm, table - 3, 4, 0, 0x31, P);
         let va = 3 << 21 | 7 << 12;
         pae.set_registers(PagingRegisters { cr0: PG | WP, cr3: table << 12, cr4: PAE, efer: NXE });
@@ -211,16 +214,17 @@ fn marks_of_another_mode_change_what_pdptes_say() {
     }
 }
 
-/// In an entry of 8 bytes, A and D of the second of two entries of 4 bytes are in the address.
+/// In a PTE of 8 bytes, A and D of the second of two PTEs of 4 bytes are address bits.
 #[test]
-fn marks_of_two_levels_change_addresses_of_wide_entries() {
+fn accessed_bits_of_two_levels_change_addresses_of_wide_entries() {
     for strategy in STRATEGIES {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let high = 1 << 32;
         let slot = second_slot(MemoryRegionFlags::empty(), 0x50, 8);
         vm.set_user_memory_region(slat::MemoryRegion { guest_phys_addr: Gpa(high), ..slot }).unwrap();
         let (mut long, mut narrow) = (Cpu::new(&vm), Cpu::new(&vm));
-        // Pte 1 of this page directory leads to the first page above 4 GiB; its upper half maps page 0.
+        // PTE 1 of this page directory leads to the first page above 4 GiB; its upper half maps
+        // page 0.
         let (directory, va) = (0x32, 1 << 21);
         map(&vm, 0x30, 4, 0, 0, 0);
         vm.host().store(directory, 1, high | P | W | U);
@@ -237,7 +241,8 @@ fn marks_of_two_levels_change_addresses_of_wide_entries() {
     }
 }
 
-/// Where the guest's supervisor may write a user's read-only page (CR0.WP clear, SMAP), and no shadow entry can say so.
+/// The guest's supervisor may write a user's read-only page (CR0.WP clear, SMAP), and no shadow PTE
+/// can express that.
 #[test]
 fn no_write_to_a_device_is_emulated() {
     let vm = vm();
@@ -256,7 +261,8 @@ fn no_write_to_a_device_is_emulated() {
     }
 }
 
-/// What [`ShadowStrategy`] says: a load of CR3 that keeps may find what another vCPU has cached since the PCID was left.
+/// As [`ShadowStrategy`] documents: after a load of CR3 that keeps, the CPU may use what another
+/// vCPU has cached since the PCID was left.
 #[test]
 fn a_kept_pcid_may_have_what_other_vcpus_cached() {
     for strategy in STRATEGIES {
@@ -274,7 +280,8 @@ fn a_kept_pcid_may_have_what_other_vcpus_cached() {
         }
         let [first, second] = &mut cpus;
         first.load_cr3(0x30 << 12 | 2);
-        // While the PCID is not the first CPU's, the second maps the page, uses it, and maps another, without a flush.
+        // While the PCID is not the first CPU's, the second maps the page, accesses it, and maps
+        // another, without a flush.
         second.store(window + at * 8, DATA << 12 | P | W | A).unwrap();
         assert_eq!(second.page_at(VA), Ok(DATA));
         second.store(window + at * 8, (DATA + 1) << 12 | P | W | A).unwrap();

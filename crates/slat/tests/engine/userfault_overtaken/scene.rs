@@ -1,4 +1,4 @@
-//! A slot with a guest_memfd and userfault, and what must be true of it whatever overtakes what.
+//! A memslot with a guest_memfd and userfault, and its invariants under every overlap of calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,7 +29,7 @@ pub const NEW_FRAMES: u64 = 1 << 20;
 
 pub type Run = Box<dyn FnOnce() + Send>;
 
-/// Words where others can be let run at a look: before the one who looks reads them.
+/// Words with a hook that runs before a read.
 #[derive(Default)]
 pub struct Words {
     pub words: Vec<AtomicU64>,
@@ -46,7 +46,7 @@ impl Words {
         *self.hook.lock().unwrap() = Some((nth, Box::new(run)));
     }
 
-    /// Takes the hook off again; says whether it was called.
+    /// Removes the hook. Returns whether it was called.
     pub fn was_overtaken(&self) -> bool {
         self.hook.lock().unwrap().take().is_none()
     }
@@ -76,10 +76,10 @@ impl UserfaultWords for Words {
     }
 }
 
-/// The bitmaps that a slot may have: of small pages, another one, and of huge pages.
+/// The bitmaps that a memslot may have: of small pages, another one, and of huge pages.
 pub const GRANULARITIES: [PageSize; 3] = [PageSize::Size4K, PageSize::Size4K, PageSize::Size2M];
 
-/// A slot with a guest_memfd, and what must be true of it.
+/// A memslot with a guest_memfd, and its invariants.
 pub struct Scene<F: Format> {
     pub vm: Arc<Vm<TestHost, F>>,
     pub config: Config,
@@ -90,12 +90,14 @@ pub struct Scene<F: Format> {
 
 #[derive(Debug, Default)]
 pub struct Truth {
-    /// The bitmap in use, if that is known: nobody is changing it.
+    /// The bitmap in use; `None` while a call changes it.
     pub on: Option<Option<usize>>,
-    /// Bits of each bitmap, by block: being taken back, and such as were, by a call that has returned.
-    pub pending: BTreeSet<(usize, u64)>,
-    pub taken: BTreeSet<(usize, u64)>,
-    /// What pages are, how many calls have said that so far, and how many are saying it: what overlaps is not known.
+    /// Bits of each bitmap, by block: those of a rescan under way, and those of a rescan that has
+    /// returned.
+    pub rescanning: BTreeSet<(usize, u64)>,
+    pub rescanned: BTreeSet<(usize, u64)>,
+    /// The attributes of pages, how many calls have set them so far, and how many are setting them.
+    /// What overlaps is unknown.
     pub attributes: BTreeMap<u64, MemoryAttributes>,
     pub nr_calls: u64,
     pub nr_calling: u64,
@@ -105,12 +107,12 @@ pub struct Truth {
     pub first_pfn: u64,
 }
 
-/// What came of an access.
+/// The result of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Accessed {
     Done,
     Withheld,
-    /// Somebody is at work there.
+    /// A range in flight, or a change of attributes.
     HeldUp,
 }
 
@@ -151,7 +153,7 @@ impl<F: Format> Scene<F> {
         &self.bitmaps[index].words[block as usize / 64]
     }
 
-    /// Gives the slot these flags, and this bitmap.
+    /// Changes the memslot to these flags, and this bitmap.
     pub fn set_flags(&self, flags: MemoryRegionFlags, bitmap: Option<usize>) -> Result<(), Error> {
         self.vm.set_user_memory_region(MemoryRegion {
             userfault_bitmap: bitmap.and_then(|index| self.bitmaps[index].bitmap(GRANULARITIES[index])),
@@ -173,7 +175,7 @@ impl<F: Format> Scene<F> {
         });
         let Some(before) = self.truth.lock().unwrap().on.take() else { return };
         if let Some(index) = to {
-            self.truth.lock().unwrap().pending.extend(set_before.iter().map(|block| (index, *block)));
+            self.truth.lock().unwrap().rescanning.extend(set_before.iter().map(|block| (index, *block)));
         }
         let result = self.set_flags(self.flags(to), to);
         let mut truth = self.truth.lock().unwrap();
@@ -183,13 +185,13 @@ impl<F: Format> Scene<F> {
                 if before != to
                     && let Some(index) = to
                 {
-                    let came: Vec<_> = truth
-                        .pending
+                    let done: Vec<_> = truth
+                        .rescanning
                         .iter()
                         .copied()
                         .filter(|(of, block)| *of == index && set_before.contains(block))
                         .collect();
-                    truth.taken.extend(came);
+                    truth.rescanned.extend(done);
                 }
             }
             Err(Error::SlotBusy { .. }) => truth.on = Some(before),
@@ -198,24 +200,24 @@ impl<F: Format> Scene<F> {
     }
 
     /// Sets bits in the bitmap in use and rescans `nr_pages` from `page` on.
-    pub fn take_back(&self, page: u64, nr_pages: u64) {
+    pub fn rescan(&self, page: u64, nr_pages: u64) {
         let Some(Some(index)) = self.truth.lock().unwrap().on else { return };
         let block_pages = Self::block_pages(index);
         let blocks = page / block_pages..(page + nr_pages).div_ceil(block_pages);
         for block in blocks.clone() {
-            self.truth.lock().unwrap().pending.insert((index, block));
+            self.truth.lock().unwrap().rescanning.insert((index, block));
             self.word(index, block).fetch_or(1 << (block % 64), Ordering::Release);
         }
         let result = self.vm.rescan_userfault(SLOT, page, nr_pages);
         let mut truth = self.truth.lock().unwrap();
         match result {
             Ok(nr_found) => {
-                let came: Vec<_> =
-                    blocks.map(|block| (index, block)).filter(|bit| truth.pending.contains(bit)).collect();
-                if truth.on == Some(Some(index)) && !came.is_empty() {
-                    assert!(nr_found >= came.len() as u64 * block_pages, "{nr_found} of {came:?}");
+                let done: Vec<_> =
+                    blocks.map(|block| (index, block)).filter(|bit| truth.rescanning.contains(bit)).collect();
+                if truth.on == Some(Some(index)) && !done.is_empty() {
+                    assert!(nr_found >= done.len() as u64 * block_pages, "{nr_found} of {done:?}");
                 }
-                truth.taken.extend(came);
+                truth.rescanned.extend(done);
             }
             Err(Error::NotUserfault { .. } | Error::NoSuchSlot { .. }) => {}
             Err(error) => panic!("{error}"),
@@ -223,13 +225,13 @@ impl<F: Format> Scene<F> {
     }
 
     /// Clears bits of all bitmaps.
-    pub fn give(&self, page: u64, nr_pages: u64) {
+    pub fn clear_bits(&self, page: u64, nr_pages: u64) {
         for index in 0..GRANULARITIES.len() {
             let block_pages = Self::block_pages(index);
             for block in page / block_pages..(page + nr_pages).div_ceil(block_pages) {
                 let mut truth = self.truth.lock().unwrap();
-                truth.pending.remove(&(index, block));
-                truth.taken.remove(&(index, block));
+                truth.rescanning.remove(&(index, block));
+                truth.rescanned.remove(&(index, block));
                 self.word(index, block).fetch_and(!(1 << (block % 64)), Ordering::Release);
             }
         }
@@ -266,7 +268,7 @@ impl<F: Format> Scene<F> {
         }
         let userfault_flag = if userfault.is_some() { USERFAULT } else { NO_FLAGS };
         let log = if on { LOG } else { NO_FLAGS };
-        // Nobody else changes the slot meanwhile, but for who makes it anew.
+        // No other thread changes the memslot meanwhile, except `recreate`.
         self.truth.lock().unwrap().on = None;
         let result = self.set_flags(userfault_flag | log, None);
         self.truth.lock().unwrap().on = Some(userfault);
@@ -284,7 +286,7 @@ impl<F: Format> Scene<F> {
         }
     }
 
-    /// Deletes the slot, and makes it anew over other frames: all of it shared, without userfault.
+    /// Deletes the memslot and makes it again over other frames: all shared, without userfault.
     pub fn recreate(&self) {
         if self.truth.lock().unwrap().on.take().is_none() {
             return;
@@ -297,17 +299,17 @@ impl<F: Format> Scene<F> {
         self.logs.store(false, Ordering::SeqCst);
         let mut truth = self.truth.lock().unwrap();
         truth.to_log.clear();
-        truth.taken.clear();
-        truth.pending.clear();
+        truth.rescanned.clear();
+        truth.rescanning.clear();
         truth.attributes.clear();
-        // What is under way says nothing of the new one.
+        // Calls under way do not apply to the new memslot.
         truth.nr_calls += 1;
         truth.first_pfn += NEW_FRAMES;
         drop(truth);
         self.create();
     }
 
-    /// As the guest does.
+    /// An access of the guest.
     pub fn access(&self, page: u64, access: Access) -> Accessed {
         let gfn = Self::gfn(page);
         let mut vcpu = self.vm.create_vcpu().unwrap();
@@ -336,7 +338,7 @@ impl<F: Format> Scene<F> {
         Accessed::HeldUp
     }
 
-    /// What page `page` is mapped to is what it may be mapped to.
+    /// Checks that the frame of `page` is allowed.
     pub fn check_page(&self, page: u64) -> u64 {
         let gfn = Self::gfn(page);
         let Some(found) = translate(&self.vm, gfn.gpa()) else { return 1 };
@@ -355,7 +357,7 @@ impl<F: Format> Scene<F> {
             }
             if let Some(Some(index)) = truth.on {
                 let bit = (index, page / Self::block_pages(index));
-                assert!(!truth.taken.contains(&bit), "page {page:#x} was taken back, and is mapped");
+                assert!(!truth.rescanned.contains(&bit), "page {page:#x} is pending, and mapped");
                 assert!(found.level <= GRANULARITIES[index].level(), "page {page:#x} is mapped by {found:?}");
             }
         }
@@ -372,22 +374,23 @@ impl<F: Format> Scene<F> {
     pub fn finish(self: Arc<Self>) {
         self.check();
         let pages = [3, 4, 8, 100, 511, 512, BIG + 9, PAGES - 1];
-        // What was taken back exits; all else can be reached, and is when it was given.
+        // A rescanning page exits. All others are reached, and the rescanning ones once their bits are
+        // clear.
         for page in pages {
-            let (on, is_taken) = {
+            let (on, is_pending) = {
                 let truth = self.truth.lock().unwrap();
                 let on = truth.on.unwrap();
                 let bit = on.map(|index| (index, page / Self::block_pages(index)));
-                (on, bit.is_some_and(|bit| truth.taken.contains(&bit)))
+                (on, bit.is_some_and(|bit| truth.rescanned.contains(&bit)))
             };
             let accessed = self.access(page, Access::Write);
-            if is_taken {
+            if is_pending {
                 assert_eq!(accessed, Accessed::Withheld, "page {page:#x}");
             } else if on.is_none() {
                 assert_eq!(accessed, Accessed::Done, "page {page:#x}");
             }
         }
-        self.give(0, PAGES);
+        self.clear_bits(0, PAGES);
         for page in pages {
             assert_eq!(self.access(page, Access::Write), Accessed::Done, "page {page:#x}");
             let attributes = self.vm.memory_attributes(Self::gfn(page).gpa()).unwrap();

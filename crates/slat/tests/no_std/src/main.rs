@@ -1,5 +1,6 @@
-//! The engine in a program without std: the C library's start code calls `main`, which makes a VM, faults pages in, logs
-//! writes, harvests, moves and deletes. Its exit status is 0, or the line of the check that failed.
+//! The engine in a program without std. The C library's start code calls `main`, which makes a VM,
+//! faults pages in, logs writes, harvests, moves and deletes. Its exit status is 0, or the line of
+//! the check that failed.
 #![no_std]
 #![no_main]
 
@@ -28,7 +29,8 @@ struct CAllocator;
 #[global_allocator]
 static ALLOCATOR: CAllocator = CAllocator;
 
-// SAFETY: the C library's allocator; the size is rounded up to a multiple of the alignment, as it asks.
+// SAFETY: the C library's allocator; the size is rounded up to a multiple of the alignment, as it
+// requires.
 unsafe impl GlobalAlloc for CAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let align = layout.align().max(size_of::<usize>());
@@ -48,7 +50,7 @@ fn panic(_info: &PanicInfo<'_>) -> ! {
     unsafe { _exit(101) }
 }
 
-/// Named by the precompiled libraries; never called, since panics abort.
+/// The precompiled libraries name it; it is never called, since panics abort.
 #[unsafe(no_mangle)]
 extern "C" fn rust_eh_personality() {}
 
@@ -59,7 +61,7 @@ extern "C" fn _Unwind_Resume() -> ! {
     unsafe { _exit(102) }
 }
 
-/// Host-physical address less pointer.
+/// The difference between a host-physical address and a pointer.
 const BIAS: u64 = 1 << 50;
 
 #[derive(Default)]
@@ -78,7 +80,8 @@ impl Park for TinyHost {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables are the C library's memory until they are freed; no CPU caches anything; frames are numbers.
+// SAFETY: page-table pages are the C library's memory until they are freed; no CPU caches anything;
+// frames are numbers.
 unsafe impl Host for TinyHost {
     /// The first frame.
     type Backing = u64;
@@ -116,7 +119,7 @@ unsafe impl Host for TinyHost {
     }
 }
 
-/// Leaves with the line if `condition` does not hold.
+/// Returns the line if `condition` does not hold.
 macro_rules! check {
     ($condition:expr) => {
         if !$condition {

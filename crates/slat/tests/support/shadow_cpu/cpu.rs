@@ -1,5 +1,5 @@
-//! CPUs that walk shadow tables, with all that a CPU may cache: translations, and the places of tables of the lowest level,
-//! both until a flush names them.
+//! CPUs that walk shadow page tables. They cache what a CPU may cache until a flush names it:
+//! translations, and the addresses of lowest page-table pages.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use slat::{
     Vcpu,
 };
 
-use super::{ADDRESS, MAX_CPUS, NX, P, POISON, PS, STAMP, Shape, TestHost, TestVm, U, W, pause, stamp_of};
+use super::{ADDRESS, LABEL, MAX_CPUS, NX, P, POISON, PS, ShadowHost, Shape, TestVm, U, W, label_of, pause};
 
-/// A place in a page: of data, or of a table.
+/// A page of data, or a page-table page.
 #[derive(Clone, Copy)]
 pub struct Page<'h> {
-    host: &'h TestHost,
+    host: &'h ShadowHost,
     hpa: Hpa,
 }
 
@@ -27,14 +27,14 @@ impl<'h> Page<'h> {
 
     /// Which page it is.
     pub fn gfn(self) -> u64 {
-        let stamp = self.word(STAMP).load(Ordering::SeqCst);
-        let gfn = stamp >> 12 & 0xfff;
-        assert_eq!(stamp, stamp_of(gfn), "a CPU has got to a page that is not the guest's");
+        let label = self.word(LABEL).load(Ordering::SeqCst);
+        let gfn = label >> 12 & 0xfff;
+        assert_eq!(label, label_of(gfn), "a CPU has reached a page that is not of the guest");
         gfn
     }
 }
 
-/// What a walk has come to, and the rights on the way to it.
+/// What a walk has reached, and the rights on the way to it.
 #[derive(Clone, Copy)]
 pub struct Cached {
     pub page: Hpa,
@@ -63,8 +63,8 @@ impl Cached {
     }
 }
 
-/// Walks from `root` on for `va`, by `entry_in` (what the walk has come to, and the level of the entry that is to be read
-/// there).
+/// Walks from `root` for `va`. `entry_in` reads the PTE, from what the walk has reached and the
+/// level of the PTE.
 pub fn walk(root: Hpa, levels: u8, va: u64, mut entry_in: impl FnMut(Cached, u32) -> u64) -> Option<Cached> {
     let mut cached = Cached { page: root, writable: true, user: true, executable: true };
     for level in (1..=u32::from(levels)).rev() {
@@ -86,23 +86,23 @@ pub fn registers_with_pcids(cr3: u64) -> PagingRegisters {
     PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4: 1 << 5 | 1 << 17 | 1 << 7, efer: 1 << 8 | 1 << 11 }
 }
 
-/// One CPU of the guest's.
+/// A CPU of the guest.
 pub struct Cpu {
     pub vm: Arc<TestVm>,
-    vcpu: Vcpu<TestHost, Shape>,
-    /// It must be entered again.
+    vcpu: Vcpu<ShadowHost, Shape>,
+    /// It must be entered again before it runs.
     has_exited: bool,
     index: usize,
     privilege: Privilege,
     loaded: GuestEntry,
     translations: HashMap<(u16, u64), Cached>,
-    /// Tables of the lowest level, and the rights on the way to them, by PCID and 2 MiB of address.
+    /// Lowest page-table pages, and the rights on the way to them, by PCID and 2 MiB of address.
     tables: HashMap<(u16, u64), Cached>,
-    /// Flushes of the host's that it has heard of.
+    /// The host's flushes that it has executed.
     seen_flushes: u64,
 }
 
-/// Ends an access, also one whose check has failed: others must not wait for it for ever.
+/// Ends an access, also if a check in it fails: other threads wait for its end.
 struct Over<'a>(&'a AtomicU64);
 
 impl Drop for Over<'_> {
@@ -155,18 +155,18 @@ impl Cpu {
         self.resumes(|vcpu| vcpu.invpcid(kind, [pcid, va]).unwrap());
     }
 
-    /// For calls that the rest here does not make.
-    pub fn vcpu(&mut self) -> &mut Vcpu<TestHost, Shape> {
+    /// For calls that have no method here.
+    pub fn vcpu(&mut self) -> &mut Vcpu<ShadowHost, Shape> {
         self.has_exited = true;
         &mut self.vcpu
     }
 
-    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<TestHost, Shape>) -> Outcome) {
+    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<ShadowHost, Shape>) -> Outcome) {
         assert_eq!(call(&mut self.vcpu), Outcome::Resume);
         self.enter();
     }
 
-    /// Loads what the engine says before the guest runs.
+    /// Loads what the engine returns before the guest runs.
     fn enter(&mut self) {
         self.loaded = self.vcpu.entry().unwrap();
         let pcid = self.loaded.pcid;
@@ -186,7 +186,7 @@ impl Cpu {
         self.tables.clear();
     }
 
-    /// Forgets what it translates `va` by, in those PCIDs.
+    /// Forgets the translations of `va` in the PCIDs that `is_meant` selects.
     fn forget(&mut self, va: u64, is_meant: impl Fn(u16) -> bool) {
         self.translations.retain(|key, _| !is_meant(key.0) || key.1 != va >> 12);
         self.tables.retain(|key, _| !is_meant(key.0) || key.1 != va >> 21);
@@ -194,11 +194,11 @@ impl Cpu {
 
     fn entry_in(&self, table: Hpa, va: u64, level: u32) -> u64 {
         let entry = self.vm.host().word(Hpa(table.0 + index(va, level) * 8)).load(Ordering::SeqCst);
-        assert_ne!(entry, POISON, "a CPU walks a table that was freed");
+        assert_ne!(entry, POISON, "a CPU walks a page-table page that was freed");
         entry
     }
 
-    /// The translation that the CPU uses for `va`, which was cached or which it finds now.
+    /// The translation that the CPU uses for `va`: cached, or walked now.
     fn translate(&mut self, va: u64, access: Access) -> Option<Cached> {
         let pcid = self.loaded.pcid;
         let key = (pcid, va >> 12);
@@ -206,11 +206,12 @@ impl Cpu {
             if cached.allows(access, self.privilege) {
                 return Some(cached);
             }
-            // As a fault does.
+            // As a page fault does.
             self.forget(va, |of| of == pcid);
         }
         let cached = self.walk_from_cached_table(va).or_else(|| {
-            // The table may be there, and not that of the entry any more.
+            // The page-table page may still be there while the directory entry no longer points to
+            // it.
             self.tables.remove(&(pcid, va >> 21));
             self.walk(va)
         })?;
@@ -242,8 +243,8 @@ impl Cpu {
         found
     }
 
-    /// One access at `va`, with `effect` on the page that it gets to. A fault is served, and then it is tried again, until it
-    /// gets there or exits.
+    /// One access at `va`, with `effect` on the page that it reaches. A fault is served, and the
+    /// access is tried again until it reaches a page or exits.
     pub fn access<R>(&mut self, va: u64, access: Access, effect: impl Fn(Page<'_>) -> R) -> Result<R, Exit> {
         if std::mem::take(&mut self.has_exited) {
             self.enter();
@@ -278,7 +279,8 @@ impl Cpu {
         self.translate(va, access).map(|cached| effect(Page { host, hpa: cached.page }))
     }
 
-    /// Writes a word as the guest does: with a table, the hypervisor emulates it.
+    /// Writes a word as the guest does. If the page holds a page table, the hypervisor emulates the
+    /// write.
     pub fn store(&mut self, va: u64, value: u64) -> Result<(), Exit> {
         let index = va % 4096 / 8;
         match self.access(va, Access::Write, |page| page.word(index).store(value, Ordering::SeqCst)) {
@@ -291,7 +293,7 @@ impl Cpu {
         }
     }
 
-    /// The supervisor fetches from a user's page, with SMEP: a page fault, which flushes the address.
+    /// A supervisor fetch from a user page, with SMEP: a page fault, which flushes the address.
     pub fn forbidden_fetch(&mut self, va: u64) {
         let fetch = GuestAccess { access: Access::Execute, privilege: Privilege::Supervisor };
         loop {
@@ -310,7 +312,7 @@ impl Cpu {
         self.access(va, Access::Read, |page| page.word(va % 4096 / 8).load(Ordering::SeqCst))
     }
 
-    /// Which page is at `va`.
+    /// The number of the page at `va`.
     pub fn page_at(&mut self, va: u64) -> Result<u64, Exit> {
         self.access(va, Access::Read, |page| page.gfn())
     }

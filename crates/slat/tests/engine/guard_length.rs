@@ -1,6 +1,6 @@
-//! No section visits more than a bounded number of entries, words or pages, even if the host never
-//! says that it should yield: what is retired behind one is freed soon. Builds with debug
-//! assertions check each section; here it is seen from outside.
+//! No guard visits more than a bounded number of PTEs, words or pages, even if the host never asks
+//! for a yield. So what is retired behind a guard is freed soon. Builds with debug assertions check
+//! each guard inside the engine. These tests observe it from outside.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,8 +21,8 @@ const PRIVATE: MemoryAttributes = MemoryAttributes::PRIVATE;
 const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 const TIB: u64 = 1 << 40;
 
-/// Deletes slot `victim` at the first look of a thread that has a section open, and counts the
-/// looks until what was deleted is freed: that is when the section is over, or the first after it.
+/// Deletes memslot `victim` at the first look of a thread with an open guard, then counts the looks
+/// until the deleted memslot is freed. That is when the guard has ended, or the first one after it.
 struct Victim {
     id: u32,
     dropped: Arc<AtomicBool>,
@@ -54,7 +54,7 @@ impl Victim {
     }
 }
 
-/// 64 tables of leaves.
+/// 64 lowest page-table pages.
 const SIZE: u64 = 128 * MIB;
 const PAGES: u64 = SIZE / PAGE_SIZE;
 const ALL: GfnRange = GfnRange { start: Gfn(0), end: Gfn(PAGES) };
@@ -91,11 +91,11 @@ impl Walk {
 }
 
 #[test]
-fn a_walk_leaves_its_section_after_some_tables_whatever_the_host_says() {
+fn a_walk_ends_its_guard_after_some_tables_without_a_yield() {
     let mut freed_after = Vec::new();
     for walk in [Walk::BeginsToLog, Walk::Invalidates, Walk::Ages, Walk::Harvests, Walk::Recovers] {
         let vm = trap_vm_with::<Npt>(walk.config());
-        // Pages that cannot be put together.
+        // Pages that cannot become a huge leaf.
         vm.set_user_memory_region(region(0, 0, SIZE, 1, PageSize::Size4K)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         if matches!(walk, Walk::Harvests) {
@@ -116,11 +116,11 @@ fn a_walk_leaves_its_section_after_some_tables_whatever_the_host_says() {
         freed_after.push((walk, nr_looks.load(Ordering::SeqCst)));
         drop(vcpu);
     }
-    // 4096 entries are eight tables. Some walks look at each table more than once.
+    // 4096 PTEs are eight page-table pages. Some walks look at each page-table page more than once.
     assert!(freed_after.iter().all(|(_, nr_looks)| (1..=40).contains(nr_looks)), "{freed_after:?} looks at tables");
 }
 
-/// Words at each look at which something is done.
+/// Words that call back at each read.
 struct Watched {
     words: Vec<AtomicU64>,
     at_look: Mutex<Option<Box<dyn FnMut() + Send>>>,
@@ -136,7 +136,7 @@ impl UserfaultWords for Watched {
 }
 
 #[test]
-fn many_pages_are_checked_in_many_sections() {
+fn many_pages_are_checked_in_many_guards() {
     let vm = vm::<Npt>(Locking::None);
     let words = (0..PAGES / 64).map(|_| AtomicU64::new(0)).collect();
     let words = Arc::new(Watched { words, at_look: Mutex::default() });
@@ -155,14 +155,14 @@ fn many_pages_are_checked_in_many_sections() {
     assert!((1..=4096).contains(&nr_looks), "freed after {nr_looks} pages");
 }
 
-each!(in_a_slot_of_4_tib_a_fault_maps_what_is_alike, huge_guest_memfd);
+each!(in_a_slot_of_4_tib_a_fault_maps_the_largest_like_block, huge_guest_memfd);
 fn huge_guest_memfd<F: Format>(locking: Locking) {
     let size = (4 * TIB).min((1 << F::GPA_BITS) / 2);
     for max_size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
         let vm = vm::<F>(locking);
         let memory = region(0, 0, size, 0, max_size);
         vm.set_user_memory_region(MemoryRegion { flags: GUEST_MEMFD, ..memory }).unwrap();
-        // In one block of 1 GiB one page is private, in the next but one all are.
+        // In one block of 1 GiB one page is private; in the next but one all are.
         vm.set_memory_attributes(Gpa(GIB + 5 * PAGE_SIZE), PAGE_SIZE, PRIVATE).unwrap();
         vm.set_memory_attributes(Gpa(3 * GIB), GIB, PRIVATE).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
@@ -183,7 +183,7 @@ fn huge_guest_memfd<F: Format>(locking: Locking) {
             let first = if is_private { PRIVATE_PFN } else { 0 };
             assert_eq!((found.level, found.pfn.0), (level, first + gpa / PAGE_SIZE), "{gpa:#x}, {max_size:?}");
         }
-        // Ahead of the guest: tables are filled with leaves of what is alike, and no more.
+        // Prefaults: page-table pages are filled with leaves of like pages, and no more.
         for (gpa, level) in [(4 * GIB, largest), (GIB + 512 * MIB, largest.min(Level::L2M))] {
             assert_eq!(vcpu.pre_fault_memory(Gpa(gpa), 8 * MIB, Access::Read), Ok(8 * MIB));
             assert!((0..2048).all(|page| translate(&vm, Gpa(gpa + page * PAGE_SIZE)).unwrap().level == level));
@@ -205,7 +205,7 @@ fn huge_guest_memfd<F: Format>(locking: Locking) {
 
 each!(the_log_of_a_huge_slot_is_marked_and_counted_in_turns, huge_log);
 fn huge_log<F: Format>(locking: Locking) {
-    // More words than a section visits.
+    // More words than a guard visits.
     let size = (256 * GIB).min((1 << F::GPA_BITS) / 2);
     let nr_pages = size / PAGE_SIZE;
     let vm = vm::<F>(locking);

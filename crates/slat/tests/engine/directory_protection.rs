@@ -1,5 +1,6 @@
-//! Lazy write protection on one thread: which table entries are closed, and what the next write below does to the others.
-//! (Not in formats whose table entries cannot be closed: none of those is named for `each`.)
+//! Lazy write protection on one thread: which directory entries are protected, and what the next
+//! write below them does to the other pages. (Formats whose directory entries cannot be protected
+//! are not named for `each`.)
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use slat::{Access, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-/// So many that it pays to close the entry above them.
+/// So many that a harvest protects the directory entry above them.
 const MANY: u64 = 100;
 
 fn write_all<F: Format>(vcpu: &mut Vcpu<TestHost, F>, start: u64, nr_pages: u64) {
@@ -24,7 +25,7 @@ fn may_be_written<F: Format>(vm: &Arc<Vm<TestHost, F>>, start: u64, nr_pages: u6
     (0..nr_pages).filter(is_writable).count() as u64
 }
 
-each!(the_next_write_opens_its_page_alone, opens_one,);
+each!(the_next_write_restores_access_to_its_page_alone, opens_one,);
 fn opens_one<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 2 * MIB, 0, PageSize::Size4K)).unwrap();
@@ -42,10 +43,10 @@ fn opens_one<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(an_entry_that_two_slots_share_is_not_closed, shared,);
+each!(a_directory_entry_that_two_slots_share_is_not_protected, shared,);
 fn shared<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
-    // The slot that logs has a whole block too, and a part of the one that it shares.
+    // The memslot that logs has a whole block, and a part of the one that it shares.
     vm.set_user_memory_region(region(0, 0, 3 * MIB, 0, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(region(1, 3 * MIB, MIB, 1 << 30, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -55,8 +56,8 @@ fn shared<F: Format>(locking: Locking) {
     vm.set_user_memory_region(change(0, LOG, 0, 3 * MIB)).unwrap();
     for round in 1..=2 {
         assert_eq!(vm.stats().tables_protected, round, "of the whole block");
-        assert_eq!(may_be_written(&vm, 3 * MIB, MANY), MANY, "the neighbour does not notice");
-        // What the neighbour does gives nothing back to the slot that logs.
+        assert_eq!(may_be_written(&vm, 3 * MIB, MANY), MANY, "the neighbour is not affected");
+        // A write to the neighbour restores no write access to the memslot that logs.
         write_all(&mut vcpu, 3 * MIB, 1);
         assert_eq!(may_be_written(&vm, 0, MANY) + may_be_written(&vm, 2 * MIB, MANY), 0);
         write_all(&mut vcpu, 0, MANY);
