@@ -51,6 +51,7 @@ use slat::{Access, Gpa, Hpa, Level, PageSize};
 use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
+use crate::machine::{ConfigError, Machine, MachineConfig, MachineError};
 use crate::modification_log::{LogFull, ModificationLog};
 use crate::numa::WalkCounter;
 use crate::phys;
@@ -119,6 +120,17 @@ pub trait HardwareFormat: slat::Format {
     /// # Errors
     /// [`Stop`]: why there is no translation.
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
+
+    /// Builds a machine with shadow paging ([`MachineConfig::shadow`]). The engine has that with one format.
+    ///
+    /// # Errors
+    /// [`ConfigError::NoShadowPaging`] with all others; those of [`Machine::new`].
+    fn shadow_machine(_config: &MachineConfig) -> Result<Machine<Self>, MachineError>
+    where
+        Self: Sized,
+    {
+        Err(ConfigError::NoShadowPaging { format: Self::NAME }.into())
+    }
 }
 
 /// What an access to guest-physical memory is for.

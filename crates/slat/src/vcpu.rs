@@ -40,7 +40,6 @@ mod prefault;
 mod shadow;
 mod timing;
 
-use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 pub use exit::{Exit, Outcome};
@@ -55,7 +54,6 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::second_stage::install::{Changed, NewLeaf};
-use crate::shadow::roots::Roots;
 use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
@@ -63,6 +61,7 @@ use crate::stats::{Counter, is_sampled};
 use crate::sync::Locking;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::derived::VcpuState;
 use crate::table::node::{TableCache, TableUse};
 use crate::table::pte::{self, State};
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant, Participant};
@@ -92,27 +91,26 @@ pub struct Vcpu<H: Host, F: Format> {
     ring: Option<OwnedRing>,
     tables: TableCache,
     /// With shadow paging.
-    roots: Option<Box<Roots>>,
+    derived: Option<VcpuState>,
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
     pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
-        let roots = Vcpu::new_roots(&vm)?;
         let mut participant = vm.tree.epochs.take_participant()?;
-        match vm.tree.rings.take() {
-            Ok(ring) => {
-                if let Some(shadow) = &vm.tree.shadow {
-                    shadow.add_vcpu();
-                }
-                Ok(Vcpu { vm, participant, ring, tables: TableCache::new(), roots })
-            }
+        let ring = match vm.tree.rings.take() {
+            Ok(ring) => ring,
             Err(error) => {
                 // SAFETY: `vm` keeps the epochs that it came from alive, and it is not used after
                 // this.
                 unsafe { participant.release() }
-                Err(error)
+                return Err(error);
             }
+        };
+        let mut vcpu = Vcpu { vm, participant, ring, tables: TableCache::new(), derived: None };
+        if let Some(derived) = &vcpu.vm.tree.derived {
+            vcpu.derived = Some(derived.new_vcpu()?);
         }
+        Ok(vcpu)
     }
 
     /// The VM.
@@ -209,10 +207,12 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
 impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     fn drop(&mut self) {
-        self.drop_roots();
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant = unsafe { self.participant.get() };
+        if let (Some(derived), Some(state)) = (&self.vm.tree.derived, self.derived.take()) {
+            derived.end_vcpu(&self.vm.tree, participant, state);
+        }
         self.tables.drain::<H, F>(&self.vm.tree.host, &participant.stats);
         // SAFETY: as above, and the participant is not used after this.
         unsafe { self.participant.release() }

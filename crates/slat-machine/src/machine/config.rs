@@ -1,6 +1,6 @@
 //! What a machine is made of, and whether it makes sense.
 
-use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize};
+use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize, ShadowPaging};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -54,10 +54,11 @@ pub struct MachineConfig {
     pub host_events: HostEvents,
     /// Flags that the test region's slots are created with.
     pub region_flags: MemoryRegionFlags,
-    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each; with shadow paging they have no
-    /// second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)), and how many shadow tables a guest needs says
-    /// [`shadow_paging`](super::shadow_paging).
+    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each.
     pub engine: Config,
+    /// Shadow paging: the CPUs have no second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)). How many shadow tables a
+    /// guest needs says [`shadow_paging`](super::shadow_paging). Only with the format [`Npt`](slat::Npt).
+    pub shadow: Option<ShadowPaging>,
     /// Entries of each CPU's dirty ring; `None`: slots log in bitmaps. A CPU whose ring is full waits until somebody has
     /// harvested and reset it ([`Vm::reset_dirty_rings`](slat::Vm::reset_dirty_rings)), or stops it.
     pub dirty_ring_entries: Option<u32>,
@@ -91,6 +92,7 @@ impl Default for MachineConfig {
             host_events: HostEvents::None,
             region_flags: MemoryRegionFlags::empty(),
             engine: Config::default(),
+            shadow: None,
             dirty_ring_entries: None,
             paging: Paging::Off,
             guest_page_size: PageSize::Size4K,
@@ -153,6 +155,12 @@ pub enum ConfigError {
         /// What was asked for.
         backing: BackingKind,
     },
+    /// The engine has no shadow paging with this format.
+    #[error("there are no shadow tables with {format} tables")]
+    NoShadowPaging {
+        /// The format.
+        format: &'static str,
+    },
     /// With shadow paging nobody counts what walks read.
     #[error("the walks of shadow tables are not counted: there can only be one node")]
     ShadowNodes,
@@ -176,7 +184,7 @@ pub(super) struct Layout {
 impl MachineConfig {
     /// Whether the CPUs have no second stage.
     pub(super) fn is_shadow(&self) -> bool {
-        self.engine.paging != slat::Paging::SecondStage
+        self.shadow.is_some()
     }
 
     /// Whether the guest has tables of its own.
@@ -260,14 +268,13 @@ mod tests {
         assert_eq!(layout(events), Err(ConfigError::HostEvents { backing: BackingKind::Shmem }));
         let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(layout(pins), Err(ConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
-        let shadow = slat::Paging::Shadow(slat::ShadowPaging::default());
-        let engine = Config::default().with_paging(shadow);
-        assert!(MachineConfig { engine, ..good.clone() }.layout().is_ok());
+        let shadow = Some(ShadowPaging::default());
+        assert!(MachineConfig { shadow, ..good.clone() }.layout().is_ok());
         let nodes = Nodes::virtual_nodes(2);
-        assert_eq!(MachineConfig { engine, nodes, ..good.clone() }.layout(), Err(ConfigError::ShadowNodes));
+        assert_eq!(MachineConfig { shadow, nodes, ..good.clone() }.layout(), Err(ConfigError::ShadowNodes));
         let config = MachineConfig { nr_vcpus: 1, bytes_per_vcpu: 32763 << 12, nr_slots: 32763, ..good.clone() };
         assert!(matches!(
-            MachineConfig { engine, ..config }.layout(),
+            MachineConfig { shadow, ..config }.layout(),
             Err(ConfigError::TooManySlots { max_slots: 32762, .. })
         ));
     }

@@ -109,7 +109,6 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::protect::Protector;
 use crate::second_stage::split;
-use crate::shadow::Debt;
 use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw, full_fence};
@@ -355,7 +354,6 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let tree = self.tree;
         let mut nr_pages = 0;
         let mut batch = TlbBatch::new(tree, self.participant);
-        let mut write_protected = Debt::new();
         let mut done = 0;
         let result = loop {
             tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
@@ -372,10 +370,10 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 first = Some(self.rearm(&locked.guard, &slot, turn.start, taken, &mut batch, &mut nr_pages));
             }
             drop(locked);
-            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.participant)) {
-                // The second stage first, then the shadow pages made from it. As with the flush, it
-                // does not matter which leaves lost W now, and which before.
-                mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut write_protected);
+            if let (Some(first), Some(derived)) = (first, tree.derived.as_deref()) {
+                // The second stage first, then the page tables derived from it. As with the flush,
+                // it does not matter which leaves lost W now, and which before.
+                derived.write_protect(&mut taken.words(first), &mut batch);
             }
             let turn_len = reached - turn.start;
             hand_out(done..done + turn_len, taken);
@@ -388,9 +386,6 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
         };
         batch.flush_cpus();
-        if let Some(mmu) = tree.mmu(self.participant) {
-            write_protected.settle(&mmu);
-        }
         result.map(|()| nr_pages)
     }
 

@@ -325,7 +325,7 @@ fn few_tables_do() {
             }
         }
         assert!(world.vm.stats().shadow_evictions > 0);
-        assert!(world.vm.shadow_pages_peak() <= 64);
+        assert!(world.vm.stats().shadow_pages_peak <= 64);
         world.check_end();
     }
 }

@@ -23,16 +23,10 @@ use guest_memory::Memory;
 use slat::sync::{AtomicU32, AtomicU64, full_fence};
 use slat::{
     Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize,
-    Park, Pfn, Resolved, TableNode, Vm,
+    Park, Pfn, Resolved, ShadowPaging, TableNode, Vm,
 };
 
-#[cfg(shuttle)]
-use crate::Shape;
-/// What CPUs without a second stage walk.
-#[cfg(not(shuttle))]
-pub type Shape = slat::Npt;
-
-pub type TestVm = Vm<TestHost, Shape>;
+pub type TestVm = Vm<TestHost, slat::Npt>;
 
 pub const P: u64 = 1 << 0;
 pub const W: u64 = 1 << 1;
@@ -345,8 +339,14 @@ pub fn move_page(vm: &TestVm, gfn: u64) {
     host.free.lock().unwrap().push_back(old);
 }
 
-pub fn new_vm(config: Config, nr_pages: u64, nr_spare: u64, flags: MemoryRegionFlags) -> Arc<TestVm> {
-    let vm = Arc::new(Vm::new(TestHost::new(nr_pages, nr_spare), config).unwrap());
+pub fn new_vm(
+    config: Config,
+    shadow: ShadowPaging,
+    nr_pages: u64,
+    nr_spare: u64,
+    flags: MemoryRegionFlags,
+) -> Arc<TestVm> {
+    let vm = Arc::new(Vm::with_shadow_paging(TestHost::new(nr_pages, nr_spare), config, shadow).unwrap());
     vm.set_user_memory_region(region(nr_pages, flags, Some(0))).unwrap();
     vm
 }

@@ -85,7 +85,7 @@ fn two_levels_of_32_bits() {
 #[test]
 fn two_modes_over_the_same_tables() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut long = guest(&vm);
         let lowest = ROOT + 3;
         // The other's: `lowest` is its lowest table, and its page directory too.
@@ -118,7 +118,7 @@ fn two_modes_over_the_same_tables() {
 #[test]
 fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = Cpu::new(&vm);
         vm.host().store(ROOT, 0, (ROOT + 1) << 12 | P);
         vm.host().store(ROOT + 1, 0, (ROOT + 2) << 12 | P | W | U);
@@ -190,7 +190,7 @@ fn a_load_of_pdptes_exits_for_their_page() {
 #[test]
 fn marks_of_another_mode_change_what_pdptes_say() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let (mut pae, mut long) = (Cpu::new(&vm), Cpu::new(&vm));
         let table = 0x30;
         vm.host().store(table, 0, 0x31 << 12 | P);
@@ -215,7 +215,7 @@ fn marks_of_another_mode_change_what_pdptes_say() {
 #[test]
 fn marks_of_two_levels_change_addresses_of_wide_entries() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let high = 1 << 32;
         let slot = second_slot(MemoryRegionFlags::empty(), 0x50, 8);
         vm.set_user_memory_region(slat::MemoryRegion { guest_phys_addr: Gpa(high), ..slot }).unwrap();
@@ -260,7 +260,7 @@ fn no_write_to_a_device_is_emulated() {
 #[test]
 fn a_kept_pcid_may_have_what_other_vcpus_cached() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         map(&vm, ROOT, 4, VA, DATA, 0);
         map(&vm, 0x30, 4, VA, DATA + 2, P | W);
         let (root, lowest, at) = (ROOT << 12 | 1, ROOT + 3, index(VA, 1));

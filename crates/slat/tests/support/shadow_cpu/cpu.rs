@@ -11,7 +11,7 @@ use slat::{
     Vcpu,
 };
 
-use super::{ADDRESS, MAX_CPUS, NX, P, POISON, PS, STAMP, Shape, TestHost, TestVm, U, W, pause, stamp_of};
+use super::{ADDRESS, MAX_CPUS, NX, P, POISON, PS, STAMP, TestHost, TestVm, U, W, pause, stamp_of};
 
 /// A place in a page: of data, or of a table.
 #[derive(Clone, Copy)]
@@ -89,7 +89,7 @@ pub fn registers_with_pcids(cr3: u64) -> PagingRegisters {
 /// One CPU of the guest's.
 pub struct Cpu {
     pub vm: Arc<TestVm>,
-    vcpu: Vcpu<TestHost, Shape>,
+    vcpu: Vcpu<TestHost, slat::Npt>,
     /// It must be entered again.
     has_exited: bool,
     index: usize,
@@ -156,12 +156,12 @@ impl Cpu {
     }
 
     /// For calls that the rest here does not make.
-    pub fn vcpu(&mut self) -> &mut Vcpu<TestHost, Shape> {
+    pub fn vcpu(&mut self) -> &mut Vcpu<TestHost, slat::Npt> {
         self.has_exited = true;
         &mut self.vcpu
     }
 
-    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<TestHost, Shape>) -> Outcome) {
+    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<TestHost, slat::Npt>) -> Outcome) {
         assert_eq!(call(&mut self.vcpu), Outcome::Resume);
         self.enter();
     }
