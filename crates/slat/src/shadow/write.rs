@@ -23,9 +23,12 @@
 //! step 2 takes that lock. So a shadow PTE is made before step 2, which zaps it, or from the new
 //! value. Step 3 precedes the new value.
 
+use core::mem;
+
 use super::Mmu;
 use super::memory::NoMemory;
 use super::page::{PageRef, PtePlace};
+use super::rmap::Frame;
 use super::role::{MarkKind, Role};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
 use crate::error::Error;
@@ -38,26 +41,46 @@ use crate::table::tlb::TlbBatch;
 /// So many emulated writes to a table, without a walk through its page, remove the page.
 const FLOOD: u32 = 3;
 
+/// An emulated write that is counted ([`Frame::nr_writers`]). If it ends without writing, also by a
+/// panic of the host, the drop counts it out.
+struct Writer<'w, H: Host> {
+    frame: &'w Frame,
+    host: &'w H,
+}
+
+impl<'w, H: Host> Writer<'w, H> {
+    fn begin(frame: &'w Frame, host: &'w H) -> Writer<'w, H> {
+        let _guard = frame.lock.lock(host);
+        frame.nr_writers().fetch_add(1, Ordering::Relaxed);
+        Writer { frame, host }
+    }
+
+    /// The write has counted itself out ([`Mmu::write_guest`]).
+    fn has_ended(self) {
+        mem::forget(self);
+    }
+}
+
+impl<H: Host> Drop for Writer<'_, H> {
+    fn drop(&mut self) {
+        let _guard = self.frame.lock.lock(self.host);
+        self.frame.nr_writers().fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl<'v, H: Host> Mmu<'v, H> {
     /// Writes `bytes` at `gpa`, none beyond the page. `false` if the second stage has no page there
     /// that may be written.
     pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, Error> {
         let gfn = gpa.gfn();
         let Some(frame) = self.frame_of_memory(gfn)? else { return Ok(false) };
-        {
-            let _guard = frame.lock.lock(self.host());
-            frame.nr_writers().fetch_add(1, Ordering::Relaxed);
-        }
+        let writer = Writer::begin(frame, self.host());
         let mut batch = self.batch();
         self.drop_made_of(gfn, gpa.0 % PAGE_SIZE, bytes.len() as u64, &mut batch);
         self.flush(&mut batch);
-        let written = self.write_guest(gpa, bytes);
-        if written.is_err() {
-            let _guard = frame.lock.lock(self.host());
-            frame.nr_writers().fetch_sub(1, Ordering::Relaxed);
-        }
-        match written {
+        match self.write_guest(gpa, bytes) {
             Ok(()) => {
+                writer.has_ended();
                 self.count(Counter::EmulatedWrites);
                 Ok(true)
             }
