@@ -240,7 +240,7 @@ pub(crate) fn run(args: &GetDirtyLogArgs, session: &Session) -> Result<Outcome, 
     if args.workload == Workload::Migration {
         return with_format!(args.format, F => match args.paging {
             PagingArg::SecondStage => migration::measure(args, session, &methods, &memory, Slat::<F, _>::new),
-            PagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::<F, _>::shadow),
+            PagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::shadow),
         });
     }
     let (subjects, notes) = with_format!(args.format, F => subjects::<F>(args, &methods, &memory))?;
@@ -311,7 +311,7 @@ fn subjects<F: HardwareFormat>(
         let subject: Box<dyn Subject> = match method {
             Method::Slat | Method::SlatLeaf => match args.paging {
                 PagingArg::SecondStage => Box::new(Slat::<F, _>::new(method, memory)?),
-                PagingArg::Shadow => Box::new(Slat::<F, _>::shadow(method, memory)?),
+                PagingArg::Shadow => Box::new(Slat::shadow(method, memory)?),
             },
             Method::Xchg16 if !peer::has_exchange16() => {
                 let why = "the CPUs have no exchange of 16 bytes".to_owned();

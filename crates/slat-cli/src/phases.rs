@@ -166,10 +166,8 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
         bytes_per_vcpu: args.bytes,
         nr_slots,
         backing: args.backing,
-        engine: match args.paging {
-            PagingArg::Flat | PagingArg::TwoDimensional => engine,
-            PagingArg::Shadow => engine.with_paging(slat::Paging::Shadow(shadow_paging(nr_pages))),
-        },
+        engine,
+        shadow: (args.paging == PagingArg::Shadow).then(|| shadow_paging(nr_pages)),
         dirty_ring_entries: (args.tracking == DirtyTrackingArg::Ring).then_some(args.ring_entries),
         paging: match args.paging {
             PagingArg::Flat => Paging::Off,
@@ -306,7 +304,7 @@ fn run_on<F: HardwareFormat>(
         engine: Some(EngineRun {
             stats_before_disabling,
             stats,
-            nr_shadow_tables: machine.vm().nr_shadow_pages(),
+            nr_shadow_tables: machine.vm().stats().shadow_pages,
             dirty_reads,
             tables_by_node,
             flush_method: machine.flush_method(),

@@ -39,14 +39,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::{Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm};
+use slat::{Gpa, Gva, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{HostEvents, MAX_VCPUS, MachineConfig, MachineConfigError, Pins};
 use crew::{Busy, Crew, Finished, Work};
 use nodes::Seats;
 pub use parts::shadow_paging;
-use parts::{add_tables_slot, new_cpu, new_shadow_cpu};
+use parts::{Hardware, SecondStage, Shadow, add_tables_slot};
 pub(crate) use parts::{enough_tables, overhead_bytes};
 use worker::{Answer, Job, Parts, Repeat, Seat, Signals, Worker};
 
@@ -209,6 +209,8 @@ pub struct Machine<F: HardwareFormat> {
     flush_domain: Arc<FlushDomain>,
     seats: Seats,
     config: MachineConfig,
+    /// [`Machine::populate_here`] for the machine's hardware.
+    populate_here: fn(&Machine<F>, Program) -> Result<RunReport, MachineError>,
     _overhead: Reserved,
 }
 
@@ -229,11 +231,22 @@ impl<F: HardwareFormat> Machine<F> {
     /// # Errors
     /// [`MachineError`]: what is wrong with the configuration, or what could not be made.
     pub fn new(config: &MachineConfig) -> Result<Machine<F>, MachineError> {
-        Machine::with_nodes(config, config.nodes.map()?)
+        match config.shadow {
+            None => Machine::with_nodes(config, config.nodes.map()?),
+            Some(_) => F::shadow_machine(config),
+        }
     }
 
-    /// With `nodes` instead of those of the configuration.
+    /// With `nodes` instead of those of the configuration, and a second stage.
     fn with_nodes(config: &MachineConfig, nodes: NodeMap) -> Result<Machine<F>, MachineError> {
+        Machine::with_hardware(&SecondStage, config, nodes)
+    }
+
+    fn with_hardware<K: Hardware<F>>(
+        hardware: &K,
+        config: &MachineConfig,
+        nodes: NodeMap,
+    ) -> Result<Machine<F>, MachineError> {
         let layout = config.layout()?;
         let seats = Seats::new(config, nodes)?;
         let flush_domain = Arc::new(match config.flush_method {
@@ -242,7 +255,7 @@ impl<F: HardwareFormat> Machine<F> {
         });
         let max_tables = config.max_tables.unwrap_or_else(|| parts::most_tables(config, layout.nr_pages));
         let host = MachineHost::with_nodes(Arc::clone(&flush_domain), max_tables, Arc::clone(seats.nodes()))?;
-        let vm = Arc::new(Vm::new(host, config.engine)?);
+        let vm = Arc::new(hardware.new_vm(host, config.engine)?);
         if let Some(nr_entries) = config.dirty_ring_entries {
             vm.enable_dirty_ring(nr_entries)?;
         }
@@ -293,11 +306,7 @@ impl<F: HardwareFormat> Machine<F> {
         let mut works: Vec<Work<Job, Result<Answer, GuestError>>> = Vec::with_capacity(config.nr_vcpus);
         for index in 0..config.nr_vcpus {
             let seat = seats.of(index, config);
-            works.push(if config.is_shadow() {
-                work(new_shadow_cpu(&vm, config)?, index, seat, config, &region, &signals)
-            } else {
-                work(new_cpu(&vm, config, seats.counts(index))?, index, seat, config, &region, &signals)
-            });
+            works.push(work(K::new_cpu(&vm, config, seats.counts(index))?, index, seat, config, &region, &signals));
         }
         let crew = Crew::start(works).map_err(|(vcpu, source)| MachineError::Thread { vcpu, source })?;
         let machine = Machine {
@@ -309,6 +318,7 @@ impl<F: HardwareFormat> Machine<F> {
             flush_domain,
             seats,
             config: config.clone(),
+            populate_here: Machine::populate_here::<K>,
             _overhead: overhead,
         };
         machine.boot(config, tables)?;
@@ -430,6 +440,13 @@ impl<F: HardwareFormat> Machine<F> {
     /// The progress of the virtual CPUs, which can be read also after the machine is dropped.
     pub fn progress(&self) -> Progress {
         Progress(Arc::clone(&self.signals))
+    }
+}
+
+impl Machine<Npt> {
+    /// With the shadow paging of the configuration, or the default.
+    pub(crate) fn with_shadow_paging(config: &MachineConfig) -> Result<Machine<Npt>, MachineError> {
+        Machine::with_hardware(&Shadow(config.shadow.unwrap_or_default()), config, config.nodes.map()?)
     }
 }
 

@@ -54,6 +54,7 @@ use slat::{Access, Gpa, Hpa, Level, PageSize};
 use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
+use crate::machine::{Machine, MachineConfig, MachineConfigError, MachineError};
 use crate::modification_log::{LogFull, ModificationLog};
 use crate::numa::WalkCounter;
 use crate::phys;
@@ -125,6 +126,17 @@ pub trait HardwareFormat: slat::Format {
     /// # Errors
     /// [`Stop`]: why there is no translation.
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
+
+    /// Builds a machine with shadow paging ([`MachineConfig::shadow`]). The engine has that with one format.
+    ///
+    /// # Errors
+    /// [`MachineConfigError::NoShadowPaging`] with all others; those of [`Machine::new`].
+    fn shadow_machine(_config: &MachineConfig) -> Result<Machine<Self>, MachineError>
+    where
+        Self: Sized,
+    {
+        Err(MachineConfigError::NoShadowPaging { format: Self::NAME }.into())
+    }
 }
 
 /// The purpose of an access to guest-physical memory.

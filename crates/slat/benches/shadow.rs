@@ -21,8 +21,8 @@ mod bench {
 
     use slat::{
         Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, MemoryRegion,
-        MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Park, Pfn, Privilege, Resolved,
-        ShadowPaging, ShadowStrategy, TableNode, Vcpu, Vm,
+        MemoryRegionFlags, Npt, Outcome, PageSize, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
+        ShadowStrategy, TableNode, Vcpu, Vm,
     };
 
     use super::guest_memory::Memory;
@@ -96,8 +96,8 @@ mod bench {
     impl World {
         fn new(strategy: ShadowStrategy) -> World {
             let host = BenchHost(Memory::new(NR_FRAMES, 2 << 20));
-            let paging = Paging::Shadow(ShadowPaging { strategy, ..ShadowPaging::default() });
-            let vm = Arc::new(Vm::new(host, Config::default().with_paging(paging)).unwrap());
+            let shadow = ShadowPaging { strategy, ..ShadowPaging::default() };
+            let vm = Arc::new(Vm::with_shadow_paging(host, Config::default(), shadow).unwrap());
             let region = MemoryRegion {
                 slot: 0,
                 flags: MemoryRegionFlags::empty(),

@@ -3,7 +3,7 @@
 
 use crate::addr::{Level, NodeId, Pfn};
 use crate::error::Error;
-use crate::format::{Format, Npt};
+use crate::format::Format;
 use crate::host::{Host, TableNode};
 use crate::sync::Locking;
 
@@ -47,8 +47,6 @@ pub struct Config {
     pub fault_table_placement: TablePlacement,
     /// Which neighbours a fault also maps.
     pub fault_around: FaultAround,
-    /// Which page tables the hardware walks.
-    pub paging: Paging,
 }
 
 /// How accesses of the guest are found out.
@@ -74,25 +72,7 @@ impl AccessTracking {
     }
 }
 
-/// Which page tables the hardware walks.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Paging {
-    /// Those of the second stage, behind the guest's own.
-    #[default]
-    SecondStage,
-    /// Shadow page tables, which translate the guest's virtual addresses to the host's frames. They
-    /// are for hardware that has no second stage, or that uses it already. They need the format
-    /// [`Npt`], and [`AccessTracking::Faults`], since no hardware sets the accessed bits of the
-    /// second stage.
-    ///
-    /// While the guest runs, only the guest may write its page tables directly. A device or the VMM
-    /// writes them by [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table), or invalidates
-    /// the page for the time of the write ([`Vm::invalidate_range`](crate::Vm::invalidate_range)).
-    /// Otherwise shadow page tables become stale.
-    Shadow(ShadowPaging),
-}
-
-/// How shadow page tables are kept.
+/// How shadow page tables are kept ([`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShadowPaging {
     /// What happens to them when the guest loads CR3.
@@ -108,6 +88,19 @@ pub struct ShadowPaging {
 impl Default for ShadowPaging {
     fn default() -> ShadowPaging {
         ShadowPaging { strategy: ShadowStrategy::RootCache, previous_roots: 3, max_pages: 4096 }
+    }
+}
+
+impl ShadowPaging {
+    pub(crate) fn check(self) -> Result<(), Error> {
+        let ShadowPaging { previous_roots, max_pages, .. } = self;
+        if previous_roots > MAX_PREVIOUS_ROOTS {
+            return Err(Error::TooManyRoots { previous_roots });
+        }
+        if !(MIN_SHADOW_PAGES..=MAX_SHADOW_PAGES).contains(&max_pages) {
+            return Err(Error::BadShadowPages { max_pages });
+        }
+        Ok(())
     }
 }
 
@@ -327,30 +320,8 @@ impl Config {
         Config { fault_around, ..self }
     }
 
-    /// This configuration with `paging`. [`Paging::Shadow`] also sets [`AccessTracking::Faults`].
-    pub fn with_paging(self, paging: Paging) -> Config {
-        match paging {
-            Paging::SecondStage => Config { paging, ..self },
-            Paging::Shadow(_) => Config { paging, access_tracking: AccessTracking::Faults, ..self },
-        }
-    }
-
     /// Checks that page tables of format `F` support this configuration.
     pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
-        if let Paging::Shadow(ShadowPaging { previous_roots, max_pages, .. }) = self.paging {
-            if F::NAME != Npt::NAME {
-                return Err(Error::NoShadowPaging { format: F::NAME });
-            }
-            if self.access_tracking != AccessTracking::Faults {
-                return Err(Error::ShadowNeedsFaults);
-            }
-            if previous_roots > MAX_PREVIOUS_ROOTS {
-                return Err(Error::TooManyRoots { previous_roots });
-            }
-            if !(MIN_SHADOW_PAGES..=MAX_SHADOW_PAGES).contains(&max_pages) {
-                return Err(Error::BadShadowPages { max_pages });
-            }
-        }
         if let FaultAround::Pages(nr_pages) = self.fault_around {
             if !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages)) {
                 return Err(Error::BadFaultAround { nr_pages });

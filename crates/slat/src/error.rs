@@ -130,16 +130,6 @@ pub enum Error {
         /// The address of the first such page.
         gpa: Gpa,
     },
-    /// Shadow paging was configured with another format than `npt`.
-    #[error("shadow paging goes with the format npt, not with {format}")]
-    NoShadowPaging {
-        /// The format.
-        format: &'static str,
-    },
-    /// Shadow paging was configured with access tracking by accessed bits, which no hardware sets
-    /// there.
-    #[error("shadow paging needs accesses to be tracked by faults")]
-    ShadowNeedsFaults,
     /// More previous roots were configured than a vCPU can remember.
     #[error("{previous_roots} previous roots: at most 31")]
     TooManyRoots {

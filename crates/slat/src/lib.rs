@@ -95,8 +95,9 @@
 //! ```
 //!
 //! # Hardware without a second stage
-//! A VM created with [`Paging::Shadow`] keeps shadow page tables, which translate the guest's
-//! virtual addresses to the host's frames. Everything above stays the same. In addition:
+//! A VM created by [`Vm::with_shadow_paging`] keeps shadow page tables, which translate the guest's
+//! virtual addresses to the host's frames. Its format is [`Npt`]. Everything above stays the same.
+//! In addition:
 //! - The host returns a pointer to guest memory ([`Host::guest_memory_ptr`]).
 //! - Each vCPU's CPU exits for page faults ([`Vcpu::handle_page_fault`]), for writes of CR0, CR4
 //!   and EFER ([`Vcpu::write_paging_register`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for
@@ -123,7 +124,8 @@
 //! - **Demand paging**: faults exit for pages whose bit is set ([`UserfaultBitmap`]), and pages are
 //!   taken back ([`Vm::rescan_userfault`]).
 //! - **Private memory**: attributes of pages in guest_memfds ([`Vm::set_memory_attributes`]).
-//! - **Hardware without a second stage**: [`Paging::Shadow`].
+//! - **Hardware without a second stage**: [`Vm::with_shadow_paging`]. A program that does not call
+//!   it links nothing of that.
 //! - **Observation**: [`Vm::stats`], [`Vm::read_tables`].
 //!
 //! # Cargo features
@@ -176,7 +178,7 @@ pub use self::vm_memory::{CheckedMemory, SlotBitmap};
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{
     AccessTracking, Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES,
-    MAX_PREVIOUS_ROOTS, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, Paging, ShadowPaging, ShadowStrategy,
+    MAX_PREVIOUS_ROOTS, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, ShadowPaging, ShadowStrategy,
     TablePlacement, WriteProtection,
 };
 pub use dirty::ring::{

@@ -65,6 +65,10 @@ macro_rules! counters {
             /// CPU; a sample. Empty with [`Locking::None`](crate::Locking::None). A long operation
             /// releases the lock between its turns, and each turn is one hold.
             pub lock_hold_ns: Histogram,
+            /// Shadow pages that exist now.
+            pub shadow_pages: u64,
+            /// Largest number of shadow pages so far.
+            pub shadow_pages_peak: u64,
         }
 
         impl Stats {

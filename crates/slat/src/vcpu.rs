@@ -39,7 +39,6 @@ mod prefault;
 mod shadow;
 mod timing;
 
-use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
@@ -56,13 +55,13 @@ use crate::harvest::mark;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::operation::Operation;
 use crate::second_stage::install::{Changed, NewLeaf};
-use crate::shadow::roots::Roots;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::Locking;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::derived::VcpuState;
 use crate::table::node::{TableCache, TableUse};
 use crate::table::pte::{self, State};
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant};
@@ -92,7 +91,7 @@ pub struct Vcpu<H: Host, F: Format> {
     ring: Option<OwnedRing>,
     tables: TableCache,
     /// With shadow paging.
-    roots: Option<Box<Roots>>,
+    derived: Option<VcpuState>,
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
@@ -107,22 +106,21 @@ impl<H: Host, F: Format> Vm<H, F> {
 
 impl<H: Host, F: Format> Vcpu<H, F> {
     fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
-        let roots = Vcpu::new_roots(&vm)?;
         let mut participant = vm.tree.epochs.take_participant()?;
-        match vm.rings.take() {
-            Ok(ring) => {
-                if let Some(shadow) = &vm.tree.shadow {
-                    shadow.add_vcpu();
-                }
-                Ok(Vcpu { vm, participant, ring, tables: TableCache::new(), roots })
-            }
+        let ring = match vm.rings.take() {
+            Ok(ring) => ring,
             Err(error) => {
                 // SAFETY: `vm` keeps the epochs that it came from alive, and it is not used after
                 // this.
                 unsafe { participant.release() }
-                Err(error)
+                return Err(error);
             }
+        };
+        let mut vcpu = Vcpu { vm, participant, ring, tables: TableCache::new(), derived: None };
+        if let Some(derived) = &vcpu.vm.tree.derived {
+            vcpu.derived = Some(derived.new_vcpu()?);
         }
+        Ok(vcpu)
     }
 
     /// The VM.
@@ -219,10 +217,12 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
 impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     fn drop(&mut self) {
-        self.drop_roots();
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant = unsafe { self.participant.get() };
+        if let (Some(derived), Some(state)) = (&self.vm.tree.derived, self.derived.take()) {
+            derived.end_vcpu(&self.vm.tree, participant, state);
+        }
         self.tables.drain::<H, F>(&self.vm.tree.host, &participant.stats);
         // SAFETY: as above, and the participant is not used after this.
         unsafe { self.participant.release() }

@@ -4,6 +4,7 @@
 
 mod page_state;
 mod region;
+mod shadow;
 
 use alloc::boxed::Box;
 
@@ -22,7 +23,6 @@ use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::query::TableReader;
 use crate::second_stage::split;
-use crate::shadow::Shadow;
 use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
 use crate::stats::Stats;
@@ -58,16 +58,15 @@ pub enum Cap {
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
-    /// Creates a VM without memory.
+    /// Creates a VM without memory. Hardware walks its second stage, behind the guest's own page
+    /// tables.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]. For a configuration that is not supported: [`Error::NoDirtyBit`],
-    /// [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`],
-    /// [`Error::NoShadowPaging`], [`Error::ShadowNeedsFaults`], [`Error::TooManyRoots`],
-    /// [`Error::BadShadowPages`].
+    /// [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
-        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config)?, rings: Rings::new() })
+        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config, None)?, rings: Rings::new() })
     }
 
     /// The host that the VM was created with.
@@ -498,7 +497,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.check_range(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
         let nr_used = age::age_range(self.operation(&participant), range, aging);
-        if aging == Aging::Age && self.tree.shadow.is_some() {
+        if aging == Aging::Age && self.tree.derived.is_some() {
             // Shadow leaves would hide accesses for good, and not only until a CPU replaces its
             // translation.
             self.tree.flush(&participant, &[range]);
@@ -548,17 +547,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         // deferred.
         stats.tables_allocated += 1;
         stats.tables_freed += self.tree.epochs.nr_freed_tables();
+        if let Some(derived) = &self.tree.derived {
+            derived.add_stats(&mut stats);
+        }
         stats
-    }
-
-    /// The number of shadow pages now.
-    pub fn nr_shadow_pages(&self) -> u64 {
-        self.tree.shadow.as_deref().map_or(0, Shadow::nr_pages)
-    }
-
-    /// The largest number of shadow pages so far.
-    pub fn shadow_pages_peak(&self) -> u64 {
-        self.tree.shadow.as_deref().map_or(0, Shadow::pages_peak)
     }
 
     /// An operation on this VM by the owner of `participant`.

@@ -24,56 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use schedules::{check_less, random};
 use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm, registers_with_pcids};
 use shuttle::thread;
-use slat::{
-    Access, Config, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, PagingRegisters, Pfn, Pte,
-    ShadowPaging, ShadowStrategy,
-};
-
-/// [`Npt`] with page-table pages of four PTEs, and three levels. A level still covers nine bits of
-/// the address.
-#[derive(Debug)]
-struct Shape;
-
-// SAFETY: PTEs are those of Npt; only the number of levels and PTEs differs.
-unsafe impl Format for Shape {
-    // The engine offers shadow paging for this name.
-    const NAME: &'static str = Npt::NAME;
-    const ROOT_LEVEL: Level = Level(3);
-    const GPA_BITS: u32 = 32;
-    const HPA_BITS: u32 = Npt::HPA_BITS;
-    const ROOT_ENTRIES: usize = 4;
-    const TABLE_ENTRIES: usize = 4;
-    const WRITABLE: u64 = Npt::WRITABLE;
-    const ACCESSED: u64 = Npt::ACCESSED;
-    const DIRTY: u64 = Npt::DIRTY;
-    const HAS_DIRTY_BIT: bool = Npt::HAS_DIRTY_BIT;
-    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
-    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
-    const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();
-    const BREAK_BEFORE_MAKE: bool = Npt::BREAK_BEFORE_MAKE;
-    const NEEDS_LOCAL_FLUSH: bool = Npt::NEEDS_LOCAL_FLUSH;
-    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
-
-    fn is_present(entry: Pte) -> bool {
-        Npt::is_present(entry)
-    }
-
-    fn is_leaf(entry: Pte, level: Level) -> bool {
-        Npt::is_leaf(entry, level)
-    }
-
-    fn leaf(pfn: Pfn, level: Level) -> Pte {
-        Npt::leaf(pfn, level)
-    }
-
-    fn table(table: Hpa) -> Pte {
-        Npt::table(table)
-    }
-
-    fn address(entry: Pte, level: Level) -> Hpa {
-        Npt::address(entry, level)
-    }
-}
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegionFlags, PagingRegisters, ShadowPaging, ShadowStrategy};
 
 const SCHEDULES: usize = 500;
 
@@ -223,9 +174,8 @@ impl World {
     fn new() -> World {
         let strategy = [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged, ShadowStrategy::Baseline];
         let strategy = strategy[random(3) as usize];
-        let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 1, max_pages: slat::MIN_SHADOW_PAGES });
-        let config = Config::default().with_paging(paging);
-        let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let shadow = ShadowPaging { strategy, previous_roots: 1, max_pages: slat::MIN_SHADOW_PAGES };
+        let vm = new_vm(Config::default(), shadow, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
         let host = vm.host();
         for top in TOPS {
             host.store(top, 0, table(LEVEL_3));
@@ -267,7 +217,7 @@ impl World {
         }
         drop(guests);
         // (Nor are leaves, since freeing a shadow page zaps them. To count them takes many steps.)
-        assert_eq!(self.vm.nr_shadow_pages(), 0);
+        assert_eq!(self.vm.stats().shadow_pages, 0);
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Npt, Paging, ShadowStrategy, Stats, Vcpu, Vm};
+use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Npt, ShadowStrategy, Stats, Vcpu, Vm};
 use slat_machine::clock::{run_delay_ns, timestamp_ns};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::host::{BackingSlice, MachineHost};
@@ -38,8 +38,7 @@ impl ShadowMachine {
         let memory = Backing::new(BackingKind::Anonymous, size_bytes).map_err(MachineError::from)?;
         let flush_domain = Arc::new(FlushDomain::new());
         let host = MachineHost::new(Arc::clone(&flush_domain), MAX_TABLES).map_err(MachineError::from)?;
-        let config = Config::default().with_paging(Paging::Shadow(args.shadow_paging(strategy)));
-        let vm = Arc::new(Vm::new(host, config)?);
+        let vm = Arc::new(Vm::with_shadow_paging(host, Config::default(), args.shadow_paging(strategy))?);
         vm.set_user_memory_region(MemoryRegion {
             slot: 0,
             flags: MemoryRegionFlags::empty(),
@@ -148,7 +147,7 @@ pub(super) fn run(
         Ok((cpu, run))
     })?;
     let after = machine.vm.stats();
-    let (nr_tables, tables_peak) = (machine.vm.nr_shadow_pages(), machine.vm.shadow_pages_peak());
+    let (nr_tables, tables_peak) = (after.shadow_pages, after.shadow_pages_peak);
 
     let (cpus, vcpus): (Vec<GuestKernel>, Vec<VcpuRun>) = done.into_iter().unzip();
     for (vcpu, cpu) in (0..).zip(cpus) {

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use slat::{
-    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PageSize, Paging, Vcpu, Vm,
+    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT, PageSize, Vcpu, Vm,
     WriteProtection,
 };
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
@@ -82,19 +82,20 @@ pub(super) struct Slat<F: HardwareFormat, C> {
 impl<F: HardwareFormat> Slat<F, Cpu<Vcpu<MachineHost, F>, F>> {
     /// The engine as `method` has it: [`Method::Slat`] or [`Method::SlatLeaf`].
     pub(super) fn new(method: Method, memory: &Backing) -> Result<Self, Failure> {
-        let vm = vm(config(method), memory, 0)?;
+        let vm = with_slot(|host| Vm::new(host, config(method)), memory, 0)?;
         let cpu = Cpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, vm.root(), Geometry::default());
         Ok(Slat { vm, cpu })
     }
 }
 
-impl<F: HardwareFormat> Slat<F, ShadowCpu<Vcpu<MachineHost, F>>> {
+impl Slat<Npt, ShadowCpu<Vcpu<MachineHost, Npt>>> {
     /// The same without a second stage. The guest's own tables map the slot where it is, by pages of 2 MiB as those of the real
     /// KVM's guest do; what is logged are pages of 4 KiB all the same.
     pub(super) fn shadow(method: Method, memory: &Backing) -> Result<Self, Failure> {
         let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
         let paging = shadow_paging(nr_pages);
-        let vm = vm::<F>(config(method).with_paging(Paging::Shadow(paging)), memory, 2 * u64::from(paging.max_pages))?;
+        let new = |host| Vm::with_shadow_paging(host, config(method), paging);
+        let vm = with_slot(new, memory, 2 * u64::from(paging.max_pages))?;
         let tables = GuestTables {
             memory: TABLES_GPA,
             memory_bytes: 0,
@@ -130,15 +131,15 @@ impl<F: HardwareFormat, C> Slat<F, C> {
 }
 
 /// A VM with `memory` as the slot, which logs; and with as many tables as that needs, and `nr_more_tables`.
-fn vm<F: HardwareFormat>(
-    config: Config,
+fn with_slot<F: HardwareFormat>(
+    new: impl FnOnce(MachineHost) -> Result<Vm<MachineHost, F>, slat::Error>,
     memory: &Backing,
     nr_more_tables: u64,
 ) -> Result<Arc<Vm<MachineHost, F>>, Failure> {
     // Many times what maps the slot.
     let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12) + nr_more_tables;
     let host = MachineHost::new(Arc::new(FlushDomain::new()), max_tables).map_err(MachineError::from)?;
-    let vm = Arc::new(Vm::new(host, config)?);
+    let vm = Arc::new(new(host)?);
     vm.set_user_memory_region(MemoryRegion {
         slot: SLOT,
         flags: MemoryRegionFlags::LOG_DIRTY_PAGES,

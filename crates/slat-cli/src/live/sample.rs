@@ -22,11 +22,12 @@ pub(super) struct Sample {
 
 impl Sample {
     pub(super) fn of<F: HardwareFormat>(vm: &Vm<MachineHost, F>) -> Sample {
+        let stats = vm.stats();
         Sample {
-            stats: vm.stats(),
             nr_dirty: vm.nr_marked_dirty().ok(),
             tables: vm.host().live_tables_by_node(),
-            nr_shadow_tables: (vm.shadow_pages_peak() > 0).then(|| vm.nr_shadow_pages()),
+            nr_shadow_tables: (stats.shadow_pages_peak > 0).then_some(stats.shadow_pages),
+            stats,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The kernel on the engine's shadow paging: every access is checked, with each strategy.
 
-use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Npt, Paging, ShadowPaging, ShadowStrategy, Vcpu, Vm};
+use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Npt, ShadowPaging, ShadowStrategy, Vcpu, Vm};
 
 use super::tests::CONFIGS;
 use super::*;
@@ -14,8 +14,7 @@ type Machine = Arc<Vm<MachineHost, Npt>>;
 
 fn machine(config: &KernelConfig, shadow: ShadowPaging) -> Machine {
     let host = MachineHost::new(Arc::new(FlushDomain::new()), 1 << 16).unwrap();
-    let engine = slat::Config::default().with_paging(Paging::Shadow(shadow));
-    let vm = Arc::new(Vm::new(host, engine).unwrap());
+    let vm = Arc::new(Vm::with_shadow_paging(host, slat::Config::default(), shadow).unwrap());
     let backing = Backing::new(BackingKind::Anonymous, config.memory_bytes()).unwrap();
     vm.set_user_memory_region(MemoryRegion {
         slot: 0,

@@ -1,6 +1,6 @@
 //! The configuration of a machine, and its check.
 
-use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize};
+use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize, ShadowPaging};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -57,9 +57,11 @@ pub struct MachineConfig {
     /// Flags with which the test region's memslots are created.
     pub region_flags: MemoryRegionFlags,
     /// The configuration of the engine. With page-modification logging the CPUs have a log each.
-    /// With shadow paging they have no second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu));
-    /// [`shadow_paging`](super::shadow_paging) computes the shadow pages that a guest needs.
     pub engine: Config,
+    /// Shadow paging: the CPUs have no second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)).
+    /// [`shadow_paging`](super::shadow_paging) computes the shadow pages that a guest needs. Only
+    /// with the format [`Npt`](slat::Npt).
+    pub shadow: Option<ShadowPaging>,
     /// Entries of each CPU's dirty ring; `None`: memslots log in bitmaps. A CPU whose ring is full
     /// waits until another thread has harvested and reset it
     /// ([`Vm::reset_dirty_rings`](slat::Vm::reset_dirty_rings)), or stops it.
@@ -97,6 +99,7 @@ impl Default for MachineConfig {
             host_events: HostEvents::None,
             region_flags: MemoryRegionFlags::empty(),
             engine: Config::default(),
+            shadow: None,
             dirty_ring_entries: None,
             paging: Paging::Off,
             guest_page_size: PageSize::Size4K,
@@ -159,6 +162,12 @@ pub enum MachineConfigError {
         /// The kind in the configuration.
         backing: BackingKind,
     },
+    /// The engine has no shadow paging with this format.
+    #[error("shadow paging needs the format npt, not {format}")]
+    NoShadowPaging {
+        /// The format.
+        format: &'static str,
+    },
     /// With shadow paging the reads of walks are not counted.
     #[error("the walks of shadow tables are not counted: there can only be one node")]
     ShadowNodes,
@@ -182,7 +191,7 @@ pub(super) struct Layout {
 impl MachineConfig {
     /// Whether the CPUs have no second stage.
     pub(super) fn is_shadow(&self) -> bool {
-        self.engine.paging != slat::Paging::SecondStage
+        self.shadow.is_some()
     }
 
     /// Whether the guest has page tables of its own.
@@ -266,14 +275,13 @@ mod tests {
         assert_eq!(layout(events), Err(MachineConfigError::HostEvents { backing: BackingKind::Shmem }));
         let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(layout(pins), Err(MachineConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
-        let shadow = slat::Paging::Shadow(slat::ShadowPaging::default());
-        let engine = Config::default().with_paging(shadow);
-        assert!(MachineConfig { engine, ..good.clone() }.layout().is_ok());
+        let shadow = Some(ShadowPaging::default());
+        assert!(MachineConfig { shadow, ..good.clone() }.layout().is_ok());
         let nodes = Nodes::virtual_nodes(2);
-        assert_eq!(MachineConfig { engine, nodes, ..good.clone() }.layout(), Err(MachineConfigError::ShadowNodes));
+        assert_eq!(MachineConfig { shadow, nodes, ..good.clone() }.layout(), Err(MachineConfigError::ShadowNodes));
         let config = MachineConfig { nr_vcpus: 1, bytes_per_vcpu: 32763 << 12, nr_slots: 32763, ..good.clone() };
         assert!(matches!(
-            MachineConfig { engine, ..config }.layout(),
+            MachineConfig { shadow, ..config }.layout(),
             Err(MachineConfigError::TooManySlots { max_slots: 32762, .. })
         ));
     }

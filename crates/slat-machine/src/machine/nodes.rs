@@ -11,14 +11,11 @@ use std::time::Instant;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use slat::{Gva, Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement, Vcpu};
+use slat::{Gva, Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement};
 
 use super::worker::{Job, Parts, Repeat, Seat, Worker};
-use super::{
-    Machine, MachineConfig, MachineError, REGION_GPA, RunReport, TABLES_GPA, answers, new_cpu, new_shadow_cpu, report,
-};
-use crate::guest::{GuestCpu, GuestError, Ledger, Program};
-use crate::host::MachineHost;
+use super::{Hardware, Machine, MachineConfig, MachineError, REGION_GPA, RunReport, TABLES_GPA, answers, report};
+use crate::guest::{GuestCpu, Ledger, Program};
 use crate::memory::Backing;
 use crate::numa::policy::Strictness;
 use crate::numa::spans::{MemorySpan, divide};
@@ -195,26 +192,14 @@ impl<F: HardwareFormat> Machine<F> {
                 self.post(program, Repeat::Once, Parts::OfOthers)?;
                 report(self.crew.finish())
             }
-            FirstTouch::Main if self.config.is_shadow() => {
-                let cpu = new_shadow_cpu(&self.vm, &self.config)?;
-                self.populate_here(cpu, program, |worker| worker.turn_paging_on(TABLES_GPA.0))
-            }
-            FirstTouch::Main => {
-                let cpu = new_cpu(&self.vm, &self.config, self.seats.counts(self.seats.homes.len()))?;
-                self.populate_here(cpu, program, |_| Ok(()))
-            }
+            FirstTouch::Main => (self.populate_here)(self, program),
         }
     }
 
-    /// Runs `program` on the calling thread, with `cpu`, once `start` has prepared that.
-    fn populate_here<C: GuestCpu<Handler = Vcpu<MachineHost, F>>>(
-        &self,
-        cpu: C,
-        program: Program,
-        start: impl FnOnce(&mut Worker<C>) -> Result<(), GuestError>,
-    ) -> Result<RunReport, MachineError> {
+    /// Runs `program` on the calling thread, with a CPU of its own.
+    pub(super) fn populate_here<K: Hardware<F>>(&self, program: Program) -> Result<RunReport, MachineError> {
         let mut worker = Worker {
-            cpu,
+            cpu: K::new_cpu(&self.vm, &self.config, self.seats.counts(self.seats.homes.len()))?,
             region: Gva(REGION_GPA.0),
             index: 0,
             nr_vcpus: self.seats.homes.len() as u64,
@@ -223,7 +208,9 @@ impl<F: HardwareFormat> Machine<F> {
             signals: Arc::clone(&self.signals),
             ledger: self.region.pages().map(|pages| (Ledger::new(0, 0), Arc::clone(pages))),
         };
-        start(&mut worker).map_err(|error| MachineError::Guest { vcpu: 0, error })?;
+        if self.config.shadow.is_some() {
+            worker.turn_paging_on(TABLES_GPA.0).map_err(|error| MachineError::Guest { vcpu: 0, error })?;
+        }
         self.post_job(&program, Job::ForgetPages)?;
         let begin = Instant::now();
         let parts: Vec<u64> = (0..worker.nr_vcpus).collect();

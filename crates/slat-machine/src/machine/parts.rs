@@ -4,14 +4,14 @@
 use std::sync::Arc;
 
 use slat::{
-    DirtyTracking, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Paging,
-    ShadowPaging, Vcpu, Vm,
+    Config, DirtyTracking, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT,
+    PAGE_SIZE, ShadowPaging, Vcpu, Vm,
 };
 
 use super::{MachineConfig, MachineError, REGION_GPA, TABLES_GPA};
 use crate::commit::Port;
 use crate::cpu::Cpu;
-use crate::guest::{self, GuestTables};
+use crate::guest::{self, GuestCpu, GuestTables};
 use crate::host::{BackingSlice, MachineHost};
 use crate::memory::{Backing, BackingKind};
 use crate::numa::ReadCounts;
@@ -43,10 +43,7 @@ pub(crate) fn enough_tables(nr_vcpus: usize, nr_pages: u64) -> u64 {
 
 /// The same with shadow pages, if there are any.
 pub(super) fn most_tables(config: &MachineConfig, nr_pages: u64) -> u64 {
-    let nr_shadow = match config.engine.paging {
-        Paging::SecondStage => 0,
-        Paging::Shadow(paging) => 2 * u64::from(paging.max_pages),
-    };
+    let nr_shadow = config.shadow.map_or(0, |shadow| 2 * u64::from(shadow.max_pages));
     enough_tables(config.nr_vcpus, nr_pages) + nr_shadow
 }
 
@@ -65,31 +62,67 @@ pub(super) fn all_overhead_bytes(config: &MachineConfig, nr_pages: u64) -> u64 {
     overhead_bytes(config.nr_vcpus, nr_pages) + shadow_bytes
 }
 
-/// A CPU with the guest's paging off, whose walks are counted in `counts` if there are several
-/// nodes.
-pub(super) fn new_cpu<F: HardwareFormat>(
-    vm: &Arc<Vm<MachineHost, F>>,
-    config: &MachineConfig,
-    counts: &Arc<ReadCounts>,
-) -> Result<Cpu<Vcpu<MachineHost, F>, F>, MachineError> {
-    let host = vm.host();
-    let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), VM_TAG, vm.root(), config.tlb);
-    let cpu = match config.engine.dirty_tracking {
-        DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
-        DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
-    };
-    cpu.exit_guest_mode();
-    Ok(cpu.with_walk_counter(host.walk_counter(counts)))
+/// What kind of VM and CPUs a machine has.
+pub(super) trait Hardware<F: HardwareFormat> {
+    /// The CPUs.
+    type Cpu: GuestCpu<Handler = Vcpu<MachineHost, F>> + Send + 'static;
+
+    /// A VM for such CPUs.
+    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::Error>;
+
+    /// A CPU with the guest's paging off. Its walks are counted in `counts` if there are several nodes.
+    fn new_cpu(
+        vm: &Arc<Vm<MachineHost, F>>,
+        config: &MachineConfig,
+        counts: &Arc<ReadCounts>,
+    ) -> Result<Self::Cpu, MachineError>;
 }
 
-/// A CPU without a second stage, with the guest's paging off.
-pub(super) fn new_shadow_cpu<F: HardwareFormat>(
-    vm: &Arc<Vm<MachineHost, F>>,
-    config: &MachineConfig,
-) -> Result<ShadowCpu<Vcpu<MachineHost, F>>, MachineError> {
-    let mut cpu = ShadowCpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), VM_TAG, config.tlb);
-    cpu.exit_guest_mode();
-    Ok(cpu)
+/// CPUs with a second stage.
+pub(super) struct SecondStage;
+
+impl<F: HardwareFormat> Hardware<F> for SecondStage {
+    type Cpu = Cpu<Vcpu<MachineHost, F>, F>;
+
+    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::Error> {
+        Vm::new(host, engine)
+    }
+
+    fn new_cpu(
+        vm: &Arc<Vm<MachineHost, F>>,
+        config: &MachineConfig,
+        counts: &Arc<ReadCounts>,
+    ) -> Result<Self::Cpu, MachineError> {
+        let host = vm.host();
+        let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), VM_TAG, vm.root(), config.tlb);
+        let cpu = match config.engine.dirty_tracking {
+            DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
+            DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+        };
+        cpu.exit_guest_mode();
+        Ok(cpu.with_walk_counter(host.walk_counter(counts)))
+    }
+}
+
+/// CPUs without a second stage, whose walks are not counted.
+pub(super) struct Shadow(pub(super) ShadowPaging);
+
+impl Hardware<Npt> for Shadow {
+    type Cpu = ShadowCpu<Vcpu<MachineHost, Npt>>;
+
+    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, Npt>, slat::Error> {
+        Vm::with_shadow_paging(host, engine, self.0)
+    }
+
+    fn new_cpu(
+        vm: &Arc<Vm<MachineHost, Npt>>,
+        config: &MachineConfig,
+        _counts: &Arc<ReadCounts>,
+    ) -> Result<Self::Cpu, MachineError> {
+        let mut cpu = ShadowCpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), VM_TAG, config.tlb);
+        cpu.exit_guest_mode();
+        Ok(cpu)
+    }
 }
 
 /// Adds the memslot for the guest's page tables, which map the whole region. Returns where they go,

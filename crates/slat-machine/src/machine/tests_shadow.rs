@@ -3,7 +3,7 @@
 
 use slat::{
     Config, DirtyTracking, Ept, HugePageLogging, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt, PAGE_SIZE, PageSize,
-    Paging, ShadowPaging, WriteProtection,
+    ShadowPaging, WriteProtection,
 };
 
 use super::events_tests::{self, EVENTS, run_beside};
@@ -17,7 +17,7 @@ use crate::tlb::Geometry;
 /// `config` with shadow paging.
 fn shadow(config: MachineConfig) -> MachineConfig {
     let nr_pages = config.bytes_per_vcpu * config.nr_vcpus as u64 / PAGE_SIZE;
-    MachineConfig { engine: config.engine.with_paging(Paging::Shadow(shadow_paging(nr_pages))), ..config }
+    MachineConfig { shadow: Some(shadow_paging(nr_pages)), ..config }
 }
 
 #[test]
@@ -67,8 +67,8 @@ fn one_address_space_has_one_set_of_shadow_tables() {
     let vm = machine.vm();
     // A shadow page for each 2 MiB, and those above; and those of the page tables with which paging
     // was turned on: three for each CPU at most.
-    assert!((8 + 3..=8 + 3 + 3 * 8).contains(&vm.nr_shadow_pages()), "{}", vm.nr_shadow_pages());
     let stats = vm.stats();
+    assert!((8 + 3..=8 + 3 + 3 * 8).contains(&stats.shadow_pages), "{}", stats.shadow_pages);
     assert!(stats.shadow_leaves() >= machine.nr_pages(), "{stats:?}");
     assert_eq!((stats.shadow_evictions, stats.guest_page_faults), (0, 0), "{stats:?}");
 }
@@ -87,9 +87,8 @@ fn the_host_changes_memory_below_shadow_tables() {
 fn few_shadow_tables_are_correct() {
     // 80 shadow pages, of 2 MiB each, would be needed; there are 64.
     let config = MachineConfig { nr_vcpus: 2, bytes_per_vcpu: 80 << 20, nr_slots: 1, ..small() };
-    let paging = ShadowPaging { max_pages: MIN_SHADOW_PAGES, ..ShadowPaging::default() };
-    let engine = config.engine.with_paging(Paging::Shadow(paging));
-    let machine = Machine::<Npt>::new(&MachineConfig { engine, ..config }).unwrap();
+    let shadow = Some(ShadowPaging { max_pages: MIN_SHADOW_PAGES, ..ShadowPaging::default() });
+    let machine = Machine::<Npt>::new(&MachineConfig { shadow, ..config }).unwrap();
     machine.run(Program::default()).unwrap();
     machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES).unwrap();
     machine.run(Program { write_percent: 0, oldest_round: 1, ..Program::default() }).unwrap();
@@ -99,7 +98,7 @@ fn few_shadow_tables_are_correct() {
     let is_written = |page: &u64| machine.peek(*page) == Some(value(round, *page));
     assert!(dirty_pages(&machine).into_iter().eq((0..machine.nr_pages()).filter(is_written)));
     assert!(machine.vm().stats().shadow_evictions > 0);
-    assert!(machine.vm().shadow_pages_peak() <= MIN_SHADOW_PAGES.into());
+    assert!(machine.vm().stats().shadow_pages_peak <= MIN_SHADOW_PAGES.into());
 }
 
 #[test]
@@ -148,6 +147,6 @@ fn features_without_shadow_paging_are_refused() {
     assert_eq!(refused(MachineConfig { engine, ..small() }), slat::Error::NoDirtyBit);
     assert!(matches!(
         Machine::<Ept>::new(&shadow(small())),
-        Err(MachineError::Engine(slat::Error::NoShadowPaging { format: "ept" }))
+        Err(MachineError::Config(MachineConfigError::NoShadowPaging { format: "ept" }))
     ));
 }

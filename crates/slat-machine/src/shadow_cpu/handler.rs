@@ -1,6 +1,6 @@
 //! The hypervisor of a CPU without a second stage.
 
-use slat::{Error, Format, Gpa, GuestAccess, GuestEntry, Gva, Host, Outcome, PagingRegister, PagingRegisters, Vcpu};
+use slat::{Error, Gpa, GuestAccess, GuestEntry, Gva, Host, Npt, Outcome, PagingRegister, PagingRegisters, Vcpu};
 
 /// Handles the exits: the engine's [`Vcpu`], or a test.
 pub trait ShadowHandler {
@@ -53,7 +53,7 @@ pub trait ShadowHandler {
     fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error>;
 }
 
-impl<H: Host, F: Format> ShadowHandler for Vcpu<H, F> {
+impl<H: Host> ShadowHandler for Vcpu<H, Npt> {
     fn entry(&mut self) -> Result<GuestEntry, Error> {
         Vcpu::entry(self)
     }

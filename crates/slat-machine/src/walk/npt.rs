@@ -9,6 +9,7 @@ use slat::{Access, Gpa, Hpa, Level};
 
 use super::{CountReads, Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
 use super::{address_mask, index, mapping, shift};
+use crate::machine::{Machine, MachineConfig, MachineError};
 use crate::tlb::Writes;
 
 const PRESENT: u64 = 1 << 0;
@@ -38,6 +39,10 @@ impl HardwareFormat for slat::Npt {
     const GUEST_PML4E_RESERVED: u64 = 1 << 8;
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
+
+    fn shadow_machine(config: &MachineConfig) -> Result<Machine<Self>, MachineError> {
+        Machine::with_shadow_paging(config)
+    }
 
     // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]

@@ -21,16 +21,21 @@ const SOFTWARE_53: u64 = 1 << 53;
 /// PDPE and PML4E).
 const TABLE_SOFTWARE: u64 = 0x7ff << 52;
 
+/// Under shuttle page-table pages have four PTEs, in three levels: there each visit of a PTE is a
+/// step. A level is nine bits of the address all the same. (Shadow paging, whose pages have four
+/// PTEs there, has no format but this.)
+const IS_SMALL: bool = cfg!(shuttle);
+
 // SAFETY: address bits 12 to 51 are apart from all flag bits. `is_present` and `is_leaf` read only
 // bits that `leaf` and `table` set as they must, and none of the flag bits is among these. No state
 // is kept.
 unsafe impl Format for Npt {
     const NAME: &'static str = "npt";
-    const ROOT_LEVEL: Level = Level(4);
-    const GPA_BITS: u32 = 48;
+    const ROOT_LEVEL: Level = if IS_SMALL { Level(3) } else { Level(4) };
+    const GPA_BITS: u32 = if IS_SMALL { 32 } else { 48 };
     const HPA_BITS: u32 = 52;
-    const ROOT_ENTRIES: usize = 512;
-    const TABLE_ENTRIES: usize = 512;
+    const ROOT_ENTRIES: usize = if IS_SMALL { 4 } else { 512 };
+    const TABLE_ENTRIES: usize = if IS_SMALL { 4 } else { 512 };
 
     const WRITABLE: u64 = READ_WRITE;
     const ACCESSED: u64 = x86::ACCESSED;
@@ -38,7 +43,7 @@ unsafe impl Format for Npt {
     const HAS_DIRTY_BIT: bool = true;
     const HOST_WRITABLE: u64 = SOFTWARE_52;
     const WAS_DIRTY: u64 = SOFTWARE_53;
-    const GENERATION: u64 = TABLE_SOFTWARE;
+    const GENERATION: u64 = if IS_SMALL { 7 << 52 } else { TABLE_SOFTWARE };
     const BREAK_BEFORE_MAKE: bool = false;
     const NEEDS_LOCAL_FLUSH: bool = false;
     const HAS_MODIFICATION_LOG: bool = false;

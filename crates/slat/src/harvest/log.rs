@@ -15,7 +15,6 @@ use crate::host::Host;
 use crate::operation::Operation;
 use crate::second_stage::protect::Protector;
 use crate::second_stage::split;
-use crate::shadow::Debt;
 use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw};
@@ -186,7 +185,6 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let tree = self.op.tree;
         let mut nr_pages = 0;
         let mut batch = self.op.batch();
-        let mut write_protected = Debt::new();
         let mut done = 0;
         let result = loop {
             tree.renew_generations();
@@ -203,10 +201,10 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 first = Some(self.rearm(&locked.guard, &slot, turn.start, taken, &mut batch, &mut nr_pages));
             }
             drop(locked);
-            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.op.participant)) {
-                // The second stage first, then the shadow pages made from it. As with the flush, it
-                // does not matter which leaves lost W now, and which before.
-                mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut write_protected);
+            if let (Some(first), Some(derived)) = (first, tree.derived.as_deref()) {
+                // The second stage first, then the page tables derived from it. As with the flush,
+                // it does not matter which leaves lost W now, and which before.
+                derived.write_protect(&mut taken.words(first), &mut batch);
             }
             let turn_len = reached - turn.start;
             hand_out(done..done + turn_len, taken);
@@ -219,9 +217,6 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
         };
         batch.flush_cpus();
-        if let Some(mmu) = tree.mmu(self.op.participant) {
-            write_protected.settle(&mmu);
-        }
         result.map(|()| nr_pages)
     }
 

@@ -8,16 +8,16 @@ use super::memory::NoMemory;
 use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
 use super::rmap::Frame;
 use super::role::Role;
-use super::zap::Debt;
 use crate::addr::{Access, Gfn, Hpa, Level};
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::Npt;
 use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::shadow::guest::{GuestMode, Rights};
 use crate::stats::Counter;
 use crate::sync::Ordering;
 use crate::table::node;
+use crate::table::tlb::TlbBatch;
 
 /// Why a PTE could not be made.
 #[derive(Clone, Copy, Debug)]
@@ -100,7 +100,7 @@ pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u
         .any(|face| leaf & !face & READ_WRITE == 0 && (leaf ^ face) & USER == 0 && face & !leaf & EXECUTE_DISABLE == 0)
 }
 
-impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+impl<'v, H: Host> Mmu<'v, H> {
     /// The page made from `gfn` in `role`, or a new one. The caller holds no lock.
     pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
         // A page for a part of a large page may begin where no memory is. Some memory is in the
@@ -148,7 +148,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         };
         let page = pages.get(number);
         let generation = page.prepare(gfn, role, table);
-        let mut debt = Debt::new();
+        let mut batch = self.batch();
         let kinds = role.mark_kind().bits();
         if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds != kinds {
             // Before the page can be found and a PTE made of it: see `set_marks`.
@@ -163,7 +163,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                         let _guard = block.lock.lock(host);
                         block.nr_tables().fetch_add(1, Ordering::Relaxed);
                     }
-                    self.drop_leaves(gfn.align_down(level), level, &mut debt);
+                    self.drop_leaves(gfn.align_down(level), level, &mut batch);
                 }
             }
         }
@@ -178,13 +178,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     pages.note_unsync(number);
                 } else if role.is_of_table() {
                     // SAFETY: the frame is locked.
-                    unsafe { self.protect_leaves(frame, &mut debt) }
+                    unsafe { self.protect_leaves(frame, &mut batch) }
                 }
                 page.come_alive();
             }
             found
         };
-        debt.pay(self);
+        self.flush(&mut batch);
         match found {
             None => {
                 self.count(Counter::ShadowPagesBuilt);
@@ -206,7 +206,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     ///
     /// # Safety
     /// The caller holds the frame's lock.
-    pub(super) unsafe fn protect_leaves(&self, frame: &Frame, debt: &mut Debt) {
+    pub(super) unsafe fn protect_leaves(&self, frame: &Frame, batch: &mut TlbBatch<'v, H, Npt>) {
         let mut next = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed));
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
@@ -215,7 +215,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             if value & READ_WRITE != 0 {
-                debt.incur(self);
+                self.add(batch);
                 // A store is enough. Other threads need the lock of the frame, and hardware finds A
                 // and D set.
                 cell.store(value & !READ_WRITE, Ordering::Release);
@@ -238,8 +238,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         // Since the page is in the list, no leaf PTE of the table may be written. A thread whose
         // flush for that is under way has counted the change; so has a thread that zapped such a
         // leaf PTE before. This page is needed now, so it does not wait for their flushes.
-        if self.is_in_debt() {
-            self.flush_cpus(&[self.tree.whole()]);
+        if self.has_unflushed() {
+            self.flush_cpus();
         }
         page.tracked_generation.store(tracked, Ordering::Release);
     }
@@ -256,7 +256,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     fn allocate_table(&self, node: TableNode) -> Option<Hpa> {
-        let table = node::new_shadow_table::<H, F>(self.host(), node, AllocationWait::Allowed)?;
+        let table = node::new_shadow_table::<H, Npt>(self.host(), node, AllocationWait::Allowed)?;
         self.count(Counter::TablesAllocated);
         Some(table)
     }
@@ -267,7 +267,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// It came from [`allocate_table`](Self::allocate_table), and nothing points to it.
     unsafe fn free_unused_table(&self, table: Hpa) {
         // SAFETY: as the caller promises.
-        unsafe { node::free_shadow_table::<H, F>(self.host(), table) }
+        unsafe { node::free_shadow_table::<H, Npt>(self.host(), table) }
         self.count(Counter::TablesFreed);
     }
 
@@ -292,7 +292,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         index: usize,
         seen: SeenPte,
         below: PageRef,
-        debt: &mut Debt,
+        batch: &mut TlbBatch<'v, H, Npt>,
     ) -> Result<(), NotMade> {
         let pages = &self.shadow.pages;
         let page = pages.get(above.number);
@@ -306,7 +306,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let gfn = child.gfn();
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(NotMade::Changed) };
         if page.target(index) != Target::Link(below) {
-            self.drop_entry(place, debt);
+            self.drop_entry(place, batch);
             let _guard = frame.lock.lock(self.host());
             if !child.is_alive(below.generation) || child.gfn() != gfn {
                 return Err(NotMade::Changed);
@@ -316,7 +316,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         // From here on a vCPU that flushes finds this parent. What it flushed before is compared
         // now.
-        self.sync_below(mode, below, debt);
+        self.sync_below(mode, below, batch);
         let _guard = frame.lock.lock(self.host());
         if page.target(index) != Target::Link(below) {
             // The page below was removed.
@@ -336,7 +336,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         seen: SeenPte,
         leaf: ShadowLeaf,
         access: Access,
-        debt: &mut Debt,
+        batch: &mut TlbBatch<'v, H, Npt>,
     ) -> Result<(), NotMade> {
         let pages = &self.shadow.pages;
         let page = pages.get(reference.number);
@@ -350,7 +350,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let level = role.level();
         self.is_as_seen(reference.number, index, seen)?;
         if !matches!(page.target(index), Target::Leaf(found) if found == gfn) {
-            self.drop_entry(place, debt);
+            self.drop_entry(place, batch);
         }
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return Err(NotMade::Changed) };
         let _guard = frame.lock.lock(self.host());
@@ -383,7 +383,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 || new & !old & EXECUTE_DISABLE != 0
                 || (old ^ new) & ADDRESS != 0 =>
             {
-                debt.incur(self);
+                self.add(batch);
             }
             _ => {}
         }

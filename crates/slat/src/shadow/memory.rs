@@ -13,7 +13,6 @@ use super::rmap::Frame;
 use super::{Mmu, SecondStage};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
 use crate::error::Error;
-use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::node;
@@ -71,7 +70,7 @@ unsafe fn write_byte(at: *mut u8, byte: u8) {
     }
 }
 
-impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+impl<'v, H: Host> Mmu<'v, H> {
     /// Shadow PTE `index` of a page.
     ///
     /// # Safety

@@ -13,9 +13,11 @@
 //! A VM with shadow paging keeps its second stage, the tree of guest frames, and no hardware walks
 //! it. Hardware walks the shadow page tables. They are a cache of the guest's tables and of the
 //! leaf PTEs of the second stage, and are flushed like a TLB.
-//! [`Tree::flush`](crate::table::Tree::flush) first zaps the shadow leaf PTEs of the guest frames,
-//! or takes W from them; a reverse map finds them. So the protocols of the second stage know
-//! nothing of shadow paging.
+//! The flush of a [`TlbBatch`] first zaps the shadow leaf PTEs of the guest frames, or takes W from
+//! them; a reverse map finds them. So the protocols of the second stage know nothing of shadow
+//! paging: [`Shadow`] is the [`DerivedTables`] of the tree. Only
+//! [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging) names it, so a program that does not
+//! call that links none of this module.
 //!
 //! - `guest` decodes the guest's tables, `memory` reads them.
 //! - `page`: a shadow page is a hardware page-table page, made from a guest frame in a `role`.
@@ -61,8 +63,8 @@
 //! 3. the link is written.
 //!
 //! **Changes that are not flushed yet** are counted before they are made, until their flush is over
-//! (`Shadow::nr_debts`). A thread that protects a guest table, and finds nothing to protect, still
-//! flushes if the count is not zero.
+//! (`Shadow::nr_unflushed`). A thread that protects a guest table, and finds nothing to protect,
+//! still flushes if the count is not zero.
 //!
 //! # Why it is correct
 //! - A visit of a frame and a fault that makes a leaf PTE of it take the same lock, the frame's. If
@@ -75,6 +77,8 @@
 //! - CPUs have nothing cached that no shadow PTE says, except for the changes that are counted.
 //!
 //! The same page has the rules one by one, `models/shadow.py` what goes wrong without them.
+
+#![expect(unsafe_code, reason = "finds the shadow page tables of a vCPU without a check of their type")]
 
 pub(crate) mod guest;
 mod install;
@@ -92,22 +96,25 @@ mod zap;
 use crossbeam_utils::CachePadded;
 
 use alloc::boxed::Box;
+use core::ptr;
 
-use crate::addr::{Gfn, Level, Pfn};
-use crate::boxed::Vacant;
+use crate::addr::{Gfn, GfnRange, Level, Pfn};
+use crate::boxed::{Vacant, try_box};
 use crate::config::ShadowPaging;
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::Npt;
 use crate::host::Host;
-use crate::stats::Counter;
+use crate::stats::{Counter, Stats};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::derived::{DerivedTables, VcpuState};
 use crate::table::pte::{self, State};
 use crate::table::retire::Participant;
+use crate::table::tlb::TlbBatch;
 use page::Pages;
 use rmap::Frames;
-pub(crate) use zap::Debt;
+use roots::Roots;
 
 /// The shadow page tables of one VM.
 pub(crate) struct Shadow {
@@ -115,7 +122,7 @@ pub(crate) struct Shadow {
     frames: Frames,
     pages: Pages,
     /// Changes that are not flushed yet: see the module.
-    nr_debts: CachePadded<AtomicU64>,
+    nr_unflushed: CachePadded<AtomicU64>,
     nr_vcpus: AtomicU64,
     /// The [`MarkKind`](role::MarkKind)s of all pages that were ever made.
     made_kinds: AtomicU32,
@@ -130,40 +137,74 @@ impl Shadow {
             config,
             frames,
             pages,
-            nr_debts: CachePadded::new(AtomicU64::new(0)),
+            nr_unflushed: CachePadded::new(AtomicU64::new(0)),
             nr_vcpus: AtomicU64::new(0),
             made_kinds: AtomicU32::new(0),
         }))
     }
+}
 
-    /// Counts a new vCPU, until [`Roots::end`](roots::Roots::end).
-    pub(crate) fn add_vcpu(&self) {
+impl<H: Host> DerivedTables<H, Npt> for Shadow {
+    fn zap_unbacked<'t>(&'t self, range: GfnRange, batch: &mut TlbBatch<'t, H, Npt>) {
+        Mmu::new(batch.tree(), self, batch.participant()).zap_unbacked(range, batch);
+    }
+
+    fn write_protect<'t>(&'t self, words: &mut dyn Iterator<Item = (Gfn, u64)>, batch: &mut TlbBatch<'t, H, Npt>) {
+        Mmu::new(batch.tree(), self, batch.participant()).write_protect(words, batch);
+    }
+
+    fn new_vcpu(&self) -> Result<VcpuState, Error> {
+        let state = try_box(Roots::new(self.config)?)?;
         self.nr_vcpus.fetch_add(1, Ordering::Relaxed);
+        Ok(state)
     }
 
-    pub(crate) fn nr_pages(&self) -> u64 {
-        self.pages.nr_in_use()
+    fn end_vcpu(&self, tree: &Tree<H, Npt>, participant: &Participant, mut state: VcpuState) {
+        if let Some(roots) = state.downcast_mut::<Roots>() {
+            roots.end(Mmu::new(tree, self, participant));
+        }
     }
 
-    pub(crate) fn pages_peak(&self) -> u64 {
-        self.pages.peak()
+    fn add_stats(&self, stats: &mut Stats) {
+        stats.shadow_pages += self.pages.nr_in_use();
+        stats.shadow_pages_peak += self.pages.peak();
     }
 }
 
+/// The shadow page tables of `tree` and the roots of a vCPU, if there are any.
+///
+/// # Safety
+/// `state` came from [`DerivedTables::new_vcpu`] of `tree`.
+#[inline]
+pub(crate) unsafe fn of_vcpu<'v, H: Host>(
+    tree: &'v Tree<H, Npt>,
+    participant: &'v Participant,
+    state: Option<&'v mut VcpuState>,
+) -> Option<(Mmu<'v, H>, &'v mut Roots)> {
+    let derived: *const dyn DerivedTables<H, Npt> = tree.derived.as_deref()?;
+    let state = &mut **state?;
+    debug_assert!(state.is::<Roots>());
+    // SAFETY: `Shadow` is the only type that implements `DerivedTables<H, Npt>`. So the derived
+    // tables of `tree` are a `Shadow`, and as the caller promises, `state` is what that made for a
+    // vCPU: `Roots`. (A check of the types would cost a tenth of a load of CR3.)
+    let (shadow, roots) = unsafe { (&*derived.cast::<Shadow>(), &mut *ptr::from_mut(state).cast::<Roots>()) };
+    Some((Mmu { tree, shadow, participant }, roots))
+}
+
 /// The shadow page tables, with what a caller needs to change them.
-pub(crate) struct Mmu<'v, H: Host, F: Format> {
-    tree: &'v Tree<H, F>,
+pub(crate) struct Mmu<'v, H: Host> {
+    tree: &'v Tree<H, Npt>,
     shadow: &'v Shadow,
     participant: &'v Participant,
 }
 
-impl<H: Host, F: Format> Clone for Mmu<'_, H, F> {
+impl<H: Host> Clone for Mmu<'_, H> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<H: Host, F: Format> Copy for Mmu<'_, H, F> {}
+impl<H: Host> Copy for Mmu<'_, H> {}
 
 /// What the second stage has for a frame.
 #[derive(Clone, Copy)]
@@ -175,8 +216,8 @@ struct SecondStage {
     is_writable: bool,
 }
 
-impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
-    pub(crate) fn new(tree: &'v Tree<H, F>, shadow: &'v Shadow, participant: &'v Participant) -> Mmu<'v, H, F> {
+impl<'v, H: Host> Mmu<'v, H> {
+    fn new(tree: &'v Tree<H, Npt>, shadow: &'v Shadow, participant: &'v Participant) -> Mmu<'v, H> {
         Mmu { tree, shadow, participant }
     }
 
@@ -196,8 +237,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let mut cursor = Cursor::new(self.tree, &guard, gfn);
         let (leaf, State::Leaf) = cursor.descend_to_lowest() else { return None };
         let level = cursor.level();
-        let pfn = Pfn(pte::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
-        let is_writable = pte::is_writable::<F>(leaf) && !cursor.is_protected();
+        let pfn = Pfn(pte::frame::<Npt>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
+        let is_writable = pte::is_writable::<Npt>(leaf) && !cursor.is_protected();
         Some(SecondStage { pfn, level, is_writable })
     }
 }

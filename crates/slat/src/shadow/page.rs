@@ -29,11 +29,11 @@ use super::role::Role;
 use crate::addr::{Gfn, Gpa, Hpa};
 use crate::boxed::{Zeroed, ZeroedWords, try_zeroed};
 use crate::error::Error;
+use crate::format::{Format, Npt};
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// PTEs of a shadow page. (Four under shuttle, with formats that have such tables: there each visit
-/// of a PTE is a step.)
-pub(super) const NR_ENTRIES: usize = if cfg!(shuttle) { 4 } else { 512 };
+/// PTEs of a shadow page: as in the second stage.
+pub(super) const NR_ENTRIES: usize = Npt::TABLE_ENTRIES;
 const INDEX_BITS: u32 = NR_ENTRIES.trailing_zeros();
 
 /// The number of a shadow page's record, from 1 on; 0 is none.

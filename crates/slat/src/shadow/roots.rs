@@ -40,12 +40,11 @@ use super::guest::{GeneralProtection, GuestMode, Keep, PagingMode};
 use super::page::PageRef;
 use super::role::{Role, part_for};
 use super::walk::View;
-use super::zap::Debt;
 use crate::addr::{Gfn, Gpa, Gva, Level};
 use crate::boxed::ZeroedWords;
-use crate::config::{MAX_PREVIOUS_ROOTS, ShadowStrategy};
+use crate::config::{MAX_PREVIOUS_ROOTS, ShadowPaging, ShadowStrategy};
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::{Format, Npt};
 use crate::host::Host;
 use crate::registers::{GuestEntry, LocalFlush, PagingRegister, PagingRegisters};
 use crate::stats::Counter;
@@ -111,10 +110,9 @@ const ALL_BUT_GLOBAL: u64 = 3;
 
 impl Roots {
     /// The roots of a vCPU whose paging is off.
-    pub(crate) fn new<H: Host, F: Format>(mmu: Mmu<'_, H, F>) -> Result<Roots, Error> {
+    pub(super) fn new(config: ShadowPaging) -> Result<Roots, Error> {
         let registers = PagingRegisters::default();
-        let Ok(mode) = GuestMode::new(registers, F::GPA_BITS) else { unreachable!("a CPU begins like this") };
-        let config = mmu.shadow.config;
+        let Ok(mode) = GuestMode::new(registers, Npt::GPA_BITS) else { unreachable!("a CPU begins like this") };
         let previous = if config.strategy == ShadowStrategy::Baseline { 0 } else { config.previous_roots };
         let mut roots = Roots {
             registers,
@@ -176,12 +174,8 @@ impl Roots {
     }
 
     /// The guest loads CR3 with `value`.
-    pub(crate) fn load_cr3<H: Host, F: Format>(
-        &mut self,
-        mmu: Mmu<'_, H, F>,
-        value: u64,
-    ) -> Result<(), GeneralProtection> {
-        let (cr3, keep) = self.mode.check_cr3(value, F::GPA_BITS)?;
+    pub(crate) fn load_cr3<H: Host>(&mut self, mmu: Mmu<'_, H>, value: u64) -> Result<(), GeneralProtection> {
+        let (cr3, keep) = self.mode.check_cr3(value, Npt::GPA_BITS)?;
         self.registers.cr3 = cr3;
         if self.mode.paging() == PagingMode::Off {
             return Ok(());
@@ -202,13 +196,13 @@ impl Roots {
 
     /// Drops the current root, with all that is below it alone, so that it is built anew
     /// ([`ShadowStrategy::Baseline`]).
-    fn drop_current<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+    fn drop_current<H: Host>(&mut self, mmu: Mmu<'_, H>) {
         if let Some(page) = self.roots[self.current].page.take() {
             // SAFETY: the pin of the root, which has given up the page.
             unsafe { mmu.unpin(page) }
-            let mut debt = Debt::new();
-            mmu.zap_tree(page, &mut debt);
-            debt.pay(&mmu);
+            let mut batch = mmu.batch();
+            mmu.zap_tree(page, &mut batch);
+            mmu.flush(&mut batch);
         }
         mmu.count(Counter::RootMisses);
         self.now += 1;
@@ -216,7 +210,7 @@ impl Roots {
     }
 
     /// Makes the root for the registers' CR3 and mode the current one, built or not.
-    fn select<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+    fn select<H: Host>(&mut self, mmu: Mmu<'_, H>) {
         self.now += 1;
         let (cr3, role) = (self.cr3(), self.root_role());
         let current = &self.roots[self.current];
@@ -270,7 +264,7 @@ impl Roots {
     }
 
     /// Does what flushes have left to do with a root, if it is built.
-    fn bring_up_to_date<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, place: usize) {
+    fn bring_up_to_date<H: Host>(&mut self, mmu: Mmu<'_, H>, place: usize) {
         let Some(page) = self.roots[place].page else { return };
         if self.is_up_to_date(place) {
             return;
@@ -279,11 +273,11 @@ impl Roots {
         if self.roots[place].synced_at < self.flushed(place) || nr_behind > NR_ADDRESSES as u64 {
             mmu.sync_root(self.mode, page);
         } else {
-            let mut debt = Debt::new();
+            let mut batch = mmu.batch();
             for nth in self.roots[place].position..self.nr_addresses {
-                mmu.sync_address(self.mode, page, self.addresses[nth as usize % NR_ADDRESSES], &mut debt);
+                mmu.sync_address(self.mode, page, self.addresses[nth as usize % NR_ADDRESSES], &mut batch);
             }
-            debt.pay(&mmu);
+            mmu.flush(&mut batch);
         }
         let root = &mut self.roots[place];
         root.synced_at = self.now;
@@ -292,12 +286,8 @@ impl Roots {
     }
 
     /// The registers and the mode after the guest's write of `value` into `register`.
-    pub(crate) fn check_write<F: Format>(
-        &self,
-        register: PagingRegister,
-        value: u64,
-    ) -> Result<NewRegisters, GeneralProtection> {
-        let (registers, mode) = GuestMode::check_write(self.registers, register, value, F::GPA_BITS)?;
+    pub(crate) fn check_write(&self, register: PagingRegister, value: u64) -> Result<NewRegisters, GeneralProtection> {
+        let (registers, mode) = GuestMode::check_write(self.registers, register, value, Npt::GPA_BITS)?;
         Ok(NewRegisters { registers, mode, loads_pdptes: mode.loads_pdptes(self.registers, registers) })
     }
 
@@ -308,12 +298,8 @@ impl Roots {
     }
 
     /// Sets the registers of a vCPU that is restored, or reset.
-    pub(crate) fn restore<H: Host, F: Format>(
-        &mut self,
-        mmu: Mmu<'_, H, F>,
-        registers: PagingRegisters,
-    ) -> Result<(), Error> {
-        let mode = GuestMode::new(registers, F::GPA_BITS)
+    pub(crate) fn restore<H: Host>(&mut self, mmu: Mmu<'_, H>, registers: PagingRegisters) -> Result<(), Error> {
+        let mode = GuestMode::new(registers, Npt::GPA_BITS)
             .map_err(|register| Error::BadPagingRegister { register, value: registers.get(register) })?;
         self.set_registers(mmu, registers, mode);
         Ok(())
@@ -321,12 +307,7 @@ impl Roots {
 
     /// Sets the vCPU's registers, and flushes everything. That is more than some of their changes
     /// ask for (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
-    pub(crate) fn set_registers<H: Host, F: Format>(
-        &mut self,
-        mmu: Mmu<'_, H, F>,
-        registers: PagingRegisters,
-        mode: GuestMode,
-    ) {
+    pub(crate) fn set_registers<H: Host>(&mut self, mmu: Mmu<'_, H>, registers: PagingRegisters, mode: GuestMode) {
         self.registers = registers;
         self.mode = mode;
         self.now += 1;
@@ -341,7 +322,7 @@ impl Roots {
     }
 
     /// INVLPG.
-    pub(crate) fn invalidate_page<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva) {
+    pub(crate) fn invalidate_page<H: Host>(&mut self, mmu: Mmu<'_, H>, gva: Gva) {
         if self.mode.paging() == PagingMode::Off || !self.mode.is_canonical(gva) {
             return;
         }
@@ -350,10 +331,10 @@ impl Roots {
 
     /// Flushes one address: in PCID `pcid`, or in all if `None`, as it may be that of a global
     /// page.
-    fn invalidate_address<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva, pcid: Option<u16>) {
+    fn invalidate_address<H: Host>(&mut self, mmu: Mmu<'_, H>, gva: Gva, pcid: Option<u16>) {
         self.addresses[self.nr_addresses as usize % NR_ADDRESSES] = gva;
         self.nr_addresses += 1;
-        let mut debt = Debt::new();
+        let mut batch = mmu.batch();
         for place in 0..self.roots.len() {
             let root = &self.roots[place];
             let is_behind = root.position + 1 < self.nr_addresses;
@@ -363,24 +344,24 @@ impl Roots {
                 continue;
             }
             if let Some(page) = root.page.filter(|_| is_meant) {
-                mmu.sync_address(self.mode, page, gva, &mut debt);
+                mmu.sync_address(self.mode, page, gva, &mut batch);
             }
             self.roots[place].position = self.nr_addresses;
         }
-        debt.pay(&mmu);
+        mmu.flush(&mut batch);
         // Another thread may have zapped a large guest page, of which the CPU has other parts
         // cached too, and not have flushed yet. Otherwise the CPU has nothing cached that no shadow
         // PTE says, and a PTE that was wrong was flushed above, on all CPUs. So the flush of this
         // one page removes nothing wrong, and no test can notice that it is left out. It stands for
         // what the guest asked of its CPU, and costs what INVLPG costs there.
-        self.owe(if mmu.is_in_debt() { LocalFlush::All } else { LocalFlush::Page(gva) });
+        self.defer(if mmu.has_unflushed() { LocalFlush::All } else { LocalFlush::Page(gva) });
     }
 
     /// Flushes `gva` in the current PCID, because the guest gets a page fault there (Intel SDM vol.
     /// 3A, 4.10.4.1). The access, done again, must not find what the guest's tables no longer say.
     /// In the ordinary case nothing is stale, and no other built root has the PCID: then this takes
     /// no lock and flushes nothing.
-    pub(crate) fn page_faulted<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva) {
+    pub(crate) fn page_faulted<H: Host>(&mut self, mmu: Mmu<'_, H>, gva: Gva) {
         let pcid = self.pcid();
         // Roots that the vCPU can switch to without a flush.
         let is_of_pcid = |place: usize, root: &Root| {
@@ -390,13 +371,13 @@ impl Roots {
             return self.invalidate_address(mmu, gva, Some(pcid));
         }
         if let Some(page) = self.roots[self.current].page.filter(|&page| mmu.may_be_stale(page, gva)) {
-            let mut debt = Debt::new();
-            mmu.sync_address(self.mode, page, gva, &mut debt);
-            debt.pay(&mmu);
+            let mut batch = mmu.batch();
+            mmu.sync_address(self.mode, page, gva, &mut batch);
+            mmu.flush(&mut batch);
         }
         // As for INVLPG.
-        if mmu.is_in_debt() {
-            self.owe(LocalFlush::All);
+        if mmu.has_unflushed() {
+            self.defer(LocalFlush::All);
         }
     }
 
@@ -412,9 +393,9 @@ impl Roots {
 
     /// Carries out INVPCID (Intel SDM vol. 2A) of type `kind`. `descriptor` has the PCID and the
     /// address.
-    pub(crate) fn invalidate_pcid<H: Host, F: Format>(
+    pub(crate) fn invalidate_pcid<H: Host>(
         &mut self,
-        mmu: Mmu<'_, H, F>,
+        mmu: Mmu<'_, H>,
         kind: u64,
         descriptor: [u64; 2],
     ) -> Result<(), GeneralProtection> {
@@ -441,17 +422,18 @@ impl Roots {
                 self.now += 1;
                 self.all_flushed_at = self.now;
                 self.bring_up_to_date(mmu, self.current);
-                self.owe(LocalFlush::All);
+                self.defer(LocalFlush::All);
             }
         }
         Ok(())
     }
 
-    fn owe(&mut self, flush: LocalFlush) {
+    /// Defers `flush` of this vCPU's CPU to its next entry.
+    fn defer(&mut self, flush: LocalFlush) {
         self.flush = match (self.flush, flush) {
             (LocalFlush::None, flush) => flush,
-            (owed, LocalFlush::None) => owed,
-            (owed, flush) if owed == flush => owed,
+            (deferred, LocalFlush::None) => deferred,
+            (deferred, flush) if deferred == flush => deferred,
             _ => LocalFlush::All,
         };
     }
@@ -466,7 +448,7 @@ impl Roots {
 
     /// Builds the current root, if it is not built. It becomes an empty root if the second stage
     /// has no memory for the guest's table.
-    fn build<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) -> Result<PageRef, Error> {
+    fn build<H: Host>(&mut self, mmu: Mmu<'_, H>) -> Result<PageRef, Error> {
         let pages = &mmu.shadow.pages;
         let gfn = self.root_gfn();
         let has_table = || self.mode.paging() == PagingMode::Off || mmu.second_stage(gfn).is_some();
@@ -500,11 +482,11 @@ impl Roots {
     }
 
     /// What the CPU must load before it runs the guest.
-    pub(crate) fn entry<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) -> Result<GuestEntry, Error> {
+    pub(crate) fn entry<H: Host>(&mut self, mmu: Mmu<'_, H>) -> Result<GuestEntry, Error> {
         let page = self.build(mmu)?;
         let root = &mut self.roots[self.current];
         if core::mem::take(&mut root.is_stale_on_cpu) {
-            self.owe(LocalFlush::Context);
+            self.defer(LocalFlush::Context);
         }
         let flush = core::mem::replace(&mut self.flush, LocalFlush::None);
         if flush == LocalFlush::All {
@@ -522,9 +504,9 @@ impl Roots {
 
     /// The view by which a fault at `gva` is served. Or the address of the top table's PTE, if the
     /// second stage must map that table first.
-    pub(crate) fn view<'u, H: Host, F: Format>(
+    pub(crate) fn view<'u, H: Host>(
         &mut self,
-        mmu: Mmu<'_, H, F>,
+        mmu: Mmu<'_, H>,
         gva: Gva,
         unmarkable: &'u [Gfn],
     ) -> Result<Result<View<'u>, Gpa>, Error> {
@@ -545,7 +527,7 @@ impl Roots {
     }
 
     /// Ends the vCPU's use of the shadow page tables. The last vCPU removes all pages.
-    pub(crate) fn end<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+    pub(super) fn end<H: Host>(&mut self, mmu: Mmu<'_, H>) {
         if let Some(page) = self.roots[self.current].page.take() {
             // SAFETY: the pin of the root, which has given up the page.
             unsafe { mmu.unpin(page) }

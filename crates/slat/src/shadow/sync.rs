@@ -7,14 +7,14 @@ use super::Mmu;
 use super::install;
 use super::page::{NR_ENTRIES, PageRef, PtePlace, ShadowPage, SyncState, Target};
 use super::rmap::Frame;
-use super::zap::Debt;
 use crate::addr::{Gva, Level, PAGE_SHIFT};
-use crate::format::Format;
+use crate::format::Npt;
 use crate::format::x86::{PRESENT, READ_WRITE};
 use crate::host::Host;
 use crate::shadow::guest::{Decoded, GuestMode};
 use crate::stats::Counter;
 use crate::sync::{Ordering, full_fence};
+use crate::table::tlb::TlbBatch;
 
 /// Pages that are protected and compared for one flush.
 const PAGES_PER_TURN: usize = 48;
@@ -32,7 +32,7 @@ struct Syncing {
     sequence: u32,
 }
 
-impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+impl<'v, H: Host> Mmu<'v, H> {
     /// Synchronizes all pages below `root`. Afterwards no shadow PTE there is made of a guest PTE
     /// that the guest had changed before the call.
     pub(super) fn sync_root(&self, mode: GuestMode, root: PageRef) {
@@ -46,14 +46,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         while from != 0 {
             let mut turn = [Syncing { page: PageRef { number: 0, generation: 0 }, sequence: 0 }; PAGES_PER_TURN];
             let mut len = 0;
-            let mut debt = Debt::new();
+            let mut batch = self.batch();
             loop {
                 let Some(number) = pages.next_unsync(from) else {
                     from = 0;
                     break;
                 };
                 from = number + 1;
-                if let Some(syncing) = self.begin_sync(number, root, &mut debt) {
+                if let Some(syncing) = self.begin_sync(number, root, &mut batch) {
                     turn[len] = syncing;
                     len += 1;
                     if len == PAGES_PER_TURN {
@@ -62,32 +62,32 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 }
             }
             if len == 0 {
-                debug_assert!(!debt.is_owed());
+                debug_assert!(batch.is_empty());
                 continue;
             }
             // Compared twice: before the flush, so that it serves what is zapped here too; and
             // after it, when the guest cannot write unseen any more. The second comparison seldom
             // finds anything.
             for &syncing in &turn[..len] {
-                let nr_compared = self.compare_page(mode, syncing.page, &mut debt);
+                let nr_compared = self.compare_page(mode, syncing.page, &mut batch);
                 self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
             // Flushes even if no W was taken here: the thread that took it may not have flushed
             // yet.
-            debt.incur(self);
-            debt.pay(self);
-            let mut debt = Debt::new();
+            self.add(&mut batch);
+            self.flush(&mut batch);
+            let mut batch = self.batch();
             for &syncing in &turn[..len] {
-                self.compare_page(mode, syncing.page, &mut debt);
+                self.compare_page(mode, syncing.page, &mut batch);
                 self.end_sync(syncing);
             }
             self.participant.stats.add(Counter::ShadowSyncs, len as u64);
-            debt.pay(self);
+            self.flush(&mut batch);
         }
     }
 
     /// Protects the table of page `number`, if the page is below `root` and not synced.
-    fn begin_sync(&self, number: u32, root: PageRef, debt: &mut Debt) -> Option<Syncing> {
+    fn begin_sync(&self, number: u32, root: PageRef, batch: &mut TlbBatch<'v, H, Npt>) -> Option<Syncing> {
         let page = self.shadow.pages.get(number);
         let reference = PageRef { number, generation: page.generation()? };
         if !self.is_below(reference, root) {
@@ -100,7 +100,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
             page.set_sync_state(SyncState::Syncing);
             // SAFETY: the frame is locked.
-            unsafe { self.protect_leaves(frame, debt) }
+            unsafe { self.protect_leaves(frame, batch) }
             Some(Syncing { page: reference, sequence })
         })
         .flatten()
@@ -165,10 +165,10 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Compares what is unsync in `below`, or below it, with the guest's tables. The caller holds
     /// the lock of a page above.
-    pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, debt: &mut Debt) {
+    pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
         if self.shadow.pages.get(below.number).role().level() == Level::L4K {
             if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
-                let nr_compared = self.compare_page(mode, below, debt);
+                let nr_compared = self.compare_page(mode, below, batch);
                 self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
             return;
@@ -179,7 +179,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let Some(generation) = self.shadow.pages.get(number).generation() else { continue };
             let page = PageRef { number, generation };
             if self.is_below(page, below) {
-                let nr_compared = self.compare_page(mode, page, debt);
+                let nr_compared = self.compare_page(mode, page, batch);
                 self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
         }
@@ -193,7 +193,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     ///
     /// Never inlined: the guest PTEs that it reads at a time lie on the stack.
     #[inline(never)]
-    fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) -> u64 {
+    fn compare_page(&self, mode: GuestMode, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) -> u64 {
         let page = self.shadow.pages.get(reference.number);
         let (mut nr_compared, mut first) = (0, 0);
         while first < NR_ENTRIES {
@@ -218,7 +218,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             for (index, pte) in (first..).zip(entries) {
                 if page.target(index) != Target::None {
                     // SAFETY: the page is locked, and was found alive under the lock.
-                    unsafe { self.compare_entry(mode, reference.number, index, pte, debt) }
+                    unsafe { self.compare_entry(mode, reference.number, index, pte, batch) }
                     nr_compared += 1;
                 }
             }
@@ -235,7 +235,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     ///
     /// # Safety
     /// The caller holds the lock of the page, which is alive.
-    unsafe fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, pte: u64, debt: &mut Debt) {
+    unsafe fn compare_entry(
+        &self,
+        mode: GuestMode,
+        number: u32,
+        index: usize,
+        pte: u64,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) {
         let page = self.shadow.pages.get(number);
         let Target::Leaf(gfn) = page.target(index) else { return };
         let role = page.role();
@@ -249,7 +256,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => leaf,
             _ => {
                 self.count(Counter::EntriesSynced);
-                return self.drop_entry(place, debt);
+                return self.drop_entry(place, batch);
             }
         };
         let is_within = |value| install::leaf_is_within(role, role.rights().and(leaf.rights), leaf.is_dirty, value);
@@ -258,20 +265,20 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         self.count(Counter::EntriesSynced);
         if is_within(value & !READ_WRITE) {
-            self.write_protect_leaf(place, gfn, debt);
+            self.write_protect_leaf(place, gfn, batch);
         } else {
-            self.drop_entry(place, debt);
+            self.drop_entry(place, batch);
         }
     }
 
     /// Takes W from the leaf PTE at `place`, if it still maps `gfn`. The caller holds the lock of
     /// its page.
-    fn write_protect_leaf(&self, place: PtePlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
+    fn write_protect_leaf(&self, place: PtePlace, gfn: crate::addr::Gfn, batch: &mut TlbBatch<'v, H, Npt>) {
         let page = self.shadow.pages.get(place.page);
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return };
         let _guard = frame.lock.lock(self.host());
         if page.target(place.index) == Target::Leaf(gfn) {
-            debt.incur(self);
+            self.add(batch);
             // SAFETY: the PTE leads to the frame, which is locked.
             unsafe { self.cell(page, place.index) }.fetch_and(!READ_WRITE, Ordering::AcqRel);
         }
@@ -308,7 +315,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Synchronizes the PTE that translates `gva` from `root` on.
-    pub(super) fn sync_address(&self, mode: GuestMode, root: PageRef, gva: Gva, debt: &mut Debt) {
+    pub(super) fn sync_address(&self, mode: GuestMode, root: PageRef, gva: Gva, batch: &mut TlbBatch<'v, H, Npt>) {
         let mut reference = root;
         loop {
             let page = self.shadow.pages.get(reference.number);
@@ -326,7 +333,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                         let (gpa, size_bytes) = page.guest_entry(index);
                         let pte = self.read_guest(gpa, size_bytes).unwrap_or(0);
                         // SAFETY: the page is locked, and was found alive under the lock.
-                        unsafe { self.compare_entry(mode, reference.number, index, pte, debt) }
+                        unsafe { self.compare_entry(mode, reference.number, index, pte, batch) }
                         self.count(Counter::EntriesCompared);
                     }
                     return;

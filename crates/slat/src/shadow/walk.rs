@@ -13,16 +13,16 @@ use super::memory::{Exchanged, NoMemory};
 use super::page::{PageRef, Target};
 use super::role::{Made, MarkKind, part_for};
 use super::sync::index_of;
-use super::zap::Debt;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
 use crate::exit::Exit;
-use crate::format::Format;
+use crate::format::Npt;
 use crate::format::x86::{ACCESSED, DIRTY};
 use crate::host::Host;
 use crate::registers::{GuestAccess, Privilege};
 use crate::stats::Counter;
 use crate::sync::{Ordering, fence_after_rmw};
+use crate::table::tlb::TlbBatch;
 
 /// Levels of the deepest guest tables.
 const MAX_LEVELS: usize = 5;
@@ -102,20 +102,20 @@ fn no_memory(gpa: Gpa, no_memory: NoMemory) -> Stop {
     }
 }
 
-impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+impl<'v, H: Host> Mmu<'v, H> {
     /// Serves one step of a guest page fault at `gva`. The caller calls it again as the [`Step`]
     /// says.
     ///
     /// Never inlined: its stack would add to that of what else the caller does.
     #[inline(never)]
     pub(crate) fn serve(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Step, Error> {
-        let mut debt = Debt::new();
-        let step = match self.serve_on_known_way(view, gva, access, &mut debt) {
+        let mut batch = self.batch();
+        let step = match self.serve_on_known_way(view, gva, access, &mut batch) {
             Ok(Some(step)) => Ok(step),
-            Ok(None) => self.serve_by_walk(view, gva, access, &mut debt),
+            Ok(None) => self.serve_by_walk(view, gva, access, &mut batch),
             Err(stop) => Err(stop),
         };
-        debt.pay(self);
+        self.flush(&mut batch);
         match step {
             Ok(step) | Err(Stop::Step(step)) => Ok(step),
             Err(Stop::Error(error)) => Err(error),
@@ -129,7 +129,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         view: &View<'_>,
         gva: Gva,
         access: GuestAccess,
-        debt: &mut Debt,
+        batch: &mut TlbBatch<'v, H, Npt>,
     ) -> Result<Option<Step>, Stop> {
         let pages = &self.shadow.pages;
         let mut reference = view.root;
@@ -166,7 +166,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             return Ok(None);
         }
         let missing = decoded.missing_marks(access.access);
-        let value = match self.set_marks(view, gpa, size_bytes, value, missing, debt) {
+        let value = match self.set_marks(view, gpa, size_bytes, value, missing, batch) {
             Ok(Some(value)) => value,
             Ok(None) => return Ok(Some(Step::Again)),
             Err(stop) => return Err(stop),
@@ -175,7 +175,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if self.frame_of_memory(leaf.gfn)?.is_none() {
             return Ok(Some(Step::Map(Gpa(leaf.gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access)));
         }
-        let made = self.install_leaf(reference, index, Some(value), leaf, access.access, debt);
+        let made = self.install_leaf(reference, index, Some(value), leaf, access.access, batch);
         self.after_install(made, gva, leaf.gfn, access.access, missing).map(Some)
     }
 
@@ -224,7 +224,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         size_bytes: u64,
         value: u64,
         missing: u64,
-        debt: &mut Debt,
+        batch: &mut TlbBatch<'v, H, Npt>,
     ) -> Result<Option<u64>, Stop> {
         if missing == 0 || view.unmarkable.contains(&gpa.gfn()) {
             return Ok(Some(value));
@@ -237,7 +237,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 fence_after_rmw();
                 let kinds = MarkKind::of_mark(gpa, size_bytes);
                 if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds.bits() != 0 {
-                    self.drop_misread(gpa.gfn(), gpa.0 % PAGE_SIZE, size_bytes, kinds, debt);
+                    self.drop_misread(gpa.gfn(), gpa.0 % PAGE_SIZE, size_bytes, kinds, batch);
                 }
                 Ok(Some(value | missing))
             }
@@ -253,7 +253,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Walks the guest's tables and sets the missing marks.
-    fn walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess, debt: &mut Debt) -> Result<Walk, Stop> {
+    fn walk(
+        &self,
+        view: &View<'_>,
+        gva: Gva,
+        access: GuestAccess,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<Walk, Stop> {
         let View { mode, cr3, .. } = *view;
         let page_fault = |flags: u32| {
             self.count(Counter::GuestPageFaults);
@@ -296,7 +302,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             return Err(page_fault(FAULT_PRESENT));
         }
         for at in (usize::from(level.0) - 1..usize::from(mode.root_level().0)).rev() {
-            match self.set_marks(view, places[at], size_bytes, entries[at].value, marks[at], debt)? {
+            match self.set_marks(view, places[at], size_bytes, entries[at].value, marks[at], batch)? {
                 Some(value) => entries[at].value = value,
                 None => return Err(Stop::Step(Step::Again)),
             }
@@ -326,11 +332,17 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    fn serve_by_walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess, debt: &mut Debt) -> Result<Step, Stop> {
+    fn serve_by_walk(
+        &self,
+        view: &View<'_>,
+        gva: Gva,
+        access: GuestAccess,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<Step, Stop> {
         let pages = &self.shadow.pages;
         let mode = view.mode;
         let is_paged = mode.paging() != PagingMode::Off;
-        let walk = if is_paged { self.walk(view, gva, access, debt)? } else { Self::walk_unpaged(gva) };
+        let walk = if is_paged { self.walk(view, gva, access, batch)? } else { Self::walk_unpaged(gva) };
         // The accessed page, a part of the guest's large page.
         let page_number = gva.0 >> PAGE_SHIFT;
         let gfn = if is_paged { Gfn(walk.leaf.gfn.0 + page_number % walk.leaf.nr_pages) } else { Gfn(page_number) };
@@ -361,7 +373,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let seen: SeenPte = role.is_of_table().then_some(pte.value);
             if level <= walk.leaf_level && self.may_be_leaf(gfn, level) {
                 let leaf = ShadowLeaf { gfn: gfn.align_down(level), ..shadow_leaf };
-                let made = self.install_leaf(reference, index, seen, leaf, access.access, debt);
+                let made = self.install_leaf(reference, index, seen, leaf, access.access, batch);
                 if !matches!(made, Err(NotMade::TooLarge)) {
                     return self.after_install(made, gva, gfn, access.access, walk.marks[leaf_at]);
                 }
@@ -399,7 +411,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     if walk.marks[usize::from(level.0) - 1] & ACCESSED == 0 {
                         self.count(Counter::EntriesSynced);
                     }
-                    match self.link(mode, reference, index, seen, new, debt) {
+                    match self.link(mode, reference, index, seen, new, batch) {
                         Ok(()) => new,
                         Err(NotMade::BeingWritten) => return Ok(Step::Later),
                         Err(_) => return Ok(Step::Again),

@@ -23,41 +23,64 @@
 //! step 2 takes that lock. So a shadow PTE is made before step 2, which zaps it, or from the new
 //! value. Step 3 precedes the new value.
 
+use core::mem;
+
 use super::Mmu;
 use super::memory::NoMemory;
 use super::page::{PageRef, PtePlace};
+use super::rmap::Frame;
 use super::role::{MarkKind, Role};
-use super::zap::Debt;
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::Npt;
 use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::Ordering;
+use crate::table::tlb::TlbBatch;
 
 /// So many emulated writes to a table, without a walk through its page, remove the page.
 const FLOOD: u32 = 3;
 
-impl<H: Host, F: Format> Mmu<'_, H, F> {
+/// An emulated write that is counted ([`Frame::nr_writers`]). If it ends without writing, also by a
+/// panic of the host, the drop counts it out.
+struct Writer<'w, H: Host> {
+    frame: &'w Frame,
+    host: &'w H,
+}
+
+impl<'w, H: Host> Writer<'w, H> {
+    fn begin(frame: &'w Frame, host: &'w H) -> Writer<'w, H> {
+        let _guard = frame.lock.lock(host);
+        frame.nr_writers().fetch_add(1, Ordering::Relaxed);
+        Writer { frame, host }
+    }
+
+    /// The write has counted itself out ([`Mmu::write_guest`]).
+    fn has_ended(self) {
+        mem::forget(self);
+    }
+}
+
+impl<H: Host> Drop for Writer<'_, H> {
+    fn drop(&mut self) {
+        let _guard = self.frame.lock.lock(self.host);
+        self.frame.nr_writers().fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<'v, H: Host> Mmu<'v, H> {
     /// Writes `bytes` at `gpa`, none beyond the page. `false` if the second stage has no page there
     /// that may be written.
     pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, Error> {
         let gfn = gpa.gfn();
         let Some(frame) = self.frame_of_memory(gfn)? else { return Ok(false) };
-        {
-            let _guard = frame.lock.lock(self.host());
-            frame.nr_writers().fetch_add(1, Ordering::Relaxed);
-        }
-        let mut debt = Debt::new();
-        self.drop_made_of(gfn, gpa.0 % PAGE_SIZE, bytes.len() as u64, &mut debt);
-        debt.pay(self);
-        let written = self.write_guest(gpa, bytes);
-        if written.is_err() {
-            let _guard = frame.lock.lock(self.host());
-            frame.nr_writers().fetch_sub(1, Ordering::Relaxed);
-        }
-        match written {
+        let writer = Writer::begin(frame, self.host());
+        let mut batch = self.batch();
+        self.drop_made_of(gfn, gpa.0 % PAGE_SIZE, bytes.len() as u64, &mut batch);
+        self.flush(&mut batch);
+        match self.write_guest(gpa, bytes) {
             Ok(()) => {
+                writer.has_ended();
                 self.count(Counter::EmulatedWrites);
                 Ok(true)
             }
@@ -67,7 +90,7 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
     }
 
     /// Zaps what was made of the guest's PTEs in `len` bytes from `offset` on of frame `gfn`.
-    pub(super) fn drop_made_of(&self, gfn: Gfn, offset: u64, len: u64, debt: &mut Debt) {
+    pub(super) fn drop_made_of(&self, gfn: Gfn, offset: u64, len: u64, batch: &mut TlbBatch<'v, H, Npt>) {
         let pages = &self.shadow.pages;
         let mut last = None;
         while let Some(reference) = self.page_behind(gfn, last) {
@@ -81,34 +104,41 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
                 && page.nr_writes.fetch_add(1, Ordering::Relaxed) + 1 >= FLOOD
                 && !page.is_pinned()
             {
-                self.zap_page(reference, debt);
+                self.zap_page(reference, batch);
                 self.count(Counter::ShadowFloods);
                 continue;
             }
-            self.drop_entries_of(reference, role, offset, len, debt);
+            self.drop_entries_of(reference, role, offset, len, batch);
         }
     }
 
     /// As [`drop_made_of`](Self::drop_made_of), for marks that a vCPU has set: zaps what pages of
     /// `kinds` have made of them.
     #[cold]
-    pub(super) fn drop_misread(&self, gfn: Gfn, offset: u64, len: u64, kinds: MarkKind, debt: &mut Debt) {
+    pub(super) fn drop_misread(
+        &self,
+        gfn: Gfn,
+        offset: u64,
+        len: u64,
+        kinds: MarkKind,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) {
         let mut last = None;
         while let Some(reference) = self.page_behind(gfn, last) {
             last = Some(reference);
             let role = self.shadow.pages.get(reference.number).role();
             if role.mark_kind().intersects(kinds) {
-                self.drop_entries_of(reference, role, offset, len, debt);
+                self.drop_entries_of(reference, role, offset, len, batch);
             }
         }
     }
 
-    fn drop_entries_of(&self, reference: PageRef, role: Role, offset: u64, len: u64, debt: &mut Debt) {
+    fn drop_entries_of(&self, reference: PageRef, role: Role, offset: u64, len: u64, batch: &mut TlbBatch<'v, H, Npt>) {
         let page = self.shadow.pages.get(reference.number);
         let (start, end) = role.entries_of(offset, len);
         let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else { return };
         for index in start..end {
-            self.drop_entry(PtePlace { page: reference.number, index }, debt);
+            self.drop_entry(PtePlace { page: reference.number, index }, batch);
         }
     }
 

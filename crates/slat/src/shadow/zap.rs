@@ -3,15 +3,13 @@
 //!
 //! # Guarantees
 //! A page-table page is freed only after a flush of all CPUs and a grace period. While a change is
-//! not flushed, `Mmu::is_in_debt` returns `true`.
+//! not flushed, `Mmu::has_unflushed` returns `true`.
 //!
 //! # Use
-//! A thread that zaps a shadow PTE, or takes a right from one, first calls [`Debt::incur`]. Outside
-//! of all locks it calls [`Debt::pay`].
+//! A thread that zaps a shadow PTE, or takes a right from one, first adds that to its [`TlbBatch`]
+//! ([`Mmu::add`]). Outside of all locks it calls [`Mmu::flush`].
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
-
-use core::mem;
 
 use arrayvec::ArrayVec;
 
@@ -19,12 +17,13 @@ use super::Mmu;
 use super::page::{NR_ENTRIES, PageRef, PtePlace, Target};
 use super::rmap::Frame;
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::format::Format;
+use crate::format::Npt;
 use crate::format::x86::{self, READ_WRITE};
 use crate::host::Host;
+use crate::slot::bitmap::SetBits;
 use crate::stats::Counter;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, full_fence};
-use crate::table::retire::TableChain;
+use crate::table::tlb::TlbBatch;
 
 /// Pages that one eviction removes, for one flush.
 const PAGES_PER_EVICTION: usize = 16;
@@ -32,118 +31,84 @@ const PAGES_PER_EVICTION: usize = 16;
 /// Frames that are prefetched before the first is locked.
 const FRAMES_PER_BATCH: usize = 32;
 
-/// The TLB batch of shadow paging: whether the CPUs must be flushed, and the page-table pages that
-/// may be freed then.
-#[must_use]
-pub(crate) struct Debt {
-    is_owed: bool,
-    tables: TableChain,
-}
-
-impl Debt {
-    pub(crate) fn new() -> Debt {
-        Debt { is_owed: false, tables: TableChain::new() }
+impl<'v, H: Host> Mmu<'v, H> {
+    /// An empty batch of changes.
+    #[inline]
+    pub(super) fn batch(&self) -> TlbBatch<'v, H, Npt> {
+        TlbBatch::new(self.tree, self.participant)
     }
 
-    /// Counts a change that must be flushed, before it is made.
-    pub(super) fn incur<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
-        if !self.is_owed {
-            self.is_owed = true;
-            // SeqCst: with `Mmu::is_in_debt`. A caller of that has read the PTEs under the lock of
-            // their frame; the change comes after this addition, under the same lock.
-            mmu.shadow.nr_debts.fetch_add(1, Ordering::SeqCst);
+    /// Counts `batch` before its first change of a shadow PTE is made. If it has ranges, these are
+    /// what was changed in the second stage; otherwise all is flushed.
+    #[inline]
+    pub(super) fn add(&self, batch: &mut TlbBatch<'v, H, Npt>) {
+        if !batch.is_counted() {
+            self.count_batch(batch);
         }
     }
 
-    pub(super) fn is_owed(&self) -> bool {
-        self.is_owed
+    #[inline(never)]
+    fn count_batch(&self, batch: &mut TlbBatch<'v, H, Npt>) {
+        // SeqCst, there: with `has_unflushed`. A caller of that has read the PTEs under the lock of
+        // their frame; the change comes after this addition, under the same lock.
+        batch.count_in(&self.shadow.nr_unflushed);
+        if batch.is_empty() {
+            batch.add(self.tree.whole());
+        }
     }
 
     /// Flushes all CPUs if there is a change to flush.
-    pub(super) fn pay<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
-        self.end(mmu, || mmu.flush_cpus(&[mmu.tree.whole()]));
-    }
-
-    /// Ends the batch without a flush: the caller has flushed the CPUs.
-    pub(crate) fn settle<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
-        self.end(mmu, || ());
-    }
-
-    fn end<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>, flush: impl FnOnce()) {
-        if !self.is_owed {
-            return;
+    #[inline]
+    pub(super) fn flush(&self, batch: &mut TlbBatch<'v, H, Npt>) {
+        if !batch.is_empty() {
+            batch.flush_cpus();
+            self.tree.reclaim();
         }
-        // Taken first: if the flush panics, the page-table pages are leaked and the count stays,
-        // for CPUs may use what was zapped still.
-        self.is_owed = false;
-        let tables = mem::replace(&mut self.tables, TableChain::new());
-        flush();
-        mmu.shadow.nr_debts.fetch_sub(1, Ordering::SeqCst);
-        mmu.tree.epochs.retire_tables(mmu.host(), tables);
-        mmu.tree.reclaim();
     }
-}
 
-impl Drop for Debt {
-    fn drop(&mut self) {
-        debug_assert!(!self.is_owed, "a flush of shadow entries is still owed");
-    }
-}
-
-impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// Flushes all CPUs, whatever the shadow tables say.
-    pub(super) fn flush_cpus(&self, ranges: &[GfnRange]) {
-        self.tree.flush_cpus(self.participant, ranges);
+    pub(super) fn flush_cpus(&self) {
+        self.tree.flush_cpus(self.participant, &[self.tree.whole()]);
     }
 
     /// Whether CPUs may have something cached that the shadow PTEs do not say any more.
-    pub(super) fn is_in_debt(&self) -> bool {
-        self.shadow.nr_debts.load(Ordering::SeqCst) != 0
+    pub(super) fn has_unflushed(&self) -> bool {
+        self.shadow.nr_unflushed.load(Ordering::SeqCst) != 0
     }
 
-    /// Flushes `ranges` of guest frames, where the second stage has lost rights. Zaps the shadow
-    /// leaf PTEs that it does not back any more, and takes W from those that may not be written.
-    /// Removes the pages made from guest tables that are gone. Then flushes the CPUs.
+    /// See [`DerivedTables::zap_unbacked`]. Also removes the pages made from guest tables that are
+    /// gone.
+    ///
+    /// [`DerivedTables::zap_unbacked`]: crate::table::derived::DerivedTables::zap_unbacked
     #[cold]
-    pub(crate) fn flush(&self, ranges: &[GfnRange]) {
-        let mut debt = Debt::new();
-        for &range in ranges {
-            self.zap_unbacked(range, &mut debt);
-        }
-        self.flush_cpus(ranges);
-        debt.settle(self);
-    }
-
-    fn zap_unbacked(&self, range: GfnRange, debt: &mut Debt) {
+    pub(super) fn zap_unbacked(&self, range: GfnRange, batch: &mut TlbBatch<'v, H, Npt>) {
         // A store-load pair with the lock of a frame: see `WordLock::is_free`.
         full_fence();
         self.shadow.frames.for_each(range, |frame, gfn, level| {
             if frame.is_idle() {
                 return;
             }
-            self.write_protect_leaves(gfn, level, debt);
+            self.write_protect_leaves(gfn, level, batch);
             // After the leaf PTEs, and whether or not there were any: nothing need map a guest
             // table.
             while level == Level::L4K && frame.pages.load(Ordering::Relaxed) != 0 {
                 let Some(page) = self.page_of_lost_frame(gfn) else { break };
-                self.zap_page(page, debt);
+                self.zap_page(page, batch);
             }
         });
     }
 
-    /// Takes W from the shadow leaf PTEs of `pages`, of every size, so that writes are logged anew.
-    /// `pages` come in rising order. The caller flushes them in any case.
+    /// See [`DerivedTables::write_protect`]. It takes W from leaf PTEs of every size.
     ///
-    /// Never inlined: its batch would lie on the stack of the whole harvest.
-    #[inline(never)]
-    pub(crate) fn write_protect(&self, pages: impl Iterator<Item = Gfn>, debt: &mut Debt) {
+    /// [`DerivedTables::write_protect`]: crate::table::derived::DerivedTables::write_protect
+    pub(super) fn write_protect(&self, words: &mut dyn Iterator<Item = (Gfn, u64)>, batch: &mut TlbBatch<'v, H, Npt>) {
         // As in `zap_unbacked`. The caller has taken W by an atomic operation.
         fence_after_rmw();
         let frames = &self.shadow.frames;
         let mut block = None;
         let mut of_block = None;
-        let mut batch = ArrayVec::<&Frame, FRAMES_PER_BATCH>::new();
-        for gfn in pages {
+        let mut locked_next = ArrayVec::<&Frame, FRAMES_PER_BATCH>::new();
+        for gfn in words.flat_map(|(first, bits)| SetBits(bits).map(move |bit| Gfn(first.0 + bit as u64))) {
             let first = Gfn(gfn.0 & !(Level::L2M.nr_pages() - 1));
             if block != Some(first) {
                 block = Some(first);
@@ -153,7 +118,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     if let Some(frame) = frames.get(gfn, level).filter(|frame| !frame.is_idle()) {
                         let _guard = frame.lock.lock(self.host());
                         // SAFETY: the frame is locked.
-                        unsafe { self.protect_leaves(frame, debt) }
+                        unsafe { self.protect_leaves(frame, batch) }
                     }
                 }
                 of_block = frames.of_block(gfn);
@@ -166,24 +131,24 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // A locked operation keeps the CPU from loading ahead. So this fetches what many frames
             // need before it locks the first.
             self.shadow.pages.prefetch(frame.leaves.load(Ordering::Relaxed));
-            if batch.is_full() {
-                self.protect_batch(&mut batch, debt);
+            if locked_next.is_full() {
+                self.protect_frames(&mut locked_next, batch);
             }
-            batch.push(frame);
+            locked_next.push(frame);
         }
-        self.protect_batch(&mut batch, debt);
+        self.protect_frames(&mut locked_next, batch);
     }
 
-    fn protect_batch(&self, batch: &mut ArrayVec<&Frame, FRAMES_PER_BATCH>, debt: &mut Debt) {
-        for frame in batch.drain(..) {
+    fn protect_frames(&self, frames: &mut ArrayVec<&Frame, FRAMES_PER_BATCH>, batch: &mut TlbBatch<'v, H, Npt>) {
+        for frame in frames.drain(..) {
             let _guard = frame.lock.lock(self.host());
             // SAFETY: the frame is locked.
-            unsafe { self.protect_leaves(frame, debt) }
+            unsafe { self.protect_leaves(frame, batch) }
         }
     }
 
     /// Makes the leaf PTEs of the block of `level` at `gfn` what the second stage allows now.
-    fn write_protect_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
+    fn write_protect_leaves(&self, gfn: Gfn, level: Level, batch: &mut TlbBatch<'v, H, Npt>) {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
         let second = self.second_stage(gfn).filter(|second| second.level >= level);
@@ -197,12 +162,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             match second {
                 Some(second) if second.pfn.hpa().0 == value & x86::ADDRESS => {
                     if !second.is_writable && value & READ_WRITE != 0 {
-                        debt.incur(self);
+                        self.add(batch);
                         cell.fetch_and(!READ_WRITE, Ordering::AcqRel);
                     }
                 }
                 // SAFETY: as above.
-                _ => unsafe { self.drop_leaf(&frame.leaves, place, debt) },
+                _ => unsafe { self.drop_leaf(&frame.leaves, place, batch) },
             }
         }
     }
@@ -223,9 +188,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// # Safety
     /// The caller holds the lock of the frame whose list of leaf PTEs begins at `head`, and `place`
     /// is in that list.
-    unsafe fn drop_leaf(&self, head: &AtomicU32, place: PtePlace, debt: &mut Debt) {
+    unsafe fn drop_leaf(&self, head: &AtomicU32, place: PtePlace, batch: &mut TlbBatch<'v, H, Npt>) {
         let page = self.shadow.pages.get(place.page);
-        debt.incur(self);
+        self.add(batch);
         // SAFETY: as the caller promises, the PTE leads to the locked frame.
         unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
         page.set_target(place.index, Target::None);
@@ -234,17 +199,17 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Zaps all leaf PTEs of the block of `level` at `gfn`.
-    pub(super) fn drop_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
+    pub(super) fn drop_leaves(&self, gfn: Gfn, level: Level, batch: &mut TlbBatch<'v, H, Npt>) {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
         while let Some(place) = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed)) {
             // SAFETY: the frame is locked, and the place is in its list.
-            unsafe { self.drop_leaf(&frame.leaves, place, debt) }
+            unsafe { self.drop_leaf(&frame.leaves, place, batch) }
         }
     }
 
     /// Zaps the PTE at `place`, leaf or link. The caller holds the lock of its page.
-    pub(super) fn drop_entry(&self, place: PtePlace, debt: &mut Debt) {
+    pub(super) fn drop_entry(&self, place: PtePlace, batch: &mut TlbBatch<'v, H, Npt>) {
         let page = self.shadow.pages.get(place.page);
         let target = page.target(place.index);
         let (gfn, level) = match target {
@@ -263,11 +228,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         match target {
             Target::None => {}
             // SAFETY: the frame is locked, and the PTE leads there: so it is in the list.
-            Target::Leaf(_) => unsafe { self.drop_leaf(&frame.leaves, place, debt) },
+            Target::Leaf(_) => unsafe { self.drop_leaf(&frame.leaves, place, batch) },
             Target::Link(below) => {
                 // It is the right lock: while the link exists, the page below is of this
                 // generation.
-                debt.incur(self);
+                self.add(batch);
                 // SAFETY: as above.
                 unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
                 page.set_target(place.index, Target::None);
@@ -278,7 +243,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Removes the page: no thread finds it any more, no PTE points to it, and it has no PTEs. If
     /// it is the root of a vCPU, its page-table page stays until that vCPU has another root.
-    pub(super) fn zap_page(&self, reference: PageRef, debt: &mut Debt) {
+    pub(super) fn zap_page(&self, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
         let pages = &self.shadow.pages;
         let page = pages.get(reference.number);
         let (gfn, role) = (page.gfn(), page.role());
@@ -289,7 +254,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 return;
             }
             // Its page-table page goes, and CPUs may be walking it.
-            debt.incur(self);
+            self.add(batch);
             self.unlist(frame, reference.number);
             while let Some(parent) = PtePlace::from_number(page.parents.load(Ordering::Relaxed)) {
                 let above = pages.get(parent.page);
@@ -307,14 +272,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         {
             let _guard = page.lock.lock(self.host());
             for index in 0..NR_ENTRIES {
-                self.drop_entry(PtePlace { page: reference.number, index }, debt);
+                self.drop_entry(PtePlace { page: reference.number, index }, batch);
             }
         }
         self.count(Counter::ShadowPagesZapped);
         // SAFETY: the pin of `die`.
         if unsafe { page.unpin() } {
             // SAFETY: the page is dead, and this was the last pin.
-            unsafe { self.free_page(reference, debt) }
+            unsafe { self.free_page(reference, batch) }
         }
     }
 
@@ -323,11 +288,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// # Safety
     /// The caller's [`unpin`](super::page::ShadowPage::unpin) was the last of the page's life, so
     /// that the page belongs to the caller.
-    unsafe fn free_page(&self, reference: PageRef, debt: &mut Debt) {
-        debt.incur(self);
+    unsafe fn free_page(&self, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
+        self.add(batch);
         // SAFETY: the page-table page belongs to the shadow page, which is dead: no PTE points to
-        // it, and its own PTEs were zapped. `debt` retires it after a flush of all CPUs.
-        unsafe { debt.tables.push(self.host(), self.shadow.pages.get(reference.number).table()) }
+        // it, and its own PTEs were zapped. the batch has been added to, so it flushes all CPUs before it retires
+        // the page-table page.
+        unsafe { batch.add_unlinked(self.shadow.pages.get(reference.number).table()) }
         self.shadow.pages.release(reference.number);
     }
 
@@ -338,10 +304,10 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     pub(super) unsafe fn unpin(&self, reference: PageRef) {
         // SAFETY: as the caller promises.
         if unsafe { self.shadow.pages.get(reference.number).unpin() } {
-            let mut debt = Debt::new();
+            let mut batch = self.batch();
             // SAFETY: as in `zap_page`.
-            unsafe { self.free_page(reference, &mut debt) }
-            debt.pay(self);
+            unsafe { self.free_page(reference, &mut batch) }
+            self.flush(&mut batch);
         }
     }
 
@@ -374,7 +340,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Removes `reference`, unless it is the root of a vCPU, and all below it that nothing else
     /// points to.
-    pub(super) fn zap_tree(&self, reference: PageRef, debt: &mut Debt) {
+    pub(super) fn zap_tree(&self, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
         let page = self.shadow.pages.get(reference.number);
         if page.is_pinned() || !page.is_alive(reference.generation) {
             return;
@@ -384,26 +350,26 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 let Target::Link(below) = page.target(index) else { continue };
                 {
                     let _guard = page.lock.lock(self.host());
-                    self.drop_entry(PtePlace { page: reference.number, index }, debt);
+                    self.drop_entry(PtePlace { page: reference.number, index }, batch);
                 }
                 if self.shadow.pages.get(below.number).parents.load(Ordering::Relaxed) == 0 {
-                    self.zap_tree(below, debt);
+                    self.zap_tree(below, batch);
                 }
             }
         }
-        self.zap_page(reference, debt);
+        self.zap_page(reference, batch);
     }
 
     /// Removes all pages, when no vCPU is left.
     pub(crate) fn zap_all(&self) {
         let pages = &self.shadow.pages;
-        let mut debt = Debt::new();
+        let mut batch = self.batch();
         for number in 1..=pages.max_pages() {
             if let Some(generation) = pages.peek(number).and_then(|page| page.generation()) {
-                self.zap_page(PageRef { number, generation }, &mut debt);
+                self.zap_page(PageRef { number, generation }, &mut batch);
             }
         }
-        debt.pay(self);
+        self.flush(&mut batch);
     }
 
     /// Makes room for new pages by removing some: first those to which nothing points, then those
@@ -411,7 +377,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// of a vCPU.
     pub(super) fn evict(&self) {
         let pages = &self.shadow.pages;
-        let mut debt = Debt::new();
+        let mut batch = self.batch();
         let mut nr_evicted = 0;
         for turn in 0..3 {
             for _ in 0..pages.max_pages() {
@@ -429,7 +395,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     }
                     continue;
                 }
-                self.zap_page(PageRef { number, generation }, &mut debt);
+                self.zap_page(PageRef { number, generation }, &mut batch);
                 self.count(Counter::ShadowEvictions);
                 nr_evicted += 1;
                 if nr_evicted == PAGES_PER_EVICTION {
@@ -440,6 +406,6 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 break;
             }
         }
-        debt.pay(self);
+        self.flush(&mut batch);
     }
 }

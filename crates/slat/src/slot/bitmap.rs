@@ -40,6 +40,7 @@ use alloc::boxed::Box;
 use core::hint::black_box;
 use core::ops::Range;
 
+use crate::addr::Gfn;
 use crate::bits::bit_range;
 use crate::boxed::{Zeroed, ZeroedWords, try_box};
 use crate::error::Error;
@@ -108,10 +109,11 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
         &self.bits[..self.len]
     }
 
-    /// The numbers of all pages, counted from the place from which offsets are counted.
-    pub(crate) fn pages(&self) -> impl Iterator<Item = u64> {
+    /// The words, each as the page of its first bit and its bits, where `first` is the place from
+    /// which offsets are counted.
+    pub(crate) fn words(&self, first: Gfn) -> impl Iterator<Item = (Gfn, u64)> {
         let words = self.offsets().iter().zip(self.bits());
-        words.flat_map(|(&offset, &bits)| SetBits(bits).map(move |bit| u64::from(offset) * PAGES_PER_WORD + bit as u64))
+        words.map(move |(&offset, &bits)| (Gfn(first.0 + u64::from(offset) * PAGES_PER_WORD), bits))
     }
 
     fn has_room_for(&self, nr_words: usize) -> bool {

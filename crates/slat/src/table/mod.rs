@@ -4,10 +4,11 @@
 //! `invalidation_seq` invalidates a range beside faults that are under way, `in_flight` holds the
 //! ranges in flight. `generation` bounds how often a directory entry is protected. `node` turns
 //! memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
-//! flushes that are due; `retire` and `participant` say when an unlinked page-table page may be
-//! freed.
+//! flushes that are due, and flushes `derived` tables first; `retire` and `participant` say when an
+//! unlinked page-table page may be freed.
 
 pub(crate) mod cursor;
+pub(crate) mod derived;
 pub(crate) mod generation;
 pub(crate) mod in_flight;
 pub(crate) mod invalidation_seq;
@@ -24,18 +25,19 @@ use crossbeam_utils::CachePadded;
 
 use crate::addr::{Gfn, GfnRange, Hpa};
 use crate::boxed::Vacant;
-use crate::config::{Config, Paging};
+use crate::config::Config;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::shadow::{Mmu, Shadow};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::{Lock, LockGuard, Locking, Side};
+use derived::DerivedTables;
 use generation::Generations;
 use in_flight::RangesInFlight;
 use invalidation_seq::InvalidationSeqCounter;
 use pte::InvalidationSeq;
 use retire::{Epochs, FaultGuard, FaultPin, Fences, NestedGuard, Participant, SharedParticipant};
+use tlb::TlbBatch;
 
 /// The page tables of one VM, with the state of their protocols.
 pub(crate) struct Tree<H: Host, F: Format> {
@@ -48,7 +50,7 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) in_flight: RangesInFlight,
     pub(crate) epochs: Epochs,
     /// The page tables that hardware walks instead of this tree.
-    pub(crate) shadow: Option<Box<Shadow>>,
+    pub(crate) derived: Option<Box<dyn DerivedTables<H, F>>>,
     format: PhantomData<F>,
 }
 
@@ -98,12 +100,12 @@ impl<H: Host> TimedHold<'_, H> {
 }
 
 impl<H: Host, F: Format> Tree<H, F> {
-    pub(crate) fn new(host: H, config: Config) -> Result<Box<Tree<H, F>>, Error> {
+    pub(crate) fn new(
+        host: H,
+        config: Config,
+        derived: Option<Box<dyn DerivedTables<H, F>>>,
+    ) -> Result<Box<Tree<H, F>>, Error> {
         let memory = Vacant::new()?;
-        let shadow = match config.paging {
-            Paging::SecondStage => None,
-            Paging::Shadow(paging) => Some(Shadow::new(paging)?),
-        };
         let root = node::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         Ok(memory.fill(Tree {
@@ -115,7 +117,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             invalidation_seq: CachePadded::new(InvalidationSeqCounter::new()),
             in_flight: RangesInFlight::default(),
             epochs: Epochs::new(fences).with_lock_times(config.locking != Locking::None),
-            shadow,
+            derived,
             format: PhantomData,
         }))
     }
@@ -212,22 +214,22 @@ impl<H: Host, F: Format> Tree<H, F> {
         guard
     }
 
-    /// The shadow page tables, if hardware walks such.
-    #[inline]
-    pub(crate) fn mmu<'a>(&'a self, participant: &'a Participant) -> Option<Mmu<'a, H, F>> {
-        self.shadow.as_deref().map(|shadow| Mmu::new(self, shadow, participant))
-    }
-
-    /// Flushes `ranges` on all CPUs, and before that in the shadow page tables.
+    /// Flushes `ranges` in derived tables, and then on all CPUs.
     pub(crate) fn flush(&self, participant: &Participant, ranges: &[GfnRange]) {
-        match self.mmu(participant) {
+        match self.derived {
             None => self.flush_cpus(participant, ranges),
-            Some(mmu) => mmu.flush(ranges),
+            Some(_) => self.flush_all(participant, ranges),
         }
     }
 
-    /// Flushes `ranges` on all CPUs, where the shadow page tables allow no more than they may
-    /// already.
+    #[cold]
+    fn flush_all(&self, participant: &Participant, ranges: &[GfnRange]) {
+        let mut batch = TlbBatch::new(self, participant);
+        ranges.iter().for_each(|&range| batch.add(range));
+        batch.flush();
+    }
+
+    /// Flushes `ranges` on all CPUs, where derived tables allow no more than they may already.
     pub(crate) fn flush_cpus(&self, participant: &Participant, ranges: &[GfnRange]) {
         participant.stats.count(Counter::Flushes);
         self.host.flush(ranges);

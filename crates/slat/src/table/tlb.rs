@@ -12,7 +12,14 @@
 //! [`TlbBatch::flush`], or drops the batch.
 //!
 //! # Implementation
-//! [`TlbBatch::flush`] flushes the ranges on all CPUs, and only then retires the page-table pages.
+//! [`TlbBatch::flush`]
+//! 1. zaps what derived tables (`derived`) have of the ranges, and adds that to the batch,
+//! 2. flushes the ranges on all CPUs,
+//! 3. retires the page-table pages.
+//!
+//! [`TlbBatch::flush_cpus`] leaves out step 1, where derived tables have changed already. Derived
+//! tables count each batch with changes of theirs until step 2 is over ([`TlbBatch::count_in`]).
+//!
 //! Up to [`MAX_RANGES`] ranges are kept apart; if there are more, one range covers them all.
 
 #![expect(unsafe_code, reason = "owns the page-table pages that it frees")]
@@ -26,6 +33,7 @@ use super::retire::{Participant, TableChain};
 use crate::addr::{GfnRange, Hpa};
 use crate::format::Format;
 use crate::host::Host;
+use crate::sync::{AtomicU64, Ordering};
 
 /// Ranges that are kept apart before one covers them all.
 const MAX_RANGES: usize = 8;
@@ -37,11 +45,22 @@ pub(crate) struct TlbBatch<'t, H: Host, F: Format> {
     participant: &'t Participant,
     ranges: ArrayVec<GfnRange, MAX_RANGES>,
     unlinked: TableChain,
+    /// Where the batch is counted until the CPUs are flushed.
+    counter: Option<&'t AtomicU64>,
 }
 
 impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
+    #[inline]
     pub(crate) fn new(tree: &'t Tree<H, F>, participant: &'t Participant) -> TlbBatch<'t, H, F> {
-        TlbBatch { tree, participant, ranges: ArrayVec::new(), unlinked: TableChain::new() }
+        TlbBatch { tree, participant, ranges: ArrayVec::new(), unlinked: TableChain::new(), counter: None }
+    }
+
+    pub(crate) fn tree(&self) -> &'t Tree<H, F> {
+        self.tree
+    }
+
+    pub(crate) fn participant(&self) -> &'t Participant {
+        self.participant
     }
 
     /// Adds `range`, of which CPUs may have translations cached that the page tables no longer
@@ -71,31 +90,53 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         unsafe { self.unlinked.push(&self.tree.host, table) }
     }
 
+    /// Counts the batch in `counter` until the CPUs are flushed. It is not counted yet.
+    pub(crate) fn count_in(&mut self, counter: &'t AtomicU64) {
+        debug_assert!(!self.is_counted());
+        // SeqCst: the caller says with which load.
+        counter.fetch_add(1, Ordering::SeqCst);
+        self.counter = Some(counter);
+    }
+
+    #[inline]
+    pub(crate) fn is_counted(&self) -> bool {
+        self.counter.is_some()
+    }
+
+    /// Whether there is nothing to flush and no page-table page.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty() && self.unlinked.len() == 0
+    }
+
     /// How many page-table pages wait for the flush.
     pub(crate) fn nr_unlinked(&self) -> u64 {
         self.unlinked.len()
     }
 
-    /// Flushes the ranges, if there are any, then retires the page-table pages.
+    /// Flushes the ranges, if there are any: first in derived tables, then on all CPUs. Then retires
+    /// the page-table pages.
     pub(crate) fn flush(&mut self) {
-        let (tree, participant) = (self.tree, self.participant);
-        self.flush_by(|ranges| tree.flush(participant, ranges));
+        if let Some(derived) = self.tree.derived.as_deref() {
+            for nth in 0..self.ranges.len() {
+                derived.zap_unbacked(self.ranges[nth], self);
+            }
+        }
+        self.flush_cpus();
     }
 
-    /// As [`flush`](Self::flush), where the shadow tables allow no more than the second stage
-    /// already.
-    pub(crate) fn flush_cpus(mut self) {
-        let (tree, participant) = (self.tree, self.participant);
-        self.flush_by(|ranges| tree.flush_cpus(participant, ranges));
-    }
-
-    fn flush_by(&mut self, flush: impl FnOnce(&[GfnRange])) {
-        // Taken first: if the flush panics, the page-table pages are leaked, for CPUs may walk them
-        // still.
+    /// As [`flush`](Self::flush), where derived tables allow no more than the second stage already.
+    pub(crate) fn flush_cpus(&mut self) {
+        // Taken first: if the flush panics, the page-table pages are leaked and the count stays,
+        // for CPUs may still use what was zapped.
         let unlinked = mem::replace(&mut self.unlinked, TableChain::new());
+        let counter = self.counter.take();
         if !self.ranges.is_empty() {
             let ranges = ClearedAtEnd(&mut self.ranges);
-            flush(ranges.0);
+            self.tree.flush_cpus(self.participant, ranges.0);
+        }
+        if let Some(counter) = counter {
+            counter.fetch_sub(1, Ordering::SeqCst);
         }
         self.tree.epochs.retire_tables(&self.tree.host, unlinked);
     }
@@ -112,7 +153,10 @@ impl Drop for ClearedAtEnd<'_> {
 }
 
 impl<H: Host, F: Format> Drop for TlbBatch<'_, H, F> {
+    #[inline]
     fn drop(&mut self) {
-        self.flush();
+        if !self.is_empty() {
+            self.flush();
+        }
     }
 }

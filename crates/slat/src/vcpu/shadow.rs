@@ -3,26 +3,21 @@
 
 #![expect(unsafe_code, reason = "the vCPU's participant is kept alive by its VM")]
 
-use alloc::boxed::Box;
-use alloc::sync::Arc;
-
 use super::Vcpu;
 use arrayvec::ArrayVec;
 
 use crate::addr::{Access, Gpa, Gva, PAGE_SIZE};
-use crate::boxed::try_box;
 use crate::error::Error;
 use crate::exit::{Exit, Outcome};
-use crate::format::Format;
+use crate::format::Npt;
 use crate::host::Host;
 use crate::registers::{GuestAccess, GuestEntry, PagingRegister, PagingRegisters};
-use crate::shadow::Mmu;
 use crate::shadow::guest::{GeneralProtection, GuestMode};
 use crate::shadow::roots::Roots;
 use crate::shadow::walk::{MAX_TABLES, Step};
+use crate::shadow::{self, Mmu};
 use crate::stats::Counter;
 use crate::table::retire::Participant;
-use crate::vm::Vm;
 
 /// Largest emulated write in bytes.
 const MAX_WRITE_BYTES: usize = 64;
@@ -30,26 +25,15 @@ const MAX_WRITE_BYTES: usize = 64;
 /// How often a fault starts over before the guest resumes and faults again.
 const MAX_TURNS: u32 = 256;
 
-impl<H: Host, F: Format> Vcpu<H, F> {
-    pub(super) fn new_roots(vm: &Arc<Vm<H, F>>) -> Result<Option<Box<Roots>>, Error> {
-        let participant = vm.tree.epochs.borrow_participant()?;
-        vm.tree.mmu(&participant).map(|mmu| try_box(Roots::new(mmu)?)).transpose()
-    }
-
-    pub(super) fn drop_roots(&mut self) {
-        let Ok((mmu, roots)) = self.shadow() else { return };
-        roots.end(mmu);
-    }
-
+impl<H: Host> Vcpu<H, Npt> {
     /// The shadow page tables, and this vCPU's roots.
-    fn shadow(&mut self) -> Result<(Mmu<'_, H, F>, &mut Roots), Error> {
+    #[inline]
+    fn shadow(&mut self) -> Result<(Mmu<'_, H>, &mut Roots), Error> {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant: &Participant = unsafe { self.participant.get() };
-        match (self.vm.tree.mmu(participant), &mut self.roots) {
-            (Some(mmu), Some(roots)) => Ok((mmu, roots)),
-            _ => Err(Error::NotShadow),
-        }
+        // SAFETY: it came from the derived tables of this tree.
+        unsafe { shadow::of_vcpu(&self.vm.tree, participant, self.derived.as_mut()) }.ok_or(Error::NotShadow)
     }
 
     /// The guest's paging registers, with their latest values.
@@ -57,7 +41,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # Errors
     /// [`Error::NotShadow`].
     pub fn paging_registers(&self) -> Result<PagingRegisters, Error> {
-        self.roots.as_ref().map(|roots| roots.registers()).ok_or(Error::NotShadow)
+        let roots = self.derived.as_ref().and_then(|state| state.downcast_ref::<Roots>());
+        roots.map(Roots::registers).ok_or(Error::NotShadow)
     }
 
     /// Emulates the guest's write of `value` to CR0, CR4 or EFER (MOV to CR0, MOV to CR4, WRMSR).
@@ -80,7 +65,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
             return self.load_cr3(value);
         }
         let (_, roots) = self.shadow()?;
-        let Ok(new) = roots.check_write::<F>(register, value) else {
+        let Ok(new) = roots.check_write(register, value) else {
             return Ok(Outcome::Exit(Exit::GeneralProtection));
         };
         if new.loads_pdptes {
@@ -141,9 +126,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use std::sync::Arc;
     /// # fn main() -> Result<(), Error> {
-    /// let paging = Paging::Shadow(ShadowPaging { strategy: ShadowStrategy::PcidTagged, ..ShadowPaging::default() });
-    /// let vm = vm_with_memory(Config::default().with_paging(paging), MemoryRegionFlags::empty());
+    /// let paging = ShadowPaging { strategy: ShadowStrategy::PcidTagged, ..ShadowPaging::default() };
+    /// let vm = Arc::new(Vm::with_shadow_paging(Heap, Config::default(), paging)?);
+    /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
     /// let mut vcpu = vm.create_vcpu()?;
     /// # for root in [0x1000_u64, 0x5000] {
     /// #     for level in 0..4 {
@@ -233,8 +220,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use std::sync::Arc;
     /// # fn main() -> Result<(), Error> {
-    /// let vm = vm_with_memory(Config::default().with_paging(Paging::Shadow(ShadowPaging::default())), MemoryRegionFlags::empty());
+    /// let vm = Arc::new(Vm::with_shadow_paging(Heap, Config::default(), ShadowPaging::default())?);
+    /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
     /// let mut vcpu = vm.create_vcpu()?;
     /// // The guest's page tables, from 0x1000 on, map page 0 of its address space to frame 9, read-only.
     /// for (at, next) in [(0x1000_u64, 0x2000_u64), (0x2000, 0x3000), (0x3000, 0x4000), (0x4000, 0x9000)] {

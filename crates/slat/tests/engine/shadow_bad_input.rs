@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shadow_cpu::{A, Cpu, D, G, P, ShadowHost, TestVm, U, W, index, new_vm, region};
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
-    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegister,
-    PagingRegisters, Privilege, ShadowPaging, ShadowStrategy, Stage2, Sv39x4, UserfaultBitmap, Vm,
+    Access, AccessTracking, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
+    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, PagingRegister,
+    PagingRegisters, Privilege, ShadowPaging, ShadowStrategy, UserfaultBitmap, Vm,
 };
 
 const NR_PAGES: u64 = 1024;
@@ -37,16 +37,16 @@ const READ: GuestAccess = GuestAccess { access: Access::Read, privilege: Privile
 const GENERAL_PROTECTION: Result<Outcome, Error> = Ok(Outcome::Exit(Exit::GeneralProtection));
 const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 
-fn config(strategy: ShadowStrategy) -> Config {
-    Config::default().with_paging(Paging::Shadow(ShadowPaging { strategy, ..ShadowPaging::default() }))
+fn paging(strategy: ShadowStrategy) -> ShadowPaging {
+    ShadowPaging { strategy, ..ShadowPaging::default() }
 }
 
 fn vm() -> Arc<TestVm> {
-    new_vm(config(ShadowStrategy::RootCache), NR_PAGES, 8, MemoryRegionFlags::empty())
+    new_vm(Config::default(), paging(ShadowStrategy::RootCache), NR_PAGES, 8, MemoryRegionFlags::empty())
 }
 
-fn new_in<F: Format>(config: Config) -> Result<(), Error> {
-    Vm::<ShadowHost, F>::new(ShadowHost::new(512, 0), config).map(drop)
+fn new_with(config: Config, shadow: ShadowPaging) -> Result<(), Error> {
+    Vm::with_shadow_paging(ShadowHost::new(512, 0), config, shadow).map(drop)
 }
 
 /// Makes page tables of `levels` from frame `root` on, each behind the last, and maps the page at
@@ -96,19 +96,14 @@ fn second_slot(flags: MemoryRegionFlags, first: u64, nr_pages: u64) -> slat::Mem
 
 #[test]
 fn unsupported_configurations_are_refused() {
-    let shadow = config(ShadowStrategy::RootCache);
-    assert_eq!(new_in::<Npt>(shadow), Ok(()));
-    assert_eq!(new_in::<Ept>(shadow), Err(Error::NoShadowPaging { format: Ept::NAME }));
-    assert_eq!(new_in::<Stage2>(shadow), Err(Error::NoShadowPaging { format: Stage2::NAME }));
-    assert_eq!(new_in::<Sv39x4>(shadow), Err(Error::NoShadowPaging { format: Sv39x4::NAME }));
-    let by_bits = shadow.with_access_tracking(AccessTracking::AccessedBit);
-    assert_eq!(new_in::<Npt>(by_bits), Err(Error::ShadowNeedsFaults));
-    assert_eq!(new_in::<Npt>(shadow.with_dirty_tracking(DirtyTracking::DirtyBit)), Err(Error::NoDirtyBit));
-    let logs = shadow.with_dirty_tracking(DirtyTracking::PageModificationLog);
-    assert_eq!(new_in::<Npt>(logs), Err(Error::NoModificationLog { format: Npt::NAME }));
+    let new = |config: Config| new_with(config, ShadowPaging::default());
+    assert_eq!(new(Config::default()), Ok(()));
+    assert_eq!(new(Config::default().with_access_tracking(AccessTracking::AccessedBit)), Ok(()));
+    assert_eq!(new(Config::default().with_dirty_tracking(DirtyTracking::DirtyBit)), Err(Error::NoDirtyBit));
+    let logs = Config::default().with_dirty_tracking(DirtyTracking::PageModificationLog);
+    assert_eq!(new(logs), Err(Error::NoModificationLog { format: Npt::NAME }));
     let with = |previous_roots, max_pages| {
-        let paging = ShadowPaging { previous_roots, max_pages, ..ShadowPaging::default() };
-        new_in::<Npt>(Config::default().with_paging(Paging::Shadow(paging)))
+        new_with(Config::default(), ShadowPaging { previous_roots, max_pages, ..ShadowPaging::default() })
     };
     assert_eq!(with(31, 64), Ok(()));
     assert_eq!(with(0, 1 << 20), Ok(()));
@@ -131,11 +126,14 @@ fn without_shadow_paging_there_is_none() {
     assert_eq!(vcpu.handle_page_fault(Gva(0), READ), Err(Error::NotShadow));
     assert_eq!(vcpu.write_guest_table(Gpa(0), &[]), Err(Error::NotShadow));
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), RESUMED);
-    assert_eq!((vm.nr_shadow_pages(), vm.shadow_pages_peak(), vm.stats().shadow_leaves()), (0, 0, 0));
+    let stats = vm.stats();
+    assert_eq!((stats.shadow_pages, stats.shadow_pages_peak, stats.shadow_leaves()), (0, 0, 0));
 }
 
 fn new_vm_without() -> Arc<TestVm> {
-    new_vm(Config::default(), NR_PAGES, 8, MemoryRegionFlags::empty())
+    let vm = Arc::new(TestVm::new(ShadowHost::new(NR_PAGES, 8), Config::default()).unwrap());
+    vm.set_user_memory_region(region(NR_PAGES, MemoryRegionFlags::empty(), Some(0))).unwrap();
+    vm
 }
 
 #[test]
@@ -220,12 +218,12 @@ fn calls_in_any_order() {
     assert_eq!(other.vcpu().entry().unwrap().root, first.root);
     drop(cpu);
     assert_eq!(other.page_at(VA), Ok(DATA));
-    let nr_pages = vm.nr_shadow_pages();
+    let nr_pages = vm.stats().shadow_pages;
     let third = guest(&vm);
     drop(other);
-    assert_eq!(vm.nr_shadow_pages(), nr_pages);
+    assert_eq!(vm.stats().shadow_pages, nr_pages);
     drop(third);
-    assert_eq!((vm.nr_shadow_pages(), vm.stats().shadow_leaves()), (0, 0));
+    assert_eq!((vm.stats().shadow_pages, vm.stats().shadow_leaves()), (0, 0));
     // And again from nothing.
     assert_eq!(guest(&vm).page_at(VA), Ok(DATA));
 }
@@ -258,7 +256,7 @@ fn addresses_at_the_ends() {
 #[test]
 fn tables_where_there_is_no_memory() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
         let hole = NR_PAGES + 3;
         cpu.load_cr3(hole << 12);
@@ -418,7 +416,7 @@ fn emulated_writes_of_every_size() {
 #[test]
 fn a_table_that_points_to_itself() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
         // PTE 5 of the top page table.
         let own = ROOT << 12 | P | W | U;
@@ -509,7 +507,7 @@ fn aged_pages_that_are_used_again() {
 #[test]
 fn a_large_page_with_tables_in_it() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let window = 0x7f_c000_0000_u64;
         // The page tables that map it are elsewhere.
         let top = 600;
@@ -541,7 +539,7 @@ fn a_large_page_with_tables_in_it() {
 #[test]
 fn a_root_that_another_has() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
         vm.host().store(ROOT + 3, index(VA, 1) + 1, (ROOT + 3) << 12 | P | W);
         let mut other = Cpu::new(&vm);
@@ -560,8 +558,7 @@ fn a_root_that_another_has() {
 fn roots_that_were_evicted() {
     for strategy in [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         let paging = ShadowPaging { strategy, max_pages: 64, ..ShadowPaging::default() };
-        let config = Config::default().with_paging(Paging::Shadow(paging));
-        let vm = new_vm(config, NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging, NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
         cpu.set_registers(PagingRegisters { cr4: PAE | PCIDE, ..LONG });
         // Another top page table, with very many below it.
@@ -580,7 +577,7 @@ fn roots_that_were_evicted() {
                 assert_eq!(cpu.page_at(nth << 21), Ok(600 + nth), "{strategy:?}");
             }
         }
-        assert!(vm.stats().shadow_evictions > 100 && vm.shadow_pages_peak() <= 64);
+        assert!(vm.stats().shadow_evictions > 100 && vm.stats().shadow_pages_peak <= 64);
     }
 }
 

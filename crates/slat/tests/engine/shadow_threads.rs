@@ -13,8 +13,8 @@ use crate::common::LONGEST_WAIT;
 use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize, Paging,
-    ShadowPaging, ShadowStrategy, WriteProtection,
+    Access, Config, DirtyTracking, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize, ShadowPaging, ShadowStrategy,
+    WriteProtection,
 };
 
 const NR_CPUS: usize = 3;
@@ -373,10 +373,9 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
     const ROUND: Duration = Duration::from_millis(120);
     /// Of each CPU in a round, on a slow machine, too.
     const MIN_STEPS: u32 = 400;
-    let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 3, max_pages: slat::MIN_SHADOW_PAGES });
-    let config = Config::default().with_paging(paging).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
-    assert_eq!(config.access_tracking, AccessTracking::Faults);
-    let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::empty());
+    let shadow = ShadowPaging { strategy, previous_roots: 3, max_pages: slat::MIN_SHADOW_PAGES };
+    let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    let vm = new_vm(config, shadow, NR_PAGES, NR_SPARE, MemoryRegionFlags::empty());
     let host = vm.host();
     let common = Common {
         vm: Arc::clone(&vm),
@@ -462,7 +461,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
                         "{strategy:?} {round}: page {gfn:#x} was lost"
                     );
                 }
-                assert!(vm.nr_shadow_pages() <= 64);
+                assert!(vm.stats().shadow_pages <= 64);
                 common.barrier.wait();
             }
         });
@@ -486,7 +485,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
     let stats = vm.stats();
     assert!(has_seen_all(&stats, strategy), "{strategy:?}: some event did not occur in {LONGEST_WAIT:?}: {stats:?}");
     drop(kernels);
-    assert_eq!((vm.stats().shadow_leaves(), vm.nr_shadow_pages()), (0, 0), "{strategy:?}");
+    assert_eq!((vm.stats().shadow_leaves(), vm.stats().shadow_pages), (0, 0), "{strategy:?}");
     let mut gone = region(NR_PAGES, MemoryRegionFlags::empty(), None);
     gone.memory_size = 0;
     vm.set_user_memory_region(gone).unwrap();

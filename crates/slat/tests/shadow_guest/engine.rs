@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use slat::{
     Access, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, Locking, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, Paging, PagingRegister, PagingRegisters, Privilege, ShadowPaging,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PagingRegister, PagingRegisters, Privilege, ShadowPaging,
     ShadowStrategy, Vcpu, Vm, WriteProtection,
 };
 
@@ -21,6 +21,7 @@ use super::world::{Backing, SLOTS, World, page_range};
 #[derive(Clone, Copy, Debug)]
 pub struct Hypervisor {
     pub config: Config,
+    pub shadow: ShadowPaging,
     pub keeps: Keeps,
     pub disobeys: Disobeys,
     pub has_huge_pages: bool,
@@ -38,12 +39,10 @@ impl Hypervisor {
         };
         let locking = random.pick(&[Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
         let protection = random.pick(&[WriteProtection::Lazy, WriteProtection::LeafByLeaf]);
-        let config = Config::with_locking(locking)
-            .with_dirty_tracking(DirtyTracking::WriteProtect(protection))
-            .with_paging(Paging::Shadow(shadow));
+        let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
         let keeps = random.pick(&[Keeps::Nothing, Keeps::Translations, Keeps::Everything, Keeps::Everything]);
         let logs = [random.chance(50), random.chance(50), random.chance(50)];
-        Hypervisor { config, keeps, disobeys: Disobeys::Nothing, has_huge_pages: random.chance(50), logs }
+        Hypervisor { config, shadow, keeps, disobeys: Disobeys::Nothing, has_huge_pages: random.chance(50), logs }
     }
 }
 
@@ -70,7 +69,7 @@ pub struct Engine {
 
 impl Engine {
     pub fn new(nr_cpus: usize, hypervisor: Hypervisor) -> Engine {
-        let vm = Arc::new(Vm::new(World::new(), hypervisor.config).unwrap());
+        let vm = Arc::new(Vm::with_shadow_paging(World::new(), hypervisor.config, hypervisor.shadow).unwrap());
         let nr_tables = vm.host().nr_live_tables();
         let cpu = |_| EngineCpu {
             vcpu: vm.create_vcpu().unwrap(),
@@ -207,7 +206,7 @@ impl Engine {
             .unwrap();
         self.vm.set_user_memory_region(self.region(0, 0, 0)).unwrap();
         self.vm.reclaim();
-        assert_eq!(self.vm.nr_shadow_pages(), 0, "shadow tables");
+        assert_eq!(self.vm.stats().shadow_pages, 0, "shadow tables");
         assert_eq!(self.vm.host().nr_live_tables(), self.nr_tables, "tables");
     }
 }

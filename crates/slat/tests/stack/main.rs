@@ -170,7 +170,6 @@ fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_ent
     }
     scene.measure("Vm::reclaim", || vm.reclaim());
     assert!(scene.measure("Vm::stats", || vm.stats().faults) > 300);
-    scene.measure("Vm::nr_shadow_pages, shadow_pages_peak", || (vm.nr_shadow_pages(), vm.shadow_pages_peak()));
     scene.measure("drop of a Vcpu", || drop(vcpu));
     let Scene { name, vm, .. } = scene;
     measure(&name, "drop of a Vm", || drop(vm));
@@ -347,9 +346,12 @@ fn invalidate<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
 fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
     const MEMORY_BYTES: u64 = 32 << 20;
     const NR_SPACES: u64 = 24;
-    let paging = Paging::Shadow(ShadowPaging { strategy, max_pages, ..ShadowPaging::default() });
-    let config = Config::default().with_paging(paging).with_fault_around(fault_around);
-    let scene = scene::<Npt>(&format!("{strategy:?}, {max_pages} shadow tables"), StackHost::default(), config);
+    let shadow = ShadowPaging { strategy, max_pages, ..ShadowPaging::default() };
+    let config = Config::default().with_fault_around(fault_around);
+    let name = format!("{}, {strategy:?}, {max_pages} shadow tables", Npt::NAME);
+    let new = || Vm::with_shadow_paging(StackHost::default(), config, shadow);
+    let vm = Arc::new(measure(&name, "Vm::with_shadow_paging", new).unwrap());
+    let scene = Scene { name, vm };
     let vm = &scene.vm;
     let first = real_memory(MEMORY_BYTES as usize);
     let backing = Backing { first, max_size: PageSize::Size2M, writable: true };
@@ -422,8 +424,7 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
         let written = scene.measure("Vcpu::write_guest_table", || vcpu.write_guest_table(Gpa(root(0) + 8), &bytes));
         assert_eq!(written, resumes);
     }
-    assert_ne!(scene.measure("Vm::nr_shadow_pages, shadow_pages_peak", || vm.nr_shadow_pages()), 0);
-    scene.measure("Vm::stats", || vm.stats().page_faults);
+    assert_ne!(scene.measure("Vm::stats", || vm.stats().shadow_pages), 0);
     scene.set_region(0, 0, 0, MemoryRegionFlags::empty(), None);
     scene.measure("drop of a Vcpu", || drop(vcpu));
     let Scene { name, vm, .. } = scene;
@@ -459,10 +460,11 @@ fn every_configuration<F: Format>() {
 }
 
 /// Sources of the types whose calls are measured.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     include_str!("../../src/vm.rs"),
     include_str!("../../src/vm/region.rs"),
     include_str!("../../src/vm/page_state.rs"),
+    include_str!("../../src/vm/shadow.rs"),
     include_str!("../../src/vcpu.rs"),
     include_str!("../../src/vcpu/prefault.rs"),
     include_str!("../../src/vcpu/shadow.rs"),

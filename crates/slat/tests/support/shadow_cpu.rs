@@ -25,16 +25,10 @@ use guest_memory::Memory;
 use slat::sync::{AtomicU32, AtomicU64, full_fence};
 use slat::{
     Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize,
-    Park, Pfn, Resolved, TableNode, Vm,
+    Park, Pfn, Resolved, ShadowPaging, TableNode, Vm,
 };
 
-#[cfg(shuttle)]
-use crate::Shape;
-/// The format that CPUs without a second stage walk.
-#[cfg(not(shuttle))]
-pub type Shape = slat::Npt;
-
-pub type TestVm = Vm<ShadowHost, Shape>;
+pub type TestVm = Vm<ShadowHost, slat::Npt>;
 
 pub const P: u64 = 1 << 0;
 pub const W: u64 = 1 << 1;
@@ -347,8 +341,14 @@ pub fn move_page(vm: &TestVm, gfn: u64) {
     host.free.lock().unwrap().push_back(old);
 }
 
-pub fn new_vm(config: Config, nr_pages: u64, nr_spare: u64, flags: MemoryRegionFlags) -> Arc<TestVm> {
-    let vm = Arc::new(Vm::new(ShadowHost::new(nr_pages, nr_spare), config).unwrap());
+pub fn new_vm(
+    config: Config,
+    shadow: ShadowPaging,
+    nr_pages: u64,
+    nr_spare: u64,
+    flags: MemoryRegionFlags,
+) -> Arc<TestVm> {
+    let vm = Arc::new(Vm::with_shadow_paging(ShadowHost::new(nr_pages, nr_spare), config, shadow).unwrap());
     vm.set_user_memory_region(region(nr_pages, flags, Some(0))).unwrap();
     vm
 }

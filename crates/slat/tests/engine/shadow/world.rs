@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use slat::{
     Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, LocalFlush,
-    MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
+    MemoryRegionFlags, Npt, Outcome, PageSize, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
     ShadowStrategy, TableNode, Vcpu, Vm,
 };
 
@@ -137,8 +137,8 @@ impl World {
             in_flush: Mutex::new(None),
             yields: AtomicU64::new(0),
         };
-        let paging = Paging::Shadow(ShadowPaging { strategy, max_pages, ..ShadowPaging::default() });
-        let vm = Arc::new(Vm::new(host, Config::default().with_paging(paging)).unwrap());
+        let shadow = ShadowPaging { strategy, max_pages, ..ShadowPaging::default() };
+        let vm = Arc::new(Vm::with_shadow_paging(host, Config::default(), shadow).unwrap());
         vm.set_user_memory_region(region(NR_FRAMES, MemoryRegionFlags::empty(), Some(()))).unwrap();
         let vcpu = vm.create_vcpu().unwrap();
         World { vm, vcpu, privilege: Privilege::Supervisor, tlb: HashMap::new(), flushes: 0, next_table: 0 }
@@ -351,7 +351,7 @@ impl World {
         vm.set_user_memory_region(gone).unwrap();
         vm.reclaim();
         assert_eq!(vm.stats().shadow_leaves(), 0, "leaves are left");
-        assert_eq!(vm.nr_shadow_pages(), 0, "shadow tables are left");
+        assert_eq!(vm.stats().shadow_pages, 0, "shadow tables are left");
         assert_eq!(vm.host().live_tables.load(Ordering::Relaxed), 1 + second_stage_tables(&vm), "tables are left");
     }
 }

@@ -86,7 +86,7 @@ fn two_levels_of_32_bits() {
 #[test]
 fn two_modes_over_the_same_tables() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut long = guest(&vm);
         let lowest = ROOT + 3;
         // For the other mode, `lowest` is the lowest page table and the page directory.
@@ -119,7 +119,7 @@ fn two_modes_over_the_same_tables() {
 #[test]
 fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = Cpu::new(&vm);
         vm.host().store(ROOT, 0, (ROOT + 1) << 12 | P);
         vm.host().store(ROOT + 1, 0, (ROOT + 2) << 12 | P | W | U);
@@ -193,7 +193,7 @@ fn a_load_of_pdptes_exits_for_their_page() {
 #[test]
 fn accessed_bits_of_another_mode_change_pdptes() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let (mut pae, mut long) = (Cpu::new(&vm), Cpu::new(&vm));
         let table = 0x30;
         vm.host().store(table, 0, 0x31 << 12 | P);
@@ -218,7 +218,7 @@ fn accessed_bits_of_another_mode_change_pdptes() {
 #[test]
 fn accessed_bits_of_two_levels_change_addresses_of_wide_entries() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let high = 1 << 32;
         let slot = second_slot(MemoryRegionFlags::empty(), 0x50, 8);
         vm.set_user_memory_region(slat::MemoryRegion { guest_phys_addr: Gpa(high), ..slot }).unwrap();
@@ -266,7 +266,7 @@ fn no_write_to_a_device_is_emulated() {
 #[test]
 fn a_kept_pcid_may_have_what_other_vcpus_cached() {
     for strategy in STRATEGIES {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let vm = new_vm(Config::default(), paging(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         map(&vm, ROOT, 4, VA, DATA, 0);
         map(&vm, 0x30, 4, VA, DATA + 2, P | W);
         let (root, lowest, at) = (ROOT << 12 | 1, ROOT + 3, index(VA, 1));

@@ -11,7 +11,7 @@ use slat::{
     Vcpu,
 };
 
-use super::{ADDRESS, LABEL, MAX_CPUS, NX, P, POISON, PS, ShadowHost, Shape, TestVm, U, W, label_of, pause};
+use super::{ADDRESS, LABEL, MAX_CPUS, NX, P, POISON, PS, ShadowHost, TestVm, U, W, label_of, pause};
 
 /// A page of data, or a page-table page.
 #[derive(Clone, Copy)]
@@ -89,7 +89,7 @@ pub fn registers_with_pcids(cr3: u64) -> PagingRegisters {
 /// A CPU of the guest.
 pub struct Cpu {
     pub vm: Arc<TestVm>,
-    vcpu: Vcpu<ShadowHost, Shape>,
+    vcpu: Vcpu<ShadowHost, slat::Npt>,
     /// It must be entered again before it runs.
     has_exited: bool,
     index: usize,
@@ -156,12 +156,12 @@ impl Cpu {
     }
 
     /// For calls that have no method here.
-    pub fn vcpu(&mut self) -> &mut Vcpu<ShadowHost, Shape> {
+    pub fn vcpu(&mut self) -> &mut Vcpu<ShadowHost, slat::Npt> {
         self.has_exited = true;
         &mut self.vcpu
     }
 
-    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<ShadowHost, Shape>) -> Outcome) {
+    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<ShadowHost, slat::Npt>) -> Outcome) {
         assert_eq!(call(&mut self.vcpu), Outcome::Resume);
         self.enter();
     }

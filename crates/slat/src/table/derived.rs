@@ -1,0 +1,47 @@
+//! Page tables derived from this tree, which hardware walks instead of it: shadow paging.
+//!
+//! A flush of the second stage concerns them first, and the CPUs then ([`TlbBatch::flush`]). That
+//! is all that the protocols of the second stage need of them, so `table` knows this trait and not
+//! its implementation. Nor does the linker: a program that makes no VM with derived tables has
+//! none of their code.
+
+use alloc::boxed::Box;
+use core::any::Any;
+
+use super::Tree;
+use super::retire::Participant;
+use super::tlb::TlbBatch;
+use crate::addr::{Gfn, GfnRange};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::stats::Stats;
+
+/// What derived tables keep for one vCPU. Only they know its type.
+pub(crate) type VcpuState = Box<dyn Any + Send + Sync>;
+
+/// Page tables that are derived from the leaf PTEs of a tree.
+pub(crate) trait DerivedTables<H: Host, F: Format>: Send + Sync {
+    /// Zaps what the second stage does not back any more in `range`, and takes W from what may not
+    /// be written. The caller has changed the second stage, and flushes `batch`, which has the
+    /// range.
+    fn zap_unbacked<'t>(&'t self, range: GfnRange, batch: &mut TlbBatch<'t, H, F>);
+
+    /// Takes W from all leaf PTEs that map the pages of `words`, so that writes are logged anew.
+    /// A word is the page of its first bit and a bit for each page; words come in rising order. The
+    /// caller has taken W in the second stage by an atomic operation. It flushes `batch`, which has
+    /// the pages.
+    fn write_protect<'t>(&'t self, words: &mut dyn Iterator<Item = (Gfn, u64)>, batch: &mut TlbBatch<'t, H, F>);
+
+    /// Begins the use by a new vCPU.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn new_vcpu(&self) -> Result<VcpuState, Error>;
+
+    /// Ends the use by a vCPU of `tree`, which these tables are derived from.
+    fn end_vcpu(&self, tree: &Tree<H, F>, participant: &Participant, state: VcpuState);
+
+    /// Adds their numbers of pages to `stats`.
+    fn add_stats(&self, stats: &mut Stats);
+}
