@@ -1,4 +1,4 @@
-//! Plots of latencies: how often something took how long.
+//! Plots of latencies: the frequency of each time.
 
 use super::ink::NR_SERIES;
 use super::input::Histogram;
@@ -6,7 +6,8 @@ use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, Shape};
 use super::plots::{Shown, labels, varying};
 use super::quantity;
 
-/// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest.
+/// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest's
+/// times.
 const STEPS_IN_OCTAVE: f64 = 2.0;
 
 const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
@@ -26,7 +27,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
     let of = |shown: &Shown<'_>| -> Vec<usize> {
         (0..shown.result.histograms.len()).filter(|&index| shown.result.histograms[index].name == name).collect()
     };
-    // Of all names: what is measured in one case only is named all the same.
+    // Of all names: a label that one name varies is shown for all.
     let vary = varying(shown.iter().flat_map(|shown| &shown.result.histograms).map(|histogram| &histogram.labels));
     let mut inks: Vec<String> = Vec::new();
     let mut series = Vec::new();
@@ -77,8 +78,8 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
             Plot {
                 title,
                 description:
-                    "How often it took how long: the share of all times, on a logarithmic axis. Further to the \
-                              left is better; what stands alone on the right are the worst."
+                    "The share of each time among all, on a logarithmic axis. Further to the left is better; the \
+                              rightmost steps are the longest times."
                         .to_owned(),
                 data: Data { head, rows },
                 body: Body::Series {
@@ -92,7 +93,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
         .collect()
 }
 
-/// Buckets that hold something sensible, from the shortest time to the longest.
+/// Valid buckets, from the shortest time to the longest.
 fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
     let is_sensible =
         |&(upper, count): &(f64, f64)| upper.is_finite() && upper >= 0.0 && count.is_finite() && count > 0.0;
@@ -101,7 +102,7 @@ fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
     buckets
 }
 
-/// The share of each step that has one; `x` is the step's upper edge.
+/// The share of each step that has values; `x` is the step's upper edge.
 fn shares(histogram: &Histogram) -> Vec<Point> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
@@ -118,8 +119,8 @@ fn shares(histogram: &Histogram) -> Vec<Point> {
     points
 }
 
-/// The line above the steps: a point wherever a level begins. Steps that have no share are at `ground`, since a logarithmic
-/// axis has no zero.
+/// The outline of the steps: a point wherever a level begins. Empty steps are at `ground`, since a
+/// logarithmic axis has no zero.
 fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
     let width = (1.0 / STEPS_IN_OCTAVE).exp2();
     let mut outline: Vec<Point> = Vec::new();
@@ -129,7 +130,7 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
         let begin = share.x / width;
         match end {
             None => outline.push(at(begin, ground)),
-            // Edges are powers of two: what lies between two of them is a step at least.
+            // Edges are powers of two, so a gap is at least one step.
             Some(end) if begin > end * 1.01 => outline.push(at(end, ground)),
             Some(_) => {}
         }
@@ -140,7 +141,7 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
     outline
 }
 
-/// How many, and quantiles.
+/// The count, and quantiles.
 fn row(histogram: &Histogram, name: &str, unit: &str) -> Vec<String> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
