@@ -1,13 +1,13 @@
-//! The peer that counts: the KVM of this machine (`crate::kvm`). Its slot is of the same size and on the same memory as
-//! everybody's, and the log is got in its legacy mode, in which the call begins a new log too. The vCPU is out of the
-//! guest when the log is taken.
+//! The most important peer: the KVM of this machine (`crate::kvm`). Its memslot has the size and
+//! the memory of all others. The log is got in KVM's legacy mode, in which the call begins a new
+//! log too. The vCPU is out of the guest when the log is got.
 
 use slat::{ManualProtect, PAGE_SHIFT};
 use slat_machine::memory::Backing;
 
 use super::subject::Subject;
 use crate::failure::Failure;
-use crate::kvm::{Guest, KvmVm, Logging, Shape, Trouble};
+use crate::kvm::{Guest, KvmError, KvmVm, Logging, Shape};
 
 /// A VM of the real KVM with one slot.
 pub(super) struct KvmPeer {
@@ -17,8 +17,8 @@ pub(super) struct KvmPeer {
 }
 
 impl KvmPeer {
-    /// A VM whose slot is all of `memory`, and logs.
-    pub(super) fn new(memory: &Backing) -> Result<KvmPeer, Trouble> {
+    /// A VM whose memslot is all of `memory`, and logs.
+    pub(super) fn new(memory: &Backing) -> Result<KvmPeer, KvmError> {
         let shape = Shape {
             nr_vcpus: 1,
             nr_slots: 1,

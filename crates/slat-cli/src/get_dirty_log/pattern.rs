@@ -8,10 +8,10 @@ use rand::seq::index;
 use super::Method;
 use crate::failure::{Failure, check_failed};
 
-/// How the pages that are written lie in the slot.
+/// How the pages that are written are placed in the memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Pattern {
-    /// One behind the other, from a random page on.
+    /// Consecutive, from a random page on.
     Run,
     /// Evenly spread over the slot, from a random page on.
     Stride,
@@ -30,8 +30,8 @@ impl Pattern {
         }
     }
 
-    /// Chooses `nr_dirty` different pages of `nr_pages`, in the order in which they are written. Both are not 0, and
-    /// the first not more than the second.
+    /// Chooses `nr_dirty` different pages of `nr_pages`, in the order in which they are written.
+    /// Both are not 0, and the first not more than the second.
     pub(super) fn choose(self, nr_dirty: u32, nr_pages: u32, rng: &mut SmallRng) -> Vec<u32> {
         match self {
             Pattern::Run => {
@@ -63,7 +63,7 @@ pub(super) fn set_bits(bitmap: &mut [u64], pages: &[u32]) {
     }
 }
 
-/// Holds the log that a call gave against that of the pages written since the call before.
+/// Compares the log that a call returned with the pages written since the call before.
 pub(super) fn check_log(method: Method, log: &[u64], written: &[u64]) -> Result<(), Failure> {
     if log == written {
         return Ok(());

@@ -1,5 +1,6 @@
-//! What kind of KVM this is: its modules, how it translates guest memory, what it offers for dirty logging. A figure of
-//! KVM means nothing without it: a shadow MMU and the TDP MMU have no code in common here.
+//! The kind of this KVM: its modules, its translation of guest memory, its capabilities for dirty
+//! logging. A figure of KVM is meaningless without them: a shadow MMU and the TDP MMU have no code
+//! in common here.
 
 use std::fs;
 use std::path::Path;
@@ -49,7 +50,7 @@ impl Facts {
         Facts { modules, parameters, capabilities, api_version: kvm.get_api_version() }
     }
 
-    /// How guest memory is translated, as far as the modules tell.
+    /// The translation of guest memory, as far as the modules show it.
     fn translation(&self) -> String {
         let is_on = |name: &str| {
             self.parameters.iter().any(|(parameter, value)| {
@@ -62,7 +63,7 @@ impl Facts {
             _ if self.modules.iter().any(|module| module != "kvm") => {
                 return "shadow page tables, as no module has ept or npt on".to_owned();
             }
-            _ => return "not known, as no vendor module is to be seen".to_owned(),
+            _ => return "not known, as no vendor module is visible".to_owned(),
         };
         format!("{tables}, {} MMU", if is_on("tdp_mmu") { "TDP" } else { "not the TDP" })
     }
@@ -73,7 +74,7 @@ impl Facts {
     }
 
     fn module_names(&self) -> String {
-        if self.modules.is_empty() { "none to be seen".to_owned() } else { self.modules.join(", ") }
+        if self.modules.is_empty() { "none visible".to_owned() } else { self.modules.join(", ") }
     }
 
     /// For people.
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_translation_is_told_by_the_modules() {
+    fn the_modules_show_the_translation() {
         let facts = |modules: &[&str], parameters: &[(&str, &str)]| Facts {
             modules: modules.iter().map(|&name| name.to_owned()).collect(),
             parameters: parameters.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect(),
