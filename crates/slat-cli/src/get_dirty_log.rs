@@ -28,12 +28,12 @@ use slat_machine::walk::HardwareFormat;
 
 use crate::args::{FormatArg, PeerArg, check_shadow_format, positive, size_bytes, with_format};
 use crate::failure::Failure;
-use crate::kvm::{Facts, MAX_REGION_BYTES};
+use crate::kvm::{KvmFacts, MAX_REGION_BYTES};
 use crate::results::{NotRun, Outcome};
 use crate::session::Session;
 use kvm::KvmPeer;
 use measure::{Bench, Cell};
-use pattern::Pattern;
+use pattern::DirtyPattern;
 use peer::Peer;
 use subject::{Slat, Subject};
 
@@ -69,7 +69,7 @@ pub(crate) struct GetDirtyLogArgs {
     ///
     /// In the slot, for the table; by default all patterns.
     #[arg(short = 'p', long, value_name = "HOW,...", value_enum, value_delimiter = ',')]
-    pub(crate) pattern: Option<Vec<Pattern>>,
+    pub(crate) pattern: Option<Vec<DirtyPattern>>,
     /// Methods.
     ///
     /// To get the log, besides KVM; by default all of the workload.
@@ -106,8 +106,8 @@ pub(crate) struct GetDirtyLogArgs {
     ///
     /// Whether the engine's CPU has a second stage. The CPU of its peers always has one; the real
     /// KVM's as this machine has.
-    #[arg(long, value_enum, default_value_t = PagingArg::SecondStage)]
-    pub(crate) paging: PagingArg,
+    #[arg(long, value_enum, default_value_t = CpuPagingArg::SecondStage)]
+    pub(crate) paging: CpuPagingArg,
     /// Runs at most [default: 500; migration: 100].
     ///
     /// Of each number and pattern (fewer where they take long, but 3); bursts; or harvests of a
@@ -143,8 +143,8 @@ impl GetDirtyLogArgs {
         })
     }
 
-    fn patterns(&self) -> &[Pattern] {
-        self.pattern.as_deref().unwrap_or(&Pattern::ALL)
+    fn patterns(&self) -> &[DirtyPattern] {
+        self.pattern.as_deref().unwrap_or(&DirtyPattern::ALL)
     }
 }
 
@@ -167,7 +167,7 @@ pub(crate) enum Workload {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum PagingArg {
+pub(crate) enum CpuPagingArg {
     /// The CPU walks the second-stage tables.
     SecondStage,
     /// The CPU has no second stage, and walks shadow tables; the reverse map leads to the leaves of
@@ -175,12 +175,12 @@ pub(crate) enum PagingArg {
     Shadow,
 }
 
-impl PagingArg {
+impl CpuPagingArg {
     /// The name in options and results.
     fn name(self) -> &'static str {
         match self {
-            PagingArg::SecondStage => "second-stage",
-            PagingArg::Shadow => "shadow",
+            CpuPagingArg::SecondStage => "second-stage",
+            CpuPagingArg::Shadow => "shadow",
         }
     }
 }
@@ -234,7 +234,7 @@ impl Method {
 /// What was not measured, and why; or what was.
 struct Notes {
     /// The facts of the KVM, if it was measured.
-    kvm: Option<Facts>,
+    kvm: Option<KvmFacts>,
     not_run: Vec<NotRun>,
 }
 
@@ -244,8 +244,8 @@ pub(crate) fn run(args: &GetDirtyLogArgs, session: &Session) -> Result<Outcome, 
     let memory = subject::memory(args.backing, args.slot_bytes())?;
     if args.workload == Workload::Migration {
         return with_format!(args.format, F => match args.paging {
-            PagingArg::SecondStage => migration::measure(args, session, &methods, &memory, Slat::<F, _>::new),
-            PagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::<F, _>::shadow),
+            CpuPagingArg::SecondStage => migration::measure(args, session, &methods, &memory, Slat::<F, _>::new),
+            CpuPagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::<F, _>::shadow),
         });
     }
     let (subjects, notes) = with_format!(args.format, F => subjects::<F>(args, &methods, &memory))?;
@@ -263,7 +263,7 @@ pub(crate) fn run(args: &GetDirtyLogArgs, session: &Session) -> Result<Outcome, 
 /// The methods to measure, without KVM.
 fn check_usage(args: &GetDirtyLogArgs) -> Result<Vec<Method>, Failure> {
     let usage = |what: String| Err(Failure::Usage(what));
-    if args.paging == PagingArg::Shadow {
+    if args.paging == CpuPagingArg::Shadow {
         check_shadow_format(args.format)?;
     }
     if args.workload != Workload::Table && (args.pages.is_some() || args.pattern.is_some()) {
@@ -315,8 +315,8 @@ fn subjects<F: HardwareFormat>(
     for &method in methods {
         let subject: Box<dyn Subject> = match method {
             Method::Slat | Method::SlatLeaf => match args.paging {
-                PagingArg::SecondStage => Box::new(Slat::<F, _>::new(method, memory)?),
-                PagingArg::Shadow => Box::new(Slat::<F, _>::shadow(method, memory)?),
+                CpuPagingArg::SecondStage => Box::new(Slat::<F, _>::new(method, memory)?),
+                CpuPagingArg::Shadow => Box::new(Slat::<F, _>::shadow(method, memory)?),
             },
             Method::Xchg16 if !peer::has_exchange16() => {
                 let why = "the CPUs have no exchange of 16 bytes".to_owned();
@@ -345,7 +345,7 @@ fn subjects<F: HardwareFormat>(
 }
 
 /// A KVM whose guest has written a page, and whose log was got.
-fn working_kvm(memory: &Backing) -> Result<(KvmPeer, Facts), String> {
+fn working_kvm(memory: &Backing) -> Result<(KvmPeer, KvmFacts), String> {
     let kvm = KvmPeer::new(memory).and_then(|kvm| Ok((kvm, crate::kvm::facts()?)));
     let (mut kvm, facts) = kvm.map_err(|error| error.to_string())?;
     let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> PAGE_SHIFT) as u32)];

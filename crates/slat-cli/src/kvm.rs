@@ -29,8 +29,8 @@ use slat::{ManualProtect, PAGE_SHIFT};
 use slat_machine::memory::{Backing, BackingKind};
 
 use crate::failure::{Failure, LEAVE_KVM_OUT};
-pub(crate) use facts::Facts;
-pub(crate) use guest::Guest;
+pub(crate) use facts::KvmFacts;
+pub(crate) use guest::KvmGuest;
 use system::{REGION_GPA, SYSTEM_GPA, System};
 
 /// The memslot of the guests' program, page tables and lists of pages. The region's memslots have
@@ -78,8 +78,8 @@ fn open() -> Result<Kvm, KvmError> {
 }
 
 /// The facts about this KVM.
-pub(crate) fn facts() -> Result<Facts, KvmError> {
-    Ok(Facts::read(&open()?))
+pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
+    Ok(KvmFacts::read(&open()?))
 }
 
 /// `wanted`, or the nearest mode that this KVM has.
@@ -97,7 +97,7 @@ pub(crate) fn nearest_manual_protect(wanted: ManualProtect) -> Result<ManualProt
 
 /// The parameters of a VM, besides the memory of its region.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct VmShape {
     pub(crate) nr_vcpus: usize,
     /// Memslots that the region is divided into, evenly.
     pub(crate) nr_slots: u32,
@@ -127,7 +127,7 @@ pub(crate) struct KvmVm {
 
 impl KvmVm {
     /// A VM whose region is all of `memory`, not logged yet; and its guests.
-    pub(crate) fn new(memory: &Backing, shape: &Shape) -> Result<(KvmVm, Vec<Guest>), KvmError> {
+    pub(crate) fn new(memory: &Backing, shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
         let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
         if memory.size_bytes() > MAX_REGION_BYTES {
             return Err(KvmError(format!("a region of {nr_pages} pages is too large for its guests' tables")));
@@ -164,7 +164,7 @@ impl KvmVm {
         let guest = |index: usize| {
             let vcpu = tried("create a vCPU", vm.vm.create_vcpu(index as u64))?;
             tried("set the CPUID", vcpu.set_cpuid2(&cpuid))?;
-            Guest::new(vcpu, index as u64, shape, &system, memory)
+            KvmGuest::new(vcpu, index as u64, shape, &system, memory)
         };
         let guests = (0..shape.nr_vcpus).map(guest).collect::<Result<_, _>>()?;
         Ok((vm, guests))

@@ -28,9 +28,9 @@ impl From<KvmError> for Failure {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Facts {}
+pub(crate) enum KvmFacts {}
 
-impl Facts {
+impl KvmFacts {
     pub(crate) fn measured_on(&self) -> String {
         match *self {}
     }
@@ -44,7 +44,7 @@ impl Facts {
     }
 }
 
-pub(crate) fn facts() -> Result<Facts, KvmError> {
+pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
     Err(KvmError)
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn nearest_manual_protect(_wanted: ManualProtect) -> Result<ManualPro
 
 #[derive(Clone, Copy, Debug)]
 #[expect(dead_code, reason = "no code reads them")]
-pub(crate) struct Shape {
+pub(crate) struct VmShape {
     pub(crate) nr_vcpus: usize,
     pub(crate) nr_slots: u32,
     pub(crate) nr_listed: u64,
@@ -69,9 +69,9 @@ pub(crate) enum Logging {
 
 pub(crate) enum KvmVm {}
 
-pub(crate) enum Guest {}
+pub(crate) enum KvmGuest {}
 
-impl Guest {
+impl KvmGuest {
     pub(crate) fn write_listed(&mut self, _pages: &[u32], _value: u64) -> Result<(), KvmError> {
         match *self {}
     }
@@ -82,7 +82,7 @@ impl Guest {
 }
 
 impl KvmVm {
-    pub(crate) fn new(_memory: &Backing, _shape: &Shape) -> Result<(KvmVm, Vec<Guest>), KvmError> {
+    pub(crate) fn new(_memory: &Backing, _shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
         Err(KvmError)
     }
 

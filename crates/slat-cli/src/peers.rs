@@ -101,7 +101,8 @@ pub(crate) fn run(args: &PeersArgs, session: &Session) -> Result<Outcome, Failur
     let outcome =
         |measured: &Measured| Outcome::new(&report::results(args, measured), |out| report::print(out, args, measured));
     let progress = session.progress(u64::from(args.runs) + 1);
-    let begin = |job: operation::Job| progress.begin(format!("{}, {} threads", job.operation.title(), job.nr_threads));
+    let begin =
+        |job: operation::PeerJob| progress.begin(format!("{}, {} threads", job.operation.title(), job.nr_threads));
     measured.warm_up(memory, begin)?;
     progress.step();
     for _ in 0..args.runs {

@@ -3,7 +3,7 @@
 //! guest writes one word to each of its pages, in order: the value that the engine's guests write.
 //!
 //! Some options are the engine's only: the format of the tables, the paging, the way of protecting
-//! and of splitting. KVM does all that as its modules are configured (`Facts`). What its guest
+//! and of splitting. KVM does all that as its modules are configured (`KvmFacts`). What its guest
 //! cannot do is refused.
 //!
 //! Every log is compared with the writes, and must be empty once it was cleared. Since each round
@@ -23,7 +23,7 @@ use slat_machine::topology::pin_current_thread;
 
 use crate::args::{DirtyLogArgs, DirtyTrackingArg, HugePagesArg, PeerArg, manual_protect_name};
 use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed};
-use crate::kvm::{Facts, KvmError, KvmVm, Logging, MAX_REGION_BYTES, Shape, facts, nearest_manual_protect};
+use crate::kvm::{KvmError, KvmFacts, KvmVm, Logging, MAX_REGION_BYTES, VmShape, facts, nearest_manual_protect};
 use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
 use vcpus::Vcpus;
@@ -38,7 +38,7 @@ pub(super) struct Peer {
 }
 
 struct Kvm {
-    facts: Facts,
+    facts: KvmFacts,
     plan: Plan,
     /// The mode of the engine, which KVM would have if it could.
     wanted: ManualProtect,
@@ -213,7 +213,7 @@ impl Plan {
     /// Runs the phases once, with a new VM on new memory.
     fn run(&self) -> Result<Run, Failure> {
         let memory = Backing::new(self.backing, self.nr_pages() << PAGE_SHIFT).map_err(MachineError::from)?;
-        let shape = Shape {
+        let shape = VmShape {
             nr_vcpus: self.nr_vcpus,
             nr_slots: self.nr_slots,
             nr_listed: 0,

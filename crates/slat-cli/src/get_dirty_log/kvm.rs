@@ -7,19 +7,19 @@ use slat_machine::memory::Backing;
 
 use super::subject::Subject;
 use crate::failure::Failure;
-use crate::kvm::{Guest, KvmError, KvmVm, Logging, Shape};
+use crate::kvm::{KvmError, KvmGuest, KvmVm, Logging, VmShape};
 
 /// A VM of the real KVM with one slot.
 pub(super) struct KvmPeer {
     vm: KvmVm,
     /// One.
-    guests: Vec<Guest>,
+    guests: Vec<KvmGuest>,
 }
 
 impl KvmPeer {
     /// A VM whose memslot is all of `memory`, and logs.
     pub(super) fn new(memory: &Backing) -> Result<KvmPeer, KvmError> {
-        let shape = Shape {
+        let shape = VmShape {
             nr_vcpus: 1,
             nr_slots: 1,
             nr_listed: memory.size_bytes() >> PAGE_SHIFT,

@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use slat::{PAGE_SHIFT, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
-use super::pattern::{Pattern, check_log, nr_words, set_bits};
+use super::pattern::{DirtyPattern, check_log, nr_words, set_bits};
 use super::{GetDirtyLogArgs, Method, Subjects};
 use crate::failure::{Failure, check_failed};
 use crate::results::{Outcome, Samples};
@@ -63,7 +63,7 @@ impl Series {
 #[derive(Clone, Debug)]
 pub(super) struct Cell {
     /// How they are placed; the framebuffer has no pattern.
-    pub(super) pattern: Option<Pattern>,
+    pub(super) pattern: Option<DirtyPattern>,
     /// Pages that were dirty at each call, or in the mean.
     pub(super) nr_dirty: f64,
     pub(super) series: Vec<Series>,
@@ -207,7 +207,7 @@ pub(super) fn table(
 fn measure_cell(
     args: &GetDirtyLogArgs,
     bench: &mut Bench,
-    pattern: Pattern,
+    pattern: DirtyPattern,
     nr_dirty: u32,
     rng: &mut SmallRng,
 ) -> Result<Cell, Failure> {

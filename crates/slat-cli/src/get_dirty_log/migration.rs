@@ -80,7 +80,7 @@ impl Migration {
 
 /// What the guest did in a turn.
 #[derive(Default)]
-struct Guest {
+struct GuestWrites {
     nr_writes: u64,
     writing_ns: u64,
     /// Of writes that faulted.
@@ -229,8 +229,8 @@ fn run_guest<C: GuestCpu>(
     mut rng: SmallRng,
     first_value: u64,
     is_over: &AtomicBool,
-) -> Result<Guest, Failure> {
-    let mut guest = Guest::default();
+) -> Result<GuestWrites, Failure> {
+    let mut guest = GuestWrites::default();
     let begin = Instant::now();
     // Writes between two checks of the clock and the flag, without a rate.
     const UNLIMITED: u64 = 256;

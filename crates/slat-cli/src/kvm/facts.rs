@@ -23,7 +23,7 @@ const CAPABILITIES: [(&str, u32); 4] = [
 
 /// What was found.
 #[derive(Clone, Debug)]
-pub(crate) struct Facts {
+pub(crate) struct KvmFacts {
     modules: Vec<String>,
     /// As `module.parameter` and its value.
     parameters: Vec<(String, String)>,
@@ -31,8 +31,8 @@ pub(crate) struct Facts {
     api_version: i32,
 }
 
-impl Facts {
-    pub(super) fn read(kvm: &Kvm) -> Facts {
+impl KvmFacts {
+    pub(super) fn read(kvm: &Kvm) -> KvmFacts {
         let all = Path::new("/sys/module");
         let names =
             fs::read_dir(all).into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
@@ -47,7 +47,7 @@ impl Facts {
             }
         }
         let capabilities = CAPABILITIES.map(|(name, number)| (name, kvm.check_extension_raw(number.into()))).to_vec();
-        Facts { modules, parameters, capabilities, api_version: kvm.get_api_version() }
+        KvmFacts { modules, parameters, capabilities, api_version: kvm.get_api_version() }
     }
 
     /// The translation of guest memory, as far as the modules show it.
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_modules_show_the_translation() {
-        let facts = |modules: &[&str], parameters: &[(&str, &str)]| Facts {
+        let facts = |modules: &[&str], parameters: &[(&str, &str)]| KvmFacts {
             modules: modules.iter().map(|&name| name.to_owned()).collect(),
             parameters: parameters.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect(),
             capabilities: Vec::new(),

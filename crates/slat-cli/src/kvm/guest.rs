@@ -16,9 +16,9 @@ use kvm_bindings::{kvm_regs, kvm_sregs};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use slat_machine::memory::Backing;
 
-use super::system::{EXIT_GVA, Program, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
+use super::system::{EXIT_GVA, GuestProgram, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
 use super::watchdog::Watchdog;
-use super::{KvmError, Shape, tried};
+use super::{KvmError, VmShape, tried};
 
 const PAGE_FAULT: u16 = 14;
 /// The bit that is always one.
@@ -32,7 +32,7 @@ fn time_limit(nr_pages: u64, nr_vcpus: u64) -> Duration {
 }
 
 /// A vCPU with its programs. One thread drives it.
-pub(crate) struct Guest {
+pub(crate) struct KvmGuest {
     // Declared before the memory, so that it is dropped first: a vCPU keeps its VM alive.
     vcpu: VcpuFd,
     system: System,
@@ -44,17 +44,17 @@ pub(crate) struct Guest {
     watchdog: Watchdog,
 }
 
-impl Guest {
+impl KvmGuest {
     /// The guest with number `index` of a VM of `shape`.
     pub(super) fn new(
         vcpu: VcpuFd,
         index: u64,
-        shape: &Shape,
+        shape: &VmShape,
         system: &System,
         region: &Backing,
-    ) -> Result<Guest, KvmError> {
+    ) -> Result<KvmGuest, KvmError> {
         let sregs = system.user_sregs(index, tried("get the system registers", vcpu.get_sregs())?);
-        Ok(Guest {
+        Ok(KvmGuest {
             vcpu,
             system: system.clone(),
             _region: region.clone(),
@@ -79,7 +79,7 @@ impl Guest {
     }
 
     /// Runs `program` from its start to its end.
-    fn write(&mut self, program: &Program, rsi: u64, nr_pages: u64, value: u64) -> Result<(), KvmError> {
+    fn write(&mut self, program: &GuestProgram, rsi: u64, nr_pages: u64, value: u64) -> Result<(), KvmError> {
         let regs = kvm_regs {
             rip: program.start(),
             rsi,
@@ -104,7 +104,7 @@ impl Guest {
 
     /// Runs until the guest writes to a port, and returns the port.
     fn run(&mut self, nr_pages: u64) -> Result<u16, KvmError> {
-        let Guest { vcpu, watchdog, nr_vcpus, .. } = self;
+        let KvmGuest { vcpu, watchdog, nr_vcpus, .. } = self;
         let why = watchdog.watch(time_limit(nr_pages, *nr_vcpus), || {
             loop {
                 match vcpu.run() {

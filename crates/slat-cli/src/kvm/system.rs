@@ -13,7 +13,7 @@ use kvm_bindings::{kvm_segment, kvm_sregs};
 use slat::{PAGE_SHIFT, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
-use super::{KvmError, MAX_REGION_BYTES, Shape, system_memory};
+use super::{KvmError, MAX_REGION_BYTES, VmShape, system_memory};
 
 /// Where the system is.
 pub(super) const SYSTEM_GPA: u64 = SIZE_2M;
@@ -63,13 +63,13 @@ const CR0: u64 = 1 << 0 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 
 /// A program of CPL 3. It ends by a write to [`EXIT_GVA`], in RDX.
-pub(super) struct Program {
+pub(super) struct GuestProgram {
     code: &'static [u8],
     /// Its offset in the system.
     at: u64,
 }
 
-impl Program {
+impl GuestProgram {
     /// Its address.
     pub(super) const fn start(&self) -> u64 {
         SYSTEM_GPA + self.at
@@ -82,7 +82,7 @@ impl Program {
 }
 
 /// Writes RAX to each page of a list: the list in RSI, its length in RCX.
-pub(super) const WRITE_LISTED: Program = Program {
+pub(super) const WRITE_LISTED: GuestProgram = GuestProgram {
     code: &[
         0x48, 0x8b, 0x1e, // next: mov rbx, [rsi]
         0x48, 0x89, 0x03, // mov [rbx], rax
@@ -96,7 +96,7 @@ pub(super) const WRITE_LISTED: Program = Program {
 
 /// Writes RAX, RAX + 1 and so on to pages that follow each other: the first in RSI, their number in
 /// RCX.
-pub(super) const WRITE_PAGES: Program = Program {
+pub(super) const WRITE_PAGES: GuestProgram = GuestProgram {
     code: &[
         0x48, 0x89, 0x06, // next: mov [rsi], rax
         0x48, 0x81, 0xc6, 0x00, 0x10, 0x00, 0x00, // add rsi, 4096
@@ -126,7 +126,7 @@ pub(super) struct System {
 impl System {
     /// The system of as many vCPUs as `shape` says, for a region of `nr_pages` pages, of
     /// [`MAX_REGION_BYTES`] at most.
-    pub(super) fn new(nr_pages: u64, shape: &Shape) -> Result<System, KvmError> {
+    pub(super) fn new(nr_pages: u64, shape: &VmShape) -> Result<System, KvmError> {
         let nr_vcpus = shape.nr_vcpus as u64;
         let size_bytes = (BLOCKS + nr_vcpus * block_bytes(shape.nr_listed)).next_multiple_of(SIZE_2M);
         if SYSTEM_GPA + size_bytes > EXIT_GVA {

@@ -19,7 +19,7 @@ use slat_machine::walk::HardwareFormat;
 
 use super::MemslotsArgs;
 use super::area::{AREA_PAGES, Area};
-use super::guest::{Guest, Job, VALUES, pages};
+use super::guest::{AreaGuest, GuestJob, VALUES, pages};
 use crate::failure::{Failure, check_failed};
 use crate::session::Session;
 
@@ -89,7 +89,7 @@ impl Run {
 
 /// The counts of a test.
 #[derive(Default)]
-struct Tally {
+struct TestCounts {
     nr_host_calls: u64,
     host_time: Duration,
     nr_verified: u64,
@@ -99,10 +99,10 @@ struct Tally {
 /// A running test.
 struct Bench<'a, F: HardwareFormat> {
     area: &'a Area<F>,
-    guest: Guest,
+    guest: AreaGuest,
     extra_checks: bool,
     time: Duration,
-    tally: Tally,
+    tally: TestCounts,
 }
 
 /// Runs `test` once.
@@ -114,9 +114,9 @@ pub(super) fn run<F: HardwareFormat>(
 ) -> Result<Run, Failure> {
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
     let _watched = session.watch(area.vm());
-    let guest = Guest::start(area.create_cpu()?, Duration::from_secs(args.timeout.into()))?;
+    let guest = AreaGuest::start(area.create_cpu()?, Duration::from_secs(args.timeout.into()))?;
     let time = Duration::from_secs(args.seconds.into());
-    let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: Tally::default() };
+    let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: TestCounts::default() };
     let (elapsed, nr_iterations) = match test {
         Test::Map => bench.by_halves(MAP_PAGES, MAP_PAGES / 2),
         Test::Unmap => bench.by_halves(UNMAP_PAGES, 1),
@@ -125,7 +125,7 @@ pub(super) fn run<F: HardwareFormat>(
         Test::MoveInactive => bench.move_last_slot(0..MOVE_PAGES.min(area.last_slot().pages.start)),
         Test::Rw => bench.read_and_write(),
     }?;
-    let Tally { nr_host_calls, host_time, nr_verified, nr_mmio_exits } = bench.tally;
+    let TestCounts { nr_host_calls, host_time, nr_verified, nr_mmio_exits } = bench.tally;
     Ok(Run {
         setup,
         elapsed,
@@ -172,7 +172,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
                 // The halves swap their values each time, so that the check finds no value of an
                 // earlier iteration.
                 let value = VALUES[(index + iteration as usize) % 2];
-                bench.guest.post(Job::Fill { pages: half.clone(), value });
+                bench.guest.post(GuestJob::Fill { pages: half.clone(), value });
                 bench.discard(&halves[1 - index], chunk_pages)?;
                 bench.finish_guest()?;
                 bench.check(half, value)?;
@@ -236,7 +236,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
     fn move_last_slot(&mut self, window: Range<u64>) -> Result<(Duration, u64), Failure> {
         let slot = self.area.last_slot();
         let moving = window.start.max(slot.pages.start)..window.end.max(slot.pages.start);
-        self.guest.post(Job::Window { pages: window.clone(), moving });
+        self.guest.post(GuestJob::Window { pages: window.clone(), moving });
         let (elapsed, nr_iterations) = self.repeat(|bench, _| {
             for up_pages in [MOVE_PAGES, 0] {
                 bench.guest.steps().next();
@@ -266,12 +266,12 @@ impl<F: HardwareFormat> Bench<'_, F> {
         let all = 0..AREA_PAGES;
         let [by_guest, by_host] = VALUES;
         self.repeat(|bench, _| {
-            bench.guest.post(Job::Fill { pages: all.clone(), value: by_guest });
+            bench.guest.post(GuestJob::Fill { pages: all.clone(), value: by_guest });
             for page in all.clone() {
                 bench.area.backing().store((page << PAGE_SHIFT) + HOST_WORD_BYTES, by_host);
             }
             bench.finish_guest()?;
-            bench.guest.post(Job::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
+            bench.guest.post(GuestJob::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
             for page in all.clone() {
                 bench.expect(page, 0, by_guest)?;
                 bench.area.backing().store(page << PAGE_SHIFT, 0);

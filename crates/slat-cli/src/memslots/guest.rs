@@ -30,7 +30,7 @@ pub(super) const VALUES: [u64; 2] = [0x1122_3344_5566_7788, 0x99AA_BBCC_DDEE_FF0
 /// A job of the guest. Pages are counted from the area's start; the word is that at `offset_bytes`
 /// of each page.
 #[derive(Clone, Debug)]
-pub(super) enum Job {
+pub(super) enum GuestJob {
     /// Writes the first word of each page.
     Fill { pages: Range<u64>, value: u64 },
     /// Reads the word of each page, which must be `expected`, and clears it.
@@ -114,8 +114,8 @@ impl Signals {
 }
 
 /// The host's handle of the guest.
-pub(super) struct Guest {
-    jobs: Option<Sender<Job>>,
+pub(super) struct AreaGuest {
+    jobs: Option<Sender<GuestJob>>,
     answers: Receiver<Result<Done, Wrong>>,
     signals: Arc<Signals>,
     timeout: Duration,
@@ -123,10 +123,10 @@ pub(super) struct Guest {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Guest {
+impl AreaGuest {
     /// Starts the vCPU's thread.
-    pub(super) fn start<F: HardwareFormat>(mut cpu: AreaCpu<F>, timeout: Duration) -> Result<Guest, Failure> {
-        let (jobs, for_guest) = channel::<Job>();
+    pub(super) fn start<F: HardwareFormat>(mut cpu: AreaCpu<F>, timeout: Duration) -> Result<AreaGuest, Failure> {
+        let (jobs, for_guest) = channel::<GuestJob>();
         let (from_guest, answers) = channel();
         let signals = Arc::new(Signals::default());
         let signals_of_guest = Arc::clone(&signals);
@@ -141,11 +141,11 @@ impl Guest {
             .name("vcpu 0".to_owned())
             .spawn(work)
             .map_err(|source| MachineError::Thread { vcpu: 0, source })?;
-        Ok(Guest { jobs: Some(jobs), answers, signals, timeout, thread: Some(thread) })
+        Ok(AreaGuest { jobs: Some(jobs), answers, signals, timeout, thread: Some(thread) })
     }
 
     /// Posts a job, which the guest begins at once.
-    pub(super) fn post(&self, job: Job) {
+    pub(super) fn post(&self, job: GuestJob) {
         // If the thread has ended, `wait` returns the error.
         let _ = self.jobs.as_ref().map(|jobs| jobs.send(job));
     }
@@ -170,7 +170,8 @@ impl Guest {
     }
 
     /// Waits until the guest has written the whole window once more within the host's step. Returns
-    /// also if the guest has failed or takes too long: [`stop`](Guest::stop) has the error then.
+    /// also if the guest has failed or takes too long: [`stop`](AreaGuest::stop) has the error
+    /// then.
     pub(super) fn wait_for_pass(&self) {
         let begin = Instant::now();
         // Relaxed, also where it is counted: it only delays the host.
@@ -190,7 +191,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for AreaGuest {
     fn drop(&mut self) {
         self.signals.stop.store(true, Ordering::Relaxed);
         // The end of the jobs is the end of the thread.
@@ -202,11 +203,11 @@ impl Drop for Guest {
     }
 }
 
-fn work<F: HardwareFormat>(cpu: &mut AreaCpu<F>, job: &Job, signals: &Signals) -> Result<Done, Wrong> {
+fn work<F: HardwareFormat>(cpu: &mut AreaCpu<F>, job: &GuestJob, signals: &Signals) -> Result<Done, Wrong> {
     match job {
-        Job::Fill { pages, value } => fill(cpu, pages.clone(), *value),
-        Job::Take { pages, offset_bytes, expected } => take(cpu, pages.clone(), *offset_bytes, *expected),
-        Job::Window { pages, moving } => {
+        GuestJob::Fill { pages, value } => fill(cpu, pages.clone(), *value),
+        GuestJob::Take { pages, offset_bytes, expected } => take(cpu, pages.clone(), *offset_bytes, *expected),
+        GuestJob::Window { pages, moving } => {
             let result = window(cpu, pages, moving, signals);
             signals.passes.store(Signals::NO_MORE, Ordering::Relaxed);
             result

@@ -16,7 +16,7 @@ use slat::{
 
 use super::measure::Shared;
 use super::memory::Memory;
-use super::operation::{BATCH, BLOCK_PAGES, Frames, Job, Leaf, Operation, PART_PAGES, Pages, Table, address};
+use super::operation::{BATCH, BLOCK_PAGES, Frames, Leaf, Operation, PART_PAGES, Pages, PeerJob, Table, address};
 
 /// A host with the memory of the software machine, without its CPUs, and with computed frames: so
 /// that only the engine is measured.
@@ -95,7 +95,7 @@ unsafe impl Host for FrameHost {
 /// A VM with a slot for the memory of each thread.
 pub(crate) struct Engine {
     vm: Arc<Vm<FrameHost, Npt>>,
-    job: Job,
+    job: PeerJob,
 }
 
 fn set_slot(
@@ -122,7 +122,7 @@ impl Engine {
     ///
     /// # Errors
     /// The engine's.
-    pub(crate) fn new(memory: Memory, job: Job) -> Result<Engine, Error> {
+    pub(crate) fn new(memory: Memory, job: PeerJob) -> Result<Engine, Error> {
         let vm = Arc::new(Vm::new(FrameHost(memory), Config::default())?);
         // Pages that are mapped for writing then are dirty, so the harvest has pages to report and
         // to protect.
@@ -145,7 +145,7 @@ impl Engine {
         Ok(VcpuHandle { vcpu: self.vm.create_vcpu()?, bitmap })
     }
 
-    /// Checks the engine's own counts, after [`Job::check`].
+    /// Checks the engine's own counts, after [`PeerJob::check`].
     ///
     /// # Errors
     /// Which count is wrong, as a sentence.

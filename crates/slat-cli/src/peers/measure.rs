@@ -21,7 +21,7 @@ use super::generic::Generic;
 use super::memory::Memory;
 #[cfg(target_arch = "x86_64")]
 use super::multiarch::Multiarch;
-use super::operation::{Job, Operation, Table};
+use super::operation::{Operation, PeerJob, Table};
 use super::subject::Subject;
 use super::x86::X86;
 use crate::failure::{Failure, check_failed};
@@ -85,7 +85,7 @@ struct Ran {
 }
 
 /// One thread's part. It always arrives at the barrier, since the others wait for it.
-fn run_thread(job: Job, tables: &impl Shared, thread: u64, arrived: &AtomicUsize) -> Result<Ran, Error> {
+fn run_thread(job: PeerJob, tables: &impl Shared, thread: u64, arrived: &AtomicUsize) -> Result<Ran, Error> {
     let call = tables.each(|table, call| job.call(table, thread, call));
     wait_for_all(arrived, job.nr_threads as usize);
     let mut call = call?;
@@ -96,7 +96,7 @@ fn run_thread(job: Job, tables: &impl Shared, thread: u64, arrived: &AtomicUsize
 
 /// Runs the calls of all threads. Returns the time from the first to the last, and the sum of their
 /// results.
-fn run(job: Job, tables: &impl Shared) -> Result<(Duration, u64), Failure> {
+fn run(job: PeerJob, tables: &impl Shared) -> Result<(Duration, u64), Failure> {
     let (cpus, arrived) = (topology::usable_cpus(), AtomicUsize::new(0));
     let outcomes: Vec<thread::Result<Result<Ran, Error>>> = thread::scope(|scope| {
         let spawn = |thread: u64| {
@@ -126,7 +126,7 @@ fn run(job: Job, tables: &impl Shared) -> Result<(Duration, u64), Failure> {
     Ok((wall, ran.iter().fold(0, |sum, ran| sum.wrapping_add(ran.sum))))
 }
 
-fn on_peer<T: Table + Send>(job: Job, mut table: T) -> Result<Duration, Failure> {
+fn on_peer<T: Table + Send>(job: PeerJob, mut table: T) -> Result<Duration, Failure> {
     job.prepare(&mut table);
     let table = Mutex::new(table);
     let (wall, found, table) = if job.nr_threads == 1 {
@@ -143,7 +143,7 @@ fn on_peer<T: Table + Send>(job: Job, mut table: T) -> Result<Duration, Failure>
     Ok(wall)
 }
 
-fn on_slat(job: Job, memory: Memory) -> Result<Duration, Failure> {
+fn on_slat(job: PeerJob, memory: Memory) -> Result<Duration, Failure> {
     let engine = Engine::new(memory, job)?;
     let (wall, found) = run(job, &engine)?;
     job.check(&mut engine.handle()?, found).and_then(|()| engine.check()).map_err(check_failed)?;
@@ -155,7 +155,7 @@ fn on_slat(job: Job, memory: Memory) -> Result<Duration, Failure> {
 ///
 /// # Errors
 /// A check failed, or there was no memory.
-fn measure_once(memory: Memory, subject: Subject, job: Job) -> Result<f64, Failure> {
+fn measure_once(memory: Memory, subject: Subject, job: PeerJob) -> Result<f64, Failure> {
     let no_memory = || Failure::CannotServe("there is no memory for tables; choose fewer pages or threads".to_owned());
     let wall = match subject {
         Subject::Slat => on_slat(job, memory),
@@ -181,7 +181,7 @@ fn measure_once(memory: Memory, subject: Subject, job: Job) -> Result<f64, Failu
 /// All repetitions of one job on the tables of one subject.
 pub(crate) struct Cell {
     pub(crate) subject: Subject,
-    pub(crate) job: Job,
+    pub(crate) job: PeerJob,
     /// Nanoseconds of wall time for a unit, over all threads.
     pub(crate) unit_ns: Samples,
     /// The ratio to slat's time in the same repetition, if slat was measured.
@@ -206,7 +206,7 @@ impl Measured {
         let mut cells = Vec::new();
         for &operation in operations {
             for &nr_threads in threads {
-                let job = Job { operation, nr_threads, pages };
+                let job = PeerJob { operation, nr_threads, pages };
                 let able = subjects.iter().filter(|subject| subject.can(operation));
                 cells.extend(able.map(|&subject| Cell {
                     subject,
@@ -232,7 +232,7 @@ impl Measured {
     ///
     /// # Errors
     /// A check failed, or there was no memory.
-    pub(crate) fn repeat(&mut self, memory: Memory, begin: impl FnMut(Job)) -> Result<(), Failure> {
+    pub(crate) fn repeat(&mut self, memory: Memory, begin: impl FnMut(PeerJob)) -> Result<(), Failure> {
         self.measure(memory, begin)?;
         self.keep();
         Ok(())
@@ -242,11 +242,11 @@ impl Measured {
     ///
     /// # Errors
     /// As [`repeat`](Measured::repeat).
-    pub(crate) fn warm_up(&mut self, memory: Memory, begin: impl FnMut(Job)) -> Result<(), Failure> {
+    pub(crate) fn warm_up(&mut self, memory: Memory, begin: impl FnMut(PeerJob)) -> Result<(), Failure> {
         self.measure(memory, begin)
     }
 
-    fn measure(&mut self, memory: Memory, mut begin: impl FnMut(Job)) -> Result<(), Failure> {
+    fn measure(&mut self, memory: Memory, mut begin: impl FnMut(PeerJob)) -> Result<(), Failure> {
         let repetition = self.nr_runs as usize;
         for cells in self.cells.chunk_by_mut(|one, other| one.job == other.job) {
             begin(cells[0].job);
@@ -264,7 +264,7 @@ impl Measured {
 
     fn keep(&mut self) {
         let last = |cells: &[Cell], of: &Cell, subject: Subject, nr_threads: u64| {
-            let job = Job { nr_threads, ..of.job };
+            let job = PeerJob { nr_threads, ..of.job };
             cells.iter().find(|cell| cell.subject == subject && cell.job == job).map(|cell| cell.last_ns)
         };
         for index in 0..self.cells.len() {
@@ -294,12 +294,12 @@ mod tests {
     /// Tables that are only prepared pass the check of no operation.
     #[test]
     fn the_check_notices_what_was_not_done() {
-        fn assert_noticed(job: Job, table: &mut impl Table) {
+        fn assert_noticed(job: PeerJob, table: &mut impl Table) {
             assert!(job.check(table, 0).is_err(), "{job:?}");
         }
         let memory = Memory::for_threads(2).unwrap();
         for &operation in Operation::value_variants() {
-            let job = Job { operation, nr_threads: 2, pages: 512 };
+            let job = PeerJob { operation, nr_threads: 2, pages: 512 };
             assert_noticed(job, &mut Engine::new(memory, job).unwrap().handle().unwrap());
             let (mut generic, mut x86, mut aarch64) =
                 (Generic::new(memory).unwrap(), X86::new(memory).unwrap(), Aarch64::new(memory));
@@ -310,7 +310,7 @@ mod tests {
             job.prepare(&mut aarch64);
             assert_noticed(job, &mut aarch64);
         }
-        let faults = Job { operation: Operation::Fault, nr_threads: 2, pages: 512 };
+        let faults = PeerJob { operation: Operation::Fault, nr_threads: 2, pages: 512 };
         assert_noticed(faults, &mut FaultSpace::new(memory, 2).unwrap());
     }
 

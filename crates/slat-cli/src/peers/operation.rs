@@ -2,8 +2,8 @@
 //!
 //! Each thread has its own pages, 64 GiB of addresses from those of the next: threads share only
 //! the upper page-table pages. A call whose time is taken ignores a failure. Instead all pages are
-//! looked up after the measurement ([`Job::check`]), and the results of queries are added up and
-//! compared.
+//! looked up after the measurement ([`PeerJob::check`]), and the results of queries are added up
+//! and compared.
 
 use clap::ValueEnum;
 
@@ -204,7 +204,7 @@ pub(crate) trait Table {
 
 /// A measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Job {
+pub(crate) struct PeerJob {
     pub(crate) operation: Operation,
     pub(crate) nr_threads: u64,
     /// A power of two from [`QUERIES`] to [`MAX_PAGES`]: 4 KiB pages for each thread. Ranges are
@@ -213,7 +213,7 @@ pub(crate) struct Job {
     pub(crate) pages: u64,
 }
 
-impl Job {
+impl PeerJob {
     /// The units of the figures: 4 KiB pages, or 2 MiB pages where those are mapped or split; for
     /// each thread.
     pub(crate) fn units(self) -> u64 {

@@ -14,7 +14,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::ink::{self, Ink};
-use super::plot::{Axis, Bar, Body, Plot, Point, Scale, Series, Shape, is_drawable, total};
+use super::plot::{Axis, Bar, Body, Plot, Point, Scale, Series, SeriesShape, is_drawable, total};
 use super::quantity;
 
 /// Width of a plot, in units of the drawing.
@@ -51,11 +51,11 @@ pub(crate) fn draw(plot: &Plot) -> Result<Drawing, String> {
 }
 
 /// The legend's key of a series.
-pub(crate) fn key(series: &Series, shape: Shape) -> Result<Drawing, String> {
+pub(crate) fn key(series: &Series, shape: SeriesShape) -> Result<Drawing, String> {
     drawing(84, 32, |area| {
         let color = ink::series(series.ink).light;
         line(area, vec![(2, 16), (82, 16)], series.dash, color)?;
-        if shape == Shape::Line { marker(area, (42, 16), series.ink, color) } else { Ok(()) }
+        if shape == SeriesShape::Line { marker(area, (42, 16), series.ink, color) } else { Ok(()) }
     })
 }
 
@@ -236,7 +236,7 @@ fn text_style(ink: &Ink, h_pos: HPos, v_pos: VPos) -> TextStyle<'static> {
     TextStyle { pos: Pos::new(h_pos, v_pos), color: ink.light.to_backend_color(), ..("sans-serif", LETTERS).into() }
 }
 
-fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: Shape, series: &[Series]) -> Drawn {
+fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: SeriesShape, series: &[Series]) -> Drawn {
     let drawn = |series: &Series| -> Vec<Point> {
         let points = series.points.iter().copied();
         points.filter(|point| is_drawable(point.x, x.scale) && is_drawable(point.y, y.scale)).collect()
@@ -277,8 +277,8 @@ fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: Shape, series: &[Seri
         let points = drawn(series);
         let at = |x: f64, y: f64| plotting.map_coordinate(&(xs.place(x), ys.place(y)));
         let places: Vec<(i32, i32)> = points.iter().map(|point| at(point.x, point.y)).collect();
-        line(area, if shape == Shape::Steps { steps(&places) } else { places.clone() }, series.dash, color)?;
-        if shape == Shape::Steps {
+        line(area, if shape == SeriesShape::Steps { steps(&places) } else { places.clone() }, series.dash, color)?;
+        if shape == SeriesShape::Steps {
             continue;
         }
         for (point, &place) in points.iter().zip(&places) {

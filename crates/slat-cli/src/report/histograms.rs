@@ -1,8 +1,8 @@
 //! Plots of latencies: the frequency of each time.
 
 use super::ink::NR_SERIES;
-use super::input::Histogram;
-use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, Shape};
+use super::input::LatencyHistogram;
+use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, SeriesShape};
 use super::plots::{Shown, labels, varying};
 use super::quantity;
 
@@ -58,7 +58,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
     let nr_plots = inks.len().div_ceil(NR_SERIES);
     (0..nr_plots)
         .map(|plot| {
-            let (of, series): (Vec<&Histogram>, Vec<Series>) = series
+            let (of, series): (Vec<&LatencyHistogram>, Vec<Series>) = series
                 .iter()
                 .filter(|(_, series)| series.ink / NR_SERIES == plot)
                 .map(|(of, series)| (*of, series.clone()))
@@ -85,7 +85,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
                 body: Body::Series {
                     x: Axis::new("Time", unit, Scale::Log),
                     y: Axis::new("Share of all", "share", Scale::Log),
-                    shape: Shape::Steps,
+                    shape: SeriesShape::Steps,
                     series,
                 },
             }
@@ -94,7 +94,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
 }
 
 /// Valid buckets, from the shortest time to the longest.
-fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
+fn buckets(histogram: &LatencyHistogram) -> Vec<(f64, f64)> {
     let is_sensible =
         |&(upper, count): &(f64, f64)| upper.is_finite() && upper >= 0.0 && count.is_finite() && count > 0.0;
     let mut buckets: Vec<(f64, f64)> = histogram.buckets.iter().copied().filter(is_sensible).collect();
@@ -103,7 +103,7 @@ fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
 }
 
 /// The share of each step that has values; `x` is the step's upper edge.
-fn shares(histogram: &Histogram) -> Vec<Point> {
+fn shares(histogram: &LatencyHistogram) -> Vec<Point> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
     let mut points: Vec<Point> = Vec::new();
@@ -142,7 +142,7 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
 }
 
 /// The count, and quantiles.
-fn row(histogram: &Histogram, name: &str, unit: &str) -> Vec<String> {
+fn row(histogram: &LatencyHistogram, name: &str, unit: &str) -> Vec<String> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
     let quantile = |share: f64| {
@@ -163,8 +163,13 @@ fn row(histogram: &Histogram, name: &str, unit: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn histogram(buckets: &[(f64, f64)]) -> Histogram {
-        Histogram { name: "fault".to_owned(), unit: "ns".to_owned(), buckets: buckets.to_vec(), ..Histogram::default() }
+    fn histogram(buckets: &[(f64, f64)]) -> LatencyHistogram {
+        LatencyHistogram {
+            name: "fault".to_owned(),
+            unit: "ns".to_owned(),
+            buckets: buckets.to_vec(),
+            ..LatencyHistogram::default()
+        }
     }
 
     #[test]

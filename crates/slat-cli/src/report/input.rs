@@ -58,7 +58,7 @@ pub(crate) struct Figure {
 
 /// A distribution of times.
 #[derive(Debug, Default, Deserialize)]
-pub(crate) struct Histogram {
+pub(crate) struct LatencyHistogram {
     pub(crate) name: String,
     #[serde(default)]
     pub(crate) unit: String,
@@ -96,7 +96,7 @@ pub(crate) struct Experiment {
     pub(crate) interrupted: bool,
     pub(crate) results: Vec<Figure>,
     #[serde(default, deserialize_with = "or_default")]
-    pub(crate) histograms: Vec<Histogram>,
+    pub(crate) histograms: Vec<LatencyHistogram>,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) not_run: Vec<NotRun>,
 }

@@ -56,7 +56,7 @@ pub(crate) struct Bar {
 
 /// How series are drawn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Shape {
+pub(crate) enum SeriesShape {
     /// A line through markers.
     Line,
     /// A level from each point to the next.
@@ -65,7 +65,7 @@ pub(crate) enum Shape {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Body {
-    Series { x: Axis, y: Axis, shape: Shape, series: Vec<Series> },
+    Series { x: Axis, y: Axis, shape: SeriesShape, series: Vec<Series> },
     Bars { x: Axis, parts: Vec<String>, bars: Vec<Bar> },
 }
 

@@ -9,7 +9,7 @@ use super::groups::{Group, Measured, measured, text};
 use super::histograms;
 use super::ink::NR_SERIES;
 use super::input::{Experiment, Input};
-use super::plot::{Axis, Bar, Body, Data, Plot, Point, Scale, Series, Shape};
+use super::plot::{Axis, Bar, Body, Data, Plot, Point, Scale, Series, SeriesShape};
 use super::quantity;
 
 /// More files than these hide each other in a plot: then the first and the last are shown.
@@ -309,7 +309,7 @@ impl Lines {
             let mut x = self.x.clone();
             // As many as fit next to each other.
             x.ticks = (ticks.len() <= 6 && are_apart(ticks)).then(|| ticks.to_vec());
-            Body::Series { x, y: self.y.clone(), shape: Shape::Line, series }
+            Body::Series { x, y: self.y.clone(), shape: SeriesShape::Line, series }
         };
         Plot { title, description, body, data }
     }

@@ -12,10 +12,10 @@ use slat_machine::machine::{MachineError, Pins};
 use slat_machine::topology::pin_current_thread;
 
 use crate::failure::{Failure, check_failed, no_thread};
-use crate::kvm::Guest;
+use crate::kvm::KvmGuest;
 
 /// Pages to write, and what to write to the first of them.
-struct Job {
+struct WriteJob {
     pages: Range<u64>,
     first: u64,
 }
@@ -25,7 +25,7 @@ type Ending = (Instant, Result<(), Failure>);
 
 /// The thread of one vCPU.
 struct VcpuThread {
-    jobs: Sender<Job>,
+    jobs: Sender<WriteJob>,
     endings: Receiver<Ending>,
 }
 
@@ -33,10 +33,10 @@ impl VcpuThread {
     fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         index: usize,
-        mut guest: Guest,
+        mut guest: KvmGuest,
         cpu: Option<u32>,
     ) -> Result<VcpuThread, Failure> {
-        let (jobs, posted) = channel::<Job>();
+        let (jobs, posted) = channel::<WriteJob>();
         let (ended, endings) = channel();
         let work = move || {
             let pinned = cpu.map_or(Ok(()), pin_current_thread).map_err(MachineError::from);
@@ -73,7 +73,7 @@ impl Vcpus {
             let pages = part(vcpu);
             let first = value(round, pages.start);
             // A thread that has ended is noticed below.
-            let _ = thread.jobs.send(Job { pages, first });
+            let _ = thread.jobs.send(WriteJob { pages, first });
         }
         // All threads are awaited, also after a failure: no vCPU runs when this returns.
         let ends: Vec<_> = self.0.iter().map(VcpuThread::ended).collect();
@@ -84,7 +84,7 @@ impl Vcpus {
 
 /// Runs `action` with a thread for each of `guests`, on the CPUs that `pins` names.
 pub(super) fn with_threads<R>(
-    guests: Vec<Guest>,
+    guests: Vec<KvmGuest>,
     pins: Option<&Pins>,
     action: impl FnOnce(&Vcpus) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
