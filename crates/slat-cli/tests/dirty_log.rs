@@ -151,7 +151,7 @@ fn json_has_every_figure_for_every_locking() {
         // Each clearing.
         assert!(figure("flushes", lock).0 >= 2.0);
         assert_eq!(figure("clear_dirty_log_speed_vs_exclusive", lock).1, "ratio");
-        assert!(figure("tables_closed", lock).0 >= 2.0 * 4.0, "each clearing, each directory entry");
+        assert!(figure("tables_protected", lock).0 >= 2.0 * 4.0, "each clearing, each directory entry");
         assert_eq!(figure("retries", lock).1, "count");
         // Nothing was huge.
         assert_eq!((figure("splits", lock).0, figure("recoveries", lock).0), (0.0, 0.0));

@@ -72,7 +72,7 @@ pub(crate) const OTHERS: [Other; 16] = [
         value: |run| count(run, |stats| stats.protected),
     },
     Other {
-        name: "tables_closed",
+        name: "tables_protected",
         title: "Directory entries protected",
         unit: "count",
         value: |run| count(run, |stats| stats.tables_protected),

@@ -66,7 +66,7 @@ figures! {
     Spurious Engine "spurious" "  of them spurious";
     Retries Engine "retries" "Retries";
     Flushes Engine "flushes" "Flushes";
-    DirectoryProtected Engine "tables_closed" "Directory entries write-protected";
+    DirectoryProtected Engine "tables_protected" "Directory entries write-protected";
     Splits Engine "splits" "Huge pages split";
     Recoveries Engine "recoveries" "Huge pages recovered";
     Zapped Engine "zapped" "PTEs zapped";
