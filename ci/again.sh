@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The README's test command again and again: `ci/again.sh N` runs it N times, every other time beside a load on each CPU, and
-# then once on one CPU. It goes on after a run that fails, says where its output is, and fails at the end. By hand: it takes long.
+# Runs the README's test command N times (`ci/again.sh N`), every other time with a load on each
+# CPU, and then once on one CPU. It continues after a run that fails, prints where its output is,
+# and fails at the end. By hand only: it takes long.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 nr_runs=${1:?how many times}
@@ -42,7 +43,7 @@ for ((number = 1; number <= nr_runs; number++)); do
         run "$number" env
     fi
 done
-# The first that this process may run on.
+# The first CPU that this process may use.
 cpus=$(taskset -cp $$ | sed 's/.*: *//')
 run one-cpu taskset -c "${cpus%%[,-]*}"
 if [ $nr_failed != 0 ]; then

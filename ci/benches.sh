@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every bench of the engine, as shortly as it goes: it must run to its end. What it measures so is worth nothing.
+# Runs every bench of the engine with its smallest sizes: it must run to its end. The figures mean
+# nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 benches=()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lints, with warnings denied. (The builds of the model checkers deny the compiler's own: ci/loom.sh, ci/shuttle.sh.)
+# Lints, with warnings denied. (ci/loom.sh and ci/shuttle.sh deny the compiler's own warnings.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo clippy --workspace --all-targets -- -D warnings

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What the documents claim: all systems in one run, which fails if slat loses a comparison that it claims to win. The machine may
-# have had other work at that moment, so a run that failed is made once more. Then the report of it, in a real browser.
+# Verifies what the documents claim: runs all systems, and fails if slat loses a comparison that it
+# claims to win. Other work on the machine can disturb a run, so a failed run is repeated once. Then
+# the report of the run is checked in a real browser.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${CARGO_TARGET_DIR:-target}/compare
@@ -10,6 +11,6 @@ run() {
     cargo run --release -- compare --quick --json "$out/compare.json" --markdown "$out/compare.md"
 }
 run || { [ $? = 1 ] && run; }
-# A figure that is looked for and not there would go unnoticed otherwise.
+# Without this a missing figure would go unnoticed.
 ! grep -n 'Not measured: .*: no figure' "$out/compare.md"
 SLAT_RESULTS=$out ci/report.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's other command: the demonstration must run, and verify what it ran.
+# Runs the README's other command: the demonstration must run, and verify its results.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo run --release

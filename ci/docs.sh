@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Documentation, with warnings denied.
+# Builds the documentation, with warnings denied.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items

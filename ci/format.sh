@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formatting as rustfmt.toml says.
+# Checks the formatting of rustfmt.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --all --check

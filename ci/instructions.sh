@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Instructions of a fault: valgrind's callgrind counts them repeatably. It fails if they are too many.
+# Counts the instructions of a fault by valgrind's callgrind, whose counts are repeatable. Fails if
+# they are too many.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 nr_faults=65536
@@ -15,6 +16,6 @@ count() {
     echo "$name: $((nr_instructions / nr_faults)) instructions a fault, at most $most"
     ((nr_instructions / nr_faults <= most))
 }
-# 433 and 299 with Rust 1.95: another compiler may need a few more.
+# 433 and 299 with Rust 1.95; another compiler may need a few more.
 count "a page installed" 450
 count "write access restored" 310 log

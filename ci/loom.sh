@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# loom: every interleaving of small models of single structures, up to a bound of preemptions. By hand with more, which takes
-# minutes: LOOM_MAX_PREEMPTIONS=3 ci/loom.sh
+# loom: every interleaving of small models of single structures, up to a bound of preemptions. With
+# a higher bound by hand, which takes minutes: LOOM_MAX_PREEMPTIONS=3 ci/loom.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg loom -D warnings" CARGO_TARGET_DIR=target/loom LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-2}"

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The explicit-state models of the protocol: the rules must hold, and each rule that is left out must be noticed.
+# The explicit-state models of the protocols. With all rules no violation is found; without any one
+# rule a violation is found.
 set -euo pipefail
 cd "$(dirname "$0")/../models"
 export PYTHONDONTWRITEBYTECODE=1
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 
-# One run: `MODEL [RULE]`. Says what came out in a file of its own, and nothing else. A model that does not run at all
-# has not noticed anything: what is wrong must be named.
+# One run: `MODEL [RULE]`. Prints its result alone, without other output. A model that does not run
+# at all has found nothing: its output must name the violation.
 run() {
     local model=$1 rule=${2:-} log="$results/$1-${2:-all}.log" status=0
     python3 "$model.py" $rule >"$log" 2>&1 || status=$?
@@ -21,7 +22,7 @@ run() {
     fi
 }
 
-# All of them, each `MODEL RULE...`.
+# All models, each `MODEL RULE...`.
 models=()
 check() {
     models+=("$*")
@@ -64,7 +65,8 @@ check shadow no-reread invlpg-no-lock no-local-flush local-flush-if-changed faul
     no-step-check no-generation same-generation link-no-recheck end-sync-blindly no-own-count dead-late unlink-late \
     zap-no-lock pin-no-generation free-before-flush
 
-# Several at once, each on a CPU: first those without a rule, which take longest, so that no CPU is idle at the end.
+# Runs in parallel, one on each CPU: first the models with all rules, which take longest, so that no
+# CPU is idle at the end.
 start() {
     local name=$1-${2:-all}
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n || true; done

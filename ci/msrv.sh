@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The least Rust versions that the manifests state (`rust-version`).
+# Checks the minimum Rust versions that the manifests state (`rust-version`).
 #
-# Each crate: nothing that it depends on asks for a newer one, and it uses nothing that std has only had since. The engine, which
-# others build in: compiled by a rustc of just that version, rustup's if it is installed, else Debian's (a few seconds to fetch;
-# apt verifies it).
+# For each crate: no dependency requires a newer version, and the crate uses nothing newer of std.
+# The engine, which others embed, is compiled by a rustc of exactly that version: rustup's if it is
+# installed, otherwise Debian's (a few seconds to fetch; apt verifies it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")/msrv

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The packages as crates.io would get them: they are made without a warning, say what they must, and hold all that their
-# targets need. What is unpacked is checked as a workspace of its own, where each package has the others from beside it, with
-# the dependencies that ci/clippy.sh has checked already.
+# Checks the packages for crates.io: cargo makes them without a warning, and they have all required
+# fields and all files of their targets. The unpacked packages are checked as a workspace, where
+# each finds the others next to it, with the dependencies that ci/clippy.sh has checked already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unpacked=$target/unpacked
 packages=(slat slat-machine slat-cli)
 
-# The one warning that is left out: there is no public address yet to be named as `repository`. All else that cargo would
-# warn of is asked for below.
+# The one warning that is turned off: there is no public address yet for `repository`. All other
+# fields that cargo would warn about are checked below.
 log=$(cargo package --workspace --no-verify --no-metadata --allow-dirty 2>&1) || { echo "$log"; exit 1; }
 echo "$log"
 if grep -q '^warning' <<<"$log"; then
@@ -44,7 +44,7 @@ members = ["slat", "slat-machine", "slat-cli"]
 slat = { path = "slat" }
 slat-machine = { path = "slat-machine" }
 MANIFEST
-# The profile of the workspace, or nothing would be there already.
+# The profile of the workspace; without it everything would be built again.
 sed -n '/^\[profile\.dev\]/,/^$/p' Cargo.toml >>"$unpacked/Cargo.toml"
 cd "$unpacked"
 CARGO_TARGET_DIR=$target cargo check --workspace --all-targets

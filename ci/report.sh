@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The page of `slat report` in a real browser: pages of the sample results, and of those in the folder $SLAT_RESULTS if there
-# are any. What a person would notice is checked by report_browser.py; the screenshots stay in target/report.
+# Checks the page of `slat report` in a real browser: pages of the sample results, and of those in
+# the folder $SLAT_RESULTS if there are any. report_browser.py checks what a person would notice;
+# the screenshots are kept in target/report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +16,7 @@ slat=${CARGO_TARGET_DIR:-target}/release/slat
 rm -rf "$out"
 mkdir -p "$out"
 
-# All systems, the same before and after, and each experiment.
+# All systems, all systems before and after, and each experiment.
 pages=()
 page() {
     local name=$1

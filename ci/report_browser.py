@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Opens pages of `slat report` in a headless browser, and looks at them as their readers do: on a wide screen, on a phone,
-in dark mode, and printed. Usage: report_browser.py BROWSER FOLDER PAGE..., where the screenshots go to FOLDER.
+"""Opens pages of `slat report` in a headless browser, and checks them as readers view them: on a
+wide screen, on a phone, in dark mode, and printed. Usage: report_browser.py BROWSER FOLDER PAGE...;
+the screenshots go to FOLDER.
 
-The browser is driven through its debugging pipe (file descriptors 3 and 4; JSON messages, each ended by a zero byte), so
-that nothing but Python is needed.
+The script drives the browser through its debugging pipe (file descriptors 3 and 4; JSON messages,
+each ended by a zero byte), so that it needs only Python.
 """
 
 import base64
@@ -20,7 +21,7 @@ import time
 import zlib
 
 # Seconds that the browser has for one command.
-PATIENCE = 30
+TIMEOUT_S = 30
 
 # Name, width, height, whether it is a phone, color scheme.
 SCREENS = [
@@ -29,7 +30,7 @@ SCREENS = [
     ("dark", 1280, 900, False, "dark"),
 ]
 
-# What can be asked of the page itself. Each problem is a line.
+# The checks that run in the page. Each problem is a line.
 LOOK = r"""
 (() => {
   const problems = [];
@@ -99,7 +100,7 @@ class Browser:
         self.into, from_browser = os.pipe()
 
         def pipes():
-            # Beyond the numbers that they get, so that neither takes the other's place.
+            # Above the final numbers, so that neither replaces the other.
             a, b = os.dup2(to_browser, 13), os.dup2(from_browser, 14)
             os.dup2(a, 3)
             os.dup2(b, 4)
@@ -118,7 +119,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def receive(self, deadline):
-        """The next message."""
+        """Returns the next message."""
         while b"\0" not in self.rest:
             ready, _, _ = select.select([self.into], [], [], max(0, deadline - time.monotonic()))
             if not ready:
@@ -131,13 +132,13 @@ class Browser:
         return json.loads(message)
 
     def ask(self, method, **params):
-        """The result of a command."""
+        """Runs a command and returns its result."""
         self.id += 1
         command = {"id": self.id, "method": method, "params": params}
         if self.session:
             command["sessionId"] = self.session
         os.write(self.out, json.dumps(command).encode() + b"\0")
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             message = self.receive(deadline)
             if message.get("id") == self.id:
@@ -147,8 +148,8 @@ class Browser:
             self.events.append(message)
 
     def wait_for(self, method):
-        """Until an event has happened."""
-        deadline = time.monotonic() + PATIENCE
+        """Waits for an event."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self.receive(deadline))
 
@@ -167,7 +168,7 @@ class Browser:
         self.wait_for("Page.loadEventFired")
 
     def complaints(self, url):
-        """What the console says, and requests for anything but the page."""
+        """Messages of the console, and requests for other files than the page."""
         lines = []
         for event in self.events:
             params = event.get("params", {})
@@ -189,7 +190,7 @@ class Browser:
 
     def close(self):
         self.process.terminate()
-        self.process.wait(timeout=PATIENCE)
+        self.process.wait(timeout=TIMEOUT_S)
         self.profile.cleanup()
 
 
@@ -231,7 +232,7 @@ def pixels(png):
 
 
 def look_at(png, scheme):
-    """What a screenshot shows: not one color only, and bright or dark as a whole."""
+    """Checks that a screenshot has several colors, and is bright or dark as a whole."""
     found = pixels(png)
     nr_colors = len(set((r >> 4, g >> 4, b >> 4) for r, g, b in found))
     brightness = sum(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in found) / len(found) / 255
@@ -244,13 +245,13 @@ def look_at(png, scheme):
 
 
 def check(browser, page, folder):
-    """All that is wrong with a page, and how many plots it has."""
+    """Returns all problems of a page, and the number of its plots."""
     url = page.resolve().as_uri()
     plots = page.read_text().count('<svg class="drawing"')
     problems = []
     for name, width, height, is_phone, scheme in SCREENS:
         browser.open(url, width, height, is_phone, scheme)
-        # Tables that are folded up must fit too.
+        # Collapsed tables must fit too.
         for folded in [True, False]:
             if not folded:
                 browser.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
@@ -259,7 +260,7 @@ def check(browser, page, folder):
             if folded:
                 height = seen["height"]
                 (folder / f"{page.stem}_{name}.png").write_bytes(browser.screenshot(width, min(height, 16000), 1))
-                # Enough to see whether it is blank, or dark; pixels take Python long.
+                # Enough to detect a blank or dark page; Python is slow on pixels.
                 small = browser.screenshot(width, min(height, 4000), 0.2)
                 problems += [f"{name}: {problem}" for problem in look_at(small, scheme)]
         if seen["plots"] != plots:
@@ -286,7 +287,7 @@ def check_print(browser, url, page, folder):
     nr_pages = len(re.findall(rb"/Type\s*/Page\b(?!s)", pdf))
     if not pdf.startswith(b"%PDF") or nr_pages == 0:
         yield "nothing can be printed"
-    # What was unfolded is printed too.
+    # Expanded tables are printed too.
     browser.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
     clipped = browser.evaluate("[...document.querySelectorAll('.scroll')].filter(it => it.scrollWidth > it.clientWidth + 1)"
                                ".map(it => `${it.getAttribute('aria-label')}: ${it.scrollWidth} px in ${it.clientWidth}`)")
@@ -301,7 +302,7 @@ def main():
     for page in map(pathlib.Path, pages):
         problems, plots = check(browser, page, folder)
         print(f"{page.name}: {plots} plots, {len(problems)} problems", flush=True)
-        # The first lines say enough: the same is often wrong many times.
+        # The first lines are enough: one problem often occurs many times.
         for problem in list(dict.fromkeys(problems))[:12]:
             print(f"  {problem}")
         failed |= bool(problems)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What the checks need beyond Rust itself: its formatter and linter, the fuzzer with a C++ compiler for its runtime, Python
-# for the protocol's models, valgrind for the count of a fault's instructions, and a browser for the report.
+# Installs what the checks need besides Rust itself: its formatter and linter, the fuzzer with a C++
+# compiler for its runtime, Python for the models, valgrind for the count of a fault's instructions,
+# and a browser for the report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# How much stack the engine's calls take, as the compiler optimizes them: a table, and a failure if it is too much.
+# Measures the stack of the engine's calls in optimized builds: a table, and a failure if it is too
+# much.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo test -p slat --release --test stack -- --nocapture

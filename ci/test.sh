@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The README's test command, which runs the examples of the engine, too; then what is behind a feature.
+# Runs the README's test command, which also runs the examples of the engine; then the tests of a
+# feature.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo test --workspace

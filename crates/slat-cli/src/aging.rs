@@ -1,9 +1,11 @@
-//! `slat aging`: what it costs to find out which pages a guest uses, as KVM's access_tracking_perf_test measures it:
-//! populate memory, write and read it, mark it idle, write it again, mark it idle, read it again.
+//! `slat aging`: the cost of finding out which pages a guest uses, as KVM's
+//! access_tracking_perf_test measures it: populate memory, write and read it, mark it idle, write
+//! it again, mark it idle, read it again.
 //!
-//! Each phase is checked: marking finds young what was used before, and nothing right after; it flushes nothing. That is
-//! also why a few accesses may go unseen: a CPU that still has the translation does not tell. KVM allows for a tenth of the
-//! pages, and so does this; where a TLB can hide more (little memory, huge pages), it is a warning by default.
+//! Each phase is checked: marking finds young what was used before, and nothing right after; it
+//! flushes nothing. For that reason a few accesses may go unseen: a CPU that still has the
+//! translation cached does not set the accessed bit again. KVM allows for a tenth of the pages, and
+//! so does this. Where a TLB can hide more (little memory, huge pages), it is a warning by default.
 
 mod report;
 
@@ -24,7 +26,7 @@ use crate::failure::{Failure, check_failed};
 use crate::results::Outcome;
 use crate::session::Session;
 
-/// What `slat aging` takes.
+/// The options of `slat aging`.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat aging -v 8 -b 64M --tracking accessed-bit")]
 pub(crate) struct AgingArgs {
@@ -46,13 +48,13 @@ pub(crate) struct AgingArgs {
     pub(crate) overlap: bool,
     /// Idle pages: 1 warns, 0 fails, -1 decides.
     ///
-    /// If more than a tenth of the pages that were used still count as idle: above 0 warn, 0 fail, below 0 fail unless the TLBs
-    /// are large enough to hide that many accesses.
+    /// If more than a tenth of the used pages still count as idle: above 0 warn, 0 fail, below 0
+    /// fail unless the TLBs are large enough to hide that many accesses.
     #[arg(short = 'w', long, value_name = "N", default_value_t = -1)]
     pub(crate) warn_idle: i32,
     /// Tracking.
     ///
-    /// How accesses are found out.
+    /// How accesses are tracked.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = TrackingArg::Both)]
     pub(crate) tracking: TrackingArg,
     /// What a call marks idle.
@@ -91,7 +93,7 @@ impl PassArg {
     }
 }
 
-/// What is done in a phase.
+/// The action of a phase.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Action {
     Write,
@@ -116,23 +118,23 @@ const PHASES: [Phase; 7] = [
     Phase { name: "read_idle_memory", title: "Reading from idle memory", action: Action::Read },
 ];
 
-/// What one phase of a run showed.
+/// The figures of one phase of a run.
 struct Measured {
     time: Duration,
-    /// Pages that were touched (by each vCPU that did), or visited to be marked.
+    /// Pages that were touched (counted for each vCPU), or visited to be marked.
     nr_pages: u64,
     nr_faults: u64,
     nr_flushes: u64,
 }
 
-/// Pages that were used and still counted as idle.
+/// Pages that still counted as idle after their use.
 struct StillIdle {
     /// The phase that used them.
     used_by: &'static str,
     nr_idle: u64,
 }
 
-/// What one run showed.
+/// The figures of one run.
 struct Run {
     /// One for each of [`PHASES`].
     phases: Vec<Measured>,
@@ -144,7 +146,7 @@ struct Run {
     flush_method: FlushMethod,
 }
 
-/// Whether that is more than the tenth that KVM allows for.
+/// Whether the idle pages are more than the tenth that KVM allows for.
 fn is_too_many(nr_idle: u64, nr_pages: u64) -> bool {
     nr_idle > nr_pages / 10
 }
@@ -170,7 +172,8 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
     let nr_series = all.len();
     for run in 0..args.runs as usize {
         for turn in 0..nr_series {
-            // Each run begins with another series: whoever comes first or last has no advantage.
+            // Each run begins with another series, so that no series has the advantage of being
+            // first or last.
             let series = &mut all[(run + turn) % nr_series];
             progress.begin(format!("{}, lock {}", tracking_name(series.tracking), locking_name(series.locking)));
             let config = MachineConfig {
@@ -235,7 +238,7 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
             if nr_flushes != 0 {
                 return Err(check_failed(format_args!("marking memory idle flushed {nr_flushes} times")));
             }
-            // Nobody runs, so nobody can have used anything since.
+            // No vCPU runs, so no page was used since.
             let nr_young = age(&machine, args.pass, Marking::Test)?;
             if nr_young != 0 {
                 return Err(check_failed(format_args!("{nr_young} pages are young right after they were marked idle")));
@@ -249,7 +252,7 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
     Ok(run)
 }
 
-/// What a pass over the pages does to those that were used.
+/// What a pass over the pages does to used ones.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Marking {
     Idle,
@@ -257,7 +260,8 @@ enum Marking {
     Test,
 }
 
-/// One pass over all pages: returns how many were young. The thread that calls does it all, as with KVM's lru_gen.
+/// One pass over all pages; returns how many were young. The calling thread does all of it, as with
+/// KVM's lru_gen.
 fn age<F: HardwareFormat>(machine: &Machine<F>, pass: PassArg, marking: Marking) -> Result<u64, Failure> {
     let vm = machine.vm();
     let age_or_test = |range| match marking {
@@ -279,7 +283,7 @@ fn age<F: HardwareFormat>(machine: &Machine<F>, pass: PassArg, marking: Marking)
     Ok(nr_young)
 }
 
-/// Holds against each other the pages that were used, all of them, and those that are young.
+/// Compares the number of used pages, all of them, with the number of young ones.
 fn judge(args: &AgingArgs, used_by: &'static str, nr_young: u64, nr_pages: u64) -> Result<StillIdle, Failure> {
     let Some(nr_idle) = nr_pages.checked_sub(nr_young) else {
         return Err(check_failed(format_args!("{nr_young} pages are young, but there are only {nr_pages}")));
@@ -297,7 +301,7 @@ fn judge(args: &AgingArgs, used_by: &'static str, nr_young: u64, nr_pages: u64) 
     Ok(StillIdle { used_by, nr_idle })
 }
 
-/// The largest leaf that memory of this kind is mapped by, where it is as large as that.
+/// The largest leaf PTE for memory of this kind, if the memory is that large.
 fn leaf_size(backing: BackingKind) -> PageSize {
     match backing {
         BackingKind::AnonymousThp => PageSize::Size2M,
@@ -305,7 +309,8 @@ fn leaf_size(backing: BackingKind) -> PageSize {
     }
 }
 
-/// Whether the TLB of a vCPU can have the translations of more than a tenth of the pages that it accesses.
+/// Whether the TLB of a vCPU can cache the translations of more than a tenth of the pages that it
+/// accesses.
 fn can_tlb_hide(args: &AgingArgs) -> bool {
     let Geometry { size_4k, size_2m, size_1g } = Geometry::default();
     let size = leaf_size(args.backing);

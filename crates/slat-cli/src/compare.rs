@@ -1,9 +1,10 @@
-//! `slat compare`: the five published systems, each with its baseline, slat, and the real peers that this machine has, in one
-//! run.
+//! `slat compare`: the five published systems, each with its baseline, slat, and the real peers
+//! that this machine has, in one run.
 //!
-//! Each system is shown by experiments of this command, which are run as anybody could type them (`systems`). What is compared
-//! comes out of the objects that they give for `--json` (`comparison`), so a figure here is one that the experiment
-//! printed itself. A claim is a comparison that slat must win: the command fails if it does not.
+//! Experiments of this command show each system, by command lines that a user can type (`systems`).
+//! The comparison reads the objects that they return for `--json` (`comparison`), so a figure here
+//! is one that the experiment printed itself. A claim is a comparison that slat must win: the
+//! command fails if it does not.
 
 mod comparison;
 mod report;
@@ -24,7 +25,7 @@ use crate::session::Session;
 use comparison::{Comparison, Evaluation, Measured};
 use systems::{Planned, System};
 
-/// What `slat compare` takes.
+/// The options of `slat compare`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat compare --quick --only S1,S5 --json results.json")]
 pub(crate) struct CompareArgs {
@@ -34,7 +35,7 @@ pub(crate) struct CompareArgs {
     /// These systems only.
     #[arg(long, value_enum, ignore_case = true, value_delimiter = ',', value_name = "SYSTEM,...")]
     pub(crate) only: Vec<SystemArg>,
-    /// Write all that is printed to this file as Markdown.
+    /// Write the output to this file as Markdown.
     #[arg(long, value_name = "FILE")]
     pub(crate) markdown: Option<PathBuf>,
     /// Write the results to this file as JSON.
@@ -54,10 +55,10 @@ pub(crate) enum SystemArg {
     /// Shadow paging that survives page-table isolation.
     #[value(name = "S3")]
     S3,
-    /// NUMA-aware table pages in eager huge-page splitting.
+    /// NUMA-aware page-table pages in eager huge-page splitting.
     #[value(name = "S4")]
     S4,
-    /// Getting the dirty log without stopping anyone.
+    /// Getting the dirty log without stopping a vCPU.
     #[value(name = "S5")]
     S5,
 }
@@ -74,14 +75,14 @@ impl CompareArgs {
         if self.quick { Size::Quick } else { Size::Default }
     }
 
-    /// In their order, each once.
+    /// The chosen systems in their order, each once.
     fn systems(&self) -> Vec<SystemArg> {
         let is_chosen = |system: &SystemArg| self.only.is_empty() || self.only.contains(system);
         SystemArg::value_variants().iter().copied().filter(is_chosen).collect()
     }
 }
 
-/// What a system showed.
+/// The result of a system.
 #[derive(Clone, Debug, Serialize)]
 struct SystemResult {
     system: &'static str,
@@ -116,7 +117,7 @@ impl SystemResult {
 }
 
 impl SystemResult {
-    /// Says which comparisons came to nothing although their experiment was run.
+    /// Notes the comparisons without a figure although their experiment was run.
     fn note_missing(&mut self, plan: &System) {
         let was_run = |of: &Comparison| self.experiments.get(of.experiment).is_some_and(|object| !object.is_null());
         let was_made = |of: &Comparison| self.comparisons.iter().any(|made| made.name == of.name);
@@ -132,7 +133,7 @@ impl SystemResult {
 struct Claims {
     made: usize,
     held: usize,
-    /// Each lost one, in words.
+    /// The lost claims, in words.
     lost: Vec<String>,
 }
 
@@ -157,12 +158,12 @@ impl Claims {
 fn lost(system: &SystemResult, comparison: &Evaluation, side: &Measured, at_least: f64) -> String {
     let ratio = side.ratio.unwrap_or_default();
     format!(
-        "{}: {}: {ratio:.2} times as good as {}, and should be {at_least:.2}",
+        "{}: {}: speed-up over {} is {ratio:.2}, and should be at least {at_least:.2}",
         system.system, comparison.title, side.name
     )
 }
 
-/// All of it.
+/// The object of `--json`.
 #[derive(Clone, Serialize)]
 struct Compared<'a> {
     experiment: &'static str,
@@ -173,19 +174,19 @@ struct Compared<'a> {
     claims: Claims,
 }
 
-/// What has been run, as it is made into an outcome.
+/// The results so far, from which the outcome is made.
 #[derive(Clone)]
 struct Progressing {
     args: CompareArgs,
     begin: Instant,
-    /// Systems whose text is printed already.
+    /// Finished systems, whose text is printed.
     done: Vec<SystemResult>,
     /// Checks of experiments that failed.
     failures: Vec<String>,
 }
 
 impl Progressing {
-    /// The outcome, if `current` is what there is of the system that has begun.
+    /// The outcome so far; `current` is the unfinished system.
     fn outcome(&self, current: Option<&SystemResult>) -> Result<Outcome, Failure> {
         let host = HostDescription::read();
         let systems: Vec<&SystemResult> = self.done.iter().chain(current).collect();
@@ -248,7 +249,8 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
     all.outcome(None)
 }
 
-/// Runs an experiment, or what stands in for it; its object, with its command. Null if this machine can serve neither.
+/// Runs an experiment, or its replacement; returns its object, with its command. Null if this
+/// machine can serve neither.
 fn run_planned(planned: &Planned, session: &Session, not_run: &mut Vec<NotRun>) -> Result<Value, Failure> {
     for command in std::iter::once(&planned.command).chain(&planned.instead) {
         let cli = Cli::try_parse_from(command.split(' ')).map_err(|error| Failure::Usage(error.to_string()))?;

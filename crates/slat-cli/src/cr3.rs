@@ -1,15 +1,17 @@
-//! `slat cr3`: the compile of a kernel in a guest with shadow tables, in miniature: what each strategy for the guest's loads of
-//! CR3 costs.
+//! `slat cr3`: a kernel build in a mini guest kernel with shadow page tables: the cost of each
+//! strategy for the guest's loads of CR3.
 //!
-//! A guest kernel with page-table isolation loads CR3 at each entry and at each way out. With shadow tables each load is an
-//! exit, and what the hypervisor does with the tables then is the strategy. The guest is the kernel in miniature, which checks
-//! every access; its work is that of a build that was counted ([`build`]); how its time is made up is in [`model`].
+//! A guest kernel with page-table isolation loads CR3 at each entry and each exit of the kernel.
+//! With shadow page tables each load is an exit. The strategy is what the hypervisor does with the
+//! shadow pages then. The mini guest kernel checks every access. Its work is that of a build that
+//! was counted ([`build`]); [`model`] has the parts of its time.
 //!
-//! Strategies run in turns, in an order that is drawn anew for each run; figures are medians, gains those of paired runs. With
-//! one vCPU all strategies have exactly the same guest. The work is the same for any number of vCPUs, which divide it.
+//! Strategies run interleaved, in an order that is drawn anew for each run. Figures are medians,
+//! gains those of paired runs. With one vCPU all strategies run exactly the same guest. Any number
+//! of vCPUs divides the same work.
 //!
-//! Apart from that, the switch itself is measured: loads of CR3, with bit 63 where there are PCIDs, among roots that the vCPU
-//! remembers, in a tight loop ([`switch`]).
+//! Separately, [`switch`] measures the switch alone: loads of CR3 among roots that the vCPU caches,
+//! in a tight loop, with bit 63 where there are PCIDs.
 
 mod build;
 mod model;
@@ -35,10 +37,10 @@ use crate::session::Session;
 use run::Run;
 use switch::Switch;
 
-/// Most vCPUs of the kernel in miniature.
+/// Most vCPUs of the mini guest kernel.
 const MAX_VCPUS: u16 = 128;
 
-/// What `slat cr3` takes.
+/// The options of `slat cr3`.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat cr3 -v 4 --steps 10000 --pcid off")]
 pub(crate) struct Cr3Args {
@@ -54,12 +56,13 @@ pub(crate) struct Cr3Args {
     pub(crate) steps: u64,
     /// Strategy.
     ///
-    /// What becomes of shadow tables when CR3 is loaded. `all` compares the three in one table.
+    /// What a load of CR3 does to shadow tables. `all` compares the three in one table.
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = StrategyArg::All)]
     pub(crate) strategy: StrategyArg,
     /// Page-table isolation.
     ///
-    /// Whether the guest's kernel has tables of its own, so that CR3 is loaded at each entry and exit.
+    /// Whether the guest's kernel has separate page tables, so that CR3 is loaded at each entry and
+    /// exit.
     #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
     pub(crate) isolation: Switched,
     /// PCIDs.
@@ -67,9 +70,9 @@ pub(crate) struct Cr3Args {
     /// Whether the guest has them; without, each load of CR3 flushes.
     #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
     pub(crate) pcid: Switched,
-    /// Roots that a vCPU remembers.
+    /// Previous roots that a vCPU caches.
     ///
-    /// Beside the current one.
+    /// Besides the current one.
     #[arg(
         long,
         value_name = "N",
@@ -79,18 +82,18 @@ pub(crate) struct Cr3Args {
     pub(crate) previous_roots: u8,
     /// Most shadow tables at a time.
     ///
-    /// By default more than there are, so that strategies show how many they want.
+    /// By default more than strategies need, so that their numbers show.
     #[arg(long, default_value_t = 16_384, value_name = "N", value_parser = tables())]
     pub(crate) max_pages: u32,
     /// Most processes of each vCPU.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64), hide_short_help = true)]
     pub(crate) processes: u16,
-    /// Pages that a process touches in each step, of those that are there.
+    /// Mapped pages that a process touches in each step.
     #[arg(long, value_name = "N", default_value_t = build::TOUCHES, hide_short_help = true)]
     pub(crate) touches: u32,
     /// Nanoseconds of an exit.
     ///
-    /// What it costs, there and back; half and twice of it are shown along.
+    /// The round trip; half and twice of it are shown too.
     #[arg(long, default_value_t = model::EXIT_COST_NS, value_name = "NS")]
     pub(crate) exit_cost_ns: u32,
     /// Runs of which the median is taken.
@@ -157,11 +160,11 @@ impl Switched {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum StrategyArg {
-    /// Tables that only the old root leads to are dropped at each load.
+    /// Each load drops the tables that only the old root leads to.
     Baseline,
-    /// Each vCPU remembers its last roots; tables serve all PCIDs.
+    /// Each vCPU caches its last roots; tables serve all PCIDs.
     RootCache,
-    /// As root-cache, with tables for each PCID, and flushes of other PCIDs put off.
+    /// As root-cache, with tables for each PCID, and deferred flushes of other PCIDs.
     PcidTagged,
     All,
 }

@@ -1,10 +1,12 @@
-//! `slat demand-paging`: how fast vCPUs get memory that is brought page by page, after KVM's demand_paging_test: nobody brings
-//! it (the host has it), userfaultfd does, userfault exits do, or a resolver behind rings; alone and together. `--matrix` runs
-//! the rows of the published tables and prints these beside.
+//! `slat demand-paging`: how fast vCPUs get memory that arrives page by page, after KVM's
+//! demand_paging_test. Without userfault the host has all pages. Else userfaultfd brings them,
+//! userfault exits, both, or a resolver behind rings. `--matrix` runs the rows of the published
+//! tables, and prints the published figures too.
 //!
-//! Each run has a machine of its own (`run`); rows take turns, so that a drift of the machine's speed meets all of them. Every
-//! page is verified. The resolver of the rings is a child process, the same program again (`resolver`): it ends when the
-//! socket to its parent does, so none is left behind, however the parent ends.
+//! Each run has a new machine (`run`). Rows are interleaved, so that a drift of the machine's speed
+//! affects all of them. Every page is verified. The resolver of the rings is a child process, the
+//! same program with a hidden command (`resolver`). It ends when the socket to its parent does, so
+//! no resolver outlives its parent, however that ends.
 
 mod case;
 mod options;
@@ -65,7 +67,8 @@ pub(crate) fn run(args: &DemandPagingArgs, session: &Session) -> Result<Outcome,
         measured.extend(cases.iter().map(|&case| Measured { case, runs: Vec::new() }));
         for number in 0..args.nr_runs() as usize {
             for turn in 0..cases.len() {
-                // Each round begins with another case: whoever comes first or last has no advantage.
+                // Each round begins with another case, so that no case has the advantage of being
+                // first or last.
                 let which = (number + turn) % cases.len();
                 let case = &cases[which];
                 let (backing, uffds, mode) = (case.backing, case.uffds.describe(), case.mode);
@@ -85,16 +88,18 @@ pub(crate) fn run(args: &DemandPagingArgs, session: &Session) -> Result<Outcome,
     outcome(&measured)
 }
 
-/// The published pages per second for each of `nr_vcpus` vCPUs, of the row `mode` with anonymous memory on x86.
+/// The published pages per second for each of `nr_vcpus` vCPUs, of the row `mode` with anonymous
+/// memory on x86.
 pub(crate) fn published_rate(mode: &str, nr_vcpus: usize) -> Option<f64> {
     let [anonymous, ..] = &published::X86;
     let mode = Mode::ALL.into_iter().find(|known| known.name() == mode)?;
     anonymous.rate(mode, nr_vcpus)
 }
 
-/// As much as the published tables have for each vCPU; halved until all of it fits beside everything else.
+/// As much memory for each vCPU as in the published tables; halved until the sum fits into this
+/// machine.
 fn fitting_bytes(nr_vcpus: usize, available_bytes: Option<u64>) -> u64 {
-    // The rest is for tables, stacks, the source, and for whoever else runs here.
+    // The rest is for page tables, stacks, the source, and other processes.
     let usable = available_bytes.map_or(u64::MAX, |bytes| bytes / 4 * 3);
     let mut bytes = DEFAULT_BYTES_PER_VCPU;
     while bytes > PAGE_SIZE && bytes.saturating_mul(nr_vcpus as u64) > usable {

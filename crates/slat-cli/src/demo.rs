@@ -1,4 +1,5 @@
-//! The demonstration: what `slat` does without a command. The main job, small enough for any Linux machine.
+//! The demonstration: what `slat` runs without a command. It shows the main use, and runs on any
+//! Linux machine.
 
 use clap::Parser;
 use serde_json::Value;
@@ -8,7 +9,7 @@ use crate::failure::Failure;
 use crate::results::Outcome;
 use crate::session::Session;
 
-/// What is run, as a command line that the reader can type.
+/// The commands, as the reader can type them.
 const COMMANDS: [&str; 2] =
     ["slat dirty-log -v 4 -b 256M -i 5 --runs 5", "slat dirty-log -v 4 -b 96M -i 5 --runs 5 -o --check"];
 
@@ -29,7 +30,7 @@ pub(crate) fn run(session: &Session) -> Result<Outcome, Failure> {
     Ok(Outcome {
         text: "Four vCPUs filled their memory, then wrote it again while dirty logging was on, once with one lock around the\n\
                tables, once with a reader/writer lock, and once with none: the same engine, the same work. Every page was read\n\
-               back as it was written, and in the second run every harvest of the log was held against memory: no page lost.\n\
+               back as it was written, and in the second run every harvest of the log was compared with memory: no page lost.\n\
                Next: `cargo run --release -- compare --quick`, or `cargo run --release -- dirty-log --help`.\n"
             .to_owned(),
         json: Value::Null,

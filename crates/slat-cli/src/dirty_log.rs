@@ -1,4 +1,5 @@
-//! `slat dirty-log`: the phases of a dirty-logging migration (`phases`), for each locking, and by the KVM of this machine.
+//! `slat dirty-log`: the phases of a dirty-logging migration (`phases`), for each locking, and by
+//! the KVM of this machine.
 
 mod kvm;
 

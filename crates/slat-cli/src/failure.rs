@@ -1,6 +1,7 @@
-//! Why the command failed, what to do about it, and the exit code for it: one line that names the value and ends with what to
-//! do next. What that is depends on the kind of failure ([`Failure::next_step`]), or, where this machine does not serve, on
-//! what it was that did not: then the text has it.
+//! Failures of the command: why it failed, what to do next, and the exit code. A failure is one
+//! line that names the value and ends with the next step. The kind of failure determines the next
+//! step ([`Failure::next_step`]). Where this machine cannot serve an option, the text has it, since
+//! it depends on what is missing.
 
 mod advice;
 
@@ -20,13 +21,13 @@ use crate::session::INTERRUPTED;
 /// A failure of the command, as one line.
 #[derive(Debug, Error)]
 pub(crate) enum Failure {
-    /// What the guest, the tables or the log showed is wrong.
+    /// The guest, the tables or the log showed a wrong result.
     #[error("check failed: {0}")]
     Check(String),
-    /// No machine could do what was asked for.
+    /// No machine could do what the options ask for.
     #[error("{0}")]
     Usage(String),
-    /// This machine cannot do what was asked for, and what to do next.
+    /// This machine cannot do what the options ask for; the text has the next step.
     #[error("this machine cannot do that: {0}")]
     CannotServe(String),
     /// The results could not be written.
@@ -37,13 +38,13 @@ pub(crate) enum Failure {
         /// Why.
         source: std::io::Error,
     },
-    /// Nobody takes what is printed.
+    /// The standard output cannot be written.
     #[error("cannot print: {0}")]
     Print(#[from] std::io::Error),
-    /// The user ended it.
+    /// The user interrupted it.
     #[error("interrupted{}", if *measured { ": what is above was measured until then" } else { " before anything was measured" })]
     Interrupted {
-        /// Whether there is something.
+        /// Whether anything was measured.
         measured: bool,
     },
 }
@@ -58,7 +59,7 @@ impl Failure {
         })
     }
 
-    /// What to do next, as the end of the line; `words` are those of the command line.
+    /// The next step, as the end of the line; `words` are those of the command line.
     pub(crate) fn next_step(&self, words: &[String]) -> String {
         match self {
             Failure::Check(_) => {
@@ -72,7 +73,7 @@ impl Failure {
     }
 }
 
-/// The command line, as in results and in what is to be reported.
+/// The command line, as in results and in reports of failures.
 pub(crate) fn command_line(words: &[String]) -> String {
     let behind_name = words.iter().skip(1).map(String::as_str);
     std::iter::once("slat").chain(behind_name).collect::<Vec<_>>().join(" ")
@@ -89,7 +90,7 @@ fn after_write(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// What to do where the KVM of this machine fails.
+/// The next step where the KVM of this machine fails.
 pub(crate) const LEAVE_KVM_OUT: &str = "; leave it out with --peer none";
 
 /// A thread that cannot be started.
@@ -111,7 +112,7 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     line
 }
 
-/// The same, and what to do about it.
+/// An error with its causes, and the next step.
 fn advised(error: &dyn std::error::Error, advice: &str) -> String {
     let line = with_causes(error);
     if advice.is_empty() { line } else { format!("{line}; {advice}") }
@@ -143,7 +144,7 @@ impl From<SourceError> for Failure {
     fn from(error: SourceError) -> Failure {
         let line = advised(&error, advice::of_source(&error));
         match error {
-            // The options name a file that does not go with the memory that they name.
+            // The options name a file that does not fit the memory that they name.
             SourceError::FileTooShort { .. } | SourceError::NotLoopback { .. } => Failure::Usage(line),
             _ => Failure::CannotServe(line),
         }
@@ -175,7 +176,7 @@ impl From<ServeError> for Failure {
     }
 }
 
-/// Pages that did not get to a vCPU: a page that is wrong is more than one that nobody has.
+/// The failure to bring pages to vCPUs. A wrong page takes precedence over a missing one.
 fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, whole: &DemandPagingError) -> Failure {
     let line = || advised(whole, advice::of_paging(whole));
     let is_wrong = |error: &VcpuError| matches!(error, VcpuError::WrongWord { .. } | VcpuError::Panicked { .. });

@@ -1,13 +1,15 @@
-//! `slat get-dirty-log`: what one call costs that takes the dirty log of a slot, for the engine, for the ways in which KVM
-//! did it around the year 2012, and for the KVM of this machine.
+//! `slat get-dirty-log`: the cost of one call that gets the dirty log of a memslot, for the engine,
+//! for KVM's ways around the year 2012, and for the KVM of this machine.
 //!
-//! - `--workload table`: one slot, N pages of it dirty, nanoseconds for one call that fills the whole bitmap.
-//! - `--workload framebuffer`: a small slot, written in bursts as a screen is, and a call after each burst.
-//! - `--workload migration`: a guest writes at a fixed rate on a thread of its own; the log is taken again and again. What
-//!   each of the engine's two ways costs the caller and the guest.
+//! - `--workload table`: one memslot with N dirty pages; nanoseconds for one call that fills the
+//!   whole bitmap.
+//! - `--workload framebuffer`: a small memslot, written in bursts as a screen is, and a call after
+//!   each burst.
+//! - `--workload migration`: a guest writes at a fixed rate on another thread, while the log is got
+//!   again and again. It shows what each of the engine's two ways costs the caller and the guest.
 //!
-//! Methods are interleaved run by run, on the same pages of the same memory, in an order that is drawn anew for each run.
-//! Every log is held against the pages that were written.
+//! Methods are interleaved run by run, on the same pages of the same memory, in an order that is
+//! drawn anew for each run. Every log is compared with the pages that were written.
 
 mod kvm;
 mod measure;
@@ -26,24 +28,24 @@ use slat_machine::walk::HardwareFormat;
 
 use crate::args::{FormatArg, PeerArg, check_shadow_format, positive, size_bytes, with_format};
 use crate::failure::Failure;
-use crate::kvm::{Facts, MAX_REGION_BYTES};
+use crate::kvm::{KvmFacts, MAX_REGION_BYTES};
 use crate::results::{NotRun, Outcome};
 use crate::session::Session;
 use kvm::KvmPeer;
 use measure::{Bench, Cell};
-use pattern::Pattern;
+use pattern::DirtyPattern;
 use peer::Peer;
 use subject::{Slat, Subject};
 
-/// What `slat get-dirty-log` takes.
+/// The options of `slat get-dirty-log`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
     after_help = "Example: slat get-dirty-log -n 1,64,4096 -p random --runs 20",
     after_long_help = "Methods: srcu-copy copies the set of slots with the other half of the log, and waits for a grace period; \
                        xchg exchanges each word with zero, and visits its bits by mask, by a search for the next, or from \
-                       the first to the last; xchg16 exchanges two words at a time; slat is the engine as it is by default, \
-                       which protects lazily, slat-leaf the engine when it protects leaf by leaf; kvm is this machine's KVM \
+                       the first to the last; xchg16 exchanges two words at a time; slat is the engine with its default, \
+                       lazy protection, slat-leaf the engine with protection leaf by leaf; kvm is this machine's KVM \
                        (--peer).\n\n\
                        Example: slat get-dirty-log -n 1,64,4096 -p random --runs 20"
 )]
@@ -53,7 +55,7 @@ pub(crate) struct GetDirtyLogArgs {
     /// In bytes, with an optional suffix K, M, G or T.
     #[arg(short = 'b', long, value_name = "SIZE", value_parser = slot_bytes)]
     pub(crate) bytes: Option<u64>,
-    /// Load.
+    /// Workload.
     ///
     /// What is dirtied, and how.
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Workload::Table)]
@@ -63,14 +65,14 @@ pub(crate) struct GetDirtyLogArgs {
     /// For the table.
     #[arg(short = 'n', long, value_delimiter = ',', value_name = "N,...", value_parser = positive::<u32>)]
     pub(crate) pages: Option<Vec<u32>>,
-    /// How dirty pages lie.
+    /// Placement of dirty pages.
     ///
-    /// In the slot, for the table; by default all.
+    /// In the slot, for the table; by default all patterns.
     #[arg(short = 'p', long, value_name = "HOW,...", value_enum, value_delimiter = ',')]
-    pub(crate) pattern: Option<Vec<Pattern>>,
+    pub(crate) pattern: Option<Vec<DirtyPattern>>,
     /// Methods.
     ///
-    /// To take the log, besides KVM; by default all that there are for the workload.
+    /// To get the log, besides KVM; by default all of the workload.
     #[arg(long, value_name = "HOW,...", value_enum, value_delimiter = ',')]
     pub(crate) method: Option<Vec<Method>>,
     /// KVM of this machine.
@@ -80,8 +82,8 @@ pub(crate) struct GetDirtyLogArgs {
     pub(crate) peer: PeerArg,
     /// Calls of one method in a row, for the table.
     ///
-    /// Each behind writes of its guest to the same pages. With 1 a call finds much of its code and data out of the caches; with
-    /// more the fixed costs, and the pages', are those of warm caches.
+    /// Each follows writes of its guest to the same pages. With 1, a call finds most of its code
+    /// and data out of the caches; with more, the caches are warm.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive::<u32>, hide_short_help = true)]
     pub(crate) in_a_row: u32,
     /// Pages a second that a migration's guest writes [default: 100000].
@@ -96,18 +98,20 @@ pub(crate) struct GetDirtyLogArgs {
     pub(crate) backing: BackingKind,
     /// Format of the second-stage tables.
     ///
-    /// Of the engine and of its peers in software. Where table entries have no rights (`stage2`, `gstage`) `slat` is the same as
-    /// `slat-leaf`.
+    /// Of the engine and of its peers in software. Where directory entries have no W (`stage2`,
+    /// `gstage`) `slat` is the same as `slat-leaf`.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
     /// Paging.
     ///
-    /// Whether the engine's CPU has a second stage. Its peers' always has, the real KVM's as this machine has.
-    #[arg(long, value_enum, default_value_t = PagingArg::SecondStage)]
-    pub(crate) paging: PagingArg,
+    /// Whether the engine's CPU has a second stage. The CPU of its peers always has one; the real
+    /// KVM's as this machine has.
+    #[arg(long, value_enum, default_value_t = CpuPagingArg::SecondStage)]
+    pub(crate) paging: CpuPagingArg,
     /// Runs at most [default: 500; migration: 100].
     ///
-    /// Of each number and pattern (fewer where they take long, but 3); bursts; or harvests of a migration.
+    /// Of each number and pattern (fewer where they take long, but 3); bursts; or harvests of a
+    /// migration.
     #[arg(long, value_name = "N", value_parser = positive::<u32>)]
     pub(crate) runs: Option<u32>,
     /// Seed of the random choices.
@@ -139,12 +143,12 @@ impl GetDirtyLogArgs {
         })
     }
 
-    fn patterns(&self) -> &[Pattern] {
-        self.pattern.as_deref().unwrap_or(&Pattern::ALL)
+    fn patterns(&self) -> &[DirtyPattern] {
+        self.pattern.as_deref().unwrap_or(&DirtyPattern::ALL)
     }
 }
 
-/// A size of the slot, which the real KVM's guest can have too.
+/// A size of the memslot that the real KVM's guest can have too.
 fn slot_bytes(text: &str) -> Result<u64, String> {
     match size_bytes(text)? {
         bytes if bytes > MAX_REGION_BYTES => Err(format!("must be at most {}G", MAX_REGION_BYTES >> 30)),
@@ -158,29 +162,30 @@ pub(crate) enum Workload {
     Table,
     /// Bursts of updates of a small slot.
     Framebuffer,
-    /// A guest that writes while the log is taken.
+    /// A guest that writes while the log is got.
     Migration,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum PagingArg {
-    /// It walks the tables of the engine's second stage.
+pub(crate) enum CpuPagingArg {
+    /// The CPU walks the second-stage tables.
     SecondStage,
-    /// It has none, and walks shadow tables: a reverse map leads from the dirty pages to their leaves.
+    /// The CPU has no second stage, and walks shadow tables; the reverse map leads to the leaves of
+    /// dirty pages.
     Shadow,
 }
 
-impl PagingArg {
+impl CpuPagingArg {
     /// The name in options and results.
     fn name(self) -> &'static str {
         match self {
-            PagingArg::SecondStage => "second-stage",
-            PagingArg::Shadow => "shadow",
+            CpuPagingArg::SecondStage => "second-stage",
+            CpuPagingArg::Shadow => "shadow",
         }
     }
 }
 
-/// A way to take a dirty log.
+/// A way to get a dirty log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Method {
     SrcuCopy,
@@ -228,8 +233,8 @@ impl Method {
 
 /// What was not measured, and why; or what was.
 struct Notes {
-    /// What KVM this is, if it was measured.
-    kvm: Option<Facts>,
+    /// The facts of the KVM, if it was measured.
+    kvm: Option<KvmFacts>,
     not_run: Vec<NotRun>,
 }
 
@@ -239,8 +244,8 @@ pub(crate) fn run(args: &GetDirtyLogArgs, session: &Session) -> Result<Outcome, 
     let memory = subject::memory(args.backing, args.slot_bytes())?;
     if args.workload == Workload::Migration {
         return with_format!(args.format, F => match args.paging {
-            PagingArg::SecondStage => migration::measure(args, session, &methods, &memory, Slat::<F, _>::new),
-            PagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::shadow),
+            CpuPagingArg::SecondStage => migration::measure(args, session, &methods, &memory, Slat::<F, _>::new),
+            CpuPagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::shadow),
         });
     }
     let (subjects, notes) = with_format!(args.format, F => subjects::<F>(args, &methods, &memory))?;
@@ -258,7 +263,7 @@ pub(crate) fn run(args: &GetDirtyLogArgs, session: &Session) -> Result<Outcome, 
 /// The methods to measure, without KVM.
 fn check_usage(args: &GetDirtyLogArgs) -> Result<Vec<Method>, Failure> {
     let usage = |what: String| Err(Failure::Usage(what));
-    if args.paging == PagingArg::Shadow {
+    if args.paging == CpuPagingArg::Shadow {
         check_shadow_format(args.format)?;
     }
     if args.workload != Workload::Table && (args.pages.is_some() || args.pattern.is_some()) {
@@ -310,8 +315,8 @@ fn subjects<F: HardwareFormat>(
     for &method in methods {
         let subject: Box<dyn Subject> = match method {
             Method::Slat | Method::SlatLeaf => match args.paging {
-                PagingArg::SecondStage => Box::new(Slat::<F, _>::new(method, memory)?),
-                PagingArg::Shadow => Box::new(Slat::shadow(method, memory)?),
+                CpuPagingArg::SecondStage => Box::new(Slat::<F, _>::new(method, memory)?),
+                CpuPagingArg::Shadow => Box::new(Slat::shadow(method, memory)?),
             },
             Method::Xchg16 if !peer::has_exchange16() => {
                 let why = "the CPUs have no exchange of 16 bytes".to_owned();
@@ -339,12 +344,12 @@ fn subjects<F: HardwareFormat>(
     Ok((subjects, notes))
 }
 
-/// A KVM whose guest was seen to write, and whose log was taken.
-fn working_kvm(memory: &Backing) -> Result<(KvmPeer, Facts), String> {
+/// A KVM whose guest has written a page, and whose log was got.
+fn working_kvm(memory: &Backing) -> Result<(KvmPeer, KvmFacts), String> {
     let kvm = KvmPeer::new(memory).and_then(|kvm| Ok((kvm, crate::kvm::facts()?)));
-    let (mut kvm, facts) = kvm.map_err(|trouble| trouble.to_string())?;
+    let (mut kvm, facts) = kvm.map_err(|error| error.to_string())?;
     let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> PAGE_SHIFT) as u32)];
-    // Takes the page's bit too: what comes after begins with a clean log.
+    // This call clears the page's bit too: later calls begin with a clean log.
     kvm.write(&[0], 1).and_then(|()| kvm.get_dirty_log(&mut log)).map_err(|failure| failure.to_string())?;
     Ok((kvm, facts))
 }

@@ -1,7 +1,8 @@
-//! The definitions of the command line as they are parsed, with a help that fits a screen, and what is said of a mistake.
+//! The definitions of the command line as they are parsed, with a help that fits a screen, and the
+//! messages for mistakes.
 //!
-//! `--help` has the options of every day, in a line or two each: the first paragraph of their texts, and the values that there
-//! are. `--help-all` has all options, and all that there is to say about them; so have the manual pages.
+//! `--help` has the common options, in a line or two each: the first paragraph of their texts, and
+//! their values. `--help-all` has all options with their full texts; so have the manual pages.
 
 use clap::{Arg, ArgAction, Command, CommandFactory};
 
@@ -10,10 +11,10 @@ use crate::args::Cli;
 /// Columns of the help, on any terminal and without one.
 const WIDTH: usize = 80;
 
-/// Where the options about help come in the order.
+/// The position of the options about help.
 const LAST: usize = 998;
 
-/// How much the help tells.
+/// How much the help prints.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Detail {
     /// What fits a screen.
@@ -21,7 +22,7 @@ pub(crate) enum Detail {
     Everything,
 }
 
-/// The definitions. That `--help-all` is among the words is known before they are parsed.
+/// The definitions. Whether `--help-all` is among the words is known before they are parsed.
 pub(crate) fn command(detail: Detail) -> Command {
     let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
     let help_all = Arg::new("help_all").long("help-all").action(ArgAction::HelpLong).hide_short_help(true);
@@ -40,7 +41,7 @@ pub(crate) fn command(detail: Detail) -> Command {
     }
 }
 
-/// The values that there are behind the text: clap's own list of them takes twice the place.
+/// Appends the values to the text: clap's own list of them takes twice the space.
 fn with_values_inline(arg: Arg) -> Arg {
     let values = arg.get_possible_values();
     match arg.get_help() {
@@ -53,7 +54,7 @@ fn with_values_inline(arg: Arg) -> Arg {
     }
 }
 
-/// Where the help is about a mistake in `words`, those of a command line.
+/// A hint at the help for a mistake in `words`, those of a command line.
 pub(crate) fn hint(words: &[String]) -> String {
     let definitions = Cli::command();
     let name = words.iter().skip(1).find(|word| !word.starts_with('-'));
@@ -67,7 +68,7 @@ pub(crate) fn mistake(error: &clap::Error, words: &[String]) -> String {
     let text = error.to_string();
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let what = lines.next().unwrap_or_default().trim_start_matches("error: ").to_owned();
-    // What belongs to it: the values or arguments that there are, or something like what was written.
+    // Lines that belong to it: the possible values or arguments, or a similar name.
     let more = lines.take_while(|line| !line.starts_with("Usage: ") && !line.starts_with("For more information"));
     let line = more.fold(what, |line, more| match more.strip_prefix("tip: ") {
         Some(tip) => format!("{line}; {tip}"),
@@ -84,14 +85,14 @@ mod tests {
 
     use super::*;
 
-    /// What a terminal shows.
+    /// Lines of a terminal.
     const LINES: usize = 24;
 
-    /// Options whose letter is not the same everywhere: KVM's tests have each its own, `split` has two ways to pin,
-    /// and `peers` numbers of threads and of pages.
+    /// Options whose letter differs between commands: KVM's tests have different ones, `split` has
+    /// two ways to pin, and `peers` has numbers of threads and of pages.
     const OTHER_LETTERS: [&str; 8] = ["pages", "pin", "runs", "seconds", "seed", "slots", "threads", "verbose"];
 
-    /// All commands that the user sees, and `slat` itself.
+    /// All visible commands, and `slat` itself.
     fn commands(detail: Detail) -> Vec<Command> {
         let mut all = command(detail);
         all.build();

@@ -1,14 +1,15 @@
-//! The KVM of this machine, through `/dev/kvm`: the peer that counts.
+//! The KVM of this machine, through `/dev/kvm`: the most important peer.
 //!
-//! A VM has a *region* of memory, whatever slots it is divided into, and guests (`guest`) that write to it, each on a vCPU
-//! of its own. The region's slots log dirty pages when they are told to (`KVM_MEM_LOG_DIRTY_PAGES`), in the bitmaps of
-//! `KVM_GET_DIRTY_LOG`, in one of the three ways that the engine has too ([`ManualProtect`]). The calls that experiments
-//! time are one `ioctl` for each slot, with a buffer that exists already: the system call belongs to the price. (The
-//! wrapper of kvm-ioctls makes a new vector for each call, so those calls are made directly.)
+//! A VM has a *region* of memory, divided into memslots, and guests (`guest`) that write to it,
+//! each on its own vCPU. The region's memslots log dirty pages on request
+//! (`KVM_MEM_LOG_DIRTY_PAGES`), in the bitmaps of `KVM_GET_DIRTY_LOG`, in one of the three modes
+//! that the engine has too ([`ManualProtect`]). The calls that experiments time are one `ioctl` for
+//! each memslot, with an existing buffer: the time includes the system call. (The wrapper of
+//! kvm-ioctls makes a new vector for each call, so those calls are direct.)
 //!
-//! On other targets `kvm_missing` stands here, with the same names.
+//! On other targets `kvm_missing` replaces this module, with the same names.
 
-#![expect(unsafe_code, reason = "gives memory to a KVM, and calls its ioctls with a buffer")]
+#![expect(unsafe_code, reason = "registers memory with a KVM, and calls its ioctls with a buffer")]
 
 mod facts;
 mod guest;
@@ -28,57 +29,61 @@ use slat::{ManualProtect, PAGE_SHIFT};
 use slat_machine::memory::{Backing, BackingKind};
 
 use crate::failure::{Failure, LEAVE_KVM_OUT};
-pub(crate) use facts::Facts;
-pub(crate) use guest::Guest;
+pub(crate) use facts::KvmFacts;
+pub(crate) use guest::KvmGuest;
 use system::{REGION_GPA, SYSTEM_GPA, System};
 
-/// The slot of the guests' program, tables and lists of pages. The region's slots have the numbers from 1 on.
+/// The memslot of the guests' program, page tables and lists of pages. The region's memslots have
+/// the numbers from 1 on.
 const SYSTEM_SLOT: u32 = 0;
 
-/// The largest region: the guests' tables have room for no more.
+/// The largest region that the guests' page tables can map.
 pub(crate) const MAX_REGION_BYTES: u64 = 64 << 30;
 
-/// `KVM_GET_DIRTY_LOG`, that is `_IOW(KVMIO, 0x42, struct kvm_dirty_log)` (Documentation/virt/kvm/api.rst, 4.8).
+/// `KVM_GET_DIRTY_LOG`, that is `_IOW(KVMIO, 0x42, struct kvm_dirty_log)`
+/// (Documentation/virt/kvm/api.rst, 4.8).
 const GET_DIRTY_LOG: u64 = 1 << 30 | (size_of::<kvm_dirty_log>() as u64) << 16 | (KVMIO as u64) << 8 | 0x42;
 
-/// `KVM_CLEAR_DIRTY_LOG`, that is `_IOWR(KVMIO, 0xc0, struct kvm_clear_dirty_log)` (the same, 4.117).
+/// `KVM_CLEAR_DIRTY_LOG`, that is `_IOWR(KVMIO, 0xc0, struct kvm_clear_dirty_log)` (the same,
+/// 4.117).
 const CLEAR_DIRTY_LOG: u64 = 3 << 30 | (size_of::<kvm_clear_dirty_log>() as u64) << 16 | (KVMIO as u64) << 8 | 0xc0;
 
-/// Of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, beside `KVM_DIRTY_LOG_INITIALLY_SET` (the same, 7.17).
+/// The other flag of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` is `KVM_DIRTY_LOG_INITIALLY_SET` (the
+/// same, 7.17).
 const DIRTY_LOG_MANUAL_PROTECT_ENABLE: u32 = 1;
 
-/// KVM refused something, or its guest did something that was not asked for.
+/// KVM refused a call, or its guest did something wrong.
 #[derive(Debug)]
-pub(crate) struct Trouble(String);
+pub(crate) struct KvmError(String);
 
-impl fmt::Display for Trouble {
+impl fmt::Display for KvmError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl From<Trouble> for Failure {
-    fn from(trouble: Trouble) -> Failure {
-        Failure::CannotServe(format!("KVM: {trouble}{LEAVE_KVM_OUT}"))
+impl From<KvmError> for Failure {
+    fn from(error: KvmError) -> Failure {
+        Failure::CannotServe(format!("KVM: {error}{LEAVE_KVM_OUT}"))
     }
 }
 
-/// `result`, with a word on what was tried.
-fn tried<T>(what: &str, result: Result<T, kvm_ioctls::Error>) -> Result<T, Trouble> {
-    result.map_err(|error| Trouble(format!("{what}: {error}")))
+/// `result`, with the operation in the error.
+fn tried<T>(what: &str, result: Result<T, kvm_ioctls::Error>) -> Result<T, KvmError> {
+    result.map_err(|error| KvmError(format!("{what}: {error}")))
 }
 
-fn open() -> Result<Kvm, Trouble> {
+fn open() -> Result<Kvm, KvmError> {
     tried("cannot open /dev/kvm", Kvm::new())
 }
 
-/// What there is to say about this KVM.
-pub(crate) fn facts() -> Result<Facts, Trouble> {
-    Ok(Facts::read(&open()?))
+/// The facts about this KVM.
+pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
+    Ok(KvmFacts::read(&open()?))
 }
 
-/// `wanted`, or what comes next to it among what this KVM has.
-pub(crate) fn nearest_manual_protect(wanted: ManualProtect) -> Result<ManualProtect, Trouble> {
+/// `wanted`, or the nearest mode that this KVM has.
+pub(crate) fn nearest_manual_protect(wanted: ManualProtect) -> Result<ManualProtect, KvmError> {
     let has = open()?.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into());
     let has = |flag: u32| has > 0 && has as u32 & flag != 0;
     Ok(match wanted {
@@ -90,15 +95,15 @@ pub(crate) fn nearest_manual_protect(wanted: ManualProtect) -> Result<ManualProt
     })
 }
 
-/// What a VM is made of, besides the memory of its region.
+/// The parameters of a VM, besides the memory of its region.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct VmShape {
     pub(crate) nr_vcpus: usize,
-    /// Slots that the region is divided into, evenly.
+    /// Memslots that the region is divided into, evenly.
     pub(crate) nr_slots: u32,
     /// Pages that a guest's list has room for.
     pub(crate) nr_listed: u64,
-    /// What getting the log does. The KVM must have it.
+    /// Whether getting the log clears it. The KVM must have the mode.
     pub(crate) manual_protect: ManualProtect,
 }
 
@@ -111,24 +116,24 @@ pub(crate) enum Logging {
 
 /// A VM of the real KVM.
 pub(crate) struct KvmVm {
-    // In front of the memory, which it uses.
+    // Declared before the memory, which it uses, so that it is dropped first.
     vm: VmFd,
     nr_slots: u32,
     pages_per_slot: u64,
     memory: Backing,
-    /// That of [`SYSTEM_SLOT`].
+    /// The memory of [`SYSTEM_SLOT`].
     _system: Backing,
 }
 
 impl KvmVm {
-    /// A VM whose region is all of `memory`, which is not logged yet; and its guests.
-    pub(crate) fn new(memory: &Backing, shape: &Shape) -> Result<(KvmVm, Vec<Guest>), Trouble> {
+    /// A VM whose region is all of `memory`, not logged yet; and its guests.
+    pub(crate) fn new(memory: &Backing, shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
         let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
         if memory.size_bytes() > MAX_REGION_BYTES {
-            return Err(Trouble(format!("a region of {nr_pages} pages is too large for its guests' tables")));
+            return Err(KvmError(format!("a region of {nr_pages} pages is too large for its guests' tables")));
         }
         if !nr_pages.is_multiple_of(shape.nr_slots.into()) {
-            return Err(Trouble(format!("{nr_pages} pages cannot be split evenly into {} slots", shape.nr_slots)));
+            return Err(KvmError(format!("{nr_pages} pages cannot be split evenly into {} slots", shape.nr_slots)));
         }
         let kvm = open()?;
         let vm = tried("create a VM", kvm.create_vm())?;
@@ -159,13 +164,14 @@ impl KvmVm {
         let guest = |index: usize| {
             let vcpu = tried("create a vCPU", vm.vm.create_vcpu(index as u64))?;
             tried("set the CPUID", vcpu.set_cpuid2(&cpuid))?;
-            Guest::new(vcpu, index as u64, shape, &system, memory)
+            KvmGuest::new(vcpu, index as u64, shape, &system, memory)
         };
         let guests = (0..shape.nr_vcpus).map(guest).collect::<Result<_, _>>()?;
         Ok((vm, guests))
     }
 
-    /// Makes a slot of a part of `memory`, one of the two that this keeps, or gives it other flags.
+    /// Makes a memslot of a part of `memory`, one of the two backings that `self` holds, or changes
+    /// its flags.
     fn set_slot(
         &self,
         slot: u32,
@@ -173,7 +179,7 @@ impl KvmVm {
         guest_phys_addr: u64,
         memory: &Backing,
         bytes: std::ops::Range<u64>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), KvmError> {
         let region = kvm_userspace_memory_region {
             slot,
             flags,
@@ -181,14 +187,14 @@ impl KvmVm {
             memory_size: bytes.end - bytes.start,
             userspace_addr: memory.as_ptr().expose_provenance() as u64 + bytes.start,
         };
-        // SAFETY: the part is inside the memory, which stays mapped as long as the VM lives: both `self` and each guest,
-        // whose vCPU keeps the VM alive, hold it and drop it last. All access to it is by atomics, or by machine
-        // instructions of the guests.
+        // SAFETY: the part is inside the memory, which stays mapped as long as the VM lives: both
+        // `self` and each guest, whose vCPU keeps the VM alive, hold it and drop it last. All
+        // access to it is by atomics, or by machine instructions of the guests.
         tried("set a slot", unsafe { self.vm.set_user_memory_region(region) })
     }
 
-    /// Turns logging on or off, slot by slot.
-    pub(crate) fn set_logging(&self, logging: Logging) -> Result<(), Trouble> {
+    /// Turns logging on or off, memslot by memslot.
+    pub(crate) fn set_logging(&self, logging: Logging) -> Result<(), KvmError> {
         let flags = match logging {
             Logging::Off => 0,
             Logging::On => KVM_MEM_LOG_DIRTY_PAGES,
@@ -216,7 +222,7 @@ impl KvmVm {
     }
 
     /// Gets the log of slot number `index` of the region.
-    pub(crate) fn get_dirty_log(&self, index: u32, bitmap: &mut [u64]) -> Result<(), Trouble> {
+    pub(crate) fn get_dirty_log(&self, index: u32, bitmap: &mut [u64]) -> Result<(), KvmError> {
         assert!(bitmap.len() >= self.nr_words(), "the kernel would write behind the buffer");
         let dirty_bitmap = bitmap.as_mut_ptr().cast();
         let argument = kvm_dirty_log {
@@ -224,14 +230,15 @@ impl KvmVm {
             padding1: 0,
             __bindgen_anon_1: kvm_dirty_log__bindgen_ty_1 { dirty_bitmap },
         };
-        // SAFETY: the argument has the kernel's layout and outlives the call, which writes a bit for each page of the
-        // slot, in whole words: `nr_words` of them, and as many are there.
+        // SAFETY: the argument has the kernel's layout and outlives the call. The kernel writes a
+        // bit for each page of the memslot, in whole words: `nr_words` of them, and the buffer has
+        // as many.
         let result = unsafe { libc::ioctl(self.vm.as_raw_fd(), GET_DIRTY_LOG as _, &raw const argument) };
         called("KVM_GET_DIRTY_LOG", result)
     }
 
-    /// Clears what `bitmap` has of the log of slot number `index` of the region.
-    pub(crate) fn clear_dirty_log(&self, index: u32, bitmap: &[u64]) -> Result<(), Trouble> {
+    /// Clears the pages of `bitmap` in the log of memslot number `index` of the region.
+    pub(crate) fn clear_dirty_log(&self, index: u32, bitmap: &[u64]) -> Result<(), KvmError> {
         assert!(bitmap.len() >= self.nr_words(), "the kernel would read behind the buffer");
         let argument = kvm_clear_dirty_log {
             slot: index + 1,
@@ -240,23 +247,24 @@ impl KvmVm {
             first_page: 0,
             __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 { dirty_bitmap: bitmap.as_ptr().cast_mut().cast() },
         };
-        // SAFETY: the argument has the kernel's layout and outlives the call, which reads a bit for each page of the
-        // slot, in whole words: `nr_words` of them, and as many are there. It writes none of them.
+        // SAFETY: the argument has the kernel's layout and outlives the call. The kernel reads a
+        // bit for each page of the memslot, in whole words: `nr_words` of them, and the buffer has
+        // as many. It writes none of them.
         let result = unsafe { libc::ioctl(self.vm.as_raw_fd(), CLEAR_DIRTY_LOG as _, &raw const argument) };
         called("KVM_CLEAR_DIRTY_LOG", result)
     }
 }
 
 /// The result of an `ioctl` that was called directly.
-fn called(what: &str, result: libc::c_int) -> Result<(), Trouble> {
+fn called(what: &str, result: libc::c_int) -> Result<(), KvmError> {
     match result {
         0 => Ok(()),
-        _ => Err(Trouble(format!("{what}: {}", std::io::Error::last_os_error()))),
+        _ => Err(KvmError(format!("{what}: {}", std::io::Error::last_os_error()))),
     }
 }
 
-/// Memory for what the guests need besides the region.
-fn system_memory(size_bytes: u64) -> Result<Backing, Trouble> {
+/// Memory for the guests' program and tables.
+fn system_memory(size_bytes: u64) -> Result<Backing, KvmError> {
     Backing::new(BackingKind::Anonymous, size_bytes)
-        .map_err(|error| Trouble(format!("memory of the guests' program: {error}")))
+        .map_err(|error| KvmError(format!("memory of the guests' program: {error}")))
 }

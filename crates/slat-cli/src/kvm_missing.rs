@@ -1,4 +1,5 @@
-//! Where there is no KVM of the kind that `kvm` drives, which is for Linux on x86-64: its names, and nothing behind them.
+//! The names of `kvm`, which is for Linux on x86-64, without an implementation, for all other
+//! targets.
 
 use std::fmt;
 
@@ -12,24 +13,24 @@ use crate::failure::{Failure, LEAVE_KVM_OUT};
 pub(crate) const MAX_REGION_BYTES: u64 = 64 << 30;
 
 #[derive(Debug)]
-pub(crate) struct Trouble;
+pub(crate) struct KvmError;
 
-impl fmt::Display for Trouble {
+impl fmt::Display for KvmError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("it is implemented for Linux on x86-64 only")
     }
 }
 
-impl From<Trouble> for Failure {
-    fn from(trouble: Trouble) -> Failure {
-        Failure::CannotServe(format!("KVM: {trouble}{LEAVE_KVM_OUT}"))
+impl From<KvmError> for Failure {
+    fn from(error: KvmError) -> Failure {
+        Failure::CannotServe(format!("KVM: {error}{LEAVE_KVM_OUT}"))
     }
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Facts {}
+pub(crate) enum KvmFacts {}
 
-impl Facts {
+impl KvmFacts {
     pub(crate) fn measured_on(&self) -> String {
         match *self {}
     }
@@ -43,17 +44,17 @@ impl Facts {
     }
 }
 
-pub(crate) fn facts() -> Result<Facts, Trouble> {
-    Err(Trouble)
+pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
+    Err(KvmError)
 }
 
-pub(crate) fn nearest_manual_protect(_wanted: ManualProtect) -> Result<ManualProtect, Trouble> {
-    Err(Trouble)
+pub(crate) fn nearest_manual_protect(_wanted: ManualProtect) -> Result<ManualProtect, KvmError> {
+    Err(KvmError)
 }
 
 #[derive(Clone, Copy, Debug)]
-#[expect(dead_code, reason = "nobody reads them")]
-pub(crate) struct Shape {
+#[expect(dead_code, reason = "no code reads them")]
+pub(crate) struct VmShape {
     pub(crate) nr_vcpus: usize,
     pub(crate) nr_slots: u32,
     pub(crate) nr_listed: u64,
@@ -68,24 +69,24 @@ pub(crate) enum Logging {
 
 pub(crate) enum KvmVm {}
 
-pub(crate) enum Guest {}
+pub(crate) enum KvmGuest {}
 
-impl Guest {
-    pub(crate) fn write_listed(&mut self, _pages: &[u32], _value: u64) -> Result<(), Trouble> {
+impl KvmGuest {
+    pub(crate) fn write_listed(&mut self, _pages: &[u32], _value: u64) -> Result<(), KvmError> {
         match *self {}
     }
 
-    pub(crate) fn write_pages(&mut self, _pages: std::ops::Range<u64>, _first: u64) -> Result<(), Trouble> {
+    pub(crate) fn write_pages(&mut self, _pages: std::ops::Range<u64>, _first: u64) -> Result<(), KvmError> {
         match *self {}
     }
 }
 
 impl KvmVm {
-    pub(crate) fn new(_memory: &Backing, _shape: &Shape) -> Result<(KvmVm, Vec<Guest>), Trouble> {
-        Err(Trouble)
+    pub(crate) fn new(_memory: &Backing, _shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
+        Err(KvmError)
     }
 
-    pub(crate) fn set_logging(&self, _logging: Logging) -> Result<(), Trouble> {
+    pub(crate) fn set_logging(&self, _logging: Logging) -> Result<(), KvmError> {
         match *self {}
     }
 
@@ -97,11 +98,11 @@ impl KvmVm {
         match *self {}
     }
 
-    pub(crate) fn get_dirty_log(&self, _index: u32, _bitmap: &mut [u64]) -> Result<(), Trouble> {
+    pub(crate) fn get_dirty_log(&self, _index: u32, _bitmap: &mut [u64]) -> Result<(), KvmError> {
         match *self {}
     }
 
-    pub(crate) fn clear_dirty_log(&self, _index: u32, _bitmap: &[u64]) -> Result<(), Trouble> {
+    pub(crate) fn clear_dirty_log(&self, _index: u32, _bitmap: &[u64]) -> Result<(), KvmError> {
         match *self {}
     }
 }

@@ -1,20 +1,24 @@
-//! `--live`: what the machine does that an experiment runs, shown on the standard error while it runs.
+//! `--live`: shows what the machine of an experiment does while it runs, on the standard error.
 //!
-//! # Protocol
-//! - The experiment names the VM that runs now ([`Live::watch`], by way of the session) and holds what it gets for as long as
-//!   that is so. One VM is watched at a time, the one that was named last.
-//! - A thread, which there is only with `--live`, looks at it ([`sample`]): twice a second on a terminal, every two seconds
-//!   elsewhere. There is one more look when the VM is about to go, so that a run which is shorter than that is seen, too.
-//! - What is shown are differences between two looks at the same VM over the time between them (`rates`). The first look is
-//!   when the VM is named, so nothing of another is in them.
+//! # Implementation
+//! - The experiment names the VM that runs now ([`Live::watch`], through the session) and keeps the
+//!   returned value meanwhile. One VM is watched at a time, the last that was named.
+//! - With `--live` a thread samples it ([`sample`]): twice a second on a terminal, every two
+//!   seconds elsewhere. One more sample is taken when the VM is about to be dropped, so that a run
+//!   shorter than the period is shown too.
+//! - The view shows the differences of two samples of the same VM over the time between them
+//!   (`rates`). The first sample is taken when the VM is named, so no other VM is in the
+//!   differences.
 //!
-//! On a terminal these are rows that are drawn over. Where there is none, or one that cannot move its cursor (`TERM` is `dumb`
-//! or unset), they are lines, and each run that begins has one as well. There are no colours.
+//! On a terminal the view is a few rows that are drawn over. Without a terminal, or on one that
+//! cannot move its cursor (`TERM` is `dumb` or unset), it is lines, with one line for each run that
+//! begins. It has no colors.
 //!
-//! # What it costs
-//! A look takes no lock. It reads what each vCPU counts, some 10 KiB for each, which takes a few lines from the vCPU's cache
-//! that it has to get back; and the words of the dirty bitmaps that have marks. See `sample` for what the engine does then. On a
-//! machine with 2 CPUs a look took 8 us with 4 vCPUs and 1 GiB dirty, and 0.5 to 1 ms with 512 vCPUs.
+//! # Cost
+//! A sample takes no lock. It reads the counters of each vCPU, some 10 KiB each, which takes a few
+//! lines from the vCPU's cache; and the words of the dirty bitmaps that have marks. `sample` says
+//! what the engine does then. On a machine with 2 CPUs a sample took 8 µs with 4 vCPUs and 1 GiB
+//! dirty, and 0.5 to 1 ms with 512 vCPUs.
 
 mod rates;
 mod sample;
@@ -37,25 +41,25 @@ use crate::session::lock;
 use rates::{MAX_ROWS, Row};
 use sample::Sample;
 
-/// Time between two looks, where rows are drawn over.
+/// Time between two samples on a terminal.
 const ROWS_PERIOD: Duration = Duration::from_millis(500);
 
-/// And where there will be a line for each.
+/// Time between two samples without a terminal.
 const LINES_PERIOD: Duration = Duration::from_secs(2);
 
-/// The end of a VM is not worth a look if the last one is so near.
+/// No final sample is taken if the last one is younger.
 const SHORTEST: Duration = Duration::from_millis(100);
 
-/// What the user wants to see while an experiment runs.
+/// What the screen shows while an experiment runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum View {
-    /// How far it is.
+    /// The progress.
     Progress,
-    /// And what the machine does.
+    /// The progress, and what the machine does.
     Live,
 }
 
-/// Looks at the machine that runs, and shows what it finds. Clones are the same.
+/// Samples the machine that runs, and shows the figures. Clones share the state.
 #[derive(Clone)]
 pub(crate) struct Live(Arc<Inner>);
 
@@ -63,19 +67,20 @@ struct Inner {
     begin: Instant,
     screen: Screen,
     watched: Mutex<State>,
-    /// Nothing is to be shown any more. Apart from the state, so that whoever ends it waits for nobody.
+    /// Nothing is shown any more. Separate from the state, so that `end` does not wait for the
+    /// state's lock.
     has_ended: AtomicBool,
 }
 
 enum Screen {
-    /// Drawn over again and again.
+    /// Rows that are drawn over.
     Rows {
-        /// Above them. Where the terminal shows Ctrl-C as "^C", it moves on by a line, and what is cleared then begins a line too
-        /// low.
+        /// The row above. Where the terminal shows Ctrl-C as "^C", the cursor moves on by a line,
+        /// and the cleared rows begin a line too low.
         _blank: ProgressBar,
         rows: Vec<ProgressBar>,
     },
-    /// One below another.
+    /// Lines, one below another.
     Lines(Mutex<Box<dyn Write + Send>>),
 }
 
@@ -83,18 +88,18 @@ struct State {
     current: Option<Current>,
     /// How many VMs were named so far.
     nr_named: u64,
-    /// When something was shown last.
+    /// When a sample was shown last.
     shown: Instant,
 }
 
 /// The VM that is watched.
 struct Current {
     number: u64,
-    /// `None`: the VM is gone.
+    /// `None`: the VM was dropped.
     source: Box<dyn Fn() -> Option<Sample> + Send>,
-    /// When it was looked at last, and what was found.
+    /// The time of the last sample, and the sample.
     last: (Instant, Sample),
-    /// Something was shown of it.
+    /// A sample of it was shown.
     is_seen: bool,
 }
 
@@ -107,7 +112,8 @@ impl Screen {
 }
 
 impl Live {
-    /// Shows on the terminal that has `bars`, if there is one, above them; else in lines on the standard error.
+    /// Shows the view on the terminal that has `bars`, if there is one, above them; else in lines
+    /// on the standard error.
     pub(crate) fn start(bars: &MultiProgress) -> Result<Live, Failure> {
         let (screen, period) = if bars.is_hidden() {
             (Screen::Lines(Mutex::new(Box::new(io::stderr()))), LINES_PERIOD)
@@ -138,7 +144,7 @@ impl Live {
         self.0.line(Instant::now(), &format!("run {number} of {nr_runs}: {run}"));
     }
 
-    /// Watches `vm` until the answer is dropped, or another is named.
+    /// Watches `vm` until the returned value is dropped, or another VM is named.
     pub(crate) fn watch<F: HardwareFormat>(&self, vm: &Arc<Vm<MachineHost, F>>) -> Watched {
         let vm = Arc::downgrade(vm);
         self.watch_source(Instant::now(), move || Some(Sample::of(&*vm.upgrade()?)))
@@ -153,9 +159,9 @@ impl Live {
         Watched { live: self.clone(), number }
     }
 
-    /// Shows nothing any more. What is on the terminal is left to whoever has the bars.
+    /// Stops showing. The owner of the bars clears the terminal.
     pub(crate) fn end(&self) {
-        // Relaxed: a line that is being written may still come.
+        // Relaxed: a line that is being written may still appear.
         self.0.has_ended.store(true, Ordering::Relaxed);
     }
 }
@@ -169,8 +175,8 @@ fn row(bars: &MultiProgress) -> ProgressBar {
     row
 }
 
-/// A VM that is watched, until this is dropped.
-#[must_use = "nobody watches any more when this is dropped"]
+/// The VM is watched until this is dropped.
+#[must_use = "the VM is not watched any more when this is dropped"]
 pub(crate) struct Watched {
     live: Live,
     number: u64,
@@ -187,7 +193,7 @@ impl Inner {
         self.has_ended.load(Ordering::Relaxed)
     }
 
-    /// Looks at the VM that is watched, and shows what it has done since the last look.
+    /// Samples the VM that is watched, and shows what it has done since the last sample.
     fn look(&self, now: Instant) {
         if self.has_ended() {
             return;
@@ -197,12 +203,13 @@ impl Inner {
             self.show(now, &rows);
             state.shown = now;
         } else if now.saturating_duration_since(state.shown) > 2 * ROWS_PERIOD {
-            // Between two runs the rows stay. But whatever is going on now, they do not say it.
+            // Between two runs the rows stay for a while, but they do not describe what happens
+            // now.
             self.blank();
         }
     }
 
-    /// VM `number` is about to go.
+    /// VM `number` is about to be dropped.
     fn leave(&self, number: u64, now: Instant) {
         let mut state = lock(&self.watched);
         let Some(mut current) = state.current.take_if(|current| current.number == number) else { return };
@@ -236,19 +243,19 @@ impl Inner {
         }
     }
 
-    /// A line, where there are such.
+    /// Writes a line, if the screen has lines.
     fn line(&self, now: Instant, text: &str) {
         if let Screen::Lines(out) = &self.screen
             && !self.has_ended()
         {
             let time = now.saturating_duration_since(self.begin).as_secs_f64();
-            // Somebody who does not read it any more wants no line.
+            // An error means that no reader is left.
             let _ = writeln!(lock(out), "{time:8.1} s  {text}");
         }
     }
 }
 
-/// Draws what is new: so a row that was never needed takes no place.
+/// Draws a row that has changed; an unused row takes no space.
 fn fill(bar: &ProgressBar, text: String) {
     if bar.message() != text {
         bar.set_message(text);
@@ -256,7 +263,7 @@ fn fill(bar: &ProgressBar, text: String) {
 }
 
 impl Current {
-    /// What it has done since the last look; `None`: it is gone.
+    /// What it has done since the last sample; `None`: it was dropped.
     fn look(&mut self, now: Instant) -> Option<Vec<Row>> {
         let sample = (self.source)()?;
         let (then, last) = std::mem::replace(&mut self.last, (now, sample));

@@ -1,6 +1,8 @@
-//! The command `slat`: it parses, runs an experiment on the software machine, and prints.
+//! The command `slat`: parses its arguments, runs an experiment on the software machine, and
+//! prints.
 //!
-//! Exit codes: 0 done and verified; 1 a check failed; 2 bad usage; 3 this machine cannot serve an option; 130 interrupted.
+//! Exit codes: 0 done and verified; 1 a check failed; 2 bad usage; 3 this machine cannot serve an
+//! option; 130 interrupted.
 
 mod aging;
 mod args;
@@ -63,9 +65,9 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            // A resolver's parent says it.
+            // The parent of a resolver reports it.
             let next_step = if is_resolver { String::new() } else { failure.next_step(&words) };
-            // Where the line cannot be written, the exit code still says it.
+            // If the line cannot be written, the exit code still reports the failure.
             let _ = writeln!(std::io::stderr(), "slat: {failure}{next_step}");
             failure.exit_code()
         }
@@ -79,7 +81,7 @@ fn measure(experiment: Experiment, view: View, words: &[String]) -> Result<(), F
     session::run(&command_line(words), view, files, move |session| experiment.run(session))
 }
 
-/// What clap has to say: help as it is; a mistake in one line.
+/// Prints clap's message: help in full, a mistake in one line.
 fn usage(error: &clap::Error, words: &[String]) -> ExitCode {
     if !error.use_stderr() {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::from(3) };

@@ -1,8 +1,9 @@
-//! `slat memslots`: how fast memory is mapped, taken away and moved beside a running vCPU when there are many slots, as
-//! KVM's memslot_perf_test measures it.
+//! `slat memslots`: how fast memory is mapped, unmapped and moved while a vCPU runs and there are
+//! many memslots, as KVM's memslot_perf_test measures it.
 //!
-//! Each run of a test has a machine of its own: an area of 512 MiB and 64 KiB, split evenly into slots, and one vCPU. A
-//! test repeats its iteration until its time is over; whatever guest or host wrote in it is read back by the other.
+//! Each run of a test has a new machine: an area of 512 MiB and 64 KiB, split evenly into memslots,
+//! and one vCPU. A test repeats its iteration until its time is over; guest and host verify what
+//! the other has written in it.
 
 mod area;
 mod experiments;
@@ -22,14 +23,14 @@ use crate::session::Session;
 use area::MAX_AREA_SLOTS;
 use experiments::{Run, Test};
 
-/// What `slat memslots` takes.
+/// The options of `slat memslots`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
     after_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area,\n       4 move inactive area, 5 RW\n\
                   Example: slat memslots -s 512 -l 1 -f 0 -e 1",
     after_long_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area, 4 move inactive area, 5 RW.\n\n\
-                       KVM's test has an option -q, to turn off the quirk that deleting or moving one slot takes away the \
+                       KVM's test has an option -q, to turn off the quirk that deleting or moving one slot zaps the \
                        pages of all. slat has no such quirk, and so no -q.\n\n\
                        Example: slat memslots -s 512 -l 1 -f 0 -e 1"
 )]
@@ -45,7 +46,7 @@ pub(crate) struct MemslotsArgs {
     pub(crate) seconds: u32,
     /// Slots of the area; -1: 32763.
     ///
-    /// Into which it is divided; -1: as many as there can be.
+    /// It is divided into so many; -1: the maximum.
     #[arg(short = 's', long, value_name = "N", default_value = "1024", value_parser = slots)]
     pub(crate) slots: u32,
     /// Seconds to wait for one step.
@@ -55,11 +56,11 @@ pub(crate) struct MemslotsArgs {
     pub(crate) timeout: u32,
     /// Extra checks, for which tests take longer.
     ///
-    /// Every page instead of the first and the last; that what was discarded is gone; and a slot that is moved stays until the
-    /// guest has looked.
+    /// Check every page instead of the first and the last; check that discarded contents are gone;
+    /// leave a moved slot in place until the guest has accessed it.
     #[arg(short = 'd', long)]
     pub(crate) extra_checks: bool,
-    /// Say more about each run.
+    /// Print more about each run.
     #[arg(short = 'v', long)]
     pub(crate) verbose: bool,
     /// Lock.
@@ -124,7 +125,8 @@ pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Fai
         all.extend(lockings.iter().map(|&locking| Series { test, locking, runs: Vec::new() }));
         for run in 0..args.runs as usize {
             for turn in 0..lockings.len() {
-                // Each run begins with another locking: whoever comes first or last has no advantage.
+                // Each run begins with another locking, so that no locking has the advantage of
+                // being first or last.
                 let series = &mut all[first + (run + turn) % lockings.len()];
                 progress.begin(format!("{}, lock {}", test.name(), locking_name(series.locking)));
                 series

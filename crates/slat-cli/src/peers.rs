@@ -1,11 +1,12 @@
-//! `slat peers`: the single operations on the tables, and page faults, beside those of the published Rust crates that keep
-//! tables of this kind, on one thread and on several.
+//! `slat peers`: single operations on the page tables, and page faults, of slat and of the
+//! published Rust crates with such page tables, on one thread and on several.
 //!
-//! All have the same memory for tables and the same frames for guest pages; no CPU walks the tables, and none flushes a TLB.
-//! slat serves each call beside all others. The peers take `&mut self`: one thread has them for itself; several take a
-//! `std::sync::Mutex` for each call. Repetitions are interleaved, what is compared is measured one right after the other,
-//! and ratios are taken within each repetition: figures of two separate minutes cannot be compared on a machine with other
-//! users. After each measurement the tables are read back and counted.
+//! All have the same memory for page-table pages and the same frames for guest pages; no CPU walks
+//! the tables, and no call flushes a TLB. slat serves calls concurrently. The peers take `&mut
+//! self`: a single thread has them alone; several threads take a `std::sync::Mutex` for each call.
+//! Repetitions are interleaved, compared subjects are measured one right after the other, and
+//! ratios are taken within each repetition: on a machine with other users, figures of two separate
+//! minutes cannot be compared. After each measurement the tables are read back and counted.
 
 mod aarch64;
 mod axaddrspace;
@@ -34,10 +35,10 @@ pub(crate) use operation::Operation;
 use operation::{MAX_PAGES, QUERIES};
 use subject::Subject;
 
-/// Threads at most: tables are kept for so many.
+/// Threads at most: so many have page-table pages reserved.
 pub(crate) const MAX_THREADS: u16 = 64;
 
-/// What `slat peers` takes.
+/// The options of `slat peers`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -66,7 +67,7 @@ pub(crate) struct PeersArgs {
 }
 
 impl PeersArgs {
-    /// Each once, from few to many.
+    /// Each number once, from few to many.
     fn threads(&self) -> Vec<u64> {
         let mut threads: Vec<u64> = self.threads.iter().copied().map(u64::from).collect();
         threads.sort_unstable();
@@ -74,7 +75,7 @@ impl PeersArgs {
         threads
     }
 
-    /// Each once, in the tables' order.
+    /// Each operation once, in the tables' order.
     fn operations(&self) -> Vec<Operation> {
         let is_asked = |operation: &Operation| self.only.as_ref().is_none_or(|only| only.contains(operation));
         Operation::value_variants().iter().copied().filter(is_asked).collect()
@@ -100,7 +101,8 @@ pub(crate) fn run(args: &PeersArgs, session: &Session) -> Result<Outcome, Failur
     let outcome =
         |measured: &Measured| Outcome::new(&report::results(args, measured), |out| report::print(out, args, measured));
     let progress = session.progress(u64::from(args.runs) + 1);
-    let begin = |job: operation::Job| progress.begin(format!("{}, {} threads", job.operation.title(), job.nr_threads));
+    let begin =
+        |job: operation::PeerJob| progress.begin(format!("{}, {} threads", job.operation.title(), job.nr_threads));
     measured.warm_up(memory, begin)?;
     progress.step();
     for _ in 0..args.runs {

@@ -1,9 +1,11 @@
-//! The phases of a dirty-logging migration, as KVM's dirty_log_perf_test times them: populate memory, enable dirty logging,
-//! dirty memory, get the log and clear it (several rounds), disable. With `--get-clears` there is no phase of clearing.
-//! Rings are collected while memory is dirtied (`logs`).
+//! The phases of a dirty-logging migration, as KVM's dirty_log_perf_test times them: populate
+//! memory, enable dirty logging, dirty memory, get the log and clear it (several rounds), disable.
+//! With `--get-clears` there is no phase of clearing. Rings are collected while memory is dirtied
+//! (`logs`).
 //!
-//! What is compared are *columns*. Their runs are interleaved, and each run has a machine of its own. What the guest reads
-//! is verified as it runs, and once more at the end; with `--check` every harvest is held against memory (`oracle`).
+//! The *columns* are compared. Their runs are interleaved, and each run has a new machine. The
+//! guest verifies its reads as it runs, and once more at the end. With `--check` every harvest is
+//! compared with memory (`oracle`).
 
 mod logs;
 mod oracle;
@@ -36,10 +38,10 @@ use oracle::{Again, Besides};
 /// The round that populating writes; dirty rounds follow.
 pub(crate) const POPULATE_ROUND: u64 = 1;
 
-/// What one run of the phases showed.
+/// The figures of one run of the phases.
 pub(crate) struct Run {
     pub(crate) populate: Duration,
-    /// A part of `enable`; `None`: the main thread did not split by itself.
+    /// A part of `enable`; `None`: the main thread did not split ahead of time.
     pub(crate) split: Option<Duration>,
     pub(crate) enable: Duration,
     /// One for each round.
@@ -51,11 +53,11 @@ pub(crate) struct Run {
     pub(crate) disable: Duration,
     /// Reads that found what they should.
     pub(crate) nr_verified: u64,
-    /// `None`: it was not the engine.
+    /// `None`: the run was not the engine's.
     pub(crate) engine: Option<EngineRun>,
 }
 
-/// What the engine and its machine say about a run.
+/// The engine's and its machine's figures of a run.
 pub(crate) struct EngineRun {
     /// The engine's counters before the last phase.
     pub(crate) stats_before_disabling: Stats,
@@ -63,9 +65,9 @@ pub(crate) struct EngineRun {
     pub(crate) stats: Stats,
     /// Shadow tables then.
     pub(crate) nr_shadow_tables: u64,
-    /// What walks read in the rounds of dirtying.
+    /// The reads of walks in the rounds of dirtying.
     pub(crate) dirty_reads: WalkReads,
-    /// Tables after the last of them.
+    /// Page-table pages after the last of these rounds.
     pub(crate) tables_by_node: Vec<(NodeId, u64)>,
     pub(crate) flush_method: FlushMethod,
 }
@@ -84,11 +86,12 @@ impl Column {
     }
 }
 
-/// Who does what from where. By default each virtual CPU touches its memory first, and nothing is said about the rest.
+/// The threads' nodes and policies. By default each vCPU touches its memory first, and the rest is
+/// not set.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Roles {
     pub(crate) first_touch: FirstTouch,
-    /// The node of the main thread, and of those that split beside it.
+    /// The node of the main thread and of the other splitting threads.
     pub(crate) main_node: Option<NodeId>,
     /// The memory policy of these threads.
     pub(crate) policy: Option<MemoryPolicy>,
@@ -96,8 +99,8 @@ pub(crate) struct Roles {
     pub(crate) nr_splitters: Option<NonZeroUsize>,
 }
 
-/// Does all runs, interleaved: `run` gets the number of the run and that of the column; `outcome` makes of the columns what
-/// the experiment gives.
+/// Does all runs, interleaved: `run` gets the numbers of the run and of the column; `outcome` makes
+/// the experiment's outcome of the columns.
 pub(crate) fn measure(
     session: &Session,
     mut columns: Vec<Column>,
@@ -108,7 +111,8 @@ pub(crate) fn measure(
     let progress = session.progress(u64::from(nr_runs) * columns.len() as u64);
     for number in 0..nr_runs {
         for turn in 0..columns.len() {
-            // Each run begins with another column: whoever comes first or last has no advantage.
+            // Each run begins with another column, so that no column has the advantage of being
+            // first or last.
             let which = (number as usize + turn) % columns.len();
             progress.begin(columns[which].title.clone());
             let figures = run(number, which)?;
@@ -159,7 +163,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
         .with_manual_protect(manual_protect(args))
         .with_huge_page_logging(args.huge_pages.logging())
         .with_huge_page_splitting(args.split.splitting());
-    // What is too much memory is found by the machine.
+    // The machine refuses too much memory.
     let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> PAGE_SHIFT;
     Ok(MachineConfig {
         nr_vcpus: args.vcpus,
@@ -178,7 +182,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
     })
 }
 
-/// What getting the log does.
+/// Whether getting the log clears it.
 pub(crate) fn manual_protect(args: &DirtyLogArgs) -> ManualProtect {
     match args.tracking {
         _ if args.get_clears => ManualProtect::Disabled,
@@ -203,7 +207,7 @@ pub(crate) fn pins(cpus: &[u32], nr_vcpus: usize) -> Result<Pins, Failure> {
     Ok(Pins { vcpus: vcpus.to_vec(), main })
 }
 
-/// Goes through the phases once, on a machine of its own.
+/// Runs the phases once, on a new machine.
 pub(crate) fn run_once(
     args: &DirtyLogArgs,
     config: &MachineConfig,
@@ -221,7 +225,7 @@ fn run_on<F: HardwareFormat>(
 ) -> Result<Run, Failure> {
     let machine = Machine::<F>::new(config)?;
     let _watched = session.watch(machine.vm());
-    take_seat(&machine, roles)?;
+    place_thread(&machine, roles)?;
     let sharing = if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned };
     let populate = Program { sharing, seed: args.seed, round: POPULATE_ROUND, ..Program::default() };
     let mut dirty = Program {
@@ -245,12 +249,12 @@ fn run_on<F: HardwareFormat>(
     for _ in 0..args.iterations {
         dirty.round += 1;
         logs.forget();
-        let (report, beside) = logs.collecting(|| machine.run(dirty))?;
+        let (report, collected) = logs.collecting(|| machine.run(dirty))?;
         dirty_times.push(report.wall);
         let total = report.total();
         dirty_reads = dirty_reads + total.walk_reads;
         nr_verified += total.nr_reads;
-        let get = beside.get + timed(|| logs.get())?;
+        let get = collected.get + timed(|| logs.get())?;
         if args.check {
             let is_first = dirty.round == POPULATE_ROUND + 1;
             let besides = match args.huge_pages {
@@ -265,9 +269,9 @@ fn run_on<F: HardwareFormat>(
         }
         if logs.are_cleared_apart() {
             get_times.push(get);
-            clear_times.push(beside.clear + timed(|| logs.clear())?);
+            clear_times.push(collected.clear + timed(|| logs.clear())?);
         } else {
-            get_times.push(get + beside.clear);
+            get_times.push(get + collected.clear);
         }
         if args.check {
             oracle::check_again(&logs, Again::Nothing)?;
@@ -287,7 +291,7 @@ fn run_on<F: HardwareFormat>(
     nr_verified += nr_reads;
     let stats = machine.vm().stats();
 
-    // A pass that wrote every page of a part in order left this very round in each.
+    // A pass that wrote every page of a part in order left this round's number in each.
     let wrote_all = args.write_percent == 100 && !args.random_access && !args.check;
     let oldest_round = if wrote_all { dirty.round } else { POPULATE_ROUND };
     let verify = Program { order: Order::Sequential, write_percent: 0, oldest_round, ..dirty };
@@ -312,8 +316,8 @@ fn run_on<F: HardwareFormat>(
     })
 }
 
-/// Puts the calling thread where `roles` wants the main one.
-fn take_seat<F: HardwareFormat>(machine: &Machine<F>, roles: Roles) -> Result<(), MachineError> {
+/// Moves the calling thread to the node of the main one, with its policy.
+fn place_thread<F: HardwareFormat>(machine: &Machine<F>, roles: Roles) -> Result<(), MachineError> {
     if let Some(node) = roles.main_node {
         machine.nodes().run_on(node)?;
     }
@@ -323,8 +327,9 @@ fn take_seat<F: HardwareFormat>(machine: &Machine<F>, roles: Roles) -> Result<()
     Ok(())
 }
 
-/// Splits all that the log will want smaller, by `nr_threads` threads: each its part of the region, cut at multiples of 1 GiB
-/// if there are enough, else of 2 MiB. All of them sit where the main thread does.
+/// Splits all pages that are too large for the log, by `nr_threads` threads. Each has a part of the
+/// region, cut at multiples of 1 GiB if there are enough, else of 2 MiB. All run on the node of the
+/// main thread.
 fn split_all<F: HardwareFormat>(
     machine: &Machine<F>,
     huge_pages: HugePagesArg,
@@ -336,7 +341,8 @@ fn split_all<F: HardwareFormat>(
         HugePagesArg::MarkWhole => PageSize::Size2M,
     };
     let (nr_pages, nr_threads) = (machine.nr_pages(), nr_threads.get() as u64);
-    // The region begins at a multiple of 1 GiB. Threads that meet in a huge page would split it for each other.
+    // The region begins at a multiple of 1 GiB. Two threads in one huge page would split it for
+    // each other.
     let grain = [Level::L1G, Level::L2M].map(Level::nr_pages).into_iter().find(|grain| nr_pages / grain >= nr_threads);
     let grain = grain.unwrap_or(Level::L2M.nr_pages());
     let nr_grains = nr_pages.div_ceil(grain);
@@ -350,11 +356,11 @@ fn split_all<F: HardwareFormat>(
         }
         Ok(())
     };
-    let beside = &|thread| take_seat(machine, roles).map_err(Failure::from).and_then(|()| split(thread));
+    let placed_split = &|thread| place_thread(machine, roles).map_err(Failure::from).and_then(|()| split(thread));
     thread::scope(|scope| {
         let mut others = Vec::new();
         for thread in 1..nr_threads {
-            let other = thread::Builder::new().spawn_scoped(scope, move || beside(thread));
+            let other = thread::Builder::new().spawn_scoped(scope, move || placed_split(thread));
             others.push(other.map_err(|error| no_thread(&error))?);
         }
         let mut result = split(0);

@@ -1,9 +1,10 @@
-//! `slat report`: results as one page to look at: tables, and plots where people would rather look.
+//! `slat report`: results as one page of tables and plots.
 //!
-//! It reads what `--json` wrote (`report/input.rs`), finds what of several files belongs together and what has changed
-//! (`groups.rs`), decides on plots by the names of figures (`plots.rs`, `histograms.rs`), draws them (`draw.rs`, `ink.rs`), and
-//! lays the page out (`page.rs` and the tables that it calls). The page needs nothing besides itself: no script, no font, no
-//! other file. It is there as a whole or not at all.
+//! It reads what `--json` wrote (`report/input.rs`), groups the results of several files and finds
+//! the changes (`groups.rs`), chooses plots by the names of figures (`plots.rs`, `histograms.rs`),
+//! draws them (`draw.rs`, `ink.rs`), and lays the page out (`page.rs` and the tables that it
+//! calls). The page needs no script, no font and no other file. It is written as a whole or not at
+//! all.
 
 mod differences;
 mod draw;
@@ -27,7 +28,7 @@ use clap::Args;
 
 use crate::failure::Failure;
 
-/// What `slat report` takes.
+/// The options of `slat report`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat report before.json after.json -o report.html")]
 pub(crate) struct ReportArgs {
@@ -45,7 +46,7 @@ impl From<input::InputError> for Failure {
     }
 }
 
-/// Reads the results, writes the page, and says so.
+/// Reads the results, writes the page, and prints its path.
 pub(crate) fn run(args: &ReportArgs) -> Result<(), Failure> {
     let inputs = input::read_all(&args.results)?;
     let output = real_path(&args.output);
@@ -65,21 +66,21 @@ pub(crate) fn run(args: &ReportArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The file itself, where links lead to it.
+/// The file that links lead to.
 fn real_path(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// Writes all or nothing: a page that was there stays until there is a new one.
+/// Writes all or nothing: an old page stays until the new one is complete.
 fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     match path.metadata() {
-        // A device or a pipe has nothing to keep, and must stay what it is.
+        // A device or a pipe has no content to keep, and must stay a device or a pipe.
         Ok(metadata) if !metadata.is_file() && !metadata.is_dir() => {
             File::options().write(true).open(path)?.write_all(text)
         }
         Ok(metadata) if metadata.is_dir() => Err(io::Error::from(io::ErrorKind::IsADirectory)),
         found => {
-            // What may read the old page may read the new one.
+            // The new page has the permissions of the old one.
             let mode = found.map_or(0o666, |metadata| metadata.permissions().mode());
             let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
             let mut file = tempfile::Builder::new()
@@ -94,7 +95,7 @@ fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     }
 }
 
-/// An error of the temporary file, without its name, which nobody knows.
+/// An error without the name of the temporary file, which the user does not know.
 fn without_path(error: io::Error) -> io::Error {
     error.raw_os_error().map_or(error.kind().into(), io::Error::from_raw_os_error)
 }

@@ -1,5 +1,5 @@
-//! What every experiment gives: a text for people and named figures with a unit and labels, which are written as one JSON
-//! object; and the small statistics over runs.
+//! The result of every experiment: a text for people, and named figures with a unit and labels,
+//! which are written as one JSON object; and the small statistics over runs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,7 +23,7 @@ pub(crate) struct Figure {
     pub(crate) labels: BTreeMap<&'static str, Value>,
 }
 
-/// The figures of an experiment, and what they are figures of.
+/// The figures of an experiment, with its configuration and host.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Results {
     pub(crate) experiment: &'static str,
@@ -37,13 +37,14 @@ pub(crate) struct Results {
     pub(crate) not_run: Vec<NotRun>,
 }
 
-/// How latencies were distributed, over all runs.
+/// A distribution of latencies, over all runs.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Distribution {
     pub(crate) name: &'static str,
     pub(crate) unit: &'static str,
     pub(crate) labels: BTreeMap<&'static str, Value>,
-    /// The buckets that are not empty: the largest value that falls into each, and the number of values in it.
+    /// The buckets that are not empty: the largest value that falls into each, and the number of
+    /// values in it.
     pub(crate) buckets: Vec<(u64, u64)>,
 }
 
@@ -60,21 +61,21 @@ impl fmt::Display for NotRun {
     }
 }
 
-/// What an experiment gives.
+/// The outcome of an experiment.
 #[derive(Clone, Debug)]
 pub(crate) struct Outcome {
-    /// What is printed.
+    /// The text for people.
     pub(crate) text: String,
     /// The object of `--json`.
     pub(crate) json: Value,
     /// What `--markdown` writes, where there is such an option.
     pub(crate) markdown: Option<String>,
-    /// A check that failed, although there are figures.
+    /// A failed check of an experiment that still has figures.
     pub(crate) failure: Option<String>,
 }
 
 impl Outcome {
-    /// An outcome of `results`, and of what `print` prints.
+    /// An outcome of `results` and the text that `print` writes.
     pub(crate) fn new(
         results: &Results,
         print: impl FnOnce(&mut Vec<u8>) -> io::Result<()>,
@@ -87,7 +88,7 @@ impl Outcome {
     }
 }
 
-/// What all figures were measured on, for `--json`.
+/// The host of all figures, for `--json`.
 pub(crate) fn host_json(host: &HostDescription, flush_method: Option<FlushMethod>) -> Value {
     json!({
         "cpu_model": host.cpu_model,
@@ -99,7 +100,7 @@ pub(crate) fn host_json(host: &HostDescription, flush_method: Option<FlushMethod
     })
 }
 
-/// The same for people, in two lines.
+/// The host for people, in two lines.
 pub(crate) fn measured_on(host: &HostDescription, flush_method: FlushMethod) -> String {
     format!(
         "Measured on software CPUs ({} host CPUs, {}, Linux {}): threads, memory and tables are real, the CPU's address \
@@ -108,13 +109,14 @@ pub(crate) fn measured_on(host: &HostDescription, flush_method: FlushMethod) -> 
     )
 }
 
-/// A file that results go to, opened before the work begins: a path that cannot be written is found out then. What it held
-/// stays until there are results, and a file that was not there does not stay without.
+/// A file for results, opened before the work begins, so that a path that cannot be written is
+/// found first. Old contents stay until there are results, and a new file without results is
+/// removed.
 #[derive(Debug)]
 pub(crate) struct ResultsFile {
     path: PathBuf,
     file: File,
-    /// It was not there, and nothing is in it yet.
+    /// The file is new, and empty.
     is_new: bool,
 }
 
@@ -145,7 +147,7 @@ impl ResultsFile {
 impl Drop for ResultsFile {
     fn drop(&mut self) {
         if self.is_new {
-            // An empty file is left behind, at worst.
+            // At worst an empty file remains.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -174,7 +176,8 @@ impl Samples {
         (squares / (self.0.len() - 1) as f64).sqrt()
     }
 
-    /// The smallest sample that `per_mille` thousandths of the samples do not exceed (nearest rank); 0 without samples.
+    /// The smallest sample that `per_mille` thousandths of the samples do not exceed (nearest
+    /// rank); 0 without samples.
     pub(crate) fn quantile(&self, per_mille: usize) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);

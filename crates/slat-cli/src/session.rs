@@ -1,12 +1,13 @@
-//! What stands between an experiment and the outside while it runs: progress, what was measured so far, and the user, who
-//! may interrupt it.
+//! The connection of an experiment to the user: progress, what was measured so far, and
+//! interruption.
 //!
-//! # Protocol
-//! - The experiment runs on a thread of its own. It never looks whether somebody interrupts it; after each run it hands over
-//!   an [`Outcome`] of what was measured so far ([`Session::so_far`]).
-//! - The main thread waits for its end, or for SIGINT, SIGTERM or SIGHUP. Then it delivers the last outcome that it has and
-//!   ends the process: so this takes the same short time whatever the experiment is doing, even if it hangs.
-//! - Nobody else writes to the standard output, or to the file of `--json`.
+//! # Implementation
+//! - The experiment runs on its own thread. It never checks for an interruption; after each run it
+//!   hands over an [`Outcome`] of what was measured so far ([`Session::so_far`]).
+//! - The main thread waits for the experiment's end, or for SIGINT, SIGTERM or SIGHUP. On a signal
+//!   it delivers the last outcome and ends the process. So an interruption takes the same short
+//!   time whatever the experiment does, even if it hangs.
+//! - No other thread writes to the standard output, or to the file of `--json`.
 
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -29,37 +30,37 @@ use crate::results::{Outcome, ResultsFile};
 /// How often the time is drawn while a run lasts.
 const TICK: Duration = Duration::from_millis(200);
 
-/// The stack of an experiment: what a main thread has.
+/// The stack of an experiment, as large as a main thread's.
 const STACK_BYTES: usize = 8 << 20;
 
-/// For tests of interruptions: the number of outcomes so far that an experiment hands over before it stops for ever, and says so
-/// on the standard error.
+/// For tests of interruptions: the number of outcomes that an experiment hands over before it stops
+/// for ever, and prints so on the standard error.
 const HOLD_AFTER: &str = "SLAT_TEST_HOLD_AFTER";
 
 /// The exit code of a process that SIGINT ended, as shells give it.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// What an experiment sees of the outside.
+/// An experiment's interface to the user.
 #[derive(Clone)]
 pub(crate) struct Session {
     shared: Arc<Shared>,
-    /// What an outcome so far becomes a part of.
+    /// Makes the outcome of the whole from the outcome of a part.
     whole: Arc<dyn Fn(Outcome) -> Outcome + Send + Sync>,
 }
 
 struct Shared {
     so_far: Mutex<Option<Outcome>>,
     bars: MultiProgress,
-    /// If the user wants to see what machines do.
+    /// With `--live`.
     live: Option<Live>,
-    /// Files to remove when the process is ended in the middle.
+    /// Files to remove when the process is interrupted.
     temporary: Mutex<Vec<PathBuf>>,
-    /// How many outcomes so far may still be handed over, for a test ([`HOLD_AFTER`]).
+    /// How many more outcomes may be handed over, for a test ([`HOLD_AFTER`]).
     left_before_hold: Option<AtomicU64>,
 }
 
 impl Shared {
-    /// Stops this thread for ever, if a test wants it now.
+    /// Stops this thread for ever, if a test asks for it.
     fn hold_if_due(&self) {
         if self.left_before_hold.as_ref().is_some_and(|left| left.load(Ordering::Relaxed) == 0) {
             eprintln!("slat: held");
@@ -70,7 +71,7 @@ impl Shared {
     }
 }
 
-/// Locks, whoever may have panicked.
+/// Locks, and ignores poison.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -87,7 +88,8 @@ impl Session {
         Ok(Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) })
     }
 
-    /// A session for a part of this one's experiment: what was measured so far is what `whole` makes of the part's.
+    /// A session for a part of this one's experiment: `whole` makes the outcome so far from the
+    /// part's.
     pub(crate) fn within(&self, whole: impl Fn(Outcome) -> Outcome + Send + Sync + 'static) -> Session {
         let outer = Arc::clone(&self.whole);
         Session { shared: Arc::clone(&self.shared), whole: Arc::new(move |outcome| outer(whole(outcome))) }
@@ -103,7 +105,7 @@ impl Session {
         }
     }
 
-    /// Prints what is finished before the rest is.
+    /// Prints the text of a finished part.
     pub(crate) fn say(&self, text: &str) -> Result<(), Failure> {
         self.shared.bars.suspend(|| print(text))
     }
@@ -118,44 +120,44 @@ impl Session {
         Progress { bar, live: self.shared.live.clone() }
     }
 
-    /// With `--live`, shows what `vm` does, until the answer is dropped. To be called when the machine is there, and before what
-    /// is measured.
+    /// With `--live`, shows what `vm` does, until the returned value is dropped. Call it when the
+    /// machine is ready, before the measurement.
     pub(crate) fn watch<F: HardwareFormat>(&self, vm: &Arc<Vm<MachineHost, F>>) -> Option<Watched> {
         self.shared.live.as_ref().map(|live| live.watch(vm))
     }
 
-    /// Has `path` removed if the process is ended in the middle.
+    /// Removes `path` if the process is interrupted.
     pub(crate) fn remove_if_interrupted(&self, path: PathBuf) {
         lock(&self.shared.temporary).push(path);
     }
 
-    /// Nothing is drawn any more.
+    /// Stops drawing.
     fn close(&self) {
         if let Some(live) = &self.shared.live {
             live.end();
         }
-        // That there is nothing to clear is no failure.
+        // An error means that nothing was drawn.
         let _ = self.shared.bars.clear();
         self.shared.bars.set_draw_target(ProgressDrawTarget::hidden());
     }
 
-    /// What would be left behind is removed.
+    /// Removes temporary files.
     fn clean_up(&self) {
         for path in lock(&self.shared.temporary).drain(..) {
-            // Somebody may have removed it already.
+            // It may have been removed already.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// How far an experiment is. It is gone from the screen when it is dropped.
+/// The progress of an experiment. Dropping it clears it from the screen.
 pub(crate) struct Progress {
     bar: ProgressBar,
     live: Option<Live>,
 }
 
 impl Progress {
-    /// The run that begins.
+    /// Shows the run that begins.
     pub(crate) fn begin(&self, run: String) {
         if let Some(live) = &self.live {
             live.begin(self.bar.position() + 1, self.bar.length().unwrap_or_default(), &run);
@@ -163,7 +165,7 @@ impl Progress {
         self.bar.set_message(run);
     }
 
-    /// It has ended.
+    /// Counts a run as done.
     pub(crate) fn step(&self) {
         self.bar.inc(1);
     }
@@ -187,8 +189,8 @@ pub(crate) struct Files {
     pub(crate) markdown: Option<ResultsFile>,
 }
 
-/// Runs `experiment`, shows of it what `view` says, and delivers what it gives: prints its text, and writes it to `files`, as
-/// made by `command`.
+/// Runs `experiment` with the view `view`, and delivers its outcome: prints its text, and writes it
+/// to `files`, as the result of `command`.
 pub(crate) fn run(
     command: &str,
     view: View,
@@ -203,7 +205,7 @@ pub(crate) fn run(
         let body = move || {
             session.shared.hold_if_due();
             let result = catch_unwind(AssertUnwindSafe(|| experiment(&session)));
-            // The main thread waits for it, unless it was interrupted.
+            // The receiver is gone only after an interruption.
             drop(sender.send(Event::Ended(result)));
         };
         let thread = thread::Builder::new().name("experiment".to_owned()).stack_size(STACK_BYTES).spawn(body);
@@ -233,7 +235,8 @@ fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>
     }
 }
 
-/// The first signal interrupts; the second ends the process on the spot, should the first be stuck in a pipe.
+/// The first signal interrupts; the second ends the process at once, in case the first is stuck in
+/// a pipe.
 fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
     let again = AtomicBool::new(false);
     let handler = move || {
@@ -247,7 +250,7 @@ fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
     })
 }
 
-/// Writes the files and prints the text: each also if another cannot be done.
+/// Writes the files and prints the text; a failure of one does not prevent the others.
 fn deliver(files: Files, outcome: &Outcome, command: &str, interrupted: bool) -> Result<(), Failure> {
     let mut object = outcome.json.clone();
     object["command"] = command.into();

@@ -1,4 +1,4 @@
-//! What shells and `man` know of the command, made from its definitions.
+//! Shell completions and manual pages, made from the definitions of the command line.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::help::{self, Detail};
 use crate::session;
 
-/// What `slat completions` takes.
+/// The options of `slat completions`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat completions bash\n\n\
                         Where the output belongs: bash: ~/.local/share/bash-completion/completions/slat;\n\
@@ -21,7 +21,7 @@ pub(crate) struct CompletionsArgs {
     shell: Shell,
 }
 
-/// What `slat man` takes.
+/// The options of `slat man`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat man -o /usr/local/share/man/man1")]
 pub(crate) struct ManArgs {
@@ -30,7 +30,7 @@ pub(crate) struct ManArgs {
     output: Option<PathBuf>,
 }
 
-/// The definitions without the commands that are hidden.
+/// The definitions without the hidden commands.
 fn visible() -> Command {
     let whole = help::command(Detail::Everything);
     let commands = whole.get_subcommands().filter(|command| !command.is_hide_set()).cloned();
@@ -53,7 +53,7 @@ pub(crate) fn completions(args: &CompletionsArgs) -> Result<(), Failure> {
 /// Prints the manual pages, or writes each to a file.
 pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
     let mut whole = visible();
-    // Gives the commands their full names.
+    // Sets the full names of the commands.
     whole.build();
     let commands: Vec<Command> = whole.get_subcommands().cloned().collect();
     for command in std::iter::once(whole).chain(commands) {

@@ -1,14 +1,15 @@
-//! `slat split`: the phases of `slat dirty-log` over huge pages on several nodes, for each placement of the tables that
-//! replace the huge pages: on the node of the memory that they map, on the node of the thread that splits, or where that
-//! thread's memory policy says.
+//! `slat split`: the phases of `slat dirty-log` over huge pages on several nodes, for each
+//! placement of the page-table pages that replace the huge pages: on the node of the memory that
+//! they map, on the node of the thread that splits, or where that thread's memory policy puts them.
 //!
-//! What it shows is what a walk pays later: how many of the walkers' reads in the rounds of dirtying went to another node.
-//! Of interest are tables of 4 KiB leaves: one of a higher level serves more memory than lies on one node, and somebody is
-//! always far from it.
+//! It shows the later cost for walks: how many of the walkers' reads in the rounds of dirtying went
+//! to another node. The figures are of lowest-level page-table pages: one of a higher level serves
+//! memory of several nodes, and is always remote for some vCPU.
 //!
-//! Eager splitting is done by the main thread, and others that it starts, right before logging is turned on, in every mode of
-//! the log: so it has a time of its own, and the columns are comparable. (With manual protect, initially set, the engine by
-//! itself splits when the log is first cleared.) Each run has a main thread of its own, since that moves to a node.
+//! The main thread, and others that it starts, split eagerly right before logging is turned on, in
+//! every mode of the log. So splitting has its own time, and the columns are comparable. (With
+//! manual protect, initially set, the engine alone would split when the log is first cleared.) Each
+//! run has a new main thread, since that moves to a node.
 
 mod report;
 
@@ -32,7 +33,7 @@ const DEFAULT_NR_NODES: u32 = 8;
 /// Threads that split, at most.
 const MAX_THREADS: usize = 1024;
 
-/// What `slat split` takes.
+/// The options of `slat split`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -42,21 +43,22 @@ const MAX_THREADS: usize = 1024;
 pub(crate) struct SplitArgs {
     /// Virtual nodes: a number, a list, or `host`.
     ///
-    /// A number of virtual nodes; or their numbers, with commas between them; or `host` for the nodes of this machine. By
-    /// default those of this machine if it has several, else 8 virtual ones.
+    /// A number of virtual nodes; or their numbers, with commas between them; or `host` for the
+    /// nodes of this machine. By default those of this machine if it has several, else 8 virtual
+    /// ones.
     #[arg(long, value_parser = nodes, value_name = "NODES")]
     pub(crate) nodes: Option<NodesArg>,
     /// Virtual nodes that have CPUs but no memory.
     ///
-    /// Theirs is that of the next node.
+    /// Their memory is that of the next node.
     #[arg(long, value_delimiter = ',', value_name = "N,...", hide_short_help = true)]
     pub(crate) memoryless: Vec<u32>,
-    /// Where the tables are.
+    /// Placement of the tables of splits.
     ///
-    /// Those that replace huge pages; `all` compares the three in one table.
+    /// Of those that replace huge pages; `all` compares the three in one table.
     #[arg(long, value_name = "WHERE", value_enum, default_value_t = PlacementArg::All)]
     pub(crate) placement: PlacementArg,
-    /// Where the tables are that faults link; by default as `--placement`.
+    /// Placement of the tables that faults link; by default as `--placement`.
     ///
     /// Faults of vCPUs have the policy `local`.
     #[arg(long, value_name = "WHERE", value_enum, hide_short_help = true)]
@@ -68,13 +70,13 @@ pub(crate) struct SplitArgs {
     pub(crate) policy: MemoryPolicy,
     /// vCPUs stay on their nodes.
     ///
-    /// Which are those of their memory.
+    /// On those of their memory.
     #[arg(long = "pin", value_name = "PIN", value_enum, default_value_t = PinArg::On)]
     pub(crate) pinning: PinArg,
-    /// Who touches the memory of a vCPU first.
+    /// First touch of a vCPU's memory.
     ///
-    /// Itself, a vCPU of another node, or the main thread.
-    #[arg(long, value_name = "WHO", value_enum, default_value_t = FirstTouchArg::Own, hide_short_help = true)]
+    /// By the vCPU itself, by a vCPU of another node, or by the main thread.
+    #[arg(long, value_name = "THREAD", value_enum, default_value_t = FirstTouchArg::Own, hide_short_help = true)]
     pub(crate) first_touch: FirstTouchArg,
     /// Threads that split ahead of time.
     ///
@@ -88,7 +90,7 @@ pub(crate) struct SplitArgs {
     pub(crate) log: DirtyLogArgs,
 }
 
-/// What is not as in `slat dirty-log`.
+/// Options that differ from those of `slat dirty-log`.
 fn for_split(arg: Arg) -> Arg {
     match arg.get_id().as_str() {
         "vcpus" => arg.default_value("8"),
@@ -101,7 +103,7 @@ fn for_split(arg: Arg) -> Arg {
             "When huge pages are split: ahead of time, right before logging is turned on, by --threads threads; or each by \
              its first write",
         ),
-        // `paging`: a second stage, always, for what walks of shadow tables read is not counted.
+        // `paging`: always a second stage, since the reads of shadow walks are not counted.
         "overlap" | "tracking" | "check" | "paging" => arg.hide_short_help(true),
         _ => arg,
     }
@@ -199,9 +201,10 @@ fn policy_name(policy: MemoryPolicy) -> String {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum PinArg {
-    /// Each stays on the node of its memory.
+    /// Each vCPU stays on the node of its memory.
     On,
-    /// On virtual nodes each draws its node anew for each round; on the host's, the scheduler decides.
+    /// On virtual nodes each vCPU draws its node anew for each round; on the host's, the scheduler
+    /// decides.
     Off,
 }
 
@@ -213,7 +216,8 @@ impl PinArg {
         }
     }
 
-    /// In run number `run`: each has random numbers of its own, and all columns have the same.
+    /// The pinning of run number `run`: each run has its own random numbers, and all columns have
+    /// the same.
     fn pinning(self, seed: u64, run: u32) -> Pinning {
         match self {
             PinArg::On => Pinning::On,
@@ -341,7 +345,7 @@ pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failur
     })
 }
 
-/// One run, by a thread of its own: where that sits, and what its policy is, is not for the next.
+/// One run, on a new thread: its node and its policy do not affect the next run.
 fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout, session: &Session) -> Result<Run, Failure> {
     let uses_policy = [config.engine.split_table_placement, config.engine.fault_table_placement]
         .contains(&TablePlacement::CallerPolicy);

@@ -1,14 +1,16 @@
 //! `slat stress`: all operations at once, on overcommitted CPUs, with everything verified.
 //!
-//! # Protocol
-//! - The time is cut into *turns*. Each has a machine of its own, of another locking, format and access tracking, so that
-//!   one run covers all; how dirty pages are tracked, logs cleared and huge pages split is drawn for each. In a turn, guests
-//!   run and verify in bursts (`turn`); threads beside them change all that may be changed (`operators`); between two bursts
-//!   the dirty logs are held against memory (`logs`).
-//! - Each thread draws from a generator of its own, seeded from the seed, the turn and its number: the same seed gives
-//!   each thread the same sequence of operations. How they interleave is the scheduler's.
-//! - The main thread does none of it. It looks whether all threads get on (`watch`), and reports one that does not: so the
-//!   command ends, whatever hangs.
+//! # Implementation
+//! - A run is a sequence of *turns*. Each turn has a new machine with another locking, format and
+//!   access tracking, so that one run covers all. Dirty tracking, log clearing and huge-page
+//!   splitting are drawn for each. In a turn, guests run and verify in bursts (`turn`). Other
+//!   threads change all that may change (`operators`). Between two bursts the dirty logs are
+//!   compared with memory (`logs`).
+//! - Each thread has its own generator, seeded from the seed, the turn and the thread's number. So
+//!   the same seed makes the same sequence of operations in each thread. The scheduler decides how
+//!   they interleave.
+//! - The main thread does no operations. It checks that all threads make progress (`watch`), and
+//!   reports one that does not, so the command ends whatever hangs.
 
 mod logs;
 mod operators;
@@ -40,7 +42,7 @@ use crate::session::Session;
 use tally::Tally;
 use watch::Watch;
 
-/// What `slat stress` takes. What is not chosen is taken in turns.
+/// The options of `slat stress`. Those that are not chosen alternate by turn.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat stress --seconds 60 -v 64 --seed 7")]
 pub(crate) struct StressArgs {
@@ -52,25 +54,25 @@ pub(crate) struct StressArgs {
     pub(crate) seconds: u32,
     /// Tracking.
     ///
-    /// How accesses are found out.
+    /// How accesses are tracked.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = TrackingArg::Both)]
     pub(crate) tracking: TrackingArg,
-    /// Print what each turn ran on.
+    /// Print the plan of each turn.
     ///
-    /// The plan that the seed makes.
+    /// The seed determines it.
     #[arg(long)]
     pub(crate) verbose: bool,
     /// Lock.
     ///
-    /// What the engine takes on the VM; `all` takes them in turns.
+    /// What the engine takes on the VM; `all` alternates by turn.
     #[arg(long, value_enum, default_value_t = LockArg::All)]
     pub(crate) lock: LockArg,
-    /// Format of the second-stage tables; all in turns if none is chosen.
+    /// Format of the second-stage tables; by default all, alternating by turn.
     #[arg(long, value_enum)]
     pub(crate) format: Option<FormatArg>,
     /// Seed of the random choices.
     ///
-    /// Of the machines, and of the order in which each thread does what.
+    /// Of the machines, and of the order of each thread's operations.
     #[arg(short = 'r', long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
     /// Write the results to this file as JSON.
@@ -78,17 +80,17 @@ pub(crate) struct StressArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
-/// A turn is not shorter, unless time is up: a machine must be made for each.
+/// The shortest turn, except the last: each turn makes a machine.
 const MIN_TURN: Duration = Duration::from_millis(100);
 const MAX_TURN: Duration = Duration::from_secs(3);
 
 /// Pages of a turn at most, unless there are very many vCPUs.
 const MANY_PAGES: u64 = 4096;
 
-/// How often the main thread looks whether all get on.
+/// How often the main thread checks all threads.
 const WATCH_PERIOD: Duration = Duration::from_millis(500);
 
-/// What a turn runs on.
+/// The configuration of a turn.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     number: u64,
@@ -108,7 +110,7 @@ struct Plan {
 impl Plan {
     /// The generator of thread `thread`.
     fn rng(&self, thread: u64) -> SmallRng {
-        // The generator mixes its seed well; this only has to tell all threads of all turns apart.
+        // The generator mixes its seed well; this only has to differ for all threads of all turns.
         SmallRng::seed_from_u64(self.seed ^ self.number.rotate_left(32) ^ thread.rotate_left(48))
     }
 
@@ -131,7 +133,7 @@ impl Plan {
     }
 }
 
-/// What a run has done.
+/// The counts and plans of a run.
 struct Summary {
     begin: Instant,
     tally: Arc<Tally>,
@@ -140,7 +142,7 @@ struct Summary {
 
 #[derive(Default)]
 struct Turns {
-    /// What each turn ran on.
+    /// The plan of each turn.
     plans: Vec<String>,
     flush_method: Option<FlushMethod>,
 }
@@ -157,14 +159,14 @@ impl Summary {
     }
 }
 
-/// Runs the experiment: has all turns done by another thread, and watches.
+/// Runs the experiment: another thread does all turns, and this one watches.
 pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failure> {
     let (watch, summary) = (Arc::new(Watch::default()), Arc::new(Summary::default()));
     let (sender, receiver) = mpsc::channel();
     let turns = {
         let (args, watch, summary) = (args.clone(), Arc::clone(&watch), Arc::clone(&summary));
         let session = session.clone();
-        // Nobody may wait for it any more.
+        // The receiver may be gone.
         move || drop(sender.send(all_turns(&args, &watch, &summary, &session)))
     };
     let outcome = || Outcome::new(&report::results(args, &summary), |out| report::print(out, args, &summary));
@@ -185,7 +187,7 @@ pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failu
     }
 }
 
-/// All that is chosen or taken in turns.
+/// All combinations, chosen or alternating.
 fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> {
     let formats = args.format.map_or(FormatArg::value_variants().to_vec(), |format| vec![format]);
     let trackings = args.tracking.trackings();
@@ -198,8 +200,8 @@ fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> 
     combinations
 }
 
-/// A way to track dirty pages that goes with the rest. Half of the time it is write protection, the only one that goes
-/// with all.
+/// A dirty tracking that fits the format and the access tracking. Half of the time it is write
+/// protection, the only one that fits all.
 fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut SmallRng) -> DirtyTracking {
     match (rng.random_range(0..4), tracking, format) {
         (0, AccessTracking::AccessedBit, format) if format.has_dirty_bit() => DirtyTracking::DirtyBit,
@@ -231,8 +233,8 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Sess
             splitting: [HugePageSplitting::Eager, HugePageSplitting::Lazy][rng.random_range(0..2)],
             paging: if rng.random_range(0..3) == 0 { Paging::TwoDimensional } else { Paging::Off },
             nr_vcpus: args.vcpus,
-            // From few pages, where all happens to the same ones, to as many as leave the TLB time to be wrong and fill
-            // tables, which lazy protection closes.
+            // From few pages, where all operations contend, to so many that TLBs keep translations
+            // for long and page-table pages are full, which lazy protection needs.
             pages_per_vcpu: (4 << rng.random_range(0..8)).min((MANY_PAGES / args.vcpus as u64).max(64)),
             nr_slots: 1 << rng.random_range(0..3),
         };
@@ -246,7 +248,7 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Sess
     Ok(())
 }
 
-/// A failed check, with what it takes to see it again.
+/// A failed check, with what reproduces it.
 fn in_turn(failure: Failure, plan: &Plan) -> Failure {
     match failure {
         Failure::Check(what) => Failure::Check(format!("{what} ({}, seed {})", plan.describe(), plan.seed)),

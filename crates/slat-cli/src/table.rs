@@ -1,4 +1,4 @@
-//! How tables look.
+//! The form of printed tables and figures.
 
 use comfy_table::presets::ASCII_MARKDOWN;
 use comfy_table::{Cell, CellAlignment, ContentArrangement, Table};
@@ -23,11 +23,11 @@ pub(crate) fn row(cells: impl IntoIterator<Item = String>) -> Vec<Cell> {
         .collect()
 }
 
-/// A figure as people read it.
+/// A figure in a unit that fits its size.
 pub(crate) fn humanly(value: f64, unit: &str) -> String {
     match unit {
         "s" if value < 1e-6 => format!("{:.0} ns", value * 1e9),
-        "s" if value < 1e-3 => format!("{:.1} us", value * 1e6),
+        "s" if value < 1e-3 => format!("{:.1} µs", value * 1e6),
         "s" if value < 1.0 => format!("{:.2} ms", value * 1e3),
         "s" => format!("{value:.3} s"),
         "ratio" => format!("{value:.4}"),

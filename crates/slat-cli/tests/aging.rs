@@ -1,4 +1,5 @@
-//! `slat aging` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, the JSON.
+//! `slat aging` for its user: exit codes, one clear line for each mistake, the lines of KVM's test,
+//! the JSON.
 #![allow(missing_docs)]
 
 mod common;
@@ -67,7 +68,7 @@ fn nearly_all_pages_are_found_young_for_shapes_of_machines() {
 }
 
 #[test]
-fn what_a_tlb_hides_is_a_warning_unless_it_must_not_be() {
+fn accesses_that_a_tlb_hides_are_a_warning_or_a_failure() {
     // 256 pages, all of which stay in the vCPU's TLB.
     let output = assert_ok("aging -v 1 -b 1M --runs 1");
     let warning = "after \"Writing to idle memory\": Too many pages still idle (256 out of 256)";
@@ -117,7 +118,7 @@ fn json_has_every_phase_for_both_trackings() {
         assert!(figure("still_idle", tracking).0 <= pages / 10.0);
         assert_eq!(figure("pages", tracking).0, pages);
     }
-    // What each costs: nothing, or a fault for nearly every page.
+    // The cost of each tracking: nothing, or a fault for nearly every page.
     assert_eq!(figure("write_idle_memory_faults", "accessed-bit").0, 0.0);
     let faults = figure("write_idle_memory_faults", "faults").0;
     assert!((pages * 0.9..=pages).contains(&faults), "{faults} faults");

@@ -1,4 +1,4 @@
-//! `slat compare` as its user sees it: tables, the object, Markdown, and the exit code.
+//! `slat compare` for its user: tables, the object, Markdown, and the exit code.
 #![allow(missing_docs)]
 
 mod common;
@@ -45,7 +45,7 @@ fn systems_come_with_figures_claims_and_what_was_published() {
     let sides = comparison["sides"].as_array().unwrap();
     let [slat, caller, _policy] = &sides[..] else { panic!("{sides:?}") };
     assert_eq!((&slat["role"], &slat["ratio"], &slat["runs"]), (&"slat".into(), &Value::Null, &5.into()));
-    // One node of eight is the splitting thread's own.
+    // One node of eight is that of the splitting thread.
     assert_eq!(caller["ratio"], 8.0);
     assert_eq!(caller["claim"]["holds"], true);
     assert!(caller["mean"].as_f64().unwrap() * 8.0 == slat["mean"].as_f64().unwrap());

@@ -1,5 +1,6 @@
-//! `slat cr3` as its user sees it: exit codes, one clear line for each mistake, and the figures that strategies for shadow tables
-//! must have. That every access of the guest's gave what its tables say is checked by the command itself.
+//! `slat cr3` for its user: exit codes, one clear line for each mistake, and the figures that
+//! strategies must have. The command itself checks that every access of the guest has the result
+//! that its page tables define.
 #![allow(missing_docs)]
 
 mod common;
@@ -11,7 +12,7 @@ use serde_json::Value;
 
 const STRATEGIES: [&str; 3] = ["baseline", "root-cache", "pcid-tagged"];
 
-/// Runs `slat cr3` with `args`, and returns what was written and what was printed.
+/// Runs `slat cr3` with `args`, and returns the object of `--json` and the output.
 #[track_caller]
 fn cr3(name: &str, args: &str) -> (Value, String) {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("cr3_{name}.json"));
@@ -127,7 +128,7 @@ fn json_has_a_figure_for_every_strategy_and_number_of_vcpus() {
 }
 
 #[test]
-fn remembered_roots_save_tables_and_entries() {
+fn cached_roots_save_shadow_pages_and_ptes() {
     let (object, _) = cr3("saved", "-v 1 --steps 3000 --runs 1");
     let of = |name, strategy| figure(&object, name, strategy, 1);
     // The guest is the same for all.
@@ -142,7 +143,7 @@ fn remembered_roots_save_tables_and_entries() {
         assert!(of("tlb_flushes", strategy) < 0.25 * of("tlb_flushes", "baseline"), "{strategy}");
         assert!(of("exits", strategy) < of("exits", "baseline"), "{strategy}");
     }
-    // The tables of user space are there once for each PCID.
+    // There is one shadow page of user space for each PCID.
     assert!(of("table_pages_peak", "pcid-tagged") > of("table_pages_peak", "root-cache"));
     assert!(of("table_pages_peak", "baseline") < of("table_pages_peak", "root-cache"));
 }
@@ -166,7 +167,7 @@ fn tables_stay_below_their_limit() {
 }
 
 #[test]
-fn options_go_together() {
+fn options_combine() {
     for args in [
         "-v 3 --pcid off --strategy root-cache",
         "-v 1 --pcid off --isolation off",

@@ -1,5 +1,5 @@
-//! `slat demand-paging` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, every way
-//! of bringing pages, and no process that is left behind.
+//! `slat demand-paging` for its user: exit codes, one clear line for each mistake, the lines of
+//! KVM's test, every way of bringing pages, and no process that is left.
 #![allow(missing_docs)]
 
 mod common;
@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 use common::{assert_ok, assert_refused, slat, stderr};
 use serde_json::Value;
 
-/// What a call says that finds no userfaultfd here.
+/// A part of the error where this machine has no userfaultfd.
 const NO_USERFAULTFD: &str = "userfaultfd";
 
 fn file(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("demand_paging_{name}"))
 }
 
-/// Runs with `args` and returns what was written and what was printed; `None` if this machine has no userfaultfd and it is
-/// asked for.
+/// Runs with `args` and returns the object of `--json` and the output; `None` if this machine lacks
+/// the userfaultfd that is asked for.
 #[track_caller]
 fn paging(name: &str, args: &str) -> Option<(Value, String)> {
     let path = file(&format!("{name}.json"));
@@ -56,7 +56,7 @@ fn bad_usage_exits_with_2() {
         ("-v 2,x", "invalid digit"),
         ("-v 5000 -b 4K", "5000 vCPUs are not between 1 and 4096"),
         ("-u MISSING --copier", "no background copier in mode missing"),
-        ("-u MISSING --threads 1", "a thread of its own"),
+        ("-u MISSING --threads 1", "leave --threads out"),
         ("-k -b 64K --granularity 2M", "multiple of 2097152"),
         ("-k -b 4M --granularity 1G", "4K, 2M"),
         ("-k --guest-memfd kvm", "-s guest_memfd"),
@@ -233,7 +233,7 @@ fn pages_come_from_files_and_peers() {
             assert_eq!(figure(&object, "verified").0, 64.0, "{source} {args}");
         }
     }
-    // These pages hold something else.
+    // These pages have other contents.
     assert_refused(&format!("demand-paging -v 1 -b 64K -k --source {from_file} --contents pattern:7"), 1, "instead of");
     // The last page is not whole.
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len((256 << 10) - 1).unwrap();
@@ -257,7 +257,7 @@ fn pages_come_from_a_peer_that_was_started_by_hand() {
     server.kill().unwrap();
     server.wait().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    // And now it is gone.
+    // The peer has ended.
     assert_refused(&args, 3, &address);
 }
 
@@ -293,7 +293,7 @@ fn the_matrix_has_every_row_of_the_published_tables() {
     assert_eq!(figures(&object, "paging_rate").len(), 6);
 }
 
-/// A run that takes its time, with its resolver's process number.
+/// A long run, and the process number of its resolver.
 fn slow_run() -> (std::process::Child, u32) {
     let args = "demand-paging -v 2 -b 64M -k -s shmem --delivery ring -d 1000000";
     let mut slat = Command::new(env!("CARGO_BIN_EXE_slat"))
@@ -313,7 +313,7 @@ fn slow_run() -> (std::process::Child, u32) {
         let children = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("children")).ok();
         let text: String = fs::read_dir(&threads).ok()?.flatten().filter_map(children).collect();
         let child = text.split_whitespace().next()?.parse().ok()?;
-        // It is the new program already.
+        // It has executed the new program.
         let command = fs::read(format!("/proc/{child}/cmdline")).ok()?;
         String::from_utf8_lossy(&command).contains("resolver").then_some(child)
     });
@@ -324,7 +324,8 @@ fn slow_run() -> (std::process::Child, u32) {
     (slat, resolver.expect("no resolver was started"))
 }
 
-/// What `look` finds in the end; `None` if it has found nothing for ten minutes: no machine is so slow.
+/// The result of `look` as soon as it has one; `None` after ten minutes, which is enough for any
+/// machine.
 fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(600) {
@@ -337,15 +338,15 @@ fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
 }
 
 #[test]
-fn no_resolver_is_left_behind() {
+fn no_resolver_outlives_its_parent() {
     let (mut slat, resolver) = slow_run();
-    // Not even a chance to clean up.
+    // SIGKILL leaves it no time to clean up.
     slat.kill().unwrap();
     slat.wait().unwrap();
-    eventually(|| (!is_alive(resolver)).then_some(())).expect("the resolver is left behind");
+    eventually(|| (!is_alive(resolver)).then_some(())).expect("the resolver outlives its parent");
 }
 
-/// Whether a process runs: one that has ended and that nobody has asked about does not.
+/// Whether a process runs: a zombie does not.
 fn is_alive(process: u32) -> bool {
     let state = |text: String| text.rsplit(')').next().unwrap_or_default().trim().chars().next();
     let stat = Path::new("/proc").join(process.to_string()).join("stat");
@@ -353,7 +354,7 @@ fn is_alive(process: u32) -> bool {
 }
 
 #[test]
-fn a_resolver_that_dies_is_an_error_and_no_hang() {
+fn the_death_of_a_resolver_is_an_error_and_no_hang() {
     let (mut slat, resolver) = slow_run();
     let killed = Command::new("kill").args(["-KILL", &resolver.to_string()]).status().unwrap();
     assert!(killed.success());
@@ -367,13 +368,13 @@ fn a_resolver_that_dies_is_an_error_and_no_hang() {
 }
 
 #[test]
-fn resolvers_that_are_killed_are_followed_by_others() {
+fn other_resolvers_replace_those_that_are_killed() {
     let args = "-v 64 -b 512K -k -s shmem --delivery ring --kill-resolver 10 -d 20000";
     let (object, _) = paging("killed", args).expect("no userfaultfd is needed");
     assert_eq!(figure(&object, "verified").0, 64.0 * 128.0);
     let (nr_killed, _) = figure(&object, "resolvers_killed");
     assert_eq!(nr_killed, 10.0);
-    // Those of the last run alone would be of the few touches that were left.
+    // The sample of the last run alone would have only the few touches that were left.
     assert!(figures(&object, "fault_p50").is_empty());
     assert!(figure(&object, "exits").0 >= 64.0 * 128.0, "those that were interrupted, too");
 }

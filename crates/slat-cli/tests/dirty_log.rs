@@ -1,4 +1,4 @@
-//! `slat dirty-log` as its user sees it: exit codes, one clear line for each mistake, the JSON that it writes, and the
+//! `slat dirty-log` for its user: exit codes, one clear line for each mistake, the JSON, and the
 //! oracle over shapes of machines.
 #![allow(missing_docs)]
 
@@ -144,13 +144,14 @@ fn json_has_every_figure_for_every_locking() {
             assert_eq!(figure(name, lock).1, "s");
         }
         let pages = 2.0 * 1024.0;
-        // Each page faults when it is populated, and once in each round but the first: nothing is protected yet then.
+        // Each page faults when it is populated, and once in each round but the first: then nothing
+        // is write-protected yet.
         let (faults, unit) = figure("faults", lock);
         assert!(faults >= 2.0 * pages && unit == "count", "{faults} faults for {lock}");
         // Each clearing.
         assert!(figure("flushes", lock).0 >= 2.0);
         assert_eq!(figure("clear_dirty_log_speed_vs_exclusive", lock).1, "ratio");
-        assert!(figure("tables_closed", lock).0 >= 2.0 * 4.0, "each clearing, each table");
+        assert!(figure("tables_protected", lock).0 >= 2.0 * 4.0, "each clearing, each directory entry");
         assert_eq!(figure("retries", lock).1, "count");
         // Nothing was huge.
         assert_eq!((figure("splits", lock).0, figure("recoveries", lock).0), (0.0, 0.0));
@@ -160,7 +161,7 @@ fn json_has_every_figure_for_every_locking() {
 }
 
 #[test]
-fn kvm_has_a_column_beside_the_locks() {
+fn kvm_has_a_column_after_those_of_the_locks() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_kvm.json");
     for args in [
         "-v 2 -b 1M -i 3",
@@ -268,7 +269,7 @@ fn the_oracle_holds_for_every_way_to_log() {
 }
 
 #[test]
-fn the_oracle_holds_for_rings_and_full_rings_stop_only_until_they_are_reset() {
+fn the_oracle_holds_for_rings_and_a_reset_continues_full_rings() {
     for format in ["npt", "ept", "stage2", "gstage"] {
         for protection in ["lazy", "leaf-by-leaf"] {
             for get_clears in ["", "-g"] {

@@ -1,5 +1,5 @@
-//! `slat get-dirty-log` as its user sees it: exit codes, one clear line for each mistake, the tables, the JSON. That every
-//! log was exact is checked by the command itself.
+//! `slat get-dirty-log` for its user: exit codes, one clear line for each mistake, the tables, the
+//! JSON. The command itself checks that every log is exact.
 #![allow(missing_docs)]
 
 mod common;
@@ -12,7 +12,7 @@ use serde_json::Value;
 const METHODS: [&str; 7] = ["srcu-copy", "xchg", "xchg-find-next", "xchg-first-to-last", "xchg16", "slat", "slat-leaf"];
 const PATTERNS: [&str; 3] = ["run", "stride", "random"];
 
-/// Runs with `args`, and returns what `--json` wrote.
+/// Runs with `args`, and returns the object of `--json`.
 #[track_caller]
 fn json(name: &str, args: &str) -> Value {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -86,14 +86,14 @@ fn without_a_kvm_the_rest_is_measured_and_the_output_says_so() {
 
 #[test]
 fn the_table_has_every_method_pattern_and_number() {
-    // Not a whole number of words, of tables, or of pairs of words.
+    // Not a whole number of words, of page-table pages, or of pairs of words.
     let printed = assert_ok("get-dirty-log -b 4100K --runs 2");
     for pattern in PATTERNS {
         for view in ["ns a call, mean", "ns a call, p50 / deviation / p99", "ns a dirty page, mean"] {
             assert!(printed.contains(&format!("| {pattern}: {view} ")), "{pattern}: {view} in:\n{printed}");
         }
     }
-    // The powers of two, and no more than there are.
+    // The powers of two, up to the size.
     assert!(printed.contains("\n| 1024 ") && !printed.contains("\n| 2048 "), "{printed}");
     assert!(METHODS.iter().all(|method| printed.contains(&format!(" {method} |"))), "{printed}");
     assert!(printed.contains("1025 pages") && printed.contains("software CPUs"), "{printed}");
@@ -130,7 +130,7 @@ fn json_has_a_figure_for_every_method_pattern_and_number() {
                 let a_page = figure(&object, "get_dirty_log_page", &labels).0;
                 assert!((a_page * pages.parse::<f64>().unwrap() / mean - 1.0).abs() < 1e-9, "{labels:?}");
                 assert!(figure(&object, "get_dirty_log_deviation", &labels).0 >= 0.0);
-                // A method that has had its time has 3.
+                // A method that has used its time has 3.
                 assert!([3.0, 4.0].contains(&figure(&object, "runs", &labels).0));
                 if with_kvm {
                     let (ratio, unit) = figure(&object, "ratio_to_kvm", &labels);
@@ -143,7 +143,7 @@ fn json_has_a_figure_for_every_method_pattern_and_number() {
         assert!(object["host"]["kvm"]["translation"].is_string());
         assert!(object["host"]["kvm"]["capabilities"]["KVM_CAP_NR_MEMSLOTS"].is_number());
     }
-    // The whole slot was measured once.
+    // The whole memslot was measured once.
     let whole =
         |pattern| figure(&object, "get_dirty_log", &[("method", "xchg"), ("pages", "1024"), ("pattern", pattern)]).0;
     assert!(whole("run") == whole("stride") && whole("run") == whole("random"));

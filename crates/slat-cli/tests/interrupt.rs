@@ -1,4 +1,4 @@
-//! Ctrl-C, in any command: it ends soon and cleanly, with what was measured so far.
+//! Ctrl-C in any command: the command ends soon and cleanly, with what was measured so far.
 #![allow(missing_docs)]
 
 use std::io::{BufRead, BufReader, Read};
@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// A command whose experiment stops for ever when it has handed over the `hold_after`th outcome so far (0: before it begins):
-/// so it cannot end before it is interrupted, however fast the machine; and if it ends, the interruption did not wait for it.
+/// A command whose experiment stops for ever when it has handed over the `hold_after`th outcome (0:
+/// before it begins). So it cannot end before it is interrupted, however fast the machine is. If it
+/// ends, the interruption did not wait for the experiment.
 struct Held {
     child: Child,
     stderr: BufReader<ChildStderr>,
@@ -19,14 +20,14 @@ struct Held {
     first_line: Receiver<String>,
 }
 
-/// The longest that a command takes to end: no machine is so slow.
+/// The longest time that a command takes to end, for any machine.
 const LONGEST_END: Duration = Duration::from_secs(120);
 
-/// What came out of a command.
+/// The output of a command.
 struct Output {
     status: ExitStatus,
     stdout: String,
-    /// What it said after it was interrupted.
+    /// The standard error after the interruption.
     stderr: String,
 }
 
@@ -38,11 +39,11 @@ impl Held {
         let mut child = command.spawn().unwrap();
         let mut pipe = BufReader::new(child.stdout.take().unwrap());
         let (sender, first_line) = mpsc::channel();
-        // Beside the rest: the command must not wait for a reader.
+        // On another thread: the command must not wait for a reader.
         let stdout = thread::spawn(move || {
             let mut text = String::new();
             pipe.read_line(&mut text).unwrap();
-            // No test need wait for it.
+            // A test may not wait for it.
             let _ = sender.send(text.clone());
             pipe.read_to_string(&mut text).unwrap();
             text
@@ -51,7 +52,7 @@ impl Held {
         Held { child, stderr, stdout: Some(stdout), first_line }
     }
 
-    /// Sends `signal` when the experiment has stopped, and returns what came out in the end.
+    /// Sends `signal` when the experiment has stopped, and returns the output.
     #[track_caller]
     fn interrupt(mut self, signal: &str) -> Output {
         let mut said = String::new();
@@ -70,7 +71,7 @@ impl Held {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            // It is killed when `self` goes.
+            // Dropping `self` kills it.
             assert!(sent.elapsed() < LONGEST_END, "it goes on for {LONGEST_END:?} after {signal}");
             thread::sleep(Duration::from_millis(5));
         };
@@ -80,7 +81,7 @@ impl Held {
     }
 }
 
-/// Whatever has failed, no command goes on behind its test.
+/// No command outlives its test, whatever failed.
 impl Drop for Held {
     fn drop(&mut self) {
         // SIGKILL; it may have ended.
@@ -105,7 +106,7 @@ fn every_experiment_ends_with_what_was_measured_so_far() {
         "peers --pages 512 -t 1 --runs 1000000",
         "stress --seconds 1000",
     ];
-    // All at once: it is about their ends, not about what they measure.
+    // All at once: the test is about their ends, not about their figures.
     thread::scope(|scope| {
         for (number, args) in commands.into_iter().enumerate() {
             scope.spawn(move || ends_with_what_was_measured(number, args));
@@ -126,7 +127,7 @@ fn ends_with_what_was_measured(number: usize, args: &str) {
 }
 
 #[test]
-fn before_anything_was_measured_no_file_is_left() {
+fn before_the_first_measurement_no_file_is_left() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("nothing.json");
     let output = Held::start(&format!("demand-paging -v 1 -b 64K -k --json {}", path.display()), 0).interrupt("-TERM");
     assert_eq!(output.status.code(), Some(130));
@@ -135,9 +136,9 @@ fn before_anything_was_measured_no_file_is_left() {
 }
 
 #[test]
-fn a_server_takes_its_socket_away() {
+fn a_server_removes_its_socket() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("interrupted.socket");
-    // It serves until it is interrupted, and has its socket when it says so.
+    // It serves until it is interrupted, and has its socket when it prints so.
     let held = Held::start(&format!("demand-paging --serve unix:{}", path.display()), 1);
     assert!(held.first_line.recv().unwrap().starts_with("Serving "));
     assert!(path.exists());

@@ -1,4 +1,4 @@
-//! `--live` as its user sees it: lines without a terminal, rows on one.
+//! `--live` for its user: lines without a terminal, rows on a terminal.
 #![allow(missing_docs)]
 
 mod common;
@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use common::{slat, stderr};
 
-/// The figure behind `name` in a line.
+/// The figure after `name` in a line.
 fn figure(line: &str, name: &str) -> f64 {
     let text = line.split_once(name).unwrap_or_else(|| panic!("no {name} in {line}")).1.trim_start();
     let end = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
@@ -25,13 +25,13 @@ fn without_a_terminal_there_are_lines() {
     let begins: Vec<&&str> = lines.iter().filter(|line| line.contains(" s  run ")).collect();
     assert_eq!(begins.len(), 2, "{shown}");
     assert!(begins[0].ends_with("run 1 of 2: lock none") && begins[1].ends_with("run 2 of 2: lock none"), "{shown}");
-    // However short a run is, it is seen at its end.
+    // However short a run is, its end is shown.
     let rates: Vec<&&str> = lines.iter().filter(|line| line.contains("faults ")).collect();
     assert!(rates.len() >= 2 && lines.len() == begins.len() + rates.len(), "{shown}");
     assert!(rates.iter().any(|line| figure(line, "faults") > 0.0), "{shown}");
     assert!(rates.iter().any(|line| figure(line, "tables") > 2.0), "{shown}");
     assert!(rates.iter().all(|line| line.contains("stall p99") && line.contains("dirty pages")), "{shown}");
-    // The results are what they are without.
+    // The results are the same as without `--live`.
     let without = slat("dirty-log -v 2 -b 4M -i 1 --runs 2 --lock none");
     assert_eq!(stderr(&without), "");
     let names = |output: &Output| {
@@ -42,7 +42,7 @@ fn without_a_terminal_there_are_lines() {
 }
 
 #[test]
-fn every_long_experiment_has_it() {
+fn every_long_experiment_has_a_live_view() {
     for args in [
         "split -v 2 -b 4M -i 1 --runs 1 --nodes 2 --placement caller-node",
         "demand-paging -v 2 -b 1M -i 1 -k",
@@ -61,7 +61,7 @@ fn every_long_experiment_has_it() {
     }
 }
 
-/// Runs with `args` on a terminal of `columns` columns, which is what `script` makes; gives all that came to it.
+/// Runs with `args` on a terminal of `columns` columns, made by `script`; returns all its output.
 fn on_terminal(terminal: &str, columns: u32, args: &str) -> Option<String> {
     if !Path::new("/usr/bin/script").exists() {
         eprintln!("not tested: there is no /usr/bin/script (of util-linux), which makes a terminal");
@@ -79,13 +79,13 @@ fn on_terminal(terminal: &str, columns: u32, args: &str) -> Option<String> {
 }
 
 #[test]
-fn a_terminal_has_rows_that_are_gone_at_the_end() {
+fn a_terminal_has_rows_that_are_cleared_at_the_end() {
     for columns in [1, 20, 80] {
         let args = "aging --live -v 1 -b 48M --runs 1 --tracking faults";
         let Some(text) = on_terminal("xterm", columns, args) else { return };
         assert_eq!(text.contains("stall p50"), columns >= 20, "{columns} columns: {text}");
         assert_eq!(text.contains("lock p99"), columns >= 80, "{columns} columns: {text}");
-        // What is left is the report alone: before it, lines were cleared.
+        // Only the report remains: before it, lines were cleared.
         let (before, end) = text.rsplit_once('\x1b').unwrap_or_else(|| panic!("the cursor moves: {text}"));
         assert!(before.ends_with("\x1b[2K"), "{text}");
         assert!(end.contains("Populating memory") && !end.contains("stall p50"), "{end}");

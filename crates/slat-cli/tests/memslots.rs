@@ -1,4 +1,5 @@
-//! `slat memslots` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, the JSON.
+//! `slat memslots` for its user: exit codes, one clear line for each mistake, the lines of KVM's
+//! test, the JSON.
 #![allow(missing_docs)]
 
 mod common;
@@ -38,7 +39,7 @@ fn bad_usage_exits_with_2() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_found_out_first() {
+fn a_file_that_cannot_be_written_is_found_before_the_work() {
     let output = slat("memslots -l 1000 --json /no/such/folder/results.json");
     assert_eq!(output.status.code(), Some(3));
 }
@@ -68,7 +69,7 @@ fn every_test_runs_with_all_checks_and_prints_the_lines_of_the_selftest() {
 
 #[test]
 fn slots_of_any_number_can_be_moved() {
-    // Wholly in the only slot; a slot smaller than the window; as many slots as there can be.
+    // Wholly in the only memslot; a memslot smaller than the window; the maximum of memslots.
     for args in ["-f 3 -e 3 -s 1", "-f 3 -e 4 -s 16386", "-f 3 -e 3 -s -1"] {
         let output = assert_ok(&format!("memslots -l 1 -t 60 {args}"));
         assert!(output.contains("Testing move active area performance"), "{args}:\n{output}");
@@ -113,12 +114,12 @@ fn json_has_every_figure_for_every_test_and_locking() {
             assert_eq!(figure("runs", test, lock).0, 1.0);
             assert!(figure("retries", test, lock).0 >= 0.0);
         }
-        // Each half of 128 MiB is filled anew, and given back in chunks of 2 MiB, each with a flush.
+        // Each half of 128 MiB is filled anew, and discarded in chunks of 2 MiB, each with a flush.
         assert!(figure("faults", "unmap chunked", lock).0 >= 32768.0);
         assert_eq!(figure("host_calls", "unmap chunked", lock).0, 64.0);
         assert!(figure("flushes", "unmap chunked", lock).0 >= 64.0);
         assert_eq!(figure("mmio_exits", "unmap chunked", lock).0, 0.0);
-        // There and back.
+        // Away and back.
         assert_eq!(figure("host_calls", "move active area", lock).0, 2.0);
         assert!(figure("flushes", "move active area", lock).0 >= 2.0);
     }

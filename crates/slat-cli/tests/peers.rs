@@ -1,5 +1,5 @@
-//! `slat peers` as its user sees it: exit codes, one clear line for each mistake, the tables, the JSON. That the tables were
-//! changed as they should be is checked by the command itself.
+//! `slat peers` for its user: exit codes, one clear line for each mistake, the tables, the JSON.
+//! The command itself checks the changes of the page tables.
 #![allow(missing_docs)]
 
 mod common;
@@ -24,7 +24,7 @@ const OPERATIONS: [&str; 12] = [
     "split_2m",
 ];
 
-/// Crates that have these operations, and whether they split huge pages.
+/// Crates with these operations, and whether they split huge pages.
 const PEERS: &[(&str, bool)] = &[
     ("page-table-generic", true),
     #[cfg(target_arch = "x86_64")]
@@ -33,7 +33,7 @@ const PEERS: &[(&str, bool)] = &[
     ("aarch64-paging", true),
 ];
 
-/// Runs with `args`, and returns what was printed and what `--json` wrote.
+/// Runs with `args`, and returns the output and the object of `--json`.
 #[track_caller]
 fn peers(name: &str, args: &str) -> (String, Value) {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -59,7 +59,7 @@ fn figure(object: &Value, name: &str, subject: &str, nr_threads: u64, unit: &str
     found[0]["value"].as_f64().unwrap()
 }
 
-/// Everything that belongs to one measured figure.
+/// Checks all figures of one measurement.
 #[track_caller]
 fn assert_measured(object: &Value, name: &str, subject: &str, nr_threads: u64) {
     let figure = |name: &str, unit| figure(object, name, subject, nr_threads, unit);
@@ -128,8 +128,7 @@ fn every_operation_is_measured_for_every_crate_that_has_it() {
     for (name, version) in object["config"]["versions"].as_object().unwrap() {
         assert!(printed.contains(&format!("{name} {}", version.as_str().unwrap())), "{printed}");
     }
-    for title in
-        ["| 2 threads ", "| unmap range ", "ns, 2 threads", "slat is faster (times): 1 thread", "2 interleaved runs"]
+    for title in ["| 2 threads ", "| unmap range ", "ns, 2 threads", "speed-up of slat: 1 thread", "2 interleaved runs"]
     {
         assert!(printed.contains(title), "{title}: {printed}");
     }

@@ -1,5 +1,6 @@
-//! `slat report` as its user sees it: what stands on the page, one clear line for each file that is none, and a page that is
-//! there as a whole or not at all. How it looks is checked in a browser (`ci/report.sh`).
+//! `slat report` for its user: the contents of the page, one clear line for each file that is no
+//! result, and a page that is written as a whole or not at all. `ci/report.sh` checks the layout in
+//! a browser.
 #![allow(missing_docs)]
 
 mod common;
@@ -11,7 +12,7 @@ use std::process::Command;
 use common::{assert_ok, assert_refused, slat, stderr};
 use serde_json::{Value, json};
 
-/// A folder of a test's own.
+/// A new folder for a test.
 fn folder(test: &str) -> PathBuf {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("report").join(test);
     let _ = fs::remove_dir_all(&folder);
@@ -19,7 +20,7 @@ fn folder(test: &str) -> PathBuf {
     folder
 }
 
-/// Writes results, and returns what `slat report` makes of them.
+/// Writes results, and returns the page of `slat report`.
 #[track_caller]
 fn page(test: &str, results: &[Value]) -> String {
     let folder = folder(test);
@@ -50,7 +51,7 @@ fn nr_plots(html: &str) -> usize {
     html.matches("<svg class=\"drawing\"").count()
 }
 
-/// The page needs nothing from elsewhere, and runs nothing.
+/// The page refers to nothing outside, and has no scripts.
 #[track_caller]
 fn assert_alone(html: &str) {
     for what in ["http:", "https:", "//", "<script", "<img", "<iframe", "src=", "url(", "@import", "onload", "NaN"] {
@@ -88,7 +89,7 @@ fn measured(name: &str, mean: f64, deviation: f64, runs: u32) -> Vec<Value> {
     ]
 }
 
-/// Where texts stand, one behind the other.
+/// Checks that the texts occur in this order.
 #[track_caller]
 fn assert_in_order(html: &str, texts: &[&str]) {
     let mut from = 0;
@@ -115,7 +116,7 @@ fn each_experiment_has_its_plots_and_tables() {
             assert!(html.contains(title) || html.contains(&escaped), "{sample}: no plot {title}");
         }
         assert!(nr_plots(&html) >= titles.len(), "{sample}: {} plots", nr_plots(&html));
-        // Each plot says what it shows, and has its figures beside it.
+        // Each plot has a description and a table of its data.
         assert_eq!(html.matches("role=\"img\" aria-labelledby=").count(), nr_plots(&html));
         assert_eq!(html.matches("<summary>Data</summary>").count(), nr_plots(&html));
         let object: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
@@ -142,7 +143,7 @@ fn a_comparison_shows_each_system_with_what_was_published() {
     assert!(nr_plots(&html) >= 8, "{}", nr_plots(&html));
 }
 
-/// A comparison of one figure, whose slat takes `time` and claims `ratio`.
+/// A comparison of one figure, in which slat takes `time` and has a claim with the ratio `ratio`.
 fn compared(time: f64, ratio: f64) -> Value {
     let claim = json!({ "at_least": 1.0, "holds": ratio >= 1.0 });
     json!({
@@ -201,7 +202,7 @@ fn claims_are_held_or_lost_in_words() {
 }
 
 #[test]
-fn changes_are_sorted_and_held_against_the_noise() {
+fn changes_are_sorted_and_compared_with_the_noise() {
     let before = [
         measured("big", 1.0, 0.01, 5),
         measured("small", 1.0, 0.01, 5),
@@ -222,7 +223,7 @@ fn changes_are_sorted_and_held_against_the_noise() {
     let html = page("changes", &results);
     assert!(
         html.contains(
-            "5 figures are in two results or more: <strong>2 changed beyond noise</strong>, 1 within, 1 nobody"
+            "5 figures are in two results or more: <strong>2 changed beyond noise</strong>, 1 within, 1 with unknown noise"
         ),
         "{html}"
     );
@@ -329,7 +330,7 @@ fn text_of_a_result_is_text() {
 }
 
 #[test]
-fn values_that_have_no_place_on_an_axis_are_left_out_and_counted() {
+fn values_that_an_axis_cannot_show_are_left_out_and_counted() {
     let harvest =
         |value: Value, pages: Value| figure("get_dirty_log", value, "ns", json!({ "method": "slat", "pages": pages }));
     let values = [json!(10.0), json!(0), json!(-5), json!(1e300), json!(1e-300), json!(null), json!(2000.0)];
@@ -339,7 +340,7 @@ fn values_that_have_no_place_on_an_axis_are_left_out_and_counted() {
     assert_eq!(nr_plots(&html), 1);
     assert!(html.contains("Not drawn: 4 values"), "{html}");
 
-    // Nothing to draw at all, or nothing to draw it along.
+    // No value to draw, or no axis to draw it along.
     for (name, figures) in [
         ("zeros", vec![harvest(0.into(), 1.into()), harvest(0.into(), 2.into())]),
         ("words", vec![harvest(1.into(), "many".into())]),
@@ -353,7 +354,7 @@ fn values_that_have_no_place_on_an_axis_are_left_out_and_counted() {
     assert_eq!(nr_plots(&html), 1);
     let html = page("one_run", &[result(measured("dirty_memory", 1.0, 0.0, 1).into())]);
     assert!(html.contains("mean ± deviation of 1 run") && !html.contains("1.00 ±"), "{html}");
-    // Far apart, and as close as numbers are.
+    // Far apart, and as close as two numbers can be.
     let apart = [1e-90, 1e90].map(|value| harvest(value.into(), value.into()));
     let close = [1.0, 1.0 + f64::EPSILON].map(|value| harvest(value.into(), value.into()));
     page("apart", &[result(apart.to_vec().into())]);
@@ -365,7 +366,7 @@ fn values_that_have_no_place_on_an_axis_are_left_out_and_counted() {
 }
 
 #[test]
-fn what_was_interrupted_says_so() {
+fn an_interrupted_result_is_marked() {
     let mut one = result(measured("dirty_memory", 1.0, 0.1, 2).into());
     one["interrupted"] = true.into();
     assert!(page("interrupted", &[one]).contains("Interrupted"));
@@ -376,7 +377,7 @@ fn what_was_interrupted_says_so() {
 
 #[test]
 fn results_of_other_versions_are_read() {
-    // Before there were commands, histograms and interruptions.
+    // Without commands, histograms and interruptions.
     let old = json!({ "experiment": "dirty-log", "config": {}, "host": {}, "results": [figure("dirty_memory", 1, "s", json!({}))] });
     assert!(page("old", &[old]).contains("slat dirty-log"));
     let mut new = result(measured("walks", 1.0, 0.1, 2).into());
@@ -441,19 +442,19 @@ fn files_that_are_no_results_are_refused_in_one_line() {
 }
 
 #[test]
-fn the_page_is_there_as_a_whole_or_not_at_all() {
+fn the_page_is_written_as_a_whole_or_not_at_all() {
     let folder = folder("whole");
     let input = folder.join("a.json");
     fs::write(&input, result(measured("figure", 1.0, 0.1, 2).into()).to_string()).unwrap();
     let (input, at) = (input.display(), folder.display());
 
-    // Where no name is given.
+    // Without `-o`.
     let output =
         Command::new(env!("CARGO_BIN_EXE_slat")).args(["report", "a.json"]).current_dir(&folder).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let page = fs::read_to_string(folder.join("report.html")).unwrap();
 
-    // An old page stays as it is, and nothing lies beside it.
+    // An old page stays as it is, and no temporary file remains.
     let nr_files = || fs::read_dir(&folder).unwrap().count();
     assert_eq!(nr_files(), 2);
     assert_refused(&format!("report {at}/missing.json -o {at}/report.html"), 2, "missing.json");
@@ -466,16 +467,16 @@ fn the_page_is_there_as_a_whole_or_not_at_all() {
     assert_eq!(nr_files(), 2);
     assert_eq!(slat(&format!("report {input} -o /dev/null")).status.code(), Some(0));
 
-    // A link stays one; rights stay as they were.
+    // A link stays a link; permissions stay as they were.
     let target = folder.join("target.html");
     fs::write(&target, "old").unwrap();
     std::os::unix::fs::symlink(&target, folder.join("link.html")).unwrap();
-    let mut rights = target.metadata().unwrap().permissions();
-    std::os::unix::fs::PermissionsExt::set_mode(&mut rights, 0o600);
-    fs::set_permissions(&target, rights).unwrap();
-    let rights = target.metadata().unwrap().permissions();
+    let mut permissions = target.metadata().unwrap().permissions();
+    std::os::unix::fs::PermissionsExt::set_mode(&mut permissions, 0o600);
+    fs::set_permissions(&target, permissions).unwrap();
+    let permissions = target.metadata().unwrap().permissions();
     assert_ok(&format!("report {input} -o {at}/link.html"));
     assert!(folder.join("link.html").is_symlink());
     assert!(fs::read_to_string(&target).unwrap().starts_with("<!DOCTYPE"));
-    assert_eq!(target.metadata().unwrap().permissions(), rights);
+    assert_eq!(target.metadata().unwrap().permissions(), permissions);
 }

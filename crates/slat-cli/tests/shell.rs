@@ -1,4 +1,4 @@
-//! What the command says of itself as its user sees it: help, completions, manual pages, and what to do after a failure.
+//! Help, completions, manual pages, and the next step after a failure, for the user.
 #![allow(missing_docs)]
 
 mod common;
@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 
 use common::{assert_ok, assert_refused};
 
-/// Runs `program` with `input`; its error output, or `None` where there is no such program.
+/// Runs `program` with `input`; returns its output, or `None` where there is no such program.
 fn fed(program: &str, args: &[&str], input: &str) -> Option<(bool, String, String)> {
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -48,7 +48,7 @@ fn help_is_short_and_help_all_is_long() {
 fn completions_are_scripts_of_the_shell() {
     let bash = assert_ok("completions bash");
     assert!(bash.contains("dirty-log") && bash.contains("--ring-entries") && bash.contains("huge-page-node"));
-    // Where the shell is there, it has the last word.
+    // Where the shell is installed, it checks the script.
     for (shell, check) in [("bash", "-n"), ("zsh", "-n"), ("fish", "--no-execute")] {
         let script = assert_ok(&format!("completions {shell}"));
         assert!(script.contains("get-dirty-log") && !script.contains("demand-paging-resolver"), "{shell}");
@@ -94,7 +94,7 @@ fn manual_pages_are_written_and_render() {
 }
 
 #[test]
-fn what_cannot_be_done_says_what_to_do() {
+fn every_failure_names_the_next_step() {
     for (args, code, what) in [
         ("completions", 2, "<SHELL> (try `slat completions --help`)"),
         ("completions tcsh", 2, "[possible values: bash, elvish, fish, powershell, zsh]"),

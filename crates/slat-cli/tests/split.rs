@@ -1,5 +1,5 @@
-//! `slat split` as its user sees it: exit codes, one clear line for each mistake, and the figures that the placements of
-//! tables must have.
+//! `slat split` for its user: exit codes, one clear line for each mistake, and the figures that the
+//! placements of page-table pages must have.
 #![allow(missing_docs)]
 
 mod common;
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 const PLACEMENTS: [&str; 3] = ["huge-page-node", "caller-node", "caller-policy"];
 
-/// Runs `slat split` with `args`, and returns what was written and what was printed.
+/// Runs `slat split` with `args`, and returns the object of `--json` and the output.
 #[track_caller]
 fn split(name: &str, args: &str) -> (Value, String) {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("split_{name}.json"));
@@ -34,7 +34,7 @@ fn figure(object: &Value, name: &str, placement: &str) -> f64 {
     find(object, name, placement).unwrap_or_else(|| panic!("no {name} for {placement}")).0
 }
 
-/// A share of reads, of which a vCPU that is preempted at the wrong moment makes a few more.
+/// A share of reads. A vCPU that is preempted at the wrong moment makes a few more reads.
 #[track_caller]
 fn assert_near(share: f64, expected: f64) {
     assert!((share - expected).abs() < 0.01, "{share}, not {expected}");
@@ -67,7 +67,7 @@ fn bad_usage_exits_with_2() {
         ("split --policy bind", "interleave"),
         ("split --placement here", "huge-page-node, caller-node, caller-policy, all"),
         ("split --fault-placement all", "huge-page-node, caller-node, caller-policy"),
-        ("split --first-touch nobody", "own, other, main"),
+        ("split --first-touch none", "own, other, main"),
         ("split --nodes 1 -b 1M --first-touch other", "same home node"),
         ("split --pin 0", "on, off"),
         ("split -v 1 --cpus 0 --pin off", "--pin off"),
@@ -97,7 +97,7 @@ fn what_this_machine_cannot_serve_exits_with_3() {
 }
 
 #[test]
-fn tables_of_splits_lie_where_the_placement_says() {
+fn tables_of_splits_are_on_the_nodes_of_their_placement() {
     let (object, output) = split("placements", "--nodes 8 -v 8 -b 4M --runs 2 --check");
     assert_eq!(object["experiment"], "split");
     assert_eq!(object["config"]["nodes"], serde_json::json!([0, 1, 2, 3, 4, 5, 6, 7]));
@@ -106,7 +106,9 @@ fn tables_of_splits_lie_where_the_placement_says() {
     assert_eq!(object["config"]["split"], "eager");
     assert_eq!(object["config"]["lock"], "none");
     assert_eq!(object["config"]["policy"], "interleave");
-    for line in ["nodes: 0 1 2 3 4 5 6 7 (virtual)", "counted, not felt", "by 1 thread", "every harvest agreed"] {
+    for line in
+        ["nodes: 0 1 2 3 4 5 6 7 (virtual)", "are counted, and take no longer", "by 1 thread", "every harvest agreed"]
+    {
         assert!(output.contains(line), "no '{line}' in:\n{output}");
     }
     for placement in PLACEMENTS {
@@ -136,7 +138,7 @@ fn tables_of_splits_lie_where_the_placement_says() {
             "splitting is a part of enabling"
         );
     }
-    // Whatever is huge.
+    // Also without huge pages.
     assert_eq!(figure(&object, "remote_split_tables", "huge-page-node"), 0.0);
     assert_eq!(figure(&object, "remote_walk_reads", "huge-page-node"), 0.0);
     assert_eq!(figure(&object, "remote_share", "huge-page-node"), 0.0);
@@ -144,14 +146,15 @@ fn tables_of_splits_lie_where_the_placement_says() {
         return;
     }
     for placement in PLACEMENTS {
-        // Each once: guests find it done, and it comes back when logging ends.
+        // Each once: guests find the pages split, and the end of logging recovers them.
         assert_eq!(figure(&object, "split_pages", placement), 16.0);
         assert_eq!(figure(&object, "split_tables", placement), 16.0);
         assert_eq!(figure(&object, "recoveries", placement), 16.0);
         assert!(figure(&object, "recover_flushes", placement) >= 1.0);
         assert!(figure(&object, "local_walk_reads", placement) > 0.0);
     }
-    // One thread on node 0 splits what lies on eight nodes; in turns, a table of eight is where it should be.
+    // One thread on node 0 splits the pages of eight nodes; interleaved, one page-table page of
+    // eight is local.
     for placement in ["caller-node", "caller-policy"] {
         assert_eq!(figure(&object, "remote_split_tables", placement), 14.0);
         assert_near(figure(&object, "remote_share", placement), 7.0 / 8.0);
@@ -170,8 +173,8 @@ fn tables_of_splits_lie_where_the_placement_says() {
 }
 
 #[test]
-fn tables_of_faults_follow_who_touches_first() {
-    // Without huge pages there is a table for each 2 MiB, and a few above.
+fn tables_of_faults_follow_the_first_touch() {
+    // Without huge pages there is a page-table page for each 2 MiB, and a few above.
     let args = "--nodes 8 -v 8 -b 4M --runs 1 -s anonymous --first-touch";
     let (object, output) = split("first_touch_other", &format!("{args} other"));
     assert!(output.contains("No huge page was split: the memory was not mapped by huge pages"), "{output}");
@@ -188,12 +191,12 @@ fn tables_of_faults_follow_who_touches_first() {
     let (object, _) = split("first_touch_main", &format!("{args} main --main-node 3"));
     assert_eq!(figure(&object, "remote_share", "huge-page-node"), 0.0);
     assert_near(figure(&object, "remote_share", "caller-node"), 7.0 / 8.0);
-    // Each its own.
+    // Each vCPU its own memory.
     let (object, _) = split("first_touch_own", &format!("{args} own"));
     for placement in PLACEMENTS {
         assert_eq!(figure(&object, "remote_share", placement), 0.0, "{placement}");
     }
-    // Faults may have a placement of their own.
+    // Faults may have another placement.
     let (object, _) = split("fault_placement", &format!("{args} other --fault-placement huge-page-node"));
     for placement in PLACEMENTS {
         assert_eq!(figure(&object, "remote_fault_tables", placement), 0.0, "{placement}");
@@ -201,12 +204,12 @@ fn tables_of_faults_follow_who_touches_first() {
 }
 
 #[test]
-fn lazily_vcpus_split_and_there_is_no_time_of_splitting() {
+fn with_lazy_splitting_vcpus_split_and_there_is_no_splitting_time() {
     let (object, output) = split("lazy", "--nodes 8 -v 8 -b 4M --runs 1 --split lazy");
     assert!(output.contains("there is no splitting time"), "{output}");
     for placement in PLACEMENTS {
         assert_eq!(find(&object, "split_time", placement), None);
-        // Each splits its own memory, on the node where both are.
+        // Each vCPU splits its own memory, on the node of both.
         assert_eq!(figure(&object, "remote_split_tables", placement), 0.0, "{placement}");
     }
     if are_huge(&object, 16.0) {
@@ -222,13 +225,13 @@ fn vcpus_that_are_not_pinned_read_remote_tables_whatever_the_placement() {
     if are_huge(&first, 16.0) && are_huge(&again, 16.0) {
         let share = figure(&first, "remote_share", "huge-page-node");
         assert!(share > 0.1, "{share}");
-        // The seed says where they sit.
+        // The seed determines the nodes.
         assert_near(figure(&again, "remote_share", "huge-page-node"), share);
     }
 }
 
 #[test]
-fn shapes_of_nodes_and_options_of_the_log_go_together() {
+fn the_log_is_exact_for_shapes_of_nodes_and_options() {
     for args in [
         "--nodes 0,2,5,9 --memoryless 2 --main-node 5 --threads 3 -v 8 -b 4M -g",
         "--nodes 2 -v 4 -b 4M --threads 40 -x 2 -e",

@@ -1,4 +1,4 @@
-//! `slat stress` as its user sees it: exit codes, what it prints and writes, and that it ends in time.
+//! `slat stress` for its user: exit codes, its output, and that it ends in time.
 #![allow(missing_docs)]
 
 mod common;
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use common::slat;
 use serde_json::Value;
 
-/// Runs with `args`; expects success, and returns what was printed.
+/// Runs with `args`; expects success, and returns the output.
 #[track_caller]
 fn assert_ok(args: &str) -> String {
     let output = slat(args);
@@ -17,7 +17,7 @@ fn assert_ok(args: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What `run` gives for so many seconds, of which a busy machine needs more than another; or what it lacks.
+/// The result of `run` for so many seconds, of which a busy machine needs more; or what is missing.
 fn in_time<T>(mut run: impl FnMut(u32) -> Result<T, String>) -> T {
     let mut missing = String::new();
     // Two minutes in all.
@@ -45,7 +45,7 @@ fn everything_is_done_and_verified() {
     assert_eq!(object["experiment"], "stress");
     assert_eq!(object["config"]["seed"], 7);
     assert_eq!(object["config"]["lock"], "all");
-    // Each turn has a machine, and in the end all its frames are free.
+    // Each turn has a machine, and at its end all its frames are free.
     assert!(figure(&object, "turns") >= 1.0);
     assert_eq!(figure(&object, "frame_accounts_zero"), figure(&object, "turns"));
 }
@@ -87,7 +87,7 @@ fn figure(object: &Value, name: &str) -> f64 {
 }
 
 #[test]
-fn choices_narrow_the_turns() {
+fn options_restrict_the_turns() {
     let output =
         assert_ok("stress --seconds 1 -v 1 --lock none --format ept --tracking faults --seed 18446744073709551615");
     assert!(output.contains("1 turns, 1 combinations"), "{output}");
@@ -97,7 +97,7 @@ fn choices_narrow_the_turns() {
         in_time(|seconds| {
             let output = assert_ok(&format!("stress --seconds {seconds} -v 3 --verbose --format {format}"));
             assert!(output.contains(&format!(": {format}, ")), "{output}");
-            // How many of them there is time for is the machine's matter.
+            // The number of turns depends on the machine's speed.
             if output.contains(" 6 combinations") { Ok(()) } else { Err(format!("6 combinations in:\n{output}")) }
         });
     }
@@ -133,14 +133,14 @@ fn a_file_that_cannot_be_written_exits_with_3() {
 }
 
 #[test]
-fn a_seed_makes_the_plan() {
+fn a_seed_determines_the_plan() {
     let plan = |seconds: u32, seed: u32| {
         let output = assert_ok(&format!("stress --seconds {seconds} -v 2 --verbose --seed {seed}"));
         output.lines().filter(|line| line.starts_with("turn ")).map(str::to_owned).collect::<Vec<_>>()
     };
     in_time(|seconds| {
         let (first, again, other) = (plan(seconds, 5), plan(seconds, 5), plan(seconds, 6));
-        // How many turns there is time for is the machine's matter.
+        // The number of turns depends on the machine's speed.
         let nr_turns = first.len().min(again.len()).min(other.len());
         assert_eq!(first[..nr_turns], again[..nr_turns]);
         if nr_turns < 2 {

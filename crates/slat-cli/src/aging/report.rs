@@ -1,4 +1,4 @@
-//! What `slat aging` prints and writes.
+//! The output of `slat aging`.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -29,15 +29,15 @@ fn page_ns(measured: &Measured) -> f64 {
     seconds(measured) * 1e9 / measured.nr_pages as f64
 }
 
-/// The most pages, over the runs, that were used in a phase and still counted as idle: one entry for each phase after
-/// which they were counted.
+/// The most pages, over the runs, that still counted as idle after a phase used them: one entry for
+/// each phase after which they were counted.
 fn still_idle(series: &Series) -> Vec<(&'static str, u64)> {
     let Some(first) = series.runs.first() else { return Vec::new() };
     let most = |check: usize| series.runs.iter().map(|run| run.still_idle[check].nr_idle).max().unwrap_or(0);
     first.still_idle.iter().enumerate().map(|(check, idle)| (idle.used_by, most(check))).collect()
 }
 
-/// Prints the lines of KVM's test (of each run, if there is one series), the tables, and what has to be said about them.
+/// Prints the lines of KVM's test (of each run, if there is one series), the tables and the notes.
 pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io::Result<()> {
     let host = HostDescription::read();
     writeln!(
@@ -125,7 +125,7 @@ fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io
         }
     }
     if warned && args.pass == PassArg::Page && leaf_size(args.backing) != PageSize::Size4K {
-        writeln!(out, "A pass by pages sees a huge page once, and takes the rest of it for idle.")?;
+        writeln!(out, "A pass by pages counts a huge page once, and the rest of it as idle.")?;
     }
     if warned && can_tlb_hide(args) {
         writeln!(

@@ -1,8 +1,9 @@
-//! A comparison: one figure, of slat and of what it is compared with, all out of one run of one experiment.
+//! A comparison: one figure of slat and of its baselines and peers, all from one run of one
+//! experiment.
 //!
-//! What is looked for is described by a [`Comparison`]; what was found is an [`Evaluation`], in which a side that was not
-//! measured is missing. Ratios are of medians, which a disturbance of one run does not move; where an experiment gives none,
-//! of means.
+//! A [`Comparison`] describes the figure; an [`Evaluation`] has what was measured, without the
+//! sides that were not. Ratios are of medians, which one disturbed run does not change; of means
+//! where an experiment has no medians.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -19,11 +20,11 @@ pub(super) enum Better {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Role {
-    /// What is compared.
+    /// slat itself.
     Slat,
-    /// What the published work started from, done by the same engine.
+    /// The starting point of the published work, run by the same engine.
     Baseline,
-    /// Somebody else's.
+    /// Other software.
     Peer,
 }
 
@@ -32,27 +33,27 @@ pub(super) enum Role {
 pub(super) struct Published {
     /// The machine.
     pub(super) on: &'static str,
-    /// What it started from.
+    /// The baseline's figure.
     pub(super) baseline: Option<f64>,
-    /// What it came to.
+    /// The proposal's figure.
     pub(super) proposed: Option<f64>,
 }
 
 /// What figures of the software machine are measured on.
 pub(super) const SOFTWARE_CPUS: &str = "software CPUs";
-/// What those of calls are measured on in which no guest runs.
+/// What figures of calls are measured on while no guest runs.
 pub(super) const HOST_CPUS: &str = "the host's CPUs";
-/// What those of the real KVM are measured on.
+/// What figures of the real KVM are measured on.
 pub(super) const HARDWARE: &str = "hardware";
 
-/// A side of a comparison: the name of what it is, and the labels of its figure.
+/// A side of a comparison: its name, and the labels of its figure.
 #[derive(Clone, Debug)]
 pub(super) struct Side {
     pub(super) name: String,
     pub(super) role: Role,
     pub(super) labels: Vec<(&'static str, Value)>,
     pub(super) measured_on: &'static str,
-    /// slat claims to be so many times as good, at least.
+    /// The ratio that slat claims at least.
     pub(super) claim: Option<f64>,
 }
 
@@ -71,17 +72,17 @@ impl Side {
     }
 }
 
-/// A figure and the sides that it is looked for on.
+/// A figure and its sides.
 #[derive(Clone, Debug)]
 pub(super) struct Comparison {
-    /// Tells it from others, in results.
+    /// Unique among the results.
     pub(super) name: String,
     pub(super) title: String,
     /// The number of the experiment, among those of the system.
     pub(super) experiment: usize,
     /// The figure's name there.
     pub(super) figure: &'static str,
-    /// The labels that it has on all sides.
+    /// The labels of the figure on all sides.
     pub(super) labels: Vec<(&'static str, Value)>,
     pub(super) unit: &'static str,
     pub(super) better: Better,
@@ -89,7 +90,7 @@ pub(super) struct Comparison {
     pub(super) sides: Vec<Side>,
 }
 
-/// Whether slat is as good as it claims to be.
+/// Whether the claim of slat holds.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub(super) struct Claim {
     pub(super) at_least: f64,
@@ -105,7 +106,7 @@ pub(super) struct Measured {
     pub(super) deviation: Option<f64>,
     pub(super) runs: u64,
     pub(super) measured_on: &'static str,
-    /// How many times as good slat is; `None` for itself.
+    /// How many times as good slat is; `None` for slat itself.
     pub(super) ratio: Option<f64>,
     pub(super) claim: Option<Claim>,
     #[serde(skip)]
@@ -125,7 +126,8 @@ pub(super) struct Evaluation {
 }
 
 impl Comparison {
-    /// What the experiments found, whose objects these are. `None` if slat's side was not measured.
+    /// Evaluates the comparison on the objects of the experiments. `None` if slat's side was not
+    /// measured.
     pub(super) fn evaluate(&self, experiments: &[Value]) -> Option<Evaluation> {
         let results = experiments.get(self.experiment)?.get("results")?.as_array()?;
         let find = |side: &Side| self.find(results, side);
@@ -164,7 +166,7 @@ impl Comparison {
         };
         let figure = value(self.figure)?;
         let of = |suffix: &str| value(&format!("{}_{suffix}", self.figure));
-        // A figure that stands beside its mean is a median.
+        // A figure that has a mean next to it is a median.
         let (mean, median) = match of("mean") {
             Some(mean) => (mean, figure),
             None => (figure, of("p50").unwrap_or(figure)),

@@ -14,10 +14,10 @@ pub(super) fn head(args: &CompareArgs, host: &HostDescription) -> String {
     format!(
         "# {command}: the published systems, their baselines, slat, and the peers of this machine\n\n\
          {} CPUs, {}, Linux {}, {:.0} GiB of memory.\n\n\
-         - A figure is a mean over runs, with its deviation. `slat is better` compares medians of this run, never figures of two\n  \
-           machines: 2.00 is twice as good, 0.50 half. Published figures stand beside for their proportions.\n\
+         - A figure is a mean over runs, with its deviation. The speed-up of slat compares medians of this run, never figures\n  \
+           of two machines: 2.00 is twice as good, 0.50 half. Published figures are shown for their proportions.\n\
          - {SOFTWARE_CPUS}: threads, memory, tables and contention are real, the guest's address translation is a program.\n  \
-           {HOST_CPUS}: the call is timed as it is, no guest runs. {HARDWARE}: the KVM of this machine and its own CPUs.\n\
+           {HOST_CPUS}: the call is timed as it is, no guest runs. {HARDWARE}: the KVM of this machine on its real CPUs.\n\
          - A claim is a comparison that slat must win, or this command fails.\n\n",
         host.nr_cpus,
         host.cpu_model,
@@ -35,7 +35,7 @@ fn quantity(value: f64, unit: &str) -> String {
     }
 }
 
-/// What one system showed.
+/// The section of one system.
 pub(super) fn system(result: &SystemResult) -> String {
     let mut text = format!("## {}: {}\n\nPublished: {}\n\n", result.system, result.title, result.published_note);
     // Writing to a string cannot fail.
@@ -43,7 +43,7 @@ pub(super) fn system(result: &SystemResult) -> String {
         let _ = writeln!(text, "    $ {command}");
     }
     let header =
-        ["figure", "mean", "deviation", "runs", "measured on", "slat is better", "claim", "published", "its gain"];
+        ["figure", "mean", "deviation", "runs", "measured on", "speed-up", "claim", "published", "published gain"];
     let mut figures = table::figures(header.map(str::to_owned));
     for comparison in &result.comparisons {
         figures.add_row(table::row(
@@ -67,7 +67,7 @@ pub(super) fn system(result: &SystemResult) -> String {
     text
 }
 
-/// The side that stands for what the published work started from.
+/// The side that is the starting point of the published work.
 fn first_baseline(comparison: &Evaluation) -> usize {
     comparison.sides.iter().position(|side| side.role != Role::Slat).unwrap_or(usize::MAX)
 }
@@ -110,7 +110,7 @@ fn gain(comparison: &Evaluation) -> String {
     })
 }
 
-/// What became of the claims.
+/// The claims that were held and lost.
 pub(super) fn closing(claims: &Claims, failures: &[String]) -> String {
     let mut text = format!("{} claims made, {} held.\n", claims.made, claims.held);
     for lost in claims.lost.iter().chain(failures) {

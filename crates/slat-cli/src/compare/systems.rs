@@ -1,6 +1,7 @@
-//! The five systems: which experiments show each, and what of them is compared with what.
+//! The five systems: the experiments of each, and what is compared.
 //!
-//! A claim is made only where slat was seen to win with room to spare; a figure without one is shown all the same.
+//! A claim is made only where slat has won with a clear margin; a figure without a claim is shown
+//! all the same.
 
 use slat_machine::topology;
 
@@ -8,15 +9,15 @@ use super::comparison::{Better, Comparison, HARDWARE, HOST_CPUS, Published, Role
 use super::{Size, SystemArg};
 use crate::demand_paging::published_rate;
 
-/// Better than the other, by however little.
+/// Better than the other side, by any margin.
 const BETTER: f64 = 1.0;
 
 /// An experiment of a system.
 #[derive(Clone, Debug)]
 pub(super) struct Planned {
-    /// As it can be typed.
+    /// As a user types it.
     pub(super) command: String,
-    /// What is run in its place where this machine cannot serve it.
+    /// The command that replaces it where this machine cannot serve it.
     pub(super) instead: Option<String>,
 }
 
@@ -26,12 +27,12 @@ impl Planned {
     }
 }
 
-/// What is run and compared of a system.
+/// The experiments and comparisons of a system.
 #[derive(Clone, Debug)]
 pub(super) struct System {
     pub(super) system: &'static str,
     pub(super) title: &'static str,
-    /// What was published that is no figure of a comparison.
+    /// Published facts that are no figures of a comparison.
     pub(super) published_note: &'static str,
     pub(super) experiments: Vec<Planned>,
     pub(super) comparisons: Vec<Comparison>,
@@ -48,13 +49,14 @@ pub(super) fn plan(system: SystemArg, size: Size) -> System {
     }
 }
 
-/// A row of the published table of S1, in seconds: partitioned, then overlapping, each exclusive and parallel.
+/// A row of the published table of S1, in seconds: partitioned, then overlapping, each exclusive
+/// and parallel.
 struct Phase {
     figure: &'static str,
     title: &'static str,
     published: Option<[f64; 4]>,
-    /// What slat claims against one lock round everything, partitioned. Where all vCPUs fault on the same pages, most of the
-    /// work is done in vain with any locking.
+    /// What slat claims against one lock around everything, partitioned. Where all vCPUs fault on
+    /// the same pages, most of the work is done in vain with any locking.
     claim: Option<f64>,
 }
 
@@ -89,7 +91,8 @@ const PHASES: [Phase; 6] = [
         published: Some([2.995, 3.088, 0.059, 0.075]),
         claim: None,
     },
-    // What faults cost without the software CPU and its memory accesses: the one figure here that is the engine's alone.
+    // The time of faults without the software CPU and its memory accesses: the one figure here of
+    // the engine alone.
     Phase {
         figure: "engine_time",
         title: "Time of faults in the engine, all vCPUs",
@@ -101,14 +104,16 @@ const PHASES: [Phase; 6] = [
 /// The published crates that keep tables.
 const TABLE_CRATES: [&str; 4] = ["page-table-generic", "page_table_multiarch", "x86_64", "aarch64-paging"];
 
-/// Crates whose map is so short that two threads with a mutex around it are as fast as slat where a line moves quickly between
-/// the CPUs, and several times slower where it does not: a tie.
+/// Crates whose map is so short that two threads with a mutex are as fast as slat where a cache
+/// line moves quickly between the CPUs, and several times slower where it does not: a tie.
 const TIED_CRATES: [&str; 2] = ["page_table_multiarch", "x86_64"];
 
-/// slat beside published crates, by `slat peers`, the third experiment of S1: several threads share their tables by a mutex.
+/// slat and published crates, by `slat peers`, the third experiment of S1: several threads share
+/// the page tables of a crate by a mutex.
 fn crates(figure: &'static str, title: &str, nr_threads: u16, names: &[&str]) -> Comparison {
     let side = |name: &str, role| Side::new(name, role, &[("subject", name)]).measured_on(HOST_CPUS);
-    // Threads that share a CPU do not meet at the mutex, and one CPU gains nothing by working beside itself.
+    // Threads that share a CPU do not contend for the mutex, and parallel work gains nothing on one
+    // CPU.
     let is_claimed = nr_threads > 1 && usize::from(nr_threads) <= topology::usable_cpus().len();
     let claim = |name: &str| (is_claimed && !TIED_CRATES.contains(&name)).then_some(BETTER);
     let peer = |name: &&str| Side { claim: claim(name), ..side(name, Role::Peer) };
@@ -131,7 +136,7 @@ fn parallel_faults(size: Size) -> System {
         Size::Quick => ["-b 32M -i 2 --runs 5", "-b 16M -i 2 --runs 5"],
         Size::Default => ["-b 64M -i 3 --runs 10", "-b 32M -i 3 --runs 10"],
     };
-    // On one CPU nobody waits for a lock but who finds its holder preempted.
+    // On one CPU a thread waits for a lock only if the holder was preempted.
     let has_contention = topology::usable_cpus().len() > 1;
     let mut comparisons = Vec::new();
     for (experiment, access) in ["partitioned", "overlapping"].into_iter().enumerate() {
@@ -207,16 +212,16 @@ fn userfault(size: Size) -> System {
                 side("slat (userfault exits)", Role::Slat, "uf"),
                 side("userfaultfd, a reader for each vCPU", Role::Peer, "missing").claimed(BETTER),
                 side("userfaultfd, one reader", Role::Peer, "missing-1r").claimed(BETTER),
-                side("exits and userfaultfd together", Role::Baseline, "missing+uf"),
-                side("nobody (the host has the pages)", Role::Baseline, "none"),
+                side("exits and userfaultfd", Role::Baseline, "missing+uf"),
+                side("no userfault (the host has the pages)", Role::Baseline, "none"),
             ],
         }
     });
     System {
         system: "S2",
         title: "Userfault: demand paging by exits",
-        published_note: "KVM Userfault, 2024: 64 MiB for each vCPU; beside the baseline its rate with userfaultfd, a reader for \
-                         each vCPU.",
+        published_note: "KVM Userfault, 2024: 64 MiB for each vCPU; the baseline is its rate with userfaultfd, a reader for each \
+                         vCPU.",
         comparisons: comparisons.collect(),
         experiments: vec![Planned {
             command: command("none,missing,missing-1r,missing+uf,uf"),
@@ -250,10 +255,10 @@ fn shadow_paging(size: Size) -> System {
                 Side::new("pcid-tagged", Role::Baseline, &[("strategy", "pcid-tagged")]),
             ],
         };
-        comparisons.push(new("guest_time", "Guest time of a compile in miniature", "s", Some(published), Some(gain)));
-        comparisons.push(new("tables_built", "Shadow tables built", "count", None, Some(BETTER)));
-        comparisons.push(new("entries_synced", "Shadow entries synchronized", "count", None, Some(BETTER)));
-        comparisons.push(new("table_pages_peak", "Shadow tables in use at most", "count", None, None));
+        comparisons.push(new("guest_time", "Guest time of a kernel build", "s", Some(published), Some(gain)));
+        comparisons.push(new("tables_built", "Shadow pages built", "count", None, Some(BETTER)));
+        comparisons.push(new("entries_synced", "Shadow PTEs synchronized", "count", None, Some(BETTER)));
+        comparisons.push(new("table_pages_peak", "Shadow pages in use at most", "count", None, None));
     }
     System {
         system: "S3",
@@ -288,25 +293,26 @@ fn numa_splitting(size: Size) -> System {
     };
     System {
         system: "S4",
-        title: "NUMA-aware table pages in eager huge-page splitting",
+        title: "NUMA-aware page-table pages in eager huge-page splitting",
         published_note: "2022, with its review: 416 vCPUs on 8 nodes, dirty memory 2% to 35% faster.",
         experiments: vec![Planned::new(format!("slat split {options}"))],
         comparisons: vec![
             new(
                 "local_walk_reads",
-                "Reads of leaf tables on the walker's own node",
+                "Reads of lowest-level page tables on the walker's own node",
                 "count",
                 Better::More,
                 Some(BETTER),
             ),
-            new("remote_walk_reads", "Reads of leaf tables on another node", "count", Better::Less, None),
+            new("remote_walk_reads", "Reads of lowest-level page tables on another node", "count", Better::Less, None),
             new("split_time_total", "Splitting all huge pages", "s", Better::Less, None),
             new("dirty_memory_total", "Dirty memory, all rounds", "s", Better::Less, None),
         ],
     }
 }
 
-/// A row of the published table of S5, in nanoseconds, and whether slat claims to win against the ways of 2012.
+/// A row of the published table of S5, in nanoseconds, and the claim of slat against the ways of
+/// 2012.
 struct Row {
     pages: u32,
     old: f64,
@@ -354,7 +360,7 @@ fn dirty_log(size: Size) -> System {
     };
     System {
         system: "S5",
-        title: "Getting the dirty log without stopping anyone",
+        title: "Getting the dirty log without stopping a vCPU",
         published_note: "2012, with its review: one slot of 1 GiB.",
         experiments: vec![Planned::new(format!(
             "slat get-dirty-log -n {pages} -p random {options} --method srcu-copy,xchg,slat"

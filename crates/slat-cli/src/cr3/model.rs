@@ -1,29 +1,33 @@
-//! What the guest's time is made of, fixed before any strategy was measured.
+//! The parts of the guest's time, fixed before any strategy was measured.
 //!
 //! A vCPU's time is the sum of
-//! - the work of the program and its kernel, as counted in a build without a hypervisor (see [`build`](super::build));
+//! - the work of the program and its kernel, as counted in a build without a hypervisor (see
+//!   [`build`](super::build));
 //! - the time in the engine's calls, measured here;
-//! - its exits, each at a cost that is given: from the guest into the hypervisor, to the engine's call, and back. A flush by
-//!   another CPU that finds this one in the guest is an exit, too, since hardware is told by an interrupt.
+//! - its exits, each at a given cost: from the guest into the hypervisor, to the engine's call, and
+//!   back. A flush by another CPU while this one is in the guest is an exit, too, since hardware
+//!   notifies it by an interrupt.
 //!
-//! With several vCPUs the guest is as fast as the slowest of them. Not in it: TLB misses, of which there are most where there
-//! are most flushes.
+//! With several vCPUs the guest is as fast as the slowest of them. TLB misses are not included;
+//! they are most where flushes are most.
 //!
 //! # The cost of an exit
 //! Published for KVM on hardware, round trips, in cycles:
-//! - `vmcall` of kvm-unit-tests' `vmexit.flat` on a Skylake server: 1559, and 1529 with the patch (W. Li, "KVM: VMX:
-//!   Micro-optimize vmexit time when not exposing PMU", KVM mailing list, March 2020).
-//! - A VMCALL that is answered at the top of the handler, on an i7-3960X: 1600 to 1700 (Y. Shalabi, "The Cost of
-//!   Virtualization Exits", 2014).
+//! - `vmcall` of kvm-unit-tests' `vmexit.flat` on a Skylake server: 1559, and 1529 with the patch
+//!   (W. Li, "KVM: VMX: Micro-optimize vmexit time when not exposing PMU", KVM mailing list, March
+//!   2020).
+//! - A VMCALL that is answered at the top of the handler, on an i7-3960X: 1600 to 1700 (Y. Shalabi,
+//!   "The Cost of Virtualization Exits", 2014).
 //! - `cpuid` of `vmexit.flat`: 1018 to 1053 (KVM mailing list, December 2024).
 //!
-//! 1500 cycles are 600 ns at 2.5 GHz, as servers of 2018 had it. Half of it and twice are shown along: newer hardware, and what
-//! the mitigations of 2018 and injecting an exception add.
+//! 1500 cycles are 600 ns at 2.5 GHz, the clock of servers of 2018. Half and twice of it are shown
+//! too: newer hardware, and the added cost of the mitigations of 2018 and of injecting an
+//! exception.
 
 /// Cost of an exit by default, in nanoseconds.
 pub(super) const EXIT_COST_NS: u32 = 600;
 
-/// What S3's series made of the compile of a kernel in 2018, by number of vCPUs: how many times as fast.
+/// The published gains of S3's series for a kernel build of 2018, by number of vCPUs.
 const PUBLISHED: [(u16, f64); 2] = [(1, 1.69), (4, 3.42)];
 
 /// The published gain with so many vCPUs, if there is one.
@@ -31,7 +35,7 @@ pub(super) fn published(nr_vcpus: u16) -> Option<f64> {
     PUBLISHED.iter().find(|(vcpus, _)| *vcpus == nr_vcpus).map(|(_, gain)| *gain)
 }
 
-/// What a vCPU's time is made of.
+/// The parts of a vCPU's time.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(super) struct Parts {
     /// Work of program and kernel, in nanoseconds.

@@ -1,4 +1,4 @@
-//! What `slat cr3` prints and writes.
+//! The output of `slat cr3`.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -22,7 +22,7 @@ struct Row {
     value: fn(&Run) -> f64,
 }
 
-/// Those that do not depend on the cost of an exit.
+/// The figures that do not depend on the cost of an exit.
 const ROWS: [Row; 22] = [
     Row { name: "engine_time", title: "Time in the engine, all vCPUs", unit: "s", value: Run::engine_s },
     Row { name: "exits", title: "Exits", unit: "count", value: |run| run.cpus(|cpu| cpu.nr_exits()) },
@@ -54,7 +54,7 @@ const ROWS: [Row; 22] = [
     },
     Row {
         name: "interruptions",
-        title: "Exits for flushes by other CPUs, besides",
+        title: "More exits: flushes by other CPUs",
         unit: "count",
         value: |run| run.cpus(|cpu| cpu.nr_interruptions),
     },
@@ -66,13 +66,13 @@ const ROWS: [Row; 22] = [
     },
     Row {
         name: "tables_built",
-        title: "Tables built",
+        title: "Shadow pages built",
         unit: "count",
         value: |run| run.count(|stats| stats.shadow_pages_built),
     },
     Row {
         name: "tables_zapped",
-        title: "Tables taken away",
+        title: "Shadow pages zapped",
         unit: "count",
         value: |run| run.count(|stats| stats.shadow_pages_zapped),
     },
@@ -84,25 +84,25 @@ const ROWS: [Row; 22] = [
     },
     Row {
         name: "entries_synced",
-        title: "Entries synchronized",
+        title: "Shadow PTEs synchronized",
         unit: "count",
         value: |run| run.count(|stats| stats.entries_synced),
     },
     Row {
         name: "tables_synced",
-        title: "Tables synchronized as a whole",
+        title: "Shadow pages synchronized as a whole",
         unit: "count",
         value: |run| run.count(|stats| stats.shadow_syncs),
     },
     Row {
         name: "tables_unsynced",
-        title: "Tables given to the guest to write again",
+        title: "Shadow pages made unsync",
         unit: "count",
         value: |run| run.count(|stats| stats.unsyncs),
     },
     Row {
         name: "tlb_flushes",
-        title: "TLB flushes, but of single pages",
+        title: "TLB flushes, except of single pages",
         unit: "count",
         value: |run| run.count(|stats| stats.flushes) + run.cpus(|cpu| cpu.nr_context_flushes + cpu.nr_all_flushes),
     },
@@ -121,23 +121,24 @@ const ROWS: [Row; 22] = [
     Row { name: "tlb_misses", title: "TLB misses", unit: "count", value: |run| run.cpus(|cpu| cpu.nr_tlb_misses) },
     Row {
         name: "table_pages",
-        title: "Table pages in use at the end",
+        title: "Shadow pages in use at the end",
         unit: "count",
         value: |run| run.nr_tables as f64,
     },
     Row {
         name: "table_pages_peak",
-        title: "Table pages in use at most",
+        title: "Shadow pages in use at most",
         unit: "count",
         value: |run| run.tables_peak as f64,
     },
 ];
 
-/// The exit costs that guest times are given for: by how much, and what their figures are called.
+/// The exit costs for which guest times are reported: a factor, and the suffixes of their figures
+/// and titles.
 const EXIT_COSTS: [(f64, &str, &str); 3] =
     [(1.0, "", ""), (0.5, "_half_exit_cost", ", exits at half"), (2.0, "_twice_exit_cost", ", exits at twice")];
 
-/// What the guest did, beside [`build::COUNTED`].
+/// The run's counts for [`build::COUNTED`].
 const DONE: [fn(&KernelCounters) -> u64; 8] = [
     // All operations on processes and mappings are system calls.
     |guest| {
@@ -145,7 +146,7 @@ const DONE: [fn(&KernelCounters) -> u64; 8] = [
         guest.system_calls + guest.mmaps + guest.munmaps + guest.mprotects + processes
     },
     |guest| guest.page_faults,
-    // An exec is that of a process made by vfork.
+    // An exec stands for a process made by vfork.
     |guest| guest.forks + guest.execs,
     |guest| guest.execs,
     |guest| guest.mmaps,
@@ -166,13 +167,14 @@ impl Column {
         self.samples(value).quantile(500)
     }
 
-    /// What results have of a figure, each by what its name ends with: the median, and besides.
+    /// The statistics of a figure, each with the suffix of its name: the median, the mean, the
+    /// deviation.
     fn statistics(&self, value: impl Fn(&Run) -> f64) -> [(&'static str, f64); 3] {
         let samples = self.samples(value);
         [("", samples.quantile(500)), ("_mean", samples.mean()), ("_deviation", samples.deviation())]
     }
 
-    /// How many times as fast as `baseline` this is: the median of runs, each with the other's.
+    /// How many times as fast as `baseline` this is: the median over the pairs of runs.
     fn gain(&self, baseline: &Column, exit_cost_ns: f64) -> f64 {
         let mut gains = Samples::default();
         for (run, base) in self.runs.iter().zip(&baseline.runs) {
@@ -191,11 +193,11 @@ fn baseline<'a>(columns: &[&'a Column]) -> Option<&'a Column> {
     columns.iter().copied().find(|column| column.strategy == ShadowStrategy::Baseline)
 }
 
-/// Prints the tables, and what has to be said about the figures.
+/// Prints the tables and the notes.
 pub(super) fn print(out: &mut impl Write, args: &Cr3Args, columns: &[&Column], switches: &[Switch]) -> io::Result<()> {
     writeln!(
         out,
-        "The compile of a kernel in miniature, page-table isolation {}, PCIDs {}: {} steps, 1/{:.0} of a build of {}.\n",
+        "A kernel build in a mini guest kernel, page-table isolation {}, PCIDs {}: {} steps, 1/{:.0} of a build of {}.\n",
         args.isolation.name(),
         args.pcid.name(),
         args.steps,
@@ -210,7 +212,7 @@ pub(super) fn print(out: &mut impl Write, args: &Cr3Args, columns: &[&Column], s
     print_notes(out, args, columns)
 }
 
-/// How often things happened, in the build and here.
+/// The rates of the build and of this run.
 fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
     let firsts: Vec<&Column> = by_vcpus(columns).filter_map(|columns| columns.first().copied()).collect();
     let header = ["In 1000 steps".to_owned(), "the build".to_owned()].into_iter();
@@ -254,7 +256,7 @@ fn print_columns(out: &mut impl Write, args: &Cr3Args, columns: &[&Column]) -> i
         writeln!(out, "Published for the series of 2018, a kernel compiled with isolation on: {gain} times as fast.")?;
         writeln!(
             out,
-            "(The hypervisor that it started from dropped the root only; `baseline` drops the tables below it too, so its gains are larger.)"
+            "(The baseline of that series dropped the root only; `baseline` here drops the tables below it too, so its gains are larger.)"
         )?;
     }
     writeln!(out)
@@ -277,8 +279,8 @@ fn print_switches(out: &mut impl Write, args: &Cr3Args, switches: &[Switch]) -> 
 fn print_notes(out: &mut impl Write, args: &Cr3Args, columns: &[&Column]) -> io::Result<()> {
     writeln!(
         out,
-        "Guest time: what program and kernel work ({:.1} us a step, of the build), time in the engine (measured), and exits \
-         ({} ns each, those for flushes by other CPUs included); of the slowest vCPU. Not in it: TLB misses.",
+        "Guest time: work of program and kernel ({:.1} µs a step, of the build), time in the engine (measured), and exits \
+         ({} ns each, those for flushes by other CPUs included); of the slowest vCPU, without TLB misses.",
         build::MIX.user_work_ns as f64 * 1e-3,
         args.exit_cost_ns
     )?;
@@ -291,12 +293,12 @@ fn print_notes(out: &mut impl Write, args: &Cr3Args, columns: &[&Column]) -> io:
     if most > host.nr_cpus {
         writeln!(
             out,
-            "{most} vCPUs on {} CPUs: a vCPU that has no CPU holds up who waits for it; time without a CPU is taken off.",
+            "{most} vCPUs on {} CPUs: a vCPU without a CPU delays the vCPUs that wait for it; time without a CPU is subtracted.",
             host.nr_cpus
         )?;
     }
     let nr_checked: u64 = runs().map(|run| run.guest(|guest| guest.user_accesses + guest.kernel_accesses)).sum();
-    writeln!(out, "Verified: {nr_checked} accesses of the guest's gave what its tables say.")
+    writeln!(out, "Verified: {nr_checked} accesses of the guest had the result that its page tables define.")
 }
 
 /// The object of `--json`.
@@ -334,7 +336,8 @@ pub(super) fn results(args: &Cr3Args, columns: &[&Column], switches: &[Switch]) 
     for switch in switches {
         let labels = BTreeMap::from([
             ("strategy", Value::from(strategy_name(switch.strategy))),
-            // One measures the switch, whatever the isolation: that decides how many there are.
+            // One vCPU measures the switch. The isolation does not change a switch, only the number
+            // of them.
             ("vcpus", 1.into()),
             ("isolation", args.isolation.name().into()),
             ("pcid", args.pcid.name().into()),

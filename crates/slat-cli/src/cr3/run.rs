@@ -1,4 +1,4 @@
-//! One run: a machine with shadow tables, the kernel in miniature on it, and what both have counted.
+//! One run: a machine with shadow page tables, the mini guest kernel on it, and the counts of both.
 
 use std::sync::Arc;
 use std::thread;
@@ -19,10 +19,11 @@ use super::timed::Timed;
 use crate::failure::{Failure, check_failed, no_thread};
 use crate::session::Session;
 
-/// Tables of the engine's, at most: many times what there can be.
+/// Page-table pages of the engine, at most: many times what a run needs.
 const MAX_TABLES: u64 = 1 << 20;
 
-/// Of the steps that are measured, this part is done before: processes have come and gone, tables are there.
+/// The part of the measured steps that runs before as warm-up: processes have come and gone, page
+/// tables exist.
 const WARM_UP_PART: u64 = 10;
 
 /// One VM with shadow tables over a guest's whole memory.
@@ -33,7 +34,7 @@ pub(super) struct ShadowMachine {
 }
 
 impl ShadowMachine {
-    /// With `size_bytes` of memory from guest-physical 0 on, all zero and there.
+    /// With `size_bytes` of memory from guest-physical 0 on, all present and zero.
     pub(super) fn new(args: &Cr3Args, strategy: ShadowStrategy, size_bytes: u64) -> Result<ShadowMachine, Failure> {
         let memory = Backing::new(BackingKind::Anonymous, size_bytes).map_err(MachineError::from)?;
         let flush_domain = Arc::new(FlushDomain::new());
@@ -59,27 +60,27 @@ impl ShadowMachine {
 type TimedVcpu = Timed<Vcpu<MachineHost, Npt>>;
 type GuestKernel = KernelCpu<ShadowCpu<TimedVcpu>>;
 
-/// What was counted and timed of one vCPU.
+/// Counts and times of one vCPU.
 pub(super) struct VcpuRun {
     pub(super) parts: Parts,
     pub(super) cpu: ShadowCpuCounters,
     pub(super) kernel: kernel::KernelCounters,
 }
 
-/// What was counted and timed.
+/// Counts and times of a run.
 pub(super) struct Run {
     pub(super) vcpus: Vec<VcpuRun>,
     before: Stats,
     after: Stats,
-    /// Shadow tables in use at the end.
+    /// Shadow pages in use at the end.
     pub(super) nr_tables: u64,
-    /// At most.
+    /// The most shadow pages in use.
     pub(super) tables_peak: u64,
     pub(super) flush_method: FlushMethod,
 }
 
 impl Run {
-    /// What the engine counted meanwhile.
+    /// A count of the engine during the run.
     pub(super) fn count(&self, of: impl Fn(&Stats) -> u64) -> f64 {
         (of(&self.after) - of(&self.before)) as f64
     }
@@ -89,7 +90,7 @@ impl Run {
         self.vcpus.iter().map(|vcpu| of(&vcpu.cpu)).sum::<u64>() as f64
     }
 
-    /// A sum over what the guest kernel counted.
+    /// A sum over the guest kernel's counters.
     pub(super) fn guest(&self, of: impl Fn(&kernel::KernelCounters) -> u64) -> u64 {
         self.vcpus.iter().map(|vcpu| of(&vcpu.kernel)).sum()
     }
@@ -105,7 +106,7 @@ impl Run {
     }
 }
 
-/// Does the work on a machine of its own, and takes it apart.
+/// Runs the work on a new machine, and shuts the machine down.
 pub(super) fn run(
     args: &Cr3Args,
     strategy: ShadowStrategy,
@@ -132,7 +133,8 @@ pub(super) fn run(
     let cpus = on_threads(fresh, |(vcpu, engine)| {
         let cpu = ShadowCpu::new(Timed::new(engine), machine.port(), 1, Geometry::default());
         let mut cpu = KernelCpu::start(Arc::clone(&kernel), vcpu, cpu).map_err(|error| failed(vcpu, &error))?;
-        // Half of the processes that there may be: forks and exits then go both ways.
+        // Half of the maximum of processes, so that forks and exits can change the number both
+        // ways.
         let forks = WorkloadMix { forks: 1, touches_per_step: mix.touches_per_step, ..NOTHING };
         cpu.run(&forks, u64::from(args.processes / 2), seed(vcpu)).map_err(|error| failed(vcpu, &error))?;
         cpu.run(&mix, nr_steps(vcpu) / WARM_UP_PART, !seed(vcpu)).map_err(|error| failed(vcpu, &error))?;
@@ -155,7 +157,7 @@ pub(super) fn run(
     }
     match kernel.nr_frames_used() {
         0 => Ok(Run { vcpus, before, after, nr_tables, tables_peak, flush_method: machine.flush_domain.method() }),
-        left => Err(check_failed(format_args!("{left} frames of the guest's are still in use"))),
+        left => Err(check_failed(format_args!("{left} frames of the guest are still in use"))),
     }
 }
 
@@ -186,14 +188,16 @@ fn measure(
     let cpu = engine.counters().since(cpu);
     let spent_ns = engine.handler().spent().since_ns(spent, clock_ns);
     engine.exit_guest_mode();
-    // Where threads had to wait for a CPU, they waited in the engine as often as it has of their time.
+    // A thread that waited for a CPU was in the engine with the probability of the engine's share
+    // of its time.
     let running = 1.0 - (delay as f64 / elapsed.max(1) as f64).min(1.0);
     let nr_exits = cpu.nr_exits() + cpu.nr_interruptions;
     let parts = Parts { work_ns: kernel.user_work_ns as f64, engine_ns: spent_ns * running, nr_exits };
     Ok(VcpuRun { parts, cpu, kernel })
 }
 
-/// Does `action` with each item on a thread of its own; returns the results in order, or the first failure.
+/// Runs `action` with each item on a separate thread; returns the results in order, or the first
+/// failure.
 fn on_threads<I: Send, O: Send>(
     items: Vec<I>,
     action: impl Fn(I) -> Result<O, Failure> + Sync,
@@ -208,7 +212,7 @@ fn on_threads<I: Send, O: Send>(
         let join = |thread: thread::ScopedJoinHandle<'_, Result<O, Failure>>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
-        // All are joined, whatever the first says.
+        // All threads are joined, also after a failure.
         let results: Vec<Result<O, Failure>> = threads.into_iter().map(join).collect();
         results.into_iter().collect()
     })
@@ -223,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_steps_are_somebodys() {
+    fn the_parts_of_the_vcpus_are_all_steps() {
         for (nr_steps, nr_vcpus) in [(1, 1), (10, 3), (100_001, 128)] {
             let steps: Vec<u64> = (0..nr_vcpus).map(|vcpu| steps_of(nr_steps, nr_vcpus, vcpu)).collect();
             assert_eq!(steps.iter().sum::<u64>(), nr_steps);

@@ -1,11 +1,13 @@
-//! The switch itself: loads of CR3 and entries to the guest, in a tight loop.
+//! The switch alone: loads of CR3 and entries to the guest, in a tight loop.
 //!
-//! A vCPU has a few roots, all different, each with tables of its own that map some pages, which were all touched. It loads them
-//! in turns: two, as page-table isolation does, or as many as it remembers, so that the one that is loaded is always the one
-//! that was used least recently. With PCIDs each root has its own, and bit 63 is set: where roots are remembered each
-//! load finds its root in sync, which is checked. Without PCIDs a load flushes, and that is in the time.
+//! A vCPU has a few different roots, each with its own page tables that map some pages, which were
+//! all touched. It loads the roots in turn. With two roots, as page-table isolation does; or with
+//! as many as it caches, so that each load is of the least recently used root. With PCIDs each root
+//! has its own, and bit 63 is set. Where roots are cached each load finds its root in sync, which
+//! is checked. Without PCIDs a load flushes, and the time includes that.
 //!
-//! Timed are batches of loads, each with the entry behind it: one reading of the clock for many of them.
+//! Timed are batches of loads, each with the following entry: one reading of the clock for many of
+//! them.
 
 use slat::{
     Access, GuestAccess, Gva, Npt, Outcome, PAGE_SHIFT, PAGE_SIZE, PagingRegisters, Privilege, ShadowStrategy, Vcpu,
@@ -25,12 +27,12 @@ pub(super) const TWO: usize = 2;
 
 /// Loads in a batch.
 const BATCH: usize = 512;
-/// Batches of each strategy and number of roots, in turns.
+/// Batches of each strategy and number of roots, interleaved.
 const NR_BATCHES: usize = 200;
 
 /// Pages that each root maps.
 const NR_PAGES: u64 = 16;
-/// Where they are mapped.
+/// The address of these pages.
 const PAGES_GVA: u64 = 0x40_0000;
 /// Guest-physical memory of each root: four tables, then the pages.
 const ROOT_BYTES: u64 = (4 + NR_PAGES) * PAGE_SIZE;
@@ -46,10 +48,10 @@ const CR4_PAE: u64 = 1 << 5;
 const CR4_PCIDE: u64 = 1 << 17;
 /// IA32_EFER.LME and NXE.
 const EFER: u64 = 1 << 8 | 1 << 11;
-/// CR3, bit 63: keep what is cached.
+/// CR3, bit 63: keep cached translations.
 const CR3_KEEP: u64 = 1 << 63;
 
-/// How long loads took.
+/// The times of loads.
 pub(super) struct Switch {
     pub(super) strategy: ShadowStrategy,
     /// Different roots.
@@ -66,7 +68,7 @@ struct Bench {
     values: Vec<u64>,
 }
 
-/// Measures all strategies in turns.
+/// Measures all strategies, interleaved.
 pub(super) fn measure(args: &Cr3Args) -> Result<Vec<Switch>, Failure> {
     let remembered = usize::from(args.previous_roots) + 1;
     let mut nrs_of_roots = vec![TWO, remembered.max(TWO)];
@@ -91,7 +93,7 @@ pub(super) fn measure(args: &Cr3Args) -> Result<Vec<Switch>, Failure> {
             args.pcids() == Pcids::On && switch.strategy != ShadowStrategy::Baseline && switch.nr_roots <= remembered;
         if must_hit && nr_hits != (NR_BATCHES * BATCH) as u64 {
             return Err(check_failed(format_args!(
-                "{}: {nr_hits} of {} loads among {} roots found them",
+                "{}: {nr_hits} of {} loads among {} roots found a cached root",
                 strategy_name(switch.strategy),
                 NR_BATCHES * BATCH,
                 switch.nr_roots
@@ -146,7 +148,8 @@ impl Bench {
     }
 }
 
-/// Writes four tables at `gpa`, which map the pages behind them; returns the address of the root.
+/// Writes four page-table pages at `gpa`, which map the pages after them; returns the address of
+/// the root.
 fn write_tables(memory: &Backing, gpa: u64) -> u64 {
     for level in [4, 3, 2_u64] {
         let table = gpa + (4 - level) * PAGE_SIZE;
@@ -163,6 +166,6 @@ fn write_tables(memory: &Backing, gpa: u64) -> u64 {
 fn resumed(outcome: Outcome) -> Result<(), Failure> {
     match outcome {
         Outcome::Resume => Ok(()),
-        Outcome::Exit(exit) => Err(check_failed(format_args!("the guest with a few roots stopped: {exit:?}"))),
+        Outcome::Exit(exit) => Err(check_failed(format_args!("the guest of the switch stopped: {exit:?}"))),
     }
 }

@@ -1,4 +1,4 @@
-//! The engine behind a CPU, with a clock around each call.
+//! The engine's fault handler of a CPU, with a clock around each call.
 
 use slat::{Error, Gpa, GuestAccess, GuestEntry, Gva, Outcome, PagingRegister, PagingRegisters};
 use slat_machine::clock::timestamp_ns;
@@ -20,7 +20,7 @@ pub(super) struct Spent {
 }
 
 impl Spent {
-    /// What was spent since `earlier`, without the clock's own time (for one reading), in nanoseconds.
+    /// The time since `earlier` without the clock's own time (of one reading), in nanoseconds.
     pub(super) fn since_ns(self, earlier: Spent, clock_ns: f64) -> f64 {
         let clock_ns = (self.nr_calls - earlier.nr_calls) as f64 * clock_ns;
         ((self.spent_ns - earlier.spent_ns) as f64 - clock_ns).max(0.0)
@@ -80,7 +80,8 @@ impl<V: ShadowHandler> ShadowHandler for Timed<V> {
     }
 }
 
-/// How long one reading of the clock takes, in nanoseconds: the least of a few batches, which nothing has interrupted.
+/// How long one reading of the clock takes, in nanoseconds: the least of a few batches, which
+/// nothing has interrupted.
 pub(super) fn clock_ns() -> f64 {
     const READINGS: u32 = 1000;
     let batch = |_| {
@@ -96,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_clocks_own_time_is_taken_off() {
+    fn the_clocks_own_time_is_subtracted() {
         let (earlier, later) = (Spent { spent_ns: 100, nr_calls: 1 }, Spent { spent_ns: 1100, nr_calls: 11 });
         assert_eq!(later.since_ns(earlier, 20.0), 800.0);
         assert_eq!(later.since_ns(earlier, 1000.0), 0.0);

@@ -1,4 +1,4 @@
-//! What is run: one way of bringing pages, for one number of vCPUs, on one kind of memory.
+//! A case: one way of bringing pages, for one number of vCPUs, on one kind of memory.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,26 +6,26 @@ use std::fmt;
 use serde_json::Value;
 use slat_machine::demand_paging::PagedBacking;
 
-/// Who notices that a page is missing, and who brings it. The names are those of results.
+/// How a missing page is noticed and brought. The names are those of results.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Mode {
-    /// Nobody: the host has the page.
+    /// No userfault: the host has the page.
     None,
     /// userfaultfd, for missing pages, which are copied.
     Missing,
     /// The same with one reader on one descriptor.
     MissingOneReader,
-    /// The same for what is not a vCPU, and userfault exits for vCPUs.
+    /// `Missing` for other threads than vCPUs, and userfault exits for vCPUs.
     MissingAndExits,
     /// userfaultfd, for pages that are there and not mapped.
     Minor,
     /// The same with one reader on one descriptor.
     MinorOneReader,
-    /// The same for what is not a vCPU, and userfault exits for vCPUs.
+    /// `Minor` for other threads than vCPUs, and userfault exits for vCPUs.
     MinorAndExits,
     /// Userfault exits.
     Exits,
-    /// Userfault requests through rings, which a resolver elsewhere answers.
+    /// Userfault requests through rings, which a resolver in another thread or process answers.
     Ring,
 }
 
@@ -57,12 +57,12 @@ impl Mode {
         }
     }
 
-    /// Whether vCPUs wait for userfaultfd and for nothing else.
+    /// Whether vCPUs wait only for userfaultfd.
     pub(super) fn is_userfaultfd_alone(self) -> bool {
         matches!(self, Mode::Missing | Mode::MissingOneReader | Mode::Minor | Mode::MinorOneReader)
     }
 
-    /// Whether there is userfaultfd at all.
+    /// Whether the mode uses userfaultfd.
     pub(super) fn has_userfaultfd(self) -> bool {
         self.is_userfaultfd_alone() || matches!(self, Mode::MissingAndExits | Mode::MinorAndExits)
     }
@@ -101,7 +101,7 @@ impl Uffds {
     }
 }
 
-/// What one run runs.
+/// The parameters of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Case {
     pub(super) mode: Mode,
@@ -115,7 +115,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// What tells it from others, in results.
+    /// The labels that identify it in results.
     pub(super) fn labels(&self) -> BTreeMap<&'static str, Value> {
         BTreeMap::from([
             ("mode", self.mode.name().into()),

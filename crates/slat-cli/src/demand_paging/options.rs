@@ -1,5 +1,5 @@
-//! What `slat demand-paging` takes, and which cases that names. Short options are those of KVM's test; `-k` is that of the
-//! series that brings userfault exits.
+//! The options of `slat demand-paging`, and the cases that they name. Short options are those of
+//! KVM's test; `-k` is that of the series that adds userfault exits.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use crate::failure::Failure;
 /// Memory for each vCPU, as in the published tables.
 pub(super) const DEFAULT_BYTES_PER_VCPU: u64 = 64 << 20;
 
-/// What `slat demand-paging` takes.
+/// The options of `slat demand-paging`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -33,18 +33,19 @@ pub(crate) struct DemandPagingArgs {
     pub(crate) vcpus: Option<Vec<usize>>,
     /// Memory for each vCPU [default: 64M].
     ///
-    /// In bytes, or with K, M, G or T behind the number; a multiple of the page size. By default less than 64M where not so
-    /// much fits.
+    /// In bytes, or with K, M, G or T behind the number; a multiple of the page size. By default
+    /// less than 64M where not so much fits.
     #[arg(short = 'b', long, value_name = "SIZE", value_parser = size_bytes)]
     pub(crate) bytes: Option<u64>,
     /// Kind of memory, e.g. shmem.
     ///
-    /// One of anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem, guest_memfd.
+    /// One of anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem,
+    /// guest_memfd.
     #[arg(short = 's', long, value_name = "KIND", default_value = "anonymous")]
     pub(crate) backing: PagedBacking,
-    /// Whether `-s guest_memfd` may be a memory file that stands in.
+    /// Whether a memory file may replace `-s guest_memfd`.
     ///
-    /// Where /dev/kvm gives none.
+    /// Where /dev/kvm has none.
     #[arg(long, value_name = "WHICH", value_enum, default_value_t = GuestMemfdArg::Any, hide_short_help = true)]
     pub(crate) guest_memfd: GuestMemfdArg,
     /// All vCPUs access all memory, instead of a part each.
@@ -52,7 +53,8 @@ pub(crate) struct DemandPagingArgs {
     pub(crate) overlap: bool,
     /// Bring pages by userfaultfd.
     ///
-    /// MISSING ones are copied; MINOR ones are there already and get mapped, which needs memory that is shared.
+    /// MISSING pages are copied; MINOR pages are present in the file and get mapped, which needs
+    /// shared memory.
     #[arg(short = 'u', long, value_name = "MODE", value_enum, ignore_case = true)]
     pub(crate) uffd: Option<UffdArg>,
     /// One userfaultfd descriptor for all memory, instead of one for each vCPU.
@@ -65,45 +67,45 @@ pub(crate) struct DemandPagingArgs {
     pub(crate) readers: Option<usize>,
     /// Bring pages by userfault exits.
     ///
-    /// With -u, that catches what vCPUs do, and userfaultfd what the process does.
+    /// With -u, exits serve the accesses of vCPUs, and userfaultfd those of the process.
     #[arg(short = 'k', long)]
     pub(crate) userfault: bool,
     /// Delivery of requests.
     ///
-    /// How they get to who brings pages. By an exit, which the vCPU's own thread serves; or through rings in shared memory,
-    /// which a resolver serves (needs -k and memory that is shared).
+    /// By an exit, which the vCPU's own thread serves; or through rings in shared memory, which a
+    /// resolver serves (needs -k and memory that is shared).
     #[arg(long, value_name = "HOW", value_enum, default_value_t = DeliveryArg::Exit)]
     pub(crate) delivery: DeliveryArg,
     /// Where the resolver of `--delivery ring` runs.
     #[arg(long, value_name = "WHERE", value_enum, default_value_t = ResolverArg::Process, hide_short_help = true)]
     pub(crate) resolver: ResolverArg,
-    /// Kill the resolver process so many times, and go on with another.
+    /// Kill the resolver process so many times, and start another.
     ///
     /// Each at a random moment.
     #[arg(long, default_value_t = 0, value_name = "N", hide_short_help = true)]
     pub(crate) kill_resolver: u32,
     /// Delay of the source, in microseconds.
     ///
-    /// Of each page; pages are awaited side by side.
+    /// Of each page; the delays of several pages overlap.
     #[arg(short = 'd', long = "delay", default_value_t = 0, value_name = "USEC", value_parser = clap::value_parser!(u64).range(0..=5_000_000))]
     pub(crate) delay_us: u64,
-    /// What a bit of the userfault bitmap stands for, and so what arrives at a time.
+    /// Memory of one bit of the userfault bitmap, and of one fill.
     #[arg(long, value_name = "SIZE", value_enum, default_value_t = GranularityArg::Size4K, ignore_case = true, hide_short_help = true)]
     pub(crate) granularity: GranularityArg,
     /// Source of pages, e.g. file:PATH.
     ///
-    /// `pattern` or `constant:BYTE` makes them up; `file:PATH`; a peer behind a socket, `unix:PATH` or `tcp:127.0.0.1:PORT`.
-    /// With `unix` or `tcp` alone, the command itself is the peer.
+    /// `pattern` or `constant:BYTE` is generated; `file:PATH`; a peer behind a socket, `unix:PATH`
+    /// or `tcp:127.0.0.1:PORT`. With `unix` or `tcp` alone, the command itself is the peer.
     #[arg(long, default_value = "pattern", value_parser = source, value_name = "SOURCE")]
     pub(crate) source: SourceArg,
-    /// What the pages of a file or a peer hold: `pattern:SEED` or `constant:BYTE`.
+    /// Contents of a file's or a peer's pages: `pattern:SEED` or `constant:BYTE`.
     ///
     /// All that arrives is verified against it.
     #[arg(long, default_value = "pattern", value_parser = contents, value_name = "SOURCE", hide_short_help = true)]
     pub(crate) contents: SourceSpec,
     /// Write this file first, with enough pages of `--contents` for `--source file:PATH`.
     ///
-    /// It must not be there yet.
+    /// It must not exist yet.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) create_source: Option<PathBuf>,
     /// Run nothing: serve the pages of `--contents` at this address.
@@ -113,7 +115,7 @@ pub(crate) struct DemandPagingArgs {
     pub(crate) serve: Option<PeerAddress>,
     /// Bring other pages in the background.
     ///
-    /// Those that nobody asked for yet. Those that are asked for come first.
+    /// Pages without a request. Requests of vCPUs have priority.
     #[arg(long)]
     pub(crate) copier: bool,
     /// Log dirty pages while paging, and hold the log against memory.
@@ -121,7 +123,7 @@ pub(crate) struct DemandPagingArgs {
     pub(crate) log_dirty: bool,
     /// Run the rows of the published tables.
     ///
-    /// And print these beside: those of x86, or with `--format stage2` those of arm64.
+    /// And print the published figures: of x86, or with `--format stage2` of arm64.
     #[arg(long, conflicts_with_all = ["uffd", "single_uffd", "userfault", "delivery", "backing", "overlap", "granularity", "guest_memfd"])]
     pub(crate) matrix: bool,
     /// Of the matrix, only such rows as missing or uf.
@@ -173,7 +175,7 @@ pub(crate) enum DeliveryArg {
 pub(crate) enum ResolverArg {
     /// In a thread of this process.
     Thread,
-    /// In a process of its own.
+    /// In another process.
     Process,
 }
 
@@ -214,9 +216,9 @@ impl GranularityArg {
 /// Where contents come from.
 #[derive(Clone, Debug)]
 pub(crate) enum SourceArg {
-    /// What exists already, or is made up.
+    /// An existing or a generated source.
     Given(SourceSpec),
-    /// The command itself is the peer, at a path of its own.
+    /// The command itself is the peer, at a new path.
     OwnUnix,
     /// The command itself is the peer, on loopback.
     OwnTcp,
@@ -286,14 +288,14 @@ impl DemandPagingArgs {
         }
     }
 
-    /// Looks for what goes not together, and says what it is.
+    /// Refuses combinations of options that exclude each other.
     pub(super) fn check(&self) -> Result<(), Failure> {
         let refuse = |what: &str| Err(Failure::Usage(what.to_owned()));
         if self.cpus.is_some() && self.nr_vcpus().len() != 1 {
             return refuse("--pin has a CPU for each vCPU: choose one number of vCPUs");
         }
         if self.cpus.is_some() && self.threads.is_some() {
-            return refuse("--pin and --threads: a vCPU that is pinned has a thread of its own; choose one");
+            return refuse("--pin and --threads: a vCPU that is pinned has its own thread; choose one");
         }
         if self.kill_resolver > 0 && (self.delivery != DeliveryArg::Ring || self.resolver != ResolverArg::Process) {
             return refuse("--kill-resolver needs --delivery ring with --resolver process; add them");
@@ -329,7 +331,7 @@ impl DemandPagingArgs {
         }
         if self.uffd == Some(UffdArg::Minor) && !self.is_shared() {
             return Err(Failure::Usage(format!(
-                "-u MINOR needs memory that is there and not mapped, so shared memory (-s shmem); {} is private",
+                "-u MINOR needs memory that is present and not mapped, so shared memory (-s shmem); {} is private",
                 self.backing
             )));
         }
@@ -341,7 +343,7 @@ impl DemandPagingArgs {
         self.backing == PagedBacking::Memory(BackingKind::Shmem)
     }
 
-    /// The way of bringing pages that the options name; not with `--matrix`.
+    /// The mode that the options name; not with `--matrix`.
     fn mode(&self) -> Mode {
         let is_one_reader = self.uffds() == Uffds::One && self.readers.unwrap_or(1) == 1;
         match (self.uffd, self.userfault) {
@@ -358,11 +360,11 @@ impl DemandPagingArgs {
     }
 
     fn uffds(&self) -> Uffds {
-        // Memory that all access has no part of a vCPU's own.
+        // With overlapping accesses a vCPU has no part of the memory.
         if self.single_uffd || self.overlap { Uffds::One } else { Uffds::PerVcpu }
     }
 
-    /// What is run for `nr_vcpus`, in the order of the tables.
+    /// The cases for `nr_vcpus`, in the order of the tables.
     pub(super) fn cases(&self, nr_vcpus: usize, bytes_per_vcpu: u64) -> Vec<Case> {
         if !self.matrix {
             let nr_readers = self.readers.unwrap_or(1);
@@ -371,7 +373,8 @@ impl DemandPagingArgs {
         }
         let is_wanted = |mode: Mode| self.modes.as_ref().is_none_or(|modes| modes.contains(&mode));
         let case = |group: &Group, mode: Mode| {
-            // One reader or as many as vCPUs; with a descriptor for each vCPU, one for each of these.
+            // One reader or as many as vCPUs; with a descriptor for each vCPU, one for each of
+            // these.
             let many = if group.uffds == Uffds::One { nr_vcpus } else { 1 };
             let nr_readers = if matches!(mode, Mode::Missing | Mode::Minor) { many } else { 1 };
             Case { mode, nr_vcpus, bytes_per_vcpu, backing: group.backing, uffds: group.uffds, nr_readers }

@@ -1,6 +1,7 @@
-//! The figures that came with the series which put userfault into KVM: pages per second for each vCPU, of 64 MiB for each, on
-//! machines with 96 CPUs. (KVM Userfault, version 1, December 2024, cover letter.) They are printed beside what is measured
-//! here and are never compared by the program: another machine, and real CPUs.
+//! The published figures of the series that adds userfault to KVM: pages per second for each vCPU,
+//! of 64 MiB for each, on machines with 96 CPUs. (KVM Userfault, version 1, December 2024, cover
+//! letter.) They are printed next to the measured figures, and the program never compares the two:
+//! the published ones are of another machine with real CPUs.
 
 use slat_machine::demand_paging::PagedBacking;
 use slat_machine::memory::BackingKind;
@@ -18,7 +19,8 @@ pub(super) struct Group {
     pub(super) rows: &'static [Row],
 }
 
-/// A row: pages per second for each vCPU, for each of [`VCPUS`]; `None` where nothing was published.
+/// A row: pages per second for each vCPU, for each of [`VCPUS`]; `None` where nothing was
+/// published.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) mode: Mode,
@@ -32,7 +34,7 @@ const fn row(mode: Mode, rates: [u32; VCPUS.len()]) -> Row {
 const ANONYMOUS: PagedBacking = PagedBacking::Memory(BackingKind::Anonymous);
 const SHMEM: PagedBacking = PagedBacking::Memory(BackingKind::Shmem);
 
-/// What this project adds to the series.
+/// The row that slat adds.
 const RING: Row = Row { mode: Mode::Ring, rates: None };
 
 /// On x86.

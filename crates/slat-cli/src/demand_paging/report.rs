@@ -1,4 +1,4 @@
-//! What is printed and written: the lines of KVM's test, tables with the published figures beside, JSON.
+//! The output: the lines of KVM's test, tables with the published figures, JSON.
 
 use std::io::{self, Write};
 
@@ -12,7 +12,7 @@ use super::run::{Measured, Run};
 use crate::results::{Figure, Results, Samples, host_json, measured_on};
 use crate::table::{self, humanly};
 
-/// A figure of a run, of which the median over the runs is given.
+/// A figure of a run; reports have the median over the runs.
 struct Quantity {
     name: &'static str,
     title: &'static str,
@@ -40,7 +40,7 @@ const QUANTITIES: [Quantity; 17] = [
     },
     Quantity {
         name: "fault_p50",
-        title: "A page's way to the vCPU, p50",
+        title: "Latency of a page, p50",
         unit: "ns",
         value: |run| run.fault_p50_ns.and_then(count),
     },
@@ -108,8 +108,8 @@ fn rate(measured: &Measured) -> f64 {
     median(measured, &RATE).unwrap_or_default()
 }
 
-/// How many times the rate of `base` that of `measured` is: the median over the runs, each against the run of `base` beside
-/// it, so that it holds when the machine's speed drifts.
+/// The rate of `measured` over that of `base`: the median over the runs, each compared with the run
+/// of `base` next to it. So it holds when the machine's speed drifts.
 fn ratio(measured: &Measured, base: &Measured) -> f64 {
     let mut ratios = Samples::default();
     for (run, base) in measured.runs.iter().zip(&base.runs) {
@@ -129,7 +129,7 @@ fn quantity_text(value: f64, unit: &str) -> String {
 pub(super) struct Report<'a> {
     pub(super) args: &'a DemandPagingArgs,
     pub(super) measured: &'a [&'a Measured],
-    /// What has to be said besides.
+    /// Further notes.
     pub(super) remarks: &'a [String],
 }
 
@@ -138,22 +138,22 @@ impl Report<'_> {
         self.measured.iter().flat_map(|measured| &measured.runs)
     }
 
-    /// What differs from `case` by its mode alone.
-    fn beside(&self, case: &Case) -> impl Iterator<Item = &Measured> {
-        let is_beside = move |other: &Case| {
+    /// The cases that differ from `case` by their mode alone.
+    fn same_setup(&self, case: &Case) -> impl Iterator<Item = &Measured> {
+        let is_same = move |other: &Case| {
             (other.nr_vcpus, other.backing, other.uffds) == (case.nr_vcpus, case.backing, case.uffds)
         };
-        self.measured.iter().copied().filter(move |measured| is_beside(&measured.case))
+        self.measured.iter().copied().filter(move |measured| is_same(&measured.case))
     }
 
-    /// The run without userfault beside `case`.
+    /// The runs without userfault, otherwise as `case`.
     fn none(&self, case: &Case) -> Option<&Measured> {
-        self.beside(case).find(|measured| measured.case.mode == Mode::None)
+        self.same_setup(case).find(|measured| measured.case.mode == Mode::None)
     }
 
-    /// The fastest of userfaultfd alone beside `case`.
+    /// The fastest mode of userfaultfd alone, otherwise as `case`.
     fn best_userfaultfd(&self, case: &Case) -> Option<&Measured> {
-        let alone = self.beside(case).filter(|measured| measured.case.mode.is_userfaultfd_alone());
+        let alone = self.same_setup(case).filter(|measured| measured.case.mode.is_userfaultfd_alone());
         alone.max_by(|a, b| rate(a).total_cmp(&rate(b)))
     }
 
@@ -191,7 +191,7 @@ impl Report<'_> {
             args.format.name(),
             args.source.name(),
             if args.copier { " and a copier" } else { "" },
-            if args.delay_us == 0 { String::new() } else { format!(", {} us for each page", args.delay_us) },
+            if args.delay_us == 0 { String::new() } else { format!(", {} µs for each page", args.delay_us) },
             args.nr_runs(),
         )?;
         if let [one] = self.measured {
@@ -306,7 +306,7 @@ impl Report<'_> {
             Some(values.map(|value| humanly(value, "s")).join(", "))
         });
         writeln!(out, "\n{times}")?;
-        let faults = self.table(first, "a page's way to the vCPU: p50, p99; medians", None, &|measured| {
+        let faults = self.table(first, "latency of a page: p50, p99; medians", None, &|measured| {
             let ranks = QUANTITIES.iter().filter(|quantity| quantity.unit == "ns");
             let values: Option<Vec<String>> =
                 ranks.map(|rank| Some(quantity_text(median(measured, rank)?, rank.unit))).collect();
@@ -315,8 +315,8 @@ impl Report<'_> {
         writeln!(out, "\n{faults}")
     }
 
-    /// A table of the modes of a group by the numbers of vCPUs, and beside each column that of the published figures, if
-    /// there is any in it.
+    /// A table of the modes of a group by the numbers of vCPUs. After each column there is one of
+    /// the published figures, if there are any.
     fn table(
         &self,
         first: &Case,
@@ -376,7 +376,7 @@ impl Report<'_> {
             writeln!(
                 out,
                 "Published figures: KVM Userfault, version 1 (December 2024), {platform}, 96 CPUs, real ones, 64 MiB for each \
-                 vCPU. They stand beside for their proportions."
+                 vCPU. They show proportions only."
             )?;
             writeln!(
                 out,
@@ -394,7 +394,7 @@ impl Report<'_> {
         if has(Mode::None) && !is_all_there {
             write!(out, " (zeros in mode none)")?;
         }
-        // What a resolver's process fills is not counted here.
+        // The fills of a resolver process are not counted here.
         if !is_all_there && !has(Mode::Ring) {
             write!(out, "; none was filled twice")?;
         }
@@ -477,7 +477,7 @@ impl Report<'_> {
     }
 }
 
-/// The published figures beside a column.
+/// The published figures for a column.
 struct Published {
     value: fn(&Group, Mode, usize) -> Option<f64>,
     text: fn(f64) -> String,

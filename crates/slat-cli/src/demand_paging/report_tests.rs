@@ -1,4 +1,4 @@
-//! What is printed and written of made-up runs.
+//! The output for made-up runs.
 
 use std::time::Duration;
 
@@ -61,7 +61,7 @@ fn cells<'a>(text: &'a str, title: &str, name: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn the_matrix_is_printed_with_the_published_figures_beside() {
+fn the_matrix_is_printed_with_the_published_figures() {
     let args = parse("--matrix --vcpus 8,64,400 -i 3");
     // The machine gets slower and slower: within each run, uf is half of none, and missing a tenth.
     let measured = measured(&args, |case| {

@@ -1,9 +1,10 @@
-//! The resolver of `--delivery ring` as a process of its own: this program again, with a hidden command.
+//! The resolver of `--delivery ring` as another process: this program, with a hidden command.
 //!
-//! Its standard input is one end of a pair of sockets, over which the two shake hands and hand over the files of rings, bitmap
-//! and memory. It ends when the other end is closed, so it outlives its parent in no case, and nothing but the socket has to
-//! be cleaned up. What it has to say before it fails goes to its standard error, which the parent reads: a failure of the
-//! resolver is told as its parent's, with its exit code.
+//! Its standard input is one end of a socket pair. Over it the two processes shake hands and hand
+//! over the files of rings, bitmap and memory. The resolver ends when the other end is closed, so
+//! it never outlives its parent, and only the socket needs a cleanup. It prints an error to its
+//! standard error, which the parent reads: the parent reports the resolver's failure as its own,
+//! with the same exit code.
 
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,16 +24,16 @@ use crate::failure::Failure;
 /// The hidden command.
 const COMMAND: &str = "demand-paging-resolver";
 
-/// How long the two wait for each other.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long each process waits for the other.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long one is waited for that may have nothing to say.
-const SHORT_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the parent waits for the error of a resolver that may have none.
+const SHORT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What the hidden command takes.
+/// The options of the hidden command.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ResolverArgs {
-    /// Where pages come from.
+    /// Source of pages.
     #[arg(long, value_parser = |text: &str| text.parse::<SourceSpec>().map_err(|error: ParseSourceError| error.to_string()))]
     source: SourceSpec,
     /// Latency of each page, in nanoseconds.
@@ -52,13 +53,13 @@ pub(crate) fn main(args: &ResolverArgs) -> Result<(), Failure> {
         source: args.source.clone().delayed_by(args.delay_ns),
         nr_threads: 1,
         copier: args.copier.map(|window| Copier { window }),
-        timeout: PATIENCE,
+        timeout: TIMEOUT,
     };
     serve_rings(stream, &config)?;
     Ok(())
 }
 
-/// A resolver process. It ends with this at the latest.
+/// A resolver process. Dropping this ends it.
 #[derive(Debug)]
 pub(super) struct ResolverProcess {
     child: Child,
@@ -78,15 +79,16 @@ impl ResolverProcess {
         if let Some(Copier { window }) = copier {
             command.args(["--copier", &window.to_string()]);
         }
-        // What interrupts the command from a terminal goes to its whole group: the resolver ends with its socket, and not before.
+        // A signal from a terminal goes to the command's whole process group: the resolver must end
+        // with its socket, and not before.
         command.process_group(0);
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = command.spawn().map_err(failed)?;
         Ok((ResolverProcess { child }, ours))
     }
 
-    /// Runs `action`, and kills the process meanwhile, when `delay` is over; whether that was before the action's end, and the
-    /// process had not ended by itself.
+    /// Runs `action`, and kills the process after `delay`. Returns whether that was before the
+    /// action's end, of a process that had not ended by itself.
     pub(super) fn kill_during<T>(&mut self, delay: Duration, action: impl FnOnce() -> T) -> (T, bool) {
         std::thread::scope(|scope| {
             let (is_over, over) = mpsc::channel::<()>();
@@ -100,26 +102,26 @@ impl ResolverProcess {
         })
     }
 
-    /// Waits for the end of a process whose virtual machine has closed the socket or is about to, and says why it failed, if
-    /// it did.
+    /// Waits for the end of a process whose socket is closed or about to be. Returns why it failed,
+    /// if it did.
     pub(super) fn finish(self) -> Result<(), Failure> {
         let does_not_end =
             || Err(Failure::CannotServe("the resolver process does not end; use --resolver thread".to_owned()));
-        self.end_within(PATIENCE).unwrap_or_else(does_not_end)
+        self.end_within(TIMEOUT).unwrap_or_else(does_not_end)
     }
 
-    /// Why it failed, if it did, and ends soon.
-    pub(super) fn last_words(self) -> Option<Failure> {
-        self.end_within(SHORT_PATIENCE)?.err()
+    /// Why it failed, if it did and ends soon.
+    pub(super) fn failure(self) -> Option<Failure> {
+        self.end_within(SHORT_TIMEOUT)?.err()
     }
 
-    /// `None`: it goes on.
-    fn end_within(mut self, patience: Duration) -> Option<Result<(), Failure>> {
+    /// `None`: it has not ended.
+    fn end_within(mut self, timeout: Duration) -> Option<Result<(), Failure>> {
         let begin = Instant::now();
         let status = loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => break status,
-                Ok(None) if begin.elapsed() < patience => std::thread::sleep(Duration::from_millis(1)),
+                Ok(None) if begin.elapsed() < timeout => std::thread::sleep(Duration::from_millis(1)),
                 Ok(None) => return None,
                 Err(error) => {
                     return Some(Err(Failure::CannotServe(format!(

@@ -1,4 +1,4 @@
-//! One run of one case, on a machine of its own.
+//! One run of one case, on a new machine.
 
 use std::time::{Duration, Instant};
 
@@ -27,37 +27,41 @@ use crate::session::Session;
 /// Requests that the background copier has in flight while no vCPU waits.
 const COPIER_WINDOW: usize = 16;
 
-/// Rounds of writes with `--log-dirty`: that in which pages come, and one more, which must be logged as a whole again.
+/// Rounds of writes with `--log-dirty`: the round in which pages arrive, and one more, which must
+/// be logged as a whole again.
 const LOGGED_ROUNDS: u64 = 2;
 
-/// A resolver that is to be killed lives no longer than this, from when it is attached.
+/// The longest life of a resolver that will be killed, from when it is attached.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
-/// What a run showed.
+/// The figures of a run.
 pub(super) struct Run {
-    /// Pages per second for each vCPU: those of one vCPU in the time of all, as demand_paging_test has it.
+    /// Pages per second for each vCPU: the pages of one vCPU over the time of all, as in
+    /// demand_paging_test.
     pub(super) paging_rate: f64,
     pub(super) total_time: Duration,
     pub(super) pages_per_vcpu: u64,
     pub(super) nr_vcpus: usize,
-    /// Of touches of pages, from the first attempt until the vCPU goes on. `None`: a resolver was killed, and the touches
-    /// that it served are not among what was sampled.
+    /// Of touches of pages, from the first attempt until the vCPU continues. `None`: a resolver was
+    /// killed, and the sample lacks the touches that it served.
     pub(super) fault_p50_ns: Option<u64>,
     pub(super) fault_p99_ns: Option<u64>,
     pub(super) nr_exits: u64,
-    /// Pages. `None`: whether they were brought for vCPUs or by its copier is known to the resolver's process alone.
+    /// Pages. `None`: only the resolver process knows whether it brought them for vCPUs or by its
+    /// copier.
     pub(super) nr_filled_for_faults: Option<u64>,
-    /// Pages. `None`: there was no copier in this process.
+    /// Pages. `None`: this process had no copier.
     pub(super) nr_filled_by_copier: Option<u64>,
-    /// Pages that were looked at afterwards, and were right.
+    /// Pages that were verified afterwards.
     pub(super) nr_verified: u64,
-    /// Pages that the dirty log reported; `None`: nothing was logged.
+    /// Pages that the dirty log reported; `None`: logging was off.
     pub(super) nr_logged: Option<u64>,
-    /// Times that the resolver was killed before the vCPUs were done; `None`: it was not to be.
+    /// Times that the resolver was killed before the vCPUs were done; `None`: it was not to be
+    /// killed.
     pub(super) nr_killed: Option<u64>,
     /// Threads that ran the vCPUs.
     pub(super) nr_threads: usize,
-    /// Where guest_memfd memory is from.
+    /// The origin of guest_memfd memory.
     pub(super) guest_memfd: Option<GuestMemfdOrigin>,
     pub(super) engine: Stats,
     pub(super) flush_method: FlushMethod,
@@ -104,7 +108,7 @@ fn on<F: HardwareFormat>(
         nr_vcpus: case.nr_vcpus,
         fault_p50_ns: (nr_killed == 0).then_some(report.fault_p50_ns),
         fault_p99_ns: (nr_killed == 0).then_some(report.fault_p99_ns),
-        // The engine's count has those of runs that were interrupted, too.
+        // The engine's count includes runs that were interrupted.
         nr_exits: report.engine.userfaults,
         nr_filled_for_faults: (!has_copier_elsewhere).then_some(report.nr_filled_for_faults * block_pages),
         nr_filled_by_copier: (args.copier && !has_copier_elsewhere).then_some(report.nr_filled_by_copier * block_pages),
@@ -118,7 +122,7 @@ fn on<F: HardwareFormat>(
     })
 }
 
-/// What a run of the machine gives.
+/// The result of a run of the machine.
 struct Paged {
     report: DemandPagingReport,
     total_time: Duration,
@@ -126,7 +130,8 @@ struct Paged {
     nr_killed: u32,
 }
 
-/// Lets the vCPUs touch all, and holds the dirty log against it if there is one.
+/// Runs the vCPUs, which touch all pages, and compares the dirty log with the writes if there is
+/// one.
 fn page<F: HardwareFormat>(
     paging: &mut DemandPaging<F>,
     resolver: PagesFrom,
@@ -142,7 +147,7 @@ fn page<F: HardwareFormat>(
     Ok(Paged { total_time: report.wall, report, nr_logged, nr_killed: 0 })
 }
 
-/// The same, with a resolver in a process of its own.
+/// As `page`, with a resolver in another process.
 fn page_elsewhere<F: HardwareFormat>(
     paging: &mut DemandPaging<F>,
     config: &DemandPagingConfig,
@@ -162,7 +167,7 @@ fn page_elsewhere<F: HardwareFormat>(
             paged => {
                 let elapsed = begin.elapsed();
                 paging.delivery().into_iter().for_each(Delivery::detach);
-                // What was killed has nothing to say.
+                // A killed resolver has no error to report.
                 let paged = if was_killed { paged? } else { end(process, paged)? };
                 return Ok(with_kills(paged, nr_killed, elapsed));
             }
@@ -175,15 +180,16 @@ fn page_elsewhere<F: HardwareFormat>(
     Ok(with_kills(end(process, paged)?, nr_killed, elapsed))
 }
 
-/// Ends a resolver that was detached. What it has to say is the reason for what vCPUs have; that it says nothing may be, too.
+/// Ends a resolver that was detached. The resolver's error is the cause of the vCPUs' errors, if it
+/// has one.
 fn end(process: ResolverProcess, paged: Result<Paged, DemandPagingError>) -> Result<Paged, Failure> {
     match paged {
         Ok(paged) => process.finish().map(|()| paged),
-        Err(error) => Err(process.last_words().unwrap_or_else(|| error.into())),
+        Err(error) => Err(process.failure().unwrap_or_else(|| error.into())),
     }
 }
 
-/// If resolvers were killed, the time has what came before the last run too.
+/// If resolvers were killed, the time includes the runs before the last.
 fn with_kills(paged: Paged, nr_killed: u32, elapsed: Duration) -> Paged {
     let total_time = if nr_killed > 0 { elapsed } else { paged.total_time };
     Paged { total_time, nr_killed, ..paged }
@@ -212,15 +218,15 @@ fn check_guest_memfd<F: HardwareFormat>(paging: &DemandPaging<F>) -> Result<(), 
     match paging.guest_memfd().map(|memory| memory.origin()) {
         Some(Origin::Kvm) => Ok(()),
         Some(Origin::Memfd { why }) => Err(Failure::CannotServe(format!(
-            "there is no guest_memfd: {why}; leave --guest-memfd kvm out for memory that stands in"
+            "there is no guest_memfd: {why}; leave --guest-memfd kvm out to use a memory file"
         ))),
         None => Err(Failure::Usage("--guest-memfd kvm needs -s guest_memfd; add it".to_owned())),
     }
 }
 
-/// Whether `case` can be run at all: found out before the first is.
+/// Checks `case` before the first run.
 pub(super) fn check(args: &DemandPagingArgs, case: &Case) -> Result<(), Failure> {
-    // What pages hold is not what is looked at.
+    // The check does not depend on the contents.
     let config = config(args, case, Pattern::Mixed { seed: 0 })?;
     Ok(config.check().map_err(DemandPagingError::from)?)
 }
@@ -260,7 +266,7 @@ fn config(args: &DemandPagingArgs, case: &Case, contents: Pattern) -> Result<Dem
     })
 }
 
-/// What has to be said about the runs.
+/// Notes on the runs.
 pub(super) fn remarks(args: &DemandPagingArgs, measured: &[&Measured]) -> Vec<String> {
     let runs = || measured.iter().flat_map(|measured| &measured.runs);
     let mut remarks = Vec::new();
@@ -284,14 +290,14 @@ pub(super) fn remarks(args: &DemandPagingArgs, measured: &[&Measured]) -> Vec<St
     if !in_turns.is_empty() {
         let modes = in_turns.join(", ");
         remarks.push(format!(
-            "A vCPU has a thread of its own, but in turns with others were run: {modes}. See --threads."
+            "Each vCPU has its own thread, except where fewer threads ran them in turns: {modes}. See --threads."
         ));
     }
     if let Some(why) = runs().find_map(|run| match &run.guest_memfd {
         Some(GuestMemfdOrigin::Memfd { why }) => Some(why),
         _ => None,
     }) {
-        remarks.push(format!("guest_memfd: a memory file stands in for it: {why}."));
+        remarks.push(format!("guest_memfd: a memory file replaces it: {why}."));
     }
     remarks
 }

@@ -1,5 +1,5 @@
-//! Where contents come from: what `--source` names, with its delay, and the peer that the command itself is where it names
-//! no other.
+//! The source of contents: what `--source` names, with its delay, and the peer in this process
+//! where it names no other.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::results::Outcome;
 use crate::session::Session;
 
-/// An opened `--source`. While it lives, so does its peer.
+/// An opened `--source`. Its peer lives as long.
 #[derive(Debug)]
 pub(super) struct Source {
     spec: SourceSpec,
@@ -24,7 +24,8 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// The source that the options name, with at least `nr_bytes` if it is a file that is to be created.
+    /// The source that the options name, with at least `nr_bytes` if it is a file that is to be
+    /// created.
     pub(super) fn open(args: &DemandPagingArgs, nr_bytes: u64, session: &Session) -> Result<Source, Failure> {
         let contents = args.contents.contents().unwrap_or(Pattern::Mixed { seed: 0 });
         let delay_ns = args.delay_us * 1000;
@@ -43,7 +44,7 @@ impl Source {
             create(path, contents, nr_bytes.div_ceil(PAGE_SIZE))
                 .map_err(|source| Failure::Write { path: path.clone(), source })?;
         }
-        // What is not there, or too short, is found out before anything is measured.
+        // A source that is missing or too short is found before the measurement.
         if let Some(last_page) = nr_bytes.div_ceil(PAGE_SIZE).checked_sub(1) {
             source.spec.open()?.fetch_into(last_page, &mut [0; slat_machine::source::PAGE_SIZE])?;
         }
@@ -65,7 +66,7 @@ impl Source {
         self.contents
     }
 
-    /// What has to be said about it beside the figures.
+    /// A note on the source, for the output.
     pub(super) fn remark(&self) -> Option<String> {
         let peer = self.peer.as_ref()?;
         let address = peer.address();
@@ -82,7 +83,7 @@ pub(super) fn serve(args: &DemandPagingArgs, address: &PeerAddress, session: &Se
     }
 }
 
-/// Starts a peer, whose socket does not outlive the process.
+/// Starts a peer; an interruption removes its socket.
 fn start(address: PeerAddress, args: &DemandPagingArgs, session: &Session) -> Result<PeerServer, Failure> {
     let peer = PeerServer::start(address, args.contents.clone())?;
     if let PeerAddress::Unix(path) = peer.address() {
@@ -91,14 +92,15 @@ fn start(address: PeerAddress, args: &DemandPagingArgs, session: &Session) -> Re
     Ok(peer)
 }
 
-/// Writes a file of pages. One that is there already is somebody's.
+/// Writes a new file of pages; refuses an existing one.
 fn create(path: &Path, contents: Pattern, nr_pages: u64) -> std::io::Result<()> {
     let mut file = BufWriter::new(File::create_new(path)?);
     contents.write_to(&mut file, nr_pages)?;
     file.flush()
 }
 
-/// A path for a socket that no other process takes, and none has left behind: one that is killed leaves its own.
+/// A path for a socket that no other process uses and none has left: a killed process leaves its
+/// own.
 fn own_path() -> PathBuf {
     let path = |number: u64| std::env::temp_dir().join(format!("slat-pages-{}-{number}.socket", std::process::id()));
     let mut number = 0;

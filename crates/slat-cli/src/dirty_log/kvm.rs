@@ -1,12 +1,14 @@
-//! The column of the real KVM: the same phases, by the KVM of this machine (`crate::kvm`), with as many vCPUs on as much
-//! memory of the same kind. Each vCPU has a thread of its own (`vcpus`), and its guest writes one word to each of its
-//! pages, in order: the value that the engine's guests write.
+//! The column of the real KVM: the same phases, by the KVM of this machine (`crate::kvm`), with as
+//! many vCPUs on as much memory of the same kind. Each vCPU has its own thread (`vcpus`), and its
+//! guest writes one word to each of its pages, in order: the value that the engine's guests write.
 //!
-//! What of the options is the engine's has no meaning for it: the format of the tables, the paging, the way of protecting
-//! and of splitting. KVM does all that as its modules are set up (`Facts`). What its guest cannot do is refused.
+//! Some options are the engine's only: the format of the tables, the paging, the way of protecting
+//! and of splitting. KVM does all that as its modules are configured (`KvmFacts`). What its guest
+//! cannot do is refused.
 //!
-//! Every log is held against what was written, and must be empty once it was cleared. Since each round writes all pages, a
-//! last one, which is not timed, writes an eighth of each part only. In the end memory must hold what was written last.
+//! Every log is compared with the writes, and must be empty once it was cleared. Since each round
+//! writes all pages, a last round, which is not timed, writes an eighth of each part only. At the
+//! end memory must hold the last writes.
 
 mod vcpus;
 
@@ -21,29 +23,29 @@ use slat_machine::topology::pin_current_thread;
 
 use crate::args::{DirtyLogArgs, DirtyTrackingArg, HugePagesArg, PeerArg, manual_protect_name};
 use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed};
-use crate::kvm::{Facts, KvmVm, Logging, MAX_REGION_BYTES, Shape, Trouble, facts, nearest_manual_protect};
+use crate::kvm::{KvmError, KvmFacts, KvmVm, Logging, MAX_REGION_BYTES, VmShape, facts, nearest_manual_protect};
 use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
 use vcpus::Vcpus;
 
-/// Of each vCPU's part, so much is written in the round that is not timed.
+/// The fraction of each vCPU's part that the untimed round writes.
 const SPARSE_SHARE: u64 = 8;
 
-/// The KVM, or what is to be said of its absence.
+/// The KVM, or why there is none.
 pub(super) struct Peer {
     kvm: Option<Kvm>,
     not_run: Option<NotRun>,
 }
 
 struct Kvm {
-    facts: Facts,
+    facts: KvmFacts,
     plan: Plan,
-    /// What the engine does, and KVM would if it could.
+    /// The mode of the engine, which KVM would have if it could.
     wanted: ManualProtect,
 }
 
 impl Peer {
-    /// As `--peer` wants it: tried out, so that it works.
+    /// The peer that `--peer` names, after a test run.
     pub(super) fn new(args: &DirtyLogArgs) -> Result<Peer, Failure> {
         let without = |why: Option<String>| {
             let not_run = why.map(|why| NotRun { what: "KVM of this machine".to_owned(), why });
@@ -84,14 +86,14 @@ impl Peer {
         }
     }
 
-    /// What has to be said about the figures of its `column`.
+    /// Notes on the figures of its `column`.
     pub(super) fn notes(&self, column: Option<&Column>) -> Vec<String> {
         let Some(kvm) = &self.kvm else {
             return self.not_run.iter().map(NotRun::to_string).collect();
         };
         let mut notes = vec![format!(
-            "kvm: measured on {}. Its guest runs in 64-bit mode on pages of 2 MiB; how KVM maps and protects its memory is \
-             its own: tables, paging and protection named above are the engine's.",
+            "kvm: measured on {}. Its guest runs in 64-bit mode on pages of 2 MiB; tables, paging and protection named above \
+             are the engine's, not KVM's.",
             kvm.facts.measured_on()
         )];
         notes.extend(kvm.facts.lines());
@@ -100,7 +102,7 @@ impl Peer {
             let [has, wanted] = [has, kvm.wanted].map(manual_protect_name);
             notes.push(format!("This KVM has no manual protect '{wanted}': its log is '{has}'."));
         }
-        // Those of the rounds, and of the sparse one.
+        // The logs of the rounds, and of the sparse one.
         let nr_logs: usize = column.iter().flat_map(|column| &column.runs).map(|run| run.get.len() + 1).sum();
         if nr_logs != 0 {
             notes.push(format!(
@@ -110,14 +112,14 @@ impl Peer {
         notes
     }
 
-    /// Says in `results` what KVM this is, or why there is none.
+    /// Adds to `results` the facts of this KVM, or why there is none.
     pub(super) fn complete(&self, results: &mut Results) {
         results.host["kvm"] = self.kvm.as_ref().map_or(Value::Null, |kvm| kvm.facts.json());
         results.not_run.extend(self.not_run.clone());
     }
 }
 
-/// What of the options KVM's column cannot do.
+/// The first option that KVM's column cannot serve.
 fn cannot(args: &DirtyLogArgs) -> Option<String> {
     let its_guest = |what: &str| Some(format!("its guest cannot do {what}"));
     match args {
@@ -137,7 +139,7 @@ fn cannot(args: &DirtyLogArgs) -> Option<String> {
     }
 }
 
-/// Why not, without the words that go before it and behind it.
+/// The reason alone, without its prefix and suffix.
 fn reason(failure: &Failure) -> String {
     match failure {
         Failure::CannotServe(why) | Failure::Usage(why) => {
@@ -167,7 +169,7 @@ impl Kvm {
     }
 }
 
-/// What a run does.
+/// The parameters of a run.
 #[derive(Clone)]
 struct Plan {
     nr_vcpus: usize,
@@ -193,13 +195,13 @@ impl Plan {
         }
     }
 
-    /// Those that it writes in the sparse round.
+    /// The pages that it writes in the sparse round.
     fn sparse_part(&self, vcpu: u64) -> Range<u64> {
         let first = vcpu * self.pages_per_vcpu;
         first..first + self.nr_sparse()
     }
 
-    /// How many.
+    /// How many these are.
     fn nr_sparse(&self) -> u64 {
         self.pages_per_vcpu.div_ceil(SPARSE_SHARE)
     }
@@ -208,10 +210,10 @@ impl Plan {
         page % self.pages_per_vcpu < self.nr_sparse()
     }
 
-    /// Goes through the phases once, with a VM of its own on new memory.
+    /// Runs the phases once, with a new VM on new memory.
     fn run(&self) -> Result<Run, Failure> {
         let memory = Backing::new(self.backing, self.nr_pages() << PAGE_SHIFT).map_err(MachineError::from)?;
-        let shape = Shape {
+        let shape = VmShape {
             nr_vcpus: self.nr_vcpus,
             nr_slots: self.nr_slots,
             nr_listed: 0,
@@ -271,7 +273,7 @@ impl Plan {
     }
 }
 
-/// The log of KVM, and what it said.
+/// The log of KVM, and the pages that it reported.
 struct Log<'a> {
     vm: &'a KvmVm,
     manual_protect: ManualProtect,
@@ -288,16 +290,16 @@ impl<'a> Log<'a> {
         self.manual_protect != ManualProtect::Disabled
     }
 
-    fn get(&mut self) -> Result<(), Trouble> {
+    fn get(&mut self) -> Result<(), KvmError> {
         (0..).zip(&mut self.bitmaps).try_for_each(|(slot, bitmap)| self.vm.get_dirty_log(slot, bitmap))
     }
 
-    /// Clears what was got.
-    fn clear(&self) -> Result<(), Trouble> {
+    /// Clears the pages that were got.
+    fn clear(&self) -> Result<(), KvmError> {
         (0..).zip(&self.bitmaps).try_for_each(|(slot, bitmap)| self.vm.clear_dirty_log(slot, bitmap))
     }
 
-    /// Holds what was got against the pages that were written in `round`.
+    /// Compares the log with the pages that were written in `round`.
     fn check(&self, round: u64, is_written: impl Fn(u64) -> bool) -> Result<(), Failure> {
         check_log(&self.bitmaps, self.vm.pages_per_slot(), is_written)
             .map_err(|wrong| check_failed(format_args!("KVM's dirty log of round {round}: {wrong}")))
@@ -313,11 +315,12 @@ impl<'a> Log<'a> {
     }
 }
 
-/// Whether `bitmaps`, one for each `pages_per_slot` pages, have exactly the pages that were written; if not, what is wrong.
+/// Whether `bitmaps`, one for each `pages_per_slot` pages, have exactly the pages that were
+/// written; if not, what is wrong.
 fn check_log(bitmaps: &[Vec<u64>], pages_per_slot: u64, is_written: impl Fn(u64) -> bool) -> Result<(), String> {
     let (mut lost, mut false_alarms, mut example) = (0_u64, 0_u64, None);
     for (slot, bitmap) in (0..).zip(bitmaps) {
-        // Bits behind the last page are no page's.
+        // Bits after the last page belong to no page.
         for bit in 0..bitmap.len() as u64 * u64::from(u64::BITS) {
             let page = slot * pages_per_slot + bit;
             let reported = bitmap[(bit / 64) as usize] >> (bit % 64) & 1 == 1;

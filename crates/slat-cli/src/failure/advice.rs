@@ -1,5 +1,6 @@
-//! What to do about what a library refused. Its errors say what is wrong in its own terms; these are the options and
-//! permissions of the command that change it. Errors that name them themselves get none.
+//! The next steps after errors of the libraries. Their errors describe the problem in their own
+//! terms; this module names the options and permissions of the command that solve it. Errors that
+//! name these themselves have no next step here.
 
 use slat_machine::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
 use slat_machine::host::HostError;
@@ -10,7 +11,7 @@ use slat_machine::source::SourceError;
 use slat_machine::topology::PinError;
 use slat_machine::userfaultfd::UserfaultfdError;
 
-/// Nothing of which the user can be the cause.
+/// An error that the user cannot cause.
 const REPORT: &str = "please report this with the command line";
 
 /// A thread that cannot be started.
@@ -53,7 +54,7 @@ fn of_memory(error: &MemoryError) -> &'static str {
             "choose another size, or another kind of memory (-s)"
         }
         MemoryError::NotEnoughMemory { .. } => LESS_MEMORY,
-        // It has the command for it.
+        // The error has the command for it.
         MemoryError::NotEnoughHugePages { .. } => "",
         MemoryError::UnknownKind { .. } | MemoryError::NotShared { .. } => "choose another kind of memory (-s)",
         MemoryError::System { .. } => "choose less memory, or another kind (-s)",
@@ -119,7 +120,7 @@ fn of_userfaultfd(error: &UserfaultfdError) -> &'static str {
         | UserfaultfdError::MissingFeature { .. }
         | UserfaultfdError::MissingIoctl { .. } => NO_USERFAULTFD,
         UserfaultfdError::MinorNeedsShared { .. } => "choose -s shmem",
-        // One descriptor for each vCPU may be more than there can be.
+        // One descriptor for each vCPU may exceed the limit.
         UserfaultfdError::System { .. } => "raise `ulimit -n`, or choose one descriptor (-a)",
         _ => REPORT,
     }

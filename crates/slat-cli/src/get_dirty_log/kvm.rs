@@ -1,25 +1,25 @@
-//! The peer that counts: the KVM of this machine (`crate::kvm`). Its slot is of the same size and on the same memory as
-//! everybody's, and the log is got in its legacy mode, in which the call begins a new log too. The vCPU is out of the
-//! guest when the log is taken.
+//! The most important peer: the KVM of this machine (`crate::kvm`). Its memslot has the size and
+//! the memory of all others. The log is got in KVM's legacy mode, in which the call begins a new
+//! log too. The vCPU is out of the guest when the log is got.
 
 use slat::{ManualProtect, PAGE_SHIFT};
 use slat_machine::memory::Backing;
 
 use super::subject::Subject;
 use crate::failure::Failure;
-use crate::kvm::{Guest, KvmVm, Logging, Shape, Trouble};
+use crate::kvm::{KvmError, KvmGuest, KvmVm, Logging, VmShape};
 
 /// A VM of the real KVM with one slot.
 pub(super) struct KvmPeer {
     vm: KvmVm,
     /// One.
-    guests: Vec<Guest>,
+    guests: Vec<KvmGuest>,
 }
 
 impl KvmPeer {
-    /// A VM whose slot is all of `memory`, and logs.
-    pub(super) fn new(memory: &Backing) -> Result<KvmPeer, Trouble> {
-        let shape = Shape {
+    /// A VM whose memslot is all of `memory`, and logs.
+    pub(super) fn new(memory: &Backing) -> Result<KvmPeer, KvmError> {
+        let shape = VmShape {
             nr_vcpus: 1,
             nr_slots: 1,
             nr_listed: memory.size_bytes() >> PAGE_SHIFT,

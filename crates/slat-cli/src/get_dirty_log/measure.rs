@@ -1,5 +1,5 @@
-//! The runs of the table and of the framebuffer: the guest of each method writes the same pages, and then its log is taken,
-//! timed, and held against them.
+//! The runs of the table and of the framebuffer. The guest of each method writes the same pages.
+//! Then the method's call gets the log, timed, and the log is compared with those pages.
 
 use std::time::{Duration, Instant};
 
@@ -9,17 +9,17 @@ use rand::{RngExt, SeedableRng};
 use slat::{PAGE_SHIFT, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
-use super::pattern::{Pattern, check_log, nr_words, set_bits};
+use super::pattern::{DirtyPattern, check_log, nr_words, set_bits};
 use super::{GetDirtyLogArgs, Method, Subjects};
 use crate::failure::{Failure, check_failed};
 use crate::results::{Outcome, Samples};
 use crate::session::Session;
 
-/// A method that has spent this time on a cell, its guest's writes included, takes part in no further run.
+/// A method that has spent this time on a cell, its guest's writes included, has no further runs.
 const METHOD_TIME: Duration = Duration::from_millis(150);
 /// The same for KVM, whose guest's faults are slow.
 const KVM_TIME: Duration = Duration::from_millis(500);
-/// But in so many in any case, if as many were asked for.
+/// Every method has so many runs at least, if as many were asked for.
 const MIN_RUNS: u32 = 3;
 
 /// The calls of one method in one cell, from the first run on.
@@ -42,7 +42,8 @@ impl Series {
         samples
     }
 
-    /// How many times as long as `other` this takes: median of the runs that both have, each with the other's.
+    /// How many times as long as `other` this takes: the median over the runs that both have, run
+    /// by run.
     pub(super) fn ratio_to(&self, other: &Series) -> f64 {
         let mut ratios = Samples::default();
         for (time, other) in self.times_ns.iter().zip(&other.times_ns) {
@@ -51,7 +52,7 @@ impl Series {
         ratios.quantile(500)
     }
 
-    /// Whether it has had its time.
+    /// Whether it has used its time.
     fn is_done(&self) -> bool {
         let time = if self.method == Method::Kvm { KVM_TIME } else { METHOD_TIME };
         self.times_ns.len() >= MIN_RUNS as usize && self.spent > time
@@ -61,8 +62,8 @@ impl Series {
 /// One row of a table: all methods on the same pages.
 #[derive(Clone, Debug)]
 pub(super) struct Cell {
-    /// How they lie; the framebuffer has no pattern.
-    pub(super) pattern: Option<Pattern>,
+    /// How they are placed; the framebuffer has no pattern.
+    pub(super) pattern: Option<DirtyPattern>,
     /// Pages that were dirty at each call, or in the mean.
     pub(super) nr_dirty: f64,
     pub(super) series: Vec<Series>,
@@ -80,7 +81,7 @@ impl Cell {
     }
 }
 
-/// What is measured, and the memory that all write.
+/// The subjects, and the memory that all of them write.
 pub(super) struct Bench {
     subjects: Subjects,
     memory: Backing,
@@ -98,8 +99,8 @@ impl Bench {
         Bench { subjects, memory, nr_pages, log: bitmap(), written: bitmap(), value: 1 << 32 }
     }
 
-    /// Has every guest write all pages once, so that all that comes after finds them mapped; checks that the log has all
-    /// pages then, and next none.
+    /// Has every guest write all pages once, so that all later writes find them mapped. Checks that
+    /// the log then has all pages, and the next log none.
     pub(super) fn populate(&mut self, session: &Session) -> Result<(), Failure> {
         let all: Vec<u32> = (0..self.nr_pages).collect();
         let progress = session.progress(self.subjects.len() as u64);
@@ -112,7 +113,8 @@ impl Bench {
         Ok(())
     }
 
-    /// The guest of subject `which` writes `pages`, and its log is taken: how long that took, in nanoseconds.
+    /// The guest of subject `which` writes `pages`, and its log is got. Returns how long the call
+    /// took, in nanoseconds.
     fn write_and_get(&mut self, which: usize, pages: &[u32]) -> Result<f64, Failure> {
         self.value += 1;
         let (method, subject) = &mut self.subjects[which];
@@ -125,11 +127,12 @@ impl Bench {
         self.get(which, pages)
     }
 
-    /// Takes the log of subject `which`, which must be `pages`, in nanoseconds.
+    /// Gets the log of subject `which`, which must be `pages`. Returns the nanoseconds of the call.
     fn get(&mut self, which: usize, pages: &[u32]) -> Result<f64, Failure> {
         let (method, subject) = &mut self.subjects[which];
         set_bits(&mut self.written, pages);
-        // A word that the call leaves alone shows; and the buffer is as warm for everybody.
+        // A word that the call does not write shows in the check; and each subject finds the buffer
+        // equally warm.
         self.log.fill(u64::MAX);
         let begin = Instant::now();
         let result = subject.get_dirty_log(&mut self.log);
@@ -139,8 +142,9 @@ impl Bench {
         Ok(time.as_nanos() as f64)
     }
 
-    /// The subjects `order` on the same pages, each some times in a row. Their order becomes another one each time: who comes behind one that uses the
-    /// same code finds it in the caches, and who comes behind a real guest finds nothing there.
+    /// Runs the subjects `order` on the same pages, each some times in a row. Their order is drawn
+    /// anew for each run: a subject that follows another with the same code finds it in the caches,
+    /// and one that follows a real guest finds nothing there.
     fn run(
         &mut self,
         mut order: Vec<usize>,
@@ -169,7 +173,8 @@ impl Bench {
     }
 }
 
-/// The table: for each pattern, each number of dirty pages. `outcome` makes of them what the experiment gives.
+/// The table: for each pattern, each number of dirty pages. `outcome` makes the experiment's
+/// outcome of the cells.
 pub(super) fn table(
     args: &GetDirtyLogArgs,
     session: &Session,
@@ -184,7 +189,7 @@ pub(super) fn table(
     for &pattern in args.patterns() {
         for &nr_dirty in &numbers {
             progress.begin(format!("{}, {nr_dirty} dirty pages", pattern.name()));
-            // The whole slot is the same pages in each pattern, and takes longest.
+            // All pages of the memslot are the same pages in each pattern, and take longest.
             let whole = cells.iter().find(|cell| nr_dirty == bench.nr_pages && cell.nr_dirty == f64::from(nr_dirty));
             let cell = match whole {
                 Some(whole) => Cell { pattern: Some(pattern), ..whole.clone() },
@@ -202,7 +207,7 @@ pub(super) fn table(
 fn measure_cell(
     args: &GetDirtyLogArgs,
     bench: &mut Bench,
-    pattern: Pattern,
+    pattern: DirtyPattern,
     nr_dirty: u32,
     rng: &mut SmallRng,
 ) -> Result<Cell, Failure> {
@@ -225,10 +230,12 @@ const PIXEL_BYTES: u64 = 4;
 /// Rectangles that a burst draws, at most.
 const MAX_RECTANGLES: u64 = 4;
 
-/// Bursts before what was measured so far is handed over again: they are short, and handing over is not for the caches.
+/// Bursts between two hand-overs of what was measured so far: bursts are short, and a hand-over
+/// evicts cache lines.
 const BURSTS_BETWEEN: u32 = 50;
 
-/// The framebuffer: each burst draws some rectangles. `outcome` makes of its one cell what the experiment gives.
+/// The framebuffer: each burst draws some rectangles. `outcome` makes the experiment's outcome of
+/// its one cell.
 pub(super) fn framebuffer(
     args: &GetDirtyLogArgs,
     session: &Session,
@@ -243,7 +250,7 @@ pub(super) fn framebuffer(
         let pages = draw(bench.nr_pages, &mut rng);
         nr_dirty += pages.len();
         cell.nr_dirty = nr_dirty as f64 / f64::from(number);
-        // Bursts are short, and differ: all methods have them all.
+        // Bursts are short, and differ: all methods run each of them.
         bench.run((0..cell.series.len()).collect(), &pages, 1, &mut cell.series, &mut rng)?;
         progress.step();
         if number.is_multiple_of(BURSTS_BETWEEN) {
@@ -271,7 +278,7 @@ fn draw(nr_pages: u32, rng: &mut SmallRng) -> Vec<u32> {
             }
         }
     }
-    // A screen of less than a line: the rectangle may lie beside it.
+    // On a screen of less than a line the rectangle may be outside.
     is_drawn[0] |= screen_bytes < LINE_BYTES;
     (0..nr_pages).filter(|&page| is_drawn[page as usize]).collect()
 }

@@ -1,9 +1,10 @@
-//! A migration in small, for the engine alone: the guest writes pages at random on a thread of its own, at a fixed rate,
-//! and the log is taken again and again. To protect lazily makes a harvest cheap and leaves work to the guest's next
-//! writes; this shows both sides of that.
+//! A small migration, for the engine alone: the guest writes random pages at a fixed rate on
+//! another thread, while the log is got again and again. Lazy protection makes a harvest cheap and
+//! moves work to the guest's next writes; this measures both.
 //!
-//! The guest writes ever new values. The host has a copy of all pages, and after each harvest copies what was reported;
-//! when the guest has stopped, and the log was taken once more, the copy must equal the memory, and the log be empty.
+//! Each write has a new value. The host has a copy of all pages, and after each harvest copies what
+//! was reported. When the guest has stopped, one more harvest follows: then the copy must equal the
+//! memory, and the next log be empty.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -23,15 +24,15 @@ use crate::failure::{Failure, check_failed};
 use crate::results::{Outcome, Samples};
 use crate::session::Session;
 
-/// Pages that the guest writes in a second, unless told otherwise.
+/// Pages that the guest writes in a second, by default.
 const DEFAULT_RATE: u32 = 100_000;
 /// From the beginning of one harvest to that of the next, at least.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// Harvests of one method before it is the other's turn.
+/// Harvests of one method in a row.
 const HARVESTS_PER_TURN: u32 = 10;
 /// The guest writes what is due, then sleeps for the rest of such a tick.
 const TICK: Duration = Duration::from_millis(1);
-/// Writes of a turn whose time is kept.
+/// Writes of a turn whose times are recorded, at most.
 const MAX_TIMED: usize = 1 << 20;
 
 impl GetDirtyLogArgs {
@@ -41,7 +42,7 @@ impl GetDirtyLogArgs {
     }
 }
 
-/// What was seen of one method.
+/// The figures of one method.
 #[derive(Debug)]
 pub(super) struct Migration {
     pub(super) method: Method,
@@ -79,7 +80,7 @@ impl Migration {
 
 /// What the guest did in a turn.
 #[derive(Default)]
-struct Guest {
+struct GuestWrites {
     nr_writes: u64,
     writing_ns: u64,
     /// Of writes that faulted.
@@ -134,11 +135,11 @@ struct Turn<'a> {
     args: &'a GetDirtyLogArgs,
     memory: &'a Backing,
     log: &'a mut [u64],
-    /// The first word of each page, as last seen.
+    /// The first word of each page at its last copy.
     copy: &'a mut [Option<u64>],
     rng: SmallRng,
     nr_harvests: u32,
-    /// What the guest writes first; then ever greater values.
+    /// The first value that the guest writes; each later one is greater.
     next_value: u64,
 }
 
@@ -228,17 +229,17 @@ fn run_guest<C: GuestCpu>(
     mut rng: SmallRng,
     first_value: u64,
     is_over: &AtomicBool,
-) -> Result<Guest, Failure> {
-    let mut guest = Guest::default();
+) -> Result<GuestWrites, Failure> {
+    let mut guest = GuestWrites::default();
     let begin = Instant::now();
-    // Without a rate it looks at the clock and the flag now and then.
+    // Writes between two checks of the clock and the flag, without a rate.
     const UNLIMITED: u64 = 256;
     while !is_over.load(Ordering::Relaxed) {
         let due = match rate {
             0 => guest.nr_writes + UNLIMITED,
             rate => (begin.elapsed().as_secs_f64() * f64::from(rate)) as u64,
         };
-        // A guest that is behind looks at the flag too.
+        // A guest that is behind checks the flag too.
         for _ in guest.nr_writes..due.min(guest.nr_writes + UNLIMITED) {
             let page = rng.random_range(0..nr_pages);
             let nr_faults = cpu.counters().nr_faults;

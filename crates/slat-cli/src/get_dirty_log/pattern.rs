@@ -8,10 +8,10 @@ use rand::seq::index;
 use super::Method;
 use crate::failure::{Failure, check_failed};
 
-/// How the pages that are written lie in the slot.
+/// How the pages that are written are placed in the memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum Pattern {
-    /// One behind the other, from a random page on.
+pub(crate) enum DirtyPattern {
+    /// Consecutive, from a random page on.
     Run,
     /// Evenly spread over the slot, from a random page on.
     Stride,
@@ -19,31 +19,31 @@ pub(crate) enum Pattern {
     Random,
 }
 
-impl Pattern {
-    pub(super) const ALL: [Pattern; 3] = [Pattern::Run, Pattern::Stride, Pattern::Random];
+impl DirtyPattern {
+    pub(super) const ALL: [DirtyPattern; 3] = [DirtyPattern::Run, DirtyPattern::Stride, DirtyPattern::Random];
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            Pattern::Run => "run",
-            Pattern::Stride => "stride",
-            Pattern::Random => "random",
+            DirtyPattern::Run => "run",
+            DirtyPattern::Stride => "stride",
+            DirtyPattern::Random => "random",
         }
     }
 
-    /// Chooses `nr_dirty` different pages of `nr_pages`, in the order in which they are written. Both are not 0, and
-    /// the first not more than the second.
+    /// Chooses `nr_dirty` different pages of `nr_pages`, in the order in which they are written.
+    /// Both are not 0, and the first not more than the second.
     pub(super) fn choose(self, nr_dirty: u32, nr_pages: u32, rng: &mut SmallRng) -> Vec<u32> {
         match self {
-            Pattern::Run => {
+            DirtyPattern::Run => {
                 let first = rng.random_range(0..=nr_pages - nr_dirty);
                 (first..first + nr_dirty).collect()
             }
-            Pattern::Stride => {
+            DirtyPattern::Stride => {
                 let stride = nr_pages / nr_dirty;
                 let first = rng.random_range(0..stride);
                 (0..nr_dirty).map(|n| first + n * stride).collect()
             }
-            Pattern::Random => {
+            DirtyPattern::Random => {
                 index::sample(rng, nr_pages as usize, nr_dirty as usize).into_iter().map(|page| page as u32).collect()
             }
         }
@@ -63,7 +63,7 @@ pub(super) fn set_bits(bitmap: &mut [u64], pages: &[u32]) {
     }
 }
 
-/// Holds the log that a call gave against that of the pages written since the call before.
+/// Compares the log that a call returned with the pages written since the call before.
 pub(super) fn check_log(method: Method, log: &[u64], written: &[u64]) -> Result<(), Failure> {
     if log == written {
         return Ok(());
@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn as_many_different_pages_as_were_asked_for() {
         let mut rng = SmallRng::seed_from_u64(3);
-        for pattern in Pattern::ALL {
+        for pattern in DirtyPattern::ALL {
             for (nr_dirty, nr_pages) in [(1, 1), (1, 1000), (7, 1000), (512, 1000), (999, 1000), (1000, 1000)] {
                 let mut pages = pattern.choose(nr_dirty, nr_pages, &mut rng);
                 assert!(pages.iter().all(|&page| page < nr_pages), "{pattern:?} {nr_dirty}");

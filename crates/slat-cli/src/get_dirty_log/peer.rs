@@ -1,20 +1,28 @@
-//! The peers: get-dirty-log as KVM had it before and after the year 2012, written anew over the tables of the software CPU.
+//! The peers: get-dirty-log as KVM had it before and after the year 2012, written anew over the
+//! page tables of the software CPU.
 //!
-//! What they share: a lock of the VM for slots, held for the whole call, and one for the MMU, held by each fault and
-//! while pages are protected; a *reverse map*, which has for each page of the slot the leaf that maps it; one bit for each
-//! page. A fault gives the leaf its W bit back and sets the page's bit, under the lock of the MMU. The flush is that of
-//! the engine's host, under the lock as it was then.
+//! All of them have
+//! - a slots lock of the VM, which a call holds from its begin to its end;
+//! - an MMU lock, which each fault holds, and each call while it write-protects pages;
+//! - a *reverse map*: for each page of the memslot the leaf PTE that maps it;
+//! - one bit for each page.
 //!
-//! - *srcu-copy*, the old way. The log has two halves. A call clears the one that is not in use, copies the set of slots
-//!   with it in the place of the other, publishes the copy, and waits for a grace period: then no fault marks the old
-//!   half any more, and it can be read in peace. Few dirty pages are protected by the reverse map; if they are many, it
-//!   goes through all leaves.
-//! - *xchg*: each word of the log in use is exchanged with zero, if it is not zero; nothing is copied or published, and
-//!   nobody is waited for. The bits of the word are visited in one of three ways.
-//! - *xchg16*: the same, two words at a time by the 16-byte compare-and-exchange (x86 has no other exchange of 16 bytes).
+//! A fault restores W in the leaf PTE and sets the page's bit, under the MMU lock. The flush is
+//! that of the engine's host, under the lock as it was then.
 //!
-//! They are as good as that design allows: the log is taken straight into the caller's buffer; the right to write is
-//! taken by a plain store where hardware has no bit left to set in the leaf; and the grace period is a cheap one.
+//! - *srcu-copy*, the old way. The log has two halves. A call clears the half that is not in use,
+//!   and publishes a copy of the memslot set with that half. Then it waits for a grace period,
+//!   after which no fault marks the old half. It finds the leaf PTEs of few dirty pages by the
+//!   reverse map; if dirty pages are many, it visits all leaf PTEs.
+//! - *xchg*: a call exchanges each word of the log in use with zero, unless it is zero. It copies
+//!   and publishes nothing, and waits for no reader. It visits the bits of a word in one of three
+//!   ways.
+//! - *xchg16*: the same, two words at a time by the 16-byte compare-and-exchange (x86 has no other
+//!   exchange of 16 bytes).
+//!
+//! They are as fast as that design allows: a call writes the log directly into the caller's buffer;
+//! it write-protects by a plain store where hardware has no bit left to set in the leaf PTE; and
+//! the grace period is a cheap one.
 
 mod exchange16;
 mod grace;
@@ -40,11 +48,11 @@ use slots::{Log, Slots};
 
 const TABLE_ENTRIES: usize = 512;
 
-/// srcu-copy goes through all leaves if one page in so many is dirty. (KVM did it as soon as there were more dirty pages
-/// than tables, one in 512: far too early.)
+/// srcu-copy visits all leaf PTEs if one page in so many is dirty. (KVM did so as soon as there
+/// were more dirty pages than page-table pages, one in 512: far too early.)
 const MANY_DIRTY: u64 = 8;
 
-/// A page of tables.
+/// A page-table page.
 #[repr(C, align(4096))]
 struct Table([AtomicU64; TABLE_ENTRIES]);
 
@@ -53,7 +61,7 @@ impl Table {
         phys::hpa_of(self)
     }
 
-    /// Links `below` under the entry of `gpa` in this table of level `level`.
+    /// Links `below` in the PTE of `gpa` in this page-table page of level `level`.
     fn link<F: HardwareFormat>(&self, level: Level, gpa: Gpa, below: &Table) {
         let shift = PAGE_SHIFT + 9 * (u32::from(level.0) - 1);
         let index = (gpa.0 >> shift) as usize % TABLE_ENTRIES;
@@ -61,21 +69,21 @@ impl Table {
     }
 }
 
-/// New tables, empty. They live as long as the command: each page's reverse map is then a plain reference to its leaf,
-/// as it is a plain pointer in a kernel.
+/// New, empty page-table pages. They live as long as the command, so a reverse-map entry is a plain
+/// reference to its leaf PTE, as it is a plain pointer in a kernel.
 fn tables(count: usize) -> &'static [Table] {
     let table = |_| Table([const { AtomicU64::new(0) }; TABLE_ENTRIES]);
     Vec::leak((0..count).map(table).collect())
 }
 
-/// A VM in the manner of its time: one slot that logs, mapped for good.
+/// A VM as of 2012: one memslot that logs, mapped for good.
 struct PeerVm<F> {
     slots_lock: Mutex<()>,
     mmu_lock: Mutex<()>,
     slots: Slots,
-    /// The tables of leaves, in the order of the slot's pages.
+    /// The page-table pages with the leaf PTEs, in the order of the memslot's pages.
     leaf_tables: &'static [Table],
-    /// The leaf of each page.
+    /// The leaf PTE of each page.
     rmap: Box<[&'static AtomicU64]>,
     flush_domain: Arc<FlushDomain>,
     range: GfnRange,
@@ -83,7 +91,8 @@ struct PeerVm<F> {
 }
 
 impl<F: HardwareFormat> PeerVm<F> {
-    /// A VM on `memory`, with all pages mapped and protected; and the root of its tables.
+    /// Returns a VM on `memory` with all pages mapped and write-protected, and the root of its page
+    /// tables.
     fn new(memory: &Backing, flush_domain: Arc<FlushDomain>) -> (PeerVm<F>, Hpa) {
         let nr_pages = (memory.size_bytes() >> PAGE_SHIFT) as u32;
         let leaf_tables = tables(nr_pages.div_ceil(TABLE_ENTRIES as u32) as usize);
@@ -93,7 +102,8 @@ impl<F: HardwareFormat> PeerVm<F> {
             let frame = phys::hpa_of(memory.as_ptr().wrapping_add(number << PAGE_SHIFT));
             leaf.store(F::leaf(frame.pfn(), Level::L4K).0, Ordering::Relaxed);
         }
-        // The slot begins at a multiple of 1 GiB, and ends below the 512 GiB of one table of level 3.
+        // The memslot begins at a multiple of 1 GiB, and ends below the 512 GiB of one page-table
+        // page of level 3.
         let upper = tables(2 + leaf_tables.len().div_ceil(TABLE_ENTRIES));
         let [root, level_3, level_2 @ ..] = upper else { unreachable!("two tables and more were made") };
         root.link::<F>(Level(4), gpa(0), level_3);
@@ -112,20 +122,22 @@ impl<F: HardwareFormat> PeerVm<F> {
             range: GfnRange::new(Gfn(gpa(0).0 >> PAGE_SHIFT), nr_pages.into()),
             _format: PhantomData,
         };
-        // A root with three levels below is all that the slot needs; of one with 2048 entries only the first 512.
+        // The memslot needs a root with three levels below; of a root with 2048 PTEs, only the
+        // first 512.
         (vm, if F::ROOT_LEVEL == Level(3) { level_3.hpa() } else { root.hpa() })
     }
 
-    /// Takes the right to write from a leaf, under the lock of the MMU.
+    /// Write-protects a leaf PTE. The caller holds the MMU lock.
     #[inline]
     fn protect(leaf: &AtomicU64) {
-        // Without a dirty bit there is only A.
+        // Without a dirty bit hardware sets only A.
         let set = F::ACCESSED | if F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
         let entry = leaf.load(Ordering::Relaxed);
         if entry & F::WRITABLE == 0 {
         } else if entry & set == set {
-            // Hardware has nothing to set any more, and everybody else takes the lock: nothing can get lost. Release is
-            // free on x86, and orders nothing that the flush does not.
+            // Hardware has no bit left to set, and all software takes the lock, so the store
+            // overwrites nothing. Release costs nothing on x86, and orders nothing that the flush
+            // does not order.
             leaf.store(entry & !F::WRITABLE, Ordering::Release);
         } else {
             leaf.fetch_and(!F::WRITABLE, Ordering::SeqCst);
@@ -137,7 +149,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         Self::protect(self.rmap[page]);
     }
 
-    /// Visits the bits of a word by finding the lowest and clearing it.
+    /// Visits the bits of a word: finds the lowest, clears it, repeats.
     #[inline]
     fn protect_mask(&self, first_page: usize, mut mask: u64) {
         while mask != 0 {
@@ -146,7 +158,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         }
     }
 
-    /// Visits them by the search for the next set bit that any bitmap has.
+    /// Visits the bits by the search for the next set bit, as any bitmap has it.
     #[inline]
     fn protect_find_next(&self, first_page: usize, mask: u64) {
         let mut bit = find_next_bit(mask, 0);
@@ -156,7 +168,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         }
     }
 
-    /// Looks at each bit from the first that is set to the last.
+    /// Tests each bit from the first that is set to the last.
     #[inline]
     fn protect_first_to_last(&self, first_page: usize, mask: u64) {
         for bit in mask.trailing_zeros()..u64::BITS - mask.leading_zeros() {
@@ -166,7 +178,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         }
     }
 
-    /// The flush owed for pages that were protected.
+    /// Flushes the memslot after pages were write-protected.
     fn flush(&self) {
         self.flush_domain.flush(&[self.range]);
     }
@@ -208,7 +220,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         }
     }
 
-    /// Publishes a copy of the slots with the other half of the log.
+    /// Publishes a copy of the memslot set with the other half of the log.
     fn copy_slots(&self, out: &mut [u64]) {
         let nr_dirty = self.slots.log_in_use().nr_dirty();
         if nr_dirty == 0 {
@@ -241,14 +253,14 @@ impl<F: HardwareFormat> PeerVm<F> {
 }
 
 /// The first set bit of `word` from bit `from` on.
-// A call for each bit is what the generic search was.
+// The generic search was a call for each bit.
 #[inline(never)]
 fn find_next_bit(word: u64, from: u32) -> Option<u32> {
     let rest = if from < u64::BITS { word & u64::MAX << from } else { 0 };
     (rest != 0).then(|| rest.trailing_zeros())
 }
 
-/// A lock of a thread that panicked guards nothing that could be half done: a panic ends the command.
+/// Ignores poison: a panic ends the command, so no later call finds state half changed.
 fn lock(mutex: &Mutex<()>) -> std::sync::MutexGuard<'_, ()> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -260,12 +272,12 @@ impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
     fn handle_fault(&mut self, gpa: Gpa, _access: Access) -> Result<Outcome, slat::Error> {
         let vm = &*self.0;
         let page = page(gpa);
-        let section = vm.slots.enter();
+        let guard = vm.slots.enter();
         let mmu = lock(&vm.mmu_lock);
-        // All pages are mapped: only the right to write can be missing.
+        // All pages are mapped: only W can be missing.
         vm.rmap[page as usize].fetch_or(F::WRITABLE, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        section.log().mark(page);
+        guard.log().mark(page);
         drop(mmu);
         if F::NEEDS_LOCAL_FLUSH {
             flush_local(gpa);
@@ -273,7 +285,7 @@ impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
         Ok(Outcome::Resume)
     }
 
-    // The CPU is given no modification log.
+    // The CPU has no modification log.
     fn log_modifications(&mut self, _written: &[Gpa]) {}
 }
 
@@ -285,7 +297,7 @@ pub(super) struct Peer<F> {
 }
 
 impl<F: HardwareFormat> Peer<F> {
-    /// The peer that takes its log by `method`.
+    /// A peer whose call works by `method`.
     pub(super) fn new(method: Method, memory: &Backing) -> Peer<F> {
         let flush_domain = Arc::new(FlushDomain::new());
         let port = Port::new(&flush_domain);

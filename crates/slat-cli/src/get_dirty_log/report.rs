@@ -13,7 +13,7 @@ use super::{GetDirtyLogArgs, Method, Notes, Workload};
 use crate::results::{Figure, Results, host_json, measured_on};
 use crate::table;
 
-/// A number with enough digits and no more.
+/// A number with two to three digits.
 fn figure(value: f64) -> String {
     match value.abs() {
         small if small < 10.0 => format!("{value:.2}"),
@@ -46,11 +46,11 @@ const VIEWS: [View; 4] = [
     },
 ];
 
-/// Prints the tables, and what has to be said about the figures.
+/// Prints the tables and the notes.
 pub(super) fn print(out: &mut impl Write, args: &GetDirtyLogArgs, notes: &Notes, cells: &[Cell]) -> io::Result<()> {
     writeln!(
         out,
-        "Taking the dirty log of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest has stopped at each call.",
+        "Getting the dirty log of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest has stopped at each call.",
         args.nr_pages(),
         args.backing,
         args.paging.name(),
@@ -68,7 +68,7 @@ pub(super) fn print(out: &mut impl Write, args: &GetDirtyLogArgs, notes: &Notes,
     if let Some(facts) = &notes.kvm {
         writeln!(
             out,
-            "kvm: KVM_GET_DIRTY_LOG of this machine, the system call included, by a direct ioctl into a buffer that was there."
+            "kvm: KVM_GET_DIRTY_LOG of this machine, the system call included, by a direct ioctl into an existing buffer."
         )?;
         facts.lines().iter().try_for_each(|line| writeln!(out, "{line}"))?;
     }
@@ -246,7 +246,7 @@ const LINES: [Line; 14] = [
     },
     Line {
         name: "write_fault_max",
-        title: "Guest's write that faults, worst",
+        title: "Guest's write that faults, longest",
         unit: "ns",
         value: |run| run.fault_ns.quantile(1000),
     },
@@ -270,7 +270,7 @@ const LINES: [Line; 14] = [
     },
     Line {
         name: "guest_write",
-        title: "Guest's cost of a write, mean",
+        title: "Guest's time of a write, mean",
         unit: "ns",
         value: |run| run.writing_ns as f64 / (run.nr_writes as f64).max(1.0),
     },
@@ -283,7 +283,7 @@ const LINES: [Line; 14] = [
     Line { name: "faults", title: "Faults", unit: "count", value: |run| run.nr_faults as f64 },
 ];
 
-/// Prints what a migration showed.
+/// Prints the tables of a migration.
 pub(super) fn print_migration(out: &mut impl Write, args: &GetDirtyLogArgs, all: &[Migration]) -> io::Result<()> {
     let rate = match args.guest_rate() {
         0 => "as many pages as it can".to_owned(),
@@ -291,7 +291,7 @@ pub(super) fn print_migration(out: &mut impl Write, args: &GetDirtyLogArgs, all:
     };
     writeln!(
         out,
-        "Migration of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest writes {rate}, at random, on a thread of its own.",
+        "Migration of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest writes {rate}, at random, on another thread.",
         args.nr_pages(),
         args.backing,
         args.paging.name(),

@@ -1,8 +1,9 @@
-//! Who has a slot with a dirty log, and a guest that writes it.
+//! The subjects: a memslot with a dirty log, and a guest that writes it.
 //!
-//! The guests of the engine and of its peers are the same software CPU, which walks tables of the same format over the
-//! same memory; only who answers its faults, and who takes the log, differs. With `--paging shadow` the engine's is a CPU
-//! without a second stage, whose tables the engine finds by a reverse map. All memory was touched before: no write waits for
+//! The guests of the engine and of its peers are the same software CPU, which walks page tables of
+//! the same format over the same memory. Only the code that handles its faults and gets the log
+//! differs. With `--paging shadow` the engine's guest is a CPU without a second stage, whose shadow
+//! leaves the engine finds by a reverse map. All memory was touched before, so no write waits for
 //! the kernel.
 
 use std::sync::Arc;
@@ -24,19 +25,20 @@ use slat_machine::walk::HardwareFormat;
 use super::Method;
 use crate::failure::{Failure, check_failed};
 
-/// Where the slot is, in all but the real KVM: at a multiple of 1 GiB.
+/// Where the memslot is, in all but the real KVM: at a multiple of 1 GiB.
 const SLOT_GPA: Gpa = Gpa(4 << 30);
 /// Its number.
 const SLOT: u32 = 0;
-/// The slot of the tables of a guest without a second stage.
+/// The memslot with the page tables of a guest without a second stage.
 const TABLES_SLOT: u32 = 1;
 
-/// A slot with a dirty log, and a guest that writes it. Guest and log are used in turn, by one thread.
+/// A memslot with a dirty log, and a guest that writes it. One thread uses guest and log in turn.
 pub(super) trait Subject {
     /// The guest writes `value` to the first word of each of `pages`.
     fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure>;
 
-    /// Takes the log into `log`, which has as many words as the slot needs, and begins a new one. This is what is timed.
+    /// Gets the log into `log`, which has as many words as the memslot needs, and begins a new log.
+    /// This is what is timed.
     fn get_dirty_log(&mut self, log: &mut [u64]) -> Result<(), Failure>;
 }
 
@@ -66,7 +68,8 @@ pub(super) fn write_page<C: GuestCpu>(cpu: &mut C, page: u32, value: u64) -> Res
         .map_err(|error| check_failed(format_args!("the guest wrote page {page}: {error}")))
 }
 
-/// Writes `value` to `pages` as the guest, which is back in its VMM afterwards, as a real vCPU would be.
+/// Writes `value` to `pages` as the guest, which is back in its VMM afterwards, as a real vCPU
+/// would be.
 pub(super) fn write_pages<C: GuestCpu>(cpu: &mut C, pages: &[u32], value: u64) -> Result<(), Failure> {
     let written = pages.iter().try_for_each(|&page| write_page(cpu, page, value));
     cpu.exit_guest_mode();
@@ -89,8 +92,8 @@ impl<F: HardwareFormat> Slat<F, Cpu<Vcpu<MachineHost, F>, F>> {
 }
 
 impl Slat<Npt, ShadowCpu<Vcpu<MachineHost, Npt>>> {
-    /// The same without a second stage. The guest's own tables map the slot where it is, by pages of 2 MiB as those of the real
-    /// KVM's guest do; what is logged are pages of 4 KiB all the same.
+    /// The same without a second stage. The guest's own page tables map the memslot at its own
+    /// address, by pages of 2 MiB as the real KVM's guest does; the log still has pages of 4 KiB.
     pub(super) fn shadow(method: Method, memory: &Backing) -> Result<Self, Failure> {
         let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
         let paging = shadow_paging(nr_pages);
@@ -124,13 +127,14 @@ impl Slat<Npt, ShadowCpu<Vcpu<MachineHost, Npt>>> {
 }
 
 impl<F: HardwareFormat, C> Slat<F, C> {
-    /// VM and vCPU apart, for a guest that runs on a thread of its own.
+    /// VM and vCPU separately, for a guest that runs on another thread.
     pub(super) fn parts(&mut self) -> (&Vm<MachineHost, F>, &mut C) {
         (&self.vm, &mut self.cpu)
     }
 }
 
-/// A VM with `memory` as the slot, which logs; and with as many tables as that needs, and `nr_more_tables`.
+/// A VM with `memory` as the memslot that logs, with enough page-table pages for it and
+/// `nr_more_tables` more.
 fn with_slot<F: HardwareFormat>(
     new: impl FnOnce(MachineHost) -> Result<Vm<MachineHost, F>, slat::Error>,
     memory: &Backing,
@@ -151,7 +155,7 @@ fn with_slot<F: HardwareFormat>(
     Ok(vm)
 }
 
-/// How the engine is to protect pages again.
+/// How the engine write-protects pages again.
 fn config(method: Method) -> Config {
     let protection = match method {
         Method::SlatLeaf => WriteProtection::LeafByLeaf,
@@ -160,7 +164,7 @@ fn config(method: Method) -> Config {
     Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection))
 }
 
-/// Takes the log of the engine's slot.
+/// Gets the log of the engine's memslot.
 pub(super) fn get_dirty_log<F: HardwareFormat>(vm: &Vm<MachineHost, F>, log: &mut [u64]) -> Result<u64, Failure> {
     Ok(vm.get_dirty_log(SLOT, log)?)
 }

@@ -1,5 +1,6 @@
-//! What kind of KVM this is: its modules, how it translates guest memory, what it offers for dirty logging. A figure of
-//! KVM means nothing without it: a shadow MMU and the TDP MMU have no code in common here.
+//! The kind of this KVM: its modules, its translation of guest memory, its capabilities for dirty
+//! logging. A figure of KVM is meaningless without them: a shadow MMU and the TDP MMU have no code
+//! in common here.
 
 use std::fs;
 use std::path::Path;
@@ -22,7 +23,7 @@ const CAPABILITIES: [(&str, u32); 4] = [
 
 /// What was found.
 #[derive(Clone, Debug)]
-pub(crate) struct Facts {
+pub(crate) struct KvmFacts {
     modules: Vec<String>,
     /// As `module.parameter` and its value.
     parameters: Vec<(String, String)>,
@@ -30,8 +31,8 @@ pub(crate) struct Facts {
     api_version: i32,
 }
 
-impl Facts {
-    pub(super) fn read(kvm: &Kvm) -> Facts {
+impl KvmFacts {
+    pub(super) fn read(kvm: &Kvm) -> KvmFacts {
         let all = Path::new("/sys/module");
         let names =
             fs::read_dir(all).into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
@@ -46,10 +47,10 @@ impl Facts {
             }
         }
         let capabilities = CAPABILITIES.map(|(name, number)| (name, kvm.check_extension_raw(number.into()))).to_vec();
-        Facts { modules, parameters, capabilities, api_version: kvm.get_api_version() }
+        KvmFacts { modules, parameters, capabilities, api_version: kvm.get_api_version() }
     }
 
-    /// How guest memory is translated, as far as the modules tell.
+    /// The translation of guest memory, as far as the modules show it.
     fn translation(&self) -> String {
         let is_on = |name: &str| {
             self.parameters.iter().any(|(parameter, value)| {
@@ -62,7 +63,7 @@ impl Facts {
             _ if self.modules.iter().any(|module| module != "kvm") => {
                 return "shadow page tables, as no module has ept or npt on".to_owned();
             }
-            _ => return "not known, as no vendor module is to be seen".to_owned(),
+            _ => return "not known, as no vendor module is visible".to_owned(),
         };
         format!("{tables}, {} MMU", if is_on("tdp_mmu") { "TDP" } else { "not the TDP" })
     }
@@ -73,7 +74,7 @@ impl Facts {
     }
 
     fn module_names(&self) -> String {
-        if self.modules.is_empty() { "none to be seen".to_owned() } else { self.modules.join(", ") }
+        if self.modules.is_empty() { "none visible".to_owned() } else { self.modules.join(", ") }
     }
 
     /// For people.
@@ -114,8 +115,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_translation_is_told_by_the_modules() {
-        let facts = |modules: &[&str], parameters: &[(&str, &str)]| Facts {
+    fn the_modules_show_the_translation() {
+        let facts = |modules: &[&str], parameters: &[(&str, &str)]| KvmFacts {
             modules: modules.iter().map(|&name| name.to_owned()).collect(),
             parameters: parameters.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect(),
             capabilities: Vec::new(),

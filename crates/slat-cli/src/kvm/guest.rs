@@ -1,9 +1,11 @@
-//! A guest of the real KVM: a vCPU that runs a program at CPL 3, which writes one word to each of some pages of the
-//! region. Its page tables, descriptors and programs are in the *system* (`system`).
+//! A guest of the real KVM: a vCPU that runs a program at CPL 3, which writes one word to each of
+//! some pages of the region. Its page tables, descriptors and programs are in the *system*
+//! (`system`).
 //!
-//! A program ends by a write to where nothing is mapped. The handler of that page fault, at CPL 0, writes to an I/O port,
-//! which brings the thread back here; CR2, the pushed RIP and the counter say whether all was done. (A software interrupt
-//! would do, but there are KVMs whose guests cannot have one.) Each run sets all registers anew.
+//! A program ends by a write to where nothing is mapped. The handler of that page fault, at CPL 0,
+//! writes to an I/O port, which returns to the thread here. CR2, the pushed RIP and the counter
+//! show whether all was done. (A software interrupt would do, but there are KVMs whose guests
+//! cannot have one.) Each run sets all registers anew.
 //!
 //! Sources: AMD APM vol. 2, 8.2.15 (page faults); the kernel's documentation of the KVM API.
 
@@ -14,23 +16,24 @@ use kvm_bindings::{kvm_regs, kvm_sregs};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use slat_machine::memory::Backing;
 
-use super::system::{EXIT_GVA, Program, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
+use super::system::{EXIT_GVA, GuestProgram, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
 use super::watchdog::Watchdog;
-use super::{Shape, Trouble, tried};
+use super::{KvmError, VmShape, tried};
 
 const PAGE_FAULT: u16 = 14;
 /// The bit that is always one.
 const RFLAGS: u64 = 1 << 1;
 
-/// How long a run may take in which `nr_vcpus` vCPUs write `nr_pages` pages each: a write fault costs 25 to 90 us
-/// where KVM has shadow page tables and a CPU for itself, and they may all wait for one lock.
-fn patience(nr_pages: u64, nr_vcpus: u64) -> Duration {
+/// The longest time of a run in which `nr_vcpus` vCPUs write `nr_pages` pages each. A write fault
+/// takes 25 to 90 µs where KVM has shadow page tables and a CPU for itself, and all may wait for
+/// one lock.
+fn time_limit(nr_pages: u64, nr_vcpus: u64) -> Duration {
     Duration::from_secs(20) + Duration::from_millis(nr_pages.saturating_mul(nr_vcpus))
 }
 
 /// A vCPU with its programs. One thread drives it.
-pub(crate) struct Guest {
-    // In front of the memory: with a vCPU, its VM lives.
+pub(crate) struct KvmGuest {
+    // Declared before the memory, so that it is dropped first: a vCPU keeps its VM alive.
     vcpu: VcpuFd,
     system: System,
     _region: Backing,
@@ -41,17 +44,17 @@ pub(crate) struct Guest {
     watchdog: Watchdog,
 }
 
-impl Guest {
+impl KvmGuest {
     /// The guest with number `index` of a VM of `shape`.
     pub(super) fn new(
         vcpu: VcpuFd,
         index: u64,
-        shape: &Shape,
+        shape: &VmShape,
         system: &System,
         region: &Backing,
-    ) -> Result<Guest, Trouble> {
+    ) -> Result<KvmGuest, KvmError> {
         let sregs = system.user_sregs(index, tried("get the system registers", vcpu.get_sregs())?);
-        Ok(Guest {
+        Ok(KvmGuest {
             vcpu,
             system: system.clone(),
             _region: region.clone(),
@@ -62,19 +65,21 @@ impl Guest {
         })
     }
 
-    /// Writes `value` to each of `pages`, at least one and not more than its list has room for, in this order.
-    pub(crate) fn write_listed(&mut self, pages: &[u32], value: u64) -> Result<(), Trouble> {
+    /// Writes `value` to each of `pages`, in this order. There is at least one page, and no more
+    /// than the list has room for.
+    pub(crate) fn write_listed(&mut self, pages: &[u32], value: u64) -> Result<(), KvmError> {
         let list = self.system.set_list(self.index, pages)?;
         self.write(&WRITE_LISTED, list, pages.len() as u64, value)
     }
 
-    /// Writes `first` to the first of `pages`, which is not empty, `first + 1` to the second, and so on.
-    pub(crate) fn write_pages(&mut self, pages: Range<u64>, first: u64) -> Result<(), Trouble> {
+    /// Writes `first` to the first of `pages`, which is not empty, `first + 1` to the second, and
+    /// so on.
+    pub(crate) fn write_pages(&mut self, pages: Range<u64>, first: u64) -> Result<(), KvmError> {
         self.write(&WRITE_PAGES, page_gpa(pages.start), pages.end - pages.start, first)
     }
 
     /// Runs `program` from its start to its end.
-    fn write(&mut self, program: &Program, rsi: u64, nr_pages: u64, value: u64) -> Result<(), Trouble> {
+    fn write(&mut self, program: &GuestProgram, rsi: u64, nr_pages: u64, value: u64) -> Result<(), KvmError> {
         let regs = kvm_regs {
             rip: program.start(),
             rsi,
@@ -92,15 +97,15 @@ impl Guest {
         let cr2 = tried("get the system registers", self.vcpu.get_sregs())?.cr2;
         let ended = (port, cr2, self.system.pushed_rip(self.index), regs.rcx);
         if ended != (PAGE_FAULT, EXIT_GVA, program.last(), 0) {
-            return Err(Trouble(format!("the guest ended with exception, CR2, RIP, RCX {ended:#x?}")));
+            return Err(KvmError(format!("the guest ended with exception, CR2, RIP, RCX {ended:#x?}")));
         }
         Ok(())
     }
 
-    /// Runs until the guest writes to a port, and says which.
-    fn run(&mut self, nr_pages: u64) -> Result<u16, Trouble> {
-        let Guest { vcpu, watchdog, nr_vcpus, .. } = self;
-        let why = watchdog.watch(patience(nr_pages, *nr_vcpus), || {
+    /// Runs until the guest writes to a port, and returns the port.
+    fn run(&mut self, nr_pages: u64) -> Result<u16, KvmError> {
+        let KvmGuest { vcpu, watchdog, nr_vcpus, .. } = self;
+        let why = watchdog.watch(time_limit(nr_pages, *nr_vcpus), || {
             loop {
                 match vcpu.run() {
                     Ok(VcpuExit::IoOut(port, _)) => return Ok(port),
@@ -113,7 +118,7 @@ impl Guest {
         });
         why.map_err(|why| {
             let rip = self.vcpu.get_regs().map_or(0, |regs| regs.rip);
-            Trouble(format!("run the guest: {why}, at {rip:#x}"))
+            KvmError(format!("run the guest: {why}, at {rip:#x}"))
         })
     }
 }

@@ -1,22 +1,23 @@
-//! The *system* of the guests: their page tables, descriptor tables, programs, stacks and lists of pages, in a slot of
-//! its own. All vCPUs share the tables and the programs; each has a block of its own behind them, with its descriptors,
-//! its stack and its list.
+//! The *system* of the guests: their page tables, descriptor tables, programs, stacks and lists of
+//! pages, in a separate memslot. All vCPUs share the page tables and the programs. After these each
+//! vCPU has a block with its descriptors, its stack and its list.
 //!
-//! The page tables map system and region where they are, by pages of 2 MiB with A and D set already, so that a walk has
-//! nothing to write. (KVM logs pages of 4 KiB whatever the guest's are.)
+//! The page tables map system and region where they are, by pages of 2 MiB with A and D set
+//! already, so that a walk has nothing to write. (KVM logs pages of 4 KiB whatever the guest's page
+//! size is.)
 //!
-//! Sources: AMD APM vol. 2, 4.7 and 4.8 (descriptors), 5.3 and 5.4 (page tables), 8.9 (long-mode interrupt stack), 12.2.5
-//! (TSS).
+//! Sources: AMD APM vol. 2, 4.7 and 4.8 (descriptors), 5.3 and 5.4 (page tables), 8.9 (long-mode
+//! interrupt stack), 12.2.5 (TSS).
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 use slat::{PAGE_SHIFT, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
-use super::{MAX_REGION_BYTES, Shape, Trouble, system_memory};
+use super::{KvmError, MAX_REGION_BYTES, VmShape, system_memory};
 
 /// Where the system is.
 pub(super) const SYSTEM_GPA: u64 = SIZE_2M;
-/// Where the region is: at a multiple of 1 GiB, as everybody's.
+/// Where the region is: at a multiple of 1 GiB, as in all peers.
 pub(super) const REGION_GPA: u64 = 4 << 30;
 /// Where nothing is mapped.
 pub(super) const EXIT_GVA: u64 = 1 << 30;
@@ -61,27 +62,27 @@ const EFER_LMA: u64 = 1 << 10;
 const CR0: u64 = 1 << 0 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 
-/// A program of CPL 3. Each ends by a write to [`EXIT_GVA`], in RDX.
-pub(super) struct Program {
+/// A program of CPL 3. It ends by a write to [`EXIT_GVA`], in RDX.
+pub(super) struct GuestProgram {
     code: &'static [u8],
-    /// Its place.
+    /// Its offset in the system.
     at: u64,
 }
 
-impl Program {
+impl GuestProgram {
     /// Its address.
     pub(super) const fn start(&self) -> u64 {
         SYSTEM_GPA + self.at
     }
 
-    /// That of its last instruction, which is 3 bytes long.
+    /// The address of its last instruction, which is 3 bytes long.
     pub(super) const fn last(&self) -> u64 {
         self.start() + self.code.len() as u64 - 3
     }
 }
 
 /// Writes RAX to each page of a list: the list in RSI, its length in RCX.
-pub(super) const WRITE_LISTED: Program = Program {
+pub(super) const WRITE_LISTED: GuestProgram = GuestProgram {
     code: &[
         0x48, 0x8b, 0x1e, // next: mov rbx, [rsi]
         0x48, 0x89, 0x03, // mov [rbx], rax
@@ -93,8 +94,9 @@ pub(super) const WRITE_LISTED: Program = Program {
     at: PROGRAMS,
 };
 
-/// Writes RAX, RAX + 1 and so on to pages that follow each other: the first in RSI, their number in RCX.
-pub(super) const WRITE_PAGES: Program = Program {
+/// Writes RAX, RAX + 1 and so on to pages that follow each other: the first in RSI, their number in
+/// RCX.
+pub(super) const WRITE_PAGES: GuestProgram = GuestProgram {
     code: &[
         0x48, 0x89, 0x06, // next: mov [rsi], rax
         0x48, 0x81, 0xc6, 0x00, 0x10, 0x00, 0x00, // add rsi, 4096
@@ -106,7 +108,7 @@ pub(super) const WRITE_PAGES: Program = Program {
     at: PROGRAMS + 0x40,
 };
 
-// The parts are apart.
+// The parts do not overlap.
 const _: () = {
     assert!(16 * NR_VECTORS <= PAGE_SIZE && NR_VECTORS * HANDLER_BYTES <= PAGE_SIZE);
     assert!(WRITE_LISTED.at + WRITE_LISTED.code.len() as u64 <= WRITE_PAGES.at);
@@ -122,12 +124,13 @@ pub(super) struct System {
 }
 
 impl System {
-    /// The system of as many vCPUs as `shape` says, for a region of `nr_pages` pages, of [`MAX_REGION_BYTES`] at most.
-    pub(super) fn new(nr_pages: u64, shape: &Shape) -> Result<System, Trouble> {
+    /// The system of as many vCPUs as `shape` says, for a region of `nr_pages` pages, of
+    /// [`MAX_REGION_BYTES`] at most.
+    pub(super) fn new(nr_pages: u64, shape: &VmShape) -> Result<System, KvmError> {
         let nr_vcpus = shape.nr_vcpus as u64;
         let size_bytes = (BLOCKS + nr_vcpus * block_bytes(shape.nr_listed)).next_multiple_of(SIZE_2M);
         if SYSTEM_GPA + size_bytes > EXIT_GVA {
-            return Err(Trouble(format!("{nr_vcpus} vCPUs are too many for its guests' tables")));
+            return Err(KvmError(format!("{nr_vcpus} vCPUs are too many for its guests' tables")));
         }
         let system = System { memory: system_memory(size_bytes)?, nr_listed: shape.nr_listed };
         system.write_tables(nr_pages);
@@ -148,9 +151,9 @@ impl System {
     }
 
     /// Writes the list of vCPU number `vcpu`, which does not run; returns its address.
-    pub(super) fn set_list(&self, vcpu: u64, pages: &[u32]) -> Result<u64, Trouble> {
+    pub(super) fn set_list(&self, vcpu: u64, pages: &[u32]) -> Result<u64, KvmError> {
         if pages.len() as u64 > self.nr_listed {
-            return Err(Trouble(format!("{} pages to write, in a list for {}", pages.len(), self.nr_listed)));
+            return Err(KvmError(format!("{} pages to write, in a list for {}", pages.len(), self.nr_listed)));
         }
         let list = self.block(vcpu) + LIST;
         for (at, &page) in (list..).step_by(8).zip(pages) {
@@ -159,7 +162,8 @@ impl System {
         Ok(SYSTEM_GPA + list)
     }
 
-    /// What a page fault pushed as RIP. It pushes, from its low end: error code, RIP, CS, RFLAGS, RSP, SS.
+    /// What a page fault pushed as RIP. It pushes, from its low end: error code, RIP, CS, RFLAGS,
+    /// RSP, SS.
     pub(super) fn pushed_rip(&self, vcpu: u64) -> u64 {
         self.memory.load(self.block(vcpu) + STACK_END - 5 * 8).unwrap_or_default()
     }
@@ -194,7 +198,7 @@ impl System {
         sregs
     }
 
-    /// Writes a word of the system. Who reads it does not run.
+    /// Writes a word of the system. The vCPU that reads it does not run.
     fn set(&self, at: u64, value: u64) {
         let done = self.memory.store(at, value);
         debug_assert_eq!(done, Some(()), "{at:#x} is in the system");
@@ -239,7 +243,7 @@ impl System {
 
     /// Writes the segments and the task of a vCPU's block.
     fn write_descriptors(&self, block: u64) {
-        // Accessed bits are set, so that no load of a segment has to.
+        // The accessed bits are set, so that no load of a segment sets them.
         let tss = SYSTEM_GPA + block + TSS;
         let tss_low = 0x67 | (tss & 0xff_ffff) << 16 | 0x8b << 40 | (tss >> 24 & 0xff) << 56;
         let segments = [
@@ -252,7 +256,8 @@ impl System {
             tss >> 32,
         ];
         (block + GDT..).step_by(8).zip(segments).for_each(|(at, segment)| self.set(at, segment));
-        // RSP0 is at byte 4; no I/O permission map (its offset, in the last two bytes, is the limit).
+        // RSP0 is at byte 4; no I/O permission map (its offset, in the last two bytes, is the
+        // limit).
         let rsp0 = SYSTEM_GPA + block + STACK_END;
         self.set(block + TSS, rsp0 << 32);
         self.set(block + TSS + 8, rsp0 >> 32);

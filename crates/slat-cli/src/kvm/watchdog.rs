@@ -1,17 +1,18 @@
-//! Takes a vCPU's thread out of a guest that runs for too long, so that no command hangs.
+//! Interrupts the thread of a vCPU whose guest runs for too long, so that no command hangs.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What makes the thread leave the guest. Its handler does nothing.
+/// The signal that makes the thread leave the guest. Its handler does nothing.
 const NUDGE: libc::c_int = libc::SIGUSR2;
-/// Between signals: one that comes just before the thread enters the guest does not keep it from entering.
+/// Time between signals: a signal just before the thread enters the guest does not keep it from
+/// entering.
 const AGAIN: Duration = Duration::from_millis(10);
 
 #[derive(Default)]
 struct State {
-    /// Who is watched, until when.
+    /// The thread that is watched, and its deadline.
     watched: Option<(libc::pthread_t, Instant)>,
     has_expired: bool,
     is_over: bool,
@@ -37,8 +38,8 @@ impl Shared {
                 Some((_, until)) if now < until => Some(until - now),
                 Some((thread, _)) => {
                     state.has_expired = true;
-                    // SAFETY: the thread is inside `Watchdog::watch`, which takes the entry away, under the lock that is
-                    // held here, before the thread can end.
+                    // SAFETY: the thread is inside `Watchdog::watch`, which removes the entry,
+                    // under the lock that is held here, before the thread can end.
                     unsafe { libc::pthread_kill(thread, NUDGE) };
                     Some(AGAIN)
                 }
@@ -60,8 +61,8 @@ pub(super) struct Watchdog {
 impl Watchdog {
     pub(super) fn new() -> Watchdog {
         extern "C" fn nothing(_signal: libc::c_int) {}
-        // SAFETY: the handler does nothing, and nobody else in this program uses the signal. `signal` would restart the
-        // system call.
+        // SAFETY: the handler does nothing, and no other code in this program uses the signal.
+        // (`signal` would restart the system call.)
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as *const () as usize;
@@ -75,9 +76,9 @@ impl Watchdog {
         Watchdog { shared, thread: Some(thread) }
     }
 
-    /// Runs `action`, with signals to this thread when it takes longer than `patience`.
-    pub(super) fn watch<T>(&self, patience: Duration, action: impl FnOnce() -> T) -> T {
-        /// Also if the action panics.
+    /// Runs `action`, with signals to this thread when it takes longer than `limit`.
+    pub(super) fn watch<T>(&self, limit: Duration, action: impl FnOnce() -> T) -> T {
+        /// Ends the watch, also if the action panics.
         struct Unwatch<'a>(&'a Shared);
         impl Drop for Unwatch<'_> {
             fn drop(&mut self) {
@@ -86,13 +87,13 @@ impl Watchdog {
         }
         // SAFETY: always allowed.
         let thread = unsafe { libc::pthread_self() };
-        self.shared.state().watched = Some((thread, Instant::now() + patience));
+        self.shared.state().watched = Some((thread, Instant::now() + limit));
         self.shared.changed.notify_one();
         let _unwatch = Unwatch(&self.shared);
         action()
     }
 
-    /// Whether somebody was watched for too long.
+    /// Whether a thread was watched for too long.
     pub(super) fn has_expired(&self) -> bool {
         self.shared.state().has_expired
     }

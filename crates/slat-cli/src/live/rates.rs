@@ -1,5 +1,5 @@
-//! What happened between two looks at the same VM, and how it reads: rows of at most 80 columns, whose figures stay in their
-//! places.
+//! The figures between two samples of a VM, and their text: rows of at most 80 columns, whose
+//! figures keep their places.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::table::humanly;
 /// Rows at most.
 pub(super) const MAX_ROWS: usize = 5;
 
-/// Columns of a rate or a time, as in "12.3 k/s" and "999.9 us".
+/// Columns of a rate or a time, as in "12.3 k/s" and "999.9 µs".
 const RATE_COLUMNS: usize = 8;
 /// Columns of a count, as in "12.3 k".
 const COUNT_COLUMNS: usize = 6;
@@ -23,11 +23,11 @@ struct Item {
     columns: usize,
 }
 
-/// Figures that stand beside each other.
+/// The figures of one row.
 pub(super) struct Row(Vec<Item>);
 
 impl Row {
-    /// As a row that is drawn over: each figure in its place.
+    /// As a row of a terminal: each figure in its place.
     pub(super) fn aligned(&self) -> String {
         let items = self.0.iter().map(|Item { name, text, columns }| format!("{name} {text:>columns$}"));
         items.collect::<Vec<_>>().join("  ")
@@ -40,7 +40,7 @@ impl Row {
     }
 }
 
-/// What is shown of the time `elapsed` between `earlier` and `later`.
+/// The rows for the time `elapsed` between `earlier` and `later`.
 pub(super) fn rows(earlier: &Sample, later: &Sample, elapsed: Duration) -> Vec<Row> {
     let rate = |name: &str, of: fn(&Stats) -> u64| {
         let count = of(&later.stats).saturating_sub(of(&earlier.stats));
@@ -94,7 +94,7 @@ fn count(name: &str, count: Option<u64>) -> Item {
     Item { name: name.to_owned(), text, columns: COUNT_COLUMNS }
 }
 
-/// Tables by node. There may be many nodes, so their names are as short as can be.
+/// Page-table pages by node. There may be many nodes, so their names are short.
 fn tables(nodes: &[(NodeId, u64)]) -> Row {
     let name = |index: usize, node: NodeId| match (nodes.len(), index) {
         (1, _) => "tables".to_owned(),
@@ -118,7 +118,7 @@ fn short(value: f64) -> String {
     const PREFIXES: [&str; 5] = ["", " k", " M", " G", " T"];
     let mut value = value;
     let mut prefix = 0;
-    // Not from 1000 on: what rounds to it, too.
+    // From 999.5 on, which rounds to 1000.
     while value >= 999.5 && prefix + 1 < PREFIXES.len() {
         value /= 1000.0;
         prefix += 1;
@@ -191,7 +191,7 @@ mod tests {
         }
         let text = plain(&rows(&sample(0, 0), &sample(10, 0), Duration::ZERO));
         assert!(text.starts_with("faults 0/s, "), "{text}");
-        // A VM that is gone.
+        // A VM that was dropped.
         let text = plain(&rows(&sample(4000, 3), &Sample::default(), Duration::from_secs(1)));
         assert!(text.starts_with("faults 0/s, pages 0/s, ") && text.contains("dirty pages -"), "{text}");
     }
@@ -219,14 +219,14 @@ mod tests {
         assert_eq!((quiet.len(), busy.len()), (MAX_ROWS, MAX_ROWS));
         for (index, (quiet, busy)) in quiet.iter().zip(&busy).enumerate() {
             let (quiet, busy) = (quiet.aligned(), busy.aligned());
-            assert!(busy.len() <= 80, "{}: {busy}", busy.len());
+            assert!(busy.chars().count() <= 80, "{busy}");
             // Nodes have no fixed places.
-            assert!(index == 3 || quiet.len() == busy.len(), "{quiet}\n{busy}");
+            assert!(index == 3 || quiet.chars().count() == busy.chars().count(), "{quiet}\n{busy}");
         }
         assert!(quiet[3].aligned().starts_with("tables, node 0: 1  1: 1  2: 1"));
         least.nr_shadow_tables = None;
         assert_eq!(rows(&least, &least, Duration::from_secs(1)).len(), MAX_ROWS - 1);
-        // Before anything was looked at there are no nodes.
+        // Before the first sample there are no nodes.
         assert_eq!(tables(&[]).aligned(), "");
     }
 }

@@ -1,22 +1,23 @@
-//! One look at a VM.
+//! One sample of a VM.
 //!
-//! None of it waits for a vCPU, or makes one wait: [`Vm::stats`] adds up counters that their writers only store to,
-//! [`Vm::nr_marked_dirty`] loads words in a read section (what is retired meanwhile is freed a moment later), and the rest are
-//! single counters.
+//! Taking it waits for no vCPU, and no vCPU waits for it. [`Vm::stats`] adds up counters that their
+//! writers only store to. [`Vm::nr_marked_dirty`] loads words under a guard (which delays the
+//! freeing of retired things by a moment). The rest are single counters.
 
 use slat::{NodeId, Stats, Vm};
 use slat_machine::host::MachineHost;
 use slat_machine::walk::HardwareFormat;
 
-/// What was found.
+/// The figures of one sample.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
     pub(super) stats: Stats,
-    /// Pages that are marked in the dirty log, or in rings; `None`: there was no memory to look.
+    /// Pages that are marked in the dirty log, or in rings; `None`: there was no memory for a
+    /// guard.
     pub(super) nr_dirty: Option<u64>,
-    /// Tables that the engine has, by node.
+    /// The engine's page-table pages, by node.
     pub(super) tables: Vec<(NodeId, u64)>,
-    /// `None`: there never were any.
+    /// `None`: the VM never had any.
     pub(super) nr_shadow_tables: Option<u64>,
 }
 

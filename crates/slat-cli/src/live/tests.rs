@@ -1,4 +1,4 @@
-//! What is shown when, on a clock of the test's.
+//! When the view shows what, on a clock of the test.
 
 use std::sync::atomic::AtomicU64;
 
@@ -58,7 +58,7 @@ fn a_look_shows_what_came_since_the_last() {
     live.0.look(begin + 4 * SECOND);
     let lines = page.take();
     assert!(lines.len() == 1 && lines[0].contains("faults 250/s, "), "{lines:?}");
-    // The end is just behind a look.
+    // The end follows a sample closely.
     live.0.leave(watched.number, begin + 4 * SECOND + SHORTEST / 2);
     assert!(page.take().is_empty());
     live.0.look(begin + 6 * SECOND);
@@ -88,7 +88,7 @@ fn another_machine_begins_anew() {
     live.0.look(begin + 2 * SECOND);
     let lines = page.take();
     assert!(lines.len() == 1 && lines[0].contains("faults 20/s, "), "{lines:?}");
-    // Whoever was replaced has nothing to say, and takes nothing away.
+    // A watch that was replaced shows nothing, and its end stops no other.
     drop(old);
     assert!(page.take().is_empty());
     live.0.look(begin + 3 * SECOND);
@@ -133,7 +133,7 @@ fn rows_are_filled_and_blank_when_nothing_runs() {
 }
 
 #[test]
-fn a_machine_that_is_gone_is_no_harm() {
+fn a_machine_that_was_dropped_shows_nothing() {
     let (live, page, _) = new();
     let machine = slat_machine::machine::Machine::<slat::Npt>::new(&slat_machine::machine::MachineConfig {
         nr_vcpus: 1,

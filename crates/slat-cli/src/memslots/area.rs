@@ -1,4 +1,5 @@
-//! The memory that the tests work on: an area split evenly into slots, what the host does with it, and the vCPU.
+//! The memory of the tests: an area split evenly into memslots, the host's operations on it, and
+//! the vCPU.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,16 +19,17 @@ use crate::failure::Failure;
 /// Pages of the area: 512 MiB, and 64 KiB so that its end is aligned to no large page.
 pub(super) const AREA_PAGES: u64 = ((512 << 20) + (64 << 10)) >> PAGE_SHIFT;
 
-/// Slots that the area can have: all but slot 0, which a VMM has for the guest's program.
+/// Memslots that the area can have: all but memslot 0, which a VMM uses for the guest's program.
 pub(super) const MAX_AREA_SLOTS: u32 = MAX_SLOTS - 1;
 
-/// Tables that the VM may have at a time: many times what maps the area.
+/// Page-table pages that the VM may have at a time: many times what maps the area.
 const MAX_TABLES: u64 = 1 << 16;
 
 /// A vCPU of the area.
 pub(super) type AreaCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
 
-/// Guest-physical address of page number `page` of the area, with all slots in their places.
+/// Guest-physical address of page number `page` of the area, while all memslots are in their
+/// places.
 pub(super) fn gpa(page: u64) -> Gpa {
     Gpa(REGION_GPA.0 + (page << PAGE_SHIFT))
 }
@@ -49,7 +51,8 @@ pub(super) struct Area<F: HardwareFormat> {
 }
 
 impl<F: HardwareFormat> Area<F> {
-    /// Makes the area with `nr_slots` slots (1 to [`MAX_AREA_SLOTS`]); says how long it took to set them all.
+    /// Makes the area with `nr_slots` memslots (1 to [`MAX_AREA_SLOTS`]). Returns the time that it
+    /// took to set them all, too.
     pub(super) fn new(nr_slots: u32, locking: Locking) -> Result<(Area<F>, Duration), Failure> {
         let flush_domain = Arc::new(FlushDomain::new());
         let host = MachineHost::new(Arc::clone(&flush_domain), MAX_TABLES).map_err(MachineError::from)?;
@@ -63,7 +66,7 @@ impl<F: HardwareFormat> Area<F> {
         Ok((area, begin.elapsed()))
     }
 
-    /// Slot number `index` of the area: an equal part, and the last one has the rest too.
+    /// Memslot number `index` of the area: an equal part, and the last one has the rest too.
     fn slot(&self, index: u32) -> AreaSlot {
         let pages_per_slot = AREA_PAGES / u64::from(self.nr_slots);
         let first = u64::from(index) * pages_per_slot;
@@ -88,26 +91,26 @@ impl<F: HardwareFormat> Area<F> {
         })
     }
 
-    /// Moves the slot to `up_pages` above its place.
+    /// Moves the memslot to `up_pages` above its place.
     pub(super) fn move_slot(&self, slot: &AreaSlot, up_pages: u64) -> Result<(), Failure> {
         Ok(self.set_slot(slot, up_pages, None)?)
     }
 
-    /// Gives `pages` of the area back to the kernel, having taken them from the guest.
+    /// Invalidates `pages` of the area, and discards them in the kernel meanwhile.
     pub(super) fn discard(&self, pages: &Range<u64>) -> Result<(), Failure> {
         let nr_pages = pages.end - pages.start;
-        let taken_away = self.vm.invalidate_range(GfnRange::new(gpa(pages.start).gfn(), nr_pages))?;
+        let invalidation = self.vm.invalidate_range(GfnRange::new(gpa(pages.start).gfn(), nr_pages))?;
         let result = self.backing.discard(pages.start << PAGE_SHIFT, nr_pages << PAGE_SHIFT);
-        drop(taken_away);
+        drop(invalidation);
         result.map_err(|error| Failure::CannotServe(format!("{error}; please report this with the command line")))
     }
 
-    /// The area's memory as the host has it: page n begins at n times the page size.
+    /// The area's memory in the host: page n begins at n times the page size.
     pub(super) fn backing(&self) -> &Backing {
         &self.backing
     }
 
-    /// A vCPU that sees the area.
+    /// A vCPU of the area's VM.
     pub(super) fn create_cpu(&self) -> Result<AreaCpu<F>, Failure> {
         let port = Port::new(&self.flush_domain);
         Ok(Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), Geometry::default()))

@@ -1,12 +1,14 @@
 //! The six tests: what host and guest do in one iteration of each.
 //!
-//! - *Map, unmap, unmap chunked* are one experiment: the guest fills one half of an area while the host discards the other,
-//!   then the other way round. They differ in its size and in how much the host discards at a time: a half, a page, 2 MiB.
-//!   (KVM's guest touches few pages between two unmaps; here it fills all of them, so that each call of the host finds
-//!   something to take away. The figures are not comparable one to one.)
-//! - *Move active, move inactive*: the last slot goes up and comes back while the guest writes a window, which reaches into
-//!   the slot, or lies elsewhere (`guest.rs` has what must hold).
-//! - *RW*: guest and host each write a word of every page of the area; then each takes what the other has written.
+//! - *Map, unmap, unmap chunked* are one experiment: the guest fills one half of an area while the
+//!   host discards the other, then the other way round. The tests differ in the size of the area,
+//!   and in how much the host discards at a time: a half, a page, 2 MiB. (KVM's guest touches few
+//!   pages between two unmaps. Here it fills all of them, so that each call of the host finds PTEs
+//!   to zap. The figures are not comparable one to one.)
+//! - *Move active, move inactive*: the last memslot moves up and back while the guest writes a
+//!   window, which overlaps the memslot, or is elsewhere (`guest.rs` has what must hold).
+//! - *RW*: guest and host each write a word of every page of the area; then each reads and clears
+//!   the other's words.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -17,17 +19,17 @@ use slat_machine::walk::HardwareFormat;
 
 use super::MemslotsArgs;
 use super::area::{AREA_PAGES, Area};
-use super::guest::{Guest, Job, VALUES, pages};
+use super::guest::{AreaGuest, GuestJob, VALUES, pages};
 use crate::failure::{Failure, check_failed};
 use crate::session::Session;
 
-/// What test 0 maps.
+/// Pages of test 0.
 const MAP_PAGES: u64 = pages(32 << 20);
-/// What tests 1 and 2 take away.
+/// Pages of tests 1 and 2.
 const UNMAP_PAGES: u64 = pages(128 << 20);
-/// What test 2 takes away at a time.
+/// Pages that test 2 unmaps at a time.
 const CHUNK_PAGES: u64 = pages(2 << 20);
-/// The window of tests 3 and 4, and how far the slot goes away.
+/// The window of tests 3 and 4, and how far the memslot moves.
 const MOVE_PAGES: u64 = pages(192 << 10);
 /// The host's word of each page in test 5; the guest's is the first.
 const HOST_WORD_BYTES: u64 = PAGE_SIZE / 2;
@@ -59,7 +61,7 @@ impl Test {
     }
 }
 
-/// What one run of a test showed.
+/// The figures of one run of a test.
 pub(super) struct Run {
     /// For setting all slots.
     pub(super) setup: Duration,
@@ -67,10 +69,10 @@ pub(super) struct Run {
     pub(super) elapsed: Duration,
     /// At least one.
     pub(super) nr_iterations: u64,
-    /// Calls by which the host took away or moved memory, and the time in them.
+    /// Calls by which the host unmapped or moved memory, and the time in them.
     pub(super) nr_host_calls: u64,
     pub(super) host_time: Duration,
-    /// Words that were found as they should be, by host or guest.
+    /// Words that host or guest verified.
     pub(super) nr_verified: u64,
     pub(super) nr_mmio_exits: u64,
     /// The engine's counters after the last iteration; nothing counts before the first.
@@ -85,22 +87,22 @@ impl Run {
     }
 }
 
-/// What is counted as a test goes on.
+/// The counts of a test.
 #[derive(Default)]
-struct Tally {
+struct TestCounts {
     nr_host_calls: u64,
     host_time: Duration,
     nr_verified: u64,
     nr_mmio_exits: u64,
 }
 
-/// A test under way.
+/// A running test.
 struct Bench<'a, F: HardwareFormat> {
     area: &'a Area<F>,
-    guest: Guest,
+    guest: AreaGuest,
     extra_checks: bool,
     time: Duration,
-    tally: Tally,
+    tally: TestCounts,
 }
 
 /// Runs `test` once.
@@ -112,9 +114,9 @@ pub(super) fn run<F: HardwareFormat>(
 ) -> Result<Run, Failure> {
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
     let _watched = session.watch(area.vm());
-    let guest = Guest::start(area.create_cpu()?, Duration::from_secs(args.timeout.into()))?;
+    let guest = AreaGuest::start(area.create_cpu()?, Duration::from_secs(args.timeout.into()))?;
     let time = Duration::from_secs(args.seconds.into());
-    let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: Tally::default() };
+    let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: TestCounts::default() };
     let (elapsed, nr_iterations) = match test {
         Test::Map => bench.by_halves(MAP_PAGES, MAP_PAGES / 2),
         Test::Unmap => bench.by_halves(UNMAP_PAGES, 1),
@@ -123,7 +125,7 @@ pub(super) fn run<F: HardwareFormat>(
         Test::MoveInactive => bench.move_last_slot(0..MOVE_PAGES.min(area.last_slot().pages.start)),
         Test::Rw => bench.read_and_write(),
     }?;
-    let Tally { nr_host_calls, host_time, nr_verified, nr_mmio_exits } = bench.tally;
+    let TestCounts { nr_host_calls, host_time, nr_verified, nr_mmio_exits } = bench.tally;
     Ok(Run {
         setup,
         elapsed,
@@ -137,8 +139,8 @@ pub(super) fn run<F: HardwareFormat>(
     })
 }
 
-/// The window of test 3, for a slot that begins at page `slot_start`: half of it in the slot, as far as slots and the
-/// area's end allow.
+/// The window of test 3, for a memslot that begins at page `slot_start`: half of it in the memslot,
+/// as far as memslots and the area's end allow.
 fn active_window(slot_start: u64) -> Range<u64> {
     let start = slot_start.saturating_sub(MOVE_PAGES / 2);
     start..(start + MOVE_PAGES).min(AREA_PAGES)
@@ -167,20 +169,22 @@ impl<F: HardwareFormat> Bench<'_, F> {
         let halves = [0..nr_pages / 2, nr_pages / 2..nr_pages];
         let (elapsed, nr_iterations) = self.repeat(|bench, iteration| {
             for (index, half) in halves.iter().enumerate() {
-                // Each half gets the other value each time: what an iteration before wrote is no excuse.
+                // The halves swap their values each time, so that the check finds no value of an
+                // earlier iteration.
                 let value = VALUES[(index + iteration as usize) % 2];
-                bench.guest.post(Job::Fill { pages: half.clone(), value });
+                bench.guest.post(GuestJob::Fill { pages: half.clone(), value });
                 bench.discard(&halves[1 - index], chunk_pages)?;
                 bench.finish_guest()?;
                 bench.check(half, value)?;
             }
             Ok(())
         })?;
-        // The machine's frames are the host's addresses, so a page that was never taken from the guest would look the same.
+        // The machine's frames are the host's addresses, so the check of values would not notice a
+        // page that was never zapped.
         let (faults, discarded) = (self.area.stats().faults, nr_pages * nr_iterations);
         if faults < discarded {
             return Err(check_failed(format_args!(
-                "the guest faulted {faults} times on {discarded} pages that it had not or no more"
+                "the guest faulted {faults} times on {discarded} pages that were not mapped"
             )));
         }
         Ok((elapsed, nr_iterations))
@@ -228,11 +232,11 @@ impl<F: HardwareFormat> Bench<'_, F> {
         }
     }
 
-    /// Tests 3 and 4: the guest writes `window` as the last slot comes and goes.
+    /// Tests 3 and 4: the guest writes `window` while the last memslot moves away and back.
     fn move_last_slot(&mut self, window: Range<u64>) -> Result<(Duration, u64), Failure> {
         let slot = self.area.last_slot();
         let moving = window.start.max(slot.pages.start)..window.end.max(slot.pages.start);
-        self.guest.post(Job::Window { pages: window.clone(), moving });
+        self.guest.post(GuestJob::Window { pages: window.clone(), moving });
         let (elapsed, nr_iterations) = self.repeat(|bench, _| {
             for up_pages in [MOVE_PAGES, 0] {
                 bench.guest.steps().next();
@@ -241,7 +245,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
                 bench.tally.host_time += begin.elapsed();
                 bench.guest.steps().next();
                 if bench.extra_checks {
-                    // Otherwise the slot is off again before the guest has written much.
+                    // Otherwise the memslot moves again before the guest has written much.
                     bench.guest.wait_for_pass();
                 }
             }
@@ -262,12 +266,12 @@ impl<F: HardwareFormat> Bench<'_, F> {
         let all = 0..AREA_PAGES;
         let [by_guest, by_host] = VALUES;
         self.repeat(|bench, _| {
-            bench.guest.post(Job::Fill { pages: all.clone(), value: by_guest });
+            bench.guest.post(GuestJob::Fill { pages: all.clone(), value: by_guest });
             for page in all.clone() {
                 bench.area.backing().store((page << PAGE_SHIFT) + HOST_WORD_BYTES, by_host);
             }
             bench.finish_guest()?;
-            bench.guest.post(Job::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
+            bench.guest.post(GuestJob::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
             for page in all.clone() {
                 bench.expect(page, 0, by_guest)?;
                 bench.area.backing().store(page << PAGE_SHIFT, 0);
@@ -282,7 +286,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_window_lies_half_in_the_slot_or_wholly_in_the_only_one() {
+    fn the_window_is_half_in_the_slot_or_wholly_in_the_only_one() {
         assert_eq!(active_window(0), 0..48);
         assert_eq!(active_window(1000), 976..1024);
         assert_eq!(active_window(10), 0..48);

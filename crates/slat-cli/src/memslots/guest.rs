@@ -1,10 +1,12 @@
-//! The guest of the tests: one vCPU on a thread of its own, which does one job at a time.
+//! The guest of the tests: one vCPU on its own thread, which does one job at a time.
 //!
 //! # The protocol of a window
-//! While a slot is moved away and back, the guest writes to pages that have memory only now and then. Whether it should
-//! have had any is known in hindsight: the host counts its steps ([`Steps`]), before it begins to move the slot and when it
-//! is done. If the guest finds the same step before and after a write, the whole write fell into it: in its place, the
-//! slot must take the write; away, it must not, for the move had returned. During a move either is right.
+//! While a memslot is moved away and back, the guest writes pages that have memory only part of the
+//! time. Whether a write should have found memory is known afterwards. The host counts its steps
+//! ([`Steps`]), before it begins to move the memslot and when it is done. If the guest reads the
+//! same step before and after a write, the whole write was within that step. With the memslot in
+//! its place, the write must succeed. With the memslot away, it must exit, since the move had
+//! returned. During a move either is right.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,51 +24,53 @@ use thiserror::Error;
 use super::area::{self, AreaCpu};
 use crate::failure::{Failure, check_failed};
 
-/// What guest and host write, by turns. KVM's test has the same values.
+/// The values that guest and host write, in turn, as in KVM's test.
 pub(super) const VALUES: [u64; 2] = [0x1122_3344_5566_7788, 0x99AA_BBCC_DDEE_FF00];
 
-/// What the guest is to do. Pages are counted from the area's start; the word is that at `offset_bytes` of each page.
+/// A job of the guest. Pages are counted from the area's start; the word is that at `offset_bytes`
+/// of each page.
 #[derive(Clone, Debug)]
-pub(super) enum Job {
+pub(super) enum GuestJob {
     /// Writes the first word of each page.
     Fill { pages: Range<u64>, value: u64 },
     /// Reads the word of each page, which must be `expected`, and clears it.
     Take { pages: Range<u64>, offset_bytes: u64, expected: u64 },
-    /// Writes the first word of each page, again and again, until it is told to stop. Those of `moving` are in a slot that
-    /// comes and goes; the others read back what was written.
+    /// Writes the first word of each page, again and again, until the host stops it. The pages of
+    /// `moving` are in a memslot that moves away and back; in the others the guest reads back each
+    /// write.
     Window { pages: Range<u64>, moving: Range<u64> },
 }
 
-/// What a job did.
+/// The result of a job.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Done {
-    /// Words read back, or known to be there or not by the host's step.
+    /// Words read back, or whose write had the outcome of the host's step.
     pub(super) nr_verified: u64,
-    /// Writes that left to user space, since there was no memory.
+    /// Writes that exited to user space for lack of memory.
     pub(super) nr_mmio_exits: u64,
-    /// For a window: what the guest wrote to each page at last, 0 if nothing.
+    /// For a window: the guest's last write to each page, 0 if none.
     pub(super) written: Vec<u64>,
 }
 
-/// What the guest should not have seen.
+/// A wrong result of an access.
 #[derive(Clone, Copy, Debug, Error)]
 enum Wrong {
     #[error("access to {gpa}: {error}")]
     Access { gpa: Gpa, error: CpuError },
     #[error("{gpa} holds {found:#x} where the guest expects {expected:#x}")]
     Value { gpa: Gpa, found: u64, expected: u64 },
-    #[error("a write to {gpa} went through, though the slot had been moved away")]
+    #[error("a write to {gpa} succeeded, though the slot had been moved away")]
     WroteWithoutSlot { gpa: Gpa },
-    #[error("a write to {gpa} left to user space, though the slot was in its place")]
+    #[error("a write to {gpa} exited to user space, though the slot was in its place")]
     ExitDespiteSlot { gpa: Gpa },
 }
 
-/// Where the moving slot is.
+/// The position of the moving memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Place {
     Home,
     Away,
-    /// On the way from one to the other.
+    /// During a move.
     Moving,
 }
 
@@ -75,12 +79,14 @@ pub(super) enum Place {
 pub(super) struct Steps(AtomicU64);
 
 impl Steps {
-    /// The host's: the next step begins. Release: who sees the step sees what was done before it.
+    /// The host begins the next step. Release: a guest that reads the step observes what was done
+    /// before it.
     pub(super) fn next(&self) {
         self.0.fetch_add(1, Ordering::Release);
     }
 
-    /// Acquire: a guest that has seen something of a move, through the tables or slots, finds its step or a later one.
+    /// Acquire: a guest that has observed a move, through page tables or memslots, reads its step
+    /// or a later one.
     fn now(&self) -> u64 {
         self.0.load(Ordering::Acquire)
     }
@@ -98,7 +104,8 @@ impl Steps {
 struct Signals {
     stop: AtomicBool,
     steps: Steps,
-    /// Passes over the window that the guest has completed; [`Signals::NO_MORE`] when it is done with it.
+    /// Passes over the window that the guest has completed; [`Signals::NO_MORE`] when it has ended
+    /// the job.
     passes: AtomicU64,
 }
 
@@ -106,20 +113,20 @@ impl Signals {
     const NO_MORE: u64 = u64::MAX;
 }
 
-/// The guest, as the host has it.
-pub(super) struct Guest {
-    jobs: Option<Sender<Job>>,
+/// The host's handle of the guest.
+pub(super) struct AreaGuest {
+    jobs: Option<Sender<GuestJob>>,
     answers: Receiver<Result<Done, Wrong>>,
     signals: Arc<Signals>,
     timeout: Duration,
-    /// `None` once the guest was given up.
+    /// `None` after a timeout of the guest.
     thread: Option<JoinHandle<()>>,
 }
 
-impl Guest {
+impl AreaGuest {
     /// Starts the vCPU's thread.
-    pub(super) fn start<F: HardwareFormat>(mut cpu: AreaCpu<F>, timeout: Duration) -> Result<Guest, Failure> {
-        let (jobs, for_guest) = channel::<Job>();
+    pub(super) fn start<F: HardwareFormat>(mut cpu: AreaCpu<F>, timeout: Duration) -> Result<AreaGuest, Failure> {
+        let (jobs, for_guest) = channel::<GuestJob>();
         let (from_guest, answers) = channel();
         let signals = Arc::new(Signals::default());
         let signals_of_guest = Arc::clone(&signals);
@@ -134,12 +141,12 @@ impl Guest {
             .name("vcpu 0".to_owned())
             .spawn(work)
             .map_err(|source| MachineError::Thread { vcpu: 0, source })?;
-        Ok(Guest { jobs: Some(jobs), answers, signals, timeout, thread: Some(thread) })
+        Ok(AreaGuest { jobs: Some(jobs), answers, signals, timeout, thread: Some(thread) })
     }
 
-    /// Gives the guest a job, which it begins at once.
-    pub(super) fn post(&self, job: Job) {
-        // If the thread is gone, `wait` says so.
+    /// Posts a job, which the guest begins at once.
+    pub(super) fn post(&self, job: GuestJob) {
+        // If the thread has ended, `wait` returns the error.
         let _ = self.jobs.as_ref().map(|jobs| jobs.send(job));
     }
 
@@ -150,7 +157,7 @@ impl Guest {
             Ok(Err(wrong)) => Err(check_failed(wrong)),
             Err(RecvTimeoutError::Disconnected) => Err(check_failed("the guest's thread panicked")),
             Err(RecvTimeoutError::Timeout) => {
-                // It may never come back: do not wait for it again.
+                // It may never return: do not wait for it again.
                 self.thread = None;
                 Err(check_failed(format_args!("the guest did not finish within {} s", self.timeout.as_secs())))
             }
@@ -162,13 +169,14 @@ impl Guest {
         &self.signals.steps
     }
 
-    /// Waits until the guest has written the whole window once more, so that the host's step has been looked at. Returns
-    /// also if the guest has failed or takes too long: [`stop`](Guest::stop) has more to say about that.
+    /// Waits until the guest has written the whole window once more within the host's step. Returns
+    /// also if the guest has failed or takes too long: [`stop`](AreaGuest::stop) has the error
+    /// then.
     pub(super) fn wait_for_pass(&self) {
         let begin = Instant::now();
-        // Relaxed, and so where it is counted: it only makes the host wait.
+        // Relaxed, also where it is counted: it only delays the host.
         let passes = || self.signals.passes.load(Ordering::Relaxed);
-        // The pass that is under way may have begun before.
+        // The current pass may have begun before the step.
         let wanted = passes().saturating_add(2);
         while passes() < wanted && begin.elapsed() < self.timeout {
             std::thread::yield_now();
@@ -177,13 +185,13 @@ impl Guest {
 
     /// Stops a window and waits for its end.
     pub(super) fn stop(&mut self) -> Result<Done, Failure> {
-        // Relaxed: when exactly it is noticed does not matter.
+        // Relaxed: it does not matter when exactly the flag is observed.
         self.signals.stop.store(true, Ordering::Relaxed);
         self.wait()
     }
 }
 
-impl Drop for Guest {
+impl Drop for AreaGuest {
     fn drop(&mut self) {
         self.signals.stop.store(true, Ordering::Relaxed);
         // The end of the jobs is the end of the thread.
@@ -195,11 +203,11 @@ impl Drop for Guest {
     }
 }
 
-fn work<F: HardwareFormat>(cpu: &mut AreaCpu<F>, job: &Job, signals: &Signals) -> Result<Done, Wrong> {
+fn work<F: HardwareFormat>(cpu: &mut AreaCpu<F>, job: &GuestJob, signals: &Signals) -> Result<Done, Wrong> {
     match job {
-        Job::Fill { pages, value } => fill(cpu, pages.clone(), *value),
-        Job::Take { pages, offset_bytes, expected } => take(cpu, pages.clone(), *offset_bytes, *expected),
-        Job::Window { pages, moving } => {
+        GuestJob::Fill { pages, value } => fill(cpu, pages.clone(), *value),
+        GuestJob::Take { pages, offset_bytes, expected } => take(cpu, pages.clone(), *offset_bytes, *expected),
+        GuestJob::Window { pages, moving } => {
             let result = window(cpu, pages, moving, signals);
             signals.passes.store(Signals::NO_MORE, Ordering::Relaxed);
             result
@@ -267,16 +275,16 @@ fn window<F: HardwareFormat>(
                 continue;
             }
             let step = signals.steps.now();
-            let went_through = write_if_there(cpu, page, value)?;
-            // One step around the whole write, or no place that could be told.
+            let has_written = write_if_mapped(cpu, page, value)?;
+            // Without one step around the whole write, the position is unknown.
             let place = if signals.steps.now() == step { Steps::place(step) } else { Place::Moving };
-            match (went_through, place) {
+            match (has_written, place) {
                 (true, Place::Away) => return Err(Wrong::WroteWithoutSlot { gpa: area::gpa(page) }),
                 (false, Place::Home) => return Err(Wrong::ExitDespiteSlot { gpa: area::gpa(page) }),
                 (_, Place::Moving) => {}
                 (true, Place::Home) | (false, Place::Away) => done.nr_verified += 1,
             }
-            if went_through {
+            if has_written {
                 *written = value;
             } else {
                 done.nr_mmio_exits += 1;
@@ -287,8 +295,9 @@ fn window<F: HardwareFormat>(
     Ok(done)
 }
 
-/// Writes the first word of the page; `false` if there is no memory. What left to user space must be that very write.
-fn write_if_there<F: HardwareFormat>(cpu: &mut AreaCpu<F>, page: u64, value: u64) -> Result<bool, Wrong> {
+/// Writes the first word of the page; `false` if there is no memory. An exit to user space must be
+/// for this very write.
+fn write_if_mapped<F: HardwareFormat>(cpu: &mut AreaCpu<F>, page: u64, value: u64) -> Result<bool, Wrong> {
     let at = gva(page);
     match cpu.write(at, value) {
         Ok(()) => Ok(true),

@@ -1,4 +1,4 @@
-//! What `slat memslots` prints and writes.
+//! The output of `slat memslots`.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -14,7 +14,7 @@ use crate::args::locking_name;
 use crate::results::{Figure, Results, host_json, measured_on};
 use crate::table::{self, humanly};
 
-/// A figure of a run, for an iteration where that makes sense.
+/// A figure of a run, for one iteration where that applies.
 struct Column {
     name: &'static str,
     title: &'static str,
@@ -57,7 +57,7 @@ fn stall_s(series: &Series, per_mille: u32) -> Option<f64> {
 
 const STALLS: [(&str, &str, u32); 2] = [("guest_stall_p50", "stall p50", 500), ("guest_stall_p99", "stall p99", 990)];
 
-/// Prints the lines of KVM's test, then the table, and what has to be said about the figures.
+/// Prints the lines of KVM's test, then the table and the notes.
 pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) -> io::Result<()> {
     writeln!(
         out,
@@ -79,7 +79,7 @@ pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) 
         writeln!(out, "Host and guest share {} CPU: the times measure the scheduler too.", host.nr_cpus)?;
     }
     let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
-    writeln!(out, "Verified: {nr_verified} words were found as they were left.")
+    writeln!(out, "Verified: {nr_verified} words had the value that was written.")
 }
 
 fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> io::Result<()> {
@@ -129,7 +129,7 @@ fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
     writeln!(out, "{figures}\n")
 }
 
-/// Rates and means of counts: their fractions count where they are small.
+/// Rates and means of counts: small ones have decimals.
 fn cell(value: f64, unit: &str) -> String {
     match unit {
         "s" if value == 0.0 => "-".to_owned(),

@@ -1,8 +1,8 @@
-//! `aarch64-paging`: its stage 2 tables, four levels, never marked as active, so that it spares itself the check of what
-//! may be changed under a CPU, and the maintenance of TLBs. What is unmapped is mapped as invalid, as its documentation
-//! says.
+//! `aarch64-paging`: its stage 2 page tables, four levels, never marked as active. So it omits the
+//! check of changes that are not allowed under a CPU, and the TLB maintenance. Unmapped pages are
+//! mapped as invalid, as its documentation says.
 
-#![expect(unsafe_code, reason = "its tables are handed out as raw pointers")]
+#![expect(unsafe_code, reason = "its page-table pages are raw pointers")]
 
 use std::ptr::NonNull;
 
@@ -16,23 +16,23 @@ use slat_machine::phys;
 use super::memory::{Memory, TABLE_BYTES};
 use super::operation::{Frames, Leaf, Pages, Table, address};
 
-/// A table of its, by pointer.
+/// A pointer to one of its page-table pages.
 type Pointer = NonNull<PageTable<Stage2Attributes>>;
 
 struct Tables(Memory);
 
 impl Translation<Stage2Attributes> for Tables {
     fn allocate_table(&mut self) -> (Pointer, PhysicalAddress) {
-        // It has no way to say that there is none; there are as many as any job needs.
+        // Its interface cannot report a failure; there are enough page-table pages for any job.
         let frame = self.0.allocate().expect("a table");
         let table = self.0.pointer(frame);
-        // SAFETY: the frame is nobody else's, and that large.
+        // SAFETY: the frame has this size, and no other code has it.
         unsafe { table.write_bytes(0, TABLE_BYTES) };
         (NonNull::new(table.cast()).expect("no table is at 0"), PhysicalAddress(frame.0 as usize))
     }
 
     unsafe fn deallocate_table(&mut self, table: Pointer) {
-        // SAFETY: the caller's promise: it was allocated above, and is not used any more.
+        // SAFETY: as the caller promises, it was allocated above and is not used any more.
         unsafe { self.0.free(phys::hpa_of(table.as_ptr())) };
     }
 
@@ -83,7 +83,7 @@ impl Aarch64 {
     }
 }
 
-// What is left undone shows in the check.
+// The check notices what fails here.
 impl Table for Aarch64 {
     #[inline]
     fn map(&mut self, pages: Pages) {
@@ -131,7 +131,7 @@ impl Table for Aarch64 {
 
     #[inline]
     fn split(&mut self, page: u64) {
-        // A change of one page of it.
+        // A change of one of its pages splits it.
         self.protect_range(page, 1);
     }
 

@@ -1,9 +1,9 @@
-//! `axaddrspace`, the one published Rust crate with the path of a second-stage fault, over `page-table-generic`, which it is
-//! made for.
+//! `axaddrspace`, the one published Rust crate with the path of a second-stage fault, over
+//! `page-table-generic`, for which it is made.
 //!
-//! A fault takes a frame from a counter, since its backend asks for them one by one, and maps it; what is mapped already is
-//! replaced. That is the best that its interface allows: `axvm` (0.8.5), the hypervisor of its authors, unmaps first in any
-//! case.
+//! A fault takes a frame from a counter, since its backend allocates them one by one, and maps it;
+//! a mapped page is replaced. Its interface allows nothing better: `axvm` (0.8.5), the hypervisor
+//! of its authors, unmaps first in any case.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,7 +25,7 @@ const FIRST_FRAME: usize = 1 << 24;
 struct Nested {
     tables: LongModeTables,
     memory: Memory,
-    /// Frames given to guest pages so far.
+    /// Frames of guest pages so far.
     nr_frames: AtomicUsize,
 }
 
@@ -68,7 +68,7 @@ impl NestedPageTableOps for Nested {
 
     #[inline]
     fn alloc_frame(&self) -> Option<PhysAddr> {
-        // No read-modify-write: whoever faults has it for itself.
+        // No read-modify-write: a fault has `self` exclusively.
         let index = self.nr_frames.load(Ordering::Relaxed);
         self.nr_frames.store(index + 1, Ordering::Relaxed);
         Some(PhysAddr::from_usize((FIRST_FRAME + index) * TABLE_BYTES))
@@ -127,12 +127,13 @@ impl NestedPageTableOps for Nested {
 /// A VM's memory as the peer manages it.
 pub(crate) struct FaultSpace {
     space: AddrSpace<Nested>,
-    /// Frames that the check has seen.
+    /// Frames that the check has found.
     seen: HashSet<u64>,
 }
 
 impl FaultSpace {
-    /// Memory for the pages of `nr_threads` threads, nothing of it mapped; `None` without memory for tables.
+    /// Memory for the pages of `nr_threads` threads, nothing of it mapped; `None` without memory
+    /// for tables.
     pub(crate) fn new(memory: Memory, nr_threads: u64) -> Option<FaultSpace> {
         let nested = Nested { tables: generic::new_tables(memory)?, memory, nr_frames: AtomicUsize::new(0) };
         let (start, size) = (GuestPhysAddr::from(0), address(nr_threads * PART_PAGES));
@@ -145,7 +146,7 @@ impl FaultSpace {
 impl Table for FaultSpace {
     #[inline]
     fn fault(&mut self, page: u64) {
-        // Where it refuses, the check shows it.
+        // The check notices an error.
         let _ = self.space.handle_page_fault(GuestPhysAddr::from(address(page)), MappingFlags::WRITE);
     }
 
@@ -155,7 +156,7 @@ impl Table for FaultSpace {
         Some(Leaf { frame, writable: flags.contains(MappingFlags::WRITE), huge: size.is_huge() })
     }
 
-    /// Any that the counter has given, but each to one page.
+    /// Any frame that the counter has allocated, but each for one page.
     fn is_right_frame(&mut self, _expected: u64, found: u64) -> bool {
         let end = FIRST_FRAME + self.space.page_table().nr_frames.load(Ordering::Relaxed);
         (FIRST_FRAME as u64..end as u64).contains(&found) && self.seen.insert(found)

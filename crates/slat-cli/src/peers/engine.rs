@@ -1,8 +1,8 @@
-//! slat beside its peers. Its operations are those of a hypervisor, so each does more than the peers' next to it: a mapping
-//! is a fault that is served before it happens, a protection begins a dirty log or takes it, and an unmapping is
-//! an invalidation that faults respect until it is over. Splits are bare ones, as the peers'.
+//! slat as a subject. Its operations are those of a hypervisor, so each does more than the peers'
+//! counterpart. A mapping is a pre-fault, a protection begins or gets a dirty log, and an unmapping
+//! is an invalidation that faults respect until it is over. Splits are bare ones, as the peers'.
 
-#![expect(unsafe_code, reason = "the promise of the trait Host")]
+#![expect(unsafe_code, reason = "implements the unsafe trait Host")]
 
 use std::alloc::Layout;
 use std::array;
@@ -16,10 +16,10 @@ use slat::{
 
 use super::measure::Shared;
 use super::memory::Memory;
-use super::operation::{BATCH, BLOCK_PAGES, Frames, Job, Leaf, Operation, PART_PAGES, Pages, Table, address};
+use super::operation::{BATCH, BLOCK_PAGES, Frames, Leaf, Operation, PART_PAGES, Pages, PeerJob, Table, address};
 
-/// The surroundings of the software machine, without its CPUs and with frames that need not be looked for: so that the
-/// engine is what is measured.
+/// A host with the memory of the software machine, without its CPUs, and with computed frames: so
+/// that only the engine is measured.
 struct FrameHost(Memory);
 
 impl Park for FrameHost {
@@ -42,8 +42,9 @@ fn resolved(frames: Frames, gfn: Gfn) -> Resolved {
     Resolved { pfn: Pfn(frames.frame(gfn.0)), max_size, writable: true }
 }
 
-// SAFETY: tables are those of a `MachineHost`, which keeps what this trait promises of them, and lives as long as the
-// process; no CPU walks the tables, so there is nothing to flush; a page's frame is a fixed number.
+// SAFETY: the page-table pages are those of a `MachineHost`, which fulfils this trait's contract
+// for them, and lives as long as the process. No CPU walks the tables, so there is nothing to
+// flush. A page's frame is a fixed number.
 unsafe impl Host for FrameHost {
     type Backing = Frames;
 
@@ -52,7 +53,7 @@ unsafe impl Host for FrameHost {
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        // SAFETY: the caller's promise, handed on.
+        // SAFETY: as the caller promises.
         unsafe { self.0.host().free_table(table, layout) };
     }
 
@@ -66,7 +67,7 @@ unsafe impl Host for FrameHost {
         Ok(resolved(*frames, gfn))
     }
 
-    /// All of the memory is there.
+    /// All memory is resident.
     #[inline]
     fn resolve_resident(&self, frames: &Frames, gfn: Gfn, _page: u64, _access: Access) -> Option<Resolved> {
         Some(resolved(*frames, gfn))
@@ -94,7 +95,7 @@ unsafe impl Host for FrameHost {
 /// A VM with a slot for the memory of each thread.
 pub(crate) struct Engine {
     vm: Arc<Vm<FrameHost, Npt>>,
-    job: Job,
+    job: PeerJob,
 }
 
 fn set_slot(
@@ -117,33 +118,34 @@ fn set_slot(
 }
 
 impl Engine {
-    /// A VM, brought to where the operation begins.
+    /// A VM, prepared for the operation.
     ///
     /// # Errors
     /// The engine's.
-    pub(crate) fn new(memory: Memory, job: Job) -> Result<Engine, Error> {
+    pub(crate) fn new(memory: Memory, job: PeerJob) -> Result<Engine, Error> {
         let vm = Arc::new(Vm::new(FrameHost(memory), Config::default())?);
-        // Pages that are mapped for writing then are dirty: there is something to take and to protect.
+        // Pages that are mapped for writing then are dirty, so the harvest has pages to report and
+        // to protect.
         let logs = job.operation == Operation::Protect4k;
         let flags = if logs { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() };
         for part in 0..job.nr_threads {
             set_slot(&vm, part, job.part_pages(), flags, Some(job.frames()))?;
         }
         let engine = Engine { vm, job };
-        job.prepare(&mut engine.hands()?);
+        job.prepare(&mut engine.handle()?);
         Ok(engine)
     }
 
-    /// A thread's hands on it.
+    /// A thread's access to the VM.
     ///
     /// # Errors
     /// The engine's.
-    pub(crate) fn hands(&self) -> Result<Hands, Error> {
+    pub(crate) fn handle(&self) -> Result<VcpuHandle, Error> {
         let bitmap = vec![0; self.job.part_pages().div_ceil(64) as usize];
-        Ok(Hands { vcpu: self.vm.create_vcpu()?, bitmap })
+        Ok(VcpuHandle { vcpu: self.vm.create_vcpu()?, bitmap })
     }
 
-    /// What follows [`Job::check`]: the engine's own count.
+    /// Checks the engine's own counts, after [`PeerJob::check`].
     ///
     /// # Errors
     /// Which count is wrong, as a sentence.
@@ -169,17 +171,17 @@ impl Engine {
 }
 
 impl Shared for Engine {
-    type Hands = Hands;
+    type Handle = VcpuHandle;
 
     #[inline]
-    fn each(&self, step: impl Fn(&mut Hands, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error> {
-        let mut hands = self.hands()?;
-        Ok(move |call| step(&mut hands, call))
+    fn each(&self, step: impl Fn(&mut VcpuHandle, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error> {
+        let mut handle = self.handle()?;
+        Ok(move |call| step(&mut handle, call))
     }
 }
 
-/// One vCPU, and what its thread does with the VM.
-pub(crate) struct Hands {
+/// One vCPU, and the bitmap of its thread.
+pub(crate) struct VcpuHandle {
     vcpu: Vcpu<FrameHost, Npt>,
     bitmap: Vec<u64>,
 }
@@ -189,8 +191,8 @@ fn gpa(page: u64) -> Gpa {
     Gfn(page).gpa()
 }
 
-// What is left undone shows in the check.
-impl Table for Hands {
+// The check notices what fails here.
+impl Table for VcpuHandle {
     #[inline]
     fn fault(&mut self, page: u64) {
         let _ = self.vcpu.handle_fault(gpa(page), Access::Write);

@@ -1,9 +1,9 @@
-//! `page-table-generic`, with long-mode entries: its user supplies them.
+//! `page-table-generic`, with long-mode entries, which its user implements.
 //!
-//! A page is taken away by its plan-and-apply pair, which leaves empty tables to it: its other way looks through the 512
-//! entries of the table each time.
+//! Its plan-and-apply pair unmaps a page and leaves empty page-table pages in place: its other way
+//! searches the 512 entries of the page-table page each time.
 
-#![expect(unsafe_code, reason = "gives tables back")]
+#![expect(unsafe_code, reason = "frees page-table pages")]
 
 use ax_memory_addr::{PhysAddr, VirtAddr};
 use page_table_generic::{FrameAllocator, MapConfig, PageTable, PageTableEntry, TableMeta};
@@ -93,7 +93,7 @@ impl FrameAllocator for Tables {
     }
 
     fn dealloc_frame(&self, frame: PhysAddr) {
-        // SAFETY: a page table gives back what it allocated, once, when nothing leads to it any more.
+        // SAFETY: a page table frees what it allocated, once, when nothing points to it any more.
         unsafe { self.0.free(Hpa(frame.as_usize() as u64)) };
     }
 
@@ -103,13 +103,13 @@ impl FrameAllocator for Tables {
     }
 }
 
-/// Its tables with these entries.
+/// Its page tables with these entries.
 pub(crate) type LongModeTables = PageTable<LongMode, Tables>;
 
 pub(crate) const READ_ONLY: usize = PRESENT | USER | ACCESSED;
 pub(crate) const WRITABLE: usize = READ_ONLY | READ_WRITE | DIRTY;
 
-/// Long-mode tables with nothing in them; `None` without memory.
+/// Empty long-mode page tables; `None` without memory.
 pub(crate) fn new_tables(memory: Memory) -> Option<LongModeTables> {
     PageTable::new(Tables(memory)).ok()
 }
@@ -132,12 +132,12 @@ impl Generic {
     }
 }
 
-// What is left undone shows in the check.
+// The check notices what fails here.
 impl Table for Generic {
     #[inline]
     fn map(&mut self, pages: Pages) {
         for page in pages.iter() {
-            // An error: it is mapped already, or the check will show it.
+            // An error means that the page is mapped already, or the check notices.
             let _ = self.0.map(&MapConfig {
                 vaddr: virtual_address(page),
                 paddr: frame_address(Frames::Shifted, page),

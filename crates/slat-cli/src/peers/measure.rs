@@ -1,9 +1,10 @@
-//! Runs one operation on one kind of tables and takes the time; and all that were asked for, again and again.
+//! Runs one operation on the tables of one crate, and takes the time; and all operations that were
+//! asked for, again and again.
 //!
-//! Each measurement has fresh tables and its own threads, which are let go together and stay on a CPU each where there are
-//! enough; the time is that from the first call to the end of the last. Then the tables are read back and counted.
-//! slat serves each call beside all others. The peers take `&mut self`: one thread has them for itself; several take a
-//! `std::sync::Mutex` for each call.
+//! Each measurement has fresh tables and its own threads, which start at the same time and stay on
+//! a CPU each where there are enough. The time is that from the first call to the end of the last.
+//! Then the tables are read back and counted. slat serves calls concurrently. The peers take `&mut
+//! self`: a single thread has them alone; several threads take a `std::sync::Mutex` for each call.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -20,34 +21,34 @@ use super::generic::Generic;
 use super::memory::Memory;
 #[cfg(target_arch = "x86_64")]
 use super::multiarch::Multiarch;
-use super::operation::{Job, Operation, Table};
+use super::operation::{Operation, PeerJob, Table};
 use super::subject::Subject;
 use super::x86::X86;
 use crate::failure::{Failure, check_failed};
 use crate::results::Samples;
 
-/// Turns in which a thread waits for the others before it yields its CPU.
+/// Spins of a thread that waits for the others, before it yields its CPU.
 const SPIN_TURNS: u32 = 2000;
 
 /// Tables of one kind, shared by the threads of a measurement.
 pub(crate) trait Shared: Sync {
-    type Hands: Table;
+    type Handle: Table;
 
-    /// A thread's way to the tables: `step` is done with the number of each call.
+    /// A thread's access to the tables: `step` is called with the number of each call.
     ///
     /// # Errors
     /// The engine's.
-    fn each(&self, step: impl Fn(&mut Self::Hands, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error>;
+    fn each(&self, step: impl Fn(&mut Self::Handle, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error>;
 }
 
-/// A peer of which each thread takes the mutex for each call.
+/// A peer whose mutex each thread takes for each call.
 struct Locked<T>(Mutex<T>);
 
-/// A peer that one thread has for itself: it takes the mutex once.
+/// A peer that one thread has alone: it takes the mutex once.
 struct Alone<T>(Mutex<T>);
 
 impl<T: Table + Send> Shared for Locked<T> {
-    type Hands = T;
+    type Handle = T;
 
     #[inline]
     fn each(&self, step: impl Fn(&mut T, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error> {
@@ -56,7 +57,7 @@ impl<T: Table + Send> Shared for Locked<T> {
 }
 
 impl<T: Table + Send> Shared for Alone<T> {
-    type Hands = T;
+    type Handle = T;
 
     #[inline]
     fn each(&self, step: impl Fn(&mut T, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error> {
@@ -75,16 +76,16 @@ fn wait_for_all(arrived: &AtomicUsize, nr_threads: usize) {
     }
 }
 
-/// What a thread did.
+/// The times and the result of a thread.
 struct Ran {
     begin: Instant,
     end: Instant,
-    /// Of what its calls returned.
+    /// The sum of the results of its calls.
     sum: u64,
 }
 
-/// One thread's part. It arrives at the others' start in any case: they wait for it.
-fn run_thread(job: Job, tables: &impl Shared, thread: u64, arrived: &AtomicUsize) -> Result<Ran, Error> {
+/// One thread's part. It always arrives at the barrier, since the others wait for it.
+fn run_thread(job: PeerJob, tables: &impl Shared, thread: u64, arrived: &AtomicUsize) -> Result<Ran, Error> {
     let call = tables.each(|table, call| job.call(table, thread, call));
     wait_for_all(arrived, job.nr_threads as usize);
     let mut call = call?;
@@ -93,15 +94,16 @@ fn run_thread(job: Job, tables: &impl Shared, thread: u64, arrived: &AtomicUsize
     Ok(Ran { begin, end: Instant::now(), sum })
 }
 
-/// Runs the calls of all threads; the time from the first to the last, and the sum of what they returned.
-fn run(job: Job, tables: &impl Shared) -> Result<(Duration, u64), Failure> {
+/// Runs the calls of all threads. Returns the time from the first to the last, and the sum of their
+/// results.
+fn run(job: PeerJob, tables: &impl Shared) -> Result<(Duration, u64), Failure> {
     let (cpus, arrived) = (topology::usable_cpus(), AtomicUsize::new(0));
     let outcomes: Vec<thread::Result<Result<Ran, Error>>> = thread::scope(|scope| {
         let spawn = |thread: u64| {
             let (cpus, arrived) = (&cpus, &arrived);
             scope.spawn(move || {
                 if job.nr_threads as usize <= cpus.len() {
-                    // Where the kernel refuses, it runs where it runs.
+                    // If the kernel refuses, the thread is not pinned.
                     let _ = topology::pin_current_thread(cpus[thread as usize]);
                 }
                 run_thread(job, tables, thread, arrived)
@@ -124,7 +126,7 @@ fn run(job: Job, tables: &impl Shared) -> Result<(Duration, u64), Failure> {
     Ok((wall, ran.iter().fold(0, |sum, ran| sum.wrapping_add(ran.sum))))
 }
 
-fn on_peer<T: Table + Send>(job: Job, mut table: T) -> Result<Duration, Failure> {
+fn on_peer<T: Table + Send>(job: PeerJob, mut table: T) -> Result<Duration, Failure> {
     job.prepare(&mut table);
     let table = Mutex::new(table);
     let (wall, found, table) = if job.nr_threads == 1 {
@@ -141,19 +143,19 @@ fn on_peer<T: Table + Send>(job: Job, mut table: T) -> Result<Duration, Failure>
     Ok(wall)
 }
 
-fn on_slat(job: Job, memory: Memory) -> Result<Duration, Failure> {
+fn on_slat(job: PeerJob, memory: Memory) -> Result<Duration, Failure> {
     let engine = Engine::new(memory, job)?;
     let (wall, found) = run(job, &engine)?;
-    job.check(&mut engine.hands()?, found).and_then(|()| engine.check()).map_err(check_failed)?;
+    job.check(&mut engine.handle()?, found).and_then(|()| engine.check()).map_err(check_failed)?;
     Ok(wall)
 }
 
-/// Runs `job` on tables of `subject` that are made for it, and sees that it did what it is for: nanoseconds of wall time
-/// for a unit of all threads together.
+/// Runs `job` on new tables of `subject`, and checks the work. Returns nanoseconds of wall time for
+/// a unit, over all threads.
 ///
 /// # Errors
 /// A check failed, or there was no memory.
-fn measure_once(memory: Memory, subject: Subject, job: Job) -> Result<f64, Failure> {
+fn measure_once(memory: Memory, subject: Subject, job: PeerJob) -> Result<f64, Failure> {
     let no_memory = || Failure::CannotServe("there is no memory for tables; choose fewer pages or threads".to_owned());
     let wall = match subject {
         Subject::Slat => on_slat(job, memory),
@@ -172,24 +174,25 @@ fn measure_once(memory: Memory, subject: Subject, job: Job) -> Result<f64, Failu
     })?;
     match memory.nr_in_use() {
         0 => Ok(wall.as_secs_f64() * 1e9 / (job.units() * job.nr_threads) as f64),
-        left => Err(check_failed(what(&format!("{left} tables were not given back")))),
+        left => Err(check_failed(what(&format!("{left} page-table pages were not freed")))),
     }
 }
 
 /// All repetitions of one job on the tables of one subject.
 pub(crate) struct Cell {
     pub(crate) subject: Subject,
-    pub(crate) job: Job,
-    /// Nanoseconds of wall time for a unit of all threads together.
+    pub(crate) job: PeerJob,
+    /// Nanoseconds of wall time for a unit, over all threads.
     pub(crate) unit_ns: Samples,
-    /// The same over slat's in the same repetition, if it was measured.
+    /// The ratio to slat's time in the same repetition, if slat was measured.
     pub(crate) ratio_to_slat: Samples,
-    /// That of one thread over it in the same repetition, where one thread was measured as well.
+    /// The ratio of one thread's time to this in the same repetition, where one thread was measured
+    /// as well.
     pub(crate) speedup: Samples,
     last_ns: f64,
 }
 
-/// What was measured so far.
+/// The measurements so far.
 pub(crate) struct Measured {
     pub(crate) cells: Vec<Cell>,
     /// Full repetitions.
@@ -197,12 +200,13 @@ pub(crate) struct Measured {
 }
 
 impl Measured {
-    /// Nothing so far: a cell for each operation, number of threads and subject that can do it, neighbours in this order.
+    /// No measurement yet: a cell for each operation, number of threads and subject that has it,
+    /// neighbours in this order.
     pub(crate) fn new(operations: &[Operation], threads: &[u64], subjects: &[Subject], pages: u64) -> Measured {
         let mut cells = Vec::new();
         for &operation in operations {
             for &nr_threads in threads {
-                let job = Job { operation, nr_threads, pages };
+                let job = PeerJob { operation, nr_threads, pages };
                 let able = subjects.iter().filter(|subject| subject.can(operation));
                 cells.extend(able.map(|&subject| Cell {
                     subject,
@@ -223,12 +227,12 @@ impl Measured {
         })
     }
 
-    /// Measures every cell once, those of a job one after the other, and keeps what came out; `begin` is told of each job
-    /// when it begins.
+    /// Measures every cell once, those of a job one after the other, and keeps the times. Calls
+    /// `begin` at the start of each job.
     ///
     /// # Errors
     /// A check failed, or there was no memory.
-    pub(crate) fn repeat(&mut self, memory: Memory, begin: impl FnMut(Job)) -> Result<(), Failure> {
+    pub(crate) fn repeat(&mut self, memory: Memory, begin: impl FnMut(PeerJob)) -> Result<(), Failure> {
         self.measure(memory, begin)?;
         self.keep();
         Ok(())
@@ -238,17 +242,18 @@ impl Measured {
     ///
     /// # Errors
     /// As [`repeat`](Measured::repeat).
-    pub(crate) fn warm_up(&mut self, memory: Memory, begin: impl FnMut(Job)) -> Result<(), Failure> {
+    pub(crate) fn warm_up(&mut self, memory: Memory, begin: impl FnMut(PeerJob)) -> Result<(), Failure> {
         self.measure(memory, begin)
     }
 
-    fn measure(&mut self, memory: Memory, mut begin: impl FnMut(Job)) -> Result<(), Failure> {
+    fn measure(&mut self, memory: Memory, mut begin: impl FnMut(PeerJob)) -> Result<(), Failure> {
         let repetition = self.nr_runs as usize;
         for cells in self.cells.chunk_by_mut(|one, other| one.job == other.job) {
             begin(cells[0].job);
             let len = cells.len();
             for turn in 0..len {
-                // Another goes first each time, and each has another before it every other time.
+                // Each time another subject is first, and every other time each has another
+                // predecessor.
                 let at = if repetition.is_multiple_of(2) { repetition + turn } else { repetition % len + len - turn };
                 let cell = &mut cells[at % len];
                 cell.last_ns = measure_once(memory, cell.subject, cell.job)?;
@@ -259,7 +264,7 @@ impl Measured {
 
     fn keep(&mut self) {
         let last = |cells: &[Cell], of: &Cell, subject: Subject, nr_threads: u64| {
-            let job = Job { nr_threads, ..of.job };
+            let job = PeerJob { nr_threads, ..of.job };
             cells.iter().find(|cell| cell.subject == subject && cell.job == job).map(|cell| cell.last_ns)
         };
         for index in 0..self.cells.len() {
@@ -286,16 +291,16 @@ mod tests {
 
     use super::*;
 
-    /// Brought to where the operation begins, and not a step further, no tables pass the check of any operation.
+    /// Tables that are only prepared pass the check of no operation.
     #[test]
     fn the_check_notices_what_was_not_done() {
-        fn assert_noticed(job: Job, table: &mut impl Table) {
+        fn assert_noticed(job: PeerJob, table: &mut impl Table) {
             assert!(job.check(table, 0).is_err(), "{job:?}");
         }
         let memory = Memory::for_threads(2).unwrap();
         for &operation in Operation::value_variants() {
-            let job = Job { operation, nr_threads: 2, pages: 512 };
-            assert_noticed(job, &mut Engine::new(memory, job).unwrap().hands().unwrap());
+            let job = PeerJob { operation, nr_threads: 2, pages: 512 };
+            assert_noticed(job, &mut Engine::new(memory, job).unwrap().handle().unwrap());
             let (mut generic, mut x86, mut aarch64) =
                 (Generic::new(memory).unwrap(), X86::new(memory).unwrap(), Aarch64::new(memory));
             job.prepare(&mut generic);
@@ -305,11 +310,11 @@ mod tests {
             job.prepare(&mut aarch64);
             assert_noticed(job, &mut aarch64);
         }
-        let faults = Job { operation: Operation::Fault, nr_threads: 2, pages: 512 };
+        let faults = PeerJob { operation: Operation::Fault, nr_threads: 2, pages: 512 };
         assert_noticed(faults, &mut FaultSpace::new(memory, 2).unwrap());
     }
 
-    /// Two pages with one frame, and a frame that nobody gave.
+    /// Two pages with one frame, and a frame of no page.
     #[test]
     fn the_check_of_faults_notices_wrong_frames() {
         let mut space = FaultSpace::new(Memory::for_threads(1).unwrap(), 1).unwrap();

@@ -1,6 +1,6 @@
-//! `page_table_multiarch`: its x86-64 tables, by a cursor for each call. It splits nothing.
+//! `page_table_multiarch`: its x86-64 page tables, by a cursor for each call. It cannot split.
 
-#![expect(unsafe_code, reason = "gives tables back")]
+#![expect(unsafe_code, reason = "frees page-table pages")]
 
 use memory_addr::{PhysAddr, VirtAddr};
 use page_table_multiarch::x86_64::X64PageTable;
@@ -16,14 +16,15 @@ struct Tables;
 
 impl PagingHandler for Tables {
     fn alloc_frames(nr_frames: usize, _align: usize) -> Option<PhysAddr> {
-        // These tables ask for one at a time.
+        // These page tables allocate one at a time.
         let memory = Memory::of_process().filter(|_| nr_frames == 1)?;
         memory.allocate().map(|table| PhysAddr::from_usize(table.0 as usize))
     }
 
     fn dealloc_frames(frame: PhysAddr, _nr_frames: usize) {
         if let Some(memory) = Memory::of_process() {
-            // SAFETY: a page table gives back what it allocated above, once, when nothing leads to it any more.
+            // SAFETY: a page table frees what it allocated above, once, when nothing points to it
+            // any more.
             unsafe { memory.free(Hpa(frame.as_usize() as u64)) };
         }
     }
@@ -55,13 +56,13 @@ impl Multiarch {
     }
 }
 
-// What is left undone shows in the check.
+// The check notices what fails here.
 impl Table for Multiarch {
     #[inline]
     fn map(&mut self, pages: Pages) {
         let mut cursor = self.0.cursor();
         for page in pages.iter() {
-            // An error: it is mapped already, or the check will show it.
+            // An error means that the page is mapped already, or the check notices.
             let _ = cursor.map(virtual_address(page), frame_address(Frames::Shifted, page), PageSize::Size4K, WRITABLE);
         }
     }

@@ -1,8 +1,9 @@
-//! What is measured: the operations, on which pages, and what each of the tables must be able to do.
+//! The measured operations: on which pages, and what each crate's tables must be able to do.
 //!
-//! Each thread has pages of its own, 64 GiB of addresses from those of the next: nothing is shared but the upper tables. A
-//! call that fails is not noticed by the one that makes it, whose time is taken: after the measurement all pages are looked
-//! up again ([`Job::check`]), and what queries found is added up and compared.
+//! Each thread has its own pages, 64 GiB of addresses from those of the next: threads share only
+//! the upper page-table pages. A call whose time is taken ignores a failure. Instead all pages are
+//! looked up after the measurement ([`PeerJob::check`]), and the results of queries are added up
+//! and compared.
 
 use clap::ValueEnum;
 
@@ -14,49 +15,51 @@ const FIRST_FRAME: u64 = 1 << 24;
 pub(crate) const PART_PAGES: u64 = 1 << 24;
 /// Pages in 2 MiB.
 pub(crate) const BLOCK_PAGES: u64 = 512;
-/// Pages that one call maps, where it maps several: they share what a cursor or a section costs.
+/// Pages that one call maps, where it maps several: they share the cost of a cursor or a guard.
 pub(crate) const BATCH: u64 = 64;
-/// Pages that one call asks for; and so the fewest that a thread can have.
+/// Pages that one call looks up; and so the fewest that a thread can have.
 pub(crate) const QUERIES: u64 = 512;
-/// Pages for each thread, at most and by default. A run is some milliseconds or less then: shorter than what the scheduler
-/// gives to somebody else, so that most runs have their CPUs for themselves on a machine with other users.
+/// Pages for each thread, at most and by default. A run then takes some milliseconds or less,
+/// shorter than a time slice of another process. So most runs have their CPUs for themselves on a
+/// machine with other users.
 pub(crate) const MAX_PAGES: u64 = 1 << 15;
-/// From one page to the next where each is to be in another table than the one before: odd, so that all are reached.
+/// The distance of pages where each is in another page-table page than the one before: odd, so that
+/// all are reached.
 const SCATTER: u64 = 40_503;
 
 /// A row of the tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Operation {
-    /// A fault on each page, into tables that are not there.
+    /// A fault on each page, without page-table pages.
     Fault,
-    /// A 4 KiB page a call, into tables that are there.
+    /// A 4 KiB page a call, into existing page-table pages.
     #[value(name = "map-4k")]
     Map4k,
     /// The same, 64 pages a call.
     #[value(name = "map-4k-batch")]
     Map4kBatch,
-    /// A range whose frames are known to follow each other, into tables that are not there.
+    /// A range of consecutive frames, without page-table pages.
     MapRange,
-    /// The same, but for each page the frame must be asked for.
+    /// The same, but each page's frame is looked up.
     MapRangeEach,
     /// A range of 2 MiB pages.
     #[value(name = "map-range-2m")]
     MapRange2m,
-    /// Where pages are mapped, one after the other.
+    /// Lookups of pages, in order.
     Query,
-    /// Where pages are mapped, each in another table.
+    /// Lookups of pages, each in another page-table page.
     QueryScattered,
-    /// The right to write taken from all pages of a range.
+    /// Write protection of a range.
     ProtectRange,
-    /// The right to write taken from pages one by one.
+    /// Write protection of pages one by one.
     #[value(name = "protect-4k")]
     Protect4k,
-    /// A page a call taken away.
+    /// Unmapping, a page a call.
     #[value(name = "unmap-4k")]
     Unmap4k,
-    /// A range taken away.
+    /// Unmapping of a range.
     UnmapRange,
-    /// A 2 MiB page replaced by a table of 4 KiB pages.
+    /// A 2 MiB page replaced by a page-table page of 4 KiB pages.
     #[value(name = "split-2m")]
     Split2m,
 }
@@ -81,7 +84,7 @@ impl Operation {
         }
     }
 
-    /// What the table calls it.
+    /// The title in the table.
     pub(crate) fn title(self) -> &'static str {
         match self {
             Operation::Fault => "page fault",
@@ -106,12 +109,12 @@ impl Operation {
     }
 }
 
-/// Frames behind the guest's pages.
+/// Frames of the guest's pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Frames {
     /// In order, shifted by a page against the guest's, so that no large leaf fits.
     Shifted,
-    /// The same; each has to be asked for.
+    /// The same; each is looked up.
     ShiftedUnknown,
     /// In order, shifted by 2 MiB: leaves of that size fit, and no larger ones.
     Aligned,
@@ -140,7 +143,7 @@ impl Pages {
     }
 }
 
-/// What the tables say about a page.
+/// The leaf PTE of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Leaf {
     pub(crate) frame: u64,
@@ -148,8 +151,8 @@ pub(crate) struct Leaf {
     pub(crate) huge: bool,
 }
 
-/// One thread's hands on the tables. What is mapped already may stay or be mapped again. What some tables cannot do they
-/// leave out: nothing is done then, and the check shows it.
+/// One thread's access to page tables. A page that is mapped already may stay or be mapped again.
+/// Operations that a crate does not have do nothing, and the check notices.
 pub(crate) trait Table {
     /// A guest's write to a page that is not mapped.
     #[inline]
@@ -174,10 +177,10 @@ pub(crate) trait Table {
         0
     }
 
-    /// Takes the right to write from 4 KiB pages one by one.
+    /// Write-protects 4 KiB pages one by one.
     fn protect(&mut self, _pages: Pages) {}
 
-    /// Takes the right to write from a range.
+    /// Write-protects a range.
     fn protect_range(&mut self, _first: u64, _nr_pages: u64) {}
 
     #[inline]
@@ -189,10 +192,11 @@ pub(crate) trait Table {
     #[inline]
     fn split(&mut self, _page: u64) {}
 
-    /// What the tables say about a page, for the check.
+    /// The leaf PTE of a page, for the check.
     fn look(&mut self, page: u64) -> Option<Leaf>;
 
-    /// Whether a page that ought to have the frame `expected` may have `found`: another one only where the tables choose.
+    /// Whether a page that should have the frame `expected` may have `found`: another one only
+    /// where the crate chooses frames.
     fn is_right_frame(&mut self, expected: u64, found: u64) -> bool {
         expected == found
     }
@@ -200,16 +204,18 @@ pub(crate) trait Table {
 
 /// A measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Job {
+pub(crate) struct PeerJob {
     pub(crate) operation: Operation,
     pub(crate) nr_threads: u64,
-    /// A power of two from [`QUERIES`] to [`MAX_PAGES`]: 4 KiB pages for each thread. Ranges are four times as long; a quarter
-    /// of the pages is unmapped one by one, and for each 64 of them a huge page is split.
+    /// A power of two from [`QUERIES`] to [`MAX_PAGES`]: 4 KiB pages for each thread. Ranges are
+    /// four times as long; a quarter of the pages is unmapped one by one, and for each 64 of them a
+    /// huge page is split.
     pub(crate) pages: u64,
 }
 
-impl Job {
-    /// What the figures are for: 4 KiB pages, or 2 MiB pages where those are mapped or split; for each thread.
+impl PeerJob {
+    /// The units of the figures: 4 KiB pages, or 2 MiB pages where those are mapped or split; for
+    /// each thread.
     pub(crate) fn units(self) -> u64 {
         match self.operation {
             Operation::MapRange | Operation::MapRangeEach | Operation::UnmapRange => self.pages * 4,
@@ -257,11 +263,11 @@ impl Job {
         self.units() / self.units_of_call()
     }
 
-    /// Brings the tables to where the operation begins.
+    /// Prepares the tables for the operation.
     pub(crate) fn prepare(self, table: &mut impl Table) {
         for first in (0..self.nr_threads).map(|thread| thread * PART_PAGES) {
             match self.operation {
-                // The tables: a page in each.
+                // A page in each page-table page, which makes it.
                 Operation::Map4k | Operation::Map4kBatch => {
                     for page in (first + BLOCK_PAGES - 1..first + self.part_pages()).step_by(BLOCK_PAGES as usize) {
                         table.map_single(page);
@@ -273,7 +279,7 @@ impl Job {
         }
     }
 
-    /// Does call number `call` of thread `thread`; what a query has found, else 0.
+    /// Makes call number `call` of thread `thread`. Returns the sum of a query, else 0.
     #[inline]
     pub(crate) fn call(self, table: &mut impl Table, thread: u64, call: u64) -> u64 {
         let (start, step, nr_pages) = (thread * PART_PAGES, self.unit_pages(), self.units_of_call());
@@ -299,8 +305,8 @@ impl Job {
         0
     }
 
-    /// Sees that the operation did what it is for, on each page, or, of 2 MiB pages, in each once and somewhere else; `found` is
-    /// the sum of what its calls returned.
+    /// Checks that the operation has done its work on each page, or, of 2 MiB pages, on one page of
+    /// each at varying offsets. `found` is the sum of the results of its calls.
     ///
     /// # Errors
     /// What is wrong, as a sentence.
@@ -313,7 +319,7 @@ impl Job {
         let expected =
             if asks { pages.clone().fold(0, |sum: u64, page| sum.wrapping_add(self.frames().frame(page))) } else { 0 };
         if found != expected {
-            return Err(format!("the frames that were found add up to {found:#x}, not to {expected:#x}"));
+            return Err(format!("the sum of the frames is {found:#x}, not {expected:#x}"));
         }
         pages.into_iter().try_for_each(|page| self.check_page(table, page))
     }
@@ -332,7 +338,7 @@ impl Job {
         let may_be_either = self.operation == Operation::Split2m;
         let writable = !matches!(self.operation, Operation::ProtectRange | Operation::Protect4k);
         if !table.is_right_frame(frame, leaf.frame) {
-            Err(format!("page {page:#x} has frame {:#x}, and ought to have {frame:#x}", leaf.frame))
+            Err(format!("page {page:#x} has frame {:#x}, and should have {frame:#x}", leaf.frame))
         } else if leaf.huge != (self.operation == Operation::MapRange2m) {
             Err(format!("page {page:#x} is{} in a huge page", if leaf.huge { "" } else { " not" }))
         } else if leaf.writable != writable && !may_be_either {

@@ -1,4 +1,4 @@
-//! What `slat peers` prints and writes.
+//! The output of `slat peers`.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use super::subject::Subject;
 use crate::results::{Figure, NotRun, Results, Samples, host_json};
 use crate::table;
 
-/// What the figures are measured on.
+/// The CPUs of the measurement.
 const MEASURED_ON: &str = "the host's CPUs";
 
 /// Three digits or more.
@@ -34,7 +34,8 @@ fn ratio(samples: &Samples) -> String {
     digits(samples.quantile(500))
 }
 
-/// A table of the operations on `nr_threads` threads, a column for each of `subjects`, of cells that `show` gives.
+/// A table of the operations on `nr_threads` threads, a column for each of `subjects`, of cells
+/// that `show` gives.
 fn print_table(
     out: &mut impl Write,
     measured: &Measured,
@@ -59,8 +60,8 @@ fn print_faults(out: &mut impl Write, measured: &Measured, threads: &[u64]) -> i
     let names = subjects.iter().map(|subject| subject.name());
     let mut header = vec!["ns a page fault: mean ± deviation (p50)".to_owned()];
     header.extend(names.clone().map(str::to_owned));
-    header.push("slat is faster".to_owned());
-    header.extend(names.map(|name| format!("{name}: speed-up")));
+    header.push("speed-up of slat".to_owned());
+    header.extend(names.map(|name| format!("{name}: scaling")));
     let mut table = table::figures(header);
     for &nr_threads in threads {
         let cells: Vec<Option<&Cell>> =
@@ -85,7 +86,7 @@ fn threads_name(nr_threads: u64) -> String {
     if nr_threads == 1 { "1 thread".to_owned() } else { format!("{nr_threads} threads") }
 }
 
-/// Prints the tables, and what has to be said about them.
+/// Prints the tables and the notes.
 pub(super) fn print(out: &mut impl Write, args: &PeersArgs, measured: &Measured) -> io::Result<()> {
     let versions: Vec<String> =
         Subject::ALL.iter().map(|subject| format!("{} {}", subject.name(), subject.version())).collect();
@@ -97,7 +98,7 @@ pub(super) fn print(out: &mut impl Write, args: &PeersArgs, measured: &Measured)
         print_faults(out, measured, &threads)?;
     }
     if !operations.is_empty() {
-        // The peer of the faults has nothing else.
+        // The peer of the faults has no other operation.
         let subjects: Vec<Subject> =
             Subject::ALL.iter().copied().filter(|subject| subject.can(Operation::Query)).collect();
         for &nr_threads in &threads {
@@ -105,7 +106,7 @@ pub(super) fn print(out: &mut impl Write, args: &PeersArgs, measured: &Measured)
             print_table(out, measured, title, (&operations, nr_threads, &subjects), |cell| time(&cell.unit_ns))?;
         }
         for &nr_threads in &threads {
-            let title = format!("slat is faster (times): {}", threads_name(nr_threads));
+            let title = format!("speed-up of slat: {}", threads_name(nr_threads));
             let peers = &subjects[1..];
             print_table(out, measured, title, (&operations, nr_threads, peers), |cell| ratio(&cell.ratio_to_slat))?;
         }
@@ -117,21 +118,21 @@ fn print_notes(out: &mut impl Write, args: &PeersArgs, measured: &Measured) -> i
     let host = HostDescription::read();
     writeln!(
         out,
-        "\n{} interleaved runs. Times are wall time for each page (of 2 MiB where that is said), of all threads together: with n\n\
-         threads that do not hinder each other they fall to the n-th part. \"slat is faster\": how many times; speed-up: against\n\
-         one thread; both are medians of ratios within a run.",
+        "\n{} interleaved runs. Times are wall time for each page (of 2 MiB where noted), over all threads: n threads without\n\
+         contention take the n-th part. The speed-up is that of slat over the peer, the scaling is against one thread; both\n\
+         are medians of ratios within a run.",
         measured.nr_runs
     )?;
     writeln!(
         out,
         "slat takes no lock. The peers have none on 1 thread; several threads take a std Mutex for each call: of 64 pages \
-         where that\nis said, of 512 for queries, of all pages for ranges and \"protect one by one\"."
+         where\nnoted, of 512 for queries, of all pages for ranges and \"protect one by one\"."
     )?;
     writeln!(
         out,
-        "Beside slat's dirty log (begun: \"protect range\", taken: \"protect one by one\"), invalidation (\"unmap\") and faults \
-         that are\nserved ahead of time (\"map\"), the peers do the bare change of the tables. slat protects dense blocks of \
-         2 MiB as a whole,\nlazily: the next write to each pays for its pages."
+        "slat begins a dirty log (\"protect range\"), gets one (\"protect one by one\"), invalidates (\"unmap\") and pre-faults \
+         (\"map\");\nthe peers only change the tables. slat write-protects dense blocks of 2 MiB lazily, as a whole: the next \
+         write to each\nprotects its pages."
     )?;
     not_run().iter().try_for_each(|line| writeln!(out, "{line}"))?;
     writeln!(
@@ -147,7 +148,7 @@ fn print_notes(out: &mut impl Write, args: &PeersArgs, measured: &Measured) -> i
             topology::usable_cpus().len()
         )?;
     }
-    writeln!(out, "Verified: after each run all pages were looked up, and all tables given back.")
+    writeln!(out, "Verified: after each run all pages were looked up, and all tables freed.")
 }
 
 /// The object of `--json`.

@@ -1,8 +1,8 @@
-//! Whose tables are measured, in which version, and what they can do.
+//! The measured crates: their versions and their operations.
 
 use super::operation::Operation;
 
-/// Whose tables.
+/// A crate with page tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Subject {
     Slat,
@@ -15,7 +15,8 @@ pub(crate) enum Subject {
 }
 
 impl Subject {
-    /// In the order of the tables' columns. `page_table_multiarch` has only the tables of the CPU that it is built for.
+    /// In the order of the tables' columns. `page_table_multiarch` has only the tables of the CPU
+    /// that it is built for.
     pub(crate) const ALL: &[Subject] = &[
         Subject::Slat,
         Subject::Axaddrspace,
@@ -39,8 +40,8 @@ impl Subject {
         }
     }
 
-    /// The crate's version. Nothing tells that of a dependency to who is built with it: a test holds these against the lock
-    /// file.
+    /// The crate's version. A build does not know the versions of its dependencies; a test compares
+    /// these with the lock file.
     pub(crate) fn version(self) -> &'static str {
         match self {
             Subject::Slat => env!("CARGO_PKG_VERSION"),
@@ -53,8 +54,9 @@ impl Subject {
         }
     }
 
-    /// Whether it has this operation. The path of a fault is `axaddrspace`'s only; it leaves the rest to its tables, which
-    /// are those of `page-table-generic` here. Two of the others split nothing.
+    /// Whether it has this operation. Only `axaddrspace` has the path of a fault; it leaves the
+    /// rest to its tables, which are those of `page-table-generic` here. Two of the others cannot
+    /// split.
     pub(crate) fn can(self, operation: Operation) -> bool {
         match self {
             Subject::Slat => true,

@@ -1,6 +1,7 @@
-//! `x86_64`: a mapper with a type for each page size. It has no ranges: they are loops here. It splits nothing.
+//! `x86_64`: a mapper with a type for each page size. It has no operations on ranges: they are
+//! loops here. It cannot split.
 
-#![expect(unsafe_code, reason = "its interface is unsafe: whoever maps may break memory safety")]
+#![expect(unsafe_code, reason = "its interface is unsafe: a wrong mapping may break memory safety")]
 
 use slat::Hpa;
 use x86_64::structures::paging::mapper::TranslateResult;
@@ -28,7 +29,7 @@ unsafe impl PageTableFrameMapping for Tables {
     }
 }
 
-// SAFETY: the arena hands a frame out once.
+// SAFETY: the arena allocates a frame once.
 unsafe impl FrameAllocator<Size4KiB> for Tables {
     #[inline]
     fn allocate_frame(&mut self) -> Option<PhysFrame> {
@@ -56,7 +57,7 @@ impl X86 {
     pub(crate) fn new(memory: Memory) -> Option<X86> {
         let root = memory.allocate()?;
         let table: *mut PageTable = memory.pointer(root).cast();
-        // SAFETY: the frame is nobody else's, and of a table's size and alignment.
+        // SAFETY: the frame has a table's size and alignment, and no other code has it.
         let table = unsafe {
             table.write(PageTable::new());
             &mut *table
@@ -73,8 +74,8 @@ impl X86 {
     {
         let frame = frame::<S>(frames.frame(number));
         let mut tables = Tables(self.memory);
-        // SAFETY: no CPU walks these tables. An error: the page is mapped already, or the check will
-        // show it.
+        // SAFETY: no CPU walks these tables. An error means that the page is mapped already, or the
+        // check notices.
         let result =
             unsafe { self.mapper.map_to_with_table_flags(page::<S>(number), frame, WRITABLE, PARENT, &mut tables) };
         if let Ok(flush) = result {
@@ -90,13 +91,12 @@ impl X86 {
         }
     }
 
-    /// Gives a table of `level` back, with all that it leads to.
+    /// Frees a page-table page of `level`, with all below it.
     ///
-    /// # Safety
-    /// It is a table of such a tree, of which nobody uses anything any more.
+    /// It is a page-table page of such a tree, and no code uses it or a page below it any more.
     unsafe fn free_subtree(memory: Memory, table: Hpa, level: u32) {
         if level > 1 {
-            // SAFETY: a table, which nobody writes any more.
+            // SAFETY: a page-table page that no code writes any more.
             let table = unsafe { &*memory.pointer(table).cast::<PageTable>() };
             let is_table = |flags: PageTableFlags| {
                 flags.contains(PageTableFlags::PRESENT) && !flags.contains(PageTableFlags::HUGE_PAGE)
@@ -113,12 +113,13 @@ impl X86 {
 
 impl Drop for X86 {
     fn drop(&mut self) {
-        // SAFETY: the tree of four levels is the mapper's, which goes, and is not used from here on.
+        // SAFETY: the tree of four levels belongs to the mapper, which is being dropped and is not
+        // used from here on.
         unsafe { X86::free_subtree(self.memory, self.root, 4) };
     }
 }
 
-// What is left undone shows in the check.
+// The check notices what fails here.
 impl Table for X86 {
     #[inline]
     fn map(&mut self, pages: Pages) {
@@ -136,7 +137,7 @@ impl Table for X86 {
 
     #[inline]
     fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
-        // For the one size that is known to be there: the fastest that it has.
+        // For the one size that is mapped: the fastest call of the crate.
         let frame = |number: u64| {
             let found = self.mapper.translate_page(page::<Size4KiB>(start + (number & mask)));
             found.map_or(0, |frame| frame.start_address().as_u64() >> 12)

@@ -1,8 +1,9 @@
-//! The dirty log of a machine's region, whichever it is: the bitmaps of its slots, or the rings of its vCPUs.
+//! The dirty log of a machine's region: the bitmaps of its memslots, or the rings of its vCPUs.
 //!
-//! Bitmaps are got, and cleared where getting does not. Rings are got by harvesting their entries, and cleared by a reset.
-//! A vCPU whose ring is full waits for a reset, so rings are collected while vCPUs run: a thread harvests all of them
-//! again and again, and resets them when one is full. The time of that counts as getting and clearing.
+//! Bitmaps are got, and cleared where getting does not clear them. Rings are got by harvesting
+//! their entries, and cleared by a reset. A vCPU whose ring is full waits for a reset, so rings are
+//! collected while vCPUs run: a thread harvests all of them again and again, and resets them when
+//! one is full. The time of that counts as getting and clearing.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -17,19 +18,19 @@ use super::timed;
 /// How long the collector sleeps when no ring is full.
 const COLLECTOR_SLEEP: Duration = Duration::from_micros(50);
 
-/// Where dirty pages are written down.
+/// The form of the dirty log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Form {
     Bitmaps,
     Rings,
 }
 
-/// The log, and what it said.
+/// The log, and the pages that it reported.
 pub(super) struct Logs<'m, F: HardwareFormat> {
     machine: &'m Machine<F>,
     form: Form,
     manual_protect: ManualProtect,
-    /// What was got, for each slot.
+    /// The log that was got, for each memslot.
     bitmaps: Vec<Vec<u64>>,
 }
 
@@ -55,12 +56,13 @@ impl<'m, F: HardwareFormat> Logs<'m, F> {
         self.manual_protect == ManualProtect::InitiallySet
     }
 
-    /// Whether what was got is said again until it is cleared.
+    /// Whether the log reports the same pages again until it is cleared.
     pub(super) fn are_copied(&self) -> bool {
         self.form == Form::Bitmaps && self.are_cleared_apart()
     }
 
-    /// Gets the log: of the pages written since it was cleared, those that were not got from rings before are added.
+    /// Gets the log: adds the pages written since it was cleared, unless rings reported them
+    /// before.
     pub(super) fn get(&mut self) -> Result<(), MachineError> {
         get_into(self.machine, self.form, &mut self.bitmaps)?;
         if self.form == Form::Rings && !self.are_cleared_apart() {
@@ -69,7 +71,7 @@ impl<'m, F: HardwareFormat> Logs<'m, F> {
         Ok(())
     }
 
-    /// Clears what was got.
+    /// Clears the pages that were got.
     pub(super) fn clear(&self) -> Result<(), MachineError> {
         match self.form {
             Form::Bitmaps => {
@@ -84,24 +86,24 @@ impl<'m, F: HardwareFormat> Logs<'m, F> {
         Ok(())
     }
 
-    /// Forgets what was got.
+    /// Empties the bitmaps.
     pub(super) fn forget(&mut self) {
         self.bitmaps.iter_mut().for_each(|bitmap| bitmap.fill(0));
     }
 
-    /// What was got, for each slot: bit n % 64 of word n / 64 is page n.
+    /// The log that was got, for each memslot: bit n % 64 of word n / 64 is page n.
     pub(super) fn bitmaps(&self) -> &[Vec<u64>] {
         &self.bitmaps
     }
 
-    /// Gets the log once more, beside what was got.
+    /// Gets the log once more, into new bitmaps.
     pub(super) fn get_again(&self) -> Result<Vec<Vec<u64>>, MachineError> {
         let mut bitmaps = empty_bitmaps(self.machine);
         get_into(self.machine, self.form, &mut bitmaps)?;
         Ok(bitmaps)
     }
 
-    /// Does `action`, in which vCPUs run, and collects rings beside it.
+    /// Runs `action`, in which vCPUs run, and collects rings meanwhile.
     pub(super) fn collecting<R>(
         &mut self,
         action: impl FnOnce() -> Result<R, MachineError>,
@@ -113,7 +115,7 @@ impl<'m, F: HardwareFormat> Logs<'m, F> {
         thread::scope(|scope| {
             let collector = scope.spawn(|| collect(self.machine, &mut self.bitmaps, &is_over));
             let result = action();
-            // Relaxed: when exactly it is seen does not matter.
+            // Relaxed: it does not matter when exactly the flag is observed.
             is_over.store(true, Ordering::Relaxed);
             match collector.join() {
                 Ok(spent) => Ok((result?, spent?)),
@@ -156,14 +158,14 @@ fn collect<F: HardwareFormat>(
 ) -> Result<Spent, MachineError> {
     let mut spent = Spent::default();
     let mut result = Ok(());
-    // Relaxed: when exactly it is seen does not matter.
+    // Relaxed: it does not matter when exactly the flag is observed.
     while !is_over.load(Ordering::Relaxed) {
-        // Before they are harvested: so a reset makes room in those that are full.
+        // Read before the harvest, so that a reset makes room in the rings that are full.
         let is_one_full = machine.vm().dirty_rings().any(DirtyRing::is_soft_full);
         spent.get += timed(|| get_into(machine, Form::Rings, bitmaps))?;
         if is_one_full {
             let begin = Instant::now();
-            // vCPUs wait for it: where there is no memory, again.
+            // vCPUs wait for the reset: without memory, it is tried again.
             if let Err(error) = machine.vm().reset_dirty_rings() {
                 result = Err(error.into());
             }

@@ -1,12 +1,15 @@
-//! The dirty-log oracle: what the log promises (`dirty/log.rs` of the engine), held against the guest's memory.
+//! The dirty-log oracle: compares what the log promises (`dirty/log.rs` of the engine) with the
+//! guest's memory.
 //!
-//! - *Stopped*: when all vCPU calls have returned, one harvest is exact. The guest has written the round's number, so
-//!   page by page: reported if and only if it holds this round. Two settings report more, and it is known what
-//!   ([`Besides`]).
-//! - *Again*: still stopped, the log says the same until it is cleared, and from then on nothing.
-//! - *Running*: a migration in small. The host keeps a copy of all pages, harvests while the guest writes (where getting
-//!   does not clear: gets, clears), and then copies what was reported. After the last harvest, with the guest stopped, the
-//!   copy must equal the memory: a write that no harvest reported would be missing in it.
+//! - *Stopped*: when all vCPU calls have returned, one harvest is exact. The guest has written the
+//!   round's number, so a page is reported if and only if it holds this round. Two settings report
+//!   more, and the oracle knows what ([`Besides`]).
+//! - *Again*: while the guest is still stopped, the log reports the same until it is cleared, and
+//!   nothing from then on.
+//! - *Running*: a small migration. The host keeps a copy of all pages. It harvests while the guest
+//!   writes (where getting does not clear: gets, clears), and then copies what was reported. After
+//!   the last harvest, with the guest stopped, the copy must equal the memory: a write that no
+//!   harvest reported would be missing in it.
 
 use slat::Level;
 use slat_machine::guest::{PAGE_BITS, Program};
@@ -42,13 +45,14 @@ enum Reported {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Besides {
     Nothing,
-    /// Pages in the same 2 MiB as one that was written, if they are one huge page: they may be reported.
+    /// Pages in the same 2 MiB as one that was written, if they are one huge page: they may be
+    /// reported.
     SameHugePage,
     /// All are dirty when logging begins, and must be reported.
     All,
 }
 
-/// Holds a harvest against memory in which exactly the pages written in `round` hold its number.
+/// Compares a harvest with memory in which exactly the pages written in `round` hold its number.
 pub(super) fn check_stopped<F: HardwareFormat>(
     machine: &Machine<F>,
     bitmaps: &[Vec<u64>],
@@ -86,7 +90,7 @@ pub(super) fn check_stopped<F: HardwareFormat>(
     }
 }
 
-/// What the log says when it is got once more.
+/// What the log must report when it is got once more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Again {
     TheSame,
@@ -104,7 +108,7 @@ pub(super) fn check_again<F: HardwareFormat>(logs: &Logs<'_, F>, again: Again) -
         return Ok(());
     }
     Err(check_failed(match again {
-        Again::TheSame => "the dirty log says something else when it is got again",
+        Again::TheSame => "the dirty log differs when it is got again",
         Again::Nothing => "the dirty log is not empty after it was cleared",
     }))
 }
@@ -120,7 +124,7 @@ pub(super) fn check_running<F: HardwareFormat>(
         logs.forget();
         logs.get()?;
         if logs.are_cleared_apart() {
-            // Before pages are copied: what is written from then on is reported anew.
+            // Before pages are copied: the next log reports what is written from then on.
             logs.clear()?;
         }
         for_each_page(machine, logs.bitmaps(), |page, reported| {

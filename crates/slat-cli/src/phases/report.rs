@@ -1,4 +1,5 @@
-//! What is printed and written of runs of the phases: the same for each experiment, but for the figures besides the phases.
+//! The output of runs of the phases: the same for each experiment, but for the figures besides the
+//! phases.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -42,17 +43,17 @@ pub(crate) struct Other {
     pub(crate) value: fn(&Run) -> Option<f64>,
 }
 
-/// One of the engine's counters; `None` if it was not the engine.
+/// One of the engine's counters; `None` if the run was not the engine's.
 pub(crate) fn count(run: &Run, of: fn(&Stats) -> u64) -> Option<f64> {
     run.engine.as_ref().map(|engine| of(&engine.stats) as f64)
 }
 
-/// A time in ns among them, in seconds.
+/// A counter in nanoseconds, in seconds.
 fn time(run: &Run, of: fn(&Stats) -> u64) -> Option<f64> {
     run.engine.as_ref().map(|engine| seconds(of(&engine.stats)))
 }
 
-/// Those that any experiment has.
+/// The figures of any experiment.
 pub(crate) const OTHERS: [Other; 16] = [
     Other { name: "faults", title: "Faults", unit: "count", value: |run| count(run, |stats| stats.faults) },
     Other {
@@ -66,20 +67,20 @@ pub(crate) const OTHERS: [Other; 16] = [
     Other { name: "flushes", title: "Flushes", unit: "count", value: |run| count(run, |stats| stats.flushes) },
     Other {
         name: "pages_protected",
-        title: "Leaves protected or cleaned",
+        title: "Leaf PTEs protected or cleaned",
         unit: "count",
         value: |run| count(run, |stats| stats.protected),
     },
     Other {
-        name: "tables_closed",
-        title: "Tables protected lazily",
+        name: "tables_protected",
+        title: "Directory entries protected",
         unit: "count",
         value: |run| count(run, |stats| stats.tables_protected),
     },
     Other { name: "splits", title: "Huge pages split", unit: "count", value: |run| count(run, |stats| stats.splits) },
     Other {
         name: "recoveries",
-        title: "Huge pages put back",
+        title: "Huge pages recovered",
         unit: "count",
         value: |run| count(run, |stats| stats.recoveries),
     },
@@ -122,7 +123,7 @@ pub(crate) const OTHERS: [Other; 16] = [
     Other { name: "verified", title: "Reads verified", unit: "count", value: |run| Some(run.nr_verified as f64) },
 ];
 
-/// Those of shadow paging.
+/// The figures of shadow paging.
 pub(crate) const SHADOW_OTHERS: [Other; 5] = [
     Other {
         name: "page_faults",
@@ -132,19 +133,19 @@ pub(crate) const SHADOW_OTHERS: [Other; 5] = [
     },
     Other {
         name: "entries_synced",
-        title: "Shadow entries synchronized",
+        title: "Shadow PTEs synchronized",
         unit: "count",
         value: |run| count(run, |stats| stats.entries_synced),
     },
     Other {
         name: "shadow_evictions",
-        title: "Shadow tables evicted",
+        title: "Shadow pages evicted",
         unit: "count",
         value: |run| count(run, |stats| stats.shadow_evictions),
     },
     Other {
         name: "shadow_tables",
-        title: "Shadow tables",
+        title: "Shadow pages",
         unit: "count",
         value: |run| run.engine.as_ref().map(|engine| engine.nr_shadow_tables as f64),
     },
@@ -214,7 +215,7 @@ fn samples(column: &Column, times: fn(&Run) -> Vec<Duration>) -> Samples {
     samples
 }
 
-/// A phase's time of each run, all rounds together.
+/// A phase's time of each run, the sum over all rounds.
 fn totals(column: &Column, phase: &Phase) -> Samples {
     let mut totals = Samples::default();
     column.runs.iter().for_each(|run| totals.push((phase.times)(run).iter().sum::<Duration>().as_secs_f64()));
@@ -227,8 +228,9 @@ fn quantile(column: &Column, quantile: &Quantile) -> Option<f64> {
     (sum.count() != 0).then(|| seconds(sum.quantile(quantile.per_mille)))
 }
 
-/// How many times as fast as `base` each phase of `column` is: the median over the runs, each against the run of `base`
-/// beside it, so that it holds when the machine's speed drifts. `None` without such runs.
+/// How many times as fast as `base` each phase of `column` is: the median over the runs, each
+/// compared with the run of `base` next to it. So it holds when the machine's speed drifts. `None`
+/// without such runs.
 fn speed(phase: &Phase, column: &Column, base: &Column) -> Option<f64> {
     let mut ratios = Samples::default();
     for (run, base) in column.runs.iter().zip(&base.runs) {
@@ -294,7 +296,7 @@ pub(crate) struct Base {
     pub(crate) name: &'static str,
 }
 
-/// All runs, and what is to be said about them.
+/// All runs, and how they are reported.
 pub(crate) struct Report<'a> {
     pub(crate) args: &'a DirtyLogArgs,
     pub(crate) columns: &'a [Column],
@@ -327,7 +329,7 @@ impl Report<'_> {
         std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.title.clone())).collect()
     }
 
-    /// Says what was asked for.
+    /// Prints the configuration.
     pub(crate) fn print_head(&self, out: &mut impl Write) -> io::Result<()> {
         let args = self.args;
         writeln!(
@@ -416,7 +418,7 @@ impl Report<'_> {
         writeln!(out, "\n{others}\n")
     }
 
-    /// Says what has to be said about the figures.
+    /// Prints the notes.
     pub(crate) fn print_notes(&self, out: &mut impl Write) -> io::Result<()> {
         let (args, host) = (self.args, HostDescription::read());
         if let Some(run) = self.engine_runs().next() {
@@ -453,7 +455,8 @@ impl Report<'_> {
                 push(format!("{}_p50", phase.name), samples.quantile(500), "s");
                 push(format!("{}_p99", phase.name), samples.quantile(990), "s");
                 push(format!("{}_max", phase.name), samples.quantile(1000), "s");
-                // The first round differs from those behind it, so a figure of runs is of all rounds of each.
+                // The first round differs from the later ones, so a figure of runs is of all rounds
+                // of each.
                 let totals = totals(column, phase);
                 push(format!("{}_total", phase.name), totals.mean(), "s");
                 push(format!("{}_total_deviation", phase.name), totals.deviation(), "s");

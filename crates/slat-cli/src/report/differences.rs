@@ -1,4 +1,4 @@
-//! What has changed between results: each figure that two files or more have.
+//! The changes between results: each figure that two files or more have.
 
 use maud::{Markup, html};
 
@@ -8,7 +8,7 @@ use super::page::scroll;
 use super::plots::labels;
 use super::quantity::{measured, ratio, title};
 
-/// Rows in a table; more help nobody, and browsers struggle with tens of thousands.
+/// Rows in a table at most; browsers struggle with tens of thousands.
 const MAX_ROWS: usize = 500;
 
 /// All differences, the certain and large ones first.
@@ -21,13 +21,13 @@ pub(crate) fn markup(groups: &[Group<'_>], inputs: &[Input]) -> Markup {
         section #changes {
             h2 { "What changed" }
             @if changes.is_empty() {
-                p { "The results have no figure in common: they are of different experiments. They stand below, each by itself." }
+                p { "The results have no figure in common: they are of different experiments. Each is shown below." }
             } @else {
                 p {
                     (changes.len()) " figures are in two results or more: "
                     strong { (count(Verdict::BeyondNoise)) " changed beyond noise" }
                     ", " (count(Verdict::WithinNoise)) " within, "
-                    (count(Verdict::Unknown)) " nobody can tell (one run, or no deviation), "
+                    (count(Verdict::Unknown)) " with unknown noise (one run, or no deviation), "
                     (count(Verdict::Same)) " are the same. "
                     "Ratios are to " strong { (base) } ", or to the first result that has the figure. Beyond noise: Welch's t-test says \
                      that chance makes such a difference in less than " (SIGNIFICANCE * 100.0) "% of pairs."
@@ -50,7 +50,7 @@ pub(crate) fn markup(groups: &[Group<'_>], inputs: &[Input]) -> Markup {
     }
 }
 
-/// Settings in which experiments differ that are compared all the same.
+/// Settings that differ between compared experiments.
 fn settings(groups: &[Group<'_>]) -> Markup {
     let differ: Vec<(String, Vec<String>)> = groups
         .iter()

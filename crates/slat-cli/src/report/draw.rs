@@ -1,7 +1,8 @@
 //! Plots as SVG.
 //!
-//! Everything is drawn at twice the size that a phone shows it in, since the drawing library counts in whole units; the
-//! page scales it. Logarithmic axes are linear ones of exponents here: one way to draw for both.
+//! Everything is drawn at twice the size that a phone shows, since the drawing library counts in
+//! whole units; the page scales it. Logarithmic axes are linear axes of exponents here, so both use
+//! the same code.
 
 use std::ops::Range;
 
@@ -13,7 +14,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::ink::{self, Ink};
-use super::plot::{Axis, Bar, Body, Plot, Point, Scale, Series, Shape, is_drawable, total};
+use super::plot::{Axis, Bar, Body, Plot, Point, Scale, Series, SeriesShape, is_drawable, total};
 use super::quantity;
 
 /// Width of a plot, in units of the drawing.
@@ -27,7 +28,7 @@ const AXIS_HEIGHT: u32 = 88;
 /// Height of letters. The library's size is that of the whole line.
 const LETTERS: f64 = 27.0 * 1.24;
 
-/// The drawing backend's only error is that of a file, and there is none.
+/// The drawing backend's only error is that of a file, and no file is used.
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// A drawing: its size, and the elements inside of its `svg`.
@@ -49,16 +50,16 @@ pub(crate) fn draw(plot: &Plot) -> Result<Drawing, String> {
     }
 }
 
-/// What stands for a series in the legend.
-pub(crate) fn key(series: &Series, shape: Shape) -> Result<Drawing, String> {
+/// The legend's key of a series.
+pub(crate) fn key(series: &Series, shape: SeriesShape) -> Result<Drawing, String> {
     drawing(84, 32, |area| {
         let color = ink::series(series.ink).light;
         line(area, vec![(2, 16), (82, 16)], series.dash, color)?;
-        if shape == Shape::Line { marker(area, (42, 16), series.ink, color) } else { Ok(()) }
+        if shape == SeriesShape::Line { marker(area, (42, 16), series.ink, color) } else { Ok(()) }
     })
 }
 
-/// What stands for a part of bars in the legend.
+/// The legend's key of a part of bars.
 pub(crate) fn part_key(part: usize, nr_parts: usize) -> Result<Drawing, String> {
     drawing(40, 32, |area| {
         area.draw(&Rectangle::new([(0, 2), (40, 30)], ink::series(part).light.filled()))?;
@@ -80,19 +81,19 @@ fn drawing(width: u32, height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -> Re
     Ok(Drawing { width, height, elements })
 }
 
-/// Where values are on an axis.
+/// The values and positions of an axis.
 struct Span {
     scale: Scale,
     from: f64,
     to: f64,
     ticks: Vec<f64>,
-    /// Of linear axes, which have one unit for all.
+    /// One unit for all values of a linear axis.
     unit: String,
     divisor: f64,
 }
 
 impl Span {
-    /// The place of a value.
+    /// The position of a value.
     fn place(&self, value: f64) -> f64 {
         match self.scale {
             Scale::Linear => value / self.divisor,
@@ -104,7 +105,7 @@ impl Span {
         Coordinate { places: (self.from..self.to).into(), ticks: self.ticks.clone() }
     }
 
-    /// What stands at a tick.
+    /// The label of a tick.
     fn label(&self, place: f64, axis: &Axis) -> String {
         match self.scale {
             Scale::Linear => tick(place, ""),
@@ -118,7 +119,7 @@ impl Span {
     }
 }
 
-/// An axis with ticks of ours, as the library takes it.
+/// An axis with our own ticks, for the library.
 struct Coordinate {
     places: RangedCoordf64,
     ticks: Vec<f64>,
@@ -235,7 +236,7 @@ fn text_style(ink: &Ink, h_pos: HPos, v_pos: VPos) -> TextStyle<'static> {
     TextStyle { pos: Pos::new(h_pos, v_pos), color: ink.light.to_backend_color(), ..("sans-serif", LETTERS).into() }
 }
 
-fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: Shape, series: &[Series]) -> Drawn {
+fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: SeriesShape, series: &[Series]) -> Drawn {
     let drawn = |series: &Series| -> Vec<Point> {
         let points = series.points.iter().copied();
         points.filter(|point| is_drawable(point.x, x.scale) && is_drawable(point.y, y.scale)).collect()
@@ -248,7 +249,7 @@ fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: Shape, series: &[Seri
     let xs = span(x, all.iter().map(|point| point.x), FromZero::No);
     let ys = span(y, all.iter().flat_map(ends).filter(|&value| is_drawable(value, y.scale)), FromZero::Yes);
 
-    // The vertical axis's title stands above it, where it reads as text does.
+    // The vertical axis's title is horizontal, above the axis.
     let title = text_style(&ink::TEXT, HPos::Left, VPos::Top);
     area.draw(&Text::new(ys.title(y), (8, 6), title))?;
     let mut chart = ChartBuilder::on(area)
@@ -276,8 +277,8 @@ fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: Shape, series: &[Seri
         let points = drawn(series);
         let at = |x: f64, y: f64| plotting.map_coordinate(&(xs.place(x), ys.place(y)));
         let places: Vec<(i32, i32)> = points.iter().map(|point| at(point.x, point.y)).collect();
-        line(area, if shape == Shape::Steps { steps(&places) } else { places.clone() }, series.dash, color)?;
-        if shape == Shape::Steps {
+        line(area, if shape == SeriesShape::Steps { steps(&places) } else { places.clone() }, series.dash, color)?;
+        if shape == SeriesShape::Steps {
             continue;
         }
         for (point, &place) in points.iter().zip(&places) {
@@ -292,7 +293,7 @@ fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: Shape, series: &[Seri
     Ok(())
 }
 
-/// The corners of a line that goes up and down only.
+/// The corners of a line of horizontal and vertical pieces.
 fn steps(places: &[(i32, i32)]) -> Vec<(i32, i32)> {
     let mut corners = Vec::new();
     for &(x, y) in places {
@@ -313,7 +314,7 @@ fn line(area: &Area<'_>, places: Vec<(i32, i32)>, dash: usize, color: RGBColor) 
     Ok(())
 }
 
-/// The marker of an ink: eight shapes, so that series can be told apart without colors.
+/// The marker of an ink: eight shapes distinguish series without colors.
 fn marker(area: &Area<'_>, (x, y): (i32, i32), index: usize, color: RGBColor) -> Drawn {
     let shape = |corners: &[(i32, i32)]| corners.iter().map(|(dx, dy)| (x + dx, y + dy)).collect::<Vec<_>>();
     let stroke = color.stroke_width(4);
@@ -387,7 +388,7 @@ fn draw_bars(area: &Area<'_>, x: &Axis, bars: &[Bar]) -> Drawn {
     Ok(())
 }
 
-/// The letter of a part, where there are several: parts can be told apart without colors.
+/// The letter of a part, where there are several: letters distinguish parts without colors.
 fn letter(area: &Area<'_>, place: (i32, i32), part: usize, nr_parts: usize) -> Drawn {
     if nr_parts < 2 {
         return Ok(());

@@ -1,7 +1,8 @@
-//! Which results of several files belong together, and how they differ.
+//! Groups of results of several files, and their differences.
 //!
-//! Experiments go together by their name: first where both their configurations and their systems agree, then where the
-//! configurations do, then where the systems do. Figures of two experiments go together by name and labels.
+//! Experiments are grouped by their name: first those whose configurations and systems agree, then
+//! those whose configurations agree, then those whose systems agree. Figures of two experiments are
+//! paired by name and labels.
 
 use std::collections::BTreeMap;
 
@@ -10,14 +11,14 @@ use statrs::distribution::{ContinuousCDF, StudentsT};
 
 use super::input::{Content, Experiment, Input};
 
-/// A difference that chance makes less often than this counts as one. A page has hundreds of figures: one in twenty would
-/// mark some of them for nothing.
+/// A difference that chance makes less often than this is significant. A page has hundreds of
+/// figures: a threshold of one in twenty would mark some of them by chance.
 pub(crate) const SIGNIFICANCE: f64 = 0.01;
 
 /// One experiment, with its result in each file that has it.
 #[derive(Debug)]
 pub(crate) struct Group<'a> {
-    /// The system it was run for, where `slat compare` ran it.
+    /// The system whose experiment this is, in a result of `slat compare`.
     pub(crate) system: Option<&'a str>,
     pub(crate) experiment: &'a str,
     /// One for each file.
@@ -30,7 +31,7 @@ impl<'a> Group<'a> {
         self.results.iter().flatten().next().copied()
     }
 
-    /// What the user typed for it, or its name.
+    /// Its command line, or its name.
     pub(crate) fn title(&self) -> String {
         match self.first().and_then(|result| result.command.clone()) {
             Some(command) => command,
@@ -38,8 +39,8 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// The settings that tell it from others of the same title.
-    pub(crate) fn own_settings(&self, all: &[Group<'_>]) -> String {
+    /// The settings that differ from those of other groups of the same title.
+    pub(crate) fn distinct_settings(&self, all: &[Group<'_>]) -> String {
         let config = |group: &Group<'a>| group.first().map(|result| &result.config);
         let title = self.title();
         let others: Vec<&Value> = all
@@ -111,13 +112,13 @@ fn parts(input: &Input) -> Vec<(Option<&str>, &Experiment)> {
     }
 }
 
-/// How well a result goes with a group: 0 not at all, 3 in all respects.
+/// How well a result matches a group: 0 not at all, 3 in all respects.
 fn likeness_to(group: &Group<'_>, system: Option<&str>, result: &Experiment) -> u8 {
     if group.experiment != result.experiment {
         return 0;
     }
     let same_config = group.first().is_some_and(|first| first.config == result.config);
-    // A result by itself goes with any system.
+    // A single result matches any system.
     let same_system = group.system == system || group.system.is_none() || system.is_none();
     u8::from(same_config) * 2 + u8::from(same_system)
 }
@@ -130,7 +131,7 @@ pub(crate) fn text(value: &Value) -> String {
     }
 }
 
-/// A figure with what belongs to it.
+/// A figure with its deviation and number of runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measured<'a> {
     pub(crate) name: &'a str,
@@ -141,7 +142,8 @@ pub(crate) struct Measured<'a> {
     pub(crate) runs: Option<f64>,
 }
 
-/// The figures of a result, with the deviations and numbers of runs that stand beside them.
+/// The figures of a result. Each absorbs the figures of its deviation, its mean and its number of
+/// runs.
 pub(crate) fn measured(result: &Experiment) -> Vec<Measured<'_>> {
     let key = |labels: &BTreeMap<String, Value>| serde_json::to_string(labels).unwrap_or_default();
     let mut values: BTreeMap<(String, &str), Option<f64>> = BTreeMap::new();
@@ -152,39 +154,39 @@ pub(crate) fn measured(result: &Experiment) -> Vec<Measured<'_>> {
     let mut all = Vec::new();
     for figure in &result.results {
         let labels = key(&figure.labels);
-        let beside = |name: &str| values.get(&(labels.clone(), name)).copied().flatten();
+        let same_labels = |name: &str| values.get(&(labels.clone(), name)).copied().flatten();
         let has = |name: &str| values.contains_key(&(labels.clone(), name));
         let name = figure.name.as_str();
         let is_part = ["_deviation", "_mean"].iter().any(|end| name.strip_suffix(end).is_some_and(has));
         if is_part || (name == "runs" && !is_alone(&labels)) {
             continue;
         }
-        // A figure beside its mean is a median; the deviation is the mean's.
-        let mean = beside(&format!("{name}_mean"));
-        // One run has none, whatever is written.
-        let runs = beside("runs");
+        // A figure that has a mean next to it is a median; the deviation is the mean's.
+        let mean = same_labels(&format!("{name}_mean"));
+        // One run has no deviation, whatever is written.
+        let runs = same_labels("runs");
         let is_of_several = runs.is_none_or(|runs| runs > 1.0);
         all.push(Measured {
             name,
             unit: &figure.unit,
             labels: &figure.labels,
             mean: mean.or(figure.value),
-            deviation: beside(&format!("{name}_deviation")).filter(|_| is_of_several),
+            deviation: same_labels(&format!("{name}_deviation")).filter(|_| is_of_several),
             runs,
         });
     }
     all
 }
 
-/// What a difference between two means is worth.
+/// The significance of a difference between two means.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Verdict {
     /// Chance alone would make it in less than one of a hundred pairs of results.
     BeyondNoise,
-    /// Nobody knows the noise: one run only, or no deviation.
+    /// The noise is unknown: one run only, or no deviation.
     Unknown,
     WithinNoise,
-    /// Not a digit has changed.
+    /// The means are equal.
     Same,
 }
 
@@ -223,7 +225,7 @@ pub(crate) fn verdict(one: Sample, other: Sample) -> Verdict {
     };
     let error = (a + b).sqrt();
     if error == 0.0 {
-        // The same in each run, and another in each run of the other.
+        // Both are the same in each of their runs.
         return Verdict::BeyondNoise;
     }
     let t = (one.mean - other.mean).abs() / error;
@@ -243,7 +245,8 @@ pub(crate) struct Change<'a> {
     pub(crate) figure: Measured<'a>,
     /// One for each file.
     pub(crate) values: Vec<Option<Measured<'a>>>,
-    /// For each file, how many times as much as in the first that has it, and what that is worth; `None` for that one.
+    /// For each file the ratio to the first that has the figure, and its verdict; `None` for that
+    /// first file.
     pub(crate) ratios: Vec<Option<(f64, Verdict)>>,
 }
 
@@ -253,14 +256,14 @@ impl Change<'_> {
         self.ratios.iter().flatten().map(|&(_, verdict)| verdict).min().unwrap_or(Verdict::Same)
     }
 
-    /// How far from one the farthest ratio is, upwards or downwards.
+    /// The distance of the farthest ratio from one, upwards or downwards.
     pub(crate) fn size(&self) -> f64 {
         let size = |ratio: f64| if ratio > 0.0 { ratio.ln().abs() } else { f64::INFINITY };
         self.ratios.iter().flatten().map(|&(ratio, _)| size(ratio)).fold(0.0, f64::max)
     }
 }
 
-/// The figures that two files or more have: the certain changes first, the largest first.
+/// The figures that two files or more have: first by verdict, then the largest change first.
 pub(crate) fn changes<'a>(groups: &[Group<'a>]) -> Vec<Change<'a>> {
     let mut changes = Vec::new();
     for (group, of) in groups.iter().enumerate() {
@@ -292,7 +295,7 @@ fn sample(figure: &Measured<'_>) -> Option<Sample> {
     Some(Sample { mean: figure.mean?, deviation: figure.deviation, runs: figure.runs })
 }
 
-/// Each file against the first that has the figure.
+/// The ratio of each file to the first that has the figure.
 fn ratios(values: &[Option<Measured<'_>>]) -> Vec<Option<(f64, Verdict)>> {
     let samples: Vec<Option<Sample>> = values.iter().map(|value| value.as_ref().and_then(sample)).collect();
     let base = samples.iter().position(Option::is_some);

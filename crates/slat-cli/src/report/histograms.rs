@@ -1,12 +1,13 @@
-//! Plots of latencies: how often something took how long.
+//! Plots of latencies: the frequency of each time.
 
 use super::ink::NR_SERIES;
-use super::input::Histogram;
-use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, Shape};
+use super::input::LatencyHistogram;
+use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, SeriesShape};
 use super::plots::{Shown, labels, varying};
 use super::quantity;
 
-/// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest.
+/// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest's
+/// times.
 const STEPS_IN_OCTAVE: f64 = 2.0;
 
 const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
@@ -26,7 +27,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
     let of = |shown: &Shown<'_>| -> Vec<usize> {
         (0..shown.result.histograms.len()).filter(|&index| shown.result.histograms[index].name == name).collect()
     };
-    // Of all names: what is measured in one case only is named all the same.
+    // Of all names: a label that one name varies is shown for all.
     let vary = varying(shown.iter().flat_map(|shown| &shown.result.histograms).map(|histogram| &histogram.labels));
     let mut inks: Vec<String> = Vec::new();
     let mut series = Vec::new();
@@ -57,7 +58,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
     let nr_plots = inks.len().div_ceil(NR_SERIES);
     (0..nr_plots)
         .map(|plot| {
-            let (of, series): (Vec<&Histogram>, Vec<Series>) = series
+            let (of, series): (Vec<&LatencyHistogram>, Vec<Series>) = series
                 .iter()
                 .filter(|(_, series)| series.ink / NR_SERIES == plot)
                 .map(|(of, series)| (*of, series.clone()))
@@ -77,14 +78,14 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
             Plot {
                 title,
                 description:
-                    "How often it took how long: the share of all times, on a logarithmic axis. Further to the \
-                              left is better; what stands alone on the right are the worst."
+                    "The share of each time among all, on a logarithmic axis. Further to the left is better; the \
+                              rightmost steps are the longest times."
                         .to_owned(),
                 data: Data { head, rows },
                 body: Body::Series {
                     x: Axis::new("Time", unit, Scale::Log),
                     y: Axis::new("Share of all", "share", Scale::Log),
-                    shape: Shape::Steps,
+                    shape: SeriesShape::Steps,
                     series,
                 },
             }
@@ -92,8 +93,8 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
         .collect()
 }
 
-/// Buckets that hold something sensible, from the shortest time to the longest.
-fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
+/// Valid buckets, from the shortest time to the longest.
+fn buckets(histogram: &LatencyHistogram) -> Vec<(f64, f64)> {
     let is_sensible =
         |&(upper, count): &(f64, f64)| upper.is_finite() && upper >= 0.0 && count.is_finite() && count > 0.0;
     let mut buckets: Vec<(f64, f64)> = histogram.buckets.iter().copied().filter(is_sensible).collect();
@@ -101,8 +102,8 @@ fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
     buckets
 }
 
-/// The share of each step that has one; `x` is the step's upper edge.
-fn shares(histogram: &Histogram) -> Vec<Point> {
+/// The share of each step that has values; `x` is the step's upper edge.
+fn shares(histogram: &LatencyHistogram) -> Vec<Point> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
     let mut points: Vec<Point> = Vec::new();
@@ -118,8 +119,8 @@ fn shares(histogram: &Histogram) -> Vec<Point> {
     points
 }
 
-/// The line above the steps: a point wherever a level begins. Steps that have no share are at `ground`, since a logarithmic
-/// axis has no zero.
+/// The outline of the steps: a point wherever a level begins. Empty steps are at `ground`, since a
+/// logarithmic axis has no zero.
 fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
     let width = (1.0 / STEPS_IN_OCTAVE).exp2();
     let mut outline: Vec<Point> = Vec::new();
@@ -129,7 +130,7 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
         let begin = share.x / width;
         match end {
             None => outline.push(at(begin, ground)),
-            // Edges are powers of two: what lies between two of them is a step at least.
+            // Edges are powers of two, so a gap is at least one step.
             Some(end) if begin > end * 1.01 => outline.push(at(end, ground)),
             Some(_) => {}
         }
@@ -140,8 +141,8 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
     outline
 }
 
-/// How many, and quantiles.
-fn row(histogram: &Histogram, name: &str, unit: &str) -> Vec<String> {
+/// The count, and quantiles.
+fn row(histogram: &LatencyHistogram, name: &str, unit: &str) -> Vec<String> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
     let quantile = |share: f64| {
@@ -162,8 +163,13 @@ fn row(histogram: &Histogram, name: &str, unit: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn histogram(buckets: &[(f64, f64)]) -> Histogram {
-        Histogram { name: "fault".to_owned(), unit: "ns".to_owned(), buckets: buckets.to_vec(), ..Histogram::default() }
+    fn histogram(buckets: &[(f64, f64)]) -> LatencyHistogram {
+        LatencyHistogram {
+            name: "fault".to_owned(),
+            unit: "ns".to_owned(),
+            buckets: buckets.to_vec(),
+            ..LatencyHistogram::default()
+        }
     }
 
     #[test]

@@ -1,14 +1,14 @@
-//! Colors, markers and dashes. The colors are apart for all kinds of color vision, and have a contrast of 3 to 1 at least
-//! with their background; no series is told from another by its color alone.
+//! Colors, markers and dashes. The colors differ for all kinds of color vision, and have a contrast
+//! of at least 3 to 1 with their background. No two series differ by color alone.
 //!
-//! The drawing library writes a color into each element. The page's style sheet, which is made here too, replaces it where
-//! the reader's screen is dark.
+//! The drawing library writes a color into each element. The page's style sheet, generated here
+//! too, replaces it where the reader's screen is dark.
 
 use std::fmt::Write;
 
 use plotters::style::RGBColor;
 
-/// A color on a light page, and instead of it on a dark one.
+/// A color on a light page, and its replacement on a dark one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ink {
     pub(crate) light: RGBColor,
@@ -22,7 +22,7 @@ const fn ink(light: u32, dark: u32) -> Ink {
     Ink { light: color(light), dark: color(dark) }
 }
 
-/// Those of series and of parts.
+/// The inks of series and of parts.
 const SERIES: [Ink; 8] = [
     ink(0x0072B2, 0x56B4E9),
     ink(0xD55E00, 0xFF8A3C),
@@ -36,11 +36,11 @@ const SERIES: [Ink; 8] = [
 
 /// Text and axes.
 pub(crate) const TEXT: Ink = ink(0x1B1F24, 0xE6E8EB);
-/// Text on parts of bars, which are bright enough for it on any page.
+/// Text on parts of bars, which are bright on any page.
 pub(crate) const ON_PART: Ink = ink(0x000001, 0x000001);
 pub(crate) const GRID: Ink = ink(0xD8DCE1, 0x3A4149);
 
-/// How many series have inks of their own in one plot.
+/// How many series of one plot have different inks.
 pub(crate) const NR_SERIES: usize = SERIES.len();
 
 /// The ink of a series.
@@ -48,7 +48,7 @@ pub(crate) fn series(index: usize) -> Ink {
     SERIES[index % NR_SERIES]
 }
 
-/// How long dashes are and how far apart, in units of the drawing; `None`: a line without gaps.
+/// The length of dashes and gaps, in units of the drawing; `None`: a line without gaps.
 pub(crate) fn dash(index: usize) -> Option<(i32, i32)> {
     [None, Some((14, 8)), Some((4, 7)), Some((26, 8)), Some((9, 4))][index % 5]
 }

@@ -1,7 +1,7 @@
-//! What the page is made of: files that `--json` wrote, of one experiment or of `slat compare`.
+//! The input of the page: files that `--json` wrote, of one experiment or of `slat compare`.
 //!
-//! A file may come from an older or a newer slat: fields that are missing have a default, and those that are unknown are
-//! passed over. What no reader could make sense of is refused, with the file's name and what to do.
+//! A file may come from an older or a newer slat: missing fields have a default, unknown fields are
+//! ignored. A file that is no result is refused, with its name and what to do.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,16 +13,16 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use thiserror::Error;
 
-/// More than any experiment writes by far: a file beyond it is not a result (it may even have no end).
+/// Far more than any experiment writes: a larger file is not a result (it may even have no end).
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Why a file is not a result.
 #[derive(Debug, Error)]
 pub(crate) enum InputError {
-    /// The system says no.
+    /// The operating system refuses to read it.
     #[error("cannot read {}: {source}; name files that --json wrote", path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    /// It is the result of nothing.
+    /// It is empty.
     #[error("{} is empty; its command may still run, or failed: run it again with --json", path.display())]
     Empty { path: PathBuf },
     /// Far too large.
@@ -31,14 +31,14 @@ pub(crate) enum InputError {
     /// Not JSON, or not all of it.
     #[error("{} is not JSON ({source}); name files that --json wrote", path.display())]
     NotJson { path: PathBuf, source: serde_json::Error },
-    /// JSON of somebody else.
+    /// JSON of other software.
     #[error("{} is JSON, but no result of slat ({why}); name files that --json wrote", path.display())]
     NotAResult { path: PathBuf, why: String },
-    /// Nothing was measured.
+    /// It has no figures.
     #[error("{} holds no figures{}; run its command again: {command}", path.display(),
         if *is_interrupted { ", since its command was interrupted" } else { "" })]
     NoFigures { path: PathBuf, is_interrupted: bool, command: String },
-    /// Twice the same.
+    /// The same file twice.
     #[error("{} is there twice; name each result once", path.display())]
     Twice { path: PathBuf },
 }
@@ -56,9 +56,9 @@ pub(crate) struct Figure {
     pub(crate) labels: BTreeMap<String, Value>,
 }
 
-/// How often something took how long.
+/// A distribution of times.
 #[derive(Debug, Default, Deserialize)]
-pub(crate) struct Histogram {
+pub(crate) struct LatencyHistogram {
     pub(crate) name: String,
     #[serde(default)]
     pub(crate) unit: String,
@@ -96,12 +96,12 @@ pub(crate) struct Experiment {
     pub(crate) interrupted: bool,
     pub(crate) results: Vec<Figure>,
     #[serde(default, deserialize_with = "or_default")]
-    pub(crate) histograms: Vec<Histogram>,
+    pub(crate) histograms: Vec<LatencyHistogram>,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) not_run: Vec<NotRun>,
 }
 
-/// What a side of a comparison claims.
+/// The claim about a side of a comparison.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Claim {
     #[serde(default)]
@@ -109,7 +109,7 @@ pub(crate) struct Claim {
     pub(crate) holds: bool,
 }
 
-/// One of those that are compared.
+/// A side of a comparison.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Side {
     pub(crate) name: String,
@@ -129,7 +129,7 @@ pub(crate) struct Side {
     pub(crate) claim: Option<Claim>,
 }
 
-/// What others published of the same.
+/// The published values of the same figure.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Published {
     #[serde(default)]
@@ -156,7 +156,7 @@ pub(crate) struct Comparison {
     pub(crate) sides: Vec<Side>,
 }
 
-/// What this machine could not do.
+/// What could not run on this machine.
 #[derive(Debug, Deserialize)]
 pub(crate) struct NotRun {
     pub(crate) what: String,
@@ -205,7 +205,7 @@ pub(crate) struct Compared {
     pub(crate) claims: Claims,
 }
 
-/// `null` as what is missing.
+/// Reads `null` as a missing field.
 fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(deserializer: D) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
@@ -220,7 +220,7 @@ pub(crate) enum Content {
 #[derive(Debug)]
 pub(crate) struct Input {
     pub(crate) path: PathBuf,
-    /// What columns and lines of it are called.
+    /// The name of its columns and lines.
     pub(crate) label: String,
     pub(crate) written: Option<SystemTime>,
     pub(crate) content: Content,
@@ -265,7 +265,7 @@ impl Input {
     fn has_figures(&self) -> bool {
         match &self.content {
             Content::One(experiment) => !experiment.results.is_empty() || !experiment.histograms.is_empty(),
-            // Where nothing could run, the reasons are what there is to see.
+            // Where nothing could run, the reasons are shown.
             Content::Compared(compared) => compared.systems.iter().any(|system| {
                 !system.experiments.is_empty() || !system.comparisons.is_empty() || !system.not_run.is_empty()
             }),
@@ -279,7 +279,7 @@ pub(crate) fn read_all(paths: &[PathBuf]) -> Result<Vec<Input>, InputError> {
     let mut inputs = Vec::new();
     for path in paths {
         let input = read(path)?;
-        // Compared with itself a result says nothing; it was meant to be another.
+        // A result compared with itself shows nothing; the user meant another file.
         let same = path.canonicalize().unwrap_or_else(|_| path.clone());
         if seen.contains(&same) {
             return Err(InputError::Twice { path: path.clone() });
@@ -291,7 +291,7 @@ pub(crate) fn read_all(paths: &[PathBuf]) -> Result<Vec<Input>, InputError> {
     Ok(inputs)
 }
 
-/// Files are called by their stems if these differ, else by their paths.
+/// The label of a file is its stem if all stems differ, else its path.
 fn label(inputs: &mut [Input]) {
     let stem = |input: &Input| {
         input
@@ -344,7 +344,7 @@ fn read_text(path: &Path) -> std::io::Result<(Vec<u8>, Option<SystemTime>)> {
     Ok((text, written))
 }
 
-/// Which of the two it is, or why it is neither, in one line.
+/// Parses either kind of result; the error says in one line why it is neither.
 fn parse(value: Value) -> Result<Content, String> {
     let Some(object) = value.as_object() else {
         return Err("it is not an object".to_owned());

@@ -1,4 +1,5 @@
-//! The page. Whatever comes from a file is escaped by the template library; only drawings are taken as they are.
+//! The page. The template library escapes all text from files; only drawings are inserted as they
+//! are.
 
 use humantime::format_rfc3339_seconds;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -11,7 +12,7 @@ use super::plots::{plots, shown};
 use super::quantity::quantity;
 use super::{differences, ink, systems, tables};
 
-/// Rows of one table; what is beyond is in the file.
+/// Rows of one table at most; the file has the others.
 const MAX_ROWS: usize = 2000;
 
 /// A page, and how many plots it has.
@@ -21,7 +22,7 @@ pub(crate) struct Page {
     pub(crate) nr_plots: usize,
 }
 
-/// The page of all files; an error is one of drawing.
+/// The page of all files. An error comes from drawing.
 pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
     let groups = groups(inputs);
     let mut drawn = Vec::new();
@@ -54,7 +55,7 @@ pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
             body {
                 header {
                     h1 { "slat report" }
-                    p.note { "slat: second-level address translation. slat " (env!("CARGO_PKG_VERSION")) " wrote this page; it needs nothing besides itself." }
+                    p.note { "slat: second-level address translation. slat " (env!("CARGO_PKG_VERSION")) " wrote this page; it needs no other file." }
                     (files(inputs))
                 }
                 main {
@@ -81,13 +82,13 @@ fn names(inputs: &[Input]) -> String {
     format!("{}{more}", labels.join(", "))
 }
 
-/// What each file is, and the machine that it was measured on.
+/// Each file, and the machine that it was measured on.
 fn files(inputs: &[Input]) -> Markup {
     html! {
         div.files { @for input in inputs { article {
             h2 { (input.label) }
             @if input.is_interrupted() {
-                p.warning role="note" { strong { "Interrupted: " } "what was measured until then." }
+                p.warning role="note" { strong { "Interrupted: " } "figures are of the runs before." }
             }
             dl {
                 dt { "File" } dd { code { (input.path.display()) } @if let Some(written) = input.written { ", " (format_rfc3339_seconds(written)) } }
@@ -111,12 +112,12 @@ fn files(inputs: &[Input]) -> Markup {
     }
 }
 
-/// How KVM translates, or all that is known of it.
+/// KVM's translation, or all that is known about the KVM.
 fn kvm_facts(kvm: &serde_json::Value) -> String {
     kvm.get("translation").map_or_else(|| text(kvm), text)
 }
 
-/// What slat claims, and whether it holds.
+/// The claims of slat, and which of them hold.
 fn claims(inputs: &[Input]) -> Markup {
     let compared = inputs.iter().filter_map(|input| match &input.content {
         Content::Compared(compared) => Some((input, &compared.claims)),
@@ -135,34 +136,34 @@ fn claims(inputs: &[Input]) -> Markup {
     }
 }
 
-/// Good or bad, in a sign, a word and a color.
+/// Good or bad, as a sign, a word and a color.
 pub(crate) fn tally(is_good: bool, text: &str) -> Markup {
     html! { @if is_good { span.good { "✓ " (text) } } @else { span.bad { "✗ " (text) } } }
 }
 
-/// A box that scrolls by itself, so that the page does not.
+/// A box that scrolls, so that the page does not.
 pub(crate) fn scroll(name: &str, inside: Markup) -> Markup {
     html! { div.scroll tabindex="0" role="region" aria-label=(name) { (inside) } }
 }
 
 /// One experiment: its plots, and its figures in each file.
 fn experiment(group: &Group<'_>, all: &[Group<'_>], figures: &[Markup], inputs: &[Input]) -> Markup {
-    let settings_of_its_own = group.own_settings(all);
+    let distinct_settings = group.distinct_settings(all);
     let not_run = group.results.iter().flatten().flat_map(|result| &result.not_run);
     let left_out = group.results.iter().flatten().count().saturating_sub(shown(group, inputs).len());
     html! {
         div.experiment {
             @if group.system.is_some() { h3 { code { (group.title()) } } } @else { h2 { code { (group.title()) } } }
-            @if !settings_of_its_own.is_empty() { p.note { (settings_of_its_own) } }
+            @if !distinct_settings.is_empty() { p.note { (distinct_settings) } }
             @for not_run in not_run { p { strong { "Not measured: " (not_run.what) ": " } (not_run.why) } }
             @if group.results.iter().flatten().any(|result| result.interrupted) {
-                p.warning role="note" { strong { "Interrupted: " } "what was measured until then." }
+                p.warning role="note" { strong { "Interrupted: " } "figures are of the runs before." }
             }
             @if !figures.is_empty() {
                 @if left_out > 0 { p.note { "Plots show the first and the last result." } }
                 div.plots { @for figure in figures { (figure) } }
             }
-            // A result by itself is its tables; beside others they are looked up.
+            // The tables of a single result are open; those of several are closed.
             @for (input, result) in inputs.iter().zip(&group.results) { @if let Some(result) = result {
                 details open[figures.is_empty() && inputs.len() == 1] {
                     summary { "All figures" @if inputs.len() > 1 { " of " (input.label) } " (" (result.results.len()) ")" }
@@ -202,7 +203,7 @@ fn data_table(name: &str, data: &Data) -> Markup {
     }
 }
 
-/// A plot with its legend and the table of what it shows.
+/// A plot with its legend and the table of its data.
 fn figure(plot: &Plot, number: usize) -> Result<Markup, String> {
     let drawing = draw::draw(plot)?;
     let legend = legend(plot)?;
@@ -214,7 +215,7 @@ fn figure(plot: &Plot, number: usize) -> Result<Markup, String> {
             (legend)
             p.note {
                 (plot.description)
-                @if left_out > 0 { " Not drawn: " (left_out) " values that have no place on such an axis (zero, negative, or out of range)." }
+                @if left_out > 0 { " Not drawn: " (left_out) " values that this axis cannot show (zero, negative, or out of range)." }
             }
             details { summary { "Data" } (data_table(&plot.title, &plot.data)) }
         }
@@ -232,7 +233,7 @@ fn svg(drawing: &Drawing, id: &str, title: &str, description: &str) -> Markup {
     }
 }
 
-/// A drawing that says nothing by itself.
+/// A decorative drawing, hidden from screen readers.
 fn small(drawing: &Drawing) -> Markup {
     let (width, height) = (drawing.width / 2, drawing.height / 2);
     html! {
@@ -242,7 +243,7 @@ fn small(drawing: &Drawing) -> Markup {
     }
 }
 
-/// Which line or part is which.
+/// The names of lines or parts.
 fn legend(plot: &Plot) -> Result<Markup, String> {
     let keys: Vec<(Drawing, &str)> = match &plot.body {
         Body::Series { shape, series, .. } => {

@@ -1,10 +1,10 @@
-//! What a plot shows, before it is drawn: so that the same figures can stand in the table beside it.
+//! The content of a plot, before it is drawn: the table next to the plot shows the same figures.
 
-/// How far apart values lie on an axis.
+/// The scale of an axis.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Scale {
     Linear,
-    /// Values that are not above zero have no place on it.
+    /// It cannot show values that are not above zero.
     Log,
 }
 
@@ -14,7 +14,7 @@ pub(crate) struct Axis {
     pub(crate) title: String,
     pub(crate) unit: String,
     pub(crate) scale: Scale,
-    /// Where to label it; `None`: at round values.
+    /// The positions of labels; `None`: round values.
     pub(crate) ticks: Option<Vec<f64>>,
 }
 
@@ -24,7 +24,7 @@ impl Axis {
     }
 }
 
-/// A value at a place, and by how much it varies.
+/// A value at a position, and its deviation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Point {
     pub(crate) x: f64,
@@ -36,7 +36,7 @@ pub(crate) struct Point {
 #[derive(Clone, Debug)]
 pub(crate) struct Series {
     pub(crate) name: String,
-    /// Its color and marker. The same of several files has one.
+    /// Its color and marker, the same for all files.
     pub(crate) ink: usize,
     /// Its dashes.
     pub(crate) dash: usize,
@@ -48,7 +48,7 @@ pub(crate) struct Series {
 #[derive(Clone, Debug)]
 pub(crate) struct Bar {
     pub(crate) name: String,
-    /// The length of each part of the plot's; `None`: it has no such part.
+    /// The length of each part of the plot's parts; `None`: the bar has no such part.
     pub(crate) parts: Vec<Option<f64>>,
     /// Of a bar of one part.
     pub(crate) deviation: Option<f64>,
@@ -56,7 +56,7 @@ pub(crate) struct Bar {
 
 /// How series are drawn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Shape {
+pub(crate) enum SeriesShape {
     /// A line through markers.
     Line,
     /// A level from each point to the next.
@@ -65,7 +65,7 @@ pub(crate) enum Shape {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Body {
-    Series { x: Axis, y: Axis, shape: Shape, series: Vec<Series> },
+    Series { x: Axis, y: Axis, shape: SeriesShape, series: Vec<Series> },
     Bars { x: Axis, parts: Vec<String>, bars: Vec<Bar> },
 }
 
@@ -73,7 +73,7 @@ pub(crate) enum Body {
 #[derive(Clone, Debug)]
 pub(crate) struct Plot {
     pub(crate) title: String,
-    /// What to see in it, for who cannot see it too.
+    /// A description of the plot, also for screen readers.
     pub(crate) description: String,
     pub(crate) body: Body,
     pub(crate) data: Data,
@@ -87,18 +87,18 @@ pub(crate) struct Data {
     pub(crate) rows: Vec<Vec<String>>,
 }
 
-/// Values that cannot be drawn make pictures that lie, or none.
+/// Whether an axis can show the value. A plot with other values would mislead, or fail.
 pub(crate) fn is_drawable(value: f64, scale: Scale) -> bool {
-    // Far beyond what is measured, and far enough from where arithmetic ends.
-    let has_a_place = value.is_finite() && value.abs() < 1e100;
+    // Far beyond measured values, and far from the limits of arithmetic.
+    let is_in_range = value.is_finite() && value.abs() < 1e100;
     match scale {
-        Scale::Linear => has_a_place,
-        Scale::Log => has_a_place && value > 1e-100,
+        Scale::Linear => is_in_range,
+        Scale::Log => is_in_range && value > 1e-100,
     }
 }
 
 impl Plot {
-    /// Whether there is something to see.
+    /// Whether there is a value to draw.
     pub(crate) fn is_worth_drawing(&self) -> bool {
         match &self.body {
             Body::Series { x, y, series, .. } => {
@@ -109,7 +109,7 @@ impl Plot {
         }
     }
 
-    /// How many values have no place in the plot.
+    /// How many values the plot cannot show.
     pub(crate) fn nr_left_out(&self) -> usize {
         match &self.body {
             Body::Series { x, y, series, .. } => series

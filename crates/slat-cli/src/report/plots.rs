@@ -1,5 +1,5 @@
-//! Which plots an experiment has: found by the names of its figures, so that the parts of a comparison have them too, and
-//! so that an experiment that comes later gets those that fit.
+//! The plots of an experiment. They are chosen by the names of its figures, so that the parts of a
+//! comparison have them too, and a later experiment has those that fit.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use super::groups::{Group, Measured, measured, text};
 use super::histograms;
 use super::ink::NR_SERIES;
 use super::input::{Experiment, Input};
-use super::plot::{Axis, Bar, Body, Data, Plot, Point, Scale, Series, Shape};
+use super::plot::{Axis, Bar, Body, Data, Plot, Point, Scale, Series, SeriesShape};
 use super::quantity;
 
-/// More files than these would hide each other in a plot: then the first and the last are shown.
+/// More files than these hide each other in a plot: then the first and the last are shown.
 const MAX_OVERLAID: usize = 4;
 
-/// Phases of a migration, in their order; the others of their names are parts of these.
+/// Phases of a migration, in their order; other figures of similar names are parts of these.
 const PHASES: [&str; 6] = [
     "populate_memory",
     "enable_dirty_logging",
@@ -39,7 +39,7 @@ const AGING_PHASES: [&str; 7] = [
 /// A file's result of the experiment, as plots show it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shown<'a> {
-    /// What the file is called, if there are several of them.
+    /// The label of the file, if there are several.
     pub(crate) file: Option<&'a str>,
     pub(crate) result: &'a Experiment,
 }
@@ -146,7 +146,7 @@ struct Lines {
     y: Axis,
     /// The label that the horizontal axis shows.
     along: &'static str,
-    /// The label that there is a line for each value of. Whatever else varies has a plot for each value.
+    /// The label with a line for each value. Each value of any other label that varies has a plot.
     series: &'static str,
 }
 
@@ -186,7 +186,7 @@ impl<'a> Figures<'a> {
                 }
             }
         }
-        // Bars that are compared stand beside each other.
+        // Bars that are compared are neighbours.
         let mut order: Vec<String> = Vec::new();
         let base = |name: &str| name.rsplit_once(" · ").map_or(name, |(base, _)| base).to_owned();
         if self.of.len() > 1 {
@@ -217,7 +217,7 @@ impl<'a> Figures<'a> {
     fn lines(&self, of: &Lines) -> Vec<Plot> {
         let has_place = |figure: &&Measured<'a>| figure.labels.get(of.along).is_some_and(Value::is_number);
         let vary = varying(self.all(of.figure).filter(has_place).map(|figure| figure.labels));
-        // What only some of the lines have at all tells nothing apart.
+        // A label that only some lines have distinguishes no plots.
         let differs = |key: &str| {
             let mut values = self.all(of.figure).filter(has_place).filter_map(|figure| figure.labels.get(key));
             let first = values.next();
@@ -262,7 +262,7 @@ impl<'a> Figures<'a> {
 }
 
 impl Lines {
-    /// One plot, or several where there are more lines than can be told apart.
+    /// One plot, or several if there are more lines than inks.
     fn plots(&self, title: &str, mut series: Vec<Series>) -> Vec<Plot> {
         let mut ticks: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|point| point.x).collect();
         ticks.sort_by(f64::total_cmp);
@@ -307,15 +307,15 @@ impl Lines {
             Body::Bars { x, parts: vec![self.y.title.clone()], bars: series.iter().map(bar).collect() }
         } else {
             let mut x = self.x.clone();
-            // As many as have room beside each other.
+            // As many as fit next to each other.
             x.ticks = (ticks.len() <= 6 && are_apart(ticks)).then(|| ticks.to_vec());
-            Body::Series { x, y: self.y.clone(), shape: Shape::Line, series }
+            Body::Series { x, y: self.y.clone(), shape: SeriesShape::Line, series }
         };
         Plot { title, description, body, data }
     }
 }
 
-/// Whether labels at these places of a logarithmic axis leave each other room.
+/// Whether labels at these positions of a logarithmic axis do not overlap.
 fn are_apart(ticks: &[f64]) -> bool {
     let (Some(&first), Some(&last)) = (ticks.first(), ticks.last()) else { return false };
     let whole = (last / first).ln();
@@ -338,7 +338,8 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>
             }
         }
     }
-    // What some have and others have not varies too; but that peers have no paging of the engine's says nothing.
+    // A label that only some figures have varies too. `paging` is an exception: peers have no
+    // paging of the engine.
     for (key, nr) in nr_seen {
         if nr != nr_all && !vary.contains(&key) && key != "paging" {
             vary.push(key);
@@ -347,9 +348,9 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>
     vary
 }
 
-/// Those labels that vary, as a name.
+/// The labels `keys`, as a name.
 pub(crate) fn labels(labels: &BTreeMap<String, Value>, keys: &[&str]) -> String {
-    // What a figure was measured on may be described at length, behind a colon.
+    // The description of what a figure was measured on may be long, after a colon.
     let named = |(key, value): (&String, &Value)| {
         let value = text(value);
         let described = if key == "measured_on" { value.split(':').next().unwrap_or_default() } else { &value };

@@ -1,6 +1,6 @@
-//! Figures as people read them: a scale that fits, few digits, the unit behind it.
+//! Figures for people: a fitting scale, few digits, the unit at the end.
 
-/// What a value of a unit is divided by, and what it is called then.
+/// The divisor of a value, and the unit of the quotient.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Scale<'a> {
     pub(crate) divisor: f64,
@@ -19,7 +19,7 @@ pub(crate) fn scale(value: f64, unit: &str) -> Scale<'_> {
     let fits = steps.iter().find(|&&(divisor, _)| value >= divisor).or(steps.last());
     match fits {
         Some(&(divisor, unit)) if value > 0.0 => Scale { divisor, unit },
-        // Nothing has the unit that it was measured in.
+        // Zero keeps the unit that it was measured in.
         _ => Scale { divisor: 1.0, unit: if matches!(unit, "count" | "ratio") { "" } else { unit } },
     }
 }
@@ -31,7 +31,7 @@ pub(crate) fn quantity(value: Option<f64>, unit: &str) -> String {
     with_unit(digits(value / scale.divisor, unit == "count"), scale.unit)
 }
 
-/// A mean with its deviation in one unit, and of how many runs it is.
+/// A mean with its deviation in one unit, and the number of runs.
 pub(crate) fn measured(mean: Option<f64>, deviation: Option<f64>, runs: Option<f64>, unit: &str) -> String {
     let Some(value) = mean else { return "–".to_owned() };
     let scale = scale(value, unit);
@@ -46,19 +46,20 @@ pub(crate) fn measured(mean: Option<f64>, deviation: Option<f64>, runs: Option<f
     }
 }
 
-/// A deviation with as many decimals as its mean has; as it is, if that would leave nothing of it or is another notation.
+/// A deviation with as many decimals as its mean has; with its own digits, if that would round it
+/// to zero or the mean is in another notation.
 fn as_precise(deviation: f64, mean: &str) -> String {
     let decimals = mean.split_once('.').map_or(0, |(_, decimals)| decimals.len());
     let is_plain = !mean.contains('e') && deviation >= 0.5 / 10f64.powi(decimals as i32) && deviation < 999.5;
     if is_plain { format!("{deviation:.decimals$}") } else { digits(deviation, false) }
 }
 
-/// How many times as much one is as the other.
+/// A ratio.
 pub(crate) fn ratio(value: f64) -> String {
     format!("{}×", digits(value, false))
 }
 
-/// Three digits that count; whole numbers from there on, in groups of three.
+/// Three significant digits; whole numbers above, in groups of three.
 pub(crate) fn digits(value: f64, is_count: bool) -> String {
     let size = value.abs();
     if !value.is_finite() {

@@ -1,5 +1,5 @@
-//! The comparisons of `slat compare`: for each figure of a system what was published, each side as it was measured, and
-//! whether slat holds what it claims.
+//! The comparisons of `slat compare`: for each figure of a system the published values, the
+//! measured sides, and whether the claims of slat hold.
 
 use maud::{Markup, html};
 
@@ -33,7 +33,7 @@ pub(crate) fn systems(inputs: &[Input]) -> Vec<Row<'_>> {
     rows
 }
 
-/// What there is of a comparison, and of a side, in each file.
+/// A comparison, as each file has it.
 struct Merged<'a> {
     first: &'a Comparison,
     files: Vec<Option<&'a Comparison>>,
@@ -71,7 +71,7 @@ impl<'a> Row<'a> {
         merged
     }
 
-    /// The table of the system, and what could not run.
+    /// The table of the system, and the list of what was not run.
     pub(crate) fn markup(&self, inputs: &[Input]) -> Markup {
         let comparisons = self.comparisons();
         let several = inputs.len() > 1;
@@ -86,7 +86,7 @@ impl<'a> Row<'a> {
                                 th scope="col" { @if several { (input.label) ": mean" } @else { "Mean ± deviation (runs)" } }
                             }
                             @if several { th scope="col" { "Change" } }
-                            th scope="col" { "slat against it" }
+                            th scope="col" { "Speed-up" }
                             th scope="col" { "Measured on" }
                             th scope="col" { "Claim" }
                         } }
@@ -134,7 +134,7 @@ fn times_as_good(comparison: &Comparison, value: f64, other: f64) -> Option<f64>
     times.is_finite().then_some(times)
 }
 
-/// What others published, on their machine.
+/// The published values, of another machine.
 fn published(comparison: &Comparison, nr_files: usize, several: bool) -> Markup {
     let Some(Published { on, baseline, proposed }) = &comparison.published else { return html! {} };
     let on = on.as_deref().unwrap_or("another machine");
@@ -146,7 +146,7 @@ fn published(comparison: &Comparison, nr_files: usize, several: bool) -> Markup 
                 th scope="row" { (name) }
                 td colspan=(nr_files) { (quantity(*value, &comparison.unit)) }
                 @if several { td {} }
-                td { @if let Some(gain) = gain { (ratio(gain)) " its baseline" } }
+                td { @if let Some(gain) = gain { (ratio(gain)) " the published baseline" } }
                 td { (on) }
                 td {}
             }
@@ -182,7 +182,7 @@ fn side(name: &str, comparison: &Comparison, files: &[Option<&Side>]) -> Markup 
     }
 }
 
-/// From the first file that has the side to the last.
+/// The change from the first file that has the side to the last.
 fn change(comparison: &Comparison, files: &[Option<&Side>]) -> Markup {
     let samples: Vec<Sample> = files
         .iter()

@@ -1,4 +1,5 @@
-//! The figures of an experiment as tables: a row for each figure, a column for each value of the label that matters most.
+//! The figures of an experiment as tables: a row for each figure, a column for each value of the
+//! most important label.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +11,12 @@ use super::plot::Data;
 use super::plots::{labels, varying};
 use super::quantity;
 
-/// Labels to spread over columns, the first that varies: what the experiments compare.
+/// Labels that may have columns, the first that varies: what the experiments compare.
 const COLUMNS: [&str; 8] = ["lock", "placement", "strategy", "mode", "method", "subject", "tracking", "test"];
-/// More columns than these are hard to read; then the label goes into the rows.
+/// More columns than these are hard to read; then the label is in the rows.
 const MAX_COLUMNS: usize = 12;
 
-/// A table, and a line of what all its figures have in common.
+/// A table, and a line with what all its figures have in common.
 #[derive(Debug)]
 pub(crate) struct Figures {
     pub(crate) caption: String,
@@ -28,7 +29,7 @@ pub(crate) fn figures(result: &Experiment) -> Figures {
     let vary = varying(figures.iter().map(|figure| figure.labels));
     let column = column(figures, &vary);
     let value = |figure: &Measured<'_>| column.and_then(|key| figure.labels.get(key)).map(text).unwrap_or_default();
-    // What follows from the column stands at its head, and all else that varies in the row.
+    // Labels that depend on the column are in its head, and all others that vary in the row.
     let (of_column, of_row): (Vec<&str>, Vec<&str>) =
         vary.iter().copied().filter(|key| Some(*key) != column).partition(|key| {
             let mut known: BTreeMap<String, Option<&Value>> = BTreeMap::new();
@@ -63,7 +64,7 @@ pub(crate) fn figures(result: &Experiment) -> Figures {
         let cell = quantity::measured(figure.mean, figure.deviation, None, figure.unit);
         rows[row].2.entry(at).or_insert(cell);
     }
-    // The same figure with other labels stands below it.
+    // The same figure with other labels is in a row below.
     let mut order: BTreeMap<String, usize> = BTreeMap::new();
     for (name, ..) in &rows {
         let next = order.len();

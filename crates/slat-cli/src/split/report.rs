@@ -1,4 +1,4 @@
-//! What `slat split` prints and writes, besides what every experiment of the phases does.
+//! The output of `slat split`, besides that of every experiment of the phases.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -48,13 +48,13 @@ const FIGURES: [Other; 13] = [
     },
     Other {
         name: "local_walk_reads",
-        title: "Walk reads of leaf tables, local",
+        title: "Walk reads of lowest-level tables, local",
         unit: "count",
         value: |run| reads(run, |reads| reads.leaf_table_local),
     },
     Other {
         name: "remote_walk_reads",
-        title: "Walk reads of leaf tables, remote",
+        title: "Walk reads of lowest-level tables, remote",
         unit: "count",
         value: |run| reads(run, |reads| reads.leaf_table_remote),
     },
@@ -100,7 +100,7 @@ fn reads(run: &Run, of: fn(&WalkReads) -> u64) -> Option<f64> {
     run.engine.as_ref().map(|engine| of(&engine.dirty_reads) as f64)
 }
 
-/// The share of the first, remote ones, in both; `None` if there is nothing.
+/// The share of remote reads; `None` if there are no reads.
 fn share(run: &Run, of: fn(&WalkReads) -> (u64, u64)) -> Option<f64> {
     let (remote, local) = of(&run.engine.as_ref()?.dirty_reads);
     (remote + local != 0).then(|| remote as f64 / (remote + local) as f64)
@@ -112,7 +112,7 @@ fn recover_flushes(engine: &EngineRun) -> f64 {
 
 pub(super) fn new<'a>(args: &'a SplitArgs, columns: &'a [Column]) -> Report<'a> {
     let base = columns.iter().position(|column| column.labels["placement"] == "caller-node");
-    // Splits have another name here.
+    // The count of splits has another name here.
     let others = OTHERS.iter().filter(|other| other.name != "splits");
     Report {
         args: &args.log,
@@ -122,14 +122,14 @@ pub(super) fn new<'a>(args: &'a SplitArgs, columns: &'a [Column]) -> Report<'a> 
     }
 }
 
-/// Tables on `node`, the mean over runs.
+/// Page-table pages on `node`, the mean over runs.
 fn tables_on(column: &Column, node: NodeId) -> f64 {
     let tables_on = |run: &EngineRun| run.tables_by_node.iter().filter(|of| of.0 == node).map(|of| of.1).sum::<u64>();
     column.runs.iter().filter_map(|run| run.engine.as_ref()).map(tables_on).sum::<u64>() as f64
         / column.runs.len().max(1) as f64
 }
 
-/// Prints the tables, and what has to be said about the figures.
+/// Prints the tables and the notes.
 pub(super) fn print(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs, layout: &Layout) -> io::Result<()> {
     report.print_head(out)?;
     print_nodes(out, args, layout)?;
@@ -144,7 +144,7 @@ pub(super) fn print(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs,
     report.print_notes(out)
 }
 
-/// Says who sits where, and which tables go where.
+/// Prints the nodes of threads, memory and page tables.
 fn print_nodes(out: &mut impl Write, args: &SplitArgs, layout: &Layout) -> io::Result<()> {
     let numbers: Vec<String> = layout.map.ids().iter().map(|&node| node_name(layout, node)).collect();
     writeln!(
@@ -177,26 +177,26 @@ fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs, layo
     if layout.nodes != Nodes::Host {
         writeln!(
             out,
-            "The nodes are virtual, and all memory is equally fast: what is remote is counted, not felt. The times are the \
-             cost of the software only."
+            "The nodes are virtual, and all memory is equally fast: remote accesses are counted, and take no longer. The \
+             times are the cost of the software only."
         )?;
     }
     writeln!(
         out,
-        "Walk reads are those of the rounds of dirtying; remote: of a table on another node than the vCPU's; leaf tables: \
-         those of 4 KiB leaves."
+        "Walk reads are those of the rounds of dirtying; remote: of a table on another node than the vCPU's; lowest-level \
+         tables: those of leaf PTEs of 4 KiB."
     )?;
     if args.log.paging == PagingArg::TwoDimensional {
         writeln!(
             out,
-            "The guest's own tables lie on the first node, in pages of 4 KiB: walks read the leaf tables that map them, too."
+            "The guest's own tables are on the first node, in pages of 4 KiB: walks read the tables that map them, too."
         )?;
     }
     match args.log.split {
         _ if args.log.huge_pages == HugePagesArg::MarkWhole => {}
         SplitWhen::Eager => writeln!(
             out,
-            "Huge pages are split right before logging is turned on, by {} {} where the main thread sits.",
+            "Huge pages are split right before logging is turned on, by {} {} on the node of the main thread.",
             args.threads,
             if args.threads == 1 { "thread" } else { "threads" },
         )?,
@@ -211,7 +211,7 @@ fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs, layo
         let reason = if runs().all(|run| run.stats.installed_2m + run.stats.installed_1g == 0) {
             "the memory was not mapped by huge pages"
         } else {
-            "nobody wrote to a huge page"
+            "no vCPU wrote to a huge page"
         };
         writeln!(out, "No huge page was split: {reason}.")?;
     }

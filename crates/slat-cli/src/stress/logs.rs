@@ -1,8 +1,10 @@
-//! The dirty logs of the test region, held against memory: a migration in small.
+//! The dirty logs of the test region, compared with memory by a small migration.
 //!
-//! While a slot logs, a copy of its pages is kept as a migration would: all pages when logging has begun, then those that
-//! harvests report; where getting the log does not clear it, they clear it before pages are copied. When the guests stand still, one more harvest makes the copy exact: a page that differs was written
-//! and never reported. Only zeros of a page that was discarded since it was copied have another reason.
+//! While a memslot logs, a copy of its pages is kept as in a migration: all pages when logging has
+//! begun, then those that harvests report. Where getting the log does not clear it, the harvest
+//! clears it before pages are copied. When the guests have stopped, one more harvest makes the copy
+//! exact. A page that differs then was written and never reported. The only other reason is a
+//! discard after the copy, which leaves zeros.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -22,7 +24,7 @@ struct Copied {
     nr_discards_done: u32,
 }
 
-/// What is kept of a slot that logs.
+/// The copy of a memslot that logs.
 #[derive(Default)]
 struct Migration {
     copies: Vec<Copied>,
@@ -107,7 +109,8 @@ impl Log {
         self.lock().as_mut().map_or(Ok(()), |migration| migration.harvest(machine, self.slot, tally))
     }
 
-    /// Harvests the log, if there is one, and holds the copy against memory. No guest runs; hosts may change memory.
+    /// Harvests the log, if there is one, and compares the copy with memory. No guest runs; hosts
+    /// may change memory.
     pub(super) fn check_stopped<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
         let mut migration = self.lock();
         let Some(migration) = &mut *migration else { return Ok(()) };
@@ -115,7 +118,7 @@ impl Log {
         let pages = machine.pages()?;
         for (page, copied) in (self.slot.first_page..).zip(&migration.copies) {
             let found = pages.peek(page).unwrap_or_default();
-            // Counted before a discard begins: so the look after the page says whether one had.
+            // The discard counts before it begins, so this later look observes it.
             let discarded = pages.discards(page).begun != copied.nr_discards_done;
             if found != copied.value && !(found == 0 && discarded) {
                 return Err(check_failed(format_args!(

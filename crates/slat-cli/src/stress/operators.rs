@@ -1,7 +1,8 @@
-//! The threads beside the guests: each does one kind of operation again and again, drawn from its generator.
+//! The threads that operate while the guests run: each repeats one kind of operation, drawn from
+//! its generator.
 
-mod beside;
 mod huge;
+mod memslots;
 
 use std::thread;
 use std::time::Duration;
@@ -12,9 +13,9 @@ use slat_machine::machine::Machine;
 use slat_machine::memory::{Effect, Snapshot};
 use slat_machine::walk::HardwareFormat;
 
-use self::beside::Visitors;
 pub(super) use self::huge::Calls;
 use self::huge::HugeSlot;
+use self::memslots::Visitors;
 use super::tally::Figure;
 use super::turn::World;
 use super::watch::Beat;
@@ -23,13 +24,13 @@ use crate::failure::{Failure, check_failed};
 /// Snapshots that one thread holds at most.
 const MAX_SNAPSHOTS: usize = 8;
 
-/// Pages that half of the events happen to.
+/// The few pages of half of all events.
 const HOT_PAGES: u64 = 4;
 
 /// Pages of one discard or invalidation at most.
 const MAX_PAGES: u64 = 8;
 
-/// What a thread does.
+/// The task of a thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Operator {
     /// Discards, moves, protects and swaps pages.
@@ -38,13 +39,14 @@ pub(super) enum Operator {
     Logs,
     /// Invalidates without change, ages, tests, reclaims.
     Aging,
-    /// Creates, moves, re-flags and deletes slots of its own, and uses them through a CPU of its own.
+    /// Creates, moves, re-flags and deletes its own memslots, and accesses them through its own
+    /// CPU.
     Slots(u32, Visitors),
-    /// Reads slots that come and go.
+    /// Reads memslots that are created and deleted meanwhile.
     Visitor(u32),
-    /// Uses a slot of huge pages through a CPU of its own, and its log.
+    /// Accesses a memslot of huge pages through its own CPU, and harvests its log.
     HugePages,
-    /// Splits huge pages and puts them back.
+    /// Splits and recovers huge pages.
     Splits,
 }
 
@@ -91,11 +93,11 @@ impl Operator {
             Operator::Logs => repeat(world, rng, beat, |rng| log(world, rng)),
             Operator::Aging => repeat(world, rng, beat, |rng| age(world, rng)),
             Operator::Visitor(_) => {
-                let mut cpu = beside::new_cpu(world)?;
-                repeat(world, rng, beat, |rng| beside::visit(world, &mut cpu, rng))
+                let mut cpu = memslots::new_cpu(world)?;
+                repeat(world, rng, beat, |rng| memslots::visit(world, &mut cpu, rng))
             }
             Operator::Slots(number, visitors) => {
-                let mut slots = beside::Slots::new(world, number, visitors)?;
+                let mut slots = memslots::Slots::new(world, number, visitors)?;
                 repeat(world, rng, beat, |rng| slots.step(rng))?;
                 slots.delete_all()
             }
@@ -109,7 +111,7 @@ impl Operator {
     }
 }
 
-/// Does `step` until the turn is over, and leaves the guests some time.
+/// Repeats `step` until the turn is over, with pauses for the guests.
 fn repeat<F: HardwareFormat>(
     world: &World<F>,
     rng: &mut SmallRng,
@@ -119,7 +121,7 @@ fn repeat<F: HardwareFormat>(
     while !world.is_over() {
         step(rng)?;
         beat.beat();
-        // Whoever yields waits for the time slices of many vCPUs: only now and then.
+        // A thread that yields waits for the time slices of many vCPUs: only now and then.
         match rng.random_range(0..64) {
             0 => thread::sleep(Duration::from_micros(rng.random_range(1..500))),
             1..4 => thread::yield_now(),
@@ -129,7 +131,7 @@ fn repeat<F: HardwareFormat>(
     Ok(())
 }
 
-/// A page of the region: half of the time one of a few, so that much happens to the same page.
+/// A page of the region: half of the time one of a few, so that many events meet on the same page.
 fn some_page<F: HardwareFormat>(machine: &Machine<F>, rng: &mut SmallRng) -> u64 {
     let nr_pages = machine.nr_pages();
     let most = if rng.random() { nr_pages } else { nr_pages.min(HOT_PAGES) };

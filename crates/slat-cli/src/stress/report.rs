@@ -46,7 +46,7 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
     if let Some(method) = turns.flush_method {
         writeln!(out, "\nTLB flush: {method}.")?;
     }
-    writeln!(out, "Verified: all that was checked is as it should be.")
+    writeln!(out, "Verified: all checks passed.")
 }
 
 /// The object of `--json`.

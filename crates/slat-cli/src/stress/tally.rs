@@ -1,15 +1,15 @@
-//! What was done and what was verified, counted by all threads over all turns.
+//! Counts of operations and verifications, by all threads over all turns.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// In which part of the table a figure stands.
+/// The part of the table with the figure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Part {
     /// Operations done.
     Done,
-    /// What was held against what it should be.
+    /// Comparisons of results with expectations.
     Verified,
-    /// What the engine says.
+    /// The engine's own counts.
     Engine,
 }
 
@@ -41,35 +41,35 @@ figures! {
     Invalidated Done "invalidations_without_change" "Invalidations without change";
     SlotsCreated Done "slots_created" "Slots created";
     SlotsMoved Done "slots_moved" "Slots moved";
-    SlotsReflagged Done "slots_reflagged" "Slots given other flags";
+    SlotsReflagged Done "slots_reflagged" "Slots with changed flags";
     SlotsDeleted Done "slots_deleted" "Slots deleted";
     LogsEnabled Done "dirty_logs_enabled" "Dirty logs turned on";
     LogsDisabled Done "dirty_logs_disabled" "Dirty logs turned off";
     Harvests Done "harvests" "Harvests of dirty logs";
     RangesSplit Done "ranges_split" "Ranges split";
-    RangesRecovered Done "ranges_recovered" "Ranges whose huge pages were put back";
+    RangesRecovered Done "ranges_recovered" "Ranges whose huge pages were recovered";
     Agings Done "agings" "Ranges aged or tested";
     Reclaims Done "reclaims" "Reclaims";
     Visits Done "visits" "Reads of slots that may be gone";
     Bursts Done "bursts" "Bursts of the guests";
     Reads Verified "reads_verified" "Reads of the guests";
-    ReadsBeside Verified "reads_beside_verified" "Reads in slots that come and go";
+    SlotReads Verified "reads_beside_verified" "Reads in slots that come and go";
     Exits Verified "exits_verified" "Accesses that had to exit, and did";
-    PoisonIntact Verified "poison_intact" "Freed frames that nobody wrote";
-    Snapshots Verified "snapshots_verified" "Write-protected frames that nobody wrote";
+    PoisonIntact Verified "poison_intact" "Freed frames without a write";
+    Snapshots Verified "snapshots_verified" "Write-protected frames without a write";
     Migrated Verified "pages_migrated" "Pages of migrated slots equal to memory";
     HarvestsExact Verified "harvests_exact" "Harvests that named exactly what was written";
     AgingsExact Verified "agings_exact" "Agings that counted exactly what was used";
-    FrameUses Verified "frame_accounts_zero" "Machines whose frames all came back";
+    FrameUses Verified "frame_accounts_zero" "Machines whose frames were all released";
     Accesses Engine "accesses" "Accesses of the guests";
     Faults Engine "faults" "Faults";
     Spurious Engine "spurious" "  of them spurious";
     Retries Engine "retries" "Retries";
     Flushes Engine "flushes" "Flushes";
-    Closed Engine "tables_closed" "Tables write-protected lazily";
+    DirectoryProtected Engine "tables_protected" "Directory entries write-protected";
     Splits Engine "splits" "Huge pages split";
-    Recoveries Engine "recoveries" "Huge pages put back";
-    Zapped Engine "zapped" "Entries taken away";
+    Recoveries Engine "recoveries" "Huge pages recovered";
+    Zapped Engine "zapped" "PTEs zapped";
     LockWaits Engine "lock_waits" "Waits for the lock";
 }
 

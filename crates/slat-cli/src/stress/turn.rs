@@ -1,11 +1,13 @@
-//! One turn: a machine, its guests in bursts, and the threads beside them.
+//! One turn: a machine, its guests in bursts, and the other threads.
 //!
-//! # Protocol
-//! - The guests run for a burst, while their round advances every few milliseconds; then they stand still, the dirty logs
-//!   are held against memory, and the next burst begins. The threads beside them never pause.
-//! - Most bursts give each vCPU pages of its own, for which it knows exactly what it must read; some let all write all.
-//! - Whoever finds something wrong ends the turn. In the end all memory is read once more, and then thrown away: every
-//!   frame must come back.
+//! # Implementation
+//! - The guests run for a burst, while their round advances every few milliseconds. Then they stop,
+//!   the dirty logs are compared with memory, and the next burst begins. The other threads never
+//!   pause.
+//! - In most bursts each vCPU has its own pages, for which it knows exactly what it must read. In
+//!   some bursts all vCPUs write all pages.
+//! - A thread that finds an error ends the turn. At the end all memory is read once more and then
+//!   discarded: every frame must be released.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -29,7 +31,7 @@ use super::watch::{Beat, Counter, Watch, counter_of};
 use crate::failure::{Failure, check_failed, no_thread};
 use crate::session::Session;
 
-/// Time between two rounds of the guests: writes of one round look alike.
+/// Time between two rounds of the guests: writes of one round have the same value.
 const ROUND: Duration = Duration::from_millis(2);
 
 /// Bursts last so many rounds.
@@ -43,9 +45,9 @@ pub(super) struct World<F: HardwareFormat> {
     pub(super) machine: Machine<F>,
     pub(super) logs: Vec<Log>,
     pub(super) plan: Plan,
-    /// Where slots that have visitors were a moment ago.
+    /// Where memslots that have visitors were a moment ago.
     pub(super) visited: Mutex<Vec<GfnRange>>,
-    /// What the thread that splits has in flight.
+    /// The calls of the splitting thread that are in flight.
     pub(super) splitter: Calls,
     pub(super) tally: Arc<Tally>,
     stop: AtomicBool,
@@ -53,7 +55,7 @@ pub(super) struct World<F: HardwareFormat> {
 
 impl<F: HardwareFormat> World<F> {
     pub(super) fn is_over(&self) -> bool {
-        // Relaxed, here and below: when exactly it is seen does not matter.
+        // Relaxed, here and below: it does not matter when exactly the flag is observed.
         self.stop.load(Ordering::Relaxed)
     }
 
@@ -62,14 +64,14 @@ impl<F: HardwareFormat> World<F> {
     }
 }
 
-/// Threads beside the guests; each ends when the turn is over, or ends it by a failure.
-struct Crew<F: HardwareFormat> {
+/// The threads of operators. Each ends when the turn is over, or ends it by a failure.
+struct OperatorThreads<F: HardwareFormat> {
     world: Arc<World<F>>,
     threads: Vec<(String, JoinHandle<Result<(), Failure>>)>,
 }
 
-impl<F: HardwareFormat> Crew<F> {
-    /// Waits for all; the first failure.
+impl<F: HardwareFormat> OperatorThreads<F> {
+    /// Waits for all; returns the first failure.
     fn end(&mut self) -> Result<(), Failure> {
         self.world.end();
         let mut result = Ok(());
@@ -83,14 +85,14 @@ impl<F: HardwareFormat> Crew<F> {
     }
 }
 
-impl<F: HardwareFormat> Drop for Crew<F> {
+impl<F: HardwareFormat> Drop for OperatorThreads<F> {
     fn drop(&mut self) {
-        // After an error that matters more.
+        // An earlier error is reported instead.
         let _ = self.end();
     }
 }
 
-/// Does the turn `plan` until `end`.
+/// Runs the turn `plan` until `end`.
 pub(super) fn run<F: HardwareFormat>(
     plan: &Plan,
     end: Instant,
@@ -99,7 +101,7 @@ pub(super) fn run<F: HardwareFormat>(
     session: &Session,
 ) -> Result<FlushMethod, Failure> {
     let main = Beat::default();
-    // Making a machine may take its time, too.
+    // Making a machine may take long, too.
     watch.set(vec![("the thread of the turns".to_owned(), counter_of(&main))]);
     let machine = Machine::<F>::new(&MachineConfig {
         nr_vcpus: plan.nr_vcpus,
@@ -125,12 +127,12 @@ pub(super) fn run<F: HardwareFormat>(
         stop: AtomicBool::new(false),
     });
     let _watched = session.watch(world.machine.vm());
-    let mut crew = Crew { world: Arc::clone(&world), threads: Vec::new() };
+    let mut operator_threads = OperatorThreads { world: Arc::clone(&world), threads: Vec::new() };
     let mut counters: Vec<(String, Counter)> = Vec::new();
     for (index, operator) in operators::ALL.into_iter().enumerate() {
         let (name, beat) = (operator.name(), Beat::default());
         counters.push((name.clone(), counter_of(&beat)));
-        crew.threads.push((name.clone(), start(name, operator, &world, plan.rng(2 + index as u64), beat)?));
+        operator_threads.threads.push((name.clone(), start(name, operator, &world, plan.rng(2 + index as u64), beat)?));
     }
     for vcpu in 0..plan.nr_vcpus {
         let progress = world.machine.progress();
@@ -139,10 +141,10 @@ pub(super) fn run<F: HardwareFormat>(
     counters.push(("the thread of the turns".to_owned(), counter_of(&main)));
     watch.set(counters);
     let result = guests(plan, end, &world, &main);
-    // A failure beside the guests is why they stopped early, and a guest's failure comes from its own doing.
-    let beside = crew.end();
-    drop(crew);
-    let round = result.and_then(|round| beside.map(|()| round))?;
+    // A failure of an operator is why the guests stopped early; a guest's own failure comes first.
+    let operated = operator_threads.end();
+    drop(operator_threads);
+    let round = result.and_then(|round| operated.map(|()| round))?;
     conclude(&world, round, &main)?;
     Ok(world.machine.flush_method())
 }
@@ -207,7 +209,7 @@ fn note<F: HardwareFormat>(world: &World<F>, report: &RunReport) {
     world.tally.add(Figure::Reads, total.nr_reads);
 }
 
-/// Reads all once more and gives all back.
+/// Reads all memory once more, discards it, and checks that all frames are released.
 fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Result<(), Failure> {
     let World { machine, tally, .. } = world;
     main.beat();
@@ -215,7 +217,7 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
     let pages = machine.pages()?;
     let frame_use = pages.frame_use();
     if frame_use != (FrameUse { nr_frames: frame_use.nr_pages, nr_snapshots: 0, ..frame_use }) {
-        return Err(check_failed(format_args!("frames that nobody has: {frame_use:?}")));
+        return Err(check_failed(format_args!("frames that belong to no page: {frame_use:?}")));
     }
     machine.discard(0..machine.nr_pages())?;
     if pages.frame_use() != FrameUse::default() {
@@ -245,7 +247,7 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
         (Figure::Spurious, stats.spurious),
         (Figure::Retries, stats.retries),
         (Figure::Flushes, stats.flushes),
-        (Figure::Closed, stats.tables_protected),
+        (Figure::DirectoryProtected, stats.tables_protected),
         (Figure::Splits, stats.splits),
         (Figure::Recoveries, stats.recoveries),
         (Figure::Zapped, stats.zapped),

@@ -1,12 +1,13 @@
-//! Whether all threads get on: each has a counter that it moves on, and one that stands still for too long is stuck.
+//! The progress of all threads: each advances a counter, and a thread whose counter stands still
+//! for too long is stuck.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A thread that has not moved its counter for so long is stuck, however few CPUs there are.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// A thread that has not advanced its counter for so long is stuck, however few CPUs there are.
+const STUCK_AFTER: Duration = Duration::from_secs(60);
 
 /// The counter of a thread that has ended.
 const ENDED: u64 = u64::MAX;
@@ -14,17 +15,17 @@ const ENDED: u64 = u64::MAX;
 /// Reads a thread's counter.
 pub(super) type Counter = Arc<dyn Fn() -> u64 + Send + Sync>;
 
-/// A counter that a thread moves on.
+/// A counter that a thread advances.
 #[derive(Clone, Default)]
 pub(super) struct Beat(Arc<AtomicU64>);
 
 impl Beat {
     pub(super) fn beat(&self) {
-        // Relaxed: when exactly it is seen does not matter.
+        // Relaxed: it does not matter when exactly the count is observed.
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The thread has ended: nothing is expected of it any more.
+    /// The thread has ended, and needs no more progress.
     pub(super) fn end(&self) {
         self.0.store(ENDED, Ordering::Relaxed);
     }
@@ -33,7 +34,7 @@ impl Beat {
 #[derive(Default)]
 struct State {
     counters: Vec<(String, Counter)>,
-    /// What was seen, and when it was seen first.
+    /// The last count of each thread, and when it was first observed.
     seen: HashMap<String, (u64, Instant)>,
 }
 
@@ -47,10 +48,11 @@ impl Watch {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = State { counters, seen: HashMap::new() };
     }
 
-    /// Looks at all at the time `now`; says which thread is stuck, and has been for longest.
+    /// Checks all counters at the time `now`. The error names the thread that has been stuck for
+    /// longest.
     pub(super) fn look(&self, now: Instant) -> Result<(), String> {
         let State { counters, seen } = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Who waits for a stuck one gets stuck later, or comes later in the list.
+        // A thread that waits for a stuck one is stuck later, or later in the list.
         let mut stuck: Option<(&str, Instant)> = None;
         for (name, counter) in counters {
             let count = counter();
@@ -60,12 +62,12 @@ impl Watch {
             let (last, since) = seen.entry(name.clone()).or_insert((count, now));
             if *last != count {
                 (*last, *since) = (count, now);
-            } else if now.duration_since(*since) >= PATIENCE && stuck.is_none_or(|(_, earliest)| *since < earliest) {
+            } else if now.duration_since(*since) >= STUCK_AFTER && stuck.is_none_or(|(_, earliest)| *since < earliest) {
                 stuck = Some((name, *since));
             }
         }
         match stuck {
-            Some((name, _)) => Err(format!("{name} has made no progress for {} s", PATIENCE.as_secs())),
+            Some((name, _)) => Err(format!("{name} has made no progress for {} s", STUCK_AFTER.as_secs())),
             None => Ok(()),
         }
     }
@@ -82,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_stands_still_is_named() {
+    fn the_thread_that_is_stuck_for_longest_is_named() {
         let (watch, busy, stuck) = (Watch::default(), Beat::default(), Beat::default());
         let waits = Beat::default();
         watch.set(vec![
@@ -93,20 +95,20 @@ mod tests {
         let begin = Instant::now();
         assert_eq!(watch.look(begin), Ok(()));
         stuck.beat();
-        assert_eq!(watch.look(begin + PATIENCE / 2), Ok(()));
+        assert_eq!(watch.look(begin + STUCK_AFTER / 2), Ok(()));
         waits.beat();
         busy.beat();
-        assert_eq!(watch.look(begin + PATIENCE), Ok(()));
+        assert_eq!(watch.look(begin + STUCK_AFTER), Ok(()));
         busy.beat();
-        // Three came to wait for two.
-        assert_eq!(watch.look(begin + PATIENCE * 5 / 4), Ok(()));
-        assert_eq!(watch.look(begin + PATIENCE * 5 / 2), Err("two has made no progress for 60 s".to_owned()));
+        // Three waits for two, and is stuck later.
+        assert_eq!(watch.look(begin + STUCK_AFTER * 5 / 4), Ok(()));
+        assert_eq!(watch.look(begin + STUCK_AFTER * 5 / 2), Err("two has made no progress for 60 s".to_owned()));
         stuck.end();
         waits.end();
         busy.beat();
-        assert_eq!(watch.look(begin + PATIENCE * 3), Ok(()));
+        assert_eq!(watch.look(begin + STUCK_AFTER * 3), Ok(()));
         // Another turn begins anew.
         watch.set(vec![("two".to_owned(), counter_of(&stuck))]);
-        assert_eq!(watch.look(begin + PATIENCE * 4), Ok(()));
+        assert_eq!(watch.look(begin + STUCK_AFTER * 4), Ok(()));
     }
 }

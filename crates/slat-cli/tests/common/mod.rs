@@ -1,4 +1,4 @@
-//! Running the command as its user does.
+//! Runs the command as a user does.
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
 
@@ -8,7 +8,7 @@ pub fn slat(args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
 }
 
-/// Runs with so few file descriptors that no KVM can be had, whatever the machine has.
+/// Runs with so few file descriptors that no KVM can be opened, whatever the machine has.
 pub fn slat_without_kvm(args: &str) -> Output {
     let script = "ulimit -n 4; exec \"$0\" \"$@\"";
     Command::new("sh").args(["-c", script, env!("CARGO_BIN_EXE_slat")]).args(args.split_whitespace()).output().unwrap()
@@ -18,7 +18,7 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Runs with `args`; expects exit code 0, and returns what was printed.
+/// Runs with `args`; expects exit code 0, and returns the output.
 #[track_caller]
 pub fn assert_ok(args: &str) -> String {
     let output = slat(args);
@@ -26,7 +26,7 @@ pub fn assert_ok(args: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs with `args`; expects exit code `code` and one line that has `what`, and what to do next.
+/// Runs with `args`; expects exit code `code`, and one line with `what` and the next step.
 #[track_caller]
 pub fn assert_refused(args: &str, code: i32, what: &str) {
     let output = slat(args);

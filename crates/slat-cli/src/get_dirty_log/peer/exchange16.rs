@@ -1,5 +1,6 @@
-//! Two words of a log taken by one instruction. x86's is the compare-and-exchange of 16 bytes (Intel SDM vol. 2A, and AMD
-//! APM vol. 3, `CMPXCHG16B`); with zero for the new value, and repeated until nobody came between, it is an exchange.
+//! Takes two words of a log by one instruction. On x86 it is the compare-and-exchange of 16 bytes
+//! (Intel SDM vol. 2A, and AMD APM vol. 3, `CMPXCHG16B`). With zero for the new value, and repeated
+//! until it succeeds, it is an exchange.
 
 #![cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "an instruction that not every CPU has"))]
 
@@ -23,12 +24,12 @@ pub(super) fn take(pair: &Pair) -> [u64; 2] {
     if low | high == 0 {
         return [0, 0];
     }
-    // SAFETY: the CPU has the instruction, the command asked before it made the peer.
+    // SAFETY: the CPU has the instruction; the command asked before it made the peer.
     unsafe { take_words(pair, [low, high]) }
 }
 
-/// Written out: the standard library's function becomes a call of a library that is not linked, where the optimizer
-/// inlines it into what is compiled for every CPU.
+/// Inline assembly: the standard library's function becomes a call of a library that is not linked,
+/// where the optimizer inlines it into code that is compiled for every CPU.
 ///
 /// # Safety
 /// The CPU has CMPXCHG16B.
@@ -40,9 +41,9 @@ unsafe fn take_words(pair: &Pair, [mut low, mut high]: [u64; 2]) -> [u64; 2] {
 
     loop {
         let is_taken: u8;
-        // SAFETY: the pair is 16 bytes of interior-mutable memory, aligned to 16. RBX, which the compiler keeps for
-        // itself, is put back. Nobody marks meanwhile (faults and harvests hold the lock of the MMU), so no access of 8
-        // bytes races with this one of 16.
+        // SAFETY: the pair is 16 bytes of interior-mutable memory, aligned to 16. RBX, which the
+        // compiler reserves, is restored. No thread marks meanwhile (faults and harvests hold the
+        // MMU lock), so no access of 8 bytes races with this one of 16.
         unsafe {
             asm!(
                 "xchg rsi, rbx",
@@ -86,7 +87,8 @@ mod tests {
             assert_eq!(pair.0.map(AtomicU64::into_inner), [0, 0]);
         }
         let pair = Pair([3, 4].map(AtomicU64::new));
-        // SAFETY: the CPU has it, and nobody else has the pair. What it expects is wrong at first.
+        // SAFETY: the CPU has it, and no other thread has the pair. The expected value is wrong at
+        // first.
         assert_eq!(unsafe { take_words(&pair, [1, 0]) }, [3, 4]);
         assert_eq!(pair.0[1].load(Ordering::Relaxed), 0);
     }

@@ -1,55 +1,58 @@
-//! Grace periods for a sleepable reader, as SRCU gives them: who publishes something else waits until no section that may
-//! have seen what was there before is open.
+//! Grace periods for readers that may sleep, as SRCU has them: the writer waits until every read
+//! guard that may have read the old pointer is over.
 //!
-//! There are two pairs of counters, of which one is in use. A reader opens a section by counting in the pair in use, and
-//! closes it by counting in the same. A grace period waits for the pair not in use (sections that read the index before
-//! the last change and counted late), makes it the pair in use, and waits for the other. A pair has no open section if
-//! closings, read first, equal openings, with a fence between: an opening that is missed comes behind the fence, and its
-//! section sees what was published.
+//! There are two sets of counters, and readers use one of them at a time. A read guard counts its
+//! beginning and its end in the set that was in use when it began. A grace period waits for the set
+//! not in use: guards that read the index before the last change, and counted late. It then makes
+//! that set the one in use, and waits for the other.
 //!
-//! Here there is one reader, so the counters of a pair are not spread over CPUs, and a period in which it stands still
-//! costs a few dozen nanoseconds. In 2012 it cost a hundred microseconds: the peer is better off here.
+//! No guard of a set is open if its ends, read first, equal its beginnings, with a fence between. A
+//! beginning that is missed follows the fence, so its guard observes the new pointer.
+//!
+//! There is one reader here. So counters are not spread over CPUs, and a grace period while the
+//! reader is idle costs a few dozen nanoseconds. In 2012 it cost a hundred microseconds: this peer
+//! is faster than its original.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 #[derive(Debug, Default)]
-struct Pair {
-    opened: AtomicU64,
-    closed: AtomicU64,
+struct GuardCounters {
+    begun: AtomicU64,
+    ended: AtomicU64,
 }
 
 /// The state of grace periods.
 #[derive(Debug, Default)]
-pub(super) struct Grace {
+pub(super) struct GracePeriods {
     in_use: AtomicUsize,
-    pairs: [Pair; 2],
+    counters: [GuardCounters; 2],
 }
 
-/// An open section.
+/// An open read guard.
 #[derive(Debug)]
-pub(super) struct Section<'a>(&'a Pair);
+pub(super) struct ReadGuard<'a>(&'a GuardCounters);
 
-impl Drop for Section<'_> {
+impl Drop for ReadGuard<'_> {
     fn drop(&mut self) {
-        // Release: what the section did comes before. The fence of `wait_for` is the other half.
-        self.0.closed.fetch_add(1, Ordering::Release);
+        // Release: the reads of the guard come before. Pairs with the acquire load in `wait_for`.
+        self.0.ended.fetch_add(1, Ordering::Release);
     }
 }
 
-impl Grace {
-    /// Opens a section.
-    pub(super) fn enter(&self) -> Section<'_> {
-        let pair = &self.pairs[self.in_use.load(Ordering::Relaxed)];
-        pair.opened.fetch_add(1, Ordering::Relaxed);
-        // A store-load pair: the opening is visible before what is published is read; see `wait_for`.
+impl GracePeriods {
+    /// Opens a read guard.
+    pub(super) fn enter(&self) -> ReadGuard<'_> {
+        let counters = &self.counters[self.in_use.load(Ordering::Relaxed)];
+        counters.begun.fetch_add(1, Ordering::Relaxed);
+        // A store-load pair: the count is visible before the reads of the guard; see `wait_for`.
         fence(Ordering::SeqCst);
-        Section(pair)
+        ReadGuard(counters)
     }
 
-    /// Waits until all sections that were open when this was called are closed. One thread at a time.
+    /// Waits until all guards that were open at the call are over. One thread at a time.
     pub(super) fn synchronize(&self) {
         let before = self.in_use.load(Ordering::Relaxed);
-        // The publication, before the openings are read.
+        // The publication precedes the reads of the counts.
         fence(Ordering::SeqCst);
         self.wait_for(1 - before);
         self.in_use.store(1 - before, Ordering::Relaxed);
@@ -57,12 +60,12 @@ impl Grace {
         self.wait_for(before);
     }
 
-    fn wait_for(&self, pair: usize) {
-        let pair = &self.pairs[pair];
+    fn wait_for(&self, index: usize) {
+        let counters = &self.counters[index];
         loop {
-            let closed = pair.closed.load(Ordering::Acquire);
+            let ended = counters.ended.load(Ordering::Acquire);
             fence(Ordering::SeqCst);
-            if pair.opened.load(Ordering::Relaxed) == closed {
+            if counters.begun.load(Ordering::Relaxed) == ended {
                 return;
             }
             std::thread::yield_now();
@@ -79,12 +82,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_grace_period_waits_for_open_sections_and_for_no_others() {
-        let grace = Grace::default();
+    fn a_grace_period_waits_for_open_guards_and_for_no_others() {
+        let grace = GracePeriods::default();
         drop(grace.enter());
         (0..3).for_each(|_| grace.synchronize());
         for _ in 0..2 {
-            let (section, is_over) = (grace.enter(), AtomicBool::new(false));
+            let (guard, is_over) = (grace.enter(), AtomicBool::new(false));
             thread::scope(|scope| {
                 scope.spawn(|| {
                     grace.synchronize();
@@ -92,7 +95,7 @@ mod tests {
                 });
                 thread::sleep(Duration::from_millis(20));
                 assert!(!is_over.load(Ordering::Relaxed));
-                drop(section);
+                drop(guard);
             });
             assert!(is_over.load(Ordering::Relaxed));
         }

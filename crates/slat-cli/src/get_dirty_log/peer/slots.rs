@@ -1,16 +1,16 @@
-//! The slots of a peer, and the log of the one that matters, in the manner of 2012: a set of fixed size behind a pointer,
-//! copied for each change; a log of two halves.
+//! The memslots of a peer, and the log of the one that logs, as in 2012: a set of fixed size behind
+//! a pointer, which each change copies; a log of two halves.
 
-#![expect(unsafe_code, reason = "a set of slots is freed when a grace period is over; a log is copied as plain memory")]
+#![expect(unsafe_code, reason = "a memslot set is freed after a grace period; a log is copied as plain memory")]
 
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 use super::super::pattern::nr_words;
-use super::grace::{self, Grace};
+use super::grace::{self, GracePeriods};
 
-/// Slots of a set: KVM had 32 for its user, and some of its own.
+/// Memslots of a set: KVM had 32 for its user, and some internal ones.
 const NR_SLOTS: usize = 36;
-/// Words of a slot: addresses, sizes, flags, pointers, of 128 bytes in all.
+/// Words of a memslot: addresses, sizes, flags, pointers, of 128 bytes in all.
 const SLOT_WORDS: usize = 16;
 
 /// Two words of a log that one 16-byte instruction can access.
@@ -23,7 +23,7 @@ pub(super) struct Pair(pub(super) [AtomicU64; 2]);
 pub(super) struct Log {
     pairs: Box<[Pair]>,
     nr_words: usize,
-    /// Pages marked since it was cleared; changed under the lock of the MMU. Only srcu-copy has a use for it.
+    /// Pages marked since the log was cleared; changed under the MMU lock. Only srcu-copy uses it.
     nr_dirty: AtomicU64,
 }
 
@@ -43,12 +43,12 @@ impl Log {
 
     #[inline]
     pub(super) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: a pair is two words without padding (16 bytes, 16-byte aligned), and there are at least half as many
-        // pairs as words.
+        // SAFETY: a pair is two words without padding (16 bytes, 16-byte aligned), and there are at
+        // least half as many pairs as words.
         unsafe { std::slice::from_raw_parts(self.pairs.as_ptr().cast(), self.nr_words) }
     }
 
-    /// Sets the bit of `page`. Under the lock of the MMU.
+    /// Sets the bit of `page`. The caller holds the MMU lock.
     pub(super) fn mark(&self, page: u32) {
         let (word, bit) = (&self.words()[(page / 64) as usize], 1 << (page % 64));
         if word.load(Ordering::Relaxed) & bit == 0 {
@@ -61,24 +61,24 @@ impl Log {
         self.nr_dirty.load(Ordering::Relaxed)
     }
 
-    /// Clears all bits. Nobody else uses the log.
+    /// Clears all bits. No other thread uses this half.
     fn clear(&self) {
-        // SAFETY: the words are in interior-mutable memory of this size, and nobody accesses them meanwhile: the half was
-        // not in use since a grace period, and is not published.
+        // SAFETY: the words are in interior-mutable memory of this size, and no thread accesses
+        // them meanwhile: the half has not been in use since a grace period, and is not published.
         unsafe { self.words().as_ptr().cast_mut().cast::<u64>().write_bytes(0, self.nr_words) };
         self.nr_dirty.store(0, Ordering::Relaxed);
     }
 
-    /// Copies all bits to `out`. Nobody marks any more.
+    /// Copies all bits to `out`. No thread marks this half any more.
     pub(super) fn copy_to(&self, out: &mut [u64]) {
         let count = self.nr_words.min(out.len());
-        // SAFETY: both have `count` words and do not overlap, and nobody writes the log: a grace period is over since the
-        // other half was published.
+        // SAFETY: both have `count` words and do not overlap, and no thread writes the log: a grace
+        // period is over since the other half was published.
         unsafe { self.words().as_ptr().cast::<u64>().copy_to_nonoverlapping(out.as_mut_ptr(), count) };
     }
 }
 
-/// One slot, as far as it is copied.
+/// The part of a memslot that is copied.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     /// Which half of the log is in use.
@@ -86,59 +86,61 @@ struct Slot {
     _others: [u64; SLOT_WORDS - 1],
 }
 
-/// A set of slots, of which the first is the one that logs.
+/// A memslot set, of which the first memslot logs.
 #[derive(Clone, Debug)]
 struct Set([Slot; NR_SLOTS]);
 
-/// The slots of a VM.
+/// The memslots of a VM.
 #[derive(Debug)]
 pub(super) struct Slots {
     /// A boxed set.
     published: AtomicPtr<Set>,
     halves: [Log; 2],
-    grace: Grace,
+    grace: GracePeriods,
 }
 
 impl Slots {
-    /// Slots of which the first has `nr_pages` pages.
+    /// A set whose first memslot has `nr_pages` pages.
     pub(super) fn new(nr_pages: u32) -> Slots {
         let set = Set([Slot { half: 0, _others: [0; SLOT_WORDS - 1] }; NR_SLOTS]);
         Slots {
             published: AtomicPtr::new(Box::into_raw(Box::new(set))),
             halves: [Log::new(nr_pages), Log::new(nr_pages)],
-            grace: Grace::default(),
+            grace: GracePeriods::default(),
         }
     }
 
-    /// Opens a section in which the set that is published stays.
-    pub(super) fn enter(&self) -> Section<'_> {
-        Section { slots: self, _section: self.grace.enter() }
+    /// Opens a guard. The set that is published is not freed before the guard is over.
+    pub(super) fn enter(&self) -> SlotsGuard<'_> {
+        SlotsGuard { slots: self, _guard: self.grace.enter() }
     }
 
-    /// Which half is in use. The caller is in a section, or holds the lock of the slots.
+    /// Which half is in use. The caller has a guard, or holds the slots lock.
     fn half_in_use(&self) -> usize {
-        // SAFETY: what is published is a live set; it is freed by the holder of the lock, after a grace period.
+        // SAFETY: the published pointer is a live set; the holder of the slots lock frees it after
+        // a grace period.
         unsafe { (*self.published.load(Ordering::Acquire)).0[0].half }
     }
 
-    /// The half that faults mark. The caller holds the lock of the slots.
+    /// The half that faults mark. The caller holds the slots lock.
     pub(super) fn log_in_use(&self) -> &Log {
         &self.halves[self.half_in_use()]
     }
 
-    /// Makes the other half, cleared, the one that faults mark, and returns this one, which no fault marks any more. The
-    /// caller holds the lock of the slots.
+    /// Clears the other half and makes it the one that faults mark. Returns this half, which no
+    /// fault marks any more. The caller holds the slots lock.
     pub(super) fn swap_log(&self) -> &Log {
         let before = self.published.load(Ordering::Acquire);
-        // SAFETY: as in `half_in_use`; nobody changes a published set.
+        // SAFETY: as in `half_in_use`; no thread changes a published set.
         let mut copy = Box::new(unsafe { (*before).clone() });
         let half = copy.0[0].half;
         self.halves[1 - half].clear();
         copy.0[0].half = 1 - half;
-        // Release: the copy and the cleared half, to whoever finds the pointer.
+        // Release: a guard that reads the pointer observes the copy and the cleared half.
         self.published.store(Box::into_raw(copy), Ordering::Release);
         self.grace.synchronize();
-        // SAFETY: it came from a box, is not published any more, and no section that could have found it is open.
+        // SAFETY: it came from a box and is not published any more, and no guard that could have
+        // read the pointer is open.
         drop(unsafe { Box::from_raw(before) });
         &self.halves[half]
     }
@@ -146,20 +148,20 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // SAFETY: it came from a box, and nobody uses the slots any more.
+        // SAFETY: it came from a box, and with `&mut self` no thread uses it.
         drop(unsafe { Box::from_raw(*self.published.get_mut()) });
     }
 }
 
-/// A section.
+/// An open guard.
 #[derive(Debug)]
-pub(super) struct Section<'a> {
+pub(super) struct SlotsGuard<'a> {
     slots: &'a Slots,
-    _section: grace::Section<'a>,
+    _guard: grace::ReadGuard<'a>,
 }
 
-impl Section<'_> {
-    /// The half that is to be marked.
+impl SlotsGuard<'_> {
+    /// The half to mark.
     pub(super) fn log(&self) -> &Log {
         &self.slots.halves[self.slots.half_in_use()]
     }
@@ -170,15 +172,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn halves_change_places_and_begin_empty() {
+    fn a_swap_returns_the_marked_half_and_begins_with_an_empty_one() {
         let slots = Slots::new(130);
         assert_eq!((size_of::<Slot>(), slots.log_in_use().words().len()), (128, 3));
         let mut out = [9; 3];
         for round in 0..4 {
             assert_eq!(slots.log_in_use().nr_dirty(), 0);
-            let section = slots.enter();
-            [round, 129, 129].into_iter().for_each(|page| section.log().mark(page));
-            drop(section);
+            let guard = slots.enter();
+            [round, 129, 129].into_iter().for_each(|page| guard.log().mark(page));
+            drop(guard);
             assert_eq!(slots.log_in_use().nr_dirty(), 2);
             slots.swap_log().copy_to(&mut out);
             assert_eq!(out, [1 << round, 0, 2]);

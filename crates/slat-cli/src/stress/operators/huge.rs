@@ -1,14 +1,15 @@
-//! A slot of huge pages: one thread uses it through a CPU of its own, turns its log on and off and harvests, another splits
-//! huge pages, puts them back, and takes them away, without asking.
+//! A memslot of huge pages. One thread accesses it through its own CPU, toggles its log and
+//! harvests. Another thread splits, recovers and zaps its huge pages at any time.
 //!
-//! Nobody else writes the slot, so each read is held against what was written last, and each harvest must name what was
-//! written since the log was turned on or the page was cleared. It may name more: what is put back while logging begins marks
-//! all of its pages.
+//! No other thread writes the memslot, so each read is compared with the last write. Each harvest
+//! must report what was written since the log was turned on or the page was cleared. It may report
+//! more: a recovery while logging begins marks all pages of its range.
 //!
-//! What the second thread has in its hands it may mark late, as the engine promises it (`dirty/log.rs`): a recovery that began
-//! before logging did cancels when it sees that, and what it has broken is passed by until it has marked it. So a page that is
-//! not named is excused if a call of that thread was in flight beside the harvest; the first harvest that begins after that
-//! call has returned must name it.
+//! The second thread may mark the pages of a call in flight late, as the engine promises
+//! (`dirty/log.rs`). A recovery that began before logging cancels when it observes the log, and
+//! harvests pass over the PTE that it has broken until it has marked it. So a page that is not
+//! reported is excused if a call of that thread was in flight during the harvest. The first harvest
+//! that begins after that call has returned must report it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,25 +24,27 @@ use slat_machine::walk::HardwareFormat;
 
 use super::super::tally::Figure;
 use super::super::turn::World;
-use super::beside::{gva_of, new_cpu};
+use super::memslots::{gva_of, new_cpu};
 use crate::failure::{Failure, check_failed};
 
-/// Where the slot is: below the guests' region, and beyond the places of the slots that come and go.
+/// Where the memslot is: below the guests' region, and beyond the places of the other threads'
+/// memslots.
 const FIRST_PAGE: Gfn = Gfn(3 << 20);
 
 const NR_PAGES: u64 = 8 * Level::L2M.nr_pages();
 
-/// The slot's number: those of the slots that come and go are lower.
+/// The memslot's number: those of the other threads' memslots are lower.
 const ID: u32 = 10_000;
 
-/// The calls of the thread that splits: how often one has begun or ended. Odd while one is in flight.
+/// The calls of the thread that splits: how many have begun or ended. Odd while one is in flight.
 #[derive(Default)]
 pub(in super::super) struct Calls(AtomicU64);
 
 impl Calls {
     fn during<R>(&self, call: impl FnOnce() -> R) -> R {
-        // SeqCst, here and in `now`: whoever finds the call not begun comes before all that it does, and whoever finds it over
-        // finds its marks.
+        // SeqCst, here and in `now`: a thread that reads the count before the call has read it
+        // before all that the call does; one that reads the count after it observes the call's
+        // marks.
         self.0.fetch_add(1, Ordering::SeqCst);
         let result = call();
         self.0.fetch_add(1, Ordering::SeqCst);
@@ -52,23 +55,23 @@ impl Calls {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// What it will be when all calls have returned that have begun by now.
+    /// The count when all calls that have begun by now have returned.
     fn when_all_have_returned(&self) -> u64 {
         self.now().next_multiple_of(2)
     }
 }
 
-/// What is known of one page.
+/// The expected state of one page.
 #[derive(Clone, Copy, Default)]
 struct Page {
     value: u64,
-    /// A harvest must name it.
+    /// A harvest must report it.
     is_dirty: bool,
-    /// If one has not: when [`Calls`] says as much, there is no excuse any more.
+    /// If a harvest did not report it: the excuse ends when [`Calls`] has this count.
     excused_until: Option<u64>,
 }
 
-/// The slot, as the thread has it that uses it.
+/// The memslot, with what its thread knows about it.
 pub(super) struct HugeSlot<'w, F: HardwareFormat> {
     world: &'w World<F>,
     cpu: Cpu<Vcpu<MachineHost, F>, F>,
@@ -151,7 +154,7 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
                 *page = Page { is_dirty: false, excused_until: None, ..*page };
             } else if page.is_dirty && begin >= *page.excused_until.get_or_insert(excused_until) {
                 return Err(check_failed(format_args!(
-                    "harvest of the huge slot: page {number} not named, but written"
+                    "harvest of the huge slot: page {number} not reported, but written"
                 )));
             }
         }
@@ -179,12 +182,13 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
                 page.value
             )));
         }
-        self.world.tally.add(Figure::ReadsBeside, 1);
+        self.world.tally.add(Figure::SlotReads, 1);
         Ok(())
     }
 }
 
-/// Splits huge pages, puts them back, or takes them away: of the huge slot, and now and then of the guests' region.
+/// Splits, recovers or zaps huge pages: of the huge memslot, and now and then of the guests'
+/// region.
 pub(super) fn disturb<F: HardwareFormat>(world: &World<F>, rng: &mut SmallRng) -> Result<(), Failure> {
     let World { machine, tally, splitter, .. } = world;
     let range = if rng.random_range(0..8) == 0 {

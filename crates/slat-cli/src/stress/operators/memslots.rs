@@ -1,10 +1,12 @@
-//! Slots that come and go beside the guests', and a CPU that uses them: since nobody else writes them, it is known exactly
-//! what each access finds, what a harvest names, and what an aging counts.
+//! Memslots that a thread creates, moves and deletes while the guests run, and a CPU that accesses
+//! them. No other thread writes them, so the thread knows exactly what each access finds, what a
+//! harvest reports, and what an aging counts.
 //!
-//! Of some of these slots there are *visitors*: CPUs that read them while they come and go. A fault of theirs that is
-//! overtaken by a deletion or a move must not map anything, or the next access to the old place would not exit. What they
-//! use makes agings inexact, and harvests may name more than was written. So they may with page-modification logs: an entry
-//! may be from before the slot logged, or be given out by two harvests at once, of which one is of another slot.
+//! Some of these memslots have *visitors*: CPUs that read them meanwhile. A visitor's fault that is
+//! overtaken by a deletion or a move must not map anything, or the next access to the old place
+//! would not exit. The reads of visitors make agings inexact, and harvests may report more than was
+//! written. So may harvests with page-modification logs: an entry may be older than the log of the
+//! memslot. Or two harvests may read it at once, of which one is of another memslot.
 
 use std::sync::PoisonError;
 
@@ -23,24 +25,24 @@ use super::super::tally::Figure;
 use super::super::turn::World;
 use crate::failure::{Failure, check_failed};
 
-/// Places in guest-physical memory where a thread's slots can be, 1 MiB apart, below the guests' region.
+/// Places in guest-physical memory for a thread's memslots, 1 MiB apart, below the guests' region.
 const NR_PLACES: u64 = 64;
 const PLACE_PAGES: u64 = 256;
 
-/// Where the places of thread n begin: at this many pages times n + 1.
+/// The places of thread n begin at this many pages times n + 1.
 const WINDOW_PAGES: u64 = 1 << 20;
 
-/// The thread's first slot number is this times n + 1: the guests' slots have lower numbers.
+/// The thread's first memslot number is this times n + 1: the guests' memslots have lower numbers.
 const FIRST_ID: u32 = 1000;
 
 const MAX_SLOTS: usize = 4;
 const MAX_SLOT_PAGES: u64 = 100;
 
-/// What is known of one page.
+/// The expected state of one page.
 #[derive(Clone, Copy, Default)]
 struct Page {
     value: u64,
-    /// A harvest must name it.
+    /// A harvest must report it.
     is_dirty: bool,
     /// It is mapped, and counts as used.
     is_used: bool,
@@ -55,26 +57,28 @@ struct Slot {
     offset: u64,
     flags: MemoryRegionFlags,
     pages: Vec<Page>,
-    /// Ages are known only until the first aging: it need not see what goes through the TLB.
+    /// Ages are known only until the first aging: an aging need not observe accesses through the
+    /// TLB.
     was_aged: bool,
 }
 
-/// Memory for one slot at a time. It stays as long as the thread: a CPU that should not use it any more must not crash.
+/// Memory for one memslot at a time. It lives as long as the thread: a CPU that wrongly accesses it
+/// must not crash.
 struct Memory {
     backing: Backing,
-    /// What its pages held when a slot had it last.
+    /// The contents of its pages when a memslot last had it.
     values: Vec<u64>,
     is_taken: bool,
 }
 
-/// Whether other CPUs read the slots.
+/// Whether other CPUs read the memslots.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::stress) enum Visitors {
     Come,
     None,
 }
 
-/// The slots of one thread.
+/// The memslots of one thread.
 pub(super) struct Slots<'w, F: HardwareFormat> {
     world: &'w World<F>,
     cpu: Cpu<Vcpu<MachineHost, F>, F>,
@@ -150,7 +154,8 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         GfnRange::new(Gfn(self.window.0 + slot.place * PLACE_PAGES + slot.offset), slot.pages.len() as u64)
     }
 
-    /// A place that no slot has, and a distance from its start: most slots begin in the midst of a table.
+    /// A free place, and an offset from its start: most memslots begin in the middle of a
+    /// page-table page.
     fn take_place(&mut self, rng: &mut SmallRng) -> (u64, u64) {
         loop {
             let place = rng.random_range(0..NR_PLACES);
@@ -161,7 +166,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         }
     }
 
-    /// Makes the slot what `self` says, or deletes it.
+    /// Sets the memslot as `self` describes it, or deletes it.
     fn set(&self, which: usize, backing: Option<Backing>, is_there: bool) -> Result<(), Failure> {
         let (slot, range) = (&self.slots[which], self.range(which));
         self.world.machine.vm().set_user_memory_region(MemoryRegion {
@@ -175,7 +180,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         Ok(())
     }
 
-    /// Whether all pages are dirty when a slot begins to log.
+    /// Whether all pages are dirty when a memslot begins to log.
     fn is_dirty_at_first(&self, flags: MemoryRegionFlags) -> bool {
         flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
             && self.world.plan.manual_protect == ManualProtect::InitiallySet
@@ -254,27 +259,31 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         if !slot.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) {
             return Ok(());
         }
-        // A visitor's read that logging overtook has made its page writable, and so marked it.
-        let names_more =
+        // A visitor's read that overlaps the start of logging has made its page writable, and so
+        // marked it.
+        let reports_more =
             self.visitors == Visitors::Come || self.world.plan.dirty_tracking == DirtyTracking::PageModificationLog;
         let gets_clear = self.world.plan.manual_protect == ManualProtect::Disabled;
         let mut bitmap = vec![0_u64; slot.pages.len().div_ceil(64)];
         let nr_dirty = self.world.machine.vm().get_dirty_log(slot.id, &mut bitmap)?;
         for (number, page) in slot.pages.iter_mut().enumerate() {
-            let is_named = bitmap[number / 64] >> (number % 64) & 1 == 1;
-            if is_named != page.is_dirty && !(is_named && names_more) {
-                let (is, should) = if is_named { ("named", "not written") } else { ("not named", "written") };
+            let is_reported = bitmap[number / 64] >> (number % 64) & 1 == 1;
+            if is_reported != page.is_dirty && !(is_reported && reports_more) {
+                let (is, should) = if is_reported { ("reported", "not written") } else { ("not reported", "written") };
                 return Err(check_failed(format_args!(
                     "harvest of slot {}: page {number} {is}, but {should}",
                     slot.id
                 )));
             }
-            // With manual protect a page is named until it is cleared.
-            page.is_dirty = is_named && !gets_clear;
+            // With manual protect a harvest reports a page until it is cleared.
+            page.is_dirty = is_reported && !gets_clear;
         }
-        let nr_named: u64 = bitmap.iter().map(|word| u64::from(word.count_ones())).sum();
-        if nr_dirty != nr_named {
-            return Err(check_failed(format_args!("harvest of slot {}: {nr_dirty} pages, {nr_named} named", slot.id)));
+        let nr_reported: u64 = bitmap.iter().map(|word| u64::from(word.count_ones())).sum();
+        if nr_dirty != nr_reported {
+            return Err(check_failed(format_args!(
+                "harvest of slot {}: {nr_dirty} pages counted, {nr_reported} reported",
+                slot.id
+            )));
         }
         if !gets_clear {
             // Some of them, and some that are clean.
@@ -285,14 +294,14 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
             for (number, page) in slot.pages.iter_mut().enumerate() {
                 page.is_dirty &= mask[number / 64] >> (number % 64) & 1 == 0;
             }
-            if nr_cleared != nr_meant && !(nr_cleared > nr_meant && names_more) {
+            if nr_cleared != nr_meant && !(nr_cleared > nr_meant && reports_more) {
                 return Err(check_failed(format_args!(
                     "clearing of slot {}: {nr_cleared} pages, {nr_meant} dirty",
                     slot.id
                 )));
             }
         }
-        let figure = if names_more { Figure::Harvests } else { Figure::HarvestsExact };
+        let figure = if reports_more { Figure::Harvests } else { Figure::HarvestsExact };
         self.world.tally.add(figure, 1);
         Ok(())
     }
@@ -372,12 +381,12 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
                     slot.id, page.value
                 )));
             }
-            self.world.tally.add(Figure::ReadsBeside, 1);
+            self.world.tally.add(Figure::SlotReads, 1);
             Ok(())
         }
     }
 
-    /// Where no slot is, an access is for user space.
+    /// Without a memslot an access exits to user space.
     fn must_exit(&mut self, gfn: Gfn) -> Result<(), Failure> {
         match self.cpu.read(gva_of(gfn)) {
             Err(CpuError::Exit(_)) => {
@@ -389,7 +398,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
     }
 }
 
-/// Reads pages of slots that may be gone or somewhere else by now.
+/// Reads pages of memslots that may be deleted or moved by now.
 pub(super) fn visit<F: HardwareFormat>(
     world: &World<F>,
     cpu: &mut Cpu<Vcpu<MachineHost, F>, F>,
@@ -409,7 +418,7 @@ pub(super) fn visit<F: HardwareFormat>(
     Ok(())
 }
 
-/// A CPU with paging off, and a modification log if pages are tracked by those.
+/// A CPU with paging off, and with a modification log if that tracks dirty pages.
 pub(super) fn new_cpu<F: HardwareFormat>(world: &World<F>) -> Result<Cpu<Vcpu<MachineHost, F>, F>, Failure> {
     let vm = world.machine.vm();
     let cpu = Cpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, vm.root(), Geometry::default());
