@@ -72,7 +72,7 @@ fn one_of<T: Copy>(bytes: &mut Unstructured<'_>, all: &[T]) -> Result<T> {
 }
 
 fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
-    Ok(Config::with_locking(one_of(bytes, &LOCKINGS)?)
+    Ok(Config::default().with_locking(one_of(bytes, &LOCKINGS)?)
         .with_access_tracking(one_of(bytes, &ACCESS_TRACKINGS)?)
         .with_dirty_tracking(one_of(bytes, &DIRTY_TRACKINGS)?)
         .with_manual_protect(one_of(bytes, &MANUAL_PROTECTS)?)

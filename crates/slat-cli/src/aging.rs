@@ -177,7 +177,7 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
                 nr_vcpus: args.vcpus,
                 bytes_per_vcpu: args.bytes,
                 backing: args.backing,
-                engine: Config::with_locking(series.locking).with_access_tracking(series.tracking),
+                engine: Config::default().with_locking(series.locking).with_access_tracking(series.tracking),
                 ..MachineConfig::default()
             };
             series.runs.push(with_format!(args.format, F => run_once::<F>(args, &config, session)?));

@@ -289,6 +289,10 @@ unsafe impl Host for MachineHost {
     fn run_delay_ns(&self) -> u64 {
         clock::run_delay_ns()
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
+    }
 }
 
 impl Park for MachineHost {

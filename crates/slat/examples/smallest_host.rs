@@ -5,7 +5,7 @@
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
 
 use core::alloc::Layout;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU64, Ordering};
 use slat::*;
 use std::sync::Arc;
 
@@ -25,15 +25,6 @@ impl Arena {
     fn word(&self, hpa: u64) -> &AtomicU64 {
         &self.memory[(hpa / PAGE_SIZE) as usize].0[(hpa % PAGE_SIZE / 8) as usize]
     }
-}
-
-// Only a `Locking` other than the default, `None`, puts threads to sleep.
-impl Park for Arena {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
 // SAFETY: a table frame has one owner at a time, whoever cleared its bit; the vector never grows, so its frames stay where

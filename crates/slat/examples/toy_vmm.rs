@@ -1,5 +1,5 @@
-//! A toy VMM is given second-stage paging, in seven steps: the loop with exits, slots, the root, faults, flush and park, an
-//! MMU notifier, the dirty log of a migration. Everything is in one process, and nothing but std is used: a vCPU is a thread
+//! A toy VMM is given second-stage paging, in seven steps: the loop with exits, slots, the root, faults, flush, an MMU
+//! notifier, the dirty log of a migration. Everything is in one process, and nothing but std is used: a vCPU is a thread
 //! that interprets a small program, its CPU has a TLB and walks the tables that slat keeps, and host memory is one vector.
 //!
 //! While four vCPUs run, one thread moves their pages to other frames, and another migrates them to a "destination". In the
@@ -10,14 +10,14 @@
 
 use std::alloc::Layout;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, Thread};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vm,
+    Access, AccessTracking, AllocationWait, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode, Vm,
 };
 
 const NR_VCPUS: u64 = 4;
@@ -251,10 +251,9 @@ impl Cpu {
 struct VmHost {
     machine: Arc<Machine>,
     start: Instant,
-    /// Step 5: how often was flushed; whether each vCPU's CPU is in guest mode; who sleeps on which word.
+    /// Step 5: how often was flushed; whether each vCPU's CPU is in guest mode.
     flushes: AtomicU64,
     in_guest: [AtomicBool; NR_VCPUS as usize],
-    sleepers: Mutex<Vec<(usize, Thread)>>,
 }
 
 // SAFETY: a table has a frame of its own, whose owner is whoever cleared its bit; the vector never grows, so frames stay where
@@ -312,10 +311,10 @@ unsafe impl Host for VmHost {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Step 5: flush and park.
+// Step 5: flush.
 //
 // CPUs cache translations. When `Host::flush` returns, none of them may use an older one any more: each has forgotten it, or is
-// not in the guest and forgets it before it enters. Parking is for a VM with a lock only, which slat does not need.
+// not in the guest and forgets it before it enters.
 
 struct GuestMode<'h>(&'h AtomicBool);
 
@@ -334,32 +333,6 @@ impl Drop for GuestMode<'_> {
     fn drop(&mut self) {
         // Release: the flush that sees this sees the access done.
         self.0.store(false, Ordering::Release);
-    }
-}
-
-impl Park for VmHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        let key = (word as *const AtomicU32).addr();
-        let mut sleepers = self.sleepers.lock().unwrap();
-        // Under the mutex, so that no unpark comes between the look and the entry in the list.
-        if word.load(Ordering::Relaxed) != expected {
-            return;
-        }
-        sleepers.push((key, thread::current()));
-        drop(sleepers);
-        thread::park();
-        // A return for no reason is allowed, but nobody is to wake who does not sleep.
-        self.sleepers.lock().unwrap().retain(|(other, thread)| *other != key || thread.id() != thread::current().id());
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        let mut sleepers = self.sleepers.lock().unwrap();
-        let position = sleepers.iter().position(|(key, _)| *key == word.addr());
-        position.map(|position| sleepers.swap_remove(position).1.unpark()).is_some()
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        while self.unpark_one(word) {}
     }
 }
 
@@ -411,15 +384,14 @@ fn copy_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: usize, destination: &mut [u6
     }
 }
 
-fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
+fn run(machine: &Arc<Machine>) -> Result<(), Error> {
     let host = VmHost {
         machine: Arc::clone(machine),
         start: Instant::now(),
         flushes: AtomicU64::new(0),
         in_guest: [const { AtomicBool::new(false) }; NR_VCPUS as usize],
-        sleepers: Mutex::default(),
     };
-    let config = Config::with_locking(locking).with_access_tracking(AccessTracking::Faults);
+    let config = Config::default().with_access_tracking(AccessTracking::Faults);
     let vm = Arc::new(Vm::<VmHost, Npt>::new(host, config)?);
     let ram = Arc::new(Ram(Mutex::new(vec![None; RAM_PAGES as usize])));
     let uart = Mutex::new(Vec::new());
@@ -475,7 +447,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
     assert!(nr_moved >= RAM_PAGES && nr_copied >= NR_VCPUS / 2 * PAGES_PER_VCPU);
     let stats = vm.stats();
     println!(
-        "locking {locking:?}: {} faults, {nr_moved} pages moved, {nr_copied} pages copied in {nr_rounds} rounds and the last",
+        "{} faults, {nr_moved} pages moved, {nr_copied} pages copied in {nr_rounds} rounds and the last",
         stats.faults
     );
 
@@ -487,9 +459,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
 
 fn main() -> Result<(), Error> {
     let machine = Arc::new(Machine::new(1024));
-    for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        run(&machine, locking)?;
-        assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not given back");
-    }
+    run(&machine)?;
+    assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not given back");
     Ok(())
 }

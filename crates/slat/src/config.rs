@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::format::{Format, Npt};
 use crate::host::{Host, TableNode};
 use crate::second_stage::age::AccessTracking;
+#[cfg(feature = "baselines")]
 use crate::sync::Locking;
 
 /// How a VM's memory is managed.
@@ -31,6 +32,7 @@ use crate::sync::Locking;
 #[non_exhaustive]
 pub struct Config {
     /// The lock around guards that change the page tables.
+    #[cfg(feature = "baselines")]
     pub locking: Locking,
     /// How [`Vm::age_range`](crate::Vm::age_range) finds the pages that the guest has used.
     pub access_tracking: AccessTracking,
@@ -99,13 +101,14 @@ impl Default for ShadowPaging {
 /// It lasts until this vCPU flushes the address or the PCID, or takes a page fault at the address.
 ///
 /// A guest does not notice if each of its vCPUs flushes, at the latest on its return to a PCID,
-/// what has changed since it left. Linux does so by its `tlb_gen`. For other guests there is
-/// `Baseline`. (Synchronizing each such load would cost what bit 63 saves: guests use the same few
+/// what has changed since it left. Linux does so by its `tlb_gen`. Other guests
+/// need `Baseline` (feature `baselines`). (Synchronizing each such load would cost what bit 63 saves: guests use the same few
 /// PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
     /// The old root is dropped, with all shadow pages that only it reaches, and the new one is
     /// built anew. Bit 63 of CR3 saves nothing.
+    #[cfg(feature = "baselines")]
     Baseline,
     /// Each vCPU remembers its last roots. A switch to one of them builds nothing, and synchronizes
     /// nothing if bit 63 is set.
@@ -116,6 +119,18 @@ pub enum ShadowStrategy {
     /// As `RootCache`, but each shadow page belongs to one PCID (of all vCPUs). What INVLPG flushes
     /// in other roots, too, is done when the guest switches to them.
     PcidTagged,
+}
+
+impl ShadowStrategy {
+    /// Whether a load of CR3 drops the root.
+    #[inline]
+    pub(crate) fn keeps_no_root(self) -> bool {
+        match self {
+            #[cfg(feature = "baselines")]
+            ShadowStrategy::Baseline => true,
+            ShadowStrategy::RootCache | ShadowStrategy::PcidTagged => false,
+        }
+    }
 }
 
 /// Largest number of roots that a vCPU can remember besides its current one.
@@ -260,9 +275,10 @@ impl TablePlacement {
 }
 
 impl Config {
-    /// The default configuration with `locking`.
-    pub fn with_locking(locking: Locking) -> Config {
-        Config { locking, ..Config::default() }
+    /// This configuration with `locking`.
+    #[cfg(feature = "baselines")]
+    pub fn with_locking(self, locking: Locking) -> Config {
+        Config { locking, ..self }
     }
 
     /// This configuration with `access_tracking`.

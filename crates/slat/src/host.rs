@@ -11,6 +11,7 @@
 use core::alloc::Layout;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
+#[cfg(feature = "baselines")]
 use crate::sync::Park;
 
 /// The answer of [`Host::resolve`] for a page of a memslot.
@@ -85,7 +86,7 @@ pub struct Gone;
 /// - An answer of [`resolve`](Host::resolve) stays true until the host invalidates the page
 ///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped.
 /// - No method unwinds.
-pub unsafe trait Host: Park + Send + Sync {
+pub unsafe trait Host: Send + Sync {
     /// What a memslot's memory comes from. The engine keeps it with the memslot and passes it to
     /// [`resolve`](Host::resolve). It drops it when the memslot is deleted and no resolve uses it
     /// any more.
@@ -278,5 +279,14 @@ pub unsafe trait Host: Park + Send + Sync {
     #[inline]
     fn run_delay_ns(&self) -> u64 {
         0
+    }
+
+    /// How threads that wait for the VM's lock sleep. `None`, as by default: they do not, and call
+    /// [`yield_now`](Host::yield_now) again and again. Only for a VM with a
+    /// [`Locking`](crate::Locking) other than `None`.
+    #[cfg(feature = "baselines")]
+    #[inline]
+    fn parking(&self) -> Option<&dyn Park> {
+        None
     }
 }

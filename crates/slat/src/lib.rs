@@ -13,7 +13,7 @@
 //! by one compare-and-exchange, and the thread that loses starts over. Invalidation sequence
 //! numbers keep faults out of unmapped ranges, epochs defer the freeing of page-table pages, and
 //! swapping one pointer publishes the memslots. For comparison the same code can run inside a
-//! reader/writer lock or a mutex ([`Locking`]).
+//! reader/writer lock or a mutex (feature `baselines`).
 //!
 //! # How to use it
 //! 1. Implement [`Host`]: memory for page-table pages, frames for guest pages, a TLB flush.
@@ -39,13 +39,6 @@
 //! /// Page-table pages come from the heap; consecutive frames back each memslot.
 //! struct Heap;
 //! struct FirstFrame(Pfn);
-//!
-//! // The default locking is `None`, which never parks.
-//! impl Park for Heap {
-//!     fn park(&self, _word: &sync::AtomicU32, _expected: u32) {}
-//!     fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool { false }
-//!     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
-//! }
 //!
 //! // SAFETY: the heap's memory has no other user, and no CPU walks these page tables.
 //! unsafe impl Host for Heap {
@@ -128,6 +121,9 @@
 //!
 //! # Cargo features
 //! None is on by default: the engine is `no_std` and needs `alloc`.
+//! - `baselines`: what slat is measured against. `Config::locking` puts a lock around everything
+//!   that changes page tables; `Host::parking` says how threads wait for it.
+//!   `ShadowStrategy::Baseline` drops shadow page tables at each load of CR3. Not for use.
 //! - `vm-memory` (needs std): `SlotBitmap` makes a memslot's dirty log the bitmap of the vm-memory
 //!   region that has its memory. `CheckedMemory` refuses a device the accesses for which a vCPU
 //!   would exit.
@@ -187,6 +183,7 @@ pub use slot::{
     MAX_SLOTS, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords,
 };
 pub use stats::{Histogram, Stats};
+#[cfg(feature = "baselines")]
 pub use sync::{Locking, Park};
 pub use vcpu::{Exit, Outcome, Vcpu};
 pub use vm::{Cap, Vm};

@@ -60,7 +60,6 @@ use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
-use crate::sync::Locking;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node::{TableCache, TableUse};
@@ -404,7 +403,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 found,
             });
         };
-        let is_locked = tree.locking() != Locking::None;
+        let is_locked = tree.is_locked();
         let restored = if is_protected {
             if is_locked {
                 return Plan::OnLeaf(LeafPlan::PushDown);

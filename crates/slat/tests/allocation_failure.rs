@@ -201,7 +201,7 @@ each!(a_vm_without_a_root_is_an_error, no_root);
 fn no_root<F: Format>(locking: Locking) {
     let host = TestHost::default();
     host.fail_after(0);
-    assert!(matches!(Vm::<_, F>::new(host, Config::with_locking(locking)), Err(Error::OutOfMemory)));
+    assert!(matches!(Vm::<_, F>::new(host, Config::default().with_locking(locking)), Err(Error::OutOfMemory)));
 }
 
 /// What must be unchanged after a failure.
@@ -231,7 +231,7 @@ fn with_backing(slot: u32, gpa: u64, size: u64, backing: &Arc<TestBacking>) -> M
 fn life_of_a_vm<F: Format>(locking: Locking) {
     const SIZE: u64 = 4 * MIB;
     let (vm, failures) =
-        until_it_succeeds(|| Vm::<_, F>::new(TestHost::default(), Config::with_locking(locking)), || {});
+        until_it_succeeds(|| Vm::<_, F>::new(TestHost::default(), Config::default().with_locking(locking)), || {});
     assert!(failures >= 1);
     let vm = Arc::new(vm);
     let (mut vcpu, _) = until_it_succeeds(|| vm.create_vcpu(), || {});
@@ -307,7 +307,7 @@ fn heap<F: Format>(locking: Locking) {
 
 fn life_with_rings<F: Format>(locking: Locking) {
     const SIZE: u64 = 4 * MIB;
-    let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+    let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), Config::default().with_locking(locking)).unwrap());
     let (result, _) = with_heap_allocations(0, || vm.create_vcpu());
     assert!(matches!(result, Err(Error::OutOfMemory)));
     // The vCPU that could not be made has decided nothing.
@@ -455,8 +455,10 @@ each!(a_log_for_which_there_is_no_memory_is_as_it_was_and_leaks_nothing, logs);
 fn logs<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
-            let config =
-                Config::with_locking(locking).with_dirty_tracking(tracking).with_manual_protect(manual_protect);
+            let config = Config::default()
+                .with_locking(locking)
+                .with_dirty_tracking(tracking)
+                .with_manual_protect(manual_protect);
             life_of_a_log::<F>(config);
             let before = LIVE_BYTES.get();
             life_of_a_log::<F>(config);

@@ -117,6 +117,10 @@ unsafe impl<F: Format> Host for Prober<F> {
     fn timestamp_ns(&self) -> u64 {
         0
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
+    }
 }
 
 /// Everything that a VM does to slots and pages, once. Returns the host's methods that have called it.

@@ -342,7 +342,8 @@ fn random_config() -> Config {
     let leaf_by_leaf = DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf);
     let trackings = [lazy, lazy, leaf_by_leaf, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
     let manual = [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
-    Config::with_locking(random_locking())
+    Config::default()
+        .with_locking(random_locking())
         .with_dirty_tracking(trackings[random(5) as usize])
         .with_manual_protect(manual[random(3) as usize])
         .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize])

@@ -242,7 +242,7 @@ fn guests_beside_everything_see_only_what_the_host_allows() {
 /// frame: the leaf that a reader has brought back is the very same one that a writer is about to replace.
 fn allowed_and_forbidden() {
     let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]);
-    let choices = Choices { config: Config::with_locking(locking), fails_one_in: None };
+    let choices = Choices { config: Config::default().with_locking(locking), fails_one_in: None };
     let (vm, place) = (new_staying_vm(&choices, 2), PLACES[STAYING][0]);
     vm.host().copies_never();
     vm.host().with_memory(|memory| {

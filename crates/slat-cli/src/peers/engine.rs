@@ -8,7 +8,6 @@ use std::alloc::Layout;
 use std::array;
 use std::sync::Arc;
 
-use slat::sync::AtomicU32;
 use slat::{
     Access, AllocationWait, Config, Error, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Npt,
     PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
@@ -21,20 +20,6 @@ use super::operation::{BATCH, BLOCK_PAGES, Frames, Job, Leaf, Operation, PART_PA
 /// The surroundings of the software machine, without its CPUs and with frames that need not be looked for: so that the
 /// engine is what is measured.
 struct FrameHost(Memory);
-
-impl Park for FrameHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.0.host().park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.0.host().unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.0.host().unpark_all(word);
-    }
-}
 
 #[inline]
 fn resolved(frames: Frames, gfn: Gfn) -> Resolved {
@@ -88,6 +73,10 @@ unsafe impl Host for FrameHost {
 
     fn timestamp_ns(&self) -> u64 {
         self.0.host().timestamp_ns()
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.0.host().parking()
     }
 }
 

@@ -106,7 +106,8 @@ pub(super) fn run<F: HardwareFormat>(
         bytes_per_vcpu: plan.pages_per_vcpu * PAGE_SIZE,
         nr_slots: plan.nr_slots,
         host_events: HostEvents::Allowed { nr_spare_frames: NR_SPARE_FRAMES },
-        engine: Config::with_locking(plan.locking)
+        engine: Config::default()
+            .with_locking(plan.locking)
             .with_access_tracking(plan.tracking)
             .with_dirty_tracking(plan.dirty_tracking)
             .with_manual_protect(plan.manual_protect)

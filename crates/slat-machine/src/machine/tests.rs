@@ -62,7 +62,7 @@ pub(super) fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConf
 fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for paging in [Paging::Off, Paging::TwoDimensional] {
-            let config = MachineConfig { engine: Config::with_locking(locking), paging, ..small() };
+            let config = MachineConfig { engine: Config::default().with_locking(locking), paging, ..small() };
             populate_then_log::<Npt>(&config);
             populate_then_log::<Ept>(&config);
             populate_then_log::<Stage2>(&config);

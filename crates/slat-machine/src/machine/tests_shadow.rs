@@ -23,7 +23,8 @@ fn shadow(config: MachineConfig) -> MachineConfig {
 fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
-            let engine = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+            let engine =
+                Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
             populate_then_log::<Npt>(&shadow(MachineConfig { engine, ..small() }));
         }
     }

@@ -13,10 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use slat::sync::AtomicU32;
 use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Park, Pfn, Resolved,
-    TableNode,
+    Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode,
 };
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
@@ -153,17 +151,6 @@ impl ArenaHost {
     pub fn take_flush_owed(&self) -> bool {
         self.flush_owed.swap(false, Ordering::Relaxed)
     }
-}
-
-// The default locking is `None`, which never parks.
-impl Park for ArenaHost {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
 // SAFETY: tables are disjoint pages of the arena, which lives as long as the host, at the pointer of their address; a

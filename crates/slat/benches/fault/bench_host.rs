@@ -4,7 +4,6 @@
 
 use std::alloc::Layout;
 use std::marker::PhantomData;
-use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
 use slat::{Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, Park, Resolved, TableNode};
@@ -29,20 +28,6 @@ pub(crate) struct BenchHost<B> {
 impl<B> BenchHost<B> {
     pub(crate) fn new(memory: Memory) -> BenchHost<B> {
         BenchHost { memory, start: Instant::now(), backing: PhantomData }
-    }
-}
-
-impl<B> Park for BenchHost<B> {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        FutexPark.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        FutexPark.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        FutexPark.unpark_all(word);
     }
 }
 
@@ -88,5 +73,9 @@ unsafe impl<B: Answer> Host for BenchHost<B> {
 
     fn timestamp_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(&FutexPark)
     }
 }

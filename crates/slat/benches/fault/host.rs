@@ -28,7 +28,7 @@ const FIRST_FRAME: u64 = 1 << 24;
 
 /// A VM with one slot of `nr_pages` from address 0 on, nothing of it mapped.
 pub(crate) fn new_vm<F: Format>(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<Vm<FaultHost, F>> {
-    let vm = Vm::new(BenchHost::new(memory), Config::with_locking(locking)).unwrap();
+    let vm = Vm::new(BenchHost::new(memory), Config::default().with_locking(locking)).unwrap();
     set_slot(&vm, nr_pages, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME)));
     Arc::new(vm)
 }

@@ -5,7 +5,7 @@
 use std::alloc::Layout;
 use std::fs;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use slat::{
@@ -26,20 +26,6 @@ const CLEARED_PAGES: u64 = GIB;
 struct CountingHost {
     host: BenchHost<Backing>,
     nr_entered: AtomicU64,
-}
-
-impl Park for CountingHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.host.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.host.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.host.unpark_all(word);
-    }
 }
 
 // SAFETY: all is as with the host inside, which is asked.
@@ -79,6 +65,10 @@ unsafe impl Host for CountingHost {
 
     fn timestamp_ns(&self) -> u64 {
         self.host.timestamp_ns()
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.host.parking()
     }
 }
 

@@ -115,7 +115,7 @@ impl Roots {
         let registers = PagingRegisters::default();
         let Ok(mode) = GuestMode::new(registers, F::GPA_BITS) else { unreachable!("a CPU begins like this") };
         let config = mmu.shadow.config;
-        let previous = if config.strategy == ShadowStrategy::Baseline { 0 } else { config.previous_roots };
+        let previous = if config.strategy.keeps_no_root() { 0 } else { config.previous_roots };
         let mut roots = Roots {
             registers,
             mode,
@@ -148,8 +148,8 @@ impl Roots {
             _ => 0,
         };
         let tag = match self.strategy {
-            ShadowStrategy::Baseline | ShadowStrategy::RootCache => 0,
             ShadowStrategy::PcidTagged => u64::from(self.mode.pcid(self.registers.cr3)),
+            _ => 0,
         };
         Role::root(self.mode, level, part, tag)
     }
@@ -187,7 +187,7 @@ impl Roots {
             return Ok(());
         }
         mmu.count(Counter::Cr3Loads);
-        if self.strategy == ShadowStrategy::Baseline {
+        if self.strategy.keeps_no_root() {
             self.drop_current(mmu);
             return Ok(());
         }
@@ -201,7 +201,7 @@ impl Roots {
     }
 
     /// Drops the current root, with all that is below it alone, so that it is built anew
-    /// ([`ShadowStrategy::Baseline`]).
+    /// (`ShadowStrategy::Baseline`).
     fn drop_current<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         if let Some(page) = self.roots[self.current].page.take() {
             // SAFETY: the pin of the root, which has given up the page.
@@ -332,7 +332,7 @@ impl Roots {
         self.now += 1;
         self.all_flushed_at = self.now;
         self.flush = LocalFlush::All;
-        if self.strategy == ShadowStrategy::Baseline {
+        if self.strategy.keeps_no_root() {
             self.drop_current(mmu);
         } else {
             self.select(mmu);

@@ -51,6 +51,7 @@ pub(crate) use super::participant::{
 };
 pub(crate) use super::participant::{Exclusive, FaultPin, Guard, HazardPointer, Participant, Protected};
 use super::pte;
+use super::vm_lock::LockTiming;
 use crate::addr::{Hpa, Level};
 use crate::boxed::try_zeroed;
 use crate::error::Error;
@@ -77,8 +78,7 @@ pub(crate) enum Fences {
 /// The participants and the retired page-table pages of one VM.
 pub(crate) struct Epochs {
     fences: Fences,
-    /// Whether participants have room for the times of the VM's lock.
-    has_lock_times: bool,
+    lock_timing: LockTiming,
     /// The epoch, above [`IDLE`]. Each retirement writes it, each guard reads it when it begins.
     epoch: CachePadded<AtomicU64>,
     participants: AtomicPtr<SharedParticipant>,
@@ -100,7 +100,7 @@ impl Epochs {
     pub(crate) fn new(fences: Fences) -> Epochs {
         Epochs {
             fences,
-            has_lock_times: false,
+            lock_timing: LockTiming::OFF,
             epoch: CachePadded::new(AtomicU64::new(IDLE + 1)),
             participants: AtomicPtr::new(ptr::null_mut()),
             retired_tables: CachePadded::new(RetiredTables {
@@ -111,9 +111,9 @@ impl Epochs {
         }
     }
 
-    /// As `self`, for a VM that has a lock if `has_lock`.
-    pub(crate) fn with_lock_times(mut self, has_lock: bool) -> Epochs {
-        self.has_lock_times = has_lock;
+    /// As `self`, with the times of the VM's lock.
+    pub(crate) fn with_lock_timing(mut self, lock_timing: LockTiming) -> Epochs {
+        self.lock_timing = lock_timing;
         self
     }
 
@@ -171,9 +171,7 @@ impl Epochs {
         };
         // SAFETY: this thread has set `in_use`, and the `BorrowedParticipant` resets it.
         let participant = unsafe { BorrowedParticipant::new(participant) };
-        if self.has_lock_times {
-            participant.stats.make_lock_times()?;
-        }
+        self.lock_timing.prepare(&participant)?;
         Ok(participant)
     }
 

@@ -11,7 +11,7 @@ use crate::second_stage::install::{self, Changed};
 use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
-use crate::sync::Side;
+use crate::sync::{Side, spin_loop};
 use crate::table::cursor::Cursor;
 use crate::table::node::TableUse;
 use crate::table::pte::{self, PteRef, State};
@@ -171,7 +171,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let (broken, state) = cursor.descend_to_lowest();
         if state == State::Broken && !F::BREAK_BEFORE_MAKE {
             for _ in 0..SPINS_BEFORE_CANCEL {
-                tree.host.relax();
+                spin_loop();
                 if cursor.pte().load() != broken {
                     return Err(Changed);
                 }

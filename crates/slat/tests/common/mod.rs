@@ -107,7 +107,7 @@ pub(crate) use bits_of;
 
 /// As most tests want it: where huge pages are split by the first write, each split is one call's.
 pub fn lazily_splitting(locking: Locking) -> Config {
-    Config::with_locking(locking).with_huge_page_splitting(HugePageSplitting::Lazy)
+    Config::default().with_locking(locking).with_huge_page_splitting(HugePageSplitting::Lazy)
 }
 
 /// An empty VM.
@@ -532,6 +532,10 @@ unsafe impl Host for TestHost {
 
     fn timestamp_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64 + self.clock_ahead_ns.load(Ordering::Relaxed)
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
     }
 }
 

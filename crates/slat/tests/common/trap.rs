@@ -93,20 +93,6 @@ impl TrapHost {
     }
 }
 
-impl Park for TrapHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.host.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.host.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.host.unpark_all(word);
-    }
-}
-
 // SAFETY: all is passed on to a host that keeps the contract.
 unsafe impl Host for TrapHost {
     type Backing = Arc<TestBacking>;
@@ -167,11 +153,15 @@ unsafe impl Host for TrapHost {
     fn timestamp_ns(&self) -> u64 {
         self.host.timestamp_ns()
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.host.parking()
+    }
 }
 
 /// An empty VM with such a host.
 pub fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
-    trap_vm_with(Config::with_locking(locking))
+    trap_vm_with(Config::default().with_locking(locking))
 }
 
 /// As [`trap_vm`], configured like this.

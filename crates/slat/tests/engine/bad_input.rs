@@ -54,7 +54,7 @@ struct Seen {
 
 impl<F: Format> World<F> {
     fn new(locking: Locking) -> World<F> {
-        let vm = Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+        let vm = Arc::new(Vm::new(TestHost::default(), Config::default().with_locking(locking)).unwrap());
         let mut vcpu = vm.create_vcpu().unwrap();
         vm.set_user_memory_region(MemoryRegion { flags: LOG, ..region(1, A, SIZE, 0x1_0000, PageSize::Size2M) })
             .unwrap();

@@ -20,7 +20,7 @@ const HUGE: u64 = 512 * 512;
 const SLOT: Slot = Slot::huge(1, HUGE, 4 * BIG, PageSize::Size2M);
 
 fn configs() -> impl Iterator<Item = Config> {
-    [Locking::None, Locking::Exclusive].into_iter().map(Config::with_locking)
+    [Locking::None, Locking::Exclusive].into_iter().map(|locking| Config::default().with_locking(locking))
 }
 
 /// A test for Arm's format, which needs it, and for one that has all that lazy protection and dirty bits can do.

@@ -42,7 +42,8 @@ const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
 fn configs<F: Format>(first: usize) -> impl Iterator<Item = Config> {
     let all = LOCKINGS.into_iter().flat_map(|locking| dirty_trackings::<F>().map(move |tracking| (locking, tracking)));
     (first..).zip(all).map(|(index, (locking, tracking))| {
-        Config::with_locking(locking)
+        Config::default()
+            .with_locking(locking)
             .with_dirty_tracking(tracking)
             .with_manual_protect(MANUAL_PROTECTS[index % 3])
             .with_huge_page_logging(HUGE_PAGE_LOGGINGS[index / 3 % 2])

@@ -547,7 +547,7 @@ fn pause(random: &mut Random) {
 
 /// The ways to find out writes, and what becomes of huge pages then.
 fn configs<F: Format>(locking: Locking) -> Vec<Config> {
-    let config = Config::with_locking(locking);
+    let config = Config::default().with_locking(locking);
     let bits = dirty_trackings::<F>().last().expect("there is write protection");
     vec![
         config,

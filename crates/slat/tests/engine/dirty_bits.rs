@@ -262,7 +262,7 @@ fn moved<F: Format>(config: Config) {
 
 /// Modification logs: EPT only.
 fn world_with_log(locking: slat::Locking, manual_protect: ManualProtect) -> World<slat::Ept> {
-    let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::PageModificationLog);
+    let config = Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::PageModificationLog);
     World::new(config.with_manual_protect(manual_protect))
 }
 

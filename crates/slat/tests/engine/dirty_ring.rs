@@ -33,7 +33,9 @@ fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
 
 /// For exact counts: below a table entry that was closed lazily, a page may be pushed twice by one fault.
 fn leaf_by_leaf(locking: Locking) -> Config {
-    Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
+    Config::default()
+        .with_locking(locking)
+        .with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
 }
 
 /// A VM with rings and slot 0 at address 0, that logs.
@@ -76,7 +78,7 @@ fn end<F: Format>(vm: &Arc<Vm<TestHost, F>>, slots: &[u32]) {
 
 each!(a_fault_that_opens_a_page_pushes_it_and_others_push_nothing, pushes);
 fn pushes<F: Format>(locking: Locking) {
-    let (vm, mut vcpu) = logging::<F>(Config::with_locking(locking), 256, 4 * MIB);
+    let (vm, mut vcpu) = logging::<F>(Config::default().with_locking(locking), 256, 4 * MIB);
     vm.set_user_memory_region(region(7, GIB, 4 * MIB, 0, PageSize::Size2M)).unwrap();
     assert_eq!(vcpu.dirty_ring().unwrap().nr_entries(), 256);
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
@@ -471,7 +473,7 @@ fn of_enabling_and_vcpus_made_at_once_one_comes_first() {
 
 each!(a_read_of_a_huge_leaf_needs_no_room, read_needs_no_room);
 fn read_needs_no_room<F: Format>(locking: Locking) {
-    let config = Config::with_locking(locking).with_access_tracking(AccessTracking::Faults);
+    let config = Config::default().with_locking(locking).with_access_tracking(AccessTracking::Faults);
     let vm = vm_with::<F>(config, 1024);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 1 << 20, PageSize::Size2M)).unwrap();
     vm.set_user_memory_region(region(1, GIB, 4 * MIB, 1 << 21, PageSize::Size4K)).unwrap();

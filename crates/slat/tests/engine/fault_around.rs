@@ -23,7 +23,7 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 
 fn around(locking: Locking, nr_pages: u8) -> Config {
-    Config::with_locking(locking).with_fault_around(FaultAround::Pages(nr_pages))
+    Config::default().with_locking(locking).with_fault_around(FaultAround::Pages(nr_pages))
 }
 
 fn vm_with<F: Format>(config: Config) -> Arc<Vm<TestHost, F>> {
@@ -124,7 +124,7 @@ fn exactly_the_resident<F: Format>(locking: Locking) {
 
 each!(without_it_nobody_is_asked, off);
 fn off<F: Format>(locking: Locking) {
-    let vm = vm_with::<F>(Config::with_locking(locking));
+    let vm = vm_with::<F>(Config::default().with_locking(locking));
     vm.set_user_memory_region(slot(0, 0, 64, 0..64).0).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     fault(&mut vcpu, 5, Access::Read);

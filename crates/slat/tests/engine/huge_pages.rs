@@ -24,7 +24,7 @@ const HUGE: u64 = 512 * 512;
 
 fn for_each(test: impl Fn(Config)) {
     for locking in LOCKINGS {
-        test(Config::with_locking(locking));
+        test(Config::default().with_locking(locking));
     }
 }
 
@@ -103,13 +103,13 @@ macro_rules! each_format {
         #[test]
         fn $name() {
             for locking in [Locking::None, Locking::Shared] {
-                $test::<Npt>(Config::with_locking(locking));
-                $test::<Ept>(Config::with_locking(locking));
-                $test::<Broken>(Config::with_locking(locking));
+                $test::<Npt>(Config::default().with_locking(locking));
+                $test::<Ept>(Config::default().with_locking(locking));
+                $test::<Broken>(Config::default().with_locking(locking));
             }
-            $test::<Stage2>(Config::with_locking(Locking::None));
-            $test::<Sv39x4>(Config::with_locking(Locking::None));
-            $test::<Sv48x4>(Config::with_locking(Locking::Shared));
+            $test::<Stage2>(Config::default().with_locking(Locking::None));
+            $test::<Sv39x4>(Config::default().with_locking(Locking::None));
+            $test::<Sv48x4>(Config::default().with_locking(Locking::Shared));
         }
     };
 }
@@ -425,7 +425,7 @@ fn accessed_and_dirty<F: Format>(config: Config) {
 fn four_gib_come_back_with_few_flushes() {
     for locking in LOCKINGS {
         let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
-        let world = world_with::<Npt>(Config::with_locking(locking), slot, Access::Write);
+        let world = world_with::<Npt>(Config::default().with_locking(locking), slot, Access::Write);
         assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
         world.take_flushes();
         assert_eq!(world.vm.recover_range(slot.range()), Ok(2048));

@@ -124,7 +124,7 @@ fn splits<F: Format>(config: Config) {
 #[test]
 fn tables_of_splits_lie_where_they_should() {
     for locking in [Locking::None, Locking::Exclusive] {
-        of_each_format!(splits(Config::with_locking(locking)));
+        of_each_format!(splits(Config::default().with_locking(locking)));
     }
 }
 
@@ -176,7 +176,7 @@ fn faults<F: Format>(config: Config) {
 #[test]
 fn tables_of_faults_lie_where_they_should() {
     for locking in [Locking::None, Locking::Exclusive] {
-        of_each_format!(faults(Config::with_locking(locking)));
+        of_each_format!(faults(Config::default().with_locking(locking)));
     }
 }
 

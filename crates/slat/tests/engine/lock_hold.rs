@@ -45,7 +45,8 @@ fn without_a_lock_nothing_is_held() {
 /// What is timed as the hold of a fault during which a minute passes at the `nth` look at an entry; `None` where there are
 /// not so many.
 fn hold_with_a_minute_at_look(locking: Locking, nth: u32) -> Option<u64> {
-    let vm: Arc<Vm<TestHost, Hooked>> = Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+    let vm: Arc<Vm<TestHost, Hooked>> =
+        Arc::new(Vm::new(TestHost::default(), Config::default().with_locking(locking)).unwrap());
     vm.set_user_memory_region(region(SLOT, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     fill(&mut vcpu, 0..40);

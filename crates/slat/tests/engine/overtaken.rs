@@ -3,14 +3,14 @@
 #![allow(unsafe_code, reason = "a host of its own")]
 
 use std::alloc::Layout;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, TestHost, change, region, translate};
 use slat::{
     Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -86,16 +86,6 @@ impl Drop for Beside {
         // SAFETY: it was allocated with this layout.
         unsafe { std::alloc::dealloc(self.arena, ARENA) }
     }
-}
-
-impl Park for Beside {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
 // SAFETY: tables are distinct pages of the arena; no CPU runs on them; frames are numbers.

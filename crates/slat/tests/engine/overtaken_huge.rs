@@ -427,8 +427,8 @@ fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_loses_anything() {
     for config in configs() {
         at_each_call::<Npt>(config, &OUTSIDE);
     }
-    at_each_call::<Ept>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
-    at_each_call::<Sv39x4>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Ept>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Sv39x4>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 #[test]
@@ -436,8 +436,8 @@ fn nor_where_entries_are_broken_before_they_are_made() {
     for config in configs() {
         at_each_call::<Broken>(config, &OUTSIDE);
     }
-    at_each_call::<Broken>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
-    at_each_call::<Stage2>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Broken>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Stage2>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 /// The same, and the observer of [`broken`] sees all changes.

@@ -87,7 +87,7 @@ impl<F: Format> StrictCpu<F> {
 
 each!(a_cpu_that_keeps_what_it_faulted_on_is_flushed_at_the_end_of_each_fault, keeps);
 fn keeps<F: Format>(locking: Locking) {
-    let mut cpu = StrictCpu::<F>::new(Config::with_locking(locking), true);
+    let mut cpu = StrictCpu::<F>::new(Config::default().with_locking(locking), true);
     // Nothing was there: RISC-V may keep that.
     assert_eq!(cpu.touch(0, Access::Read), 1);
     // A right is given back: Arm may keep the leaf that lacked it.
@@ -120,7 +120,7 @@ each!(a_cpu_that_sets_no_marks_gets_on_with_the_default_tracking, sets_no_marks)
 /// After an aging, after a prefault, and after a harvest by dirty bits, leaves have A or D clear.
 fn sets_no_marks<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
-        let config = Config::with_locking(locking).with_dirty_tracking(tracking);
+        let config = Config::default().with_locking(locking).with_dirty_tracking(tracking);
         let mut cpu = StrictCpu::<F>::new(config, false);
         let size_bytes = SLOT.nr_pages * PAGE_SIZE;
         let gpa = SLOT.gfn(0).gpa();
@@ -180,7 +180,7 @@ fn copied<F: Format>(config: Config) -> World<F> {
 each!(that_a_page_was_read_is_not_lost_when_its_leaf_is_replaced, replaced);
 fn replaced<F: Format>(locking: Locking) {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
-        let config = Config::with_locking(locking).with_access_tracking(tracking);
+        let config = Config::default().with_locking(locking).with_access_tracking(tracking);
         // A fault takes the leaf away, and is overtaken: an invalidation has taken a stamp elsewhere, and the backing is gone.
         let mut world = copied::<F>(config);
         world.read(SLOT, 3);
@@ -209,7 +209,7 @@ fn replaced<F: Format>(locking: Locking) {
 each!(a_vm_that_is_dropped_tells_of_all_that_is_mapped, dropped);
 fn dropped<F: Format>(locking: Locking) {
     const HUGE: Slot = Slot::huge(2, 1024, 512, PageSize::Size2M);
-    let mut world = World::<F>::new(Config::with_locking(locking));
+    let mut world = World::<F>::new(Config::default().with_locking(locking));
     world.create(SLOT, MemoryRegionFlags::empty());
     world.create(HUGE, MemoryRegionFlags::empty());
     world.read(SLOT, 0);

@@ -150,7 +150,8 @@ fn each_configuration(mut check: impl FnMut(Config)) {
                 for huge in HUGE_PAGE_LOGGINGS {
                     for access_tracking in ACCESS_TRACKINGS {
                         check(
-                            Config::with_locking(locking)
+                            Config::default()
+                                .with_locking(locking)
                                 .with_dirty_tracking(dirty_tracking)
                                 .with_manual_protect(manual_protect)
                                 .with_huge_page_logging(huge)

@@ -183,7 +183,8 @@ fn in_every_configuration<F: Format>() {
                 let around = FAULT_AROUNDS[nr_tried % FAULT_AROUNDS.len()];
                 for huge in HUGE_PAGE_LOGGINGS {
                     for manual_protect in MANUAL_PROTECTS {
-                        let config = Config::with_locking(locking)
+                        let config = Config::default()
+                            .with_locking(locking)
                             .with_dirty_tracking(dirty_tracking)
                             .with_access_tracking(access_tracking)
                             .with_huge_page_logging(huge)
@@ -304,7 +305,7 @@ fn harvest<F: Format>(vm: &Vm<TestHost, F>) -> Vec<u64> {
 each!(a_full_ring_exits_before_a_bit_does, rings);
 fn rings<F: Format>(locking: Locking) {
     // Below a table entry that was closed lazily, a page may be pushed twice.
-    let config = Config::with_locking(locking).with_dirty_tracking(LEAF_BY_LEAF);
+    let config = Config::default().with_locking(locking).with_dirty_tracking(LEAF_BY_LEAF);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.enable_dirty_ring(256).unwrap();
     let words = words(0);
@@ -411,7 +412,7 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
 #[test]
 fn neighbours_go_along_only_if_they_are_alike_and_have_arrived() {
     for locking in LOCKINGS {
-        let config = Config::with_locking(locking).with_fault_around(FaultAround::Pages(8));
+        let config = Config::default().with_locking(locking).with_fault_around(FaultAround::Pages(8));
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
         let words = words(0);
         set(&words, 3);

@@ -148,8 +148,8 @@ fn configs() -> [Config; 6] {
         config.with_dirty_tracking(DirtyTracking::DirtyBit).with_fault_around(FaultAround::Pages(16)),
         config.with_fault_around(FaultAround::Pages(64)).with_huge_page_logging(HugePageLogging::MarkWhole),
         config.with_access_tracking(AccessTracking::Faults),
-        Config::with_locking(Locking::Shared).with_fault_around(FaultAround::Pages(8)),
-        Config::with_locking(Locking::Exclusive),
+        Config::default().with_locking(Locking::Shared).with_fault_around(FaultAround::Pages(8)),
+        Config::default().with_locking(Locking::Exclusive),
     ]
 }
 
@@ -322,7 +322,7 @@ fn a_rescan_is_not_held_up_by_a_smaller_slot_that_takes_the_place_of_its_own() {
 /// flushed for first.
 #[test]
 fn a_rescan_breaks_before_others_make() {
-    for config in [Config::default(), Config::with_locking(Locking::Exclusive)] {
+    for config in [Config::default(), Config::default().with_locking(Locking::Exclusive)] {
         let scene = scene::<Broken>(config, &[Act::TurnOnHuge, Act::Enable, Act::Read]);
         // The page that enabling wrote has small ones beside it.
         drop(scene.vm.invalidate_range(Scene::<Broken>::all()).unwrap());

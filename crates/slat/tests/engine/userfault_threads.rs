@@ -293,8 +293,8 @@ fn guests_see_no_page_that_is_empty() {
     run::<Ept>(config.with_access_tracking(AccessTracking::Faults), PageSize::Size4K, NO_FLAGS);
     run::<Broken>(config, PageSize::Size4K, NO_FLAGS);
     run::<Broken>(config, PageSize::Size2M, NO_FLAGS);
-    run::<Npt>(Config::with_locking(Locking::Shared), PageSize::Size4K, NO_FLAGS);
-    run::<Ept>(Config::with_locking(Locking::Exclusive), PageSize::Size2M, NO_FLAGS);
+    run::<Npt>(Config::default().with_locking(Locking::Shared), PageSize::Size4K, NO_FLAGS);
+    run::<Ept>(Config::default().with_locking(Locking::Exclusive), PageSize::Size2M, NO_FLAGS);
 }
 
 #[test]
@@ -306,5 +306,5 @@ fn nor_is_a_write_lost_where_the_slot_logs() {
     run::<Ept>(config.with_dirty_tracking(DirtyTracking::PageModificationLog), PageSize::Size2M, LOG);
     run::<Npt>(marks_whole, PageSize::Size2M, LOG);
     run::<Broken>(marks_whole.with_fault_around(FaultAround::Pages(8)), PageSize::Size2M, LOG);
-    run::<Ept>(Config::with_locking(Locking::Exclusive), PageSize::Size4K, LOG);
+    run::<Ept>(Config::default().with_locking(Locking::Exclusive), PageSize::Size4K, LOG);
 }

@@ -132,7 +132,8 @@ fn possible<F: Format>(
         _ if !F::HAS_DIRTY_BIT => (LEAF_BY_LEAF, access_tracking),
         _ => (DirtyTracking::DirtyBit, AccessTracking::AccessedBit),
     };
-    Config::with_locking(locking)
+    Config::default()
+        .with_locking(locking)
         .with_access_tracking(access_tracking)
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(manual_protect)

@@ -37,7 +37,8 @@ impl Hypervisor {
         };
         let locking = random.pick(&[Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
         let protection = random.pick(&[WriteProtection::Lazy, WriteProtection::LeafByLeaf]);
-        let config = Config::with_locking(locking)
+        let config = Config::default()
+            .with_locking(locking)
             .with_dirty_tracking(DirtyTracking::WriteProtect(protection))
             .with_paging(Paging::Shadow(shadow));
         let keeps = random.pick(&[Keeps::Nothing, Keeps::Translations, Keeps::Everything, Keeps::Everything]);

@@ -238,20 +238,6 @@ impl World {
     }
 }
 
-impl Park for World {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        FutexPark.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        FutexPark.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        FutexPark.unpark_all(word);
-    }
-}
-
 // SAFETY: tables are pages of the world's own, given out once until they are freed; CPUs forget all before `flush` returns;
 // frames change only while their pages are invalidated.
 unsafe impl Host for World {
@@ -310,6 +296,10 @@ unsafe impl Host for World {
 
     fn timestamp_ns(&self) -> u64 {
         0
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(&FutexPark)
     }
 }
 

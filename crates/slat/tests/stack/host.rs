@@ -4,9 +4,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-use slat::sync::AtomicU32;
 use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode,
+    Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode,
 };
 
 /// Gives memory that was never used before, and takes none back: so it needs no list, and all of it is zero.
@@ -96,18 +95,6 @@ impl StackHost {
     pub fn with_barrier() -> StackHost {
         StackHost { has_barrier: true, ..StackHost::default() }
     }
-}
-
-impl Park for StackHost {
-    fn park(&self, _: &AtomicU32, _: u32) {
-        std::thread::yield_now();
-    }
-
-    fn unpark_one(&self, _: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
 // SAFETY: tables are the allocator's and nothing else uses them; no CPU runs on them.

@@ -432,7 +432,7 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
 fn every_configuration<F: Format>() {
     let host = StackHost::default;
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        second_stage::<F>(&format!("locking {locking:?}"), host(), Config::with_locking(locking), None);
+        second_stage::<F>(&format!("locking {locking:?}"), host(), Config::default().with_locking(locking), None);
     }
     let none = Config::default;
     second_stage::<F>("barrier", StackHost::with_barrier(), none(), None);

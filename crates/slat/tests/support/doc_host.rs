@@ -34,14 +34,6 @@ impl Drop for Memory {
     }
 }
 
-impl Park for Heap {
-    fn park(&self, _word: &sync::AtomicU32, _expected: u32) {}
-    fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _word: *const sync::AtomicU32) {}
-}
-
 // SAFETY: the heap gives memory that is nobody else's, and no CPU runs on these tables.
 unsafe impl Host for Heap {
     type Backing = Memory;

@@ -20,10 +20,10 @@ pub mod guest_memory;
 
 pub use cpu::*;
 use guest_memory::Memory;
-use slat::sync::{AtomicU32, AtomicU64, full_fence};
+use slat::sync::{AtomicU64, full_fence};
 use slat::{
     Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize,
-    Park, Pfn, Resolved, TableNode, Vm,
+    Pfn, Resolved, TableNode, Vm,
 };
 
 #[cfg(shuttle)]
@@ -114,16 +114,6 @@ pub struct TestHost {
     pub nr_resolves: AtomicUsize,
     /// The engine is given no pointer to the guest's memory.
     pub has_no_pointers: AtomicBool,
-}
-
-impl Park for TestHost {
-    fn park(&self, _: &AtomicU32, _: u32) {
-        pause();
-    }
-    fn unpark_one(&self, _: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
 // SAFETY: tables are memory of the global allocator that is nobody else's; a flush waits for the accesses that were under way,

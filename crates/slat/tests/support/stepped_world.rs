@@ -357,6 +357,10 @@ unsafe impl Host for ShuttleHost {
     fn timestamp_ns(&self) -> u64 {
         0
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
+    }
 }
 
 /// The entry that a CPU would use for `gfn`: its frame, and whether it may be written.
@@ -418,7 +422,7 @@ pub fn find<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Found<'_>> {
 pub type TestVm<F> = Arc<Vm<ShuttleHost, F>>;
 
 pub fn new_vm<F: Format>(locking: Locking, nr_guests: usize) -> TestVm<F> {
-    new_vm_with(Config::with_locking(locking), nr_guests)
+    new_vm_with(Config::default().with_locking(locking), nr_guests)
 }
 
 pub fn new_vm_with<F: Format>(config: Config, nr_guests: usize) -> TestVm<F> {

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
-use slat::sync::{AtomicU32, AtomicU64};
+use slat::sync::AtomicU64;
 use slat::{
     Access, AccessTracking, AllocationWait, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa,
     HugePageLogging, HugePageSplitting, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
@@ -48,7 +48,8 @@ pub fn random_config() -> Config {
         AccessTracking::Faults => pick(&by_writes),
         AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
     };
-    Config::with_locking(locking)
+    Config::default()
+        .with_locking(locking)
         .with_access_tracking(access_tracking)
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
@@ -313,20 +314,6 @@ pub fn take_away(vm: &TestVm, ranges: &[GfnRange], change: impl FnOnce(&mut Memo
     drop(guards);
 }
 
-impl Park for TlbHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.base.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.base.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.base.unpark_all(word);
-    }
-}
-
 // SAFETY: tables are the other host's; a flush drops translations, and waits for accesses under way; frames are numbers.
 unsafe impl Host for TlbHost {
     type Backing = AreaBacking;
@@ -422,6 +409,10 @@ unsafe impl Host for TlbHost {
 
     fn timestamp_ns(&self) -> u64 {
         0
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.base.parking()
     }
 }
 

@@ -37,7 +37,8 @@ struct Scene<F: Format> {
 }
 
 fn random_config() -> Config {
-    Config::with_locking(random_locking())
+    Config::default()
+        .with_locking(random_locking())
         .with_dirty_tracking(pick(&[Config::default().dirty_tracking, DirtyTracking::DirtyBit]))
         .with_fault_around(pick(&[FaultAround::Off, FaultAround::Pages(2)]))
 }

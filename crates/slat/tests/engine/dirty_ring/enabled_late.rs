@@ -30,7 +30,7 @@ each!(what_vcpus_of_before_left_writable_is_pushed_when_it_is_written, left_writ
 fn left_writable<F: Format>(locking: Locking) {
     for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
         for size in [PageSize::Size4K, PageSize::Size2M] {
-            let config = Config::with_locking(locking).with_manual_protect(manual_protect);
+            let config = Config::default().with_locking(locking).with_manual_protect(manual_protect);
             let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
             vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, size)).unwrap();
             vm.set_user_memory_region(region(1, GIB, 4 * MIB, 1 << 20, size)).unwrap();

@@ -2,12 +2,12 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use slat::{
     Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, LocalFlush,
-    MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
+    MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Pfn, Privilege, Resolved, ShadowPaging,
     ShadowStrategy, TableNode, Vcpu, Vm,
 };
 
@@ -31,14 +31,6 @@ pub struct TestHost {
     /// What is to happen in the midst of the next flush.
     in_flush: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     yields: AtomicU64,
-}
-
-impl Park for TestHost {
-    fn park(&self, _: &AtomicU32, _: u32) {}
-    fn unpark_one(&self, _: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
 // SAFETY: tables are memory of the global allocator that is nobody else's; the one CPU forgets what `flush` says.
