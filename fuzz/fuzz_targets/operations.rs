@@ -15,7 +15,7 @@ mod plain;
 
 use arbitrary::{Result, Unstructured};
 use common::log::{
-    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LOCKINGS,
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOCKINGS,
     MANUAL_PROTECTS,
 };
 use libfuzzer_sys::fuzz_target;
@@ -76,8 +76,7 @@ fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
         .with_access_tracking(one_of(bytes, &ACCESS_TRACKINGS)?)
         .with_dirty_tracking(one_of(bytes, &DIRTY_TRACKINGS)?)
         .with_manual_protect(one_of(bytes, &MANUAL_PROTECTS)?)
-        .with_huge_page_logging(one_of(bytes, &HUGE_PAGE_LOGGINGS)?)
-        .with_huge_page_splitting(one_of(bytes, &HUGE_PAGE_SPLITTINGS)?)
+        .with_huge_page_logging(one_of(bytes, &one_of(bytes, &[HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS])?)?)
         .with_fault_around(one_of(bytes, &FAULT_AROUNDS)?))
 }
 

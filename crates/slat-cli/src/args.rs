@@ -387,10 +387,10 @@ pub(crate) enum HugePagesArg {
 }
 
 impl HugePagesArg {
-    pub(crate) fn logging(self) -> HugePageLogging {
+    pub(crate) fn logging(self, split: SplitWhen) -> HugePageLogging {
         match self {
-            HugePagesArg::Split => HugePageLogging::Split,
-            HugePagesArg::MarkWhole => HugePageLogging::MarkWhole,
+            HugePagesArg::Split => HugePageLogging::Split(split.splitting()),
+            HugePagesArg::MarkWhole => HugePageLogging::MarkWhole(split.splitting()),
         }
     }
 

@@ -157,8 +157,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
     let engine = Config::default()
         .with_dirty_tracking(dirty_tracking(args.tracking, args.protection))
         .with_manual_protect(manual_protect(args))
-        .with_huge_page_logging(args.huge_pages.logging())
-        .with_huge_page_splitting(args.split.splitting());
+        .with_huge_page_logging(args.huge_pages.logging(args.split));
     // What is too much memory is found by the machine.
     let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> PAGE_SHIFT;
     Ok(MachineConfig {

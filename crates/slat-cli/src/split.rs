@@ -53,14 +53,10 @@ pub(crate) struct SplitArgs {
     pub(crate) memoryless: Vec<u32>,
     /// Where the tables are.
     ///
-    /// Those that replace huge pages; `all` compares the three in one table.
+    /// Those that replace huge pages, and those that faults link; `all` compares the three in one table. Faults of vCPUs have
+    /// the policy `local`.
     #[arg(long, value_name = "WHERE", value_enum, default_value_t = PlacementArg::All)]
     pub(crate) placement: PlacementArg,
-    /// Where the tables are that faults link; by default as `--placement`.
-    ///
-    /// Faults of vCPUs have the policy `local`.
-    #[arg(long, value_name = "WHERE", value_enum, hide_short_help = true)]
-    pub(crate) fault_placement: Option<FaultPlacementArg>,
     /// Memory policy of the threads that split, for caller-policy.
     ///
     /// Where their memory comes from: `local`, `preferred:N`, `interleave`.
@@ -158,23 +154,6 @@ impl PlacementArg {
             PlacementArg::CallerNode => &[CallerNode],
             PlacementArg::CallerPolicy => &[CallerPolicy],
             PlacementArg::All => &[HugePageNode, CallerNode, CallerPolicy],
-        }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum FaultPlacementArg {
-    HugePageNode,
-    CallerNode,
-    CallerPolicy,
-}
-
-impl FaultPlacementArg {
-    fn placement(self) -> TablePlacement {
-        match self {
-            FaultPlacementArg::HugePageNode => TablePlacement::HugePageNode,
-            FaultPlacementArg::CallerNode => TablePlacement::CallerNode,
-            FaultPlacementArg::CallerPolicy => TablePlacement::CallerPolicy,
         }
     }
 }
@@ -334,17 +313,14 @@ pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failur
     phases::measure(session, columns, args.log.runs, outcome, |run, which| {
         let mut config = config.clone();
         config.pinning = args.pinning.pinning(args.log.seed, run);
-        config.engine.split_table_placement = placements[which];
-        config.engine.fault_table_placement =
-            args.fault_placement.map_or(placements[which], FaultPlacementArg::placement);
+        config.engine.table_placement = placements[which];
         run_apart(args, &config, &layout, session)
     })
 }
 
 /// One run, by a thread of its own: where that sits, and what its policy is, is not for the next.
 fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout, session: &Session) -> Result<Run, Failure> {
-    let uses_policy = [config.engine.split_table_placement, config.engine.fault_table_placement]
-        .contains(&TablePlacement::CallerPolicy);
+    let uses_policy = config.engine.table_placement == TablePlacement::CallerPolicy;
     let roles = Roles {
         first_touch: args.first_touch.first_touch(),
         main_node: layout.main_node,

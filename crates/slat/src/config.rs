@@ -40,14 +40,10 @@ pub struct Config {
     pub dirty_tracking: DirtyTracking,
     /// Whether getting the dirty log also begins a new one.
     pub manual_protect: ManualProtect,
-    /// What the first write to a huge page does in a memslot that logs.
+    /// What becomes of huge pages in a memslot that logs.
     pub huge_page_logging: HugePageLogging,
-    /// When the huge pages of a memslot that begins to log are split.
-    pub huge_page_splitting: HugePageSplitting,
-    /// Where the page-table pages are allocated that replace huge leaves.
-    pub split_table_placement: TablePlacement,
-    /// Where the page-table pages are allocated that faults and prefaults need.
-    pub fault_table_placement: TablePlacement,
+    /// Where page-table pages are allocated.
+    pub table_placement: TablePlacement,
     /// Which neighbours a fault also maps.
     pub fault_around: FaultAround,
     /// Which page tables the hardware walks.
@@ -222,16 +218,36 @@ pub enum ManualProtect {
     InitiallySet,
 }
 
-/// What the first write to a huge page does in a memslot that logs. Until then huge pages stay, and
-/// reads map new ones.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+/// What becomes of huge pages in a memslot that logs: the largest page that the guest may write
+/// there, and when larger ones are split. Until then huge pages stay, and reads map new ones.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugePageLogging {
-    /// It splits the huge page, so that pages of 4 KiB are logged.
-    #[default]
-    Split,
-    /// It marks all pages of the 2 MiB as dirty, and leaves them mapped as one. (A page of 1 GiB is
-    /// split into pages of 2 MiB.)
-    MarkWhole,
+    /// Huge pages are split, so that pages of 4 KiB are logged.
+    Split(HugePageSplitting),
+    /// Pages of 2 MiB stay: the first write to one marks all of its pages as dirty. Pages of 1 GiB
+    /// are split into them.
+    MarkWhole(HugePageSplitting),
+}
+
+impl HugePageLogging {
+    /// When huge pages are split.
+    #[inline]
+    pub fn splitting(self) -> HugePageSplitting {
+        let (HugePageLogging::Split(splitting) | HugePageLogging::MarkWhole(splitting)) = self;
+        splitting
+    }
+
+    /// Whether pages of 2 MiB stay.
+    #[inline]
+    pub fn marks_whole(self) -> bool {
+        matches!(self, HugePageLogging::MarkWhole(_))
+    }
+}
+
+impl Default for HugePageLogging {
+    fn default() -> HugePageLogging {
+        HugePageLogging::Split(HugePageSplitting::default())
+    }
 }
 
 /// When the huge pages of a memslot that logs are split, as [`HugePageLogging`] says.
@@ -301,19 +317,9 @@ impl Config {
         Config { huge_page_logging, ..self }
     }
 
-    /// This configuration with `huge_page_splitting`.
-    pub fn with_huge_page_splitting(self, huge_page_splitting: HugePageSplitting) -> Config {
-        Config { huge_page_splitting, ..self }
-    }
-
-    /// This configuration with `split_table_placement`.
-    pub fn with_split_table_placement(self, split_table_placement: TablePlacement) -> Config {
-        Config { split_table_placement, ..self }
-    }
-
-    /// This configuration with `fault_table_placement`.
-    pub fn with_fault_table_placement(self, fault_table_placement: TablePlacement) -> Config {
-        Config { fault_table_placement, ..self }
+    /// This configuration with `table_placement`.
+    pub fn with_table_placement(self, table_placement: TablePlacement) -> Config {
+        Config { table_placement, ..self }
     }
 
     /// This configuration with `fault_around`.
@@ -376,8 +382,8 @@ impl Config {
     #[inline]
     pub(crate) fn largest_logged_write(&self) -> Level {
         match self.huge_page_logging {
-            HugePageLogging::Split => Level::L4K,
-            HugePageLogging::MarkWhole => Level::L2M,
+            HugePageLogging::Split(_) => Level::L4K,
+            HugePageLogging::MarkWhole(_) => Level::L2M,
         }
     }
 }

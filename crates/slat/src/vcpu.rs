@@ -62,7 +62,7 @@ use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::node::{TableCache, TableUse};
+use crate::table::node::TableCache;
 use crate::table::pte::{self, State};
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant, Participant};
 use crate::vm::Vm;
@@ -546,25 +546,19 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), Error> {
         match plan.found {
             // The part is split off, one level at a time.
-            Found::ReadOnly(value, _) if plan.level > leaf.level => {
-                self.top_up(1, TableUse::Split, pte::frame::<F>(value, plan.level))
-            }
-            _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn),
+            Found::ReadOnly(value, _) if plan.level > leaf.level => self.top_up(1, pte::frame::<F>(value, plan.level)),
+            _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), leaf.pfn),
         }
     }
 
-    /// Allocates the page-table pages that step 3 may link for `table_use` of the memory at `pfn`.
+    /// Allocates the page-table pages that step 3 may link for the memory at `pfn`.
     #[inline]
-    fn top_up(&mut self, nr_tables: usize, table_use: TableUse, pfn: Pfn) -> Result<(), Error> {
+    fn top_up(&mut self, nr_tables: usize, pfn: Pfn) -> Result<(), Error> {
         if nr_tables == 0 {
             return Ok(());
         }
         let Tree { host, config, .. } = self.tree;
-        let placement = match table_use {
-            TableUse::Fault => config.fault_table_placement,
-            TableUse::Split => config.split_table_placement,
-        };
-        let node = placement.node_for(host, Some(pfn));
+        let node = config.table_placement.node_for(host, Some(pfn));
         if self.tables.has(nr_tables, node) {
             return Ok(());
         }

@@ -316,7 +316,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
         let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
-        if !matches!((dirty_tracking, huge_page_logging), (DirtyTracking::WriteProtect(_), HugePageLogging::Split)) {
+        if !matches!((dirty_tracking, huge_page_logging), (DirtyTracking::WriteProtect(_), HugePageLogging::Split(_))) {
             return Err(Error::RingNeedsPageFaults);
         }
         let participant = self.tree.epochs.borrow_participant()?;

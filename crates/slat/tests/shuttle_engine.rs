@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use schedules::{check, random, random_locking};
 use shuttle::thread;
 use slat::{
-    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
-    MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
+    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting,
+    Locking, ManualProtect, MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
 };
 use world::{
     Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_is_asked_again, find, new_vm, new_vm_with,
@@ -346,7 +346,9 @@ fn random_config() -> Config {
         .with_locking(random_locking())
         .with_dirty_tracking(trackings[random(5) as usize])
         .with_manual_protect(manual[random(3) as usize])
-        .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize])
+        .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize](
+            HugePageSplitting::Eager,
+        ))
 }
 
 /// What happens to the slot while guests write and a host harvests.

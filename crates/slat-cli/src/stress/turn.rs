@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{Config, GfnRange, PAGE_SIZE};
+use slat::{Config, GfnRange, HugePageLogging, PAGE_SIZE};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Order, Program, Sharing};
 use slat_machine::machine::{HostEvents, Machine, MachineConfig, RunReport};
@@ -111,7 +111,7 @@ pub(super) fn run<F: HardwareFormat>(
             .with_access_tracking(plan.tracking)
             .with_dirty_tracking(plan.dirty_tracking)
             .with_manual_protect(plan.manual_protect)
-            .with_huge_page_splitting(plan.splitting),
+            .with_huge_page_logging(HugePageLogging::Split(plan.splitting)),
         paging: plan.paging,
         ..MachineConfig::default()
     })?;

@@ -41,12 +41,10 @@ pub(super) struct Seats {
 
 impl Seats {
     pub(super) fn new(config: &MachineConfig, nodes: NodeMap) -> Result<Seats, MachineError> {
-        for placement in [config.engine.split_table_placement, config.engine.fault_table_placement] {
-            if let TablePlacement::Node(node) = placement
-                && nodes.place_of(node).is_none()
-            {
-                return Err(NumaError::NoSuchNode { node }.into());
-            }
+        if let TablePlacement::Node(node) = config.engine.table_placement
+            && nodes.place_of(node).is_none()
+        {
+            return Err(NumaError::NoSuchNode { node }.into());
         }
         let homes = nodes.homes(config.nr_vcpus, config.pins.as_ref().map(|pins| pins.vcpus.as_slice()));
         Ok(Seats {

@@ -32,7 +32,7 @@ fn nodes(numbers: &[u32], without_memory: &[u32]) -> Nodes {
 }
 
 fn placed(placement: TablePlacement) -> Config {
-    Config::default().with_fault_table_placement(placement)
+    Config::default().with_table_placement(placement)
 }
 
 /// A linked table, the root left out.
@@ -185,7 +185,7 @@ fn split_tables_lie_where_the_placement_says() {
         return eprintln!("skipped: no transparent huge pages");
     }
     for (placement, nr_remote) in [(TablePlacement::HugePageNode, 0), (TablePlacement::CallerNode, 4)] {
-        let engine = Config::default().with_split_table_placement(placement);
+        let engine = Config::default().with_table_placement(placement);
         let config = MachineConfig { backing: BackingKind::AnonymousThp, engine, ..two_nodes() };
         let machine = Machine::<Npt>::new(&config).unwrap();
         machine.populate(Program::default(), FirstTouch::Own).unwrap();
@@ -340,7 +340,7 @@ fn nodes_that_are_not_there_are_refused() {
     };
     let error = refused(&MachineConfig { engine: placed(TablePlacement::Node(NodeId(3))), ..two_nodes() });
     assert!(matches!(error, NumaError::NoSuchNode { node: NodeId(3) }) && error.is_bad_usage());
-    let engine = Config::default().with_split_table_placement(TablePlacement::Node(NodeId(1)));
+    let engine = Config::default().with_table_placement(TablePlacement::Node(NodeId(1)));
     let error = refused(&MachineConfig { engine, ..MachineConfig::default() });
     assert!(matches!(error, NumaError::NoSuchNode { node: NodeId(1) }));
     assert!(matches!(refused(&MachineConfig { nodes: nodes(&[], &[]), ..two_nodes() }), NumaError::NoNodes));

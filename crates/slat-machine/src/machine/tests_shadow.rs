@@ -1,8 +1,8 @@
 //! The machine with CPUs that have no second stage: the same guests, through tables of their own in one address space.
 
 use slat::{
-    Config, DirtyTracking, Ept, HugePageLogging, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt, PAGE_SIZE, PageSize,
-    Paging, ShadowPaging, WriteProtection,
+    Config, DirtyTracking, Ept, HugePageLogging, HugePageSplitting, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt,
+    PAGE_SIZE, PageSize, Paging, ShadowPaging, WriteProtection,
 };
 
 use super::events_tests::{self, EVENTS, run_beside};
@@ -36,9 +36,11 @@ fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
 fn large_pages_of_host_and_guest_go_together_in_any_way() {
     for backing in [BackingKind::Anonymous, BackingKind::AnonymousThp] {
         for guest_page_size in [PageSize::Size4K, PageSize::Size2M] {
-            for logging in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
+            for logging in
+                [HugePageLogging::Split, HugePageLogging::MarkWhole].map(|logging| logging(HugePageSplitting::Eager))
+            {
                 // Whole pages of 2 MiB are reported: that is for the machine's user to know.
-                if logging == HugePageLogging::MarkWhole && backing == BackingKind::AnonymousThp {
+                if logging.marks_whole() && backing == BackingKind::AnonymousThp {
                     continue;
                 }
                 let engine = Config::default().with_huge_page_logging(logging);

@@ -301,8 +301,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// number.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         let mut taken = try_zeroed()?;
-        let Config { manual_protect, huge_page_splitting, .. } = self.tree.config;
-        if manual_protect == ManualProtect::InitiallySet && huge_page_splitting == HugePageSplitting::Eager {
+        let Config { manual_protect, huge_page_logging, .. } = self.tree.config;
+        if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splitting() == HugePageSplitting::Eager {
             self.split_for(pages, mask)?;
         }
         self.harvest(

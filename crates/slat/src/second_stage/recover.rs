@@ -50,7 +50,7 @@ use super::broken::{cancel, find_broken, give_up};
 use super::install::Changed;
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
-use crate::config::{DirtyTracking, HugePageLogging};
+use crate::config::DirtyTracking;
 use crate::dirty::log;
 use crate::dirty::rings::{Rings, WithoutRings};
 use crate::format::{Format, Pte};
@@ -239,7 +239,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let config = &self.tree.config;
         let needs = slot.logs()
             && !(matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_))
-                && config.huge_page_logging == HugePageLogging::MarkWhole
+                && config.huge_page_logging.marks_whole()
                 && level <= config.largest_logged_write());
         !needs && slot.allows_leaf(block, level)
     }

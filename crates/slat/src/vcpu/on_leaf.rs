@@ -13,7 +13,6 @@ use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::{Side, spin_loop};
 use crate::table::cursor::Cursor;
-use crate::table::node::TableUse;
 use crate::table::pte::{self, PteRef, State};
 use crate::table::retire::Guard;
 
@@ -29,7 +28,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         match plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
-                self.top_up(1, TableUse::Split, pte::frame::<F>(value, Level::L2M))?;
+                self.top_up(1, pte::frame::<F>(value, Level::L2M))?;
                 Ok(self.split(value, level, split::parts_of::<F>(&self.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),

@@ -20,8 +20,10 @@ pub const DIRTY_TRACKINGS: [DirtyTracking; 4] =
     [LAZY, LEAF_BY_LEAF, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
 pub const MANUAL_PROTECTS: [ManualProtect; 3] =
     [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
-pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] = [HugePageLogging::Split, HugePageLogging::MarkWhole];
-pub const HUGE_PAGE_SPLITTINGS: [HugePageSplitting; 2] = [HugePageSplitting::Eager, HugePageSplitting::Lazy];
+pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] =
+    [HugePageLogging::Split(HugePageSplitting::Eager), HugePageLogging::MarkWhole(HugePageSplitting::Eager)];
+pub const LAZY_HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] =
+    [HugePageLogging::Split(HugePageSplitting::Lazy), HugePageLogging::MarkWhole(HugePageSplitting::Lazy)];
 pub const ACCESS_TRACKINGS: [AccessTracking; 2] = [AccessTracking::AccessedBit, AccessTracking::Faults];
 pub const FAULT_AROUNDS: [FaultAround; 4] =
     [FaultAround::Off, FaultAround::Pages(2), FaultAround::Pages(8), FaultAround::Pages(64)];

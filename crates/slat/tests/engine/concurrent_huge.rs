@@ -552,10 +552,10 @@ fn configs<F: Format>(locking: Locking) -> Vec<Config> {
     vec![
         config,
         config
-            .with_huge_page_logging(HugePageLogging::MarkWhole)
+            .with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager))
             .with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
             .with_manual_protect(ManualProtect::Enabled),
-        config.with_dirty_tracking(bits).with_huge_page_splitting(HugePageSplitting::Lazy),
+        config.with_dirty_tracking(bits).with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy)),
         config.with_access_tracking(AccessTracking::Faults).with_manual_protect(ManualProtect::InitiallySet),
     ]
 }

@@ -1,10 +1,10 @@
 //! The dirty log by the CPUs' own dirty bits and modification logs, step by step: CPUs here are the test, which sets A and D
 //! of the leaves that it writes through, and gives the host what a CPU would log.
 
-use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
+use crate::common::log::{LAZY_HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
 use slat::{
-    Access, Config, DirtyTracking, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, ManualProtect,
-    MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, ZappedLeaf,
+    Access, Config, DirtyTracking, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags, PAGE_SIZE,
+    PageSize, Pfn, ZappedLeaf,
 };
 
 /// From the middle of a table into the next.
@@ -205,7 +205,7 @@ fn cleared<F: Format>(config: Config) {
 each_config!(huge_pages_are_write_protected_and_their_parts_begin_clean, huge, slat::Sv39x4, slat::Sv48x4);
 fn huge<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
-        for huge in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
+        for huge in LAZY_HUGE_PAGE_LOGGINGS {
             let slot = Slot::huge(1, 512, 1024, PageSize::Size2M);
             let mut world = World::<F>::new(config.with_huge_page_logging(huge));
             world.create(slot, NO_FLAGS);
@@ -218,7 +218,7 @@ fn huge<F: Format>(config: Config) {
             assert!(is_dirty(&world, slot, 0));
             assert_eq!(world.take(slot), [0; 0]);
             assert_eq!(world.write(slot, 3), 1);
-            if huge == HugePageLogging::MarkWhole {
+            if huge.marks_whole() {
                 assert_eq!(world.take(slot), (0..512).collect::<Vec<_>>());
                 assert_eq!((world.is_writable(slot, 3), bits(&world, slot, 3)), (false, (false, true)));
             } else {

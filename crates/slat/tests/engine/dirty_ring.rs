@@ -15,8 +15,8 @@ use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use slat::{
     Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit,
-    FaultAround, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt,
-    Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
+    FaultAround, Format, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting, Level, Locking, ManualProtect,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -417,7 +417,7 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
     let new = |config| Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
     for config in [
         Config::default().with_dirty_tracking(DirtyTracking::DirtyBit),
-        Config::default().with_huge_page_logging(HugePageLogging::MarkWhole),
+        Config::default().with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
     ] {
         let vm = new(config);
         assert_eq!(vm.enable_dirty_ring(1024), Err(Error::RingNeedsPageFaults));

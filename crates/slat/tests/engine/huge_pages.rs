@@ -265,7 +265,9 @@ fn read_only<F: Format>(config: Config) {
 each_format!(where_whole_blocks_are_marked_1g_become_2m_and_come_back_protected, mark_whole);
 fn mark_whole<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
-        let config = config.with_huge_page_logging(HugePageLogging::MarkWhole).with_manual_protect(manual);
+        let config = config
+            .with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager))
+            .with_manual_protect(manual);
         let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
         let mut world = world_with::<F>(config, slot, Access::Write);
         assert_eq!(sizes(&world), (0, 0, 1));
@@ -503,7 +505,8 @@ fn bad_input<F: Format>(config: Config) {
 each_format!(lazily_nothing_is_split_but_what_is_written, lazily);
 fn lazily<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
-        let config = config.with_manual_protect(manual).with_huge_page_splitting(HugePageSplitting::Lazy);
+        let config =
+            config.with_manual_protect(manual).with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy));
         let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
         let mut world = world_with::<F>(config, slot, Access::Write);
         world.set_flags(slot, LOG);

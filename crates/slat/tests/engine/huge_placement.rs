@@ -7,8 +7,8 @@ use crate::common::broken::Broken;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
 use slat::{
-    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageSplitting, Level, Locking, NodeId, Npt,
-    Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
+    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageLogging, HugePageSplitting, Level, Locking,
+    NodeId, Npt, Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
 };
 
 const BIG: u64 = 512;
@@ -89,7 +89,7 @@ fn node_of_page<F: Format>(world: &World<F>, slot: Slot, gfn: Gfn) -> NodeId {
 fn splits<F: Format>(config: Config) {
     for policy in POLICIES {
         for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
-            let config = config.with_split_table_placement(policy).with_huge_page_splitting(splitting);
+            let config = config.with_table_placement(policy).with_huge_page_logging(HugePageLogging::Split(splitting));
             let mut world = world::<F>(config, NODES);
             let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
             world.create(slot, NO_FLAGS);
@@ -136,7 +136,7 @@ fn below_root<F: Format>() -> impl Iterator<Item = Level> {
 /// Tables of faults and prefaults, three at a time and one at a time.
 fn faults<F: Format>(config: Config) {
     for policy in POLICIES {
-        let mut world = world::<F>(config.with_fault_table_placement(policy), NODES);
+        let mut world = world::<F>(config.with_table_placement(policy), NODES);
         let slot = Slot::huge(1, 0, 3 * HUGE, PageSize::Size4K);
         world.create(slot, NO_FLAGS);
         let (mut nr_tables, mut nr_remote) = (0, 0);
@@ -240,9 +240,8 @@ fn a_table_left_over_from_another_node_is_not_used() {
 }
 
 /// A huge page that the host gives read-only; of which it then gives a small one for writing: the fault splits, and the
-/// tables of splits have their own policy.
+/// table is placed by the huge page's memory.
 fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
-    let config = config.with_fault_table_placement(TablePlacement::Node(NodeId(2)));
     let mut world = world::<F>(config, nodes);
     let slot = Slot::huge(1, HUGE, 8 * BIG, PageSize::Size2M);
     let memory = region(1, HUGE * 4096, 8 * 2 * MIB, slot.first_pfn, PageSize::Size2M);
@@ -269,16 +268,14 @@ fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
 }
 
 #[test]
-fn a_part_of_a_huge_page_that_is_given_for_writing_splits_it_by_the_policy_of_splits() {
+fn a_part_of_a_huge_page_that_is_given_for_writing_splits_it_by_the_policy() {
     of_each_format!(split_by_a_copy(Config::default(), NODES));
 }
 
-/// An invalidation of a part splits by the policy of splits, and makes no table where nothing is.
+/// An invalidation of a part splits by the policy, and makes no table where nothing is.
 fn split_by_an_invalidation<F: Format>(config: Config) {
     for policy in POLICIES {
-        let config =
-            config.with_split_table_placement(policy).with_fault_table_placement(TablePlacement::Node(NodeId(0)));
-        let mut world = world::<F>(config, NODES);
+        let mut world = world::<F>(config.with_table_placement(policy), NODES);
         let slot = Slot::huge(1, HUGE, 8 * BIG, PageSize::Size2M);
         world.create(slot, NO_FLAGS);
         world.write_all(slot, (0..8).map(|n| n * BIG));

@@ -349,9 +349,9 @@ fn scene<F: Format>(config: Config, before: Before) -> Arc<Scene<F>> {
 
 fn configs() -> Vec<Config> {
     let mut configs = Vec::new();
-    for huge in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
-        for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
-            let config = Config::default().with_huge_page_logging(huge).with_huge_page_splitting(splitting);
+    for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
+        for huge in [HugePageLogging::Split(splitting), HugePageLogging::MarkWhole(splitting)] {
+            let config = Config::default().with_huge_page_logging(huge);
             configs.extend([config, config.with_dirty_tracking(DirtyTracking::DirtyBit)]);
         }
     }
@@ -508,7 +508,11 @@ fn nobody_who_comes_at_a_look_of_a_split_or_a_recovery_loses_anything() {
     let acts = [Act::Split, Act::Recover, Act::Enable, Act::Disable];
     for before in BEFORE {
         at_each_look::<Hooked>(config, before, &acts);
-        at_each_look::<Hooked>(config.with_huge_page_logging(HugePageLogging::MarkWhole), before, &acts[1..]);
+        at_each_look::<Hooked>(
+            config.with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
+            before,
+            &acts[1..],
+        );
         at_each_look::<Hooked>(config.with_dirty_tracking(DirtyTracking::DirtyBit), before, &acts[1..]);
         at_each_look::<Broken>(config, before, &acts);
     }

@@ -7,8 +7,8 @@ use crate::common::log::{
 };
 use crate::shadow_cpu;
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, HugePageLogging, ManualProtect, Npt,
-    PageSize, Paging, ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, ManualProtect, Npt, PageSize, Paging,
+    ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
 };
 
 /// What is documented: who has no hardware that could do it is told so.
@@ -48,7 +48,7 @@ fn is_exact<F: Format>(config: Config) {
     let initially = if config.manual_protect == ManualProtect::InitiallySet { all.clone() } else { vec![] };
     assert_eq!(world.take(SLOT), initially, "{config:?}: at first");
     assert_eq!(world.take(SLOT), [0; 0], "{config:?}: nothing was written");
-    let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+    let marks_whole = config.huge_page_logging.marks_whole();
     let logged = |written: &[u64]| -> Vec<u64> {
         let in_block = written.iter().any(|page| BLOCK.contains(page));
         all.iter()
@@ -118,7 +118,7 @@ fn is_exact_with_shadow_tables(config: Config) {
     let all: Vec<u64> = (0..SHADOW_PAGES).collect();
     let initially = if config.manual_protect == ManualProtect::InitiallySet { all.clone() } else { vec![] };
     assert_eq!(take(), initially, "{config:?}: at first");
-    let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+    let marks_whole = config.huge_page_logging.marks_whole();
     for written in [&[0, 2, 511, 600, 1000][..], &[2, 3, 600, 601], &[513], &all] {
         write(&mut cpu, written);
         for page in [5, 200, 570] {

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
-    Access, Cap, Error, Exit, Format, Gpa, Level, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
+    Access, Cap, Config, Error, Exit, Format, Gpa, HugePageLogging, HugePageSplitting, Level, Locking,
+    MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap,
+    UserfaultWords, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -282,7 +283,8 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
 
 fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locking: Locking) {
-    let config = crate::common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
+    let huge = HugePageLogging::MarkWhole(HugePageSplitting::Lazy);
+    let config = Config::default().with_locking(locking).with_huge_page_logging(huge);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(16, 0);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();

@@ -10,9 +10,9 @@ use crate::common::log::{
 use crate::common::log::{LEAF_BY_LEAF, LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
-    Access, Config, DirtyTracking, Ept, Error, Exit, FaultAround, Format, GfnRange, Gpa, HugePageLogging, Level,
-    Locking, ManualProtect, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
+    Access, Config, DirtyTracking, Ept, Error, Exit, FaultAround, Format, GfnRange, Gpa, Level, Locking, ManualProtect,
+    MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
+    UserfaultBitmap, Vcpu, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -158,7 +158,7 @@ fn every_page_arrives_once<F: Format>(config: Config) {
     // Off: huge leaves come back where all pages are alike and the log allows it.
     turn(&vm, GUEST_MEMFD | LOG, None).unwrap();
     let by_writes = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_));
-    let comes_back = by_writes && config.huge_page_logging == HugePageLogging::MarkWhole;
+    let comes_back = by_writes && config.huge_page_logging.marks_whole();
     let level = if comes_back { Level::L2M } else { Level::L4K };
     assert_eq!(found(&vm, 700), Some((shared(700), level)), "{config:?}");
     assert_eq!(found(&vm, 65), Some((private(65), Level::L4K)), "{config:?}");

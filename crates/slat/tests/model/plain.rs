@@ -188,8 +188,8 @@ impl Model {
 
     fn largest_logged_write(&self) -> Level {
         match self.config.huge_page_logging {
-            HugePageLogging::Split => Level::L4K,
-            HugePageLogging::MarkWhole => Level::L2M,
+            HugePageLogging::Split(_) => Level::L4K,
+            HugePageLogging::MarkWhole(_) => Level::L2M,
         }
     }
 
@@ -517,7 +517,7 @@ impl Model {
             self.take_away(old_range);
         }
         if range == old_range && begins && self.config.manual_protect != ManualProtect::InitiallySet {
-            if self.config.huge_page_splitting == HugePageSplitting::Eager {
+            if self.config.huge_page_logging.splitting() == HugePageSplitting::Eager {
                 self.split_range(range, self.largest_logged_write(), |_| true);
             }
             self.protect(range, &log_words(range.nr_pages(), true));

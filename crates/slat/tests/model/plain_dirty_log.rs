@@ -70,7 +70,7 @@ impl Model {
     pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         self.check_range(id, pages)?;
         let words = words_of(pages);
-        let is_eager = self.config.huge_page_splitting == HugePageSplitting::Eager;
+        let is_eager = self.config.huge_page_logging.splitting() == HugePageSplitting::Eager;
         if is_eager && self.config.manual_protect == ManualProtect::InitiallySet {
             let start = self.slots[&id].range.start.0 + pages.0;
             let range = GfnRange::new(Gfn(start), pages.1);

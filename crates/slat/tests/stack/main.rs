@@ -440,8 +440,18 @@ fn every_configuration<F: Format>() {
     let around = none().with_fault_around(FaultAround::Pages(MAX_FAULT_AROUND_PAGES));
     second_stage::<F>("fault-around", host(), around, None);
     second_stage::<F>("access by faults", host(), none().with_access_tracking(AccessTracking::Faults), None);
-    second_stage::<F>("splits lazily", host(), none().with_huge_page_splitting(HugePageSplitting::Lazy), None);
-    second_stage::<F>("marks whole", host(), none().with_huge_page_logging(HugePageLogging::MarkWhole), None);
+    second_stage::<F>(
+        "splits lazily",
+        host(),
+        none().with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy)),
+        None,
+    );
+    second_stage::<F>(
+        "marks whole",
+        host(),
+        none().with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
+        None,
+    );
     for manual in [ManualProtect::Enabled, ManualProtect::InitiallySet] {
         second_stage::<F>(&format!("manual protect {manual:?}"), host(), none().with_manual_protect(manual), None);
     }

@@ -48,13 +48,13 @@ pub fn random_config() -> Config {
         AccessTracking::Faults => pick(&by_writes),
         AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
     };
+    let splitting = pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]);
     Config::default()
         .with_locking(locking)
         .with_access_tracking(access_tracking)
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
-        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
-        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
+        .with_huge_page_logging(pick(&[HugePageLogging::Split(splitting), HugePageLogging::MarkWhole(splitting)]))
 }
 
 /// A page of an area.
