@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use slat::{AccessTracking, Config, GfnRange, Locking, PAGE_SHIFT, PageSize};
+use slat::{AccessTracking, Config, Gfn, GfnRange, Locking, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Program, Sharing};
 use slat_machine::machine::{Machine, MachineConfig};
@@ -314,9 +314,9 @@ fn can_tlb_hide(args: &AgingArgs) -> bool {
         PageSize::Size2M => size_2m,
         PageSize::Size1G => size_1g,
     };
-    let reach_pages = (sets * ways) as u64 * (size.size_bytes() >> PAGE_SHIFT);
+    let reach_pages = (sets * ways) as u64 * (size.size_bytes() >> Gfn::SHIFT);
     let nr_parts = if args.overlap { args.vcpus as u64 } else { 1 };
-    reach_pages > (args.bytes >> PAGE_SHIFT).saturating_mul(nr_parts) / 10
+    reach_pages > (args.bytes >> Gfn::SHIFT).saturating_mul(nr_parts) / 10
 }
 
 #[cfg(test)]

@@ -3,10 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use slat::{
-    AccessTracking, DirtyTracking, Format, HugePageLogging, HugePageSplitting, Locking, MAX_DIRTY_RING_ENTRIES,
-    ManualProtect, WriteProtection,
-};
+use slat::{AccessTracking, DirtyRing, DirtyTracking, Format, HugePageLogging, Locking, ManualProtect};
 use slat_machine::memory::BackingKind;
 
 use crate::aging::{self, AgingArgs};
@@ -197,7 +194,7 @@ pub(crate) struct DirtyLogArgs {
     #[arg(long, value_name = "HOW", value_enum, default_value_t = DirtyTrackingArg::WriteProtect)]
     pub(crate) tracking: DirtyTrackingArg,
     /// Entries of each vCPU's ring, a power of two, with `--tracking ring`.
-    #[arg(long, value_name = "N", default_value_t = MAX_DIRTY_RING_ENTRIES, hide_short_help = true)]
+    #[arg(long, value_name = "N", default_value_t = DirtyRing::MAX_ENTRIES, hide_short_help = true)]
     pub(crate) ring_entries: u32,
     /// How pages are write-protected, where that is the tracking.
     ///
@@ -340,11 +337,9 @@ pub(crate) enum ProtectionArg {
 /// The tracking that the options name.
 pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionArg) -> DirtyTracking {
     match (tracking, protection) {
-        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::Lazy) => {
-            DirtyTracking::WriteProtect(WriteProtection::Lazy)
-        }
+        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::Lazy) => DirtyTracking::WriteProtect,
         (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::LeafByLeaf) => {
-            DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf)
+            DirtyTracking::WriteProtectLeaves
         }
         (DirtyTrackingArg::DirtyBit, _) => DirtyTracking::DirtyBit,
         (DirtyTrackingArg::Pml, _) => DirtyTracking::PageModificationLog,
@@ -354,7 +349,7 @@ pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionA
 /// The name of a dirty tracking in options and results.
 pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
     match tracking {
-        DirtyTracking::WriteProtect(_) => "write-protect",
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => "write-protect",
         DirtyTracking::DirtyBit => "dirty-bit",
         DirtyTracking::PageModificationLog => "pml",
     }
@@ -363,8 +358,8 @@ pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
 /// The name of a write protection in options and results, if pages are tracked by one.
 pub(crate) fn protection_name(tracking: DirtyTracking) -> Option<&'static str> {
     match tracking {
-        DirtyTracking::WriteProtect(WriteProtection::Lazy) => Some("lazy"),
-        DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf) => Some("leaf-by-leaf"),
+        DirtyTracking::WriteProtect => Some("lazy"),
+        DirtyTracking::WriteProtectLeaves => Some("leaf-by-leaf"),
         DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => None,
     }
 }
@@ -388,9 +383,11 @@ pub(crate) enum HugePagesArg {
 
 impl HugePagesArg {
     pub(crate) fn logging(self, split: SplitWhen) -> HugePageLogging {
-        match self {
-            HugePagesArg::Split => HugePageLogging::Split(split.splitting()),
-            HugePagesArg::MarkWhole => HugePageLogging::MarkWhole(split.splitting()),
+        match (self, split) {
+            (HugePagesArg::Split, SplitWhen::Eager) => HugePageLogging::Split,
+            (HugePagesArg::Split, SplitWhen::Lazy) => HugePageLogging::SplitLazily,
+            (HugePagesArg::MarkWhole, SplitWhen::Eager) => HugePageLogging::MarkWhole,
+            (HugePagesArg::MarkWhole, SplitWhen::Lazy) => HugePageLogging::MarkWholeLazily,
         }
     }
 
@@ -410,24 +407,12 @@ pub(crate) enum SplitWhen {
 }
 
 impl SplitWhen {
-    pub(crate) fn splitting(self) -> HugePageSplitting {
-        match self {
-            SplitWhen::Eager => HugePageSplitting::Eager,
-            SplitWhen::Lazy => HugePageSplitting::Lazy,
-        }
-    }
-
     /// The name in options and results.
     pub(crate) fn name(self) -> &'static str {
-        splitting_name(self.splitting())
-    }
-}
-
-/// The name of a time of splitting in options and results.
-pub(crate) fn splitting_name(splitting: HugePageSplitting) -> &'static str {
-    match splitting {
-        HugePageSplitting::Eager => "eager",
-        HugePageSplitting::Lazy => "lazy",
+        match self {
+            SplitWhen::Eager => "eager",
+            SplitWhen::Lazy => "lazy",
+        }
     }
 }
 

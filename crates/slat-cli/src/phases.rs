@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use slat::{Config, Level, ManualProtect, MemoryRegionFlags, NodeId, PAGE_SHIFT, PageSize, Stats};
+use slat::{Config, Gfn, Level, ManualProtect, MemoryRegionFlags, NodeId, PageSize, Stats};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 use slat_machine::guest::{Order, Program, Sharing};
@@ -159,7 +159,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
         .with_manual_protect(manual_protect(args))
         .with_huge_page_logging(args.huge_pages.logging(args.split));
     // What is too much memory is found by the machine.
-    let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> PAGE_SHIFT;
+    let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> Gfn::SHIFT;
     Ok(MachineConfig {
         nr_vcpus: args.vcpus,
         bytes_per_vcpu: args.bytes,

@@ -42,8 +42,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use slat::{
-    DirtyTracking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, UserfaultBitmap,
-    UserfaultWords, Vm,
+    DirtyTracking, Gfn, MemoryAttributes, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, UserfaultBitmap, UserfaultWords,
+    Vm,
 };
 
 pub use config::{
@@ -142,7 +142,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
         let vm = Arc::new(Vm::new(MachineHost::new(flush_domain, max_tables)?, config.engine)?);
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
-        let size_bytes = layout.nr_pages << PAGE_SHIFT;
+        let size_bytes = layout.nr_pages << Gfn::SHIFT;
         let memory = match config.backing {
             PagedBacking::Memory(kind) => {
                 let memory = Backing::new(kind, size_bytes)?;
@@ -211,7 +211,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
     }
 
     fn make_slot(&self) -> Result<(), DemandPagingError> {
-        let size_bytes = self.layout.nr_pages << PAGE_SHIFT;
+        let size_bytes = self.layout.nr_pages << Gfn::SHIFT;
         self.vm.set_user_memory_region(MemoryRegion {
             slot: SLOT,
             flags: self.flags(),
@@ -250,7 +250,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             let cpu = Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), self.config.tlb);
             let cpu = match self.config.engine.dirty_tracking {
                 DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
-                DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+                DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,
             };
             cpu.exit_guest_mode();
             let (first_page, nr_pages) = match self.config.sharing {

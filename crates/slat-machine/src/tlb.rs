@@ -23,7 +23,7 @@
 //! of the walk itself that could lead into their old frames. (The flushes that hypervisors use, INVEPT and those by VPID
 //! or ASID, drop more because they do not go by ranges.)
 
-use slat::{Gfn, GfnRange, Gpa, Hpa, PAGE_SHIFT, PageSize};
+use slat::{Gfn, GfnRange, Gpa, Hpa, PageSize};
 
 /// Whose translations: the VM and, within it, the process-context identifier.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -199,7 +199,7 @@ impl Array {
 
     /// log2 of the 4 KiB frames of a page.
     fn frames_shift(&self) -> u32 {
-        self.page_shift - PAGE_SHIFT
+        self.page_shift - Gfn::SHIFT
     }
 
     fn fill(&mut self, new: Entry) {

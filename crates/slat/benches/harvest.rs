@@ -33,7 +33,7 @@ mod harvest {
 
     use slat::{
         Access, Config, DirtyTracking, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
-        Pfn, Resolved, Vcpu, Vm, WriteProtection,
+        Pfn, Resolved, Vcpu, Vm,
     };
 
     use super::arena::Memory;
@@ -55,7 +55,7 @@ mod harvest {
 
     /// One way to protect pages, and every how many pages one is dirty.
     struct Cell {
-        protection: WriteProtection,
+        protection: DirtyTracking,
         step: u64,
         one_ns: Vec<u64>,
         two_ns: Vec<u64>,
@@ -105,13 +105,13 @@ mod harvest {
         };
         let memory = Memory::new((NR_PAGES / 512 + 64) as usize);
         let steps = [1, 16, 64, 1024];
-        let protections = [WriteProtection::Lazy, WriteProtection::LeafByLeaf];
+        let protections = [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves];
         println!(
             "A slot of 16 GiB, get_dirty_log: ms by one thread and by two, medians of {nr_rounds} rounds; speed: quartiles."
         );
         println!("{:>14} {:>12} {:>9} {:>9} {:>20}", "protection", "dirty", "one", "two", "speed");
         for protection in protections {
-            let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+            let config = Config::default().with_dirty_tracking(protection);
             let vm: Arc<BenchVm> = Arc::new(Vm::new(BenchHost::new(memory), config).unwrap());
             vm.set_user_memory_region(MemoryRegion {
                 slot: 0,

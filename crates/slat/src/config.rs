@@ -74,11 +74,21 @@ pub struct ShadowPaging {
     /// What happens to them when the guest loads CR3.
     pub strategy: ShadowStrategy,
     /// Number of roots that each vCPU remembers besides its current one; at most
-    /// [`MAX_PREVIOUS_ROOTS`].
+    /// [`MAX_PREVIOUS_ROOTS`](ShadowPaging::MAX_PREVIOUS_ROOTS).
     pub previous_roots: u8,
-    /// Largest number of shadow pages, from [`MIN_SHADOW_PAGES`] to [`MAX_SHADOW_PAGES`]. Beyond
+    /// Largest number of shadow pages, from [`MIN_PAGES`](ShadowPaging::MIN_PAGES) to
+    /// [`MAX_PAGES`](ShadowPaging::MAX_PAGES). Beyond
     /// it, pages that are not in use are evicted.
     pub max_pages: u32,
+}
+
+impl ShadowPaging {
+    /// Largest number of roots that a vCPU can remember besides its current one.
+    pub const MAX_PREVIOUS_ROOTS: u8 = 31;
+    /// Smallest limit for the shadow pages of a VM.
+    pub const MIN_PAGES: u32 = 64;
+    /// Largest limit for the shadow pages of a VM.
+    pub const MAX_PAGES: u32 = 1 << 20;
 }
 
 impl Default for ShadowPaging {
@@ -129,15 +139,6 @@ impl ShadowStrategy {
     }
 }
 
-/// Largest number of roots that a vCPU can remember besides its current one.
-pub const MAX_PREVIOUS_ROOTS: u8 = 31;
-
-/// Smallest limit for the shadow pages of a VM.
-pub const MIN_SHADOW_PAGES: u32 = 64;
-
-/// Largest limit for the shadow pages of a VM.
-pub const MAX_SHADOW_PAGES: u32 = 1 << 20;
-
 /// Which neighbours a fault maps together with its page of 4 KiB. These are pages that the host
 /// knows to be resident ([`Host::resolve_resident`]), mapped as a read would map them. For the
 /// dirty log and CPUs' accessed bits they are not used.
@@ -152,14 +153,14 @@ pub enum FaultAround {
     #[default]
     Off,
     /// Those in the aligned window of so many pages around the page that faulted: a power of two
-    /// from 2 to [`MAX_FAULT_AROUND_PAGES`].
+    /// from 2 to [`MAX_PAGES`](FaultAround::MAX_PAGES).
     Pages(u8),
 }
 
-/// Largest window of [`FaultAround`] in pages.
-pub const MAX_FAULT_AROUND_PAGES: u8 = 64;
-
 impl FaultAround {
+    /// Largest window in pages.
+    pub const MAX_PAGES: u8 = 64;
+
     /// Pages in the window, with the one that faulted.
     #[inline]
     pub(crate) fn nr_pages(self) -> u64 {
@@ -172,10 +173,18 @@ impl FaultAround {
 
 /// How the dirty log finds the pages of 4 KiB that the guest has written. Huge pages are
 /// write-protected in any case.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum DirtyTracking {
     /// Pages are write-protected, and the first write to each faults.
-    WriteProtect(WriteProtection),
+    ///
+    /// If many pages of a 2 MiB block are protected, this is done lazily, by the directory entry
+    /// above: it protects all 512 at once. The next write to the block then write-protects each of
+    /// the others. In a format whose directory entries have no rights ([`Format::GENERATION`] is
+    /// 0), as `WriteProtectLeaves`.
+    #[default]
+    WriteProtect,
+    /// As `WriteProtect`, each page by its own leaf.
+    WriteProtectLeaves,
     /// By the dirty bits of the leaves, which CPUs set. No write faults, but getting the log reads
     /// each leaf.
     DirtyBit,
@@ -184,23 +193,12 @@ pub enum DirtyTracking {
     PageModificationLog,
 }
 
-impl Default for DirtyTracking {
-    fn default() -> DirtyTracking {
-        DirtyTracking::WriteProtect(WriteProtection::default())
+impl DirtyTracking {
+    /// Whether pages are write-protected.
+    #[inline]
+    pub fn write_protects(self) -> bool {
+        matches!(self, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves)
     }
-}
-
-/// How pages are write-protected for the dirty log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum WriteProtection {
-    /// By the directory entry above a 2 MiB block, if many of its pages are protected: this
-    /// protects all 512 at once. The next write to the block then write-protects each of the
-    /// others. In a format whose directory entries have no rights ([`Format::GENERATION`] is 0), as
-    /// `LeafByLeaf`.
-    #[default]
-    Lazy,
-    /// Each page by its own leaf.
-    LeafByLeaf,
 }
 
 /// Whether [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) also begins a new log: KVM's
@@ -220,46 +218,34 @@ pub enum ManualProtect {
 
 /// What becomes of huge pages in a memslot that logs: the largest page that the guest may write
 /// there, and when larger ones are split. Until then huge pages stay, and reads map new ones.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePageLogging {
-    /// Huge pages are split, so that pages of 4 KiB are logged.
-    Split(HugePageSplitting),
+    /// Huge pages are split, so that pages of 4 KiB are logged. This is done ahead of time, by the
+    /// thread that turns logging on. With [`ManualProtect::InitiallySet`], by those that clear the
+    /// log, range by range. Without memory for it, a huge page is split as with `SplitLazily`.
+    #[default]
+    Split,
+    /// As `Split`, each by the vCPU that first writes to it.
+    SplitLazily,
     /// Pages of 2 MiB stay: the first write to one marks all of its pages as dirty. Pages of 1 GiB
-    /// are split into them.
-    MarkWhole(HugePageSplitting),
+    /// are split into them, when `Split` would split them.
+    MarkWhole,
+    /// As `MarkWhole`, pages of 1 GiB each by the vCPU that first writes to it.
+    MarkWholeLazily,
 }
 
 impl HugePageLogging {
-    /// When huge pages are split.
+    /// Whether huge pages are split ahead of time.
     #[inline]
-    pub fn splitting(self) -> HugePageSplitting {
-        let (HugePageLogging::Split(splitting) | HugePageLogging::MarkWhole(splitting)) = self;
-        splitting
+    pub fn splits_eagerly(self) -> bool {
+        matches!(self, HugePageLogging::Split | HugePageLogging::MarkWhole)
     }
 
     /// Whether pages of 2 MiB stay.
     #[inline]
     pub fn marks_whole(self) -> bool {
-        matches!(self, HugePageLogging::MarkWhole(_))
+        matches!(self, HugePageLogging::MarkWhole | HugePageLogging::MarkWholeLazily)
     }
-}
-
-impl Default for HugePageLogging {
-    fn default() -> HugePageLogging {
-        HugePageLogging::Split(HugePageSplitting::default())
-    }
-}
-
-/// When the huge pages of a memslot that logs are split, as [`HugePageLogging`] says.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum HugePageSplitting {
-    /// Ahead of time, by the thread that turns logging on. With [`ManualProtect::InitiallySet`], by
-    /// those that clear the log, range by range. Without memory for it, a huge page is split as
-    /// with `Lazy`.
-    #[default]
-    Eager,
-    /// Each by the vCPU that first writes to it.
-    Lazy,
 }
 
 /// On which node of the host a page-table page is allocated.
@@ -344,20 +330,20 @@ impl Config {
             if self.access_tracking != AccessTracking::Faults {
                 return Err(Error::ShadowNeedsFaults);
             }
-            if previous_roots > MAX_PREVIOUS_ROOTS {
+            if previous_roots > ShadowPaging::MAX_PREVIOUS_ROOTS {
                 return Err(Error::TooManyRoots { previous_roots });
             }
-            if !(MIN_SHADOW_PAGES..=MAX_SHADOW_PAGES).contains(&max_pages) {
+            if !(ShadowPaging::MIN_PAGES..=ShadowPaging::MAX_PAGES).contains(&max_pages) {
                 return Err(Error::BadShadowPages { max_pages });
             }
         }
         if let FaultAround::Pages(nr_pages) = self.fault_around {
-            if !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages)) {
+            if !(nr_pages.is_power_of_two() && (2..=FaultAround::MAX_PAGES).contains(&nr_pages)) {
                 return Err(Error::BadFaultAround { nr_pages });
             }
         }
         let needs_dirty_bit = match self.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => false,
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => false,
             DirtyTracking::DirtyBit => true,
             DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => true,
             DirtyTracking::PageModificationLog => return Err(Error::NoModificationLog { format: F::NAME }),
@@ -375,15 +361,12 @@ impl Config {
     /// observed.
     #[inline]
     pub(crate) fn first_write_faults(&self, level: Level) -> bool {
-        level > Level::L4K || matches!(self.dirty_tracking, DirtyTracking::WriteProtect(_))
+        level > Level::L4K || self.dirty_tracking.write_protects()
     }
 
     /// The largest leaf that may be written in a memslot that logs.
     #[inline]
     pub(crate) fn largest_logged_write(&self) -> Level {
-        match self.huge_page_logging {
-            HugePageLogging::Split(_) => Level::L4K,
-            HugePageLogging::MarkWhole(_) => Level::L2M,
-        }
+        if self.huge_page_logging.marks_whole() { Level::L2M } else { Level::L4K }
     }
 }

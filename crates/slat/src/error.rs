@@ -41,8 +41,8 @@ pub enum Error {
         /// Address bits that the format translates.
         gpa_bits: u32,
     },
-    /// The memslot number is not below [`MAX_SLOTS`](crate::MAX_SLOTS).
-    #[error("slot {slot} is not below the limit of {} slots", crate::MAX_SLOTS)]
+    /// The memslot number is not below [`MAX_SLOTS`](crate::MemoryRegion::MAX_SLOTS).
+    #[error("slot {slot} is not below the limit of {} slots", crate::MemoryRegion::MAX_SLOTS)]
     SlotTooHigh {
         /// The memslot.
         slot: u32,
@@ -290,10 +290,10 @@ pub enum Error {
         format: &'static str,
     },
     /// The window of fault-around is not a power of two from 2 to
-    /// [`MAX_FAULT_AROUND_PAGES`](crate::MAX_FAULT_AROUND_PAGES) pages.
+    /// [`MAX_PAGES`](crate::FaultAround::MAX_PAGES) pages.
     #[error(
         "a window of {nr_pages} pages around a fault: not a power of two from 2 to {}",
-        crate::MAX_FAULT_AROUND_PAGES
+        crate::config::FaultAround::MAX_PAGES
     )]
     BadFaultAround {
         /// The number of pages that was configured.
@@ -336,12 +336,12 @@ pub enum Error {
         gpa: Gpa,
     },
     /// The size of dirty rings is not a power of two, or not from
-    /// [`MIN_DIRTY_RING_ENTRIES`](crate::MIN_DIRTY_RING_ENTRIES) to
-    /// [`MAX_DIRTY_RING_ENTRIES`](crate::MAX_DIRTY_RING_ENTRIES).
+    /// [`MIN_ENTRIES`](crate::DirtyRing::MIN_ENTRIES) to
+    /// [`MAX_ENTRIES`](crate::DirtyRing::MAX_ENTRIES).
     #[error(
         "dirty rings of {nr_entries} entries: not a power of two from {} to {}",
-        crate::MIN_DIRTY_RING_ENTRIES,
-        crate::MAX_DIRTY_RING_ENTRIES
+        crate::dirty::ring::DirtyRing::MIN_ENTRIES,
+        crate::dirty::ring::DirtyRing::MAX_ENTRIES
     )]
     BadRingSize {
         /// The number of entries that was requested.

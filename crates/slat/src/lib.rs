@@ -163,15 +163,12 @@ mod vm_memory;
 
 #[cfg(feature = "vm-memory")]
 pub use self::vm_memory::{CheckedMemory, SlotBitmap};
-pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
+pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SIZE, PageSize, Pfn};
 pub use config::{
-    Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES, MAX_PREVIOUS_ROOTS,
-    MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, Paging, ShadowPaging, ShadowStrategy, TablePlacement,
-    WriteProtection,
+    Config, DirtyTracking, FaultAround, HugePageLogging, ManualProtect, Paging, ShadowPaging, ShadowStrategy,
+    TablePlacement,
 };
-pub use dirty::ring::{
-    DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
-};
+pub use dirty::ring::{DirtyPage, DirtyRing, DirtyRingEntry};
 pub use error::Error;
 pub use format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
 pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
@@ -179,11 +176,9 @@ pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;
 pub use second_stage::query::{TableCursor, TableReader, Translation};
 pub use shadow::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
-pub use slot::{
-    MAX_SLOTS, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords,
-};
+pub use slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords};
 pub use stats::{Histogram, Stats};
 #[cfg(feature = "baselines")]
 pub use sync::{Locking, Park};
 pub use vcpu::{Exit, Outcome, Vcpu};
-pub use vm::{Cap, Vm};
+pub use vm::Vm;

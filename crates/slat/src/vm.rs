@@ -9,7 +9,9 @@ use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
-use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
+#[cfg(doc)]
+use crate::config::HugePageLogging;
+use crate::config::{Config, ManualProtect};
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::RingsReset;
@@ -21,6 +23,7 @@ use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::query::TableReader;
 use crate::second_stage::split;
 use crate::shadow::Shadow;
+#[cfg(doc)]
 use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
 use crate::stats::Stats;
@@ -42,18 +45,6 @@ pub struct Vm<H: Host, F: Format> {
     pub(crate) slots: Slots<H::Backing>,
 }
 
-/// An optional ability of a VM: KVM's capabilities, `KVM_CAP_*`.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum Cap {
-    /// [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT): 1.
-    Userfault,
-    /// [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD): 1.
-    GuestMemfd,
-    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`] that exist, as bits.
-    MemoryAttributes,
-}
-
 impl<H: Host, F: Format> Vm<H, F> {
     /// Creates a VM without memory.
     ///
@@ -70,15 +61,6 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The host that the VM was created with.
     pub fn host(&self) -> &H {
         &self.tree.host
-    }
-
-    /// Whether, and how far, the VM supports `cap`: 0 if it does not, else the value that [`Cap`]
-    /// names. KVM's `KVM_CHECK_EXTENSION`.
-    pub fn check_extension(&self, cap: Cap) -> u64 {
-        match cap {
-            Cap::Userfault | Cap::GuestMemfd => 1,
-            Cap::MemoryAttributes => MemoryAttributes::all().bits(),
-        }
     }
 
     /// Host-physical address of the root page-table page. It goes into nCR3 (AMD APM vol. 2,
@@ -267,7 +249,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// From then on, each fault that makes a page writable in a memslot that logs pushes an entry
     /// into the ring of its vCPU ([`Vcpu::dirty_ring`]). A page may be there more than once. When
-    /// [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults exit
+    /// [`DirtyRing::RESERVE`] entries are left, the vCPU's faults exit
     /// with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go on:
     /// 1. harvest the entries,
     /// 2. call [`reset_dirty_rings`](Vm::reset_dirty_rings),
@@ -316,7 +298,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
         let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
-        if !matches!((dirty_tracking, huge_page_logging), (DirtyTracking::WriteProtect(_), HugePageLogging::Split(_))) {
+        if !dirty_tracking.write_protects() || huge_page_logging.marks_whole() {
             return Err(Error::RingNeedsPageFaults);
         }
         let participant = self.tree.epochs.borrow_participant()?;
@@ -403,7 +385,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// how many it split.
     ///
     /// Turning on [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES) does this by
-    /// itself ([`HugePageSplitting`](crate::HugePageSplitting)). To have it done sooner, call this
+    /// itself ([`HugePageLogging`]). To have it done sooner, call this
     /// before, from several threads. Threads that split disjoint ranges do not delay each other. A
     /// block that is being recovered ([`recover_range`](Vm::recover_range)) is skipped.
     ///

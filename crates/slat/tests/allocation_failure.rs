@@ -423,7 +423,8 @@ fn life_of_a_log<F: Format>(config: Config) {
     let (nr_pages, failures) = until_it_succeeds(|| vm.clear_dirty_log(1, 0, NR_PAGES, &[1; NR_WORDS]), unchanged);
     // Page 64, and where getting does not take, page 0.
     let is_manual = config.manual_protect != ManualProtect::Disabled;
-    let by_mark = matches!(config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
+    let by_mark =
+        matches!(config.dirty_tracking, slat::DirtyTracking::WriteProtect | slat::DirtyTracking::WriteProtectLeaves);
     let left_of = |nr_pages: u64| 101 - nr_pages - if is_manual { 0 } else { 64 };
     assert!(nr_pages == u64::from(is_manual) + 1 || !by_mark, "{config:?}: {nr_pages}");
     assert!(failures >= 1);

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use schedules::{check, random, random_locking};
 use shuttle::thread;
 use slat::{
-    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting,
-    Locking, ManualProtect, MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
+    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
+    MemoryRegionFlags, PAGE_SIZE, PageSize,
 };
 use world::{
     Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_is_asked_again, find, new_vm, new_vm_with,
@@ -338,17 +338,15 @@ impl Memory {
 
 /// Any way to keep a dirty log.
 fn random_config() -> Config {
-    let lazy = DirtyTracking::WriteProtect(WriteProtection::Lazy);
-    let leaf_by_leaf = DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf);
+    let lazy = DirtyTracking::WriteProtect;
+    let leaf_by_leaf = DirtyTracking::WriteProtectLeaves;
     let trackings = [lazy, lazy, leaf_by_leaf, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
     let manual = [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
     Config::default()
         .with_locking(random_locking())
         .with_dirty_tracking(trackings[random(5) as usize])
         .with_manual_protect(manual[random(3) as usize])
-        .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize](
-            HugePageSplitting::Eager,
-        ))
+        .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize])
 }
 
 /// What happens to the slot while guests write and a host harvests.

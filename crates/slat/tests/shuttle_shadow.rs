@@ -220,7 +220,8 @@ impl World {
     fn new() -> World {
         let strategy = [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged, ShadowStrategy::Baseline];
         let strategy = strategy[random(3) as usize];
-        let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 1, max_pages: slat::MIN_SHADOW_PAGES });
+        let paging =
+            Paging::Shadow(ShadowPaging { strategy, previous_roots: 1, max_pages: slat::ShadowPaging::MIN_PAGES });
         let config = Config::default().with_paging(paging);
         let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
         let host = vm.host();

@@ -13,7 +13,7 @@ mod vcpus;
 use std::ops::Range;
 
 use serde_json::Value;
-use slat::{ManualProtect, PAGE_SHIFT};
+use slat::{Gfn, ManualProtect};
 use slat_machine::guest::{Sharing, value};
 use slat_machine::machine::{MachineError, Pins};
 use slat_machine::memory::{Backing, BackingKind};
@@ -152,7 +152,7 @@ impl Kvm {
         let wanted = phases::manual_protect(args);
         let plan = Plan {
             nr_vcpus: args.vcpus,
-            pages_per_vcpu: args.bytes >> PAGE_SHIFT,
+            pages_per_vcpu: args.bytes >> Gfn::SHIFT,
             nr_slots: u32::try_from(args.slots).unwrap_or(u32::MAX),
             backing: args.backing,
             sharing: if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned },
@@ -210,7 +210,7 @@ impl Plan {
 
     /// Goes through the phases once, with a VM of its own on new memory.
     fn run(&self) -> Result<Run, Failure> {
-        let memory = Backing::new(self.backing, self.nr_pages() << PAGE_SHIFT).map_err(MachineError::from)?;
+        let memory = Backing::new(self.backing, self.nr_pages() << Gfn::SHIFT).map_err(MachineError::from)?;
         let shape = Shape {
             nr_vcpus: self.nr_vcpus,
             nr_slots: self.nr_slots,

@@ -2,7 +2,7 @@
 //! everybody's, and the log is got in its legacy mode, in which the call begins a new log too. The vCPU is out of the
 //! guest when the log is taken.
 
-use slat::{ManualProtect, PAGE_SHIFT};
+use slat::{Gfn, ManualProtect};
 use slat_machine::memory::Backing;
 
 use super::subject::Subject;
@@ -22,7 +22,7 @@ impl KvmPeer {
         let shape = Shape {
             nr_vcpus: 1,
             nr_slots: 1,
-            nr_listed: memory.size_bytes() >> PAGE_SHIFT,
+            nr_listed: memory.size_bytes() >> Gfn::SHIFT,
             manual_protect: ManualProtect::Disabled,
         };
         let (vm, guests) = KvmVm::new(memory, &shape)?;

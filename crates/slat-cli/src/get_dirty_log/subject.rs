@@ -7,10 +7,7 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PageSize, Paging, Vcpu, Vm,
-    WriteProtection,
-};
+use slat::{Config, DirtyTracking, Gfn, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PageSize, Paging, Vcpu, Vm};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::cpu::Cpu;
 use slat_machine::guest::{GuestCpu, GuestError, GuestTables};
@@ -43,20 +40,20 @@ pub(super) trait Subject {
 /// The memory of the slot, touched.
 pub(super) fn memory(kind: BackingKind, size_bytes: u64) -> Result<Backing, Failure> {
     let memory = Backing::new(kind, size_bytes).map_err(MachineError::from)?;
-    for page in 0..size_bytes >> PAGE_SHIFT {
-        memory.store(page << PAGE_SHIFT, 0);
+    for page in 0..size_bytes >> Gfn::SHIFT {
+        memory.store(page << Gfn::SHIFT, 0);
     }
     Ok(memory)
 }
 
 /// The address of a page of the slot.
 pub(super) fn gpa(page: u32) -> Gpa {
-    Gpa(SLOT_GPA.0 + (u64::from(page) << PAGE_SHIFT))
+    Gpa(SLOT_GPA.0 + (u64::from(page) << Gfn::SHIFT))
 }
 
 /// The page of the slot that has an address, which is in the slot.
 pub(super) fn page(gpa: Gpa) -> u32 {
-    ((gpa.0 - SLOT_GPA.0) >> PAGE_SHIFT) as u32
+    ((gpa.0 - SLOT_GPA.0) >> Gfn::SHIFT) as u32
 }
 
 /// Writes `value` to `page` as the guest.
@@ -92,7 +89,7 @@ impl<F: HardwareFormat> Slat<F, ShadowCpu<Vcpu<MachineHost, F>>> {
     /// The same without a second stage. The guest's own tables map the slot where it is, by pages of 2 MiB as those of the real
     /// KVM's guest do; what is logged are pages of 4 KiB all the same.
     pub(super) fn shadow(method: Method, memory: &Backing) -> Result<Self, Failure> {
-        let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
+        let nr_pages = memory.size_bytes() >> Gfn::SHIFT;
         let paging = shadow_paging(nr_pages);
         let vm = vm::<F>(config(method).with_paging(Paging::Shadow(paging)), memory, 2 * u64::from(paging.max_pages))?;
         let tables = GuestTables {
@@ -136,7 +133,7 @@ fn vm<F: HardwareFormat>(
     nr_more_tables: u64,
 ) -> Result<Arc<Vm<MachineHost, F>>, Failure> {
     // Many times what maps the slot.
-    let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12) + nr_more_tables;
+    let max_tables = (memory.size_bytes() >> Gfn::SHIFT) / 128 + (1 << 12) + nr_more_tables;
     let host = MachineHost::new(Arc::new(FlushDomain::new()), max_tables).map_err(MachineError::from)?;
     let vm = Arc::new(Vm::new(host, config)?);
     vm.set_user_memory_region(MemoryRegion {
@@ -153,10 +150,10 @@ fn vm<F: HardwareFormat>(
 /// How the engine is to protect pages again.
 fn config(method: Method) -> Config {
     let protection = match method {
-        Method::SlatLeaf => WriteProtection::LeafByLeaf,
-        _ => WriteProtection::Lazy,
+        Method::SlatLeaf => DirtyTracking::WriteProtectLeaves,
+        _ => DirtyTracking::WriteProtect,
     };
-    Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection))
+    Config::default().with_dirty_tracking(protection)
 }
 
 /// Takes the log of the engine's slot.

@@ -9,7 +9,7 @@
 //! (TSS).
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
-use slat::{PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gfn, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
 use super::{MAX_REGION_BYTES, Shape, Trouble, system_memory};
@@ -262,7 +262,7 @@ impl System {
 
 /// The address of a page of the region.
 pub(super) const fn page_gpa(page: u64) -> u64 {
-    REGION_GPA + (page << PAGE_SHIFT)
+    REGION_GPA + (page << Gfn::SHIFT)
 }
 
 /// The size of a vCPU's block, in whole pages.

@@ -12,9 +12,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::args::HugePagesArg;
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{Config, GfnRange, HugePageLogging, PAGE_SIZE};
+use slat::{Config, GfnRange, PAGE_SIZE};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Order, Program, Sharing};
 use slat_machine::machine::{HostEvents, Machine, MachineConfig, RunReport};
@@ -111,7 +112,7 @@ pub(super) fn run<F: HardwareFormat>(
             .with_access_tracking(plan.tracking)
             .with_dirty_tracking(plan.dirty_tracking)
             .with_manual_protect(plan.manual_protect)
-            .with_huge_page_logging(HugePageLogging::Split(plan.splitting)),
+            .with_huge_page_logging(HugePagesArg::Split.logging(plan.splitting)),
         paging: plan.paging,
         ..MachineConfig::default()
     })?;

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use slat::{Exit, Gva, MemoryFaultFlags, PAGE_SHIFT, Vcpu};
+use slat::{Exit, Gfn, Gva, MemoryFaultFlags, Vcpu};
 
 use super::VcpuError;
 use crate::clock;
@@ -131,7 +131,7 @@ impl<F: HardwareFormat> Lane<F> {
             if is_sampled && self.began_ns.is_none() {
                 self.began_ns = Some(clock::timestamp_ns());
             }
-            match self.cpu.exchange(Gva(REGION_GPA.0 + (page << PAGE_SHIFT)), guest::value(self.round, page)) {
+            match self.cpu.exchange(Gva(REGION_GPA.0 + (page << Gfn::SHIFT)), guest::value(self.round, page)) {
                 Ok(found) => {
                     self.check(page, found)?;
                     self.nr_touched += 1;

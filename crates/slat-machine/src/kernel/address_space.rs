@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use slat::{Access, Gva, PAGE_SHIFT, Privilege};
+use slat::{Access, Gfn, Gva, Privilege};
 
 use super::cpu::{ERROR_FETCH, ERROR_PRESENT, ERROR_USER, ERROR_WRITE};
 use super::frames::Frame;
@@ -108,7 +108,7 @@ pub(crate) struct AddressSpace {
 
 /// Where `page` is.
 pub(crate) const fn gva_of(page: u64) -> Gva {
-    Gva(page << PAGE_SHIFT)
+    Gva(page << Gfn::SHIFT)
 }
 
 /// Error code of a fault, by what is known without tables.

@@ -65,7 +65,7 @@ fn few_shadow_pages_are_enough() {
     for strategy in STRATEGIES {
         let config = Config::default();
         let kernel = Kernel::new(config).unwrap();
-        let shadow = ShadowPaging { strategy, max_pages: slat::MIN_SHADOW_PAGES, ..ShadowPaging::default() };
+        let shadow = ShadowPaging { strategy, max_pages: slat::ShadowPaging::MIN_PAGES, ..ShadowPaging::default() };
         let vm = machine(&config, shadow);
         let mut cpu = start(&vm, &kernel, 0).unwrap();
         let done = cpu.run(&WorkloadMix::EVERYTHING, 2_000, 2);

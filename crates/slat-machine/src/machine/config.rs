@@ -1,6 +1,6 @@
 //! What a machine is made of, and whether it makes sense.
 
-use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize};
+use slat::{Config, Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -199,11 +199,11 @@ impl MachineConfig {
             .checked_mul(nr_vcpus as u64)
             .filter(|bytes| *bytes <= MAX_REGION_BYTES)
             .ok_or(ConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?
-            >> PAGE_SHIFT;
+            >> Gfn::SHIFT;
         if nr_slots == 0 || !nr_pages.is_multiple_of(nr_slots.into()) {
             return Err(ConfigError::Slots { nr_pages, nr_slots });
         }
-        let max_slots = if self.has_guest_tables() { MAX_SLOTS - 2 } else { MAX_SLOTS - 1 };
+        let max_slots = if self.has_guest_tables() { MemoryRegion::MAX_SLOTS - 2 } else { MemoryRegion::MAX_SLOTS - 1 };
         if nr_slots > max_slots {
             return Err(ConfigError::TooManySlots { nr_slots, max_slots });
         }
@@ -218,7 +218,7 @@ impl MachineConfig {
         {
             return Err(ConfigError::Pins { nr_pins: pins.vcpus.len(), nr_vcpus });
         }
-        Ok(Layout { nr_pages, pages_per_vcpu: bytes_per_vcpu >> PAGE_SHIFT })
+        Ok(Layout { nr_pages, pages_per_vcpu: bytes_per_vcpu >> Gfn::SHIFT })
     }
 }
 

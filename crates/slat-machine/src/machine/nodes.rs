@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use slat::{Gva, Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement, Vcpu};
+use slat::{Gfn, Gva, Host, Hpa, NodeId, TablePlacement, Vcpu};
 
 use super::worker::{Job, Parts, Repeat, Seat, Worker};
 use super::{
@@ -208,7 +208,7 @@ impl<F: HardwareFormat> Machine<F> {
             region: Gva(REGION_GPA.0),
             index: 0,
             nr_vcpus: self.seats.homes.len() as u64,
-            pages_per_vcpu: self.config.bytes_per_vcpu >> PAGE_SHIFT,
+            pages_per_vcpu: self.config.bytes_per_vcpu >> Gfn::SHIFT,
             seat: None,
             signals: Arc::clone(&self.signals),
             ledger: self.region.pages().map(|pages| (Ledger::new(0, 0), Arc::clone(pages))),

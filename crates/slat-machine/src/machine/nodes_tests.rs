@@ -64,7 +64,7 @@ fn linked_tables(machine: &Machine<Npt>) -> Vec<Linked> {
             && level < 4
         {
             let host = machine.vm().host();
-            let first_page = (gpa - REGION_GPA.0) >> PAGE_SHIFT;
+            let first_page = (gpa - REGION_GPA.0) >> Gfn::SHIFT;
             let linked =
                 Linked { level, node: host.node_of(table.pfn()), first_page, memory: host.node_of(leaf.pfn()) };
             found.insert(at, linked);

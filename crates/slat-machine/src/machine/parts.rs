@@ -3,10 +3,7 @@
 
 use std::sync::Arc;
 
-use slat::{
-    DirtyTracking, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Paging,
-    ShadowPaging, Vcpu, Vm,
-};
+use slat::{DirtyTracking, Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Paging, ShadowPaging, Vcpu, Vm};
 
 use super::{MachineConfig, MachineError, REGION_GPA, TABLES_GPA};
 use crate::commit::Port;
@@ -28,7 +25,7 @@ pub fn shadow_paging(nr_pages: u64) -> ShadowPaging {
     let lowest = nr_pages.div_ceil(512) + 1;
     // The levels above, and the same for the guest's tables, as many pages as the lowest level has tables.
     let nr_tables = lowest + 2 * lowest.div_ceil(512) + TO_SPARE;
-    let max_pages = nr_tables.clamp(MIN_SHADOW_PAGES.into(), MAX_SHADOW_PAGES.into()) as u32;
+    let max_pages = nr_tables.clamp(ShadowPaging::MIN_PAGES.into(), ShadowPaging::MAX_PAGES.into()) as u32;
     ShadowPaging { max_pages, ..ShadowPaging::default() }
 }
 
@@ -51,7 +48,7 @@ pub(super) fn most_tables(config: &MachineConfig, nr_pages: u64) -> u64 {
 /// Memory beside the guest's, rounded up: a thread's stack, TLB and record (about 75 KiB), page tables (0.2% of what
 /// they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%), the program itself.
 pub(crate) fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
-    (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
+    (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << Gfn::SHIFT) / 128
 }
 
 /// The same with what shadow paging needs: a table with its record (12 KiB) for each that the guest has and for those that map
@@ -71,7 +68,7 @@ pub(super) fn new_cpu<F: HardwareFormat>(
     let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), VM_TAG, vm.root(), config.tlb);
     let cpu = match config.engine.dirty_tracking {
         DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
-        DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,
     };
     cpu.exit_guest_mode();
     Ok(cpu.with_walk_counter(host.walk_counter(counts)))

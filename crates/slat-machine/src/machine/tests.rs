@@ -263,7 +263,7 @@ fn the_logs_name_the_pages_that_guests_wrote() {
         let logged = drained();
         assert_eq!(report.total().nr_pages_logged, logged.len() as u64);
         let mut pages: Vec<u64> =
-            logged.iter().filter(is_of_region).map(|gpa| (gpa.0 - REGION_GPA.0) >> PAGE_SHIFT).collect();
+            logged.iter().filter(is_of_region).map(|gpa| (gpa.0 - REGION_GPA.0) >> Gfn::SHIFT).collect();
         pages.sort_unstable();
         let is_written = |page: &u64| machine.peek(*page) == Some(value(1, *page));
         assert!(pages.iter().copied().eq((0..machine.nr_pages()).filter(is_written)), "{pages:?}");

@@ -1,8 +1,7 @@
 //! The machine with CPUs that have no second stage: the same guests, through tables of their own in one address space.
 
 use slat::{
-    Config, DirtyTracking, Ept, HugePageLogging, HugePageSplitting, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt,
-    PAGE_SIZE, PageSize, Paging, ShadowPaging, WriteProtection,
+    Config, DirtyTracking, Ept, HugePageLogging, Locking, ManualProtect, Npt, PAGE_SIZE, PageSize, Paging, ShadowPaging,
 };
 
 use super::events_tests::{self, EVENTS, run_beside};
@@ -22,9 +21,8 @@ fn shadow(config: MachineConfig) -> MachineConfig {
 #[test]
 fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
-            let engine =
-                Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+        for protection in [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves] {
+            let engine = Config::default().with_locking(locking).with_dirty_tracking(protection);
             populate_then_log::<Npt>(&shadow(MachineConfig { engine, ..small() }));
         }
     }
@@ -36,9 +34,7 @@ fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
 fn large_pages_of_host_and_guest_go_together_in_any_way() {
     for backing in [BackingKind::Anonymous, BackingKind::AnonymousThp] {
         for guest_page_size in [PageSize::Size4K, PageSize::Size2M] {
-            for logging in
-                [HugePageLogging::Split, HugePageLogging::MarkWhole].map(|logging| logging(HugePageSplitting::Eager))
-            {
+            for logging in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
                 // Whole pages of 2 MiB are reported: that is for the machine's user to know.
                 if logging.marks_whole() && backing == BackingKind::AnonymousThp {
                     continue;
@@ -88,7 +84,7 @@ fn the_host_changes_memory_below_shadow_tables() {
 fn few_shadow_tables_are_slow_and_right() {
     // 80 tables of 2 MiB each, where there are 64.
     let config = MachineConfig { nr_vcpus: 2, bytes_per_vcpu: 80 << 20, nr_slots: 1, ..small() };
-    let paging = ShadowPaging { max_pages: MIN_SHADOW_PAGES, ..ShadowPaging::default() };
+    let paging = ShadowPaging { max_pages: ShadowPaging::MIN_PAGES, ..ShadowPaging::default() };
     let engine = config.engine.with_paging(Paging::Shadow(paging));
     let machine = Machine::<Npt>::new(&MachineConfig { engine, ..config }).unwrap();
     machine.run(Program::default()).unwrap();
@@ -100,7 +96,7 @@ fn few_shadow_tables_are_slow_and_right() {
     let is_written = |page: &u64| machine.peek(*page) == Some(value(round, *page));
     assert!(dirty_pages(&machine).into_iter().eq((0..machine.nr_pages()).filter(is_written)));
     assert!(machine.vm().stats().shadow_evictions > 0);
-    assert!(machine.vm().shadow_pages_peak() <= MIN_SHADOW_PAGES.into());
+    assert!(machine.vm().shadow_pages_peak() <= ShadowPaging::MIN_PAGES.into());
 }
 
 #[test]

@@ -13,9 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode,
-};
+use slat::{Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode};
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
 pub const BASE: u64 = 4 << 30;
@@ -111,7 +109,7 @@ pub struct Frames {
 impl Frames {
     /// Frames from the physical address `first` on.
     pub fn new(first: Hpa, nr_pages: u64, max_size: PageSize) -> Arc<Frames> {
-        assert!(first.0 >= FRAMES && first.0 + (nr_pages << PAGE_SHIFT) <= BASE + SIZE_BYTES);
+        assert!(first.0 >= FRAMES && first.0 + (nr_pages << Gfn::SHIFT) <= BASE + SIZE_BYTES);
         Arc::new(Frames { first: first.pfn(), nr_pages, max_size, read_gives_writable: AtomicBool::new(true) })
     }
 
@@ -167,11 +165,11 @@ unsafe impl Host for ArenaHost {
         if let Some(table) = tables.free.pop() {
             return Some(table);
         }
-        if (tables.nr_used + 1) << PAGE_SHIFT > TABLES_BYTES {
+        if (tables.nr_used + 1) << Gfn::SHIFT > TABLES_BYTES {
             return None;
         }
         tables.nr_used += 1;
-        Some(Hpa(BASE + ((tables.nr_used - 1) << PAGE_SHIFT)))
+        Some(Hpa(BASE + ((tables.nr_used - 1) << Gfn::SHIFT)))
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::{
-    Access, Config, Gfn, Gpa, HugePageLogging, HugePageSplitting, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Pfn, Resolved, Vcpu, Vm,
+    Access, Config, Gfn, Gpa, HugePageLogging, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn,
+    Resolved, Vcpu, Vm,
 };
 
 use super::arena::Memory;
@@ -165,7 +165,7 @@ impl Cell {
     /// Maps all by `nr_threads` threads; nanoseconds a leaf.
     pub(crate) fn measure(&self, memory: Memory, nr_threads: u64) -> f64 {
         // So that a write in a slot that logs has leaves of 2 MiB, too.
-        let config = Config::default().with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager));
+        let config = Config::default().with_huge_page_logging(HugePageLogging::MarkWhole);
         let vm: Arc<BenchVm> = Arc::new(Vm::new(BenchHost::new(memory), config).unwrap());
         let nr_pages = self.nr_pages();
         vm.set_user_memory_region(MemoryRegion {

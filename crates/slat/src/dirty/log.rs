@@ -103,7 +103,7 @@ use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use super::ring::{DirtyPage, DirtyRing};
 use crate::addr::{Gfn, GfnRange, Gpa, Level};
 use crate::boxed::try_zeroed;
-use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
+use crate::config::{Config, DirtyTracking, ManualProtect};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -302,7 +302,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         let mut taken = try_zeroed()?;
         let Config { manual_protect, huge_page_logging, .. } = self.tree.config;
-        if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splitting() == HugePageSplitting::Eager {
+        if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
             self.split_for(pages, mask)?;
         }
         self.harvest(
@@ -421,7 +421,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
     fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
         match self.tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => Ok(()),
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
             DirtyTracking::PageModificationLog => {
                 // A call that is refused changes nothing: what the CPUs have logged stays for the

@@ -32,7 +32,7 @@ use alloc::boxed::Box;
 use core::ptr::{self, NonNull};
 
 use super::bitmap::{PAGES_PER_WORD, PageWords};
-use super::ring::{DIRTY_RING_RESERVE, DirtyPage, DirtyRing, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES, Reset};
+use super::ring::{DirtyPage, DirtyRing, Reset};
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::{Zeroed, try_box, try_zeroed};
 use crate::error::Error;
@@ -76,7 +76,7 @@ impl Rings {
     /// [`Error::BadRingSize`], [`Error::DirtyRingEnabled`]. [`Error::VcpusExist`]: a vCPU or a
     /// [`WithoutRings`] exists.
     pub(crate) fn enable(&self, nr_entries: u32) -> Result<(), Error> {
-        if !nr_entries.is_power_of_two() || !(MIN_DIRTY_RING_ENTRIES..=MAX_DIRTY_RING_ENTRIES).contains(&nr_entries) {
+        if !nr_entries.is_power_of_two() || !(DirtyRing::MIN_ENTRIES..=DirtyRing::MAX_ENTRIES).contains(&nr_entries) {
             return Err(Error::BadRingSize { nr_entries });
         }
         // Acquire: observes the leaves of the vCPUs that are gone. Relaxed on failure: the number
@@ -137,7 +137,7 @@ impl Rings {
                 return Ok(OwnedRing(NonNull::from(ring)));
             }
         }
-        let mut new = try_box(DirtyRing::new(nr_entries, DIRTY_RING_RESERVE)?)?;
+        let mut new = try_box(DirtyRing::new(nr_entries, DirtyRing::RESERVE)?)?;
         // Relaxed: if the exchange fails, it returns what is listed by then.
         let mut head = self.first.load(Ordering::Relaxed);
         loop {

@@ -50,7 +50,6 @@ use super::broken::{cancel, find_broken, give_up};
 use super::install::Changed;
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
-use crate::config::DirtyTracking;
 use crate::dirty::log;
 use crate::dirty::rings::{Rings, WithoutRings};
 use crate::format::{Format, Pte};
@@ -238,7 +237,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     fn may_recover(&self, slot: &SlotView<'_, H::Backing>, block: GfnRange, level: Level) -> bool {
         let config = &self.tree.config;
         let needs = slot.logs()
-            && !(matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_))
+            && !(config.dirty_tracking.write_protects()
                 && config.huge_page_logging.marks_whole()
                 && level <= config.largest_logged_write());
         !needs && slot.allows_leaf(block, level)

@@ -44,7 +44,7 @@ use super::walk::View;
 use super::zap::Debt;
 use crate::addr::{Gfn, Gpa, Gva, Level};
 use crate::boxed::ZeroedWords;
-use crate::config::{MAX_PREVIOUS_ROOTS, ShadowStrategy};
+use crate::config::{ShadowPaging, ShadowStrategy};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -57,7 +57,7 @@ const NR_PCIDS: usize = 1 << 12;
 /// Flushed addresses that are kept for roots which are not current.
 const NR_ADDRESSES: usize = 8;
 
-const MAX_ROOTS: usize = MAX_PREVIOUS_ROOTS as usize + 1;
+const MAX_ROOTS: usize = ShadowPaging::MAX_PREVIOUS_ROOTS as usize + 1;
 
 /// A root that the vCPU remembers.
 struct Root {

@@ -10,7 +10,7 @@
 //! - Inside it there is no flush, no allocation that waits, no resolve and no yield.
 //! - It makes at most [`MAX_GUARD_STEPS`](super::participant::MAX_GUARD_STEPS) steps, whatever
 //!   `Host::should_yield` answers. A change of memslots copies the whole set inside one guard (at
-//!   most [`MAX_SLOTS`](crate::MAX_SLOTS) memslots).
+//!   most [`MAX_SLOTS`](crate::MemoryRegion::MAX_SLOTS) memslots).
 //! - How long a `TableReader` is open is its user's matter.
 //!
 //! While the host resolves a page, a [`HazardPointer`] protects the backing of the memslot instead.

@@ -4,9 +4,8 @@
 use std::sync::Arc;
 
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
-    WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Error, FaultAround, Format, Gfn, GfnRange, HugePageLogging, Locking,
+    ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_dirty, translate};
@@ -14,16 +13,15 @@ use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_
 pub const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 pub const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-pub const LAZY: DirtyTracking = DirtyTracking::WriteProtect(WriteProtection::Lazy);
-pub const LEAF_BY_LEAF: DirtyTracking = DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf);
+pub const LAZY: DirtyTracking = DirtyTracking::WriteProtect;
+pub const LEAF_BY_LEAF: DirtyTracking = DirtyTracking::WriteProtectLeaves;
 pub const DIRTY_TRACKINGS: [DirtyTracking; 4] =
     [LAZY, LEAF_BY_LEAF, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
 pub const MANUAL_PROTECTS: [ManualProtect; 3] =
     [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
-pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] =
-    [HugePageLogging::Split(HugePageSplitting::Eager), HugePageLogging::MarkWhole(HugePageSplitting::Eager)];
+pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] = [HugePageLogging::Split, HugePageLogging::MarkWhole];
 pub const LAZY_HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] =
-    [HugePageLogging::Split(HugePageSplitting::Lazy), HugePageLogging::MarkWhole(HugePageSplitting::Lazy)];
+    [HugePageLogging::SplitLazily, HugePageLogging::MarkWholeLazily];
 pub const ACCESS_TRACKINGS: [AccessTracking; 2] = [AccessTracking::AccessedBit, AccessTracking::Faults];
 pub const FAULT_AROUNDS: [FaultAround; 4] =
     [FaultAround::Off, FaultAround::Pages(2), FaultAround::Pages(8), FaultAround::Pages(64)];
@@ -32,7 +30,7 @@ pub const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exc
 /// The ways to find out writes that tables of format `F` allow.
 pub fn dirty_trackings<F: Format>() -> impl Iterator<Item = DirtyTracking> {
     DIRTY_TRACKINGS.into_iter().filter(|tracking| match tracking {
-        DirtyTracking::WriteProtect(_) => true,
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => true,
         DirtyTracking::DirtyBit => F::HAS_DIRTY_BIT,
         DirtyTracking::PageModificationLog => F::HAS_MODIFICATION_LOG,
     })

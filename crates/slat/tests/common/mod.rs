@@ -32,8 +32,8 @@ use std::time::{Duration, Instant};
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
 use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageLogging, HugePageSplitting,
-    Locking, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
+    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageLogging, Locking,
+    MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
 };
 pub use tables::*;
 
@@ -107,7 +107,7 @@ pub(crate) use bits_of;
 
 /// As most tests want it: where huge pages are split by the first write, each split is one call's.
 pub fn lazily_splitting(locking: Locking) -> Config {
-    Config::default().with_locking(locking).with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy))
+    Config::default().with_locking(locking).with_huge_page_logging(HugePageLogging::SplitLazily)
 }
 
 /// An empty VM.

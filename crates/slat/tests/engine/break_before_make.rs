@@ -11,8 +11,8 @@ use crate::common::hooked::at_look;
 use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
 use crate::common::{Call, Frame, MIB, TestBacking, Writes, change, region, translate};
 use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting, Level, Locking,
-    ManualProtect, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Stage2,
+    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Npt,
+    Outcome, PAGE_SIZE, PageSize, Pfn, Stage2,
 };
 
 const BIG: u64 = 512;
@@ -74,7 +74,7 @@ fn logging<F: Format>() {
             assert_eq!(broken::observed(), (4, 4));
             world.finish(&[SLOT]);
         }
-        let mut world = world::<F>(config.with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)));
+        let mut world = world::<F>(config.with_huge_page_logging(HugePageLogging::MarkWhole));
         world.set_flags(SLOT, LOG);
         world.vm.split_range(SLOT.range(), PageSize::Size4K).unwrap();
         world.write(SLOT, 3);

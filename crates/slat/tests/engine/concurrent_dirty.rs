@@ -197,7 +197,10 @@ impl<F: Format> World<F> {
             let Some(found) = at(page) else { continue };
             // Writes fault, or set a bit that is clear.
             let sets_bit = found.level == Level::L4K && found.pte.0 & F::DIRTY == 0;
-            let by_bits = !matches!(self.config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
+            let by_bits = !matches!(
+                self.config.dirty_tracking,
+                slat::DirtyTracking::WriteProtect | slat::DirtyTracking::WriteProtectLeaves
+            );
             assert!(
                 !found.writable || (by_bits && sets_bit),
                 "{:?}: page {page} may be written unseen: {found:x?}",
@@ -387,7 +390,7 @@ fn marked<F: Format>(config: Config) {
 each_tracking!(invalidations_and_agings_beside_writers_lose_no_mark, invalidated, 8);
 fn invalidated<F: Format>(config: Config) {
     let tracking = match config.dirty_tracking {
-        slat::DirtyTracking::WriteProtect(_) => AccessTracking::Faults,
+        slat::DirtyTracking::WriteProtect | slat::DirtyTracking::WriteProtectLeaves => AccessTracking::Faults,
         _ => AccessTracking::AccessedBit,
     };
     let world = World::<F>::logging(config.with_access_tracking(tracking), NR_PAGES);

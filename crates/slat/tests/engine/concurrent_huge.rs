@@ -20,9 +20,8 @@ use crate::common::{
     translate,
 };
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Exit, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
-    Stage2, Sv39x4, Vm, WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Ept, Exit, Format, Gfn, GfnRange, HugePageLogging, Locking,
+    ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
 };
 
 /// How long each configuration runs.
@@ -552,10 +551,10 @@ fn configs<F: Format>(locking: Locking) -> Vec<Config> {
     vec![
         config,
         config
-            .with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager))
-            .with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
+            .with_huge_page_logging(HugePageLogging::MarkWhole)
+            .with_dirty_tracking(DirtyTracking::WriteProtectLeaves)
             .with_manual_protect(ManualProtect::Enabled),
-        config.with_dirty_tracking(bits).with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy)),
+        config.with_dirty_tracking(bits).with_huge_page_logging(HugePageLogging::SplitLazily),
         config.with_access_tracking(AccessTracking::Faults).with_manual_protect(ManualProtect::InitiallySet),
     ]
 }

@@ -4,9 +4,7 @@ use crate::common::GIB;
 use crate::common::log::{
     LAZY_HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config,
 };
-use slat::{
-    Access, Config, Format, GfnRange, HugePageLogging, HugePageSplitting, Level, ManualProtect, PAGE_SIZE, PageSize,
-};
+use slat::{Access, Config, Format, GfnRange, HugePageLogging, Level, ManualProtect, PAGE_SIZE, PageSize};
 
 const GIB_PAGES: u64 = GIB / PAGE_SIZE;
 
@@ -191,9 +189,7 @@ fn maps<F: Format>(config: Config) {
 each_config!(a_range_that_is_taken_protects_the_whole_huge_page_and_leaves_the_other_marks, part_taken);
 fn part_taken<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
-        let config = config
-            .with_dirty_tracking(tracking)
-            .with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Lazy));
+        let config = config.with_dirty_tracking(tracking).with_huge_page_logging(HugePageLogging::MarkWholeLazily);
         let mut world = World::<F>::new(config);
         let slot = Slot::huge(1, 512, 1024, PageSize::Size2M);
         world.create(slot, LOG);

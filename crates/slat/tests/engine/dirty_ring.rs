@@ -14,9 +14,9 @@ use crate::common::guest::{Guest, Stop};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use slat::{
-    Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit,
-    FaultAround, Format, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting, Level, Locking, ManualProtect,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
+    Access, AccessTracking, Config, DirtyPage, DirtyRing, DirtyRingEntry, DirtyTracking, Error, Exit, FaultAround,
+    Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome,
+    PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -33,9 +33,7 @@ fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
 
 /// For exact counts: below a table entry that was closed lazily, a page may be pushed twice by one fault.
 fn leaf_by_leaf(locking: Locking) -> Config {
-    Config::default()
-        .with_locking(locking)
-        .with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
+    Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtectLeaves)
 }
 
 /// A VM with rings and slot 0 at address 0, that logs.
@@ -108,7 +106,7 @@ each!(a_vcpu_whose_ring_is_full_exits_until_there_is_room, full);
 fn full<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = logging::<F>(leaf_by_leaf(locking), 256, 4 * MIB);
     let mut other = vm.create_vcpu().unwrap();
-    let limit = u64::from(256 - DIRTY_RING_RESERVE);
+    let limit = u64::from(256 - DirtyRing::RESERVE);
     for round in 0..5 {
         let first = round * limit % 512;
         assert!((first..first + limit).all(|page| vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write) == RESUME));
@@ -150,8 +148,8 @@ fn a_reset_goes_to_the_first_entry_that_was_not_harvested() {
 
 #[test]
 fn many_pages_in_any_order_are_protected_by_one_reset_and_one_flush() {
-    for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
-        let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    for protection in [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves] {
+        let config = Config::default().with_dirty_tracking(protection);
         let (vm, mut vcpu) = logging::<Npt>(config, 4096, 64 * MIB);
         vm.set_user_memory_region(region(1, GIB + 3 * PAGE_SIZE, 3 * MIB, 7, PageSize::Size4K)).unwrap();
         vm.set_user_memory_region(change(1, LOG, GIB + 3 * PAGE_SIZE, 3 * MIB)).unwrap();
@@ -320,7 +318,7 @@ fn a_slot_that_begins_to_log_beside_a_fault_has_all_its_writable_pages_in_the_ri
 fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
     let (vm, mut vcpu) = logging::<Npt>(leaf_by_leaf(Locking::None), 256, 8 * MIB);
     // Page by page: a whole table has no room.
-    let limit = u64::from(256 - DIRTY_RING_RESERVE);
+    let limit = u64::from(256 - DirtyRing::RESERVE);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(limit * PAGE_SIZE));
     let full = Err(Error::DirtyRingFull { gpa: Gpa(limit * PAGE_SIZE) });
     assert_eq!(vcpu.pre_fault_memory(Gpa(limit * PAGE_SIZE), PAGE_SIZE, Access::Write), full);
@@ -417,7 +415,7 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
     let new = |config| Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
     for config in [
         Config::default().with_dirty_tracking(DirtyTracking::DirtyBit),
-        Config::default().with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
+        Config::default().with_huge_page_logging(HugePageLogging::MarkWhole),
     ] {
         let vm = new(config);
         assert_eq!(vm.enable_dirty_ring(1024), Err(Error::RingNeedsPageFaults));

@@ -256,7 +256,8 @@ fn logs<F: Format>(locking: Locking) {
             let resolves = world.vm.host().resolves.load(Ordering::SeqCst);
             for page in [5, 0, 15] {
                 let gfn = pages.gfn(page);
-                let is_write_protected = matches!(tracking, DirtyTracking::WriteProtect(_));
+                let is_write_protected =
+                    matches!(tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves);
                 assert_eq!(world.is_writable(pages, page), !is_write_protected, "{tracking:?}");
                 if is_write_protected {
                     fault(&mut world.vcpu, gfn.0, Access::Write);

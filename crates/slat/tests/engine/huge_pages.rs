@@ -11,8 +11,8 @@ use crate::common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirt
 use crate::common::{GIB, MIB, change, region, translate};
 use slat::{
     Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, Gpa,
-    HugePageLogging, HugePageSplitting, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
-    PageSize, Stage2, Sv39x4, Sv48x4, Vm, ZappedLeaf,
+    HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2,
+    Sv39x4, Sv48x4, Vm, ZappedLeaf,
 };
 
 use crate::common::TestHost;
@@ -265,9 +265,7 @@ fn read_only<F: Format>(config: Config) {
 each_format!(where_whole_blocks_are_marked_1g_become_2m_and_come_back_protected, mark_whole);
 fn mark_whole<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
-        let config = config
-            .with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager))
-            .with_manual_protect(manual);
+        let config = config.with_huge_page_logging(HugePageLogging::MarkWhole).with_manual_protect(manual);
         let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
         let mut world = world_with::<F>(config, slot, Access::Write);
         assert_eq!(sizes(&world), (0, 0, 1));
@@ -302,7 +300,8 @@ fn logging_slots_stay_split<F: Format>(config: Config) {
         assert_eq!(world.clear(slot, &(0..2 * BIG).collect::<Vec<_>>()), Ok(2 * BIG));
     }
     assert_eq!(sizes(&world), (1024, 0, 0), "{config:?}");
-    let faults = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_)) || F::BREAK_BEFORE_MAKE;
+    let faults = matches!(config.dirty_tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves)
+        || F::BREAK_BEFORE_MAKE;
     assert_eq!(world.write(slot, 3), u64::from(faults));
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((1024, 0, 0), 0));
@@ -505,8 +504,7 @@ fn bad_input<F: Format>(config: Config) {
 each_format!(lazily_nothing_is_split_but_what_is_written, lazily);
 fn lazily<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
-        let config =
-            config.with_manual_protect(manual).with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy));
+        let config = config.with_manual_protect(manual).with_huge_page_logging(HugePageLogging::SplitLazily);
         let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
         let mut world = world_with::<F>(config, slot, Access::Write);
         world.set_flags(slot, LOG);

@@ -7,8 +7,8 @@ use crate::common::broken::Broken;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
 use slat::{
-    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageLogging, HugePageSplitting, Level, Locking,
-    NodeId, Npt, Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
+    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageLogging, Level, Locking, NodeId, Npt,
+    Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
 };
 
 const BIG: u64 = 512;
@@ -88,8 +88,8 @@ fn node_of_page<F: Format>(world: &World<F>, slot: Slot, gfn: Gfn) -> NodeId {
 /// Splits ahead of time, by the end of a clear or by the first write: each table where it should be, and counted.
 fn splits<F: Format>(config: Config) {
     for policy in POLICIES {
-        for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
-            let config = config.with_table_placement(policy).with_huge_page_logging(HugePageLogging::Split(splitting));
+        for splitting in [HugePageLogging::Split, HugePageLogging::SplitLazily] {
+            let config = config.with_table_placement(policy).with_huge_page_logging(splitting);
             let mut world = world::<F>(config, NODES);
             let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
             world.create(slot, NO_FLAGS);
@@ -98,7 +98,7 @@ fn splits<F: Format>(config: Config) {
             let written: Vec<u64> = (0..9).map(|n| n * BIG + 5).collect();
             world.write_all(slot, written.iter().copied());
             let found = tables(&world, Level::L4K);
-            let nr_split = if splitting == HugePageSplitting::Eager { 512 } else { 9 };
+            let nr_split = if splitting.splits_eagerly() { 512 } else { 9 };
             assert_eq!(found.len(), nr_split);
             let mut nr_remote = 0;
             for (gfn, node) in found {

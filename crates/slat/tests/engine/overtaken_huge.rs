@@ -9,11 +9,11 @@ use std::sync::{Arc, LazyLock, Mutex, Once};
 
 use crate::common::broken::{self, Broken};
 use crate::common::hooked::{Hooked, at_look, was_called};
-use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
+use crate::common::log::{HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
 use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Level, Locking, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
+    Access, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, HugePageLogging, Level, Locking,
+    Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
 };
 
 const BIG: u64 = 512;
@@ -349,11 +349,9 @@ fn scene<F: Format>(config: Config, before: Before) -> Arc<Scene<F>> {
 
 fn configs() -> Vec<Config> {
     let mut configs = Vec::new();
-    for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
-        for huge in [HugePageLogging::Split(splitting), HugePageLogging::MarkWhole(splitting)] {
-            let config = Config::default().with_huge_page_logging(huge);
-            configs.extend([config, config.with_dirty_tracking(DirtyTracking::DirtyBit)]);
-        }
+    for huge in HUGE_PAGE_LOGGINGS.into_iter().chain(LAZY_HUGE_PAGE_LOGGINGS) {
+        let config = Config::default().with_huge_page_logging(huge);
+        configs.extend([config, config.with_dirty_tracking(DirtyTracking::DirtyBit)]);
     }
     configs
 }
@@ -508,11 +506,7 @@ fn nobody_who_comes_at_a_look_of_a_split_or_a_recovery_loses_anything() {
     let acts = [Act::Split, Act::Recover, Act::Enable, Act::Disable];
     for before in BEFORE {
         at_each_look::<Hooked>(config, before, &acts);
-        at_each_look::<Hooked>(
-            config.with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
-            before,
-            &acts[1..],
-        );
+        at_each_look::<Hooked>(config.with_huge_page_logging(HugePageLogging::MarkWhole), before, &acts[1..]);
         at_each_look::<Hooked>(config.with_dirty_tracking(DirtyTracking::DirtyBit), before, &acts[1..]);
         at_each_look::<Broken>(config, before, &acts);
     }

@@ -10,7 +10,6 @@ use crate::common::{GIB, MIB, PRIVATE_PFN, change, each, lazily_splitting, regio
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryAttributes,
     MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
-    WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -72,7 +71,7 @@ impl Walk {
     fn config(self) -> Config {
         let config = lazily_splitting(Locking::None);
         match self {
-            Walk::BeginsToLog => config.with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf)),
+            Walk::BeginsToLog => config.with_dirty_tracking(DirtyTracking::WriteProtectLeaves),
             Walk::Harvests => config.with_dirty_tracking(DirtyTracking::DirtyBit),
             Walk::Ages => config.with_access_tracking(AccessTracking::Faults),
             Walk::Invalidates | Walk::Recovers => config,

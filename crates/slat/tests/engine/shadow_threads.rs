@@ -13,7 +13,7 @@ use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize, Paging,
-    ShadowPaging, ShadowStrategy, WriteProtection,
+    ShadowPaging, ShadowStrategy,
 };
 
 const NR_CPUS: usize = 3;
@@ -365,13 +365,13 @@ fn is_used(gfn: u64) -> bool {
     (FIRST_OF_TABLES..FIRST_SHARED_TABLE + 4).contains(&gfn) || gfn >= FIRST_SHARED_PAGE
 }
 
-fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
+fn run(strategy: ShadowStrategy, protection: DirtyTracking, seed: u64) {
     const NR_ROUNDS: usize = 4;
     const ROUND: Duration = Duration::from_millis(120);
     /// Of each CPU in a round, however slow the machine is.
     const MIN_STEPS: u32 = 400;
-    let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 3, max_pages: slat::MIN_SHADOW_PAGES });
-    let config = Config::default().with_paging(paging).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 3, max_pages: slat::ShadowPaging::MIN_PAGES });
+    let config = Config::default().with_paging(paging).with_dirty_tracking(protection);
     assert_eq!(config.access_tracking, AccessTracking::Faults);
     let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::empty());
     let host = vm.host();
@@ -513,16 +513,16 @@ impl Drop for Alarm<'_> {
 
 #[test]
 fn beside_all_of_it_without_a_cache() {
-    run(ShadowStrategy::Baseline, WriteProtection::Lazy, 0x1234_5678);
+    run(ShadowStrategy::Baseline, DirtyTracking::WriteProtect, 0x1234_5678);
 }
 
 #[test]
 fn beside_all_of_it_with_roots_that_are_kept() {
-    run(ShadowStrategy::RootCache, WriteProtection::Lazy, 0x2345_6789);
-    run(ShadowStrategy::RootCache, WriteProtection::LeafByLeaf, 0x3456_789a);
+    run(ShadowStrategy::RootCache, DirtyTracking::WriteProtect, 0x2345_6789);
+    run(ShadowStrategy::RootCache, DirtyTracking::WriteProtectLeaves, 0x3456_789a);
 }
 
 #[test]
 fn beside_all_of_it_with_tables_for_each_pcid() {
-    run(ShadowStrategy::PcidTagged, WriteProtection::Lazy, 0x4567_89ab);
+    run(ShadowStrategy::PcidTagged, DirtyTracking::WriteProtect, 0x4567_89ab);
 }

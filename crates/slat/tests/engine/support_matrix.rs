@@ -8,7 +8,7 @@ use crate::common::log::{
 use crate::shadow_cpu;
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, ManualProtect, Npt, PageSize, Paging,
-    ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
+    ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm,
 };
 
 /// What is documented: who has no hardware that could do it is told so.
@@ -239,8 +239,8 @@ fn line(dirty_tracking: DirtyTracking) -> String {
         }
     }
     let name = match dirty_tracking {
-        DirtyTracking::WriteProtect(WriteProtection::Lazy) => "write protection, lazy",
-        DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf) => "write protection, leaf by leaf",
+        DirtyTracking::WriteProtect => "write protection, lazy",
+        DirtyTracking::WriteProtectLeaves => "write protection, leaf by leaf",
         DirtyTracking::DirtyBit => "dirty bits",
         DirtyTracking::PageModificationLog => "page-modification logs",
     };

@@ -6,9 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
-    Access, Cap, Config, Error, Exit, Format, Gpa, HugePageLogging, HugePageSplitting, Level, Locking,
-    MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap,
-    UserfaultWords, Vm,
+    Access, Config, Error, Exit, Format, Gpa, HugePageLogging, Level, Locking, MemoryAttributes, MemoryFaultFlags,
+    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -60,7 +59,6 @@ const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 
 fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
-    assert_eq!(vm.check_extension(Cap::Userfault), 1);
     let words = words(16, u64::MAX);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -283,7 +281,7 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
 
 fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locking: Locking) {
-    let huge = HugePageLogging::MarkWhole(HugePageSplitting::Lazy);
+    let huge = HugePageLogging::MarkWholeLazily;
     let config = Config::default().with_locking(locking).with_huge_page_logging(huge);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(16, 0);

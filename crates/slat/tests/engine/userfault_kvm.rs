@@ -157,7 +157,7 @@ fn every_page_arrives_once<F: Format>(config: Config) {
     }
     // Off: huge leaves come back where all pages are alike and the log allows it.
     turn(&vm, GUEST_MEMFD | LOG, None).unwrap();
-    let by_writes = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_));
+    let by_writes = matches!(config.dirty_tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves);
     let comes_back = by_writes && config.huge_page_logging.marks_whole();
     let level = if comes_back { Level::L2M } else { Level::L4K };
     assert_eq!(found(&vm, 700), Some((shared(700), level)), "{config:?}");

@@ -16,7 +16,7 @@ use crate::common::{Call, MIB, change, region, translate, vm};
 use scene::{Accessed, BIG, GRANULARITIES, PAGES, PRIVATE, SHARED, Scene, USERFAULT, Words};
 use slat::{
     Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, FaultAround, Format, HugePageLogging,
-    HugePageSplitting, Level, Locking, MemoryRegion, Npt, PAGE_SIZE, PageSize,
+    Level, Locking, MemoryRegion, Npt, PAGE_SIZE, PageSize,
 };
 
 /// What is done, or comes in between.
@@ -146,9 +146,7 @@ fn configs() -> [Config; 6] {
     [
         config,
         config.with_dirty_tracking(DirtyTracking::DirtyBit).with_fault_around(FaultAround::Pages(16)),
-        config
-            .with_fault_around(FaultAround::Pages(64))
-            .with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
+        config.with_fault_around(FaultAround::Pages(64)).with_huge_page_logging(HugePageLogging::MarkWhole),
         config.with_access_tracking(AccessTracking::Faults),
         Config::default().with_locking(Locking::Shared).with_fault_around(FaultAround::Pages(8)),
         Config::default().with_locking(Locking::Exclusive),

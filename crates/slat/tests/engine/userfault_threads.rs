@@ -14,8 +14,7 @@ use crate::common::random::Random;
 use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region, wait_until};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize,
-    UserfaultBitmap, Vm,
+    Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, UserfaultBitmap, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -301,7 +300,7 @@ fn guests_see_no_page_that_is_empty() {
 #[test]
 fn nor_is_a_write_lost_where_the_slot_logs() {
     let config = Config::default();
-    let marks_whole = config.with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager));
+    let marks_whole = config.with_huge_page_logging(HugePageLogging::MarkWhole);
     run::<Npt>(config, PageSize::Size4K, LOG);
     run::<Npt>(config.with_dirty_tracking(DirtyTracking::DirtyBit), PageSize::Size4K, LOG);
     run::<Ept>(config.with_dirty_tracking(DirtyTracking::PageModificationLog), PageSize::Size2M, LOG);

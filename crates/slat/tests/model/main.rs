@@ -127,7 +127,7 @@ fn possible<F: Format>(
     (dirty_tracking, manual_protect, huge, around): Logging,
 ) -> Config {
     let (dirty_tracking, access_tracking) = match dirty_tracking {
-        DirtyTracking::WriteProtect(_) => (dirty_tracking, access_tracking),
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => (dirty_tracking, access_tracking),
         DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => (dirty_tracking, AccessTracking::AccessedBit),
         _ if !F::HAS_DIRTY_BIT => (LEAF_BY_LEAF, access_tracking),
         _ => (DirtyTracking::DirtyBit, AccessTracking::AccessedBit),

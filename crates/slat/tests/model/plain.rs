@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
+    Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, ZappedLeaf,
 };
 
 use super::ops::{Aging, LOG, READONLY, USERFAULT};
@@ -178,7 +178,7 @@ impl Model {
 
     /// Whether hardware's dirty bits are the log of leaves of 4 KiB.
     fn logs_by_dirty_bits(&self) -> bool {
-        !matches!(self.config.dirty_tracking, DirtyTracking::WriteProtect(_))
+        !matches!(self.config.dirty_tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves)
     }
 
     /// Whether the first write to a leaf of `level` in a slot that logs must fault.
@@ -188,8 +188,8 @@ impl Model {
 
     fn largest_logged_write(&self) -> Level {
         match self.config.huge_page_logging {
-            HugePageLogging::Split(_) => Level::L4K,
-            HugePageLogging::MarkWhole(_) => Level::L2M,
+            HugePageLogging::Split | HugePageLogging::SplitLazily => Level::L4K,
+            HugePageLogging::MarkWhole | HugePageLogging::MarkWholeLazily => Level::L2M,
         }
     }
 
@@ -517,7 +517,7 @@ impl Model {
             self.take_away(old_range);
         }
         if range == old_range && begins && self.config.manual_protect != ManualProtect::InitiallySet {
-            if self.config.huge_page_logging.splitting() == HugePageSplitting::Eager {
+            if self.config.huge_page_logging.splits_eagerly() {
                 self.split_range(range, self.largest_logged_write(), |_| true);
             }
             self.protect(range, &log_words(range.nr_pages(), true));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use slat::{
     Access, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, Locking, MemoryRegion,
     MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, Paging, PagingRegister, PagingRegisters, Privilege, ShadowPaging,
-    ShadowStrategy, Vcpu, Vm, WriteProtection,
+    ShadowStrategy, Vcpu, Vm,
 };
 
 use super::architecture::{CR0_PG, CR4_SMAP, CR4_SMEP};
@@ -36,11 +36,9 @@ impl Hypervisor {
             max_pages: random.pick(&[64, 64, 128, 4096]),
         };
         let locking = random.pick(&[Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
-        let protection = random.pick(&[WriteProtection::Lazy, WriteProtection::LeafByLeaf]);
-        let config = Config::default()
-            .with_locking(locking)
-            .with_dirty_tracking(DirtyTracking::WriteProtect(protection))
-            .with_paging(Paging::Shadow(shadow));
+        let protection = random.pick(&[DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves]);
+        let config =
+            Config::default().with_locking(locking).with_dirty_tracking(protection).with_paging(Paging::Shadow(shadow));
         let keeps = random.pick(&[Keeps::Nothing, Keeps::Translations, Keeps::Everything, Keeps::Everything]);
         let logs = [random.chance(50), random.chance(50), random.chance(50)];
         Hypervisor { config, keeps, disobeys: Disobeys::Nothing, has_huge_pages: random.chance(50), logs }

@@ -112,7 +112,7 @@ fn range(at: u64, size: u64) -> GfnRange {
 fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_entries: Option<u32>) {
     let scene = scene::<F>(name, host, config);
     let vm = &scene.vm;
-    scene.measure("Vm::host, root, check_extension", || (vm.host(), vm.root(), vm.check_extension(Cap::Userfault)));
+    scene.measure("Vm::host, root", || (vm.host(), vm.root()));
     if let Some(nr_entries) = ring_entries {
         scene.measure("Vm::enable_dirty_ring", || vm.enable_dirty_ring(nr_entries)).unwrap();
     }
@@ -437,25 +437,15 @@ fn every_configuration<F: Format>() {
     let none = Config::default;
     second_stage::<F>("barrier", StackHost::with_barrier(), none(), None);
     second_stage::<F>("rings", host(), none(), Some(256));
-    let around = none().with_fault_around(FaultAround::Pages(MAX_FAULT_AROUND_PAGES));
+    let around = none().with_fault_around(FaultAround::Pages(FaultAround::MAX_PAGES));
     second_stage::<F>("fault-around", host(), around, None);
     second_stage::<F>("access by faults", host(), none().with_access_tracking(AccessTracking::Faults), None);
-    second_stage::<F>(
-        "splits lazily",
-        host(),
-        none().with_huge_page_logging(HugePageLogging::Split(HugePageSplitting::Lazy)),
-        None,
-    );
-    second_stage::<F>(
-        "marks whole",
-        host(),
-        none().with_huge_page_logging(HugePageLogging::MarkWhole(HugePageSplitting::Eager)),
-        None,
-    );
+    second_stage::<F>("splits lazily", host(), none().with_huge_page_logging(HugePageLogging::SplitLazily), None);
+    second_stage::<F>("marks whole", host(), none().with_huge_page_logging(HugePageLogging::MarkWhole), None);
     for manual in [ManualProtect::Enabled, ManualProtect::InitiallySet] {
         second_stage::<F>(&format!("manual protect {manual:?}"), host(), none().with_manual_protect(manual), None);
     }
-    let leaf_by_leaf = none().with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf));
+    let leaf_by_leaf = none().with_dirty_tracking(DirtyTracking::WriteProtectLeaves);
     second_stage::<F>("leaf by leaf", host(), leaf_by_leaf, None);
     if F::HAS_DIRTY_BIT {
         second_stage::<F>("dirty bits", host(), none().with_dirty_tracking(DirtyTracking::DirtyBit), None);
@@ -501,7 +491,7 @@ fn no_call_takes_more_stack_than_a_hypervisor_has() {
     every_configuration::<Sv48x4>();
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         shadow(strategy, 4096, FaultAround::Off);
-        shadow(strategy, MIN_SHADOW_PAGES, FaultAround::Pages(MAX_FAULT_AROUND_PAGES));
+        shadow(strategy, ShadowPaging::MIN_PAGES, FaultAround::Pages(FaultAround::MAX_PAGES));
     }
 
     let mut by_bytes: Vec<_> =

@@ -156,7 +156,7 @@ impl ShuttleHost {
         let logs = tracking == DirtyTracking::PageModificationLog;
         ShuttleHost {
             modification_logs: logs.then(|| (0..nr_guests).map(|_| ModificationLog::default()).collect()),
-            sets_dirty: !matches!(tracking, DirtyTracking::WriteProtect(_)),
+            sets_dirty: !matches!(tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves),
             tables: std::sync::Mutex::default(),
             accesses: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
             faults: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
@@ -382,7 +382,7 @@ impl Found<'_> {
     /// Whether a CPU can write through it, and no log will tell.
     pub fn is_written_unseen<F: Format>(&self, tracking: DirtyTracking) -> bool {
         let tells = match tracking {
-            DirtyTracking::WriteProtect(_) => false,
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => false,
             _ => self.level == Level::L4K && self.entry & F::DIRTY == 0,
         };
         self.writable && !tells

@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex, Weak};
 use slat::sync::AtomicU64;
 use slat::{
     Access, AccessTracking, AllocationWait, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa,
-    HugePageLogging, HugePageSplitting, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm, WriteProtection, ZappedLeaf,
+    HugePageLogging, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn,
+    Pte, Resolved, TableNode, Vcpu, Vm, ZappedLeaf,
 };
 
 use crate::Shape;
@@ -42,19 +42,23 @@ pub const PLACES: [&[u64]; 2] = [&[0, BLOCK], &[2 * BLOCK]];
 pub fn random_config() -> Config {
     let locking = random_locking();
     let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
-    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
+    let by_writes = [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves];
     let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
     let dirty_tracking = match access_tracking {
         AccessTracking::Faults => pick(&by_writes),
         AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
     };
-    let splitting = pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]);
     Config::default()
         .with_locking(locking)
         .with_access_tracking(access_tracking)
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
-        .with_huge_page_logging(pick(&[HugePageLogging::Split(splitting), HugePageLogging::MarkWhole(splitting)]))
+        .with_huge_page_logging(pick(&[
+            HugePageLogging::Split,
+            HugePageLogging::SplitLazily,
+            HugePageLogging::MarkWhole,
+            HugePageLogging::MarkWholeLazily,
+        ]))
 }
 
 /// A page of an area.
