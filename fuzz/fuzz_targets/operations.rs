@@ -23,7 +23,9 @@ use ops::{
     Aging, Alignment, At, BITMAP_WORDS, Bits, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, NewBitmap, Op,
     RANGE_PAGES, SIZES, WRITES,
 };
-use slat::{Access, Config, Ept, Format, MemoryAttributes, Npt, Stage2, Sv39x4, Sv48x4, Vm};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::slots::MemoryAttributes;
+use slat::{Access, Config, Vm};
 
 /// As many as a case of the model test has at most: longer ones only take longer.
 const MAX_OPS: usize = 80;

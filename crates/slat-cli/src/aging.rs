@@ -11,7 +11,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use slat::{AccessTracking, Config, Gfn, GfnRange, Locking, PageSize};
+use slat::baselines::Locking;
+use slat::tables::AccessTracking;
+use slat::{Config, Gfn, GfnRange, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Program, Sharing};
 use slat_machine::machine::{Machine, MachineConfig};

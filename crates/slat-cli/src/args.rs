@@ -3,7 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use slat::{AccessTracking, DirtyRing, DirtyTracking, Format, HugePageLogging, Locking, ManualProtect};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyRing, DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::tables::AccessTracking;
 use slat_machine::memory::BackingKind;
 
 use crate::aging::{self, AgingArgs};
@@ -436,23 +439,23 @@ macro_rules! with_format {
     ($format:expr, $name:ident => $expression:expr) => {
         match $format {
             $crate::args::FormatArg::Npt => {
-                type $name = slat::Npt;
+                type $name = slat::format::Npt;
                 $expression
             }
             $crate::args::FormatArg::Ept => {
-                type $name = slat::Ept;
+                type $name = slat::format::Ept;
                 $expression
             }
             $crate::args::FormatArg::Stage2 => {
-                type $name = slat::Stage2;
+                type $name = slat::format::Stage2;
                 $expression
             }
             $crate::args::FormatArg::Gstage => {
-                type $name = slat::Sv48x4;
+                type $name = slat::format::Sv48x4;
                 $expression
             }
             $crate::args::FormatArg::GstageSv39x4 => {
-                type $name = slat::Sv39x4;
+                type $name = slat::format::Sv39x4;
                 $expression
             }
         }

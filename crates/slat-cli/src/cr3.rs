@@ -25,7 +25,7 @@ use clap::{Args, ValueEnum};
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
-use slat::{ShadowPaging, ShadowStrategy};
+use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat_machine::kernel::{Isolation, Pcids, WorkloadMix};
 
 use crate::args::positive;

@@ -24,7 +24,8 @@ use kvm_bindings::{
     kvm_enable_cap, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VmFd};
-use slat::{Gfn, ManualProtect};
+use slat::Gfn;
+use slat::dirty::ManualProtect;
 use slat_machine::memory::{Backing, BackingKind};
 
 use crate::failure::{Failure, LEAVE_KVM_OUT};

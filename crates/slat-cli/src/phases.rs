@@ -15,7 +15,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use slat::{Config, Gfn, Level, ManualProtect, MemoryRegionFlags, NodeId, PageSize, Stats};
+use slat::dirty::ManualProtect;
+use slat::stats::Stats;
+use slat::{Config, Gfn, Level, MemoryRegionFlags, NodeId, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 use slat_machine::guest::{Order, Program, Sharing};
@@ -167,7 +169,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
         backing: args.backing,
         engine: match args.paging {
             PagingArg::Flat | PagingArg::TwoDimensional => engine,
-            PagingArg::Shadow => engine.with_paging(slat::Paging::Shadow(shadow_paging(nr_pages))),
+            PagingArg::Shadow => engine.with_paging(slat::shadow::Paging::Shadow(shadow_paging(nr_pages))),
         },
         dirty_ring_entries: (args.tracking == DirtyTrackingArg::Ring).then_some(args.ring_entries),
         paging: match args.paging {

@@ -16,7 +16,8 @@ use std::num::{NonZeroUsize, ParseIntError};
 use std::thread;
 
 use clap::{Arg, Args, ValueEnum};
-use slat::{NodeId, TablePlacement};
+use slat::NodeId;
+use slat::tables::TablePlacement;
 use slat_machine::machine::{MachineConfig, MachineError};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 

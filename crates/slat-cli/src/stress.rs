@@ -26,7 +26,9 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, DirtyTracking, Locking, ManualProtect};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::tables::AccessTracking;
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 

@@ -41,10 +41,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use slat::{
-    DirtyTracking, Gfn, MemoryAttributes, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, UserfaultBitmap, UserfaultWords,
-    Vm,
-};
+use slat::dirty::DirtyTracking;
+use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
+use slat::{Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 
 pub use config::{
     Copier, DemandPagingConfig, Descriptors, DirtyLogging, Mode, PagedBacking, PagingConfigError, VcpuThreads,
@@ -168,7 +167,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             delivery = Some((Arc::clone(&bitmap), shared_file(&memory, size_bytes)?));
             bitmap
         } else {
-            let new = || slat::sync::AtomicU64::new(0);
+            let new = || slat::baselines::AtomicU64::new(0);
             Arc::new((0..nr_blocks.div_ceil(u64::from(u64::BITS))).map(|_| new()).collect::<Vec<_>>())
         };
         let arrivals = Arc::new(Arrivals::new(nr_blocks, words));

@@ -11,7 +11,8 @@ mod ledger;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{Gfn, Gpa, Gva, PAGE_SIZE, PageSize};
+use slat::shadow::Gva;
+use slat::{Gfn, Gpa, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::cpu::CpuError;

@@ -34,7 +34,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::{Gfn, Gpa, Gva, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
+use slat::shadow::Gva;
+use slat::{Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{ConfigError, HostEvents, MAX_VCPUS, MachineConfig, Pins};

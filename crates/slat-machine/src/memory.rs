@@ -34,7 +34,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-use slat::{Access, Gfn, Gone, PAGE_SIZE, PageSize, Pfn, Resolved};
+use slat::host::{Gone, Resolved};
+use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 pub use error::MemoryError;
 pub use frames::{Corruption, POISON};

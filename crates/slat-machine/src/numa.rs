@@ -31,7 +31,8 @@ use std::cell::Cell;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use slat::{NodeId, TableNode};
+use slat::NodeId;
+use slat::host::TableNode;
 use thiserror::Error;
 
 pub use reads::{ReadCounts, WalkCounter, WalkReads};
@@ -398,7 +399,7 @@ impl NodeMap {
     }
 
     /// Chooses where tables come from that the calling thread allocates by its policy
-    /// ([`TablePlacement::CallerPolicy`](slat::TablePlacement::CallerPolicy)). On the host's nodes this is the kernel's policy of
+    /// ([`TablePlacement::CallerPolicy`](slat::tables::TablePlacement::CallerPolicy)). On the host's nodes this is the kernel's policy of
     /// the thread, for all of its memory; who has set that already need not come here.
     ///
     /// # Errors

@@ -39,7 +39,7 @@ mod run;
 mod subjects;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 fn main() {
     #[cfg(not(any(loom, shuttle)))]

@@ -22,7 +22,7 @@ mod futex_park;
 mod membarrier;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod harvest {
@@ -31,9 +31,11 @@ mod harvest {
     use std::thread;
     use std::time::Instant;
 
+    use slat::dirty::DirtyTracking;
+    use slat::format::Npt;
+    use slat::host::Resolved;
     use slat::{
-        Access, Config, DirtyTracking, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
-        Pfn, Resolved, Vcpu, Vm,
+        Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vcpu, Vm,
     };
 
     use super::arena::Memory;

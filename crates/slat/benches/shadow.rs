@@ -19,10 +19,12 @@ mod bench {
     use std::thread;
     use std::time::Instant;
 
+    use slat::format::Npt;
+    use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+    use slat::shadow::{GuestAccess, Gva, Paging, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
     use slat::{
-        Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, MemoryRegion,
-        MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Pfn, Privilege, Resolved, ShadowPaging,
-        ShadowStrategy, TableNode, Vcpu, Vm,
+        Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu,
+        Vm,
     };
 
     use super::guest_memory::Memory;

@@ -6,6 +6,8 @@
 
 use core::alloc::Layout;
 use core::sync::atomic::{AtomicU64, Ordering};
+use slat::format::*;
+use slat::host::*;
 use slat::*;
 use std::sync::Arc;
 

@@ -15,9 +15,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::tables::AccessTracking;
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vm,
 };
 
 const NR_VCPUS: u64 = 4;

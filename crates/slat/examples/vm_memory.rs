@@ -11,10 +11,12 @@ use std::error::Error as StdError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::slots::{MemoryFaultFlags, UserfaultBitmap};
 use slat::{
-    Access, AllocationWait, CheckedMemory, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryFaultFlags,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, SlotBitmap, TableNode,
-    UserfaultBitmap, Vcpu, Vm,
+    Access, CheckedMemory, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags,
+    Outcome, PAGE_SIZE, PageSize, Pfn, SlotBitmap, Vcpu, Vm,
 };
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, GuestRegionMmap};

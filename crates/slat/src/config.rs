@@ -16,6 +16,9 @@ use crate::sync::Locking;
 /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
 /// # use host::*;
 /// use slat::*;
+/// use slat::dirty::*;
+/// use slat::format::*;
+/// use slat::tables::*;
 /// # fn main() -> Result<(), Error> {
 /// // For Intel: dirty pages from the CPUs' logs, sixteen pages for each fault.
 /// let config = Config::default()

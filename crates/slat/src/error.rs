@@ -78,7 +78,7 @@ pub enum Error {
         slot: u32,
     },
     /// Too much memory of earlier changes of memslots cannot be freed yet. A thread that was
-    /// preempted inside a call, or a [`TableReader`](crate::TableReader), may still use it. Try
+    /// preempted inside a call, or a [`TableReader`](crate::tables::TableReader), may still use it. Try
     /// again later.
     #[error("{size_bytes} bytes that earlier changes of slots left wait to be freed")]
     TooMuchRetired {
@@ -290,7 +290,7 @@ pub enum Error {
         format: &'static str,
     },
     /// The window of fault-around is not a power of two from 2 to
-    /// [`MAX_PAGES`](crate::FaultAround::MAX_PAGES) pages.
+    /// [`MAX_PAGES`](crate::tables::FaultAround::MAX_PAGES) pages.
     #[error(
         "a window of {nr_pages} pages around a fault: not a power of two from 2 to {}",
         crate::config::FaultAround::MAX_PAGES
@@ -336,8 +336,8 @@ pub enum Error {
         gpa: Gpa,
     },
     /// The size of dirty rings is not a power of two, or not from
-    /// [`MIN_ENTRIES`](crate::DirtyRing::MIN_ENTRIES) to
-    /// [`MAX_ENTRIES`](crate::DirtyRing::MAX_ENTRIES).
+    /// [`MIN_ENTRIES`](crate::dirty::DirtyRing::MIN_ENTRIES) to
+    /// [`MAX_ENTRIES`](crate::dirty::DirtyRing::MAX_ENTRIES).
     #[error(
         "dirty rings of {nr_entries} entries: not a power of two from {} to {}",
         crate::dirty::ring::DirtyRing::MIN_ENTRIES,
@@ -370,8 +370,8 @@ pub enum Error {
         gpa: Gpa,
     },
     /// Dirty rings need faults on single pages, so they need
-    /// [`DirtyTracking::WriteProtect`](crate::DirtyTracking::WriteProtect) and
-    /// [`HugePageLogging::Split`](crate::HugePageLogging::Split).
+    /// [`DirtyTracking::WriteProtect`](crate::dirty::DirtyTracking::WriteProtect) and
+    /// [`HugePageLogging::Split`](crate::dirty::HugePageLogging::Split).
     #[error("dirty rings need tracking by write protection, and huge pages that are split")]
     RingNeedsPageFaults,
 }

@@ -23,7 +23,8 @@
 //! 4. Point the hardware at [`Vm::root`].
 //! 5. Call [`Vcpu::handle_fault`] for each second-stage fault.
 //!
-//! Names are KVM's where KVM has one.
+//! Names are KVM's where KVM has one. At the root is what every user needs; the rest is in modules:
+//! [`format`](mod@format), [`host`], [`slots`], [`tables`], [`dirty`], [`shadow`], [`stats`].
 //!
 //! [`guide`] says in which order to write that, what each call may wait for, what is held when the
 //! host is called, and what a flush guarantees. [`guide::porting`] is a checklist for a port. Three
@@ -35,6 +36,8 @@
 //! # use std::alloc::{Layout, alloc, dealloc};
 //! # use std::sync::Arc;
 //! use slat::*;
+//! use slat::format::*;
+//! use slat::host::*;
 //!
 //! /// Page-table pages come from the heap; consecutive frames back each memslot.
 //! struct Heap;
@@ -136,6 +139,7 @@
 //! page table are `usize`.
 
 #![no_std]
+#![allow(rustdoc::private_intra_doc_links, reason = "the heads of modules go on to how they work")]
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("slat needs pointers of 64 bits: a slot's pages are counted, and its bitmaps are indexed, by usize");
@@ -145,16 +149,23 @@ extern crate alloc;
 mod addr;
 mod boxed;
 mod config;
-mod dirty;
+/// The dirty log: how writes are found ([`Config::dirty_tracking`](crate::Config)), when a
+/// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`], [`Vcpu::dirty_ring`]).
+pub mod dirty;
 mod error;
-mod format;
+/// The formats of page tables, one of which is a parameter of each [`Vm`].
+pub mod format;
 pub mod guide;
-mod host;
+/// What a [`Host`] is asked, and what it answers.
+pub mod host;
 mod second_stage;
-mod shadow;
+/// Shadow page tables, for hardware without a second stage: [`Vcpu::handle_page_fault`] and the
+/// other calls of a [`Vcpu`] for the guest's own paging.
+pub mod shadow;
 mod slot;
-mod stats;
-pub mod sync;
+/// What [`Vm::stats`] returns.
+pub mod stats;
+mod sync;
 mod table;
 mod vcpu;
 mod vm;
@@ -163,22 +174,39 @@ mod vm_memory;
 
 #[cfg(feature = "vm-memory")]
 pub use self::vm_memory::{CheckedMemory, SlotBitmap};
-pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SIZE, PageSize, Pfn};
-pub use config::{
-    Config, DirtyTracking, FaultAround, HugePageLogging, ManualProtect, Paging, ShadowPaging, ShadowStrategy,
-    TablePlacement,
-};
-pub use dirty::ring::{DirtyPage, DirtyRing, DirtyRingEntry};
+pub use addr::{Access, Gfn, GfnRange, Gpa, Hpa, Level, NodeId, PAGE_SIZE, PageSize, Pfn};
+pub use config::Config;
 pub use error::Error;
-pub use format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
-pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
-pub use second_stage::age::AccessTracking;
-pub use second_stage::invalidate::Invalidation;
-pub use second_stage::query::{TableCursor, TableReader, Translation};
-pub use shadow::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
-pub use slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords};
-pub use stats::{Histogram, Stats};
-#[cfg(feature = "baselines")]
-pub use sync::{Locking, Park};
+pub use host::Host;
+pub use slot::{MemoryRegion, MemoryRegionFlags};
 pub use vcpu::{Exit, Outcome, Vcpu};
 pub use vm::Vm;
+
+/// Pages of memslots: private or shared ([`Vm::set_memory_attributes`]), and those at which faults
+/// exit ([`MemoryRegion::userfault_bitmap`], [`Exit::MemoryFault`]).
+pub mod slots {
+    pub use crate::slot::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
+}
+
+/// The page tables of the second stage: how accesses are tracked ([`Vm::age_range`]), which pages a
+/// fault maps, where page-table pages are, invalidations ([`Vm::invalidate_range`]), and reading
+/// ([`Vm::read_tables`]).
+pub mod tables {
+    pub use crate::config::{FaultAround, TablePlacement};
+    pub use crate::second_stage::age::AccessTracking;
+    pub use crate::second_stage::invalidate::Invalidation;
+    pub use crate::second_stage::query::{TableCursor, TableReader, Translation};
+}
+
+/// What slat is measured against: the lock of a VM (`Config::locking`, [`Host::parking`]), and the
+/// atomics and fences that tests share with the engine. Not for use.
+#[cfg(feature = "baselines")]
+pub mod baselines {
+    pub use crate::sync::{
+        AtomicU32, AtomicU64, Lock, LockGuard, Locking, Park, Side, fence_after_rmw, full_fence, spin_loop,
+    };
+}
+
+// For links.
+#[cfg(doc)]
+use {dirty::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};

@@ -67,7 +67,7 @@ macro_rules! counters {
             #[$cfg]
             pub lock_wait_ns: Histogram,
             /// Holds of the VM's lock in nanoseconds, with the time for which the holder had no
-            /// CPU; a sample. Empty with [`Locking::None`](crate::Locking::None). A long operation
+            /// CPU; a sample. Empty with [`Locking::None`](crate::baselines::Locking::None). A long operation
             /// releases the lock between its turns, and each turn is one hold.
             #[$cfg]
             pub lock_hold_ns: Histogram,
@@ -108,14 +108,14 @@ counters! {
     /// Leaves installed by faults and prefaults that map 1 GiB.
     Installed1G installed_1g,
     /// Leaves of 4 KiB that faults installed for neighbours of their pages
-    /// ([`FaultAround`](crate::FaultAround)). `installed_4k` includes them.
+    /// ([`FaultAround`](crate::tables::FaultAround)). `installed_4k` includes them.
     Around around,
     /// Leaves to which a fault restored the right to write, without asking the host.
     WritesRestored writes_restored,
     /// Leaves through which a fault restored reading; they were not present in order to observe the
     /// access ([`AccessTracking::Faults`]).
     ///
-    /// [`AccessTracking::Faults`]: crate::AccessTracking::Faults
+    /// [`AccessTracking::Faults`]: crate::tables::AccessTracking::Faults
     AccessesRestored accesses_restored,
     /// Huge leaves split, by faults and ahead of time.
     Splits splits,
@@ -198,7 +198,7 @@ counters! {
     EmulatedWrites emulated_writes;
     if cfg(feature = "baselines") {
         /// Times that a guard took the VM's lock, on either side; 0 with
-        /// [`Locking::None`](crate::Locking::None).
+        /// [`Locking::None`](crate::baselines::Locking::None).
         LockAcquisitions lock_acquisitions,
         /// Those of `lock_acquisitions` that had to wait.
         LockWaits lock_waits,

@@ -157,6 +157,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::dirty::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled), MemoryRegionFlags::LOG_DIRTY_PAGES);
     /// let mut vcpu = vm.create_vcpu()?;

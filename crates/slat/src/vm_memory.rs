@@ -63,6 +63,8 @@ use crate::vm::Vm;
 /// # use std::alloc::{Layout, alloc, dealloc};
 /// # use std::sync::Arc;
 /// use slat::*;
+/// use slat::format::*;
+/// use slat::host::*;
 /// use vm_memory::mmap::MmapRegionBuilder;
 /// use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 /// # struct Kernel;

@@ -20,9 +20,12 @@ use common::{
     GIB, INSIDE_HOST, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each,
     region, translate, vm,
 };
+use slat::baselines::Locking;
+use slat::dirty::{DirtyRing, ManualProtect};
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, UserfaultBitmap};
 use slat::{
-    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, ManualProtect, MemoryAttributes, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
+    Access, Config, Error, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -423,8 +426,10 @@ fn life_of_a_log<F: Format>(config: Config) {
     let (nr_pages, failures) = until_it_succeeds(|| vm.clear_dirty_log(1, 0, NR_PAGES, &[1; NR_WORDS]), unchanged);
     // Page 64, and where getting does not take, page 0.
     let is_manual = config.manual_protect != ManualProtect::Disabled;
-    let by_mark =
-        matches!(config.dirty_tracking, slat::DirtyTracking::WriteProtect | slat::DirtyTracking::WriteProtectLeaves);
+    let by_mark = matches!(
+        config.dirty_tracking,
+        slat::dirty::DirtyTracking::WriteProtect | slat::dirty::DirtyTracking::WriteProtectLeaves
+    );
     let left_of = |nr_pages: u64| 101 - nr_pages - if is_manual { 0 } else { 64 };
     assert!(nr_pages == u64::from(is_manual) + 1 || !by_mark, "{config:?}: {nr_pages}");
     assert!(failures >= 1);

@@ -10,9 +10,13 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use slat::baselines::Locking;
+use slat::dirty::ManualProtect;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Ept, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking, ManualProtect,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, Stage2, Sv39x4, TableNode, Vm,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vm,
 };
 
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);

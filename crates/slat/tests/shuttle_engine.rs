@@ -18,10 +18,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use schedules::{check, random, random_locking};
 use shuttle::thread;
-use slat::{
-    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
-    MemoryRegionFlags, PAGE_SIZE, PageSize,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use world::{
     Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_is_asked_again, find, new_vm, new_vm_with,
     region, walk,

@@ -22,7 +22,8 @@ use std::sync::Arc;
 use copied::Copied;
 use schedules::{check, pick, random};
 use shuttle::thread;
-use slat::{Access, Config, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, PAGE_SIZE, PageSize};
+use slat::baselines::Locking;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use tlb_world::{
     AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm,
     random_config, slot, take_away, zapping,

@@ -23,10 +23,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use schedules::{check_less, random};
 use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm, registers_with_pcids};
 use shuttle::thread;
-use slat::{
-    Access, Config, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, PagingRegisters, Pfn, Pte,
-    ShadowPaging, ShadowStrategy,
-};
+use slat::format::{Format, Npt, Pte};
+use slat::shadow::{Paging, PagingRegisters, ShadowPaging, ShadowStrategy};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Pfn};
 
 /// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all the same.
 #[derive(Debug)]
@@ -220,8 +219,11 @@ impl World {
     fn new() -> World {
         let strategy = [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged, ShadowStrategy::Baseline];
         let strategy = strategy[random(3) as usize];
-        let paging =
-            Paging::Shadow(ShadowPaging { strategy, previous_roots: 1, max_pages: slat::ShadowPaging::MIN_PAGES });
+        let paging = Paging::Shadow(ShadowPaging {
+            strategy,
+            previous_roots: 1,
+            max_pages: slat::shadow::ShadowPaging::MIN_PAGES,
+        });
         let config = Config::default().with_paging(paging);
         let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
         let host = vm.host();

@@ -7,7 +7,9 @@
 //!
 //! Timed are batches of loads, each with the entry behind it: one reading of the clock for many of them.
 
-use slat::{Access, Gfn, GuestAccess, Gva, Npt, Outcome, PAGE_SIZE, PagingRegisters, Privilege, ShadowStrategy, Vcpu};
+use slat::format::Npt;
+use slat::shadow::{GuestAccess, Gva, PagingRegisters, Privilege, ShadowStrategy};
+use slat::{Access, Gfn, Outcome, PAGE_SIZE, Vcpu};
 use slat_machine::clock::timestamp_ns;
 use slat_machine::host::MachineHost;
 use slat_machine::kernel::Pcids;

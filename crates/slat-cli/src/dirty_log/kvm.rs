@@ -13,7 +13,8 @@ mod vcpus;
 use std::ops::Range;
 
 use serde_json::Value;
-use slat::{Gfn, ManualProtect};
+use slat::Gfn;
+use slat::dirty::ManualProtect;
 use slat_machine::guest::{Sharing, value};
 use slat_machine::machine::{MachineError, Pins};
 use slat_machine::memory::{Backing, BackingKind};

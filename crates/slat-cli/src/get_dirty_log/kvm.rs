@@ -2,7 +2,8 @@
 //! everybody's, and the log is got in its legacy mode, in which the call begins a new log too. The vCPU is out of the
 //! guest when the log is taken.
 
-use slat::{Gfn, ManualProtect};
+use slat::Gfn;
+use slat::dirty::ManualProtect;
 use slat_machine::memory::Backing;
 
 use super::subject::Subject;

@@ -7,7 +7,9 @@
 
 use std::sync::Arc;
 
-use slat::{Config, DirtyTracking, Gfn, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PageSize, Paging, Vcpu, Vm};
+use slat::dirty::DirtyTracking;
+use slat::shadow::{Gva, Paging};
+use slat::{Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, PageSize, Vcpu, Vm};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::cpu::Cpu;
 use slat_machine::guest::{GuestCpu, GuestError, GuestTables};

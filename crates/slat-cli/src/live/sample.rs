@@ -4,7 +4,8 @@
 //! [`Vm::nr_marked_dirty`] loads words in a read section (what is retired meanwhile is freed a moment later), and the rest are
 //! single counters.
 
-use slat::{NodeId, Stats, Vm};
+use slat::stats::Stats;
+use slat::{NodeId, Vm};
 use slat_machine::host::MachineHost;
 use slat_machine::walk::HardwareFormat;
 

@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use slat::{Config, Gfn, GfnRange, Gpa, Locking, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
+use slat::baselines::Locking;
+use slat::{Config, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::cpu::Cpu;
 use slat_machine::host::{BackingSlice, MachineHost};
@@ -117,7 +118,7 @@ impl<F: HardwareFormat> Area<F> {
         &self.vm
     }
 
-    pub(super) fn stats(&self) -> slat::Stats {
+    pub(super) fn stats(&self) -> slat::stats::Stats {
         self.vm.stats()
     }
 

@@ -11,7 +11,9 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use slat::{Gfn, Locking, PAGE_SIZE, Stats};
+use slat::baselines::Locking;
+use slat::stats::Stats;
+use slat::{Gfn, PAGE_SIZE};
 use slat_machine::commit::FlushMethod;
 use slat_machine::walk::HardwareFormat;
 

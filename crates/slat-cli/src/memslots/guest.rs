@@ -13,7 +13,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use slat::{Access, Exit, Gfn, Gpa, Gva};
+use slat::shadow::Gva;
+use slat::{Access, Exit, Gfn, Gpa};
 use slat_machine::cpu::CpuError;
 use slat_machine::machine::MachineError;
 use slat_machine::walk::HardwareFormat;

@@ -8,9 +8,11 @@ use std::alloc::Layout;
 use std::array;
 use std::sync::Arc;
 
+use slat::baselines::Park;
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Error, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Npt,
-    PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vcpu, Vm,
 };
 
 use super::measure::Shared;

@@ -6,7 +6,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use slat::{Gfn, ManualProtect, MemoryRegion, MemoryRegionFlags};
+use slat::dirty::ManualProtect;
+use slat::{Gfn, MemoryRegion, MemoryRegionFlags};
 use slat_machine::machine::{Machine, Slot};
 use slat_machine::memory::Pages;
 use slat_machine::walk::HardwareFormat;

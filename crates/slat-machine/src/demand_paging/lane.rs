@@ -6,7 +6,9 @@
 
 use std::time::Duration;
 
-use slat::{Exit, Gfn, Gva, MemoryFaultFlags, Vcpu};
+use slat::shadow::Gva;
+use slat::slots::MemoryFaultFlags;
+use slat::{Exit, Gfn, Vcpu};
 
 use super::VcpuError;
 use crate::clock;

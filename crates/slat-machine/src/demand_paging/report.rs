@@ -29,7 +29,7 @@ pub struct DemandPagingReport {
     /// Blocks that the background copier of this process brought. Since the VM was made.
     pub nr_filled_by_copier: u64,
     /// What the engine has counted since the VM was made: the times of faults, and of resolving pages within them, apart.
-    pub engine: slat::Stats,
+    pub engine: slat::stats::Stats,
     /// Whether guest_memfd memory is KVM's.
     pub guest_memfd: Option<GuestMemfdOrigin>,
     /// Threads that ran the vCPUs.

@@ -8,7 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use slat::{Gfn, MemoryFaultFlags, PAGE_SIZE};
+use slat::slots::MemoryFaultFlags;
+use slat::{Gfn, PAGE_SIZE};
 use thiserror::Error;
 
 use super::VcpuError;

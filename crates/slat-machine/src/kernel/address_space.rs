@@ -5,7 +5,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use slat::{Access, Gfn, Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
+use slat::{Access, Gfn};
 
 use super::cpu::{ERROR_FETCH, ERROR_PRESENT, ERROR_USER, ERROR_WRITE};
 use super::frames::Frame;

@@ -1,6 +1,7 @@
 //! How the kernel comes up: the first CPU writes the image with paging off, each then turns paging on.
 
-use slat::{Access, Gva, PAGE_SIZE, Privilege};
+use slat::shadow::{Gva, Privilege};
+use slat::{Access, PAGE_SIZE};
 
 use super::Config;
 use super::cpu::{

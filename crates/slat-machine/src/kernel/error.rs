@@ -1,6 +1,7 @@
 //! What the kernel in miniature reports: a CPU that does not do what the guest's tables say.
 
-use slat::{Access, Gva, Privilege};
+use slat::Access;
+use slat::shadow::{Gva, Privilege};
 use thiserror::Error;
 
 use super::cpu::Trap;

@@ -1,6 +1,7 @@
 //! Accesses to a process's pages, by itself or by the kernel on its behalf, and the page faults that they cause.
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::address_space::{AddressSpace, Expected, Page, Rights, error_code, gva_of};
 use super::core::Core;
@@ -104,7 +105,7 @@ impl<C: GuestCpu> Core<C> {
     /// the process's, as if it had not entered.
     pub(crate) fn must_fault(
         &mut self,
-        gva: slat::Gva,
+        gva: slat::shadow::Gva,
         access: Access,
         privilege: Privilege,
         expected: u32,

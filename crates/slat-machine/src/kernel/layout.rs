@@ -6,7 +6,8 @@
 //!
 //! The image is guest-physical memory below 2 MiB; all else belongs to [`Frames`](super::frames::Frames).
 
-use slat::{Gfn, Gva, PAGE_SIZE};
+use slat::shadow::Gva;
+use slat::{Gfn, PAGE_SIZE};
 
 /// Entry: there is something.
 pub(crate) const PRESENT: u64 = 1 << 0;

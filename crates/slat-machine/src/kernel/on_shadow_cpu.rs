@@ -1,6 +1,6 @@
 //! The kernel in miniature on a CPU whose hypervisor keeps shadow tables.
 
-use slat::{Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
 
 use super::cpu::{Completed, GuestCpu, Trap};
 use crate::shadow_cpu::{ShadowCpu, ShadowCpuError, ShadowHandler};

@@ -1,7 +1,8 @@
 //! What the kernel does for processes: system calls on memory, fork, exec, exit. Each is one visit to the kernel, from
 //! after the entry to before the way out.
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::address_space::{AddressSpace, Page, Region, Rights, gva_of};
 use super::boot::global;

@@ -12,7 +12,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gfn, Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
+use slat::{Access, Gfn};
 use thiserror::Error;
 
 use super::address_space::error_code;

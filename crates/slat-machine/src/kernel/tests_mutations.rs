@@ -1,6 +1,6 @@
 //! CPUs that do not do what the manual says: the kernel must notice each.
 
-use slat::{Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
 
 use super::tests::CONFIGS;
 use super::*;

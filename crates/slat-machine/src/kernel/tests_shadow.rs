@@ -1,6 +1,8 @@
 //! The kernel on the engine's shadow paging: every access is checked, whatever the strategy.
 
-use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Npt, Paging, ShadowPaging, ShadowStrategy, Vcpu, Vm};
+use slat::format::Npt;
+use slat::shadow::{Paging, ShadowPaging, ShadowStrategy};
+use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 
 use super::tests::CONFIGS;
 use super::*;
@@ -65,7 +67,8 @@ fn few_shadow_pages_are_enough() {
     for strategy in STRATEGIES {
         let config = Config::default();
         let kernel = Kernel::new(config).unwrap();
-        let shadow = ShadowPaging { strategy, max_pages: slat::ShadowPaging::MIN_PAGES, ..ShadowPaging::default() };
+        let shadow =
+            ShadowPaging { strategy, max_pages: slat::shadow::ShadowPaging::MIN_PAGES, ..ShadowPaging::default() };
         let vm = machine(&config, shadow);
         let mut cpu = start(&vm, &kernel, 0).unwrap();
         let done = cpu.run(&WorkloadMix::EVERYTHING, 2_000, 2);

@@ -176,7 +176,7 @@ pub(super) struct Layout {
 impl MachineConfig {
     /// Whether the CPUs have no second stage.
     pub(super) fn is_shadow(&self) -> bool {
-        self.engine.paging != slat::Paging::SecondStage
+        self.engine.paging != slat::shadow::Paging::SecondStage
     }
 
     /// Whether the guest has tables of its own.
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(layout(events), Err(ConfigError::HostEvents { backing: BackingKind::Shmem }));
         let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(layout(pins), Err(ConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
-        let shadow = slat::Paging::Shadow(slat::ShadowPaging::default());
+        let shadow = slat::shadow::Paging::Shadow(slat::shadow::ShadowPaging::default());
         let engine = Config::default().with_paging(shadow);
         assert!(MachineConfig { engine, ..good.clone() }.layout().is_ok());
         let nodes = Nodes::virtual_nodes(2);

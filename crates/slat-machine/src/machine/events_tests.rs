@@ -2,7 +2,10 @@
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, Config, Ept, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
+use slat::baselines::Locking;
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::tables::AccessTracking;
+use slat::{Config, PAGE_SIZE};
 
 use super::*;
 use crate::cpu::Paging;

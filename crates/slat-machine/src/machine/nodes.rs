@@ -10,7 +10,9 @@ use std::time::Instant;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use slat::{Gfn, Gva, Host, Hpa, NodeId, TablePlacement, Vcpu};
+use slat::shadow::Gva;
+use slat::tables::TablePlacement;
+use slat::{Gfn, Host, Hpa, NodeId, Vcpu};
 
 use super::worker::{Job, Parts, Repeat, Seat, Worker};
 use super::{

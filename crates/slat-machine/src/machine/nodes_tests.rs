@@ -2,7 +2,9 @@
 
 #![expect(unsafe_code, reason = "reads the engine's tables as hardware does")]
 
-use slat::{Config, Ept, Host, Hpa, NodeId, Npt, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement};
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::tables::TablePlacement;
+use slat::{Config, Host, Hpa, NodeId, PAGE_SIZE, PageSize};
 
 use super::*;
 use crate::cpu::Paging;

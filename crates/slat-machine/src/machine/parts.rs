@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use slat::{DirtyTracking, Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Paging, ShadowPaging, Vcpu, Vm};
+use slat::dirty::DirtyTracking;
+use slat::shadow::{Paging, ShadowPaging};
+use slat::{Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vcpu, Vm};
 
 use super::{MachineConfig, MachineError, REGION_GPA, TABLES_GPA};
 use crate::commit::Port;

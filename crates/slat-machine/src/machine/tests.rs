@@ -2,7 +2,10 @@
 
 use std::time::Instant;
 
-use slat::{Config, DirtyTracking, Ept, Format, Host, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::{Config, Host, PAGE_SIZE};
 
 use super::*;
 use crate::cpu::Paging;

@@ -1,8 +1,10 @@
 //! The machine with CPUs that have no second stage: the same guests, through tables of their own in one address space.
 
-use slat::{
-    Config, DirtyTracking, Ept, HugePageLogging, Locking, ManualProtect, Npt, PAGE_SIZE, PageSize, Paging, ShadowPaging,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Npt};
+use slat::shadow::{Paging, ShadowPaging};
+use slat::{Config, PAGE_SIZE, PageSize};
 
 use super::events_tests::{self, EVENTS, run_beside};
 use super::tests::{dirty_pages, huge, populate_then_log, small, toggle_logging_beside_guests};

@@ -17,7 +17,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gfn, Gone, PAGE_SIZE, PageSize, Resolved};
+use slat::host::{Gone, Resolved};
+use slat::{Access, Gfn, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use super::{Backing, BackingKind, MemoryError, Reserved, shmem, unmap};

@@ -27,7 +27,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use slat::{Access, Gfn, Gone, PAGE_SIZE, PageSize, Pfn, Resolved, ZappedLeaf};
+use slat::host::{Gone, Resolved, ZappedLeaf};
+use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 use super::frames::{Contents, Corruption, Frame, Frames};
 use super::{BackingKind, Mapping, MemoryError};

@@ -1,6 +1,8 @@
 //! The hypervisor's side of a CPU without a second stage.
 
-use slat::{Error, Format, Gpa, GuestAccess, GuestEntry, Gva, Host, Outcome, PagingRegister, PagingRegisters, Vcpu};
+use slat::format::Format;
+use slat::shadow::{GuestAccess, GuestEntry, Gva, PagingRegister, PagingRegisters};
+use slat::{Error, Gpa, Host, Outcome, Vcpu};
 
 /// Who handles the exits: the engine's [`Vcpu`], or a test.
 pub trait ShadowHandler {

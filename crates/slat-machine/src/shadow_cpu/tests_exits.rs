@@ -2,7 +2,8 @@
 
 use super::tests::*;
 use super::*;
-use slat::{Error, PagingRegister};
+use slat::Error;
+use slat::shadow::PagingRegister;
 
 /// What the hypervisor was asked since the last time.
 fn calls(world: &World) -> Vec<Call> {

@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use slat::{Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
 pub const BASE: u64 = 4 << 30;

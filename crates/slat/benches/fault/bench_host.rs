@@ -6,7 +6,9 @@ use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::time::Instant;
 
-use slat::{Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, Park, Resolved, TableNode};
+use slat::baselines::Park;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Host, Hpa};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::futex_park::FutexPark;

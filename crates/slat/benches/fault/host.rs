@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Access, Config, Format, Gfn, Gpa, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Resolved, Vcpu,
-    Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::host::Resolved;
+use slat::{Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu, Vm};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::bench_host::{Answer, BenchHost};

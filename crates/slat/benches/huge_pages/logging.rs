@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use slat::{
-    Access, AllocationWait, Config, Gfn, GfnRange, Gone, Host, Hpa, ManualProtect, MemoryRegionFlags, Npt, PageSize,
-    Park, Resolved, TableNode, Vm,
-};
+use slat::baselines::Park;
+use slat::dirty::ManualProtect;
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, MemoryRegionFlags, PageSize, Vm};
 
 use super::arena::Memory;
 use super::bench_host::BenchHost;

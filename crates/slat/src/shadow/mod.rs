@@ -90,6 +90,8 @@ pub(crate) mod walk;
 mod write;
 mod zap;
 
+pub use crate::addr::Gva;
+pub use crate::config::{Paging, ShadowPaging, ShadowStrategy};
 pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
 
 use crossbeam_utils::CachePadded;
@@ -98,7 +100,6 @@ use alloc::boxed::Box;
 
 use crate::addr::{Gfn, Level, PAGE_SHIFT, Pfn};
 use crate::boxed::Vacant;
-use crate::config::ShadowPaging;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;

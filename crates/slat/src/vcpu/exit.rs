@@ -35,7 +35,7 @@ pub enum Exit {
         gpa: Gpa,
     },
     /// User space must fetch the page and clear its bit in the memslot's
-    /// [`UserfaultBitmap`](crate::UserfaultBitmap) before the guest can use it. KVM's
+    /// [`UserfaultBitmap`](crate::slots::UserfaultBitmap) before the guest can use it. KVM's
     /// `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The reason, for the page that the guest accessed.

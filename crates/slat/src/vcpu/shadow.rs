@@ -139,6 +139,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::shadow::*;
     /// # fn main() -> Result<(), Error> {
     /// let paging = Paging::Shadow(ShadowPaging { strategy: ShadowStrategy::PcidTagged, ..ShadowPaging::default() });
     /// let vm = vm_with_memory(Config::default().with_paging(paging), MemoryRegionFlags::empty());
@@ -223,7 +224,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of
     /// [`handle_fault`](Vcpu::handle_fault). [`Error::OutOfMemory`] also if vCPUs in different
     /// address spaces use all shadow pages
-    /// ([`ShadowPaging::max_pages`](crate::ShadowPaging::max_pages)). Nothing has changed for the
+    /// ([`ShadowPaging::max_pages`](crate::shadow::ShadowPaging::max_pages)). Nothing has changed for the
     /// guest.
     ///
     /// # Example
@@ -231,6 +232,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::shadow::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default().with_paging(Paging::Shadow(ShadowPaging::default())), MemoryRegionFlags::empty());
     /// let mut vcpu = vm.create_vcpu()?;

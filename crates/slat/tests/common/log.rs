@@ -3,9 +3,12 @@
 
 use std::sync::Arc;
 
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::tables::{AccessTracking, FaultAround};
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, FaultAround, Format, Gfn, GfnRange, HugePageLogging, Locking,
-    ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
+    Access, Config, Error, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_dirty, translate};
@@ -228,14 +231,14 @@ impl<F: Format> World<F> {
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each_config {
     ($name:ident, $test:ident) => {
-        $crate::common::log::each_config!($name, $test, slat::Stage2, slat::Sv39x4, slat::Sv48x4);
+        $crate::common::log::each_config!($name, $test, slat::format::Stage2, slat::format::Sv39x4, slat::format::Sv48x4);
     };
     ($name:ident, $test:ident, $($format:ty),*) => {
         #[test]
         fn $name() {
             for locking in $crate::common::log::LOCKINGS {
-                $test::<slat::Npt>(crate::common::lazily_splitting(locking));
-                $test::<slat::Ept>(crate::common::lazily_splitting(locking));
+                $test::<slat::format::Npt>(crate::common::lazily_splitting(locking));
+                $test::<slat::format::Ept>(crate::common::lazily_splitting(locking));
             }
             #[allow(unused, reason = "if no format is named")]
             let mut lockings = $crate::common::log::LOCKINGS.into_iter().cycle();

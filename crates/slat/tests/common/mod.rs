@@ -31,10 +31,11 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
-use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageLogging, Locking,
-    MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
-};
+use slat::baselines::{Locking, Park};
+use slat::dirty::HugePageLogging;
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Pfn, Vm};
 pub use tables::*;
 
 /// The longest that a test waits for what must come. No machine is so slow: a wait that takes longer would have no end.
@@ -54,15 +55,15 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each {
     ($name:ident, $test:ident) => {
-        $crate::common::each!($name, $test, slat::Stage2, slat::Sv39x4, slat::Sv48x4);
+        $crate::common::each!($name, $test, slat::format::Stage2, slat::format::Sv39x4, slat::format::Sv48x4);
     };
     ($name:ident, $test:ident, $($format:ty),*) => {
         #[test]
         fn $name() {
-            use slat::Locking::{Exclusive, None, Shared};
+            use slat::baselines::Locking::{Exclusive, None, Shared};
             for locking in [None, Shared, Exclusive] {
-                $test::<slat::Npt>(locking);
-                $test::<slat::Ept>(locking);
+                $test::<slat::format::Npt>(locking);
+                $test::<slat::format::Ept>(locking);
             }
             #[allow(unused, reason = "if no format is named")]
             let mut lockings = [None, Shared, Exclusive].into_iter().cycle();
@@ -89,15 +90,15 @@ macro_rules! bits_of {
         const HAS_MODIFICATION_LOG: bool = <$format>::HAS_MODIFICATION_LOG;
         const NEEDS_LOCAL_FLUSH: bool = <$format>::NEEDS_LOCAL_FLUSH;
 
-        fn is_present(entry: slat::Pte) -> bool {
+        fn is_present(entry: slat::format::Pte) -> bool {
             <$format>::is_present(entry)
         }
 
-        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::Pte {
+        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::format::Pte {
             <$format>::leaf(pfn, level)
         }
 
-        fn table(table: slat::Hpa) -> slat::Pte {
+        fn table(table: slat::Hpa) -> slat::format::Pte {
             <$format>::table(table)
         }
     };

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Host, Hpa, Locking, Park, Resolved, TableNode, Vm,
-    ZappedLeaf,
-};
+use slat::baselines::{Locking, Park};
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, Vm};
 
 use super::{TestBacking, TestHost};
 

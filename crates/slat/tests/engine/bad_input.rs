@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
+use slat::baselines::Locking;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::slots::MemoryAttributes;
 use slat::{
-    Access, Config, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryAttributes, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

@@ -20,10 +20,10 @@ use crate::common::log::{
 };
 use crate::common::random::Random;
 use crate::common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
-use slat::{
-    Access, AccessTracking, Config, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags,
-    PAGE_SIZE, PageSize, Vm,
-};
+use slat::dirty::ManualProtect;
+use slat::format::Format;
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(30);
@@ -55,12 +55,15 @@ macro_rules! each_tracking {
     ($name:ident, $test:ident, $first:expr) => {
         #[test]
         fn $name() {
-            configs::<slat::Npt>($first).for_each($test::<slat::Npt>);
-            configs::<slat::Ept>($first).for_each($test::<slat::Ept>);
+            configs::<slat::format::Npt>($first).for_each($test::<slat::format::Npt>);
+            configs::<slat::format::Ept>($first).for_each($test::<slat::format::Ept>);
             // One configuration of each of the others; not the same for each.
-            configs::<slat::Stage2>($first).skip($first % 6).take(1).for_each($test::<slat::Stage2>);
-            configs::<slat::Sv39x4>($first).skip($first % 9).take(1).for_each($test::<slat::Sv39x4>);
-            configs::<slat::Sv48x4>($first).skip(($first + 5) % 9).take(1).for_each($test::<slat::Sv48x4>);
+            configs::<slat::format::Stage2>($first).skip($first % 6).take(1).for_each($test::<slat::format::Stage2>);
+            configs::<slat::format::Sv39x4>($first).skip($first % 9).take(1).for_each($test::<slat::format::Sv39x4>);
+            configs::<slat::format::Sv48x4>($first)
+                .skip(($first + 5) % 9)
+                .take(1)
+                .for_each($test::<slat::format::Sv48x4>);
         }
     };
 }
@@ -199,7 +202,7 @@ impl<F: Format> World<F> {
             let sets_bit = found.level == Level::L4K && found.pte.0 & F::DIRTY == 0;
             let by_bits = !matches!(
                 self.config.dirty_tracking,
-                slat::DirtyTracking::WriteProtect | slat::DirtyTracking::WriteProtectLeaves
+                slat::dirty::DirtyTracking::WriteProtect | slat::dirty::DirtyTracking::WriteProtectLeaves
             );
             assert!(
                 !found.writable || (by_bits && sets_bit),
@@ -390,7 +393,9 @@ fn marked<F: Format>(config: Config) {
 each_tracking!(invalidations_and_agings_beside_writers_lose_no_mark, invalidated, 8);
 fn invalidated<F: Format>(config: Config) {
     let tracking = match config.dirty_tracking {
-        slat::DirtyTracking::WriteProtect | slat::DirtyTracking::WriteProtectLeaves => AccessTracking::Faults,
+        slat::dirty::DirtyTracking::WriteProtect | slat::dirty::DirtyTracking::WriteProtectLeaves => {
+            AccessTracking::Faults
+        }
         _ => AccessTracking::AccessedBit,
     };
     let world = World::<F>::logging(config.with_access_tracking(tracking), NR_PAGES);

@@ -19,10 +19,11 @@ use crate::common::{
     Frame, TestBacking, TestHost, Translation, Writes, assert_no_table_is_left, change, set_accessed_and_dirty,
     translate,
 };
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Exit, Format, Gfn, GfnRange, HugePageLogging, Locking,
-    ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(120);

@@ -2,10 +2,10 @@
 //! of the leaves that it writes through, and gives the host what a CPU would log.
 
 use crate::common::log::{LAZY_HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
-use slat::{
-    Access, Config, DirtyTracking, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags, PAGE_SIZE,
-    PageSize, Pfn, ZappedLeaf,
-};
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::format::Format;
+use slat::host::ZappedLeaf;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn};
 
 /// From the middle of a table into the next.
 const SLOT: Slot = Slot::new(1, 512 - 100, 300);
@@ -31,7 +31,12 @@ fn is_dirty<F: Format>(world: &World<F>, slot: Slot, page: u64) -> bool {
     reader.cursor().query(slot.gfn(page).gpa()).unwrap().dirty
 }
 
-each_config!(writes_of_mapped_pages_do_not_fault_and_are_reported_once, once, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    writes_of_mapped_pages_do_not_fault_and_are_reported_once,
+    once,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn once<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -69,8 +74,8 @@ fn once<F: Format>(config: Config) {
 each_config!(
     a_page_that_is_mapped_for_a_write_is_reported_though_no_cpu_sets_its_bit,
     mapped_for_write,
-    slat::Sv39x4,
-    slat::Sv48x4
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
 );
 fn mapped_for_write<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
@@ -96,7 +101,12 @@ fn mapped_for_write<F: Format>(config: Config) {
     }
 }
 
-each_config!(bits_that_were_set_before_logging_began_are_not_the_logs, before_logging, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    bits_that_were_set_before_logging_began_are_not_the_logs,
+    before_logging,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn before_logging<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -124,7 +134,12 @@ fn before_logging<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_leaf_that_is_taken_away_is_reported_to_the_log_and_to_the_host, zapped, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    a_leaf_that_is_taken_away_is_reported_to_the_log_and_to_the_host,
+    zapped,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn zapped<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -160,7 +175,7 @@ fn zapped<F: Format>(config: Config) {
     }
 }
 
-each_config!(getting_a_range_looks_at_its_own_leaves_only, range, slat::Sv39x4, slat::Sv48x4);
+each_config!(getting_a_range_looks_at_its_own_leaves_only, range, slat::format::Sv39x4, slat::format::Sv48x4);
 fn range<F: Format>(config: Config) {
     let config = config.with_dirty_tracking(DirtyTracking::DirtyBit);
     let mut world = World::<F>::new(config);
@@ -180,8 +195,8 @@ fn range<F: Format>(config: Config) {
 each_config!(
     a_page_that_is_written_after_it_was_got_and_before_it_is_cleared_is_cleared_and_no_more,
     cleared,
-    slat::Sv39x4,
-    slat::Sv48x4
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
 );
 fn cleared<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
@@ -202,7 +217,12 @@ fn cleared<F: Format>(config: Config) {
     }
 }
 
-each_config!(huge_pages_are_write_protected_and_their_parts_begin_clean, huge, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    huge_pages_are_write_protected_and_their_parts_begin_clean,
+    huge,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn huge<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for huge in LAZY_HUGE_PAGE_LOGGINGS {
@@ -242,7 +262,12 @@ fn huge<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind, moved, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind,
+    moved,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn moved<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);
@@ -261,7 +286,7 @@ fn moved<F: Format>(config: Config) {
 }
 
 /// Modification logs: EPT only.
-fn world_with_log(locking: slat::Locking, manual_protect: ManualProtect) -> World<slat::Ept> {
+fn world_with_log(locking: slat::baselines::Locking, manual_protect: ManualProtect) -> World<slat::format::Ept> {
     let config = Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::PageModificationLog);
     World::new(config.with_manual_protect(manual_protect))
 }
@@ -340,7 +365,7 @@ fn a_vcpu_hands_its_full_log_over() {
 
 #[test]
 fn logging_off_and_on_again_ignores_logs_of_pages_that_are_clean() {
-    let mut world = world_with_log(slat::Locking::None, ManualProtect::Disabled);
+    let mut world = world_with_log(slat::baselines::Locking::None, ManualProtect::Disabled);
     world.create(SLOT, LOG);
     (0..10).for_each(|page| assert_eq!(world.read(SLOT, page), 1));
     world.write_all(SLOT, [1, 2]);

@@ -4,7 +4,9 @@ use crate::common::GIB;
 use crate::common::log::{
     LAZY_HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config,
 };
-use slat::{Access, Config, Format, GfnRange, HugePageLogging, Level, ManualProtect, PAGE_SIZE, PageSize};
+use slat::dirty::{HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::{Access, Config, GfnRange, Level, PAGE_SIZE, PageSize};
 
 const GIB_PAGES: u64 = GIB / PAGE_SIZE;
 

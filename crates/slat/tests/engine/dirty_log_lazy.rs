@@ -3,10 +3,10 @@
 //! table entries cannot be closed: they are not named for `each_config`.
 
 use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
-use slat::{
-    Access, AccessTracking, Config, Format, Gfn, GfnRange, Gpa, ManualProtect, Outcome, PAGE_SIZE, Stage2, Sv39x4,
-    Sv48x4,
-};
+use slat::dirty::ManualProtect;
+use slat::format::{Format, Stage2, Sv39x4, Sv48x4};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Outcome, PAGE_SIZE};
 
 /// A harvest closes a table for more pages than this.
 const PAGES_WORTH_CLOSING: u64 = 16;

@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 use crate::common::guest::{Guest, Stop};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyPage, DirtyRing, DirtyRingEntry, DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Format, Npt};
+use slat::tables::{AccessTracking, FaultAround};
 use slat::{
-    Access, AccessTracking, Config, DirtyPage, DirtyRing, DirtyRingEntry, DirtyTracking, Error, Exit, FaultAround,
-    Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

@@ -13,9 +13,13 @@ use crate::common::trap::trap_vm_with;
 use crate::common::{Frame, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region};
 #[cfg(debug_assertions)]
 use slat::Level;
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Npt};
+use slat::tables::{AccessTracking, FaultAround, Translation};
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Format, Gfn, GfnRange, Gpa, Host, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Translation, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

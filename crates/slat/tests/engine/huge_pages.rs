@@ -9,11 +9,12 @@ use std::sync::atomic::Ordering;
 use crate::common::broken::Broken;
 use crate::common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings};
 use crate::common::{GIB, MIB, change, region, translate};
-use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, Gpa,
-    HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2,
-    Sv39x4, Sv48x4, Vm, ZappedLeaf,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::host::{AllocationWait, ZappedLeaf};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 use crate::common::TestHost;
 

@@ -6,10 +6,11 @@ use std::sync::atomic::Ordering;
 use crate::common::broken::Broken;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
-use slat::{
-    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageLogging, Level, Locking, NodeId, Npt,
-    Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
-};
+use slat::baselines::Locking;
+use slat::dirty::HugePageLogging;
+use slat::format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
+use slat::tables::TablePlacement;
+use slat::{Access, Config, Error, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;

@@ -10,9 +10,12 @@ use crate::common::trap::trap_vm;
 use crate::common::{
     Frame, GIB, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region, translate, vm, walk,
 };
+use slat::baselines::{Locking, Park};
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Pfn, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

@@ -7,9 +7,10 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use crate::common::guest::Guest;
 use crate::common::{GIB, MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::format::Format;
 use slat::{
-    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Vm,
+    Access, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -264,7 +265,7 @@ fn invalid_flags<F: Format>(locking: Locking) {
 
 #[test]
 fn as_many_slots_as_there_are_numbers_and_no_more() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     let gpa = |slot: u32| u64::from(slot) * 2 * PAGE_SIZE;
     let new = |slot: u32| region(slot, gpa(slot), PAGE_SIZE, 0x1000 + u64::from(slot), PageSize::Size4K);
     for slot in 0..MemoryRegion::MAX_SLOTS {

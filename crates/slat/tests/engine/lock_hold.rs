@@ -5,7 +5,10 @@ use std::sync::atomic::Ordering;
 
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{MIB, TestHost, change, region, vm};
-use slat::{Access, Config, Format, Gfn, Locking, MemoryRegionFlags, Npt, Outcome, PageSize, Stats, Vcpu, Vm};
+use slat::baselines::Locking;
+use slat::format::{Format, Npt};
+use slat::stats::Stats;
+use slat::{Access, Config, Gfn, MemoryRegionFlags, Outcome, PageSize, Vcpu, Vm};
 
 const LOCKS: [Locking; 2] = [Locking::Shared, Locking::Exclusive];
 const SLOT: u32 = 0;

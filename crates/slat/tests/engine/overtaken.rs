@@ -8,9 +8,11 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, TestHost, change, region, translate};
+use slat::format::{Format, Npt};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

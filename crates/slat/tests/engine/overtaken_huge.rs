@@ -11,10 +11,11 @@ use crate::common::broken::{self, Broken};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::log::{HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
-use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, HugePageLogging, Level, Locking,
-    Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::host::AllocationWait;
+use slat::{Access, Config, Error, Gfn, GfnRange, Level, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::trap::trap_vm;
 use crate::common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
-use slat::{
-    Access, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, Pfn, Pte, Sv39x4, Sv48x4, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Pte, Sv39x4, Sv48x4};
+use slat::{Access, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();

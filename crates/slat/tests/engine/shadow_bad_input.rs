@@ -7,11 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shadow_cpu::{A, Cpu, D, G, P, TestHost, TestVm, U, W, index, new_vm, region};
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
-    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegister,
-    PagingRegisters, Privilege, ShadowPaging, ShadowStrategy, Stage2, Sv39x4, UserfaultBitmap, Vm,
+use slat::dirty::DirtyTracking;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::shadow::{
+    GuestAccess, Gva, LocalFlush, Paging, PagingRegister, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy,
 };
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, Outcome, PageSize, Vm};
 
 const NR_PAGES: u64 = 1024;
 const PG: u64 = 1 << 31 | 1;

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use crate::common::LONGEST_WAIT;
 use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize, Paging,
-    ShadowPaging, ShadowStrategy,
-};
+use slat::dirty::DirtyTracking;
+use slat::shadow::{Paging, ShadowPaging, ShadowStrategy};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize};
 
 const NR_CPUS: usize = 3;
 const NR_SPACES: usize = 3;
@@ -370,7 +370,8 @@ fn run(strategy: ShadowStrategy, protection: DirtyTracking, seed: u64) {
     const ROUND: Duration = Duration::from_millis(120);
     /// Of each CPU in a round, however slow the machine is.
     const MIN_STEPS: u32 = 400;
-    let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 3, max_pages: slat::ShadowPaging::MIN_PAGES });
+    let paging =
+        Paging::Shadow(ShadowPaging { strategy, previous_roots: 3, max_pages: slat::shadow::ShadowPaging::MIN_PAGES });
     let config = Config::default().with_paging(paging).with_dirty_tracking(protection);
     assert_eq!(config.access_tracking, AccessTracking::Faults);
     let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::empty());
@@ -491,7 +492,7 @@ fn run(strategy: ShadowStrategy, protection: DirtyTracking, seed: u64) {
 }
 
 /// Whether what these tests are about has happened.
-fn has_seen_all(stats: &slat::Stats, strategy: ShadowStrategy) -> bool {
+fn has_seen_all(stats: &slat::stats::Stats, strategy: ShadowStrategy) -> bool {
     // Without a cache there are never so many tables, nor do they last.
     let is_cached = strategy != ShadowStrategy::Baseline;
     stats.emulated_writes != 0

@@ -4,10 +4,10 @@
 use std::mem::take;
 use std::sync::mpsc;
 
-use slat::{
-    Access, AccessTracking, Config, Exit, Format, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Stage2,
-};
+use slat::baselines::Locking;
+use slat::format::{Format, Stage2};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Exit, GfnRange, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize};
 
 use crate::common::each;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World, dirty_trackings};

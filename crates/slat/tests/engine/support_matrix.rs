@@ -6,10 +6,11 @@ use crate::common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World,
 };
 use crate::shadow_cpu;
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, ManualProtect, Npt, PageSize, Paging,
-    ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm,
-};
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::shadow::{Paging, ShadowPaging};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, GfnRange, PageSize, Vm};
 
 /// What is documented: who has no hardware that could do it is told so.
 fn expected<F: Format>(config: Config) -> Result<(), Error> {

@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::dirty::HugePageLogging;
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
 use slat::{
-    Access, Config, Error, Exit, Format, Gpa, HugePageLogging, Level, Locking, MemoryAttributes, MemoryFaultFlags,
-    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
+    Access, Config, Error, Exit, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -183,7 +186,7 @@ impl UserfaultWords for Revocable {
 
 #[test]
 fn a_bitmap_that_is_taken_away_is_an_error_and_no_panic() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     let words = Arc::new(Revocable((0..16).map(|_| AtomicU64::new(0)).collect(), AtomicU64::new(16)));
     let bitmap = UserfaultBitmap::new(Arc::<Revocable>::clone(&words), PageSize::Size4K);
     vm.set_user_memory_region(slot(USERFAULT, Some(bitmap))).unwrap();
@@ -201,7 +204,7 @@ fn a_bitmap_that_is_taken_away_is_an_error_and_no_panic() {
 
 #[test]
 fn bad_input_is_refused_and_changes_nothing() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     let set_region = |region| vm.set_user_memory_region(region);
     let enough = words(16, 0);
     assert_eq!(set_region(slot(USERFAULT, None)), Err(Error::NoUserfaultBitmap { slot: 0 }));

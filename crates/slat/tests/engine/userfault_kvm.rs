@@ -9,10 +9,14 @@ use crate::common::log::{
 };
 use crate::common::log::{LEAF_BY_LEAF, LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::format::{Ept, Format, Npt};
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
+use slat::tables::FaultAround;
 use slat::{
-    Access, Config, DirtyTracking, Ept, Error, Exit, FaultAround, Format, GfnRange, Gpa, Level, Locking, ManualProtect,
-    MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
-    UserfaultBitmap, Vcpu, Vm,
+    Access, Config, Error, Exit, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Vcpu, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;

@@ -14,10 +14,12 @@ use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::log::NO_FLAGS;
 use crate::common::{Call, MIB, change, region, translate, vm};
 use scene::{Accessed, BIG, GRANULARITIES, PAGES, PRIVATE, SHARED, Scene, USERFAULT, Words};
-use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, FaultAround, Format, HugePageLogging,
-    Level, Locking, MemoryRegion, Npt, PAGE_SIZE, PageSize,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::format::{Ept, Format, Npt};
+use slat::host::AllocationWait;
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config, Error, Level, MemoryRegion, PAGE_SIZE, PageSize};
 
 /// What is done, or comes in between.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

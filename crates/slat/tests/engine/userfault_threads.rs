@@ -12,10 +12,12 @@ use crate::common::guest::{Guest, Stop};
 use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::random::Random;
 use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region, wait_until};
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, UserfaultBitmap, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::format::{Ept, Format, Npt};
+use slat::slots::{MemoryAttributes, UserfaultBitmap};
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;

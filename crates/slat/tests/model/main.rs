@@ -18,10 +18,12 @@ use ops::{
 };
 use pair::check;
 use proptest::prelude::*;
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, FaultAround, Format, HugePageLogging, Locking, ManualProtect,
-    MemoryAttributes, Npt, Stage2, Sv39x4, Sv48x4,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::slots::MemoryAttributes;
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config};
 
 use common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LAZY, LAZY_HUGE_PAGE_LOGGINGS, LEAF_BY_LEAF,

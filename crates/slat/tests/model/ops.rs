@@ -1,6 +1,8 @@
 //! The operations, and the few places and sizes that they choose from: so few that slots, leaves and ranges meet.
 
-use slat::{Access, Format, MemoryAttributes, MemoryRegionFlags, PageSize};
+use slat::format::Format;
+use slat::slots::MemoryAttributes;
+use slat::{Access, MemoryRegionFlags, PageSize};
 
 use crate::common::{GIB, MIB, Writes};
 

@@ -9,10 +9,11 @@ mod userfault;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, ZappedLeaf,
-};
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::host::ZappedLeaf;
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Level, MemoryRegionFlags, Outcome, PageSize, Pfn};
 
 use super::ops::{Aging, LOG, READONLY, USERFAULT};
 use crate::common::{Frame, PRIVATE_PFN, Writes};

@@ -4,10 +4,14 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::Npt;
+use slat::shadow::{
+    GuestAccess, Gva, Paging, PagingRegister, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy,
+};
 use slat::{
-    Access, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, Locking, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, Paging, PagingRegister, PagingRegisters, Privilege, ShadowPaging,
-    ShadowStrategy, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
 };
 
 use super::architecture::{CR0_PG, CR4_SMAP, CR4_SMEP};

@@ -1,7 +1,7 @@
 //! What a program's guest is made of: a few pages that are tables, a few that are data, and each may become the other;
 //! addresses, entries and roots that meet there again and again.
 
-use slat::PagingRegisters;
+use slat::shadow::PagingRegisters;
 
 use super::architecture::{
     ACCESSED, CR0_PE, CR0_PG, CR0_WP, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMAP, CR4_SMEP, DIRTY,

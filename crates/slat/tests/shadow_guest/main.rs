@@ -28,7 +28,7 @@ mod world;
 
 use std::cell::Cell;
 
-use slat::Park;
+use slat::baselines::Park;
 #[path = "../support/futex_park.rs"]
 mod futex_park;
 
@@ -37,7 +37,7 @@ use engine::{Engine, Hypervisor};
 use hardware::{Disobeys, Keeps};
 use program::{Figures, Program, Setup};
 use quiet::Quiet;
-use slat::ShadowStrategy;
+use slat::shadow::ShadowStrategy;
 use stale::Caching;
 use toy::{LEFT_OUT, LeftOut, Toy};
 use world::SLOTS;

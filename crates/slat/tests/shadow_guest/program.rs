@@ -4,7 +4,8 @@
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
-use slat::{Access, PagingRegister, PagingRegisters, Privilege};
+use slat::Access;
+use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
 
 use super::architecture::{
     ACCESSED, CR0_PG, CR0_WP, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, DIRTY, EFER_NXE, End, GLOBAL, LARGE, Mode,

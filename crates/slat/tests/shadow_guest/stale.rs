@@ -18,7 +18,8 @@
 
 use std::collections::HashMap;
 
-use slat::{Access, PagingRegisters, Privilege};
+use slat::Access;
+use slat::shadow::{PagingRegisters, Privilege};
 
 use super::architecture::{ACCESSED, CR4_PCIDE, CR4_PGE, Meaning, Mode, Rights, entry_in, has_accessed_flag, meaning};
 use super::world::{NR_GFNS, WORDS};

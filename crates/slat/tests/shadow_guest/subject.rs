@@ -1,7 +1,8 @@
 //! What is examined: a guest's CPUs, as the guest sees them. The engine under the hypervisor's CPUs is one; CPUs that are
 //! made wrong on purpose, so that one knows that the oracle would notice, are the other.
 
-use slat::{Access, Error, PagingRegister, PagingRegisters, Privilege};
+use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
+use slat::{Access, Error};
 
 use super::world::World;
 

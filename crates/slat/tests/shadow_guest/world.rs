@@ -10,10 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, RwLock};
 
-use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize,
-    Park, Pfn, Resolved, TableNode,
-};
+use slat::baselines::Park;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn};
 
 use super::futex_park::FutexPark;
 

@@ -4,9 +4,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Pfn, Resolved, TableNode,
-};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
 /// Gives memory that was never used before, and takes none back: so it needs no list, and all of it is zero.
 struct Bump {

@@ -15,6 +15,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host::{Backing, StackHost, real_memory};
+use slat::baselines::*;
+use slat::dirty::*;
+use slat::format::*;
+use slat::shadow::*;
+use slat::slots::*;
+use slat::tables::*;
 use slat::*;
 
 const MOST_BYTES: usize = 2048;
@@ -274,7 +280,7 @@ fn split_and_recover<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>)
 fn userfault<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
     let vm = &scene.vm;
     let nr_words = (SMALL_BYTES / PAGE_SIZE / 64) as usize;
-    let words: Arc<Vec<slat::sync::AtomicU64>> = Arc::new((0..nr_words).map(|_| AtomicU64::new(1)).collect());
+    let words: Arc<Vec<slat::baselines::AtomicU64>> = Arc::new((0..nr_words).map(|_| AtomicU64::new(1)).collect());
     let bitmap = UserfaultBitmap::new(words.clone(), PageSize::Size4K);
     scene.measure("UserfaultBitmap", || (bitmap.words().len(), bitmap.granularity()));
     let turned_on = scene.set_region_with(1, SMALL, SMALL_BYTES, MemoryRegionFlags::USERFAULT, None, Some(bitmap));

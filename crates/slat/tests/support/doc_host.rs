@@ -5,6 +5,8 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 
 use slat::*;
+use slat::format::*;
+use slat::host::*;
 
 pub struct Heap;
 

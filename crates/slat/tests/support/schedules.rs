@@ -3,7 +3,7 @@
 use shuttle::Runner;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use slat::Locking;
+use slat::baselines::Locking;
 
 /// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number, and
 /// `SHUTTLE_SEED` the random schedule of a failure, alone.

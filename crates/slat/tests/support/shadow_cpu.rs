@@ -20,17 +20,15 @@ pub mod guest_memory;
 
 pub use cpu::*;
 use guest_memory::Memory;
-use slat::sync::{AtomicU64, full_fence};
-use slat::{
-    Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize,
-    Pfn, Resolved, TableNode, Vm,
-};
+use slat::baselines::{AtomicU64, full_fence};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vm};
 
 #[cfg(shuttle)]
 use crate::Shape;
 /// What CPUs without a second stage walk.
 #[cfg(not(shuttle))]
-pub type Shape = slat::Npt;
+pub type Shape = slat::format::Npt;
 
 pub type TestVm = Vm<TestHost, Shape>;
 

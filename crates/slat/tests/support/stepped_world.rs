@@ -7,10 +7,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use slat::sync::{AtomicU32, AtomicU64};
+use slat::baselines::{AtomicU32, AtomicU64};
+use slat::baselines::{Locking, Park};
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Npt, Pte};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 /// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames

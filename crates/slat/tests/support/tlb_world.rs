@@ -15,11 +15,15 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
-use slat::sync::AtomicU64;
+use slat::baselines::AtomicU64;
+use slat::baselines::Park;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Format, Pte};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::tables::AccessTracking;
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa,
-    HugePageLogging, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn,
-    Pte, Resolved, TableNode, Vcpu, Vm, ZappedLeaf,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 use crate::Shape;

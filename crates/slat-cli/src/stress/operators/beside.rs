@@ -10,7 +10,9 @@ use std::sync::PoisonError;
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{DirtyTracking, Gfn, GfnRange, Gpa, Gva, ManualProtect, MemoryRegion, MemoryRegionFlags, Vcpu};
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::shadow::Gva;
+use slat::{Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu};
 use slat_machine::commit::Port;
 use slat_machine::cpu::{Cpu, CpuError};
 use slat_machine::host::{BackingSlice, MachineHost};

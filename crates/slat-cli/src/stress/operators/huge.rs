@@ -14,7 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{Gfn, GfnRange, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, PageSize, Vcpu};
+use slat::dirty::ManualProtect;
+use slat::{Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, PageSize, Vcpu};
 use slat_machine::cpu::Cpu;
 use slat_machine::host::{BackingSlice, MachineHost};
 use slat_machine::machine::MachineError;

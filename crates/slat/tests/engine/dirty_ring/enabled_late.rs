@@ -1,7 +1,7 @@
 //! Rings that are enabled when the VM had vCPUs and has none any more: what these left writable is
 //! protected.
 
-use slat::Stage2;
+use slat::format::Stage2;
 
 use super::*;
 use crate::common::Call;

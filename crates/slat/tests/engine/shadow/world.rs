@@ -5,11 +5,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use slat::{
-    Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, LocalFlush,
-    MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Pfn, Privilege, Resolved, ShadowPaging,
-    ShadowStrategy, TableNode, Vcpu, Vm,
-};
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::shadow::{GuestAccess, Gva, LocalFlush, Paging, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu, Vm};
 
 use crate::shadow_cpu::guest_memory::Memory;
 use crate::shadow_cpu::{ADDRESS, Cached, P, U, W, index, region, registers_with_pcids, walk};

@@ -11,10 +11,9 @@ use core::ffi::{c_int, c_void};
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicI64, Ordering};
 
-use slat::{AllocationWait, TableNode, 
-    Access, Config, Ept, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags,
-    Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Resolved, Vm,
-};
+use slat::format::{Ept, Format, Npt};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
 #[link(name = "c")]
 unsafe extern "C" {

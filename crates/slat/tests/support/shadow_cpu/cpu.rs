@@ -5,11 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use slat::sync::{AtomicU64, full_fence};
-use slat::{
-    Access, Exit, GuestAccess, GuestEntry, Gva, Hpa, LocalFlush, Outcome, PagingRegister, PagingRegisters, Privilege,
-    Vcpu,
-};
+use slat::baselines::{AtomicU64, full_fence};
+use slat::shadow::{GuestAccess, GuestEntry, Gva, LocalFlush, PagingRegister, PagingRegisters, Privilege};
+use slat::{Access, Exit, Hpa, Outcome, Vcpu};
 
 use super::{ADDRESS, MAX_CPUS, NX, P, POISON, PS, STAMP, Shape, TestHost, TestVm, U, W, pause, stamp_of};
 
