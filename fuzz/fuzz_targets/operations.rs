@@ -15,7 +15,7 @@ mod plain;
 
 use arbitrary::{Result, Unstructured};
 use common::log::{
-    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LOCKINGS,
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOCKINGS,
     MANUAL_PROTECTS,
 };
 use libfuzzer_sys::fuzz_target;
@@ -23,7 +23,9 @@ use ops::{
     Aging, Alignment, At, BITMAP_WORDS, Bits, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, NewBitmap, Op,
     RANGE_PAGES, SIZES, WRITES,
 };
-use slat::{Access, Config, Ept, Format, MemoryAttributes, Npt, Stage2, Sv39x4, Sv48x4, Vm};
+use slat::{Access, Config, Vm};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::slots::MemoryAttributes;
 
 /// As many as a case of the model test has at most: longer ones only take longer.
 const MAX_OPS: usize = 80;
@@ -72,12 +74,11 @@ fn one_of<T: Copy>(bytes: &mut Unstructured<'_>, all: &[T]) -> Result<T> {
 }
 
 fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
-    Ok(Config::with_locking(one_of(bytes, &LOCKINGS)?)
+    Ok(Config::default().with_locking(one_of(bytes, &LOCKINGS)?)
         .with_access_tracking(one_of(bytes, &ACCESS_TRACKINGS)?)
         .with_dirty_tracking(one_of(bytes, &DIRTY_TRACKINGS)?)
         .with_manual_protect(one_of(bytes, &MANUAL_PROTECTS)?)
-        .with_huge_page_logging(one_of(bytes, &HUGE_PAGE_LOGGINGS)?)
-        .with_huge_page_splitting(one_of(bytes, &HUGE_PAGE_SPLITTINGS)?)
+        .with_huge_page_logging(one_of(bytes, &one_of(bytes, &[HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS])?)?)
         .with_fault_around(one_of(bytes, &FAULT_AROUNDS)?))
 }
 

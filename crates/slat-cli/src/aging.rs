@@ -13,7 +13,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use slat::{AccessTracking, Config, GfnRange, Locking, PAGE_SHIFT, PageSize};
+use slat::baselines::Locking;
+use slat::tables::AccessTracking;
+use slat::{Config, Gfn, GfnRange, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Program, Sharing};
 use slat_machine::machine::{Machine, MachineConfig};
@@ -180,7 +182,7 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
                 nr_vcpus: args.vcpus,
                 bytes_per_vcpu: args.bytes,
                 backing: args.backing,
-                engine: Config::with_locking(series.locking).with_access_tracking(series.tracking),
+                engine: Config::default().with_locking(series.locking).with_access_tracking(series.tracking),
                 ..MachineConfig::default()
             };
             series.runs.push(with_format!(args.format, F => run_once::<F>(args, &config, session)?));
@@ -319,9 +321,9 @@ fn can_tlb_hide(args: &AgingArgs) -> bool {
         PageSize::Size2M => size_2m,
         PageSize::Size1G => size_1g,
     };
-    let reach_pages = (sets * ways) as u64 * (size.size_bytes() >> PAGE_SHIFT);
+    let reach_pages = (sets * ways) as u64 * (size.size_bytes() >> Gfn::SHIFT);
     let nr_parts = if args.overlap { args.vcpus as u64 } else { 1 };
-    reach_pages > (args.bytes >> PAGE_SHIFT).saturating_mul(nr_parts) / 10
+    reach_pages > (args.bytes >> Gfn::SHIFT).saturating_mul(nr_parts) / 10
 }
 
 #[cfg(test)]

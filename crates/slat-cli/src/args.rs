@@ -29,7 +29,7 @@ pub(crate) use values::with_format;
 pub(crate) use values::{
     DirtyTrackingArg, FormatArg, HugePagesArg, LockArg, PagingArg, PeerArg, ProtectionArg, SplitWhen, TrackingArg,
     check_shadow_format, dirty_tracking, dirty_tracking_name, locking_name, manual_protect_name, protection_name,
-    splitting_name, tracking_name,
+    tracking_name,
 };
 
 /// Experiments on second-level address translation, on a software machine.

@@ -27,7 +27,7 @@ use clap::{Args, ValueEnum};
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
-use slat::{MAX_PREVIOUS_ROOTS, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ShadowPaging, ShadowStrategy};
+use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat_machine::kernel::{Isolation, Pcids, WorkloadMix};
 
 use crate::args::positive;
@@ -77,7 +77,7 @@ pub(crate) struct Cr3Args {
         long,
         value_name = "N",
         default_value_t = ShadowPaging::default().previous_roots,
-        value_parser = clap::value_parser!(u8).range(..=i64::from(MAX_PREVIOUS_ROOTS))
+        value_parser = clap::value_parser!(u8).range(..=i64::from(ShadowPaging::MAX_PREVIOUS_ROOTS))
     )]
     pub(crate) previous_roots: u8,
     /// Most shadow tables at a time.
@@ -132,7 +132,7 @@ impl Cr3Args {
 }
 
 fn tables() -> RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(i64::from(MIN_SHADOW_PAGES)..=i64::from(MAX_SHADOW_PAGES))
+    clap::value_parser!(u32).range(i64::from(ShadowPaging::MIN_PAGES)..=i64::from(ShadowPaging::MAX_PAGES))
 }
 
 fn nr_vcpus(text: &str) -> Result<u16, String> {

@@ -6,7 +6,7 @@ mod kvm;
 use std::io::Write;
 
 use serde_json::json;
-use slat::Locking;
+use slat::baselines::Locking;
 
 use crate::args::{DirtyLogArgs, PagingArg, locking_name};
 use crate::failure::Failure;

@@ -22,7 +22,7 @@ mod subject;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use slat::PAGE_SHIFT;
+use slat::Gfn;
 use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::walk::HardwareFormat;
 
@@ -133,7 +133,7 @@ impl GetDirtyLogArgs {
 
     /// Pages of the slot.
     fn nr_pages(&self) -> u32 {
-        (self.slot_bytes() >> PAGE_SHIFT) as u32
+        (self.slot_bytes() >> Gfn::SHIFT) as u32
     }
 
     fn max_runs(&self) -> u32 {
@@ -348,7 +348,7 @@ fn subjects<F: HardwareFormat>(
 fn working_kvm(memory: &Backing) -> Result<(KvmPeer, KvmFacts), String> {
     let kvm = KvmPeer::new(memory).and_then(|kvm| Ok((kvm, crate::kvm::facts()?)));
     let (mut kvm, facts) = kvm.map_err(|error| error.to_string())?;
-    let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> PAGE_SHIFT) as u32)];
+    let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> Gfn::SHIFT) as u32)];
     // This call clears the page's bit too: later calls begin with a clean log.
     kvm.write(&[0], 1).and_then(|()| kvm.get_dirty_log(&mut log)).map_err(|failure| failure.to_string())?;
     Ok((kvm, facts))

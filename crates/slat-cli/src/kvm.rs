@@ -25,7 +25,8 @@ use kvm_bindings::{
     kvm_enable_cap, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VmFd};
-use slat::{ManualProtect, PAGE_SHIFT};
+use slat::Gfn;
+use slat::dirty::ManualProtect;
 use slat_machine::memory::{Backing, BackingKind};
 
 use crate::failure::{Failure, LEAVE_KVM_OUT};
@@ -128,7 +129,7 @@ pub(crate) struct KvmVm {
 impl KvmVm {
     /// A VM whose region is all of `memory`, not logged yet; and its guests.
     pub(crate) fn new(memory: &Backing, shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
-        let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
+        let nr_pages = memory.size_bytes() >> Gfn::SHIFT;
         if memory.size_bytes() > MAX_REGION_BYTES {
             return Err(KvmError(format!("a region of {nr_pages} pages is too large for its guests' tables")));
         }
@@ -199,7 +200,7 @@ impl KvmVm {
             Logging::Off => 0,
             Logging::On => KVM_MEM_LOG_DIRTY_PAGES,
         };
-        let slot_bytes = self.pages_per_slot << PAGE_SHIFT;
+        let slot_bytes = self.pages_per_slot << Gfn::SHIFT;
         for slot in 0..self.nr_slots {
             let start = u64::from(slot) * slot_bytes;
             self.set_slot(slot + 1, flags, REGION_GPA + start, &self.memory, start..start + slot_bytes)?;

@@ -4,7 +4,7 @@
 use std::fmt;
 
 use serde_json::Value;
-use slat::ManualProtect;
+use slat::dirty::ManualProtect;
 use slat_machine::memory::Backing;
 
 use crate::failure::{Failure, LEAVE_KVM_OUT};

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use slat::Locking;
+use slat::baselines::Locking;
 
 use crate::args::{FormatArg, LockArg, locking_name, positive, with_format};
 use crate::failure::Failure;

@@ -17,7 +17,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use slat::{Config, Level, ManualProtect, MemoryRegionFlags, NodeId, PAGE_SHIFT, PageSize, Stats};
+use slat::dirty::ManualProtect;
+use slat::stats::Stats;
+use slat::{Config, Gfn, Level, MemoryRegionFlags, NodeId, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 use slat_machine::guest::{Order, Program, Sharing};
@@ -161,10 +163,9 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
     let engine = Config::default()
         .with_dirty_tracking(dirty_tracking(args.tracking, args.protection))
         .with_manual_protect(manual_protect(args))
-        .with_huge_page_logging(args.huge_pages.logging())
-        .with_huge_page_splitting(args.split.splitting());
+        .with_huge_page_logging(args.huge_pages.logging(args.split));
     // The machine refuses too much memory.
-    let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> PAGE_SHIFT;
+    let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> Gfn::SHIFT;
     Ok(MachineConfig {
         nr_vcpus: args.vcpus,
         bytes_per_vcpu: args.bytes,

@@ -17,7 +17,8 @@ use std::num::{NonZeroUsize, ParseIntError};
 use std::thread;
 
 use clap::{Arg, Args, ValueEnum};
-use slat::{NodeId, TablePlacement};
+use slat::NodeId;
+use slat::tables::TablePlacement;
 use slat_machine::machine::{MachineConfig, MachineError};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 
@@ -58,11 +59,6 @@ pub(crate) struct SplitArgs {
     /// Of those that replace huge pages; `all` compares the three in one table.
     #[arg(long, value_name = "WHERE", value_enum, default_value_t = PlacementArg::All)]
     pub(crate) placement: PlacementArg,
-    /// Placement of the tables that faults link; by default as `--placement`.
-    ///
-    /// Faults of vCPUs have the policy `local`.
-    #[arg(long, value_name = "WHERE", value_enum, hide_short_help = true)]
-    pub(crate) fault_placement: Option<FaultPlacementArg>,
     /// Memory policy of the threads that split, for caller-policy.
     ///
     /// Where their memory comes from: `local`, `preferred:N`, `interleave`.
@@ -160,23 +156,6 @@ impl PlacementArg {
             PlacementArg::CallerNode => &[CallerNode],
             PlacementArg::CallerPolicy => &[CallerPolicy],
             PlacementArg::All => &[HugePageNode, CallerNode, CallerPolicy],
-        }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum FaultPlacementArg {
-    HugePageNode,
-    CallerNode,
-    CallerPolicy,
-}
-
-impl FaultPlacementArg {
-    fn placement(self) -> TablePlacement {
-        match self {
-            FaultPlacementArg::HugePageNode => TablePlacement::HugePageNode,
-            FaultPlacementArg::CallerNode => TablePlacement::CallerNode,
-            FaultPlacementArg::CallerPolicy => TablePlacement::CallerPolicy,
         }
     }
 }
@@ -338,17 +317,14 @@ pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failur
     phases::measure(session, columns, args.log.runs, outcome, |run, which| {
         let mut config = config.clone();
         config.pinning = args.pinning.pinning(args.log.seed, run);
-        config.engine.split_table_placement = placements[which];
-        config.engine.fault_table_placement =
-            args.fault_placement.map_or(placements[which], FaultPlacementArg::placement);
+        config.engine.table_placement = placements[which];
         run_apart(args, &config, &layout, session)
     })
 }
 
 /// One run, on a new thread: its node and its policy do not affect the next run.
 fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout, session: &Session) -> Result<Run, Failure> {
-    let uses_policy = [config.engine.split_table_placement, config.engine.fault_table_placement]
-        .contains(&TablePlacement::CallerPolicy);
+    let uses_policy = config.engine.table_placement == TablePlacement::CallerPolicy;
     let roles = Roles {
         first_touch: args.first_touch.first_touch(),
         main_node: layout.main_node,

@@ -28,13 +28,15 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, DirtyTracking, HugePageSplitting, Locking, ManualProtect, WriteProtection};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::tables::AccessTracking;
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 
 use crate::args::{
-    FormatArg, LockArg, TrackingArg, dirty_tracking_name, locking_name, manual_protect_name, positive, protection_name,
-    splitting_name, tracking_name, with_format,
+    FormatArg, LockArg, SplitWhen, TrackingArg, dirty_tracking_name, locking_name, manual_protect_name, positive,
+    protection_name, tracking_name, with_format,
 };
 use crate::failure::{Failure, check_failed, no_thread};
 use crate::results::Outcome;
@@ -100,7 +102,7 @@ struct Plan {
     tracking: AccessTracking,
     dirty_tracking: DirtyTracking,
     manual_protect: ManualProtect,
-    splitting: HugePageSplitting,
+    splitting: SplitWhen,
     paging: Paging,
     nr_vcpus: usize,
     pages_per_vcpu: u64,
@@ -124,7 +126,7 @@ impl Plan {
             dirty_tracking_name(self.dirty_tracking),
             protection_name(self.dirty_tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
             manual_protect_name(self.manual_protect),
-            splitting_name(self.splitting),
+            self.splitting.name(),
             if self.paging == Paging::Off { "flat" } else { "2d" },
             self.nr_vcpus,
             self.pages_per_vcpu,
@@ -206,8 +208,8 @@ fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut Sm
     match (rng.random_range(0..4), tracking, format) {
         (0, AccessTracking::AccessedBit, format) if format.has_dirty_bit() => DirtyTracking::DirtyBit,
         (1, AccessTracking::AccessedBit, FormatArg::Ept) => DirtyTracking::PageModificationLog,
-        (2, ..) => DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf),
-        _ => DirtyTracking::WriteProtect(WriteProtection::Lazy),
+        (2, ..) => DirtyTracking::WriteProtectLeaves,
+        _ => DirtyTracking::WriteProtect,
     }
 }
 
@@ -230,7 +232,7 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Sess
             dirty_tracking: some_dirty_tracking(format, tracking, &mut rng),
             manual_protect: [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]
                 [rng.random_range(0..3)],
-            splitting: [HugePageSplitting::Eager, HugePageSplitting::Lazy][rng.random_range(0..2)],
+            splitting: [SplitWhen::Eager, SplitWhen::Lazy][rng.random_range(0..2)],
             paging: if rng.random_range(0..3) == 0 { Paging::TwoDimensional } else { Paging::Off },
             nr_vcpus: args.vcpus,
             // From few pages, where all operations contend, to so many that TLBs keep translations

@@ -66,7 +66,6 @@ fn bad_usage_exits_with_2() {
         ("split --policy preferred:x", "invalid digit"),
         ("split --policy bind", "interleave"),
         ("split --placement here", "huge-page-node, caller-node, caller-policy, all"),
-        ("split --fault-placement all", "huge-page-node, caller-node, caller-policy"),
         ("split --first-touch none", "own, other, main"),
         ("split --nodes 1 -b 1M --first-touch other", "same home node"),
         ("split --pin 0", "on, off"),
@@ -195,11 +194,6 @@ fn tables_of_faults_follow_the_first_touch() {
     let (object, _) = split("first_touch_own", &format!("{args} own"));
     for placement in PLACEMENTS {
         assert_eq!(figure(&object, "remote_share", placement), 0.0, "{placement}");
-    }
-    // Faults may have another placement.
-    let (object, _) = split("fault_placement", &format!("{args} other --fault-placement huge-page-node"));
-    for placement in PLACEMENTS {
-        assert_eq!(figure(&object, "remote_fault_tables", placement), 0.0, "{placement}");
     }
 }
 

@@ -41,7 +41,9 @@ mod tests_log;
 
 use std::marker::PhantomData;
 
-use slat::{Access, Exit, Format, Gfn, GfnRange, Gpa, Gva, Host, Hpa, Outcome, PageSize, Vcpu};
+use slat::format::Format;
+use slat::shadow::Gva;
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Outcome, PageSize, Vcpu};
 use thiserror::Error;
 
 pub use self::kept::flush_local;

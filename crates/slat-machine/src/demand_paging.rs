@@ -45,10 +45,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use slat::{
-    DirtyTracking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, UserfaultBitmap,
-    UserfaultWords, Vm,
-};
+use slat::dirty::DirtyTracking;
+use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
+use slat::{Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 
 pub use config::{
     Copier, DemandPagingConfig, Descriptors, DirtyLogging, PagedBacking, PagingConfigError, PagingMode, VcpuThreads,
@@ -147,7 +146,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
         let vm = Arc::new(Vm::new(MachineHost::new(flush_domain, max_tables)?, config.engine)?);
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
-        let size_bytes = layout.nr_pages << PAGE_SHIFT;
+        let size_bytes = layout.nr_pages << Gfn::SHIFT;
         let memory = match config.backing {
             PagedBacking::Memory(kind) => {
                 let memory = Backing::new(kind, size_bytes)?;
@@ -173,7 +172,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             delivery = Some((Arc::clone(&bitmap), shared_file(&memory, size_bytes)?));
             bitmap
         } else {
-            let new = || slat::sync::AtomicU64::new(0);
+            let new = || slat::baselines::AtomicU64::new(0);
             Arc::new((0..nr_blocks.div_ceil(u64::from(u64::BITS))).map(|_| new()).collect::<Vec<_>>())
         };
         let arrivals = Arc::new(Arrivals::new(nr_blocks, words));
@@ -216,7 +215,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
     }
 
     fn make_slot(&self) -> Result<(), DemandPagingError> {
-        let size_bytes = self.layout.nr_pages << PAGE_SHIFT;
+        let size_bytes = self.layout.nr_pages << Gfn::SHIFT;
         self.vm.set_user_memory_region(MemoryRegion {
             slot: SLOT,
             flags: self.flags(),
@@ -255,7 +254,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             let cpu = Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), self.config.tlb);
             let cpu = match self.config.engine.dirty_tracking {
                 DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
-                DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+                DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,
             };
             cpu.exit_guest_mode();
             let (first_page, nr_pages) = match self.config.sharing {

@@ -13,7 +13,8 @@ mod ledger;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{Gpa, Gva, PAGE_SHIFT, PAGE_SIZE, PageSize};
+use slat::shadow::Gva;
+use slat::{Gfn, Gpa, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::cpu::CpuError;
@@ -271,7 +272,7 @@ pub enum GuestError {
 /// The address of page number `page` of the region at `region`.
 #[inline]
 fn page_gva(region: Gva, page: u64) -> Gva {
-    Gva(region.0 + (page << PAGE_SHIFT))
+    Gva(region.0 + (page << Gfn::SHIFT))
 }
 
 /// Does one touch of the region at `region` (guest-virtual or guest-physical, by the CPU's mode).
@@ -332,21 +333,21 @@ impl GuestTables {
     /// First and number of the page-table pages of `level` (1 to 4), counted as if they covered all
     /// addresses.
     fn tables(&self, level: u32) -> (u64, u64) {
-        let shift = PAGE_SHIFT + 9 * level;
-        let last = self.gva.0 + (self.nr_pages.max(1) << PAGE_SHIFT) - 1;
+        let shift = Gfn::SHIFT + 9 * level;
+        let last = self.gva.0 + (self.nr_pages.max(1) << Gfn::SHIFT) - 1;
         let first = self.gva.0 >> shift;
         (first, (last >> shift) - first + 1)
     }
 
     /// Bytes of memory that the page tables take.
     pub fn needed_bytes(&self) -> u64 {
-        (self.lowest()..=4).map(|level| self.tables(level).1).sum::<u64>() << PAGE_SHIFT
+        (self.lowest()..=4).map(|level| self.tables(level).1).sum::<u64>() << Gfn::SHIFT
     }
 
     /// Address of the first page-table page of `level`: the root comes first, the lowest level
     /// last.
     fn base(&self, level: u32) -> u64 {
-        self.memory.0 + ((level + 1..=4).map(|above| self.tables(above).1).sum::<u64>() << PAGE_SHIFT)
+        self.memory.0 + ((level + 1..=4).map(|above| self.tables(above).1).sum::<u64>() << Gfn::SHIFT)
     }
 
     /// Writes the page tables through `cpu`, as a guest with paging off does. Returns the value for
@@ -361,8 +362,8 @@ impl GuestTables {
         }
         let mut set = |level: u32, gva: u64, entry: u64| {
             let (first, _) = self.tables(level);
-            let table = (gva >> (PAGE_SHIFT + 9 * level)) - first;
-            let index = gva >> (PAGE_SHIFT + 9 * (level - 1)) & 0x1ff;
+            let table = (gva >> (Gfn::SHIFT + 9 * level)) - first;
+            let index = gva >> (Gfn::SHIFT + 9 * (level - 1)) & 0x1ff;
             let at = Gva(self.base(level) + table * PAGE_SIZE + index * 8);
             cpu.write(at, entry | PRESENT | WRITABLE).map_err(|error| GuestError::Access {
                 gva: at,
@@ -373,12 +374,12 @@ impl GuestTables {
         for level in self.lowest() + 1..=4 {
             let (first, count) = self.tables(level - 1);
             for child in 0..count {
-                let gva = (first + child) << (PAGE_SHIFT + 9 * (level - 1));
+                let gva = (first + child) << (Gfn::SHIFT + 9 * (level - 1));
                 set(level, gva, self.base(level - 1) + child * PAGE_SIZE)?;
             }
         }
         let large = if self.page_size == PageSize::Size4K { 0 } else { PAGE };
-        for offset in (0..self.nr_pages << PAGE_SHIFT).step_by(self.page_size.size_bytes() as usize) {
+        for offset in (0..self.nr_pages << Gfn::SHIFT).step_by(self.page_size.size_bytes() as usize) {
             set(self.lowest(), self.gva.0 + offset, (self.gpa.0 + offset) | large)?;
         }
         Ok(self.base(4))

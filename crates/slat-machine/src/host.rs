@@ -26,11 +26,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crossbeam_utils::CachePadded;
-use slat::sync::AtomicU32;
-use slat::{
-    Access, AllocationWait, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, NodeId, PAGE_SIZE, Park, Pfn, Resolved,
-    TableNode, Vm, ZappedLeaf,
-};
+use slat::baselines::{AtomicU32, Park};
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, NodeId, PAGE_SIZE, Pfn, Vm};
 use thiserror::Error;
 
 use crate::clock;
@@ -294,6 +293,10 @@ unsafe impl Host for MachineHost {
 
     fn run_delay_ns(&self) -> u64 {
         clock::run_delay_ns()
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
-use slat::PAGE_SHIFT;
+use slat::Gfn;
 
 use super::*;
 use crate::commit::Port;
@@ -183,7 +183,7 @@ fn slices_resolve_to_their_part_of_the_memory() {
     assert_eq!(phys::ptr_of(resolved.pfn.hpa()), backing.as_ptr().wrapping_add(5 * PAGE_SIZE as usize));
     assert_eq!(host.resolve(&slice, Gfn(77), 5, Access::Read), Err(Gone));
     assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX, Access::Read), Err(Gone));
-    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX >> PAGE_SHIFT, Access::Read), Err(Gone));
+    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX >> Gfn::SHIFT, Access::Read), Err(Gone));
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn node_of_new(host: &MachineHost, node: TableNode, size_bytes: usize) -> u32 {
     assert!(table.0.is_multiple_of(size_bytes as u64));
     // All of its frames.
     let nodes: HashSet<u32> =
-        (0..size_bytes as u64 >> PAGE_SHIFT).map(|page| host.node_of(Pfn(table.pfn().0 + page)).0).collect();
+        (0..size_bytes as u64 >> Gfn::SHIFT).map(|page| host.node_of(Pfn(table.pfn().0 + page)).0).collect();
     assert_eq!(nodes.len(), 1);
     // SAFETY: a page-table page of this size that only this thread has.
     unsafe { host.table_ptr(table).write_bytes(0x5a, size_bytes) };

@@ -39,7 +39,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::{Gpa, Gva, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT, Vcpu, Vm};
+use slat::format::Npt;
+use slat::shadow::Gva;
+use slat::{Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{HostEvents, MAX_VCPUS, MachineConfig, MachineConfigError, Pins};
@@ -261,7 +263,7 @@ impl<F: HardwareFormat> Machine<F> {
         }
 
         let overhead = Reserved::new(parts::all_overhead_bytes(config, layout.nr_pages))?;
-        let size_bytes = layout.nr_pages << PAGE_SHIFT;
+        let size_bytes = layout.nr_pages << Gfn::SHIFT;
         let region = match config.host_events {
             HostEvents::None => Backing::new(config.backing, size_bytes)?,
             HostEvents::Allowed { nr_spare_frames } => Backing::with_movable_pages(size_bytes, nr_spare_frames)?,
@@ -275,7 +277,7 @@ impl<F: HardwareFormat> Machine<F> {
             let first_page = u64::from(index) * pages_per_slot;
             let slot = Slot {
                 id: index + 1,
-                gpa: Gpa(REGION_GPA.0 + (first_page << PAGE_SHIFT)),
+                gpa: Gpa(REGION_GPA.0 + (first_page << Gfn::SHIFT)),
                 first_page,
                 nr_pages: pages_per_slot,
             };
@@ -283,8 +285,8 @@ impl<F: HardwareFormat> Machine<F> {
                 slot: slot.id,
                 flags: config.region_flags,
                 guest_phys_addr: slot.gpa,
-                memory_size: slot.nr_pages << PAGE_SHIFT,
-                backing: Some(BackingSlice { backing: region.clone(), offset_bytes: first_page << PAGE_SHIFT }),
+                memory_size: slot.nr_pages << Gfn::SHIFT,
+                backing: Some(BackingSlice { backing: region.clone(), offset_bytes: first_page << Gfn::SHIFT }),
                 userfault_bitmap: None,
             })?;
             slots.push(slot);
@@ -407,7 +409,7 @@ impl<F: HardwareFormat> Machine<F> {
                 slot: slot.id,
                 flags,
                 guest_phys_addr: slot.gpa,
-                memory_size: slot.nr_pages << PAGE_SHIFT,
+                memory_size: slot.nr_pages << Gfn::SHIFT,
                 backing: None,
                 userfault_bitmap: None,
             })?;
@@ -417,7 +419,7 @@ impl<F: HardwareFormat> Machine<F> {
 
     /// Size of the test region in pages of 4 KiB.
     pub fn nr_pages(&self) -> u64 {
-        self.region.size_bytes() >> PAGE_SHIFT
+        self.region.size_bytes() >> Gfn::SHIFT
     }
 
     /// The flush method in use.
@@ -476,7 +478,7 @@ fn work<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>> + Send + 
     region: &Backing,
     signals: &Arc<Signals>,
 ) -> Work<Job, Result<Answer, GuestError>> {
-    let pages_per_vcpu = config.bytes_per_vcpu >> PAGE_SHIFT;
+    let pages_per_vcpu = config.bytes_per_vcpu >> Gfn::SHIFT;
     let mut worker = Worker {
         cpu,
         region: Gva(REGION_GPA.0),

@@ -39,7 +39,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved};
+use slat::host::{Gone, Resolved};
+use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 pub use error::MemoryError;
 pub use frames::{Corruption, POISON};
@@ -215,7 +216,7 @@ impl Backing {
     pub fn size_bytes(&self) -> u64 {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.size_bytes,
-            Memory::Movable(pages) => pages.nr_pages() << PAGE_SHIFT,
+            Memory::Movable(pages) => pages.nr_pages() << Gfn::SHIFT,
             Memory::GuestMemfd(memory) => memory.size_bytes(),
         }
     }
@@ -234,8 +235,8 @@ impl Backing {
     /// The frame that page number `page` has now, if any.
     pub(crate) fn frame_of(&self, page: u64) -> Option<Pfn> {
         match &self.0 {
-            Memory::Fixed(mapping) if page < mapping.size_bytes >> PAGE_SHIFT => {
-                Some(phys::hpa_of(mapping.start.wrapping_add((page << PAGE_SHIFT) as usize)).pfn())
+            Memory::Fixed(mapping) if page < mapping.size_bytes >> Gfn::SHIFT => {
+                Some(phys::hpa_of(mapping.start.wrapping_add((page << Gfn::SHIFT) as usize)).pfn())
             }
             Memory::Fixed(_) => None,
             Memory::Movable(pages) => pages.frame_of(page),
@@ -262,10 +263,10 @@ impl Backing {
             Memory::GuestMemfd(_) => return None,
             Memory::Fixed(mapping) => mapping,
         };
-        if page >= mapping.size_bytes >> PAGE_SHIFT {
+        if page >= mapping.size_bytes >> Gfn::SHIFT {
             return None;
         }
-        let at = mapping.start.wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
+        let at = mapping.start.wrapping_add((page << Gfn::SHIFT) as usize).cast::<u64>();
         // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned;
         // guests and hosts access the word atomically. Acquire: as a CPU's read.
         let word = unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire);
@@ -290,7 +291,7 @@ impl Backing {
     ) -> Result<Resolved, Gone> {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.resolve(offset_bytes, access),
-            Memory::Movable(pages) => pages.resolve(offset_bytes >> PAGE_SHIFT, access, invalidate),
+            Memory::Movable(pages) => pages.resolve(offset_bytes >> Gfn::SHIFT, access, invalidate),
             Memory::GuestMemfd(memory) => memory.shared().ok_or(Gone)?.resolve(offset_bytes, access, invalidate),
         }
     }

@@ -3,7 +3,8 @@
 
 use std::sync::Mutex;
 
-use slat::{Access, Gone, PAGE_SIZE, PageSize};
+use slat::host::Gone;
+use slat::{Access, PAGE_SIZE, PageSize};
 
 use super::*;
 

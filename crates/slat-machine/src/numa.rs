@@ -36,7 +36,8 @@ use std::cell::Cell;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use slat::{NodeId, TableNode};
+use slat::NodeId;
+use slat::host::TableNode;
 use thiserror::Error;
 
 pub use reads::{ReadCounts, WalkCounter, WalkReads};
@@ -407,7 +408,7 @@ impl NodeMap {
     }
 
     /// Sets the source of the page-table pages that the calling thread allocates by its policy
-    /// ([`TablePlacement::CallerPolicy`](slat::TablePlacement::CallerPolicy)). On the host's nodes
+    /// ([`TablePlacement::CallerPolicy`](slat::tables::TablePlacement::CallerPolicy)). On the host's nodes
     /// this is the kernel's policy of the thread, for all of its memory; a thread that has set that
     /// already need not call this.
     ///

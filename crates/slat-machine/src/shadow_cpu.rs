@@ -41,7 +41,8 @@ mod tests_exits;
 #[cfg(test)]
 mod tests_rights;
 
-use slat::{Access, Exit, Gpa, GuestAccess, GuestEntry, Gva, Hpa, LocalFlush, Outcome, PagingRegisters, Privilege};
+use slat::shadow::{GuestAccess, GuestEntry, Gva, LocalFlush, PagingRegisters, Privilege};
+use slat::{Access, Exit, Gpa, Hpa, Outcome};
 
 use crate::commit::{Generation, Port, Stale};
 use crate::cpu::{PATIENT_FAULTS, STUCK_FAULTS};

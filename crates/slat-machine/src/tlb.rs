@@ -27,7 +27,7 @@
 //! no cache of the walk itself that could lead into their old frames. (The flushes that hypervisors
 //! use, INVEPT and those by VPID or ASID, drop more because they have no ranges.)
 
-use slat::{Gfn, GfnRange, Gpa, Hpa, PAGE_SHIFT, PageSize};
+use slat::{Gfn, GfnRange, Gpa, Hpa, PageSize};
 
 /// The tag of translations: the VM and, within it, the process-context identifier.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -206,7 +206,7 @@ impl Array {
 
     /// log2 of the 4 KiB frames of a page.
     fn frames_shift(&self) -> u32 {
-        self.page_shift - PAGE_SHIFT
+        self.page_shift - Gfn::SHIFT
     }
 
     fn fill(&mut self, new: TlbEntry) {

@@ -97,7 +97,7 @@ pub struct Walker<'a, C = ()> {
 }
 
 /// A format of second-stage page tables, as hardware walks it.
-pub trait HardwareFormat: slat::Format {
+pub trait HardwareFormat: slat::format::Format {
     /// Bits of a guest-physical address that the page tables translate. A guest with paging has a
     /// MAXPHYADDR of as many.
     const GUEST_PHYSICAL_BITS: u32;

@@ -27,11 +27,12 @@ mod host;
 mod membarrier;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod count {
-    use slat::{Locking, Npt};
+    use slat::baselines::Locking;
+    use slat::format::Npt;
 
     use super::arena::Memory;
     use super::host;

@@ -40,7 +40,7 @@ mod run;
 mod subjects;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 fn main() {
     #[cfg(not(any(loom, shuttle)))]

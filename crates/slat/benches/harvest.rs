@@ -24,7 +24,7 @@ mod futex_park;
 mod membarrier;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod harvest {
@@ -33,9 +33,11 @@ mod harvest {
     use std::thread;
     use std::time::Instant;
 
+    use slat::dirty::DirtyTracking;
+    use slat::format::Npt;
+    use slat::host::Resolved;
     use slat::{
-        Access, Config, DirtyTracking, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
-        Pfn, Resolved, Vcpu, Vm, WriteProtection,
+        Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vcpu, Vm,
     };
 
     use super::arena::Memory;
@@ -57,7 +59,7 @@ mod harvest {
 
     /// A way to protect pages, and the distance between dirty pages.
     struct Cell {
-        protection: WriteProtection,
+        protection: DirtyTracking,
         step: u64,
         one_ns: Vec<u64>,
         two_ns: Vec<u64>,
@@ -107,13 +109,13 @@ mod harvest {
         };
         let memory = Memory::new((NR_PAGES / 512 + 64) as usize);
         let steps = [1, 16, 64, 1024];
-        let protections = [WriteProtection::Lazy, WriteProtection::LeafByLeaf];
+        let protections = [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves];
         println!(
             "A slot of 16 GiB, get_dirty_log: ms by one thread and by two, medians of {nr_rounds} rounds; speed: quartiles."
         );
         println!("{:>14} {:>12} {:>9} {:>9} {:>20}", "protection", "dirty", "one", "two", "speed");
         for protection in protections {
-            let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+            let config = Config::default().with_dirty_tracking(protection);
             let vm: Arc<BenchVm> = Arc::new(Vm::new(BenchHost::new(memory), config).unwrap());
             vm.set_user_memory_region(MemoryRegion {
                 slot: 0,

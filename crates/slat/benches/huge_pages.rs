@@ -55,7 +55,7 @@ mod timing;
 mod world;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod table {

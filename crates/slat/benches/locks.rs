@@ -9,7 +9,7 @@
 mod futex_park;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod locks {
@@ -21,8 +21,8 @@ mod locks {
 
     use criterion::{BenchmarkId, Criterion};
     use crossbeam_utils::CachePadded;
-    use slat::Locking;
-    use slat::sync::{Lock, Side};
+    use slat::baselines::Locking;
+    use slat::baselines::{Lock, Side};
 
     use super::futex_park::FutexPark;
 

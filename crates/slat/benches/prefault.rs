@@ -37,7 +37,7 @@ mod futex_park;
 mod membarrier;
 
 #[cfg(not(any(loom, shuttle)))]
-use slat::Park;
+use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod prefault {

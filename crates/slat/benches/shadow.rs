@@ -14,15 +14,17 @@ mod guest_memory;
 mod bench {
     use std::alloc::{Layout, alloc_zeroed, dealloc};
     use std::hint::black_box;
-    use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Arc, Barrier};
     use std::thread;
     use std::time::Instant;
 
+    use slat::format::Npt;
+    use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+    use slat::shadow::{GuestAccess, Gva, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
     use slat::{
-        Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, MemoryRegion,
-        MemoryRegionFlags, Npt, Outcome, PageSize, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
-        ShadowStrategy, TableNode, Vcpu, Vm,
+        Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu,
+        Vm,
     };
 
     use super::guest_memory::Memory;
@@ -41,14 +43,6 @@ mod bench {
     }
 
     struct BenchHost(Memory);
-
-    impl Park for BenchHost {
-        fn park(&self, _: &AtomicU32, _: u32) {}
-        fn unpark_one(&self, _: *const AtomicU32) -> bool {
-            false
-        }
-        fn unpark_all(&self, _: *const AtomicU32) {}
-    }
 
     // SAFETY: the global allocator hands out each page-table page once; no CPU walks them.
     unsafe impl Host for BenchHost {

@@ -6,7 +6,9 @@
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
 
 use core::alloc::Layout;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU64, Ordering};
+use slat::format::*;
+use slat::host::*;
 use slat::*;
 use std::sync::Arc;
 
@@ -30,14 +32,6 @@ impl Arena {
 }
 
 // Only a `Locking` other than the default, `None`, puts threads to sleep.
-impl Park for Arena {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _word: *const AtomicU32) {}
-}
-
 // SAFETY: a table frame has one owner at a time, the thread that cleared its bit. The vector never
 // grows, so its frames stay where they are. The frames of a memslot never change. The CPU below
 // caches nothing, so there is nothing to flush.

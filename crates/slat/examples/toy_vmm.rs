@@ -12,14 +12,17 @@
 
 use std::alloc::Layout;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, Thread};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::tables::AccessTracking;
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vm,
 };
 
 const NR_VCPUS: u64 = 4;
@@ -262,7 +265,6 @@ struct VmHost {
     /// their words.
     flushes: AtomicU64,
     in_guest: [AtomicBool; NR_VCPUS as usize],
-    sleepers: Mutex<Vec<(usize, Thread)>>,
 }
 
 // SAFETY: a page-table page has a frame of its own, whose owner is the thread that cleared its bit.
@@ -352,33 +354,6 @@ impl Drop for GuestMode<'_> {
     }
 }
 
-impl Park for VmHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        let key = (word as *const AtomicU32).addr();
-        let mut sleepers = self.sleepers.lock().unwrap();
-        // Under the mutex, so that no unpark comes between the check and the insertion into the
-        // list.
-        if word.load(Ordering::Relaxed) != expected {
-            return;
-        }
-        sleepers.push((key, thread::current()));
-        drop(sleepers);
-        thread::park();
-        // A spurious return is allowed, but an awake thread must not stay in the list.
-        self.sleepers.lock().unwrap().retain(|(other, thread)| *other != key || thread.id() != thread::current().id());
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        let mut sleepers = self.sleepers.lock().unwrap();
-        let position = sleepers.iter().position(|(key, _)| *key == word.addr());
-        position.map(|position| sleepers.swap_remove(position).1.unpark()).is_some()
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        while self.unpark_one(word) {}
-    }
-}
-
 // --------------------------------------------------------------------------------------------------
 // Step 6: the MMU notifier.
 //
@@ -429,15 +404,14 @@ fn copy_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: usize, destination: &mut [u6
     }
 }
 
-fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
+fn run(machine: &Arc<Machine>) -> Result<(), Error> {
     let host = VmHost {
         machine: Arc::clone(machine),
         start: Instant::now(),
         flushes: AtomicU64::new(0),
         in_guest: [const { AtomicBool::new(false) }; NR_VCPUS as usize],
-        sleepers: Mutex::default(),
     };
-    let config = Config::with_locking(locking).with_access_tracking(AccessTracking::Faults);
+    let config = Config::default().with_access_tracking(AccessTracking::Faults);
     let vm = Arc::new(Vm::<VmHost, Npt>::new(host, config)?);
     let ram = Arc::new(Ram(Mutex::new(vec![None; RAM_PAGES as usize])));
     let uart = Mutex::new(Vec::new());
@@ -493,7 +467,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
     assert!(nr_moved >= RAM_PAGES && nr_copied >= NR_VCPUS / 2 * PAGES_PER_VCPU);
     let stats = vm.stats();
     println!(
-        "locking {locking:?}: {} faults, {nr_moved} pages moved, {nr_copied} pages copied in {nr_rounds} rounds and the last",
+        "{} faults, {nr_moved} pages moved, {nr_copied} pages copied in {nr_rounds} rounds and the last",
         stats.faults
     );
 
@@ -505,9 +479,7 @@ fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
 
 fn main() -> Result<(), Error> {
     let machine = Arc::new(Machine::new(1024));
-    for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        run(&machine, locking)?;
-        assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not freed");
-    }
+    run(&machine)?;
+    assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not freed");
     Ok(())
 }

@@ -11,12 +11,14 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::error::Error as StdError;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::slots::{MemoryFaultFlags, UserfaultBitmap};
 use slat::{
-    Access, AllocationWait, CheckedMemory, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryFaultFlags,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, SlotBitmap, TableNode,
-    UserfaultBitmap, Vcpu, Vm,
+    Access, CheckedMemory, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags,
+    Outcome, PAGE_SIZE, PageSize, Pfn, SlotBitmap, Vcpu, Vm,
 };
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, GuestRegionMmap};
@@ -31,14 +33,6 @@ struct Vmm;
 struct Mapped(u64);
 
 type Memory = GuestMemoryMmap<SlotBitmap<Vmm, Npt>>;
-
-impl Park for Vmm {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _word: *const AtomicU32) {}
-}
 
 // SAFETY: page-table pages come from the heap; the memory of a memslot stays mapped at its place;
 // the "CPU" below caches nothing.

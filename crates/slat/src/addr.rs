@@ -4,7 +4,7 @@
 use core::fmt;
 
 /// log2 of the base page's size, 4096 bytes, in every supported format.
-pub const PAGE_SHIFT: u32 = 12;
+pub(crate) const PAGE_SHIFT: u32 = 12;
 /// Size of a base page in bytes.
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 
@@ -75,6 +75,9 @@ impl Gpa {
 }
 
 impl Gfn {
+    /// log2 of the size of a frame in bytes.
+    pub const SHIFT: u32 = PAGE_SHIFT;
+
     /// The address of the frame's first byte.
     #[inline]
     pub const fn gpa(self) -> Gpa {

@@ -5,6 +5,7 @@ use crate::addr::{Level, NodeId, Pfn};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::{Host, TableNode};
+#[cfg(feature = "baselines")]
 use crate::sync::Locking;
 
 /// How a VM's memory is managed.
@@ -14,6 +15,9 @@ use crate::sync::Locking;
 /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
 /// # use host::*;
 /// use slat::*;
+/// use slat::dirty::*;
+/// use slat::format::*;
+/// use slat::tables::*;
 /// # fn main() -> Result<(), Error> {
 /// // For Intel: dirty pages from the CPUs' logs, sixteen pages for each fault.
 /// let config = Config::default()
@@ -30,6 +34,7 @@ use crate::sync::Locking;
 #[non_exhaustive]
 pub struct Config {
     /// The lock around guards that change the page tables.
+    #[cfg(feature = "baselines")]
     pub locking: Locking,
     /// How [`Vm::age_range`](crate::Vm::age_range) finds the pages that the guest has used.
     pub access_tracking: AccessTracking,
@@ -37,14 +42,10 @@ pub struct Config {
     pub dirty_tracking: DirtyTracking,
     /// Whether getting the dirty log also begins a new one.
     pub manual_protect: ManualProtect,
-    /// What the first write to a huge page does in a memslot that logs.
+    /// What becomes of huge pages in a memslot that logs.
     pub huge_page_logging: HugePageLogging,
-    /// When the huge pages of a memslot that begins to log are split.
-    pub huge_page_splitting: HugePageSplitting,
-    /// Where the page-table pages are allocated that replace huge leaves.
-    pub split_table_placement: TablePlacement,
-    /// Where the page-table pages are allocated that faults and prefaults need.
-    pub fault_table_placement: TablePlacement,
+    /// Where page-table pages are allocated.
+    pub table_placement: TablePlacement,
     /// Which neighbours a fault also maps.
     pub fault_around: FaultAround,
 }
@@ -78,11 +79,21 @@ pub struct ShadowPaging {
     /// What happens to them when the guest loads CR3.
     pub strategy: ShadowStrategy,
     /// Number of roots that each vCPU remembers besides its current one; at most
-    /// [`MAX_PREVIOUS_ROOTS`].
+    /// [`MAX_PREVIOUS_ROOTS`](ShadowPaging::MAX_PREVIOUS_ROOTS).
     pub previous_roots: u8,
-    /// Largest number of shadow pages, from [`MIN_SHADOW_PAGES`] to [`MAX_SHADOW_PAGES`]. Beyond
+    /// Largest number of shadow pages, from [`MIN_PAGES`](ShadowPaging::MIN_PAGES) to
+    /// [`MAX_PAGES`](ShadowPaging::MAX_PAGES). Beyond
     /// it, pages that are not in use are evicted.
     pub max_pages: u32,
+}
+
+impl ShadowPaging {
+    /// Largest number of roots that a vCPU can remember besides its current one.
+    pub const MAX_PREVIOUS_ROOTS: u8 = 31;
+    /// Smallest limit for the shadow pages of a VM.
+    pub const MIN_PAGES: u32 = 64;
+    /// Largest limit for the shadow pages of a VM.
+    pub const MAX_PAGES: u32 = 1 << 20;
 }
 
 impl Default for ShadowPaging {
@@ -94,10 +105,10 @@ impl Default for ShadowPaging {
 impl ShadowPaging {
     pub(crate) fn check(self) -> Result<(), Error> {
         let ShadowPaging { previous_roots, max_pages, .. } = self;
-        if previous_roots > MAX_PREVIOUS_ROOTS {
+        if previous_roots > ShadowPaging::MAX_PREVIOUS_ROOTS {
             return Err(Error::TooManyRoots { previous_roots });
         }
-        if !(MIN_SHADOW_PAGES..=MAX_SHADOW_PAGES).contains(&max_pages) {
+        if !(ShadowPaging::MIN_PAGES..=ShadowPaging::MAX_PAGES).contains(&max_pages) {
             return Err(Error::BadShadowPages { max_pages });
         }
         Ok(())
@@ -114,13 +125,14 @@ impl ShadowPaging {
 /// It lasts until this vCPU flushes the address or the PCID, or takes a page fault at the address.
 ///
 /// A guest does not notice if each of its vCPUs flushes, at the latest on its return to a PCID,
-/// what has changed since it left. Linux does so by its `tlb_gen`. For other guests there is
-/// `Baseline`. (Synchronizing each such load would cost what bit 63 saves: guests use the same few
+/// what has changed since it left. Linux does so by its `tlb_gen`. Other guests
+/// need `Baseline` (feature `baselines`). (Synchronizing each such load would cost what bit 63 saves: guests use the same few
 /// PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
     /// The old root is dropped, with all shadow pages that only it reaches, and the new one is
     /// built anew. Bit 63 of CR3 saves nothing.
+    #[cfg(feature = "baselines")]
     Baseline,
     /// Each vCPU remembers its last roots. A switch to one of them builds nothing, and synchronizes
     /// nothing if bit 63 is set.
@@ -133,14 +145,17 @@ pub enum ShadowStrategy {
     PcidTagged,
 }
 
-/// Largest number of roots that a vCPU can remember besides its current one.
-pub const MAX_PREVIOUS_ROOTS: u8 = 31;
-
-/// Smallest limit for the shadow pages of a VM.
-pub const MIN_SHADOW_PAGES: u32 = 64;
-
-/// Largest limit for the shadow pages of a VM.
-pub const MAX_SHADOW_PAGES: u32 = 1 << 20;
+impl ShadowStrategy {
+    /// Whether a load of CR3 drops the root.
+    #[inline]
+    pub(crate) fn keeps_no_root(self) -> bool {
+        match self {
+            #[cfg(feature = "baselines")]
+            ShadowStrategy::Baseline => true,
+            ShadowStrategy::RootCache | ShadowStrategy::PcidTagged => false,
+        }
+    }
+}
 
 /// Which neighbours a fault maps together with its page of 4 KiB. These are pages that the host
 /// knows to be resident ([`Host::resolve_resident`]), mapped as a read would map them. For the
@@ -156,14 +171,14 @@ pub enum FaultAround {
     #[default]
     Off,
     /// Those in the aligned window of so many pages around the page that faulted: a power of two
-    /// from 2 to [`MAX_FAULT_AROUND_PAGES`].
+    /// from 2 to [`MAX_PAGES`](FaultAround::MAX_PAGES).
     Pages(u8),
 }
 
-/// Largest window of [`FaultAround`] in pages.
-pub const MAX_FAULT_AROUND_PAGES: u8 = 64;
-
 impl FaultAround {
+    /// Largest window in pages.
+    pub const MAX_PAGES: u8 = 64;
+
     /// Pages in the window, with the one that faulted.
     #[inline]
     pub(crate) fn nr_pages(self) -> u64 {
@@ -176,10 +191,18 @@ impl FaultAround {
 
 /// How the dirty log finds the pages of 4 KiB that the guest has written. Huge pages are
 /// write-protected in any case.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum DirtyTracking {
     /// Pages are write-protected, and the first write to each faults.
-    WriteProtect(WriteProtection),
+    ///
+    /// If many pages of a 2 MiB block are protected, this is done lazily, by the directory entry
+    /// above: it protects all 512 at once. The next write to the block then write-protects each of
+    /// the others. In a format whose directory entries have no rights ([`Format::GENERATION`] is
+    /// 0), as `WriteProtectLeaves`.
+    #[default]
+    WriteProtect,
+    /// As `WriteProtect`, each page by its own leaf.
+    WriteProtectLeaves,
     /// By the dirty bits of the leaves, which CPUs set. No write faults, but getting the log reads
     /// each leaf.
     DirtyBit,
@@ -188,23 +211,12 @@ pub enum DirtyTracking {
     PageModificationLog,
 }
 
-impl Default for DirtyTracking {
-    fn default() -> DirtyTracking {
-        DirtyTracking::WriteProtect(WriteProtection::default())
+impl DirtyTracking {
+    /// Whether pages are write-protected.
+    #[inline]
+    pub fn write_protects(self) -> bool {
+        matches!(self, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves)
     }
-}
-
-/// How pages are write-protected for the dirty log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum WriteProtection {
-    /// By the directory entry above a 2 MiB block, if many of its pages are protected: this
-    /// protects all 512 at once. The next write to the block then write-protects each of the
-    /// others. In a format whose directory entries have no rights ([`Format::GENERATION`] is 0), as
-    /// `LeafByLeaf`.
-    #[default]
-    Lazy,
-    /// Each page by its own leaf.
-    LeafByLeaf,
 }
 
 /// Whether [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) also begins a new log: KVM's
@@ -222,28 +234,36 @@ pub enum ManualProtect {
     InitiallySet,
 }
 
-/// What the first write to a huge page does in a memslot that logs. Until then huge pages stay, and
-/// reads map new ones.
+/// What becomes of huge pages in a memslot that logs: the largest page that the guest may write
+/// there, and when larger ones are split. Until then huge pages stay, and reads map new ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePageLogging {
-    /// It splits the huge page, so that pages of 4 KiB are logged.
+    /// Huge pages are split, so that pages of 4 KiB are logged. This is done ahead of time, by the
+    /// thread that turns logging on. With [`ManualProtect::InitiallySet`], by those that clear the
+    /// log, range by range. Without memory for it, a huge page is split as with `SplitLazily`.
     #[default]
     Split,
-    /// It marks all pages of the 2 MiB as dirty, and leaves them mapped as one. (A page of 1 GiB is
-    /// split into pages of 2 MiB.)
+    /// As `Split`, each by the vCPU that first writes to it.
+    SplitLazily,
+    /// Pages of 2 MiB stay: the first write to one marks all of its pages as dirty. Pages of 1 GiB
+    /// are split into them, when `Split` would split them.
     MarkWhole,
+    /// As `MarkWhole`, pages of 1 GiB each by the vCPU that first writes to it.
+    MarkWholeLazily,
 }
 
-/// When the huge pages of a memslot that logs are split, as [`HugePageLogging`] says.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum HugePageSplitting {
-    /// Ahead of time, by the thread that turns logging on. With [`ManualProtect::InitiallySet`], by
-    /// those that clear the log, range by range. Without memory for it, a huge page is split as
-    /// with `Lazy`.
-    #[default]
-    Eager,
-    /// Each by the vCPU that first writes to it.
-    Lazy,
+impl HugePageLogging {
+    /// Whether huge pages are split ahead of time.
+    #[inline]
+    pub fn splits_eagerly(self) -> bool {
+        matches!(self, HugePageLogging::Split | HugePageLogging::MarkWhole)
+    }
+
+    /// Whether pages of 2 MiB stay.
+    #[inline]
+    pub fn marks_whole(self) -> bool {
+        matches!(self, HugePageLogging::MarkWhole | HugePageLogging::MarkWholeLazily)
+    }
 }
 
 /// On which node of the host a page-table page is allocated.
@@ -275,9 +295,10 @@ impl TablePlacement {
 }
 
 impl Config {
-    /// The default configuration with `locking`.
-    pub fn with_locking(locking: Locking) -> Config {
-        Config { locking, ..Config::default() }
+    /// This configuration with `locking`.
+    #[cfg(feature = "baselines")]
+    pub fn with_locking(self, locking: Locking) -> Config {
+        Config { locking, ..self }
     }
 
     /// This configuration with `access_tracking`.
@@ -300,19 +321,9 @@ impl Config {
         Config { huge_page_logging, ..self }
     }
 
-    /// This configuration with `huge_page_splitting`.
-    pub fn with_huge_page_splitting(self, huge_page_splitting: HugePageSplitting) -> Config {
-        Config { huge_page_splitting, ..self }
-    }
-
-    /// This configuration with `split_table_placement`.
-    pub fn with_split_table_placement(self, split_table_placement: TablePlacement) -> Config {
-        Config { split_table_placement, ..self }
-    }
-
-    /// This configuration with `fault_table_placement`.
-    pub fn with_fault_table_placement(self, fault_table_placement: TablePlacement) -> Config {
-        Config { fault_table_placement, ..self }
+    /// This configuration with `table_placement`.
+    pub fn with_table_placement(self, table_placement: TablePlacement) -> Config {
+        Config { table_placement, ..self }
     }
 
     /// This configuration with `fault_around`.
@@ -323,12 +334,12 @@ impl Config {
     /// Checks that page tables of format `F` support this configuration.
     pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
         if let FaultAround::Pages(nr_pages) = self.fault_around {
-            if !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages)) {
+            if !(nr_pages.is_power_of_two() && (2..=FaultAround::MAX_PAGES).contains(&nr_pages)) {
                 return Err(Error::BadFaultAround { nr_pages });
             }
         }
         let needs_dirty_bit = match self.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => false,
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => false,
             DirtyTracking::DirtyBit => true,
             DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => true,
             DirtyTracking::PageModificationLog => return Err(Error::NoModificationLog { format: F::NAME }),
@@ -346,15 +357,12 @@ impl Config {
     /// observed.
     #[inline]
     pub(crate) fn first_write_faults(&self, level: Level) -> bool {
-        level > Level::L4K || matches!(self.dirty_tracking, DirtyTracking::WriteProtect(_))
+        level > Level::L4K || self.dirty_tracking.write_protects()
     }
 
     /// The largest leaf that may be written in a memslot that logs.
     #[inline]
     pub(crate) fn largest_logged_write(&self) -> Level {
-        match self.huge_page_logging {
-            HugePageLogging::Split => Level::L4K,
-            HugePageLogging::MarkWhole => Level::L2M,
-        }
+        if self.huge_page_logging.marks_whole() { Level::L2M } else { Level::L4K }
     }
 }

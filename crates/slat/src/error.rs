@@ -41,8 +41,8 @@ pub enum Error {
         /// Address bits that the format translates.
         gpa_bits: u32,
     },
-    /// The memslot number is not below [`MAX_SLOTS`](crate::MAX_SLOTS).
-    #[error("slot {slot} is not below the limit of {} slots", crate::MAX_SLOTS)]
+    /// The memslot number is not below [`MAX_SLOTS`](crate::MemoryRegion::MAX_SLOTS).
+    #[error("slot {slot} is not below the limit of 32764 slots")]
     SlotTooHigh {
         /// The memslot.
         slot: u32,
@@ -78,7 +78,7 @@ pub enum Error {
         slot: u32,
     },
     /// Too much memory of earlier changes of memslots cannot be freed yet. A thread that was
-    /// preempted inside a call, or a [`TableReader`](crate::TableReader), may still use it. Try
+    /// preempted inside a call, or a [`TableReader`](crate::tables::TableReader), may still use it. Try
     /// again later.
     #[error("{size_bytes} bytes that earlier changes of slots left wait to be freed")]
     TooMuchRetired {
@@ -280,11 +280,8 @@ pub enum Error {
         format: &'static str,
     },
     /// The window of fault-around is not a power of two from 2 to
-    /// [`MAX_FAULT_AROUND_PAGES`](crate::MAX_FAULT_AROUND_PAGES) pages.
-    #[error(
-        "a window of {nr_pages} pages around a fault: not a power of two from 2 to {}",
-        crate::MAX_FAULT_AROUND_PAGES
-    )]
+    /// [`MAX_PAGES`](crate::tables::FaultAround::MAX_PAGES) pages.
+    #[error("a window of {nr_pages} pages around a fault: not a power of two from 2 to 64")]
     BadFaultAround {
         /// The number of pages that was configured.
         nr_pages: u8,
@@ -326,13 +323,9 @@ pub enum Error {
         gpa: Gpa,
     },
     /// The size of dirty rings is not a power of two, or not from
-    /// [`MIN_DIRTY_RING_ENTRIES`](crate::MIN_DIRTY_RING_ENTRIES) to
-    /// [`MAX_DIRTY_RING_ENTRIES`](crate::MAX_DIRTY_RING_ENTRIES).
-    #[error(
-        "dirty rings of {nr_entries} entries: not a power of two from {} to {}",
-        crate::MIN_DIRTY_RING_ENTRIES,
-        crate::MAX_DIRTY_RING_ENTRIES
-    )]
+    /// [`MIN_ENTRIES`](crate::dirty::DirtyRing::MIN_ENTRIES) to
+    /// [`MAX_ENTRIES`](crate::dirty::DirtyRing::MAX_ENTRIES).
+    #[error("dirty rings of {nr_entries} entries: not a power of two from 256 to 65536")]
     BadRingSize {
         /// The number of entries that was requested.
         nr_entries: u32,
@@ -360,8 +353,8 @@ pub enum Error {
         gpa: Gpa,
     },
     /// Dirty rings need faults on single pages, so they need
-    /// [`DirtyTracking::WriteProtect`](crate::DirtyTracking::WriteProtect) and
-    /// [`HugePageLogging::Split`](crate::HugePageLogging::Split).
+    /// [`DirtyTracking::WriteProtect`](crate::dirty::DirtyTracking::WriteProtect) and
+    /// [`HugePageLogging::Split`](crate::dirty::HugePageLogging::Split).
     #[error("dirty rings need tracking by write protection, and huge pages that are split")]
     RingNeedsPageFaults,
 }

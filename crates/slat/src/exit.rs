@@ -34,7 +34,7 @@ pub enum Exit {
         gpa: Gpa,
     },
     /// User space must fetch the page and clear its bit in the memslot's
-    /// [`UserfaultBitmap`](crate::UserfaultBitmap) before the guest can use it. KVM's
+    /// [`UserfaultBitmap`](crate::slots::UserfaultBitmap) before the guest can use it. KVM's
     /// `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The reason, for the page that the guest accessed.
@@ -73,9 +73,9 @@ bitflags::bitflags! {
     /// Why a memory fault exits to user space, with KVM's values.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct MemoryFaultFlags: u64 {
-        /// The page is private ([`MemoryAttributes::PRIVATE`](crate::MemoryAttributes::PRIVATE)).
+        /// The page is private ([`MemoryAttributes::PRIVATE`](crate::slots::MemoryAttributes::PRIVATE)).
         const PRIVATE = 1 << 3;
-        /// The page's bit is set in its memslot's [`UserfaultBitmap`](crate::UserfaultBitmap).
+        /// The page's bit is set in its memslot's [`UserfaultBitmap`](crate::slots::UserfaultBitmap).
         const USERFAULT = 1 << 4;
     }
 }

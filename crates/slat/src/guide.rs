@@ -1,6 +1,6 @@
 //! How to put slat under a hypervisor: what to implement in which order, and what each call may
-//! wait for. Also which locks are held when the [`Host`] is called, and which memory order `flush`
-//! and `park` guarantee. [`porting`] is the checklist for it. The examples `smallest_host`,
+//! wait for. Also which locks are held when the [`Host`] is called, and what `flush` guarantees.
+//! [`porting`] is the checklist for it. The examples `smallest_host`,
 //! `toy_vmm` and `vm_memory` show it as programs.
 //!
 //! # What to implement, in which order
@@ -31,7 +31,6 @@
 //!    - [`Host::resolve_private`] for guest_memfds.
 //!    - [`Host::drain_modification_logs`] for page-modification logging.
 //!    - [`Host::guest_memory_ptr`] for shadow paging.
-//!    - [`Park`] for a VM with a lock, for comparison.
 //!
 //! # When the host is called, and what is held then
 //! Every method may be called by several threads at once. Nothing is held where the host may block;
@@ -39,7 +38,9 @@
 //! elsewhere:
 //! - The *guard*: a guard of the epochs is open. No thread waits for its end, but what was unlinked
 //!   since it began is not freed.
-//! - The *lock*: that of a VM whose [`Locking`] is not `None`. Other VMs have none.
+//! - The *lock*: that of a VM with `Config::locking`, for comparison (feature `baselines`). Other
+//!   VMs have none. Threads that wait for it call `Host::parking`, with nothing held, and so do
+//!   threads that release it while others sleep.
 //!
 //! ## Methods that may block
 //! Nothing is held, except where it says otherwise.
@@ -55,7 +56,6 @@
 //!   harvest. It may wait as `flush` may.
 //! - [`yield_now`](Host::yield_now): long calls; a fault in a range in flight. It may block only to
 //!   let other threads run. With shadow paging, the lock of a shadow page may be held.
-//! - [`Park::park`]: a thread that finds the lock held.
 //! - The drop of a `Backing`: changes of memslots, [`Vm::reclaim`], the end of the VM.
 //!
 //! ## Methods that must not block
@@ -77,8 +77,6 @@
 //! - [`should_yield`](Host::should_yield): long calls. Guard and lock are held.
 //! - [`timestamp_ns`](Host::timestamp_ns), [`run_delay_ns`](Host::run_delay_ns): a sample of the
 //!   faults, waits for the lock. Nothing is held, or the lock.
-//! - [`Park::unpark_one`], [`Park::unpark_all`]: a thread that releases the lock while others
-//!   sleep. Nothing is held.
 //! - [`UserfaultWords::words`]: faults in memslots with a userfault bitmap, rescans. The guard is
 //!   held.
 //!
@@ -136,8 +134,7 @@
 //!   as that takes. An [`Invalidation`] that the host holds keeps faults out of its range until it
 //!   is dropped, also if its thread is preempted. Each such fault returns at once, and the guest
 //!   comes back. Faults outside of the range, and other invalidations of it, go on.
-//! - **A VM with a lock** ([`Locking::Shared`], [`Locking::Exclusive`]): its calls wait for the
-//!   holder.
+//! - **A VM with a lock** (`Config::locking`): its calls wait for the holder.
 //! - **Shadow paging.** Each guest frame and each shadow page has a lock. A thread that needs the
 //!   same one waits for a holder that was preempted. Most are held for a few dozen instructions;
 //!   longer while a shadow page is compared or zapped. A fault that finds an emulated write to the
@@ -152,7 +149,7 @@
 //! A vCPU uses at most 6 KiB of heap. A harvest or a reset of the rings allocates up to 6 KiB for
 //! its duration.
 //!
-//! # What flush, park and the rest guarantee
+//! # What flush and the rest guarantee
 //! - **`flush`** orders three things.
 //!   1. Every walk that begins after the call observes what the engine wrote into the page tables
 //!      before it. The engine's last step was an atomic operation with release. The host adds what
@@ -178,8 +175,6 @@
 //!     enters the guest, the guest may fault once more there, and that CPU is flushed. So the guest
 //!     makes progress.
 //! - **`resolve`** publishes the frame's contents: the leaf is installed with release after it.
-//! - **`park`** orders nothing. But its comparison and the sleep are one step with respect to the
-//!   unparks.
 //! - **A userfault bit** is cleared with release, after the page's contents are written.
 //! - **`barrier_on_all_cpus`** is a full fence on every CPU that runs a thread which may be inside
 //!   a call of the engine. If it is not, leave [`Host::has_barrier_on_all_cpus`] as it is.

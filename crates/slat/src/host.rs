@@ -11,6 +11,7 @@
 use core::alloc::Layout;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
+#[cfg(feature = "baselines")]
 use crate::sync::Park;
 
 /// The answer of [`Host::resolve`] for a page of a memslot.
@@ -30,7 +31,7 @@ pub struct Resolved {
     pub writable: bool,
 }
 
-/// Where a page-table page is allocated, as a [`TablePlacement`](crate::TablePlacement) requests
+/// Where a page-table page is allocated, as a [`TablePlacement`](crate::tables::TablePlacement) requests
 /// it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TableNode {
@@ -85,7 +86,7 @@ pub struct Gone;
 /// - An answer of [`resolve`](Host::resolve) stays true until the host invalidates the page
 ///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped.
 /// - No method unwinds.
-pub unsafe trait Host: Park + Send + Sync {
+pub unsafe trait Host: Send + Sync {
     /// What a memslot's memory comes from. The engine keeps it with the memslot and passes it to
     /// [`resolve`](Host::resolve). It drops it when the memslot is deleted and no resolve uses it
     /// any more.
@@ -161,7 +162,7 @@ pub unsafe trait Host: Park + Send + Sync {
     /// is not resident, or if the host does not know. Must not block or change anything.
     ///
     /// It is called for the neighbours of a page that the guest has faulted on, with
-    /// [`FaultAround`](crate::FaultAround); never for private pages. `access` is a read, or an
+    /// [`FaultAround`](crate::tables::FaultAround); never for private pages. `access` is a read, or an
     /// execution if that was the fault's. The answer binds the host as that of `resolve` does. No
     /// guard is open and no lock is held.
     #[inline]
@@ -177,7 +178,7 @@ pub unsafe trait Host: Park + Send + Sync {
     /// Flushes what the CPU of the calling thread has cached of the page of 4 KiB at `gpa`, of this
     /// VM. This includes PTEs, valid or not, and translations combined of both stages.
     ///
-    /// It is called in formats with [`NEEDS_LOCAL_FLUSH`](crate::Format::NEEDS_LOCAL_FLUSH) (Arm,
+    /// It is called in formats with [`NEEDS_LOCAL_FLUSH`](crate::format::Format::NEEDS_LOCAL_FLUSH) (Arm,
     /// RISC-V), and never on x86. [`Vcpu::handle_fault`](crate::Vcpu::handle_fault) calls it on its
     /// own thread, each time before it returns [`Outcome::Resume`](crate::Outcome::Resume). Without
     /// it, a guest may fault on that page for ever.
@@ -190,7 +191,7 @@ pub unsafe trait Host: Park + Send + Sync {
 
     /// Passes to `log` the pages that CPUs of this VM wrote into their page-modification logs
     /// (Intel SDM vol. 3C, "Page-Modification Logging"), a part at a time. Pages that were passed
-    /// need not be kept. For [`DirtyTracking::PageModificationLog`](crate::DirtyTracking).
+    /// need not be kept. For [`DirtyTracking::PageModificationLog`](crate::dirty::DirtyTracking).
     ///
     /// Two conditions must hold:
     /// - For each dirty bit that a CPU set before this call, the page is passed on after the bit
@@ -278,5 +279,14 @@ pub unsafe trait Host: Park + Send + Sync {
     #[inline]
     fn run_delay_ns(&self) -> u64 {
         0
+    }
+
+    /// How threads that wait for the VM's lock sleep. `None`, as by default: they do not, and call
+    /// [`yield_now`](Host::yield_now) again and again. Only for a VM with a
+    /// [`Locking`](crate::baselines::Locking) other than `None`.
+    #[cfg(feature = "baselines")]
+    #[inline]
+    fn parking(&self) -> Option<&dyn Park> {
+        None
     }
 }

@@ -13,7 +13,7 @@
 //! by one compare-and-exchange, and the thread that loses starts over. Invalidation sequence
 //! numbers keep faults out of unmapped ranges, epochs defer the freeing of page-table pages, and
 //! swapping one pointer publishes the memslots. For comparison the same code can run inside a
-//! reader/writer lock or a mutex ([`Locking`]).
+//! reader/writer lock or a mutex (feature `baselines`).
 //!
 //! # How to use it
 //! 1. Implement [`Host`]: memory for page-table pages, frames for guest pages, a TLB flush.
@@ -23,7 +23,8 @@
 //! 4. Point the hardware at [`Vm::root`].
 //! 5. Call [`Vcpu::handle_fault`] for each second-stage fault.
 //!
-//! Names are KVM's where KVM has one.
+//! Names are KVM's where KVM has one. At the root is what every user needs; the rest is in modules:
+//! [`format`](mod@format), [`host`], [`slots`], [`tables`], [`dirty`], [`shadow`], [`stats`].
 //!
 //! [`guide`] says in which order to write that, what each call may wait for, what is held when the
 //! host is called, and what a flush guarantees. [`guide::porting`] is a checklist for a port. Three
@@ -35,17 +36,12 @@
 //! # use std::alloc::{Layout, alloc, dealloc};
 //! # use std::sync::Arc;
 //! use slat::*;
+//! use slat::format::*;
+//! use slat::host::*;
 //!
 //! /// Page-table pages come from the heap; consecutive frames back each memslot.
 //! struct Heap;
 //! struct FirstFrame(Pfn);
-//!
-//! // The default locking is `None`, which never parks.
-//! impl Park for Heap {
-//!     fn park(&self, _word: &sync::AtomicU32, _expected: u32) {}
-//!     fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool { false }
-//!     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
-//! }
 //!
 //! // SAFETY: the heap's memory has no other user, and no CPU walks these page tables.
 //! unsafe impl Host for Heap {
@@ -130,6 +126,9 @@
 //!
 //! # Cargo features
 //! None is on by default: the engine is `no_std` and needs `alloc`.
+//! - `baselines`: what slat is measured against. `Config::locking` puts a lock around everything
+//!   that changes page tables; `Host::parking` says how threads wait for it.
+//!   `ShadowStrategy::Baseline` drops shadow page tables at each load of CR3. Not for use.
 //! - `vm-memory` (needs std): `SlotBitmap` makes a memslot's dirty log the bitmap of the vm-memory
 //!   region that has its memory. `CheckedMemory` refuses a device the accesses for which a vCPU
 //!   would exit.
@@ -142,6 +141,7 @@
 //! page table are `usize`.
 
 #![no_std]
+#![allow(rustdoc::private_intra_doc_links, reason = "the heads of modules go on to how they work")]
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("slat needs pointers of 64 bits: a slot's pages are counted, and its bitmaps are indexed, by usize");
@@ -152,21 +152,28 @@ mod addr;
 mod bits;
 mod boxed;
 mod config;
-mod dirty;
+/// The dirty log: how writes are found ([`Config::dirty_tracking`](crate::Config)), when a
+/// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`], [`Vcpu::dirty_ring`]).
+pub mod dirty;
 mod error;
 mod exit;
-mod format;
+/// The formats of page tables, one of which is a parameter of each [`Vm`].
+pub mod format;
 pub mod guide;
 mod harvest;
-mod host;
+/// What a [`Host`] is asked, and what it answers.
+pub mod host;
 mod operation;
 mod pool;
 mod registers;
 mod second_stage;
-mod shadow;
+/// Shadow page tables, for hardware without a second stage: [`Vcpu::handle_page_fault`] and the
+/// other calls of a [`Vcpu`] for the guest's own paging.
+pub mod shadow;
 mod slot;
-mod stats;
-pub mod sync;
+/// What [`Vm::stats`] returns.
+pub mod stats;
+mod sync;
 mod table;
 mod vcpu;
 mod vm;
@@ -175,24 +182,40 @@ mod vm_memory;
 
 #[cfg(feature = "vm-memory")]
 pub use self::vm_memory::{CheckedMemory, SlotBitmap};
-pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
-pub use config::{
-    AccessTracking, Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES,
-    MAX_PREVIOUS_ROOTS, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, ShadowPaging, ShadowStrategy,
-    TablePlacement, WriteProtection,
-};
-pub use dirty::ring::{
-    DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
-};
+pub use addr::{Access, Gfn, GfnRange, Gpa, Hpa, Level, NodeId, PAGE_SIZE, PageSize, Pfn};
+pub use config::Config;
 pub use error::Error;
-pub use exit::{Exit, MemoryFaultFlags, Outcome};
-pub use format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
-pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
-pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
-pub use second_stage::invalidate::Invalidation;
-pub use second_stage::query::{TableCursor, TableReader, Translation};
-pub use slot::{MAX_SLOTS, MemoryAttributes, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords};
-pub use stats::{Histogram, Stats};
-pub use sync::{Locking, Park};
+pub use exit::{Exit, Outcome};
+pub use host::Host;
+pub use slot::{MemoryRegion, MemoryRegionFlags};
 pub use vcpu::Vcpu;
-pub use vm::{Cap, Vm};
+pub use vm::Vm;
+
+/// Pages of memslots: private or shared ([`Vm::set_memory_attributes`]), and those at which faults
+/// exit ([`MemoryRegion::userfault_bitmap`], [`Exit::MemoryFault`]).
+pub mod slots {
+    pub use crate::exit::MemoryFaultFlags;
+    pub use crate::slot::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
+}
+
+/// The page tables of the second stage: how accesses are tracked ([`Vm::age_range`]), which pages a
+/// fault maps, where page-table pages are, invalidations ([`Vm::invalidate_range`]), and reading
+/// ([`Vm::read_tables`]).
+pub mod tables {
+    pub use crate::config::{AccessTracking, FaultAround, TablePlacement};
+    pub use crate::second_stage::invalidate::Invalidation;
+    pub use crate::second_stage::query::{TableCursor, TableReader, Translation};
+}
+
+/// What slat is measured against: the lock of a VM (`Config::locking`, [`Host::parking`]), and the
+/// atomics and fences that tests share with the engine. Not for use.
+#[cfg(feature = "baselines")]
+pub mod baselines {
+    pub use crate::sync::{
+        AtomicU32, AtomicU64, Lock, LockGuard, Locking, Park, Side, fence_after_rmw, full_fence, spin_loop,
+    };
+}
+
+// For links.
+#[cfg(doc)]
+use {dirty::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};

@@ -37,18 +37,22 @@ pub(crate) fn is_sampled(nr_before: u64) -> bool {
 }
 
 macro_rules! counters {
-    ($($(#[$doc:meta])* $variant:ident $field:ident),* $(,)?) => {
+    (
+        $($(#[$doc:meta])* $variant:ident $field:ident),*;
+        if $cfg:meta { $($(#[$doc_if:meta])* $variant_if:ident $field_if:ident,)* }
+    ) => {
         /// What is counted.
         #[derive(Clone, Copy)]
-        pub(crate) enum Counter { $($variant),* }
+        pub(crate) enum Counter { $($variant,)* $(#[$cfg] $variant_if),* }
 
-        const NR_COUNTERS: usize = [$(Counter::$variant),*].len();
+        const NR_COUNTERS: usize = [$(Counter::$variant,)* $(#[$cfg] Counter::$variant_if),*].len();
 
         /// Sums over all vCPUs and VM calls since the VM was created.
         #[derive(Clone, Debug, Default)]
         #[non_exhaustive]
         pub struct Stats {
             $($(#[$doc])* pub $field: u64,)*
+            $($(#[$doc_if])* #[$cfg] pub $field_if: u64,)*
             /// Duration of a fault in nanoseconds, with resolve; a sample.
             pub fault_ns: Histogram,
             /// Time in [`Host::resolve`](crate::Host::resolve) in one fault, in nanoseconds; a
@@ -60,10 +64,12 @@ macro_rules! counters {
             /// for which the scheduler had no CPU for it.
             pub guest_stall_ns: Histogram,
             /// Waits for the VM's lock in nanoseconds. Acquisitions without a wait are not in it.
+            #[$cfg]
             pub lock_wait_ns: Histogram,
             /// Holds of the VM's lock in nanoseconds, with the time for which the holder had no
-            /// CPU; a sample. Empty with [`Locking::None`](crate::Locking::None). A long operation
+            /// CPU; a sample. Empty with [`Locking::None`](crate::baselines::Locking::None). A long operation
             /// releases the lock between its turns, and each turn is one hold.
+            #[$cfg]
             pub lock_hold_ns: Histogram,
             /// Shadow pages that exist now.
             pub shadow_pages: u64,
@@ -79,6 +85,8 @@ macro_rules! counters {
                     self.resolve_ns.add(&times.resolve_ns);
                     self.guest_stall_ns.add(&times.guest_stall_ns);
                 }
+                $(#[$cfg] { self.$field_if += recorder.get(Counter::$variant_if); })*
+                #[$cfg]
                 if let Some(times) = recorder.lock_times() {
                     self.lock_wait_ns.add(&times.wait_ns);
                     self.lock_hold_ns.add(&times.hold_ns);
@@ -104,14 +112,14 @@ counters! {
     /// Leaves installed by faults and prefaults that map 1 GiB.
     Installed1G installed_1g,
     /// Leaves of 4 KiB that faults installed for neighbours of their pages
-    /// ([`FaultAround`](crate::FaultAround)). `installed_4k` includes them.
+    /// ([`FaultAround`](crate::tables::FaultAround)). `installed_4k` includes them.
     Around around,
     /// Leaves to which a fault restored the right to write, without asking the host.
     WritesRestored writes_restored,
     /// Leaves through which a fault restored reading; they were not present in order to observe the
     /// access ([`AccessTracking::Faults`]).
     ///
-    /// [`AccessTracking::Faults`]: crate::AccessTracking::Faults
+    /// [`AccessTracking::Faults`]: crate::tables::AccessTracking::Faults
     AccessesRestored accesses_restored,
     /// Huge leaves split, by faults and ahead of time.
     Splits splits,
@@ -155,11 +163,6 @@ counters! {
     TablesAllocated tables_allocated,
     /// Page-table pages returned to the host.
     TablesFreed tables_freed,
-    /// Times that a guard took the VM's lock, on either side; 0 with
-    /// [`Locking::None`](crate::Locking::None).
-    LockAcquisitions lock_acquisitions,
-    /// Those of `lock_acquisitions` that had to wait.
-    LockWaits lock_waits,
     /// Calls of [`Vcpu::handle_page_fault`](crate::Vcpu::handle_page_fault).
     PageFaults page_faults,
     /// Those of `page_faults` that were the guest's own
@@ -196,7 +199,14 @@ counters! {
     ShadowUnsyncs unsyncs,
     /// Writes to the guest's page tables that were emulated
     /// ([`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table)).
-    EmulatedWrites emulated_writes,
+    EmulatedWrites emulated_writes;
+    if cfg(feature = "baselines") {
+        /// Times that a guard took the VM's lock, on either side; 0 with
+        /// [`Locking::None`](crate::baselines::Locking::None).
+        LockAcquisitions lock_acquisitions,
+        /// Those of `lock_acquisitions` that had to wait.
+        LockWaits lock_waits,
+    }
 }
 
 impl Stats {
@@ -263,6 +273,7 @@ const ENTRIES: u64 = Level::L2M.nr_pages();
 pub(crate) struct Recorder {
     counters: [AtomicU64; NR_COUNTERS],
     fault_times: OnceBox<FaultTimes>,
+    #[cfg(feature = "baselines")]
     lock_times: OnceBox<LockTimes>,
 }
 
@@ -274,6 +285,7 @@ pub(crate) struct FaultTimes {
 }
 
 /// Times of the VM's lock.
+#[cfg(feature = "baselines")]
 pub(crate) struct LockTimes {
     pub(crate) wait_ns: Recording,
     pub(crate) hold_ns: Recording,
@@ -283,7 +295,12 @@ pub(crate) struct LockTimes {
 unsafe impl Zeroed for Recorder {
     #[cfg(loom)]
     fn zeroed() -> Recorder {
-        Recorder { counters: Zeroed::zeroed(), fault_times: Zeroed::zeroed(), lock_times: Zeroed::zeroed() }
+        Recorder {
+            counters: Zeroed::zeroed(),
+            fault_times: Zeroed::zeroed(),
+            #[cfg(feature = "baselines")]
+            lock_times: Zeroed::zeroed(),
+        }
     }
 }
 
@@ -296,6 +313,7 @@ unsafe impl Zeroed for FaultTimes {
 }
 
 // SAFETY: as above.
+#[cfg(feature = "baselines")]
 unsafe impl Zeroed for LockTimes {
     #[cfg(loom)]
     fn zeroed() -> LockTimes {
@@ -310,6 +328,7 @@ impl Recorder {
     }
 
     /// Allocates the histograms for the times of the lock.
+    #[cfg(feature = "baselines")]
     pub(crate) fn make_lock_times(&self) -> Result<(), Error> {
         self.lock_times.get_or_make().map(|_| ())
     }
@@ -320,6 +339,7 @@ impl Recorder {
     }
 
     /// The histograms for the times of the lock, if the VM has one.
+    #[cfg(feature = "baselines")]
     pub(crate) fn lock_times(&self) -> Option<&LockTimes> {
         self.lock_times.get()
     }

@@ -58,11 +58,10 @@ use crate::second_stage::install::{Changed, NewLeaf};
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
-use crate::sync::Locking;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::VcpuState;
-use crate::table::node::{TableCache, TableUse};
+use crate::table::node::TableCache;
 use crate::table::pte::{self, State};
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant};
 use crate::vm::Vm;
@@ -405,7 +404,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 found,
             });
         };
-        let is_locked = tree.locking() != Locking::None;
+        let is_locked = tree.is_locked();
         let restored = if is_protected {
             if is_locked {
                 return Plan::OnLeaf(LeafPlan::PushDown);
@@ -570,25 +569,19 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), Error> {
         match plan.found {
             // The part is split off, one level at a time.
-            Found::ReadOnly(value, _) if plan.level > leaf.level => {
-                self.top_up(1, TableUse::Split, pte::frame::<F>(value, plan.level))
-            }
-            _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn),
+            Found::ReadOnly(value, _) if plan.level > leaf.level => self.top_up(1, pte::frame::<F>(value, plan.level)),
+            _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), leaf.pfn),
         }
     }
 
-    /// Allocates the page-table pages that step 3 may link for `table_use` of the memory at `pfn`.
+    /// Allocates the page-table pages that step 3 may link for the memory at `pfn`.
     #[inline]
-    fn top_up(&mut self, nr_tables: usize, table_use: TableUse, pfn: Pfn) -> Result<(), Error> {
+    fn top_up(&mut self, nr_tables: usize, pfn: Pfn) -> Result<(), Error> {
         if nr_tables == 0 {
             return Ok(());
         }
         let Tree { host, config, .. } = self.op.tree;
-        let placement = match table_use {
-            TableUse::Fault => config.fault_table_placement,
-            TableUse::Split => config.split_table_placement,
-        };
-        let node = placement.node_for(host, Some(pfn));
+        let node = config.table_placement.node_for(host, Some(pfn));
         if self.tables.has(nr_tables, node) {
             return Ok(());
         }

@@ -9,7 +9,9 @@ mod shadow;
 use alloc::boxed::Box;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
-use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
+#[cfg(doc)]
+use crate::config::HugePageLogging;
+use crate::config::{Config, ManualProtect};
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::Rings;
 use crate::error::Error;
@@ -23,6 +25,7 @@ use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::query::TableReader;
 use crate::second_stage::split;
+#[cfg(doc)]
 use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
 use crate::stats::Stats;
@@ -45,18 +48,6 @@ pub struct Vm<H: Host, F: Format> {
     pub(crate) rings: Rings,
 }
 
-/// An optional ability of a VM: KVM's capabilities, `KVM_CAP_*`.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum Cap {
-    /// [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT): 1.
-    Userfault,
-    /// [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD): 1.
-    GuestMemfd,
-    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`] that exist, as bits.
-    MemoryAttributes,
-}
-
 impl<H: Host, F: Format> Vm<H, F> {
     /// Creates a VM without memory. Hardware walks its second stage, behind the guest's own page
     /// tables.
@@ -72,15 +63,6 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The host that the VM was created with.
     pub fn host(&self) -> &H {
         &self.tree.host
-    }
-
-    /// Whether, and how far, the VM supports `cap`: 0 if it does not, else the value that [`Cap`]
-    /// names. KVM's `KVM_CHECK_EXTENSION`.
-    pub fn check_extension(&self, cap: Cap) -> u64 {
-        match cap {
-            Cap::Userfault | Cap::GuestMemfd => 1,
-            Cap::MemoryAttributes => MemoryAttributes::all().bits(),
-        }
     }
 
     /// Host-physical address of the root page-table page. It goes into nCR3 (AMD APM vol. 2,
@@ -169,6 +151,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::dirty::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled), MemoryRegionFlags::LOG_DIRTY_PAGES);
     /// let mut vcpu = vm.create_vcpu()?;
@@ -261,7 +244,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// From then on, each fault that makes a page writable in a memslot that logs pushes an entry
     /// into the ring of its vCPU ([`Vcpu::dirty_ring`](crate::Vcpu::dirty_ring)). A page may be
-    /// there more than once. When [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are
+    /// there more than once. When [`DirtyRing::RESERVE`] entries are
     /// left, the vCPU's faults exit with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go
     /// on:
     /// 1. harvest the entries,
@@ -311,7 +294,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
         let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
-        if !matches!((dirty_tracking, huge_page_logging), (DirtyTracking::WriteProtect(_), HugePageLogging::Split)) {
+        if !dirty_tracking.write_protects() || huge_page_logging.marks_whole() {
             return Err(Error::RingNeedsPageFaults);
         }
         let participant = self.tree.epochs.borrow_participant()?;
@@ -398,7 +381,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// how many it split.
     ///
     /// Turning on [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES) does this by
-    /// itself ([`HugePageSplitting`](crate::HugePageSplitting)). To have it done sooner, call this
+    /// itself ([`HugePageLogging`]). To have it done sooner, call this
     /// before, from several threads. Threads that split disjoint ranges do not delay each other. A
     /// block that is being recovered ([`recover_range`](Vm::recover_range)) is skipped.
     ///

@@ -63,14 +63,11 @@ use crate::vm::Vm;
 /// # use std::alloc::{Layout, alloc, dealloc};
 /// # use std::sync::Arc;
 /// use slat::*;
+/// use slat::format::*;
+/// use slat::host::*;
 /// use vm_memory::mmap::MmapRegionBuilder;
 /// use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 /// # struct Kernel;
-/// # impl Park for Kernel {
-/// #     fn park(&self, _word: &sync::AtomicU32, _expected: u32) {}
-/// #     fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool { false }
-/// #     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
-/// # }
 /// # // SAFETY: the heap's memory has no other user, and no CPU walks these page tables.
 /// # unsafe impl Host for Kernel {
 /// #     type Backing = HostAddress;

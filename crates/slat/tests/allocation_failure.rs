@@ -22,9 +22,12 @@ use common::{
     GIB, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each, region,
     translate, vm,
 };
+use slat::baselines::Locking;
+use slat::dirty::{DirtyRing, ManualProtect};
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, UserfaultBitmap};
 use slat::{
-    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, ManualProtect, MemoryAttributes, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
+    Access, Config, Error, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -162,7 +165,7 @@ each!(a_vm_without_a_root_is_an_error, no_root);
 fn no_root<F: Format>(locking: Locking) {
     let host = TestHost::default();
     host.fail_after(0);
-    assert!(matches!(Vm::<_, F>::new(host, Config::with_locking(locking)), Err(Error::OutOfMemory)));
+    assert!(matches!(Vm::<_, F>::new(host, Config::default().with_locking(locking)), Err(Error::OutOfMemory)));
 }
 
 /// The state that a failure must leave unchanged.
@@ -192,7 +195,7 @@ fn with_backing(slot: u32, gpa: u64, size: u64, backing: &Arc<TestBacking>) -> M
 fn life_of_a_vm<F: Format>(locking: Locking) {
     const SIZE: u64 = 4 * MIB;
     let (vm, failures) =
-        until_it_succeeds(|| Vm::<_, F>::new(TestHost::default(), Config::with_locking(locking)), || {});
+        until_it_succeeds(|| Vm::<_, F>::new(TestHost::default(), Config::default().with_locking(locking)), || {});
     assert!(failures >= 1);
     let vm = Arc::new(vm);
     let (mut vcpu, _) = until_it_succeeds(|| vm.create_vcpu(), || {});
@@ -269,7 +272,7 @@ fn heap<F: Format>(locking: Locking) {
 
 fn life_with_rings<F: Format>(locking: Locking) {
     const SIZE: u64 = 4 * MIB;
-    let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+    let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), Config::default().with_locking(locking)).unwrap());
     let (result, _) = with_heap_allocations(0, || vm.create_vcpu());
     assert!(matches!(result, Err(Error::OutOfMemory)));
     // The vCPU that could not be made has decided nothing.
@@ -386,7 +389,10 @@ fn life_of_a_log<F: Format>(config: Config) {
     let (nr_pages, failures) = until_it_succeeds(|| vm.clear_dirty_log(1, 0, NR_PAGES, &[1; NR_WORDS]), unchanged);
     // Page 64, and page 0 where getting does not clear.
     let is_manual = config.manual_protect != ManualProtect::Disabled;
-    let by_mark = matches!(config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
+    let by_mark = matches!(
+        config.dirty_tracking,
+        slat::dirty::DirtyTracking::WriteProtect | slat::dirty::DirtyTracking::WriteProtectLeaves
+    );
     let left_of = |nr_pages: u64| 101 - nr_pages - if is_manual { 0 } else { 64 };
     assert!(nr_pages == u64::from(is_manual) + 1 || !by_mark, "{config:?}: {nr_pages}");
     assert!(failures >= 1);
@@ -418,8 +424,10 @@ each!(a_log_for_which_there_is_no_memory_is_as_it_was_and_leaks_nothing, logs);
 fn logs<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
-            let config =
-                Config::with_locking(locking).with_dirty_tracking(tracking).with_manual_protect(manual_protect);
+            let config = Config::default()
+                .with_locking(locking)
+                .with_dirty_tracking(tracking)
+                .with_manual_protect(manual_protect);
             life_of_a_log::<F>(config);
             let before = LIVE_BYTES.get();
             life_of_a_log::<F>(config);

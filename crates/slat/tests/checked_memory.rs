@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{MIB, region, vm};
-use slat::{
-    CheckedMemory, Error, Gpa, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt,
-    PAGE_SIZE, PageSize, UserfaultBitmap,
-};
+use slat::baselines::Locking;
+use slat::format::Npt;
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
+use slat::{CheckedMemory, Error, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions};
 
 /// The engine's error with which an access was refused.

@@ -12,10 +12,13 @@ use std::io::Write;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use slat::baselines::{Locking, Park};
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::slots::{MemoryAttributes, UserfaultBitmap};
 use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Ept, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking,
-    ManualProtect, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, Park, Pfn, Resolved,
-    Stage2, TableNode, UserfaultBitmap, Vm,
+    Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm,
 };
 
 const MIB: u64 = 1 << 20;
@@ -117,6 +120,10 @@ unsafe impl<F: Format> Host for Prober<F> {
     }
     fn timestamp_ns(&self) -> u64 {
         0
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
     }
 }
 

@@ -17,7 +17,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
 use std::time::{Duration, Instant};
 
-use slat::sync::{fence_after_rmw, full_fence};
+use slat::baselines::{fence_after_rmw, full_fence};
 
 const RUN: Duration = Duration::from_millis(1000);
 /// Cells that both go over between two meetings.

@@ -11,8 +11,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::AtomicU32;
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
-use slat::Park;
-use slat::sync::{Lock, Locking, Side};
+use slat::baselines::{Lock, Locking, Park, Side};
 
 /// Enough for every bug of a lock that needs two threads to overtake a third.
 const PREEMPTIONS: usize = 3;

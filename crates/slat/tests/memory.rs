@@ -10,11 +10,13 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use slat::sync::AtomicU32;
+use slat::baselines::Locking;
+use slat::dirty::ManualProtect;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Ept, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking, ManualProtect,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Stage2, Sv39x4, TableNode,
-    Vm,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vm,
 };
 
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -66,16 +68,6 @@ static ALLOCATOR: Counting = Counting;
 #[derive(Default)]
 struct TableHost {
     tables_bytes: AtomicU64,
-}
-
-impl Park for TableHost {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
 // SAFETY: the allocator hands out each page-table page once; no CPU walks them.
@@ -137,7 +129,7 @@ fn costs<F: Format>(nr_vcpus: u64) {
 
 /// Bytes of the heap that a vCPU takes, after so many faults that some were timed.
 fn vcpu_bytes<F: Format>(locking: Locking) -> u64 {
-    let vm = Arc::new(Vm::<TableHost, F>::new(TableHost::default(), Config::with_locking(locking)).unwrap());
+    let vm = Arc::new(Vm::<TableHost, F>::new(TableHost::default(), Config::default().with_locking(locking)).unwrap());
     vm.set_user_memory_region(MemoryRegion {
         slot: 0,
         flags: MemoryRegionFlags::empty(),

@@ -21,6 +21,9 @@ fn copy_of_the_fixture() -> PathBuf {
     assert_ne!(manifest, absolute, "the fixture no longer names the engine by its path");
     fs::write(copy.join("Cargo.toml"), absolute).unwrap();
     fs::copy(fixture.join("src/main.rs"), copy.join("src/main.rs")).unwrap();
+    fs::create_dir_all(copy.join("src/bin")).unwrap();
+    let smallest_host = Path::new(ENGINE).join("examples/smallest_host.rs");
+    fs::copy(smallest_host, copy.join("src/bin/smallest_host.rs")).unwrap();
     let lock = Path::new(ENGINE).join("../../Cargo.lock");
     if lock.exists() {
         fs::copy(lock, copy.join("Cargo.lock")).unwrap();
@@ -53,6 +56,8 @@ fn a_program_without_std_links_the_engine_and_runs_it() {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let status = Command::new(target.join("release/slat-no-std")).status().unwrap();
     assert_eq!(status.code(), Some(0), "the exit status is the line of the fixture's check that failed");
+    // The example, too, with no feature of the engine: those of this crate's own examples have the baselines.
+    assert!(Command::new(target.join("release/smallest_host")).status().unwrap().success());
 }
 
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {

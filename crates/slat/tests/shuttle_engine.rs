@@ -22,10 +22,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use memory::{FIRST_PFN, Memory, PAGES};
 use schedules::{check, random, random_locking};
 use shuttle::thread;
-use slat::{
-    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
-    MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use world::{
     Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_with_read_only_reads, new_vm, new_vm_with, region,
     walk,
@@ -250,11 +250,12 @@ fn concurrent_faults_on_one_page_install_once_and_all_succeed() {
 
 /// Any configuration of a dirty log.
 fn random_config() -> Config {
-    let lazy = DirtyTracking::WriteProtect(WriteProtection::Lazy);
-    let leaf_by_leaf = DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf);
+    let lazy = DirtyTracking::WriteProtect;
+    let leaf_by_leaf = DirtyTracking::WriteProtectLeaves;
     let trackings = [lazy, lazy, leaf_by_leaf, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
     let manual = [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
-    Config::with_locking(random_locking())
+    Config::default()
+        .with_locking(random_locking())
         .with_dirty_tracking(trackings[random(5) as usize])
         .with_manual_protect(manual[random(3) as usize])
         .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize])

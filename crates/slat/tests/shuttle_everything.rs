@@ -23,7 +23,8 @@ use std::sync::Arc;
 use copied::Copied;
 use schedules::{check, pick, random};
 use shuttle::thread;
-use slat::{Access, Config, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, PAGE_SIZE, PageSize};
+use slat::baselines::Locking;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use tlb_world::{
     AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, invalidate,
     is_writable_unlogged, new_vm, random_config, slot, zapping,
@@ -245,7 +246,7 @@ fn guests_access_only_what_the_host_allows_beside_everything() {
 /// asked. So a reader may install the very read-only leaf that a writer is about to replace.
 fn allowed_and_forbidden() {
     let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]);
-    let choices = Choices { config: Config::with_locking(locking), fails_one_in: None };
+    let choices = Choices { config: Config::default().with_locking(locking), fails_one_in: None };
     let (vm, place) = (new_staying_vm(&choices, 2), PLACES[STAYING][0]);
     vm.host().copies_never();
     vm.host().with_memory(|memory| {

@@ -20,7 +20,8 @@ use script::{Stops, Turn, explore, turn_of};
 use shuttle::sync::Mutex;
 use shuttle::sync::mpsc::{RecvError, channel};
 use shuttle::thread;
-use slat::{Access, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize};
+use slat::baselines::Locking;
+use slat::{Access, Gfn, GfnRange, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize};
 use world::{Guest, TestVm, Tiny, backing, new_vm, region, walk};
 
 type Vm = TestVm<Tiny<3>>;

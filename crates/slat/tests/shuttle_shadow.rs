@@ -24,7 +24,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use schedules::{check_less, random};
 use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm, registers_with_pcids};
 use shuttle::thread;
-use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegionFlags, PagingRegisters, ShadowPaging, ShadowStrategy};
+use slat::shadow::{PagingRegisters, ShadowPaging, ShadowStrategy};
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegionFlags};
 
 const SCHEDULES: usize = 500;
 
@@ -174,7 +175,7 @@ impl World {
     fn new() -> World {
         let strategy = [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged, ShadowStrategy::Baseline];
         let strategy = strategy[random(3) as usize];
-        let shadow = ShadowPaging { strategy, previous_roots: 1, max_pages: slat::MIN_SHADOW_PAGES };
+        let shadow = ShadowPaging { strategy, previous_roots: 1, max_pages: slat::shadow::ShadowPaging::MIN_PAGES };
         let vm = new_vm(Config::default(), shadow, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
         let host = vm.host();
         for top in TOPS {

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use common::guest::Guest;
 use common::random::Random;
 use common::{TestBacking, TestHost, change, each, region, vm};
-use slat::{
-    Access, Config, Error, Format, Gpa, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, SlotBitmap, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::ManualProtect;
+use slat::format::{Format, Npt};
+use slat::{Access, Config, Error, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, SlotBitmap, Vm};
 use vm_memory::bitmap::{Bitmap, BitmapSlice};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use slat::MAX_DIRTY_RING_ENTRIES;
+use slat::dirty::DirtyRing;
 use slat_machine::memory::BackingKind;
 
 use super::{DirtyTrackingArg, FormatArg, HugePagesArg, LockArg, PagingArg, PeerArg, ProtectionArg, SplitWhen};
@@ -58,7 +58,7 @@ pub(crate) struct DirtyLogArgs {
     #[arg(long, value_name = "HOW", value_enum, default_value_t = DirtyTrackingArg::WriteProtect)]
     pub(crate) tracking: DirtyTrackingArg,
     /// Entries of each vCPU's ring, a power of two, with `--tracking ring`.
-    #[arg(long, value_name = "N", default_value_t = MAX_DIRTY_RING_ENTRIES, hide_short_help = true)]
+    #[arg(long, value_name = "N", default_value_t = DirtyRing::MAX_ENTRIES, hide_short_help = true)]
     pub(crate) ring_entries: u32,
     /// How pages are write-protected, where that is the tracking.
     ///

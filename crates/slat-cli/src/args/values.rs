@@ -1,9 +1,10 @@
 //! The values of options that several experiments have, and their names in results.
 
 use clap::ValueEnum;
-use slat::{
-    AccessTracking, DirtyTracking, Format, HugePageLogging, HugePageSplitting, Locking, ManualProtect, WriteProtection,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::tables::AccessTracking;
 
 use crate::failure::Failure;
 
@@ -98,11 +99,9 @@ pub(crate) enum ProtectionArg {
 /// The tracking that the options name.
 pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionArg) -> DirtyTracking {
     match (tracking, protection) {
-        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::Lazy) => {
-            DirtyTracking::WriteProtect(WriteProtection::Lazy)
-        }
+        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::Lazy) => DirtyTracking::WriteProtect,
         (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::LeafByLeaf) => {
-            DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf)
+            DirtyTracking::WriteProtectLeaves
         }
         (DirtyTrackingArg::DirtyBit, _) => DirtyTracking::DirtyBit,
         (DirtyTrackingArg::Pml, _) => DirtyTracking::PageModificationLog,
@@ -112,7 +111,7 @@ pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionA
 /// The name of a dirty tracking in options and results.
 pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
     match tracking {
-        DirtyTracking::WriteProtect(_) => "write-protect",
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => "write-protect",
         DirtyTracking::DirtyBit => "dirty-bit",
         DirtyTracking::PageModificationLog => "pml",
     }
@@ -121,8 +120,8 @@ pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
 /// The name of a write protection in options and results, if pages are tracked by one.
 pub(crate) fn protection_name(tracking: DirtyTracking) -> Option<&'static str> {
     match tracking {
-        DirtyTracking::WriteProtect(WriteProtection::Lazy) => Some("lazy"),
-        DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf) => Some("leaf-by-leaf"),
+        DirtyTracking::WriteProtect => Some("lazy"),
+        DirtyTracking::WriteProtectLeaves => Some("leaf-by-leaf"),
         DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => None,
     }
 }
@@ -145,10 +144,12 @@ pub(crate) enum HugePagesArg {
 }
 
 impl HugePagesArg {
-    pub(crate) fn logging(self) -> HugePageLogging {
-        match self {
-            HugePagesArg::Split => HugePageLogging::Split,
-            HugePagesArg::MarkWhole => HugePageLogging::MarkWhole,
+    pub(crate) fn logging(self, split: SplitWhen) -> HugePageLogging {
+        match (self, split) {
+            (HugePagesArg::Split, SplitWhen::Eager) => HugePageLogging::Split,
+            (HugePagesArg::Split, SplitWhen::Lazy) => HugePageLogging::SplitLazily,
+            (HugePagesArg::MarkWhole, SplitWhen::Eager) => HugePageLogging::MarkWhole,
+            (HugePagesArg::MarkWhole, SplitWhen::Lazy) => HugePageLogging::MarkWholeLazily,
         }
     }
 
@@ -168,24 +169,12 @@ pub(crate) enum SplitWhen {
 }
 
 impl SplitWhen {
-    pub(crate) fn splitting(self) -> HugePageSplitting {
-        match self {
-            SplitWhen::Eager => HugePageSplitting::Eager,
-            SplitWhen::Lazy => HugePageSplitting::Lazy,
-        }
-    }
-
     /// The name in options and results.
     pub(crate) fn name(self) -> &'static str {
-        splitting_name(self.splitting())
-    }
-}
-
-/// The name of a time of splitting in options and results.
-pub(crate) fn splitting_name(splitting: HugePageSplitting) -> &'static str {
-    match splitting {
-        HugePageSplitting::Eager => "eager",
-        HugePageSplitting::Lazy => "lazy",
+        match self {
+            SplitWhen::Eager => "eager",
+            SplitWhen::Lazy => "lazy",
+        }
     }
 }
 
@@ -209,23 +198,23 @@ macro_rules! with_format {
     ($format:expr, $name:ident => $expression:expr) => {
         match $format {
             $crate::args::FormatArg::Npt => {
-                type $name = slat::Npt;
+                type $name = slat::format::Npt;
                 $expression
             }
             $crate::args::FormatArg::Ept => {
-                type $name = slat::Ept;
+                type $name = slat::format::Ept;
                 $expression
             }
             $crate::args::FormatArg::Stage2 => {
-                type $name = slat::Stage2;
+                type $name = slat::format::Stage2;
                 $expression
             }
             $crate::args::FormatArg::Gstage => {
-                type $name = slat::Sv48x4;
+                type $name = slat::format::Sv48x4;
                 $expression
             }
             $crate::args::FormatArg::GstageSv39x4 => {
-                type $name = slat::Sv39x4;
+                type $name = slat::format::Sv39x4;
                 $expression
             }
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use serde_json::{Value, json};
-use slat::ShadowStrategy;
+use slat::shadow::ShadowStrategy;
 use slat_machine::kernel::KernelCounters;
 use slat_machine::topology::HostDescription;
 

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::thread;
 
-use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Npt, ShadowStrategy, Stats, Vcpu, Vm};
+use slat::format::Npt;
+use slat::shadow::ShadowStrategy;
+use slat::stats::Stats;
+use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use slat_machine::clock::{run_delay_ns, timestamp_ns};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::host::{BackingSlice, MachineHost};

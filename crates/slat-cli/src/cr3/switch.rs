@@ -9,9 +9,9 @@
 //! Timed are batches of loads, each with the following entry: one reading of the clock for many of
 //! them.
 
-use slat::{
-    Access, GuestAccess, Gva, Npt, Outcome, PAGE_SHIFT, PAGE_SIZE, PagingRegisters, Privilege, ShadowStrategy, Vcpu,
-};
+use slat::format::Npt;
+use slat::shadow::{GuestAccess, Gva, PagingRegisters, Privilege, ShadowStrategy};
+use slat::{Access, Gfn, Outcome, PAGE_SIZE, Vcpu};
 use slat_machine::clock::timestamp_ns;
 use slat_machine::host::MachineHost;
 use slat_machine::kernel::Pcids;
@@ -125,7 +125,7 @@ impl Bench {
             vcpu.entry()?;
             for page in 0..NR_PAGES {
                 let access = GuestAccess { access: Access::Write, privilege: Privilege::User };
-                resumed(vcpu.handle_page_fault(Gva(PAGES_GVA + (page << PAGE_SHIFT)), access)?)?;
+                resumed(vcpu.handle_page_fault(Gva(PAGES_GVA + (page << Gfn::SHIFT)), access)?)?;
                 vcpu.entry()?;
             }
         }
@@ -153,11 +153,11 @@ impl Bench {
 fn write_tables(memory: &Backing, gpa: u64) -> u64 {
     for level in [4, 3, 2_u64] {
         let table = gpa + (4 - level) * PAGE_SIZE;
-        let index = PAGES_GVA >> (PAGE_SHIFT as u64 + 9 * (level - 1)) & 0x1ff;
+        let index = PAGES_GVA >> (Gfn::SHIFT as u64 + 9 * (level - 1)) & 0x1ff;
         memory.store(table + 8 * index, (table + PAGE_SIZE) | ENTRY_BITS);
     }
     for page in 0..NR_PAGES {
-        let index = (PAGES_GVA >> PAGE_SHIFT & 0x1ff) + page;
+        let index = (PAGES_GVA >> Gfn::SHIFT & 0x1ff) + page;
         memory.store(gpa + 3 * PAGE_SIZE + 8 * index, (gpa + (4 + page) * PAGE_SIZE) | ENTRY_BITS);
     }
     gpa

@@ -1,6 +1,7 @@
 //! The engine's fault handler of a CPU, with a clock around each call.
 
-use slat::{Error, Gpa, GuestAccess, GuestEntry, Gva, Outcome, PagingRegister, PagingRegisters};
+use slat::shadow::{GuestAccess, GuestEntry, Gva, PagingRegister, PagingRegisters};
+use slat::{Error, Gpa, Outcome};
 use slat_machine::clock::timestamp_ns;
 use slat_machine::shadow_cpu::ShadowHandler;
 

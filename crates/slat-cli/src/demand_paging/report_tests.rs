@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Parser;
-use slat::Stats;
+use slat::stats::Stats;
 use slat_machine::commit::FlushMethod;
 
 use super::*;

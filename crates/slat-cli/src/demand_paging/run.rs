@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{Config, PAGE_SIZE, Stats};
+use slat::stats::Stats;
+use slat::{Config, PAGE_SIZE};
 use slat_machine::commit::FlushMethod;
 use slat_machine::delivery::Delivery;
 use slat_machine::demand_paging::{

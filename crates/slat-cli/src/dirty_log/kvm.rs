@@ -15,7 +15,8 @@ mod vcpus;
 use std::ops::Range;
 
 use serde_json::Value;
-use slat::{ManualProtect, PAGE_SHIFT};
+use slat::Gfn;
+use slat::dirty::ManualProtect;
 use slat_machine::guest::{Sharing, value};
 use slat_machine::machine::{MachineError, Pins};
 use slat_machine::memory::{Backing, BackingKind};
@@ -154,7 +155,7 @@ impl Kvm {
         let wanted = phases::manual_protect(args);
         let plan = Plan {
             nr_vcpus: args.vcpus,
-            pages_per_vcpu: args.bytes >> PAGE_SHIFT,
+            pages_per_vcpu: args.bytes >> Gfn::SHIFT,
             nr_slots: u32::try_from(args.slots).unwrap_or(u32::MAX),
             backing: args.backing,
             sharing: if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned },
@@ -212,7 +213,7 @@ impl Plan {
 
     /// Runs the phases once, with a new VM on new memory.
     fn run(&self) -> Result<Run, Failure> {
-        let memory = Backing::new(self.backing, self.nr_pages() << PAGE_SHIFT).map_err(MachineError::from)?;
+        let memory = Backing::new(self.backing, self.nr_pages() << Gfn::SHIFT).map_err(MachineError::from)?;
         let shape = VmShape {
             nr_vcpus: self.nr_vcpus,
             nr_slots: self.nr_slots,

@@ -2,7 +2,8 @@
 //! the memory of all others. The log is got in KVM's legacy mode, in which the call begins a new
 //! log too. The vCPU is out of the guest when the log is got.
 
-use slat::{ManualProtect, PAGE_SHIFT};
+use slat::Gfn;
+use slat::dirty::ManualProtect;
 use slat_machine::memory::Backing;
 
 use super::subject::Subject;
@@ -22,7 +23,7 @@ impl KvmPeer {
         let shape = VmShape {
             nr_vcpus: 1,
             nr_slots: 1,
-            nr_listed: memory.size_bytes() >> PAGE_SHIFT,
+            nr_listed: memory.size_bytes() >> Gfn::SHIFT,
             manual_protect: ManualProtect::Disabled,
         };
         let (vm, guests) = KvmVm::new(memory, &shape)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
-use slat::{PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gfn, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
 use super::pattern::{DirtyPattern, check_log, nr_words, set_bits};
@@ -94,7 +94,7 @@ pub(super) struct Bench {
 
 impl Bench {
     pub(super) fn new(subjects: Subjects, memory: Backing) -> Bench {
-        let nr_pages = (memory.size_bytes() >> PAGE_SHIFT) as u32;
+        let nr_pages = (memory.size_bytes() >> Gfn::SHIFT) as u32;
         let bitmap = || vec![0; nr_words(nr_pages)];
         Bench { subjects, memory, nr_pages, log: bitmap(), written: bitmap(), value: 1 << 32 }
     }

@@ -32,7 +32,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome, PAGE_SHIFT};
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome};
 use slat_machine::commit::{FlushDomain, Port};
 use slat_machine::cpu::{Cpu, FaultHandler, flush_local};
 use slat_machine::memory::Backing;
@@ -63,7 +63,7 @@ impl Table {
 
     /// Links `below` in the PTE of `gpa` in this page-table page of level `level`.
     fn link<F: HardwareFormat>(&self, level: Level, gpa: Gpa, below: &Table) {
-        let shift = PAGE_SHIFT + 9 * (u32::from(level.0) - 1);
+        let shift = Gfn::SHIFT + 9 * (u32::from(level.0) - 1);
         let index = (gpa.0 >> shift) as usize % TABLE_ENTRIES;
         self.0[index].store(F::table(below.hpa()).0, Ordering::Relaxed);
     }
@@ -94,12 +94,12 @@ impl<F: HardwareFormat> PeerVm<F> {
     /// Returns a VM on `memory` with all pages mapped and write-protected, and the root of its page
     /// tables.
     fn new(memory: &Backing, flush_domain: Arc<FlushDomain>) -> (PeerVm<F>, Hpa) {
-        let nr_pages = (memory.size_bytes() >> PAGE_SHIFT) as u32;
+        let nr_pages = (memory.size_bytes() >> Gfn::SHIFT) as u32;
         let leaf_tables = tables(nr_pages.div_ceil(TABLE_ENTRIES as u32) as usize);
         let leaves = leaf_tables.iter().flat_map(|table| &table.0);
         let rmap: Box<[&AtomicU64]> = leaves.take(nr_pages as usize).collect();
         for (number, leaf) in rmap.iter().enumerate() {
-            let frame = phys::hpa_of(memory.as_ptr().wrapping_add(number << PAGE_SHIFT));
+            let frame = phys::hpa_of(memory.as_ptr().wrapping_add(number << Gfn::SHIFT));
             leaf.store(F::leaf(frame.pfn(), Level::L4K).0, Ordering::Relaxed);
         }
         // The memslot begins at a multiple of 1 GiB, and ends below the 512 GiB of one page-table
@@ -119,7 +119,7 @@ impl<F: HardwareFormat> PeerVm<F> {
             leaf_tables,
             rmap,
             flush_domain,
-            range: GfnRange::new(Gfn(gpa(0).0 >> PAGE_SHIFT), nr_pages.into()),
+            range: GfnRange::new(Gfn(gpa(0).0 >> Gfn::SHIFT), nr_pages.into()),
             _format: PhantomData,
         };
         // The memslot needs a root with three levels below; of a root with 2048 PTEs, only the

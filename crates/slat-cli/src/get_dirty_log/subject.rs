@@ -8,10 +8,10 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT, PageSize, Vcpu, Vm,
-    WriteProtection,
-};
+use slat::dirty::DirtyTracking;
+use slat::format::Npt;
+use slat::shadow::Gva;
+use slat::{Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, PageSize, Vcpu, Vm};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::cpu::Cpu;
 use slat_machine::guest::{GuestCpu, GuestError, GuestTables};
@@ -45,20 +45,20 @@ pub(super) trait Subject {
 /// The memory of the slot, touched.
 pub(super) fn memory(kind: BackingKind, size_bytes: u64) -> Result<Backing, Failure> {
     let memory = Backing::new(kind, size_bytes).map_err(MachineError::from)?;
-    for page in 0..size_bytes >> PAGE_SHIFT {
-        memory.store(page << PAGE_SHIFT, 0);
+    for page in 0..size_bytes >> Gfn::SHIFT {
+        memory.store(page << Gfn::SHIFT, 0);
     }
     Ok(memory)
 }
 
 /// The address of a page of the slot.
 pub(super) fn gpa(page: u32) -> Gpa {
-    Gpa(SLOT_GPA.0 + (u64::from(page) << PAGE_SHIFT))
+    Gpa(SLOT_GPA.0 + (u64::from(page) << Gfn::SHIFT))
 }
 
 /// The page of the slot that has an address, which is in the slot.
 pub(super) fn page(gpa: Gpa) -> u32 {
-    ((gpa.0 - SLOT_GPA.0) >> PAGE_SHIFT) as u32
+    ((gpa.0 - SLOT_GPA.0) >> Gfn::SHIFT) as u32
 }
 
 /// Writes `value` to `page` as the guest.
@@ -95,7 +95,7 @@ impl Slat<Npt, ShadowCpu<Vcpu<MachineHost, Npt>>> {
     /// The same without a second stage. The guest's own page tables map the memslot at its own
     /// address, by pages of 2 MiB as the real KVM's guest does; the log still has pages of 4 KiB.
     pub(super) fn shadow(method: Method, memory: &Backing) -> Result<Self, Failure> {
-        let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
+        let nr_pages = memory.size_bytes() >> Gfn::SHIFT;
         let paging = shadow_paging(nr_pages);
         let new = |host| Vm::with_shadow_paging(host, config(method), paging);
         let vm = with_slot(new, memory, 2 * u64::from(paging.max_pages))?;
@@ -141,7 +141,7 @@ fn with_slot<F: HardwareFormat>(
     nr_more_tables: u64,
 ) -> Result<Arc<Vm<MachineHost, F>>, Failure> {
     // Many times what maps the slot.
-    let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12) + nr_more_tables;
+    let max_tables = (memory.size_bytes() >> Gfn::SHIFT) / 128 + (1 << 12) + nr_more_tables;
     let host = MachineHost::new(Arc::new(FlushDomain::new()), max_tables).map_err(MachineError::from)?;
     let vm = Arc::new(new(host)?);
     vm.set_user_memory_region(MemoryRegion {
@@ -158,10 +158,10 @@ fn with_slot<F: HardwareFormat>(
 /// How the engine write-protects pages again.
 fn config(method: Method) -> Config {
     let protection = match method {
-        Method::SlatLeaf => WriteProtection::LeafByLeaf,
-        _ => WriteProtection::Lazy,
+        Method::SlatLeaf => DirtyTracking::WriteProtectLeaves,
+        _ => DirtyTracking::WriteProtect,
     };
-    Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection))
+    Config::default().with_dirty_tracking(protection)
 }
 
 /// Gets the log of the engine's memslot.

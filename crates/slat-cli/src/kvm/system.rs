@@ -10,7 +10,7 @@
 //! interrupt stack), 12.2.5 (TSS).
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
-use slat::{PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gfn, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
 use super::{KvmError, MAX_REGION_BYTES, VmShape, system_memory};
@@ -267,7 +267,7 @@ impl System {
 
 /// The address of a page of the region.
 pub(super) const fn page_gpa(page: u64) -> u64 {
-    REGION_GPA + (page << PAGE_SHIFT)
+    REGION_GPA + (page << Gfn::SHIFT)
 }
 
 /// The size of a vCPU's block, in whole pages.

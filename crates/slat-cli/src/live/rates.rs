@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use slat::{Histogram, Level, NodeId, Stats};
+use slat::stats::{Histogram, Stats};
+use slat::{Level, NodeId};
 
 use super::sample::Sample;
 use crate::table::humanly;

@@ -4,7 +4,8 @@
 //! writers only store to. [`Vm::nr_marked_dirty`] loads words under a guard (which delays the
 //! freeing of retired things by a moment). The rest are single counters.
 
-use slat::{NodeId, Stats, Vm};
+use slat::stats::Stats;
+use slat::{NodeId, Vm};
 use slat_machine::host::MachineHost;
 use slat_machine::walk::HardwareFormat;
 

@@ -135,7 +135,7 @@ fn rows_are_filled_and_blank_when_nothing_runs() {
 #[test]
 fn a_machine_that_was_dropped_shows_nothing() {
     let (live, page, _) = new();
-    let machine = slat_machine::machine::Machine::<slat::Npt>::new(&slat_machine::machine::MachineConfig {
+    let machine = slat_machine::machine::Machine::<slat::format::Npt>::new(&slat_machine::machine::MachineConfig {
         nr_vcpus: 1,
         bytes_per_vcpu: 16 << 12,
         ..Default::default()

@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use slat::{Config, GfnRange, Gpa, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm};
+use slat::baselines::Locking;
+use slat::{Config, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::cpu::Cpu;
 use slat_machine::host::{BackingSlice, MachineHost};
@@ -17,10 +18,10 @@ use slat_machine::walk::HardwareFormat;
 use crate::failure::Failure;
 
 /// Pages of the area: 512 MiB, and 64 KiB so that its end is aligned to no large page.
-pub(super) const AREA_PAGES: u64 = ((512 << 20) + (64 << 10)) >> PAGE_SHIFT;
+pub(super) const AREA_PAGES: u64 = ((512 << 20) + (64 << 10)) >> Gfn::SHIFT;
 
 /// Memslots that the area can have: all but memslot 0, which a VMM uses for the guest's program.
-pub(super) const MAX_AREA_SLOTS: u32 = MAX_SLOTS - 1;
+pub(super) const MAX_AREA_SLOTS: u32 = MemoryRegion::MAX_SLOTS - 1;
 
 /// Page-table pages that the VM may have at a time: many times what maps the area.
 const MAX_TABLES: u64 = 1 << 16;
@@ -31,7 +32,7 @@ pub(super) type AreaCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
 /// Guest-physical address of page number `page` of the area, while all memslots are in their
 /// places.
 pub(super) fn gpa(page: u64) -> Gpa {
-    Gpa(REGION_GPA.0 + (page << PAGE_SHIFT))
+    Gpa(REGION_GPA.0 + (page << Gfn::SHIFT))
 }
 
 /// A slot of the area.
@@ -56,8 +57,8 @@ impl<F: HardwareFormat> Area<F> {
     pub(super) fn new(nr_slots: u32, locking: Locking) -> Result<(Area<F>, Duration), Failure> {
         let flush_domain = Arc::new(FlushDomain::new());
         let host = MachineHost::new(Arc::clone(&flush_domain), MAX_TABLES).map_err(MachineError::from)?;
-        let vm = Arc::new(Vm::new(host, Config::with_locking(locking))?);
-        let backing = Backing::new(BackingKind::Anonymous, AREA_PAGES << PAGE_SHIFT).map_err(MachineError::from)?;
+        let vm = Arc::new(Vm::new(host, Config::default().with_locking(locking))?);
+        let backing = Backing::new(BackingKind::Anonymous, AREA_PAGES << Gfn::SHIFT).map_err(MachineError::from)?;
         let area = Area { vm, backing, flush_domain, nr_slots };
         let begin = Instant::now();
         for index in 0..nr_slots {
@@ -80,12 +81,12 @@ impl<F: HardwareFormat> Area<F> {
     }
 
     fn set_slot(&self, slot: &AreaSlot, up_pages: u64, backing: Option<&Backing>) -> Result<(), slat::Error> {
-        let offset_bytes = slot.pages.start << PAGE_SHIFT;
+        let offset_bytes = slot.pages.start << Gfn::SHIFT;
         self.vm.set_user_memory_region(MemoryRegion {
             slot: slot.id,
             flags: MemoryRegionFlags::empty(),
             guest_phys_addr: gpa(slot.pages.start + up_pages),
-            memory_size: (slot.pages.end - slot.pages.start) << PAGE_SHIFT,
+            memory_size: (slot.pages.end - slot.pages.start) << Gfn::SHIFT,
             backing: backing.map(|backing| BackingSlice { backing: backing.clone(), offset_bytes }),
             userfault_bitmap: None,
         })
@@ -100,7 +101,7 @@ impl<F: HardwareFormat> Area<F> {
     pub(super) fn discard(&self, pages: &Range<u64>) -> Result<(), Failure> {
         let nr_pages = pages.end - pages.start;
         let invalidation = self.vm.invalidate_range(GfnRange::new(gpa(pages.start).gfn(), nr_pages))?;
-        let result = self.backing.discard(pages.start << PAGE_SHIFT, nr_pages << PAGE_SHIFT);
+        let result = self.backing.discard(pages.start << Gfn::SHIFT, nr_pages << Gfn::SHIFT);
         drop(invalidation);
         result.map_err(|error| Failure::CannotServe(format!("{error}; please report this with the command line")))
     }
@@ -120,7 +121,7 @@ impl<F: HardwareFormat> Area<F> {
         &self.vm
     }
 
-    pub(super) fn stats(&self) -> slat::Stats {
+    pub(super) fn stats(&self) -> slat::stats::Stats {
         self.vm.stats()
     }
 

@@ -13,7 +13,9 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use slat::{Locking, PAGE_SHIFT, PAGE_SIZE, Stats};
+use slat::baselines::Locking;
+use slat::stats::Stats;
+use slat::{Gfn, PAGE_SIZE};
 use slat_machine::commit::FlushMethod;
 use slat_machine::walk::HardwareFormat;
 
@@ -220,7 +222,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
     }
 
     fn expect(&mut self, page: u64, offset_bytes: u64, expected: u64) -> Result<(), Failure> {
-        match self.area.backing().load((page << PAGE_SHIFT) + offset_bytes) {
+        match self.area.backing().load((page << Gfn::SHIFT) + offset_bytes) {
             Some(found) if found == expected => {
                 self.tally.nr_verified += 1;
                 Ok(())
@@ -268,13 +270,13 @@ impl<F: HardwareFormat> Bench<'_, F> {
         self.repeat(|bench, _| {
             bench.guest.post(GuestJob::Fill { pages: all.clone(), value: by_guest });
             for page in all.clone() {
-                bench.area.backing().store((page << PAGE_SHIFT) + HOST_WORD_BYTES, by_host);
+                bench.area.backing().store((page << Gfn::SHIFT) + HOST_WORD_BYTES, by_host);
             }
             bench.finish_guest()?;
             bench.guest.post(GuestJob::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
             for page in all.clone() {
                 bench.expect(page, 0, by_guest)?;
-                bench.area.backing().store(page << PAGE_SHIFT, 0);
+                bench.area.backing().store(page << Gfn::SHIFT, 0);
             }
             bench.finish_guest()
         })

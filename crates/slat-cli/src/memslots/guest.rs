@@ -15,7 +15,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use slat::{Access, Exit, Gpa, Gva, PAGE_SHIFT};
+use slat::shadow::Gva;
+use slat::{Access, Exit, Gfn, Gpa};
 use slat_machine::cpu::CpuError;
 use slat_machine::machine::MachineError;
 use slat_machine::walk::HardwareFormat;
@@ -308,7 +309,7 @@ fn write_if_mapped<F: HardwareFormat>(cpu: &mut AreaCpu<F>, page: u64, value: u6
 
 /// Pages that a size in bytes is.
 pub(super) const fn pages(size_bytes: u64) -> u64 {
-    size_bytes >> PAGE_SHIFT
+    size_bytes >> Gfn::SHIFT
 }
 
 #[cfg(test)]

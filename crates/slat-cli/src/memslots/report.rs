@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use serde_json::json;
-use slat::Histogram;
+use slat::stats::Histogram;
 use slat_machine::topology::HostDescription;
 
 use super::area::AREA_PAGES;
@@ -93,7 +93,7 @@ fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> i
         writeln!(out, "Test took {setup:.9}s for slot setup + {elapsed:.9}s all iterations")?;
         writeln!(out, "Done {} iterations, avg {iteration:.9}s each", run.nr_iterations)?;
         if args.verbose {
-            let slat::Stats { faults, spurious, retries, zapped, flushes, .. } = &run.stats;
+            let slat::stats::Stats { faults, spurious, retries, zapped, flushes, .. } = &run.stats;
             writeln!(
                 out,
                 "  {faults} faults ({spurious} spurious), {retries} retries, {zapped} entries zapped, {flushes} flushes, \

@@ -8,10 +8,11 @@ use std::alloc::Layout;
 use std::array;
 use std::sync::Arc;
 
-use slat::sync::AtomicU32;
+use slat::baselines::Park;
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Error, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Npt,
-    PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vcpu, Vm,
 };
 
 use super::measure::Shared;
@@ -21,20 +22,6 @@ use super::operation::{BATCH, BLOCK_PAGES, Frames, Leaf, Operation, PART_PAGES, 
 /// A host with the memory of the software machine, without its CPUs, and with computed frames: so
 /// that only the engine is measured.
 struct FrameHost(Memory);
-
-impl Park for FrameHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.0.host().park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.0.host().unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.0.host().unpark_all(word);
-    }
-}
 
 #[inline]
 fn resolved(frames: Frames, gfn: Gfn) -> Resolved {
@@ -89,6 +76,10 @@ unsafe impl Host for FrameHost {
 
     fn timestamp_ns(&self) -> u64 {
         self.0.host().timestamp_ns()
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.0.host().parking()
     }
 }
 

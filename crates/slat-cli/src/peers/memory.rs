@@ -11,7 +11,8 @@
 use std::alloc::Layout;
 use std::sync::{Arc, OnceLock};
 
-use slat::{AllocationWait, Host, Hpa, TableNode};
+use slat::host::{AllocationWait, TableNode};
+use slat::{Host, Hpa};
 use slat_machine::commit::FlushDomain;
 use slat_machine::host::{HostError, MachineHost};
 use slat_machine::phys;

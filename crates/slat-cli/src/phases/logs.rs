@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use slat::{DirtyRing, ManualProtect};
+use slat::dirty::{DirtyRing, ManualProtect};
 use slat_machine::machine::{Machine, MachineError};
 use slat_machine::walk::HardwareFormat;
 

@@ -5,7 +5,8 @@ use std::io::{self, Write};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use slat::{Histogram, PAGE_SIZE, Stats};
+use slat::PAGE_SIZE;
+use slat::stats::{Histogram, Stats};
 use slat_machine::topology::HostDescription;
 
 use super::{Column, EngineRun, Run, manual_protect};

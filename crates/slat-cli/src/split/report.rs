@@ -7,7 +7,7 @@ use serde_json::json;
 use slat::NodeId;
 use slat_machine::numa::{Nodes, WalkReads};
 
-use super::{Layout, SplitArgs, placement_name, policy_name};
+use super::{Layout, SplitArgs, policy_name};
 use crate::args::{HugePagesArg, PagingArg, SplitWhen, locking_name};
 use crate::phases::report::{Base, OTHERS, Other, Report, count};
 use crate::phases::{Column, EngineRun, Run};
@@ -158,8 +158,7 @@ fn print_nodes(out: &mut impl Write, args: &SplitArgs, layout: &Layout) -> io::R
     )?;
     writeln!(
         out,
-        "tables of splits: as the columns say, tables of faults: {}, policy of the main thread: {} (caller-policy), lock: {}",
-        args.fault_placement.map_or("the same", |placement| placement_name(placement.placement())),
+        "tables: as the columns say, policy of the main thread: {} (caller-policy), lock: {}",
         policy_name(args.policy),
         locking_name(args.log.lock.lockings()[0]),
     )
@@ -226,7 +225,6 @@ pub(super) fn results(report: &Report<'_>, args: &SplitArgs, layout: &Layout) ->
         "nodes": nodes,
         "nodes_are": kind(layout),
         "memoryless": args.memoryless,
-        "fault_placement": args.fault_placement.map(|placement| placement_name(placement.placement())),
         "policy": policy_name(args.policy),
         "pin": args.pinning.name(),
         "cpus": args.log.cpus,

@@ -8,7 +8,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use slat::{ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT};
+use slat::dirty::ManualProtect;
+use slat::{Gfn, MemoryRegion, MemoryRegionFlags};
 use slat_machine::machine::{Machine, Slot};
 use slat_machine::memory::Pages;
 use slat_machine::walk::HardwareFormat;
@@ -85,7 +86,7 @@ impl Log {
             slot: self.slot.id,
             flags: if enable { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() },
             guest_phys_addr: self.slot.gpa,
-            memory_size: self.slot.nr_pages << PAGE_SHIFT,
+            memory_size: self.slot.nr_pages << Gfn::SHIFT,
             backing: None,
             userfault_bitmap: None,
         })?;

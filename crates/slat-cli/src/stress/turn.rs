@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::args::HugePagesArg;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use slat::{Config, GfnRange, PAGE_SIZE};
@@ -108,11 +109,12 @@ pub(super) fn run<F: HardwareFormat>(
         bytes_per_vcpu: plan.pages_per_vcpu * PAGE_SIZE,
         nr_slots: plan.nr_slots,
         host_events: HostEvents::Allowed { nr_spare_frames: NR_SPARE_FRAMES },
-        engine: Config::with_locking(plan.locking)
+        engine: Config::default()
+            .with_locking(plan.locking)
             .with_access_tracking(plan.tracking)
             .with_dirty_tracking(plan.dirty_tracking)
             .with_manual_protect(plan.manual_protect)
-            .with_huge_page_splitting(plan.splitting),
+            .with_huge_page_logging(HugePagesArg::Split.logging(plan.splitting)),
         paging: plan.paging,
         ..MachineConfig::default()
     })?;

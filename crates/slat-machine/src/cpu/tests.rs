@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use slat::{Gfn, GfnRange, Npt, PageSize};
+use slat::format::Npt;
+use slat::{Gfn, GfnRange, PageSize};
 
 use super::*;
 use crate::commit::{Defect, FlushDomain, FlushMethod};

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use slat::{Gfn, GfnRange, Npt, PageSize, Stage2, Sv48x4};
+use slat::format::{Npt, Stage2, Sv48x4};
+use slat::{Gfn, GfnRange, PageSize};
 
 use super::tests::{Idle, Memory, page};
 use super::*;

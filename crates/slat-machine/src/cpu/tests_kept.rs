@@ -3,9 +3,8 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Access, Config, Ept, Format, GfnRange, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4, Vm,
-};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::{Access, Config, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 
 use super::*;
 use crate::commit::FlushDomain;

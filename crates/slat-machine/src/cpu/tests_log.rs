@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use slat::{Ept, Gfn, GfnRange};
+use slat::format::Ept;
+use slat::{Gfn, GfnRange};
 
 use super::tests::{Memory, page};
 use super::*;

@@ -14,7 +14,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{PAGE_SIZE, UserfaultWords};
+use slat::PAGE_SIZE;
+use slat::slots::UserfaultWords;
 use thiserror::Error;
 
 use super::shared::{self, SharedMapping};

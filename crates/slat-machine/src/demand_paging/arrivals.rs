@@ -30,7 +30,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::UserfaultWords;
+use slat::slots::UserfaultWords;
 
 use super::VcpuError;
 
@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     fn words(nr_words: usize) -> Arc<dyn UserfaultWords> {
-        Arc::new((0..nr_words).map(|_| slat::sync::AtomicU64::new(0)).collect::<Vec<_>>())
+        Arc::new((0..nr_words).map(|_| slat::baselines::AtomicU64::new(0)).collect::<Vec<_>>())
     }
 
     #[test]

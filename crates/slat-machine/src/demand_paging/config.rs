@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use slat::{PAGE_SHIFT, PAGE_SIZE, PageSize};
+use slat::{Gfn, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -464,9 +464,9 @@ impl DemandPagingConfig {
             (true, ..) => 1,
         };
         Ok(Layout {
-            nr_pages: nr_bytes >> PAGE_SHIFT,
-            pages_per_vcpu: bytes_per_vcpu >> PAGE_SHIFT,
-            block_pages: granularity_bytes >> PAGE_SHIFT,
+            nr_pages: nr_bytes >> Gfn::SHIFT,
+            pages_per_vcpu: bytes_per_vcpu >> Gfn::SHIFT,
+            block_pages: granularity_bytes >> Gfn::SHIFT,
             nr_descriptors,
         })
     }

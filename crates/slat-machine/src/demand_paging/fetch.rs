@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use slat::MemoryFaultFlags;
+use slat::slots::MemoryFaultFlags;
 
 use super::VcpuError;
 use super::arrivals::{Arrivals, LONGEST_SLEEP};

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use slat::PAGE_SHIFT;
+use slat::Gfn;
 
 use super::VcpuError;
 use crate::memory::{Alias, Backing, GuestMemfd};
@@ -42,7 +42,7 @@ impl Descriptors {
     pub(super) fn wake_all(&self, memory: &Backing) {
         for (number, descriptor) in self.all.iter().enumerate() {
             let first = number as u64 * self.pages_each;
-            let _ = descriptor.wake(memory, first << PAGE_SHIFT..(first + self.pages_each) << PAGE_SHIFT);
+            let _ = descriptor.wake(memory, first << Gfn::SHIFT..(first + self.pages_each) << Gfn::SHIFT);
         }
     }
 
@@ -55,7 +55,7 @@ impl Filler {
     /// Puts the page that `source` has next into page number `page`. Wakes the threads that wait
     /// for it in the kernel if `wake` is set, or if the page was there already.
     pub(super) fn fill(&self, page: u64, source: &mut dyn PageSource, wake: Wake) -> Result<(), VcpuError> {
-        let offset_bytes = page << PAGE_SHIFT;
+        let offset_bytes = page << Gfn::SHIFT;
         match self {
             Filler::InPlace(memory) => {
                 let at = memory.as_ptr().wrapping_add(offset_bytes as usize).cast::<PageBytes>();

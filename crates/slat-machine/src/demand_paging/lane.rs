@@ -6,7 +6,9 @@
 
 use std::time::Duration;
 
-use slat::{Exit, Gva, MemoryFaultFlags, PAGE_SHIFT, Vcpu};
+use slat::shadow::Gva;
+use slat::slots::MemoryFaultFlags;
+use slat::{Exit, Gfn, Vcpu};
 
 use super::VcpuError;
 use crate::clock;
@@ -132,7 +134,7 @@ impl<F: HardwareFormat> Lane<F> {
             if is_sampled && self.began_ns.is_none() {
                 self.began_ns = Some(clock::timestamp_ns());
             }
-            match self.cpu.exchange(Gva(REGION_GPA.0 + (page << PAGE_SHIFT)), guest::value(self.round, page)) {
+            match self.cpu.exchange(Gva(REGION_GPA.0 + (page << Gfn::SHIFT)), guest::value(self.round, page)) {
                 Ok(found) => {
                     self.check(page, found)?;
                     self.nr_touched += 1;

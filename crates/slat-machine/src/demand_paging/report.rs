@@ -30,7 +30,7 @@ pub struct DemandPagingReport {
     pub nr_filled_by_copier: u64,
     /// The engine's counts since the VM was made; the times of faults and of resolving pages within
     /// them are separate.
-    pub engine: slat::Stats,
+    pub engine: slat::stats::Stats,
     /// Whether guest_memfd memory is KVM's.
     pub guest_memfd: Option<GuestMemfdOrigin>,
     /// Threads that ran the vCPUs.

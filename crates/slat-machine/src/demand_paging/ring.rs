@@ -9,7 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use slat::{MemoryFaultFlags, PAGE_SHIFT, PAGE_SIZE};
+use slat::slots::MemoryFaultFlags;
+use slat::{Gfn, PAGE_SIZE};
 use thiserror::Error;
 
 use super::VcpuError;
@@ -242,7 +243,7 @@ impl<'a> Server<'a> {
             resolver,
             shard,
             source: config.source.open()?,
-            block_pages: resolver.page_size().size_bytes() >> PAGE_SHIFT,
+            block_pages: resolver.page_size().size_bytes() >> Gfn::SHIFT,
             in_flight: VecDeque::new(),
             unasked: VecDeque::new(),
             nr_faults: 0,
@@ -375,7 +376,7 @@ impl<'a> Server<'a> {
             Requester::Copier(claim) => self.resolver.claimed_page(claim),
         }
         .ok_or(ServeError::NoMemory)?;
-        let offset_bytes = ((page % self.block_pages) << PAGE_SHIFT) as usize;
+        let offset_bytes = ((page % self.block_pages) << Gfn::SHIFT) as usize;
         if offset_bytes + PAGE_SIZE as usize > guest_page.size_bytes() {
             // Behind the end of the memory: the page is never read.
             self.source.take()?;

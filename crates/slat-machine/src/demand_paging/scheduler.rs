@@ -25,7 +25,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use slat::MemoryFaultFlags;
+use slat::slots::MemoryFaultFlags;
 
 use super::VcpuError;
 use super::arrivals::Arrivals;

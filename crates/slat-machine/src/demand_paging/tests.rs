@@ -2,7 +2,8 @@
 
 use std::thread;
 
-use slat::{Ept, Npt, PageSize, Stage2, Sv39x4, Sv48x4};
+use slat::PageSize;
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
 
 use super::*;
 use crate::source::{PeerAddress, PeerServer, SourceSpec};

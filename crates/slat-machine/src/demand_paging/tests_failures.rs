@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::Npt;
+use slat::format::Npt;
 
 use super::tests::{can, small};
 use super::*;

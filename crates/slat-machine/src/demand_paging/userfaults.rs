@@ -13,7 +13,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use crossbeam_queue::ArrayQueue;
-use slat::{PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gfn, PAGE_SIZE};
 
 use super::arrivals::Arrivals;
 use super::config::{DemandPagingConfig, Layout};
@@ -37,7 +37,7 @@ pub(super) fn register(
     for number in 0..layout.nr_descriptors as u64 {
         let mut descriptor = Userfaultfd::new()?;
         let first = number * pages_each;
-        descriptor.register(memory, first << PAGE_SHIFT..(first + pages_each) << PAGE_SHIFT, mode)?;
+        descriptor.register(memory, first << Gfn::SHIFT..(first + pages_each) << Gfn::SHIFT, mode)?;
         all.push(Arc::new(descriptor));
     }
     Ok(Descriptors { all: all.into(), pages_each })
@@ -105,7 +105,7 @@ struct Server {
 
 impl Server {
     fn serve(&self, fault: &Fault<'_>) -> Result<(), VcpuError> {
-        let page = fault.offset_bytes >> PAGE_SHIFT;
+        let page = fault.offset_bytes >> Gfn::SHIFT;
         if self.arrivals.claim(page) {
             return self.deliver(page).inspect_err(|error| {
                 self.arrivals.release(page);

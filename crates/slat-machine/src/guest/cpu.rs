@@ -1,7 +1,7 @@
 //! The CPUs that a guest can run on: one program for hardware with a second stage and for hardware
 //! without.
 
-use slat::{Gva, PagingRegisters};
+use slat::shadow::{Gva, PagingRegisters};
 
 use crate::cpu::{Cpu, CpuCounters, CpuError, FaultHandler, Paging};
 use crate::shadow_cpu::{self, ShadowCpu, ShadowCpuError, ShadowHandler};

@@ -15,7 +15,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use slat::Gva;
+use slat::shadow::Gva;
 
 use super::{Action, GuestCpu, GuestError, Program, Sharing, Touch, value};
 use crate::memory::{Discards, Pages};

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
-use slat::{Hpa, PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gfn, Hpa, PAGE_SIZE};
 
 use super::HostError;
 use crate::numa::NodeMap;
@@ -21,7 +21,7 @@ use crate::phys;
 
 /// Page-table pages of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's
 /// concatenated roots.
-const MIN_TABLE_SHIFT: u32 = PAGE_SHIFT;
+const MIN_TABLE_SHIFT: u32 = Gfn::SHIFT;
 const NR_TABLE_SIZES: usize = 5;
 
 /// The page-table pages of one node.

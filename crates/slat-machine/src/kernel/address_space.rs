@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use slat::{Access, Gva, PAGE_SHIFT, Privilege};
+use slat::shadow::{Gva, Privilege};
+use slat::{Access, Gfn};
 
 use super::cpu::{ERROR_FETCH, ERROR_PRESENT, ERROR_USER, ERROR_WRITE};
 use super::frames::Frame;
@@ -109,7 +110,7 @@ pub(crate) struct AddressSpace {
 
 /// The address of `page`.
 pub(crate) const fn gva_of(page: u64) -> Gva {
-    Gva(page << PAGE_SHIFT)
+    Gva(page << Gfn::SHIFT)
 }
 
 /// The error code of a fault, as far as it does not depend on the page tables.

@@ -1,7 +1,8 @@
 //! The boot of the kernel: the first CPU writes the image with paging off, then each turns paging
 //! on.
 
-use slat::{Access, Gva, PAGE_SIZE, Privilege};
+use slat::shadow::{Gva, Privilege};
+use slat::{Access, PAGE_SIZE};
 
 use super::KernelConfig;
 use super::cpu::{

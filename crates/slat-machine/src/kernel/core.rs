@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use slat::{Access, Gva, Privilege};
+use slat::Access;
+use slat::shadow::{Gva, Privilege};
 
 use super::address_space::{AddressSpace, gva_of};
 use super::asid::{Asids, Switch};

@@ -8,7 +8,7 @@
 //! Sources: Intel SDM vol. 2, MOV to control registers, INVLPG, INVPCID; vol. 3A, "Process-Context
 //! Identifiers", "Page-fault exceptions", "Invalidation of TLBs and paging-structure caches".
 
-use slat::{Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
 use thiserror::Error;
 
 /// CR0: protected mode.

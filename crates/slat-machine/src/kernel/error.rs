@@ -1,6 +1,7 @@
 //! The errors of the mini guest kernel: a CPU whose results differ from the guest's page tables.
 
-use slat::{Access, Gva, Privilege};
+use slat::Access;
+use slat::shadow::{Gva, Privilege};
 use thiserror::Error;
 
 use super::cpu::Trap;

@@ -1,7 +1,8 @@
 //! Accesses to a process's pages, by the process or by the kernel for it, and the page faults that
 //! they cause.
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::address_space::{AddressSpace, Expected, Page, Rights, error_code, gva_of};
 use super::core::Core;
@@ -107,7 +108,7 @@ impl<C: KernelGuestCpu> Core<C> {
     /// the kernel; the privilege may be the process's, as if it had not entered.
     pub(crate) fn must_fault(
         &mut self,
-        gva: slat::Gva,
+        gva: slat::shadow::Gva,
         access: Access,
         privilege: Privilege,
         expected: u32,

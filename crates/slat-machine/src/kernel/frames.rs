@@ -7,7 +7,7 @@
 //!
 //! This is the simulator's state and not in guest memory: a wrong translation cannot disturb it.
 
-use slat::{PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gfn, PAGE_SIZE};
 
 /// No index in the list of single frames.
 const NO_INDEX: u32 = u32::MAX;
@@ -33,12 +33,12 @@ pub(crate) struct Frame(pub(crate) u64);
 
 impl Frame {
     pub(crate) const fn gpa(self) -> u64 {
-        self.0 << PAGE_SHIFT
+        self.0 << Gfn::SHIFT
     }
 
     /// The frame that a PTE or CR3 points to.
     pub(crate) const fn of(entry: u64) -> Frame {
-        Frame((entry & super::layout::ADDRESS) >> PAGE_SHIFT)
+        Frame((entry & super::layout::ADDRESS) >> Gfn::SHIFT)
     }
 }
 

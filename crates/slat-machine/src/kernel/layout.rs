@@ -8,7 +8,8 @@
 //! The image is guest-physical memory below 2 MiB; all other memory belongs to
 //! [`Frames`](super::frames::Frames).
 
-use slat::{Gva, PAGE_SHIFT, PAGE_SIZE};
+use slat::shadow::Gva;
+use slat::{Gfn, PAGE_SIZE};
 
 /// PTE: present.
 pub(crate) const PRESENT: u64 = 1 << 0;
@@ -83,20 +84,20 @@ pub(crate) const fn entry_data(vcpu: u16) -> Gva {
 
 /// Temporary mapping number `slot` (below 512) of a virtual CPU.
 pub(crate) const fn kernel_map(vcpu: u16, slot: u64) -> Gva {
-    Gva(KERNEL_MAPS + ((vcpu as u64) << 21) + (slot << PAGE_SHIFT))
+    Gva(KERNEL_MAPS + ((vcpu as u64) << 21) + (slot << Gfn::SHIFT))
 }
 
 /// Index of the PTE for `gva` in a page-table page of `level`.
 pub(crate) const fn index(gva: u64, level: u8) -> u64 {
-    gva >> (PAGE_SHIFT + 9 * (level as u32 - 1)) & 0x1ff
+    gva >> (Gfn::SHIFT + 9 * (level as u32 - 1)) & 0x1ff
 }
 
 /// First page of a process's text.
-pub(crate) const USER_TEXT: u64 = 0x40_0000 >> PAGE_SHIFT;
+pub(crate) const USER_TEXT: u64 = 0x40_0000 >> Gfn::SHIFT;
 /// First page of its data.
-pub(crate) const USER_DATA: u64 = 0x60_0000 >> PAGE_SHIFT;
+pub(crate) const USER_DATA: u64 = 0x60_0000 >> Gfn::SHIFT;
 /// First page of its stack, whose end is that of a page-table page.
-pub(crate) const USER_STACK: u64 = (0x7ffd_0000_0000 >> PAGE_SHIFT) - STACK_PAGES;
+pub(crate) const USER_STACK: u64 = (0x7ffd_0000_0000 >> Gfn::SHIFT) - STACK_PAGES;
 /// Pages of text.
 pub(crate) const TEXT_PAGES: u64 = 8;
 /// Pages of data.
@@ -113,7 +114,7 @@ pub(crate) const WINDOW_PAGES: u64 = 48;
 /// First page of a place for a mapping. Neighbours are in different page-table pages of level 1;
 /// places with a distance of four, of level 2 too.
 pub(crate) const fn window(number: u64) -> u64 {
-    (0x7f00_0000_0000 + ((number % 4) << 30) + ((number / 4) << 23)) >> PAGE_SHIFT
+    (0x7f00_0000_0000 + ((number % 4) << 30) + ((number / 4) << 23)) >> Gfn::SHIFT
 }
 
 /// The most frames of a process: its pages; two page-table pages of level 1 for each place, since

@@ -1,6 +1,6 @@
 //! The mini guest kernel on a CPU whose hypervisor keeps shadow page tables.
 
-use slat::{Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
 
 use super::cpu::{Completed, KernelGuestCpu, Trap};
 use crate::shadow_cpu::{ShadowCpu, ShadowCpuError, ShadowHandler};

@@ -1,7 +1,8 @@
 //! The kernel's operations for processes: system calls on memory, fork, exec, exit. Each runs
 //! between one entry into the kernel and the exit from it.
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::address_space::{AddressSpace, Page, Region, Rights, gva_of};
 use super::boot::global;

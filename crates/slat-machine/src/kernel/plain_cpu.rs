@@ -13,7 +13,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gva, PAGE_SHIFT, Privilege};
+use slat::shadow::{Gva, Privilege};
+use slat::{Access, Gfn};
 use thiserror::Error;
 
 use super::address_space::error_code;
@@ -141,7 +142,7 @@ impl PlainCpu {
         if !matches!(gva.0 as i64 >> 47, 0 | -1) {
             return Err(Trap::GeneralProtection);
         }
-        let page = gva.0 >> PAGE_SHIFT;
+        let page = gva.0 >> Gfn::SHIFT;
         let cached = self.globals.get(&page).copied().or_else(|| self.context().pages.get(&page).copied());
         let frame_gpa =
             match cached {
@@ -164,7 +165,7 @@ impl PlainCpu {
     /// Walks the page tables from the lowest cached level, and caches what it finds. The inner
     /// error is a fault's bit of presence.
     fn walk(&mut self, gva: Gva, access: Access) -> Completed<Result<u64, u32>, PlainError> {
-        let page = gva.0 >> PAGE_SHIFT;
+        let page = gva.0 >> Gfn::SHIFT;
         let top = Translation { frame_gpa: self.cr3 & ADDRESS, rights: WRITABLE | USER, is_dirty: false };
         let known = self.context().tables.get(&(page >> 9)).copied();
         let mut level = if known.is_some() { 1 } else { 4 };
@@ -186,7 +187,7 @@ impl PlainCpu {
             let entry = self.memory.word(gpa)?.fetch_or(marks, Ordering::AcqRel) | marks;
             if is_leaf {
                 let inner =
-                    (gva.0 >> PAGE_SHIFT << PAGE_SHIFT) & ((1 << (PAGE_SHIFT + 9 * (u32::from(level) - 1))) - 1);
+                    (gva.0 >> Gfn::SHIFT << Gfn::SHIFT) & ((1 << (Gfn::SHIFT + 9 * (u32::from(level) - 1))) - 1);
                 let frame_gpa = entry & ADDRESS | inner;
                 let found = Translation { frame_gpa, rights, is_dirty: entry & DIRTY != 0 };
                 if entry & GLOBAL != 0 && self.cr4 & CR4_PGE != 0 {
@@ -275,7 +276,7 @@ impl KernelGuestCpu for PlainCpu {
 
     fn invlpg(&mut self, gva: Gva) -> Completed<(), PlainError> {
         self.privileged()?;
-        let page = gva.0 >> PAGE_SHIFT;
+        let page = gva.0 >> Gfn::SHIFT;
         self.globals.remove(&page);
         let context = self.context();
         context.pages.remove(&page);
@@ -290,7 +291,7 @@ impl KernelGuestCpu for PlainCpu {
         }
         match kind {
             INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => return Err(Trap::GeneralProtection),
-            INVPCID_ADDRESS => self.contexts.entry(pcid).or_default().drop_page(address >> PAGE_SHIFT),
+            INVPCID_ADDRESS => self.contexts.entry(pcid).or_default().drop_page(address >> Gfn::SHIFT),
             INVPCID_CONTEXT => {
                 self.contexts.remove(&pcid);
             }

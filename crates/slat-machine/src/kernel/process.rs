@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::Kernel;
 use super::address_space::{AddressSpace, Region, Rights, error_code, gva_of};

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::address_space::{Region, Rights};
 use super::layout::{DATA_PAGES, STACK_PAGES, TEXT_PAGES, USER_DATA, USER_STACK, USER_TEXT, direct, window};
@@ -366,7 +367,7 @@ fn tamper(cpu: &mut KernelCpu<PlainCpu>, gpa: u64, change: impl Fn(u64) -> u64) 
     let mut other = cpu.cpu().clone();
     other.set_privilege(Privilege::Supervisor);
     other.mov_to_cr0(0).unwrap();
-    let gva = slat::Gva(gpa);
+    let gva = slat::shadow::Gva(gpa);
     let word = other.read(gva).unwrap();
     other.write(gva, change(word)).unwrap();
 }

@@ -1,6 +1,6 @@
 //! CPUs that break the rules of the manual: the kernel must detect each.
 
-use slat::{Gva, Privilege};
+use slat::shadow::{Gva, Privilege};
 
 use super::tests::CONFIGS;
 use super::*;

@@ -1,6 +1,8 @@
 //! The kernel on the engine's shadow paging: every access is checked, with each strategy.
 
-use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Npt, ShadowPaging, ShadowStrategy, Vcpu, Vm};
+use slat::format::Npt;
+use slat::shadow::{ShadowPaging, ShadowStrategy};
+use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 
 use super::tests::CONFIGS;
 use super::*;
@@ -64,7 +66,8 @@ fn few_shadow_pages_are_enough() {
     for strategy in STRATEGIES {
         let config = KernelConfig::default();
         let kernel = Kernel::new(config).unwrap();
-        let shadow = ShadowPaging { strategy, max_pages: slat::MIN_SHADOW_PAGES, ..ShadowPaging::default() };
+        let shadow =
+            ShadowPaging { strategy, max_pages: slat::shadow::ShadowPaging::MIN_PAGES, ..ShadowPaging::default() };
         let vm = machine(&config, shadow);
         let mut cpu = start(&vm, &kernel, 0).unwrap();
         let done = cpu.run(&WorkloadMix::EVERYTHING, 2_000, 2);

@@ -1,6 +1,7 @@
 //! The configuration of a machine, and its check.
 
-use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize, ShadowPaging};
+use slat::shadow::ShadowPaging;
+use slat::{Config, Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -60,7 +61,7 @@ pub struct MachineConfig {
     pub engine: Config,
     /// Shadow paging: the CPUs have no second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)).
     /// [`shadow_paging`](super::shadow_paging) computes the shadow pages that a guest needs. Only
-    /// with the format [`Npt`](slat::Npt).
+    /// with the format [`Npt`](slat::format::Npt).
     pub shadow: Option<ShadowPaging>,
     /// Entries of each CPU's dirty ring; `None`: memslots log in bitmaps. A CPU whose ring is full
     /// waits until another thread has harvested and reset it
@@ -214,11 +215,11 @@ impl MachineConfig {
             .checked_mul(nr_vcpus as u64)
             .filter(|bytes| *bytes <= MAX_REGION_BYTES)
             .ok_or(MachineConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?
-            >> PAGE_SHIFT;
+            >> Gfn::SHIFT;
         if nr_slots == 0 || !nr_pages.is_multiple_of(nr_slots.into()) {
             return Err(MachineConfigError::Slots { nr_pages, nr_slots });
         }
-        let max_slots = if self.has_guest_tables() { MAX_SLOTS - 2 } else { MAX_SLOTS - 1 };
+        let max_slots = if self.has_guest_tables() { MemoryRegion::MAX_SLOTS - 2 } else { MemoryRegion::MAX_SLOTS - 1 };
         if nr_slots > max_slots {
             return Err(MachineConfigError::TooManySlots { nr_slots, max_slots });
         }
@@ -233,7 +234,7 @@ impl MachineConfig {
         {
             return Err(MachineConfigError::Pins { nr_pins: pins.vcpus.len(), nr_vcpus });
         }
-        Ok(Layout { nr_pages, pages_per_vcpu: bytes_per_vcpu >> PAGE_SHIFT })
+        Ok(Layout { nr_pages, pages_per_vcpu: bytes_per_vcpu >> Gfn::SHIFT })
     }
 }
 

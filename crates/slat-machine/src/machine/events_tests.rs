@@ -3,7 +3,10 @@
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, Config, Ept, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
+use slat::baselines::Locking;
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::tables::AccessTracking;
+use slat::{Config, PAGE_SIZE};
 
 use super::*;
 use crate::cpu::Paging;
@@ -132,7 +135,7 @@ fn each_event_alone_beside_one_and_many_guests() {
 fn all_events_with_each_locking_format_and_flush_method() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for access_tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
-            let engine = Config::with_locking(locking).with_access_tracking(access_tracking);
+            let engine = Config::default().with_locking(locking).with_access_tracking(access_tracking);
             let config = MachineConfig { engine, ..config(4) };
             run_beside::<Npt>(&config, &EVENTS, Sharing::Partitioned, 200);
             run_beside::<Ept>(&config, &EVENTS, Sharing::Overlapping, 200);

@@ -11,7 +11,9 @@ use std::time::Instant;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use slat::{Gva, Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement};
+use slat::shadow::Gva;
+use slat::tables::TablePlacement;
+use slat::{Gfn, Host, Hpa, NodeId};
 
 use super::worker::{Job, Parts, Repeat, Seat, Worker};
 use super::{Hardware, Machine, MachineConfig, MachineError, REGION_GPA, RunReport, TABLES_GPA, answers, report};
@@ -40,12 +42,10 @@ pub(super) struct Seats {
 
 impl Seats {
     pub(super) fn new(config: &MachineConfig, nodes: NodeMap) -> Result<Seats, MachineError> {
-        for placement in [config.engine.split_table_placement, config.engine.fault_table_placement] {
-            if let TablePlacement::Node(node) = placement
-                && nodes.place_of(node).is_none()
-            {
-                return Err(NumaError::NoSuchNode { node }.into());
-            }
+        if let TablePlacement::Node(node) = config.engine.table_placement
+            && nodes.place_of(node).is_none()
+        {
+            return Err(NumaError::NoSuchNode { node }.into());
         }
         let homes = nodes.homes(config.nr_vcpus, config.pins.as_ref().map(|pins| pins.vcpus.as_slice()));
         Ok(Seats {
@@ -203,7 +203,7 @@ impl<F: HardwareFormat> Machine<F> {
             region: Gva(REGION_GPA.0),
             index: 0,
             nr_vcpus: self.seats.homes.len() as u64,
-            pages_per_vcpu: self.config.bytes_per_vcpu >> PAGE_SHIFT,
+            pages_per_vcpu: self.config.bytes_per_vcpu >> Gfn::SHIFT,
             seat: None,
             signals: Arc::clone(&self.signals),
             ledger: self.region.pages().map(|pages| (Ledger::new(0, 0), Arc::clone(pages))),

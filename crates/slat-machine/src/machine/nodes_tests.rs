@@ -3,7 +3,9 @@
 
 #![expect(unsafe_code, reason = "reads the engine's tables as hardware does")]
 
-use slat::{Config, Ept, Host, Hpa, NodeId, Npt, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement};
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::tables::TablePlacement;
+use slat::{Config, Host, Hpa, NodeId, PAGE_SIZE, PageSize};
 
 use super::*;
 use crate::cpu::Paging;
@@ -34,7 +36,7 @@ fn nodes(numbers: &[u32], without_memory: &[u32]) -> Nodes {
 }
 
 fn placed(placement: TablePlacement) -> Config {
-    Config::default().with_fault_table_placement(placement)
+    Config::default().with_table_placement(placement)
 }
 
 /// A linked page-table page; the root is left out.
@@ -66,7 +68,7 @@ fn linked_tables(machine: &Machine<Npt>) -> Vec<Linked> {
             && level < 4
         {
             let host = machine.vm().host();
-            let first_page = (gpa - REGION_GPA.0) >> PAGE_SHIFT;
+            let first_page = (gpa - REGION_GPA.0) >> Gfn::SHIFT;
             let linked =
                 Linked { level, node: host.node_of(table.pfn()), first_page, memory: host.node_of(leaf.pfn()) };
             found.insert(at, linked);
@@ -188,7 +190,7 @@ fn tables_of_splits_are_where_the_placement_puts_them() {
         return eprintln!("skipped: no transparent huge pages");
     }
     for (placement, nr_remote) in [(TablePlacement::HugePageNode, 0), (TablePlacement::CallerNode, 4)] {
-        let engine = Config::default().with_split_table_placement(placement);
+        let engine = Config::default().with_table_placement(placement);
         let config = MachineConfig { backing: BackingKind::AnonymousThp, engine, ..two_nodes() };
         let machine = Machine::<Npt>::new(&config).unwrap();
         machine.populate(Program::default(), FirstTouch::Own).unwrap();
@@ -345,7 +347,7 @@ fn missing_nodes_are_refused() {
     };
     let error = refused(&MachineConfig { engine: placed(TablePlacement::Node(NodeId(3))), ..two_nodes() });
     assert!(matches!(error, NumaError::NoSuchNode { node: NodeId(3) }) && error.is_bad_usage());
-    let engine = Config::default().with_split_table_placement(TablePlacement::Node(NodeId(1)));
+    let engine = Config::default().with_table_placement(TablePlacement::Node(NodeId(1)));
     let error = refused(&MachineConfig { engine, ..MachineConfig::default() });
     assert!(matches!(error, NumaError::NoSuchNode { node: NodeId(1) }));
     assert!(matches!(refused(&MachineConfig { nodes: nodes(&[], &[]), ..two_nodes() }), NumaError::NoNodes));

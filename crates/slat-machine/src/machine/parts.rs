@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Config, DirtyTracking, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT,
-    PAGE_SIZE, ShadowPaging, Vcpu, Vm,
-};
+use slat::dirty::DirtyTracking;
+use slat::format::Npt;
+use slat::shadow::ShadowPaging;
+use slat::{Config, Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vcpu, Vm};
 
 use super::{MachineConfig, MachineError, REGION_GPA, TABLES_GPA};
 use crate::commit::Port;
@@ -30,7 +30,7 @@ pub fn shadow_paging(nr_pages: u64) -> ShadowPaging {
     // The levels above, and the same for the guest's page tables, which are as many pages as the
     // lowest level has page-table pages.
     let nr_tables = lowest + 2 * lowest.div_ceil(512) + TO_SPARE;
-    let max_pages = nr_tables.clamp(MIN_SHADOW_PAGES.into(), MAX_SHADOW_PAGES.into()) as u32;
+    let max_pages = nr_tables.clamp(ShadowPaging::MIN_PAGES.into(), ShadowPaging::MAX_PAGES.into()) as u32;
     ShadowPaging { max_pages, ..ShadowPaging::default() }
 }
 
@@ -51,7 +51,7 @@ pub(super) fn most_tables(config: &MachineConfig, nr_pages: u64) -> u64 {
 /// page tables (0.2% of what they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%),
 /// the program itself.
 pub(crate) fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
-    (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
+    (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << Gfn::SHIFT) / 128
 }
 
 /// The same with what shadow paging needs: a shadow page with its record (12 KiB) for each
@@ -97,7 +97,7 @@ impl<F: HardwareFormat> Hardware<F> for SecondStage {
         let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), VM_TAG, vm.root(), config.tlb);
         let cpu = match config.engine.dirty_tracking {
             DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
-            DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,
         };
         cpu.exit_guest_mode();
         Ok(cpu.with_walk_counter(host.walk_counter(counts)))

@@ -3,7 +3,10 @@
 
 use std::time::Instant;
 
-use slat::{Config, DirtyTracking, Ept, Format, Host, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::{Config, Host, PAGE_SIZE};
 
 use super::*;
 use crate::cpu::Paging;
@@ -63,7 +66,7 @@ pub(super) fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConf
 fn guests_run_and_the_dirty_log_has_their_writes() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for paging in [Paging::Off, Paging::TwoDimensional] {
-            let config = MachineConfig { engine: Config::with_locking(locking), paging, ..small() };
+            let config = MachineConfig { engine: Config::default().with_locking(locking), paging, ..small() };
             populate_then_log::<Npt>(&config);
             populate_then_log::<Ept>(&config);
             populate_then_log::<Stage2>(&config);
@@ -266,7 +269,7 @@ fn the_logs_name_the_pages_that_guests_wrote() {
         let logged = drained();
         assert_eq!(report.total().nr_pages_logged, logged.len() as u64);
         let mut pages: Vec<u64> =
-            logged.iter().filter(is_of_region).map(|gpa| (gpa.0 - REGION_GPA.0) >> PAGE_SHIFT).collect();
+            logged.iter().filter(is_of_region).map(|gpa| (gpa.0 - REGION_GPA.0) >> Gfn::SHIFT).collect();
         pages.sort_unstable();
         let is_written = |page: &u64| machine.peek(*page) == Some(value(1, *page));
         assert!(pages.iter().copied().eq((0..machine.nr_pages()).filter(is_written)), "{pages:?}");

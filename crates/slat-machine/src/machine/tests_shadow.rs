@@ -1,10 +1,11 @@
 //! The machine with CPUs that have no second stage: the same guests, through page tables of their
 //! own in one address space.
 
-use slat::{
-    Config, DirtyTracking, Ept, HugePageLogging, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt, PAGE_SIZE, PageSize,
-    ShadowPaging, WriteProtection,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Npt};
+use slat::shadow::ShadowPaging;
+use slat::{Config, PAGE_SIZE, PageSize};
 
 use super::events_tests::{self, EVENTS, run_beside};
 use super::tests::{dirty_pages, huge, populate_then_log, small, toggle_logging_beside_guests};
@@ -23,8 +24,8 @@ fn shadow(config: MachineConfig) -> MachineConfig {
 #[test]
 fn guests_run_and_the_dirty_log_has_their_writes() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
-            let engine = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+        for protection in [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves] {
+            let engine = Config::default().with_locking(locking).with_dirty_tracking(protection);
             populate_then_log::<Npt>(&shadow(MachineConfig { engine, ..small() }));
         }
     }
@@ -87,7 +88,7 @@ fn the_host_changes_memory_below_shadow_tables() {
 fn few_shadow_tables_are_correct() {
     // 80 shadow pages, of 2 MiB each, would be needed; there are 64.
     let config = MachineConfig { nr_vcpus: 2, bytes_per_vcpu: 80 << 20, nr_slots: 1, ..small() };
-    let shadow = Some(ShadowPaging { max_pages: MIN_SHADOW_PAGES, ..ShadowPaging::default() });
+    let shadow = Some(ShadowPaging { max_pages: ShadowPaging::MIN_PAGES, ..ShadowPaging::default() });
     let machine = Machine::<Npt>::new(&MachineConfig { shadow, ..config }).unwrap();
     machine.run(Program::default()).unwrap();
     machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES).unwrap();
@@ -98,7 +99,7 @@ fn few_shadow_tables_are_correct() {
     let is_written = |page: &u64| machine.peek(*page) == Some(value(round, *page));
     assert!(dirty_pages(&machine).into_iter().eq((0..machine.nr_pages()).filter(is_written)));
     assert!(machine.vm().stats().shadow_evictions > 0);
-    assert!(machine.vm().stats().shadow_pages_peak <= MIN_SHADOW_PAGES.into());
+    assert!(machine.vm().stats().shadow_pages_peak <= ShadowPaging::MIN_PAGES.into());
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use crossbeam_utils::CachePadded;
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{Exit, Gva, Vcpu};
+use slat::shadow::Gva;
+use slat::{Exit, Vcpu};
 
 use super::{MachineError, VcpuReport};
 use crate::cpu::CpuError;

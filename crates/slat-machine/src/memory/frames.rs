@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crossbeam_queue::SegQueue;
-use slat::{PAGE_SHIFT, PAGE_SIZE, Pfn};
+use slat::{Gfn, PAGE_SIZE, Pfn};
 use thiserror::Error;
 
 use super::Mapping;
@@ -82,7 +82,7 @@ impl Frames {
     /// The frames of `mapping`, all free.
     pub(super) fn new(mapping: Arc<Mapping>) -> Frames {
         // Memory has far less than 2^44 bytes.
-        let nr_frames = (mapping.size_bytes >> PAGE_SHIFT) as u32;
+        let nr_frames = (mapping.size_bytes >> Gfn::SHIFT) as u32;
         let frames = Frames {
             mapping,
             states: (0..nr_frames).map(|_| FrameState::default()).collect(),
@@ -103,7 +103,7 @@ impl Frames {
     }
 
     fn word(&self, frame: Frame, index: usize) -> &AtomicU64 {
-        let offset = (u64::from(frame.0) << PAGE_SHIFT) as usize + index * 8;
+        let offset = (u64::from(frame.0) << Gfn::SHIFT) as usize + index * 8;
         // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are
         // aligned; all access them atomically or with machine instructions.
         unsafe { AtomicU64::from_ptr(self.mapping.start.wrapping_add(offset).cast()) }

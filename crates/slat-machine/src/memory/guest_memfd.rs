@@ -21,7 +21,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Resolved};
+use slat::host::{Gone, Resolved};
+use slat::{Access, Gfn, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use super::{Backing, BackingKind, MemoryError, Reserved, shmem, unmap};
@@ -175,11 +176,11 @@ impl GuestMemfd {
     }
 
     fn page(&self, page: u64) -> Result<*mut u8, NoSuchPage> {
-        let nr_pages = self.size_bytes >> PAGE_SHIFT;
+        let nr_pages = self.size_bytes >> Gfn::SHIFT;
         if page >= nr_pages {
             return Err(NoSuchPage { page, nr_pages });
         }
-        Ok(self.start.wrapping_add((page << PAGE_SHIFT) as usize))
+        Ok(self.start.wrapping_add((page << Gfn::SHIFT) as usize))
     }
 
     /// The range of its frames: the first byte and the size in bytes.
@@ -189,7 +190,7 @@ impl GuestMemfd {
 
     /// Makes the kernel provide the page at `offset_bytes` for `access`; see [`Backing`].
     pub(super) fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
-        let page = self.page(offset_bytes >> PAGE_SHIFT).map_err(|_| Gone)?;
+        let page = self.page(offset_bytes >> Gfn::SHIFT).map_err(|_| Gone)?;
         // SAFETY: the page lies in the mapping and is aligned; guests access it by machine
         // instructions or atomically.
         let word = unsafe { AtomicU64::from_ptr(page.cast()) };

@@ -1,10 +1,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Release;
 
-use slat::{
-    Config, Error, Exit, Gpa, Gva, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    UserfaultBitmap, UserfaultWords, Vm,
-};
+use slat::format::Npt;
+use slat::shadow::Gva;
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
+use slat::{Config, Error, Exit, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, Vm};
 
 use super::*;
 use crate::commit::{FlushDomain, Port};
@@ -93,7 +93,7 @@ fn private_and_shared_pages_are_two_memories() {
     assert_eq!(cpu.read(gva(2)), Ok(22));
 
     // Userfault may be turned on and off, with logging or without; no other flag may change.
-    let bits = Arc::new(vec![slat::sync::AtomicU64::new(0)]);
+    let bits = Arc::new(vec![slat::baselines::AtomicU64::new(0)]);
     for logs in [MemoryRegionFlags::empty(), MemoryRegionFlags::LOG_DIRTY_PAGES] {
         bits[0].store(0b1100, Release);
         let words: Arc<dyn UserfaultWords> = bits.clone();

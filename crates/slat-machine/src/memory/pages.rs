@@ -31,7 +31,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved, ZappedLeaf};
+use slat::host::{Gone, Resolved, ZappedLeaf};
+use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 use super::frames::{Contents, Corruption, Frame, Frames};
 use super::{BackingKind, Mapping, MemoryError};
@@ -200,7 +201,7 @@ impl Pages {
         let mapping = Mapping::new(BackingKind::Anonymous, all_bytes)?;
         Ok(Pages {
             frames: Frames::new(Arc::new(mapping)),
-            pages: (0..size_bytes >> PAGE_SHIFT).map(|_| Page::default()).collect(),
+            pages: (0..size_bytes >> Gfn::SHIFT).map(|_| Page::default()).collect(),
             nr_snapshots: AtomicU64::new(0),
             max_snapshots: nr_spare_frames / 2,
             nr_resolved: AtomicU64::new(0),

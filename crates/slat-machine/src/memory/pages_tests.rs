@@ -10,7 +10,7 @@ use crate::phys;
 const NR_SPARE: u64 = 4;
 
 fn pages(nr_pages: u64) -> Arc<Pages> {
-    Arc::new(Pages::new(nr_pages << PAGE_SHIFT, NR_SPARE).expect("memory"))
+    Arc::new(Pages::new(nr_pages << Gfn::SHIFT, NR_SPARE).expect("memory"))
 }
 
 /// A guest that has nothing mapped.

@@ -1,6 +1,7 @@
 //! Why an operation of a CPU without a second stage did not complete.
 
-use slat::{Exit, Gpa, GuestEntry, Gva, Hpa, Level};
+use slat::shadow::{GuestEntry, Gva};
+use slat::{Exit, Gpa, Hpa, Level};
 use thiserror::Error;
 
 use crate::walk::guest::GuestFault;

@@ -1,6 +1,7 @@
 //! The guest's instructions that exit to the hypervisor, and the counts of all exits.
 
-use slat::{Gpa, Gva, Outcome, PagingRegister, PagingRegisters, Privilege};
+use slat::shadow::{Gva, PagingRegister, PagingRegisters, Privilege};
+use slat::{Gpa, Outcome};
 
 use super::{NeededRights, ShadowCpu, ShadowCpuError, ShadowHandler};
 use crate::cpu::CR3_KEEP;

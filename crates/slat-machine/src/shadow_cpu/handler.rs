@@ -1,6 +1,8 @@
 //! The hypervisor of a CPU without a second stage.
 
-use slat::{Error, Gpa, GuestAccess, GuestEntry, Gva, Host, Npt, Outcome, PagingRegister, PagingRegisters, Vcpu};
+use slat::format::Npt;
+use slat::shadow::{GuestAccess, GuestEntry, Gva, PagingRegister, PagingRegisters};
+use slat::{Error, Gpa, Host, Outcome, Vcpu};
 
 /// Handles the exits: the engine's [`Vcpu`], or a test.
 pub trait ShadowHandler {

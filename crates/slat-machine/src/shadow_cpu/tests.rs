@@ -5,7 +5,8 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use slat::{Error, Gfn, GfnRange, PagingRegister};
+use slat::shadow::PagingRegister;
+use slat::{Error, Gfn, GfnRange};
 
 use super::*;
 use crate::commit::FlushDomain;

@@ -3,7 +3,8 @@
 
 use super::tests::*;
 use super::*;
-use slat::{Error, PagingRegister};
+use slat::Error;
+use slat::shadow::PagingRegister;
 
 /// The calls of the hypervisor since the last time.
 fn calls(world: &World) -> Vec<Call> {

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use std::os::fd::AsRawFd;
 
-use slat::{Gone, PAGE_SIZE, PageSize, Resolved};
+use slat::host::{Gone, Resolved};
+use slat::{PAGE_SIZE, PageSize};
 
 use super::*;
 

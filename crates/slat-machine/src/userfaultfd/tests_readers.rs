@@ -6,7 +6,8 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use slat::{Gone, PAGE_SIZE};
+use slat::PAGE_SIZE;
+use slat::host::Gone;
 
 use super::tests::{bytes_of, contents_of, memory, touch, userfaultfd, word_of};
 use super::*;

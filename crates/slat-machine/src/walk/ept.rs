@@ -37,7 +37,7 @@ const QUALIFICATION_LINEAR_VALID: u64 = 1 << 7;
 /// The access was to the translation of the linear address, not to a guest paging-structure entry.
 const QUALIFICATION_FINAL: u64 = 1 << 8;
 
-impl HardwareFormat for slat::Ept {
+impl HardwareFormat for slat::format::Ept {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = true;

@@ -52,7 +52,7 @@ const CAUSE_STORE_GUEST_PAGE_FAULT: u64 = 23;
 /// (of 64 bits).
 const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
 
-impl HardwareFormat for slat::Sv39x4 {
+impl HardwareFormat for slat::format::Sv39x4 {
     const GUEST_PHYSICAL_BITS: u32 = 41;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = false;
@@ -70,7 +70,7 @@ impl HardwareFormat for slat::Sv39x4 {
     }
 }
 
-impl HardwareFormat for slat::Sv48x4 {
+impl HardwareFormat for slat::format::Sv48x4 {
     const GUEST_PHYSICAL_BITS: u32 = 50;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = false;

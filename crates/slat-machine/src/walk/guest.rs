@@ -9,7 +9,8 @@
 //! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging", "Access rights", "Page-fault
 //! exceptions", "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6 and 15.25.5.
 
-use slat::{Access, Gpa, Gva, PageSize};
+use slat::shadow::Gva;
+use slat::{Access, Gpa, PageSize};
 use thiserror::Error;
 
 use super::{CountReads, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};

@@ -34,7 +34,7 @@ const CODE_FETCH: u64 = 1 << 4;
 const CODE_FINAL: u64 = 1 << 32;
 const CODE_GUEST_TABLE: u64 = 1 << 33;
 
-impl HardwareFormat for slat::Npt {
+impl HardwareFormat for slat::format::Npt {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const GUEST_PML4E_RESERVED: u64 = 1 << 8;
     const LOGS_MODIFICATIONS: bool = false;

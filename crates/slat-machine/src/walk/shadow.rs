@@ -9,7 +9,8 @@
 //! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging and 5-level paging", "Access
 //! rights", "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6.
 
-use slat::{Access, Gva, Hpa, Level, PageSize};
+use slat::shadow::Gva;
+use slat::{Access, Hpa, Level, PageSize};
 use thiserror::Error;
 
 use super::{Used, Walker, address_mask, index, page_size, shift};

@@ -60,7 +60,7 @@ const STATUS_PERMISSION: u64 = 0b00_1100;
 /// The bits of a status that are not its level.
 const STATUS_TYPE: u64 = 0b11_1100;
 
-impl HardwareFormat for slat::Stage2 {
+impl HardwareFormat for slat::format::Stage2 {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = false;

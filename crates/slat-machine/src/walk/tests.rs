@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Ept, Gpa, Hpa, Level, Npt, PageSize, Stage2};
+use slat::format::{Ept, Npt, Stage2};
+use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 use crate::commit::tests::uninterrupted;

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gpa, Hpa, Level, PageSize, Sv39x4, Sv48x4};
+use slat::format::{Sv39x4, Sv48x4};
+use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::tests::{ACCESSES, FRAME, Page};
 use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use slat::{Access, Ept, Gpa, Gva, Hpa, Npt, PageSize, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::shadow::Gva;
+use slat::{Access, Gpa, Hpa, PageSize};
 
 use super::guest::{self, GuestFault, GuestStop};
 use super::tests::Page;

@@ -1,7 +1,9 @@
 //! The entries of walks in a page-modification log: the page of each leaf that they make dirty, and
 //! no other.
 
-use slat::{Access, Ept, Gpa, Gva, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::shadow::Gva;
+use slat::{Access, Gpa};
 
 use super::guest::{self, GuestStop};
 use super::tests::{FRAME, Way};

@@ -5,7 +5,9 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, AllocationWait, Ept, Gpa, Host, Hpa, NodeId, Npt, Stage2, Sv48x4, TableNode};
+use slat::format::{Ept, Npt, Stage2, Sv48x4};
+use slat::host::{AllocationWait, TableNode};
+use slat::{Access, Gpa, Host, Hpa, NodeId};
 
 use super::tests::FRAME;
 use super::{HardwareFormat, Purpose, Stop, Used, Walker};

@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 
-use slat::{Access, Gva, Level, PageSize};
+use slat::shadow::Gva;
+use slat::{Access, Level, PageSize};
 
 use super::Walker;
 use super::shadow::{ShadowMapping, ShadowStop, walk};

@@ -1,6 +1,7 @@
 //! Arm's stage 2 page tables built by hand. The constants here are the manual's, written once more.
 
-use slat::{Access, Gpa, Hpa, Level, PageSize, Stage2};
+use slat::format::Stage2;
+use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::tests::{ACCESSES, ADDRESS, FRAME, Way, fault};
 use super::{Mapping, Misconfiguration, Purpose, Stop};

@@ -13,11 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use slat::sync::AtomicU32;
-use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Park, Pfn, Resolved,
-    TableNode,
-};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page
 /// size fit.
@@ -117,7 +114,7 @@ pub struct Frames {
 impl Frames {
     /// Frames from the physical address `first` on.
     pub fn new(first: Hpa, nr_pages: u64, max_size: PageSize) -> Arc<Frames> {
-        assert!(first.0 >= FRAMES && first.0 + (nr_pages << PAGE_SHIFT) <= BASE + SIZE_BYTES);
+        assert!(first.0 >= FRAMES && first.0 + (nr_pages << Gfn::SHIFT) <= BASE + SIZE_BYTES);
         Arc::new(Frames { first: first.pfn(), nr_pages, max_size, read_gives_writable: AtomicBool::new(true) })
     }
 
@@ -161,16 +158,6 @@ impl ArenaHost {
 }
 
 // The default locking is `None`, which never parks.
-impl Park for ArenaHost {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _word: *const AtomicU32) {}
-}
-
 // SAFETY: page-table pages are disjoint pages of the arena, which lives as long as the host, at the
 // pointer of their address; a page keeps its frame for ever. The one CPU does not run during a
 // flush: the thread that calls the engine runs it, and it flushes before it enters the guest again
@@ -186,11 +173,11 @@ unsafe impl Host for ArenaHost {
         if let Some(table) = tables.free.pop() {
             return Some(table);
         }
-        if (tables.nr_used + 1) << PAGE_SHIFT > TABLES_BYTES {
+        if (tables.nr_used + 1) << Gfn::SHIFT > TABLES_BYTES {
             return None;
         }
         tables.nr_used += 1;
-        Some(Hpa(BASE + ((tables.nr_used - 1) << PAGE_SHIFT)))
+        Some(Hpa(BASE + ((tables.nr_used - 1) << Gfn::SHIFT)))
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

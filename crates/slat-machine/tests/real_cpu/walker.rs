@@ -8,7 +8,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gpa, Hpa, Npt};
+use slat::format::Npt;
+use slat::{Access, Gpa, Hpa};
 use slat_machine::commit::{FlushDomain, Port};
 use slat_machine::phys;
 use slat_machine::walk::{self, HardwareFormat, Purpose, Stop};

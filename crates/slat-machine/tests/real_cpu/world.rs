@@ -9,9 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use slat::{
-    Access, Config, Exit, Gpa, Hpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
-};
+use slat::format::Npt;
+use slat::{Access, Config, Exit, Gpa, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 use crate::arena::{Arena, ArenaHost, Frames};
 use crate::cpu::{Done, NR_SYSTEM_PAGES, RETURN, RealCpu, SYSTEM_GPA, SYSTEM_HPA, Trouble, linear};

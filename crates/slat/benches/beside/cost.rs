@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use slat::Locking;
+use slat::baselines::Locking;
 
 use super::arena::Memory;
 use super::host;

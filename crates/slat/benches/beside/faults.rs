@@ -5,7 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_utils::CachePadded;
-use slat::{Invalidation, Locking, MemoryRegionFlags};
+use slat::MemoryRegionFlags;
+use slat::baselines::Locking;
+use slat::tables::Invalidation;
 
 use super::arena::Memory;
 use super::cpus::{cpu_time, cpus, pin};

@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use slat::{Access, Gfn, Locking, MemoryRegionFlags};
+use slat::baselines::Locking;
+use slat::{Access, Gfn, MemoryRegionFlags};
 
 use super::arena::Memory;
 use super::cpus::{cpus, pin};

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use slat::Locking;
+use slat::baselines::Locking;
 
 use super::arena::Memory;
 use super::timing::{Clocks, Took, print_calls, print_head_of_calls};

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use slat::{Gfn, GfnRange, Gpa, Invalidation, Locking, MemoryRegion, MemoryRegionFlags, Npt, Vm};
+use slat::baselines::Locking;
+use slat::format::Npt;
+use slat::tables::Invalidation;
+use slat::{Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vm};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::host::{self, FaultHost, FirstFrame};

@@ -4,10 +4,11 @@
 
 use std::alloc::Layout;
 use std::marker::PhantomData;
-use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-use slat::{Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, Park, Resolved, TableNode};
+use slat::baselines::Park;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Host, Hpa};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::futex_park::FutexPark;
@@ -29,20 +30,6 @@ pub(crate) struct BenchHost<B> {
 impl<B> BenchHost<B> {
     pub(crate) fn new(memory: Memory) -> BenchHost<B> {
         BenchHost { memory, start: Instant::now(), backing: PhantomData }
-    }
-}
-
-impl<B> Park for BenchHost<B> {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        FutexPark.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        FutexPark.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        FutexPark.unpark_all(word);
     }
 }
 
@@ -88,5 +75,9 @@ unsafe impl<B: Answer> Host for BenchHost<B> {
 
     fn timestamp_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(&FutexPark)
     }
 }

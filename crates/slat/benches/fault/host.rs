@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Access, Config, Format, Gfn, Gpa, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Resolved, Vcpu,
-    Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::host::Resolved;
+use slat::{Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu, Vm};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::bench_host::{Answer, BenchHost};
@@ -29,7 +29,7 @@ const FIRST_FRAME: u64 = 1 << 24;
 
 /// A VM with one memslot of `nr_pages` from address 0 on, nothing of it mapped.
 pub(crate) fn new_vm<F: Format>(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<Vm<FaultHost, F>> {
-    let vm = Vm::new(BenchHost::new(memory), Config::with_locking(locking)).unwrap();
+    let vm = Vm::new(BenchHost::new(memory), Config::default().with_locking(locking)).unwrap();
     set_slot(&vm, nr_pages, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME)));
     Arc::new(vm)
 }

@@ -4,7 +4,7 @@ use std::env;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion};
-use slat::Locking;
+use slat::baselines::Locking;
 
 use super::arena::{BATCH, Memory};
 use super::run::{Order, Shape, Times};

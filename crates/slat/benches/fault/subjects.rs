@@ -2,8 +2,10 @@
 
 use std::sync::{Arc, Mutex, RwLock};
 
-use slat::sync::{Lock, Side};
-use slat::{Ept, Format, Locking, Npt, Stats, Vm};
+use slat::Vm;
+use slat::baselines::{Lock, Locking, Side};
+use slat::format::{Ept, Format, Npt};
+use slat::stats::Stats;
 
 use super::arena::Memory;
 use super::futex_park::FutexPark;

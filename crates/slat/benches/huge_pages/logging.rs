@@ -6,13 +6,14 @@
 use std::alloc::Layout;
 use std::fs;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use slat::{
-    Access, AllocationWait, Config, Gfn, GfnRange, Gone, Host, Hpa, ManualProtect, MemoryRegionFlags, Npt, PageSize,
-    Park, Resolved, TableNode, Vm,
-};
+use slat::baselines::Park;
+use slat::dirty::ManualProtect;
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, MemoryRegionFlags, PageSize, Vm};
 
 use super::arena::Memory;
 use super::bench_host::BenchHost;
@@ -27,20 +28,6 @@ const CLEARED_PAGES: u64 = GIB;
 struct CountingHost {
     host: BenchHost<Backing>,
     nr_entered: AtomicU64,
-}
-
-impl Park for CountingHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.host.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.host.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.host.unpark_all(word);
-    }
 }
 
 // SAFETY: all calls go to a host that keeps the contract.
@@ -80,6 +67,10 @@ unsafe impl Host for CountingHost {
 
     fn timestamp_ns(&self) -> u64 {
         self.host.timestamp_ns()
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.host.parking()
     }
 }
 

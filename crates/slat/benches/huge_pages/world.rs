@@ -3,10 +3,9 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Access, Config, Gfn, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, Pfn, Resolved,
-    Vm,
-};
+use slat::format::Npt;
+use slat::host::Resolved;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm};
 
 use super::bench_host::{Answer, BenchHost};
 

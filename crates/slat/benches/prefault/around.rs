@@ -6,7 +6,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use slat::{Access, Config, FaultAround, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, Vcpu, Vm};
+use slat::format::Npt;
+use slat::tables::FaultAround;
+use slat::{Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm};
 
 use super::arena::Memory;
 use super::bench_host::BenchHost;

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use slat::{
-    Access, Config, Gfn, Gpa, HugePageLogging, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn,
-    Resolved, Vcpu, Vm,
-};
+use slat::dirty::HugePageLogging;
+use slat::format::Npt;
+use slat::host::Resolved;
+use slat::{Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vcpu, Vm};
 
 use super::arena::Memory;
 use super::bench_host::{Answer, BenchHost};

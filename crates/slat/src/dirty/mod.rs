@@ -7,3 +7,6 @@
 pub(crate) mod log;
 pub(crate) mod ring;
 pub(crate) mod rings;
+
+pub use crate::config::{DirtyTracking, HugePageLogging, ManualProtect};
+pub use ring::{DirtyPage, DirtyRing, DirtyRingEntry};

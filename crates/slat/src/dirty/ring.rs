@@ -63,18 +63,10 @@ use crossbeam_utils::CachePadded;
 use crate::boxed::ZeroedWords;
 use crate::error::Error;
 use crate::pool::{PoolLink, Pooled};
-use crate::slot::MAX_SLOTS;
+use crate::slot::MemoryRegion;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Entries that are kept free for the fault that finds its ring nearly full, as in KVM: the soft
-/// limit is that far below the size.
-pub const DIRTY_RING_RESERVE: u32 = 64;
-/// The largest ring, in entries (KVM's limit).
-pub const MAX_DIRTY_RING_ENTRIES: u32 = 65536;
-/// The smallest ring, in entries: a page of KVM's entries of 16 bytes.
-pub const MIN_DIRTY_RING_ENTRIES: u32 = 256;
-
-const _: () = assert!(MIN_DIRTY_RING_ENTRIES > DIRTY_RING_RESERVE);
+const _: () = assert!(DirtyRing::MIN_ENTRIES > DirtyRing::RESERVE);
 
 /// A page of a memslot, as a dirty ring names it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -87,13 +79,13 @@ pub struct DirtyPage {
 
 /// The lowest bit of the memslot number in an entry's word; the page is below.
 const SLOT_SHIFT: u32 = 48;
-const _: () = assert!(MAX_SLOTS <= 1 << (u64::BITS - SLOT_SHIFT));
+const _: () = assert!(MemoryRegion::MAX_SLOTS <= 1 << (u64::BITS - SLOT_SHIFT));
 
 impl DirtyPage {
     /// One word, so that no thread reads the memslot of one push with the page of another.
     #[inline]
     fn word(self) -> u64 {
-        debug_assert!(self.slot < MAX_SLOTS && self.page >> SLOT_SHIFT == 0);
+        debug_assert!(self.slot < MemoryRegion::MAX_SLOTS && self.page >> SLOT_SHIFT == 0);
         u64::from(self.slot) << SLOT_SHIFT | self.page
     }
 
@@ -150,6 +142,14 @@ unsafe impl Pooled for DirtyRing {
 }
 
 impl DirtyRing {
+    /// Entries that are kept free for the fault that finds its ring nearly full, as in KVM: the soft
+    /// limit is that far below the size.
+    pub const RESERVE: u32 = 64;
+    /// The largest ring, in entries (KVM's limit).
+    pub const MAX_ENTRIES: u32 = 65536;
+    /// The smallest ring, in entries: a page of KVM's entries of 16 bytes.
+    pub const MIN_ENTRIES: u32 = 256;
+
     /// Makes an empty ring. `nr_entries` is a power of two above `reserve`.
     pub(super) fn new(nr_entries: u32, reserve: u32) -> Result<DirtyRing, Error> {
         debug_assert!(nr_entries.is_power_of_two() && nr_entries > reserve);

@@ -2,7 +2,7 @@ use alloc::vec::Vec;
 
 use super::*;
 
-const SLOT: u32 = MAX_SLOTS - 1;
+const SLOT: u32 = MemoryRegion::MAX_SLOTS - 1;
 
 fn page(page: u64) -> DirtyPage {
     DirtyPage { slot: SLOT, page }

@@ -19,7 +19,7 @@
 
 use core::ptr::NonNull;
 
-use super::ring::{DIRTY_RING_RESERVE, DirtyRing, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES};
+use super::ring::DirtyRing;
 use crate::boxed::try_box;
 use crate::error::Error;
 use crate::pool::{Pool, Pooled};
@@ -56,7 +56,7 @@ impl Rings {
     /// [`Error::BadRingSize`], [`Error::DirtyRingEnabled`]. [`Error::VcpusExist`]: a vCPU or a
     /// [`WithoutRings`] exists.
     pub(crate) fn enable(&self, nr_entries: u32) -> Result<(), Error> {
-        if !nr_entries.is_power_of_two() || !(MIN_DIRTY_RING_ENTRIES..=MAX_DIRTY_RING_ENTRIES).contains(&nr_entries) {
+        if !nr_entries.is_power_of_two() || !(DirtyRing::MIN_ENTRIES..=DirtyRing::MAX_ENTRIES).contains(&nr_entries) {
             return Err(Error::BadRingSize { nr_entries });
         }
         // Acquire: observes the leaves of the vCPUs that are gone. Relaxed on failure: the number
@@ -109,7 +109,7 @@ impl Rings {
     fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, Error> {
         let ring = match self.rings.claim() {
             Some(ring) => ring,
-            None => self.rings.add(try_box(DirtyRing::new(nr_entries, DIRTY_RING_RESERVE)?)?),
+            None => self.rings.add(try_box(DirtyRing::new(nr_entries, DirtyRing::RESERVE)?)?),
         };
         Ok(OwnedRing(NonNull::from(ring)))
     }

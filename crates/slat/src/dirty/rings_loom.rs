@@ -17,7 +17,7 @@ use crate::dirty::ring::DirtyPage;
 fn a_vcpu_inherits_a_released_ring() {
     loom::model(|| {
         let rings = Arc::new(Rings::new());
-        rings.enable(MIN_DIRTY_RING_ENTRIES).expect("no vCPU yet");
+        rings.enable(DirtyRing::MIN_ENTRIES).expect("no vCPU yet");
         let threads = [0, 1].map(|page| {
             let rings = Arc::clone(&rings);
             thread::spawn(move || {
@@ -44,7 +44,7 @@ fn either_enabling_or_the_first_vcpu_comes_first() {
         let rings = Arc::new(Rings::new());
         let enabling = {
             let rings = Arc::clone(&rings);
-            thread::spawn(move || rings.enable(MIN_DIRTY_RING_ENTRIES))
+            thread::spawn(move || rings.enable(DirtyRing::MIN_ENTRIES))
         };
         let has_ring = rings.take().expect("memory for a ring").is_some();
         let expected = if has_ring { Ok(()) } else { Err(Error::VcpusExist) };

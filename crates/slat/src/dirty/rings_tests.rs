@@ -12,11 +12,11 @@ fn rings_are_enabled_once_with_sizes_that_kvm_accepts() {
         assert_eq!(rings.enable(nr_entries), Err(Error::BadRingSize { nr_entries }));
         assert!(!rings.are_enabled());
     }
-    assert_eq!(rings.enable(MIN_DIRTY_RING_ENTRIES), Ok(()));
+    assert_eq!(rings.enable(DirtyRing::MIN_ENTRIES), Ok(()));
     assert!(rings.are_enabled());
-    assert_eq!(rings.enable(MAX_DIRTY_RING_ENTRIES), Err(Error::DirtyRingEnabled));
+    assert_eq!(rings.enable(DirtyRing::MAX_ENTRIES), Err(Error::DirtyRingEnabled));
     assert_eq!(rings.enable(3), Err(Error::BadRingSize { nr_entries: 3 }));
-    assert_eq!(Rings::new().enable(MAX_DIRTY_RING_ENTRIES), Ok(()));
+    assert_eq!(Rings::new().enable(DirtyRing::MAX_ENTRIES), Ok(()));
 }
 
 #[test]

@@ -67,13 +67,13 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// right from all below. In other formats directory entries have no rights.
     const WRITABLE: u64;
     /// Set by hardware in a leaf PTE that was used. Where hardware sets none, a bit that it
-    /// ignores. Such VMs need [`AccessTracking::Faults`](crate::AccessTracking::Faults).
+    /// ignores. Such VMs need [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults).
     const ACCESSED: u64;
     /// Set in a leaf PTE through which the guest wrote, by hardware. Where hardware sets none, a
     /// bit that it ignores, set together with [`WRITABLE`](Format::WRITABLE).
     const DIRTY: u64;
     /// Whether CPUs that walk such tables can set [`DIRTY`](Format::DIRTY). (The CPUs of a VM with
-    /// [`AccessTracking::Faults`](crate::AccessTracking::Faults) set it in no format.)
+    /// [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) set it in no format.)
     const HAS_DIRTY_BIT: bool;
     /// A bit that hardware ignores in a leaf PTE: the host allows the guest to write the frame. A
     /// leaf PTE with this bit and without [`WRITABLE`](Format::WRITABLE) is write-protected for

@@ -5,7 +5,7 @@
 //! 48 bits.
 //!
 //! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA). Where it does not, a clear flag
-//! faults, and the fault sets it. [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves
+//! faults, and the fault sets it. [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) leaves
 //! none clear.
 //!
 //! The dirty state that hardware can manage (VTCR_EL2.HD, DBM in bit 51) is not used. There

@@ -7,7 +7,7 @@ use core::ops::Range;
 
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_zeroed;
-use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
+use crate::config::{Config, DirtyTracking, ManualProtect};
 use crate::error::Error;
 use crate::format::Format;
 use crate::harvest::mark::mark_written;
@@ -131,8 +131,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// number.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         let mut taken = try_zeroed()?;
-        let Config { manual_protect, huge_page_splitting, .. } = self.op.tree.config;
-        if manual_protect == ManualProtect::InitiallySet && huge_page_splitting == HugePageSplitting::Eager {
+        let Config { manual_protect, huge_page_logging, .. } = self.op.tree.config;
+        if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
             self.split_for(pages, mask)?;
         }
         self.harvest(
@@ -247,7 +247,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
     fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
         match self.op.tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => Ok(()),
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
             DirtyTracking::PageModificationLog => {
                 // A call that is refused changes nothing: what the CPUs have logged stays for the

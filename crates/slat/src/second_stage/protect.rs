@@ -38,7 +38,7 @@ use super::install::Changed;
 use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::bits::bit_range;
-use crate::config::{DirtyTracking, WriteProtection};
+use crate::config::DirtyTracking;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::operation::Operation;
@@ -167,9 +167,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// For pages of a memslot at `slot`. To be made after step 2 of the module.
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, slot: GfnRange) -> Protector<'s, H, F> {
         let directory_protection = match tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect(WriteProtection::Lazy) if pte::can_be_protected::<F>() => {
-                DirectoryProtection::Unasked
-            }
+            DirtyTracking::WriteProtect if pte::can_be_protected::<F>() => DirectoryProtection::Unasked,
             _ => DirectoryProtection::No,
         };
         Protector {
@@ -305,7 +303,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// because the parts of a split leaf begin with D of the leaf.
     fn protect_huge(&mut self, value: Pte) -> Result<(), Changed> {
         let protected = match self.cursor.tree().config.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => value,
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => value,
             DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => pte::cleaned_for_log::<F>(value),
         };
         let protected = Pte(protected.0 & !F::WRITABLE);
@@ -365,7 +363,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
 #[inline]
 fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<Item = &'c AtomicU64>) -> u64 {
     match tree.config.dirty_tracking {
-        DirtyTracking::WriteProtect(_) => cells.map(protect_leaf::<F>).sum(),
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => cells.map(protect_leaf::<F>).sum(),
         DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => cells.map(clean_leaf::<F>).sum(),
     }
 }

@@ -10,7 +10,7 @@
 //! # Use
 //! [`recover_range`] recovers all that it can, from the lowest level up: 4 KiB to 2 MiB to 1 GiB.
 //! Some blocks stay small:
-//! - Those of a memslot that logs. With [`HugePageLogging::MarkWhole`](crate::HugePageLogging) and
+//! - Those of a memslot that logs. With [`HugePageLogging::MarkWhole`](crate::dirty::HugePageLogging) and
 //!   write protection, leaves of 2 MiB come back all the same.
 //! - Those larger than the blocks of a userfault bitmap, or with private and shared pages.
 //! - The rest, when too many unlinked page-table pages wait for a guard: [`MAX_DEFERRED_TABLES`],
@@ -53,7 +53,6 @@ use super::walk::{self, Next, TurnEnd, Walk};
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::AccessTracking;
-use crate::config::{DirtyTracking, HugePageLogging};
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
 use crate::format::{Format, Pte};
@@ -245,8 +244,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     fn may_recover(&self, slot: &SlotView<'_, H::Backing>, block: GfnRange, level: Level) -> bool {
         let config = &self.op.tree.config;
         let needs = slot.logs()
-            && !(matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_))
-                && config.huge_page_logging == HugePageLogging::MarkWhole
+            && !(config.dirty_tracking.write_protects()
+                && config.huge_page_logging.marks_whole()
                 && level <= config.largest_logged_write());
         !needs && slot.allows_leaf(block, level)
     }

@@ -7,7 +7,7 @@
 //!
 //! # Use
 //! Any number of threads call [`split_range`], each for its own range.
-//! [`TablePlacement`](crate::TablePlacement) says from which node the page-table pages come.
+//! [`TablePlacement`](crate::tables::TablePlacement) says from which node the page-table pages come.
 //!
 //! # Implementation
 //! One pass goes from the root down, 1 GiB to 2 MiB to 4 KiB; each leaf is one step. The split
@@ -143,7 +143,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
 
 /// The node for the page-table page that replaces the leaf `value` of `level`.
 pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Pte, level: Level) -> TableNode {
-    config.split_table_placement.node_for(host, Some(pte::frame::<F>(value, level)))
+    config.table_placement.node_for(host, Some(pte::frame::<F>(value, level)))
 }
 
 /// The leaf whose parts replace the leaf `value` of `level`. It is `value`; but with W, if the host

@@ -141,7 +141,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         let pages = &self.shadow.pages;
         let number = self.claim_record()?;
         let host = self.host();
-        let placement = self.tree.config.fault_table_placement.node_for(host, None);
+        let placement = self.tree.config.table_placement.node_for(host, None);
         let Some(table) = self.allocate_table(placement) else {
             pages.release(number);
             return Err(Error::OutOfMemory);

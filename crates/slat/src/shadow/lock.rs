@@ -4,7 +4,7 @@
 //! # Guarantees
 //! A lock excludes all other holders. A thread that takes it reads what earlier holders stored.
 //!
-//! Here, and at the optional lock of a VM ([`Locking`](crate::Locking)), and nowhere else in the
+//! Here, and at the optional lock of a VM (feature `baselines`), and nowhere else in the
 //! engine, a vCPU can wait for a thread that was preempted. It yields its CPU meanwhile.
 //!
 //! # Use

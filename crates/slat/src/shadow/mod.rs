@@ -93,6 +93,10 @@ pub(crate) mod walk;
 mod write;
 mod zap;
 
+pub use crate::addr::Gva;
+pub use crate::config::{ShadowPaging, ShadowStrategy};
+pub use crate::registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
+
 use crossbeam_utils::CachePadded;
 
 use alloc::boxed::Box;
@@ -100,7 +104,6 @@ use core::ptr;
 
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
 use crate::boxed::{Vacant, try_box};
-use crate::config::ShadowPaging;
 use crate::error::Error;
 use crate::format::Npt;
 use crate::host::Host;

@@ -42,7 +42,7 @@ use super::role::{Role, part_for};
 use super::walk::View;
 use crate::addr::{Gfn, Gpa, Gva, Level};
 use crate::boxed::ZeroedWords;
-use crate::config::{MAX_PREVIOUS_ROOTS, ShadowPaging, ShadowStrategy};
+use crate::config::{ShadowPaging, ShadowStrategy};
 use crate::error::Error;
 use crate::format::{Format, Npt};
 use crate::host::Host;
@@ -56,7 +56,7 @@ const NR_PCIDS: usize = 1 << 12;
 /// Flushed addresses that are kept for roots which are not current.
 const NR_ADDRESSES: usize = 8;
 
-const MAX_ROOTS: usize = MAX_PREVIOUS_ROOTS as usize + 1;
+const MAX_ROOTS: usize = ShadowPaging::MAX_PREVIOUS_ROOTS as usize + 1;
 
 /// A root that the vCPU remembers.
 struct Root {
@@ -113,7 +113,7 @@ impl Roots {
     pub(super) fn new(config: ShadowPaging) -> Result<Roots, Error> {
         let registers = PagingRegisters::default();
         let Ok(mode) = GuestMode::new(registers, Npt::GPA_BITS) else { unreachable!("a CPU begins like this") };
-        let previous = if config.strategy == ShadowStrategy::Baseline { 0 } else { config.previous_roots };
+        let previous = if config.strategy.keeps_no_root() { 0 } else { config.previous_roots };
         let mut roots = Roots {
             registers,
             mode,
@@ -146,8 +146,8 @@ impl Roots {
             _ => 0,
         };
         let tag = match self.strategy {
-            ShadowStrategy::Baseline | ShadowStrategy::RootCache => 0,
             ShadowStrategy::PcidTagged => u64::from(self.mode.pcid(self.registers.cr3)),
+            _ => 0,
         };
         Role::root(self.mode, level, part, tag)
     }
@@ -181,7 +181,7 @@ impl Roots {
             return Ok(());
         }
         mmu.count(Counter::Cr3Loads);
-        if self.strategy == ShadowStrategy::Baseline {
+        if self.strategy.keeps_no_root() {
             self.drop_current(mmu);
             return Ok(());
         }
@@ -195,7 +195,7 @@ impl Roots {
     }
 
     /// Drops the current root, with all that is below it alone, so that it is built anew
-    /// ([`ShadowStrategy::Baseline`]).
+    /// (`ShadowStrategy::Baseline`).
     fn drop_current<H: Host>(&mut self, mmu: Mmu<'_, H>) {
         if let Some(page) = self.roots[self.current].page.take() {
             // SAFETY: the pin of the root, which has given up the page.
@@ -313,7 +313,7 @@ impl Roots {
         self.now += 1;
         self.all_flushed_at = self.now;
         self.flush = LocalFlush::All;
-        if self.strategy == ShadowStrategy::Baseline {
+        if self.strategy.keeps_no_root() {
             self.drop_current(mmu);
         } else {
             self.select(mmu);

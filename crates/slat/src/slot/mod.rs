@@ -12,5 +12,5 @@ pub(crate) mod userfault;
 pub(crate) mod view;
 
 pub use attributes::MemoryAttributes;
-pub use region::{MAX_SLOTS, MemoryRegion, MemoryRegionFlags};
+pub use region::{MemoryRegion, MemoryRegionFlags};
 pub use userfault::{UserfaultBitmap, UserfaultWords};

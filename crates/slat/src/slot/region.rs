@@ -5,9 +5,6 @@ use super::userfault::UserfaultBitmap;
 use crate::addr::{GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
 
-/// Memslot numbers are below this (KVM's limit on x86: 32767 less the 3 that it keeps for itself).
-pub const MAX_SLOTS: u32 = 32764;
-
 bitflags::bitflags! {
     /// Flags of a memslot, with KVM's names and values.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -37,7 +34,7 @@ bitflags::bitflags! {
 ///   [`GUEST_MEMFD`](MemoryRegionFlags::GUEST_MEMFD).
 #[derive(Clone, Debug)]
 pub struct MemoryRegion<B> {
-    /// Number of the memslot, below [`MAX_SLOTS`].
+    /// Number of the memslot, below [`MAX_SLOTS`](MemoryRegion::MAX_SLOTS).
     pub slot: u32,
     /// Flags of the memslot.
     pub flags: MemoryRegionFlags,
@@ -53,12 +50,18 @@ pub struct MemoryRegion<B> {
     pub userfault_bitmap: Option<UserfaultBitmap>,
 }
 
+impl MemoryRegion<()> {
+    /// Memslot numbers are below this (KVM's limit on x86: 32767 less the 3 that it keeps for
+    /// itself).
+    pub const MAX_SLOTS: u32 = 32764;
+}
+
 impl<B> MemoryRegion<B> {
     /// Returns the frames of the region, if numbers and flags are valid for page tables that
     /// translate `gpa_bits` bits.
     pub(crate) fn check(&self, gpa_bits: u32) -> Result<GfnRange, Error> {
         let &MemoryRegion { slot, flags, guest_phys_addr: gpa, memory_size, .. } = self;
-        if slot >= MAX_SLOTS {
+        if slot >= MemoryRegion::MAX_SLOTS {
             return Err(Error::SlotTooHigh { slot });
         }
         if MemoryRegionFlags::from_bits(flags.bits()).is_none() {

@@ -79,6 +79,7 @@ impl Recording {
 /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
 /// # use host::*;
 /// use slat::*;
+/// use slat::stats::*;
 /// # fn main() -> Result<(), Error> {
 /// # let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
 /// # let mut vcpu = vm.create_vcpu()?;

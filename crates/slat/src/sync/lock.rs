@@ -62,12 +62,11 @@
 
 use crossbeam_utils::CachePadded;
 
-use super::AtomicU32;
 use super::Ordering::{Acquire, Relaxed, Release};
+use super::{AtomicU32, Side};
 
 /// How threads sleep and wake when they wait for a lock: the surroundings implement it.
-///
-/// Only called with a [`Locking`] other than `None`.
+/// [`Host::parking`](crate::Host::parking) returns it for the lock of a VM.
 pub trait Park {
     /// Called in each turn of a short spin.
     #[inline]
@@ -89,6 +88,25 @@ pub trait Park {
     fn unpark_all(&self, word: *const AtomicU32);
 }
 
+impl<P: Park + ?Sized> Park for &P {
+    #[inline]
+    fn relax(&self) {
+        (**self).relax();
+    }
+
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        (**self).park(word, expected);
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        (**self).unpark_one(word)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        (**self).unpark_all(word);
+    }
+}
+
 /// The lock that a VM holds while it changes its page tables.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Locking {
@@ -100,15 +118,6 @@ pub enum Locking {
     Shared,
     /// A mutex: the baseline of that series.
     Exclusive,
-}
-
-/// The side of the lock that an operation takes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Side {
-    /// Beside other readers.
-    Read,
-    /// Alone.
-    Write,
 }
 
 // The word of a shared lock. All flags are above the count, so that a reader finds by one
@@ -166,7 +175,7 @@ struct Words {
 #[must_use]
 pub struct LockGuard<'a, P: Park> {
     lock: &'a Lock,
-    park: &'a P,
+    park: P,
     held: Held,
 }
 
@@ -225,7 +234,7 @@ impl Lock {
 
     /// Takes the lock if that needs no wait.
     #[inline]
-    pub fn try_acquire<'a, P: Park>(&'a self, park: &'a P, side: Side) -> Option<LockGuard<'a, P>> {
+    pub fn try_acquire<P: Park>(&self, park: P, side: Side) -> Option<LockGuard<'_, P>> {
         // Acquire here and in `acquire`: what the last holders did precedes what this one does.
         // Pairs with the Release of `drop`. A failed attempt orders nothing.
         let held = Held::new(self.locking, side);
@@ -245,7 +254,7 @@ impl Lock {
     /// Takes the lock, and waits for it if need be. A thread that holds it must not call this, for
     /// neither side.
     #[inline]
-    pub fn acquire<'a, P: Park>(&'a self, park: &'a P, side: Side) -> LockGuard<'a, P> {
+    pub fn acquire<P: Park>(&self, park: P, side: Side) -> LockGuard<'_, P> {
         let held = Held::new(self.locking, side);
         match held {
             Held::Nothing => {}
@@ -255,12 +264,12 @@ impl Lock {
                 if state >= MAX_READERS
                     || self.words.state.compare_exchange_weak(state, state + READER, Acquire, Relaxed).is_err()
                 {
-                    self.wait_read(park);
+                    self.wait_read(&park);
                 }
             }
             Held::Alone => {
                 if self.words.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_err() {
-                    self.wait_alone(park);
+                    self.wait_alone(&park);
                 }
             }
         }
@@ -501,7 +510,7 @@ impl Lock {
 impl<P: Park> Drop for LockGuard<'_, P> {
     #[inline]
     fn drop(&mut self) {
-        let (lock, park) = (self.lock, self.park);
+        let (lock, park) = (self.lock, &self.park);
         // Release in all of them: the critical section precedes what the next holder does, which
         // takes the lock with Acquire. A writer's Acquire covers every reader before it, because
         // each reader's subtraction continues the release sequence of the one before.

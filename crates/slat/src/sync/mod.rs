@@ -1,4 +1,4 @@
-//! Atomics, fences and locks: all of the crate's come from here.
+//! Atomics, fences and the optional lock: all of the crate's come from here.
 //! - In a normal build the types are those of `core`.
 //! - With `--cfg shuttle` they have a scheduling point before each operation, so that
 //!   [shuttle](https://docs.rs/shuttle) can try schedules on the whole engine.
@@ -32,8 +32,19 @@ pub use stepped::{AtomicU32, AtomicU64};
 
 pub use core::sync::atomic::Ordering;
 
+#[cfg(feature = "baselines")]
 mod lock;
-pub use lock::{Lock, LockGuard, Locking, Park, Side};
+#[cfg(feature = "baselines")]
+pub use lock::{Lock, LockGuard, Locking, Park};
+
+/// The side of the optional lock that an operation takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    /// Beside other readers.
+    Read,
+    /// Alone.
+    Write,
+}
 
 /// One turn of a spin loop.
 #[inline]

@@ -5,7 +5,7 @@
 //! ranges in flight. `generation` bounds how often a directory entry is protected. `node` turns
 //! memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
 //! flushes that are due, and flushes `derived` tables first; `retire` and `participant` say when an
-//! unlinked page-table page may be freed.
+//! unlinked page-table page may be freed. `vm_lock` is the optional lock.
 
 pub(crate) mod cursor;
 pub(crate) mod derived;
@@ -17,6 +17,8 @@ mod participant;
 pub(crate) mod pte;
 pub(crate) mod retire;
 pub(crate) mod tlb;
+#[cfg_attr(not(feature = "baselines"), path = "no_lock.rs")]
+mod vm_lock;
 
 use alloc::boxed::Box;
 use core::marker::PhantomData;
@@ -29,8 +31,8 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::stats::{Counter, is_sampled};
-use crate::sync::{Lock, LockGuard, Locking, Side};
+use crate::stats::Counter;
+use crate::sync::Side;
 use derived::DerivedTables;
 use generation::Generations;
 use in_flight::RangesInFlight;
@@ -38,12 +40,13 @@ use invalidation_seq::InvalidationSeqCounter;
 use pte::InvalidationSeq;
 use retire::{Epochs, FaultGuard, FaultPin, Fences, NestedGuard, Participant, SharedParticipant};
 use tlb::TlbBatch;
+use vm_lock::{HeldLock, VmLock};
 
 /// The page tables of one VM, with the state of their protocols.
 pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) host: H,
     root: Hpa,
-    lock: CachePadded<Lock>,
+    lock: CachePadded<VmLock>,
     pub(crate) config: Config,
     pub(crate) generations: CachePadded<Generations>,
     invalidation_seq: CachePadded<InvalidationSeqCounter>,
@@ -58,45 +61,7 @@ pub(crate) struct Tree<H: Host, F: Format> {
 /// fields is the order of the drops: guard, lock.
 pub(crate) struct LockedGuard<'a, H: Host, S = NestedGuard<'a>> {
     pub(crate) guard: S,
-    _lock: Option<HeldLock<'a, H>>,
-}
-
-/// The VM's lock, held until this is dropped.
-struct HeldLock<'a, H: Host> {
-    _guard: LockGuard<'a, H>,
-    timed: Option<TimedHold<'a, H>>,
-}
-
-/// By how many acquisitions the timed holds come after the timed faults. Small, for calls that take
-/// the lock some dozen times; large enough that a few faults without the lock do not undo it.
-const HOLDS_APART: u64 = 32;
-
-/// A hold of the lock that is timed.
-struct TimedHold<'a, H: Host> {
-    host: &'a H,
-    participant: &'a Participant,
-    start_ns: u64,
-}
-
-impl<H: Host> Drop for HeldLock<'_, H> {
-    /// Runs before the lock is released. The clock is read then, since to wake a sleeper costs more
-    /// than most holds, and may cost the CPU.
-    #[inline]
-    fn drop(&mut self) {
-        if let Some(timed) = &self.timed {
-            timed.record();
-        }
-    }
-}
-
-impl<H: Host> TimedHold<'_, H> {
-    #[cold]
-    fn record(&self) {
-        let hold_ns = self.host.timestamp_ns().saturating_sub(self.start_ns);
-        if let Some(times) = self.participant.stats.lock_times() {
-            times.hold_ns.record(hold_ns);
-        }
-    }
+    _lock: HeldLock<'a, H>,
 }
 
 impl<H: Host, F: Format> Tree<H, F> {
@@ -108,15 +73,16 @@ impl<H: Host, F: Format> Tree<H, F> {
         let memory = Vacant::new()?;
         let root = node::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
+        let lock = VmLock::new(&config);
         Ok(memory.fill(Tree {
             host,
             root,
-            lock: CachePadded::new(Lock::new(config.locking)),
             config,
             generations: CachePadded::new(Generations::new()),
             invalidation_seq: CachePadded::new(InvalidationSeqCounter::new()),
             in_flight: RangesInFlight::default(),
-            epochs: Epochs::new(fences).with_lock_times(config.locking != Locking::None),
+            epochs: Epochs::new(fences).with_lock_timing(lock.timing()),
+            lock: CachePadded::new(lock),
             derived,
             format: PhantomData,
         }))
@@ -142,8 +108,10 @@ impl<H: Host, F: Format> Tree<H, F> {
         self.invalidation_seq.current()
     }
 
-    pub(crate) fn locking(&self) -> Locking {
-        self.lock.locking()
+    /// Whether guards that change the tree are inside a lock.
+    #[inline]
+    pub(crate) fn is_locked(&self) -> bool {
+        self.lock.exists()
     }
 
     /// Whether a long operation should leave its guard for a while.
@@ -155,7 +123,7 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// waits.
     #[inline(always)]
     pub(crate) fn pin<'a>(&'a self, participant: &'a Participant, side: Side) -> LockedGuard<'a, H> {
-        let lock = self.lock_for(participant, side);
+        let lock = self.lock.acquire(&self.host, participant, side);
         LockedGuard { guard: self.epochs.pin(participant), _lock: lock }
     }
 
@@ -167,51 +135,8 @@ impl<H: Host, F: Format> Tree<H, F> {
         participant: &'a Participant,
         side: Side,
     ) -> LockedGuard<'a, H, FaultGuard<'a>> {
-        let lock = self.lock_for(participant, side);
+        let lock = self.lock.acquire(&self.host, participant, side);
         LockedGuard { guard: self.epochs.pin_fault(pin), _lock: lock }
-    }
-
-    /// The VM's lock, if there is one.
-    #[inline(always)]
-    fn lock_for<'a>(&'a self, participant: &'a Participant, side: Side) -> Option<HeldLock<'a, H>> {
-        match self.lock.locking() {
-            Locking::None => None,
-            _ => Some(self.acquire(participant, side)),
-        }
-    }
-
-    /// Takes the lock.
-    ///
-    /// All waits are timed, holds by sample. A thread that waits loses more than two readings of
-    /// the clock. Most holds are as short as these readings, and to time each would keep other
-    /// threads out for twice as long. Whether a hold is timed is decided before the lock is taken.
-    /// Where each fault takes the lock once, it is not the hold of a timed fault: otherwise both
-    /// clocks would be in the guest's stall.
-    #[inline]
-    fn acquire<'a>(&'a self, participant: &'a Participant, side: Side) -> HeldLock<'a, H> {
-        let is_timed = is_sampled(participant.stats.get(Counter::LockAcquisitions).wrapping_sub(HOLDS_APART));
-        participant.stats.count(Counter::LockAcquisitions);
-        let guard = match self.lock.try_acquire(&self.host, side) {
-            Some(guard) => guard,
-            None => self.wait_for_lock(participant, side),
-        };
-        HeldLock { _guard: guard, timed: if is_timed { Some(self.time_hold(participant)) } else { None } }
-    }
-
-    #[cold]
-    fn time_hold<'a>(&'a self, participant: &'a Participant) -> TimedHold<'a, H> {
-        TimedHold { host: &self.host, participant, start_ns: self.host.timestamp_ns() }
-    }
-
-    #[cold]
-    fn wait_for_lock<'a>(&'a self, participant: &'a Participant, side: Side) -> LockGuard<'a, H> {
-        let start_ns = self.host.timestamp_ns();
-        let guard = self.lock.acquire(&self.host, side);
-        participant.stats.count(Counter::LockWaits);
-        if let Some(times) = participant.stats.lock_times() {
-            times.wait_ns.record(self.host.timestamp_ns().saturating_sub(start_ns));
-        }
-        guard
     }
 
     /// Flushes `ranges` in derived tables, and then on all CPUs.

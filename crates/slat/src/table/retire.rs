@@ -10,7 +10,7 @@
 //! - Inside it there is no flush, no allocation that waits, no resolve and no yield.
 //! - It makes at most [`MAX_GUARD_STEPS`](super::participant::MAX_GUARD_STEPS) steps, whatever
 //!   `Host::should_yield` answers. A change of memslots copies the whole set inside one guard (at
-//!   most [`MAX_SLOTS`](crate::MAX_SLOTS) memslots).
+//!   most [`MAX_SLOTS`](crate::MemoryRegion::MAX_SLOTS) memslots).
 //! - How long a `TableReader` is open is its user's matter.
 //!
 //! While the host resolves a page, a [`HazardPointer`] protects the backing of the memslot instead.
@@ -50,6 +50,7 @@ pub(crate) use super::participant::{
 };
 pub(crate) use super::participant::{Exclusive, FaultPin, Guard, HazardPointer, Participant, Protected};
 use super::pte;
+use super::vm_lock::LockTiming;
 use crate::addr::{Hpa, Level};
 use crate::boxed::try_zeroed;
 use crate::error::Error;
@@ -75,8 +76,7 @@ pub(crate) enum Fences {
 /// The participants and the retired page-table pages of one VM.
 pub(crate) struct Epochs {
     fences: Fences,
-    /// Whether participants have room for the times of the VM's lock.
-    has_lock_times: bool,
+    lock_timing: LockTiming,
     /// The epoch, above [`IDLE`]. Each retirement writes it, each guard reads it when it begins.
     epoch: CachePadded<AtomicU64>,
     participants: Pool<SharedParticipant>,
@@ -98,7 +98,7 @@ impl Epochs {
     pub(crate) fn new(fences: Fences) -> Epochs {
         Epochs {
             fences,
-            has_lock_times: false,
+            lock_timing: LockTiming::OFF,
             epoch: CachePadded::new(AtomicU64::new(IDLE + 1)),
             participants: Pool::new(),
             retired_tables: CachePadded::new(RetiredTables {
@@ -109,9 +109,9 @@ impl Epochs {
         }
     }
 
-    /// As `self`, for a VM that has a lock if `has_lock`.
-    pub(crate) fn with_lock_times(mut self, has_lock: bool) -> Epochs {
-        self.has_lock_times = has_lock;
+    /// As `self`, with the times of the VM's lock.
+    pub(crate) fn with_lock_timing(mut self, lock_timing: LockTiming) -> Epochs {
+        self.lock_timing = lock_timing;
         self
     }
 
@@ -164,9 +164,7 @@ impl Epochs {
         // SAFETY: this call is the user of the participant, and leaves the end of the use to the
         // `BorrowedParticipant`.
         let participant = unsafe { BorrowedParticipant::new(participant) };
-        if self.has_lock_times {
-            participant.stats.make_lock_times()?;
-        }
+        self.lock_timing.prepare(&participant)?;
         Ok(participant)
     }
 

@@ -9,7 +9,7 @@
 use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
 use crate::dirty::log;
-use crate::dirty::ring::DIRTY_RING_RESERVE;
+use crate::dirty::ring::DirtyRing;
 use crate::format::{Format, Pte};
 use crate::host::{Host, Resolved};
 use crate::stats::Counter;
@@ -20,7 +20,7 @@ use crate::table::retire::{Guard, HazardPointer};
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
 pub(super) const BATCH_PAGES: usize = 32;
-const _: () = assert!(BATCH_PAGES <= DIRTY_RING_RESERVE as usize);
+const _: () = assert!(BATCH_PAGES <= DirtyRing::RESERVE as usize);
 
 /// Stands for a page for which nothing is to be installed. No empty PTE and no leaf has this value.
 pub(super) const NOTHING: Pte = Pte(u64::MAX);

@@ -25,8 +25,8 @@
 use super::Fault;
 use super::batch::{Batch, Missing, NOTHING};
 use crate::addr::{Access, Gfn, GfnRange, Level};
-use crate::config::{FaultAround, MAX_FAULT_AROUND_PAGES};
-use crate::dirty::ring::DIRTY_RING_RESERVE;
+use crate::config::FaultAround;
+use crate::dirty::ring::DirtyRing;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::install::{NewLeaf, Rights};
@@ -41,7 +41,7 @@ use crate::table::retire::{Guard, HazardPointer};
 const GROUP: usize = 8;
 
 // A ring that is not soft-full has room for a whole window, if the memslot begins to log now.
-const _: () = assert!(MAX_FAULT_AROUND_PAGES as u32 <= DIRTY_RING_RESERVE);
+const _: () = assert!(FaultAround::MAX_PAGES as u32 <= DirtyRing::RESERVE);
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Whether a fault that installed a leaf of `level` maps its neighbours.

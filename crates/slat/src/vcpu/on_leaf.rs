@@ -11,9 +11,8 @@ use crate::second_stage::install::{self, Changed};
 use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
-use crate::sync::Side;
+use crate::sync::{Side, spin_loop};
 use crate::table::cursor::Cursor;
-use crate::table::node::TableUse;
 use crate::table::pte::{self, PteRef, State};
 use crate::table::retire::Guard;
 
@@ -29,7 +28,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         match plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
-                self.top_up(1, TableUse::Split, pte::frame::<F>(value, Level::L2M))?;
+                self.top_up(1, pte::frame::<F>(value, Level::L2M))?;
                 Ok(self.split(value, level, split::parts_of::<F>(&self.op.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
@@ -171,7 +170,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let (broken, state) = cursor.descend_to_lowest();
         if state == State::Broken && !F::BREAK_BEFORE_MAKE {
             for _ in 0..SPINS_BEFORE_CANCEL {
-                tree.host.relax();
+                spin_loop();
                 if cursor.pte().load() != broken {
                     return Err(Changed);
                 }

@@ -17,7 +17,7 @@ use super::batch::{BATCH_PAGES, Batch, Missing, NOTHING, Run};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
-use crate::dirty::ring::DIRTY_RING_RESERVE;
+use crate::dirty::ring::DirtyRing;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::{Host, Resolved};
@@ -255,7 +255,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let leaf_pages = level.nr_pages();
         let start = self.gfn.align_down(level);
         let max_pages = if plan.may_give_write(self.access) {
-            self.max_opened().saturating_sub(u64::from(DIRTY_RING_RESERVE))
+            self.max_opened().saturating_sub(u64::from(DirtyRing::RESERVE))
         } else {
             u64::MAX
         };

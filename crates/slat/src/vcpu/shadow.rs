@@ -127,6 +127,7 @@ impl<H: Host> Vcpu<H, Npt> {
     /// # use host::*;
     /// use slat::*;
     /// use std::sync::Arc;
+    /// use slat::shadow::*;
     /// # fn main() -> Result<(), Error> {
     /// let paging = ShadowPaging { strategy: ShadowStrategy::PcidTagged, ..ShadowPaging::default() };
     /// let vm = Arc::new(Vm::with_shadow_paging(Heap, Config::default(), paging)?);
@@ -212,7 +213,7 @@ impl<H: Host> Vcpu<H, Npt> {
     /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of
     /// [`handle_fault`](Vcpu::handle_fault). [`Error::OutOfMemory`] also if vCPUs in different
     /// address spaces use all shadow pages
-    /// ([`ShadowPaging::max_pages`](crate::ShadowPaging::max_pages)). Nothing has changed for the
+    /// ([`ShadowPaging::max_pages`](crate::shadow::ShadowPaging::max_pages)). Nothing has changed for the
     /// guest.
     ///
     /// # Example
@@ -221,6 +222,7 @@ impl<H: Host> Vcpu<H, Npt> {
     /// # use host::*;
     /// use slat::*;
     /// use std::sync::Arc;
+    /// use slat::shadow::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = Arc::new(Vm::with_shadow_paging(Heap, Config::default(), ShadowPaging::default())?);
     /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;

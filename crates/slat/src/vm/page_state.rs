@@ -41,6 +41,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::slots::*;
     /// # fn main() -> Result<(), Error> {
     /// use std::sync::Arc;
     /// use std::sync::atomic::{AtomicU64, Ordering};
@@ -123,6 +124,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::slots::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::GUEST_MEMFD);
     /// // The guest asked for a private page. From now on `Host::resolve_private` resolves its faults there.

@@ -4,7 +4,7 @@
 use super::Vm;
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
-use crate::config::{HugePageSplitting, ManualProtect};
+use crate::config::ManualProtect;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -199,7 +199,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         // Before they are protected, because the parts are as writable as the whole. Best effort:
         // the first write splits what is not split now.
-        if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
+        if self.tree.config.huge_page_logging.splits_eagerly() {
             let target = self.tree.config.largest_logged_write();
             let _ = split::split_range(self.operation(participant), range, target, |_| true);
         }

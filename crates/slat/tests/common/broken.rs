@@ -11,7 +11,8 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Format, Gfn, GfnRange, Hpa, Level, Npt, Pte, Vm};
+use slat::format::{Format, Npt, Pte};
+use slat::{Gfn, GfnRange, Hpa, Level, Vm};
 
 use super::{BIAS, TestHost, hooked};
 

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-use slat::{Access, Exit, Format, Gpa, Outcome, Vcpu, Vm};
+use slat::format::Format;
+use slat::{Access, Exit, Gpa, Outcome, Vcpu, Vm};
 
 use super::{TestHost, Translation, translate};
 

@@ -4,7 +4,8 @@
 
 use std::cell::RefCell;
 
-use slat::{Format, Hpa, Level, Npt, Pte};
+use slat::format::{Format, Npt, Pte};
+use slat::{Hpa, Level};
 
 type Hook = Box<dyn FnOnce()>;
 

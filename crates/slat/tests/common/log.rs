@@ -3,10 +3,12 @@
 
 use std::sync::Arc;
 
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::tables::{AccessTracking, FaultAround};
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
-    WriteProtection,
+    Access, Config, Error, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_dirty, translate};
@@ -14,14 +16,15 @@ use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_
 pub const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 pub const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-pub const LAZY: DirtyTracking = DirtyTracking::WriteProtect(WriteProtection::Lazy);
-pub const LEAF_BY_LEAF: DirtyTracking = DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf);
+pub const LAZY: DirtyTracking = DirtyTracking::WriteProtect;
+pub const LEAF_BY_LEAF: DirtyTracking = DirtyTracking::WriteProtectLeaves;
 pub const DIRTY_TRACKINGS: [DirtyTracking; 4] =
     [LAZY, LEAF_BY_LEAF, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
 pub const MANUAL_PROTECTS: [ManualProtect; 3] =
     [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
 pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] = [HugePageLogging::Split, HugePageLogging::MarkWhole];
-pub const HUGE_PAGE_SPLITTINGS: [HugePageSplitting; 2] = [HugePageSplitting::Eager, HugePageSplitting::Lazy];
+pub const LAZY_HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] =
+    [HugePageLogging::SplitLazily, HugePageLogging::MarkWholeLazily];
 pub const ACCESS_TRACKINGS: [AccessTracking; 2] = [AccessTracking::AccessedBit, AccessTracking::Faults];
 pub const FAULT_AROUNDS: [FaultAround; 4] =
     [FaultAround::Off, FaultAround::Pages(2), FaultAround::Pages(8), FaultAround::Pages(64)];
@@ -30,7 +33,7 @@ pub const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exc
 /// The ways to find writes that format `F` supports.
 pub fn dirty_trackings<F: Format>() -> impl Iterator<Item = DirtyTracking> {
     DIRTY_TRACKINGS.into_iter().filter(|tracking| match tracking {
-        DirtyTracking::WriteProtect(_) => true,
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => true,
         DirtyTracking::DirtyBit => F::HAS_DIRTY_BIT,
         DirtyTracking::PageModificationLog => F::HAS_MODIFICATION_LOG,
     })
@@ -231,14 +234,14 @@ impl<F: Format> World<F> {
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each_config {
     ($name:ident, $test:ident) => {
-        $crate::common::log::each_config!($name, $test, slat::Stage2, slat::Sv39x4, slat::Sv48x4);
+        $crate::common::log::each_config!($name, $test, slat::format::Stage2, slat::format::Sv39x4, slat::format::Sv48x4);
     };
     ($name:ident, $test:ident, $($format:ty),*) => {
         #[test]
         fn $name() {
             for locking in $crate::common::log::LOCKINGS {
-                $test::<slat::Npt>(crate::common::lazily_splitting(locking));
-                $test::<slat::Ept>(crate::common::lazily_splitting(locking));
+                $test::<slat::format::Npt>(crate::common::lazily_splitting(locking));
+                $test::<slat::format::Ept>(crate::common::lazily_splitting(locking));
             }
             #[allow(unused, reason = "if no format is named")]
             let mut lockings = $crate::common::log::LOCKINGS.into_iter().cycle();

@@ -35,10 +35,11 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
-use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageSplitting, Locking,
-    MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
-};
+use slat::baselines::{Locking, Park};
+use slat::dirty::HugePageLogging;
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Pfn, Vm};
 pub use tables::*;
 
 /// The longest wait of a test for an event that must occur. Even on a slow machine a longer wait
@@ -60,15 +61,15 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each {
     ($name:ident, $test:ident) => {
-        $crate::common::each!($name, $test, slat::Stage2, slat::Sv39x4, slat::Sv48x4);
+        $crate::common::each!($name, $test, slat::format::Stage2, slat::format::Sv39x4, slat::format::Sv48x4);
     };
     ($name:ident, $test:ident, $($format:ty),*) => {
         #[test]
         fn $name() {
-            use slat::Locking::{Exclusive, None, Shared};
+            use slat::baselines::Locking::{Exclusive, None, Shared};
             for locking in [None, Shared, Exclusive] {
-                $test::<slat::Npt>(locking);
-                $test::<slat::Ept>(locking);
+                $test::<slat::format::Npt>(locking);
+                $test::<slat::format::Ept>(locking);
             }
             #[allow(unused, reason = "if no format is named")]
             let mut lockings = [None, Shared, Exclusive].into_iter().cycle();
@@ -95,15 +96,15 @@ macro_rules! bits_of {
         const HAS_MODIFICATION_LOG: bool = <$format>::HAS_MODIFICATION_LOG;
         const NEEDS_LOCAL_FLUSH: bool = <$format>::NEEDS_LOCAL_FLUSH;
 
-        fn is_present(entry: slat::Pte) -> bool {
+        fn is_present(entry: slat::format::Pte) -> bool {
             <$format>::is_present(entry)
         }
 
-        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::Pte {
+        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::format::Pte {
             <$format>::leaf(pfn, level)
         }
 
-        fn table(table: slat::Hpa) -> slat::Pte {
+        fn table(table: slat::Hpa) -> slat::format::Pte {
             <$format>::table(table)
         }
     };
@@ -114,7 +115,7 @@ pub(crate) use bits_of;
 /// The configuration of most tests. Where the first write splits huge pages, each split is that of
 /// one call.
 pub fn lazily_splitting(locking: Locking) -> Config {
-    Config::with_locking(locking).with_huge_page_splitting(HugePageSplitting::Lazy)
+    Config::default().with_locking(locking).with_huge_page_logging(HugePageLogging::SplitLazily)
 }
 
 /// An empty VM.
@@ -543,6 +544,10 @@ unsafe impl Host for TestHost {
 
     fn timestamp_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64 + self.clock_ahead_ns.load(Ordering::Relaxed)
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Format, Gfn, Gpa, Host, Hpa, Level, Pfn, Pte, Vm};
+use slat::format::{Format, Pte};
+use slat::{Access, Gfn, Gpa, Host, Hpa, Level, Pfn, Vm};
 
 use super::{POISON, TestHost, hooked};
 

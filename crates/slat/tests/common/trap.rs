@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Host, Hpa, Locking, Park, Resolved, TableNode, Vm,
-    ZappedLeaf,
-};
+use slat::baselines::{Locking, Park};
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, Vm};
 
 use super::{TestBacking, TestHost};
 
@@ -93,20 +93,6 @@ impl TrapHost {
     }
 }
 
-impl Park for TrapHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.host.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.host.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.host.unpark_all(word);
-    }
-}
-
 // SAFETY: all calls go to a host that keeps the contract.
 unsafe impl Host for TrapHost {
     type Backing = Arc<TestBacking>;
@@ -167,11 +153,15 @@ unsafe impl Host for TrapHost {
     fn timestamp_ns(&self) -> u64 {
         self.host.timestamp_ns()
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.host.parking()
+    }
 }
 
 /// An empty VM with such a host.
 pub fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
-    trap_vm_with(Config::with_locking(locking))
+    trap_vm_with(Config::default().with_locking(locking))
 }
 
 /// As [`trap_vm`], with `config`.

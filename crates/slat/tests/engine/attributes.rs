@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, change, each, region, translate, vm};
-use slat::{
-    Access, Error, Format, Gpa, Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::slots::MemoryAttributes;
+use slat::{Access, Error, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -116,7 +116,7 @@ fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
 /// cannot be private.
 #[test]
 fn a_hole_is_refused_and_changes_nothing() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     create(&vm, 0, GUEST_MEMFD, 0, PAGES);
     create(&vm, 1, GUEST_MEMFD, 2 * PAGES, PAGES);
     create(&vm, 2, NO_FLAGS, 3 * PAGES, PAGES);

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{Call, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 use slat::{
-    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
+    Access, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const BOTH: MemoryRegionFlags = MemoryRegionFlags::USERFAULT.union(MemoryRegionFlags::GUEST_MEMFD);

@@ -6,9 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
+use slat::baselines::Locking;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::slots::MemoryAttributes;
 use slat::{
-    Access, Config, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MAX_SLOTS, MemoryAttributes,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -56,7 +59,7 @@ struct Seen {
 
 impl<F: Format> World<F> {
     fn new(locking: Locking) -> World<F> {
-        let vm = Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+        let vm = Arc::new(Vm::new(TestHost::default(), Config::default().with_locking(locking)).unwrap());
         let mut vcpu = vm.create_vcpu().unwrap();
         vm.set_user_memory_region(MemoryRegion { flags: LOG, ..region(1, A, SIZE, 0x1_0000, PageSize::Size2M) })
             .unwrap();
@@ -140,7 +143,7 @@ each!(numbers_that_make_no_region_are_refused, numbers);
 fn numbers<F: Format>(world: World<F>) {
     let gpa_bits = F::GPA_BITS;
     let space = 1u64 << gpa_bits;
-    for slot in [MAX_SLOTS, MAX_SLOTS + 1, 32767, u32::MAX] {
+    for slot in [MemoryRegion::MAX_SLOTS, MemoryRegion::MAX_SLOTS + 1, 32767, u32::MAX] {
         world.refused(new(slot, 0, PAGE_SIZE), Error::SlotTooHigh { slot });
         world.refused(change(slot, NO_FLAGS, 0, 0), Error::SlotTooHigh { slot });
         world.refused_log(slot, NR_WORDS, Error::NoSuchSlot { slot });
@@ -243,7 +246,7 @@ fn sizes<F: Format>(world: World<F>) {
         world.refused(change(2, LOG, B, memory_size), Error::SizeFixed { slot: 2, memory_size });
         world.refused(change(2, LOG, 64 * MIB, memory_size), Error::SizeFixed { slot: 2, memory_size });
     }
-    for slot in [0, 3, MAX_SLOTS - 1] {
+    for slot in [0, 3, MemoryRegion::MAX_SLOTS - 1] {
         world.refused(change(slot, NO_FLAGS, 0, 0), Error::NoSuchSlot { slot });
         world.refused(change(slot, LOG, A, 0), Error::NoSuchSlot { slot });
     }
@@ -344,19 +347,20 @@ fn far_faults<F: Format>(mut world: World<F>) {
 each!(the_last_page_of_the_space_is_memory_like_any_other, last_page);
 fn last_page<F: Format>(mut world: World<F>) {
     let (last, vm) = ((1 << F::GPA_BITS) - PAGE_SIZE, Arc::clone(&world.vm));
-    vm.set_user_memory_region(MemoryRegion { flags: LOG, ..new(MAX_SLOTS - 1, last, PAGE_SIZE) }).unwrap();
+    vm.set_user_memory_region(MemoryRegion { flags: LOG, ..new(MemoryRegion::MAX_SLOTS - 1, last, PAGE_SIZE) })
+        .unwrap();
     assert_eq!(world.vcpu.handle_fault(Gpa(last + PAGE_SIZE - 1), Access::Write), Ok(Outcome::Resume));
     assert_eq!(translate(&vm, Gpa(last)).unwrap().pfn.0, 0x9_0000);
     let mmio = Exit::Mmio { gpa: Gpa(last - 1), access: Access::Read };
     assert_eq!(world.vcpu.handle_fault(Gpa(last - 1), Access::Read), Ok(Outcome::Exit(mmio)));
     let mut bitmap = [0];
-    assert_eq!((vm.get_dirty_log(MAX_SLOTS - 1, &mut bitmap), bitmap), (Ok(1), [1]));
+    assert_eq!((vm.get_dirty_log(MemoryRegion::MAX_SLOTS - 1, &mut bitmap), bitmap), (Ok(1), [1]));
     // There and back: the ranges of the moves end with the space, too.
-    vm.set_user_memory_region(change(MAX_SLOTS - 1, LOG, last - PAGE_SIZE, PAGE_SIZE)).unwrap();
-    vm.set_user_memory_region(change(MAX_SLOTS - 1, LOG, last, PAGE_SIZE)).unwrap();
+    vm.set_user_memory_region(change(MemoryRegion::MAX_SLOTS - 1, LOG, last - PAGE_SIZE, PAGE_SIZE)).unwrap();
+    vm.set_user_memory_region(change(MemoryRegion::MAX_SLOTS - 1, LOG, last, PAGE_SIZE)).unwrap();
     assert_eq!(translate(&vm, Gpa(last)), None);
     assert_eq!(world.vcpu.handle_fault(Gpa(last), Access::Read), Ok(Outcome::Resume));
-    vm.set_user_memory_region(change(MAX_SLOTS - 1, NO_FLAGS, 0, 0)).unwrap();
+    vm.set_user_memory_region(change(MemoryRegion::MAX_SLOTS - 1, NO_FLAGS, 0, 0)).unwrap();
     assert_eq!(translate(&vm, Gpa(last)), None);
     world.finish();
 }

@@ -11,17 +11,18 @@ use crate::common::broken::{self, Breaking};
 use crate::common::hooked::at_look;
 use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
 use crate::common::{Call, Frame, MIB, TestBacking, Writes, change, region, translate};
-use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Npt,
-    Outcome, PAGE_SIZE, PageSize, Pfn, Stage2,
-};
+use slat::baselines::Locking;
+use slat::dirty::{HugePageLogging, ManualProtect};
+use slat::format::{Format, Npt, Stage2};
+use slat::host::AllocationWait;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, Outcome, PAGE_SIZE, PageSize, Pfn};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
 const SLOT: Slot = Slot::huge(1, HUGE, 4 * BIG, PageSize::Size2M);
 
 fn configs() -> impl Iterator<Item = Config> {
-    [Locking::None, Locking::Exclusive].into_iter().map(Config::with_locking)
+    [Locking::None, Locking::Exclusive].into_iter().map(|locking| Config::default().with_locking(locking))
 }
 
 /// A test for Arm's format, which needs it, and for one that supports all of lazy protection and

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use crate::common::guest::{Guest, Stop};
 use crate::common::random::Random;
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm, wait_until};
-use slat::{Access, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::{Access, Error, Exit, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();

@@ -23,10 +23,10 @@ use crate::common::log::{
 };
 use crate::common::random::Random;
 use crate::common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
-use slat::{
-    Access, AccessTracking, Config, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags,
-    PAGE_SIZE, PageSize, Vm,
-};
+use slat::dirty::ManualProtect;
+use slat::format::Format;
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(30);
@@ -45,7 +45,8 @@ const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
 fn configs<F: Format>(first: usize) -> impl Iterator<Item = Config> {
     let all = LOCKINGS.into_iter().flat_map(|locking| dirty_trackings::<F>().map(move |tracking| (locking, tracking)));
     (first..).zip(all).map(|(index, (locking, tracking))| {
-        Config::with_locking(locking)
+        Config::default()
+            .with_locking(locking)
             .with_dirty_tracking(tracking)
             .with_manual_protect(MANUAL_PROTECTS[index % 3])
             .with_huge_page_logging(HUGE_PAGE_LOGGINGS[index / 3 % 2])
@@ -57,12 +58,15 @@ macro_rules! each_tracking {
     ($name:ident, $test:ident, $first:expr) => {
         #[test]
         fn $name() {
-            configs::<slat::Npt>($first).for_each($test::<slat::Npt>);
-            configs::<slat::Ept>($first).for_each($test::<slat::Ept>);
+            configs::<slat::format::Npt>($first).for_each($test::<slat::format::Npt>);
+            configs::<slat::format::Ept>($first).for_each($test::<slat::format::Ept>);
             // One configuration of each other format; a different one for each.
-            configs::<slat::Stage2>($first).skip($first % 6).take(1).for_each($test::<slat::Stage2>);
-            configs::<slat::Sv39x4>($first).skip($first % 9).take(1).for_each($test::<slat::Sv39x4>);
-            configs::<slat::Sv48x4>($first).skip(($first + 5) % 9).take(1).for_each($test::<slat::Sv48x4>);
+            configs::<slat::format::Stage2>($first).skip($first % 6).take(1).for_each($test::<slat::format::Stage2>);
+            configs::<slat::format::Sv39x4>($first).skip($first % 9).take(1).for_each($test::<slat::format::Sv39x4>);
+            configs::<slat::format::Sv48x4>($first)
+                .skip(($first + 5) % 9)
+                .take(1)
+                .for_each($test::<slat::format::Sv48x4>);
         }
     };
 }
@@ -202,7 +206,10 @@ impl<F: Format> World<F> {
             let Some(found) = at(page) else { continue };
             // Writes fault, or set a clear bit.
             let sets_bit = found.level == Level::L4K && found.pte.0 & F::DIRTY == 0;
-            let by_bits = !matches!(self.config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
+            let by_bits = !matches!(
+                self.config.dirty_tracking,
+                slat::dirty::DirtyTracking::WriteProtect | slat::dirty::DirtyTracking::WriteProtectLeaves
+            );
             assert!(
                 !found.writable || (by_bits && sets_bit),
                 "{:?}: page {page} may be written unseen: {found:x?}",
@@ -393,7 +400,9 @@ fn marked<F: Format>(config: Config) {
 each_tracking!(invalidations_and_agings_beside_writers_lose_no_mark, invalidated, 8);
 fn invalidated<F: Format>(config: Config) {
     let tracking = match config.dirty_tracking {
-        slat::DirtyTracking::WriteProtect(_) => AccessTracking::Faults,
+        slat::dirty::DirtyTracking::WriteProtect | slat::dirty::DirtyTracking::WriteProtectLeaves => {
+            AccessTracking::Faults
+        }
         _ => AccessTracking::AccessedBit,
     };
     let world = World::<F>::logging(config.with_access_tracking(tracking), NR_PAGES);

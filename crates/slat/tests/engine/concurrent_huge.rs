@@ -21,11 +21,11 @@ use crate::common::{
     Frame, TestBacking, TestHost, Translation, Writes, assert_no_table_is_left, change, set_accessed_and_dirty,
     translate,
 };
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Exit, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
-    Stage2, Sv39x4, Vm, WriteProtection,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(120);
@@ -554,15 +554,15 @@ fn pause(random: &mut Random) {
 
 /// The ways to find writes, and what becomes of huge pages then.
 fn configs<F: Format>(locking: Locking) -> Vec<Config> {
-    let config = Config::with_locking(locking);
+    let config = Config::default().with_locking(locking);
     let bits = dirty_trackings::<F>().last().expect("there is write protection");
     vec![
         config,
         config
             .with_huge_page_logging(HugePageLogging::MarkWhole)
-            .with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
+            .with_dirty_tracking(DirtyTracking::WriteProtectLeaves)
             .with_manual_protect(ManualProtect::Enabled),
-        config.with_dirty_tracking(bits).with_huge_page_splitting(HugePageSplitting::Lazy),
+        config.with_dirty_tracking(bits).with_huge_page_logging(HugePageLogging::SplitLazily),
         config.with_access_tracking(AccessTracking::Faults).with_manual_protect(ManualProtect::InitiallySet),
     ]
 }

@@ -5,7 +5,9 @@
 use std::sync::Arc;
 
 use crate::common::{MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
-use slat::{Access, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::{Access, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();

@@ -2,11 +2,11 @@
 //! the CPUs: it sets A and D of the leaves that it writes through, and passes to the host what a
 //! CPU would log.
 
-use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
-use slat::{
-    Access, Config, DirtyTracking, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, ManualProtect,
-    MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, ZappedLeaf,
-};
+use crate::common::log::{LAZY_HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::format::Format;
+use slat::host::ZappedLeaf;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn};
 
 /// From the middle of a page-table page into the next.
 const SLOT: Slot = Slot::new(1, 512 - 100, 300);
@@ -32,7 +32,12 @@ fn is_dirty<F: Format>(world: &World<F>, slot: Slot, page: u64) -> bool {
     reader.cursor().query(slot.gfn(page).gpa()).unwrap().dirty
 }
 
-each_config!(writes_of_mapped_pages_do_not_fault_and_are_reported_once, once, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    writes_of_mapped_pages_do_not_fault_and_are_reported_once,
+    once,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn once<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -67,7 +72,12 @@ fn once<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_page_mapped_for_a_write_is_reported_without_its_dirty_bit, mapped_for_write, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    a_page_mapped_for_a_write_is_reported_without_its_dirty_bit,
+    mapped_for_write,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn mapped_for_write<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);
@@ -92,7 +102,7 @@ fn mapped_for_write<F: Format>(config: Config) {
     }
 }
 
-each_config!(dirty_bits_from_before_logging_are_not_logged, before_logging, slat::Sv39x4, slat::Sv48x4);
+each_config!(dirty_bits_from_before_logging_are_not_logged, before_logging, slat::format::Sv39x4, slat::format::Sv48x4);
 fn before_logging<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -120,7 +130,7 @@ fn before_logging<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_zapped_leaf_is_reported_to_the_log_and_to_the_host, zapped, slat::Sv39x4, slat::Sv48x4);
+each_config!(a_zapped_leaf_is_reported_to_the_log_and_to_the_host, zapped, slat::format::Sv39x4, slat::format::Sv48x4);
 fn zapped<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -157,7 +167,7 @@ fn zapped<F: Format>(config: Config) {
     }
 }
 
-each_config!(getting_a_range_reads_its_own_leaves_only, range, slat::Sv39x4, slat::Sv48x4);
+each_config!(getting_a_range_reads_its_own_leaves_only, range, slat::format::Sv39x4, slat::format::Sv48x4);
 fn range<F: Format>(config: Config) {
     let config = config.with_dirty_tracking(DirtyTracking::DirtyBit);
     let mut world = World::<F>::new(config);
@@ -174,7 +184,12 @@ fn range<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(a_write_between_get_and_clear_is_cleared_with_its_page, cleared, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    a_write_between_get_and_clear_is_cleared_with_its_page,
+    cleared,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn cleared<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config.with_manual_protect(ManualProtect::Enabled));
@@ -194,10 +209,15 @@ fn cleared<F: Format>(config: Config) {
     }
 }
 
-each_config!(huge_pages_are_write_protected_and_their_parts_begin_clean, huge, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    huge_pages_are_write_protected_and_their_parts_begin_clean,
+    huge,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn huge<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
-        for huge in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
+        for huge in LAZY_HUGE_PAGE_LOGGINGS {
             let slot = Slot::huge(1, 512, 1024, PageSize::Size2M);
             let mut world = World::<F>::new(config.with_huge_page_logging(huge));
             world.create(slot, NO_FLAGS);
@@ -210,7 +230,7 @@ fn huge<F: Format>(config: Config) {
             assert!(is_dirty(&world, slot, 0));
             assert_eq!(world.harvest(slot), [0; 0]);
             assert_eq!(world.write(slot, 3), 1);
-            if huge == HugePageLogging::MarkWhole {
+            if huge.marks_whole() {
                 assert_eq!(world.harvest(slot), (0..512).collect::<Vec<_>>());
                 assert_eq!((world.is_writable(slot, 3), bits(&world, slot, 3)), (false, (false, true)));
             } else {
@@ -234,7 +254,12 @@ fn huge<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind, moved, slat::Sv39x4, slat::Sv48x4);
+each_config!(
+    a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind,
+    moved,
+    slat::format::Sv39x4,
+    slat::format::Sv48x4
+);
 fn moved<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);
@@ -253,8 +278,8 @@ fn moved<F: Format>(config: Config) {
 }
 
 /// Modification logs: EPT only.
-fn world_with_log(locking: slat::Locking, manual_protect: ManualProtect) -> World<slat::Ept> {
-    let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::PageModificationLog);
+fn world_with_log(locking: slat::baselines::Locking, manual_protect: ManualProtect) -> World<slat::format::Ept> {
+    let config = Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::PageModificationLog);
     World::new(config.with_manual_protect(manual_protect))
 }
 
@@ -332,7 +357,7 @@ fn a_vcpu_drains_its_full_modification_log() {
 
 #[test]
 fn logging_off_and_on_ignores_modification_logs_of_clean_pages() {
-    let mut world = world_with_log(slat::Locking::None, ManualProtect::Disabled);
+    let mut world = world_with_log(slat::baselines::Locking::None, ManualProtect::Disabled);
     world.create(SLOT, LOG);
     (0..10).for_each(|page| assert_eq!(world.read(SLOT, page), 1));
     world.write_all(SLOT, [1, 2]);

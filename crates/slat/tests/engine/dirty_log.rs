@@ -5,7 +5,9 @@ use crate::common::log::{
     LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config, mask_of, pages_of,
 };
 use crate::common::{GIB, change};
-use slat::{Config, Error, Format, GfnRange, ManualProtect, MemoryRegionFlags, PAGE_SIZE};
+use slat::dirty::ManualProtect;
+use slat::format::Format;
+use slat::{Config, Error, GfnRange, MemoryRegionFlags, PAGE_SIZE};
 
 /// Memslots of sizes around those of words and page-table pages, which begin at, before, and far
 /// from their borders.

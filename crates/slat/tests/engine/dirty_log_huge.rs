@@ -3,9 +3,11 @@
 
 use crate::common::GIB;
 use crate::common::log::{
-    HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config,
+    LAZY_HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config,
 };
-use slat::{Access, Config, Format, GfnRange, HugePageLogging, Level, ManualProtect, PAGE_SIZE, PageSize};
+use slat::dirty::{HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::{Access, Config, GfnRange, Level, PAGE_SIZE, PageSize};
 
 const GIB_PAGES: u64 = GIB / PAGE_SIZE;
 
@@ -17,7 +19,7 @@ const HUGE: u64 = 3;
 /// Every configuration in which `locking` and format are as in `config`.
 fn configs<F: Format>(config: Config) -> impl Iterator<Item = Config> {
     dirty_trackings::<F>().flat_map(move |tracking| {
-        HUGE_PAGE_LOGGINGS.into_iter().flat_map(move |huge| {
+        LAZY_HUGE_PAGE_LOGGINGS.into_iter().flat_map(move |huge| {
             MANUAL_PROTECTS.into_iter().map(move |manual_protect| {
                 config.with_dirty_tracking(tracking).with_huge_page_logging(huge).with_manual_protect(manual_protect)
             })
@@ -91,7 +93,7 @@ fn keeps<F: Format>(config: Config) {
         }
         // One block is written.
         assert_eq!(world.write(slot, 5 * 512 + 9), 1);
-        let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+        let marks_whole = config.huge_page_logging.marks_whole();
         let expected = if marks_whole { [0, 16, 0] } else { [512, 15, 0] };
         assert_eq!((leaves(&world, slot), world.vm.stats().splits), (expected, u64::from(!marks_whole)), "{config:?}");
         let pages: Vec<u64> = if marks_whole { (5 * 512..6 * 512).collect() } else { vec![5 * 512 + 9] };
@@ -108,7 +110,7 @@ fn keeps<F: Format>(config: Config) {
 each_config!(the_first_write_splits_or_marks_whole, first_write);
 fn first_write<F: Format>(config: Config) {
     for config in configs::<F>(config) {
-        let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+        let marks_whole = config.huge_page_logging.marks_whole();
         let mut world = World::<F>::new(config);
         world.create(SLOT, NO_FLAGS);
         world.write(SLOT, HUGE);
@@ -155,7 +157,7 @@ fn first_write<F: Format>(config: Config) {
 each_config!(a_write_that_maps_a_page_maps_as_much_as_is_logged, maps);
 fn maps<F: Format>(config: Config) {
     for config in configs::<F>(config) {
-        let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+        let marks_whole = config.huge_page_logging.marks_whole();
         for by_prefault in [false, true] {
             let mut world = World::<F>::new(config);
             world.create(SLOT, LOG);
@@ -192,7 +194,7 @@ fn maps<F: Format>(config: Config) {
 each_config!(a_harvest_of_a_range_protects_the_whole_huge_page_and_keeps_the_other_marks, part_taken);
 fn part_taken<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
-        let config = config.with_dirty_tracking(tracking).with_huge_page_logging(HugePageLogging::MarkWhole);
+        let config = config.with_dirty_tracking(tracking).with_huge_page_logging(HugePageLogging::MarkWholeLazily);
         let mut world = World::<F>::new(config);
         let slot = Slot::huge(1, 512, 1024, PageSize::Size2M);
         world.create(slot, LOG);
@@ -212,7 +214,7 @@ fn part_taken<F: Format>(config: Config) {
 each_config!(a_huge_page_with_an_invalidated_part_is_still_logged, invalidated);
 fn invalidated<F: Format>(config: Config) {
     for config in configs::<F>(config) {
-        let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+        let marks_whole = config.huge_page_logging.marks_whole();
         let slot = Slot::huge(1, 512, 1024, PageSize::Size2M);
         let mut world = World::<F>::new(config);
         world.create(slot, LOG);

@@ -4,10 +4,10 @@
 //! last test is for them.
 
 use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
-use slat::{
-    Access, AccessTracking, Config, Format, Gfn, GfnRange, Gpa, ManualProtect, Outcome, PAGE_SIZE, Stage2, Sv39x4,
-    Sv48x4,
-};
+use slat::dirty::ManualProtect;
+use slat::format::{Format, Stage2, Sv39x4, Sv48x4};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Outcome, PAGE_SIZE};
 
 /// A harvest protects a directory entry for more pages than this.
 const MOST_PROTECTED_ONE_BY_ONE: u64 = 16;

@@ -14,10 +14,12 @@ use std::time::{Duration, Instant};
 use crate::common::guest::{Guest, Stop};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyPage, DirtyRing, DirtyRingEntry, DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Format, Npt};
+use slat::tables::{AccessTracking, FaultAround};
 use slat::{
-    Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit,
-    FaultAround, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt,
-    Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -34,7 +36,7 @@ fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
 
 /// For exact counts: below a protected directory entry one fault may push a page twice.
 fn leaf_by_leaf(locking: Locking) -> Config {
-    Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
+    Config::default().with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtectLeaves)
 }
 
 /// A VM with rings and a logging memslot 0 at address 0.
@@ -77,7 +79,7 @@ fn end<F: Format>(vm: &Arc<Vm<TestHost, F>>, slots: &[u32]) {
 
 each!(a_fault_that_makes_a_page_writable_pushes_it_and_others_push_nothing, pushes);
 fn pushes<F: Format>(locking: Locking) {
-    let (vm, mut vcpu) = logging::<F>(Config::with_locking(locking), 256, 4 * MIB);
+    let (vm, mut vcpu) = logging::<F>(Config::default().with_locking(locking), 256, 4 * MIB);
     vm.set_user_memory_region(region(7, GIB, 4 * MIB, 0, PageSize::Size2M)).unwrap();
     assert_eq!(vcpu.dirty_ring().unwrap().nr_entries(), 256);
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
@@ -107,7 +109,7 @@ each!(a_vcpu_exits_while_its_ring_is_full, full);
 fn full<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = logging::<F>(leaf_by_leaf(locking), 256, 4 * MIB);
     let mut other = vm.create_vcpu().unwrap();
-    let limit = u64::from(256 - DIRTY_RING_RESERVE);
+    let limit = u64::from(256 - DirtyRing::RESERVE);
     for round in 0..5 {
         let first = round * limit % 512;
         assert!((first..first + limit).all(|page| vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write) == RESUME));
@@ -149,8 +151,8 @@ fn a_reset_stops_at_the_first_entry_that_was_not_harvested() {
 
 #[test]
 fn many_pages_in_any_order_are_protected_by_one_reset_and_one_flush() {
-    for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
-        let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    for protection in [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves] {
+        let config = Config::default().with_dirty_tracking(protection);
         let (vm, mut vcpu) = logging::<Npt>(config, 4096, 64 * MIB);
         vm.set_user_memory_region(region(1, GIB + 3 * PAGE_SIZE, 3 * MIB, 7, PageSize::Size4K)).unwrap();
         vm.set_user_memory_region(change(1, LOG, GIB + 3 * PAGE_SIZE, 3 * MIB)).unwrap();
@@ -321,7 +323,7 @@ fn a_slot_that_begins_to_log_beside_a_fault_reports_its_writable_pages() {
 fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
     let (vm, mut vcpu) = logging::<Npt>(leaf_by_leaf(Locking::None), 256, 8 * MIB);
     // Page by page: there is no room for a whole page-table page.
-    let limit = u64::from(256 - DIRTY_RING_RESERVE);
+    let limit = u64::from(256 - DirtyRing::RESERVE);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(limit * PAGE_SIZE));
     let full = Err(Error::DirtyRingFull { gpa: Gpa(limit * PAGE_SIZE) });
     assert_eq!(vcpu.pre_fault_memory(Gpa(limit * PAGE_SIZE), PAGE_SIZE, Access::Write), full);
@@ -475,7 +477,7 @@ fn either_enabling_or_a_concurrent_vcpu_comes_first() {
 
 each!(a_read_of_a_huge_leaf_needs_no_room, read_needs_no_room);
 fn read_needs_no_room<F: Format>(locking: Locking) {
-    let config = Config::with_locking(locking).with_access_tracking(AccessTracking::Faults);
+    let config = Config::default().with_locking(locking).with_access_tracking(AccessTracking::Faults);
     let vm = vm_with::<F>(config, 1024);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 1 << 20, PageSize::Size2M)).unwrap();
     vm.set_user_memory_region(region(1, GIB, 4 * MIB, 1 << 21, PageSize::Size4K)).unwrap();

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::common::{Frame, GIB, MIB, TestHost, Translation, Writes, change, region, translate, vm};
-use slat::{
-    Access, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize,
-    Pfn, Pte, Stage2, Sv39x4, Sv48x4, Vm,
-};
+use slat::baselines::Locking;
+use slat::format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
+use slat::{Access, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
 
 /// Runs a test for each format and locking.
 macro_rules! each {

@@ -13,9 +13,13 @@ use crate::common::trap::trap_vm_with;
 use crate::common::{Frame, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region};
 #[cfg(debug_assertions)]
 use slat::Level;
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Npt};
+use slat::tables::{AccessTracking, FaultAround, Translation};
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Format, Gfn, GfnRange, Gpa, Host, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Translation, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -23,7 +27,7 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 
 fn around(locking: Locking, nr_pages: u8) -> Config {
-    Config::with_locking(locking).with_fault_around(FaultAround::Pages(nr_pages))
+    Config::default().with_locking(locking).with_fault_around(FaultAround::Pages(nr_pages))
 }
 
 fn vm_with<F: Format>(config: Config) -> Arc<Vm<TestHost, F>> {
@@ -125,7 +129,7 @@ fn exactly_the_resident<F: Format>(locking: Locking) {
 
 each!(without_fault_around_no_neighbour_is_resolved, off);
 fn off<F: Format>(locking: Locking) {
-    let vm = vm_with::<F>(Config::with_locking(locking));
+    let vm = vm_with::<F>(Config::default().with_locking(locking));
     vm.set_user_memory_region(slot(0, 0, 64, 0..64).0).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     fault(&mut vcpu, 5, Access::Read);
@@ -258,7 +262,8 @@ fn logs<F: Format>(locking: Locking) {
             let resolves = world.vm.host().resolves.load(Ordering::SeqCst);
             for page in [5, 0, 15] {
                 let gfn = pages.gfn(page);
-                let is_write_protected = matches!(tracking, DirtyTracking::WriteProtect(_));
+                let is_write_protected =
+                    matches!(tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves);
                 assert_eq!(world.is_writable(pages, page), !is_write_protected, "{tracking:?}");
                 if is_write_protected {
                     fault(&mut world.vcpu, gfn.0, Access::Write);

@@ -7,10 +7,13 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::trap::{TrapHost, trap_vm_with};
 use crate::common::{GIB, MIB, PRIVATE_PFN, change, each, lazily_splitting, region, translate, vm};
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Npt};
+use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
+use slat::tables::AccessTracking;
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryAttributes,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
-    WriteProtection,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -72,7 +75,7 @@ impl Walk {
     fn config(self) -> Config {
         let config = lazily_splitting(Locking::None);
         match self {
-            Walk::BeginsToLog => config.with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf)),
+            Walk::BeginsToLog => config.with_dirty_tracking(DirtyTracking::WriteProtectLeaves),
             Walk::Harvests => config.with_dirty_tracking(DirtyTracking::DirtyBit),
             Walk::Ages => config.with_access_tracking(AccessTracking::Faults),
             Walk::Invalidates | Walk::Recovers => config,
@@ -191,7 +194,7 @@ fn huge_guest_memfd<F: Format>(locking: Locking) {
         assert_eq!(
             vm.check_access(Gpa(0), 4 * GIB).unwrap_err(),
             Error::MemoryFault {
-                flags: slat::MemoryFaultFlags::PRIVATE,
+                flags: slat::slots::MemoryFaultFlags::PRIVATE,
                 gpa: Gpa(GIB + 5 * PAGE_SIZE),
                 size: PAGE_SIZE,
             }

@@ -10,11 +10,12 @@ use std::sync::atomic::Ordering;
 use crate::common::broken::Broken;
 use crate::common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings};
 use crate::common::{GIB, MIB, change, region, translate};
-use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, Gpa,
-    HugePageLogging, HugePageSplitting, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
-    PageSize, Stage2, Sv39x4, Sv48x4, Vm, ZappedLeaf,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::host::{AllocationWait, ZappedLeaf};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 use crate::common::TestHost;
 
@@ -25,7 +26,7 @@ const HUGE: u64 = 512 * 512;
 
 fn for_each(test: impl Fn(Config)) {
     for locking in LOCKINGS {
-        test(Config::with_locking(locking));
+        test(Config::default().with_locking(locking));
     }
 }
 
@@ -104,13 +105,13 @@ macro_rules! each_format {
         #[test]
         fn $name() {
             for locking in [Locking::None, Locking::Shared] {
-                $test::<Npt>(Config::with_locking(locking));
-                $test::<Ept>(Config::with_locking(locking));
-                $test::<Broken>(Config::with_locking(locking));
+                $test::<Npt>(Config::default().with_locking(locking));
+                $test::<Ept>(Config::default().with_locking(locking));
+                $test::<Broken>(Config::default().with_locking(locking));
             }
-            $test::<Stage2>(Config::with_locking(Locking::None));
-            $test::<Sv39x4>(Config::with_locking(Locking::None));
-            $test::<Sv48x4>(Config::with_locking(Locking::Shared));
+            $test::<Stage2>(Config::default().with_locking(Locking::None));
+            $test::<Sv39x4>(Config::default().with_locking(Locking::None));
+            $test::<Sv48x4>(Config::default().with_locking(Locking::Shared));
         }
     };
 }
@@ -301,7 +302,8 @@ fn logging_slots_stay_split<F: Format>(config: Config) {
         assert_eq!(world.clear(slot, &(0..2 * BIG).collect::<Vec<_>>()), Ok(2 * BIG));
     }
     assert_eq!(sizes(&world), (1024, 0, 0), "{config:?}");
-    let faults = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_)) || F::BREAK_BEFORE_MAKE;
+    let faults = matches!(config.dirty_tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves)
+        || F::BREAK_BEFORE_MAKE;
     assert_eq!(world.write(slot, 3), u64::from(faults));
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((1024, 0, 0), 0));
@@ -426,7 +428,7 @@ fn accessed_and_dirty<F: Format>(config: Config) {
 fn four_gib_are_recovered_with_few_flushes() {
     for locking in LOCKINGS {
         let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
-        let world = world_with::<Npt>(Config::with_locking(locking), slot, Access::Write);
+        let world = world_with::<Npt>(Config::default().with_locking(locking), slot, Access::Write);
         assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
         world.take_flushes();
         assert_eq!(world.vm.recover_range(slot.range()), Ok(2048));
@@ -504,7 +506,7 @@ fn bad_input<F: Format>(config: Config) {
 each_format!(lazily_nothing_is_split_but_what_is_written, lazily);
 fn lazily<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
-        let config = config.with_manual_protect(manual).with_huge_page_splitting(HugePageSplitting::Lazy);
+        let config = config.with_manual_protect(manual).with_huge_page_logging(HugePageLogging::SplitLazily);
         let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
         let mut world = world_with::<F>(config, slot, Access::Write);
         world.set_flags(slot, LOG);

@@ -7,10 +7,11 @@ use std::sync::atomic::Ordering;
 use crate::common::broken::Broken;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
-use slat::{
-    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageSplitting, Level, Locking, NodeId, Npt,
-    Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
-};
+use slat::baselines::Locking;
+use slat::dirty::HugePageLogging;
+use slat::format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
+use slat::tables::TablePlacement;
+use slat::{Access, Config, Error, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
@@ -90,8 +91,8 @@ fn node_of_page<F: Format>(world: &World<F>, slot: Slot, gfn: Gfn) -> NodeId {
 /// the expected node, and is counted.
 fn splits<F: Format>(config: Config) {
     for policy in POLICIES {
-        for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
-            let config = config.with_split_table_placement(policy).with_huge_page_splitting(splitting);
+        for splitting in [HugePageLogging::Split, HugePageLogging::SplitLazily] {
+            let config = config.with_table_placement(policy).with_huge_page_logging(splitting);
             let mut world = world::<F>(config, NODES);
             let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
             world.create(slot, NO_FLAGS);
@@ -100,7 +101,7 @@ fn splits<F: Format>(config: Config) {
             let written: Vec<u64> = (0..9).map(|n| n * BIG + 5).collect();
             world.write_all(slot, written.iter().copied());
             let found = tables(&world, Level::L4K);
-            let nr_split = if splitting == HugePageSplitting::Eager { 512 } else { 9 };
+            let nr_split = if splitting.splits_eagerly() { 512 } else { 9 };
             assert_eq!(found.len(), nr_split);
             let mut nr_remote = 0;
             for (gfn, node) in found {
@@ -126,7 +127,7 @@ fn splits<F: Format>(config: Config) {
 #[test]
 fn tables_of_splits_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
-        of_each_format!(splits(Config::with_locking(locking)));
+        of_each_format!(splits(Config::default().with_locking(locking)));
     }
 }
 
@@ -138,7 +139,7 @@ fn below_root<F: Format>() -> impl Iterator<Item = Level> {
 /// Page-table pages of faults and prefaults, three at a time and one at a time.
 fn faults<F: Format>(config: Config) {
     for policy in POLICIES {
-        let mut world = world::<F>(config.with_fault_table_placement(policy), NODES);
+        let mut world = world::<F>(config.with_table_placement(policy), NODES);
         let slot = Slot::huge(1, 0, 3 * HUGE, PageSize::Size4K);
         world.create(slot, NO_FLAGS);
         let (mut nr_tables, mut nr_remote) = (0, 0);
@@ -178,7 +179,7 @@ fn faults<F: Format>(config: Config) {
 #[test]
 fn tables_of_faults_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
-        of_each_format!(faults(Config::with_locking(locking)));
+        of_each_format!(faults(Config::default().with_locking(locking)));
     }
 }
 
@@ -244,7 +245,6 @@ fn a_spare_table_of_another_node_is_not_used() {
 /// A huge page that the host makes read-only. It then makes a small part of it writable: the fault
 /// splits, and the page-table pages of splits have their own policy.
 fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
-    let config = config.with_fault_table_placement(TablePlacement::Node(NodeId(2)));
     let mut world = world::<F>(config, nodes);
     let slot = Slot::huge(1, HUGE, 8 * BIG, PageSize::Size2M);
     let memory = region(1, HUGE * 4096, 8 * 2 * MIB, slot.first_pfn, PageSize::Size2M);
@@ -279,9 +279,7 @@ fn a_write_fault_in_a_read_only_huge_leaf_splits_by_the_split_policy() {
 /// nothing is mapped.
 fn split_by_an_invalidation<F: Format>(config: Config) {
     for policy in POLICIES {
-        let config =
-            config.with_split_table_placement(policy).with_fault_table_placement(TablePlacement::Node(NodeId(0)));
-        let mut world = world::<F>(config, NODES);
+        let mut world = world::<F>(config.with_table_placement(policy), NODES);
         let slot = Slot::huge(1, HUGE, 8 * BIG, PageSize::Size2M);
         world.create(slot, NO_FLAGS);
         world.write_all(slot, (0..8).map(|n| n * BIG));

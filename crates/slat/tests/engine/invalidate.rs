@@ -4,16 +4,19 @@
 #![allow(unsafe_code, reason = "passes a host's contract on")]
 
 use std::alloc::Layout;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::common::trap::trap_vm;
 use crate::common::{
     Frame, GIB, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region, translate, vm, walk,
 };
+use slat::baselines::{Locking, Park};
+use slat::format::Format;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Pfn, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -337,20 +340,6 @@ struct CopyOnWrite<F: Format> {
     nr_copies: AtomicU64,
 }
 
-impl<F: Format> Park for CopyOnWrite<F> {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.host.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.host.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.host.unpark_all(word);
-    }
-}
-
 // SAFETY: all calls go to a host that keeps the contract. A page moves to another frame only inside
 // an invalidation.
 unsafe impl<F: Format> Host for CopyOnWrite<F> {
@@ -396,13 +385,17 @@ unsafe impl<F: Format> Host for CopyOnWrite<F> {
     fn timestamp_ns(&self) -> u64 {
         self.host.timestamp_ns()
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.host.parking()
+    }
 }
 
 each!(a_resolve_may_invalidate_its_page_to_copy_it, copy_on_write);
 fn copy_on_write<F: Format>(locking: Locking) {
     const NR_PAGES: u64 = 256;
     let host = CopyOnWrite { host: TestHost::default(), vm: OnceLock::new(), nr_copies: AtomicU64::new(0) };
-    let vm = Arc::new(Vm::<CopyOnWrite<F>, F>::new(host, Config::with_locking(locking)).unwrap());
+    let vm = Arc::new(Vm::<CopyOnWrite<F>, F>::new(host, Config::default().with_locking(locking)).unwrap());
     vm.host().vm.set(Arc::downgrade(&vm)).unwrap();
     let memory = region(0, 0, NR_PAGES * PAGE_SIZE, 0x1000, PageSize::Size4K);
     memory.backing.as_ref().unwrap().reads_are_writable.store(false, Ordering::SeqCst);

@@ -8,9 +8,10 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use crate::common::guest::Guest;
 use crate::common::{GIB, MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::format::Format;
 use slat::{
-    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, Vm,
+    Access, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -267,22 +268,22 @@ fn invalid_flags<F: Format>(locking: Locking) {
 
 #[test]
 fn memslots_are_limited_by_their_numbers() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     let gpa = |slot: u32| u64::from(slot) * 2 * PAGE_SIZE;
     let new = |slot: u32| region(slot, gpa(slot), PAGE_SIZE, 0x1000 + u64::from(slot), PageSize::Size4K);
-    for slot in 0..MAX_SLOTS {
+    for slot in 0..MemoryRegion::MAX_SLOTS {
         vm.set_user_memory_region(new(slot)).unwrap();
     }
-    for slot in [MAX_SLOTS, MAX_SLOTS + 1, u32::MAX] {
+    for slot in [MemoryRegion::MAX_SLOTS, MemoryRegion::MAX_SLOTS + 1, u32::MAX] {
         assert_eq!(vm.set_user_memory_region(new(slot)), Err(Error::SlotTooHigh { slot }));
     }
     // Over an existing one.
-    let last = MAX_SLOTS - 1;
+    let last = MemoryRegion::MAX_SLOTS - 1;
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     let over = region(0, gpa(last), PAGE_SIZE, 0x1000, PageSize::Size4K);
     assert_eq!(vm.set_user_memory_region(over), Err(Error::Overlap { slot: 0, gpa: Gpa(gpa(last)), other: last }));
     let mut vcpu = vm.create_vcpu().unwrap();
-    for slot in [1, MAX_SLOTS / 2, last] {
+    for slot in [1, MemoryRegion::MAX_SLOTS / 2, last] {
         assert_eq!(vcpu.handle_fault(Gpa(gpa(slot)), Access::Write), Ok(Outcome::Resume));
         assert_eq!(translate(&vm, Gpa(gpa(slot))).unwrap().pfn.0, 0x1000 + u64::from(slot));
     }

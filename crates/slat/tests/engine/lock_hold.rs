@@ -5,7 +5,10 @@ use std::sync::atomic::Ordering;
 
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{MIB, TestHost, change, region, vm};
-use slat::{Access, Config, Format, Gfn, Locking, MemoryRegionFlags, Npt, Outcome, PageSize, Stats, Vcpu, Vm};
+use slat::baselines::Locking;
+use slat::format::{Format, Npt};
+use slat::stats::Stats;
+use slat::{Access, Config, Gfn, MemoryRegionFlags, Outcome, PageSize, Vcpu, Vm};
 
 const LOCKS: [Locking; 2] = [Locking::Shared, Locking::Exclusive];
 const SLOT: u32 = 0;
@@ -45,7 +48,8 @@ fn without_a_lock_nothing_is_held() {
 /// The time of the hold of a fault in which a minute passes at the `nth` look at a PTE; `None` if
 /// it has not so many looks.
 fn hold_with_a_minute_at_look(locking: Locking, nth: u32) -> Option<u64> {
-    let vm: Arc<Vm<TestHost, Hooked>> = Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+    let vm: Arc<Vm<TestHost, Hooked>> =
+        Arc::new(Vm::new(TestHost::default(), Config::default().with_locking(locking)).unwrap());
     vm.set_user_memory_region(region(SLOT, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     fill(&mut vcpu, 0..40);

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use crate::common::{TestHost, each, lazily_splitting, region};
-use slat::{
-    Access, Error, Format, Gfn, Gpa, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, UserfaultBitmap, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::ManualProtect;
+use slat::format::Format;
+use slat::slots::UserfaultBitmap;
+use slat::{Access, Error, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const FIRST: u64 = 512;
 /// One word of the log, and one page.

@@ -4,14 +4,16 @@
 #![allow(unsafe_code, reason = "a private host")]
 
 use std::alloc::Layout;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, TestHost, change, region, translate};
+use slat::format::{Format, Npt};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -89,16 +91,6 @@ impl Drop for Beside {
         // SAFETY: it was allocated with this layout.
         unsafe { std::alloc::dealloc(self.arena, ARENA) }
     }
-}
-
-impl Park for Beside {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
 // SAFETY: page-table pages are distinct pages of the arena; no CPU runs on them; frames are

@@ -11,10 +11,9 @@ use std::sync::{Arc, Mutex};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, NO_FLAGS, Slot, pages_of, write_as_hardware};
 use crate::common::{TestHost, assert_no_table_is_left, change, region, translate};
-use slat::{
-    Access, Config, DirtyTracking, Error, Format, GfnRange, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
-    Vcpu, Vm,
-};
+use slat::dirty::DirtyTracking;
+use slat::format::Format;
+use slat::{Access, Config, Error, GfnRange, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 /// One whole page-table page, and some pages of the next.
 const SLOT: Slot = Slot::new(1, 512, 512 + 10);

@@ -10,12 +10,13 @@ use std::sync::{Arc, LazyLock, Mutex, Once};
 
 use crate::common::broken::{self, Broken};
 use crate::common::hooked::{Hooked, at_look, was_called};
-use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
+use crate::common::log::{HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
-use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Level, Locking, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::host::AllocationWait;
+use slat::{Access, Config, Error, Gfn, GfnRange, Level, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
@@ -352,11 +353,9 @@ fn scene<F: Format>(config: Config, before: Before) -> Arc<Scene<F>> {
 
 fn configs() -> Vec<Config> {
     let mut configs = Vec::new();
-    for huge in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
-        for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
-            let config = Config::default().with_huge_page_logging(huge).with_huge_page_splitting(splitting);
-            configs.extend([config, config.with_dirty_tracking(DirtyTracking::DirtyBit)]);
-        }
+    for huge in HUGE_PAGE_LOGGINGS.into_iter().chain(LAZY_HUGE_PAGE_LOGGINGS) {
+        let config = Config::default().with_huge_page_logging(huge);
+        configs.extend([config, config.with_dirty_tracking(DirtyTracking::DirtyBit)]);
     }
     configs
 }
@@ -430,8 +429,8 @@ fn calls_during_a_flush_a_resolve_or_an_allocation_lose_nothing() {
     for config in configs() {
         at_each_call::<Npt>(config, &OUTSIDE);
     }
-    at_each_call::<Ept>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
-    at_each_call::<Sv39x4>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Ept>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Sv39x4>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 #[test]
@@ -439,8 +438,8 @@ fn nothing_is_lost_with_break_before_make() {
     for config in configs() {
         at_each_call::<Broken>(config, &OUTSIDE);
     }
-    at_each_call::<Broken>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
-    at_each_call::<Stage2>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Broken>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Stage2>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 /// The same, while the observer of [`broken`] checks all changes.

@@ -12,10 +12,10 @@ use std::sync::mpsc::{RecvError, channel};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::trap::trap_vm;
 use crate::common::{Frame, MIB, TestHost, Writes, change, region, set_accessed_and_dirty, translate, walk};
-use slat::{
-    Access, AccessTracking, Config, Error, Format, Gfn, GfnRange, Level, Locking, MemoryRegion, MemoryRegionFlags,
-    Outcome, PageSize, Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();

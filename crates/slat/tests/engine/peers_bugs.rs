@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::trap::trap_vm;
 use crate::common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
-use slat::{
-    Access, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, Pfn, Pte, Sv39x4, Sv48x4, Vm, WriteProtection,
-};
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Pte, Sv39x4, Sv48x4};
+use slat::{Access, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -36,7 +36,7 @@ fn duplicate<F: Format>(locking: Locking) {
 
 each!(protecting_keeps_accessed_and_dirty_at_every_level, keeps_bits);
 fn keeps_bits<F: Format>(locking: Locking) {
-    for protection in [WriteProtection::LeafByLeaf, WriteProtection::Lazy] {
+    for protection in [DirtyTracking::WriteProtectLeaves, DirtyTracking::WriteProtect] {
         for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
             for bits in [0, F::ACCESSED, F::DIRTY, F::ACCESSED | F::DIRTY] {
                 keeps_bits_of::<F>(locking, protection, size, bits);
@@ -45,8 +45,8 @@ fn keeps_bits<F: Format>(locking: Locking) {
     }
 }
 
-fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size: PageSize, bits: u64) {
-    let config = lazily_splitting(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+fn keeps_bits_of<F: Format>(locking: Locking, protection: DirtyTracking, size: PageSize, bits: u64) {
+    let config = lazily_splitting(locking).with_dirty_tracking(protection);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -60,7 +60,7 @@ fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size:
     vm.set_user_memory_region(change(0, LOG, 0, GIB)).unwrap();
     assert!(!translate(&vm, Gpa(0)).unwrap().writable);
     // With lazy protection, the directory entry above has lost W, where the format has generations.
-    let is_above = F::GENERATION != 0 && protection == WriteProtection::Lazy && level == Level::L4K;
+    let is_above = F::GENERATION != 0 && protection == DirtyTracking::WriteProtect && level == Level::L4K;
     assert_eq!(entry.load(Ordering::SeqCst), if is_above { before } else { before & !F::WRITABLE });
     // A huge leaf is split: the parts have the bits, too.
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));

@@ -6,9 +6,12 @@ use std::thread;
 
 use crate::common::trap::trap_vm;
 use crate::common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::tables::Translation;
 use slat::{
-    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Host, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, Pfn, Translation, Vcpu, Vm,
+    Access, Error, Exit, Gfn, GfnRange, Gpa, Host, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

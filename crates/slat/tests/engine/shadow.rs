@@ -8,7 +8,8 @@ mod world;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
-use slat::{Access, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, LocalFlush, Outcome, Privilege, ShadowStrategy};
+use slat::shadow::{GuestAccess, Gva, LocalFlush, Privilege, ShadowStrategy};
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, Outcome};
 use world::World;
 
 use crate::shadow_cpu::{A, D, G, NX, P, PS, U, W};

@@ -7,11 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shadow_cpu::{A, Cpu, D, G, P, ShadowHost, TestVm, U, W, index, new_vm, region};
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
-    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, PagingRegister,
-    PagingRegisters, Privilege, ShadowPaging, ShadowStrategy, UserfaultBitmap, Vm,
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Npt};
+use slat::shadow::{
+    GuestAccess, Gva, LocalFlush, PagingRegister, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy,
 };
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, Outcome, PageSize, Vm};
 
 const NR_PAGES: u64 = 1024;
 const PG: u64 = 1 << 31 | 1;

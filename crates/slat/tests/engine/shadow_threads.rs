@@ -12,10 +12,9 @@ use std::time::{Duration, Instant};
 use crate::common::LONGEST_WAIT;
 use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
-use slat::{
-    Access, Config, DirtyTracking, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize, ShadowPaging, ShadowStrategy,
-    WriteProtection,
-};
+use slat::dirty::DirtyTracking;
+use slat::shadow::{ShadowPaging, ShadowStrategy};
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize};
 
 const NR_CPUS: usize = 3;
 const NR_SPACES: usize = 3;
@@ -368,13 +367,13 @@ fn is_used(gfn: u64) -> bool {
     (FIRST_OF_TABLES..FIRST_SHARED_TABLE + 4).contains(&gfn) || gfn >= FIRST_SHARED_PAGE
 }
 
-fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
+fn run(strategy: ShadowStrategy, protection: DirtyTracking, seed: u64) {
     const NR_ROUNDS: usize = 4;
     const ROUND: Duration = Duration::from_millis(120);
     /// Of each CPU in a round, on a slow machine, too.
     const MIN_STEPS: u32 = 400;
-    let shadow = ShadowPaging { strategy, previous_roots: 3, max_pages: slat::MIN_SHADOW_PAGES };
-    let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    let shadow = ShadowPaging { strategy, previous_roots: 3, max_pages: slat::shadow::ShadowPaging::MIN_PAGES };
+    let config = Config::default().with_dirty_tracking(protection);
     let vm = new_vm(config, shadow, NR_PAGES, NR_SPARE, MemoryRegionFlags::empty());
     let host = vm.host();
     let common = Common {
@@ -494,7 +493,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
 }
 
 /// Whether every event that these tests need has happened.
-fn has_seen_all(stats: &slat::Stats, strategy: ShadowStrategy) -> bool {
+fn has_seen_all(stats: &slat::stats::Stats, strategy: ShadowStrategy) -> bool {
     // Without a cache there are never so many shadow pages, nor do they last.
     let is_cached = strategy != ShadowStrategy::Baseline;
     stats.emulated_writes != 0
@@ -516,16 +515,16 @@ impl Drop for Alarm<'_> {
 
 #[test]
 fn all_operations_at_once_without_a_cache() {
-    run(ShadowStrategy::Baseline, WriteProtection::Lazy, 0x1234_5678);
+    run(ShadowStrategy::Baseline, DirtyTracking::WriteProtect, 0x1234_5678);
 }
 
 #[test]
 fn all_operations_at_once_with_a_root_cache() {
-    run(ShadowStrategy::RootCache, WriteProtection::Lazy, 0x2345_6789);
-    run(ShadowStrategy::RootCache, WriteProtection::LeafByLeaf, 0x3456_789a);
+    run(ShadowStrategy::RootCache, DirtyTracking::WriteProtect, 0x2345_6789);
+    run(ShadowStrategy::RootCache, DirtyTracking::WriteProtectLeaves, 0x3456_789a);
 }
 
 #[test]
 fn all_operations_at_once_with_tables_for_each_pcid() {
-    run(ShadowStrategy::PcidTagged, WriteProtection::Lazy, 0x4567_89ab);
+    run(ShadowStrategy::PcidTagged, DirtyTracking::WriteProtect, 0x4567_89ab);
 }

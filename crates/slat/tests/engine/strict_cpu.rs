@@ -5,10 +5,10 @@
 use std::mem::take;
 use std::sync::mpsc;
 
-use slat::{
-    Access, AccessTracking, Config, Exit, Format, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Stage2,
-};
+use slat::baselines::Locking;
+use slat::format::{Format, Stage2};
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Exit, GfnRange, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize};
 
 use crate::common::each;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World, dirty_trackings};
@@ -88,7 +88,7 @@ impl<F: Format> StrictCpu<F> {
 
 each!(a_cpu_that_keeps_what_it_faulted_on_is_flushed_at_the_end_of_each_fault, keeps);
 fn keeps<F: Format>(locking: Locking) {
-    let mut cpu = StrictCpu::<F>::new(Config::with_locking(locking), true);
+    let mut cpu = StrictCpu::<F>::new(Config::default().with_locking(locking), true);
     // No PTE was present: RISC-V may cache that.
     assert_eq!(cpu.touch(0, Access::Read), 1);
     // Access is restored: Arm may keep the leaf that lacked it.
@@ -121,7 +121,7 @@ each!(a_cpu_that_sets_neither_a_nor_d_works_with_the_default_tracking, sets_no_m
 /// After an aging, after a prefault, and after a harvest by dirty bits, leaves have A or D clear.
 fn sets_no_marks<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
-        let config = Config::with_locking(locking).with_dirty_tracking(tracking);
+        let config = Config::default().with_locking(locking).with_dirty_tracking(tracking);
         let mut cpu = StrictCpu::<F>::new(config, false);
         let size_bytes = SLOT.nr_pages * PAGE_SIZE;
         let gpa = SLOT.gfn(0).gpa();
@@ -181,7 +181,7 @@ fn copied<F: Format>(config: Config) -> World<F> {
 each!(the_accessed_bit_survives_a_replacement_of_the_leaf, replaced);
 fn replaced<F: Format>(locking: Locking) {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
-        let config = Config::with_locking(locking).with_access_tracking(tracking);
+        let config = Config::default().with_locking(locking).with_access_tracking(tracking);
         // A fault zaps the leaf, and is overtaken: an invalidation elsewhere has taken a number,
         // and the backing is gone.
         let mut world = copied::<F>(config);
@@ -212,7 +212,7 @@ fn replaced<F: Format>(locking: Locking) {
 each!(a_dropped_vm_reports_all_that_is_mapped, dropped);
 fn dropped<F: Format>(locking: Locking) {
     const HUGE: Slot = Slot::huge(2, 1024, 512, PageSize::Size2M);
-    let mut world = World::<F>::new(Config::with_locking(locking));
+    let mut world = World::<F>::new(Config::default().with_locking(locking));
     world.create(SLOT, MemoryRegionFlags::empty());
     world.create(HUGE, MemoryRegionFlags::empty());
     world.read(SLOT, 0);

@@ -7,10 +7,11 @@ use crate::common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World,
 };
 use crate::shadow_cpu;
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, HugePageLogging, ManualProtect, Npt,
-    PageSize, ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
-};
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::shadow::ShadowPaging;
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Error, GfnRange, PageSize, Vm};
 
 /// The documented result: a configuration that needs hardware the format lacks is refused with the
 /// reason.
@@ -116,7 +117,7 @@ fn is_exact_with_shadow_tables(config: Config) {
     let all: Vec<u64> = (0..SHADOW_PAGES).collect();
     let initially = if config.manual_protect == ManualProtect::InitiallySet { all.clone() } else { vec![] };
     assert_eq!(take(), initially, "{config:?}: at first");
-    let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+    let marks_whole = config.huge_page_logging.marks_whole();
     for written in [&[0, 2, 511, 600, 1000][..], &[2, 3, 600, 601], &[513], &all] {
         write(&mut cpu, written);
         for page in [5, 200, 570] {
@@ -148,7 +149,8 @@ fn each_configuration(mut check: impl FnMut(Config)) {
                 for huge in HUGE_PAGE_LOGGINGS {
                     for access_tracking in ACCESS_TRACKINGS {
                         check(
-                            Config::with_locking(locking)
+                            Config::default()
+                                .with_locking(locking)
                                 .with_dirty_tracking(dirty_tracking)
                                 .with_manual_protect(manual_protect)
                                 .with_huge_page_logging(huge)
@@ -230,8 +232,8 @@ fn line(dirty_tracking: DirtyTracking) -> String {
         }
     }
     let name = match dirty_tracking {
-        DirtyTracking::WriteProtect(WriteProtection::Lazy) => "write protection, lazy",
-        DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf) => "write protection, leaf by leaf",
+        DirtyTracking::WriteProtect => "write protection, lazy",
+        DirtyTracking::WriteProtectLeaves => "write protection, leaf by leaf",
         DirtyTracking::DirtyBit => "dirty bits",
         DirtyTracking::PageModificationLog => "page-modification logs",
     };

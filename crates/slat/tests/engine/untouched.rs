@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::common::{Call, GIB, TestHost, assert_no_table_is_left, each, lazily_splitting, region, translate, vm};
-use slat::{
-    Access, AllocationWait, Config, FaultAround, Format, Gfn, GfnRange, Level, Locking, MemoryRegionFlags, Outcome,
-    PageSize, Vcpu, Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::host::AllocationWait;
+use slat::tables::FaultAround;
+use slat::{Access, Config, Gfn, GfnRange, Level, MemoryRegionFlags, Outcome, PageSize, Vcpu, Vm};
 
 /// Pages of a block.
 const BLOCK_2M: u64 = 512;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::common::{Call, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
-use slat::{
-    Access, Error, Exit, Format, GfnRange, Gpa, Locking, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::slots::{MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
+use slat::{Access, Error, Exit, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
-use slat::{
-    Access, Cap, Error, Exit, Format, Gpa, Level, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
-};
+use slat::baselines::Locking;
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
+use slat::{Access, Error, Exit, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -59,7 +59,6 @@ const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 
 fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
-    assert_eq!(vm.check_extension(Cap::Userfault), 1);
     let words = words(16, u64::MAX);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -184,7 +183,7 @@ impl UserfaultWords for Revocable {
 
 #[test]
 fn a_bitmap_that_shrinks_is_an_error_and_no_panic() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     let words = Arc::new(Revocable((0..16).map(|_| AtomicU64::new(0)).collect(), AtomicU64::new(16)));
     let bitmap = UserfaultBitmap::new(Arc::<Revocable>::clone(&words), PageSize::Size4K);
     vm.set_user_memory_region(slot(USERFAULT, Some(bitmap))).unwrap();
@@ -202,7 +201,7 @@ fn a_bitmap_that_shrinks_is_an_error_and_no_panic() {
 
 #[test]
 fn bad_input_is_refused_and_changes_nothing() {
-    let vm = vm::<slat::Npt>(Locking::None);
+    let vm = vm::<slat::format::Npt>(Locking::None);
     let set_region = |region| vm.set_user_memory_region(region);
     let enough = words(16, 0);
     assert_eq!(set_region(slot(USERFAULT, None)), Err(Error::NoUserfaultBitmap { slot: 0 }));
@@ -283,7 +282,8 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
 
 fn huge_pages_are_recovered_as_far_as_a_beginning_log_allows<F: Format>(locking: Locking) {
-    let config = crate::common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
+    let config =
+        crate::common::lazily_splitting(locking).with_huge_page_logging(slat::dirty::HugePageLogging::MarkWhole);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(16, 0);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();

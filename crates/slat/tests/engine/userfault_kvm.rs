@@ -10,10 +10,14 @@ use crate::common::log::{
 };
 use crate::common::log::{LEAF_BY_LEAF, LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::format::{Ept, Format, Npt};
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
+use slat::tables::FaultAround;
 use slat::{
-    Access, Config, DirtyTracking, Ept, Error, Exit, FaultAround, Format, GfnRange, Gpa, HugePageLogging, Level,
-    Locking, ManualProtect, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
+    Access, Config, Error, Exit, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Vcpu, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -158,8 +162,8 @@ fn every_page_arrives_once<F: Format>(config: Config) {
     }
     // Off: huge leaves are recovered where all pages are alike and the log allows it.
     turn(&vm, GUEST_MEMFD | LOG, None).unwrap();
-    let by_writes = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_));
-    let comes_back = by_writes && config.huge_page_logging == HugePageLogging::MarkWhole;
+    let by_writes = matches!(config.dirty_tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves);
+    let comes_back = by_writes && config.huge_page_logging.marks_whole();
     let level = if comes_back { Level::L2M } else { Level::L4K };
     assert_eq!(found(&vm, 700), Some((shared(700), level)), "{config:?}");
     assert_eq!(found(&vm, 65), Some((private(65), Level::L4K)), "{config:?}");
@@ -184,7 +188,8 @@ fn in_every_configuration<F: Format>() {
                 let around = FAULT_AROUNDS[nr_tried % FAULT_AROUNDS.len()];
                 for huge in HUGE_PAGE_LOGGINGS {
                     for manual_protect in MANUAL_PROTECTS {
-                        let config = Config::with_locking(locking)
+                        let config = Config::default()
+                            .with_locking(locking)
                             .with_dirty_tracking(dirty_tracking)
                             .with_access_tracking(access_tracking)
                             .with_huge_page_logging(huge)
@@ -305,7 +310,7 @@ fn harvest<F: Format>(vm: &Vm<TestHost, F>) -> Vec<u64> {
 each!(a_full_ring_exits_before_a_userfault_bit, rings);
 fn rings<F: Format>(locking: Locking) {
     // Below a protected directory entry a page may be pushed twice.
-    let config = Config::with_locking(locking).with_dirty_tracking(LEAF_BY_LEAF);
+    let config = Config::default().with_locking(locking).with_dirty_tracking(LEAF_BY_LEAF);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.enable_dirty_ring(256).unwrap();
     let words = words(0);
@@ -413,7 +418,7 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
 #[test]
 fn only_like_neighbours_that_have_arrived_are_mapped_along() {
     for locking in LOCKINGS {
-        let config = Config::with_locking(locking).with_fault_around(FaultAround::Pages(8));
+        let config = Config::default().with_locking(locking).with_fault_around(FaultAround::Pages(8));
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
         let words = words(0);
         set(&words, 3);

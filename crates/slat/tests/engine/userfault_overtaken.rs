@@ -14,10 +14,12 @@ use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::log::NO_FLAGS;
 use crate::common::{Call, MIB, change, region, translate, vm};
 use scene::{Accessed, BIG, GRANULARITIES, PAGES, PRIVATE, SHARED, Scene, USERFAULT, Words};
-use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, FaultAround, Format, HugePageLogging,
-    Level, Locking, MemoryRegion, Npt, PAGE_SIZE, PageSize,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::format::{Ept, Format, Npt};
+use slat::host::AllocationWait;
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config, Error, Level, MemoryRegion, PAGE_SIZE, PageSize};
 
 /// A call that overtakes or is overtaken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -149,8 +151,8 @@ fn configs() -> [Config; 6] {
         config.with_dirty_tracking(DirtyTracking::DirtyBit).with_fault_around(FaultAround::Pages(16)),
         config.with_fault_around(FaultAround::Pages(64)).with_huge_page_logging(HugePageLogging::MarkWhole),
         config.with_access_tracking(AccessTracking::Faults),
-        Config::with_locking(Locking::Shared).with_fault_around(FaultAround::Pages(8)),
-        Config::with_locking(Locking::Exclusive),
+        Config::default().with_locking(Locking::Shared).with_fault_around(FaultAround::Pages(8)),
+        Config::default().with_locking(Locking::Exclusive),
     ]
 }
 
@@ -323,7 +325,7 @@ fn a_rescan_ends_when_a_smaller_slot_replaces_its_own() {
 /// logged write, are flushed for first.
 #[test]
 fn a_rescan_of_a_part_breaks_before_it_makes() {
-    for config in [Config::default(), Config::with_locking(Locking::Exclusive)] {
+    for config in [Config::default(), Config::default().with_locking(Locking::Exclusive)] {
         let scene = scene::<Broken>(config, &[Act::TurnOnHuge, Act::Enable, Act::Read]);
         // The page that enabling wrote has small neighbours.
         drop(scene.vm.invalidate_range(Scene::<Broken>::all()).unwrap());

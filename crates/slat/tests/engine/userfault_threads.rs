@@ -13,10 +13,12 @@ use crate::common::guest::{Guest, Stop};
 use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::random::Random;
 use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region, wait_until};
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, UserfaultBitmap, Vm,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::format::{Ept, Format, Npt};
+use slat::slots::{MemoryAttributes, UserfaultBitmap};
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
@@ -297,8 +299,8 @@ fn guests_access_no_empty_page() {
     run::<Ept>(config.with_access_tracking(AccessTracking::Faults), PageSize::Size4K, NO_FLAGS);
     run::<Broken>(config, PageSize::Size4K, NO_FLAGS);
     run::<Broken>(config, PageSize::Size2M, NO_FLAGS);
-    run::<Npt>(Config::with_locking(Locking::Shared), PageSize::Size4K, NO_FLAGS);
-    run::<Ept>(Config::with_locking(Locking::Exclusive), PageSize::Size2M, NO_FLAGS);
+    run::<Npt>(Config::default().with_locking(Locking::Shared), PageSize::Size4K, NO_FLAGS);
+    run::<Ept>(Config::default().with_locking(Locking::Exclusive), PageSize::Size2M, NO_FLAGS);
 }
 
 #[test]
@@ -310,5 +312,5 @@ fn no_write_is_lost_where_the_slot_logs() {
     run::<Ept>(config.with_dirty_tracking(DirtyTracking::PageModificationLog), PageSize::Size2M, LOG);
     run::<Npt>(marks_whole, PageSize::Size2M, LOG);
     run::<Broken>(marks_whole.with_fault_around(FaultAround::Pages(8)), PageSize::Size2M, LOG);
-    run::<Ept>(Config::with_locking(Locking::Exclusive), PageSize::Size4K, LOG);
+    run::<Ept>(Config::default().with_locking(Locking::Exclusive), PageSize::Size4K, LOG);
 }

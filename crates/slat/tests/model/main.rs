@@ -19,13 +19,15 @@ use ops::{
 };
 use pair::check;
 use proptest::prelude::*;
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, FaultAround, Format, HugePageLogging, HugePageSplitting,
-    Locking, ManualProtect, MemoryAttributes, Npt, Stage2, Sv39x4, Sv48x4,
-};
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::slots::MemoryAttributes;
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config};
 
 use common::log::{
-    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LAZY, LEAF_BY_LEAF,
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LAZY, LAZY_HUGE_PAGE_LOGGINGS, LEAF_BY_LEAF,
     MANUAL_PROTECTS,
 };
 
@@ -101,20 +103,20 @@ fn log_range() -> impl Strategy<Value = LogRange> {
 
 /// How writes are found and logged, what becomes of huge pages then, and the window of
 /// fault-around.
-type Logging = (DirtyTracking, ManualProtect, HugePageLogging, HugePageSplitting, FaultAround);
+type Logging = (DirtyTracking, ManualProtect, HugePageLogging, FaultAround);
 
 /// The default tracking, without fault-around, half of the time.
 fn logging() -> impl Strategy<Value = Logging> {
     let tracking =
         prop_oneof![3 => Just(LAZY), 5 => (0..DIRTY_TRACKINGS.len()).prop_map(|index| DIRTY_TRACKINGS[index])];
     let manual_protect = (0..MANUAL_PROTECTS.len()).prop_map(|index| MANUAL_PROTECTS[index]);
-    let huge = (0..HUGE_PAGE_LOGGINGS.len()).prop_map(|index| HUGE_PAGE_LOGGINGS[index]);
-    let splitting = (0..HUGE_PAGE_SPLITTINGS.len()).prop_map(|index| HUGE_PAGE_SPLITTINGS[index]);
+    let huge = [HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS].concat();
+    let huge = (0..huge.len()).prop_map(move |index| huge[index]);
     let around = prop_oneof![
         2 => Just(FaultAround::Off),
         3 => (0..FAULT_AROUNDS.len()).prop_map(|index| FAULT_AROUNDS[index]),
     ];
-    (tracking, manual_protect, huge, splitting, around)
+    (tracking, manual_protect, huge, around)
 }
 
 /// Configurations that format `F` supports.
@@ -127,20 +129,20 @@ fn config<F: Format>(locking: Locking) -> impl Strategy<Value = Config> {
 fn possible<F: Format>(
     locking: Locking,
     access_tracking: AccessTracking,
-    (dirty_tracking, manual_protect, huge, splitting, around): Logging,
+    (dirty_tracking, manual_protect, huge, around): Logging,
 ) -> Config {
     let (dirty_tracking, access_tracking) = match dirty_tracking {
-        DirtyTracking::WriteProtect(_) => (dirty_tracking, access_tracking),
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => (dirty_tracking, access_tracking),
         DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => (dirty_tracking, AccessTracking::AccessedBit),
         _ if !F::HAS_DIRTY_BIT => (LEAF_BY_LEAF, access_tracking),
         _ => (DirtyTracking::DirtyBit, AccessTracking::AccessedBit),
     };
-    Config::with_locking(locking)
+    Config::default()
+        .with_locking(locking)
         .with_access_tracking(access_tracking)
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(manual_protect)
         .with_huge_page_logging(huge)
-        .with_huge_page_splitting(splitting)
         .with_fault_around(around)
 }
 

@@ -1,7 +1,9 @@
 //! The operations, and the few places and sizes that they choose from: so few that memslots, leaves
 //! and ranges meet.
 
-use slat::{Access, Format, MemoryAttributes, MemoryRegionFlags, PageSize};
+use slat::format::Format;
+use slat::slots::MemoryAttributes;
+use slat::{Access, MemoryRegionFlags, PageSize};
 
 use crate::common::{GIB, MIB, Writes};
 

@@ -3,9 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use slat::dirty::ManualProtect;
+use slat::format::Format;
+use slat::slots::MemoryAttributes;
+use slat::tables::Invalidation;
 use slat::{
-    Access, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, Level, ManualProtect, MemoryAttributes,
-    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
 };
 use std::sync::atomic::Ordering;
 

@@ -10,10 +10,11 @@ mod userfault;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
-};
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::host::ZappedLeaf;
+use slat::tables::{AccessTracking, FaultAround};
+use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Level, MemoryRegionFlags, Outcome, PageSize, Pfn};
 
 use super::ops::{Aging, LOG, READONLY, USERFAULT};
 use crate::common::{Frame, PRIVATE_PFN, Writes};
@@ -182,7 +183,7 @@ impl Model {
 
     /// Whether hardware's dirty bits are the log of leaves of 4 KiB.
     fn logs_by_dirty_bits(&self) -> bool {
-        !matches!(self.config.dirty_tracking, DirtyTracking::WriteProtect(_))
+        !matches!(self.config.dirty_tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves)
     }
 
     /// Whether the first write to a leaf of `level` must fault in a memslot that logs.
@@ -192,8 +193,8 @@ impl Model {
 
     fn largest_logged_write(&self) -> Level {
         match self.config.huge_page_logging {
-            HugePageLogging::Split => Level::L4K,
-            HugePageLogging::MarkWhole => Level::L2M,
+            HugePageLogging::Split | HugePageLogging::SplitLazily => Level::L4K,
+            HugePageLogging::MarkWhole | HugePageLogging::MarkWholeLazily => Level::L2M,
         }
     }
 
@@ -523,7 +524,7 @@ impl Model {
             self.zap_range(old_range);
         }
         if range == old_range && begins && self.config.manual_protect != ManualProtect::InitiallySet {
-            if self.config.huge_page_splitting == HugePageSplitting::Eager {
+            if self.config.huge_page_logging.splits_eagerly() {
                 self.split_range(range, self.largest_logged_write(), |_| true);
             }
             self.protect(range, &log_words(range.nr_pages(), true));

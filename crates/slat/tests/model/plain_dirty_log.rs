@@ -7,7 +7,7 @@ impl Model {
     /// block has many, protects their directory entry.
     pub(super) fn protect(&mut self, range: GfnRange, bits: &[u64]) {
         const FEW: u64 = 16;
-        let is_lazy = self.closes && self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
+        let is_lazy = self.closes && self.config.dirty_tracking == DirtyTracking::WriteProtect;
         let by_dirty_bits = self.logs_by_dirty_bits();
         let has = |gfn: u64| {
             let page = gfn.wrapping_sub(range.start.0);
@@ -71,7 +71,7 @@ impl Model {
     pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         self.check_range(id, pages)?;
         let words = words_of(pages);
-        let is_eager = self.config.huge_page_splitting == HugePageSplitting::Eager;
+        let is_eager = self.config.huge_page_logging.splits_eagerly();
         if is_eager && self.config.manual_protect == ManualProtect::InitiallySet {
             let start = self.slots[&id].range.start.0 + pages.0;
             let range = GfnRange::new(Gfn(start), pages.1);
@@ -91,7 +91,7 @@ impl Model {
     /// Marks the pages that the CPUs have logged.
     fn collect(&mut self, id: u32, pages: (u64, u64)) {
         match self.config.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => {}
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => {}
             DirtyTracking::DirtyBit => {
                 let start = self.slots[&id].range.start.0 + pages.0;
                 let leaves = self.leaves.range(start..start + pages.1);

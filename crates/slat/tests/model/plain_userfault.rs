@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{MemoryAttributes, MemoryFaultFlags, PAGE_SIZE, UserfaultBitmap};
+use slat::PAGE_SIZE;
+use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 
 use super::*;
 use crate::ops::{BITMAP_WORDS, GUEST_MEMFD, NewBitmap, SIZES};

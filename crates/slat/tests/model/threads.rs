@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 
 use proptest::prelude::*;
+use slat::baselines::Locking;
+use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
 use slat::{
-    Access, Config, Ept, Error, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vm,
+    Access, Config, Error, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 use super::ops::{Aging, LOG, SIZES};

@@ -9,7 +9,8 @@
 //!
 //! Nothing here caches; `stale` has what may be stale.
 
-use slat::{Access, PagingRegisters, Privilege};
+use slat::Access;
+use slat::shadow::{PagingRegisters, Privilege};
 
 pub const CR0_PE: u64 = 1;
 pub const CR0_WP: u64 = 1 << 16;

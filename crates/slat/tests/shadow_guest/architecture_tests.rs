@@ -3,7 +3,8 @@
 
 use std::collections::HashMap;
 
-use slat::{Access, PagingRegisters, Privilege};
+use slat::Access;
+use slat::shadow::{PagingRegisters, Privilege};
 
 use super::architecture::{
     ACCESSED, CR0_PE, CR0_PG, CR0_WP, CR4_LA57, CR4_PAE, CR4_PSE, CR4_SMAP, CR4_SMEP, DIRTY, EFER_LME, EFER_NXE, End,

@@ -1,6 +1,7 @@
 //! Fixed programs: bugs of other implementations, and cases that a random program rarely reaches.
 
-use slat::{Access, PagingRegister, PagingRegisters, Privilege, ShadowStrategy};
+use slat::Access;
+use slat::shadow::{PagingRegister, PagingRegisters, Privilege, ShadowStrategy};
 
 use super::architecture::{
     ACCESSED, CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, DIRTY, EFER_LMA, EFER_LME, EFER_NXE, LARGE,

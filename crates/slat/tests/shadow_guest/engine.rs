@@ -5,10 +5,12 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use slat::baselines::Locking;
+use slat::dirty::DirtyTracking;
+use slat::format::Npt;
+use slat::shadow::{GuestAccess, Gva, PagingRegister, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
 use slat::{
-    Access, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, Locking, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PagingRegister, PagingRegisters, Privilege, ShadowPaging,
-    ShadowStrategy, Vcpu, Vm, WriteProtection,
+    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
 };
 
 use super::architecture::{CR0_PG, CR4_SMAP, CR4_SMEP};
@@ -38,8 +40,8 @@ impl Hypervisor {
             max_pages: random.pick(&[64, 64, 128, 4096]),
         };
         let locking = random.pick(&[Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
-        let protection = random.pick(&[WriteProtection::Lazy, WriteProtection::LeafByLeaf]);
-        let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+        let protection = random.pick(&[DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves]);
+        let config = Config::default().with_locking(locking).with_dirty_tracking(protection);
         let keeps = random.pick(&[Keeps::Nothing, Keeps::Translations, Keeps::Everything, Keeps::Everything]);
         let logs = [random.chance(50), random.chance(50), random.chance(50)];
         Hypervisor { config, shadow, keeps, disobeys: Disobeys::Nothing, has_huge_pages: random.chance(50), logs }

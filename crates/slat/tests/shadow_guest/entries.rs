@@ -1,7 +1,7 @@
 //! The material of a program's guest. A few pages are page tables, a few are data, and each may
 //! become the other. Addresses, PTEs and roots repeatedly meet there.
 
-use slat::PagingRegisters;
+use slat::shadow::PagingRegisters;
 
 use super::architecture::{
     ACCESSED, CR0_PE, CR0_PG, CR0_WP, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMAP, CR4_SMEP, DIRTY,

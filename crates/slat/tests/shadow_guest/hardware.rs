@@ -7,7 +7,8 @@
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
-use slat::{Access, Gva, Hpa, LocalFlush, Privilege};
+use slat::shadow::{Gva, LocalFlush, Privilege};
+use slat::{Access, Hpa};
 
 use super::world::World;
 
@@ -85,7 +86,7 @@ impl Cpu {
     }
 
     /// Enters the guest.
-    pub fn enter(&mut self, entry: slat::GuestEntry) {
+    pub fn enter(&mut self, entry: slat::shadow::GuestEntry) {
         assert!(matches!(entry.levels, 4 | 5) && entry.pcid < 1 << 12, "{entry:?}");
         match entry.flush {
             LocalFlush::None => {}

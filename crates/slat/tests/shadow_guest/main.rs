@@ -30,7 +30,8 @@ mod world;
 
 use std::cell::Cell;
 
-use slat::Park;
+use slat::baselines::Park;
+use slat::shadow::ShadowStrategy;
 #[path = "../support/futex_park.rs"]
 mod futex_park;
 
@@ -39,7 +40,6 @@ use engine::{Engine, Hypervisor};
 use hardware::{Disobeys, Keeps};
 use program::{Figures, Program, Setup};
 use quiet::Quiet;
-use slat::ShadowStrategy;
 use stale::Caching;
 use toy::{LEFT_OUT, LeftOut, Toy};
 use world::SLOTS;

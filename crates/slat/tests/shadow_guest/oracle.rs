@@ -5,7 +5,8 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
-use slat::{Access, PagingRegister, PagingRegisters, Privilege};
+use slat::Access;
+use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
 
 use super::architecture::{
     ACCESSED, CR0_PG, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMEP, DIRTY, EFER_LME, EFER_NXE, End,

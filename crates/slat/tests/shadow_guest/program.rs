@@ -15,7 +15,8 @@ mod registers;
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::architecture::{End, PagingMode};
 use super::entries::{self, Layout, Order};

@@ -19,7 +19,8 @@
 
 use std::collections::HashMap;
 
-use slat::{Access, PagingRegisters, Privilege};
+use slat::Access;
+use slat::shadow::{PagingRegisters, Privilege};
 
 use super::architecture::{
     ACCESSED, CR4_PCIDE, CR4_PGE, Meaning, PagingMode, Rights, entry_in, has_accessed_flag, meaning,

@@ -2,7 +2,8 @@
 //! hypervisor's CPUs. The others are CPUs with a deliberate fault, which show that the oracle
 //! detects it.
 
-use slat::{Access, Error, PagingRegister, PagingRegisters, Privilege};
+use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
+use slat::{Access, Error};
 
 use super::world::World;
 

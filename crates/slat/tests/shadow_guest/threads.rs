@@ -11,7 +11,8 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use slat::{Access, Privilege, ShadowStrategy};
+use slat::Access;
+use slat::shadow::{Privilege, ShadowStrategy};
 
 use super::engine::{Engine, Hypervisor};
 use super::entries::Layout;

@@ -5,7 +5,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 
-use slat::{Access, Error, MemoryRegionFlags, PagingRegister, PagingRegisters, Privilege};
+use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
+use slat::{Access, Error, MemoryRegionFlags};
 
 use super::architecture::{
     ACCESSED, DIRTY, End, GLOBAL, PagingMode, Rights, entry_in, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,

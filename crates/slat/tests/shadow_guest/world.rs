@@ -12,10 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, RwLock};
 
-use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize,
-    Park, Pfn, Resolved, TableNode,
-};
+use slat::baselines::Park;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn};
 
 use super::futex_park::FutexPark;
 
@@ -241,20 +240,6 @@ impl World {
     }
 }
 
-impl Park for World {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        FutexPark.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        FutexPark.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        FutexPark.unpark_all(word);
-    }
-}
-
 // SAFETY: page-table pages belong to the world, and each is allocated once until it is freed. CPUs
 // drop all that they cache before `flush` returns. Frames change only while their pages are
 // invalidated.
@@ -314,6 +299,10 @@ unsafe impl Host for World {
 
     fn timestamp_ns(&self) -> u64 {
         0
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(&FutexPark)
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Config, Error, Format, ManualProtect};
+use slat::dirty::ManualProtect;
+use slat::format::Format;
+use slat::{Config, Error};
 
 use crate::schedules::random;
 use crate::world::{TestVm, find};

@@ -5,10 +5,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-use slat::sync::AtomicU32;
-use slat::{
-    Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode,
-};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
 /// Hands out memory that was never used before, and keeps what is freed: so it needs no list, and
 /// all of its memory is zero.
@@ -98,18 +96,6 @@ impl StackHost {
     pub fn with_barrier() -> StackHost {
         StackHost { has_barrier: true, ..StackHost::default() }
     }
-}
-
-impl Park for StackHost {
-    fn park(&self, _: &AtomicU32, _: u32) {
-        std::thread::yield_now();
-    }
-
-    fn unpark_one(&self, _: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
 // SAFETY: page-table pages are the allocator's and have no other user; no CPU walks them.

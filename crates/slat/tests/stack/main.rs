@@ -16,6 +16,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host::{Backing, StackHost, real_memory};
+use slat::baselines::*;
+use slat::dirty::*;
+use slat::format::*;
+use slat::shadow::*;
+use slat::slots::*;
+use slat::tables::*;
 use slat::*;
 
 const MOST_BYTES: usize = 2048;
@@ -113,7 +119,7 @@ fn range(at: u64, size: u64) -> GfnRange {
 fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_entries: Option<u32>) {
     let scene = scene::<F>(name, host, config);
     let vm = &scene.vm;
-    scene.measure("Vm::host, root, check_extension", || (vm.host(), vm.root(), vm.check_extension(Cap::Userfault)));
+    scene.measure("Vm::host, root", || (vm.host(), vm.root()));
     if let Some(nr_entries) = ring_entries {
         scene.measure("Vm::enable_dirty_ring", || vm.enable_dirty_ring(nr_entries)).unwrap();
     }
@@ -274,7 +280,7 @@ fn split_and_recover<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>)
 fn userfault<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
     let vm = &scene.vm;
     let nr_words = (SMALL_BYTES / PAGE_SIZE / 64) as usize;
-    let words: Arc<Vec<slat::sync::AtomicU64>> = Arc::new((0..nr_words).map(|_| AtomicU64::new(1)).collect());
+    let words: Arc<Vec<slat::baselines::AtomicU64>> = Arc::new((0..nr_words).map(|_| AtomicU64::new(1)).collect());
     let bitmap = UserfaultBitmap::new(words.clone(), PageSize::Size4K);
     scene.measure("UserfaultBitmap", || (bitmap.words().len(), bitmap.granularity()));
     let turned_on = scene.set_region_with(1, SMALL, SMALL_BYTES, MemoryRegionFlags::USERFAULT, None, Some(bitmap));
@@ -435,20 +441,20 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
 fn every_configuration<F: Format>() {
     let host = StackHost::default;
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        second_stage::<F>(&format!("locking {locking:?}"), host(), Config::with_locking(locking), None);
+        second_stage::<F>(&format!("locking {locking:?}"), host(), Config::default().with_locking(locking), None);
     }
     let none = Config::default;
     second_stage::<F>("barrier", StackHost::with_barrier(), none(), None);
     second_stage::<F>("rings", host(), none(), Some(256));
-    let around = none().with_fault_around(FaultAround::Pages(MAX_FAULT_AROUND_PAGES));
+    let around = none().with_fault_around(FaultAround::Pages(FaultAround::MAX_PAGES));
     second_stage::<F>("fault-around", host(), around, None);
     second_stage::<F>("access by faults", host(), none().with_access_tracking(AccessTracking::Faults), None);
-    second_stage::<F>("splits lazily", host(), none().with_huge_page_splitting(HugePageSplitting::Lazy), None);
+    second_stage::<F>("splits lazily", host(), none().with_huge_page_logging(HugePageLogging::SplitLazily), None);
     second_stage::<F>("marks whole", host(), none().with_huge_page_logging(HugePageLogging::MarkWhole), None);
     for manual in [ManualProtect::Enabled, ManualProtect::InitiallySet] {
         second_stage::<F>(&format!("manual protect {manual:?}"), host(), none().with_manual_protect(manual), None);
     }
-    let leaf_by_leaf = none().with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf));
+    let leaf_by_leaf = none().with_dirty_tracking(DirtyTracking::WriteProtectLeaves);
     second_stage::<F>("leaf by leaf", host(), leaf_by_leaf, None);
     if F::HAS_DIRTY_BIT {
         second_stage::<F>("dirty bits", host(), none().with_dirty_tracking(DirtyTracking::DirtyBit), None);
@@ -495,7 +501,7 @@ fn no_call_takes_more_stack_than_a_hypervisor_has() {
     every_configuration::<Sv48x4>();
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         shadow(strategy, 4096, FaultAround::Off);
-        shadow(strategy, MIN_SHADOW_PAGES, FaultAround::Pages(MAX_FAULT_AROUND_PAGES));
+        shadow(strategy, ShadowPaging::MIN_PAGES, FaultAround::Pages(FaultAround::MAX_PAGES));
     }
 
     let mut by_bytes: Vec<_> =

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use slat::ManualProtect;
+use slat::dirty::ManualProtect;
 
 use crate::schedules::random;
 use crate::tlb_world::{BLOCK, PAGES, STAYING, TestVm};

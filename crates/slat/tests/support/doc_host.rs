@@ -6,6 +6,9 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 
 use slat::*;
+use slat::baselines::*;
+use slat::format::*;
+use slat::host::*;
 
 pub struct Heap;
 
@@ -33,14 +36,6 @@ impl Drop for Memory {
         // SAFETY: allocated with this layout.
         unsafe { dealloc(self.start, self.layout) }
     }
-}
-
-impl Park for Heap {
-    fn park(&self, _word: &sync::AtomicU32, _expected: u32) {}
-    fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _word: *const sync::AtomicU32) {}
 }
 
 // SAFETY: the heap hands out each piece of memory once, and no CPU walks these page tables.

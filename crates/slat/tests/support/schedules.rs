@@ -3,7 +3,7 @@
 use shuttle::Runner;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use slat::Locking;
+use slat::baselines::Locking;
 
 /// Schedules of each kind for each test. The environment variable `SHUTTLE_SCHEDULES` sets another
 /// number. `SHUTTLE_SEED` runs the one random schedule of a failure.

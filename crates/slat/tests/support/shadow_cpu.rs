@@ -22,13 +22,12 @@ pub mod guest_memory;
 
 pub use cpu::*;
 use guest_memory::Memory;
-use slat::sync::{AtomicU32, AtomicU64, full_fence};
-use slat::{
-    Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize,
-    Park, Pfn, Resolved, ShadowPaging, TableNode, Vm,
-};
+use slat::baselines::{AtomicU64, full_fence};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::shadow::ShadowPaging;
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vm};
 
-pub type TestVm = Vm<ShadowHost, slat::Npt>;
+pub type TestVm = Vm<ShadowHost, slat::format::Npt>;
 
 pub const P: u64 = 1 << 0;
 pub const W: u64 = 1 << 1;
@@ -109,16 +108,6 @@ pub struct ShadowHost {
     pub nr_resolves: AtomicUsize,
     /// While set, `guest_memory_ptr` returns `None`.
     pub has_no_pointers: AtomicBool,
-}
-
-impl Park for ShadowHost {
-    fn park(&self, _: &AtomicU32, _: u32) {
-        pause();
-    }
-    fn unpark_one(&self, _: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
 // SAFETY: the global allocator hands out each page-table page once. A flush waits for the accesses

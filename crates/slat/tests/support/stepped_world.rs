@@ -7,10 +7,13 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use slat::sync::{AtomicU32, AtomicU64};
+use slat::baselines::{AtomicU32, AtomicU64, Locking, Park};
+use slat::dirty::DirtyTracking;
+use slat::format::{Format, Npt, Pte};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 /// A format with page-table pages of four PTEs, so that unlinking one takes few steps. A level
@@ -159,7 +162,7 @@ impl ShuttleHost {
         let logs = tracking == DirtyTracking::PageModificationLog;
         ShuttleHost {
             modification_logs: logs.then(|| (0..nr_guests).map(|_| ModificationLog::default()).collect()),
-            sets_dirty: !matches!(tracking, DirtyTracking::WriteProtect(_)),
+            sets_dirty: !matches!(tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves),
             tables: std::sync::Mutex::default(),
             accesses: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
             faults: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
@@ -361,6 +364,10 @@ unsafe impl Host for ShuttleHost {
     fn timestamp_ns(&self) -> u64 {
         0
     }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        Some(self)
+    }
 }
 
 /// The leaf that a CPU would use for `gfn`: its frame, and whether it is writable.
@@ -382,7 +389,7 @@ impl Found<'_> {
     /// Whether a CPU can write through it without an entry in the dirty log.
     pub fn is_writable_unlogged<F: Format>(&self, tracking: DirtyTracking) -> bool {
         let is_logged = match tracking {
-            DirtyTracking::WriteProtect(_) => false,
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => false,
             _ => self.level == Level::L4K && self.entry & F::DIRTY == 0,
         };
         self.writable && !is_logged
@@ -422,7 +429,7 @@ pub fn find<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Found<'_>> {
 pub type TestVm<F> = Arc<Vm<ShuttleHost, F>>;
 
 pub fn new_vm<F: Format>(locking: Locking, nr_guests: usize) -> TestVm<F> {
-    new_vm_with(Config::with_locking(locking), nr_guests)
+    new_vm_with(Config::default().with_locking(locking), nr_guests)
 }
 
 pub fn new_vm_with<F: Format>(config: Config, nr_guests: usize) -> TestVm<F> {

@@ -16,11 +16,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
-use slat::sync::{AtomicU32, AtomicU64};
+use slat::baselines::{AtomicU64, Park};
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::{Format, Pte};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::tables::AccessTracking;
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa,
-    HugePageLogging, HugePageSplitting, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm, WriteProtection, ZappedLeaf,
+    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Pfn, Vcpu, Vm,
 };
 
 use crate::Shape;
@@ -44,18 +47,23 @@ pub const PLACES: [&[u64]; 2] = [&[0, BLOCK], &[2 * BLOCK]];
 pub fn random_config() -> Config {
     let locking = random_locking();
     let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
-    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
+    let by_writes = [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves];
     let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
     let dirty_tracking = match access_tracking {
         AccessTracking::Faults => pick(&by_writes),
         AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
     };
-    Config::with_locking(locking)
+    Config::default()
+        .with_locking(locking)
         .with_access_tracking(access_tracking)
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
-        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
-        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
+        .with_huge_page_logging(pick(&[
+            HugePageLogging::Split,
+            HugePageLogging::SplitLazily,
+            HugePageLogging::MarkWhole,
+            HugePageLogging::MarkWholeLazily,
+        ]))
 }
 
 /// A page of an area.
@@ -319,20 +327,6 @@ pub fn invalidate(vm: &TestVm, ranges: &[GfnRange], change: impl FnOnce(&mut Mem
     drop(invalidations);
 }
 
-impl Park for TlbHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.base.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.base.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.base.unpark_all(word);
-    }
-}
-
 // SAFETY: page-table pages are those of `base`. A flush drops translations, and waits for accesses
 // under way. Frames are numbers.
 unsafe impl Host for TlbHost {
@@ -430,6 +424,10 @@ unsafe impl Host for TlbHost {
 
     fn timestamp_ns(&self) -> u64 {
         0
+    }
+
+    fn parking(&self) -> Option<&dyn Park> {
+        self.base.parking()
     }
 }
 

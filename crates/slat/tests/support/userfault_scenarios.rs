@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use shuttle::thread;
-use slat::sync::AtomicU64;
-use slat::{
-    Access, Config, DirtyTracking, Exit, FaultAround, Format, Gfn, GfnRange, Gpa, MemoryAttributes, MemoryRegion,
-    MemoryRegionFlags, PAGE_SIZE, PageSize, UserfaultBitmap,
-};
+use slat::baselines::AtomicU64;
+use slat::dirty::DirtyTracking;
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, UserfaultBitmap};
+use slat::tables::FaultAround;
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize};
 
 use crate::schedules::{pick, random, random_locking};
 use crate::world::{self, Guest, PRIVATE_PFN, TestVm, assert_no_table_is_left, backing, new_vm_with, walk};
@@ -38,7 +39,8 @@ struct Scene<F: Format> {
 }
 
 fn random_config() -> Config {
-    Config::with_locking(random_locking())
+    Config::default()
+        .with_locking(random_locking())
         .with_dirty_tracking(pick(&[Config::default().dirty_tracking, DirtyTracking::DirtyBit]))
         .with_fault_around(pick(&[FaultAround::Off, FaultAround::Pages(2)]))
 }

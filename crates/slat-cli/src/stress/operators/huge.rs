@@ -15,7 +15,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{Gfn, GfnRange, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PageSize, Vcpu};
+use slat::dirty::ManualProtect;
+use slat::{Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, PageSize, Vcpu};
 use slat_machine::cpu::Cpu;
 use slat_machine::host::{BackingSlice, MachineHost};
 use slat_machine::machine::MachineError;
@@ -82,7 +83,7 @@ pub(super) struct HugeSlot<'w, F: HardwareFormat> {
 
 impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
     pub(super) fn new(world: &'w World<F>) -> Result<HugeSlot<'w, F>, Failure> {
-        let backing = Backing::new(BackingKind::AnonymousThp, NR_PAGES << PAGE_SHIFT).map_err(MachineError::from)?;
+        let backing = Backing::new(BackingKind::AnonymousThp, NR_PAGES << Gfn::SHIFT).map_err(MachineError::from)?;
         let slot = HugeSlot {
             world,
             cpu: new_cpu(world)?,
@@ -103,7 +104,7 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
             slot: ID,
             flags: self.flags,
             guest_phys_addr: FIRST_PAGE.gpa(),
-            memory_size: nr_pages << PAGE_SHIFT,
+            memory_size: nr_pages << Gfn::SHIFT,
             backing: backing.map(|backing| BackingSlice { backing, offset_bytes: 0 }),
             userfault_bitmap: None,
         })?;

@@ -12,7 +12,9 @@ use std::sync::PoisonError;
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{DirtyTracking, Gfn, GfnRange, Gpa, Gva, ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu};
+use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::shadow::Gva;
+use slat::{Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu};
 use slat_machine::commit::Port;
 use slat_machine::cpu::{Cpu, CpuError};
 use slat_machine::host::{BackingSlice, MachineHost};
@@ -94,7 +96,7 @@ pub(super) struct Slots<'w, F: HardwareFormat> {
 impl<'w, F: HardwareFormat> Slots<'w, F> {
     pub(super) fn new(world: &'w World<F>, number: u32, visitors: Visitors) -> Result<Slots<'w, F>, Failure> {
         let memory = || {
-            let size_bytes = MAX_SLOT_PAGES << PAGE_SHIFT;
+            let size_bytes = MAX_SLOT_PAGES << Gfn::SHIFT;
             let backing = match visitors {
                 // Movable pages, since some of their faults take long enough to be overtaken.
                 Visitors::Come => Backing::with_movable_pages(size_bytes, 0),
@@ -173,7 +175,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
             slot: slot.id,
             flags: slot.flags,
             guest_phys_addr: range.start.gpa(),
-            memory_size: if is_there { range.nr_pages() << PAGE_SHIFT } else { 0 },
+            memory_size: if is_there { range.nr_pages() << Gfn::SHIFT } else { 0 },
             backing: backing.map(|backing| BackingSlice { backing, offset_bytes: 0 }),
             userfault_bitmap: None,
         })?;
@@ -424,7 +426,7 @@ pub(super) fn new_cpu<F: HardwareFormat>(world: &World<F>) -> Result<Cpu<Vcpu<Ma
     let cpu = Cpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, vm.root(), Geometry::default());
     Ok(match world.plan.dirty_tracking {
         DirtyTracking::PageModificationLog => cpu.with_modification_log(vm.host().modification_logs().add()),
-        DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,
     })
 }
 

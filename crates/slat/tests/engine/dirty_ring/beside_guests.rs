@@ -117,8 +117,8 @@ impl<F: Format> World<F> {
 }
 
 fn protections(locking: Locking) -> [Config; 2] {
-    [WriteProtection::Lazy, WriteProtection::LeafByLeaf]
-        .map(|protection| Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection)))
+    [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves]
+        .map(|protection| Config::default().with_locking(locking).with_dirty_tracking(protection))
 }
 
 each!(a_write_is_in_the_next_harvest_or_the_one_after, one_migration);

@@ -1,7 +1,7 @@
 //! Rings that are enabled after the last vCPU was dropped: pages that vCPUs left writable are
 //! protected.
 
-use slat::Stage2;
+use slat::format::Stage2;
 
 use super::*;
 use crate::common::Call;
@@ -30,7 +30,7 @@ each!(pages_left_writable_by_earlier_vcpus_are_pushed_when_written, left_writabl
 fn left_writable<F: Format>(locking: Locking) {
     for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
         for size in [PageSize::Size4K, PageSize::Size2M] {
-            let config = Config::with_locking(locking).with_manual_protect(manual_protect);
+            let config = Config::default().with_locking(locking).with_manual_protect(manual_protect);
             let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
             vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, size)).unwrap();
             vm.set_user_memory_region(region(1, GIB, 4 * MIB, 1 << 20, size)).unwrap();

@@ -16,8 +16,8 @@ fn counts<F: Format>(vm: &Vm<TestHost, F>) -> BTreeMap<u64, u64> {
 
 each!(the_first_write_after_a_reset_is_pushed_once, first_write);
 fn first_write<F: Format>(locking: Locking) {
-    for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
-        let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    for protection in [DirtyTracking::WriteProtect, DirtyTracking::WriteProtectLeaves] {
+        let config = Config::default().with_locking(locking).with_dirty_tracking(protection);
         let (vm, mut vcpu) = logging::<F>(config, 8192, 8 * MIB);
         let written = |pages: &mut dyn Iterator<Item = u64>| pages.map(|page| (page, 1)).collect::<BTreeMap<_, u64>>();
         // Every other page; so many that their reset protects the directory entry above, where it

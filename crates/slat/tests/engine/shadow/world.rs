@@ -2,14 +2,13 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use slat::{
-    Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, LocalFlush,
-    MemoryRegionFlags, Npt, Outcome, PageSize, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
-    ShadowStrategy, TableNode, Vcpu, Vm,
-};
+use slat::format::Npt;
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::shadow::{GuestAccess, Gva, LocalFlush, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu, Vm};
 
 use crate::shadow_cpu::guest_memory::Memory;
 use crate::shadow_cpu::{ADDRESS, Cached, P, U, W, index, region, registers_with_pcids, walk};
@@ -31,14 +30,6 @@ pub struct OneCpuHost {
     /// A hook that runs in the next flush.
     in_flush: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     yields: AtomicU64,
-}
-
-impl Park for OneCpuHost {
-    fn park(&self, _: &AtomicU32, _: u32) {}
-    fn unpark_one(&self, _: *const AtomicU32) -> bool {
-        false
-    }
-    fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
 // SAFETY: the global allocator hands out each page-table page once. The one CPU drops what `flush`

@@ -4,9 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use slat::format::Format;
+use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
+use slat::tables::AccessTracking;
 use slat::{
-    Access, AccessTracking, Config, Error, Exit, Format, Gfn, GfnRange, MemoryAttributes, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
+    Access, Config, Error, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};

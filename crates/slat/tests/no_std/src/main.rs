@@ -10,12 +10,11 @@ use alloc::sync::Arc;
 use core::alloc::{GlobalAlloc, Layout};
 use core::ffi::{c_int, c_void};
 use core::panic::PanicInfo;
-use core::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+use core::sync::atomic::{AtomicI64, Ordering};
 
-use slat::{AllocationWait, TableNode, 
-    Access, Config, Ept, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking, MemoryRegion, MemoryRegionFlags,
-    Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
-};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
+use slat::format::{Ept, Format, Npt};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 
 #[link(name = "c")]
 unsafe extern "C" {
@@ -68,16 +67,6 @@ const BIAS: u64 = 1 << 50;
 struct TinyHost {
     live_tables: AtomicI64,
     flushes: AtomicI64,
-}
-
-impl Park for TinyHost {
-    fn park(&self, _word: &AtomicU32, _expected: u32) {}
-
-    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
-        false
-    }
-
-    fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
 // SAFETY: page-table pages are the C library's memory until they are freed; no CPU caches anything;
@@ -136,9 +125,9 @@ fn region(flags: MemoryRegionFlags, gpa: u64, backing: Option<u64>) -> MemoryReg
     MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(gpa), memory_size: SIZE, backing, userfault_bitmap: None }
 }
 
-fn run<F: Format>(locking: Locking) -> Result<(), c_int> {
+fn run<F: Format>() -> Result<(), c_int> {
     let none = MemoryRegionFlags::empty();
-    let Ok(vm) = Vm::<TinyHost, F>::new(TinyHost::default(), Config::with_locking(locking)) else {
+    let Ok(vm) = Vm::<TinyHost, F>::new(TinyHost::default(), Config::default()) else {
         return Err(line!() as c_int);
     };
     let vm = Arc::new(vm);
@@ -170,11 +159,9 @@ fn run<F: Format>(locking: Locking) -> Result<(), c_int> {
 
 #[unsafe(no_mangle)]
 extern "C" fn main() -> c_int {
-    for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-        for result in [run::<Npt>(locking), run::<Ept>(locking)] {
-            if let Err(line) = result {
-                return line;
-            }
+    for result in [run::<Npt>(), run::<Ept>()] {
+        if let Err(line) = result {
+            return line;
         }
     }
     0

@@ -1,6 +1,7 @@
 //! Edits of the guest's page tables.
 
-use slat::{Access, Privilege};
+use slat::Access;
+use slat::shadow::Privilege;
 
 use super::Program;
 use crate::architecture::{ACCESSED, DIRTY, End, GLOBAL, LARGE, NO_EXECUTE, PRESENT, USER, WRITABLE, entry_in};

@@ -1,6 +1,6 @@
 //! Registers and flushes of the guest's CPUs.
 
-use slat::{PagingRegister, PagingRegisters};
+use slat::shadow::{PagingRegister, PagingRegisters};
 
 use super::Program;
 use crate::architecture::{CR0_PG, CR0_WP, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_NXE, PagingMode};

@@ -5,11 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use slat::sync::{AtomicU64, full_fence};
-use slat::{
-    Access, Exit, GuestAccess, GuestEntry, Gva, Hpa, LocalFlush, Outcome, PagingRegister, PagingRegisters, Privilege,
-    Vcpu,
-};
+use slat::baselines::{AtomicU64, full_fence};
+use slat::shadow::{GuestAccess, GuestEntry, Gva, LocalFlush, PagingRegister, PagingRegisters, Privilege};
+use slat::{Access, Exit, Hpa, Outcome, Vcpu};
 
 use super::{ADDRESS, LABEL, MAX_CPUS, NX, P, POISON, PS, ShadowHost, TestVm, U, W, label_of, pause};
 
@@ -89,7 +87,7 @@ pub fn registers_with_pcids(cr3: u64) -> PagingRegisters {
 /// A CPU of the guest.
 pub struct Cpu {
     pub vm: Arc<TestVm>,
-    vcpu: Vcpu<ShadowHost, slat::Npt>,
+    vcpu: Vcpu<ShadowHost, slat::format::Npt>,
     /// It must be entered again before it runs.
     has_exited: bool,
     index: usize,
@@ -156,12 +154,12 @@ impl Cpu {
     }
 
     /// For calls that have no method here.
-    pub fn vcpu(&mut self) -> &mut Vcpu<ShadowHost, slat::Npt> {
+    pub fn vcpu(&mut self) -> &mut Vcpu<ShadowHost, slat::format::Npt> {
         self.has_exited = true;
         &mut self.vcpu
     }
 
-    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<ShadowHost, slat::Npt>) -> Outcome) {
+    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<ShadowHost, slat::format::Npt>) -> Outcome) {
         assert_eq!(call(&mut self.vcpu), Outcome::Resume);
         self.enter();
     }
