@@ -103,7 +103,7 @@ use alloc::boxed::Box;
 use core::ptr;
 
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
-use crate::boxed::{Vacant, try_box};
+use crate::boxed::Vacant;
 use crate::error::Error;
 use crate::format::Npt;
 use crate::host::Host;
@@ -157,7 +157,7 @@ impl<H: Host> DerivedTables<H, Npt> for Shadow {
     }
 
     fn new_vcpu(&self) -> Result<VcpuState, Error> {
-        let state = try_box(Roots::new(self.config)?)?;
+        let state = Roots::new(self.config)?;
         self.nr_vcpus.fetch_add(1, Ordering::Relaxed);
         Ok(state)
     }

@@ -33,6 +33,8 @@
 
 #![expect(unsafe_code, reason = "ends the pins of the pages that were its roots")]
 
+use alloc::boxed::Box;
+
 use arrayvec::ArrayVec;
 
 use super::Mmu;
@@ -41,7 +43,7 @@ use super::page::PageRef;
 use super::role::{Role, part_for};
 use super::walk::View;
 use crate::addr::{Gfn, Gpa, Gva, Level};
-use crate::boxed::ZeroedWords;
+use crate::boxed::{Vacant, ZeroedWords};
 use crate::config::{ShadowPaging, ShadowStrategy};
 use crate::error::Error;
 use crate::format::{Format, Npt};
@@ -110,11 +112,12 @@ const ALL_BUT_GLOBAL: u64 = 3;
 
 impl Roots {
     /// The roots of a vCPU whose paging is off.
-    pub(super) fn new(config: ShadowPaging) -> Result<Roots, Error> {
+    pub(super) fn new(config: ShadowPaging) -> Result<Box<Roots>, Error> {
+        let (memory, flushed_at) = (Vacant::new()?, ZeroedWords::new(NR_PCIDS)?);
         let registers = PagingRegisters::default();
         let Ok(mode) = GuestMode::new(registers, Npt::GPA_BITS) else { unreachable!("a CPU begins like this") };
         let previous = if config.strategy.keeps_no_root() { 0 } else { config.previous_roots };
-        let mut roots = Roots {
+        let mut roots = memory.fill(Roots {
             registers,
             mode,
             strategy: config.strategy,
@@ -122,13 +125,14 @@ impl Roots {
             roots: ArrayVec::new(),
             current: 0,
             now: 1,
-            flushed_at: ZeroedWords::new(NR_PCIDS)?,
+            flushed_at,
             all_flushed_at: 0,
             addresses: [Gva(0); NR_ADDRESSES],
             nr_addresses: 0,
             flush: LocalFlush::All,
-        };
-        roots.roots.push(roots.new_root());
+        });
+        let root = roots.new_root();
+        roots.roots.push(root);
         Ok(roots)
     }
 
@@ -273,16 +277,24 @@ impl Roots {
         if self.roots[place].synced_at < self.flushed(place) || nr_behind > NR_ADDRESSES as u64 {
             mmu.sync_root(self.mode, page);
         } else {
-            let mut batch = mmu.batch();
-            for nth in self.roots[place].position..self.nr_addresses {
-                mmu.sync_address(self.mode, page, self.addresses[nth as usize % NR_ADDRESSES], &mut batch);
-            }
-            mmu.flush(&mut batch);
+            self.sync_addresses(mmu, place, page);
         }
         let root = &mut self.roots[place];
         root.synced_at = self.now;
         root.position = self.nr_addresses;
         root.is_stale_on_cpu = true;
+    }
+
+    /// Synchronizes the addresses of the list that are left to do with a root.
+    ///
+    /// Never inlined: its batch would lie on the stack of a whole synchronization.
+    #[inline(never)]
+    fn sync_addresses<H: Host>(&self, mmu: Mmu<'_, H>, place: usize, page: PageRef) {
+        let mut batch = mmu.batch();
+        for nth in self.roots[place].position..self.nr_addresses {
+            mmu.sync_address(self.mode, page, self.addresses[nth as usize % NR_ADDRESSES], &mut batch);
+        }
+        mmu.flush(&mut batch);
     }
 
     /// The registers and the mode after the guest's write of `value` into `register`.

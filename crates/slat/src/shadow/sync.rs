@@ -76,7 +76,6 @@ impl<'v, H: Host> Mmu<'v, H> {
             // yet.
             self.add(&mut batch);
             self.flush(&mut batch);
-            let mut batch = self.batch();
             for &syncing in &turn[..len] {
                 self.compare_page(mode, syncing.page, &mut batch);
                 self.end_sync(syncing);
