@@ -54,7 +54,7 @@
 //! pages into the ring of its vCPU, whatever was pushed before. Enabling is as above.
 //!
 //! ## Dirty bits of the CPUs
-//! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep
+//! With `DirtyTracking::DirtyBit` and `DirtyTracking::PageModificationLog` leaves of 4 KiB keep
 //! W, and "W" above reads "D". Before the bitmap is read, the harvest updates it from the
 //! leaves whose D is set, or from what the CPUs logged when they set D. D is cleared only after the
 //! page's bit was taken. A zap marks the page before it empties a dirty leaf PTE, and once more

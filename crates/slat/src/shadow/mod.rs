@@ -13,9 +13,9 @@
 //! A VM with shadow paging keeps its second stage, the tree of guest frames, and no hardware walks
 //! it. Hardware walks the shadow page tables. They are a cache of the guest's tables and of the
 //! leaf PTEs of the second stage, and are flushed like a TLB.
-//! The flush of a [`TlbBatch`] first zaps the shadow leaf PTEs of the guest frames, or takes W from
+//! The flush of a `TlbBatch` first zaps the shadow leaf PTEs of the guest frames, or takes W from
 //! them; a reverse map finds them. So the protocols of the second stage know nothing of shadow
-//! paging: [`Shadow`] is the [`DerivedTables`] of the tree. Only
+//! paging: [`Shadow`] is the `DerivedTables` of the tree. Only
 //! [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging) names it, so a program that does not
 //! call that links none of this module.
 //!

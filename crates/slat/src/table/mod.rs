@@ -127,7 +127,7 @@ impl<H: Host, F: Format> Tree<H, F> {
         LockedGuard { guard: self.epochs.pin(participant), _lock: lock }
     }
 
-    /// As [`enter`](Self::enter), for a fault.
+    /// As [`pin`](Self::pin), for a fault.
     #[inline(always)]
     pub(crate) fn pin_fault<'a>(
         &'a self,
