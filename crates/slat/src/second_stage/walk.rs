@@ -67,8 +67,8 @@ pub(crate) fn run<H: Host, F: Format, W: Walk<H, F>>(
     let mut next = range.start;
     while next < range.end {
         let end = match W::SIDE {
-            Some(side) => walk.turn(&op.pin_locked(side).guard, next),
-            None => walk.turn(&op.pin(), next),
+            Some(side) if op.tree.is_locked() => walk.turn(&op.pin_locked(side).guard, next),
+            _ => walk.turn(&op.pin(), next),
         };
         next = match end {
             TurnEnd::At(gfn) => gfn,
