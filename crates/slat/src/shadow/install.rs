@@ -353,8 +353,8 @@ impl<'v, H: Host> Mmu<'v, H> {
             self.drop_entry(place, batch);
         }
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return Err(NotMade::Changed) };
-        let _guard = frame.lock.lock(self.host());
-        let second = self.second_stage(gfn).ok_or(NotMade::NotMapped)?;
+        let (_guard, second) = self.lock_frame(frame, gfn);
+        let second = second.ok_or(NotMade::NotMapped)?;
         if second.level < level || (level > Level::L4K && frame.nr_tables().load(Ordering::Relaxed) != 0) {
             return Err(NotMade::TooLarge);
         }

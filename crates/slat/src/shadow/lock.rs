@@ -56,6 +56,13 @@ impl WordLock {
         WordGuard(self)
     }
 
+    /// Takes the lock, if it is free. Its last access of memory is an atomic read-modify-write, unless
+    /// the answer is `None`. The caller makes the fence of [`lock`](Self::lock).
+    #[inline]
+    pub(super) fn try_lock(&self) -> Option<WordGuard<'_>> {
+        self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).ok().map(|_| WordGuard(self))
+    }
+
     /// As [`lock`](Self::lock), but only while `is_wanted`. `None` if that ends before the lock is
     /// taken.
     #[inline]

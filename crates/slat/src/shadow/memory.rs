@@ -93,8 +93,8 @@ impl<'v, H: Host> Mmu<'v, H> {
     ) -> Result<T, NoMemory> {
         let gfn = gpa.gfn();
         let frame = self.shadow.frames.get(gfn, Level::L4K).ok_or(NoMemory::NotMapped)?;
-        let _guard = frame.lock.lock(self.host());
-        let second = self.second_stage(gfn).ok_or(NoMemory::NotMapped)?;
+        let (_guard, second) = self.lock_frame(frame, gfn);
+        let second = second.ok_or(NoMemory::NotMapped)?;
         let page = self.host().guest_memory_ptr(second.pfn).ok_or(NoMemory::NoPointer)?;
         f(page.wrapping_add((gpa.0 % PAGE_SIZE) as usize), second, frame)
     }

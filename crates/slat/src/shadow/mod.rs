@@ -113,10 +113,11 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::{DerivedTables, VcpuState};
 use crate::table::pte::{self, State};
-use crate::table::retire::Participant;
+use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
+use lock::WordGuard;
 use page::Pages;
-use rmap::Frames;
+use rmap::{Frame, Frames};
 use roots::Roots;
 
 /// The shadow page tables of one VM.
@@ -236,8 +237,27 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// frame, and puts the shadow leaf PTE that it makes of the answer into the frame's list before
     /// it releases the lock, then each later change of the second stage finds that leaf PTE.
     fn second_stage(&self, gfn: Gfn) -> Option<SecondStage> {
-        let guard = self.tree.epochs.pin(self.participant);
-        let mut cursor = Cursor::new(self.tree, &guard, gfn);
+        self.second_stage_in(&self.tree.epochs.pin(self.participant), gfn)
+    }
+
+    /// Takes the lock of `frame`, which is that of `gfn`, and returns it with what the second stage
+    /// has for `gfn`.
+    #[inline]
+    fn lock_frame<'f>(&self, frame: &'f Frame, gfn: Gfn) -> (WordGuard<'f>, Option<SecondStage>) {
+        // One fence for the guard and the lock. A thread that has to wait opens no guard meanwhile.
+        // SAFETY: `try_lock` ends with a read-modify-write if it returns the lock.
+        let pinned = unsafe { self.tree.epochs.pin_by_rmw(self.participant, || frame.lock.try_lock()) };
+        match pinned {
+            Some((guard, held)) => (held, self.second_stage_in(&guard, gfn)),
+            None => {
+                let held = frame.lock.lock(self.host());
+                (held, self.second_stage(gfn))
+            }
+        }
+    }
+
+    fn second_stage_in(&self, guard: &Guard<'_>, gfn: Gfn) -> Option<SecondStage> {
+        let mut cursor = Cursor::new(self.tree, guard, gfn);
         let (leaf, State::Leaf) = cursor.descend_to_lowest() else { return None };
         let level = cursor.level();
         let pfn = Pfn(pte::frame::<Npt>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));

@@ -125,6 +125,30 @@ impl Epochs {
         unsafe { NestedGuard::new(participant) }
     }
 
+    /// As [`pin`](Self::pin), where an atomic operation of the caller serves as the fence too. `None`,
+    /// and no guard, if `rmw` answers that.
+    ///
+    /// # Safety
+    /// If `rmw` returns a value, its last access of memory was an atomic read-modify-write.
+    #[inline]
+    pub(crate) unsafe fn pin_by_rmw<'a, T>(
+        &self,
+        participant: &'a Participant,
+        rmw: impl FnOnce() -> Option<T>,
+    ) -> Option<(NestedGuard<'a>, T)> {
+        if participant.is_outside() {
+            // Acquire: as in `announce`. Relaxed: the fence below orders the store before every read
+            // of the guard.
+            participant.announced.store(self.epoch.load(Ordering::Acquire), Ordering::Relaxed);
+        }
+        // SAFETY: as in `pin`; nothing is read in the guard before the fence.
+        let guard = unsafe { NestedGuard::new(participant) };
+        let value = rmw()?;
+        // It pairs with `oldest_open`, whichever fences that makes.
+        fence_after_rmw();
+        Some((guard, value))
+    }
+
     /// Opens the guard of a fault. Counted guards may be open beside it.
     #[inline]
     pub(crate) fn pin_fault<'p>(&self, pin: FaultPin<'p>) -> FaultGuard<'p> {

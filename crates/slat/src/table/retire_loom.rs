@@ -73,6 +73,17 @@ impl World {
         }
     }
 
+    /// As [`read`](Self::read), where `lock` is taken with the guard.
+    fn read_under_a_lock(&self, participant: &Participant, thing: usize, lock: &AtomicU64) -> bool {
+        let lock = || lock.compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed).ok();
+        // SAFETY: a compare-and-exchange that succeeds is a read-modify-write.
+        let Some((_guard, _)) = (unsafe { self.epochs.pin_by_rmw(participant, lock) }) else { return false };
+        if self.things[thing].is_linked() {
+            self.things[thing].use_memory();
+        }
+        true
+    }
+
     fn read_in_a_call(&self, thing: usize) {
         let participant = self.epochs.borrow_participant().expect("memory for a record");
         self.read(&participant, thing);
@@ -105,6 +116,18 @@ fn check_beside_a_retirement(read: fn(&World)) {
 #[test]
 fn a_guard_keeps_what_it_found() {
     check_beside_a_retirement(|world| world.read_in_a_call(0));
+}
+
+#[test]
+fn a_guard_that_opens_with_a_lock_keeps_what_it_found() {
+    check_beside_a_retirement(|world| {
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let lock = AtomicU64::new(0);
+        assert!(world.read_under_a_lock(&participant, 0, &lock));
+        // The lock is held: no guard opens, and none stays open.
+        assert!(!world.read_under_a_lock(&participant, 0, &lock));
+        assert!(participant.is_outside());
+    });
 }
 
 #[test]
