@@ -31,6 +31,7 @@ use core::mem;
 use core::ptr::{self, NonNull};
 
 use super::attributes::PrivatePages;
+use super::new::{Attachments, NewSlot, Unpublished, free};
 use super::region::MemoryRegionFlags;
 use super::userfault::UserfaultBitmap;
 use super::view::SlotView;
@@ -50,7 +51,7 @@ pub(crate) struct Slot<B> {
     pub(super) backing: B,
     /// Which pages are private, if the memslot has a guest_memfd.
     pub(super) private: Option<Box<PrivatePages>>,
-    claimed: AtomicBool,
+    pub(super) claimed: AtomicBool,
 }
 
 /// A memslot in a set. It owns nothing: the sets that have the memslot share what it points to.
@@ -359,7 +360,8 @@ impl<B> Slots<B> {
     pub(crate) fn insert(&self, epochs: &Epochs, participant: &Participant, new: NewSlot<B>) -> Result<(), Error> {
         let NewSlot { range, id, flags, slot, log, userfault } = new;
         let (log_pointer, userfault_pointer) = (Unpublished::of(&log), Unpublished::of(&userfault));
-        let entry = SlotEntry { range, id, flags, slot: slot.0, log: log_pointer, userfault: userfault_pointer };
+        let entry =
+            SlotEntry { range, id, flags, slot: slot.pointer(), log: log_pointer, userfault: userfault_pointer };
         let change = Change { id, claim: None, entry: Some(entry.duplicate()) };
         // SAFETY: what the entry points to came from boxes, which the set owns from then on.
         unsafe { self.publish(epochs, participant, &change) }?;
@@ -481,71 +483,6 @@ impl<B> Slots<B> {
                 self.push_retired(node);
             }
         }
-    }
-}
-
-/// What a change adds to a memslot, in boxes: no other thread has it yet.
-#[derive(Default)]
-pub(crate) struct Attachments {
-    pub(crate) log: Option<Box<Bitmap>>,
-    pub(crate) userfault: Option<Box<UserfaultBitmap>>,
-}
-
-/// A thing for a set that is not published yet. Dropping this frees the thing; a change that was
-/// published forgets this. No box, because faults use the thing before that.
-struct Unpublished<T>(NonNull<T>);
-
-impl<T> Unpublished<T> {
-    fn new(thing: Box<T>) -> Unpublished<T> {
-        Unpublished(NonNull::from(Box::leak(thing)))
-    }
-
-    fn of(thing: &Option<Unpublished<T>>) -> Option<NonNull<T>> {
-        thing.as_ref().map(|thing| thing.0)
-    }
-}
-
-impl<T> Drop for Unpublished<T> {
-    fn drop(&mut self) {
-        // SAFETY: it came from a box. It was not published, because then this is forgotten.
-        unsafe { free(Some(self.0)) }
-    }
-}
-
-pub(crate) struct NewSlot<B> {
-    range: GfnRange,
-    id: u32,
-    flags: MemoryRegionFlags,
-    slot: Unpublished<Slot<B>>,
-    log: Option<Unpublished<Bitmap>>,
-    userfault: Option<Unpublished<UserfaultBitmap>>,
-}
-
-impl<B> NewSlot<B> {
-    pub(crate) fn new(
-        id: u32,
-        range: GfnRange,
-        flags: MemoryRegionFlags,
-        backing: B,
-        attachments: Attachments,
-    ) -> Result<NewSlot<B>, Error> {
-        let has_private = flags.contains(MemoryRegionFlags::GUEST_MEMFD);
-        let private = has_private.then(|| PrivatePages::new(range.nr_pages())).transpose()?;
-        // Claimed until `insert` has published it.
-        let slot = Unpublished::new(try_box(Slot { backing, private, claimed: AtomicBool::new(true) })?);
-        let (log, userfault) = (attachments.log.map(Unpublished::new), attachments.userfault.map(Unpublished::new));
-        Ok(NewSlot { range, id, flags, slot, log, userfault })
-    }
-}
-
-/// Frees what comes from a box.
-///
-/// # Safety
-/// It came from a box, and is not used any more.
-unsafe fn free<T>(thing: Option<NonNull<T>>) {
-    if let Some(thing) = thing {
-        // SAFETY: as the caller promises.
-        drop(unsafe { Box::from_raw(thing.as_ptr()) });
     }
 }
 

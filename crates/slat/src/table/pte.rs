@@ -166,8 +166,7 @@ impl InvalidationSeq {
         InvalidationSeq(!hidden_number(number))
     }
 
-    /// The value of the counter, perhaps with the mark of
-    /// [`unflushed`](InvalidationSeq::unflushed).
+    /// The value of the counter, perhaps marked as [`unflushed`](Self::unflushed).
     #[inline]
     pub(crate) fn number(self) -> u64 {
         number_in(!self.0)
