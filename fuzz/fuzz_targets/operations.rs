@@ -74,16 +74,18 @@ fn one_of<T: Copy>(bytes: &mut Unstructured<'_>, all: &[T]) -> Result<T> {
 }
 
 fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
-    Ok(Config::default().with_locking(one_of(bytes, &LOCKINGS)?)
+    let huge_page_loggings = one_of(bytes, &[HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS])?;
+    Ok(Config::default()
+        .with_locking(one_of(bytes, &LOCKINGS)?)
         .with_access_tracking(one_of(bytes, &ACCESS_TRACKINGS)?)
         .with_dirty_tracking(one_of(bytes, &DIRTY_TRACKINGS)?)
         .with_manual_protect(one_of(bytes, &MANUAL_PROTECTS)?)
-        .with_huge_page_logging(one_of(bytes, &one_of(bytes, &[HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS])?)?)
+        .with_huge_page_logging(one_of(bytes, &huge_page_loggings)?)
         .with_fault_around(one_of(bytes, &FAULT_AROUNDS)?))
 }
 
 fn check<F: Format>(config: Config, ops: &[Op]) {
-    // Not those that cannot be had.
+    // Only configurations that the format supports.
     if Vm::<_, F>::new(common::TestHost::default(), config).is_ok() {
         pair::check::<F>(config, ops);
     }
