@@ -256,6 +256,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         }
     }
 
+    /// Never inlined: it would be in two places on the stack of a page fault.
+    #[inline(never)]
     fn second_stage_in(&self, guard: &Guard<'_>, gfn: Gfn) -> Option<SecondStage> {
         let mut cursor = Cursor::new(self.tree, guard, gfn);
         let (leaf, State::Leaf) = cursor.descend_to_lowest() else { return None };
