@@ -127,7 +127,8 @@ pub trait HardwareFormat: slat::format::Format {
     /// [`Stop`]: why there is no translation.
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
 
-    /// Builds a machine with shadow paging ([`MachineConfig::shadow`]). The engine has that with one format.
+    /// Builds a machine with shadow paging ([`MachineConfig::shadow`]). The engine has that with
+    /// one format.
     ///
     /// # Errors
     /// [`MachineConfigError::NoShadowPaging`] with all others; those of [`Machine::new`].

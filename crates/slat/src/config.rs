@@ -126,8 +126,8 @@ impl ShadowPaging {
 ///
 /// A guest does not notice if each of its vCPUs flushes, at the latest on its return to a PCID,
 /// what has changed since it left. Linux does so by its `tlb_gen`. Other guests
-/// need `Baseline` (feature `baselines`). (Synchronizing each such load would cost what bit 63 saves: guests use the same few
-/// PCIDs on all of their vCPUs.)
+/// need `Baseline` (feature `baselines`). (Synchronizing each such load would cost what bit 63
+/// saves: guests use the same few PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
     /// The old root is dropped, with all shadow pages that only it reaches, and the new one is

@@ -78,8 +78,8 @@ pub enum Error {
         slot: u32,
     },
     /// Too much memory of earlier changes of memslots cannot be freed yet. A thread that was
-    /// preempted inside a call, or a [`TableReader`](crate::tables::TableReader), may still use it. Try
-    /// again later.
+    /// preempted inside a call, or a [`TableReader`](crate::tables::TableReader), may still use it.
+    /// Try again later.
     #[error("{size_bytes} bytes that earlier changes of slots left wait to be freed")]
     TooMuchRetired {
         /// Size of the memslot sets, logs and bitmaps that wait.
@@ -137,7 +137,7 @@ pub enum Error {
         previous_roots: u8,
     },
     /// The configured number of shadow pages is too small or too large.
-    #[error("{max_pages} shadow tables: not from 64 to 1048576")]
+    #[error("{max_pages} shadow pages: not from 64 to 1048576")]
     BadShadowPages {
         /// The number that was configured.
         max_pages: u32,
@@ -147,7 +147,7 @@ pub enum Error {
     NotShadow,
     /// The host has no pointer to memory of the guest that the engine must read
     /// ([`Host::guest_memory_ptr`](crate::Host::guest_memory_ptr)).
-    #[error("the host gives no pointer to the guest's memory at {gpa}")]
+    #[error("the host returns no pointer to the guest's memory at {gpa}")]
     NoGuestMemory {
         /// The address.
         gpa: Gpa,
@@ -198,7 +198,7 @@ pub enum Error {
         gpa: Gpa,
     },
     /// The memslot has no userfault bitmap.
-    #[error("slot {slot} has not the flag USERFAULT")]
+    #[error("slot {slot} does not have the flag USERFAULT")]
     NotUserfault {
         /// The memslot.
         slot: u32,
@@ -213,7 +213,7 @@ pub enum Error {
     },
     /// User space must act before the page can be used. To a vCPU this is
     /// [`Exit::MemoryFault`](crate::Exit::MemoryFault).
-    #[error("user space must see to {size} bytes at {gpa} first ({flags:?})")]
+    #[error("user space must act on {size} bytes at {gpa} first ({flags:?})")]
     MemoryFault {
         /// The reason.
         flags: MemoryFaultFlags,
@@ -300,7 +300,7 @@ pub enum Error {
     },
     /// The page is being invalidated: it is in a range in flight, or its memslot is being changed.
     /// Try again.
-    #[error("{gpa} is being taken away by another call")]
+    #[error("{gpa} is being invalidated by another call")]
     Busy {
         /// The address of the page.
         gpa: Gpa,

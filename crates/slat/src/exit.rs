@@ -73,9 +73,11 @@ bitflags::bitflags! {
     /// Why a memory fault exits to user space, with KVM's values.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct MemoryFaultFlags: u64 {
-        /// The page is private ([`MemoryAttributes::PRIVATE`](crate::slots::MemoryAttributes::PRIVATE)).
+        /// The page is private
+        /// ([`MemoryAttributes::PRIVATE`](crate::slots::MemoryAttributes::PRIVATE)).
         const PRIVATE = 1 << 3;
-        /// The page's bit is set in its memslot's [`UserfaultBitmap`](crate::slots::UserfaultBitmap).
+        /// The page's bit is set in its memslot's
+        /// [`UserfaultBitmap`](crate::slots::UserfaultBitmap).
         const USERFAULT = 1 << 4;
     }
 }

@@ -31,8 +31,8 @@ pub struct Resolved {
     pub writable: bool,
 }
 
-/// Where a page-table page is allocated, as a [`TablePlacement`](crate::tables::TablePlacement) requests
-/// it.
+/// Where a page-table page is allocated, as a [`TablePlacement`](crate::tables::TablePlacement)
+/// requests it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TableNode {
     /// On this node; on another if it has no memory.
@@ -162,9 +162,9 @@ pub unsafe trait Host: Send + Sync {
     /// is not resident, or if the host does not know. Must not block or change anything.
     ///
     /// It is called for the neighbours of a page that the guest has faulted on, with
-    /// [`FaultAround`](crate::tables::FaultAround); never for private pages. `access` is a read, or an
-    /// execution if that was the fault's. The answer binds the host as that of `resolve` does. No
-    /// guard is open and no lock is held.
+    /// [`FaultAround`](crate::tables::FaultAround); never for private pages. `access` is a read, or
+    /// an execution if that was the fault's. The answer binds the host as that of `resolve` does.
+    /// No guard is open and no lock is held.
     #[inline]
     fn resolve_resident(&self, _backing: &Self::Backing, _gfn: Gfn, _page: u64, _access: Access) -> Option<Resolved> {
         None
@@ -178,10 +178,10 @@ pub unsafe trait Host: Send + Sync {
     /// Flushes what the CPU of the calling thread has cached of the page of 4 KiB at `gpa`, of this
     /// VM. This includes PTEs, valid or not, and translations combined of both stages.
     ///
-    /// It is called in formats with [`NEEDS_LOCAL_FLUSH`](crate::format::Format::NEEDS_LOCAL_FLUSH) (Arm,
-    /// RISC-V), and never on x86. [`Vcpu::handle_fault`](crate::Vcpu::handle_fault) calls it on its
-    /// own thread, each time before it returns [`Outcome::Resume`](crate::Outcome::Resume). Without
-    /// it, a guest may fault on that page for ever.
+    /// It is called in formats with [`NEEDS_LOCAL_FLUSH`](crate::format::Format::NEEDS_LOCAL_FLUSH)
+    /// (Arm, RISC-V), and never on x86. [`Vcpu::handle_fault`](crate::Vcpu::handle_fault) calls it
+    /// on its own thread, each time before it returns [`Outcome::Resume`](crate::Outcome::Resume).
+    /// Without it, a guest may fault on that page for ever.
     ///
     /// It concerns no other CPU, and waits for none. If the thread moves before the guest goes on,
     /// the other CPU may have the old PTE, too. The guest then faults once more, and that CPU is

@@ -153,7 +153,8 @@ mod bits;
 mod boxed;
 mod config;
 /// The dirty log: how writes are found ([`Config::dirty_tracking`](crate::Config)), when a
-/// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`], [`Vcpu::dirty_ring`]).
+/// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`],
+/// [`Vcpu::dirty_ring`]).
 pub mod dirty;
 mod error;
 mod exit;

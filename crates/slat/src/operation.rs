@@ -36,7 +36,7 @@ impl<'v, H: Host, F: Format> Operation<'v, H, F> {
         &self.participant.stats
     }
 
-    /// Opens a guard that changes no PTE, or only clears its A.
+    /// Opens a guard outside of the VM's lock: to read, to clear A, or where there is no lock.
     #[inline]
     pub(crate) fn pin(self) -> NestedGuard<'v> {
         self.tree.epochs.pin(self.participant)
@@ -52,7 +52,7 @@ impl<'v, H: Host, F: Format> Operation<'v, H, F> {
         TlbBatch::new(self.tree, self.participant)
     }
 
-    /// Flushes `ranges` on all CPUs, and before that in the shadow page tables.
+    /// Flushes `ranges` on all CPUs, and before that in derived page tables.
     pub(crate) fn flush(self, ranges: &[GfnRange]) {
         self.tree.flush(self.participant, ranges);
     }

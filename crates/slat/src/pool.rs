@@ -41,7 +41,10 @@ struct Link<T> {
 ///
 /// # Safety
 /// [`link`](Pooled::link) returns a field of the thing, the same at each call.
-pub(crate) unsafe trait Pooled: Sized {
+///
+/// Each thread reaches each thing, and any thread may free it: so a thing is `Send` and `Sync`,
+/// which the pool's raw pointers would not ask for.
+pub(crate) unsafe trait Pooled: Sized + Send + Sync {
     fn link(&self) -> &PoolLink<Self>;
 }
 
@@ -91,8 +94,8 @@ impl<T: Pooled> Pool<T> {
     pub(crate) fn claim(&self) -> Option<&T> {
         self.iter().find(|thing| {
             let is_in_use = &thing.link().0.is_in_use;
-            // Relaxed first: the line of a thing that is in use stays where it is. Acquire: observes
-            // what the last user has done.
+            // Relaxed first: the line of a thing that is in use stays where it is. Acquire:
+            // observes what the last user has done.
             !is_in_use.load(Ordering::Relaxed)
                 && is_in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         })

@@ -67,8 +67,8 @@ macro_rules! counters {
             #[$cfg]
             pub lock_wait_ns: Histogram,
             /// Holds of the VM's lock in nanoseconds, with the time for which the holder had no
-            /// CPU; a sample. Empty with [`Locking::None`](crate::baselines::Locking::None). A long operation
-            /// releases the lock between its turns, and each turn is one hold.
+            /// CPU; a sample. Empty with [`Locking::None`](crate::baselines::Locking::None). A long
+            /// operation releases the lock between its turns, and each turn is one hold.
             #[$cfg]
             pub lock_hold_ns: Histogram,
             /// Shadow pages that exist now.

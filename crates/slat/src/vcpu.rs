@@ -172,7 +172,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// match vcpu.handle_fault(gpa, access)? {
     ///     Outcome::Resume => { /* run the guest again */ }
     ///     Outcome::Exit(Exit::Mmio { gpa, access }) => panic!("emulate a device: {access:?} at {gpa}"),
-    ///     Outcome::Exit(exit) => panic!("see to {exit:?} first"),
+    ///     Outcome::Exit(exit) => panic!("user space acts on {exit:?} first"),
     /// }
     /// // A write to a read-only memslot is for a device, such as a flash memory.
     /// assert!(matches!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Exit(Exit::Mmio { .. })));

@@ -357,12 +357,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
     /// let mut vcpu = vm.create_vcpu()?;
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
-    /// let taken_away = vm.invalidate_range(GfnRange::new(Gfn(3), 1))?;
+    /// let invalidation = vm.invalidate_range(GfnRange::new(Gfn(3), 1))?;
     /// assert_eq!(vm.read_tables()?.cursor().query(Gpa(0x3008)), None);
     /// // Now the host gives the page another frame. Until the drop, faults on it resume the guest:
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// assert_eq!(vm.read_tables()?.cursor().query(Gpa(0x3008)), None);
-    /// drop(taken_away);
+    /// drop(invalidation);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// assert!(vm.read_tables()?.cursor().query(Gpa(0x3008)).is_some());
     /// # Ok(())

@@ -70,7 +70,8 @@ pub(super) trait Hardware<F: HardwareFormat> {
     /// A VM for such CPUs.
     fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::Error>;
 
-    /// A CPU with the guest's paging off. Its walks are counted in `counts` if there are several nodes.
+    /// A CPU with the guest's paging off. Its walks are counted in `counts` if there are several
+    /// nodes.
     fn new_cpu(
         vm: &Arc<Vm<MachineHost, F>>,
         config: &MachineConfig,

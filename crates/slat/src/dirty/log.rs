@@ -20,8 +20,8 @@
 //!
 //! # Use
 //! A fault calls [`mark_if_logging`] after its exchange; The calls
-//! that harvest are in `harvest/log.rs`, those that mark what a vCPU did not write through a fault in
-//! `harvest/mark.rs`.
+//! that harvest are in `harvest/log.rs`, those that mark what a vCPU did not write through a fault
+//! in `harvest/mark.rs`.
 //!
 //! # Implementation
 //! A fault that made a leaf writable

@@ -162,14 +162,14 @@ impl World {
         };
         let slot =
             NewSlot::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default()).expect("memory for a slot");
-        let participant = world.epochs.borrow_participant().expect("memory for a record");
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
         world.slots.insert(&world.epochs, &participant, slot).expect("memory for a set");
         drop(participant);
         world
     }
 
     fn fault(&self) {
-        let participant = self.epochs.borrow_participant().expect("memory for a record");
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
         let guard = self.epochs.pin(&participant);
         if self.leaf.restore_write() {
             mark_if_logging(&self.slots, &guard, None, RANGE.start, RANGE);
@@ -177,7 +177,7 @@ impl World {
     }
 
     fn enable(&self) {
-        let participant = self.epochs.borrow_participant().expect("memory for a record");
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
         let mut claim =
             self.slots.claim(&self.epochs, &participant, 0).expect("no other call has it").expect("the slot stays");
         let log = Bitmap::new(1).expect("memory for a bitmap");
@@ -199,7 +199,7 @@ fn a_fault_beside_the_enabling_of_the_log() {
         });
         world.enable();
         fault.join().expect("no check fails");
-        let participant = world.epochs.borrow_participant().expect("memory for a record");
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
         let guard = world.epochs.pin(&participant);
         let slot = world.slots.find(&guard, RANGE.start).expect("the slot stays");
         let is_marked = harvests_mark(slot.log().expect("the log is on"));

@@ -142,8 +142,8 @@ unsafe impl Pooled for DirtyRing {
 }
 
 impl DirtyRing {
-    /// Entries that are kept free for the fault that finds its ring nearly full, as in KVM: the soft
-    /// limit is that far below the size.
+    /// Entries that are kept free for the fault that finds its ring nearly full, as in KVM: the
+    /// soft limit is that far below the size.
     pub const RESERVE: u32 = 64;
     /// The largest ring, in entries (KVM's limit).
     pub const MAX_ENTRIES: u32 = 65536;

@@ -9,7 +9,8 @@
 //!   of a broken PTE: these open pages and push none.
 //!
 //! # Use
-//! [`Rings::take`] gives a vCPU its ring, [`Rings::iter`] shows all. `harvest/rings.rs` resets them.
+//! [`Rings::take`] gives a vCPU its ring, [`Rings::iter`] shows all. `harvest/rings.rs` resets
+//! them.
 //!
 //! # Implementation
 //! One word has either the size of the rings, or the number of calls and vCPUs that keep the VM

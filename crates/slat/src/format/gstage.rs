@@ -6,8 +6,9 @@
 //!
 //! Hardware sets A and D (Svadu, enabled by `menvcfg.ADUE` for the G-stage). Where it does not
 //! (Svade), clear ones fault, and the fault sets them.
-//! [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) leaves none clear in a leaf PTE that
-//! needs it. All accesses of a guest count as user accesses here, so U is set in each leaf PTE.
+//! [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) leaves none clear in a leaf
+//! PTE that needs it. All accesses of a guest count as user accesses here, so U is set in each leaf
+//! PTE.
 //!
 //! A PTE with R, W and X clear points to a page-table page. It has no room for rights and cannot be
 //! protected. Physical addresses have 56 bits; the engine uses 52 (`table/pte.rs` keeps them in

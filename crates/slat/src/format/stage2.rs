@@ -5,8 +5,8 @@
 //! 48 bits.
 //!
 //! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA). Where it does not, a clear flag
-//! faults, and the fault sets it. [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) leaves
-//! none clear.
+//! faults, and the fault sets it. [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults)
+//! leaves none clear.
 //!
 //! The dirty state that hardware can manage (VTCR_EL2.HD, DBM in bit 51) is not used. There
 //! S2AP\[1\] alone would say both that a page may be written and that it was. So D is a software

@@ -18,8 +18,8 @@ const MARKS_PER_TURN: usize = 1 << 12;
 
 /// Marks the pages that hold the addresses `written`, where their memslots log.
 pub(crate) fn mark_written<H: Host, F: Format>(op: Operation<'_, H, F>, written: &[Gpa]) {
-    // The store-load pairs of `dirty/log.rs`: a CPU set D, before it or another CPU handed the address
-    // over.
+    // The store-load pairs of `dirty/log.rs`: a CPU set D, before it or another CPU handed the
+    // address over.
     full_fence();
     for written in written.chunks(MARKS_PER_TURN) {
         let guard = op.pin();

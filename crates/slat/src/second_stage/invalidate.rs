@@ -19,6 +19,8 @@
 //! A fault that reads the ranges in flight after the publication installs nothing in the range. One
 //! that read them before loses one exchange at most. `table/invalidation_seq.rs` has the argument.
 
+use core::ptr;
+
 use super::zap::{self, Faults};
 use crate::addr::GfnRange;
 use crate::error::Error;
@@ -32,10 +34,10 @@ use crate::table::in_flight::{InFlight, RangesInFlight};
 /// range, and no fault maps one: faults in the range make the guest try again.
 ///
 /// Leaking it leaves the range unusable for good.
-#[must_use = "the range is given back when this is dropped"]
+#[must_use = "the range is withdrawn when this is dropped"]
 pub struct Invalidation<'v> {
     range: GfnRange,
-    _published: InFlight<'v>,
+    _in_flight: InFlight<'v>,
 }
 
 impl Invalidation<'_> {
@@ -52,12 +54,14 @@ impl core::fmt::Debug for Invalidation<'_> {
 }
 
 impl<'v> Invalidation<'v> {
-    /// Invalidates `range`, until the value is dropped.
+    /// Invalidates `range`, until the value is dropped. `ranges` are those of the tree, borrowed
+    /// for longer than `op`.
     pub(crate) fn new<H: Host, F: Format>(
         ranges: &'v RangesInFlight,
         op: Operation<'_, H, F>,
         range: GfnRange,
     ) -> Result<Invalidation<'v>, Error> {
+        debug_assert!(ptr::eq(ranges, &op.tree.in_flight), "the ranges in flight are those of the tree");
         let in_flight = ranges.publish(range)?;
         let seq = op.tree.next_seq();
         // The range is visible before the walk finds any page-table page linked; see
@@ -70,6 +74,6 @@ impl<'v> Invalidation<'v> {
         // Even if nothing was there: another thread may have emptied a PTE and not flushed yet.
         batch.add(range);
         batch.flush();
-        Ok(Invalidation { range, _published: in_flight })
+        Ok(Invalidation { range, _in_flight: in_flight })
     }
 }

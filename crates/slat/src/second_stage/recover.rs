@@ -10,8 +10,9 @@
 //! # Use
 //! [`recover_range`] recovers all that it can, from the lowest level up: 4 KiB to 2 MiB to 1 GiB.
 //! Some blocks stay small:
-//! - Those of a memslot that logs. With [`HugePageLogging::MarkWhole`](crate::dirty::HugePageLogging) and
-//!   write protection, leaves of 2 MiB come back all the same.
+//! - Those of a memslot that logs. With
+//!   [`HugePageLogging::MarkWhole`](crate::dirty::HugePageLogging) and write protection, leaves of
+//!   2 MiB come back all the same.
 //! - Those larger than the blocks of a userfault bitmap, or with private and shared pages.
 //! - The rest, when too many unlinked page-table pages wait for a guard: [`MAX_DEFERRED_TABLES`],
 //!   and as many as were linked when the recovery began.

@@ -7,7 +7,8 @@
 //!
 //! # Use
 //! Any number of threads call [`split_range`], each for its own range.
-//! [`TablePlacement`](crate::tables::TablePlacement) says from which node the page-table pages come.
+//! [`TablePlacement`](crate::tables::TablePlacement) says from which node the page-table pages
+//! come.
 //!
 //! # Implementation
 //! One pass goes from the root down, 1 GiB to 2 MiB to 4 KiB; each leaf is one step. The split

@@ -30,7 +30,7 @@ const FREE: u32 = 0;
 const HELD: u32 = 1;
 
 /// Turns of a waiter's loop before it yields its CPU.
-const SPINS_BEFORE_CANCEL: u32 = 128;
+const SPINS_BEFORE_YIELD: u32 = 128;
 
 #[derive(Debug)]
 pub(super) struct WordLock(AtomicU32);
@@ -47,20 +47,21 @@ impl WordLock {
     /// Takes the lock, and waits until it is free.
     #[inline]
     pub(super) fn lock<H: Host>(&self, host: &H) -> WordGuard<'_> {
-        // Acquire: reads what earlier holders stored.
-        if self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_err() {
-            self.wait(host);
+        match self.try_lock() {
+            Some(guard) => guard,
+            None => self.wait(host),
         }
-        // A store-load pair with `is_free`.
-        fence_after_rmw();
-        WordGuard(self)
     }
 
-    /// Takes the lock, if it is free. Its last access of memory is an atomic read-modify-write, unless
-    /// the answer is `None`. The caller makes the fence of [`lock`](Self::lock).
+    /// Takes the lock, if it is free. Its last access of memory is an atomic read-modify-write,
+    /// unless the answer is `None`.
     #[inline]
     pub(super) fn try_lock(&self) -> Option<WordGuard<'_>> {
-        self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).ok().map(|_| WordGuard(self))
+        // Acquire: reads what earlier holders stored.
+        self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).ok()?;
+        // A store-load pair with `is_free`.
+        fence_after_rmw();
+        Some(WordGuard(self))
     }
 
     /// As [`lock`](Self::lock), but only while `is_wanted`. `None` if that ends before the lock is
@@ -69,40 +70,30 @@ impl WordLock {
     pub(super) fn lock_while<H: Host>(&self, host: &H, is_wanted: impl Fn() -> bool) -> Option<WordGuard<'_>> {
         let mut nr_turns = 0_u32;
         while is_wanted() {
-            if self.0.load(Ordering::Relaxed) == FREE
-                && self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
-            {
-                fence_after_rmw();
-                let guard = WordGuard(self);
+            if let Some(guard) = self.try_if_free() {
                 // Once more: from here on, what ends it needs the lock.
                 return is_wanted().then_some(guard);
             }
-            nr_turns = nr_turns.wrapping_add(1);
-            if nr_turns % SPINS_BEFORE_CANCEL == 0 {
-                host.yield_now();
-            } else {
-                spin_loop();
-            }
+            relax(host, &mut nr_turns);
         }
         None
     }
 
     #[cold]
-    fn wait<H: Host>(&self, host: &H) {
+    fn wait<H: Host>(&self, host: &H) -> WordGuard<'_> {
         let mut nr_turns = 0_u32;
         loop {
-            nr_turns = nr_turns.wrapping_add(1);
-            if nr_turns % SPINS_BEFORE_CANCEL == 0 {
-                host.yield_now();
-            } else {
-                spin_loop();
-            }
-            if self.0.load(Ordering::Relaxed) == FREE
-                && self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
-            {
-                return;
+            relax(host, &mut nr_turns);
+            if let Some(guard) = self.try_if_free() {
+                return guard;
             }
         }
+    }
+
+    /// As [`try_lock`](Self::try_lock), with a look first, which leaves the line where it is.
+    #[inline]
+    fn try_if_free(&self) -> Option<WordGuard<'_>> {
+        if self.0.load(Ordering::Relaxed) == FREE { self.try_lock() } else { None }
     }
 
     /// Whether no thread holds the lock. If the caller asks after a full fence and the lock is
@@ -118,5 +109,16 @@ impl Drop for WordGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         self.0.0.store(FREE, Ordering::Release);
+    }
+}
+
+/// A turn of a waiter's loop.
+#[inline]
+fn relax<H: Host>(host: &H, nr_turns: &mut u32) {
+    *nr_turns = nr_turns.wrapping_add(1);
+    if *nr_turns % SPINS_BEFORE_YIELD == 0 {
+        host.yield_now();
+    } else {
+        spin_loop();
     }
 }

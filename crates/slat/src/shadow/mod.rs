@@ -148,7 +148,8 @@ impl Shadow {
     }
 }
 
-impl<H: Host> DerivedTables<H, Npt> for Shadow {
+// SAFETY: no other type implements it for `Npt`, and `new_vcpu` returns `Roots`.
+unsafe impl<H: Host> DerivedTables<H, Npt> for Shadow {
     fn zap_unbacked<'t>(&'t self, range: GfnRange, batch: &mut TlbBatch<'t, H, Npt>) {
         Mmu::new(batch.tree(), self, batch.participant()).zap_unbacked(range, batch);
     }
@@ -188,9 +189,9 @@ pub(crate) unsafe fn of_vcpu<'v, H: Host>(
     let derived: *const dyn DerivedTables<H, Npt> = tree.derived.as_deref()?;
     let state = &mut **state?;
     debug_assert!(state.is::<Roots>());
-    // SAFETY: `Shadow` is the only type that implements `DerivedTables<H, Npt>`. So the derived
-    // tables of `tree` are a `Shadow`, and as the caller promises, `state` is what that made for a
-    // vCPU: `Roots`. (A check of the types would cost a tenth of a load of CR3.)
+    // SAFETY: `Shadow` is the type that implements `DerivedTables<H, Npt>` (its contract). So the
+    // derived tables of `tree` are a `Shadow`, and as the caller promises, `state` is what that
+    // made for a vCPU: `Roots`. (A check of the types would cost a tenth of a load of CR3.)
     let (shadow, roots) = unsafe { (&*derived.cast::<Shadow>(), &mut *ptr::from_mut(state).cast::<Roots>()) };
     Some((Mmu { tree, shadow, participant }, roots))
 }

@@ -391,7 +391,7 @@ impl Pages {
     #[inline]
     pub(super) fn get(&self, number: PageNumber) -> &ShadowPage {
         // `claim` has stored the record before it returned the number.
-        self.peek(number).expect("a record that was made")
+        self.peek(number).expect("a shadow page that was made")
     }
 
     /// The record with this number, if there is one.

@@ -291,8 +291,8 @@ impl<'v, H: Host> Mmu<'v, H> {
     unsafe fn free_page(&self, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
         self.add(batch);
         // SAFETY: the page-table page belongs to the shadow page, which is dead: no PTE points to
-        // it, and its own PTEs were zapped. the batch has been added to, so it flushes all CPUs before it retires
-        // the page-table page.
+        // it, and its own PTEs were zapped. The batch has been added to, so it flushes all CPUs
+        // before it retires the page-table page.
         unsafe { batch.add_unlinked(self.shadow.pages.get(reference.number).table()) }
         self.shadow.pages.release(reference.number);
     }

@@ -1,7 +1,7 @@
 //! The optional lock of a VM. The engine does *not* need it; it is there to be measured.
 //!
 //! The engine's protocols take no lock. [`Locking::Exclusive`] and [`Locking::Shared`] put one
-//! around each section of the engine that changes page tables, to compare with hypervisors that
+//! around each guard of the engine that changes page tables, to compare with hypervisors that
 //! have one. Such a comparison is worth something only if the lock is a good one.
 //!
 //! # Guarantees

@@ -5,6 +5,8 @@
 //! its implementation. Nor does the linker: a program that makes no VM with derived tables has
 //! none of their code.
 
+#![expect(unsafe_code, reason = "the trait is a promise on which casts rely")]
+
 use alloc::boxed::Box;
 use core::any::Any;
 
@@ -21,7 +23,11 @@ use crate::stats::Stats;
 pub(crate) type VcpuState = Box<dyn Any + Send + Sync>;
 
 /// Page tables that are derived from the leaf PTEs of a tree.
-pub(crate) trait DerivedTables<H: Host, F: Format>: Send + Sync {
+///
+/// # Safety
+/// For each format one type alone implements this, and [`new_vcpu`](Self::new_vcpu) returns a state
+/// of one type alone: their users go back to these types without a check (`shadow::of_vcpu`).
+pub(crate) unsafe trait DerivedTables<H: Host, F: Format>: Send + Sync {
     /// Zaps what the second stage does not back any more in `range`, and takes W from what may not
     /// be written. The caller has changed the second stage, and flushes `batch`, which has the
     /// range.

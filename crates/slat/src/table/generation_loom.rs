@@ -25,7 +25,7 @@ struct World {
 
 impl World {
     fn turn(&self) {
-        let participant = self.epochs.borrow_participant().expect("memory for a record");
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
         self.generations.renew_if_low(&self.epochs, || ());
         let _guard = self.epochs.pin(&participant);
         if self.generations.admit().is_some() {
@@ -52,7 +52,7 @@ fn model(nr_turns: &'static [usize]) {
             thread::spawn(move || (0..nr_turns).for_each(|_| world.turn()))
         });
         let threads = threads.collect::<std::vec::Vec<_>>();
-        let participant = world.epochs.borrow_participant().expect("memory for a record");
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
         let guard = world.epochs.pin(&participant);
         let seen = world.generation.load(Ordering::Acquire);
         // The comparison reads the newest value, as an exchange does.

@@ -125,8 +125,8 @@ impl Epochs {
         unsafe { NestedGuard::new(participant) }
     }
 
-    /// As [`pin`](Self::pin), where an atomic operation of the caller serves as the fence too. `None`,
-    /// and no guard, if `rmw` answers that.
+    /// As [`pin`](Self::pin), where an atomic operation of the caller serves as the fence too.
+    /// `None`, and no guard, if `rmw` answers that.
     ///
     /// # Safety
     /// If `rmw` returns a value, its last access of memory was an atomic read-modify-write.
@@ -137,8 +137,8 @@ impl Epochs {
         rmw: impl FnOnce() -> Option<T>,
     ) -> Option<(NestedGuard<'a>, T)> {
         if participant.is_outside() {
-            // Acquire: as in `announce`. Relaxed: the fence below orders the store before every read
-            // of the guard.
+            // Acquire: as in `announce`. Relaxed: the fence below orders the store before every
+            // read of the guard.
             participant.announced.store(self.epoch.load(Ordering::Acquire), Ordering::Relaxed);
         }
         // SAFETY: as in `pin`; nothing is read in the guard before the fence.

@@ -85,7 +85,7 @@ impl World {
     }
 
     fn read_in_a_call(&self, thing: usize) {
-        let participant = self.epochs.borrow_participant().expect("memory for a record");
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
         self.read(&participant, thing);
     }
 
@@ -133,7 +133,7 @@ fn a_guard_that_opens_with_a_lock_keeps_what_it_found() {
 #[test]
 fn guards_of_a_participant_protect_in_any_order_of_their_ends() {
     check_beside_a_retirement(|world| {
-        let participant = world.epochs.borrow_participant().expect("memory for a record");
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
         let first = world.epochs.pin(&participant);
         let is_found = world.things[0].is_linked();
         let second = world.epochs.pin(&participant);
@@ -151,7 +151,7 @@ fn guards_of_a_participant_protect_in_any_order_of_their_ends() {
 #[test]
 fn a_guard_within_a_fault_does_not_end_the_guard_of_the_fault() {
     check_beside_a_retirement(|world| {
-        let mut owned = world.epochs.take_participant().expect("memory for a record");
+        let mut owned = world.epochs.take_participant().expect("memory for a participant");
         // SAFETY: the epochs are alive, and the participant is released at the end.
         let (participant, own) = unsafe { (owned.get(), owned.exclusive()) };
         let guard = world.epochs.pin_fault(own.pin);
@@ -172,7 +172,7 @@ fn each_retired_thing_waits_for_its_own_guards_only() {
         let reader = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let participant = world.epochs.borrow_participant().expect("memory for a record");
+                let participant = world.epochs.borrow_participant().expect("memory for a participant");
                 world.read(&participant, 0);
                 world.read(&participant, 1);
             }
@@ -216,7 +216,7 @@ fn a_hazard_pointer_keeps_a_backing() {
         let resolver = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let mut participant = world.epochs.borrow_participant().expect("memory for a record");
+                let mut participant = world.epochs.borrow_participant().expect("memory for a participant");
                 let (participant, hazard) = participant.with_hazard();
                 let guard = world.epochs.pin(participant);
                 if world.things[0].is_linked() {

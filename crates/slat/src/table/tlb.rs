@@ -114,8 +114,8 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         self.unlinked.len()
     }
 
-    /// Flushes the ranges, if there are any: first in derived tables, then on all CPUs. Then retires
-    /// the page-table pages.
+    /// Flushes the ranges, if there are any: first in derived tables, then on all CPUs. Then
+    /// retires the page-table pages.
     pub(crate) fn flush(&mut self) {
         if let Some(derived) = self.tree.derived.as_deref() {
             for nth in 0..self.ranges.len() {

@@ -213,8 +213,8 @@ impl<H: Host> Vcpu<H, Npt> {
     /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of
     /// [`handle_fault`](Vcpu::handle_fault). [`Error::OutOfMemory`] also if vCPUs in different
     /// address spaces use all shadow pages
-    /// ([`ShadowPaging::max_pages`](crate::shadow::ShadowPaging::max_pages)). Nothing has changed for the
-    /// guest.
+    /// ([`ShadowPaging::max_pages`](crate::shadow::ShadowPaging::max_pages)). Nothing has changed
+    /// for the guest.
     ///
     /// # Example
     /// ```
