@@ -62,9 +62,9 @@ impl MarkKind {
 const TABLE_BYTES: u64 = 4096;
 
 impl Role {
-    /// The role of the top page, of `level`, of what hardware walks for a guest in `mode`. `part`
-    /// is the part of its frame. `tag` is the PCID, if pages belong to one.
-    pub(super) fn root(mode: GuestMode, level: Level, part: u64, tag: u64) -> Role {
+    /// The role of the top page of what hardware walks for a guest in `mode`, with part and tag 0.
+    pub(super) fn root(mode: GuestMode) -> Role {
+        let level = Level(mode.shadow_levels());
         let made = match mode.paging() {
             PagingMode::Off => Made::Large,
             _ if level > mode.root_level() => Made::Above,
@@ -81,10 +81,15 @@ impl Role {
                 | made_bits(made)
                 | (mode.paging() as u64) << PAGING_SHIFT
                 | u64::from(Rights::ALL.0) << RIGHTS_SHIFT
-                | flags << MODE_SHIFT
-                | part << PART_SHIFT
-                | tag << TAG_SHIFT,
+                | flags << MODE_SHIFT,
         )
+    }
+
+    /// The role of such a page that is made from part `part` of its frame. `tag` is the PCID, if
+    /// pages belong to one.
+    pub(super) fn with_part(self, part: u64, tag: u64) -> Role {
+        debug_assert!(self.part() == 0);
+        Role(self.0 | part << PART_SHIFT | tag << TAG_SHIFT)
     }
 
     /// The role of a page one level below, made as `made` from part `part` of its frame, with

@@ -81,6 +81,8 @@ struct Root {
 pub(crate) struct Roots {
     registers: PagingRegisters,
     mode: GuestMode,
+    /// The role of the mode's top pages, as far as CR3 does not decide it.
+    role_of_mode: Role,
     strategy: ShadowStrategy,
     max_roots: usize,
     roots: ArrayVec<Root, MAX_ROOTS>,
@@ -120,6 +122,7 @@ impl Roots {
         let mut roots = memory.fill(Roots {
             registers,
             mode,
+            role_of_mode: Role::root(mode),
             strategy: config.strategy,
             max_roots: usize::from(previous) + 1,
             roots: ArrayVec::new(),
@@ -142,7 +145,6 @@ impl Roots {
 
     /// The role of the top page for the current registers.
     fn root_role(&self) -> Role {
-        let level = Level(self.mode.shadow_levels());
         let part = match self.mode.paging() {
             // The pages above a page-directory-pointer table serve that table alone, and its frame
             // may have several.
@@ -153,7 +155,7 @@ impl Roots {
             ShadowStrategy::PcidTagged => u64::from(self.mode.pcid(self.registers.cr3)),
             _ => 0,
         };
-        Role::root(self.mode, level, part, tag)
+        self.role_of_mode.with_part(part, tag)
     }
 
     /// CR3, as far as translations depend on it.
@@ -322,6 +324,7 @@ impl Roots {
     pub(crate) fn set_registers<H: Host>(&mut self, mmu: Mmu<'_, H>, registers: PagingRegisters, mode: GuestMode) {
         self.registers = registers;
         self.mode = mode;
+        self.role_of_mode = Role::root(mode);
         self.now += 1;
         self.all_flushed_at = self.now;
         self.flush = LocalFlush::All;

@@ -301,14 +301,27 @@ impl<'v, H: Host> Mmu<'v, H> {
     ///
     /// # Safety
     /// As for [`ShadowPage::unpin`](super::page::ShadowPage::unpin).
+    #[inline]
     pub(super) unsafe fn unpin(&self, reference: PageRef) {
         // SAFETY: as the caller promises.
         if unsafe { self.shadow.pages.get(reference.number).unpin() } {
-            let mut batch = self.batch();
             // SAFETY: as in `zap_page`.
-            unsafe { self.free_page(reference, &mut batch) }
-            self.flush(&mut batch);
+            unsafe { self.free_orphan(reference) }
         }
+    }
+
+    /// Frees a page that died while it was pinned. Apart from `unpin`, which each switch of CR3
+    /// calls.
+    ///
+    /// # Safety
+    /// As for `free_page`.
+    #[cold]
+    #[inline(never)]
+    unsafe fn free_orphan(&self, reference: PageRef) {
+        let mut batch = self.batch();
+        // SAFETY: as the caller promises.
+        unsafe { self.free_page(reference, &mut batch) }
+        self.flush(&mut batch);
     }
 
     fn unlist(&self, frame: &Frame, number: u32) {
