@@ -117,6 +117,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         faults,
         batch,
         pass: Level::L4K,
+        is_in_one_pte: false,
         nr_zapped: 0,
         tables: TableCache::new(),
         is_out_of_memory: false,
@@ -124,7 +125,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         flushed: None,
     };
     // A further pass has work only if the range has a whole block of the level.
-    while zap.pass == Level::L4K || (zap.pass <= F::ROOT_LEVEL && range.has_block(zap.pass)) {
+    while zap.pass == Level::L4K || (zap.pass <= F::ROOT_LEVEL && !zap.is_in_one_pte && range.has_block(zap.pass)) {
         let Ok(()) = walk::run(op, range, &mut zap);
         // Unlinking a page-table page above would take along those that were left, in one long
         // step.
@@ -166,6 +167,8 @@ struct Zap<'z, 't, H: Host, F: Format> {
     /// The lowest pass empties PTEs. A higher one unlinks the page-table pages below the PTEs of
     /// its level.
     pass: Level,
+    /// One empty PTE stands for the whole range. So there is no page-table page to unlink.
+    is_in_one_pte: bool,
     nr_zapped: u64,
     tables: TableCache,
     is_out_of_memory: bool,
@@ -240,7 +243,9 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 let seq = self.seq_for(level);
                 // The flag stays, for the flush is still due; the exchange itself makes none due.
                 let seq = if is_unflushed { seq.unflushed() } else { seq };
-                install::zap_pte(cursor, value, seq).map(drop)
+                let done = install::zap_pte(cursor, value, seq).map(drop);
+                self.is_in_one_pte = level > Level::L4K && block.covers(range) && done.is_ok();
+                done
             }
             State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
                 // Before the exchange: see the module. If hardware sets A or D meanwhile, the
