@@ -141,7 +141,6 @@
 //! page table are `usize`.
 
 #![no_std]
-#![allow(rustdoc::private_intra_doc_links, reason = "the heads of modules go on to how they work")]
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("slat needs pointers of 64 bits: a slot's pages are counted, and its bitmaps are indexed, by usize");
@@ -152,27 +151,19 @@ mod addr;
 mod bits;
 mod boxed;
 mod config;
-/// The dirty log: how writes are found ([`Config::dirty_tracking`](crate::Config)), when a
-/// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`],
-/// [`Vcpu::dirty_ring`]).
 pub mod dirty;
 mod error;
 mod exit;
-/// The formats of page tables, one of which is a parameter of each [`Vm`].
 pub mod format;
 pub mod guide;
 mod harvest;
-/// What a [`Host`] is asked, and what it answers.
 pub mod host;
 mod operation;
 mod pool;
 mod registers;
 mod second_stage;
-/// Shadow page tables, for hardware without a second stage: [`Vcpu::handle_page_fault`] and the
-/// other calls of a [`Vcpu`] for the guest's own paging.
 pub mod shadow;
 mod slot;
-/// What [`Vm::stats`] returns.
 pub mod stats;
 mod sync;
 mod table;
