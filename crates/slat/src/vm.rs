@@ -35,7 +35,8 @@ use crate::table::retire::Participant;
 /// The guest-physical memory of a virtual machine: its memslots, and the second-stage page tables
 /// that translate it.
 ///
-/// All methods may be called from several threads at once, and while its vCPUs fault.
+/// All methods may be called from several threads at once, and while its vCPUs fault. vCPUs share
+/// the VM, so put it into an [`Arc`](alloc::sync::Arc): [`create_vcpu`](Vm::create_vcpu) needs one.
 ///
 /// Dropping it notifies the host of all mapped leaves ([`Host::leaf_zapped`]) and frees all
 /// page-table pages. Before the last reference is dropped, stop the CPUs that walk them, and flush
@@ -65,9 +66,12 @@ impl<H: Host, F: Format> Vm<H, F> {
         &self.tree.host
     }
 
-    /// Host-physical address of the root page-table page. It goes into nCR3 (AMD APM vol. 2,
-    /// 15.25.3) or, with its control bits, into the EPTP (Intel SDM vol. 3C, "Extended-Page-Table
-    /// Pointer").
+    /// Host-physical address of the root page-table page. It never changes. It goes into nCR3 (AMD
+    /// APM vol. 2, 15.25.3) or, with its control bits, into the EPTP (Intel SDM vol. 3C,
+    /// "Extended-Page-Table Pointer"), VTTBR_EL2 (Arm) or hgatp (RISC-V).
+    ///
+    /// With shadow paging no hardware walks it: each CPU loads the root of its vCPU's
+    /// [`entry`](crate::Vcpu::entry).
     pub fn root(&self) -> Hpa {
         self.tree.root()
     }
