@@ -11,8 +11,9 @@ use crate::sync::Locking;
 /// How a VM's memory is managed. It is fixed when the VM is created.
 ///
 /// `Config::default()` suits every CPU, except one that walks EPT without accessed bits
-/// ([`AccessTracking::Faults`]). Each field below says its default. [`Vm::new`](crate::Vm::new) refuses a configuration that the CPUs of the format cannot
-/// have, with an error that names the reason.
+/// ([`AccessTracking::Faults`]). Each field below says its default. [`Vm::new`](crate::Vm::new)
+/// refuses a configuration that the CPUs of the format cannot have, with an error that names the
+/// reason.
 ///
 /// # Example
 /// ```

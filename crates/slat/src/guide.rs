@@ -9,6 +9,16 @@
 //!
 //! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs.
 //!
+//! # Terms
+//! - A *PTE* is an entry of a page-table page, at any level. A *leaf* (leaf PTE) maps memory: 4
+//!   KiB, or a *huge page* of 2 MiB or 1 GiB. A *directory entry* points to a page-table page.
+//! - To *zap* is to empty PTEs. A *flush* makes CPUs drop what they have cached of them.
+//! - To *invalidate* a range is to zap and flush it, and to keep faults out until the host has
+//!   changed what is there. Meanwhile the range is *in flight*.
+//! - To *harvest* is to get the dirty log, and to begin a new one for its pages.
+//! - To *split* is to replace a huge leaf by a page-table page. To *recover* is the way back.
+//! - A *backing* is what the memory of a memslot comes from ([`Host::Backing`]).
+//!
 //! # What to implement, in which order
 //! Each step works without those after it.
 //!
@@ -166,8 +176,9 @@
 //!   logging. It may wait as `flush` may.
 //! - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus): calls that reclaim, write-protect or
 //!   harvest. It may wait as `flush` may.
-//! - [`yield_now`](Host::yield_now): long calls; a fault in a range in flight. It may block only to
-//!   let other threads run. With shadow paging, the lock of a shadow page may be held.
+//! - [`yield_now`](Host::yield_now): long calls; a fault in a range in flight; waits of shadow
+//!   paging. It may block only to let other threads run. With shadow paging, the lock of a shadow
+//!   page may be held.
 //! - The drop of a `Backing`: changes of memslots, [`Vm::reclaim`], the end of the VM.
 //!
 //! ## Methods that must not block

@@ -31,7 +31,7 @@ use crate::sync::Park;
 /// The answer of [`Host::resolve`] for a page of a memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Resolved {
-    /// The frame of the page that was asked for (not of the start of the huge page around it).
+    /// The frame of the requested page (not of the start of the huge page around it).
     pub pfn: Pfn,
     /// The largest block around the frame that one leaf may map. It is naturally aligned in
     /// host-physical memory, and its frames back the pages around this one in their order.
@@ -143,13 +143,13 @@ pub unsafe trait Host: Send + Sync {
     /// for `access`. `gfn` is the guest frame that faulted. May block (to swap in, to fetch, to
     /// zero).
     ///
-    /// The same page may be asked for again, also by several threads at once: the answer is the
-    /// same frame, until the host invalidates the page. The answer must be what is true once all
-    /// earlier invalidations of the page are over. After that, the host may withdraw it only
-    /// between the return of [`Vm::invalidate_range`](crate::Vm::invalidate_range) for the page and
-    /// the drop of the returned value. To withdraw is to use the frame for something else, to give
-    /// the page another frame, or to forbid writing it. A fault with the old answer then does not
-    /// install it, however late it comes.
+    /// Several threads may request the same page, also at once: the answer is the same frame, until
+    /// the host invalidates the page. The answer must be what is true once all earlier
+    /// invalidations of the page are over. After that, the host may withdraw it only between the
+    /// return of [`Vm::invalidate_range`](crate::Vm::invalidate_range) for the page and the drop of
+    /// the returned value. To withdraw is to use the frame for something else, to give the page
+    /// another frame, or to forbid writing it. A fault with the old answer then does not install
+    /// it, however late it comes.
     ///
     /// This method may itself call `invalidate_range`, for instance to copy a page at its first
     /// write.

@@ -36,6 +36,8 @@
 //! - Three programs in `examples/` run, and check what they show: `smallest_host` (no operating
 //!   system, less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a
 //!   migration, step by step) and `vm_memory` (devices written for the crate vm-memory).
+//! - The examples on the pages of this crate run as tests, with a host of their own. [`guide`] says
+//!   what its functions `vm`, `vm_with_memory`, `region` and `change` do.
 //!
 //! # A program
 //! ```

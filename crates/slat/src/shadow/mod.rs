@@ -23,21 +23,26 @@
 //! 3. Create a vCPU. Its paging is off until the guest turns it on, or until
 //!    [`Vcpu::set_paging_registers`](crate::Vcpu::set_paging_registers).
 //! 4. Each time before the CPU runs the guest, call [`Vcpu::entry`](crate::Vcpu::entry), flush what
-//!    the [`GuestEntry`] names, and load its root and PCID.
+//!    the [`GuestEntry`] names, and load its root and PCID, with CR4.LA57 set for five levels.
 //! 5. When the CPU exits, call the method of the list below, and act on its
 //!    [`Outcome`](crate::Outcome).
 //!
 //! Hardware walks with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear. While the guest's
 //! paging is on, CR4.SMEP and SMAP are the guest's.
 //!
-//! The CPU exits for the following. After [`Outcome::Resume`](crate::Outcome::Resume) the guest
-//! repeats the access of a page fault. Every other instruction of this list is done.
+//! The CPU exits for the following.
 //! - A page fault: [`Vcpu::handle_page_fault`](crate::Vcpu::handle_page_fault).
 //! - A write of CR0, CR4 or EFER:
 //!   [`Vcpu::write_paging_register`](crate::Vcpu::write_paging_register).
 //! - A load of CR3: [`Vcpu::load_cr3`](crate::Vcpu::load_cr3).
 //! - INVLPG and INVPCID: [`Vcpu::invlpg`](crate::Vcpu::invlpg),
 //!   [`Vcpu::invpcid`](crate::Vcpu::invpcid).
+//!
+//! After [`Outcome::Resume`](crate::Outcome::Resume) the guest repeats the access of a page fault;
+//! every other instruction of this list is done. If a call exits with
+//! [`Exit::MemoryFault`](crate::Exit::MemoryFault) or
+//! [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull), serve the exit, and let the guest execute
+//! the instruction again.
 //!
 //! These exits to user space exist besides those of any VM:
 //! - [`Exit::PageFault`](crate::Exit::PageFault): the guest's own tables forbid the access. Inject
