@@ -207,9 +207,10 @@
 //! - Any thread may call the methods of [`Vm`], any number at a time. Those of [`Vcpu`] take `&mut
 //!   self`: one thread at a time, not always the same one.
 //! - [`resolve`](Host::resolve) may call any method of [`Vm`], above all [`Vm::invalidate_range`]:
-//!   so a host copies a page on its first write. The other methods of the host must call none. Most
-//!   run inside a guard and perhaps under the lock, which is not recursive; and a call from `flush`
-//!   would flush.
+//!   so a host copies a page on its first write. The host keeps a `Weak` of the VM for it, which it
+//!   gets after [`Vm::new`]; an `Arc` would keep the VM alive. The other methods of the host must
+//!   call none. Most run inside a guard and perhaps under the lock, which is not recursive; and a
+//!   call from `flush` would flush.
 //! - The host may hold its own lock while it calls the engine, unless that call leads to a method
 //!   of the host that takes the lock. For `flush` that is mostly so. A lock that `resolve` takes
 //!   must not be held around [`Vcpu::handle_fault`], the prefaults, [`Vm::recover_range`], or a
