@@ -8,7 +8,12 @@ use crate::host::{Host, TableNode};
 #[cfg(feature = "baselines")]
 use crate::sync::Locking;
 
-/// How a VM's memory is managed.
+/// How a VM's memory is managed. It is fixed when the VM is created.
+///
+/// `Config::default()` suits every CPU, except one that walks EPT without accessed bits
+/// ([`AccessTracking::Faults`]). Each field below says its default. [`Vm::new`](crate::Vm::new)
+/// refuses a configuration that the CPUs of the format cannot have, with an error that names the
+/// reason.
 ///
 /// # Example
 /// ```
@@ -37,20 +42,23 @@ pub struct Config {
     #[cfg(feature = "baselines")]
     pub locking: Locking,
     /// How [`Vm::age_range`](crate::Vm::age_range) finds the pages that the guest has used.
+    /// Default: [`AccessTracking::AccessedBit`].
     pub access_tracking: AccessTracking,
-    /// How the dirty log finds the pages that the guest has written.
+    /// How the dirty log finds the pages that the guest has written. Default:
+    /// [`DirtyTracking::WriteProtect`].
     pub dirty_tracking: DirtyTracking,
-    /// Whether getting the dirty log also begins a new one.
+    /// Whether getting the dirty log also begins a new one. Default: [`ManualProtect::Disabled`],
+    /// so it does.
     pub manual_protect: ManualProtect,
-    /// What becomes of huge pages in a memslot that logs.
+    /// What becomes of huge pages in a memslot that logs. Default: [`HugePageLogging::Split`].
     pub huge_page_logging: HugePageLogging,
-    /// Where page-table pages are allocated.
+    /// Where page-table pages are allocated. Default: [`TablePlacement::HugePageNode`].
     pub table_placement: TablePlacement,
-    /// Which neighbours a fault also maps.
+    /// Which neighbours a fault also maps. Default: [`FaultAround::Off`].
     pub fault_around: FaultAround,
 }
 
-/// How accesses of the guest are found out.
+/// How accesses of the guest are found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum AccessTracking {
     /// By the accessed bit of the leaves. A CPU may fault where the bit is clear, instead of
@@ -73,7 +81,8 @@ impl AccessTracking {
     }
 }
 
-/// How shadow page tables are kept ([`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging)).
+/// How shadow page tables are kept ([`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging)). The
+/// default is [`ShadowStrategy::RootCache`] with 3 previous roots and 4096 pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShadowPaging {
     /// What happens to them when the guest loads CR3.

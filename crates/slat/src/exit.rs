@@ -34,8 +34,8 @@ pub enum Exit {
         gpa: Gpa,
     },
     /// User space must fetch the page and clear its bit in the memslot's
-    /// [`UserfaultBitmap`](crate::slots::UserfaultBitmap) before the guest can use it. KVM's
-    /// `KVM_EXIT_MEMORY_FAULT`.
+    /// [`UserfaultBitmap`](crate::slots::UserfaultBitmap), which has the steps, before the guest
+    /// can use it. Several vCPUs may exit for one page. KVM's `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The reason, for the page that the guest accessed.
         flags: MemoryFaultFlags,
@@ -65,7 +65,7 @@ pub enum Exit {
     },
     /// Harvest and reset the vCPU's dirty ring
     /// ([`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings)): it is nearly full. Until there is
-    /// room, all faults of the vCPU exit.
+    /// room, all faults of the vCPU exit. Any thread may do both, also that of the vCPU.
     DirtyRingFull,
 }
 

@@ -1,7 +1,23 @@
-//! How to put slat under a hypervisor: what to implement in which order, and what each call may
-//! wait for. Also which locks are held when the [`Host`] is called, and what `flush` guarantees.
-//! [`porting`] is the checklist for it. The examples `smallest_host`,
-//! `toy_vmm` and `vm_memory` show it as programs.
+//! How to put slat under a hypervisor.
+//!
+//! - To begin: [what to implement](self#what-to-implement-in-which-order),
+//!   [CPUs that are programs](self#cpus-that-are-programs), [a migration](self#a-migration).
+//! - To look up: [what a flush guarantees](self#what-flush-and-the-rest-guarantee), [what is
+//!   held](self#when-the-host-is-called-and-what-is-held-then) when the [`Host`] is called, [what
+//!   each call may wait for](self#what-each-call-may-wait-for).
+//! - To finish: [`porting`], a checklist with a test for each item.
+//!
+//! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs.
+//!
+//! # Terms
+//! - A *PTE* is an entry of a page-table page, at any level. A *leaf* (leaf PTE) maps memory: 4
+//!   KiB, or a *huge page* of 2 MiB or 1 GiB. A *directory entry* points to a page-table page.
+//! - To *zap* is to empty PTEs. A *flush* makes CPUs drop what they have cached of them.
+//! - To *invalidate* a range is to zap and flush it, and to keep faults out until the host has
+//!   changed what is there. Meanwhile the range is *in flight*.
+//! - To *harvest* is to get the dirty log, and to begin a new one for its pages.
+//! - To *split* is to replace a huge leaf by a page-table page. To *recover* is the way back.
+//! - A *backing* is what the memory of a memslot comes from ([`Host::Backing`]).
 //!
 //! # What to implement, in which order
 //! Each step works without those after it.
@@ -13,24 +29,130 @@
 //! 2. **Frames for the guest**: [`Host::Backing`] and [`Host::resolve`]. Now memslots can be
 //!    created ([`Vm::set_user_memory_region`]), and pages can be mapped before there is any CPU
 //!    ([`Vcpu::pre_fault_memory`]). [`Vm::read_tables`] shows the result.
-//! 3. **The root and the faults**: [`Vm::root`] goes into the hardware, and its faults go to
-//!    [`Vcpu::handle_fault`]. A guest runs now, as long as nothing is unmapped.
+//! 3. **The root and the faults**: each virtual CPU gets a [`Vcpu`] ([`Vm::create_vcpu`]).
+//!    [`Vm::root`] goes into the hardware, and its faults go to [`Vcpu::handle_fault`]. After
+//!    [`Outcome::Resume`] the CPU repeats the access; [`Exit`] says what to do in all other cases.
+//!    A guest runs now, as long as nothing is unmapped.
 //! 4. **[`Host::flush`]**, and on Arm and RISC-V [`Host::flush_local`]. Now memslots can be deleted
-//!    and moved, and the dirty log can be read. [`Vm::stats`] has times if [`Host::timestamp_ns`]
-//!    is a clock; a constant is allowed.
+//!    and moved, and the dirty log can be read. On an operating system implement
+//!    [`Host::yield_now`] now, too: faults on a page that is being invalidated call it.
+//!    [`Vm::stats`] has times if [`Host::timestamp_ns`] is a clock; a constant is allowed.
 //! 5. **The host's own memory management**: [`Vm::invalidate_range`] around each change of a frame,
 //!    for whatever reason (swap, copy on write, compaction, freeing a page). [`Host::leaf_zapped`]
 //!    notifies the host of what the guest did with the page.
-//! 6. **The dirty log**: [`Vm::get_dirty_log`], or rings. [`Vm::mark_dirty`] is for the VMM's own
-//!    writes.
-//! 7. **Options**:
+//! 6. **The dirty log**: [`Vm::get_dirty_log`], or rings ([`dirty`]). [`Vm::mark_dirty`] is for the
+//!    VMM's own writes.
+//! 7. **Demand paging**: a memslot with a [`UserfaultBitmap`], which has the steps.
+//! 8. **Options**:
 //!    - [`Host::barrier_on_all_cpus`] for faults without fences.
-//!    - [`Host::should_yield`] and [`Host::yield_now`] for long calls that yield the CPU.
+//!    - [`Host::should_yield`] for long calls that yield the CPU.
 //!    - [`Host::node_of`] for page-table pages on the right node.
 //!    - [`Host::resolve_resident`] for fault-around.
 //!    - [`Host::resolve_private`] for guest_memfds.
 //!    - [`Host::drain_modification_logs`] for page-modification logging.
-//!    - [`Host::guest_memory_ptr`] for shadow paging.
+//!    - [`Host::guest_memory_ptr`] for [`shadow`](mod@crate::shadow) paging.
+//!
+//! # CPUs that are programs
+//! An emulator, a simulator or a test walks the page tables itself. [`Format`] has the bits. These
+//! rules, which hardware keeps by itself, are then the program's:
+//! - A PTE is read by one atomic load of 64 bits, with acquire.
+//! - The leaf PTE must have [`WRITABLE`](Format::WRITABLE) for a write. In a format with a
+//!   [`GENERATION`](Format::GENERATION), so must each directory entry above it.
+//! - The walk sets A in the leaf PTE, and D for a write if the format has a
+//!   [dirty bit](Format::HAS_DIRTY_BIT). It does so by a compare-and-exchange with the PTE that it
+//!   read, because the engine may change the PTE meanwhile. A CPU that sets no A needs
+//!   [`AccessTracking::Faults`].
+//! - A cached translation may be used for a write only if it was writable when it was cached, and
+//!   D was set, where the format has a dirty bit.
+//! - A fault drops what is cached of its page.
+//! - For a flush, an access is one step: from the look-up of the translation, or the walk, to the
+//!   end of the access to memory. The simplest way is a lock of the CPU, held during the step. The
+//!   flush takes the lock of each CPU, and empties its cache. The CPU releases it before it calls
+//!   the engine.
+//!
+//! ```
+//! # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+//! # use host::*;
+//! use slat::*;
+//! use slat::format::*;
+//! use std::sync::atomic::{AtomicU64, Ordering};
+//!
+//! /// Where `gpa` is in the host's memory. `None`: a fault.
+//! fn walk<H: Host, F: Format>(vm: &Vm<H, F>, gpa: Gpa, access: Access) -> Option<Hpa> {
+//!     let is_write = access == Access::Write;
+//!     'walk: loop {
+//!         let (mut table, mut level, mut is_writable) = (vm.root(), F::ROOT_LEVEL, true);
+//!         loop {
+//!             let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
+//!             let index = (gpa.0 / level.size_bytes()) as usize % nr_entries;
+//!             // SAFETY: page-table pages are freed after a flush, which waits for this access.
+//!             let entry = unsafe { AtomicU64::from_ptr(vm.host().table_ptr(table).cast::<u64>().add(index)) };
+//!             let pte = entry.load(Ordering::Acquire);
+//!             if !F::is_present(Pte(pte)) {
+//!                 return None;
+//!             }
+//!             let is_leaf = F::is_leaf(Pte(pte), level);
+//!             if is_leaf || F::GENERATION != 0 {
+//!                 is_writable &= pte & F::WRITABLE != 0;
+//!             }
+//!             if is_leaf {
+//!                 if is_write && !is_writable {
+//!                     return None;
+//!                 }
+//!                 let dirty = if is_write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
+//!                 let marked = pte | F::ACCESSED | dirty;
+//!                 if marked != pte
+//!                     && entry.compare_exchange(pte, marked, Ordering::AcqRel, Ordering::Relaxed).is_err()
+//!                 {
+//!                     continue 'walk;
+//!                 }
+//!                 return Some(Hpa(F::address(Pte(pte), level).0 + gpa.0 % level.size_bytes()));
+//!             }
+//!             table = F::address(Pte(pte), level);
+//!             level = level.down();
+//!         }
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Error> {
+//! let vm = vm_with_memory(Config::default(), MemoryRegionFlags::LOG_DIRTY_PAGES);
+//! let mut vcpu = vm.create_vcpu()?;
+//! let gpa = Gpa(0x3008);
+//! // The first write finds no translation. After the log was taken, a write faults once more.
+//! for _ in 0..2 {
+//!     assert_eq!(walk(&vm, gpa, Access::Write), None);
+//!     assert_eq!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Resume);
+//!     assert!(walk(&vm, gpa, Access::Write).is_some());
+//!     assert_eq!(vm.get_dirty_log(0, &mut [0; 4])?, 1);
+//! }
+//! assert!(walk(&vm, gpa, Access::Read).is_some());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `flush` then waits for a thread that the scheduler has preempted within an access. That delays
+//! the flush. It cannot block for ever, since no CPU holds its lock during a call of the engine.
+//!
+//! # A migration
+//! 1. Turn [`LOG_DIRTY_PAGES`](MemoryRegionFlags::LOG_DIRTY_PAGES) on for each memslot.
+//! 2. Copy all pages.
+//! 3. Get the log of each memslot ([`Vm::get_dirty_log`]). When the call has returned, copy the
+//!    pages that the log names. Repeat this until few pages are left ([`Vm::nr_marked_dirty`]).
+//! 4. Stop all vCPUs and devices. Get the log once more, and copy its pages.
+//! 5. If the guest goes on here, turn the flag off. Huge pages are recovered then.
+//!
+//! The order in step 3 matters: what the guest writes *after* the call is in a later log. A page
+//! that is copied before the call may be old, and in no log.
+//!
+//! - With [`ManualProtect`], step 3 gets the log, and then for each part of the memslot clears it
+//!   ([`Vm::clear_dirty_log`]) and copies its pages. With [`ManualProtect::InitiallySet`] the first
+//!   log has all pages, and step 2 is left out.
+//! - With rings, step 3 harvests each ring ([`DirtyRing::harvest`]), resets them
+//!   ([`Vm::reset_dirty_rings`]), and then copies. A vCPU whose ring is full exits with
+//!   [`Exit::DirtyRingFull`], and its thread may harvest and reset itself. It hands the pages to
+//!   the thread that copies only after the reset.
+//! - Devices and the VMM call [`Vm::mark_dirty`] after each write of theirs. Beside rings they keep
+//!   a log of their own.
 //!
 //! # When the host is called, and what is held then
 //! Every method may be called by several threads at once. Nothing is held where the host may block;
@@ -54,8 +176,9 @@
 //!   logging. It may wait as `flush` may.
 //! - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus): calls that reclaim, write-protect or
 //!   harvest. It may wait as `flush` may.
-//! - [`yield_now`](Host::yield_now): long calls; a fault in a range in flight. It may block only to
-//!   let other threads run. With shadow paging, the lock of a shadow page may be held.
+//! - [`yield_now`](Host::yield_now): long calls; a fault in a range in flight; waits of shadow
+//!   paging. It may block only to let other threads run. With shadow paging, the lock of a shadow
+//!   page may be held.
 //! - The drop of a `Backing`: changes of memslots, [`Vm::reclaim`], the end of the VM.
 //!
 //! ## Methods that must not block
@@ -84,9 +207,10 @@
 //! - Any thread may call the methods of [`Vm`], any number at a time. Those of [`Vcpu`] take `&mut
 //!   self`: one thread at a time, not always the same one.
 //! - [`resolve`](Host::resolve) may call any method of [`Vm`], above all [`Vm::invalidate_range`]:
-//!   so a host copies a page on its first write. The other methods of the host must call none. Most
-//!   run inside a guard and perhaps under the lock, which is not recursive; and a call from `flush`
-//!   would flush.
+//!   so a host copies a page on its first write. The host keeps a `Weak` of the VM for it, which it
+//!   gets after [`Vm::new`]; an `Arc` would keep the VM alive. The other methods of the host must
+//!   call none. Most run inside a guard and perhaps under the lock, which is not recursive; and a
+//!   call from `flush` would flush.
 //! - The host may hold its own lock while it calls the engine, unless that call leads to a method
 //!   of the host that takes the lock. For `flush` that is mostly so. A lock that `resolve` takes
 //!   must not be held around [`Vcpu::handle_fault`], the prefaults, [`Vm::recover_range`], or a
@@ -155,8 +279,9 @@
 //!      before it. The engine's last step was an atomic operation with release. The host adds what
 //!      its hardware walkers need beyond that (Arm: a DSB before the TLBI; RISC-V: a fence before
 //!      the remote HFENCE).
-//!   2. When the call returns, every access that a CPU makes through an older translation is over,
-//!      and visible to the caller. Frames are freed then, and pages copied.
+//!   2. When the call returns, every walk that began before it is over. So is every access that a
+//!      CPU makes through an older translation, and it is visible to the caller. Then the engine
+//!      frees page-table pages, and the host frees frames or copies pages.
 //!   3. The call does not wait for a CPU that is not in the guest. That CPU flushes before it
 //!      enters.
 //!

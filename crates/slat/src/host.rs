@@ -1,10 +1,24 @@
 //! The trait that an embedder implements: memory for page-table pages, frames for guest pages, a
-//! TLB flush, and some calls to the scheduler. [`guide`](crate::guide) has the order in which to
-//! write it, and what is held at each call.
+//! TLB flush, and some calls to the scheduler.
 //!
-//! A `Host` value belongs to one [`Vm`](crate::Vm). A hypervisor's value typically points to the
-//! VM's own state. The engine calls it from any thread, several at a time. Each method says whether
-//! it may block: where it may, the engine holds neither a lock nor a guard.
+//! # Use
+//! A `Host` value belongs to one [`Vm`](crate::Vm); [`Vm::host`](crate::Vm::host) returns it. A
+//! hypervisor's value typically points to the VM's own state, such as the CPUs that `flush` must
+//! reach. The engine calls it from any thread, several at a time.
+//!
+//! Six methods and the type of the backing are required. Each other method says what its default
+//! does. [`guide`](crate::guide) has the order in which to write them.
+//!
+//! # Which methods may block
+//! Each method says whether it may block. Where it may, the engine holds neither a lock nor a
+//! guard, unless the method says otherwise. The [guide] has the list.
+//!
+//! [guide]: crate::guide#when-the-host-is-called-and-what-is-held-then
+//!
+//! - A *guard* is a part of an engine call. What is unlinked during a guard is not freed before the
+//!   guard ends.
+//! - *The VM's lock* exists only for comparison (feature `baselines`). In other builds, read "under
+//!   the VM's lock" as "inside a guard".
 
 #![expect(unsafe_code, reason = "the trait itself is the promise that tables may be handed to hardware")]
 
@@ -17,7 +31,7 @@ use crate::sync::Park;
 /// The answer of [`Host::resolve`] for a page of a memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Resolved {
-    /// The frame of the page that was asked for (not of the start of the huge page around it).
+    /// The frame of the requested page (not of the start of the huge page around it).
     pub pfn: Pfn,
     /// The largest block around the frame that one leaf may map. It is naturally aligned in
     /// host-physical memory, and its frames back the pages around this one in their order.
@@ -80,7 +94,8 @@ pub struct Gone;
 ///   is aligned alike and fits the format.
 /// - [`table_ptr`](Host::table_ptr) returns a pointer to that memory, valid for reads and writes,
 ///   and the same at each call.
-/// - [`flush`](Host::flush) returns only when no CPU can use a translation older than the call.
+/// - [`flush`](Host::flush) returns only when no CPU can use a translation older than the call, and
+///   no walk that began before the call is under way.
 /// - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is a barrier on all CPUs, if
 ///   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus) returns `true`.
 /// - An answer of [`resolve`](Host::resolve) stays true until the host invalidates the page
@@ -105,7 +120,8 @@ pub unsafe trait Host: Send + Sync {
     fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa>;
 
     /// The node of a frame of guest memory or of a page-table page. It is called whenever a
-    /// page-table page is allocated or linked, so it should be a simple look-up.
+    /// page-table page is allocated or linked, so it should be a simple look-up. The default is for
+    /// a host of one node: always node 0.
     #[inline]
     fn node_of(&self, _frame: Pfn) -> NodeId {
         NodeId(0)
@@ -127,12 +143,13 @@ pub unsafe trait Host: Send + Sync {
     /// for `access`. `gfn` is the guest frame that faulted. May block (to swap in, to fetch, to
     /// zero).
     ///
-    /// The answer must be what is true once all earlier invalidations of the page are over. After
-    /// that, the host may withdraw it only between the return of
-    /// [`Vm::invalidate_range`](crate::Vm::invalidate_range) for the page and the drop of the
-    /// returned value. To withdraw is to use the frame for something else, to give the page another
-    /// frame, or to forbid writing it. A fault with the old answer then does not install it,
-    /// however late it comes.
+    /// Several threads may request the same page, also at once: the answer is the same frame, until
+    /// the host invalidates the page. The answer must be what is true once all earlier
+    /// invalidations of the page are over. After that, the host may withdraw it only between the
+    /// return of [`Vm::invalidate_range`](crate::Vm::invalidate_range) for the page and the drop of
+    /// the returned value. To withdraw is to use the frame for something else, to give the page
+    /// another frame, or to forbid writing it. A fault with the old answer then does not install
+    /// it, however late it comes.
     ///
     /// This method may itself call `invalidate_range`, for instance to copy a page at its first
     /// write.
@@ -159,7 +176,8 @@ pub unsafe trait Host: Send + Sync {
     }
 
     /// Returns what [`resolve`](Host::resolve) would answer for a resident page. `None` if the page
-    /// is not resident, or if the host does not know. Must not block or change anything.
+    /// is not resident, or if the host does not know. The default does not know. Must not block or
+    /// change anything.
     ///
     /// It is called for the neighbours of a page that the guest has faulted on, with
     /// [`FaultAround`](crate::tables::FaultAround); never for private pages. `access` is a read, or
@@ -171,8 +189,11 @@ pub unsafe trait Host: Send + Sync {
     }
 
     /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this
-    /// call. Returns only when that is so. It may block, but must not wait for a CPU that is not
-    /// running.
+    /// call. This includes what it keeps of directory entries, and walks that are under way.
+    /// Returns only when that is so. It may block, but must not wait for a CPU that is not running.
+    ///
+    /// [`guide`](crate::guide#what-flush-and-the-rest-guarantee) says exactly what a flush orders,
+    /// and how one is usually written.
     fn flush(&self, ranges: &[GfnRange]);
 
     /// Flushes what the CPU of the calling thread has cached of the page of 4 KiB at `gpa`, of this
@@ -181,7 +202,8 @@ pub unsafe trait Host: Send + Sync {
     /// It is called in formats with [`NEEDS_LOCAL_FLUSH`](crate::format::Format::NEEDS_LOCAL_FLUSH)
     /// (Arm, RISC-V), and never on x86. [`Vcpu::handle_fault`](crate::Vcpu::handle_fault) calls it
     /// on its own thread, each time before it returns [`Outcome::Resume`](crate::Outcome::Resume).
-    /// Without it, a guest may fault on that page for ever.
+    /// The default does nothing, so implement it for Arm and RISC-V. Without it, a guest may fault
+    /// on that page for ever.
     ///
     /// It concerns no other CPU, and waits for none. If the thread moves before the guest goes on,
     /// the other CPU may have the old PTE, too. The guest then faults once more, and that CPU is
@@ -203,7 +225,7 @@ pub unsafe trait Host: Send + Sync {
     ///
     /// A page may be passed twice, and so may one whose dirty bit no CPU has set in the end. Must
     /// not wait for a CPU that is not running. No guard is open and no lock is held; `log` does not
-    /// block.
+    /// block. The default passes nothing, so implement it for that tracking.
     #[inline]
     fn drain_modification_logs(&self, _log: &mut dyn FnMut(&[Gpa])) {}
 
@@ -220,7 +242,8 @@ pub unsafe trait Host: Send + Sync {
     /// used leaf by one that may be written notifies it, too.
     ///
     /// The host may be notified more than once, also for a page that another call has invalidated
-    /// since. So treat it as information about the guest's page, and do not access the frame.
+    /// since. So treat it as information about the guest's page, and do not access the frame. The
+    /// default does nothing: it is for a host that keeps no accessed and dirty state of its pages.
     #[inline]
     fn leaf_zapped(&self, _leaf: ZappedLeaf) {}
 
@@ -229,15 +252,15 @@ pub unsafe trait Host: Send + Sync {
     /// tables.
     ///
     /// The frame is one that [`resolve`](Host::resolve) returned. The pointer stays valid until the
-    /// page is invalidated. With `None`, shadow paging is not available. It is called under the
-    /// lock of the guest frame; must not block.
+    /// page is invalidated. With `None`, the default, shadow paging is not available. It is called
+    /// under the lock of the guest frame; must not block.
     #[inline]
     fn guest_memory_ptr(&self, _frame: Pfn) -> Option<*mut u8> {
         None
     }
 
-    /// Whether [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is implemented. Called once, when
-    /// the VM is created.
+    /// Whether [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is implemented. The default is
+    /// `false`. Called once, when the VM is created.
     #[inline]
     fn has_barrier_on_all_cpus(&self) -> bool {
         false
@@ -249,7 +272,8 @@ pub unsafe trait Host: Send + Sync {
     /// write-protect pages for the dirty log.
     ///
     /// A thread that is not running needs no barrier, since a switch of threads is one. The call
-    /// must not wait for such a thread. With it, each fault makes two full fences fewer.
+    /// must not wait for such a thread. With it, each fault makes two full fences fewer. Without
+    /// [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus) it is not called.
     #[inline]
     fn barrier_on_all_cpus(&self) {}
 
@@ -258,19 +282,28 @@ pub unsafe trait Host: Send + Sync {
     ///
     /// It is called every few thousand PTEs that a walk passes by, and every few that it changes.
     /// This is inside the guard and the lock, or between two guards. So it should only read a flag.
-    /// The guard is left from time to time in any case.
+    /// The guard is left from time to time in any case. The default is `false`.
     #[inline]
     fn should_yield(&self) -> bool {
         false
     }
 
-    /// Lets other threads run. It may block, but not for a vCPU: with shadow paging, a thread that
-    /// waits for the lock of a guest frame calls it while it holds the lock of a shadow page.
+    /// Lets other threads run: on an operating system, by its yield call. These call it:
+    /// - a fault on a page that is being invalidated, once, before it resumes the guest;
+    /// - long calls, after [`should_yield`](Host::should_yield);
+    /// - with shadow paging, threads that wait for a lock, and page faults that start over.
+    ///
+    /// The default does nothing. Then the guest of such a fault comes back at once, again and
+    /// again, until the invalidation is dropped.
+    ///
+    /// It may block, but not for a vCPU: with shadow paging, a thread that waits for the lock of a
+    /// guest frame calls it while it holds the lock of a shadow page.
     #[inline]
     fn yield_now(&self) {}
 
     /// A clock that never goes backwards, in nanoseconds. Read for every wait for the lock and for
-    /// a sample of the faults.
+    /// a sample of the faults. A constant is allowed: [`Stats`](crate::stats::Stats) then has no
+    /// times.
     fn timestamp_ns(&self) -> u64;
 
     /// For how long, in nanoseconds since some fixed moment, the calling thread was ready to run

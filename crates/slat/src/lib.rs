@@ -18,20 +18,28 @@
 //! # How to use it
 //! 1. Implement [`Host`]: memory for page-table pages, frames for guest pages, a TLB flush.
 //! 2. Create a [`Vm`] with it for a [`Format`] of page tables ([`Npt`], [`Ept`], [`Stage2`],
-//!    [`Sv39x4`] or [`Sv48x4`]).
+//!    [`Sv39x4`] or [`Sv48x4`]), in an `Arc`.
 //! 3. Add memslots by [`Vm::set_user_memory_region`].
-//! 4. Point the hardware at [`Vm::root`].
-//! 5. Call [`Vcpu::handle_fault`] for each second-stage fault.
+//! 4. Create a [`Vcpu`] for each virtual CPU by [`Vm::create_vcpu`].
+//! 5. Point the hardware at [`Vm::root`].
+//! 6. Call [`Vcpu::handle_fault`] for each second-stage fault, and act on its [`Outcome`].
 //!
-//! Names are KVM's where KVM has one. At the root is what every user needs; the rest is in modules:
-//! [`format`](mod@format), [`host`], [`slots`], [`tables`], [`dirty`], [`shadow`], [`stats`].
+//! Names are KVM's where KVM has one. At the root is what every user needs; the rest is in modules.
 //!
-//! [`guide`] says in which order to write that, what each call may wait for, what is held when the
-//! host is called, and what a flush guarantees. [`guide::porting`] is a checklist for a port. Three
-//! programs in `examples/` run, and check what they show: `smallest_host` (no operating system,
-//! less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a migration, step
-//! by step) and `vm_memory` (devices written for the crate vm-memory).
+//! # Where to read on
+//! - [`guide`] first: the order in which to write a host, CPUs that are programs, a migration, what
+//!   a flush guarantees, what each call may wait for. [`guide::porting`] is a checklist for a port.
+//! - [`host`]: what the engine calls. [`format`](mod@format): page tables of AMD, Intel, Arm and
+//!   RISC-V.
+//! - [`slots`], [`dirty`], [`tables`], [`shadow`], [`stats`]: what you use beside memslots and
+//!   faults.
+//! - Three programs in `examples/` run, and check what they show: `smallest_host` (no operating
+//!   system, less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a
+//!   migration, step by step) and `vm_memory` (devices written for the crate vm-memory).
+//! - The examples on the pages of this crate run as tests, with a host of their own. [`guide`] says
+//!   what its functions `vm`, `vm_with_memory`, `region` and `change` do.
 //!
+//! # A program
 //! ```
 //! # use std::alloc::{Layout, alloc, dealloc};
 //! # use std::sync::Arc;
@@ -90,19 +98,6 @@
 //! # }
 //! ```
 //!
-//! # Hardware without a second stage
-//! A VM created by [`Vm::with_shadow_paging`] keeps shadow page tables, which translate the guest's
-//! virtual addresses to the host's frames. Its format is [`Npt`]. Everything above stays the same.
-//! In addition:
-//! - The host returns a pointer to guest memory ([`Host::guest_memory_ptr`]).
-//! - Each vCPU's CPU exits for page faults ([`Vcpu::handle_page_fault`]), for writes of CR0, CR4
-//!   and EFER ([`Vcpu::write_paging_register`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for
-//!   INVLPG and INVPCID ([`Vcpu::invlpg`], [`Vcpu::invpcid`]). Before it runs again it loads what
-//!   [`Vcpu::entry`] returns.
-//! - Hardware walks with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear. While the guest's
-//!   paging is on, CR4.SMEP and SMAP are the guest's.
-//! - [`Host::flush`] names guest frames, which such a CPU does not know: it flushes everything.
-//!
 //! # What it can do
 //! - **Memslots** are created, deleted, moved and changed while vCPUs run; some may be read-only:
 //!   [`Vm::set_user_memory_region`].
@@ -120,8 +115,9 @@
 //! - **Demand paging**: faults exit for pages whose bit is set ([`UserfaultBitmap`]), and pages are
 //!   taken back ([`Vm::rescan_userfault`]).
 //! - **Private memory**: attributes of pages in guest_memfds ([`Vm::set_memory_attributes`]).
-//! - **Hardware without a second stage**: [`Vm::with_shadow_paging`]. A program that does not call
-//!   it links nothing of that.
+//! - **Hardware without a second stage**: shadow page tables, which translate the guest's virtual
+//!   addresses to the host's frames ([`shadow`]). A program that does not call
+//!   [`Vm::with_shadow_paging`] links nothing of that.
 //! - **Observation**: [`Vm::stats`], [`Vm::read_tables`].
 //!
 //! # Cargo features
@@ -136,12 +132,11 @@
 //! # Requirements
 //! Rust 1.85 or newer: that compiler builds the library in each run of the checks. `cfg(loom)` and
 //! `cfg(shuttle)` are for the engine's own tests.
-
+//!
 //! The target has pointers of 64 bits: numbers of pages, of words in a bitmap and of bytes in a
 //! page table are `usize`.
 
 #![no_std]
-#![allow(rustdoc::private_intra_doc_links, reason = "the heads of modules go on to how they work")]
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("slat needs pointers of 64 bits: a slot's pages are counted, and its bitmaps are indexed, by usize");
@@ -152,27 +147,19 @@ mod addr;
 mod bits;
 mod boxed;
 mod config;
-/// The dirty log: how writes are found ([`Config::dirty_tracking`](crate::Config)), when a
-/// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`],
-/// [`Vcpu::dirty_ring`]).
 pub mod dirty;
 mod error;
 mod exit;
-/// The formats of page tables, one of which is a parameter of each [`Vm`].
 pub mod format;
 pub mod guide;
 mod harvest;
-/// What a [`Host`] is asked, and what it answers.
 pub mod host;
 mod operation;
 mod pool;
 mod registers;
 mod second_stage;
-/// Shadow page tables, for hardware without a second stage: [`Vcpu::handle_page_fault`] and the
-/// other calls of a [`Vcpu`] for the guest's own paging.
 pub mod shadow;
 mod slot;
-/// What [`Vm::stats`] returns.
 pub mod stats;
 mod sync;
 mod table;
@@ -192,16 +179,31 @@ pub use slot::{MemoryRegion, MemoryRegionFlags};
 pub use vcpu::Vcpu;
 pub use vm::Vm;
 
-/// Pages of memslots: private or shared ([`Vm::set_memory_attributes`]), and those at which faults
-/// exit ([`MemoryRegion::userfault_bitmap`], [`Exit::MemoryFault`]).
+/// What user space decides for single pages of a memslot: at which of them faults exit, and which
+/// are private to the guest.
+///
+/// # Use
+/// - *Demand paging*: give a memslot the flag [`MemoryRegionFlags::USERFAULT`] and a
+///   [`UserfaultBitmap`]. A fault on a page whose bit is set is [`Exit::MemoryFault`]. User space
+///   fills the page and clears the bit. [`Vm::rescan_userfault`] takes pages back.
+/// - *Private memory*: a memslot with a guest_memfd ([`MemoryRegionFlags::GUEST_MEMFD`]).
+///   [`Vm::set_memory_attributes`] makes its pages private or shared, and
+///   [`Host::resolve_private`] resolves the private ones.
+/// - Before user space accesses such memory itself, it calls [`Vm::check_access`].
 pub mod slots {
     pub use crate::exit::MemoryFaultFlags;
     pub use crate::slot::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
 }
 
-/// The page tables of the second stage: how accesses are tracked ([`Vm::age_range`]), which pages a
-/// fault maps, where page-table pages are, invalidations ([`Vm::invalidate_range`]), and reading
-/// ([`Vm::read_tables`]).
+/// The page tables of the second stage, for the host's memory management and for debuggers.
+///
+/// # Use
+/// - Before the host moves, frees or protects frames: [`Vm::invalidate_range`], which returns an
+///   [`Invalidation`].
+/// - Which pages the guest has used: [`Vm::age_range`], as [`AccessTracking`] says.
+/// - What is mapped: [`Vm::read_tables`], which returns a [`TableReader`].
+/// - What a fault maps besides its page: [`FaultAround`]. Where page-table pages are:
+///   [`TablePlacement`].
 pub mod tables {
     pub use crate::config::{AccessTracking, FaultAround, TablePlacement};
     pub use crate::second_stage::invalidate::Invalidation;

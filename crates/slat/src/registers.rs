@@ -126,13 +126,15 @@ pub enum Privilege {
 /// What a CPU must load before it runs the guest ([`Vcpu::entry`](crate::Vcpu::entry)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GuestEntry {
-    /// The root of the shadow page tables, for CR3.
+    /// The root of the shadow page tables, for CR3: valid until the next call of this vCPU.
     pub root: Hpa,
     /// Levels of the shadow page tables: 4, or 5 (CR4.LA57).
     pub levels: u8,
-    /// The PCID under which the CPU caches their translations.
+    /// The PCID under which the CPU caches their translations. It is the host's, and not one
+    /// of the guest's PCIDs. All vCPUs use the same numbers.
     pub pcid: u16,
-    /// What the CPU must flush first.
+    /// What the CPU must flush first, if it ran this vCPU last, and this vCPU last ran there. In
+    /// any other case the CPU flushes all, since vCPUs use the same PCIDs.
     pub flush: LocalFlush,
 }
 

@@ -1,15 +1,16 @@
-//! Counters and latency histograms. Each vCPU, and each thread inside a VM call, has a
-//! [`Recorder`]. [`Vm::stats`](crate::Vm::stats) sums them.
+//! What [`Vm::stats`](crate::Vm::stats) returns: counters and latency histograms of all vCPUs and
+//! calls of a VM.
 //!
-//! A recorder has one writer at a time, so counting is a plain load and store on a line that no
-//! other thread writes. Time comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns). Lock
-//! waits are always timed. Faults and holds of the lock are sampled (one in [`SAMPLE_PERIOD`]),
-//! because reading the clock twice costs as much as a fault. Sums that are extrapolated from the
-//! sample are documented as such.
+//! # Guarantees
+//! - Every event is counted. Counting is always on: it takes no lock, and no atomic
+//!   read-modify-write.
+//! - Durations are those of a sample, one fault in 128, because reading the clock twice costs as
+//!   much as a fault. Sums that are extrapolated from the sample are documented as such.
 //!
-//! Histograms take most of the memory, so a recorder has only those that it uses: a vCPU's those of
-//! faults, and with a lock every one those of the lock. Their buckets have 32 bits, and a full
-//! bucket stays full.
+//! # Use
+//! [`Vm::stats`](crate::Vm::stats) may be called at any time, while vCPUs run. For the counts of an
+//! interval, subtract two results; [`Histogram::since`] does it for durations. Durations are zero
+//! if [`Host::timestamp_ns`](crate::Host::timestamp_ns) is not a clock.
 
 #![expect(unsafe_code, reason = "says which types are zeroed")]
 
@@ -269,7 +270,15 @@ impl Stats {
 /// Parts of a huge leaf, in every format.
 const ENTRIES: u64 = Level::L2M.nr_pages();
 
-/// Counters and histograms of one writer.
+/// Counters and histograms of one writer: a vCPU, or a thread inside a VM call.
+/// [`Vm::stats`](crate::Vm::stats) sums them.
+///
+/// A recorder has one writer at a time, so counting is a plain load and store on a line that no
+/// other thread writes. Lock waits are always timed. Faults and holds of the lock are sampled (one
+/// in [`SAMPLE_PERIOD`]).
+///
+/// Histograms take most of the memory, so a recorder has only those that it uses: a vCPU's those of
+/// faults, and with a lock every one those of the lock.
 pub(crate) struct Recorder {
     counters: [AtomicU64; NR_COUNTERS],
     fault_times: OnceBox<FaultTimes>,

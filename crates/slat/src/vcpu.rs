@@ -83,6 +83,12 @@ enum PageState {
 }
 
 /// The memory side of one virtual CPU. One thread uses it at a time.
+///
+/// [`Vm::create_vcpu`] makes it. The thread that runs the guest calls
+/// [`handle_fault`](Vcpu::handle_fault) for each second-stage fault, and acts on the [`Outcome`].
+/// With [`shadow`](crate::shadow) paging it calls [`entry`](Vcpu::entry) before the guest runs, and
+/// another method for each kind of exit. A thread that only maps memory ahead of time needs a vCPU
+/// as well ([`pre_fault_memory`](Vcpu::pre_fault_memory)).
 pub struct Vcpu<H: Host, F: Format> {
     vm: Arc<Vm<H, F>>,
     participant: OwnedParticipant,
@@ -94,7 +100,7 @@ pub struct Vcpu<H: Host, F: Format> {
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
-    /// Creates a vCPU of this VM.
+    /// Creates a vCPU of this VM. It keeps the VM alive.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].

@@ -35,7 +35,9 @@ use crate::table::retire::Participant;
 /// The guest-physical memory of a virtual machine: its memslots, and the second-stage page tables
 /// that translate it.
 ///
-/// All methods may be called from several threads at once, and while its vCPUs fault.
+/// All methods may be called from several threads at once, and while its vCPUs fault. The page of
+/// the [crate](crate#what-it-can-do) lists them by topic. vCPUs share the VM, so put it into an
+/// [`Arc`](alloc::sync::Arc): [`create_vcpu`](Vm::create_vcpu) needs one.
 ///
 /// Dropping it notifies the host of all mapped leaves ([`Host::leaf_zapped`]) and frees all
 /// page-table pages. Before the last reference is dropped, stop the CPUs that walk them, and flush
@@ -65,9 +67,12 @@ impl<H: Host, F: Format> Vm<H, F> {
         &self.tree.host
     }
 
-    /// Host-physical address of the root page-table page. It goes into nCR3 (AMD APM vol. 2,
-    /// 15.25.3) or, with its control bits, into the EPTP (Intel SDM vol. 3C, "Extended-Page-Table
-    /// Pointer").
+    /// Host-physical address of the root page-table page. It never changes. It goes into nCR3 (AMD
+    /// APM vol. 2, 15.25.3) or, with its control bits, into the EPTP (Intel SDM vol. 3C,
+    /// "Extended-Page-Table Pointer"), VTTBR_EL2 (Arm) or hgatp (RISC-V).
+    ///
+    /// With shadow paging no hardware walks it: each CPU loads the root of its vCPU's
+    /// [`entry`](crate::Vcpu::entry).
     pub fn root(&self) -> Hpa {
         self.tree.root()
     }
@@ -342,6 +347,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// resume the guest, which tries again; faults outside do not notice. Any number of
     /// invalidations may run at once, also of the same pages.
     ///
+    /// Then change what [`Host::resolve`] returns for the pages. From there on the old frames may
+    /// be used for something else, also before the drop.
+    ///
     /// It blocks only on [`Host::flush`], and on the VM's lock if there is one.
     ///
     /// # Errors
@@ -422,6 +430,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// logs allow. Returns how many page-table pages became leaves. Turning off
     /// [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES), or `USERFAULT`, does this by
     /// itself.
+    ///
+    /// A huge leaf is no larger than the blocks of a userfault bitmap, and does not cover both
+    /// private and shared pages.
     ///
     /// A page that only the guest's next access can map as a part of a huge leaf is unmapped.
     /// Blocks that another thread works on are left as they are. So is the rest of the range while

@@ -13,12 +13,8 @@
 //!   continues rounds later does no harm.
 //!
 //! # Use
-//! [`DirtyRing`] says how a ring is read and reset.
-//!
-//! A move of a memslot pushes nothing, as in KVM: all of its pages have another address, and the
-//! caller of the move knows that. Pages that faults opened at the old place during the move may be
-//! missing, too. Pages of a memslot that was deleted stay in the rings and are harvested; a reset
-//! protects nothing for them.
+//! [`DirtyRing`] says how a ring is read and reset, and what becomes of the pages of a memslot that
+//! is moved or deleted.
 //!
 //! # Implementation
 //! An entry passes through KVM's states: *empty*, *dirty* (a fault pushed it), *harvested* (the
@@ -119,6 +115,12 @@ pub enum DirtyRingEntry {
 ///
 /// In either case call [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) before the page is
 /// read: what the guest writes between the harvest and the reset is not pushed again.
+///
+/// # Memslots that are moved or deleted
+/// A move of a memslot pushes nothing, as in KVM: all of its pages have another address, and the
+/// caller of the move knows that. Pages that faults opened at the old place during the move may be
+/// missing, too. Pages of a memslot that was deleted stay in the ring, and a harvest takes them; a
+/// reset protects nothing for them.
 pub struct DirtyRing {
     nr_entries: u32,
     soft_limit: u32,

@@ -7,7 +7,12 @@
 use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
-/// Marker of Intel's extended page tables, 4 levels.
+/// Marker of Intel's extended page tables: 4 levels, 48 bits of guest-physical address.
+///
+/// The EPTP has [`Vm::root`](crate::Vm::root), a walk length of 4, and bit 6, so that CPUs set A
+/// and D. Bit 6 is clear for a VM with
+/// [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults). Leaf PTEs map write-back
+/// memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Ept;
 

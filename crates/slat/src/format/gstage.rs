@@ -4,8 +4,7 @@
 //! page-table pages, 16 KiB and aligned to that. So guest-physical addresses have two bits more
 //! than the virtual ones of Sv39 and Sv48.
 //!
-//! Hardware sets A and D (Svadu, enabled by `menvcfg.ADUE` for the G-stage). Where it does not
-//! (Svade), clear ones fault, and the fault sets them.
+//! Hardware sets A and D (Svadu), or a fault does (Svade).
 //! [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) leaves none clear in a leaf
 //! PTE that needs it. All accesses of a guest count as user accesses here, so U is set in each leaf
 //! PTE.
@@ -20,10 +19,22 @@ use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
 /// Marker of RISC-V's Sv39x4 tables: 3 levels, 41 bits of guest-physical address.
+///
+/// hgatp has the mode Sv39x4, the VMID and the page number of [`Vm::root`](crate::Vm::root), which
+/// is 16 KiB large and aligned to that. With Svadu (enabled for the G-stage by `menvcfg.ADUE`),
+/// CPUs set A and D. Without it, an access faults where they are clear, and the fault sets them.
+///
+/// [`Host::flush_local`](crate::Host::flush_local) is required.
 #[derive(Clone, Copy, Debug)]
 pub struct Sv39x4;
 
 /// Marker of RISC-V's Sv48x4 tables: 4 levels, 50 bits of guest-physical address.
+///
+/// hgatp has the mode Sv48x4, the VMID and the page number of [`Vm::root`](crate::Vm::root), which
+/// is 16 KiB large and aligned to that. With Svadu (enabled for the G-stage by `menvcfg.ADUE`),
+/// CPUs set A and D. Without it, an access faults where they are clear, and the fault sets them.
+///
+/// [`Host::flush_local`](crate::Host::flush_local) is required.
 #[derive(Clone, Copy, Debug)]
 pub struct Sv48x4;
 

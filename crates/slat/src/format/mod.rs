@@ -1,6 +1,17 @@
-//! A PTE as hardware reads it. A [`Format`] knows bits and nothing else: which bit lets the guest
-//! write, where the frame number is, what makes a PTE a leaf PTE. What PTEs mean to the engine, and
-//! which thread may change what into what, is in `table/pte.rs`, the same for all formats.
+//! The formats of page tables. Each [`Vm`](crate::Vm) has one as its parameter.
+//!
+//! # Use
+//! Take the format of the hardware: [`Ept`] for Intel, [`Npt`] for AMD, [`Stage2`] for Arm,
+//! [`Sv39x4`] or [`Sv48x4`] for RISC-V. Its page says what the control registers must hold. With
+//! shadow paging the format is [`Npt`] ([`shadow`](mod@crate::shadow)).
+//!
+//! A CPU that is a program walks the tables by the constants and functions of its [`Format`]
+//! ([`guide`](crate::guide#cpus-that-are-programs)).
+//!
+//! # Implementation
+//! A [`Format`] knows bits and nothing else: which bit lets the guest write, where the frame number
+//! is, what makes a PTE a leaf PTE. What PTEs mean to the engine, and which thread may change what
+//! into what, is the same for all formats (`docs/protocols/pte.md` in the repository).
 //!
 //! In every format, a PTE whose lowest three bits are clear is not present, and all its other bits
 //! belong to software. This is so in long-mode tables (bit 0), in EPT (bits 0 to 2), in Arm's stage
@@ -83,7 +94,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// [`DIRTY`](Format::DIRTY) was last cleared for the dirty log.
     const WAS_DIRTY: u64;
     /// At least 11 adjacent bits that hardware ignores in a directory entry. 0 if directory entries
-    /// cannot be protected (`table/pte.rs`); then all write protection is by leaf PTEs.
+    /// cannot be protected. Then all write protection is by leaf PTEs.
     const GENERATION: u64;
     /// Whether break before make is needed where a page-table page replaces a huge leaf PTE, or the
     /// other way. Then the PTE is not present until no CPU can have a translation cached through

@@ -8,7 +8,12 @@ use super::x86::{self, ADDRESS, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
-/// Marker of AMD's nested page tables, 4 levels.
+/// Marker of AMD's nested page tables: 4 levels, 48 bits of guest-physical address.
+///
+/// [`Vm::root`](crate::Vm::root) goes into nCR3. The PTEs are long-mode PTEs with U/S set, since
+/// accesses of a guest count as user accesses there (AMD APM vol. 2, 15.25.5). CPUs set A and D.
+///
+/// A VM with [`shadow`](mod@crate::shadow) paging has this format, too.
 #[derive(Clone, Copy, Debug)]
 pub struct Npt;
 

@@ -1,12 +1,10 @@
 //! Arm stage 2: VMSAv8-64, 4 KiB granule, 48 bits of intermediate physical address in four levels
 //! (Arm ARM, chapter "The AArch64 Virtual Memory System Architecture", "VMSAv8-64 translation table
 //! format descriptors"). Arm counts levels from the root down: its level 0 is level 4 here, its
-//! level 3 is level 1. VTCR_EL2 must say so (T0SZ 16, SL0 2, TG0 0), with DS clear: addresses have
-//! 48 bits.
+//! level 3 is level 1. [`Stage2`] says what VTCR_EL2 must hold.
 //!
-//! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA). Where it does not, a clear flag
-//! faults, and the fault sets it. [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults)
-//! leaves none clear.
+//! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA), or a fault does.
+//! [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults) leaves none clear.
 //!
 //! The dirty state that hardware can manage (VTCR_EL2.HD, DBM in bit 51) is not used. There
 //! S2AP\[1\] alone would say both that a page may be written and that it was. So D is a software
@@ -20,7 +18,14 @@
 use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
-/// Marker of Arm's stage 2 tables, 4 levels.
+/// Marker of Arm's stage 2 tables: 4 KiB granule, 4 levels, 48 bits of guest-physical address.
+///
+/// VTTBR_EL2 has [`Vm::root`](crate::Vm::root) and the VMID. VTCR_EL2 has T0SZ 16, SL0 2 and TG0 0,
+/// with DS clear. With VTCR_EL2.HA, CPUs set the access flag. Without it, an access faults where
+/// the flag is clear, and the fault sets it. CPUs set no dirty bit: the dirty state that hardware
+/// can manage (VTCR_EL2.HD) is not used, so a leaf PTE that may be written counts as dirty.
+///
+/// [`Host::flush_local`](crate::Host::flush_local) is required.
 #[derive(Clone, Copy, Debug)]
 pub struct Stage2;
 

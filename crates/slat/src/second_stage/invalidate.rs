@@ -33,7 +33,8 @@ use crate::table::in_flight::{InFlight, RangesInFlight};
 /// A range that was zapped and is in flight. Until this is dropped, no CPU uses a frame of the
 /// range, and no fault maps one: faults in the range make the guest try again.
 ///
-/// Leaking it leaves the range unusable for good.
+/// Keep it in a variable with a name while the pages change: `let _ =` drops it at once. Leaking it
+/// leaves the range unusable for good.
 #[must_use = "the range is withdrawn when this is dropped"]
 pub struct Invalidation<'v> {
     range: GfnRange,

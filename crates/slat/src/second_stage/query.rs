@@ -29,8 +29,8 @@ pub struct Translation {
     pub dirty: bool,
 }
 
-/// Reads a VM's page tables, as they are while this is open. It stays on the thread that opened it.
-/// Nothing that is unlinked meanwhile is freed, so close it soon.
+/// Reads a VM's page tables, as they are while this exists. It stays on the thread that opened it.
+/// Nothing that is unlinked meanwhile is freed, so drop it soon.
 #[must_use]
 pub struct TableReader<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,

@@ -1,82 +1,64 @@
-//! Shadow paging: page tables that lead from guest-virtual addresses straight to host frames. It is
-//! for hardware that has no second stage, or uses it for something else.
+//! Shadow paging, for hardware that has no second stage, or uses it for something else.
+//!
+//! The hardware walks *shadow page tables*, which translate the guest's virtual addresses to frames
+//! of the host. The engine makes them from the guest's own page tables and from the second stage,
+//! which it keeps as for any VM.
 //!
 //! # Guarantees
 //! - After a flush by the guest (INVLPG, INVPCID, a load of CR3, a page fault) its vCPU uses no
-//!   translation from before what was flushed. A PTE may be stale where the architecture lets it be
-//!   stale. (`docs/protocols/shadow-paging.md` has one exception, for loads of CR3 with bit 63.)
-//! - Shadow leaf PTEs have all guarantees of the second stage: memslots, dirty log, userfault,
+//!   translation from before what was flushed. A translation may be stale where the architecture
+//!   lets it be stale. ([`ShadowStrategy`] has one exception, for loads of CR3 with bit 63.)
+//! - Everything that holds for a VM with a second stage holds here: memslots, dirty log, userfault,
 //!   invalidation.
+//! - The root that [`Vcpu::entry`](crate::Vcpu::entry) returned is not freed while the CPU is in
+//!   the guest. Only this vCPU's own calls, and its drop, end its use.
 //! - A fault does not wait for the flush of an emulated write.
 //!
 //! # Use
-//! A VM with shadow paging keeps its second stage, the tree of guest frames, and no hardware walks
-//! it. Hardware walks the shadow page tables. They are a cache of the guest's tables and of the
-//! leaf PTEs of the second stage, and are flushed like a TLB.
-//! The flush of a `TlbBatch` first zaps the shadow leaf PTEs of the guest frames, or takes W from
-//! them; a reverse map finds them. So the protocols of the second stage know nothing of shadow
-//! paging: [`Shadow`] is the `DerivedTables` of the tree. Only
-//! [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging) names it, so a program that does not
-//! call that links none of this module.
+//! 1. Implement [`Host::guest_memory_ptr`]: the engine reads and writes the guest's page tables by
+//!    that pointer. [`Host::flush`] names guest frames, which such a CPU does not know: it flushes
+//!    everything.
+//! 2. Create the VM by [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging), and memslots as
+//!    for any VM. The format is [`Npt`]: shadow PTEs are long-mode PTEs.
+//! 3. Create a vCPU. Its paging is off until the guest turns it on, or until
+//!    [`Vcpu::set_paging_registers`](crate::Vcpu::set_paging_registers).
+//! 4. Each time before the CPU runs the guest, call [`Vcpu::entry`](crate::Vcpu::entry), flush what
+//!    the [`GuestEntry`] names, and load its root and PCID, with CR4.LA57 set for five levels.
+//! 5. When the CPU exits, call the method of the list below, and act on its
+//!    [`Outcome`](crate::Outcome).
 //!
-//! - `guest` decodes the guest's tables, `memory` reads them.
-//! - `page`: a shadow page is a hardware page-table page, made from a guest frame in a `role`.
-//! - `rmap` has, for each guest frame, the leaf PTEs that map it and the pages made from it.
-//! - `walk` and `install` serve the guest's page faults, `write` its writes to its tables.
-//! - `zap` removes PTEs and pages; `sync` compares pages with the guest's tables after a flush.
-//! - `roots` keeps the roots of each vCPU, and knows which of them a flush by the guest concerns.
+//! Hardware walks with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear. While the guest's
+//! paging is on, CR4.SMEP and SMAP are the guest's.
 //!
-//! # Implementation
-//! **Locks** (`lock`). Each guest frame and each shadow page has one; `page` says what each guards.
-//! A thread takes the locks of pages by falling level, then that of one frame. It holds none across
-//! a flush, an allocation or a resolve, and has no guard open where it waits for one.
+//! The CPU exits for the following.
+//! - A page fault: [`Vcpu::handle_page_fault`](crate::Vcpu::handle_page_fault).
+//! - A write of CR0, CR4 or EFER:
+//!   [`Vcpu::write_paging_register`](crate::Vcpu::write_paging_register).
+//! - A load of CR3: [`Vcpu::load_cr3`](crate::Vcpu::load_cr3).
+//! - INVLPG and INVPCID: [`Vcpu::invlpg`](crate::Vcpu::invlpg),
+//!   [`Vcpu::invpcid`](crate::Vcpu::invpcid).
 //!
-//! **Leaf PTEs.** A fault makes a leaf PTE under the locks of its page and of the frame that it
-//! maps. Under them it reads the second stage once more, and installs what it finds then. A thread
-//! that changes the second stage does that first, and then visits the frames under their locks.
+//! After [`Outcome::Resume`](crate::Outcome::Resume) the guest repeats the access of a page fault;
+//! every other instruction of this list is done. If a call exits with
+//! [`Exit::MemoryFault`](crate::Exit::MemoryFault) or
+//! [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull), serve the exit, and let the guest execute
+//! the instruction again.
 //!
-//! **Upper guest tables** are write-protected while a shadow page of them exists. A write to one
-//! exits and is emulated. The emulation zaps what was made of the old PTE before the guest goes on.
+//! These exits to user space exist besides those of any VM:
+//! - [`Exit::PageFault`](crate::Exit::PageFault): the guest's own tables forbid the access. Inject
+//!   the fault.
+//! - [`Exit::EmulateWrite`](crate::Exit::EmulateWrite): the guest writes one of its page tables.
+//!   Emulate the instruction: pass the bytes that it writes to
+//!   [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table). After its `Resume` the
+//!   instruction is done.
+//! - [`Exit::GeneralProtection`](crate::Exit::GeneralProtection): an operand is not valid, or an
+//!   address is not canonical. Inject the fault.
+//! - [`Exit::TableMmio`](crate::Exit::TableMmio): a page table of the guest is where no memory is.
 //!
-//! **Lowest guest tables** may be written. Then their pages are *unsync*: a shadow PTE may be what
-//! the guest's PTE said before, as in a TLB. What the guest flushes is compared with the guest's
-//! tables again: for this vCPU, and for all, since vCPUs share pages. A fault reads the guest's PTE
-//! once more, under the lock of the page, before it makes the shadow PTE.
+//! While the guest runs, only the guest itself may store into its page tables.
+//! [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging) says what devices and the VMM do.
 //!
-//! **Synchronization** of many pages:
-//! 1. Under the lock of each page's frame, it takes W from the leaf PTEs of the guest's table, and
-//!    the page is *syncing*.
-//! 2. It flushes all CPUs once.
-//! 3. Under each page's lock, it compares the page's PTEs with the guest's. If the guest has not
-//!    written the table meanwhile, the page is *synced*.
-//!
-//! A thread that finds a page syncing does all of that itself: its flush must be over when it
-//! returns, and what another thread is about to do does not help.
-//!
-//! **Page faults of the guest.** A page fault flushes its address in the current PCID, as INVLPG
-//! does. Mostly nothing is stale there: `Mmu::may_be_stale` finds that out without locks. Where it
-//! finds a lock held, or a PTE in an unsync page, the PTE is compared.
-//!
-//! **Links.** A link to a page makes all visible that is below that page. Under the parent's lock
-//! 1. the page gets its new parent,
-//! 2. what is unsync below it is compared with the guest's tables,
-//! 3. the link is written.
-//!
-//! **Changes that are not flushed yet** are counted before they are made, until their flush is over
-//! (`Shadow::nr_unflushed`). A thread that protects a guest table, and finds nothing to protect,
-//! still flushes if the count is not zero.
-//!
-//! # Why it is correct
-//! - A visit of a frame and a fault that makes a leaf PTE of it take the same lock, the frame's. If
-//!   the visit comes second, it finds the leaf PTE; if it comes first, the fault finds the change.
-//! - A synchronization and a fault take the same lock, the page's. If the synchronization comes
-//!   second, it finds what was made of a changed PTE; if it comes first, the fault reads the new
-//!   PTE.
-//! - A vCPU that flushes while a link is made finds the new parent, and compares what is below. Or
-//!   it comes before step 2, and the linking thread compares.
-//! - CPUs have nothing cached that no shadow PTE says, except for the changes that are counted.
-//!
-//! The same page has the rules one by one, `models/shadow.py` what goes wrong without them.
+//! `docs/protocols/shadow-paging.md` in the repository says how it works, and why it is correct.
 
 #![expect(unsafe_code, reason = "finds the shadow page tables of a vCPU without a check of their type")]
 
@@ -121,11 +103,85 @@ use rmap::{Frame, Frames};
 use roots::Roots;
 
 /// The shadow page tables of one VM.
+///
+/// # Guarantees
+/// Those of the module.
+///
+/// # Use
+/// A VM with shadow paging keeps its second stage, the tree of guest frames, and no hardware walks
+/// it. Hardware walks the shadow page tables. They are a cache of the guest's tables and of the
+/// leaf PTEs of the second stage, and are flushed like a TLB.
+///
+/// The flush of a `TlbBatch` first zaps the shadow leaf PTEs of the guest frames, or takes W from
+/// them; a reverse map finds them. So the protocols of the second stage know nothing of shadow
+/// paging: [`Shadow`] is the `DerivedTables` of the tree. Only
+/// [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging) names it, so a program that does not
+/// call that links none of this module.
+///
+/// - `guest` decodes the guest's tables, `memory` reads them.
+/// - `page`: a shadow page is a hardware page-table page, made from a guest frame in a `role`.
+/// - `rmap` has, for each guest frame, the leaf PTEs that map it and the pages made from it.
+/// - `walk` and `install` serve the guest's page faults, `write` its writes to its tables.
+/// - `zap` removes PTEs and pages; `sync` compares pages with the guest's tables after a flush.
+/// - `roots` keeps the roots of each vCPU, and knows which of them a flush by the guest concerns.
+///
+/// # Implementation
+/// **Locks** (`lock`). Each guest frame and each shadow page has one; `page` says what each guards.
+/// A thread takes the locks of pages by falling level, then that of one frame. It holds none across
+/// a flush, an allocation or a resolve, and has no guard open where it waits for one.
+///
+/// **Leaf PTEs.** A fault makes a leaf PTE under the locks of its page and of the frame that it
+/// maps. Under them it reads the second stage once more, and installs what it finds then. A thread
+/// that changes the second stage does that first, and then visits the frames under their locks.
+///
+/// **Upper guest tables** are write-protected while a shadow page of them exists. A write to one
+/// exits and is emulated. The emulation zaps what was made of the old PTE before the guest goes on.
+///
+/// **Lowest guest tables** may be written. Then their pages are *unsync*: a shadow PTE may be what
+/// the guest's PTE said before, as in a TLB. What the guest flushes is compared with the guest's
+/// tables again: for this vCPU, and for all, since vCPUs share pages. A fault reads the guest's PTE
+/// once more, under the lock of the page, before it makes the shadow PTE.
+///
+/// **Synchronization** of many pages:
+/// 1. Under the lock of each page's frame, it takes W from the leaf PTEs of the guest's table, and
+///    the page is *syncing*.
+/// 2. It flushes all CPUs once.
+/// 3. Under each page's lock, it compares the page's PTEs with the guest's. If the guest has not
+///    written the table meanwhile, the page is *synced*.
+///
+/// A thread that finds a page syncing does all of that itself: its flush must be over when it
+/// returns, and what another thread is about to do does not help.
+///
+/// **Page faults of the guest.** A page fault flushes its address in the current PCID, as INVLPG
+/// does. Mostly nothing is stale there: `Mmu::may_be_stale` finds that out without locks. Where it
+/// finds a lock held, or a PTE in an unsync page, the PTE is compared.
+///
+/// **Links.** A link to a page makes all visible that is below that page. Under the parent's lock
+/// 1. the page gets its new parent,
+/// 2. what is unsync below it is compared with the guest's tables,
+/// 3. the link is written.
+///
+/// **Changes that are not flushed yet** are counted before they are made, until their flush is over
+/// (`Shadow::nr_unflushed`). A thread that protects a guest table, and finds nothing to protect,
+/// still flushes if the count is not zero.
+///
+/// # Why it is correct
+/// - A visit of a frame and a fault that makes a leaf PTE of it take the same lock, the frame's. If
+///   the visit comes second, it finds the leaf PTE; if it comes first, the fault finds the change.
+/// - A synchronization and a fault take the same lock, the page's. If the synchronization comes
+///   second, it finds what was made of a changed PTE; if it comes first, the fault reads the new
+///   PTE.
+/// - A vCPU that flushes while a link is made finds the new parent, and compares what is below. Or
+///   it comes before step 2, and the linking thread compares.
+/// - CPUs have nothing cached that no shadow PTE says, except for the changes that are counted.
+///
+/// `docs/protocols/shadow-paging.md` has the rules one by one, `models/shadow.py` what goes wrong
+/// without them.
 pub(crate) struct Shadow {
     config: ShadowPaging,
     frames: Frames,
     pages: Pages,
-    /// Changes that are not flushed yet: see the module.
+    /// Changes that are not flushed yet: see above.
     nr_unflushed: CachePadded<AtomicU64>,
     nr_vcpus: AtomicU64,
     /// The [`MarkKind`](role::MarkKind)s of all pages that were ever made.

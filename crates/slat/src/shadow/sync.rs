@@ -1,5 +1,5 @@
 //! Synchronization: when the guest flushes, shadow pages of the lowest level become what the
-//! guest's tables say. The protocol is at the head of the module above.
+//! guest's tables say. The protocol is at [`Shadow`](super::Shadow).
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 

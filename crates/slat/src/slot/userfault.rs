@@ -9,10 +9,7 @@
 //!   returned, or the call that turned on [`MemoryRegionFlags::USERFAULT`].
 //!
 //! # Use
-//! User space fills the page, and then clears the bit, with release. It takes no lock and notifies
-//! nothing. Bits share words: they are set by an atomic OR and cleared by an atomic AND. A late
-//! answer to an old request may clear a bit that was set since, to take the page back: read it once
-//! more after the rescan, before the contents go.
+//! [`UserfaultBitmap`] says how user space brings a page, and how it takes one back.
 //!
 //! # Implementation
 //! A fault reads the bit after its PTE, with acquire. A rescan stores a sequence number in the PTEs
@@ -45,7 +42,7 @@ pub trait UserfaultWords: Send + Sync {
     /// [`Error::UserfaultBitmapGone`].
     ///
     /// Called by each fault in the memslot, inside a guard: must not block. If it panics, the call
-    /// that asked for the words unwinds. What the call had zapped is flushed, and the memslot can
+    /// that requested the words unwinds. What the call had zapped is flushed, and the memslot can
     /// be changed.
     fn words(&self) -> &[AtomicU64];
 }
@@ -65,6 +62,32 @@ impl UserfaultWords for Box<[AtomicU64]> {
 /// The pages of a memslot at which faults exit to user space. Bit n % 64 of word n / 64 is page n
 /// of the memslot, or number n of the blocks of 2 MiB that begin with the memslot; 1 means exit.
 /// Clones are the same bitmap.
+///
+/// # Guarantees
+/// - A fault that finds the bit of its page set maps nothing, and exits
+///   ([`Exit::MemoryFault`](crate::Exit::MemoryFault)).
+/// - A vCPU that reaches a page finds all that user space wrote there before it cleared the bit.
+/// - A bit that is set *later* holds at once for faults that read it from then on. For faults under
+///   way, and for pages that are mapped, it holds when
+///   [`Vm::rescan_userfault`](crate::Vm::rescan_userfault) has returned.
+///
+/// # Use
+/// User space owns the bits. Bits share words, so set them by an atomic OR, and clear them by an
+/// atomic AND. Nothing needs to be locked or notified.
+///
+/// To bring a page after a fault has exited:
+/// 1. Claim the page. Several vCPUs may exit for one page, and it must be filled once: a second
+///    fill would overwrite what the guest has written since the first.
+/// 2. Fill its memory in the backing.
+/// 3. Clear the bit, with release.
+/// 4. Run the vCPU again.
+///
+/// To take a page back:
+/// 1. Set the bit.
+/// 2. Call [`Vm::rescan_userfault`](crate::Vm::rescan_userfault).
+/// 3. Read the bit once more: a late answer to an old request may have cleared it. Then begin
+///    again.
+/// 4. Take the contents.
 #[derive(Clone)]
 pub struct UserfaultBitmap {
     words: Arc<dyn UserfaultWords>,
@@ -72,7 +95,8 @@ pub struct UserfaultBitmap {
 }
 
 impl UserfaultBitmap {
-    /// The bitmap in `words`, with a bit for each block of `granularity`.
+    /// The bitmap in `words`, with a bit for each block of `granularity`. A memslot needs a word
+    /// for each 64 of its blocks, and refuses fewer words.
     ///
     /// - With [`PageSize::Size4K`], KVM's, a memslot is mapped by pages of 4 KiB as long as it has
     ///   [`MemoryRegionFlags::USERFAULT`](super::MemoryRegionFlags::USERFAULT).

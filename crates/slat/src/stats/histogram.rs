@@ -72,7 +72,7 @@ impl Recording {
 ///
 /// The buckets are on the heap. Without memory for them, all values count as in the last bucket. A
 /// quantile is then at most the largest value; [`count`](Histogram::count), [`sum`](Histogram::sum)
-/// and [`max`](Histogram::max) stay exact.
+/// and [`max`](Histogram::max) stay exact. A bucket has 32 bits; a full one stays full.
 ///
 /// # Example
 /// ```

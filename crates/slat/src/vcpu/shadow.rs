@@ -191,7 +191,11 @@ impl<H: Host> Vcpu<H, Npt> {
         Ok(or_general_protection(roots.invalidate_pcid(mmu, kind, descriptor)))
     }
 
-    /// What the CPU loads and flushes before it runs the guest. Call it after each exit.
+    /// What the CPU loads and flushes before it runs the guest. Call it each time before the CPU
+    /// enters the guest, and carry the flush out: it is named once.
+    ///
+    /// The root is not freed while the CPU is in the guest, also if another thread flushes
+    /// meanwhile. Only this vCPU's own calls, and its drop, end its use.
     ///
     /// # Errors
     /// [`Error::NotShadow`], [`Error::OutOfMemory`].

@@ -25,8 +25,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// is set. Returns how many pages these are (with a bit for 2 MiB: all of its pages). Pages
     /// whose bit is clear stay mapped.
     ///
-    /// Use it to poison a page, or to take a range back, without turning the flag off and on.
-    /// Faults that begin after a bit was set observe it at once, if the memslot has
+    /// Use it to poison a page, or to take a range back, without turning the flag off and on
+    /// ([`UserfaultBitmap`](crate::slots::UserfaultBitmap) has the steps). Faults that begin after
+    /// a bit was set observe it at once, if the memslot has
     /// [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT). When this call
     /// returns, the bit also holds for earlier faults and for pages that were mapped: no CPU uses
     /// the page until its bit is cleared.
