@@ -28,31 +28,31 @@ check() {
     models+=("$*")
 }
 
-check zap no-stamp stamp-before-publish check-before-read no-inherit refine-no-inherit stamp-again stamp-passed \
+check zap no-number number-before-publish check-before-read no-inherit refine-no-inherit number-again number-passed \
     huge-ignores-published no-flush flush-if-changed free-before-flush table-before-flush split-no-dirty tracked-clean \
     blind-exchange report-late unlink-full
-check levels no-freeze-upper freeze-early leave-hung old-stamp
-check slots no-stamp stamp-before-publish old-stamp withdraw-before-set check-before-read slots-before-ranges
-check published see-torn stamp-before-fill blind-claim check-before-read withdraw-early withdraw-claim-first \
+check levels no-freeze-upper freeze-early leave-linked old-number
+check slots no-number number-before-publish old-number withdraw-before-set check-before-read slots-before-ranges
+check published see-torn number-before-fill blind-claim check-before-read withdraw-early withdraw-claim-first \
     withdraw-keeps-claim withdraw-keeps-active first-chunk-only
 check upgrade no-counter counter-before-exchange counter-after-published at-most
-check recover recover-no-freeze freeze-no-dirty cancel-unreported cancel-no-freeze report-first cancel-old-stamp retire-first \
+check recover recover-no-freeze freeze-no-dirty cancel-unreported cancel-no-freeze report-first cancel-old-number retire-first \
     wait-on-broken
-check recover_log no-published stamp-first slot-first copy-W no-reread flags-first mark-one log-bits no-D-mark report-then-swap \
+check recover_log no-published number-first slot-first copy-W no-reread flags-first mark-one log-bits no-D-mark report-then-swap \
     swap-blindly retire-first cancel-no-freeze skip-no-flush
 check recover_levels walk-again not-down table-as-nothing broken-first broken-as-table no-freeze-below give-early keep keep-below
-check lazy close-if-open flush-if-changed skip-closed blind-open no-clear mark-if-opened flags-first flags-once \
+check lazy protect-if-unprotected flush-if-changed skip-protected blind-unprotect no-clear mark-if-unprotected flags-first flags-once \
     install-no-mark protect-first publish-late path-first mark-first clear-late
-check generation no-window three-generations admit-outside renew-always renew-blindly turn-again two-sections
+check generation no-window three-generations admit-outside renew-always renew-blindly turn-again two-guards
 check summary summary-first word-first store-zero mask-clears never-again look-away
 check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \
     fault-no-mark publish-late keep-dirty
 check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain drop-flag flush-any keep-flag \
     refine-unflushed refine-published instead-plain reuse split-freezes split-copies-W split-mark-never \
     split-marks-first split-unreported no-freeze mark-never
-check userfault no-stamp no-zap flush-if-changed no-flush flush-first flag-last stamp-first withdraw-first store-first \
+check userfault no-number no-zap flush-if-changed no-flush flush-first flag-last number-first withdraw-first store-first \
     bit-first slot-first ranges-last resolve-first attribute-first clear-first counter-last no-counter huge-while-on \
-    huge-beside run-bits run-attributes one-attribute no-fence stamp-if-empty pass-broken bare-unlink bare-plain \
+    huge-beside run-bits run-attributes one-attribute no-fence number-if-empty pass-broken bare-unlink bare-plain \
     drop-odd swap-only recover-no-counter recover-no-flag recover-no-ranges recover-no-attributes \
     recover-one-attribute recover-attributes-first
 check shadow no-reread invlpg-no-lock no-local-flush local-flush-if-changed fault-keeps fault-lock-blind \

@@ -22,7 +22,7 @@ enough, whatever the number of threads.
 Run: python3 generation.py [RULE]. Each of these breaks it: no-window, three-generations (there are
 four; a window is one), admit-outside (a turn is admitted, and then opens its guard), renew-always
 (whatever guards are open), renew-blindly (two at a time, each from its own look at the limit),
-turn-again (a turn protects T twice), two-sections (a push keeps the value of T from one guard to
+turn-again (a turn protects T twice), two-guards (a push keeps the value of T from one guard to
 the next).
 """
 from collections import namedtuple
@@ -67,7 +67,7 @@ def step(state, i):
         if pc == 'look' and not loc: yield go('look', (s.epoch,))                  # announced later
         elif pc == 'look': yield go('look-at-T', announced=announce(loc[0]))
         elif pc == 'look-at-T': yield go('end', announced=announce(0)) if T[0] else go('clear', (T,))
-        elif pc == 'clear': yield go('between' if BUG == 'two-sections' else 'set', loc, L=put(L, 1, 0) if L[1] else L)
+        elif pc == 'clear': yield go('between' if BUG == 'two-guards' else 'set', loc, L=put(L, 1, 0) if L[1] else L)
         elif pc == 'between': yield go('again', loc, announced=announce(0))
         elif pc == 'again': yield go('set', loc, announced=announce(s.epoch))
         elif pc == 'set': yield go('open', loc, L=put(L, 0, 1))

@@ -21,7 +21,7 @@ retired, or retired twice; a table that is neither linked nor retired in the end
 that spins.
 Run: python3 levels.py [BUG]; each of these breaks it: no-freeze-upper (another thread may link a
 table below the unlinked one, which leaks), freeze-early (before the unlinking: walks spin),
-leave-hung (a table that was linked meanwhile is not retired), old-stamp (unlinks with the seq of
+leave-linked (a table that was linked meanwhile is not retired), old-number (unlinks with the seq of
 the invalidation).
 """
 from collections import namedtuple
@@ -100,7 +100,7 @@ def step(state, i):
         elif pc == 'V' and kind == 'beside': yield next_pass(go, kind, loc)
         elif e[0] == 'E' and e[1] >= seq: yield next_pass(go, kind, loc)
         elif e[0] == 'T' and number == {'U': 2, 'R': 3}[pc] and covers:
-            yield go('unlink', (seq, tables, number, pc, table, e, seq if BUG == 'old-stamp' else s.counter + 1),
+            yield go('unlink', (seq, tables, number, pc, table, e, seq if BUG == 'old-number' else s.counter + 1),
                      counter=s.counter + 1)
         elif e[0] == 'T' and pc == 'U' and number == 2: yield next_pass(go, kind, loc)
         elif e[0] == 'T': yield go('U' if pc == 'R' else 'V', loc[:3] + (e[1],))
@@ -128,7 +128,7 @@ def step(state, i):
     elif pc == 'take-over':
         seq, tables, number, table = loc
         below = U[table]
-        more = (('V', below[1]),) if below[0] == 'T' and BUG != 'leave-hung' else ()
+        more = (('V', below[1]),) if below[0] == 'T' and BUG != 'leave-linked' else ()
         yield next_pass(go, kind, (seq, tables + more, number), U=U if BUG == 'no-freeze-upper' else put(U, table, 'F'))
     elif pc == 'retire': yield go('host', retired=s.retired + loc[1])
     elif pc == 'host': yield go('withdraw', frame=s.frame if kind == 'beside' else s.frame + 1)

@@ -13,7 +13,7 @@ Wrong: a leaf of a frame that is gone. When all have ended: a place that is stil
 Torn reads (start of one range, end of another's) do occur: 'see-torn' reports it as wrong when one
 hides the page from a fault while a range over it is published. The first range is over then, and
 the seq of the second one fails the fault.
-Run: python3 published.py [BUG]. Each of these breaks it: stamp-before-fill, blind-claim (two may
+Run: python3 published.py [BUG]. Each of these breaks it: number-before-fill, blind-claim (two may
 have the same place), check-before-read, withdraw-early (before the host has moved the page),
 withdraw-claim-first (the two bits one after the other: the second may be the next owner's),
 withdraw-keeps-claim, withdraw-keeps-active, first-chunk-only.
@@ -41,7 +41,7 @@ def wrong(state):
     if s.torn and BUG == 'see-torn': return 'torn read hides the page'
 
 
-STEPS = {'stamp-before-fill': ('seq', 'fill-start', 'fill-end', 'activate'),
+STEPS = {'number-before-fill': ('seq', 'fill-start', 'fill-end', 'activate'),
          'bit-before-fill': ('activate', 'fill-start', 'fill-end', 'seq'),
          'end-first': ('fill-end', 'fill-start', 'activate', 'seq'),
          }.get(BUG, ('fill-start', 'fill-end', 'activate', 'seq'))

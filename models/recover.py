@@ -25,7 +25,7 @@ leaf. (For the host's answer: recover_log.py.)
 Run: python3 recover.py [BUG]; each of these breaks it: recover-no-freeze, freeze-no-dirty (frozen
 entries, and so the huge leaf, lose D), cancel-unreported, cancel-no-freeze (of entries that are not
 frozen yet: a fault may be about to install in the table), report-first (an entry is reported, then
-frozen, whatever its value is by then), cancel-old-stamp (an invalidator cancels with its own seq: a
+frozen, whatever its value is by then), cancel-old-number (an invalidator cancels with its own seq: a
 greater one may be inside), retire-first (before the entry is not broken any more). wait-on-broken
 is safe, but a thread waits.
 """
@@ -86,7 +86,7 @@ def step(state, i):
         table, n, then = loc
         if BUG == 'wait-on-broken': yield go(*then) if P != ('B', table) else go(pc, loc)
         elif n == 2:
-            if BUG == 'cancel-old-stamp' and kind in ('inval', 'inval0', 'unlink'):
+            if BUG == 'cancel-old-number' and kind in ('inval', 'inval0', 'unlink'):
                 yield go('cancelled', (table, then[1][0], then))
             else: yield go('cancelled', (table, s.counter + 1, then), counter=s.counter + 1)
         else:

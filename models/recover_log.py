@@ -29,7 +29,7 @@ Wrong: a huge leaf over two slots, or that the host does not allow; a frame that
 cached as writable, or whose D was not reported; a frozen entry in a linked table; or at the end: a
 page of a slot that logs was written, and the next harvest will not report it.
 Run: python3 recover_log.py [RULE]. Each of these breaks it: no-published (an invalidation whose seq
-is older than the look comes after the host's answer), stamp-first (only before the break),
+is older than the look comes after the host's answer), number-first (only before the break),
 slot-first (before the break; and no-published), copy-W, no-reread, flags-first (before the leaf is
 there), mark-one, log-bits (dirty bits: recover slots that log), no-D-mark (cancel),
 report-then-swap, swap-blindly (recover), retire-first, cancel-no-freeze, skip-no-flush (a harvest
@@ -158,7 +158,7 @@ def step(state, i):
         yield go('break', loc + (P,) + early) if s.counter == loc[0] and P[0] == 'T' else go('end')
     elif pc == 'break':
         if P != loc[1]: yield go('end')
-        else: yield go('slot' if BUG == 'stamp-first' else 'overtaken', (loc[0], P[1]) + loc[2:], P=('B', P[1]))
+        else: yield go('slot' if BUG == 'number-first' else 'overtaken', (loc[0], P[1]) + loc[2:], P=('B', P[1]))
     elif pc == 'overtaken':
         yield go('slot', loc) if s.counter == loc[0] else go('cancel', (loc[1], 0, ('push', (loc[1],))))
     elif pc == 'slot':

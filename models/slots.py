@@ -26,7 +26,7 @@ that is over, and the later change, since that was not there yet. So the seq in 
 one that no fault can have read before: then a fault that looked earlier fails, and a fault that
 looked later came after the later change had published (which walked into the table before it was
 unlinked).
-Run: python3 slots.py [BUG]; BUG in {no-stamp, stamp-before-publish, old-stamp (unlinks with the seq
+Run: python3 slots.py [BUG]; BUG in {no-number, number-before-publish, old-number (unlinks with the seq
 of its entries), withdraw-before-set, check-before-read (ranges before the entry),
 slots-before-ranges (both reads miss a deletion that ends between them)}: each breaks it.
 """
@@ -77,7 +77,7 @@ def step(state, i):
     elif pc == 'claim':
         if s.claimed or 'a' not in s.slots: yield go('end')
         else: yield go('publish', (s.slots.index('a'),), claimed=True)
-    elif pc == 'publish' and BUG == 'stamp-before-publish' and not isinstance(loc[-1], str):
+    elif pc == 'publish' and BUG == 'number-before-publish' and not isinstance(loc[-1], str):
         yield go('publish', loc + (str(s.counter + 1),), counter=s.counter + 1)
     elif pc == 'publish':
         early = isinstance(loc[-1], str)
@@ -94,7 +94,7 @@ def step(state, i):
             done = (places, seq, n + 1, number)
             if p[0] == 'E': yield go('visit', done) if p[1] >= seq else go('seq-above', loc + (p,))
             elif number == 1: yield go('below', loc + (p[1],))
-            elif BUG == 'old-stamp': yield go('unlink', loc + (p, seq))
+            elif BUG == 'old-number': yield go('unlink', loc + (p, seq))
             else: yield go('unlink', loc + (p, s.counter + 1), counter=s.counter + 1)
     elif pc == 'seq-above':
         x = loc[0][loc[2]]
@@ -105,7 +105,7 @@ def step(state, i):
     elif pc == 'below':
         places, seq, n, number, table = loc
         e, done = T[table], (places, seq, n + 1, number)
-        if e[0] == 'E' and (e[1] >= seq or BUG == 'no-stamp'): yield go('visit', done)
+        if e[0] == 'E' and (e[1] >= seq or BUG == 'no-number'): yield go('visit', done)
         else: yield go('zap', loc + (e,))
     elif pc == 'zap':
         places, seq, n, number, table, old = loc

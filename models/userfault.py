@@ -43,12 +43,12 @@ once, after the entry, and not again, also not by a fault that replaces a leaf o
 shows a change.
 Attributes must come after the seq, inside the published range. If one is stored first, a leaf of W
 0 has the wrong frame, and no thread has taken a seq.
-Run: python3 userfault.py [RULE]. Each of these breaks it: no-stamp, no-zap, flush-if-changed,
-no-flush, flush-first, flag-last (bare: set after the flush), stamp-first (before the range is
+Run: python3 userfault.py [RULE]. Each of these breaks it: no-number, no-zap, flush-if-changed,
+no-flush, flush-first, flag-last (bare: set after the flush), number-first (before the range is
 published), withdraw-first (the change comes after it), store-first (attributes before the seq),
 bit-first, slot-first, ranges-last, resolve-first, attribute-first, clear-first, counter-last,
 no-counter, huge-while-on, huge-beside (into a range in flight), run-bits (page 1 is treated as page
-0), run-attributes, one-attribute, no-fence, stamp-if-empty (a rescan that finds leaves takes no
+0), run-attributes, one-attribute, no-fence, number-if-empty (a rescan that finds leaves takes no
 seq), pass-broken, bare-unlink, bare-plain (no odd seqs), drop-odd (an even seq replaces an odd
 one), swap-only (another bitmap, no more), recover-no-counter, recover-no-flag, recover-no-ranges,
 recover-no-attributes, recover-one-attribute, recover-attributes-first.
@@ -105,7 +105,7 @@ def take(kind):
     changes = () if kind == 'keep' else ('change',)
     if BUG == 'withdraw-first': return ('publish',) + zap + ('withdraw',) + changes + ('end',)
     if BUG == 'store-first': return ('publish',) + changes + zap + ('withdraw', 'end')
-    if BUG == 'stamp-first': return zap[:1] + ('publish',) + zap[1:] + changes + ('withdraw', 'end')
+    if BUG == 'number-first': return zap[:1] + ('publish',) + zap[1:] + changes + ('withdraw', 'end')
     return ('publish',) + zap + changes + ('withdraw', 'end')
 
 
@@ -357,7 +357,7 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
     elif pc == 'seq':
         seq = s.counter + 2
         if BUG == 'no-zap': yield go('unlink' if 'unlink' in steps else 'flush', (loc[:1] or (None,)) + (seq, 2, True))
-        elif BUG == 'stamp-if-empty' and rescans and P[0] == 'T' and all(T[P[1]][p][0] == 'L' for p in pages):
+        elif BUG == 'number-if-empty' and rescans and P[0] == 'T' and all(T[P[1]][p][0] == 'L' for p in pages):
             yield go(to, loc[:1] + (s.counter, 0, False))
         else: yield go(to, (loc[:1] or (None,)) + (seq, 0, False), counter=seq)
     elif pc == 'zap':
@@ -370,7 +370,7 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
         _, seq, n, _ = loc
         if P[0] == 'B': yield go('cancel', (P[1], 0, ('walk', loc))) if BUG != 'pass-broken' else go('zap', put(loc, 2, n + 1))
         elif P[0] == 'T': yield go('below', loc + (P[1],))
-        elif P[0] == 'E' and (P[1] >= seq or BUG == 'no-stamp'): yield go('zap', put(loc, 2, n + 1))
+        elif P[0] == 'E' and (P[1] >= seq or BUG == 'no-number'): yield go('zap', put(loc, 2, n + 1))
         else: yield go('put-above', loc + (P,))
     elif pc == 'put-above':
         old, loc = loc[-1], loc[:-1]
@@ -382,7 +382,7 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
     elif pc == 'below':
         p, e = pages[loc[2]], T[loc[4]][pages[loc[2]]]
         if e[0] == 'F': yield go('walk', loc[:4])
-        elif e[0] == 'E' and (e[1] >= loc[1] or BUG == 'no-stamp'): yield go('zap', put(loc[:4], 2, loc[2] + 1))
+        elif e[0] == 'E' and (e[1] >= loc[1] or BUG == 'no-number'): yield go('zap', put(loc[:4], 2, loc[2] + 1))
         else: yield go('put-below', loc + (e,))
     elif pc == 'put-below':
         table, e, p = loc[4], loc[5], pages[loc[2]]

@@ -39,9 +39,9 @@ Reports: an invalidator that finds the page empty returns, and its host frees th
 of the leaf must have been preceded by its report, and no leaf may be unlinked with its table. A
 leaf may be reported twice, the second time after its frame is gone: no thread waits, so a host must
 tolerate that.
-Run: python3 zap.py [BUG]. Each of these breaks it: no-stamp, stamp-before-publish,
-check-before-read, no-inherit, refine-no-inherit, stamp-again (P gets the invalidator's seq, in each
-pass), stamp-passed (only in the first pass), huge-ignores-published, no-flush, flush-if-changed (no
+Run: python3 zap.py [BUG]. Each of these breaks it: no-number, number-before-publish,
+check-before-read, no-inherit, refine-no-inherit, number-again (P gets the invalidator's seq, in each
+pass), number-passed (only in the first pass), huge-ignores-published, no-flush, flush-if-changed (no
 flush by an invalidator that found nothing mapped), free-before-flush, table-before-flush,
 split-no-dirty, tracked-clean (tracking loses D), blind-exchange (a leaf is zapped whatever its D is
 by now), report-late (after the exchange), unlink-full (a table is unlinked without the first pass).
@@ -199,7 +199,7 @@ def step(state, i):
 
     # Invalidators. loc: (seq, changed, tables to retire, next page, ...); next page 2: the second pass.
     elif pc == 'publish':
-        if BUG == 'stamp-before-publish' and not loc: yield go('publish', (s.counter + 1,), counter=s.counter + 1)
+        if BUG == 'number-before-publish' and not loc: yield go('publish', (s.counter + 1,), counter=s.counter + 1)
         else: yield go('walk' if loc else 'seq', loc and loc + (False, (), 0), published=s.published | {(i, pages)})
     elif pc == 'seq': yield go('walk', (s.counter + 1, False, (), 0), counter=s.counter + 1)
     elif pc == 'walk':
@@ -211,10 +211,10 @@ def step(state, i):
         elif P[0] == 'T': yield go('below', loc[:4] + (P[1],))
         elif P[0] == 'L' and not whole: yield go('split', loc[:4] + (P,))
         elif P[0] == 'L' and BUG != 'report-late': yield go('report-above', loc[:4] + (P,))
-        elif BUG == 'stamp-again' or BUG == 'stamp-passed' and n < 2: yield go('zap-above', loc[:4] + (P, seq))
+        elif BUG == 'number-again' or BUG == 'number-passed' and n < 2: yield go('zap-above', loc[:4] + (P, seq))
         else: yield go('zap-above', loc[:4] + (P, s.counter + 1), counter=s.counter + 1)
     elif pc == 'report-above':
-        own = BUG in ('stamp-again', 'stamp-passed')
+        own = BUG in ('number-again', 'number-passed')
         fresh = loc[0] if own else s.counter + 1
         yield go('zap-above', loc + (fresh,), counter=max(s.counter, fresh), **report(loc[4], (0, 1)))
     elif pc == 'split':
@@ -233,7 +233,7 @@ def step(state, i):
         seq, changed, tables, n, table = loc
         e = T[table][pages[n]]
         if e == 'F': yield go('walk', loc[:4])
-        elif e[0] == 'E' and (e[1] >= seq or BUG == 'no-stamp'): yield after_entry(go, kind, loc[:5])
+        elif e[0] == 'E' and (e[1] >= seq or BUG == 'no-number'): yield after_entry(go, kind, loc[:5])
         else: yield go('zap-below' if e[0] == 'E' or BUG == 'report-late' else 'report-below', loc + (e,))
     elif pc == 'report-below': yield go('zap-below', loc, **report(loc[5], (pages[loc[3]],)))
     elif pc == 'zap-below':

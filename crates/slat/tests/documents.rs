@@ -393,8 +393,8 @@ fn the_notation_is_recognised() {
         Some(Mention::Item("tests/engine/fault.rs".into(), "sizes".into()))
     );
     assert_eq!(
-        Mention::of("models/zap.py: no-stamp, stamp-again"),
-        Some(Mention::Rules("models/zap.py".into(), vec!["no-stamp".into(), "stamp-again".into()]))
+        Mention::of("models/zap.py: no-number, number-again"),
+        Some(Mention::Rules("models/zap.py".into(), vec!["no-number".into(), "number-again".into()]))
     );
     assert_eq!(Mention::of("table/pte.rs"), Some(Mention::Path("table/pte.rs".into())), "which is in no folder");
     assert_eq!(

@@ -66,7 +66,7 @@
 //!   without another number.
 //!
 //! Otherwise this happens, with a block of pages, three changes and a fault (`models/zap.py`, rules
-//! stamp-again and stamp-passed):
+//! number-again and number-passed):
 //! 1. K takes the fresh number u for an unlinking of the block.
 //! 2. J takes its own number S, greater than u, and visits the page. A fault F reads S there.
 //! 3. I publishes the page, zaps it, and keeps its range in flight.
