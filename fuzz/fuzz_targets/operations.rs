@@ -24,7 +24,7 @@ use ops::{
     RANGE_PAGES, SIZES, WRITES,
 };
 use slat::{Access, Config, Vm};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::Format;
 use slat::slots::MemoryAttributes;
 
 /// As many as a case of the model test has at most: longer ones only take longer.
@@ -152,17 +152,15 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
 
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Unstructured::new(data);
-    let (Ok(format), Ok(config)) = (bytes.int_in_range(0..=4), config(&mut bytes)) else { return };
+    let mut checks: Vec<fn(Config, &[Op])> = Vec::new();
+    slat::for_each_format!(F => {
+        checks.push(check::<F>);
+    });
+    let (Ok(check_format), Ok(config)) = (one_of(&mut bytes, &checks), config(&mut bytes)) else { return };
     let mut ops = Vec::new();
     while !bytes.is_empty() && ops.len() < MAX_OPS {
         let Ok(op) = op(&mut bytes) else { break };
         ops.push(op);
     }
-    match format {
-        0 => check::<Npt>(config, &ops),
-        1 => check::<Ept>(config, &ops),
-        2 => check::<Stage2>(config, &ops),
-        3 => check::<Sv39x4>(config, &ops),
-        _ => check::<Sv48x4>(config, &ops),
-    }
+    check_format(config, &ops);
 });

@@ -209,7 +209,7 @@ impl Progressing {
             systems,
             claims,
         };
-        let json = serde_json::to_value(&compared).map_err(std::io::Error::from)?;
+        let json = serde_json::to_value(&compared).map_err(|error| Failure::Print(error.into()))?;
         Ok(Outcome { text, json, markdown: Some(markdown), failure })
     }
 }

@@ -40,7 +40,7 @@ pub(crate) enum Failure {
     },
     /// The standard output cannot be written.
     #[error("cannot print: {0}")]
-    Print(#[from] std::io::Error),
+    Print(std::io::Error),
     /// The user interrupted it.
     #[error("interrupted{}", if *measured { ": what is above was measured until then" } else { " before anything was measured" })]
     Interrupted {
@@ -59,6 +59,12 @@ impl Failure {
         })
     }
 
+    /// Whether the output is a pipe without a reader, as in `slat man | head -1`. The reader has all
+    /// that it wanted. So the command ends quietly and with success, as the tools of a shell do.
+    pub(crate) fn is_closed_pipe(&self) -> bool {
+        matches!(self, Failure::Print(source) | Failure::Write { source, .. } if source.kind() == ErrorKind::BrokenPipe)
+    }
+
     /// The next step, as the end of the line; `words` are those of the command line.
     pub(crate) fn next_step(&self, words: &[String]) -> String {
         match self {
@@ -67,7 +73,7 @@ impl Failure {
             }
             Failure::Usage(_) => help::hint(words),
             Failure::Write { source, .. } => format!("; {}", after_write(source.kind())),
-            Failure::Print(_) => "; read the output to its end, or write it to a file".to_owned(),
+            Failure::Print(_) => "; write it to another place".to_owned(),
             Failure::CannotServe(_) | Failure::Interrupted { .. } => String::new(),
         }
     }

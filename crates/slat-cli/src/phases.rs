@@ -28,8 +28,7 @@ use slat_machine::numa::{FirstTouch, MemoryPolicy, WalkReads};
 use slat_machine::walk::HardwareFormat;
 
 use crate::args::{
-    DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, check_shadow_format, dirty_tracking,
-    with_format,
+    DirtyLogArgs, DirtyTrackingArg, HugePagesArg, PagingArg, check_shadow_format, dirty_tracking, with_format,
 };
 use crate::failure::{Failure, no_thread};
 use crate::results::Outcome;
@@ -139,7 +138,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
             )));
         }
     }
-    if args.tracking == DirtyTrackingArg::Pml && args.format != FormatArg::Ept {
+    if args.tracking == DirtyTrackingArg::Pml && !args.format.has_modification_log() {
         return Err(Failure::Usage(format!(
             "--tracking pml needs --format ept: there is no page-modification logging with {} tables",
             args.format.name()

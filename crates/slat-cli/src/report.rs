@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use crate::failure::Failure;
+use crate::session;
 
 /// The options of `slat report`.
 #[derive(Clone, Debug, Args)]
@@ -62,8 +63,7 @@ pub(crate) fn run(args: &ReportArgs) -> Result<(), Failure> {
     };
     let kib = page.html.len().div_ceil(1024);
     let path = args.output.display();
-    writeln!(io::stdout(), "Wrote {path}: {nr_files}, {} plots, {kib} KiB. Open it in a browser.", page.nr_plots)?;
-    Ok(())
+    session::print(&format!("Wrote {path}: {nr_files}, {} plots, {kib} KiB. Open it in a browser.\n", page.nr_plots))
 }
 
 /// The file that links lead to.

@@ -81,9 +81,9 @@ impl Outcome {
         print: impl FnOnce(&mut Vec<u8>) -> io::Result<()>,
     ) -> Result<Outcome, Failure> {
         let mut text = Vec::new();
-        print(&mut text)?;
+        print(&mut text).map_err(Failure::Print)?;
         let text = String::from_utf8_lossy(&text).into_owned();
-        let json = serde_json::to_value(results).map_err(io::Error::from)?;
+        let json = serde_json::to_value(results).map_err(|error| Failure::Print(error.into()))?;
         Ok(Outcome { text, json, markdown: None, failure: None })
     }
 }

@@ -220,15 +220,19 @@ fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>
     match event {
         Ok(Event::Ended(Ok(result))) => {
             let outcome = result?;
-            deliver(files, &outcome, command, false)?;
-            outcome.failure.map_or(Ok(()), |what| Err(Failure::Check(what)))
+            let delivered = deliver(files, &outcome, command, false);
+            match outcome.failure {
+                // Reported even if no reader of the output is left.
+                Some(what) => quiet(delivered).and(Err(Failure::Check(what))),
+                None => delivered,
+            }
         }
         Ok(Event::Ended(Err(panic))) => resume_unwind(panic),
         Ok(Event::Interrupted) | Err(mpsc::RecvError) => {
             let so_far = lock(&session.shared.so_far).take();
             session.clean_up();
             if let Some(outcome) = &so_far {
-                deliver(files, outcome, command, true)?;
+                quiet(deliver(files, outcome, command, true))?;
             }
             Err(Failure::Interrupted { measured: so_far.is_some() })
         }
@@ -258,15 +262,20 @@ fn deliver(files: Files, outcome: &Outcome, command: &str, interrupted: bool) ->
     let json = files.json.map_or(Ok(()), |file| file.write(&format!("{object:#}\n")));
     let markdown = files.markdown.zip(outcome.markdown.as_deref());
     let markdown = markdown.map_or(Ok(()), |(file, text)| file.write(text));
-    print(&outcome.text)?;
-    json.and(markdown)
+    let printed = print(&outcome.text);
+    // A file that cannot be written is reported even if no reader of the output is left.
+    json.and(markdown).and(printed)
+}
+
+/// A pipe without a reader is no failure here: the result that follows says more.
+fn quiet(result: Result<(), Failure>) -> Result<(), Failure> {
+    result.or_else(|failure| if failure.is_closed_pipe() { Ok(()) } else { Err(failure) })
 }
 
 /// Prints `text`, now.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    Ok(out.flush()?)
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Failure::Print)
 }
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
     for command in std::iter::once(whole).chain(commands) {
         let man = Man::new(command);
         let mut page = Vec::new();
-        man.render(&mut page)?;
+        man.render(&mut page).map_err(Failure::Print)?;
         match &args.output {
             None => session::print(&String::from_utf8_lossy(&page))?,
             Some(folder) => {

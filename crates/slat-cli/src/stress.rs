@@ -207,7 +207,7 @@ fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> 
 fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut SmallRng) -> DirtyTracking {
     match (rng.random_range(0..4), tracking, format) {
         (0, AccessTracking::AccessedBit, format) if format.has_dirty_bit() => DirtyTracking::DirtyBit,
-        (1, AccessTracking::AccessedBit, FormatArg::Ept) => DirtyTracking::PageModificationLog,
+        (1, AccessTracking::AccessedBit, format) if format.has_modification_log() => DirtyTracking::PageModificationLog,
         (2, ..) => DirtyTracking::WriteProtectLeaves,
         _ => DirtyTracking::WriteProtect,
     }

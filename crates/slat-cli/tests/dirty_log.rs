@@ -6,8 +6,9 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_ok, assert_refused, slat_without_kvm, stderr};
+use common::{assert_ok, assert_refused, formats, slat_without_kvm, stderr};
 use serde_json::Value;
+use slat::format::Format;
 
 #[test]
 fn bad_usage_exits_with_2() {
@@ -245,32 +246,37 @@ fn json_has_no_clearing_where_getting_clears() {
     assert!(names.contains(&"get_dirty_log") && !names.iter().any(|name| name.starts_with("clear")), "{names:?}");
 }
 
-#[test]
-fn the_oracle_holds_for_every_way_to_log() {
-    for (format, tracking) in
-        [("npt", "write-protect"), ("npt", "dirty-bit"), ("ept", "write-protect"), ("ept", "dirty-bit"), ("ept", "pml")]
-            .into_iter()
-            .chain([("stage2", "write-protect"), ("gstage", "write-protect"), ("gstage", "dirty-bit")])
-            .chain([("gstage-sv39x4", "write-protect"), ("gstage-sv39x4", "dirty-bit")])
-    {
-        for protection in ["lazy", "leaf-by-leaf"] {
-            for get_clears in ["", "-g"] {
-                for shape in ["-v 2 -b 3M -w 40 -a -x 3", "-v 2 -b 4M -s anonymous_thp --huge-pages mark-whole -o"] {
-                    let args = format!(
-                        "dirty-log -i 2 --runs 1 --lock none --check --format {format} --tracking {tracking} \
-                         --protection {protection} {get_clears} {shape}"
-                    );
-                    let output = assert_ok(&args);
-                    assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
-                }
+fn the_oracle_holds(format: &str, tracking: &str) {
+    for protection in ["lazy", "leaf-by-leaf"] {
+        for get_clears in ["", "-g"] {
+            for shape in ["-v 2 -b 3M -w 40 -a -x 3", "-v 2 -b 4M -s anonymous_thp --huge-pages mark-whole -o"] {
+                let args = format!(
+                    "dirty-log -i 2 --runs 1 --lock none --check --format {format} --tracking {tracking} \
+                     --protection {protection} {get_clears} {shape}"
+                );
+                let output = assert_ok(&args);
+                assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
             }
         }
     }
 }
 
 #[test]
+fn the_oracle_holds_for_every_way_to_log() {
+    slat::for_each_format!(F => {
+        the_oracle_holds(F::NAME, "write-protect");
+        if F::HAS_DIRTY_BIT {
+            the_oracle_holds(F::NAME, "dirty-bit");
+        }
+        if F::HAS_MODIFICATION_LOG {
+            the_oracle_holds(F::NAME, "pml");
+        }
+    });
+}
+
+#[test]
 fn the_oracle_holds_for_rings_and_a_reset_continues_full_rings() {
-    for format in ["npt", "ept", "stage2", "gstage"] {
+    for format in formats() {
         for protection in ["lazy", "leaf-by-leaf"] {
             for get_clears in ["", "-g"] {
                 for shape in

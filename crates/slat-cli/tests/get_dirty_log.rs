@@ -6,7 +6,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_ok, assert_refused, slat, slat_without_kvm, stderr};
+use common::{assert_ok, assert_refused, formats, slat, slat_without_kvm, stderr};
 use serde_json::Value;
 
 const METHODS: [&str; 7] = ["srcu-copy", "xchg", "xchg-find-next", "xchg-first-to-last", "xchg16", "slat", "slat-leaf"];
@@ -102,7 +102,7 @@ fn the_table_has_every_method_pattern_and_number() {
 
 #[test]
 fn every_workload_runs_on_every_format() {
-    for format in ["ept", "stage2", "gstage", "gstage-sv39x4"] {
+    for format in formats() {
         for args in ["-n 1,700", "--workload framebuffer", "--workload migration"] {
             let printed = assert_ok(&format!("get-dirty-log -b 4M --runs 4 --peer none --format {format} {args}"));
             assert!(printed.contains(&format!("tables: {format};")), "{printed}");

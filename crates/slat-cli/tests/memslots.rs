@@ -6,7 +6,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_ok, slat};
+use common::{assert_ok, formats, slat};
 use serde_json::Value;
 
 const TESTS: [&str; 6] = ["map", "unmap", "unmap chunked", "move active area", "move inactive area", "RW"];
@@ -78,7 +78,7 @@ fn slots_of_any_number_can_be_moved() {
 
 #[test]
 fn tests_pass_on_every_format() {
-    for format in ["ept", "stage2", "gstage", "gstage-sv39x4"] {
+    for format in formats() {
         let output = assert_ok(&format!("memslots -l 1 -s 64 -t 60 -f 3 -e 3 --format {format}"));
         assert!(output.contains(format), "{output}");
         assert!(output.contains("Verified: "), "{format}:\n{output}");

@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::{assert_ok, assert_refused};
+use common::{assert_ok, assert_refused, stderr};
 
 /// Runs `program` with `input`; returns its output, or `None` where there is no such program.
 fn fed(program: &str, args: &[&str], input: &str) -> Option<(bool, String, String)> {
@@ -90,6 +90,57 @@ fn manual_pages_are_written_and_render() {
     let page = fs::read_to_string(folder.join("slat-dirty-log.1")).unwrap();
     for what in ["ring\\-entries", "leaf\\-by\\-leaf", "Example: slat dirty"] {
         assert!(page.contains(what), "no {what} in:\n{page}");
+    }
+}
+
+/// Runs with `stdout` as the standard output.
+fn printing_to(stdout: impl Into<Stdio>, args: &str) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    let output = command.args(args.split_whitespace()).stdout(stdout).output().unwrap();
+    (output.status.code(), stderr(&output))
+}
+
+#[test]
+fn a_command_whose_output_has_no_reader_ends_quietly() {
+    let path = folder("no_reader").join("aging.json");
+    for args in [
+        "--help",
+        "--version",
+        "split --help-all",
+        "completions bash",
+        "man",
+        &format!("aging -v 1 -b 1M --runs 1 --lock none --json {}", path.display()),
+        "compare --quick",
+        &format!("report {0} -o {0}.html", path.display()),
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        assert_eq!(printing_to(writer, args), (Some(0), String::new()), "{args}");
+    }
+    assert!(fs::read_to_string(path).unwrap().contains("\"aging\""), "results are written all the same");
+}
+
+#[test]
+fn a_failure_is_reported_also_where_the_output_has_no_reader() {
+    for (args, code, what) in [
+        ("aging -v 1 -b 1M --runs 1 -w 0", 1, "slat: check failed: "),
+        ("aging -v 1 -b 1M --runs 1 --lock none --json /dev/full", 3, "slat: cannot write /dev/full: "),
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let (status, message) = printing_to(writer, args);
+        assert_eq!(status, Some(code), "{args}: {message}");
+        assert!(message.starts_with(what), "{args}: {message}");
+    }
+}
+
+#[test]
+fn output_that_cannot_be_written_is_a_failure() {
+    for args in ["--help", "man", "aging -v 1 -b 1M --runs 1 --lock none"] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let (status, message) = printing_to(full, args);
+        assert_eq!(status, Some(3), "{args}: {message}");
+        assert!(message.starts_with("slat: cannot print: ") && message.lines().count() == 1, "{args}: {message}");
     }
 }
 

@@ -5,7 +5,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::slat;
+use common::{formats, slat};
 use serde_json::Value;
 
 /// Runs with `args`; expects success, and returns the output.
@@ -93,7 +93,7 @@ fn options_restrict_the_turns() {
     assert!(output.contains("1 turns, 1 combinations"), "{output}");
     let output = assert_ok("stress --seconds 1 -v 40 --lock shared --format npt");
     assert!(output.contains("Stress of 40 vCPUs"), "{output}");
-    for format in ["stage2", "gstage", "gstage-sv39x4"] {
+    for format in formats() {
         in_time(|seconds| {
             let output = assert_ok(&format!("stress --seconds {seconds} -v 3 --verbose --format {format}"));
             assert!(output.contains(&format!(": {format}, ")), "{output}");

@@ -136,6 +136,7 @@
 //! The target has pointers of 64 bits: numbers of pages, of words in a bitmap and of bytes in a
 //! page table are `usize`.
 
+#![warn(clippy::too_many_lines)]
 #![no_std]
 
 #[cfg(not(target_pointer_width = "64"))]

@@ -361,6 +361,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     /// Step 1: finds out what there is, and decides what to do about it.
+    // In one piece: each fault comes here, and the order of the reads is the protocol.
     #[inline]
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing> {
         let Operation { tree, slots, .. } = self.op;
@@ -423,10 +424,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         } else {
             self.restore_at(cursor.pte(), &guard, leaf)
         };
-        match restored {
-            Ok(()) => Plan::Restored,
-            Err(Changed) => Plan::StartOver,
-        }
+        if restored.is_ok() { Plan::Restored } else { Plan::StartOver }
     }
 
     /// Reads what user space allows for the page: its attributes and the largest leaf up to

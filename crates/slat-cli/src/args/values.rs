@@ -225,18 +225,17 @@ pub(crate) use with_format;
 impl FormatArg {
     /// The name of a format in options and results.
     pub(crate) fn name(self) -> &'static str {
-        match self {
-            FormatArg::Npt => "npt",
-            FormatArg::Ept => "ept",
-            FormatArg::Stage2 => "stage2",
-            FormatArg::Gstage => "gstage",
-            FormatArg::GstageSv39x4 => "gstage-sv39x4",
-        }
+        with_format!(self, F => F::NAME)
     }
 
     /// Whether CPUs set dirty bits in such tables.
     pub(crate) fn has_dirty_bit(self) -> bool {
         with_format!(self, F => F::HAS_DIRTY_BIT)
+    }
+
+    /// Whether CPUs log modifications of such tables.
+    pub(crate) fn has_modification_log(self) -> bool {
+        with_format!(self, F => F::HAS_MODIFICATION_LOG)
     }
 }
 
@@ -294,5 +293,26 @@ pub(crate) fn check_shadow_format(format: FormatArg) -> Result<(), Failure> {
             "--paging shadow needs --format npt: there are no shadow tables with {} tables",
             format.name()
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn the_values_of_the_option_are_the_formats_of_the_engine() {
+        let values = FormatArg::value_variants().iter().map(|format| {
+            let value = format.to_possible_value().unwrap();
+            assert_eq!(value.get_name(), format.name());
+            format.name()
+        });
+        let mut formats = Vec::new();
+        slat::for_each_format!(F => {
+            formats.push(F::NAME);
+        });
+        assert_eq!(values.collect::<BTreeSet<_>>(), BTreeSet::from_iter(formats));
     }
 }

@@ -4,6 +4,8 @@
 
 use std::process::{Command, Output};
 
+use slat::format::Format;
+
 pub fn slat(args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
 }
@@ -41,4 +43,13 @@ pub fn assert_refused(args: &str, code: i32, what: &str) {
     };
     assert!(message.contains(next_step), "slat {args}: {message}");
     assert!(output.stdout.is_empty(), "slat {args}");
+}
+
+/// The values of `--format`.
+pub fn formats() -> Vec<&'static str> {
+    let mut names = Vec::new();
+    slat::for_each_format!(F => {
+        names.push(F::NAME);
+    });
+    names
 }

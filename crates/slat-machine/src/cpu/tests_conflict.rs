@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use slat::format::{Npt, Stage2, Sv48x4};
-use slat::{Gfn, GfnRange, PageSize};
+use slat::format::Format;
+use slat::{Gfn, GfnRange, Level, PageSize};
 
 use super::tests::{Idle, Memory, page};
 use super::*;
@@ -27,34 +27,26 @@ struct Guest<F> {
     cpu: Cpu<Idle, F>,
 }
 
-/// The PTEs of a format: the shift of the address, and the bits of each kind.
-struct Bits {
-    shift: u32,
-    table: u64,
-    huge: u64,
-    page: u64,
+/// A leaf PTE as the engine makes it, used and written.
+fn leaf<F: HardwareFormat>(address: u64, level: Level) -> u64 {
+    F::leaf(Hpa(address).pfn(), level).0 | F::ACCESSED | F::DIRTY | F::WRITABLE
 }
 
-const NPT: Bits = Bits { shift: 0, table: 7, huge: 0x87 | 0x60, page: 7 | 0x60 };
-/// Write-back, read and write, access flag set.
-const STAGE2: Bits = Bits { shift: 0, table: 3, huge: 0x4fd, page: 0x4ff };
-const GSTAGE: Bits = Bits { shift: 2, table: 1, huge: 0xdf, page: 0xdf };
-
 impl<F: HardwareFormat> Guest<F> {
-    fn new(bits: &Bits) -> Guest<F> {
+    fn new() -> Guest<F> {
         let backing = Backing::new(BackingKind::Anonymous, 4 << 20).unwrap();
         let block = phys::hpa_of(backing.as_ptr()).0.next_multiple_of(PageSize::Size2M.size_bytes());
         let memory = Memory::new(0);
-        let entry = |address: u64, kind| address >> bits.shift | kind;
-        for level in 0..2 {
-            memory.tables[level].set(0, entry(memory.tables[level + 1].hpa().0, bits.table));
+        let root = 4 - usize::from(F::ROOT_LEVEL.0);
+        for number in root..2 {
+            memory.tables[number].set(0, F::table(memory.tables[number + 1].hpa()).0);
         }
         for gfn in 0..512 {
-            memory.leaf(gfn).store(entry(block + (gfn << 12), bits.page), Ordering::Relaxed);
+            memory.leaf(gfn).store(leaf::<F>(block + (gfn << 12), Level::L4K), Ordering::Relaxed);
         }
-        let entries = Entries { table: entry(memory.tables[3].hpa().0, bits.table), huge: entry(block, bits.huge) };
+        let entries = Entries { table: F::table(memory.tables[3].hpa()).0, huge: leaf::<F>(block, Level::L2M) };
         let domain = Arc::new(FlushDomain::new());
-        let cpu = Cpu::new(Idle, Port::new(&domain), 1, memory.tables[0].hpa(), Geometry::default());
+        let cpu = Cpu::new(Idle, Port::new(&domain), 1, memory.tables[root].hpa(), Geometry::default());
         Guest { memory, _backing: backing, domain, entries, cpu }
     }
 
@@ -64,8 +56,8 @@ impl<F: HardwareFormat> Guest<F> {
 }
 
 /// Touches page 3; a huge leaf replaces the page-table page; page 4 is touched, and page 3 again.
-fn make_huge<F: HardwareFormat>(bits: &Bits, flush: Option<GfnRange>) -> Result<(), CpuError> {
-    let mut guest = Guest::<F>::new(bits);
+fn make_huge<F: HardwareFormat>(flush: Option<GfnRange>) -> Result<(), CpuError> {
+    let mut guest = Guest::<F>::new();
     guest.make(guest.entries.table);
     guest.cpu.write(Gva(0x3000), 1)?;
     if let Some(range) = flush {
@@ -77,41 +69,43 @@ fn make_huge<F: HardwareFormat>(bits: &Bits, flush: Option<GfnRange>) -> Result<
     guest.cpu.write(Gva(0x3000), 3)
 }
 
+/// The result of an access to page 4 without break before make. A format that does not need it uses
+/// either translation.
+fn conflict<F: Format>(cached: PageSize, walked: PageSize) -> Result<(), CpuError> {
+    if F::BREAK_BEFORE_MAKE { Err(CpuError::TlbConflict { gpa: Gpa(0x4000), cached, walked }) } else { Ok(()) }
+}
+
 #[test]
 fn a_huge_page_over_cached_small_ones_is_a_conflict_where_there_are_any() {
     let all = GfnRange::new(Gfn(0), 512);
-    let conflict = CpuError::TlbConflict { gpa: Gpa(0x4000), cached: PageSize::Size4K, walked: PageSize::Size2M };
-    assert_eq!(make_huge::<Stage2>(&STAGE2, None), Err(conflict));
-    assert_eq!(make_huge::<Stage2>(&STAGE2, Some(page(7))), Err(conflict), "another page was flushed");
-    assert_eq!(make_huge::<Stage2>(&STAGE2, Some(all)), Ok(()));
-    // Other formats use either translation.
-    assert_eq!(make_huge::<Npt>(&NPT, None), Ok(()));
-    assert_eq!(make_huge::<Sv48x4>(&GSTAGE, None), Ok(()));
+    slat::for_each_format!(F => {
+        let conflict = conflict::<F>(PageSize::Size4K, PageSize::Size2M);
+        assert_eq!(make_huge::<F>(None), conflict, "{}", F::NAME);
+        assert_eq!(make_huge::<F>(Some(page(7))), conflict, "{}: another page was flushed", F::NAME);
+        assert_eq!(make_huge::<F>(Some(all)), Ok(()), "{}", F::NAME);
+    });
 }
 
-/// A cached huge page hides the small ones, until an access needs more rights.
+/// Reads page 3 through a huge leaf that cannot be written; a page-table page replaces it; page 4 is
+/// written. A cached huge page hides the small ones, until an access needs more rights.
+fn make_small<F: HardwareFormat>(flush: Option<GfnRange>) -> Result<(), CpuError> {
+    let mut guest = Guest::<F>::new();
+    guest.make(guest.entries.huge & !F::WRITABLE);
+    guest.cpu.read(Gva(0x3000)).unwrap();
+    if let Some(range) = flush {
+        guest.make(0);
+        guest.domain.flush(&[range]);
+    }
+    guest.make(guest.entries.table);
+    guest.cpu.write(Gva(0x4000), 1)
+}
+
 #[test]
 fn a_small_page_beside_a_cached_huge_one_is_a_conflict_where_there_are_any() {
-    let read_only = |bits: &Bits, write: u64| Bits { huge: bits.huge & !write, ..*bits };
-    let touch = |flush: Option<GfnRange>| {
-        let mut guest = Guest::<Stage2>::new(&read_only(&STAGE2, 1 << 7));
-        guest.make(guest.entries.huge);
-        guest.cpu.read(Gva(0x3000)).unwrap();
-        if let Some(range) = flush {
-            guest.make(0);
-            guest.domain.flush(&[range]);
-        }
-        guest.make(guest.entries.table);
-        guest.cpu.write(Gva(0x4000), 1)
-    };
-    let conflict = CpuError::TlbConflict { gpa: Gpa(0x4000), cached: PageSize::Size2M, walked: PageSize::Size4K };
-    assert_eq!(touch(None), Err(conflict));
-    assert_eq!(touch(Some(page(512))), Err(conflict), "another page was flushed");
-    assert_eq!(touch(Some(page(511))), Ok(()), "any part of it");
-
-    let mut guest = Guest::<Npt>::new(&read_only(&NPT, 1 << 1));
-    guest.make(guest.entries.huge);
-    guest.cpu.read(Gva(0x3000)).unwrap();
-    guest.make(guest.entries.table);
-    assert_eq!(guest.cpu.write(Gva(0x4000), 1), Ok(()));
+    slat::for_each_format!(F => {
+        let conflict = conflict::<F>(PageSize::Size2M, PageSize::Size4K);
+        assert_eq!(make_small::<F>(None), conflict, "{}", F::NAME);
+        assert_eq!(make_small::<F>(Some(page(512))), conflict, "{}: another page was flushed", F::NAME);
+        assert_eq!(make_small::<F>(Some(page(511))), Ok(()), "{}: any part of it", F::NAME);
+    });
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Format, Npt, Stage2, Sv39x4, Sv48x4};
 use slat::{Access, Config, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 
 use super::*;
@@ -120,11 +120,9 @@ fn a_leaf<F: HardwareFormat>(keeps: bool) {
 
 #[test]
 fn a_cpu_that_caches_a_missing_right_faults_for_ever_without_a_local_flush() {
-    a_right::<Stage2>(true);
-    a_right::<Sv39x4>(true);
-    a_right::<Sv48x4>(true);
-    a_right::<Npt>(false);
-    a_right::<Ept>(false);
+    slat::for_each_format!(F => {
+        a_right::<F>(F::NEEDS_LOCAL_FLUSH);
+    });
 }
 
 #[test]

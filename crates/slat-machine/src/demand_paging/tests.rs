@@ -3,7 +3,7 @@
 use std::thread;
 
 use slat::PageSize;
-use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Npt, Stage2};
 
 use super::*;
 use crate::source::{PeerAddress, PeerServer, SourceSpec};
@@ -69,10 +69,9 @@ fn each_mode_delivers_each_page_once() {
                 run::<Npt>(&config, resolver_of(mode));
             }
         }
-        run::<Ept>(&small(mode), resolver_of(mode));
-        run::<Stage2>(&small(mode), resolver_of(mode));
-        run::<Sv39x4>(&small(mode), resolver_of(mode));
-        run::<Sv48x4>(&small(mode), resolver_of(mode));
+        slat::for_each_format!(F => {
+            run::<F>(&small(mode), resolver_of(mode));
+        });
     }
 }
 

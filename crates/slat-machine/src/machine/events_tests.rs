@@ -4,7 +4,7 @@
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use slat::baselines::Locking;
-use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Npt};
 use slat::tables::AccessTracking;
 use slat::{Config, PAGE_SIZE};
 
@@ -124,10 +124,11 @@ pub(super) fn run_beside<F: HardwareFormat>(
 #[test]
 fn each_event_alone_beside_one_and_many_guests() {
     for event in EVENTS {
-        run_beside::<Npt>(&config(1), &[event], Sharing::Partitioned, 200);
-        run_beside::<Ept>(&config(4), &[event], Sharing::Partitioned, 200);
-        run_beside::<Stage2>(&config(4), &[event], Sharing::Partitioned, 200);
-        run_beside::<Sv48x4>(&config(4), &[event], Sharing::Partitioned, 200);
+        let mut numbers_of_cpus = [1, 4].into_iter().cycle();
+        slat::for_each_format!(F => {
+            let config = config(numbers_of_cpus.next().unwrap());
+            run_beside::<F>(&config, &[event], Sharing::Partitioned, 200);
+        });
     }
 }
 
@@ -137,11 +138,10 @@ fn all_events_with_each_locking_format_and_flush_method() {
         for access_tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
             let engine = Config::default().with_locking(locking).with_access_tracking(access_tracking);
             let config = MachineConfig { engine, ..config(4) };
-            run_beside::<Npt>(&config, &EVENTS, Sharing::Partitioned, 200);
-            run_beside::<Ept>(&config, &EVENTS, Sharing::Overlapping, 200);
-            run_beside::<Stage2>(&config, &EVENTS, Sharing::Overlapping, 200);
-            run_beside::<Sv39x4>(&config, &EVENTS, Sharing::Partitioned, 100);
-            run_beside::<Sv48x4>(&config, &EVENTS, Sharing::Overlapping, 200);
+            let mut sharings = [Sharing::Partitioned, Sharing::Overlapping].into_iter().cycle();
+            slat::for_each_format!(F => {
+                run_beside::<F>(&config, &EVENTS, sharings.next().unwrap(), 200);
+            });
             let config = MachineConfig { flush_method: Some(FlushMethod::Waiting), ..config };
             run_beside::<Ept>(&config, &EVENTS, Sharing::Partitioned, 50);
         }
@@ -154,20 +154,19 @@ fn all_events_with_each_locking_format_and_flush_method() {
 fn events_on_hot_pages_lose_nothing() {
     let config = MachineConfig { bytes_per_vcpu: PAGE_SIZE, ..config(4) };
     for events in [&EVENTS[..], &[Event::Protect], &[Event::Move, Event::SwapOut]] {
-        run_beside::<Npt>(&config, events, Sharing::Partitioned, 300);
-        run_beside::<Ept>(&config, events, Sharing::Overlapping, 300);
-        run_beside::<Stage2>(&config, events, Sharing::Overlapping, 300);
-        run_beside::<Sv48x4>(&config, events, Sharing::Partitioned, 300);
+        let mut sharings = [Sharing::Partitioned, Sharing::Overlapping].into_iter().cycle();
+        slat::for_each_format!(F => {
+            run_beside::<F>(&config, events, sharings.next().unwrap(), 300);
+        });
     }
 }
 
 #[test]
 fn all_events_beside_guests_with_paging() {
     let config = MachineConfig { paging: Paging::TwoDimensional, ..config(4) };
-    run_beside::<Npt>(&config, &EVENTS, Sharing::Partitioned, 300);
-    run_beside::<Ept>(&config, &EVENTS, Sharing::Partitioned, 300);
-    run_beside::<Stage2>(&config, &EVENTS, Sharing::Partitioned, 300);
-    run_beside::<Sv48x4>(&config, &EVENTS, Sharing::Partitioned, 300);
+    slat::for_each_format!(F => {
+        run_beside::<F>(&config, &EVENTS, Sharing::Partitioned, 300);
+    });
 }
 
 #[test]

@@ -67,11 +67,9 @@ fn guests_run_and_the_dirty_log_has_their_writes() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for paging in [Paging::Off, Paging::TwoDimensional] {
             let config = MachineConfig { engine: Config::default().with_locking(locking), paging, ..small() };
-            populate_then_log::<Npt>(&config);
-            populate_then_log::<Ept>(&config);
-            populate_then_log::<Stage2>(&config);
-            populate_then_log::<Sv39x4>(&config);
-            populate_then_log::<Sv48x4>(&config);
+            slat::for_each_format!(F => {
+                populate_then_log::<F>(&config);
+            });
         }
     }
 }
@@ -80,10 +78,11 @@ fn guests_run_and_the_dirty_log_has_their_writes() {
 fn guests_run_with_the_waiting_method_and_tiny_tlbs() {
     let flush_method = Some(FlushMethod::Waiting);
     let tlb = crate::tlb::Geometry { size_4k: (2, 2), size_2m: (1, 1), size_1g: (1, 1) };
-    populate_then_log::<Npt>(&MachineConfig { flush_method, tlb, ..small() });
-    populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, flush_method, tlb, ..small() });
-    populate_then_log::<Stage2>(&MachineConfig { flush_method, tlb, ..small() });
-    populate_then_log::<Sv48x4>(&MachineConfig { paging: Paging::TwoDimensional, flush_method, tlb, ..small() });
+    let mut pagings = [Paging::Off, Paging::TwoDimensional].into_iter().cycle();
+    slat::for_each_format!(F => {
+        let paging = pagings.next().unwrap();
+        populate_then_log::<F>(&MachineConfig { paging, flush_method, tlb, ..small() });
+    });
 }
 
 #[test]
@@ -95,11 +94,10 @@ fn large_pages_are_mapped_and_split() {
         backing: BackingKind::AnonymousThp,
         ..MachineConfig::default()
     };
-    populate_then_log::<Npt>(&config);
-    populate_then_log::<Stage2>(&config);
-    populate_then_log::<Sv39x4>(&config);
-    populate_then_log::<Sv48x4>(&config);
-    populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, ..config });
+    let mut pagings = [Paging::Off, Paging::TwoDimensional].into_iter().cycle();
+    slat::for_each_format!(F => {
+        populate_then_log::<F>(&MachineConfig { paging: pagings.next().unwrap(), ..config.clone() });
+    });
 }
 
 /// While CPUs write, logs are taken; no write is lost for longer than one harvest after they have
@@ -319,11 +317,9 @@ pub(super) fn toggle_logging_beside_guests<F: HardwareFormat>(config: &MachineCo
 #[test]
 fn huge_pages_are_split_and_recovered_beside_guests_of_every_format() {
     let config = huge();
-    toggle_logging_beside_guests::<Npt>(&config);
-    toggle_logging_beside_guests::<Ept>(&config);
-    toggle_logging_beside_guests::<Stage2>(&config);
-    toggle_logging_beside_guests::<Sv39x4>(&config);
-    toggle_logging_beside_guests::<Sv48x4>(&config);
+    slat::for_each_format!(F => {
+        toggle_logging_beside_guests::<F>(&config);
+    });
 }
 
 #[test]
@@ -362,8 +358,10 @@ fn logging_that_a_format_lacks_is_refused() {
     let by = |tracking| Config::default().with_dirty_tracking(tracking);
     assert_eq!(refused(by(DirtyTracking::DirtyBit)), slat::Error::NoDirtyBitInFormat { format: "stage2" });
     assert_eq!(refused(by(DirtyTracking::PageModificationLog)), slat::Error::NoModificationLog { format: "stage2" });
-    let engine = by(DirtyTracking::DirtyBit);
-    assert!(Machine::<Sv48x4>::new(&MachineConfig { engine, ..small() }).is_ok());
+    slat::for_each_format!(F => {
+        let engine = by(DirtyTracking::DirtyBit);
+        assert_eq!(Machine::<F>::new(&MachineConfig { engine, ..small() }).is_ok(), F::HAS_DIRTY_BIT, "{}", F::NAME);
+    });
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::{Ept, Npt, Stage2};
+use slat::format::{Ept, Format, Npt, Stage2};
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
@@ -397,4 +397,14 @@ fn formats_stop_at_impossible_addresses() {
     ends_where_there_is_no_memory::<Stage2>(3, page);
     ends_beyond_the_address_bits::<Stage2>(3, page);
     a_flushed_generation_stops_the_walk::<Stage2>(3, page);
+}
+
+/// Both are written from the manuals.
+#[test]
+fn walkers_and_engine_agree_on_what_hardware_has() {
+    slat::for_each_format!(F => {
+        assert_eq!(F::GUEST_PHYSICAL_BITS, F::GPA_BITS, "{}", F::NAME);
+        assert_eq!(F::LOGS_MODIFICATIONS, F::HAS_MODIFICATION_LOG, "{}", F::NAME);
+        assert_eq!(F::HAS_TLB_CONFLICTS, F::BREAK_BEFORE_MAKE, "{}", F::NAME);
+    });
 }

@@ -118,8 +118,8 @@ macro_rules! gstage {
     };
 }
 
-gstage!(Sv39x4, "sv39x4", 3, 41);
-gstage!(Sv48x4, "sv48x4", 4, 50);
+gstage!(Sv39x4, "gstage-sv39x4", 3, 41);
+gstage!(Sv48x4, "gstage", 4, 50);
 
 #[cfg(test)]
 mod tests {

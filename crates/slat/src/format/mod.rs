@@ -32,6 +32,24 @@ pub use stage2::Stage2;
 
 use crate::addr::{Hpa, Level, Pfn};
 
+/// Runs a block for each format, in which `$name` is the format's type. The list of formats for the
+/// tests of every crate. What a test must know of a format it takes from the constants of
+/// [`Format`].
+#[cfg(feature = "baselines")]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! for_each_format {
+    ($name:ident => $block:block) => {
+        $crate::for_each_format!($name => $block, Npt, Ept, Stage2, Sv39x4, Sv48x4)
+    };
+    ($name:ident => $block:block, $($format:ident),*) => {{
+        $({
+            type $name = $crate::format::$format;
+            $block
+        })*
+    }};
+}
+
 /// The 64 bits of a PTE.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]

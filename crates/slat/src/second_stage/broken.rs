@@ -112,6 +112,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
     ///
     /// # Safety
     /// The address of the page-table page was read inside the guard, in a PTE of the level above.
+    // In one piece: a PTE that has changed is tried again, from its new state.
     unsafe fn report_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
         let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), self.guard, table, level) };

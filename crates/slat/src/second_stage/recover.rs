@@ -252,6 +252,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     }
 
     /// Makes a leaf of the page-table page of `candidate`, if the host allows it.
+    // In one piece: the guard and the broken PTE last through all steps.
     #[inline(never)]
     fn try_recover(&mut self, candidate: Candidate<'_, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;

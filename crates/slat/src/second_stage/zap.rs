@@ -216,6 +216,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
 
 impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// Visits the cursor's PTE.
+    #[expect(clippy::too_many_lines, reason = "one match over all states of a PTE, each in a few lines")]
     #[inline]
     fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work> {
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {

@@ -8,7 +8,7 @@ use super::memory::NoMemory;
 use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
 use super::rmap::Frame;
 use super::role::Role;
-use crate::addr::{Access, Gfn, Hpa, Level};
+use crate::addr::{Access, Gfn, Hpa, Level, Pfn};
 use crate::error::Error;
 use crate::format::Npt;
 use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
@@ -90,6 +90,13 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
     bits
 }
 
+/// The leaf PTE of a page of `role` for `pfn`, with `rights` of [`leaf_rights`].
+fn leaf_pte(role: Role, pfn: Pfn, rights: u64) -> u64 {
+    let size = if role.level() > Level::L4K { PAGE_SIZE_BIT } else { 0 };
+    let dirty = if rights & READ_WRITE != 0 { DIRTY } else { 0 };
+    pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | rights
+}
+
 /// Whether `leaf`, a shadow leaf PTE, gives no rights but those that the guest's tables give now.
 /// U/S must be exactly what they say: of a supervisor page, SMEP and SMAP take nothing from the
 /// supervisor.
@@ -157,15 +164,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         if role.is_of_table() {
             // Before the page is in the list: from then on no leaf PTE of a block around it is
             // made.
-            for level in [Level::L2M, Level::L1G] {
-                if let Some(block) = self.shadow.frames.get(gfn, level) {
-                    {
-                        let _guard = block.lock.lock(host);
-                        block.nr_tables().fetch_add(1, Ordering::Relaxed);
-                    }
-                    self.drop_leaves(gfn.align_down(level), level, &mut batch);
-                }
-            }
+            self.track(gfn, &mut batch);
         }
         let found = {
             let _guard = frame.lock.lock(host);
@@ -198,6 +197,20 @@ impl<'v, H: Host> Mmu<'v, H> {
                 unsafe { self.free_unused_table(table) }
                 pages.release(number);
                 Ok(found)
+            }
+        }
+    }
+
+    /// Counts one guest table more in the blocks around `gfn`, and drops the leaf PTEs of these
+    /// blocks.
+    fn track(&self, gfn: Gfn, batch: &mut TlbBatch<'v, H, Npt>) {
+        for level in [Level::L2M, Level::L1G] {
+            if let Some(block) = self.shadow.frames.get(gfn, level) {
+                {
+                    let _guard = block.lock.lock(self.host());
+                    block.nr_tables().fetch_add(1, Ordering::Relaxed);
+                }
+                self.drop_leaves(gfn.align_down(level), level, batch);
             }
         }
     }
@@ -366,10 +379,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         let may_write = is_dirty
             && second.is_writable
             && if writes { self.give_up_tracking(frame)? } else { !self.is_tracked(frame) };
-        let size = if level > Level::L4K { PAGE_SIZE_BIT } else { 0 };
-        let bits = leaf_rights(role, rights, access, may_write);
-        let dirty = if bits & READ_WRITE != 0 { DIRTY } else { 0 };
-        let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | bits;
+        let new = leaf_pte(role, second.pfn, leaf_rights(role, rights, access, may_write));
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
         let old = cell.load(Ordering::Relaxed);

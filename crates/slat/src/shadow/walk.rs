@@ -11,7 +11,7 @@ use super::guest::{Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode,
 use super::install::{NotMade, SeenPte, ShadowLeaf};
 use super::memory::{Exchanged, NoMemory};
 use super::page::{PageRef, Target};
-use super::role::{Made, MarkKind, part_for};
+use super::role::{Made, MarkKind, Role, part_for};
 use super::sync::index_of;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
@@ -81,6 +81,27 @@ struct Walk {
     rights_above: [Rights; MAX_LEVELS],
     /// The marks that the PTE of each level lacked.
     marks: [u64; MAX_LEVELS],
+}
+
+impl Walk {
+    /// What the page below a page of `role` on the way to `leaf` is made from, and in which role.
+    #[inline]
+    fn below(&self, view: &View<'_>, role: Role, gva: Gva, leaf: ShadowLeaf) -> (Gfn, Role) {
+        let View { mode, cr3, .. } = *view;
+        let level = role.level();
+        let below = level.down();
+        let part = part_for(mode, below, gva.0, cr3);
+        if level <= self.leaf_level {
+            let part = u64::from(leaf.is_dirty);
+            (leaf.gfn.align_down(level), role.below(Made::Large, part, self.rights))
+        } else if level > mode.root_level() {
+            let made = if below > mode.root_level() { Made::Above } else { Made::Table };
+            (mode.root_table(cr3).gfn(), role.below(made, part, Rights::ALL))
+        } else {
+            let rights = self.rights_above[usize::from(below.0) - 1];
+            (self.entries[usize::from(level.0) - 1].table, role.below(Made::Table, part, rights))
+        }
+    }
 }
 
 /// What stops a walk: a step of the host or the guest, or an error.
@@ -339,9 +360,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         access: GuestAccess,
         batch: &mut TlbBatch<'v, H, Npt>,
     ) -> Result<Step, Stop> {
-        let pages = &self.shadow.pages;
-        let mode = view.mode;
-        let is_paged = mode.paging() != PagingMode::Off;
+        let is_paged = view.mode.paging() != PagingMode::Off;
         let walk = if is_paged { self.walk(view, gva, access, batch)? } else { Self::walk_unpaged(gva) };
         // The accessed page, a part of the guest's large page.
         let page_number = gva.0 >> PAGE_SHIFT;
@@ -360,7 +379,23 @@ impl<'v, H: Host> Mmu<'v, H> {
         if self.frame_of_memory(gfn)?.is_none() {
             return Ok(Step::Map(gpa, access.access));
         }
-        let shadow_leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
+        let leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
+        self.make_path(view, &walk, gva, leaf, access.access, batch)
+    }
+
+    /// Makes what `walk` lacks in the shadow tables, from the root to a leaf PTE for `leaf`.
+    #[inline]
+    fn make_path(
+        &self,
+        view: &View<'_>,
+        walk: &Walk,
+        gva: Gva,
+        leaf: ShadowLeaf,
+        access: Access,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<Step, Stop> {
+        let pages = &self.shadow.pages;
+        let gfn = leaf.gfn;
         let leaf_at = usize::from(walk.leaf_level.0) - 1;
         let mut reference = view.root;
         loop {
@@ -372,27 +407,16 @@ impl<'v, H: Host> Mmu<'v, H> {
             let pte = &walk.entries[usize::from(level.0) - 1];
             let seen: SeenPte = role.is_of_table().then_some(pte.value);
             if level <= walk.leaf_level && self.may_be_leaf(gfn, level) {
-                let leaf = ShadowLeaf { gfn: gfn.align_down(level), ..shadow_leaf };
-                let made = self.install_leaf(reference, index, seen, leaf, access.access, batch);
+                let block = ShadowLeaf { gfn: gfn.align_down(level), ..leaf };
+                let made = self.install_leaf(reference, index, seen, block, access, batch);
                 if !matches!(made, Err(NotMade::TooLarge)) {
-                    return self.after_install(made, gva, gfn, access.access, walk.marks[leaf_at]);
+                    return self.after_install(made, gva, gfn, access, walk.marks[leaf_at]);
                 }
             }
             if level == Level::L4K {
                 return Ok(Step::Again);
             }
-            let below = level.down();
-            let part = part_for(mode, below, gva.0, view.cr3);
-            let (below_gfn, below_role) = if level <= walk.leaf_level {
-                let part = u64::from(shadow_leaf.is_dirty);
-                (gfn.align_down(level), role.below(Made::Large, part, walk.rights))
-            } else if level > mode.root_level() {
-                let made = if below > mode.root_level() { Made::Above } else { Made::Table };
-                (mode.root_table(view.cr3).gfn(), role.below(made, part, Rights::ALL))
-            } else {
-                let rights = walk.rights_above[usize::from(below.0) - 1];
-                (pte.table, role.below(Made::Table, part, rights))
-            };
+            let (below_gfn, below_role) = walk.below(view, role, gva, leaf);
             let known = match page.target(index) {
                 Target::Link(link) => {
                     // The page below is the right one only if it was made from the same frame, in
@@ -411,7 +435,7 @@ impl<'v, H: Host> Mmu<'v, H> {
                     if walk.marks[usize::from(level.0) - 1] & ACCESSED == 0 {
                         self.count(Counter::EntriesSynced);
                     }
-                    match self.link(mode, reference, index, seen, new, batch) {
+                    match self.link(view.mode, reference, index, seen, new, batch) {
                         Ok(()) => new,
                         Err(NotMade::BeingWritten) => return Ok(Step::Later),
                         Err(_) => return Ok(Step::Again),

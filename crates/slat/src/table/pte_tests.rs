@@ -2,7 +2,6 @@
 //! a CPU could find memory.
 
 use super::*;
-use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
 
 /// Bits of a physical address that CPUs' L1 data caches distinguish: those that L1 terminal faults
 /// concern have 44 or 46.
@@ -86,9 +85,7 @@ fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
 
 #[test]
 fn ptes_that_are_not_present_have_no_address_of_memory() {
-    keeps_out_of_reach::<Npt>();
-    keeps_out_of_reach::<Ept>();
-    keeps_out_of_reach::<Stage2>();
-    keeps_out_of_reach::<Sv39x4>();
-    keeps_out_of_reach::<Sv48x4>();
+    crate::for_each_format!(F => {
+        keeps_out_of_reach::<F>();
+    });
 }

@@ -269,6 +269,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps `pages` by a page-table page that is filled before it is linked, with leaves of
     /// `LEVEL`. The level is a constant, because it is used 512 times. `first` and `resolved` are
     /// those of this fault's page. Returns the first page that is not mapped.
+    // In one piece: the closure that makes the PTEs changes what the end of the call uses.
     fn fill<const LEVEL: u8>(
         &mut self,
         plan: &InstallPlan<'_, H::Backing>,

@@ -105,6 +105,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         claim.remove(&self.tree.epochs, participant)
     }
 
+    // In one piece: the order of the steps is the protocol, and a refusal changes nothing.
     fn change_slot(
         &self,
         participant: &mut BorrowedParticipant<'_>,

@@ -228,25 +228,16 @@ impl<F: Format> World<F> {
     }
 }
 
-/// A test for each format and locking, of a configuration with that locking:
-/// `$test::<Format>(config)`. Formats of processors other than x86 (or the named ones of them) run
-/// with one locking each.
+/// A test for each format and locking, of a configuration with that locking: `$test::<F>(config)`.
+/// A condition leaves formats out, as with [`each`](crate::common::each).
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each_config {
-    ($name:ident, $test:ident) => {
-        $crate::common::log::each_config!($name, $test, slat::format::Stage2, slat::format::Sv39x4, slat::format::Sv48x4);
-    };
-    ($name:ident, $test:ident, $($format:ty),*) => {
-        #[test]
-        fn $name() {
-            for locking in $crate::common::log::LOCKINGS {
-                $test::<slat::format::Npt>(crate::common::lazily_splitting(locking));
-                $test::<slat::format::Ept>(crate::common::lazily_splitting(locking));
-            }
-            #[allow(unused, reason = "if no format is named")]
-            let mut lockings = $crate::common::log::LOCKINGS.into_iter().cycle();
-            $($test::<$format>(crate::common::lazily_splitting(lockings.next().unwrap()));)*
-        }
+    ($name:ident, $test:ident $(, if $condition:expr)?) => {
+        $crate::common::each!(
+            $name,
+            |F, locking| $test::<F>($crate::common::lazily_splitting(locking))
+            $(, if $condition)?
+        );
     };
 }
 #[allow(unused_imports, reason = "each test binary uses a part")]

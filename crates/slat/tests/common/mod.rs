@@ -4,6 +4,7 @@
 //!
 //! - `backing`: frames that are numbers without memory behind them.
 //! - `tables`: a reference walk.
+//! - `formats`: a test for each format and locking.
 //! - `broken`: a format with break before make, and an observer that checks it.
 //! - `log`: the dirty log of a memslot, and a CPU that sets A and D.
 //! - `guest`: threads that walk the page tables as CPUs do.
@@ -15,6 +16,7 @@
 
 mod backing;
 pub mod broken;
+mod formats;
 pub mod guest;
 pub mod hooked;
 pub mod log;
@@ -35,6 +37,8 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
+#[allow(unused_imports, reason = "each test binary uses a part")]
+pub(crate) use formats::{each, for_each_locking, lockings};
 use slat::baselines::{Locking, Park};
 use slat::dirty::HugePageLogging;
 use slat::format::Format;
@@ -55,30 +59,6 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
         std::thread::sleep(Duration::from_millis(1));
     }
 }
-
-/// A test for each format and locking: `$test::<Format>(locking)`. Formats of processors other than
-/// x86 run with one locking each.
-#[allow(unused_macros, reason = "each test binary uses a part")]
-macro_rules! each {
-    ($name:ident, $test:ident) => {
-        $crate::common::each!($name, $test, slat::format::Stage2, slat::format::Sv39x4, slat::format::Sv48x4);
-    };
-    ($name:ident, $test:ident, $($format:ty),*) => {
-        #[test]
-        fn $name() {
-            use slat::baselines::Locking::{Exclusive, None, Shared};
-            for locking in [None, Shared, Exclusive] {
-                $test::<slat::format::Npt>(locking);
-                $test::<slat::format::Ept>(locking);
-            }
-            #[allow(unused, reason = "if no format is named")]
-            let mut lockings = [None, Shared, Exclusive].into_iter().cycle();
-            $($test::<$format>(lockings.next().unwrap());)*
-        }
-    };
-}
-#[allow(unused_imports, reason = "each test binary uses a part")]
-pub(crate) use each;
 
 /// What a test's format inherits from another, inside its `impl Format`: the bits, and all
 /// functions except `is_leaf` and `address`.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use crate::common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::baselines::Locking;
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Format, Npt};
 use slat::slots::MemoryAttributes;
 use slat::{
     Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
@@ -21,16 +21,7 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 /// Runs a test for each format and locking.
 macro_rules! each {
     ($name:ident, $test:ident) => {
-        #[test]
-        fn $name() {
-            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-                $test(World::<Npt>::new(locking));
-                $test(World::<Ept>::new(locking));
-            }
-            $test(World::<Stage2>::new(Locking::None));
-            $test(World::<Sv39x4>::new(Locking::Shared));
-            $test(World::<Sv48x4>::new(Locking::Exclusive));
-        }
+        crate::common::each!($name, |F, locking| $test(World::<F>::new(locking)));
     };
 }
 

@@ -13,7 +13,7 @@ use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
 use crate::common::{Call, Frame, MIB, TestBacking, Writes, change, region, translate};
 use slat::baselines::Locking;
 use slat::dirty::{HugePageLogging, ManualProtect};
-use slat::format::{Format, Npt, Stage2};
+use slat::format::{Format, Npt};
 use slat::host::AllocationWait;
 use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, Outcome, PAGE_SIZE, PageSize, Pfn};
 
@@ -25,14 +25,18 @@ fn configs() -> impl Iterator<Item = Config> {
     [Locking::None, Locking::Exclusive].into_iter().map(|locking| Config::default().with_locking(locking))
 }
 
-/// A test for Arm's format, which needs it, and for one that supports all of lazy protection and
-/// dirty bits.
+/// A test for each format that needs it, and for one that supports all of lazy protection and dirty
+/// bits.
 macro_rules! each_broken {
     ($name:ident, $test:ident) => {
         #[test]
         fn $name() {
-            $test::<Stage2>();
             $test::<Npt>();
+            slat::for_each_format!(F => {
+                if F::BREAK_BEFORE_MAKE {
+                    $test::<F>();
+                }
+            });
         }
     };
 }

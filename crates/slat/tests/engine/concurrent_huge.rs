@@ -23,7 +23,7 @@ use crate::common::{
 };
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::format::{Format, Npt};
 use slat::tables::AccessTracking;
 use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
@@ -577,8 +577,9 @@ fn all_at_once<F: Format>(locking: Locking) {
 
 #[test]
 fn nothing_is_lost_without_a_lock() {
-    all_at_once::<Npt>(Locking::None);
-    all_at_once::<Ept>(Locking::None);
+    slat::for_each_format!(F => {
+        all_at_once::<F>(Locking::None);
+    });
 }
 
 #[test]
@@ -589,10 +590,4 @@ fn nothing_is_lost_with_a_shared_lock() {
 #[test]
 fn nothing_is_lost_with_break_before_make() {
     all_at_once::<Broken>(Locking::None);
-    all_at_once::<Stage2>(Locking::Shared);
-}
-
-#[test]
-fn nothing_is_lost_below_a_wider_root() {
-    all_at_once::<Sv39x4>(Locking::None);
 }

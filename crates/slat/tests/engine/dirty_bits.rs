@@ -32,12 +32,7 @@ fn is_dirty<F: Format>(world: &World<F>, slot: Slot, page: u64) -> bool {
     reader.cursor().query(slot.gfn(page).gpa()).unwrap().dirty
 }
 
-each_config!(
-    writes_of_mapped_pages_do_not_fault_and_are_reported_once,
-    once,
-    slat::format::Sv39x4,
-    slat::format::Sv48x4
-);
+each_config!(writes_of_mapped_pages_do_not_fault_and_are_reported_once, once, if F::HAS_DIRTY_BIT);
 fn once<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -72,12 +67,7 @@ fn once<F: Format>(config: Config) {
     }
 }
 
-each_config!(
-    a_page_mapped_for_a_write_is_reported_without_its_dirty_bit,
-    mapped_for_write,
-    slat::format::Sv39x4,
-    slat::format::Sv48x4
-);
+each_config!(a_page_mapped_for_a_write_is_reported_without_its_dirty_bit, mapped_for_write, if F::HAS_DIRTY_BIT);
 fn mapped_for_write<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);
@@ -102,7 +92,7 @@ fn mapped_for_write<F: Format>(config: Config) {
     }
 }
 
-each_config!(dirty_bits_from_before_logging_are_not_logged, before_logging, slat::format::Sv39x4, slat::format::Sv48x4);
+each_config!(dirty_bits_from_before_logging_are_not_logged, before_logging, if F::HAS_DIRTY_BIT);
 fn before_logging<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -130,7 +120,7 @@ fn before_logging<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_zapped_leaf_is_reported_to_the_log_and_to_the_host, zapped, slat::format::Sv39x4, slat::format::Sv48x4);
+each_config!(a_zapped_leaf_is_reported_to_the_log_and_to_the_host, zapped, if F::HAS_DIRTY_BIT);
 fn zapped<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -167,7 +157,7 @@ fn zapped<F: Format>(config: Config) {
     }
 }
 
-each_config!(getting_a_range_reads_its_own_leaves_only, range, slat::format::Sv39x4, slat::format::Sv48x4);
+each_config!(getting_a_range_reads_its_own_leaves_only, range, if F::HAS_DIRTY_BIT);
 fn range<F: Format>(config: Config) {
     let config = config.with_dirty_tracking(DirtyTracking::DirtyBit);
     let mut world = World::<F>::new(config);
@@ -184,12 +174,7 @@ fn range<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(
-    a_write_between_get_and_clear_is_cleared_with_its_page,
-    cleared,
-    slat::format::Sv39x4,
-    slat::format::Sv48x4
-);
+each_config!(a_write_between_get_and_clear_is_cleared_with_its_page, cleared, if F::HAS_DIRTY_BIT);
 fn cleared<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config.with_manual_protect(ManualProtect::Enabled));
@@ -209,12 +194,7 @@ fn cleared<F: Format>(config: Config) {
     }
 }
 
-each_config!(
-    huge_pages_are_write_protected_and_their_parts_begin_clean,
-    huge,
-    slat::format::Sv39x4,
-    slat::format::Sv48x4
-);
+each_config!(huge_pages_are_write_protected_and_their_parts_begin_clean, huge, if F::HAS_DIRTY_BIT);
 fn huge<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for huge in LAZY_HUGE_PAGE_LOGGINGS {
@@ -254,12 +234,7 @@ fn huge<F: Format>(config: Config) {
     }
 }
 
-each_config!(
-    a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind,
-    moved,
-    slat::format::Sv39x4,
-    slat::format::Sv48x4
-);
+each_config!(a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind, moved, if F::HAS_DIRTY_BIT);
 fn moved<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);

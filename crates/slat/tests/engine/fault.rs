@@ -4,23 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::common::{Frame, GIB, MIB, TestHost, Translation, Writes, change, region, translate, vm};
-use slat::baselines::Locking;
-use slat::format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Format, Pte};
 use slat::{Access, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
 
 /// Runs a test for each format and locking.
 macro_rules! each {
     ($name:ident, $test:ident) => {
-        #[test]
-        fn $name() {
-            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-                $test::<Npt>(vm(locking));
-                $test::<Ept>(vm(locking));
-            }
-            $test::<Stage2>(vm(Locking::None));
-            $test::<Sv39x4>(vm(Locking::Shared));
-            $test::<Sv48x4>(vm(Locking::Exclusive));
-        }
+        crate::common::each!($name, |F, locking| $test::<F>(vm(locking)));
     };
 }
 

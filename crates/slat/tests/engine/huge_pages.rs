@@ -12,7 +12,7 @@ use crate::common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirt
 use crate::common::{GIB, MIB, change, region, translate};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Format, Npt};
 use slat::host::{AllocationWait, ZappedLeaf};
 use slat::tables::AccessTracking;
 use slat::{Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
@@ -75,9 +75,12 @@ fn logging_splits_huge_pages_and_its_end_recovers_them() {
     for_each(|config| {
         for manual in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
             for size in [PageSize::Size2M, PageSize::Size1G] {
-                there_and_back::<Npt>(config.with_manual_protect(manual), size);
-                there_and_back::<Ept>(config.with_manual_protect(manual), size);
-                there_and_back::<Sv39x4>(config.with_manual_protect(manual), size);
+                slat::for_each_format!(F => {
+                    // The flushes of break before make are more.
+                    if !F::BREAK_BEFORE_MAKE {
+                        there_and_back::<F>(config.with_manual_protect(manual), size);
+                    }
+                });
             }
         }
     });
@@ -99,19 +102,15 @@ fn a_range_is_split_and_recovered() {
     });
 }
 
-/// `$test::<Format>(config)` for each format, without a lock and with one.
+/// `$test::<F>(config)` for each format and locking, and for one that breaks and supports all.
 macro_rules! each_format {
     ($name:ident, $test:ident) => {
         #[test]
         fn $name() {
             for locking in [Locking::None, Locking::Shared] {
-                $test::<Npt>(Config::default().with_locking(locking));
-                $test::<Ept>(Config::default().with_locking(locking));
                 $test::<Broken>(Config::default().with_locking(locking));
             }
-            $test::<Stage2>(Config::default().with_locking(Locking::None));
-            $test::<Sv39x4>(Config::default().with_locking(Locking::None));
-            $test::<Sv48x4>(Config::default().with_locking(Locking::Shared));
+            crate::common::for_each_locking!(F, locking => $test::<F>(Config::default().with_locking(locking)));
         }
     };
 }
@@ -325,22 +324,11 @@ fn logging_slots_stay_split<F: Format>(config: Config) {
 #[test]
 fn slots_that_log_by_pages_keep_small_leaves_and_report_all_once() {
     for manual in MANUAL_PROTECTS {
-        for tracking in dirty_trackings::<Ept>() {
-            logging_slots_stay_split::<Ept>(
-                Config::default().with_dirty_tracking(tracking).with_manual_protect(manual),
-            );
-        }
-        for tracking in dirty_trackings::<Npt>() {
-            let config = Config::default().with_dirty_tracking(tracking).with_manual_protect(manual);
-            logging_slots_stay_split::<Npt>(config);
-            logging_slots_stay_split::<Broken>(config);
-        }
-        for tracking in dirty_trackings::<Sv39x4>() {
-            let config = Config::default().with_dirty_tracking(tracking).with_manual_protect(manual);
-            logging_slots_stay_split::<Sv39x4>(config);
-            logging_slots_stay_split::<Sv48x4>(config);
-        }
-        logging_slots_stay_split::<Stage2>(Config::default().with_manual_protect(manual));
+        let config = |tracking| Config::default().with_dirty_tracking(tracking).with_manual_protect(manual);
+        slat::for_each_format!(F => {
+            dirty_trackings::<F>().for_each(|tracking| logging_slots_stay_split::<F>(config(tracking)));
+        });
+        dirty_trackings::<Broken>().for_each(|tracking| logging_slots_stay_split::<Broken>(config(tracking)));
     }
 }
 

@@ -9,7 +9,7 @@ use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
 use slat::baselines::Locking;
 use slat::dirty::HugePageLogging;
-use slat::format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Format, Pte};
 use slat::tables::TablePlacement;
 use slat::{Access, Config, Error, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize};
 
@@ -27,12 +27,10 @@ const NODES: Nodes = Nodes { frames_apart: BIG, nr_nodes: 4, caller: 3, policy: 
 /// `$test::<Format>(..)` for each format.
 macro_rules! of_each_format {
     ($test:ident($($argument:expr),*)) => {
-        $test::<Npt>($($argument),*);
-        $test::<Ept>($($argument),*);
+        slat::for_each_format!(F => {
+            $test::<F>($($argument),*);
+        });
         $test::<Broken>($($argument),*);
-        $test::<Stage2>($($argument),*);
-        $test::<Sv39x4>($($argument),*);
-        $test::<Sv48x4>($($argument),*);
     };
 }
 

@@ -14,7 +14,7 @@ use crate::common::log::{HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOG, NO_FL
 use crate::common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4};
+use slat::format::{Format, Npt};
 use slat::host::AllocationWait;
 use slat::{Access, Config, Error, Gfn, GfnRange, Level, Outcome, PAGE_SIZE, PageSize, Vm};
 
@@ -429,8 +429,9 @@ fn calls_during_a_flush_a_resolve_or_an_allocation_lose_nothing() {
     for config in configs() {
         at_each_call::<Npt>(config, &OUTSIDE);
     }
-    at_each_call::<Ept>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
-    at_each_call::<Sv39x4>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
+    slat::for_each_format!(F => {
+        at_each_call::<F>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
+    });
 }
 
 #[test]
@@ -439,7 +440,6 @@ fn nothing_is_lost_with_break_before_make() {
         at_each_call::<Broken>(config, &OUTSIDE);
     }
     at_each_call::<Broken>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
-    at_each_call::<Stage2>(Config::default().with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 /// The same, while the observer of [`broken`] checks all changes.

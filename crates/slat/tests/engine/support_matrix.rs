@@ -8,7 +8,7 @@ use crate::common::log::{
 };
 use crate::shadow_cpu;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Format, Npt, Stage2};
 use slat::shadow::ShadowPaging;
 use slat::tables::AccessTracking;
 use slat::{Access, Config, Error, GfnRange, PageSize, Vm};
@@ -198,24 +198,13 @@ fn every_configuration_with_shadow_tables_is_refused_as_documented_or_exact() {
 }
 
 #[test]
-fn every_configuration_of_npt_is_refused_as_documented_or_exact() {
-    assert_eq!(tries_all::<Npt>(), (144, 90));
-}
-
-#[test]
-fn every_configuration_of_ept_is_refused_as_documented_or_exact() {
-    assert_eq!(tries_all::<Ept>(), (144, 108));
-}
-
-#[test]
-fn every_configuration_of_stage2_is_refused_as_documented_or_exact() {
-    assert_eq!(tries_all::<Stage2>(), (144, 72));
-}
-
-#[test]
-fn every_configuration_of_gstage_is_refused_as_documented_or_exact() {
-    assert_eq!(tries_all::<Sv39x4>(), (144, 90));
-    assert_eq!(tries_all::<Sv48x4>(), (144, 90));
+fn every_configuration_of_every_format_is_refused_as_documented_or_exact() {
+    slat::for_each_format!(F => {
+        // Of 8 pairs of dirty and access tracking: both write protections with both, and what else
+        // the hardware has with the accessed bit.
+        let nr_pairs = 4 + u32::from(F::HAS_DIRTY_BIT) + u32::from(F::HAS_MODIFICATION_LOG);
+        assert_eq!(tries_all::<F>(), (144, 18 * nr_pairs), "{}", F::NAME);
+    });
 }
 
 /// One row of the table, for a way to find writes: the result with each format and way to find
@@ -237,20 +226,22 @@ fn line(dirty_tracking: DirtyTracking) -> String {
         DirtyTracking::DirtyBit => "dirty bits",
         DirtyTracking::PageModificationLog => "page-modification logs",
     };
-    let [bit, faults] = ACCESS_TRACKINGS;
-    for tracking in ACCESS_TRACKINGS {
-        let npt = cell::<Npt>(dirty_tracking, tracking);
-        assert_eq!([cell::<Sv39x4>(dirty_tracking, tracking), cell::<Sv48x4>(dirty_tracking, tracking)], [npt; 2]);
-    }
-    let stage2 = cell::<Stage2>(dirty_tracking, bit);
-    assert_eq!(cell::<Stage2>(dirty_tracking, faults), stage2);
-    format!(
-        "| {name} | {} | {} | {} | {} | {stage2} |",
-        cell::<Npt>(dirty_tracking, bit),
-        cell::<Npt>(dirty_tracking, faults),
-        cell::<Ept>(dirty_tracking, bit),
-        cell::<Ept>(dirty_tracking, faults),
-    )
+    let cells = |cell: fn(DirtyTracking, AccessTracking) -> &'static str| {
+        ACCESS_TRACKINGS.map(|access_tracking| cell(dirty_tracking, access_tracking))
+    };
+    let columns = [cells(cell::<Npt>), cells(cell::<Ept>), cells(cell::<Stage2>)];
+    // Each format is in the column of the formats with the same hardware.
+    slat::for_each_format!(F => {
+        let column = match (F::HAS_DIRTY_BIT, F::HAS_MODIFICATION_LOG) {
+            (true, false) => columns[0],
+            (true, true) => columns[1],
+            (false, _) => columns[2],
+        };
+        assert_eq!(cells(cell::<F>), column, "{}", F::NAME);
+    });
+    let [[npt_bit, npt_faults], [ept_bit, ept_faults], [stage2, stage2_faults]] = columns;
+    assert_eq!(stage2, stage2_faults);
+    format!("| {name} | {npt_bit} | {npt_faults} | {ept_bit} | {ept_faults} | {stage2} |")
 }
 
 /// The table of docs/configurations.md. `cargo test --test engine

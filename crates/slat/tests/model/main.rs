@@ -19,9 +19,10 @@ use ops::{
 };
 use pair::check;
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::Format;
 use slat::slots::MemoryAttributes;
 use slat::tables::{AccessTracking, FaultAround};
 use slat::{Access, Config};
@@ -146,60 +147,32 @@ fn possible<F: Format>(
         .with_fault_around(around)
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
-
-    #[test]
-    fn npt_without_a_lock_matches_the_model(config in config::<Npt>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Npt>(config, &ops);
-    }
-
-    #[test]
-    fn npt_with_a_shared_lock_matches_the_model(config in config::<Npt>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Npt>(config, &ops);
-    }
-
-    #[test]
-    fn npt_with_an_exclusive_lock_matches_the_model(config in config::<Npt>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Npt>(config, &ops);
-    }
-
-    #[test]
-    fn ept_without_a_lock_matches_the_model(config in config::<Ept>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Ept>(config, &ops);
-    }
-
-    #[test]
-    fn ept_with_a_shared_lock_matches_the_model(config in config::<Ept>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Ept>(config, &ops);
-    }
-
-    #[test]
-    fn ept_with_an_exclusive_lock_matches_the_model(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Ept>(config, &ops);
-    }
+/// Each format, with `locking`. Locks do the same for each format. So formats whose directory
+/// entries can be protected have more cases than others.
+fn each_format_matches_the_model(locking: Locking) {
+    slat::for_each_format!(F => {
+        let cases = if F::GENERATION != 0 { 1000 } else { 170 };
+        let cases = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+        let ops = prop::collection::vec(op(), 1..80);
+        let result = TestRunner::new(cases).run(&(config::<F>(locking), ops), |(config, ops)| {
+            check::<F>(config, &ops);
+            Ok(())
+        });
+        result.unwrap_or_else(|error| panic!("{}: {error}", F::NAME));
+    });
 }
 
-/// Formats of other processors: locks do the same for each, so each case takes one of them.
-fn any_locking() -> impl Strategy<Value = Locking> {
-    prop_oneof![Just(Locking::None), Just(Locking::Shared), Just(Locking::Exclusive)]
+#[test]
+fn without_a_lock_each_format_matches_the_model() {
+    each_format_matches_the_model(Locking::None);
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+#[test]
+fn with_a_shared_lock_each_format_matches_the_model() {
+    each_format_matches_the_model(Locking::Shared);
+}
 
-    #[test]
-    fn stage2_matches_the_model(config in any_locking().prop_flat_map(config::<Stage2>), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Stage2>(config, &ops);
-    }
-
-    #[test]
-    fn sv39x4_matches_the_model(config in any_locking().prop_flat_map(config::<Sv39x4>), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Sv39x4>(config, &ops);
-    }
-
-    #[test]
-    fn sv48x4_matches_the_model(config in any_locking().prop_flat_map(config::<Sv48x4>), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Sv48x4>(config, &ops);
-    }
+#[test]
+fn with_an_exclusive_lock_each_format_matches_the_model() {
+    each_format_matches_the_model(Locking::Exclusive);
 }

@@ -10,14 +10,15 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use proptest::prelude::*;
 use slat::baselines::Locking;
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::Format;
+use slat::tables::AccessTracking;
 use slat::{
     Access, Config, Error, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 use super::ops::{Aging, LOG, SIZES};
 use super::plain::is_resident;
-use super::{access, logging, possible};
+use super::{Logging, access, logging, possible};
 use crate::common::guest::Guest;
 use crate::common::log::ACCESS_TRACKINGS;
 use crate::common::{
@@ -361,8 +362,10 @@ impl<F: Format> World<F> {
     }
 }
 
-fn run<F: Format>(config: Config, plan: &[Vec<Step>]) {
-    let world = World::<F>::new(config);
+type Run = fn(Locking, AccessTracking, Logging, &[Vec<Step>]);
+
+fn run<F: Format>(locking: Locking, access_tracking: AccessTracking, logging: Logging, plan: &[Vec<Step>]) {
+    let world = World::<F>::new(possible::<F>(locking, access_tracking, logging));
     for slot in 0..SLOTS.len() {
         world.create(slot, PageSize::Size2M, MemoryRegionFlags::empty());
     }
@@ -392,15 +395,13 @@ proptest! {
         tracking in 0..ACCESS_TRACKINGS.len(),
         logging in logging(),
         locking in prop_oneof![2 => Just(Locking::None), 1 => Just(Locking::Shared), 1 => Just(Locking::Exclusive)],
-        format in 0..5,
+        format in any::<prop::sample::Index>(),
         plan in prop::collection::vec(prop::collection::vec(step(), 20..60), 2..4),
     ) {
-        match format {
-            0 => run::<Npt>(possible::<Npt>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
-            1 => run::<Ept>(possible::<Ept>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
-            2 => run::<Stage2>(possible::<Stage2>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
-            3 => run::<Sv39x4>(possible::<Sv39x4>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
-            _ => run::<Sv48x4>(possible::<Sv48x4>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
-        }
+        let mut runs: Vec<Run> = Vec::new();
+        slat::for_each_format!(F => {
+            runs.push(run::<F>);
+        });
+        format.get(&runs)(locking, ACCESS_TRACKINGS[tracking], logging, &plan);
     }
 }

@@ -494,11 +494,9 @@ fn left_out<'n>(measured: impl Iterator<Item = &'n str>) -> Vec<&'static str> {
 
 #[test]
 fn no_call_takes_more_stack_than_a_hypervisor_has() {
-    every_configuration::<Npt>();
-    every_configuration::<Ept>();
-    every_configuration::<Stage2>();
-    every_configuration::<Sv39x4>();
-    every_configuration::<Sv48x4>();
+    slat::for_each_format!(F => {
+        every_configuration::<F>();
+    });
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         shadow(strategy, 4096, FaultAround::Off);
         shadow(strategy, ShadowPaging::MIN_PAGES, FaultAround::Pages(FaultAround::MAX_PAGES));

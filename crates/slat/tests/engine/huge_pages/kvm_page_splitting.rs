@@ -53,23 +53,18 @@ fn kvm_page_splitting<F: Format>(config: Config, size: PageSize, slot_pages: u64
 #[test]
 fn kvm_page_splitting_test() {
     for manual in MANUAL_PROTECTS {
-        for tracking in dirty_trackings::<Ept>() {
-            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
-            kvm_page_splitting::<Ept>(config, PageSize::Size2M, 8 * BIG);
-            kvm_page_splitting::<Ept>(config, PageSize::Size1G, HUGE);
-        }
-        for tracking in dirty_trackings::<Npt>() {
-            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
-            kvm_page_splitting::<Npt>(config, PageSize::Size2M, 8 * BIG);
-            kvm_page_splitting::<Broken>(config, PageSize::Size2M, 8 * BIG);
-        }
-        kvm_page_splitting::<Broken>(Config::default().with_manual_protect(manual), PageSize::Size1G, HUGE);
-        for tracking in dirty_trackings::<Sv39x4>() {
-            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
-            kvm_page_splitting::<Sv39x4>(config, PageSize::Size2M, 8 * BIG);
-        }
         let config = Config::default().with_manual_protect(manual);
-        kvm_page_splitting::<Stage2>(config, PageSize::Size2M, 8 * BIG);
-        kvm_page_splitting::<Sv48x4>(config, PageSize::Size2M, 8 * BIG);
+        slat::for_each_format!(F => {
+            for tracking in dirty_trackings::<F>() {
+                kvm_page_splitting::<F>(config.with_dirty_tracking(tracking), PageSize::Size2M, 8 * BIG);
+            }
+        });
+        for tracking in dirty_trackings::<Broken>() {
+            kvm_page_splitting::<Broken>(config.with_dirty_tracking(tracking), PageSize::Size2M, 8 * BIG);
+        }
+        for tracking in dirty_trackings::<Ept>() {
+            kvm_page_splitting::<Ept>(config.with_dirty_tracking(tracking), PageSize::Size1G, HUGE);
+        }
+        kvm_page_splitting::<Broken>(config, PageSize::Size1G, HUGE);
     }
 }
