@@ -24,7 +24,8 @@
 //! 5. Call [`Vcpu::handle_fault`] for each second-stage fault.
 //!
 //! Names are KVM's where KVM has one. At the root is what every user needs; the rest is in modules:
-//! [`format`](mod@format), [`host`], [`slots`], [`tables`], [`dirty`], [`shadow`], [`stats`].
+//! [`format`](mod@format), [`host`], [`slots`], [`tables`], [`dirty`], [`shadow`], [`stats`],
+//! [`error`].
 //!
 //! [`guide`] says in which order to write that, what each call may wait for, what is held when the
 //! host is called, and what a flush guarantees. [`guide::porting`] is a checklist for a port. Three
@@ -156,7 +157,7 @@ mod config;
 /// new log begins, what becomes of huge pages, and the rings ([`Vm::enable_dirty_ring`],
 /// [`Vcpu::dirty_ring`]).
 pub mod dirty;
-mod error;
+pub mod error;
 mod exit;
 /// The formats of page tables, one of which is a parameter of each [`Vm`].
 pub mod format;
@@ -219,4 +220,4 @@ pub mod baselines {
 
 // For links.
 #[cfg(doc)]
-use {dirty::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};
+use {dirty::*, error::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};
