@@ -10,6 +10,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
 use slat_machine::demand_paging::{DemandPagingError, ServeError, VcpuError};
 use slat_machine::machine::MachineError;
 use slat_machine::source::SourceError;
@@ -129,9 +130,9 @@ impl From<MachineError> for Failure {
         let line = advised(&error, advice::of_machine(&error));
         match &error {
             MachineError::Config(_) | MachineError::Program(_) | MachineError::NoOtherNode => Failure::Usage(line),
-            MachineError::Engine(slat::Error::SlotTooHigh { .. } | slat::Error::BadRingSize { .. }) => {
-                Failure::Usage(line)
-            }
+            MachineError::Engine(
+                slat::Error::Slot(SlotError::SlotTooHigh { .. }) | slat::Error::Config(ConfigError::BadRingSize { .. }),
+            ) => Failure::Usage(line),
             MachineError::Memory(memory) if memory.is_bad_usage() => Failure::Usage(line),
             MachineError::Numa(numa) if numa.is_bad_usage() => Failure::Usage(line),
             MachineError::Guest { .. } | MachineError::Panicked { .. } => Failure::Check(with_causes(&error)),
@@ -140,11 +141,18 @@ impl From<MachineError> for Failure {
     }
 }
 
-impl From<slat::Error> for Failure {
-    fn from(error: slat::Error) -> Failure {
-        Failure::from(MachineError::from(error))
-    }
+/// Lets `?` turn each error of the engine into a failure.
+macro_rules! from_engine_errors {
+    ($($error:ty),*) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Failure {
+                Failure::from(MachineError::Engine(error.into()))
+            }
+        })*
+    };
 }
+
+from_engine_errors!(slat::Error, ConfigError, SlotError, LogError, FaultError, RangeError);
 
 impl From<SourceError> for Failure {
     fn from(error: SourceError) -> Failure {
@@ -253,7 +261,7 @@ mod tests {
 
     #[test]
     fn what_a_library_refuses_comes_with_the_option_that_changes_it() {
-        let slots = MachineError::from(slat::Error::SlotTooHigh { slot: 40_000 });
+        let slots = MachineError::from(slat::error::SlotError::SlotTooHigh { slot: 40_000 });
         let Failure::Usage(line) = Failure::from(slots) else { panic!("not usage") };
         assert!(line.contains("slot 40000") && line.ends_with("; choose fewer slots"), "{line}");
         let missing: SourceSpec = "file:/no/such/file".parse().unwrap();

@@ -71,7 +71,7 @@ pub trait FaultHandler {
     ///
     /// # Errors
     /// The engine's.
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error>;
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError>;
 
     /// Takes the pages in the CPU's page-modification log, which is full: see
     /// [`Vcpu::log_modifications`]. The CPU has made all of them dirty, or may have tried to. A
@@ -80,7 +80,7 @@ pub trait FaultHandler {
 }
 
 impl<H: Host, F: Format> FaultHandler for Vcpu<H, F> {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error> {
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
         Vcpu::handle_fault(self, gpa, access)
     }
 
@@ -118,7 +118,7 @@ pub enum CpuError {
     Exit(Exit),
     /// The engine could not handle a fault.
     #[error("the engine failed: {0}")]
-    Engine(#[from] slat::Error),
+    Engine(#[from] slat::error::FaultError),
     /// The second-stage page tables are misconfigured.
     #[error("second-stage tables are misconfigured: {0}")]
     Misconfigured(Misconfiguration),

@@ -76,11 +76,11 @@ pub struct BackingSlice {
 /// The VM, of any format, as its host needs it.
 trait Guest: fmt::Debug + Send + Sync {
     /// Makes `change` while `range` is invalidated in the guest.
-    fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error>;
+    fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::error::RangeError>;
 }
 
 impl<F: Format + 'static> Guest for Weak<Vm<MachineHost, F>> {
-    fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error> {
+    fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::error::RangeError> {
         // Without a VM there is no guest that could use the range.
         let vm = self.upgrade();
         let invalidation = vm.as_ref().map(|vm| vm.invalidate_range(range)).transpose()?;
@@ -149,7 +149,11 @@ impl MachineHost {
     ///
     /// # Errors
     /// The engine's: nothing was changed.
-    pub(crate) fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error> {
+    pub(crate) fn while_invalid(
+        &self,
+        range: GfnRange,
+        change: &mut dyn FnMut(),
+    ) -> Result<(), slat::error::RangeError> {
         if let Some((guest, _)) = self.guest.get() {
             return guest.while_invalid(range, change);
         }

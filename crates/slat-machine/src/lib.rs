@@ -31,6 +31,7 @@ pub mod cpu;
 pub mod delivery;
 pub mod demand_paging;
 mod descriptors;
+mod engine_error;
 pub mod guest;
 pub mod host;
 pub mod kernel;

@@ -141,6 +141,8 @@ pub enum MachineError {
     },
 }
 
+crate::engine_error::from_engine_errors!(MachineError: ConfigError, SlotError, LogError, RangeError);
+
 impl From<Busy> for MachineError {
     fn from(_: Busy) -> MachineError {
         MachineError::Busy

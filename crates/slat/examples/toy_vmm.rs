@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use slat::error::{LogError, RangeError, SlotError};
 use slat::format::Npt;
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::tables::AccessTracking;
@@ -159,7 +160,7 @@ fn run_vcpu(
 /// The guest's memory: the frame of each page, once it has one. The VMM and the memslot share it.
 struct Ram(Mutex<Vec<Option<Pfn>>>);
 
-fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<Ram>>) -> Result<(), Error> {
+fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<Ram>>) -> Result<(), SlotError> {
     vm.set_user_memory_region(MemoryRegion {
         slot: RAM_SLOT,
         flags,
@@ -362,7 +363,7 @@ impl Drop for GuestMode<'_> {
 // maps it.
 
 /// Moves page `page` to another frame. Returns whether it had one.
-fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, Error> {
+fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, RangeError> {
     let machine = &vm.host().machine;
     let invalidation = vm.invalidate_range(GfnRange::new(Gfn(RAM_START.gfn().0 + page), 1))?;
     let mut frames = ram.0.lock().unwrap();
@@ -386,7 +387,7 @@ fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, Error> 
 // vCPUs stopped, the rest.
 
 /// Copies to `destination` what was written since the last round. Returns how many pages that was.
-fn dirty_log_round(vm: &Vm<VmHost, Npt>, ram: &Ram, destination: &mut [[u64; 512]]) -> Result<u64, Error> {
+fn dirty_log_round(vm: &Vm<VmHost, Npt>, ram: &Ram, destination: &mut [[u64; 512]]) -> Result<u64, LogError> {
     let mut bitmap = [0; RAM_PAGES.div_ceil(64) as usize];
     // First the log, then the pages: what is written in between is in the next round.
     let nr_pages = vm.get_dirty_log(RAM_SLOT, &mut bitmap)?;

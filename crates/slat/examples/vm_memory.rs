@@ -17,8 +17,8 @@ use slat::format::Npt;
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::slots::{MemoryFaultFlags, UserfaultBitmap};
 use slat::{
-    Access, CheckedMemory, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags,
-    Outcome, PAGE_SIZE, PageSize, Pfn, SlotBitmap, Vcpu, Vm,
+    Access, CheckedMemory, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome,
+    PAGE_SIZE, PageSize, Pfn, SlotBitmap, Vcpu, Vm,
 };
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, GuestRegionMmap};
@@ -103,7 +103,7 @@ fn read_sectors(memory: &impl GuestMemory, to: GuestAddress, sectors: &[u8]) -> 
 fn missing_page(error: &GuestMemoryError) -> Option<Gpa> {
     let GuestMemoryError::IOError(error) = error else { return None };
     match error.get_ref()?.downcast_ref()? {
-        Error::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa, .. } => Some(*gpa),
+        Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa, .. } => Some(*gpa),
         _ => None,
     }
 }

@@ -10,11 +10,11 @@ use core::ops::Deref;
 use core::ptr::{self, NonNull};
 use core::slice;
 
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Returns a box with `value` in it.
-pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
+pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Vacant::new()?.fill(value))
 }
 
@@ -22,12 +22,12 @@ pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
 pub(crate) struct Vacant<T>(Box<MaybeUninit<T>>);
 
 impl<T> Vacant<T> {
-    pub(crate) fn new() -> Result<Vacant<T>, Error> {
+    pub(crate) fn new() -> Result<Vacant<T>, OutOfMemory> {
         const { assert!(size_of::<T>() != 0) }
         // SAFETY: the layout's size is not zero (checked above).
         let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
         if memory.is_null() {
-            return Err(Error::OutOfMemory);
+            return Err(OutOfMemory);
         }
         // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's
         // must; it may be uninitialized.
@@ -97,7 +97,7 @@ unsafe impl<T: Zeroed, const N: usize> Zeroed for [T; N] {
 }
 
 /// Returns a box with zeroes in it, made in place.
-pub(crate) fn try_zeroed<T: Zeroed>() -> Result<Box<T>, Error> {
+pub(crate) fn try_zeroed<T: Zeroed>() -> Result<Box<T>, OutOfMemory> {
     const { assert!(size_of::<T>() != 0) }
     #[cfg(loom)]
     return try_box(T::zeroed());
@@ -106,7 +106,7 @@ pub(crate) fn try_zeroed<T: Zeroed>() -> Result<Box<T>, Error> {
         // SAFETY: the layout's size is not zero (checked above).
         let memory = unsafe { alloc_zeroed(Layout::new::<T>()) }.cast::<T>();
         if memory.is_null() {
-            return Err(Error::OutOfMemory);
+            return Err(OutOfMemory);
         }
         // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's
         // must; and zeroes are a `T`.
@@ -136,7 +136,7 @@ impl<T: Zeroed + Send + Sync> OnceBox<T> {
     }
 
     /// The value; made of zeroes, if there was none.
-    pub(crate) fn get_or_make(&self) -> Result<&T, Error> {
+    pub(crate) fn get_or_make(&self) -> Result<&T, OutOfMemory> {
         if let Some(value) = self.get() {
             return Ok(value);
         }
@@ -183,16 +183,16 @@ unsafe impl Send for ZeroedWords {}
 unsafe impl Sync for ZeroedWords {}
 
 impl ZeroedWords {
-    pub(crate) fn new(len: usize) -> Result<ZeroedWords, Error> {
+    pub(crate) fn new(len: usize) -> Result<ZeroedWords, OutOfMemory> {
         // One line more, and the words are moved to the beginning of a line by hand. Asked for more
         // than its own alignment, std's allocator on Unix writes the zeroes, and so touches all.
         // (Nor may the size of an allocation be zero.)
-        let words = Layout::array::<AtomicU64>(len).map_err(|_| Error::OutOfMemory)?;
-        let size_bytes = words.size().checked_add(LINE_BYTES).ok_or(Error::OutOfMemory)?;
-        let layout = Layout::from_size_align(size_bytes, words.align()).map_err(|_| Error::OutOfMemory)?;
+        let words = Layout::array::<AtomicU64>(len).map_err(|_| OutOfMemory)?;
+        let size_bytes = words.size().checked_add(LINE_BYTES).ok_or(OutOfMemory)?;
+        let layout = Layout::from_size_align(size_bytes, words.align()).map_err(|_| OutOfMemory)?;
         // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc_zeroed(layout) };
-        let allocation = NonNull::new(memory).ok_or(Error::OutOfMemory)?;
+        let allocation = NonNull::new(memory).ok_or(OutOfMemory)?;
         let before_bytes = memory.addr().wrapping_neg() % LINE_BYTES;
         // SAFETY: less than a line, by which the allocation is longer than the words.
         let first = unsafe { allocation.add(before_bytes) }.cast::<AtomicU64>();

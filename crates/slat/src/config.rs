@@ -2,7 +2,7 @@
 //! those that [`Config::check`] refuses.
 
 use crate::addr::{Level, NodeId, Pfn};
-use crate::error::Error;
+use crate::error::ConfigError;
 use crate::format::Format;
 use crate::host::{Host, TableNode};
 #[cfg(feature = "baselines")]
@@ -21,6 +21,7 @@ use crate::sync::Locking;
 /// # use host::*;
 /// use slat::*;
 /// use slat::dirty::*;
+/// use slat::error::*;
 /// use slat::format::*;
 /// use slat::tables::*;
 /// # fn main() -> Result<(), Error> {
@@ -31,7 +32,7 @@ use crate::sync::Locking;
 /// assert!(Vm::<Heap, Ept>::new(Heap, config).is_ok());
 /// // An unsupported combination is refused.
 /// let refused = Vm::<Heap, Npt>::new(Heap, config).err();
-/// assert_eq!(refused, Some(Error::NoModificationLog { format: "npt" }));
+/// assert_eq!(refused, Some(ConfigError::NoModificationLog { format: "npt" }));
 /// # Ok(())
 /// # }
 /// ```
@@ -112,13 +113,13 @@ impl Default for ShadowPaging {
 }
 
 impl ShadowPaging {
-    pub(crate) fn check(self) -> Result<(), Error> {
+    pub(crate) fn check(self) -> Result<(), ConfigError> {
         let ShadowPaging { previous_roots, max_pages, .. } = self;
         if previous_roots > ShadowPaging::MAX_PREVIOUS_ROOTS {
-            return Err(Error::TooManyRoots { previous_roots });
+            return Err(ConfigError::TooManyRoots { previous_roots });
         }
         if !(ShadowPaging::MIN_PAGES..=ShadowPaging::MAX_PAGES).contains(&max_pages) {
-            return Err(Error::BadShadowPages { max_pages });
+            return Err(ConfigError::BadShadowPages { max_pages });
         }
         Ok(())
     }
@@ -341,23 +342,23 @@ impl Config {
     }
 
     /// Checks that page tables of format `F` support this configuration.
-    pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
+    pub(crate) fn check<F: Format>(&self) -> Result<(), ConfigError> {
         if let FaultAround::Pages(nr_pages) = self.fault_around {
             if !(nr_pages.is_power_of_two() && (2..=FaultAround::MAX_PAGES).contains(&nr_pages)) {
-                return Err(Error::BadFaultAround { nr_pages });
+                return Err(ConfigError::BadFaultAround { nr_pages });
             }
         }
         let needs_dirty_bit = match self.dirty_tracking {
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => false,
             DirtyTracking::DirtyBit => true,
             DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => true,
-            DirtyTracking::PageModificationLog => return Err(Error::NoModificationLog { format: F::NAME }),
+            DirtyTracking::PageModificationLog => return Err(ConfigError::NoModificationLog { format: F::NAME }),
         };
         if needs_dirty_bit && !F::HAS_DIRTY_BIT {
-            return Err(Error::NoDirtyBitInFormat { format: F::NAME });
+            return Err(ConfigError::NoDirtyBitInFormat { format: F::NAME });
         }
         if needs_dirty_bit && self.access_tracking == AccessTracking::Faults {
-            return Err(Error::NoDirtyBit);
+            return Err(ConfigError::NoDirtyBit);
         }
         Ok(())
     }

@@ -1,23 +1,119 @@
-//! Errors: small typed values with the offending value and address. An operation that returns one
-//! has changed nothing, unless the operation or the variant says otherwise.
+//! Errors: one type for each kind of operation, and [`Error`](enum@Error), their sum.
+//!
+//! They are small typed values with the offending value and address. An operation that returns one
+//! has changed nothing, unless the operation or the variant says otherwise. A fault at which user
+//! space must act is no error: it is an [`Exit`](crate::Exit).
 
 use thiserror::Error;
 
 use crate::addr::{Gfn, Gpa};
-use crate::exit::MemoryFaultFlags;
 use crate::registers::PagingRegister;
 
-/// Why an operation was not done.
+/// Why an operation was not done: any of the errors, for a caller that uses `?` into one type.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// Of what a VM is configured with.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Of memslots, their pages' attributes and their userfault bitmaps.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// Of the dirty log.
+    #[error(transparent)]
+    Log(#[from] LogError),
+    /// Of faults, prefaults and the other calls of a vCPU.
+    #[error(transparent)]
+    Fault(#[from] FaultError),
+    /// Of ranges of guest frames.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+}
+
+/// Why a VM, a vCPU or dirty rings were not made as configured: [`Vm::new`](crate::Vm::new),
+/// [`Vm::with_shadow_paging`](crate::Vm::with_shadow_paging),
+/// [`Vm::create_vcpu`](crate::Vm::create_vcpu),
+/// [`Vm::enable_dirty_ring`](crate::Vm::enable_dirty_ring).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// Dirty tracking by the CPUs' dirty bits was configured with access tracking by faults. The
+    /// latter is for CPUs that set neither bit.
+    #[error(
+        "dirty tracking by dirty bits needs CPUs that set them, and access tracking by faults is for those that do not"
+    )]
+    NoDirtyBit,
+    /// Dirty tracking by the CPUs' dirty bits was configured, but CPUs set none in this format.
+    #[error("there are no dirty bits in {format} tables that CPUs set")]
+    NoDirtyBitInFormat {
+        /// The format's name.
+        format: &'static str,
+    },
+    /// Page-modification logging was configured, but CPUs do not support it in this format.
+    #[error("there is no page-modification logging with {format} tables")]
+    NoModificationLog {
+        /// The format's name.
+        format: &'static str,
+    },
+    /// The window of fault-around is not a power of two from 2 to
+    /// [`MAX_PAGES`](crate::tables::FaultAround::MAX_PAGES) pages.
+    #[error("a window of {nr_pages} pages around a fault: not a power of two from 2 to 64")]
+    BadFaultAround {
+        /// The number of pages that was configured.
+        nr_pages: u8,
+    },
+    /// More previous roots were configured than a vCPU can remember.
+    #[error("{previous_roots} previous roots: at most 31")]
+    TooManyRoots {
+        /// The number that was configured.
+        previous_roots: u8,
+    },
+    /// The configured number of shadow pages is too small or too large.
+    #[error("{max_pages} shadow pages: not from 64 to 1048576")]
+    BadShadowPages {
+        /// The number that was configured.
+        max_pages: u32,
+    },
+    /// The size of dirty rings is not a power of two, or not from
+    /// [`MIN_ENTRIES`](crate::dirty::DirtyRing::MIN_ENTRIES) to
+    /// [`MAX_ENTRIES`](crate::dirty::DirtyRing::MAX_ENTRIES).
+    #[error("dirty rings of {nr_entries} entries: not a power of two from 256 to 65536")]
+    BadRingSize {
+        /// The number of entries that was requested.
+        nr_entries: u32,
+    },
+    /// Dirty rings need faults on single pages, so they need
+    /// [`DirtyTracking::WriteProtect`](crate::dirty::DirtyTracking::WriteProtect) and
+    /// [`HugePageLogging::Split`](crate::dirty::HugePageLogging::Split).
+    #[error("dirty rings need tracking by write protection, and huge pages that are split")]
+    RingNeedsPageFaults,
+    /// Dirty rings are enabled already.
+    #[error("dirty rings are enabled already")]
+    DirtyRingEnabled,
+    /// Dirty rings can be enabled only while the VM has no vCPU and no huge pages are being
+    /// recovered. With break before make, none may be split either.
+    #[error("dirty rings cannot be enabled: the VM has vCPUs")]
+    VcpusExist,
+    /// There is no memory for page-table pages or for bookkeeping.
+    #[error("out of memory")]
+    OutOfMemory,
+}
+
+/// Why a call on memslots, the attributes of their pages or their userfault bitmaps was not done:
+/// [`Vm::set_user_memory_region`](crate::Vm::set_user_memory_region),
+/// [`Vm::set_memory_attributes`](crate::Vm::set_memory_attributes),
+/// [`Vm::memory_attributes`](crate::Vm::memory_attributes),
+/// [`Vm::rescan_userfault`](crate::Vm::rescan_userfault).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum SlotError {
     /// The guest-physical address of a region is not a multiple of 4 KiB.
     #[error("guest-physical address {gpa} is not page-aligned")]
     UnalignedAddress {
         /// The address.
         gpa: Gpa,
     },
-    /// The size of a region is not a multiple of 4 KiB.
+    /// The size of a memslot is not a multiple of 4 KiB.
     #[error("memory size {memory_size:#x} of slot {slot} is not a multiple of the page size")]
     UnalignedSize {
         /// The memslot.
@@ -25,7 +121,13 @@ pub enum Error {
         /// Its size in bytes.
         memory_size: u64,
     },
-    /// A range of guest frames is empty.
+    /// The size of a range whose attributes were to be changed is zero, or not a multiple of 4 KiB.
+    #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
+    BadSize {
+        /// The size in bytes.
+        size_bytes: u64,
+    },
+    /// A range of a memslot's pages is empty.
     #[error("range of guest frames from {start} to {end} is empty")]
     EmptyRange {
         /// Its first frame.
@@ -33,7 +135,19 @@ pub enum Error {
         /// The frame after its last.
         end: Gfn,
     },
-    /// A region, a range or an address is beyond the last address that the format translates.
+    /// A range of a memslot's pages reaches beyond its end.
+    #[error("slot {slot} has {slot_pages} pages, and not {nr_pages} from page {first_page} on")]
+    RangePastEnd {
+        /// The memslot.
+        slot: u32,
+        /// The first page.
+        first_page: u64,
+        /// The number of pages.
+        nr_pages: u64,
+        /// Pages of the memslot.
+        slot_pages: u64,
+    },
+    /// A region or an address is beyond the last address that the format translates.
     #[error("address {gpa} is beyond the {gpa_bits} guest-physical bits of the format")]
     AddressTooHigh {
         /// The first byte of the region, or the address.
@@ -130,44 +244,11 @@ pub enum Error {
         /// The address of the first such page.
         gpa: Gpa,
     },
-    /// More previous roots were configured than a vCPU can remember.
-    #[error("{previous_roots} previous roots: at most 31")]
-    TooManyRoots {
-        /// The number that was configured.
-        previous_roots: u8,
-    },
-    /// The configured number of shadow pages is too small or too large.
-    #[error("{max_pages} shadow pages: not from 64 to 1048576")]
-    BadShadowPages {
-        /// The number that was configured.
-        max_pages: u32,
-    },
-    /// The VM has no shadow paging: its hardware walks the second stage.
-    #[error("the VM has no shadow paging")]
-    NotShadow,
-    /// The host has no pointer to memory of the guest that the engine must read
-    /// ([`Host::guest_memory_ptr`](crate::Host::guest_memory_ptr)).
-    #[error("the host returns no pointer to the guest's memory at {gpa}")]
-    NoGuestMemory {
-        /// The address.
+    /// No memslot has the page.
+    #[error("no slot has memory for {gpa}")]
+    NoMemslot {
+        /// The address of the page.
         gpa: Gpa,
-    },
-    /// Registers to be restored do not fit together: this one cannot have that value beside the
-    /// others.
-    #[error("{register:?} cannot hold {value:#x} beside the other paging registers")]
-    BadPagingRegister {
-        /// The register.
-        register: PagingRegister,
-        /// The value that it was to hold.
-        value: u64,
-    },
-    /// A write to be emulated has no bytes, too many, or crosses a page.
-    #[error("a write of {len} bytes at {gpa} cannot be emulated at once")]
-    BadWrite {
-        /// The first byte's address.
-        gpa: Gpa,
-        /// How many bytes.
-        len: usize,
     },
     /// Unknown attribute bits.
     #[error("unknown memory attributes {attributes:#x}")]
@@ -197,6 +278,16 @@ pub enum Error {
         /// The address where it begins.
         gpa: Gpa,
     },
+    /// The userfault bitmap has fewer bits than the memslot needs.
+    #[error("bitmap of {words} words is too short for slot {slot}, which needs {needed}")]
+    BitmapTooShort {
+        /// The memslot.
+        slot: u32,
+        /// 64-bit words that were given.
+        words: usize,
+        /// 64-bit words that are needed.
+        needed: usize,
+    },
     /// The memslot has no userfault bitmap.
     #[error("slot {slot} does not have the flag USERFAULT")]
     NotUserfault {
@@ -211,16 +302,25 @@ pub enum Error {
         /// The address of the page.
         gpa: Gpa,
     },
-    /// User space must act before the page can be used. To a vCPU this is
-    /// [`Exit::MemoryFault`](crate::Exit::MemoryFault).
-    #[error("user space must act on {size} bytes at {gpa} first ({flags:?})")]
-    MemoryFault {
-        /// The reason.
-        flags: MemoryFaultFlags,
-        /// The first byte of the page or block.
-        gpa: Gpa,
-        /// Its size in bytes.
-        size: u64,
+    /// There is no memory for bookkeeping.
+    #[error("out of memory")]
+    OutOfMemory,
+}
+
+/// Why a call on the dirty log was not done: [`Vm::get_dirty_log`](crate::Vm::get_dirty_log),
+/// [`Vm::get_dirty_log_range`](crate::Vm::get_dirty_log_range),
+/// [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log), [`Vm::mark_dirty`](crate::Vm::mark_dirty),
+/// [`Vm::is_marked_dirty`](crate::Vm::is_marked_dirty),
+/// [`Vm::nr_marked_dirty`](crate::Vm::nr_marked_dirty),
+/// [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum LogError {
+    /// The memslot does not exist.
+    #[error("slot {slot} does not exist")]
+    NoSuchSlot {
+        /// The memslot.
+        slot: u32,
     },
     /// The memslot does not log dirty pages.
     #[error("slot {slot} does not log dirty pages")]
@@ -238,10 +338,18 @@ pub enum Error {
         /// 64-bit words that are needed.
         needed: usize,
     },
+    /// A range of a memslot's pages is empty.
+    #[error("range of guest frames from {start} to {end} is empty")]
+    EmptyRange {
+        /// Its first frame.
+        start: Gfn,
+        /// The frame after its last.
+        end: Gfn,
+    },
     /// A range of a memslot's log does not begin at a multiple of 64 pages. Or its length is no
     /// multiple of 64 pages, and it does not end with the memslot.
     #[error("log range of slot {slot}, pages {first_page} and {nr_pages} on, is not a multiple of 64 pages")]
-    UnalignedLogRange {
+    UnalignedRange {
         /// The memslot.
         slot: u32,
         /// The first page.
@@ -251,7 +359,7 @@ pub enum Error {
     },
     /// A range of a memslot's pages reaches beyond its end.
     #[error("slot {slot} has {slot_pages} pages, and not {nr_pages} from page {first_page} on")]
-    LogRangePastEnd {
+    RangePastEnd {
         /// The memslot.
         slot: u32,
         /// The first page.
@@ -261,53 +369,33 @@ pub enum Error {
         /// Pages of the memslot.
         slot_pages: u64,
     },
-    /// Dirty tracking by the CPUs' dirty bits was configured with access tracking by faults. The
-    /// latter is for CPUs that set neither bit.
-    #[error(
-        "dirty tracking by dirty bits needs CPUs that set them, and access tracking by faults is for those that do not"
-    )]
-    NoDirtyBit,
-    /// Dirty tracking by the CPUs' dirty bits was configured, but CPUs set none in this format.
-    #[error("there are no dirty bits in {format} tables that CPUs set")]
-    NoDirtyBitInFormat {
-        /// The format's name.
-        format: &'static str,
+    /// The VM logs by dirty rings, so its memslots have no bitmaps.
+    #[error("slot {slot} has no bitmap: the VM logs by dirty rings")]
+    DirtyRingInUse {
+        /// The memslot.
+        slot: u32,
     },
-    /// Page-modification logging was configured, but CPUs do not support it in this format.
-    #[error("there is no page-modification logging with {format} tables")]
-    NoModificationLog {
-        /// The format's name.
-        format: &'static str,
-    },
-    /// The window of fault-around is not a power of two from 2 to
-    /// [`MAX_PAGES`](crate::tables::FaultAround::MAX_PAGES) pages.
-    #[error("a window of {nr_pages} pages around a fault: not a power of two from 2 to 64")]
-    BadFaultAround {
-        /// The number of pages that was configured.
-        nr_pages: u8,
-    },
-    /// The size is zero, or not a multiple of 4 KiB.
-    #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
-    BadSize {
-        /// The size in bytes.
-        size_bytes: u64,
-    },
-    /// No memslot has the page, or its memslot does not allow the write.
-    #[error("no slot has memory for {gpa} that allows the access")]
-    NoMemslot {
-        /// The address of the page.
-        gpa: Gpa,
-    },
-    /// The page is being invalidated: it is in a range in flight, or its memslot is being changed.
-    /// Try again.
-    #[error("{gpa} is being invalidated by another call")]
-    Busy {
-        /// The address of the page.
-        gpa: Gpa,
-    },
-    /// There is no memory for page-table pages or for bookkeeping.
+    /// The VM has no dirty rings.
+    #[error("the VM has no dirty rings")]
+    NoDirtyRing,
+    /// There is no memory for bookkeeping.
     #[error("out of memory")]
     OutOfMemory,
+}
+
+/// Why a fault, a prefault, the check of an access or another call of a vCPU was not done: the
+/// calls of a [`Vcpu`](crate::Vcpu), and [`Vm::check_access`](crate::Vm::check_access).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum FaultError {
+    /// The address is beyond the last that the format translates.
+    #[error("address {gpa} is beyond the {gpa_bits} guest-physical bits of the format")]
+    AddressTooHigh {
+        /// The address.
+        gpa: Gpa,
+        /// Address bits that the format translates.
+        gpa_bits: u32,
+    },
     /// The backing has no frame for the page.
     #[error("the backing has no memory for {gpa}")]
     BackingGone {
@@ -322,39 +410,170 @@ pub enum Error {
         /// The address of the fault.
         gpa: Gpa,
     },
-    /// The size of dirty rings is not a power of two, or not from
-    /// [`MIN_ENTRIES`](crate::dirty::DirtyRing::MIN_ENTRIES) to
-    /// [`MAX_ENTRIES`](crate::dirty::DirtyRing::MAX_ENTRIES).
-    #[error("dirty rings of {nr_entries} entries: not a power of two from 256 to 65536")]
-    BadRingSize {
-        /// The number of entries that was requested.
-        nr_entries: u32,
-    },
-    /// Dirty rings can be enabled only while the VM has no vCPU and no huge pages are being
-    /// recovered. With break before make, none may be split either.
-    #[error("dirty rings cannot be enabled: the VM has vCPUs")]
-    VcpusExist,
-    /// Dirty rings are enabled already.
-    #[error("dirty rings are enabled already")]
-    DirtyRingEnabled,
-    /// The VM logs by dirty rings, so its memslots have no bitmaps.
-    #[error("slot {slot} has no bitmap: the VM logs by dirty rings")]
-    DirtyRingInUse {
+    /// A userfault bitmap has fewer words than when it was given.
+    #[error("the userfault bitmap of slot {slot} has no bit for {gpa} any more")]
+    UserfaultBitmapGone {
         /// The memslot.
         slot: u32,
+        /// The address of the page.
+        gpa: Gpa,
     },
-    /// The VM has no dirty rings.
-    #[error("the VM has no dirty rings")]
-    NoDirtyRing,
-    /// The vCPU's dirty ring has no room for the page: harvest and reset it.
+    /// There is no memory for page-table pages or for bookkeeping.
+    #[error("out of memory")]
+    OutOfMemory,
+    /// The address of a range to be prefaulted is not a multiple of 4 KiB.
+    #[error("guest-physical address {gpa} is not page-aligned")]
+    UnalignedAddress {
+        /// The address.
+        gpa: Gpa,
+    },
+    /// The size is zero. Or it is not a multiple of 4 KiB, and the range is to be prefaulted.
+    #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
+    BadSize {
+        /// The size in bytes.
+        size_bytes: u64,
+    },
+    /// No memslot has the page, or its memslot does not allow the write. A fault there exits with
+    /// [`Exit::Mmio`](crate::Exit::Mmio).
+    #[error("no slot has memory for {gpa} that allows the access")]
+    NoMemslot {
+        /// The address of the page.
+        gpa: Gpa,
+    },
+    /// The page cannot be prefaulted before user space has fetched it. A fault there exits with
+    /// [`Exit::MemoryFault`](crate::Exit::MemoryFault), which names all that is to be fetched.
+    #[error("user space must fetch the page at {gpa} first")]
+    UserfaultPending {
+        /// The address of the page.
+        gpa: Gpa,
+    },
+    /// The vCPU's dirty ring has no room for the page to be prefaulted: harvest and reset it.
     #[error("the dirty ring has no room for {gpa}")]
     DirtyRingFull {
         /// The address of the page.
         gpa: Gpa,
     },
-    /// Dirty rings need faults on single pages, so they need
-    /// [`DirtyTracking::WriteProtect`](crate::dirty::DirtyTracking::WriteProtect) and
-    /// [`HugePageLogging::Split`](crate::dirty::HugePageLogging::Split).
-    #[error("dirty rings need tracking by write protection, and huge pages that are split")]
-    RingNeedsPageFaults,
+    /// The page to be prefaulted is being invalidated: it is in a range in flight, or its memslot
+    /// is being changed. Try again.
+    #[error("{gpa} is being invalidated by another call")]
+    Busy {
+        /// The address of the page.
+        gpa: Gpa,
+    },
+    /// The VM has no shadow paging: its hardware walks the second stage.
+    #[error("the VM has no shadow paging")]
+    NotShadow,
+    /// The host has no pointer to memory of the guest that the engine must read
+    /// ([`Host::guest_memory_ptr`](crate::Host::guest_memory_ptr)).
+    #[error("the host returns no pointer to the guest's memory at {gpa}")]
+    NoGuestMemory {
+        /// The address.
+        gpa: Gpa,
+    },
+    /// Registers to be restored do not fit together: this one cannot have that value beside the
+    /// others.
+    #[error("{register:?} cannot hold {value:#x} beside the other paging registers")]
+    BadPagingRegister {
+        /// The register.
+        register: PagingRegister,
+        /// The value that it was to hold.
+        value: u64,
+    },
+    /// A write to be emulated has no bytes, too many, or crosses a page.
+    #[error("a write of {len} bytes at {gpa} cannot be emulated at once")]
+    BadWrite {
+        /// The first byte's address.
+        gpa: Gpa,
+        /// How many bytes.
+        len: usize,
+    },
 }
+
+/// Why a call on a range of guest frames, or on the page tables, was not done:
+/// [`Vm::invalidate_range`](crate::Vm::invalidate_range),
+/// [`Vm::split_range`](crate::Vm::split_range), [`Vm::recover_range`](crate::Vm::recover_range),
+/// [`Vm::age_range`](crate::Vm::age_range), [`Vm::test_age_range`](crate::Vm::test_age_range),
+/// [`Vm::read_tables`](crate::Vm::read_tables).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum RangeError {
+    /// The range is empty.
+    #[error("range of guest frames from {start} to {end} is empty")]
+    EmptyRange {
+        /// Its first frame.
+        start: Gfn,
+        /// The frame after its last.
+        end: Gfn,
+    },
+    /// The range reaches beyond the last address that the format translates.
+    #[error("address {gpa} is beyond the {gpa_bits} guest-physical bits of the format")]
+    AddressTooHigh {
+        /// The first address of the range that is not translated.
+        gpa: Gpa,
+        /// Address bits that the format translates.
+        gpa_bits: u32,
+    },
+    /// There is no memory for page-table pages or for bookkeeping.
+    #[error("out of memory")]
+    OutOfMemory,
+}
+
+// A fault returns it by value.
+const _: () = assert!(size_of::<FaultError>() <= 24);
+
+/// There is no memory for page-table pages or for bookkeeping. All kinds of operations may find it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct OutOfMemory;
+
+/// An address is beyond the last that the format translates.
+pub(crate) struct AddressTooHigh {
+    pub(crate) gpa: Gpa,
+    pub(crate) gpa_bits: u32,
+}
+
+/// A range of a memslot's pages is empty, or reaches beyond its end.
+pub(crate) enum BadPages {
+    Empty { start: Gfn },
+    PastEnd { slot: u32, first_page: u64, nr_pages: u64, slot_pages: u64 },
+}
+
+macro_rules! from_out_of_memory {
+    ($($error:ident),*) => {
+        $(impl From<OutOfMemory> for $error {
+            #[inline]
+            fn from(OutOfMemory: OutOfMemory) -> $error {
+                $error::OutOfMemory
+            }
+        })*
+    };
+}
+
+macro_rules! from_address_too_high {
+    ($($error:ident),*) => {
+        $(impl From<AddressTooHigh> for $error {
+            #[inline]
+            fn from(AddressTooHigh { gpa, gpa_bits }: AddressTooHigh) -> $error {
+                $error::AddressTooHigh { gpa, gpa_bits }
+            }
+        })*
+    };
+}
+
+macro_rules! from_bad_pages {
+    ($($error:ident),*) => {
+        $(impl From<BadPages> for $error {
+            fn from(pages: BadPages) -> $error {
+                match pages {
+                    BadPages::Empty { start } => $error::EmptyRange { start, end: start },
+                    BadPages::PastEnd { slot, first_page, nr_pages, slot_pages } => {
+                        $error::RangePastEnd { slot, first_page, nr_pages, slot_pages }
+                    }
+                }
+            }
+        })*
+    };
+}
+
+from_out_of_memory!(ConfigError, SlotError, LogError, FaultError, RangeError);
+from_address_too_high!(SlotError, FaultError, RangeError);
+from_bad_pages!(SlotError, LogError);

@@ -25,7 +25,7 @@
 //! 1. **Memory for page-table pages**: [`Host::allocate_table`], [`Host::free_table`],
 //!    [`Host::table_ptr`]. Now [`Vm::new`] works, and dropping the VM frees every page-table page.
 //!    All other memory (memslots, logs, vCPUs) comes from the global allocator. If either allocator
-//!    has none, the call fails with [`Error::OutOfMemory`].
+//!    has none, the call fails with `OutOfMemory`.
 //! 2. **Frames for the guest**: [`Host::Backing`] and [`Host::resolve`]. Now memslots can be
 //!    created ([`Vm::set_user_memory_region`]), and pages can be mapped before there is any CPU
 //!    ([`Vcpu::pre_fault_memory`]). [`Vm::read_tables`] shows the result.
@@ -306,17 +306,18 @@
 //! - **Memory of page-table pages** is ordinary write-back memory, coherent for CPUs and walkers.
 //!
 //! # When something fails
-//! An [`Error`] names what was wrong and where. The call has changed nothing, unless the variant
-//! says otherwise, and may be tried again. [`Outcome::Exit`] is no error: user space has to act
-//! first. No input makes the engine panic. But a host that breaks its contract (`unsafe trait`)
-//! breaks everything.
+//! Each kind of operation has its own error type ([`error`]), which names what was wrong and where.
+//! [`Error`] is their sum, for a caller that uses `?` into one type. The call has changed nothing,
+//! unless the variant says otherwise, and may be tried again. [`Outcome::Exit`] is no error: user
+//! space has to act first. No input makes the engine panic. But a host that breaks its contract
+//! (`unsafe trait`) breaks everything.
 //!
 //! Nothing waits for a guard that stays open (a thread that was preempted inside a call, or a
 //! [`TableReader`] that is kept). But what is unlinked since is not freed. What may wait is
 //! bounded: 1024 page-table pages; and 256 MiB of memslot sets, logs and bitmaps (64 changes in any
-//! case). Then [`Vm::set_user_memory_region`] returns [`Error::TooMuchRetired`], until the guard is
-//! dropped. Backings of deleted memslots are not counted. A memslot that has logged keeps its log,
-//! 1/32768 of its size.
+//! case). Then [`Vm::set_user_memory_region`] returns [`SlotError::TooMuchRetired`], until the
+//! guard is dropped. Backings of deleted memslots are not counted. A memslot that has logged keeps
+//! its log, 1/32768 of its size.
 //!
 //! # The examples on these pages
 //! They run as tests. Their host is in `tests/support/doc_host.rs`. There, `vm` and

@@ -111,8 +111,8 @@ pub unsafe trait Host: Send + Sync {
     /// bytes, both powers of two), on `node` if that has memory. The contents do not matter.
     ///
     /// With [`AllocationWait::Allowed`] it may block. `None` means that there is no memory: a fault
-    /// returns [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing, and a
-    /// huge page that was to be split ahead of time is split by its first write.
+    /// returns [`FaultError::OutOfMemory`](crate::error::FaultError::OutOfMemory) and has changed
+    /// nothing, and a huge page that was to be split ahead of time is split by its first write.
     ///
     /// With [`AllocationWait::Never`] it must not block. `None` means that no memory is at hand: a
     /// split asks again when it may wait. An invalidation never waits for memory, and zaps the
@@ -155,7 +155,8 @@ pub unsafe trait Host: Send + Sync {
     /// write.
     ///
     /// # Errors
-    /// [`Gone`]: the fault returns [`Error::BackingGone`](crate::Error::BackingGone).
+    /// [`Gone`]: the fault returns
+    /// [`FaultError::BackingGone`](crate::error::FaultError::BackingGone).
     fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone>;
 
     /// As [`resolve`](Host::resolve), for a page that is private to the guest

@@ -32,7 +32,7 @@
 //! - [`host`]: what the engine calls. [`format`](mod@format): page tables of AMD, Intel, Arm and
 //!   RISC-V.
 //! - [`slots`], [`dirty`], [`tables`], [`shadow`], [`stats`]: what you use beside memslots and
-//!   faults.
+//!   faults. [`error`]: why an operation was not done.
 //! - Three programs in `examples/` run, and check what they show: `smallest_host` (no operating
 //!   system, less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a
 //!   migration, step by step) and `vm_memory` (devices written for the crate vm-memory).
@@ -149,7 +149,7 @@ mod bits;
 mod boxed;
 mod config;
 pub mod dirty;
-mod error;
+pub mod error;
 mod exit;
 pub mod format;
 pub mod guide;
@@ -222,4 +222,4 @@ pub mod baselines {
 
 // For links.
 #[cfg(doc)]
-use {dirty::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};
+use {dirty::*, error::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};

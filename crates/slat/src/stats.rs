@@ -21,7 +21,7 @@ use histogram::Recording;
 
 use crate::addr::Level;
 use crate::boxed::{OnceBox, Zeroed};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::sync::{AtomicU64, Ordering};
 
 /// One fault in so many is timed, and one hold of the lock.
@@ -332,13 +332,13 @@ unsafe impl Zeroed for LockTimes {
 
 impl Recorder {
     /// Allocates the histograms for the times of faults.
-    pub(crate) fn make_fault_times(&self) -> Result<(), Error> {
+    pub(crate) fn make_fault_times(&self) -> Result<(), OutOfMemory> {
         self.fault_times.get_or_make().map(|_| ())
     }
 
     /// Allocates the histograms for the times of the lock.
     #[cfg(feature = "baselines")]
-    pub(crate) fn make_lock_times(&self) -> Result<(), Error> {
+    pub(crate) fn make_lock_times(&self) -> Result<(), OutOfMemory> {
         self.lock_times.get_or_make().map(|_| ())
     }
 

@@ -48,7 +48,7 @@ use crate::addr::{Access, Gfn, Gpa, Level, PageSize, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
-use crate::error::Error;
+use crate::error::{ConfigError, FaultError, OutOfMemory};
 use crate::exit::{Exit, Outcome};
 use crate::format::Format;
 use crate::harvest::mark;
@@ -103,14 +103,14 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Creates a vCPU of this VM. It keeps the VM alive.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<H, F>, Error> {
-        Vcpu::new(Arc::clone(self))
+    /// [`ConfigError::OutOfMemory`].
+    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<H, F>, ConfigError> {
+        Ok(Vcpu::new(Arc::clone(self))?)
     }
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
-    fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
+    fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, OutOfMemory> {
         let mut participant = vm.tree.epochs.take_participant()?;
         let ring = match vm.rings.take() {
             Ok(ring) => ring,
@@ -161,9 +161,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// calls [`Host::flush_local`] last.
     ///
     /// # Errors
-    /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`],
-    /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. Nothing has changed for the guest,
-    /// and the caller may try the same fault again.
+    /// [`FaultError::AddressTooHigh`], [`FaultError::BackingGone`], [`FaultError::BadResolve`],
+    /// [`FaultError::UserfaultBitmapGone`], [`FaultError::OutOfMemory`]. Nothing has changed for
+    /// the guest, and the caller may try the same fault again.
     ///
     /// # Example
     /// ```
@@ -185,7 +185,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
+    pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
         let (mut fault, own) = self.fault(gpa, access)?;
         let participant = fault.op.participant;
         let nr_faults = participant.stats.get(Counter::Faults);
@@ -208,7 +208,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     }
 
     #[inline]
-    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), Error> {
+    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), FaultError> {
         let gfn = self.vm.check_gpa(gpa)?;
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from. The exclusive part is used by this fault alone, because the fault borrows the vCPU.
@@ -265,7 +265,7 @@ struct Fault<'v, H: Host, F: Format> {
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
-    fn serve(&mut self, mut own: Exclusive<'_>) -> Result<Outcome, Error> {
+    fn serve(&mut self, mut own: Exclusive<'_>) -> Result<Outcome, FaultError> {
         loop {
             // In each round, because a step that failed may have pushed its page all the same.
             if self.is_ring_full() {
@@ -282,14 +282,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
                 }
-                Plan::UserfaultPending => match self.userfault_exit() {
+                Plan::UserfaultPending => match self.userfault_exit()? {
                     None => Err(Changed),
-                    Some(Error::MemoryFault { flags, gpa, size }) => {
+                    Some(exit) => {
                         self.count(Counter::Exits);
                         self.count(Counter::Userfaults);
-                        return Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size }));
+                        return Ok(Outcome::Exit(exit));
                     }
-                    Some(error) => return Err(error),
                 },
                 Plan::BeingInvalidated => {
                     // The guest comes back. The thread that invalidates the page is not a vCPU, so
@@ -341,7 +340,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     #[inline]
-    fn leaf(&self, plan: &InstallPlan<'_, H::Backing>, gfn: Gfn, mut resolved: Resolved) -> Result<NewLeaf, Error> {
+    fn leaf(
+        &self,
+        plan: &InstallPlan<'_, H::Backing>,
+        gfn: Gfn,
+        mut resolved: Resolved,
+    ) -> Result<NewLeaf, FaultError> {
         if self.nr_overtaken >= OVERTAKEN_BEFORE_SMALL_LEAF {
             resolved.max_size = PageSize::Size4K;
         }
@@ -436,7 +440,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return PageState::Exit;
         }
-        if slot.check_userfault(self.gfn).is_err() {
+        if slot.userfault_exit(self.gfn) != Ok(None) {
             return PageState::UserfaultPending;
         }
         let level = slot.userfault().map_or(max_level, |userfault| max_level.min(userfault.level()));
@@ -468,9 +472,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// What user space must do before the page can be mapped; `None` if it has done so in the
     /// meantime.
     #[cold]
-    fn userfault_exit(&self) -> Option<Error> {
+    fn userfault_exit(&self) -> Result<Option<Exit>, FaultError> {
         let guard = self.op.pin();
-        self.op.slots.find(&guard, self.gfn)?.check_userfault(self.gfn).err()
+        self.op.slots.find(&guard, self.gfn).map_or(Ok(None), |slot| slot.userfault_exit(self.gfn))
     }
 
     /// Step 2: asks the host for the frame.
@@ -496,17 +500,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// comes back, or user space acts first.
     #[cold]
     #[inline(never)]
-    fn gone(&self, found: Found, attributes: MemoryAttributes) -> Result<Outcome, Error> {
+    fn gone(&self, found: Found, attributes: MemoryAttributes) -> Result<Outcome, FaultError> {
         self.check_gone(found, attributes)?;
-        match self.userfault_exit() {
-            None => Ok(Outcome::Resume),
-            Some(Error::MemoryFault { flags, gpa, size }) => {
-                self.count(Counter::Exits);
-                self.count(Counter::Userfaults);
-                Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size }))
-            }
-            Some(error) => Err(error),
-        }
+        let Some(exit) = self.userfault_exit()? else { return Ok(Outcome::Resume) };
+        self.count(Counter::Exits);
+        self.count(Counter::Userfaults);
+        Ok(Outcome::Exit(exit))
     }
 
     /// Returns an error because the host has no frame, unless something changed since the look,
@@ -515,7 +514,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// user space may have taken the page back, for example, and thrown its contents away.
     #[cold]
     #[inline(never)]
-    fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), Error> {
+    fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), FaultError> {
         let Operation { tree, slots, .. } = self.op;
         let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
@@ -529,10 +528,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let is_free = is_same && tree.in_flight.free_level(self.gfn, cursor.level()).is_some();
         let slot = if is_free { slots.find(&guard, self.gfn) } else { None };
         let is_asked_for = |slot: &SlotView<'_, H::Backing>| {
-            slot.check_userfault(self.gfn).is_ok() && slot.attributes_of(self.gfn) == attributes
+            slot.userfault_exit(self.gfn) == Ok(None) && slot.attributes_of(self.gfn) == attributes
         };
         if slot.as_ref().is_some_and(is_asked_for) {
-            return Err(Error::BackingGone { gpa: self.gpa });
+            return Err(FaultError::BackingGone { gpa: self.gpa });
         }
         self.count(Counter::Retries);
         Ok(())
@@ -547,14 +546,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         plan: &mut InstallPlan<'_, H::Backing>,
         resolved: Resolved,
         largest: Level,
-    ) -> Result<NewLeaf, Error> {
+    ) -> Result<NewLeaf, FaultError> {
         if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
             plan.max_level = self.limit_to_alike(plan.max_level.min(largest));
         }
         self.flush_before_make(plan);
         let leaf = self.leaf(plan, self.gfn, resolved)?;
         if self.is_another_frame(plan, &leaf) {
-            return Err(Error::BadResolve { gpa: self.gpa });
+            return Err(FaultError::BadResolve { gpa: self.gpa });
         }
         self.top_up_for(plan, &leaf)?;
         Ok(leaf)
@@ -570,7 +569,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Allocates the page-table pages that step 3 may link to install `leaf`.
     #[inline]
-    fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), Error> {
+    fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), OutOfMemory> {
         match plan.found {
             // The part is split off, one level at a time.
             Found::ReadOnly(value, _) if plan.level > leaf.level => self.top_up(1, pte::frame::<F>(value, plan.level)),
@@ -580,7 +579,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Allocates the page-table pages that step 3 may link for the memory at `pfn`.
     #[inline]
-    fn top_up(&mut self, nr_tables: usize, pfn: Pfn) -> Result<(), Error> {
+    fn top_up(&mut self, nr_tables: usize, pfn: Pfn) -> Result<(), OutOfMemory> {
         if nr_tables == 0 {
             return Ok(());
         }
@@ -591,6 +590,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
         self.tables
             .top_up::<H, F>(host, self.op.stats(), nr_tables, node, AllocationWait::Allowed)
-            .map_err(|()| Error::OutOfMemory)
+            .map_err(|()| OutOfMemory)
     }
 }

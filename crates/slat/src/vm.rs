@@ -14,7 +14,7 @@ use crate::config::HugePageLogging;
 use crate::config::{Config, ManualProtect};
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::Rings;
-use crate::error::Error;
+use crate::error::{AddressTooHigh, ConfigError, LogError, RangeError};
 use crate::format::Format;
 use crate::harvest::log::LogCall;
 use crate::harvest::mark;
@@ -55,9 +55,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// tables.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]. For a configuration that is not supported: [`Error::NoDirtyBit`],
-    /// [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`].
-    pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
+    /// [`ConfigError::OutOfMemory`]. For a configuration that is not supported:
+    /// [`ConfigError::NoDirtyBit`], [`ConfigError::NoDirtyBitInFormat`],
+    /// [`ConfigError::NoModificationLog`], [`ConfigError::BadFaultAround`].
+    pub fn new(host: H, config: Config) -> Result<Vm<H, F>, ConfigError> {
         config.check::<F>()?;
         Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config, None)?, rings: Rings::new() })
     }
@@ -87,8 +88,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// reported to at least one of them.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`],
-    /// [`Error::OutOfMemory`], [`Error::DirtyRingInUse`]. An error loses no mark, unless the
+    /// [`LogError::NoSuchSlot`], [`LogError::NotLogging`], [`LogError::BitmapTooShort`],
+    /// [`LogError::OutOfMemory`], [`LogError::DirtyRingInUse`]. An error loses no mark, unless the
     /// memslot is deleted or ceases to log during the call.
     ///
     /// # Example
@@ -110,7 +111,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn get_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<u64, Error> {
+    pub fn get_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<u64, LogError> {
         self.get_or_copy(slot, None, bitmap)
     }
 
@@ -119,19 +120,19 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// memslot.
     ///
     /// # Errors
-    /// Those of [`get_dirty_log`](Vm::get_dirty_log), and [`Error::UnalignedLogRange`],
-    /// [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
+    /// Those of [`get_dirty_log`](Vm::get_dirty_log), and [`LogError::UnalignedRange`],
+    /// [`LogError::EmptyRange`], [`LogError::RangePastEnd`].
     pub fn get_dirty_log_range(
         &self,
         slot: u32,
         first_page: u64,
         nr_pages: u64,
         bitmap: &mut [u64],
-    ) -> Result<u64, Error> {
+    ) -> Result<u64, LogError> {
         self.get_or_copy(slot, Some((first_page, nr_pages)), bitmap)
     }
 
-    fn get_or_copy(&self, slot: u32, pages: Option<(u64, u64)>, bitmap: &mut [u64]) -> Result<u64, Error> {
+    fn get_or_copy(&self, slot: u32, pages: Option<(u64, u64)>, bitmap: &mut [u64]) -> Result<u64, LogError> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
         let call = self.log_call(slot, &participant);
@@ -169,7 +170,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn clear_dirty_log(&self, slot: u32, first_page: u64, nr_pages: u64, bitmap: &[u64]) -> Result<u64, Error> {
+    pub fn clear_dirty_log(&self, slot: u32, first_page: u64, nr_pages: u64, bitmap: &[u64]) -> Result<u64, LogError> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
         self.log_call(slot, &participant).clear((first_page, nr_pages), bitmap)
@@ -184,9 +185,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Call it after the write.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`],
-    /// [`Error::OutOfMemory`]. [`Error::DirtyRingInUse`]: as with KVM, rings take the writes of
-    /// vCPUs only, and the VMM records its own.
+    /// [`LogError::NoSuchSlot`], [`LogError::EmptyRange`], [`LogError::RangePastEnd`],
+    /// [`LogError::OutOfMemory`]. [`LogError::DirtyRingInUse`]: as with KVM, rings take the writes
+    /// of vCPUs only, and the VMM records its own.
     ///
     /// # Example
     /// ```
@@ -202,7 +203,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+    pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), LogError> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
         mark::mark_pages(self.operation(&participant), slot, first_page, nr_pages)
@@ -211,9 +212,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Whether page `page` of memslot `slot` is marked in its dirty log now.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::LogRangePastEnd`],
-    /// [`Error::OutOfMemory`], [`Error::DirtyRingInUse`].
-    pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
+    /// [`LogError::NoSuchSlot`], [`LogError::NotLogging`], [`LogError::RangePastEnd`],
+    /// [`LogError::OutOfMemory`], [`LogError::DirtyRingInUse`].
+    pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, LogError> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
         mark::is_marked(self.operation(&participant), slot, page)
@@ -227,8 +228,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// harvest.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn nr_marked_dirty(&self) -> Result<u64, Error> {
+    /// [`LogError::OutOfMemory`].
+    pub fn nr_marked_dirty(&self) -> Result<u64, LogError> {
         if self.rings.are_enabled() {
             return Ok(self.rings.iter().map(DirtyRing::nr_used).sum());
         }
@@ -236,8 +237,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(mark::nr_marked(self.operation(&participant)))
     }
 
-    fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {
-        if self.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
+    fn check_uses_bitmaps(&self, slot: u32) -> Result<(), LogError> {
+        if self.rings.are_enabled() { Err(LogError::DirtyRingInUse { slot }) } else { Ok(()) }
     }
 
     /// Logs by dirty rings instead of bitmaps: each vCPU gets a ring of `nr_entries` entries. KVM's
@@ -267,9 +268,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// entries are free.
     ///
     /// # Errors
-    /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::DirtyRingEnabled`],
-    /// [`Error::OutOfMemory`]. [`Error::VcpusExist`]: there is a vCPU, or another thread recovers
-    /// huge pages ([`recover_range`](Vm::recover_range)), or splits them in a format with
+    /// [`ConfigError::BadRingSize`], [`ConfigError::RingNeedsPageFaults`],
+    /// [`ConfigError::DirtyRingEnabled`], [`ConfigError::OutOfMemory`].
+    /// [`ConfigError::VcpusExist`]: there is a vCPU, or another thread recovers huge pages
+    /// ([`recover_range`](Vm::recover_range)), or splits them in a format with
     /// [`Format::BREAK_BEFORE_MAKE`].
     ///
     /// # Example
@@ -297,10 +299,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
+    pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), ConfigError> {
         let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
         if !dirty_tracking.write_protects() || huge_page_logging.marks_whole() {
-            return Err(Error::RingNeedsPageFaults);
+            return Err(ConfigError::RingNeedsPageFaults);
         }
         let participant = self.tree.epochs.borrow_participant()?;
         self.rings.enable(nr_entries)?;
@@ -325,13 +327,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// are protected.
     ///
     /// # Errors
-    /// [`Error::NoDirtyRing`], [`Error::OutOfMemory`].
-    pub fn reset_dirty_rings(&self) -> Result<u64, Error> {
+    /// [`LogError::NoDirtyRing`], [`LogError::OutOfMemory`].
+    pub fn reset_dirty_rings(&self) -> Result<u64, LogError> {
         if !self.rings.are_enabled() {
-            return Err(Error::NoDirtyRing);
+            return Err(LogError::NoDirtyRing);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        RingsReset { op: self.operation(&participant) }.reset(self.rings.iter())
+        Ok(RingsReset { op: self.operation(&participant) }.reset(self.rings.iter())?)
     }
 
     /// Unmaps the guest frames of `range` and keeps faults out until the returned value is dropped.
@@ -353,8 +355,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// It blocks only on [`Host::flush`], and on the VM's lock if there is one.
     ///
     /// # Errors
-    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]. [`Error::OutOfMemory`]: there is no memory
-    /// to publish the range. Nothing has changed then.
+    /// [`RangeError::EmptyRange`], [`RangeError::AddressTooHigh`]. [`RangeError::OutOfMemory`]:
+    /// there is no memory to publish the range. Nothing has changed then.
     ///
     /// # Example
     /// ```
@@ -376,13 +378,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
+    pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, RangeError> {
         self.check_range(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
         let result = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range);
         drop(participant);
         self.reclaim();
-        result
+        Ok(result?)
     }
 
     /// Splits all leaves larger than `largest` that reach into `range`, while vCPUs run. Returns
@@ -394,8 +396,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// block that is being recovered ([`recover_range`](Vm::recover_range)) is skipped.
     ///
     /// # Errors
-    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]. [`Error::OutOfMemory`]: the remaining
-    /// leaves are unchanged.
+    /// [`RangeError::EmptyRange`], [`RangeError::AddressTooHigh`]. [`RangeError::OutOfMemory`]: the
+    /// remaining leaves are unchanged.
     ///
     /// # Example
     /// ```
@@ -417,13 +419,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn split_range(&self, range: GfnRange, largest: PageSize) -> Result<u64, Error> {
+    pub fn split_range(&self, range: GfnRange, largest: PageSize) -> Result<u64, RangeError> {
         self.check_range(range)?;
         if largest.level() >= F::ROOT_LEVEL {
             return Ok(0);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        split::split_range(self.operation(&participant), range, largest.level(), |_| true)
+        Ok(split::split_range(self.operation(&participant), range, largest.level(), |_| true)?)
     }
 
     /// Recovers huge leaves in `range`, while vCPUs run, as large as the host and the memslots'
@@ -439,8 +441,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// too many page-table pages wait to be freed.
     ///
     /// # Errors
-    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
-    pub fn recover_range(&self, range: GfnRange) -> Result<u64, Error> {
+    /// [`RangeError::EmptyRange`], [`RangeError::AddressTooHigh`], [`RangeError::OutOfMemory`].
+    pub fn recover_range(&self, range: GfnRange) -> Result<u64, RangeError> {
         self.check_range(range)?;
         let mut participant = self.tree.epochs.borrow_participant()?;
         Ok(self.recover(&mut participant, range))
@@ -454,7 +456,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// unseen until the CPU replaces them.
     ///
     /// # Errors
-    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
+    /// [`RangeError::EmptyRange`], [`RangeError::AddressTooHigh`], [`RangeError::OutOfMemory`].
     ///
     /// # Example
     /// ```
@@ -475,7 +477,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn age_range(&self, range: GfnRange) -> Result<u64, Error> {
+    pub fn age_range(&self, range: GfnRange) -> Result<u64, RangeError> {
         self.age_or_test(range, Aging::Age)
     }
 
@@ -483,11 +485,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// Those of [`age_range`](Vm::age_range).
-    pub fn test_age_range(&self, range: GfnRange) -> Result<u64, Error> {
+    pub fn test_age_range(&self, range: GfnRange) -> Result<u64, RangeError> {
         self.age_or_test(range, Aging::Test)
     }
 
-    fn age_or_test(&self, range: GfnRange, aging: Aging) -> Result<u64, Error> {
+    fn age_or_test(&self, range: GfnRange, aging: Aging) -> Result<u64, RangeError> {
         self.check_range(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
         let nr_used = age::age_range(self.operation(&participant), range, aging);
@@ -502,9 +504,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Opens a reader of the page tables: what is mapped, and how it was used.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn read_tables(&self) -> Result<TableReader<'_, H, F>, Error> {
-        TableReader::new(&self.tree)
+    /// [`RangeError::OutOfMemory`].
+    pub fn read_tables(&self) -> Result<TableReader<'_, H, F>, RangeError> {
+        Ok(TableReader::new(&self.tree)?)
     }
 
     /// Frees what invalidations and changes of memslots have removed, as far as no vCPU can still
@@ -553,23 +555,27 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Checks that `range` is not empty, and that the format translates all of it.
-    fn check_range(&self, range: GfnRange) -> Result<(), Error> {
+    fn check_range(&self, range: GfnRange) -> Result<(), RangeError> {
         if range.is_empty() {
-            return Err(Error::EmptyRange { start: range.start, end: range.end });
+            return Err(RangeError::EmptyRange { start: range.start, end: range.end });
         }
+        Ok(self.check_end(range)?)
+    }
+
+    /// Checks that the format translates all of `range`, which is not empty.
+    fn check_end(&self, range: GfnRange) -> Result<(), AddressTooHigh> {
         let whole = self.tree.whole();
         if !whole.covers(range) {
             let beyond = if whole.contains(range.start) { whole.end } else { range.start };
             // There are more frame numbers than addresses.
-            let gpa = Gpa(beyond.0.saturating_mul(PAGE_SIZE));
-            return Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS });
+            return Err(too_high::<F>(Gpa(beyond.0.saturating_mul(PAGE_SIZE))));
         }
         Ok(())
     }
 
     /// Checks that the format translates `gpa`.
     #[inline]
-    pub(crate) fn check_gpa(&self, gpa: Gpa) -> Result<Gfn, Error> {
+    pub(crate) fn check_gpa(&self, gpa: Gpa) -> Result<Gfn, AddressTooHigh> {
         let gfn = gpa.gfn();
         if self.tree.whole().contains(gfn) { Ok(gfn) } else { Err(too_high::<F>(gpa)) }
     }
@@ -577,6 +583,6 @@ impl<H: Host, F: Format> Vm<H, F> {
 
 #[cold]
 #[inline(never)]
-fn too_high<F: Format>(gpa: Gpa) -> Error {
-    Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS }
+fn too_high<F: Format>(gpa: Gpa) -> AddressTooHigh {
+    AddressTooHigh { gpa, gpa_bits: F::GPA_BITS }
 }

@@ -26,7 +26,7 @@ pub use checked::CheckedMemory;
 use ::vm_memory::bitmap::{Bitmap, RefSlice, WithBitmapSlice};
 
 use crate::addr::PAGE_SHIFT;
-use crate::error::Error;
+use crate::error::LogError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::table::retire::Participant;
@@ -159,7 +159,7 @@ impl<H: Host + 'static, F: Format> Bitmap for SlotBitmap<H, F> {
         while nr_pages != 0 {
             match or_abort(self.vm.mark_dirty(self.slot, first_page, nr_pages)) {
                 // Fewer pages each time, if several memslots have this number one after another.
-                Err(Error::LogRangePastEnd { slot_pages, .. }) => nr_pages = slot_pages.saturating_sub(first_page),
+                Err(LogError::RangePastEnd { slot_pages, .. }) => nr_pages = slot_pages.saturating_sub(first_page),
                 _ => return,
             }
         }
@@ -179,8 +179,8 @@ fn page_of(offset: usize) -> u64 {
 }
 
 /// Passes on an answer of the log, but ends the process if there was no memory for it.
-fn or_abort<T>(answer: Result<T, Error>) -> Result<T, Error> {
-    if let Err(Error::OutOfMemory) = answer {
+fn or_abort<T>(answer: Result<T, LogError>) -> Result<T, LogError> {
+    if let Err(LogError::OutOfMemory) = answer {
         handle_alloc_error(Layout::new::<Participant>());
     }
     answer

@@ -12,11 +12,12 @@ use std::sync::{Arc, Mutex};
 
 use slat::baselines::Locking;
 use slat::dirty::ManualProtect;
+use slat::error::SlotError;
 use slat::format::{Ept, Format, Npt};
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Pfn, Vm,
+    Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
+    Vm,
 };
 
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -236,12 +237,12 @@ fn slots_that_come_and_go_behind_an_open_guard_hold_bounded_memory() {
             .and_then(|()| vm.set_user_memory_region(slot(0, NO_FLAGS, None, 0)))
             .err()
     });
-    let Some(Error::TooMuchRetired { size_bytes }) = refused else { panic!("{refused:?}") };
+    let Some(SlotError::TooMuchRetired { size_bytes }) = refused else { panic!("{refused:?}") };
     let held = live_bytes() - before;
     println!("refused when {held} bytes are held, {size_bytes} of them known");
     assert!(held <= 258 * MIB && size_bytes <= held && held - size_bytes <= 3 * MIB, "{held}, {size_bytes}");
     // Every change is refused, and nothing else.
-    let again = Err(Error::TooMuchRetired { size_bytes });
+    let again = Err(SlotError::TooMuchRetired { size_bytes });
     assert_eq!(vm.set_user_memory_region(slot(1, NO_FLAGS, None, GIB)), again);
     assert_eq!(vm.set_user_memory_region(slot(1, NO_FLAGS, None, 0)), again);
     assert_eq!(vm.set_user_memory_region(slot(2, NO_FLAGS, Some(()), GIB)), again);

@@ -7,12 +7,17 @@ use std::fs;
 use std::path::Path;
 
 use slat::dirty::DirtyRing;
+use slat::error::{ConfigError, SlotError};
 use slat::shadow::ShadowPaging;
 use slat::tables::FaultAround;
 use slat::{Error, MemoryRegion};
 
+/// The errors of the operations, in `error.rs`. `Error` is the sum of them.
+const ERRORS: [&str; 5] = ["ConfigError", "SlotError", "LogError", "FaultError", "RangeError"];
+
 /// The files with public items, in public modules.
-const PUBLIC: [&str; 6] = ["lib.rs", "dirty/mod.rs", "format/mod.rs", "host.rs", "shadow/mod.rs", "stats.rs"];
+const PUBLIC: [&str; 7] =
+    ["lib.rs", "dirty/mod.rs", "error.rs", "format/mod.rs", "host.rs", "shadow/mod.rs", "stats.rs"];
 
 fn source(file: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(file);
@@ -63,8 +68,11 @@ fn public_names() -> BTreeSet<String> {
 }
 
 #[test]
-fn there_are_at_most_sixty_public_names() {
-    let names = public_names();
+fn there_are_at_most_sixty_public_names_and_five_errors() {
+    let mut names = public_names();
+    for error in ERRORS {
+        assert!(names.remove(error), "{error} is not found in {names:?}");
+    }
     for name in ["Vm", "Host", "Npt", "Stats", "DirtyRing", "ShadowPaging", "TableReader", "Gone", "UserfaultBitmap"] {
         assert!(names.contains(name), "{name} is not found in {names:?}");
     }
@@ -98,15 +106,15 @@ fn a_host_implements_seven_items() {
 
 #[test]
 fn the_limits_in_messages_are_those_of_the_types() {
-    let of_roots = Error::TooManyRoots { previous_roots: 99 };
-    let of_pages = Error::BadShadowPages { max_pages: 1 };
-    let of_rings = Error::BadRingSize { nr_entries: 1 };
+    let of_roots = ConfigError::TooManyRoots { previous_roots: 99 };
+    let of_pages = ConfigError::BadShadowPages { max_pages: 1 };
+    let of_rings = ConfigError::BadRingSize { nr_entries: 1 };
     for (error, limits) in [
-        (Error::SlotTooHigh { slot: u32::MAX }, vec![u64::from(MemoryRegion::<()>::MAX_SLOTS)]),
-        (Error::BadFaultAround { nr_pages: 1 }, vec![2, u64::from(FaultAround::MAX_PAGES)]),
-        (of_roots, vec![u64::from(ShadowPaging::MAX_PREVIOUS_ROOTS)]),
-        (of_pages, vec![u64::from(ShadowPaging::MIN_PAGES), u64::from(ShadowPaging::MAX_PAGES)]),
-        (of_rings, vec![u64::from(DirtyRing::MIN_ENTRIES), u64::from(DirtyRing::MAX_ENTRIES)]),
+        (Error::from(SlotError::SlotTooHigh { slot: u32::MAX }), vec![u64::from(MemoryRegion::<()>::MAX_SLOTS)]),
+        (ConfigError::BadFaultAround { nr_pages: 1 }.into(), vec![2, u64::from(FaultAround::MAX_PAGES)]),
+        (of_roots.into(), vec![u64::from(ShadowPaging::MAX_PREVIOUS_ROOTS)]),
+        (of_pages.into(), vec![u64::from(ShadowPaging::MIN_PAGES), u64::from(ShadowPaging::MAX_PAGES)]),
+        (of_rings.into(), vec![u64::from(DirtyRing::MIN_ENTRIES), u64::from(DirtyRing::MAX_ENTRIES)]),
     ] {
         let message = error.to_string();
         for limit in limits {

@@ -24,8 +24,9 @@ use schedules::{check, random, random_locking};
 use shuttle::thread;
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::{LogError, SlotError};
 use slat::format::Format;
-use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, PAGE_SIZE, PageSize};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use world::{
     Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_with_read_only_reads, new_vm, new_vm_with, region,
     walk,
@@ -464,8 +465,10 @@ fn changed_by_two() {
         thread::spawn(move || {
             for flags in [LOG, NO_FLAGS, LOG] {
                 let result = vm.set_user_memory_region(region(SLOT, flags, 0, 2, None));
-                let gone =
-                    matches!(result, Err(Error::NoSuchSlot { .. } | Error::SlotBusy { .. } | Error::NoBacking { .. }));
+                let gone = matches!(
+                    result,
+                    Err(SlotError::NoSuchSlot { .. } | SlotError::SlotBusy { .. } | SlotError::NoBacking { .. })
+                );
                 assert!(result.is_ok() || gone, "{result:?}");
             }
         })
@@ -473,14 +476,14 @@ fn changed_by_two() {
     for _ in 0..2 {
         vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 2, Some(backing(FIRST_PFN, PageSize::Size4K)))).unwrap();
         while let Err(error) = vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 0, None)) {
-            assert_eq!(error, Error::SlotBusy { slot: SLOT });
+            assert_eq!(error, SlotError::SlotBusy { slot: SLOT });
             thread::yield_now();
         }
     }
     other.join().unwrap();
     assert_eq!(
         vm.get_dirty_log(SLOT, &mut [0]),
-        Err(Error::NoSuchSlot { slot: SLOT }),
+        Err(LogError::NoSuchSlot { slot: SLOT }),
         "a deleted memslot exists again"
     );
     assert_no_table_is_left(&vm);

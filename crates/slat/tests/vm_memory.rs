@@ -20,8 +20,9 @@ use common::random::Random;
 use common::{TestBacking, TestHost, change, each, region, vm};
 use slat::baselines::Locking;
 use slat::dirty::ManualProtect;
+use slat::error::LogError;
 use slat::format::{Format, Npt};
-use slat::{Access, Config, Error, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, SlotBitmap, Vm};
+use slat::{Access, Config, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, SlotBitmap, Vm};
 use vm_memory::bitmap::{Bitmap, BitmapSlice};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{
@@ -202,7 +203,7 @@ fn each_region_marks_in_the_log_of_its_slot() {
     memory.write_obj(1_u8, GuestAddress(1 << 32)).unwrap();
     assert_eq!(harvest(&vm, 5), [68, 69]);
     assert_eq!(harvest(&vm, 2), [0]);
-    assert_eq!(vm.get_dirty_log(9, &mut [0; 4]), Err(Error::NotLogging { slot: 9 }));
+    assert_eq!(vm.get_dirty_log(9, &mut [0; 4]), Err(LogError::NotLogging { slot: 9 }));
 }
 
 #[test]

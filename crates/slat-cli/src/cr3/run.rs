@@ -132,7 +132,7 @@ pub(super) fn run(
     let seed = |vcpu: u16| seed.wrapping_add(u64::from(vcpu));
 
     let fresh = (0..nr_vcpus).map(|vcpu| Ok((vcpu, machine.vm.create_vcpu()?)));
-    let fresh: Vec<(u16, Vcpu<MachineHost, Npt>)> = fresh.collect::<Result<_, slat::Error>>()?;
+    let fresh: Vec<(u16, Vcpu<MachineHost, Npt>)> = fresh.collect::<Result<_, slat::error::ConfigError>>()?;
     let cpus = on_threads(fresh, |(vcpu, engine)| {
         let cpu = ShadowCpu::new(Timed::new(engine), machine.port(), 1, Geometry::default());
         let mut cpu = KernelCpu::start(Arc::clone(&kernel), vcpu, cpu).map_err(|error| failed(vcpu, &error))?;

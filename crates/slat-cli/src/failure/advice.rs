@@ -2,6 +2,7 @@
 //! terms; this module names the options and permissions of the command that solve it. Errors that
 //! name these themselves have no next step here.
 
+use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
 use slat_machine::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
 use slat_machine::host::HostError;
 use slat_machine::machine::{MachineConfigError, MachineError};
@@ -72,10 +73,14 @@ fn of_host(error: &HostError) -> &'static str {
 
 fn of_engine(error: &slat::Error) -> &'static str {
     match error {
-        slat::Error::SlotTooHigh { .. } => "choose fewer slots",
-        slat::Error::BadRingSize { .. } => "choose another --ring-entries",
-        slat::Error::BadShadowPages { .. } => "choose another --max-pages",
-        slat::Error::OutOfMemory => LESS_MEMORY,
+        slat::Error::Slot(SlotError::SlotTooHigh { .. }) => "choose fewer slots",
+        slat::Error::Config(ConfigError::BadRingSize { .. }) => "choose another --ring-entries",
+        slat::Error::Config(ConfigError::BadShadowPages { .. }) => "choose another --max-pages",
+        slat::Error::Config(ConfigError::OutOfMemory)
+        | slat::Error::Slot(SlotError::OutOfMemory)
+        | slat::Error::Log(LogError::OutOfMemory)
+        | slat::Error::Fault(FaultError::OutOfMemory)
+        | slat::Error::Range(RangeError::OutOfMemory) => LESS_MEMORY,
         _ => REPORT,
     }
 }

@@ -269,7 +269,7 @@ fn lock(mutex: &Mutex<()>) -> std::sync::MutexGuard<'_, ()> {
 struct PeerVcpu<F>(Arc<PeerVm<F>>);
 
 impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
-    fn handle_fault(&mut self, gpa: Gpa, _access: Access) -> Result<Outcome, slat::Error> {
+    fn handle_fault(&mut self, gpa: Gpa, _access: Access) -> Result<Outcome, slat::error::FaultError> {
         let vm = &*self.0;
         let page = page(gpa);
         let guard = vm.slots.enter();

@@ -136,7 +136,7 @@ impl<F: HardwareFormat, C> Slat<F, C> {
 /// A VM with `memory` as the memslot that logs, with enough page-table pages for it and
 /// `nr_more_tables` more.
 fn with_slot<F: HardwareFormat>(
-    new: impl FnOnce(MachineHost) -> Result<Vm<MachineHost, F>, slat::Error>,
+    new: impl FnOnce(MachineHost) -> Result<Vm<MachineHost, F>, slat::error::ConfigError>,
     memory: &Backing,
     nr_more_tables: u64,
 ) -> Result<Arc<Vm<MachineHost, F>>, Failure> {

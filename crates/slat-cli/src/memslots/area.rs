@@ -80,7 +80,12 @@ impl<F: HardwareFormat> Area<F> {
         self.slot(self.nr_slots - 1)
     }
 
-    fn set_slot(&self, slot: &AreaSlot, up_pages: u64, backing: Option<&Backing>) -> Result<(), slat::Error> {
+    fn set_slot(
+        &self,
+        slot: &AreaSlot,
+        up_pages: u64,
+        backing: Option<&Backing>,
+    ) -> Result<(), slat::error::SlotError> {
         let offset_bytes = slot.pages.start << Gfn::SHIFT;
         self.vm.set_user_memory_region(MemoryRegion {
             slot: slot.id,

@@ -9,6 +9,7 @@ use std::array;
 use std::sync::Arc;
 
 use slat::baselines::Park;
+use slat::error::SlotError;
 use slat::format::Npt;
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
@@ -95,7 +96,7 @@ fn set_slot(
     nr_pages: u64,
     flags: MemoryRegionFlags,
     backing: Option<Frames>,
-) -> Result<(), Error> {
+) -> Result<(), SlotError> {
     let (guest_phys_addr, memory_size) = (Gpa(address(part * PART_PAGES) as u64), address(nr_pages) as u64);
     vm.set_user_memory_region(MemoryRegion {
         slot: part as u32,
@@ -105,7 +106,6 @@ fn set_slot(
         backing,
         userfault_bitmap: None,
     })
-    .map(drop)
 }
 
 impl Engine {

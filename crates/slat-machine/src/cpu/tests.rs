@@ -61,7 +61,7 @@ impl Memory {
 struct Flat(Arc<Memory>);
 
 impl FaultHandler for Flat {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error> {
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
         let gfn = gpa.gfn().0;
         let Some(page) = self.0.pages.get(gfn as usize) else {
             return Ok(Outcome::Exit(Exit::Mmio { gpa, access }));
@@ -80,7 +80,7 @@ impl FaultHandler for Flat {
 pub(super) struct Idle;
 
 impl FaultHandler for Idle {
-    fn handle_fault(&mut self, _: Gpa, _: Access) -> Result<Outcome, slat::Error> {
+    fn handle_fault(&mut self, _: Gpa, _: Access) -> Result<Outcome, slat::error::FaultError> {
         Ok(Outcome::Resume)
     }
 

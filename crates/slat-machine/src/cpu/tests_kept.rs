@@ -22,8 +22,8 @@ struct Engine<F: Format> {
 }
 
 impl<F: Format> FaultHandler for Engine<F> {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error> {
-        self.faults_left = self.faults_left.checked_sub(1).ok_or(slat::Error::Busy { gpa })?;
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
+        self.faults_left = self.faults_left.checked_sub(1).ok_or(slat::error::FaultError::Busy { gpa })?;
         let outcome = self.vcpu.handle_fault(gpa, access);
         if !self.flushes {
             let _ = take_local_flush();
@@ -85,7 +85,7 @@ impl<F: HardwareFormat> Machine<F> {
 }
 
 fn is_for_ever<T>(result: Result<T, CpuError>) -> bool {
-    matches!(result, Err(CpuError::Engine(slat::Error::Busy { .. })))
+    matches!(result, Err(CpuError::Engine(slat::error::FaultError::Busy { .. })))
 }
 
 /// A right that this CPU's own fault restores, and another CPU's fault.

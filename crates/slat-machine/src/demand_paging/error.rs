@@ -177,6 +177,8 @@ pub enum DemandPagingError {
     },
 }
 
+crate::engine_error::from_engine_errors!(DemandPagingError: ConfigError, SlotError, LogError, RangeError);
+
 impl DemandPagingError {
     /// Whether the request is impossible on every machine.
     pub fn is_bad_usage(&self) -> bool {

@@ -173,7 +173,8 @@ impl<F: HardwareFormat> Scheduler<F> {
             lane.exit_guest_mode();
             // If a page's backing is gone because its faults are not served any more, the cause is
             // the failure of that service.
-            let is_gone = matches!(own, Some(VcpuError::Cpu(CpuError::Engine(slat::Error::BackingGone { .. }))));
+            let is_gone =
+                matches!(own, Some(VcpuError::Cpu(CpuError::Engine(slat::error::FaultError::BackingGone { .. }))));
             let own = if is_gone && failure.is_some() { None } else { own };
             let error = if lane.is_finished() { None } else { own.or_else(|| failure.clone()) };
             let (report, samples) = lane.report();

@@ -70,7 +70,7 @@ impl<F: HardwareFormat> Machine<F> {
     fn event<T>(
         &self,
         pages: Range<u64>,
-        event: impl FnOnce(&Arc<Pages>, &crate::memory::Invalidate<'_>) -> Result<T, slat::Error>,
+        event: impl FnOnce(&Arc<Pages>, &crate::memory::Invalidate<'_>) -> Result<T, slat::error::RangeError>,
     ) -> Result<T, MachineError> {
         let memory = self.pages()?;
         let nr_pages = self.nr_pages();

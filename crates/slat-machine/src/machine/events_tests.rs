@@ -241,6 +241,9 @@ fn events_on_missing_pages_are_refused() {
     assert!(matches!(machine.swap_out(nr_pages), Err(MachineError::NoSuchPages { .. })));
     assert!(matches!(machine.discard(1..nr_pages + 1), Err(MachineError::NoSuchPages { .. })));
     assert!(matches!(machine.move_page(u64::MAX), Err(MachineError::NoSuchPages { .. })));
-    assert!(matches!(machine.invalidate(3..3), Err(MachineError::Engine(slat::Error::EmptyRange { .. }))));
+    assert!(matches!(
+        machine.invalidate(3..3),
+        Err(MachineError::Engine(slat::Error::Range(slat::error::RangeError::EmptyRange { .. })))
+    ));
     assert_eq!(machine.move_page(0).unwrap(), Effect::NoFrame);
 }

@@ -68,7 +68,7 @@ pub(super) trait Hardware<F: HardwareFormat> {
     type Cpu: GuestCpu<Handler = Vcpu<MachineHost, F>> + Send + 'static;
 
     /// A VM for such CPUs.
-    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::Error>;
+    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::error::ConfigError>;
 
     /// A CPU with the guest's paging off. Its walks are counted in `counts` if there are several
     /// nodes.
@@ -85,7 +85,7 @@ pub(super) struct SecondStage;
 impl<F: HardwareFormat> Hardware<F> for SecondStage {
     type Cpu = Cpu<Vcpu<MachineHost, F>, F>;
 
-    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::Error> {
+    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, F>, slat::error::ConfigError> {
         Vm::new(host, engine)
     }
 
@@ -111,7 +111,7 @@ pub(super) struct Shadow(pub(super) ShadowPaging);
 impl Hardware<Npt> for Shadow {
     type Cpu = ShadowCpu<Vcpu<MachineHost, Npt>>;
 
-    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, Npt>, slat::Error> {
+    fn new_vm(&self, host: MachineHost, engine: Config) -> Result<Vm<MachineHost, Npt>, slat::error::ConfigError> {
         Vm::with_shadow_paging(host, engine, self.0)
     }
 

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
+use slat::error::{ConfigError, FaultError, SlotError};
 use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
-use slat::{Config, Host, PAGE_SIZE};
+use slat::{Config, Error, Host, PAGE_SIZE};
 
 use super::*;
 use crate::cpu::Paging;
@@ -236,9 +237,9 @@ fn too_few_tables_are_an_error_of_the_engine() {
     assert!(
         matches!(
             result,
-            Err(MachineError::Engine(slat::Error::OutOfMemory)
+            Err(MachineError::Engine(Error::Config(ConfigError::OutOfMemory) | Error::Slot(SlotError::OutOfMemory))
                 | MachineError::Guest {
-                    error: GuestError::Access { error: crate::cpu::CpuError::Engine(slat::Error::OutOfMemory), .. },
+                    error: GuestError::Access { error: crate::cpu::CpuError::Engine(FaultError::OutOfMemory), .. },
                     ..
                 })
         ),
@@ -329,7 +330,10 @@ fn a_region_beyond_the_guest_physical_addresses_is_refused() {
     let config = MachineConfig { bytes_per_vcpu: 1 << 40, nr_vcpus: 2, ..MachineConfig::default() };
     let refused = Machine::<Sv39x4>::new(&config);
     assert!(
-        matches!(refused, Err(MachineError::Memory(_) | MachineError::Engine(slat::Error::AddressTooHigh { .. }))),
+        matches!(
+            refused,
+            Err(MachineError::Memory(_) | MachineError::Engine(Error::Slot(SlotError::AddressTooHigh { .. })))
+        ),
         "{refused:?}"
     );
     let machine = Machine::<Sv39x4>::new(&small()).unwrap();
@@ -342,7 +346,7 @@ fn a_region_beyond_the_guest_physical_addresses_is_refused() {
         userfault_bitmap: None,
     };
     let refused = machine.vm().set_user_memory_region(beyond.clone());
-    assert!(matches!(refused, Err(slat::Error::AddressTooHigh { gpa_bits: 41, .. })), "{refused:?}");
+    assert!(matches!(refused, Err(SlotError::AddressTooHigh { gpa_bits: 41, .. })), "{refused:?}");
     let machine = Machine::<Sv48x4>::new(&small()).unwrap();
     // The end of four levels under a wide root.
     let last = MemoryRegion { guest_phys_addr: Gpa((1 << 50) - PAGE_SIZE), ..beyond };
@@ -356,8 +360,11 @@ fn logging_that_a_format_lacks_is_refused() {
         other => panic!("{other:?}"),
     };
     let by = |tracking| Config::default().with_dirty_tracking(tracking);
-    assert_eq!(refused(by(DirtyTracking::DirtyBit)), slat::Error::NoDirtyBitInFormat { format: "stage2" });
-    assert_eq!(refused(by(DirtyTracking::PageModificationLog)), slat::Error::NoModificationLog { format: "stage2" });
+    assert_eq!(refused(by(DirtyTracking::DirtyBit)), Error::from(ConfigError::NoDirtyBitInFormat { format: "stage2" }));
+    assert_eq!(
+        refused(by(DirtyTracking::PageModificationLog)),
+        Error::from(ConfigError::NoModificationLog { format: "stage2" })
+    );
     slat::for_each_format!(F => {
         let engine = by(DirtyTracking::DirtyBit);
         assert_eq!(Machine::<F>::new(&MachineConfig { engine, ..small() }).is_ok(), F::HAS_DIRTY_BIT, "{}", F::NAME);
@@ -370,7 +377,7 @@ fn npt_has_no_log() {
     let config = MachineConfig { engine, ..small() };
     let refused = Machine::<Npt>::new(&config);
     assert!(
-        matches!(refused, Err(MachineError::Engine(slat::Error::NoModificationLog { format: "npt" }))),
+        matches!(refused, Err(MachineError::Engine(Error::Config(ConfigError::NoModificationLog { format: "npt" })))),
         "{refused:?}"
     );
 }

@@ -145,7 +145,7 @@ fn features_without_shadow_paging_are_refused() {
         other => panic!("{other:?}"),
     };
     let engine = Config::default().with_dirty_tracking(DirtyTracking::DirtyBit);
-    assert_eq!(refused(MachineConfig { engine, ..small() }), slat::Error::NoDirtyBit);
+    assert_eq!(refused(MachineConfig { engine, ..small() }), slat::Error::from(slat::error::ConfigError::NoDirtyBit));
     assert!(matches!(
         Machine::<Ept>::new(&shadow(small())),
         Err(MachineError::Config(MachineConfigError::NoShadowPaging { format: "ept" }))

@@ -1,10 +1,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Release;
 
+use slat::error::SlotError;
 use slat::format::Npt;
 use slat::shadow::Gva;
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
-use slat::{Config, Error, Exit, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, Vm};
+use slat::{Config, Exit, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, Vm};
 
 use super::*;
 use crate::commit::{FlushDomain, Port};
@@ -74,7 +75,7 @@ fn private_and_shared_pages_are_two_memories() {
     let port = Port::new(vm.host().flush_domain());
     let mut cpu = Cpu::<_, Npt>::new(vm.create_vcpu().unwrap(), port, 1, vm.root(), Geometry::default());
     let gva = |page| Gva(at(page).0);
-    let fault = |flags, page| Err(Error::MemoryFault { flags, gpa: at(page), size: PAGE_SIZE });
+    let fault = |flags, page| Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa: at(page), size: PAGE_SIZE }));
     cpu.write(gva(2), 20).unwrap();
     assert_eq!((shared.load(2 * PAGE_SIZE), private.word(2, 0)), (Some(20), Some(0)));
 
@@ -88,7 +89,7 @@ fn private_and_shared_pages_are_two_memories() {
 
     vm.set_memory_attributes(at(2), PAGE_SIZE, MemoryAttributes::empty()).unwrap();
     assert_eq!(cpu.read(gva(2)), Ok(20), "it is still there");
-    assert_eq!(vm.check_access(at(2), 8), Ok(()));
+    assert_eq!(vm.check_access(at(2), 8), Ok(Outcome::Resume));
     vm.set_memory_attributes(at(2), PAGE_SIZE, MemoryAttributes::PRIVATE).unwrap();
     assert_eq!(cpu.read(gva(2)), Ok(22));
 
@@ -112,6 +113,6 @@ fn private_and_shared_pages_are_two_memories() {
         assert_eq!(cpu.read(gva(2)), Ok(22));
     }
     let moved = MemoryRegion { guest_phys_addr: Gpa(START.0 * 2), ..region(flags, None) };
-    assert!(matches!(vm.set_user_memory_region(moved), Err(Error::GuestMemfdFixed { .. })));
+    assert!(matches!(vm.set_user_memory_region(moved), Err(SlotError::GuestMemfdFixed { .. })));
     assert!(vm.set_user_memory_region(region(flags | MemoryRegionFlags::READONLY, None)).is_err());
 }

@@ -44,7 +44,7 @@ const SLOW_RESOLVE: Duration = Duration::from_micros(50);
 ///
 /// # Errors
 /// The engine's: nothing was changed.
-pub(crate) type Invalidate<'i> = dyn Fn(&mut dyn FnMut()) -> Result<(), slat::Error> + 'i;
+pub(crate) type Invalidate<'i> = dyn Fn(&mut dyn FnMut()) -> Result<(), slat::error::RangeError> + 'i;
 
 /// The result of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -381,7 +381,11 @@ impl Pages {
 
     /// Discards the contents of `pages`; the next access finds zeros. `invalidate` is for all of
     /// them.
-    pub(crate) fn discard(&self, pages: Range<u64>, invalidate: &Invalidate<'_>) -> Result<(), slat::Error> {
+    pub(crate) fn discard(
+        &self,
+        pages: Range<u64>,
+        invalidate: &Invalidate<'_>,
+    ) -> Result<(), slat::error::RangeError> {
         let pages = self.slice(pages);
         for page in pages {
             // Release and before everything else: a thread that finds zeros finds the count.
@@ -409,7 +413,11 @@ impl Pages {
     }
 
     /// Only invalidates `pages`.
-    pub(crate) fn invalidate(&self, pages: Range<u64>, invalidate: &Invalidate<'_>) -> Result<(), slat::Error> {
+    pub(crate) fn invalidate(
+        &self,
+        pages: Range<u64>,
+        invalidate: &Invalidate<'_>,
+    ) -> Result<(), slat::error::RangeError> {
         let _underway: Vec<_> = self.slice(pages).iter().map(Underway::begin).collect();
         invalidate(&mut || ())
     }
@@ -420,7 +428,7 @@ impl Pages {
     }
 
     /// Copies `page` to another frame.
-    pub(crate) fn relocate(&self, page: u64, invalidate: &Invalidate<'_>) -> Result<Effect, slat::Error> {
+    pub(crate) fn relocate(&self, page: u64, invalidate: &Invalidate<'_>) -> Result<Effect, slat::error::RangeError> {
         self.change(page, invalidate, |state, underway| {
             let Some(old) = state.frame else { return Effect::NoFrame };
             let Some(new) = self.frames.take_copy(old) else { return Effect::NoSpareFrame };
@@ -434,7 +442,7 @@ impl Pages {
     }
 
     /// Saves `page` and frees its frame.
-    pub(crate) fn swap_out(&self, page: u64, invalidate: &Invalidate<'_>) -> Result<Effect, slat::Error> {
+    pub(crate) fn swap_out(&self, page: u64, invalidate: &Invalidate<'_>) -> Result<Effect, slat::error::RangeError> {
         self.change(page, invalidate, |state, underway| {
             let Some(frame) = state.frame else { return Effect::NoFrame };
             self.drop_swap_if_written(state, frame, underway);
@@ -463,7 +471,7 @@ impl Pages {
         self: &Arc<Self>,
         page: u64,
         invalidate: &Invalidate<'_>,
-    ) -> Result<Result<Snapshot, Effect>, slat::Error> {
+    ) -> Result<Result<Snapshot, Effect>, slat::error::RangeError> {
         let more = |nr: u64| (nr < self.max_snapshots).then_some(nr + 1);
         // Relaxed: only a limit.
         if self.nr_snapshots.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_err() {
@@ -489,7 +497,7 @@ impl Pages {
         page: u64,
         invalidate: &Invalidate<'_>,
         mut change: impl FnMut(&mut State, &Underway<'_>) -> Effect,
-    ) -> Result<Effect, slat::Error> {
+    ) -> Result<Effect, slat::error::RangeError> {
         let Some(page) = self.page(page) else { return Ok(Effect::NoFrame) };
         let underway = Underway::begin(page);
         let mut effect = Effect::NoFrame;

@@ -14,7 +14,7 @@ fn pages(nr_pages: u64) -> Arc<Pages> {
 }
 
 /// A guest that has nothing mapped.
-fn invalidate(change: &mut dyn FnMut()) -> Result<(), slat::Error> {
+fn invalidate(change: &mut dyn FnMut()) -> Result<(), slat::error::RangeError> {
     change();
     Ok(())
 }
@@ -61,10 +61,10 @@ fn a_discarded_page_is_zeros_and_releases_its_frame() {
 fn an_invalidation_that_fails_changes_nothing() {
     let pages = pages(1);
     write(&pages, 0, 7);
-    let fails = |_: &mut dyn FnMut()| Err(slat::Error::OutOfMemory);
-    assert_eq!(pages.discard(0..1, &fails), Err(slat::Error::OutOfMemory));
-    assert_eq!(pages.relocate(0, &fails), Err(slat::Error::OutOfMemory));
-    assert_eq!(pages.swap_out(0, &fails), Err(slat::Error::OutOfMemory));
+    let fails = |_: &mut dyn FnMut()| Err(slat::error::RangeError::OutOfMemory);
+    assert_eq!(pages.discard(0..1, &fails), Err(slat::error::RangeError::OutOfMemory));
+    assert_eq!(pages.relocate(0, &fails), Err(slat::error::RangeError::OutOfMemory));
+    assert_eq!(pages.swap_out(0, &fails), Err(slat::error::RangeError::OutOfMemory));
     assert!(pages.protect(0, &fails).is_err());
     assert_eq!((pages.peek(0), pages.discards(0)), (Some(7), Discards::default()));
     assert_eq!(pages.frame_use(), FrameUse { nr_frames: 1, nr_pages: 1, nr_snapshots: 0 });

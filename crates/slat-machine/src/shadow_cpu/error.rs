@@ -25,7 +25,7 @@ pub enum ShadowCpuError {
     Exit(Exit),
     /// The engine failed.
     #[error("the engine failed: {0}")]
-    Engine(#[from] slat::Error),
+    Engine(#[from] slat::error::FaultError),
     /// The guest cannot be entered: the number of levels, the PCID or the root cannot be loaded.
     #[error("the guest cannot be entered with {entry:?}")]
     BadEntry {

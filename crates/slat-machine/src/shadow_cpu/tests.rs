@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use slat::error::FaultError;
 use slat::shadow::PagingRegister;
-use slat::{Error, Gfn, GfnRange};
+use slat::{Gfn, GfnRange};
 
 use super::*;
 use crate::commit::FlushDomain;
@@ -60,7 +61,7 @@ pub(super) enum Call {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Answer {
     Exit(Exit),
-    Fail(Error),
+    Fail(FaultError),
     /// Sets the PTE of a page in the lowest page-table page of the first address space, and
     /// resumes.
     Map(u64, u64),
@@ -153,7 +154,7 @@ impl World {
 pub(super) struct Hypervisor(Arc<World>);
 
 impl Hypervisor {
-    fn answer(&self, call: Call) -> Result<Outcome, Error> {
+    fn answer(&self, call: Call) -> Result<Outcome, FaultError> {
         let mut script = self.0.script();
         let is_fault = matches!(call, Call::Fault(..));
         script.calls.push(call.clone());
@@ -174,7 +175,7 @@ impl Hypervisor {
 }
 
 impl ShadowHandler for Hypervisor {
-    fn entry(&mut self) -> Result<GuestEntry, Error> {
+    fn entry(&mut self) -> Result<GuestEntry, FaultError> {
         let mut script = self.0.script();
         script.calls.push(Call::Entry);
         let entry = script.entry;
@@ -182,32 +183,32 @@ impl ShadowHandler for Hypervisor {
         Ok(entry)
     }
 
-    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error> {
+    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError> {
         self.answer(Call::WriteRegister(register, value))
     }
 
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error> {
+    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError> {
         assert_eq!(self.answer(Call::SetRegisters(registers))?, Outcome::Resume);
         Ok(())
     }
 
-    fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
+    fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError> {
         self.answer(Call::LoadCr3(value))
     }
 
-    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, Error> {
+    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError> {
         self.answer(Call::Invlpg(gva))
     }
 
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, Error> {
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError> {
         self.answer(Call::Invpcid(kind, descriptor))
     }
 
-    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error> {
+    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError> {
         self.answer(Call::Fault(gva, access))
     }
 
-    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error> {
+    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError> {
         self.answer(Call::Write(gpa, bytes.to_vec()))
     }
 }

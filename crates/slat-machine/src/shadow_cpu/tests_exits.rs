@@ -3,7 +3,7 @@
 
 use super::tests::*;
 use super::*;
-use slat::Error;
+use slat::error::FaultError;
 use slat::shadow::PagingRegister;
 
 /// The calls of the hypervisor since the last time.
@@ -112,7 +112,7 @@ fn an_emulated_write_completes_the_access() {
     // Emulation that fails.
     for (answers, expected) in [
         (Answer::Exit(Exit::DirtyRingFull), ShadowCpuError::Exit(Exit::DirtyRingFull)),
-        (Answer::Fail(Error::NotShadow), ShadowCpuError::Engine(Error::NotShadow)),
+        (Answer::Fail(FaultError::NotShadow), ShadowCpuError::Engine(FaultError::NotShadow)),
     ] {
         answer(&world, Answer::Exit(Exit::EmulateWrite { gpa }));
         answer(&world, answers);
@@ -164,9 +164,10 @@ fn exceptions_go_to_the_guest_and_other_exits_to_user_space() {
         answer(&world, Answer::Exit(exit));
         assert_eq!(cpu.invpcid(4, [0; 2]), Err(expected));
     }
-    answer(&world, Answer::Fail(Error::NotShadow));
-    assert_eq!(cpu.read(at(1)), Err(ShadowCpuError::Engine(Error::NotShadow)));
-    let (before, bad) = (cpu.registers(), Error::BadPagingRegister { register: PagingRegister::Cr0, value: 1 << 31 });
+    answer(&world, Answer::Fail(FaultError::NotShadow));
+    assert_eq!(cpu.read(at(1)), Err(ShadowCpuError::Engine(FaultError::NotShadow)));
+    let (before, bad) =
+        (cpu.registers(), FaultError::BadPagingRegister { register: PagingRegister::Cr0, value: 1 << 31 });
     answer(&world, Answer::Fail(bad));
     assert_eq!(cpu.set_registers(long_mode(0)), Err(ShadowCpuError::Engine(bad)));
     assert_eq!(cpu.registers(), before, "nothing has changed");
@@ -257,35 +258,35 @@ fn entries_that_cannot_be_loaded_are_errors() {
 struct Idle(GuestEntry);
 
 impl ShadowHandler for Idle {
-    fn entry(&mut self) -> Result<GuestEntry, Error> {
+    fn entry(&mut self) -> Result<GuestEntry, FaultError> {
         Ok(self.0)
     }
 
-    fn write_paging_register(&mut self, _: PagingRegister, _: u64) -> Result<Outcome, Error> {
+    fn write_paging_register(&mut self, _: PagingRegister, _: u64) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 
-    fn set_paging_registers(&mut self, _: PagingRegisters) -> Result<(), Error> {
+    fn set_paging_registers(&mut self, _: PagingRegisters) -> Result<(), FaultError> {
         Ok(())
     }
 
-    fn load_cr3(&mut self, _: u64) -> Result<Outcome, Error> {
+    fn load_cr3(&mut self, _: u64) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 
-    fn invlpg(&mut self, _: Gva) -> Result<Outcome, Error> {
+    fn invlpg(&mut self, _: Gva) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 
-    fn invpcid(&mut self, _: u64, _: [u64; 2]) -> Result<Outcome, Error> {
+    fn invpcid(&mut self, _: u64, _: [u64; 2]) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 
-    fn handle_page_fault(&mut self, _: Gva, _: GuestAccess) -> Result<Outcome, Error> {
+    fn handle_page_fault(&mut self, _: Gva, _: GuestAccess) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 
-    fn write_guest_table(&mut self, _: Gpa, _: &[u8]) -> Result<Outcome, Error> {
+    fn write_guest_table(&mut self, _: Gpa, _: &[u8]) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 }

@@ -57,7 +57,7 @@
 use crossbeam_utils::CachePadded;
 
 use crate::boxed::ZeroedWords;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::pool::{PoolLink, Pooled};
 use crate::slot::MemoryRegion;
 use crate::sync::{AtomicU64, Ordering};
@@ -153,7 +153,7 @@ impl DirtyRing {
     pub const MIN_ENTRIES: u32 = 256;
 
     /// Makes an empty ring. `nr_entries` is a power of two above `reserve`.
-    pub(super) fn new(nr_entries: u32, reserve: u32) -> Result<DirtyRing, Error> {
+    pub(super) fn new(nr_entries: u32, reserve: u32) -> Result<DirtyRing, OutOfMemory> {
         debug_assert!(nr_entries.is_power_of_two() && nr_entries > reserve);
         Ok(DirtyRing {
             nr_entries,

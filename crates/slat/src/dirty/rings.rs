@@ -22,7 +22,7 @@ use core::ptr::NonNull;
 
 use super::ring::DirtyRing;
 use crate::boxed::try_box;
-use crate::error::Error;
+use crate::error::{ConfigError, OutOfMemory};
 use crate::pool::{Pool, Pooled};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -54,18 +54,18 @@ impl Rings {
     /// Enables rings: each vCPU that is made from now on has one of `nr_entries` entries.
     ///
     /// # Errors
-    /// [`Error::BadRingSize`], [`Error::DirtyRingEnabled`]. [`Error::VcpusExist`]: a vCPU or a
-    /// [`WithoutRings`] exists.
-    pub(crate) fn enable(&self, nr_entries: u32) -> Result<(), Error> {
+    /// [`ConfigError::BadRingSize`], [`ConfigError::DirtyRingEnabled`].
+    /// [`ConfigError::VcpusExist`]: a vCPU or a [`WithoutRings`] exists.
+    pub(crate) fn enable(&self, nr_entries: u32) -> Result<(), ConfigError> {
         if !nr_entries.is_power_of_two() || !(DirtyRing::MIN_ENTRIES..=DirtyRing::MAX_ENTRIES).contains(&nr_entries) {
-            return Err(Error::BadRingSize { nr_entries });
+            return Err(ConfigError::BadRingSize { nr_entries });
         }
         // Acquire: observes the leaves of the vCPUs that are gone. Relaxed on failure: the number
         // is all that is used.
         match self.state.compare_exchange(0, ENABLED | u64::from(nr_entries), Ordering::Acquire, Ordering::Relaxed) {
             Ok(_) => Ok(()),
-            Err(state) if state & ENABLED != 0 => Err(Error::DirtyRingEnabled),
-            Err(_) => Err(Error::VcpusExist),
+            Err(state) if state & ENABLED != 0 => Err(ConfigError::DirtyRingEnabled),
+            Err(_) => Err(ConfigError::VcpusExist),
         }
     }
 
@@ -93,7 +93,7 @@ impl Rings {
     /// Returns the ring for a new vCPU, if vCPUs have rings. To be called as the last step of
     /// making the vCPU that may fail: a vCPU without a ring keeps the VM without rings, until it
     /// [leaves](Rings::leave).
-    pub(crate) fn take(&self) -> Result<Option<OwnedRing>, Error> {
+    pub(crate) fn take(&self) -> Result<Option<OwnedRing>, OutOfMemory> {
         match self.enter() {
             Ok(()) => Ok(None),
             Err(nr_entries) => self.take_ring(nr_entries).map(Some),
@@ -107,7 +107,7 @@ impl Rings {
         debug_assert!(before & ENABLED == 0 && before != 0, "it has not entered");
     }
 
-    fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, Error> {
+    fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, OutOfMemory> {
         let ring = match self.rings.claim() {
             Some(ring) => ring,
             None => self.rings.add(try_box(DirtyRing::new(nr_entries, DirtyRing::RESERVE)?)?),

@@ -47,7 +47,7 @@ fn either_enabling_or_the_first_vcpu_comes_first() {
             thread::spawn(move || rings.enable(DirtyRing::MIN_ENTRIES))
         };
         let has_ring = rings.take().expect("memory for a ring").is_some();
-        let expected = if has_ring { Ok(()) } else { Err(Error::VcpusExist) };
+        let expected = if has_ring { Ok(()) } else { Err(ConfigError::VcpusExist) };
         assert_eq!(enabling.join().expect("no check fails"), expected);
         assert_eq!(rings.are_enabled(), has_ring);
     });

@@ -9,13 +9,13 @@ use crate::dirty::ring::DirtyPage;
 fn rings_are_enabled_once_with_sizes_that_kvm_accepts() {
     let rings = Rings::new();
     for nr_entries in [0, 1, 64, 65, 128, 255, 257, 4095, 65535, 65537, 131_072, 1 << 31, u32::MAX] {
-        assert_eq!(rings.enable(nr_entries), Err(Error::BadRingSize { nr_entries }));
+        assert_eq!(rings.enable(nr_entries), Err(ConfigError::BadRingSize { nr_entries }));
         assert!(!rings.are_enabled());
     }
     assert_eq!(rings.enable(DirtyRing::MIN_ENTRIES), Ok(()));
     assert!(rings.are_enabled());
-    assert_eq!(rings.enable(DirtyRing::MAX_ENTRIES), Err(Error::DirtyRingEnabled));
-    assert_eq!(rings.enable(3), Err(Error::BadRingSize { nr_entries: 3 }));
+    assert_eq!(rings.enable(DirtyRing::MAX_ENTRIES), Err(ConfigError::DirtyRingEnabled));
+    assert_eq!(rings.enable(3), Err(ConfigError::BadRingSize { nr_entries: 3 }));
     assert_eq!(Rings::new().enable(DirtyRing::MAX_ENTRIES), Ok(()));
 }
 
@@ -23,15 +23,15 @@ fn rings_are_enabled_once_with_sizes_that_kvm_accepts() {
 fn rings_are_refused_while_there_are_vcpus() {
     let rings = Rings::new();
     assert!(rings.take().unwrap().is_none());
-    assert_eq!(rings.enable(256), Err(Error::VcpusExist));
+    assert_eq!(rings.enable(256), Err(ConfigError::VcpusExist));
     assert!(rings.take().unwrap().is_none() && !rings.are_enabled());
     rings.leave();
-    assert_eq!(rings.enable(256), Err(Error::VcpusExist));
+    assert_eq!(rings.enable(256), Err(ConfigError::VcpusExist));
     assert_eq!(rings.iter().count(), 0);
     // Nor during a recovery.
     let recovery = rings.keep_out().unwrap();
     rings.leave();
-    assert_eq!(rings.enable(256), Err(Error::VcpusExist));
+    assert_eq!(rings.enable(256), Err(ConfigError::VcpusExist));
     drop(recovery);
     assert_eq!(rings.enable(256), Ok(()));
     assert!(rings.keep_out().is_none() && rings.take().unwrap().is_some());

@@ -8,7 +8,7 @@ use core::ops::Range;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_zeroed;
 use crate::config::{Config, DirtyTracking, ManualProtect};
-use crate::error::Error;
+use crate::error::LogError;
 use crate::format::Format;
 use crate::harvest::mark::mark_written;
 use crate::host::Host;
@@ -33,17 +33,17 @@ fn words_of<B>(
     pages: Option<(u64, u64)>,
     id: u32,
     bitmap_len: usize,
-) -> Result<Range<usize>, Error> {
+) -> Result<Range<usize>, LogError> {
     let slot_pages = slot.range().nr_pages();
     let (first_page, nr_pages) = pages.unwrap_or((0, slot_pages));
     slot.check_pages(first_page, nr_pages)?;
     let is_end = first_page + nr_pages == slot_pages;
     if first_page % PAGES_PER_WORD != 0 || !(is_end || nr_pages % PAGES_PER_WORD == 0) {
-        return Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages });
+        return Err(LogError::UnalignedRange { slot: id, first_page, nr_pages });
     }
     let needed = bitmap::nr_words(nr_pages);
     if bitmap_len < needed {
-        return Err(Error::BitmapTooShort { slot: id, words: bitmap_len, needed });
+        return Err(LogError::BitmapTooShort { slot: id, words: bitmap_len, needed });
     }
     let first = (first_page / PAGES_PER_WORD) as usize;
     Ok(first..first + needed)
@@ -75,12 +75,12 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         pages: Option<(u64, u64)>,
         bitmap_len: usize,
         done: usize,
-    ) -> Result<Found<'s, H::Backing>, Error> {
-        let slot = self.op.slots.by_id(guard, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
-        let log = slot.log().ok_or(Error::NotLogging { slot: self.id })?;
+    ) -> Result<Found<'s, H::Backing>, LogError> {
+        let slot = self.op.slots.by_id(guard, self.id).ok_or(LogError::NoSuchSlot { slot: self.id })?;
+        let log = slot.log().ok_or(LogError::NotLogging { slot: self.id })?;
         let words = words_of(&slot, pages, self.id, bitmap_len)?;
         if words.len() < done {
-            return Err(Error::NoSuchSlot { slot: self.id });
+            return Err(LogError::NoSuchSlot { slot: self.id });
         }
         let start = words.start + done;
         let turn = start..words.end.min(start + WORDS_PER_TURN);
@@ -90,7 +90,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Takes the log of `pages` (first and number; all if `None`) into `out`, and protects the
     /// pages taken. Returns their number.
     #[inline(never)]
-    pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+    pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, LogError> {
         let mut taken = try_zeroed()?;
         self.collect(pages, out.len())?;
         self.harvest(
@@ -109,7 +109,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
 
     /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
     #[inline(never)]
-    pub(crate) fn copy(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+    pub(crate) fn copy(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, LogError> {
         self.collect(pages, out.len())?;
         let mut nr_pages = 0;
         let mut done = 0;
@@ -129,7 +129,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
 
     /// Takes those marks of `pages` that `mask` names, and protects their pages. Returns their
     /// number.
-    pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+    pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, LogError> {
         let mut taken = try_zeroed()?;
         let Config { manual_protect, huge_page_logging, .. } = self.op.tree.config;
         if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
@@ -146,7 +146,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
 
     /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for
     /// the first time.
-    fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), Error> {
+    fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), LogError> {
         let range = {
             let guard = self.op.pin();
             let Found { slot, words, .. } = self.find(&guard, Some(pages), mask.len(), 0)?;
@@ -181,7 +181,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         taken: &mut TakenWords,
         take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
         mut hand_out: impl FnMut(Range<usize>, &TakenWords),
-    ) -> Result<u64, Error> {
+    ) -> Result<u64, LogError> {
         let tree = self.op.tree;
         let mut nr_pages = 0;
         let mut batch = self.op.batch();
@@ -245,7 +245,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 
     /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
-    fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
+    fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), LogError> {
         match self.op.tree.config.dirty_tracking {
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
@@ -262,7 +262,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 
     /// Marks those of `pages` whose leaves of 4 KiB are dirty.
-    fn mark_dirty_leaves(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
+    fn mark_dirty_leaves(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), LogError> {
         let mut done = 0;
         loop {
             let guard = self.op.pin();

@@ -3,7 +3,7 @@
 
 use crate::addr::{Gfn, Gpa};
 use crate::dirty::log::mark_page_if_logging;
-use crate::error::Error;
+use crate::error::LogError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
@@ -37,14 +37,14 @@ pub(crate) fn mark_pages<H: Host, F: Format>(
     id: u32,
     first_page: u64,
     nr_pages: u64,
-) -> Result<(), Error> {
+) -> Result<(), LogError> {
     // A store-load pair: the pages are written before "marked already" is read. So the caller of a
     // harvest that takes the bit later observes the writes.
     full_fence();
     let (mut next, mut left) = (first_page, nr_pages);
     loop {
         let guard = op.pin();
-        let slot = op.slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
+        let slot = op.slots.by_id(&guard, id).ok_or(LogError::NoSuchSlot { slot: id })?;
         slot.check_pages(next, left)?;
         let turn = left.min(PAGES_OF_WORDS);
         if let Some(log) = slot.log() {
@@ -79,10 +79,10 @@ pub(crate) fn nr_marked<H: Host, F: Format>(op: Operation<'_, H, F>) -> u64 {
 }
 
 /// Whether page `page` of memslot `id` is marked.
-pub(crate) fn is_marked<H: Host, F: Format>(op: Operation<'_, H, F>, id: u32, page: u64) -> Result<bool, Error> {
+pub(crate) fn is_marked<H: Host, F: Format>(op: Operation<'_, H, F>, id: u32, page: u64) -> Result<bool, LogError> {
     let guard = op.pin();
-    let slot = op.slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
-    let log = slot.log().ok_or(Error::NotLogging { slot: id })?;
+    let slot = op.slots.by_id(&guard, id).ok_or(LogError::NoSuchSlot { slot: id })?;
+    let log = slot.log().ok_or(LogError::NotLogging { slot: id })?;
     slot.check_pages(page, 1)?;
     Ok(log.is_marked(page))
 }

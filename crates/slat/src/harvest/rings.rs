@@ -15,7 +15,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::bits::bit_range;
 use crate::boxed::{Zeroed, try_zeroed};
 use crate::dirty::ring::{DirtyPage, DirtyRing, Reset};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
@@ -96,7 +96,7 @@ pub(crate) struct RingsReset<'c, H: Host, F: Format> {
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
     /// Protects the pages of all harvested entries of `rings`, flushes, and makes the entries
     /// empty. Returns how many entries no other reset had made empty before.
-    pub(crate) fn reset<'r>(&self, mut rings: impl Iterator<Item = &'r DirtyRing> + Clone) -> Result<u64, Error> {
+    pub(crate) fn reset<'r>(&self, mut rings: impl Iterator<Item = &'r DirtyRing> + Clone) -> Result<u64, OutOfMemory> {
         let mut room = try_zeroed::<Room>()?;
         let mut nr_reset = 0;
         loop {

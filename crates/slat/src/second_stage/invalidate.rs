@@ -23,7 +23,7 @@ use core::ptr;
 
 use super::zap::{self, Faults};
 use crate::addr::GfnRange;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
@@ -61,7 +61,7 @@ impl<'v> Invalidation<'v> {
         ranges: &'v RangesInFlight,
         op: Operation<'_, H, F>,
         range: GfnRange,
-    ) -> Result<Invalidation<'v>, Error> {
+    ) -> Result<Invalidation<'v>, OutOfMemory> {
         debug_assert!(ptr::eq(ranges, &op.tree.in_flight), "the ranges in flight are those of the tree");
         let in_flight = ranges.publish(range)?;
         let seq = op.tree.next_seq();

@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "goes through tables by the addresses that it reads in them")]
 
 use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::sync::AtomicU64;
@@ -38,7 +38,7 @@ pub struct TableReader<'v, H: Host, F: Format> {
 }
 
 impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
-    pub(crate) fn new(tree: &'v Tree<H, F>) -> Result<TableReader<'v, H, F>, Error> {
+    pub(crate) fn new(tree: &'v Tree<H, F>) -> Result<TableReader<'v, H, F>, OutOfMemory> {
         Ok(TableReader { tree, guard: tree.epochs.pin_alone()? })
     }
 

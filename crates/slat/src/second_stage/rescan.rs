@@ -21,7 +21,7 @@ use arrayvec::ArrayVec;
 
 use super::zap::{self, Faults};
 use crate::addr::{Gfn, GfnRange};
-use crate::error::Error;
+use crate::error::SlotError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
@@ -42,12 +42,12 @@ pub(crate) fn rescan<H: Host, F: Format>(
     id: u32,
     first_page: u64,
     nr_pages: u64,
-) -> Result<u64, Error> {
+) -> Result<u64, SlotError> {
     let Operation { tree, slots, .. } = op;
     loop {
         let slot_range = {
             let guard = op.pin();
-            let slot = slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
+            let slot = slots.by_id(&guard, id).ok_or(SlotError::NoSuchSlot { slot: id })?;
             check_pages(&slot, first_page, nr_pages)?;
             slot.range()
         };
@@ -89,9 +89,9 @@ pub(crate) fn rescan<H: Host, F: Format>(
     }
 }
 
-fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Result<(), SlotError> {
     slot.check_pages(first_page, nr_pages)?;
-    if slot.userfault().is_none() { Err(Error::NotUserfault { slot: slot.id() }) } else { Ok(()) }
+    if slot.userfault().is_none() { Err(SlotError::NotUserfault { slot: slot.id() }) } else { Ok(()) }
 }
 
 /// Finds runs of pages in `pages` from `next` on whose bit is set, as many as one guard takes, and
@@ -102,13 +102,13 @@ fn find_runs<B>(
     pages: GfnRange,
     next: &mut Gfn,
     runs: &mut ArrayVec<GfnRange, RUNS_PER_TURN>,
-) -> Result<(), Error> {
+) -> Result<(), SlotError> {
     for _ in 0..WORDS_PER_TURN {
         if *next >= pages.end || runs.is_full() {
             break;
         }
         let rest = GfnRange { start: *next, end: pages.end };
-        let gone = Error::UserfaultBitmapGone { slot: slot.id(), gpa: next.gpa() };
+        let gone = SlotError::UserfaultBitmapGone { slot: slot.id(), gpa: next.gpa() };
         let (run, end) = userfault.next_run(slot.range(), rest).ok_or(gone)?;
         *next = end;
         match (run, runs.last_mut()) {

@@ -38,7 +38,7 @@ use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::Config;
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::{Format, Pte};
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::operation::Operation;
@@ -56,13 +56,13 @@ const STEPS_PER_TURN: u64 = 32;
 /// Returns how many it split.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`]: the other leaves are as they were.
+/// [`OutOfMemory`]: the other leaves are as they were.
 pub(crate) fn split_range<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     range: GfnRange,
     target: Level,
     is_wanted: impl Fn(GfnRange) -> bool,
-) -> Result<u64, Error> {
+) -> Result<u64, OutOfMemory> {
     let mut split = Split { op, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
     let result = walk::run(op, range, &mut split);
     split.tables.drain::<H, F>(op.host(), op.stats());
@@ -88,7 +88,7 @@ struct Split<'t, H: Host, F: Format, W> {
 
 impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Walk<H, F> for Split<'_, H, F, W> {
     type Work = Work;
-    type Error = Error;
+    type Error = OutOfMemory;
     const SIDE: Option<Side> = Some(Side::Read);
 
     fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work> {
@@ -96,9 +96,9 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Walk<H, F> for Split<'_, H, F,
         walk::visit_ptes(self.op.tree, guard, rest, STEPS_PER_TURN, |cursor| self.visit(guard, cursor))
     }
 
-    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, Error> {
+    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, OutOfMemory> {
         match work {
-            Work::Allocate(node) => self.top_up(node, AllocationWait::Allowed).map_err(|()| Error::OutOfMemory)?,
+            Work::Allocate(node) => self.top_up(node, AllocationWait::Allowed).map_err(|()| OutOfMemory)?,
             // If another thread was first, the next turn reads the PTE anew.
             Work::Break(value, level) => {
                 if split_by_breaking(self.op, &mut self.tables, gfn, value, level).is_ok() {

@@ -9,7 +9,7 @@ use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
 use super::rmap::Frame;
 use super::role::Role;
 use crate::addr::{Access, Gfn, Hpa, Level, Pfn};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::Npt;
 use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 use crate::host::{AllocationWait, Host, TableNode};
@@ -109,11 +109,11 @@ pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u
 
 impl<'v, H: Host> Mmu<'v, H> {
     /// The page made from `gfn` in `role`, or a new one. The caller holds no lock.
-    pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
+    pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, OutOfMemory> {
         // A page for a part of a large page may begin where no memory is. Some memory is in the
         // same block.
         self.shadow.frames.touch(gfn)?;
-        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(Error::OutOfMemory) };
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(OutOfMemory) };
         let found = {
             let _guard = frame.lock.lock(self.host());
             self.find_page(frame, role)
@@ -144,14 +144,14 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Makes a page of `gfn`, unless another thread is faster.
-    fn new_page(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
+    fn new_page(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<PageRef, OutOfMemory> {
         let pages = &self.shadow.pages;
         let number = self.claim_record()?;
         let host = self.host();
         let placement = self.tree.config.table_placement.node_for(host, None);
         let Some(table) = self.allocate_table(placement) else {
             pages.release(number);
-            return Err(Error::OutOfMemory);
+            return Err(OutOfMemory);
         };
         let page = pages.get(number);
         let generation = page.prepare(gfn, role, table);
@@ -257,7 +257,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         page.tracked_generation.store(tracked, Ordering::Release);
     }
 
-    fn claim_record(&self) -> Result<PageNumber, Error> {
+    fn claim_record(&self) -> Result<PageNumber, OutOfMemory> {
         // Other threads may claim what this one has evicted: try often.
         for _ in 0..64 {
             if let Some(number) = self.shadow.pages.claim()? {
@@ -265,7 +265,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             }
             self.evict();
         }
-        Err(Error::OutOfMemory)
+        Err(OutOfMemory)
     }
 
     fn allocate_table(&self, node: TableNode) -> Option<Hpa> {

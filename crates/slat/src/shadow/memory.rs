@@ -12,7 +12,7 @@ use super::page::{NR_ENTRIES, ShadowPage};
 use super::rmap::Frame;
 use super::{Mmu, SecondStage};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
-use crate::error::Error;
+use crate::error::{FaultError, OutOfMemory};
 use crate::host::Host;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::node;
@@ -135,7 +135,7 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// Whether one of the four PDPTEs at `gpa` has a reserved bit set. `None` if the second stage
     /// must map the page first.
-    pub(crate) fn has_bad_pdpte(&self, mode: GuestMode, gpa: Gpa) -> Result<Option<bool>, Error> {
+    pub(crate) fn has_bad_pdpte(&self, mode: GuestMode, gpa: Gpa) -> Result<Option<bool>, FaultError> {
         if self.frame_of_memory(gpa.gfn())?.is_none() {
             return Ok(None);
         }
@@ -143,7 +143,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         match self.read_guest_entries(gpa, mode.entry_bytes(), &mut entries) {
             Ok(()) => Ok(Some(entries.iter().any(|&pte| mode.decode(pte, Level::L1G) == Decoded::Reserved))),
             Err(NoMemory::NotMapped) => Ok(None),
-            Err(NoMemory::NoPointer) => Err(Error::NoGuestMemory { gpa }),
+            Err(NoMemory::NoPointer) => Err(FaultError::NoGuestMemory { gpa }),
         }
     }
 
@@ -204,7 +204,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// The record of `gfn`. If there is none yet, it is made if the second stage has a leaf PTE for
     /// `gfn`; else `None`. The guest can name any frame, and must not make the engine keep more
     /// records than the guest has memory.
-    pub(super) fn frame_of_memory(&self, gfn: Gfn) -> Result<Option<&'v Frame>, Error> {
+    pub(super) fn frame_of_memory(&self, gfn: Gfn) -> Result<Option<&'v Frame>, OutOfMemory> {
         let frames = &self.shadow.frames;
         if let Some(frame) = frames.get(gfn, Level::L4K) {
             return Ok(Some(frame));

@@ -86,7 +86,7 @@ use core::ptr;
 
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
 use crate::boxed::Vacant;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::Npt;
 use crate::host::Host;
 use crate::stats::{Counter, Stats};
@@ -191,7 +191,7 @@ pub(crate) struct Shadow {
 impl Shadow {
     /// Never inlined: its parts would lie on the stack of the function that makes a VM.
     #[inline(never)]
-    pub(crate) fn new(config: ShadowPaging) -> Result<Box<Shadow>, Error> {
+    pub(crate) fn new(config: ShadowPaging) -> Result<Box<Shadow>, OutOfMemory> {
         let (memory, frames, pages) = (Vacant::new()?, Frames::new()?, Pages::new(config.max_pages)?);
         Ok(memory.fill(Shadow {
             config,
@@ -214,7 +214,7 @@ unsafe impl<H: Host> DerivedTables<H, Npt> for Shadow {
         Mmu::new(batch.tree(), self, batch.participant()).write_protect(words, batch);
     }
 
-    fn new_vcpu(&self) -> Result<VcpuState, Error> {
+    fn new_vcpu(&self) -> Result<VcpuState, OutOfMemory> {
         let state = Roots::new(self.config)?;
         self.nr_vcpus.fetch_add(1, Ordering::Relaxed);
         Ok(state)

@@ -28,7 +28,7 @@ use super::lock::WordLock;
 use super::role::Role;
 use crate::addr::{Gfn, Gpa, Hpa};
 use crate::boxed::{Zeroed, ZeroedWords, try_zeroed};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::{Format, Npt};
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
@@ -359,10 +359,10 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    pub(super) fn new(max_pages: u32) -> Result<Pages, Error> {
+    pub(super) fn new(max_pages: u32) -> Result<Pages, OutOfMemory> {
         let len = max_pages as usize;
         let mut records = Vec::new();
-        records.try_reserve_exact(len).map_err(|_| Error::OutOfMemory)?;
+        records.try_reserve_exact(len).map_err(|_| OutOfMemory)?;
         records.resize_with(len, || AtomicPtr::new(ptr::null_mut()));
         Ok(Pages {
             records,
@@ -402,7 +402,7 @@ impl Pages {
     }
 
     /// Returns a record that belongs to the caller alone; `Ok(None)` if all are in use.
-    pub(super) fn claim(&self) -> Result<Option<PageNumber>, Error> {
+    pub(super) fn claim(&self) -> Result<Option<PageNumber>, OutOfMemory> {
         let nr_words = self.in_use.len();
         let start = self.hint.load(Ordering::Relaxed) as usize;
         for turn in 0..nr_words {

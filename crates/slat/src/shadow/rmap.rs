@@ -17,7 +17,7 @@ use alloc::boxed::Box;
 use super::lock::WordLock;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::{OnceBox, Zeroed, try_zeroed};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::sync::{AtomicU32, Ordering};
 
 /// Entries of a node: 9 bits of the frame number, as in page-table pages.
@@ -93,12 +93,12 @@ fn index(gfn: Gfn, level: Level) -> usize {
 }
 
 impl Frames {
-    pub(super) fn new() -> Result<Frames, Error> {
+    pub(super) fn new() -> Result<Frames, OutOfMemory> {
         Ok(Frames { top: try_zeroed()? })
     }
 
     /// Makes the records of `gfn` and of the blocks that contain it.
-    pub(super) fn touch(&self, gfn: Gfn) -> Result<(), Error> {
+    pub(super) fn touch(&self, gfn: Gfn) -> Result<(), OutOfMemory> {
         let node_1g = self.top[index(gfn, Level(4))].get_or_make()?;
         let node_2m = node_1g.below[index(gfn, Level::L1G)].get_or_make()?;
         node_2m.below[index(gfn, Level::L2M)].get_or_make()?;

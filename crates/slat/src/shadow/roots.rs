@@ -45,7 +45,7 @@ use super::walk::View;
 use crate::addr::{Gfn, Gpa, Gva, Level};
 use crate::boxed::{Vacant, ZeroedWords};
 use crate::config::{ShadowPaging, ShadowStrategy};
-use crate::error::Error;
+use crate::error::{FaultError, OutOfMemory};
 use crate::format::{Format, Npt};
 use crate::host::Host;
 use crate::registers::{GuestEntry, LocalFlush, PagingRegister, PagingRegisters};
@@ -114,7 +114,7 @@ const ALL_BUT_GLOBAL: u64 = 3;
 
 impl Roots {
     /// The roots of a vCPU whose paging is off.
-    pub(super) fn new(config: ShadowPaging) -> Result<Box<Roots>, Error> {
+    pub(super) fn new(config: ShadowPaging) -> Result<Box<Roots>, OutOfMemory> {
         let (memory, flushed_at) = (Vacant::new()?, ZeroedWords::new(NR_PCIDS)?);
         let registers = PagingRegisters::default();
         let Ok(mode) = GuestMode::new(registers, Npt::GPA_BITS) else { unreachable!("a CPU begins like this") };
@@ -312,9 +312,9 @@ impl Roots {
     }
 
     /// Sets the registers of a vCPU that is restored, or reset.
-    pub(crate) fn restore<H: Host>(&mut self, mmu: Mmu<'_, H>, registers: PagingRegisters) -> Result<(), Error> {
+    pub(crate) fn restore<H: Host>(&mut self, mmu: Mmu<'_, H>, registers: PagingRegisters) -> Result<(), FaultError> {
         let mode = GuestMode::new(registers, Npt::GPA_BITS)
-            .map_err(|register| Error::BadPagingRegister { register, value: registers.get(register) })?;
+            .map_err(|register| FaultError::BadPagingRegister { register, value: registers.get(register) })?;
         self.set_registers(mmu, registers, mode);
         Ok(())
     }
@@ -463,7 +463,7 @@ impl Roots {
 
     /// Builds the current root, if it is not built. It becomes an empty root if the second stage
     /// has no memory for the guest's table.
-    fn build<H: Host>(&mut self, mmu: Mmu<'_, H>) -> Result<PageRef, Error> {
+    fn build<H: Host>(&mut self, mmu: Mmu<'_, H>) -> Result<PageRef, OutOfMemory> {
         let pages = &mmu.shadow.pages;
         let gfn = self.root_gfn();
         let has_table = || self.mode.paging() == PagingMode::Off || mmu.second_stage(gfn).is_some();
@@ -497,7 +497,7 @@ impl Roots {
     }
 
     /// What the CPU must load before it runs the guest.
-    pub(crate) fn entry<H: Host>(&mut self, mmu: Mmu<'_, H>) -> Result<GuestEntry, Error> {
+    pub(crate) fn entry<H: Host>(&mut self, mmu: Mmu<'_, H>) -> Result<GuestEntry, OutOfMemory> {
         let page = self.build(mmu)?;
         let root = &mut self.roots[self.current];
         if core::mem::take(&mut root.is_stale_on_cpu) {
@@ -524,7 +524,7 @@ impl Roots {
         mmu: Mmu<'_, H>,
         gva: Gva,
         unmarkable: &'u [Gfn],
-    ) -> Result<Result<View<'u>, Gpa>, Error> {
+    ) -> Result<Result<View<'u>, Gpa>, OutOfMemory> {
         let root = self.build(mmu)?;
         if mmu.shadow.pages.get(root.number).role().is_empty_root() {
             let table = self.mode.root_table(self.registers.cr3);

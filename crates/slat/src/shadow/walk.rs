@@ -14,7 +14,7 @@ use super::page::{PageRef, Target};
 use super::role::{Made, MarkKind, Role, part_for};
 use super::sync::index_of;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
-use crate::error::Error;
+use crate::error::{FaultError, OutOfMemory};
 use crate::exit::Exit;
 use crate::format::Npt;
 use crate::format::x86::{ACCESSED, DIRTY};
@@ -107,19 +107,19 @@ impl Walk {
 /// What stops a walk: a step of the host or the guest, or an error.
 enum Stop {
     Step(Step),
-    Error(Error),
+    Error(FaultError),
 }
 
-impl From<Error> for Stop {
-    fn from(error: Error) -> Stop {
-        Stop::Error(error)
+impl From<OutOfMemory> for Stop {
+    fn from(error: OutOfMemory) -> Stop {
+        Stop::Error(error.into())
     }
 }
 
 fn no_memory(gpa: Gpa, no_memory: NoMemory) -> Stop {
     match no_memory {
         NoMemory::NotMapped => Stop::Step(Step::MapTable(gpa)),
-        NoMemory::NoPointer => Stop::Error(Error::NoGuestMemory { gpa }),
+        NoMemory::NoPointer => Stop::Error(FaultError::NoGuestMemory { gpa }),
     }
 }
 
@@ -129,7 +129,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     ///
     /// Never inlined: its stack would add to that of what else the caller does.
     #[inline(never)]
-    pub(crate) fn serve(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Step, Error> {
+    pub(crate) fn serve(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Step, FaultError> {
         let mut batch = self.batch();
         let step = match self.serve_on_known_way(view, gva, access, &mut batch) {
             Ok(Some(step)) => Ok(step),
@@ -264,7 +264,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             }
             Ok(Exchanged::No) => Ok(None),
             Err(NoMemory::NotMapped) => Err(Stop::Step(Step::MapMarked(gpa))),
-            Err(NoMemory::NoPointer) => Err(Stop::Error(Error::NoGuestMemory { gpa })),
+            Err(NoMemory::NoPointer) => Err(Stop::Error(FaultError::NoGuestMemory { gpa })),
         }
     }
 

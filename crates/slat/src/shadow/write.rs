@@ -31,7 +31,7 @@ use super::page::{PageRef, PtePlace};
 use super::rmap::Frame;
 use super::role::{MarkKind, Role};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
-use crate::error::Error;
+use crate::error::FaultError;
 use crate::format::Npt;
 use crate::host::Host;
 use crate::stats::Counter;
@@ -71,7 +71,7 @@ impl<H: Host> Drop for Writer<'_, H> {
 impl<'v, H: Host> Mmu<'v, H> {
     /// Writes `bytes` at `gpa`, none beyond the page. `false` if the second stage has no page there
     /// that may be written.
-    pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, Error> {
+    pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, FaultError> {
         let gfn = gpa.gfn();
         let Some(frame) = self.frame_of_memory(gfn)? else { return Ok(false) };
         let writer = Writer::begin(frame, self.host());
@@ -85,7 +85,7 @@ impl<'v, H: Host> Mmu<'v, H> {
                 Ok(true)
             }
             Err(NoMemory::NotMapped) => Ok(false),
-            Err(NoMemory::NoPointer) => Err(Error::NoGuestMemory { gpa }),
+            Err(NoMemory::NoPointer) => Err(FaultError::NoGuestMemory { gpa }),
         }
     }
 

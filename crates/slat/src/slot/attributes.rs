@@ -21,7 +21,7 @@ use alloc::boxed::Box;
 use crate::addr::GfnRange;
 use crate::bits::bit_range;
 use crate::boxed::{ZeroedWords, try_box};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::slot::bitmap::nr_words;
 use crate::sync::Ordering;
 
@@ -43,7 +43,7 @@ pub(crate) struct PrivatePages(ZeroedWords);
 
 impl PrivatePages {
     /// All of `nr_pages` pages shared.
-    pub(crate) fn new(nr_pages: u64) -> Result<Box<PrivatePages>, Error> {
+    pub(crate) fn new(nr_pages: u64) -> Result<Box<PrivatePages>, OutOfMemory> {
         try_box(PrivatePages(ZeroedWords::new(nr_words(nr_pages))?))
     }
 

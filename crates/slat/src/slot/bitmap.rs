@@ -43,7 +43,7 @@ use core::ops::Range;
 use crate::addr::Gfn;
 use crate::bits::bit_range;
 use crate::boxed::{Zeroed, ZeroedWords, try_box};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::sync::{Ordering, fence_after_rmw};
 
 /// Pages in a word.
@@ -155,7 +155,7 @@ pub(crate) fn nr_bits(word: u64) -> u64 {
 
 impl Bitmap {
     /// A bitmap of `nr_pages` clear bits.
-    pub(crate) fn new(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
+    pub(crate) fn new(nr_pages: u64) -> Result<Box<Bitmap>, OutOfMemory> {
         let words = ZeroedWords::new(nr_words(nr_pages))?;
         let summary = ZeroedWords::new(words.len().div_ceil(GROUP_WORDS))?;
         try_box(Bitmap { words, summary, clean: 0 })
@@ -163,7 +163,7 @@ impl Bitmap {
 
     /// A bitmap of `nr_pages` set bits. It writes the summary, one word for each 16 MiB, and the
     /// last word alone.
-    pub(crate) fn new_marked(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
+    pub(crate) fn new_marked(nr_pages: u64) -> Result<Box<Bitmap>, OutOfMemory> {
         let mut bitmap = Bitmap::new(nr_pages)?;
         bitmap.clean = u64::MAX;
         // Relaxed, both: publishing the bitmap releases them.

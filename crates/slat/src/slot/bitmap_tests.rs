@@ -105,7 +105,7 @@ fn a_mask_clears_its_bits_and_keeps_the_others() {
 
 #[test]
 fn a_bitmap_that_cannot_be_allocated_is_an_error() {
-    assert_eq!(Bitmap::new(u64::MAX).err(), Some(Error::OutOfMemory));
+    assert_eq!(Bitmap::new(u64::MAX).err(), Some(OutOfMemory));
     assert_eq!(nr_words(0), 0);
     assert!(Bitmap::new(0).is_ok());
 }

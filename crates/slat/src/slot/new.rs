@@ -12,7 +12,7 @@ use super::set::Slot;
 use super::userfault::UserfaultBitmap;
 use crate::addr::GfnRange;
 use crate::boxed::try_box;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::sync::AtomicBool;
 
 /// What a change adds to a memslot, in boxes: no other thread has it yet.
@@ -64,7 +64,7 @@ impl<B> NewSlot<B> {
         flags: MemoryRegionFlags,
         backing: B,
         attachments: Attachments,
-    ) -> Result<NewSlot<B>, Error> {
+    ) -> Result<NewSlot<B>, OutOfMemory> {
         let has_private = flags.contains(MemoryRegionFlags::GUEST_MEMFD);
         let private = has_private.then(|| PrivatePages::new(range.nr_pages())).transpose()?;
         // Claimed until `insert` has published it.

@@ -3,7 +3,7 @@
 
 use super::userfault::UserfaultBitmap;
 use crate::addr::{GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
-use crate::error::Error;
+use crate::error::SlotError;
 
 bitflags::bitflags! {
     /// Flags of a memslot, with KVM's names and values.
@@ -59,26 +59,26 @@ impl MemoryRegion<()> {
 impl<B> MemoryRegion<B> {
     /// Returns the frames of the region, if numbers and flags are valid for page tables that
     /// translate `gpa_bits` bits.
-    pub(crate) fn check(&self, gpa_bits: u32) -> Result<GfnRange, Error> {
+    pub(crate) fn check(&self, gpa_bits: u32) -> Result<GfnRange, SlotError> {
         let &MemoryRegion { slot, flags, guest_phys_addr: gpa, memory_size, .. } = self;
         if slot >= MemoryRegion::MAX_SLOTS {
-            return Err(Error::SlotTooHigh { slot });
+            return Err(SlotError::SlotTooHigh { slot });
         }
         if MemoryRegionFlags::from_bits(flags.bits()).is_none() {
-            return Err(Error::UnknownFlags { slot, flags: flags.bits() });
+            return Err(SlotError::UnknownFlags { slot, flags: flags.bits() });
         }
         if flags.contains(MemoryRegionFlags::READONLY | MemoryRegionFlags::GUEST_MEMFD) {
-            return Err(Error::ReadOnlyGuestMemfd { slot });
+            return Err(SlotError::ReadOnlyGuestMemfd { slot });
         }
         if !gpa.is_page_aligned() {
-            return Err(Error::UnalignedAddress { gpa });
+            return Err(SlotError::UnalignedAddress { gpa });
         }
         if memory_size % PAGE_SIZE != 0 {
-            return Err(Error::UnalignedSize { slot, memory_size });
+            return Err(SlotError::UnalignedSize { slot, memory_size });
         }
         match gpa.0.checked_add(memory_size) {
             Some(end) if end <= 1 << gpa_bits => Ok(GfnRange::new(gpa.gfn(), memory_size >> PAGE_SHIFT)),
-            _ => Err(Error::AddressTooHigh { gpa, gpa_bits }),
+            _ => Err(SlotError::AddressTooHigh { gpa, gpa_bits }),
         }
     }
 }

@@ -4,7 +4,7 @@
 //! - A fault finds the memslot of a frame without a lock, and writes no line that others read.
 //! - A set, a memslot, a dirty bitmap or what refers to a userfault bitmap is freed only when no
 //!   open guard may have found it, and a memslot only when no participant resolves in its backing.
-//! - Of two changes of one memslot at a time, the second gets [`Error::SlotBusy`].
+//! - Of two changes of one memslot at a time, the second gets [`SlotError::SlotBusy`].
 //! - What waits to be freed is bounded ([`MAX_RETIRED_BYTES`]).
 //!
 //! # Use
@@ -39,7 +39,7 @@ use crossbeam_utils::CachePadded;
 
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
-use crate::error::Error;
+use crate::error::{OutOfMemory, SlotError};
 use crate::slot::bitmap::Bitmap;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use crate::table::retire::{Epochs, Guard, Participant};
@@ -164,7 +164,7 @@ impl<B> Claim<'_, B> {
         range: GfnRange,
         flags: MemoryRegionFlags,
         attachments: Attachments,
-    ) -> Result<(), Error> {
+    ) -> Result<(), SlotError> {
         let (log, userfault) = (attachments.log.map(Unpublished::new), attachments.userfault.map(Unpublished::new));
         let before = &self.entry;
         let kept_userfault = before.userfault.filter(|_| flags.contains(MemoryRegionFlags::USERFAULT));
@@ -188,7 +188,7 @@ impl<B> Claim<'_, B> {
     /// old set must not change it.
     ///
     /// On an error nothing was published, and the claim is over.
-    pub(crate) fn remove(self, epochs: &Epochs, participant: &Participant) -> Result<(), Error> {
+    pub(crate) fn remove(self, epochs: &Epochs, participant: &Participant) -> Result<(), SlotError> {
         let change = Change { id: self.entry.id, claim: Some(&self), entry: None };
         // SAFETY: it adds nothing, and the claim is forgotten.
         unsafe { self.slots.publish(epochs, participant, &change) }?;
@@ -207,10 +207,10 @@ struct Change<'c, B> {
 }
 
 impl<B> SlotSet<B> {
-    fn with_capacity(capacity: usize) -> Result<SlotSet<B>, Error> {
+    fn with_capacity(capacity: usize) -> Result<SlotSet<B>, OutOfMemory> {
         let (mut entries, mut by_id) = (Vec::new(), Vec::new());
-        entries.try_reserve_exact(capacity).map_err(|_| Error::OutOfMemory)?;
-        by_id.try_reserve_exact(capacity).map_err(|_| Error::OutOfMemory)?;
+        entries.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
+        by_id.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
         Ok(SlotSet { entries, by_id })
     }
 
@@ -251,11 +251,11 @@ impl<B> SlotSet<B> {
     }
 
     /// Fills this empty set, which has room, with `old` as changed. Allocates nothing.
-    fn fill(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<(), Error> {
+    fn fill(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<(), SlotError> {
         let id = change.id;
         let removed = old.position(id).ok().map(|position| old.by_id[position] as usize);
         if change.claim.is_none() && removed.is_some() {
-            return Err(Error::SlotBusy { slot: id });
+            return Err(SlotError::SlotBusy { slot: id });
         }
         let (below, above) = old.entries.split_at(removed.unwrap_or(old.entries.len()));
         self.entries.extend(below.iter().map(SlotEntry::duplicate));
@@ -265,7 +265,7 @@ impl<B> SlotSet<B> {
             let index = self.entries.partition_point(|entry| entry.range.start < added.range.start);
             let neighbours = index.saturating_sub(1)..(index + 1).min(self.entries.len());
             if let Some(other) = self.entries[neighbours].iter().find(|other| other.range.overlaps(added.range)) {
-                return Err(Error::Overlap { slot: id, gpa: added.range.start.gpa(), other: other.id });
+                return Err(SlotError::Overlap { slot: id, gpa: added.range.start.gpa(), other: other.id });
             }
             self.entries.insert(index, added.duplicate());
             at = Some(index);
@@ -288,7 +288,7 @@ impl<B> SlotSet<B> {
 }
 
 impl<B> Slots<B> {
-    pub(crate) fn new() -> Result<Slots<B>, Error> {
+    pub(crate) fn new() -> Result<Slots<B>, OutOfMemory> {
         let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new() })?);
         let (len, size_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let retired = RetiredList { first: AtomicPtr::new(ptr::null_mut()), len, size_bytes };
@@ -327,14 +327,14 @@ impl<B> Slots<B> {
         epochs: &Epochs,
         participant: &Participant,
         id: u32,
-    ) -> Result<Option<Claim<'_, B>>, Error> {
+    ) -> Result<Option<Claim<'_, B>>, SlotError> {
         let guard = epochs.pin(participant);
         let Some(view) = self.by_id(&guard, id) else { return Ok(None) };
         // SAFETY: found in an open guard.
         let slot = unsafe { view.entry.slot.as_ref() };
         // Acquire: takes over the state that the last change of the memslot left.
         if slot.claimed.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
-            return Err(Error::SlotBusy { slot: id });
+            return Err(SlotError::SlotBusy { slot: id });
         }
         // Read again, now that it is fixed: the set may have changed since. The memslot is there:
         // one that was deleted stays claimed, so the exchange would have failed.
@@ -348,16 +348,16 @@ impl<B> Slots<B> {
         participant: &Participant,
         id: u32,
         range: GfnRange,
-    ) -> Result<(), Error> {
+    ) -> Result<(), SlotError> {
         let guard = epochs.pin(participant);
         match self.current(&guard).overlapping(id, range) {
-            Some(other) => Err(Error::Overlap { slot: id, gpa: range.start.gpa(), other: other.id }),
+            Some(other) => Err(SlotError::Overlap { slot: id, gpa: range.start.gpa(), other: other.id }),
             None => Ok(()),
         }
     }
 
     /// Publishes the set with memslot `new`. On an error it publishes nothing and frees `new`.
-    pub(crate) fn insert(&self, epochs: &Epochs, participant: &Participant, new: NewSlot<B>) -> Result<(), Error> {
+    pub(crate) fn insert(&self, epochs: &Epochs, participant: &Participant, new: NewSlot<B>) -> Result<(), SlotError> {
         let NewSlot { range, id, flags, slot, log, userfault } = new;
         let (log_pointer, userfault_pointer) = (Unpublished::of(&log), Unpublished::of(&userfault));
         let entry =
@@ -378,7 +378,12 @@ impl<B> Slots<B> {
     /// # Safety
     /// The claim is of a memslot of this VM. What the change adds exists until the set owns it.
     /// What it takes out of the set is not used through the claim any more.
-    unsafe fn publish(&self, epochs: &Epochs, participant: &Participant, change: &Change<'_, B>) -> Result<(), Error> {
+    unsafe fn publish(
+        &self,
+        epochs: &Epochs,
+        participant: &Participant,
+        change: &Change<'_, B>,
+    ) -> Result<(), SlotError> {
         let mut node = try_box(Retired::nothing())?;
         let mut capacity = self.current(&epochs.pin(participant)).entries.len() + 1;
         loop {
@@ -448,8 +453,8 @@ impl<B> Slots<B> {
     /// Frees what changes have left, if that is too much. To be called before a change.
     ///
     /// # Errors
-    /// [`Error::TooMuchRetired`]: it still is.
-    pub(crate) fn make_room(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) -> Result<(), Error> {
+    /// [`SlotError::TooMuchRetired`]: it still is.
+    pub(crate) fn make_room(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) -> Result<(), SlotError> {
         let held = || {
             let (len, size_bytes) = (self.nr_retired(), self.retired.size_bytes.load(Ordering::Relaxed));
             (len >= MIN_RETIRED && size_bytes >= MAX_RETIRED_BYTES).then_some(size_bytes)
@@ -457,7 +462,7 @@ impl<B> Slots<B> {
         if held().is_some() {
             self.reclaim(epochs, barrier_on_all_cpus);
         }
-        held().map_or(Ok(()), |size_bytes| Err(Error::TooMuchRetired { size_bytes }))
+        held().map_or(Ok(()), |size_bytes| Err(SlotError::TooMuchRetired { size_bytes }))
     }
 
     /// Frees the retired things that no guard can have found and no participant resolves in.

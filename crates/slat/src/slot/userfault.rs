@@ -31,7 +31,7 @@ use alloc::vec::Vec;
 use core::fmt;
 
 use crate::addr::{Gfn, GfnRange, Level, PageSize};
-use crate::error::Error;
+use crate::error::SlotError;
 use crate::sync::{AtomicU64, Ordering};
 
 /// The memory of a userfault bitmap, which user space owns: an array on the heap, or memory that it
@@ -39,7 +39,7 @@ use crate::sync::{AtomicU64, Ordering};
 pub trait UserfaultWords: Send + Sync {
     /// Returns the words: always the same ones, as long as they exist. Words whose memory was
     /// removed are left out. A fault on a page behind the last word fails with
-    /// [`Error::UserfaultBitmapGone`].
+    /// [`FaultError::UserfaultBitmapGone`](crate::error::FaultError::UserfaultBitmapGone).
     ///
     /// Called by each fault in the memslot, inside a guard: must not block. If it panics, the call
     /// that requested the words unwinds. What the call had zapped is flushed, and the memslot can
@@ -103,7 +103,7 @@ impl UserfaultBitmap {
     /// - With [`PageSize::Size2M`] huge pages of 2 MiB survive, and arrive as a whole. The memslot
     ///   must begin at a multiple of 2 MiB.
     ///
-    /// Any other is refused with the memslot ([`Error::BadUserfaultGranularity`]).
+    /// Any other is refused with the memslot ([`SlotError::BadUserfaultGranularity`]).
     pub fn new(words: Arc<dyn UserfaultWords>, granularity: PageSize) -> UserfaultBitmap {
         UserfaultBitmap { words, granularity }
     }
@@ -124,18 +124,18 @@ impl UserfaultBitmap {
     }
 
     /// Checks that the bitmap fits memslot `slot` of `range`.
-    pub(crate) fn check(&self, slot: u32, range: GfnRange) -> Result<(), Error> {
+    pub(crate) fn check(&self, slot: u32, range: GfnRange) -> Result<(), SlotError> {
         let granularity = self.granularity;
         if granularity > PageSize::Size2M {
-            return Err(Error::BadUserfaultGranularity { slot, size_bytes: granularity.size_bytes() });
+            return Err(SlotError::BadUserfaultGranularity { slot, size_bytes: granularity.size_bytes() });
         }
         let block_pages = self.level().nr_pages();
         if range.start.0 % block_pages != 0 {
-            return Err(Error::UnalignedUserfaultSlot { slot, gpa: range.start.gpa() });
+            return Err(SlotError::UnalignedUserfaultSlot { slot, gpa: range.start.gpa() });
         }
         let needed = range.nr_pages().div_ceil(block_pages).div_ceil(u64::from(u64::BITS)) as usize;
         let words = self.words().len();
-        if words < needed { Err(Error::BitmapTooShort { slot, words, needed }) } else { Ok(()) }
+        if words < needed { Err(SlotError::BitmapTooShort { slot, words, needed }) } else { Ok(()) }
     }
 
     /// Bytes of the words that a memslot of `nr_pages` pages needs.

@@ -8,8 +8,8 @@ use super::region::MemoryRegionFlags;
 use super::set::{Slot, SlotEntry};
 use super::userfault::UserfaultBitmap;
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
-use crate::error::Error;
-use crate::exit::MemoryFaultFlags;
+use crate::error::{BadPages, FaultError};
+use crate::exit::{Exit, MemoryFaultFlags};
 use crate::host::{Gone, Host, Resolved};
 use crate::slot::bitmap::Bitmap;
 use crate::table::retire::{Guard, HazardPointer, Protected};
@@ -83,24 +83,24 @@ impl<'s, B> SlotView<'s, B> {
         self.private().map_or(MemoryAttributes::empty(), |private| private.of(gfn.0 - self.range().start.0))
     }
 
-    /// Whether a fault on page `gfn` of the memslot may map it.
+    /// The exit of a fault on page `gfn` of the memslot if the page's userfault bit is set. `None`
+    /// if the fault may map the page.
     ///
     /// # Errors
-    /// [`Error::MemoryFault`]: the userfault bit of the page is set.
-    /// [`Error::UserfaultBitmapGone`].
-    pub(crate) fn check_userfault(&self, gfn: Gfn) -> Result<(), Error> {
-        let Some(userfault) = self.userfault() else { return Ok(()) };
+    /// [`FaultError::UserfaultBitmapGone`].
+    pub(crate) fn userfault_exit(&self, gfn: Gfn) -> Result<Option<Exit>, FaultError> {
+        let Some(userfault) = self.userfault() else { return Ok(None) };
         match userfault.is_set(gfn.0 - self.range().start.0) {
-            Some(false) => Ok(()),
+            Some(false) => Ok(None),
             Some(true) => {
                 let mut flags = MemoryFaultFlags::USERFAULT;
                 flags.set(MemoryFaultFlags::PRIVATE, self.attributes_of(gfn).contains(MemoryAttributes::PRIVATE));
                 let block = gfn.block(userfault.level());
                 let end = block.end.min(self.range().end);
                 let size = GfnRange { start: block.start, end }.nr_pages() << PAGE_SHIFT;
-                Err(Error::MemoryFault { flags, gpa: block.start.gpa(), size })
+                Ok(Some(Exit::MemoryFault { flags, gpa: block.start.gpa(), size }))
             }
-            None => Err(Error::UserfaultBitmapGone { slot: self.id(), gpa: gfn.gpa() }),
+            None => Err(FaultError::UserfaultBitmapGone { slot: self.id(), gpa: gfn.gpa() }),
         }
     }
 
@@ -129,18 +129,14 @@ impl<'s, B> SlotView<'s, B> {
     }
 
     /// Checks that the memslot has `nr_pages` pages, at least one, from its page `first_page` on.
-    ///
-    /// # Errors
-    /// [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
-    pub(crate) fn check_pages(&self, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+    pub(crate) fn check_pages(&self, first_page: u64, nr_pages: u64) -> Result<(), BadPages> {
         let range = self.range();
         if nr_pages == 0 {
-            let start = Gfn(range.start.0.saturating_add(first_page));
-            return Err(Error::EmptyRange { start, end: start });
+            return Err(BadPages::Empty { start: Gfn(range.start.0.saturating_add(first_page)) });
         }
         match first_page.checked_add(nr_pages) {
             Some(end) if end <= range.nr_pages() => Ok(()),
-            _ => Err(Error::LogRangePastEnd { slot: self.id(), first_page, nr_pages, slot_pages: range.nr_pages() }),
+            _ => Err(BadPages::PastEnd { slot: self.id(), first_page, nr_pages, slot_pages: range.nr_pages() }),
         }
     }
 

@@ -14,7 +14,7 @@ use super::Tree;
 use super::retire::Participant;
 use super::tlb::TlbBatch;
 use crate::addr::{Gfn, GfnRange};
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Stats;
@@ -42,8 +42,8 @@ pub(crate) unsafe trait DerivedTables<H: Host, F: Format>: Send + Sync {
     /// Begins the use by a new vCPU.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
-    fn new_vcpu(&self) -> Result<VcpuState, Error>;
+    /// [`OutOfMemory`].
+    fn new_vcpu(&self) -> Result<VcpuState, OutOfMemory>;
 
     /// Ends the use by a vCPU of `tree`, which these tables are derived from.
     fn end_vcpu(&self, tree: &Tree<H, F>, participant: &Participant, state: VcpuState);

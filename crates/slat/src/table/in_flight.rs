@@ -43,7 +43,7 @@ use core::ptr;
 
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_box;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 
 /// As many as fill a pair of cache lines (which hardware fetches together), with the word and the
@@ -152,7 +152,7 @@ pub(crate) struct RangesInFlight {
 impl RangesInFlight {
     /// Publishes `range` until the returned value is dropped. Allocates only if more ranges are in
     /// flight than ever before.
-    pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, Error> {
+    pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
         if let Some(place) = self.first.publish(range) {
             return Ok(InFlight { ranges: self, chunk: &self.first, place });
         }
@@ -167,7 +167,7 @@ impl RangesInFlight {
     }
 
     #[cold]
-    fn publish_behind(&self, range: GfnRange) -> Result<InFlight<'_>, Error> {
+    fn publish_behind(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
         let mut chunk = &self.first;
         loop {
             chunk = match chunk.next() {
@@ -181,7 +181,7 @@ impl RangesInFlight {
     }
 
     /// Links a chunk behind `last`, unless another thread has linked one.
-    fn link_another(last: &Chunk) -> Result<&Chunk, Error> {
+    fn link_another(last: &Chunk) -> Result<&Chunk, OutOfMemory> {
         let new = Box::into_raw(try_box(Chunk::default())?);
         // AcqRel: publishes the new chunk, or observes that of another thread.
         match last.next.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {

@@ -28,7 +28,7 @@ use crossbeam_utils::CachePadded;
 use crate::addr::{Gfn, GfnRange, Hpa};
 use crate::boxed::Vacant;
 use crate::config::Config;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
@@ -69,9 +69,9 @@ impl<H: Host, F: Format> Tree<H, F> {
         host: H,
         config: Config,
         derived: Option<Box<dyn DerivedTables<H, F>>>,
-    ) -> Result<Box<Tree<H, F>>, Error> {
+    ) -> Result<Box<Tree<H, F>>, OutOfMemory> {
         let memory = Vacant::new()?;
-        let root = node::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
+        let root = node::new_root::<H, F>(&host).ok_or(OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         let lock = VmLock::new(&config);
         Ok(memory.fill(Tree {

@@ -3,7 +3,7 @@
 use core::marker::PhantomData;
 
 use crate::config::Config;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::host::Host;
 use crate::sync::Side;
 
@@ -19,7 +19,7 @@ pub(crate) struct HeldLock<'a, H: Host>(PhantomData<&'a H>);
 impl LockTiming {
     pub(super) const OFF: LockTiming = LockTiming;
 
-    pub(super) fn prepare(self, _participant: &Participant) -> Result<(), Error> {
+    pub(super) fn prepare(self, _participant: &Participant) -> Result<(), OutOfMemory> {
         Ok(())
     }
 }

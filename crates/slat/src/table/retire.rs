@@ -53,7 +53,7 @@ use super::pte;
 use super::vm_lock::LockTiming;
 use crate::addr::{Hpa, Level};
 use crate::boxed::try_zeroed;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::pool::Pool;
@@ -180,7 +180,7 @@ impl Epochs {
     }
 
     /// Returns a participant for one call: a free one, or a new one.
-    pub(crate) fn borrow_participant(&self) -> Result<BorrowedParticipant<'_>, Error> {
+    pub(crate) fn borrow_participant(&self) -> Result<BorrowedParticipant<'_>, OutOfMemory> {
         let participant = match self.participants.claim() {
             Some(participant) => participant,
             None => self.add_participant()?,
@@ -194,17 +194,17 @@ impl Epochs {
 
     /// Makes a participant, in use. In place: it is large for a stack.
     #[cold]
-    fn add_participant(&self) -> Result<&SharedParticipant, Error> {
+    fn add_participant(&self) -> Result<&SharedParticipant, OutOfMemory> {
         Ok(self.participants.add(try_zeroed()?))
     }
 
     /// Opens a guard with a participant of its own.
-    pub(crate) fn pin_alone(&self) -> Result<LoneGuard<'_>, Error> {
+    pub(crate) fn pin_alone(&self) -> Result<LoneGuard<'_>, OutOfMemory> {
         Ok(LoneGuard::new(self, self.borrow_participant()?))
     }
 
     /// Returns a participant for a vCPU, which ends with [`OwnedParticipant::release`].
-    pub(crate) fn take_participant(&self) -> Result<OwnedParticipant, Error> {
+    pub(crate) fn take_participant(&self) -> Result<OwnedParticipant, OutOfMemory> {
         let participant = self.borrow_participant()?;
         participant.stats.make_fault_times()?;
         Ok(participant.keep())

@@ -2,7 +2,7 @@
 //! `baselines`: the same interface, and no lock.
 
 use crate::config::Config;
-use crate::error::Error;
+use crate::error::OutOfMemory;
 use crate::host::Host;
 use crate::stats::{Counter, is_sampled};
 use crate::sync::{AtomicU32, Lock, LockGuard, Locking, Park, Side, spin_loop};
@@ -75,7 +75,7 @@ impl LockTiming {
     pub(super) const OFF: LockTiming = LockTiming { is_on: false };
 
     /// Makes room for the times in `participant`.
-    pub(super) fn prepare(self, participant: &Participant) -> Result<(), Error> {
+    pub(super) fn prepare(self, participant: &Participant) -> Result<(), OutOfMemory> {
         if self.is_on { participant.stats.make_lock_times() } else { Ok(()) }
     }
 }

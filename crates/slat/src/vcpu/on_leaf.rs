@@ -4,7 +4,7 @@
 use super::Fault;
 use super::plan::{LeafPlan, Step};
 use crate::addr::{Access, Level};
-use crate::error::Error;
+use crate::error::FaultError;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::second_stage::install::{self, Changed};
@@ -24,7 +24,7 @@ const SPINS_BEFORE_CANCEL: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Carries out a plan that needs no frame.
     #[inline(always)]
-    pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
+    pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, FaultError> {
         match plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {

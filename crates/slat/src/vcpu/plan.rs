@@ -2,7 +2,7 @@
 
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::config::Config;
-use crate::error::Error;
+use crate::error::FaultError;
 use crate::format::{Format, Pte};
 use crate::host::{Gone, Host, Resolved};
 use crate::second_stage::install::{NewLeaf, Rights};
@@ -95,11 +95,11 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
         gfn: Gfn,
         access: Access,
         resolved: Resolved,
-    ) -> Result<NewLeaf, Error> {
+    ) -> Result<NewLeaf, FaultError> {
         let writes = access == Access::Write;
         let Resolved { pfn, max_size, writable } = resolved;
         if pfn.0 >> (F::HPA_BITS - PAGE_SHIFT) != 0 || (writes && !writable) {
-            return Err(Error::BadResolve { gpa: gfn.gpa() });
+            return Err(FaultError::BadResolve { gpa: gfn.gpa() });
         }
         let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         let fits = |level: Level| {

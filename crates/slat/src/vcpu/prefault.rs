@@ -18,7 +18,7 @@ use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
-use crate::error::Error;
+use crate::error::FaultError;
 use crate::format::Format;
 use crate::host::{Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
@@ -40,19 +40,20 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///
     /// # Errors
     /// For the first page:
-    /// - [`Error::NoMemslot`]: no memslot has it, or it may not be written.
-    /// - [`Error::Busy`]: an invalidation or a change of its memslot is under way. Try again.
-    /// - [`Error::DirtyRingFull`]: the vCPU's ring must be reset first.
-    /// - [`Error::MemoryFault`]: a fault would exit.
+    /// - [`FaultError::NoMemslot`]: no memslot has it, or it may not be written.
+    /// - [`FaultError::Busy`]: an invalidation or a change of its memslot is under way. Try again.
+    /// - [`FaultError::DirtyRingFull`]: the vCPU's ring must be reset first.
+    /// - [`FaultError::UserfaultPending`]: user space must fetch it first.
     /// - Those of [`handle_fault`](Vcpu::handle_fault).
     ///
-    /// For the arguments: [`Error::UnalignedAddress`], [`Error::BadSize`].
+    /// For the arguments: [`FaultError::UnalignedAddress`], [`FaultError::BadSize`].
     ///
     /// # Example
     /// ```
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::error::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
     /// let mut vcpu = vm.create_vcpu()?;
@@ -62,16 +63,17 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// assert_eq!((vm.stats().pages_4k(), vm.stats().faults), (66, 0));
     /// // The second half of this range has no memory.
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(0xf_f000), 2 * PAGE_SIZE, Access::Read)?, PAGE_SIZE);
-    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(1 << 20) }));
+    /// let nothing = FaultError::NoMemslot { gpa: Gpa(1 << 20) };
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(nothing));
     /// # Ok(())
     /// # }
     /// ```
-    pub fn pre_fault_memory(&mut self, gpa: Gpa, size_bytes: u64, access: Access) -> Result<u64, Error> {
+    pub fn pre_fault_memory(&mut self, gpa: Gpa, size_bytes: u64, access: Access) -> Result<u64, FaultError> {
         if !gpa.is_page_aligned() {
-            return Err(Error::UnalignedAddress { gpa });
+            return Err(FaultError::UnalignedAddress { gpa });
         }
         if size_bytes == 0 || size_bytes % PAGE_SIZE != 0 {
-            return Err(Error::BadSize { size_bytes });
+            return Err(FaultError::BadSize { size_bytes });
         }
         let range = GfnRange::new(gpa.gfn(), size_bytes >> PAGE_SHIFT);
         let mut next = range.start;
@@ -107,7 +109,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///
     /// # Errors
     /// For the first page: those of [`pre_fault_memory`](Vcpu::pre_fault_memory).
-    pub fn pre_fault_pages(&mut self, pages: &[Gpa], access: Access) -> Result<usize, Error> {
+    pub fn pre_fault_pages(&mut self, pages: &[Gpa], access: Access) -> Result<usize, FaultError> {
         let mut done = 0;
         while let Some(&page) = pages.get(done) {
             let result = self.fault(page, access).and_then(|(mut fault, mut own)| {
@@ -184,20 +186,20 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// Maps the page of this fault, and those after it below `end` that one step covers. Returns
     /// the first page that is not done.
-    fn pre_fault(&mut self, mut own: Exclusive<'_>, end: Gfn) -> Result<Gfn, Error> {
+    fn pre_fault(&mut self, mut own: Exclusive<'_>, end: Gfn) -> Result<Gfn, FaultError> {
         loop {
             if self.is_ring_full() {
-                return Err(Error::DirtyRingFull { gpa: self.gpa });
+                return Err(FaultError::DirtyRingFull { gpa: self.gpa });
             }
             let changed = match self.look(own.pin.reborrow(), own.hazard.reborrow()) {
                 // No marks are set: the guest has not used the page yet.
                 Plan::Spurious(level) | Plan::SetMarks(level) => return Ok(self.gfn.block(level).end),
-                Plan::Exit => return Err(Error::NoMemslot { gpa: self.gpa }),
-                Plan::UserfaultPending => match self.userfault_exit() {
+                Plan::Exit => return Err(FaultError::NoMemslot { gpa: self.gpa }),
+                Plan::UserfaultPending => match self.userfault_exit()? {
                     None => Err(Changed),
-                    Some(error) => return Err(error),
+                    Some(_) => return Err(FaultError::UserfaultPending { gpa: self.gpa }),
                 },
-                Plan::BeingInvalidated => return Err(Error::Busy { gpa: self.gpa }),
+                Plan::BeingInvalidated => return Err(FaultError::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(mut plan) => {
                     let Ok(resolved) = self.resolve(&plan) else {

@@ -7,7 +7,7 @@ use super::Vcpu;
 use arrayvec::ArrayVec;
 
 use crate::addr::{Access, Gpa, Gva, PAGE_SIZE};
-use crate::error::Error;
+use crate::error::FaultError;
 use crate::exit::{Exit, Outcome};
 use crate::format::Npt;
 use crate::host::Host;
@@ -28,21 +28,21 @@ const MAX_TURNS: u32 = 256;
 impl<H: Host> Vcpu<H, Npt> {
     /// The shadow page tables, and this vCPU's roots.
     #[inline]
-    fn shadow(&mut self) -> Result<(Mmu<'_, H>, &mut Roots), Error> {
+    fn shadow(&mut self) -> Result<(Mmu<'_, H>, &mut Roots), FaultError> {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant: &Participant = unsafe { self.participant.get() };
         // SAFETY: it came from the derived tables of this tree.
-        unsafe { shadow::of_vcpu(&self.vm.tree, participant, self.derived.as_mut()) }.ok_or(Error::NotShadow)
+        unsafe { shadow::of_vcpu(&self.vm.tree, participant, self.derived.as_mut()) }.ok_or(FaultError::NotShadow)
     }
 
     /// The guest's paging registers, with their latest values.
     ///
     /// # Errors
-    /// [`Error::NotShadow`].
-    pub fn paging_registers(&self) -> Result<PagingRegisters, Error> {
+    /// [`FaultError::NotShadow`].
+    pub fn paging_registers(&self) -> Result<PagingRegisters, FaultError> {
         let roots = self.derived.as_ref().and_then(|state| state.downcast_ref::<Roots>());
-        roots.map(Roots::registers).ok_or(Error::NotShadow)
+        roots.map(Roots::registers).ok_or(FaultError::NotShadow)
     }
 
     /// Emulates the guest's write of `value` to CR0, CR4 or EFER (MOV to CR0, MOV to CR4, WRMSR).
@@ -58,9 +58,9 @@ impl<H: Host> Vcpu<H, Npt> {
     /// executes the instruction again.
     ///
     /// # Errors
-    /// [`Error::NotShadow`]. If PDPTEs are loaded: [`Error::NoGuestMemory`] and those of
+    /// [`FaultError::NotShadow`]. If PDPTEs are loaded: [`FaultError::NoGuestMemory`] and those of
     /// [`handle_fault`](Vcpu::handle_fault).
-    pub fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error> {
+    pub fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError> {
         if register == PagingRegister::Cr3 {
             return self.load_cr3(value);
         }
@@ -83,16 +83,16 @@ impl<H: Host> Vcpu<H, Npt> {
     /// is flushed. PAE's PDPTEs are not checked, because memory may not be there yet.
     ///
     /// # Errors
-    /// [`Error::NotShadow`]; [`Error::BadPagingRegister`] if no vCPU can have these registers
-    /// together. Nothing has changed then.
-    pub fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error> {
+    /// [`FaultError::NotShadow`]; [`FaultError::BadPagingRegister`] if no vCPU can have these
+    /// registers together. Nothing has changed then.
+    pub fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError> {
         let (mmu, roots) = self.shadow()?;
         roots.restore(mmu, registers)
     }
 
     /// Checks the PDPTEs that CR3's value `cr3` refers to: a reserved bit in one is #GP. Without
     /// memory there, nothing is checked, and the next walk exits.
-    fn check_pdptes(&mut self, mode: GuestMode, cr3: u64) -> Result<Outcome, Error> {
+    fn check_pdptes(&mut self, mode: GuestMode, cr3: u64) -> Result<Outcome, FaultError> {
         let gpa = mode.root_table(cr3);
         loop {
             let (mmu, _) = self.shadow()?;
@@ -118,7 +118,7 @@ impl<H: Host> Vcpu<H, Npt> {
     /// as by [`write_paging_register`](Vcpu::write_paging_register).
     ///
     /// # Errors
-    /// [`Error::NotShadow`]; with PAE paging [`Error::NoGuestMemory`] and those of
+    /// [`FaultError::NotShadow`]; with PAE paging [`FaultError::NoGuestMemory`] and those of
     /// [`handle_fault`](Vcpu::handle_fault).
     ///
     /// # Example
@@ -153,7 +153,7 @@ impl<H: Host> Vcpu<H, Npt> {
     /// # }
     /// ```
     #[inline]
-    pub fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
+    pub fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError> {
         let (mmu, roots) = self.shadow()?;
         if let Some(mode) = roots.pae() {
             return self.load_pae_cr3(mode, value);
@@ -162,7 +162,7 @@ impl<H: Host> Vcpu<H, Npt> {
     }
 
     #[cold]
-    fn load_pae_cr3(&mut self, mode: GuestMode, value: u64) -> Result<Outcome, Error> {
+    fn load_pae_cr3(&mut self, mode: GuestMode, value: u64) -> Result<Outcome, FaultError> {
         match self.check_pdptes(mode, value)? {
             Outcome::Resume => {}
             exit => return Ok(exit),
@@ -174,8 +174,8 @@ impl<H: Host> Vcpu<H, Npt> {
     /// Emulates the guest's INVLPG for `gva`.
     ///
     /// # Errors
-    /// [`Error::NotShadow`].
-    pub fn invlpg(&mut self, gva: Gva) -> Result<Outcome, Error> {
+    /// [`FaultError::NotShadow`].
+    pub fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError> {
         let (mmu, roots) = self.shadow()?;
         roots.invalidate_page(mmu, gva);
         Ok(Outcome::Resume)
@@ -185,8 +185,8 @@ impl<H: Host> Vcpu<H, Npt> {
     /// (Intel SDM vol. 2A, "INVPCID").
     ///
     /// # Errors
-    /// [`Error::NotShadow`].
-    pub fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, Error> {
+    /// [`FaultError::NotShadow`].
+    pub fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError> {
         let (mmu, roots) = self.shadow()?;
         Ok(or_general_protection(roots.invalidate_pcid(mmu, kind, descriptor)))
     }
@@ -198,11 +198,11 @@ impl<H: Host> Vcpu<H, Npt> {
     /// meanwhile. Only this vCPU's own calls, and its drop, end its use.
     ///
     /// # Errors
-    /// [`Error::NotShadow`], [`Error::OutOfMemory`].
+    /// [`FaultError::NotShadow`], [`FaultError::OutOfMemory`].
     #[inline]
-    pub fn entry(&mut self) -> Result<GuestEntry, Error> {
+    pub fn entry(&mut self) -> Result<GuestEntry, FaultError> {
         let (mmu, roots) = self.shadow()?;
-        roots.entry(mmu)
+        Ok(roots.entry(mmu)?)
     }
 
     /// Handles a page fault that the CPU took on the shadow page tables: the guest did `access` at
@@ -214,8 +214,8 @@ impl<H: Host> Vcpu<H, Npt> {
     /// faults again.
     ///
     /// # Errors
-    /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of
-    /// [`handle_fault`](Vcpu::handle_fault). [`Error::OutOfMemory`] also if vCPUs in different
+    /// [`FaultError::NotShadow`], [`FaultError::NoGuestMemory`], and those of
+    /// [`handle_fault`](Vcpu::handle_fault). [`FaultError::OutOfMemory`] also if vCPUs in different
     /// address spaces use all shadow pages
     /// ([`ShadowPaging::max_pages`](crate::shadow::ShadowPaging::max_pages)). Nothing has changed
     /// for the guest.
@@ -247,7 +247,7 @@ impl<H: Host> Vcpu<H, Npt> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error> {
+    pub fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError> {
         let (mmu, roots) = self.shadow()?;
         mmu.count(Counter::PageFaults);
         if !roots.is_canonical(gva) {
@@ -310,13 +310,13 @@ impl<H: Host> Vcpu<H, Npt> {
     /// that holds that invalidation must not call it.
     ///
     /// # Errors
-    /// [`Error::NotShadow`], [`Error::BadWrite`], [`Error::NoGuestMemory`], and those of
-    /// [`handle_fault`](Vcpu::handle_fault). Nothing was written then.
-    pub fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error> {
+    /// [`FaultError::NotShadow`], [`FaultError::BadWrite`], [`FaultError::NoGuestMemory`], and
+    /// those of [`handle_fault`](Vcpu::handle_fault). Nothing was written then.
+    pub fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError> {
         self.shadow()?;
         let len = bytes.len();
         if len == 0 || len > MAX_WRITE_BYTES || gpa.0 % PAGE_SIZE + len as u64 > PAGE_SIZE {
-            return Err(Error::BadWrite { gpa, len });
+            return Err(FaultError::BadWrite { gpa, len });
         }
         loop {
             match self.handle_fault(gpa, Access::Write)? {

@@ -3,10 +3,10 @@
 
 use core::convert::Infallible;
 
-use super::Vm;
+use super::{Vm, too_high};
 use crate::addr::{Gfn, GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
-use crate::error::Error;
-use crate::exit::MemoryFaultFlags;
+use crate::error::{AddressTooHigh, FaultError, SlotError};
+use crate::exit::{Exit, MemoryFaultFlags, Outcome};
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
@@ -33,9 +33,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// the page until its bit is cleared.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotUserfault`], [`Error::EmptyRange`],
-    /// [`Error::LogRangePastEnd`], [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. With the
-    /// last two, a part may be done.
+    /// [`SlotError::NoSuchSlot`], [`SlotError::NotUserfault`], [`SlotError::EmptyRange`],
+    /// [`SlotError::RangePastEnd`], [`SlotError::UserfaultBitmapGone`], [`SlotError::OutOfMemory`].
+    /// With the last two, a part may be done.
     ///
     /// # Example
     /// ```
@@ -65,7 +65,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn rescan_userfault(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
+    pub fn rescan_userfault(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<u64, SlotError> {
         let participant = self.tree.epochs.borrow_participant()?;
         let result = rescan::rescan(self.operation(&participant), slot, first_page, nr_pages);
         drop(participant);
@@ -74,35 +74,34 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Checks whether user space may access the `size_bytes` bytes from `gpa` on itself, as the
-    /// guest could: for a device that it emulates, or a copy that it makes. It refuses a page whose
-    /// contents have not arrived, and a private page: user space would read garbage, or write in
-    /// vain.
+    /// guest could: for a device that it emulates, or a copy that it makes.
+    ///
+    /// [`Outcome::Resume`]: it may. [`Outcome::Exit`] with [`Exit::MemoryFault`] names the first
+    /// page that user space must not access yet: its contents have not arrived, or it is private.
+    /// User space would read garbage, or write in vain.
     ///
     /// A thread that takes pages back must make sure that accesses after such a check are over.
     ///
     /// # Errors
-    /// [`Error::MemoryFault`] names the first page that user space must not access: its userfault
-    /// bit is set, or it is private and user space has no mapping of it. [`Error::NoMemslot`]: a
-    /// page has no memslot. [`Error::BadSize`], [`Error::AddressTooHigh`],
-    /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`].
-    pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
+    /// [`FaultError::NoMemslot`]: a page has no memslot. [`FaultError::BadSize`],
+    /// [`FaultError::AddressTooHigh`], [`FaultError::UserfaultBitmapGone`],
+    /// [`FaultError::OutOfMemory`].
+    pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<Outcome, FaultError> {
+        if size_bytes == 0 {
+            return Err(FaultError::BadSize { size_bytes });
+        }
         let range = self.check_bytes(gpa, size_bytes)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        self.for_parts(&participant, range, PAGES_PER_TURN, |slot, part| {
-            let slot = slot.ok_or(Error::NoMemslot { gpa: part.start.gpa() })?;
-            if slot.is_plain() {
-                return Ok(());
+        let checked = self.for_parts(&participant, range, PAGES_PER_TURN, |slot, part| {
+            match check_part(slot, part).transpose() {
+                None => Ok(()),
+                Some(stop) => Err(stop),
             }
-            for gfn in (part.start.0..part.end.0).map(Gfn) {
-                slot.visit(1);
-                slot.check_userfault(gfn)?;
-                if slot.attributes_of(gfn).contains(MemoryAttributes::PRIVATE) {
-                    let flags = MemoryFaultFlags::PRIVATE;
-                    return Err(Error::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE });
-                }
-            }
-            Ok(())
-        })
+        });
+        match checked {
+            Ok(()) => Ok(Outcome::Resume),
+            Err(stop) => stop.map(Outcome::Exit),
+        }
     }
 
     /// Makes the `size_bytes` bytes from `gpa` on private to the guest, or shared. Both numbers are
@@ -117,8 +116,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// range get theirs.
     ///
     /// # Errors
-    /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`],
-    /// [`Error::UnknownAttributes`], [`Error::NoGuestMemfd`], [`Error::OutOfMemory`].
+    /// [`SlotError::UnalignedAddress`], [`SlotError::BadSize`], [`SlotError::AddressTooHigh`],
+    /// [`SlotError::UnknownAttributes`], [`SlotError::NoGuestMemfd`], [`SlotError::OutOfMemory`].
     ///
     /// # Example
     /// ```
@@ -132,28 +131,33 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
     /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
     /// // The VMM has no mapping of it.
-    /// let refused = Error::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
-    /// assert_eq!(vm.check_access(Gpa(0x2ff8), 16), Err(refused));
-    /// assert_eq!(vm.check_access(Gpa(0x2ff0), 16), Ok(()));
+    /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
+    /// assert_eq!(vm.check_access(Gpa(0x2ff8), 16)?, Outcome::Exit(fault));
+    /// assert_eq!(vm.check_access(Gpa(0x2ff0), 16)?, Outcome::Resume);
     /// # Ok(())
     /// # }
     /// ```
-    pub fn set_memory_attributes(&self, gpa: Gpa, size_bytes: u64, attributes: MemoryAttributes) -> Result<(), Error> {
+    pub fn set_memory_attributes(
+        &self,
+        gpa: Gpa,
+        size_bytes: u64,
+        attributes: MemoryAttributes,
+    ) -> Result<(), SlotError> {
         if MemoryAttributes::from_bits(attributes.bits()).is_none() {
-            return Err(Error::UnknownAttributes { attributes: attributes.bits() });
+            return Err(SlotError::UnknownAttributes { attributes: attributes.bits() });
         }
         if !gpa.is_page_aligned() {
-            return Err(Error::UnalignedAddress { gpa });
+            return Err(SlotError::UnalignedAddress { gpa });
         }
-        if size_bytes % PAGE_SIZE != 0 {
-            return Err(Error::BadSize { size_bytes });
+        if size_bytes == 0 || size_bytes % PAGE_SIZE != 0 {
+            return Err(SlotError::BadSize { size_bytes });
         }
         let range = self.check_bytes(gpa, size_bytes)?;
         // First check the whole range, so that a refused call changes nothing.
         let participant = self.tree.epochs.borrow_participant()?;
         self.for_parts(&participant, range, u64::MAX, |slot, part| {
             let has_private = slot.is_some_and(|slot| slot.private().is_some());
-            if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
+            if has_private { Ok(()) } else { Err(SlotError::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
         let invalidation = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?;
         // A memslot that was deleted since then took its pages with it, and another may be in its
@@ -175,23 +179,21 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The attributes of the page at `gpa`.
     ///
     /// # Errors
-    /// [`Error::NoMemslot`]: no memslot has the page. [`Error::AddressTooHigh`],
-    /// [`Error::OutOfMemory`].
-    pub fn memory_attributes(&self, gpa: Gpa) -> Result<MemoryAttributes, Error> {
+    /// [`SlotError::NoMemslot`]: no memslot has the page. [`SlotError::AddressTooHigh`],
+    /// [`SlotError::OutOfMemory`].
+    pub fn memory_attributes(&self, gpa: Gpa) -> Result<MemoryAttributes, SlotError> {
         let gfn = self.check_gpa(gpa)?;
         let participant = self.tree.epochs.borrow_participant()?;
         let guard = self.tree.epochs.pin(&participant);
-        let slot = self.slots.find(&guard, gfn).ok_or(Error::NoMemslot { gpa })?;
+        let slot = self.slots.find(&guard, gfn).ok_or(SlotError::NoMemslot { gpa })?;
         Ok(slot.attributes_of(gfn))
     }
 
-    /// The frames of the `size_bytes` bytes from `gpa` on.
-    fn check_bytes(&self, gpa: Gpa, size_bytes: u64) -> Result<GfnRange, Error> {
-        let gpa_bits = F::GPA_BITS;
-        let Some(last) = size_bytes.checked_sub(1) else { return Err(Error::BadSize { size_bytes }) };
-        let last = gpa.0.checked_add(last).ok_or(Error::AddressTooHigh { gpa, gpa_bits })?;
+    /// The frames of the `size_bytes` bytes, at least one, from `gpa` on.
+    fn check_bytes(&self, gpa: Gpa, size_bytes: u64) -> Result<GfnRange, AddressTooHigh> {
+        let last = gpa.0.checked_add(size_bytes.saturating_sub(1)).ok_or_else(|| too_high::<F>(gpa))?;
         let range = GfnRange { start: gpa.gfn(), end: Gfn((last >> PAGE_SHIFT) + 1) };
-        self.check_range(range)?;
+        self.check_end(range)?;
         Ok(range)
     }
 
@@ -222,4 +224,23 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         Ok(())
     }
+}
+
+/// The exit for the first page of `part` that user space must not access yet, if `slot` has one.
+fn check_part<B>(slot: Option<&SlotView<'_, B>>, part: GfnRange) -> Result<Option<Exit>, FaultError> {
+    let slot = slot.ok_or(FaultError::NoMemslot { gpa: part.start.gpa() })?;
+    if slot.is_plain() {
+        return Ok(None);
+    }
+    for gfn in (part.start.0..part.end.0).map(Gfn) {
+        slot.visit(1);
+        if let Some(exit) = slot.userfault_exit(gfn)? {
+            return Ok(Some(exit));
+        }
+        if slot.attributes_of(gfn).contains(MemoryAttributes::PRIVATE) {
+            let flags = MemoryFaultFlags::PRIVATE;
+            return Ok(Some(Exit::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE }));
+        }
+    }
+    Ok(None)
 }

@@ -5,7 +5,7 @@ use super::Vm;
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::config::ManualProtect;
-use crate::error::Error;
+use crate::error::SlotError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
@@ -32,9 +32,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// - For a bad description, the variant that names what is wrong.
-    /// - [`Error::OutOfMemory`].
-    /// - [`Error::SlotBusy`]: another thread is changing the same memslot. KVM would wait for it.
-    /// - [`Error::TooMuchRetired`]: what earlier changes left cannot be freed yet.
+    /// - [`SlotError::OutOfMemory`].
+    /// - [`SlotError::SlotBusy`]: another thread is changing the same memslot. KVM would wait for
+    ///   it.
+    /// - [`SlotError::TooMuchRetired`]: what earlier changes left cannot be freed yet.
     ///
     /// After an error the memslot is as it was. If memory ran out, pages may have been unmapped;
     /// the next access maps them again.
@@ -44,6 +45,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
     /// # use host::*;
     /// use slat::*;
+    /// use slat::error::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm(Config::default());
     /// // Create it, with a backing.
@@ -54,20 +56,20 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vm.set_user_memory_region(moved)?;
     /// // Another memslot must not overlap it.
     /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
-    /// assert_eq!(vm.set_user_memory_region(other), Err(Error::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
+    /// assert_eq!(vm.set_user_memory_region(other), Err(SlotError::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
     /// // Delete it, by size 0.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::empty(), 0))?;
-    /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(Error::NoSuchSlot { slot: 0 }));
+    /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(LogError::NoSuchSlot { slot: 0 }));
     /// # Ok(())
     /// # }
     /// ```
-    pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
+    pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), SlotError> {
         let range = region.check(F::GPA_BITS)?;
         let deletes = range.is_empty();
         let mut participant = self.tree.epochs.borrow_participant()?;
         self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;
         let result = match self.slots.claim(&self.tree.epochs, &participant, region.slot)? {
-            None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
+            None if range.is_empty() => Err(SlotError::NoSuchSlot { slot: region.slot }),
             None => self.create_slot(&participant, region, range),
             Some(claim) if range.is_empty() => self.delete_slot(&participant, claim),
             Some(mut claim) => self.change_slot(&mut participant, &mut claim, &region, range),
@@ -88,17 +90,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         participant: &Participant,
         region: MemoryRegion<H::Backing>,
         range: GfnRange,
-    ) -> Result<(), Error> {
+    ) -> Result<(), SlotError> {
         let attachments = self.attachments_for(&region, range, None)?;
         let MemoryRegion { slot: id, flags, backing, .. } = region;
-        let backing = backing.ok_or(Error::NoBacking { slot: id })?;
+        let backing = backing.ok_or(SlotError::NoBacking { slot: id })?;
         let slot = NewSlot::new(id, range, flags, backing, attachments)?;
         // No sequence number is needed: nothing was mapped there, and a fault that looked before
         // finds no memory.
         self.slots.insert(&self.tree.epochs, participant, slot)
     }
 
-    fn delete_slot(&self, participant: &Participant, claim: Claim<'_, H::Backing>) -> Result<(), Error> {
+    fn delete_slot(&self, participant: &Participant, claim: Claim<'_, H::Backing>) -> Result<(), SlotError> {
         // In flight until the set without the memslot is published: no fault maps it again, and no
         // other memslot takes its place.
         let _invalidation = Invalidation::new(&self.tree.in_flight, self.operation(participant), claim.entry().range)?;
@@ -112,22 +114,22 @@ impl<H: Host, F: Format> Vm<H, F> {
         claim: &mut Claim<'_, H::Backing>,
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
-    ) -> Result<(), Error> {
+    ) -> Result<(), SlotError> {
         let (range_before, flags_before) = (claim.entry().range, claim.entry().flags);
         let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
         if region.backing.is_some() {
-            return Err(Error::BackingFixed { slot: id });
+            return Err(SlotError::BackingFixed { slot: id });
         }
         if range.nr_pages() != range_before.nr_pages() {
-            return Err(Error::SizeFixed { slot: id, memory_size });
+            return Err(SlotError::SizeFixed { slot: id, memory_size });
         }
         if (flags ^ flags_before).contains(MemoryRegionFlags::READONLY) {
-            return Err(Error::ReadOnlyFixed { slot: id });
+            return Err(SlotError::ReadOnlyFixed { slot: id });
         }
         let moves = range != range_before;
         let has_guest_memfd = flags_before.contains(MemoryRegionFlags::GUEST_MEMFD);
         if (flags ^ flags_before).contains(MemoryRegionFlags::GUEST_MEMFD) || (has_guest_memfd && moves) {
-            return Err(Error::GuestMemfdFixed { slot: id });
+            return Err(SlotError::GuestMemfdFixed { slot: id });
         }
         let attachments = self.attachments_for(region, range, Some(&*claim))?;
         let begins_userfault = attachments.userfault.is_some();
@@ -229,13 +231,13 @@ impl<H: Host, F: Format> Vm<H, F> {
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
         claim: Option<&Claim<'_, H::Backing>>,
-    ) -> Result<Attachments, Error> {
+    ) -> Result<Attachments, SlotError> {
         let &MemoryRegion { slot, flags, .. } = region;
         let mut attachments = Attachments::default();
         if flags.contains(MemoryRegionFlags::USERFAULT) {
             let has = claim.and_then(Claim::userfault);
             let given = region.userfault_bitmap.as_ref();
-            let bitmap = given.or(has).ok_or(Error::NoUserfaultBitmap { slot })?;
+            let bitmap = given.or(has).ok_or(SlotError::NoUserfaultBitmap { slot })?;
             bitmap.check(slot, range)?;
             if !has.is_some_and(|has| has.is_same(bitmap)) {
                 attachments.userfault = Some(try_box(bitmap.clone())?);

@@ -3,7 +3,7 @@
 use super::Vm;
 use crate::config::{AccessTracking, Config, ShadowPaging};
 use crate::dirty::rings::Rings;
-use crate::error::Error;
+use crate::error::ConfigError;
 use crate::format::Npt;
 use crate::host::Host;
 use crate::shadow::Shadow;
@@ -24,8 +24,8 @@ impl<H: Host> Vm<H, Npt> {
     /// become stale.
     ///
     /// # Errors
-    /// Those of [`Vm::new`], [`Error::TooManyRoots`], [`Error::BadShadowPages`].
-    pub fn with_shadow_paging(host: H, config: Config, shadow: ShadowPaging) -> Result<Vm<H, Npt>, Error> {
+    /// Those of [`Vm::new`], [`ConfigError::TooManyRoots`], [`ConfigError::BadShadowPages`].
+    pub fn with_shadow_paging(host: H, config: Config, shadow: ShadowPaging) -> Result<Vm<H, Npt>, ConfigError> {
         let config = config.with_access_tracking(AccessTracking::Faults);
         config.check::<Npt>()?;
         shadow.check()?;

@@ -13,7 +13,7 @@ use ::vm_memory::guest_memory::GuestMemorySliceIterator;
 use ::vm_memory::{GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, Permissions};
 
 use crate::addr::Gpa;
-use crate::error::Error;
+use crate::exit::Outcome;
 use crate::format::Format;
 use crate::host::Host;
 use crate::vm::Vm;
@@ -21,8 +21,9 @@ use crate::vm::Vm;
 /// Guest memory that calls [`Vm::check_access`] before each access. With the feature `vm-memory`.
 ///
 /// An access that needs a page on which user space must act first fails as a whole, and accesses
-/// nothing. The error is a [`GuestMemoryError::IOError`] whose inner error is the [`Error`]. If it
-/// is [`Error::MemoryFault`], fetch the page and access it again.
+/// nothing. The error is a [`GuestMemoryError::IOError`]. Its inner error is an
+/// [`Exit`](crate::Exit), on which user space acts before it accesses the page again, or a
+/// [`FaultError`](crate::error::FaultError).
 ///
 /// A slice that was returned stays usable. A thread that takes pages back must make sure that such
 /// accesses are over.
@@ -42,8 +43,14 @@ impl<M: GuestMemoryBackend, H: Host, F: Format> CheckedMemory<M, H, F> {
         &self.memory
     }
 
-    fn check(&self, address: GuestAddress, size_bytes: usize) -> Result<(), Error> {
-        if size_bytes == 0 { Ok(()) } else { self.vm.check_access(Gpa(address.0), size_bytes as u64) }
+    fn check(&self, address: GuestAddress, size_bytes: usize) -> io::Result<()> {
+        if size_bytes == 0 {
+            return Ok(());
+        }
+        match self.vm.check_access(Gpa(address.0), size_bytes as u64).map_err(io::Error::other)? {
+            Outcome::Resume => Ok(()),
+            Outcome::Exit(exit) => Err(io::Error::other(exit)),
+        }
     }
 }
 
@@ -67,7 +74,7 @@ impl<M: GuestMemoryBackend, H: Host, F: Format> GuestMemory for CheckedMemory<M,
         count: usize,
         _access: Permissions,
     ) -> Result<impl GuestMemorySliceIterator<'a, BS<'a, Self::Bitmap>>, GuestMemoryError> {
-        self.check(address, count).map_err(|error| GuestMemoryError::IOError(io::Error::other(error)))?;
+        self.check(address, count).map_err(GuestMemoryError::IOError)?;
         Ok(GuestMemoryBackend::get_slices(&self.memory, address, count))
     }
 }

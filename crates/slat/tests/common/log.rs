@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::LogError;
 use slat::format::Format;
 use slat::tables::{AccessTracking, FaultAround};
-use slat::{
-    Access, Config, Error, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
-};
+use slat::{Access, Config, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_dirty, translate};
 
@@ -197,7 +196,7 @@ impl<F: Format> World<F> {
     }
 
     /// Clears `pages` of the whole slot.
-    pub fn clear(&self, slot: Slot, pages: &[u64]) -> Result<u64, Error> {
+    pub fn clear(&self, slot: Slot, pages: &[u64]) -> Result<u64, LogError> {
         self.vm.clear_dirty_log(slot.id, 0, slot.nr_pages, &mask_of(pages, slot.nr_words()))
     }
 

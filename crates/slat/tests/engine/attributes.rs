@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, change, each, region, translate, vm};
 use slat::baselines::Locking;
+use slat::error::{FaultError, SlotError};
 use slat::format::Format;
 use slat::slots::MemoryAttributes;
-use slat::{Access, Error, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -96,7 +97,7 @@ fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
             let mut vcpu = vm.create_vcpu().unwrap();
             for page in 0..u64::from(NR_SLOTS) * PAGES {
                 let expected = meanwhile.expected(page, after);
-                let no_memory = Error::NoMemslot { gpa: gpa(page) };
+                let no_memory = SlotError::NoMemslot { gpa: gpa(page) };
                 assert_eq!(
                     vm.memory_attributes(gpa(page)),
                     expected.ok_or(no_memory),
@@ -120,7 +121,7 @@ fn a_hole_is_refused_and_changes_nothing() {
     create(&vm, 0, GUEST_MEMFD, 0, PAGES);
     create(&vm, 1, GUEST_MEMFD, 2 * PAGES, PAGES);
     create(&vm, 2, NO_FLAGS, 3 * PAGES, PAGES);
-    let none = |page| Err(Error::NoGuestMemfd { gpa: gpa(page) });
+    let none = |page| Err(SlotError::NoGuestMemfd { gpa: gpa(page) });
     for (first, nr_pages, missing) in [
         (0, 2 * PAGES, PAGES),
         (0, PAGES + 1, PAGES),
@@ -136,6 +137,6 @@ fn a_hole_is_refused_and_changes_nothing() {
     for page in (0..PAGES).chain(2 * PAGES..3 * PAGES) {
         assert_eq!(vm.memory_attributes(gpa(page)), Ok(SHARED), "page {page}");
     }
-    assert_eq!(vm.check_access(gpa(0), 2 * PAGES * PAGE_SIZE), Err(Error::NoMemslot { gpa: gpa(PAGES) }));
-    assert_eq!(vm.check_access(gpa(2 * PAGES), 2 * PAGES * PAGE_SIZE), Ok(()));
+    assert_eq!(vm.check_access(gpa(0), 2 * PAGES * PAGE_SIZE), Err(FaultError::NoMemslot { gpa: gpa(PAGES) }));
+    assert_eq!(vm.check_access(gpa(2 * PAGES), 2 * PAGES * PAGE_SIZE), Ok(Outcome::Resume));
 }

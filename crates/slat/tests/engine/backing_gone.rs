@@ -6,11 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{Call, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, change, each, region, translate, vm};
 use slat::baselines::Locking;
+use slat::error::FaultError;
 use slat::format::Format;
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
-use slat::{
-    Access, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
-};
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 const BOTH: MemoryRegionFlags = MemoryRegionFlags::USERFAULT.union(MemoryRegionFlags::GUEST_MEMFD);
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -18,7 +17,7 @@ const SIZE: u64 = 4 * MIB;
 const START: u64 = 2 * MIB;
 /// The page that the guest accesses.
 const GPA: Gpa = Gpa(START + 3 * PAGE_SIZE);
-const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+const RESUMED: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
@@ -79,7 +78,7 @@ impl<F: Format> World<F> {
 
     /// The result of the guest's access. It tries once more if the first fault resumes and maps
     /// nothing.
-    fn fault(&mut self, access: Access) -> Result<Outcome, Error> {
+    fn fault(&mut self, access: Access) -> Result<Outcome, FaultError> {
         let outcome = self.vcpu.handle_fault(GPA, access);
         let is_done = |found: Translation| access != Access::Write || found.writable;
         if outcome == RESUMED && !translate(&self.vm, GPA).is_some_and(is_done) {
@@ -105,7 +104,7 @@ const WITHHELD: Exit = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, g
 
 each!(a_fault_whose_backing_is_gone_checks_again_before_it_fails, page_goes);
 fn page_goes<F: Format>(locking: Locking) {
-    let gone = Error::BackingGone { gpa: GPA };
+    let gone = FaultError::BackingGone { gpa: GPA };
     for access in [Access::Read, Access::Write] {
         let mmio = Exit::Mmio { gpa: GPA, access };
         for (meanwhile, expected, pfn) in [
@@ -127,10 +126,8 @@ fn page_goes<F: Format>(locking: Locking) {
             world.overtake(meanwhile);
             let expected = match expected {
                 Ok(Outcome::Resume) => Ok(PAGE_SIZE),
-                Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size })) => {
-                    Err(Error::MemoryFault { flags, gpa, size })
-                }
-                Ok(Outcome::Exit(_)) => Err(Error::NoMemslot { gpa: GPA }),
+                Ok(Outcome::Exit(Exit::MemoryFault { .. })) => Err(FaultError::UserfaultPending { gpa: GPA }),
+                Ok(Outcome::Exit(_)) => Err(FaultError::NoMemslot { gpa: GPA }),
                 Err(error) => Err(error),
             };
             assert_eq!(world.vcpu.pre_fault_memory(GPA, PAGE_SIZE, access), expected, "{access:?}, {meanwhile:?}");
@@ -142,7 +139,7 @@ fn page_goes<F: Format>(locking: Locking) {
 each!(a_write_to_a_read_only_leaf_checks_again_before_it_fails, write_to_read_only);
 fn write_to_read_only<F: Format>(locking: Locking) {
     for (meanwhile, expected) in [
-        (Meanwhile::Nothing, Err(Error::BackingGone { gpa: GPA })),
+        (Meanwhile::Nothing, Err(FaultError::BackingGone { gpa: GPA })),
         (Meanwhile::SetsBit, Ok(Outcome::Exit(WITHHELD))),
         (Meanwhile::TakesBack, Ok(Outcome::Exit(WITHHELD))),
         (Meanwhile::MakesPrivate, RESUMED),

@@ -7,11 +7,12 @@ use std::sync::atomic::Ordering;
 
 use crate::common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::baselines::Locking;
+use slat::error::{FaultError, LogError, RangeError, SlotError};
 use slat::format::{Format, Npt};
 use slat::slots::MemoryAttributes;
 use slat::{
-    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -88,7 +89,7 @@ impl<F: Format> World<F> {
     }
 
     /// Requests `region`, which must be refused with `error` and change nothing.
-    fn refused(&self, region: MemoryRegion<Arc<TestBacking>>, error: Error) {
+    fn refused(&self, region: MemoryRegion<Arc<TestBacking>>, error: SlotError) {
         let before = self.seen();
         let dropped = region.backing.as_ref().map(|backing| Arc::clone(&backing.dropped));
         assert_eq!(self.vm.set_user_memory_region(region), Err(error));
@@ -96,7 +97,7 @@ impl<F: Format> World<F> {
         assert!(dropped.is_none_or(|dropped| dropped.load(Ordering::SeqCst)), "{error}: the backing is kept");
     }
 
-    fn refused_log(&self, slot: u32, words: usize, error: Error) {
+    fn refused_log(&self, slot: u32, words: usize, error: LogError) {
         let before = self.seen();
         let mut bitmap = vec![0x55aa; words];
         assert_eq!(self.vm.get_dirty_log(slot, &mut bitmap), Err(error));
@@ -135,17 +136,17 @@ fn numbers<F: Format>(world: World<F>) {
     let gpa_bits = F::GPA_BITS;
     let space = 1u64 << gpa_bits;
     for slot in [MemoryRegion::MAX_SLOTS, MemoryRegion::MAX_SLOTS + 1, 32767, u32::MAX] {
-        world.refused(new(slot, 0, PAGE_SIZE), Error::SlotTooHigh { slot });
-        world.refused(change(slot, NO_FLAGS, 0, 0), Error::SlotTooHigh { slot });
-        world.refused_log(slot, NR_WORDS, Error::NoSuchSlot { slot });
+        world.refused(new(slot, 0, PAGE_SIZE), SlotError::SlotTooHigh { slot });
+        world.refused(change(slot, NO_FLAGS, 0, 0), SlotError::SlotTooHigh { slot });
+        world.refused_log(slot, NR_WORDS, LogError::NoSuchSlot { slot });
     }
     for gpa in [1, 8, PAGE_SIZE - 1, PAGE_SIZE + 1, A + 2048, u64::MAX] {
-        world.refused(new(3, gpa, PAGE_SIZE), Error::UnalignedAddress { gpa: Gpa(gpa) });
-        world.refused(change(1, LOG, gpa, SIZE), Error::UnalignedAddress { gpa: Gpa(gpa) });
+        world.refused(new(3, gpa, PAGE_SIZE), SlotError::UnalignedAddress { gpa: Gpa(gpa) });
+        world.refused(change(1, LOG, gpa, SIZE), SlotError::UnalignedAddress { gpa: Gpa(gpa) });
     }
     for memory_size in [1, PAGE_SIZE - 1, PAGE_SIZE + 1, u64::MAX] {
-        world.refused(new(3, 0, memory_size), Error::UnalignedSize { slot: 3, memory_size });
-        world.refused(change(2, NO_FLAGS, B, memory_size), Error::UnalignedSize { slot: 2, memory_size });
+        world.refused(new(3, 0, memory_size), SlotError::UnalignedSize { slot: 3, memory_size });
+        world.refused(change(2, NO_FLAGS, B, memory_size), SlotError::UnalignedSize { slot: 2, memory_size });
     }
     for (gpa, size) in [
         (space, PAGE_SIZE),
@@ -156,10 +157,10 @@ fn numbers<F: Format>(world: World<F>) {
         (PAGE_SIZE, u64::MAX - PAGE_SIZE + 1),
         (1 << 63, 1 << 63),
     ] {
-        world.refused(new(3, gpa, size), Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits });
+        world.refused(new(3, gpa, size), SlotError::AddressTooHigh { gpa: Gpa(gpa), gpa_bits });
     }
     let gpa = Gpa(space - SIZE + PAGE_SIZE);
-    world.refused(change(1, LOG, gpa.0, SIZE), Error::AddressTooHigh { gpa, gpa_bits });
+    world.refused(change(1, LOG, gpa.0, SIZE), SlotError::AddressTooHigh { gpa, gpa_bits });
     world.finish();
 }
 
@@ -167,25 +168,25 @@ each!(unknown_flags_are_refused, flags);
 fn flags<F: Format>(world: World<F>) {
     for bits in [1 << 4, 1 << 31, u32::MAX, LOG.bits() | 1 << 5] {
         let flags = MemoryRegionFlags::from_bits_retain(bits);
-        world.refused(MemoryRegion { flags, ..new(3, 0, PAGE_SIZE) }, Error::UnknownFlags { slot: 3, flags: bits });
-        world.refused(change(1, flags, A, SIZE), Error::UnknownFlags { slot: 1, flags: bits });
-        world.refused(change(1, flags, 0, 0), Error::UnknownFlags { slot: 1, flags: bits });
+        world.refused(MemoryRegion { flags, ..new(3, 0, PAGE_SIZE) }, SlotError::UnknownFlags { slot: 3, flags: bits });
+        world.refused(change(1, flags, A, SIZE), SlotError::UnknownFlags { slot: 1, flags: bits });
+        world.refused(change(1, flags, 0, 0), SlotError::UnknownFlags { slot: 1, flags: bits });
     }
     // Whether a memslot is read-only is fixed when it is made; so the log of the first must stay.
     for flags in [READONLY, READONLY | LOG] {
-        world.refused(change(1, flags, A, SIZE), Error::ReadOnlyFixed { slot: 1 });
-        world.refused(change(1, flags, 64 * MIB, SIZE), Error::ReadOnlyFixed { slot: 1 });
-        world.refused(change(2, flags, B, SIZE), Error::ReadOnlyFixed { slot: 2 });
+        world.refused(change(1, flags, A, SIZE), SlotError::ReadOnlyFixed { slot: 1 });
+        world.refused(change(1, flags, 64 * MIB, SIZE), SlotError::ReadOnlyFixed { slot: 1 });
+        world.refused(change(2, flags, B, SIZE), SlotError::ReadOnlyFixed { slot: 2 });
     }
     world.vm.set_user_memory_region(MemoryRegion { flags: READONLY, ..new(3, 64 * MIB, PAGE_SIZE) }).unwrap();
-    world.refused(change(3, NO_FLAGS, 64 * MIB, PAGE_SIZE), Error::ReadOnlyFixed { slot: 3 });
+    world.refused(change(3, NO_FLAGS, 64 * MIB, PAGE_SIZE), SlotError::ReadOnlyFixed { slot: 3 });
     world.vm.set_user_memory_region(change(3, NO_FLAGS, 0, 0)).unwrap();
     world.finish();
 }
 
 each!(regions_that_overlap_are_refused_on_every_side, overlaps);
 fn overlaps<F: Format>(world: World<F>) {
-    let overlap = |slot, gpa, other| Error::Overlap { slot, gpa: Gpa(gpa), other };
+    let overlap = |slot, gpa, other| SlotError::Overlap { slot, gpa: Gpa(gpa), other };
     for (gpa, size) in [
         (A, SIZE),
         (A - PAGE_SIZE, 2 * PAGE_SIZE),
@@ -222,24 +223,24 @@ fn overlaps<F: Format>(world: World<F>) {
 
 each!(a_backing_is_set_when_a_slot_is_made_and_never_again, backings);
 fn backings<F: Format>(world: World<F>) {
-    world.refused(change(3, NO_FLAGS, 0, PAGE_SIZE), Error::NoBacking { slot: 3 });
-    world.refused(change(3, LOG, A, SIZE), Error::NoBacking { slot: 3 });
-    world.refused(new(1, A, SIZE), Error::BackingFixed { slot: 1 });
-    world.refused(new(1, 64 * MIB, SIZE), Error::BackingFixed { slot: 1 });
-    world.refused(MemoryRegion { flags: LOG, ..new(2, B, SIZE) }, Error::BackingFixed { slot: 2 });
+    world.refused(change(3, NO_FLAGS, 0, PAGE_SIZE), SlotError::NoBacking { slot: 3 });
+    world.refused(change(3, LOG, A, SIZE), SlotError::NoBacking { slot: 3 });
+    world.refused(new(1, A, SIZE), SlotError::BackingFixed { slot: 1 });
+    world.refused(new(1, 64 * MIB, SIZE), SlotError::BackingFixed { slot: 1 });
+    world.refused(MemoryRegion { flags: LOG, ..new(2, B, SIZE) }, SlotError::BackingFixed { slot: 2 });
     world.finish();
 }
 
 each!(a_slot_is_not_resized_and_what_is_not_there_is_not_deleted, sizes);
 fn sizes<F: Format>(world: World<F>) {
     for memory_size in [PAGE_SIZE, SIZE - PAGE_SIZE, SIZE + PAGE_SIZE, GIB] {
-        world.refused(change(1, LOG, A, memory_size), Error::SizeFixed { slot: 1, memory_size });
-        world.refused(change(2, LOG, B, memory_size), Error::SizeFixed { slot: 2, memory_size });
-        world.refused(change(2, LOG, 64 * MIB, memory_size), Error::SizeFixed { slot: 2, memory_size });
+        world.refused(change(1, LOG, A, memory_size), SlotError::SizeFixed { slot: 1, memory_size });
+        world.refused(change(2, LOG, B, memory_size), SlotError::SizeFixed { slot: 2, memory_size });
+        world.refused(change(2, LOG, 64 * MIB, memory_size), SlotError::SizeFixed { slot: 2, memory_size });
     }
     for slot in [0, 3, MemoryRegion::MAX_SLOTS - 1] {
-        world.refused(change(slot, NO_FLAGS, 0, 0), Error::NoSuchSlot { slot });
-        world.refused(change(slot, LOG, A, 0), Error::NoSuchSlot { slot });
+        world.refused(change(slot, NO_FLAGS, 0, 0), SlotError::NoSuchSlot { slot });
+        world.refused(change(slot, LOG, A, 0), SlotError::NoSuchSlot { slot });
     }
     world.finish();
 }
@@ -247,7 +248,7 @@ fn sizes<F: Format>(world: World<F>) {
 each!(ranges_of_frames_and_bytes_that_cannot_be_are_refused, frames);
 fn frames<F: Format>(world: World<F>) {
     let (gpa_bits, nr_frames) = (F::GPA_BITS, 1 << (F::GPA_BITS - 12));
-    let refused = |start, end, error: Error| {
+    let refused = |start, end, error: RangeError| {
         let (range, before) = (GfnRange { start: Gfn(start), end: Gfn(end) }, world.seen());
         let vm = &world.vm;
         assert_eq!(vm.invalidate_range(range).map(|_| 0), Err(error), "{range:?}");
@@ -259,7 +260,7 @@ fn frames<F: Format>(world: World<F>) {
     };
     let a = A / PAGE_SIZE;
     for (start, end) in [(0, 0), (a, a), (a + 1, a), (nr_frames, nr_frames), (u64::MAX, 0), (u64::MAX, u64::MAX)] {
-        refused(start, end, Error::EmptyRange { start: Gfn(start), end: Gfn(end) });
+        refused(start, end, RangeError::EmptyRange { start: Gfn(start), end: Gfn(end) });
     }
     // The first address that is too high; and the greatest that an address can hold.
     for (start, end, beyond) in [
@@ -270,13 +271,13 @@ fn frames<F: Format>(world: World<F>) {
         (1 << 52, (1 << 52) + 1, u64::MAX),
         (u64::MAX - 1, u64::MAX, u64::MAX),
     ] {
-        refused(start, end, Error::AddressTooHigh { gpa: Gpa(beyond), gpa_bits });
+        refused(start, end, RangeError::AddressTooHigh { gpa: Gpa(beyond), gpa_bits });
     }
     let space = 1 << F::GPA_BITS;
-    let too_high = |gpa: u64| Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits };
+    let too_high = |gpa: u64| SlotError::AddressTooHigh { gpa: Gpa(gpa), gpa_bits };
     for (gpa, size_bytes, error) in [
-        (A, 0, Error::BadSize { size_bytes: 0 }),
-        (u64::MAX - 4095, 0, Error::BadSize { size_bytes: 0 }),
+        (A, 0, SlotError::BadSize { size_bytes: 0 }),
+        (u64::MAX - 4095, 0, SlotError::BadSize { size_bytes: 0 }),
         (space, PAGE_SIZE, too_high(space)),
         (A, space, too_high(space)),
         (u64::MAX - 4095, PAGE_SIZE, too_high(u64::MAX - 4095)),
@@ -291,6 +292,11 @@ fn frames<F: Format>(world: World<F>) {
             Err(error),
             "{gpa:#x} {size_bytes:#x}"
         );
+        let error = match error {
+            SlotError::BadSize { size_bytes } => FaultError::BadSize { size_bytes },
+            SlotError::AddressTooHigh { gpa, gpa_bits } => FaultError::AddressTooHigh { gpa, gpa_bits },
+            error => panic!("no check finds {error}"),
+        };
         assert_eq!(world.vm.check_access(Gpa(gpa), size_bytes), Err(error), "{gpa:#x}, {size_bytes:#x}");
         assert_eq!(world.seen(), before);
     }
@@ -300,14 +306,14 @@ fn frames<F: Format>(world: World<F>) {
 each!(a_dirty_log_that_cannot_be_returned_is_not_cleared, logs);
 fn logs<F: Format>(world: World<F>) {
     for words in [0, 1, NR_WORDS - 1] {
-        world.refused_log(1, words, Error::BitmapTooShort { slot: 1, words, needed: NR_WORDS });
-        world.refused_log(2, words, Error::NotLogging { slot: 2 });
-        world.refused_log(0, words, Error::NoSuchSlot { slot: 0 });
+        world.refused_log(1, words, LogError::BitmapTooShort { slot: 1, words, needed: NR_WORDS });
+        world.refused_log(2, words, LogError::NotLogging { slot: 2 });
+        world.refused_log(0, words, LogError::NoSuchSlot { slot: 0 });
     }
-    world.refused_log(2, NR_WORDS, Error::NotLogging { slot: 2 });
+    world.refused_log(2, NR_WORDS, LogError::NotLogging { slot: 2 });
     // Words behind those of the memslot are the caller's.
     world.vm.set_user_memory_region(MemoryRegion { flags: LOG, ..new(3, 0, 65 * PAGE_SIZE) }).unwrap();
-    world.refused_log(3, 1, Error::BitmapTooShort { slot: 3, words: 1, needed: 2 });
+    world.refused_log(3, 1, LogError::BitmapTooShort { slot: 3, words: 1, needed: 2 });
     let mut bitmap = [7; 4];
     assert_eq!(world.vm.get_dirty_log(3, &mut bitmap), Ok(0));
     assert_eq!(bitmap, [0, 0, 7, 7]);
@@ -329,7 +335,7 @@ fn far_faults<F: Format>(mut world: World<F>) {
     let gpa_bits = F::GPA_BITS;
     for gpa in [1 << gpa_bits, (1 << gpa_bits) + 0x123, 1 << 63, u64::MAX].map(Gpa) {
         let before = translate(&world.vm, Gpa(0));
-        assert_eq!(world.vcpu.handle_fault(gpa, Access::Read), Err(Error::AddressTooHigh { gpa, gpa_bits }));
+        assert_eq!(world.vcpu.handle_fault(gpa, Access::Read), Err(FaultError::AddressTooHigh { gpa, gpa_bits }));
         assert_eq!(translate(&world.vm, Gpa(0)), before);
     }
     world.finish();
@@ -392,7 +398,7 @@ fn thousands_of_slots_of_one_page_lie_side_by_side() {
         let found = translate(&vm, Gpa(at(slot))).unwrap();
         assert_eq!((found.pfn.0, found.level), (pfn(slot), Level::L4K));
     }
-    let full = Error::Overlap { slot: NR_SLOTS, gpa: Gpa(at(17)), other: 17 };
+    let full = SlotError::Overlap { slot: NR_SLOTS, gpa: Gpa(at(17)), other: 17 };
     assert_eq!(vm.set_user_memory_region(new(NR_SLOTS, at(17), PAGE_SIZE)), Err(full));
     // Every other one is deleted; its neighbours stay.
     for slot in 0..NR_SLOTS {

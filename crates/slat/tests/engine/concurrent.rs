@@ -12,8 +12,9 @@ use crate::common::guest::{Guest, Stop};
 use crate::common::random::Random;
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm, wait_until};
 use slat::baselines::Locking;
+use slat::error::SlotError;
 use slat::format::Format;
-use slat::{Access, Error, Exit, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Exit, Gpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -123,7 +124,7 @@ mod life {
     }
 
     /// Makes version `version` from the one before.
-    pub fn enter<F: Format>(vm: &Vm<TestHost, F>, version: u64) -> Result<(), Error> {
+    pub fn enter<F: Format>(vm: &Vm<TestHost, F>, version: u64) -> Result<(), SlotError> {
         let size_bytes = NR_PAGES * PAGE_SIZE;
         let at = start(version).unwrap_or(0) * PAGE_SIZE;
         vm.set_user_memory_region(match version % VERSIONS_A_LIFE {
@@ -298,7 +299,7 @@ fn busy_slot<F: Format>(locking: Locking) {
                     match vm.set_user_memory_region(change(0, flags, gpa, SIZE)) {
                         Ok(()) => drop(done.fetch_add(1, Ordering::Relaxed)),
                         Err(error) => {
-                            assert_eq!(error, Error::SlotBusy { slot: 0 });
+                            assert_eq!(error, SlotError::SlotBusy { slot: 0 });
                             std::thread::yield_now();
                         }
                     }

@@ -24,9 +24,10 @@ use crate::common::log::{
 use crate::common::random::Random;
 use crate::common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::dirty::ManualProtect;
+use slat::error::LogError;
 use slat::format::Format;
 use slat::tables::AccessTracking;
-use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(30);
@@ -141,13 +142,13 @@ impl<F: Format> World<F> {
     }
 
     /// Harvests and copies what the log reports. Returns the number of pages.
-    fn harvest(&self) -> Result<u64, Error> {
+    fn harvest(&self) -> Result<u64, LogError> {
         self.harvest_pages(0..self.nr_pages, |_| true)
     }
 
     /// Harvests, in any mode, those of `pages` for which `is_mine` holds, and copies what the log
     /// reports.
-    fn harvest_pages(&self, pages: Range<u64>, is_mine: impl Fn(u64) -> bool) -> Result<u64, Error> {
+    fn harvest_pages(&self, pages: Range<u64>, is_mine: impl Fn(u64) -> bool) -> Result<u64, LogError> {
         let nr_pages = pages.end - pages.start;
         let mut bitmap = vec![0; nr_pages.div_ceil(64) as usize];
         let nr_set = self.vm.get_dirty_log_range(SLOT, pages.start, nr_pages, &mut bitmap)?;
@@ -298,7 +299,7 @@ fn flags_change<F: Format>(config: Config) {
                 scope.spawn(|| {
                     for_a_while(|| match world.harvest() {
                         Ok(_) => {}
-                        Err(error) => assert_eq!(error, Error::NotLogging { slot: SLOT }),
+                        Err(error) => assert_eq!(error, LogError::NotLogging { slot: SLOT }),
                     });
                 });
             }

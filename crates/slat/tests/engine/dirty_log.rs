@@ -6,8 +6,9 @@ use crate::common::log::{
 };
 use crate::common::{GIB, change};
 use slat::dirty::ManualProtect;
+use slat::error::LogError;
 use slat::format::Format;
-use slat::{Config, Error, GfnRange, MemoryRegionFlags, PAGE_SIZE};
+use slat::{Config, GfnRange, MemoryRegionFlags, PAGE_SIZE};
 
 /// Memslots of sizes around those of words and page-table pages, which begin at, before, and far
 /// from their borders.
@@ -235,14 +236,14 @@ fn marks<F: Format>(config: Config) {
             world.create(other, NO_FLAGS);
             world.harvest(slot);
             let past_end =
-                |first_page, nr_pages| Error::LogRangePastEnd { slot: 1, first_page, nr_pages, slot_pages: 200 };
+                |first_page, nr_pages| LogError::RangePastEnd { slot: 1, first_page, nr_pages, slot_pages: 200 };
             for (first, nr_pages) in [(0, 201), (200, 1), (199, 2), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)]
             {
                 assert_eq!(world.vm.mark_dirty(1, first, nr_pages), Err(past_end(first, nr_pages)));
             }
-            assert_eq!(world.vm.mark_dirty(7, 0, 1), Err(Error::NoSuchSlot { slot: 7 }));
-            assert_eq!(world.vm.is_marked_dirty(7, 0), Err(Error::NoSuchSlot { slot: 7 }));
-            assert_eq!(world.vm.is_marked_dirty(2, 0), Err(Error::NotLogging { slot: 2 }));
+            assert_eq!(world.vm.mark_dirty(7, 0, 1), Err(LogError::NoSuchSlot { slot: 7 }));
+            assert_eq!(world.vm.is_marked_dirty(7, 0), Err(LogError::NoSuchSlot { slot: 7 }));
+            assert_eq!(world.vm.is_marked_dirty(2, 0), Err(LogError::NotLogging { slot: 2 }));
             assert_eq!(world.vm.is_marked_dirty(1, 200), Err(past_end(200, 1)));
             assert_eq!(world.harvest(slot), [0; 0]);
             // A memslot that does not log has nothing to mark; its neighbour is not affected.
@@ -295,18 +296,18 @@ fn refused<F: Format>(config: Config) {
             world.create(slot, LOG);
             world.create(quiet, NO_FLAGS);
             world.write_all(slot, [0, 64, 199]);
-            let unaligned = |first_page, nr_pages| Error::UnalignedLogRange { slot: 1, first_page, nr_pages };
+            let unaligned = |first_page, nr_pages| LogError::UnalignedRange { slot: 1, first_page, nr_pages };
             let past_end =
-                |first_page, nr_pages| Error::LogRangePastEnd { slot: 1, first_page, nr_pages, slot_pages: 200 };
-            let too_short = |words, needed| Error::BitmapTooShort { slot: 1, words, needed };
-            let empty = |first| Error::EmptyRange { start: slot.gfn(first), end: slot.gfn(first) };
+                |first_page, nr_pages| LogError::RangePastEnd { slot: 1, first_page, nr_pages, slot_pages: 200 };
+            let too_short = |words, needed| LogError::BitmapTooShort { slot: 1, words, needed };
+            let empty = |first| LogError::EmptyRange { start: slot.gfn(first), end: slot.gfn(first) };
             let max = u64::MAX;
             // Memslot, first page, pages, words, and the error.
             let cases = [
-                (0, 0, 64, 9, Error::NoSuchSlot { slot: 0 }),
-                (u32::MAX, 0, 64, 9, Error::NoSuchSlot { slot: u32::MAX }),
-                (2, 0, 64, 9, Error::NotLogging { slot: 2 }),
-                (2, 1, 640, 0, Error::NotLogging { slot: 2 }),
+                (0, 0, 64, 9, LogError::NoSuchSlot { slot: 0 }),
+                (u32::MAX, 0, 64, 9, LogError::NoSuchSlot { slot: u32::MAX }),
+                (2, 0, 64, 9, LogError::NotLogging { slot: 2 }),
+                (2, 1, 640, 0, LogError::NotLogging { slot: 2 }),
                 (1, 1, 64, 9, unaligned(1, 64)),
                 (1, 63, 64, 9, unaligned(63, 64)),
                 (1, 65, 135, 9, unaligned(65, 135)),
@@ -381,7 +382,7 @@ fn ends<F: Format>(config: Config) {
         world.take_flushes();
         world.set_flags(slot, NO_FLAGS);
         assert_eq!(world.take_flushes().len(), 0);
-        assert_eq!(world.vm.get_dirty_log(1, &mut [0; 2]), Err(Error::NotLogging { slot: 1 }));
+        assert_eq!(world.vm.get_dirty_log(1, &mut [0; 2]), Err(LogError::NotLogging { slot: 1 }));
         assert_eq!(world.write_all(slot, [1, 2, 3]), 0);
         world.write_all(slot, [4, 5]);
         world.set_flags(slot, LOG);

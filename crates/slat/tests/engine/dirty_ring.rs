@@ -16,17 +16,18 @@ use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyPage, DirtyRing, DirtyRingEntry, DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::{ConfigError, FaultError, LogError};
 use slat::format::{Format, Npt};
 use slat::tables::{AccessTracking, FaultAround};
 use slat::{
-    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const RUN: Duration = Duration::from_millis(250);
-const FULL: Result<Outcome, Error> = Ok(Outcome::Exit(Exit::DirtyRingFull));
-const RESUME: Result<Outcome, Error> = Ok(Outcome::Resume);
+const FULL: Result<Outcome, FaultError> = Ok(Outcome::Exit(Exit::DirtyRingFull));
+const RESUME: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 
 fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
     let vm = Arc::new(Vm::new(TestHost::default(), config).unwrap());
@@ -119,7 +120,10 @@ fn full<F: Format>(locking: Locking) {
                 assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), access), FULL);
             }
         }
-        assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::DirtyRingFull { gpa: Gpa(0) }));
+        assert_eq!(
+            vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read),
+            Err(FaultError::DirtyRingFull { gpa: Gpa(0) })
+        );
         assert!(!is_writable(&vm, first + limit), "an exit changes nothing");
         // Only this vCPU.
         write(&mut other, 1000);
@@ -325,7 +329,7 @@ fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
     // Page by page: there is no room for a whole page-table page.
     let limit = u64::from(256 - DirtyRing::RESERVE);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(limit * PAGE_SIZE));
-    let full = Err(Error::DirtyRingFull { gpa: Gpa(limit * PAGE_SIZE) });
+    let full = Err(FaultError::DirtyRingFull { gpa: Gpa(limit * PAGE_SIZE) });
     assert_eq!(vcpu.pre_fault_memory(Gpa(limit * PAGE_SIZE), PAGE_SIZE, Access::Write), full);
     assert_eq!(harvest(&vm), pages_of(0, 0..limit));
     assert_eq!(vm.reset_dirty_rings(), Ok(limit));
@@ -333,7 +337,7 @@ fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
     let list: Vec<Gpa> = (limit..512).map(|page| Gpa(page * PAGE_SIZE)).collect();
     let done = vcpu.pre_fault_pages(&list, Access::Write).unwrap() as u64;
     assert!((limit..=256).contains(&done), "{done} pages");
-    let full = Error::DirtyRingFull { gpa: list[done as usize] };
+    let full = FaultError::DirtyRingFull { gpa: list[done as usize] };
     assert_eq!(vcpu.pre_fault_pages(&list[done as usize..], Access::Write), Err(full));
     assert_eq!(harvest(&vm), pages_of(0, limit..limit + done));
     assert_eq!(vm.reset_dirty_rings(), Ok(done));
@@ -424,23 +428,23 @@ fn options_that_exclude_each_other_are_refused_and_change_nothing() {
         Config::default().with_huge_page_logging(HugePageLogging::MarkWhole),
     ] {
         let vm = new(config);
-        assert_eq!(vm.enable_dirty_ring(1024), Err(Error::RingNeedsPageFaults));
+        assert_eq!(vm.enable_dirty_ring(1024), Err(ConfigError::RingNeedsPageFaults));
         assert!(vm.create_vcpu().unwrap().dirty_ring().is_none());
     }
     let vm = new(Config::default());
     for nr_entries in [0, 1, 64, 128, 255, 257, 1000, 65535, 65537, 131_072, u32::MAX] {
-        assert_eq!(vm.enable_dirty_ring(nr_entries), Err(Error::BadRingSize { nr_entries }));
+        assert_eq!(vm.enable_dirty_ring(nr_entries), Err(ConfigError::BadRingSize { nr_entries }));
     }
-    assert_eq!(vm.reset_dirty_rings(), Err(Error::NoDirtyRing));
+    assert_eq!(vm.reset_dirty_rings(), Err(LogError::NoDirtyRing));
     // A memslot may log before: its bitmap is not used any more.
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0, PageSize::Size2M)).unwrap();
     vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
     assert_eq!(vm.enable_dirty_ring(65536), Ok(()));
-    assert_eq!(vm.enable_dirty_ring(65536), Err(Error::DirtyRingEnabled));
+    assert_eq!(vm.enable_dirty_ring(65536), Err(ConfigError::DirtyRingEnabled));
     let mut vcpu = vm.create_vcpu().unwrap();
     write(&mut vcpu, 9);
-    assert_eq!(vm.enable_dirty_ring(256), Err(Error::DirtyRingEnabled));
-    let (mut bitmap, in_use) = ([0; 16], Error::DirtyRingInUse { slot: 0 });
+    assert_eq!(vm.enable_dirty_ring(256), Err(ConfigError::DirtyRingEnabled));
+    let (mut bitmap, in_use) = ([0; 16], LogError::DirtyRingInUse { slot: 0 });
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Err(in_use));
     assert_eq!(vm.get_dirty_log_range(0, 0, 64, &mut bitmap), Err(in_use));
     assert_eq!(vm.clear_dirty_log(0, 0, 1024, &[u64::MAX; 16]), Err(in_use));
@@ -454,7 +458,7 @@ fn options_that_exclude_each_other_are_refused_and_change_nothing() {
 
     let vm = new(Config::default());
     let vcpu = vm.create_vcpu().unwrap();
-    assert_eq!(vm.enable_dirty_ring(256), Err(Error::VcpusExist));
+    assert_eq!(vm.enable_dirty_ring(256), Err(ConfigError::VcpusExist));
     assert_eq!(vm.dirty_rings().count(), 0);
     drop(vcpu);
 }
@@ -470,7 +474,7 @@ fn either_enabling_or_a_concurrent_vcpu_comes_first() {
             let vcpus = vcpus.map(|vcpu| vcpu.join().unwrap());
             (enabled, vcpus.map(|vcpu| vcpu.dirty_ring().is_some()))
         });
-        assert!(matches!(enabled, Ok(()) | Err(Error::VcpusExist)));
+        assert!(matches!(enabled, Ok(()) | Err(ConfigError::VcpusExist)));
         assert_eq!(rings, [enabled.is_ok(); 2]);
     }
 }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::common::{Frame, GIB, MIB, TestHost, Translation, Writes, change, region, translate, vm};
+use slat::error::{FaultError, LogError, SlotError};
 use slat::format::{Format, Pte};
-use slat::{Access, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
 
 /// Runs a test for each format and locking.
 macro_rules! each {
@@ -79,7 +80,7 @@ fn exits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let too_high = Gpa(1 << F::GPA_BITS);
     assert_eq!(
         vcpu.handle_fault(too_high, Access::Read),
-        Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS })
+        Err(FaultError::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS })
     );
     assert_eq!(vm.stats().exits, 3);
 }
@@ -91,7 +92,7 @@ fn gone<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     backing.gone.store(true, Ordering::SeqCst);
-    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Err(Error::BackingGone { gpa: Gpa(0x3000) }));
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Err(FaultError::BackingGone { gpa: Gpa(0x3000) }));
     assert_eq!((translate(&vm, Gpa(0x3000)), vm.host().live_tables()), (None, 1));
     backing.gone.store(false, Ordering::SeqCst);
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Ok(Outcome::Resume));
@@ -122,7 +123,7 @@ fn copied<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
     let frame = Frame { pfn: 0x777, writes: Writes::Allowed };
     backing.frames.write().unwrap().insert(3, frame);
-    let refused = Err(Error::BadResolve { gpa: Gpa(0x3000) });
+    let refused = Err(FaultError::BadResolve { gpa: Gpa(0x3000) });
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), refused);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0x3000), 4096, Access::Write).map(|_| Outcome::Resume), refused);
     assert_eq!(translate(&vm, Gpa(0x3000)).map(|found| (found.pfn, found.writable)), Some((Pfn(0x103), false)));
@@ -166,7 +167,7 @@ fn logging<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
     assert_eq!(translate(&vm, Gpa(0)).unwrap().level, Level::L1G);
     let mut bitmap = vec![u64::MAX; 4096];
-    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Err(Error::NotLogging { slot: 0 }));
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Err(LogError::NotLogging { slot: 0 }));
     vm.set_user_memory_region(change(0, log, 0, GIB)).unwrap();
     let huge = translate(&vm, Gpa(0)).unwrap();
     assert_eq!((huge.level, huge.writable), (Level::L1G, false));
@@ -190,9 +191,9 @@ fn logging<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(vm.host().nr_flushes(), 2 + nr_breaks);
     assert_eq!(
         vm.get_dirty_log(0, &mut bitmap[..4095]),
-        Err(Error::BitmapTooShort { slot: 0, words: 4095, needed: 4096 })
+        Err(LogError::BitmapTooShort { slot: 0, words: 4095, needed: 4096 })
     );
-    assert_eq!(vm.get_dirty_log(1, &mut bitmap), Err(Error::NoSuchSlot { slot: 1 }));
+    assert_eq!(vm.get_dirty_log(1, &mut bitmap), Err(LogError::NoSuchSlot { slot: 1 }));
     // Logging off: the next write only restores write access.
     vm.set_user_memory_region(change(0, MemoryRegionFlags::empty(), 0, GIB)).unwrap();
     let resolves = vm.host().resolves.load(Ordering::SeqCst);
@@ -244,7 +245,7 @@ fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(translate(&vm, Gpa(GIB + 4096)), None);
     assert_eq!(
         vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)),
-        Err(Error::NoSuchSlot { slot: 5 })
+        Err(SlotError::NoSuchSlot { slot: 5 })
     );
     vm.reclaim();
     assert!(dropped.load(Ordering::SeqCst));

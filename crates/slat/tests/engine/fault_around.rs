@@ -15,11 +15,12 @@ use crate::common::{Frame, MIB, TestBacking, TestHost, Writes, assert_no_table_i
 use slat::Level;
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
+use slat::error::{ConfigError, FaultError};
 use slat::format::{Format, Npt};
 use slat::tables::{AccessTracking, FaultAround, Translation};
 use slat::{
-    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -144,7 +145,7 @@ fn a_window_that_is_no_power_of_two_or_too_large_is_refused() {
         let config = Config::default().with_fault_around(FaultAround::Pages(nr_pages));
         let result = Vm::<TestHost, Npt>::new(TestHost::default(), config).map(|_| ());
         let is_good = [2, 4, 8, 16, 32, 64].contains(&nr_pages);
-        assert_eq!(result, if is_good { Ok(()) } else { Err(Error::BadFaultAround { nr_pages }) });
+        assert_eq!(result, if is_good { Ok(()) } else { Err(ConfigError::BadFaultAround { nr_pages }) });
     }
 }
 
@@ -382,7 +383,7 @@ fn no_memory<F: Format>(locking: Locking) {
         for k in 0..nr_tables {
             // Spare page-table pages stay in the vCPU's cache.
             vm.host().fail_after(i64::from(k != 0));
-            assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Read), Err(Error::OutOfMemory));
+            assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Read), Err(FaultError::OutOfMemory));
             assert_eq!(mapped(&vm, 0..1024), expected);
         }
         vm.host().fail_after(i64::from(nr_tables != 0));

@@ -9,11 +9,12 @@ use crate::common::trap::{TrapHost, trap_vm_with};
 use crate::common::{GIB, MIB, PRIVATE_PFN, change, each, lazily_splitting, region, translate, vm};
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
+use slat::error::FaultError;
 use slat::format::{Format, Npt};
 use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
 use slat::tables::AccessTracking;
 use slat::{
-    Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -21,7 +22,7 @@ const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const PRIVATE: MemoryAttributes = MemoryAttributes::PRIVATE;
-const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+const RESUMED: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 const TIB: u64 = 1 << 40;
 
 /// Deletes memslot `victim` at the first look of a thread with an open guard, then counts the looks
@@ -152,7 +153,7 @@ fn many_pages_are_checked_in_many_guards() {
     let mut victim = Victim::create(&vm);
     let (nr_looks, probed) = (Arc::clone(&victim.nr_looks), Arc::downgrade(&vm));
     *words.at_look.lock().unwrap() = Some(Box::new(move || victim.look(&probed.upgrade().unwrap())));
-    assert_eq!(vm.check_access(Gpa(0), SIZE), Ok(()));
+    assert_eq!(vm.check_access(Gpa(0), SIZE), Ok(Outcome::Resume));
     *words.at_look.lock().unwrap() = None;
     let nr_looks = nr_looks.load(Ordering::SeqCst);
     assert!((1..=4096).contains(&nr_looks), "freed after {nr_looks} pages");
@@ -192,12 +193,12 @@ fn huge_guest_memfd<F: Format>(locking: Locking) {
             assert!((0..2048).all(|page| translate(&vm, Gpa(gpa + page * PAGE_SIZE)).unwrap().level == level));
         }
         assert_eq!(
-            vm.check_access(Gpa(0), 4 * GIB).unwrap_err(),
-            Error::MemoryFault {
+            vm.check_access(Gpa(0), 4 * GIB),
+            Ok(Outcome::Exit(Exit::MemoryFault {
                 flags: slat::slots::MemoryFaultFlags::PRIVATE,
                 gpa: Gpa(GIB + 5 * PAGE_SIZE),
                 size: PAGE_SIZE,
-            }
+            }))
         );
         // All of it, again.
         vm.set_memory_attributes(Gpa(0), size, PRIVATE).unwrap();

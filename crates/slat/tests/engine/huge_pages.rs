@@ -12,10 +12,11 @@ use crate::common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirt
 use crate::common::{GIB, MIB, change, region, translate};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::RangeError;
 use slat::format::{Ept, Format, Npt};
 use slat::host::{AllocationWait, ZappedLeaf};
 use slat::tables::AccessTracking;
-use slat::{Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 use crate::common::TestHost;
 
@@ -465,7 +466,7 @@ fn bad_input<F: Format>(config: Config) {
     let empty = GfnRange { start: Gfn(7), end: Gfn(7) };
     let inverted = GfnRange { start: Gfn(8), end: Gfn(7) };
     for range in [empty, inverted] {
-        let refused = Err(Error::EmptyRange { start: range.start, end: range.end });
+        let refused = Err(RangeError::EmptyRange { start: range.start, end: range.end });
         assert_eq!(world.vm.split_range(range, PageSize::Size4K), refused);
         assert_eq!(world.vm.recover_range(range), refused);
     }
@@ -473,7 +474,7 @@ fn bad_input<F: Format>(config: Config) {
         [GfnRange::new(Gfn(end - 1), 2), GfnRange::new(Gfn(end), 1), GfnRange { start: Gfn(0), end: Gfn(u64::MAX) }];
     for range in past_end {
         let gpa = Gfn(end).gpa();
-        let refused = Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS });
+        let refused = Err(RangeError::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS });
         assert_eq!(world.vm.split_range(range, PageSize::Size2M), refused);
         assert_eq!(world.vm.recover_range(range), refused);
     }

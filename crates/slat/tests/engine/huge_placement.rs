@@ -9,9 +9,10 @@ use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
 use slat::baselines::Locking;
 use slat::dirty::HugePageLogging;
+use slat::error::FaultError;
 use slat::format::{Format, Pte};
 use slat::tables::TablePlacement;
-use slat::{Access, Config, Error, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize};
+use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
@@ -214,7 +215,7 @@ fn left_over<F: Format>(config: Config) {
     // All page-table pages that it needs are at hand, except the last.
     let nr_tables = usize::from(F::ROOT_LEVEL.0 - 1);
     world.vm.host().fail_after(nr_tables as i64 - 1);
-    assert_eq!(world.vcpu.handle_fault(slot.gfn(0).gpa(), Access::Read), Err(Error::OutOfMemory));
+    assert_eq!(world.vcpu.handle_fault(slot.gfn(0).gpa(), Access::Read), Err(FaultError::OutOfMemory));
     world.vm.host().never_fail();
     assert_eq!(world.vm.host().live_tables(), nr_tables);
     world.read(slot, HUGE + BIG);
@@ -228,7 +229,7 @@ fn left_over<F: Format>(config: Config) {
     assert_eq!((stats.fault_tables, stats.remote_fault_tables, stats.tables_freed), (nr_tables, 0, nr_tables - 1));
     // Spare ones of the same node are used.
     world.vm.host().fail_after(1);
-    assert_eq!(world.vcpu.handle_fault(slot.gfn(2 * HUGE + BIG).gpa(), Access::Read), Err(Error::OutOfMemory));
+    assert_eq!(world.vcpu.handle_fault(slot.gfn(2 * HUGE + BIG).gpa(), Access::Read), Err(FaultError::OutOfMemory));
     assert_eq!(world.vcpu.handle_fault(slot.gfn(HUGE + 5 * BIG).gpa(), Access::Read), Ok(Outcome::Resume));
     world.vm.host().never_fail();
     assert_eq!(world.vm.stats().remote_fault_tables, 0);

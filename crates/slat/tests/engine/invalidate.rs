@@ -12,11 +12,12 @@ use crate::common::{
     Frame, GIB, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region, translate, vm, walk,
 };
 use slat::baselines::{Locking, Park};
+use slat::error::{FaultError, RangeError, SlotError};
 use slat::format::Format;
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
-    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
-    Pfn, Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
+    Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -48,7 +49,7 @@ fn bad_ranges<F: Format>(locking: Locking) {
     let space = 1 << (F::GPA_BITS - 12);
     let range = |start, end| GfnRange { start: Gfn(start), end: Gfn(end) };
     for (start, end) in [(0, 0), (5, 5), (5, 4), (u64::MAX, 0), (space, space), (space + 1, 1)] {
-        let error = Error::EmptyRange { start: Gfn(start), end: Gfn(end) };
+        let error = RangeError::EmptyRange { start: Gfn(start), end: Gfn(end) };
         assert_eq!(vm.invalidate_range(range(start, end)).map(drop), Err(error));
         assert_eq!(vm.age_range(range(start, end)), Err(error));
         assert_eq!(vm.test_age_range(range(start, end)), Err(error));
@@ -56,7 +57,7 @@ fn bad_ranges<F: Format>(locking: Locking) {
     for (start, end) in [(0, space + 1), (space, space + 1), (0, u64::MAX), (u64::MAX - 1, u64::MAX)] {
         // The first address beyond the space; the greatest address for frames that have none.
         let gpa = Gpa(start.max(space).saturating_mul(PAGE_SIZE));
-        let error = Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS };
+        let error = RangeError::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS };
         assert_eq!(vm.invalidate_range(range(start, end)).map(drop), Err(error));
         assert_eq!(vm.age_range(range(start, end)), Err(error));
         assert_eq!(vm.test_age_range(range(start, end)), Err(error));
@@ -455,7 +456,7 @@ fn read_only_again<F: Format>(locking: Locking) {
     assert_eq!(reader.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
     assert_eq!(entry(), before);
     keeper.go.send(()).unwrap();
-    assert_eq!(writing.join().unwrap(), Err(Error::BackingGone { gpa }));
+    assert_eq!(writing.join().unwrap(), Err(FaultError::BackingGone { gpa }));
     assert!(
         !F::is_present(entry()) || entry().0 & F::WRITABLE != F::WRITABLE,
         "writable, and the host has forbidden it"
@@ -545,7 +546,7 @@ fn place_of_a_slot<F: Format>(locking: Locking) {
             let flush = vm.host().in_flush.set();
             let changing = scope.spawn(|| vm.set_user_memory_region(change));
             flush.arrived.recv().unwrap();
-            assert_eq!(new(), Err(Error::Overlap { slot: 1, gpa: Gpa(0), other: 0 }));
+            assert_eq!(new(), Err(SlotError::Overlap { slot: 1, gpa: Gpa(0), other: 0 }));
             flush.go.send(()).unwrap();
             assert_eq!(changing.join().unwrap(), Ok(()));
         });

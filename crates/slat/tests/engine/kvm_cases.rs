@@ -9,10 +9,9 @@ use std::sync::{Arc, Barrier, Mutex};
 use crate::common::guest::Guest;
 use crate::common::{GIB, MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
+use slat::error::{FaultError, SlotError};
 use slat::format::Format;
-use slat::{
-    Access, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
-};
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -65,7 +64,7 @@ mod stress {
 
 /// Accesses page `gfn` until that succeeds, and checks that it has the frame of `life`. An error
 /// among `allowed` is returned; any other fails the test.
-fn access<F: Format>(guest: &mut Guest<F>, life: u64, gfn: u64, access: Access) -> Result<(), Error> {
+fn access<F: Format>(guest: &mut Guest<F>, life: u64, gfn: u64, access: Access) -> Result<(), FaultError> {
     let gpa = Gfn(gfn).gpa();
     loop {
         let done = guest.during_access(gpa, |found| {
@@ -102,7 +101,7 @@ fn mmu_stress<F: Format>(locking: Locking) {
                     let was_read_only = is_read_only.load(Ordering::SeqCst);
                     let result = access(&mut guest, 2, gfn, Access::Write);
                     if result != Ok(()) {
-                        assert_eq!(result, Err(Error::BackingGone { gpa: Gfn(gfn).gpa() }));
+                        assert_eq!(result, Err(FaultError::BackingGone { gpa: Gfn(gfn).gpa() }));
                     }
                     assert!(!was_read_only || result.is_err(), "a write to read-only page {gfn:#x}");
                     if was_read_only {
@@ -112,7 +111,7 @@ fn mmu_stress<F: Format>(locking: Locking) {
                 for gfn in stress::frames(index) {
                     assert_eq!(
                         access(&mut guest, 2, gfn, Access::Write),
-                        Err(Error::BackingGone { gpa: Gfn(gfn).gpa() })
+                        Err(FaultError::BackingGone { gpa: Gfn(gfn).gpa() })
                     );
                     assert_eq!(access(&mut guest, 2, gfn, Access::Read), Ok(()));
                 }
@@ -222,7 +221,7 @@ fn move_in_use<F: Format>(locking: Locking) {
         // By less than its size, as in KVM's test.
         |vm| vm.set_user_memory_region(change(3, NO_FLAGS, GIB + PAGE_SIZE, 2 * MIB)).unwrap(),
         |vm| match vm.set_user_memory_region(change(3, NO_FLAGS, GIB, 2 * MIB)) {
-            Err(Error::NoBacking { .. }) => {
+            Err(SlotError::NoBacking { .. }) => {
                 vm.set_user_memory_region(region(3, GIB, 2 * MIB, 0x1000, PageSize::Size2M)).unwrap();
             }
             moved => moved.unwrap(),
@@ -251,12 +250,12 @@ fn invalid_flags<F: Format>(locking: Locking) {
         let flags = MemoryRegionFlags::from_bits_retain(1 << bit);
         let result = vm.set_user_memory_region(MemoryRegion { flags, ..region(0, 0, MIB, 0x100, PageSize::Size4K) });
         if flags == MemoryRegionFlags::USERFAULT {
-            assert_eq!(result, Err(Error::NoUserfaultBitmap { slot: 0 }));
+            assert_eq!(result, Err(SlotError::NoUserfaultBitmap { slot: 0 }));
         } else if known.contains(flags) {
             assert_eq!(result, Ok(()));
             vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
         } else {
-            assert_eq!(result, Err(Error::UnknownFlags { slot: 0, flags: 1 << bit }));
+            assert_eq!(result, Err(SlotError::UnknownFlags { slot: 0, flags: 1 << bit }));
         }
     }
     let both = MemoryRegionFlags::READONLY | LOG;
@@ -275,13 +274,13 @@ fn memslots_are_limited_by_their_numbers() {
         vm.set_user_memory_region(new(slot)).unwrap();
     }
     for slot in [MemoryRegion::MAX_SLOTS, MemoryRegion::MAX_SLOTS + 1, u32::MAX] {
-        assert_eq!(vm.set_user_memory_region(new(slot)), Err(Error::SlotTooHigh { slot }));
+        assert_eq!(vm.set_user_memory_region(new(slot)), Err(SlotError::SlotTooHigh { slot }));
     }
     // Over an existing one.
     let last = MemoryRegion::MAX_SLOTS - 1;
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     let over = region(0, gpa(last), PAGE_SIZE, 0x1000, PageSize::Size4K);
-    assert_eq!(vm.set_user_memory_region(over), Err(Error::Overlap { slot: 0, gpa: Gpa(gpa(last)), other: last }));
+    assert_eq!(vm.set_user_memory_region(over), Err(SlotError::Overlap { slot: 0, gpa: Gpa(gpa(last)), other: last }));
     let mut vcpu = vm.create_vcpu().unwrap();
     for slot in [1, MemoryRegion::MAX_SLOTS / 2, last] {
         assert_eq!(vcpu.handle_fault(Gpa(gpa(slot)), Access::Write), Ok(Outcome::Resume));

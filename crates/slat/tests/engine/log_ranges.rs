@@ -7,9 +7,10 @@ use std::sync::atomic::AtomicU64;
 use crate::common::{TestHost, each, lazily_splitting, region};
 use slat::baselines::Locking;
 use slat::dirty::ManualProtect;
+use slat::error::{LogError, SlotError};
 use slat::format::Format;
 use slat::slots::UserfaultBitmap;
-use slat::{Access, Error, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const FIRST: u64 = 512;
 /// One word of the log, and one page.
@@ -35,9 +36,9 @@ fn world<F: Format>(locking: Locking, manual_protect: ManualProtect) -> Vm<TestH
     Arc::into_inner(vm).unwrap()
 }
 
-/// The error of each call for `nr_pages` pages from `first_page` on: get, clear, mark, rescan.
+/// The errors of the calls for `nr_pages` pages from `first_page` on: get, clear, mark; rescan.
 /// Nothing may change.
-fn refused<F: Format>(vm: &Vm<TestHost, F>, first_page: u64, nr_pages: u64) -> [Error; 4] {
+fn refused<F: Format>(vm: &Vm<TestHost, F>, first_page: u64, nr_pages: u64) -> ([LogError; 3], SlotError) {
     let before = (vm.nr_marked_dirty(), vm.stats().flushes, vm.stats().protected);
     let mut bitmap = [0x55aa; 4];
     let get = vm.get_dirty_log_range(0, first_page, nr_pages, &mut bitmap).unwrap_err();
@@ -46,7 +47,7 @@ fn refused<F: Format>(vm: &Vm<TestHost, F>, first_page: u64, nr_pages: u64) -> [
     let mark = vm.mark_dirty(0, first_page, nr_pages).unwrap_err();
     let rescan = vm.rescan_userfault(0, first_page, nr_pages).unwrap_err();
     assert_eq!((vm.nr_marked_dirty(), vm.stats().flushes, vm.stats().protected), before, "{first_page}, {nr_pages}");
-    [get, clear, mark, rescan]
+    ([get, clear, mark], rescan)
 }
 
 each!(ranges_that_have_no_page_or_reach_behind_the_slot_are_refused_alike, bad_ranges);
@@ -55,7 +56,9 @@ fn bad_ranges<F: Format>(locking: Locking) {
         let vm = world::<F>(locking, manual_protect);
         for first_page in [0, 1, 63, 64, 65, 66, 1 << 40, u64::MAX] {
             let start = Gfn(FIRST.saturating_add(first_page));
-            assert_eq!(refused(&vm, first_page, 0), [Error::EmptyRange { start, end: start }; 4], "{first_page}");
+            let empty = LogError::EmptyRange { start, end: start };
+            let empty_slot_range = SlotError::EmptyRange { start, end: start };
+            assert_eq!(refused(&vm, first_page, 0), ([empty; 3], empty_slot_range), "{first_page}");
         }
         for (first_page, nr_pages) in [
             (0, PAGES + 1),
@@ -70,23 +73,24 @@ fn bad_ranges<F: Format>(locking: Locking) {
             (u64::MAX, 1),
             (u64::MAX, u64::MAX),
         ] {
-            let past_end = Error::LogRangePastEnd { slot: 0, first_page, nr_pages, slot_pages: PAGES };
-            assert_eq!(refused(&vm, first_page, nr_pages), [past_end; 4]);
+            let past_log = LogError::RangePastEnd { slot: 0, first_page, nr_pages, slot_pages: PAGES };
+            let past_slot = SlotError::RangePastEnd { slot: 0, first_page, nr_pages, slot_pages: PAGES };
+            assert_eq!(refused(&vm, first_page, nr_pages), ([past_log; 3], past_slot));
         }
         // Whole words only, for the log.
         for (first_page, nr_pages) in [(0, 1), (0, 63), (1, 64), (63, 2), (1, 1)] {
-            let unaligned = Err(Error::UnalignedLogRange { slot: 0, first_page, nr_pages });
+            let unaligned = Err(LogError::UnalignedRange { slot: 0, first_page, nr_pages });
             assert_eq!(vm.get_dirty_log_range(0, first_page, nr_pages, &mut [0; 4]), unaligned);
             assert_eq!(vm.clear_dirty_log(0, first_page, nr_pages, &[u64::MAX; 4]), unaligned);
         }
         for (first_page, nr_pages, words) in [(0, PAGES, 1), (0, 64, 0), (64, 1, 0)] {
             let needed = (nr_pages as usize).div_ceil(64);
-            let too_short = Err(Error::BitmapTooShort { slot: 0, words, needed });
+            let too_short = Err(LogError::BitmapTooShort { slot: 0, words, needed });
             assert_eq!(vm.get_dirty_log_range(0, first_page, nr_pages, &mut [0; 4][..words]), too_short);
             assert_eq!(vm.clear_dirty_log(0, first_page, nr_pages, &[u64::MAX; 4][..words]), too_short);
         }
         for page in [PAGES, u64::MAX] {
-            let past_end = Error::LogRangePastEnd { slot: 0, first_page: page, nr_pages: 1, slot_pages: PAGES };
+            let past_end = LogError::RangePastEnd { slot: 0, first_page: page, nr_pages: 1, slot_pages: PAGES };
             assert_eq!(vm.is_marked_dirty(0, page), Err(past_end));
         }
         // All is still there.

@@ -12,8 +12,9 @@ use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, NO_FLAGS, Slot, pages_of, write_as_hardware};
 use crate::common::{TestHost, assert_no_table_is_left, change, region, translate};
 use slat::dirty::DirtyTracking;
+use slat::error::{LogError, SlotError};
 use slat::format::Format;
-use slat::{Access, Config, Error, GfnRange, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
+use slat::{Access, Config, GfnRange, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 /// One whole page-table page, and some pages of the next.
 const SLOT: Slot = Slot::new(1, 512, 512 + 10);
@@ -93,7 +94,7 @@ impl Actor {
     fn get(&mut self) -> Vec<u64> {
         let mut bitmap = vec![0; SLOT.nr_words()];
         let result = self.vm.get_dirty_log(SLOT.id, &mut bitmap);
-        assert!(matches!(result, Ok(_) | Err(Error::NotLogging { .. })), "{result:?}");
+        assert!(matches!(result, Ok(_) | Err(LogError::NotLogging { .. })), "{result:?}");
         let pages = pages_of(&bitmap, 0);
         self.pending.lock().unwrap().retain(|page| !pages.contains(page));
         pages
@@ -106,7 +107,7 @@ impl Actor {
     fn set_flags(&mut self, flags: MemoryRegionFlags) {
         let changed = change(SLOT.id, flags, SLOT.first * PAGE_SIZE, SLOT.nr_pages * PAGE_SIZE);
         let result = self.vm.set_user_memory_region(changed);
-        if result == Err(Error::SlotBusy { slot: SLOT.id }) {
+        if result == Err(SlotError::SlotBusy { slot: SLOT.id }) {
             // The victim is changing it.
             return;
         }

@@ -14,9 +14,10 @@ use crate::common::log::{HUGE_PAGE_LOGGINGS, LAZY_HUGE_PAGE_LOGGINGS, LOG, NO_FL
 use crate::common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::error::SlotError;
 use slat::format::{Format, Npt};
 use slat::host::AllocationWait;
-use slat::{Access, Config, Error, Gfn, GfnRange, Level, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Config, Gfn, GfnRange, Level, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
@@ -164,7 +165,7 @@ impl<F: Format> Scene<F> {
         }
         match self.holding(all, || self.vm.set_user_memory_region(change(SLOT, NO_FLAGS, 0, 0))) {
             // The overtaken call holds it.
-            Err(Error::SlotBusy { .. }) => return,
+            Err(SlotError::SlotBusy { .. }) => return,
             result => result.unwrap(),
         }
         self.check_reports(all);
@@ -190,7 +191,7 @@ impl<F: Format> Scene<F> {
         match self.vm.set_user_memory_region(change(SLOT, flags, start, self.nr_pages * PAGE_SIZE)) {
             Ok(()) => self.logs.store(on, Ordering::SeqCst),
             // The overtaken call holds it, or two memslots have replaced it.
-            Err(Error::SlotBusy { .. } | Error::SizeFixed { .. }) => {}
+            Err(SlotError::SlotBusy { .. } | SlotError::SizeFixed { .. }) => {}
             Err(error) => panic!("{error}"),
         }
     }

@@ -13,9 +13,10 @@ use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::trap::trap_vm;
 use crate::common::{Frame, MIB, TestHost, Writes, change, region, set_accessed_and_dirty, translate, walk};
 use slat::baselines::Locking;
+use slat::error::FaultError;
 use slat::format::Format;
 use slat::tables::AccessTracking;
-use slat::{Access, Config, Error, Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Vm};
+use slat::{Access, Config, Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -104,11 +105,11 @@ fn overtaken(before: Before, overtaking: Overtaking, access: Access, nth: u32) -
             _ => assert!(found.is_none_or(|found| found.pfn.0 == 0x9999), "{case}"),
         }
         let gone = overtaking == Overtaking::Forbid && access == Access::Write;
-        assert!(result == Ok(Outcome::Resume) || (gone && result == Err(Error::BackingGone { gpa })), "{case}");
+        assert!(result == Ok(Outcome::Resume) || (gone && result == Err(FaultError::BackingGone { gpa })), "{case}");
         // The guest tries again, and must succeed. (The fault may have been complete before it was
         // overtaken.)
         let again = vcpu.handle_fault(gpa, access);
-        assert_eq!(again, if gone { Err(Error::BackingGone { gpa }) } else { Ok(Outcome::Resume) }, "{case}");
+        assert_eq!(again, if gone { Err(FaultError::BackingGone { gpa }) } else { Ok(Outcome::Resume) }, "{case}");
         let written = access == Access::Write && !gone;
         assert!(gone || translate(&vm, gpa).is_some_and(|found| found.writable || !written), "{case}");
         if written && flags.contains(LOG) {
@@ -185,7 +186,7 @@ fn a_slow_answer(nth: u32) -> bool {
             entry.0 & Hooked::WRITABLE == 0 || !Hooked::is_present(entry),
             "{nth}: {result:?} {slow_result:?} {entry:x?}"
         );
-        assert_eq!(slow_result, Err(Error::BackingGone { gpa }), "{nth}");
+        assert_eq!(slow_result, Err(FaultError::BackingGone { gpa }), "{nth}");
     }
     was_overtaken
 }

@@ -11,8 +11,9 @@ use crate::common::trap::trap_vm;
 use crate::common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
+use slat::error::FaultError;
 use slat::format::{Format, Pte};
-use slat::{Access, Error, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -129,7 +130,7 @@ fn half_way<F: Format>(locking: Locking) {
         vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         vm.host().fail_after(tables);
-        assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Err(Error::OutOfMemory));
+        assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Err(FaultError::OutOfMemory));
         let (_, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(0));
         assert_eq!((translate(&vm, Gpa(0)), level), (None, F::ROOT_LEVEL), "a table was linked");
         drop(vcpu);
@@ -205,7 +206,7 @@ fn wide_root<F: Format>() {
     let above = Gpa(4 * quarter);
     assert_eq!(
         vcpu.handle_fault(above, Access::Read),
-        Err(Error::AddressTooHigh { gpa: above, gpa_bits: F::GPA_BITS })
+        Err(FaultError::AddressTooHigh { gpa: above, gpa_bits: F::GPA_BITS })
     );
 }
 

@@ -7,11 +7,12 @@ use std::thread;
 use crate::common::trap::trap_vm;
 use crate::common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
+use slat::error::FaultError;
 use slat::format::Format;
 use slat::tables::Translation;
 use slat::{
-    Access, Error, Exit, Gfn, GfnRange, Gpa, Host, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Pfn, Vcpu, Vm,
+    Access, Exit, Gfn, GfnRange, Gpa, Host, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
+    Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -106,8 +107,8 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
     vm.set_user_memory_region(region(0, 2 * MIB, size_bytes, 7, PageSize::Size4K)).unwrap();
     assert_eq!(vcpu.pre_fault_memory(Gpa(2 * MIB), size_bytes + PAGE_SIZE, Access::Read), Ok(size_bytes));
     let behind = Gpa(2 * MIB + size_bytes);
-    assert_eq!(vcpu.pre_fault_memory(behind, PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: behind }));
-    assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(0) }));
+    assert_eq!(vcpu.pre_fault_memory(behind, PAGE_SIZE, Access::Read), Err(FaultError::NoMemslot { gpa: behind }));
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(FaultError::NoMemslot { gpa: Gpa(0) }));
 
     // A backing that is shorter than its memslot, in the middle of a block.
     let mut short = region(1, GIB, 4 * MIB, 0, PageSize::Size4K);
@@ -115,7 +116,7 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
     vm.set_user_memory_region(short).unwrap();
     assert_eq!(vcpu.pre_fault_memory(Gpa(GIB), 4 * MIB, Access::Read), Ok(700 * PAGE_SIZE));
     let gone = Gpa(GIB + 700 * PAGE_SIZE);
-    assert_eq!(vcpu.pre_fault_memory(gone, PAGE_SIZE, Access::Read), Err(Error::BackingGone { gpa: gone }));
+    assert_eq!(vcpu.pre_fault_memory(gone, PAGE_SIZE, Access::Read), Err(FaultError::BackingGone { gpa: gone }));
     assert_eq!(mapped(&vm, GIB, 1024).iter().flatten().count(), 700);
 }
 each!(a_prefault_stops_where_memory_ends, stops_where_memory_ends);
@@ -127,17 +128,17 @@ fn refuses<F: Format>(locking: Locking) {
     vm.set_user_memory_region(read_only).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut pre_fault = |gpa, size_bytes, access| vcpu.pre_fault_memory(Gpa(gpa), size_bytes, access);
-    assert_eq!(pre_fault(1, PAGE_SIZE, Access::Read), Err(Error::UnalignedAddress { gpa: Gpa(1) }));
-    assert_eq!(pre_fault(0, 0, Access::Read), Err(Error::BadSize { size_bytes: 0 }));
-    assert_eq!(pre_fault(0, 4095, Access::Read), Err(Error::BadSize { size_bytes: 4095 }));
-    assert_eq!(pre_fault(0, PAGE_SIZE, Access::Write), Err(Error::NoMemslot { gpa: Gpa(0) }));
+    assert_eq!(pre_fault(1, PAGE_SIZE, Access::Read), Err(FaultError::UnalignedAddress { gpa: Gpa(1) }));
+    assert_eq!(pre_fault(0, 0, Access::Read), Err(FaultError::BadSize { size_bytes: 0 }));
+    assert_eq!(pre_fault(0, 4095, Access::Read), Err(FaultError::BadSize { size_bytes: 4095 }));
+    assert_eq!(pre_fault(0, PAGE_SIZE, Access::Write), Err(FaultError::NoMemslot { gpa: Gpa(0) }));
     assert_eq!(pre_fault(0, u64::MAX - 4095, Access::Read), Ok(MIB));
     let too_high = Gpa(1 << F::GPA_BITS);
-    let expected = Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
+    let expected = Err(FaultError::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
     assert_eq!(pre_fault(too_high.0, PAGE_SIZE, Access::Read), expected);
     let held = vm.invalidate_range(GfnRange::new(Gfn(5), 1)).unwrap();
     assert_eq!(pre_fault(4 * PAGE_SIZE, 3 * PAGE_SIZE, Access::Read), Ok(PAGE_SIZE));
-    assert_eq!(pre_fault(5 * PAGE_SIZE, PAGE_SIZE, Access::Read), Err(Error::Busy { gpa: Gpa(5 * PAGE_SIZE) }));
+    assert_eq!(pre_fault(5 * PAGE_SIZE, PAGE_SIZE, Access::Read), Err(FaultError::Busy { gpa: Gpa(5 * PAGE_SIZE) }));
     drop(held);
     assert_eq!(pre_fault(5 * PAGE_SIZE, PAGE_SIZE, Access::Read), Ok(PAGE_SIZE));
     vm.host().fail_after(0);
@@ -158,7 +159,7 @@ fn survives_without_memory<F: Format>(locking: Locking) {
         // Those above, and one for each block.
         let nr_above = u64::from(F::ROOT_LEVEL.0 - Level::L2M.0);
         let expected = match (nr_tables as u64).saturating_sub(nr_above) * 2 * MIB {
-            0 => Err(Error::OutOfMemory),
+            0 => Err(FaultError::OutOfMemory),
             size_bytes => Ok(size_bytes.min(8 * MIB)),
         };
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read), expected, "{nr_tables} tables");
@@ -209,15 +210,18 @@ fn maps_a_list<F: Format>(locking: Locking) {
     // A page that cannot be mapped ends the list, and is an error if it is the first.
     let list = [Gpa(PAGE_SIZE), Gpa(2 * PAGE_SIZE), Gpa(9 * MIB), Gpa(4 * PAGE_SIZE)];
     assert_eq!(vcpu.pre_fault_pages(&list, Access::Write), Ok(2));
-    assert_eq!(vcpu.pre_fault_pages(&list[2..], Access::Write), Err(Error::NoMemslot { gpa: Gpa(9 * MIB) }));
+    assert_eq!(vcpu.pre_fault_pages(&list[2..], Access::Write), Err(FaultError::NoMemslot { gpa: Gpa(9 * MIB) }));
     assert_eq!(mapped(&vm, 4 * PAGE_SIZE, 1), [None]);
     let too_high = Gpa(u64::MAX);
-    let expected = Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
+    let expected = Err(FaultError::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
     assert_eq!(vcpu.pre_fault_pages(&[too_high], Access::Read), expected);
     assert_eq!(vcpu.pre_fault_pages(&[Gpa(0), too_high], Access::Read), Ok(1));
     let held = vm.invalidate_range(GfnRange::new(Gfn(4), 1)).unwrap();
     assert_eq!(vcpu.pre_fault_pages(&[Gpa(5 * PAGE_SIZE), Gpa(4 * PAGE_SIZE)], Access::Read), Ok(1));
-    assert_eq!(vcpu.pre_fault_pages(&[Gpa(4 * PAGE_SIZE)], Access::Read), Err(Error::Busy { gpa: Gpa(4 * PAGE_SIZE) }));
+    assert_eq!(
+        vcpu.pre_fault_pages(&[Gpa(4 * PAGE_SIZE)], Access::Read),
+        Err(FaultError::Busy { gpa: Gpa(4 * PAGE_SIZE) })
+    );
     drop(held);
     assert_eq!(vcpu.pre_fault_pages(&[Gpa(4 * PAGE_SIZE)], Access::Read), Ok(1));
 }
@@ -276,7 +280,9 @@ fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
                             assert!(more > 0 && more <= size_bytes - done && more.is_multiple_of(PAGE_SIZE));
                             done = (done + more) % size_bytes;
                         }
-                        Err(Error::Busy { gpa } | Error::NoMemslot { gpa }) => assert_eq!(gpa, Gpa(GIB + done)),
+                        Err(FaultError::Busy { gpa } | FaultError::NoMemslot { gpa }) => {
+                            assert_eq!(gpa, Gpa(GIB + done))
+                        }
                         Err(error) => panic!("{error}"),
                     }
                 }
@@ -334,7 +340,7 @@ fn pre_fault_exactly<H: Host, F: Format>(
     vcpu: &mut Vcpu<H, F>,
     (first, nr_pages): (u64, u64),
     access: Access,
-    error: impl FnOnce(Gpa) -> Error,
+    error: impl FnOnce(Gpa) -> FaultError,
 ) -> u64 {
     let gpa = Gfn(first).gpa();
     let result = vcpu.pre_fault_memory(gpa, nr_pages * PAGE_SIZE, access);
@@ -366,7 +372,7 @@ fn every_table_may_be_missing<F: Format>(locking: Locking) {
                     vm.set_user_memory_region(memory).unwrap();
                     let mut vcpu = vm.create_vcpu().unwrap();
                     vm.host().fail_after(k);
-                    let done = pre_fault_exactly(&mut vcpu, (first, nr_pages), access, |_| Error::OutOfMemory);
+                    let done = pre_fault_exactly(&mut vcpu, (first, nr_pages), access, |_| FaultError::OutOfMemory);
                     assert!(k < 8 || done == nr_pages, "{done} pages with {k} tables");
                     vm.host().never_fail();
                     assert_eq!(pre_fault_exactly(&mut vcpu, (first, nr_pages), access, |_| unreachable!()), nr_pages);
@@ -450,9 +456,9 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
                     }
                     let mut vcpu = vm.create_vcpu().unwrap();
                     let error = |gpa| match end {
-                        End::Backing | End::Hole => Error::BackingGone { gpa },
-                        End::Slot | End::ReadOnly => Error::NoMemslot { gpa },
-                        End::Held | End::HeldWithoutMemory => Error::Busy { gpa },
+                        End::Backing | End::Hole => FaultError::BackingGone { gpa },
+                        End::Slot | End::ReadOnly => FaultError::NoMemslot { gpa },
+                        End::Held | End::HeldWithoutMemory => FaultError::Busy { gpa },
                     };
                     let done = pre_fault_exactly(&mut vcpu, (first, 2000), Access::Write, error);
                     // Where this host answers with blocks, it promises frames behind the end of its
@@ -539,7 +545,7 @@ fn as_kvm_does<F: Format>(locking: Locking) {
         assert_eq!(left(0, 2 * MIB), Ok(0));
         assert_eq!(left(2 * MIB, 2 * PAGE_SIZE), Ok(PAGE_SIZE));
         let behind = GIB + 2 * MIB + PAGE_SIZE;
-        assert_eq!(left(2 * MIB + PAGE_SIZE, PAGE_SIZE), Err(Error::NoMemslot { gpa: Gpa(behind) }));
+        assert_eq!(left(2 * MIB + PAGE_SIZE, PAGE_SIZE), Err(FaultError::NoMemslot { gpa: Gpa(behind) }));
         assert_eq!(mapped(&vm, GIB, 514).iter().flatten().count(), 513);
     }
 }

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shadow_cpu::{A, Cpu, D, G, P, ShadowHost, TestVm, U, W, index, new_vm, region};
 use slat::dirty::DirtyTracking;
+use slat::error::{ConfigError, FaultError};
 use slat::format::{Format, Npt};
 use slat::shadow::{
     GuestAccess, Gva, LocalFlush, PagingRegister, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy,
 };
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 use slat::tables::AccessTracking;
-use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, Outcome, PageSize, Vm};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, MemoryRegionFlags, Outcome, PageSize, Vm};
 
 const NR_PAGES: u64 = 1024;
 const PG: u64 = 1 << 31 | 1;
@@ -37,8 +38,8 @@ const ROOT: u64 = 0x10;
 const DATA: u64 = 0x80;
 const VA: u64 = 0x0000_1234_5678_9000;
 const READ: GuestAccess = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
-const GENERAL_PROTECTION: Result<Outcome, Error> = Ok(Outcome::Exit(Exit::GeneralProtection));
-const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+const GENERAL_PROTECTION: Result<Outcome, FaultError> = Ok(Outcome::Exit(Exit::GeneralProtection));
+const RESUMED: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 
 fn paging(strategy: ShadowStrategy) -> ShadowPaging {
     ShadowPaging { strategy, ..ShadowPaging::default() }
@@ -48,7 +49,7 @@ fn vm() -> Arc<TestVm> {
     new_vm(Config::default(), paging(ShadowStrategy::RootCache), NR_PAGES, 8, MemoryRegionFlags::empty())
 }
 
-fn new_with(config: Config, shadow: ShadowPaging) -> Result<(), Error> {
+fn new_with(config: Config, shadow: ShadowPaging) -> Result<(), ConfigError> {
     Vm::with_shadow_paging(ShadowHost::new(512, 0), config, shadow).map(drop)
 }
 
@@ -102,32 +103,32 @@ fn unsupported_configurations_are_refused() {
     let new = |config: Config| new_with(config, ShadowPaging::default());
     assert_eq!(new(Config::default()), Ok(()));
     assert_eq!(new(Config::default().with_access_tracking(AccessTracking::AccessedBit)), Ok(()));
-    assert_eq!(new(Config::default().with_dirty_tracking(DirtyTracking::DirtyBit)), Err(Error::NoDirtyBit));
+    assert_eq!(new(Config::default().with_dirty_tracking(DirtyTracking::DirtyBit)), Err(ConfigError::NoDirtyBit));
     let logs = Config::default().with_dirty_tracking(DirtyTracking::PageModificationLog);
-    assert_eq!(new(logs), Err(Error::NoModificationLog { format: Npt::NAME }));
+    assert_eq!(new(logs), Err(ConfigError::NoModificationLog { format: Npt::NAME }));
     let with = |previous_roots, max_pages| {
         new_with(Config::default(), ShadowPaging { previous_roots, max_pages, ..ShadowPaging::default() })
     };
     assert_eq!(with(31, 64), Ok(()));
     assert_eq!(with(0, 1 << 20), Ok(()));
-    assert_eq!(with(32, 64), Err(Error::TooManyRoots { previous_roots: 32 }));
-    assert_eq!(with(3, 63), Err(Error::BadShadowPages { max_pages: 63 }));
-    assert_eq!(with(3, (1 << 20) + 1), Err(Error::BadShadowPages { max_pages: (1 << 20) + 1 }));
+    assert_eq!(with(32, 64), Err(ConfigError::TooManyRoots { previous_roots: 32 }));
+    assert_eq!(with(3, 63), Err(ConfigError::BadShadowPages { max_pages: 63 }));
+    assert_eq!(with(3, (1 << 20) + 1), Err(ConfigError::BadShadowPages { max_pages: (1 << 20) + 1 }));
 }
 
 #[test]
 fn without_shadow_paging_there_is_none() {
     let vm = new_vm_without();
     let mut vcpu = vm.create_vcpu().unwrap();
-    assert_eq!(vcpu.paging_registers(), Err(Error::NotShadow));
-    assert_eq!(vcpu.set_paging_registers(LONG), Err(Error::NotShadow));
-    assert_eq!(vcpu.write_paging_register(PagingRegister::Cr0, 0), Err(Error::NotShadow));
-    assert_eq!(vcpu.load_cr3(0), Err(Error::NotShadow));
-    assert_eq!(vcpu.invlpg(Gva(0)), Err(Error::NotShadow));
-    assert_eq!(vcpu.invpcid(9, [0, 0]), Err(Error::NotShadow));
-    assert_eq!(vcpu.entry(), Err(Error::NotShadow));
-    assert_eq!(vcpu.handle_page_fault(Gva(0), READ), Err(Error::NotShadow));
-    assert_eq!(vcpu.write_guest_table(Gpa(0), &[]), Err(Error::NotShadow));
+    assert_eq!(vcpu.paging_registers(), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.set_paging_registers(LONG), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.write_paging_register(PagingRegister::Cr0, 0), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.load_cr3(0), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.invlpg(Gva(0)), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.invpcid(9, [0, 0]), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.entry(), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.handle_page_fault(Gva(0), READ), Err(FaultError::NotShadow));
+    assert_eq!(vcpu.write_guest_table(Gpa(0), &[]), Err(FaultError::NotShadow));
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), RESUMED);
     let stats = vm.stats();
     assert_eq!((stats.shadow_pages, stats.shadow_pages_peak, stats.shadow_leaves()), (0, 0, 0));
@@ -153,7 +154,7 @@ fn invalid_registers_fault_in_the_guest_and_change_nothing() {
         (PagingRegisters { cr3: 1 << 48, ..LONG }, PagingRegister::Cr3),
         (PagingRegisters { cr3: KEEP, ..LONG }, PagingRegister::Cr3),
     ] {
-        let error = Error::BadPagingRegister { register, value: bad.get(register) };
+        let error = FaultError::BadPagingRegister { register, value: bad.get(register) };
         assert_eq!(cpu.vcpu().set_paging_registers(bad), Err(error), "{bad:x?}");
         assert_eq!(cpu.vcpu().paging_registers(), Ok(LONG));
     }
@@ -376,8 +377,8 @@ fn tables_that_the_engine_cannot_reach() {
     assert_eq!(vcpu.set_paging_registers(LONG), Ok(()));
     vcpu.entry().unwrap();
     let error = vcpu.handle_page_fault(Gva(VA), READ);
-    assert_eq!(error, Err(Error::NoGuestMemory { gpa: Gpa((ROOT << 12) + index(VA, 4) * 8) }));
-    assert_eq!(vcpu.write_guest_table(Gpa(0x5008), &[0; 8]), Err(Error::NoGuestMemory { gpa: Gpa(0x5008) }));
+    assert_eq!(error, Err(FaultError::NoGuestMemory { gpa: Gpa((ROOT << 12) + index(VA, 4) * 8) }));
+    assert_eq!(vcpu.write_guest_table(Gpa(0x5008), &[0; 8]), Err(FaultError::NoGuestMemory { gpa: Gpa(0x5008) }));
     vm.host().has_no_pointers.store(false, Ordering::Relaxed);
     assert_eq!(vcpu.handle_page_fault(Gva(VA), READ), RESUMED);
     assert_eq!(vcpu.write_guest_table(Gpa(0x5008), &[1, 2, 3, 4, 5, 6, 7, 8]), RESUMED);
@@ -393,8 +394,8 @@ fn emulated_writes_of_every_size() {
     for (gpa, len) in [(0x5000, 0), (0x5000, 65), (0x5fff, 2), (0x5fc1, 64), (u64::MAX, 1)] {
         let error = vcpu.write_guest_table(Gpa(gpa), &bytes[..len]);
         match gpa {
-            u64::MAX => assert!(matches!(error, Err(Error::AddressTooHigh { .. })), "{error:?}"),
-            _ => assert_eq!(error, Err(Error::BadWrite { gpa: Gpa(gpa), len })),
+            u64::MAX => assert!(matches!(error, Err(FaultError::AddressTooHigh { .. })), "{error:?}"),
+            _ => assert_eq!(error, Err(FaultError::BadWrite { gpa: Gpa(gpa), len })),
         }
     }
     assert!((0..511).all(|index| vm.host().load(5, index) == 0), "nothing was written");

@@ -8,21 +8,22 @@ use crate::common::log::{
 };
 use crate::shadow_cpu;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::ConfigError;
 use slat::format::{Ept, Format, Npt, Stage2};
 use slat::shadow::ShadowPaging;
 use slat::tables::AccessTracking;
-use slat::{Access, Config, Error, GfnRange, PageSize, Vm};
+use slat::{Access, Config, GfnRange, PageSize, Vm};
 
 /// The documented result: a configuration that needs hardware the format lacks is refused with the
 /// reason.
-fn expected<F: Format>(config: Config) -> Result<(), Error> {
+fn expected<F: Format>(config: Config) -> Result<(), ConfigError> {
     match (config.dirty_tracking, config.access_tracking) {
         (DirtyTracking::PageModificationLog, _) if !F::HAS_MODIFICATION_LOG => {
-            Err(Error::NoModificationLog { format: F::NAME })
+            Err(ConfigError::NoModificationLog { format: F::NAME })
         }
-        (DirtyTracking::DirtyBit, _) if !F::HAS_DIRTY_BIT => Err(Error::NoDirtyBitInFormat { format: F::NAME }),
+        (DirtyTracking::DirtyBit, _) if !F::HAS_DIRTY_BIT => Err(ConfigError::NoDirtyBitInFormat { format: F::NAME }),
         (DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog, AccessTracking::Faults) => {
-            Err(Error::NoDirtyBit)
+            Err(ConfigError::NoDirtyBit)
         }
         _ => Ok(()),
     }
@@ -214,9 +215,9 @@ fn line(dirty_tracking: DirtyTracking) -> String {
         let config = Config::default().with_dirty_tracking(dirty_tracking).with_access_tracking(access_tracking);
         match Vm::<_, F>::new(TestHost::default(), config) {
             Ok(_) => "yes",
-            Err(Error::NoDirtyBit) => "`NoDirtyBit`",
-            Err(Error::NoDirtyBitInFormat { .. }) => "`NoDirtyBitInFormat`",
-            Err(Error::NoModificationLog { .. }) => "`NoModificationLog`",
+            Err(ConfigError::NoDirtyBit) => "`NoDirtyBit`",
+            Err(ConfigError::NoDirtyBitInFormat { .. }) => "`NoDirtyBitInFormat`",
+            Err(ConfigError::NoModificationLog { .. }) => "`NoModificationLog`",
             Err(error) => panic!("{config:?}: {error}"),
         }
     }

@@ -7,16 +7,17 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::common::{Call, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
+use slat::error::{FaultError, LogError, SlotError};
 use slat::format::Format;
 use slat::slots::{MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
-use slat::{Access, Error, Exit, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Exit, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 const SIZE: u64 = 8 * MIB;
 const START: u64 = 2 * MIB;
-const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+const RESUMED: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 
 /// Words that panic at read number `panics_at`, counted from 1; never if that is 0.
 struct Panicking {
@@ -58,7 +59,7 @@ fn set_flags<F: Format>(
     vm: &Vm<TestHost, F>,
     flags: MemoryRegionFlags,
     userfault_bitmap: Option<UserfaultBitmap>,
-) -> Result<(), Error> {
+) -> Result<(), SlotError> {
     vm.set_user_memory_region(MemoryRegion { userfault_bitmap, ..change(0, flags, START, SIZE) })
 }
 
@@ -72,7 +73,7 @@ fn words_that_panic<F: Format>(locking: Locking) {
     panics(|| {
         vm.set_user_memory_region(MemoryRegion { flags: USERFAULT, userfault_bitmap: words.bitmap(), ..memory() })
     });
-    assert_eq!(set_flags(&vm, NO_FLAGS, None), Err(Error::NoBacking { slot: 0 }));
+    assert_eq!(set_flags(&vm, NO_FLAGS, None), Err(SlotError::NoBacking { slot: 0 }));
     vm.set_user_memory_region(memory()).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(gpa(0), Access::Write), RESUMED);
@@ -94,7 +95,7 @@ fn words_that_panic<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(gpa(0), Access::Write), RESUMED);
     words.panics_at.store(1, Ordering::SeqCst);
     panics(|| vm.check_access(gpa(0), PAGE_SIZE));
-    assert_eq!(vm.check_access(gpa(0), PAGE_SIZE), Ok(()));
+    assert_eq!(vm.check_access(gpa(0), PAGE_SIZE), Ok(Outcome::Resume));
     drop(vcpu);
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     assert_no_table_is_left(&vm);
@@ -184,8 +185,8 @@ fn resolve_that_panics<F: Format>(locking: Locking) {
             panics(|| set_flags(&vm, NO_FLAGS, None));
             assert_eq!(vm.stats().recoveries, u64::from(nth) - 1, "recoveries that were made before");
             // The flag is off, the memslot is free, and the rest can be done later.
-            assert_eq!(vm.get_dirty_log(0, &mut [0; 32]), Err(Error::NotLogging { slot: 0 }));
-            assert_eq!(vm.rescan_userfault(0, 0, 1), Err(Error::NotUserfault { slot: 0 }));
+            assert_eq!(vm.get_dirty_log(0, &mut [0; 32]), Err(LogError::NotLogging { slot: 0 }));
+            assert_eq!(vm.rescan_userfault(0, 0, 1), Err(SlotError::NotUserfault { slot: 0 }));
             assert_eq!(set_flags(&vm, LOG, None), Ok(()));
             assert_eq!(set_flags(&vm, NO_FLAGS, None), Ok(()));
             assert_eq!(vm.stats().recoveries, 4);

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
+use slat::error::{FaultError, SlotError};
 use slat::format::Format;
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
-use slat::{Access, Error, Exit, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Exit, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -39,7 +40,7 @@ fn turn<F: Format>(
     vm: &Vm<TestHost, F>,
     flags: MemoryRegionFlags,
     bitmap: Option<UserfaultBitmap>,
-) -> Result<(), Error> {
+) -> Result<(), SlotError> {
     vm.set_user_memory_region(MemoryRegion { userfault_bitmap: bitmap, ..change(0, flags, 2 * MIB, SIZE) })
 }
 
@@ -51,11 +52,11 @@ fn slot(flags: MemoryRegionFlags, bitmap: Option<UserfaultBitmap>) -> MemoryRegi
     MemoryRegion { flags, userfault_bitmap: bitmap, ..region(0, 2 * MIB, SIZE, 0x400, PageSize::Size2M) }
 }
 
-fn exit(flags: MemoryFaultFlags, page: u64, size: u64) -> Result<Outcome, Error> {
+fn exit(flags: MemoryFaultFlags, page: u64, size: u64) -> Result<Outcome, FaultError> {
     Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa: gpa(page), size }))
 }
 
-const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+const RESUMED: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 
 fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -66,7 +67,7 @@ fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
         let exit = exit(MemoryFaultFlags::USERFAULT, 7, PAGE_SIZE);
         assert_eq!(vcpu.handle_fault(Gpa(gpa(7).0 + 0x123), access), exit);
         assert_eq!(vcpu.pre_fault_memory(gpa(7), PAGE_SIZE, access), {
-            Err(Error::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: gpa(7), size: PAGE_SIZE })
+            Err(FaultError::UserfaultPending { gpa: gpa(7) })
         });
     }
     assert_eq!(translate(&vm, gpa(7)), None);
@@ -190,10 +191,11 @@ fn a_bitmap_that_shrinks_is_an_error_and_no_panic() {
     words.1.store(1, Ordering::SeqCst);
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(gpa(63), Access::Write), RESUMED);
-    let gone = Error::UserfaultBitmapGone { slot: 0, gpa: gpa(64) };
+    let gone = FaultError::UserfaultBitmapGone { slot: 0, gpa: gpa(64) };
     assert_eq!(vcpu.handle_fault(gpa(64), Access::Write), Err(gone));
     assert_eq!(vcpu.pre_fault_memory(gpa(64), PAGE_SIZE, Access::Read), Err(gone));
     assert_eq!(vm.check_access(gpa(64), 1), Err(gone));
+    let gone = SlotError::UserfaultBitmapGone { slot: 0, gpa: gpa(64) };
     assert_eq!(vm.rescan_userfault(0, 0, PAGES), Err(gone));
     turn(&vm, NO_FLAGS, None).unwrap();
     assert_eq!(vcpu.handle_fault(gpa(64), Access::Write), RESUMED);
@@ -204,31 +206,31 @@ fn bad_input_is_refused_and_changes_nothing() {
     let vm = vm::<slat::format::Npt>(Locking::None);
     let set_region = |region| vm.set_user_memory_region(region);
     let enough = words(16, 0);
-    assert_eq!(set_region(slot(USERFAULT, None)), Err(Error::NoUserfaultBitmap { slot: 0 }));
-    let too_short = Error::BitmapTooShort { slot: 0, words: 15, needed: 16 };
+    assert_eq!(set_region(slot(USERFAULT, None)), Err(SlotError::NoUserfaultBitmap { slot: 0 }));
+    let too_short = SlotError::BitmapTooShort { slot: 0, words: 15, needed: 16 };
     assert_eq!(set_region(slot(USERFAULT, bitmap(&words(15, 0), PageSize::Size4K))), Err(too_short));
-    let no_words = Error::BitmapTooShort { slot: 0, words: 0, needed: 1 };
+    let no_words = SlotError::BitmapTooShort { slot: 0, words: 0, needed: 1 };
     assert_eq!(set_region(slot(USERFAULT, bitmap(&words(0, 0), PageSize::Size2M))), Err(no_words));
-    let granularity = Error::BadUserfaultGranularity { slot: 0, size_bytes: 1 << 30 };
+    let granularity = SlotError::BadUserfaultGranularity { slot: 0, size_bytes: 1 << 30 };
     assert_eq!(set_region(slot(USERFAULT, bitmap(&enough, PageSize::Size1G))), Err(granularity));
     let unaligned =
         MemoryRegion { guest_phys_addr: Gpa(3 * MIB), ..slot(USERFAULT, bitmap(&enough, PageSize::Size2M)) };
-    assert_eq!(set_region(unaligned), Err(Error::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(3 * MIB) }));
+    assert_eq!(set_region(unaligned), Err(SlotError::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(3 * MIB) }));
     let read_only = MemoryRegionFlags::READONLY | GUEST_MEMFD;
-    assert_eq!(set_region(slot(read_only, None)), Err(Error::ReadOnlyGuestMemfd { slot: 0 }));
-    assert_eq!(vm.rescan_userfault(0, 0, 1), Err(Error::NoSuchSlot { slot: 0 }));
+    assert_eq!(set_region(slot(read_only, None)), Err(SlotError::ReadOnlyGuestMemfd { slot: 0 }));
+    assert_eq!(vm.rescan_userfault(0, 0, 1), Err(SlotError::NoSuchSlot { slot: 0 }));
 
     set_region(slot(NO_FLAGS, None)).unwrap();
-    assert_eq!(vm.rescan_userfault(0, 0, 1), Err(Error::NotUserfault { slot: 0 }));
-    assert_eq!(turn(&vm, USERFAULT, None), Err(Error::NoUserfaultBitmap { slot: 0 }));
+    assert_eq!(vm.rescan_userfault(0, 0, 1), Err(SlotError::NotUserfault { slot: 0 }));
+    assert_eq!(turn(&vm, USERFAULT, None), Err(SlotError::NoUserfaultBitmap { slot: 0 }));
     assert_eq!(turn(&vm, USERFAULT, bitmap(&words(15, 0), PageSize::Size4K)), Err(too_short));
-    assert_eq!(turn(&vm, GUEST_MEMFD, None), Err(Error::GuestMemfdFixed { slot: 0 }));
+    assert_eq!(turn(&vm, GUEST_MEMFD, None), Err(SlotError::GuestMemfdFixed { slot: 0 }));
     let private = MemoryAttributes::PRIVATE;
-    assert_eq!(vm.set_memory_attributes(gpa(0), SIZE, private), Err(Error::NoGuestMemfd { gpa: gpa(0) }));
+    assert_eq!(vm.set_memory_attributes(gpa(0), SIZE, private), Err(SlotError::NoGuestMemfd { gpa: gpa(0) }));
 
     turn(&vm, USERFAULT, bitmap(&enough, PageSize::Size2M)).unwrap();
     // Moved while on: the bits move along, but not to where they would mark other pages.
-    let moved = Error::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(9 * MIB) };
+    let moved = SlotError::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(9 * MIB) };
     assert_eq!(set_region(change(0, USERFAULT, 9 * MIB, SIZE)), Err(moved));
     set(&enough, 0);
     set_region(change(0, USERFAULT, 8 * MIB, SIZE)).unwrap();
@@ -236,17 +238,17 @@ fn bad_input_is_refused_and_changes_nothing() {
     let flags = MemoryFaultFlags::USERFAULT;
     let exit = Outcome::Exit(Exit::MemoryFault { flags, gpa: Gpa(8 * MIB), size: 2 * MIB });
     assert_eq!(vcpu.handle_fault(Gpa(8 * MIB), Access::Read), Ok(exit));
-    assert!(matches!(vm.rescan_userfault(0, 0, 0), Err(Error::EmptyRange { .. })));
-    let past = |first_page, nr_pages| Error::LogRangePastEnd { slot: 0, first_page, nr_pages, slot_pages: PAGES };
+    assert!(matches!(vm.rescan_userfault(0, 0, 0), Err(SlotError::EmptyRange { .. })));
+    let past = |first_page, nr_pages| SlotError::RangePastEnd { slot: 0, first_page, nr_pages, slot_pages: PAGES };
     assert_eq!(vm.rescan_userfault(0, PAGES, 1), Err(past(PAGES, 1)));
     assert_eq!(vm.rescan_userfault(0, u64::MAX, 2), Err(past(u64::MAX, 2)));
     assert_eq!(vm.rescan_userfault(0, 1, PAGES), Err(past(1, PAGES)));
-    assert_eq!(vm.check_access(Gpa(8 * MIB), 0), Err(Error::BadSize { size_bytes: 0 }));
-    assert_eq!(vm.check_access(Gpa(0), 1), Err(Error::NoMemslot { gpa: Gpa(0) }));
-    assert!(matches!(vm.check_access(Gpa(u64::MAX), 2), Err(Error::AddressTooHigh { .. })));
-    assert_eq!(vm.check_access(Gpa(10 * MIB), 2 * MIB), Ok(()));
-    let fault = Error::MemoryFault { flags, gpa: Gpa(8 * MIB), size: 2 * MIB };
-    assert_eq!(vm.check_access(Gpa(10 * MIB - 1), 1), Err(fault));
+    assert_eq!(vm.check_access(Gpa(8 * MIB), 0), Err(FaultError::BadSize { size_bytes: 0 }));
+    assert_eq!(vm.check_access(Gpa(0), 1), Err(FaultError::NoMemslot { gpa: Gpa(0) }));
+    assert!(matches!(vm.check_access(Gpa(u64::MAX), 2), Err(FaultError::AddressTooHigh { .. })));
+    assert_eq!(vm.check_access(Gpa(10 * MIB), 2 * MIB), Ok(Outcome::Resume));
+    let fault = Exit::MemoryFault { flags, gpa: Gpa(8 * MIB), size: 2 * MIB };
+    assert_eq!(vm.check_access(Gpa(10 * MIB - 1), 1), Ok(Outcome::Exit(fault)));
 }
 
 /// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they concern userfault. The
@@ -267,16 +269,19 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
         vm.set_memory_attributes(gpa(1), PAGE_SIZE, MemoryAttributes::empty()).unwrap();
         turn(&vm, GUEST_MEMFD, None).unwrap();
     }
-    let fixed = Error::GuestMemfdFixed { slot: 0 };
+    let fixed = SlotError::GuestMemfdFixed { slot: 0 };
     assert_eq!(turn(&vm, NO_FLAGS, None), Err(fixed));
     assert_eq!(vm.set_user_memory_region(change(0, GUEST_MEMFD, 8 * MIB, SIZE)), Err(fixed));
     assert_eq!(vm.set_user_memory_region(change(0, GUEST_MEMFD, 2 * MIB, SIZE / 2)), {
-        Err(Error::SizeFixed { slot: 0, memory_size: SIZE / 2 })
+        Err(SlotError::SizeFixed { slot: 0, memory_size: SIZE / 2 })
     });
     let backing = region(0, 2 * MIB, SIZE, 0x400, PageSize::Size4K).backing;
     let changed = MemoryRegion { backing, ..change(0, GUEST_MEMFD, 2 * MIB, SIZE) };
-    assert_eq!(vm.set_user_memory_region(changed), Err(Error::BackingFixed { slot: 0 }));
-    assert_eq!(turn(&vm, GUEST_MEMFD | MemoryRegionFlags::READONLY, None), Err(Error::ReadOnlyGuestMemfd { slot: 0 }));
+    assert_eq!(vm.set_user_memory_region(changed), Err(SlotError::BackingFixed { slot: 0 }));
+    assert_eq!(
+        turn(&vm, GUEST_MEMFD | MemoryRegionFlags::READONLY, None),
+        Err(SlotError::ReadOnlyGuestMemfd { slot: 0 })
+    );
     vm.set_user_memory_region(change(0, GUEST_MEMFD, 2 * MIB, 0)).unwrap();
 }
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);

@@ -12,12 +12,12 @@ use crate::common::log::{LEAF_BY_LEAF, LOG, NO_FLAGS, pages_of, write_as_hardwar
 use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, ManualProtect};
+use slat::error::{FaultError, SlotError};
 use slat::format::{Ept, Format, Npt};
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 use slat::tables::FaultAround;
 use slat::{
-    Access, Config, Error, Exit, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
-    Vcpu, Vm,
+    Access, Config, Exit, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
@@ -25,7 +25,7 @@ const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
 const READONLY: MemoryRegionFlags = MemoryRegionFlags::READONLY;
 const PRIVATE: MemoryAttributes = MemoryAttributes::PRIVATE;
 const SHARED: MemoryAttributes = MemoryAttributes::empty();
-const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+const RESUMED: Result<Outcome, FaultError> = Ok(Outcome::Resume);
 
 const START: u64 = 2 * MIB;
 const SIZE: u64 = 4 * MIB;
@@ -67,11 +67,11 @@ fn turn<F: Format>(
     vm: &Vm<TestHost, F>,
     flags: MemoryRegionFlags,
     userfault_bitmap: Option<UserfaultBitmap>,
-) -> Result<(), Error> {
+) -> Result<(), SlotError> {
     vm.set_user_memory_region(MemoryRegion { userfault_bitmap, ..change(0, flags, START, SIZE) })
 }
 
-fn exit_at(page: u64) -> Result<Outcome, Error> {
+fn exit_at(page: u64) -> Result<Outcome, FaultError> {
     Ok(Outcome::Exit(Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: gpa(page), size: PAGE_SIZE }))
 }
 
@@ -231,9 +231,9 @@ fn attributes<F: Format>(locking: Locking) {
         let pfn = if is_private { private(page) } else { shared(page) };
         assert_eq!(found(&vm, page), Some((pfn, Level::L4K)));
     }
-    assert_eq!(vm.check_access(gpa(2), PAGE_SIZE), Ok(()));
-    let fault = Error::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: gpa(3), size: PAGE_SIZE };
-    assert_eq!(vm.check_access(gpa(2), PAGE_SIZE + 1), Err(fault));
+    assert_eq!(vm.check_access(gpa(2), PAGE_SIZE), Ok(Outcome::Resume));
+    let fault = Exit::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: gpa(3), size: PAGE_SIZE };
+    assert_eq!(vm.check_access(gpa(2), PAGE_SIZE + 1), Ok(Outcome::Exit(fault)));
     // All of a block: huge again.
     vm.set_memory_attributes(gpa(0), 2 * MIB, PRIVATE).unwrap();
     assert_eq!(vcpu.handle_fault(gpa(9), Access::Write), RESUMED);
@@ -251,21 +251,27 @@ fn attributes<F: Format>(locking: Locking) {
     assert_eq!(vm.set_memory_attributes(gpa(PAGES - 1), 2 * PAGE_SIZE, PRIVATE), Ok(()));
     assert_eq!([PAGES - 1, PAGES].map(|page| vm.memory_attributes(gpa(page))), [Ok(PRIVATE), Ok(PRIVATE)]);
     assert_eq!(vm.memory_attributes(gpa(PAGES + 1)), Ok(SHARED));
-    let none = |page| Err(Error::NoGuestMemfd { gpa: gpa(page) });
+    let none = |page| Err(SlotError::NoGuestMemfd { gpa: gpa(page) });
     assert_eq!(vm.set_memory_attributes(gpa(0), 3 * SIZE, SHARED), none(2 * PAGES));
-    assert_eq!(vm.set_memory_attributes(Gpa(0), START + PAGE_SIZE, SHARED), Err(Error::NoGuestMemfd { gpa: Gpa(0) }));
+    assert_eq!(
+        vm.set_memory_attributes(Gpa(0), START + PAGE_SIZE, SHARED),
+        Err(SlotError::NoGuestMemfd { gpa: Gpa(0) })
+    );
     assert_eq!(found(&vm, 3), Some((private(3), Level::L2M)), "what is refused changes nothing");
-    assert_eq!(vm.memory_attributes(gpa(3 * PAGES)), Err(Error::NoMemslot { gpa: gpa(3 * PAGES) }));
+    assert_eq!(vm.memory_attributes(gpa(3 * PAGES)), Err(SlotError::NoMemslot { gpa: gpa(3 * PAGES) }));
     let refused = [
-        (gpa(0), 0, PRIVATE, Error::BadSize { size_bytes: 0 }),
-        (gpa(0), 1, PRIVATE, Error::BadSize { size_bytes: 1 }),
-        (Gpa(START + 1), PAGE_SIZE, PRIVATE, Error::UnalignedAddress { gpa: Gpa(START + 1) }),
+        (gpa(0), 0, PRIVATE, SlotError::BadSize { size_bytes: 0 }),
+        (gpa(0), 1, PRIVATE, SlotError::BadSize { size_bytes: 1 }),
+        (Gpa(START + 1), PAGE_SIZE, PRIVATE, SlotError::UnalignedAddress { gpa: Gpa(START + 1) }),
     ];
     for (gpa, size_bytes, attributes, error) in refused {
         assert_eq!(vm.set_memory_attributes(gpa, size_bytes, attributes), Err(error));
     }
     let unknown = MemoryAttributes::from_bits_retain(1);
-    assert_eq!(vm.set_memory_attributes(gpa(0), PAGE_SIZE, unknown), Err(Error::UnknownAttributes { attributes: 1 }));
+    assert_eq!(
+        vm.set_memory_attributes(gpa(0), PAGE_SIZE, unknown),
+        Err(SlotError::UnknownAttributes { attributes: 1 })
+    );
     // A new memslot is shared.
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     create(&vm, GUEST_MEMFD, None);
@@ -280,18 +286,18 @@ fn prefaults<F: Format>(locking: Locking) {
     let words = words(0);
     create(&vm, USERFAULT | GUEST_MEMFD, bitmap(&words));
     let mut vcpu = vm.create_vcpu().unwrap();
-    let fault = |page| Error::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: gpa(page), size: PAGE_SIZE };
+    let pending = |page| FaultError::UserfaultPending { gpa: gpa(page) };
     set(&words, 600);
     vm.set_memory_attributes(gpa(10), 3 * PAGE_SIZE, PRIVATE).unwrap();
     // The first makes page-table pages, the second finds them.
     for _ in 0..2 {
         assert_eq!(vcpu.pre_fault_memory(gpa(0), SIZE, Access::Write), Ok(600 * PAGE_SIZE));
-        assert_eq!(vcpu.pre_fault_memory(gpa(600), PAGE_SIZE, Access::Write), Err(fault(600)));
+        assert_eq!(vcpu.pre_fault_memory(gpa(600), PAGE_SIZE, Access::Write), Err(pending(600)));
     }
     assert_eq!(vcpu.pre_fault_memory(gpa(601), SIZE - 601 * PAGE_SIZE, Access::Write), Ok(SIZE - 601 * PAGE_SIZE));
     let list = [599, 600, 601].map(gpa);
     assert_eq!(vcpu.pre_fault_pages(&list, Access::Read), Ok(1));
-    assert_eq!(vcpu.pre_fault_pages(&list[1..], Access::Read), Err(fault(600)));
+    assert_eq!(vcpu.pre_fault_pages(&list[1..], Access::Read), Err(pending(600)));
     for page in 0..PAGES {
         let pfn = if (10..13).contains(&page) { private(page) } else { shared(page) };
         assert_eq!(found(&vm, page), Some((pfn, Level::L4K)).filter(|_| page != 600), "page {page}");
@@ -348,7 +354,7 @@ fn read_only<F: Format>(locking: Locking) {
     // Beside the memslot there is nothing to fetch.
     assert_eq!(vcpu.handle_fault(gpa(PAGES), Access::Write), mmio(gpa(PAGES)));
     assert_eq!(vcpu.pre_fault_memory(gpa(PAGES), PAGE_SIZE, Access::Read), {
-        Err(Error::NoMemslot { gpa: gpa(PAGES) })
+        Err(FaultError::NoMemslot { gpa: gpa(PAGES) })
     });
 }
 
@@ -396,14 +402,14 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
     assert_eq!(vm.rescan_userfault(0, 0, 1280), Ok(1024));
     assert_eq!(vcpu.handle_fault(gpa(1100), Access::Read), RESUMED);
     assert_eq!(found(&vm, 1100), Some((shared(1100), Level::L4K)));
-    assert_eq!(vm.check_access(gpa(1024), MIB), Ok(()));
+    assert_eq!(vm.check_access(gpa(1024), MIB), Ok(Outcome::Resume));
     words[0].store(0, Ordering::Release);
     assert_eq!(vm.rescan_userfault(0, 0, 1280), Ok(0));
     // The same words, with small pages: all leaves are zapped, and small ones are mapped.
     assert_eq!(vcpu.handle_fault(gpa(0), Access::Read), RESUMED);
     assert_eq!(found(&vm, 0), Some((shared(0), Level::L2M)));
     let region = |userfault_bitmap| MemoryRegion { userfault_bitmap, ..change(0, USERFAULT, START, 5 * MIB) };
-    let too_short = Error::BitmapTooShort { slot: 0, words: 3, needed: 20 };
+    let too_short = SlotError::BitmapTooShort { slot: 0, words: 3, needed: 20 };
     assert_eq!(vm.set_user_memory_region(region(bitmap(&words))), Err(too_short));
     assert!(found(&vm, 0).is_some());
     let small: Words = Arc::new((0..20).map(|_| AtomicU64::new(0)).collect());

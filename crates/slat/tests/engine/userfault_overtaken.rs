@@ -16,10 +16,11 @@ use crate::common::{Call, MIB, change, region, translate, vm};
 use scene::{Accessed, BIG, GRANULARITIES, PAGES, PRIVATE, SHARED, Scene, USERFAULT, Words};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging};
+use slat::error::SlotError;
 use slat::format::{Ept, Format, Npt};
 use slat::host::AllocationWait;
 use slat::tables::{AccessTracking, FaultAround};
-use slat::{Access, Config, Error, Level, MemoryRegion, PAGE_SIZE, PageSize};
+use slat::{Access, Config, Level, MemoryRegion, PAGE_SIZE, PageSize};
 
 /// A call that overtakes or is overtaken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -316,7 +317,7 @@ fn a_rescan_ends_when_a_smaller_slot_replaces_its_own() {
         vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
         vm.set_user_memory_region(smaller).unwrap();
     });
-    let past_end = Error::LogRangePastEnd { slot: 0, first_page: 0, nr_pages: 1024, slot_pages: 256 };
+    let past_end = SlotError::RangePastEnd { slot: 0, first_page: 0, nr_pages: 1024, slot_pages: 256 };
     assert_eq!(vm.rescan_userfault(0, 0, 1024), Err(past_end));
     assert!(words.was_overtaken());
 }

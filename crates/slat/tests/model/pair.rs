@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use slat::dirty::ManualProtect;
+use slat::error::{LogError, SlotError};
 use slat::format::Format;
 use slat::slots::MemoryAttributes;
 use slat::tables::Invalidation;
-use slat::{
-    Access, Config, Error, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
-};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm};
 use std::sync::atomic::Ordering;
 
 use super::ops::{
@@ -116,17 +115,17 @@ impl<F: Format> Pair<'_, F> {
             userfault_bitmap: userfault.as_ref().map(Userfault::bitmap),
         };
         let expected = if flags.contains(READONLY | GUEST_MEMFD) {
-            Err(Error::ReadOnlyGuestMemfd { slot: id })
+            Err(SlotError::ReadOnlyGuestMemfd { slot: id })
         } else if gpa + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
-            Err(Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS })
+            Err(SlotError::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS })
         } else if self.model.slots.contains_key(&id) {
-            Err(Error::BackingFixed { slot: id })
+            Err(SlotError::BackingFixed { slot: id })
         } else if let Some(Err(error)) =
             userfault.as_ref().map(|userfault| userfault.check(id, GfnRange::new(Gfn(start), nr_pages)))
         {
             Err(error)
         } else if let Some(other) = self.model.overlapping(id, GfnRange::new(Gfn(start), nr_pages)) {
-            Err(Error::Overlap { slot: id, gpa: Gpa(gpa), other })
+            Err(SlotError::Overlap { slot: id, gpa: Gpa(gpa), other })
         } else {
             let range = GfnRange::new(Gfn(start), nr_pages);
             self.watch_range(range);
@@ -149,9 +148,9 @@ impl<F: Format> Pair<'_, F> {
             ..change(id, flags, start.gpa().0, nr_pages * PAGE_SIZE)
         });
         let expected = if flags.contains(READONLY | GUEST_MEMFD) {
-            Err(Error::ReadOnlyGuestMemfd { slot: id })
+            Err(SlotError::ReadOnlyGuestMemfd { slot: id })
         } else if start.gpa().0 + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
-            Err(Error::AddressTooHigh { gpa: start.gpa(), gpa_bits: F::GPA_BITS })
+            Err(SlotError::AddressTooHigh { gpa: start.gpa(), gpa_bits: F::GPA_BITS })
         } else {
             self.model.change(id, start, flags, bitmap.as_ref())
         };
@@ -199,7 +198,7 @@ impl<F: Format> Pair<'_, F> {
 
     /// Compares a result for `pages` of the log of memslot `id` with the model: all words that
     /// belong to them, and no other.
-    fn compare_log(&mut self, id: u32, pages: (u64, u64), result: Result<u64, Error>, bitmap: &[u64]) {
+    fn compare_log(&mut self, id: u32, pages: (u64, u64), result: Result<u64, LogError>, bitmap: &[u64]) {
         let expected = self.model.get(id, pages);
         let count = |words: &Vec<u64>| words.iter().map(|word| u64::from(word.count_ones())).sum();
         assert_eq!(result, expected.as_ref().map(count).map_err(|error| *error), "{pages:?} of the log of slot {id}");
@@ -266,7 +265,7 @@ impl<F: Format> Pair<'_, F> {
                         self.model.zap_range(slot.range);
                         Ok(())
                     }
-                    None => Err(Error::NoSuchSlot { slot: id }),
+                    None => Err(SlotError::NoSuchSlot { slot: id }),
                 };
                 assert_eq!(self.vm.set_user_memory_region(change(id, LOG, 0, 0)), expected);
             }
@@ -286,9 +285,9 @@ impl<F: Format> Pair<'_, F> {
                 let memory_size = (range.nr_pages() + 1) * PAGE_SIZE;
                 let gpa = range.start.gpa().0;
                 let expected = if gpa + memory_size > 1 << F::GPA_BITS {
-                    Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS }
+                    SlotError::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS }
                 } else {
-                    Error::SizeFixed { slot, memory_size }
+                    SlotError::SizeFixed { slot, memory_size }
                 };
                 assert_eq!(self.vm.set_user_memory_region(change(slot, flags, gpa, memory_size)), Err(expected));
             }
@@ -364,7 +363,7 @@ impl<F: Format> Pair<'_, F> {
                 assert_eq!(self.vm.set_memory_attributes(gpa, size_bytes, attributes), expected, "{range:?}");
                 let private = self.vm.memory_attributes(gpa).map(|found| found == MemoryAttributes::PRIVATE);
                 let slot = self.model.slots.values().find(|slot| slot.range.contains(range.start));
-                assert_eq!(private, slot.map(|slot| slot.is_private(range.start)).ok_or(Error::NoMemslot { gpa }));
+                assert_eq!(private, slot.map(|slot| slot.is_private(range.start)).ok_or(SlotError::NoMemslot { gpa }));
             }
             Op::CheckAccess { at, pages } => {
                 let range = self.range(at, pages % 4);

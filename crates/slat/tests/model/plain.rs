@@ -11,10 +11,11 @@ mod userfault;
 use std::collections::{BTreeMap, BTreeSet};
 
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::{FaultError, SlotError};
 use slat::format::Format;
 use slat::host::ZappedLeaf;
 use slat::tables::{AccessTracking, FaultAround};
-use slat::{Access, Config, Error, Exit, Gfn, GfnRange, Level, MemoryRegionFlags, Outcome, PageSize, Pfn};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Level, MemoryRegionFlags, Outcome, PageSize, Pfn};
 
 use super::ops::{Aging, LOG, READONLY, USERFAULT};
 use crate::common::{Frame, PRIVATE_PFN, Writes};
@@ -377,7 +378,7 @@ impl Model {
         self.leaves.extend(around);
     }
 
-    pub fn fault(&mut self, gfn: Gfn, access: Access) -> Result<Outcome, Error> {
+    pub fn fault(&mut self, gfn: Gfn, access: Access) -> Result<Outcome, FaultError> {
         let exit = Ok(Outcome::Exit(Exit::Mmio { gpa: gfn.gpa(), access }));
         let writes = access == Access::Write;
         loop {
@@ -430,7 +431,7 @@ impl Model {
             }
             let frame = slot.frame(gfn);
             if writes && frame.writes == Writes::Refused {
-                return Err(Error::BackingGone { gpa: gfn.gpa() });
+                return Err(FaultError::BackingGone { gpa: gfn.gpa() });
             }
             let most = if writes && logs { self.largest_logged_write() } else { Level::L1G };
             let level = slot.level(gfn, free_level.min(most));
@@ -507,16 +508,16 @@ impl Model {
         start: Gfn,
         flags: MemoryRegionFlags,
         bitmap: Option<&Userfault>,
-    ) -> Result<(), Error> {
-        let before = self.slots.get(&id).ok_or(Error::NoBacking { slot: id })?;
+    ) -> Result<(), SlotError> {
+        let before = self.slots.get(&id).ok_or(SlotError::NoBacking { slot: id })?;
         let range = GfnRange::new(start, before.range.nr_pages());
         if (before.flags ^ flags).contains(READONLY) {
-            return Err(Error::ReadOnlyFixed { slot: id });
+            return Err(SlotError::ReadOnlyFixed { slot: id });
         }
         let userfault = before.userfault_after(id, range, flags, bitmap)?;
         let begins_userfault = userfault.is_some() && bitmap.is_some();
         if let Some(other) = self.overlapping(id, range) {
-            return Err(Error::Overlap { slot: id, gpa: start.gpa(), other });
+            return Err(SlotError::Overlap { slot: id, gpa: start.gpa(), other });
         }
         let (old_range, begins) = (before.range, flags.contains(LOG) && !before.flags.contains(LOG));
         let ends = (before.flags - flags).intersects(LOG | USERFAULT);
@@ -529,7 +530,7 @@ impl Model {
             }
             self.protect(range, &log_words(range.nr_pages(), true));
         }
-        let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
+        let slot = self.slots.get_mut(&id).ok_or(SlotError::NoSuchSlot { slot: id })?;
         (slot.range, slot.flags, slot.userfault) = (range, flags, userfault);
         if begins || !flags.contains(LOG) {
             let are_set = begins && self.config.manual_protect == ManualProtect::InitiallySet;

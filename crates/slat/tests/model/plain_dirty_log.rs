@@ -1,6 +1,7 @@
 //! The dirty log of the plain model.
 
 use super::*;
+use slat::error::LogError;
 
 impl Model {
     /// Write-protects the pages `bits` of the memslot that has `range`, or clears their D. Where a
@@ -39,24 +40,24 @@ impl Model {
 
     /// Whether the log of `nr_pages` pages from `first_page` on of memslot `id` may be requested,
     /// with a bitmap that is long enough.
-    pub fn check_range(&self, id: u32, (first_page, nr_pages): (u64, u64)) -> Result<(), Error> {
-        let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
+    pub fn check_range(&self, id: u32, (first_page, nr_pages): (u64, u64)) -> Result<(), LogError> {
+        let slot = self.slots.get(&id).ok_or(LogError::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
         if !slot.flags.contains(LOG) {
-            Err(Error::NotLogging { slot: id })
+            Err(LogError::NotLogging { slot: id })
         } else if nr_pages == 0 {
             Err(empty_range(slot, first_page))
         } else if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
-            Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages })
+            Err(LogError::RangePastEnd { slot: id, first_page, nr_pages, slot_pages })
         } else if first_page % 64 != 0 || (nr_pages % 64 != 0 && first_page + nr_pages != slot_pages) {
-            Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages })
+            Err(LogError::UnalignedRange { slot: id, first_page, nr_pages })
         } else {
             Ok(())
         }
     }
 
     /// The log of some pages of memslot `id`; cleared, unless clears are manual.
-    pub fn get(&mut self, id: u32, pages: (u64, u64)) -> Result<Vec<u64>, Error> {
+    pub fn get(&mut self, id: u32, pages: (u64, u64)) -> Result<Vec<u64>, LogError> {
         self.check_range(id, pages)?;
         self.collect(id, pages);
         let words = words_of(pages);
@@ -68,7 +69,7 @@ impl Model {
     }
 
     /// Clears what `mask` selects of some pages of the log of memslot `id`. Returns their number.
-    pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+    pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, LogError> {
         self.check_range(id, pages)?;
         let words = words_of(pages);
         let is_eager = self.config.huge_page_logging.splits_eagerly();
@@ -134,14 +135,14 @@ impl Model {
     }
 
     /// As [`Vm::mark_dirty`](slat::Vm::mark_dirty).
-    pub fn mark_dirty(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
-        let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
+    pub fn mark_dirty(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<(), LogError> {
+        let slot = self.slots.get_mut(&id).ok_or(LogError::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
         if nr_pages == 0 {
             return Err(empty_range(slot, first_page));
         }
         if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
-            return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages });
+            return Err(LogError::RangePastEnd { slot: id, first_page, nr_pages, slot_pages });
         }
         slot.mark(GfnRange::new(Gfn(slot.range.start.0 + first_page), nr_pages));
         Ok(())
@@ -149,9 +150,9 @@ impl Model {
 }
 
 /// The error for no pages from `first_page` on of `slot`.
-fn empty_range(slot: &Slot, first_page: u64) -> Error {
+fn empty_range(slot: &Slot, first_page: u64) -> LogError {
     let start = Gfn(slot.range.start.0.saturating_add(first_page));
-    Error::EmptyRange { start, end: start }
+    LogError::EmptyRange { start, end: start }
 }
 
 /// The words of a log that hold `pages` (first and number).

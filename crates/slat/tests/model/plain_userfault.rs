@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::PAGE_SIZE;
+use slat::error::{FaultError, SlotError};
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 
 use super::*;
@@ -39,11 +40,11 @@ impl Userfault {
     }
 
     /// Whether a memslot `id` of `range` can have it.
-    pub fn check(&self, id: u32, range: GfnRange) -> Result<(), Error> {
+    pub fn check(&self, id: u32, range: GfnRange) -> Result<(), SlotError> {
         if range.start.0.is_multiple_of(self.block_pages()) {
             Ok(())
         } else {
-            Err(Error::UnalignedUserfaultSlot { slot: id, gpa: range.start.gpa() })
+            Err(SlotError::UnalignedUserfaultSlot { slot: id, gpa: range.start.gpa() })
         }
     }
 }
@@ -89,14 +90,14 @@ impl Slot {
         range: GfnRange,
         flags: MemoryRegionFlags,
         new: Option<&Userfault>,
-    ) -> Result<Option<Userfault>, Error> {
+    ) -> Result<Option<Userfault>, SlotError> {
         if (self.flags ^ flags).contains(GUEST_MEMFD) || (flags.contains(GUEST_MEMFD) && range != self.range) {
-            return Err(Error::GuestMemfdFixed { slot: id });
+            return Err(SlotError::GuestMemfdFixed { slot: id });
         }
         if !flags.contains(USERFAULT) {
             return Ok(None);
         }
-        let userfault = new.or(self.userfault.as_ref()).ok_or(Error::NoUserfaultBitmap { slot: id })?;
+        let userfault = new.or(self.userfault.as_ref()).ok_or(SlotError::NoUserfaultBitmap { slot: id })?;
         userfault.check(id, range)?;
         Ok(Some(userfault.clone()))
     }
@@ -104,13 +105,13 @@ impl Slot {
 
 impl Model {
     /// Zaps those of `nr_pages` from `first_page` on of memslot `id` whose bit is set.
-    pub fn rescan(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
-        let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
+    pub fn rescan(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<u64, SlotError> {
+        let slot = self.slots.get(&id).ok_or(SlotError::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
         if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
-            return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages });
+            return Err(SlotError::RangePastEnd { slot: id, first_page, nr_pages, slot_pages });
         }
-        let userfault = slot.userfault.as_ref().ok_or(Error::NotUserfault { slot: id })?;
+        let userfault = slot.userfault.as_ref().ok_or(SlotError::NotUserfault { slot: id })?;
         let level = userfault.granularity.level();
         let (start, mut next) = (slot.range.start.0, slot.range.start.0 + first_page);
         let mut blocks = Vec::new();
@@ -141,8 +142,8 @@ impl Model {
         Ok(parts)
     }
 
-    pub fn set_attributes(&mut self, range: GfnRange, attributes: MemoryAttributes) -> Result<(), Error> {
-        let none = |gfn: Gfn| Error::NoGuestMemfd { gpa: gfn.gpa() };
+    pub fn set_attributes(&mut self, range: GfnRange, attributes: MemoryAttributes) -> Result<(), SlotError> {
+        let none = |gfn: Gfn| SlotError::NoGuestMemfd { gpa: gfn.gpa() };
         // The error names the first page without a memslot with a guest_memfd.
         let mut next = range.start;
         while next < range.end {
@@ -167,17 +168,17 @@ impl Model {
     }
 
     /// Whether the VMM may access the pages of `range`.
-    pub fn check_access(&self, range: GfnRange) -> Result<(), Error> {
+    pub fn check_access(&self, range: GfnRange) -> Result<Outcome, FaultError> {
         for gfn in (range.start.0..range.end.0).map(Gfn) {
-            let slot = self.slot_at(gfn).map(|id| &self.slots[&id]).ok_or(Error::NoMemslot { gpa: gfn.gpa() })?;
-            if let Some(Exit::MemoryFault { flags, gpa, size }) = slot.userfault_exit(gfn) {
-                return Err(Error::MemoryFault { flags, gpa, size });
+            let slot = self.slot_at(gfn).map(|id| &self.slots[&id]).ok_or(FaultError::NoMemslot { gpa: gfn.gpa() })?;
+            if let Some(exit) = slot.userfault_exit(gfn) {
+                return Ok(Outcome::Exit(exit));
             }
             if slot.is_private(gfn) {
                 let flags = MemoryFaultFlags::PRIVATE;
-                return Err(Error::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE });
+                return Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE }));
             }
         }
-        Ok(())
+        Ok(Outcome::Resume)
     }
 }

@@ -10,11 +10,10 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use proptest::prelude::*;
 use slat::baselines::Locking;
+use slat::error::{FaultError, LogError};
 use slat::format::Format;
 use slat::tables::AccessTracking;
-use slat::{
-    Access, Config, Error, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
-};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 use super::ops::{Aging, LOG, SIZES};
 use super::plain::is_resident;
@@ -198,7 +197,7 @@ impl<F: Format> World<F> {
             match guest.vcpu.handle_fault(gpa, access) {
                 Ok(Outcome::Resume) => {}
                 Ok(Outcome::Exit(_)) => return,
-                Err(error) => return assert_eq!(error, Error::BackingGone { gpa }),
+                Err(error) => return assert_eq!(error, FaultError::BackingGone { gpa }),
             }
         }
     }
@@ -316,7 +315,7 @@ impl<F: Format> World<F> {
                 let got = self.vm.get_dirty_log(slot, &mut bitmap);
                 // As with manual modes; in the others little is left to clear.
                 let cleared = self.vm.clear_dirty_log(slot, 0, nr_pages, &bitmap);
-                let refused = [Err(Error::NoSuchSlot { slot }), Err(Error::NotLogging { slot })];
+                let refused = [Err(LogError::NoSuchSlot { slot }), Err(LogError::NotLogging { slot })];
                 for result in [got, cleared] {
                     assert!(result.is_ok() || refused.contains(&result), "{result:?}");
                 }

@@ -7,11 +7,10 @@ use std::sync::Arc;
 
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
+use slat::error::FaultError;
 use slat::format::Npt;
 use slat::shadow::{GuestAccess, Gva, PagingRegister, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
-use slat::{
-    Access, Config, Error, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
-};
+use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm};
 
 use super::architecture::{CR0_PG, CR4_SMAP, CR4_SMEP};
 use super::hardware::{Cpu, Disobeys, Keeps, Protections};
@@ -93,9 +92,9 @@ impl Engine {
 
     /// Repeats a call that ran out of memory, when there is memory again. It must have changed
     /// nothing.
-    fn retry<R>(&mut self, mut call: impl FnMut(&mut Engine) -> Result<R, Error>) -> Result<R, Error> {
+    fn retry<R>(&mut self, mut call: impl FnMut(&mut Engine) -> Result<R, FaultError>) -> Result<R, FaultError> {
         match call(self) {
-            Err(Error::OutOfMemory) if self.vm.host().is_failing() => {
+            Err(FaultError::OutOfMemory) if self.vm.host().is_failing() => {
                 self.nr_failed += 1;
                 self.vm.host().fail_after(-1);
                 call(self)
@@ -123,7 +122,7 @@ impl Engine {
         access: Access,
         privilege: Privilege,
         effect: &mut dyn FnMut(&World, u64),
-    ) -> Result<Option<Observed>, Error> {
+    ) -> Result<Option<Observed>, FaultError> {
         let EngineCpu { vcpu, cpu, must_enter } = &mut self.cpus[cpu];
         if *must_enter {
             cpu.enter(vcpu.entry()?);
@@ -218,28 +217,28 @@ impl Subject for Engine {
         self.vm.host()
     }
 
-    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), Error> {
+    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), FaultError> {
         self.cpus[cpu].must_enter = true;
         self.retry(|engine| engine.cpus[cpu].vcpu.set_paging_registers(registers))
     }
 
-    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, Error> {
+    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, FaultError> {
         let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.write_paging_register(register, value))?;
         Ok(self.executed(cpu, outcome))
     }
 
-    fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error> {
+    fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, FaultError> {
         let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.load_cr3(value))?;
         Ok(self.executed(cpu, outcome))
     }
 
-    fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), Error> {
+    fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), FaultError> {
         let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.invlpg(Gva(la)))?;
         assert_eq!(self.executed(cpu, outcome), Executed::Done);
         Ok(())
     }
 
-    fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, Error> {
+    fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, FaultError> {
         let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.invpcid(kind, descriptor))?;
         Ok(self.executed(cpu, outcome))
     }
@@ -251,7 +250,7 @@ impl Subject for Engine {
         access: Access,
         privilege: Privilege,
         effect: &mut dyn FnMut(&World, u64),
-    ) -> Result<Observed, Error> {
+    ) -> Result<Observed, FaultError> {
         for _ in 0..self.most_tries {
             if let Some(observed) = self.retry(|engine| engine.try_access(cpu, la, access, privilege, effect))? {
                 return Ok(observed);
@@ -261,7 +260,7 @@ impl Subject for Engine {
         panic!("{access:?} as {privilege:?} at {la:#x} does not end");
     }
 
-    fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, Error> {
+    fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, FaultError> {
         let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.write_guest_table(Gpa(gpa), bytes))?;
         self.cpus[cpu].must_enter = true;
         Ok(match outcome {

@@ -2,8 +2,9 @@
 //! hypervisor's CPUs. The others are CPUs with a deliberate fault, which show that the oracle
 //! detects it.
 
+use slat::Access;
+use slat::error::FaultError;
 use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
-use slat::{Access, Error};
 
 use super::world::World;
 
@@ -64,12 +65,12 @@ pub enum HostEvent {
 pub trait Subject {
     fn world(&self) -> &World;
     /// The registers of a CPU that is reset, or restored.
-    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), Error>;
+    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), FaultError>;
     /// MOV to CR0 and CR4, WRMSR of EFER.
-    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, Error>;
-    fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error>;
-    fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), Error>;
-    fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, Error>;
+    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, FaultError>;
+    fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, FaultError>;
+    fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), FaultError>;
+    fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, FaultError>;
     /// One access. When a CPU of the host reaches memory it calls `effect` with the address. No
     /// flush returns, and no frame moves, before `effect` does.
     fn access(
@@ -79,9 +80,9 @@ pub trait Subject {
         access: Access,
         privilege: Privilege,
         effect: &mut dyn FnMut(&World, u64),
-    ) -> Result<Observed, Error>;
+    ) -> Result<Observed, FaultError>;
     /// An emulated write of this CPU.
-    fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, Error>;
+    fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, FaultError>;
     /// An action that the guest does not observe.
     fn host_event(&mut self, event: HostEvent);
     /// The pages of a memslot at `first_gfn` that were written since the last call.

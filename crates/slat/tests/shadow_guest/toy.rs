@@ -5,8 +5,9 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 
+use slat::error::FaultError;
 use slat::shadow::{PagingRegister, PagingRegisters, Privilege};
-use slat::{Access, Error, MemoryRegionFlags};
+use slat::{Access, MemoryRegionFlags};
 
 use super::architecture::{
     ACCESSED, DIRTY, End, GLOBAL, PagingMode, Rights, entry_in, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
@@ -192,13 +193,13 @@ impl Subject for Toy {
         &self.world
     }
 
-    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), Error> {
+    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), FaultError> {
         self.registers.set_registers(cpu, registers);
         self.forget(cpu, |_| true);
         Ok(())
     }
 
-    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, Error> {
+    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, FaultError> {
         let old = self.registers.cpus[cpu].registers;
         let new = old.with(register, value);
         if loads_pdptes(&old, &new) && self.has_bad_pdpte(new) {
@@ -212,7 +213,7 @@ impl Subject for Toy {
         Ok(Executed::Done)
     }
 
-    fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error> {
+    fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, FaultError> {
         let registers = self.registers.cpus[cpu].registers;
         let old = registers.cr3;
         let new = PagingRegisters { cr3: value, ..registers };
@@ -233,7 +234,7 @@ impl Subject for Toy {
         Ok(executed)
     }
 
-    fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), Error> {
+    fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), FaultError> {
         let pcid = self.registers.cpus[cpu].pcid();
         match self.left_out {
             LeftOut::Invlpg => {}
@@ -243,7 +244,7 @@ impl Subject for Toy {
         Ok(())
     }
 
-    fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, Error> {
+    fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, FaultError> {
         let executed = self.registers.invpcid(cpu, kind, descriptor);
         let pcid = descriptor[0] as u16;
         if executed == Executed::Done {
@@ -268,7 +269,7 @@ impl Subject for Toy {
         access: Access,
         privilege: Privilege,
         effect: &mut dyn FnMut(&World, u64),
-    ) -> Result<Observed, Error> {
+    ) -> Result<Observed, FaultError> {
         let observed = self.translate(cpu, la, access, privilege);
         Ok(match observed {
             // Some writes as if they were emulated.
@@ -283,7 +284,7 @@ impl Subject for Toy {
         })
     }
 
-    fn write_table(&mut self, _cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, Error> {
+    fn write_table(&mut self, _cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, FaultError> {
         if self.left_out == LeftOut::Emulated && gpa >> 12 & 7 == 4 {
             return Ok(Written::Memory);
         }

@@ -2,9 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use slat::Config;
 use slat::dirty::ManualProtect;
+use slat::error::LogError;
 use slat::format::Format;
-use slat::{Config, Error};
 
 use crate::schedules::random;
 use crate::world::{TestVm, find};
@@ -60,7 +61,7 @@ impl Memory {
     }
 
     /// Harvests the memslot, and copies what the log reports.
-    pub fn harvest<F: Format>(&self, vm: &TestVm<F>) -> Result<u64, Error> {
+    pub fn harvest<F: Format>(&self, vm: &TestVm<F>) -> Result<u64, LogError> {
         let mut bitmap = [0; LOG_WORDS];
         let nr_pages = vm.get_dirty_log(SLOT, &mut bitmap)?;
         if self.config.manual_protect != ManualProtect::Disabled {

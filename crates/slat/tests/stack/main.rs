@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex};
 use host::{Backing, StackHost, real_memory};
 use slat::baselines::*;
 use slat::dirty::*;
+use slat::error::{FaultError, SlotError};
 use slat::format::*;
 use slat::shadow::*;
 use slat::slots::*;
@@ -73,7 +74,7 @@ impl<F: Format> Scene<F> {
         flags: MemoryRegionFlags,
         backing: Option<Backing>,
         userfault_bitmap: Option<UserfaultBitmap>,
-    ) -> Result<(), Error> {
+    ) -> Result<(), SlotError> {
         self.measure("Vm::set_user_memory_region", || {
             self.vm.set_user_memory_region(MemoryRegion {
                 slot,
@@ -92,7 +93,7 @@ impl<F: Format> Scene<F> {
         vcpu: &mut Vcpu<StackHost, F>,
         addresses: impl IntoIterator<Item = u64>,
         access: Access,
-    ) -> Result<Outcome, Error> {
+    ) -> Result<Outcome, FaultError> {
         let mut last = Ok(Outcome::Resume);
         for gpa in addresses {
             self.measure(FAULT, || last = vcpu.handle_fault(Gpa(gpa), access));
@@ -134,7 +135,7 @@ fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_ent
 
     // Without memory, then with it; enough for some to be timed.
     vm.host().refuses_tables.store(true, Ordering::Relaxed);
-    assert_eq!(scene.faults(&mut vcpu, [SMALL], Access::Read), Err(Error::OutOfMemory));
+    assert_eq!(scene.faults(&mut vcpu, [SMALL], Access::Read), Err(FaultError::OutOfMemory));
     vm.host().refuses_tables.store(false, Ordering::Relaxed);
     let resumes = Ok(Outcome::Resume);
     assert_eq!(scene.faults(&mut vcpu, pages(SMALL, 300), Access::Read), resumes);
@@ -288,7 +289,8 @@ fn userfault<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
     let exits = scene.faults(vcpu, [SMALL], Access::Read);
     assert!(matches!(exits, Ok(Outcome::Exit(Exit::MemoryFault { .. }))), "{exits:?}");
     assert_eq!(scene.faults(vcpu, pages(SMALL + PAGE_SIZE, 63), Access::Write), Ok(Outcome::Resume));
-    scene.measure("Vm::check_access", || vm.check_access(Gpa(SMALL + PAGE_SIZE), 8 * PAGE_SIZE)).unwrap();
+    let checked = scene.measure("Vm::check_access", || vm.check_access(Gpa(SMALL + PAGE_SIZE), 8 * PAGE_SIZE));
+    assert_eq!(checked, Ok(Outcome::Resume));
     words[0].store(3, Ordering::Release);
     scene.measure("Vm::rescan_userfault", || vm.rescan_userfault(1, 0, SMALL_BYTES / PAGE_SIZE)).unwrap();
     scene.set_region(1, SMALL, SMALL_BYTES, MemoryRegionFlags::empty(), None);

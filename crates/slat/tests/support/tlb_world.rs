@@ -18,11 +18,12 @@ use std::sync::{Arc, Mutex, Weak};
 
 use slat::baselines::{AtomicU64, Park};
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::error::FaultError;
 use slat::format::{Format, Pte};
 use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
 use slat::tables::AccessTracking;
 use slat::{
-    Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
     PageSize, Pfn, Vcpu, Vm,
 };
 
@@ -500,7 +501,7 @@ impl Guest {
         let fault = || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access);
         match host.during_call(self.index, Gfn(gfn), fault) {
             Ok(Outcome::Resume | Outcome::Exit(_)) => {}
-            Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
+            Err(FaultError::OutOfMemory) if host.fails_one_in.is_some() => {}
             Err(error) => panic!("fault at frame {gfn:#x} failed: {error}"),
         }
     }
@@ -511,8 +512,8 @@ impl Guest {
         let vcpu = &mut self.vcpu;
         let prefault = || vcpu.pre_fault_memory(Gpa(gfn * PAGE_SIZE), nr_pages * PAGE_SIZE, access);
         match host.during_call(self.index, Gfn(gfn), prefault) {
-            Ok(_) | Err(Error::Busy { .. } | Error::NoMemslot { .. }) => {}
-            Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
+            Ok(_) | Err(FaultError::Busy { .. } | FaultError::NoMemslot { .. }) => {}
+            Err(FaultError::OutOfMemory) if host.fails_one_in.is_some() => {}
             Err(error) => panic!("prefault at frame {gfn:#x} failed: {error}"),
         }
     }

@@ -1,6 +1,7 @@
 //! Rings that are enabled after the last vCPU was dropped: pages that vCPUs left writable are
 //! protected.
 
+use slat::error::ConfigError;
 use slat::format::Stage2;
 
 use super::*;
@@ -11,17 +12,17 @@ fn rings_are_refused_only_while_a_vcpu_exists() {
     let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
     let vcpus = [(); 3].map(|()| vm.create_vcpu().unwrap());
     for vcpu in vcpus {
-        assert_eq!(vm.enable_dirty_ring(256), Err(Error::VcpusExist));
-        assert_eq!(vm.enable_dirty_ring(1), Err(Error::BadRingSize { nr_entries: 1 }));
+        assert_eq!(vm.enable_dirty_ring(256), Err(ConfigError::VcpusExist));
+        assert_eq!(vm.enable_dirty_ring(1), Err(ConfigError::BadRingSize { nr_entries: 1 }));
         assert!(vcpu.dirty_ring().is_none());
     }
     assert_eq!(vm.enable_dirty_ring(256), Ok(()));
-    assert_eq!(vm.enable_dirty_ring(256), Err(Error::DirtyRingEnabled));
+    assert_eq!(vm.enable_dirty_ring(256), Err(ConfigError::DirtyRingEnabled));
     let vcpu = vm.create_vcpu().unwrap();
     assert!(vcpu.dirty_ring().is_some());
     drop(vcpu);
     // For the life of the VM.
-    assert_eq!(vm.enable_dirty_ring(512), Err(Error::DirtyRingEnabled));
+    assert_eq!(vm.enable_dirty_ring(512), Err(ConfigError::DirtyRingEnabled));
     assert!(vm.create_vcpu().unwrap().dirty_ring().is_some());
     assert_eq!(vm.dirty_rings().count(), 1);
 }
@@ -73,7 +74,7 @@ fn rings_are_refused_while_a_leaf_is_broken_whose_parts_can_be_written() {
     write(&mut vcpu, 3);
     drop(vcpu);
     let other = Arc::clone(&vm);
-    vm.host().overtake(Call::Flush, 1, move || assert_eq!(other.enable_dirty_ring(1024), Err(Error::VcpusExist)));
+    vm.host().overtake(Call::Flush, 1, move || assert_eq!(other.enable_dirty_ring(1024), Err(ConfigError::VcpusExist)));
     assert_eq!(vm.split_range(GfnRange::new(Gfn(0), 512), PageSize::Size4K), Ok(1));
     assert!(vm.host().was_overtaken() && is_writable(&vm, 7));
     // Once they are linked, protection finds them.

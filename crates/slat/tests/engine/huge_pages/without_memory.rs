@@ -1,6 +1,7 @@
 //! Splits for which the host has no memory, or not at once.
 
 use super::*;
+use slat::error::RangeError;
 
 /// The frame of a page, and whether it is writable.
 type Seen = Option<(u64, bool)>;
@@ -18,7 +19,7 @@ fn out_of_memory<F: Format>(config: Config) {
         let (vm, before) = (&world.vm, seen(&world, slot));
         let nr_tables = vm.host().live_tables();
         vm.host().fail_after(k);
-        assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory), "with {k} tables");
+        assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Err(RangeError::OutOfMemory), "with {k} tables");
         vm.host().never_fail();
         let k = k as u64;
         assert_eq!(sizes(&world), (k * BIG, 6 - k, 0));
@@ -40,7 +41,7 @@ fn out_of_memory_1g<F: Format>(config: Config) {
     for k in [0, 1, 2, 100, 511, 512] {
         let world = world_with::<F>(config, slot, Access::Write);
         world.vm.host().fail_after(k);
-        assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
+        assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(RangeError::OutOfMemory));
         world.vm.host().never_fail();
         let nr_2m_split = (k as u64).saturating_sub(1);
         let expected = if k == 0 { (0, 0, 1) } else { (nr_2m_split * BIG, 512 - nr_2m_split, 0) };
@@ -103,7 +104,7 @@ fn waits<F: Format>(config: Config) {
     world.vm.recover_range(slot.range()).unwrap();
     // Neither: the error reports it, and each is tried.
     world.vm.host().fail_after(0);
-    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(RangeError::OutOfMemory));
     world.vm.host().never_fail();
     assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed]);
     assert_eq!(world.write(slot, 0), 0);

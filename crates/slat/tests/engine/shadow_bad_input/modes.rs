@@ -2,6 +2,7 @@
 //! same page tables; and what vCPUs share.
 
 use super::*;
+use slat::error::FaultError;
 
 const STRATEGIES: [ShadowStrategy; 3] =
     [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
@@ -160,7 +161,7 @@ fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
         cpu.load_cr3(hole);
         assert_eq!(cpu.page_at(va), Err(Exit::TableMmio { gva: Gva(va), gpa: Gpa(hole) }));
         vm.host().has_no_pointers.store(true, Ordering::Relaxed);
-        assert_eq!(cpu.vcpu().load_cr3(good), Err(Error::NoGuestMemory { gpa: Gpa(good) }));
+        assert_eq!(cpu.vcpu().load_cr3(good), Err(FaultError::NoGuestMemory { gpa: Gpa(good) }));
         vm.host().has_no_pointers.store(false, Ordering::Relaxed);
         // A saved state may be restored before its memory exists: an error is found at the first
         // use.

@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use slat::error::SlotError;
 use slat::format::Format;
 use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
 use slat::tables::AccessTracking;
-use slat::{
-    Access, Config, Error, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm,
-};
+use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::{
@@ -156,7 +155,7 @@ impl<F: Format> Scene<F> {
     }
 
     /// Changes the memslot to these flags, and this bitmap.
-    pub fn set_flags(&self, flags: MemoryRegionFlags, bitmap: Option<usize>) -> Result<(), Error> {
+    pub fn set_flags(&self, flags: MemoryRegionFlags, bitmap: Option<usize>) -> Result<(), SlotError> {
         self.vm.set_user_memory_region(MemoryRegion {
             userfault_bitmap: bitmap.and_then(|index| self.bitmaps[index].bitmap(GRANULARITIES[index])),
             ..change(SLOT, flags | GUEST_MEMFD, FIRST * PAGE_SIZE, PAGES * PAGE_SIZE)
@@ -196,7 +195,7 @@ impl<F: Format> Scene<F> {
                     truth.rescanned.extend(done);
                 }
             }
-            Err(Error::SlotBusy { .. }) => truth.on = Some(before),
+            Err(SlotError::SlotBusy { .. }) => truth.on = Some(before),
             Err(error) => panic!("{error}"),
         }
     }
@@ -221,7 +220,7 @@ impl<F: Format> Scene<F> {
                 }
                 truth.rescanned.extend(done);
             }
-            Err(Error::NotUserfault { .. } | Error::NoSuchSlot { .. }) => {}
+            Err(SlotError::NotUserfault { .. } | SlotError::NoSuchSlot { .. }) => {}
             Err(error) => panic!("{error}"),
         }
     }
@@ -253,7 +252,7 @@ impl<F: Format> Scene<F> {
         self.truth.lock().unwrap().nr_calling -= 1;
         match result {
             Ok(()) => {}
-            Err(Error::NoGuestMemfd { .. }) => return,
+            Err(SlotError::NoGuestMemfd { .. }) => return,
             Err(error) => panic!("{error}"),
         }
         let mut truth = self.truth.lock().unwrap();
@@ -276,7 +275,7 @@ impl<F: Format> Scene<F> {
         self.truth.lock().unwrap().on = Some(userfault);
         match result {
             Ok(()) => self.logs.store(on, Ordering::SeqCst),
-            Err(Error::SlotBusy { .. }) => {}
+            Err(SlotError::SlotBusy { .. }) => {}
             Err(error) => panic!("{error}"),
         }
     }
