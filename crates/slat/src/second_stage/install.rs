@@ -10,12 +10,14 @@
 
 use crate::addr::{Access, Level, Pfn};
 use crate::config::AccessTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::stats::{Counter, Recorder};
 use crate::table::cursor::{self, Cursor};
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{TableCache, TableUse};
-use crate::table::pte::{self, InvalidationSeq, PteRef};
+use crate::table::pte::Pte;
+use crate::table::pte_ref::PteRef;
 
 /// The PTE is no longer what the caller has read.
 pub(crate) struct Changed;
@@ -47,22 +49,22 @@ pub(crate) enum Rights {
 ///
 /// Where CPUs do not set A, a leaf counts as used as soon as it is installed. Where they do not set
 /// D, it counts as dirty as soon as it has W, since no CPU records a write through it.
-fn used_leaf<F: Format>(leaf: Pte, used: Option<Access>, tracking: AccessTracking) -> Pte {
+fn used_leaf<F: Format>(leaf: Pte<F>, used: Option<Access>, tracking: AccessTracking) -> Pte<F> {
     let accessed = if used.is_some() || tracking == AccessTracking::Faults { F::ACCESSED } else { 0 };
-    let is_written = used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && pte::is_writable::<F>(leaf));
+    let is_written = used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && leaf.is_writable());
     let dirty = if is_written { F::DIRTY } else { 0 };
-    Pte(leaf.0 | accessed | dirty)
+    leaf.with(accessed | dirty)
 }
 
 impl NewLeaf {
-    pub(crate) fn pte<F: Format>(self, tracking: AccessTracking) -> Pte {
+    pub(crate) fn pte<F: Format>(self, tracking: AccessTracking) -> Pte<F> {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
             Rights::ReadOnly => 0,
             Rights::WriteProtected => F::HOST_WRITABLE,
             Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
         };
-        used_leaf::<F>(Pte(F::leaf(first, self.level).0 | rights), self.used, tracking)
+        used_leaf(Pte::leaf(first, self.level).with(rights), self.used, tracking)
     }
 }
 
@@ -76,7 +78,7 @@ pub(crate) fn install<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
+    value: Pte<F>,
     seq: InvalidationSeq,
     leaf: NewLeaf,
 ) -> Result<(), Changed> {
@@ -96,18 +98,18 @@ pub(crate) fn install<H: Host, F: Format>(
 }
 
 /// A PTE of `level` to be linked, with the page-table pages of the cache that it takes along.
-pub(crate) struct Prepared {
-    pub(crate) pte: Pte,
+pub(crate) struct Prepared<F> {
+    pub(crate) pte: Pte<F>,
     pub(crate) level: Level,
     pub(crate) nr_tables: usize,
     /// The memory that it is for.
     pub(crate) pfn: Pfn,
 }
 
-impl Prepared {
+impl<F: Format> Prepared<F> {
     /// A PTE of `level` that is empty with `seq`: linked below an empty PTE, it changes nothing.
-    pub(crate) fn empty(seq: InvalidationSeq, level: Level, pfn: Pfn) -> Prepared {
-        Prepared { pte: pte::empty(seq), level, nr_tables: 0, pfn }
+    pub(crate) fn empty(seq: InvalidationSeq, level: Level, pfn: Pfn) -> Prepared<F> {
+        Prepared { pte: Pte::empty(seq), level, nr_tables: 0, pfn }
     }
 }
 
@@ -117,21 +119,21 @@ pub(crate) fn link<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
+    value: Pte<F>,
     seq: InvalidationSeq,
-    prepared: Prepared,
+    prepared: Prepared<F>,
 ) -> Result<(), Changed> {
     let Prepared { pte: mut new, mut level, mut nr_tables, pfn } = prepared;
     while level < cursor.level() {
         let inside = cursor::index_of::<F>(cursor.gfn(), level);
         // The caller has flushed the PTE, if that was needed.
-        let beside = pte::empty(seq.flushed());
+        let beside = Pte::empty(seq.flushed());
         // SAFETY: `linked` follows the exchange at once.
         new = unsafe { cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside }) };
         nr_tables += 1;
         level = level.up();
     }
-    cursor.pte().compare_exchange::<F>(value, new).map_err(|_| Changed)?;
+    cursor.pte().compare_exchange(value, new).map_err(|_| Changed)?;
     cache.linked(host, cursor.stats(), nr_tables, TableUse::Fault, Some(pfn));
     Ok(())
 }
@@ -141,20 +143,20 @@ pub(crate) fn link<H: Host, F: Format>(
 #[inline]
 pub(crate) fn restore_access<F: Format>(
     tracking: AccessTracking,
-    pte: PteRef<'_>,
-    value: Pte,
+    pte: PteRef<'_, F>,
+    value: Pte<F>,
     access: Access,
 ) -> Result<(), Changed> {
-    let leaf = pte::untracked::<F>(value, pte.level());
+    let leaf = value.untracked(pte.level());
     let new = match access {
         Access::Write => {
-            debug_assert!(pte::is_host_writable::<F>(value));
-            Pte(leaf.0 | F::WRITABLE)
+            debug_assert!(value.is_host_writable());
+            leaf.with(F::WRITABLE)
         }
         Access::Read | Access::Execute => leaf,
     };
-    let new = used_leaf::<F>(new, Some(access), tracking);
-    pte.compare_exchange::<F>(value, new).map_err(|_| Changed)
+    let new = used_leaf(new, Some(access), tracking);
+    pte.compare_exchange(value, new).map_err(|_| Changed)
 }
 
 /// Replaces the huge leaf `value` at the cursor, tracked or not, by a page-table page of leaves one
@@ -166,7 +168,7 @@ pub(crate) fn split<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
+    value: Pte<F>,
 ) -> Result<(), Changed> {
     split_into(cursor, host, cache, value, value)
 }
@@ -177,16 +179,16 @@ pub(crate) fn split_into<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
-    whole: Pte,
+    value: Pte<F>,
+    whole: Pte<F>,
 ) -> Result<(), Changed> {
     let level = cursor.level();
     // SAFETY: `linked` follows the exchange at once.
     let table = unsafe { prepare_parts::<H, F>(host, cache, whole, level) };
     // If hardware sets A or D of the huge leaf meanwhile, the exchange fails, and the next try
     // copies them.
-    cursor.pte().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
-    let pfn = pte::frame::<F>(value, level);
+    cursor.pte().compare_exchange(value, table).map_err(|_| Changed)?;
+    let pfn = value.frame(level);
     cache.linked(host, cursor.stats(), 1, TableUse::Split, Some(pfn));
     count_split(cursor.stats(), level);
     Ok(())
@@ -200,12 +202,12 @@ pub(crate) fn split_into<H: Host, F: Format>(
 pub(crate) unsafe fn prepare_parts<H: Host, F: Format>(
     host: &H,
     cache: &mut TableCache,
-    whole: Pte,
+    whole: Pte<F>,
     level: Level,
-) -> Pte {
+) -> Pte<F> {
     let mut parts_of = |level| {
         // SAFETY: as the caller promises.
-        unsafe { cache.prepare::<H, F>(host, 0, |index| pte::part_of_huge::<F>(whole, level, index)) }
+        unsafe { cache.prepare::<H, F>(host, 0, |index| whole.part(level, index)) }
     };
     match level {
         // A constant level for all but one split in 512. So the shifts are constants, too, which
@@ -226,10 +228,10 @@ pub(crate) fn count_split(stats: &Recorder, level: Level) {
 /// Returns the empty PTE. If hardware could use `value`, a flush of its block is due.
 pub(crate) fn zap_pte<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    value: Pte,
+    value: Pte<F>,
     seq: InvalidationSeq,
-) -> Result<Pte, Changed> {
-    let empty = pte::empty(seq);
-    cursor.pte().compare_exchange::<F>(value, empty).map_err(|_| Changed)?;
+) -> Result<Pte<F>, Changed> {
+    let empty = Pte::empty(seq);
+    cursor.pte().compare_exchange(value, empty).map_err(|_| Changed)?;
     Ok(empty)
 }

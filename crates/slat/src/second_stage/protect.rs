@@ -39,7 +39,7 @@ use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::bits::bit_range;
 use crate::config::DirtyTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::slot::bitmap::{PageWords, SetBits, nr_bits};
@@ -48,7 +48,8 @@ use crate::sync::{AtomicU64, Ordering, Side};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::generation::Admission;
-use crate::table::pte::{self, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::PteRef;
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
@@ -167,7 +168,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// For pages of a memslot at `slot`. To be made after step 2 of the module.
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, slot: GfnRange) -> Protector<'s, H, F> {
         let directory_protection = match tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect if pte::can_be_protected::<F>() => DirectoryProtection::Unasked,
+            DirtyTracking::WriteProtect if Pte::<F>::CAN_BE_PROTECTED => DirectoryProtection::Unasked,
             _ => DirectoryProtection::No,
         };
         Protector {
@@ -249,7 +250,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     fn protect_table(&mut self, pages: &TablePages<'_>) -> Gfn {
         loop {
             let (value, state) = match self.cursor.move_to_pte(pages.first, Level::L2M).map(|pte| pte.load()) {
-                Some(value) if pte::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
+                Some(value) if value.state(Level::L2M) == State::Table => (value, State::Table),
                 // A huge leaf, or nothing; or the path leads through a page-table page that was
                 // unlinked.
                 _ => {
@@ -293,22 +294,22 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         matches!(self.directory_protection, DirectoryProtection::Admitted(_))
     }
 
-    fn close(&mut self, value: Pte) -> Result<(), Changed> {
-        self.cursor.pte().compare_exchange::<F>(value, pte::protected::<F>(value)).map_err(|_| Changed)?;
+    fn close(&mut self, value: Pte<F>) -> Result<(), Changed> {
+        self.cursor.pte().compare_exchange(value, value.protected()).map_err(|_| Changed)?;
         self.nr_tables += 1;
         Ok(())
     }
 
     /// Clears W of a leaf above the lowest level. Where dirty bits are the log it clears D, too,
     /// because the parts of a split leaf begin with D of the leaf.
-    fn protect_huge(&mut self, value: Pte) -> Result<(), Changed> {
+    fn protect_huge(&mut self, value: Pte<F>) -> Result<(), Changed> {
         let protected = match self.cursor.tree().config.dirty_tracking {
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => value,
-            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => pte::cleaned_for_log::<F>(value),
+            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => value.cleaned_for_log(),
         };
-        let protected = Pte(protected.0 & !F::WRITABLE);
+        let protected = protected.without(F::WRITABLE);
         if protected != value {
-            self.cursor.pte().compare_exchange::<F>(value, protected).map_err(|_| Changed)?;
+            self.cursor.pte().compare_exchange(value, protected).map_err(|_| Changed)?;
             self.nr_protected += 1;
         }
         Ok(())
@@ -371,21 +372,21 @@ fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<I
 /// Clears W of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
 #[inline]
 pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let pte = PteRef::new(cell, Level::L4K);
-    if !pte::is_writable::<F>(pte.load()) {
+    let pte = PteRef::<F>::new(cell, Level::L4K);
+    if !pte.load().is_writable() {
         return 0;
     }
-    u64::from(pte::is_writable::<F>(pte.clear::<F>(F::WRITABLE)))
+    u64::from(pte.clear(F::WRITABLE).is_writable())
 }
 
 /// Clears hardware's dirty bit of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
 #[inline]
 fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let pte = PteRef::new(cell, Level::L4K);
+    let pte = PteRef::<F>::new(cell, Level::L4K);
     let mut value = pte.load();
     // An exchange, and not an AND: the same step notes for the host that the page was written.
-    while pte::is_dirty_for_log::<F>(value) {
-        match pte.compare_exchange::<F>(value, pte::cleaned_for_log::<F>(value)) {
+    while value.is_dirty_for_log() {
+        match pte.compare_exchange(value, value.cleaned_for_log()) {
             Ok(()) => return 1,
             Err(found) => value = found,
         }

@@ -33,12 +33,13 @@
 use super::install::{self, Changed};
 use crate::addr::{Access, Gfn, Level};
 use crate::config::AccessTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
-use crate::table::pte::{self, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::PteRef;
 use crate::table::retire::Guard;
 
 /// Leaves that are read together.
@@ -71,9 +72,9 @@ fn protect_all<F: Format>(cells: &[AtomicU64]) {
             continue;
         }
         for cell in cells {
-            let leaf = PteRef::new(cell, Level::L4K);
-            if pte::is_writable::<F>(leaf.load()) {
-                leaf.clear::<F>(F::WRITABLE);
+            let leaf = PteRef::<F>::new(cell, Level::L4K);
+            if leaf.load().is_writable() {
+                leaf.clear(F::WRITABLE);
             }
         }
     }
@@ -94,7 +95,7 @@ pub(crate) fn push_down<H: Host, F: Format>(
     let mut above = Cursor::new(tree, guard, gfn);
     above.descend_to(Level::L2M);
     let Some((table, leaves)) = above.read_table(Level::L2M) else { return Err(Changed) };
-    if !pte::is_protected::<F>(table) {
+    if !table.is_protected() {
         return Err(Changed);
     }
     let own_index = cursor::index_of::<F>(gfn, Level::L4K);
@@ -105,16 +106,15 @@ pub(crate) fn push_down<H: Host, F: Format>(
 /// as `table`.
 fn push_down_in<F: Format>(
     tracking: AccessTracking,
-    above: PteRef<'_>,
-    table: Pte,
+    above: PteRef<'_, F>,
+    table: Pte<F>,
     leaves: &[AtomicU64],
     own_index: usize,
     others: impl FnOnce() -> Others,
 ) -> Result<Pushed, Changed> {
-    let own = PteRef::new(&leaves[own_index], Level::L4K);
+    let own = PteRef::<F>::new(&leaves[own_index], Level::L4K);
     let value = own.load();
-    let (State::Leaf | State::Tracked, true) = (pte::state::<F>(value, Level::L4K), pte::is_host_writable::<F>(value))
-    else {
+    let (State::Leaf | State::Tracked, true) = (value.state(Level::L4K), value.is_host_writable()) else {
         return Err(Changed);
     };
     if others() == Others::Protect {
@@ -123,7 +123,7 @@ fn push_down_in<F: Format>(
         protect_all::<F>(&from_own[1..]);
     }
     install::restore_access::<F>(tracking, own, value, Access::Write)?;
-    match above.compare_exchange::<F>(table, pte::unprotected::<F>(table)) {
+    match above.compare_exchange(table, table.unprotected()) {
         Ok(()) => Ok(Pushed::Open),
         Err(_) => Ok(Pushed::LeafOnly),
     }

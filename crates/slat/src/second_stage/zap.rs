@@ -65,15 +65,17 @@ use super::walk::{self, Next, TurnEnd, Walk};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::dirty::log;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{AllocationWait, Host};
 use crate::operation::Operation;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
-use crate::table::pte::{self, InvalidationSeq, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::PteRef;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -147,13 +149,13 @@ pub(crate) fn zapped_leaf(level: Level) -> Counter {
 }
 
 /// What a turn leaves its guard for.
-enum Work {
+enum Work<F> {
     /// What was zapped is flushed, and the unlinked page-table pages are retired.
     Retire,
     /// A leaf that is covered in part is broken before it is split.
-    Break(Pte, Level),
+    Break(Pte<F>, Level),
     /// An unflushed empty PTE that is covered in part is flushed before it gets a number.
-    Flush(Pte, Level),
+    Flush(Pte<F>, Level),
 }
 
 /// A zap under way.
@@ -173,15 +175,15 @@ struct Zap<'z, 't, H: Host, F: Format> {
     leaves_tables: bool,
     /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
     /// back.
-    flushed: Option<Pte>,
+    flushed: Option<Pte<F>>,
 }
 
 impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
-    type Work = Work;
+    type Work = Work<F>;
     type Error = Infallible;
     const SIDE: Option<Side> = Some(Side::Write);
 
-    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work> {
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work<F>> {
         let rest = GfnRange { start, ..self.range };
         let end = walk::visit_ptes(self.op.tree, guard, rest, ENTRIES_PER_TURN, |cursor| self.visit(guard, cursor));
         match end {
@@ -192,7 +194,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
         }
     }
 
-    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, Infallible> {
+    fn work(&mut self, gfn: Gfn, work: Work<F>) -> Result<Gfn, Infallible> {
         match work {
             Work::Retire => {
                 self.batch.flush();
@@ -214,7 +216,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
 impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// Visits the cursor's PTE.
     #[inline]
-    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work> {
+    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work<F>> {
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
             return Next::Leave(Work::Retire);
         }
@@ -222,7 +224,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         let (pte, level, block) = (cursor.pte(), cursor.level(), cursor.block());
         let value = pte.load();
         let mut nr_steps = 1;
-        let done = match pte::state::<F>(value, level) {
+        let done = match value.state(level) {
             State::Frozen => {
                 cursor.restart();
                 return Next::Again(0);
@@ -279,7 +281,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     // SAFETY: this thread has just read the address in the PTE and unlinked the
                     // page-table page, and earlier passes have emptied it. No fault fills it: the
                     // range is in flight. The batch gets the block below.
-                    unsafe { self.take_over(guard, F::address(value, level), level.down(), block.start) }
+                    unsafe { self.take_over(guard, value.table_below(level), level.down(), block.start) }
                     self.batch.add(block);
                     self.nr_zapped += 1;
                     nr_steps += node::nr_ptes::<F>(level.down()) as u64;
@@ -306,7 +308,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 
     /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or
     /// there is no memory to split it. If not, the cache has the page-table page for the split.
-    fn goes_whole(&mut self, guard: &Guard<'_>, value: Pte, level: Level, block: GfnRange) -> bool {
+    fn goes_whole(&mut self, guard: &Guard<'_>, value: Pte<F>, level: Level, block: GfnRange) -> bool {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
         }
@@ -342,7 +344,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         for (index, cell) in (0..).zip(cells) {
             if level == Level::L4K {
                 debug_assert!(
-                    matches!(pte::state::<F>(PteRef::new(cell, level).load(), level), State::Empty(_)),
+                    matches!(PteRef::<F>::new(cell, level).load().state(level), State::Empty(_)),
                     "a table is unlinked that is not empty"
                 );
                 if !cfg!(debug_assertions) {
@@ -351,10 +353,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 continue;
             }
             let gfn = Gfn(start.0 + index * level.nr_pages());
-            let old = PteRef::new(cell, level).freeze();
-            match pte::state::<F>(old, level) {
+            let old = PteRef::<F>::new(cell, level).freeze();
+            match old.state(level) {
                 // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
-                State::Table => unsafe { self.take_over(guard, F::address(old, level), level.down(), gfn) },
+                State::Table => unsafe { self.take_over(guard, old.table_below(level), level.down(), gfn) },
                 // A recovery of an empty page-table page that was linked there. The page belongs to
                 // the owner of the broken PTE.
                 // SAFETY: the PTE was read inside the guard, and was broken.
@@ -373,11 +375,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 pub(super) fn mark_dirty<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     guard: &Guard<'_>,
-    leaf: Pte,
+    leaf: Pte<F>,
     level: Level,
     range: GfnRange,
 ) {
-    if !op.tree.config.first_write_faults(level) && pte::is_dirty_for_log::<F>(leaf) {
+    if !op.tree.config.first_write_faults(level) && leaf.is_dirty_for_log() {
         // No ring: a VM with rings logs by faults alone.
         log::mark_if_logging(op.slots, guard, None, range.start, range);
     }

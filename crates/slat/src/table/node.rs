@@ -12,10 +12,11 @@ use core::alloc::Layout;
 use core::slice;
 
 use super::Tree;
-use super::pte::{self, InvalidationSeq, State};
+use super::invalidation_seq::InvalidationSeq;
+use super::pte::{Pte, State};
 use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
 use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
@@ -57,7 +58,7 @@ fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: A
 pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
     let root = allocate::<H, F>(host, F::ROOT_LEVEL, TableNode::CallerPolicy, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, root, F::ROOT_ENTRIES, |_| pte::empty(InvalidationSeq::FIRST)) }
+    unsafe { build(host, root, F::ROOT_ENTRIES, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
     Some(root)
 }
 
@@ -65,7 +66,7 @@ pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
 pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
     let table = allocate::<H, F>(host, Level::L4K, node, wait)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, table, F::TABLE_ENTRIES, |_| Pte(0)) }
+    unsafe { build(host, table, F::TABLE_ENTRIES, |_| 0) }
     Some(table)
 }
 
@@ -128,13 +129,13 @@ pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
 /// # Safety
 /// The page has `nr_ptes` PTEs and is the caller's alone.
 #[inline]
-unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut pte: impl FnMut(usize) -> Pte) {
+unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl FnMut(usize) -> u64) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_ptes {
         // SAFETY: inside the page, as the caller promises, and aligned; a store does not read what
         // was there.
         let cell = unsafe { &*first.add(index) };
-        cell.store(pte(index).0, Ordering::Relaxed);
+        cell.store(bits(index), Ordering::Relaxed);
     }
 }
 
@@ -159,11 +160,11 @@ unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level:
     // this loop.
     let cells = unsafe { entries(&tree.host, table, nr_ptes::<F>(level)) };
     for (index, cell) in (0..).zip(cells) {
-        let value = Pte(cell.load(Ordering::Relaxed));
+        let value = Pte::<F>::from_bits(cell.load(Ordering::Relaxed));
         let gfn = Gfn(start.0 + index * level.nr_pages());
-        match pte::state::<F>(value, level) {
+        match value.state(level) {
             // SAFETY: as the caller promises, and it is linked only once.
-            State::Table => unsafe { free_subtree::<H, F>(tree, F::address(value, level), level.down(), gfn) },
+            State::Table => unsafe { free_subtree::<H, F>(tree, value.table_below(level), level.down(), gfn) },
             State::Leaf | State::Tracked => report_zapped::<H, F>(&tree.host, value, level, gfn.block(level)),
             State::Empty(_) | State::Broken | State::Frozen => {}
         }
@@ -175,12 +176,12 @@ unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level:
 /// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
 /// about to go.
 #[inline]
-pub(crate) fn report_zapped<H: Host, F: Format>(host: &H, leaf: Pte, level: Level, range: GfnRange) {
+pub(crate) fn report_zapped<H: Host, F: Format>(host: &H, leaf: Pte<F>, level: Level, range: GfnRange) {
     host.leaf_zapped(ZappedLeaf {
         range,
-        pfn: pte::frame::<F>(leaf, level),
-        accessed: pte::is_accessed::<F>(leaf),
-        dirty: pte::is_dirty::<F>(leaf),
+        pfn: leaf.frame(level),
+        accessed: leaf.is_accessed(),
+        dirty: leaf.is_dirty(),
     });
 }
 
@@ -249,12 +250,12 @@ impl TableCache {
         &mut self,
         host: &H,
         nth: usize,
-        pte: impl FnMut(usize) -> Pte,
-    ) -> Pte {
+        mut pte: impl FnMut(usize) -> Pte<F>,
+    ) -> Pte<F> {
         let table = self.tables[..self.len][self.len - 1 - nth];
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
-        unsafe { build(host, table, F::TABLE_ENTRIES, pte) }
-        F::table(table)
+        unsafe { build(host, table, F::TABLE_ENTRIES, |index| pte(index).bits()) }
+        Pte::table(table)
     }
 
     /// Moves the first `count` prepared page-table pages to the tree, for `table_use`. They map the

@@ -4,15 +4,16 @@
 use super::plan::{Found, InstallPlan, Step};
 use super::{Fault, installed};
 use crate::addr::{Access, Level, Pfn};
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::second_stage::zap;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
-use crate::table::pte::{self, InvalidationSeq, State};
+use crate::table::pte::{Pte, State};
 use crate::table::retire::{FaultPin, Guard};
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
@@ -21,7 +22,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     pub(super) fn install(
         &mut self,
         pin: FaultPin<'_>,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
         match plan.found {
@@ -37,7 +38,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn install_on_empty(
         &mut self,
         pin: FaultPin<'_>,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         seen: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
@@ -121,7 +122,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// A huge leaf of which the host allows a part is split before, so that its other pages stay.
     #[cold]
     #[inline(never)]
-    fn install_instead(&mut self, value: Pte, seen: InvalidationSeq, leaf: NewLeaf) -> Result<Step, Changed> {
+    fn install_instead(&mut self, value: Pte<F>, seen: InvalidationSeq, leaf: NewLeaf) -> Result<Step, Changed> {
         let tree = self.op.tree;
         let locked = self.op.pin_locked(Side::Read);
         let guard = &locked.guard;
@@ -137,7 +138,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let seq = tree.next_seq();
         // If this fault fails below, another one may install something smaller here.
         let seq = if F::BREAK_BEFORE_MAKE && level > Level::L4K { seq.unflushed() } else { seq };
-        let is_accessed = pte::is_accessed::<F>(value);
+        let is_accessed = value.is_accessed();
         if is_accessed {
             node::report_zapped::<H, F>(self.op.host(), value, level, cursor.block());
         }
@@ -150,15 +151,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     /// The frame of this fault's page in the leaf `leaf` of `level`.
-    fn frame_in(&self, leaf: Pte, level: Level) -> Pfn {
-        Pfn(pte::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
+    fn frame_in(&self, leaf: Pte<F>, level: Level) -> Pfn {
+        Pfn(leaf.frame(level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
     }
 
     /// Whether the host resolved a page that is mapped read-only to another frame without
     /// invalidating it. In that case the leaf is still there, and no sequence number was taken
     /// since the look.
     #[inline]
-    pub(super) fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> bool {
+    pub(super) fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing, F>, leaf: &NewLeaf) -> bool {
         let Found::ReadOnly(value, seen) = plan.found else { return false };
         if self.frame_in(value, plan.level) == leaf.pfn {
             return false;
@@ -176,7 +177,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         &mut self,
         cursor: Cursor<'_, H, F>,
         guard: &Guard<'_>,
-        value: Pte,
+        value: Pte<F>,
         seq: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
@@ -189,7 +190,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         &mut self,
         cursor: &Cursor<'_, H, F>,
         guard: &Guard<'_>,
-        value: Pte,
+        value: Pte<F>,
         seq: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {

@@ -10,20 +10,18 @@ use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{Host, Resolved};
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
 use crate::table::cursor::Cursor;
-use crate::table::pte::{self, InvalidationSeq};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::Pte;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
 pub(super) const BATCH_PAGES: usize = 32;
 const _: () = assert!(BATCH_PAGES <= DirtyRing::RESERVE as usize);
-
-/// Stands for a page for which nothing is to be installed. No empty PTE and no leaf has this value.
-pub(super) const NOTHING: Pte = Pte(u64::MAX);
 
 /// What happens to the other pages when nothing can be installed for one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -35,21 +33,21 @@ pub(super) enum Missing {
 }
 
 /// Some pages, the PTEs that were read for them, and the leaves to install there.
-pub(super) struct Batch<P, const CAPACITY: usize> {
+pub(super) struct Batch<P, F, const CAPACITY: usize> {
     /// The access that the leaves are installed for.
     access: Access,
     missing: Missing,
     nr_pages: usize,
     /// Maps an index to its page.
     page: P,
-    /// The empty PTE, or [`NOTHING`] where nothing is to be installed.
-    seen: [Pte; CAPACITY],
-    leaves: [Pte; CAPACITY],
+    /// The empty PTE; frozen where nothing is to be installed.
+    seen: [Pte<F>; CAPACITY],
+    leaves: [Pte<F>; CAPACITY],
 }
 
-impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
-    pub(super) fn new(access: Access, missing: Missing, page: P) -> Batch<P, CAPACITY> {
-        let nothing = [NOTHING; CAPACITY];
+impl<P: Fn(usize) -> Gfn, F: Format, const CAPACITY: usize> Batch<P, F, CAPACITY> {
+    pub(super) fn new(access: Access, missing: Missing, page: P) -> Batch<P, F, CAPACITY> {
+        let nothing = [Pte::FROZEN; CAPACITY];
         Batch { access, missing, nr_pages: 0, page, seen: nothing, leaves: nothing }
     }
 
@@ -60,7 +58,7 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
 
     /// Whether nothing is to be installed.
     pub(super) fn is_empty(&self) -> bool {
-        self.seen[..self.nr_pages].iter().all(|&seen| seen == NOTHING)
+        self.seen[..self.nr_pages].iter().all(|&seen| seen == Pte::FROZEN)
     }
 
     /// The page that is added next.
@@ -70,7 +68,7 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
 
     /// Adds the next page, unless the batch is full.
     #[inline]
-    pub(super) fn push(&mut self, seen: Pte) {
+    pub(super) fn push(&mut self, seen: Pte<F>) {
         if let Some(pte) = self.seen.get_mut(self.nr_pages) {
             *pte = seen;
             self.nr_pages += 1;
@@ -86,7 +84,7 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
                     self.nr_pages = index;
                     return;
                 }
-                *seen = NOTHING;
+                *seen = Pte::FROZEN;
             }
         }
     }
@@ -98,7 +96,7 @@ pub(super) struct Run {
     pub(super) pages: GfnRange,
     /// Frame of the first.
     pfn: Pfn,
-    /// The bits of each leaf other than its frame and the format's leaf bits.
+    /// The [`attributes`](Pte::attributes) of each leaf.
     attributes: u64,
 }
 
@@ -106,33 +104,33 @@ impl Run {
     /// From the leaf `leaf` of `level`, which was made of `resolved` for `gfn`, to the end of the
     /// host's block.
     #[inline]
-    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Pte, level: Level) -> Run {
+    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Pte<F>, level: Level) -> Run {
         let inside = level.nr_pages() - 1;
         let pfn = Pfn(resolved.pfn.0 & !inside);
         let block_pages = resolved.max_size.level().nr_pages();
         // Two leaves of a run differ only in their frame.
-        let attributes = leaf.0 & !F::leaf(pfn, level).0;
+        let attributes = leaf.attributes();
         let pages = GfnRange::new(gfn.align_down(level), block_pages - (pfn.0 & (block_pages - 1)));
         Run { pages, pfn, attributes }
     }
 
     /// The leaf of 4 KiB for `gfn`, which is in the run.
     #[inline]
-    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Pte {
+    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Pte<F> {
         self.leaf::<F>(Pfn(self.pfn.0 + (gfn.0 - self.pages.start.0)), Level::L4K)
     }
 
     /// The leaf of `level` for the first page. The next call returns the leaf after it.
     #[inline(always)]
-    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Pte {
+    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Pte<F> {
         let leaf = self.leaf::<F>(self.pfn, level);
         self.pfn.0 += level.nr_pages();
         leaf
     }
 
     #[inline(always)]
-    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Pte {
-        Pte(F::leaf(pfn, level).0 | self.attributes)
+    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Pte<F> {
+        Pte::leaf(pfn, level).with(self.attributes)
     }
 }
 
@@ -153,8 +151,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         &self,
         guard: &Guard<'_>,
         hazard: HazardPointer<'r>,
-        batch: &mut Batch<P, CAPACITY>,
-    ) -> Option<InstallPlan<'r, H::Backing>> {
+        batch: &mut Batch<P, F, CAPACITY>,
+    ) -> Option<InstallPlan<'r, H::Backing, F>> {
         let slot = self.op.slots.find(guard, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
@@ -177,13 +175,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     pub(super) fn make_leaves<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
-        batch: &mut Batch<P, CAPACITY>,
-        leaf: impl Fn(Gfn) -> Option<(Resolved, Pte)>,
+        batch: &mut Batch<P, F, CAPACITY>,
+        leaf: impl Fn(Gfn) -> Option<(Resolved, Pte<F>)>,
     ) {
         let mut run: Option<Run> = None;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
         for (index, (&seen, new)) in entries.enumerate() {
-            if seen == NOTHING {
+            if seen == Pte::FROZEN {
                 continue;
             }
             let gfn = (batch.page)(index);
@@ -206,7 +204,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     pub(super) fn install_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         guard: &Guard<'_>,
-        batch: &mut Batch<P, CAPACITY>,
+        batch: &mut Batch<P, F, CAPACITY>,
         slot_range: GfnRange,
     ) -> u64 {
         let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
@@ -214,19 +212,19 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let mut any_writable = false;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
         for (index, (&seen, leaf)) in entries.enumerate() {
-            if *leaf == NOTHING {
+            if *leaf == Pte::FROZEN {
                 continue;
             }
             // An empty PTE is its sequence number: an equal value has an equal number.
             let pte = cursor.move_to_pte((batch.page)(index), Level::L4K);
-            if pte.is_some_and(|pte| pte.compare_exchange::<F>(seen, *leaf).is_ok()) {
-                any_writable |= pte::is_writable::<F>(*leaf);
+            if pte.is_some_and(|pte| pte.compare_exchange(seen, *leaf).is_ok()) {
+                any_writable |= leaf.is_writable();
                 nr_leaves += 1;
             } else if batch.missing == Missing::Stop {
                 batch.nr_pages = index;
                 break;
             } else {
-                *leaf = NOTHING;
+                *leaf = Pte::FROZEN;
             }
         }
         self.op.stats().add(Counter::Installed4K, nr_leaves);
@@ -237,7 +235,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             let slot = self.op.slots.find(guard, self.gfn);
             if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
                 for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
-                    if leaf != NOTHING && pte::is_writable::<F>(leaf) {
+                    if leaf != Pte::FROZEN && leaf.is_writable() {
                         log::mark_page_if_logging(self.op.slots, guard, self.ring, (batch.page)(index));
                     }
                 }

@@ -13,7 +13,7 @@
 
 #![expect(unsafe_code, reason = "prepares the table that is linked then")]
 
-use super::batch::{BATCH_PAGES, Batch, Missing, NOTHING, Run};
+use super::batch::{BATCH_PAGES, Batch, Missing, Run};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
@@ -26,7 +26,8 @@ use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::{self, Cursor};
-use crate::table::pte::{self, InvalidationSeq, State};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::{Pte, State};
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -148,7 +149,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if cursor.move_to_pte(self.gfn, Level::L4K).is_none() {
             return 0;
         }
-        let mut batch = Batch::<_, BATCH_PAGES>::new(access, Missing::Stop, &page);
+        let mut batch = Batch::<_, F, BATCH_PAGES>::new(access, Missing::Stop, &page);
         for gfn in (0..nr_pages.min(BATCH_PAGES)).map(&page) {
             if !tree.whole().contains(gfn) {
                 break;
@@ -158,9 +159,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 break;
             }
             let value = pte.load();
-            match pte::state::<F>(value, Level::L4K) {
+            match value.state(Level::L4K) {
                 State::Empty(seq) if !seq.is_unflushed() => batch.push(value),
-                State::Leaf if access != Access::Write || pte::is_writable::<F>(value) => batch.push(NOTHING),
+                State::Leaf if access != Access::Write || value.is_writable() => batch.push(Pte::FROZEN),
                 _ => break,
             }
         }
@@ -233,7 +234,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn install_next(
         &mut self,
         pin: FaultPin<'_>,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         leaf: NewLeaf,
     ) -> Result<Gfn, Changed> {
         Ok(match self.install(pin, plan, leaf)? {
@@ -247,7 +248,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ///
     /// Leaves may reach beyond `end`, as they may for a fault, but not beyond the memslot. Leaves
     /// that make pages writable do not use the reserve of the ring.
-    fn fillable(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> Option<GfnRange> {
+    fn fillable(&self, plan: &InstallPlan<'_, H::Backing, F>, level: Level, end: Gfn) -> Option<GfnRange> {
         // Up to that level, user space allows the same for all pages.
         if level.up() > plan.level.min(plan.max_level) {
             return None;
@@ -271,7 +272,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// those of this fault's page. Returns the first page that is not mapped.
     fn fill<const LEVEL: u8>(
         &mut self,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         seen: InvalidationSeq,
         pages: GfnRange,
         first: NewLeaf,
@@ -298,12 +299,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let pte = |index: usize| {
             let nth = index.wrapping_sub(first_index);
             if nth >= nr_known {
-                return pte::empty(seen.flushed());
+                return Pte::empty(seen.flushed());
             }
             let value = run.pop::<F>(leaf_level);
             if nth + 1 == nr_known && nr_known < nr_wanted {
                 let gfn = Gfn(pages.start.0 + nr_known as u64 * leaf_pages);
-                let leaf_for = |resolved| plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved).ok();
+                let leaf_for = |resolved| plan.leaf(&tree.config, max_opened, gfn, access, resolved).ok();
                 let resolved = plan.resolve(host, gfn, access).ok();
                 let next = resolved.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
                 // A smaller leaf ends it: that needs a page-table page below.
