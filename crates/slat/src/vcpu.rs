@@ -54,7 +54,7 @@ use crate::format::Format;
 use crate::harvest::mark;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::operation::Operation;
-use crate::second_stage::install::{Changed, NewLeaf};
+use crate::second_stage::install::NewLeaf;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
@@ -63,6 +63,7 @@ use crate::table::cursor::Cursor;
 use crate::table::derived::VcpuState;
 use crate::table::node::TableCache;
 use crate::table::pte::State;
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant};
 use crate::vm::Vm;
 
@@ -231,16 +232,6 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
             Some(ring) => unsafe { ring.release() },
             None => self.vm.rings.leave(),
         }
-    }
-}
-
-/// The counter of leaves of `level` that faults install.
-#[inline]
-fn installed(level: Level) -> Counter {
-    match level {
-        Level::L4K => Counter::Installed4K,
-        Level::L2M => Counter::Installed2M,
-        _ => Counter::Installed1G,
     }
 }
 

@@ -56,7 +56,7 @@ impl Leaf {
     /// Restores write access, if it is missing. Returns whether it did.
     fn restore_write(&self) -> bool {
         let value = self.pte().load();
-        !value.is_writable() && self.pte().compare_exchange(value, value.with(Npt::WRITABLE)).is_ok()
+        !value.is_writable() && self.pte().exchange(value, value.with(Npt::WRITABLE)).is_ok()
     }
 
     fn protect(&self) {

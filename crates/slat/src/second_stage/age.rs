@@ -11,7 +11,6 @@
 
 use core::convert::Infallible;
 
-use super::install::Changed;
 use super::walk::{self, Next, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::AccessTracking;
@@ -22,6 +21,7 @@ use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 
 /// What becomes of the pages that were used.
@@ -108,6 +108,6 @@ fn age_leaf<H: Host, F: Format>(
         pte.clear(F::ACCESSED);
         return Ok(Used::Yes);
     }
-    pte.compare_exchange(leaf, aged).map_err(|_| Changed)?;
+    pte.exchange(leaf, aged)?;
     Ok(Used::Yes)
 }

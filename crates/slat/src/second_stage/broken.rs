@@ -40,7 +40,7 @@
 
 #![expect(unsafe_code, reason = "reads the tables that broken and frozen entries name")]
 
-use super::zap::{mark_dirty, zapped_leaf};
+use super::zap::mark_dirty;
 use crate::addr::{Gfn, Hpa, Level};
 use crate::format::Format;
 use crate::host::Host;
@@ -75,18 +75,10 @@ pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<
     unsafe { report.report_and_freeze(table, level.down(), cursor.block().start, breaking) }
     let seq = op.tree.next_seq();
     let seq = if F::BREAK_BEFORE_MAKE { seq.unflushed() } else { seq };
-    if pte.compare_exchange(value, Pte::empty(seq)).is_err() {
-        return;
+    if cursor.replace(value, Pte::empty(seq)).is_ok() && breaking == Breaking::Recovery {
+        cursor.stats().add(Counter::Zapped4K, report.nr_4k);
+        cursor.stats().add(Counter::Zapped2M, report.nr_2m);
     }
-    let stats = cursor.stats();
-    match breaking {
-        Breaking::Split => stats.count(zapped_leaf(level)),
-        Breaking::Recovery => {
-            stats.add(Counter::Zapped4K, report.nr_4k);
-            stats.add(Counter::Zapped2M, report.nr_2m);
-        }
-    }
-    stats.count(Counter::Zapped);
 }
 
 /// Reports what is behind the broken PTE `value` of `level`, for the pages from `start` on, and

@@ -34,7 +34,6 @@ use core::hint::black_box;
 
 use arrayvec::ArrayVec;
 
-use super::install::Changed;
 use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::bits::bit_range;
@@ -49,7 +48,7 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::generation::Admission;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Changed, PteRef};
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
@@ -295,7 +294,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 
     fn close(&mut self, value: Pte<F>) -> Result<(), Changed> {
-        self.cursor.pte().compare_exchange(value, value.protected()).map_err(|_| Changed)?;
+        self.cursor.pte().exchange(value, value.protected())?;
         self.nr_tables += 1;
         Ok(())
     }
@@ -309,7 +308,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         };
         let protected = protected.without(F::WRITABLE);
         if protected != value {
-            self.cursor.pte().compare_exchange(value, protected).map_err(|_| Changed)?;
+            self.cursor.pte().exchange(value, protected)?;
             self.nr_protected += 1;
         }
         Ok(())
@@ -386,9 +385,9 @@ fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
     let mut value = pte.load();
     // An exchange, and not an AND: the same step notes for the host that the page was written.
     while value.is_dirty_for_log() {
-        match pte.compare_exchange(value, value.cleaned_for_log()) {
+        match pte.exchange(value, value.cleaned_for_log()) {
             Ok(()) => return 1,
-            Err(found) => value = found,
+            Err(Changed) => value = pte.load(),
         }
     }
     0

@@ -30,7 +30,7 @@
 //! Neither change needs a flush. Where a CPU has a leaf cached with W, its bit is still set, or the
 //! harvest that took it flushes. A CPU that has the protected entry cached faults and walks anew.
 
-use super::install::{self, Changed};
+use super::install;
 use crate::addr::{Access, Gfn, Level};
 use crate::config::AccessTracking;
 use crate::format::Format;
@@ -39,7 +39,7 @@ use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Changed, PteRef};
 use crate::table::retire::Guard;
 
 /// Leaves that are read together.
@@ -123,9 +123,9 @@ fn push_down_in<F: Format>(
         protect_all::<F>(&from_own[1..]);
     }
     install::restore_access::<F>(tracking, own, value, Access::Write)?;
-    match above.compare_exchange(table, table.unprotected()) {
+    match above.exchange(table, table.unprotected()) {
         Ok(()) => Ok(Pushed::Open),
-        Err(_) => Ok(Pushed::LeafOnly),
+        Err(Changed) => Ok(Pushed::LeafOnly),
     }
 }
 

@@ -151,7 +151,7 @@ impl World {
                     }
                 }
                 _ => {
-                    if self.leaf(index).compare_exchange(value, Writable.pte(index)).is_ok() {
+                    if self.leaf(index).exchange(value, Writable.pte(index)).is_ok() {
                         self.mark_if_logging(index);
                         if !is_protected {
                             return;
@@ -165,7 +165,7 @@ impl World {
     fn protect(&self) {
         loop {
             let value = self.above().load();
-            if self.above().compare_exchange(value, value.protected()).is_ok() {
+            if self.above().exchange(value, value.protected()).is_ok() {
                 return;
             }
         }

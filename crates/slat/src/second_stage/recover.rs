@@ -49,7 +49,6 @@
 use core::convert::Infallible;
 
 use super::broken::{cancel, find_broken, give_up};
-use super::install::Changed;
 use super::walk::{self, Next, TurnEnd, Walk};
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
@@ -61,13 +60,12 @@ use crate::host::{Host, Resolved};
 use crate::operation::Operation;
 use crate::slot::MemoryAttributes;
 use crate::slot::view::{BackingRef, SlotView};
-use crate::stats::Counter;
 use crate::sync::{AtomicU64, Side, fence_after_rmw};
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
 use crate::table::pte::{Breaking, FrozenLeaves, Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Changed, PteRef};
 use crate::table::retire::{Guard, HazardPointer};
 use crate::table::tlb::TlbBatch;
 
@@ -283,7 +281,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         }
         let table = value.table_below(level);
         let broken = Pte::broken(table, Breaking::Recovery);
-        cursor.pte().compare_exchange(value, broken).map_err(|_| Changed)?;
+        cursor.replace(value, broken)?;
         if !F::BREAK_BEFORE_MAKE {
             self.batch.add(block);
         }
@@ -324,8 +322,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     /// When this returns, the broken PTE is not there any more.
     fn make(&mut self, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>, broken: Pte<F>, leaf: Option<Pte<F>>) {
         match leaf {
-            Some(leaf) if cursor.pte().compare_exchange(broken, leaf).is_ok() => {
-                self.made(guard, leaf, cursor.block(), cursor.level());
+            Some(leaf) if cursor.replace(broken, leaf).is_ok() => {
+                self.made(guard, leaf, cursor.block());
             }
             None if cursor.pte().load() == broken => cancel(self.op, guard, cursor),
             _ => {}
@@ -347,13 +345,9 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if gathered.is_present { leaf } else { leaf.tracked(level) }
     }
 
-    /// Counts the leaf of `level` that was just made for `block`, and marks its pages if need be.
-    fn made(&mut self, guard: &Guard<'_>, leaf: Pte<F>, block: GfnRange, level: Level) {
+    /// Counts the leaf that was just made for `block`, and marks its pages if need be.
+    fn made(&mut self, guard: &Guard<'_>, leaf: Pte<F>, block: GfnRange) {
         self.nr_recovered += 1;
-        self.op.stats().count(Counter::Recoveries);
-        if level > Level::L2M {
-            self.op.stats().count(Counter::Recoveries1G);
-        }
         if leaf.is_writable() {
             log::mark_if_logging(self.op.slots, guard, None, block.start, block);
         }

@@ -32,9 +32,9 @@
 #![expect(unsafe_code, reason = "retires the table that it has made in vain")]
 
 use super::broken::find_broken;
-use super::install::{self, Changed};
+use super::install;
 use super::walk::{self, Next, TurnEnd, Walk};
-use crate::addr::{Gfn, GfnRange, Level};
+use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::config::Config;
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
@@ -46,7 +46,8 @@ use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node::{TableCache, TableUse};
-use crate::table::pte::{Breaking, Pte, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{Guard, TableChain};
 
 /// Leaves split, or PTEs passed by, before a turn leaves its guard.
@@ -180,8 +181,8 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
 /// A leaf that is broken, so that a page-table page can take its place.
 struct BrokenLeaf<F> {
     broken: Pte<F>,
-    /// The directory entry that links the page-table page.
-    table: Pte<F>,
+    /// The page-table page that it names.
+    table: Hpa,
     /// What the parts allow.
     whole: Pte<F>,
 }
@@ -202,13 +203,10 @@ fn break_leaf<H: Host, F: Format>(
     }
     let keeps_write = without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
     let whole = if keeps_write || !value.is_present() { value } else { value.without(F::WRITABLE) };
-    // SAFETY: `linked` follows the exchange at once.
-    let table = unsafe { install::prepare_parts::<H, F>(op.host(), tables, whole, level) };
-    let broken = Pte::broken(table.table_below(level), Breaking::Split);
-    cursor.pte().compare_exchange(value, broken).map_err(|_| Changed)?;
+    let parts = install::prepare_parts(op.host(), tables, whole, level);
     // Other threads may find the page-table page from now on: it never goes back to the cache.
-    tables.linked(op.host(), op.stats(), 1, TableUse::Split, Some(value.frame(level)));
-    Ok(BrokenLeaf { broken, table, whole })
+    let broken = parts.link(op.host(), op.stats(), cursor.pte(), value, TableUse::Break, value.frame(level))?;
+    Ok(BrokenLeaf { broken, table: broken.table_of_broken().0, whole })
 }
 
 /// The second guard, after the flush.
@@ -220,10 +218,10 @@ fn link_parts<H: Host, F: Format>(
     split: &BrokenLeaf<F>,
 ) -> Result<(), Changed> {
     let locked = op.pin_locked(Side::Read);
-    if find_broken(op, &locked.guard, gfn, level)
-        .is_some_and(|cursor| cursor.pte().compare_exchange(split.broken, split.table).is_ok())
-    {
-        install::count_split(op.stats(), level);
+    // SAFETY: `break_leaf` has filled it, and stored the broken PTE, of this level.
+    let link =
+        |cursor: Cursor<'_, H, F>| unsafe { cursor.pte().link(op.stats(), split.broken, Pte::table(split.table)) };
+    if find_broken(op, &locked.guard, gfn, level).is_some_and(|cursor| link(cursor).is_ok()) {
         if split.whole.is_writable() {
             let block = gfn.block(level);
             log::mark_if_logging(op.slots, &locked.guard, None, block.start, block);
@@ -233,7 +231,7 @@ fn link_parts<H: Host, F: Format>(
     drop(locked);
     let mut unlinked = TableChain::new();
     // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
-    unsafe { unlinked.push(op.host(), split.table.table_below(level)) }
+    unsafe { unlinked.push(op.host(), split.table) }
     op.tree.epochs.retire_tables(op.host(), unlinked);
     Err(Changed)
 }

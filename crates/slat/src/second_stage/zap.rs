@@ -60,7 +60,7 @@
 
 use core::convert::Infallible;
 
-use super::install::{self, Changed};
+use super::install;
 use super::walk::{self, Next, TurnEnd, Walk};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
@@ -68,14 +68,13 @@ use crate::dirty::log;
 use crate::format::Format;
 use crate::host::{AllocationWait, Host};
 use crate::operation::Operation;
-use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Changed, PteRef};
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -119,7 +118,6 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         faults,
         batch,
         pass: Level::L4K,
-        nr_zapped: 0,
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
@@ -135,17 +133,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         }
         zap.pass = zap.pass.up();
     }
-    op.stats().add(Counter::Zapped, zap.nr_zapped);
     zap.tables.drain::<H, F>(op.host(), op.stats());
-}
-
-/// The counter of zapped leaves of `level`.
-pub(crate) fn zapped_leaf(level: Level) -> Counter {
-    match level {
-        Level::L4K => Counter::Zapped4K,
-        Level::L2M => Counter::Zapped2M,
-        _ => Counter::Zapped1G,
-    }
 }
 
 /// What a turn leaves its guard for.
@@ -168,7 +156,6 @@ struct Zap<'z, 't, H: Host, F: Format> {
     /// The lowest pass empties PTEs. A higher one unlinks the page-table pages below the PTEs of
     /// its level.
     pass: Level,
-    nr_zapped: u64,
     tables: TableCache,
     is_out_of_memory: bool,
     /// Too many unlinked page-table pages wait, so some were left linked.
@@ -242,7 +229,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 let seq = self.seq_for(level);
                 // The flag stays, for the flush is still due; the exchange itself makes none due.
                 let seq = if is_unflushed { seq.unflushed() } else { seq };
-                install::zap_pte(cursor, value, seq).map(drop)
+                cursor.replace(value, Pte::empty(seq))
             }
             State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
                 // Before the exchange: see the module. If hardware sets A or D meanwhile, the
@@ -254,14 +241,12 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // the flush.
                 let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
                 let seq = if F::BREAK_BEFORE_MAKE && may_come_back { seq.unflushed() } else { seq };
-                let done = install::zap_pte(cursor, value, seq).map(drop);
+                let done = cursor.replace(value, Pte::empty(seq));
                 if done.is_ok() {
                     // Once more: before the exchange a harvest may have taken the mark and cleared
                     // D, and a CPU have set D again (`models/dirty_bit.py`).
                     mark_dirty(op, guard, value, level, block);
                     self.batch.add(block);
-                    op.stats().count(zapped_leaf(level));
-                    self.nr_zapped += 1;
                 }
                 done
             }
@@ -274,7 +259,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
                 // A fresh number: greater ones than the zap's may have been left inside
                 // (`table/invalidation_seq.rs`).
-                let done = install::zap_pte(cursor, value, op.tree.next_seq()).map(drop);
+                let done = cursor.replace(value, Pte::empty(op.tree.next_seq()));
                 if done.is_ok() {
                     // Not before the exchange: frozen PTEs in a linked page-table page would make
                     // walks spin.
@@ -283,7 +268,6 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     // range is in flight. The batch gets the block below.
                     unsafe { self.take_over(guard, value.table_below(level), level.down(), block.start) }
                     self.batch.add(block);
-                    self.nr_zapped += 1;
                     nr_steps += node::nr_ptes::<F>(level.down()) as u64;
                 }
                 done
@@ -353,7 +337,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 continue;
             }
             let gfn = Gfn(start.0 + index * level.nr_pages());
-            let old = PteRef::<F>::new(cell, level).freeze();
+            // SAFETY: the page-table page is retired below.
+            let old = unsafe { PteRef::<F>::new(cell, level).freeze() };
             match old.state(level) {
                 // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
                 State::Table => unsafe { self.take_over(guard, old.table_below(level), level.down(), gfn) },

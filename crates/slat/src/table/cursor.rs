@@ -16,7 +16,7 @@
 use super::Tree;
 use super::node;
 use super::pte::{Pte, State};
-use super::pte_ref::PteRef;
+use super::pte_ref::{Changed, PteRef};
 use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::Format;
@@ -77,6 +77,12 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     pub(crate) fn pte(&self) -> PteRef<'s, F> {
         self.pte_at(self.level)
+    }
+
+    /// Replaces the current PTE, if it is still `old`, and accounts that ([`PteRef::replace`]).
+    #[inline]
+    pub(crate) fn replace(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+        self.pte().replace(self.stats(), old, new)
     }
 
     /// As [`pte`](Self::pte), with the level of the current PTE: for callers to which that is a

@@ -17,7 +17,7 @@ use crate::sync::{AtomicU64, Ordering};
 use crate::table::in_flight::RangesInFlight;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Changed, PteRef};
 
 const PREEMPTIONS: usize = 3;
 /// For three threads: with one more, a model takes minutes.
@@ -70,7 +70,7 @@ impl World {
         let value = self.pte().load();
         let State::Empty(seq) = value.state(Level::L4K) else { return };
         if seq == seen {
-            let _: Result<(), Pte<Npt>> = self.pte().compare_exchange(value, World::leaf(resolved));
+            let _: Result<(), Changed> = self.pte().exchange(value, World::leaf(resolved));
         }
     }
 
@@ -87,11 +87,11 @@ impl World {
         }
         let resolved = self.host.fetch_or(1, Ordering::Relaxed) | 1;
         let empty = Pte::empty(self.seqs.next());
-        if self.pte().compare_exchange(found, empty).is_err() {
+        if self.pte().exchange(found, empty).is_err() {
             return;
         }
         if self.seqs.current().follows(seen) {
-            let _: Result<(), Pte<Npt>> = self.pte().compare_exchange(empty, World::leaf(resolved));
+            let _: Result<(), Changed> = self.pte().exchange(empty, World::leaf(resolved));
         }
     }
 
@@ -103,7 +103,7 @@ impl World {
             let value = self.pte().load();
             match value.state(Level::L4K) {
                 State::Empty(found) if found >= seq => break,
-                _ if self.pte().compare_exchange(value, Pte::empty(seq)).is_ok() => break,
+                _ if self.pte().exchange(value, Pte::empty(seq)).is_ok() => break,
                 _ => {}
             }
         }

@@ -332,7 +332,9 @@ impl<F: Format> Pte<F> {
                 )
             }
             State::Table => Pte::from_bits(hidden_address(self.table_below(level)) | FROZEN_TABLE | FROZEN_BIT),
-            State::Empty(_) | State::Broken | State::Frozen => Pte::FROZEN,
+            State::Empty(_) | State::Broken => Pte::FROZEN,
+            // It may have a link of retired page-table pages.
+            State::Frozen => self,
         }
     }
 }

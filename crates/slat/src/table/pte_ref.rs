@@ -1,14 +1,30 @@
 //! A PTE in a page-table page, and the operations that change one. `pte` has the states and the
 //! changes between them.
+//!
+//! # Guarantees
+//! - Each exchange is one of the changes in the table of `pte`. Debug builds check that.
+//! - A safe operation stores no PTE that names a page-table page, unless the PTE before named the
+//!   same one. [`PteRef::link`] stores others. [`Prepared`](super::node::Prepared) calls it for
+//!   page-table pages that it owns.
+//!
+//! # Use
+//! [`PteRef::replace`] also accounts the leaves and page-table pages that the change makes or
+//! removes. [`PteRef::exchange`] does not. It is for a change of rights, A or D, and for a caller
+//! that accounts many changes at once.
+
+#![expect(unsafe_code, reason = "a PTE names memory that walks follow")]
 
 use core::marker::PhantomData;
 
-use super::pte::{self, Pte};
-#[cfg(debug_assertions)]
-use super::pte::{Breaking, State};
+use super::pte::{self, Breaking, Pte, State};
 use crate::addr::Level;
 use crate::format::Format;
+use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
+
+/// The PTE is no longer what the caller has read: another thread or hardware was faster.
+#[derive(Debug)]
+pub(crate) struct Changed;
 
 /// A PTE in a page-table page that is linked or was: the only way to change one.
 pub(crate) struct PteRef<'s, F> {
@@ -45,17 +61,115 @@ impl<'s, F: Format> PteRef<'s, F> {
         Pte::from_bits(self.cell.load(Ordering::Acquire))
     }
 
-    /// Replaces `old` by `new`, if `old` is still there; else returns what is there. SeqCst:
-    /// release, so that a walk observes the PTEs of a new page-table page; acquire, as for `load`;
-    /// and total order with the accesses of the memslot set and of the dirty bitmap that pair with
-    /// it (see `fence_after_rmw` at the callers).
+    /// Replaces `old` by `new`, if `old` is still there, and accounts that in `stats`.
+    /// [`install`](Self::install) makes a leaf of an empty PTE.
+    ///
+    /// `new` names no page-table page. It may be `old`, another generation, or a directory entry
+    /// that is broken for a recovery.
     #[inline]
-    pub(crate) fn compare_exchange(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Pte<F>> {
+    pub(crate) fn replace(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+        self.exchange(old, new)?;
+        self.account(stats, old, new);
+        Ok(())
+    }
+
+    /// [`replace`](Self::replace) of the empty PTE `old` by the leaf `new`. A fault knows both
+    /// states: to decode them once more would cost it 30 instructions.
+    #[inline]
+    pub(crate) fn install(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+        debug_assert!(matches!((old.state(self.level), new.state(self.level)), (State::Empty(_), State::Leaf)));
+        self.exchange(old, new)?;
+        stats.count(Counter::installed(self.level));
+        Ok(())
+    }
+
+    /// As [`replace`](Self::replace), but accounts nothing.
+    #[inline]
+    pub(crate) fn exchange(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+        let is_safe = self.is_safe(old, new);
+        debug_assert!(is_safe, "{old:?} to {new:?} of level {} names another page-table page", self.level.0);
+        if !is_safe {
+            return Err(Changed);
+        }
+        // SAFETY: checked above.
+        unsafe { self.compare_exchange(old, new) }
+    }
+
+    /// As [`replace`](Self::replace), where `new` names a page-table page that `old` does not
+    /// point to.
+    ///
+    /// # Safety
+    /// - The page-table page is filled with PTEs of the level below, and no other PTE names it.
+    /// - It is the caller's alone. If this succeeds, it is the tree's.
+    /// - If `old` is broken, this thread has broken it, for that page-table page.
+    #[inline]
+    pub(crate) unsafe fn link(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+        // SAFETY: as the caller promises.
+        unsafe { self.compare_exchange(old, new)? }
+        self.account(stats, old, new);
+        Ok(())
+    }
+
+    /// Whether a walk that follows `new` reaches memory of the tree alone.
+    #[inline]
+    fn is_safe(&self, old: Pte<F>, new: Pte<F>) -> bool {
+        let level = self.level;
+        let old_state = old.state(level);
+        match new.state(level) {
+            // A frozen PTE may be a link of retired page-table pages.
+            State::Empty(_) | State::Leaf | State::Tracked => old_state != State::Frozen,
+            State::Table => old_state == State::Table && new.table_below(level) == old.table_below(level),
+            State::Broken => {
+                old_state == State::Table && new.table_of_broken() == (old.table_below(level), Breaking::Recovery)
+            }
+            State::Frozen => false,
+        }
+    }
+
+    /// The one exchange. SeqCst: release, so that a walk observes the PTEs of a new page-table
+    /// page; acquire, as for `load`; and total order with the accesses of the memslot set and of
+    /// the dirty bitmap that pair with it (see `fence_after_rmw` at the callers).
+    ///
+    /// # Safety
+    /// [`is_safe`](Self::is_safe), or as for [`link`](Self::link).
+    #[inline]
+    unsafe fn compare_exchange(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
         #[cfg(debug_assertions)]
         self.assert_transition(old, new);
-        match self.cell.compare_exchange(old.bits(), new.bits(), Ordering::SeqCst, Ordering::Acquire) {
-            Ok(_) => Ok(()),
-            Err(found) => Err(Pte::from_bits(found)),
+        let result = self.cell.compare_exchange(old.bits(), new.bits(), Ordering::SeqCst, Ordering::Acquire);
+        result.map(drop).map_err(|_| Changed)
+    }
+
+    /// Accounts that `new` has replaced `old`. What a page-table page brings along is accounted
+    /// where it is linked (`node`), and what a recovery leaves behind where it is aborted.
+    #[inline]
+    fn account(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) {
+        let level = self.level;
+        match (old.state(level), new.state(level)) {
+            (State::Leaf | State::Tracked, State::Empty(_)) => {
+                stats.count(Counter::zapped(level));
+                stats.count(Counter::Zapped);
+            }
+            (State::Table, State::Empty(_)) => stats.count(Counter::Zapped),
+            (State::Broken, State::Empty(_)) => {
+                if old.table_of_broken().1 == Breaking::Split {
+                    stats.count(Counter::zapped(level));
+                }
+                stats.count(Counter::Zapped);
+            }
+            (State::Leaf | State::Tracked | State::Broken, State::Table) => {
+                stats.count(Counter::Splits);
+                if level > Level::L2M {
+                    stats.count(Counter::Splits1G);
+                }
+            }
+            (State::Broken, State::Leaf | State::Tracked) => {
+                stats.count(Counter::Recoveries);
+                if level > Level::L2M {
+                    stats.count(Counter::Recoveries1G);
+                }
+            }
+            _ => {}
         }
     }
 
@@ -71,12 +185,15 @@ impl<'s, F: Format> PteRef<'s, F> {
         debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a directory entry");
         debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
         // SeqCst: stands in the store-load pairs of the dirty log.
-        Pte::from_bits(self.cell.fetch_and(!bits, Ordering::SeqCst))
+        Pte::from_bits(self.cell.fetch_and(!(bits & (F::WRITABLE | F::ACCESSED)), Ordering::SeqCst))
     }
 
     /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
+    ///
+    /// # Safety
+    /// The page-table page is not retired yet: then its PTEs have the links of a list.
     #[inline]
-    pub(crate) fn freeze(&self) -> Pte<F> {
+    pub(crate) unsafe fn freeze(&self) -> Pte<F> {
         // AcqRel: observes what the PTE pointed to as its writer left it.
         Pte::from_bits(self.cell.swap(Pte::<F>::FROZEN.bits(), Ordering::AcqRel))
     }
@@ -126,3 +243,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         );
     }
 }
+
+#[cfg(test)]
+#[path = "pte_ref_tests.rs"]
+mod tests;

@@ -1,19 +1,19 @@
 //! Step 3 of a fault, for a frame that was resolved: installs the leaf if nothing changed since the
 //! look, and marks the pages that may now be written.
 
+use super::Fault;
 use super::plan::{Found, InstallPlan, Step};
-use super::{Fault, installed};
 use crate::addr::{Access, Level, Pfn};
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
-use crate::second_stage::zap;
+use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
 use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{FaultPin, Guard};
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
@@ -92,9 +92,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // look, or this page itself was invalidated.
         let is_flushed = || !seq.is_unflushed() && in_flight.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
-            let empty = Prepared::empty(seq, leaf_level, pfn);
             // If the PTE has changed once more, the next look finds out.
-            let _: Result<(), Changed> = install::link(&cursor, host, self.tables, value, seq, empty);
+            let _: Result<(), Changed> = install::refine(&cursor, host, self.tables, value, seq, leaf_level, pfn);
         }
     }
 
@@ -143,8 +142,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             node::report_zapped::<H, F>(self.op.host(), value, level, cursor.block());
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
-        let empty = install::zap_pte(&cursor, value, seq)?;
-        self.count(zap::zapped_leaf(level));
+        let empty = Pte::empty(seq);
+        cursor.replace(value, empty)?;
         // A store-load pair with a thread that takes a sequence number and then looks at the PTE.
         fence_after_rmw();
         if tree.current_seq().follows(seen) { self.install_at(&cursor, guard, empty, seq, leaf) } else { Err(Changed) }
@@ -202,7 +201,6 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             rights => rights,
         };
         install::install(cursor, self.op.host(), self.tables, value, seq, NewLeaf { rights, ..leaf })?;
-        self.count(installed(leaf.level));
         if rights == Rights::Writable && self.marks(leaf.level) {
             self.mark_leaf(guard, leaf.level);
         }

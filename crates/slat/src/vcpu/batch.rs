@@ -217,7 +217,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             }
             // An empty PTE is its sequence number: an equal value has an equal number.
             let pte = cursor.move_to_pte((batch.page)(index), Level::L4K);
-            if pte.is_some_and(|pte| pte.compare_exchange(seen, *leaf).is_ok()) {
+            if pte.is_some_and(|pte| pte.exchange(seen, *leaf).is_ok()) {
                 any_writable |= leaf.is_writable();
                 nr_leaves += 1;
             } else if batch.missing == Missing::Stop {
@@ -227,6 +227,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 *leaf = Pte::FROZEN;
             }
         }
+        // All at once: the exchanges account nothing.
         self.op.stats().add(Counter::Installed4K, nr_leaves);
         if any_writable && self.marks_for(batch.access, Level::L4K) {
             // As `mark_if_logging` does for one leaf: the leaves are writable before the flags are

@@ -7,14 +7,14 @@ use crate::addr::{Access, Level};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::install::{self, Changed};
+use crate::second_stage::install;
 use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::{Side, spin_loop};
 use crate::table::cursor::Cursor;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Changed, PteRef};
 use crate::table::retire::Guard;
 
 /// How often a fault reads a broken PTE before it aborts the recovery. A running recovery is mostly
@@ -107,7 +107,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         let marked = value.marked(self.access);
         // If hardware or another fault was first, the next look finds what is missing.
-        cursor.pte().compare_exchange(value, marked).map_err(|_| Changed)?;
+        cursor.pte().exchange(value, marked)?;
         if writes && !tree.config.first_write_faults(cursor.level()) {
             self.mark_leaf(&locked.guard, cursor.level());
         }

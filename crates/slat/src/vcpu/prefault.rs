@@ -21,13 +21,14 @@ use crate::dirty::ring::DirtyRing;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::{Host, Resolved};
-use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
+use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::{self, Cursor};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -316,8 +317,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             value
         };
-        // SAFETY: `install::link` is given the page with its count, and calls `linked`.
-        let table = unsafe { self.tables.prepare::<H, F>(host, 0, pte) };
+        // SAFETY: leaves and empty PTEs.
+        let prepared = unsafe { self.tables.prepare::<H, F>(host, leaf_level, pte) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
         let locked = self.op.pin_locked(Side::Read);
@@ -329,9 +330,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             return Err(Changed);
         }
-        let prepared = Prepared { pte: table, level, nr_tables: 1, pfn: resolved.pfn };
-        install::link(&cursor, host, self.tables, value, seq, prepared)?;
-        self.op.stats().add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
+        let prepared = prepared.with_leaves(filled.nr_pages() / leaf_pages);
+        install::link(&cursor, host, prepared, value, seq, resolved.pfn)?;
         if any_writable && self.marks(leaf_level) {
             log::mark_if_logging(self.op.slots, &locked.guard, self.ring, self.gfn, filled);
         }
