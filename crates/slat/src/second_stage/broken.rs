@@ -49,7 +49,6 @@ use crate::stats::Counter;
 use crate::table::cursor::Cursor;
 use crate::table::node;
 use crate::table::pte::{Breaking, Frozen, Pte, State};
-use crate::table::pte_ref::PteRef;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -107,10 +106,9 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
     /// The address of the page-table page was read inside the guard, in a PTE of the level above.
     unsafe fn report_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), self.guard, table, level) };
-        for (index, cell) in cells.iter().enumerate() {
+        let ptes = unsafe { node::linked_ptes::<H, F>(self.op.host(), self.guard, table, level) };
+        for (index, pte) in ptes.iter().enumerate() {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            let pte = PteRef::<F>::new(cell, level);
             let mut value = pte.load();
             loop {
                 let state = value.state(level);
@@ -186,8 +184,8 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
 ) {
     if level > Level::L4K {
         // SAFETY: the page-table page is not freed before the batch has it, and that is below.
-        for cell in unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) } {
-            let value = PteRef::<F>::new(cell, level).load();
+        for pte in unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level).iter() } {
+            let value = pte.load();
             debug_assert!(value.state(level) == State::Frozen, "a table is given up that is in use");
             if let Frozen::Table(below) = value.before_freezing(level) {
                 // SAFETY: as for the page-table page: what was linked below it belongs to the same

@@ -43,12 +43,12 @@ use crate::host::Host;
 use crate::operation::Operation;
 use crate::slot::bitmap::{PageWords, SetBits, nr_bits};
 use crate::stats::Counter;
-use crate::sync::{AtomicU64, Ordering, Side};
+use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::generation::Admission;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::pte_ref::{Changed, PteRef, Ptes};
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
@@ -156,7 +156,7 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
     slot: GfnRange,
     directory_protection: DirectoryProtection,
     /// Leaves of 4 KiB that are still to be protected.
-    pending: ArrayVec<&'s AtomicU64, PENDING_LEAVES>,
+    pending: ArrayVec<PteRef<'s, F>, PENDING_LEAVES>,
     /// Pages that the caller has named.
     nr_pages: u64,
     nr_protected: u64,
@@ -315,38 +315,38 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 
     #[inline]
-    fn protect_leaves(&mut self, leaves: &'s [AtomicU64], pages: &TablePages<'_>) {
+    fn protect_leaves(&mut self, leaves: Ptes<'s, F>, pages: &TablePages<'_>) {
         for (first, bits) in pages.words() {
-            let cells = leaves.get(first..).unwrap_or_default();
+            let leaves = leaves.slice(first..);
             if bits == u64::MAX {
-                self.nr_protected += protect_all(self.cursor.tree(), cells.iter().take(WORD_PAGES as usize));
+                self.nr_protected += protect_all(self.cursor.tree(), leaves.iter().take(WORD_PAGES as usize));
                 continue;
             }
-            for cell in SetBits(bits).filter_map(|page| cells.get(page)) {
-                self.protect_later(cell);
+            for leaf in SetBits(bits).filter_map(|page| leaves.get(page)) {
+                self.protect_later(leaf);
             }
         }
     }
 
     /// The page-table page of leaves of 4 KiB for `gfn`, if there is one.
     #[inline]
-    fn table_of(&mut self, gfn: Gfn) -> Option<&'s [AtomicU64]> {
+    fn table_of(&mut self, gfn: Gfn) -> Option<Ptes<'s, F>> {
         self.cursor.move_to_pte(gfn, Level::L2M)?;
         self.cursor.read_table(Level::L2M).map(|(_, leaves)| leaves)
     }
 
     #[inline]
-    fn protect_later(&mut self, cell: &'s AtomicU64) {
+    fn protect_later(&mut self, leaf: PteRef<'s, F>) {
         if self.pending.is_full() {
             self.protect_pending();
         }
-        self.pending.push(cell);
+        self.pending.push(leaf);
     }
 
     fn protect_pending(&mut self) {
         // Plain loads of all leaves first: their cache misses overlap. Those of atomic operations
         // come one after the other.
-        black_box(self.pending.iter().fold(0, |any, cell| any | cell.load(Ordering::Relaxed)));
+        black_box(self.pending.iter().fold(0, |any, leaf| any | leaf.touch()));
         self.nr_protected += protect_all(self.cursor.tree(), self.pending.drain(..));
     }
 
@@ -359,29 +359,27 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 }
 
-/// Protects the leaves of 4 KiB in `cells`. Returns how many it changed.
+/// Protects `leaves` of 4 KiB. Returns how many it changed.
 #[inline]
-fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<Item = &'c AtomicU64>) -> u64 {
+fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, leaves: impl Iterator<Item = PteRef<'c, F>>) -> u64 {
     match tree.config.dirty_tracking {
-        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => cells.map(protect_leaf::<F>).sum(),
-        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => cells.map(clean_leaf::<F>).sum(),
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => leaves.map(protect_leaf).sum(),
+        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => leaves.map(clean_leaf).sum(),
     }
 }
 
-/// Clears W of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
+/// Clears W of the leaf of 4 KiB in `pte`. Returns 1 if it was set.
 #[inline]
-pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let pte = PteRef::<F>::new(cell, Level::L4K);
+pub(super) fn protect_leaf<F: Format>(pte: PteRef<'_, F>) -> u64 {
     if !pte.load().is_writable() {
         return 0;
     }
     u64::from(pte.clear(F::WRITABLE).is_writable())
 }
 
-/// Clears hardware's dirty bit of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
+/// Clears hardware's dirty bit of the leaf of 4 KiB in `pte`. Returns 1 if it was set.
 #[inline]
-fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let pte = PteRef::<F>::new(cell, Level::L4K);
+fn clean_leaf<F: Format>(pte: PteRef<'_, F>) -> u64 {
     let mut value = pte.load();
     // An exchange, and not an AND: the same step notes for the host that the page was written.
     while value.is_dirty_for_log() {

@@ -35,11 +35,10 @@ use crate::addr::{Access, Gfn, Level};
 use crate::config::AccessTracking;
 use crate::format::Format;
 use crate::host::Host;
-use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::pte_ref::{Changed, PteRef, Ptes};
 use crate::table::retire::Guard;
 
 /// Leaves that are read together.
@@ -63,16 +62,15 @@ pub(crate) enum Pushed {
     LeafOnly,
 }
 
-/// Clears W of the leaves of 4 KiB in `cells`.
-fn protect_all<F: Format>(cells: &[AtomicU64]) {
-    for cells in cells.chunks(LEAVES_PER_LOOK) {
-        // Plain loads first: few leaves have W. A PTE that is no leaf has the bit clear. Acquire:
+/// Clears W of `leaves` of 4 KiB.
+fn protect_all<F: Format>(leaves: Ptes<'_, F>) {
+    for leaves in leaves.chunks(LEAVES_PER_LOOK) {
+        // Loads first: few leaves have W. A PTE that is no leaf has the bit clear. Acquire:
         // they must not be older than the load of the entry above.
-        if cells.iter().fold(0, |any, cell| any | cell.load(Ordering::Acquire)) & F::WRITABLE == 0 {
+        if leaves.iter().fold(0, |any, leaf| any | leaf.load().bits()) & F::WRITABLE == 0 {
             continue;
         }
-        for cell in cells {
-            let leaf = PteRef::<F>::new(cell, Level::L4K);
+        for leaf in leaves.iter() {
             if leaf.load().is_writable() {
                 leaf.clear(F::WRITABLE);
             }
@@ -108,19 +106,18 @@ fn push_down_in<F: Format>(
     tracking: AccessTracking,
     above: PteRef<'_, F>,
     table: Pte<F>,
-    leaves: &[AtomicU64],
+    leaves: Ptes<'_, F>,
     own_index: usize,
     others: impl FnOnce() -> Others,
 ) -> Result<Pushed, Changed> {
-    let own = PteRef::<F>::new(&leaves[own_index], Level::L4K);
+    let own = leaves.at(own_index);
     let value = own.load();
     let (State::Leaf | State::Tracked, true) = (value.state(Level::L4K), value.is_host_writable()) else {
         return Err(Changed);
     };
     if others() == Others::Protect {
-        let (below, from_own) = leaves.split_at(own_index);
-        protect_all::<F>(below);
-        protect_all::<F>(&from_own[1..]);
+        protect_all(leaves.slice(..own_index));
+        protect_all(leaves.slice(own_index + 1..));
     }
     install::restore_access::<F>(tracking, own, value, Access::Write)?;
     match above.exchange(table, table.unprotected()) {

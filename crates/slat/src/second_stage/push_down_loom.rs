@@ -4,6 +4,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
+#![expect(unsafe_code, reason = "PTEs without a page-table page")]
+
 extern crate std;
 
 use std::vec::Vec;
@@ -20,7 +22,7 @@ use crate::slot::bitmap::{Bitmap, TakenWords};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{PteRef, Ptes};
 
 const PREEMPTIONS: usize = 3;
 /// For three threads and more: with one more, a model takes minutes.
@@ -104,11 +106,17 @@ impl World {
     }
 
     fn above(&self) -> PteRef<'_, Npt> {
-        PteRef::new(&self.above, Level::L2M)
+        // SAFETY: no walk reaches it.
+        unsafe { PteRef::new(&self.above, Level::L2M) }
     }
 
     fn leaf(&self, index: usize) -> PteRef<'_, Npt> {
-        PteRef::new(&self.leaves[index], Level::L4K)
+        self.leaves().at(index)
+    }
+
+    fn leaves(&self) -> Ptes<'_, Npt> {
+        // SAFETY: no walk reaches them.
+        unsafe { Ptes::new(&self.leaves, Level::L4K) }
     }
 
     fn logs(&self) -> bool {
@@ -137,7 +145,7 @@ impl World {
                     if !above.is_protected() {
                         continue;
                     }
-                    let pushed = push_down_in::<Npt>(TRACKING, self.above(), above, &self.leaves, index, others);
+                    let pushed = push_down_in::<Npt>(TRACKING, self.above(), above, self.leaves(), index, others);
                     let Ok(pushed) = pushed else { continue };
                     self.mark_if_logging(index);
                     if pushed == Pushed::Open {
@@ -173,7 +181,7 @@ impl World {
 
     fn protect_leaves(&self, pages: u64) {
         for index in (0..NR_LEAVES).filter(|index| pages >> index & 1 == 1) {
-            protect::protect_leaf::<Npt>(&self.leaves[index]);
+            protect::protect_leaf(self.leaf(index));
         }
     }
 

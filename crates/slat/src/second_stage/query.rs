@@ -7,7 +7,6 @@ use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::sync::AtomicU64;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node;
@@ -64,8 +63,8 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
     /// `table` is the root, or its address was read in this guard in a directory entry of the level
     /// above.
     unsafe fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
-        let below = |cell: &AtomicU64| {
-            let value = PteRef::<F>::new(cell, level).load();
+        let below = |pte: PteRef<'_, F>| {
+            let value = pte.load();
             match value.state(level) {
                 // SAFETY: read in this guard, in a page-table page of the tree.
                 State::Table => unsafe { self.count_tables(value.table_below(level), level.down(), node) },

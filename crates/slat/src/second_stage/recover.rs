@@ -60,12 +60,12 @@ use crate::host::{Host, Resolved};
 use crate::operation::Operation;
 use crate::slot::MemoryAttributes;
 use crate::slot::view::{BackingRef, SlotView};
-use crate::sync::{AtomicU64, Side, fence_after_rmw};
+use crate::sync::{Side, fence_after_rmw};
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
 use crate::table::pte::{Breaking, FrozenLeaves, Pte, State};
-use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::pte_ref::{Changed, Ptes};
 use crate::table::retire::{Guard, HazardPointer};
 use crate::table::tlb::TlbBatch;
 
@@ -162,7 +162,7 @@ impl<H: Host, F: Format> Walk<H, F> for Pass<'_, H, F> {
             if !range.covers(cursor.block()) {
                 return Next::Advance(1);
             }
-            match cursor.read_table(level).map(|(_, cells)| first_leaf::<F>(cells, level.down())) {
+            match cursor.read_table(level).map(|(_, ptes)| first_leaf(ptes)) {
                 Some(Some(_)) => Next::Leave(Try),
                 Some(None) => Next::Advance(1 + node::nr_ptes::<F>(level.down()) as u64),
                 None => Next::Advance(1),
@@ -212,9 +212,9 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let seen = tree.current_seq();
         let mut cursor = Cursor::new(tree, &guard, block.start);
         cursor.descend_to(level);
-        let (_, cells) = cursor.read_table(level)?;
+        let (_, ptes) = cursor.read_table(level)?;
         let parts = level.down();
-        let (index, leaf) = first_leaf::<F>(cells, parts)?;
+        let (index, leaf) = first_leaf(ptes)?;
         let gfn = Gfn(block.start.0 + index * parts.nr_pages());
         let pfn = leaf.frame(parts);
         if (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) != 0 {
@@ -276,7 +276,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         cursor.descend_to(level);
         let Some((value, leaves)) = cursor.read_table(level) else { return Ok(()) };
         // Nor are so many leaves given up because one is missing, or still a page-table page.
-        if level > Level::L2M && !leaves.iter().all(|cell| is_leaf::<F>(cell, level.down())) {
+        if level > Level::L2M && !leaves.iter().all(|pte| pte.load().is_leaf(level.down())) {
             return Ok(());
         }
         let table = value.table_below(level);
@@ -297,7 +297,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
             .filter(|_| !is_overtaken)
-            .and_then(|_| gather::<F>(leaves, level.down(), first))
+            .and_then(|_| gather(leaves, first))
             .map(|gathered| self.leaf(&gathered, level, may_write));
         if !F::BREAK_BEFORE_MAKE {
             // At this very PTE: a walk from the root could end at a broken PTE above.
@@ -354,27 +354,19 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     }
 }
 
-/// The first leaf of `level` in `cells`, and its index.
-fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Pte<F>)> {
-    (0..).zip(cells).find_map(|(index, cell)| {
-        let value = PteRef::<F>::new(cell, level).load();
-        value.is_leaf(level).then_some((index, value))
-    })
+/// The first leaf in `ptes`, tracked or not, and its index.
+fn first_leaf<F: Format>(ptes: Ptes<'_, F>) -> Option<(u64, Pte<F>)> {
+    let values = ptes.iter().map(|pte| pte.load());
+    (0..).zip(values).find(|(_, value)| value.is_leaf(ptes.level()))
 }
 
-/// Whether the PTE `cell` of `level` is a leaf, tracked or not.
-fn is_leaf<F: Format>(cell: &AtomicU64, level: Level) -> bool {
-    let value = PteRef::<F>::new(cell, level).load();
-    value.is_leaf(level)
-}
-
-/// Freezes the PTEs `cells` of `level`, which are to map the frames from `first` on. `None`: they
-/// do not make one leaf, and some may not be frozen.
-fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Gathered> {
+/// Freezes `ptes`, which are to map the frames from `first` on. `None`: they do not make one leaf,
+/// and some may not be frozen.
+fn gather<F: Format>(ptes: Ptes<'_, F>, first: Pfn) -> Option<Gathered> {
+    let level = ptes.level();
     let mut leaves = FrozenLeaves::new();
     let mut pfn = first;
-    for cell in cells {
-        let pte = PteRef::<F>::new(cell, level);
+    for pte in ptes.iter() {
         let mut value = pte.load();
         let frozen = loop {
             match value.state(level) {

@@ -74,7 +74,7 @@ use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -324,11 +324,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// batch flushes what it covered.
     unsafe fn take_over(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), guard, table, level) };
-        for (index, cell) in (0..).zip(cells) {
+        let ptes = unsafe { node::linked_ptes::<H, F>(self.op.host(), guard, table, level) };
+        for (index, pte) in (0..).zip(ptes.iter()) {
             if level == Level::L4K {
                 debug_assert!(
-                    matches!(PteRef::<F>::new(cell, level).load().state(level), State::Empty(_)),
+                    matches!(pte.load().state(level), State::Empty(_)),
                     "a table is unlinked that is not empty"
                 );
                 if !cfg!(debug_assertions) {
@@ -338,7 +338,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             }
             let gfn = Gfn(start.0 + index * level.nr_pages());
             // SAFETY: the page-table page is retired below.
-            let old = unsafe { PteRef::<F>::new(cell, level).freeze() };
+            let old = unsafe { pte.freeze() };
             match old.state(level) {
                 // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
                 State::Table => unsafe { self.take_over(guard, old.table_below(level), level.down(), gfn) },

@@ -16,7 +16,7 @@
 use super::Tree;
 use super::node;
 use super::pte::{Pte, State};
-use super::pte_ref::{Changed, PteRef};
+use super::pte_ref::{Changed, PteRef, Ptes};
 use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::Format;
@@ -43,7 +43,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
         // SAFETY: it is the root.
         let table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, tree.root(), F::ROOT_LEVEL) };
-        Cursor { tree, guard, table, above: Pte::ABOVE_ROOT, level: F::ROOT_LEVEL, gfn }
+        Cursor { tree, guard, table: table.cells, above: Pte::ABOVE_ROOT, level: F::ROOT_LEVEL, gfn }
     }
 
     #[inline]
@@ -90,7 +90,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline(always)]
     fn pte_at(&self, level: Level) -> PteRef<'s, F> {
         debug_assert!(level == self.level);
-        PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level)
+        // SAFETY: the PTEs of the page-table page have the cursor's level.
+        unsafe { PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level) }
     }
 
     /// Whether the directory entry above was protected when the walk came through it: then no page
@@ -103,7 +104,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// Reads the current PTE, if it is of `level`. If it points to a page-table page, returns what
     /// was read and the PTEs of that page. The cursor stays.
     #[inline]
-    pub(crate) fn read_table(&self, level: Level) -> Option<(Pte<F>, &'s [AtomicU64])> {
+    pub(crate) fn read_table(&self, level: Level) -> Option<(Pte<F>, Ptes<'s, F>)> {
         if self.level != level {
             return None;
         }
@@ -117,7 +118,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// # Safety
     /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
-    unsafe fn table_below(&self, value: Pte<F>) -> &'s [AtomicU64] {
+    unsafe fn table_below(&self, value: Pte<F>) -> Ptes<'s, F> {
         debug_assert!(value.state(self.level) == State::Table);
         let table = value.table_below(self.level);
         // SAFETY: the current PTE is in a page-table page of the tree that was reached inside the
@@ -136,7 +137,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     pub(crate) fn step_down(&mut self) {
         if let Some((value, table)) = self.read_table(self.level) {
-            self.table = table;
+            self.table = table.cells;
             self.above = value;
             self.level = self.level.down();
         }
@@ -149,7 +150,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     unsafe fn descend(&mut self, value: Pte<F>) {
         // SAFETY: as the caller promises.
-        self.table = unsafe { self.table_below(value) };
+        self.table = unsafe { self.table_below(value).cells };
         self.above = value;
         self.level = self.level.down();
     }
@@ -176,7 +177,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
                 let table = value.table_below(level);
                 level = level.down();
                 // SAFETY: read in a page-table page of the tree that was reached inside the guard.
-                cursor.table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level) };
+                cursor.table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level).cells };
                 cursor.above = value;
             }
         }
@@ -237,7 +238,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         if self.level != level || (level < F::ROOT_LEVEL && moved >= level.up().nr_pages()) {
             self.descend_from_root(level)?;
         }
-        Some(PteRef::new(&self.table[index_of::<F>(gfn, level)], level))
+        // SAFETY: the cursor is at a PTE of `level`: it was, or has just gone down to one.
+        Some(unsafe { PteRef::new(&self.table[index_of::<F>(gfn, level)], level) })
     }
 
     /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the

@@ -15,7 +15,7 @@ use core::slice;
 use super::Tree;
 use super::invalidation_seq::InvalidationSeq;
 use super::pte::{Breaking, Pte, State};
-use super::pte_ref::{Changed, PteRef};
+use super::pte_ref::{Changed, PteRef, Ptes};
 use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::Format;
@@ -117,9 +117,9 @@ pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
     _guard: &'s Guard<'_>,
     table: Hpa,
     level: Level,
-) -> &'s [AtomicU64] {
+) -> Ptes<'s, F> {
     // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
-    unsafe { entries(host, table, nr_ptes::<F>(level)) }
+    unsafe { Ptes::new(entries(host, table, nr_ptes::<F>(level)), level) }
 }
 
 /// Stores each PTE of a page-table page that no other thread can reach yet.

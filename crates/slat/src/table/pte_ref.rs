@@ -8,13 +8,15 @@
 //!   page-table pages that it owns.
 //!
 //! # Use
-//! [`PteRef::replace`] also accounts the leaves and page-table pages that the change makes or
-//! removes. [`PteRef::exchange`] does not. It is for a change of rights, A or D, and for a caller
+//! A walk gets a [`PteRef`] from its cursor, or from the [`Ptes`] of a page-table page. It loads the
+//! PTE and replaces it: [`PteRef::replace`] also accounts the leaves that come or go.
+//! [`PteRef::exchange`] accounts nothing. It is for a change of rights, A or D, and for a caller
 //! that accounts many changes at once.
 
 #![expect(unsafe_code, reason = "a PTE names memory that walks follow")]
 
 use core::marker::PhantomData;
+use core::slice::SliceIndex;
 
 use super::pte::{self, Breaking, Pte, State};
 use crate::addr::Level;
@@ -25,6 +27,68 @@ use crate::sync::{AtomicU64, Ordering};
 /// The PTE is no longer what the caller has read: another thread or hardware was faster.
 #[derive(Debug)]
 pub(crate) struct Changed;
+
+/// PTEs of one page-table page, one after the other.
+pub(crate) struct Ptes<'s, F> {
+    pub(super) cells: &'s [AtomicU64],
+    level: Level,
+    format: PhantomData<F>,
+}
+
+impl<F> Clone for Ptes<'_, F> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F> Copy for Ptes<'_, F> {}
+
+impl<'s, F: Format> Ptes<'s, F> {
+    /// # Safety
+    /// `cells` are PTEs of `level` in a page-table page, or no walk reaches them.
+    #[inline]
+    pub(crate) unsafe fn new(cells: &'s [AtomicU64], level: Level) -> Ptes<'s, F> {
+        Ptes { cells, level, format: PhantomData }
+    }
+
+    #[inline]
+    pub(crate) fn level(self) -> Level {
+        self.level
+    }
+
+    #[inline]
+    pub(crate) fn at(self, index: usize) -> PteRef<'s, F> {
+        self.with_level(&self.cells[index])
+    }
+
+    #[inline]
+    pub(crate) fn get(self, index: usize) -> Option<PteRef<'s, F>> {
+        self.cells.get(index).map(|cell| self.with_level(cell))
+    }
+
+    #[inline]
+    fn with_level(self, cell: &'s AtomicU64) -> PteRef<'s, F> {
+        PteRef { cell, level: self.level, format: PhantomData }
+    }
+
+    #[inline]
+    pub(crate) fn iter(self) -> impl Iterator<Item = PteRef<'s, F>> {
+        self.cells.iter().map(move |cell| self.with_level(cell))
+    }
+
+    /// Those of `range`. None, if there are not so many.
+    #[inline]
+    pub(crate) fn slice(self, range: impl SliceIndex<[AtomicU64], Output = [AtomicU64]>) -> Ptes<'s, F> {
+        Ptes { cells: self.cells.get(range).unwrap_or_default(), ..self }
+    }
+
+    /// All of them, `len` at a time.
+    #[inline]
+    pub(crate) fn chunks(self, len: usize) -> impl Iterator<Item = Ptes<'s, F>> {
+        self.cells.chunks(len).map(move |cells| Ptes { cells, ..self })
+    }
+}
 
 /// A PTE in a page-table page that is linked or was: the only way to change one.
 pub(crate) struct PteRef<'s, F> {
@@ -43,8 +107,10 @@ impl<F> Clone for PteRef<'_, F> {
 impl<F> Copy for PteRef<'_, F> {}
 
 impl<'s, F: Format> PteRef<'s, F> {
+    /// # Safety
+    /// `cell` is a PTE of `level` in a page-table page, or no walk reaches it.
     #[inline]
-    pub(crate) fn new(cell: &'s AtomicU64, level: Level) -> PteRef<'s, F> {
+    pub(crate) unsafe fn new(cell: &'s AtomicU64, level: Level) -> PteRef<'s, F> {
         PteRef { cell, level, format: PhantomData }
     }
 
@@ -59,6 +125,12 @@ impl<'s, F: Format> PteRef<'s, F> {
     #[inline]
     pub(crate) fn load(&self) -> Pte<F> {
         Pte::from_bits(self.cell.load(Ordering::Acquire))
+    }
+
+    /// The PTE, only to bring it into the cache. Relaxed: nothing follows from its value.
+    #[inline]
+    pub(crate) fn touch(&self) -> u64 {
+        self.cell.load(Ordering::Relaxed)
     }
 
     /// Replaces `old` by `new`, if `old` is still there, and accounts that in `stats`.

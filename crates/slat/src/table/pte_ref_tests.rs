@@ -8,7 +8,8 @@ use crate::table::invalidation_seq::InvalidationSeq;
 fn names_no_other_page<F: Format>() {
     let level = Level::L2M;
     let cell = AtomicU64::new(0);
-    let pte = PteRef::<F>::new(&cell, level);
+    // SAFETY: no walk reaches it.
+    let pte = unsafe { PteRef::<F>::new(&cell, level) };
     let (here, elsewhere) = (Hpa(0x20_0000), Hpa(0x40_0000));
     let table = Pte::table(here);
     let leaf = Pte::leaf(here.pfn(), level).with(F::HOST_WRITABLE);
