@@ -79,7 +79,8 @@ pub(crate) fn install<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let pte = leaf.pte(cursor.tree().config.access_tracking);
     if leaf.level == cursor.level() {
-        return cursor.pte().install(cursor.stats(), value, pte);
+        // SAFETY: the caller has found it empty, and the leaf is of this level.
+        return unsafe { cursor.pte().install(cursor.stats(), value, pte) };
     }
     // SAFETY: a leaf.
     let prepared = unsafe { prepare_around(cursor, host, cache, seq, leaf.level, pte) };
@@ -157,7 +158,8 @@ pub(crate) fn restore_access<F: Format>(
         Access::Read | Access::Execute => leaf,
     };
     let new = used_leaf(new, Some(access), tracking);
-    pte.exchange(value, new)
+    // SAFETY: both are leaves of this level, tracked or not.
+    unsafe { pte.exchange_unchecked(value, new) }
 }
 
 /// Replaces the huge leaf `value` at the cursor, tracked or not, by a page-table page of leaves one

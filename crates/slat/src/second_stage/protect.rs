@@ -317,12 +317,12 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     #[inline]
     fn protect_leaves(&mut self, leaves: Ptes<'s, F>, pages: &TablePages<'_>) {
         for (first, bits) in pages.words() {
-            let leaves = leaves.slice(first..);
             if bits == u64::MAX {
-                self.nr_protected += protect_all(self.cursor.tree(), leaves.iter().take(WORD_PAGES as usize));
+                self.nr_protected +=
+                    protect_all(self.cursor.tree(), leaves.slice(first..).iter().take(WORD_PAGES as usize));
                 continue;
             }
-            for leaf in SetBits(bits).filter_map(|page| leaves.get(page)) {
+            for leaf in SetBits(bits).filter_map(|page| leaves.get(first + page)) {
                 self.protect_later(leaf);
             }
         }

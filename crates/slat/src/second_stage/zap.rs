@@ -241,7 +241,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // the flush.
                 let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
                 let seq = if F::BREAK_BEFORE_MAKE && may_come_back { seq.unflushed() } else { seq };
-                let done = cursor.replace(value, Pte::empty(seq));
+                let done = pte.zap_leaf(op.stats(), value, seq);
                 if done.is_ok() {
                     // Once more: before the exchange a harvest may have taken the mark and cleared
                     // D, and a CPU have set D again (`models/dirty_bit.py`).

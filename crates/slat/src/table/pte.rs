@@ -262,6 +262,17 @@ impl<F: Format> Pte<F> {
         }
     }
 
+    /// Whether it is empty or a leaf of `level`, tracked or not. (By fewer tests than the state.)
+    #[inline]
+    pub(super) fn names_no_table(self, level: Level) -> bool {
+        if self.is_present() { F::is_leaf(format::Pte(self.0), level) } else { self.0 & (FROZEN_BIT | BROKEN_BIT) == 0 }
+    }
+
+    #[inline]
+    pub(super) fn is_frozen(self) -> bool {
+        !self.is_present() && self.0 & FROZEN_BIT != 0
+    }
+
     /// Whether it is a leaf of `level`, tracked or not.
     #[inline]
     pub(crate) fn is_leaf(self, level: Level) -> bool {

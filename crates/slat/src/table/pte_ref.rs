@@ -4,8 +4,9 @@
 //! # Guarantees
 //! - Each exchange is one of the changes in the table of `pte`. Debug builds check that.
 //! - A safe operation stores no PTE that names a page-table page, unless the PTE before named the
-//!   same one. [`PteRef::link`] stores others. [`Prepared`](super::node::Prepared) calls it for
-//!   page-table pages that it owns.
+//!   same one: it checks that. [`PteRef::link`] stores others, and is unsafe.
+//!   [`Prepared`](super::node::Prepared) calls it for page-table pages that it owns.
+//! - Where both states are known, an unsafe operation saves the check.
 //!
 //! # Use
 //! A walk gets a [`PteRef`] from its cursor, or from the [`Ptes`] of a page-table page. It loads the
@@ -18,6 +19,7 @@
 use core::marker::PhantomData;
 use core::slice::SliceIndex;
 
+use super::invalidation_seq::InvalidationSeq;
 use super::pte::{self, Breaking, Pte, State};
 use crate::addr::Level;
 use crate::format::Format;
@@ -133,11 +135,12 @@ impl<'s, F: Format> PteRef<'s, F> {
         self.cell.load(Ordering::Relaxed)
     }
 
-    /// Replaces `old` by `new`, if `old` is still there, and accounts that in `stats`.
-    /// [`install`](Self::install) makes a leaf of an empty PTE.
+    /// Replaces `old` by `new`, if `old` is still there, and accounts that in `stats`. It has cases
+    /// of its own for the most frequent changes: [`install`](Self::install) and
+    /// [`zap_leaf`](Self::zap_leaf).
     ///
-    /// `new` names no page-table page. It may be `old`, another generation, or a directory entry
-    /// that is broken for a recovery.
+    /// `new` names no page-table page, or the one that `old` points to: as a directory entry, or
+    /// broken for a recovery.
     #[inline]
     pub(crate) fn replace(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
         self.exchange(old, new)?;
@@ -147,11 +150,29 @@ impl<'s, F: Format> PteRef<'s, F> {
 
     /// [`replace`](Self::replace) of the empty PTE `old` by the leaf `new`. A fault knows both
     /// states: to decode them once more would cost it 30 instructions.
+    ///
+    /// # Safety
+    /// They are empty, and a leaf of this level.
     #[inline]
-    pub(crate) fn install(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+    pub(crate) unsafe fn install(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
         debug_assert!(matches!((old.state(self.level), new.state(self.level)), (State::Empty(_), State::Leaf)));
-        self.exchange(old, new)?;
+        // SAFETY: as the caller promises.
+        unsafe { self.exchange_unchecked(old, new)? }
         stats.count(Counter::installed(self.level));
+        Ok(())
+    }
+
+    /// [`replace`](Self::replace) of `old`, a leaf, tracked or not, by an empty PTE with `seq`.
+    #[inline]
+    pub(crate) fn zap_leaf(&self, stats: &Recorder, old: Pte<F>, seq: InvalidationSeq) -> Result<(), Changed> {
+        debug_assert!(old.is_leaf(self.level));
+        if old.is_frozen() {
+            return Err(Changed);
+        }
+        // SAFETY: checked above.
+        unsafe { self.exchange_unchecked(old, Pte::empty(seq))? }
+        stats.count(Counter::zapped(self.level));
+        stats.count(Counter::Zapped);
         Ok(())
     }
 
@@ -164,20 +185,21 @@ impl<'s, F: Format> PteRef<'s, F> {
             return Err(Changed);
         }
         // SAFETY: checked above.
-        unsafe { self.compare_exchange(old, new) }
+        unsafe { self.exchange_unchecked(old, new) }
     }
 
     /// As [`replace`](Self::replace), where `new` names a page-table page that `old` does not
     /// point to.
     ///
     /// # Safety
+    /// - `old` is not frozen.
     /// - The page-table page is filled with PTEs of the level below, and no other PTE names it.
     /// - It is the caller's alone. If this succeeds, it is the tree's.
     /// - If `old` is broken, this thread has broken it, for that page-table page.
     #[inline]
     pub(crate) unsafe fn link(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
         // SAFETY: as the caller promises.
-        unsafe { self.compare_exchange(old, new)? }
+        unsafe { self.exchange_unchecked(old, new)? }
         self.account(stats, old, new);
         Ok(())
     }
@@ -186,15 +208,18 @@ impl<'s, F: Format> PteRef<'s, F> {
     #[inline]
     fn is_safe(&self, old: Pte<F>, new: Pte<F>) -> bool {
         let level = self.level;
-        let old_state = old.state(level);
+        if new.names_no_table(level) {
+            // It may be a link of retired page-table pages.
+            return !old.is_frozen();
+        }
+        if old.state(level) != State::Table {
+            return false;
+        }
+        let table = old.table_below(level);
         match new.state(level) {
-            // A frozen PTE may be a link of retired page-table pages.
-            State::Empty(_) | State::Leaf | State::Tracked => old_state != State::Frozen,
-            State::Table => old_state == State::Table && new.table_below(level) == old.table_below(level),
-            State::Broken => {
-                old_state == State::Table && new.table_of_broken() == (old.table_below(level), Breaking::Recovery)
-            }
-            State::Frozen => false,
+            State::Table => new.table_below(level) == table,
+            State::Broken => new.table_of_broken() == (table, Breaking::Recovery),
+            _ => false,
         }
     }
 
@@ -203,9 +228,11 @@ impl<'s, F: Format> PteRef<'s, F> {
     /// the dirty bitmap that pair with it (see `fence_after_rmw` at the callers).
     ///
     /// # Safety
-    /// [`is_safe`](Self::is_safe), or as for [`link`](Self::link).
+    /// - `old` is not frozen.
+    /// - `new` is empty or a leaf of this level, tracked or not; or
+    ///   [`exchange`](Self::exchange) allows it, or [`link`](Self::link).
     #[inline]
-    unsafe fn compare_exchange(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+    pub(crate) unsafe fn exchange_unchecked(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
         #[cfg(debug_assertions)]
         self.assert_transition(old, new);
         let result = self.cell.compare_exchange(old.bits(), new.bits(), Ordering::SeqCst, Ordering::Acquire);
@@ -218,10 +245,6 @@ impl<'s, F: Format> PteRef<'s, F> {
     fn account(&self, stats: &Recorder, old: Pte<F>, new: Pte<F>) {
         let level = self.level;
         match (old.state(level), new.state(level)) {
-            (State::Leaf | State::Tracked, State::Empty(_)) => {
-                stats.count(Counter::zapped(level));
-                stats.count(Counter::Zapped);
-            }
             (State::Table, State::Empty(_)) => stats.count(Counter::Zapped),
             (State::Broken, State::Empty(_)) => {
                 if old.table_of_broken().1 == Breaking::Split {

@@ -143,7 +143,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
         let empty = Pte::empty(seq);
-        cursor.replace(value, empty)?;
+        cursor.pte().zap_leaf(cursor.stats(), value, seq)?;
         // A store-load pair with a thread that takes a sequence number and then looks at the PTE.
         fence_after_rmw();
         if tree.current_seq().follows(seen) { self.install_at(&cursor, guard, empty, seq, leaf) } else { Err(Changed) }

@@ -6,6 +6,8 @@
 //! 2. asks the host, outside of any guard,
 //! 3. installs each leaf by an exchange of its own, on the very PTE that step 1 read.
 
+#![expect(unsafe_code, reason = "installs leaves where it has found empty PTEs")]
+
 use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
 use crate::dirty::log;
@@ -217,7 +219,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             }
             // An empty PTE is its sequence number: an equal value has an equal number.
             let pte = cursor.move_to_pte((batch.page)(index), Level::L4K);
-            if pte.is_some_and(|pte| pte.exchange(seen, *leaf).is_ok()) {
+            // SAFETY: the look has found it empty. The other is a leaf of this level.
+            if pte.is_some_and(|pte| unsafe { pte.exchange_unchecked(seen, *leaf) }.is_ok()) {
                 any_writable |= leaf.is_writable();
                 nr_leaves += 1;
             } else if batch.missing == Missing::Stop {
