@@ -14,7 +14,7 @@ use crate::host::Host;
 use crate::table::cursor::{self, Cursor};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{Prepared, TableCache, TableUse};
-use crate::table::pte::Pte;
+use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::{Changed, PteRef};
 
 /// A leaf that is to be installed.
@@ -79,8 +79,9 @@ pub(crate) fn install<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let pte = leaf.pte(cursor.tree().config.access_tracking);
     if leaf.level == cursor.level() {
-        // SAFETY: the caller has found it empty, and the leaf is of this level.
-        return unsafe { cursor.pte().install(cursor.stats(), value, pte) };
+        debug_assert!(value == Pte::empty(seq));
+        // SAFETY: a PTE with a number is empty, and the leaf is of this level.
+        return unsafe { cursor.pte().install(cursor.stats(), Pte::empty(seq), pte) };
     }
     // SAFETY: a leaf.
     let prepared = unsafe { prepare_around(cursor, host, cache, seq, leaf.level, pte) };
@@ -149,7 +150,11 @@ pub(crate) fn restore_access<F: Format>(
     value: Pte<F>,
     access: Access,
 ) -> Result<(), Changed> {
-    let leaf = value.untracked(pte.level());
+    let leaf = match value.state(pte.level()) {
+        State::Leaf => value,
+        State::Tracked => value.untracked(pte.level()),
+        State::Empty(_) | State::Table | State::Broken | State::Frozen => return Err(Changed),
+    };
     let new = match access {
         Access::Write => {
             debug_assert!(value.is_host_writable());
@@ -158,7 +163,7 @@ pub(crate) fn restore_access<F: Format>(
         Access::Read | Access::Execute => leaf,
     };
     let new = used_leaf(new, Some(access), tracking);
-    // SAFETY: both are leaves of this level, tracked or not.
+    // SAFETY: checked above. The other is the same leaf with more rights.
     unsafe { pte.exchange_unchecked(value, new) }
 }
 

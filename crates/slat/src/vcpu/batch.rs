@@ -14,6 +14,7 @@ use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::format::Format;
 use crate::host::{Host, Resolved};
+use crate::second_stage::install::NewLeaf;
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
 use crate::table::cursor::Cursor;
@@ -68,11 +69,12 @@ impl<P: Fn(usize) -> Gfn, F: Format, const CAPACITY: usize> Batch<P, F, CAPACITY
         (self.page)(self.nr_pages)
     }
 
-    /// Adds the next page, unless the batch is full.
+    /// Adds the next page, unless the batch is full: with the number of its empty PTE, or `None` if
+    /// nothing is to be installed.
     #[inline]
-    pub(super) fn push(&mut self, seen: Pte<F>) {
+    pub(super) fn push(&mut self, seen: Option<InvalidationSeq>) {
         if let Some(pte) = self.seen.get_mut(self.nr_pages) {
-            *pte = seen;
+            *pte = seen.map_or(Pte::FROZEN, Pte::empty);
             self.nr_pages += 1;
         }
     }
@@ -172,13 +174,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         })
     }
 
-    /// Makes the leaves of `batch`. `leaf` asks the host for a page; later pages of the same answer
-    /// follow from it.
+    /// Makes the leaves of `batch`, of 4 KiB and not used yet. `leaf` asks the host for a page;
+    /// later pages of the same answer follow from it.
     #[inline]
     pub(super) fn make_leaves<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         batch: &mut Batch<P, F, CAPACITY>,
-        leaf: impl Fn(Gfn) -> Option<(Resolved, Pte<F>)>,
+        leaf: impl Fn(Gfn) -> Option<(Resolved, NewLeaf)>,
     ) {
         let mut run: Option<Run> = None;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
@@ -190,6 +192,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             if let Some(run) = run.as_ref().filter(|run| run.pages.contains(gfn)) {
                 *new = run.small_leaf::<F>(gfn);
             } else if let Some((resolved, leaf)) = leaf(gfn) {
+                let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf }.pte(self.op.tree.config.access_tracking);
                 *new = leaf;
                 let has_more = resolved.max_size > PageSize::Size4K;
                 run = has_more.then(|| Run::new::<F>(gfn, resolved, leaf, Level::L4K));
@@ -219,7 +222,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             }
             // An empty PTE is its sequence number: an equal value has an equal number.
             let pte = cursor.move_to_pte((batch.page)(index), Level::L4K);
-            // SAFETY: the look has found it empty. The other is a leaf of this level.
+            // SAFETY: `push` stores empty PTEs, `make_leaves` leaves of this level. Else a frozen
+            // one would be there, which is passed over above.
             if pte.is_some_and(|pte| unsafe { pte.exchange_unchecked(seen, *leaf) }.is_ok()) {
                 any_writable |= leaf.is_writable();
                 nr_leaves += 1;

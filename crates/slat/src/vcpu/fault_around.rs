@@ -34,7 +34,7 @@ use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
-use crate::table::pte::{Pte, State};
+use crate::table::pte::State;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Pages of a window that are mapped as one batch, which is on the stack.
@@ -118,8 +118,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let leaf = plan.leaf(config, self.max_opened(), gfn, access, resolved).ok()?;
             let is_unseen = config.access_tracking.writes_are_unseen::<F>() && leaf.rights == Rights::Writable;
             let rights = if is_unseen { Rights::WriteProtected } else { leaf.rights };
-            let leaf = NewLeaf { level: Level::L4K, rights, used: None, ..leaf };
-            Some((resolved, leaf.pte::<F>(config.access_tracking)))
+            Some((resolved, NewLeaf { rights, ..leaf }))
         });
         Some(plan.slot)
     }
@@ -138,9 +137,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             cursor.move_to(gfn);
             let value = cursor.pte().load();
             // An unflushed PTE is left to a fault of its own, which flushes first.
-            let is_wanted =
-                gfn != self.gfn && matches!(value.state(Level::L4K), State::Empty(seq) if !seq.is_unflushed());
-            neighbours.push(if is_wanted { value } else { Pte::FROZEN });
+            let seq = match value.state(Level::L4K) {
+                State::Empty(seq) if gfn != self.gfn && !seq.is_unflushed() => Some(seq),
+                _ => None,
+            };
+            neighbours.push(seq);
         }
     }
 }

@@ -161,8 +161,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             let value = pte.load();
             match value.state(Level::L4K) {
-                State::Empty(seq) if !seq.is_unflushed() => batch.push(value),
-                State::Leaf if access != Access::Write || value.is_writable() => batch.push(Pte::FROZEN),
+                State::Empty(seq) if !seq.is_unflushed() => batch.push(Some(seq)),
+                State::Leaf if access != Access::Write || value.is_writable() => batch.push(None),
                 _ => break,
             }
         }
@@ -176,8 +176,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.make_leaves(&mut batch, |gfn| {
             let resolved = plan.resolve(&tree.host, gfn, access).ok()?;
             let leaf = self.leaf(&plan, gfn, resolved).ok()?;
-            let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf };
-            Some((resolved, leaf.pte::<F>(tree.config.access_tracking)))
+            Some((resolved, leaf))
         });
         let locked = self.op.pin_locked(Side::Read);
         self.install_batch(&locked.guard, &mut batch, plan.slot);
