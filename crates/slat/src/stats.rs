@@ -210,6 +210,28 @@ counters! {
     }
 }
 
+impl Counter {
+    /// Leaves of `level` that faults and prefaults have installed.
+    #[inline]
+    pub(crate) fn installed(level: Level) -> Counter {
+        match level {
+            Level::L4K => Counter::Installed4K,
+            Level::L2M => Counter::Installed2M,
+            _ => Counter::Installed1G,
+        }
+    }
+
+    /// Leaves of `level` that were zapped.
+    #[inline]
+    pub(crate) fn zapped(level: Level) -> Counter {
+        match level {
+            Level::L4K => Counter::Zapped4K,
+            Level::L2M => Counter::Zapped2M,
+            _ => Counter::Zapped1G,
+        }
+    }
+}
+
 impl Stats {
     /// Leaves of 4 KiB that are mapped now. Exact when no call is under way; so are the next two.
     pub fn pages_4k(&self) -> u64 {

@@ -54,7 +54,7 @@ use crate::format::Format;
 use crate::harvest::mark;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::operation::Operation;
-use crate::second_stage::install::{Changed, NewLeaf};
+use crate::second_stage::install::NewLeaf;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
@@ -62,7 +62,8 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::VcpuState;
 use crate::table::node::TableCache;
-use crate::table::pte::{self, State};
+use crate::table::pte::State;
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant};
 use crate::vm::Vm;
 
@@ -240,16 +241,6 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     }
 }
 
-/// The counter of leaves of `level` that faults install.
-#[inline]
-fn installed(level: Level) -> Counter {
-    match level {
-        Level::L4K => Counter::Installed4K,
-        Level::L2M => Counter::Installed2M,
-        _ => Counter::Installed1G,
-    }
-}
-
 /// One fault under way.
 struct Fault<'v, H: Host, F: Format> {
     op: Operation<'v, H, F>,
@@ -342,14 +333,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn leaf(
         &self,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         gfn: Gfn,
         mut resolved: Resolved,
     ) -> Result<NewLeaf, FaultError> {
         if self.nr_overtaken >= OVERTAKEN_BEFORE_SMALL_LEAF {
             resolved.max_size = PageSize::Size4K;
         }
-        plan.leaf::<F>(&self.op.tree.config, self.max_opened(), gfn, self.access, resolved)
+        plan.leaf(&self.op.tree.config, self.max_opened(), gfn, self.access, resolved)
     }
 
     /// Marks the pages of this fault's leaf of `level`, which is writable by now, if their memslot
@@ -367,7 +358,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Step 1: finds out what there is, and decides what to do about it.
     // In one piece: each fault comes here, and the order of the reads is the protocol.
     #[inline]
-    fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing> {
+    fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing, F> {
         let Operation { tree, slots, .. } = self.op;
         let guard = tree.epochs.pin_fault(pin);
         // The PTE first, then the ranges in flight and the memslot: see
@@ -376,15 +367,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let writes = self.access == Access::Write;
         let is_protected = writes && cursor.is_protected();
         let found = match state {
-            State::Leaf if !writes || (pte::is_writable::<F>(value) && !is_protected) => {
+            State::Leaf if !writes || (value.is_writable() && !is_protected) => {
                 let level = cursor.level();
-                return if pte::is_marked::<F>(value, self.access) {
-                    Plan::Spurious(level)
-                } else {
-                    Plan::SetMarks(level)
-                };
+                return if value.is_marked(self.access) { Plan::Spurious(level) } else { Plan::SetMarks(level) };
             }
-            State::Leaf | State::Tracked if !writes || pte::is_host_writable::<F>(value) => Found::Lacking(value),
+            State::Leaf | State::Tracked if !writes || value.is_host_writable() => Found::Lacking(value),
             // A leaf has no sequence number; see `install_instead`.
             State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_seq()),
             State::Empty(seq) => Found::Empty(seq),
@@ -478,7 +465,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     /// Step 2: asks the host for the frame.
-    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Gone> {
+    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing, F>) -> Result<Resolved, Gone> {
         let host = self.op.host();
         let resolve = || plan.resolve(host, self.gfn, self.access);
         match &mut self.timing {
@@ -500,7 +487,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// comes back, or user space acts first.
     #[cold]
     #[inline(never)]
-    fn gone(&self, found: Found, attributes: MemoryAttributes) -> Result<Outcome, FaultError> {
+    fn gone(&self, found: Found<F>, attributes: MemoryAttributes) -> Result<Outcome, FaultError> {
         self.check_gone(found, attributes)?;
         let Some(exit) = self.userfault_exit()? else { return Ok(Outcome::Resume) };
         self.count(Counter::Exits);
@@ -514,7 +501,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// user space may have taken the page back, for example, and thrown its contents away.
     #[cold]
     #[inline(never)]
-    fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), FaultError> {
+    fn check_gone(&self, found: Found<F>, attributes: MemoryAttributes) -> Result<(), FaultError> {
         let Operation { tree, slots, .. } = self.op;
         let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
@@ -543,7 +530,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn prepare(
         &mut self,
-        plan: &mut InstallPlan<'_, H::Backing>,
+        plan: &mut InstallPlan<'_, H::Backing, F>,
         resolved: Resolved,
         largest: Level,
     ) -> Result<NewLeaf, FaultError> {
@@ -561,7 +548,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Flushes what CPUs may have cached of the PTE, if nothing may be installed there before that.
     #[inline]
-    fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
+    fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing, F>) {
         if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(seq) if seq.is_unflushed()) {
             self.op.flush(&[self.gfn.block(plan.level)]);
         }
@@ -569,10 +556,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Allocates the page-table pages that step 3 may link to install `leaf`.
     #[inline]
-    fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), OutOfMemory> {
+    fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing, F>, leaf: &NewLeaf) -> Result<(), OutOfMemory> {
         match plan.found {
             // The part is split off, one level at a time.
-            Found::ReadOnly(value, _) if plan.level > leaf.level => self.top_up(1, pte::frame::<F>(value, plan.level)),
+            Found::ReadOnly(value, _) if plan.level > leaf.level => self.top_up(1, value.frame(plan.level)),
             _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), leaf.pfn),
         }
     }

@@ -5,6 +5,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
+#![expect(unsafe_code, reason = "PTEs without a page-table page")]
+
 extern crate std;
 
 use std::vec::Vec;
@@ -14,13 +16,14 @@ use loom::thread;
 
 use super::mark_if_logging;
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
-use crate::format::{Format, Npt, Pte};
+use crate::format::{Format, Npt};
 use crate::slot::MemoryRegionFlags;
 use crate::slot::bitmap::{Bitmap, TakenWords};
 use crate::slot::new::{Attachments, NewSlot};
 use crate::slot::set::Slots;
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
-use crate::table::pte::{self, PteRef};
+use crate::table::pte::Pte;
+use crate::table::pte_ref::PteRef;
 use crate::table::retire::{Epochs, Fences};
 
 const PREEMPTIONS: usize = 3;
@@ -32,8 +35,8 @@ fn check(model: impl Fn() + Sync + Send + 'static) {
 }
 
 /// A leaf that the host allows to be written, and that is not writable.
-fn protected_leaf() -> Pte {
-    Pte(Npt::leaf(Pfn(5), Level::L4K).0 | Npt::HOST_WRITABLE)
+fn protected_leaf() -> Pte<Npt> {
+    Pte::leaf(Pfn(5), Level::L4K).with(Npt::HOST_WRITABLE)
 }
 
 /// A leaf in memory.
@@ -41,27 +44,27 @@ struct Leaf(AtomicU64);
 
 impl Leaf {
     fn new() -> Leaf {
-        Leaf(AtomicU64::new(protected_leaf().0))
+        Leaf(AtomicU64::new(protected_leaf().bits()))
     }
 
-    fn pte(&self) -> PteRef<'_> {
-        PteRef::new(&self.0, Level::L4K)
+    fn pte(&self) -> PteRef<'_, Npt> {
+        // SAFETY: no walk reaches it.
+        unsafe { PteRef::new(&self.0, Level::L4K) }
     }
 
     fn is_writable(&self) -> bool {
-        pte::is_writable::<Npt>(self.pte().load())
+        self.pte().load().is_writable()
     }
 
     /// Restores write access, if it is missing. Returns whether it did.
     fn restore_write(&self) -> bool {
         let value = self.pte().load();
-        !pte::is_writable::<Npt>(value)
-            && self.pte().compare_exchange::<Npt>(value, Pte(value.0 | Npt::WRITABLE)).is_ok()
+        !value.is_writable() && self.pte().exchange(value, value.with(Npt::WRITABLE)).is_ok()
     }
 
     fn protect(&self) {
         if self.is_writable() {
-            self.pte().clear::<Npt>(Npt::WRITABLE);
+            self.pte().clear(Npt::WRITABLE);
         }
     }
 }

@@ -57,7 +57,7 @@ pub struct Pte(pub u64);
 
 impl core::fmt::Debug for Pte {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "Entry({:#x})", self.0)
+        write!(f, "Pte({:#x})", self.0)
     }
 }
 

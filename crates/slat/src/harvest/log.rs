@@ -19,7 +19,6 @@ use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TU
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::cursor::{self, Cursor};
-use crate::table::pte::{self, PteRef};
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -305,7 +304,7 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
         let is_dirty = |page: u64| {
             let index = cursor::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
-            pte::is_dirty_for_log::<F>(PteRef::new(&leaves[index], Level::L4K).load())
+            leaves.at(index).load().is_dirty_for_log()
         };
         let mut page = first;
         while page < behind {

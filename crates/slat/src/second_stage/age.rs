@@ -11,17 +11,17 @@
 
 use core::convert::Infallible;
 
-use super::install::Changed;
 use super::walk::{self, Next, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::AccessTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::pte::{self, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 
 /// What becomes of the pages that were used.
@@ -91,23 +91,23 @@ enum Used {
 fn age_leaf<H: Host, F: Format>(
     tracking: AccessTracking,
     cursor: &Cursor<'_, H, F>,
-    leaf: Pte,
+    leaf: Pte<F>,
     aging: Aging,
 ) -> Result<Used, Changed> {
     let pte = cursor.pte();
     let aged = match tracking {
-        AccessTracking::AccessedBit if !pte::is_accessed::<F>(leaf) => return Ok(Used::No),
-        AccessTracking::AccessedBit => Pte(leaf.0 & !F::ACCESSED),
+        AccessTracking::AccessedBit if !leaf.is_accessed() => return Ok(Used::No),
+        AccessTracking::AccessedBit => leaf.without(F::ACCESSED),
         // A leaf that is present was used, or is about to be.
-        AccessTracking::Faults => pte::tracked::<F>(leaf, pte.level()),
+        AccessTracking::Faults => leaf.tracked(pte.level()),
     };
     if aging == Aging::Test {
         return Ok(Used::Yes);
     }
     if tracking == AccessTracking::AccessedBit && pte.level() == Level::L4K {
-        pte.clear::<F>(F::ACCESSED);
+        pte.clear(F::ACCESSED);
         return Ok(Used::Yes);
     }
-    pte.compare_exchange::<F>(leaf, aged).map_err(|_| Changed)?;
+    pte.exchange(leaf, aged)?;
     Ok(Used::Yes)
 }

@@ -31,7 +31,7 @@
 //!
 //! The leaves need no flush: the frames stay the guest's until an invalidation, which flushes. The
 //! owner flushes for the page-table page. With break before make the empty PTE is *unflushed*
-//! ([`InvalidationSeq::unflushed`](crate::table::pte::InvalidationSeq::unflushed)), so that a flush
+//! ([`unflushed`](crate::table::invalidation_seq::InvalidationSeq::unflushed)), so that a flush
 //! precedes the next make.
 //!
 //! The owner may retire a page-table page that a cancel still reads inside its guard. The links of
@@ -40,15 +40,15 @@
 
 #![expect(unsafe_code, reason = "reads the tables that broken and frozen entries name")]
 
-use super::zap::{mark_dirty, zapped_leaf};
+use super::zap::mark_dirty;
 use crate::addr::{Gfn, Hpa, Level};
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::stats::Counter;
 use crate::table::cursor::Cursor;
 use crate::table::node;
-use crate::table::pte::{self, Breaking, Frozen, PteRef, State};
+use crate::table::pte::{Breaking, Frozen, Pte, State};
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -65,27 +65,19 @@ struct ReportZapped<'c, H: Host, F: Format> {
 pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>) {
     let (pte, level) = (cursor.pte(), cursor.level());
     let value = pte.load();
-    if pte::state::<F>(value, level) != State::Broken {
+    if value.state(level) != State::Broken {
         return;
     }
-    let (table, breaking) = pte::table_of_broken(value);
+    let (table, breaking) = value.table_of_broken();
     let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: a broken PTE that was read inside the guard names it.
     unsafe { report.report_and_freeze(table, level.down(), cursor.block().start, breaking) }
     let seq = op.tree.next_seq();
     let seq = if F::BREAK_BEFORE_MAKE { seq.unflushed() } else { seq };
-    if pte.compare_exchange::<F>(value, pte::empty(seq)).is_err() {
-        return;
+    if cursor.replace(value, Pte::empty(seq)).is_ok() && breaking == Breaking::Recovery {
+        cursor.stats().add(Counter::Zapped4K, report.nr_4k);
+        cursor.stats().add(Counter::Zapped2M, report.nr_2m);
     }
-    let stats = cursor.stats();
-    match breaking {
-        Breaking::Split => stats.count(zapped_leaf(level)),
-        Breaking::Recovery => {
-            stats.add(Counter::Zapped4K, report.nr_4k);
-            stats.add(Counter::Zapped2M, report.nr_2m);
-        }
-    }
-    stats.count(Counter::Zapped);
 }
 
 /// Reports what is behind the broken PTE `value` of `level`, for the pages from `start` on, and
@@ -96,11 +88,11 @@ pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<
 pub(super) unsafe fn report_frozen<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     guard: &Guard<'_>,
-    value: Pte,
+    value: Pte<F>,
     level: Level,
     start: Gfn,
 ) {
-    let (table, breaking) = pte::table_of_broken(value);
+    let (table, breaking) = value.table_of_broken();
     let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: as the caller promises.
     unsafe { report.report_and_freeze(table, level.down(), start, breaking) }
@@ -115,13 +107,12 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
     // In one piece: a PTE that has changed is tried again, from its new state.
     unsafe fn report_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), self.guard, table, level) };
-        for (index, cell) in cells.iter().enumerate() {
+        let ptes = unsafe { node::linked_ptes::<H, F>(self.op.host(), self.guard, table, level) };
+        for (index, pte) in ptes.iter().enumerate() {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            let pte = PteRef::new(cell, level);
             let mut value = pte.load();
             loop {
-                let state = pte::state::<F>(value, level);
+                let state = value.state(level);
                 let reported = (self.nr_4k, self.nr_2m);
                 if breaking == Breaking::Split && matches!(state, State::Table | State::Broken) {
                     // The page-table page is linked by now, and in use: nothing is left to cancel.
@@ -129,7 +120,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                 }
                 if state == State::Broken {
                     // Before this PTE is frozen: a frozen one does not show what was behind it.
-                    let (below, breaking) = pte::table_of_broken(value);
+                    let (below, breaking) = value.table_of_broken();
                     // SAFETY: `value` is of this page-table page, and was read inside the guard.
                     unsafe { self.report_and_freeze(below, level.down(), gfn, breaking) }
                     if breaking == Breaking::Split {
@@ -140,7 +131,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                 // A page-table page that a split was to link stays as it is: its owner may link it
                 // yet.
                 if breaking == Breaking::Recovery && state != State::Frozen {
-                    if let Err(found) = pte.freeze_as_was::<F>(value) {
+                    if let Err(found) = pte.freeze_as_was(value) {
                         value = found;
                         (self.nr_4k, self.nr_2m) = reported;
                         continue;
@@ -149,12 +140,12 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                 let leaf = match (state, breaking) {
                     (State::Leaf | State::Tracked, _) => value,
                     (State::Table, _) => {
-                        let below = F::address(value, level);
+                        let below = value.table_below(level);
                         // SAFETY: as above.
                         unsafe { self.report_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
                         break;
                     }
-                    (State::Frozen, _) => match pte::before_freezing::<F>(value, level) {
+                    (State::Frozen, _) => match value.before_freezing(level) {
                         Frozen::Leaf(leaf) => leaf,
                         Frozen::Table(below) => {
                             // SAFETY: as above.
@@ -194,10 +185,10 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
 ) {
     if level > Level::L4K {
         // SAFETY: the page-table page is not freed before the batch has it, and that is below.
-        for cell in unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) } {
-            let value = PteRef::new(cell, level).load();
-            debug_assert!(pte::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
-            if let Frozen::Table(below) = pte::before_freezing::<F>(value, level) {
+        for pte in unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level).iter() } {
+            let value = pte.load();
+            debug_assert!(value.state(level) == State::Frozen, "a table is given up that is in use");
+            if let Frozen::Table(below) = value.before_freezing(level) {
                 // SAFETY: as for the page-table page: what was linked below it belongs to the same
                 // thread.
                 unsafe { give_up(op, guard, below, level.down(), batch) }

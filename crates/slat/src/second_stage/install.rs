@@ -1,5 +1,4 @@
-//! The single changes that faults and zaps make to PTEs: install a leaf, restore access, split a
-//! huge leaf, empty a PTE.
+//! The single changes that faults make to PTEs: install a leaf, restore access, split a huge leaf.
 //!
 //! All run inside a guard, on the PTE that a cursor found there. They neither allocate nor wait:
 //! the page-table pages that they link come from the caller's cache. Each is one
@@ -10,15 +9,13 @@
 
 use crate::addr::{Access, Level, Pfn};
 use crate::config::AccessTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
-use crate::stats::{Counter, Recorder};
 use crate::table::cursor::{self, Cursor};
-use crate::table::node::{TableCache, TableUse};
-use crate::table::pte::{self, InvalidationSeq, PteRef};
-
-/// The PTE is no longer what the caller has read.
-pub(crate) struct Changed;
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::node::{Prepared, TableCache, TableUse};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef};
 
 /// A leaf that is to be installed.
 #[derive(Clone, Copy)]
@@ -47,22 +44,22 @@ pub(crate) enum Rights {
 ///
 /// Where CPUs do not set A, a leaf counts as used as soon as it is installed. Where they do not set
 /// D, it counts as dirty as soon as it has W, since no CPU records a write through it.
-fn used_leaf<F: Format>(leaf: Pte, used: Option<Access>, tracking: AccessTracking) -> Pte {
+fn used_leaf<F: Format>(leaf: Pte<F>, used: Option<Access>, tracking: AccessTracking) -> Pte<F> {
     let accessed = if used.is_some() || tracking == AccessTracking::Faults { F::ACCESSED } else { 0 };
-    let is_written = used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && pte::is_writable::<F>(leaf));
+    let is_written = used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && leaf.is_writable());
     let dirty = if is_written { F::DIRTY } else { 0 };
-    Pte(leaf.0 | accessed | dirty)
+    leaf.with(accessed | dirty)
 }
 
 impl NewLeaf {
-    pub(crate) fn pte<F: Format>(self, tracking: AccessTracking) -> Pte {
+    pub(crate) fn pte<F: Format>(self, tracking: AccessTracking) -> Pte<F> {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
             Rights::ReadOnly => 0,
             Rights::WriteProtected => F::HOST_WRITABLE,
             Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
         };
-        used_leaf::<F>(Pte(F::leaf(first, self.level).0 | rights), self.used, tracking)
+        used_leaf(Pte::leaf(first, self.level).with(rights), self.used, tracking)
     }
 }
 
@@ -76,64 +73,72 @@ pub(crate) fn install<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
+    value: Pte<F>,
     seq: InvalidationSeq,
     leaf: NewLeaf,
 ) -> Result<(), Changed> {
-    link(
-        cursor,
-        host,
-        cache,
-        value,
-        seq,
-        Prepared {
-            pte: leaf.pte::<F>(cursor.tree().config.access_tracking),
-            level: leaf.level,
-            nr_tables: 0,
-            pfn: leaf.pfn,
-        },
-    )
-}
-
-/// A PTE of `level` to be linked, with the page-table pages of the cache that it takes along.
-pub(crate) struct Prepared {
-    pub(crate) pte: Pte,
-    pub(crate) level: Level,
-    pub(crate) nr_tables: usize,
-    /// The memory that it is for.
-    pub(crate) pfn: Pfn,
-}
-
-impl Prepared {
-    /// A PTE of `level` that is empty with `seq`: linked below an empty PTE, it changes nothing.
-    pub(crate) fn empty(seq: InvalidationSeq, level: Level, pfn: Pfn) -> Prepared {
-        Prepared { pte: pte::empty(seq), level, nr_tables: 0, pfn }
+    let pte = leaf.pte(cursor.tree().config.access_tracking);
+    if leaf.level == cursor.level() {
+        debug_assert!(value == Pte::empty(seq));
+        // SAFETY: a PTE with a number is empty, and the leaf is of this level.
+        return unsafe { cursor.pte().install(cursor.stats(), Pte::empty(seq), pte) };
     }
+    // SAFETY: a leaf.
+    let prepared = unsafe { prepare_around(cursor, host, cache, seq, leaf.level, pte) };
+    link(cursor, host, prepared.with_leaves(1), value, seq, leaf.pfn)
 }
 
-/// Links `prepared` below the cursor's PTE `value`, as [`install`] does with a leaf.
-#[inline(always)]
-pub(crate) fn link<H: Host, F: Format>(
+/// Links page-table pages of the cache where the cursor's PTE is `value`, empty with `seq`, down to
+/// one whose PTEs have `level`. All their PTEs are empty with the same number, so this changes
+/// nothing. They are for the memory at `pfn`.
+pub(crate) fn refine<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
+    value: Pte<F>,
     seq: InvalidationSeq,
-    prepared: Prepared,
+    level: Level,
+    pfn: Pfn,
 ) -> Result<(), Changed> {
-    let Prepared { pte: mut new, mut level, mut nr_tables, pfn } = prepared;
-    while level < cursor.level() {
-        let inside = cursor::index_of::<F>(cursor.gfn(), level);
-        // The caller has flushed the PTE, if that was needed.
-        let beside = pte::empty(seq.flushed());
-        // SAFETY: `linked` follows the exchange at once.
-        new = unsafe { cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside }) };
-        nr_tables += 1;
-        level = level.up();
+    // SAFETY: an empty PTE.
+    let prepared = unsafe { prepare_around(cursor, host, cache, seq, level, Pte::empty(seq.flushed())) };
+    link(cursor, host, prepared, value, seq, pfn)
+}
+
+/// Fills a page-table page of the cache with `pte`, of `level`, where the cursor is, and with PTEs
+/// that are empty with `seq`.
+///
+/// # Safety
+/// `pte` names no page-table page.
+unsafe fn prepare_around<'c, H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    cache: &'c mut TableCache,
+    seq: InvalidationSeq,
+    level: Level,
+    pte: Pte<F>,
+) -> Prepared<'c, F> {
+    let inside = cursor::index_of::<F>(cursor.gfn(), level);
+    // The caller has flushed the PTE, if that was needed.
+    let beside = Pte::empty(seq.flushed());
+    // SAFETY: as the caller promises.
+    unsafe { cache.prepare(host, level, |index| if index == inside { pte } else { beside }) }
+}
+
+/// Links `prepared` where the cursor's PTE is `value`, with those between, as [`install`] does with
+/// a leaf.
+pub(crate) fn link<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    mut prepared: Prepared<'_, F>,
+    value: Pte<F>,
+    seq: InvalidationSeq,
+    pfn: Pfn,
+) -> Result<(), Changed> {
+    while prepared.level() < cursor.level() {
+        prepared.raise(host, cursor::index_of::<F>(cursor.gfn(), prepared.level()), seq.flushed());
     }
-    cursor.pte().compare_exchange::<F>(value, new).map_err(|_| Changed)?;
-    cache.linked(host, cursor.stats(), nr_tables, TableUse::Fault, Some(pfn));
-    Ok(())
+    prepared.link(host, cursor.stats(), cursor.pte(), value, TableUse::Fault, pfn).map(drop)
 }
 
 /// Restores `access` to the leaf `value` in `pte`, which is tracked or lacks W. The leaf itself
@@ -141,20 +146,25 @@ pub(crate) fn link<H: Host, F: Format>(
 #[inline]
 pub(crate) fn restore_access<F: Format>(
     tracking: AccessTracking,
-    pte: PteRef<'_>,
-    value: Pte,
+    pte: PteRef<'_, F>,
+    value: Pte<F>,
     access: Access,
 ) -> Result<(), Changed> {
-    let leaf = pte::untracked::<F>(value, pte.level());
+    let leaf = match value.state(pte.level()) {
+        State::Leaf => value,
+        State::Tracked => value.untracked(pte.level()),
+        State::Empty(_) | State::Table | State::Broken | State::Frozen => return Err(Changed),
+    };
     let new = match access {
         Access::Write => {
-            debug_assert!(pte::is_host_writable::<F>(value));
-            Pte(leaf.0 | F::WRITABLE)
+            debug_assert!(value.is_host_writable());
+            leaf.with(F::WRITABLE)
         }
         Access::Read | Access::Execute => leaf,
     };
-    let new = used_leaf::<F>(new, Some(access), tracking);
-    pte.compare_exchange::<F>(value, new).map_err(|_| Changed)
+    let new = used_leaf(new, Some(access), tracking);
+    // SAFETY: checked above. The other is the same leaf with more rights.
+    unsafe { pte.exchange_unchecked(value, new) }
 }
 
 /// Replaces the huge leaf `value` at the cursor, tracked or not, by a page-table page of leaves one
@@ -166,7 +176,7 @@ pub(crate) fn split<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
+    value: Pte<F>,
 ) -> Result<(), Changed> {
     split_into(cursor, host, cache, value, value)
 }
@@ -177,59 +187,29 @@ pub(crate) fn split_into<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Pte,
-    whole: Pte,
+    value: Pte<F>,
+    whole: Pte<F>,
 ) -> Result<(), Changed> {
     let level = cursor.level();
-    // SAFETY: `linked` follows the exchange at once.
-    let table = unsafe { prepare_parts::<H, F>(host, cache, whole, level) };
+    let parts = prepare_parts(host, cache, whole, level);
     // If hardware sets A or D of the huge leaf meanwhile, the exchange fails, and the next try
     // copies them.
-    cursor.pte().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
-    let pfn = pte::frame::<F>(value, level);
-    cache.linked(host, cursor.stats(), 1, TableUse::Split, Some(pfn));
-    count_split(cursor.stats(), level);
-    Ok(())
+    parts.link(host, cursor.stats(), cursor.pte(), value, TableUse::Split, value.frame(level)).map(drop)
 }
 
-/// Fills a page-table page of the cache with the parts of the huge leaf `whole` of `level`. Returns
-/// the directory entry that links it.
-///
-/// # Safety
-/// As for [`TableCache::prepare`].
-pub(crate) unsafe fn prepare_parts<H: Host, F: Format>(
+/// Fills a page-table page of the cache with the parts of the huge leaf `whole` of `level`.
+pub(crate) fn prepare_parts<'c, H: Host, F: Format>(
     host: &H,
-    cache: &mut TableCache,
-    whole: Pte,
+    cache: &'c mut TableCache,
+    whole: Pte<F>,
     level: Level,
-) -> Pte {
-    let mut parts_of = |level| {
-        // SAFETY: as the caller promises.
-        unsafe { cache.prepare::<H, F>(host, 0, |index| pte::part_of_huge::<F>(whole, level, index)) }
-    };
+) -> Prepared<'c, F> {
     match level {
         // A constant level for all but one split in 512. So the shifts are constants, too, which
         // are most of the work.
-        Level::L2M => parts_of(Level::L2M),
-        _ => parts_of(level),
+        // SAFETY: parts are leaves.
+        Level::L2M => unsafe { cache.prepare(host, Level::L4K, |index| whole.part(Level::L2M, index)) },
+        // SAFETY: as above.
+        _ => unsafe { cache.prepare(host, level.down(), |index| whole.part(level, index)) },
     }
-}
-
-pub(crate) fn count_split(stats: &Recorder, level: Level) {
-    stats.count(Counter::Splits);
-    if level > Level::L2M {
-        stats.count(Counter::Splits1G);
-    }
-}
-
-/// Empties the PTE at the cursor, which holds `value` and may be empty already, and stores `seq`.
-/// Returns the empty PTE. If hardware could use `value`, a flush of its block is due.
-pub(crate) fn zap_pte<H: Host, F: Format>(
-    cursor: &Cursor<'_, H, F>,
-    value: Pte,
-    seq: InvalidationSeq,
-) -> Result<Pte, Changed> {
-    let empty = pte::empty(seq);
-    cursor.pte().compare_exchange::<F>(value, empty).map_err(|_| Changed)?;
-    Ok(empty)
 }

@@ -34,21 +34,21 @@ use core::hint::black_box;
 
 use arrayvec::ArrayVec;
 
-use super::install::Changed;
 use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::bits::bit_range;
 use crate::config::DirtyTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::slot::bitmap::{PageWords, SetBits, nr_bits};
 use crate::stats::Counter;
-use crate::sync::{AtomicU64, Ordering, Side};
+use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::generation::Admission;
-use crate::table::pte::{self, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef, Ptes};
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
@@ -156,7 +156,7 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
     slot: GfnRange,
     directory_protection: DirectoryProtection,
     /// Leaves of 4 KiB that are still to be protected.
-    pending: ArrayVec<&'s AtomicU64, PENDING_LEAVES>,
+    pending: ArrayVec<PteRef<'s, F>, PENDING_LEAVES>,
     /// Pages that the caller has named.
     nr_pages: u64,
     nr_protected: u64,
@@ -167,7 +167,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// For pages of a memslot at `slot`. To be made after step 2 of the module.
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, slot: GfnRange) -> Protector<'s, H, F> {
         let directory_protection = match tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect if pte::can_be_protected::<F>() => DirectoryProtection::Unasked,
+            DirtyTracking::WriteProtect if Pte::<F>::CAN_BE_PROTECTED => DirectoryProtection::Unasked,
             _ => DirectoryProtection::No,
         };
         Protector {
@@ -249,7 +249,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     fn protect_table(&mut self, pages: &TablePages<'_>) -> Gfn {
         loop {
             let (value, state) = match self.cursor.move_to_pte(pages.first, Level::L2M).map(|pte| pte.load()) {
-                Some(value) if pte::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
+                Some(value) if value.state(Level::L2M) == State::Table => (value, State::Table),
                 // A huge leaf, or nothing; or the path leads through a page-table page that was
                 // unlinked.
                 _ => {
@@ -293,60 +293,60 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         matches!(self.directory_protection, DirectoryProtection::Admitted(_))
     }
 
-    fn close(&mut self, value: Pte) -> Result<(), Changed> {
-        self.cursor.pte().compare_exchange::<F>(value, pte::protected::<F>(value)).map_err(|_| Changed)?;
+    fn close(&mut self, value: Pte<F>) -> Result<(), Changed> {
+        self.cursor.pte().exchange(value, value.protected())?;
         self.nr_tables += 1;
         Ok(())
     }
 
     /// Clears W of a leaf above the lowest level. Where dirty bits are the log it clears D, too,
     /// because the parts of a split leaf begin with D of the leaf.
-    fn protect_huge(&mut self, value: Pte) -> Result<(), Changed> {
+    fn protect_huge(&mut self, value: Pte<F>) -> Result<(), Changed> {
         let protected = match self.cursor.tree().config.dirty_tracking {
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => value,
-            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => pte::cleaned_for_log::<F>(value),
+            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => value.cleaned_for_log(),
         };
-        let protected = Pte(protected.0 & !F::WRITABLE);
+        let protected = protected.without(F::WRITABLE);
         if protected != value {
-            self.cursor.pte().compare_exchange::<F>(value, protected).map_err(|_| Changed)?;
+            self.cursor.pte().exchange(value, protected)?;
             self.nr_protected += 1;
         }
         Ok(())
     }
 
     #[inline]
-    fn protect_leaves(&mut self, leaves: &'s [AtomicU64], pages: &TablePages<'_>) {
+    fn protect_leaves(&mut self, leaves: Ptes<'s, F>, pages: &TablePages<'_>) {
         for (first, bits) in pages.words() {
-            let cells = leaves.get(first..).unwrap_or_default();
             if bits == u64::MAX {
-                self.nr_protected += protect_all(self.cursor.tree(), cells.iter().take(WORD_PAGES as usize));
+                self.nr_protected +=
+                    protect_all(self.cursor.tree(), leaves.slice(first..).iter().take(WORD_PAGES as usize));
                 continue;
             }
-            for cell in SetBits(bits).filter_map(|page| cells.get(page)) {
-                self.protect_later(cell);
+            for leaf in SetBits(bits).filter_map(|page| leaves.get(first + page)) {
+                self.protect_later(leaf);
             }
         }
     }
 
     /// The page-table page of leaves of 4 KiB for `gfn`, if there is one.
     #[inline]
-    fn table_of(&mut self, gfn: Gfn) -> Option<&'s [AtomicU64]> {
+    fn table_of(&mut self, gfn: Gfn) -> Option<Ptes<'s, F>> {
         self.cursor.move_to_pte(gfn, Level::L2M)?;
         self.cursor.read_table(Level::L2M).map(|(_, leaves)| leaves)
     }
 
     #[inline]
-    fn protect_later(&mut self, cell: &'s AtomicU64) {
+    fn protect_later(&mut self, leaf: PteRef<'s, F>) {
         if self.pending.is_full() {
             self.protect_pending();
         }
-        self.pending.push(cell);
+        self.pending.push(leaf);
     }
 
     fn protect_pending(&mut self) {
         // Plain loads of all leaves first: their cache misses overlap. Those of atomic operations
         // come one after the other.
-        black_box(self.pending.iter().fold(0, |any, cell| any | cell.load(Ordering::Relaxed)));
+        black_box(self.pending.iter().fold(0, |any, leaf| any | leaf.touch()));
         self.nr_protected += protect_all(self.cursor.tree(), self.pending.drain(..));
     }
 
@@ -359,35 +359,33 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 }
 
-/// Protects the leaves of 4 KiB in `cells`. Returns how many it changed.
+/// Protects `leaves` of 4 KiB. Returns how many it changed.
 #[inline]
-fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<Item = &'c AtomicU64>) -> u64 {
+fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, leaves: impl Iterator<Item = PteRef<'c, F>>) -> u64 {
     match tree.config.dirty_tracking {
-        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => cells.map(protect_leaf::<F>).sum(),
-        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => cells.map(clean_leaf::<F>).sum(),
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => leaves.map(protect_leaf).sum(),
+        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => leaves.map(clean_leaf).sum(),
     }
 }
 
-/// Clears W of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
+/// Clears W of the leaf of 4 KiB in `pte`. Returns 1 if it was set.
 #[inline]
-pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let pte = PteRef::new(cell, Level::L4K);
-    if !pte::is_writable::<F>(pte.load()) {
+pub(super) fn protect_leaf<F: Format>(pte: PteRef<'_, F>) -> u64 {
+    if !pte.load().is_writable() {
         return 0;
     }
-    u64::from(pte::is_writable::<F>(pte.clear::<F>(F::WRITABLE)))
+    u64::from(pte.clear(F::WRITABLE).is_writable())
 }
 
-/// Clears hardware's dirty bit of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
+/// Clears hardware's dirty bit of the leaf of 4 KiB in `pte`. Returns 1 if it was set.
 #[inline]
-fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let pte = PteRef::new(cell, Level::L4K);
+fn clean_leaf<F: Format>(pte: PteRef<'_, F>) -> u64 {
     let mut value = pte.load();
     // An exchange, and not an AND: the same step notes for the host that the page was written.
-    while pte::is_dirty_for_log::<F>(value) {
-        match pte.compare_exchange::<F>(value, pte::cleaned_for_log::<F>(value)) {
+    while value.is_dirty_for_log() {
+        match pte.exchange(value, value.cleaned_for_log()) {
             Ok(()) => return 1,
-            Err(found) => value = found,
+            Err(Changed) => value = pte.load(),
         }
     }
     0

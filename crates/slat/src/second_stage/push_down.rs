@@ -30,15 +30,15 @@
 //! Neither change needs a flush. Where a CPU has a leaf cached with W, its bit is still set, or the
 //! harvest that took it flushes. A CPU that has the protected entry cached faults and walks anew.
 
-use super::install::{self, Changed};
+use super::install;
 use crate::addr::{Access, Gfn, Level};
 use crate::config::AccessTracking;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
-use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
-use crate::table::pte::{self, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef, Ptes};
 use crate::table::retire::Guard;
 
 /// Leaves that are read together.
@@ -62,18 +62,17 @@ pub(crate) enum Pushed {
     LeafOnly,
 }
 
-/// Clears W of the leaves of 4 KiB in `cells`.
-fn protect_all<F: Format>(cells: &[AtomicU64]) {
-    for cells in cells.chunks(LEAVES_PER_LOOK) {
-        // Plain loads first: few leaves have W. A PTE that is no leaf has the bit clear. Acquire:
+/// Clears W of `leaves` of 4 KiB.
+fn protect_all<F: Format>(leaves: Ptes<'_, F>) {
+    for leaves in leaves.chunks(LEAVES_PER_LOOK) {
+        // Loads first: few leaves have W. A PTE that is no leaf has the bit clear. Acquire:
         // they must not be older than the load of the entry above.
-        if cells.iter().fold(0, |any, cell| any | cell.load(Ordering::Acquire)) & F::WRITABLE == 0 {
+        if leaves.iter().fold(0, |any, leaf| any | leaf.load().bits()) & F::WRITABLE == 0 {
             continue;
         }
-        for cell in cells {
-            let leaf = PteRef::new(cell, Level::L4K);
-            if pte::is_writable::<F>(leaf.load()) {
-                leaf.clear::<F>(F::WRITABLE);
+        for leaf in leaves.iter() {
+            if leaf.load().is_writable() {
+                leaf.clear(F::WRITABLE);
             }
         }
     }
@@ -94,7 +93,7 @@ pub(crate) fn push_down<H: Host, F: Format>(
     let mut above = Cursor::new(tree, guard, gfn);
     above.descend_to(Level::L2M);
     let Some((table, leaves)) = above.read_table(Level::L2M) else { return Err(Changed) };
-    if !pte::is_protected::<F>(table) {
+    if !table.is_protected() {
         return Err(Changed);
     }
     let own_index = cursor::index_of::<F>(gfn, Level::L4K);
@@ -105,27 +104,25 @@ pub(crate) fn push_down<H: Host, F: Format>(
 /// as `table`.
 fn push_down_in<F: Format>(
     tracking: AccessTracking,
-    above: PteRef<'_>,
-    table: Pte,
-    leaves: &[AtomicU64],
+    above: PteRef<'_, F>,
+    table: Pte<F>,
+    leaves: Ptes<'_, F>,
     own_index: usize,
     others: impl FnOnce() -> Others,
 ) -> Result<Pushed, Changed> {
-    let own = PteRef::new(&leaves[own_index], Level::L4K);
+    let own = leaves.at(own_index);
     let value = own.load();
-    let (State::Leaf | State::Tracked, true) = (pte::state::<F>(value, Level::L4K), pte::is_host_writable::<F>(value))
-    else {
+    let (State::Leaf | State::Tracked, true) = (value.state(Level::L4K), value.is_host_writable()) else {
         return Err(Changed);
     };
     if others() == Others::Protect {
-        let (below, from_own) = leaves.split_at(own_index);
-        protect_all::<F>(below);
-        protect_all::<F>(&from_own[1..]);
+        protect_all(leaves.slice(..own_index));
+        protect_all(leaves.slice(own_index + 1..));
     }
     install::restore_access::<F>(tracking, own, value, Access::Write)?;
-    match above.compare_exchange::<F>(table, pte::unprotected::<F>(table)) {
+    match above.exchange(table, table.unprotected()) {
         Ok(()) => Ok(Pushed::Open),
-        Err(_) => Ok(Pushed::LeafOnly),
+        Err(Changed) => Ok(Pushed::LeafOnly),
     }
 }
 

@@ -4,6 +4,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
+#![expect(unsafe_code, reason = "PTEs without a page-table page")]
+
 extern crate std;
 
 use std::vec::Vec;
@@ -14,11 +16,13 @@ use loom::thread;
 use super::{Others, Pushed, push_down_in};
 use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::config::AccessTracking;
-use crate::format::{Format, Npt, Pte};
+use crate::format::{Format, Npt};
 use crate::second_stage::{install, protect};
 use crate::slot::bitmap::{Bitmap, TakenWords};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
-use crate::table::pte::{self, InvalidationSeq, PteRef, State};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{PteRef, Ptes};
 
 const PREEMPTIONS: usize = 3;
 /// For three threads and more: with one more, a model takes minutes.
@@ -77,36 +81,42 @@ use Leaf::{Empty, Protected, Writable};
 use Step::{Age, CeaseToLog, Lazy, LeafByLeaf, LogLazily, LogLeafByLeaf, LogMarked, Write};
 
 impl Leaf {
-    fn pte(self, index: usize) -> Pte {
-        let leaf = Pte(Npt::leaf(Pfn(5 + index as u64), Level::L4K).0 | Npt::HOST_WRITABLE | Npt::ACCESSED);
+    fn pte(self, index: usize) -> Pte<Npt> {
+        let leaf = Pte::leaf(Pfn(5 + index as u64), Level::L4K).with(Npt::HOST_WRITABLE | Npt::ACCESSED);
         match self {
-            Empty => pte::empty(InvalidationSeq::FIRST),
+            Empty => Pte::empty(InvalidationSeq::FIRST),
             Protected => leaf,
-            Writable => Pte(leaf.0 | Npt::WRITABLE),
+            Writable => leaf.with(Npt::WRITABLE),
         }
     }
 }
 
 impl World {
     fn new(start: Start) -> World {
-        let table = Npt::table(Hpa(1 << 20));
-        let above = if start.is_open.is_some() { table } else { pte::protected::<Npt>(table) };
+        let table = Pte::<Npt>::table(Hpa(1 << 20));
+        let above = if start.is_open.is_some() { table } else { table.protected() };
         let log = Bitmap::new(64).expect("memory for a bitmap");
         (0..NR_LEAVES).filter(|index| start.marked >> index & 1 == 1).for_each(|index| log.mark(index as u64, 1));
         World {
-            above: AtomicU64::new(above.0),
-            leaves: core::array::from_fn(|index| AtomicU64::new(start.leaves[index].pte(index).0)),
+            above: AtomicU64::new(above.bits()),
+            leaves: core::array::from_fn(|index| AtomicU64::new(start.leaves[index].pte(index).bits())),
             log,
             logs: AtomicU64::new(u64::from(start.logs.is_some())),
         }
     }
 
-    fn above(&self) -> PteRef<'_> {
-        PteRef::new(&self.above, Level::L2M)
+    fn above(&self) -> PteRef<'_, Npt> {
+        // SAFETY: no walk reaches it.
+        unsafe { PteRef::new(&self.above, Level::L2M) }
     }
 
-    fn leaf(&self, index: usize) -> PteRef<'_> {
-        PteRef::new(&self.leaves[index], Level::L4K)
+    fn leaf(&self, index: usize) -> PteRef<'_, Npt> {
+        self.leaves().at(index)
+    }
+
+    fn leaves(&self) -> Ptes<'_, Npt> {
+        // SAFETY: no walk reaches them.
+        unsafe { Ptes::new(&self.leaves, Level::L4K) }
     }
 
     fn logs(&self) -> bool {
@@ -126,16 +136,16 @@ impl World {
         loop {
             let above = self.above().load();
             let value = self.leaf(index).load();
-            let is_protected = pte::is_protected::<Npt>(above);
-            match pte::state::<Npt>(value, Level::L4K) {
-                State::Leaf if pte::is_writable::<Npt>(value) && !is_protected => return,
+            let is_protected = above.is_protected();
+            match value.state(Level::L4K) {
+                State::Leaf if value.is_writable() && !is_protected => return,
                 State::Leaf if is_protected => {
                     let others = || if self.logs() { Others::Protect } else { Others::Leave };
                     let above = self.above().load();
-                    if !pte::is_protected::<Npt>(above) {
+                    if !above.is_protected() {
                         continue;
                     }
-                    let pushed = push_down_in::<Npt>(TRACKING, self.above(), above, &self.leaves, index, others);
+                    let pushed = push_down_in::<Npt>(TRACKING, self.above(), above, self.leaves(), index, others);
                     let Ok(pushed) = pushed else { continue };
                     self.mark_if_logging(index);
                     if pushed == Pushed::Open {
@@ -149,7 +159,7 @@ impl World {
                     }
                 }
                 _ => {
-                    if self.leaf(index).compare_exchange::<Npt>(value, Writable.pte(index)).is_ok() {
+                    if self.leaf(index).exchange(value, Writable.pte(index)).is_ok() {
                         self.mark_if_logging(index);
                         if !is_protected {
                             return;
@@ -163,7 +173,7 @@ impl World {
     fn protect(&self) {
         loop {
             let value = self.above().load();
-            if self.above().compare_exchange::<Npt>(value, pte::protected::<Npt>(value)).is_ok() {
+            if self.above().exchange(value, value.protected()).is_ok() {
                 return;
             }
         }
@@ -171,7 +181,7 @@ impl World {
 
     fn protect_leaves(&self, pages: u64) {
         for index in (0..NR_LEAVES).filter(|index| pages >> index & 1 == 1) {
-            protect::protect_leaf::<Npt>(&self.leaves[index]);
+            protect::protect_leaf(self.leaf(index));
         }
     }
 
@@ -191,7 +201,7 @@ impl World {
                     _ => self.protect_leaves(pages),
                 }
             }
-            Age(index) => drop(self.leaf(index).clear::<Npt>(Npt::ACCESSED)),
+            Age(index) => drop(self.leaf(index).clear(Npt::ACCESSED)),
             CeaseToLog => self.logs.store(0, Ordering::SeqCst),
             LogLazily | LogLeafByLeaf | LogMarked => {
                 // A new log. What is left in the old one matters only as marks.
@@ -211,14 +221,14 @@ impl World {
     }
 
     fn assert_seen(&self) {
-        if pte::is_protected::<Npt>(self.above().load()) {
+        if self.above().load().is_protected() {
             return;
         }
         let mut taken = TakenWords::new();
         self.log.take(0..1, &mut taken);
         let marked = taken.bits().iter().fold(0, |pages, bits| pages | bits);
         for index in 0..NR_LEAVES {
-            let is_writable = pte::is_writable::<Npt>(self.leaf(index).load());
+            let is_writable = self.leaf(index).load().is_writable();
             assert!(!is_writable || marked >> index & 1 == 1, "page {index} is writable and not marked");
         }
     }

@@ -5,13 +5,13 @@
 
 use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
 use crate::error::OutOfMemory;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
-use crate::sync::AtomicU64;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node;
-use crate::table::pte::{self, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::PteRef;
 use crate::table::retire::LoneGuard;
 
 /// The translation of a page, as the page tables have it.
@@ -63,11 +63,11 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
     /// `table` is the root, or its address was read in this guard in a directory entry of the level
     /// above.
     unsafe fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
-        let below = |cell: &AtomicU64| {
-            let value = PteRef::new(cell, level).load();
-            match pte::state::<F>(value, level) {
+        let below = |pte: PteRef<'_, F>| {
+            let value = pte.load();
+            match value.state(level) {
                 // SAFETY: read in this guard, in a page-table page of the tree.
-                State::Table => unsafe { self.count_tables(F::address(value, level), level.down(), node) },
+                State::Table => unsafe { self.count_tables(value.table_below(level), level.down(), node) },
                 _ => 0,
             }
         };
@@ -116,7 +116,7 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         let may_move = level == Level::L4K || level == F::ROOT_LEVEL;
         if let Some(pte) = may_move.then(|| self.cursor.move_to_pte(gfn, Level::L4K)).flatten() {
             let value = pte.load();
-            match pte::state::<F>(value, Level::L4K) {
+            match value.state(Level::L4K) {
                 State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),
                 State::Empty(_) | State::Table | State::Broken | State::Frozen => {}
             }
@@ -131,13 +131,13 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
 
     /// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not.
     #[inline]
-    fn translation(&self, leaf: Pte, level: Level, gfn: Gfn) -> Translation {
+    fn translation(&self, leaf: Pte<F>, level: Level, gfn: Gfn) -> Translation {
         Translation {
-            pfn: Pfn(pte::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
+            pfn: Pfn(leaf.frame(level).0 + (gfn.0 & (level.nr_pages() - 1))),
             size: level.page_size(),
-            writable: pte::is_writable::<F>(leaf) && !self.cursor.is_protected(),
-            accessed: pte::is_accessed::<F>(leaf),
-            dirty: pte::is_dirty::<F>(leaf),
+            writable: leaf.is_writable() && !self.cursor.is_protected(),
+            accessed: leaf.is_accessed(),
+            dirty: leaf.is_dirty(),
         }
     }
 }

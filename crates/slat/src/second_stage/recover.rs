@@ -49,23 +49,23 @@
 use core::convert::Infallible;
 
 use super::broken::{cancel, find_broken, give_up};
-use super::install::Changed;
 use super::walk::{self, Next, TurnEnd, Walk};
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::AccessTracking;
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{Host, Resolved};
 use crate::operation::Operation;
 use crate::slot::MemoryAttributes;
 use crate::slot::view::{BackingRef, SlotView};
-use crate::stats::Counter;
-use crate::sync::{AtomicU64, Side, fence_after_rmw};
+use crate::sync::{Side, fence_after_rmw};
 use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
-use crate::table::pte::{self, Breaking, FrozenLeaves, InvalidationSeq, PteRef, State};
+use crate::table::pte::{Breaking, FrozenLeaves, Pte, State};
+use crate::table::pte_ref::{Changed, Ptes};
 use crate::table::retire::{Guard, HazardPointer};
 use crate::table::tlb::TlbBatch;
 
@@ -162,7 +162,7 @@ impl<H: Host, F: Format> Walk<H, F> for Pass<'_, H, F> {
             if !range.covers(cursor.block()) {
                 return Next::Advance(1);
             }
-            match cursor.read_table(level).map(|(_, cells)| first_leaf::<F>(cells, level.down())) {
+            match cursor.read_table(level).map(|(_, ptes)| first_leaf(ptes)) {
                 Some(Some(_)) => Next::Leave(Try),
                 Some(None) => Next::Advance(1 + node::nr_ptes::<F>(level.down()) as u64),
                 None => Next::Advance(1),
@@ -212,11 +212,11 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let seen = tree.current_seq();
         let mut cursor = Cursor::new(tree, &guard, block.start);
         cursor.descend_to(level);
-        let (_, cells) = cursor.read_table(level)?;
+        let (_, ptes) = cursor.read_table(level)?;
         let parts = level.down();
-        let (index, leaf) = first_leaf::<F>(cells, parts)?;
+        let (index, leaf) = first_leaf(ptes)?;
         let gfn = Gfn(block.start.0 + index * parts.nr_pages());
-        let pfn = pte::frame::<F>(leaf, parts);
+        let pfn = leaf.frame(parts);
         if (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) != 0 {
             return None;
         }
@@ -234,7 +234,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             gfn,
             page: gfn.0 - slot.range().start.0,
             pfn,
-            is_host_writable: pte::is_host_writable::<F>(leaf),
+            is_host_writable: leaf.is_host_writable(),
             attributes: slot.attributes_of(gfn),
             backing: slot.keep_for_resolve(hazard),
             seen,
@@ -277,12 +277,12 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         cursor.descend_to(level);
         let Some((value, leaves)) = cursor.read_table(level) else { return Ok(()) };
         // Nor are so many leaves given up because one is missing, or still a page-table page.
-        if level > Level::L2M && !leaves.iter().all(|cell| is_leaf::<F>(cell, level.down())) {
+        if level > Level::L2M && !leaves.iter().all(|pte| pte.load().is_leaf(level.down())) {
             return Ok(());
         }
-        let table = F::address(value, level);
-        let broken = pte::broken(table, Breaking::Recovery);
-        cursor.pte().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
+        let table = value.table_below(level);
+        let broken = Pte::broken(table, Breaking::Recovery);
+        cursor.replace(value, broken)?;
         if !F::BREAK_BEFORE_MAKE {
             self.batch.add(block);
         }
@@ -298,7 +298,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
             .filter(|_| !is_overtaken)
-            .and_then(|_| gather::<F>(leaves, level.down(), first))
+            .and_then(|_| gather(leaves, first))
             .map(|gathered| self.leaf(&gathered, level, may_write));
         if !F::BREAK_BEFORE_MAKE {
             // At this very PTE: a walk from the root could end at a broken PTE above.
@@ -321,10 +321,10 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// Exchanges this recovery's broken PTE at the cursor for `leaf`, or cancels if that is `None`.
     /// When this returns, the broken PTE is not there any more.
-    fn make(&mut self, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>, broken: Pte, leaf: Option<Pte>) {
+    fn make(&mut self, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>, broken: Pte<F>, leaf: Option<Pte<F>>) {
         match leaf {
-            Some(leaf) if cursor.pte().compare_exchange::<F>(broken, leaf).is_ok() => {
-                self.made(guard, leaf, cursor.block(), cursor.level());
+            Some(leaf) if cursor.replace(broken, leaf).is_ok() => {
+                self.made(guard, leaf, cursor.block());
             }
             None if cursor.pte().load() == broken => cancel(self.op, guard, cursor),
             _ => {}
@@ -332,58 +332,46 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     }
 
     /// The leaf of `level` for all that was `gathered`, with W only if `may_write`.
-    fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Pte {
+    fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Pte<F> {
         let tracking = self.op.tree.config.access_tracking;
         let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
         let may_write = may_write && gathered.is_host_writable && gathered.is_present;
-        let leaf = Pte(F::leaf(gathered.first, level).0
-                | bit(gathered.is_host_writable, F::HOST_WRITABLE)
-                | bit(may_write, F::WRITABLE)
-                // As in `install`: where CPUs set neither, a leaf has A from the beginning, and D
-                // with W.
-                | bit(gathered.is_accessed || tracking == AccessTracking::Faults, F::ACCESSED)
-                | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY));
-        if gathered.is_present { leaf } else { pte::tracked::<F>(leaf, level) }
+        let attributes = bit(gathered.is_host_writable, F::HOST_WRITABLE)
+            | bit(may_write, F::WRITABLE)
+            // As in `install`: where CPUs set neither, a leaf has A from the beginning, and D with
+            // W.
+            | bit(gathered.is_accessed || tracking == AccessTracking::Faults, F::ACCESSED)
+            | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY);
+        let leaf = Pte::leaf(gathered.first, level).with(attributes);
+        if gathered.is_present { leaf } else { leaf.tracked(level) }
     }
 
-    /// Counts the leaf of `level` that was just made for `block`, and marks its pages if need be.
-    fn made(&mut self, guard: &Guard<'_>, leaf: Pte, block: GfnRange, level: Level) {
+    /// Counts the leaf that was just made for `block`, and marks its pages if need be.
+    fn made(&mut self, guard: &Guard<'_>, leaf: Pte<F>, block: GfnRange) {
         self.nr_recovered += 1;
-        self.op.stats().count(Counter::Recoveries);
-        if level > Level::L2M {
-            self.op.stats().count(Counter::Recoveries1G);
-        }
-        if pte::is_writable::<F>(leaf) {
+        if leaf.is_writable() {
             log::mark_if_logging(self.op.slots, guard, None, block.start, block);
         }
     }
 }
 
-/// The first leaf of `level` in `cells`, and its index.
-fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Pte)> {
-    (0..).zip(cells).find_map(|(index, cell)| {
-        let value = PteRef::new(cell, level).load();
-        matches!(pte::state::<F>(value, level), State::Leaf | State::Tracked).then_some((index, value))
-    })
+/// The first leaf in `ptes`, tracked or not, and its index.
+fn first_leaf<F: Format>(ptes: Ptes<'_, F>) -> Option<(u64, Pte<F>)> {
+    let values = ptes.iter().map(|pte| pte.load());
+    (0..).zip(values).find(|(_, value)| value.is_leaf(ptes.level()))
 }
 
-/// Whether the PTE `cell` of `level` is a leaf, tracked or not.
-fn is_leaf<F: Format>(cell: &AtomicU64, level: Level) -> bool {
-    let value = PteRef::new(cell, level).load();
-    matches!(pte::state::<F>(value, level), State::Leaf | State::Tracked)
-}
-
-/// Freezes the PTEs `cells` of `level`, which are to map the frames from `first` on. `None`: they
-/// do not make one leaf, and some may not be frozen.
-fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Gathered> {
+/// Freezes `ptes`, which are to map the frames from `first` on. `None`: they do not make one leaf,
+/// and some may not be frozen.
+fn gather<F: Format>(ptes: Ptes<'_, F>, first: Pfn) -> Option<Gathered> {
+    let level = ptes.level();
     let mut leaves = FrozenLeaves::new();
     let mut pfn = first;
-    for cell in cells {
-        let pte = PteRef::new(cell, level);
+    for pte in ptes.iter() {
         let mut value = pte.load();
         let frozen = loop {
-            match pte::state::<F>(value, level) {
-                State::Leaf | State::Tracked => match pte.freeze_as_was::<F>(value) {
+            match value.state(level) {
+                State::Leaf | State::Tracked => match pte.freeze_as_was(value) {
                     Ok(frozen) => break frozen,
                     // Hardware has set A or D, or another thread has changed the PTE.
                     Err(found) => value = found,
@@ -393,7 +381,7 @@ fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Ga
                 State::Empty(_) | State::Table | State::Broken => return None,
             }
         };
-        if pte::frame_before_freezing(frozen) != Some(pfn) {
+        if frozen.frame_before_freezing() != Some(pfn) {
             return None;
         }
         leaves.add(frozen);

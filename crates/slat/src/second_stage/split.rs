@@ -32,21 +32,22 @@
 #![expect(unsafe_code, reason = "retires the table that it has made in vain")]
 
 use super::broken::find_broken;
-use super::install::{self, Changed};
+use super::install;
 use super::walk::{self, Next, TurnEnd, Walk};
-use crate::addr::{Gfn, GfnRange, Level};
+use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::config::Config;
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
 use crate::error::OutOfMemory;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::operation::Operation;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node::{TableCache, TableUse};
-use crate::table::pte::{self, Breaking, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{Guard, TableChain};
 
 /// Leaves split, or PTEs passed by, before a turn leaves its guard.
@@ -70,11 +71,11 @@ pub(crate) fn split_range<H: Host, F: Format>(
 }
 
 /// What a turn leaves its guard for.
-enum Work {
+enum Work<F> {
     /// The cache has no page-table page from this node.
     Allocate(TableNode),
     /// The leaf is broken, which takes a flush.
-    Break(Pte, Level),
+    Break(Pte<F>, Level),
 }
 
 struct Split<'t, H: Host, F: Format, W> {
@@ -87,16 +88,16 @@ struct Split<'t, H: Host, F: Format, W> {
 }
 
 impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Walk<H, F> for Split<'_, H, F, W> {
-    type Work = Work;
+    type Work = Work<F>;
     type Error = OutOfMemory;
     const SIDE: Option<Side> = Some(Side::Read);
 
-    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work> {
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work<F>> {
         let rest = GfnRange { start, ..self.range };
         walk::visit_ptes(self.op.tree, guard, rest, STEPS_PER_TURN, |cursor| self.visit(guard, cursor))
     }
 
-    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, OutOfMemory> {
+    fn work(&mut self, gfn: Gfn, work: Work<F>) -> Result<Gfn, OutOfMemory> {
         match work {
             Work::Allocate(node) => self.top_up(node, AllocationWait::Allowed).map_err(|()| OutOfMemory)?,
             // If another thread was first, the next turn reads the PTE anew.
@@ -116,7 +117,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
     }
 
     /// Splits the leaf at the cursor, if it is too large, or the leaves below.
-    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work> {
+    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work<F>> {
         let Tree { host, config, .. } = self.op.tree;
         // Leaves below a PTE of this level have the target's size or less.
         let above_target = self.target.up();
@@ -143,15 +144,15 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
 }
 
 /// The node for the page-table page that replaces the leaf `value` of `level`.
-pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Pte, level: Level) -> TableNode {
-    config.table_placement.node_for(host, Some(pte::frame::<F>(value, level)))
+pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Pte<F>, level: Level) -> TableNode {
+    config.table_placement.node_for(host, Some(value.frame(level)))
 }
 
 /// The leaf whose parts replace the leaf `value` of `level`. It is `value`; but with W, if the host
 /// allows it and a write to a part is found out without a fault.
-pub(crate) fn parts_of<F: Format>(config: &Config, value: Pte, level: Level) -> Pte {
-    let may_write = !config.first_write_faults(level.down()) && pte::is_host_writable::<F>(value);
-    if F::is_present(value) && may_write { Pte(value.0 | F::WRITABLE) } else { value }
+pub(crate) fn parts_of<F: Format>(config: &Config, value: Pte<F>, level: Level) -> Pte<F> {
+    let may_write = !config.first_write_faults(level.down()) && value.is_host_writable();
+    if value.is_present() && may_write { value.with(F::WRITABLE) } else { value }
 }
 
 /// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn`, by a page-table page,
@@ -168,7 +169,7 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     tables: &mut TableCache,
     gfn: Gfn,
-    value: Pte,
+    value: Pte<F>,
     level: Level,
 ) -> Result<(), Changed> {
     let without_rings = op.rings.keep_out();
@@ -178,12 +179,12 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
 }
 
 /// A leaf that is broken, so that a page-table page can take its place.
-struct BrokenLeaf {
-    broken: Pte,
-    /// The directory entry that links the page-table page.
-    table: Pte,
+struct BrokenLeaf<F> {
+    broken: Pte<F>,
+    /// The page-table page that it names.
+    table: Hpa,
     /// What the parts allow.
-    whole: Pte,
+    whole: Pte<F>,
 }
 
 /// The first guard of [`split_by_breaking`], a function of its own so that it needs little stack.
@@ -193,22 +194,19 @@ fn break_leaf<H: Host, F: Format>(
     without_rings: &Option<WithoutRings<'_>>,
     tables: &mut TableCache,
     gfn: Gfn,
-    (value, level): (Pte, Level),
-) -> Result<BrokenLeaf, Changed> {
+    (value, level): (Pte<F>, Level),
+) -> Result<BrokenLeaf<F>, Changed> {
     let locked = op.pin_locked(Side::Read);
     let mut cursor = Cursor::new(op.tree, &locked.guard, gfn);
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
     let keeps_write = without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
-    let whole = if keeps_write || !F::is_present(value) { value } else { Pte(value.0 & !F::WRITABLE) };
-    // SAFETY: `linked` follows the exchange at once.
-    let table = unsafe { install::prepare_parts::<H, F>(op.host(), tables, whole, level) };
-    let broken = pte::broken(F::address(table, level), Breaking::Split);
-    cursor.pte().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
+    let whole = if keeps_write || !value.is_present() { value } else { value.without(F::WRITABLE) };
+    let parts = install::prepare_parts(op.host(), tables, whole, level);
     // Other threads may find the page-table page from now on: it never goes back to the cache.
-    tables.linked(op.host(), op.stats(), 1, TableUse::Split, Some(pte::frame::<F>(value, level)));
-    Ok(BrokenLeaf { broken, table, whole })
+    let broken = parts.link(op.host(), op.stats(), cursor.pte(), value, TableUse::Break, value.frame(level))?;
+    Ok(BrokenLeaf { broken, table: broken.table_of_broken().0, whole })
 }
 
 /// The second guard, after the flush.
@@ -217,14 +215,14 @@ fn link_parts<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     gfn: Gfn,
     level: Level,
-    split: &BrokenLeaf,
+    split: &BrokenLeaf<F>,
 ) -> Result<(), Changed> {
     let locked = op.pin_locked(Side::Read);
-    if find_broken(op, &locked.guard, gfn, level)
-        .is_some_and(|cursor| cursor.pte().compare_exchange::<F>(split.broken, split.table).is_ok())
-    {
-        install::count_split(op.stats(), level);
-        if pte::is_writable::<F>(split.whole) {
+    // SAFETY: `break_leaf` has filled it, and stored the broken PTE, of this level.
+    let link =
+        |cursor: Cursor<'_, H, F>| unsafe { cursor.pte().link(op.stats(), split.broken, Pte::table(split.table)) };
+    if find_broken(op, &locked.guard, gfn, level).is_some_and(|cursor| link(cursor).is_ok()) {
+        if split.whole.is_writable() {
             let block = gfn.block(level);
             log::mark_if_logging(op.slots, &locked.guard, None, block.start, block);
         }
@@ -233,7 +231,7 @@ fn link_parts<H: Host, F: Format>(
     drop(locked);
     let mut unlinked = TableChain::new();
     // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
-    unsafe { unlinked.push(op.host(), F::address(split.table, level)) }
+    unsafe { unlinked.push(op.host(), split.table) }
     op.tree.epochs.retire_tables(op.host(), unlinked);
     Err(Changed)
 }

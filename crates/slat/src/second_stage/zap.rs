@@ -60,20 +60,21 @@
 
 use core::convert::Infallible;
 
-use super::install::{self, Changed};
+use super::install;
 use super::walk::{self, Next, TurnEnd, Walk};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::dirty::log;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{AllocationWait, Host};
 use crate::operation::Operation;
-use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
-use crate::table::pte::{self, InvalidationSeq, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -118,7 +119,6 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         batch,
         pass: Level::L4K,
         is_in_one_pte: false,
-        nr_zapped: 0,
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
@@ -134,27 +134,17 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         }
         zap.pass = zap.pass.up();
     }
-    op.stats().add(Counter::Zapped, zap.nr_zapped);
     zap.tables.drain::<H, F>(op.host(), op.stats());
 }
 
-/// The counter of zapped leaves of `level`.
-pub(crate) fn zapped_leaf(level: Level) -> Counter {
-    match level {
-        Level::L4K => Counter::Zapped4K,
-        Level::L2M => Counter::Zapped2M,
-        _ => Counter::Zapped1G,
-    }
-}
-
 /// What a turn leaves its guard for.
-enum Work {
+enum Work<F> {
     /// What was zapped is flushed, and the unlinked page-table pages are retired.
     Retire,
     /// A leaf that is covered in part is broken before it is split.
-    Break(Pte, Level),
+    Break(Pte<F>, Level),
     /// An unflushed empty PTE that is covered in part is flushed before it gets a number.
-    Flush(Pte, Level),
+    Flush(Pte<F>, Level),
 }
 
 /// A zap under way.
@@ -169,22 +159,21 @@ struct Zap<'z, 't, H: Host, F: Format> {
     pass: Level,
     /// One empty PTE stands for the whole range. So there is no page-table page to unlink.
     is_in_one_pte: bool,
-    nr_zapped: u64,
     tables: TableCache,
     is_out_of_memory: bool,
     /// Too many unlinked page-table pages wait, so some were left linked.
     leaves_tables: bool,
     /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
     /// back.
-    flushed: Option<Pte>,
+    flushed: Option<Pte<F>>,
 }
 
 impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
-    type Work = Work;
+    type Work = Work<F>;
     type Error = Infallible;
     const SIDE: Option<Side> = Some(Side::Write);
 
-    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work> {
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work<F>> {
         let rest = GfnRange { start, ..self.range };
         let end = walk::visit_ptes(self.op.tree, guard, rest, ENTRIES_PER_TURN, |cursor| self.visit(guard, cursor));
         match end {
@@ -195,7 +184,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
         }
     }
 
-    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, Infallible> {
+    fn work(&mut self, gfn: Gfn, work: Work<F>) -> Result<Gfn, Infallible> {
         match work {
             Work::Retire => {
                 self.batch.flush();
@@ -218,7 +207,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// Visits the cursor's PTE.
     #[expect(clippy::too_many_lines, reason = "one match over all states of a PTE, each in a few lines")]
     #[inline]
-    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work> {
+    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work<F>> {
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
             return Next::Leave(Work::Retire);
         }
@@ -226,7 +215,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         let (pte, level, block) = (cursor.pte(), cursor.level(), cursor.block());
         let value = pte.load();
         let mut nr_steps = 1;
-        let done = match pte::state::<F>(value, level) {
+        let done = match value.state(level) {
             State::Frozen => {
                 cursor.restart();
                 return Next::Again(0);
@@ -244,7 +233,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 let seq = self.seq_for(level);
                 // The flag stays, for the flush is still due; the exchange itself makes none due.
                 let seq = if is_unflushed { seq.unflushed() } else { seq };
-                let done = install::zap_pte(cursor, value, seq).map(drop);
+                let done = cursor.replace(value, Pte::empty(seq));
                 self.is_in_one_pte = level > Level::L4K && block.covers(range) && done.is_ok();
                 done
             }
@@ -258,14 +247,12 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // the flush.
                 let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
                 let seq = if F::BREAK_BEFORE_MAKE && may_come_back { seq.unflushed() } else { seq };
-                let done = install::zap_pte(cursor, value, seq).map(drop);
+                let done = pte.zap_leaf(op.stats(), value, seq);
                 if done.is_ok() {
                     // Once more: before the exchange a harvest may have taken the mark and cleared
                     // D, and a CPU have set D again (`models/dirty_bit.py`).
                     mark_dirty(op, guard, value, level, block);
                     self.batch.add(block);
-                    op.stats().count(zapped_leaf(level));
-                    self.nr_zapped += 1;
                 }
                 done
             }
@@ -278,16 +265,15 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
                 // A fresh number: greater ones than the zap's may have been left inside
                 // (`table/invalidation_seq.rs`).
-                let done = install::zap_pte(cursor, value, op.tree.next_seq()).map(drop);
+                let done = cursor.replace(value, Pte::empty(op.tree.next_seq()));
                 if done.is_ok() {
                     // Not before the exchange: frozen PTEs in a linked page-table page would make
                     // walks spin.
                     // SAFETY: this thread has just read the address in the PTE and unlinked the
                     // page-table page, and earlier passes have emptied it. No fault fills it: the
                     // range is in flight. The batch gets the block below.
-                    unsafe { self.take_over(guard, F::address(value, level), level.down(), block.start) }
+                    unsafe { self.take_over(guard, value.table_below(level), level.down(), block.start) }
                     self.batch.add(block);
-                    self.nr_zapped += 1;
                     nr_steps += node::nr_ptes::<F>(level.down()) as u64;
                 }
                 done
@@ -312,7 +298,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 
     /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or
     /// there is no memory to split it. If not, the cache has the page-table page for the split.
-    fn goes_whole(&mut self, guard: &Guard<'_>, value: Pte, level: Level, block: GfnRange) -> bool {
+    fn goes_whole(&mut self, guard: &Guard<'_>, value: Pte<F>, level: Level, block: GfnRange) -> bool {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
         }
@@ -344,11 +330,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// batch flushes what it covered.
     unsafe fn take_over(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), guard, table, level) };
-        for (index, cell) in (0..).zip(cells) {
+        let ptes = unsafe { node::linked_ptes::<H, F>(self.op.host(), guard, table, level) };
+        for (index, pte) in (0..).zip(ptes.iter()) {
             if level == Level::L4K {
                 debug_assert!(
-                    matches!(pte::state::<F>(PteRef::new(cell, level).load(), level), State::Empty(_)),
+                    matches!(pte.load().state(level), State::Empty(_)),
                     "a table is unlinked that is not empty"
                 );
                 if !cfg!(debug_assertions) {
@@ -357,10 +343,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 continue;
             }
             let gfn = Gfn(start.0 + index * level.nr_pages());
-            let old = PteRef::new(cell, level).freeze();
-            match pte::state::<F>(old, level) {
+            // SAFETY: the page-table page is retired below.
+            let old = unsafe { pte.freeze() };
+            match old.state(level) {
                 // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
-                State::Table => unsafe { self.take_over(guard, F::address(old, level), level.down(), gfn) },
+                State::Table => unsafe { self.take_over(guard, old.table_below(level), level.down(), gfn) },
                 // A recovery of an empty page-table page that was linked there. The page belongs to
                 // the owner of the broken PTE.
                 // SAFETY: the PTE was read inside the guard, and was broken.
@@ -379,11 +366,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 pub(super) fn mark_dirty<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     guard: &Guard<'_>,
-    leaf: Pte,
+    leaf: Pte<F>,
     level: Level,
     range: GfnRange,
 ) {
-    if !op.tree.config.first_write_faults(level) && pte::is_dirty_for_log::<F>(leaf) {
+    if !op.tree.config.first_write_faults(level) && leaf.is_dirty_for_log() {
         // No ring: a VM with rings logs by faults alone.
         log::mark_if_logging(op.slots, guard, None, range.start, range);
     }

@@ -94,7 +94,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::{DerivedTables, VcpuState};
-use crate::table::pte::{self, State};
+use crate::table::pte::State;
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 use lock::WordGuard;
@@ -319,8 +319,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         let mut cursor = Cursor::new(self.tree, guard, gfn);
         let (leaf, State::Leaf) = cursor.descend_to_lowest() else { return None };
         let level = cursor.level();
-        let pfn = Pfn(pte::frame::<Npt>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
-        let is_writable = pte::is_writable::<Npt>(leaf) && !cursor.is_protected();
+        let pfn = Pfn(leaf.frame(level).0 + (gfn.0 & (level.nr_pages() - 1)));
+        let is_writable = leaf.is_writable() && !cursor.is_protected();
         Some(SecondStage { pfn, level, is_writable })
     }
 }

@@ -15,10 +15,11 @@
 
 use super::Tree;
 use super::node;
-use super::pte::{self, PteRef, State};
+use super::pte::{Pte, State};
+use super::pte_ref::{Changed, PteRef, Ptes};
 use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Recorder;
 use crate::sync::AtomicU64;
@@ -31,7 +32,7 @@ pub(crate) struct Cursor<'s, H: Host, F: Format> {
     table: &'s [AtomicU64],
     /// The directory entry through which the walk came here, as it was read then. At the root: one
     /// that is not protected.
-    above: Pte,
+    above: Pte<F>,
     level: Level,
     gfn: Gfn,
 }
@@ -42,7 +43,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
         // SAFETY: it is the root.
         let table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, tree.root(), F::ROOT_LEVEL) };
-        Cursor { tree, guard, table, above: Pte(F::WRITABLE), level: F::ROOT_LEVEL, gfn }
+        Cursor { tree, guard, table: table.cells, above: Pte::ABOVE_ROOT, level: F::ROOT_LEVEL, gfn }
     }
 
     #[inline]
@@ -74,35 +75,42 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
 
     /// The current PTE.
     #[inline]
-    pub(crate) fn pte(&self) -> PteRef<'s> {
+    pub(crate) fn pte(&self) -> PteRef<'s, F> {
         self.pte_at(self.level)
+    }
+
+    /// Replaces the current PTE, if it is still `old`, and accounts that ([`PteRef::replace`]).
+    #[inline]
+    pub(crate) fn replace(&self, old: Pte<F>, new: Pte<F>) -> Result<(), Changed> {
+        self.pte().replace(self.stats(), old, new)
     }
 
     /// As [`pte`](Self::pte), with the level of the current PTE: for callers to which that is a
     /// constant.
     #[inline(always)]
-    fn pte_at(&self, level: Level) -> PteRef<'s> {
+    fn pte_at(&self, level: Level) -> PteRef<'s, F> {
         debug_assert!(level == self.level);
-        PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level)
+        // SAFETY: the PTEs of the page-table page have the cursor's level.
+        unsafe { PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level) }
     }
 
     /// Whether the directory entry above was protected when the walk came through it: then no page
     /// below it may be written, whatever the leaves say.
     #[inline]
     pub(crate) fn is_protected(&self) -> bool {
-        pte::is_protected::<F>(self.above)
+        self.above.is_protected()
     }
 
     /// Reads the current PTE, if it is of `level`. If it points to a page-table page, returns what
     /// was read and the PTEs of that page. The cursor stays.
     #[inline]
-    pub(crate) fn read_table(&self, level: Level) -> Option<(Pte, &'s [AtomicU64])> {
+    pub(crate) fn read_table(&self, level: Level) -> Option<(Pte<F>, Ptes<'s, F>)> {
         if self.level != level {
             return None;
         }
         let value = self.pte().load();
         // SAFETY: read from the current PTE, which is a directory entry.
-        (pte::state::<F>(value, level) == State::Table).then(|| (value, unsafe { self.table_below(value) }))
+        (value.state(level) == State::Table).then(|| (value, unsafe { self.table_below(value) }))
     }
 
     /// The PTEs of the page-table page that `value` points to.
@@ -110,9 +118,9 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// # Safety
     /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
-    unsafe fn table_below(&self, value: Pte) -> &'s [AtomicU64] {
-        debug_assert!(pte::state::<F>(value, self.level) == State::Table);
-        let table = F::address(value, self.level);
+    unsafe fn table_below(&self, value: Pte<F>) -> Ptes<'s, F> {
+        debug_assert!(value.state(self.level) == State::Table);
+        let table = value.table_below(self.level);
         // SAFETY: the current PTE is in a page-table page of the tree that was reached inside the
         // guard.
         unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, table, self.level.down()) }
@@ -129,7 +137,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     pub(crate) fn step_down(&mut self) {
         if let Some((value, table)) = self.read_table(self.level) {
-            self.table = table;
+            self.table = table.cells;
             self.above = value;
             self.level = self.level.down();
         }
@@ -140,9 +148,9 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// # Safety
     /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
-    unsafe fn descend(&mut self, value: Pte) {
+    unsafe fn descend(&mut self, value: Pte<F>) {
         // SAFETY: as the caller promises.
-        self.table = unsafe { self.table_below(value) };
+        self.table = unsafe { self.table_below(value).cells };
         self.above = value;
         self.level = self.level.down();
     }
@@ -151,14 +159,14 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// [`descend_to_lowest`](Self::descend_to_lowest) does. For a fault, which walks from the root
     /// twice: all levels are constants here.
     #[inline(always)]
-    pub(crate) fn at_lowest(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> (Cursor<'s, H, F>, Pte, State) {
+    pub(crate) fn at_lowest(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> (Cursor<'s, H, F>, Pte<F>, State) {
         'root: loop {
             let mut cursor = Cursor::new(tree, guard, gfn);
             let mut level = F::ROOT_LEVEL;
             loop {
                 cursor.level = level;
                 let value = cursor.pte_at(level).load();
-                let state = pte::state::<F>(value, level);
+                let state = value.state(level);
                 if state == State::Frozen {
                     // As in `descend_to`.
                     continue 'root;
@@ -166,10 +174,10 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
                 if level == Level::L4K || state != State::Table {
                     return (cursor, value, state);
                 }
-                let table = F::address(value, level);
+                let table = value.table_below(level);
                 level = level.down();
                 // SAFETY: read in a page-table page of the tree that was reached inside the guard.
-                cursor.table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level) };
+                cursor.table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level).cells };
                 cursor.above = value;
             }
         }
@@ -179,17 +187,17 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// never a directory entry, and never frozen: a frozen PTE lies only on a path that was
     /// unlinked, and then the walk starts over.
     #[inline]
-    pub(crate) fn descend_to_lowest(&mut self) -> (Pte, State) {
+    pub(crate) fn descend_to_lowest(&mut self) -> (Pte<F>, State) {
         self.descend_to(Level::L4K)
     }
 
     /// As [`descend_to_lowest`](Self::descend_to_lowest), but not below `level`: there it may be a
     /// directory entry.
     #[inline(always)]
-    pub(crate) fn descend_to(&mut self, level: Level) -> (Pte, State) {
+    pub(crate) fn descend_to(&mut self, level: Level) -> (Pte<F>, State) {
         loop {
             let value = self.pte().load();
-            match pte::state::<F>(value, self.level) {
+            match value.state(self.level) {
                 // At the lowest level there are no directory entries: with that constant, nothing
                 // is compared.
                 State::Table if level == Level::L4K || self.level > level => {
@@ -224,13 +232,14 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// For a caller that visits many PTEs of one level, a constant: so levels are constants here,
     /// on the way down and in the page.
     #[inline(always)]
-    pub(crate) fn move_to_pte(&mut self, gfn: Gfn, level: Level) -> Option<PteRef<'s>> {
+    pub(crate) fn move_to_pte(&mut self, gfn: Gfn, level: Level) -> Option<PteRef<'s, F>> {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
         if self.level != level || (level < F::ROOT_LEVEL && moved >= level.up().nr_pages()) {
             self.descend_from_root(level)?;
         }
-        Some(PteRef::new(&self.table[index_of::<F>(gfn, level)], level))
+        // SAFETY: the cursor is at a PTE of `level`: it was, or has just gone down to one.
+        Some(unsafe { PteRef::new(&self.table[index_of::<F>(gfn, level)], level) })
     }
 
     /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the
@@ -241,7 +250,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         let mut above = F::ROOT_LEVEL;
         while above > level {
             let value = self.pte().load();
-            if pte::state::<F>(value, above) != State::Table {
+            if value.state(above) != State::Table {
                 return None;
             }
             // SAFETY: read from the current PTE, of this level, which is a directory entry.

@@ -75,8 +75,90 @@
 //! 6. A fault of a neighbour links a page-table page there, and the page inherits S.
 //! 7. F read the ranges in flight before I published. It installs on S what I has zapped.
 
-use super::pte::InvalidationSeq;
+use super::pte::{PAYLOAD_SHIFT, hidden_number, number_in};
 use crate::sync::{AtomicU64, Ordering};
+
+/// An invalidation sequence number: the value of the counter, which is even, when a range was
+/// invalidated. Kept as the complement of the empty PTE that has it, so that a fault, which only
+/// compares, decodes next to nothing. (As the PTE itself it would cost more: the compiler then
+/// identifies the two, and carries along what it knows of PTEs.)
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct InvalidationSeq(u64);
+
+impl PartialOrd for InvalidationSeq {
+    fn partial_cmp(&self, other: &InvalidationSeq) -> Option<core::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for InvalidationSeq {
+    fn cmp(&self, other: &InvalidationSeq) -> core::cmp::Ordering {
+        self.number().cmp(&other.number())
+    }
+}
+
+impl core::fmt::Debug for InvalidationSeq {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "InvalidationSeq({})", self.number())
+    }
+}
+
+impl InvalidationSeq {
+    /// The number of page tables in which nothing was ever invalidated.
+    pub(crate) const FIRST: InvalidationSeq = InvalidationSeq(!hidden_number(0));
+
+    /// From the counter: 52 bits, so at one number a microsecond they last 71 years.
+    #[inline]
+    pub(crate) fn from_number(number: u64) -> InvalidationSeq {
+        InvalidationSeq(!hidden_number(number))
+    }
+
+    /// The value of the counter, perhaps marked as [`unflushed`](Self::unflushed).
+    #[inline]
+    pub(crate) fn number(self) -> u64 {
+        number_in(!self.0)
+    }
+
+    /// Whether no thread has taken a number between `earlier` and this one.
+    pub(crate) fn follows(self, earlier: InvalidationSeq) -> bool {
+        self.number() == earlier.number() + InvalidationSeq::STEP
+    }
+
+    pub(crate) const STEP: u64 = 2;
+
+    /// This number, marked: CPUs may have a translation of another size cached than the next that
+    /// is made at the PTE, in a format that does not allow that ([`BREAK_BEFORE_MAKE`](crate::format::Format::BREAK_BEFORE_MAKE)).
+    pub(crate) fn unflushed(self) -> InvalidationSeq {
+        InvalidationSeq(self.0 & !InvalidationSeq::UNFLUSHED)
+    }
+
+    /// This number, once that flush is over.
+    #[inline]
+    pub(crate) fn flushed(self) -> InvalidationSeq {
+        InvalidationSeq(self.0 | InvalidationSeq::UNFLUSHED)
+    }
+
+    /// Whether a flush must precede all that is made of a PTE with this number.
+    #[inline]
+    pub(crate) fn is_unflushed(self) -> bool {
+        self.0 & InvalidationSeq::UNFLUSHED == 0
+    }
+
+    /// The number of an empty PTE with these bits.
+    #[inline]
+    pub(super) const fn of_empty(bits: u64) -> InvalidationSeq {
+        InvalidationSeq(!bits)
+    }
+
+    /// The bits of the empty PTE with this number.
+    #[inline]
+    pub(super) const fn bits_of_empty(self) -> u64 {
+        !self.0
+    }
+
+    /// The lowest bit of the number, where a PTE has it; inverted here.
+    const UNFLUSHED: u64 = 1 << (u64::BITS - PAYLOAD_SHIFT);
+}
 
 /// The VM's counter of invalidation sequence numbers.
 pub(crate) struct InvalidationSeqCounter(AtomicU64);

@@ -5,6 +5,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
+#![expect(unsafe_code, reason = "PTEs without a page-table page")]
+
 extern crate std;
 
 use loom::sync::Arc;
@@ -12,10 +14,12 @@ use loom::thread;
 
 use super::InvalidationSeqCounter;
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
-use crate::format::{Format, Npt, Pte};
+use crate::format::{Format, Npt};
 use crate::sync::{AtomicU64, Ordering};
 use crate::table::in_flight::RangesInFlight;
-use crate::table::pte::{self, InvalidationSeq, PteRef, State};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef};
 
 const PREEMPTIONS: usize = 3;
 /// For three threads: with one more, a model takes minutes.
@@ -43,32 +47,33 @@ impl World {
         World {
             seqs: InvalidationSeqCounter::new(),
             in_flight: RangesInFlight::default(),
-            pte: AtomicU64::new(pte::empty(InvalidationSeq::FIRST).0),
+            pte: AtomicU64::new(Pte::<Npt>::empty(InvalidationSeq::FIRST).bits()),
             host: AtomicU64::new(host),
         }
     }
 
-    fn pte(&self) -> PteRef<'_> {
-        PteRef::new(&self.pte, Level::L4K)
+    fn pte(&self) -> PteRef<'_, Npt> {
+        // SAFETY: no walk reaches it.
+        unsafe { PteRef::new(&self.pte, Level::L4K) }
     }
 
-    fn leaf(host: u64) -> Pte {
+    fn leaf(host: u64) -> Pte<Npt> {
         let rights = if host & 1 != 0 { Npt::WRITABLE | Npt::HOST_WRITABLE } else { 0 };
-        Pte(Npt::leaf(Pfn(host >> 1), Level::L4K).0 | rights)
+        Pte::leaf(Pfn(host >> 1), Level::L4K).with(rights)
     }
 
     /// A fault: look, resolve, install. Returns where the engine starts over.
     fn fault(&self) {
         let value = self.pte().load();
-        let State::Empty(seen) = pte::state::<Npt>(value, Level::L4K) else { return };
+        let State::Empty(seen) = value.state(Level::L4K) else { return };
         if self.in_flight.free_level(PAGE, Level::L4K).is_none() {
             return;
         }
         let resolved = self.host.load(Ordering::Relaxed);
         let value = self.pte().load();
-        let State::Empty(seq) = pte::state::<Npt>(value, Level::L4K) else { return };
+        let State::Empty(seq) = value.state(Level::L4K) else { return };
         if seq == seen {
-            let _: Result<(), Pte> = self.pte().compare_exchange::<Npt>(value, World::leaf(resolved));
+            let _: Result<(), Changed> = self.pte().exchange(value, World::leaf(resolved));
         }
     }
 
@@ -76,7 +81,7 @@ impl World {
     /// asked.
     fn upgrade(&self) {
         let found = self.pte().load();
-        if pte::state::<Npt>(found, Level::L4K) != State::Leaf || pte::is_host_writable::<Npt>(found) {
+        if found.state(Level::L4K) != State::Leaf || found.is_host_writable() {
             return;
         }
         let seen = self.seqs.current();
@@ -84,12 +89,12 @@ impl World {
             return;
         }
         let resolved = self.host.fetch_or(1, Ordering::Relaxed) | 1;
-        let empty = pte::empty(self.seqs.next());
-        if self.pte().compare_exchange::<Npt>(found, empty).is_err() {
+        let empty = Pte::empty(self.seqs.next());
+        if self.pte().exchange(found, empty).is_err() {
             return;
         }
         if self.seqs.current().follows(seen) {
-            let _: Result<(), Pte> = self.pte().compare_exchange::<Npt>(empty, World::leaf(resolved));
+            let _: Result<(), Changed> = self.pte().exchange(empty, World::leaf(resolved));
         }
     }
 
@@ -99,9 +104,9 @@ impl World {
         let seq = self.seqs.next();
         loop {
             let value = self.pte().load();
-            match pte::state::<Npt>(value, Level::L4K) {
+            match value.state(Level::L4K) {
                 State::Empty(found) if found >= seq => break,
-                _ if self.pte().compare_exchange::<Npt>(value, pte::empty(seq)).is_ok() => break,
+                _ if self.pte().exchange(value, Pte::empty(seq)).is_ok() => break,
                 _ => {}
             }
         }
@@ -112,10 +117,10 @@ impl World {
     /// The leaf, if there is one, matches the host's word at the end.
     fn assert_true(&self) {
         let value = self.pte().load();
-        if pte::state::<Npt>(value, Level::L4K) == State::Leaf {
+        if value.state(Level::L4K) == State::Leaf {
             let host = self.host.load(Ordering::Relaxed);
-            assert_eq!(pte::frame::<Npt>(value, Level::L4K), Pfn(host >> 1), "a stale frame");
-            assert!(!pte::is_writable::<Npt>(value) || host & 1 != 0, "writable, and the host forbids it");
+            assert_eq!(value.frame(Level::L4K), Pfn(host >> 1), "a stale frame");
+            assert!(!value.is_writable() || host & 1 != 0, "writable, and the host forbids it");
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The tree of page-table pages, and which operation may change what in it.
 //!
-//! Read `pte` first: it has the states of a PTE and the transitions between them.
-//! `invalidation_seq` invalidates a range beside faults that are under way, `in_flight` holds the
-//! ranges in flight. `generation` bounds how often a directory entry is protected. `node` turns
-//! memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
+//! Read `pte` first: it has the states of a PTE and the transitions between them. `pte_ref` changes
+//! a PTE. `invalidation_seq` invalidates a range beside faults that are under way, `in_flight`
+//! holds the ranges in flight. `generation` bounds how often a directory entry is protected. `node`
+//! turns memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
 //! flushes that are due, and flushes `derived` tables first; `retire` and `participant` say when an
 //! unlinked page-table page may be freed. `vm_lock` is the optional lock.
 
@@ -15,6 +15,7 @@ pub(crate) mod invalidation_seq;
 pub(crate) mod node;
 mod participant;
 pub(crate) mod pte;
+pub(crate) mod pte_ref;
 pub(crate) mod retire;
 pub(crate) mod tlb;
 #[cfg_attr(not(feature = "baselines"), path = "no_lock.rs")]
@@ -36,8 +37,8 @@ use crate::sync::Side;
 use derived::DerivedTables;
 use generation::Generations;
 use in_flight::RangesInFlight;
+use invalidation_seq::InvalidationSeq;
 use invalidation_seq::InvalidationSeqCounter;
-use pte::InvalidationSeq;
 use retire::{Epochs, FaultGuard, FaultPin, Fences, NestedGuard, Participant, SharedParticipant};
 use tlb::TlbBatch;
 use vm_lock::{HeldLock, VmLock};

@@ -9,13 +9,16 @@
 #![expect(unsafe_code, reason = "tables are raw memory of the host, shared with hardware walkers")]
 
 use core::alloc::Layout;
+use core::marker::PhantomData;
 use core::slice;
 
 use super::Tree;
-use super::pte::{self, InvalidationSeq, State};
+use super::invalidation_seq::InvalidationSeq;
+use super::pte::{Breaking, Pte, State};
+use super::pte_ref::{Changed, PteRef, Ptes};
 use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
 use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
@@ -57,7 +60,7 @@ fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: A
 pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
     let root = allocate::<H, F>(host, F::ROOT_LEVEL, TableNode::CallerPolicy, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, root, F::ROOT_ENTRIES, |_| pte::empty(InvalidationSeq::FIRST)) }
+    unsafe { build(host, root, F::ROOT_ENTRIES, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
     Some(root)
 }
 
@@ -65,7 +68,7 @@ pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
 pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
     let table = allocate::<H, F>(host, Level::L4K, node, wait)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, table, F::TABLE_ENTRIES, |_| Pte(0)) }
+    unsafe { build(host, table, F::TABLE_ENTRIES, |_| 0) }
     Some(table)
 }
 
@@ -114,9 +117,9 @@ pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
     _guard: &'s Guard<'_>,
     table: Hpa,
     level: Level,
-) -> &'s [AtomicU64] {
+) -> Ptes<'s, F> {
     // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
-    unsafe { entries(host, table, nr_ptes::<F>(level)) }
+    unsafe { Ptes::new(entries(host, table, nr_ptes::<F>(level)), level) }
 }
 
 /// Stores each PTE of a page-table page that no other thread can reach yet.
@@ -128,13 +131,13 @@ pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
 /// # Safety
 /// The page has `nr_ptes` PTEs and is the caller's alone.
 #[inline]
-unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut pte: impl FnMut(usize) -> Pte) {
+unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl FnMut(usize) -> u64) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_ptes {
         // SAFETY: inside the page, as the caller promises, and aligned; a store does not read what
         // was there.
         let cell = unsafe { &*first.add(index) };
-        cell.store(pte(index).0, Ordering::Relaxed);
+        cell.store(bits(index), Ordering::Relaxed);
     }
 }
 
@@ -159,11 +162,11 @@ unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level:
     // this loop.
     let cells = unsafe { entries(&tree.host, table, nr_ptes::<F>(level)) };
     for (index, cell) in (0..).zip(cells) {
-        let value = Pte(cell.load(Ordering::Relaxed));
+        let value = Pte::<F>::from_bits(cell.load(Ordering::Relaxed));
         let gfn = Gfn(start.0 + index * level.nr_pages());
-        match pte::state::<F>(value, level) {
+        match value.state(level) {
             // SAFETY: as the caller promises, and it is linked only once.
-            State::Table => unsafe { free_subtree::<H, F>(tree, F::address(value, level), level.down(), gfn) },
+            State::Table => unsafe { free_subtree::<H, F>(tree, value.table_below(level), level.down(), gfn) },
             State::Leaf | State::Tracked => report_zapped::<H, F>(&tree.host, value, level, gfn.block(level)),
             State::Empty(_) | State::Broken | State::Frozen => {}
         }
@@ -175,22 +178,25 @@ unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level:
 /// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
 /// about to go.
 #[inline]
-pub(crate) fn report_zapped<H: Host, F: Format>(host: &H, leaf: Pte, level: Level, range: GfnRange) {
+pub(crate) fn report_zapped<H: Host, F: Format>(host: &H, leaf: Pte<F>, level: Level, range: GfnRange) {
     host.leaf_zapped(ZappedLeaf {
         range,
-        pfn: pte::frame::<F>(leaf, level),
-        accessed: pte::is_accessed::<F>(leaf),
-        dirty: pte::is_dirty::<F>(leaf),
+        pfn: leaf.frame(level),
+        accessed: leaf.is_accessed(),
+        dirty: leaf.is_dirty(),
     });
 }
 
-/// What a page-table page is linked for: each use has its placement and its counters.
-#[derive(Clone, Copy)]
+/// What page-table pages are linked for: each use has its placement and its counters.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TableUse {
     /// On the way to a leaf that a fault or a prefault installs, or to empty PTEs.
     Fault,
     /// Instead of a huge leaf.
     Split,
+    /// As [`Split`](Self::Split), with break before make. The PTE is broken, and names the
+    /// page-table page.
+    Break,
 }
 
 /// Page-table pages that were allocated ahead, so that linking them needs no allocation. All of
@@ -238,50 +244,21 @@ impl TableCache {
         Ok(())
     }
 
-    /// Stores each PTE of the `nth` page-table page, and returns the PTE that links it. The page
-    /// stays in the cache until [`TableCache::linked`].
+    /// Fills a page-table page of the cache with PTEs of `level`. The cache must hold one.
     ///
     /// # Safety
-    /// A caller that makes the page reachable for others calls [`TableCache::linked`] for it before
-    /// anything else is done with the cache, which would store to the page, or free it.
+    /// No PTE that `pte` returns names a page-table page.
     #[inline]
     pub(crate) unsafe fn prepare<H: Host, F: Format>(
         &mut self,
         host: &H,
-        nth: usize,
-        pte: impl FnMut(usize) -> Pte,
-    ) -> Pte {
-        let table = self.tables[..self.len][self.len - 1 - nth];
-        // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
-        unsafe { build(host, table, F::TABLE_ENTRIES, pte) }
-        F::table(table)
-    }
-
-    /// Moves the first `count` prepared page-table pages to the tree, for `table_use`. They map the
-    /// memory at `pfn`, if any.
-    #[inline]
-    pub(crate) fn linked<H: Host>(
-        &mut self,
-        host: &H,
-        stats: &Recorder,
-        count: usize,
-        table_use: TableUse,
-        pfn: Option<Pfn>,
-    ) {
-        if count == 0 {
-            return;
-        }
-        let (tables, remote) = match table_use {
-            TableUse::Fault => (Counter::FaultTables, Counter::RemoteFaultTables),
-            TableUse::Split => (Counter::SplitTables, Counter::RemoteSplitTables),
-        };
-        self.len -= count;
-        stats.add(tables, count as u64);
-        if let Some(pfn) = pfn {
-            let node = host.node_of(pfn);
-            let is_remote = |table: &&Hpa| host.node_of(table.pfn()) != node;
-            stats.add(remote, self.tables[self.len..][..count].iter().filter(is_remote).count() as u64);
-        }
+        level: Level,
+        pte: impl FnMut(usize) -> Pte<F>,
+    ) -> Prepared<'_, F> {
+        let mut prepared = Prepared { cache: self, nr_tables: 0, leaves: (level, 0), level, format: PhantomData };
+        // SAFETY: as the caller promises.
+        unsafe { prepared.fill(host, pte) }
+        prepared
     }
 
     /// Frees all page-table pages of the cache.
@@ -292,5 +269,98 @@ impl TableCache {
             unsafe { free::<H, F>(host, table, Level::L4K) }
         }
         stats.add(Counter::TablesFreed, tables.len() as u64);
+    }
+}
+
+/// Page-table pages of a cache that are filled, each but the lowest with a link to the one before.
+/// Unless they are linked in the tree, they stay the cache's.
+pub(crate) struct Prepared<'c, F> {
+    cache: &'c mut TableCache,
+    nr_tables: usize,
+    /// Level and number of the leaves in the lowest.
+    leaves: (Level, u64),
+    /// Of the PTE that links the highest.
+    level: Level,
+    format: PhantomData<F>,
+}
+
+impl<F: Format> Prepared<'_, F> {
+    /// As `self`, with the number of leaves in the lowest, which are accounted with the link.
+    #[inline]
+    pub(crate) fn with_leaves(self, nr_leaves: u64) -> Self {
+        Prepared { leaves: (self.leaves.0, nr_leaves), ..self }
+    }
+
+    /// Level of the PTE that can link them.
+    #[inline]
+    pub(crate) fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Fills one more page-table page, one level higher. Its PTE at `index` points to the one
+    /// below; all others are empty with `seq`.
+    #[inline]
+    pub(crate) fn raise<H: Host>(&mut self, host: &H, index: usize, seq: InvalidationSeq) {
+        let (table, beside) = (Pte::table(self.highest()), Pte::empty(seq));
+        // SAFETY: the one PTE that names a page-table page names the one that was filled last.
+        unsafe { self.fill(host, |other| if other == index { table } else { beside }) }
+    }
+
+    /// Fills the next page-table page of the cache.
+    ///
+    /// # Safety
+    /// One PTE at most that `pte` returns names a page-table page: the one that was filled last.
+    #[inline]
+    unsafe fn fill<H: Host>(&mut self, host: &H, mut pte: impl FnMut(usize) -> Pte<F>) {
+        self.nr_tables += 1;
+        // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
+        unsafe { build(host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
+        self.level = self.level.up();
+    }
+
+    /// The page-table page that was filled last.
+    #[inline]
+    fn highest(&self) -> Hpa {
+        self.cache.tables[..self.cache.len][self.cache.len - self.nr_tables]
+    }
+
+    /// Replaces the PTE `old` in `pte`, a leaf or empty, by one that names the highest of these
+    /// page-table pages, which are the tree's then. They map the memory at `pfn`. Returns that PTE.
+    #[inline]
+    pub(crate) fn link<H: Host>(
+        self,
+        host: &H,
+        stats: &Recorder,
+        pte: PteRef<'_, F>,
+        old: Pte<F>,
+        table_use: TableUse,
+        pfn: Pfn,
+    ) -> Result<Pte<F>, Changed> {
+        let fits = pte.level() == self.level
+            && matches!(old.state(self.level), State::Empty(_) | State::Leaf | State::Tracked);
+        debug_assert!(fits, "a page-table page is linked at {old:?} of level {}", pte.level().0);
+        if !fits {
+            return Err(Changed);
+        }
+        let highest = self.highest();
+        let new = match table_use {
+            TableUse::Fault | TableUse::Split => Pte::table(highest),
+            TableUse::Break => Pte::broken(highest, Breaking::Split),
+        };
+        // SAFETY: it was filled for this level, and is the cache's alone, as are those below. They
+        // leave the cache at once.
+        unsafe { pte.link(stats, old, new)? }
+        self.cache.len -= self.nr_tables;
+        let (tables, remote) = match table_use {
+            TableUse::Fault => (Counter::FaultTables, Counter::RemoteFaultTables),
+            TableUse::Split | TableUse::Break => (Counter::SplitTables, Counter::RemoteSplitTables),
+        };
+        stats.add(tables, self.nr_tables as u64);
+        let node = host.node_of(pfn);
+        let is_remote = |table: &&Hpa| host.node_of(table.pfn()) != node;
+        let linked = &self.cache.tables[self.cache.len..][..self.nr_tables];
+        stats.add(remote, linked.iter().filter(is_remote).count() as u64);
+        stats.add(Counter::installed(self.leaves.0), self.leaves.1);
+        Ok(new)
     }
 }

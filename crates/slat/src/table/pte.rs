@@ -6,8 +6,8 @@
 //! - A CPU that loads speculatively through a PTE that is not present reaches no memory.
 //!
 //! # Use
-//! Read a PTE through [`PteRef`], decode it with [`state`], and change it by an operation of
-//! [`PteRef`]. A thread that reads a frozen PTE starts over at the root.
+//! Read a PTE through [`PteRef`](super::pte_ref::PteRef), decode it with [`Pte::state`], and change
+//! it by an operation of `PteRef`. A thread that reads a frozen PTE starts over at the root.
 //!
 //! # Implementation
 //! | state | present for hardware | meaning |
@@ -82,9 +82,12 @@
 //! out of reach, which last 14 years at 10000 changes a second. A host with memory beyond that half
 //! protects it by other means (flushes of the L1 data cache at entry), as it has to anyway.
 
+use core::fmt;
+use core::marker::PhantomData;
+
+use super::invalidation_seq::InvalidationSeq;
 use crate::addr::{Access, Hpa, Level, Pfn};
-use crate::format::{Format, Pte};
-use crate::sync::{AtomicU64, Ordering};
+use crate::format::{self, Format};
 
 const FROZEN_BIT: u64 = 1 << 3;
 const TRACKED_BIT: u64 = 1 << 4;
@@ -102,10 +105,17 @@ const FROZEN_WAS_DIRTY: u64 = 1 << 53;
 const FROZEN_ACCESSED: u64 = 1 << 54;
 const FROZEN_DIRTY: u64 = 1 << 55;
 const FROZEN_TRACKED: u64 = 1 << 56;
-const PAYLOAD_SHIFT: u32 = 12;
+/// The lowest bit of an address or a number in a PTE that is not present.
+pub(super) const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
 const ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
-const FROZEN_NOTHING: u64 = FROZEN_BIT | ADDRESS;
+
+/// Bits that a PTE of the lowest level may have set while it is not present. (Bit 10 says broken,
+/// but not at the lowest level: Arm's A may be there.)
+pub(super) const SET_WHERE_NOT_PRESENT: u64 =
+    TRACKED_BIT | FROZEN_BIT | FROZEN_LEAF | FROZEN_TABLE | u64::MAX << PAYLOAD_SHIFT;
+/// Those that only a tracked one may have, which has lost W.
+pub(super) const SET_WHERE_TRACKED: u64 = TRACKED_HOST_WRITABLE | TRACKED_DIRTY;
 
 /// The bits by which a PTE that is not present keeps `address`; see L1 terminal fault above.
 #[inline]
@@ -115,90 +125,48 @@ const fn hidden_address(address: Hpa) -> u64 {
 }
 
 #[inline]
-const fn address_in(pte: Pte) -> Hpa {
-    Hpa(!pte.0 & ADDRESS)
+const fn address_in(bits: u64) -> Hpa {
+    Hpa(!bits & ADDRESS)
 }
 
 /// The bits by which such a PTE keeps `number`, which has 52 bits at most.
 #[inline]
-const fn hidden_number(number: u64) -> u64 {
+pub(super) const fn hidden_number(number: u64) -> u64 {
     debug_assert!(number < 1 << (u64::BITS - PAYLOAD_SHIFT));
     (number & ADDRESS | number << (u64::BITS - PAYLOAD_SHIFT)) ^ ADDRESS
 }
 
 #[inline]
-const fn number_in(bits: u64) -> u64 {
+pub(super) const fn number_in(bits: u64) -> u64 {
     !bits & ADDRESS | bits >> (u64::BITS - PAYLOAD_SHIFT)
 }
 
-/// An invalidation sequence number: the value of the counter, which is even, when a range was
-/// invalidated. Kept as the complement of the empty PTE that has it, so that a fault, which only
-/// compares, decodes next to nothing. (As the PTE itself it would cost more: the compiler then
-/// identifies the two, and carries along what it knows of PTEs.)
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct InvalidationSeq(u64);
+/// A PTE of format `F`, as it was read or is to be stored. What it says depends on its level.
+#[repr(transparent)]
+pub(crate) struct Pte<F>(u64, PhantomData<F>);
 
-impl PartialOrd for InvalidationSeq {
-    fn partial_cmp(&self, other: &InvalidationSeq) -> Option<core::cmp::Ordering> {
-        Some(self.cmp(other))
+impl<F> Clone for Pte<F> {
+    #[inline]
+    fn clone(&self) -> Pte<F> {
+        *self
     }
 }
 
-impl Ord for InvalidationSeq {
-    fn cmp(&self, other: &InvalidationSeq) -> core::cmp::Ordering {
-        self.number().cmp(&other.number())
+impl<F> Copy for Pte<F> {}
+
+impl<F> PartialEq for Pte<F> {
+    #[inline]
+    fn eq(&self, other: &Pte<F>) -> bool {
+        self.0 == other.0
     }
 }
 
-impl core::fmt::Debug for InvalidationSeq {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "Stamp({})", self.number())
+impl<F> Eq for Pte<F> {}
+
+impl<F> fmt::Debug for Pte<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pte({:#x})", self.0)
     }
-}
-
-impl InvalidationSeq {
-    /// The number of page tables in which nothing was ever invalidated.
-    pub(crate) const FIRST: InvalidationSeq = InvalidationSeq(!hidden_number(0));
-
-    /// From the counter: 52 bits, so at one number a microsecond they last 71 years.
-    #[inline]
-    pub(crate) fn from_number(number: u64) -> InvalidationSeq {
-        InvalidationSeq(!hidden_number(number))
-    }
-
-    /// The value of the counter, perhaps marked as [`unflushed`](Self::unflushed).
-    #[inline]
-    pub(crate) fn number(self) -> u64 {
-        number_in(!self.0)
-    }
-
-    /// Whether no thread has taken a number between `earlier` and this one.
-    pub(crate) fn follows(self, earlier: InvalidationSeq) -> bool {
-        self.number() == earlier.number() + InvalidationSeq::STEP
-    }
-
-    pub(crate) const STEP: u64 = 2;
-
-    /// This number, marked: CPUs may have a translation of another size cached than the next that
-    /// is made at the PTE, in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
-    pub(crate) fn unflushed(self) -> InvalidationSeq {
-        InvalidationSeq(self.0 & !InvalidationSeq::UNFLUSHED)
-    }
-
-    /// This number, once that flush is over.
-    #[inline]
-    pub(crate) fn flushed(self) -> InvalidationSeq {
-        InvalidationSeq(self.0 | InvalidationSeq::UNFLUSHED)
-    }
-
-    /// Whether a flush must precede all that is made of a PTE with this number.
-    #[inline]
-    pub(crate) fn is_unflushed(self) -> bool {
-        self.0 & InvalidationSeq::UNFLUSHED == 0
-    }
-
-    /// The lowest bit of the number, where a PTE has it; inverted here.
-    const UNFLUSHED: u64 = 1 << (u64::BITS - PAYLOAD_SHIFT);
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -211,31 +179,6 @@ pub(crate) enum State {
     Frozen,
 }
 
-#[inline]
-pub(crate) fn state<F: Format>(pte: Pte, level: Level) -> State {
-    if !F::is_present(pte) {
-        // The most frequent state by one test.
-        if pte.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
-            State::Empty(InvalidationSeq(!pte.0))
-        } else if pte.0 & FROZEN_BIT != 0 {
-            State::Frozen
-        } else if pte.0 & BROKEN_BIT != 0 {
-            State::Broken
-        } else {
-            State::Tracked
-        }
-    } else if F::is_leaf(pte, level) {
-        State::Leaf
-    } else {
-        State::Table
-    }
-}
-
-#[inline]
-pub(crate) fn empty(seq: InvalidationSeq) -> Pte {
-    Pte(!seq.0)
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Breaking {
     /// A page-table page was here, and a huge leaf is to come.
@@ -244,51 +187,167 @@ pub(crate) enum Breaking {
     Split,
 }
 
-/// A broken PTE where the page-table page at `table` was, or is to be.
-pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Pte {
-    let kind = match breaking {
-        Breaking::Recovery => 0,
-        Breaking::Split => BROKEN_FOR_SPLIT,
-    };
-    Pte(hidden_address(table) | BROKEN_BIT | kind)
-}
-
-pub(crate) fn table_of_broken(pte: Pte) -> (Hpa, Breaking) {
-    debug_assert!(pte.0 & BROKEN_BIT != 0);
-    let breaking = if pte.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
-    (address_in(pte), breaking)
-}
-
-/// What a frozen PTE was, if [`PteRef::freeze_as_was`] froze it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Frozen {
+/// What a frozen PTE was, if [`PteRef::freeze_as_was`](super::pte_ref::PteRef::freeze_as_was) froze
+/// it.
+pub(crate) enum Frozen<F> {
     /// This leaf, tracked or not, without its right to write.
-    Leaf(Pte),
+    Leaf(Pte<F>),
     /// A PTE that pointed to this page-table page.
     Table(Hpa),
     Nothing,
 }
 
-/// What the frozen PTE `pte` of `level` was.
-pub(crate) fn before_freezing<F: Format>(pte: Pte, level: Level) -> Frozen {
-    debug_assert!(pte.0 & FROZEN_BIT != 0);
-    let bit = |from: u64, to: u64| if pte.0 & from != 0 { to } else { 0 };
-    if pte.0 & FROZEN_LEAF == 0 {
-        return if pte.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(pte)) } else { Frozen::Nothing };
+/// The states.
+impl<F: Format> Pte<F> {
+    /// As a PTE is in memory.
+    #[inline]
+    pub(super) const fn from_bits(bits: u64) -> Pte<F> {
+        Pte(bits, PhantomData)
     }
-    let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
-        | bit(FROZEN_DIRTY, F::DIRTY)
-        | bit(FROZEN_ACCESSED, F::ACCESSED)
-        | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
-    let leaf = Pte(F::leaf(address_in(pte).pfn(), level).0 | attributes);
-    Frozen::Leaf(if pte.0 & FROZEN_TRACKED != 0 { tracked::<F>(leaf, level) } else { leaf })
+
+    #[inline]
+    pub(crate) const fn bits(self) -> u64 {
+        self.0
+    }
+
+    #[inline]
+    pub(crate) fn empty(seq: InvalidationSeq) -> Pte<F> {
+        Pte::from_bits(seq.bits_of_empty())
+    }
+
+    /// A leaf that may be read and executed; not writable, not accessed, not dirty.
+    #[inline]
+    pub(crate) fn leaf(pfn: Pfn, level: Level) -> Pte<F> {
+        Pte::from_bits(F::leaf(pfn, level).0)
+    }
+
+    /// A directory entry that points to the page-table page at `table`. It is not protected.
+    #[inline]
+    pub(crate) fn table(table: Hpa) -> Pte<F> {
+        Pte::from_bits(F::table(table).0)
+    }
+
+    /// A broken PTE where the page-table page at `table` was, or is to be.
+    pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Pte<F> {
+        let kind = match breaking {
+            Breaking::Recovery => 0,
+            Breaking::Split => BROKEN_FOR_SPLIT,
+        };
+        Pte::from_bits(hidden_address(table) | BROKEN_BIT | kind)
+    }
+
+    /// A frozen PTE that was nothing.
+    pub(crate) const FROZEN: Pte<F> = Pte::from_bits(FROZEN_BIT | ADDRESS);
+
+    /// Stands for the directory entry above the root: one that is not protected.
+    pub(super) const ABOVE_ROOT: Pte<F> = Pte::from_bits(F::WRITABLE);
+
+    #[inline]
+    pub(crate) fn state(self, level: Level) -> State {
+        if !self.is_present() {
+            // The most frequent state by one test.
+            if self.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
+                State::Empty(InvalidationSeq::of_empty(self.0))
+            } else if self.0 & FROZEN_BIT != 0 {
+                State::Frozen
+            } else if self.0 & BROKEN_BIT != 0 {
+                State::Broken
+            } else {
+                State::Tracked
+            }
+        } else if F::is_leaf(format::Pte(self.0), level) {
+            State::Leaf
+        } else {
+            State::Table
+        }
+    }
+
+    /// Whether it is empty or a leaf of `level`, tracked or not. (By fewer tests than the state.)
+    #[inline]
+    pub(super) fn names_no_table(self, level: Level) -> bool {
+        if self.is_present() { F::is_leaf(format::Pte(self.0), level) } else { self.0 & (FROZEN_BIT | BROKEN_BIT) == 0 }
+    }
+
+    #[inline]
+    pub(super) fn is_frozen(self) -> bool {
+        !self.is_present() && self.0 & FROZEN_BIT != 0
+    }
+
+    /// Whether it is a leaf of `level`, tracked or not.
+    #[inline]
+    pub(crate) fn is_leaf(self, level: Level) -> bool {
+        matches!(self.state(level), State::Leaf | State::Tracked)
+    }
+
+    /// Whether hardware uses it.
+    #[inline]
+    pub(crate) fn is_present(self) -> bool {
+        F::is_present(format::Pte(self.0))
+    }
+
+    /// The address in a present PTE.
+    #[inline]
+    fn address(self, level: Level) -> Hpa {
+        F::address(format::Pte(self.0), level)
+    }
 }
 
-/// The frame of the leaf, tracked or not, that the frozen PTE `pte` was; `None` if it was none.
-#[inline]
-pub(crate) fn frame_before_freezing(pte: Pte) -> Option<Pfn> {
-    debug_assert!(pte.0 & FROZEN_BIT != 0);
-    (pte.0 & FROZEN_LEAF != 0).then(|| address_in(pte).pfn())
+/// Broken and frozen PTEs.
+impl<F: Format> Pte<F> {
+    /// The page-table page that a broken PTE names.
+    pub(crate) fn table_of_broken(self) -> (Hpa, Breaking) {
+        debug_assert!(self.0 & BROKEN_BIT != 0);
+        let breaking = if self.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
+        (address_in(self.0), breaking)
+    }
+
+    /// What this frozen PTE of `level` was.
+    pub(crate) fn before_freezing(self, level: Level) -> Frozen<F> {
+        debug_assert!(self.0 & FROZEN_BIT != 0);
+        let bit = |from: u64, to: u64| if self.0 & from != 0 { to } else { 0 };
+        if self.0 & FROZEN_LEAF == 0 {
+            return if self.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(self.0)) } else { Frozen::Nothing };
+        }
+        let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
+            | bit(FROZEN_DIRTY, F::DIRTY)
+            | bit(FROZEN_ACCESSED, F::ACCESSED)
+            | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
+        let leaf = Pte::leaf(address_in(self.0).pfn(), level).with(attributes);
+        Frozen::Leaf(if self.0 & FROZEN_TRACKED != 0 { leaf.tracked(level) } else { leaf })
+    }
+
+    /// The frame of the leaf, tracked or not, that this frozen PTE was; `None` if it was none.
+    #[inline]
+    pub(crate) fn frame_before_freezing(self) -> Option<Pfn> {
+        debug_assert!(self.0 & FROZEN_BIT != 0);
+        (self.0 & FROZEN_LEAF != 0).then(|| address_in(self.0).pfn())
+    }
+
+    /// This PTE of `level` frozen, so that [`before_freezing`](Self::before_freezing) returns what
+    /// it was.
+    #[inline]
+    pub(super) fn frozen_as_was(self, level: Level) -> Pte<F> {
+        match self.state(level) {
+            found @ (State::Leaf | State::Tracked) => {
+                let leaf = self.untracked(level);
+                let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
+                Pte::from_bits(
+                    hidden_address(leaf.frame(level).hpa())
+                        | FROZEN_BIT
+                        | FROZEN_LEAF
+                        | bit(F::HOST_WRITABLE, FROZEN_HOST_WRITABLE)
+                        | bit(F::DIRTY, FROZEN_DIRTY)
+                        | bit(F::ACCESSED, FROZEN_ACCESSED)
+                        | bit(F::WAS_DIRTY, FROZEN_WAS_DIRTY)
+                        | if found == State::Tracked { FROZEN_TRACKED } else { 0 },
+                )
+            }
+            State::Table => Pte::from_bits(hidden_address(self.table_below(level)) | FROZEN_TABLE | FROZEN_BIT),
+            State::Empty(_) | State::Broken => Pte::FROZEN,
+            // It may have a link of retired page-table pages.
+            State::Frozen => self,
+        }
+    }
 }
 
 /// The attributes of many leaves, tracked or not, before they were frozen.
@@ -304,7 +363,7 @@ impl FrozenLeaves {
     }
 
     #[inline]
-    pub(crate) fn add(&mut self, frozen: Pte) {
+    pub(crate) fn add<F>(&mut self, frozen: Pte<F>) {
         self.any |= frozen.0;
         self.all &= frozen.0;
     }
@@ -328,270 +387,170 @@ impl FrozenLeaves {
     }
 }
 
-/// The PTE `value` of `level` frozen, so that [`before_freezing`] returns what it was.
+/// The bits of a frozen PTE that carries `next`, a page-aligned address.
 #[inline]
-fn frozen_as_was<F: Format>(value: Pte, level: Level) -> Pte {
-    Pte(match state::<F>(value, level) {
-        found @ (State::Leaf | State::Tracked) => {
-            let leaf = untracked::<F>(value, level);
-            let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
-            hidden_address(frame::<F>(leaf, level).hpa())
-                | FROZEN_BIT
-                | FROZEN_LEAF
-                | bit(F::HOST_WRITABLE, FROZEN_HOST_WRITABLE)
-                | bit(F::DIRTY, FROZEN_DIRTY)
-                | bit(F::ACCESSED, FROZEN_ACCESSED)
-                | bit(F::WAS_DIRTY, FROZEN_WAS_DIRTY)
-                | if found == State::Tracked { FROZEN_TRACKED } else { 0 }
-        }
-        State::Table => hidden_address(F::address(value, level)) | FROZEN_TABLE | FROZEN_BIT,
-        State::Empty(_) | State::Broken | State::Frozen => FROZEN_NOTHING,
-    })
-}
-
-/// A frozen PTE that carries `next`, a page-aligned address.
-#[inline]
-pub(crate) fn frozen_link(next: Hpa) -> Pte {
+pub(super) fn frozen_link(next: Hpa) -> u64 {
     debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);
     // With the bits that it may have above bit 51: the end of a list is no address.
-    Pte(next.0 ^ ADDRESS | FROZEN_BIT)
+    next.0 ^ ADDRESS | FROZEN_BIT
 }
 
-/// A frozen PTE that carries the number `payload` (below 2^52).
+/// The bits of a frozen PTE that carries the number `payload` (below 2^52).
 #[inline]
-pub(crate) fn frozen_number(payload: u64) -> Pte {
-    Pte(hidden_number(payload) | FROZEN_BIT)
+pub(super) fn frozen_number(payload: u64) -> u64 {
+    hidden_number(payload) | FROZEN_BIT
 }
 
-pub(crate) fn link_of(pte: Pte) -> Hpa {
-    debug_assert!(pte.0 & FROZEN_BIT != 0);
-    Hpa((pte.0 ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
+pub(super) fn link_of(bits: u64) -> Hpa {
+    debug_assert!(bits & FROZEN_BIT != 0);
+    Hpa((bits ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
 }
 
-pub(crate) fn number_of(pte: Pte) -> u64 {
-    debug_assert!(pte.0 & FROZEN_BIT != 0);
-    number_in(pte.0)
+pub(super) fn number_of(bits: u64) -> u64 {
+    debug_assert!(bits & FROZEN_BIT != 0);
+    number_in(bits)
 }
 
-/// Whether directory entries of the format can be protected: it has W there, and generations.
-#[inline]
-pub(crate) const fn can_be_protected<F: Format>() -> bool {
-    F::GENERATION != 0
-}
+/// Directory entries.
+impl<F: Format> Pte<F> {
+    /// Whether directory entries of the format can be protected: it has W there, and generations.
+    pub(crate) const CAN_BE_PROTECTED: bool = F::GENERATION != 0;
 
-/// Whether a directory entry write-protects all leaves below.
-#[inline]
-pub(crate) fn is_protected<F: Format>(table: Pte) -> bool {
-    can_be_protected::<F>() && table.0 & F::WRITABLE == 0
-}
-
-/// The directory entry `table` protected, whether it was before or not: of the next generation.
-#[inline]
-pub(crate) fn protected<F: Format>(table: Pte) -> Pte {
-    let one = F::GENERATION & F::GENERATION.wrapping_neg();
-    let generation = table.0.wrapping_add(one) & F::GENERATION;
-    Pte(table.0 & !(F::GENERATION | F::WRITABLE) | generation)
-}
-
-/// The protected directory entry `table` with W again.
-#[inline]
-pub(crate) fn unprotected<F: Format>(table: Pte) -> Pte {
-    Pte(table.0 | F::WRITABLE)
-}
-
-/// Whether the guest may write through a leaf, unless the directory entry above is protected.
-#[inline]
-pub(crate) fn is_writable<F: Format>(leaf: Pte) -> bool {
-    F::is_present(leaf) && leaf.0 & F::WRITABLE == F::WRITABLE
-}
-
-/// Whether the host allows writing the frame of a leaf, tracked or not.
-#[inline]
-pub(crate) fn is_host_writable<F: Format>(leaf: Pte) -> bool {
-    let bit = if F::is_present(leaf) { F::HOST_WRITABLE } else { TRACKED_HOST_WRITABLE };
-    leaf.0 & bit != 0
-}
-
-/// Whether the guest has used a leaf since it was installed or last aged. False for a tracked one.
-pub(crate) fn is_accessed<F: Format>(leaf: Pte) -> bool {
-    F::is_present(leaf) && leaf.0 & F::ACCESSED != 0
-}
-
-/// Whether the guest has written through a leaf, tracked or not, since it was installed.
-pub(crate) fn is_dirty<F: Format>(leaf: Pte) -> bool {
-    leaf.0 & if F::is_present(leaf) { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
-}
-
-/// Whether `leaf` has A, and for a write D: a CPU that sets neither then does not fault for it.
-#[inline]
-pub(crate) fn is_marked<F: Format>(leaf: Pte, access: Access) -> bool {
-    marked::<F>(leaf, access) == leaf
-}
-
-/// `leaf` with A, and for a write D.
-#[inline]
-pub(crate) fn marked<F: Format>(leaf: Pte, access: Access) -> Pte {
-    let dirty = if access == Access::Write { F::DIRTY } else { 0 };
-    Pte(leaf.0 | F::ACCESSED | dirty)
-}
-
-/// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for the
-/// log. Not for tracked leaves: where there are any, that bit is not the log's.
-#[inline]
-pub(crate) fn is_dirty_for_log<F: Format>(leaf: Pte) -> bool {
-    F::is_present(leaf) && leaf.0 & F::DIRTY != 0
-}
-
-/// `leaf` with hardware's dirty bit clear; [`is_dirty`] stays as it was.
-#[inline]
-pub(crate) fn cleaned_for_log<F: Format>(leaf: Pte) -> Pte {
-    let was_dirty = if leaf.0 & F::DIRTY != 0 { F::WAS_DIRTY } else { 0 };
-    Pte(leaf.0 & !F::DIRTY | was_dirty)
-}
-
-/// The frame of a leaf, tracked or not.
-#[inline]
-pub(crate) fn frame<F: Format>(leaf: Pte, level: Level) -> Pfn {
-    if F::is_present(leaf) { F::address(leaf, level).pfn() } else { address_in(leaf).pfn() }
-}
-
-/// The bits of a leaf that belong to software and to hardware's use of it. A split copies them.
-fn attributes<F: Format>(leaf: Pte) -> u64 {
-    leaf.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY)
-}
-
-/// The tracked form of `leaf`: hardware cannot use it, and it counts as not accessed.
-pub(crate) fn tracked<F: Format>(leaf: Pte, level: Level) -> Pte {
-    let host_writable = if is_host_writable::<F>(leaf) { TRACKED_HOST_WRITABLE } else { 0 };
-    let dirty = if is_dirty::<F>(leaf) { TRACKED_DIRTY } else { 0 };
-    Pte(hidden_address(frame::<F>(leaf, level).hpa()) | TRACKED_BIT | host_writable | dirty)
-}
-
-/// The leaf that `leaf` is or, if it is tracked, was: then without W, and not accessed.
-#[inline]
-pub(crate) fn untracked<F: Format>(leaf: Pte, level: Level) -> Pte {
-    if F::is_present(leaf) {
-        return leaf;
-    }
-    let host_writable = if is_host_writable::<F>(leaf) { F::HOST_WRITABLE } else { 0 };
-    let dirty = if is_dirty::<F>(leaf) { F::DIRTY } else { 0 };
-    Pte(F::leaf(frame::<F>(leaf, level), level).0 | host_writable | dirty)
-}
-
-/// Part `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes.
-pub(crate) fn part_of_huge<F: Format>(huge: Pte, level: Level, index: usize) -> Pte {
-    let pfn = Pfn(frame::<F>(huge, level).0 + index as u64 * level.down().nr_pages());
-    let part = Pte(F::leaf(pfn, level.down()).0 | attributes::<F>(untracked::<F>(huge, level)));
-    if F::is_present(huge) { part } else { tracked::<F>(part, level.down()) }
-}
-
-/// A PTE in a page-table page that is linked or was: the only way to change one.
-#[derive(Clone, Copy)]
-pub(crate) struct PteRef<'s> {
-    cell: &'s AtomicU64,
-    level: Level,
-}
-
-impl<'s> PteRef<'s> {
+    /// The page-table page that a directory entry of `level` points to.
     #[inline]
-    pub(crate) fn new(cell: &'s AtomicU64, level: Level) -> PteRef<'s> {
-        PteRef { cell, level }
+    pub(crate) fn table_below(self, level: Level) -> Hpa {
+        debug_assert!(self.state(level) == State::Table);
+        self.address(level)
     }
 
+    /// Whether a directory entry write-protects all leaves below.
     #[inline]
-    pub(crate) fn level(&self) -> Level {
-        self.level
+    pub(crate) fn is_protected(self) -> bool {
+        Self::CAN_BE_PROTECTED && self.0 & F::WRITABLE == 0
     }
 
-    /// Acquire: pairs with the release of the thread that linked the page-table page or the leaf,
-    /// so that a page-table page is observed filled. It also orders this read before the reads of
-    /// the state that the answer depends on (see `invalidation_seq`).
+    /// This directory entry protected, whether it was before or not: of the next generation.
     #[inline]
-    pub(crate) fn load(&self) -> Pte {
-        Pte(self.cell.load(Ordering::Acquire))
+    pub(crate) fn protected(self) -> Pte<F> {
+        let one = F::GENERATION & F::GENERATION.wrapping_neg();
+        let generation = self.0.wrapping_add(one) & F::GENERATION;
+        Pte::from_bits(self.0 & !(F::GENERATION | F::WRITABLE) | generation)
     }
 
-    /// Replaces `old` by `new`, if `old` is still there; else returns what is there. SeqCst:
-    /// release, so that a walk observes the PTEs of a new page-table page; acquire, as for `load`;
-    /// and total order with the accesses of the memslot set and of the dirty bitmap that pair with
-    /// it (see `fence_after_rmw` at the callers).
+    /// This protected directory entry with W again.
     #[inline]
-    pub(crate) fn compare_exchange<F: Format>(&self, old: Pte, new: Pte) -> Result<(), Pte> {
-        #[cfg(debug_assertions)]
-        self.assert_transition::<F>(old, new);
-        match self.cell.compare_exchange(old.0, new.0, Ordering::SeqCst, Ordering::Acquire) {
-            Ok(_) => Ok(()),
-            Err(found) => Err(Pte(found)),
+    pub(crate) fn unprotected(self) -> Pte<F> {
+        Pte::from_bits(self.0 | F::WRITABLE)
+    }
+}
+
+/// Leaves.
+impl<F: Format> Pte<F> {
+    /// The bits of a leaf that belong to software and to hardware's use of it.
+    const ATTRIBUTES: u64 = F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY;
+
+    /// The frame of a leaf, tracked or not.
+    #[inline]
+    pub(crate) fn frame(self, level: Level) -> Pfn {
+        if self.is_present() { self.address(level).pfn() } else { address_in(self.0).pfn() }
+    }
+
+    /// Those of [`WRITABLE`](Format::WRITABLE), [`HOST_WRITABLE`](Format::HOST_WRITABLE),
+    /// [`ACCESSED`](Format::ACCESSED), [`DIRTY`](Format::DIRTY) and
+    /// [`WAS_DIRTY`](Format::WAS_DIRTY) that a leaf has. Not of a tracked one.
+    #[inline]
+    pub(crate) fn attributes(self) -> u64 {
+        self.0 & Self::ATTRIBUTES
+    }
+
+    /// This leaf, not tracked, with more [`attributes`](Self::attributes).
+    #[inline]
+    pub(crate) fn with(self, attributes: u64) -> Pte<F> {
+        debug_assert!(attributes & !Self::ATTRIBUTES == 0);
+        Pte::from_bits(self.0 | attributes)
+    }
+
+    /// This leaf, not tracked, without these [`attributes`](Self::attributes).
+    #[inline]
+    pub(crate) fn without(self, attributes: u64) -> Pte<F> {
+        debug_assert!(attributes & !Self::ATTRIBUTES == 0);
+        Pte::from_bits(self.0 & !attributes)
+    }
+
+    /// Whether the guest may write through a leaf, unless the directory entry above is protected.
+    #[inline]
+    pub(crate) fn is_writable(self) -> bool {
+        self.is_present() && self.0 & F::WRITABLE == F::WRITABLE
+    }
+
+    /// Whether the host allows writing the frame of a leaf, tracked or not.
+    #[inline]
+    pub(crate) fn is_host_writable(self) -> bool {
+        let bit = if self.is_present() { F::HOST_WRITABLE } else { TRACKED_HOST_WRITABLE };
+        self.0 & bit != 0
+    }
+
+    /// Whether the guest has used a leaf since it was installed or last aged. False for a tracked
+    /// one.
+    pub(crate) fn is_accessed(self) -> bool {
+        self.is_present() && self.0 & F::ACCESSED != 0
+    }
+
+    /// Whether the guest has written through a leaf, tracked or not, since it was installed.
+    pub(crate) fn is_dirty(self) -> bool {
+        self.0 & if self.is_present() { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
+    }
+
+    /// Whether a leaf has A, and for a write D: a CPU that sets neither then does not fault for it.
+    #[inline]
+    pub(crate) fn is_marked(self, access: Access) -> bool {
+        self.marked(access) == self
+    }
+
+    /// This leaf with A, and for a write D.
+    #[inline]
+    pub(crate) fn marked(self, access: Access) -> Pte<F> {
+        let dirty = if access == Access::Write { F::DIRTY } else { 0 };
+        self.with(F::ACCESSED | dirty)
+    }
+
+    /// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for
+    /// the log. Not for tracked leaves: where there are any, that bit is not the log's.
+    #[inline]
+    pub(crate) fn is_dirty_for_log(self) -> bool {
+        self.is_present() && self.0 & F::DIRTY != 0
+    }
+
+    /// This leaf with hardware's dirty bit clear; [`is_dirty`](Self::is_dirty) stays as it was.
+    #[inline]
+    pub(crate) fn cleaned_for_log(self) -> Pte<F> {
+        let was_dirty = if self.0 & F::DIRTY != 0 { F::WAS_DIRTY } else { 0 };
+        self.without(F::DIRTY).with(was_dirty)
+    }
+
+    /// The tracked form of this leaf: hardware cannot use it, and it counts as not accessed.
+    pub(crate) fn tracked(self, level: Level) -> Pte<F> {
+        let host_writable = if self.is_host_writable() { TRACKED_HOST_WRITABLE } else { 0 };
+        let dirty = if self.is_dirty() { TRACKED_DIRTY } else { 0 };
+        Pte::from_bits(hidden_address(self.frame(level).hpa()) | TRACKED_BIT | host_writable | dirty)
+    }
+
+    /// The leaf that this leaf is or, if it is tracked, was: then without W, and not accessed.
+    #[inline]
+    pub(crate) fn untracked(self, level: Level) -> Pte<F> {
+        if self.is_present() {
+            return self;
         }
+        let host_writable = if self.is_host_writable() { F::HOST_WRITABLE } else { 0 };
+        let dirty = if self.is_dirty() { F::DIRTY } else { 0 };
+        Pte::leaf(self.frame(level), level).with(host_writable | dirty)
     }
 
-    /// Clears `bits` of a PTE of the lowest level with one AND, and returns what it was before. The
-    /// PTE may be no leaf by now: in all that it can be then, W and A are clear. (A is cleared so
-    /// only where no leaf is ever tracked.)
-    #[inline]
-    pub(crate) fn clear<F: Format>(&self, bits: u64) -> Pte {
-        const {
-            // Bit 10 says broken, but not at the lowest level: Arm's A may be there.
-            let never = TRACKED_BIT | FROZEN_BIT | FROZEN_LEAF | FROZEN_TABLE | u64::MAX << PAYLOAD_SHIFT;
-            assert!((F::WRITABLE | F::ACCESSED) & never == 0);
-            assert!(F::WRITABLE & (TRACKED_HOST_WRITABLE | TRACKED_DIRTY) == 0);
-        }
-        debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a directory entry");
-        debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
-        // SeqCst: stands in the store-load pairs of the dirty log.
-        Pte(self.cell.fetch_and(!bits, Ordering::SeqCst))
-    }
-
-    /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
-    #[inline]
-    pub(crate) fn freeze(&self) -> Pte {
-        // AcqRel: observes what the PTE pointed to as its writer left it.
-        Pte(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
-    }
-
-    /// Freezes `value`, which keeps what it was, and returns that; `Err` is what is there instead.
-    #[inline]
-    pub(crate) fn freeze_as_was<F: Format>(&self, value: Pte) -> Result<Pte, Pte> {
-        // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.
-        let frozen = frozen_as_was::<F>(value, self.level);
-        match self.cell.compare_exchange(value.0, frozen.0, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => Ok(frozen),
-            Err(found) => Err(Pte(found)),
-        }
-    }
-
-    #[cfg(debug_assertions)]
-    fn assert_transition<F: Format>(&self, old: Pte, new: Pte) {
-        let level = self.level;
-        let allowed = match (state::<F>(old, level), state::<F>(new, level)) {
-            (State::Empty(_), State::Leaf | State::Table) => true,
-            (State::Empty(before), State::Empty(after)) => before < after,
-            (State::Leaf, State::Leaf | State::Tracked) | (State::Tracked, State::Leaf) => {
-                frame::<F>(old, level) == frame::<F>(new, level)
-                    && is_host_writable::<F>(old) == is_host_writable::<F>(new)
-                    && (is_dirty::<F>(new) || !is_dirty::<F>(old))
-            }
-            (State::Leaf | State::Tracked, State::Table) => level > Level::L4K,
-            (State::Table, State::Table) => {
-                level == Level::L2M
-                    && can_be_protected::<F>()
-                    && (new == protected::<F>(old) || (is_protected::<F>(old) && new == unprotected::<F>(old)))
-            }
-            (State::Leaf | State::Tracked | State::Table | State::Broken, State::Empty(_)) => true,
-            (State::Table, State::Broken) => table_of_broken(new) == (F::address(old, level), Breaking::Recovery),
-            (State::Leaf | State::Tracked, State::Broken) => {
-                F::BREAK_BEFORE_MAKE && level > Level::L4K && table_of_broken(new).1 == Breaking::Split
-            }
-            (State::Broken, State::Leaf | State::Tracked) => table_of_broken(old).1 == Breaking::Recovery,
-            (State::Broken, State::Table) => table_of_broken(old) == (F::address(new, level), Breaking::Split),
-            _ => false,
-        };
-        assert!(allowed, "forbidden change of a PTE of level {}: {old:?} to {new:?}", level.0);
-        let is_leaf = state::<F>(new, level) == State::Leaf;
-        assert!(
-            !is_leaf || !is_writable::<F>(new) || is_host_writable::<F>(new),
-            "writable leaf that the host does not allow to write: {new:?}"
-        );
+    /// Part `index` of this huge leaf of `level`, one level lower, with the same attributes.
+    pub(crate) fn part(self, level: Level, index: usize) -> Pte<F> {
+        let pfn = Pfn(self.frame(level).0 + index as u64 * level.down().nr_pages());
+        let part = Pte::leaf(pfn, level.down()).with(self.untracked(level).attributes());
+        if self.is_present() { part } else { part.tracked(level.down()) }
     }
 }
 

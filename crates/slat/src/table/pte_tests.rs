@@ -9,8 +9,8 @@ const CACHE_BITS: core::ops::RangeInclusive<u32> = 44..=52;
 
 /// Neither a leaf bit nor a present bit, and an address in the upper half of what any cache
 /// distinguishes.
-fn assert_out_of_reach<F: Format>(pte: Pte) {
-    assert!(!F::is_present(pte), "{}: {pte:?} is present", F::NAME);
+fn assert_out_of_reach<F: Format>(pte: Pte<F>) {
+    assert!(!pte.is_present(), "{}: {pte:?} is present", F::NAME);
     for bits in CACHE_BITS {
         let address = pte.0 & ADDRESS & ((1 << bits) - 1);
         assert!(address >= 1 << (bits - 1), "{}: {pte:?} has address {address:#x} for {bits} bits", F::NAME);
@@ -28,37 +28,34 @@ fn keeps_out_of_reach<F: Format>() {
     }
     for table in ADDRESSES.map(|address| Hpa(address & ((1 << 43) - 1))) {
         for breaking in [Breaking::Recovery, Breaking::Split] {
-            let pte = broken(table, breaking);
-            assert_eq!((state::<F>(pte, Level::L2M), table_of_broken(pte)), (State::Broken, (table, breaking)));
-            assert_out_of_reach::<F>(pte);
+            let pte = Pte::<F>::broken(table, breaking);
+            assert_eq!((pte.state(Level::L2M), pte.table_of_broken()), (State::Broken, (table, breaking)));
+            assert_out_of_reach(pte);
         }
-        let frozen = frozen_as_was::<F>(F::table(table), Level::L2M);
-        assert_eq!(before_freezing::<F>(frozen, Level::L2M), Frozen::Table(table));
-        assert_out_of_reach::<F>(frozen);
-        let link = frozen_link(table);
-        assert_eq!((state::<F>(link, Level::L4K), link_of(link)), (State::Frozen, table));
-        assert_eq!(before_freezing::<F>(link, Level::L4K), Frozen::Nothing, "links freeze as nothing");
-        assert_out_of_reach::<F>(link);
+        let frozen = Pte::<F>::table(table).frozen_as_was(Level::L2M);
+        assert!(matches!(frozen.before_freezing(Level::L2M), Frozen::Table(was) if was == table));
+        assert_out_of_reach(frozen);
+        let link = Pte::<F>::from_bits(frozen_link(table));
+        assert_eq!((link.state(Level::L4K), link_of(link.bits())), (State::Frozen, table));
+        assert!(matches!(link.before_freezing(Level::L4K), Frozen::Nothing), "links freeze as nothing");
+        assert_out_of_reach(link);
     }
-    let cell = AtomicU64::new(empty(InvalidationSeq::FIRST).0);
-    let pte = PteRef::new(&cell, Level::L2M);
-    pte.freeze();
-    assert_eq!(before_freezing::<F>(pte.load(), Level::L2M), Frozen::Nothing);
-    assert_out_of_reach::<F>(pte.load());
-    assert_out_of_reach::<F>(frozen_as_was::<F>(empty(InvalidationSeq::FIRST), Level::L2M));
+    assert!(matches!(Pte::<F>::FROZEN.before_freezing(Level::L2M), Frozen::Nothing));
+    assert_out_of_reach(Pte::<F>::FROZEN);
+    assert_out_of_reach(Pte::<F>::empty(InvalidationSeq::FIRST).frozen_as_was(Level::L2M));
     let mut before = None;
     for number in [0, 1, 2, 4, 4094, 4095, 4096, 4097, 4098, 1 << 20, (1 << 32) + 6, (1 << 43) - 2, (1 << 43) - 1] {
         let seq = InvalidationSeq::from_number(number);
-        assert_eq!((seq.number(), state::<F>(empty(seq), Level::L4K)), (number, State::Empty(seq)));
-        assert_out_of_reach::<F>(empty(seq));
+        assert_eq!((seq.number(), Pte::<F>::empty(seq).state(Level::L4K)), (number, State::Empty(seq)));
+        assert_out_of_reach(Pte::<F>::empty(seq));
         assert!(before < Some(seq), "numbers are in order");
         before = Some(seq);
         assert_eq!(seq.unflushed().number(), number | 1);
         assert_eq!((seq.flushed().number(), seq.is_unflushed()), (number & !1, number % 2 == 1));
-        let tag = frozen_number(number);
-        assert_eq!((state::<F>(tag, Level::L4K), number_of(tag)), (State::Frozen, number));
-        assert_eq!(before_freezing::<F>(tag, Level::L4K), Frozen::Nothing);
-        assert_out_of_reach::<F>(tag);
+        let tag = Pte::<F>::from_bits(frozen_number(number));
+        assert_eq!((tag.state(Level::L4K), number_of(tag.bits())), (State::Frozen, number));
+        assert!(matches!(tag.before_freezing(Level::L4K), Frozen::Nothing));
+        assert_out_of_reach(tag);
     }
     assert_eq!(InvalidationSeq::FIRST, InvalidationSeq::from_number(0));
     // All numbers are read back, also those that are too large to be kept out of reach.
@@ -69,16 +66,16 @@ fn keeps_out_of_reach<F: Format>() {
 /// A tracked leaf of `level` at `address`, and a frozen leaf.
 fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
     for attributes in [0, F::HOST_WRITABLE, F::DIRTY, F::HOST_WRITABLE | F::DIRTY] {
-        let leaf = Pte(F::leaf(address.pfn(), level).0 | attributes);
-        let kept = tracked::<F>(leaf, level);
-        assert_eq!((state::<F>(kept, level), untracked::<F>(kept, level)), (State::Tracked, leaf));
-        assert_eq!(frame::<F>(kept, level), address.pfn());
-        assert_out_of_reach::<F>(kept);
-        for leaf in [leaf, Pte(leaf.0 | F::ACCESSED), kept] {
-            let frozen = frozen_as_was::<F>(leaf, level);
-            assert_eq!(before_freezing::<F>(frozen, level), Frozen::Leaf(leaf));
-            assert_eq!(frame_before_freezing(frozen), Some(address.pfn()));
-            assert_out_of_reach::<F>(frozen);
+        let leaf = Pte::<F>::leaf(address.pfn(), level).with(attributes);
+        let kept = leaf.tracked(level);
+        assert_eq!((kept.state(level), kept.untracked(level)), (State::Tracked, leaf));
+        assert_eq!(kept.frame(level), address.pfn());
+        assert_out_of_reach(kept);
+        for leaf in [leaf, leaf.with(F::ACCESSED), kept] {
+            let frozen = leaf.frozen_as_was(level);
+            assert!(matches!(frozen.before_freezing(level), Frozen::Leaf(was) if was == leaf));
+            assert_eq!(frozen.frame_before_freezing(), Some(address.pfn()));
+            assert_out_of_reach(frozen);
         }
     }
 }

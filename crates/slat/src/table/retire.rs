@@ -54,7 +54,7 @@ use super::vm_lock::LockTiming;
 use crate::addr::{Hpa, Level};
 use crate::boxed::try_zeroed;
 use crate::error::OutOfMemory;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
 use crate::pool::Pool;
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence};
@@ -265,11 +265,11 @@ impl Epochs {
             let cells = unsafe { chain_cells(host, table) };
             // Release, here and where a link is stored: a walk that reads a frozen PTE starts over
             // at the root, and must observe the unlinking there, whichever payload it has read.
-            cells[1].store(tag.0, Ordering::Release);
+            cells[1].store(tag, Ordering::Release);
             if table == last {
                 break;
             }
-            table = pte::link_of(Pte(cells[0].load(Ordering::Relaxed)));
+            table = pte::link_of(cells[0].load(Ordering::Relaxed));
         }
         self.push_tables(host, chain);
     }
@@ -289,8 +289,8 @@ impl Epochs {
             let table = next;
             // SAFETY: the list holds pages of chains alone. It is this thread's, which frees below.
             let cells = unsafe { chain_cells(host, table) };
-            next = pte::link_of(Pte(cells[0].load(Ordering::Relaxed)));
-            if pte::number_of(Pte(cells[1].load(Ordering::Relaxed))) < oldest {
+            next = pte::link_of(cells[0].load(Ordering::Relaxed));
+            if pte::number_of(cells[1].load(Ordering::Relaxed)) < oldest {
                 // SAFETY: the page was unlinked and flushed before it was retired, all guards that
                 // could reach it are over, and the list it was on is this thread's alone. Roots are
                 // never retired.
@@ -324,7 +324,7 @@ impl Epochs {
         loop {
             // SAFETY: the page is of the chain, which is this thread's until the exchange.
             let cells = unsafe { chain_cells(host, last) };
-            cells[0].store(pte::frozen_link(Hpa(head)).0, Ordering::Release);
+            cells[0].store(pte::frozen_link(Hpa(head)), Ordering::Release);
             match self.retired_tables.first.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
@@ -383,7 +383,7 @@ impl TableChain {
         self.ends = Some(match self.ends {
             None => (table, table),
             Some((first, last)) => {
-                cells[0].store(pte::frozen_link(first).0, Ordering::Release);
+                cells[0].store(pte::frozen_link(first), Ordering::Release);
                 (table, last)
             }
         });

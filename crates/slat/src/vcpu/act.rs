@@ -1,18 +1,19 @@
 //! Step 3 of a fault, for a frame that was resolved: installs the leaf if nothing changed since the
 //! look, and marks the pages that may now be written.
 
+use super::Fault;
 use super::plan::{Found, InstallPlan, Step};
-use super::{Fault, installed};
 use crate::addr::{Access, Level, Pfn};
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
-use crate::second_stage::zap;
+use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
-use crate::table::pte::{self, InvalidationSeq, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{FaultPin, Guard};
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
@@ -21,7 +22,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     pub(super) fn install(
         &mut self,
         pin: FaultPin<'_>,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
         match plan.found {
@@ -37,7 +38,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn install_on_empty(
         &mut self,
         pin: FaultPin<'_>,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         seen: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
@@ -91,9 +92,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // look, or this page itself was invalidated.
         let is_flushed = || !seq.is_unflushed() && in_flight.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
-            let empty = Prepared::empty(seq, leaf_level, pfn);
             // If the PTE has changed once more, the next look finds out.
-            let _: Result<(), Changed> = install::link(&cursor, host, self.tables, value, seq, empty);
+            let _: Result<(), Changed> = install::refine(&cursor, host, self.tables, value, seq, leaf_level, pfn);
         }
     }
 
@@ -121,7 +121,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// A huge leaf of which the host allows a part is split before, so that its other pages stay.
     #[cold]
     #[inline(never)]
-    fn install_instead(&mut self, value: Pte, seen: InvalidationSeq, leaf: NewLeaf) -> Result<Step, Changed> {
+    fn install_instead(&mut self, value: Pte<F>, seen: InvalidationSeq, leaf: NewLeaf) -> Result<Step, Changed> {
         let tree = self.op.tree;
         let locked = self.op.pin_locked(Side::Read);
         let guard = &locked.guard;
@@ -137,28 +137,28 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let seq = tree.next_seq();
         // If this fault fails below, another one may install something smaller here.
         let seq = if F::BREAK_BEFORE_MAKE && level > Level::L4K { seq.unflushed() } else { seq };
-        let is_accessed = pte::is_accessed::<F>(value);
+        let is_accessed = value.is_accessed();
         if is_accessed {
             node::report_zapped::<H, F>(self.op.host(), value, level, cursor.block());
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
-        let empty = install::zap_pte(&cursor, value, seq)?;
-        self.count(zap::zapped_leaf(level));
+        let empty = Pte::empty(seq);
+        cursor.pte().zap_leaf(cursor.stats(), value, seq)?;
         // A store-load pair with a thread that takes a sequence number and then looks at the PTE.
         fence_after_rmw();
         if tree.current_seq().follows(seen) { self.install_at(&cursor, guard, empty, seq, leaf) } else { Err(Changed) }
     }
 
     /// The frame of this fault's page in the leaf `leaf` of `level`.
-    fn frame_in(&self, leaf: Pte, level: Level) -> Pfn {
-        Pfn(pte::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
+    fn frame_in(&self, leaf: Pte<F>, level: Level) -> Pfn {
+        Pfn(leaf.frame(level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
     }
 
     /// Whether the host resolved a page that is mapped read-only to another frame without
     /// invalidating it. In that case the leaf is still there, and no sequence number was taken
     /// since the look.
     #[inline]
-    pub(super) fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> bool {
+    pub(super) fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing, F>, leaf: &NewLeaf) -> bool {
         let Found::ReadOnly(value, seen) = plan.found else { return false };
         if self.frame_in(value, plan.level) == leaf.pfn {
             return false;
@@ -176,7 +176,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         &mut self,
         cursor: Cursor<'_, H, F>,
         guard: &Guard<'_>,
-        value: Pte,
+        value: Pte<F>,
         seq: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
@@ -189,7 +189,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         &mut self,
         cursor: &Cursor<'_, H, F>,
         guard: &Guard<'_>,
-        value: Pte,
+        value: Pte<F>,
         seq: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
@@ -201,7 +201,6 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             rights => rights,
         };
         install::install(cursor, self.op.host(), self.tables, value, seq, NewLeaf { rights, ..leaf })?;
-        self.count(installed(leaf.level));
         if rights == Rights::Writable && self.marks(leaf.level) {
             self.mark_leaf(guard, leaf.level);
         }

@@ -6,24 +6,25 @@
 //! 2. asks the host, outside of any guard,
 //! 3. installs each leaf by an exchange of its own, on the very PTE that step 1 read.
 
+#![expect(unsafe_code, reason = "installs leaves where it has found empty PTEs")]
+
 use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{Host, Resolved};
+use crate::second_stage::install::NewLeaf;
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
 use crate::table::cursor::Cursor;
-use crate::table::pte::{self, InvalidationSeq};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::Pte;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
 pub(super) const BATCH_PAGES: usize = 32;
 const _: () = assert!(BATCH_PAGES <= DirtyRing::RESERVE as usize);
-
-/// Stands for a page for which nothing is to be installed. No empty PTE and no leaf has this value.
-pub(super) const NOTHING: Pte = Pte(u64::MAX);
 
 /// What happens to the other pages when nothing can be installed for one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -35,21 +36,21 @@ pub(super) enum Missing {
 }
 
 /// Some pages, the PTEs that were read for them, and the leaves to install there.
-pub(super) struct Batch<P, const CAPACITY: usize> {
+pub(super) struct Batch<P, F, const CAPACITY: usize> {
     /// The access that the leaves are installed for.
     access: Access,
     missing: Missing,
     nr_pages: usize,
     /// Maps an index to its page.
     page: P,
-    /// The empty PTE, or [`NOTHING`] where nothing is to be installed.
-    seen: [Pte; CAPACITY],
-    leaves: [Pte; CAPACITY],
+    /// The empty PTE; frozen where nothing is to be installed.
+    seen: [Pte<F>; CAPACITY],
+    leaves: [Pte<F>; CAPACITY],
 }
 
-impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
-    pub(super) fn new(access: Access, missing: Missing, page: P) -> Batch<P, CAPACITY> {
-        let nothing = [NOTHING; CAPACITY];
+impl<P: Fn(usize) -> Gfn, F: Format, const CAPACITY: usize> Batch<P, F, CAPACITY> {
+    pub(super) fn new(access: Access, missing: Missing, page: P) -> Batch<P, F, CAPACITY> {
+        let nothing = [Pte::FROZEN; CAPACITY];
         Batch { access, missing, nr_pages: 0, page, seen: nothing, leaves: nothing }
     }
 
@@ -60,7 +61,7 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
 
     /// Whether nothing is to be installed.
     pub(super) fn is_empty(&self) -> bool {
-        self.seen[..self.nr_pages].iter().all(|&seen| seen == NOTHING)
+        self.seen[..self.nr_pages].iter().all(|&seen| seen == Pte::FROZEN)
     }
 
     /// The page that is added next.
@@ -68,11 +69,12 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
         (self.page)(self.nr_pages)
     }
 
-    /// Adds the next page, unless the batch is full.
+    /// Adds the next page, unless the batch is full: with the number of its empty PTE, or `None` if
+    /// nothing is to be installed.
     #[inline]
-    pub(super) fn push(&mut self, seen: Pte) {
+    pub(super) fn push(&mut self, seen: Option<InvalidationSeq>) {
         if let Some(pte) = self.seen.get_mut(self.nr_pages) {
-            *pte = seen;
+            *pte = seen.map_or(Pte::FROZEN, Pte::empty);
             self.nr_pages += 1;
         }
     }
@@ -86,7 +88,7 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
                     self.nr_pages = index;
                     return;
                 }
-                *seen = NOTHING;
+                *seen = Pte::FROZEN;
             }
         }
     }
@@ -98,7 +100,7 @@ pub(super) struct Run {
     pub(super) pages: GfnRange,
     /// Frame of the first.
     pfn: Pfn,
-    /// The bits of each leaf other than its frame and the format's leaf bits.
+    /// The [`attributes`](Pte::attributes) of each leaf.
     attributes: u64,
 }
 
@@ -106,33 +108,33 @@ impl Run {
     /// From the leaf `leaf` of `level`, which was made of `resolved` for `gfn`, to the end of the
     /// host's block.
     #[inline]
-    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Pte, level: Level) -> Run {
+    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Pte<F>, level: Level) -> Run {
         let inside = level.nr_pages() - 1;
         let pfn = Pfn(resolved.pfn.0 & !inside);
         let block_pages = resolved.max_size.level().nr_pages();
         // Two leaves of a run differ only in their frame.
-        let attributes = leaf.0 & !F::leaf(pfn, level).0;
+        let attributes = leaf.attributes();
         let pages = GfnRange::new(gfn.align_down(level), block_pages - (pfn.0 & (block_pages - 1)));
         Run { pages, pfn, attributes }
     }
 
     /// The leaf of 4 KiB for `gfn`, which is in the run.
     #[inline]
-    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Pte {
+    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Pte<F> {
         self.leaf::<F>(Pfn(self.pfn.0 + (gfn.0 - self.pages.start.0)), Level::L4K)
     }
 
     /// The leaf of `level` for the first page. The next call returns the leaf after it.
     #[inline(always)]
-    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Pte {
+    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Pte<F> {
         let leaf = self.leaf::<F>(self.pfn, level);
         self.pfn.0 += level.nr_pages();
         leaf
     }
 
     #[inline(always)]
-    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Pte {
-        Pte(F::leaf(pfn, level).0 | self.attributes)
+    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Pte<F> {
+        Pte::leaf(pfn, level).with(self.attributes)
     }
 }
 
@@ -153,8 +155,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         &self,
         guard: &Guard<'_>,
         hazard: HazardPointer<'r>,
-        batch: &mut Batch<P, CAPACITY>,
-    ) -> Option<InstallPlan<'r, H::Backing>> {
+        batch: &mut Batch<P, F, CAPACITY>,
+    ) -> Option<InstallPlan<'r, H::Backing, F>> {
         let slot = self.op.slots.find(guard, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
@@ -172,24 +174,25 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         })
     }
 
-    /// Makes the leaves of `batch`. `leaf` asks the host for a page; later pages of the same answer
-    /// follow from it.
+    /// Makes the leaves of `batch`, of 4 KiB and not used yet. `leaf` asks the host for a page;
+    /// later pages of the same answer follow from it.
     #[inline]
     pub(super) fn make_leaves<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
-        batch: &mut Batch<P, CAPACITY>,
-        leaf: impl Fn(Gfn) -> Option<(Resolved, Pte)>,
+        batch: &mut Batch<P, F, CAPACITY>,
+        leaf: impl Fn(Gfn) -> Option<(Resolved, NewLeaf)>,
     ) {
         let mut run: Option<Run> = None;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
         for (index, (&seen, new)) in entries.enumerate() {
-            if seen == NOTHING {
+            if seen == Pte::FROZEN {
                 continue;
             }
             let gfn = (batch.page)(index);
             if let Some(run) = run.as_ref().filter(|run| run.pages.contains(gfn)) {
                 *new = run.small_leaf::<F>(gfn);
             } else if let Some((resolved, leaf)) = leaf(gfn) {
+                let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf }.pte(self.op.tree.config.access_tracking);
                 *new = leaf;
                 let has_more = resolved.max_size > PageSize::Size4K;
                 run = has_more.then(|| Run::new::<F>(gfn, resolved, leaf, Level::L4K));
@@ -206,7 +209,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     pub(super) fn install_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         guard: &Guard<'_>,
-        batch: &mut Batch<P, CAPACITY>,
+        batch: &mut Batch<P, F, CAPACITY>,
         slot_range: GfnRange,
     ) -> u64 {
         let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
@@ -214,21 +217,24 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let mut any_writable = false;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
         for (index, (&seen, leaf)) in entries.enumerate() {
-            if *leaf == NOTHING {
+            if *leaf == Pte::FROZEN {
                 continue;
             }
             // An empty PTE is its sequence number: an equal value has an equal number.
             let pte = cursor.move_to_pte((batch.page)(index), Level::L4K);
-            if pte.is_some_and(|pte| pte.compare_exchange::<F>(seen, *leaf).is_ok()) {
-                any_writable |= pte::is_writable::<F>(*leaf);
+            // SAFETY: `push` stores empty PTEs, `make_leaves` leaves of this level. Else a frozen
+            // one would be there, which is passed over above.
+            if pte.is_some_and(|pte| unsafe { pte.exchange_unchecked(seen, *leaf) }.is_ok()) {
+                any_writable |= leaf.is_writable();
                 nr_leaves += 1;
             } else if batch.missing == Missing::Stop {
                 batch.nr_pages = index;
                 break;
             } else {
-                *leaf = NOTHING;
+                *leaf = Pte::FROZEN;
             }
         }
+        // All at once: the exchanges account nothing.
         self.op.stats().add(Counter::Installed4K, nr_leaves);
         if any_writable && self.marks_for(batch.access, Level::L4K) {
             // As `mark_if_logging` does for one leaf: the leaves are writable before the flags are
@@ -237,7 +243,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             let slot = self.op.slots.find(guard, self.gfn);
             if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
                 for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
-                    if leaf != NOTHING && pte::is_writable::<F>(leaf) {
+                    if leaf != Pte::FROZEN && leaf.is_writable() {
                         log::mark_page_if_logging(self.op.slots, guard, self.ring, (batch.page)(index));
                     }
                 }

@@ -23,7 +23,7 @@
 //! answers that came after it was read.
 
 use super::Fault;
-use super::batch::{Batch, Missing, NOTHING};
+use super::batch::{Batch, Missing};
 use crate::addr::{Access, Gfn, GfnRange, Level};
 use crate::config::FaultAround;
 use crate::dirty::ring::DirtyRing;
@@ -34,7 +34,7 @@ use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
-use crate::table::pte::{self, State};
+use crate::table::pte::State;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Pages of a window that are mapped as one batch, which is on the stack.
@@ -72,14 +72,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline(never)]
     fn map_group(&self, hazard: HazardPointer<'_>, first: u64, nr_pages: u64) {
         let page = |index| Gfn(first + index as u64);
-        let mut neighbours = Batch::<_, GROUP>::new(self.access_around(), Missing::PassOver, page);
+        let mut neighbours = Batch::<_, F, GROUP>::new(self.access_around(), Missing::PassOver, page);
         if let Some(slot_range) = self.resolve_around(hazard, nr_pages, &mut neighbours) {
             self.install_around(&mut neighbours, slot_range);
         }
     }
 
     #[inline(never)]
-    fn install_around<P: Fn(usize) -> Gfn>(&self, neighbours: &mut Batch<P, GROUP>, slot_range: GfnRange) {
+    fn install_around<P: Fn(usize) -> Gfn>(&self, neighbours: &mut Batch<P, F, GROUP>, slot_range: GfnRange) {
         let locked = self.op.pin_locked(Side::Read);
         let nr_leaves = self.install_batch(&locked.guard, neighbours, slot_range);
         self.op.stats().add(Counter::Around, nr_leaves);
@@ -97,7 +97,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         &self,
         hazard: HazardPointer<'_>,
         nr_pages: u64,
-        neighbours: &mut Batch<P, GROUP>,
+        neighbours: &mut Batch<P, F, GROUP>,
     ) -> Option<GfnRange> {
         let tree = self.op.tree;
         let access = self.access_around();
@@ -115,11 +115,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let config = &tree.config;
         self.make_leaves(neighbours, |gfn| {
             let resolved = tree.host.resolve_resident(plan.backing.get(), gfn, plan.page(gfn), access)?;
-            let leaf = plan.leaf::<F>(config, self.max_opened(), gfn, access, resolved).ok()?;
+            let leaf = plan.leaf(config, self.max_opened(), gfn, access, resolved).ok()?;
             let is_unseen = config.access_tracking.writes_are_unseen::<F>() && leaf.rights == Rights::Writable;
             let rights = if is_unseen { Rights::WriteProtected } else { leaf.rights };
-            let leaf = NewLeaf { level: Level::L4K, rights, used: None, ..leaf };
-            Some((resolved, leaf.pte::<F>(config.access_tracking)))
+            Some((resolved, NewLeaf { rights, ..leaf }))
         });
         Some(plan.slot)
     }
@@ -127,7 +126,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Finds the empty PTEs of `neighbours`, without this fault's own. It finds none if the page is
     /// no longer mapped by a leaf of 4 KiB.
     #[inline(never)]
-    fn look_around<P: Fn(usize) -> Gfn>(&self, guard: &Guard<'_>, nr_pages: u64, neighbours: &mut Batch<P, GROUP>) {
+    fn look_around<P: Fn(usize) -> Gfn>(&self, guard: &Guard<'_>, nr_pages: u64, neighbours: &mut Batch<P, F, GROUP>) {
         let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
         if cursor.descend_to_lowest().1 != State::Leaf || cursor.level() != Level::L4K {
             return;
@@ -138,9 +137,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             cursor.move_to(gfn);
             let value = cursor.pte().load();
             // An unflushed PTE is left to a fault of its own, which flushes first.
-            let is_wanted = gfn != self.gfn
-                && matches!(pte::state::<F>(value, Level::L4K), State::Empty(seq) if !seq.is_unflushed());
-            neighbours.push(if is_wanted { value } else { NOTHING });
+            let seq = match value.state(Level::L4K) {
+                State::Empty(seq) if gfn != self.gfn && !seq.is_unflushed() => Some(seq),
+                _ => None,
+            };
+            neighbours.push(seq);
         }
     }
 }

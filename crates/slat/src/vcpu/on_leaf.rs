@@ -5,15 +5,16 @@ use super::Fault;
 use super::plan::{LeafPlan, Step};
 use crate::addr::{Access, Level};
 use crate::error::FaultError;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::install::{self, Changed};
+use crate::second_stage::install;
 use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::{Side, spin_loop};
 use crate::table::cursor::Cursor;
-use crate::table::pte::{self, PteRef, State};
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef};
 use crate::table::retire::Guard;
 
 /// How often a fault reads a broken PTE before it aborts the recovery. A running recovery is mostly
@@ -24,11 +25,11 @@ const SPINS_BEFORE_CANCEL: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Carries out a plan that needs no frame.
     #[inline(always)]
-    pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, FaultError> {
+    pub(super) fn act_on_leaf(&mut self, plan: LeafPlan<F>) -> Result<Result<Step, Changed>, FaultError> {
         match plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
-                self.top_up(1, pte::frame::<F>(value, Level::L2M))?;
+                self.top_up(1, value.frame(Level::L2M))?;
                 Ok(self.split(value, level, split::parts_of::<F>(&self.op.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
@@ -45,7 +46,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// Step 3 for a leaf that only lacks access, under the VM's lock.
     #[inline(never)]
-    fn restore(&self, value: Pte) -> Result<(), Changed> {
+    fn restore(&self, value: Pte<F>) -> Result<(), Changed> {
         let tree = self.op.tree;
         let locked = self.op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
@@ -61,7 +62,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Restores access through the leaf `value` in `pte`, and marks the pages that may be
     /// written.
     #[inline]
-    pub(super) fn restore_at(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
+    pub(super) fn restore_at(&self, pte: PteRef<'_, F>, guard: &Guard<'_>, value: Pte<F>) -> Result<(), Changed> {
         if pte.level() == Level::L4K {
             // What most faults do, with all levels constant.
             self.restore_to(pte, guard, value)
@@ -71,12 +72,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     #[inline(never)]
-    fn restore_huge(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
+    fn restore_huge(&self, pte: PteRef<'_, F>, guard: &Guard<'_>, value: Pte<F>) -> Result<(), Changed> {
         self.restore_to(pte, guard, value)
     }
 
     #[inline(always)]
-    fn restore_to(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
+    fn restore_to(&self, pte: PteRef<'_, F>, guard: &Guard<'_>, value: Pte<F>) -> Result<(), Changed> {
         install::restore_access::<F>(self.op.tree.config.access_tracking, pte, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
@@ -101,12 +102,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let (value, state) = cursor.descend_to_lowest();
         let writes = self.access == Access::Write;
-        if state != State::Leaf || (writes && (!pte::is_writable::<F>(value) || cursor.is_protected())) {
+        if state != State::Leaf || (writes && (!value.is_writable() || cursor.is_protected())) {
             return Err(Changed);
         }
-        let marked = pte::marked::<F>(value, self.access);
+        let marked = value.marked(self.access);
         // If hardware or another fault was first, the next look finds what is missing.
-        cursor.pte().compare_exchange::<F>(value, marked).map_err(|_| Changed)?;
+        cursor.pte().exchange(value, marked)?;
         if writes && !tree.config.first_write_faults(cursor.level()) {
             self.mark_leaf(&locked.guard, cursor.level());
         }
@@ -145,7 +146,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Its parts allow what `whole` does; with break before make, what `split_by_breaking` says.
     #[cold]
     #[inline(never)]
-    pub(super) fn split(&mut self, value: Pte, level: Level, whole: Pte) -> Result<Step, Changed> {
+    pub(super) fn split(&mut self, value: Pte<F>, level: Level, whole: Pte<F>) -> Result<Step, Changed> {
         let tree = self.op.tree;
         if F::BREAK_BEFORE_MAKE {
             split::split_by_breaking(self.op, self.tables, self.gfn, value, level)?;

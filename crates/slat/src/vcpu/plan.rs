@@ -3,15 +3,16 @@
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::config::Config;
 use crate::error::FaultError;
-use crate::format::{Format, Pte};
+use crate::format::Format;
 use crate::host::{Gone, Host, Resolved};
 use crate::second_stage::install::{NewLeaf, Rights};
 use crate::slot::view::BackingRef;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
-use crate::table::pte::InvalidationSeq;
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::Pte;
 
 /// What a fault does next, as decided by its look.
-pub(super) enum Plan<'r, B> {
+pub(super) enum Plan<'r, B, F> {
     /// Nothing: the PTE, of this level, allows the access.
     Spurious(Level),
     /// Set A, and for a write D. The PTE, of this level, allows the access and lacks nothing else.
@@ -24,9 +25,9 @@ pub(super) enum Plan<'r, B> {
     /// The PTE is broken: abort the recovery or split.
     Cancel,
     /// Ask the host for the frame and install a leaf.
-    Install(InstallPlan<'r, B>),
+    Install(InstallPlan<'r, B, F>),
     /// Change the leaf that is there; no frame is needed.
-    OnLeaf(LeafPlan),
+    OnLeaf(LeafPlan<F>),
     /// Nothing any more: the look itself restored access.
     Restored,
     /// Look again: the PTE changed during the look.
@@ -34,11 +35,11 @@ pub(super) enum Plan<'r, B> {
 }
 
 /// What to do about a leaf that does not allow the access.
-pub(super) enum LeafPlan {
+pub(super) enum LeafPlan<F> {
     /// Restore access through this leaf.
-    Restore(Pte),
+    Restore(Pte<F>),
     /// Split this huge leaf, because smaller pages are logged.
-    Split(Pte, Level),
+    Split(Pte<F>, Level),
     /// Push down the protected directory entry above the leaf.
     PushDown,
 }
@@ -51,7 +52,7 @@ pub(super) enum Step {
 }
 
 /// What to install a leaf for, and what the leaf replaces.
-pub(super) struct InstallPlan<'r, B> {
+pub(super) struct InstallPlan<'r, B, F> {
     pub(super) backing: BackingRef<'r, B>,
     pub(super) slot: GfnRange,
     pub(super) flags: MemoryRegionFlags,
@@ -61,10 +62,10 @@ pub(super) struct InstallPlan<'r, B> {
     pub(super) level: Level,
     /// The largest leaf that reaches into no range in flight, and that user space allows.
     pub(super) max_level: Level,
-    pub(super) found: Found,
+    pub(super) found: Found<F>,
 }
 
-impl<B: Send + Sync> InstallPlan<'_, B> {
+impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
     /// Asks the host for page `gfn` of the memslot, which has the same attributes as the fault's
     /// page.
     #[inline]
@@ -88,7 +89,7 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
     /// The largest leaf for `gfn` that memslot, backing, alignment, logging and ranges in flight
     /// allow. A leaf that may be written has at most `max_opened` pages.
     #[inline]
-    pub(super) fn leaf<F: Format>(
+    pub(super) fn leaf(
         &self,
         config: &Config,
         max_opened: u64,
@@ -125,13 +126,20 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
 }
 
 /// The PTE that does not allow the access, as the look found it.
-#[derive(Clone, Copy)]
-pub(super) enum Found {
+pub(super) enum Found<F> {
     /// Empty, with this sequence number.
     Empty(InvalidationSeq),
     /// A leaf through which access may be restored.
-    Lacking(Pte),
+    Lacking(Pte<F>),
     /// A leaf for which the host did not allow writes when it was installed, and the greatest
     /// sequence number at the time of the look.
-    ReadOnly(Pte, InvalidationSeq),
+    ReadOnly(Pte<F>, InvalidationSeq),
 }
+
+impl<F> Clone for Found<F> {
+    fn clone(&self) -> Found<F> {
+        *self
+    }
+}
+
+impl<F> Copy for Found<F> {}

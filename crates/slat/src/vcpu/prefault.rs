@@ -13,7 +13,7 @@
 
 #![expect(unsafe_code, reason = "prepares the table that is linked then")]
 
-use super::batch::{BATCH_PAGES, Batch, Missing, NOTHING, Run};
+use super::batch::{BATCH_PAGES, Batch, Missing, Run};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
@@ -21,12 +21,14 @@ use crate::dirty::ring::DirtyRing;
 use crate::error::FaultError;
 use crate::format::Format;
 use crate::host::{Host, Resolved};
-use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
+use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::{self, Cursor};
-use crate::table::pte::{self, InvalidationSeq, State};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -150,7 +152,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if cursor.move_to_pte(self.gfn, Level::L4K).is_none() {
             return 0;
         }
-        let mut batch = Batch::<_, BATCH_PAGES>::new(access, Missing::Stop, &page);
+        let mut batch = Batch::<_, F, BATCH_PAGES>::new(access, Missing::Stop, &page);
         for gfn in (0..nr_pages.min(BATCH_PAGES)).map(&page) {
             if !tree.whole().contains(gfn) {
                 break;
@@ -160,9 +162,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 break;
             }
             let value = pte.load();
-            match pte::state::<F>(value, Level::L4K) {
-                State::Empty(seq) if !seq.is_unflushed() => batch.push(value),
-                State::Leaf if access != Access::Write || pte::is_writable::<F>(value) => batch.push(NOTHING),
+            match value.state(Level::L4K) {
+                State::Empty(seq) if !seq.is_unflushed() => batch.push(Some(seq)),
+                State::Leaf if access != Access::Write || value.is_writable() => batch.push(None),
                 _ => break,
             }
         }
@@ -176,8 +178,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.make_leaves(&mut batch, |gfn| {
             let resolved = plan.resolve(&tree.host, gfn, access).ok()?;
             let leaf = self.leaf(&plan, gfn, resolved).ok()?;
-            let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf };
-            Some((resolved, leaf.pte::<F>(tree.config.access_tracking)))
+            Some((resolved, leaf))
         });
         let locked = self.op.pin_locked(Side::Read);
         self.install_batch(&locked.guard, &mut batch, plan.slot);
@@ -235,7 +236,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn install_next(
         &mut self,
         pin: FaultPin<'_>,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         leaf: NewLeaf,
     ) -> Result<Gfn, Changed> {
         Ok(match self.install(pin, plan, leaf)? {
@@ -249,7 +250,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ///
     /// Leaves may reach beyond `end`, as they may for a fault, but not beyond the memslot. Leaves
     /// that make pages writable do not use the reserve of the ring.
-    fn fillable(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> Option<GfnRange> {
+    fn fillable(&self, plan: &InstallPlan<'_, H::Backing, F>, level: Level, end: Gfn) -> Option<GfnRange> {
         // Up to that level, user space allows the same for all pages.
         if level.up() > plan.level.min(plan.max_level) {
             return None;
@@ -274,7 +275,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     // In one piece: the closure that makes the PTEs changes what the end of the call uses.
     fn fill<const LEVEL: u8>(
         &mut self,
-        plan: &InstallPlan<'_, H::Backing>,
+        plan: &InstallPlan<'_, H::Backing, F>,
         seen: InvalidationSeq,
         pages: GfnRange,
         first: NewLeaf,
@@ -301,12 +302,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let pte = |index: usize| {
             let nth = index.wrapping_sub(first_index);
             if nth >= nr_known {
-                return pte::empty(seen.flushed());
+                return Pte::empty(seen.flushed());
             }
             let value = run.pop::<F>(leaf_level);
             if nth + 1 == nr_known && nr_known < nr_wanted {
                 let gfn = Gfn(pages.start.0 + nr_known as u64 * leaf_pages);
-                let leaf_for = |resolved| plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved).ok();
+                let leaf_for = |resolved| plan.leaf(&tree.config, max_opened, gfn, access, resolved).ok();
                 let resolved = plan.resolve(host, gfn, access).ok();
                 let next = resolved.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
                 // A smaller leaf ends it: that needs a page-table page below.
@@ -318,8 +319,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             value
         };
-        // SAFETY: `install::link` is given the page with its count, and calls `linked`.
-        let table = unsafe { self.tables.prepare::<H, F>(host, 0, pte) };
+        // SAFETY: leaves and empty PTEs.
+        let prepared = unsafe { self.tables.prepare::<H, F>(host, leaf_level, pte) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
         let locked = self.op.pin_locked(Side::Read);
@@ -331,9 +332,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             return Err(Changed);
         }
-        let prepared = Prepared { pte: table, level, nr_tables: 1, pfn: resolved.pfn };
-        install::link(&cursor, host, self.tables, value, seq, prepared)?;
-        self.op.stats().add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
+        let prepared = prepared.with_leaves(filled.nr_pages() / leaf_pages);
+        install::link(&cursor, host, prepared, value, seq, resolved.pfn)?;
         if any_writable && self.marks(leaf_level) {
             log::mark_if_logging(self.op.slots, &locked.guard, self.ring, self.gfn, filled);
         }
