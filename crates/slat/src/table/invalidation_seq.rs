@@ -76,7 +76,7 @@
 //! 7. F read the ranges in flight before I published. It installs on S what I has zapped.
 
 use super::pte::InvalidationSeq;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
 /// The VM's counter of invalidation sequence numbers.
 pub(crate) struct InvalidationSeqCounter(AtomicU64);
@@ -90,7 +90,9 @@ impl InvalidationSeqCounter {
     pub(crate) fn next(&self) -> InvalidationSeq {
         // AcqRel: release publishes what the caller did before; acquire observes what earlier
         // callers published.
-        InvalidationSeq::from_number(self.0.fetch_add(InvalidationSeq::STEP, Ordering::AcqRel) + InvalidationSeq::STEP)
+        let number = self.0.fetch_add(InvalidationSeq::STEP, Ordering::AcqRel) + InvalidationSeq::STEP;
+        record!(NumberTaken { number });
+        InvalidationSeq::from_number(number)
     }
 
     /// Returns the greatest number so far. The caller observes what its taker published before it
@@ -98,7 +100,9 @@ impl InvalidationSeqCounter {
     pub(crate) fn current(&self) -> InvalidationSeq {
         // Acquire: pairs with the release of every `next` so far (they form one release sequence).
         // It precedes the caller's reads of what was published.
-        InvalidationSeq::from_number(self.0.load(Ordering::Acquire))
+        let number = self.0.load(Ordering::Acquire);
+        record!(NumberRead { number });
+        InvalidationSeq::from_number(number)
     }
 }
 

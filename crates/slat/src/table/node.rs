@@ -18,7 +18,7 @@ use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::{Format, Pte};
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
 use crate::stats::{Counter, Recorder};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
 /// Number of PTEs in a page-table page whose PTEs have `level`.
 #[inline]
@@ -254,6 +254,13 @@ impl TableCache {
         let table = self.tables[..self.len][self.len - 1 - nth];
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
         unsafe { build(host, table, F::TABLE_ENTRIES, pte) }
+        #[cfg(shuttle)]
+        for index in 0..F::TABLE_ENTRIES {
+            // SAFETY: as above.
+            let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
+            // SAFETY: as above, and the PTE was stored just now.
+            record!(PteMade { cell: cell.addr() as u64, value: unsafe { cell.read() } });
+        }
         F::table(table)
     }
 

@@ -84,7 +84,9 @@
 
 use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::format::{Format, Pte};
-use crate::sync::{AtomicU64, Ordering};
+#[cfg(shuttle)]
+use crate::sync::events::PteKind;
+use crate::sync::{AtomicU64, Ordering, record};
 
 const FROZEN_BIT: u64 = 1 << 3;
 const TRACKED_BIT: u64 = 1 << 4;
@@ -228,6 +230,20 @@ pub(crate) fn state<F: Format>(pte: Pte, level: Level) -> State {
         State::Leaf
     } else {
         State::Table
+    }
+}
+
+/// What the bits `value` of a PTE of `level` say, for the proofs.
+#[cfg(shuttle)]
+pub fn kind<F: Format>(value: u64, level: u8) -> PteKind {
+    let (pte, level) = (Pte(value), Level(level));
+    match state::<F>(pte, level) {
+        State::Empty(seq) if seq.is_unflushed() => PteKind::Unflushed(seq.flushed().number()),
+        State::Empty(seq) => PteKind::Empty(seq.number()),
+        State::Leaf | State::Tracked => PteKind::Leaf(frame::<F>(pte, level).0, is_host_writable::<F>(pte)),
+        State::Table => PteKind::Table(F::address(pte, level).0),
+        State::Broken => PteKind::Broken(table_of_broken(pte).0.0),
+        State::Frozen => PteKind::Frozen,
     }
 }
 
@@ -503,12 +519,20 @@ impl<'s> PteRef<'s> {
         self.level
     }
 
+    /// Its address, for [`record!`].
+    #[cfg(shuttle)]
+    fn address(&self) -> u64 {
+        core::ptr::from_ref(self.cell).addr() as u64
+    }
+
     /// Acquire: pairs with the release of the thread that linked the page-table page or the leaf,
     /// so that a page-table page is observed filled. It also orders this read before the reads of
     /// the state that the answer depends on (see `invalidation_seq`).
     #[inline]
     pub(crate) fn load(&self) -> Pte {
-        Pte(self.cell.load(Ordering::Acquire))
+        let value = self.cell.load(Ordering::Acquire);
+        record!(PteRead { cell: self.address(), level: self.level.0, value });
+        Pte(value)
     }
 
     /// Replaces `old` by `new`, if `old` is still there; else returns what is there. SeqCst:
@@ -520,7 +544,10 @@ impl<'s> PteRef<'s> {
         #[cfg(debug_assertions)]
         self.assert_transition::<F>(old, new);
         match self.cell.compare_exchange(old.0, new.0, Ordering::SeqCst, Ordering::Acquire) {
-            Ok(_) => Ok(()),
+            Ok(_) => {
+                record!(PteReplaced { cell: self.address(), level: self.level.0, old: old.0, new: new.0 });
+                Ok(())
+            }
             Err(found) => Err(Pte(found)),
         }
     }
@@ -539,14 +566,18 @@ impl<'s> PteRef<'s> {
         debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a directory entry");
         debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
         // SeqCst: stands in the store-load pairs of the dirty log.
-        Pte(self.cell.fetch_and(!bits, Ordering::SeqCst))
+        let old = self.cell.fetch_and(!bits, Ordering::SeqCst);
+        record!(PteReplaced { cell: self.address(), level: self.level.0, old, new: old & !bits });
+        Pte(old)
     }
 
     /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
     #[inline]
     pub(crate) fn freeze(&self) -> Pte {
         // AcqRel: observes what the PTE pointed to as its writer left it.
-        Pte(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
+        let old = self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel);
+        record!(PteReplaced { cell: self.address(), level: self.level.0, old, new: FROZEN_NOTHING });
+        Pte(old)
     }
 
     /// Freezes `value`, which keeps what it was, and returns that; `Err` is what is there instead.
@@ -555,7 +586,10 @@ impl<'s> PteRef<'s> {
         // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.
         let frozen = frozen_as_was::<F>(value, self.level);
         match self.cell.compare_exchange(value.0, frozen.0, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => Ok(frozen),
+            Ok(_) => {
+                record!(PteReplaced { cell: self.address(), level: self.level.0, old: value.0, new: frozen.0 });
+                Ok(frozen)
+            }
             Err(found) => Err(Pte(found)),
         }
     }
