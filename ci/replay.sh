@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 steps=$PWD/target/replay.txt
-rm -f "$steps"
+rm -f "$steps".*
 mkdir -p target
 RUSTFLAGS="--cfg shuttle -D warnings" CARGO_TARGET_DIR=${REPLAY_TARGET_DIR:-target/shuttle} REPLAY_TO=$steps \
     cargo test -p slat --release --test shuttle_replay -- --test-threads 1

@@ -1,7 +1,7 @@
 //! Records the protocol steps of the engine in many schedules, for the proofs: `ci/replay.sh` replays
 //! them in the models (`models/proofs/replay.py`), where each must be an allowed step.
 //!
-//! `REPLAY_TO=FILE` says where the steps go. Without it the schedules run all the same.
+//! `REPLAY_TO=FILE` says where the steps go: to `FILE.PROTOCOL`. Without it the schedules run all the same.
 #![cfg(shuttle)]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract by another host")]
@@ -23,6 +23,7 @@ use std::sync::atomic::Ordering;
 use schedules::{check_less, pick, random};
 use shuttle::thread;
 use slat::baselines::AtomicU64;
+use slat::dirty::DirtyTracking;
 use slat::events::{self, Event, PteKind};
 use slat::format::Format;
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
@@ -159,7 +160,7 @@ fn collapser<F: Format>(vm: &TestVm<F>, first: u64) {
     }
 }
 
-fn scenario<F: Format>() {
+fn invalidations<F: Format>() {
     events::start();
     let max_size = pick(&[PageSize::Size4K, PageSize::Size2M]);
     let vm: TestVm<F> = Arc::new(Vm::new(MovingHost::new(max_size), Config::default()).unwrap());
@@ -181,11 +182,11 @@ fn scenario<F: Format>() {
         spawn(Box::new(move |vm| collapser(vm, first)));
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    save::<F>(vm.host().table_ptr(vm.root()).addr() as u64);
+    save::<F>("invalidation", vm.host().table_ptr(vm.root()).addr() as u64);
 }
 
-/// Appends the steps to the file: a line each, `THREAD STEP NUMBERS`.
-fn save<F: Format>(root: u64) {
+/// Appends the steps to the file of the protocol: a line each, `THREAD STEP NUMBERS`.
+fn save<F: Format>(protocol: &str, root: u64) {
     let events = events::finish();
     let Ok(path) = std::env::var("REPLAY_TO") else { return };
     let mut text = format!("schedule {root} {}\n", F::ROOT_LEVEL.0);
@@ -195,6 +196,7 @@ fn save<F: Format>(root: u64) {
         numbers.iter().for_each(|number| write!(text, " {number}").unwrap());
         text.push('\n');
     }
+    let path = format!("{path}.{protocol}");
     OpenOptions::new().create(true).append(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
 }
 
@@ -219,6 +221,20 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
         Event::Withdrawn { place } => ("withdrawn", vec![place]),
         Event::RangesRead { gfn } => ("ranges-read", vec![gfn]),
         Event::RangesFound { gfn, level } => ("ranges-found", vec![gfn, level.into()]),
+        Event::SlotsRead => ("slots-read", vec![]),
+        Event::SlotsPublished => ("slots-published", vec![]),
+        Event::MarksFound { word, mask } => ("marks-found", vec![word, mask]),
+        Event::MarksSet { word, mask } => ("marks-set", vec![word, mask]),
+        Event::Summarized { group, words } => ("summarized", vec![group, words]),
+        Event::SummarySkipped { group, words } => ("summary-skipped", vec![group, words]),
+        Event::SummaryCleared { group, words } => ("summary-cleared", vec![group, words]),
+        Event::MarksTaken { word, marks } => ("marks-taken", vec![word, marks]),
+        Event::HarvestBegins { masks } => ("harvest-begins", masks.map_or(vec![], Vec::from)),
+        Event::HarvestEnds => ("harvest-ends", vec![]),
+        Event::VmmWrites { gfn } => ("vmm-writes", vec![gfn]),
+        Event::LogsNow => ("logs-now", vec![]),
+        Event::CpuWrites { cpu, gfn } => ("cpu-writes", vec![cpu, gfn]),
+        Event::CpuForgets { cpu, gfn } => ("cpu-forgets", vec![cpu, gfn]),
         Event::FlushBegins { start, end } => ("flush-begins", vec![start, end]),
         Event::FlushEnds => ("flush-ends", vec![]),
     }
@@ -228,19 +244,98 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
 fn kind<F: Format>(value: u64, level: u8) -> Vec<u64> {
     match events::kind::<F>(value, level) {
         PteKind::Empty(number) | PteKind::Unflushed(number) => vec![0, number / 2, 0],
-        PteKind::Leaf(pfn, is_writable) => vec![1, pfn, is_writable.into()],
+        PteKind::Leaf(pfn, host, guest) => vec![1, pfn, u64::from(host) | u64::from(guest) << 1],
         PteKind::Table(table) => vec![2, table, 0],
         PteKind::Broken(table) => vec![3, table, 0],
         PteKind::Frozen => vec![4, 0, 0],
     }
 }
 
-#[test]
-fn two_levels() {
-    check_less(SCHEDULES, scenario::<Tiny<2>>);
+/// Reads and writes a few of the pages.
+fn writer<F: Format>(vm: &TestVm<F>, index: usize) {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let (host, cpu) = (vm.host(), index as u64);
+    for _ in 0..3 {
+        let gfn = pick(&LOGGED);
+        let is_done = host.inner.during_access(index, || {
+            let Some(found) = find(vm, gfn).filter(|found| found.writable) else { return false };
+            events::record(Event::CpuTranslates { cpu, gfn, cell: found.address() });
+            host.inner.step();
+            events::record(Event::CpuWrites { cpu, gfn });
+            host.inner.step();
+            events::record(Event::CpuForgets { cpu, gfn });
+            true
+        });
+        if !is_done {
+            let outcome = vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), Access::Write).unwrap();
+            assert_eq!(outcome, Outcome::Resume);
+        }
+    }
+}
+
+/// Pages of two words of the log.
+const LOGGED: [u64; 3] = [0, 1, BLOCK];
+const WORDS: [usize; 2] = [0, BLOCK as usize / 64];
+const NR_WORDS: usize = NR_PAGES as usize / 64;
+
+/// Harvests all marks, or clears some of them unread.
+fn harvester<F: Format>(vm: &TestVm<F>) {
+    for _ in 0..2 {
+        let mut bitmap = [0; NR_WORDS];
+        if random(2) == 0 {
+            events::record(Event::HarvestBegins { masks: None });
+            let _: Result<u64, _> = vm.get_dirty_log(0, &mut bitmap);
+        } else {
+            let masks = [pick(&[0b1, 0b10, 0b11]), random(2)];
+            WORDS.into_iter().zip(masks).for_each(|(word, mask)| bitmap[word] = mask);
+            events::record(Event::HarvestBegins { masks: Some(masks) });
+            let _: Result<u64, _> = vm.clear_dirty_log(0, 0, NR_PAGES, &bitmap);
+        }
+        events::record(Event::HarvestEnds);
+    }
+}
+
+/// Turns logging on, and perhaps off and on again. Marks a page that it writes itself.
+fn logger<F: Format>(vm: &TestVm<F>) {
+    for round in 0..2 {
+        let gfn = pick(&LOGGED);
+        vm.set_user_memory_region(region(0, MemoryRegionFlags::LOG_DIRTY_PAGES, 0, NR_PAGES, None)).unwrap();
+        events::record(Event::LogsNow);
+        events::record(Event::VmmWrites { gfn });
+        vm.mark_dirty(0, gfn, 1).unwrap();
+        if round == 0 {
+            vm.set_user_memory_region(region(0, MemoryRegionFlags::empty(), 0, NR_PAGES, None)).unwrap();
+        }
+    }
+}
+
+fn dirty_log<F: Format>() {
+    events::start();
+    let mut config = Config::default();
+    config.dirty_tracking = DirtyTracking::WriteProtectLeaves;
+    let vm: TestVm<F> = Arc::new(Vm::new(MovingHost::new(PageSize::Size4K), config).unwrap());
+    let memory = region(0, MemoryRegionFlags::empty(), 0, NR_PAGES, Some(backing(0, PageSize::Size4K)));
+    vm.set_user_memory_region(memory).unwrap();
+    let bodies: [fn(&TestVm<F>); 5] = [|vm| writer(vm, 0), |vm| writer(vm, 1), logger, harvester, harvester];
+    let threads = bodies.map(|body| {
+        let vm = Arc::clone(&vm);
+        thread::spawn(move || body(&vm))
+    });
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    save::<F>("dirty_log", vm.host().table_ptr(vm.root()).addr() as u64);
 }
 
 #[test]
-fn three_levels() {
-    check_less(SCHEDULES, scenario::<Tiny<3>>);
+fn invalidations_with_two_levels() {
+    check_less(SCHEDULES, invalidations::<Tiny<2>>);
+}
+
+#[test]
+fn invalidations_with_three_levels() {
+    check_less(SCHEDULES, invalidations::<Tiny<3>>);
+}
+
+#[test]
+fn dirty_logs() {
+    check_less(SCHEDULES, dirty_log::<Tiny<2>>);
 }

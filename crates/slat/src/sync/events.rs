@@ -119,6 +119,80 @@ pub enum Event {
         /// The level.
         level: u8,
     },
+    /// The published set of memslots was read.
+    SlotsRead,
+    /// Another set of memslots was published.
+    SlotsPublished,
+    /// All marks of a mask were found set in a word of a dirty bitmap.
+    MarksFound {
+        /// Number of the word.
+        word: u64,
+        /// The mask.
+        mask: u64,
+    },
+    /// Marks were set in a word.
+    MarksSet {
+        /// Number of the word.
+        word: u64,
+        /// The marks.
+        mask: u64,
+    },
+    /// Words were set in the summary, or were found set there.
+    Summarized {
+        /// Number of the summary's word.
+        group: u64,
+        /// The words.
+        words: u64,
+    },
+    /// A harvest found words unset in the summary and skips them.
+    SummarySkipped {
+        /// Number of the summary's word.
+        group: u64,
+        /// The words.
+        words: u64,
+    },
+    /// Words were unset in the summary.
+    SummaryCleared {
+        /// Number of the summary's word.
+        group: u64,
+        /// The words.
+        words: u64,
+    },
+    /// Marks were taken from a word, or none were there to take.
+    MarksTaken {
+        /// Number of the word.
+        word: u64,
+        /// The marks.
+        marks: u64,
+    },
+    /// The test begins to harvest, with these masks if it clears by masks.
+    HarvestBegins {
+        /// The masks of the two words that are used.
+        masks: Option<[u64; 2]>,
+    },
+    /// The test has the marks of its harvest.
+    HarvestEnds,
+    /// The test begins to write to a page itself and to mark it.
+    VmmWrites {
+        /// The frame of the guest.
+        gfn: u64,
+    },
+    /// The test has turned logging on.
+    LogsNow,
+    /// A CPU writes to a page through the leaf that it translated by.
+    CpuWrites {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The frame of the guest.
+        gfn: u64,
+    },
+    /// A CPU forgets the leaf that it translated by.
+    CpuForgets {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The frame of the guest.
+        gfn: u64,
+    },
     /// The host is asked to flush a range.
     FlushBegins {
         /// The first frame.
@@ -137,8 +211,9 @@ pub enum PteKind {
     Empty(u64),
     /// It has this number; a flush is due.
     Unflushed(u64),
-    /// It maps this frame of the host, tracked or not. Whether the host allows writing.
-    Leaf(u64, bool),
+    /// It maps this frame of the host, tracked or not; whether the host allows writing, and whether
+    /// the guest may write.
+    Leaf(u64, bool, bool),
     /// It points to the page-table page at this address.
     Table(u64),
     /// It stands before or behind the page-table page at this address.

@@ -240,7 +240,9 @@ pub fn kind<F: Format>(value: u64, level: u8) -> PteKind {
     match state::<F>(pte, level) {
         State::Empty(seq) if seq.is_unflushed() => PteKind::Unflushed(seq.flushed().number()),
         State::Empty(seq) => PteKind::Empty(seq.number()),
-        State::Leaf | State::Tracked => PteKind::Leaf(frame::<F>(pte, level).0, is_host_writable::<F>(pte)),
+        State::Leaf | State::Tracked => {
+            PteKind::Leaf(frame::<F>(pte, level).0, is_host_writable::<F>(pte), is_writable::<F>(pte))
+        }
         State::Table => PteKind::Table(F::address(pte, level).0),
         State::Broken => PteKind::Broken(table_of_broken(pte).0.0),
         State::Frozen => PteKind::Frozen,
