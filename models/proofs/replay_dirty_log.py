@@ -86,7 +86,8 @@ class Schedule(replay.Schedule):
             at.fault = self.new('Fault')
             run.fix('leaf_of', (at.fault,), page)
             run.step('restore_write', at.fault)
-        elif had and not has:
+        elif not has:
+            # Also where another thread was faster.
             self.protects(page)
 
     def protects(self, page):
