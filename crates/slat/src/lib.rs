@@ -220,6 +220,13 @@ pub mod baselines {
     };
 }
 
+/// The steps of the protocols, for the proofs that replay them.
+#[cfg(shuttle)]
+pub mod events {
+    pub use crate::sync::events::*;
+    pub use crate::table::pte::kind;
+}
+
 // For links.
 #[cfg(doc)]
 use {dirty::*, error::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};

@@ -58,6 +58,7 @@ use crate::second_stage::install::NewLeaf;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
+use crate::sync::record;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::VcpuState;
@@ -361,6 +362,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing, F> {
         let Operation { tree, slots, .. } = self.op;
         let guard = tree.epochs.pin_fault(pin);
+        record!(FaultLooks { gfn: self.gfn.0 });
         // The PTE first, then the ranges in flight and the memslot: see
         // `table/invalidation_seq.rs`.
         let (cursor, value, state) = Cursor::at_lowest(tree, &guard, self.gfn);

@@ -44,7 +44,7 @@ use crate::addr::Gfn;
 use crate::bits::bit_range;
 use crate::boxed::{Zeroed, ZeroedWords, try_box};
 use crate::error::OutOfMemory;
-use crate::sync::{Ordering, fence_after_rmw};
+use crate::sync::{AtomicU64, Ordering, fence_after_rmw, record};
 
 /// Pages in a word.
 pub(crate) const PAGES_PER_WORD: u64 = u64::BITS as u64;
@@ -192,10 +192,13 @@ impl Bitmap {
                 continue;
             }
             let seen = summary.swap(0, Ordering::SeqCst);
+            record!(SummaryCleared { group: group as u64, words: seen });
             // The other side of the pair in `summarize`.
             fence_after_rmw();
             for index in SetBits(seen) {
-                self.words[group * GROUP_WORDS + index].swap(self.clean, Ordering::SeqCst);
+                let word = group * GROUP_WORDS + index;
+                let _marks = self.words[word].swap(self.clean, Ordering::SeqCst) ^ self.clean;
+                record!(MarksTaken { word: word as u64, marks: _marks });
             }
         }
     }
@@ -204,6 +207,17 @@ impl Bitmap {
     #[inline]
     fn marks(&self, index: usize, ordering: Ordering) -> u64 {
         self.words[index].load(ordering) ^ self.clean
+    }
+
+    /// Whether all marks `mask` are set in word `index`.
+    #[inline]
+    fn has(&self, index: usize, mask: u64) -> bool {
+        // SeqCst: as in `mark`.
+        let has = self.marks(index, Ordering::SeqCst) & mask == mask;
+        if has {
+            record!(MarksFound { word: index as u64, mask });
+        }
+        has
     }
 
     /// Sets the marks `mask` in word `index`.
@@ -215,13 +229,20 @@ impl Bitmap {
         } else {
             word.fetch_and(!mask, Ordering::SeqCst)
         };
+        record!(MarksSet { word: index as u64, mask });
     }
 
     /// Clears the marks `mask` in word `index`, and returns the marks from before.
     #[inline]
     fn unset(&self, index: usize, mask: u64) -> u64 {
         let word = &self.words[index];
-        if self.clean == 0 { word.fetch_and(!mask, Ordering::SeqCst) } else { !word.fetch_or(mask, Ordering::SeqCst) }
+        let before = if self.clean == 0 {
+            word.fetch_and(!mask, Ordering::SeqCst)
+        } else {
+            !word.fetch_or(mask, Ordering::SeqCst)
+        };
+        record!(MarksTaken { word: index as u64, marks: before & mask });
+        before
     }
 
     /// As [`mark`](Bitmap::mark), for one page.
@@ -230,10 +251,11 @@ impl Bitmap {
         let index = (page / PAGES_PER_WORD) as usize;
         let mask = 1 << (page % PAGES_PER_WORD);
         // SeqCst: as in `mark`.
-        if self.marks(index, Ordering::SeqCst) & mask == 0 {
-            self.set(index, mask);
-            self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
+        if self.has(index, mask) {
+            return;
         }
+        self.set(index, mask);
+        self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
     }
 
     /// Marks `nr_pages` pages from `first` on. The caller has made a full fence after what the
@@ -251,7 +273,7 @@ impl Bitmap {
                 let mask = bit_range(page % PAGES_PER_WORD, count);
                 // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see
                 // `log`).
-                if self.marks(index, Ordering::SeqCst) & mask != mask {
+                if !self.has(index, mask) {
                     self.set(index, mask);
                     changed |= 1 << (index % GROUP_WORDS);
                 }
@@ -273,6 +295,7 @@ impl Bitmap {
         if summary.load(Ordering::SeqCst) & changed != changed {
             summary.fetch_or(changed, Ordering::SeqCst);
         }
+        record!(Summarized { group: group as u64, words: changed });
     }
 
     /// Takes the marks of the words `range`, as many as `taken` has room for. Offsets are counted
@@ -287,6 +310,7 @@ impl Bitmap {
             let (group, in_range, end) = group_of(next, range.end);
             let summary = &self.summary[group];
             let seen = summary.load(Ordering::Relaxed) & in_range;
+            record!(SummarySkipped { group: group as u64, words: in_range & !seen });
             if seen != 0 {
                 if !taken.has_room_for(nr_bits(seen) as usize) {
                     break;
@@ -296,11 +320,15 @@ impl Bitmap {
                 // the other for exchanges.
                 black_box(SetBits(seen).fold(0, |any, index| any | words[index].load(Ordering::Relaxed)));
                 // Only what was read as set: another harvest may take the others.
+                let _asked = seen;
                 let seen = summary.fetch_and(!seen, Ordering::SeqCst) & seen;
+                record!(SummaryCleared { group: group as u64, words: seen });
+                record!(SummarySkipped { group: group as u64, words: _asked & !seen });
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
                 for index in SetBits(seen) {
                     let marks = words[index].swap(self.clean, Ordering::SeqCst) ^ self.clean;
+                    record!(MarksTaken { word: (group * GROUP_WORDS + index) as u64, marks });
                     taken.push(group * GROUP_WORDS + index - range.start, marks);
                 }
             }
@@ -318,7 +346,12 @@ impl Bitmap {
     fn skip_clean(&self, range: Range<usize>) -> usize {
         let first = range.start / GROUP_WORDS;
         let groups = &self.summary[first..range.end.div_ceil(GROUP_WORDS).max(first)];
-        match groups.iter().position(|summary| summary.load(Ordering::Relaxed) != 0) {
+        let has_marks = |summary: &AtomicU64| {
+            let words = summary.load(Ordering::Relaxed);
+            record!(SummarySkipped { group: first as u64, words: if words == 0 { u64::MAX } else { 0 } });
+            words != 0
+        };
+        match groups.iter().position(has_marks) {
             Some(0) => range.start,
             Some(nr_clean) => (first + nr_clean) * GROUP_WORDS,
             None => range.end.max(range.start),
@@ -344,6 +377,7 @@ impl Bitmap {
             debug_assert!(emptied & !in_range == 0);
             if emptied != 0 {
                 self.summary[group].fetch_and(!emptied, Ordering::SeqCst);
+                record!(SummaryCleared { group: group as u64, words: emptied });
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
             }
@@ -351,7 +385,9 @@ impl Bitmap {
             for index in next..end {
                 let mask = masks[index - range.start];
                 let mut before = self.marks(index, Ordering::Relaxed);
-                if before & mask != 0 {
+                if before & mask == 0 {
+                    record!(MarksTaken { word: index as u64, marks: 0 });
+                } else {
                     before = self.unset(index, mask);
                     taken.push(index - range.start, before & mask);
                 }

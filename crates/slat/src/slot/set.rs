@@ -41,7 +41,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::error::{OutOfMemory, SlotError};
 use crate::slot::bitmap::Bitmap;
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, record};
 use crate::table::retire::{Epochs, Guard, Participant};
 
 /// What stays the same as long as a memslot exists. On lines of its own: faults read that of their
@@ -300,7 +300,9 @@ impl<B> Slots<B> {
     #[inline]
     fn current<'s>(&'s self, _guard: &'s Guard<'_>) -> &'s SlotSet<B> {
         // SAFETY: never null. A set that was published during the guard is freed only after it.
-        unsafe { &*self.current.load(Ordering::SeqCst) }
+        let current = unsafe { &*self.current.load(Ordering::SeqCst) };
+        record!(SlotsRead);
+        current
     }
 
     /// The memslot that has `gfn`.
@@ -417,14 +419,16 @@ impl<B> Slots<B> {
             // `mark_if_logging`. The guard keeps `old` from being freed and its address from being
             // used again, so equal pointers are equal sets.
             let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
-            drop(guard);
             if published.is_ok() {
+                record!(SlotsPublished);
+                drop(guard);
                 // Not as a box: guards that are open still read it.
                 node.set = NonNull::new(old_pointer);
                 node.tag = epochs.advance_epoch();
                 self.push_retired(node);
                 return Ok(());
             }
+            drop(guard);
             // SAFETY: the exchange failed, so no other thread has the new set. It frees no memslot.
             drop(unsafe { Box::from_raw(new) });
         }

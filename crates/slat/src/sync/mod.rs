@@ -24,6 +24,19 @@ pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr};
 pub use loom::sync::atomic::{AtomicU32, AtomicU64};
 
 #[cfg(shuttle)]
+pub mod events;
+
+/// Records a protocol step for the proofs (`events`), directly behind its atomic operation. Nothing
+/// in a normal build.
+macro_rules! record {
+    ($($event:tt)*) => {
+        #[cfg(shuttle)]
+        $crate::sync::events::record($crate::sync::events::Event::$($event)*);
+    };
+}
+pub(crate) use record;
+
+#[cfg(shuttle)]
 mod stepped;
 #[cfg(shuttle)]
 pub(crate) use stepped::{AtomicBool, AtomicPtr};

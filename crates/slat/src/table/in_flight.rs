@@ -44,7 +44,7 @@ use core::ptr;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_box;
 use crate::error::OutOfMemory;
-use crate::sync::{AtomicPtr, AtomicU64, Ordering};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering, record};
 
 /// As many as fill a pair of cache lines (which hardware fetches together), with the word and the
 /// link.
@@ -102,11 +102,18 @@ impl Chunk {
                     // Release: for a fault that observes the bit. A fault that reads the number
                     // that is taken next observes the bit by the release of that number.
                     self.word.fetch_or(active_bit(place), Ordering::Release);
+                    record!(Published { place: self.address(place), start: range.start.0, end: range.end.0 });
                     return Some(place);
                 }
                 Err(found) => word = found,
             }
         }
+    }
+
+    /// The address of a place, for [`record!`].
+    #[cfg(shuttle)]
+    fn address(&self, place: usize) -> u64 {
+        ptr::from_ref(&self.places[place]).addr() as u64
     }
 
     /// The chunk behind this one.
@@ -204,10 +211,14 @@ impl RangesInFlight {
         // Acquire: observes the ranges that are active or counted and, of those that were
         // withdrawn, what the host did.
         let word = self.first.word.load(Ordering::Acquire);
-        if word >> ACTIVE_SHIFT == 0 || self.is_apart(word, gfn, level) {
-            return Some(level);
-        }
-        self.free_level_beside(word, gfn, level)
+        record!(RangesRead { gfn: gfn.0 });
+        let free = if word >> ACTIVE_SHIFT == 0 || self.is_apart(word, gfn, level) {
+            Some(level)
+        } else {
+            self.free_level_beside(word, gfn, level)
+        };
+        record!(RangesFound { gfn: gfn.0, level: free.map_or(0, |level| level.0) });
+        free
     }
 
     /// Whether there is only one range, in the first chunk, and it shares no frame with the block
@@ -263,6 +274,7 @@ impl Drop for InFlight<'_> {
         // Release: what the host did comes before, for a fault that does not observe the range any
         // more, and for the place's next owner.
         self.chunk.word.fetch_and(!(claimed_bit(self.place) | active_bit(self.place)), Ordering::Release);
+        record!(Withdrawn { place: self.chunk.address(self.place) });
         if !ptr::eq(self.chunk, &self.ranges.first) {
             // Release: as above, for a fault that does not read behind the first chunk any more.
             self.ranges.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);

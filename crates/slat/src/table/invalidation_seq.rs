@@ -76,7 +76,7 @@
 //! 7. F read the ranges in flight before I published. It installs on S what I has zapped.
 
 use super::pte::{PAYLOAD_SHIFT, hidden_number, number_in};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
 /// An invalidation sequence number: the value of the counter, which is even, when a range was
 /// invalidated. Kept as the complement of the empty PTE that has it, so that a fault, which only
@@ -127,7 +127,8 @@ impl InvalidationSeq {
     pub(crate) const STEP: u64 = 2;
 
     /// This number, marked: CPUs may have a translation of another size cached than the next that
-    /// is made at the PTE, in a format that does not allow that ([`BREAK_BEFORE_MAKE`](crate::format::Format::BREAK_BEFORE_MAKE)).
+    /// is made at the PTE, in a format that does not allow that
+    /// ([`BREAK_BEFORE_MAKE`](crate::format::Format::BREAK_BEFORE_MAKE)).
     pub(crate) fn unflushed(self) -> InvalidationSeq {
         InvalidationSeq(self.0 & !InvalidationSeq::UNFLUSHED)
     }
@@ -172,7 +173,9 @@ impl InvalidationSeqCounter {
     pub(crate) fn next(&self) -> InvalidationSeq {
         // AcqRel: release publishes what the caller did before; acquire observes what earlier
         // callers published.
-        InvalidationSeq::from_number(self.0.fetch_add(InvalidationSeq::STEP, Ordering::AcqRel) + InvalidationSeq::STEP)
+        let number = self.0.fetch_add(InvalidationSeq::STEP, Ordering::AcqRel) + InvalidationSeq::STEP;
+        record!(NumberTaken { number });
+        InvalidationSeq::from_number(number)
     }
 
     /// Returns the greatest number so far. The caller observes what its taker published before it
@@ -180,7 +183,9 @@ impl InvalidationSeqCounter {
     pub(crate) fn current(&self) -> InvalidationSeq {
         // Acquire: pairs with the release of every `next` so far (they form one release sequence).
         // It precedes the caller's reads of what was published.
-        InvalidationSeq::from_number(self.0.load(Ordering::Acquire))
+        let number = self.0.load(Ordering::Acquire);
+        record!(NumberRead { number });
+        InvalidationSeq::from_number(number)
     }
 }
 

@@ -33,7 +33,7 @@ use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::Side;
+use crate::sync::{Side, record};
 use derived::DerivedTables;
 use generation::Generations;
 use in_flight::RangesInFlight;
@@ -158,7 +158,12 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Flushes `ranges` on all CPUs, where derived tables allow no more than they may already.
     pub(crate) fn flush_cpus(&self, participant: &Participant, ranges: &[GfnRange]) {
         participant.stats.count(Counter::Flushes);
+        #[cfg(shuttle)]
+        for range in ranges {
+            record!(FlushBegins { start: range.start.0, end: range.end.0 });
+        }
         self.host.flush(ranges);
+        record!(FlushEnds);
     }
 
     /// Makes room for turns that protect directory entries, if little is left. Called outside of

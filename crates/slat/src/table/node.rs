@@ -21,6 +21,8 @@ use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
 use crate::stats::{Counter, Recorder};
+#[cfg(shuttle)]
+use crate::sync::record;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Number of PTEs in a page-table page whose PTEs have `level`.
@@ -315,6 +317,13 @@ impl<F: Format> Prepared<'_, F> {
         self.nr_tables += 1;
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
         unsafe { build(host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
+        #[cfg(shuttle)]
+        for index in 0..F::TABLE_ENTRIES {
+            // SAFETY: as above.
+            let cell = unsafe { host.table_ptr(self.highest()).cast::<u64>().add(index) };
+            // SAFETY: as above, and the PTE was stored just now.
+            record!(PteMade { cell: cell.addr() as u64, value: unsafe { cell.read() } });
+        }
         self.level = self.level.up();
     }
 

@@ -88,6 +88,8 @@ use core::marker::PhantomData;
 use super::invalidation_seq::InvalidationSeq;
 use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::format::{self, Format};
+#[cfg(shuttle)]
+use crate::sync::events::PteKind;
 
 const FROZEN_BIT: u64 = 1 << 3;
 const TRACKED_BIT: u64 = 1 << 4;
@@ -409,6 +411,20 @@ pub(super) fn link_of(bits: u64) -> Hpa {
 pub(super) fn number_of(bits: u64) -> u64 {
     debug_assert!(bits & FROZEN_BIT != 0);
     number_in(bits)
+}
+
+/// What the bits `value` of a PTE of `level` say, for the proofs.
+#[cfg(shuttle)]
+pub fn kind<F: Format>(value: u64, level: u8) -> PteKind {
+    let (pte, level) = (Pte::<F>::from_bits(value), Level(level));
+    match pte.state(level) {
+        State::Empty(seq) if seq.is_unflushed() => PteKind::Unflushed(seq.flushed().number()),
+        State::Empty(seq) => PteKind::Empty(seq.number()),
+        State::Leaf | State::Tracked => PteKind::Leaf(pte.frame(level).0, pte.is_host_writable(), pte.is_writable()),
+        State::Table => PteKind::Table(pte.table_below(level).0),
+        State::Broken => PteKind::Broken(pte.table_of_broken().0.0),
+        State::Frozen => PteKind::Frozen,
+    }
 }
 
 /// Directory entries.

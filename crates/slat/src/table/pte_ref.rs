@@ -24,7 +24,7 @@ use super::pte::{self, Breaking, Pte, State};
 use crate::addr::Level;
 use crate::format::Format;
 use crate::stats::{Counter, Recorder};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
 /// The PTE is no longer what the caller has read: another thread or hardware was faster.
 #[derive(Debug)]
@@ -126,7 +126,9 @@ impl<'s, F: Format> PteRef<'s, F> {
     /// the state that the answer depends on (see `invalidation_seq`).
     #[inline]
     pub(crate) fn load(&self) -> Pte<F> {
-        Pte::from_bits(self.cell.load(Ordering::Acquire))
+        let value = self.cell.load(Ordering::Acquire);
+        record!(PteRead { cell: self.address(), level: self.level.0, value });
+        Pte::from_bits(value)
     }
 
     /// The PTE, only to bring it into the cache. Relaxed: nothing follows from its value.
@@ -236,6 +238,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         #[cfg(debug_assertions)]
         self.assert_transition(old, new);
         let result = self.cell.compare_exchange(old.bits(), new.bits(), Ordering::SeqCst, Ordering::Acquire);
+        self.record_if(result.is_ok(), old.bits(), new.bits());
         result.map(drop).map_err(|_| Changed)
     }
 
@@ -280,7 +283,10 @@ impl<'s, F: Format> PteRef<'s, F> {
         debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a directory entry");
         debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
         // SeqCst: stands in the store-load pairs of the dirty log.
-        Pte::from_bits(self.cell.fetch_and(!(bits & (F::WRITABLE | F::ACCESSED)), Ordering::SeqCst))
+        let kept = !(bits & (F::WRITABLE | F::ACCESSED));
+        let old = self.cell.fetch_and(kept, Ordering::SeqCst);
+        self.record_if(true, old, old & kept);
+        Pte::from_bits(old)
     }
 
     /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
@@ -290,7 +296,9 @@ impl<'s, F: Format> PteRef<'s, F> {
     #[inline]
     pub(crate) unsafe fn freeze(&self) -> Pte<F> {
         // AcqRel: observes what the PTE pointed to as its writer left it.
-        Pte::from_bits(self.cell.swap(Pte::<F>::FROZEN.bits(), Ordering::AcqRel))
+        let old = self.cell.swap(Pte::<F>::FROZEN.bits(), Ordering::AcqRel);
+        self.record_if(true, old, Pte::<F>::FROZEN.bits());
+        Pte::from_bits(old)
     }
 
     /// Freezes `value`, which keeps what it was, and returns that; `Err` is what is there instead.
@@ -298,10 +306,27 @@ impl<'s, F: Format> PteRef<'s, F> {
     pub(crate) fn freeze_as_was(&self, value: Pte<F>) -> Result<Pte<F>, Pte<F>> {
         // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.
         let frozen = value.frozen_as_was(self.level);
-        match self.cell.compare_exchange(value.bits(), frozen.bits(), Ordering::AcqRel, Ordering::Acquire) {
+        let result = self.cell.compare_exchange(value.bits(), frozen.bits(), Ordering::AcqRel, Ordering::Acquire);
+        self.record_if(result.is_ok(), value.bits(), frozen.bits());
+        match result {
             Ok(_) => Ok(frozen),
             Err(found) => Err(Pte::from_bits(found)),
         }
+    }
+
+    /// Records a change for the proofs, directly behind it.
+    #[inline(always)]
+    fn record_if(&self, _has_changed: bool, _old: u64, _new: u64) {
+        #[cfg(shuttle)]
+        if _has_changed {
+            record!(PteReplaced { cell: self.address(), level: self.level.0, old: _old, new: _new });
+        }
+    }
+
+    /// Its address, for [`record!`].
+    #[cfg(shuttle)]
+    fn address(&self) -> u64 {
+        core::ptr::from_ref(self.cell).addr() as u64
     }
 
     #[cfg(debug_assertions)]

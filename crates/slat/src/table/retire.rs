@@ -57,7 +57,7 @@ use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::pool::Pool;
-use crate::sync::{AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence};
+use crate::sync::{AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence, record};
 
 /// The end of a list of page-table pages. No page has this address; the first page of memory may be
 /// one.
@@ -263,9 +263,7 @@ impl Epochs {
         loop {
             // SAFETY: the page is of the chain, which is this thread's until it is on the list.
             let cells = unsafe { chain_cells(host, table) };
-            // Release, here and where a link is stored: a walk that reads a frozen PTE starts over
-            // at the root, and must observe the unlinking there, whichever payload it has read.
-            cells[1].store(tag, Ordering::Release);
+            store_frozen(&cells[1], tag);
             if table == last {
                 break;
             }
@@ -324,7 +322,7 @@ impl Epochs {
         loop {
             // SAFETY: the page is of the chain, which is this thread's until the exchange.
             let cells = unsafe { chain_cells(host, last) };
-            cells[0].store(pte::frozen_link(Hpa(head)), Ordering::Release);
+            store_frozen(&cells[0], pte::frozen_link(Hpa(head)));
             match self.retired_tables.first.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
@@ -383,11 +381,19 @@ impl TableChain {
         self.ends = Some(match self.ends {
             None => (table, table),
             Some((first, last)) => {
-                cells[0].store(pte::frozen_link(first), Ordering::Release);
+                store_frozen(&cells[0], pte::frozen_link(first));
                 (table, last)
             }
         });
     }
+}
+
+/// Stores the bits of a frozen PTE with a payload, in an unlinked page-table page of the caller's.
+fn store_frozen(cell: &AtomicU64, frozen: u64) {
+    // Release: a walk that reads a frozen PTE starts over at the root, and must observe the
+    // unlinking there, whichever payload it has read.
+    cell.store(frozen, Ordering::Release);
+    record!(PteFrozen { cell: core::ptr::from_ref(cell).addr() as u64 });
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]

@@ -386,6 +386,12 @@ pub struct Found<'v> {
 }
 
 impl Found<'_> {
+    /// The address of the leaf PTE.
+    #[allow(dead_code, reason = "not each test asks for it")]
+    pub fn address(&self) -> u64 {
+        std::ptr::from_ref(self.cell).addr() as u64
+    }
+
     /// Whether a CPU can write through it without an entry in the dirty log.
     pub fn is_writable_unlogged<F: Format>(&self, tracking: DirtyTracking) -> bool {
         let is_logged = match tracking {

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Records what the engine does under shuttle, step by step, and replays it in the proofs: each must
+# be a step that the proof allows (`models/proofs/replay.py`). What fails by itself is replayed, too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+steps=$PWD/target/replay
+rm -f "$steps".*
+mkdir -p target
+failed=0
+RUSTFLAGS="${REPLAY_RUSTFLAGS:---cfg shuttle -D warnings}" CARGO_TARGET_DIR=${REPLAY_TARGET_DIR:-target/shuttle} \
+    REPLAY_TO=$steps cargo test -p slat --release --test shuttle_replay -- --test-threads 1 || failed=1
+cd models/proofs
+PYTHONDONTWRITEBYTECODE=1 "${REPLAY_PYTHON:-../../target/proofs/bin/python}" replay.py "$steps"
+[ "$failed" = 0 ]
