@@ -3,26 +3,30 @@
 A model is a class with
   sorts       names of the kinds of things; there are any number of each
   letters     {first letters of a variable: its sort}, for formulas
-  fixed       {name: (sorts of the arguments, result)} of what never changes. A result is a sort, 'bool' or 'int'
+  fixed       {name: (sorts of the arguments,
+                      result)} of what never changes. A result is a sort, 'bool' or 'int'
   state       the same, of what steps change
   rules       {name: what the code does without the rule}; `Model(name)` is the model without that rule
   axioms(s), init(s), safe(s), inv(s) -> {sentence: formula}
   step_xxx(s, a: 'Sort', ...) -> (guard, {variable: its new value, a function of its arguments})
-A step is atomic. What it does not name stays as it is. The first line of its docstring names the function of the
-engine that makes it. Optional:
-  sizes       {sort: number} for the random runs; without it two of each
-  traces      {rule: {'sizes': {sort: number}, 'start': {variable: function}}} for the search of a shortest run
+A step is atomic. What it does not name stays as it is. The first line of its docstring names the function of
+the engine that makes it. Optional:
+  sizes       {sort: number} for runs by values; without it two of each. Elements are 'page0', 'page1'...
+  start       {variable: function} of values for the random runs: constants that are not to be drawn
+  story       a run, 'step element ...; ...': for steps to which random runs do not come
+  traces      {rule: {'sizes': {sort: number},
+                      'start': {variable: function}}} for the search of a shortest run
 
     python MODEL.py                 proves the invariant by Z3; each step must happen in a random run
     python MODEL.py --cvc5          proves it by cvc5
-    python MODEL.py RULE            leaves a rule out; prints a state and a step that lose a conjunct; ends with 1
+    python MODEL.py RULE            leaves a rule out: a state and a step that lose a conjunct; exit 1
     python MODEL.py --rules         each rule left out must lose a conjunct
     python MODEL.py --trace RULE    prints a shortest run to the loss of a promise (`safe`) without the rule
     python MODEL.py --traces        does so for each rule in `traces`
 
-A proof asks for each step and each conjunct C: axioms, invariant, guard and not C after the step. That must be
-unsatisfiable. The sorts are uninterpreted, so the proof holds for any number of elements. The same text of a model
-is evaluated by values in the runs: `And`, `Or`, `Not`, `Implies` and `If` take formulas and values.
+A proof asks for each step and each conjunct C: axioms, invariant, guard and not C after the step. That must
+be unsatisfiable. The sorts are uninterpreted, so the proof holds for any number of elements. In runs the same
+text is evaluated by values: `And`, `Or`, `Not`, `Implies` and `If` take both.
 """
 import inspect
 import itertools
@@ -30,9 +34,10 @@ import random
 import sys
 import time
 import z3
+from solvers import TIMEOUT, Cvc5, Z3, term
 
-TIMEOUT = 30            # seconds a query
-MIN_RUNS, RUNS, RUN_LENGTH = 60, 600, 20
+SEED = 1
+MIN_RUNS, RUNS, RUN_LENGTH, TRIES = 40, 400, 20, 30
 NAMES = {}              # letters of the model at hand
 
 
@@ -85,7 +90,9 @@ class State:
         kinds = kinds_of(f)
         if self.elements is not None:
             values = (f(*xs) for xs in itertools.product(*(self.elements[k] for _, k in kinds)))
-            return all(values) if is_all else any(values)
+            if self.sorts is None:
+                return all(values) if is_all else any(values)
+            return And(*values) if is_all else Or(*values)
         # The name of a bound variable says how deep it is, so that the same formula is the same term.
         State.depth += 1
         xs = [z3.Const(f'{n}_{State.depth}', self.sorts[k]) for n, k in kinds]
@@ -105,7 +112,7 @@ class State:
         return State(self.sorts, self.elements, {**self.functions, **updates})
 
 
-KINDS = {}
+KINDS, UNIQUE = {}, itertools.count()
 
 
 def kinds_of(f):
@@ -113,7 +120,8 @@ def kinds_of(f):
     code = f.__code__
     if code not in KINDS:
         params = inspect.signature(f).parameters.values()
-        KINDS[code] = [(p.name, NAMES[p.name.rstrip('0123456789')] if p.annotation is p.empty else p.annotation)
+        KINDS[code] = [(p.name,
+                        NAMES[p.name.rstrip('0123456789')] if p.annotation is p.empty else p.annotation)
                        for p in params]
     return KINDS[code]
 
@@ -127,7 +135,8 @@ def use(model):
 def steps_of(model):
     """[(name, function, [(parameter, sort)])]."""
     found = [(n[5:], getattr(model, n)) for n in dir(model) if n.startswith('step_')]
-    return [(n, f, [(p.name, p.annotation) for p in inspect.signature(f).parameters.values() if p.name != 's'])
+    return [(n,
+             f, [(p.name, p.annotation) for p in inspect.signature(f).parameters.values() if p.name != 's'])
             for n, f in found]
 
 
@@ -139,98 +148,30 @@ def conjuncts(model, s):
 
 # Proofs.
 
-def term(x):
-    return z3.BoolVal(x) if isinstance(x, bool) else x
-
-
-def symbolic(model):
-    """A state of formulas."""
+def symbolic(model, sizes=None):
+    """A state of formulas; if there are `sizes`, of so many elements."""
     sorts = {n: z3.DeclareSort(n + 's') for n in model.sorts}     # cvc5 has a `Table` of its own
+    elements = None
+    if sizes is not None:
+        enums = {n: z3.EnumSort(f'{n}{next(UNIQUE)}',
+                                [f'{n.lower()}{k}_{next(UNIQUE)}' for k in range(sizes.get(n, 2))])
+                 for n in model.sorts}
+        sorts, elements = {n: k for n, (k, _) in enums.items()}, {n: list(es) for n, (_, es) in enums.items()}
     result = {**sorts, 'bool': z3.BoolSort(), 'int': z3.IntSort()}
     functions = {}
     for name, (args, res) in {**model.fixed, **model.state}.items():
         f = z3.Function(name, *[sorts[a] for a in args], result[res])
         functions[name] = f if args else (lambda c: lambda: c)(f())
-    return State(sorts, None, functions)
-
-
-class Z3:
-    """Asks Z3 whether assumptions allow a goal to fail."""
-
-    def __init__(self, s, assumed):
-        self.solver = z3.Solver()
-        self.solver.set('timeout', TIMEOUT * 1000)
-        self.solver.add(*map(term, assumed))
-
-    def fails(self, goal):
-        """'sat', 'unsat' or 'unknown'."""
-        self.solver.push()
-        self.solver.add(z3.Not(term(goal)))
-        self.answer = str(self.solver.check())
-        self.model = self.solver.model() if self.answer == 'sat' else None
-        self.solver.pop()
-        return self.answer
-
-
-class Cvc5:
-    """Asks cvc5 the same, in SMT-LIB."""
-
-    def __init__(self, s, assumed):
-        import cvc5
-        self.cvc5 = cvc5
-        self.solver = cvc5.Solver(cvc5.TermManager())
-        for option, value in dict(incremental='true').items():
-            self.solver.setOption(option, value)
-        self.solver.setOption('tlimit-per', str(TIMEOUT * 1000))
-        self.parser = cvc5.InputParser(self.solver)
-        symbols = {}
-        for e in map(term, assumed):
-            collect(e, symbols, set())
-        self.known = set(symbols)
-        lines = ['(set-logic ALL)', *(f'(declare-sort {k} 0)' for k in s.sorts.values())]
-        self.tell(lines + declared(symbols) + [f'(assert {term(e).sexpr()})' for e in assumed])
-
-    def tell(self, lines):
-        self.parser.setStringInput(self.cvc5.InputLanguage.SMT_LIB_2_6, '\n'.join(lines), 'query')
-        names, answer = self.parser.getSymbolManager(), ''
-        while not (command := self.parser.nextCommand()).isNull():
-            answer = command.invoke(self.solver, names).strip() or answer
-        return answer
-
-    def fails(self, goal):
-        symbols = {}
-        collect(term(goal), symbols, set())
-        new = {n: d for n, d in symbols.items() if n not in self.known}
-        self.known |= set(new)
-        self.tell(declared(new))
-        return self.tell(['(push 1)', f'(assert (not {term(goal).sexpr()}))', '(check-sat)', '(pop 1)'])
-
-
-def declared(symbols):
-    return [d.sexpr() for d in symbols.values()]
-
-
-def collect(e, symbols, seen):
-    """Adds the uninterpreted functions of a formula to `symbols`."""
-    if e.get_id() in seen:
-        return
-    seen.add(e.get_id())
-    if z3.is_quantifier(e):
-        collect(e.body(), symbols, seen)
-    elif z3.is_app(e):
-        if e.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-            symbols[e.decl().name()] = e.decl()
-        for c in e.children():
-            collect(c, symbols, seen)
+    return State(sorts, elements, functions)
 
 
 class Proof:
     """The queries of a model. `lost`: (step, conjunct, answer of the solver) of what is not kept."""
 
-    def __init__(self, model, solver=Z3, stop=False):
+    def __init__(self, model, solver=Z3, stop=False, sizes=None):
         use(model)
-        self.model, self.solver, self.stop = model, solver, stop
-        self.s = symbolic(model)
+        self.model, self.solver, self.stop, self.sizes = model, solver, stop, sizes
+        self.s = symbolic(model, sizes)
         self.nr_queries, self.lost, self.began = 0, [], time.time()
         self.axioms = list(model.axioms(self.s).values())
         self.inv = conjuncts(model, self.s)
@@ -251,12 +192,8 @@ class Proof:
         return self
 
     def ask(self, step, assumed, goals, xs):
-        solver = self.solver(self.s, assumed)
-        # Steps that can never happen keep everything.
-        if step != 'init' and not self.stop and self.solver is Z3:
-            self.nr_queries += 1
-            if solver.fails(False) == 'unsat':
-                self.lost.append((step, 'can never happen', 'unsat'))
+        # A counterexample for any number of elements comes soon or not at all.
+        solver = self.solver(self.s, assumed, 3 if self.stop and self.sizes is None else TIMEOUT)
         for name, goal in goals.items():
             self.nr_queries += 1
             answer = solver.fails(goal)
@@ -279,15 +216,16 @@ class Proof:
 
     def text(self, f, xs):
         guard, updates = f(self.s, *xs)
-        at = {n: [z3.Const(f'x{i}', self.s.sorts[a]) for i, a in enumerate(self.model.state[n][0])] for n in updates}
+        at = {n: [z3.Const(f'x{i}',
+                           self.s.sorts[a]) for i, a in enumerate(self.model.state[n][0])] for n in updates}
         return str(term(guard)), {n: str(u(*at[n])) for n, u in updates.items()}
 
     def remember(self, m, xs):
         """The counterexample, as lines."""
         def show(v):
             return str(m.eval(v, model_completion=True)).replace('!val!', '') if z3.is_expr(v) else str(v)
-        universe = {n: m.get_universe(self.s.sorts[n]) or [m.eval(z3.Const('any', self.s.sorts[n]), True)]
-                    for n in self.model.sorts}
+        universe = self.s.elements or {
+            n: m.get_universe(k) or [m.eval(z3.Const('any', k), True)] for n, k in self.s.sorts.items()}
         self.shown = []
         for name, (args, _) in {**self.model.fixed, **self.model.state}.items():
             cells = []
@@ -310,10 +248,11 @@ class Values:
         self.elements = {n: [f'{n.lower()}{i}' for i in range(sizes.get(n, 2))] for n in model.sorts}
         self.cells = {n: list(itertools.product(*(self.elements[k] for k in args)))
                       for n, (args, _) in {**model.fixed, **model.state}.items()}
-        self.constant = {n: self.lookup(n, self.table(n, fixed.get(n), res)) for n, (_, res) in model.fixed.items()}
+        self.constant = {n: self.lookup(n, self.table(n, fixed.get(n), res)) for n,
+                         (_, res) in model.fixed.items()}
         self.first = tuple(self.table(n, start.get(n), res) for n, (_, res) in model.state.items())
-        self.steps = [(n, f, list(itertools.product(*(self.elements[k] for _, k in params))))
-                      for n, f, params in steps_of(model)]
+        self.steps = {n: (f, list(itertools.product(*(self.elements[k] for _, k in params))))
+                      for n, f, params in steps_of(model)}
 
     def table(self, name, f, res):
         default = False if res == 'bool' else 0 if res == 'int' else self.elements[res][0]
@@ -327,15 +266,27 @@ class Values:
         functions = {n: self.lookup(n, v) for n, v in zip(self.names, values)}
         return State(None, self.elements, {**self.constant, **functions})
 
-    def next(self, values):
-        """Yields (step, arguments, state after it) of each step that can happen."""
+    def after(self, values, step):
+        """The state after the step, or None."""
+        name, *xs = step.split()
+        guard, updates = self.steps[name][0](self.state(values), *xs)
+        return self.changed(values, updates) if guard else None
+
+    def changed(self, values, updates):
+        return tuple(tuple(updates[n](*at) for at in self.cells[n]) if n in updates else v
+                     for n, v in zip(self.names, values))
+
+    def next(self, values, in_order=list, chance=None):
+        """Yields (step, state after it) of each step that can happen; of each name once if by `chance`."""
         s = self.state(values)
-        for name, f, arguments in self.steps:
-            for xs in arguments:
+        for name in in_order(self.steps):
+            f, arguments = self.steps[name]
+            for xs in chance.sample(arguments, min(TRIES, len(arguments))) if chance else arguments:
                 guard, updates = f(s, *xs)
                 if guard:
-                    yield name, xs, tuple(tuple(updates[n](*at) for at in self.cells[n]) if n in updates else v
-                                          for n, v in zip(self.names, values))
+                    yield name if chance else ' '.join((name, *xs)), self.changed(values, updates)
+                    if chance:
+                        break
 
 
 def broken(formulas):
@@ -347,27 +298,35 @@ def random_runs(model):
 
     A run goes on from a state to which an earlier run came, rather by a step that seldom happens.
     """
-    chance, sizes = random.Random(1), getattr(model, 'sizes', {})
+    chance, sizes = random.Random(SEED), getattr(model, 'sizes', {})
     came = {n: [] for n, _, _ in steps_of(model)}
     count = dict.fromkeys(came, 0)
 
-    def draw(names):
-        return chance.choices(names, [1 / (1 + count[n]) for n in names])[0]
+    def in_order(names):
+        """At random, rather those first that seldom came."""
+        return sorted(names, key=lambda n: chance.expovariate(1) * (1 + count[n]))
 
+    v, values = first_state(model, sizes, chance)
+    for step in [x.strip() for x in getattr(model, 'story', '').split(';') if x.strip()]:
+        values = v.after(values, step)
+        if values is None:
+            return [], f'"{step}" of the story cannot happen there'
+        if lost := broken(conjuncts(model, v.state(values))):
+            return [], f'"{step}" of the story loses {lost}'
+        name = step.split()[0]
+        count[name] += 1
+        came[name] = [(v, values)]
     for nr in range(RUNS):
         v, values = first_state(model, sizes, chance)
         reached = [n for n in came if came[n]]
         if reached and nr % 3:
-            v, values = chance.choice(came[draw(reached)])
-        use(model)
+            v, values = chance.choice(came[in_order(reached)[0]])
+        # Half of the steps: the others would disturb what takes many steps.
+        some = {n for n in came if nr % 2 or chance.random() < 0.5}
         for _ in range(RUN_LENGTH):
-            options = {}
-            for name, _, new in v.next(values):
-                options.setdefault(name, []).append(new)
-            if not options:
+            name, values = next(v.next(values, lambda steps: in_order(some), chance), (None, values))
+            if name is None:
                 break
-            name = draw(list(options))
-            values = chance.choice(options[name])
             count[name] += 1
             came[name] = [*came[name][-7:], (v, values)]
         if lost := broken(conjuncts(model, v.state(values))):
@@ -386,11 +345,14 @@ def first_state(model, sizes, chance):
             def value(*at):
                 key = (name, at)
                 if key not in drawn:
-                    drawn[key] = chance.random() < 0.5 if res == 'bool' else chance.randrange(3) if res == 'int' \
-                        else chance.choice([f'{res.lower()}{i}' for i in range(sizes.get(res, 2))])
+                    some = {'bool': [False, True], 'int': [0, 1, 2]}.get(res)
+                    names = [f'{res.lower()}{i}' for i in range(sizes.get(res, 2))]
+                    drawn[key] = chance.choice(some or names)
                 return drawn[key]
             return value
-        v = Values(model, sizes, {n: draw(n, res) for n, (_, res) in model.fixed.items()}, getattr(model, 'start', {}))
+        start = getattr(model, 'start', {})
+        fixed = {n: start.get(n) or draw(n, res) for n, (_, res) in model.fixed.items()}
+        v = Values(model, sizes, fixed, start)
         s = v.state(v.first)
         if not broken(model.axioms(s)):
             wrong = broken(model.init(s))
@@ -400,20 +362,20 @@ def first_state(model, sizes, chance):
 
 
 def shortest_run(model, sizes, start={}, max_states=400000):
-    """Breadth first to the loss of a promise. Returns (lost promises, steps), or None; and the number of states."""
+    """Breadth first. Returns (lost promises, steps) or None, and the number of states."""
     v = Values(model, sizes, start, start)
     s = v.state(v.first)
     wrong = broken({**model.axioms(s), **model.init(s)})
     assert not wrong or not broken({**model.axioms(s), **conjuncts(model, s)}), \
-        f'the first state is neither initial ({wrong}) nor one of the invariant ({broken(conjuncts(model, s))})'
+        f'the first state is not initial ({wrong}), and breaks {broken(conjuncts(model, s))}'
     came, todo, done = {v.first: None}, [v.first], 0
     while done < len(todo) and len(todo) < max_states:
         values = todo[done]
         done += 1
-        for name, xs, new in v.next(values):
+        for step, new in v.next(values):
             if new in came:
                 continue
-            came[new] = (values, ' '.join((name, *xs)))
+            came[new] = (values, step)
             if lost := broken(model.safe(v.state(new))):
                 path = []
                 while came[new]:
@@ -438,7 +400,8 @@ def prove(cls, solver):
         if unseen or wrong:
             print(f'  {wrong}' if wrong else f'  in no random run: {", ".join(unseen)}')
             failed = True
-    print(f'{cls.__name__}: {"FAILED" if failed else "proved"} by {solver.__name__}: {len(model.inv(proof.s))} conjuncts, '
+    result = 'FAILED' if failed else 'proved'
+    print(f'{cls.__name__}: {result} by {solver.__name__}: {len(model.inv(proof.s))} conjuncts, '
           f'{len(model.safe(proof.s))} promises, {len(proof.steps)} steps, {proof.nr_queries} queries, '
           f'{proof.seconds:.1f} s', flush=True)
     return not failed
@@ -448,6 +411,10 @@ def notices(cls, rule, verbose=False):
     """Whether a conjunct is lost without the rule."""
     proof = Proof(cls(rule), stop=True).run()
     lost = [(step, name) for step, name, answer in proof.lost if answer == 'sat']
+    if not lost and proof.lost:
+        # Z3 found no model for any number of elements; it finds one of few.
+        proof = Proof(cls(rule), stop=True, sizes=getattr(cls, 'sizes', {})).run()
+        lost = [(step, name) for step, name, answer in proof.lost if answer == 'sat']
     if lost:
         print(f'{cls.__name__} without {rule}: {lost[0][0]} loses "{lost[0][1]}"', flush=True)
         if verbose:
@@ -462,7 +429,8 @@ def trace(cls, rule):
     found, nr_states = shortest_run(cls(rule), **cls.traces[rule])
     effort = f'{nr_states} states, {time.time() - began:.1f} s'
     if found:
-        print(f'{cls.__name__} without {rule}: {len(found[1])} steps lose "{found[0][0]}" ({effort}):', flush=True)
+        print(f'{cls.__name__} without {rule}: {len(found[1])} steps lose "{found[0][0]}" ({effort}):',
+              flush=True)
         print('    ' + '; '.join(found[1]), flush=True)
     else:
         print(f'{cls.__name__} without {rule}: FAILED: no run found ({effort})', flush=True)
