@@ -1,20 +1,22 @@
-"""Epochs: nothing is freed that an open guard can reach. Any number of participants, guards, things, reclaimers.
+"""Epochs: nothing is freed that an open guard can reach. Any number of participants, guards, things,
+reclaimers.
 
 Protocol: docs/protocols/deferred-freeing.md. Engine: table/{retire,participant}.rs.
 
 Here memory is weaker than sequentially consistent, where the protocol depends on it:
-- What a participant stores to its announcement (`mem`) becomes visible late, in order: the end of the last guard
-  (`idle_late`), then the next announcement (`late`). A read-modify-write makes all visible.
+- What a participant stores to its announcement (`mem`) becomes visible late, in order: the end of the last
+  guard (`idle_late`), then the next announcement (`late`). A read-modify-write makes all visible.
 - A guard reads links as old as it likes. It fails to reach an unlinked thing only once it has *observed* the
-  unlinking: it read an epoch that began after it (acquire), or it made a full fence after the full fence of a
-  reclaimer that has the thing, or that reclaimer's barrier came on its CPU.
+  unlinking: it read an epoch that began after it (acquire), or it made a full fence after the full fence of
+  a reclaimer that has the thing, or that reclaimer's barrier came on its CPU.
 - A reclaimer without a fence reads old announcements.
 
-The announcements of counted guards and of a fault's guard are two `Participant`s here, with observations of their
-own. `remote`: guards begin without a fence, and reclaimers make a barrier on all CPUs; `by_rmw` guards always have
-the fence of a lock. A participant that is made meanwhile is one that was idle.
-Left out: hazard pointers; the flush before a retirement (`invalidation.py` flushes before the host acts); the list's
-links in the things themselves.
+The announcements of counted guards and of a fault's guard are two `Participant`s here, with observations of
+their own. `remote`: guards begin without a fence, and reclaimers make a barrier on all CPUs; `by_rmw` guards
+always have the fence of a lock. A participant that is made meanwhile is one that was idle.
+
+Left out: hazard pointers; the flush before a retirement (`invalidation.py` flushes before the host acts);
+the links of the list, which lie in the things themselves.
 """
 import prover
 from prover import And, If, Implies, Not, Or, put, put_where
@@ -154,8 +156,8 @@ class Epochs:
     def step_close(self, s, g: 'Guard'):
         """table/participant.rs: drop. Release: the reads of the guard are over."""
         k = s.of(g)
-        last = True if self.without('nest-end') else s.all(lambda g2: Implies(s.of(g2) == k,
-                                                                              Or(g2 == g, Not(s.open(g2)))))
+        alone = s.all(lambda g2: Implies(s.of(g2) == k, Or(g2 == g, Not(s.open(g2)))))
+        last = True if self.without('nest-end') else alone
         return And(s.open(g), s.pc(k) == IN), {
             'open': put(s.open, g, False), 'holds': put_where(s.holds, lambda g2, t: g2 == g, False),
             'pc': put(s.pc, k, If(last, OUT, s.pc(k))), 'late': put(s.late, k, And(s.late(k), Not(last))),
@@ -229,28 +231,28 @@ class Epochs:
         tagged = lambda t: s.tpc(t) >= TAGGED
         began = lambda k: s.pc(k) != OUT
         has = lambda r, t: And(s.tpc(t) >= TAKEN, s.taker(t) == r)
+        allows = lambda r, k, t: Or(s.found(r, k) == IDLE, s.found(r, k) > s.tag(t))
         return {
             'phases of participants': s.all(lambda k: And(s.pc(k) >= OUT, s.pc(k) <= IN)),
             'phases of things': s.all(lambda t: And(s.tpc(t) >= LINKED, s.tpc(t) <= FREED)),
             'phases of reclaimers': s.all(lambda r: And(s.rpc(r) >= START, s.rpc(r) <= FENCED)),
             'epochs begin at 1': s.epoch() >= 1,
             'a tag is an epoch that is over': s.all(lambda t: Implies(tagged(t), s.tag(t) < s.epoch())),
-            'an announcement is an epoch': s.all(lambda k: Implies(began(k),
-                                                                   And(1 <= s.val(k),
-                                                                       s.val(k) <= s.epoch()))),
+            'an announcement is an epoch': s.all(
+                lambda k: Implies(began(k), And(1 <= s.val(k), s.val(k) <= s.epoch()))),
             'an open guard is announced': s.all(lambda g: Implies(s.open(g), s.pc(s.of(g)) == IN)),
             'a guard that holds something is open': s.all(lambda g, t: Implies(s.holds(g, t), s.open(g))),
             'only what is unlinked is observed so': s.all(lambda k,
                                                           t: Implies(s.observed(k, t), s.tpc(t) >= UNLINKED)),
-            'a reclaimer took what it has': s.all(lambda t: Implies(s.tpc(t) >= TAKEN,
-                                                                    s.rpc(s.taker(t)) >= TOOK)),
+            'a reclaimer took what it has': s.all(
+                lambda t: Implies(s.tpc(t) >= TAKEN, s.rpc(s.taker(t)) >= TOOK)),
             'announcements are read after the fence': s.all(lambda r,
                                                             k: Implies(s.scanned(r, k), s.rpc(r) == FENCED)),
             'the barrier is after the fence': s.all(lambda r, k: Implies(s.hit(r, k), s.rpc(r) == FENCED)),
             'announcements are read after the barrier': s.all(lambda r, k: Implies(
                 And(s.scanned(r, k), s.remote()), s.hit(r, k))),
-            'late is what is stored': s.all(lambda k: Implies(s.late(k),
-                                                              Or(s.pc(k) == STORED, s.pc(k) == IN))),
+            'late is what is stored': s.all(
+                lambda k: Implies(s.late(k), Or(s.pc(k) == STORED, s.pc(k) == IN))),
             'an announcement with a fence is visible': s.all(lambda k: Implies(
                 And(s.pc(k) == IN, Or(Not(s.remote()), s.by_rmw(k))),
                 And(s.mem(k) == s.val(k), Not(s.late(k)), Not(s.idle_late(k))))),
@@ -274,8 +276,7 @@ class Epochs:
                                                          s.found(r, s.of(g)) > s.tag(t))),
                 Not(s.holds(g, t)))),
             'what is freed was not found': s.all(lambda k, t: Implies(
-                s.tpc(t) == FREED, And(s.scanned(s.taker(t), k), Or(s.found(s.taker(t), k) == IDLE,
-                                                                    s.found(s.taker(t), k) > s.tag(t))))),
+                s.tpc(t) == FREED, And(s.scanned(s.taker(t), k), allows(s.taker(t), k, t)))),
         }
 
 

@@ -36,8 +36,8 @@ class Invalidation(PageTables):
     state = {
         **PageTables.state,
         'ok': (['Page', 'Answer'], 'bool'), 'tlb': (['Cpu', 'Page', 'Answer'], 'bool'),
-        'fpc': (['Fault'], 'int'), 'fat': (['Fault'], 'Pte'), 'seen': (['Fault'], 'int'), 'got': (['Fault'],
-                                                                                                  'Answer'),
+        'fpc': (['Fault'], 'int'), 'fat': (['Fault'], 'Pte'), 'seen': (['Fault'], 'int'),
+        'got': (['Fault'], 'Answer'),
         # Of a fault that replaces a leaf: what the leaf said, its own number. It has seen the counter.
         'on_leaf': (['Fault'], 'bool'), 'old': (['Fault'], 'Answer'), 'own': (['Fault'], 'Fresh'),
         # it did not find the range in flight
@@ -207,8 +207,8 @@ class Invalidation(PageTables):
         """vcpu/act.rs: install_instead. If no other number was taken: as if this had been seen."""
         alone = True if self.without('recount', 'recount-late') else s.counter() == s.seen(f) + 1
         return And(s.fpc(f) == GONE, alone), {
-            'fpc': put(s.fpc, f, ACTS), 'on_leaf': put(s.on_leaf, f, False), 'seen': put(s.seen, f,
-                                                                                         s.fresh(s.own(f)))}
+            'fpc': put(s.fpc, f, ACTS), 'on_leaf': put(
+                s.on_leaf, f, False), 'seen': put(s.seen, f, s.fresh(s.own(f)))}
 
     def step_give_up(self, s, f: 'Fault'):
         """vcpu.rs: the fault starts over, or the guest comes back."""
@@ -249,8 +249,8 @@ class Invalidation(PageTables):
         return And(s.stands(i, s.table(e)), self.maps(s, e, p), s.covers(i, p), Not(s.frozen(e)))
 
     def passes(self, s, i, e):
-        return {'visited': put_where(s.visited, lambda j, p: And(j == i, self.maps(s, e, p),
-                                                                 s.covers(i, p)), True)}
+        return {'visited': put_where(
+            s.visited, lambda j, p: And(j == i, self.maps(s, e, p), s.covers(i, p)), True)}
 
     def step_pass(self, s, i: 'Inv', e: 'Pte', p: 'Page'):
         """second_stage/zap.rs: visit. Empty with its own number or a greater one."""
@@ -283,14 +283,14 @@ class Invalidation(PageTables):
 
     def step_unlink(self, s, i: 'Inv', e: 'Pte', n: 'Fresh'):
         """second_stage/zap.rs: visit, take_over. With all that is linked below."""
-        whole = True if self.without('unlink-covered') else s.all(lambda p: Implies(self.maps(s, e, p),
-                                                                                    s.covers(i, p)))
+        whole = True if self.without(
+            'unlink-covered') else s.all(lambda p: Implies(self.maps(s, e, p), s.covers(i, p)))
         at = self.walks(s, i) if self.without('unlink-empty') else s.ipc(i) == UNLINKS
         guard = And(at, s.stands(i, s.table(e)), s.kind(e) == TABLE, Not(s.frozen(e)), whole)
         if self.without('fresh-unlink'):
             return guard, {'kind': put(s.kind, e, EMPTY), 'num': put(s.num, e, s.inum(i)), **self.cut(s, e)}
-        return And(guard, s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {**self.store(s, e, n),
-                                                                           **self.cut(s, e)}
+        return And(
+            guard, s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {**self.store(s, e, n), **self.cut(s, e)}
 
     def step_unlinked(self, s, i: 'Inv'):
         """second_stage/zap.rs: zap_range. The further passes are over."""
@@ -309,8 +309,8 @@ class Invalidation(PageTables):
 
     def step_host(self, s, i: 'Inv', p: 'Page', a: 'Answer'):
         """The host moves a page, protects it or takes it: at most one answer stays true."""
-        return And(s.ipc(i) == HOST, s.covers(i, p)), {'ok': put_where(s.ok, lambda q,
-                                                                       b: And(q == p, b != a), False)}
+        return And(s.ipc(i) == HOST, s.covers(i, p)), {
+            'ok': put_where(s.ok, lambda q, b: And(q == p, b != a), False)}
 
     def step_allow(self, s, p: 'Page', a: 'Answer'):
         """The host allows more."""
@@ -377,8 +377,8 @@ class Invalidation(PageTables):
             'phases of faults': s.all(lambda f: And(s.fpc(f) >= IDLE, s.fpc(f) <= GONE)),
             'phases of invalidations': s.all(lambda i: And(s.ipc(i) >= OUT, s.ipc(i) <= OVER)),
             'a fault stands in a page-table page in use': s.all(lambda f: Implies(
-                Or(s.fpc(f) == WALKS, s.fpc(f) >= ACTS), And(s.used(s.table(s.fat(f))),
-                                                             self.maps(s, s.fat(f), s.page(f))))),
+                Or(s.fpc(f) == WALKS, s.fpc(
+                    f) >= ACTS), And(s.used(s.table(s.fat(f))), self.maps(s, s.fat(f), s.page(f))))),
             'an invalidation stands in page-table pages in use': s.all(lambda i, t: Implies(
                 s.stands(i, t), And(self.has_number(s, i), s.used(t)))),
             'what is visited is covered': s.all(lambda i, p: Implies(
@@ -387,8 +387,8 @@ class Invalidation(PageTables):
                 And(s.ipc(i) >= UNLINKS, s.covers(i, p)), s.visited(i, p))),
             'CPUs are flushed after the passes': s.all(lambda i,
                                                        c: Implies(s.flushed(i, c), s.ipc(i) >= FLUSHES)),
-            'all CPUs are flushed before the host acts': s.all(lambda i,
-                                                               c: Implies(s.ipc(i) >= HOST, s.flushed(i, c))),
+            'all CPUs are flushed before the host acts': s.all(
+                lambda i, c: Implies(s.ipc(i) >= HOST, s.flushed(i, c))),
             'a flushed CPU stays flushed': s.all(lambda i, c, p, a: Implies(
                 And(self.took(s, i), s.flushed(i, c), s.covers(i, p)), Not(s.tlb(c, p, a)))),
             'a fault without a look has passed no range': s.all(lambda f, i: Implies(
@@ -445,10 +445,10 @@ class Invalidation(PageTables):
         has_own = lambda f: And(took(f), s.on_leaf(f))
         nr_own = lambda f: If(took(f), 1, 0)
         return {
-            'a fault with a number of its own replaces a leaf': s.all(lambda f: Implies(took(f),
-                                                                                        s.on_leaf(f))),
-            'a fault that replaces a leaf has looked': s.all(lambda f: Implies(s.on_leaf(f),
-                                                                               self.looked(s, f))),
+            'a fault with a number of its own replaces a leaf': s.all(
+                lambda f: Implies(took(f), s.on_leaf(f))),
+            'a fault that replaces a leaf has looked': s.all(
+                lambda f: Implies(s.on_leaf(f), self.looked(s, f))),
             'a number of its own is counted': s.all(lambda f: Implies(
                 has_own(f), And(s.state_of(s.own(f)) != FREE, s.fresh(s.own(f)) > s.seen(f)))),
             'a number of its own is stored once': s.all(lambda f: Implies(

@@ -28,13 +28,14 @@ class PageTables:
         'entry': (['Table', 'Page'], 'Pte'), 'table': (['Pte'], 'Table'),
     }
     state = {
-        'kind': (['Pte'], 'int'), 'frozen': (['Pte'], 'bool'), 'num': (['Pte'], 'int'), 'ans': (['Pte'],
-                                                                                                'Answer'),
+        'kind': (['Pte'], 'int'), 'frozen': (['Pte'], 'bool'), 'num': (['Pte'], 'int'),
+        'ans': (['Pte'], 'Answer'),
         'down': (['Pte'], 'Table'),
         'used': (['Table'], 'bool'), 'linked': (['Table'], 'bool'), 'below': (['Table', 'Pte'], 'bool'),
         'counter': ([], 'int'), 'state_of': (['Fresh'], 'int'), 'fresh': (['Fresh'], 'int'),
     }
     rules = {}
+    few = {'Page': 2, 'Pte': 4, 'Table': 3, 'Fault': 1, 'Inv': 1, 'Cpu': 1, 'Fresh': 1, 'Answer': 1}
     # For runs by values: a root of level 2 with a PTE for two pages; two page-table pages of level 1 with
     # such a PTE, and two of level 0 with a PTE for each page.
     sizes = {'Page': 2, 'Pte': 7, 'Table': 5, 'Answer': 2, 'Fresh': 4, 'Cpu': 1}
@@ -178,8 +179,8 @@ class PageTables:
                 lambda t, e, x: Implies(And(s.below(t, e), s.below(s.table(e), x)), s.below(t, x))),
             'the root is below nothing': s.all(lambda e: Not(s.below(s.root(), e))),
             'nothing is between a PTE and what it points to': s.all(lambda e, x: Implies(
-                And(in_use(e), self.leads_down(s, e), s.below(s.down(e), x)), Or(x == e,
-                                                                                 s.below(s.table(e), x)))),
+                And(in_use(e), self.leads_down(s, e), s.below(s.down(e), x)),
+                Or(x == e, s.below(s.table(e), x)))),
             'a PTE points down': s.all(lambda e: Implies(And(in_use(e), self.leads_down(s, e)),
                                                          s.below(s.down(e), e))),
             'a PTE points to its pages': s.all(lambda e, p: Implies(
@@ -191,8 +192,8 @@ class PageTables:
             'one page-table page of a level': s.all(lambda t, u, p: Implies(
                 And(shares(t, u, p), s.level(t) == s.level(u)), t == u)),
             'numbers of PTEs are counted': s.all(lambda e: Implies(in_use(e), s.num(e) <= s.counter())),
-            'fresh numbers are counted': s.all(lambda n: Implies(s.state_of(n) != FREE,
-                                                                 s.fresh(n) <= s.counter())),
+            'fresh numbers are counted': s.all(
+                lambda n: Implies(s.state_of(n) != FREE, s.fresh(n) <= s.counter())),
             'fresh numbers differ': s.all(lambda n, n2: Implies(
                 And(s.state_of(n) != FREE, s.state_of(n2) != FREE, s.fresh(n) == s.fresh(n2)), n == n2)),
             'a fresh number is at no PTE': s.all(lambda n, e: Implies(

@@ -13,6 +13,7 @@ A step is atomic. What it does not name stays as it is. The first line of its do
 the engine that makes it. Optional:
   sizes       {sort: number} for runs by values; without it two of each. Elements are 'page0', 'page1'...
   start       {variable: function} of values for the random runs: constants that are not to be drawn
+  few         {sort: number} for counterexamples without a rule; without it two of each
   story       a run, 'step element ...; ...': for steps to which random runs do not come
   traces      {rule: {'sizes': {sort: number},
                       'start': {variable: function}}} for the search of a shortest run
@@ -34,7 +35,7 @@ import random
 import sys
 import time
 import z3
-from solvers import TIMEOUT, Cvc5, Z3, term
+from solvers import Cvc5, Z3, term
 
 SEED = 1
 MIN_RUNS, RUNS, RUN_LENGTH, TRIES = 40, 400, 20, 30
@@ -180,7 +181,7 @@ class Proof:
     def run(self):
         self.ask('init', [*self.axioms, *self.model.init(self.s).values()], self.inv, [])
         for name, f, params in self.in_order():
-            if self.stop and self.lost:
+            if self.stop and any(answer == 'sat' for _, _, answer in self.lost):
                 break
             xs = [z3.Const(n, self.s.sorts[k]) for n, k in params]
             guard, updates = f(self.s, *xs)
@@ -192,8 +193,7 @@ class Proof:
         return self
 
     def ask(self, step, assumed, goals, xs):
-        # A counterexample for any number of elements comes soon or not at all.
-        solver = self.solver(self.s, assumed, 3 if self.stop and self.sizes is None else TIMEOUT)
+        solver = self.solver(self.s, assumed)
         for name, goal in goals.items():
             self.nr_queries += 1
             answer = solver.fails(goal)
@@ -409,12 +409,12 @@ def prove(cls, solver):
 
 def notices(cls, rule, verbose=False):
     """Whether a conjunct is lost without the rule."""
-    proof = Proof(cls(rule), stop=True).run()
-    lost = [(step, name) for step, name, answer in proof.lost if answer == 'sat']
-    if not lost and proof.lost:
-        # Z3 found no model for any number of elements; it finds one of few.
-        proof = Proof(cls(rule), stop=True, sizes=getattr(cls, 'sizes', {})).run()
+    # A counterexample of few elements is found soon, if there is one.
+    for sizes in getattr(cls, 'few', {}), None:
+        proof = Proof(cls(rule), stop=True, sizes=sizes).run()
         lost = [(step, name) for step, name, answer in proof.lost if answer == 'sat']
+        if lost:
+            break
     if lost:
         print(f'{cls.__name__} without {rule}: {lost[0][0]} loses "{lost[0][1]}"', flush=True)
         if verbose:

@@ -11,9 +11,9 @@ def term(x):
 class Z3:
     """Asks Z3 whether assumptions allow a goal to fail."""
 
-    def __init__(self, s, assumed, timeout=TIMEOUT):
+    def __init__(self, s, assumed):
         self.solver = z3.Solver()
-        self.solver.set('timeout', timeout * 1000)
+        self.solver.set('timeout', TIMEOUT * 1000)
         self.solver.add(*map(term, assumed))
 
     def fails(self, goal):
@@ -29,12 +29,12 @@ class Z3:
 class Cvc5:
     """Asks cvc5 the same, in SMT-LIB."""
 
-    def __init__(self, s, assumed, timeout=TIMEOUT):
+    def __init__(self, s, assumed):
         import cvc5
         self.cvc5 = cvc5
         self.solver = cvc5.Solver(cvc5.TermManager())
         self.solver.setOption('incremental', 'true')
-        self.solver.setOption('tlimit-per', str(timeout * 1000))
+        self.solver.setOption('tlimit-per', str(TIMEOUT * 1000))
         self.parser = cvc5.InputParser(self.solver)
         symbols = {}
         for e in map(term, assumed):
