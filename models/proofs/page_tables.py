@@ -161,6 +161,9 @@ class PageTables:
 
     # What always holds of them.
 
+    def core(self, s):
+        return self.inv_tables(s)
+
     def inv_tables(self, s):
         in_use = lambda e: s.used(s.table(e))
         shares = lambda t, u, p: And(s.linked(t), s.linked(u), s.spans(t, p), s.spans(u, p))
