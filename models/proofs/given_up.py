@@ -3,8 +3,9 @@
 Protocol: docs/protocols/invalidation.md, huge-pages.md. Engine: second_stage/{zap,recover,broken}.rs.
 
 A zap unlinks a page-table page, freezes its PTEs one by one, and takes what other threads have linked there
-meanwhile. A recovery owns the page-table page that it broke; threads that abort it freeze what is below, so that
-frozen PTEs say what was linked there, and the owner gives all of that up. `todo(t)`: a thread is to give `t` up.
+meanwhile. A recovery owns the page-table page that it broke. Threads that abort it freeze what is below, so
+that frozen PTEs say what was linked there, and the owner gives all of that up. `todo(t)`: a thread is to give
+`t` up.
 
 A recovery gives a page-table page of a higher level up once its PTEs are frozen. That is a guard here; in the
 engine it is what `make` leaves behind, and a `debug_assert!` in `give_up`.
@@ -15,6 +16,15 @@ Left out: when leaves may be installed, and that the lowest page-table pages are
 import prover
 from page_tables import BROKEN, EMPTY, HELD, LEAF, TABLE, PageTables
 from prover import And, Implies, Not, Or, put, put_where
+
+
+def chain():
+    """One page, a root of level 2, and a page-table page of each level below it."""
+    return {
+        'root': lambda: 'table0', 'level': lambda t: 2 - int(t[5:]), 'spans': lambda t, p: True,
+        'entry': lambda t, p: 'pte' + t[5:], 'table': lambda e: 'table' + e[3:],
+        'used': lambda t: t == 'table0', 'linked': lambda t: t == 'table0',
+    }
 
 
 class GivenUp(PageTables):
@@ -33,6 +43,7 @@ class GivenUp(PageTables):
         'cancel-gives': 'the abort of a recovery gives the page-table page up, too',
     }
     few = {'Page': 1, 'Pte': 3, 'Table': 3, 'Answer': 1, 'Fresh': 1}
+    traces = dict.fromkeys(rules, {'sizes': {**few, 'Fresh': 2}, 'start': chain()})
 
     def init(self, s):
         return {**super().init(s), 'none': s.all(lambda t: And(
@@ -94,7 +105,8 @@ class GivenUp(PageTables):
         if self.without('give-below'):
             below = lambda u: False
         changes = self.takes(s, below, False)
-        return And(s.todo(t), Or(is_frozen, self.without('freeze')), Or(Not(is_broken), self.without('give-late'))), {
+        may = And(Or(is_frozen, self.without('freeze')), Or(Not(is_broken), self.without('give-late')))
+        return And(s.todo(t), may), {
             **changes, 'given': put(s.given, t, True), 'todo': lambda u: And(u != t, Or(s.todo(u), below(u)))}
 
     def safe(self, s):
@@ -120,7 +132,8 @@ class GivenUp(PageTables):
             'a PTE points to what hangs there': s.all(lambda e: Implies(
                 And(s.used(s.table(e)), self.leads_down(s, e)), s.hung(s.down(e)) == e)),
             'what hangs is not to be given up': s.all(lambda e: Implies(
-                And(s.used(s.table(e)), s.kind(e) == TABLE, Not(s.given(s.table(e)))), And(Not(s.todo(s.down(e))), Not(s.given(s.down(e)))))),
+                And(s.used(s.table(e)), s.kind(e) == TABLE, Not(s.given(s.table(e)))),
+                And(Not(s.todo(s.down(e))), Not(s.given(s.down(e)))))),
             'what is to be given up is unlinked or broken': s.all(lambda t: Implies(
                 s.todo(t), Or(Not(s.linked(t)), And(s.kind(s.hung(t)) == BROKEN, s.down(s.hung(t)) == t)))),
             'what is behind a broken PTE is to be given up': s.all(lambda e: Implies(

@@ -12,21 +12,22 @@ takes back by an invalidation. A huge leaf is an answer that is true of each of 
 Covered: leaves of any size, installed, split and recovered; page-table pages linked with a leaf or without,
 unlinked with all that is below, frozen after that or not; an invalidation without memory, which zaps a leaf
 as a whole; a read-only leaf that a fault replaces; the abort of a recovery at any level, also of recoveries
-below a recovery. Left out: formats with break before make (`break_before_make.py`); the size that the host
-allows for a recovery (the counter in `recover.rs`); memslots and userfault bits, logs, A and D (other
-proofs); weak memory (loom, herd7); reuse of page-table pages (`epochs.py`); that page-table pages are freed
-once, and progress (`models/levels.py`, `zap.py`).
+below a recovery.
+
+Left out: formats with break before make (`break_before_make.py`); the size that the host allows for a
+recovery (the counter in `recover.rs`); memslots and userfault bits, logs, A and D (other proofs); weak
+memory (loom, litmus tests); reuse of page-table pages (`epochs.py`); that each is given up (`given_up.py`);
+progress.
 """
 import prover
+from invalidation_runs import (ACTS, CLEAR, COUNTS, FLUSHES, GONE, HOST, IDLE, LOOKED, OUT, OVER, PUBLISHED,
+                               RESOLVED, SORTS, TOOK, UNLINKS, WALKS, ZAPS, flat, huge, resolved)
 from page_tables import EMPTY, FREE, HELD, LEAF, STORED, TABLE, PageTables
 from prover import And, If, Implies, Not, Or, put, put_where
 
-IDLE, WALKS, COUNTS, LOOKED, CLEAR, RESOLVED, ACTS, TOOK, GONE = range(9)       # of a fault
-OUT, PUBLISHED, ZAPS, UNLINKS, FLUSHES, HOST, OVER = range(7)                   # of an invalidation
-
 
 class Invalidation(PageTables):
-    sorts = [*PageTables.sorts, 'Fault', 'Inv', 'Cpu']
+    sorts = SORTS
     letters = {**PageTables.letters, 'f': 'Fault', 'g': 'Fault', 'i': 'Inv', 'j': 'Inv', 'c': 'Cpu'}
     fixed = {
         **PageTables.fixed,
@@ -89,6 +90,14 @@ class Invalidation(PageTables):
         cancel pte1 fresh1; publish inv0; take_number inv0; start inv0; enter inv0 pte0; take_fresh fresh2;
         zap_higher inv0 pte1 page0 fresh2; pass inv0 pte1 page0; zapped inv0; take_fresh fresh3; unlink inv0
         pte0 fresh3; freeze_unlinked pte1; unlinked inv0'''
+
+    traces = {
+        'read-first': flat(), 'store-number': flat(), 'withdraw-late': flat(), 'flush': flat(),
+        'flush-all': flat(), 'publish-first': flat(is_leaf=True), 'recount': flat(is_leaf=True),
+        'counter-first': flat(is_leaf=True),
+        'inherit': resolved(False, 1), 'unlink-empty': resolved(True, 1), 'unlink-covered': resolved(True, 2),
+        'freeze': resolved(True, 1), 'cancel-freeze': resolved(True, 1), 'huge-in-flight': huge(),
+    }
 
     def axioms(self, s):
         return {**super().axioms(s), 'a fault wants its page': s.all(lambda f: s.wants(f, s.page(f)))}
