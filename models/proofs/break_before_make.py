@@ -13,10 +13,20 @@ cleared early enough for a fault to succeed (progress).
 """
 import prover
 from invalidation import ACTS, CLEAR, FLUSHES, GONE, HOST, RESOLVED, UNLINKS, ZAPS, Invalidation
+from invalidation_runs import resolved
 from page_tables import BROKEN, EMPTY, HELD, LEAF, STORED, TABLE
 from prover import And, If, Implies, Not, Or, put, put_where
 
 SPLITS = 4                              # a PTE broken by a split: its leaf is to become a page-table page
+
+
+def mapped(is_huge):
+    """One page and two levels. The page is mapped, by a huge leaf or a small one."""
+    two = resolved(not is_huge, 1)
+    low = 'pte0' if is_huge else 'pte1'
+    start = {**two['start'], 'fpc': lambda f: 0, 'passed': lambda f, i: False, 'wants': lambda f, p: True,
+             'kind': lambda e: LEAF if e == low else EMPTY if is_huge else TABLE, 'low': lambda p: low}
+    return {'sizes': {**two['sizes'], 'Answer': 1}, 'start': start}
 
 
 class BreakBeforeMake(Invalidation):
@@ -47,6 +57,10 @@ class BreakBeforeMake(Invalidation):
         'flush-that': 'an invalidation clears the flag of another value than it read before its flush',
         'refine-unflushed': 'a fault links page-table pages at an unflushed PTE without a flush',
         'refine-in-flight': 'a fault links page-table pages without a look at the ranges in flight',
+    }
+    traces = {
+        'recover-flush': mapped(False), 'cancel-unflushed': mapped(False), 'install-flush': mapped(False),
+        'split-flush': mapped(True), 'split-cancel-unflushed': mapped(True),
     }
     sizes = {**Invalidation.sizes, 'Inv': 3}
     start = {**Invalidation.start, 'covers': lambda i, p: i == 'inv0' or p == 'page1',
