@@ -1,8 +1,8 @@
 """Recovery of huge leaves: the host's answer for the whole block is true when the leaf is made.
 
-Protocol: docs/protocols/huge-pages.md. Engine: second_stage/{recover,broken}.rs. All of
-`invalidation.py` holds here, too. There a recovery makes a leaf of parts that say the same. Here it has asked the host for an answer
-that allows the larger leaf: the parts do not show that it is still true. The counter of numbers does.
+Protocol: docs/protocols/huge-pages.md. Engine: second_stage/{recover,broken}.rs. All of `invalidation.py`
+holds here, too. There a recovery makes a leaf of parts that say the same. Here it has asked the host for an
+answer that allows the larger leaf. The parts do not show that it is still true; the counter of numbers does.
 
 A recovery reads the counter, then the ranges in flight, and asks the host. It breaks the PTE, and reads the
 counter again. Nothing after that looks at ranges: an invalidation that comes later finds the broken PTE.
