@@ -15,7 +15,10 @@ The announcements of counted guards and of a fault's guard are two `Participant`
 their own. `remote`: guards begin without a fence, and reclaimers make a barrier on all CPUs; `by_rmw` guards
 always have the fence of a lock. A participant that is made meanwhile is one that was idle.
 
-Left out: hazard pointers; the flush before a retirement (`invalidation.py` flushes before the host acts);
+A hazard pointer protects one thing beyond the guard in which it was reached. It becomes visible before the
+end of that guard does. All things are checked for it here; the engine does so for memslots.
+
+Left out: the flush before a retirement (`invalidation.py` flushes before the host acts);
 the links of the list, which lie in the things themselves.
 """
 import prover
@@ -45,6 +48,10 @@ class Epochs:
         'open': (['Guard'], 'bool'), 'holds': (['Guard', 'Thing'], 'bool'),
         'tpc': (['Thing'], 'int'), 'tag': (['Thing'], 'int'), 'taker': (['Thing'], 'Reclaimer'),
         'rpc': (['Reclaimer'], 'int'), 'hit': (['Reclaimer', 'Participant'], 'bool'),
+        # The hazard pointer: what it protects, and whether others see that.
+        'protects': (['Participant'], 'bool'), 'hazard': (['Participant'], 'Thing'),
+        'hazard_late': (['Participant'], 'bool'), 'hazard_mem': (['Participant', 'Thing'], 'bool'),
+        'checked': (['Reclaimer', 'Participant', 'Thing'], 'bool'),
         'scanned': (['Reclaimer', 'Participant'], 'bool'), 'found': (['Reclaimer', 'Participant'], 'int'),
     }
     rules = {
@@ -60,6 +67,9 @@ class Epochs:
         'unlink-first': 'a thing is tagged before it is unlinked',
         'take-first': 'the announcements are read before the list is taken',
         'scan-all': 'a reclaimer passes a participant over',
+        'hazard-check': 'a reclaimer does not look at hazard pointers',
+        'hazard-last': 'a reclaimer looks at hazard pointers before it reads the announcements',
+        'hazard-release': 'the end of a guard becomes visible before the hazard pointer that it has set',
         'acquire': 'a guard reads the epoch without acquire, and has no fence',
     }
     start = {'epoch': lambda: 1}
@@ -68,7 +78,8 @@ class Epochs:
         'guard-fence': run(), 'rmw': run(by_rmw=True), 'reclaim-fence': run(), 'barrier': run(remote=True),
         'barrier-first': run(remote=True), 'compiler-fence': run(remote=True), 'nest-end': run(Guard=2),
         'nest-begin': run(Guard=2), 'tag-below': run(), 'unlink-first': run(), 'take-first': run(),
-        'scan-all': run(), 'acquire': run(remote=True),
+        'scan-all': run(), 'hazard-check': run(), 'hazard-last': run(), 'hazard-release': run(),
+        'acquire': run(remote=True),
     }
 
     def __init__(self, left_out=None):
@@ -91,6 +102,9 @@ class Epochs:
             'closed': s.all(lambda g: Not(s.open(g))),
             'things': s.all(lambda t: s.tpc(t) == LINKED),
             'reclaimers': s.all(lambda r: s.rpc(r) == START),
+            'hazards': s.all(lambda k: And(Not(s.protects(k)), Not(s.hazard_late(k)))),
+            'hazards are not seen': s.all(lambda k, t: Not(s.hazard_mem(k, t))),
+            'checks': s.all(lambda r, k, t: Not(s.checked(r, k, t))),
             'scans': s.all(lambda r, k: And(Not(s.hit(r, k)), Not(s.scanned(r, k)))),
         }
 
@@ -111,11 +125,16 @@ class Epochs:
         return And(s.pc(k) == READ, Or(s.remote(), s.by_rmw(k))), {
             'pc': put(s.pc, k, If(plain, IN, STORED)), 'late': put(s.late, k, True)}
 
+    def hazard_seen(self, s, k):
+        seen = lambda j, t: And(s.protects(k), t == s.hazard(k))
+        return {'hazard_late': put(s.hazard_late, k, False),
+                'hazard_mem': put_where(s.hazard_mem, lambda j, t: j == k, seen)}
+
     def fence(self, s, k):
         """All that `k` stored is visible, and it observes what reclaimers had before their fences."""
         had = lambda t: Or(And(s.tpc(t) >= TAKEN, s.rpc(s.taker(t)) == FENCED),
                            And(s.tpc(t) >= TAGGED, s.tag(t) < s.val(k)))
-        return {'mem': put(s.mem, k, s.val(k)), 'late': put(s.late, k, False),
+        return {**self.hazard_seen(s, k), 'mem': put(s.mem, k, s.val(k)), 'late': put(s.late, k, False),
                 'idle_late': put(s.idle_late, k, False),
                 'observed': put_where(s.observed, lambda j, t: And(j == k, had(t)), True)}
 
@@ -131,7 +150,9 @@ class Epochs:
 
     def step_idle_visible(self, s, k: 'Participant'):
         """The store buffer of a CPU."""
-        return s.idle_late(k), {'mem': put(s.mem, k, IDLE), 'idle_late': put(s.idle_late, k, False)}
+        first = Or(Not(s.hazard_late(k)), self.without('hazard-release'))
+        return And(s.idle_late(k), first), {
+            'mem': put(s.mem, k, IDLE), 'idle_late': put(s.idle_late, k, False)}
 
     def step_visible(self, s, k: 'Participant'):
         """The store buffer of a CPU."""
@@ -148,6 +169,23 @@ class Epochs:
         at = And(s.open(g), s.pc(k) == IN)
         early = And(self.without('compiler-fence'), s.pc(k) == READ)
         return And(Or(at, early), Not(s.observed(k, t))), {'holds': put(s.holds, (g, t), True)}
+
+    def step_protect(self, s, g: 'Guard', t: 'Thing'):
+        """table/participant.rs: protect."""
+        k = s.of(g)
+        return And(s.open(g), s.pc(k) == IN, s.holds(g, t), Not(s.protects(k))), {
+            'protects': put(s.protects, k, True), 'hazard': put(s.hazard, k, t),
+            'hazard_late': put(s.hazard_late, k, True)}
+
+    def step_hazard_visible(self, s, k: 'Participant'):
+        """The store buffer of a CPU."""
+        return s.hazard_late(k), self.hazard_seen(s, k)
+
+    def step_unprotect(self, s, k: 'Participant'):
+        """table/participant.rs: drop. To see it late only keeps the thing longer."""
+        return s.protects(k), {'protects': put(s.protects, k, False),
+                               'hazard_late': put(s.hazard_late, k, False),
+                               'hazard_mem': put_where(s.hazard_mem, lambda j, t: j == k, False)}
 
     def step_observe(self, s, k: 'Participant', t: 'Thing'):
         """The unlinking becomes visible."""
@@ -199,7 +237,7 @@ class Epochs:
         """table/retire.rs: oldest_open. `Host::barrier_on_all_cpus` on the CPU of `k`."""
         mine = lambda t: And(s.tpc(t) >= TAKEN, s.taker(t) == r)
         return And(s.rpc(r) == FENCED, s.remote(), not self.without('barrier')), {
-            'hit': put(s.hit, (r, k), True),
+            **self.hazard_seen(s, k), 'hit': put(s.hit, (r, k), True),
             'mem': put(s.mem, k, If(s.late(k), s.val(k), If(s.idle_late(k), IDLE, s.mem(k)))),
             'late': put(s.late, k, False), 'idle_late': put(s.idle_late, k, False),
             'observed': put_where(s.observed, lambda j, t: And(j == k, mine(t)), True)}
@@ -212,20 +250,37 @@ class Epochs:
         return And(fenced, Implies(s.remote(), ready), Not(s.scanned(r, k))), {
             'scanned': put(s.scanned, (r, k), True), 'found': put(s.found, (r, k), found)}
 
-    def step_free(self, s, r: 'Reclaimer', t: 'Thing'):
-        """table/retire.rs: reclaim_tables."""
+    def allows(self, s, r, t):
+        """No announcement that `r` has read keeps `t`."""
         above = lambda k: s.found(r, k) >= s.tag(t) if self.without('tag-below') else s.found(r, k) > s.tag(t)
-        allows = lambda k: And(s.scanned(r, k), Or(s.found(r, k) == IDLE, above(k)))
+        none = lambda k: Or(s.found(r, k) == IDLE, above(k))
         if self.without('scan-all'):
-            allows = lambda k: Or(Not(s.scanned(r, k)), s.found(r, k) == IDLE, above(k))
-        return And(s.tpc(t) == TAKEN, s.taker(t) == r, s.all(allows)), {'tpc': put(s.tpc, t, FREED)}
+            return s.all(lambda k: Or(Not(s.scanned(r, k)), none(k)))
+        return s.all(lambda k: And(s.scanned(r, k), none(k)))
+
+    def step_check_hazard(self, s, r: 'Reclaimer', k: 'Participant', t: 'Thing'):
+        """table/retire.rs: is_resolving."""
+        allowed = True if self.without('hazard-last') else self.allows(s, r, t)
+        unseen = Or(Not(s.hazard_mem(k, t)), self.without('hazard-check'))
+        return And(s.tpc(t) == TAKEN, s.taker(t) == r, s.rpc(r) == FENCED, allowed, unseen), {
+            'checked': put(s.checked, (r, k, t), True)}
+
+    def step_free(self, s, r: 'Reclaimer', t: 'Thing'):
+        """table/retire.rs: reclaim_tables; a replaced memslot set."""
+        checked = s.all(lambda k: s.checked(r, k, t))
+        return And(s.tpc(t) == TAKEN, s.taker(t) == r, self.allows(s, r, t), checked), {
+            'tpc': put(s.tpc, t, FREED)}
 
     def step_keep(self, s, r: 'Reclaimer', t: 'Thing'):
         """table/retire.rs: reclaim_tables. Back on the list."""
         return And(s.tpc(t) == TAKEN, s.taker(t) == r), {'tpc': put(s.tpc, t, LISTED)}
 
     def safe(self, s):
-        return {'no guard holds what is freed': s.all(lambda g, t: Implies(s.holds(g, t), s.tpc(t) != FREED))}
+        return {
+            'no guard holds what is freed': s.all(lambda g, t: Implies(s.holds(g, t), s.tpc(t) != FREED)),
+            'no hazard pointer protects what is freed': s.all(lambda k: Implies(
+                s.protects(k), s.tpc(s.hazard(k)) != FREED)),
+        }
 
     def inv(self, s):
         tagged = lambda t: s.tpc(t) >= TAGGED
@@ -275,6 +330,30 @@ class Epochs:
                 And(s.scanned(r, s.of(g)), has(r, t), Or(s.found(r, s.of(g)) == IDLE,
                                                          s.found(r, s.of(g)) > s.tag(t))),
                 Not(s.holds(g, t)))),
+            'what is protected is seen or late': s.all(lambda k: Implies(
+                And(s.protects(k), Not(s.hazard_late(k))), s.hazard_mem(k, s.hazard(k)))),
+            'a late hazard pointer protects': s.all(lambda k: Implies(s.hazard_late(k), s.protects(k))),
+            'the end of a guard is behind its late hazard pointer': s.all(lambda k: Implies(
+                And(s.hazard_late(k), s.pc(k) != IN), s.idle_late(k))),
+            'hazard pointers are read after the fence': s.all(lambda r, k, t: Implies(
+                s.checked(r, k, t), s.rpc(r) == FENCED)),
+            'no future epoch is seen': s.all(lambda k: s.mem(k) <= s.epoch()),
+            'a late hazard pointer is behind a guard with a fence': s.all(lambda k: Implies(
+                And(s.hazard_late(k), Or(Not(s.remote()), s.by_rmw(k))),
+                And(s.mem(k) != IDLE, Implies(tagged(s.hazard(k)), s.mem(k) <= s.tag(s.hazard(k)))))),
+            'a late hazard pointer is behind a guard that the barrier showed': s.all(lambda r, k: Implies(
+                And(s.hazard_late(k), s.hit(r, k), has(r, s.hazard(k))),
+                And(s.mem(k) != IDLE, s.mem(k) <= s.tag(s.hazard(k)),
+                    Not(And(s.late(k), Not(s.idle_late(k))))))),
+            'what is protected was not allowed, or is seen': s.all(lambda r, k: Implies(
+                And(s.protects(k), s.scanned(r, k), has(r, s.hazard(k)), allows(r, k, s.hazard(k))),
+                And(s.hazard_mem(k, s.hazard(k)), Not(s.hazard_late(k))))),
+            'what was checked was allowed': s.all(lambda r, k, t: Implies(
+                And(s.checked(r, k, t), has(r, t)), And(s.scanned(r, k), allows(r, k, t)))),
+            'what was checked is not protected': s.all(lambda r, k: Implies(
+                And(s.protects(k), has(r, s.hazard(k))), Not(s.checked(r, k, s.hazard(k))))),
+            'what is freed was checked': s.all(lambda k, t: Implies(
+                s.tpc(t) == FREED, s.checked(s.taker(t), k, t))),
             'what is freed was not found': s.all(lambda k, t: Implies(
                 s.tpc(t) == FREED, And(s.scanned(s.taker(t), k), allows(s.taker(t), k, t)))),
         }
