@@ -72,6 +72,7 @@ class Epochs:
         'hazard-release': 'the end of a guard becomes visible before the hazard pointer that it has set',
         'acquire': 'a guard reads the epoch without acquire, and has no fence',
     }
+    sizes = {'Participant': 1, 'Guard': 2, 'Thing': 1, 'Reclaimer': 2}
     start = {'epoch': lambda: 1}
 
     traces = {

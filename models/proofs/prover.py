@@ -328,7 +328,7 @@ def random_runs(model):
         if reached and nr % 3:
             v, values = chance.choice(came[in_order(reached)[0]])
         # Half of the steps: the others would disturb what takes many steps.
-        some = {n for n in came if nr % 2 or chance.random() < 0.5}
+        some = [n for n in came if nr % 2 or chance.random() < 0.5]
         for _ in range(RUN_LENGTH):
             name, values = next(v.next(values, lambda steps: in_order(some), chance), (None, values))
             if name is None:
