@@ -27,13 +27,16 @@ class Z3:
 
 
 class Cvc5:
-    """Asks cvc5 the same, in SMT-LIB."""
+    """Asks cvc5 the same, in SMT-LIB. If it does not know, it tries all terms (`saturates`)."""
 
-    def __init__(self, s, assumed):
+    def __init__(self, s, assumed, saturates=False):
         import cvc5
         self.cvc5 = cvc5
         self.solver = cvc5.Solver(cvc5.TermManager())
+        self.again = None if saturates else lambda: Cvc5(s, assumed, True)
         self.solver.setOption('incremental', 'true')
+        if saturates:
+            self.solver.setOption('full-saturate-quant', 'true')
         self.solver.setOption('tlimit-per', str(TIMEOUT * 1000))
         self.parser = cvc5.InputParser(self.solver)
         symbols = {}
@@ -56,7 +59,8 @@ class Cvc5:
         new = {n: d for n, d in symbols.items() if n not in self.known}
         self.known |= set(new)
         self.tell(declared(new))
-        return self.tell(['(push 1)', f'(assert (not {term(goal).sexpr()}))', '(check-sat)', '(pop 1)'])
+        answer = self.tell(['(push 1)', f'(assert (not {term(goal).sexpr()}))', '(check-sat)', '(pop 1)'])
+        return self.again().fails(goal) if answer.startswith('unknown') and self.again else answer
 
 
 def declared(symbols):
