@@ -23,7 +23,7 @@ to a record. Each step is atomic, in one order for all threads.
 """
 import prover
 import starts
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, Implies, Not, Or, put, put_where
 from starts import at
 
 # A fault, or another thread of the engine that reads a guest table: it has the lock of its shadow page,

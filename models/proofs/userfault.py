@@ -27,7 +27,7 @@ atomic, in one order for all threads.
 """
 import prover
 import starts
-from prover import And, If, Implies, Not, Or
+from prover import And, Implies, Not, Or
 from starts import at
 from userfault_steps import (ALL, ATTRIBUTES, BEGUN, BIT, CHANGED, FLAG, IN_FLIGHT, MEMSLOT, NUMBERED, OUT,
                              OVER, PTE, RANGE, RANGES, RESCAN, UserfaultSteps, WALKED, ZAPPED)
