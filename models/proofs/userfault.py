@@ -19,18 +19,21 @@ A rescan has no range in flight, so faults install in the midst of it, and the n
 fall. So the invariant says that the PTE has *another* number than a fault that is too late has
 seen, and that no call stores its own number twice for a page.
 
+A fault may also replace the leaf of one page that the host did not let be written. A leaf has no
+number, so the fault reads the counter before the ranges, and again after it has exchanged the leaf.
+
 Not covered: memslots that move (the rescan starts over, and `memslots.py` has the rest); break
-before make with unflushed numbers; read-only leaves that are replaced; recovery beside bits and
-attributes; that a page is filled before its bit is clear, which is up to user space. A fresh number
-is taken and stored in one step here; in the proofs of invalidation these are two. Each step is
-atomic, in one order for all threads.
+before make with unflushed numbers; recovery beside bits and attributes; that a page is filled
+before its bit is clear, which is up to user space. A fresh number is taken and stored in one step
+here; in the proofs of invalidation these are two. Each step is atomic, in one order for all
+threads.
 """
 import prover
 import starts
-from prover import And, Implies, Not, Or
+from prover import And, If, Implies, Not, Or
 from starts import at
-from userfault_steps import (ALL, ATTRIBUTES, BEGUN, BIT, CHANGED, FLAG, IN_FLIGHT, MEMSLOT, NUMBERED, OUT,
-                             OVER, PTE, RANGE, RANGES, RESCAN, UserfaultSteps, WALKED, ZAPPED)
+from userfault_steps import (ALL, ATTRIBUTES, BEGUN, BIT, CHANGED, FLAG, GONE, IN_FLIGHT, MEMSLOT, NUMBERED,
+                             OUT, OVER, PTE, RANGE, RANGES, RESCAN, TOOK, UserfaultSteps, WALKED, ZAPPED)
 
 
 class Userfault(UserfaultSteps):
@@ -49,6 +52,8 @@ class Userfault(UserfaultSteps):
         'numbers-are-stored': 'leaves the number of an empty PTE as it is',
         'rescan-unlinks-nothing': 'unlinks page-table pages in a rescan',
         'flush-in-any-case': 'flushes only what it has zapped',
+        'counter-before-ranges': 'reads the counter for a read-only leaf after all else',
+        'counter-is-compared': 'replaces a read-only leaf without a second look at the counter',
     }
     sizes = {'Fault': 1, 'Call': 3, 'Page': 2, 'Block': 1, 'Slot': 1, 'Map': 1, 'Kind': 2, 'Cpu': 1}
     start = at(whole=True, kind=[FLAG, RESCAN, RANGE], turns_on=True, range=True)
@@ -77,6 +82,25 @@ class Userfault(UserfaultSteps):
         return {**self.inv_of_numbers(s), **self.inv_of_calls(s), **self.inv_of_faults(s),
             **self.inv_of_bits(s)}
 
+    def inv_of_replacements(self, s):
+        took, has = lambda f: s.fpc(f) >= TOOK, lambda i: self.has_number(s, i)
+        saw = lambda f: And(self.has(s, f, PTE), Not(s.on_leaf(f)))
+        return {
+            'the number of a fault comes after what it has seen': s.all(lambda f: Implies(
+                took(f), And(s.seen(f) < s.fown(f), s.fown(f) <= s.counter()))),
+            'numbers of faults and of calls are different': s.all(lambda f, i: Implies(
+                And(took(f), has(i)), s.fown(f) != s.own(i))),
+            'numbers of faults are different': s.all(lambda f, f2: Implies(
+                And(took(f), took(f2), s.fown(f) == s.fown(f2)), f == f2)),
+            'the number of a fault is at no page before its exchange': s.all(lambda f, p: Implies(
+                s.fpc(f) == TOOK, s.number(p) != s.fown(f))),
+            'the number of a fault is seen by no fault before its exchange': s.all(lambda f, f2: Implies(
+                And(s.fpc(f) == TOOK, saw(f2)), s.seen(f2) != s.fown(f))),
+            'a number that was taken since is counted': s.all(lambda f, i: Implies(
+                And(s.on_leaf(f), has(i), s.own(i) > s.seen(f)),
+                s.counter() > s.seen(f) + If(took(f), 1, 0))),
+        }
+
     def taken(self, s, i):
         return And(self.keeps_out(s, i), NUMBERED <= s.ipc(i), s.ipc(i) <= CHANGED)
 
@@ -99,7 +123,9 @@ class Userfault(UserfaultSteps):
             'a page has the number of a call only from that call': s.all(lambda i, p: Implies(
                 And(has(i), s.number(p) == s.own(i)), s.gave(i, p))),
             'a fault has seen the number of a call only after that call': s.all(lambda f, i: Implies(
-                And(has(i), self.has(s, f, PTE), s.seen(f) == s.own(i)), s.gave(i, s.page(f)))),
+                And(has(i), self.has(s, f, PTE), Not(s.on_leaf(f)), s.seen(f) == s.own(i)),
+                s.gave(i, s.page(f)))),
+            **self.inv_of_replacements(s),
             'a call stores its number once for a page': s.all(lambda i, p: Implies(
                 And(has(i), s.gave(i, p)), s.visited(i, p))),
         }
@@ -132,8 +158,9 @@ class Userfault(UserfaultSteps):
         }
 
     def late(self, s, f, q):
-        """The PTE of the page has another number than the fault has seen."""
-        return s.number(q) != s.seen(f)
+        """The page has another number than the fault has seen. If it saw a leaf: a number was taken since."""
+        return If(s.on_leaf(f), s.counter() > s.seen(f) + If(s.fpc(f) >= TOOK, 1, 0),
+            s.number(q) != s.seen(f))
 
     def in_block(self, s, f, q):
         """The fault saw one PTE for the block of the page, and it is one again, or still."""
@@ -149,7 +176,9 @@ class Userfault(UserfaultSteps):
         in_block = lambda f, q: self.in_block(s, f, q)
         newer = lambda f, i: And(looked(f), taken(i), s.seen(f) >= s.own(i))
         return {
-            'a fault is at one of its steps': s.all(lambda f: And(0 <= s.fpc(f), s.fpc(f) <= ALL)),
+            'a fault is at one of its steps': s.all(lambda f: And(
+                0 <= s.fpc(f), s.fpc(f) <= GONE, Implies(s.fpc(f) >= TOOK, s.on_leaf(f)),
+                Implies(s.on_leaf(f), And(self.has(s, f, PTE), Not(s.saw_whole(f)))))),
             'a fault that does not run has read nothing': s.all(lambda f, i: Implies(
                 Not(self.has(s, f, PTE)), And(Not(s.passed(f, i)), Not(s.beside(f, i))))),
             'a fault goes on when it has passed all ranges': s.all(lambda f, i: Implies(
@@ -235,6 +264,7 @@ ON = at(on=True, kind=RESCAN, range=True)
 BLOCK = {**ON, **at(whole=True)}
 PRIVATE = at(kind=RANGE, range=True)
 FLAGGED = at(kind=FLAG, turns_on=True)
+READ = at(leaf=True, fpc=ALL, on_leaf=True, saw_on=True, passed=True)       # a fault has read all, of a leaf
 Userfault.traces = {
     'bit-after-pte': run(ON),
     'attributes-after-pte': run(PRIVATE, Kind=2),
@@ -242,7 +272,9 @@ Userfault.traces = {
     'number-is-compared': run(ON),
     'leaves-fit-bits': run(BLOCK, Page=2),
     'pages-are-alike': run({**BLOCK, **at(on=False, attribute=['kind0', 'kind1'])}, Page=2, Kind=2),
-    'block-is-beside-ranges': run({**PRIVATE, **at(whole=True, range=[False, True])}, Page=2, Kind=2),
+    'block-is-beside-ranges': run({**PRIVATE, **at(
+        whole=True, range=[False, True], ipc=NUMBERED, own=1, counter=2, visited=[False, True], number=2)},
+        Page=2, Kind=2),
     'flag-invalidates': run({**FLAGGED, **at(leaf=True)}),
     'change-before-withdrawal': run(PRIVATE, Kind=2),
     'attributes-after-zap': run(PRIVATE, Kind=2),
@@ -250,6 +282,9 @@ Userfault.traces = {
     'numbers-are-stored': run(ON),
     'rescan-unlinks-nothing': run(ON),
     'flush-in-any-case': run({**ON, **at(cached=True)}),
+    'counter-before-ranges': run({**PRIVATE, **READ, **at(ipc=IN_FLIGHT)}, Kind=2),
+    'counter-is-compared': run({**ON, **READ, **at(
+        ipc=NUMBERED, own=1, counter=1, bit=True, due=True, scanned=True, wanted=True)}),
 }
 
 if __name__ == '__main__':

@@ -1,10 +1,11 @@
-"""The steps of faults, calls and user space. `userfault.py` says what is proved of them.
-"""
+"""The steps of faults, calls and user space. `userfault.py` says what is proved of them."""
 from prover import And, If, Implies, Not, Or, put, put_where
 
 # What a fault reads, in this order. Its program counter says how many of these it has done.
 PTE, RANGES, MEMSLOT, BIT, ATTRIBUTES = range(5)
 ALL = 5
+# A fault that replaces a read-only leaf: it has taken a number of its own, has exchanged the leaf for it.
+TOOK, GONE = 6, 7
 # A call: it has begun, published its range, took its number, has zapped all it must, has flushed all
 # CPUs, has published the set, is over.
 OUT, BEGUN, IN_FLIGHT, NUMBERED, WALKED, ZAPPED, CHANGED, OVER = range(8)
@@ -34,6 +35,8 @@ class UserfaultSteps:
         'fpc': (['Fault'], 'int'), 'seen': (['Fault'], 'int'), 'saw_whole': (['Fault'], 'bool'),
         'huge': (['Fault'], 'bool'),                                    # may map its whole block
         'passed': (['Fault', 'Call'], 'bool'), 'beside': (['Fault', 'Call'], 'bool'),
+        'on_leaf': (['Fault'], 'bool'),                                 # `seen` is the counter then
+        'counts': (['Fault'], 'bool'), 'old': (['Fault'], 'Kind'), 'fown': (['Fault'], 'int'),
         'saw_on': (['Fault'], 'bool'), 'saw_map': (['Fault'], 'Map'), 'saw_kind': (['Fault'], 'Kind'),
         'alike': (['Fault', 'Page'], 'bool'),
         'ipc': (['Call'], 'int'), 'own': (['Call'], 'int'), 'visited': (['Call', 'Page'], 'bool'),
@@ -79,7 +82,7 @@ class UserfaultSteps:
             'nothing is mapped': And(s.counter() == 0,
                 s.all(lambda p: And(Not(s.leaf(p)), s.number(p) == 0))),
             'nothing is cached': s.all(lambda c, p, k: Not(s.cached(c, p, k))),
-            'no fault runs': s.all(lambda f: s.fpc(f) == 0),
+            'no fault runs': s.all(lambda f: And(s.fpc(f) == 0, Not(s.on_leaf(f)), Not(s.counts(f)))),
             'no fault reads': s.all(lambda f, i: And(Not(s.passed(f, i)), Not(s.beside(f, i)))),
             'no call runs': s.all(lambda i: s.ipc(i) == OUT),
             'no page is visited': s.all(lambda i, p: And(
@@ -114,8 +117,22 @@ class UserfaultSteps:
         """vcpu.rs: Fault::look, the PTE."""
         p = s.page(f)
         return And(self.is_next(s, f, PTE), Not(s.leaf(p))), {
-            **self.on(s, f), 'seen': put(s.seen, f, s.number(p)),
+            **self.on(s, f), 'seen': put(s.seen, f, s.number(p)), 'counts': put(s.counts, f, False),
             'saw_whole': put(s.saw_whole, f, s.whole(s.block(p)))}
+
+    def step_look_at_leaf(self, s, f: 'Fault'):
+        """vcpu.rs: Fault::look, a leaf that the host did not let be written."""
+        p = s.page(f)
+        return And(self.is_next(s, f, PTE), s.leaf(p), Not(s.whole(s.block(p)))), {
+            'counts': put(s.counts, f, True), 'old': put(s.old, f, s.leaf_kind(p))}
+
+    def step_read_counter(self, s, f: 'Fault'):
+        """vcpu.rs: Fault::look, InvalidationSeqCounter::current."""
+        again = And(self.left_out == 'counter-before-ranges', s.on_leaf(f), s.fpc(f) == ALL)
+        return Or(And(self.is_next(s, f, PTE), s.counts(f)), again), {
+            'fpc': put(s.fpc, f, s.fpc(f) + If(again, 0, 1)), 'counts': put(s.counts, f, False),
+            'on_leaf': put(s.on_leaf, f, True), 'seen': put(s.seen, f, s.counter()),
+            'saw_whole': put(s.saw_whole, f, False)}
 
     def in_flight(self, s, i):
         last = CHANGED
@@ -160,7 +177,9 @@ class UserfaultSteps:
         return And(s.fpc(f) == ALL, s.attribute(q) == s.saw_kind(f)), {'alike': put(s.alike, (f, q), True)}
 
     def forget(self, s, f):
-        return {'fpc': put(s.fpc, f, 0), 'passed': put_where(s.passed, lambda g, i: g == f, False),
+        return {'fpc': put(s.fpc, f, 0), 'on_leaf': put(s.on_leaf, f, False),
+            'counts': put(s.counts, f, False),
+                'passed': put_where(s.passed, lambda g, i: g == f, False),
                 'beside': put_where(s.beside, lambda g, i: g == f, False)}
 
     def same_number(self, s, f):
@@ -172,7 +191,7 @@ class UserfaultSteps:
         Its page-table page is linked by the same exchange.
         """
         p = s.page(f)
-        return And(s.fpc(f) == ALL, Not(s.leaf(p)), self.same_number(s, f)), {
+        return And(s.fpc(f) == ALL, Not(s.on_leaf(f)), Not(s.leaf(p)), self.same_number(s, f)), {
             **self.forget(s, f), 'whole': put(s.whole, s.block(p), False),
             'leaf': put(s.leaf, p, True), 'leaf_kind': put(s.leaf_kind, p, s.saw_kind(f))}
 
@@ -182,10 +201,30 @@ class UserfaultSteps:
         in_block = lambda q: s.block(q) == s.block(p)
         small = And(s.saw_on(f), Not(s.is_big(s.saw_map(f))), out != 'leaves-fit-bits')
         alike = s.all(lambda q: Implies(in_block(q), Or(s.alike(f, q), out == 'pages-are-alike')))
-        whole = And(s.saw_whole(f), s.whole(s.block(p)), Not(s.leaf(p)))
+        whole = And(Not(s.on_leaf(f)), s.saw_whole(f), s.whole(s.block(p)), Not(s.leaf(p)))
         return And(s.fpc(f) == ALL, whole, self.same_number(s, f), Not(small), alike, s.huge(f)), {
             **self.forget(s, f), 'leaf': put_where(s.leaf, in_block, True),
             'leaf_kind': put_where(s.leaf_kind, in_block, s.saw_kind(f))}
+
+    def step_take_own(self, s, f: 'Fault'):
+        """vcpu/act.rs: install_instead, the number."""
+        return And(s.fpc(f) == ALL, s.on_leaf(f)), {
+            'fpc': put(s.fpc, f, TOOK), 'fown': put(s.fown, f,
+                s.counter() + 1), 'counter': lambda: s.counter() + 1}
+
+    def step_exchange(self, s, f: 'Fault'):
+        """vcpu/act.rs: install_instead, the leaf goes."""
+        p = s.page(f)
+        same = And(s.leaf(p), s.leaf_kind(p) == s.old(f), s.old(f) == s.saw_kind(f), Not(s.whole(s.block(p))))
+        return And(s.fpc(f) == TOOK, same), {
+            'fpc': put(s.fpc, f, GONE), 'leaf': put(s.leaf, p, False), 'number': put(s.number, p, s.fown(f))}
+
+    def step_recount(self, s, f: 'Fault'):
+        """vcpu/act.rs: install_instead, the counter once more. No other number was taken since the look."""
+        alone = Or(s.counter() == s.seen(f) + 1,
+            self.left_out == 'counter-is-compared')
+        return And(s.fpc(f) == GONE, alone), {
+            'fpc': put(s.fpc, f, ALL), 'on_leaf': put(s.on_leaf, f, False), 'seen': put(s.seen, f, s.fown(f))}
 
     def step_give_up(self, s, f: 'Fault'):
         """vcpu.rs: the fault exits, comes back later or starts over."""
