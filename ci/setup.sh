@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the checks need besides Rust itself: its formatter and linter, the fuzzer with a C++
-# compiler for its runtime, Python for the models, valgrind for the count of a fault's instructions,
+# compiler for its runtime, Python for the models and proofs, valgrind for the count of a fault's instructions,
 # and a browser for the report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +9,7 @@ cargo clippy --version >/dev/null 2>&1 || rustup component add clippy
 cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
 missing=()
 command -v python3 >/dev/null || missing+=(python3)
+python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 command -v valgrind >/dev/null || missing+=(valgrind)
 command -v c++ >/dev/null || missing+=(g++)
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
