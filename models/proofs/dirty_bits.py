@@ -35,8 +35,8 @@ class ByDirtyBits:
         'holds': (['Harvest', 'Page'], 'bool'), 'cleaned': (['Harvest', 'Page'], 'bool'),
         'flushed': (['Harvest', 'Cpu'], 'bool'),
         'epc': ([], 'int'), 'armed': (['Page'], 'bool'), 'eflushed': (['Cpu'], 'bool'),
-        # Ghosts: written and not reported; what a harvest must report; written through the leaf that is
-        # there; the fault that made the leaf dirty last; the harvests that took the bit, and cleared D, last.
+        # Ghosts: written and not reported; what a harvest must report; that the guest wrote the page; the
+        # fault that made the leaf dirty last; the harvests that took the bit, and cleared D, last.
         'unreported': (['Page'], 'bool'), 'due': (['Harvest', 'Page'], 'bool'), 'written': (['Page'], 'bool'),
         'giver': (['Page'], 'Fault'), 'taker': (['Page'], 'Harvest'), 'cleaner': (['Page'], 'Harvest'),
     }
@@ -98,7 +98,7 @@ class ByDirtyBits:
         return And(Not(s.present(p)), self.may_map(s, p)), {
             'present': put(s.present, p, True), 'writable': put(s.writable, p, True),
             'dirty': put(s.dirty, p, False),
-            'was_dirty': put(s.was_dirty, p, False), 'written': put(s.written, p, False)}
+            'was_dirty': put(s.was_dirty, p, False)}
 
     def step_read_flag(self, s, f: 'Fault'):
         """dirty/log.rs: mark_if_logging"""
@@ -272,10 +272,14 @@ class ByDirtyBits:
                 s.due(h, p), And(s.epc() == ON, Not(self.held(s, p)), Not(s.passed(h, p)),
                                  s.hpc(h) >= VISITS))),
             'a leaf that was written says so to the host': s.all(lambda p: Implies(
-                And(s.present(p), s.written(p)), Or(s.dirty(p), s.was_dirty(p)))),
+                s.written(p), self.host_knows(s, p))),
             'what is cached with D says so to the host': s.all(lambda c, p: Implies(
-                And(s.present(p), s.tlb(c, p)), Or(s.dirty(p), s.was_dirty(p)))),
+                s.tlb(c, p), self.host_knows(s, p))),
         }
+
+    def host_knows(self, s, p):
+        """The leaf says for the host that it was written."""
+        return And(s.present(p), Or(s.dirty(p), s.was_dirty(p)))
 
     def counts(self, s, c, p):
         """Writes of the CPU to the page are logged by now."""
