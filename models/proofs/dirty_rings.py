@@ -286,17 +286,17 @@ class DirtyRings:
         e = s.last(p)
         return And(s.index(e) < s.pushed(s.ring(e)), s.pushes(e) == p)
 
-    def is_done(self, s, e):
-        return And(s.protected(e), s.all(lambda c: s.flushed(e, c)))
+    def is_done(self, s, e, c):
+        return And(s.protected(e), s.flushed(e, c))
 
     def safe(self, s):
         return {
             'a write is in a ring, not copied yet, or about to be pushed': s.all(lambda p: Implies(
                 s.uncopied(p), Or(self.will_push(s, p),
                                   And(self.is_pushed(s, p), Not(s.copied(s.last(p))))))),
-            'when a reset returns, what was harvested before is protected and flushed': s.all(lambda r,
-                                                                                              e: Implies(
-                And(s.rpc(r) == RETURNED, s.due(r, e)), self.is_done(s, e))),
+            'when a reset returns, what was harvested before is protected and flushed': s.all(lambda r, e,
+                                                                                              c: Implies(
+                And(s.rpc(r) == RETURNED, s.due(r, e)), self.is_done(s, e, c))),
             'a harvest hands out the page that was pushed': s.all(lambda h: Implies(
                 And(s.hpc(h) == LOOKED, Not(s.hmarked(h)), self.is_current(s, h)),
                 s.hpage(h) == s.pushes(s.hentry(h)))),
@@ -353,11 +353,11 @@ class DirtyRings:
 
     def inv_of_resets(self, s):
         return {
-            'what is empty was protected and flushed': s.all(lambda e: Implies(
-                s.index(e) < s.first(s.ring(e)), self.is_done(s, e))),
-            'a reset has protected what it has passed, or another has': s.all(lambda r, e: Implies(
+            'what is empty was protected and flushed': s.all(lambda e, c: Implies(
+                s.index(e) < s.first(s.ring(e)), self.is_done(s, e, c))),
+            'a reset has protected what it has passed, or another has': s.all(lambda r, e, c: Implies(
                 And(s.rpc(r) >= WALKS, s.rfirst(r, s.ring(e)), s.index(e) < s.rnext(r, s.ring(e))),
-                Or(s.did(r, e), self.is_done(s, e)))),
+                Or(s.did(r, e), self.is_done(s, e, c)))),
             'a reset passes what was harvested': s.all(lambda r, e: Implies(
                 And(s.rfirst(r, s.ring(e)), s.index(e) < s.rnext(r, s.ring(e))), self.is_harvested(s, e))),
             'a reset passes what was pushed': s.all(lambda r, v: And(
@@ -370,6 +370,12 @@ class DirtyRings:
             'a reset reads `harvested` after it began': s.all(lambda r, e: Implies(
                 s.due(r, e), And(s.rpc(r) >= WALKS, s.index(e) < s.harvested(s.ring(e)),
                                  Implies(s.rharvested(r, s.ring(e)), s.index(e) < s.rend(r, s.ring(e)))))),
+            'a reset that flushes has passed what it must': s.all(lambda r, e: Implies(
+                And(s.rpc(r) >= FLUSHES, s.due(r, e)), s.index(e) < s.rnext(r, s.ring(e)))),
+            'what a reset has passed is done on each CPU that it has flushed': s.all(lambda r, e, c: Implies(
+                And(s.rflushed(r, c), s.index(e) < s.rnext(r, s.ring(e))), self.is_done(s, e, c))),
+            'what a reset that empties has passed is done': s.all(lambda r, e, c: Implies(
+                And(s.rpc(r) >= EMPTIES, s.index(e) < s.rnext(r, s.ring(e))), self.is_done(s, e, c))),
             'what a reset did is protected': s.all(lambda r, e: Implies(s.did(r, e), s.protected(e))),
             'only what was pushed is protected': s.all(lambda e: Implies(
                 s.protected(e), s.index(e) < s.pushed(s.ring(e)))),
@@ -380,8 +386,8 @@ class DirtyRings:
                                                     c: Implies(s.rflushed(r, c), s.rpc(r) >= FLUSHES)),
             'a reset makes entries empty when its flush is over': s.all(lambda r, c: Implies(
                 s.rpc(r) >= EMPTIES, s.rflushed(r, c))),
-            'what is copied is protected and flushed': s.all(lambda e: Implies(s.copied(e),
-                                                                               self.is_done(s, e))),
+            'what is copied is protected and flushed': s.all(lambda e, c: Implies(
+                s.copied(e), self.is_done(s, e, c))),
         }
 
     def heart(self, s):
