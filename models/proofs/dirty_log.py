@@ -367,7 +367,7 @@ class DirtyLog:
         return {
             'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
                                                    s.flag() == (s.epc() >= FLAGGED)),
-            'a fault is OUT, GAVE or MARKS': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
+            'a fault is OUT to UNLOGGED': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= UNLOGGED)),
             'a mark by the VMM is IDLE to SUMMARIZES': s.all(lambda m: And(s.mpc(m) >= IDLE,
                                                                            s.mpc(m) <= SUMMARIZES)),
             'a harvest is UNBEGUN to RETURNED': s.all(lambda h: And(s.hpc(h) >= UNBEGUN,

@@ -311,7 +311,7 @@ class DirtyRings:
         in_ring = lambda e: And(s.first(s.ring(e)) <= s.index(e), s.index(e) < s.pushed(s.ring(e)))
         return {
             'counters are in their ranges': And(
-                s.all(lambda v: And(s.fpc(v) >= OUT, s.fpc(v) <= WROTE)),
+                s.all(lambda v: And(s.fpc(v) >= OUT, s.fpc(v) <= GIVES)),
                 s.all(lambda h: And(s.hpc(h) >= IDLE, s.hpc(h) <= LOOKED)),
                 s.all(lambda m: And(s.mpc(m) >= NEW, s.mpc(m) <= KNOWS)),
                 s.all(lambda r: And(s.rpc(r) >= UNBEGUN, s.rpc(r) <= RETURNED))),

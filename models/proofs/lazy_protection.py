@@ -344,7 +344,8 @@ class LazyProtection:
                'eflushed': lambda c: True, 'writable': lambda p: True, 'bit': lambda p: True}
     taken = {**logging, 'bit': lambda p: p == 'page1'}     # page 0 is protected by the entry, and not marked
     off = {**own, 'writable': lambda p: True}
-    cleared = {**taken, 'fpc': lambda f: CLEARS, 'flogs': lambda f: True, 'fcleared': lambda f, q: q == 'page1'}
+    cleared = {**taken, 'fpc': lambda f: CLEARS, 'flogs': lambda f: True,
+               'fcleared': lambda f, q: q == 'page1'}
     traces = {
         'always-move-on': {'sizes': {**sizes, 'Fault': 1}, 'start': off},
         'exchange-what-was-read': {'sizes': {**sizes, 'Fault': 1}, 'start': off},
