@@ -185,9 +185,9 @@ class RecoveryBesideLog:
     def is_frozen(self, s, b):
         return And(s.kind(b) == BROKEN, s.all(lambda p: Implies(s.block(p) == b, s.frozen(p))))
 
-    def makes(self, s, r, may_write):
+    def makes(self, s, r, may_write, copies=False):
         b = s.of(r)
-        marks = And(may_write, self.left_out not in ('never-copy-write', 'flag-after-make'))
+        marks = And(may_write, Not(copies), self.left_out != 'flag-after-make')
         return {'rpc': put(s.rpc, r, If(marks, MADE, DONE)),
                 'maker': put(s.maker, b, If(may_write, r, s.maker(b)))}
 
@@ -201,7 +201,7 @@ class RecoveryBesideLog:
         return And(s.rpc(r) == BROKE, Not(s.splits(r)), s.owner(b) == r, self.is_frozen(s, b),
                    s.all(lambda p: Implies(below(p), s.present(p)))), {
             'kind': put(s.kind, b, HUGE), 'huge_writable': put(s.huge_writable, b, may_write),
-            **self.makes(s, r, may_write), **self.unlinked(s, b)}
+            **self.makes(s, r, may_write, self.left_out == 'never-copy-write'), **self.unlinked(s, b)}
 
     def step_link_parts(self, s, r: 'Recovery'):
         """second_stage/split.rs: link_parts"""
