@@ -229,7 +229,7 @@ class ByDirtyBits:
     def held(self, s, p):
         return s.holds(s.taker(p), p)
 
-    def told(self, s, p):
+    def covered(self, s, p):
         """A write to the page is recorded, held, or about to be marked."""
         return Or(s.bit(p), self.record(s, p), self.held(s, p), s.holds(s.cleaner(p), p),
                   self.will_mark(s, p))
@@ -237,7 +237,7 @@ class ByDirtyBits:
     def safe(self, s):
         return {
             'a write is recorded, held by a harvest, or about to be marked': s.all(lambda p: Implies(
-                s.unreported(p), self.told(s, p))),
+                s.unreported(p), self.covered(s, p))),
             'a harvest reports what was recorded when it began, unless another took it': s.all(lambda h,
                                                                                                p: Implies(
                 s.hpc(h) >= FLUSHES, Not(s.due(h, p)))),

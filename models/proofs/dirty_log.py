@@ -38,7 +38,8 @@ class DirtyLog:
         'writable': (['Leaf'], 'bool'), 'bit': (['Page'], 'bool'), 'summary': (['Word'], 'bool'),
         'flag': ([], 'bool'),
         'tlb': (['Cpu', 'Leaf'], 'bool'),               # cached as writable
-        'fpc': (['Fault'], 'int'), 'fdone': (['Fault', 'Page'], 'bool'), 'fowes': (['Fault', 'Word'], 'bool'),
+        'fpc': (['Fault'], 'int'), 'fdone': (['Fault', 'Page'], 'bool'),
+        'fowes': (['Fault', 'Word'], 'bool'),
         'mpc': (['Mark'], 'int'),
         'hpc': (['Harvest'], 'int'), 'hword': (['Harvest', 'Word'], 'int'), 'holds': (['Harvest', 'Page'],
                                                                                       'bool'),
@@ -122,7 +123,8 @@ class DirtyLog:
 
     def step_summarize(self, s, f: 'Fault', w: 'Word'):
         """slot/bitmap.rs: summarize"""
-        return s.fowes(f, w), {'summary': put(s.summary, w, True), 'fowes': put(s.fowes, (f, w), False)}
+        return s.fowes(f, w), {'summary': put(s.summary, w, True),
+                                  'fowes': put(s.fowes, (f, w), False)}
 
     def step_marked(self, s, f: 'Fault'):
         """vcpu/on_leaf.rs: restore_to returns"""
@@ -374,12 +376,12 @@ class DirtyLog:
                                                                     s.hpc(h) <= RETURNED)),
             'a fault has done pages only while it marks': s.all(lambda f, p: Implies(
                 s.fdone(f, p), s.fpc(f) == MARKS)),
-            'a fault owes summaries only while it marks': s.all(lambda f, w: Implies(
+            'a fault has summaries to set only while it marks': s.all(lambda f, w: Implies(
                 s.fowes(f, w), s.fpc(f) == MARKS)),
             'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
             'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
             'words are wiped before the flag': s.all(lambda w: Implies(s.wiping(w), s.epc() == OFF)),
-            'enabling owes summaries only while it arms': s.all(lambda w: Implies(s.eowes(w),
+            'enabling has summaries to set only while it arms': s.all(lambda w: Implies(s.eowes(w),
                                                                                   s.epc() == FLAGGED)),
             'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
             'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(

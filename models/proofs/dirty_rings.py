@@ -391,12 +391,13 @@ class DirtyRings:
         }
 
     def heart(self, s):
-        told = lambda p, is_late: Or(self.will_push(s, p), And(self.is_pushed(s, p), Not(is_late(s.last(p)))))
+        covered = lambda p, is_late: Or(self.will_push(s, p),
+                                        And(self.is_pushed(s, p), Not(is_late(s.last(p)))))
         return {
             'what can be written is in a ring, not protected yet, or about to be pushed': s.all(
-                lambda p: Implies(s.writable(p), told(p, s.protected))),
+                lambda p: Implies(s.writable(p), covered(p, s.protected))),
             'what is cached as writable is in a ring, not flushed yet, or about to be pushed': s.all(
-                lambda c, p: Implies(s.tlb(c, p), told(p, lambda e: s.flushed(e, c)))),
+                lambda c, p: Implies(s.tlb(c, p), covered(p, lambda e: s.flushed(e, c)))),
         }
 
     sizes = {'Vcpu': 1, 'Page': 1, 'Entry': 2, 'Cell': 2, 'Harvest': 2, 'Mark': 1, 'Reset': 2}

@@ -8,7 +8,7 @@ exchanges the leaf for an empty PTE, if it is what was read. If D was set it mar
 Then it flushes. While it is under way its range is in flight, and no fault installs a leaf.
 
 A leaf may come back to the value that was read: D is cleared for the log, and a CPU sets it again. Then
-the second mark tells the log, and the software bit has told the host.
+the second mark is for the log, and the host knows of the write by the software bit.
 
 Aging changes nothing here: where leaves have an accessed bit it clears that alone. Where they have none
 there is no D, and aging takes W as `drop_write` of `dirty_log.py` does.
@@ -32,7 +32,7 @@ class HarvestBesideZap(DirtyBits):
         'zpc': (['Zap'], 'int'), 'zdirty': (['Zap'], 'bool'), 'zwas_dirty': (['Zap'], 'bool'),
         'zlogs': (['Zap'], 'bool'),                     # for a rule left out
         'zflushed': (['Zap', 'Cpu'], 'bool'),
-        # Ghosts: the host was told that the page was written; D was cleared since the zap read it; the
+        # Ghosts: the host was notified that the page was written; D was cleared since the zap read it; the
         # last zap that emptied the leaf.
         'reported': (['Page'], 'bool'), 'overtaken': (['Zap'], 'bool'), 'zapper': (['Page'], 'Zap'),
     }
@@ -146,7 +146,7 @@ class HarvestBesideZap(DirtyBits):
     # What is promised.
 
     def host_knows(self, s, p):
-        """The host was told that the page was written, or the leaf says so."""
+        """The host was notified that the page was written, or the leaf says so."""
         return Or(s.reported(p), super().host_knows(s, p))
 
     def will_mark(self, s, p):
@@ -166,7 +166,7 @@ class HarvestBesideZap(DirtyBits):
 
     def inv(self, s):
         at = lambda z, *pcs: Or(*(s.zpc(z) == pc for pc in pcs))
-        told = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.cleaned(s.taker(p), p))))
+        covered = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.cleaned(s.taker(p), p))))
         return {
             **super().inv(s),
             'a zap is OUT to FLUSHES': s.all(lambda z: And(s.zpc(z) >= OUT, s.zpc(z) <= FLUSHES)),
@@ -177,7 +177,7 @@ class HarvestBesideZap(DirtyBits):
                 at(z, WILL_MARK, EXCHANGED, MARKS_AGAIN), s.zdirty(z))),
             'a zap that was not overtaken has marked the page': s.all(lambda z: Implies(
                 And(at(z, MARKED, REPORTED), s.zdirty(z), Not(s.overtaken(z)), s.armed(s.zaps(z)),
-                    s.present(s.zaps(z))), told(s.zaps(z)))),
+                    s.present(s.zaps(z))), covered(s.zaps(z)))),
             'a zap has notified the host before it empties a leaf that was written': s.all(lambda z: Implies(
                 And(s.zpc(z) == REPORTED, s.present(s.zaps(z)), Or(s.zdirty(z), s.zwas_dirty(z))),
                 s.reported(s.zaps(z)))),

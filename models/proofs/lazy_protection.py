@@ -317,9 +317,9 @@ class LazyProtection:
 
     def heart(self, s):
         """Some thread marks or reports what can be written, or is cached so, or will be by a push-down."""
-        told = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.rearmed(s.taker(p), p))),
+        covered = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.rearmed(s.taker(p), p))),
                             self.will_mark(s, p))
-        told_of = lambda c, p: Or(s.bit(p), And(self.held(s, p), Not(s.flushed(s.taker(p), c))),
+        covered_on = lambda c, p: Or(s.bit(p), And(self.held(s, p), Not(s.flushed(s.taker(p), c))),
                                   self.will_mark(s, p))
         counts = lambda c, p: Or(s.eflushed(c), And(s.initially_set(), s.armed(p)))
         pushes = lambda f: And(CLEARS <= s.fpc(f), s.fpc(f) <= SET)
@@ -327,14 +327,14 @@ class LazyProtection:
         return {
             'what a push-down will make writable is marked or about to be': s.all(lambda f, q: Implies(
                 And(pushes(f), s.armed(q), s.block(q) == s.block(s.page(f)), is_done(f, q), s.writable(q),
-                    s.fread(f) == s.generation(s.block(q))), told(q))),
+                    s.fread(f) == s.generation(s.block(q))), covered(q))),
             'what can be written is marked or about to be': s.all(lambda p: Implies(
-                And(s.armed(p), s.writable(p), s.open(s.block(p))), told(p))),
+                And(s.armed(p), s.writable(p), s.open(s.block(p))), covered(p))),
             'what a cached directory entry makes writable is marked or about to be': s.all(lambda c,
                                                                                            p: Implies(
-                And(counts(c, p), s.psc(c, s.block(p)), s.writable(p)), told_of(c, p))),
+                And(counts(c, p), s.psc(c, s.block(p)), s.writable(p)), covered_on(c, p))),
             'what is cached as writable is marked or about to be': s.all(lambda c, p: Implies(
-                And(counts(c, p), s.tlb(c, p)), told_of(c, p))),
+                And(counts(c, p), s.tlb(c, p)), covered_on(c, p))),
         }
 
     sizes = {'Fault': 2, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}

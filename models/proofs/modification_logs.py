@@ -130,7 +130,7 @@ class ModificationLogs(ByDirtyBits):
     def inv_of_drains(self, s):
         recent = lambda e: And(s.setter(s.of_page(e)) == e, s.by_cpu(s.of_page(e)), s.dirty(s.of_page(e)),
                                s.present(s.of_page(e)))
-        told = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.cleaned(s.taker(p), p))))
+        covered = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.cleaned(s.taker(p), p))))
         return {
             'an entry is UNUSED, LOGGED or REMOVED': s.all(lambda e: And(s.log(e) >= UNUSED,
                                                                          s.log(e) <= REMOVED)),
@@ -149,7 +149,7 @@ class ModificationLogs(ByDirtyBits):
                     s.of_page(s.setter(p)) == p, s.log(s.setter(p)) >= LOGGED, Not(s.begun(s.setter(p)))))),
             'the page of an entry that a drain has marked is marked, or about to be cleaned': s.all(lambda h,
                                                                                             e: Implies(
-                And(s.drain(h, e) == MARKED, recent(e), s.armed(s.of_page(e))), told(s.of_page(e)))),
+                And(s.drain(h, e) == MARKED, recent(e), s.armed(s.of_page(e))), covered(s.of_page(e)))),
             'what a harvest must report is marked, or its entry will be': s.all(lambda h, p: Implies(
                 s.due(h, p), Or(s.bit(p), And(
                     self.record(s, p), s.hpc(h) == VISITS, s.drain(h, s.setter(p)) != MARKED, Or(

@@ -10,7 +10,7 @@ another. So a turn of a harvest looks up where the memslot is after it has taken
 bitmap of the memslot that has its page after it has restored W.
 
 Left out: leaves of many pages, the summary, the VMM's marks (`dirty_log.py`); a memslot that is replaced by
-another over the same frames (`slots.py`): for the log it has moved.
+another over the same frames (`memslots.py`): for the log it has moved.
 """
 import prover
 from prover import And, If, Implies, Not, Or, put, put_where

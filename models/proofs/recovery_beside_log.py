@@ -457,17 +457,17 @@ class RecoveryBesideLog:
         h = s.taker
         will_protect = lambda p: And(self.held(s, p), Not(s.rearmed(h(p), p)), Not(s.hstale(h(p), p)))
         will_flush = lambda c, p: And(self.held(s, p), Not(s.flushed(h(p), c)))
-        told = lambda p: Or(s.bit(p), will_protect(p), self.will_mark(s, p))
-        told_of = lambda c, p: Or(s.bit(p), will_flush(c, p), self.will_mark(s, p))
+        covered = lambda p: Or(s.bit(p), will_protect(p), self.will_mark(s, p))
+        covered_on = lambda c, p: Or(s.bit(p), will_flush(c, p), self.will_mark(s, p))
         counts = lambda c, p: Or(s.eflushed(c), And(s.initially_set(), s.armed(p)))
         return {
             'what can be written is marked or about to be': s.all(lambda p: Implies(
-                And(Or(s.armed(p), s.estale(p)), self.is_writable(s, p)), told(p))),
+                And(Or(s.armed(p), s.estale(p)), self.is_writable(s, p)), covered(p))),
             'what a cached page-table page makes writable is marked or about to be': s.all(lambda c,
                                                                                            p: Implies(
-                And(counts(c, p), self.is_writable_below(s, c, p)), told_of(c, p))),
+                And(counts(c, p), self.is_writable_below(s, c, p)), covered_on(c, p))),
             'what is cached as writable is marked or about to be': s.all(lambda c, p: Implies(
-                And(counts(c, p), s.tlb(c, p)), told_of(c, p))),
+                And(counts(c, p), s.tlb(c, p)), covered_on(c, p))),
         }
 
     sizes = {'Fault': 1, 'Recovery': 1, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}

@@ -141,7 +141,7 @@ class RecoveryBesidePushDown(RecoveryBesideLog):
         return Or(super().will_mark(s, p), And(s.fpc(f) == SET, s.page(f) == p))
 
     def inv(self, s):
-        told = lambda p: Or(s.bit(p), self.will_mark(s, p), And(
+        covered = lambda p: Or(s.bit(p), self.will_mark(s, p), And(
             self.held(s, p), Not(s.rearmed(s.taker(p), p)), Not(s.hstale(s.taker(p), p))))
         is_done = lambda f, q: Or(Not(s.flogs(f)), s.fcleared(f, q), And(s.fpc(f) == SET, q == s.page(f)))
         linked = lambda f: And(self.pushes(s, f), Not(s.fstale(f)))
@@ -163,7 +163,7 @@ class RecoveryBesidePushDown(RecoveryBesideLog):
             'what a push-down will make writable is marked or about to be': s.all(lambda f, q: Implies(
                 And(linked(f), s.fpc(f) >= CLEARS, s.kind(s.block(q)) == TABLE, Or(s.armed(q), s.estale(q)),
                     s.block(q) == s.block(s.page(f)), is_done(f, q), s.present(q), s.writable(q),
-                    s.fread(f) == s.generation(s.block(q))), told(q))),
+                    s.fread(f) == s.generation(s.block(q))), covered(q))),
         }
 
     sizes = {'Fault': 2, 'Recovery': 1, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}

@@ -178,7 +178,7 @@ class RingEnabling:
 
     # What is promised.
 
-    def told(self, s, p):
+    def covered(self, s, p):
         """The page is in a ring, or a fault is about to push it."""
         return Or(s.pushed(p), And(s.fpc(s.giver(p)) >= GAVE, s.page(s.giver(p)) == p))
 
@@ -186,7 +186,7 @@ class RingEnabling:
         return {
             'when both calls have returned, what a CPU may write is in a ring or about to be pushed': s.all(
                 lambda c, p: Implies(
-                    And(s.epc() == DONE, s.spc(s.slot(p)) == ON, s.tlb(c, p)), self.told(s, p))),
+                    And(s.epc() == DONE, s.spc(s.slot(p)) == ON, s.tlb(c, p)), self.covered(s, p))),
         }
 
     def inv(self, s):
@@ -231,11 +231,11 @@ class RingEnabling:
                 s.sflushed(m, c), s.spc(m) >= FLUSHES)),
             'what was protected beside rings had rings': s.all(lambda p: Implies(s.armed(p), s.rings())),
             'what is protected and can be written is in a ring or about to be pushed': s.all(
-                lambda p: Implies(And(armed(p), s.writable(p)), self.told(s, p))),
+                lambda p: Implies(And(armed(p), s.writable(p)), self.covered(s, p))),
             'what is flushed and cached is in a ring or about to be pushed': s.all(lambda c, p: Implies(
                 And(Or(And(s.edone(p), s.eflushed(c)), And(s.armed(p), s.sflushed(s.slot(p), c))),
                     s.tlb(c, p)),
-                self.told(s, p))),
+                self.covered(s, p))),
         }
 
     sizes = {'Slot': 1, 'Page': 1, 'Fault': 1, 'Opener': 1, 'Cpu': 1}
