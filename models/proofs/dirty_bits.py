@@ -177,8 +177,8 @@ class ByDirtyBits:
 
     def step_enabling_sets(self, s, p: 'Page'):
         """slot/bitmap.rs: mark"""
-        return And(s.epc() == FLAGGED, s.initially_set()), {'bit': put(s.bit, p, True),
-                                                            'armed': put(s.armed, p, True)}
+        return And(s.epc() == FLAGGED, s.initially_set()), {
+            'bit': put(s.bit, p, True), 'armed': put(s.armed, p, True)}
 
     def step_wipe(self, s, p: 'Page'):
         """slot/bitmap.rs: clear_all"""
@@ -238,18 +238,18 @@ class ByDirtyBits:
         return {
             'a write is recorded, held by a harvest, or about to be marked': s.all(lambda p: Implies(
                 s.unreported(p), self.covered(s, p))),
-            'a harvest reports what was recorded when it began, unless another took it': s.all(lambda h,
-                                                                                               p: Implies(
+            'a harvest reports what was recorded when it began, unless another took it': s.all(
+                lambda h, p: Implies(
                 s.hpc(h) >= FLUSHES, Not(s.due(h, p)))),
         }
 
     def inv_of_counters(self, s):
         return {
             'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                                                   s.flag() == (s.epc() >= FLAGGED)),
+                s.flag() == (s.epc() >= FLAGGED)),
             'a fault is OUT, GAVE or MARKS': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
-            'a harvest is UNBEGUN to RETURNED': s.all(lambda h: And(s.hpc(h) >= UNBEGUN,
-                                                                    s.hpc(h) <= RETURNED)),
+            'a harvest is UNBEGUN to RETURNED': s.all(
+                lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED)),
             'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
             'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
             'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
@@ -258,12 +258,12 @@ class ByDirtyBits:
             'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
             'a harvest visits leaves after it began': s.all(lambda h, p: Implies(
                 s.visited(h, p), s.hpc(h) >= VISITS)),
-            'a harvest passes pages while it takes': s.all(lambda h,
-                                                           p: Implies(s.passed(h, p), s.hpc(h) >= TAKES)),
+            'a harvest passes pages while it takes': s.all(lambda h, p: Implies(
+                s.passed(h, p), s.hpc(h) >= TAKES)),
             'a harvest holds what it has passed, until it returns': s.all(lambda h, p: Implies(
                 s.holds(h, p), And(s.passed(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES)))),
-            'a harvest flushes after its turns': s.all(lambda h,
-                                                       c: Implies(s.flushed(h, c), s.hpc(h) >= FLUSHES)),
+            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
+                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
             'a harvest that flushes has cleaned all it holds': s.all(lambda h, p: Implies(
                 And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.cleaned(h, p))),
             'a harvest cleans what it has taken': s.all(lambda h, p: Implies(
@@ -333,8 +333,8 @@ class DirtyBits(ByDirtyBits):
     def inv(self, s):
         return {
             **self.inv_of_counters(s), **self.heart(s),
-            'what a harvest must report is marked, or it is about to visit the leaf': s.all(lambda h,
-                                                                                            p: Implies(
+            'what a harvest must report is marked, or it is about to visit the leaf': s.all(
+                lambda h, p: Implies(
                 s.due(h, p), Or(s.bit(p), And(
                     self.record(s, p), s.hpc(h) == VISITS, Not(s.visited(h, p)))))),
         }

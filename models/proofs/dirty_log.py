@@ -41,8 +41,8 @@ class DirtyLog:
         'fpc': (['Fault'], 'int'), 'fdone': (['Fault', 'Page'], 'bool'),
         'fowes': (['Fault', 'Word'], 'bool'),
         'mpc': (['Mark'], 'int'),
-        'hpc': (['Harvest'], 'int'), 'hword': (['Harvest', 'Word'], 'int'), 'holds': (['Harvest', 'Page'],
-                                                                                      'bool'),
+        'hpc': (['Harvest'], 'int'), 'hword': (['Harvest', 'Word'], 'int'),
+        'holds': (['Harvest', 'Page'], 'bool'),
         'rearmed': (['Harvest', 'Page'], 'bool'), 'changed': (['Harvest', 'Page'], 'bool'),
         'flushed': (['Harvest', 'Cpu'], 'bool'),
         'epc': ([], 'int'), 'armed': (['Page'], 'bool'), 'eflushed': (['Cpu'], 'bool'),
@@ -86,8 +86,8 @@ class DirtyLog:
             'no summary by a fault': s.all(lambda f, w: Not(s.fowes(f, w))),
             'no mark by the VMM': s.all(lambda m: s.mpc(m) == IDLE),
             'no harvest': s.all(lambda h: s.hpc(h) == UNBEGUN),
-            'nothing taken': s.all(lambda h, p: And(Not(s.holds(h, p)), Not(s.rearmed(h, p)), Not(s.due(h,
-                                                                                                        p)))),
+            'nothing taken': s.all(
+                lambda h, p: And(Not(s.holds(h, p)), Not(s.rearmed(h, p)), Not(s.due(h, p)))),
             'no word visited': s.all(lambda h, w: s.hword(h, w) == UNVISITED),
             'nothing flushed': And(s.all(lambda h, c: Not(s.flushed(h, c))),
                                    s.all(lambda c: Not(s.eflushed(c)))),
@@ -99,9 +99,9 @@ class DirtyLog:
         """vcpu/on_leaf.rs: restore_to; vcpu/act.rs: install_at"""
         late_flag = self.left_out == 'flag-after-write-access'
         guard = And(s.fpc(f) == (UNLOGGED if late_flag else OUT), Not(s.writable(s.leaf_of(f))))
-        return guard, {'writable': put(s.writable, s.leaf_of(f), True), 'giver': put(s.giver, s.leaf_of(f),
-                                                                                     f),
-                       'fpc': put(s.fpc, f, OUT if late_flag else GAVE)}
+        return guard, {
+            'writable': put(s.writable, s.leaf_of(f), True), 'giver': put(s.giver, s.leaf_of(f), f),
+            'fpc': put(s.fpc, f, OUT if late_flag else GAVE)}
 
     def step_read_flag(self, s, f: 'Fault'):
         """dirty/log.rs: mark_if_logging"""
@@ -155,8 +155,8 @@ class DirtyLog:
 
     def step_vmm_set_bit(self, s, m: 'Mark'):
         """slot/bitmap.rs: set"""
-        return s.mpc(m) == LOGS, {'bit': put(s.bit, s.page_of(m), True), 'mmarker': put(s.mmarker,
-                                                                                        s.page_of(m), m),
+        return s.mpc(m) == LOGS, {
+            'bit': put(s.bit, s.page_of(m), True), 'mmarker': put(s.mmarker, s.page_of(m), m),
                                   'mpc': put(s.mpc, m, SUMMARIZES)}
 
     def step_vmm_summarize(self, s, m: 'Mark'):
@@ -254,13 +254,13 @@ class DirtyLog:
 
     def step_wipe_summary(self, s, w: 'Word'):
         """slot/bitmap.rs: clear_all"""
-        return And(self.may_wipe(s), s.summary(w)), {'summary': put(s.summary, w, False),
-                                                     'wiping': put(s.wiping, w, True)}
+        return And(self.may_wipe(s), s.summary(w)), {
+            'summary': put(s.summary, w, False), 'wiping': put(s.wiping, w, True)}
 
     def step_wipe_word(self, s, w: 'Word'):
         """slot/bitmap.rs: clear_all"""
-        return And(self.may_wipe(s), s.wiping(w)), {'bit': put_where(s.bit, lambda p: s.word(p) == w, False),
-                                                    'wiping': put(s.wiping, w, False)}
+        return And(self.may_wipe(s), s.wiping(w)), {
+            'bit': put_where(s.bit, lambda p: s.word(p) == w, False), 'wiping': put(s.wiping, w, False)}
 
     def step_publish_flag(self, s):
         """vm/region.rs: change_slot"""
@@ -271,8 +271,8 @@ class DirtyLog:
         """vm/region.rs: begin_to_log; second_stage/protect.rs: protect_slot"""
         at = OFF if self.left_out == 'flag-before-protect' else FLAGGED
         return And(s.epc() == at, Not(s.initially_set())), {
-            'writable': put(s.writable, l, False), 'armed': put_where(s.armed, lambda p: s.leaf(p) == l,
-                                                                      True)}
+            'writable': put(s.writable, l, False),
+            'armed': put_where(s.armed, lambda p: s.leaf(p) == l, True)}
 
     def step_enabling_sets(self, s, p: 'Page'):
         """slot/bitmap.rs: mark"""
@@ -294,8 +294,8 @@ class DirtyLog:
         """vm/region.rs: begin_to_log"""
         flushes = self.left_out != 'enabling-flushes'
         return And(s.epc() == ARMED, Not(s.initially_set())), {
-            'eflushed': put(s.eflushed, c, True), 'tlb': put_where(s.tlb, lambda d, l: And(d == c, flushes),
-                                                                   False)}
+            'eflushed': put(s.eflushed, c, True),
+            'tlb': put_where(s.tlb, lambda d, l: And(d == c, flushes), False)}
 
     def step_enabled(self, s):
         """vm/region.rs: change_slot returns"""
@@ -331,8 +331,8 @@ class DirtyLog:
     def will_mark(self, s, p):
         """The fault that restored W last is about to mark the page."""
         f = s.giver(s.leaf(p))
-        return And(s.leaf_of(f) == s.leaf(p), Or(s.fpc(f) == GAVE, And(s.fpc(f) == MARKS, Not(s.fdone(f,
-                                                                                                      p)))))
+        return And(s.leaf_of(f) == s.leaf(p),
+                   Or(s.fpc(f) == GAVE, And(s.fpc(f) == MARKS, Not(s.fdone(f, p)))))
 
     def vmm_will_mark(self, s, p):
         m = s.writer(p)
@@ -368,12 +368,12 @@ class DirtyLog:
     def inv_of_counters(self, s):
         return {
             'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                                                   s.flag() == (s.epc() >= FLAGGED)),
+                s.flag() == (s.epc() >= FLAGGED)),
             'a fault is OUT to UNLOGGED': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= UNLOGGED)),
-            'a mark by the VMM is IDLE to SUMMARIZES': s.all(lambda m: And(s.mpc(m) >= IDLE,
-                                                                           s.mpc(m) <= SUMMARIZES)),
-            'a harvest is UNBEGUN to RETURNED': s.all(lambda h: And(s.hpc(h) >= UNBEGUN,
-                                                                    s.hpc(h) <= RETURNED)),
+            'a mark by the VMM is IDLE to SUMMARIZES': s.all(
+                lambda m: And(s.mpc(m) >= IDLE, s.mpc(m) <= SUMMARIZES)),
+            'a harvest is UNBEGUN to RETURNED': s.all(
+                lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED)),
             'a fault has done pages only while it marks': s.all(lambda f, p: Implies(
                 s.fdone(f, p), s.fpc(f) == MARKS)),
             'a fault has summaries to set only while it marks': s.all(lambda f, w: Implies(
@@ -381,8 +381,8 @@ class DirtyLog:
             'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
             'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
             'words are wiped before the flag': s.all(lambda w: Implies(s.wiping(w), s.epc() == OFF)),
-            'enabling has summaries to set only while it arms': s.all(lambda w: Implies(s.eowes(w),
-                                                                                  s.epc() == FLAGGED)),
+            'enabling has summaries to set only while it arms': s.all(lambda w: Implies(
+                s.eowes(w), s.epc() == FLAGGED)),
             'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
             'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
                 s.epc() == ON, Or(s.initially_set(), s.eflushed(c)))),
@@ -398,8 +398,8 @@ class DirtyLog:
                 s.holds(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES))),
             'a harvest holds pages of words that it has taken': s.all(lambda h, p: Implies(
                 s.holds(h, p), Or(s.hword(h, s.word(p)) == OWES, s.hword(h, s.word(p)) == DONE))),
-            'a harvest flushes after its turns': s.all(lambda h, c: Implies(s.flushed(h, c),
-                                                                            s.hpc(h) >= FLUSHES)),
+            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
+                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
             'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
                 And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
             'a harvest protects what it has taken': s.all(lambda h, p: Implies(
@@ -438,13 +438,13 @@ class DirtyLog:
         'bit-after-write-access': {'sizes': small, 'start': logging},
         'flag-after-write-access': {'sizes': small, 'start': {}},
         'mark-all-pages': {'sizes': two_pages, 'start': {**logging, 'bit': lambda p: False}},
-        'word-before-summary': {'sizes': small, 'start': {**logging, 'bit': lambda p: False,
-                                                          'summary': lambda w: False}},
+        'word-before-summary': {'sizes': small,
+            'start': {**logging, 'bit': lambda p: False, 'summary': lambda w: False}},
         'take-before-protect': {'sizes': small, 'start': logging},
         'summary-before-word': {'sizes': small, 'start': logging},
         'summarize-again': {'sizes': two_pages, 'start': {**logging, **clears}},
-        'look-at-the-rest': {'sizes': two_pages, 'start': {**logging, **clears,
-                                                           'bit': lambda p: p == 'page1'}},
+        'look-at-the-rest': {'sizes': two_pages,
+            'start': {**logging, **clears, 'bit': lambda p: p == 'page1'}},
         'flush-what-was-taken': {'sizes': small, 'start': logging},
         'flush-before-return': {'sizes': small, 'start': logging},
         'flag-before-protect': {'sizes': small, 'start': {}},

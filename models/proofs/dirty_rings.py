@@ -224,13 +224,13 @@ class DirtyRings:
     def step_pass_reset_entry(self, s, r: 'Reset', e: 'Entry'):
         """dirty/ring.rs: Reset::next (another reset was faster; the cell may have another page)"""
         v = s.ring(e)
-        return And(self.is_next(s, r, e), s.index(e) < s.first(v)), {'rnext': put(s.rnext, (r, v),
-                                                                                  s.index(e) + 1)}
+        return And(self.is_next(s, r, e), s.index(e) < s.first(v)), {
+            'rnext': put(s.rnext, (r, v), s.index(e) + 1)}
 
     def step_walked(self, s, r: 'Reset'):
         """harvest/rings.rs: reset (flush)"""
-        return And(s.rpc(r) == WALKS, s.all(lambda v: And(s.rharvested(r, v),
-                                                          s.rnext(r, v) >= s.rend(r, v)))), {
+        return And(s.rpc(r) == WALKS, s.all(
+            lambda v: And(s.rharvested(r, v), s.rnext(r, v) >= s.rend(r, v)))), {
             'rpc': put(s.rpc, r, FLUSHES)}
 
     def step_flush(self, s, r: 'Reset', c: 'Vcpu'):
@@ -294,8 +294,8 @@ class DirtyRings:
             'a write is in a ring, not copied yet, or about to be pushed': s.all(lambda p: Implies(
                 s.uncopied(p), Or(self.will_push(s, p),
                                   And(self.is_pushed(s, p), Not(s.copied(s.last(p))))))),
-            'when a reset returns, what was harvested before is protected and flushed': s.all(lambda r, e,
-                                                                                              c: Implies(
+            'when a reset returns, what was harvested before is protected and flushed': s.all(
+                lambda r, e, c: Implies(
                 And(s.rpc(r) == RETURNED, s.due(r, e)), self.is_done(s, e, c))),
             'a harvest hands out the page that was pushed': s.all(lambda h: Implies(
                 And(s.hpc(h) == LOOKED, Not(s.hmarked(h)), self.is_current(s, h)),
@@ -382,8 +382,8 @@ class DirtyRings:
             'what is flushed is protected': s.all(lambda e, c: Implies(s.flushed(e, c), s.protected(e))),
             'a reset flushes what it did': s.all(lambda r, e, c: Implies(
                 And(s.rflushed(r, c), s.did(r, e)), s.flushed(e, c))),
-            'a reset flushes after its walk': s.all(lambda r,
-                                                    c: Implies(s.rflushed(r, c), s.rpc(r) >= FLUSHES)),
+            'a reset flushes after its walk': s.all(lambda r, c: Implies(
+                s.rflushed(r, c), s.rpc(r) >= FLUSHES)),
             'a reset makes entries empty when its flush is over': s.all(lambda r, c: Implies(
                 s.rpc(r) >= EMPTIES, s.rflushed(r, c))),
             'what is copied is protected and flushed': s.all(lambda e, c: Implies(

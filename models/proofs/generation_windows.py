@@ -188,8 +188,8 @@ class GenerationWindows:
             'the limit is two windows beyond the renewal before the last': bound(s.before_last(), 2),
             'a guard that lets a renewal pass has seen at most two windows': s.all(lambda g: Implies(
                 And(s.gpc(g) == OPEN, is_passed(g)), bound(s.low(g), 2))),
-            'an open guard sees at most three windows': s.all(lambda g: Implies(s.gpc(g) == OPEN,
-                                                                                bound(s.low(g), 3))),
+            'an open guard sees at most three windows': s.all(lambda g: Implies(
+                s.gpc(g) == OPEN, bound(s.low(g), 3))),
         }
 
     def inv_of_places(self, s):

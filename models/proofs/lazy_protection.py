@@ -284,10 +284,10 @@ class LazyProtection:
     def inv_of_counters(self, s):
         return {
             'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                                                   s.flag() == (s.epc() >= FLAGGED)),
+                s.flag() == (s.epc() >= FLAGGED)),
             'a fault is OUT to MARKS': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
-            'a harvest is UNBEGUN to RETURNED': s.all(lambda h: And(s.hpc(h) >= UNBEGUN,
-                                                                    s.hpc(h) <= RETURNED)),
+            'a harvest is UNBEGUN to RETURNED': s.all(
+                lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED)),
             'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
             'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
             'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
@@ -296,8 +296,8 @@ class LazyProtection:
             'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
             'a harvest holds pages between begin and return': s.all(lambda h, p: Implies(
                 s.holds(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES))),
-            'a harvest flushes after its turns': s.all(lambda h,
-                                                       c: Implies(s.flushed(h, c), s.hpc(h) >= FLUSHES)),
+            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
+                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
             'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
                 And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
             'a harvest protects what it has taken': s.all(lambda h, p: Implies(
@@ -307,8 +307,8 @@ class LazyProtection:
     def inv_of_push_downs(self, s):
         pushes = lambda f: And(READ <= s.fpc(f), s.fpc(f) <= SET)
         return {
-            'generations rise': s.all(lambda f: Implies(pushes(f),
-                                                        s.fread(f) <= s.generation(s.block(s.page(f))))),
+            'generations rise': s.all(lambda f: Implies(
+                pushes(f), s.fread(f) <= s.generation(s.block(s.page(f))))),
             'a push-down that has set W has cleared the others': s.all(lambda f, q: Implies(
                 And(s.fpc(f) == SET, s.flogs(f), self.is_other(s, f, q)), s.fcleared(f, q))),
             'a push-down clears after it has read the flag': s.all(lambda f, q: Implies(
@@ -330,8 +330,8 @@ class LazyProtection:
                     s.fread(f) == s.generation(s.block(q))), covered(q))),
             'what can be written is marked or about to be': s.all(lambda p: Implies(
                 And(s.armed(p), s.writable(p), s.open(s.block(p))), covered(p))),
-            'what a cached directory entry makes writable is marked or about to be': s.all(lambda c,
-                                                                                           p: Implies(
+            'what a cached directory entry makes writable is marked or about to be': s.all(
+                lambda c, p: Implies(
                 And(counts(c, p), s.psc(c, s.block(p)), s.writable(p)), covered_on(c, p))),
             'what is cached as writable is marked or about to be': s.all(lambda c, p: Implies(
                 And(counts(c, p), s.tlb(c, p)), covered_on(c, p))),

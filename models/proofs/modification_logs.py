@@ -119,8 +119,8 @@ class ModificationLogs(ByDirtyBits):
         """harvest/log.rs: collect returns"""
         over = And(s.all(lambda c: s.kicked(h, c)),
                    s.all(lambda e: Implies(s.noted(h, e), s.log(e) == REMOVED)))
-        return And(s.hpc(h) == VISITS, Or(over, self.left_out == 'drain-before-take')), {'hpc': put(s.hpc, h,
-                                                                                                    TAKES)}
+        return And(s.hpc(h) == VISITS, Or(over, self.left_out == 'drain-before-take')), {
+            'hpc': put(s.hpc, h, TAKES)}
 
     # What is promised.
 
@@ -132,8 +132,8 @@ class ModificationLogs(ByDirtyBits):
                                s.present(s.of_page(e)))
         covered = lambda p: Or(s.bit(p), And(self.held(s, p), Not(s.cleaned(s.taker(p), p))))
         return {
-            'an entry is UNUSED, LOGGED or REMOVED': s.all(lambda e: And(s.log(e) >= UNUSED,
-                                                                         s.log(e) <= REMOVED)),
+            'an entry is UNUSED, LOGGED or REMOVED': s.all(
+                lambda e: And(s.log(e) >= UNUSED, s.log(e) <= REMOVED)),
             'a drain reads an entry before it marks it': s.all(lambda h, e: And(
                 s.drain(h, e) >= UNREAD, s.drain(h, e) <= MARKED,
                 Implies(s.drain(h, e) != UNREAD, s.noted(h, e)))),
@@ -142,13 +142,13 @@ class ModificationLogs(ByDirtyBits):
             'a drain notes entries that are in the log of a CPU that it has made start over': s.all(
                 lambda h, e: Implies(s.noted(h, e), And(
                     s.log(e) >= LOGGED, s.kicked(h, s.cpu(e)), Not(s.begun(e))))),
-            'a CPU sets D only of what it has logged': s.all(lambda e: Implies(s.begun(e),
-                                                                               s.log(e) == LOGGED)),
+            'a CPU sets D only of what it has logged': s.all(lambda e: Implies(
+                s.begun(e), s.log(e) == LOGGED)),
             'D that a CPU has set is of a page of its entry': s.all(lambda p: Implies(
                 And(s.present(p), s.dirty(p), s.by_cpu(p)), And(
                     s.of_page(s.setter(p)) == p, s.log(s.setter(p)) >= LOGGED, Not(s.begun(s.setter(p)))))),
-            'the page of an entry that a drain has marked is marked, or about to be cleaned': s.all(lambda h,
-                                                                                            e: Implies(
+            'the page of an entry that a drain has marked is marked, or about to be cleaned': s.all(
+                lambda h, e: Implies(
                 And(s.drain(h, e) == MARKED, recent(e), s.armed(s.of_page(e))), covered(s.of_page(e)))),
             'what a harvest must report is marked, or its entry will be': s.all(lambda h, p: Implies(
                 s.due(h, p), Or(s.bit(p), And(

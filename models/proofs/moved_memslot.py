@@ -246,7 +246,7 @@ class MovedMemslot:
     def inv_of_changes(self, s):
         return {
             'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                                                   s.flag() == (s.epc() >= FLAGGED)),
+                s.flag() == (s.epc() >= FLAGGED)),
             'counters are in their ranges': And(
                 s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= FOUND_LOG)),
                 s.all(lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED))),
@@ -270,8 +270,8 @@ class MovedMemslot:
         return {
             'a harvest holds pages between begin and return': s.all(lambda h, p: Implies(
                 s.holds(h, p), And(s.hpc(h) >= TAKES, s.hpc(h) <= FLUSHES))),
-            'a harvest flushes after its turn': s.all(lambda h,
-                                                      c: Implies(s.flushed(h, c), s.hpc(h) >= FLUSHES)),
+            'a harvest flushes after its turn': s.all(lambda h, c: Implies(
+                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
             'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
                 And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
             'a harvest protects after it has looked up the place': s.all(lambda h, p: Implies(

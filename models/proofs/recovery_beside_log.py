@@ -179,8 +179,8 @@ class RecoveryBesideLog:
     def step_freeze(self, s, p: 'Page'):
         """second_stage/recover.rs: gather; second_stage/broken.rs: report_and_freeze"""
         return And(s.kind(s.block(p)) == BROKEN, Not(s.frozen(p))), {
-            'frozen': put(s.frozen, p, True), 'had_write': put(s.had_write, p,
-                                                               And(s.present(p), s.writable(p)))}
+            'frozen': put(s.frozen, p, True),
+            'had_write': put(s.had_write, p, And(s.present(p), s.writable(p)))}
 
     def is_frozen(self, s, b):
         return And(s.kind(b) == BROKEN, s.all(lambda p: Implies(s.block(p) == b, s.frozen(p))))
@@ -219,8 +219,8 @@ class RecoveryBesideLog:
     def step_cancelled(self, s, r: 'Recovery'):
         """second_stage/recover.rs: make (the exchange fails)"""
         b = s.of(r)
-        return And(s.rpc(r) == BROKE, Not(And(s.kind(b) == BROKEN, s.owner(b) == r))), {'rpc': put(s.rpc, r,
-                                                                                                   DONE)}
+        return And(s.rpc(r) == BROKE, Not(And(s.kind(b) == BROKEN, s.owner(b) == r))), {
+            'rpc': put(s.rpc, r, DONE)}
 
     def step_read_flag_again(self, s, r: 'Recovery'):
         """second_stage/recover.rs: made; second_stage/split.rs: link_parts; dirty/log.rs: mark_if_logging"""
@@ -325,8 +325,8 @@ class RecoveryBesideLog:
 
     def step_enabling_sets(self, s, p: 'Page'):
         """slot/bitmap.rs: mark"""
-        return And(s.epc() == FLAGGED, s.initially_set()), {'bit': put(s.bit, p, True),
-                                                            'armed': put(s.armed, p, True)}
+        return And(s.epc() == FLAGGED, s.initially_set()), {
+            'bit': put(s.bit, p, True), 'armed': put(s.armed, p, True)}
 
     def step_wipe(self, s, p: 'Page'):
         """slot/bitmap.rs: clear_all"""
@@ -340,8 +340,8 @@ class RecoveryBesideLog:
         """vm/region.rs: begin_to_log"""
         stays = self.left_out == 'enabling-flushes'
         return And(s.epc() == ARMED, Not(s.initially_set())), {
-            'eflushed': put(s.eflushed, c, True), 'tlb': put_where(s.tlb, lambda d,
-                                                                   p: And(d == c, Not(stays)), False),
+            'eflushed': put(s.eflushed, c, True),
+            'tlb': put_where(s.tlb, lambda d, p: And(d == c, Not(stays)), False),
             'psc': put_where(s.psc, lambda d, b: And(d == c, Not(stays)), False)}
 
     def step_enabled(self, s):
@@ -391,8 +391,8 @@ class RecoveryBesideLog:
         """The fault or the recovery that gave W last is about to mark the page."""
         f, r = s.giver(p), s.maker(s.block(p))
         by_fault = And(self.covers(s, f, p), Or(s.fpc(f) == GAVE, And(s.fpc(f) == MARKS, Not(s.fdone(f, p)))))
-        by_recovery = And(s.of(r) == s.block(p), Or(s.rpc(r) == MADE,
-                                                    And(s.rpc(r) == MARKS_ALL, Not(s.rdone(r, p)))))
+        by_recovery = And(s.of(r) == s.block(p),
+            Or(s.rpc(r) == MADE, And(s.rpc(r) == MARKS_ALL, Not(s.rdone(r, p)))))
         return Or(by_fault, by_recovery)
 
     def held(self, s, p):
@@ -410,7 +410,7 @@ class RecoveryBesideLog:
     def inv_of_counters(self, s):
         return {
             'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                                                   s.flag() == (s.epc() >= FLAGGED)),
+                s.flag() == (s.epc() >= FLAGGED)),
             'counters are in their ranges': And(
                 s.all(lambda b: And(s.kind(b) >= TABLE, s.kind(b) <= EMPTY)),
                 s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
@@ -436,8 +436,8 @@ class RecoveryBesideLog:
         return {
             'a harvest holds pages between begin and return': s.all(lambda h, p: Implies(
                 s.holds(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES))),
-            'a harvest flushes after its turns': s.all(lambda h,
-                                                       c: Implies(s.flushed(h, c), s.hpc(h) >= FLUSHES)),
+            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
+                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
             'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
                 And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
             'a harvest protects what it has taken': s.all(lambda h, p: Implies(
@@ -448,8 +448,8 @@ class RecoveryBesideLog:
                 And(s.hsaw(h, p), Not(s.hstale(h, p))), s.kind(s.block(p)) <= BROKEN)),
             'a walk of enabling that is not stale leads to linked leaves': s.all(lambda p: Implies(
                 And(s.esaw(p), Not(s.estale(p))), s.kind(s.block(p)) <= BROKEN)),
-            'a walk of a harvest is stale after it began': s.all(lambda h,
-                                                                 p: Implies(s.hstale(h, p), s.hsaw(h, p))),
+            'a walk of a harvest is stale after it began': s.all(lambda h, p: Implies(
+                s.hstale(h, p), s.hsaw(h, p))),
         }
 
     def heart(self, s):
@@ -463,16 +463,20 @@ class RecoveryBesideLog:
         return {
             'what can be written is marked or about to be': s.all(lambda p: Implies(
                 And(Or(s.armed(p), s.estale(p)), self.is_writable(s, p)), covered(p))),
-            'what a cached page-table page makes writable is marked or about to be': s.all(lambda c,
-                                                                                           p: Implies(
+            'what a cached page-table page makes writable is marked or about to be': s.all(
+                lambda c, p: Implies(
                 And(counts(c, p), self.is_writable_below(s, c, p)), covered_on(c, p))),
             'what is cached as writable is marked or about to be': s.all(lambda c, p: Implies(
                 And(counts(c, p), s.tlb(c, p)), covered_on(c, p))),
         }
 
-    sizes = {'Fault': 1, 'Recovery': 1, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}
-    start = {'kind': lambda b: EMPTY, 'frozen': lambda p: True}
-    one = {**sizes, 'Page': 1}
+    sizes = {'Fault': 1, 'Recovery': 2, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}
+    start = {'kind': lambda b: EMPTY, 'frozen': lambda p: True, 'splits': lambda r: r == 'recovery1'}
+    story = '''restore_huge fault0; read_flag fault0; split block0; break_table recovery0; freeze page0;
+        freeze page1; read_may_write recovery0; make_huge recovery0; publish_flag; read_flag_again recovery0;
+        mark_all recovery0 page0; mark_all recovery0 page1; all_marked recovery0'''
+    few = {**sizes, 'Recovery': 1}
+    one = {**few, 'Page': 1}
     logging = {'epc': lambda: ON, 'flag': lambda: True, 'armed': lambda p: True, 'eflushed': lambda c: True,
                'present': lambda p: True, 'bit': lambda p: True}
     huge = {**logging, 'kind': lambda b: HUGE, 'frozen': lambda p: True, 'huge_writable': lambda b: True}
@@ -480,9 +484,9 @@ class RecoveryBesideLog:
     traces = {
         'never-copy-write': {'sizes': one, 'start': {**logging, 'writable': lambda p: True}},
         'flag-after-make': {'sizes': one, 'start': off},
-        'recovery-marks-all': {'sizes': sizes, 'start': {**huge, 'rpc': lambda r: MARKS_ALL,
-                                                         'bit': lambda p: False}},
-        'fault-marks-all': {'sizes': sizes, 'start': {**logging, **start, 'bit': lambda p: False}},
+        'recovery-marks-all': {'sizes': few,
+            'start': {**huge, 'rpc': lambda r: MARKS_ALL, 'bit': lambda p: False}},
+        'fault-marks-all': {'sizes': few, 'start': {**logging, **start, 'bit': lambda p: False}},
         'protect-huge': {'sizes': one, 'start': huge},
         'flush-what-was-passed': {'sizes': one, 'start': {**logging, 'writable': lambda p: True}},
         'flag-before-protect': {'sizes': one, 'start': off},

@@ -166,8 +166,8 @@ class RecoveryBesidePushDown(RecoveryBesideLog):
                     s.fread(f) == s.generation(s.block(q))), covered(q))),
         }
 
-    sizes = {'Fault': 2, 'Recovery': 1, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}
-    one = {**sizes, 'Fault': 1}
+    sizes = {'Fault': 2, 'Recovery': 2, 'Harvest': 1, 'Page': 2, 'Block': 1, 'Cpu': 1}
+    one = {**sizes, 'Fault': 1, 'Recovery': 1}
     # A push-down that logs is about to clear W of page 1, which is not marked.
     others = {**RecoveryBesideLog.logging, 'bit': lambda p: False, 'writable': lambda p: p == 'page1',
               'fpc': lambda f: CLEARS, 'flogs': lambda f: True, 'hpc': lambda h: RETURNED}

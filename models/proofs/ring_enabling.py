@@ -201,13 +201,13 @@ class RingEnabling:
                                     s.found(m) <= LOGGED))),
             'the flag is set from FLAGGED on': s.all(lambda m: s.logs(m) == (s.spc(m) >= FLAGGED)),
             'rings are there from VISITS on': s.rings() == (s.epc() >= VISITS),
-            'no call that pushes nothing is beside rings': s.all(lambda o: Implies(s.inside(o),
-                                                                                   Not(s.rings()))),
-            'a fault of a vCPU with a ring is beside rings': s.all(lambda f: Implies(s.fpc(f) != OUT,
-                                                                                     s.rings())),
+            'no call that pushes nothing is beside rings': s.all(lambda o: Implies(
+                s.inside(o), Not(s.rings()))),
+            'a fault of a vCPU with a ring is beside rings': s.all(lambda f: Implies(
+                s.fpc(f) != OUT, s.rings())),
             'memslots are looked at beside rings': s.all(lambda m: Implies(s.found(m) != UNSEEN, s.rings())),
-            'a memslot that was seen to log does log': s.all(lambda m: Implies(s.found(m) == LOGGED,
-                                                                               s.logs(m))),
+            'a memslot that was seen to log does log': s.all(lambda m: Implies(
+                s.found(m) == LOGGED, s.logs(m))),
             'all memslots have been looked at when the flush begins': s.all(lambda m: Implies(
                 s.epc() >= FLUSHES_ALL, s.found(m) != UNSEEN)),
             'what was seen to log is protected when the flush begins': s.all(lambda p: Implies(
