@@ -43,7 +43,13 @@ MIN_RUNS, RUNS, RUN_LENGTH, TRIES = 40, 400, 20, 30
 NAMES = {}              # letters of the model at hand
 
 
+def forced(x):
+    """The value of a quantifier that was put off (`replay.py`)."""
+    return x() if callable(x) else x
+
+
 def And(*xs):
+    xs = [forced(x) for x in xs]
     if any(x is False for x in xs):
         return False
     xs = [x for x in xs if x is not True]
@@ -51,6 +57,7 @@ def And(*xs):
 
 
 def Or(*xs):
+    xs = [forced(x) for x in xs]
     if any(x is True for x in xs):
         return True
     xs = [x for x in xs if x is not False]
@@ -58,6 +65,7 @@ def Or(*xs):
 
 
 def Not(x):
+    x = forced(x)
     return (not x) if isinstance(x, bool) else z3.Not(x)
 
 

@@ -75,7 +75,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 /// under a checker.
 fn is_for_tests(path: &Path) -> bool {
     let stem = path.file_stem().unwrap().to_str().unwrap();
-    stem == "stepped" || stem == "tests" || stem.ends_with("_tests") || stem.ends_with("_loom")
+    matches!(stem, "stepped" | "events") || stem == "tests" || stem.ends_with("_tests") || stem.ends_with("_loom")
 }
 
 /// The code of a normal build: without comments, without the item or statement after a `cfg` of a

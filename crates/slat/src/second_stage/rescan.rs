@@ -9,25 +9,33 @@
 //! The bits are visible before the call.
 //!
 //! # Implementation
-//! A rescan takes an invalidation sequence number, zaps the pages whose bit is set, and flushes
-//! them in any case, as an invalidation does. It starts over if the memslot has changed meanwhile.
+//! A rescan finds runs of pages whose bit is set. For each run it publishes the range, takes an
+//! invalidation sequence number, zaps the pages, and withdraws the range. It flushes all runs at the
+//! end, in any case, as an invalidation does. It starts over if the memslot has changed meanwhile.
 //!
 //! # Why it is correct
-//! The order is that of `table/invalidation_seq.rs`. No range is in flight: no memory is moved that
-//! a fault could still map, and faults observe the bit instead. User space may clear the bit at any
-//! time, and then faults install in the midst of the zap: see [`Faults::MayComeBack`].
+//! The order is that of `table/invalidation_seq.rs`. No memory is moved that a fault could still
+//! map, and faults observe the bit. So the range need not stay in flight until the flush. User space
+//! may clear the bit at any time, and then faults install before the flush: see
+//! [`Faults::MayComeBack`].
+//!
+//! But during the zap no leaf may come back. The host is notified of a leaf before it is emptied.
+//! Meanwhile another call could zap that leaf, and a fault install the very same one again, through
+//! which the guest writes. The zap would then empty a leaf of which the host knows nothing
+//! (`models/proofs/harvest_beside_zap.py`, rule no-rescan).
 
 use arrayvec::ArrayVec;
 
 use super::zap::{self, Faults};
 use crate::addr::{Gfn, GfnRange};
-use crate::error::SlotError;
+use crate::error::{OutOfMemory, SlotError};
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::slot::userfault::UserfaultBitmap;
 use crate::slot::view::SlotView;
 use crate::sync::fence_after_rmw;
+use crate::table::tlb::TlbBatch;
 
 /// Runs of pages that are found in one guard.
 const RUNS_PER_TURN: usize = 32;
@@ -43,7 +51,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
     first_page: u64,
     nr_pages: u64,
 ) -> Result<u64, SlotError> {
-    let Operation { tree, slots, .. } = op;
+    let slots = op.slots;
     loop {
         let slot_range = {
             let guard = op.pin();
@@ -52,12 +60,6 @@ pub(crate) fn rescan<H: Host, F: Format>(
             slot.range()
         };
         let pages = GfnRange::new(Gfn(slot_range.start.0 + first_page), nr_pages);
-        // Taken after the memslot was read. A fault that found it elsewhere, or with another
-        // bitmap, is overtaken by the change of the memslot.
-        let seq = tree.next_seq();
-        // As in `invalidate`: the bits are visible before the walk finds any page-table page
-        // linked.
-        fence_after_rmw();
         let mut batch = op.batch();
         let mut nr_rescanned = 0;
         let mut next = pages.start;
@@ -76,17 +78,35 @@ pub(crate) fn rescan<H: Host, F: Format>(
                 break Err(gone);
             }
             drop(guard);
-            for &run in &runs {
-                nr_rescanned += run.nr_pages();
-                zap::zap_range(op, run, seq, Faults::MayComeBack, &mut batch);
-                batch.add(run);
+            if let Err(error) = runs.iter().try_for_each(|&run| zap_run(op, run, &mut batch)) {
+                break Err(error.into());
             }
+            nr_rescanned += runs.iter().map(|run| run.nr_pages()).sum::<u64>();
         };
         drop(batch);
         if done? {
             return Ok(nr_rescanned);
         }
     }
+}
+
+/// Zaps the pages of `run`, which have had their bits set since before the call.
+fn zap_run<'t, H: Host, F: Format>(
+    op: Operation<'t, H, F>,
+    run: GfnRange,
+    batch: &mut TlbBatch<'t, H, F>,
+) -> Result<(), OutOfMemory> {
+    // Until the zap is over; see the module.
+    let _in_flight = op.tree.in_flight.publish(run)?;
+    // Taken after the memslot was read. A fault that found it elsewhere, or with another bitmap, is
+    // overtaken by the change of the memslot.
+    let seq = op.tree.next_seq();
+    // As in `invalidate`: the range and the bits are visible before the walk finds any page-table
+    // page linked.
+    fence_after_rmw();
+    zap::zap_range(op, run, seq, Faults::MayComeBack, batch);
+    batch.add(run);
+    Ok(())
 }
 
 fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Result<(), SlotError> {

@@ -94,8 +94,8 @@ pub(super) const MAX_DEFERRED_TABLES: u64 = 1024;
 pub(crate) enum Faults {
     /// The range is in flight until the flush is over.
     KeptOut,
-    /// Nothing, once user space clears the userfault bit. So no page-table page may be unlinked: it
-    /// could have leaves again.
+    /// The range is in flight until the zap is over. Then nothing does, once user space clears the
+    /// userfault bit: leaves may come back before the flush. No page-table page is unlinked.
     MayComeBack,
 }
 

@@ -141,6 +141,7 @@ pub enum Call {
     Flush,
     Resolve,
     Allocate(AllocationWait),
+    LeafZapped,
 }
 
 /// Runs once, at the `nth` call (from 1 on) of its kind.
@@ -500,6 +501,7 @@ unsafe impl Host for TestHost {
         if let Some(sender) = self.zapped_sender.lock().unwrap().as_ref() {
             sender.send(leaf).unwrap();
         }
+        self.called(Call::LeafZapped);
     }
 
     fn should_yield(&self) -> bool {

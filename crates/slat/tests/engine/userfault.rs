@@ -2,14 +2,14 @@
 //! when the flag is turned on or a bit is rescanned. Huge pages are recovered.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::{Call, MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
 use slat::error::{FaultError, SlotError};
 use slat::format::Format;
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
-use slat::{Access, Exit, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
+use slat::{Access, Exit, GfnRange, Gpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -92,6 +92,47 @@ fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 each!(faults_exit_until_the_bit_is_clear_, faults_exit_until_the_bit_is_clear);
+
+/// A rescan has notified the host of a page. Before it empties the leaf, the page is invalidated,
+/// user space clears the bit, and the guest writes again. The host must be notified of that write,
+/// too, by the end of the next invalidation.
+fn a_rescan_that_is_overtaken_hides_no_write<F: Format>(locking: Locking) {
+    let page = GfnRange::new(gpa(7).gfn(), 1);
+    let is_dirty = |vm: &Vm<TestHost, F>| {
+        drop(vm.invalidate_range(page).unwrap());
+        vm.host().take_zapped().iter().any(|leaf| leaf.range == page && leaf.dirty)
+    };
+    let vm = vm::<F>(locking);
+    let words = words(16, 0);
+    vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(gpa(7), Access::Write), RESUMED);
+    set(&words, 7);
+    vm.host().record_zapped();
+    // What the guest may write, if the other calls come in between.
+    let writes_in_between = Arc::new(AtomicBool::new(false));
+    if locking == Locking::None {
+        let (vm, words, writes) = (Arc::clone(&vm), Arc::clone(&words), Arc::clone(&writes_in_between));
+        vm.clone().host().overtake(Call::LeafZapped, 1, move || {
+            let others = std::thread::spawn(move || {
+                drop(vm.invalidate_range(page).unwrap());
+                clear(&words, 7);
+                assert_eq!(vm.create_vcpu().unwrap().handle_fault(gpa(7), Access::Write), RESUMED);
+                writes.store(translate(&vm, gpa(7)).is_some(), Ordering::Relaxed);
+                vm.host().take_zapped();
+            });
+            others.join().unwrap();
+        });
+    }
+    assert_eq!(vm.rescan_userfault(0, 7, 1), Ok(1));
+    assert!(vm.host().was_overtaken());
+    assert!(!writes_in_between.load(Ordering::Relaxed) || is_dirty(&vm), "the host is not notified of a write");
+    clear(&words, 7);
+    assert_eq!(vcpu.handle_fault(gpa(7), Access::Write), RESUMED);
+    vm.host().take_zapped();
+    assert!(is_dirty(&vm));
+}
+each!(a_rescan_that_is_overtaken_hides_no_write_, a_rescan_that_is_overtaken_hides_no_write);
 
 fn turning_userfault_on_zaps_all_and_off_recovers_huge_pages<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
