@@ -281,6 +281,46 @@ fn each_rule_of_a_model_is_one_of_a_protocol() {
     assert!(rules.is_empty(), "no page of a protocol names these rules: {rules:?}");
 }
 
+/// The steps of a proof, each with its text.
+fn steps_of_proof(root: &Path, name: &str) -> BTreeMap<String, String> {
+    let text = fs::read_to_string(root.join(format!("models/proofs/{name}.py"))).unwrap();
+    let steps = text.split("\n    def ").filter_map(|method| method.strip_prefix("step_"));
+    steps.map(|step| (step.split('(').next().unwrap().to_string(), step.to_string())).collect()
+}
+
+#[test]
+fn each_change_of_a_pte_is_a_step_of_a_proof() {
+    let Some(root) = repository() else { return };
+    let head = fs::read_to_string(root.join("crates/slat/src/table/pte.rs")).unwrap();
+    // The rows of the table whose second column has this heading.
+    let rows = |heading: &str| -> Vec<(String, String)> {
+        let first = format!("//! | from -> to | {heading} |\n//! |---|---|\n");
+        let (_, rest) = head.split_once(&first).unwrap_or_else(|| panic!("no table of {heading}"));
+        let lines = rest.lines().map_while(|line| line.strip_prefix("//! | ")?.strip_suffix(" |"));
+        lines.map(|line| line.split_once(" | ").unwrap()).map(|(a, b)| (a.to_string(), b.to_string())).collect()
+    };
+    let (changes, steps) = (rows("operation"), rows("steps"));
+    let first_column = |rows: &[(String, String)]| rows.iter().map(|(change, _)| change.clone()).collect::<Vec<_>>();
+    assert!(changes.len() > 10);
+    assert_eq!(first_column(&changes), first_column(&steps), "a change without a step, or a step without a change");
+
+    let page_tables = steps_of_proof(&root, "page_tables");
+    let mut named = BTreeSet::new();
+    for (change, proof) in &steps {
+        let (name, of_change) = proof.split_once(": ").unwrap();
+        let known = steps_of_proof(&root, name);
+        for step in of_change.split(", ") {
+            assert!(known.contains_key(step) || page_tables.contains_key(step), "{change}: no step {step} in {name}");
+            named.insert(step.to_string());
+        }
+    }
+    // The other way round: the steps that change PTEs in the proof that is replayed.
+    let changes_pte = |text: &str| ["'kind': ", "'frozen': ", "self.store("].iter().any(|word| text.contains(word));
+    for (step, text) in page_tables.into_iter().chain(steps_of_proof(&root, "invalidation")) {
+        assert!(!changes_pte(&text) || named.contains(&step), "{step} changes a PTE, and no change of a PTE names it");
+    }
+}
+
 #[test]
 fn each_protocol_has_its_headings_and_each_rule_what_notices_it() {
     let Some(root) = repository() else { return };

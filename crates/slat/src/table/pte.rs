@@ -39,6 +39,26 @@
 //! | empty, table -> frozen | the unlinking thread, where a table could be linked; plain exchange |
 //! | any -> frozen, keeps what it was | recovery of the page-table page, or its abort |
 //!
+//! The proofs (`models/proofs/`) have a step for each. Under shuttle their replay checks that the
+//! engine makes no other.
+//!
+//! | from -> to | steps |
+//! |---|---|
+//! | empty -> leaf, table | invalidation: install, refine |
+//! | empty -> empty, greater number | invalidation: zap_lowest, zap_higher |
+//! | leaf, tracked -> leaf, same frame | dirty_log: restore_write |
+//! | leaf -> leaf, tracked, same frame | dirty_log: protect, enabling_protects, drop_write |
+//! | leaf, tracked -> table | invalidation: split |
+//! | leaf, tracked -> broken -> table | break_before_make: break_leaf, split, cancel_split |
+//! | table -> broken -> leaf, tracked | invalidation: break, make_huge |
+//! | broken -> empty, fresh number | invalidation: cancel |
+//! | leaf, tracked -> empty | invalidation: zap_lowest, zap_higher, empty_leaf |
+//! | table -> table, protected | lazy_protection: protect_entry, enabling_protects_entry |
+//! | table, protected -> table | lazy_protection: unprotect |
+//! | table -> empty, fresh number | invalidation: unlink |
+//! | empty, table -> frozen | invalidation: freeze_unlinked |
+//! | any -> frozen, keeps what it was | invalidation: freeze |
+//!
 //! PTEs of a new page-table page inherit the number of the PTE above. An operation that needs a
 //! broken PTE aborts its owner's work; one that only protects, splits, ages or queries does not.
 //! The owner's exchange then fails, and no thread waits.
