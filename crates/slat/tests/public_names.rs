@@ -25,12 +25,12 @@ fn source(file: &str) -> String {
     text.lines().map(|line| format!("{}\n", line.split("//").next().unwrap_or_default().trim_end())).collect()
 }
 
-/// Without each item that a feature adds.
+/// Without each item that a feature or a model checker adds.
 fn without_features(text: &str) -> String {
     let mut kept = String::new();
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
-        if !line.trim_start().starts_with("#[cfg(feature") {
+        if !["#[cfg(feature", "#[cfg(shuttle"].iter().any(|cfg| line.trim_start().starts_with(cfg)) {
             kept.push_str(line);
             kept.push('\n');
             continue;
