@@ -274,13 +274,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
                 }
-                Plan::UserfaultPending => match self.userfault_exit()? {
-                    None => Err(Changed),
-                    Some(exit) => {
-                        self.count(Counter::Exits);
-                        self.count(Counter::Userfaults);
-                        return Ok(Outcome::Exit(exit));
-                    }
+                Plan::UserfaultPending => match self.userfault_outcome() {
+                    Ok(Outcome::Resume) => Err(Changed),
+                    exit => return exit,
                 },
                 Plan::BeingInvalidated => {
                     // The guest comes back. The thread that invalidates the page is not a vCPU, so
@@ -429,7 +425,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return PageState::Exit;
         }
-        if slot.userfault_exit(self.gfn) != Ok(None) {
+        if !slot.may_use(self.gfn) {
             return PageState::UserfaultPending;
         }
         let level = slot.userfault().map_or(max_level, |userfault| max_level.min(userfault.level()));
@@ -491,6 +487,15 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline(never)]
     fn gone(&self, found: Found<F>, attributes: MemoryAttributes) -> Result<Outcome, FaultError> {
         self.check_gone(found, attributes)?;
+        self.userfault_outcome()
+    }
+
+    /// The exit of a page whose userfault bit is set; else the guest comes back.
+    ///
+    /// Never inlined: the exit would lie on the stack of each fault.
+    #[cold]
+    #[inline(never)]
+    fn userfault_outcome(&self) -> Result<Outcome, FaultError> {
         let Some(exit) = self.userfault_exit()? else { return Ok(Outcome::Resume) };
         self.count(Counter::Exits);
         self.count(Counter::Userfaults);
@@ -516,9 +521,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         };
         let is_free = is_same && tree.in_flight.free_level(self.gfn, cursor.level()).is_some();
         let slot = if is_free { slots.find(&guard, self.gfn) } else { None };
-        let is_asked_for = |slot: &SlotView<'_, H::Backing>| {
-            slot.userfault_exit(self.gfn) == Ok(None) && slot.attributes_of(self.gfn) == attributes
-        };
+        let is_asked_for =
+            |slot: &SlotView<'_, H::Backing>| slot.may_use(self.gfn) && slot.attributes_of(self.gfn) == attributes;
         if slot.as_ref().is_some_and(is_asked_for) {
             return Err(FaultError::BackingGone { gpa: self.gpa });
         }

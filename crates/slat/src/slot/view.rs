@@ -83,6 +83,13 @@ impl<'s, B> SlotView<'s, B> {
         self.private().map_or(MemoryAttributes::empty(), |private| private.of(gfn.0 - self.range().start.0))
     }
 
+    /// Whether no userfault bit keeps the guest from page `gfn` of the memslot, so that
+    /// [`userfault_exit`](Self::userfault_exit) is `Ok(None)`.
+    #[inline]
+    pub(crate) fn may_use(&self, gfn: Gfn) -> bool {
+        self.userfault().is_none_or(|userfault| userfault.is_set(gfn.0 - self.range().start.0) == Some(false))
+    }
+
     /// The exit of a fault on page `gfn` of the memslot if the page's userfault bit is set. `None`
     /// if the fault may map the page.
     ///

@@ -161,7 +161,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
             slot.range().contains(gfn)
-                && (slot.is_plain() || (slot.userfault_exit(gfn) == Ok(None) && slot.attributes_of(gfn) == attributes))
+                && (slot.is_plain() || (slot.may_use(gfn) && slot.attributes_of(gfn) == attributes))
         });
         Some(InstallPlan {
             backing: slot.keep_for_resolve(hazard),

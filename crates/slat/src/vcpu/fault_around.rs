@@ -38,7 +38,7 @@ use crate::table::pte::State;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Pages of a window that are mapped as one batch, which is on the stack.
-const GROUP: usize = 8;
+const GROUP: usize = 4;
 
 // A ring that is not soft-full has room for a whole window, if the memslot begins to log now.
 const _: () = assert!(FaultAround::MAX_PAGES as u32 <= DirtyRing::RESERVE);
