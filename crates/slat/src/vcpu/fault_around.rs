@@ -38,7 +38,7 @@ use crate::table::pte::State;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Pages of a window that are mapped as one batch, which is on the stack.
-const GROUP: usize = 4;
+const GROUP: usize = 8;
 
 // A ring that is not soft-full has room for a whole window, if the memslot begins to log now.
 const _: () = assert!(FaultAround::MAX_PAGES as u32 <= DirtyRing::RESERVE);
@@ -58,18 +58,16 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let window_pages = self.op.tree.config.fault_around.nr_pages();
         let group_pages = window_pages.min(GROUP as u64);
         let own = self.gfn.0 & !(group_pages - 1);
-        let first = self.gfn.0 & !(window_pages - 1);
-        self.map_group(hazard.reborrow(), own, group_pages);
-        for group in (first..first + window_pages).step_by(GROUP) {
-            if group != own {
-                self.map_group(hazard.reborrow(), group, group_pages);
-            }
+        // Numbers that differ from the own group's below the size of the window only: each group
+        // once, the own first.
+        for offset in (0..window_pages).step_by(GROUP) {
+            self.map_group(hazard.reborrow(), own ^ offset, group_pages);
         }
     }
 
-    /// Maps the neighbours among the `nr_pages` pages from `first` on. It and its parts are never
-    /// inlined, so that their stack frames do not add up.
-    #[inline(never)]
+    /// Maps the neighbours among the `nr_pages` pages from `first` on. Its parts are never inlined,
+    /// so that their stack frames do not add up.
+    #[inline(always)]
     fn map_group(&self, hazard: HazardPointer<'_>, first: u64, nr_pages: u64) {
         let page = |index| Gfn(first + index as u64);
         let mut neighbours = Batch::<_, F, GROUP>::new(self.access_around(), Missing::PassOver, page);
