@@ -8,4 +8,4 @@ for bench in crates/slat/benches/*.rs; do
     benches+=(--bench "$(basename "$bench" .rs)")
 done
 # Without `cargo bench`'s argument `--bench` each takes its smallest sizes.
-cargo test -p slat --release "${benches[@]}"
+cargo test --workspace "${benches[@]}"

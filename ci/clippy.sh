@@ -5,4 +5,3 @@ cd "$(dirname "$0")/.."
 cargo clippy --workspace --all-targets -- -D warnings
 # The engine as an embedder has it, without the baselines.
 cargo clippy -p slat --lib -- -D warnings
-cargo clippy -p slat --features vm-memory --lib --test vm_memory --test checked_memory --example vm_memory -- -D warnings

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the README's other command: the demonstration must run, and verify its results.
+# Runs the README's first command: the demonstration must run, and verify its results.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo run --release
+cargo run --release -- demo

@@ -28,42 +28,14 @@ check() {
     models+=("$*")
 }
 
-check zap no-number number-before-publish check-before-read no-inherit refine-no-inherit number-again number-passed \
-    huge-ignores-published no-flush flush-if-changed free-before-flush table-before-flush split-no-dirty tracked-clean \
-    blind-exchange report-late unlink-full
-check levels no-freeze-upper freeze-early leave-linked old-number
-check slots no-number number-before-publish old-number withdraw-before-set check-before-read slots-before-ranges
-check published see-torn number-before-fill blind-claim check-before-read withdraw-early withdraw-claim-first \
-    withdraw-keeps-claim withdraw-keeps-active first-chunk-only
-check upgrade no-counter counter-before-exchange counter-after-published at-most
-check recover recover-no-freeze freeze-no-dirty cancel-unreported cancel-no-freeze report-first cancel-old-number retire-first \
-    wait-on-broken
-check recover_log no-published number-first slot-first copy-W no-reread flags-first mark-one log-bits no-D-mark report-then-swap \
-    swap-blindly retire-first cancel-no-freeze skip-no-flush
-check recover_levels walk-again not-down table-as-nothing broken-first broken-as-table no-freeze-below give-early keep keep-below
-check lazy protect-if-unprotected flush-if-changed skip-protected blind-unprotect no-clear mark-if-unprotected flags-first flags-once \
-    install-no-mark protect-first publish-late path-first mark-first clear-late
-check generation no-window three-generations admit-outside renew-always renew-blindly turn-again two-guards
-check summary summary-first word-first store-zero mask-clears never-again look-away
-check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \
-    fault-no-mark publish-late keep-dirty
-check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain drop-flag flush-any keep-flag \
-    refine-unflushed refine-published instead-plain reuse split-freezes split-copies-W split-mark-never \
-    split-marks-first split-unreported no-freeze mark-never
-check userfault no-number no-zap flush-if-changed no-flush flush-first flag-last number-first withdraw-first store-first \
-    bit-first slot-first ranges-last resolve-first attribute-first clear-first counter-last no-counter huge-while-on \
-    huge-beside run-bits run-attributes one-attribute no-fence number-if-empty pass-broken bare-unlink bare-plain \
-    drop-odd swap-only recover-no-counter recover-no-flag recover-no-ranges recover-no-attributes \
-    recover-one-attribute recover-attributes-first
-check shadow no-reread invlpg-no-lock no-local-flush local-flush-if-changed fault-keeps fault-lock-blind \
-    fault-skip-syncing unsync-late bitmap-late write-while-syncing pass-syncing no-flush flush-first flush-if-cleared compare-first no-seq drop-if-synced \
-    register-late link-first no-link-sync part-lock unregister-first walk-no-lock keep-dead-root root-not-synced \
-    no-second-reread create-late leaf-first store-blind visit-if-zapped visit-first flush-before-visit no-visit \
-    skip-empty leaves-before-lock visit-one-size insert-first number-late number-first no-huge no-clear \
-    no-track-flush ready-early found-is-ready ignore-pending pending-first count-late settle-first uncounted \
-    narrow-uncounted invlpg-local store-first drop-no-lock no-writers no-emulated-flush page-while-pending \
-    no-step-check no-generation same-generation link-no-recheck end-sync-blindly no-own-count dead-late unlink-late \
-    zap-no-lock pin-no-generation free-before-flush
+check zap table-before-flush split-no-dirty tracked-clean blind-exchange report-late
+check levels freeze-early
+check recover recover-no-freeze freeze-no-dirty cancel-unreported report-first wait-on-broken
+check recover_log log-bits no-D-mark report-then-swap swap-blindly
+check recover_levels walk-again not-down table-as-nothing broken-first broken-as-table no-freeze-below keep
+check break keep-flag reuse split-freezes split-copies-W split-unreported no-freeze
+check userfault clear-first run-bits run-attributes no-fence pass-broken bare-plain drop-odd recover-no-counter recover-no-flag recover-no-ranges recover-no-attributes recover-one-attribute recover-attributes-first
+check shadow wait-for-writer wait-for-syncing part-lock walk-no-lock keep-dead-root root-not-synced insert-first invlpg-local drop-no-lock page-while-pending end-sync-blindly
 
 # Runs in parallel, one on each CPU: first the models with all rules, which take longest, so that no
 # CPU is idle at the end.

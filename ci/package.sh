@@ -6,11 +6,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unpacked=$target/unpacked
-packages=(slat slat-machine slat-cli)
+packages=(slat slat-machine slat-results slat-cli)
 
 # The one warning that is turned off: there is no public address yet for `repository`. All other
 # fields that cargo would warn about are checked below.
-log=$(cargo package --workspace --no-verify --no-metadata --allow-dirty 2>&1) || { echo "$log"; exit 1; }
+log=$(cargo package --workspace --exclude slat-peers --no-verify --no-metadata --allow-dirty 2>&1) || { echo "$log"; exit 1; }
 echo "$log"
 if grep -q '^warning' <<<"$log"; then
     echo "package: FAILED: cargo warns"
@@ -19,6 +19,9 @@ fi
 cargo metadata --no-deps --format-version 1 | python3 -c '
 import json, sys
 for package in json.load(sys.stdin)["packages"]:
+    # Not published: the benchmark of the peers.
+    if package["publish"] == []:
+        continue
     for key in "description", "license", "readme", "rust_version", "keywords", "categories":
         if not package[key]:
             sys.exit("package: FAILED: " + package["name"] + " has no " + key)
@@ -28,7 +31,9 @@ rm -rf "$unpacked"
 mkdir -p "$unpacked"
 version=$(cargo pkgid -p slat | sed 's/.*[#@]//')
 for package in "${packages[@]}"; do
-    tar -xzf "$target/package/$package-$version.crate" -C "$unpacked"
+    # With the time of now: in the archive all files have the same old one, by which cargo would take an
+    # earlier build for that of these files.
+    tar -xzmf "$target/package/$package-$version.crate" -C "$unpacked"
     mv "$unpacked/$package-$version" "$unpacked/$package"
     for file in LICENSE-MIT LICENSE-APACHE README.md; do
         cmp "$file" "$unpacked/$package/$file"
@@ -38,11 +43,12 @@ cp Cargo.lock "$unpacked"
 cat >"$unpacked/Cargo.toml" <<'MANIFEST'
 [workspace]
 resolver = "3"
-members = ["slat", "slat-machine", "slat-cli"]
+members = ["slat", "slat-machine", "slat-results", "slat-cli"]
 
 [patch.crates-io]
 slat = { path = "slat" }
 slat-machine = { path = "slat-machine" }
+slat-results = { path = "slat-results" }
 MANIFEST
 # The profile of the workspace; without it everything would be built again.
 sed -n '/^\[profile\.dev\]/,/^$/p' Cargo.toml >>"$unpacked/Cargo.toml"

@@ -26,7 +26,7 @@ page() {
 }
 page compare "$samples/compare.json"
 page before_after "$samples/compare.json" "$samples/compare_after.json"
-page experiments "$samples"/{dirty_log,demand_paging,get_dirty_log,split,cr3,stress}.json
+page experiments "$samples"/{parallel_faults,userfault,dirty_log,numa_split,shadow,stress}.json
 if [[ -n ${SLAT_RESULTS:-} ]]; then
     for result in "$SLAT_RESULTS"/*.json; do
         page "results_$(basename "$result" .json)" "$result"

@@ -3,7 +3,7 @@
 
     ci/sabotage.py [WORD...]        those whose names have one of the words; all without
 
-By hand only: it builds the engine once for each place. `ci/proofs.sh` and `ci/replay.sh` must have run before.
+By hand only: it builds the engine once for each place. `ci/proofs.sh` must have run before, for its Python.
 """
 import os
 import pathlib
@@ -13,6 +13,14 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COPY = ROOT / 'target/sabotage'
+ENVIRONMENT = {
+    'REPLAY_RUSTFLAGS': '--cfg shuttle',            # broken code may warn
+    'REPLAY_TARGET_DIR': str(ROOT / 'target/sabotage-build'),
+    'REPLAY_PYTHON': str(ROOT / 'target/proofs/bin/python'),
+    # To build takes longer than to run.
+    'CARGO_PROFILE_RELEASE_OPT_LEVEL': '0', 'CARGO_PROFILE_RELEASE_LTO': 'off', 'CARGO_PROFILE_RELEASE_DEBUG': 'none',
+    'CARGO_PROFILE_RELEASE_CODEGEN_UNITS': '16', 'CARGO_PROFILE_RELEASE_INCREMENTAL': 'true',
+}
 # What is broken: the file below `crates/slat/src`, and what stands there before and after, twice if need be.
 SABOTAGES = {
     'a zap leaves the numbers of empty PTEs': (
@@ -42,25 +50,26 @@ SABOTAGES = {
     'a leaf is installed whatever the number': (
         'vcpu/act.rs', 'if seq != seen || cursor.level() > highest', 'if cursor.level() > highest'),
     'a new page-table page begins with number 0': (
-        'second_stage/install.rs', 'pte::empty(seq.flushed())', 'pte::empty(InvalidationSeq::FIRST)'),
+        'second_stage/install.rs', 'let beside = Pte::empty(seq.flushed());',
+        'let beside = Pte::empty(InvalidationSeq::FIRST);'),
     'a read-only leaf is replaced whatever happened since the look': (
         'vcpu/act.rs', 'if tree.current_seq().follows(seen) {', 'if tree.current_seq().follows(seen) || true {'),
     'an aborted recovery stores no fresh number': (
         'second_stage/broken.rs', 'let seq = op.tree.next_seq();', 'let seq = op.tree.current_seq();'),
     'a recovery freezes nothing': (
-        'table/pte.rs', 'match self.cell.compare_exchange(value.0, frozen.0, Ordering::AcqRel, Ordering::Acquire) {',
-        'match Ok::<u64, u64>(value.0) {'),
+        'table/pte_ref.rs',
+        'self.cell.compare_exchange(value.bits(), frozen.bits(), Ordering::AcqRel, Ordering::Acquire);',
+        'Ok::<u64, u64>(value.bits());'),
     'a harvest does not protect': (
         'harvest/log.rs', 'if !taken.is_empty() {', 'if false && !taken.is_empty() {'),
     'a harvest does not flush': ('harvest/log.rs', 'batch.flush_cpus();', 'core::mem::forget(batch);'),
     'a harvest takes the word before the summary': (
-        'slot/bitmap.rs', 'let seen = summary.fetch_and(!seen, Ordering::SeqCst) & seen;',
+        'slot/bitmap.rs', 'let found = summary.fetch_and(!seen, Ordering::SeqCst) & seen;',
         'for index in SetBits(seen) {\n'
-        '    let marks = words[index].swap(self.clean, Ordering::SeqCst) ^ self.clean;\n'
-        '    record!(MarksTaken { word: (group * GROUP_WORDS + index) as u64, marks });\n'
-        '    taken.push(group * GROUP_WORDS + index - range.start, marks);\n'
+        '    let index = group * GROUP_WORDS + index;\n'
+        '    taken.push(index - range.start, self.take_word(index));\n'
         '}\n'
-        'let seen = summary.fetch_and(!seen, Ordering::SeqCst) & 0;'),
+        'let found = summary.fetch_and(!seen, Ordering::SeqCst) & 0;'),
     'a fault does not mark': ('slot/bitmap.rs', 'if self.has(index, mask) {', 'if true || self.has(index, mask) {'),
     'a mark sets no summary': (
         'slot/bitmap.rs', 'self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));', ''),
@@ -68,6 +77,106 @@ SABOTAGES = {
         'vm/region.rs', 'protect::protect_slot(self.operation(participant), range);', ''),
     'enabling does not flush': (
         'vm/region.rs', 'self.tree.flush(participant, &[range]);', ''),
+    'a recovery makes a huge leaf without a flush': (
+        'second_stage/recover.rs', 'op.flush(&[block]);', ''),
+    'a split links its page-table page without a flush': (
+        'second_stage/split.rs', 'op.flush(&[gfn.block(level)]);\n    link_parts', 'link_parts'),
+    'an abort leaves a plain number': (
+        'second_stage/broken.rs', 'if F::BREAK_BEFORE_MAKE { seq.unflushed() } else { seq }', 'seq'),
+    'a fault does not flush before it installs': (
+        'vcpu.rs', 'self.op.flush(&[self.gfn.block(plan.level)]);', ''),
+    'an invalidation of a part clears the flag without a flush': (
+        'second_stage/zap.rs', 'self.op.flush(&[gfn.block(level)]);', ''),
+    'a fault links page-table pages at an unflushed PTE': (
+        'vcpu/act.rs', '!seq.is_unflushed() && in_flight', 'in_flight'),
+    'a fault links page-table pages inside a range in flight': (
+        'vcpu/act.rs', 'Level::L4K).is_some();', 'Level::L4K) != Some(Level(0));'),
+    'a rescan takes no number': (
+        'second_stage/rescan.rs', 'let seq = op.tree.next_seq();', 'let seq = op.tree.current_seq();'),
+    'a rescan flushes only what it has zapped': (
+        'second_stage/rescan.rs', 'batch.add(run);', ''),
+    'a rescan unlinks page-table pages': (
+        'second_stage/zap.rs', 'if zap.leaves_tables || faults == Faults::MayComeBack {', 'if zap.leaves_tables {'),
+    'a fault does not read the userfault bit': (
+        'vcpu.rs', 'if !slot.may_use(self.gfn) {', 'if false && !slot.may_use(self.gfn) {'),
+    'a block is mapped while bits stand for pages': (
+        'vcpu.rs', 'max_level.min(userfault.level()));', '(max_level, userfault.level()).0);'),
+    'a block is mapped by the attributes of one page': (
+        'vcpu.rs', 'if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {', 'if false {'),
+    'the userfault flag is turned on, and nothing is zapped': (
+        'vm/region.rs', '(moves || begins_userfault)\n', 'moves\n'),
+    'attributes are stored before their pages are zapped': (
+        'vm/page_state.rs',
+        'let invalidation = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?;', '',
+        'drop(invalidation);',
+        'drop(Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?);'),
+    'a claim goes by what was found before it': (
+        'slot/set.rs', 'Ok(self.by_id(&guard, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))',
+        'Ok(Some(Claim { entry: view.entry.duplicate(), slots: self }))'),
+    'a memslot is deleted, and its pages stay': (
+        'vm/region.rs',
+        'let _invalidation = Invalidation::new('
+        '&self.tree.in_flight, self.operation(participant), claim.entry().range)?;', ''),
+    'a range is withdrawn before the memslot has moved': (
+        'vm/region.rs', '        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'
+        '        drop(invalidation);\n',
+        '        drop(invalidation);\n'
+        '        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'),
+    'a reclaim does not look at hazard pointers': (
+        'slot/set.rs', ' && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {', ' {'),
+    'a protected directory entry is not protected again': (
+        'second_stage/protect.rs', 'State::Table if self.may_close(pages) => self.close(value),',
+        'State::Table if self.may_close(pages) => if value.is_protected() { Ok(()) } else { self.close(value) },'),
+    'a push-down leaves W of the other pages': (
+        'second_stage/push_down.rs', 'if others() == Others::Protect {', 'if others() == Others::Protect && false {'),
+    'a push-down reads the flag before the directory entry': (
+        'vcpu/on_leaf.rs', 'let pushed = push_down::push_down(self.op.tree, guard, self.gfn, others)?;',
+        'let found = others();\n        let pushed = push_down::push_down(self.op.tree, guard, self.gfn, || found)?;'),
+    'a push-down that fails does not mark': (
+        'vcpu/on_leaf.rs', 'self.mark_leaf(guard, Level::L4K);\n        match pushed {',
+        'if pushed == Pushed::Open {\n            self.mark_leaf(guard, Level::L4K);\n        }\n'
+        '        match pushed {'),
+    'a harvest visits no leaves': (
+        'harvest/log.rs', 'DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),',
+        'DirtyTracking::DirtyBit => Ok(()),'),
+    'a visit does not mark what has D': ('harvest/log.rs', 'log.mark(page, clean_from - page);', ''),
+    'a harvest hides D from the host': (
+        'table/pte.rs', 'self.without(F::DIRTY).with(was_dirty)', 'self.without(F::DIRTY).with(was_dirty & 0)'),
+    'a fault that sets D does not mark': (
+        'vcpu/on_leaf.rs', 'if writes && !tree.config.first_write_faults(cursor.level()) {', 'if writes && false {'),
+    'a harvest does not drain': (
+        'harvest/log.rs',
+        'self.op.host().drain_modification_logs(&mut |written| {\n'
+        '                    mark_written(self.op, written);\n                });', ''),
+    'a drain does not mark': (
+        'harvest/mark.rs', 'mark_page_if_logging(op.slots, &guard, None, gpa.gfn());', ''),
+    'a zap marks only after its exchange': (
+        'second_stage/zap.rs', 'mark_dirty(op, guard, value, level, block);\n                node::report_zapped',
+        'node::report_zapped'),
+    'a zap marks only before its exchange': (
+        'second_stage/zap.rs',
+        'mark_dirty(op, guard, value, level, block);\n                    self.batch.add(block);',
+        'self.batch.add(block);'),
+    'a zap does not notify the host': (
+        'second_stage/zap.rs', 'node::report_zapped::<H, F>(op.host(), value, level, block);', ''),
+    'a push moves the index on before it writes the entry': (
+        'dirty/ring.rs',
+        'self.page_word(index).store(page.word(), Ordering::Release);\n'
+        '        record!(RingEntryWritten { ring: self.address(), index, page: page.word() });', '',
+        'record!(RingPushed { ring: self.address(), index });',
+        'record!(RingPushed { ring: self.address(), index });\n'
+        '        self.page_word(index).store(page.word(), Ordering::Release);\n'
+        '        record!(RingEntryWritten { ring: self.address(), index, page: page.word() });'),
+    'a ring is harvested whatever another harvest took': (
+        'dirty/ring.rs',
+        'match self.harvested.compare_exchange(next, index + 1, Ordering::Release, Ordering::Relaxed) {',
+        'match Ok::<u64, u64>(self.harvested.swap(index + 1, Ordering::Release)) {'),
+    'a reset of rings makes entries full again': (
+        'dirty/ring.rs', 'self.first.fetch_max(reached, Ordering::AcqRel)',
+        'self.first.swap(reached, Ordering::AcqRel)'),
+    'a reset of rings protects nothing': (
+        'harvest/rings.rs', 'protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);', ''),
+    'a reset of rings flushes when the entries are empty': ('harvest/rings.rs', 'batch.flush();', ''),
 }
 
 
@@ -91,11 +200,7 @@ def is_noticed(name, file, *edits):
     path = COPY / 'crates/slat/src' / file
     whole = path.read_text()
     path.write_text(broken(whole, name, edits))
-    # Broken code may warn.
-    env = {**os.environ, 'REPLAY_RUSTFLAGS': '--cfg shuttle', 'REPLAY_TARGET_DIR': str(ROOT / 'target/shuttle'),
-           'REPLAY_PYTHON': str(ROOT / 'target/proofs/bin/python')}
-    env['REPLAY_PYTHON'] = os.environ.get('REPLAY_PYTHON', env['REPLAY_PYTHON'])
-    run = subprocess.run(['ci/replay.sh'], cwd=COPY, env=env, capture_output=True, text=True)
+    run = subprocess.run(['ci/replay.sh'], cwd=COPY, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
     path.write_text(whole)
     if 'error: could not compile' in run.stderr:
         sys.exit(f'{run.stderr}\nsabotage: does not build: {name}')

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the checks need besides Rust itself: its formatter and linter, the fuzzer with a C++
-# compiler for its runtime, Python for the models and proofs, valgrind for the count of a fault's instructions,
-# and a browser for the report.
+# compiler for its runtime, Python for the models and proofs, valgrind for the count of a fault's
+# instructions, and a browser for the report. (ci/deny.sh installs its own tool, beside the tests.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt

@@ -3,4 +3,4 @@
 # STRESS_SECONDS=7200 ci/stress.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo run --release -- stress --seconds "${STRESS_SECONDS:-15}" --seed "${STRESS_SEED:-1}"
+cargo run --release -- stress --duration "${STRESS_SECONDS:-60}s" --seed "${STRESS_SEED:-1}"

@@ -1,6 +1,6 @@
-"""Explicit-state check of break before make, for formats whose CPUs must not find a table and a
-block for the same page: between the two the entry is not present, and a flush has completed since.
-Recovery, split, and the threads that find a broken entry.
+"""Explicit-state check of break before make: no fault is delayed for ever, and a split or a recovery
+that is aborted loses no D and no mark. That no CPU finds a table and a block for the same page is
+proved (`proofs/break_before_make.py`), also for any number of threads.
 
 Two pages under a two-level tree. P is the parent entry: ('E', seq, U) empty, U: *unflushed*, CPUs
 may have cached its contents from before; ('L', frames, W, D) a huge leaf; ('T', i) table i; ('B',
@@ -34,14 +34,10 @@ Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame
 frame that is gone, was written, and was not reported; a frozen entry in a linked table; a page may
 be written in a slot that logs, and is not marked; a fault that concurrent invalidations delay by an
 unflushed entry.
-Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush,
-split-at-once (as where no break is needed), cancel-plain (seq without the flag), install-no-flush,
-flush-first (before the look at the entry), oom-plain, drop-flag (a seq for a whole entry, covered
-in part, loses the flag without a flush), flush-any (after the flush, any empty entry that is there
-loses the flag), keep-flag (no flush, and the flag is kept), refine-unflushed, refine-published,
-instead-plain, reuse (a split that failed retries with the same table), split-freezes (a canceller
-freezes the parts), split-copies-W (of a slot that logs), split-mark-never, split-marks-first
-(before the table is linked), split-unreported, no-freeze, mark-never (recover).
+Run: python3 break.py [RULE]. Each of these breaks it: keep-flag (an invalidation of a part does not
+flush, and keeps the flag: faults beside it are delayed), reuse (a split that failed retries with
+the same table), split-freezes (a canceller freezes the parts), split-copies-W (of a slot that
+logs), split-unreported, no-freeze.
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -142,7 +138,7 @@ def step(state, i):
         broken, n, then, e = loc
         yield go('cancel', loc[:3], T=entry(broken[1], n, frozen(e)) if T[broken[1]][n] == e else T)
     elif pc == 'cancelled':
-        yield go(*loc[2], P=('E', loc[1], int(BUG != 'cancel-plain')) if P == loc[0] else P)
+        yield go(*loc[2], P=('E', loc[1], 1) if P == loc[0] else P)
 
     elif kind == 'recover':
         if pc == 'look': yield go('break', (P, s.log)) if P[0] == 'T' else go('end')
@@ -152,7 +148,7 @@ def step(state, i):
         elif pc == 'freeze':
             table, logs, was = loc
             n = len(was)
-            if n == 2: yield go('finish' if BUG == 'recover-no-flush' else 'out', loc)
+            if n == 2: yield go('out', loc)
             else:
                 e = T[table][n]
                 if e[0] == 'E' or e[1] is None: yield go('cancel', (('B', table, 'r'), 0, ('flush-retire', (table,))))
@@ -164,8 +160,7 @@ def step(state, i):
             if P != ('B', table, 'r'): yield go('flush-retire', (table,))
             else:
                 leaf = ('L', (was[0][1], was[1][1]), int(not logs), was[0][3] | was[1][3])
-                yield go('flush-retire' if logs or BUG == 'mark-never' else 'mark',
-                         (table,) if logs or BUG == 'mark-never' else ((1, 1), table), P=leaf)
+                yield go('flush-retire' if logs else 'mark', (table,) if logs else ((1, 1), table), P=leaf)
         elif pc == 'mark': yield go('flush-retire', (loc[1],), B=(1, 1) if s.log else s.B)
         elif pc == 'flush-retire': yield go('retire', loc, **dropped)
         else: yield go('end', T=put(T, loc[0], ('X', 'X')))
@@ -187,15 +182,13 @@ def step(state, i):
             keeps_w = leaf[2] and (not logs or BUG == 'split-copies-W')
             t, tables = fill(put(leaf, 2, int(keeps_w)), table)
             marks = keeps_w and not logs
-            if BUG == 'split-at-once': yield go(*then, P=('T', t), T=tables)
-            else: yield go('split-make' if BUG == 'split-no-flush' else 'split-flush', (then, t, marks), P=('B', t, 's'), T=tables)
-    elif pc == 'split-flush': yield go('split-make' if BUG != 'split-marks-first' else 'split-marks-first', loc, **dropped)
-    elif pc == 'split-marks-first': yield go('split-make', put(loc, 2, False), B=(1, 1) if loc[2] and s.log else s.B)
+            yield go('split-flush', (then, t, marks), P=('B', t, 's'), T=tables)
+    elif pc == 'split-flush': yield go('split-make', loc, **dropped)
     elif pc == 'split-make':
         then, table, marks = loc
         if P != ('B', table, 's'):
             yield go('split', loc[:2]) if BUG == 'reuse' else go(*then, T=put(T, table, ('X', 'X')))
-        elif marks and BUG != 'split-mark-never': yield go('split-mark', ((1, 1), then), P=('T', table))
+        elif marks: yield go('split-mark', ((1, 1), then), P=('T', table))
         else: yield go(*then, P=('T', table))
     elif pc == 'split-mark': yield go(*loc[1], B=(1, 1) if s.log else s.B)
 
@@ -203,8 +196,7 @@ def step(state, i):
         own = FAULTS[kind]
         block = put((0, 0), own, 1)
         if pc == 'look':
-            if BUG == 'flush-first' and not loc: yield go('look', (1,), **dropped)
-            elif P[0] == 'E': yield go('ranges', (P,))
+            if P[0] == 'E': yield go('ranges', (P,))
             elif P[0] == 'L': yield go('end') if P[2] else go('restore', (P, None))
             elif P[0] == 'B': yield go('cancel', (P, 0, ('look' if kind in BIG else 'end', ())))
             else: yield go('look-below', (P[1],))
@@ -222,14 +214,14 @@ def step(state, i):
             seen = loc[0]
             loc = seen, kind in BIG and not s.published
             if any(own in PAGES[threads[n][0]] for n in s.published): yield go('end')
-            elif seen[2] and BUG not in ('install-no-flush', 'flush-first'): yield go('flush-first', loc)
+            elif seen[2]: yield go('flush-first', loc)
             else: yield go('resolve', loc)
         elif pc == 'flush-first': yield go('resolve', loc, **dropped)
         elif pc == 'resolve': yield go('act', loc + (s.frames,))
         elif pc == 'act':
             seen, may_be_huge, frames = loc
             if P[0] == 'T': yield go('install', (seen, frames, P[1]))
-            elif P[0] == 'E' and P != seen and (not P[2] or BUG == 'refine-unflushed'): yield go('refine-ranges', (P,))
+            elif P[0] == 'E' and P != seen and not P[2]: yield go('refine-ranges', (P,))
             elif P[0] == 'E' and P != seen: yield go('refused' if kind == 'beside1' else 'end')
             elif P != seen: yield go('end')
             elif may_be_huge and frames[0] == frames[1]:
@@ -239,7 +231,7 @@ def step(state, i):
                 yield go('mark', (block,), P=('T', len(T)), T=T + (put(beside, own, ('L', frames[own], 1, 0)),))
         elif pc == 'refine-ranges': 
             held = any(own in PAGES[threads[n][0]] for n in s.published)
-            yield go('end' if held and BUG != 'refine-published' else 'refine', loc)
+            yield go('end' if held else 'refine', loc)
         elif pc == 'refine':
             if P != loc[0]: yield go('end')
             else: yield go('end', P=('T', len(T)), T=T + ((put(P, 2, 0),) * 2,))
@@ -255,7 +247,7 @@ def step(state, i):
         elif pc == 'instead-seq': yield go('instead', loc + (s.counter + 1,), counter=s.counter + 1)
         elif pc == 'instead':
             if P != loc[0]: yield go('end')
-            else: yield go('instead-count', loc, P=('E', loc[2], int(BUG != 'instead-plain')), pending=reported(
+            else: yield go('instead-count', loc, P=('E', loc[2], 1), pending=reported(
                 *((p, f, P[3]) for p, f in enumerate(P[1]))))
         elif pc == 'instead-count': yield go('instead-make', loc) if s.counter == loc[1] + 1 else go('end')
         elif pc == 'mark': yield go('end', B=tuple(a | b for a, b in zip(s.B, loc[0])) if s.log else s.B)
@@ -291,17 +283,16 @@ def step(state, i):
         elif P[0] == 'L' and kind == 'inval0': yield go('split', (('walk', loc), None))
         elif P[0] == 'L':
             yield go('put-above', loc + (P, seq), pending=reported(*((p, f, P[3]) for p, f in enumerate(P[1]))))
-        elif P[2] and len(PAGES[kind]) == 1 and BUG not in ('drop-flag', 'keep-flag'): yield go('flush-above', loc + (P,))
+        elif P[2] and len(PAGES[kind]) == 1 and BUG != 'keep-flag': yield go('flush-above', loc + (P,))
         else: yield go('put-above', loc + (P, seq))
     elif pc == 'flush-above': yield go('put-flushed', loc, **dropped)
     elif pc == 'put-flushed':
         seq, n, old = loc
-        if P != old and not (BUG == 'flush-any' and P[0] == 'E' and P[1] < seq): yield go('walk', (seq, n))
+        if P != old: yield go('walk', (seq, n))
         else: yield go('flush', loc[:2], P=('E', seq, 0))
     elif pc == 'put-above':
         seq, n, old, new = loc
-        if old[0] == 'E': flag = old[2] if BUG != 'drop-flag' else 0
-        else: flag = int(kind == 'oom0' and BUG != 'oom-plain')
+        flag = old[2] if old[0] == 'E' else int(kind == 'oom0')
         if P != old: yield go('walk', (seq, n))
         else: yield go('flush', loc[:2], P=('E', new, flag))
     elif pc == 'below':
@@ -331,15 +322,11 @@ def after_entry(kind, loc):
 
 
 CONFIGURATIONS = '''
-table+recover+cpu table+recover+small table+recover+big split+small split+big split+harvest table+recover+harvest
-off+table+recover+on off+split+on table+recover+inval0 oom0+small inval0+small instead+small instead+big
-table+recover+recover+small split+split+small
-inval+inval0 split+inval0 split+small+inval0 table+recover+small+big table+recover+oom0+small split+oom0+small+small
-split+inval+small table+recover+inval+cpu table+recover+unlink+small split+inval+cpu+small split+small+big+inval+cpu
-oom0+small1 oom0+small1+small1 table+recover+oom0+small1 table+recover+small+oom0+small1 split+small+oom0+small1
-stale+inval0+beside1 stale+inval0+inval0+beside1
-instead+small1+inval0 split+small+inval0+small1 split+small1+big+instead empty+inval+inval0+small1 split+small1+big+inval0
-stale+inval+inval0+small1 stale+inval0+big1+small1 stale+oom0+inval0+big1+small1'''
+table+recover+cpu split+small split+harvest table+recover+harvest off+table+recover+on off+split+on inval0+small
+instead+small split+split+small split+small+inval0 table+recover+small+big table+recover+oom0+small
+table+recover+inval+cpu table+recover+unlink+small split+inval+cpu+small split+small+big+inval+cpu
+stale+inval0+beside1 stale+inval0+inval0+beside1 instead+small1+inval0 stale+inval0+big1+small1
+empty+inval+inval0+small1'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -1,5 +1,6 @@
-"""Explicit-state check of the recovery of a huge leaf: table -> *broken* -> huge leaf, and no
-thread waits. (See also break.py, recover_log.py, recover_levels.py.)
+"""Explicit-state check of the recovery of a huge leaf (table -> *broken* -> huge leaf): no thread
+waits, and no D is lost, also where a recovery is aborted. The proofs have the rest
+(`proofs/invalidation.py`, `proofs/recovery.py`, `proofs/given_up.py`).
 
 Two pages under a two-level tree. P is the parent entry: ('E', seq) empty, ('L', (frame, frame), D)
 a huge leaf, ('T', i), or ('B', i) broken: a recovery turns table i, which was linked there, into a
@@ -7,7 +8,7 @@ huge leaf. T[i][page]: ('E', seq), ('L', frame, D), ('F', frame or None, D) froz
 contents, or ('X',), a link of the list of retired tables.
 Recover: table -> broken -> freeze leaf by leaf -> exchange *this* broken entry for the huge leaf,
     with the D of all. If an entry was empty: cancel. In any case the table is then retired: its
-    entries are overwritten. ('stall': one that freezes page 1, and stops.)
+    entries are overwritten.
 Cancel: by each thread that finds a broken entry: freeze each entry as a recovery does -> report its
     old contents -> take a seq -> exchange the broken entry for an empty one with that seq.
 Fault0: look: the entry (broken: cancel, and the guest retries) -> published ranges, one by one ->
@@ -19,26 +20,20 @@ Invalidator: publish -> seq -> a broken entry is cancelled, a huge leaf that is 
 CPU: caches the table that P points to; sets D in page 0's leaf, in P or in a cached table.
 Wrong: a leaf of a frame that is gone; a frame that is gone whose D was set and not reported; a leaf
 in an unlinked table; a thread that waits, or spins.
-A recovery need not read the published ranges for this. It makes a huge leaf only of leaves that
-were all present behind the broken entry, and a later invalidation finds that entry, or the huge
-leaf. (For the host's answer: recover_log.py.)
 Run: python3 recover.py [BUG]; each of these breaks it: recover-no-freeze, freeze-no-dirty (frozen
-entries, and so the huge leaf, lose D), cancel-unreported, cancel-no-freeze (of entries that are not
-frozen yet: a fault may be about to install in the table), report-first (an entry is reported, then
-frozen, whatever its value is by then), cancel-old-number (an invalidator cancels with its own seq: a
-greater one may be inside), retire-first (before the entry is not broken any more). wait-on-broken
-is safe, but a thread waits.
+entries, and so the huge leaf, lose D), cancel-unreported, report-first (an entry is reported, then
+frozen, whatever its value is by then). wait-on-broken is safe, but a thread waits.
 """
 from collections import namedtuple
 from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone psc pending')
-PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'recover': (), 'stall': (), 'fault0': (0,)}
+PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'recover': (), 'fault0': (0,)}
 
 
 def make(kinds):
     entries = (('E', 0), ('L', 0, 0)) if 'hole' in kinds else (('L', 0, 0), ('L', 0, 0))
-    threads = tuple((k, 'look' if k in ('fault0', 'recover', 'stall') else 2 if k == 'cpu' else 'publish', ())
+    threads = tuple((k, 'look' if k in ('fault0', 'recover') else 2 if k == 'cpu' else 'publish', ())
                     for k in kinds if k != 'hole')
     return Shared(('T', 0), (entries,), 0, frozenset(), (0, 0), frozenset(), None, frozenset()), threads
 
@@ -86,13 +81,11 @@ def step(state, i):
         table, n, then = loc
         if BUG == 'wait-on-broken': yield go(*then) if P != ('B', table) else go(pc, loc)
         elif n == 2:
-            if BUG == 'cancel-old-number' and kind in ('inval', 'inval0', 'unlink'):
-                yield go('cancelled', (table, then[1][0], then))
-            else: yield go('cancelled', (table, s.counter + 1, then), counter=s.counter + 1)
+            yield go('cancelled', (table, s.counter + 1, then), counter=s.counter + 1)
         else:
             e = T[table][n]
             if e[0] == 'X': yield go('cancel', (table, n + 1, then))
-            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('report', loc + (frozen(e) if e[0] != 'F' else e,))
+            elif e[0] == 'F': yield go('report', loc + (e,))
             elif BUG == 'report-first' and e[0] == 'L':
                 yield go('cancel-freeze', loc + (e,), pending=reported((n,) + e[1:]))
             else: yield go('cancel-freeze', loc + (e,))
@@ -107,23 +100,15 @@ def step(state, i):
         yield go('cancel', (table, n + 1, then), pending=reported((n,) + e[1:]) if reports else s.pending)
     elif pc == 'cancelled': yield go(*loc[2], P=('E', loc[1]) if P == ('B', loc[0]) else P)
 
-    elif kind == 'stall':
-        if pc == 'look': yield go('freeze', (P[1],), P=('B', P[1])) if P[0] == 'T' else go('end')
-        else:
-            e = T[loc[0]][1]
-            yield go('end', T=entry(loc[0], 1, frozen(e)) if e[0] not in 'FX' else T)
     elif kind == 'recover':
         if pc == 'look': yield go('freeze', (P[1], ()), P=('B', P[1])) if P[0] == 'T' else go('end')
         elif pc == 'freeze':
             table, was = loc
             n = len(was)
-            if n == 2 and BUG == 'retire-first': yield go('finish', loc, T=put(T, table, (('X',), ('X',))))
-            elif n == 2: yield go('finish', loc)
+            if n == 2: yield go('finish', loc)
             else:
                 e = T[table][n]
-                if e[0] == 'E' or e[1] is None:
-                    if BUG != 'retire-first': yield go('cancel', (table, 0, ('retire', (table,))))
-                    else: yield go('cancel', (table, 0, ('end', ())), T=put(T, table, (('X',), ('X',))))
+                if e[0] == 'E' or e[1] is None: yield go('cancel', (table, 0, ('retire', (table,))))
                 elif e[0] == 'F': yield go('freeze', (table, was + (e,)))
                 elif BUG == 'recover-no-freeze': yield go('freeze', (table, was + (frozen(e),)))
                 else: yield go('freeze-one', (table, was, e))
@@ -136,7 +121,7 @@ def step(state, i):
             table, was = loc
             leaf = ('L', (was[0][1], was[1][1]), was[0][2] | was[1][2])
             yield go('retire', (table,), P=leaf if P == ('B', table) else P)
-        elif BUG in ('retire-first', 'recover-no-freeze'): yield go('end')
+        elif BUG == 'recover-no-freeze': yield go('end')
         else: yield go('end', T=put(T, loc[0], (('X',), ('X',))))
 
     elif kind == 'fault0':
@@ -211,8 +196,7 @@ def after_entry(kind, loc):
 
 CONFIGURATIONS = '''
 recover+inval+cpu recover+inval0+cpu recover+unlink+cpu recover+recover+inval+cpu hole+fault0+recover
-fault0+recover+inval hole+fault0+recover+inval fault0+recover+unlink fault0+recover+inval0 hole+fault0+inval0+inval+stall
-fault0+recover+inval0+cpu recover+inval0+inval+cpu'''
+fault0+recover+inval fault0+recover+unlink fault0+recover+inval0+cpu recover+inval0+inval+cpu'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -1,5 +1,6 @@
-"""Explicit-state check of recovery (table -> broken -> huge leaf) beside the dirty log, by write
-protection and by dirty bits, where tables and huge leaves may be cached at once.
+"""Explicit-state check of recovery (table -> broken -> huge leaf) beside the dirty log by dirty bits,
+where tables and huge leaves may be cached at once: no D is lost for the log or for the host. For
+the log by write protection there is `proofs/recovery_beside_log.py`; here it is a neighbour.
 
 Two pages under a two-level tree. P: ('E', seq), ('L', frames, W, D) a huge leaf, ('T', i, open,
 generation), where `open` means unprotected, or ('B', i). T[i][page]: ('E', seq), ('L', frame, W, D,
@@ -16,11 +17,12 @@ Recover: counter -> published ranges -> look: all entries are leaves, one slot c
     overwritten -> flush.
 Cancel: each entry is frozen by compare-and-exchange -> its old contents are reported; dirty bits:
     and marked, if D and the slot logs -> seq -> broken -> empty.
-Fault: (w0, w1: a write to that page; big: to page 0, and a huge leaf if that may be) as in lazy.py
-    and break.py. If a huge leaf has no W and the slot logs: it is split, unless `whole`.
+Fault: (w0, w1: a write to that page; big: to page 0, and a huge leaf if that may be) as in
+    break.py. If a huge leaf has no W and the slot logs: it is split, unless `whole`.
 Harvest: (get: lazily; leaf: leaf by leaf) dirty bits: leaves with D are marked. Bits are taken -> W
     is cleared, P is protected, or D is cleared; broken: skip -> flush -> returned. on, on-leaf,
-    on-set: as in lazy.py.
+    on-set: the flag is published -> W is cleared or D, as by a harvest -> flush; on-set: all bits
+    are set at first, and nothing is cleared.
 Invalidator: as in recover.py. shrink0: the frame of page 0 stays, and a huge leaf is not allowed
     any more. halves: the slot is deleted, T stays linked, and two new slots replace it, which log.
 Start: hole, closed (P is protected), dirty; logs; whole: huge leaves are recovered in slots that
@@ -28,12 +30,8 @@ Start: hole, closed (P is protected), dirty; logs; whole: huge leaves are recove
 Wrong: a huge leaf over two slots, or that the host does not allow; a frame that is gone and mapped,
 cached as writable, or whose D was not reported; a frozen entry in a linked table; or at the end: a
 page of a slot that logs was written, and the next harvest will not report it.
-Run: python3 recover_log.py [RULE]. Each of these breaks it: no-published (an invalidation whose seq
-is older than the look comes after the host's answer), number-first (only before the break),
-slot-first (before the break; and no-published), copy-W, no-reread, flags-first (before the leaf is
-there), mark-one, log-bits (dirty bits: recover slots that log), no-D-mark (cancel),
-report-then-swap, swap-blindly (recover), retire-first, cancel-no-freeze, skip-no-flush (a harvest
-that has changed nothing does not flush).
+Run: python3 recover_log.py [RULE]. Each of these breaks it: log-bits (dirty bits: recover slots that
+log), no-D-mark (cancel), report-then-swap, swap-blindly (recover).
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -128,8 +126,8 @@ def step(state, i):
         if n == 2: yield go('cancelled', (table, s.counter + 1, then), counter=s.counter + 1)
         else:
             e = T[table][n]
-            if e[0] == 'X' or e[0] == 'E' and BUG == 'cancel-no-freeze': yield go('cancel', (table, n + 1, then))
-            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('report', loc + (e if e[0] == 'F' else frozen(e),))
+            if e[0] == 'X': yield go('cancel', (table, n + 1, then))
+            elif e[0] == 'F': yield go('report', loc + (e,))
             elif BUG == 'report-then-swap':
                 yield go('cancel-freeze', loc + (e,), pending=reported((n, e[1], e[0] == 'L' and e[3])))
             else: yield go('cancel-freeze', loc + (e,))
@@ -147,33 +145,30 @@ def step(state, i):
     elif pc == 'cancelled': yield go(*loc[2], P=('E', loc[1]) if P == ('B', loc[0]) else P)
 
     # Recovery. loc: seq counter; then table, may write, entries.
-    elif pc == 'seen': yield go('look' if BUG in ('no-published', 'slot-first') else 'recover-ranges', (s.counter,))
+    elif pc == 'seen': yield go('recover-ranges', (s.counter,))
     elif pc == 'recover-ranges': yield go('end') if s.published else go('look', loc)
     elif kind == 'recover' and pc == 'look':
         may = P[0] == 'T' and all(e[0] == 'L' for e in T[P[1]]) and may_recover()
         yield go('ask', loc) if may else go('end')
     elif pc == 'ask': yield go('enter', loc) if s.big else go('end')
     elif pc == 'enter':
-        early = (may_recover(), int(not s.log[0])) if BUG == 'slot-first' else ()
-        yield go('break', loc + (P,) + early) if s.counter == loc[0] and P[0] == 'T' else go('end')
+        yield go('break', loc + (P,)) if s.counter == loc[0] and P[0] == 'T' else go('end')
     elif pc == 'break':
         if P != loc[1]: yield go('end')
-        else: yield go('slot' if BUG == 'number-first' else 'overtaken', (loc[0], P[1]) + loc[2:], P=('B', P[1]))
+        else: yield go('overtaken', (loc[0], P[1]), P=('B', P[1]))
     elif pc == 'overtaken':
         yield go('slot', loc) if s.counter == loc[0] else go('cancel', (loc[1], 0, ('push', (loc[1],))))
     elif pc == 'slot':
-        may, may_write = loc[2:] or (may_recover(), int(not s.log[0]))
-        if may: yield go('freeze', (loc[1], may_write, ()))
+        if may_recover(): yield go('freeze', (loc[1], int(not s.log[0]), ()))
         else: yield go('cancel', (loc[1], 0, ('push', (loc[1],))))
     elif pc == 'freeze':
         table, may_write, was = loc
         n = len(was)
-        if n == 2: yield go('retired' if BUG == 'retire-first' else 'finish', loc)
+        if n == 2: yield go('finish', loc)
         else:
             e = T[table][n]
             no = e[0] == 'E' or e[1] is None or was and was[0][1] != e[1]
-            if no and BUG == 'retire-first': yield go('cancel', (table, 0, ('end', ())), T=put(T, table, (('X',),) * 2))
-            elif no: yield go('cancel', (table, 0, ('push', (table,))))
+            if no: yield go('cancel', (table, 0, ('push', (table,))))
             elif e[0] == 'F': yield go('freeze', (table, may_write, was + (('L', e[1], 0) + e[2:],)))
             else: yield go('freeze-one', loc + (e,))
     elif pc == 'freeze-one':
@@ -182,24 +177,16 @@ def step(state, i):
         if T[table][n] == e or BUG == 'swap-blindly':
             yield go('freeze', (table, may_write, was + (e,)), T=entry(table, n, frozen(e)))
         else: yield go('freeze', loc[:3])
-    elif pc == 'retired': yield go('finish', loc, T=put(T, loc[0], (('X',),) * 2))
     elif pc == 'finish':
         table, may_write, was = loc
-        if BUG == 'copy-W': may_write = was[0][2] & was[1][2]
         leaf = ('L', (was[0][1], was[1][1]), may_write, int(any(e[3] or e[4] for e in was)))
-        marks = may_write and BUG not in ('no-reread', 'copy-W', 'flags-first')
-        if BUG == 'flags-first' and len(loc) == 3 and may_write: yield go('finish-late', loc, B=marked(BOTH))
-        elif P != ('B', table): yield go('push', (table,))
-        else: yield go('mark-all' if marks else 'push', (table,), P=leaf)
-    elif pc == 'finish-late':
-        table, may_write, was = loc
-        leaf = ('L', (was[0][1], was[1][1]), may_write, int(any(e[3] or e[4] for e in was)))
-        yield go('push', (table,), P=leaf if P == ('B', table) else P)
+        if P != ('B', table): yield go('push', (table,))
+        else: yield go('mark-all' if may_write else 'push', (table,), P=leaf)
     elif pc == 'mark-all': yield go('mark-second', loc, B=marked((0,))) if s.log[0] else go('push', loc)
     elif pc == 'mark-second':
-        yield go('push', loc, B=marked((1,)) if BUG != 'mark-one' and s.slots[0] == s.slots[1] else s.B)
+        yield go('push', loc, B=marked((1,)) if s.slots[0] == s.slots[1] else s.B)
     elif pc == 'push':
-        yield go('flush-retired', T=put(T, loc[0], (('X',),) * 2) if BUG != 'retire-first' else T)
+        yield go('flush-retired', T=put(T, loc[0], (('X',),) * 2))
     elif pc == 'flush-retired': yield go('end', tlb=frozenset(), psc=frozenset())
 
     elif kind in FAULTS:
@@ -278,7 +265,6 @@ def step(state, i):
             if P[0] == 'L' and P[2]: yield go('flush', (taken,), P=put(P, 2, 0))
             elif P[0] == 'T' and (dbit or kind in ('leaf', 'on-leaf')): yield go('below', (taken, P[1], 0))
             elif P[0] == 'T': yield go('flush', (taken,), P=('T', P[1], 0, P[3] + 1))
-            elif BUG == 'skip-no-flush': yield go('end', late=tuple(int(s.late[p] and not taken[p]) for p in BOTH))
             else: yield go('flush', (taken,))
         elif pc == 'below':
             _, t, p = loc
@@ -357,11 +343,11 @@ def after_entry(kind, loc):
 
 
 CONFIGURATIONS = '''
-recover+cpu recover+cpu+on recover+cpu+on-leaf+w0 recover+cpu+on-set+get recover+w0+on+get recover+cpu+w1+on-set+get
-dbit+recover+cpu+on dbit+recover+cpu+w0+on dbit+recover+cpu+on-set+get dbit+recover+cpu+on+get dbit+logs+recover+cpu+get
-whole+recover+cpu+get whole+closed+recover+w0+get whole+recover+cpu+leaf+w0 whole+closed+hole+recover+w0+get
-recover+halves+w0 recover+shrink0+w0 recover+inval+w0 recover+inval0+cpu dbit+recover+cpu+inval0 recover+recover+cpu+w0
-hole+recover+w0+on whole+closed+recover+big+w1 recover+big+on-set+get recover+cpu+unlink+cpu recover+big+inval0'''
+recover+cpu recover+cpu+on recover+cpu+on-leaf+w0 recover+w0+on+get dbit+recover+cpu+on dbit+recover+cpu+w0+on
+dbit+recover+cpu+on-set+get dbit+recover+cpu+on+get dbit+logs+recover+cpu+get whole+recover+cpu+get
+whole+closed+recover+w0+get whole+recover+cpu+leaf+w0 recover+halves+w0 recover+shrink0+w0 recover+inval+w0
+recover+inval0+cpu dbit+recover+cpu+inval0 hole+recover+w0+on recover+cpu+unlink+cpu recover+big+inval0
+recover+cpu+w1+on-set+get'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -1,5 +1,7 @@
-"""Explicit-state check of shadow paging. Five programs, one for each part of its protocol; the
-first kind names the program.
+"""Explicit-state check of shadow paging: no circle of locks, no waiting for another thread's write or
+synchronization, and what the proofs leave out (roots that are not current, INVLPG beside changes
+whose flush is to come, the end of a synchronization of a page that is used again). The proofs have
+the rest (`proofs/shadow_*.py`). Four programs; the first kind names the program.
 
 A guest thread is a vCPU's number and its operations, one after the other: e, E edits entry 0, 1 of
 a table; f, F faults on it; i: INVLPG of entry 0; p: a page fault of the guest there; c: loads CR3
@@ -30,17 +32,6 @@ link: R -> M -> P. P is T's shadow page, and is in use elsewhere: vCPU 1 faults 
            unregistered. zapR: dead -> as unlinkR.
   CR3 climbs from P; INVLPG walks down, lock by lock. Then, if the root is dead: the other one,
            which is synchronized, and the CPU is flushed. stale: with an old entry.
-second: a page, its second-stage leaf ss (frame, W) in a table that may be protected (`open` if it
-  is not), or a part of a `huge` one; its shadow leaves of 4 KiB (s) and 2 MiB (big), each in a
-  record with a lock. `dirty`, `late`: as B, late in lazy.py.
-  write:   second-stage fault: W, then mark -> as read. read: the record is made -> its lock: table,
-           leaf -> shadow leaf. read2: of 2 MiB. mark: the engine sets A or D in the page, a guest
-           table: record's lock: W? -> store.
-  harvest, lazy: take the bit -> W is cleared, or the table is protected -> visit: a record? its
-           lock free, no leaf? else, locked, table, leaf -> the shadow leaf has no more rights ->
-           flush -> returned.
-  zap:     publish -> the leaf is zapped -> visit -> flush -> the frame is gone -> withdraw. split:
-           of the huge leaf. push: another page's write unprotects the table.
 track: an upper table T, its pages (state, entry). small, huge: leaves of T, of the 2 MiB round it,
   have W. pending: a thread that removes a right counts itself before, until its flush is over. One
   guest leaf of 2 MiB is two translations: INVLPG drops one.
@@ -62,32 +53,20 @@ zap: a page's record with a generation; faults reach it by `target` without a lo
            zapped -> unpin -> flush. The last thread that unpins a dead page moves its generation
            on, flushes, and then frees the table. reuse: for another guest table.
 Also wrong: a table that is synced or ready may be written without a record of it, or an entry of it
-is stale; a frame or a table that is gone is used; a page may be written and is not marked; a fault
-or a sync goes on in another table; a root is another.
+is stale; a table that is gone is used; a fault or a sync goes on in another table; a root is
+another.
 
 Run: python3 shadow.py [RULE]. Each of these breaks it.
-sync: no-reread, invlpg-no-lock, no-local-flush, local-flush-if-changed, fault-keeps,
-  fault-lock-blind (a lock that is held), fault-skip-syncing, unsync-late (W first), bitmap-late,
-  write-while-syncing (W, but still Y), pass-syncing (also by a thread that links), no-flush,
-  flush-first, flush-if-cleared, compare-first, no-seq, drop-if-synced.
-link: register-late, link-first, no-link-sync, part-lock (not held all the time), unregister-first,
-  walk-no-lock, keep-dead-root, root-not-synced.
-second: no-second-reread, create-late (the record after the look), leaf-first (before its table),
-  store-blind, visit-if-zapped, visit-first, flush-before-visit, no-visit, skip-empty (lock or not),
-  leaves-before-lock, visit-one-size.
-track: insert-first, number-late, number-first (of a zap), no-huge, no-clear, no-track-flush,
-  ready-early, found-is-ready, ignore-pending, pending-first (read before the look at W),
-  count-late, settle-first, uncounted, narrow-uncounted (track removes W without counting itself),
-  invlpg-local (one that zapped something), store-first, drop-no-lock, no-writers,
-  no-emulated-flush, page-while-pending.
-zap: no-step-check, no-generation, same-generation, link-no-recheck, end-sync-blindly, no-own-count,
-  dead-late, unlink-late, zap-no-lock, pin-no-generation, free-before-flush.
+sync: wait-for-writer (a fault waits for an emulated write), wait-for-syncing (a load of CR3 waits for
+  another thread that synchronizes the page).
+link: part-lock (not held all the time), walk-no-lock, keep-dead-root, root-not-synced.
+track: insert-first, invlpg-local (one that zapped something), drop-no-lock, page-while-pending.
+zap: end-sync-blindly.
 Safe too, so no rule: to pin a dead root, since it is checked again before it is loaded; to flush
 after the store of an emulated write, since INVLPG respects what is pending.
 """
 from collections import namedtuple
 from explore import BUG, main, put
-from shadow_second import EMPTY, second
 
 Sync = namedtuple('Sync', 'g s x state seq bit writers tlb w floor locks')
 Link = namedtuple('Link', 'g s state links parents dead root cache tlb floor locks')
@@ -95,6 +74,7 @@ Track = namedtuple('Track', 'g writers pages count small huge pending tables tlb
 Zap = namedtuple('Zap', 'dead pins gen free key table listed target link s psc freed bad locks')
 CPUS = 0, 1
 NOTHING = (None, None), (None, None)
+EMPTY = frozenset()
 
 
 def oldest(*versions):
@@ -133,70 +113,55 @@ class sync:
             if s.w[v]: yield after(g=put(s.g, e, s.g[e] + 1))
             if not s.x: yield go('unsync', loc)
         elif pc == 'unsync':
-            if BUG == 'unsync-late': yield go('unsync-late', loc, take='F', release='F', x=1)
-            elif BUG == 'bitmap-late': yield go('bit', loc, take='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
-            elif BUG == 'write-while-syncing' and s.state == 'Y': yield go(op, loc, take='F', release='F', x=1)
-            else: yield go('set-W', loc, take='F', bit=1)
-        elif pc == 'bit': yield go(op, loc, release='F', bit=1)
-        elif pc == 'unsync-late': yield go(op, loc, take='F', release='F', bit=1, state='U', seq=s.seq + 1)
+            yield go('set-W', loc, take='F', bit=1)
         elif pc == 'set-W': yield go(op, loc, release='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
         elif pc in 'fF': yield go(pc + '-lock', loc + (s.g[e],))
         elif pc[1:] == '-lock':
-            if s.writers: yield after(take='P', release='P')       # the guest retries
-            elif BUG == 'no-reread' or s.g[e] == loc[1]: yield go(pc[0] + '-set', loc, take='P')
+            if s.writers and BUG == 'wait-for-writer': yield go(pc, loc, take='P', release='P')
+            elif s.writers: yield after(take='P', release='P')     # the guest retries
+            elif s.g[e] == loc[1]: yield go(pc[0] + '-set', loc, take='P')
             else: yield go(pc[0], loc[:1], take='P', release='P')
         elif pc[1:] == '-set': yield after(release='P', s=put(s.s, e, loc[1]))
 
         elif pc == 'm':
-            skip = BUG == 'drop-if-synced' and s.state == 'U'
-            yield go('m-store' if skip else 'm-drop', loc, writers=s.writers + 1)
+            yield go('m-drop', loc, writers=s.writers + 1)
         elif pc == 'm-drop': yield go('m-store', loc, take='P', release='P', s=put(s.s, 0, None))
         elif pc == 'm-store': yield after(g=put(s.g, 0, s.g[0] + 1), writers=s.writers - 1)
 
         elif pc == 'i': yield go('i-read', loc + (s.g[0],))
         elif pc == 'p':                                                 # a page fault; loc: op, what must be seen
-            if BUG == 'fault-keeps': yield go('i-flush', loc + (s.g[0],))
-            elif BUG == 'fault-lock-blind' or not any(name == 'P' for name, _ in s.locks):
-                yield go('p-entry', loc + (s.g[0],))
-            else: yield go('i-read', loc + (s.g[0],))
+            held = any(name == 'P' for name, _ in s.locks)
+            yield go('i-read' if held else 'p-entry', loc + (s.g[0],))
         elif pc == 'p-entry':
             if s.s[0] is None: yield go('i-flush', loc)
-            else: yield go('i-read' if (s.state == 'U' if BUG == 'fault-skip-syncing' else s.bit) else 'i-flush', loc)
-        elif pc == 'i-read': yield go('i-drop', loc + (s.g[0],), take=None if BUG == 'invlpg-no-lock' else 'P')
+            else: yield go('i-read' if s.bit else 'i-flush', loc)
+        elif pc == 'i-read': yield go('i-drop', loc + (s.g[0],), take='P')
         elif pc == 'i-drop':                                            # loc: op, what must be seen, guest entry
             same = s.s[0] == loc[2]
-            skip = BUG == 'no-local-flush' or BUG == 'local-flush-if-changed' and same
-            yield go('i-done' if skip else 'i-flush', loc, release=None if BUG == 'invlpg-no-lock' else 'P',
-                     s=s.s if same else put(s.s, 0, None))
-        elif pc in ('i-flush', 'i-done'):
-            tlb = {'tlb': put(s.tlb, v, put(s.tlb[v], 0, None))} if pc == 'i-flush' else {}
-            yield after(floor=put(s.floor, v, put(s.floor[v], 0, loc[1])), **tlb)
+            yield go('i-flush', loc, release='P', s=s.s if same else put(s.s, 0, None))
+        elif pc == 'i-flush':
+            yield after(floor=put(s.floor, v, put(s.floor[v], 0, loc[1])),
+                        tlb=put(s.tlb, v, put(s.tlb[v], 0, None)))
 
         elif pc == 'c':
-            first = 'flush' if BUG == 'flush-first' else 'clear'
-            yield go(first if s.bit else 'local', loc + (s.g,))
+            yield go('clear' if s.bit else 'local', loc + (s.g,))
         elif pc == 'clear':                                             # loc: op, must be seen, seq
-            if s.state == 'S' or BUG == 'pass-syncing' and s.state == 'Y': yield go('local', loc, take='F', release='F')
-            else:
-                to = 'compare0' if BUG in ('no-flush', 'flush-first', 'compare-first') else 'flush'
-                if BUG == 'flush-if-cleared' and not s.x: to = 'compare0'
-                yield go(to, loc + (s.seq,), take='F', release='F', state='Y', x=0)
-        elif pc == 'flush':
-            to = {'flush-first': 'clear', 'compare-first': 'synced'}.get(BUG, 'compare0')
-            yield go(to, loc, **flushed)
+            if s.state == 'S': yield go('local', loc, take='F', release='F')
+            elif s.state == 'Y' and BUG == 'wait-for-syncing': yield go(pc, loc)
+            else: yield go('flush', loc + (s.seq,), take='F', release='F', state='Y', x=0)
+        elif pc == 'flush': yield go('compare0', loc, **flushed)
         elif pc in ('compare0', 'compare1', 'drop0', 'drop1'):
-            n, last = int(pc[-1]), 'flush' if BUG == 'compare-first' else 'synced'
-            release = 'P' if BUG == 'compare-first' else None
-            to = ('compare1', last)[n]
-            if pc[0] == 'd': yield go(to, loc, release=release if n else None, s=put(s.s, n, None))
-            elif s.s[n] in (None, s.g[n]): yield go(to, loc, take=None if n else 'P', release=release if n else None)
+            n = int(pc[-1])
+            to = ('compare1', 'synced')[n]
+            if pc[0] == 'd': yield go(to, loc, s=put(s.s, n, None))
+            elif s.s[n] in (None, s.g[n]): yield go(to, loc, take=None if n else 'P')
             else: yield go(f'drop{n}', loc, take=None if n else 'P')
         elif pc == 'synced':
-            done = s.state == 'Y' and (s.seq == loc[2] or BUG == 'no-seq')
+            done = s.state == 'Y' and s.seq == loc[2]
             yield go('local', loc, take='F', release='F P', **{'state': 'S', 'bit': 0} if done else {})
         elif pc == 'local':
             yield after(floor=put(s.floor, v, tuple(map(max, s.floor[v], loc[1]))),
-                        **{} if BUG == 'no-local-flush' else {'tlb': put(s.tlb, v, (None, None)), 'w': put(s.w, v, 0)})
+                        tlb=put(s.tlb, v, (None, None)), w=put(s.w, v, 0))
 
 
 class link:
@@ -218,13 +183,10 @@ class link:
         if s.tlb is not None and s.tlb < s.floor: return 'CPU 0 uses an old entry after its flush'
 
     def step(s, i, kind, pc, loc, go, after):
-        unsync = s.state != 'S' and not (BUG == 'pass-syncing' and s.state == 'Y')
+        unsync = s.state != 'S'
         if kind[-1] in 'RM' and kind[:-1] == 'link':
             n = int(kind == 'linkM')            # which link, and of which child's parents
             order = ['register', 'bits', 'link']
-            if BUG == 'register-late': order = ['bits', 'register', 'link']
-            if BUG == 'link-first': order = ['link', 'register', 'bits']
-            if BUG == 'no-link-sync': order = ['register', 'link']
             if pc == 'lock': yield go(order[0], take=kind[-1])
             elif pc in ('register', 'link', 'synced'):
                 at = order.index('bits' if pc == 'synced' else pc) + 1
@@ -239,13 +201,9 @@ class link:
             elif pc == 'compare': yield go('fix', (s.g,), take='P')
             elif pc == 'fix': yield go('synced', release='P', s=s.s if s.s == loc[0] else None)
         elif kind == 'unlinkR':
-            if pc == 'lock': yield go('unregister' if BUG == 'unregister-first' else 'unlink', take='R')
-            elif pc == 'unlink':
-                late = BUG == 'unregister-first'
-                yield go('flush' if late else 'unregister', release='R' if late else None, links=put(s.links, 0, 0))
-            elif pc == 'unregister':
-                late = BUG == 'unregister-first'
-                yield go('unlink' if late else 'flush', release=None if late else 'R', parents=put(s.parents, 0, 0))
+            if pc == 'lock': yield go('unlink', take='R')
+            elif pc == 'unlink': yield go('unregister', links=put(s.links, 0, 0))
+            elif pc == 'unregister': yield go('flush', release='R', parents=put(s.parents, 0, 0))
             elif pc == 'flush': yield go('end', cache=(0, 0), tlb=None)
         elif pc == 'die': yield go('unlink', dead=1)
         elif pc == 'unlink': yield go('flush', links=put(s.links, 0, 0), parents=put(s.parents, 0, 0))
@@ -254,7 +212,7 @@ class link:
         elif pc == 'unsync': yield go('e', loc, state='U')
         elif pc == 'f': yield go('f-lock', loc + (s.g,))
         elif pc == 'f-lock':
-            if s.g == loc[1] or BUG == 'no-reread': yield go('f-set', loc, take='P')
+            if s.g == loc[1]: yield go('f-set', loc, take='P')
             else: yield go('f', loc[:1], take='P', release='P')
         elif pc == 'f-set': yield after(release='P', s=loc[1])
         # vCPU 0 flushes. loc: op, what must be seen, guest entry
@@ -279,10 +237,8 @@ class link:
 
 class track:
     """Write tracking of an upper table, and the flushes that may be skipped."""
-    taking = {'count-late': ('leaf', 'count', 'flush', 'settle'), 'settle-first': ('count', 'leaf', 'settle', 'flush'),
-              'uncounted': ('leaf', 'flush')}.get(BUG, ('count', 'leaf', 'flush', 'settle')) + ('end',)
-    tracking = {'insert-first': ('insert', 'number', 'huge'), 'number-late': ('huge', 'number', 'insert'),
-                'no-huge': ('number', 'insert')}.get(BUG, ('number', 'huge', 'insert')) + ('cover',)
+    taking = 'count', 'leaf', 'flush', 'settle', 'end'
+    tracking = (('insert', 'number', 'huge') if BUG == 'insert-first' else ('number', 'huge', 'insert')) + ('cover',)
     start = {'track': tracking[0], 'protect': taking[0], 'invlpg': taking[0], 'zap': 'count', 'small': 'small',
              'big': 'big'}
 
@@ -325,59 +281,52 @@ class track:
             elif kind == 'invlpg' and BUG == 'invlpg-local': yield go(to, w=(0, s.w[1]))
             else: yield go(to, **flushed)
 
-        elif kind == 'track':           # loc: whether a flush is due, page, whether to release the number, pending before the visit
+        elif kind == 'track':           # loc: whether a flush is due, page, whether to release the number
             must_flush, p, back = (loc + (0, None, 0))[:3]
-            early = loc[3:] or (s.pending,)
-            counted = {} if BUG == 'narrow-uncounted' else {'pending': s.pending + 1}
+            counted = {'pending': s.pending + 1}
             to = track.tracking[track.tracking.index(pc) + 1] if pc in track.tracking[:-1] else None
-            if pc == 'number': yield go(to, (must_flush, p, back) + early, count=s.count + 1)
+            if pc == 'number': yield go(to, (must_flush, p, back), count=s.count + 1)
             elif pc == 'huge':
-                if not s.huge: yield go(to, (must_flush, p, back) + early, take='F2', release='F2')
-                elif not must_flush: yield go('huge-clear', (1, p, back) + early, take='F2', **counted)
+                if not s.huge: yield go(to, (must_flush, p, back), take='F2', release='F2')
+                elif not must_flush: yield go('huge-clear', (1, p, back), take='F2', **counted)
                 else: yield go('huge-clear', loc, take='F2')
             elif pc == 'huge-clear': yield go(track.tracking[track.tracking.index('huge') + 1], loc, release='F2', huge=0)
             elif pc == 'insert':
-                if listed and (s.pages[listed[0]][0] == 'ready' or BUG == 'found-is-ready'):
-                    yield go('flush' if must_flush else 'release-number', (must_flush, listed[0], 1) + early, take='F', release='F')
-                elif s.small and not must_flush and BUG != 'no-clear':
-                    yield go('insert-on', (1, p, back) + early, take='F', **counted)
-                else: yield go('insert-on', (must_flush, p, back) + early, take='F')
+                if listed and s.pages[listed[0]][0] == 'ready':
+                    yield go('flush' if must_flush else 'release-number', (must_flush, listed[0], 1), take='F', release='F')
+                elif s.small and not must_flush: yield go('insert-on', (1, p, back), take='F', **counted)
+                else: yield go('insert-on', (must_flush, p, back), take='F')
             elif pc == 'insert-on':
-                change = {'release': 'F', 'small': s.small if BUG == 'no-clear' else 0}
+                change = {'release': 'F', 'small': 0}
                 free = [p for p in (0, 1) if s.pages[p][0] is None]
                 to = track.tracking[track.tracking.index('insert') + 1]
-                if listed: yield go(to, (must_flush, listed[0], 1) + early, **change)
-                elif not free: yield go('flush' if must_flush else 'release-number', (must_flush, None, 1) + early, **change)
-                else: yield go(to, (must_flush, free[0], back) + early, pages=page(free[0], 'new', None), **change)
-            elif pc == 'cover':
-                if BUG == 'ready-early': yield go('ready', loc)
-                else: yield go(('settle' if BUG == 'no-track-flush' else 'flush') if must_flush else 'covered', loc)
+                if listed: yield go(to, (must_flush, listed[0], 1), **change)
+                elif not free: yield go('flush' if must_flush else 'release-number', (must_flush, None, 1), **change)
+                else: yield go(to, (must_flush, free[0], back), pages=page(free[0], 'new', None), **change)
+            elif pc == 'cover': yield go('flush' if must_flush else 'covered', loc)
             elif pc == 'flush': yield go('settle', loc, **flushed)
-            elif pc == 'settle': yield go('covered', loc, pending=s.pending - (BUG != 'narrow-uncounted'))
+            elif pc == 'settle': yield go('covered', loc, pending=s.pending - 1)
             elif pc == 'covered':
-                pending = early[0] if BUG == 'pending-first' else s.pending
                 if p is None: yield go('release-number', loc)
-                else: yield go('flush-too' if pending and BUG != 'ignore-pending' else 'ready', loc)
+                else: yield go('flush-too' if s.pending else 'ready', loc)
             elif pc == 'flush-too': yield go('ready', loc, **flushed)
             elif pc == 'ready':
                 new = page(p, 'ready', s.pages[p][1]) if s.pages[p][0] == 'new' else s.pages
                 to = 'release-number' if back else 'make'
-                yield go('flush' if BUG == 'ready-early' and s.pages[p][0] == 'new' and must_flush else to, loc, pages=new)
+                yield go(to, loc, pages=new)
             elif pc == 'release-number': yield go('end' if p is None else 'make', loc, count=s.count - 1)
             elif pc == 'make':
-                alive = s.pages[p][0] == 'ready' or BUG == 'found-is-ready'
-                if alive and (not s.writers or BUG == 'no-writers'): yield go('set', (p, s.g), take=f'P{p}')
+                alive = s.pages[p][0] == 'ready'
+                if alive and not s.writers: yield go('set', (p, s.g), take=f'P{p}')
                 else: yield go('end', take=f'P{p}', release=f'P{p}')
             elif pc == 'set': yield go('end', release=f'P{loc[0]}', pages=page(loc[0], s.pages[loc[0]][0], loc[1]))
 
         elif kind == 'zap':                                     # loc: page
-            if pc == 'count': yield go('number' if BUG == 'number-first' else 'dead', pending=s.pending + 1)
-            elif pc == 'number': yield go('dead', (True,), count=s.count - 1) if listed else go('dead')
+            if pc == 'count': yield go('dead', pending=s.pending + 1)
             elif pc == 'dead':
                 if not listed: yield go('settle')
                 else:
-                    to = 'zap-drop' if BUG == 'number-first' else 'last'
-                    yield go(to, listed, take='F', release='F', pages=page(listed[0], 'dead', s.pages[listed[0]][1]))
+                    yield go('last', listed, take='F', release='F', pages=page(listed[0], 'dead', s.pages[listed[0]][1]))
             elif pc == 'last': yield go('zap-drop', loc, count=s.count - 1)
             elif pc == 'zap-drop':
                 yield go('flush', take=f'P{loc[0]}', release=f'P{loc[0]}', pages=page(loc[0], 'dead', None))
@@ -389,8 +338,7 @@ class track:
             if listed: yield go('begin', loc)
             elif not s.w[v]: yield go('w', loc, take='F', release='F', small=1)
         elif pc == 'begin':                                     # loc: op, pages
-            if BUG == 'store-first': yield go('list', loc, take='F', release='F', g=s.g + 1)
-            else: yield go('list', loc, take='F', release='F', writers=s.writers + 1)
+            yield go('list', loc, take='F', release='F', writers=s.writers + 1)
         elif pc == 'list': yield go('count' if listed else 'store', loc + (listed,), take='F', release='F')
         elif pc == 'count': yield go('drop', loc, pending=s.pending + 1)
         elif pc == 'drop':
@@ -399,11 +347,10 @@ class track:
             else:
                 lock = {} if BUG == 'drop-no-lock' else {'take': f'P{rest[0]}', 'release': f'P{rest[0]}'}
                 yield go('drop', (loc[0], rest[1:]), pages=page(rest[0], s.pages[rest[0]][0], None), **lock)
-        elif pc == 'flush': yield go('settle', loc, **{} if BUG == 'no-emulated-flush' else flushed)
+        elif pc == 'flush': yield go('settle', loc, **flushed)
         elif pc == 'settle': yield go('store', loc, pending=s.pending - 1)
         elif pc == 'store':
-            if BUG == 'store-first': yield after()
-            else: yield after(take='F', release='F', g=s.g + 1, writers=s.writers - 1)
+            yield after(take='F', release='F', g=s.g + 1, writers=s.writers - 1)
         elif pc == 'i': yield go('local', loc + (s.g,))
         elif pc == 'local': yield go('invlpg', loc + (s.pending if BUG != 'page-while-pending' else 0,))
         elif pc == 'invlpg':
@@ -436,11 +383,11 @@ class zap:
         def bad(what, so=True): return s.bad or so and what
 
         if pc == 'look': yield go('end') if s.target is None else go('below', (s.target,))
-        elif pc == 'below': yield go('page' if BUG == 'no-step-check' else 'check', loc + (s.key,))
+        elif pc == 'below': yield go('check', loc + (s.key,))
         elif pc == 'check': yield go('page', loc) if alive(loc[0]) else go('end')
         elif pc == 'page':
             wrong = loc[1] != 'A' and 'a fault goes on in another table'
-            if not alive(loc[0]) and BUG != 'no-generation': yield go('end', take='X', release='X', bad=s.bad or wrong)
+            if not alive(loc[0]): yield go('end', take='X', release='X', bad=s.bad or wrong)
             else: yield go('set', loc, take='X', bad=s.bad or wrong)
         elif pc == 'set':
             freed = s.table in s.freed and 'an entry is made in a freed table'
@@ -449,7 +396,7 @@ class zap:
             if alive(0) and s.listed: yield go('write', take='R', target=0)
             else: yield go('end')
         elif pc == 'write':
-            if s.target is None and BUG != 'link-no-recheck': yield go('end', take='F', release='F R')
+            if s.target is None: yield go('end', take='F', release='F R')
             else: yield go('end', take='F', release='F R', link=s.table)
         elif pc == 'sync': yield go('flush-all', (s.gen,)) if alive(s.gen) and s.key == 'A' else go('end')
         elif pc == 'flush-all': yield go('synced', loc)
@@ -461,36 +408,30 @@ class zap:
             else: yield go('end', free=0, dead=0, key='B', table=s.table + 1, listed=1)
 
         elif pc == 'die':
-            own = int(BUG != 'no-own-count')
             if not s.listed or s.key != 'A': yield go('end')
-            else: yield go('unlink', (s.table,), take='F', dead=int(BUG != 'dead-late'), pins=s.pins + own, listed=0)
+            else: yield go('unlink', (s.table,), take='F', dead=1, pins=s.pins + 1, listed=0)
         elif pc == 'unlink':
-            late = BUG == 'unlink-late'
-            yield go('drop', loc, release='F', target=None, link=s.link if late else None)
+            yield go('drop', loc, release='F', target=None, link=None)
         elif pc == 'drop':
-            lock = {} if BUG == 'zap-no-lock' else {'take': 'X', 'release': 'X'}
-            yield go('dead' if BUG == 'dead-late' else 'unpin', loc, s=None, **lock,
+            yield go('unpin', loc, s=None, take='X', release='X',
                      bad=bad('entries are dropped from a freed table', loc[0] in s.freed))
-        elif pc == 'dead': yield go('unpin', loc, dead=1)
         elif pc == 'pin':
-            if s.dead or s.gen != 0 and BUG != 'pin-no-generation': yield go('end')
+            if s.dead or s.gen != 0: yield go('end')
             else: yield go('run', pins=s.pins + 1)
         elif pc == 'run':
             yield go('leave', (s.table,), psc=s.psc | {s.table}, bad=bad('a CPU runs on another root', s.key != 'A'))
         elif pc == 'leave': yield go('unpin', loc)
         elif pc == 'unpin':
-            pins = s.pins - (kind == 'vcpu' or BUG != 'no-own-count')
+            pins = s.pins - 1
             if s.dead and not pins and not s.free:
-                moved = s.gen + (BUG != 'same-generation')
-                yield go('free' if BUG == 'free-before-flush' else 'flush', loc + (1,), pins=0, gen=moved, free=1)
+                yield go('flush', loc + (1,), pins=0, gen=s.gen + 1, free=1)
             else: yield go('flush' if kind == 'zap' else 'end', loc, pins=pins)
         elif pc == 'flush':
             running = {l[0] for k, p, l in go.threads if k == 'vcpu' and p == 'leave'}
-            to = 'free' if len(loc) == 2 and BUG != 'free-before-flush' else 'end'
-            yield go('late' if BUG == 'unlink-late' and kind == 'zap' else to, loc, psc=frozenset(running))
-        elif pc == 'late': yield go('free' if len(loc) == 2 else 'end', loc, link=None)
+            to = 'free' if len(loc) == 2 else 'end'
+            yield go(to, loc, psc=frozenset(running))
         elif pc == 'free':
-            yield go('flush' if BUG == 'free-before-flush' else 'end', loc, freed=s.freed | {loc[0]},
+            yield go('end', loc, freed=s.freed | {loc[0]},
                      bad=bad('a table is freed twice', loc[0] in s.freed))
 
 
@@ -545,15 +486,10 @@ sync+0ec+1ei sync+0efc+1Ec sync+both+0mc+1f sync+both+0m+1ec sync+both+0mi+1fc s
 sync+synced+0ecei+1fcfi link+linkR+haveM+0ei link+linkR+haveM+0ec link+linkR+linkM+0ei+1f link+synced+linkR+haveM+0ec
 link+synced+linkR+linkM+0ei+1f link+syncing+stale+linkR+haveM+0f link+haveR+haveM+unlinkR+linkR+0ec
 link+haveR+haveM+unlinkR+linkR+0ei+1f link+haveR+linkM+0ec+1f link+haveR+haveM+zapR+0ec link+haveR+haveM+zapR+0eci+1f
-second+write+harvest second+ro+write+harvest second+ro+write+read+harvest second+hole+write+harvest second+write+zap
-second+read+zap+zap second+record+read+zap+zap second+hole+write+read+zap second+read+mark+harvest
-second+read+mark+zap second+ro+mark+harvest+write second+huge+read2+split+harvest second+huge+read2+split+zap
-second+read+lazy+push second+read+write+lazy second+ro+write+read+mark+harvest second+write+read+harvest+harvest
-second+read+lazy+push+write second+hole+write+read+harvest+zap link+linkR+linkM+0ec+1f track+tracked+zap+track+0wi
-second+huge+read2+read+split+harvest+zap track+small-W+track+track+0wi track+track+track+huge-W+0w
+link+linkR+linkM+0ec+1f track+tracked+zap+track+0wi track+small-W+track+track+0wi track+track+track+huge-W+0w
 zap+vcpu+fault+sync+zap+zap+reuse track+small-W+protect+track+invlpg+0w sync+0ecfi+1fEci+protect
-second+record+read+write+harvest+zap track+track+track+small+0wi link+linkR+linkM+unlinkR+0ec+1f
-link+linkR+linkM+zapR+0ec+1f sync+0ep+1f sync+0epe+1fc sync+0eiep+1f'''
+track+track+track+small+0wi link+linkR+linkM+unlinkR+0ec+1f link+linkR+linkM+zapR+0ec+1f sync+0ep+1f sync+0epe+1fc
+sync+0eiep+1f'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

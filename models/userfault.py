@@ -1,5 +1,6 @@
-"""Explicit-state check of userfaults: no guest reaches a page whose bit is set, beside faults,
-rescans, resolvers and recoveries; and of memory attributes.
+"""Explicit-state check of userfaults and attributes beside recoveries, with break before make, with
+stores that other CPUs observe late, and of faults on several pages: no guest reaches a page whose
+bit is set, or memory of the wrong kind. The proofs have the rest (`proofs/userfault.py`).
 
 Two pages under a two-level tree. P: ('E', seq), ('L', (frame, frame), W) a huge leaf, ('T', i), or
 ('B', i) broken. T[i][page]: ('E', seq), ('L', frame, W), or ('F', frame or None) frozen. A frame is
@@ -43,15 +44,10 @@ once, after the entry, and not again, also not by a fault that replaces a leaf o
 shows a change.
 Attributes must come after the seq, inside the published range. If one is stored first, a leaf of W
 0 has the wrong frame, and no thread has taken a seq.
-Run: python3 userfault.py [RULE]. Each of these breaks it: no-number, no-zap, flush-if-changed,
-no-flush, flush-first, flag-last (bare: set after the flush), number-first (before the range is
-published), withdraw-first (the change comes after it), store-first (attributes before the seq),
-bit-first, slot-first, ranges-last, resolve-first, attribute-first, clear-first, counter-last,
-no-counter, huge-while-on, huge-beside (into a range in flight), run-bits (page 1 is treated as page
-0), run-attributes, one-attribute, no-fence, number-if-empty (a rescan that finds leaves takes no
-seq), pass-broken, bare-unlink, bare-plain (no odd seqs), drop-odd (an even seq replaces an odd
-one), swap-only (another bitmap, no more), recover-no-counter, recover-no-flag, recover-no-ranges,
-recover-no-attributes, recover-one-attribute, recover-attributes-first.
+Run: python3 userfault.py [RULE]. Each of these breaks it: clear-first, run-bits (page 1 is treated as
+page 0), run-attributes, no-fence, pass-broken, bare-plain (no odd seqs), drop-odd (an even seq
+replaces an odd one), recover-no-counter, recover-no-flag, recover-no-ranges, recover-no-attributes,
+recover-one-attribute, recover-attributes-first.
 Safe too, so no rule: the flag between the range and the seq; no look at a bit where W is restored;
 a rescan that does not check whether a bit is still set; a recovery that does not read the flag
 again.
@@ -63,8 +59,7 @@ Shared = namedtuple('Shared', 'P T counter published slot on bits content attrs 
 Look = namedtuple('Look', 'n entries counter free slot bits attrs frames')
 NOTHING = Look(0, (None, None), None, None, None, (None, None), (None, None), None)
 BOTH = 0, 1
-ORDER = {'bit-first': 'sbBecraAf', 'slot-first': 'secrbBaAf', 'ranges-last': 'ecsrbBaAf', 'attribute-first': 'aAecrsbBf',
-         'resolve-first': 'ecrsaAfbB', 'counter-last': 'ersbBaAcf'}.get(BUG, 'ecrsbBaAf')
+ORDER = 'ecrsbBaAf'
 FAULTS = 'look0', 'look1', 'huge0', 'around0', 'write0', 'read0'
 MODES = 'bare', 'big', 'bbm', 'ison', 'huge', 'hole0', 'hole1', 'ro', 'protected', 'arrived', 'empty', 'mixed', 'isprivate'
 MODE = set()
@@ -94,18 +89,13 @@ def make(kinds):
 def take(kind):
     """The steps of a taker, in order."""
     bare = 'bare' in MODE and kind != 'keep'
-    zap = ('seq', 'zap') if bare and BUG != 'bare-unlink' else ('seq', 'zap', 'unlink')
-    zap = ('flush',) + zap if BUG == 'flush-first' else zap + ('flush',)
+    zap = ('seq', 'zap') if bare else ('seq', 'zap', 'unlink')
+    zap += 'flush',
     if kind[:4] == 'resc':
         if not bare: zap = ('publish',) + zap + ('withdraw',)
         return ('poison', 'fence') + zap + ('end',)
-    if BUG == 'swap-only' and kind == 'on2': return 'change', 'end'
-    if bare and (kind[:2] == 'on' or kind == 'again'):
-        return zap + ('change', 'end') if BUG == 'flag-last' else ('change',) + zap + ('end',)
+    if bare and (kind[:2] == 'on' or kind == 'again'): return ('change',) + zap + ('end',)
     changes = () if kind == 'keep' else ('change',)
-    if BUG == 'withdraw-first': return ('publish',) + zap + ('withdraw',) + changes + ('end',)
-    if BUG == 'store-first': return ('publish',) + changes + zap + ('withdraw', 'end')
-    if BUG == 'number-first': return zap[:1] + ('publish',) + zap[1:] + changes + ('withdraw', 'end')
     return ('publish',) + zap + changes + ('withdraw', 'end')
 
 
@@ -224,7 +214,7 @@ def step(state, i):
 
     elif kind in FAULTS: yield from fault(s, i, kind, pc, loc, go, entry, flushed)
 
-    # Takers. loc: how often the bits were cleared before; seq, page, whether something was zapped; ...
+    # Takers. loc: how often the bits were cleared before; seq, page; ...
     elif pc == 'off': yield go(take(kind)[0], slot=0, on=0, armed=frozenset())
     elif pc == 'poison':
         pages = pages_of(kind)
@@ -258,7 +248,7 @@ def fault(s, i, kind, pc, loc, go, entry, flushed):
         elif what == 'c': yield go('look', on._replace(counter=s.counter) if loc.entries[own][0] == 'L' else on)
         elif what == 'r':
             taken = {p for _, pages in s.published for p in pages}
-            yield go('end') if own in taken else go('look', on._replace(free=other not in taken or BUG == 'huge-beside'))
+            yield go('end') if own in taken else go('look', on._replace(free=other not in taken))
         elif what == 's': yield go('look', on._replace(slot=s.slot))
         elif what in 'bB' and what:
             p = own if what == 'b' else other
@@ -270,7 +260,7 @@ def fault(s, i, kind, pc, loc, go, entry, flushed):
         elif what in 'aA' and what:
             p = own if what == 'a' else other
             value = s.attrs[p]
-            if what == 'A' and (BUG == 'run-attributes' and kind == 'around0' or BUG == 'one-attribute' and kind == 'huge0'):
+            if what == 'A' and BUG == 'run-attributes' and kind == 'around0':
                 value = loc.attrs[own]
             yield go('look', on._replace(attrs=put(loc.attrs, p, value)) if what == 'a' or both else on)
         elif what == 'f':
@@ -315,7 +305,7 @@ def fault(s, i, kind, pc, loc, go, entry, flushed):
         else: yield go('recount', loc, T=entry(table, own, ('E', seq)))
     elif pc == 'recount':
         look, table, seq = loc
-        if s.counter == look.counter + 2 or BUG == 'no-counter':
+        if s.counter == look.counter + 2:
             yield go('install', (own, ('E', seq), ('L', look.frames[own], 2), None, None, table))
         else: yield go('end')
 
@@ -336,7 +326,7 @@ def plan(s, own, kind, loc, go):
     elif found[0] == 'L': yield go('replace', (loc,)) if found[1] == loc.frames[own] else go('another', loc)
     else:
         huge, then = None, None
-        small = loc.slot and 'big' not in MODE and BUG != 'huge-while-on'
+        small = loc.slot and 'big' not in MODE
         above = kind == 'huge0' and loc.entries[0] == loc.entries[1]
         if above and not small and loc.attrs[0] == loc.attrs[1] and loc.bits[other] == 0 and loc.free:
             huge = ('L', loc.frames, w)
@@ -356,10 +346,7 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
     if pc == 'publish': yield go(to, loc, published=s.published | {(i, pages)})
     elif pc == 'seq':
         seq = s.counter + 2
-        if BUG == 'no-zap': yield go('unlink' if 'unlink' in steps else 'flush', (loc[:1] or (None,)) + (seq, 2, True))
-        elif BUG == 'number-if-empty' and rescans and P[0] == 'T' and all(T[P[1]][p][0] == 'L' for p in pages):
-            yield go(to, loc[:1] + (s.counter, 0, False))
-        else: yield go(to, (loc[:1] or (None,)) + (seq, 0, False), counter=seq)
+        yield go(to, (loc[:1] or (None,)) + (seq, 0), counter=seq)
     elif pc == 'zap':
         n = loc[2]
         if n == len(pages): yield from finish(s, kind, loc, go, to, {})
@@ -367,51 +354,49 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
             yield go('zap', put(loc, 2, n + 1))
         else: yield go('walk', loc)
     elif pc == 'walk':
-        _, seq, n, _ = loc
+        _, seq, n = loc
         if P[0] == 'B': yield go('cancel', (P[1], 0, ('walk', loc))) if BUG != 'pass-broken' else go('zap', put(loc, 2, n + 1))
         elif P[0] == 'T': yield go('below', loc + (P[1],))
-        elif P[0] == 'E' and (P[1] >= seq or BUG == 'no-number'): yield go('zap', put(loc, 2, n + 1))
+        elif P[0] == 'E' and P[1] >= seq: yield go('zap', put(loc, 2, n + 1))
         else: yield go('put-above', loc + (P,))
     elif pc == 'put-above':
         old, loc = loc[-1], loc[:-1]
         if P != old: yield go('walk', loc)
         elif old[0] == 'E': yield go('zap', put(loc, 2, loc[2] + 1), P=('E', raised(old[1], loc[1])))
         elif len(pages) == 2 or 'bbm' in MODE:                  # with bbm it would be split by way of broken: see break.py
-            yield go('zap', put(put(loc, 2, loc[2] + 1), 3, True), P=('E', odd(loc[1])))
+            yield go('zap', put(loc, 2, loc[2] + 1), P=('E', odd(loc[1])))
         else: yield go('walk', loc, P=('T', len(T)), T=T + (tuple(('L', f, P[2]) for f in P[1]),))
     elif pc == 'below':
-        p, e = pages[loc[2]], T[loc[4]][pages[loc[2]]]
-        if e[0] == 'F': yield go('walk', loc[:4])
-        elif e[0] == 'E' and (e[1] >= loc[1] or BUG == 'no-number'): yield go('zap', put(loc[:4], 2, loc[2] + 1))
+        p, e = pages[loc[2]], T[loc[3]][pages[loc[2]]]
+        if e[0] == 'F': yield go('walk', loc[:3])
+        elif e[0] == 'E' and e[1] >= loc[1]: yield go('zap', put(loc[:3], 2, loc[2] + 1))
         else: yield go('put-below', loc + (e,))
     elif pc == 'put-below':
-        table, e, p = loc[4], loc[5], pages[loc[2]]
-        if T[table][p] != e: yield go('walk', loc[:4])
+        table, e, p = loc[3], loc[4], pages[loc[2]]
+        if T[table][p] != e: yield go('walk', loc[:3])
         elif e[0] == 'E':
-            yield go('zap', put(loc[:4], 2, loc[2] + 1), T=entry(table, p, ('E', raised(e[1], loc[1]))))
-        else: yield go('zap', put(loc[:3], 2, loc[2] + 1) + (True,), T=entry(table, p, ('E', odd(loc[1]))))
+            yield go('zap', put(loc[:3], 2, loc[2] + 1), T=entry(table, p, ('E', raised(e[1], loc[1]))))
+        else: yield go('zap', put(loc[:3], 2, loc[2] + 1), T=entry(table, p, ('E', odd(loc[1]))))
     elif pc == 'unlink':
         whole = len(pages) == 2 and P[0] == 'T'
         if rescans and s.slot: whole = whole and all(s.bits[s.slot - 1][bit_of(p)] for p in BOTH)
-        yield go('unlinked', loc + (P, s.counter + 2), counter=s.counter + 2) if whole and BUG != 'no-zap' else go(to, loc)
+        yield go('unlinked', loc + (P, s.counter + 2), counter=s.counter + 2) if whole else go(to, loc)
     elif pc == 'unlinked':
-        to, old, loc = steps[steps.index('unlink') + 1], loc[4:], loc[:4]
+        to, old, loc = steps[steps.index('unlink') + 1], loc[3:], loc[:3]
         # All entries are empty: else it goes on with the first pass (only where nothing is published can that be).
-        yield go(to, put(loc, 3, True), P=('E', old[1])) if P == old[0] else go(to, loc)
+        yield go(to, loc, P=('E', old[1])) if P == old[0] else go(to, loc)
     elif pc == 'flush':
-        if not loc[1:]: loc = (loc or (None,)) + (0, 0, True)
-        none = BUG == 'no-flush' or BUG == 'flush-if-changed' and not loc[3]
-        yield from finish(s, kind, loc, go, to, {} if none else {'tlb': flushed(pages)})
+        yield from finish(s, kind, loc, go, to, {'tlb': flushed(pages)})
     elif pc == 'change':
         if kind[:2] == 'on' or kind == 'again':
             new = 2 if kind != 'on' else 1
             yield from finish(s, kind, loc, go, to, {'slot': new, 'on': 1})
         else:
             value = int(kind[:4] == 'priv')
-            n = loc[4] if len(loc) > 4 else 0                       # one by one
+            n = loc[3] if len(loc) > 3 else 0                       # one by one
             attrs = put(s.attrs, pages[n], value)
-            if n + 1 < len(pages): yield go(pc, (loc + (None,) * 4)[:4] + (n + 1,), attrs=attrs)
-            else: yield go(to, loc[:4], attrs=attrs)
+            if n + 1 < len(pages): yield go(pc, (loc + (None,) * 3)[:3] + (n + 1,), attrs=attrs)
+            else: yield go(to, loc[:3], attrs=attrs)
     elif pc == 'withdraw':
         yield from finish(s, kind, loc, go, to, {'published': frozenset(x for x in s.published if x[0] != i)})
 
@@ -435,21 +420,16 @@ def finish(s, kind, loc, go, to, changes):
 
 
 CONFIGURATIONS = '''
-mixed+around0+shared1 ison+recover+rescan0 arrived+empty+huge0+private0 huge+huge0+on+cpu huge+bbm+huge0+on+cpu
-huge+bare+huge0+on+cpu huge+bbm+bare+huge0+on+cpu ison+big+huge+huge0+rescan0+cpu arrived+ro+write0+private0
-ro+bare+write0+on ison+empty+huge0+rescan1 arrived+look0+private0+cpu arrived+bbm+look0+private0+cpu
-arrived+huge+huge0+private1+cpu arrived+hole0+hole1+around0+private1 ro+write0+on ison+look0+on2+cpu
+mixed+around0+shared1 ison+recover+rescan0 huge+bbm+huge0+on+cpu huge+bbm+bare+huge0+on+cpu
+arrived+bbm+look0+private0+cpu arrived+hole0+hole1+around0+private1 ro+write0+on ison+look0+on2+cpu
 arrived+huge+bbm+bare+look0+on+cpu ison+look0+again+cpu mixed+recover+private0+look0 mixed+recover+shared1+cpu
-empty+bare+huge0+fill0+on bare+hole1+around0+fill1+on+cpu ison+hole0+hole1+around0+rescan1+cpu
-ison+protected+write0+rescan0+cpu ison+bare+hole0+look0+rescan+fill0 look0+fill0+on+cpu
-ison+bare+look0+rescan0+fill0+cpu ison+big+empty+huge0+rescan+fill0 bare+look0+fill0+on+cpu ison+look0+rescan0+fill0+cpu
-ison+empty+around0+rescan1+fill1 arrived+hole0+recover+look0+on arrived+recover+private0+cpu empty+huge0+look1+on
-arrived+bare+recover+on+cpu ison+rescan0+rescan+cpu arrived+recover+on+cpu arrived+recover+private1+look1
-isprivate+recover+shared1+huge0 arrived+hole0+look0+private0+shared0 ison+bare+hole0+look0+rescan0+keep
-ison+big+bare+recover+rescan+huge0 ison+bare+look0+rescan0+rescan0+cpu isprivate+huge+recover+shared0+private
-ison+ro+write0+rescan0+fill0+look0 ison+ro+bare+write0+rescan0+read0+fill0 arrived+empty+huge0+private+shared1
-arrived+hole0+look0+private0+shared arrived+huge+bbm+bare+look1+on+rescan0+cpu ison+hole0+look0+rescan+keep
-ison+big+recover+rescan+look0+cpu arrived+recover+private+shared0'''
+bare+hole1+around0+fill1+on+cpu ison+hole0+hole1+around0+rescan1+cpu ison+protected+write0+rescan0+cpu
+look0+fill0+on+cpu ison+bare+look0+rescan0+fill0+cpu bare+look0+fill0+on+cpu ison+look0+rescan0+fill0+cpu
+arrived+hole0+recover+look0+on arrived+recover+private0+cpu arrived+bare+recover+on+cpu ison+rescan0+rescan+cpu
+arrived+recover+on+cpu arrived+recover+private1+look1 isprivate+recover+shared1+huge0
+ison+big+bare+recover+rescan+huge0 ison+bare+hole0+look0+rescan0+keep isprivate+huge+recover+shared0+private
+ison+ro+bare+write0+rescan0+read0+fill0 arrived+huge+bbm+bare+look1+on+rescan0+cpu ison+big+recover+rescan+look0+cpu
+arrived+recover+private+shared0 ison+empty+around0+rescan1+fill1 arrived+empty+huge0+private+shared1'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

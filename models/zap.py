@@ -1,5 +1,7 @@
-"""Explicit-state check of invalidations of two pages under one table: partial cover, huge leaves,
-CPUs, dirty reports.
+"""Explicit-state check of what invalidations of two pages under one table report to the host, and of
+when tables are freed: partial cover, huge leaves, CPUs. The proofs have the rest
+(`proofs/invalidation.py`, `proofs/harvest_beside_zap.py`); they leave out D of huge leaves, splits
+and tracked leaves, and the flush before a table is freed.
 
 Words of all models: a *table* is a page-table page, an *entry* a PTE. `seq` is an invalidation
 sequence number: each empty entry holds one, and `counter` is the last one that was taken. The
@@ -16,8 +18,7 @@ Fault: (fault0, fault1: of that page; huge0: the host allows a huge leaf) look: 
     another seq, the fault refines it: a table with that seq replaces it.
 Age: (age0, age1) leaf -> tracked.
 Invalidator: (zap0, zap1: of that page; zap: of both; oom0, oom1: of that page, without memory for
-    tables; keep0, keep: the host frees no frame; turn: of both, where each entry is reached from P
-    again; half: of both, and its first pass is over, at a table that was empty) publish -> seq -> a
+    tables; keep0, keep: the host frees no frame) publish -> seq -> a
     huge leaf that is covered in part is split -> first pass, each entry: a leaf is reported to the
     host, then exchanged for empty if it still has the reported value; an empty one gets the seq, P
     as a whole even if it is covered in part -> second pass, if the table is covered as a whole: the
@@ -33,37 +34,30 @@ is gone whose D was set and not reported; a frozen entry in a linked table; a le
 table, at any time.
 Why entries are not frozen: all entries of a table are empty when it is unlinked, and no fault
 installs there any more, since the range is published. An age finds no leaf there. The seq that
-another invalidator writes there has no effect; it relies on the fresh seq above (see slots.py). A
-fault that replaces a read-only leaf: upgrade.py. Tables above the lowest: levels.py.
+another invalidator writes there has no effect; it relies on the fresh seq above.
 Reports: an invalidator that finds the page empty returns, and its host frees the frame. So the zap
 of the leaf must have been preceded by its report, and no leaf may be unlinked with its table. A
 leaf may be reported twice, the second time after its frame is gone: no thread waits, so a host must
 tolerate that.
-Run: python3 zap.py [BUG]. Each of these breaks it: no-number, number-before-publish,
-check-before-read, no-inherit, refine-no-inherit, number-again (P gets the invalidator's seq, in each
-pass), number-passed (only in the first pass), huge-ignores-published, no-flush, flush-if-changed (no
-flush by an invalidator that found nothing mapped), free-before-flush, table-before-flush,
-split-no-dirty, tracked-clean (tracking loses D), blind-exchange (a leaf is zapped whatever its D is
-by now), report-late (after the exchange), unlink-full (a table is unlinked without the first pass).
+Run: python3 zap.py [BUG]. Each of these breaks it: table-before-flush, split-no-dirty, tracked-clean
+(tracking loses D), blind-exchange (a leaf is zapped whatever its D is by now), report-late (after
+the exchange).
 """
 from collections import namedtuple
 from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone tables psc tlb pending')
 NR_FILLS = 3
-INVALIDATORS = ('zap', 'oom', 'keep', 'turn', 'half')
-WHOLE = ('zap', 'keep', 'turn', 'half')
-LAST = {'free-before-flush': ('host', 'flush', 'retire', 'withdrawn'),
-        'table-before-flush': ('retire', 'flush', 'host', 'withdrawn')}.get(BUG, ('flush', 'retire', 'host', 'withdrawn'))
+INVALIDATORS = ('zap', 'oom', 'keep')
+WHOLE = ('zap', 'keep')
+LAST = ('retire', 'flush', 'host', 'withdrawn') if BUG == 'table-before-flush' else ('flush', 'retire', 'host', 'withdrawn')
 CONFIGURATIONS = '''
-fault0+fault1+zap0 fault0+fault1+zap fault0+zap0+zap huge0+zap1 huge0+fault1+zap1 fault0+huge0+zap1+cpu
-huge0+oom0+cpu huge0+oom1+cpu huge0+zap1+zap huge0+oom1+zap0 huge0+fault1+oom1+zap0
-from-leaf+zap0+zap+cpu from-leaf+zap0+zap1+cpu from-leaf+oom0+zap+cpu from-table+zap0+zap+cpu from-table+zap+zap+cpu
-from-table+age0+zap0+cpu from-table+age0+fault0+zap+cpu fault0+fault1+zap1+zap fault1+zap+zap from-page1+fault1+zap1+zap+cpu
-from-page1+age1+fault1+zap1+zap from-table+fault0+zap0+zap+cpu fault0+zap0+half+turn
-from-leaf+fault0+zap0+zap+cpu from-table+fault0+keep0+zap0+cpu from-table+fault0+keep+keep0+cpu
-from-leaf+fault0+oom0+keep+cpu from-leaf+huge0+oom1+keep0+cpu'''
-PAGES = {'zap': (0, 1), 'turn': (0, 1), 'half': (0, 1), 'zap0': (0,), 'zap1': (1,), 'oom0': (0,), 'oom1': (1,),
+fault0+huge0+zap1+cpu huge0+oom0+cpu huge0+oom1+cpu from-leaf+zap0+zap+cpu from-leaf+zap0+zap1+cpu
+from-leaf+oom0+zap+cpu from-table+zap0+zap+cpu from-table+zap+zap+cpu from-table+age0+zap0+cpu
+from-table+age0+fault0+zap+cpu from-page1+age1+fault1+zap1+zap from-page1+fault1+zap1+zap+cpu
+from-table+fault0+zap0+zap+cpu from-leaf+fault0+zap0+zap+cpu from-table+fault0+keep0+zap0+cpu
+from-table+fault0+keep+keep0+cpu from-leaf+fault0+oom0+keep+cpu from-leaf+huge0+oom1+keep0+cpu'''
+PAGES = {'zap': (0, 1), 'zap0': (0,), 'zap1': (1,), 'oom0': (0,), 'oom1': (1,),
          'keep': (0, 1), 'keep0': (0,), 'fault0': (0,), 'fault1': (1,), 'huge0': (0,), 'age0': (0,), 'age1': (1,)}
 
 
@@ -74,12 +68,7 @@ def make(kinds):
     if 'from-page1' in kinds: P, T = ('T', 0), ((('E', 0), ('L', 0, 0)),)
     first = {'fault': 'look', 'huge': 'look', 'age': 'look', 'cpu': NR_FILLS}
     threads = tuple((k, first.get(k.rstrip('01'), 'publish'), ()) for k in kinds if not k.startswith('from'))
-    counter, published = 0, frozenset()
-    if 'half' in kinds:
-        n = kinds.index('half')
-        P, T, counter, published = ('T', 0), ((('E', 1), ('E', 1)),), 1, frozenset({(n, (0, 1))})
-        threads = put(threads, n, ('half', 'walk', (1, False, (), 2)))
-    return Shared(P, T, counter, published, (0, 0), frozenset(), frozenset(), None, (None, None), frozenset()), threads
+    return Shared(P, T, 0, frozenset(), (0, 0), frozenset(), frozenset(), None, (None, None), frozenset()), threads
 
 
 def leaf_of(s, p):
@@ -148,29 +137,25 @@ def step(state, i):
         return
 
     published = {p for _, pages in s.published for p in pages}
-    if pc == 'look' and BUG == 'check-before-read' and not loc:
-        yield go('end') if p in published else go('look', (0 if published else 1,))
-    elif pc == 'look':
-        if P[0] == 'E': yield go('ranges', loc + (P[1], kind == 'huge0'))
+    if pc == 'look':
+        if P[0] == 'E': yield go('ranges', (P[1], kind == 'huge0'))
         elif P[0] == 'L': yield go('end')
-        else: yield go('look-below', loc + (P[1],))
+        else: yield go('look-below', (P[1],))
     elif pc == 'look-below':
-        e = T[loc[-1]][p]
-        if e == 'F': yield go('look', loc[:-1])
+        e = T[loc[0]][p]
+        if e == 'F': yield go('look')
         elif e[0] == 'L': yield go('end')
-        elif e[0] == 'K': yield go('restore-ranges', (loc[-1], e))
-        else: yield go('ranges', loc[:-1] + (e[1], 0))
+        elif e[0] == 'K': yield go('restore-ranges', (loc[0], e))
+        else: yield go('ranges', (e[1], 0))
     elif pc == 'restore-ranges': yield go('end') if p in published else go('restore', loc)
     elif pc == 'restore': yield go('end', T=entry(loc[0], p, ('L',) + loc[1][1:]) if T[loc[0]][p] == loc[1] else T)
     elif pc == 'ranges':                                        # one by one; loc: seq, whether huge, which is next
-        if BUG == 'check-before-read': yield go('resolve', (loc[1], loc[0] and loc[2]))
-        else:
-            seen, huge, n = loc + (0,) * (3 - len(loc))
-            while n < len(threads) and not threads[n][0].startswith(INVALIDATORS): n += 1
-            covered = [pages for owner, pages in s.published if owner == n]
-            if n == len(threads): yield go('resolve', (seen, huge))
-            elif covered and p in covered[0]: yield go('end')
-            else: yield go('ranges', (seen, huge and (not covered or BUG == 'huge-ignores-published'), n + 1))
+        seen, huge, n = loc + (0,) * (3 - len(loc))
+        while n < len(threads) and not threads[n][0].startswith(INVALIDATORS): n += 1
+        covered = [pages for owner, pages in s.published if owner == n]
+        if n == len(threads): yield go('resolve', (seen, huge))
+        elif covered and p in covered[0]: yield go('end')
+        else: yield go('ranges', (seen, huge and not covered, n + 1))
     elif pc == 'resolve': yield go('act', loc + (s.frames,))
     elif pc == 'act':
         seen, huge, frames = loc
@@ -179,15 +164,13 @@ def step(state, i):
         elif P[1] == seen: yield go('link', (P, huge, frames))
         else: yield go('refine', (P,))
     elif pc == 'refine':
-        e = ('E', 0 if BUG == 'refine-no-inherit' else loc[0][1])
         if P != loc[0]: yield go('end')
-        else: yield go('end', P=('T', len(T)), T=T + ((e, e),))
+        else: yield go('end', P=('T', len(T)), T=T + ((P, P),))
     elif pc == 'link':
-        (_, seq), huge, frames = loc
-        beside = ('E', 0 if BUG == 'no-inherit' else seq)
+        _, huge, frames = loc
         if P != loc[0]: yield go('end')
         elif huge: yield go('end', P=('L', frames, 0))
-        else: yield go('end', P=('T', len(T)), T=T + (put((beside, beside), p, ('L', frames[p], 0)),))
+        else: yield go('end', P=('T', len(T)), T=T + (put((P, P), p, ('L', frames[p], 0)),))
     elif pc == 'act-below':
         seen, _, frames, table = loc
         e = T[table][p]
@@ -198,25 +181,20 @@ def step(state, i):
         yield go('end', T=entry(loc[0], p, ('L', loc[2], 0)) if T[loc[0]][p] == loc[1] else T)
 
     # Invalidators. loc: (seq, changed, tables to retire, next page, ...); next page 2: the second pass.
-    elif pc == 'publish':
-        if BUG == 'number-before-publish' and not loc: yield go('publish', (s.counter + 1,), counter=s.counter + 1)
-        else: yield go('walk' if loc else 'seq', loc and loc + (False, (), 0), published=s.published | {(i, pages)})
+    elif pc == 'publish': yield go('seq', published=s.published | {(i, pages)})
     elif pc == 'seq': yield go('walk', (s.counter + 1, False, (), 0), counter=s.counter + 1)
     elif pc == 'walk':
         seq, changed, tables, n = loc[:4]
         whole = kind in WHOLE + ('oom0', 'oom1')
         if P[0] == 'E' and P[1] >= seq: yield after_parent(go, kind, loc[:4])
-        elif P[0] == 'T' and kind in WHOLE and (n == 2 or BUG == 'unlink-full'):
+        elif P[0] == 'T' and kind in WHOLE and n == 2:
             yield go('unlink', (seq, changed, tables, 2, P[1], s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc[:4] + (P[1],))
         elif P[0] == 'L' and not whole: yield go('split', loc[:4] + (P,))
         elif P[0] == 'L' and BUG != 'report-late': yield go('report-above', loc[:4] + (P,))
-        elif BUG == 'number-again' or BUG == 'number-passed' and n < 2: yield go('zap-above', loc[:4] + (P, seq))
         else: yield go('zap-above', loc[:4] + (P, s.counter + 1), counter=s.counter + 1)
     elif pc == 'report-above':
-        own = BUG in ('number-again', 'number-passed')
-        fresh = loc[0] if own else s.counter + 1
-        yield go('zap-above', loc + (fresh,), counter=max(s.counter, fresh), **report(loc[4], (0, 1)))
+        yield go('zap-above', loc + (s.counter + 1,), counter=s.counter + 1, **report(loc[4], (0, 1)))
     elif pc == 'split':
         old = loc[4]
         if P != old: yield go('walk', loc[:4])
@@ -233,7 +211,7 @@ def step(state, i):
         seq, changed, tables, n, table = loc
         e = T[table][pages[n]]
         if e == 'F': yield go('walk', loc[:4])
-        elif e[0] == 'E' and (e[1] >= seq or BUG == 'no-number'): yield after_entry(go, kind, loc[:5])
+        elif e[0] == 'E' and e[1] >= seq: yield after_entry(go, kind, loc[:5])
         else: yield go('zap-below' if e[0] == 'E' or BUG == 'report-late' else 'report-below', loc + (e,))
     elif pc == 'report-below': yield go('zap-below', loc, **report(loc[5], (pages[loc[3]],)))
     elif pc == 'zap-below':
@@ -258,7 +236,6 @@ def step(state, i):
         elif pc == 'host' and kind in ('keep', 'keep0'): yield go(to, loc)
         elif pc == 'host': yield go(to, loc, gone=s.gone | {(p, s.frames[p]) for p in pages},
                                     frames=tuple(f + (p in pages) for p, f in enumerate(s.frames)))
-        elif BUG == 'no-flush' or BUG == 'flush-if-changed' and not loc[1]: yield go(to, loc)
         else: yield go(to, loc, psc=None, tlb=tuple(None if p in pages else t for p, t in enumerate(s.tlb)))
     elif pc == 'withdrawn': yield go('end', published=frozenset(x for x in s.published if x[0] != i))
 
@@ -271,7 +248,7 @@ def after_entry(go, kind, loc, **changes):
     """Where an invalidator goes on after an entry of the table loc[4]."""
     if kind not in WHOLE: return go(LAST[0], loc[:4], **changes)
     n = loc[3] + 1
-    if n == 2 or kind == 'turn': return go('walk', loc[:3] + (n,), **changes)
+    if n == 2: return go('walk', loc[:3] + (n,), **changes)
     return go('below', loc[:3] + (n,) + loc[4:], **changes)
 
 

@@ -8,11 +8,11 @@ walks, the split by way of a broken PTE, and *unflushed* numbers.
 `has(c, p, e)`: CPU `c` has the leaf cached that it read in `e`. `ptr(c, p, t)`: it has the way to the page-
 table page `t` cached. A CPU reads a PTE only in the root, or where it has the way cached. A flush of a block
 or a range drops both for its pages, on one CPU after the other. Left out: a rescan for userfault, whose
-numbers are unflushed as well (`Faults::MayComeBack`); the dirty log (`models/break.py`); that a flag is
+numbers are unflushed as well (`Faults::MayComeBack`); the dirty log (`recovery_beside_log.py`); that a flag is
 cleared early enough for a fault to succeed (progress).
 """
 import prover
-from invalidation import ACTS, CLEAR, FLUSHES, GONE, HOST, RESOLVED, UNLINKS, ZAPS, Invalidation
+from invalidation import ACTS, CLEAR, GONE, RESOLVED, Invalidation
 from invalidation_runs import resolved
 from page_tables import BROKEN, EMPTY, HELD, LEAF, STORED, TABLE
 from prover import And, If, Implies, Not, Or, put, put_where

@@ -4,34 +4,44 @@ Any number of vCPUs, CPUs, harvests and pages of 4 KiB. Engine: `dirty/log.rs`, 
 `second_stage/protect.rs` (clean_leaf), `vcpu/on_leaf.rs`, `vcpu/act.rs`.
 
 A CPU sets D of a leaf, and caches it: from then on it writes without another look at the leaf. A harvest that
-gets the log first visits the leaves and marks those with D; then it takes bits, clears D of the pages taken,
-and flushes. A clear takes bits without a visit. A fault that makes a leaf dirty marks its page. When D is
+gets the log first visits the leaves: it reads them, and then marks those that had D. Then it takes bits, clears
+D of the pages taken, and flushes. It skips words whose summary is clear. A clear takes the bits that it names,
+without a visit. A fault that makes a leaf dirty marks its page. When D is
 cleared for the log a software bit (`was_dirty`) keeps it for the host.
 
 `ByDirtyBits` has what tracking by D alone and by page-modification logs share (`modification_logs.py`).
 
-Left out: zaps (`harvest_beside_zap.py`); huge leaves, which are write-protected in every mode; the summary of
-the bitmap (`dirty_log.py`); formats whose CPUs set no D.
+Any call may set the summary of a word at any time here: that a call which marks does so is in `dirty_log.py`.
+Until then, and while a clear has cleared the summary, a harvest may miss the mark.
+
+Left out: zaps (`harvest_beside_zap.py`); huge leaves, which are write-protected in every mode; formats whose
+CPUs set no D.
 """
 import prover
+from log_steps import ARMED, FLAGGED, OFF, ON, Logging, inv_of_enabling
 from prover import And, If, Implies, Not, Or, put, put_where
 
 OUT, GAVE, MARKS = range(3)                             # of a fault
 UNBEGUN, VISITS, TAKES, FLUSHES, RETURNED = range(5)    # of a harvest
-OFF, FLAGGED, ARMED, ON = range(4)                      # of the enabling
 
 
-class ByDirtyBits:
-    sorts = ['Fault', 'Harvest', 'Page', 'Cpu']
-    letters = {'f': 'Fault', 'h': 'Harvest', 'g': 'Harvest', 'p': 'Page', 'c': 'Cpu'}
-    fixed = {'page': (['Fault'], 'Page'), 'clears': (['Harvest'], 'bool'), 'initially_set': ([], 'bool')}
+class ByDirtyBits(Logging):
+    sorts = ['Fault', 'Harvest', 'Page', 'Word', 'Cpu']
+    letters = {'f': 'Fault', 'h': 'Harvest', 'g': 'Harvest', 'p': 'Page', 'w': 'Word', 'c': 'Cpu'}
+    fixed = {
+        'page': (['Fault'], 'Page'), 'word': (['Page'], 'Word'), 'clears': (['Harvest'], 'bool'),
+        'named': (['Harvest', 'Page'], 'bool'), 'initially_set': ([], 'bool'),
+    }
     state = {
         'present': (['Page'], 'bool'), 'writable': (['Page'], 'bool'), 'dirty': (['Page'], 'bool'),
-        'was_dirty': (['Page'], 'bool'), 'bit': (['Page'], 'bool'), 'flag': ([], 'bool'),
+        'was_dirty': (['Page'], 'bool'), 'bit': (['Page'], 'bool'), 'summary': (['Word'], 'bool'),
+        'flag': ([], 'bool'),
         'tlb': (['Cpu', 'Page'], 'bool'),               # cached, with D
         'fpc': (['Fault'], 'int'),
         'hpc': (['Harvest'], 'int'), 'visited': (['Harvest', 'Page'], 'bool'),
         'passed': (['Harvest', 'Page'], 'bool'),
+        'owes': (['Harvest', 'Word'], 'bool'),          # it has marked, and not set the summary
+        'emptied': (['Harvest', 'Word'], 'bool'),       # it has cleared the summary
         'holds': (['Harvest', 'Page'], 'bool'), 'cleaned': (['Harvest', 'Page'], 'bool'),
         'flushed': (['Harvest', 'Cpu'], 'bool'),
         'epc': ([], 'int'), 'armed': (['Page'], 'bool'), 'eflushed': (['Cpu'], 'bool'),
@@ -48,12 +58,6 @@ class ByDirtyBits:
         'keep-for-host': 'A harvest that clears D does not set the software bit.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'nothing is marked': s.all(lambda p: And(
@@ -65,6 +69,7 @@ class ByDirtyBits:
             'nothing taken': s.all(lambda h, p: And(
                 Not(s.holds(h, p)), Not(s.cleaned(h, p)), Not(s.due(h, p)), Not(s.visited(h, p)),
                 Not(s.passed(h, p)))),
+            'no summary by a harvest': s.all(lambda h, w: And(Not(s.owes(h, w)), Not(s.emptied(h, w)))),
             'nothing flushed': And(s.all(lambda h, c: Not(s.flushed(h, c))),
                                    s.all(lambda c: Not(s.eflushed(c)))),
         }
@@ -72,6 +77,11 @@ class ByDirtyBits:
     # What a write leaves behind besides the bit: D, or an entry in a CPU's log.
     def record(self, s, p):
         return And(s.present(p), s.dirty(p))
+
+    def marks(self, s, p, by=None):
+        """The bit set. Until the call has set the summary, another harvest may skip the word."""
+        skips = lambda h, q: And(q == p, Not(s.bit(p)), Not(self.finds(s, h, p)), by is None or h != by)
+        return {'bit': put(s.bit, p, True), 'due': put_where(s.due, skips, False)}
 
     # A flush makes a CPU drop what it has cached, and whatever it had begun.
     def flushes(self, s, c, is_meant):
@@ -84,10 +94,10 @@ class ByDirtyBits:
     # A fault.
 
     def step_make_dirty(self, s, f: 'Fault'):
-        """vcpu/act.rs: install_at for a write; vcpu/on_leaf.rs: restore_to, set_marks"""
+        """vcpu/act.rs: install_at for a write; vcpu/on_leaf.rs: restore_to, set_marks (perhaps after a CPU)"""
         p = s.page(f)
-        then = OUT if self.left_out == 'fault-marks' else GAVE
-        return And(s.fpc(f) == OUT, self.may_map(s, p), Not(And(s.present(p), s.writable(p), s.dirty(p)))), {
+        then = OUT if self.without('fault-marks') else GAVE
+        return And(s.fpc(f) == OUT, self.may_map(s, p)), {
             'present': put(s.present, p, True), 'writable': put(s.writable, p, True),
             'dirty': put(s.dirty, p, True),
             'was_dirty': put(s.was_dirty, p, And(s.present(p), s.was_dirty(p))),
@@ -110,34 +120,55 @@ class ByDirtyBits:
 
     def step_set_bit(self, s, f: 'Fault'):
         """slot/bitmap.rs: mark_page"""
-        return s.fpc(f) == MARKS, {'fpc': put(s.fpc, f, OUT), 'bit': put(s.bit, s.page(f), True)}
+        return s.fpc(f) == MARKS, {'fpc': put(s.fpc, f, OUT), **self.marks(s, s.page(f))}
+
+    def step_summarize(self, s, w: 'Word'):
+        """slot/bitmap.rs: summarize"""
+        return True, {'summary': put(s.summary, w, True)}
 
     # A harvest.
+
+    def takes(self, s, h, p):
+        return Or(Not(s.clears(h)), s.named(h, p))
 
     def step_begin(self, s, h: 'Harvest'):
         """harvest/log.rs: get, clear"""
         held = lambda p: s.holds(s.taker(p), p)
-        found = lambda p: And(s.unreported(p), Not(held(p)),
-                              Or(s.bit(p), And(Not(s.clears(h)), self.record(s, p))))
+        shown = lambda p: Or(s.clears(h), s.summary(s.word(p)))
+        found = lambda p: And(s.unreported(p), Not(held(p)), self.takes(s, h, p), Or(
+            And(s.bit(p), shown(p)), And(Not(s.bit(p)), Not(s.clears(h)), self.record(s, p))))
         return s.hpc(h) == UNBEGUN, {'hpc': put(s.hpc, h, If(s.clears(h), TAKES, VISITS)),
                                      'due': put_where(s.due, lambda g, p: And(g == h, found(p)), True)}
 
+    def step_skip(self, s, h: 'Harvest', w: 'Word'):
+        """slot/bitmap.rs: skip_clean, take"""
+        may = And(s.hpc(h) == TAKES, Not(s.clears(h)), Not(s.summary(w)), Not(s.emptied(h, w)))
+        return may, {'passed': put_where(s.passed, lambda g, p: And(g == h, s.word(p) == w), True)}
+
+    def step_clear_summary(self, s, h: 'Harvest', w: 'Word'):
+        """slot/bitmap.rs: take, take_masked"""
+        others = lambda g, p: And(g != h, s.word(p) == w, s.bit(p), Not(s.clears(g)), Not(s.owes(g, w)))
+        return And(s.hpc(h) == TAKES, Or(s.clears(h), s.summary(w)), Not(s.emptied(h, w))), {
+            'summary': put(s.summary, w, False), 'emptied': put(s.emptied, (h, w), True),
+            'due': put_where(s.due, others, False)}
+
     def step_take(self, s, h: 'Harvest', p: 'Page'):
         """slot/bitmap.rs: take, take_masked"""
-        return And(s.hpc(h) == TAKES, Not(s.passed(h, p)), s.bit(p)), {
+        may = And(self.takes(s, h, p), Or(s.clears(h), s.emptied(h, s.word(p))))
+        return And(s.hpc(h) == TAKES, Not(s.passed(h, p)), s.bit(p), may), {
             'bit': put(s.bit, p, False), 'holds': put(s.holds, (h, p), True),
             'passed': put(s.passed, (h, p), True),
             'taker': put(s.taker, p, h), 'due': put_where(s.due, lambda g, q: q == p, False)}
 
     def step_pass(self, s, h: 'Harvest', p: 'Page'):
-        """slot/bitmap.rs: take (the bit is clear)"""
-        return And(s.hpc(h) == TAKES, Not(s.passed(h, p)),
-                   Not(s.bit(p))), {'passed': put(s.passed, (h, p), True)}
+        """slot/bitmap.rs: take, take_masked (the bit is clear, or not named)"""
+        return And(s.hpc(h) == TAKES, Not(s.passed(h, p)), Or(Not(s.bit(p)), Not(self.takes(s, h, p)))), {
+            'passed': put(s.passed, (h, p), True)}
 
     def step_clean(self, s, h: 'Harvest', p: 'Page'):
         """second_stage/protect.rs: clean_leaf"""
-        mine = Or(self.left_out == 'clean-what-was-taken', s.holds(h, p))
-        keeps = self.left_out != 'keep-for-host'
+        mine = Or(self.without('clean-what-was-taken'), s.holds(h, p))
+        keeps = not self.without('keep-for-host')
         return And(s.hpc(h) == TAKES, mine), {
             'cleaned': put(s.cleaned, (h, p), s.holds(h, p)), 'dirty': put(s.dirty, p, False),
             'cleaner': put(s.cleaner, p, If(s.dirty(p), h, s.cleaner(p))),
@@ -151,53 +182,34 @@ class ByDirtyBits:
 
     def step_flush(self, s, h: 'Harvest', c: 'Cpu'):
         """harvest/log.rs: harvest (flush_cpus)"""
-        meant = lambda p: And(self.left_out != 'harvest-flushes', s.holds(h, p))
+        meant = lambda p: And(not self.without('harvest-flushes'), s.holds(h, p))
         return s.hpc(h) == FLUSHES, {'flushed': put(s.flushed, (h, c), True), **self.flushes(s, c, meant)}
 
     def step_return(self, s, h: 'Harvest'):
-        """harvest/log.rs: harvest returns, and the caller copies the pages"""
-        over = True if self.left_out == 'flush-before-return' else s.all(lambda c: s.flushed(h, c))
-        return And(s.hpc(h) == FLUSHES, over), {
-            'hpc': put(s.hpc, h, RETURNED), 'holds': put_where(s.holds, lambda g, p: g == h, False),
-            'unreported': put_where(s.unreported, lambda p: s.holds(h, p), False)}
+        """harvest/log.rs: harvest returns, and the caller copies the pages (it flushes if there are any)"""
+        over = Or(self.without('flush-before-return'), s.all(lambda c: s.flushed(h, c)),
+                  Not(s.some(lambda p: s.holds(h, p))))
+        return And(s.hpc(h) == FLUSHES, over), self.returns(s, h, RETURNED)
 
     # Logging begins and ends.
 
-    def step_publish_flag(self, s):
-        """vm/region.rs: change_slot"""
-        return s.epc() == OFF, {'flag': lambda: True, 'epc': lambda: FLAGGED}
+    def step_wipe_summary(self, s, w: 'Word'):
+        """slot/bitmap.rs: clear_all"""
+        return s.epc() == OFF, {'summary': put(s.summary, w, False)}
 
     def step_enabling_cleans(self, s, p: 'Page'):
         """second_stage/protect.rs: protect_slot, clean_leaf"""
-        at = OFF if self.left_out == 'flag-before-clean' else FLAGGED
-        stays = self.left_out == 'enabling-cleans'
+        at = OFF if self.without('flag-before-clean') else FLAGGED
+        stays = self.without('enabling-cleans')
         return And(s.epc() == at, Not(s.initially_set())), {
             'armed': put(s.armed, p, True), 'dirty': put(s.dirty, p, And(stays, s.dirty(p))),
             'was_dirty': put(s.was_dirty, p, Or(s.was_dirty(p), s.dirty(p)))}
-
-    def step_enabling_sets(self, s, p: 'Page'):
-        """slot/bitmap.rs: mark"""
-        return And(s.epc() == FLAGGED, s.initially_set()), {
-            'bit': put(s.bit, p, True), 'armed': put(s.armed, p, True)}
-
-    def step_wipe(self, s, p: 'Page'):
-        """slot/bitmap.rs: clear_all"""
-        return And(s.epc() == OFF, s.bit(p)), {'bit': put(s.bit, p, False)}
-
-    def step_all_armed(self, s):
-        """vm/region.rs: begin_to_log"""
-        return And(s.epc() == FLAGGED, s.all(lambda p: s.armed(p))), {'epc': lambda: ARMED}
 
     def step_enabling_flushes(self, s, c: 'Cpu'):
         """vm/region.rs: begin_to_log"""
         return And(s.epc() == ARMED, Not(s.initially_set())), {
             'eflushed': put(s.eflushed, c, True),
-            **self.flushes(s, c, lambda p: self.left_out != 'enabling-flushes')}
-
-    def step_enabled(self, s):
-        """vm/region.rs: change_slot returns"""
-        return And(s.epc() == ARMED, Or(s.initially_set(),
-                                        s.all(lambda c: s.eflushed(c)))), {'epc': lambda: ON}
+            **self.flushes(s, c, lambda p: not self.without('enabling-flushes'))}
 
     def step_disable(self, s):
         """vm/region.rs: change_slot"""
@@ -226,9 +238,6 @@ class ByDirtyBits:
         """The fault that made the leaf dirty last is about to mark the page."""
         return And(s.fpc(s.giver(p)) >= GAVE, s.page(s.giver(p)) == p)
 
-    def held(self, s, p):
-        return s.holds(s.taker(p), p)
-
     def covered(self, s, p):
         """A write to the page is recorded, held, or about to be marked."""
         return Or(s.bit(p), self.record(s, p), self.held(s, p), s.holds(s.cleaner(p), p),
@@ -238,30 +247,27 @@ class ByDirtyBits:
         return {
             'a write is recorded, held by a harvest, or about to be marked': s.all(lambda p: Implies(
                 s.unreported(p), self.covered(s, p))),
-            'a harvest reports what was recorded when it began, unless another took it': s.all(
+            'a harvest reports what was recorded when it began, unless another call took or marks it': s.all(
                 lambda h, p: Implies(
                 s.hpc(h) >= FLUSHES, Not(s.due(h, p)))),
         }
 
     def inv_of_counters(self, s):
         return {
-            'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                s.flag() == (s.epc() >= FLAGGED)),
+            **inv_of_enabling(s),
             'a fault is OUT, GAVE or MARKS': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
             'a harvest is UNBEGUN to RETURNED': s.all(
                 lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED)),
-            'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
-            'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
-            'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
-            'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
-                s.epc() == ON, Or(s.initially_set(), s.eflushed(c)))),
-            'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
             'a harvest visits leaves after it began': s.all(lambda h, p: Implies(
                 s.visited(h, p), s.hpc(h) >= VISITS)),
             'a harvest passes pages while it takes': s.all(lambda h, p: Implies(
                 s.passed(h, p), s.hpc(h) >= TAKES)),
             'a harvest holds what it has passed, until it returns': s.all(lambda h, p: Implies(
                 s.holds(h, p), And(s.passed(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES)))),
+            'a harvest sets the summary while it visits': s.all(lambda h, w: Implies(
+                s.owes(h, w), s.hpc(h) == VISITS)),
+            'a harvest clears the summary while it takes': s.all(lambda h, w: Implies(
+                s.emptied(h, w), s.hpc(h) >= TAKES)),
             'a harvest flushes after its turns': s.all(lambda h, c: Implies(
                 s.flushed(h, c), s.hpc(h) >= FLUSHES)),
             'a harvest that flushes has cleaned all it holds': s.all(lambda h, p: Implies(
@@ -270,12 +276,19 @@ class ByDirtyBits:
                 And(s.cleaned(h, p), s.hpc(h) != RETURNED), s.holds(h, p))),
             'a harvest must report what was written while the memslot logs': s.all(lambda h, p: Implies(
                 s.due(h, p), And(s.epc() == ON, Not(self.held(s, p)), Not(s.passed(h, p)),
-                                 s.hpc(h) >= VISITS))),
+                                 self.takes(s, h, p), s.hpc(h) >= VISITS))),
+            'a harvest finds the marks that it must report': s.all(lambda h, p: Implies(
+                And(s.due(h, p), s.bit(p)), self.finds(s, h, p))),
             'a leaf that was written says so to the host': s.all(lambda p: Implies(
                 s.written(p), self.host_knows(s, p))),
             'what is cached with D says so to the host': s.all(lambda c, p: Implies(
                 s.tlb(c, p), self.host_knows(s, p))),
         }
+
+    def finds(self, s, h, p):
+        """The harvest does not skip the page's word."""
+        w = s.word(p)
+        return Or(s.clears(h), s.summary(w), s.owes(h, w), s.emptied(h, w))
 
     def host_knows(self, s, p):
         """The leaf says for the host that it was written."""
@@ -301,18 +314,24 @@ class ByDirtyBits:
                        And(s.holds(s.cleaner(p), p), Not(s.flushed(s.cleaner(p), c)))))),
         }
 
-    sizes = {'Fault': 1, 'Harvest': 2, 'Page': 1, 'Cpu': 1}
+    sizes = {'Fault': 1, 'Harvest': 2, 'Page': 1, 'Word': 1, 'Cpu': 1}
     one = {**sizes, 'Harvest': 1}
     logging = {'epc': lambda: ON, 'flag': lambda: True, 'armed': lambda p: True, 'eflushed': lambda c: True,
                'bit': lambda p: True, 'present': lambda p: True, 'writable': lambda p: True}
 
 
 class DirtyBits(ByDirtyBits):
+    # A visit has read D of the leaf, and not marked the page yet.
+    state = {**ByDirtyBits.state, 'found': (['Harvest', 'Page'], 'bool')}
     rules = {
         **ByDirtyBits.shared_rules,
         'visit-before-take': 'A harvest that gets the log takes bits before it has visited all leaves.',
         'mark-what-is-dirty': 'A visit does not mark a leaf that has D.',
+        'summary-before-take': 'A harvest takes bits before it has set the summary of what it has marked.',
     }
+
+    def init(self, s):
+        return {**super().init(s), 'no visit': s.all(lambda h, p: Not(s.found(h, p)))}
 
     def step_set_dirty(self, s, c: 'Cpu', p: 'Page'):
         """A CPU sets D of a leaf and caches it"""
@@ -320,22 +339,39 @@ class DirtyBits(ByDirtyBits):
             'dirty': put(s.dirty, p, True), 'tlb': put(s.tlb, (c, p), True)}
 
     def step_visit(self, s, h: 'Harvest', p: 'Page'):
-        """harvest/log.rs: mark_dirty_in_table"""
-        marks = And(self.left_out != 'mark-what-is-dirty', self.record(s, p))
+        """harvest/log.rs: mark_dirty_in_table (is_dirty)"""
+        is_dirty = And(not self.without('mark-what-is-dirty'), self.record(s, p))
         return s.hpc(h) == VISITS, {
-            'visited': put(s.visited, (h, p), True), 'bit': put(s.bit, p, Or(s.bit(p), marks))}
+            'visited': put(s.visited, (h, p), True), 'found': put(s.found, (h, p), Or(s.found(h, p), is_dirty))}
+
+    def step_visit_finds_marked(self, s, h: 'Harvest', p: 'Page'):
+        """slot/bitmap.rs: mark (has)"""
+        return And(s.found(h, p), s.bit(p)), {'found': put(s.found, (h, p), False)}
+
+    def step_visit_marks(self, s, h: 'Harvest', p: 'Page'):
+        """slot/bitmap.rs: mark (set)"""
+        return s.found(h, p), {
+            **self.marks(s, p, h), 'found': put(s.found, (h, p), False),
+            'owes': put(s.owes, (h, s.word(p)), True)}
+
+    def step_visit_summarizes(self, s, h: 'Harvest', w: 'Word'):
+        """slot/bitmap.rs: summarize"""
+        return s.owes(h, w), {'summary': put(s.summary, w, True), 'owes': put(s.owes, (h, w), False)}
 
     def step_all_visited(self, s, h: 'Harvest'):
         """harvest/log.rs: collect returns"""
-        over = True if self.left_out == 'visit-before-take' else s.all(lambda p: s.visited(h, p))
+        every = s.all(lambda p: And(s.visited(h, p), Not(s.found(h, p))))
+        over = And(Or(self.without('visit-before-take'), every),
+                   Or(self.without('summary-before-take'), s.all(lambda w: Not(s.owes(h, w)))))
         return And(s.hpc(h) == VISITS, over), {'hpc': put(s.hpc, h, TAKES)}
 
     def inv(self, s):
         return {
             **self.inv_of_counters(s), **self.heart(s),
-            'what a harvest must report is marked, or it is about to visit the leaf': s.all(
-                lambda h, p: Implies(
-                s.due(h, p), Or(s.bit(p), And(
+            'a harvest marks what it has found dirty while it visits': s.all(lambda h, p: Implies(
+                s.found(h, p), And(s.visited(h, p), s.hpc(h) == VISITS))),
+            'what a harvest must report is marked, or it is about to visit the leaf or to mark the page': s.all(
+                lambda h, p: Implies(s.due(h, p), Or(s.bit(p), s.found(h, p), And(
                     self.record(s, p), s.hpc(h) == VISITS, Not(s.visited(h, p)))))),
         }
 
@@ -349,6 +385,8 @@ class DirtyBits(ByDirtyBits):
                               'start': {**ByDirtyBits.logging, 'bit': lambda p: False}},
         'mark-what-is-dirty': {'sizes': ByDirtyBits.one,
                                'start': {**ByDirtyBits.logging, 'bit': lambda p: False}},
+        'summary-before-take': {'sizes': ByDirtyBits.one,
+                                'start': {**ByDirtyBits.logging, 'bit': lambda p: False}},
     }
 
 

@@ -15,16 +15,16 @@ Left out:
 - Memory order: memory is sequentially consistent here.
 """
 import prover
-from prover import And, If, Implies, Not, Or, put, put_where
+from log_steps import (
+    ARMED, FLAGGED, FLUSHES, OFF, ON, RETURNED, TAKES, UNBEGUN, inv_of_enabling, inv_of_protecting)
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 OUT, GAVE, MARKS, UNLOGGED = range(4)                   # of a fault; UNLOGGED is for a rule left out
 IDLE, WROTE, LOGS, SUMMARIZES = range(4)                # of a call by which the VMM marks a page
-UNBEGUN, TAKES, FLUSHES, RETURNED = range(4)            # of a harvest
 UNVISITED, EMPTIED, OWES, DONE = range(4)               # of a harvest at a word; EMPTIED: of its summary
-OFF, FLAGGED, ARMED, ON = range(4)                      # of the enabling
 
 
-class DirtyLog:
+class DirtyLog(Protocol):
     sorts = ['Fault', 'Harvest', 'Mark', 'Leaf', 'Page', 'Word', 'Cpu']
     letters = {'f': 'Fault', 'h': 'Harvest', 'g': 'Harvest', 'm': 'Mark', 'l': 'Leaf', 'p': 'Page',
                'w': 'Word',
@@ -70,12 +70,6 @@ class DirtyLog:
         'write-before-mark': 'The VMM marks a page before it writes to it.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'nothing is marked': s.all(lambda p: And(Not(s.bit(p)), Not(s.unreported(p)), Not(s.armed(p)))),
@@ -97,7 +91,7 @@ class DirtyLog:
 
     def step_restore_write(self, s, f: 'Fault'):
         """vcpu/on_leaf.rs: restore_to; vcpu/act.rs: install_at"""
-        late_flag = self.left_out == 'flag-after-write-access'
+        late_flag = self.without('flag-after-write-access')
         guard = And(s.fpc(f) == (UNLOGGED if late_flag else OUT), Not(s.writable(s.leaf_of(f))))
         return guard, {
             'writable': put(s.writable, s.leaf_of(f), True), 'giver': put(s.giver, s.leaf_of(f), f),
@@ -105,13 +99,13 @@ class DirtyLog:
 
     def step_read_flag(self, s, f: 'Fault'):
         """dirty/log.rs: mark_if_logging"""
-        if self.left_out == 'flag-after-write-access':
+        if self.without('flag-after-write-access'):
             return And(s.fpc(f) == OUT, Not(s.flag())), {'fpc': put(s.fpc, f, UNLOGGED)}
         return s.fpc(f) == GAVE, {'fpc': put(s.fpc, f, If(s.flag(), MARKS, OUT))}
 
     def step_find_marked(self, s, f: 'Fault', p: 'Page'):
         """slot/bitmap.rs: mark, mark_page"""
-        early = And(self.left_out == 'bit-after-write-access', s.fpc(f) == OUT, s.flag())
+        early = And(self.without('bit-after-write-access'), s.fpc(f) == OUT, s.flag())
         return And(Or(s.fpc(f) == MARKS, early), s.leaf(p) == s.leaf_of(f), s.bit(p)), {
             'fdone': put(s.fdone, (f, p), True)}
 
@@ -119,7 +113,7 @@ class DirtyLog:
         """slot/bitmap.rs: set"""
         return And(s.fpc(f) == MARKS, s.leaf(p) == s.leaf_of(f)), {
             'bit': put(s.bit, p, True), 'fdone': put(s.fdone, (f, p), True), 'fmarker': put(s.fmarker, p, f),
-            'fowes': put(s.fowes, (f, s.word(p)), self.left_out != 'word-before-summary')}
+            'fowes': put(s.fowes, (f, s.word(p)), not self.without('word-before-summary'))}
 
     def step_summarize(self, s, f: 'Fault', w: 'Word'):
         """slot/bitmap.rs: summarize"""
@@ -130,7 +124,7 @@ class DirtyLog:
         """vcpu/on_leaf.rs: restore_to returns"""
         of_leaf = lambda p: s.leaf(p) == s.leaf_of(f)
         every = s.all(lambda p: Implies(of_leaf(p), s.fdone(f, p)))
-        if self.left_out == 'mark-all-pages':
+        if self.without('mark-all-pages'):
             every = s.some(lambda p: And(of_leaf(p), s.fdone(f, p)))
         return And(s.fpc(f) == MARKS, every, s.all(lambda w: Not(s.fowes(f, w)))), {
             'fpc': put(s.fpc, f, OUT), 'fdone': put_where(s.fdone, lambda g, p: g == f, False)}
@@ -140,7 +134,7 @@ class DirtyLog:
     def step_vmm_write(self, s, m: 'Mark'):
         """The caller of Vm::mark_dirty"""
         p = s.page_of(m)
-        late = self.left_out == 'write-before-mark'
+        late = self.without('write-before-mark')
         return s.mpc(m) == IDLE, {
             'unreported': put(s.unreported, p, Or(s.unreported(p), s.epc() == ON)),
             'mpc': put(s.mpc, m, IDLE if late else WROTE), 'writer': put(s.writer, p, m)}
@@ -182,7 +176,7 @@ class DirtyLog:
 
     def step_clear_summary(self, s, h: 'Harvest', w: 'Word'):
         """slot/bitmap.rs: take, take_masked (which may be wrong about what is left)"""
-        late = And(self.left_out == 'summary-before-word', Not(s.masks(h)))
+        late = And(self.without('summary-before-word'), Not(s.masks(h)))
         at = If(late, EMPTIED, UNVISITED)
         others = lambda g, p: And(g != h, s.word(p) == w)
         return And(s.hpc(h) == TAKES, s.hword(h, w) == at, Or(s.masks(h), s.summary(w))), {
@@ -195,7 +189,7 @@ class DirtyLog:
         at = s.hword(h, w)
         may = Or(at == EMPTIED, And(s.masks(h), at == UNVISITED))
         then = If(And(at == EMPTIED, self.is_left(s, h, w)), OWES, DONE)
-        if self.left_out == 'summary-before-word':
+        if self.without('summary-before-word'):
             may = Or(And(s.masks(h), at < OWES), And(at == UNVISITED, s.summary(w)))
             then = If(s.masks(h), then, EMPTIED)
         return And(s.hpc(h) == TAKES, may), {
@@ -206,9 +200,9 @@ class DirtyLog:
     def is_left(self, s, h, w):
         """Whether a clear by masks has to set the summary again."""
         left = s.some(lambda p: And(s.word(p) == w, s.bit(p), Not(self.takes(s, h, p))))
-        if self.left_out == 'summarize-again':
+        if self.without('summarize-again'):
             return False
-        if self.left_out == 'look-at-the-rest':
+        if self.without('look-at-the-rest'):
             return And(left, s.some(lambda p: And(s.word(p) == w, s.bit(p), self.takes(s, h, p))))
         return left
 
@@ -219,7 +213,7 @@ class DirtyLog:
 
     def step_protect(self, s, h: 'Harvest', l: 'Leaf'):
         """second_stage/protect.rs: protect_leaf, protect_huge"""
-        early = self.left_out == 'take-before-protect'
+        early = self.without('take-before-protect')
         mine = lambda g, p: And(g == h, s.leaf(p) == l, Or(early, s.holds(h, p)))
         return s.hpc(h) == TAKES, {
             'rearmed': put_where(s.rearmed, mine, True), 'writable': put(s.writable, l, False),
@@ -232,7 +226,7 @@ class DirtyLog:
 
     def step_flush(self, s, h: 'Harvest', c: 'Cpu'):
         """harvest/log.rs: harvest (flush_cpus)"""
-        if self.left_out == 'flush-what-was-taken':
+        if self.without('flush-what-was-taken'):
             meant = lambda l: s.some(lambda p: And(s.changed(h, p), s.leaf(p) == l))
         else:
             meant = lambda l: s.some(lambda p: And(s.holds(h, p), s.leaf(p) == l))
@@ -241,7 +235,7 @@ class DirtyLog:
 
     def step_return(self, s, h: 'Harvest'):
         """harvest/log.rs: harvest returns, and the caller copies the pages"""
-        over = True if self.left_out == 'flush-before-return' else s.all(lambda c: s.flushed(h, c))
+        over = True if self.without('flush-before-return') else s.all(lambda c: s.flushed(h, c))
         return And(s.hpc(h) == FLUSHES, over), {
             'hpc': put(s.hpc, h, RETURNED), 'holds': put_where(s.holds, lambda g, p: g == h, False),
             'unreported': put_where(s.unreported, lambda p: s.holds(h, p), False)}
@@ -250,7 +244,7 @@ class DirtyLog:
 
     def may_wipe(self, s):
         return And(s.epc() >= FLAGGED,
-                   s.epc() < ON) if self.left_out == 'wipe-before-flag' else s.epc() == OFF
+                   s.epc() < ON) if self.without('wipe-before-flag') else s.epc() == OFF
 
     def step_wipe_summary(self, s, w: 'Word'):
         """slot/bitmap.rs: clear_all"""
@@ -269,14 +263,14 @@ class DirtyLog:
 
     def step_enabling_protects(self, s, l: 'Leaf'):
         """vm/region.rs: begin_to_log; second_stage/protect.rs: protect_slot"""
-        at = OFF if self.left_out == 'flag-before-protect' else FLAGGED
+        at = OFF if self.without('flag-before-protect') else FLAGGED
         return And(s.epc() == at, Not(s.initially_set())), {
             'writable': put(s.writable, l, False),
             'armed': put_where(s.armed, lambda p: s.leaf(p) == l, True)}
 
     def step_enabling_sets(self, s, p: 'Page'):
         """slot/bitmap.rs: mark"""
-        at = OFF if self.left_out == 'set-after-flag' else FLAGGED
+        at = OFF if self.without('set-after-flag') else FLAGGED
         return And(s.epc() == at, s.initially_set()), {
             'bit': put(s.bit, p, True), 'armed': put(s.armed, p, True),
             'eowes': put(s.eowes, s.word(p), Or(s.eowes(s.word(p)), Not(s.bit(p))))}
@@ -292,7 +286,7 @@ class DirtyLog:
 
     def step_enabling_flushes(self, s, c: 'Cpu'):
         """vm/region.rs: begin_to_log"""
-        flushes = self.left_out != 'enabling-flushes'
+        flushes = not self.without('enabling-flushes')
         return And(s.epc() == ARMED, Not(s.initially_set())), {
             'eflushed': put(s.eflushed, c, True),
             'tlb': put_where(s.tlb, lambda d, l: And(d == c, flushes), False)}
@@ -363,30 +357,20 @@ class DirtyLog:
         }
 
     def inv(self, s):
-        return {**self.inv_of_counters(s), **self.inv_of_harvests(s), **self.heart(s)}
+        return {**inv_of_enabling(s), **inv_of_protecting(s), **self.inv_of_counters(s), **self.inv_of_harvests(s), **self.heart(s)}
 
     def inv_of_counters(self, s):
         return {
-            'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                s.flag() == (s.epc() >= FLAGGED)),
             'a fault is OUT to UNLOGGED': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= UNLOGGED)),
             'a mark by the VMM is IDLE to SUMMARIZES': s.all(
                 lambda m: And(s.mpc(m) >= IDLE, s.mpc(m) <= SUMMARIZES)),
-            'a harvest is UNBEGUN to RETURNED': s.all(
-                lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED)),
             'a fault has done pages only while it marks': s.all(lambda f, p: Implies(
                 s.fdone(f, p), s.fpc(f) == MARKS)),
             'a fault has summaries to set only while it marks': s.all(lambda f, w: Implies(
                 s.fowes(f, w), s.fpc(f) == MARKS)),
-            'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
-            'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
             'words are wiped before the flag': s.all(lambda w: Implies(s.wiping(w), s.epc() == OFF)),
             'enabling has summaries to set only while it arms': s.all(lambda w: Implies(
                 s.eowes(w), s.epc() == FLAGGED)),
-            'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
-            'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
-                s.epc() == ON, Or(s.initially_set(), s.eflushed(c)))),
-            'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
         }
 
     def inv_of_harvests(self, s):
@@ -394,16 +378,8 @@ class DirtyLog:
             'a word is visited while bits are taken': s.all(lambda h, w: And(
                 Implies(s.hpc(h) == UNBEGUN, s.hword(h, w) == UNVISITED),
                 Implies(s.hpc(h) >= FLUSHES, s.hword(h, w) == DONE))),
-            'a harvest holds pages between begin and return': s.all(lambda h, p: Implies(
-                s.holds(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES))),
             'a harvest holds pages of words that it has taken': s.all(lambda h, p: Implies(
                 s.holds(h, p), Or(s.hword(h, s.word(p)) == OWES, s.hword(h, s.word(p)) == DONE))),
-            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
-                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
-            'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
-                And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
-            'a harvest protects what it has taken': s.all(lambda h, p: Implies(
-                And(s.rearmed(h, p), s.hpc(h) != RETURNED), s.holds(h, p))),
             'a harvest must report what was written while the memslot logs': s.all(lambda h, p: Implies(
                 s.due(h, p), s.epc() == ON)),
             'what a harvest must report is marked, and it has not passed it': s.all(lambda h, p: Implies(

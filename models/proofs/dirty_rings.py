@@ -5,9 +5,9 @@ Any number of vCPUs (each with one ring, of any size), entries, pages, harvests,
 
 Entry number i has the cell i modulo the size. The indices `first`, `harvested` and `pushed` only grow. The
 mark of a cell says which entry was taken out of order. A push writes the cell, then moves `pushed` on. A
-harvest reads the cell and its mark, then moves `harvested` on by an exchange. A reset reads `first`, then
-`harvested`; it protects the page of each harvested entry from `first` on, flushes, and moves `first` behind
-them, unless another reset has moved it further.
+harvest reads `harvested`, then `first`, then the cell and its mark; it moves `harvested` on by an exchange. A
+reset reads `first`, then `harvested`; it reads the page of each harvested entry from `first` on, protects these
+pages in any order, flushes, and moves `first` behind the entries, unless another reset has moved it further.
 
 The caller harvests, resets, and then copies the page. An entry that was marked out of order may be copied if
 `first` is behind it after the reset.
@@ -16,20 +16,20 @@ Left out: memslots; lazy protection; a fault that opens several pages; enabling,
 `dirty_log.py`. A full ring is one without room: the fault waits here, and exits in the engine.
 """
 import prover
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 OUT, GAVE, WROTE, GIVES = range(4)                      # of a fault; GIVES is for a rule left out
-IDLE, CHOSE, READ, LOOKED = range(4)                    # of a harvest
+IDLE, BEGUN, CHOSE, READ, LOOKED = range(5)             # of a harvest
 NEW, SAW, KNOWS = range(3)                              # of a caller that reads one entry, and marks it
 UNBEGUN, WALKS, FLUSHES, EMPTIES, RETURNED = range(5)   # of a reset
 
 
-class DirtyRings:
+class DirtyRings(Protocol):
     sorts = ['Vcpu', 'Page', 'Entry', 'Cell', 'Harvest', 'Mark', 'Reset']
     letters = {'v': 'Vcpu', 'c': 'Vcpu', 'p': 'Page', 'e': 'Entry', 'd': 'Entry', 'h': 'Harvest', 'm': 'Mark',
                'r': 'Reset', 'x': 'Cell'}
     fixed = {'ring': (['Entry'], 'Vcpu'), 'index': (['Entry'], 'int'), 'cell': (['Entry'], 'Cell'),
-             'size': ([], 'int'), 'of': (['Mark'], 'Entry')}
+             'size': ([], 'int'), 'of': (['Mark'], 'Entry'), 'hring': (['Harvest'], 'Vcpu')}
     state = {
         'writable': (['Page'], 'bool'), 'tlb': (['Vcpu', 'Page'], 'bool'),
         'first': (['Vcpu'], 'int'), 'harvested': (['Vcpu'], 'int'), 'pushed': (['Vcpu'], 'int'),
@@ -39,6 +39,7 @@ class DirtyRings:
         'hpage': (['Harvest'], 'Page'), 'hmarked': (['Harvest'], 'bool'),
         'mpc': (['Mark'], 'int'), 'mpage': (['Mark'], 'Page'),
         'rpc': (['Reset'], 'int'), 'rnext': (['Reset', 'Vcpu'], 'int'), 'rend': (['Reset', 'Vcpu'], 'int'),
+        'takes': (['Reset', 'Entry'], 'bool'), 'rpage': (['Reset', 'Entry'], 'Page'),     # read, not protected
         'rfirst': (['Reset', 'Vcpu'], 'bool'), 'rharvested': (['Reset', 'Vcpu'], 'bool'),
         'rflushed': (['Reset', 'Vcpu'], 'bool'), 'remptied': (['Reset', 'Vcpu'], 'bool'),
         # Ghosts. Of an entry: its page; that it was protected and flushed after it was harvested; that the
@@ -62,9 +63,6 @@ class DirtyRings:
         'maximum': 'A reset moves `first` back if another reset was faster.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
     def axioms(self, s):
         near = lambda e, d: And(s.index(e) - s.index(d) < s.size(), s.index(d) - s.index(e) < s.size())
         return {
@@ -85,7 +83,7 @@ class DirtyRings:
                 s.rpc(r) == UNBEGUN, Not(s.rfirst(r, v)), Not(s.rharvested(r, v)), Not(s.rflushed(r, v)),
                 Not(s.remptied(r, v)))),
             'nothing done': s.all(lambda r, e: And(
-                Not(s.protected(e)), Not(s.copied(e)), Not(s.due(r, e)), Not(s.did(r, e)))),
+                Not(s.protected(e)), Not(s.copied(e)), Not(s.due(r, e)), Not(s.did(r, e)), Not(s.takes(r, e)))),
             'nothing flushed': s.all(lambda e, c: Not(s.flushed(e, c))),
             'nothing written': s.all(lambda p: And(
                 Not(s.writable(p)), Not(s.uncopied(p)), s.all(lambda c: Not(s.tlb(c, p))))),
@@ -95,8 +93,8 @@ class DirtyRings:
 
     def step_restore_write(self, s, v: 'Vcpu', p: 'Page'):
         """vcpu/on_leaf.rs: restore_to"""
-        late = self.left_out == 'push-after-write-access'
-        has_room = Or(self.left_out == 'room', s.pushed(v) - s.first(v) < s.size())
+        late = self.without('push-after-write-access')
+        has_room = Or(self.without('room'), s.pushed(v) - s.first(v) < s.size())
         may = And(s.fpc(v) == GIVES, s.fpage(v) == p) if late else And(s.fpc(v) == OUT, has_room)
         return And(may, Not(s.writable(p))), {
             'writable': put(s.writable, p, True), 'giver': put(s.giver, p, v), 'fpage': put(s.fpage, v, p),
@@ -104,12 +102,12 @@ class DirtyRings:
 
     def step_write_cell(self, s, v: 'Vcpu', e: 'Entry', p: 'Page'):
         """dirty/ring.rs: push"""
-        late = self.left_out == 'push-after-write-access'
+        late = self.without('push-after-write-access')
         may = And(s.fpc(v) == OUT, s.pushed(v) - s.first(v) < s.size()) if late \
             else And(s.fpc(v) == GAVE, s.fpage(v) == p)
-        after = If(self.left_out == 'cell-before-index', s.index(e) + 1, s.index(e))
+        after = If(self.without('cell-before-index'), s.index(e) + 1, s.index(e))
         moved = {'fpc': put(s.fpc, v, WROTE)}
-        if self.left_out == 'cell-before-index':
+        if self.without('cell-before-index'):
             may, moved = And(s.fpc(v) == WROTE, s.fpage(v) == p), {'fpc': put(s.fpc, v, OUT)}
         return And(may, s.ring(e) == v, after == s.pushed(v)), {
             'page': put(s.page, s.cell(e), p), 'pushes': put(s.pushes, e, p), 'fpage': put(s.fpage, v, p),
@@ -117,8 +115,8 @@ class DirtyRings:
 
     def step_push(self, s, v: 'Vcpu', e: 'Entry'):
         """dirty/ring.rs: push (pushed)"""
-        early = self.left_out == 'cell-before-index'
-        late = self.left_out == 'push-after-write-access'
+        early = self.without('cell-before-index')
+        late = self.without('push-after-write-access')
         return And(s.fpc(v) == (GAVE if early else WROTE), s.ring(e) == v, s.index(e) == s.pushed(v)), {
             'pushed': put(s.pushed, v, s.pushed(v) + 1), 'last': put(s.last, s.fpage(v), e),
             'pushes': put(s.pushes, e, s.fpage(v)),
@@ -129,13 +127,16 @@ class DirtyRings:
     def is_harvested(self, s, e):
         return Or(s.index(e) < s.harvested(s.ring(e)), s.mark(s.cell(e)) > s.index(e))
 
+    def step_begin_harvest(self, s, h: 'Harvest'):
+        """dirty/ring.rs: harvest (harvested)"""
+        return s.hpc(h) <= BEGUN, {'hpc': put(s.hpc, h, BEGUN), 'hnext': put(s.hnext, h, s.harvested(s.hring(h)))}
+
     def step_choose(self, s, h: 'Harvest', e: 'Entry'):
-        """dirty/ring.rs: harvest"""
-        v = s.ring(e)
-        at = If(s.harvested(v) < s.first(v), s.first(v), s.harvested(v))
-        return And(s.hpc(h) == IDLE, s.index(e) == at, s.index(e) < s.pushed(v)), {
-            'hpc': put(s.hpc, h, CHOSE), 'hnext': put(s.hnext, h, s.harvested(v)),
-            'hentry': put(s.hentry, h, e)}
+        """dirty/ring.rs: harvest (first)"""
+        v = s.hring(h)
+        at = If(s.hnext(h) < s.first(v), s.first(v), s.hnext(h))
+        return And(s.hpc(h) == BEGUN, s.ring(e) == v, s.index(e) == at, s.index(e) < s.pushed(v)), {
+            'hpc': put(s.hpc, h, CHOSE), 'hentry': put(s.hentry, h, e)}
 
     def looks(self, s, h):
         return {'hmarked': put(s.hmarked, h, s.mark(s.cell(s.hentry(h))) > s.index(s.hentry(h)))}
@@ -145,33 +146,35 @@ class DirtyRings:
 
     def step_read_cell(self, s, h: 'Harvest'):
         """dirty/ring.rs: harvest (page_word)"""
-        what = self.looks(s, h) if self.left_out == 'page-before-mark' else self.reads(s, h)
+        what = self.looks(s, h) if self.without('page-before-mark') else self.reads(s, h)
         return s.hpc(h) == CHOSE, {'hpc': put(s.hpc, h, READ), **what}
 
     def step_look_at_mark(self, s, h: 'Harvest'):
         """dirty/ring.rs: harvest (is_marked)"""
-        what = self.reads(s, h) if self.left_out == 'page-before-mark' else self.looks(s, h)
+        what = self.reads(s, h) if self.without('page-before-mark') else self.looks(s, h)
         return s.hpc(h) == READ, {'hpc': put(s.hpc, h, LOOKED), **what}
 
     def is_current(self, s, h):
-        return s.harvested(s.ring(s.hentry(h))) == s.hnext(h)
+        return s.harvested(s.hring(h)) == s.hnext(h)
 
     def step_take(self, s, h: 'Harvest'):
         """dirty/ring.rs: harvest (compare_exchange)"""
-        v = s.ring(s.hentry(h))
-        return And(s.hpc(h) == LOOKED, Or(self.is_current(s, h), self.left_out == 'take-by-exchange')), {
-            'hpc': put(s.hpc, h, IDLE), 'harvested': put(s.harvested, v, s.index(s.hentry(h)) + 1)}
+        new = s.index(s.hentry(h)) + 1
+        return And(s.hpc(h) == LOOKED, Or(self.is_current(s, h), self.without('take-by-exchange'))), {
+            'hpc': put(s.hpc, h, BEGUN), 'hnext': put(s.hnext, h, new),
+            'harvested': put(s.harvested, s.hring(h), new)}
 
     def step_take_fails(self, s, h: 'Harvest'):
         """dirty/ring.rs: harvest (compare_exchange fails)"""
-        return And(s.hpc(h) == LOOKED, Not(self.is_current(s, h))), {'hpc': put(s.hpc, h, IDLE)}
+        return And(s.hpc(h) == LOOKED, Not(self.is_current(s, h))), {
+            'hpc': put(s.hpc, h, BEGUN), 'hnext': put(s.hnext, h, s.harvested(s.hring(h)))}
 
     # A caller reads one entry, and marks it as harvested.
 
     def step_entry_read(self, s, m: 'Mark'):
         """dirty/ring.rs: entry (page_word)"""
         e = s.of(m)
-        blind = self.left_out == 'page-before-first'
+        blind = self.without('page-before-first')
         return And(s.mpc(m) == NEW, s.index(e) < s.pushed(s.ring(e)),
                    Or(blind, Not(self.is_harvested(s, e)))), {
             'mpc': put(s.mpc, m, KNOWS if blind else SAW), 'mpage': put(s.mpage, m, s.page(s.cell(e)))}
@@ -184,7 +187,7 @@ class DirtyRings:
     def step_mark(self, s, m: 'Mark'):
         """dirty/ring.rs: mark_harvested"""
         x = s.cell(s.of(m))
-        more = s.size() if self.left_out == 'mark-names-the-index' else 0
+        more = s.size() if self.without('mark-names-the-index') else 0
         new = s.index(s.of(m)) + 1 + more
         return s.mpc(m) == KNOWS, {
             'mpc': put(s.mpc, m, NEW), 'mark': put(s.mark, x, If(s.mark(x) < new, new, s.mark(x)))}
@@ -203,33 +206,36 @@ class DirtyRings:
             'rfirst': put(s.rfirst, (r, v), True), 'rnext': put(s.rnext, (r, v), s.first(v))}
 
     def step_read_harvested(self, s, r: 'Reset', v: 'Vcpu'):
-        """dirty/ring.rs: reset (harvested)"""
+        """dirty/ring.rs: reset (harvested; a reset passes no more entries than the ring holds)"""
+        end = s.rnext(r, v) + s.size()
         return And(s.rpc(r) == WALKS, s.rfirst(r, v), Not(s.rharvested(r, v))), {
-            'rharvested': put(s.rharvested, (r, v), True), 'rend': put(s.rend, (r, v), s.harvested(v))}
+            'rharvested': put(s.rharvested, (r, v), True),
+            'rend': put(s.rend, (r, v), If(s.harvested(v) < end, s.harvested(v), end))}
 
     def is_next(self, s, r, e):
         v = s.ring(e)
         known = Or(s.index(e) < s.rend(r, v), s.mark(s.cell(e)) > s.index(e))
         return And(s.rpc(r) == WALKS, s.rharvested(r, v), s.index(e) == s.rnext(r, v), known)
 
-    def step_protect(self, s, r: 'Reset', e: 'Entry'):
-        """dirty/ring.rs: Reset::next; harvest/rings.rs: protect"""
-        v, p = s.ring(e), s.page(s.cell(e))
-        skips = self.left_out == 'protect-each'
-        return And(self.is_next(s, r, e), s.index(e) >= s.first(v)), {
-            'writable': put(s.writable, p, And(skips, s.writable(p))),
-            'rnext': put(s.rnext, (r, v), s.index(e) + 1),
-            'protected': put(s.protected, e, True), 'did': put(s.did, (r, e), True)}
+    def step_read_entry(self, s, r: 'Reset', e: 'Entry'):
+        """dirty/ring.rs: Reset::next (if another reset was faster, the cell may have another page)"""
+        return self.is_next(s, r, e), {
+            'rnext': put(s.rnext, (r, s.ring(e)), s.index(e) + 1), 'takes': put(s.takes, (r, e), True),
+            'rpage': put(s.rpage, (r, e), s.page(s.cell(e)))}
 
-    def step_pass_reset_entry(self, s, r: 'Reset', e: 'Entry'):
-        """dirty/ring.rs: Reset::next (another reset was faster; the cell may have another page)"""
-        v = s.ring(e)
-        return And(self.is_next(s, r, e), s.index(e) < s.first(v)), {
-            'rnext': put(s.rnext, (r, v), s.index(e) + 1)}
+    def step_protect(self, s, r: 'Reset', p: 'Page'):
+        """harvest/rings.rs: protect"""
+        skips = self.without('protect-each')
+        mine = lambda q, e: And(q == r, s.takes(r, e), s.rpage(r, e) == p)
+        found = lambda e: And(mine(r, e), s.pushes(e) == p)
+        return And(s.rpc(r) == WALKS, s.some(lambda e: mine(r, e))), {
+            'writable': put(s.writable, p, And(skips, s.writable(p))),
+            'takes': put_where(s.takes, mine, False), 'protected': put_where(s.protected, found, True),
+            'did': put_where(s.did, lambda q, e: And(q == r, found(e)), True)}
 
     def step_walked(self, s, r: 'Reset'):
         """harvest/rings.rs: reset (flush)"""
-        return And(s.rpc(r) == WALKS, s.all(
+        return And(s.rpc(r) == WALKS, s.all(lambda e: Not(s.takes(r, e))), s.all(
             lambda v: And(s.rharvested(r, v), s.rnext(r, v) >= s.rend(r, v)))), {
             'rpc': put(s.rpc, r, FLUSHES)}
 
@@ -243,12 +249,12 @@ class DirtyRings:
 
     def step_flushed(self, s, r: 'Reset'):
         """harvest/rings.rs: reset (the flush is over)"""
-        over = True if self.left_out == 'flush-before-empty' else s.all(lambda c: s.rflushed(r, c))
+        over = True if self.without('flush-before-empty') else s.all(lambda c: s.rflushed(r, c))
         return And(s.rpc(r) == FLUSHES, over), {'rpc': put(s.rpc, r, EMPTIES)}
 
     def step_empty(self, s, r: 'Reset', v: 'Vcpu'):
         """dirty/ring.rs: finish_reset"""
-        moves = Or(self.left_out == 'maximum', s.first(v) < s.rnext(r, v))
+        moves = Or(self.without('maximum'), s.first(v) < s.rnext(r, v))
         return And(s.rpc(r) == EMPTIES, Not(s.remptied(r, v))), {
             'first': put(s.first, v, If(moves, s.rnext(r, v), s.first(v))),
             'remptied': put(s.remptied, (r, v), True)}
@@ -269,12 +275,16 @@ class DirtyRings:
         """A CPU caches a leaf"""
         return s.writable(p), {'tlb': put(s.tlb, (c, p), True)}
 
+    def step_evict_tlb(self, s, c: 'Vcpu', p: 'Page'):
+        """A CPU drops a leaf, or another operation flushes it"""
+        return s.tlb(c, p), {'tlb': put(s.tlb, (c, p), False)}
+
     def step_guest_write(self, s, c: 'Vcpu', p: 'Page'):
         """A CPU writes through a cached leaf"""
         return s.tlb(c, p), {'uncopied': put(s.uncopied, p, True)}
 
     def step_drop_write(self, s, p: 'Page'):
-        """second_stage/zap.rs: visit; a reset that has read another page in the cell"""
+        """second_stage/zap.rs: visit"""
         return s.writable(p), {'writable': put(s.writable, p, False)}
 
     # What is promised.
@@ -336,9 +346,11 @@ class DirtyRings:
         e = s.hentry
         marked = lambda d: s.mark(s.cell(d)) > s.index(d)
         return {
+            'a harvest has read `harvested`': s.all(lambda h: Implies(
+                s.hpc(h) >= BEGUN, s.hnext(h) <= s.harvested(s.hring(h)))),
             'a harvest is at a pushed entry': s.all(lambda h: Implies(
-                s.hpc(h) >= CHOSE, And(s.index(e(h)) < s.pushed(s.ring(e(h))), s.hnext(h) <= s.index(e(h)),
-                                       s.hnext(h) <= s.harvested(s.ring(e(h)))))),
+                s.hpc(h) >= CHOSE, And(s.ring(e(h)) == s.hring(h), s.index(e(h)) < s.pushed(s.hring(h)),
+                                       s.hnext(h) <= s.index(e(h))))),
             'what a harvest passes was harvested': s.all(lambda h, d: Implies(
                 And(s.hpc(h) >= CHOSE, s.ring(d) == s.ring(e(h)), s.hnext(h) <= s.index(d),
                     s.index(d) < s.index(e(h))), self.is_harvested(s, d))),
@@ -357,7 +369,9 @@ class DirtyRings:
                 s.index(e) < s.first(s.ring(e)), self.is_done(s, e, c))),
             'a reset has protected what it has passed, or another has': s.all(lambda r, e, c: Implies(
                 And(s.rpc(r) >= WALKS, s.rfirst(r, s.ring(e)), s.index(e) < s.rnext(r, s.ring(e))),
-                Or(s.did(r, e), self.is_done(s, e, c)))),
+                Or(s.did(r, e), self.is_done(s, e, c), And(s.takes(r, e), s.rpage(r, e) == s.pushes(e))))),
+            'a reset protects what it has read before it flushes': s.all(lambda r, e: Implies(
+                s.takes(r, e), And(s.rpc(r) == WALKS, s.rfirst(r, s.ring(e)), s.index(e) < s.rnext(r, s.ring(e))))),
             'a reset passes what was harvested': s.all(lambda r, e: Implies(
                 And(s.rfirst(r, s.ring(e)), s.index(e) < s.rnext(r, s.ring(e))), self.is_harvested(s, e))),
             'a reset passes what was pushed': s.all(lambda r, v: And(
@@ -370,6 +384,10 @@ class DirtyRings:
             'a reset reads `harvested` after it began': s.all(lambda r, e: Implies(
                 s.due(r, e), And(s.rpc(r) >= WALKS, s.index(e) < s.harvested(s.ring(e)),
                                  Implies(s.rharvested(r, s.ring(e)), s.index(e) < s.rend(r, s.ring(e)))))),
+            'what a reset must do is not beyond its walk': s.all(lambda r, e: Implies(
+                s.due(r, e), And(s.index(e) < s.first(s.ring(e)) + s.size(), Implies(
+                    And(s.rfirst(r, s.ring(e)), Not(s.rharvested(r, s.ring(e)))),
+                    s.index(e) < s.rnext(r, s.ring(e)) + s.size())))),
             'a reset that flushes has passed what it must': s.all(lambda r, e: Implies(
                 And(s.rpc(r) >= FLUSHES, s.due(r, e)), s.index(e) < s.rnext(r, s.ring(e)))),
             'what a reset has passed is done on each CPU that it has flushed': s.all(lambda r, e, c: Implies(

@@ -22,7 +22,7 @@ Left out: the flush before a retirement (`invalidation.py` flushes before the ho
 the links of the list, which lie in the things themselves.
 """
 import prover
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 OUT, READ, STORED, IN = range(4)                            # of a participant
 LINKED, UNLINKED, TAGGED, LISTED, TAKEN, FREED = range(6)   # of a thing
@@ -36,7 +36,7 @@ def run(remote=False, by_rmw=False, **sizes):
             'start': {'epoch': lambda: 1, 'remote': lambda: remote, 'by_rmw': lambda k: by_rmw}}
 
 
-class Epochs:
+class Epochs(Protocol):
     sorts = ['Participant', 'Guard', 'Thing', 'Reclaimer']
     letters = {'k': 'Participant', 'g': 'Guard', 't': 'Thing', 'r': 'Reclaimer'}
     fixed = {'of': (['Guard'], 'Participant'), 'remote': ([], 'bool'), 'by_rmw': (['Participant'], 'bool')}
@@ -82,16 +82,6 @@ class Epochs:
         'scan-all': run(), 'hazard-check': run(), 'hazard-last': run(), 'hazard-release': run(),
         'acquire': run(remote=True),
     }
-
-    def __init__(self, left_out=None):
-        assert left_out is None or left_out in self.rules, left_out
-        self.left_out = left_out
-
-    def without(self, *rules):
-        return self.left_out in rules
-
-    def axioms(self, s):
-        return {}
 
     def init(self, s):
         return {

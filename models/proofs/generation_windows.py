@@ -15,13 +15,13 @@ Left out: the two announcements of a participant; the lock of the renewal, which
 guard with two admissions (a reset of rings) is two guards here that begin and end together.
 """
 import prover
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 NEW, READ, OPEN, CLOSED = range(4)                      # of a guard; READ: it has read the epoch
 IDLE, SCANS, ADVANCED = range(3)                        # of the renewal
 
 
-class GenerationWindows:
+class GenerationWindows(Protocol):
     sorts = ['Guard']
     letters = {'g': 'Guard', 't': 'Guard', 'u': 'Guard'}
     fixed = {}
@@ -49,11 +49,8 @@ class GenerationWindows:
         'enough-generations': 'There are no more generations than two windows admit.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
     def axioms(self, s):
-        windows = 2 if self.left_out == 'enough-generations' else 3
+        windows = 2 if self.without('enough-generations') else 3
         return {
             'sizes': And(s.window() >= 1, s.room() >= 0, windows * s.window() + s.room() < s.generations()),
         }
@@ -86,8 +83,8 @@ class GenerationWindows:
 
     def step_admit(self, s, t: 'Guard'):
         """table/generation.rs: admit"""
-        at = And(s.gpc(t) >= NEW, s.gpc(t) <= OPEN) if self.left_out == 'admit-inside' else s.gpc(t) == OPEN
-        allowed = Or(self.left_out == 'limit-the-turns', s.admitted() < s.limit())
+        at = And(s.gpc(t) >= NEW, s.gpc(t) <= OPEN) if self.without('admit-inside') else s.gpc(t) == OPEN
+        allowed = Or(self.without('limit-the-turns'), s.admitted() < s.limit())
         return And(at, Not(s.is_turn(t)), allowed), {
             'is_turn': put(s.is_turn, t, True), 'index': put(s.index, t, s.admitted()),
             'admitted': lambda: s.admitted() + 1, 'left': lambda g: s.left(g) + 1,
@@ -95,7 +92,7 @@ class GenerationWindows:
 
     def step_protect(self, s, t: 'Guard'):
         """second_stage/protect.rs: close"""
-        again = self.left_out == 'once-a-turn'
+        again = self.without('once-a-turn')
         return And(s.gpc(t) == OPEN, s.is_turn(t), Not(s.has_protected(t))), {
             'generation': lambda: s.generation() + 1, 'has_protected': put(s.has_protected, t, not again),
             'left': lambda g: s.left(g) - 1,
@@ -104,7 +101,7 @@ class GenerationWindows:
 
     def step_read_entry(self, s, g: 'Guard'):
         """second_stage/push_down.rs: push_down"""
-        at = s.gpc(g) <= OPEN if self.left_out == 'one-guard' else s.gpc(g) == OPEN
+        at = s.gpc(g) <= OPEN if self.without('one-guard') else s.gpc(g) == OPEN
         return And(at, Not(s.has_value(g))), {
             'has_value': put(s.has_value, g, True), 'value': put(s.value, g, s.generation())}
 
@@ -112,13 +109,13 @@ class GenerationWindows:
 
     def step_begin_renewal(self, s):
         """table/generation.rs: renew"""
-        is_low = Or(self.left_out == 'check-again', s.limit() - s.admitted() <= s.room())
+        is_low = Or(self.without('check-again'), s.limit() - s.admitted() <= s.room())
         return And(s.rpc() == IDLE, is_low), {
             'rpc': lambda: SCANS, 'rseen': lambda: s.admitted(), 'scanned': lambda g: False}
 
     def step_scan(self, s, g: 'Guard'):
         """table/retire.rs: oldest_open"""
-        may = Or(s.gpc(g) != OPEN, s.gepoch(g) > s.renewed(), self.left_out == 'wait-for-guards')
+        may = Or(s.gpc(g) != OPEN, s.gepoch(g) > s.renewed(), self.without('wait-for-guards'))
         return And(s.rpc() == SCANS, may), {'scanned': put(s.scanned, g, True)}
 
     def step_give_up(self, s):

@@ -47,7 +47,7 @@ class HarvestBesideZap(DirtyBits):
     }
 
     def axioms(self, s):
-        allowed = self.left_out == 'no-rescan'
+        allowed = self.without('no-rescan')
         return {**super().axioms(s), 'no zap is a rescan': s.all(lambda z: Or(allowed, Not(s.rescans(z))))}
 
     def init(self, s):
@@ -86,12 +86,12 @@ class HarvestBesideZap(DirtyBits):
 
     def step_zap_read_flag(self, s, z: 'Zap'):
         """second_stage/zap.rs: mark_dirty"""
-        marks = And(s.zdirty(z), s.flag(), self.left_out != 'mark-before-exchange')
+        marks = And(s.zdirty(z), s.flag(), not self.without('mark-before-exchange'))
         return s.zpc(z) == READ, {'zpc': put(s.zpc, z, If(marks, WILL_MARK, MARKED))}
 
     def step_zap_mark(self, s, z: 'Zap'):
         """second_stage/zap.rs: mark_dirty"""
-        return s.zpc(z) == WILL_MARK, {'zpc': put(s.zpc, z, MARKED), 'bit': put(s.bit, s.zaps(z), True)}
+        return s.zpc(z) == WILL_MARK, {'zpc': put(s.zpc, z, MARKED), **self.marks(s, s.zaps(z))}
 
     def says_dirty(self, s, z):
         p = s.zaps(z)
@@ -99,7 +99,7 @@ class HarvestBesideZap(DirtyBits):
 
     def step_zap_report(self, s, z: 'Zap'):
         """table/node.rs: report_zapped"""
-        if self.left_out == 'report-before-exchange':
+        if self.without('report-before-exchange'):
             return s.zpc(z) == MARKED, {'zpc': put(s.zpc, z, REPORTED)}
         return s.zpc(z) == MARKED, {'zpc': put(s.zpc, z, REPORTED), **self.says_dirty(s, z)}
 
@@ -110,8 +110,8 @@ class HarvestBesideZap(DirtyBits):
     def step_zap_exchange(self, s, z: 'Zap'):
         """second_stage/install.rs: zap_pte"""
         p = s.zaps(z)
-        may = And(s.present(p), Or(self.left_out == 'exchange-what-was-read', self.is_same(s, z)))
-        again = And(s.zdirty(z), self.left_out != 'mark-after-exchange')
+        may = And(s.present(p), Or(self.without('exchange-what-was-read'), self.is_same(s, z)))
+        again = And(s.zdirty(z), not self.without('mark-after-exchange'))
         return And(s.zpc(z) == REPORTED, may), {
             'present': put(s.present, p, False), 'zpc': put(s.zpc, z, If(again, EXCHANGED, FLUSHES)),
             'zapper': put(s.zapper, p, z),
@@ -123,16 +123,16 @@ class HarvestBesideZap(DirtyBits):
 
     def step_zap_read_flag_again(self, s, z: 'Zap'):
         """second_stage/zap.rs: mark_dirty"""
-        logs = s.zlogs(z) if self.left_out == 'flag-after-exchange' else s.flag()
+        logs = s.zlogs(z) if self.without('flag-after-exchange') else s.flag()
         return s.zpc(z) == EXCHANGED, {'zpc': put(s.zpc, z, If(logs, MARKS_AGAIN, FLUSHES))}
 
     def step_zap_mark_again(self, s, z: 'Zap'):
         """second_stage/zap.rs: mark_dirty"""
-        return s.zpc(z) == MARKS_AGAIN, {'zpc': put(s.zpc, z, FLUSHES), 'bit': put(s.bit, s.zaps(z), True)}
+        return s.zpc(z) == MARKS_AGAIN, {'zpc': put(s.zpc, z, FLUSHES), **self.marks(s, s.zaps(z))}
 
     def step_zap_flush(self, s, z: 'Zap', c: 'Cpu'):
         """second_stage/invalidate.rs: Invalidation::new"""
-        meant = lambda p: And(self.left_out != 'zap-flushes', p == s.zaps(z))
+        meant = lambda p: And(not self.without('zap-flushes'), p == s.zaps(z))
         return s.zpc(z) == FLUSHES, {'zflushed': put(s.zflushed, (z, c), True), **self.flushes(s, c, meant)}
 
     def step_zap_end(self, s, z: 'Zap'):

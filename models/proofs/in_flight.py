@@ -21,7 +21,7 @@ the proofs of invalidation. The short path of a fault that finds one range alone
 the same words in the same order. Chunks are never freed while a fault reads.
 """
 import prover
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 from starts import at
 
 # A fault: it has read its PTE (LOOKED), reads places of a chunk (AT_CHUNK), stands between start and end
@@ -33,7 +33,7 @@ IDLE, LOOKED, AT_CHUNK, AT_PLACE, CLEAR = range(5)
 OUT, BEHIND, AT_END, CLAIMED, STARTED, FILLED, ACTIVE, NUMBERED, DONE, WITHDRAWN, OVER = range(11)
 
 
-class InFlight:
+class InFlight(Protocol):
     sorts = ['Fault', 'Call', 'Place', 'Chunk', 'Block']
     letters = {'f': 'Fault', 'i': 'Call', 'j': 'Call', 'q': 'Place', 'c': 'Chunk', 'd': 'Chunk', 'b': 'Block'}
     fixed = {
@@ -72,9 +72,6 @@ class InFlight:
     sizes = {'Fault': 1, 'Call': 2, 'Place': 2, 'Chunk': 2, 'Block': 2}
     start = {'position': lambda c: 0 if c == 'chunk0' else -1, 'nr_chunks': lambda: 1}
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
     def axioms(self, s):
         return {'a range has a page': s.all(lambda i: s.low(i) < s.high(i))}
 
@@ -98,7 +95,7 @@ class InFlight:
         return s.position(s.chunk(q))
 
     def must_be_noticed(self, s, i):
-        if self.left_out == 'number-after-active': return And(CLAIMED <= s.ipc(i), s.ipc(i) <= NUMBERED)
+        if self.without('number-after-active'): return And(CLAIMED <= s.ipc(i), s.ipc(i) <= NUMBERED)
         return s.ipc(i) == NUMBERED
 
     def passes(self, s, i):
@@ -107,7 +104,7 @@ class InFlight:
 
     def step_all_are_claimed(self, s, i: 'Call'):
         """table/in_flight.rs: RangesInFlight::publish, the count."""
-        counts = self.left_out != 'ranges-behind-are-counted'
+        counts = not self.without('ranges-behind-are-counted')
         return And(s.ipc(i) == OUT, s.all(lambda q: Implies(self.level(s, q) == 0, s.claimed(q)))), {
             'ipc': put(s.ipc, i, BEHIND), 'counted': put(s.counted, i, counts), 'at': put(s.at, i, 0)}
 
@@ -125,7 +122,7 @@ class InFlight:
         If it fails, the call goes on in the chunk found.
         """
         new, free = s.at(i) + 1, s.position(c) < 0
-        if self.left_out == 'link-excludes':
+        if self.without('link-excludes'):
             return And(s.ipc(i) == AT_END, free), {
                 'ipc': put(s.ipc, i, BEHIND), 'nr_chunks': lambda: new + 1,
                 'position': lambda d: If(d == c, new, If(s.position(d) == new, -1, s.position(d)))}
@@ -155,7 +152,7 @@ class InFlight:
 
     def step_claim(self, s, i: 'Call', q: 'Place'):
         """table/in_flight.rs: Chunk::publish, the exchange."""
-        free = s.saw_free(i, q) if self.left_out == 'claim-excludes' else Not(s.claimed(q))
+        free = s.saw_free(i, q) if self.without('claim-excludes') else Not(s.claimed(q))
         return And(self.here(s, i, q), free), {
             'ipc': put(s.ipc, i, CLAIMED), 'place': put(s.place, i, q), 'owner': put(s.owner, q, i),
             'claimed': put(s.claimed, q, True)}
@@ -186,7 +183,7 @@ class InFlight:
 
     def step_withdraw(self, s, i: 'Call'):
         """table/in_flight.rs: InFlight::drop, the AND."""
-        early = And(self.left_out == 'withdraw-after-host', s.ipc(i) == NUMBERED)
+        early = And(self.without('withdraw-after-host'), s.ipc(i) == NUMBERED)
         q, out = s.place(i), self.left_out
         return Or(s.ipc(i) == DONE, early), {
             'ipc': put(s.ipc, i, If(s.ipc(i) == DONE, WITHDRAWN, s.ipc(i))),
@@ -195,8 +192,8 @@ class InFlight:
 
     def step_end(self, s, i: 'Call'):
         """table/in_flight.rs: InFlight::drop, the count, if the place is behind the first chunk."""
-        late = put(s.active, s.place(i), False) if self.left_out == 'both-bits-at-once' else s.active
-        early = And(self.left_out == 'count-until-host', s.ipc(i) == NUMBERED)
+        late = put(s.active, s.place(i), False) if self.without('both-bits-at-once') else s.active
+        early = And(self.without('count-until-host'), s.ipc(i) == NUMBERED)
         return Or(s.ipc(i) == WITHDRAWN, early), {
             'ipc': put(s.ipc, i, If(early, s.ipc(i), OVER)), 'counted': put(s.counted, i,
                 False), 'active': late}
@@ -236,7 +233,7 @@ class InFlight:
         low, high = s.fstart(f), s.end(s.reads(f))
         lo, hi, now = s.block_low(b), s.block_high(b), s.block(f)
         shrunk = And(self.has_page(s, b, f), s.block_low(now) <= lo, hi <= s.block_high(now))
-        whole = self.left_out != 'block-shrinks'
+        whole = not self.without('block-shrinks')
         apart = Or(hi <= low, high <= lo) if whole else Or(s.page(f) < low, high <= s.page(f))
         return And(s.fpc(f) == AT_PLACE, shrunk, apart), {
             'fpc': put(s.fpc, f, AT_CHUNK), 'compared': put(s.compared, (f, s.reads(f)), True),
@@ -262,7 +259,7 @@ class InFlight:
     def step_clear(self, s, f: 'Fault'):
         """table/in_flight.rs: RangesInFlight::free_level and free_level_beside, the end."""
         last = And(s.fat(f) == 0, Not(s.behind(f)))
-        alone = self.left_out == 'chunks-behind-are-read'
+        alone = self.without('chunks-behind-are-read')
         return And(self.has_compared(s, f), Or(last, s.fat(f) + 1 == s.nr_chunks(), alone)), {
             'fpc': put(s.fpc, f, CLEAR)}
 

@@ -17,14 +17,15 @@ that a push-down read does not come back in its guard. A walk that begins before
 summary of the bitmap, huge leaves and the VMM's marks (`dirty_log.py`).
 """
 import prover
+from log_steps import (
+    ARMED, FLAGGED, FLUSHES, OFF, ON, RETURNED, TAKES, UNBEGUN, WriteProtection, inv_of_enabling,
+    inv_of_protecting)
 from prover import And, If, Implies, Not, Or, put, put_where
 
 OUT, READ, CLEARS, SET, GAVE, MARKS = range(6)          # of a fault; from SET on it has set W of its leaf
-UNBEGUN, TAKES, FLUSHES, RETURNED = range(4)            # of a harvest
-OFF, FLAGGED, ARMED, ON = range(4)                      # of the enabling
 
 
-class LazyProtection:
+class LazyProtection(WriteProtection):
     sorts = ['Fault', 'Harvest', 'Page', 'Block', 'Cpu']
     letters = {'f': 'Fault', 'h': 'Harvest', 'p': 'Page', 'q': 'Page', 'b': 'Block', 'c': 'Cpu'}
     fixed = {'page': (['Fault'], 'Page'), 'block': (['Page'], 'Block'), 'initially_set': ([], 'bool')}
@@ -54,12 +55,6 @@ class LazyProtection:
         'set-after-flag': 'Enabling sets all bits before it publishes the flag.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'nothing is marked': s.all(lambda p: And(Not(s.bit(p)), Not(s.unreported(p)), Not(s.armed(p)))),
@@ -79,7 +74,7 @@ class LazyProtection:
     def step_restore_write(self, s, f: 'Fault'):
         """vcpu/on_leaf.rs: restore_to; vcpu/act.rs: install_at (a prefault below a protected entry, too)"""
         then = GAVE
-        if self.left_out == 'mark-prefaults':
+        if self.without('mark-prefaults'):
             then = If(s.open(s.block(s.page(f))), GAVE, OUT)
         return And(s.fpc(f) == OUT, Not(s.writable(s.page(f)))), {
             **self.gives(s, f), 'fpc': put(s.fpc, f, then)}
@@ -87,14 +82,14 @@ class LazyProtection:
     def step_read_entry(self, s, f: 'Fault'):
         """second_stage/push_down.rs: push_down"""
         b = s.block(s.page(f))
-        at, then = (READ, CLEARS) if self.left_out == 'flag-after-entry' else (OUT, READ)
+        at, then = (READ, CLEARS) if self.without('flag-after-entry') else (OUT, READ)
         return And(s.fpc(f) == at, Not(s.open(b))), {
             'fpc': put(s.fpc, f, then), 'fread': put(s.fread, f, s.generation(b)),
             'fcleared': put_where(s.fcleared, lambda g, q: g == f, False)}
 
     def step_read_others(self, s, f: 'Fault'):
         """vcpu/on_leaf.rs: push_down_in (others)"""
-        at, then = (OUT, READ) if self.left_out == 'flag-after-entry' else (READ, CLEARS)
+        at, then = (OUT, READ) if self.without('flag-after-entry') else (READ, CLEARS)
         return s.fpc(f) == at, {'fpc': put(s.fpc, f, then), 'flogs': put(s.flogs, f, s.flag())}
 
     def is_other(self, s, f, q):
@@ -102,7 +97,7 @@ class LazyProtection:
 
     def step_clear_other(self, s, f: 'Fault', q: 'Page'):
         """second_stage/push_down.rs: protect_all"""
-        keeps = self.left_out == 'clear-the-others'
+        keeps = self.without('clear-the-others')
         return And(s.fpc(f) == CLEARS, s.flogs(f), self.is_other(s, f, q)), {
             'writable': put(s.writable, q, And(keeps, s.writable(q))),
             'fcleared': put(s.fcleared, (f, q), True)}
@@ -116,14 +111,14 @@ class LazyProtection:
     def step_unprotect(self, s, f: 'Fault'):
         """second_stage/push_down.rs: push_down_in (compare_exchange)"""
         b = s.block(s.page(f))
-        is_same = Or(self.left_out == 'exchange-what-was-read', s.generation(b) == s.fread(f))
-        then = If(s.flogs(f), MARKS, OUT) if self.left_out == 'flag-again' else GAVE
+        is_same = Or(self.without('exchange-what-was-read'), s.generation(b) == s.fread(f))
+        then = If(s.flogs(f), MARKS, OUT) if self.without('flag-again') else GAVE
         return And(s.fpc(f) == SET, Not(s.open(b)), is_same), {
             'open': put(s.open, b, True), 'fpc': put(s.fpc, f, then)}
 
     def step_unprotect_fails(self, s, f: 'Fault'):
         """second_stage/push_down.rs: push_down_in (Pushed::LeafOnly)"""
-        then = OUT if self.left_out == 'mark-if-overtaken' else GAVE
+        then = OUT if self.without('mark-if-overtaken') else GAVE
         return And(s.fpc(f) == SET, Or(s.open(s.block(s.page(f))),
                                        s.generation(s.block(s.page(f))) != s.fread(f))), {
             'fpc': put(s.fpc, f, then)}
@@ -146,22 +141,16 @@ class LazyProtection:
 
     # A harvest.
 
-    def step_take(self, s, h: 'Harvest', p: 'Page'):
-        """slot/bitmap.rs: take, take_masked"""
-        return And(s.hpc(h) <= TAKES, Not(s.holds(h, p)), s.bit(p)), {
-            'hpc': put(s.hpc, h, TAKES), 'bit': put(s.bit, p, False), 'holds': put(s.holds, (h, p), True),
-            'taker': put(s.taker, p, h)}
-
     def step_protect_leaf(self, s, h: 'Harvest', p: 'Page'):
         """second_stage/protect.rs: protect_leaf"""
-        skips = And(self.left_out == 'protect-below', Not(s.open(s.block(p))))
+        skips = And(self.without('protect-below'), Not(s.open(s.block(p))))
         return And(s.hpc(h) == TAKES, s.holds(h, p)), {
             'rearmed': put(s.rearmed, (h, p), True),
             'writable': put(s.writable, p, And(skips, s.writable(p)))}
 
     def protects(self, s, b):
         """The directory entry of the block protected."""
-        moves = Or(self.left_out != 'always-move-on', s.open(b))
+        moves = Or(not self.without('always-move-on'), s.open(b))
         return {'open': put(s.open, b, False),
                 'generation': put(s.generation, b, If(moves, s.generation(b) + 1, s.generation(b)))}
 
@@ -170,35 +159,16 @@ class LazyProtection:
         mine = lambda g, p: And(g == h, s.block(p) == b, s.holds(h, p))
         return s.hpc(h) == TAKES, {**self.protects(s, b), 'rearmed': put_where(s.rearmed, mine, True)}
 
-    def step_turns_are_over(self, s, h: 'Harvest'):
-        """harvest/log.rs: harvest"""
-        return And(s.hpc(h) == TAKES, s.all(lambda p: Implies(s.holds(h, p), s.rearmed(h, p)))), {
-            'hpc': put(s.hpc, h, FLUSHES)}
-
     def step_flush(self, s, h: 'Harvest', c: 'Cpu'):
         """harvest/log.rs: harvest (flush_cpus)"""
-        entries = self.left_out != 'flush-directory-entries'
+        entries = not self.without('flush-directory-entries')
         above = lambda b: And(entries, s.some(lambda p: And(s.block(p) == b, s.holds(h, p))))
         return s.hpc(h) == FLUSHES, {
             'flushed': put(s.flushed, (h, c), True),
             'tlb': put_where(s.tlb, lambda d, p: And(d == c, s.holds(h, p)), False),
             'psc': put_where(s.psc, lambda d, b: And(d == c, above(b)), False)}
 
-    def step_return(self, s, h: 'Harvest'):
-        """harvest/log.rs: harvest returns, and the caller copies the pages"""
-        return And(s.hpc(h) == FLUSHES, s.all(lambda c: s.flushed(h, c))), {
-            'hpc': put(s.hpc, h, RETURNED), 'holds': put_where(s.holds, lambda g, p: g == h, False),
-            'unreported': put_where(s.unreported, lambda p: s.holds(h, p), False)}
-
     # Logging begins and ends.
-
-    def step_publish_flag(self, s):
-        """vm/region.rs: change_slot"""
-        return s.epc() == OFF, {'flag': lambda: True, 'epc': lambda: FLAGGED}
-
-    def may_protect(self, s):
-        at = OFF if self.left_out == 'flag-before-protect' else FLAGGED
-        return And(s.epc() == at, Not(s.initially_set()))
 
     def step_enabling_protects_leaf(self, s, p: 'Page'):
         """second_stage/protect.rs: protect_slot, protect_leaf"""
@@ -209,30 +179,11 @@ class LazyProtection:
         return self.may_protect(s), {
             **self.protects(s, b), 'armed': put_where(s.armed, lambda p: s.block(p) == b, True)}
 
-    def step_enabling_sets(self, s, p: 'Page'):
-        """slot/bitmap.rs: mark"""
-        at = OFF if self.left_out == 'set-after-flag' else FLAGGED
-        return And(s.epc() == at, s.initially_set()), {
-            'bit': put(s.bit, p, True), 'armed': put(s.armed, p, True)}
-
-    def step_wipe(self, s, p: 'Page'):
-        """slot/bitmap.rs: clear_all"""
-        return And(s.epc() == OFF, s.bit(p)), {'bit': put(s.bit, p, False)}
-
-    def step_all_armed(self, s):
-        """vm/region.rs: begin_to_log"""
-        return And(s.epc() == FLAGGED, s.all(lambda p: s.armed(p))), {'epc': lambda: ARMED}
-
     def step_enabling_flushes(self, s, c: 'Cpu'):
         """vm/region.rs: begin_to_log"""
         return And(s.epc() == ARMED, Not(s.initially_set())), {
             'eflushed': put(s.eflushed, c, True), 'tlb': put_where(s.tlb, lambda d, p: d == c, False),
             'psc': put_where(s.psc, lambda d, b: d == c, False)}
-
-    def step_enabled(self, s):
-        """vm/region.rs: change_slot returns"""
-        return And(s.epc() == ARMED, Or(s.initially_set(), s.all(lambda c: s.eflushed(c)))), {
-            'epc': lambda: ON}
 
     def step_disable(self, s):
         """vm/region.rs: change_slot"""
@@ -250,9 +201,13 @@ class LazyProtection:
         return And(s.writable(p), Or(s.open(s.block(p)), s.psc(c, s.block(p)))), {
             'tlb': put(s.tlb, (c, p), True)}
 
-    def step_guest_write(self, s, c: 'Cpu', p: 'Page'):
-        """A CPU writes through a cached leaf"""
-        return s.tlb(c, p), {'unreported': put(s.unreported, p, Or(s.unreported(p), s.epc() == ON))}
+    def step_evict_entry(self, s, c: 'Cpu', b: 'Block'):
+        """A CPU drops a directory entry, or another operation flushes it"""
+        return s.psc(c, b), {'psc': put(s.psc, (c, b), False)}
+
+    def step_evict_tlb(self, s, c: 'Cpu', p: 'Page'):
+        """A CPU drops a leaf, or another operation flushes it"""
+        return s.tlb(c, p), {'tlb': put(s.tlb, (c, p), False)}
 
     def step_drop_write(self, s, p: 'Page'):
         """second_stage/zap.rs: visit; second_stage/age.rs: age_leaf (tracked)"""
@@ -269,44 +224,13 @@ class LazyProtection:
         """The fault that set W last is about to mark the page."""
         return And(s.fpc(s.giver(p)) >= SET, s.page(s.giver(p)) == p)
 
-    def held(self, s, p):
-        return s.holds(s.taker(p), p)
-
-    def safe(self, s):
-        return {
-            'a write is marked, held by a harvest, or about to be marked': s.all(lambda p: Implies(
-                s.unreported(p), Or(s.bit(p), self.held(s, p), self.will_mark(s, p)))),
-        }
-
     def inv(self, s):
-        return {**self.inv_of_counters(s), **self.inv_of_push_downs(s), **self.heart(s)}
-
-    def inv_of_counters(self, s):
-        return {
-            'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                s.flag() == (s.epc() >= FLAGGED)),
-            'a fault is OUT to MARKS': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
-            'a harvest is UNBEGUN to RETURNED': s.all(
-                lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED)),
-            'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
-            'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
-            'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
-            'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
-                s.epc() == ON, Or(s.initially_set(), s.eflushed(c)))),
-            'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
-            'a harvest holds pages between begin and return': s.all(lambda h, p: Implies(
-                s.holds(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES))),
-            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
-                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
-            'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
-                And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
-            'a harvest protects what it has taken': s.all(lambda h, p: Implies(
-                And(s.rearmed(h, p), s.hpc(h) != RETURNED), s.holds(h, p))),
-        }
+        return {**inv_of_enabling(s), **inv_of_protecting(s), **self.inv_of_push_downs(s), **self.heart(s)}
 
     def inv_of_push_downs(self, s):
         pushes = lambda f: And(READ <= s.fpc(f), s.fpc(f) <= SET)
         return {
+            'a fault is OUT to MARKS': s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
             'generations rise': s.all(lambda f: Implies(
                 pushes(f), s.fread(f) <= s.generation(s.block(s.page(f))))),
             'a push-down that has set W has cleared the others': s.all(lambda f, q: Implies(

@@ -1,16 +1,17 @@
 """The steps of faults, of changes of memslots and of reclaims. `memslots.py` says what is proved of them."""
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 # A fault: it has read the PTE, found no range in flight, found the place, set its hazard pointer, left
 # the guard, has the host's answer.
 IDLE, LOOKED, CLEAR, HAS_PLACE, KEPT, OUTSIDE, RESOLVED = range(7)
 # A call: it found the memslot, took the claim, read its place again, published its range, took its
-# number, has visited all pages, has flushed all CPUs, has changed the set (or the host is done), is over.
-OUT, FOUND, LOCKED, CLAIMED, IN_FLIGHT, NUMBERED, WALKED, ZAPPED, CHANGED, OVER = range(10)
+# number, has visited all pages, has flushed all CPUs, has changed the set (or the host is done), has
+# withdrawn its range, is over.
+OUT, FOUND, LOCKED, CLAIMED, IN_FLIGHT, NUMBERED, WALKED, ZAPPED, CHANGED, WITHDRAWN, OVER = range(11)
 HOST, CREATE, CHANGE = range(3)                                         # kinds of calls
 
 
-class MemslotSteps:
+class MemslotSteps(Protocol):
     sorts = ['Fault', 'Call', 'Page', 'Place', 'Slot', 'Id', 'Answer', 'Cpu']
     letters = {'f': 'Fault', 'i': 'Call', 'j': 'Call', 'p': 'Page', 'd': 'Place', 'e': 'Place', 'k': 'Slot',
                'a': 'Answer', 'c': 'Cpu'}
@@ -38,9 +39,6 @@ class MemslotSteps:
         'looked_at': (['Slot'], 'bool'),                                # by a reclaim: no such guard is open
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
     def axioms(self, s):
         return {'calls have a kind': s.all(lambda i: And(HOST <= s.kind(i), s.kind(i) <= CHANGE))}
 
@@ -64,28 +62,28 @@ class MemslotSteps:
 
     def in_flight(self, s, i):
         first, last = IN_FLIGHT, CHANGED
-        if self.left_out == 'range-before-number': first = NUMBERED
-        if self.left_out == 'set-before-withdrawal': last = WALKED
+        if self.without('range-before-number'): first = NUMBERED
+        if self.without('set-before-withdrawal'): last = WALKED
         return And(self.zaps(s, i), first <= s.ipc(i), s.ipc(i) <= last)
 
     def step_look(self, s, f: 'Fault'):
         """vcpu.rs: the fault opens a guard and reads its PTE."""
         begins = s.fpc(f) == IDLE
-        if self.left_out == 'pte-before-ranges': begins = And(begins, s.all(lambda i: s.passed(f, i)))
+        if self.without('pte-before-ranges'): begins = And(begins, s.all(lambda i: s.passed(f, i)))
         return And(begins, Not(s.leaf(s.page(f)))), {
             'fpc': put(s.fpc, f, LOOKED), 'seen': put(s.seen, f, s.number(s.page(f))),
             'may_find': put_where(s.may_find, lambda g, k: g == f, lambda g, k: Not(s.gone(k)))}
 
     def step_pass_ranges(self, s, f: 'Fault'):
         """table/in_flight.rs: RangesInFlight::free_level, at several moments."""
-        reads = IDLE if self.left_out == 'pte-before-ranges' else LOOKED
-        if self.left_out == 'ranges-before-slot': reads = HAS_PLACE
+        reads = IDLE if self.without('pte-before-ranges') else LOOKED
+        if self.without('ranges-before-slot'): reads = HAS_PLACE
         beside = lambda i: Not(And(self.in_flight(s, i), self.covers(s, i, s.page(f))))
         return s.fpc(f) == reads, {'passed': put_where(s.passed, lambda g, i: And(g == f, beside(i)), True)}
 
     def step_clear(self, s, f: 'Fault'):
         """table/in_flight.rs: RangesInFlight::free_level has compared all ranges."""
-        all_passed = True if self.left_out == 'ranges-before-slot' else s.all(lambda i: s.passed(f, i))
+        all_passed = True if self.without('ranges-before-slot') else s.all(lambda i: s.passed(f, i))
         return And(s.fpc(f) == LOOKED, all_passed), {'fpc': put(s.fpc, f, CLEAR)}
 
     def step_find(self, s, f: 'Fault', d: 'Place'):
@@ -95,19 +93,19 @@ class MemslotSteps:
 
     def step_protect(self, s, f: 'Fault'):
         """slot/view.rs: SlotView::keep_for_resolve."""
-        early = self.left_out == 'hazard-before-unpin'
-        late = s.all(lambda i: s.passed(f, i)) if self.left_out == 'ranges-before-slot' else True
+        early = self.without('hazard-before-unpin')
+        late = s.all(lambda i: s.passed(f, i)) if self.without('ranges-before-slot') else True
         return And(s.fpc(f) == (OUTSIDE if early else HAS_PLACE), late), {'fpc': put(s.fpc, f, KEPT)}
 
     def step_unpin(self, s, f: 'Fault'):
         """vcpu.rs: the fault drops its guard and asks the host."""
-        early = self.left_out == 'hazard-before-unpin'
+        early = self.without('hazard-before-unpin')
         return s.fpc(f) == (HAS_PLACE if early else KEPT), {
             'fpc': put(s.fpc, f, OUTSIDE), 'may_find': put_where(s.may_find, lambda g, k: g == f, False)}
 
     def step_resolve(self, s, f: 'Fault', a: 'Answer'):
         """slot/view.rs: BackingRef::resolve."""
-        begins = KEPT if self.left_out == 'hazard-before-unpin' else OUTSIDE
+        begins = KEPT if self.without('hazard-before-unpin') else OUTSIDE
         return And(s.fpc(f) == begins, s.place_of(a) == s.place(f), s.allows(s.page(f), a)), {
             'fpc': put(s.fpc, f, RESOLVED), 'got': put(s.got, f, a)}
 
@@ -118,7 +116,7 @@ class MemslotSteps:
     def step_install(self, s, f: 'Fault'):
         """vcpu/act.rs: install_on_empty."""
         p = s.page(f)
-        same = Or(s.number(p) == s.seen(f), self.left_out == 'number-is-compared')
+        same = Or(s.number(p) == s.seen(f), self.without('number-is-compared'))
         return And(s.fpc(f) == RESOLVED, Not(s.leaf(p)), same), {
             **self.forget(s, f), 'leaf': put(s.leaf, p, True), 'answer': put(s.answer, p, s.got(f))}
 
@@ -159,14 +157,14 @@ class MemslotSteps:
     def step_claim(self, s, i: 'Call'):
         """slot/set.rs: Slots::claim, the exchange."""
         k = s.found(i)
-        free = Or(Not(s.claimed(k)), self.left_out == 'claim-excludes')
+        free = Or(Not(s.claimed(k)), self.without('claim-excludes'))
         return And(s.ipc(i) == FOUND, free), {
             'ipc': put(s.ipc, i, LOCKED), 'claimed': put(s.claimed, k, True), 'holder': put(s.holder, k, i)}
 
     def step_read_again(self, s, i: 'Call', d: 'Place'):
         """slot/set.rs: Slots::claim, the second look-up."""
-        d = s.before(i) if self.left_out == 'place-is-read-after-claim' else d
-        now = Or(self.left_out == 'place-is-read-after-claim',
+        d = s.before(i) if self.without('place-is-read-after-claim') else d
+        now = Or(self.without('place-is-read-after-claim'),
             And(s.stands(d), s.id(s.slot(d)) == s.id_of(i)))
         moves = Implies(self.moves(s, i), s.slot(s.target(i)) == s.found(i))
         return And(s.ipc(i) == LOCKED, now, moves), {'ipc': put(s.ipc, i, CLAIMED),
@@ -181,7 +179,7 @@ class MemslotSteps:
 
     def step_publish_range(self, s, i: 'Call'):
         """second_stage/invalidate.rs: Invalidation::new, step 1."""
-        if self.left_out == 'range-before-number':
+        if self.without('range-before-number'):
             return s.ipc(i) == IN_FLIGHT, {'ipc': put(s.ipc, i, NUMBERED)}
         return self.may_begin(s, i), {'ipc': put(s.ipc, i, IN_FLIGHT)}
 
@@ -191,13 +189,13 @@ class MemslotSteps:
     def step_take_number(self, s, i: 'Call'):
         """second_stage/invalidate.rs: Invalidation::new, step 2."""
         number = {'own': put(s.own, i, s.counter() + 1), 'counter': lambda: s.counter() + 1}
-        if self.left_out == 'range-before-number':
+        if self.without('range-before-number'):
             return self.may_begin(s, i), {'ipc': put(s.ipc, i, IN_FLIGHT), **number}
         return s.ipc(i) == IN_FLIGHT, {'ipc': put(s.ipc, i, NUMBERED), **number}
 
     def step_zap(self, s, i: 'Call', p: 'Page'):
         """second_stage/zap.rs: zap_range, one PTE."""
-        stores = Or(s.leaf(p), And(s.number(p) < s.own(i), self.left_out != 'numbers-are-stored'))
+        stores = Or(s.leaf(p), And(s.number(p) < s.own(i), not self.without('numbers-are-stored')))
         return And(s.ipc(i) == NUMBERED, self.covers(s, i, p), Not(s.visited(i, p))), {
             'visited': put(s.visited, (i, p), True), 'leaf': put(s.leaf, p, False),
             'number': put(s.number, p, If(stores, s.own(i), s.number(p)))}
@@ -215,7 +213,7 @@ class MemslotSteps:
 
     def step_zapped(self, s, i: 'Call'):
         """second_stage/invalidate.rs: Invalidation::new, the end."""
-        done = Or(s.all(lambda c: s.flushed(i, c)), self.left_out == 'flush-before-set')
+        done = Or(s.all(lambda c: s.flushed(i, c)), self.without('flush-before-set'))
         return And(s.ipc(i) == WALKED, done), {'ipc': put(s.ipc, i, ZAPPED)}
 
     def step_host_changes(self, s, i: 'Call', p: 'Page', a: 'Answer'):
@@ -232,7 +230,7 @@ class MemslotSteps:
         return And(s.kind(i) == HOST, s.ipc(i) == ZAPPED), {'ipc': put(s.ipc, i, CHANGED)}
 
     def may_publish(self, s, i):
-        ready = IN_FLIGHT if self.left_out == 'zap-before-set' else ZAPPED
+        ready = IN_FLIGHT if self.without('zap-before-set') else ZAPPED
         return And(self.changes(s, i), s.ipc(i) == If(self.zaps(s, i), ready, CLAIMED))
 
     def step_build(self, s, i: 'Call'):
@@ -261,18 +259,19 @@ class MemslotSteps:
 
     def step_fail(self, s, i: 'Call'):
         """vm/region.rs: out of memory, a refused range, or a busy number; the claim is dropped."""
-        return And(self.changes(s, i), self.may_publish(s, i)), {
+        return And(self.changes(s, i), Or(s.ipc(i) == CLAIMED, self.may_publish(s, i))), {
             'ipc': put(s.ipc, i, OVER), 'builds': put(s.builds, i, False), 'claimed': put(s.claimed,
                 s.found(i), False)}
 
-    def step_return(self, s, i: 'Call'):
-        """second_stage/invalidate.rs: the range is withdrawn.
+    def step_withdraw(self, s, i: 'Call'):
+        """second_stage/invalidate.rs: the range is withdrawn."""
+        return And(self.zaps(s, i), s.ipc(i) == CHANGED), {'ipc': put(s.ipc, i, WITHDRAWN)}
 
-        slot/set.rs: the claim is dropped, unless it is deleted.
-        """
-        stays = And(self.deletes(s, i), self.left_out != 'deleted-stays-claimed')
+    def step_return(self, s, i: 'Call'):
+        """slot/set.rs: the claim is dropped, unless the memslot is deleted."""
+        stays = And(self.deletes(s, i), not self.without('deleted-stays-claimed'))
         k = s.found(i)
-        return s.ipc(i) == CHANGED, {
+        return s.ipc(i) == If(self.zaps(s, i), WITHDRAWN, CHANGED), {
             'ipc': put(s.ipc, i, OVER), 'claimed': put(s.claimed, k,
                 If(self.changes(s, i), stays, s.claimed(k)))}
 
@@ -280,20 +279,20 @@ class MemslotSteps:
 
     def resolves(self, s, f, k):
         """The hazard pointer of the fault protects the memslot."""
-        first = HAS_PLACE if self.left_out != 'hazard-before-unpin' else OUTSIDE
+        first = HAS_PLACE if not self.without('hazard-before-unpin') else OUTSIDE
         return And(first < s.fpc(f), s.fpc(f) < RESOLVED, s.slot(s.place(f)) == k)
 
     def step_first_look(self, s, k: 'Slot'):
         """table/retire.rs: Epochs::oldest_open."""
         closed = s.all(lambda f: Not(s.may_find(f, k)))
         idle = s.all(lambda f: Not(self.resolves(s, f, k)))
-        return And(s.gone(k), idle if self.left_out == 'guards-before-hazards' else closed), {
+        return And(s.gone(k), idle if self.without('guards-before-hazards') else closed), {
             'looked_at': put(s.looked_at, k, True)}
 
     def step_free(self, s, k: 'Slot'):
         """slot/set.rs: Slots::reclaim, after Epochs::is_resolving."""
         closed = s.all(lambda f: Not(s.may_find(f, k)))
         free = s.all(lambda f: Not(self.resolves(s, f, k)))
-        if self.left_out == 'hazards-are-respected': free = True
-        return And(s.looked_at(k), closed if self.left_out == 'guards-before-hazards' else free), {
+        if self.without('hazards-are-respected'): free = True
+        return And(s.looked_at(k), closed if self.without('guards-before-hazards') else free), {
             'freed': put(s.freed, k, True)}

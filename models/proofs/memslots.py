@@ -24,7 +24,7 @@ import prover
 import starts
 from memslot_steps import (CHANGE, CHANGED, CLAIMED, CLEAR, CREATE, FOUND, HAS_PLACE, HOST, IDLE, IN_FLIGHT,
                            KEPT, LOCKED, LOOKED, MemslotSteps, NUMBERED, OUT, OVER, RESOLVED, WALKED,
-                           ZAPPED)
+                           WITHDRAWN, ZAPPED)
 from prover import And, Implies, Not, Or
 from starts import at
 
@@ -50,7 +50,14 @@ class Memslots(MemslotSteps):
         'hazards-are-respected': 'frees a memslot without a look at the hazard pointers',
     }
 
-    sizes = {'Fault': 1, 'Call': 3, 'Page': 2, 'Place': 2, 'Slot': 1, 'Id': 1, 'Answer': 2, 'Cpu': 1}
+    sizes = {'Fault': 1, 'Call': 4, 'Page': 2, 'Place': 2, 'Slot': 1, 'Id': 1, 'Answer': 2, 'Cpu': 1}
+    start = at(kind=[CREATE, CHANGE, CHANGE, HOST], is_deletion=[False, True, False, False], target='place0',
+        has=True, place_of=['place0', 'place0'])
+    story = '''
+        make_slot call0; build call0; publish_set call0; return call0; find_slot call1 place0; claim call1;
+        read_again call1 place0; publish_range call1; take_number call1; zap call1 page0; zap call1 page1; walked call1;
+        flush call1 cpu0; zapped call1; build call1; publish_set call1; withdraw call1; first_look slot0;
+        free slot0'''
 
     # ---- What holds.
 
@@ -76,7 +83,7 @@ class Memslots(MemslotSteps):
         }
 
     def owns(self, s, i):
-        return And(self.changes(s, i), LOCKED <= s.ipc(i), s.ipc(i) <= CHANGED)
+        return And(self.changes(s, i), LOCKED <= s.ipc(i), s.ipc(i) <= WITHDRAWN)
 
     def inv(self, s):
         return {**self.inv_of_sets(s), **self.inv_of_calls(s), **self.inv_of_faults(s),
@@ -88,7 +95,7 @@ class Memslots(MemslotSteps):
         return {
             'a memslot in use was made': s.all(lambda k: Implies(Or(s.claimed(k), s.gone(k)), s.used(k))),
             'a call has found a memslot that was made': s.all(lambda i: Implies(
-                And(self.changes(s, i), FOUND <= s.ipc(i), s.ipc(i) <= CHANGED), s.used(s.found(i)))),
+                And(self.changes(s, i), FOUND <= s.ipc(i), s.ipc(i) <= WITHDRAWN), s.used(s.found(i)))),
             'only a change of a memslot finds it': s.all(lambda i: Implies(
                 Or(s.ipc(i) == FOUND, s.ipc(i) == LOCKED), s.kind(i) == CHANGE)),
             'a memslot of the set was made': s.all(lambda d: Implies(s.stands(d), s.used(s.slot(d)))),

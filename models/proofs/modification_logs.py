@@ -3,8 +3,8 @@
 Any number of CPUs, log entries, vCPUs, harvests and pages. Engine: `harvest/log.rs` (collect),
 `harvest/mark.rs` (mark_written). The drain is the host's (`Host::drain_modification_logs`).
 
-A harvest that gets the log drains: it makes each CPU drop what it has begun, and notes which entries it has
-then; it marks the pages of these entries, and only then removes them. An entry whose D was not set in the end
+A harvest that gets the log drains: it notes which entries each CPU has, and makes it drop what it has begun of
+them; it marks the pages of these entries, and only then removes them. An entry whose D was not set in the end
 is harmless. D of a leaf is no record here: an entry is.
 
 Shared with `dirty_bits.py`: faults, taking bits, clearing D, flushing, enabling.
@@ -13,7 +13,7 @@ Left out: logs of limited length; a CPU's own exit (`Vcpu::log_modifications` ma
 """
 import prover
 from prover import And, If, Implies, Not, Or, put, put_where
-from dirty_bits import FLAGGED, ON, TAKES, VISITS, ByDirtyBits
+from dirty_bits import TAKES, VISITS, ByDirtyBits
 
 UNUSED, LOGGED, REMOVED = range(3)                      # of an entry
 UNREAD, LOGS, MARKED = range(3)                         # of a drain at an entry
@@ -26,7 +26,8 @@ class ModificationLogs(ByDirtyBits):
     state = {
         **ByDirtyBits.state,
         'log': (['Entry'], 'int'), 'begun': (['Entry'], 'bool'),        # logged, and D is about to be set
-        'kicked': (['Harvest', 'Cpu'], 'bool'), 'noted': (['Harvest', 'Entry'], 'bool'),
+        'counted': (['Harvest', 'Cpu'], 'bool'), 'noted': (['Harvest', 'Entry'], 'bool'),
+        'kicked': (['Harvest', 'Cpu'], 'bool'),
         'drain': (['Harvest', 'Entry'], 'int'),
         # Ghosts: whether a CPU set D of the leaf last, and its entry.
         'by_cpu': (['Page'], 'bool'), 'setter': (['Page'], 'Entry'),
@@ -48,7 +49,7 @@ class ModificationLogs(ByDirtyBits):
             **super().init(s),
             'no entry': s.all(lambda e: And(s.log(e) == UNUSED, Not(s.begun(e)))),
             'no drain': s.all(lambda h, e: And(Not(s.noted(h, e)), s.drain(h, e) == UNREAD)),
-            'no CPU kicked': s.all(lambda h, c: Not(s.kicked(h, c))),
+            'no CPU kicked': s.all(lambda h, c: And(Not(s.counted(h, c)), Not(s.kicked(h, c)))),
         }
 
     def record(self, s, p):
@@ -72,16 +73,16 @@ class ModificationLogs(ByDirtyBits):
         return And(s.present(p), s.writable(p), Not(s.dirty(p)))
 
     def step_log(self, s, e: 'Entry'):
-        """A CPU writes the page into its log"""
-        if self.left_out == 'log-before-dirty':
+        """A CPU writes the page into its log, since it has read a leaf without D"""
+        if self.without('log-before-dirty'):
             return And(s.log(e) == UNUSED, s.setter(s.of_page(e)) == e), {'log': put(s.log, e, LOGGED)}
-        return And(s.log(e) == UNUSED, self.may_set(s, e)), {
+        return s.log(e) == UNUSED, {
             'log': put(s.log, e, LOGGED), 'begun': put(s.begun, e, True)}
 
     def step_set_dirty(self, s, e: 'Entry'):
         """A CPU sets D of a leaf and caches it"""
         p = s.of_page(e)
-        at = s.log(e) == UNUSED if self.left_out == 'log-before-dirty' else s.begun(e)
+        at = s.log(e) == UNUSED if self.without('log-before-dirty') else s.begun(e)
         return And(at, self.may_set(s, e)), {
             'begun': put(s.begun, e, False), 'dirty': put(s.dirty, p, True),
             'tlb': put(s.tlb, (s.cpu(e), p), True), 'by_cpu': put(s.by_cpu, p, True),
@@ -89,26 +90,37 @@ class ModificationLogs(ByDirtyBits):
 
     # A drain.
 
+    def step_note(self, s, h: 'Harvest', c: 'Cpu'):
+        """host.rs: drain_modification_logs (how many entries there are)"""
+        is_noted = lambda g, e: And(g == h, s.cpu(e) == c, s.log(e) == LOGGED)
+        return And(s.hpc(h) == VISITS, Not(s.counted(h, c))), {
+            'counted': put(s.counted, (h, c), True), 'noted': put_where(s.noted, is_noted, True)}
+
     def step_kick(self, s, h: 'Harvest', c: 'Cpu'):
         """host.rs: drain_modification_logs (each CPU starts over what it has begun)"""
-        dropped = lambda e: And(s.cpu(e) == c, self.left_out != 'drain-makes-cpus-start-over')
-        is_noted = lambda e: And(s.cpu(e) == c, s.log(e) == LOGGED)
-        return And(s.hpc(h) == VISITS, Not(s.kicked(h, c))), {
-            'kicked': put(s.kicked, (h, c), True), 'begun': put_where(s.begun, dropped, False),
-            'noted': put_where(s.noted, lambda g, e: And(g == h, is_noted(e)), True)}
+        dropped = lambda e: And(s.cpu(e) == c, s.noted(h, e), not self.without('drain-makes-cpus-start-over'))
+        return And(s.hpc(h) == VISITS, s.counted(h, c), Not(s.kicked(h, c))), {
+            'kicked': put(s.kicked, (h, c), True), 'begun': put_where(s.begun, dropped, False)}
 
     def step_drain_entry(self, s, h: 'Harvest', e: 'Entry'):
         """harvest/mark.rs: mark_written (reads the flag)"""
-        any_entry = And(self.left_out == 'mark-what-was-noted', s.kicked(h, s.cpu(e)))
-        removed = REMOVED if self.left_out == 'keep-until-marked' else LOGGED
-        return And(s.hpc(h) == VISITS, Or(s.noted(h, e), any_entry), s.log(e) == LOGGED,
-                   s.drain(h, e) == UNREAD), {
-            'drain': put(s.drain, (h, e), If(s.flag(), LOGS, MARKED)), 'log': put(s.log, e, removed)}
+        any_entry = And(self.without('mark-what-was-noted'), s.kicked(h, s.cpu(e)))
+        removed = REMOVED if self.without('keep-until-marked') else LOGGED
+        may = Or(And(s.noted(h, e), s.kicked(h, s.cpu(e))), And(any_entry, s.log(e) == LOGGED))
+        return And(s.hpc(h) == VISITS, may, s.drain(h, e) == UNREAD), {
+            'drain': put(s.drain, (h, e), If(s.flag(), LOGS, MARKED)),
+            'log': put(s.log, e, If(s.log(e) == LOGGED, removed, s.log(e)))}
 
     def step_mark_entry(self, s, h: 'Harvest', e: 'Entry'):
         """harvest/mark.rs: mark_written (mark_page)"""
+        p = s.of_page(e)
         return And(s.hpc(h) == VISITS, s.drain(h, e) == LOGS), {
-            'drain': put(s.drain, (h, e), MARKED), 'bit': put(s.bit, s.of_page(e), True)}
+            'drain': put(s.drain, (h, e), MARKED), **self.marks(s, p, h),
+            'owes': put(s.owes, (h, s.word(p)), Or(s.owes(h, s.word(p)), Not(s.bit(p))))}
+
+    def step_summarize_entry(self, s, h: 'Harvest', w: 'Word'):
+        """slot/bitmap.rs: summarize"""
+        return s.owes(h, w), {'summary': put(s.summary, w, True), 'owes': put(s.owes, (h, w), False)}
 
     def step_remove_entry(self, s, h: 'Harvest', e: 'Entry'):
         """host.rs: drain_modification_logs (an entry that was marked)"""
@@ -117,9 +129,9 @@ class ModificationLogs(ByDirtyBits):
 
     def step_drained(self, s, h: 'Harvest'):
         """harvest/log.rs: collect returns"""
-        over = And(s.all(lambda c: s.kicked(h, c)),
+        over = And(s.all(lambda c: s.kicked(h, c)), s.all(lambda w: Not(s.owes(h, w))),
                    s.all(lambda e: Implies(s.noted(h, e), s.log(e) == REMOVED)))
-        return And(s.hpc(h) == VISITS, Or(over, self.left_out == 'drain-before-take')), {
+        return And(s.hpc(h) == VISITS, Or(over, self.without('drain-before-take'))), {
             'hpc': put(s.hpc, h, TAKES)}
 
     # What is promised.
@@ -136,12 +148,13 @@ class ModificationLogs(ByDirtyBits):
                 lambda e: And(s.log(e) >= UNUSED, s.log(e) <= REMOVED)),
             'a drain reads an entry before it marks it': s.all(lambda h, e: And(
                 s.drain(h, e) >= UNREAD, s.drain(h, e) <= MARKED,
-                Implies(s.drain(h, e) != UNREAD, s.noted(h, e)))),
-            'a drain makes CPUs start over after it began': s.all(lambda h, c: Implies(
-                s.kicked(h, c), s.hpc(h) >= VISITS)),
-            'a drain notes entries that are in the log of a CPU that it has made start over': s.all(
-                lambda h, e: Implies(s.noted(h, e), And(
-                    s.log(e) >= LOGGED, s.kicked(h, s.cpu(e)), Not(s.begun(e))))),
+                Implies(s.drain(h, e) != UNREAD, And(s.noted(h, e), s.kicked(h, s.cpu(e)))))),
+            'a drain makes CPUs start over after it has noted their entries': s.all(lambda h, c: And(
+                Implies(s.kicked(h, c), s.counted(h, c)), Implies(s.counted(h, c), s.hpc(h) >= VISITS))),
+            'a drain notes entries that are in the log of a CPU': s.all(
+                lambda h, e: Implies(s.noted(h, e), And(s.log(e) >= LOGGED, s.counted(h, s.cpu(e))))),
+            'a CPU has started over what a drain marks': s.all(
+                lambda h, e: Implies(And(s.noted(h, e), s.kicked(h, s.cpu(e))), Not(s.begun(e)))),
             'a CPU sets D only of what it has logged': s.all(lambda e: Implies(
                 s.begun(e), s.log(e) == LOGGED)),
             'D that a CPU has set is of a page of its entry': s.all(lambda p: Implies(
@@ -153,7 +166,7 @@ class ModificationLogs(ByDirtyBits):
             'what a harvest must report is marked, or its entry will be': s.all(lambda h, p: Implies(
                 s.due(h, p), Or(s.bit(p), And(
                     self.record(s, p), s.hpc(h) == VISITS, s.drain(h, s.setter(p)) != MARKED, Or(
-                        Not(s.kicked(h, s.cpu(s.setter(p)))), s.noted(h, s.setter(p)))))))
+                        Not(s.counted(h, s.cpu(s.setter(p)))), s.noted(h, s.setter(p)))))))
         }
 
     sizes = {**ByDirtyBits.sizes, 'Entry': 2}

@@ -13,14 +13,14 @@ Left out: leaves of many pages, the summary, the VMM's marks (`dirty_log.py`); a
 another over the same frames (`memslots.py`): for the log it has moved.
 """
 import prover
+from log_steps import ARMED, FLAGGED, OFF, ON, Logging, inv_of_enabling
 from prover import And, If, Implies, Not, Or, put, put_where
 
 OUT, GAVE, MARKS, FOUND_LOG = range(4)                  # of a fault; FOUND_LOG is for a rule left out
 UNBEGUN, TAKES, PROTECTS, FLUSHES, RETURNED = range(5)  # of a harvest
-OFF, FLAGGED, ARMED, ON = range(4)                      # of the memslot's log
 
 
-class MovedMemslot:
+class MovedMemslot(Logging):
     sorts = ['Fault', 'Harvest', 'Page', 'Place', 'Bitmap', 'Cpu']
     letters = {'f': 'Fault', 'h': 'Harvest', 'p': 'Page', 'at': 'Place', 'b': 'Bitmap', 'c': 'Cpu'}
     fixed = {'place_of': (['Fault'], 'Place'), 'page': (['Fault'], 'Page'), 'initially_set': ([], 'bool')}
@@ -48,12 +48,6 @@ class MovedMemslot:
         'wipe-before-flag': 'Old marks are cleared after the flag is published.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'nothing is mapped': s.all(lambda at, p, c: And(Not(s.writable(at, p)), Not(s.tlb(c, at, p)))),
@@ -72,15 +66,15 @@ class MovedMemslot:
     def step_restore_write(self, s, f: 'Fault'):
         """vcpu/on_leaf.rs: restore_to; vcpu/act.rs: install_at (not if the range is in flight)"""
         at, p = s.place_of(f), s.page(f)
-        early = self.left_out == 'mark-the-memslot-of-now'
-        may = Or(Not(s.zapped(p)), self.left_out == 'keep-faults-out')
+        early = self.without('mark-the-memslot-of-now')
+        may = Or(Not(s.zapped(p)), self.without('keep-faults-out'))
         return And(s.fpc(f) == (FOUND_LOG if early else OUT), at == s.place(), may, Not(s.writable(at, p))), {
             'writable': put(s.writable, (at, p), True), 'giver': put(s.giver, p, f),
             'fpc': put(s.fpc, f, MARKS if early else GAVE)}
 
     def step_find_bitmap(self, s, f: 'Fault'):
         """dirty/log.rs: mark_if_logging"""
-        early = self.left_out == 'mark-the-memslot-of-now'
+        early = self.without('mark-the-memslot-of-now')
         logs = And(s.flag(), s.place_of(f) == s.place())
         return s.fpc(f) == (OUT if early else GAVE), {
             'fpc': put(s.fpc, f, If(logs, FOUND_LOG if early else MARKS, OUT)),
@@ -112,7 +106,7 @@ class MovedMemslot:
 
     def step_look_up(self, s, h: 'Harvest'):
         """harvest/log.rs: rearm (by_id)"""
-        keeps = self.left_out == 'look-up-after-take'
+        keeps = self.without('look-up-after-take')
         return s.hpc(h) == TAKES, {
             'hpc': put(s.hpc, h, PROTECTS), 'hplace': put(s.hplace, h, s.hplace(h) if keeps else s.place())}
 
@@ -134,15 +128,13 @@ class MovedMemslot:
 
     def step_return(self, s, h: 'Harvest'):
         """harvest/log.rs: harvest returns, and the caller copies the pages"""
-        return And(s.hpc(h) == FLUSHES, s.all(lambda c: s.flushed(h, c))), {
-            'hpc': put(s.hpc, h, RETURNED), 'holds': put_where(s.holds, lambda g, p: g == h, False),
-            'unreported': put_where(s.unreported, lambda p: s.holds(h, p), False)}
+        return And(s.hpc(h) == FLUSHES, s.all(lambda c: s.flushed(h, c))), self.returns(s, h, RETURNED)
 
     # The memslot is changed, by one call at a time.
 
     def may_wipe(self, s):
         return And(s.epc() >= FLAGGED,
-                   s.epc() < ON) if self.left_out == 'wipe-before-flag' else s.epc() == OFF
+                   s.epc() < ON) if self.without('wipe-before-flag') else s.epc() == OFF
 
     def step_wipe(self, s, p: 'Page'):
         """slot/bitmap.rs: clear_all"""
@@ -162,20 +154,11 @@ class MovedMemslot:
         return And(s.epc() == FLAGGED, s.initially_set()), {
             'bit': put(s.bit, (s.bitmap(), p), True), 'armed': put(s.armed, p, True)}
 
-    def step_all_armed(self, s):
-        """vm/region.rs: begin_to_log"""
-        return And(s.epc() == FLAGGED, s.all(lambda p: s.armed(p))), {'epc': lambda: ARMED}
-
     def step_enabling_flushes(self, s, c: 'Cpu'):
         """vm/region.rs: begin_to_log"""
         meant = lambda d, at, p: And(d == c, at == s.place())
         return And(s.epc() == ARMED, Not(s.initially_set())), {
             'eflushed': put(s.eflushed, c, True), 'tlb': put_where(s.tlb, meant, False)}
-
-    def step_enabled(self, s):
-        """vm/region.rs: change_slot returns"""
-        return And(s.epc() == ARMED, Or(s.initially_set(),
-                                        s.all(lambda c: s.eflushed(c)))), {'epc': lambda: ON}
 
     def step_disable(self, s):
         """vm/region.rs: change_slot"""
@@ -201,9 +184,9 @@ class MovedMemslot:
     def step_publish_place(self, s, at: 'Place', b: 'Bitmap'):
         """vm/region.rs: change_slot, attachments_for (a new bitmap, if the memslot logs)"""
         over = And(s.all(lambda p: s.zapped(p)),
-                   Or(s.all(lambda c: s.mflushed(c)), self.left_out == 'flush-before-publish'))
-        renews = And(s.flag(), self.left_out != 'new-bitmap-in-a-move')
-        marked = self.left_out != 'mark-all-in-a-move'
+                   Or(s.all(lambda c: s.mflushed(c)), self.without('flush-before-publish')))
+        renews = And(s.flag(), not self.without('new-bitmap-in-a-move'))
+        marked = not self.without('mark-all-in-a-move')
         is_new = lambda x, p: And(x == b, renews)
         return And(s.moving(), over, at != s.place(), Not(s.used(b))), {
             'place': lambda: at, 'moving': lambda: False, 'zapped': lambda p: False,
@@ -229,9 +212,6 @@ class MovedMemslot:
         return And(s.page(f) == p, s.place_of(f) == s.place(),
                    Or(s.fpc(f) == GAVE, And(s.fpc(f) == MARKS, s.fbitmap(f) == s.bitmap())))
 
-    def held(self, s, p):
-        return s.holds(s.taker(p), p)
-
     def safe(self, s):
         return {
             'a write is marked, held by a harvest, or about to be marked': s.all(lambda p: Implies(
@@ -241,21 +221,13 @@ class MovedMemslot:
         }
 
     def inv(self, s):
-        return {**self.inv_of_changes(s), **self.inv_of_harvests(s), **self.heart(s)}
+        return {**inv_of_enabling(s), **self.inv_of_changes(s), **self.inv_of_harvests(s), **self.heart(s)}
 
     def inv_of_changes(self, s):
         return {
-            'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                s.flag() == (s.epc() >= FLAGGED)),
             'counters are in their ranges': And(
                 s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= FOUND_LOG)),
                 s.all(lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED))),
-            'pages are armed after the flag': s.all(lambda p: Implies(s.armed(p), s.flag())),
-            'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
-            'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
-            'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
-                s.epc() == ON, Or(s.initially_set(), s.eflushed(c)))),
-            'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
             'a memslot moves while its flags stay': Implies(s.moving(), Or(s.epc() == OFF, s.epc() == ON)),
             'what is zapped is not mapped until the memslot has moved': s.all(lambda p: Implies(
                 s.zapped(p), And(s.moving(), Not(s.writable(s.place(), p))))),

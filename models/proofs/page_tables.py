@@ -13,13 +13,13 @@ empty or a leaf.
 A link of several page-table pages by one exchange (`second_stage/install.rs: link`) is a run of `refine` and
 a last install: all that the exchange makes visible at once, these steps make visible one by one.
 """
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 EMPTY, LEAF, TABLE, BROKEN = range(4)                       # kinds of a PTE
 FREE, HELD, STORED = range(3)                               # a fresh number: not taken, taken, stored
 
 
-class PageTables:
+class PageTables(Protocol):
     sorts = ['Page', 'Pte', 'Table', 'Answer', 'Fresh']
     letters = {'p': 'Page', 'q': 'Page', 'e': 'Pte', 'x': 'Pte', 't': 'Table', 'u': 'Table', 'a': 'Answer',
                'n': 'Fresh'}
@@ -45,13 +45,6 @@ class PageTables:
         'table': lambda e: ('table0', 'table1', 'table2', 'table2', 'table3', 'table3', 'table4')[int(e[3:])],
         'used': lambda t: t == 'table0', 'linked': lambda t: t == 'table0',
     }
-
-    def __init__(self, left_out=None):
-        assert left_out is None or left_out in self.rules, left_out
-        self.left_out = left_out
-
-    def without(self, *rules):
-        return self.left_out in rules
 
     # Words.
 
@@ -162,15 +155,16 @@ class PageTables:
     # What always holds of them.
 
     def core(self, s):
-        return self.inv_tables(s)
+        return self.inv_links(s)
 
     def inv_tables(self, s):
+        return {**self.inv_links(s), **self.inv_fresh(s)}
+
+    def inv_links(self, s):
         in_use = lambda e: s.used(s.table(e))
         shares = lambda t, u, p: And(s.linked(t), s.linked(u), s.spans(t, p), s.spans(u, p))
         return {
-            'the counter counts': s.counter() >= 0,
             'kinds': s.all(lambda e: And(s.kind(e) >= EMPTY, s.kind(e) <= BROKEN)),
-            'states of fresh numbers': s.all(lambda n: And(s.state_of(n) >= FREE, s.state_of(n) <= STORED)),
             'the root is linked': s.linked(s.root()),
             'what is linked is in use': s.all(lambda t: Implies(s.linked(t), s.used(t))),
             'what is below is in use': s.all(lambda t, e: Implies(s.below(t, e), And(s.used(t), in_use(e)))),
@@ -194,6 +188,13 @@ class PageTables:
                 And(shares(t, u, p), s.level(t) < s.level(u)), s.below(t, s.entry(u, p)))),
             'one page-table page of a level': s.all(lambda t, u, p: Implies(
                 And(shares(t, u, p), s.level(t) == s.level(u)), t == u)),
+        }
+
+    def inv_fresh(self, s):
+        in_use = lambda e: s.used(s.table(e))
+        return {
+            'the counter counts': s.counter() >= 0,
+            'states of fresh numbers': s.all(lambda n: And(s.state_of(n) >= FREE, s.state_of(n) <= STORED)),
             'numbers of PTEs are counted': s.all(lambda e: Implies(in_use(e), s.num(e) <= s.counter())),
             'fresh numbers are counted': s.all(
                 lambda n: Implies(s.state_of(n) != FREE, s.fresh(n) <= s.counter())),

@@ -17,14 +17,15 @@ the engine that makes it. Optional:
   few         {sort: number} for counterexamples without a rule; without it two of each
   story       a run, 'step element ...; ...': for steps to which random runs do not come
   traces      {rule: {'sizes': {sort: number},
-                      'start': {variable: function}}} for the search of a shortest run
+                      'start': {variable: function}}} for the shortest runs
 
     python MODEL.py                 proves the invariant by Z3; each step must happen in a random run
     python MODEL.py --cvc5          proves it by cvc5
+    python MODEL.py --rules         each rule left out must lose what `lost.txt` says
+    python MODEL.py --all           all of that
     python MODEL.py RULE            leaves a rule out: a state and a step that lose a conjunct; exit 1
-    python MODEL.py --rules         each rule left out must lose a conjunct
     python MODEL.py --trace RULE    prints a shortest run to the loss of a promise (`safe`) without the rule
-    python MODEL.py --traces        does so for each rule in `traces`
+    python MODEL.py --search        searches both for each rule, and writes them to `lost.txt`
 
 A proof asks for each step and each conjunct C: axioms, invariant, guard and not C after the step. That must
 be unsatisfiable. The sorts are uninterpreted, so the proof holds for any number of elements. In runs the same
@@ -36,6 +37,7 @@ import random
 import sys
 import time
 import z3
+import solvers
 from solvers import Cvc5, Z3, term
 
 SEED = 1
@@ -44,24 +46,28 @@ NAMES = {}              # letters of the model at hand
 
 
 def forced(x):
-    """The value of a quantifier that was put off (`replay.py`)."""
+    """The value of a quantifier that was put off (`State.is_lazy`)."""
     return x() if callable(x) else x
 
 
+def joined(xs, decides, of_solver):
+    """And, or Or: one operand that has the value `decides` decides."""
+    rest = []
+    for x in xs:
+        x = forced(x)
+        if x is decides:
+            return decides
+        if not isinstance(x, bool):
+            rest.append(x)
+    return not decides if not rest else rest[0] if len(rest) == 1 else of_solver(*rest)
+
+
 def And(*xs):
-    xs = [forced(x) for x in xs]
-    if any(x is False for x in xs):
-        return False
-    xs = [x for x in xs if x is not True]
-    return True if not xs else xs[0] if len(xs) == 1 else z3.And(*xs)
+    return joined(xs, False, z3.And)
 
 
 def Or(*xs):
-    xs = [forced(x) for x in xs]
-    if any(x is True for x in xs):
-        return True
-    xs = [x for x in xs if x is not False]
-    return False if not xs else xs[0] if len(xs) == 1 else z3.Or(*xs)
+    return joined(xs, True, z3.Or)
 
 
 def Not(x):
@@ -74,6 +80,7 @@ def Implies(a, b):
 
 
 def If(c, a, b):
+    c, a, b = forced(c), forced(a), forced(b)
     return (a if c else b) if isinstance(c, bool) else z3.If(c, a, b)
 
 
@@ -88,9 +95,27 @@ def put_where(f, where, value):
     return lambda *xs: If(where(*xs), value(*xs) if callable(value) else value, f(*xs))
 
 
+class Protocol:
+    """The base of a model."""
+
+    def __init__(self, left_out=None):
+        assert left_out is None or left_out in self.rules, left_out
+        self.left_out = left_out
+
+    def without(self, *rules):
+        """Whether one of these rules is left out."""
+        return self.left_out in rules
+
+    def axioms(self, s):
+        return {}
+
+
 class State:
-    """The variables as functions. `elements` is {sort: its elements} for values, None for formulas."""
-    depth = 0
+    """The variables as functions. `elements` is {sort: its elements} for values, None for formulas.
+
+    While `is_lazy`, outermost quantifiers are put off.
+    """
+    depth, is_lazy = 0, False
 
     def __init__(self, sorts, elements, functions):
         self.__dict__.update(functions)
@@ -111,7 +136,7 @@ class State:
         return body if isinstance(body, bool) else (z3.ForAll if is_all else z3.Exists)(xs, body)
 
     def all(self, f):
-        return self._quantify(f, True)
+        return (lambda: self._quantify(f, True)) if self.is_lazy else self._quantify(f, True)
 
     def some(self, f):
         return self._quantify(f, False)
@@ -156,6 +181,24 @@ def conjuncts(model, s):
     return {**inv, **safe}
 
 
+def some_conjuncts(model, s, is_wanted):
+    """Those with a name that is wanted; of others not even the formula is made."""
+    s.is_lazy = True
+    formulas = conjuncts(model, s)
+    s.is_lazy = False
+    return {n: forced(c) for n, c in formulas.items() if is_wanted(n)}
+
+
+def variables_of(model, formulas):
+    """{name: the variables in the formula}."""
+    found = {}
+    for name, formula in formulas.items():
+        symbols = {}
+        solvers.collect(solvers.term(formula), symbols, set())
+        found[name] = set(symbols) & set(model.state)
+    return found
+
+
 # Proofs.
 
 def symbolic(model, sizes=None):
@@ -176,45 +219,57 @@ def symbolic(model, sizes=None):
 
 
 class Proof:
-    """The queries of a model. `lost`: (step, conjunct, answer of the solver) of what is not kept."""
+    """The queries of a model."""
 
-    def __init__(self, model, solver=Z3, stop=False, sizes=None):
+    def __init__(self, model, sizes=None):
         use(model)
-        self.model, self.solver, self.stop, self.sizes = model, solver, stop, sizes
+        self.model = model
         self.s = symbolic(model, sizes)
-        self.nr_queries, self.lost, self.began = 0, [], time.time()
         self.axioms = list(model.axioms(self.s).values())
         self.inv = conjuncts(model, self.s)
         self.core = model.core(self.s) if hasattr(model, 'core') else {}
         self.steps = steps_of(model)
 
-    def run(self):
-        self.ask('init', [*self.axioms, *self.model.init(self.s).values()], self.inv, [])
-        for name, f, params in self.in_order():
-            if self.stop and any(answer == 'sat' for _, _, answer in self.lost):
-                break
-            xs = [z3.Const(n, self.s.sorts[k]) for n, k in params]
-            guard, updates = f(self.s, *xs)
-            new = conjuncts(self.model, self.s.after(updates))
-            # A conjunct that names nothing of what the step changes is kept.
-            new = {n: c for n, c in new.items() if not term(c).eq(term(self.inv[n]))}
-            self.ask(name, [*self.axioms, *self.inv.values(), guard], new, xs)
-        self.seconds = time.time() - self.began
-        return self
+    def assumed(self, name, f, params):
+        """(what holds before the step, its arguments, what it changes)."""
+        xs = [z3.Const(n, self.s.sorts[k]) for n, k in params]
+        guard, updates = f(self.s, *xs)
+        return [*self.axioms, *self.inv.values(), guard], xs, updates
 
-    def ask(self, step, assumed, goals, xs):
-        solver = self.solver(self.s, assumed)
-        # Fewer assumptions make a proof easier.
-        few = self.solver(self.s, [*self.axioms, *self.core.values(), assumed[-1]]) if self.core else None
-        for name, goal in goals.items():
-            self.nr_queries += 1
-            if step != 'init' and name in self.core and few.fails(goal) == 'unsat':
-                continue
-            answer = solver.fails(goal)
-            if answer != 'unsat':
-                self.lost.append((step, name, answer))
-                if self.stop and answer == 'sat':
-                    return self.remember(solver.model, xs)
+    def prove(self, kinds):
+        """Asks all solvers for all steps. `lost`: (solver, step, conjunct, answer) of what is not kept."""
+        self.kinds, self.nr_queries, self.lost = kinds, 0, []
+        self.ask('init', [*self.axioms, *self.model.init(self.s).values()], self.inv)
+        reads = variables_of(self.model, self.inv)
+        for step in self.steps:
+            assumed, _, updates = self.assumed(*step)
+            new = some_conjuncts(self.model, self.s.after(updates), lambda n: reads[n] & set(updates))
+            # A conjunct that names nothing of what the step changes is kept.
+            self.ask(step[0], assumed, {n: c for n, c in new.items() if not term(c).eq(term(self.inv[n]))})
+
+    def ask(self, step, assumed, goals):
+        self.nr_queries += len(goals)
+        for kind in self.kinds:
+            solver = kind(self.s, assumed)
+            # Fewer assumptions make a proof easier.
+            core = {} if step == 'init' else self.core
+            few = kind(self.s, [*self.axioms, *core.values(), assumed[-1]]) if core else None
+            for name, goal in goals.items():
+                if name in core and few.fails(goal) == 'unsat':
+                    continue
+                answer = solver.fails(goal)
+                if answer != 'unsat':
+                    self.lost.append((kind.__name__, step, name, answer))
+
+    def loses(self, step, conjunct=None):
+        """The conjunct that the step loses, of one or of all, or None."""
+        assumed, xs, updates = self.assumed(*step)
+        solver = Z3(self.s, assumed)
+        is_asked = lambda n: conjunct in (None, n)
+        for name, goal in some_conjuncts(self.model, self.s.after(updates), is_asked).items():
+            if not term(goal).eq(term(self.inv[name])) and solver.fails(goal) == 'sat':
+                self.remember(solver.model, xs)
+                return name
 
     def in_order(self):
         """If a rule is left out: the steps first that differ."""
@@ -225,14 +280,16 @@ class Proof:
         def is_same(step):
             name, f, params = step
             xs = [z3.Const(n, self.s.sorts[k]) for n, k in params]
-            return name in whole and self.text(f, xs) == self.text(whole[name], xs)
+            if name not in whole:
+                return False
+            a, b = self.effect(f, xs), self.effect(whole[name], xs)
+            return a.keys() == b.keys() and all(a[n].eq(b[n]) for n in a)
         return sorted(self.steps, key=is_same)
 
-    def text(self, f, xs):
+    def effect(self, f, xs):
         guard, updates = f(self.s, *xs)
-        at = {n: [z3.Const(f'x{i}',
-                           self.s.sorts[a]) for i, a in enumerate(self.model.state[n][0])] for n in updates}
-        return str(term(guard)), {n: str(u(*at[n])) for n, u in updates.items()}
+        at = {n: [z3.Const(f'x{i}', self.s.sorts[a]) for i, a in enumerate(self.model.state[n][0])] for n in updates}
+        return {None: term(guard), **{n: term(u(*at[n])) for n, u in updates.items()}}
 
     def remember(self, m, xs):
         """The counterexample, as lines."""
@@ -375,14 +432,19 @@ def first_state(model, sizes, chance):
     assert False, 'no constants found that satisfy the axioms'
 
 
-def shortest_run(model, sizes, start={}, max_states=400000):
-    """Breadth first. Returns (lost promises, steps) or None, and the number of states."""
+def first_of_run(model, sizes, start):
     v = Values(model, sizes, start, start)
     s = v.state(v.first)
     wrong = broken({**model.axioms(s), **model.init(s)})
     assert not wrong or not broken({**model.axioms(s), **conjuncts(model, s)}), \
         f'the first state is not initial ({wrong}), and breaks {broken(conjuncts(model, s))}'
-    came, todo, done = {v.first: None}, [v.first], 0
+    return v, v.first
+
+
+def shortest_run(model, sizes, start={}, max_states=400000):
+    """Breadth first. Returns (lost promises, steps) or None, and the number of states."""
+    v, first = first_of_run(model, sizes, start)
+    came, todo, done = {first: None}, [first], 0
     while done < len(todo) and len(todo) < max_states:
         values = todo[done]
         done += 1
@@ -402,70 +464,43 @@ def shortest_run(model, sizes, start={}, max_states=400000):
 
 # The command.
 
-def prove(cls, solver):
-    model = cls()
-    proof = Proof(model, solver).run()
-    for step, name, answer in proof.lost:
-        print(f'  {step}: {name}' if answer == 'unsat' else f'  {step} does not keep "{name}" ({answer})')
+def prove(cls, kinds):
+    model, began = cls(), time.process_time()
+    proof = Proof(model)
+    proof.prove(kinds)
+    for solver, step, name, answer in proof.lost:
+        print(f'  {step} does not keep "{name}" ({solver}: {answer})')
     failed = bool(proof.lost)
-    unseen = []
-    if solver is Z3 and not failed:
+    if Z3 in kinds and not failed:
         unseen, wrong = random_runs(model)
         if unseen or wrong:
             print(f'  {wrong}' if wrong else f'  in no random run: {", ".join(unseen)}')
             failed = True
     result = 'FAILED' if failed else 'proved'
-    print(f'{cls.__name__}: {result} by {solver.__name__}: {len(model.inv(proof.s))} conjuncts, '
-          f'{len(model.safe(proof.s))} promises, {len(proof.steps)} steps, {proof.nr_queries} queries, '
-          f'{proof.seconds:.1f} s', flush=True)
+    print(f'{cls.__name__}: {result} by {" and ".join(kind.__name__ for kind in kinds)}: '
+          f'{len(model.inv(proof.s))} conjuncts, {len(model.safe(proof.s))} promises, {len(proof.steps)} steps, '
+          f'{proof.nr_queries} queries, {time.process_time() - began:.1f} s', flush=True)
     return not failed
 
 
-def notices(cls, rule, verbose=False):
-    """Whether a conjunct is lost without the rule."""
-    # A counterexample of few elements is found soon, if there is one.
-    for sizes in getattr(cls, 'few', {}), None:
-        proof = Proof(cls(rule), stop=True, sizes=sizes).run()
-        lost = [(step, name) for step, name, answer in proof.lost if answer == 'sat']
-        if lost:
-            break
-    if lost:
-        print(f'{cls.__name__} without {rule}: {lost[0][0]} loses "{lost[0][1]}"', flush=True)
-        if verbose:
-            print('\n'.join(proof.shown))
-    else:
-        print(f'{cls.__name__} without {rule}: FAILED: nothing is lost {proof.lost or ""}', flush=True)
-    return bool(lost)
-
-
-def trace(cls, rule):
-    began = time.time()
-    found, nr_states = shortest_run(cls(rule), **cls.traces[rule])
-    effort = f'{nr_states} states, {time.time() - began:.1f} s'
-    if found:
-        print(f'{cls.__name__} without {rule}: {len(found[1])} steps lose "{found[0][0]}" ({effort}):',
-              flush=True)
-        print('    ' + '; '.join(found[1]), flush=True)
-    else:
-        print(f'{cls.__name__} without {rule}: FAILED: no run found ({effort})', flush=True)
-    return bool(found)
-
-
 def main(cls):
+    import rules_left_out               # which imports this module
     arguments = sys.argv[1:]
     if not arguments:
-        good = prove(cls, Z3)
+        good = prove(cls, [Z3])
     elif arguments == ['--cvc5']:
-        good = prove(cls, Cvc5)
+        good = prove(cls, [Cvc5])
     elif arguments == ['--rules']:
-        good = all([notices(cls, rule) for rule in cls.rules])
-    elif arguments == ['--traces']:
-        good = all([trace(cls, rule) for rule in getattr(cls, 'traces', {})])
+        good = rules_left_out.rules_are_noticed(cls)
+    elif arguments == ['--all']:
+        good = all([prove(cls, [Z3, Cvc5]), rules_left_out.rules_are_noticed(cls)])
+    elif arguments == ['--search']:
+        good = rules_left_out.write_losses(cls)
     elif arguments[0] == '--trace' and arguments[1:] and arguments[1] in cls.traces:
-        good = trace(cls, arguments[1])
+        good = bool(rules_left_out.trace(cls, arguments[1]))
     elif arguments[0] in cls.rules:
-        good = not notices(cls, arguments[0], verbose=True)
+        good = rules_left_out.explain(cls, arguments[0])
     else:
-        print(f'usage: [RULE | --cvc5 | --rules | --trace RULE | --traces]; rules: {", ".join(cls.rules)}')
+        print(f'usage: [RULE | --cvc5 | --rules | --all | --trace RULE | --search]; rules: {", ".join(cls.rules)}')
         good = False
     sys.exit(0 if good else 1)

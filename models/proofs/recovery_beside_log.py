@@ -18,16 +18,17 @@ Left out: D and the host (`harvest_beside_zap.py`); invalidations and memslots t
 sequence numbers is theirs); lazy protection; rings; blocks of 1 GiB.
 """
 import prover
+from log_steps import (
+    ARMED, FLAGGED, FLUSHES, OFF, ON, RETURNED, TAKES, UNBEGUN, WriteProtection, inv_of_enabling,
+    inv_of_protecting)
 from prover import And, If, Implies, Not, Or, put, put_where
 
 TABLE, BROKEN, HUGE, EMPTY = range(4)                   # what is at a block
 OUT, GAVE, MARKS = range(3)                             # of a fault
 IDLE, BROKE, MADE, MARKS_ALL, DONE = range(5)           # of a recovery, or of a split
-UNBEGUN, TAKES, FLUSHES, RETURNED = range(4)            # of a harvest
-OFF, FLAGGED, ARMED, ON = range(4)                      # of the enabling
 
 
-class RecoveryBesideLog:
+class RecoveryBesideLog(WriteProtection):
     sorts = ['Fault', 'Recovery', 'Harvest', 'Page', 'Block', 'Cpu']
     letters = {'f': 'Fault', 'r': 'Recovery', 'h': 'Harvest', 'p': 'Page', 'q': 'Page', 'b': 'Block',
                'c': 'Cpu'}
@@ -65,12 +66,6 @@ class RecoveryBesideLog:
         'flag-before-protect': 'Enabling protects before it publishes the flag.',
         'enabling-flushes': 'Enabling does not flush.',
     }
-
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
 
     def init(self, s):
         return {
@@ -151,7 +146,7 @@ class RecoveryBesideLog:
     def step_marked(self, s, f: 'Fault'):
         """vcpu/on_leaf.rs: restore_to returns"""
         every = s.all(lambda p: Implies(self.covers(s, f, p), s.fdone(f, p)))
-        if self.left_out == 'fault-marks-all':
+        if self.without('fault-marks-all'):
             every = s.fdone(f, s.page(f))
         return And(s.fpc(f) == MARKS, every), {
             'fpc': put(s.fpc, f, OUT), 'fdone': put_where(s.fdone, lambda g, p: g == f, False)}
@@ -187,7 +182,7 @@ class RecoveryBesideLog:
 
     def makes(self, s, r, may_write, copies=False):
         b = s.of(r)
-        marks = And(may_write, Not(copies), self.left_out != 'flag-after-make')
+        marks = And(may_write, Not(copies), not self.without('flag-after-make'))
         return {'rpc': put(s.rpc, r, If(marks, MADE, DONE)),
                 'maker': put(s.maker, b, If(may_write, r, s.maker(b)))}
 
@@ -196,12 +191,12 @@ class RecoveryBesideLog:
         b = s.of(r)
         below = lambda p: s.block(p) == b
         may_write = s.rmay(r)
-        if self.left_out == 'never-copy-write':
+        if self.without('never-copy-write'):
             may_write = s.all(lambda p: Implies(below(p), s.had_write(p)))
         return And(s.rpc(r) == BROKE, Not(s.splits(r)), s.owner(b) == r, self.is_frozen(s, b),
                    s.all(lambda p: Implies(below(p), s.present(p)))), {
             'kind': put(s.kind, b, HUGE), 'huge_writable': put(s.huge_writable, b, may_write),
-            **self.makes(s, r, may_write, self.left_out == 'never-copy-write'), **self.unlinked(s, b)}
+            **self.makes(s, r, may_write, self.without('never-copy-write')), **self.unlinked(s, b)}
 
     def step_link_parts(self, s, r: 'Recovery'):
         """second_stage/split.rs: link_parts"""
@@ -234,21 +229,15 @@ class RecoveryBesideLog:
     def step_all_marked(self, s, r: 'Recovery'):
         """second_stage/recover.rs: made returns"""
         every = s.all(lambda p: Implies(s.block(p) == s.of(r), s.rdone(r, p)))
-        if self.left_out == 'recovery-marks-all':
+        if self.without('recovery-marks-all'):
             every = s.some(lambda p: s.rdone(r, p))
         return And(s.rpc(r) == MARKS_ALL, every), {'rpc': put(s.rpc, r, DONE)}
 
     # A harvest.
 
-    def step_take(self, s, h: 'Harvest', p: 'Page'):
-        """slot/bitmap.rs: take, take_masked"""
-        return And(s.hpc(h) <= TAKES, Not(s.holds(h, p)), s.bit(p)), {
-            'hpc': put(s.hpc, h, TAKES), 'bit': put(s.bit, p, False), 'holds': put(s.holds, (h, p), True),
-            'taker': put(s.taker, p, h)}
-
     def step_walk(self, s, h: 'Harvest', p: 'Page'):
         """second_stage/protect.rs: table_of (finds a page-table page)"""
-        may = Or(s.holds(h, p), self.left_out == 'walk-after-take')
+        may = Or(s.holds(h, p), self.without('walk-after-take'))
         return And(s.hpc(h) <= TAKES, may, s.kind(s.block(p)) == TABLE, Not(s.hsaw(h, p))), {
             'hsaw': put(s.hsaw, (h, p), True)}
 
@@ -261,7 +250,7 @@ class RecoveryBesideLog:
     def step_protect_huge(self, s, h: 'Harvest', b: 'Block'):
         """second_stage/protect.rs: protect_huge"""
         mine = lambda g, p: And(g == h, s.block(p) == b, s.holds(h, p))
-        keeps = And(self.left_out == 'protect-huge', s.huge_writable(b))
+        keeps = And(self.without('protect-huge'), s.huge_writable(b))
         return And(s.hpc(h) == TAKES, s.kind(b) == HUGE), {
             'rearmed': put_where(s.rearmed, mine, True), 'huge_writable': put(s.huge_writable, b, keeps)}
 
@@ -271,14 +260,9 @@ class RecoveryBesideLog:
         return And(s.hpc(h) == TAKES, Or(s.kind(b) == BROKEN, s.kind(b) == EMPTY)), {
             'rearmed': put_where(s.rearmed, mine, True), 'passed': put_where(s.passed, mine, True)}
 
-    def step_turns_are_over(self, s, h: 'Harvest'):
-        """harvest/log.rs: harvest"""
-        return And(s.hpc(h) == TAKES, s.all(lambda p: Implies(s.holds(h, p), s.rearmed(h, p)))), {
-            'hpc': put(s.hpc, h, FLUSHES)}
-
     def step_flush(self, s, h: 'Harvest', c: 'Cpu'):
         """harvest/log.rs: harvest (flush_cpus)"""
-        skips = lambda p: And(self.left_out == 'flush-what-was-passed', s.passed(h, p))
+        skips = lambda p: And(self.without('flush-what-was-passed'), s.passed(h, p))
         meant = lambda p: And(s.holds(h, p), Not(skips(p)))
         above = lambda b: s.some(lambda p: And(s.block(p) == b, meant(p)))
         return s.hpc(h) == FLUSHES, {
@@ -286,21 +270,7 @@ class RecoveryBesideLog:
             'tlb': put_where(s.tlb, lambda d, p: And(d == c, meant(p)), False),
             'psc': put_where(s.psc, lambda d, b: And(d == c, above(b)), False)}
 
-    def step_return(self, s, h: 'Harvest'):
-        """harvest/log.rs: harvest returns, and the caller copies the pages"""
-        return And(s.hpc(h) == FLUSHES, s.all(lambda c: s.flushed(h, c))), {
-            'hpc': put(s.hpc, h, RETURNED), 'holds': put_where(s.holds, lambda g, p: g == h, False),
-            'unreported': put_where(s.unreported, lambda p: s.holds(h, p), False)}
-
     # Logging begins and ends.
-
-    def step_publish_flag(self, s):
-        """vm/region.rs: change_slot"""
-        return s.epc() == OFF, {'flag': lambda: True, 'epc': lambda: FLAGGED}
-
-    def may_protect(self, s):
-        at = OFF if self.left_out == 'flag-before-protect' else FLAGGED
-        return And(s.epc() == at, Not(s.initially_set()))
 
     def step_enabling_walks(self, s, p: 'Page'):
         """second_stage/protect.rs: protect_slot (finds a page-table page)"""
@@ -323,31 +293,13 @@ class RecoveryBesideLog:
         return And(self.may_protect(s), Or(s.kind(b) == BROKEN, s.kind(b) == EMPTY)), {
             'armed': put_where(s.armed, lambda p: s.block(p) == b, True)}
 
-    def step_enabling_sets(self, s, p: 'Page'):
-        """slot/bitmap.rs: mark"""
-        return And(s.epc() == FLAGGED, s.initially_set()), {
-            'bit': put(s.bit, p, True), 'armed': put(s.armed, p, True)}
-
-    def step_wipe(self, s, p: 'Page'):
-        """slot/bitmap.rs: clear_all"""
-        return And(s.epc() == OFF, s.bit(p)), {'bit': put(s.bit, p, False)}
-
-    def step_all_armed(self, s):
-        """vm/region.rs: begin_to_log"""
-        return And(s.epc() == FLAGGED, s.all(lambda p: s.armed(p))), {'epc': lambda: ARMED}
-
     def step_enabling_flushes(self, s, c: 'Cpu'):
         """vm/region.rs: begin_to_log"""
-        stays = self.left_out == 'enabling-flushes'
+        stays = self.without('enabling-flushes')
         return And(s.epc() == ARMED, Not(s.initially_set())), {
             'eflushed': put(s.eflushed, c, True),
             'tlb': put_where(s.tlb, lambda d, p: And(d == c, Not(stays)), False),
             'psc': put_where(s.psc, lambda d, b: And(d == c, Not(stays)), False)}
-
-    def step_enabled(self, s):
-        """vm/region.rs: change_slot returns"""
-        return And(s.epc() == ARMED, Or(s.initially_set(),
-                                        s.all(lambda c: s.eflushed(c)))), {'epc': lambda: ON}
 
     def step_disable(self, s):
         """vm/region.rs: change_slot"""
@@ -376,10 +328,6 @@ class RecoveryBesideLog:
         """A CPU caches a leaf"""
         return Or(self.is_writable(s, p), self.is_writable_below(s, c, p)), {'tlb': put(s.tlb, (c, p), True)}
 
-    def step_guest_write(self, s, c: 'Cpu', p: 'Page'):
-        """A CPU writes through a cached leaf"""
-        return s.tlb(c, p), {'unreported': put(s.unreported, p, Or(s.unreported(p), s.epc() == ON))}
-
     def step_zap_leaf(self, s, p: 'Page'):
         """second_stage/zap.rs: visit"""
         return And(s.kind(s.block(p)) <= BROKEN, s.present(p), Not(s.frozen(p))), {
@@ -395,27 +343,16 @@ class RecoveryBesideLog:
             Or(s.rpc(r) == MADE, And(s.rpc(r) == MARKS_ALL, Not(s.rdone(r, p)))))
         return Or(by_fault, by_recovery)
 
-    def held(self, s, p):
-        return s.holds(s.taker(p), p)
-
-    def safe(self, s):
-        return {
-            'a write is marked, held by a harvest, or about to be marked': s.all(lambda p: Implies(
-                s.unreported(p), Or(s.bit(p), self.held(s, p), self.will_mark(s, p)))),
-        }
-
     def inv(self, s):
-        return {**self.inv_of_counters(s), **self.inv_of_harvests(s), **self.heart(s)}
+        return {**inv_of_enabling(s), **inv_of_protecting(s), **self.inv_of_counters(s), **self.inv_of_walks(s),
+                **self.heart(s)}
 
     def inv_of_counters(self, s):
         return {
-            'the flag is set from FLAGGED on': And(s.epc() >= OFF, s.epc() <= ON,
-                s.flag() == (s.epc() >= FLAGGED)),
             'counters are in their ranges': And(
                 s.all(lambda b: And(s.kind(b) >= TABLE, s.kind(b) <= EMPTY)),
                 s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= MARKS)),
-                s.all(lambda r: And(s.rpc(r) >= IDLE, s.rpc(r) <= DONE)),
-                s.all(lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED))),
+                s.all(lambda r: And(s.rpc(r) >= IDLE, s.rpc(r) <= DONE))),
             'no leaf of a linked page-table page is frozen': s.all(lambda p: Implies(
                 s.frozen(p), s.kind(s.block(p)) != TABLE)),
             'what is unlinked is frozen': s.all(lambda p: Implies(s.kind(s.block(p)) >= HUGE, s.frozen(p))),
@@ -423,25 +360,12 @@ class RecoveryBesideLog:
                 s.fdone(f, p), s.fpc(f) == MARKS)),
             'a recovery has done pages once it marks': s.all(lambda r, p: Implies(
                 s.rdone(r, p), s.rpc(r) >= MARKS_ALL)),
-            'pages are armed after the flag': s.all(lambda p: Implies(Or(s.armed(p), s.esaw(p)), s.flag())),
+            'enabling walks after the flag': s.all(lambda p: Implies(s.esaw(p), s.flag())),
             'a walk is stale after it began': s.all(lambda p: Implies(s.estale(p), s.esaw(p))),
-            'all pages are armed from ARMED on': s.all(lambda p: Implies(s.epc() >= ARMED, s.armed(p))),
-            'enabling flushes after all is armed': s.all(lambda c: Implies(s.eflushed(c), s.epc() >= ARMED)),
-            'enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
-                s.epc() == ON, Or(s.initially_set(), s.eflushed(c)))),
-            'writes are counted after enabling': s.all(lambda p: Implies(s.unreported(p), s.epc() == ON)),
         }
 
-    def inv_of_harvests(self, s):
+    def inv_of_walks(self, s):
         return {
-            'a harvest holds pages between begin and return': s.all(lambda h, p: Implies(
-                s.holds(h, p), Or(s.hpc(h) == TAKES, s.hpc(h) == FLUSHES))),
-            'a harvest flushes after its turns': s.all(lambda h, c: Implies(
-                s.flushed(h, c), s.hpc(h) >= FLUSHES)),
-            'a harvest that flushes has protected all it holds': s.all(lambda h, p: Implies(
-                And(s.hpc(h) == FLUSHES, s.holds(h, p)), s.rearmed(h, p))),
-            'a harvest protects what it has taken': s.all(lambda h, p: Implies(
-                And(s.rearmed(h, p), s.hpc(h) != RETURNED), s.holds(h, p))),
             'a harvest walks after it has taken': s.all(lambda h, p: Implies(
                 s.hsaw(h, p), Or(s.holds(h, p), s.hpc(h) == RETURNED))),
             'a walk of a harvest that is not stale leads to linked leaves': s.all(lambda h, p: Implies(

@@ -74,7 +74,7 @@ class RecoveryBesidePushDown(RecoveryBesideLog):
 
     def step_clear_other(self, s, f: 'Fault', q: 'Page'):
         """second_stage/push_down.rs: protect_all (without effect in leaves that are frozen)"""
-        keeps = Or(self.left_out == 'clear-the-others', s.fstale(f), s.frozen(q))
+        keeps = Or(self.without('clear-the-others'), s.fstale(f), s.frozen(q))
         return And(s.fpc(f) == CLEARS, s.flogs(f), self.is_other(s, f, q)), {
             'writable': put(s.writable, q, And(keeps, s.writable(q))),
             'fcleared': put(s.fcleared, (f, q), True)}
@@ -98,20 +98,20 @@ class RecoveryBesidePushDown(RecoveryBesideLog):
     def step_unprotect(self, s, f: 'Fault'):
         """second_stage/push_down.rs: push_down_in (compare_exchange)"""
         b = s.block(s.page(f))
-        blind = And(self.left_out == 'exchange-what-was-read', s.kind(b) == TABLE)
+        blind = And(self.without('exchange-what-was-read'), s.kind(b) == TABLE)
         return And(s.fpc(f) == SET, Or(self.is_same(s, f), blind)), {
             'open': put(s.open, b, True), 'fpc': put(s.fpc, f, GAVE), 'fhuge': put(s.fhuge, f, False)}
 
     def step_unprotect_fails(self, s, f: 'Fault'):
         """second_stage/push_down.rs: push_down_in (Pushed::LeafOnly)"""
-        then = OUT if self.left_out == 'mark-if-overtaken' else GAVE
+        then = OUT if self.without('mark-if-overtaken') else GAVE
         return And(s.fpc(f) == SET, Not(self.is_same(s, f))), {
             'fpc': put(s.fpc, f, then), 'fhuge': put(s.fhuge, f, False)}
 
     # Directory entries are protected.
 
     def protects(self, s, b):
-        moves = Or(self.left_out != 'always-move-on', s.open(b))
+        moves = Or(not self.without('always-move-on'), s.open(b))
         return {'open': put(s.open, b, False),
                 'generation': put(s.generation, b, If(moves, s.generation(b) + 1, s.generation(b)))}
 

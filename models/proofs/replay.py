@@ -11,6 +11,7 @@ change alone. What the model has no step for is an error, too.
 page when it is linked, an answer of the host when it is given. It goes when nothing depends on it any more.
 """
 import collections
+import functools
 import glob
 import importlib
 import itertools
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import sys
 import time
+import compiled
 import prover
 import solvers
 
@@ -25,19 +27,14 @@ import solvers
 NR_PTES, NR_ROOT_PTES, LEVEL_BITS, PTE_BYTES = 4, 2, 9, 8
 PAGES = [block << LEVEL_BITS | page for block in range(2) for page in range(NR_PTES)]
 NR_CPUS = 2
+# Of one protocol alone: the other proofs leave out what they change.
+OF_ONE_PROTOCOL = {'slot-made', 'slot-claimed', 'slot-released', 'set-built', 'slot-freed', 'hazard-set',
+                   'hazard-cleared', 'fault-unpinned', 'announcements-read', 'pte-kept'}
 DEFAULTS = {'bool': False, 'int': 0}
 
 
 class Mismatch(Exception):
     """The engine did what the model does not allow, a conjunct was lost, or a PTE is another one."""
-
-
-class LazyState(prover.State):
-    """A state whose outermost quantifiers are not evaluated while `is_lazy`."""
-    is_lazy = False
-
-    def all(self, f):
-        return (lambda: self._quantify(f, True)) if self.is_lazy else self._quantify(f, True)
 
 
 class Run:
@@ -48,13 +45,12 @@ class Run:
         prover.use(model)
         self.steps = {n: f for n, f, _ in prover.steps_of(model)}
         self.variables = {**model.fixed, **model.state}
-        self.reads = variables_of_conjuncts(model)
-        self.count = collections.Counter()
+        self.conjuncts = self.compile()
 
     def start(self):
         self.elements = {sort: [] for sort in self.model.sorts}
         self.values = {name: {} for name in self.variables}
-        self.state = LazyState(None, self.elements, {n: self.reader(n) for n in self.variables})
+        self.state = prover.State(None, self.elements, {n: self.reader(n) for n in self.variables})
 
     def default(self, name):
         return DEFAULTS.get(self.variables[name][1])
@@ -96,41 +92,69 @@ class Run:
     def cells(self, variable):
         return itertools.product(*(self.elements[sort] for sort in self.model.state[variable][0]))
 
+    def compile(self):
+        """[(conjunct, the variables in it, whether it holds)]. A step that changes none of the variables keeps it."""
+        defaults = {n: self.default(n) for n in self.variables}
+        formulas = prover.conjuncts(self.model, prover.symbolic(self.model))
+        reads = prover.variables_of(self.model, formulas)
+        found = [(name, reads[name], compiled.function(formula, defaults)) for name, formula in formulas.items()]
+        return found
+
     def check(self, changed, step):
-        s = self.state
-        s.is_lazy = True
-        formulas = prover.conjuncts(self.model, s)
-        s.is_lazy = False
-        for name, holds in formulas.items():
-            if self.reads[name] & changed and not (holds() if callable(holds) else holds):
+        for name, reads, holds in self.conjuncts:
+            if reads & changed and not holds(self.values, self.elements):
                 raise Mismatch(f'{step} loses: {name}')
-
-
-def variables_of_conjuncts(model):
-    """{conjunct: the variables in it}. A step that changes none of them keeps it."""
-    found = {}
-    for name, formula in prover.conjuncts(model, prover.symbolic(model)).items():
-        symbols = {}
-        solvers.collect(solvers.term(formula), symbols, set())
-        found[name] = set(symbols) & set(model.state)
-    return found
 
 
 class Schedule:
     """Translates what the engine showed in one schedule to steps of the model: `on_EVENT` for each event."""
 
+    of_thread = None                # the type of what an adapter knows of each thread
+
     def __init__(self, run, events):
         self.run, self.events = run, events
         run.start()
         self.s = run.state
+        self.threads, self.nr_elements = collections.defaultdict(self.of_thread), 0
+        self.flushes = collections.defaultdict(list)    # of each CPU: (thread, step) of those under way
 
     def replay(self):
         for self.nr, (self.thread, name, numbers) in enumerate(self.events):
             on = getattr(self, 'on_' + name.replace('-', '_'), None)
-            if on is None and name not in self.ignored:
+            if on is None and name not in self.ignored | OF_ONE_PROTOCOL:
                 raise Mismatch(f'no step for {name}')
             if on is not None:
                 on(*numbers)
+
+    @property
+    def at(self):
+        return self.threads[self.thread]
+
+    def new(self, sort):
+        self.nr_elements += 1
+        return self.run.add(sort, f'{sort} {self.nr_elements}')
+
+    # A flush. Each CPU makes its step of it as late as it may: before its next walk, or when the flush ends.
+
+    def begin_flush(self, step):
+        for cpu in range(NR_CPUS):
+            self.flushes[cpu].append((self.thread, step))
+
+    def on_cpu_walks(self, cpu):
+        for thread, step in self.flushes.pop(cpu, []):
+            self.flush(thread, step, cpu)
+
+    def end_flush(self):
+        for cpu in range(NR_CPUS):
+            found, self.flushes[cpu] = self.flushes[cpu], []
+            for thread, step in found:
+                if thread == self.thread:
+                    self.flush(thread, step, cpu)
+                else:
+                    self.flushes[cpu].append((thread, step))
+
+    def flush(self, thread, step, cpu):
+        self.run.step(*step, cpu)
 
     def later(self):
         """What the thread does next."""
@@ -139,6 +163,7 @@ class Schedule:
                 yield name, numbers
 
 
+@functools.cache
 def schedules_of(path):
     """[(root, levels, [(thread, event, numbers)])]."""
     found = []
@@ -152,11 +177,22 @@ def schedules_of(path):
     return found
 
 
-def replay(part):
-    """Returns (protocol, number of events, number of each step, None or what went wrong)."""
-    protocol, schedules = part
+@functools.cache
+def run_of(protocol):
     kind = importlib.import_module(f'replay_{protocol}').Schedule
-    run, nr_events = Run(kind.model()), 0
+    return kind, Run(kind.model())
+
+
+def replay(part):
+    """Returns (protocol, numbers of schedules and events, number of each step, None or what went wrong).
+
+    A part is (protocol, file, its number, number of parts). The schedules would fill the pipe to the process.
+    """
+    protocol, path, nr, nr_parts = part
+    schedules = schedules_of(path)[nr::nr_parts]
+    kind, run = run_of(protocol)
+    prover.use(run.model)
+    run.count, nr_events = collections.Counter(), 0
     for root, nr_levels, events in schedules:
         schedule = kind(run, root, nr_levels, events)
         try:
@@ -164,20 +200,22 @@ def replay(part):
         except Mismatch as wrong:
             shown = [f'    {t} {n} {" ".join(map(str, k))}' for t, n, k in events[:schedule.nr + 1]]
             wrong = '\n'.join([*shown, f'  {protocol}: thread {schedule.thread}: {wrong}'])
-            return protocol, nr_events, run.count, wrong
+            return protocol, len(schedules), nr_events, run.count, wrong
         nr_events += len(events)
-    return protocol, nr_events, run.count, None
+    return protocol, len(schedules), nr_events, run.count, None
 
 
 def main(base):
     began, nr_parts = time.time(), 4 * os.cpu_count()
     paths = {path.rsplit('.', 1)[1]: path for path in sorted(glob.glob(glob.escape(base) + '.*'))}
-    schedules = {protocol: schedules_of(path) for protocol, path in paths.items()}
-    parts = [(protocol, found[n::nr_parts]) for protocol, found in schedules.items() for n in range(nr_parts)]
-    steps, nr_events = {p: collections.Counter() for p in paths}, collections.Counter()
+    # In turn: what is wrong in one of them is found soon.
+    parts = [(protocol, path, n, nr_parts) for n in range(nr_parts) for protocol, path in paths.items()]
+    steps = {p: collections.Counter() for p in paths}
+    nr_schedules, nr_events = collections.Counter(), collections.Counter()
     with multiprocessing.Pool(os.cpu_count()) as pool:
-        for protocol, nr, count, wrong in pool.imap_unordered(replay, parts):
-            nr_events[protocol] += nr
+        for protocol, nr, nr_of_it, count, wrong in pool.imap_unordered(replay, parts):
+            nr_schedules[protocol] += nr
+            nr_events[protocol] += nr_of_it
             steps[protocol] += count
             if wrong:
                 print(wrong)
@@ -185,7 +223,7 @@ def main(base):
                 return 1
     failed = not paths
     for protocol in paths:
-        print(f'{protocol}: {nr_events[protocol]} events of {len(schedules[protocol])} schedules are '
+        print(f'{protocol}: {nr_events[protocol]} events of {nr_schedules[protocol]} schedules are '
               f'{sum(steps[protocol].values())} steps')
         kind = importlib.import_module(f'replay_{protocol}').Schedule
         names = [n for n, _, _ in prover.steps_of(kind.model())]

@@ -5,9 +5,9 @@ marked the page.
 """
 import collections
 import replay
-from dirty_log import FLAGGED, GAVE, LOGS, MARKS, OFF, OUT, SUMMARIZES, TAKES, UNVISITED, WROTE, DirtyLog
+from dirty_log import FLAGGED, GAVE, IDLE, LOGS, MARKS, OFF, OUT, SUMMARIZES, TAKES, UNVISITED, WROTE, DirtyLog
 from page_tables import LEAF, TABLE
-from replay import LEVEL_BITS, NR_CPUS, NR_PTES, NR_ROOT_PTES, PAGES, PTE_BYTES, Mismatch
+from replay import LEVEL_BITS, NR_CPUS, NR_ROOT_PTES, PAGES, PTE_BYTES, Mismatch
 
 PAGES_PER_WORD = 64
 WORDS = sorted({page // PAGES_PER_WORD for page in PAGES})
@@ -17,55 +17,192 @@ GUEST_MAY_WRITE = 2                         # of the last number of a leaf
 class Thread:
     def __init__(self):
         self.fault = self.harvest = self.mark = None
+        self.masks = {}                 # of its harvest, for each word
+        self.flushed = []               # the ranges of its flush
 
 
-class Schedule(replay.Schedule):
+class Log(replay.Schedule):
+    """What the dirty logs share: logging begins and ends, CPUs cache leaves, and flushes wait for them."""
+    of_thread = Thread
+    used = PAGES
+    takes = TAKES                           # where a harvest begins to flush
+    cpu = 'Cpu'
+    ignored = {'host-answers', 'ranges-read', 'ranges-found', 'number-read', 'number-taken'}
+
+    def __init__(self, run, root, nr_levels, events):
+        super().__init__(run, events)
+        self.root, self.nr = root, 0
+        self.page_of, self.made = {}, {}
+        self.enabler = None                 # the thread that turns logging on
+        self.has_log = False
+        self.flushes = collections.defaultdict(list)    # of each CPU: those that wait for its access
+        for page in self.used:
+            run.add('Page', page)
+        for cpu in range(NR_CPUS):
+            run.add(self.cpu, cpu)
+        assert nr_levels == 2
+        self.blocks = {root + PTE_BYTES * n: [p for p in self.used if p >> LEVEL_BITS == n]
+                       for n in range(NR_ROOT_PTES)}
+
+    def pages(self, word, mask):
+        """The used pages of a mask."""
+        return [p for p in self.used if p // PAGES_PER_WORD == word and mask >> (p % PAGES_PER_WORD) & 1]
+
+    def on_pte_made(self, cell, *kinds):
+        self.made[cell] = kinds[:3]
+
+    def show_leaf(self, page, kind, b):
+        if bool(self.s.writable(page)) != bool(kind == LEAF and b & GUEST_MAY_WRITE):
+            raise Mismatch(f'page {page} is writable in the model: {self.s.writable(page)}')
+
+    # Faults.
+
+    def replay(self):
+        super().replay()
+        for self.thread in list(self.threads):
+            self.end_fault()
+
+    def end_fault(self):
+        fault, self.at.fault = self.at.fault, None
+        if fault is not None:
+            if self.s.fpc(fault) != OUT:
+                raise Mismatch(f'a fault ends at {self.s.fpc(fault)}')
+            self.run.remove('Fault', fault)
+
+    def is_at(self, *counters):
+        return self.at.fault is not None and self.s.fpc(self.at.fault) in counters
+
+    # The flag.
+
+    def on_slots_published(self):
+        if self.s.epc() == OFF and self.events[self.nr + 1:] and self.begins_to_log():
+            self.enabler = self.thread
+            self.run.step('publish_flag')
+            if self.s.initially_set() and not self.has_log:
+                self.has_log = True
+                self.set_all()
+        elif self.thread == self.enabler:
+            self.run.step('disable')
+            self.enabler = None
+
+    def begins_to_log(self):
+        return any(name == 'logs-now' for name, _ in self.later())
+
+    def on_initially_set(self):
+        self.run.fix('initially_set', (), True)
+
+    def set_all(self):
+        """A new log has all marks."""
+        for page in self.used:
+            self.run.step('enabling_sets', page)
+
+    def on_logs_now(self):
+        if self.s.initially_set():
+            self.run.step('all_armed')
+        self.run.step('enabled')
+
+    # Flushes.
+
+    def has_cached(self, cpu):
+        return any(self.s.tlb(cpu, page) for page in self.used)
+
+    def on_flush_begins(self, start, end):
+        harvest = self.at.harvest
+        if harvest is not None and self.s.hpc(harvest) == self.takes:
+            self.end_turns()
+        elif self.thread == self.enabler and self.s.epc() == FLAGGED:
+            self.all_armed()
+        self.begin_flush(start, end)
+
+    def end_turns(self):
+        self.run.step('turns_are_over', self.at.harvest)
+
+    def all_armed(self):
+        self.run.step('all_armed')
+
+    def flush_step(self):
+        if self.at.harvest is not None:
+            return 'flush', self.at.harvest
+        return ('enabling_flushes',) if self.thread == self.enabler else None
+
+    def must_flush(self, page):
+        return self.at.harvest is None or self.s.holds(self.at.harvest, page)
+
+    def begin_flush(self, start, end):
+        """A CPU flushes at once, or when the access that is under way is over."""
+        step = self.flush_step()
+        if step is None:
+            return
+        self.at.flushed.append((start, end))
+        for cpu in range(NR_CPUS):
+            if self.has_cached(cpu):
+                self.flushes[cpu].append((self.thread, step))
+            else:
+                self.run.step(*step, cpu)
+
+    def on_flush_ends(self):
+        if any(thread == self.thread for found in self.flushes.values() for thread, _ in found):
+            raise Mismatch('a flush ends while a CPU uses what it had cached before')
+        ranges, self.at.flushed = self.at.flushed, []
+        left = [p for p in self.used if self.must_flush(p) and not any(start <= p < end for start, end in ranges)]
+        if ranges and left:
+            raise Mismatch(f'a flush leaves {left}')
+
+    # CPUs.
+
+    def on_cpu_translates(self, cpu, gfn, cell):
+        self.run.step('fill_tlb', cpu, gfn)
+
+    def on_cpu_writes(self, cpu, gfn):
+        self.run.step('guest_write', cpu, gfn)
+
+    def on_cpu_forgets(self, cpu, gfn):
+        for page in self.used:
+            if self.s.tlb(cpu, page):
+                self.run.step('evict_tlb', cpu, page)
+        for _, step in self.flushes.pop(cpu, []):
+            self.run.step(*step, cpu)
+
+
+class Schedule(Log):
     model = DirtyLog
-    ignored = {'fault-looks', 'host-answers', 'ranges-read', 'ranges-found', 'number-read', 'number-taken', 'published',
-               'withdrawn'}
+    ignored = {*Log.ignored, 'published', 'withdrawn'}
     # W is lost to operations beside harvests; all bits are set at first (`initially_set`); a rare race.
     not_shown = {'drop_write', 'enabling_sets', 'enabling_summarizes', 'summarize_again'}
 
     def __init__(self, run, root, nr_levels, events):
-        super().__init__(run, events)
-        self.threads = collections.defaultdict(Thread)
-        self.root, self.nr = root, 0
-        self.page_of, self.made = {}, {}
-        self.enabler = None                 # the thread that turns logging on
-        self.flushes = collections.defaultdict(list)    # of each CPU: those that wait for its access
-        self.nr_elements = 0
+        super().__init__(run, root, nr_levels, events)
         for page in PAGES:
-            run.add('Page', page)
             run.add('Leaf', page)
             run.fix('leaf', (page,), page)
             run.fix('word', (page,), page // PAGES_PER_WORD)
         for word in WORDS:
             run.add('Word', word)
-        for cpu in range(NR_CPUS):
-            run.add('Cpu', cpu)
-        assert nr_levels == 2
-        self.blocks = {root + PTE_BYTES * n: [p for p in PAGES if p >> LEVEL_BITS == n] for n in range(NR_ROOT_PTES)}
 
-    @property
-    def at(self):
-        return self.threads[self.thread]
+    def replay(self):
+        super().replay()
+        for self.thread in list(self.threads):
+            self.must_have_marked()
 
-    def new(self, sort):
-        self.nr_elements += 1
-        return self.run.add(sort, f'{sort} {self.nr_elements}')
+    def must_have_marked(self):
+        """The fault of the thread, or its call that marks, has returned."""
+        if self.at.fault is not None:
+            raise Mismatch('a fault has restored W and returns before it has marked its page')
+        if self.at.mark is not None and self.s.mpc(self.at.mark) != IDLE:
+            raise Mismatch('a call of the VMM returns before it has marked the page')
 
-    def pages(self, word, mask):
-        """The used pages of a mask."""
-        return [p for p in PAGES if p // PAGES_PER_WORD == word and mask >> (p % PAGES_PER_WORD) & 1]
+    def on_fault_looks(self, gfn):
+        self.must_have_marked()
+
+    def on_cpu_translates(self, cpu, gfn, cell):
+        self.must_have_marked()
+        super().on_cpu_translates(cpu, gfn, cell)
 
     def words(self, group, words):
         """The used words of a word of the summary."""
         return [w for w in WORDS if group == 0 and words >> w & 1]
 
     # Leaves.
-
-    def on_pte_made(self, cell, *kinds):
-        self.made[cell] = kinds[:3]
 
     def on_pte_replaced(self, cell, level, old, old_a, old_b, new, a, b):
         if new == TABLE and cell in self.blocks:
@@ -104,8 +241,7 @@ class Schedule(replay.Schedule):
         page = self.page_of.get(cell)
         if page is None:
             return
-        if bool(self.s.writable(page)) != bool(kind == LEAF and b & GUEST_MAY_WRITE):
-            raise Mismatch(f'page {page} is writable in the model: {self.s.writable(page)}')
+        self.show_leaf(page, kind, b)
         if not self.s.writable(page):
             self.protects(page)
 
@@ -129,20 +265,6 @@ class Schedule(replay.Schedule):
     def finds_slot_next(self):
         """Whether this is the last look at the memslots before the VMM's mark: the one that decides."""
         return next(self.later(), ('',))[0] != 'slots-read'
-
-    def on_slots_published(self):
-        if self.s.epc() == OFF and self.events[self.nr + 1:] and self.begins_to_log():
-            self.enabler = self.thread
-            self.run.step('publish_flag')
-        elif self.thread == self.enabler:
-            self.run.step('disable')
-            self.enabler = None
-
-    def begins_to_log(self):
-        return any(name == 'logs-now' for name, _ in self.later())
-
-    def on_logs_now(self):
-        self.run.step('enabled')
 
     # Marks.
 
@@ -188,6 +310,7 @@ class Schedule(replay.Schedule):
             self.at.fault = None
 
     def on_vmm_writes(self, gfn):
+        self.must_have_marked()
         self.at.mark = self.new('Mark')
         self.run.fix('page_of', (self.at.mark,), gfn)
         self.run.step('vmm_write', self.at.mark)
@@ -195,6 +318,7 @@ class Schedule(replay.Schedule):
     # Harvests.
 
     def on_harvest_begins(self, *masks):
+        self.must_have_marked()
         harvest = self.at.harvest = self.new('Harvest')
         if masks:
             self.run.fix('masks', (harvest,), True)
@@ -229,9 +353,9 @@ class Schedule(replay.Schedule):
             raise Mismatch(f'the engine takes {marks:#x} of word {word}; the model {taken}')
 
     def end_turns(self):
-        run, s, harvest = self.run, self.s, self.at.harvest
+        s, harvest = self.s, self.at.harvest
         self.protects_rest([p for p in PAGES if s.holds(harvest, p) and not s.rearmed(harvest, p)])
-        run.step('turns_are_over', harvest)
+        super().end_turns()
 
     def on_harvest_ends(self):
         run, s, harvest = self.run, self.s, self.at.harvest
@@ -248,43 +372,6 @@ class Schedule(replay.Schedule):
         run.remove('Harvest', harvest)
         self.at.harvest = None
 
-    # Flushes.
-
-    def on_flush_begins(self, start, end):
-        run, s, harvest = self.run, self.s, self.at.harvest
-        if harvest is not None and s.hpc(harvest) == TAKES:
-            self.end_turns()
-        elif self.thread == self.enabler and s.epc() == FLAGGED:
-            self.protects_rest([p for p in PAGES if not s.armed(p)])
-            run.step('all_armed')
-
-        self.begin_flush()
-
-    def begin_flush(self):
-        """A CPU flushes at once, or when the access that is under way is over."""
-        step = ('flush', self.at.harvest) if self.at.harvest is not None else ('enabling_flushes',)
-        if self.at.harvest is None and self.thread != self.enabler:
-            return
-        for cpu in range(NR_CPUS):
-            if any(self.s.tlb(cpu, page) for page in PAGES):
-                self.flushes[cpu].append((self.thread, step))
-            else:
-                self.run.step(*step, cpu)
-
-    def on_flush_ends(self):
-        if any(thread == self.thread for found in self.flushes.values() for thread, _ in found):
-            raise Mismatch('a flush ends while a CPU uses what it had cached before')
-
-    # CPUs.
-
-    def on_cpu_translates(self, cpu, gfn, cell):
-        self.run.step('fill_tlb', cpu, gfn)
-
-    def on_cpu_writes(self, cpu, gfn):
-        self.run.step('guest_write', cpu, gfn)
-
-    def on_cpu_forgets(self, cpu, gfn):
-        if self.s.tlb(cpu, gfn):
-            self.run.step('evict_tlb', cpu, gfn)
-        for _, step in self.flushes.pop(cpu, []):
-            self.run.step(*step, cpu)
+    def all_armed(self):
+        self.protects_rest([p for p in PAGES if not self.s.armed(p)])
+        super().all_armed()

@@ -2,7 +2,6 @@
 
 Each round of a fault is a fault of its own. The pages of its leaf are what it installs later in the round.
 """
-import collections
 import replay
 from invalidation import ACTS, COUNTS, GONE, LOOKED, PUBLISHED, RESOLVED, TOOK, UNLINKS, WALKS, ZAPS, Invalidation
 from page_tables import BROKEN, EMPTY, LEAF, STORED, TABLE
@@ -21,13 +20,12 @@ class Thread:
 
 
 class Schedule(replay.Schedule):
-    model = Invalidation
-    ignored = {'slots-read', 'slots-published'}
+    model, of_thread = Invalidation, Thread
+    ignored = {'slots-read', 'slots-published', 'cpu-reads'}
     not_shown = set()
 
     def __init__(self, run, root, nr_levels, events):
         super().__init__(run, events)
-        self.threads = collections.defaultdict(Thread)
         self.places, self.made = {}, {}
         self.nr_faults = 0
         self.have_read_ranges = set()
@@ -39,10 +37,6 @@ class Schedule(replay.Schedule):
         self.add_table(root, nr_levels, PAGES, NR_ROOT_PTES)
         for variable in 'used', 'linked':
             run.fix(variable, (root,), True)
-
-    @property
-    def at(self):
-        return self.threads[self.thread]
 
     # Elements.
 
@@ -82,8 +76,8 @@ class Schedule(replay.Schedule):
         else:
             is_same = s.kind(cell) == kind and s.down(cell) == a
         if not is_same or (kind != FROZEN and s.frozen(cell)):
-            raise Mismatch(f'the engine has {kind, a, b} at {cell}; the model: kind {s.kind(cell)}, number {s.num(cell)}'
-                           f', answer {s.ans(cell)}, down {s.down(cell)}, frozen {s.frozen(cell)}')
+            raise Mismatch(f'the engine has {kind, a, b} at {cell}; the model: kind {s.kind(cell)}, number '
+                           f'{s.num(cell)}, answer {s.ans(cell)}, down {s.down(cell)}, frozen {s.frozen(cell)}')
 
     # A fault.
 
@@ -109,7 +103,7 @@ class Schedule(replay.Schedule):
             self.forget_fresh()
 
     def level_of_leaf(self, gfn):
-        """The level of the leaf that the thread's fault installs later in this round; the lowest if it installs none."""
+        """The level of the leaf that the thread's fault installs later in this round; the lowest if none."""
         made = {}
         for name, numbers in self.later():
             if name == 'fault-looks':
@@ -125,7 +119,7 @@ class Schedule(replay.Schedule):
         return 1
 
     def leaf_in(self, made, table, level, gfn):
-        """The level of the leaf for `gfn` in the page-table page at `table`, which was just made; None if there is none."""
+        """The level of the leaf for `gfn` in the page-table page at `table`, which was just made; or None."""
         cell = table + PTE_BYTES * ((gfn >> LEVEL_BITS * (level - 1)) % NR_PTES)
         kind, a = made[cell][3 * (level > 1):][:2]
         return level if kind == LEAF else self.leaf_in(made, a, level - 1, gfn) if kind == TABLE else None
@@ -250,20 +244,27 @@ class Schedule(replay.Schedule):
             run.step('pass', inv, cell, self.page_of(inv, cell))
 
     def on_flush_begins(self, start, end):
+        step = self.step_of_flush([p for p in PAGES if start <= p < end])
+        if step is not None:
+            self.begin_flush(step)
+
+    def step_of_flush(self, pages):
+        """What each CPU does in the flush that begins, but for the CPU; None if it is no step."""
         if not self.at.invs or not self.walks(self.at.invs[-1]):
-            return
+            return None
         inv = self.at.invs[-1]
-        if all(start <= p < end for p in PAGES if self.s.covers(inv, p)):
-            self.at.is_last_flush = True
-            if self.s.ipc(inv) == ZAPS:
-                self.run.step('zapped', inv)
-            self.run.step('unlinked', inv)
+        if not all(p in pages for p in PAGES if self.s.covers(inv, p)):
+            return None
+        self.at.is_last_flush = True
+        if self.s.ipc(inv) == ZAPS:
+            self.run.step('zapped', inv)
+        self.run.step('unlinked', inv)
+        return 'flush', inv
 
     def on_flush_ends(self):
+        self.end_flush()
         if self.at.is_last_flush:
             self.at.is_last_flush = False
-            for cpu in range(NR_CPUS):
-                self.run.step('flush', self.at.invs[-1], cpu)
             self.run.step('flushed', self.at.invs[-1])
 
     def on_host_changes(self, gfn, pfn):
@@ -273,6 +274,9 @@ class Schedule(replay.Schedule):
         inv = self.places.pop(place)
         self.run.step('withdraw', inv)
         self.at.invs.remove(inv)
+        self.forget_inv(inv)
+
+    def forget_inv(self, inv):
         self.run.remove('Inv', inv)
 
     def on_cpu_translates(self, cpu, gfn, cell):
@@ -285,7 +289,12 @@ class Schedule(replay.Schedule):
 
     def on_pte_replaced(self, cell, level, old, old_a, old_b, new, a, b):
         self.show(cell, old, old_a, old_b)
-        change = (old, new)
+        self.change(cell, level, (old, new), a, b)
+        self.forget_fresh()
+        self.show(cell, new, a, b)
+
+    def change(self, cell, level, change, a, b):
+        old, new = change
         if new == FROZEN:
             self.freeze(cell)
         elif new == TABLE and old in (EMPTY, LEAF):
@@ -310,14 +319,12 @@ class Schedule(replay.Schedule):
             pass                        # rights, A and D: `show` compares the rest
         else:
             raise Mismatch(f'no step replaces {old} by {new}')
-        self.forget_fresh()
-        self.show(cell, new, a, b)
 
     def link(self, cell, level, old, table):
         """A page-table page, perhaps with others below it, and perhaps with the leaf of the fault."""
         run, s, fault = self.run, self.s, self.at.fault
         self.add_table(table, level - 1, self.pages_of(cell), NR_PTES)
-        run.step('refine' if old == EMPTY else 'split', cell, table)
+        self.hang(cell, old, table)
         made = {c: self.made[c][3 * (level > 2):][:3] for c in run.elements['Pte'] if s.table(c) == table}
         for below, (kind, a, b) in made.items():
             if kind == TABLE:
@@ -331,6 +338,9 @@ class Schedule(replay.Schedule):
         for below, (kind, a, b) in made.items():
             self.show(below, kind, a, b)
 
+    def hang(self, cell, old, table):
+        self.run.step('refine' if old == EMPTY else 'split', cell, table)
+
     def zap(self, cell, level, number):
         run, s, at = self.run, self.s, self.at
         if at.fault is not None and s.fpc(at.fault) == TOOK:
@@ -339,7 +349,10 @@ class Schedule(replay.Schedule):
         if level == 1:
             run.step('zap_lowest', inv, cell, self.page_of(inv, cell))
         else:
-            run.step('zap_higher', inv, cell, self.page_of(inv, cell), number)
+            run.step(self.zap_higher(cell), inv, cell, self.page_of(inv, cell), number)
+
+    def zap_higher(self, cell):
+        return 'zap_higher'
 
     def on_pte_frozen(self, cell):
         if not self.is_known(cell):

@@ -13,7 +13,7 @@ Left out: what is in the rings (`dirty_rings.py`): a page that was pushed stays 
 move or cease to log.
 """
 import prover
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 OUT, GAVE, PUSHES = range(3)                            # of a fault
 OFF, FLAGGED, PROTECTS, FLUSHES, ON = range(5)          # of a memslot that begins to log
@@ -21,7 +21,7 @@ NONE, VISITS, FLUSHES_ALL, DONE = range(4)              # of the call that enabl
 UNSEEN, IDLE, LOGGED = range(3)                         # what that call has found of a memslot
 
 
-class RingEnabling:
+class RingEnabling(Protocol):
     sorts = ['Slot', 'Page', 'Fault', 'Opener', 'Cpu']
     letters = {'s': 'Slot', 'p': 'Page', 'f': 'Fault', 'o': 'Opener', 'c': 'Cpu', 'm': 'Slot'}
     fixed = {'slot': (['Page'], 'Slot'), 'page': (['Fault'], 'Page'), 'initially_set': ([], 'bool')}
@@ -45,12 +45,6 @@ class RingEnabling:
         'memslot-flushes': 'A memslot that begins to log does not flush.',
     }
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'no rings': And(Not(s.rings()), s.epc() == NONE, s.all(lambda o: Not(s.inside(o)))),
@@ -64,7 +58,7 @@ class RingEnabling:
 
     def step_enter(self, s, o: 'Opener'):
         """dirty/rings.rs: enter"""
-        return And(Not(s.inside(o)), Or(Not(s.rings()), self.left_out == 'no-rings')), {
+        return And(Not(s.inside(o)), Or(Not(s.rings()), self.without('no-rings'))), {
             'inside': put(s.inside, o, True)}
 
     def step_leave(self, s, o: 'Opener'):
@@ -95,22 +89,22 @@ class RingEnabling:
 
     def step_enable_rings(self, s):
         """dirty/rings.rs: enable"""
-        alone = Or(self.left_out == 'no-opener', s.all(lambda o: Not(s.inside(o))))
+        alone = Or(self.without('no-opener'), s.all(lambda o: Not(s.inside(o))))
         ready = s.epc() == NONE
-        if self.left_out == 'rings-before-flags':
+        if self.without('rings-before-flags'):
             ready = And(s.epc() == VISITS, s.all(lambda m: s.found(m) != UNSEEN))
         return And(ready, Not(s.rings()), alone), {'rings': lambda: True, 'epc': lambda: VISITS}
 
     def step_look_at_memslot(self, s, m: 'Slot'):
         """vm/region.rs: begin_to_log_by_rings (logs)"""
-        early = self.left_out == 'rings-before-flags'
+        early = self.without('rings-before-flags')
         may = And(s.epc() <= VISITS, Not(s.rings())) if early else s.epc() == VISITS
         return And(may, s.found(m) == UNSEEN), {
             'found': put(s.found, m, If(s.logs(m), LOGGED, IDLE)), 'epc': lambda: VISITS}
 
     def step_enabling_protects(self, s, p: 'Page'):
         """second_stage/protect.rs: protect_slot"""
-        keeps = And(self.left_out == 'protect-logging', s.writable(p))
+        keeps = And(self.without('protect-logging'), s.writable(p))
         return And(s.epc() == VISITS, s.rings(), s.found(s.slot(p)) == LOGGED), {
             'writable': put(s.writable, p, keeps), 'edone': put(s.edone, p, True)}
 
@@ -121,7 +115,7 @@ class RingEnabling:
 
     def step_enabling_flushes(self, s, c: 'Cpu'):
         """vm/region.rs: begin_to_log (flush)"""
-        meant = lambda p: And(self.left_out != 'enabling-flushes', s.edone(p))
+        meant = lambda p: And(not self.without('enabling-flushes'), s.edone(p))
         return s.epc() == FLUSHES_ALL, {'eflushed': put(s.eflushed, c, True),
                                         'tlb': put_where(s.tlb, lambda d, p: And(d == c, meant(p)), False)}
 
@@ -136,13 +130,13 @@ class RingEnabling:
 
     def step_publish_flag(self, s, m: 'Slot'):
         """vm/region.rs: change_slot"""
-        if self.left_out == 'flag-before-rings':
+        if self.without('flag-before-rings'):
             return Or(s.spc(m) == PROTECTS, s.spc(m) == ON), {'logs': put(s.logs, m, True)}
         return s.spc(m) == OFF, {'logs': put(s.logs, m, True), 'spc': put(s.spc, m, FLAGGED)}
 
     def step_read_rings(self, s, m: 'Slot'):
         """vm/region.rs: begin_to_log (are_enabled)"""
-        at = OFF if self.left_out == 'flag-before-rings' else FLAGGED
+        at = OFF if self.without('flag-before-rings') else FLAGGED
         return s.spc(m) == at, {'spc': put(s.spc, m, self.after_flag(s))}
 
     def step_memslot_protects(self, s, p: 'Page'):
@@ -158,7 +152,7 @@ class RingEnabling:
 
     def step_memslot_flushes(self, s, m: 'Slot', c: 'Cpu'):
         """vm/region.rs: begin_to_log (flush)"""
-        meant = lambda p: And(self.left_out != 'memslot-flushes', s.slot(p) == m)
+        meant = lambda p: And(not self.without('memslot-flushes'), s.slot(p) == m)
         return s.spc(m) == FLUSHES, {'sflushed': put(s.sflushed, (m, c), True),
                                      'tlb': put_where(s.tlb, lambda d, p: And(d == c, meant(p)), False)}
 

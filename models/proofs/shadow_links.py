@@ -22,14 +22,14 @@ registered. A comparison is one step. Each step is atomic, in one order for all 
 """
 import prover
 import starts
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 from starts import at
 
 OUT, HOLDS, REGISTERED, OVER = range(4)                                 # of a thread that links
 WALKS, LOCAL, FLUSHED = range(1, 4)                                     # of a flush
 
 
-class ShadowLinks:
+class ShadowLinks(Protocol):
     sorts = ['Linker', 'Flush', 'Link', 'Upper', 'Page', 'Cpu', 'Index']
     letters = {'k': 'Linker', 'n': 'Linker', 'i': 'Flush', 'j': 'Flush', 'l': 'Link', 'm': 'Link',
                'u': 'Upper', 'p': 'Page', 'c': 'Cpu'}
@@ -67,9 +67,6 @@ class ShadowLinks:
     # A root and a middle page, with a link each.
     start = at(is_root=[True, False], above=['upper0', 'upper1'], link=['link0', 'link1'], to_middle='upper1',
                root='upper0', first='link0', is_all=[True, False])
-
-    def __init__(self, left_out=None):
-        self.left_out = left_out
 
     def axioms(self, s):
         return {
@@ -122,7 +119,7 @@ class ShadowLinks:
 
     def step_register(self, s, k: 'Linker'):
         """shadow/install.rs: link, set_target and the list of parents, under the lock of the frame below."""
-        l, late = s.link(k), self.left_out == 'register-before-compare'
+        l, late = s.link(k), self.without('register-before-compare')
         done = s.all(lambda p: s.done(k, p)) if late else True
         return And(s.kpc(k) == HOLDS, Not(s.registered(l)), done), {
             'kpc': put(s.kpc, k, REGISTERED), 'registered': put(s.registered, l,
@@ -133,14 +130,14 @@ class ShadowLinks:
         """shadow/sync.rs: sync_below, one page. It is compared if it is unsync, and below."""
         below = s.some(lambda m: And(s.registered(m), s.above(m) == s.to_middle(k), s.page(m) == p))
         mine = If(s.is_root(s.above(s.link(k))), below, p == s.to_page(k))
-        compares = And(s.bit(p), mine, self.left_out != 'link-compares')
-        late = self.left_out == 'register-before-compare'
+        compares = And(s.bit(p), mine, not self.without('link-compares'))
+        late = self.without('register-before-compare')
         return And(s.kpc(k) == (HOLDS if late else REGISTERED), Not(s.done(k, p))), {
             'done': put(s.done, (k, p), True), 'fresh': self.compare(s, lambda q: And(q == p, compares))}
 
     def step_write(self, s, k: 'Linker'):
         """shadow/install.rs: link, the store of the PTE, if the link is still registered."""
-        l, early = s.link(k), self.left_out == 'compare-before-write'
+        l, early = s.link(k), self.without('compare-before-write')
         done = True if early else s.all(lambda p: s.done(k, p))
         return And(s.kpc(k) == REGISTERED, s.registered(l), done), {
             'kpc': put(s.kpc, k, REGISTERED if early else OVER), 'written': put(s.written, l, True),
@@ -157,7 +154,7 @@ class ShadowLinks:
 
     def step_unregister(self, s, l: 'Link'):
         """shadow/zap.rs: drop_entry and zap_page, the target and the list of parents."""
-        cleared = True if self.left_out == 'clear-before-unregister' else Not(s.written(l))
+        cleared = True if self.without('clear-before-unregister') else Not(s.written(l))
         return And(s.registered(l), cleared), {
             'registered': put(s.registered, l, False),
             'found': put_where(s.found, lambda i, m: m == l, False),
@@ -182,7 +179,7 @@ class ShadowLinks:
 
     def step_climb(self, s, i: 'Flush', p: 'Page'):
         """shadow/sync.rs: is_below, the parents of a lowest page, under the lock of its frame."""
-        blind = self.left_out == 'all-parents-are-climbed'
+        blind = self.without('all-parents-are-climbed')
         parents = lambda j, m: And(j == i, s.registered(m), s.page(m) == p, Not(s.is_root(s.above(m))))
         return And(self.climbs(s, i), Not(s.climbed(i, p))), {
             'climbed': put(s.climbed, (i, p), True),
@@ -228,7 +225,7 @@ class ShadowLinks:
     def step_flush_local(self, s, i: 'Flush'):
         """The vCPU's own CPU is flushed, and the guest runs again."""
         mine = lambda c, l, m, p: And(c == s.cpu(i), self.concerns(s, i, l, m),
-            self.left_out != 'local-flush')
+            not self.without('local-flush'))
         return s.ipc(i) == LOCAL, {'ipc': put(s.ipc, i, FLUSHED),
             'reaches': put_where(s.reaches, mine, False)}
 

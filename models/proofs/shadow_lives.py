@@ -23,7 +23,7 @@ alone. Each step is atomic, in one order for all threads.
 """
 import prover
 import starts
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 from starts import at
 
 IDLE, LED, LOOKED, CHECKED, HOLDS = range(5)                            # of a fault
@@ -32,7 +32,7 @@ IDLE, LED, LOOKED, CHECKED, HOLDS = range(5)                            # of a f
 OUT, REFERS, DIED, PINNED, RUNS, LEFT, FREES, OVER = range(8)
 
 
-class ShadowLives:
+class ShadowLives(Protocol):
     sorts = ['Fault', 'User', 'Record', 'Link', 'Table', 'Key', 'Cpu']
     letters = {'f': 'Fault', 'g': 'Fault', 'u': 'User', 'v': 'User', 'x': 'Record', 'y': 'Record',
                'l': 'Link', 't': 'Table', 'k': 'Key', 'c': 'Cpu'}
@@ -69,12 +69,6 @@ class ShadowLives:
     }
     sizes = {'Fault': 1, 'User': 2, 'Record': 1, 'Link': 1, 'Table': 3, 'Key': 2, 'Cpu': 1}
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'no page is there': s.all(lambda x: And(Not(s.alive(x)), Not(s.dead(x)), Not(s.locked(x)),
@@ -103,7 +97,7 @@ class ShadowLives:
 
     def step_write(self, s, l: 'Link'):
         """shadow/install.rs: link, the PTE, under the lock of the frame below, if the target is there."""
-        still = Or(s.set(l), self.left_out == 'link-is-checked-again')
+        still = Or(s.set(l), self.without('link-is-checked-again'))
         return And(s.writes(l), still), {
             'writes': put(s.writes, l, False), 'written': put(s.written, l, True), 'walks': put(s.walks, l,
                 s.will_walk(l))}
@@ -139,13 +133,13 @@ class ShadowLives:
 
     def step_check(self, s, f: 'Fault'):
         """shadow/walk.rs: serve_on_known_way, is_alive after the reads."""
-        return And(s.fpc(f) == LOOKED, Or(self.is_alive(s, f), self.left_out == 'step-is-checked')), {
+        return And(s.fpc(f) == LOOKED, Or(self.is_alive(s, f), self.without('step-is-checked'))), {
             'fpc': put(s.fpc, f, CHECKED)}
 
     def step_lock(self, s, f: 'Fault'):
         """shadow/install.rs: install_leaf, the lock of the page, and is_alive under it."""
         x = s.at(f)
-        alive = s.alive(x) if self.left_out == 'generation-is-compared' else self.is_alive(s, f)
+        alive = s.alive(x) if self.without('generation-is-compared') else self.is_alive(s, f)
         return And(s.fpc(f) == CHECKED, Not(s.locked(x)), alive), {'fpc': put(s.fpc, f, HOLDS),
             'locked': put(s.locked, x, True)}
 
@@ -191,7 +185,7 @@ class ShadowLives:
     def step_pin(self, s, u: 'User'):
         """shadow/page.rs: pin."""
         x = s.of(u)
-        same = Or(s.generation(x) == s.found(u), self.left_out == 'pin-compares-generation')
+        same = Or(s.generation(x) == s.found(u), self.without('pin-compares-generation'))
         return And(s.upc(u) == REFERS, s.alive(x), same), {'upc': put(s.upc, u, PINNED)}
 
     def step_run(self, s, u: 'User'):
@@ -204,15 +198,15 @@ class ShadowLives:
 
     def pins(self, s, u, x):
         first = If(s.is_vcpu(u), PINNED, DIED)
-        counts = Or(s.is_vcpu(u), self.left_out != 'own-pin')
+        counts = Or(s.is_vcpu(u), not self.without('own-pin'))
         return And(counts, s.of(u) == x, first <= s.upc(u), s.upc(u) <= LEFT)
 
     def step_unpin(self, s, u: 'User'):
         """shadow/page.rs: unpin. The last pin of a dead page gets the page."""
         x = s.of(u)
-        dead = Or(s.dead(x), And(self.left_out == 'death-before-drop', Not(s.is_vcpu(u))))
+        dead = Or(s.dead(x), And(self.without('death-before-drop'), Not(s.is_vcpu(u))))
         last = And(dead, s.all(lambda v: Or(v == u, Not(self.pins(s, v, x)))))
-        moves = If(last, 1, 0) if self.left_out != 'generation-moves-on' else 0
+        moves = If(last, 1, 0) if not self.without('generation-moves-on') else 0
         t = s.table(x)
         return s.upc(u) == LEFT, {
             'upc': put(s.upc, u, If(last, FREES, OVER)), 'dead': put(s.dead, x, And(dead, Not(last))),
@@ -228,7 +222,7 @@ class ShadowLives:
 
     def step_free(self, s, u: 'User'):
         """table/tlb.rs: TlbBatch::flush_cpus, the page-table page is retired."""
-        flushed = Or(s.all(lambda c: s.flushed(u, c)), self.left_out == 'flush-before-free')
+        flushed = Or(s.all(lambda c: s.flushed(u, c)), self.without('flush-before-free'))
         return And(s.upc(u) == FREES, flushed), {'upc': put(s.upc, u, OVER),
             'freed': put(s.freed, s.own(u), True)}
 

@@ -12,9 +12,10 @@ or protects the directory entry above a block. Then it visits the records of its
 size: it skips a record whose lock is free and whose list is empty. Then it flushes the CPUs.
 
 Proved: a CPU uses no page that the host has taken back, and the engine reads and writes no guest
-table there. When a change that takes W has flushed a CPU, that CPU does not write the page before
-the second stage allows it again. So what the proofs of invalidation, of the dirty log and of lazy
-protection say of cached leaves holds with shadow paging, too.
+table there. When a change that takes W has flushed a CPU, neither that CPU nor the engine (which
+sets A and D in guest tables) writes the page before the second stage allows it again. So what the
+proofs of invalidation, of the dirty log and of lazy protection say of cached leaves holds with
+shadow paging, too.
 
 Assumed, with proofs of their own: no fault maps a page of the second stage whose range is in
 flight; W is not given below a protected directory entry. Not here: what the guest's own tables say,
@@ -23,7 +24,7 @@ to a record. Each step is atomic, in one order for all threads.
 """
 import prover
 import starts
-from prover import And, Implies, Not, Or, put, put_where
+from prover import And, Implies, Not, Or, Protocol, put, put_where
 from starts import at
 
 # A fault, or another thread of the engine that reads a guest table: it has the lock of its shadow page,
@@ -34,7 +35,7 @@ OUT, CHANGES, VISITS, FLUSHES, FLUSHED, OVER = range(6)
 ZAP, PROTECT, LAZY = range(3)                                           # kinds of changes
 
 
-class ShadowSecond:
+class ShadowSecond(Protocol):
     sorts = ['Fault', 'Change', 'Page', 'Block', 'Record', 'Entry', 'Leaf', 'Cpu']
     letters = {'f': 'Fault', 'g': 'Fault', 'i': 'Change', 'j': 'Change', 'p': 'Page', 'q': 'Page',
         'b': 'Block',
@@ -72,11 +73,9 @@ class ShadowSecond:
         'lock-is-looked-at': 'skips a record whose list is empty, whether its lock is free or not',
         'lock-before-list': 'skips a record that it found empty before it found its lock free',
         'host-waits': 'lets the host act before it has visited the records',
+        'store-where-it-may-be-written': 'sets A or D in a guest table that the second stage has write-protected',
     }
     sizes = {'Fault': 1, 'Change': 2, 'Page': 2, 'Block': 1, 'Record': 2, 'Entry': 2, 'Leaf': 2, 'Cpu': 1}
-
-    def __init__(self, left_out=None):
-        self.left_out = left_out
 
     def axioms(self, s):
         return {'changes have a kind': s.all(lambda i: And(ZAP <= s.kind(i), s.kind(i) <= LAZY))}
@@ -171,14 +170,14 @@ class ShadowSecond:
     def step_lock_record(self, s, f: 'Fault'):
         """shadow/mod.rs: lock_frame."""
         e, r = s.entry(f), s.record(f)
-        reads = HAS_LEAF if self.left_out == 'second-stage-under-lock' else HAS_PAGE
+        reads = HAS_LEAF if self.without('second-stage-under-lock') else HAS_PAGE
         return And(s.fpc(f) == reads, Not(s.locked(r)), Or(Not(s.leads(e)), s.target(e) == r)), {
             'fpc': put(s.fpc, f, HAS_RECORD), 'locked': put(s.locked, r, True)}
 
     def reads(self, s, f):
         """(where the read of the directory entry begins, where that of the leaf begins, where they end)"""
-        first = HAS_PAGE if self.left_out == 'second-stage-under-lock' else HAS_RECORD
-        if self.left_out == 'table-before-leaf': return HAS_TABLE, first, HAS_LEAF
+        first = HAS_PAGE if self.without('second-stage-under-lock') else HAS_RECORD
+        if self.without('table-before-leaf'): return HAS_TABLE, first, HAS_LEAF
         return first, HAS_TABLE, HAS_LEAF
 
     def step_read_table(self, s, f: 'Fault'):
@@ -209,7 +208,7 @@ class ShadowSecond:
 
     def step_install(self, s, f: 'Fault'):
         """shadow/install.rs: install_leaf, the store. It may give fewer rights than the second stage has."""
-        e, last = s.entry(f), HAS_RECORD if self.left_out == 'second-stage-under-lock' else HAS_LEAF
+        e, last = s.entry(f), HAS_RECORD if self.without('second-stage-under-lock') else HAS_LEAF
         return And(s.fpc(f) == last, s.saw_leaf(f)), {
             **self.unlocked(s, f), 'leads': put(s.leads, e, True), 'target': put(s.target, e, s.record(f)),
             'maps': put(s.maps, e, s.got(f)), 'sw': put(s.sw, e, And(s.saw_open(f), s.got_w(f)))}
@@ -248,23 +247,23 @@ class ShadowSecond:
 
     def touches(self, s, i, r):
         """The record is one that the change visits."""
-        small = s.is_big(r) if self.left_out == 'visit-all-sizes' else False
+        small = s.is_big(r) if self.without('visit-all-sizes') else False
         return And(Not(small), s.some(lambda p: And(s.covers(i, p), self.of(s, r, p))))
 
     def visits(self, s, i, r):
-        early = And(self.left_out == 'visit-follows-change', s.ipc(i) == CHANGES)
+        early = And(self.without('visit-follows-change'), s.ipc(i) == CHANGES)
         return And(Or(early, s.ipc(i) == VISITS), Not(s.visited(i, r)))
 
     def step_see_free(self, s, i: 'Change', r: 'Record'):
         """shadow/rmap.rs: Frame::is_idle, the lock."""
-        free = Or(Not(s.locked(r)), self.left_out == 'lock-is-looked-at')
-        if self.left_out == 'lock-before-list': free = s.all(lambda e: Not(And(s.leads(e), s.target(e) == r)))
+        free = Or(Not(s.locked(r)), self.without('lock-is-looked-at'))
+        if self.without('lock-before-list'): free = s.all(lambda e: Not(And(s.leads(e), s.target(e) == r)))
         return And(self.visits(s, i, r), free), {'saw_free': put(s.saw_free, (i, r), True)}
 
     def step_skip(self, s, i: 'Change', r: 'Record'):
         """shadow/rmap.rs: Frame::is_idle, the list."""
         empty = s.all(lambda e: Not(And(s.leads(e), s.target(e) == r)))
-        if self.left_out == 'lock-before-list': empty = Not(s.locked(r))
+        if self.without('lock-before-list'): empty = Not(s.locked(r))
         return And(self.visits(s, i, r), s.saw_free(i, r), empty), {'visited': put(s.visited, (i, r), True)}
 
     def step_visit(self, s, i: 'Change', r: 'Record'):
@@ -281,14 +280,14 @@ class ShadowSecond:
 
     def step_visited(self, s, i: 'Change'):
         """table/tlb.rs: TlbBatch::flush, the derived tables are done."""
-        skips = And(self.left_out == 'visit-in-any-case', s.kind(i) == ZAP)
+        skips = And(self.without('visit-in-any-case'), s.kind(i) == ZAP)
         return And(s.ipc(i) == VISITS, Or(skips,
             s.all(lambda r: Implies(self.touches(s, i, r), s.visited(i, r))))), {
             'ipc': put(s.ipc, i, FLUSHES)}
 
     def step_flush(self, s, i: 'Change', c: 'Cpu'):
         """table/tlb.rs: TlbBatch::flush_cpus."""
-        early = And(self.left_out == 'flush-follows-visit', s.ipc(i) == VISITS)
+        early = And(self.without('flush-follows-visit'), s.ipc(i) == VISITS)
         return Or(early, s.ipc(i) == FLUSHES), {
             'flushed': put(s.flushed, (i, c), True),
             'cached': put_where(s.cached, lambda d, p, l: And(d == c, s.covers(i, p)), False),
@@ -300,7 +299,7 @@ class ShadowSecond:
 
     def step_host_takes(self, s, i: 'Change', p: 'Page', l: 'Leaf'):
         """The host takes a page back."""
-        ready = Or(s.ipc(i) == FLUSHED, And(self.left_out == 'host-waits', s.ipc(i) == VISITS))
+        ready = Or(s.ipc(i) == FLUSHED, And(self.without('host-waits'), s.ipc(i) == VISITS))
         return And(s.kind(i) == ZAP, ready, s.covers(i, p)), {'allowed': put(s.allowed, (p, l), False)}
 
     def step_end(self, s, i: 'Change'):
@@ -311,6 +310,8 @@ class ShadowSecond:
 
     def safe(self, s):
         used = lambda f, p: And(s.fpc(f) == HAS_LEAF, s.saw_leaf(f), self.of(s, s.record(f), p))
+        stores = lambda f, p: And(used(f, p), Or(And(s.saw_open(f), s.got_w(f)),
+            self.without('store-where-it-may-be-written')))
         return {
             'a CPU uses no page that the host has taken back': s.all(lambda c, p,
                 l: Implies(s.cached(c, p, l), s.allowed(p, l))),
@@ -318,6 +319,8 @@ class ShadowSecond:
                 And(s.leads(e), self.of(s, s.target(e), p)), s.allowed(p, s.maps(e)))),
             'the engine uses no page that the host has taken back': s.all(lambda f, p: Implies(
                 used(f, p), s.allowed(p, s.got(f)))),
+            'the engine does not write the page either': s.all(lambda f, i, c, p: Implies(
+                And(stores(f, p), s.changed(i, p), s.flushed(i, c)), s.given(i, p))),
             'a flushed CPU does not write the page before it may be written again': s.all(lambda i, c,
                 p: Implies(
                 And(s.changed(i, p), s.flushed(i, c), Not(s.given(i, p))), Not(s.cached_w(c, p)))),

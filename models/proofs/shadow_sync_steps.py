@@ -1,7 +1,7 @@
 """The steps of vCPUs on guest tables and on the shadow pages made from them. `shadow_sync.py` says
 what is proved.
 """
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 # A fault: it has read the guest's PTE, has the lock of the page and has read the PTE again.
 IDLE, LOOKED, LOCKED = range(3)
@@ -17,7 +17,7 @@ COUNTED, FLUSHED = range(1, 3)
 UNSYNC, SYNCING, SYNCED = range(3)                                      # states of a page
 
 
-class ShadowSyncSteps:
+class ShadowSyncSteps(Protocol):
     sorts = ['Fault', 'Opener', 'Flush', 'Writer', 'Guest', 'Entry', 'Page', 'Table', 'Cpu']
     letters = {'f': 'Fault', 'g': 'Fault', 'u': 'Opener', 'i': 'Flush', 'm': 'Writer', 'n': 'Guest',
         'e': 'Entry',
@@ -49,9 +49,6 @@ class ShadowSyncSteps:
         'mpc': (['Writer'], 'int'), 'dropped': (['Writer', 'Entry'], 'bool'), 'mflushed': (['Writer', 'Cpu'],
             'bool'),
     }
-
-    def __init__(self, left_out=None):
-        self.left_out = left_out
 
     def axioms(self, s):
         return {
@@ -114,8 +111,8 @@ class ShadowSyncSteps:
     def step_lock(self, s, f: 'Fault'):
         """shadow/install.rs: is_as_seen, under the lock of the page."""
         n = s.made_of(s.at(f))
-        same = And(Or(s.now(n) == s.seen(f), self.left_out == 'entry-is-read-again'),
-                   Or(Not(self.being_written(s, s.table(n))), self.left_out == 'writers-keep-out'))
+        same = And(Or(s.now(n) == s.seen(f), self.without('entry-is-read-again')),
+                   Or(Not(self.being_written(s, s.table(n))), self.without('writers-keep-out')))
         return And(s.fpc(f) == LOOKED, Not(s.locked(s.page(s.at(f)))), same), {
             'fpc': put(s.fpc, f, LOCKED), 'locked': put(s.locked, s.page(s.at(f)), True)}
 
@@ -146,7 +143,7 @@ class ShadowSyncSteps:
     def step_unsync(self, s, u: 'Opener'):
         """shadow/install.rs: give_up_tracking, the states of the pages made from the table."""
         changes = lambda p: And(s.frame(p) == s.target(u), s.state(p) != UNSYNC)
-        if self.left_out == 'written-is-unsync':
+        if self.without('written-is-unsync'):
             changes = lambda p: And(s.frame(p) == s.target(u), s.state(p) == SYNCED)
         return s.upc(u) == OPENS, {
             'upc': put(s.upc, u, HAS_STATES), 'state': put_where(s.state, changes, UNSYNC),
@@ -154,7 +151,7 @@ class ShadowSyncSteps:
 
     def step_note_unsync(self, s, u: 'Opener'):
         """shadow/page.rs: Pages::note_unsync."""
-        late = self.left_out == 'bit-before-w'
+        late = self.without('bit-before-w')
         return s.upc(u) == (HAS_BITS if late else HAS_STATES), {
             'upc': put(s.upc, u, IDLE if late else HAS_BITS), 'bit': put_where(s.bit,
                 lambda p: s.frame(p) == s.target(u), True),
@@ -162,7 +159,7 @@ class ShadowSyncSteps:
 
     def step_set_w(self, s, u: 'Opener'):
         """shadow/install.rs: install_leaf, the store of a leaf with W."""
-        late = self.left_out == 'bit-before-w'
+        late = self.without('bit-before-w')
         return s.upc(u) == (HAS_STATES if late else HAS_BITS), {
             'upc': put(s.upc, u, HAS_BITS if late else IDLE), 'w': put(s.w, s.target(u), True),
             'frame_locked': put(s.frame_locked, s.target(u), late)}
@@ -174,14 +171,14 @@ class ShadowSyncSteps:
 
         What the guest stored before counts.
         """
-        to = If(s.kind(i) == FAULT, LOCAL if self.left_out == 'fault-compares' else BEGUN, COMPARES)
+        to = If(s.kind(i) == FAULT, LOCAL if self.without('fault-compares') else BEGUN, COMPARES)
         return s.ipc(i) == OUT, {
             'ipc': put(s.ipc, i, to), 'must': put_where(s.must, lambda j, e: j == i, lambda j,
                 e: s.now(s.made_of(e)))}
 
     def step_see_free(self, s, i: 'Flush'):
         """shadow/sync.rs: may_be_stale, the lock."""
-        free = Or(Not(s.locked(s.page(s.address(i)))), self.left_out == 'lock-is-looked-at')
+        free = Or(Not(s.locked(s.page(s.address(i)))), self.without('lock-is-looked-at'))
         return And(s.ipc(i) == BEGUN, free), {'ipc': put(s.ipc, i, SAW_FREE)}
 
     def step_see_held(self, s, i: 'Flush'):
@@ -195,19 +192,19 @@ class ShadowSyncSteps:
     def step_see_synced(self, s, i: 'Flush'):
         """shadow/sync.rs: may_be_stale, the bit."""
         p = s.page(s.address(i))
-        synced = s.state(p) != UNSYNC if self.left_out == 'syncing-is-compared' else Not(s.bit(p))
+        synced = s.state(p) != UNSYNC if self.without('syncing-is-compared') else Not(s.bit(p))
         return And(s.ipc(i) == SAW_FREE, synced), {'ipc': put(s.ipc, i, LOCAL)}
 
     def wants(self, s, i, e):
         """The flush compares the shadow PTE now."""
         p = s.page(e)
-        flushed = Or(s.all(lambda c: s.flushed(i, p, c)), self.left_out == 'flush-before-compare')
+        flushed = Or(s.all(lambda c: s.flushed(i, p, c)), self.without('flush-before-compare'))
         return And(s.ipc(i) == COMPARES, Or(
             And(s.kind(i) != CR3, e == s.address(i)), And(s.kind(i) == CR3, s.protected(i, p), flushed)))
 
     def step_read(self, s, i: 'Flush', e: 'Entry'):
         """shadow/sync.rs: sync_address and compare_page, the guest's PTE, under the lock of the page."""
-        p, out = s.page(e), self.left_out == 'compare-under-lock'
+        p, out = s.page(e), self.without('compare-under-lock')
         return And(self.wants(s, i, e), Not(s.reads(i)), Not(s.compared(i, e)), Or(Not(s.locked(p)), out)), {
             'reads': put(s.reads, i, True), 'compares': put(s.compares, i, e), 'value': put(s.value, i,
                 s.now(s.made_of(e))),
@@ -220,7 +217,7 @@ class ShadowSyncSteps:
         return s.reads(i), {
             'reads': put(s.reads, i, False), 'compared': put(s.compared, (i, e), True),
             'present': put(s.present, e, And(s.present(e), Not(differs))),
-            'locked': s.locked if self.left_out == 'compare-under-lock' else put(s.locked, s.page(e), False)}
+            'locked': s.locked if self.without('compare-under-lock') else put(s.locked, s.page(e), False)}
 
     def step_compared(self, s, i: 'Flush'):
         """shadow/roots.rs: invalidate_address, the end."""
@@ -235,7 +232,7 @@ class ShadowSyncSteps:
     def step_begin_sync(self, s, i: 'Flush', p: 'Page'):
         """shadow/sync.rs: begin_sync, under the lock of the frame."""
         skip = s.state(p) == SYNCED
-        if self.left_out == 'syncing-is-synchronized':
+        if self.without('syncing-is-synchronized'):
             skip = s.state(p) != UNSYNC
         t = s.frame(p)
         return And(s.ipc(i) == COMPARES, s.kind(i) == CR3, Not(s.frame_locked(t)), Not(s.protected(i, p)),
@@ -245,7 +242,7 @@ class ShadowSyncSteps:
                 If(skip, s.state(p), SYNCING)),
             'w': put(s.w, t, And(skip, s.w(t))),
             'flushed': put_where(s.flushed, lambda j, q, c: And(j == i, q == p),
-                And(self.left_out == 'flush-in-any-case', Not(s.w(t))))}
+                And(self.without('flush-in-any-case'), Not(s.w(t))))}
 
     def step_flush(self, s, i: 'Flush', c: 'Cpu'):
         """shadow/sync.rs: sync_root, the flush of all CPUs, one of them."""
@@ -257,8 +254,8 @@ class ShadowSyncSteps:
     def step_end_sync(self, s, i: 'Flush', p: 'Page'):
         """shadow/sync.rs: end_sync, under the lock of the frame."""
         done = s.all(lambda e: Implies(s.page(e) == p, s.compared(i, e)))
-        flushed = Or(s.all(lambda c: s.flushed(i, p, c)), self.left_out == 'flush-before-compare')
-        same = Or(s.sequence(p) == s.saw_sequence(i, p), self.left_out == 'sequence-is-compared')
+        flushed = Or(s.all(lambda c: s.flushed(i, p, c)), self.without('flush-before-compare'))
+        same = Or(s.sequence(p) == s.saw_sequence(i, p), self.without('sequence-is-compared'))
         now = And(s.state(p) == SYNCING, same)
         return And(s.ipc(i) == COMPARES, s.protected(i, p), flushed, done, Not(s.ended(i, p)),
             Not(s.frame_locked(s.frame(p)))), {
@@ -278,7 +275,7 @@ class ShadowSyncSteps:
         held = lambda d, x: And(mine(d, x), s.floor(d, x) < s.must(i, x))
         return s.ipc(i) == LOCAL, {
             'ipc': put(s.ipc, i, OVER), 'floor': put_where(s.floor, held, lambda d, x: s.must(i, x)),
-            'cached': s.cached if self.left_out == 'local-flush' else put_where(s.cached, mine, False)}
+            'cached': s.cached if self.without('local-flush') else put_where(s.cached, mine, False)}
 
     # ---- An emulated write to a table that no CPU may write.
 
@@ -302,9 +299,9 @@ class ShadowSyncSteps:
 
     def step_write(self, s, m: 'Writer'):
         """shadow/memory.rs: write_guest, under the lock of the frame."""
-        flushed = Or(s.all(lambda c: s.mflushed(m, c)), self.left_out == 'flush-before-write')
+        flushed = Or(s.all(lambda c: s.mflushed(m, c)), self.without('flush-before-write'))
         dropped = s.all(lambda e: Implies(s.made_of(e) == s.writes(m), s.dropped(m, e)))
-        if self.left_out == 'drop-before-write':
+        if self.without('drop-before-write'):
             flushed = dropped = True
         n = s.writes(m)
         return And(s.mpc(m) == COUNTED, flushed, dropped, Not(s.frame_locked(s.table(n)))), {

@@ -20,7 +20,7 @@ page, are in `shadow_sync.py`. Each step is atomic, in one order for all threads
 """
 import prover
 import starts
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 from starts import at
 
 # A thread: it removes rights, or makes a page: it has counted the page, has dropped the block's leaves,
@@ -28,7 +28,7 @@ from starts import at
 OUT, REMOVES, NUMBERED, DROPPED, FLUSHES, COVERED, FLUSHES_TOO, OVER = range(8)
 
 
-class ShadowTrack:
+class ShadowTrack(Protocol):
     sorts = ['Thread', 'Page', 'Table', 'Block', 'Cpu']
     letters = {'i': 'Thread', 'j': 'Thread', 'p': 'Page', 'q': 'Page', 't': 'Table', 'b': 'Block', 'c': 'Cpu'}
     fixed = {
@@ -63,12 +63,6 @@ class ShadowTrack:
     }
     sizes = {'Thread': 3, 'Page': 2, 'Table': 2, 'Block': 1, 'Cpu': 1}
 
-    def __init__(self, left_out=None):
-        self.left_out = left_out
-
-    def axioms(self, s):
-        return {}
-
     def init(self, s):
         return {
             'no CPU writes a table': s.all(lambda c, t: Not(s.cached_w(c, t))),
@@ -101,13 +95,13 @@ class ShadowTrack:
     def step_count(self, s, i: 'Thread'):
         """shadow/zap.rs: add."""
         first = And(s.pc(i) == OUT, Not(s.is_maker(i)))
-        late = self.left_out == 'count-before-change'
+        late = self.without('count-before-change')
         return And(s.pc(i) == REMOVES, Not(s.counted(i))) if late else first, {
             'pc': put(s.pc, i, REMOVES), 'counted': put(s.counted, i, True)}
 
     def removes(self, s, i):
         return And(Not(s.is_maker(i)), s.pc(i) == (
-            OUT if self.left_out == 'count-before-change' else REMOVES))
+            OUT if self.without('count-before-change') else REMOVES))
 
     def step_remove(self, s, i: 'Thread', t: 'Table'):
         """shadow/zap.rs: drop_leaf; shadow/install.rs: protect_leaves, under the lock of the frame."""
@@ -123,7 +117,7 @@ class ShadowTrack:
     def step_removed(self, s, i: 'Thread'):
         """table/tlb.rs: TlbBatch::flush_cpus begins."""
         return And(s.pc(i) == REMOVES, s.counted(i)), {
-            'pc': put(s.pc, i, FLUSHES), 'counted': put(s.counted, i, self.left_out != 'count-until-flush')}
+            'pc': put(s.pc, i, FLUSHES), 'counted': put(s.counted, i, not self.without('count-until-flush'))}
 
     def step_flush(self, s, i: 'Thread', c: 'Cpu'):
         """table/tlb.rs: TlbBatch::flush_cpus, one CPU."""
@@ -144,7 +138,7 @@ class ShadowTrack:
 
     def step_find(self, s, i: 'Thread'):
         """shadow/install.rs: page_for, find_page. It goes on with finish_tracking."""
-        ready = self.left_out == 'found-is-finished'
+        ready = self.without('found-is-finished')
         p = s.makes(i)
         return And(s.pc(i) == OUT, s.is_maker(i), s.listed(p)), {
             'pc': put(s.pc, i, COVERED), 'finds': put(s.finds, i, True), 'ready': put(s.ready, p,
@@ -153,7 +147,7 @@ class ShadowTrack:
     def step_number(self, s, i: 'Thread'):
         """shadow/install.rs: new_page, nr_tables, under the lock of the block."""
         p = s.makes(i)
-        from_, to = (NUMBERED, DROPPED) if self.left_out == 'number-before-drop' else (OUT, NUMBERED)
+        from_, to = (NUMBERED, DROPPED) if self.without('number-before-drop') else (OUT, NUMBERED)
         mine = Or(from_ != OUT, And(Not(s.numbered(p)), Not(s.dead(p))))
         return And(s.pc(i) == from_, s.is_maker(i), mine), {
             'pc': put(s.pc, i, to), 'numbered': put(s.numbered, p, True), 'maker': put(s.maker, p, i),
@@ -162,18 +156,18 @@ class ShadowTrack:
     def step_count_maker(self, s, i: 'Thread'):
         """shadow/zap.rs: add, before the first change of a thread that makes a page."""
         return And(s.is_maker(i), Or(s.pc(i) == NUMBERED, s.pc(i) == DROPPED),
-            self.left_out != 'protection-is-counted'), {
+            not self.without('protection-is-counted')), {
             'counted': put(s.counted, i, True)}
 
     def may_change(self, s, i, changes):
-        return Or(Not(changes), s.counted(i), self.left_out == 'protection-is-counted')
+        return Or(Not(changes), s.counted(i), self.without('protection-is-counted'))
 
     def step_drop_leaves(self, s, i: 'Thread'):
         """shadow/zap.rs: drop_leaves, of the block, under its lock."""
         p, b = s.makes(i), s.block(s.table(s.makes(i)))
-        from_, to = (OUT, NUMBERED) if self.left_out == 'number-before-drop' else (NUMBERED, DROPPED)
-        keeps = self.left_out == 'block-leaves-go'
-        early = And(self.left_out == 'list-before-protection', s.w(s.table(p)))
+        from_, to = (OUT, NUMBERED) if self.without('number-before-drop') else (NUMBERED, DROPPED)
+        keeps = self.without('block-leaves-go')
+        early = And(self.without('list-before-protection'), s.w(s.table(p)))
         return And(s.pc(i) == from_, s.is_maker(i), Or(from_ != OUT, And(Not(s.numbered(p)), Not(s.dead(p)))),
                    self.may_change(s, i, Or(s.w_block(b), early))), {
             'pc': put(s.pc, i, to), 'w_block': put(s.w_block, b, And(keeps, s.w_block(b))),
@@ -195,8 +189,8 @@ class ShadowTrack:
     def step_see_none(self, s, i: 'Thread'):
         """shadow/install.rs: finish_tracking. The count is zero."""
         none = Not(s.some(lambda j: s.counted(j)))
-        if self.left_out == 'count-is-read': none = True
-        if self.left_out == 'count-after-list': none = s.saw_none(i)
+        if self.without('count-is-read'): none = True
+        if self.without('count-after-list'): none = s.saw_none(i)
         return And(s.pc(i) == COVERED, none), {'pc': put(s.pc, i, OVER),
             'ready': put(s.ready, s.makes(i), True)}
 
@@ -223,7 +217,7 @@ class ShadowTrack:
 
     def step_untrack(self, s, p: 'Page'):
         """shadow/zap.rs: untrack, after it."""
-        first = self.left_out == 'unlist-before-number'
+        first = self.without('unlist-before-number')
         return And(s.numbered(p), s.listed(p) if first else s.dead(p)), {
             'numbered': put(s.numbered, p, False)}
 

@@ -1,11 +1,14 @@
 """The solvers of the proofs: Z3, and cvc5 as a second opinion."""
 import z3
 
-TIMEOUT = 30            # seconds a query
+# What a query may take, by the solvers' own counts. So an answer depends neither on the machine nor on its load. It
+# is 20 times as much as any query of the proofs takes.
+Z3_RESOURCES = 50_000_000
+CVC5_RESOURCES = 2_000_000
 
 
 def term(x):
-    return z3.BoolVal(x) if isinstance(x, bool) else x
+    return z3.BoolVal(x) if isinstance(x, bool) else z3.IntVal(x) if isinstance(x, int) else x
 
 
 class Z3:
@@ -13,7 +16,7 @@ class Z3:
 
     def __init__(self, s, assumed):
         self.solver = z3.Solver()
-        self.solver.set('timeout', TIMEOUT * 1000)
+        self.solver.set('rlimit', Z3_RESOURCES)
         self.solver.add(*map(term, assumed))
 
     def fails(self, goal):
@@ -37,14 +40,12 @@ class Cvc5:
         self.solver.setOption('incremental', 'true')
         if saturates:
             self.solver.setOption('full-saturate-quant', 'true')
-        self.solver.setOption('tlimit-per', str(TIMEOUT * 1000))
+        self.solver.setOption('rlimit-per', str(CVC5_RESOURCES))
         self.parser = cvc5.InputParser(self.solver)
-        symbols = {}
-        for e in map(term, assumed):
-            collect(e, symbols, set())
-        self.known = set(symbols)
-        lines = ['(set-logic ALL)', *(f'(declare-sort {k} 0)' for k in s.sorts.values())]
-        self.tell(lines + declared(symbols) + [f'(assert {term(e).sexpr()})' for e in assumed])
+        self.known = set()
+        self.tell(['(set-logic ALL)', *(f'(declare-sort {k} 0)' for k in s.sorts.values())])
+        texts = [self.text(term(e)) for e in assumed]
+        self.tell([f'(assert {text})' for text in texts])
 
     def tell(self, lines):
         self.parser.setStringInput(self.cvc5.InputLanguage.SMT_LIB_2_6, '\n'.join(lines), 'query')
@@ -53,18 +54,31 @@ class Cvc5:
             answer = command.invoke(self.solver, names).strip() or answer
         return answer
 
-    def fails(self, goal):
-        symbols = {}
-        collect(term(goal), symbols, set())
+    def text(self, e):
+        """The formula in SMT-LIB. What it names is declared."""
+        text, symbols = in_smt_lib(e)
         new = {n: d for n, d in symbols.items() if n not in self.known}
-        self.known |= set(new)
-        self.tell(declared(new))
-        answer = self.tell(['(push 1)', f'(assert (not {term(goal).sexpr()}))', '(check-sat)', '(pop 1)'])
+        if new:
+            self.known |= set(new)
+            self.tell([d.sexpr() for d in new.values()])
+        return text
+
+    def fails(self, goal):
+        text = self.text(term(goal))
+        answer = self.tell(['(push 1)', f'(assert (not {text}))', '(check-sat)', '(pop 1)'])
         return self.again().fails(goal) if answer.startswith('unknown') and self.again else answer
 
 
-def declared(symbols):
-    return [d.sexpr() for d in symbols.values()]
+TEXTS = {}              # of formulas that were asked about, by their number; a formula keeps its number
+
+
+def in_smt_lib(e):
+    """(the formula in SMT-LIB, its uninterpreted functions)."""
+    if e.get_id() not in TEXTS:
+        symbols = {}
+        collect(e, symbols, set())
+        TEXTS[e.get_id()] = e, e.sexpr(), symbols
+    return TEXTS[e.get_id()][1:]
 
 
 def collect(e, symbols, seen):

@@ -8,32 +8,34 @@ vcpu.rs. Any number of faults, calls, pages, blocks, memslots, bitmaps, kinds an
 A call is an invalidation of any pages, which may change attributes meanwhile; a change of a
 memslot's flag or bitmap; or a rescan. User space sets and clears bits at any time. A bit stands for
 a page, or for a block. A block is one PTE (empty, or a huge leaf) or a page-table page; it is
-split, linked and unlinked. A bit is *due* for a call if it was set before the call and was not
+split, linked and unlinked. A call may stand in a page-table page while another call unlinks it
+(`cut`). A bit is *due* for a call if it was set before the call and was not
 cleared since, and *pending* when that call has returned.
 
 Proved: while the flag is on, a page whose bit is pending is neither mapped nor cached. Each leaf
 and each cached translation is of the kind that its page has. While bits stand for pages, no leaf is
 larger than a page.
 
-A rescan has no range in flight, so faults install in the midst of it, and the number of a page may
-fall. So the invariant says that the PTE has *another* number than a fault that is too late has
-seen, and that no call stores its own number twice for a page.
+A rescan finds the bitmap, reads the bits, and then takes a number for each run of pages. It may
+be of parts of blocks. Here faults install in the midst of it: the proof does not need the range in
+flight of a run, which is for reports (`harvest_beside_zap.py`). So the number of a page may fall,
+and the invariant says that the PTE has *another* number than a fault that is too late has seen.
 
 A fault may also replace the leaf of one page that the host did not let be written. A leaf has no
 number, so the fault reads the counter before the ranges, and again after it has exchanged the leaf.
 
 Not covered: memslots that move (the rescan starts over, and `memslots.py` has the rest); break
 before make with unflushed numbers; recovery beside bits and attributes; that a page is filled
-before its bit is clear, which is up to user space. A fresh number is taken and stored in one step
-here; in the proofs of invalidation these are two. Each step is atomic, in one order for all
-threads.
+before its bit is clear, which is up to user space; a fault that reads a PTE of a page-table page
+that was unlinked (`invalidation.py`). Each step is atomic, in one order for all threads.
 """
 import prover
 import starts
 from prover import And, If, Implies, Not, Or
 from starts import at
-from userfault_steps import (ALL, ATTRIBUTES, BEGUN, BIT, CHANGED, FLAG, GONE, IN_FLIGHT, MEMSLOT, NUMBERED,
-                             OUT, OVER, PTE, RANGE, RANGES, RESCAN, TOOK, UserfaultSteps, WALKED, ZAPPED)
+from userfault_steps import (ALL, ATTRIBUTES, BEGUN, BIT, CHANGED, FLAG, FREE, GONE, HELD, IN_FLIGHT, MEMSLOT,
+                             NUMBERED, OUT, OVER, PTE, RANGE, RANGES, RESCAN, STORED, TOOK, UserfaultSteps, WALKED,
+                             ZAPPED)
 
 
 class Userfault(UserfaultSteps):
@@ -60,9 +62,9 @@ class Userfault(UserfaultSteps):
     story = '''
         look fault0; pass_ranges fault0; clear fault0; find fault0; read_bit fault0; read_attributes fault0;
         compare_attributes fault0 page0; compare_attributes fault0 page1; install_huge fault0;
-        begin call0; publish_range call0; take_number call0; zap_block call0 page0; walked call0;
+        begin call0; publish_range call0; take_number call0; take_fresh fresh0; zap_block call0 page0 fresh0; walked call0;
         flush call0 cpu0; flushed call0; publish_set call0;
-        begin call1; take_number call1; scan call1 page0; scan call1 page1'''
+        begin call1; find_bitmap call1; scan call1 page0; scan call1 page1'''
 
     def safe(self, s):
         taken_back = lambda p: And(s.on(s.slot(p)), s.pending(s.map(s.slot(p)), p))
@@ -105,7 +107,7 @@ class Userfault(UserfaultSteps):
         return And(self.keeps_out(s, i), NUMBERED <= s.ipc(i), s.ipc(i) <= CHANGED)
 
     def has_number(self, s, i):
-        return And(NUMBERED <= s.ipc(i), Or(s.kind(i) == RESCAN, self.keeps_out(s, i)))
+        return s.own(i) > 0
 
     def inv_of_numbers(self, s):
         has = lambda i: self.has_number(s, i)
@@ -113,6 +115,12 @@ class Userfault(UserfaultSteps):
             'a block is one PTE or has a page-table page': s.all(lambda p, q: Implies(
                 And(s.whole(s.block(p)), s.block(p) == s.block(q)),
                 And(s.number(p) == s.number(q), s.leaf(p) == s.leaf(q)))),
+            'the counter counts': s.counter() >= 0,
+            'a call that zaps has a number': s.all(lambda i: And(s.own(i) >= 0, Implies(
+                Or(s.ipc(i) == NUMBERED, And(s.ipc(i) >= NUMBERED, self.keeps_out(s, i))), s.own(i) > 0))),
+            'a number is of a call that zaps': s.all(lambda i: Implies(s.own(i) > 0, Or(
+                And(self.keeps_out(s, i), s.ipc(i) >= NUMBERED), And(s.kind(i) == RESCAN, s.ipc(i) >= BEGUN)))),
+            **self.inv_of_fresh(s),
             'numbers of pages come from the counter': s.all(lambda p: s.number(p) <= s.counter()),
             'numbers of calls come from the counter': s.all(
                 lambda i: Implies(has(i), s.own(i) <= s.counter())),
@@ -126,9 +134,29 @@ class Userfault(UserfaultSteps):
                 And(has(i), self.has(s, f, PTE), Not(s.on_leaf(f)), s.seen(f) == s.own(i)),
                 s.gave(i, s.page(f)))),
             **self.inv_of_replacements(s),
-            'a call stores its number once for a page': s.all(lambda i, p: Implies(
-                And(has(i), s.gave(i, p)), s.visited(i, p))),
         }
+
+    def inv_of_fresh(self, s):
+        held, took = lambda n: s.state_of(n) == HELD, lambda f: s.fpc(f) >= TOOK
+        saw = lambda f: And(self.has(s, f, PTE), Not(s.on_leaf(f)))
+        return {
+            'states of fresh numbers': s.all(lambda n: And(s.state_of(n) >= FREE, s.state_of(n) <= STORED)),
+            'fresh numbers are counted': s.all(lambda n: Implies(s.state_of(n) != FREE, And(
+                s.fresh(n) > 0, s.fresh(n) <= s.counter()))),
+            'fresh numbers differ': s.all(lambda n, n2: Implies(
+                And(s.state_of(n) != FREE, s.state_of(n2) != FREE, s.fresh(n) == s.fresh(n2)), n == n2)),
+            'a fresh number is at no page': s.all(lambda n, p: Implies(held(n), s.number(p) != s.fresh(n))),
+            'a fresh number was not seen': s.all(lambda n, f: Implies(
+                And(held(n), saw(f)), s.seen(f) != s.fresh(n))),
+            'own and fresh numbers differ': s.all(lambda i, n: Implies(
+                And(self.has_number(s, i), s.state_of(n) != FREE), s.own(i) != s.fresh(n))),
+            'numbers of faults and fresh numbers differ': s.all(lambda f, n: Implies(
+                And(took(f), s.state_of(n) != FREE), s.fown(f) != s.fresh(n))),
+        }
+
+    def had(self, s, i, p):
+        """The call has visited the page, or may stand in a page-table page of it that was unlinked."""
+        return Or(s.visited(i, p), s.cut(i, p))
 
     def inv_of_calls(self, s):
         taken = lambda i: self.taken(s, i)
@@ -138,21 +166,25 @@ class Userfault(UserfaultSteps):
                 And(IN_FLIGHT <= s.ipc(i), s.ipc(i) <= ZAPPED), Or(self.keeps_out(s, i),
                     s.kind(i) == RESCAN))),
             'pages are visited after the number is taken': s.all(lambda i, p: Implies(
-                Or(s.visited(i, p), s.scanned(i, p), s.gave(i, p)),
+                Or(s.visited(i, p), s.scanned(i, p), s.gave(i, p), s.cut(i, p)),
                 Or(s.ipc(i) >= NUMBERED, And(s.kind(i) == RESCAN, s.ipc(i) == BEGUN)))),
+            'what a rescan has scanned it has found': s.all(lambda i, p: Implies(s.scanned(i, p), s.found(i))),
+            'a rescan finds bitmaps': s.all(lambda i: Implies(
+                s.found(i), And(s.kind(i) == RESCAN, BEGUN <= s.ipc(i)))),
             'what a rescan wants was scanned': s.all(lambda i, p: Implies(s.wanted(i, p), s.scanned(i, p))),
             'what is visited is wanted': s.all(lambda i, p: Implies(
-                And(s.ipc(i) >= NUMBERED, s.visited(i, p)), self.wants(s, i, p))),
+                self.had(s, i, p), self.wants(s, i, p))),
             'a walk has visited each page': s.all(lambda i, p: Implies(
-                And(self.has_number(s, i), WALKED <= s.ipc(i), self.wants(s, i, p)), s.visited(i, p))),
+                And(Or(self.keeps_out(s, i), s.kind(i) == RESCAN), WALKED <= s.ipc(i), self.wants(s, i, p)),
+                s.visited(i, p))),
             'a rescan has read each bit': s.all(lambda i, p: Implies(
                 And(s.kind(i) == RESCAN, WALKED <= s.ipc(i), self.covers(s, i, p)), s.scanned(i, p))),
             'CPUs are flushed after the walk': s.all(lambda i,
                 c: Implies(s.flushed(i, c), s.ipc(i) >= WALKED)),
             'each CPU is flushed': s.all(lambda i, c: Implies(
-                And(self.has_number(s, i), ZAPPED <= s.ipc(i)), s.flushed(i, c))),
+                And(Or(self.keeps_out(s, i), s.kind(i) == RESCAN), ZAPPED <= s.ipc(i)), s.flushed(i, c))),
             'a visited page is empty while the range is in flight': s.all(lambda i, p: Implies(
-                And(taken(i), s.visited(i, p)), Not(s.leaf(p)))),
+                And(taken(i), self.had(s, i, p)), Not(s.leaf(p)))),
             'a flushed CPU caches nothing of the range': s.all(lambda i, c, p, k: Implies(
                 And(taken(i), s.flushed(i, c), self.covers(s, i, p)), Not(s.cached(c, p, k)))),
         }
@@ -188,10 +220,10 @@ class Userfault(UserfaultSteps):
             'a fault that reads a newer number notices a range in its block': s.all(lambda f, i, q: Implies(
                 And(newer(f, i), self.covers(s, i, q), s.block(q) == s.block(p(f))), Not(s.beside(f, i)))),
             'a fault that has passed a range is late once its page is visited': s.all(lambda f, i: Implies(
-                And(looked(f), s.passed(f, i), taken(i), s.visited(i, p(f))), late(f, p(f)))),
+                And(looked(f), s.passed(f, i), taken(i), self.had(s, i, p(f))), late(f, p(f)))),
             'a fault that has passed a range is late once its block is visited': s.all(lambda f, i,
                 q: Implies(
-                And(looked(f), s.beside(f, i), taken(i), s.visited(i, q), in_block(f, q)), late(f, q))),
+                And(looked(f), s.beside(f, i), taken(i), self.had(s, i, q), in_block(f, q)), late(f, q))),
             'a fault that found another flag or bitmap is late': s.all(lambda f: Implies(
                 And(self.has(s, f, MEMSLOT), s.on(k(f)),
                     Not(And(s.saw_on(f), s.saw_map(f) == s.map(k(f))))), late(f, p(f)))),
@@ -219,13 +251,16 @@ class Userfault(UserfaultSteps):
         }
 
     def inv_of_bits(self, s):
-        due = lambda i, p: And(s.on(s.slot(p)), s.due(i, s.map(s.slot(p)), p), self.covers(s, i, p))
-        rescans = lambda i: And(s.kind(i) == RESCAN, NUMBERED <= s.ipc(i), s.ipc(i) <= ZAPPED)
+        covers = lambda i, p: If(
+            s.kind(i) == RESCAN, self.reaches(s, i, s.map(s.slot(p)), p), self.covers(s, i, p))
+        due = lambda i, p: And(s.on(s.slot(p)), s.due(i, s.map(s.slot(p)), p), covers(i, p))
+        rescans = lambda i: And(s.kind(i) == RESCAN, BEGUN <= s.ipc(i), s.ipc(i) <= ZAPPED)
+        replaced = lambda i, p: And(rescans(i), due(i, p), s.found(i), s.found_map(i) != s.map(s.slot(p)))
         pending = lambda p: And(s.on(s.slot(p)), s.pending(s.map(s.slot(p)), p))
         published = lambda i, p: And(s.kind(i) == FLAG, s.turns_on(i), s.ipc(i) == CHANGED, due(i, p),
                                      s.map(s.slot(p)) == s.new_map(i))
         unwanted = lambda i, p: And(rescans(i), due(i, p), s.scanned(i, p), Not(s.wanted(i, p)))
-        visited = lambda i, p: And(rescans(i), due(i, p), s.visited(i, p))
+        visited = lambda i, p: And(rescans(i), due(i, p), self.had(s, i, p))
         return {
             'what is due is set': s.all(lambda i, m, p: Implies(s.due(i, m, p), s.bit(m, p))),
             'what is pending is set': s.all(lambda m, p: Implies(s.pending(m, p), s.bit(m, p))),
@@ -240,7 +275,10 @@ class Userfault(UserfaultSteps):
                 And(pending(p), self.maps(s, f, p)), self.late(s, f, p))),
             **self.clean(s, 'whose bit is due when the flag is published', published),
             **self.clean(s, 'that a rescan does not want', unwanted),
+            **self.clean(s, 'whose bit is due in another bitmap than a rescan has found', replaced),
             **self.clean(s, 'that a rescan has visited', visited),
+            'a page whose bit is due in another bitmap than a rescan has found is not cached': s.all(
+                lambda i, p, c, k: Implies(replaced(i, p), Not(s.cached(c, p, k)))),
             'a page whose bit is due when the flag is published is not cached': s.all(lambda i, p, c,
                 k: Implies(
                 published(i, p), Not(s.cached(c, p, k)))),
@@ -250,7 +288,7 @@ class Userfault(UserfaultSteps):
                 And(visited(i, p), s.flushed(i, c)), Not(s.cached(c, p, k)))),
             'a fault that reads a newer number and the bit finds it set, or is late': s.all(lambda i,
                 f: Implies(
-                And(rescans(i), due(i, s.page(f)), self.has(s, f, BIT), s.seen(f) >= s.own(i)),
+                And(rescans(i), s.own(i) > 0, due(i, s.page(f)), self.has(s, f, BIT), s.seen(f) >= s.own(i)),
                 self.late(s, f, s.page(f)))),
         }
 
@@ -265,6 +303,7 @@ BLOCK = {**ON, **at(whole=True)}
 PRIVATE = at(kind=RANGE, range=True)
 FLAGGED = at(kind=FLAG, turns_on=True)
 READ = at(leaf=True, fpc=ALL, on_leaf=True, saw_on=True, passed=True)       # a fault has read all, of a leaf
+CLEAN = at(fpc=ALL, saw_on=True, passed=True)                              # a fault has read all, with the bit clear
 Userfault.traces = {
     'bit-after-pte': run(ON),
     'attributes-after-pte': run(PRIVATE, Kind=2),
@@ -278,13 +317,16 @@ Userfault.traces = {
     'flag-invalidates': run({**FLAGGED, **at(leaf=True)}),
     'change-before-withdrawal': run(PRIVATE, Kind=2),
     'attributes-after-zap': run(PRIVATE, Kind=2),
-    'rescan-takes-number': run(ON),
-    'numbers-are-stored': run(ON),
-    'rescan-unlinks-nothing': run(ON),
+    'rescan-takes-number': run({**ON, **CLEAN}),
+    'numbers-are-stored': run({**ON, **CLEAN, **at(
+        ipc=NUMBERED, own=1, counter=1, bit=True, due=True, found=True, scanned=True, wanted=True)}),
+    'rescan-unlinks-nothing': run({**ON, **at(
+        ipc=NUMBERED, own=1, counter=1, number=1, gave=True, found=True, scanned=True, wanted=True, visited=True)}),
     'flush-in-any-case': run({**ON, **at(cached=True)}),
     'counter-before-ranges': run({**PRIVATE, **READ, **at(ipc=IN_FLIGHT)}, Kind=2),
     'counter-is-compared': run({**ON, **READ, **at(
-        ipc=NUMBERED, own=1, counter=1, bit=True, due=True, scanned=True, wanted=True)}),
+        fpc=TOOK, fown=2, ipc=NUMBERED, own=1, counter=2, bit=True, due=True, found=True, scanned=True,
+        wanted=True)}),
 }
 
 if __name__ == '__main__':

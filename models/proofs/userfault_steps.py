@@ -1,5 +1,5 @@
 """The steps of faults, calls and user space. `userfault.py` says what is proved of them."""
-from prover import And, If, Implies, Not, Or, put, put_where
+from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 # What a fault reads, in this order. Its program counter says how many of these it has done.
 PTE, RANGES, MEMSLOT, BIT, ATTRIBUTES = range(5)
@@ -12,13 +12,14 @@ OUT, BEGUN, IN_FLIGHT, NUMBERED, WALKED, ZAPPED, CHANGED, OVER = range(8)
 # Kinds of calls: an invalidation (which may change attributes), a change of the flag or of the bitmap, a
 # rescan.
 RANGE, FLAG, RESCAN = range(3)
+FREE, HELD, STORED = range(3)                               # a fresh number: not taken, taken, stored
 
 
-class UserfaultSteps:
-    sorts = ['Fault', 'Call', 'Page', 'Block', 'Slot', 'Map', 'Kind', 'Cpu']
+class UserfaultSteps(Protocol):
+    sorts = ['Fault', 'Call', 'Page', 'Block', 'Slot', 'Map', 'Kind', 'Cpu', 'Fresh']
     letters = {'f': 'Fault', 'i': 'Call', 'j': 'Call', 'p': 'Page', 'q': 'Page', 'b': 'Block', 'm': 'Map',
         'k': 'Kind',
-               'c': 'Cpu'}
+               'c': 'Cpu', 'n': 'Fresh'}
     fixed = {
         'page': (['Fault'], 'Page'), 'block': (['Page'], 'Block'), 'slot': (['Page'], 'Slot'),
         'is_big': (['Map'], 'bool'),                                    # a bit stands for a block
@@ -31,6 +32,7 @@ class UserfaultSteps:
         'whole': (['Block'], 'bool'),                                   # one PTE stands for the block
         'leaf': (['Page'], 'bool'), 'leaf_kind': (['Page'], 'Kind'), 'number': (['Page'],
             'int'), 'counter': ([], 'int'),
+        'state_of': (['Fresh'], 'int'), 'fresh': (['Fresh'], 'int'),
         'cached': (['Cpu', 'Page', 'Kind'], 'bool'),
         'fpc': (['Fault'], 'int'), 'seen': (['Fault'], 'int'), 'saw_whole': (['Fault'], 'bool'),
         'huge': (['Fault'], 'bool'),                                    # may map its whole block
@@ -40,6 +42,8 @@ class UserfaultSteps:
         'saw_on': (['Fault'], 'bool'), 'saw_map': (['Fault'], 'Map'), 'saw_kind': (['Fault'], 'Kind'),
         'alike': (['Fault', 'Page'], 'bool'),
         'ipc': (['Call'], 'int'), 'own': (['Call'], 'int'), 'visited': (['Call', 'Page'], 'bool'),
+        'found': (['Call'], 'bool'), 'found_map': (['Call'], 'Map'),    # a rescan has found this bitmap
+        'cut': (['Call', 'Page'], 'bool'),                              # it may stand in what was unlinked since
         'scanned': (['Call', 'Page'], 'bool'), 'wanted': (['Call', 'Page'],
             'bool'), 'flushed': (['Call', 'Cpu'], 'bool'),
         'zapped': (['Call', 'Page'], 'bool'),                           # a leaf was there
@@ -49,7 +53,7 @@ class UserfaultSteps:
     }
 
     def __init__(self, left_out=None):
-        self.left_out = left_out
+        super().__init__(left_out)
         self.order = {
             'bit-after-pte': (MEMSLOT, BIT, PTE, RANGES, ATTRIBUTES),
             'attributes-after-pte': (MEMSLOT, ATTRIBUTES, PTE, RANGES, BIT),
@@ -71,8 +75,6 @@ class UserfaultSteps:
             'calls have a kind': s.all(lambda i: And(RANGE <= s.kind(i), s.kind(i) <= RESCAN)),
             'a block is in one memslot': s.all(lambda p,
                 q: Implies(s.block(p) == s.block(q), s.slot(p) == s.slot(q))),
-            'a rescan is of whole blocks': s.all(lambda i, p, q: Implies(
-                And(s.kind(i) == RESCAN, s.block(p) == s.block(q)), s.range(i, p) == s.range(i, q))),
         }
 
     def init(self, s):
@@ -84,7 +86,9 @@ class UserfaultSteps:
             'nothing is cached': s.all(lambda c, p, k: Not(s.cached(c, p, k))),
             'no fault runs': s.all(lambda f: And(s.fpc(f) == 0, Not(s.on_leaf(f)), Not(s.counts(f)))),
             'no fault reads': s.all(lambda f, i: And(Not(s.passed(f, i)), Not(s.beside(f, i)))),
-            'no call runs': s.all(lambda i: s.ipc(i) == OUT),
+            'no number is taken': s.all(lambda n: s.state_of(n) == FREE),
+            'no call runs': s.all(lambda i: And(s.ipc(i) == OUT, s.own(i) == 0, Not(s.found(i)))),
+            'no call stands in what was unlinked': s.all(lambda i, p: Not(s.cut(i, p))),
             'no page is visited': s.all(lambda i, p: And(
                 Not(s.visited(i, p)), Not(s.scanned(i, p)), Not(s.wanted(i, p)), Not(s.gave(i, p)))),
             'nothing is due': s.all(lambda i, m, p: Not(s.due(i, m, p))),
@@ -128,7 +132,7 @@ class UserfaultSteps:
 
     def step_read_counter(self, s, f: 'Fault'):
         """vcpu.rs: Fault::look, InvalidationSeqCounter::current."""
-        again = And(self.left_out == 'counter-before-ranges', s.on_leaf(f), s.fpc(f) == ALL)
+        again = And(self.without('counter-before-ranges'), s.on_leaf(f), s.fpc(f) == ALL)
         return Or(And(self.is_next(s, f, PTE), s.counts(f)), again), {
             'fpc': put(s.fpc, f, s.fpc(f) + If(again, 0, 1)), 'counts': put(s.counts, f, False),
             'on_leaf': put(s.on_leaf, f, True), 'seen': put(s.seen, f, s.counter()),
@@ -136,7 +140,7 @@ class UserfaultSteps:
 
     def in_flight(self, s, i):
         last = CHANGED
-        if self.left_out == 'change-before-withdrawal':
+        if self.without('change-before-withdrawal'):
             last = WALKED
         return And(self.keeps_out(s, i), IN_FLIGHT <= s.ipc(i), s.ipc(i) <= last)
 
@@ -151,7 +155,7 @@ class UserfaultSteps:
 
     def step_clear(self, s, f: 'Fault'):
         """table/in_flight.rs: RangesInFlight::free_level has compared all ranges."""
-        beside = s.all(lambda i: Or(s.beside(f, i), self.left_out == 'block-is-beside-ranges'))
+        beside = s.all(lambda i: Or(s.beside(f, i), self.without('block-is-beside-ranges')))
         return And(self.is_next(s, f, RANGES), s.all(lambda i: s.passed(f, i))), {
             **self.on(s, f), 'huge': put(s.huge, f, beside)}
 
@@ -183,7 +187,7 @@ class UserfaultSteps:
                 'beside': put_where(s.beside, lambda g, i: g == f, False)}
 
     def same_number(self, s, f):
-        return Or(s.number(s.page(f)) == s.seen(f), self.left_out == 'number-is-compared')
+        return Or(s.number(s.page(f)) == s.seen(f), self.without('number-is-compared'))
 
     def step_install(self, s, f: 'Fault'):
         """vcpu/act.rs: install_on_empty, a leaf of one page.
@@ -222,7 +226,7 @@ class UserfaultSteps:
     def step_recount(self, s, f: 'Fault'):
         """vcpu/act.rs: install_instead, the counter once more. No other number was taken since the look."""
         alone = Or(s.counter() == s.seen(f) + 1,
-            self.left_out == 'counter-is-compared')
+            self.without('counter-is-compared'))
         return And(s.fpc(f) == GONE, alone), {
             'fpc': put(s.fpc, f, ALL), 'on_leaf': put(s.on_leaf, f, False), 'seen': put(s.seen, f, s.fown(f))}
 
@@ -246,11 +250,16 @@ class UserfaultSteps:
     def keeps_out(self, s, i):
         """The call has a range in flight."""
         return Or(s.kind(i) == RANGE, And(s.kind(i) == FLAG, s.turns_on(i),
-            self.left_out != 'flag-invalidates'))
+            not self.without('flag-invalidates')))
 
     def covers(self, s, i, p):
-        mine = s.slot(p) == s.slot_of(i)
-        return If(s.kind(i) == FLAG, mine, And(s.range(i, p), Implies(s.kind(i) == RESCAN, mine)))
+        others = If(s.kind(i) == FLAG, s.slot(p) == s.slot_of(i), s.range(i, p))
+        return If(s.kind(i) == RESCAN, self.reaches(s, i, s.found_map(i), p), others)
+
+    def reaches(self, s, i, m, p):
+        """The rescan is of a page that has the bit of this one in the bitmap."""
+        in_block = And(s.is_big(m), s.some(lambda q: And(s.block(q) == s.block(p), s.range(i, q))))
+        return And(s.slot(p) == s.slot_of(i), Or(s.range(i, p), in_block))
 
     def step_begin(self, s, i: 'Call'):
         """vm/page_state.rs: rescan_userfault, set_memory_attributes; vm/region.rs: change_slot."""
@@ -263,68 +272,104 @@ class UserfaultSteps:
         return And(s.ipc(i) == BEGUN, self.keeps_out(s, i)), {'ipc': put(s.ipc, i, IN_FLIGHT)}
 
     def step_take_number(self, s, i: 'Call'):
-        """second_stage/invalidate.rs: Invalidation::new, step 2; second_stage/rescan.rs: rescan."""
-        begins = Or(s.ipc(i) == IN_FLIGHT, And(s.ipc(i) == BEGUN, s.kind(i) == RESCAN))
+        """second_stage/invalidate.rs: Invalidation::new, step 2; second_stage/rescan.rs: zap_run, for each run."""
+        begins = Or(s.ipc(i) == IN_FLIGHT, self.rescans(s, i))
         number = s.counter() + 1
-        if self.left_out == 'rescan-takes-number':
+        if self.without('rescan-takes-number'):
             number = s.counter() + If(s.kind(i) == RESCAN, 0, 1)
-        mine = lambda j, p: j == i
         return begins, {
             'ipc': put(s.ipc, i, NUMBERED), 'own': put(s.own, i, number), 'counter': lambda: number,
-            'gave': put_where(s.gave, mine, False), 'visited': put_where(s.visited, mine, False),
-            'scanned': put_where(s.scanned, mine, False), 'wanted': put_where(s.wanted, mine, False)}
+            'gave': put_where(s.gave, lambda j, p: j == i, False)}
+
+    def step_take_fresh(self, s, n: 'Fresh'):
+        """table/invalidation_seq.rs: next. For one exchange, which alone stores it."""
+        return s.state_of(n) == FREE, {
+            'state_of': put(s.state_of, n, HELD), 'fresh': put(s.fresh, n, s.counter() + 1),
+            'counter': lambda: s.counter() + 1}
+
+    def rescans(self, s, i):
+        return And(s.kind(i) == RESCAN, Or(s.ipc(i) == BEGUN, s.ipc(i) == NUMBERED))
+
+    def step_find_bitmap(self, s, i: 'Call'):
+        """second_stage/rescan.rs: rescan, Slots::by_id."""
+        k = s.slot_of(i)
+        return And(self.rescans(s, i), s.on(k)), {
+            'found': put(s.found, i, True), 'found_map': put(s.found_map, i, s.map(k))}
 
     def step_scan(self, s, i: 'Call', p: 'Page'):
         """second_stage/rescan.rs: find_runs, the bit of one page."""
-        k = s.slot_of(i)
-        return And(s.kind(i) == RESCAN, s.ipc(i) == NUMBERED, self.covers(s, i, p), s.on(k),
-            Not(s.scanned(i, p))), {
-            'scanned': put(s.scanned, (i, p), True), 'wanted': put(s.wanted, (i, p), s.bit(s.map(k), p))}
+        return And(self.rescans(s, i), s.found(i), self.covers(s, i, p), Not(s.scanned(i, p))), {
+            'scanned': put(s.scanned, (i, p), True),
+            'wanted': put(s.wanted, (i, p), s.bit(s.found_map(i), p))}
 
     def step_start_over(self, s, i: 'Call'):
         """second_stage/rescan.rs: rescan, the memslot has changed meanwhile."""
-        return And(s.kind(i) == RESCAN, s.ipc(i) == NUMBERED), {'ipc': put(s.ipc, i, BEGUN)}
+        mine = lambda j, p: j == i
+        return self.rescans(s, i), {
+            'ipc': put(s.ipc, i, BEGUN), 'found': put(s.found, i, False),
+            **{n: put_where(getattr(s, n), mine, False) for n in ('visited', 'scanned', 'wanted', 'cut')}}
 
     def wants(self, s, i, p):
-        return And(self.covers(s, i, p), Or(s.kind(i) != RESCAN, s.wanted(i, p)))
+        return If(s.kind(i) == RESCAN, s.wanted(i, p), self.covers(s, i, p))
 
     def step_zap(self, s, i: 'Call', p: 'Page'):
         """second_stage/zap.rs: Zap::visit, a PTE of the lowest level: it gets the number of the call."""
-        stores = Or(s.leaf(p), And(s.number(p) < s.own(i), self.left_out != 'numbers-are-stored'))
-        return And(s.ipc(i) == NUMBERED, self.wants(s, i, p), Not(s.visited(i, p)),
-            Not(s.whole(s.block(p)))), {
+        stores = Or(s.leaf(p), And(s.number(p) < s.own(i), not self.without('numbers-are-stored')))
+        return And(s.ipc(i) == NUMBERED, self.wants(s, i, p), Not(s.gave(i, p)), Not(s.whole(s.block(p)))), {
             'visited': put(s.visited, (i, p), True), 'leaf': put(s.leaf, p, False),
             'zapped': put(s.zapped, (i, p), s.leaf(p)),
-            'gave': put(s.gave, (i, p), Or(s.gave(i, p), stores)),
+            'gave': put(s.gave, (i, p), stores),
             'number': put(s.number, p, If(stores, s.own(i), s.number(p)))}
 
-    def step_zap_block(self, s, i: 'Call', p: 'Page'):
-        """second_stage/zap.rs: Zap::visit, a PTE above the lowest level: it gets a fresh number."""
-        stores = Or(s.leaf(p), s.number(p) < s.own(i))
-        in_block = lambda q: s.block(q) == s.block(p)
-        return And(s.ipc(i) == NUMBERED, self.wants(s, i, p), Not(s.visited(i, p)), s.whole(s.block(p))), {
-            'visited': put_where(s.visited, lambda j, q: And(j == i, in_block(q), self.wants(s, i, q)), True),
-            'leaf': put_where(s.leaf, in_block, False), 'counter': lambda: s.counter() + 1,
-            'zapped': put_where(s.zapped, lambda j, q: And(j == i, in_block(q)), s.leaf(p)),
-            'number': put_where(s.number, lambda q: And(in_block(q), stores), s.counter() + 1)}
+    def at_block(self, s, i, p):
+        return And(s.ipc(i) == NUMBERED, self.wants(s, i, p), s.whole(s.block(p)))
 
-    def step_unlink(self, s, i: 'Call', b: 'Block'):
+    def visits_block(self, s, i, p):
+        return put_where(s.visited, lambda j, q: And(j == i, s.block(q) == s.block(p), self.wants(s, i, q)), True)
+
+    def is_fresh(self, s, i, n):
+        """A number that was taken for this exchange, after that of the call."""
+        return And(s.state_of(n) == HELD, s.fresh(n) > s.own(i))
+
+    def step_zap_block(self, s, i: 'Call', p: 'Page', n: 'Fresh'):
+        """second_stage/zap.rs: Zap::visit, a PTE above the lowest level: it gets a fresh number."""
+        in_block = lambda q: s.block(q) == s.block(p)
+        stores = Or(s.leaf(p), s.number(p) < s.own(i))
+        return And(self.at_block(s, i, p), stores, self.is_fresh(s, i, n)), {
+            'visited': self.visits_block(s, i, p), 'leaf': put_where(s.leaf, in_block, False),
+            'state_of': put(s.state_of, n, STORED),
+            'zapped': put_where(s.zapped, lambda j, q: And(j == i, in_block(q)), s.leaf(p)),
+            'number': put_where(s.number, in_block, s.fresh(n))}
+
+    def step_pass_block(self, s, i: 'Call', p: 'Page'):
+        """second_stage/zap.rs: Zap::visit, a PTE above the lowest level: its number is greater."""
+        return And(self.at_block(s, i, p), Not(s.leaf(p)), s.number(p) >= s.own(i)), {
+            'visited': self.visits_block(s, i, p)}
+
+    def step_pass_unlinked(self, s, i: 'Call', p: 'Page'):
+        """second_stage/zap.rs: Zap::visit, in a page-table page that another call has unlinked meanwhile."""
+        return And(s.ipc(i) == NUMBERED, self.wants(s, i, p), s.cut(i, p)), {
+            'visited': put(s.visited, (i, p), True)}
+
+    def step_unlink(self, s, i: 'Call', b: 'Block', n: 'Fresh'):
         """second_stage/zap.rs: Zap::visit, a page-table page that lies wholly inside the range."""
-        kept_out = Or(s.kind(i) != RESCAN, self.left_out == 'rescan-unlinks-nothing')
-        done = s.all(lambda q: Implies(s.block(q) == b, s.visited(i, q)))
-        return And(s.ipc(i) == NUMBERED, kept_out, done, Not(s.whole(b))), {
-            'whole': put(s.whole, b, True), 'counter': lambda: s.counter() + 1,
-            'number': put_where(s.number, lambda q: s.block(q) == b, s.counter() + 1)}
+        kept_out = Or(s.kind(i) != RESCAN, self.without('rescan-unlinks-nothing'))
+        inside = lambda q: s.block(q) == b
+        done = s.all(lambda q: Implies(inside(q), s.visited(i, q)))
+        stands = lambda j, q: And(inside(q), s.ipc(j) == NUMBERED, self.wants(s, j, q))
+        return And(s.ipc(i) == NUMBERED, kept_out, done, Not(s.whole(b)), self.is_fresh(s, i, n)), {
+            'whole': put(s.whole, b, True), 'state_of': put(s.state_of, n, STORED),
+            'cut': put_where(s.cut, stands, True), 'number': put_where(s.number, inside, s.fresh(n))}
 
     def step_walked(self, s, i: 'Call'):
         """second_stage/zap.rs: zap_range, the end."""
         scanned = s.all(lambda p: Implies(And(s.kind(i) == RESCAN, self.covers(s, i, p)), s.scanned(i, p)))
         done = s.all(lambda p: Implies(self.wants(s, i, p), s.visited(i, p)))
-        return And(s.ipc(i) == NUMBERED, scanned, done), {'ipc': put(s.ipc, i, WALKED)}
+        return And(Or(s.ipc(i) == NUMBERED, self.rescans(s, i)), scanned, done), {'ipc': put(s.ipc, i, WALKED)}
 
     def step_flush(self, s, i: 'Call', c: 'Cpu'):
         """table/tlb.rs: TlbBatch::flush, on one CPU."""
-        zapped = lambda p: Or(self.left_out != 'flush-in-any-case', s.zapped(i, p))
+        zapped = lambda p: Or(not self.without('flush-in-any-case'), s.zapped(i, p))
         return s.ipc(i) == WALKED, {
             'flushed': put(s.flushed, (i, c), True),
             'cached': put_where(s.cached, lambda d, p, k: And(d == c, self.wants(s, i, p), zapped(p)), False)}
@@ -336,7 +381,7 @@ class UserfaultSteps:
     def step_store_attribute(self, s, i: 'Call', p: 'Page', k: 'Kind'):
         """slot/attributes.rs: PrivatePages::set."""
         ready = s.ipc(i) == ZAPPED
-        if self.left_out == 'attributes-after-zap':
+        if self.without('attributes-after-zap'):
             ready = s.ipc(i) == IN_FLIGHT
         return And(s.kind(i) == RANGE, ready, self.covers(s, i, p)), {'attribute': put(s.attribute, p, k)}
 
@@ -350,6 +395,7 @@ class UserfaultSteps:
     def step_return(self, s, i: 'Call'):
         """The range is withdrawn, and the call returns. What was due is pending."""
         done = s.ipc(i) == If(s.kind(i) == FLAG, CHANGED, ZAPPED)
-        promised = lambda m, p: And(self.covers(s, i, p), s.due(i, m, p), Or(
-            s.kind(i) == RESCAN, And(s.kind(i) == FLAG, s.turns_on(i), m == s.new_map(i))))
+        turned_on = lambda m, p: And(s.kind(i) == FLAG, s.turns_on(i), m == s.new_map(i), self.covers(s, i, p))
+        promised = lambda m, p: And(s.due(i, m, p), Or(
+            And(s.kind(i) == RESCAN, self.reaches(s, i, m, p)), turned_on(m, p)))
         return done, {'ipc': put(s.ipc, i, OVER), 'pending': put_where(s.pending, promised, True)}

@@ -11,13 +11,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
-use slat_machine::demand_paging::{DemandPagingError, ServeError, VcpuError};
-use slat_machine::machine::MachineError;
-use slat_machine::source::SourceError;
+use slat_machine::paging::SourceError;
+use slat_machine::vm::demand_paging::{DemandPagingError, ServeError, VcpuError};
+use slat_machine::vm::machine::MachineError;
 use thiserror::Error;
 
-use crate::help;
-use crate::session::INTERRUPTED;
+/// The exit code of a process that SIGINT ended, as shells give it.
+pub(crate) const INTERRUPTED: u8 = 130;
 
 /// A failure of the command, as one line.
 #[derive(Debug, Error)]
@@ -25,6 +25,9 @@ pub(crate) enum Failure {
     /// The guest, the tables or the log showed a wrong result.
     #[error("check failed: {0}")]
     Check(String),
+    /// slat lost a comparison that it claims to win.
+    #[error("claim lost: {0}")]
+    Claim(String),
     /// No machine could do what the options ask for.
     #[error("{0}")]
     Usage(String),
@@ -53,7 +56,7 @@ pub(crate) enum Failure {
 impl Failure {
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            Failure::Check(_) => 1,
+            Failure::Check(_) | Failure::Claim(_) => 1,
             Failure::Usage(_) => 2,
             Failure::CannotServe(_) | Failure::Write { .. } | Failure::Print(_) => 3,
             Failure::Interrupted { .. } => INTERRUPTED,
@@ -70,14 +73,23 @@ impl Failure {
     pub(crate) fn next_step(&self, words: &[String]) -> String {
         match self {
             Failure::Check(_) => {
-                format!("; please report this with its seed and the command line: {}", command_line(words))
+                format!("; please report this with the command line: {}", command_line(words))
             }
-            Failure::Usage(_) => help::hint(words),
+            Failure::Claim(_) => format!(
+                "; other work on the machine can cause that: repeat it on an idle machine, and report it if it is lost again: {}",
+                command_line(words)
+            ),
+            Failure::Usage(_) => hint(words.get(1).map(String::as_str)),
             Failure::Write { source, .. } => format!("; {}", after_write(source.kind())),
             Failure::Print(_) => "; write it to another place".to_owned(),
             Failure::CannotServe(_) | Failure::Interrupted { .. } => String::new(),
         }
     }
+}
+
+/// Where the help of a command is.
+pub(crate) fn hint(command: Option<&str>) -> String {
+    format!(" (try `slat{} --help`)", command.map(|name| format!(" {name}")).unwrap_or_default())
 }
 
 /// The command line, as in results and in reports of failures.
@@ -214,7 +226,7 @@ pub(crate) fn check_failed(what: impl fmt::Display) -> Failure {
 
 #[cfg(test)]
 mod tests {
-    use slat_machine::source::SourceSpec;
+    use slat_machine::paging::SourceSpec;
 
     use super::*;
 
@@ -235,12 +247,14 @@ mod tests {
         assert_line(
             Failure::Check("page 3 is lost".to_owned()),
             "/usr/bin/slat stress -v 4",
-            "check failed: page 3 is lost; please report this with its seed and the command line: slat stress -v 4",
+            "check failed: page 3 is lost; please report this with the command line: slat stress -v 4",
         );
+        let claim = Failure::Claim("parallel-faults: populate".to_owned());
+        assert!(claim.next_step(&words("/usr/bin/slat compare")).ends_with("if it is lost again: slat compare"));
         assert_line(
             Failure::Usage("--threads 0".to_owned()),
-            "slat split --threads 0",
-            "--threads 0 (try `slat split --help`)",
+            "slat numa-split --threads 0",
+            "--threads 0 (try `slat numa-split --help`)",
         );
         let write = |kind: ErrorKind| Failure::Write { path: "/a/b".into(), source: kind.into() };
         assert_line(

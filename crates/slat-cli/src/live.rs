@@ -27,17 +27,16 @@ mod tests;
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use slat::Vm;
-use slat_machine::host::MachineHost;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::vm::host::MachineHost;
 
 use crate::failure::Failure;
-use crate::session::lock;
 use rates::{MAX_ROWS, Row};
 use sample::Sample;
 
@@ -53,10 +52,17 @@ const SHORTEST: Duration = Duration::from_millis(100);
 /// What the screen shows while an experiment runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum View {
+    /// Nothing, with `--quiet`.
+    Nothing,
     /// The progress.
     Progress,
     /// The progress, and what the machine does.
     Live,
+}
+
+/// Locks, and ignores poison.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Samples the machine that runs, and shows the figures. Clones share the state.

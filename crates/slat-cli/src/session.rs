@@ -8,24 +8,26 @@
 //!   it delivers the last outcome and ends the process. So an interruption takes the same short
 //!   time whatever the experiment does, even if it hangs.
 //! - No other thread writes to the standard output, or to the file of `--json`.
+//! - If a file is the standard output (`--json -`), all text goes to the standard error.
 
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use slat::Vm;
-use slat_machine::host::MachineHost;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::vm::host::MachineHost;
 
-use crate::failure::{Failure, no_thread};
-use crate::live::{Live, View, Watched};
-use crate::results::{Outcome, ResultsFile};
+use crate::busy::{Busy, Watch};
+use crate::failure::{Failure, INTERRUPTED, no_thread};
+use crate::live::{Live, View, Watched, lock};
+use crate::results::{Outcome, ResultsFile, print, rfc3339};
 
 /// How often the time is drawn while a run lasts.
 const TICK: Duration = Duration::from_millis(200);
@@ -37,9 +39,6 @@ const STACK_BYTES: usize = 8 << 20;
 /// for ever, and prints so on the standard error.
 const HOLD_AFTER: &str = "SLAT_TEST_HOLD_AFTER";
 
-/// The exit code of a process that SIGINT ended, as shells give it.
-pub(crate) const INTERRUPTED: u8 = 130;
-
 /// An experiment's interface to the user.
 #[derive(Clone)]
 pub(crate) struct Session {
@@ -49,6 +48,7 @@ pub(crate) struct Session {
 }
 
 struct Shared {
+    text_to: TextTo,
     so_far: Mutex<Option<Outcome>>,
     bars: MultiProgress,
     /// With `--live`.
@@ -71,20 +71,19 @@ impl Shared {
     }
 }
 
-/// Locks, and ignores poison.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Session {
-    fn new(view: View) -> Result<Session, Failure> {
+    fn new(view: View, text_to: TextTo) -> Result<Session, Failure> {
         let bars = MultiProgress::new();
+        if view == View::Nothing {
+            bars.set_draw_target(ProgressDrawTarget::hidden());
+        }
         let live = match view {
-            View::Progress => None,
+            View::Nothing | View::Progress => None,
             View::Live => Some(Live::start(&bars)?),
         };
         let left_before_hold = std::env::var(HOLD_AFTER).ok().and_then(|nr| nr.parse().ok()).map(AtomicU64::new);
-        let shared = Shared { so_far: Mutex::default(), bars, live, temporary: Mutex::default(), left_before_hold };
+        let shared =
+            Shared { text_to, so_far: Mutex::default(), bars, live, temporary: Mutex::default(), left_before_hold };
         Ok(Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) })
     }
 
@@ -107,13 +106,13 @@ impl Session {
 
     /// Prints the text of a finished part.
     pub(crate) fn say(&self, text: &str) -> Result<(), Failure> {
-        self.shared.bars.suspend(|| print(text))
+        self.shared.bars.suspend(|| self.shared.text_to.print(text))
     }
 
     /// Shows how far an experiment of `nr_runs` runs is.
     pub(crate) fn progress(&self, nr_runs: u64) -> Progress {
         let bar = self.shared.bars.add(ProgressBar::new(nr_runs));
-        if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {elapsed}") {
+        if let Ok(style) = ProgressStyle::with_template("{bar:12} {pos}/{len} {elapsed} {wide_msg}") {
             bar.set_style(style);
         }
         bar.enable_steady_tick(TICK);
@@ -177,29 +176,53 @@ impl Drop for Progress {
     }
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is one of it")]
 enum Event {
     Ended(thread::Result<Result<Outcome, Failure>>),
     Interrupted,
 }
 
-/// Where results go besides the screen.
-#[derive(Default)]
-pub(crate) struct Files {
-    pub(crate) json: Option<ResultsFile>,
-    pub(crate) markdown: Option<ResultsFile>,
+/// Where text for people goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum TextTo {
+    Stdout,
+    Stderr,
+}
+
+impl TextTo {
+    /// The standard output, unless results go there.
+    fn beside(json: Option<&ResultsFile>) -> TextTo {
+        if json.is_some_and(ResultsFile::is_stdout) { TextTo::Stderr } else { TextTo::Stdout }
+    }
+
+    fn print(self, text: &str) -> Result<(), Failure> {
+        match self {
+            TextTo::Stdout => print(text).map_err(Failure::Print),
+            TextTo::Stderr => io::stderr().lock().write_all(text.as_bytes()).map_err(Failure::Print),
+        }
+    }
+}
+
+/// The command of a session: its words, and when it began.
+struct Begun {
+    words: Vec<String>,
+    time: SystemTime,
+    watch: Watch,
 }
 
 /// Runs `experiment` with the view `view`, and delivers its outcome: prints its text, and writes it
-/// to `files`, as the result of `command`.
+/// to the file `json`, as the result of the command line `words`.
 pub(crate) fn run(
-    command: &str,
+    words: &[String],
     view: View,
-    files: Files,
+    json: Option<ResultsFile>,
     experiment: impl FnOnce(&Session) -> Result<Outcome, Failure> + Send + 'static,
 ) -> Result<(), Failure> {
     let (sender, events) = mpsc::channel();
     interrupt_by_signals(sender.clone())?;
-    let session = Session::new(view)?;
+    let session = Session::new(view, TextTo::beside(json.as_ref()))?;
+    let words = std::iter::once("slat".to_owned()).chain(words.iter().skip(1).cloned()).collect();
+    let begun = Begun { words, time: SystemTime::now(), watch: Watch::begin() };
     {
         let session = session.clone();
         let body = move || {
@@ -211,19 +234,19 @@ pub(crate) fn run(
         let thread = thread::Builder::new().name("experiment".to_owned()).stack_size(STACK_BYTES).spawn(body);
         thread.map_err(|error| no_thread(&error))?;
     }
-    wait(command, files, &session, &events)
+    wait(&begun, json, &session, &events)
 }
 
-fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>) -> Result<(), Failure> {
+fn wait(begun: &Begun, json: Option<ResultsFile>, session: &Session, events: &Receiver<Event>) -> Result<(), Failure> {
     let event = events.recv();
     session.close();
     match event {
         Ok(Event::Ended(Ok(result))) => {
             let outcome = result?;
-            let delivered = deliver(files, &outcome, command, false);
-            match outcome.failure {
+            let delivered = deliver(json, &outcome, begun, false);
+            match outcome.shortfall {
                 // Reported even if no reader of the output is left.
-                Some(what) => quiet(delivered).and(Err(Failure::Check(what))),
+                Some(shortfall) => quiet(delivered).and(Err(shortfall.into())),
                 None => delivered,
             }
         }
@@ -232,7 +255,7 @@ fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>
             let so_far = lock(&session.shared.so_far).take();
             session.clean_up();
             if let Some(outcome) = &so_far {
-                quiet(deliver(files, outcome, command, true))?;
+                quiet(deliver(json, outcome, begun, true))?;
             }
             Err(Failure::Interrupted { measured: so_far.is_some() })
         }
@@ -254,17 +277,25 @@ fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
     })
 }
 
-/// Writes the files and prints the text; a failure of one does not prevent the others.
-fn deliver(files: Files, outcome: &Outcome, command: &str, interrupted: bool) -> Result<(), Failure> {
-    let mut object = outcome.json.clone();
-    object["command"] = command.into();
-    object["interrupted"] = interrupted.into();
-    let json = files.json.map_or(Ok(()), |file| file.write(&format!("{object:#}\n")));
-    let markdown = files.markdown.zip(outcome.markdown.as_deref());
-    let markdown = markdown.map_or(Ok(()), |(file, text)| file.write(text));
-    let printed = print(&outcome.text);
+/// Writes the file and prints the text; a failure of one does not prevent the other.
+fn deliver(json: Option<ResultsFile>, outcome: &Outcome, begun: &Begun, interrupted: bool) -> Result<(), Failure> {
+    let text_to = TextTo::beside(json.as_ref());
+    let busy = begun.watch.end();
+    let warning = busy.filter(Busy::is_disturbing).map(|busy| format!("{busy}\n")).unwrap_or_default();
+    let written = json.zip(outcome.results.clone()).map_or(Ok(()), |(file, mut results)| {
+        results.command.clone_from(&begun.words);
+        results.time = rfc3339(begun.time);
+        results.interrupted = interrupted;
+        results.host.busy = busy;
+        let (path, is_stdout) = (file.path().to_owned(), file.is_stdout());
+        file.write_json(&results).map_err(|source| match is_stdout {
+            true => Failure::Print(source),
+            false => Failure::Write { path, source },
+        })
+    });
+    let printed = text_to.print(&format!("{}{warning}", outcome.text));
     // A file that cannot be written is reported even if no reader of the output is left.
-    json.and(markdown).and(printed)
+    written.and(printed)
 }
 
 /// A pipe without a reader is no failure here: the result that follows says more.
@@ -272,24 +303,21 @@ fn quiet(result: Result<(), Failure>) -> Result<(), Failure> {
     result.or_else(|failure| if failure.is_closed_pipe() { Ok(()) } else { Err(failure) })
 }
 
-/// Prints `text`, now.
-pub(crate) fn print(text: &str) -> Result<(), Failure> {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Failure::Print)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn outcome(text: &str) -> Outcome {
-        Outcome { text: text.to_owned(), json: json!({}), markdown: None, failure: None }
+        Outcome { text: text.to_owned(), results: None, shortfall: None }
+    }
+
+    fn begun() -> Begun {
+        Begun { words: vec!["slat".to_owned()], time: SystemTime::now(), watch: Watch::begin() }
     }
 
     #[test]
     fn the_outcome_of_a_part_becomes_the_wholes() {
-        let session = Session::new(View::Progress).unwrap();
+        let session = Session::new(View::Progress, TextTo::Stdout).unwrap();
         let part = session.within(|part| outcome(&format!("b {} c", part.text)));
         let part_of_part = part.within(|part| outcome(&format!("[{}]", part.text)));
         part_of_part.so_far(outcome("x"));
@@ -299,21 +327,15 @@ mod tests {
     #[test]
     fn an_interrupted_experiment_delivers_what_it_has() {
         let (sender, events) = mpsc::channel();
-        let session = Session::new(View::Progress).unwrap();
+        let session = Session::new(View::Progress, TextTo::Stdout).unwrap();
         let path = std::env::temp_dir().join(format!("slat-session-test-{}", std::process::id()));
         std::fs::write(&path, "").unwrap();
         session.remove_if_interrupted(path.clone());
         sender.send(Event::Interrupted).unwrap();
-        assert!(matches!(
-            wait("slat", Files { json: None, markdown: None }, &session, &events),
-            Err(Failure::Interrupted { measured: false })
-        ));
+        assert!(matches!(wait(&begun(), None, &session, &events), Err(Failure::Interrupted { measured: false })));
         assert!(!path.exists());
         session.so_far(outcome(""));
         sender.send(Event::Interrupted).unwrap();
-        assert!(matches!(
-            wait("slat", Files { json: None, markdown: None }, &session, &events),
-            Err(Failure::Interrupted { measured: true })
-        ));
+        assert!(matches!(wait(&begun(), None, &session, &events), Err(Failure::Interrupted { measured: true })));
     }
 }

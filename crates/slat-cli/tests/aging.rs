@@ -6,7 +6,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_ok, assert_refused};
+use common::{assert_ok, assert_refused, read, value};
 use serde_json::Value;
 
 #[test]
@@ -19,8 +19,8 @@ fn mistakes_are_one_line() {
         ("aging -b 16T -v 2", "are more than"),
         ("aging -s tape", "anonymous_thp"),
         ("aging -v 1 -b 3M -s anonymous_hugetlb_2mb", "page size"),
-        ("aging -w x", "invalid digit"),
-        ("aging --tracking none", "accessed-bit"),
+        ("aging --still-idle 7", "auto, warn, fail"),
+        ("aging --access-tracking none", "accessed-bit"),
         ("aging --pass some", "range"),
         ("aging --runs 0", "at least 1"),
         ("aging --lock some", "exclusive"),
@@ -34,7 +34,7 @@ fn mistakes_are_one_line() {
 
 #[test]
 fn one_series_prints_the_lines_of_the_selftest() {
-    let output = assert_ok("aging -v 2 -b 48M --runs 1 --tracking faults");
+    let output = assert_ok("aging -v 2 -b 48M --runs 1 --access-tracking faults");
     for line in [
         "Using one call for each slot for aging",
         "Populating memory             : ",
@@ -62,7 +62,7 @@ fn nearly_all_pages_are_found_young_for_shapes_of_machines() {
         "-v 2 -b 48M --format gstage",
         "-v 2 -b 24M -o --format gstage-sv39x4",
     ] {
-        let output = assert_ok(&format!("aging -w 0 --runs 1 {args}"));
+        let output = assert_ok(&format!("aging --still-idle fail --runs 1 {args}"));
         assert!(!output.contains("WARNING"), "{args}:\n{output}");
     }
 }
@@ -73,15 +73,15 @@ fn accesses_that_a_tlb_hides_are_a_warning_or_a_failure() {
     let output = assert_ok("aging -v 1 -b 1M --runs 1");
     let warning = "after \"Writing to idle memory\": Too many pages still idle (256 out of 256)";
     assert!(output.contains(warning) && output.contains("Give the vCPUs more memory"), "{output}");
-    assert!(assert_ok("aging -v 1 -b 1M --runs 1 -w 1").contains("WARNING"));
-    assert_refused("aging -v 1 -b 1M --runs 1 -w 0", 1, "too many pages still idle");
+    assert!(assert_ok("aging -v 1 -b 1M --runs 1 --still-idle warn").contains("WARNING"));
+    assert_refused("aging -v 1 -b 1M --runs 1 --still-idle fail", 1, "too many pages still idle");
 }
 
 #[test]
 fn json_has_every_phase_for_both_trackings() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("aging.json");
     assert_ok(&format!("aging -v 1 -b 48M --runs 2 --json {}", path.display()));
-    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let object: Value = read(&path);
     assert_eq!(object["experiment"], "aging");
     assert_eq!(object["config"]["pass"], "range");
     assert!(object["host"]["kernel"].is_string());
@@ -94,7 +94,7 @@ fn json_has_every_phase_for_both_trackings() {
             })
             .collect();
         assert_eq!(found.len(), 1, "{name} for {tracking}");
-        (found[0]["value"].as_f64().unwrap(), found[0]["unit"].as_str().unwrap().to_owned())
+        (value(found[0]), found[0]["unit"].as_str().unwrap().to_owned())
     };
     let pages = 48.0 * 256.0;
     for tracking in ["accessed-bit", "faults"] {
@@ -110,7 +110,7 @@ fn json_has_every_phase_for_both_trackings() {
             let (value, unit) = figure(phase, tracking);
             assert!(value > 0.0 && unit == "s", "{phase} by {tracking}: {value} {unit}");
             let (page, unit) = figure(&format!("{phase}_page"), tracking);
-            assert!((page - value * 1e9 / pages).abs() < 1e-3 && unit == "ns", "{phase} by {tracking}: {page} {unit}");
+            assert!((page * pages / value - 1.0).abs() < 1e-9 && unit == "s", "{phase} by {tracking}: {page} {unit}");
             assert_eq!(figure(&format!("{phase}_flushes"), tracking).0, 0.0);
         }
         assert_eq!(figure("populate_memory_faults", tracking).0, pages);

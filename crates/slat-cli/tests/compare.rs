@@ -5,7 +5,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_refused, slat, stderr};
+use common::{assert_refused, read, samples, slat, stderr};
 use serde_json::Value;
 
 fn path(name: &str) -> PathBuf {
@@ -14,39 +14,45 @@ fn path(name: &str) -> PathBuf {
 
 #[test]
 fn mistakes_are_one_line() {
-    assert_refused("compare --only S6", 2, "S5");
-    assert_refused("compare --only S1,", 2, "S1");
+    assert_refused("compare --only paging", 2, "dirty-log");
+    assert_refused("compare --only shadow,", 2, "parallel-faults");
     assert_refused("compare --runs 3", 2, "--runs");
     assert_refused("compare --json /no/such/folder/results.json", 3, "/no/such/folder");
-    assert_refused("compare --markdown /no/such/folder/results.md", 3, "/no/such/folder");
 }
 
 #[test]
 fn systems_come_with_figures_claims_and_what_was_published() {
-    let (json, markdown) = (path("compare.json"), path("compare.md"));
-    let output =
-        slat(&format!("compare --quick --only s4,S4 --json {} --markdown {}", json.display(), markdown.display()));
+    let json = path("compare.json");
+    let output = slat(&format!("compare --quick --only Numa-Split,numa-split --json {}", json.display()));
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let printed = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(printed, std::fs::read_to_string(&markdown).unwrap());
-    for text in ["# slat compare --quick", "## S4: NUMA", "$ slat split", "2% to 35%", "claims made", "software CPUs"] {
+    for text in [
+        "# slat compare --quick",
+        "## numa-split: NUMA",
+        "$ slat numa-split",
+        "2% to 35%",
+        "claims made",
+        "software CPUs",
+    ] {
         assert!(printed.contains(text), "no '{text}' in:\n{printed}");
     }
-    assert!(!printed.contains("## S1"));
+    assert!(!printed.contains("## parallel-faults"));
 
-    let object: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let object: Value = read(&json);
     assert_eq!((&object["experiment"], &object["interrupted"]), (&"compare".into(), &false.into()));
-    assert_eq!(object["config"]["only"], Value::from(vec!["S4"]));
-    assert_eq!(object["claims"]["made"], object["claims"]["held"]);
-    let system = &object["systems"][0];
-    assert_eq!(system["experiments"][0]["experiment"], "split");
+    assert_eq!(object["config"]["only"], Value::from(vec!["numa-split"]));
+    let claims = &object["compared"]["claims"];
+    assert_eq!(claims["made"], claims["held"]);
+    let system = &object["compared"]["systems"][0];
+    assert_eq!(system["experiments"][0]["experiment"], "numa-split");
     let comparison = &system["comparisons"][0];
     assert_eq!((&comparison["name"], &comparison["better"]), (&"local_walk_reads".into(), &"more".into()));
     let sides = comparison["sides"].as_array().unwrap();
     let [slat, caller, _policy] = &sides[..] else { panic!("{sides:?}") };
-    assert_eq!((&slat["role"], &slat["ratio"], &slat["runs"]), (&"slat".into(), &Value::Null, &5.into()));
+    assert_eq!((&slat["role"], &slat["ratio"]), (&"slat".into(), &Value::Null));
     // One node of eight is that of the splitting thread.
-    assert_eq!(caller["ratio"], 8.0);
-    assert_eq!(caller["claim"]["holds"], true);
-    assert!(caller["mean"].as_f64().unwrap() * 8.0 == slat["mean"].as_f64().unwrap());
+    let of_eighth: Vec<f64> = samples(caller).iter().map(|reads| reads * 8.0).collect();
+    assert_eq!((samples(slat).len(), samples(slat)), (5, of_eighth));
+    assert_eq!(caller["ratio"], serde_json::json!({ "value": 8.0, "interval": [8.0, 8.0] }));
+    assert_eq!(caller["claim"], serde_json::json!({ "above": 1.0, "verdict": "held" }));
 }

@@ -1,365 +1,309 @@
-//! `slat dirty-log` for its user: exit codes, one clear line for each mistake, the JSON, and the
-//! oracle over shapes of machines.
+//! `slat dirty-log` for its user: exit codes, one clear line for each mistake, the tables, the
+//! JSON. The command itself checks that every log is exact.
 #![allow(missing_docs)]
 
 mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_ok, assert_refused, formats, slat_without_kvm, stderr};
+use common::{assert_ok, assert_refused, formats, read, samples, slat, slat_without_kvm, stderr, value};
 use serde_json::Value;
-use slat::format::Format;
+
+const METHODS: [&str; 5] = ["srcu-copy", "xchg", "xchg16", "slat", "slat-leaf"];
+const PATTERNS: [&str; 3] = ["run", "stride", "random"];
+
+/// Runs with `args`, and returns the object of `--json`.
+#[track_caller]
+fn json(name: &str, args: &str) -> Value {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    assert_ok(&format!("dirty-log {args} --json {}", path.display()));
+    read(&path)
+}
+
+/// The only figure of this name with these labels, and its unit.
+#[track_caller]
+fn figure<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> (f64, &'a str) {
+    let found = find(object, name, labels);
+    (value(found), found["unit"].as_str().unwrap())
+}
+
+/// The only figure of this name with these labels.
+#[track_caller]
+fn find<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> &'a Value {
+    let all = object["results"].as_array().unwrap();
+    let is_it = |figure: &&Value| {
+        figure["name"] == name
+            && labels.iter().all(|(label, value)| {
+                let found = &figure["labels"][label];
+                found == *value || found.as_u64().is_some_and(|number| number.to_string() == *value)
+            })
+    };
+    let found: Vec<&Value> = all.iter().filter(is_it).collect();
+    assert_eq!(found.len(), 1, "{name} of {labels:?}");
+    found[0]
+}
 
 #[test]
 fn bad_usage_exits_with_2() {
     for (args, what) in [
-        ("dirty-log -v 0", "at least 1"),
-        ("dirty-log -b 0", "must not be zero"),
-        ("dirty-log -b 4095", "multiple of the page size"),
-        ("dirty-log -b 1T1", "invalid digit"),
-        ("dirty-log -b 99999999T", "too large"),
-        ("dirty-log -b 16T -v 2", "are more than"),
-        ("dirty-log -i 0", "0 is not in 1.."),
-        ("dirty-log --runs 0", "at least 1"),
-        ("dirty-log -x 0", "at least 1"),
-        ("dirty-log -v 1 -b 8K -x 3", "cannot be split evenly into 3 slots"),
-        ("dirty-log -v 1 -b 8K -x 4", "cannot be split evenly into 4 slots"),
-        ("dirty-log -v 1 -b 160M -x 40960", "40960 slots are more than 32763"),
-        ("dirty-log -v 5000 -b 4K", "5000 vCPUs are more than 4096"),
-        ("dirty-log -v -1", "invalid digit"),
-        ("dirty-log -i 2000000", "2000000"),
-        ("dirty-log -x 5000000000", "too many"),
-        ("dirty-log -w 101", "101"),
-        ("dirty-log -w -1", "-1"),
-        ("dirty-log -s tape", "anonymous_thp"),
-        ("dirty-log --lock some", "exclusive"),
-        ("dirty-log --format pae", "npt"),
-        ("dirty-log --paging 3d", "2d"),
-        ("dirty-log --paging shadow --format ept", "--paging shadow needs --format npt"),
-        ("dirty-log --paging shadow --tracking dirty-bit", "--paging shadow needs --tracking write-protect or ring"),
-        ("dirty-log --paging shadow --tracking pml", "nothing sets its dirty bits, for pml"),
-        ("split --paging shadow --lock none", "--paging shadow is for dirty-log"),
-        ("dirty-log --tracking magic", "write-protect, dirty-bit, pml, ring"),
-        ("dirty-log --tracking pml", "--tracking pml needs --format ept"),
-        ("dirty-log --tracking pml --format npt -g", "npt"),
-        ("dirty-log --tracking pml --format stage2", "no page-modification logging with stage2 tables"),
-        ("dirty-log --tracking pml --format gstage", "no page-modification logging with gstage tables"),
-        ("dirty-log --tracking dirty-bit --format stage2", "no dirty bits in stage2 tables"),
-        ("dirty-log --format gstage-sv57x4", "gstage-sv39x4"),
-        ("dirty-log -b 1M --tracking ring --ring-entries 1000", "1000 entries"),
-        ("dirty-log -b 1M --tracking ring --ring-entries 0", "0 entries"),
-        ("dirty-log --tracking ring --huge-pages mark-whole", "--huge-pages split"),
-        ("dirty-log --protection eager", "leaf-by-leaf"),
-        ("dirty-log --huge-pages keep", "mark-whole"),
-        ("dirty-log --split never", "eager, lazy"),
-        ("dirty-log -v 3 -c 0,1", "3 vCPUs need 3"),
-        ("dirty-log -v 1 -c 0,1,2", "1 vCPUs need 1"),
-        ("dirty-log -c x", "invalid digit"),
-        ("dirty-log -v 1 -b 3M -s anonymous_hugetlb_2mb", "page size"),
-        ("dirty-log --peer maybe", "auto, kvm, none"),
-        ("dirty-log --peer kvm --tracking ring", "--tracking ring is for the engine only"),
-        ("dirty-log --peer kvm --tracking dirty-bit", "--peer none leaves KVM out"),
-        ("dirty-log --peer kvm --huge-pages mark-whole", "KVM logs pages of 4 KiB"),
-        ("dirty-log --peer kvm -w 99", "--write-percent"),
-        ("dirty-log --peer kvm -a", "--random-access"),
-        ("dirty-log --peer kvm -e", "--run-while-disabling"),
-        ("dirty-log --peer kvm -v 2 -b 33G", "64 GiB in all"),
-        ("split --peer auto", "--peer is for dirty-log"),
-        ("dirty-log --no-such-option", "unexpected argument"),
-        ("no-such-command", "unrecognized subcommand"),
+        ("--pages 0", "at least 1"),
+        ("--pages 1,x", "invalid digit"),
+        ("--pages 1,4097 -b 16M", "4097 dirty pages of a slot that has 4096"),
+        ("--pattern diagonal", "random"),
+        ("-b 100", "multiple of the page size"),
+        ("-b 65G", "at most 64G"),
+        ("-s paper", "unknown memory backing"),
+        ("--runs 0", "at least 1"),
+        ("--method magic", "srcu-copy"),
+        ("--method kvm", "invalid value 'kvm'"),
+        ("--peer maybe", "auto"),
+        ("--rate 5", "--rate is for the migration"),
+        ("--paging 2d", "flat, shadow"),
+        ("--paging shadow --format stage2", "--paging shadow needs --format npt"),
+        ("--workload film", "framebuffer"),
+        ("--workload framebuffer --pages 1", "--pages and --pattern are for the table"),
+        ("--workload migration --pattern run", "--pages and --pattern are for the table"),
+        ("--running-vcpus 65", "65 is not in 0..=64"),
+        ("--window 1M", "--window is for the range"),
+        ("--workload range --window 100K", "multiple of 256K"),
+        ("--workload range --window 0", "must not be zero"),
     ] {
-        assert_refused(args, 2, what);
+        assert_refused(&format!("dirty-log {args}"), 2, what);
     }
 }
 
 #[test]
 fn what_this_machine_cannot_serve_exits_with_3() {
-    assert_refused("dirty-log -v 8 -b 1T", 3, "MiB are available");
-    assert_refused("dirty-log -v 1 -b 4K -c 99999", 3, "CPU 99999");
-    assert_refused("dirty-log -v 1 -b 1M --runs 1 --json /no/such/folder/results.json", 3, "/no/such/folder");
-    let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages");
-    if free.is_ok_and(|free| free.trim() == "0") {
-        assert_refused("dirty-log -v 1 -b 1G -s anonymous_hugetlb_1gb", 3, "huge pages");
-    }
-}
-
-#[test]
-fn one_locking_prints_the_lines_of_the_selftest() {
-    let output = assert_ok("dirty-log -v 2 -b 1M -i 3 --runs 1 --lock none");
-    for line in [
-        "Test iterations: 3",
-        "Populate memory time: 0.",
-        "Enabling dirty logging time: 0.",
-        "Iteration 1 dirty memory time: 0.",
-        "Iteration 3 get dirty log time: 0.",
-        "Iteration 1 clear dirty log time: 0.",
-        "Disabling dirty logging time: 0.",
-        "Get dirty log over 3 iterations took 0.",
-        "Clear dirty log over 3 iterations took 0.",
-        "dirty pages: write-protect (lazy), manual protect: initially-set, huge pages: split",
-        "2 vCPUs",
-        "software CPUs",
-        "Verified: ",
-    ] {
-        assert!(output.contains(line), "no '{line}' in:\n{output}");
-    }
-    let output = assert_ok("dirty-log -v 2 -b 1M -i 3 --runs 1 --lock none -g");
-    assert!(output.contains("Get dirty log over 3 iterations") && !output.contains("Clear"), "{output}");
-}
-
-#[test]
-fn json_has_every_figure_for_every_locking() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log.json");
-    assert_ok(&format!("dirty-log -v 2 -b 4M -i 2 --runs 2 --json {}", path.display()));
-    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-    assert_eq!(object["experiment"], "dirty-log");
-    assert_eq!(object["config"]["vcpus"], 2);
-    assert_eq!(object["config"]["bytes"], 4 << 20);
-    assert_eq!(object["config"]["tracking"], "write-protect");
-    assert_eq!(object["config"]["protection"], "lazy");
-    assert_eq!(object["config"]["manual_protect"], "initially-set");
-    assert_eq!(object["config"]["huge_pages"], "split");
-    assert_eq!(object["config"]["split"], "eager");
-    assert!(object["host"]["kernel"].is_string());
-    let results = object["results"].as_array().unwrap();
-    let figure = |name: &str, lock: &str| {
-        let found: Vec<&Value> =
-            results.iter().filter(|figure| figure["name"] == name && figure["labels"]["lock"] == lock).collect();
-        assert_eq!(found.len(), 1, "{name} for {lock}");
-        (found[0]["value"].as_f64().unwrap(), found[0]["unit"].as_str().unwrap().to_owned())
-    };
-    for lock in ["exclusive", "shared", "none"] {
-        for name in [
-            "populate_memory",
-            "enable_dirty_logging",
-            "dirty_memory",
-            "get_dirty_log",
-            "clear_dirty_log",
-            "clear_dirty_log_p99",
-            "disable_dirty_logging",
-        ] {
-            let (value, unit) = figure(name, lock);
-            assert!(value > 0.0 && unit == "s", "{name} for {lock}: {value} {unit}");
-        }
-        for name in ["guest_stall_p50", "guest_stall_p99", "resolve_time", "engine_time"] {
-            assert_eq!(figure(name, lock).1, "s");
-        }
-        let pages = 2.0 * 1024.0;
-        // Each page faults when it is populated, and once in each round but the first: then nothing
-        // is write-protected yet.
-        let (faults, unit) = figure("faults", lock);
-        assert!(faults >= 2.0 * pages && unit == "count", "{faults} faults for {lock}");
-        // Each clearing.
-        assert!(figure("flushes", lock).0 >= 2.0);
-        assert_eq!(figure("clear_dirty_log_speed_vs_exclusive", lock).1, "ratio");
-        assert!(figure("tables_protected", lock).0 >= 2.0 * 4.0, "each clearing, each directory entry");
-        assert_eq!(figure("retries", lock).1, "count");
-        // Nothing was huge.
-        assert_eq!((figure("splits", lock).0, figure("recoveries", lock).0), (0.0, 0.0));
-        let (tables, unit) = figure("tables_bytes", lock);
-        assert!(tables >= 4096.0 * 7.0 && unit == "bytes", "{tables} bytes of tables for {lock}");
-    }
-}
-
-#[test]
-fn kvm_has_a_column_after_those_of_the_locks() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_kvm.json");
-    for args in [
-        "-v 2 -b 1M -i 3",
-        "-v 3 -b 20K -x 5 -o",
-        "-v 2 -b 1M -g -s shmem",
-        "-v 2 -b 4M -s anonymous_thp --format ept --paging 2d",
-        "-v 1 -b 4K --paging shadow",
-        "-v 8 -b 64K -o --check",
-    ] {
-        let printed = assert_ok(&format!("dirty-log --runs 2 --peer auto {args} --json {}", path.display()));
-        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-        assert_eq!(object["config"]["peer"], "auto");
-        let figures: Vec<&Value> = object["results"].as_array().unwrap().iter().collect();
-        let of_kvm: Vec<&Value> = figures.iter().copied().filter(|figure| figure["labels"]["lock"] == "kvm").collect();
-        if object["host"]["kvm"].is_null() {
-            // This machine has none that works.
-            assert!(printed.contains("Not measured: KVM of this machine: ") && of_kvm.is_empty(), "{printed}");
-            continue;
-        }
-        assert!(of_kvm.iter().all(|figure| {
-            let on = figure["labels"]["measured_on"].as_str().unwrap();
-            on.starts_with("hardware: KVM of this machine (")
-        }));
-        let mut others = figures.iter().filter(|figure| figure["labels"]["lock"] != "kvm");
-        assert!(others.all(|figure| figure["labels"]["measured_on"].is_null()));
-        let value = |name: &str| {
-            let found: Vec<&&Value> = of_kvm.iter().filter(|figure| figure["name"] == name).collect();
-            assert!(found.len() <= 1, "{args}: {name}");
-            found.first().map(|figure| figure["value"].as_f64().unwrap())
-        };
-        for name in
-            ["populate_memory", "enable_dirty_logging", "dirty_memory", "get_dirty_log", "disable_dirty_logging"]
-        {
-            assert!(value(name).is_some_and(|seconds| seconds > 0.0), "{args}: {name}");
-            assert!(value(&format!("{name}_speed_vs_exclusive")).is_some_and(|speed| speed > 0.0), "{args}: {name}");
-        }
-        assert_eq!(value("clear_dirty_log").is_some(), !args.contains("-g"), "{args}");
-        // The engine's counters are not KVM's.
-        assert!(value("faults").is_none() && value("guest_stall_p50").is_none(), "{args}");
-        assert_eq!(value("runs"), Some(2.0));
-        let nr_logs = if args.contains("-i 3") { 2 * 4 } else { 2 * 3 };
-        assert!(printed.contains(&format!("kvm: {nr_logs} logs had exactly the pages that were written")), "{printed}");
-        assert!(printed.contains("kvm: measured on hardware: KVM of this machine"), "{printed}");
-    }
-}
-
-#[test]
-fn what_kvm_cannot_do_is_measured_without_it() {
-    let printed = assert_ok("dirty-log -v 2 -b 1M --runs 1 --lock none --peer auto -w 50");
-    assert!(printed.contains("Not measured: KVM of this machine: its guest cannot do --write-percent"), "{printed}");
-    assert!(!printed.contains(" kvm |"), "{printed}");
-    let printed = assert_ok("dirty-log -v 2 -b 1M --runs 1 --lock none");
-    assert!(!printed.contains("Not measured") && !printed.contains(" kvm |"), "{printed}");
-}
-
-#[test]
-fn without_a_kvm_the_engine_is_measured_and_the_output_says_so() {
-    let output = slat_without_kvm("dirty-log -v 2 -b 1M --runs 1 --lock none --peer auto");
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    let printed = String::from_utf8(output.stdout).unwrap();
-    assert!(printed.contains("Not measured: KVM of this machine: "), "{printed}");
-    assert!(printed.contains("Disabling dirty logging time: 0."), "{printed}");
-    let output = slat_without_kvm("dirty-log -v 2 -b 1M --runs 1 --lock none --peer kvm");
+    let output = slat("dirty-log --json /no/such/folder/results.json");
+    assert_eq!(output.status.code(), Some(3));
+    let output = slat_without_kvm("dirty-log -b 1M --pages 1 --peer kvm");
     assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
     assert!(stderr(&output).contains("there is no KVM to measure: "), "{}", stderr(&output));
     assert!(output.stdout.is_empty());
 }
 
 #[test]
-fn json_has_no_clearing_where_getting_clears() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_get_clears.json");
-    let args = "-v 1 -b 4M --runs 1 --lock none -g --tracking dirty-bit --huge-pages mark-whole";
-    assert_ok(&format!("dirty-log {args} --json {}", path.display()));
-    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-    assert_eq!(object["config"]["tracking"], "dirty-bit");
-    assert_eq!(object["config"]["protection"], Value::Null);
-    assert_eq!(object["config"]["manual_protect"], "disabled");
-    assert_eq!(object["config"]["huge_pages"], "mark-whole");
-    let names: Vec<&str> =
-        object["results"].as_array().unwrap().iter().map(|figure| figure["name"].as_str().unwrap()).collect();
-    assert!(names.contains(&"get_dirty_log") && !names.iter().any(|name| name.starts_with("clear")), "{names:?}");
+fn without_a_kvm_the_rest_is_measured_and_the_output_says_so() {
+    let output = slat_without_kvm("dirty-log -b 1M --pages 1,256 --runs 2");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(printed.contains("Not measured: KVM of this machine: "), "{printed}");
+    assert!(printed.contains("slat-leaf |") && !printed.contains(" kvm |"), "{printed}");
+    let printed = assert_ok("dirty-log -b 1M --pages 1 --runs 2 --peer none");
+    assert!(!printed.contains("Not measured") && !printed.contains(" kvm |"), "{printed}");
 }
 
-fn the_oracle_holds(format: &str, tracking: &str) {
-    for protection in ["lazy", "leaf-by-leaf"] {
-        for get_clears in ["", "-g"] {
-            for shape in ["-v 2 -b 3M -w 40 -a -x 3", "-v 2 -b 4M -s anonymous_thp --huge-pages mark-whole -o"] {
-                let args = format!(
-                    "dirty-log -i 2 --runs 1 --lock none --check --format {format} --tracking {tracking} \
-                     --protection {protection} {get_clears} {shape}"
-                );
-                let output = assert_ok(&args);
-                assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
-            }
+#[test]
+fn the_table_has_every_method_pattern_and_number() {
+    // Not a whole number of words, of page-table pages, or of pairs of words.
+    let printed = assert_ok("dirty-log -b 4100K --runs 2");
+    for pattern in PATTERNS {
+        for view in [
+            "a call, median [quartiles]",
+            "a call, p99",
+            "a call + the guest's next writes, medians",
+            "a dirty page, medians: its part of the call + the next write",
+        ] {
+            assert!(printed.contains(&format!("{pattern}: {view}")), "{pattern}: {view} in:\n{printed}");
+        }
+    }
+    // The powers of two, up to the size.
+    assert!(printed.contains("\n| 1024 ") && !printed.contains("\n| 2048 "), "{printed}");
+    assert!(METHODS.iter().all(|method| printed.contains(&format!(" {method} |"))), "{printed}");
+    assert!(printed.contains("1025 pages") && printed.contains("software CPUs"), "{printed}");
+    assert!(printed.contains("vCPUs that run beside each call: 1."), "{printed}");
+    assert!(printed.contains("srcu-copy: the grace period took "), "{printed}");
+    // Figures of 1 GiB were published.
+    assert!(!printed.contains("published"), "{printed}");
+    assert!(printed.contains("logs had exactly the pages that were written."), "{printed}");
+}
+
+#[test]
+fn every_workload_runs_on_every_format() {
+    for format in formats() {
+        for args in [
+            "--pages 1,700",
+            "--pages 700 --running-vcpus 0",
+            "--workload framebuffer --running-vcpus 3",
+            "--workload migration --running-vcpus 1",
+            "--workload range --window 1M,3M",
+        ] {
+            let printed = assert_ok(&format!("dirty-log -b 4M --runs 4 --peer none --format {format} {args}"));
+            assert!(printed.contains(&format!("tables: {format};")), "{printed}");
+            assert!(printed.contains("Verified: "), "{format} {args}:\n{printed}");
         }
     }
 }
 
 #[test]
-fn the_oracle_holds_for_every_way_to_log() {
-    slat::for_each_format!(F => {
-        the_oracle_holds(F::NAME, "write-protect");
-        if F::HAS_DIRTY_BIT {
-            the_oracle_holds(F::NAME, "dirty-bit");
-        }
-        if F::HAS_MODIFICATION_LOG {
-            the_oracle_holds(F::NAME, "pml");
-        }
-    });
-}
-
-#[test]
-fn the_oracle_holds_for_rings_and_a_reset_continues_full_rings() {
-    for format in formats() {
-        for protection in ["lazy", "leaf-by-leaf"] {
-            for get_clears in ["", "-g"] {
-                for shape in
-                    ["-v 2 -b 3M -w 40 -a -x 3", "-v 1 -b 4M --ring-entries 256", "-v 4 -b 2M -o -e --ring-entries 512"]
-                {
-                    let args = format!(
-                        "dirty-log -i 2 --runs 1 --lock none --check --format {format} --tracking ring \
-                         --protection {protection} {get_clears} {shape}"
-                    );
-                    let output = assert_ok(&args);
-                    assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
-                    let exits = output.lines().find(|line| line.contains("Exits (ring full)")).unwrap();
-                    assert!(!shape.contains(" 256") || !exits.contains(" 0 "), "{args}: {exits}");
+fn json_has_a_figure_for_every_method_pattern_and_number() {
+    let object = json("get_dirty_log.json", "-b 4M --pages 1,64,1000,1024 --runs 4");
+    assert_eq!(object["experiment"], "dirty-log");
+    assert_eq!(object["config"]["bytes"], 4 << 20);
+    let with_kvm = !object["host"]["kvm"].is_null();
+    let methods = METHODS.into_iter().chain(with_kvm.then_some("kvm"));
+    for method in methods {
+        for pattern in PATTERNS {
+            for pages in ["1", "64", "1000", "1024"] {
+                let labels = [("method", method), ("pages", pages), ("pattern", pattern)];
+                let (median, unit) = figure(&object, "get_dirty_log", &labels);
+                assert!(median > 0.0 && unit == "s", "{labels:?}");
+                let a_page = figure(&object, "get_dirty_log_page", &labels).0;
+                assert!((a_page * pages.parse::<f64>().unwrap() / median - 1.0).abs() < 1e-9, "{labels:?}");
+                let next_writes = find(&object, "next_writes", &labels);
+                let both = figure(&object, "get_dirty_log_and_next_writes", &labels).0;
+                assert!(value(next_writes) > 0.0 && both >= median.max(value(next_writes)), "{labels:?}");
+                assert_eq!(samples(next_writes).len(), samples(find(&object, "get_dirty_log", &labels)).len());
+                // KVM has 3 where it has used its time.
+                assert!([3, 4].contains(&samples(find(&object, "get_dirty_log", &labels)).len()));
+                if with_kvm {
+                    let (ratio, unit) = figure(&object, "ratio_to_kvm", &labels);
+                    assert!(unit == "ratio" && ratio > 0.0 && (method != "kvm" || ratio == 1.0), "{labels:?}");
                 }
             }
         }
     }
+    if with_kvm {
+        assert!(object["host"]["kvm"]["translation"].is_string());
+        assert!(object["host"]["kvm"]["capabilities"]["KVM_CAP_NR_MEMSLOTS"].is_number());
+    }
+    // Only the old way waits, and each of its calls does.
+    let waits = |figure: &&Value| figure["name"] == "grace_period";
+    let all = object["results"].as_array().unwrap();
+    assert_eq!(all.iter().filter(waits).count(), PATTERNS.len() * 4);
+    assert!(all.iter().filter(waits).all(|figure| figure["labels"]["method"] == "srcu-copy"));
+    assert!(object["published"].is_null());
+    // The whole memslot was measured once.
+    let whole =
+        |pattern| figure(&object, "get_dirty_log", &[("method", "xchg"), ("pages", "1024"), ("pattern", pattern)]).0;
+    assert!(whole("run") == whole("stride") && whole("run") == whole("random"));
 }
 
 #[test]
-fn the_oracle_holds_for_shadow_tables() {
-    for args in [
-        "-v 1 -b 4M",
-        "-v 2 -b 4M -o --protection leaf-by-leaf",
-        "-v 4 -b 2M -o -g -w 50 -a -x 4",
-        "-v 2 -b 4M -s anonymous_thp -e -w 30",
-        "-v 2 -b 4M -s anonymous_thp --huge-pages mark-whole -o",
-        "-v 2 -b 2M --tracking ring --ring-entries 512 -e",
-        "-v 64 -b 256K -o --lock none",
-    ] {
-        let output = assert_ok(&format!("dirty-log -i 2 --runs 1 --check --paging shadow {args}"));
-        assert!(output.contains("every harvest agreed") && output.contains("paging: shadow"), "{args}:\n{output}");
+fn only_what_was_chosen_is_measured() {
+    let object = json(
+        "get_dirty_log_some.json",
+        "-b 2M --pages 7 --pattern stride --runs 1 --method slat,xchg --peer none -s shmem",
+    );
+    let names = |label: &str| {
+        let all = object["results"].as_array().unwrap();
+        let name = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let mut names: Vec<String> = all.iter().map(|figure| name(&figure["labels"][label])).collect();
+        names.dedup();
+        names
+    };
+    assert_eq!(names("method"), ["xchg", "slat"]);
+    assert_eq!((names("pattern"), names("pages")), (vec!["stride".to_owned()], vec!["7".to_owned()]));
+}
+
+#[test]
+fn the_engine_is_measured_on_shadow_tables_too() {
+    // Not a whole number of 2 MiB.
+    let args = "-b 4100K --runs 2 --paging shadow --pattern random,run";
+    let printed = assert_ok(&format!("dirty-log {args}"));
+    assert!(printed.contains("paging: shadow") && printed.contains(" slat-leaf |"), "{printed}");
+    let object = json("get_dirty_log_shadow.json", args);
+    assert_eq!(object["config"]["paging"], "shadow");
+    for method in ["slat", "slat-leaf"] {
+        for pages in ["1", "64", "1024"] {
+            let labels = [("method", method), ("paging", "shadow"), ("pages", pages), ("pattern", "random")];
+            assert!(figure(&object, "get_dirty_log", &labels).0 > 0.0, "{labels:?}");
+        }
+    }
+    for workload in
+        ["framebuffer -b 4M --runs 5", "migration -b 8M --runs 3 --rate 50000", "migration -b 8M --runs 3 --rate 0"]
+    {
+        let object = json("get_dirty_log_shadow_other.json", &format!("--workload {workload} --paging shadow"));
+        assert!(figure(&object, "get_dirty_log", &[("method", "slat"), ("paging", "shadow")]).0 > 0.0, "{workload}");
     }
 }
 
 #[test]
-fn json_has_the_figures_of_shadow_tables() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_shadow.json");
-    let figures = |paging: &str| {
-        assert_ok(&format!("dirty-log -v 2 -b 4M --runs 1 --lock none --paging {paging} --json {}", path.display()));
-        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-        object["results"].as_array().unwrap().clone()
-    };
-    let shadow = figures("shadow");
-    let figure = |name: &str| {
-        let found: Vec<&Value> = shadow.iter().filter(|figure| figure["name"] == name).collect();
-        assert_eq!(found.len(), 1, "{name}");
-        assert_eq!(found[0]["labels"]["paging"], "shadow");
-        found[0]["value"].as_f64().unwrap()
-    };
-    let nr_pages = 2048.0;
-    // When it is populated, and in each round but the first.
-    assert!(figure("page_faults") >= 2.0 * nr_pages);
-    assert!(figure("entries_synced") >= nr_pages && figure("shadow_leaves") >= nr_pages);
-    assert!(figure("shadow_tables") >= 4.0 + 3.0 && figure("shadow_evictions") == 0.0);
-    assert!(figure("dirty_memory") > 0.0);
-    for (option, name) in [("flat", "flat"), ("second-stage", "flat"), ("2d", "2d")] {
-        let figures = figures(option);
-        assert!(figures.iter().all(|figure| figure["labels"]["paging"] == name && figure["name"] != "shadow_leaves"));
+fn a_framebuffer_is_measured_burst_by_burst() {
+    let args = "--workload framebuffer -b 8M --runs 20";
+    let printed = assert_ok(&format!("dirty-log {args}"));
+    assert!(printed.contains("20 bursts of ") && printed.contains("| slat-leaf "), "{printed}");
+    let object = json("get_dirty_log_framebuffer.json", args);
+    for method in METHODS {
+        let labels = [("method", method), ("workload", "framebuffer")];
+        assert!(figure(&object, "get_dirty_log", &labels).0 > 0.0, "{method}");
+        assert!((1.0..=2048.0).contains(&figure(&object, "dirty_pages", &labels).0), "{method}");
+        assert_eq!(samples(find(&object, "get_dirty_log", &labels)).len(), 20);
     }
 }
 
 #[test]
-fn the_oracle_holds_for_shapes_of_machines() {
-    for args in [
-        "-v 1 -b 4M",
-        "-v 2 -b 4M --format ept",
-        "-v 2 -b 4M -o --paging 2d",
-        "-v 8 -b 1M -x 4 --format ept --paging 2d",
-        "-v 2 -b 4M --format stage2 --paging 2d -s anonymous_thp",
-        "-v 4 -b 4M -o --format stage2 -e -s anonymous_thp",
-        "-v 4 -b 4M -o --format gstage --paging 2d -s anonymous_thp",
-        "-v 8 -b 1M -x 4 --format gstage-sv39x4 --paging 2d",
-        "-v 8 -b 512K -o -w 50 -a",
-        "-v 64 -b 256K -o --lock none",
-        "-v 64 -b 256K --paging 2d --lock shared",
-        "-v 3 -b 20K -x 5 -e",
-        "-v 2 -b 4M -s anonymous_thp -e -w 30",
-        "-v 2 -b 4M -s anonymous_thp -e -g --split lazy",
-        "-v 2 -b 2M -s shmem -r 7",
-        "-v 1 -b 4K -w 0",
-    ] {
-        let output = assert_ok(&format!("dirty-log -i 2 --runs 1 --check {args}"));
-        assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
+fn published_figures_stand_beside_the_ways_of_2012() {
+    let args = "--workload framebuffer -b 1M --runs 3 --peer none";
+    let object = json("get_dirty_log_published.json", args);
+    let published = object["published"].as_array().unwrap();
+    let range = |method: &str| {
+        let of_method: Vec<&Value> = published.iter().filter(|figure| figure["labels"]["method"] == method).collect();
+        assert!(of_method.len() <= 1, "{published:?}");
+        of_method.first().map(|figure| figure["range"].clone())
+    };
+    assert_eq!(range("srcu-copy"), Some(serde_json::json!([1e-4, 3e-4])));
+    assert_eq!(range("xchg"), Some(serde_json::json!([3e-6, 1e-5])));
+    assert_eq!(published.len(), 2);
+    let printed = assert_ok(&format!("dirty-log {args}"));
+    assert!(printed.contains(" 100 µs–300 |") || printed.contains(" 100–300 µs |"), "{printed}");
+    assert!(printed.contains("Published: KVM in 2012 "), "{printed}");
+}
+
+#[test]
+fn a_large_slot_is_harvested_whole_and_in_windows() {
+    // The last window of 3 MiB is shorter.
+    let args = "--workload range -b 16M --pages 32,1024 --pattern run --window 1M,3M --runs 4 --peer none";
+    let printed = assert_ok(&format!("dirty-log {args}"));
+    for way in
+        ["slat, whole slot", "slat, 16 windows of 1.00 MiB", "slat-leaf, 6 windows of 3.00 MiB", "xchg, whole slot"]
+    {
+        assert!(printed.contains(&format!("| {way} ")), "{way} in:\n{printed}");
+    }
+    assert!(!printed.contains("xchg, 16 windows"), "{printed}");
+    let object = json("get_dirty_log_range.json", args);
+    for pages in ["32", "1024"] {
+        for window in ["1048576", "3145728"] {
+            let labels = [("method", "slat"), ("pages", pages), ("window_bytes", window)];
+            let of = |name| figure(&object, name, &labels).0;
+            let (whole, longest, mean) = (of("harvest"), of("get_dirty_log_range_longest"), of("get_dirty_log_range"));
+            assert!(whole >= longest && longest >= mean && mean > 0.0, "{labels:?}: {whole} {longest} {mean}");
+        }
+    }
+    // No memory where nothing is written: this slot has more than any machine.
+    let args = "--workload range -b 64G --pages 8 --pattern stride --window 1G --runs 2 --method slat --peer none";
+    let output = slat(&format!("dirty-log {args}"));
+    // Exit code 3: the machine has less memory than the slot.
+    assert!(matches!(output.status.code(), Some(0 | 3)), "{}", stderr(&output));
+}
+
+#[test]
+fn a_migration_is_measured_on_both_sides() {
+    let args = "--workload migration -b 16M --runs 12 --rate 50000";
+    let printed = assert_ok(&format!("dirty-log {args}"));
+    assert!(
+        printed.contains("12 harvests, 2 turns: median [quartiles]") && printed.contains("50000 pages a second"),
+        "{printed}"
+    );
+    assert!(printed.contains("| Harvest, published "), "{printed}");
+    for args in [args, "--workload migration -b 16M --runs 3 --rate 0 --method slat-leaf,slat,xchg,srcu-copy"] {
+        let object = json("get_dirty_log_migration.json", args);
+        for method in ["srcu-copy", "xchg", "slat", "slat-leaf"] {
+            let labels = [("method", method), ("workload", "migration")];
+            for name in ["get_dirty_log", "dirty_pages", "write_fault_p50", "write_fault_p99", "guest_write"] {
+                assert!(figure(&object, name, &labels).0 > 0.0, "{name} of {method}");
+            }
+            assert!(figure(&object, "guest_writes_per_second", &labels).0 > 0.0, "{method}");
+        }
+        for method in ["slat", "slat-leaf"] {
+            let labels = [("method", method), ("workload", "migration")];
+            assert!(figure(&object, "guest_stall_share", &labels).0 < 1.0, "{method}");
+        }
+        if !object["host"]["kvm"].is_null() {
+            let labels = [("method", "kvm"), ("workload", "migration")];
+            for name in ["get_dirty_log", "dirty_pages", "guest_write", "guest_writes_per_second"] {
+                assert!(figure(&object, name, &labels).0 > 0.0, "{name} of kvm");
+            }
+        }
     }
 }

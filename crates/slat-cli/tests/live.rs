@@ -3,10 +3,9 @@
 
 mod common;
 
-use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
-use common::{slat, stderr};
+use common::{on_terminal, slat, stderr};
 
 /// The figure after `name` in a line.
 fn figure(line: &str, name: &str) -> f64 {
@@ -17,22 +16,23 @@ fn figure(line: &str, name: &str) -> f64 {
 
 #[test]
 fn without_a_terminal_there_are_lines() {
-    let output = slat("dirty-log --live -v 2 -b 4M -i 1 --runs 2 --lock none");
+    let output = slat("parallel-faults --live -v 2 -b 4M --iterations 1 --runs 2 --lock none");
     let shown = stderr(&output);
     assert_eq!(output.status.code(), Some(0), "{shown}");
     assert!(!shown.contains(['\x1b', '\r']), "{shown}");
     let lines: Vec<&str> = shown.lines().collect();
     let begins: Vec<&&str> = lines.iter().filter(|line| line.contains(" s  run ")).collect();
-    assert_eq!(begins.len(), 2, "{shown}");
-    assert!(begins[0].ends_with("run 1 of 2: lock none") && begins[1].ends_with("run 2 of 2: lock none"), "{shown}");
+    let [warm_up, first, second] = begins[..] else { panic!("{shown}") };
+    assert!(warm_up.ends_with("run 1 of 3: warm-up"), "{shown}");
+    assert!(first.ends_with("run 2 of 3: lock none") && second.ends_with("run 3 of 3: lock none"), "{shown}");
     // However short a run is, its end is shown.
     let rates: Vec<&&str> = lines.iter().filter(|line| line.contains("faults ")).collect();
-    assert!(rates.len() >= 2 && lines.len() == begins.len() + rates.len(), "{shown}");
+    assert!(rates.len() >= 3 && lines.len() == begins.len() + rates.len(), "{shown}");
     assert!(rates.iter().any(|line| figure(line, "faults") > 0.0), "{shown}");
     assert!(rates.iter().any(|line| figure(line, "tables") > 2.0), "{shown}");
     assert!(rates.iter().all(|line| line.contains("stall p99") && line.contains("dirty pages")), "{shown}");
     // The results are the same as without `--live`.
-    let without = slat("dirty-log -v 2 -b 4M -i 1 --runs 2 --lock none");
+    let without = slat("parallel-faults -v 2 -b 4M --iterations 1 --runs 2 --lock none");
     assert_eq!(stderr(&without), "");
     let names = |output: &Output| {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -44,44 +44,27 @@ fn without_a_terminal_there_are_lines() {
 #[test]
 fn every_long_experiment_has_a_live_view() {
     for args in [
-        "split -v 2 -b 4M -i 1 --runs 1 --nodes 2 --placement caller-node",
-        "demand-paging -v 2 -b 1M -i 1 -k",
-        "stress --seconds 1 -v 2",
-        "cr3 -v 1 --steps 2000 --runs 1 --strategy root-cache",
-        "memslots -e 0 -l 1 -s 16",
-        "aging -v 1 -b 48M --runs 1 --tracking faults",
+        "numa-split -v 2 -b 4M --iterations 1 --runs 1 --nodes 2 --placement caller-node",
+        "userfault -v 2 -b 1M --runs 1 --exits",
+        "stress --duration 1s -v 2",
+        "shadow -v 1 --steps 2000 --runs 1 --strategy root-cache",
+        "memslots --last-test 0 --duration 1s --slots 16",
+        "aging -v 1 -b 48M --runs 1 --access-tracking faults",
     ] {
         let output = slat(&format!("{args} --live"));
         let shown = stderr(&output);
         assert_eq!(output.status.code(), Some(0), "{args}: {shown}");
         let rates = |line: &&str| line.contains("faults ") && line.contains("stall p50") && line.contains("tables");
         assert!(shown.lines().any(|line| rates(&line)), "{args}: {shown}");
-        assert_eq!(shown.contains("shadow tables"), args.starts_with("cr3"), "{args}: {shown}");
-        assert_eq!(shown.contains("tables, node 0: "), args.starts_with("split"), "{args}: {shown}");
+        assert_eq!(shown.contains("shadow tables"), args.starts_with("shadow"), "{args}: {shown}");
+        assert_eq!(shown.contains("tables, node 0: "), args.starts_with("numa-split"), "{args}: {shown}");
     }
-}
-
-/// Runs with `args` on a terminal of `columns` columns, made by `script`; returns all its output.
-fn on_terminal(terminal: &str, columns: u32, args: &str) -> Option<String> {
-    if !Path::new("/usr/bin/script").exists() {
-        eprintln!("not tested: there is no /usr/bin/script (of util-linux), which makes a terminal");
-        return None;
-    }
-    let slat = env!("CARGO_BIN_EXE_slat");
-    let output = Command::new("/usr/bin/script")
-        .env("TERM", terminal)
-        .args(["-qec", &format!("stty rows 24 cols {columns}; {slat} {args}"), "/dev/null"])
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(output.status.code(), Some(0), "{args}: {text}");
-    Some(text)
 }
 
 #[test]
 fn a_terminal_has_rows_that_are_cleared_at_the_end() {
     for columns in [1, 20, 80] {
-        let args = "aging --live -v 1 -b 48M --runs 1 --tracking faults";
+        let args = "aging --live -v 1 -b 48M --runs 1 --access-tracking faults";
         let Some(text) = on_terminal("xterm", columns, args) else { return };
         assert_eq!(text.contains("stall p50"), columns >= 20, "{columns} columns: {text}");
         assert_eq!(text.contains("lock p99"), columns >= 80, "{columns} columns: {text}");
@@ -94,6 +77,8 @@ fn a_terminal_has_rows_that_are_cleared_at_the_end() {
 
 #[test]
 fn a_terminal_that_cannot_move_its_cursor_has_lines() {
-    let Some(text) = on_terminal("dumb", 80, "aging --live -v 1 -b 48M --runs 1 --tracking faults") else { return };
+    let Some(text) = on_terminal("dumb", 80, "aging --live -v 1 -b 48M --runs 1 --access-tracking faults") else {
+        return;
+    };
     assert!(!text.contains('\x1b') && text.contains("run 1 of 1: ") && text.contains("stall p50"), "{text}");
 }

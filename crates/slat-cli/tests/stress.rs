@@ -5,7 +5,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{formats, slat};
+use common::{formats, read, slat, value};
 use serde_json::Value;
 
 /// Runs with `args`; expects success, and returns the output.
@@ -34,11 +34,11 @@ fn in_time<T>(mut run: impl FnMut(u32) -> Result<T, String>) -> T {
 fn everything_is_done_and_verified() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("stress.json");
     let object = in_time(|seconds| {
-        let output = assert_ok(&format!("stress --seconds {seconds} --seed 7 --json {}", path.display()));
+        let output = assert_ok(&format!("stress --duration {seconds}s --seed 7 --json {}", path.display()));
         for line in ["Stress of 8 vCPUs", "seed 7", "Pages discarded", "Reads of the guests", "Faults", "Verified: "] {
             assert!(output.contains(line), "no '{line}' in:\n{output}");
         }
-        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let object: Value = read(&path);
         let missing: Vec<&str> = EVERYTHING.into_iter().filter(|name| figure(&object, name) <= 0.0).collect();
         if missing.is_empty() { Ok(object) } else { Err(missing.join(", ")) }
     });
@@ -75,27 +75,23 @@ const EVERYTHING: [&str; 21] = [
 ];
 
 fn figure(object: &Value, name: &str) -> f64 {
-    let found: Vec<f64> = object["results"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter(|figure| figure["name"] == name)
-        .map(|figure| figure["value"].as_f64().unwrap())
-        .collect();
+    let found: Vec<f64> =
+        object["results"].as_array().unwrap().iter().filter(|figure| figure["name"] == name).map(value).collect();
     assert_eq!(found.len(), 1, "{name}");
     found[0]
 }
 
 #[test]
 fn options_restrict_the_turns() {
-    let output =
-        assert_ok("stress --seconds 1 -v 1 --lock none --format ept --tracking faults --seed 18446744073709551615");
+    let output = assert_ok(
+        "stress --duration 1s -v 1 --lock none --format ept --access-tracking faults --seed 18446744073709551615",
+    );
     assert!(output.contains("1 turns, 1 combinations"), "{output}");
-    let output = assert_ok("stress --seconds 1 -v 40 --lock shared --format npt");
+    let output = assert_ok("stress --duration 1s -v 40 --lock shared --format npt");
     assert!(output.contains("Stress of 40 vCPUs"), "{output}");
     for format in formats() {
         in_time(|seconds| {
-            let output = assert_ok(&format!("stress --seconds {seconds} -v 3 --verbose --format {format}"));
+            let output = assert_ok(&format!("stress --duration {seconds}s -v 3 --verbose --format {format}"));
             assert!(output.contains(&format!(": {format}, ")), "{output}");
             // The number of turns depends on the machine's speed.
             if output.contains(" 6 combinations") { Ok(()) } else { Err(format!("6 combinations in:\n{output}")) }
@@ -106,13 +102,13 @@ fn options_restrict_the_turns() {
 #[test]
 fn bad_usage_exits_with_2_and_one_line() {
     for (args, what) in [
-        ("stress --seconds 0", "at least 1"),
-        ("stress --seconds -1", "invalid digit"),
-        ("stress --seconds 1 -v 0", "at least 1"),
-        ("stress --seconds 1 -v 5000", "5000 vCPUs are more than 4096"),
+        ("stress --duration 0s", "must not be zero"),
+        ("stress --duration=-1s", "write it as 50us or 10s"),
+        ("stress --duration 1s -v 0", "at least 1"),
+        ("stress --duration 1s -v 5000", "5000 vCPUs are more than 4096"),
         ("stress --lock some", "exclusive"),
         ("stress --format pae", "npt"),
-        ("stress --tracking guess", "faults"),
+        ("stress --access-tracking guess", "faults"),
         ("stress --seed x", "invalid digit"),
         ("stress 3", "unexpected argument"),
     ] {
@@ -127,7 +123,7 @@ fn bad_usage_exits_with_2_and_one_line() {
 
 #[test]
 fn a_file_that_cannot_be_written_exits_with_3() {
-    let output = slat("stress --seconds 1 --json /no/such/folder/results.json");
+    let output = slat("stress --duration 1s --json /no/such/folder/results.json");
     assert_eq!(output.status.code(), Some(3));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/no/such/folder"));
 }
@@ -135,7 +131,7 @@ fn a_file_that_cannot_be_written_exits_with_3() {
 #[test]
 fn a_seed_determines_the_plan() {
     let plan = |seconds: u32, seed: u32| {
-        let output = assert_ok(&format!("stress --seconds {seconds} -v 2 --verbose --seed {seed}"));
+        let output = assert_ok(&format!("stress --duration {seconds}s -v 2 --verbose --seed {seed}"));
         output.lines().filter(|line| line.starts_with("turn ")).map(str::to_owned).collect::<Vec<_>>()
     };
     in_time(|seconds| {

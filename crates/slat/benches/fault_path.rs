@@ -1,5 +1,5 @@
 //! One fault on memory that exists already, with each locking, and beside the same engine behind
-//! std's locks. (Beside a published Rust crate: `slat peers --only fault`.)
+//! std's locks. (Beside a published Rust crate: `slat-peers --only fault`.)
 //!
 //! Each measurement has a fresh VM and its own threads, which are started beforehand, pinned where
 //! there are CPUs enough, and released at the same time. It takes the time from the first fault to

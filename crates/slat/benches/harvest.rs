@@ -1,5 +1,5 @@
 //! The engine's cost of a harvest, and how it scales with threads. The memslot has 16 GiB. The host
-//! is minimal, so that the figures contain neither a system call nor a flush (`slat get-dirty-log`
+//! is minimal, so that the figures contain neither a system call nor a flush (`slat dirty-log`
 //! has those).
 //!
 //! In each round a vCPU's faults dirty the same share of the memslot twice. Its log is harvested

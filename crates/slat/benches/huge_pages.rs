@@ -3,7 +3,7 @@
 //!
 //! 1. *Splits*: all of a VM's memory, one thread and two; page-table pages come from memory that
 //!    was touched before. Two threads with a VM each share only that memory and the caches: their
-//!    gain is the most that the machine allows. (Beside published Rust crates: `slat peers --only
+//!    gain is the most that the machine allows. (Beside published Rust crates: `slat-peers --only
 //!    split-2m`.)
 //! 2. *Recovery*: leaves of 4 KiB, all of them mapped, become leaves of 2 MiB.
 //! 3. *Beside*: a vCPU's writes per second while another thread splits or recovers the memory that

@@ -5,7 +5,7 @@
 //! The guest is restored from a snapshot whose pages are fetched when they are needed; then writes
 //! are logged.
 //!
-//!     cargo run -p slat --features vm-memory --example vm_memory
+//!     cargo run -p slat --example vm_memory
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
 
 use std::alloc::{Layout, alloc, dealloc};

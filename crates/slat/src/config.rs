@@ -128,11 +128,12 @@ impl ShadowPaging {
 /// What happens to shadow page tables when the guest loads CR3 or flushes.
 ///
 /// # What bit 63 of CR3 may keep
-/// With `RootCache` and `PcidTagged`, the vCPUs of a VM share shadow pages. A load of CR3 with bit
-/// 63 set returns to a PCID that this vCPU has left without a flush. There it may find a
-/// translation that *another* vCPU has cached for the PCID since: a PTE as it was while the PCID
-/// was not current here. This vCPU's own CPU could not have cached it (Intel SDM vol. 3A, 4.10.2).
-/// It lasts until this vCPU flushes the address or the PCID, or takes a page fault at the address.
+/// With all strategies but `Baseline`, the vCPUs of a VM share shadow pages and keep them in use. A
+/// load of CR3 with bit 63 set returns to a PCID that this vCPU has left without a flush. There it
+/// may find a translation that *another* vCPU has cached for the PCID since: a PTE as it was while
+/// the PCID was not current here. This vCPU's own CPU could not have cached it (Intel SDM vol. 3A,
+/// 4.10.2). It lasts until this vCPU flushes the address or the PCID, or takes a page fault at the
+/// address.
 ///
 /// A guest does not notice if each of its vCPUs flushes, at the latest on its return to a PCID,
 /// what has changed since it left. Linux does so by its `tlb_gen`. Other guests
@@ -140,8 +141,13 @@ impl ShadowPaging {
 /// saves: guests use the same few PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
-    /// The old root is dropped, with all shadow pages that only it reaches, and the new one is
-    /// built anew. Bit 63 of CR3 saves nothing.
+    /// As KVM did until 2018. A load of CR3 gives up the root of the vCPU. The next entry finds the
+    /// page of the new root by frame and role, synchronizes what is unsync below it, and flushes
+    /// the TLB. Shadow pages stay until they are zapped or evicted. Bit 63 of CR3 saves nothing.
+    ///
+    /// If the VM has a lock ([`Config::locking`]), it is held for all of this, and by each call
+    /// that changes shadow page tables. It is held exclusively, and where the host allocates and
+    /// flushes, too: neither may call the VM.
     #[cfg(feature = "baselines")]
     Baseline,
     /// Each vCPU remembers its last roots. A switch to one of them builds nothing, and synchronizes
@@ -150,19 +156,35 @@ pub enum ShadowStrategy {
     /// Shadow pages serve all PCIDs and vCPUs: if a changed PTE may still be cached for one of
     /// them, it may be for all. INVLPG flushes the address in all remembered roots at once.
     RootCache,
+    /// As `RootCache`, but a root is searched for by its PCID: a vCPU remembers one for each of the
+    /// last 32 PCIDs, whatever [`previous_roots`](ShadowPaging::previous_roots) says. INVPCID is
+    /// carried out at once on the root of the PCID that it names. What another PCID leaves in shared
+    /// shadow pages after that lasts as the translations of other vCPUs do.
+    #[cfg(feature = "baselines")]
+    RootsByPcid,
     /// As `RootCache`, but each shadow page belongs to one PCID (of all vCPUs). What INVLPG flushes
     /// in other roots, too, is done when the guest switches to them.
     PcidTagged,
 }
 
 impl ShadowStrategy {
-    /// Whether a load of CR3 drops the root.
+    /// Whether a load of CR3 gives the root up.
     #[inline]
     pub(crate) fn keeps_no_root(self) -> bool {
         match self {
             #[cfg(feature = "baselines")]
             ShadowStrategy::Baseline => true,
-            ShadowStrategy::RootCache | ShadowStrategy::PcidTagged => false,
+            _ => false,
+        }
+    }
+
+    /// Whether a vCPU searches for a root by its PCID alone.
+    #[inline]
+    pub(crate) fn searches_by_pcid(self) -> bool {
+        match self {
+            #[cfg(feature = "baselines")]
+            ShadowStrategy::RootsByPcid => true,
+            _ => false,
         }
     }
 }

@@ -262,21 +262,16 @@ pub enum SlotError {
         /// The memslot.
         slot: u32,
     },
-    /// A bit of a userfault bitmap stands for another size than 4 KiB or 2 MiB.
-    #[error("the userfault bitmap of slot {slot} has a bit for {size_bytes:#x} bytes: not for 4 KiB or 2 MiB")]
-    BadUserfaultGranularity {
-        /// The memslot.
-        slot: u32,
-        /// The size of the blocks in bytes.
-        size_bytes: u64,
-    },
-    /// A memslot whose userfault bitmap has a bit for 2 MiB does not begin at a multiple of 2 MiB.
-    #[error("slot {slot} at {gpa} has a userfault bitmap of 2 MiB blocks, and does not begin at a multiple of 2 MiB")]
+    /// A memslot does not begin at a multiple of the size that a bit of its userfault bitmap stands
+    /// for.
+    #[error("slot {slot} at {gpa} does not begin at a multiple of {size_bytes:#x}, a block of its userfault bitmap")]
     UnalignedUserfaultSlot {
         /// The memslot.
         slot: u32,
         /// The address where it begins.
         gpa: Gpa,
+        /// The size of a block in bytes.
+        size_bytes: u64,
     },
     /// The userfault bitmap has fewer bits than the memslot needs.
     #[error("bitmap of {words} words is too short for slot {slot}, which needs {needed}")]

@@ -7,7 +7,9 @@
 //!   each call may wait for](self#what-each-call-may-wait-for).
 //! - To finish: [`porting`], a checklist with a test for each item.
 //!
-//! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs.
+//! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs. The
+//! examples on these pages run as tests, with [a host of their
+//! own](self#the-examples-on-these-pages).
 //!
 //! # Terms
 //! - A *PTE* is an entry of a page-table page, at any level. A *leaf* (leaf PTE) maps memory: 4
@@ -43,7 +45,10 @@
 //! 6. **The dirty log**: [`Vm::get_dirty_log`], or rings ([`dirty`]). [`Vm::mark_dirty`] is for the
 //!    VMM's own writes.
 //! 7. **Demand paging**: a memslot with a [`UserfaultBitmap`], which has the steps.
-//! 8. **Options**:
+//! 8. **Huge pages**: [`Resolved::max_size`] says how large a leaf may be. Choose frames so that
+//!    guest-physical and host-physical address are equal modulo that size. Logging splits huge pages
+//!    ([`HugePageLogging`]), and its end recovers them.
+//! 9. **Options**:
 //!    - [`Host::barrier_on_all_cpus`] for faults without fences.
 //!    - [`Host::should_yield`] for long calls that yield the CPU.
 //!    - [`Host::node_of`] for page-table pages on the right node.
@@ -60,10 +65,10 @@
 //!   [`GENERATION`](Format::GENERATION), so must each directory entry above it.
 //! - The walk sets A in the leaf PTE, and D for a write if the format has a
 //!   [dirty bit](Format::HAS_DIRTY_BIT). It does so by a compare-and-exchange with the PTE that it
-//!   read, because the engine may change the PTE meanwhile. A CPU that sets no A needs
-//!   [`AccessTracking::Faults`].
+//!   read, because the engine may change the PTE meanwhile. It leaves directory entries as they
+//!   are. With [`AccessTracking::Faults`] it sets neither A nor D.
 //! - A cached translation may be used for a write only if it was writable when it was cached, and
-//!   D was set, where the format has a dirty bit.
+//!   D was set, where the CPU sets D.
 //! - A fault drops what is cached of its page.
 //! - For a flush, an access is one step: from the look-up of the translation, or the walk, to the
 //!   end of the access to memory. The simplest way is a lock of the CPU, held during the step. The
@@ -130,6 +135,31 @@
 //! # }
 //! ```
 //!
+//! The flush of such CPUs drops what overlaps. A cached huge page overlaps each range that has one
+//! of its pages.
+//!
+//! ```
+//! use slat::*;
+//! use std::sync::Mutex;
+//!
+//! /// What a CPU has cached: guest frames, and the first frame of the host. The CPU holds the lock
+//! /// for each access, from the look-up to the end of the access.
+//! struct Tlb(Mutex<Vec<(GfnRange, Pfn)>>);
+//!
+//! /// [`Host::flush`].
+//! fn flush(cpus: &[Tlb], ranges: &[GfnRange]) {
+//!     for cpu in cpus {
+//!         let mut cached = cpu.0.lock().unwrap(); // Waits for the access under way.
+//!         cached.retain(|(pages, _)| !ranges.iter().any(|range| range.overlaps(*pages)));
+//!     }
+//! }
+//!
+//! let tlb = Tlb(Mutex::new(vec![(GfnRange::new(Gfn(512), 512), Pfn(1024)), (GfnRange::new(Gfn(7), 1), Pfn(9))]));
+//! let cpus = [tlb];
+//! flush(&cpus, &[GfnRange::new(Gfn(600), 1)]);
+//! assert_eq!(*cpus[0].0.lock().unwrap(), [(GfnRange::new(Gfn(7), 1), Pfn(9))]);
+//! ```
+//!
 //! `flush` then waits for a thread that the scheduler has preempted within an access. That delays
 //! the flush. It cannot block for ever, since no CPU holds its lock during a call of the engine.
 //!
@@ -151,8 +181,8 @@
 //!   ([`Vm::reset_dirty_rings`]), and then copies. A vCPU whose ring is full exits with
 //!   [`Exit::DirtyRingFull`], and its thread may harvest and reset itself. It hands the pages to
 //!   the thread that copies only after the reset.
-//! - Devices and the VMM call [`Vm::mark_dirty`] after each write of theirs. Beside rings they keep
-//!   a log of their own.
+//! - Devices, the VMM, and user space that fills a page of a [`UserfaultBitmap`] call
+//!   [`Vm::mark_dirty`] after each write of theirs. Beside rings they keep a log of their own.
 //!
 //! # When the host is called, and what is held then
 //! Every method may be called by several threads at once. Nothing is held where the host may block;
@@ -165,7 +195,9 @@
 //!   threads that release it while others sleep.
 //!
 //! ## Methods that may block
-//! Nothing is held, except where it says otherwise.
+//! Nothing is held, except where it says otherwise. (With `ShadowStrategy::Baseline`, which is for
+//! comparison too, the lock may be held in `allocate_table`, `flush`, `barrier_on_all_cpus` and
+//! `yield_now`.)
 //! - [`allocate_table`](Host::allocate_table) with [`AllocationWait::Allowed`]: faults, prefaults,
 //!   splits, shadow paging, [`Vm::new`].
 //! - [`resolve`](Host::resolve), [`resolve_private`](Host::resolve_private): faults, prefaults, and
@@ -212,8 +244,9 @@
 //!   call none. Most run inside a guard and perhaps under the lock, which is not recursive; and a
 //!   call from `flush` would flush.
 //! - The host may hold its own lock while it calls the engine, unless that call leads to a method
-//!   of the host that takes the lock. For `flush` that is mostly so. A lock that `resolve` takes
-//!   must not be held around [`Vcpu::handle_fault`], the prefaults, [`Vm::recover_range`], or a
+//!   of the host that takes the lock. A lock that `flush` takes must not be held around any call
+//!   of which the next section says "flush". A lock that `resolve` takes must not be held around
+//!   [`Vcpu::handle_fault`], the prefaults, [`Vm::recover_range`], or a
 //!   [`Vm::set_user_memory_region`] that turns `LOG_DIRTY_PAGES` or `USERFAULT` off.
 //! - While an [`Invalidation`] lives, do not wait for a vCPU that may access its range: its faults
 //!   there come back until the drop.
@@ -239,9 +272,12 @@
 //! - Dropping the [`Invalidation`]: nothing.
 //!
 //! **The dirty log**
-//! - [`Vm::get_dirty_log`], [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`]: flush; with
-//!   modification logs their drain. A clear with [`ManualProtect::InitiallySet`] also allocation.
-//! - [`Vm::mark_dirty`], [`Vm::is_marked_dirty`]: nothing.
+//! - [`Vm::get_dirty_log`], [`Vm::get_dirty_log_range`], [`Vm::clear_dirty_log`],
+//!   [`Vm::reset_dirty_rings`]: flush; with modification logs their drain. A clear with
+//!   [`ManualProtect::InitiallySet`] also allocation.
+//! - [`Vm::enable_dirty_ring`][]: flush.
+//! - [`Vm::mark_dirty`], [`Vm::is_marked_dirty`], [`Vm::nr_marked_dirty`], [`DirtyRing::harvest`],
+//!   [`Vcpu::log_modifications`]: nothing.
 //!
 //! **Huge pages**
 //! - [`Vm::split_range`]: allocation; flush with break before make.
@@ -249,7 +285,9 @@
 //!
 //! **Other calls**
 //! - [`Vm::age_range`], [`Vm::test_age_range`]: nothing; `age_range` with shadow paging: flush.
-//! - [`Vm::read_tables`], [`Vm::check_access`], [`Vm::stats`], [`Vm::reclaim`]: nothing.
+//! - [`Vm::new`][]: allocation.
+//! - [`Vm::create_vcpu`], [`Vm::memory_attributes`], [`Vm::read_tables`], [`Vm::check_access`],
+//!   [`Vm::stats`], [`Vm::reclaim`], the drop of a [`Vcpu`] or of the [`Vm`]: nothing.
 //!
 //! # The promise, and where it ends
 //! No call takes a lock on the VM. None waits for a preempted thread of the engine, a vCPU's or

@@ -34,9 +34,11 @@ pub struct Resolved {
     /// The frame of the requested page (not of the start of the huge page around it).
     pub pfn: Pfn,
     /// The largest block around the frame that one leaf may map. It is naturally aligned in
-    /// host-physical memory, and its frames back the pages around this one in their order.
-    /// `writable` holds for all of it. The engine maps less where the memslot's ends, alignment or
-    /// dirty logging require it.
+    /// host-physical memory. Of its frames those that belong to the memslot back the pages around
+    /// this one in their order, and `writable` holds for all of these.
+    ///
+    /// The host need not look at the memslot's ends, nor at the alignment of guest-physical
+    /// addresses: the engine maps less where these, or dirty logging, require it.
     pub max_size: PageSize,
     /// Whether the guest may write the frame. Must be `true` if the access was a write.
     ///
@@ -108,7 +110,8 @@ pub unsafe trait Host: Send + Sync {
     type Backing: Send + Sync;
 
     /// Allocates host-physical memory for a page-table page of `layout` (size and alignment in
-    /// bytes, both powers of two), on `node` if that has memory. The contents do not matter.
+    /// bytes, both powers of two), on `node` if that has memory. The contents do not matter. Any
+    /// aligned address will do, 0 too.
     ///
     /// With [`AllocationWait::Allowed`] it may block. `None` means that there is no memory: a fault
     /// returns [`FaultError::OutOfMemory`](crate::error::FaultError::OutOfMemory) and has changed
@@ -136,7 +139,8 @@ pub unsafe trait Host: Send + Sync {
     unsafe fn free_table(&self, table: Hpa, layout: Layout);
 
     /// The pointer by which the engine accesses the page-table page at `table`. It is called at
-    /// each step of each walk, so it should be a single addition.
+    /// each step of each walk, so it should be a single addition. Where a program is the CPU, an
+    /// address may be an offset in one large allocation, for example.
     fn table_ptr(&self, table: Hpa) -> *mut u8;
 
     /// Finds the frame of page number `page` (4 KiB pages from the memslot's start) of `backing`
@@ -149,7 +153,11 @@ pub unsafe trait Host: Send + Sync {
     /// return of [`Vm::invalidate_range`](crate::Vm::invalidate_range) for the page and the drop of
     /// the returned value. To withdraw is to use the frame for something else, to give the page
     /// another frame, or to forbid writing it. A fault with the old answer then does not install
-    /// it, however late it comes.
+    /// it, however late it comes. An answer with a larger `max_size` covers all pages of its block:
+    /// the host invalidates only the pages that change, and no answer that covers one is installed.
+    ///
+    /// A resolve whose answer is installed observes what was written before the drop of each earlier
+    /// invalidation of the page.
     ///
     /// This method may itself call `invalidate_range`, for instance to copy a page at its first
     /// write.
@@ -192,6 +200,9 @@ pub unsafe trait Host: Send + Sync {
     /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this
     /// call. This includes what it keeps of directory entries, and walks that are under way.
     /// Returns only when that is so. It may block, but must not wait for a CPU that is not running.
+    ///
+    /// There are 1 to 8 ranges, in no order. They may overlap, and reach beyond memslots. For large
+    /// ones flush everything.
     ///
     /// [`guide`](crate::guide#what-flush-and-the-rest-guarantee) says exactly what a flush orders,
     /// and how one is usually written.

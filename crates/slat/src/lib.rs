@@ -41,8 +41,9 @@
 //!
 //! # A program
 //! ```
-//! # use std::alloc::{Layout, alloc, dealloc};
-//! # use std::sync::Arc;
+//! use std::alloc::{Layout, alloc, dealloc};
+//! use std::sync::Arc;
+//!
 //! use slat::*;
 //! use slat::format::*;
 //! use slat::host::*;
@@ -74,28 +75,28 @@
 //!     fn timestamp_ns(&self) -> u64 { 0 }
 //! }
 //!
-//! # fn main() -> Result<(), Error> {
-//! let vm = Arc::new(Vm::<Heap, Npt>::new(Heap, Config::default())?);
-//! vm.set_user_memory_region(MemoryRegion {
-//!     slot: 0,
-//!     flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
-//!     guest_phys_addr: Gpa(0),
-//!     memory_size: 1 << 20,
-//!     backing: Some(FirstFrame(Pfn(0x100))),
-//!     userfault_bitmap: None,
-//! })?;
-//! let mut vcpu = vm.create_vcpu()?;
+//! fn main() -> Result<(), Error> {
+//!     let vm = Arc::new(Vm::<Heap, Npt>::new(Heap, Config::default())?);
+//!     vm.set_user_memory_region(MemoryRegion {
+//!         slot: 0,
+//!         flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+//!         guest_phys_addr: Gpa(0),
+//!         memory_size: 1 << 20,
+//!         backing: Some(FirstFrame(Pfn(0x100))),
+//!         userfault_bitmap: None,
+//!     })?;
+//!     let mut vcpu = vm.create_vcpu()?;
 //!
-//! // The guest wrote to 0x3008, and the hardware found no translation.
-//! assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
-//! // It read where no memslot is: user space emulates a device.
-//! assert!(matches!(vcpu.handle_fault(Gpa(0xfee0_0000), Access::Read)?, Outcome::Exit(Exit::Mmio { .. })));
+//!     // The guest wrote to 0x3008, and the hardware found no translation.
+//!     assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+//!     // It read where no memslot is: user space emulates a device.
+//!     assert!(matches!(vcpu.handle_fault(Gpa(0xfee0_0000), Access::Read)?, Outcome::Exit(Exit::Mmio { .. })));
 //!
-//! let mut dirty = [0; 4];
-//! assert_eq!(vm.get_dirty_log(0, &mut dirty)?, 1);
-//! assert_eq!(dirty, [1 << 3, 0, 0, 0]);
-//! # Ok(())
-//! # }
+//!     let mut dirty = [0; 4];
+//!     assert_eq!(vm.get_dirty_log(0, &mut dirty)?, 1);
+//!     assert_eq!(dirty, [1 << 3, 0, 0, 0]);
+//!     Ok(())
+//! }
 //! ```
 //!
 //! # What it can do
@@ -124,7 +125,7 @@
 //! None is on by default: the engine is `no_std` and needs `alloc`.
 //! - `baselines`: what slat is measured against. `Config::locking` puts a lock around everything
 //!   that changes page tables; `Host::parking` says how threads wait for it.
-//!   `ShadowStrategy::Baseline` drops shadow page tables at each load of CR3. Not for use.
+//!   `ShadowStrategy::Baseline` finds and synchronizes the root at each load of CR3. Not for use.
 //! - `vm-memory` (needs std): `SlotBitmap` makes a memslot's dirty log the bitmap of the vm-memory
 //!   region that has its memory. `CheckedMemory` refuses a device the accesses for which a vCPU
 //!   would exit.
@@ -137,6 +138,7 @@
 //! page table are `usize`.
 
 #![warn(clippy::too_many_lines)]
+#![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 #![no_std]
 
 #[cfg(not(target_pointer_width = "64"))]
@@ -230,3 +232,8 @@ pub mod events {
 // For links.
 #[cfg(doc)]
 use {dirty::*, error::*, format::*, host::*, shadow::*, slots::*, stats::*, tables::*};
+
+/// The program in the README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -173,7 +173,7 @@ counters! {
     Cr3Loads cr3_loads,
     /// Switches to a remembered root that still existed.
     RootHits root_hits,
-    /// Switches to a root that had to be looked up, or built.
+    /// Switches to a root that had to be looked up among the shadow pages, or built.
     RootMisses root_misses,
     /// Shadow pages built.
     ShadowPagesBuilt shadow_pages_built,

@@ -82,7 +82,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// number of pages set. With [`ManualProtect`], the log is copied only.
     ///
     /// Page n of the memslot is bit n % 64 of word n / 64. It is set if the guest wrote the page
-    /// since the log was last taken. Words beyond the memslot are left as they are.
+    /// since the log was last taken. The words are overwritten; those beyond the memslot stay.
     ///
     /// Several threads may get, and clear, the log of one memslot at once. Each page is then
     /// reported to at least one of them.
@@ -265,7 +265,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// No step makes more pages writable than the ring has room for, in memslots that do not log as
     /// well. So no page of 1 GiB is mapped as one for writing, and a page of 2 MiB only if 512
-    /// entries are free.
+    /// entries are free. Harvest and reset the rings also when logging has ended.
     ///
     /// # Errors
     /// [`ConfigError::BadRingSize`], [`ConfigError::RingNeedsPageFaults`],
@@ -349,10 +349,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// resume the guest, which tries again; faults outside do not notice. Any number of
     /// invalidations may run at once, also of the same pages.
     ///
-    /// Then change what [`Host::resolve`] returns for the pages. From there on the old frames may
-    /// be used for something else, also before the drop.
+    /// Then copy the pages, if they move, and change what [`Host::resolve`] returns for them. From
+    /// there on the old frames may be used for something else, also before the drop. The dirty log
+    /// keeps what the guest wrote before, and gets nothing by the call.
     ///
-    /// It blocks only on [`Host::flush`], and on the VM's lock if there is one.
+    /// It blocks only on [`Host::flush`], and on the VM's lock if there is one. The flush is called
+    /// even if nothing was mapped. All of memory is `GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - 12))`.
     ///
     /// # Errors
     /// [`RangeError::EmptyRange`], [`RangeError::AddressTooHigh`]. [`RangeError::OutOfMemory`]:
@@ -436,9 +438,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// A huge leaf is no larger than the blocks of a userfault bitmap, and does not cover both
     /// private and shared pages.
     ///
-    /// A page that only the guest's next access can map as a part of a huge leaf is unmapped.
-    /// Blocks that another thread works on are left as they are. So is the rest of the range while
-    /// too many page-table pages wait to be freed.
+    /// A page that only the guest's next access can map as a part of a huge leaf is unmapped, and
+    /// not counted. Blocks that another thread works on are left as they are. So is the rest of the
+    /// range while too many page-table pages wait to be freed.
     ///
     /// # Errors
     /// [`RangeError::EmptyRange`], [`RangeError::AddressTooHigh`], [`RangeError::OutOfMemory`].

@@ -7,6 +7,7 @@
 //! `docs/protocols/README.md` describes the notation. A code span is one of these:
 //! - `FILE.rs::NAME`: a test or another item of that name is in the file;
 //! - `models/MODEL.py: RULE, RULE`: `ci/models.sh` leaves these rules out of the model;
+//! - `models/proofs/PROOF.py: RULE, RULE`: `ci/proofs.sh` leaves these rules out of the proof;
 //! - a path: it exists;
 //! - an identifier, perhaps with `::`: each part of it occurs in the code;
 //! - anything else (a command, an expression), which is not checked.
@@ -17,7 +18,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The pages of `docs/protocols/`, with the least number of tests and other items of files that
-/// each names, and of model rules. They are a little below the actual numbers, so that a notation
+/// each names, and of rules of models and proofs. They are a little below the actual numbers, so that a notation
 /// that is no longer recognised fails the test.
 const PROTOCOLS: [(&str, usize, usize); 12] = [
     ("deferred-freeing.md", 7, 2),
@@ -31,7 +32,7 @@ const PROTOCOLS: [(&str, usize, usize); 12] = [
     ("memslots.md", 7, 3),
     ("pte.md", 8, 1),
     ("shadow-paging.md", 16, 64),
-    ("userfault.md", 10, 32),
+    ("userfault.md", 10, 27),
 ];
 
 /// The headings that each of them has, in this order.
@@ -142,13 +143,15 @@ fn is_identifier(text: &str) -> bool {
 
 impl Mention {
     fn of(span: &str) -> Option<Mention> {
-        const FOLDERS: [&str; 12] = [
+        const FOLDERS: [&str; 14] = [
             "tests/",
             "src/",
             "examples/",
             "benches/",
             "slat-machine/",
             "slat-cli/",
+            "slat-results/",
+            "bench/",
             "crates/",
             "models/",
             "ci/",
@@ -182,7 +185,7 @@ fn located(root: &Path, path: &str) -> PathBuf {
     let first = path.split('/').next().unwrap();
     match first {
         "tests" | "src" | "examples" | "benches" => root.join("crates/slat").join(path),
-        "slat-machine" | "slat-cli" => root.join("crates").join(path),
+        "slat-machine" | "slat-cli" | "slat-results" => root.join("crates").join(path),
         _ => root.join(path),
     }
 }
@@ -213,16 +216,33 @@ fn rules_of_models(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
         assert!(root.join(&model).exists(), "ci/models.sh: {model} does not exist");
         rules.insert(model, words.collect());
     }
-    assert!(rules.len() > 10, "ci/models.sh cannot be parsed");
+    assert!(rules.len() > 5, "ci/models.sh cannot be parsed");
+    rules
+}
+
+/// The rules that `ci/proofs.sh` leaves out, by proof.
+fn rules_of_proofs(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    let mut rules = BTreeMap::<_, BTreeSet<String>>::new();
+    let mut proof = String::new();
+    for line in read(&root.join("models/proofs/lost.txt")).lines() {
+        if !line.starts_with(' ') {
+            proof = format!("models/proofs/{line}");
+            assert!(root.join(&proof).exists(), "models/proofs/lost.txt: {proof} does not exist");
+        } else if let Some((rule, _)) = line.trim_start().split_once(": ") {
+            rules.entry(proof.clone()).or_default().insert(rule.to_string());
+        }
+    }
+    assert!(rules.len() > 20, "models/proofs/lost.txt cannot be parsed");
     rules
 }
 
 /// All words of the code.
 fn words_of_code(root: &Path) -> BTreeSet<String> {
     let mut words = BTreeSet::new();
-    let sources = ["crates", "fuzz"].map(|folder| files(&root.join(folder), ".rs")).concat();
+    let sources = ["crates", "bench", "fuzz"].map(|folder| files(&root.join(folder), ".rs")).concat();
     assert!(sources.len() > 200);
-    for path in sources.iter().chain(&files(&root.join("crates"), ".toml")) {
+    let manifests = ["crates", "bench"].map(|folder| files(&root.join(folder), ".toml")).concat();
+    for path in sources.iter().chain(&manifests) {
         if path.ends_with("documents.rs") {
             continue;
         }
@@ -236,7 +256,7 @@ fn words_of_code(root: &Path) -> BTreeSet<String> {
 #[test]
 fn all_names_in_the_documents_exist() {
     let Some(root) = repository() else { return };
-    let rules = rules_of_models(&root);
+    let rules: BTreeMap<_, _> = rules_of_models(&root).into_iter().chain(rules_of_proofs(&root)).collect();
     let words = words_of_code(&root);
     let mut missing = Vec::new();
     let mut nr_mentions = 0;
@@ -271,7 +291,9 @@ fn each_rule_of_a_model_is_one_of_a_protocol() {
     let mut rules = rules_of_models(&root);
     for (name, ..) in PROTOCOLS {
         for mention in Document::read(&root, &format!("docs/protocols/{name}")).mentions() {
-            if let Mention::Rules(model, named) = mention {
+            if let Mention::Rules(model, named) = mention
+                && !model.starts_with("models/proofs/")
+            {
                 let left = rules.get_mut(&model).unwrap_or_else(|| panic!("{name}: there is no {model}"));
                 left.retain(|rule| !named.contains(rule));
             }
@@ -314,9 +336,10 @@ fn each_change_of_a_pte_is_a_step_of_a_proof() {
             named.insert(step.to_string());
         }
     }
-    // The other way round: the steps that change PTEs in the proof that is replayed.
+    // The other way round: the steps that change PTEs in the proofs of page tables that are replayed.
     let changes_pte = |text: &str| ["'kind': ", "'frozen': ", "self.store("].iter().any(|word| text.contains(word));
-    for (step, text) in page_tables.into_iter().chain(steps_of_proof(&root, "invalidation")) {
+    let proofs = ["invalidation", "break_before_make"].map(|proof| steps_of_proof(&root, proof));
+    for (step, text) in page_tables.into_iter().chain(proofs.into_iter().flatten()) {
         assert!(!changes_pte(&text) || named.contains(&step), "{step} changes a PTE, and no change of a PTE names it");
     }
 }

@@ -6,9 +6,21 @@
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract by another host")]
 
+#[path = "shuttle_replay/breaks.rs"]
+mod breaks;
+#[path = "shuttle_replay/dirty_bits.rs"]
+mod dirty_bits;
+#[path = "shuttle_replay/dirty_rings.rs"]
+mod dirty_rings;
+#[path = "shuttle_replay/lazy_protection.rs"]
+mod lazy_protection;
+#[path = "shuttle_replay/memslots.rs"]
+mod memslots;
 #[path = "support/schedules.rs"]
 #[allow(dead_code, reason = "other tests use more of it")]
 mod schedules;
+#[path = "shuttle_replay/userfault.rs"]
+mod userfault;
 #[path = "support/stepped_world.rs"]
 #[allow(dead_code, reason = "other tests use more of it")]
 mod world;
@@ -23,12 +35,15 @@ use std::sync::atomic::Ordering;
 use schedules::{check_less, pick, random};
 use shuttle::thread;
 use slat::baselines::AtomicU64;
-use slat::dirty::DirtyTracking;
+use slat::dirty::{DirtyTracking, ManualProtect};
 use slat::events::{self, Event, PteKind};
-use slat::format::Format;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
-use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
-use world::{Backing, ShuttleHost, Tiny, backing, find, region};
+use slat::format::{Format, Pte};
+use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::{
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
+    Vm,
+};
+use world::{Backing, PRIVATE_PFN, ShuttleHost, Tiny, backing, find, find_by, pte_of, region};
 
 /// Schedules of each kind. Each has some hundred steps.
 const SCHEDULES: usize = 150;
@@ -42,6 +57,13 @@ const USED: [u64; 8] = [0, 1, 2, 3, BLOCK, BLOCK + 1, BLOCK + 2, BLOCK + 3];
 struct MovingHost {
     inner: ShuttleHost,
     max_size: PageSize,
+    /// For reads, as well as for recoveries, which ask for a read.
+    max_size_of_reads: PageSize,
+    is_always_writable: bool,
+    /// Whether it records which leaves go.
+    sees_zaps: bool,
+    /// A resolve may let other threads run for long.
+    blocks: bool,
     /// Of each used page how often it was moved; of each block if pages are huge.
     nr_moves: [AtomicU64; USED.len()],
 }
@@ -49,7 +71,15 @@ struct MovingHost {
 impl MovingHost {
     fn new(max_size: PageSize) -> MovingHost {
         let inner = ShuttleHost::new(NR_GUESTS, Config::default().dirty_tracking);
-        MovingHost { inner, max_size, nr_moves: Default::default() }
+        MovingHost {
+            inner,
+            max_size,
+            max_size_of_reads: max_size,
+            is_always_writable: false,
+            sees_zaps: false,
+            blocks: false,
+            nr_moves: Default::default(),
+        }
     }
 
     /// The number of moves that concern a page.
@@ -69,6 +99,9 @@ unsafe impl Host for MovingHost {
     type Backing = Backing;
 
     fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
+        if wait == AllocationWait::Never && random(4) == 0 {
+            return None;
+        }
         self.inner.allocate_table(layout, node, wait)
     }
 
@@ -81,15 +114,35 @@ unsafe impl Host for MovingHost {
         self.inner.table_ptr(table)
     }
 
-    fn resolve(&self, _: &Backing, gfn: Gfn, _: u64, access: Access) -> Result<Resolved, Gone> {
-        let pfn = MovingHost::place(gfn.0, self.moves(gfn.0).load(Ordering::SeqCst));
-        let writable = access == Access::Write || random(2) == 0;
+    fn resolve(&self, backing: &Backing, gfn: Gfn, _: u64, access: Access) -> Result<Resolved, Gone> {
+        if self.blocks && random(2) == 0 {
+            self.yield_now();
+        }
+        let place = MovingHost::place(gfn.0, self.moves(gfn.0).load(Ordering::SeqCst));
+        let pfn = Pfn(place.0 + backing.first_pfn);
+        let writable = self.is_always_writable || access == Access::Write || random(2) == 0;
         events::record(Event::HostAnswers { gfn: gfn.0, pfn: pfn.0, is_writable: writable.into() });
-        Ok(Resolved { pfn, max_size: self.max_size, writable })
+        let max_size = if access == Access::Write { self.max_size } else { self.max_size_of_reads };
+        Ok(Resolved { pfn, max_size, writable })
+    }
+
+    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let shared = self.resolve(backing, gfn, page, access)?;
+        Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
         self.inner.flush(ranges);
+    }
+
+    fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
+        self.inner.drain_modification_logs(log);
+    }
+
+    fn leaf_zapped(&self, leaf: ZappedLeaf) {
+        if self.sees_zaps {
+            events::record(Event::LeafZapped { gfn: leaf.range.start.0, is_dirty: leaf.dirty.into() });
+        }
     }
 
     fn yield_now(&self) {
@@ -110,7 +163,9 @@ fn guest<F: Format>(vm: &TestVm<F>, index: usize, pages: [u64; 2]) {
     for _ in 0..3 {
         let (gfn, access) = (pick(&pages), pick(&[Access::Read, Access::Write]));
         let is_done = host.inner.during_access(index, || {
-            let found = find(vm, gfn).filter(|found| access != Access::Write || found.writable);
+            events::record(Event::CpuWalks { cpu: index as u64 });
+            let reads = |cell| events::record(Event::CpuReads { cpu: index as u64, gfn, cell });
+            let found = find_by(vm, gfn, reads).filter(|found| access != Access::Write || found.writable);
             if let Some(found) = &found {
                 events::record(Event::CpuTranslates { cpu: index as u64, gfn, cell: found.address() });
             }
@@ -119,18 +174,20 @@ fn guest<F: Format>(vm: &TestVm<F>, index: usize, pages: [u64; 2]) {
         });
         if !is_done {
             let outcome = vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access).unwrap();
-            assert_eq!(outcome, Outcome::Resume);
+            assert!(matches!(outcome, Outcome::Resume | Outcome::Exit(Exit::MemoryFault { .. } | Exit::Mmio { .. })));
         }
     }
 }
 
-/// Moves pages, a page, a part of a block or a block at a time.
+/// Moves pages: a page, parts of blocks, or blocks at a time.
 fn mover<F: Format>(vm: &TestVm<F>) {
     let host = vm.host();
     for _ in 0..1 + random(2) {
         let is_huge = host.max_size != PageSize::Size4K;
         let block = GfnRange::new(Gfn(random(2) * BLOCK), BLOCK);
-        let parts = [block, GfnRange::new(Gfn(block.start.0 + random(3)), 1), GfnRange::new(block.start, 2)];
+        let page = GfnRange::new(Gfn(block.start.0 + random(3)), 1);
+        let a_block_and_more = GfnRange::new(Gfn(0), BLOCK + 1);
+        let parts = [block, page, GfnRange::new(block.start, 2), a_block_and_more];
         // Of a huge page a part may be invalidated. It moves as a whole.
         let range = pick(&parts);
         let invalidation = vm.invalidate_range(range).unwrap();
@@ -160,35 +217,51 @@ fn collapser<F: Format>(vm: &TestVm<F>, first: u64) {
     }
 }
 
+/// Runs each of the bodies in a thread of its own.
+fn on_threads<T: Clone + Send + 'static, B: FnOnce(&T) + Send + 'static>(
+    shared: &T,
+    bodies: impl IntoIterator<Item = B>,
+) {
+    let spawn = |body: B| {
+        let shared = shared.clone();
+        thread::spawn(move || body(&shared))
+    };
+    let threads: Vec<_> = bodies.into_iter().map(spawn).collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+type Body<F> = Box<dyn FnOnce(&TestVm<F>) + Send>;
+
+/// Guests access pages of the block from `first` on, beside `others`.
+fn guests_beside<F: Format>(vm: &TestVm<F>, first: u64, others: Vec<Body<F>>) {
+    let guest = |index| Box::new(move |vm: &TestVm<F>| guest(vm, index, [first + index as u64, first + 1])) as Body<F>;
+    on_threads(vm, (0..NR_GUESTS).map(guest).chain(others));
+}
+
+/// A VM with one memslot from frame 0 on.
+fn new_vm<F: Format>(host: MovingHost, config: Config, flags: MemoryRegionFlags, nr_pages: u64) -> TestVm<F> {
+    let memory = backing(0, host.max_size);
+    let vm = Arc::new(Vm::new(host, config).unwrap());
+    vm.set_user_memory_region(region(0, flags, 0, nr_pages, Some(memory))).unwrap();
+    vm
+}
+
 fn invalidations<F: Format>() {
     events::start();
     let max_size = pick(&[PageSize::Size4K, PageSize::Size2M]);
-    let vm: TestVm<F> = Arc::new(Vm::new(MovingHost::new(max_size), Config::default()).unwrap());
-    let memory = region(0, MemoryRegionFlags::empty(), 0, NR_PAGES, Some(backing(0, max_size)));
-    vm.set_user_memory_region(memory).unwrap();
+    let vm = new_vm::<F>(MovingHost::new(max_size), Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
     let first = pick(&[0, BLOCK]);
-    let mut threads = Vec::new();
-    let mut spawn = |body: Box<dyn FnOnce(&TestVm<F>) + Send>| {
-        let vm = Arc::clone(&vm);
-        threads.push(thread::spawn(move || body(&vm)));
-    };
-    for index in 0..NR_GUESTS {
-        spawn(Box::new(move |vm| guest(vm, index, [first + index as u64, first + 1])));
-    }
-    spawn(Box::new(mover));
-    if max_size == PageSize::Size4K {
-        spawn(Box::new(mover));
-    } else {
-        spawn(Box::new(move |vm| collapser(vm, first)));
-    }
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
-    save::<F>("invalidation", vm.host().table_ptr(vm.root()).addr() as u64);
+    let other: Body<F> =
+        if max_size == PageSize::Size4K { Box::new(mover) } else { Box::new(move |vm| collapser(vm, first)) };
+    guests_beside(&vm, first, vec![Box::new(mover), other]);
+    save("invalidation", &vm);
 }
 
 /// Appends the steps to the file of the protocol: a line each, `THREAD STEP NUMBERS`.
-fn save<F: Format>(protocol: &str, root: u64) {
+fn save<F: Format>(protocol: &str, vm: &TestVm<F>) {
     let events = events::finish();
     let Ok(path) = std::env::var("REPLAY_TO") else { return };
+    let root = vm.host().table_ptr(vm.root()).addr();
     let mut text = format!("schedule {root} {}\n", F::ROOT_LEVEL.0);
     for (thread, event) in events {
         let (name, numbers) = line::<F>(event);
@@ -211,6 +284,9 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
         }
         Event::PteReplaced { cell, level, old, new } => {
             ("pte-replaced", [vec![cell, level.into()], kind::<F>(old, level), kind::<F>(new, level)].concat())
+        }
+        Event::PteKept { cell, level, found } => {
+            ("pte-kept", [vec![cell, level.into()], kind::<F>(found, level)].concat())
         }
         Event::PteFrozen { cell } => ("pte-frozen", vec![cell]),
         // The level is not known yet.
@@ -237,36 +313,93 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
         Event::CpuForgets { cpu, gfn } => ("cpu-forgets", vec![cpu, gfn]),
         Event::FlushBegins { start, end } => ("flush-begins", vec![start, end]),
         Event::FlushEnds => ("flush-ends", vec![]),
+        Event::CpuWalks { cpu } => ("cpu-walks", vec![cpu]),
+        Event::CpuReads { cpu, gfn, cell } => ("cpu-reads", vec![cpu, gfn, cell]),
+        Event::BitmapMade { bitmap, is_big } => ("bitmap-made", vec![bitmap, is_big.into()]),
+        Event::BitsChanged { word, value } => ("bits-changed", vec![word, value]),
+        Event::BitsRead { word, value } => ("bits-read", vec![word, value]),
+        Event::AttributesRead { word, value } => ("attributes-read", vec![word, value]),
+        Event::AttributesStored { word, mask, is_private } => {
+            ("attributes-stored", vec![word, mask, is_private.into()])
+        }
+        Event::CallBegins { kind, start, end, bitmap } => ("call-begins", vec![kind, start, end, bitmap]),
+        Event::CallEnds { is_ok } => ("call-ends", vec![is_ok.into()]),
+        Event::MemslotBegins { kind, id, start, end, backing } => {
+            ("memslot-begins", vec![kind, id, start, end, backing])
+        }
+        Event::SlotMade { slot } => ("slot-made", vec![slot]),
+        Event::SlotClaimed { slot } => ("slot-claimed", vec![slot]),
+        Event::SlotReleased { slot } => ("slot-released", vec![slot]),
+        Event::SetBuilt => ("set-built", vec![]),
+        Event::SlotFreed { slot } => ("slot-freed", vec![slot]),
+        Event::HazardSet { thing } => ("hazard-set", vec![thing]),
+        Event::HazardCleared => ("hazard-cleared", vec![]),
+        Event::FaultUnpinned => ("fault-unpinned", vec![]),
+        Event::AnnouncementsRead => ("announcements-read", vec![]),
+        Event::CpuCaches { cpu, gfn } => ("cpu-caches", vec![cpu, gfn]),
+        Event::InitiallySet => ("initially-set", vec![]),
+        Event::CpuSetsDirty { cpu, gfn } => ("cpu-sets-dirty", vec![cpu, gfn]),
+        Event::VcpuHasRing { cpu, ring, nr_entries } => ("vcpu-has-ring", vec![cpu, ring, nr_entries]),
+        Event::RingFirstRead { ring, first } => ("ring-first-read", vec![ring, first]),
+        Event::RingEntryWritten { ring, index, page } => ("ring-entry-written", vec![ring, index, page]),
+        Event::RingPushed { ring, index } => ("ring-pushed", vec![ring, index]),
+        Event::RingHarvestBegins { ring, next } => ("ring-harvest-begins", vec![ring, next]),
+        Event::RingEntryChosen { ring, index } => ("ring-entry-chosen", vec![ring, index]),
+        Event::RingEntryRead { ring, index, page } => ("ring-entry-read", vec![ring, index, page]),
+        Event::RingMarkRead { ring, index, mark } => ("ring-mark-read", vec![ring, index, mark]),
+        Event::RingHarvested { ring, index } => ("ring-harvested", vec![ring, index]),
+        Event::RingHarvestFailed { ring, next } => ("ring-harvest-failed", vec![ring, next]),
+        Event::RingMarked { ring, index } => ("ring-marked", vec![ring, index]),
+        Event::RingResetBegins { ring, harvested } => ("ring-reset-begins", vec![ring, harvested]),
+        Event::RingReset { ring, reached } => ("ring-reset", vec![ring, reached]),
+        Event::ResetBegins => ("reset-begins", vec![]),
+        Event::ResetEnds => ("reset-ends", vec![]),
+        Event::CpuLogs { cpu, gfn } => ("cpu-logs", vec![cpu, gfn]),
+        Event::DrainNotes { cpu, end } => ("drain-notes", vec![cpu, end]),
+        Event::DrainKicked => ("drain-kicked", vec![]),
+        Event::DrainReads { cpu, first, nr_entries } => ("drain-reads", vec![cpu, first, nr_entries]),
+        Event::DrainRemoves { cpu, end } => ("drain-removes", vec![cpu, end]),
+        Event::LeafZapped { gfn, is_dirty } => ("leaf-zapped", vec![gfn, is_dirty.into()]),
     }
 }
 
 /// The kind of a PTE, and two numbers.
 fn kind<F: Format>(value: u64, level: u8) -> Vec<u64> {
     match events::kind::<F>(value, level) {
-        PteKind::Empty(number) | PteKind::Unflushed(number) => vec![0, number / 2, 0],
-        PteKind::Leaf(pfn, host, guest) => vec![1, pfn, u64::from(host) | u64::from(guest) << 1],
-        PteKind::Table(table) => vec![2, table, 0],
+        PteKind::Empty(number) => vec![0, number / 2, 0],
+        PteKind::Unflushed(number) => vec![0, number / 2, 1],
+        PteKind::Leaf(pfn, bits) => {
+            let names = [F::HOST_WRITABLE, F::WRITABLE, F::DIRTY, F::WAS_DIRTY];
+            vec![1, pfn, (0..).zip(names).map(|(nth, name)| u64::from(bits & name == name) << nth).sum()]
+        }
+        PteKind::Table(table, bits, is_protected) => {
+            vec![2, table, (bits >> F::GENERATION.trailing_zeros()) << 1 | u64::from(is_protected)]
+        }
         PteKind::Broken(table) => vec![3, table, 0],
         PteKind::Frozen => vec![4, 0, 0],
     }
 }
 
-/// Reads and writes a few of the pages.
+/// A CPU writes to a page, if the page tables allow it. `false` is a fault.
+fn cpu_writes<F: Format>(vm: &TestVm<F>, index: usize, gfn: u64) -> bool {
+    let (host, cpu) = (vm.host(), index as u64);
+    host.inner.during_access(index, || {
+        let Some(found) = find(vm, gfn).filter(|found| found.writable) else { return false };
+        events::record(Event::CpuTranslates { cpu, gfn, cell: found.address() });
+        host.inner.step();
+        events::record(Event::CpuWrites { cpu, gfn });
+        host.inner.step();
+        events::record(Event::CpuForgets { cpu, gfn });
+        true
+    })
+}
+
+/// Writes to a few of the pages.
 fn writer<F: Format>(vm: &TestVm<F>, index: usize) {
     let mut vcpu = vm.create_vcpu().unwrap();
-    let (host, cpu) = (vm.host(), index as u64);
     for _ in 0..3 {
         let gfn = pick(&LOGGED);
-        let is_done = host.inner.during_access(index, || {
-            let Some(found) = find(vm, gfn).filter(|found| found.writable) else { return false };
-            events::record(Event::CpuTranslates { cpu, gfn, cell: found.address() });
-            host.inner.step();
-            events::record(Event::CpuWrites { cpu, gfn });
-            host.inner.step();
-            events::record(Event::CpuForgets { cpu, gfn });
-            true
-        });
-        if !is_done {
+        if !cpu_writes(vm, index, gfn) {
             let outcome = vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), Access::Write).unwrap();
             assert_eq!(outcome, Outcome::Resume);
         }
@@ -295,34 +428,46 @@ fn harvester<F: Format>(vm: &TestVm<F>) {
     }
 }
 
-/// Turns logging on, and perhaps off and on again. Marks a page that it writes itself.
-fn logger<F: Format>(vm: &TestVm<F>) {
+/// Turns logging on, off and on again.
+fn toggle_log<F: Format>(vm: &TestVm<F>, nr_pages: u64, while_it_logs: impl Fn()) {
     for round in 0..2 {
-        let gfn = pick(&LOGGED);
-        vm.set_user_memory_region(region(0, MemoryRegionFlags::LOG_DIRTY_PAGES, 0, NR_PAGES, None)).unwrap();
+        vm.set_user_memory_region(region(0, MemoryRegionFlags::LOG_DIRTY_PAGES, 0, nr_pages, None)).unwrap();
         events::record(Event::LogsNow);
-        events::record(Event::VmmWrites { gfn });
-        vm.mark_dirty(0, gfn, 1).unwrap();
+        while_it_logs();
         if round == 0 {
-            vm.set_user_memory_region(region(0, MemoryRegionFlags::empty(), 0, NR_PAGES, None)).unwrap();
+            vm.set_user_memory_region(region(0, MemoryRegionFlags::empty(), 0, nr_pages, None)).unwrap();
         }
     }
+}
+
+/// Marks pages that it writes itself while they are logged.
+fn logger<F: Format>(vm: &TestVm<F>) {
+    toggle_log(vm, NR_PAGES, || {
+        let gfn = pick(&LOGGED);
+        events::record(Event::VmmWrites { gfn });
+        vm.mark_dirty(0, gfn, 1).unwrap();
+    });
+}
+
+/// Perhaps all marks are set when logging begins.
+fn log_config(dirty_tracking: DirtyTracking) -> Config {
+    let mut config = Config::default();
+    config.dirty_tracking = dirty_tracking;
+    if random(4) == 0 {
+        config.manual_protect = ManualProtect::InitiallySet;
+        events::record(Event::InitiallySet);
+    }
+    config
 }
 
 fn dirty_log<F: Format>() {
     events::start();
     let mut config = Config::default();
     config.dirty_tracking = DirtyTracking::WriteProtectLeaves;
-    let vm: TestVm<F> = Arc::new(Vm::new(MovingHost::new(PageSize::Size4K), config).unwrap());
-    let memory = region(0, MemoryRegionFlags::empty(), 0, NR_PAGES, Some(backing(0, PageSize::Size4K)));
-    vm.set_user_memory_region(memory).unwrap();
+    let vm = new_vm::<F>(MovingHost::new(PageSize::Size4K), config, MemoryRegionFlags::empty(), NR_PAGES);
     let bodies: [fn(&TestVm<F>); 5] = [|vm| writer(vm, 0), |vm| writer(vm, 1), logger, harvester, harvester];
-    let threads = bodies.map(|body| {
-        let vm = Arc::clone(&vm);
-        thread::spawn(move || body(&vm))
-    });
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
-    save::<F>("dirty_log", vm.host().table_ptr(vm.root()).addr() as u64);
+    on_threads(&vm, bodies);
+    save("dirty_log", &vm);
 }
 
 #[test]

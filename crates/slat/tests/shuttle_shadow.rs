@@ -173,8 +173,12 @@ struct World {
 
 impl World {
     fn new() -> World {
-        let strategy = [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged, ShadowStrategy::Baseline];
-        let strategy = strategy[random(3) as usize];
+        let strategy = match random(4) {
+            0 => ShadowStrategy::RootCache,
+            1 => ShadowStrategy::PcidTagged,
+            2 => ShadowStrategy::RootsByPcid,
+            _ => ShadowStrategy::Baseline,
+        };
         let shadow = ShadowPaging { strategy, previous_roots: 1, max_pages: slat::shadow::ShadowPaging::MIN_PAGES };
         let vm = new_vm(Config::default(), shadow, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
         let host = vm.host();

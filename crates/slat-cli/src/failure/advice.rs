@@ -3,14 +3,14 @@
 //! name these themselves have no next step here.
 
 use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
-use slat_machine::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
-use slat_machine::host::HostError;
-use slat_machine::machine::{MachineConfigError, MachineError};
+use slat_machine::linux::topology::PinError;
 use slat_machine::memory::MemoryError;
-use slat_machine::numa::NumaError;
-use slat_machine::source::SourceError;
-use slat_machine::topology::PinError;
-use slat_machine::userfaultfd::UserfaultfdError;
+use slat_machine::memory::numa::NumaError;
+use slat_machine::paging::SourceError;
+use slat_machine::paging::UserfaultfdError;
+use slat_machine::vm::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
+use slat_machine::vm::host::HostError;
+use slat_machine::vm::machine::{MachineConfigError, MachineError};
 
 /// An error that the user cannot cause.
 const REPORT: &str = "please report this with the command line";
@@ -19,8 +19,8 @@ const REPORT: &str = "please report this with the command line";
 pub(super) const THREADS: &str = "choose fewer vCPUs, or raise `ulimit -u`";
 
 const LESS_MEMORY: &str = "choose less memory or fewer vCPUs";
-const PEER: &str = "look at the peer, or start another: slat demand-paging --serve ADDRESS";
-const NO_USERFAULTFD: &str = "bring pages by userfault exits instead (-k, without -u)";
+const PEER: &str = "look at the peer, or start another: slat serve-pages ADDRESS";
+const NO_USERFAULTFD: &str = "bring pages by userfault exits instead (--exits, without --uffd)";
 
 pub(super) fn of_machine(error: &MachineError) -> &'static str {
     match error {
@@ -104,7 +104,7 @@ pub(super) fn of_source(error: &SourceError) -> &'static str {
         SourceError::NotLoopback { .. } => "choose unix:PATH, or tcp:127.0.0.1:PORT",
         SourceError::Serve { .. } => "choose another address",
         SourceError::Connect { .. } | SourceError::NotASource { .. } => {
-            "start the peer first: slat demand-paging --serve ADDRESS"
+            "start the peer first: slat serve-pages ADDRESS"
         }
         SourceError::Broken { .. }
         | SourceError::Closed { .. }
@@ -126,7 +126,7 @@ fn of_userfaultfd(error: &UserfaultfdError) -> &'static str {
         | UserfaultfdError::MissingIoctl { .. } => NO_USERFAULTFD,
         UserfaultfdError::MinorNeedsShared { .. } => "choose -s shmem",
         // One descriptor for each vCPU may exceed the limit.
-        UserfaultfdError::System { .. } => "raise `ulimit -n`, or choose one descriptor (-a)",
+        UserfaultfdError::System { .. } => "raise `ulimit -n`, or choose one descriptor (--single-uffd)",
         _ => REPORT,
     }
 }
@@ -158,10 +158,10 @@ fn of_paging_config(error: &PagingConfigError) -> &'static str {
         PagingConfigError::UnknownBacking { .. } | PagingConfigError::NeedsMapping { .. } => {
             "choose another kind of memory (-s)"
         }
-        PagingConfigError::Readers { .. } => "choose another number (-r)",
+        PagingConfigError::Readers { .. } => "choose another number (--readers)",
         PagingConfigError::NeedsThreadPerVcpu { .. } => "leave --threads out",
-        PagingConfigError::NoCopier { .. } => "leave --copier out, or choose -k without -u",
-        PagingConfigError::Pins { .. } => "name a CPU for each vCPU (--pin)",
+        PagingConfigError::NoCopier { .. } => "leave --copier out, or choose --exits without --uffd",
+        PagingConfigError::Pins { .. } => "name a CPU for each vCPU (--cpus)",
         _ => REPORT,
     }
 }

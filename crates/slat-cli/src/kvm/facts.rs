@@ -50,6 +50,13 @@ impl KvmFacts {
         KvmFacts { modules, parameters, capabilities, api_version: kvm.get_api_version() }
     }
 
+    /// This KVM, by the kind of its page tables.
+    pub(crate) fn name(&self) -> String {
+        let translation = self.translation();
+        let kind = translation.split_once(',').map_or(&*translation, |(kind, _)| kind);
+        format!("KVM of this machine ({kind})")
+    }
+
     /// The translation of guest memory, as far as the modules show it.
     fn translation(&self) -> String {
         let is_on = |name: &str| {
@@ -132,6 +139,8 @@ mod tests {
         ] {
             let facts = facts(modules, parameters);
             assert!(facts.translation().starts_with(expected), "{facts:?}");
+            let kind = expected.split_once(',').map_or(expected, |(kind, _)| kind);
+            assert_eq!(facts.name(), format!("KVM of this machine ({kind})"));
             assert_eq!(facts.json()["api_version"], 12);
             assert!(facts.lines()[0].contains(expected));
         }

@@ -1,6 +1,6 @@
 //! A guest of the real KVM: a vCPU that runs a program at CPL 3, which writes one word to each of
-//! some pages of the region. Its page tables, descriptors and programs are in the *system*
-//! (`system`).
+//! some pages of the region, or reads from some. Its page tables, descriptors and programs are in
+//! the *system* (`system`).
 //!
 //! A program ends by a write to where nothing is mapped. The handler of that page fault, at CPL 0,
 //! writes to an I/O port, which returns to the thread here. CR2, the pushed RIP and the counter
@@ -14,9 +14,10 @@ use std::time::Duration;
 
 use kvm_bindings::{kvm_regs, kvm_sregs};
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use slat::Gfn;
 use slat_machine::memory::Backing;
 
-use super::system::{EXIT_GVA, GuestProgram, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
+use super::system::{EXIT_GVA, GuestProgram, READ_PAGES, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
 use super::watchdog::Watchdog;
 use super::{KvmError, VmShape, tried};
 
@@ -69,26 +70,31 @@ impl KvmGuest {
     /// than the list has room for.
     pub(crate) fn write_listed(&mut self, pages: &[u32], value: u64) -> Result<(), KvmError> {
         let list = self.system.set_list(self.index, pages)?;
-        self.write(&WRITE_LISTED, list, pages.len() as u64, value)
+        let regs = kvm_regs { rsi: list, rcx: pages.len() as u64, rax: value, ..kvm_regs::default() };
+        self.execute(&WRITE_LISTED, regs, pages.len() as u64)
     }
 
     /// Writes `first` to the first of `pages`, which is not empty, `first + 1` to the second, and
     /// so on.
     pub(crate) fn write_pages(&mut self, pages: Range<u64>, first: u64) -> Result<(), KvmError> {
-        self.write(&WRITE_PAGES, page_gpa(pages.start), pages.end - pages.start, first)
+        let nr_pages = pages.end - pages.start;
+        let regs = kvm_regs { rsi: page_gpa(pages.start), rcx: nr_pages, rax: first, ..kvm_regs::default() };
+        self.execute(&WRITE_PAGES, regs, nr_pages)
     }
 
-    /// Runs `program` from its start to its end.
-    fn write(&mut self, program: &GuestProgram, rsi: u64, nr_pages: u64, value: u64) -> Result<(), KvmError> {
-        let regs = kvm_regs {
-            rip: program.start(),
-            rsi,
-            rcx: nr_pages,
-            rax: value,
-            rdx: EXIT_GVA,
-            rflags: RFLAGS,
-            ..kvm_regs::default()
-        };
+    /// Reads `nr_reads` times, from each of the first `nr_pages` pages in turn. `nr_pages` is a
+    /// power of two, of 512 at most.
+    pub(crate) fn read_pages(&mut self, nr_pages: u64, nr_reads: u64) -> Result<(), KvmError> {
+        debug_assert!(nr_pages.is_power_of_two() && nr_pages <= 512, "{nr_pages}");
+        // The region's address is a multiple of more than that.
+        let regs = kvm_regs { rsi: page_gpa(0), rcx: nr_reads, r8: !(nr_pages << Gfn::SHIFT), ..kvm_regs::default() };
+        self.execute(&READ_PAGES, regs, nr_pages)
+    }
+
+    /// Runs `program` from its start to its end, with these registers. It accesses `nr_pages`
+    /// pages.
+    fn execute(&mut self, program: &GuestProgram, regs: kvm_regs, nr_pages: u64) -> Result<(), KvmError> {
+        let regs = kvm_regs { rip: program.start(), rdx: EXIT_GVA, rflags: RFLAGS, ..regs };
         tried("set the system registers", self.vcpu.set_sregs(&self.sregs))?;
         tried("set the registers", self.vcpu.set_regs(&regs))?;
         let port = self.run(nr_pages)?;

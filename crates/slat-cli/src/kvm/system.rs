@@ -108,11 +108,27 @@ pub(super) const WRITE_PAGES: GuestProgram = GuestProgram {
     at: PROGRAMS + 0x40,
 };
 
+/// Reads from pages that follow each other, and begins again after the last: the first in RSI, the
+/// number of reads in RCX. The number of pages is a power of two, and their first a multiple of
+/// their size; R8 has the bits of an address that are not that size.
+pub(super) const READ_PAGES: GuestProgram = GuestProgram {
+    code: &[
+        0x48, 0x8b, 0x1e, // next: mov rbx, [rsi]
+        0x48, 0x81, 0xc6, 0x00, 0x10, 0x00, 0x00, // add rsi, 4096
+        0x4c, 0x21, 0xc6, // and rsi, r8
+        0x48, 0xff, 0xc9, // dec rcx
+        0x75, 0xee, // jnz next
+        0xc6, 0x02, 0x00, // mov byte [rdx], 0
+    ],
+    at: PROGRAMS + 0x80,
+};
+
 // The parts do not overlap.
 const _: () = {
     assert!(16 * NR_VECTORS <= PAGE_SIZE && NR_VECTORS * HANDLER_BYTES <= PAGE_SIZE);
     assert!(WRITE_LISTED.at + WRITE_LISTED.code.len() as u64 <= WRITE_PAGES.at);
-    assert!(WRITE_PAGES.at + WRITE_PAGES.code.len() as u64 <= REGION_LEVEL_2);
+    assert!(WRITE_PAGES.at + WRITE_PAGES.code.len() as u64 <= READ_PAGES.at);
+    assert!(READ_PAGES.at + READ_PAGES.code.len() as u64 <= REGION_LEVEL_2);
     assert!(TSS + 0x68 <= STACK_END - PAGE_SIZE);
 };
 
@@ -135,7 +151,7 @@ impl System {
         let system = System { memory: system_memory(size_bytes)?, nr_listed: shape.nr_listed };
         system.write_tables(nr_pages);
         system.write_handlers();
-        for program in [WRITE_LISTED, WRITE_PAGES] {
+        for program in [WRITE_LISTED, WRITE_PAGES, READ_PAGES] {
             system.set_bytes(program.at, program.code);
         }
         (0..nr_vcpus).for_each(|vcpu| system.write_descriptors(system.block(vcpu)));

@@ -7,7 +7,7 @@ use slat::stats::{Histogram, Stats};
 use slat::{Level, NodeId};
 
 use super::sample::Sample;
-use crate::table::humanly;
+use crate::quantity::{Unit, quantity};
 
 /// Rows at most.
 pub(super) const MAX_ROWS: usize = 5;
@@ -51,7 +51,7 @@ pub(super) fn rows(earlier: &Sample, later: &Sample, elapsed: Duration) -> Vec<R
         let since = of(&later.stats).since(of(&earlier.stats));
         let text = match since.count() {
             0 => "-".to_owned(),
-            _ => humanly(Duration::from_nanos(since.quantile(per_mille)).as_secs_f64(), "s"),
+            _ => quantity(Duration::from_nanos(since.quantile(per_mille)).as_secs_f64(), Unit::Seconds),
         };
         Item { name: name.to_owned(), text, columns: RATE_COLUMNS }
     };

@@ -6,8 +6,8 @@
 
 use slat::stats::Stats;
 use slat::{NodeId, Vm};
-use slat_machine::host::MachineHost;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::vm::host::MachineHost;
 
 /// The figures of one sample.
 #[derive(Clone, Debug, Default)]

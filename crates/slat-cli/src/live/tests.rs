@@ -135,14 +135,15 @@ fn rows_are_filled_and_blank_when_nothing_runs() {
 #[test]
 fn a_machine_that_was_dropped_shows_nothing() {
     let (live, page, _) = new();
-    let machine = slat_machine::machine::Machine::<slat::format::Npt>::new(&slat_machine::machine::MachineConfig {
-        nr_vcpus: 1,
-        bytes_per_vcpu: 16 << 12,
-        ..Default::default()
-    })
-    .unwrap();
+    let machine =
+        slat_machine::vm::machine::Machine::<slat::format::Npt>::new(&slat_machine::vm::machine::MachineConfig {
+            nr_vcpus: 1,
+            bytes_per_vcpu: 16 << 12,
+            ..Default::default()
+        })
+        .unwrap();
     let watched = live.watch(machine.vm());
-    machine.run(slat_machine::guest::Program::default()).unwrap();
+    machine.run(slat_machine::vm::guest::Program::default()).unwrap();
     live.0.look(Instant::now());
     let lines = page.take();
     assert!(lines.len() == 1 && !lines[0].contains("faults 0/s") && !lines[0].contains("tables 0"), "{lines:?}");

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use slat::baselines::Locking;
 use slat::{Config, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
-use slat_machine::commit::{FlushDomain, FlushMethod, Port};
-use slat_machine::cpu::Cpu;
-use slat_machine::host::{BackingSlice, MachineHost};
-use slat_machine::machine::{MachineError, REGION_GPA};
+use slat_machine::hardware::commit::{FlushDomain, FlushMethod, Port};
+use slat_machine::hardware::cpu::Cpu;
+use slat_machine::hardware::tlb::Geometry;
+use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::memory::{Backing, BackingKind};
-use slat_machine::tlb::Geometry;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::vm::host::{BackingSlice, MachineHost};
+use slat_machine::vm::machine::{MachineError, REGION_GPA};
 
 use crate::failure::Failure;
 

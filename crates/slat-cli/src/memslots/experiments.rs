@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use slat::baselines::Locking;
 use slat::stats::Stats;
 use slat::{Gfn, PAGE_SIZE};
-use slat_machine::commit::FlushMethod;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::commit::FlushMethod;
+use slat_machine::hardware::walk::HardwareFormat;
 
 use super::MemslotsArgs;
 use super::area::{AREA_PAGES, Area};
@@ -116,8 +116,8 @@ pub(super) fn run<F: HardwareFormat>(
 ) -> Result<Run, Failure> {
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
     let _watched = session.watch(area.vm());
-    let guest = AreaGuest::start(area.create_cpu()?, Duration::from_secs(args.timeout.into()))?;
-    let time = Duration::from_secs(args.seconds.into());
+    let guest = AreaGuest::start(area.create_cpu()?, args.timeout)?;
+    let time = args.duration;
     let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: TestCounts::default() };
     let (elapsed, nr_iterations) = match test {
         Test::Map => bench.by_halves(MAP_PAGES, MAP_PAGES / 2),

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 
 use slat::shadow::Gva;
 use slat::{Access, Exit, Gfn, Gpa};
-use slat_machine::cpu::CpuError;
-use slat_machine::machine::MachineError;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::cpu::CpuError;
+use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::vm::machine::MachineError;
 use thiserror::Error;
 
 use super::area::{self, AreaCpu};

@@ -10,8 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::dirty::{DirtyRing, ManualProtect};
-use slat_machine::machine::{Machine, MachineError};
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::vm::machine::{Machine, MachineError};
 
 use super::timed;
 

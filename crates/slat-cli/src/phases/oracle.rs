@@ -12,9 +12,9 @@
 //!   harvest reported would be missing in it.
 
 use slat::Level;
-use slat_machine::guest::{PAGE_BITS, Program};
-use slat_machine::machine::Machine;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::vm::guest::{PAGE_BITS, Program};
+use slat_machine::vm::machine::Machine;
 
 use super::logs::Logs;
 use crate::failure::{Failure, check_failed};

@@ -2,11 +2,12 @@
 
 use maud::{Markup, html};
 
-use super::groups::{Change, Group, SIGNIFICANCE, Verdict, changes};
+use super::groups::{Change, Group, changes};
 use super::input::Input;
 use super::page::scroll;
 use super::plots::labels;
-use super::quantity::{measured, ratio, title};
+use crate::quantity::{self, NOTHING, spread, title};
+use crate::statistics::{CONFIDENCE_OF_MANY, Difference};
 
 /// Rows in a table at most; browsers struggle with tens of thousands.
 const MAX_ROWS: usize = 500;
@@ -14,8 +15,8 @@ const MAX_ROWS: usize = 500;
 /// All differences, the certain and large ones first.
 pub(crate) fn markup(groups: &[Group<'_>], inputs: &[Input]) -> Markup {
     let changes = changes(groups);
-    let count = |verdict| changes.iter().filter(|change| change.verdict() == verdict).count();
-    let of = |verdict| changes.iter().filter(|change| change.verdict() == verdict).collect::<Vec<_>>();
+    let count = |difference| changes.iter().filter(|change| change.difference() == difference).count();
+    let of = |difference| changes.iter().filter(|change| change.difference() == difference).collect::<Vec<_>>();
     let base = &inputs[0].label;
     html! {
         section #changes {
@@ -25,22 +26,23 @@ pub(crate) fn markup(groups: &[Group<'_>], inputs: &[Input]) -> Markup {
             } @else {
                 p {
                     (changes.len()) " figures are in two results or more: "
-                    strong { (count(Verdict::BeyondNoise)) " changed beyond noise" }
-                    ", " (count(Verdict::WithinNoise)) " within, "
-                    (count(Verdict::Unknown)) " with unknown noise (one run, or no deviation), "
-                    (count(Verdict::Same)) " are the same. "
-                    "Ratios are to " strong { (base) } ", or to the first result that has the figure. Beyond noise: Welch's t-test says \
-                     that chance makes such a difference in less than " (SIGNIFICANCE * 100.0) "% of pairs."
+                    strong { (count(Difference::BeyondNoise)) " changed beyond noise" }
+                    ", " (count(Difference::WithinNoise)) " within, "
+                    (count(Difference::Unknown)) " with unknown noise (one run), "
+                    (count(Difference::Same)) " are the same. "
+                    "Figures are medians with quartiles and the number of samples. Ratios are to " strong { (base) } ", or to the first result \
+                     that has the figure. Beyond noise: the interval of the difference, with " (CONFIDENCE_OF_MANY * 100.0) "% confidence, \
+                     does not have zero."
                 }
                 (settings(groups))
-                @let certain = of(Verdict::BeyondNoise);
+                @let certain = of(Difference::BeyondNoise);
                 @if certain.is_empty() { p { "No figure changed beyond noise." } } @else { (table("Changed beyond noise", &certain, groups, inputs)) }
-                @for (verdict, name) in [
-                    (Verdict::Unknown, "Changed, noise unknown"),
-                    (Verdict::WithinNoise, "Changed within noise"),
-                    (Verdict::Same, "The same"),
+                @for (difference, name) in [
+                    (Difference::Unknown, "Changed, noise unknown"),
+                    (Difference::WithinNoise, "Changed within noise"),
+                    (Difference::Same, "The same"),
                 ] {
-                    @let these = of(verdict);
+                    @let these = of(difference);
                     @if !these.is_empty() {
                         details { summary { (name) " (" (these.len()) ")" } (table(name, &these, groups, inputs)) }
                     }
@@ -80,22 +82,22 @@ fn table(name: &str, changes: &[&Change<'_>], groups: &[Group<'_>], inputs: &[In
                 tbody { @for change in changes.iter().take(MAX_ROWS) {
                     tr {
                         th scope="row" {
-                            (title(change.figure.name))
-                            @let labels = labels(change.figure.labels, &all_keys(change));
+                            (title(&change.figure.name))
+                            @let labels = labels(&change.figure.labels, &all_keys(change));
                             @if !labels.is_empty() { ", " (labels) }
                             @if several_groups { span.note { " " (experiment(&groups[change.group])) } }
                         }
                         @for (value, ratio) in change.values.iter().zip(&change.ratios) {
                             td {
                                 @match value {
-                                    Some(value) => (measured(value.mean, value.deviation, value.runs, value.unit)),
-                                    None => "–",
+                                    Some(value) => { (spread(&value.samples, value.unit)) " (" (value.samples.len()) ")" },
+                                    None => (NOTHING),
                                 }
-                                @if inputs.len() > 2 { @if let Some((ratio, verdict)) = ratio { span.note { " " (self::times(*ratio, *verdict)) } } }
+                                @if inputs.len() > 2 { @if let Some((ratio, difference)) = ratio { span.note { " " (times(change, *ratio, *difference)) } } }
                             }
                         }
                         @if inputs.len() == 2 {
-                            td { @if let Some((ratio, verdict)) = change.ratios.iter().flatten().next() { (times(*ratio, *verdict)) } }
+                            td { @if let Some((ratio, difference)) = change.ratios.iter().flatten().next() { (times(change, *ratio, *difference)) } }
                         }
                     }
                 } }
@@ -116,10 +118,12 @@ fn experiment(group: &Group<'_>) -> String {
     }
 }
 
-fn times(value: f64, verdict: Verdict) -> String {
-    let value = if value.is_finite() { ratio(value) } else { "from 0".to_owned() };
-    match verdict {
-        Verdict::BeyondNoise => format!("{value}, beyond noise"),
-        Verdict::WithinNoise | Verdict::Unknown | Verdict::Same => value,
+fn times(change: &Change<'_>, value: f64, difference: Difference) -> String {
+    let text = if value.is_finite() { quantity::times(value) } else { "from 0".to_owned() };
+    match (difference, change.is_improved(value)) {
+        (Difference::BeyondNoise, Some(true)) => format!("{text}, better beyond noise"),
+        (Difference::BeyondNoise, Some(false)) => format!("{text}, worse beyond noise"),
+        (Difference::BeyondNoise, None) => format!("{text}, beyond noise"),
+        (Difference::WithinNoise | Difference::Unknown | Difference::Same, _) => text,
     }
 }

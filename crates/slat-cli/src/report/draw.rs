@@ -14,8 +14,8 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::ink::{self, Ink};
-use super::plot::{Axis, Bar, Body, Plot, Point, Scale, Series, SeriesShape, is_drawable, total};
-use super::quantity;
+use super::plot::{Axis, Bar, Body, Part, Plot, Point, Scale, Series, SeriesShape, is_drawable, total};
+use crate::quantity::{self, Unit};
 
 /// Width of a plot, in units of the drawing.
 const WIDTH: u32 = 860;
@@ -27,6 +27,11 @@ const BAR_PITCH: u32 = 68;
 const AXIS_HEIGHT: u32 = 88;
 /// Height of letters. The library's size is that of the whole line.
 const LETTERS: f64 = 27.0 * 1.24;
+
+/// Decades that have labels, at most: beside each other, a label such as `100 ns` takes a seventh of the
+/// width; one above another, less than a tenth of the height.
+const ACROSS: f64 = 5.0;
+const UPWARD: f64 = 8.0;
 
 /// The drawing backend's only error is that of a file, and no file is used.
 type Drawn = Result<(), Box<dyn std::error::Error>>;
@@ -43,9 +48,9 @@ pub(crate) struct Drawing {
 pub(crate) fn draw(plot: &Plot) -> Result<Drawing, String> {
     match &plot.body {
         Body::Series { x, y, shape, series } => drawing(WIDTH, HEIGHT, |area| draw_series(area, x, y, *shape, series)),
-        Body::Bars { x, bars, .. } => {
+        Body::Bars { x, parts, bars } => {
             let height = AXIS_HEIGHT + BAR_PITCH * bars.len() as u32;
-            drawing(WIDTH, height, |area| draw_bars(area, x, bars))
+            drawing(WIDTH, height, |area| draw_bars(area, x, parts, bars))
         }
     }
 }
@@ -60,10 +65,10 @@ pub(crate) fn key(series: &Series, shape: SeriesShape) -> Result<Drawing, String
 }
 
 /// The legend's key of a part of bars.
-pub(crate) fn part_key(part: usize, nr_parts: usize) -> Result<Drawing, String> {
+pub(crate) fn part_key(part: &Part) -> Result<Drawing, String> {
     drawing(40, 32, |area| {
-        area.draw(&Rectangle::new([(0, 2), (40, 30)], ink::series(part).light.filled()))?;
-        letter(area, (20, 16), part, nr_parts)
+        area.draw(&Rectangle::new([(0, 2), (40, 30)], ink::series(part.ink).light.filled()))?;
+        letter(area, (20, 16), part)
     })
 }
 
@@ -108,8 +113,8 @@ impl Span {
     /// The label of a tick.
     fn label(&self, place: f64, axis: &Axis) -> String {
         match self.scale {
-            Scale::Linear => tick(place, ""),
-            Scale::Log => tick(10f64.powf(place), &axis.unit),
+            Scale::Linear => tick(place, Unit::Count),
+            Scale::Log => tick(10f64.powf(place), axis.unit),
         }
     }
 
@@ -143,8 +148,8 @@ impl Ranged for Coordinate {
 }
 
 /// A round value: `10 µs`, `1k`.
-fn tick(value: f64, unit: &str) -> String {
-    if unit == "share" {
+fn tick(value: f64, unit: Unit) -> String {
+    if unit == Unit::Ratio {
         return format!("{}%", (value * 1e6).round() / 1e4);
     }
     let scale = quantity::scale(value * 1.000_001, unit);
@@ -165,12 +170,13 @@ fn tick(value: f64, unit: &str) -> String {
     } else {
         format!("{value:.0e}")
     };
-    let unit = if scale.divisor == 1.0 && !matches!(unit, "ns" | "s" | "bytes") { "" } else { scale.unit };
+    let unit = if matches!(unit, Unit::Seconds | Unit::Bytes) { scale.unit } else { "" };
     format!("{number}{suffix}{}{unit}", if unit.is_empty() { "" } else { " " })
 }
 
-/// The span of an axis that shows all `values` (drawable ones).
-fn span(axis: &Axis, values: impl Iterator<Item = f64>, from_zero: FromZero) -> Span {
+/// The span of an axis that shows all `values` (drawable ones), with labels at so many decades at
+/// most.
+fn span(axis: &Axis, values: impl Iterator<Item = f64>, from_zero: FromZero, most_decades: f64) -> Span {
     let (mut least, mut most) = (f64::INFINITY, f64::NEG_INFINITY);
     for value in values {
         least = least.min(value);
@@ -181,7 +187,7 @@ fn span(axis: &Axis, values: impl Iterator<Item = f64>, from_zero: FromZero) -> 
     }
     match axis.scale {
         Scale::Linear => {
-            let scale = quantity::scale(most.abs().max(least.abs()), &axis.unit);
+            let scale = quantity::scale(most.abs().max(least.abs()), axis.unit);
             let (mut from, mut to) = (least / scale.divisor, most / scale.divisor);
             if from_zero == FromZero::Yes {
                 from = from.min(0.0);
@@ -202,10 +208,10 @@ fn span(axis: &Axis, values: impl Iterator<Item = f64>, from_zero: FromZero) -> 
                 Some(ticks) => {
                     ticks.iter().filter(|&&tick| is_drawable(tick, Scale::Log)).map(|tick| tick.log10()).collect()
                 }
-                None => decades(from, to),
+                None => decades(from, to, most_decades),
             };
-            let unit =
-                if matches!(axis.unit.as_str(), "s" | "ns" | "bytes" | "count" | "share") { "" } else { &axis.unit };
+            // The labels of other axes have their units.
+            let unit = if axis.unit == Unit::PerSecond { "/s" } else { "" };
             Span { scale: axis.scale, from, to, ticks, unit: unit.to_owned(), divisor: 1.0 }
         }
     }
@@ -218,9 +224,9 @@ enum FromZero {
 }
 
 /// Powers of ten in a span of exponents, with some in between where they are few.
-fn decades(from: f64, to: f64) -> Vec<f64> {
+fn decades(from: f64, to: f64, most: f64) -> Vec<f64> {
     let all = (from.floor() as i32)..=(to.ceil() as i32);
-    let stride = (((to - from) / 8.0).ceil() as i32).max(1);
+    let stride = (((to - from) / most).ceil() as i32).max(1);
     let factors: &[f64] = match to - from {
         ..1.5 => &[1.0, 2.0, 5.0],
         ..2.6 => &[1.0, 3.0],
@@ -243,11 +249,11 @@ fn draw_series(area: &Area<'_>, x: &Axis, y: &Axis, shape: SeriesShape, series: 
     };
     let all: Vec<Point> = series.iter().flat_map(drawn).collect();
     let ends = |point: &Point| {
-        let deviation = point.deviation.filter(|deviation| deviation.is_finite()).unwrap_or(0.0);
-        [point.y, point.y + deviation, point.y - deviation]
+        let [low, high] = point.quartiles.unwrap_or([point.y; 2]);
+        [point.y, high, low]
     };
-    let xs = span(x, all.iter().map(|point| point.x), FromZero::No);
-    let ys = span(y, all.iter().flat_map(ends).filter(|&value| is_drawable(value, y.scale)), FromZero::Yes);
+    let xs = span(x, all.iter().map(|point| point.x), FromZero::No, ACROSS);
+    let ys = span(y, all.iter().flat_map(ends).filter(|&value| is_drawable(value, y.scale)), FromZero::Yes, UPWARD);
 
     // The vertical axis's title is horizontal, above the axis.
     let title = text_style(&ink::TEXT, HPos::Left, VPos::Top);
@@ -337,10 +343,11 @@ fn marker(area: &Area<'_>, (x, y): (i32, i32), index: usize, color: RGBColor) ->
     Ok(())
 }
 
-fn draw_bars(area: &Area<'_>, x: &Axis, bars: &[Bar]) -> Drawn {
-    let deviation = |bar: &Bar| bar.deviation.filter(|deviation| is_drawable(*deviation, x.scale)).unwrap_or(0.0);
-    let ends = bars.iter().map(|bar| total(bar, x.scale) + deviation(bar));
-    let xs = span(x, ends, FromZero::Yes);
+fn draw_bars(area: &Area<'_>, x: &Axis, parts: &[Part], bars: &[Bar]) -> Drawn {
+    let is_drawable_pair = |ends: &[f64; 2]| ends.iter().all(|&end| is_drawable(end, x.scale));
+    let quartiles = |bar: &Bar| bar.quartiles.filter(is_drawable_pair);
+    let ends = bars.iter().map(|bar| quartiles(bar).map_or(0.0, |[_, high]| high).max(total(bar, x.scale)));
+    let xs = span(x, ends, FromZero::Yes, ACROSS);
     let mut chart = ChartBuilder::on(area)
         .margin_left(12)
         .margin_right(52)
@@ -361,26 +368,25 @@ fn draw_bars(area: &Area<'_>, x: &Axis, bars: &[Bar]) -> Drawn {
         .draw()?;
     let plotting = chart.plotting_area();
     let at = |value: f64| plotting.map_coordinate(&(xs.place(value), 0)).0;
-    let nr_parts = bars.iter().map(|bar| bar.parts.len()).max().unwrap_or(0);
     for (row, bar) in bars.iter().enumerate() {
         let top = row as i32 * BAR_PITCH as i32;
         let whole = total(bar, x.scale);
-        let text = format!("{}: {}", bar.name, quantity::measured(Some(whole), bar.deviation, None, &x.unit));
+        let text = format!("{}: {}", bar.name, quantity::quantity(whole, x.unit));
         area.draw(&Text::new(text, (14, top + 4), text_style(&ink::TEXT, HPos::Left, VPos::Top)))?;
         let (upper, lower) = (top + 37, top + 64);
         let mut sum = 0.0;
-        for (part, length) in bar.parts.iter().enumerate() {
+        for (part, length) in parts.iter().zip(&bar.parts) {
             let Some(length) = length.filter(|&length| is_drawable(length, x.scale) && length > 0.0) else { continue };
             let (left, right) = (at(sum), at(sum + length));
             sum += length;
-            area.draw(&Rectangle::new([(left, upper), (right, lower)], ink::series(part).light.filled()))?;
-            if right - left >= 26 {
-                letter(area, ((left + right) / 2, (upper + lower) / 2), part, nr_parts)?;
+            area.draw(&Rectangle::new([(left, upper), (right, lower)], ink::series(part.ink).light.filled()))?;
+            // Letters distinguish parts without colors.
+            if right - left >= 26 && parts.len() > 1 {
+                letter(area, ((left + right) / 2, (upper + lower) / 2), part)?;
             }
         }
-        let deviation = deviation(bar);
-        if deviation > 0.0 {
-            let (left, right) = (at((whole - deviation).max(0.0)), at(whole + deviation));
+        if let Some([low, high]) = quartiles(bar) {
+            let (left, right) = (at(low.max(0.0)), at(high));
             let middle = (upper + lower) / 2;
             area.draw(&PathElement::new([(left, middle), (right, middle)], ink::TEXT.light.stroke_width(3)))?;
         }
@@ -388,12 +394,26 @@ fn draw_bars(area: &Area<'_>, x: &Axis, bars: &[Bar]) -> Drawn {
     Ok(())
 }
 
-/// The letter of a part, where there are several: letters distinguish parts without colors.
-fn letter(area: &Area<'_>, place: (i32, i32), part: usize, nr_parts: usize) -> Drawn {
-    if nr_parts < 2 {
-        return Ok(());
-    }
-    let letter = char::from(b'a' + (part % 26) as u8).to_string();
+/// Draws the letter of a part.
+fn letter(area: &Area<'_>, place: (i32, i32), part: &Part) -> Drawn {
+    let letter = char::from(b'a' + (part.ink % 26) as u8).to_string();
     area.draw(&Text::new(letter, place, text_style(&ink::ON_PART, HPos::Center, VPos::Center)))?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_beside_each_other_are_few_and_there_are_some() {
+        for nr_decades in 1..=20 {
+            for from in [-9.3, -0.05, 2.0] {
+                let to = from + f64::from(nr_decades);
+                let [across, upward] = [ACROSS, UPWARD].map(|most| decades(from, to, most).len());
+                assert!((1..=6).contains(&across), "{from} to {to}: {across}");
+                assert!((1..=9).contains(&upward) && upward >= across, "{from} to {to}: {upward}");
+            }
+        }
+    }
 }

@@ -1,14 +1,17 @@
 //! Plots of latencies: the frequency of each time.
 
 use super::ink::NR_SERIES;
-use super::input::LatencyHistogram;
 use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, SeriesShape};
 use super::plots::{Shown, labels, varying};
-use super::quantity;
+use crate::quantity::{self, NOTHING, Unit, quantity};
+use crate::results::Distribution;
 
 /// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest's
 /// times.
 const STEPS_IN_OCTAVE: f64 = 2.0;
+
+/// No time is shorter: a clock that counts nanoseconds.
+const LEAST_SECONDS: f64 = 1e-9;
 
 const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
 
@@ -31,7 +34,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
     let vary = varying(shown.iter().flat_map(|shown| &shown.result.histograms).map(|histogram| &histogram.labels));
     let mut inks: Vec<String> = Vec::new();
     let mut series = Vec::new();
-    let mut unit = "ns";
+    let mut unit = Unit::Seconds;
     for (file, one) in shown.iter().enumerate() {
         for index in of(one) {
             let histogram = &one.result.histograms[index];
@@ -40,9 +43,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
                 inks.push(label.clone());
                 inks.len() - 1
             });
-            if !histogram.unit.is_empty() {
-                unit = &histogram.unit;
-            }
+            unit = histogram.unit;
             let dash = if shown.len() > 1 { file } else { ink };
             let name = match one.name(&label) {
                 name if name.is_empty() => "all".to_owned(),
@@ -58,7 +59,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
     let nr_plots = inks.len().div_ceil(NR_SERIES);
     (0..nr_plots)
         .map(|plot| {
-            let (of, series): (Vec<&LatencyHistogram>, Vec<Series>) = series
+            let (of, series): (Vec<&Distribution>, Vec<Series>) = series
                 .iter()
                 .filter(|(_, series)| series.ink / NR_SERIES == plot)
                 .map(|(of, series)| (*of, series.clone()))
@@ -84,7 +85,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
                 data: Data { head, rows },
                 body: Body::Series {
                     x: Axis::new("Time", unit, Scale::Log),
-                    y: Axis::new("Share of all", "share", Scale::Log),
+                    y: Axis::new("Share of all", Unit::Ratio, Scale::Log),
                     shape: SeriesShape::Steps,
                     series,
                 },
@@ -94,26 +95,26 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
 }
 
 /// Valid buckets, from the shortest time to the longest.
-fn buckets(histogram: &LatencyHistogram) -> Vec<(f64, f64)> {
-    let is_sensible =
-        |&(upper, count): &(f64, f64)| upper.is_finite() && upper >= 0.0 && count.is_finite() && count > 0.0;
-    let mut buckets: Vec<(f64, f64)> = histogram.buckets.iter().copied().filter(is_sensible).collect();
+fn buckets(histogram: &Distribution) -> Vec<(f64, f64)> {
+    let is_sensible = |&(upper, count): &(f64, f64)| upper.is_finite() && upper >= 0.0 && count > 0.0;
+    let all = histogram.buckets.iter().map(|&(upper, count)| (upper, count as f64));
+    let mut buckets: Vec<(f64, f64)> = all.filter(is_sensible).collect();
     buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
     buckets
 }
 
 /// The share of each step that has values; `x` is the step's upper edge.
-fn shares(histogram: &LatencyHistogram) -> Vec<Point> {
+fn shares(histogram: &Distribution) -> Vec<Point> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
     let mut points: Vec<Point> = Vec::new();
     for (upper, count) in buckets {
         // A time of zero is below the first step.
-        let step = (upper.max(1.0).log2() * STEPS_IN_OCTAVE).ceil();
+        let step = (upper.max(LEAST_SECONDS).log2() * STEPS_IN_OCTAVE).ceil();
         let x = (step / STEPS_IN_OCTAVE).exp2();
         match points.last_mut() {
             Some(last) if last.x == x => last.y += count / all,
-            _ => points.push(Point { x, y: count / all, deviation: None }),
+            _ => points.push(Point { x, y: count / all, quartiles: None }),
         }
     }
     points
@@ -125,7 +126,7 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
     let width = (1.0 / STEPS_IN_OCTAVE).exp2();
     let mut outline: Vec<Point> = Vec::new();
     let mut end: Option<f64> = None;
-    let at = |x, y| Point { x, y, deviation: None };
+    let at = |x, y| Point { x, y, quartiles: None };
     for share in shares {
         let begin = share.x / width;
         match end {
@@ -142,7 +143,7 @@ fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
 }
 
 /// The count, and quantiles.
-fn row(histogram: &LatencyHistogram, name: &str, unit: &str) -> Vec<String> {
+fn row(histogram: &Distribution, name: &str, unit: Unit) -> Vec<String> {
     let buckets = buckets(histogram);
     let all: f64 = buckets.iter().map(|(_, count)| count).sum();
     let quantile = |share: f64| {
@@ -151,36 +152,34 @@ fn row(histogram: &LatencyHistogram, name: &str, unit: &str) -> Vec<String> {
             below += count;
             below >= share * all
         });
-        quantity::quantity(found.map(|(upper, _)| *upper), unit)
+        found.map_or(NOTHING.to_owned(), |(upper, _)| quantity(*upper, unit))
     };
-    let mut cells = vec![name.to_owned(), quantity::quantity(Some(all), "count")];
+    let mut cells = vec![name.to_owned(), quantity(all, Unit::Count)];
     cells.extend(QUANTILES.iter().map(|(_, share)| quantile(*share)));
-    cells.push(quantity::quantity(buckets.last().map(|(upper, _)| *upper), unit));
+    cells.push(buckets.last().map_or(NOTHING.to_owned(), |(upper, _)| quantity(*upper, unit)));
     cells
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::results::Labels;
 
-    fn histogram(buckets: &[(f64, f64)]) -> LatencyHistogram {
-        LatencyHistogram {
-            name: "fault".to_owned(),
-            unit: "ns".to_owned(),
-            buckets: buckets.to_vec(),
-            ..LatencyHistogram::default()
-        }
+    fn histogram(buckets: &[(f64, u64)]) -> Distribution {
+        let (name, buckets) =
+            ("fault".to_owned(), buckets.iter().map(|&(upper, count)| (upper / 1e9, count)).collect());
+        Distribution { name, unit: Unit::Seconds, labels: Labels::new(), buckets }
     }
 
     #[test]
     fn quantiles_are_upper_ends_of_buckets() {
-        let cells = row(&histogram(&[(100.0, 98.0), (200.0, 1.0), (3000.0, 1.0), (50.0, 0.0)]), "x", "ns");
-        assert_eq!(cells, ["x", "100", "100\u{a0}ns", "100\u{a0}ns", "200\u{a0}ns", "3.00\u{a0}µs", "3.00\u{a0}µs"]);
+        let cells = row(&histogram(&[(100.0, 98), (200.0, 1), (3000.0, 1), (50.0, 0)]), "x", Unit::Seconds);
+        assert_eq!(cells, ["x", "100", "100 ns", "100 ns", "200 ns", "3.00 µs", "3.00 µs"]);
     }
 
     #[test]
     fn shares_add_up_whatever_the_buckets_are() {
-        let points = shares(&histogram(&[(7.0, 1.0), (0.0, 2.0), (1e300, 1.0), (-1.0, 5.0), (9.0, f64::NAN)]));
+        let points = shares(&histogram(&[(7.0, 1), (0.0, 2), (1e300, 1), (-1.0, 5)]));
         assert!((points.iter().map(|point| point.y).sum::<f64>() - 1.0).abs() < 1e-12, "{points:?}");
         assert!(points.windows(2).all(|pair| pair[0].x < pair[1].x), "{points:?}");
         assert!(shares(&histogram(&[])).is_empty());
@@ -188,7 +187,7 @@ mod tests {
 
     #[test]
     fn the_outline_comes_down_where_there_is_nothing() {
-        let outline = outline(&shares(&histogram(&[(64.0, 1.0), (90.0, 1.0), (1024.0, 2.0)])), 0.1);
+        let outline = outline(&shares(&histogram(&[(64.0, 1), (90.0, 1), (1024.0, 2)])), 0.1);
         let levels: Vec<f64> = outline.iter().map(|point| point.y).collect();
         assert_eq!(levels, [0.1, 0.25, 0.25, 0.1, 0.5, 0.1]);
         assert!(outline.windows(2).all(|pair| pair[0].x <= pair[1].x), "{outline:?}");

@@ -1,17 +1,19 @@
-//! The input of the page: files that `--json` wrote, of one experiment or of `slat compare`.
+//! The input of the page: files that `--json` wrote, of any command.
 //!
-//! A file may come from an older or a newer slat: missing fields have a default, unknown fields are
-//! ignored. A file that is no result is refused, with its name and what to do.
+//! Unknown fields are ignored: a newer slat may write them. A file of another version of the form,
+//! or that is no result, is refused with its name and what to do.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
+
+use crate::results::compared::System;
+use crate::results::{Results, SCHEMA};
 
 /// Far more than any experiment writes: a larger file is not a result (it may even have no end).
 const MAX_BYTES: u64 = 64 << 20;
@@ -43,179 +45,6 @@ pub(crate) enum InputError {
     Twice { path: PathBuf },
 }
 
-/// One figure of an experiment.
-#[derive(Debug, Default, Deserialize)]
-pub(crate) struct Figure {
-    pub(crate) name: String,
-    /// `None`: it was not a number.
-    #[serde(default)]
-    pub(crate) value: Option<f64>,
-    #[serde(default)]
-    pub(crate) unit: String,
-    #[serde(default)]
-    pub(crate) labels: BTreeMap<String, Value>,
-}
-
-/// A distribution of times.
-#[derive(Debug, Default, Deserialize)]
-pub(crate) struct LatencyHistogram {
-    pub(crate) name: String,
-    #[serde(default)]
-    pub(crate) unit: String,
-    #[serde(default)]
-    pub(crate) labels: BTreeMap<String, Value>,
-    /// Upper end, and how many.
-    #[serde(default)]
-    pub(crate) buckets: Vec<(f64, f64)>,
-}
-
-/// The machine.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-pub(crate) struct Host {
-    pub(crate) cpu_model: Option<String>,
-    pub(crate) cpus: Option<Value>,
-    pub(crate) kernel: Option<String>,
-    pub(crate) memory_bytes: Option<f64>,
-    pub(crate) measured_on: Option<String>,
-    pub(crate) flush_method: Option<String>,
-    pub(crate) kvm: Option<Value>,
-}
-
-/// The result of one experiment.
-#[derive(Debug, Default, Deserialize)]
-pub(crate) struct Experiment {
-    pub(crate) experiment: String,
-    #[serde(default)]
-    pub(crate) command: Option<String>,
-    #[serde(default)]
-    pub(crate) config: Value,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) host: Host,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) interrupted: bool,
-    pub(crate) results: Vec<Figure>,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) histograms: Vec<LatencyHistogram>,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) not_run: Vec<NotRun>,
-}
-
-/// The claim about a side of a comparison.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Claim {
-    #[serde(default)]
-    pub(crate) at_least: Option<f64>,
-    pub(crate) holds: bool,
-}
-
-/// A side of a comparison.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Side {
-    pub(crate) name: String,
-    #[serde(default)]
-    pub(crate) role: String,
-    #[serde(default)]
-    pub(crate) mean: Option<f64>,
-    #[serde(default)]
-    pub(crate) deviation: Option<f64>,
-    #[serde(default)]
-    pub(crate) runs: Option<f64>,
-    #[serde(default)]
-    pub(crate) measured_on: Option<String>,
-    #[serde(default)]
-    pub(crate) ratio: Option<f64>,
-    #[serde(default)]
-    pub(crate) claim: Option<Claim>,
-}
-
-/// The published values of the same figure.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Published {
-    #[serde(default)]
-    pub(crate) on: Option<String>,
-    #[serde(default)]
-    pub(crate) baseline: Option<f64>,
-    #[serde(default)]
-    pub(crate) proposed: Option<f64>,
-}
-
-/// A figure of several sides.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Comparison {
-    pub(crate) name: String,
-    #[serde(default)]
-    pub(crate) title: Option<String>,
-    #[serde(default)]
-    pub(crate) unit: String,
-    #[serde(default)]
-    pub(crate) better: Option<String>,
-    #[serde(default)]
-    pub(crate) published: Option<Published>,
-    #[serde(default)]
-    pub(crate) sides: Vec<Side>,
-}
-
-/// What could not run on this machine.
-#[derive(Debug, Deserialize)]
-pub(crate) struct NotRun {
-    pub(crate) what: String,
-    #[serde(default)]
-    pub(crate) why: String,
-}
-
-/// One of the systems.
-#[derive(Debug, Deserialize)]
-pub(crate) struct System {
-    pub(crate) system: String,
-    #[serde(default)]
-    pub(crate) title: String,
-    #[serde(default)]
-    pub(crate) experiments: Vec<Experiment>,
-    #[serde(default)]
-    pub(crate) comparisons: Vec<Comparison>,
-    #[serde(default)]
-    pub(crate) not_run: Vec<NotRun>,
-}
-
-/// All claims of a run.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-pub(crate) struct Claims {
-    pub(crate) made: Option<u64>,
-    pub(crate) held: Option<u64>,
-    pub(crate) lost: Vec<String>,
-}
-
-/// The result of `slat compare`.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Compared {
-    #[serde(default)]
-    pub(crate) command: Option<String>,
-    #[serde(default)]
-    pub(crate) config: Value,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) host: Host,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) interrupted: bool,
-    #[serde(default)]
-    pub(crate) seconds: Option<f64>,
-    pub(crate) systems: Vec<System>,
-    #[serde(default, deserialize_with = "or_default")]
-    pub(crate) claims: Claims,
-}
-
-/// Reads `null` as a missing field.
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(deserializer: D) -> Result<T, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
-}
-
-#[derive(Debug)]
-pub(crate) enum Content {
-    One(Box<Experiment>),
-    Compared(Box<Compared>),
-}
-
 /// One file.
 #[derive(Debug)]
 pub(crate) struct Input {
@@ -223,50 +52,24 @@ pub(crate) struct Input {
     /// The name of its columns and lines.
     pub(crate) label: String,
     pub(crate) written: Option<SystemTime>,
-    pub(crate) content: Content,
+    pub(crate) results: Results,
 }
 
 impl Input {
-    pub(crate) fn host(&self) -> &Host {
-        match &self.content {
-            Content::One(experiment) => &experiment.host,
-            Content::Compared(compared) => &compared.host,
-        }
-    }
-
-    pub(crate) fn experiment(&self) -> &str {
-        match &self.content {
-            Content::One(experiment) => &experiment.experiment,
-            Content::Compared(_) => "compare",
-        }
-    }
-
-    pub(crate) fn command(&self) -> Option<&str> {
-        match &self.content {
-            Content::One(experiment) => experiment.command.as_deref(),
-            Content::Compared(compared) => compared.command.as_deref(),
-        }
-    }
-
-    pub(crate) fn is_interrupted(&self) -> bool {
-        match &self.content {
-            Content::One(experiment) => experiment.interrupted,
-            Content::Compared(compared) => compared.interrupted,
-        }
+    /// The command line.
+    pub(crate) fn command(&self) -> String {
+        self.results.command.join(" ")
     }
 
     pub(crate) fn systems(&self) -> &[System] {
-        match &self.content {
-            Content::One(_) => &[],
-            Content::Compared(compared) => &compared.systems,
-        }
+        self.results.compared.as_ref().map_or(&[], |compared| &compared.systems)
     }
 
     fn has_figures(&self) -> bool {
-        match &self.content {
-            Content::One(experiment) => !experiment.results.is_empty() || !experiment.histograms.is_empty(),
+        match &self.results.compared {
+            None => !self.results.results.is_empty() || !self.results.histograms.is_empty(),
             // Where nothing could run, the reasons are shown.
-            Content::Compared(compared) => compared.systems.iter().any(|system| {
+            Some(compared) => compared.systems.iter().any(|system| {
                 !system.experiments.is_empty() || !system.comparisons.is_empty() || !system.not_run.is_empty()
             }),
         }
@@ -323,14 +126,14 @@ fn read(path: &Path) -> Result<Input, InputError> {
         Ok(value) => value,
         Err(source) => return Err(InputError::NotJson { path, source }),
     };
-    let content = match parse(value) {
-        Ok(content) => content,
+    let results = match parse(value) {
+        Ok(results) => results,
         Err(why) => return Err(InputError::NotAResult { path, why }),
     };
-    let input = Input { path, label: String::new(), written, content };
+    let input = Input { path, label: String::new(), written, results };
     if !input.has_figures() {
-        let command = input.command().map_or_else(|| format!("slat {}", input.experiment()), str::to_owned);
-        return Err(InputError::NoFigures { is_interrupted: input.is_interrupted(), command, path: input.path });
+        let (is_interrupted, command) = (input.results.interrupted, input.command());
+        return Err(InputError::NoFigures { is_interrupted, command, path: input.path });
     }
     Ok(input)
 }
@@ -344,18 +147,15 @@ fn read_text(path: &Path) -> std::io::Result<(Vec<u8>, Option<SystemTime>)> {
     Ok((text, written))
 }
 
-/// Parses either kind of result; the error says in one line why it is neither.
-fn parse(value: Value) -> Result<Content, String> {
+/// Parses a result; the error says in one line why it is none.
+fn parse(value: Value) -> Result<Results, String> {
     let Some(object) = value.as_object() else {
         return Err("it is not an object".to_owned());
     };
-    let Some(experiment) = object.get("experiment").and_then(Value::as_str) else {
-        return Err("it names no experiment".to_owned());
-    };
-    let parsed = if experiment == "compare" {
-        Compared::deserialize(value).map(|compared| Content::Compared(Box::new(compared)))
-    } else {
-        Experiment::deserialize(value).map(|experiment| Content::One(Box::new(experiment)))
-    };
-    parsed.map_err(|error| error.to_string())
+    match object.get("schema") {
+        None => return Err("it names no schema".to_owned()),
+        Some(schema) if *schema == SCHEMA => {}
+        Some(schema) => return Err(format!("its schema is {schema}, and this slat reads {SCHEMA}")),
+    }
+    Results::deserialize(value).map_err(|error| error.to_string())
 }

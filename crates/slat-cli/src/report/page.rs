@@ -6,11 +6,14 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::draw::{self, Drawing};
 use super::groups::{Group, groups, text};
-use super::input::{Content, Input};
+use super::input::Input;
 use super::plot::{Body, Data, Plot};
 use super::plots::{plots, shown};
-use super::quantity::quantity;
 use super::{differences, ink, systems, tables};
+use crate::busy::Busy;
+use crate::quantity::{Unit, extremes, quantity, spread};
+use crate::results::SOFTWARE_CPUS;
+use crate::results::compared::Claims;
 
 /// Rows of one table at most; the file has the others.
 const MAX_ROWS: usize = 2000;
@@ -58,22 +61,46 @@ pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
                     p.note { "slat: second-level address translation. slat " (env!("CARGO_PKG_VERSION")) " wrote this page; it needs no other file." }
                     (files(inputs))
                 }
+                (contents(&systems, &groups))
                 main {
                     (claims(inputs))
                     @if inputs.len() > 1 { (differences::markup(&groups, inputs)) }
-                    @for system in &systems {
-                        section {
+                    @for (place, system) in systems.iter().enumerate() {
+                        section id=(anchor(place)) {
                             h2 { (system.system) @if !system.title.is_empty() { ". " (system.title) } }
                             (system.markup(inputs))
                             @for experiment in of_system(Some(system.system)) { (experiment) }
                         }
                     }
-                    @for experiment in of_system(None) { section { (experiment) } }
+                    @for (place, experiment) in (systems.len()..).zip(of_system(None)) { section id=(anchor(place)) { (experiment) } }
                 }
             }
         }
     };
     Ok(Page { html: html.into_string(), nr_plots })
+}
+
+/// The table of contents, where there is more than one section: the systems, then the experiments that
+/// are no part of one.
+fn contents(systems: &[systems::Row<'_>], groups: &[Group<'_>]) -> Markup {
+    let of_systems = systems.iter().map(|system| match system.title {
+        "" => system.system.to_owned(),
+        title => format!("{}. {title}", system.system),
+    });
+    let alone = groups.iter().filter(|group| group.system.is_none());
+    let titles: Vec<String> = of_systems.chain(alone.map(Group::title)).collect();
+    html! {
+        @if titles.len() > 1 {
+            nav.contents aria-label="Contents" { ul {
+                @for (place, title) in titles.iter().enumerate() { li { a href=(format!("#{}", anchor(place))) { (title) } } }
+            } }
+        }
+    }
+}
+
+/// The name of a section in addresses.
+fn anchor(place: usize) -> String {
+    format!("section-{}", place + 1)
 }
 
 fn names(inputs: &[Input]) -> String {
@@ -87,25 +114,24 @@ fn files(inputs: &[Input]) -> Markup {
     html! {
         div.files { @for input in inputs { article {
             h2 { (input.label) }
-            @if input.is_interrupted() {
+            @if input.results.interrupted {
                 p.warning role="note" { strong { "Interrupted: " } "figures are of the runs before." }
             }
+            @if let Some(busy) = input.results.host.busy.filter(Busy::is_disturbing) { p.warning role="note" { (busy.to_string()) } }
             dl {
                 dt { "File" } dd { code { (input.path.display()) } @if let Some(written) = input.written { ", " (format_rfc3339_seconds(written)) } }
-                dt { "Command" } dd { code { (input.command().map_or_else(|| format!("slat {}", input.experiment()), str::to_owned)) } }
-                @let host = input.host();
+                dt { "Command" } dd { code { (input.command()) } }
+                dt { "Begun" } dd { (input.results.time) ", by slat " (input.results.slat) }
+                @let host = &input.results.host;
                 dt { "Machine" } dd {
-                    (host.cpu_model.as_deref().unwrap_or("unknown CPU"))
-                    @if let Some(cpus) = &host.cpus { ", " (text(cpus)) " CPUs" }
-                    @if let Some(bytes) = host.memory_bytes { ", " (quantity(Some(bytes), "bytes")) }
-                    @if let Some(kernel) = &host.kernel { ", Linux " (kernel) }
+                    (host.cpu_model) ", " (host.cpus) " CPUs, " (quantity(host.memory_bytes as f64, Unit::Bytes)) ", Linux " (host.kernel)
                 }
-                @if let Some(on) = &host.measured_on { dt { "Measured on" } dd { (on) @if on == "software CPUs" { ": threads, memory and tables are real, the CPU's address translation is a program" } } }
+                dt { "Measured on" } dd { (host.measured_on) @if host.measured_on == SOFTWARE_CPUS { ": threads, memory and tables are real, the CPU's address translation is a program" } }
                 @if let Some(method) = &host.flush_method { dt { "TLB flush" } dd { (method) } }
-                @if let Some(kvm) = host.kvm.as_ref().filter(|kvm| !kvm.is_null()) { dt { "KVM" } dd { (kvm_facts(kvm)) } }
-                @if let Content::Compared(compared) = &input.content {
-                    @if let Some(size) = compared.config.get("size") { dt { "Size" } dd { (text(size)) } }
-                    @if let Some(seconds) = compared.seconds { dt { "Took" } dd { (quantity(Some(seconds), "s")) } }
+                @if let Some(kvm) = &host.kvm { dt { "KVM" } dd { (kvm_facts(kvm)) } }
+                @if input.results.compared.is_some() {
+                    @if let Some(size) = input.results.config.get("size") { dt { "Size" } dd { (text(size)) } }
+                    @for wall in input.results.results.iter().filter(|figure| figure.name == "wall") { dt { "Took" } dd { (spread(&wall.samples, wall.unit)) } }
                 }
             }
         } } }
@@ -119,20 +145,17 @@ fn kvm_facts(kvm: &serde_json::Value) -> String {
 
 /// The claims of slat, and which of them hold.
 fn claims(inputs: &[Input]) -> Markup {
-    let compared = inputs.iter().filter_map(|input| match &input.content {
-        Content::Compared(compared) => Some((input, &compared.claims)),
-        Content::One(_) => None,
-    });
     html! {
-        @for (input, claims) in compared {
-            @if let (Some(made), Some(held)) = (claims.made, claims.held) {
-                p.claims {
-                    @if inputs.len() > 1 { (input.label) ": " }
-                    (tally(made == held && claims.lost.is_empty(), &format!("{held} of {made} claims held")))
-                }
+        @for input in inputs { @if let Some(compared) = &input.results.compared {
+            @let Claims { made, held, ties, lost } = &compared.claims;
+            p.claims {
+                @if inputs.len() > 1 { (input.label) ": " }
+                (tally(lost.is_empty(), &format!("{held} of {made} claims held")))
+                ", " (ties.len()) " tied, " (lost.len()) " lost"
             }
-            @if !claims.lost.is_empty() { ul.lost { @for lost in &claims.lost { li { (tally(false, "lost")) " " (lost) } } } }
-        }
+            @if !lost.is_empty() { ul.lost { @for lost in lost { li { (tally(false, "lost")) " " (lost) } } } }
+            @if !ties.is_empty() { ul.lost { @for tie in ties { li { "tie " (tie) } } } }
+        } }
     }
 }
 
@@ -167,9 +190,14 @@ fn experiment(group: &Group<'_>, all: &[Group<'_>], figures: &[Markup], inputs: 
             @for (input, result) in inputs.iter().zip(&group.results) { @if let Some(result) = result {
                 details open[figures.is_empty() && inputs.len() == 1] {
                     summary { "All figures" @if inputs.len() > 1 { " of " (input.label) } " (" (result.results.len()) ")" }
-                    @let table = tables::figures(result);
-                    @if !table.caption.is_empty() { p.note { (table.caption) } }
-                    (data_table("Figures", &table.data))
+                    p.note { (tables::caption(result)) }
+                    (data_table("Figures", &tables::figures(result, spread)))
+                    p.note { "Mean of the middle half ± robust deviation; 99th percentile; least–largest." }
+                    (data_table("Extremes", &tables::figures(result, extremes)))
+                    @if !result.published.is_empty() {
+                        p.note { "Published figures are of other machines, and decide nothing." }
+                        (data_table("Published", &tables::published(result)))
+                    }
                     (settings(&result.config))
                 }
             } }
@@ -251,12 +279,7 @@ fn legend(plot: &Plot) -> Result<Markup, String> {
             series.iter().map(|series| Ok((key(series)?, series.name.as_str()))).collect::<Result<_, String>>()?
         }
         Body::Bars { parts, .. } if parts.len() > 1 => {
-            let key = |part| draw::part_key(part, parts.len());
-            parts
-                .iter()
-                .enumerate()
-                .map(|(part, name)| Ok((key(part)?, name.as_str())))
-                .collect::<Result<_, String>>()?
+            parts.iter().map(|part| Ok((draw::part_key(part)?, part.name.as_str()))).collect::<Result<_, String>>()?
         }
         Body::Bars { .. } => Vec::new(),
     };

@@ -1,5 +1,7 @@
 //! The content of a plot, before it is drawn: the table next to the plot shows the same figures.
 
+use crate::quantity::Unit;
+
 /// The scale of an axis.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Scale {
@@ -12,24 +14,24 @@ pub(crate) enum Scale {
 #[derive(Clone, Debug)]
 pub(crate) struct Axis {
     pub(crate) title: String,
-    pub(crate) unit: String,
+    pub(crate) unit: Unit,
     pub(crate) scale: Scale,
     /// The positions of labels; `None`: round values.
     pub(crate) ticks: Option<Vec<f64>>,
 }
 
 impl Axis {
-    pub(crate) fn new(title: &str, unit: &str, scale: Scale) -> Axis {
-        Axis { title: title.to_owned(), unit: unit.to_owned(), scale, ticks: None }
+    pub(crate) fn new(title: &str, unit: Unit, scale: Scale) -> Axis {
+        Axis { title: title.to_owned(), unit, scale, ticks: None }
     }
 }
 
-/// A value at a position, and its deviation.
+/// A value at a position, and its quartiles.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Point {
     pub(crate) x: f64,
     pub(crate) y: f64,
-    pub(crate) deviation: Option<f64>,
+    pub(crate) quartiles: Option<[f64; 2]>,
 }
 
 /// A line.
@@ -51,7 +53,15 @@ pub(crate) struct Bar {
     /// The length of each part of the plot's parts; `None`: the bar has no such part.
     pub(crate) parts: Vec<Option<f64>>,
     /// Of a bar of one part.
-    pub(crate) deviation: Option<f64>,
+    pub(crate) quartiles: Option<[f64; 2]>,
+}
+
+/// A part of bars.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) name: String,
+    /// Its color and its letter, the same in all plots of an experiment.
+    pub(crate) ink: usize,
 }
 
 /// How series are drawn.
@@ -66,7 +76,7 @@ pub(crate) enum SeriesShape {
 #[derive(Clone, Debug)]
 pub(crate) enum Body {
     Series { x: Axis, y: Axis, shape: SeriesShape, series: Vec<Series> },
-    Bars { x: Axis, parts: Vec<String>, bars: Vec<Bar> },
+    Bars { x: Axis, parts: Vec<Part>, bars: Vec<Bar> },
 }
 
 /// A plot, and a table of what it shows.

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::groups::{Group, Measured, measured, text};
+use super::groups::{Group, text};
 use super::histograms;
 use super::ink::NR_SERIES;
-use super::input::{Experiment, Input};
-use super::plot::{Axis, Bar, Body, Data, Plot, Point, Scale, Series, SeriesShape};
-use super::quantity;
+use super::input::Input;
+use super::plot::{Axis, Bar, Body, Data, Part, Plot, Point, Scale, Series, SeriesShape};
+use crate::quantity::{self, NOTHING, Unit, quantity};
+use crate::results::{Figure, Labels, Results};
+use crate::statistics::Samples;
 
 /// More files than these hide each other in a plot: then the first and the last are shown.
 const MAX_OVERLAID: usize = 4;
@@ -41,7 +43,7 @@ const AGING_PHASES: [&str; 7] = [
 pub(crate) struct Shown<'a> {
     /// The label of the file, if there are several.
     pub(crate) file: Option<&'a str>,
-    pub(crate) result: &'a Experiment,
+    pub(crate) result: &'a Results,
 }
 
 impl Shown<'_> {
@@ -69,7 +71,7 @@ pub(crate) fn shown<'a>(group: &Group<'a>, inputs: &'a [Input]) -> Vec<Shown<'a>
 /// All plots of a group that have something to show.
 pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
     let shown = shown(group, inputs);
-    let figures = Figures { of: shown.iter().map(|shown| (*shown, measured(shown.result))).collect() };
+    let figures = Figures { of: shown.iter().map(|shown| (*shown, &shown.result.results[..])).collect() };
     let mut plots = Vec::new();
     if figures.has("dirty_memory") {
         plots.extend(figures.stack(
@@ -79,7 +81,13 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
             &PHASES,
         ));
         let title = "Phases after populating";
-        plots.extend(figures.stack(title, "The same without the phase that takes the longest.", "Time", &PHASES[1..]));
+        plots.extend(figures.stack_from(
+            1,
+            title,
+            "The same without the phase that takes the longest.",
+            "Time",
+            &PHASES,
+        ));
     } else if figures.has("mark_populated_idle") {
         plots.extend(figures.stack("Phases", "Time of each phase.", "Time", &AGING_PHASES));
     }
@@ -87,8 +95,8 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
         figure: "paging_rate",
         title: "Paging rate",
         description: "Pages that each vCPU gets in a second, by the number of vCPUs. Higher is better.",
-        x: Axis::new("vCPUs", "count", Scale::Log),
-        y: Axis::new("Pages for each vCPU", "pages/s", Scale::Log),
+        x: Axis::new("vCPUs", Unit::Count, Scale::Log),
+        y: Axis::new("Pages for each vCPU", Unit::PerSecond, Scale::Log),
         along: "vcpus",
         series: "mode",
     }));
@@ -96,8 +104,8 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
         figure: "get_dirty_log",
         title: "Harvest of the dirty log",
         description: "Time of one call, by the number of dirty pages that it finds. Lower is better.",
-        x: Axis::new("Dirty pages", "count", Scale::Log),
-        y: Axis::new("Time of a call", "ns", Scale::Log),
+        x: Axis::new("Dirty pages", Unit::Count, Scale::Log),
+        y: Axis::new("Time of a call", Unit::Seconds, Scale::Log),
         along: "pages",
         series: "method",
     }));
@@ -108,8 +116,8 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
             figure,
             title,
             description: "Time of one page, by the number of threads that call. Lower is better.",
-            x: Axis::new("Threads", "count", Scale::Log),
-            y: Axis::new("Time of a page", "ns", Scale::Log),
+            x: Axis::new("Threads", Unit::Count, Scale::Log),
+            y: Axis::new("Time of a page", Unit::Seconds, Scale::Log),
             along: "threads",
             series: "subject",
         }));
@@ -137,6 +145,25 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
     plots
 }
 
+/// `None` without samples.
+fn median(samples: &Samples) -> Option<f64> {
+    Some(samples.median()).filter(|median| median.is_finite())
+}
+
+/// `None` of one sample.
+fn quartiles(samples: &Samples) -> Option<[f64; 2]> {
+    (samples.len() > 1).then(|| samples.quartiles())
+}
+
+/// A median with its quartiles.
+fn with_quartiles(median: Option<f64>, quartiles: Option<[f64; 2]>, unit: Unit) -> String {
+    match (median, quartiles) {
+        (None, _) => NOTHING.to_owned(),
+        (Some(median), None) => quantity(median, unit),
+        (Some(median), Some([low, high])) => quantity::around(median, [low, high], unit),
+    }
+}
+
 /// A plot of a figure along one label.
 struct Lines {
     figure: &'static str,
@@ -152,7 +179,7 @@ struct Lines {
 
 /// The figures of the files that are shown.
 struct Figures<'a> {
-    of: Vec<(Shown<'a>, Vec<Measured<'a>>)>,
+    of: Vec<(Shown<'a>, &'a [Figure])>,
 }
 
 impl<'a> Figures<'a> {
@@ -160,29 +187,35 @@ impl<'a> Figures<'a> {
         self.all(name).next().is_some()
     }
 
-    fn all(&self, name: &str) -> impl Iterator<Item = &Measured<'a>> {
-        self.of.iter().flat_map(|(_, figures)| figures).filter(move |figure| figure.name == name)
+    fn all(&self, name: &str) -> impl Iterator<Item = &'a Figure> {
+        self.of.iter().flat_map(|(_, figures)| *figures).filter(move |figure| figure.name == name)
     }
 
     /// Bars of which each has one part for each of `names`.
     fn stack(&self, title: &str, description: &str, axis: &str, names: &[&str]) -> Option<Plot> {
-        let present: Vec<&str> = names.iter().copied().filter(|name| self.has(name)).collect();
+        self.stack_from(0, title, description, axis, names)
+    }
+
+    /// The same without the first `left_out` of `names`. A name has one ink in both.
+    fn stack_from(&self, left_out: usize, title: &str, description: &str, axis: &str, names: &[&str]) -> Option<Plot> {
+        let present: Vec<&str> = names.iter().copied().skip(left_out).filter(|name| self.has(name)).collect();
         let unit = self.all(present.first()?).next()?.unit;
-        let vary = varying(present.iter().flat_map(|name| self.all(name)).map(|figure| figure.labels));
+        let vary = varying(present.iter().flat_map(|name| self.all(name)).map(|figure| &figure.labels));
         let mut bars: Vec<(String, Bar)> = Vec::new();
         for (shown, figures) in &self.of {
-            for figure in figures.iter().filter(|figure| present.contains(&figure.name) && figure.unit == unit) {
-                let name = shown.name(&labels(figure.labels, &vary));
+            for figure in figures.iter().filter(|figure| present.contains(&figure.name.as_str()) && figure.unit == unit)
+            {
+                let name = shown.name(&labels(&figure.labels, &vary));
                 let place = bars.iter().position(|(of, _)| *of == name).unwrap_or_else(|| {
-                    bars.push((name.clone(), Bar { name, parts: vec![None; present.len()], deviation: None }));
+                    bars.push((name.clone(), Bar { name, parts: vec![None; present.len()], quartiles: None }));
                     bars.len() - 1
                 });
                 let bar = &mut bars[place].1;
                 if let Some(part) = present.iter().position(|name| *name == figure.name) {
-                    bar.parts[part] = figure.mean;
+                    bar.parts[part] = median(&figure.samples);
                 }
                 if present.len() == 1 {
-                    bar.deviation = figure.deviation;
+                    bar.quartiles = quartiles(&figure.samples);
                 }
             }
         }
@@ -199,10 +232,12 @@ impl<'a> Figures<'a> {
             bars.sort_by_key(|(name, _)| order.iter().position(|of| *of == base(name)));
         }
         let bars: Vec<Bar> = bars.into_iter().map(|(_, bar)| bar).collect();
-        let parts: Vec<String> = present.iter().map(|name| quantity::title(name)).collect();
-        let head = std::iter::once(String::new()).chain(parts.iter().cloned()).collect();
+        let ink = |name: &str| names.iter().position(|of| *of == name).unwrap_or_default();
+        let part = |name: &&str| Part { name: quantity::title(name), ink: ink(name) };
+        let parts: Vec<Part> = present.iter().map(part).collect();
+        let head = std::iter::once(String::new()).chain(parts.iter().map(|part| part.name.clone())).collect();
         let cells = |bar: &Bar| {
-            let figures = bar.parts.iter().map(|part| quantity::measured(*part, bar.deviation, None, unit));
+            let figures = bar.parts.iter().map(|part| with_quartiles(*part, bar.quartiles, unit));
             std::iter::once(bar.name.clone()).chain(figures).collect()
         };
         Some(Plot {
@@ -215,8 +250,8 @@ impl<'a> Figures<'a> {
 
     /// Plots with a line for each value of a label and each file.
     fn lines(&self, of: &Lines) -> Vec<Plot> {
-        let has_place = |figure: &&Measured<'a>| figure.labels.get(of.along).is_some_and(Value::is_number);
-        let vary = varying(self.all(of.figure).filter(has_place).map(|figure| figure.labels));
+        let has_place = |figure: &&Figure| figure.labels.get(of.along).is_some_and(Value::is_number);
+        let vary = varying(self.all(of.figure).filter(has_place).map(|figure| &figure.labels));
         // A label that only some lines have distinguishes no plots.
         let differs = |key: &str| {
             let mut values = self.all(of.figure).filter(has_place).filter_map(|figure| figure.labels.get(key));
@@ -227,7 +262,7 @@ impl<'a> Figures<'a> {
         let others: Vec<&str> = vary.iter().copied().filter(is_other).collect();
         let mut titles: Vec<String> = Vec::new();
         for figure in self.all(of.figure).filter(has_place) {
-            let title = labels(figure.labels, &others);
+            let title = labels(&figure.labels, &others);
             if !titles.contains(&title) {
                 titles.push(title);
             }
@@ -239,7 +274,7 @@ impl<'a> Figures<'a> {
             let mut series: Vec<Series> = Vec::new();
             for (file, (shown, figures)) in self.of.iter().enumerate() {
                 let here = figures.iter().filter(|figure| figure.name == of.figure).filter(has_place);
-                for figure in here.filter(|figure| labels(figure.labels, &others) == title) {
+                for figure in here.filter(|figure| labels(&figure.labels, &others) == title) {
                     let method = figure.labels.get(of.series).map(text).unwrap_or_default();
                     let ink = inks.iter().position(|ink| *ink == method).unwrap_or_else(|| {
                         inks.push(method.clone());
@@ -251,8 +286,10 @@ impl<'a> Figures<'a> {
                         series.push(Series { name, ink, dash, points: Vec::new() });
                         series.len() - 1
                     });
-                    let (Some(x), Some(y)) = (figure.labels[of.along].as_f64(), figure.mean) else { continue };
-                    series[place].points.push(Point { x, y, deviation: figure.deviation });
+                    let (Some(x), Some(y)) = (figure.labels[of.along].as_f64(), median(&figure.samples)) else {
+                        continue;
+                    };
+                    series[place].points.push(Point { x, y, quartiles: quartiles(&figure.samples) });
                 }
             }
             plots.extend(of.plots(&title, series));
@@ -287,12 +324,12 @@ impl Lines {
         let head =
             std::iter::once(self.x.title.clone()).chain(series.iter().map(|series| series.name.clone())).collect();
         let cell = |series: &Series, x: f64| match series.points.iter().find(|point| point.x == x) {
-            Some(point) => quantity::measured(Some(point.y), point.deviation, None, &self.y.unit),
-            None => "–".to_owned(),
+            Some(point) => with_quartiles(Some(point.y), point.quartiles, self.y.unit),
+            None => NOTHING.to_owned(),
         };
         let row = |&x: &f64| {
             let cells = series.iter().map(|series| cell(series, x));
-            std::iter::once(quantity::quantity(Some(x), &self.x.unit)).chain(cells).collect()
+            std::iter::once(quantity(x, self.x.unit)).chain(cells).collect()
         };
         let data = Data { head, rows: ticks.iter().map(row).collect() };
         let description = self.description.to_owned();
@@ -301,10 +338,14 @@ impl Lines {
             let bar = |series: &Series| Bar {
                 name: series.name.clone(),
                 parts: vec![series.points.first().map(|point| point.y)],
-                deviation: series.points.first().and_then(|point| point.deviation),
+                quartiles: series.points.first().and_then(|point| point.quartiles),
             };
             let x = Axis { scale: Scale::Linear, ..self.y.clone() };
-            Body::Bars { x, parts: vec![self.y.title.clone()], bars: series.iter().map(bar).collect() }
+            Body::Bars {
+                x,
+                parts: vec![Part { name: self.y.title.clone(), ink: 0 }],
+                bars: series.iter().map(bar).collect(),
+            }
         } else {
             let mut x = self.x.clone();
             // As many as fit next to each other.
@@ -323,7 +364,7 @@ fn are_apart(ticks: &[f64]) -> bool {
 }
 
 /// The labels that do not have one value in all.
-pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>) -> Vec<&'a str> {
+pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a Labels>) -> Vec<&'a str> {
     let mut values: BTreeMap<&str, &Value> = BTreeMap::new();
     let mut vary = Vec::new();
     let mut nr_seen: BTreeMap<&str, usize> = BTreeMap::new();
@@ -349,7 +390,7 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>
 }
 
 /// The labels `keys`, as a name.
-pub(crate) fn labels(labels: &BTreeMap<String, Value>, keys: &[&str]) -> String {
+pub(crate) fn labels(labels: &Labels, keys: &[&str]) -> String {
     // The description of what a figure was measured on may be long, after a colon.
     let named = |(key, value): (&String, &Value)| {
         let value = text(value);

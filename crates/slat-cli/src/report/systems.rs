@@ -3,10 +3,12 @@
 
 use maud::{Markup, html};
 
-use super::groups::{Sample, Verdict, verdict};
-use super::input::{Comparison, Input, Published, Side, System};
+use super::input::Input;
 use super::page::{scroll, tally};
-use super::quantity::{measured, quantity, ratio, title};
+use crate::quantity::{self, NOTHING, nr_runs, quantity, spread};
+use crate::results::Better;
+use crate::results::compared::{Evaluation, Published, Role, Side, System, Verdict};
+use crate::statistics::{Difference, difference};
 
 /// One system in all files.
 #[derive(Debug)]
@@ -35,8 +37,8 @@ pub(crate) fn systems(inputs: &[Input]) -> Vec<Row<'_>> {
 
 /// A comparison, as each file has it.
 struct Merged<'a> {
-    first: &'a Comparison,
-    files: Vec<Option<&'a Comparison>>,
+    first: &'a Evaluation,
+    files: Vec<Option<&'a Evaluation>>,
 }
 
 impl<'a> Merged<'a> {
@@ -81,19 +83,20 @@ impl<'a> Row<'a> {
                 (scroll(&format!("Comparisons of {}", self.system), html! {
                     table.compare {
                         thead { tr {
+                            // What a narrow screen shows without scrolling comes first.
                             th scope="col" { "Side" }
+                            th scope="col" { "Speed-up" }
+                            th scope="col" { "Claim" }
                             @for input in inputs {
-                                th scope="col" { @if several { (input.label) ": mean" } @else { "Mean ± deviation (runs)" } }
+                                th scope="col" { @if several { (input.label) ": median" } @else { "Median [quartiles] (runs)" } }
                             }
                             @if several { th scope="col" { "Change" } }
-                            th scope="col" { "Speed-up" }
                             th scope="col" { "Measured on" }
-                            th scope="col" { "Claim" }
                         } }
                         @for merged in &comparisons {
                             tbody {
                                 tr.group { th scope="rowgroup" colspan=(nr_columns) {
-                                    (merged.first.title.clone().unwrap_or_else(|| title(&merged.first.name)))
+                                    (merged.first.title)
                                     span.note { (better(merged.first)) }
                                 } }
                                 (published(merged.first, inputs.len(), several))
@@ -116,91 +119,78 @@ impl<'a> Row<'a> {
     }
 }
 
-fn better(comparison: &Comparison) -> &'static str {
-    match comparison.better.as_deref() {
-        Some("less") => " (less is better)",
-        Some("more") => " (more is better)",
-        _ => "",
+fn better(comparison: &Evaluation) -> &'static str {
+    match comparison.better {
+        Better::Less => " (less is better)",
+        Better::More => " (more is better)",
     }
 }
 
-/// How many times as good one value is as another.
-fn times_as_good(comparison: &Comparison, value: f64, other: f64) -> Option<f64> {
-    let times = match comparison.better.as_deref()? {
-        "less" => other / value,
-        "more" => value / other,
-        _ => return None,
-    };
-    times.is_finite().then_some(times)
-}
-
 /// The published values, of another machine.
-fn published(comparison: &Comparison, nr_files: usize, several: bool) -> Markup {
-    let Some(Published { on, baseline, proposed }) = &comparison.published else { return html! {} };
-    let on = on.as_deref().unwrap_or("another machine");
-    let gain = baseline.zip(*proposed).and_then(|(baseline, proposed)| times_as_good(comparison, proposed, baseline));
+fn published(comparison: &Evaluation, nr_files: usize, several: bool) -> Markup {
+    let Some(Published { on, baseline, proposed, .. }) = &comparison.published else { return html! {} };
+    let gain = comparison.published_gain();
     let rows = [("published baseline", baseline, None), ("published proposal", proposed, gain)];
+    let rows = rows.into_iter().filter_map(|(name, value, gain)| Some((name, (*value)?, gain)));
     html! {
-        @for (name, value, gain) in rows.into_iter().filter(|(_, value, _)| value.is_some()) {
+        @for (name, value, gain) in rows {
             tr.published {
                 th scope="row" { (name) }
-                td colspan=(nr_files) { (quantity(*value, &comparison.unit)) }
-                @if several { td {} }
-                td { @if let Some(gain) = gain { (ratio(gain)) " the published baseline" } }
-                td { (on) }
+                td { @if let Some(gain) = gain { (quantity::times(gain)) span.note { " as published" } } }
                 td {}
+                td colspan=(nr_files) { (quantity(value, comparison.unit)) }
+                @if several { td {} }
+                td { (on) }
             }
         }
     }
 }
 
 /// A side, as each file has it.
-fn side(name: &str, comparison: &Comparison, files: &[Option<&Side>]) -> Markup {
-    let unit = &comparison.unit;
+fn side(name: &str, comparison: &Evaluation, files: &[Option<&Side>]) -> Markup {
     let present: Vec<&Side> = files.iter().flatten().copied().collect();
-    let is_slat = present.iter().any(|side| side.role == "slat");
-    let ratios: Vec<String> = present.iter().filter_map(|side| side.ratio).map(ratio).collect();
-    let mut machines: Vec<&str> = present.iter().filter_map(|side| side.measured_on.as_deref()).collect();
+    let is_slat = present.iter().any(|side| side.role == Role::Slat);
+    let ratios: Vec<String> = present.iter().filter_map(|side| side.ratio.as_ref()).map(quantity::ratio).collect();
+    let mut machines: Vec<&str> = present.iter().map(|side| side.measured_on.as_str()).collect();
     machines.dedup();
     html! {
         tr.slat[is_slat] {
-            th scope="row" { (name) @if let Some(first) = present.first() { @if first.role != "slat" && !first.role.is_empty() { span.note { " " (first.role) } } } }
+            th scope="row" { (name) @if let Some(first) = present.first() { @if first.role != Role::Slat { span.note { " " (first.role.name()) } } } }
+            td { @if ratios.is_empty() { @if is_slat { "" } @else { (NOTHING) } } @else { (ratios.join(" / ")) } }
+            td { @for side in &present { @if let Some(claim) = &side.claim { div {
+                @match claim.verdict {
+                    Verdict::Held => (tally(true, "held")),
+                    Verdict::Tie => "tie",
+                    Verdict::Lost => (tally(false, "lost")),
+                }
+                span.note { " above " (quantity::times(claim.above)) }
+            } } } }
             @for side in files {
                 td { @match side {
-                    Some(side) => (measured(side.mean, side.deviation.filter(|_| side.runs != Some(1.0)), side.runs, unit)),
-                    None => "–",
+                    Some(side) => { (spread(&side.samples, comparison.unit)) " (" (nr_runs(&side.samples)) ")" },
+                    None => (NOTHING),
                 } }
             }
             @if files.len() > 1 { td.change { (change(comparison, files)) } }
-            td { @if ratios.is_empty() { @if is_slat { "" } @else { "–" } } @else { (ratios.join(" / ")) } }
             td { (machines.join(" / ")) }
-            td { @for side in &present { @if let Some(claim) = &side.claim { div {
-                (tally(claim.holds, if claim.holds { "held" } else { "lost" }))
-                @if let Some(least) = claim.at_least { span.note { " at least " (ratio(least)) } }
-            } } } }
         }
     }
 }
 
 /// The change from the first file that has the side to the last.
-fn change(comparison: &Comparison, files: &[Option<&Side>]) -> Markup {
-    let samples: Vec<Sample> = files
-        .iter()
-        .flatten()
-        .filter_map(|side| Some(Sample { mean: side.mean?, deviation: side.deviation, runs: side.runs }))
-        .collect();
-    let [from, .., to] = samples[..] else { return html! { "–" } };
-    let times = times_as_good(comparison, to.mean, from.mean);
-    match verdict(from, to) {
-        Verdict::Same => html! { "same" },
-        Verdict::BeyondNoise => html! {
-            @match times {
-                Some(times) if times >= 1.0 => (tally(true, &format!("{} as good", ratio(times)))),
-                Some(times) => (tally(false, &format!("{} as good", ratio(times)))),
-                None => (ratio(to.mean / from.mean)),
-            }
+fn change(comparison: &Evaluation, files: &[Option<&Side>]) -> Markup {
+    let samples: Vec<_> = files.iter().flatten().map(|side| &side.samples).collect();
+    let [from, .., to] = samples[..] else { return html! { (NOTHING) } };
+    let times = comparison.times_as_good(to, from).map(|ratio| ratio.value);
+    let ratio = quantity::times(to.median() / from.median());
+    match (difference(from, to), times) {
+        (Difference::Same, _) => html! { "same" },
+        (Difference::BeyondNoise, Some(times)) => html! {
+            (tally(times >= 1.0, &format!("{} as good", quantity::times(times))))
             span.note { " beyond noise" }
         },
-        other => html! { (ratio(to.mean / from.mean)) span.note { " " (other.text()) } },
+        (Difference::BeyondNoise, None) => html! { (ratio) span.note { " beyond noise" } },
+        (Difference::Unknown, _) => html! { (ratio) span.note { " noise unknown" } },
+        (Difference::WithinNoise, _) => html! { (ratio) span.note { " within noise" } },
     }
 }

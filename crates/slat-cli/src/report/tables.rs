@@ -5,30 +5,24 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::groups::{Measured, measured, text};
-use super::input::Experiment;
+use super::groups::text;
 use super::plot::Data;
 use super::plots::{labels, varying};
-use super::quantity;
+use crate::quantity::{self, NOTHING, Unit};
+use crate::results::{Figure, PublishedFigure, Results};
+use crate::statistics::Samples;
 
 /// Labels that may have columns, the first that varies: what the experiments compare.
 const COLUMNS: [&str; 8] = ["lock", "placement", "strategy", "mode", "method", "subject", "tracking", "test"];
 /// More columns than these are hard to read; then the label is in the rows.
 const MAX_COLUMNS: usize = 12;
 
-/// A table, and a line with what all its figures have in common.
-#[derive(Debug)]
-pub(crate) struct Figures {
-    pub(crate) caption: String,
-    pub(crate) data: Data,
-}
-
-/// The table of a result.
-pub(crate) fn figures(result: &Experiment) -> Figures {
-    let figures = &measured(result)[..];
-    let vary = varying(figures.iter().map(|figure| figure.labels));
+/// The table of a result, with what `show` makes of the samples in its cells.
+pub(crate) fn figures(result: &Results, show: fn(&Samples, Unit) -> String) -> Data {
+    let figures = &result.results[..];
+    let vary = varying(figures.iter().map(|figure| &figure.labels));
     let column = column(figures, &vary);
-    let value = |figure: &Measured<'_>| column.and_then(|key| figure.labels.get(key)).map(text).unwrap_or_default();
+    let value = |figure: &Figure| column.and_then(|key| figure.labels.get(key)).map(text).unwrap_or_default();
     // Labels that depend on the column are in its head, and all others that vary in the row.
     let (of_column, of_row): (Vec<&str>, Vec<&str>) =
         vary.iter().copied().filter(|key| Some(*key) != column).partition(|key| {
@@ -46,7 +40,7 @@ pub(crate) fn figures(result: &Experiment) -> Figures {
     for figure in figures {
         let name = value(figure);
         let at = columns.iter().position(|column| *column == name).unwrap_or_else(|| {
-            let of = labels(figure.labels, &of_column);
+            let of = labels(&figure.labels, &of_column);
             heads.push(match (name.as_str(), of.as_str()) {
                 ("", _) => "Value".to_owned(),
                 (name, "") => name.to_owned(),
@@ -55,13 +49,13 @@ pub(crate) fn figures(result: &Experiment) -> Figures {
             columns.push(name);
             columns.len() - 1
         });
-        let row_labels = labels(figure.labels, &of_row);
+        let row_labels = labels(&figure.labels, &of_row);
         let row =
             rows.iter().position(|(name, of, _)| *name == figure.name && *of == row_labels).unwrap_or_else(|| {
-                rows.push((figure.name.to_owned(), row_labels, BTreeMap::new()));
+                rows.push((figure.name.clone(), row_labels, BTreeMap::new()));
                 rows.len() - 1
             });
-        let cell = quantity::measured(figure.mean, figure.deviation, None, figure.unit);
+        let cell = show(&figure.samples, figure.unit);
         rows[row].2.entry(at).or_insert(cell);
     }
     // The same figure with other labels is in a row below.
@@ -76,14 +70,14 @@ pub(crate) fn figures(result: &Experiment) -> Figures {
     let cells = |(name, of, cells): &(String, String, BTreeMap<usize, String>)| {
         let name = quantity::title(name);
         let title = if of.is_empty() { name } else { format!("{name}, {of}") };
-        let cells = (0..columns.len()).map(|at| cells.get(&at).cloned().unwrap_or_else(|| "–".to_owned()));
+        let cells = (0..columns.len()).map(|at| cells.get(&at).cloned().unwrap_or_else(|| NOTHING.to_owned()));
         std::iter::once(title).chain(cells).collect()
     };
-    Figures { caption: caption(figures, &vary), data: Data { head, rows: rows.iter().map(cells).collect() } }
+    Data { head, rows: rows.iter().map(cells).collect() }
 }
 
 /// The label whose values are the columns.
-fn column<'a>(figures: &[Measured<'_>], vary: &[&'a str]) -> Option<&'a str> {
+fn column<'a>(figures: &[Figure], vary: &[&'a str]) -> Option<&'a str> {
     let nr_values = |key: &str| {
         let mut values: Vec<String> = figures.iter().filter_map(|figure| figure.labels.get(key)).map(text).collect();
         values.sort();
@@ -95,20 +89,34 @@ fn column<'a>(figures: &[Measured<'_>], vary: &[&'a str]) -> Option<&'a str> {
     known.or_else(|| vary.iter().filter(fits).min_by_key(|key| nr_values(key))).copied()
 }
 
-/// What all figures have in common.
-fn caption(figures: &[Measured<'_>], vary: &[&str]) -> String {
+/// What others published.
+pub(crate) fn published(result: &Results) -> Data {
+    let all = &result.published[..];
+    let vary = varying(all.iter().map(|figure| &figure.labels));
+    let row = |figure: &PublishedFigure| {
+        let (name, of) = (quantity::title(&figure.name), labels(&figure.labels, &vary));
+        let title = if of.is_empty() { name } else { format!("{name}, {of}") };
+        vec![title, quantity::range(figure.range, figure.unit), figure.on.clone()]
+    };
+    let head = ["Figure", "Published", "On"].map(str::to_owned).to_vec();
+    Data { head, rows: all.iter().map(row).collect() }
+}
+
+/// What all figures have in common, and how many samples they have.
+pub(crate) fn caption(result: &Results) -> String {
+    let figures = &result.results[..];
+    let vary = varying(figures.iter().map(|figure| &figure.labels));
     let mut parts = Vec::new();
     if let Some(figure) = figures.first() {
         let fixed = figure.labels.iter().filter(|(key, _)| !vary.contains(&key.as_str()));
         parts.extend(fixed.map(|(key, value): (&String, &Value)| format!("{key} {}", text(value))));
     }
-    let mut runs: Vec<f64> = figures.iter().filter_map(|figure| figure.runs).collect();
-    runs.sort_by(f64::total_cmp);
-    match (runs.first(), runs.last()) {
-        (Some(&least), Some(&most)) if least == most => {
-            parts.push(format!("mean ± deviation of {least:.0} {}", if least == 1.0 { "run" } else { "runs" }));
+    let counts = || figures.iter().map(|figure| figure.samples.len());
+    match (counts().min(), counts().max()) {
+        (Some(least), Some(most)) if least == most => {
+            parts.push(format!("median [quartiles] of {least} {}", if least == 1 { "sample" } else { "samples" }));
         }
-        (Some(least), Some(most)) => parts.push(format!("mean ± deviation of {least:.0} to {most:.0} runs")),
+        (Some(least), Some(most)) => parts.push(format!("median [quartiles] of {least} to {most} samples")),
         _ => {}
     }
     parts.join("; ")

@@ -10,9 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slat::dirty::ManualProtect;
 use slat::{Gfn, MemoryRegion, MemoryRegionFlags};
-use slat_machine::machine::{Machine, Slot};
+use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::memory::Pages;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::vm::machine::{Machine, Slot};
 
 use super::tally::{Figure, Tally};
 use crate::failure::{Failure, check_failed};

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat_machine::machine::Machine;
+use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::memory::{Effect, Snapshot};
-use slat_machine::walk::HardwareFormat;
+use slat_machine::vm::machine::Machine;
 
 pub(super) use self::huge::Calls;
 use self::huge::HugeSlot;

@@ -14,15 +14,15 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::args::HugePagesArg;
+use crate::options::HugePagesArg;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use slat::{Config, GfnRange, PAGE_SIZE};
-use slat_machine::commit::FlushMethod;
-use slat_machine::guest::{Order, Program, Sharing};
-use slat_machine::machine::{HostEvents, Machine, MachineConfig, RunReport};
+use slat_machine::hardware::commit::FlushMethod;
+use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::memory::FrameUse;
-use slat_machine::walk::HardwareFormat;
+use slat_machine::vm::guest::{Order, Program, Sharing};
+use slat_machine::vm::machine::{HostEvents, Machine, MachineConfig, RunReport};
 
 use super::Plan;
 use super::logs::Log;

@@ -2,8 +2,12 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use jsonschema::Validator;
+use serde_json::Value;
 use slat::format::Format;
 
 pub fn slat(args: &str) -> Output {
@@ -18,6 +22,23 @@ pub fn slat_without_kvm(args: &str) -> Output {
 
 pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Runs with `args` on a terminal of `columns` columns, made by `script`; returns all its output.
+/// More variables may follow the name of the terminal.
+pub fn on_terminal(terminal: &str, columns: u32, args: &str) -> Option<String> {
+    if !Path::new("/usr/bin/script").exists() {
+        eprintln!("not tested: there is no /usr/bin/script (of util-linux), which makes a terminal");
+        return None;
+    }
+    let slat = env!("CARGO_BIN_EXE_slat");
+    let output = Command::new("/usr/bin/script")
+        .args(["-qec", &format!("stty rows 24 cols {columns}; TERM={terminal} {slat} {args}"), "/dev/null"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(0), "{args}: {text}");
+    Some(text)
 }
 
 /// Runs with `args`; expects exit code 0, and returns the output.
@@ -37,7 +58,7 @@ pub fn assert_refused(args: &str, code: i32, what: &str) {
     assert!(message.contains(what), "slat {args}: {message}");
     assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
     let next_step = match code {
-        1 => "; please report this with its seed and the command line: slat ",
+        1 => "; please report this with the command line: slat ",
         2 => " (try `slat ",
         _ => "; ",
     };
@@ -52,4 +73,42 @@ pub fn formats() -> Vec<&'static str> {
         names.push(F::NAME);
     });
     names
+}
+
+/// A file for the results of a test.
+pub fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+/// The results that a command wrote, which have the documented form.
+#[track_caller]
+pub fn read(path: &Path) -> Value {
+    let object = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    assert_form(&object);
+    object
+}
+
+/// Checks the form of results: `docs/results-schema.json`.
+#[track_caller]
+pub fn assert_form(object: &Value) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results-schema.json");
+    let schema: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let form: Validator = jsonschema::validator_for(&schema).unwrap();
+    let errors: Vec<String> =
+        form.iter_errors(object).map(|error| format!("{}: {error}", error.instance_path())).take(5).collect();
+    assert!(errors.is_empty(), "{errors:#?}");
+}
+
+/// The samples of a figure.
+#[track_caller]
+pub fn samples(figure: &Value) -> Vec<f64> {
+    figure["samples"].as_array().unwrap().iter().map(|sample| sample.as_f64().unwrap()).collect()
+}
+
+/// The median of a figure.
+#[track_caller]
+pub fn value(figure: &Value) -> f64 {
+    let mut samples = samples(figure);
+    samples.sort_by(f64::total_cmp);
+    (samples[(samples.len() - 1) / 2] + samples[samples.len() / 2]) / 2.0
 }

@@ -9,31 +9,23 @@ use super::BackingKind;
 /// Why guest memory cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message names the fields")]
 pub enum MemoryError {
     /// No kind of memory has this name.
-    #[error("unknown memory backing '{name}'; there are {}", BackingKind::ALL.map(BackingKind::name).join(", "))]
-    UnknownKind {
-        /// The name.
-        name: String,
-    },
+    #[error("unknown memory backing '{name}'; there are {}", BackingKind::ALL.map(|kind| kind.to_string()).join(", "))]
+    UnknownKind { name: String },
     /// Memory of no size.
     #[error("guest memory of 0 bytes")]
     ZeroSize,
     /// The size is not a multiple of the kind's page size.
     #[error("{size_bytes} bytes of {kind} memory are not a multiple of its page size of {} bytes", kind.page_size().size_bytes())]
-    UnalignedSize {
-        /// The kind.
-        kind: BackingKind,
-        /// The size.
-        size_bytes: u64,
-    },
+    UnalignedSize { kind: BackingKind, size_bytes: u64 },
     /// The machine, or the control group of this process, does not have that much memory.
     #[error("guest memory needs {} MiB, but only {} MiB are available", needed_bytes >> 20, available_bytes >> 20)]
     NotEnoughMemory {
         /// What this memory needs, with other guest memory of this process that was not touched
         /// yet.
         needed_bytes: u64,
-        /// What is available.
         available_bytes: u64,
     },
     /// The kernel's pool of huge pages has too few free ones.
@@ -42,41 +34,21 @@ pub enum MemoryError {
          echo {needed} > {pool}/nr_hugepages"
     )]
     NotEnoughHugePages {
-        /// The kind.
         kind: BackingKind,
-        /// Huge pages that are needed.
         needed: u64,
         /// Huge pages that are free and not reserved.
         free: u64,
-        /// The directory of the pool in sysfs.
         pool: String,
     },
     /// The shared part of a guest_memfd has another size.
     #[error("a guest_memfd of {size_bytes} bytes cannot have a shared part of {shared_bytes}")]
-    SharedPartSize {
-        /// The size of the guest_memfd.
-        size_bytes: u64,
-        /// The size of its shared part.
-        shared_bytes: u64,
-    },
+    SharedPartSize { size_bytes: u64, shared_bytes: u64 },
     /// Only memory files can be mapped twice.
     #[error("{kind} memory has no file that could be mapped a second time; shmem has")]
-    NotShared {
-        /// The kind.
-        kind: BackingKind,
-    },
+    NotShared { kind: BackingKind },
     /// The kernel refused a call.
     #[error("{call} for {size_bytes} bytes of {kind} memory failed")]
-    System {
-        /// The call.
-        call: &'static str,
-        /// The kind.
-        kind: BackingKind,
-        /// The size in the request.
-        size_bytes: u64,
-        /// The kernel's error.
-        source: io::Error,
-    },
+    System { call: &'static str, kind: BackingKind, size_bytes: u64, source: io::Error },
 }
 
 impl MemoryError {

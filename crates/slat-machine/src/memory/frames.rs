@@ -11,7 +11,6 @@
 //!   breaks the rules causes a finding and not undefined behaviour.
 
 use std::ptr;
-use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
@@ -19,8 +18,9 @@ use crossbeam_queue::SegQueue;
 use slat::{Gfn, PAGE_SIZE, Pfn};
 use thiserror::Error;
 
-use super::Mapping;
-use crate::phys;
+use super::FixedMemory;
+use crate::linux::mapping::MappedMemory;
+use crate::memory::phys;
 
 /// The contents of a free frame. As a guest's value it would name a page beyond the end of any
 /// region.
@@ -70,7 +70,7 @@ struct FrameState {
 /// All frames of a movable memory.
 #[derive(Debug)]
 pub(super) struct Frames {
-    mapping: Arc<Mapping>,
+    memory: FixedMemory,
     states: Box<[FrameState]>,
     free: SegQueue<Frame>,
     nr_intact: AtomicU64,
@@ -79,12 +79,12 @@ pub(super) struct Frames {
 }
 
 impl Frames {
-    /// The frames of `mapping`, all free.
-    pub(super) fn new(mapping: Arc<Mapping>) -> Frames {
+    /// The frames of `memory`, all free.
+    pub(super) fn new(memory: FixedMemory) -> Frames {
         // Memory has far less than 2^44 bytes.
-        let nr_frames = (mapping.size_bytes >> Gfn::SHIFT) as u32;
+        let nr_frames = (memory.mapping.size_bytes() >> Gfn::SHIFT) as u32;
         let frames = Frames {
-            mapping,
+            memory,
             states: (0..nr_frames).map(|_| FrameState::default()).collect(),
             free: SegQueue::new(),
             nr_intact: AtomicU64::new(0),
@@ -98,15 +98,13 @@ impl Frames {
     }
 
     /// The mapping that they are in.
-    pub(super) fn mapping(&self) -> &Mapping {
-        &self.mapping
+    pub(super) fn mapping(&self) -> &MappedMemory {
+        &self.memory.mapping
     }
 
     fn word(&self, frame: Frame, index: usize) -> &AtomicU64 {
-        let offset = (u64::from(frame.0) << Gfn::SHIFT) as usize + index * 8;
-        // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are
-        // aligned; all access them atomically or with machine instructions.
-        unsafe { AtomicU64::from_ptr(self.mapping.start.wrapping_add(offset).cast()) }
+        // Cannot overflow: frames are numbered within the mapping.
+        &self.mapping().words()[frame.0 as usize * WORDS + index]
     }
 
     fn fill(&self, frame: Frame, value: u64) {
@@ -250,7 +248,7 @@ impl Frames {
 
     /// Notes that the guest wrote the frame `pfn`, if it is one of these.
     pub(super) fn note_dirty(&self, pfn: Pfn) {
-        let first = phys::hpa_of(self.mapping.start.cast_const()).pfn();
+        let first = phys::hpa_of(self.mapping().start()).pfn();
         if let Some(state) = pfn.0.checked_sub(first.0).and_then(|number| self.states.get(number as usize)) {
             // Release: pairs with the load of the thread that swaps the page out.
             state.is_dirty.store(true, Ordering::Release);

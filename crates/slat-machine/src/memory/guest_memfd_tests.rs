@@ -8,16 +8,16 @@ use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap, Userfault
 use slat::{Config, Exit, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, Vm};
 
 use super::*;
-use crate::commit::{FlushDomain, Port};
-use crate::cpu::Cpu;
-use crate::host::{BackingSlice, MachineHost};
-use crate::tlb::Geometry;
+use crate::hardware::commit::{FlushDomain, Port};
+use crate::hardware::cpu::Cpu;
+use crate::hardware::tlb::Geometry;
+use crate::vm::host::{BackingSlice, MachineHost};
 
 const SLOT: u32 = 3;
 const START: Gpa = Gpa(0x10_0000);
 const NR_PAGES: u64 = 8;
 
-fn page_of(byte: u8) -> PageBytes {
+fn page_of(byte: u8) -> [u8; PAGE_SIZE as usize] {
     [byte; PAGE_SIZE as usize]
 }
 

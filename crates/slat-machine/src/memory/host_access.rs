@@ -9,61 +9,28 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::PAGE_SIZE;
+use rustix::mm::Advice;
 use thiserror::Error;
 
-use super::{Backing, BackingKind};
+use super::{Backing, BackingKind, Memory};
 
 /// Why pages could not be discarded: none was.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message names the fields")]
 pub enum DiscardError {
     /// The bytes are not in the memory.
     #[error("cannot discard {len_bytes} bytes at {offset_bytes}: there are {size_bytes}")]
-    OutOfRange {
-        /// The first byte.
-        offset_bytes: u64,
-        /// The number of bytes.
-        len_bytes: u64,
-        /// The size of the memory.
-        size_bytes: u64,
-    },
+    OutOfRange { offset_bytes: u64, len_bytes: u64, size_bytes: u64 },
     /// Only the guest can access the memory.
     #[error("cannot discard {len_bytes} bytes at {offset_bytes}: the memory has no mapping")]
-    NoMapping {
-        /// The first byte.
-        offset_bytes: u64,
-        /// The number of bytes.
-        len_bytes: u64,
-    },
+    NoMapping { offset_bytes: u64, len_bytes: u64 },
     /// Not whole pages of the memory's kind.
     #[error("cannot discard {len_bytes} bytes at {offset_bytes}: {kind} memory has pages of {}", kind.page_size().size_bytes())]
-    Unaligned {
-        /// The first byte.
-        offset_bytes: u64,
-        /// The number of bytes.
-        len_bytes: u64,
-        /// The kind of the memory.
-        kind: BackingKind,
-    },
-    /// The contents of private memory are in no file.
-    #[error("{kind} memory cannot lose its mapping and keep its contents; shmem can")]
-    NotShared {
-        /// The kind of the memory.
-        kind: BackingKind,
-    },
+    Unaligned { offset_bytes: u64, len_bytes: u64, kind: BackingKind },
     /// The kernel refused.
     #[error("discarding {len_bytes} bytes of {kind} memory at {offset_bytes} failed")]
-    System {
-        /// The first byte.
-        offset_bytes: u64,
-        /// The number of bytes.
-        len_bytes: u64,
-        /// The kind of the memory.
-        kind: BackingKind,
-        /// The kernel's error.
-        source: io::Error,
-    },
+    System { offset_bytes: u64, len_bytes: u64, kind: BackingKind, source: io::Error },
 }
 
 impl Backing {
@@ -72,10 +39,10 @@ impl Backing {
     /// [lost](Backing::is_lost) is usable again once all of it is discarded.
     ///
     /// # Errors
-    /// [`DiscardError`], but not `NotShared`.
+    /// [`DiscardError`].
     pub fn discard(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
         // MADV_DONTNEED on a shared file would leave the contents in the file.
-        let advice = if self.kind() == BackingKind::Shmem { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+        let advice = if self.kind() == BackingKind::Shmem { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
         self.advise(offset_bytes, len_bytes, advice)?;
         if len_bytes == self.size_bytes() {
             self.set_lost(false);
@@ -83,22 +50,8 @@ impl Backing {
         Ok(())
     }
 
-    /// Removes the `len_bytes` from `offset_bytes` on from this mapping of a memory file, and
-    /// leaves them in the file: the next access faults and finds them. The module describes
-    /// when this is allowed.
-    ///
-    /// # Errors
-    /// [`DiscardError`].
-    pub fn unmap_pages(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
-        // Private memory would lose the contents too.
-        if self.kind() != BackingKind::Shmem {
-            return Err(DiscardError::NotShared { kind: self.kind() });
-        }
-        self.advise(offset_bytes, len_bytes, libc::MADV_DONTNEED)
-    }
-
     /// Passes an advice to the kernel that may discard contents.
-    fn advise(&self, offset_bytes: u64, len_bytes: u64, advice: libc::c_int) -> Result<(), DiscardError> {
+    fn advise(&self, offset_bytes: u64, len_bytes: u64, advice: Advice) -> Result<(), DiscardError> {
         let (size_bytes, kind) = (self.size_bytes(), self.kind());
         if offset_bytes.checked_add(len_bytes).is_none_or(|end| end > size_bytes) {
             return Err(DiscardError::OutOfRange { offset_bytes, len_bytes, size_bytes });
@@ -106,17 +59,11 @@ impl Backing {
         if !(offset_bytes | len_bytes).is_multiple_of(kind.page_size().size_bytes()) {
             return Err(DiscardError::Unaligned { offset_bytes, len_bytes, kind });
         }
-        if self.as_ptr().is_null() {
+        let Memory::Fixed(memory) = &self.0 else {
             return Err(DiscardError::NoMapping { offset_bytes, len_bytes });
-        }
-        let start = self.as_ptr().wrapping_add(offset_bytes as usize);
-        // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are
-        // only ever accessed atomically or by machine instructions of guests, for which a page that
-        // becomes zero is one more write.
-        if unsafe { libc::madvise(start.cast(), len_bytes as usize, advice) } != 0 {
-            return Err(DiscardError::System { offset_bytes, len_bytes, kind, source: io::Error::last_os_error() });
-        }
-        Ok(())
+        };
+        let discarded = memory.mapping.advise(offset_bytes..offset_bytes + len_bytes, advice);
+        discarded.map_err(|source| DiscardError::System { offset_bytes, len_bytes, kind, source })
     }
 
     /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or outside the
@@ -138,20 +85,17 @@ impl Backing {
 
     #[inline]
     fn word(&self, offset_bytes: u64) -> Option<&AtomicU64> {
-        // Mappings are whole pages, so an aligned word that begins inside ends inside.
-        if offset_bytes >= self.size_bytes() || !offset_bytes.is_multiple_of(8) || self.as_ptr().is_null() {
-            return None;
+        match &self.0 {
+            Memory::Fixed(memory) => memory.mapping.word(offset_bytes),
+            Memory::Movable(_) | Memory::GuestMemfd(_) => None,
         }
-        debug_assert!(self.size_bytes().is_multiple_of(PAGE_SIZE), "a mapping of whole pages");
-        let at = self.as_ptr().wrapping_add(offset_bytes as usize).cast::<u64>();
-        // SAFETY: inside the mapping, which lives as long as `self`, and aligned, since the mapping
-        // starts at a page; others access it atomically or by machine instructions.
-        Some(unsafe { AtomicU64::from_ptr(at) })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use slat::PAGE_SIZE;
+
     use super::*;
 
     #[test]
@@ -187,24 +131,6 @@ mod tests {
         for offset in [2 * PAGE_SIZE, 4, u64::MAX] {
             assert_eq!((memory.load(offset), memory.store(offset, 1)), (None, None), "{offset}");
         }
-    }
-
-    #[test]
-    fn a_memory_file_keeps_the_contents_of_unmapped_pages() {
-        let memory = Backing::new(BackingKind::Shmem, 4 * PAGE_SIZE).unwrap();
-        for page in 0..4 {
-            memory.store(page * PAGE_SIZE, page + 1).unwrap();
-        }
-        memory.unmap_pages(PAGE_SIZE, 2 * PAGE_SIZE).unwrap();
-        for page in 0..4 {
-            assert_eq!(memory.load(page * PAGE_SIZE), Some(page + 1));
-        }
-        assert!(matches!(memory.unmap_pages(0, 5 * PAGE_SIZE), Err(DiscardError::OutOfRange { .. })));
-        assert!(matches!(memory.unmap_pages(1, PAGE_SIZE), Err(DiscardError::Unaligned { .. })));
-        let private = Backing::new(BackingKind::Anonymous, PAGE_SIZE).unwrap();
-        private.store(0, 7).unwrap();
-        assert!(matches!(private.unmap_pages(0, PAGE_SIZE), Err(DiscardError::NotShared { .. })));
-        assert_eq!(private.load(0), Some(7));
     }
 
     #[test]

@@ -27,15 +27,17 @@
 //! kind, and they do not wait.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use slat::host::{Gone, Resolved, ZappedLeaf};
 use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 use super::frames::{Contents, Corruption, Frame, Frames};
-use super::{BackingKind, Mapping, MemoryError};
+use super::{BackingKind, FixedMemory, MemoryError};
+use crate::linux::mapping::MappedMemory;
 
 /// The duration of a slow answer: enough for other threads to run.
 const SLOW_RESOLVE: Duration = Duration::from_micros(50);
@@ -128,13 +130,6 @@ struct Page {
     discards_done: AtomicU32,
 }
 
-impl Page {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing under it panics.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// An invalidation of a page, from before the engine is called.
 struct Underway<'p> {
     page: &'p Page,
@@ -198,9 +193,9 @@ impl Pages {
     pub(super) fn new(size_bytes: u64, nr_spare_frames: u64) -> Result<Pages, MemoryError> {
         // Saturated: more than any machine has, and refused as that.
         let all_bytes = nr_spare_frames.saturating_mul(PAGE_SIZE).saturating_add(size_bytes) & !(PAGE_SIZE - 1);
-        let mapping = Mapping::new(BackingKind::Anonymous, all_bytes)?;
+        let memory = FixedMemory::new(BackingKind::Anonymous, all_bytes)?;
         Ok(Pages {
-            frames: Frames::new(Arc::new(mapping)),
+            frames: Frames::new(memory),
             pages: (0..size_bytes >> Gfn::SHIFT).map(|_| Page::default()).collect(),
             nr_snapshots: AtomicU64::new(0),
             max_snapshots: nr_spare_frames / 2,
@@ -215,13 +210,13 @@ impl Pages {
     }
 
     /// The mapping that all frames are in.
-    pub(super) fn mapping(&self) -> &Mapping {
+    pub(super) fn mapping(&self) -> &MappedMemory {
         self.frames.mapping()
     }
 
     /// The frame that `page` has now, if any.
     pub(super) fn frame_of(&self, page: u64) -> Option<Pfn> {
-        self.page(page)?.lock().frame.map(|frame| self.frames.pfn(frame))
+        self.page(page)?.state.lock().frame.map(|frame| self.frames.pfn(frame))
     }
 
     /// What was done so far.
@@ -248,7 +243,7 @@ impl Pages {
     pub fn frame_use(&self) -> FrameUse {
         FrameUse {
             nr_frames: self.frames.nr_used(),
-            nr_pages: self.pages.iter().filter(|page| page.lock().frame.is_some()).count() as u64,
+            nr_pages: self.pages.iter().filter(|page| page.state.lock().frame.is_some()).count() as u64,
             nr_snapshots: self.nr_snapshots.load(Ordering::Relaxed),
         }
     }
@@ -273,7 +268,7 @@ impl Pages {
 
     /// The first 8 bytes of `page`; `None` beyond the end.
     pub fn peek(&self, page: u64) -> Option<u64> {
-        let state = self.page(page)?.lock();
+        let state = self.page(page)?.state.lock();
         // Under the lock the frame stays the page's.
         Some(match (state.frame, &state.swap) {
             (Some(frame), _) => self.frames.first_word(frame),
@@ -302,7 +297,7 @@ impl Pages {
     pub(crate) fn resolve(&self, page: u64, access: Access, invalidate: &Invalidate<'_>) -> Result<Resolved, Gone> {
         let page = self.page(page).ok_or(Gone)?;
         loop {
-            let mut state = page.lock();
+            let mut state = page.state.lock();
             let found = match state.frame {
                 Some(frame) if state.is_protected && access == Access::Write => {
                     if self.frames.is_shared(frame) {
@@ -359,7 +354,7 @@ impl Pages {
         let underway = Underway::begin(page);
         let mut effect = Effect::Done;
         let change = &mut || {
-            let mut state = page.lock();
+            let mut state = page.state.lock();
             // As it is now: another event may have come first.
             let Some(old) = state.frame else { return };
             if !state.is_protected || !self.frames.is_shared(old) {
@@ -394,7 +389,7 @@ impl Pages {
         let _underway: Vec<_> = pages.iter().map(Underway::begin).collect();
         let result = invalidate(&mut || {
             for page in pages {
-                let State { frame, .. } = std::mem::take(&mut *page.lock());
+                let State { frame, .. } = std::mem::take(&mut *page.state.lock());
                 if let Some(frame) = frame {
                     self.frames.release(frame);
                 }
@@ -501,7 +496,7 @@ impl Pages {
         let Some(page) = self.page(page) else { return Ok(Effect::NoFrame) };
         let underway = Underway::begin(page);
         let mut effect = Effect::NoFrame;
-        invalidate(&mut || effect = change(&mut page.lock(), &underway))?;
+        invalidate(&mut || effect = change(&mut page.state.lock(), &underway))?;
         Ok(effect)
     }
 }

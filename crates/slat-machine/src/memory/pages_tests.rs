@@ -5,7 +5,7 @@ use slat::{Gfn, GfnRange};
 
 use super::super::POISON;
 use super::*;
-use crate::phys;
+use crate::memory::phys;
 
 const NR_SPARE: u64 = 4;
 

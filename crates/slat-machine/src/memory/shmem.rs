@@ -9,64 +9,34 @@
 //! ([`Backing::is_lost`]).
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
 
-use super::{Backing, BackingKind, Memory, MemoryError, map_aligned, unmap};
-use crate::descriptors::memory_file;
+use rustix::mm::Advice;
 
-const WORD_BYTES: usize = size_of::<u64>();
+use super::{Backing, BackingKind, Memory, MemoryError, alignment};
+use crate::linux::descriptors::memory_file;
+use crate::linux::mapping::MappedMemory;
+
+fn failed(call: &'static str, size_bytes: u64) -> impl FnOnce(io::Error) -> MemoryError {
+    move |source| MemoryError::System { call, kind: BackingKind::Shmem, size_bytes, source }
+}
 
 /// Makes an empty file of `size_bytes` in memory, without a name.
 pub(super) fn create_file(size_bytes: u64) -> Result<OwnedFd, MemoryError> {
-    memory_file(c"slat-guest-memory", size_bytes).map_err(|source| MemoryError::System {
-        call: "memfd_create or ftruncate",
-        kind: BackingKind::Shmem,
-        size_bytes,
-        source,
-    })
+    memory_file(c"slat-guest-memory", size_bytes).map_err(failed("memfd_create or ftruncate", size_bytes))
 }
 
 /// Maps the first `size_bytes` of `file`, which is long enough, shared.
-pub(super) fn map_file(file: &OwnedFd, size_bytes: u64) -> Result<*mut u8, MemoryError> {
-    let place = map_aligned(BackingKind::Shmem, size_bytes, libc::PROT_NONE, libc::MAP_NORESERVE)?;
-    // SAFETY: replaces exactly the mapping made by the line above, which is not used yet.
-    let start = unsafe {
-        libc::mmap(
-            place.cast(),
-            size_bytes as usize,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_SHARED | libc::MAP_FIXED,
-            file.as_raw_fd(),
-            0,
-        )
-    };
-    if start == libc::MAP_FAILED {
-        // The range stays reserved for ever: after a failure it is not known whether it may be
-        // unmapped.
-        return Err(failed("mmap", size_bytes));
-    }
-    Ok(start.cast())
-}
-
-/// # Safety
-/// `size_bytes` from `start` on are a mapping of this process.
-unsafe fn without_huge_pages(start: *mut u8, size_bytes: u64) {
-    // A kernel without transparent huge pages, or with none for this mapping, refuses, and needs no
-    // advice.
-    // SAFETY: the caller's promise; the advice changes no contents.
-    unsafe { libc::madvise(start.cast(), size_bytes as usize, libc::MADV_NOHUGEPAGE) };
-}
-
-fn failed(call: &'static str, size_bytes: u64) -> MemoryError {
-    MemoryError::System { call, kind: BackingKind::Shmem, size_bytes, source: io::Error::last_os_error() }
+pub(super) fn map_file(file: BorrowedFd<'_>, size_bytes: u64) -> Result<MappedMemory, MemoryError> {
+    MappedMemory::of_file_aligned(file, size_bytes, alignment(size_bytes)).map_err(failed("mmap", size_bytes))
 }
 
 impl Backing {
     /// The file, if the memory is one ([`BackingKind::Shmem`]): another process may map it too.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         match &self.0 {
-            Memory::Fixed(mapping) => mapping.file.as_ref().map(AsFd::as_fd),
+            Memory::Fixed(memory) => memory.file.as_ref().map(AsFd::as_fd),
             Memory::Movable(_) | Memory::GuestMemfd(_) => None,
         }
     }
@@ -76,21 +46,11 @@ impl Backing {
     /// # Errors
     /// [`MemoryError::NotShared`], and `System` if the kernel refuses.
     pub fn alias(&self) -> Result<Alias, MemoryError> {
-        let Memory::Fixed(mapping) = &self.0 else { return Err(MemoryError::NotShared { kind: self.kind() }) };
-        let Some(file) = &mapping.file else { return Err(MemoryError::NotShared { kind: mapping.kind }) };
-        let start = map_file(file, mapping.size_bytes)?;
-        let alias = Alias { start, size_bytes: mapping.size_bytes };
+        let file = self.file().ok_or(MemoryError::NotShared { kind: self.kind() })?;
+        let mapping = map_file(file, self.size_bytes())?;
         // A huge page made by a write to the alias would add unwritten pages to the file.
-        // SAFETY: the whole mapping is ours.
-        unsafe { without_huge_pages(start, mapping.size_bytes) };
-        Ok(alias)
-    }
-
-    /// No page of it becomes a transparent huge page from now on. Huge pages stay huge.
-    pub(crate) fn without_huge_pages(&self) {
-        let (start, size_bytes) = self.frames();
-        // SAFETY: the mapping lives as long as `self`.
-        unsafe { without_huge_pages(start, size_bytes) };
+        mapping.without_huge_pages();
+        Ok(Alias(mapping))
     }
 
     /// Whether a userfaultfd abandoned the memory before all of it was filled. Pages of it may be
@@ -99,7 +59,7 @@ impl Backing {
     #[inline]
     pub fn is_lost(&self) -> bool {
         match &self.0 {
-            Memory::Fixed(mapping) => mapping.is_lost(),
+            Memory::Fixed(memory) => memory.is_lost(),
             Memory::Movable(_) | Memory::GuestMemfd(_) => false,
         }
     }
@@ -107,62 +67,30 @@ impl Backing {
     /// Sets or clears the mark of [`is_lost`](Backing::is_lost). It must be set before the kernel
     /// releases any thread.
     pub(crate) fn set_lost(&self, lost: bool) {
-        if let Memory::Fixed(mapping) = &self.0 {
-            // Release: paired with the fence of `Mapping::is_lost`, by way of the kernel's wake-up
-            // in between.
-            mapping.lost.store(lost, Ordering::Release);
+        if let Memory::Fixed(memory) = &self.0 {
+            // Release: paired with the fence of `FixedMemory::is_lost`, by way of the kernel's
+            // wake-up in between.
+            memory.lost.store(lost, Ordering::Release);
         }
     }
 }
 
 /// A second mapping of memory that is a file. Dropping it leaves the memory as it is.
 #[derive(Debug)]
-pub struct Alias {
-    start: *mut u8,
-    size_bytes: u64,
-}
-
-// SAFETY: the pointer is only an address; the shared memory behind it is accessed atomically here.
-unsafe impl Send for Alias {}
-// SAFETY: as above.
-unsafe impl Sync for Alias {}
-
-impl Drop for Alias {
-    fn drop(&mut self) {
-        // SAFETY: it was mapped with this start and size, and the last user is gone.
-        unsafe { unmap(self.start, self.size_bytes) }
-    }
-}
+pub struct Alias(MappedMemory);
 
 impl Alias {
-    /// The first byte. Guests change the memory at any time: access it atomically, or while nothing
-    /// runs.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.start
-    }
-
     /// The size in bytes, that of the memory.
     pub fn size_bytes(&self) -> u64 {
-        self.size_bytes
+        self.0.size_bytes()
     }
 
     /// Writes `bytes` at `offset_bytes`, whatever was there: a second fill of a page overwrites
     /// what a guest has written since. `None`, and nothing is written, if they do not fit or are
     /// not whole words of 8 bytes.
     pub fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Option<()> {
-        let end = offset_bytes.checked_add(bytes.len() as u64)?;
-        if end > self.size_bytes || !(offset_bytes | end).is_multiple_of(WORD_BYTES as u64) {
-            return None;
-        }
-        let first = self.start.wrapping_add(offset_bytes as usize).cast::<u64>();
-        for (nr, word) in bytes.as_chunks::<WORD_BYTES>().0.iter().enumerate() {
-            // SAFETY: inside the mapping, which lives as long as `self`, and aligned; others access
-            // it atomically or by machine instructions.
-            let at = unsafe { AtomicU64::from_ptr(first.wrapping_add(nr)) };
-            // Relaxed: the kernel's mapping of the page publishes it.
-            at.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
-        }
-        Some(())
+        // The kernel's mapping of the page publishes it.
+        self.0.write(offset_bytes, bytes)
     }
 
     /// Allocates all pages of the file, zeros where there were none, and maps them here: a guest's
@@ -171,12 +99,10 @@ impl Alias {
     /// # Errors
     /// [`MemoryError::System`]: some pages may have been allocated.
     pub fn populate(&self) -> Result<(), MemoryError> {
-        // SAFETY: the range is the mapping, which lives as long as `self`; contents stay as they
-        // are.
-        match unsafe { libc::madvise(self.start.cast(), self.size_bytes as usize, libc::MADV_POPULATE_WRITE) } {
-            0 => Ok(()),
-            _ => Err(failed("madvise(MADV_POPULATE_WRITE)", self.size_bytes)),
-        }
+        let size_bytes = self.size_bytes();
+        self.0
+            .advise(0..size_bytes, Advice::LinuxPopulateWrite)
+            .map_err(failed("madvise(MADV_POPULATE_WRITE)", size_bytes))
     }
 }
 
@@ -206,9 +132,6 @@ mod tests {
         drop(memory);
         alias.write(0, &page).expect("still mapped");
         assert!(alias.write(0, &[]).is_some());
-        for (offset_bytes, len) in [(3 * PAGE_SIZE, 8), (3 * PAGE_SIZE - 8, 16), (4, 8), (0, 4), (u64::MAX - 7, 8)] {
-            assert_eq!(alias.write(offset_bytes, &page[..len]), None, "{offset_bytes}, {len}");
-        }
     }
 
     #[test]

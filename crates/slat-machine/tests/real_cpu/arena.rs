@@ -9,10 +9,11 @@
 use core::alloc::Layout;
 use std::io;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{Access, Gfn, GfnRange, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
@@ -169,7 +170,7 @@ unsafe impl Host for ArenaHost {
         if layout.size() as u64 != PAGE_SIZE || layout.align() as u64 > PAGE_SIZE {
             return None;
         }
-        let mut tables = self.tables.lock().ok()?;
+        let mut tables = self.tables.lock();
         if let Some(table) = tables.free.pop() {
             return Some(table);
         }
@@ -185,9 +186,7 @@ unsafe impl Host for ArenaHost {
         for offset in (0..layout.size() as u64).step_by(8) {
             self.arena.set(Hpa(table.0 + offset), POISON);
         }
-        if let Ok(mut tables) = self.tables.lock() {
-            tables.free.push(table);
-        }
+        self.tables.lock().free.push(table);
     }
 
     fn table_ptr(&self, table: Hpa) -> *mut u8 {

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::format::Npt;
 use slat::{Access, Gpa, Hpa};
-use slat_machine::commit::{FlushDomain, Port};
-use slat_machine::phys;
-use slat_machine::walk::{self, HardwareFormat, Purpose, Stop};
+use slat_machine::hardware::commit::{FlushDomain, Port};
+use slat_machine::hardware::walk::{self, HardwareFormat, Purpose, Stop};
+use slat_machine::memory::phys;
 
 use crate::arena::Arena;
 

@@ -13,7 +13,8 @@
 //!
 //! These calls may be about to mark:
 //! - a fault that has restored W and not marked yet, while another vCPU writes through the leaf;
-//! - a fault that has marked the page, and not yet the summary above it;
+//! - a fault, a zap, the VMM or another harvest that has marked the page, and not yet the summary
+//!   above it;
 //! - a clear by masks that has cleared a summary, and not yet found what is left below it;
 //! - a recovery of huge leaves (`second_stage/recover.rs`), or a split that breaks the leaf first:
 //!   a harvest passes over the PTEs that they have broken, and they mark.

@@ -60,9 +60,9 @@ use crate::boxed::ZeroedWords;
 use crate::error::OutOfMemory;
 use crate::pool::{PoolLink, Pooled};
 use crate::slot::MemoryRegion;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
-const _: () = assert!(DirtyRing::MIN_ENTRIES > DirtyRing::RESERVE);
+const _: () = assert!(cfg!(shuttle) || DirtyRing::MIN_ENTRIES > DirtyRing::RESERVE);
 
 /// A page of a memslot, as a dirty ring names it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -150,7 +150,8 @@ impl DirtyRing {
     /// The largest ring, in entries (KVM's limit).
     pub const MAX_ENTRIES: u32 = 65536;
     /// The smallest ring, in entries: a page of KVM's entries of 16 bytes.
-    pub const MIN_ENTRIES: u32 = 256;
+    // Few under shuttle, so that a test fills entries anew.
+    pub const MIN_ENTRIES: u32 = if cfg!(shuttle) { 4 } else { 256 };
 
     /// Makes an empty ring. `nr_entries` is a power of two above `reserve`.
     pub(super) fn new(nr_entries: u32, reserve: u32) -> Result<DirtyRing, OutOfMemory> {
@@ -176,6 +177,13 @@ impl DirtyRing {
     }
 
     #[inline]
+    fn page_at(&self, index: u64, ordering: Ordering) -> DirtyPage {
+        let page = self.page_word(index).load(ordering);
+        record!(RingEntryRead { ring: self.address(), index, page });
+        DirtyPage::from_word(page)
+    }
+
+    #[inline]
     fn mark_word(&self, index: u64) -> &AtomicU64 {
         &self.words[self.position(index) + 1]
     }
@@ -192,7 +200,15 @@ impl DirtyRing {
         // Acquire: a thread that finds entries reset observes what came before: their pushes, the
         // protection of their pages, and that the reset has read them, before the vCPU fills them
         // anew.
-        self.first.load(Ordering::Acquire)
+        let first = self.first.load(Ordering::Acquire);
+        record!(RingFirstRead { ring: self.address(), first });
+        first
+    }
+
+    /// Its address, for [`record!`].
+    #[cfg(shuttle)]
+    fn address(&self) -> u64 {
+        core::ptr::from_ref(self).addr() as u64
     }
 
     /// Returns how many entries are not empty. For the vCPU's thread the number can only fall until
@@ -227,9 +243,11 @@ impl DirtyRing {
         // Release: `entry`, if it reads this instead of the page that it looked for, observes in
         // `first` that it is late. (The vCPU has read `first` before, when it made sure of room.)
         self.page_word(index).store(page.word(), Ordering::Release);
+        record!(RingEntryWritten { ring: self.address(), index, page: page.word() });
         // Release: a thread that reads the index observes the entry, and the leaf that was made
         // writable.
         self.pushed.store(index + 1, Ordering::Release);
+        record!(RingPushed { ring: self.address(), index });
     }
 
     /// Takes the entries that were pushed by now and not taken yet, in their order. Calls `take`
@@ -241,6 +259,7 @@ impl DirtyRing {
         let pushed = self.pushed.load(Ordering::Acquire);
         // Relaxed: the exchange fails if it is not the newest.
         let mut next = self.harvested.load(Ordering::Relaxed);
+        record!(RingHarvestBegins { ring: self.address(), next });
         let mut taken = 0;
         loop {
             // Entries that were marked one by one may have been reset, and `harvested` is behind
@@ -249,19 +268,24 @@ impl DirtyRing {
             if index >= pushed {
                 return taken;
             }
+            record!(RingEntryChosen { ring: self.address(), index });
             // Relaxed: `pushed` has shown it. It is not filled anew before it is harvested.
-            let page = DirtyPage::from_word(self.page_word(index).load(Ordering::Relaxed));
+            let page = self.page_at(index, Ordering::Relaxed);
             let is_marked = self.is_marked(index);
             // Release: a reset that finds the entry harvested observes the leaf that it stands for.
             match self.harvested.compare_exchange(next, index + 1, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => {
+                    record!(RingHarvested { ring: self.address(), index });
                     next = index + 1;
                     if !is_marked {
                         taken += 1;
                         take(page);
                     }
                 }
-                Err(found) => next = found,
+                Err(found) => {
+                    record!(RingHarvestFailed { ring: self.address(), next: found });
+                    next = found;
+                }
             }
         }
     }
@@ -273,7 +297,7 @@ impl DirtyRing {
             return DirtyRingEntry::Empty;
         }
         // Acquire: if the entry was filled anew, the reset before that is observed below.
-        let page = DirtyPage::from_word(self.page_word(index).load(Ordering::Acquire));
+        let page = self.page_at(index, Ordering::Acquire);
         let is_harvested = self.is_harvested(index, self.harvested.load(Ordering::Relaxed));
         if index < self.first_index() {
             DirtyRingEntry::Empty
@@ -301,7 +325,9 @@ impl DirtyRing {
             return false;
         }
         // Release: as for the exchange in `harvest`.
-        self.mark_word(index).fetch_max(index + 1, Ordering::Release) <= index
+        let before = self.mark_word(index).fetch_max(index + 1, Ordering::Release);
+        record!(RingMarked { ring: self.address(), index });
+        before <= index
     }
 
     /// Whether the entry was marked. Also true if it was reset since, and the one in its place is
@@ -309,7 +335,9 @@ impl DirtyRing {
     #[inline]
     fn is_marked(&self, index: u64) -> bool {
         // Acquire: observes the leaf, as the thread that marked the entry did.
-        self.mark_word(index).load(Ordering::Acquire) > index
+        let mark = self.mark_word(index).load(Ordering::Acquire);
+        record!(RingMarkRead { ring: self.address(), index, mark });
+        mark > index
     }
 
     /// Whether entry number `index` was harvested; the caller has read `harvested`.
@@ -324,6 +352,7 @@ impl DirtyRing {
         let first = self.first_index();
         // Acquire: observes the leaves of the entries that were harvested.
         let harvested = self.harvested.load(Ordering::Acquire);
+        record!(RingResetBegins { ring: self.address(), harvested });
         Reset { ring: self, next: first, end: first + u64::from(self.nr_entries), harvested }
     }
 
@@ -334,6 +363,7 @@ impl DirtyRing {
         // thread that finds them reset observes that their pages are protected. Acquire: if another
         // reset was faster, the caller may rely on what that has protected.
         let before = self.first.fetch_max(reached, Ordering::AcqRel);
+        record!(RingReset { ring: self.address(), reached });
         reached.saturating_sub(before)
     }
 }
@@ -361,7 +391,7 @@ impl Iterator for Reset<'_> {
         self.next += 1;
         // Relaxed: the load that found it harvested has shown it. It may be another page by now;
         // see the module.
-        Some(DirtyPage::from_word(self.ring.page_word(index).load(Ordering::Relaxed)))
+        Some(self.ring.page_at(index, Ordering::Relaxed))
     }
 }
 

@@ -110,7 +110,11 @@ impl Rings {
     fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, OutOfMemory> {
         let ring = match self.rings.claim() {
             Some(ring) => ring,
-            None => self.rings.add(try_box(DirtyRing::new(nr_entries, DirtyRing::RESERVE)?)?),
+            None => {
+                // Only the rings of tests are so small that it matters.
+                let reserve = DirtyRing::RESERVE.min(nr_entries / 4);
+                self.rings.add(try_box(DirtyRing::new(nr_entries, reserve)?)?)
+            }
         };
         Ok(OwnedRing(NonNull::from(ring)))
     }

@@ -11,8 +11,12 @@ use crate::addr::{Hpa, Level, Pfn};
 ///
 /// The EPTP has [`Vm::root`](crate::Vm::root), a walk length of 4, and bit 6, so that CPUs set A
 /// and D. Bit 6 is clear for a VM with
-/// [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults). Leaf PTEs map write-back
-/// memory.
+/// [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults).
+///
+/// Bits of a PTE: R, W, X are 0 to 2, A is 8, and the address is 12 to 51. Of a leaf PTE: memory
+/// type 5 to 3 (6, write-back), D is 9, and 52 and 53 are
+/// [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY); 7 is set if it is
+/// a huge page. Of a directory entry, 52 to 62 are the [`GENERATION`](Format::GENERATION).
 #[derive(Clone, Copy, Debug)]
 pub struct Ept;
 

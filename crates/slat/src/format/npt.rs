@@ -13,6 +13,11 @@ use crate::addr::{Hpa, Level, Pfn};
 /// [`Vm::root`](crate::Vm::root) goes into nCR3. The PTEs are long-mode PTEs with U/S set, since
 /// accesses of a guest count as user accesses there (AMD APM vol. 2, 15.25.5). CPUs set A and D.
 ///
+/// Bits of a PTE: P, R/W, U/S are 0 to 2, A is 5, and the address is 12 to 51. Of a leaf PTE: D is
+/// 6, and 52 and 53 are [`HOST_WRITABLE`](Format::HOST_WRITABLE) and
+/// [`WAS_DIRTY`](Format::WAS_DIRTY); 7 is set if it is a huge page. Of a directory entry, 52 to 62
+/// are the [`GENERATION`](Format::GENERATION).
+///
 /// A VM with [`shadow`](mod@crate::shadow) paging has this format, too.
 #[derive(Clone, Copy, Debug)]
 pub struct Npt;

@@ -8,7 +8,7 @@
 //! # Use
 //! A fault or a zap that needs a broken PTE cancels. An operation that only protects, splits, ages
 //! or asks passes it by. Pages that were to be protected are marked instead: the owner reads the
-//! memslot's flags after it has made a leaf writable (`models/recover.py`).
+//! memslot's flags after it has made a leaf writable (`models/proofs/recovery_beside_log.py`).
 //!
 //! # Implementation
 //! A broken PTE names a page-table page, which belongs to the owner of the PTE. In a recovery

@@ -204,12 +204,6 @@ pub(crate) fn prepare_parts<'c, H: Host, F: Format>(
     whole: Pte<F>,
     level: Level,
 ) -> Prepared<'c, F> {
-    match level {
-        // A constant level for all but one split in 512. So the shifts are constants, too, which
-        // are most of the work.
-        // SAFETY: parts are leaves.
-        Level::L2M => unsafe { cache.prepare(host, Level::L4K, |index| whole.part(Level::L2M, index)) },
-        // SAFETY: as above.
-        _ => unsafe { cache.prepare(host, level.down(), |index| whole.part(level, index)) },
-    }
+    // SAFETY: parts are leaves.
+    unsafe { cache.prepare(host, level.down(), whole.parts(level)) }
 }

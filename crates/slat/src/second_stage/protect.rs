@@ -166,6 +166,7 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
 impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// For pages of a memslot at `slot`. To be made after step 2 of the module.
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, slot: GfnRange) -> Protector<'s, H, F> {
+        guard.lock_check().assert(Side::Write);
         let directory_protection = match tree.config.dirty_tracking {
             DirtyTracking::WriteProtect if Pte::<F>::CAN_BE_PROTECTED => DirectoryProtection::Unasked,
             _ => DirectoryProtection::No,

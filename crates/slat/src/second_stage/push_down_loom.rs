@@ -23,6 +23,7 @@ use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::{PteRef, Ptes};
+use crate::table::retire::LockCheck;
 
 const PREEMPTIONS: usize = 3;
 /// For three threads and more: with one more, a model takes minutes.
@@ -107,7 +108,7 @@ impl World {
 
     fn above(&self) -> PteRef<'_, Npt> {
         // SAFETY: no walk reaches it.
-        unsafe { PteRef::new(&self.above, Level::L2M) }
+        unsafe { PteRef::new(&self.above, Level::L2M, LockCheck::NONE) }
     }
 
     fn leaf(&self, index: usize) -> PteRef<'_, Npt> {
@@ -116,7 +117,7 @@ impl World {
 
     fn leaves(&self) -> Ptes<'_, Npt> {
         // SAFETY: no walk reaches them.
-        unsafe { Ptes::new(&self.leaves, Level::L4K) }
+        unsafe { Ptes::new(&self.leaves, Level::L4K, LockCheck::NONE) }
     }
 
     fn logs(&self) -> bool {

@@ -137,6 +137,10 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
         let whole = parts_of::<F>(config, value, level);
         if install::split_into(cursor, host, &mut self.tables, value, whole).is_ok() {
             self.nr_split += 1;
+            if level == above_target {
+                // Its parts have the target's size.
+                return Next::Advance(1);
+            }
         }
         // The next step goes down into it, or tries once more.
         Next::Again(1)

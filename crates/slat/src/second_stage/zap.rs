@@ -250,7 +250,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 let done = pte.zap_leaf(op.stats(), value, seq);
                 if done.is_ok() {
                     // Once more: before the exchange a harvest may have taken the mark and cleared
-                    // D, and a CPU have set D again (`models/dirty_bit.py`).
+                    // D, and a CPU have set D again (`models/proofs/harvest_beside_zap.py`).
                     mark_dirty(op, guard, value, level, block);
                     self.batch.add(block);
                 }

@@ -27,6 +27,9 @@
 //! 5. When the CPU exits, call the method of the list below, and act on its
 //!    [`Outcome`](crate::Outcome).
 //!
+//! A CPU without PCIDs ignores that of the entry. It flushes all if the root or the PCID is not that
+//! of its last entry.
+//!
 //! Hardware walks with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear. While the guest's
 //! paging is on, CR4.SMEP and SMAP are the guest's.
 //!
@@ -97,6 +100,7 @@ use crate::table::derived::{DerivedTables, VcpuState};
 use crate::table::pte::State;
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
+use crate::table::vm_lock::HeldLock;
 use lock::WordGuard;
 use page::Pages;
 use rmap::{Frame, Frames};
@@ -175,8 +179,8 @@ use roots::Roots;
 ///   it comes before step 2, and the linking thread compares.
 /// - CPUs have nothing cached that no shadow PTE says, except for the changes that are counted.
 ///
-/// `docs/protocols/shadow-paging.md` has the rules one by one, `models/shadow.py` what goes wrong
-/// without them.
+/// `docs/protocols/shadow-paging.md` has the rules one by one. `models/proofs/shadow_sync.py` and its
+/// neighbours prove these guarantees.
 pub(crate) struct Shadow {
     config: ShadowPaging,
     frames: Frames,
@@ -288,6 +292,14 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     pub(crate) fn count(&self, counter: Counter) {
         self.participant.stats.count(counter);
+    }
+
+    /// Takes the VM's lock, if it has one and the strategy is [`ShadowStrategy::Baseline`]. It comes
+    /// before all locks of pages and frames, and is held across flushes and allocations.
+    #[inline]
+    fn lock_of_baseline(&self) -> Option<HeldLock<'v, H>> {
+        let is_baseline = self.shadow.config.strategy.keeps_no_root();
+        is_baseline.then(|| self.tree.lock(self.participant))
     }
 
     /// What the second stage has for `gfn` at this moment. If the caller holds the lock of the

@@ -21,7 +21,8 @@
 //!
 //! A flush is carried out on the current root at once, and on another root when the vCPU switches
 //! to it. With [`ShadowStrategy::RootCache`], INVLPG is carried out at once on all roots of the
-//! current mode that have no earlier address left to do.
+//! current mode that have no earlier address left to do. The strategies that exist for comparison
+//! differ: `RootsByPcid` carries an INVPCID out at once, too, and `Baseline` remembers no root.
 //!
 //! The page of the current root is pinned. Those of others may be evicted, and are then built
 //! again.
@@ -118,13 +119,17 @@ impl Roots {
         let (memory, flushed_at) = (Vacant::new()?, ZeroedWords::new(NR_PCIDS)?);
         let registers = PagingRegisters::default();
         let Ok(mode) = GuestMode::new(registers, Npt::GPA_BITS) else { unreachable!("a CPU begins like this") };
-        let previous = if config.strategy.keeps_no_root() { 0 } else { config.previous_roots };
+        let max_roots = match config.strategy {
+            strategy if strategy.keeps_no_root() => 1,
+            strategy if strategy.searches_by_pcid() => MAX_ROOTS,
+            _ => usize::from(config.previous_roots) + 1,
+        };
         let mut roots = memory.fill(Roots {
             registers,
             mode,
             role_of_mode: Role::root(mode),
             strategy: config.strategy,
-            max_roots: usize::from(previous) + 1,
+            max_roots,
             roots: ArrayVec::new(),
             current: 0,
             now: 1,
@@ -188,7 +193,7 @@ impl Roots {
         }
         mmu.count(Counter::Cr3Loads);
         if self.strategy.keeps_no_root() {
-            self.drop_current(mmu);
+            self.release_current(mmu);
             return Ok(());
         }
         self.select(mmu);
@@ -200,15 +205,13 @@ impl Roots {
         Ok(())
     }
 
-    /// Drops the current root, with all that is below it alone, so that it is built anew
-    /// (`ShadowStrategy::Baseline`).
-    fn drop_current<H: Host>(&mut self, mmu: Mmu<'_, H>) {
+    /// Gives the current root up (`ShadowStrategy::Baseline`). Its page stays. The next entry finds
+    /// the page of the registers' root by frame and role, or makes it, and synchronizes it.
+    fn release_current<H: Host>(&mut self, mmu: Mmu<'_, H>) {
         if let Some(page) = self.roots[self.current].page.take() {
+            let _lock = mmu.lock_of_baseline();
             // SAFETY: the pin of the root, which has given up the page.
             unsafe { mmu.unpin(page) }
-            let mut batch = mmu.batch();
-            mmu.zap_tree(page, &mut batch);
-            mmu.flush(&mut batch);
         }
         mmu.count(Counter::RootMisses);
         self.now += 1;
@@ -224,8 +227,15 @@ impl Roots {
             mmu.count(if current.page.is_some() { Counter::RootHits } else { Counter::RootMisses });
         } else {
             let old = current.page;
-            let found = self.roots.iter().position(|root| root.cr3 == cr3 && root.role == role);
+            let is_it = |root: &Root| root.cr3 == cr3 && root.role == role;
+            let has_its_pcid =
+                |root: &Root| self.strategy.searches_by_pcid() && self.mode.pcid(root.cr3) == self.pcid();
+            let found = self.roots.iter().position(|root| is_it(root) || has_its_pcid(root));
             let place = found.unwrap_or_else(|| self.place_for_new());
+            if !is_it(&self.roots[place]) {
+                // The PCID has another address space now.
+                self.roots[place] = self.new_root();
+            }
             let is_hit = found.is_some() && {
                 let root = &mut self.roots[place];
                 // It may have been evicted.
@@ -329,7 +339,7 @@ impl Roots {
         self.all_flushed_at = self.now;
         self.flush = LocalFlush::All;
         if self.strategy.keeps_no_root() {
-            self.drop_current(mmu);
+            self.release_current(mmu);
         } else {
             self.select(mmu);
             self.bring_up_to_date(mmu, self.current);
@@ -349,6 +359,7 @@ impl Roots {
     fn invalidate_address<H: Host>(&mut self, mmu: Mmu<'_, H>, gva: Gva, pcid: Option<u16>) {
         self.addresses[self.nr_addresses as usize % NR_ADDRESSES] = gva;
         self.nr_addresses += 1;
+        let _lock = mmu.lock_of_baseline();
         let mut batch = mmu.batch();
         for place in 0..self.roots.len() {
             let root = &self.roots[place];
@@ -403,7 +414,8 @@ impl Roots {
     /// cover what is made in its tables later, for the current PCID. The other PCID can have cached
     /// nothing of that, so the guest need not flush it again.
     fn is_deferred(&self, place: usize, pcid: Option<u16>) -> bool {
-        place != self.current && (self.strategy == ShadowStrategy::PcidTagged || pcid.is_some())
+        let is_at_once = pcid.is_none() || self.strategy.searches_by_pcid();
+        place != self.current && (self.strategy == ShadowStrategy::PcidTagged || !is_at_once)
     }
 
     /// Carries out INVPCID (Intel SDM vol. 2A) of type `kind`. `descriptor` has the PCID and the
@@ -430,7 +442,13 @@ impl Roots {
             SINGLE_CONTEXT => {
                 self.now += 1;
                 self.flushed_at[usize::from(pcid)].store(self.now, Ordering::Relaxed);
-                self.bring_up_to_date(mmu, self.current);
+                for place in 0..self.roots.len() {
+                    let is_at_once =
+                        self.strategy.searches_by_pcid() && self.roots[place].role.is_of_mode_of(self.root_role());
+                    if place == self.current || is_at_once {
+                        self.bring_up_to_date(mmu, place);
+                    }
+                }
             }
             // With global pages or without: see `Mmu::compare_entry`.
             _ => {
@@ -479,6 +497,7 @@ impl Roots {
             // SAFETY: the pin of the root, which has given up the page.
             unsafe { mmu.unpin(page) }
         }
+        let _lock = mmu.lock_of_baseline();
         // The guest may load CR3 with anything, and records of frames are kept only for memory.
         let (gfn, role) = if has_table() { (gfn, root.role) } else { (Gfn(0), root.role.empty_root()) };
         let page = loop {

@@ -196,6 +196,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         if self.frame_of_memory(leaf.gfn)?.is_none() {
             return Ok(Some(Step::Map(Gpa(leaf.gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access)));
         }
+        let _lock = self.lock_of_baseline();
         let made = self.install_leaf(reference, index, Some(value), leaf, access.access, batch);
         self.after_install(made, gva, leaf.gfn, access.access, missing).map(Some)
     }
@@ -380,6 +381,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             return Ok(Step::Map(gpa, access.access));
         }
         let leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
+        let _lock = self.lock_of_baseline();
         self.make_path(view, &walk, gva, leaf, access.access, batch)
     }
 

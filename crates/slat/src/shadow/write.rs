@@ -75,9 +75,12 @@ impl<'v, H: Host> Mmu<'v, H> {
         let gfn = gpa.gfn();
         let Some(frame) = self.frame_of_memory(gfn)? else { return Ok(false) };
         let writer = Writer::begin(frame, self.host());
-        let mut batch = self.batch();
-        self.drop_made_of(gfn, gpa.0 % PAGE_SIZE, bytes.len() as u64, &mut batch);
-        self.flush(&mut batch);
+        {
+            let _lock = self.lock_of_baseline();
+            let mut batch = self.batch();
+            self.drop_made_of(gfn, gpa.0 % PAGE_SIZE, bytes.len() as u64, &mut batch);
+            self.flush(&mut batch);
+        }
         match self.write_guest(gpa, bytes) {
             Ok(()) => {
                 writer.has_ended();

@@ -351,28 +351,6 @@ impl<'v, H: Host> Mmu<'v, H> {
         }
     }
 
-    /// Removes `reference`, unless it is the root of a vCPU, and all below it that nothing else
-    /// points to.
-    pub(super) fn zap_tree(&self, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
-        let page = self.shadow.pages.get(reference.number);
-        if page.is_pinned() || !page.is_alive(reference.generation) {
-            return;
-        }
-        if page.role().level() > Level::L4K {
-            for index in 0..NR_ENTRIES {
-                let Target::Link(below) = page.target(index) else { continue };
-                {
-                    let _guard = page.lock.lock(self.host());
-                    self.drop_entry(PtePlace { page: reference.number, index }, batch);
-                }
-                if self.shadow.pages.get(below.number).parents.load(Ordering::Relaxed) == 0 {
-                    self.zap_tree(below, batch);
-                }
-            }
-        }
-        self.zap_page(reference, batch);
-    }
-
     /// Removes all pages, when no vCPU is left.
     pub(crate) fn zap_all(&self) {
         let pages = &self.shadow.pages;

@@ -14,7 +14,7 @@
 //!
 //! # Why it is correct
 //! A fault that read the old bit finds another number in the PTE, or the range in flight, and
-//! starts over (`models/userfault.py`, rule `store-first`).
+//! starts over (`models/proofs/userfault.py`, rule attributes-after-zap).
 
 use alloc::boxed::Box;
 
@@ -23,7 +23,7 @@ use crate::bits::bit_range;
 use crate::boxed::{ZeroedWords, try_box};
 use crate::error::OutOfMemory;
 use crate::slot::bitmap::nr_words;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, record};
 
 bitflags::bitflags! {
     /// Attributes of guest memory, with KVM's names and values.
@@ -55,7 +55,9 @@ impl PrivatePages {
     /// Returns the bits of word `index`. Acquire: what a fault reads next is not older than the
     /// bits.
     fn word(&self, index: usize) -> u64 {
-        self.0[index].load(Ordering::Acquire)
+        let value = self.0[index].load(Ordering::Acquire);
+        record!(AttributesRead { word: index as u64, value });
+        value
     }
 
     /// Returns the attributes of page `page` of the memslot.
@@ -83,6 +85,11 @@ impl PrivatePages {
             } else {
                 self.0[index].fetch_and(!mask, Ordering::Release);
             }
+            record!(AttributesStored {
+                word: index as u64,
+                mask,
+                is_private: attributes.contains(MemoryAttributes::PRIVATE),
+            });
         }
     }
 }

@@ -6,7 +6,8 @@
 //! # Guarantees
 //! - A harvest costs its dirty pages, and not the size of its memslot.
 //! - A word has a mark below a clear summary bit only while a call that marks, or that clears by a
-//!   mask, is under way (`models/summary.py`). A summary bit above a word of zero is harmless.
+//!   mask, is under way (`models/proofs/dirty_log.py`). A summary bit above a word of zero is
+//!   harmless.
 //! - Marks of faults in different 2 MiB blocks share no cache line, if the memslot begins at a
 //!   multiple of 2 MiB. The bitmap is aligned to lines, so that one line serves 512 pages.
 //!
@@ -196,11 +197,17 @@ impl Bitmap {
             // The other side of the pair in `summarize`.
             fence_after_rmw();
             for index in SetBits(seen) {
-                let word = group * GROUP_WORDS + index;
-                let _marks = self.words[word].swap(self.clean, Ordering::SeqCst) ^ self.clean;
-                record!(MarksTaken { word: word as u64, marks: _marks });
+                self.take_word(group * GROUP_WORDS + index);
             }
         }
+    }
+
+    /// Clears all marks in word `index`, and returns those from before.
+    #[inline]
+    fn take_word(&self, index: usize) -> u64 {
+        let marks = self.words[index].swap(self.clean, Ordering::SeqCst) ^ self.clean;
+        record!(MarksTaken { word: index as u64, marks });
+        marks
     }
 
     /// Returns the marks in word `index`.
@@ -320,16 +327,14 @@ impl Bitmap {
                 // the other for exchanges.
                 black_box(SetBits(seen).fold(0, |any, index| any | words[index].load(Ordering::Relaxed)));
                 // Only what was read as set: another harvest may take the others.
-                let _asked = seen;
-                let seen = summary.fetch_and(!seen, Ordering::SeqCst) & seen;
-                record!(SummaryCleared { group: group as u64, words: seen });
-                record!(SummarySkipped { group: group as u64, words: _asked & !seen });
+                let found = summary.fetch_and(!seen, Ordering::SeqCst) & seen;
+                record!(SummaryCleared { group: group as u64, words: found });
+                record!(SummarySkipped { group: group as u64, words: seen & !found });
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
-                for index in SetBits(seen) {
-                    let marks = words[index].swap(self.clean, Ordering::SeqCst) ^ self.clean;
-                    record!(MarksTaken { word: (group * GROUP_WORDS + index) as u64, marks });
-                    taken.push(group * GROUP_WORDS + index - range.start, marks);
+                for index in SetBits(found) {
+                    let index = group * GROUP_WORDS + index;
+                    taken.push(index - range.start, self.take_word(index));
                 }
             }
             next = end;

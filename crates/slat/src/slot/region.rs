@@ -10,7 +10,10 @@ bitflags::bitflags! {
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct MemoryRegionFlags: u32 {
         /// Writes of the guest are logged; [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) reads
-        /// the log.
+        /// the log. Turning it on begins an empty log (or a full one, see
+        /// [`ManualProtect`](crate::dirty::ManualProtect)), and splits huge pages
+        /// ([`HugePageLogging`](crate::dirty::HugePageLogging)). Turning it off discards the log and
+        /// recovers huge pages.
         const LOG_DIRTY_PAGES = 1 << 0;
         /// The guest may not write: its writes are [`Exit::Mmio`](crate::Exit::Mmio).
         const READONLY = 1 << 1;
@@ -19,8 +22,9 @@ bitflags::bitflags! {
         /// moved nor read-only.
         const GUEST_MEMFD = 1 << 2;
         /// Faults on the pages that the memslot's [`UserfaultBitmap`] names exit to user space.
-        /// Turning it on unmaps all pages. Turning it off recovers huge pages, as far as the
-        /// memslot's dirty log allows. The value is that of KVM's proposed `KVM_MEM_USERFAULT`.
+        /// Turning it on unmaps all pages. Turning it off drops the bitmap, and recovers huge pages
+        /// as far as the memslot's dirty log allows. The value is that of KVM's proposed
+        /// `KVM_MEM_USERFAULT`.
         const USERFAULT = 1 << 3;
     }
 }
@@ -28,9 +32,10 @@ bitflags::bitflags! {
 /// A change of a memslot by [`Vm::set_user_memory_region`](crate::Vm::set_user_memory_region).
 ///
 /// - A memslot that does not exist is created; it needs a backing.
-/// - `memory_size` 0 deletes the memslot.
-/// - An existing memslot is moved if `guest_phys_addr` differs, and gets `flags`. Size and backing
-///   stay (`backing: None`), and so do [`READONLY`](MemoryRegionFlags::READONLY) and
+/// - `memory_size` 0 deletes the memslot, and its log.
+/// - An existing memslot is moved if `guest_phys_addr` differs, and gets exactly `flags`.
+///   `memory_size` must be its size. The backing stays (`backing: None`), and so do
+///   [`READONLY`](MemoryRegionFlags::READONLY) and
 ///   [`GUEST_MEMFD`](MemoryRegionFlags::GUEST_MEMFD).
 #[derive(Clone, Debug)]
 pub struct MemoryRegion<B> {

@@ -132,6 +132,7 @@ impl<B> Drop for Claim<'_, B> {
         let slot = unsafe { self.entry.slot.as_ref() };
         // Release: hands the state that this change left over to the next.
         slot.claimed.store(false, Ordering::Release);
+        record!(SlotReleased { slot: self.entry.slot.addr().get() as u64 });
     }
 }
 
@@ -338,6 +339,7 @@ impl<B> Slots<B> {
         if slot.claimed.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return Err(SlotError::SlotBusy { slot: id });
         }
+        record!(SlotClaimed { slot: view.entry.slot.addr().get() as u64 });
         // Read again, now that it is fixed: the set may have changed since. The memslot is there:
         // one that was deleted stays claimed, so the exchange would have failed.
         Ok(self.by_id(&guard, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))
@@ -364,6 +366,7 @@ impl<B> Slots<B> {
         let (log_pointer, userfault_pointer) = (Unpublished::of(&log), Unpublished::of(&userfault));
         let entry =
             SlotEntry { range, id, flags, slot: slot.pointer(), log: log_pointer, userfault: userfault_pointer };
+        record!(SlotMade { slot: entry.slot.addr().get() as u64 });
         let change = Change { id, claim: None, entry: Some(entry.duplicate()) };
         // SAFETY: what the entry points to came from boxes, which the set owns from then on.
         unsafe { self.publish(epochs, participant, &change) }?;
@@ -393,6 +396,7 @@ impl<B> Slots<B> {
             let mut new = try_box(SlotSet::with_capacity(capacity)?)?;
             let guard = epochs.pin(participant);
             let old_pointer = self.current.load(Ordering::SeqCst);
+            record!(SetBuilt);
             // SAFETY: as for `current`.
             let old = unsafe { &*old_pointer };
             let needed = old.entries.len() + 1;
@@ -488,6 +492,10 @@ impl<B> Slots<B> {
                 // SAFETY: no guard can have found it, none resolves in it, and only this node has
                 // it.
                 unsafe { node.free_all() };
+                #[cfg(shuttle)]
+                if let Some(slot) = node.slot {
+                    record!(SlotFreed { slot: slot.addr().get() as u64 });
+                }
             } else {
                 self.push_retired(node);
             }

@@ -32,7 +32,7 @@ use core::fmt;
 
 use crate::addr::{Gfn, GfnRange, Level, PageSize};
 use crate::error::SlotError;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
 /// The memory of a userfault bitmap, which user space owns: an array on the heap, or memory that it
 /// shares with the process that fetches the pages.
@@ -60,8 +60,8 @@ impl UserfaultWords for Box<[AtomicU64]> {
 }
 
 /// The pages of a memslot at which faults exit to user space. Bit n % 64 of word n / 64 is page n
-/// of the memslot, or number n of the blocks of 2 MiB that begin with the memslot; 1 means exit.
-/// Clones are the same bitmap.
+/// of the memslot, or number n of its blocks of 2 MiB or 1 GiB; 1 means exit. Clones are the same
+/// bitmap.
 ///
 /// # Guarantees
 /// - A fault that finds the bit of its page set maps nothing, and exits
@@ -76,8 +76,9 @@ impl UserfaultWords for Box<[AtomicU64]> {
 /// atomic AND. Nothing needs to be locked or notified.
 ///
 /// To bring a page after a fault has exited:
-/// 1. Claim the page. Several vCPUs may exit for one page, and it must be filled once: a second
-///    fill would overwrite what the guest has written since the first.
+/// 1. Claim the page, by a lock of yours for example, and read its bit again: if it is clear, run
+///    the vCPU. Several vCPUs may exit for one page, and it must be filled once: a second fill would
+///    overwrite what the guest has written since the first.
 /// 2. Fill its memory in the backing.
 /// 3. Clear the bit, with release.
 /// 4. Run the vCPU again.
@@ -98,12 +99,13 @@ impl UserfaultBitmap {
     /// The bitmap in `words`, with a bit for each block of `granularity`. A memslot needs a word
     /// for each 64 of its blocks, and refuses fewer words.
     ///
-    /// - With [`PageSize::Size4K`], KVM's, a memslot is mapped by pages of 4 KiB as long as it has
-    ///   [`MemoryRegionFlags::USERFAULT`](super::MemoryRegionFlags::USERFAULT).
-    /// - With [`PageSize::Size2M`] huge pages of 2 MiB survive, and arrive as a whole. The memslot
-    ///   must begin at a multiple of 2 MiB.
+    /// A block arrives as a whole, and is mapped by leaves of its size or smaller ones.
     ///
-    /// Any other is refused with the memslot ([`SlotError::BadUserfaultGranularity`]).
+    /// - With [`PageSize::Size4K`], KVM's, a memslot is mapped by pages of 4 KiB as long as it has
+    ///   [`MemoryRegionFlags::USERFAULT`](super::MemoryRegionFlags::USERFAULT). Without the flag
+    ///   its huge pages come back, whatever the size of the blocks was.
+    /// - With [`PageSize::Size2M`] or [`PageSize::Size1G`] huge pages of this size survive. The
+    ///   memslot must begin at a multiple of the size.
     pub fn new(words: Arc<dyn UserfaultWords>, granularity: PageSize) -> UserfaultBitmap {
         UserfaultBitmap { words, granularity }
     }
@@ -125,13 +127,10 @@ impl UserfaultBitmap {
 
     /// Checks that the bitmap fits memslot `slot` of `range`.
     pub(crate) fn check(&self, slot: u32, range: GfnRange) -> Result<(), SlotError> {
-        let granularity = self.granularity;
-        if granularity > PageSize::Size2M {
-            return Err(SlotError::BadUserfaultGranularity { slot, size_bytes: granularity.size_bytes() });
-        }
         let block_pages = self.level().nr_pages();
         if range.start.0 % block_pages != 0 {
-            return Err(SlotError::UnalignedUserfaultSlot { slot, gpa: range.start.gpa() });
+            let size_bytes = self.granularity.size_bytes();
+            return Err(SlotError::UnalignedUserfaultSlot { slot, gpa: range.start.gpa(), size_bytes });
         }
         let needed = range.nr_pages().div_ceil(block_pages).div_ceil(u64::from(u64::BITS)) as usize;
         let words = self.words().len();
@@ -158,7 +157,9 @@ impl UserfaultBitmap {
         // Acquire: a fault that finds the bit clear observes what user space did to fill the page
         // before. And it observes the bits that were set before the number in its PTE was taken,
         // because it read the PTE first (`table/invalidation_seq.rs`).
-        let word = self.words().get(index)?.load(Ordering::Acquire);
+        let cell = self.words().get(index)?;
+        let word = cell.load(Ordering::Acquire);
+        record!(BitsRead { word: core::ptr::from_ref(cell).addr() as u64, value: word });
         Some((word, (bit % u64::from(u64::BITS)) as u32, index))
     }
 

@@ -71,6 +71,15 @@ pub enum Event {
         /// Its bits after.
         new: u64,
     },
+    /// A PTE was not exchanged: it is not as it was read.
+    PteKept {
+        /// Its address.
+        cell: u64,
+        /// Its level.
+        level: u8,
+        /// Its bits.
+        found: u64,
+    },
     /// A frozen PTE was stored in a page-table page that was unlinked.
     PteFrozen {
         /// Its address.
@@ -202,6 +211,278 @@ pub enum Event {
     },
     /// All CPUs have flushed.
     FlushEnds,
+    /// A CPU begins to walk. It has flushed for each flush that was under way.
+    CpuWalks {
+        /// Number of the CPU.
+        cpu: u64,
+    },
+    /// On its walk, a CPU has read a PTE that is present.
+    CpuReads {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The frame of the guest.
+        gfn: u64,
+        /// The address of the PTE.
+        cell: u64,
+    },
+    /// The test makes a userfault bitmap.
+    BitmapMade {
+        /// The address of its first word.
+        bitmap: u64,
+        /// Whether a bit stands for 2 MiB.
+        is_big: bool,
+    },
+    /// User space has changed a word of a userfault bitmap.
+    BitsChanged {
+        /// The address of the word.
+        word: u64,
+        /// Its bits after.
+        value: u64,
+    },
+    /// A word of a userfault bitmap was read.
+    BitsRead {
+        /// The address of the word.
+        word: u64,
+        /// Its bits.
+        value: u64,
+    },
+    /// A word of the attributes was read.
+    AttributesRead {
+        /// Number of the word.
+        word: u64,
+        /// Which pages are private.
+        value: u64,
+    },
+    /// Pages became private, or shared.
+    AttributesStored {
+        /// Number of the word.
+        word: u64,
+        /// The pages.
+        mask: u64,
+        /// Whether they are private.
+        is_private: bool,
+    },
+    /// The test begins a call that concerns these frames.
+    CallBegins {
+        /// 0: an invalidation, or a change of attributes; 1: of a memslot; 2: a rescan.
+        kind: u64,
+        /// The first frame.
+        start: u64,
+        /// The frame behind the last.
+        end: u64,
+        /// Of a change of a memslot: the userfault bitmap that it turns on, or 0.
+        bitmap: u64,
+    },
+    /// The call has returned.
+    CallEnds {
+        /// Whether it succeeded.
+        is_ok: bool,
+    },
+    /// The test begins to make, delete, move or change a memslot.
+    MemslotBegins {
+        /// 0: an invalidation of the frames; 1: it makes the memslot; 2: it deletes it; 3: it moves it
+        /// or changes its flags.
+        kind: u64,
+        /// Number of the memslot.
+        id: u64,
+        /// The first frame.
+        start: u64,
+        /// The frame behind the last.
+        end: u64,
+        /// Number of the backing of a new memslot.
+        backing: u64,
+    },
+    /// A memslot is about to be published for the first time.
+    SlotMade {
+        /// Its address.
+        slot: u64,
+    },
+    /// A memslot was claimed for a change.
+    SlotClaimed {
+        /// Its address.
+        slot: u64,
+    },
+    /// A claim was dropped.
+    SlotReleased {
+        /// The address of the memslot.
+        slot: u64,
+    },
+    /// The published set was read, to build the next from it.
+    SetBuilt,
+    /// A memslot was freed.
+    SlotFreed {
+        /// Its address.
+        slot: u64,
+    },
+    /// A hazard pointer was set.
+    HazardSet {
+        /// The address of what it protects.
+        thing: u64,
+    },
+    /// A hazard pointer was cleared.
+    HazardCleared,
+    /// The guard of a fault is over.
+    FaultUnpinned,
+    /// The announcements of all guards were read.
+    AnnouncementsRead,
+    /// A CPU caches the directory entry above a page, which allows writes.
+    CpuCaches {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The frame of the guest.
+        gfn: u64,
+    },
+    /// In this schedule all marks are set when logging begins.
+    InitiallySet,
+    /// A CPU sets D of a leaf.
+    CpuSetsDirty {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The frame of the guest.
+        gfn: u64,
+    },
+    /// A vCPU has a dirty ring.
+    VcpuHasRing {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The address of its ring.
+        ring: u64,
+        /// The entries of the ring.
+        nr_entries: u64,
+    },
+    /// The index of the first entry of a ring that is not empty was read.
+    RingFirstRead {
+        /// The address of the ring.
+        ring: u64,
+        /// The index.
+        first: u64,
+    },
+    /// A page was written into an entry that is to be pushed.
+    RingEntryWritten {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+        /// The page.
+        page: u64,
+    },
+    /// An entry was pushed.
+    RingPushed {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+    },
+    /// A harvest of a ring has read which entries were harvested.
+    RingHarvestBegins {
+        /// The address of the ring.
+        ring: u64,
+        /// The index behind the last.
+        next: u64,
+    },
+    /// A harvest has found which entry is the next: it has just read which is the first.
+    RingEntryChosen {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+    },
+    /// The page of an entry was read.
+    RingEntryRead {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+        /// The page.
+        page: u64,
+    },
+    /// The mark of an entry was read.
+    RingMarkRead {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+        /// The mark.
+        mark: u64,
+    },
+    /// A harvest took an entry.
+    RingHarvested {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+    },
+    /// Another harvest was faster.
+    RingHarvestFailed {
+        /// The address of the ring.
+        ring: u64,
+        /// The index behind the last entry that was harvested.
+        next: u64,
+    },
+    /// An entry was marked as harvested.
+    RingMarked {
+        /// The address of the ring.
+        ring: u64,
+        /// The index of the entry.
+        index: u64,
+    },
+    /// A reset has read which entries of a ring were harvested.
+    RingResetBegins {
+        /// The address of the ring.
+        ring: u64,
+        /// The index behind the last.
+        harvested: u64,
+    },
+    /// A reset made entries empty.
+    RingReset {
+        /// The address of the ring.
+        ring: u64,
+        /// The index behind the last.
+        reached: u64,
+    },
+    /// The test begins to reset all rings.
+    ResetBegins,
+    /// The reset is over, and the test copies the pages that it has harvested.
+    ResetEnds,
+    /// A CPU writes a page into its modification log.
+    CpuLogs {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The frame of the guest.
+        gfn: u64,
+    },
+    /// A drain has noted how many entries a CPU's modification log has.
+    DrainNotes {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The number of the entry behind the last.
+        end: u64,
+    },
+    /// Each CPU has started over what it had begun.
+    DrainKicked,
+    /// A drain has read the entries up to the last that it has noted, and is about to pass them on.
+    DrainReads {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The number of the first entry.
+        first: u64,
+        /// How many there are.
+        nr_entries: u64,
+    },
+    /// A drain removes entries.
+    DrainRemoves {
+        /// Number of the CPU.
+        cpu: u64,
+        /// The number of the first entry that stays.
+        end: u64,
+    },
+    /// The host was notified that a leaf is about to go.
+    LeafZapped {
+        /// The frame of the guest.
+        gfn: u64,
+        /// Whether the guest has written through it.
+        is_dirty: u8,
+    },
 }
 
 /// What a PTE is.
@@ -211,11 +492,11 @@ pub enum PteKind {
     Empty(u64),
     /// It has this number; a flush is due.
     Unflushed(u64),
-    /// It maps this frame of the host, tracked or not; whether the host allows writing, and whether
-    /// the guest may write.
-    Leaf(u64, bool, bool),
-    /// It points to the page-table page at this address.
-    Table(u64),
+    /// It maps this frame of the host, tracked or not; its bits for rights, A and D.
+    Leaf(u64, u64),
+    /// It points to the page-table page at this address; the bits of its generation, and whether
+    /// it is protected.
+    Table(u64, u64, bool),
     /// It stands before or behind the page-table page at this address.
     Broken(u64),
     /// It is frozen.

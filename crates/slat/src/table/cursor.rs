@@ -91,7 +91,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     fn pte_at(&self, level: Level) -> PteRef<'s, F> {
         debug_assert!(level == self.level);
         // SAFETY: the PTEs of the page-table page have the cursor's level.
-        unsafe { PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level) }
+        unsafe { PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level, self.guard.lock_check()) }
     }
 
     /// Whether the directory entry above was protected when the walk came through it: then no page
@@ -239,7 +239,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
             self.descend_from_root(level)?;
         }
         // SAFETY: the cursor is at a PTE of `level`: it was, or has just gone down to one.
-        Some(unsafe { PteRef::new(&self.table[index_of::<F>(gfn, level)], level) })
+        Some(unsafe { PteRef::new(&self.table[index_of::<F>(gfn, level)], level, self.guard.lock_check()) })
     }
 
     /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the

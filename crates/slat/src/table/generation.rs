@@ -32,7 +32,7 @@
 //!   over before renewal k.
 //!
 //! These are at most 3 [`WINDOW`] + [`RENEWAL_ROOM`] = 1600 protectings of an entry
-//! (`models/generation.py`).
+//! (`models/proofs/generation_windows.py`).
 
 use super::retire::Epochs;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};

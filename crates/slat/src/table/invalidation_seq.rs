@@ -49,8 +49,8 @@
 //! next section. A fault that read before an unlinking fails, because the unlinking has a fresh
 //! number. A fault that reads after it observes the range of the later change. That change
 //! published, made a full fence, and then walked into the page-table page, so before the page was
-//! unlinked; the fault reads the parent PTE, and then the ranges in flight. (`models/slots.py` and
-//! `models/upgrade.py` show what happens otherwise.)
+//! unlinked; the fault reads the parent PTE, and then the ranges in flight. (The rules
+//! fresh-unlink and recount of `models/proofs/invalidation.py` say what happens otherwise.)
 //!
 //! # No number comes back to a page
 //! "The very number" proves that nothing has happened since the read only if no number is stored
@@ -65,8 +65,8 @@
 //!   the number: the page-table page is made after the flush, and no PTE gets the flag again
 //!   without another number.
 //!
-//! Otherwise this happens, with a block of pages, three changes and a fault (`models/zap.py`, rules
-//! number-again and number-passed):
+//! Otherwise this happens, with a block of pages, three changes and a fault (rule fresh-above of
+//! `models/proofs/invalidation.py`):
 //! 1. K takes the fresh number u for an unlinking of the block.
 //! 2. J takes its own number S, greater than u, and visits the page. A fault F reads S there.
 //! 3. I publishes the page, zaps it, and keeps its range in flight.

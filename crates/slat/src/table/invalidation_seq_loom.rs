@@ -20,6 +20,7 @@ use crate::table::in_flight::RangesInFlight;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::retire::LockCheck;
 
 const PREEMPTIONS: usize = 3;
 /// For three threads: with one more, a model takes minutes.
@@ -54,7 +55,7 @@ impl World {
 
     fn pte(&self) -> PteRef<'_, Npt> {
         // SAFETY: no walk reaches it.
-        unsafe { PteRef::new(&self.pte, Level::L4K) }
+        unsafe { PteRef::new(&self.pte, Level::L4K, LockCheck::NONE) }
     }
 
     fn leaf(host: u64) -> Pte<Npt> {

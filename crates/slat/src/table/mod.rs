@@ -19,7 +19,7 @@ pub(crate) mod pte_ref;
 pub(crate) mod retire;
 pub(crate) mod tlb;
 #[cfg_attr(not(feature = "baselines"), path = "no_lock.rs")]
-mod vm_lock;
+pub(crate) mod vm_lock;
 
 use alloc::boxed::Box;
 use core::marker::PhantomData;
@@ -118,6 +118,12 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Whether a long operation should leave its guard for a while.
     pub(crate) fn should_yield(&self) -> bool {
         self.host.should_yield() || self.lock.is_contended()
+    }
+
+    /// Takes the VM's lock alone, if there is one, and waits for it.
+    #[inline]
+    pub(crate) fn lock<'a>(&'a self, participant: &'a Participant) -> HeldLock<'a, H> {
+        self.lock.acquire(&self.host, participant, Side::Write)
     }
 
     /// Opens a guard that changes the tree, inside the VM's lock if there is one, for which it

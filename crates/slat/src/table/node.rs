@@ -116,12 +116,12 @@ pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_ptes: usize) 
 #[inline]
 pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
     host: &H,
-    _guard: &'s Guard<'_>,
+    guard: &'s Guard<'_>,
     table: Hpa,
     level: Level,
 ) -> Ptes<'s, F> {
     // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
-    unsafe { Ptes::new(entries(host, table, nr_ptes::<F>(level)), level) }
+    unsafe { Ptes::new(entries(host, table, nr_ptes::<F>(level)), level, guard.lock_check()) }
 }
 
 /// Stores each PTE of a page-table page that no other thread can reach yet.

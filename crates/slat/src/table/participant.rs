@@ -11,6 +11,9 @@
 //! [`FaultPin`] opens them, and only one of them borrows it at a time. A [`HazardPointer`] has room
 //! for one thing: to protect another, the caller drops the first. [`retire`](super::retire) has the
 //! protocol.
+//!
+//! Debug builds record in the participant how its owner holds the VM's lock. Each change of a PTE
+//! asserts that through a [`LockCheck`].
 
 #![expect(unsafe_code, reason = "a participant is its owner's although others reach it")]
 
@@ -24,7 +27,7 @@ use super::retire::Epochs;
 use crate::boxed::Zeroed;
 use crate::pool::{PoolLink, Pooled};
 use crate::stats::Recorder;
-use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, Side, record};
 
 /// The most PTEs, words of bitmaps and pages that one guard visits, so that what is retired behind
 /// it does not wait long. A longer walk leaves its guard and goes on in another. Checked in builds
@@ -44,6 +47,9 @@ pub(crate) struct SharedParticipant {
     pub(super) announced_by_fault: AtomicU64,
     /// Number of open counted guards. Only the owner accesses it.
     nr_open: Cell<u64>,
+    /// How the owner holds the VM's lock. Only the owner accesses it.
+    #[cfg(debug_assertions)]
+    hold: Cell<Hold>,
     /// Address of the memslot in whose backing the owner resolves, or null: it must not be freed.
     pub(super) resolving: AtomicPtr<()>,
     /// Index in the published set of the memslot that the owner found last. A hint: the owner
@@ -53,8 +59,8 @@ pub(crate) struct SharedParticipant {
     pub(crate) stats: Recorder,
 }
 
-// SAFETY: atomics whose first value is zero, a null pointer, and fields that are `Zeroed`
-// themselves.
+// SAFETY: atomics whose first value is zero, cells of a number and of `Hold::NoLock`, which is zero,
+// a null pointer, and fields that are `Zeroed` themselves.
 unsafe impl Zeroed for SharedParticipant {
     #[cfg(loom)]
     fn zeroed() -> SharedParticipant {
@@ -62,6 +68,8 @@ unsafe impl Zeroed for SharedParticipant {
             announced: AtomicU64::new(IDLE),
             announced_by_fault: AtomicU64::new(IDLE),
             nr_open: Cell::new(0),
+            #[cfg(debug_assertions)]
+            hold: Cell::new(Hold::NoLock),
             resolving: AtomicPtr::new(ptr::null_mut()),
             last_slot: AtomicU32::new(0),
             link: PoolLink::new(),
@@ -77,8 +85,8 @@ unsafe impl Pooled for SharedParticipant {
     }
 }
 
-// SAFETY: all fields but one are atomics. `nr_open` is used through a `Participant` alone, which is
-// one thread's.
+// SAFETY: all fields but the cells are atomics. The cells are used through a `Participant` alone,
+// which is one thread's.
 unsafe impl Send for SharedParticipant {}
 // SAFETY: as above.
 unsafe impl Sync for SharedParticipant {}
@@ -116,6 +124,75 @@ impl Participant {
     #[inline]
     pub(super) fn is_outside(&self) -> bool {
         self.nr_open.get() == 0
+    }
+
+    /// Records how the owner holds the VM's lock from now on.
+    #[cfg(debug_assertions)]
+    #[cfg_attr(not(any(test, feature = "baselines")), expect(dead_code, reason = "there is no lock"))]
+    pub(super) fn record_hold(&self, hold: Hold) {
+        self.hold.set(hold);
+    }
+
+    /// How the owner holds the VM's lock.
+    #[cfg(debug_assertions)]
+    pub(super) fn hold(&self) -> Hold {
+        self.hold.get()
+    }
+}
+
+/// How the owner of a participant holds the VM's lock. Each includes those before.
+#[cfg(debug_assertions)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[cfg_attr(not(any(test, feature = "baselines")), expect(dead_code, reason = "there is no lock"))]
+#[repr(u8)]
+pub(super) enum Hold {
+    /// The VM has none.
+    NoLock = 0,
+    Outside,
+    Read,
+    Write,
+}
+
+/// Asserts in debug builds that a thread holds the VM's lock, if there is one. Nothing in other
+/// builds.
+#[derive(Clone, Copy)]
+pub(crate) struct LockCheck<'s> {
+    /// `None`: PTEs that no other thread reaches.
+    #[cfg(debug_assertions)]
+    participant: Option<&'s Participant>,
+    lifetime: PhantomData<&'s Participant>,
+}
+
+impl<'s> LockCheck<'s> {
+    /// For PTEs outside of a tree.
+    #[cfg(test)]
+    pub(crate) const NONE: LockCheck<'s> = LockCheck {
+        #[cfg(debug_assertions)]
+        participant: None,
+        lifetime: PhantomData,
+    };
+
+    #[inline]
+    pub(super) fn of(_participant: &'s Participant) -> LockCheck<'s> {
+        LockCheck {
+            #[cfg(debug_assertions)]
+            participant: Some(_participant),
+            lifetime: PhantomData,
+        }
+    }
+
+    /// Asserts that the thread holds this side of the lock, or the write side.
+    #[inline]
+    pub(crate) fn assert(self, _side: Side) {
+        #[cfg(debug_assertions)]
+        {
+            let needed = match _side {
+                Side::Read => Hold::Read,
+                Side::Write => Hold::Write,
+            };
+            let hold = self.participant.map_or(Hold::NoLock, Participant::hold);
+            assert!(hold == Hold::NoLock || hold >= needed, "a PTE changes under {hold:?}, and needs {needed:?}");
+        }
     }
 }
 
@@ -157,6 +234,7 @@ impl<'r> HazardPointer<'r> {
         // Release is enough: the end of the guard (a release store) comes after, and a reclaimer
         // that observes that end (acquire) observes this.
         self.0.resolving.store(thing.as_ptr().cast(), Ordering::Release);
+        record!(HazardSet { thing: thing.addr().get() as u64 });
         Protected { thing, participant: self.0 }
     }
 }
@@ -186,6 +264,7 @@ impl<T> Drop for Protected<'_, T> {
     fn drop(&mut self) {
         // Release: the uses of the thing precede its free, by a thread that observes this.
         self.participant.resolving.store(ptr::null_mut(), Ordering::Release);
+        record!(HazardCleared);
     }
 }
 
@@ -210,6 +289,12 @@ impl<'a> Guard<'a> {
 
     pub(crate) fn participant(&self) -> &'a Participant {
         self.participant
+    }
+
+    /// The check that this thread holds the VM's lock, for the PTEs that the guard reaches.
+    #[inline]
+    pub(crate) fn lock_check(&self) -> LockCheck<'a> {
+        LockCheck::of(self.participant)
     }
 
     /// Counts `nr_steps` more PTEs, words or pages that this guard visits.
@@ -292,6 +377,7 @@ impl Drop for FaultGuard<'_> {
     fn drop(&mut self) {
         // Release: as for a counted guard.
         self.0.participant.announced_by_fault.store(IDLE, Ordering::Release);
+        record!(FaultUnpinned);
     }
 }
 

@@ -102,6 +102,8 @@
 //! out of reach, which last 14 years at 10000 changes a second. A host with memory beyond that half
 //! protects it by other means (flushes of the L1 data cache at entry), as it has to anyway.
 
+mod frozen;
+
 use core::fmt;
 use core::marker::PhantomData;
 
@@ -110,6 +112,9 @@ use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::format::{self, Format};
 #[cfg(shuttle)]
 use crate::sync::events::PteKind;
+use frozen::{FROZEN_LEAF, FROZEN_TABLE};
+pub(crate) use frozen::{Frozen, FrozenLeaves};
+pub(super) use frozen::{frozen_link, frozen_number, link_of, number_of};
 
 const FROZEN_BIT: u64 = 1 << 3;
 const TRACKED_BIT: u64 = 1 << 4;
@@ -117,16 +122,6 @@ const TRACKED_HOST_WRITABLE: u64 = 1 << 5;
 const TRACKED_DIRTY: u64 = 1 << 6;
 const BROKEN_BIT: u64 = 1 << 10;
 const BROKEN_FOR_SPLIT: u64 = 1 << 11;
-// What a frozen PTE was. A link of retired page-table pages has neither of these two bits. None of
-// the others is where an AND could hit it that was meant for the leaf.
-const FROZEN_LEAF: u64 = 1 << 9;
-const FROZEN_TABLE: u64 = 1 << 11;
-// In the order of the x86 formats, where the first two are at home, and the other two adjacent.
-const FROZEN_HOST_WRITABLE: u64 = 1 << 52;
-const FROZEN_WAS_DIRTY: u64 = 1 << 53;
-const FROZEN_ACCESSED: u64 = 1 << 54;
-const FROZEN_DIRTY: u64 = 1 << 55;
-const FROZEN_TRACKED: u64 = 1 << 56;
 /// The lowest bit of an address or a number in a PTE that is not present.
 pub(super) const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
@@ -207,16 +202,6 @@ pub(crate) enum Breaking {
     Recovery,
     /// A huge leaf was here, and a page-table page is to come.
     Split,
-}
-
-/// What a frozen PTE was, if [`PteRef::freeze_as_was`](super::pte_ref::PteRef::freeze_as_was) froze
-/// it.
-pub(crate) enum Frozen<F> {
-    /// This leaf, tracked or not, without its right to write.
-    Leaf(Pte<F>),
-    /// A PTE that pointed to this page-table page.
-    Table(Hpa),
-    Nothing,
 }
 
 /// The states.
@@ -314,7 +299,7 @@ impl<F: Format> Pte<F> {
     }
 }
 
-/// Broken and frozen PTEs.
+/// Broken PTEs.
 impl<F: Format> Pte<F> {
     /// The page-table page that a broken PTE names.
     pub(crate) fn table_of_broken(self) -> (Hpa, Breaking) {
@@ -322,115 +307,6 @@ impl<F: Format> Pte<F> {
         let breaking = if self.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
         (address_in(self.0), breaking)
     }
-
-    /// What this frozen PTE of `level` was.
-    pub(crate) fn before_freezing(self, level: Level) -> Frozen<F> {
-        debug_assert!(self.0 & FROZEN_BIT != 0);
-        let bit = |from: u64, to: u64| if self.0 & from != 0 { to } else { 0 };
-        if self.0 & FROZEN_LEAF == 0 {
-            return if self.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(self.0)) } else { Frozen::Nothing };
-        }
-        let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
-            | bit(FROZEN_DIRTY, F::DIRTY)
-            | bit(FROZEN_ACCESSED, F::ACCESSED)
-            | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
-        let leaf = Pte::leaf(address_in(self.0).pfn(), level).with(attributes);
-        Frozen::Leaf(if self.0 & FROZEN_TRACKED != 0 { leaf.tracked(level) } else { leaf })
-    }
-
-    /// The frame of the leaf, tracked or not, that this frozen PTE was; `None` if it was none.
-    #[inline]
-    pub(crate) fn frame_before_freezing(self) -> Option<Pfn> {
-        debug_assert!(self.0 & FROZEN_BIT != 0);
-        (self.0 & FROZEN_LEAF != 0).then(|| address_in(self.0).pfn())
-    }
-
-    /// This PTE of `level` frozen, so that [`before_freezing`](Self::before_freezing) returns what
-    /// it was.
-    #[inline]
-    pub(super) fn frozen_as_was(self, level: Level) -> Pte<F> {
-        match self.state(level) {
-            found @ (State::Leaf | State::Tracked) => {
-                let leaf = self.untracked(level);
-                let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
-                Pte::from_bits(
-                    hidden_address(leaf.frame(level).hpa())
-                        | FROZEN_BIT
-                        | FROZEN_LEAF
-                        | bit(F::HOST_WRITABLE, FROZEN_HOST_WRITABLE)
-                        | bit(F::DIRTY, FROZEN_DIRTY)
-                        | bit(F::ACCESSED, FROZEN_ACCESSED)
-                        | bit(F::WAS_DIRTY, FROZEN_WAS_DIRTY)
-                        | if found == State::Tracked { FROZEN_TRACKED } else { 0 },
-                )
-            }
-            State::Table => Pte::from_bits(hidden_address(self.table_below(level)) | FROZEN_TABLE | FROZEN_BIT),
-            State::Empty(_) | State::Broken => Pte::FROZEN,
-            // It may have a link of retired page-table pages.
-            State::Frozen => self,
-        }
-    }
-}
-
-/// The attributes of many leaves, tracked or not, before they were frozen.
-#[derive(Clone, Copy)]
-pub(crate) struct FrozenLeaves {
-    any: u64,
-    all: u64,
-}
-
-impl FrozenLeaves {
-    pub(crate) fn new() -> FrozenLeaves {
-        FrozenLeaves { any: 0, all: u64::MAX }
-    }
-
-    #[inline]
-    pub(crate) fn add<F>(&mut self, frozen: Pte<F>) {
-        self.any |= frozen.0;
-        self.all &= frozen.0;
-    }
-
-    /// Whether the host allows writing; `None` if only for some.
-    pub(crate) fn are_host_writable(self) -> Option<bool> {
-        let (any, all) = (self.any & FROZEN_HOST_WRITABLE != 0, self.all & FROZEN_HOST_WRITABLE != 0);
-        (any == all).then_some(all)
-    }
-
-    pub(crate) fn is_any_accessed(self) -> bool {
-        self.any & FROZEN_ACCESSED != 0
-    }
-
-    pub(crate) fn is_any_dirty(self) -> bool {
-        self.any & (FROZEN_DIRTY | FROZEN_WAS_DIRTY) != 0
-    }
-
-    pub(crate) fn are_all_tracked(self) -> bool {
-        self.all & FROZEN_TRACKED != 0
-    }
-}
-
-/// The bits of a frozen PTE that carries `next`, a page-aligned address.
-#[inline]
-pub(super) fn frozen_link(next: Hpa) -> u64 {
-    debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);
-    // With the bits that it may have above bit 51: the end of a list is no address.
-    next.0 ^ ADDRESS | FROZEN_BIT
-}
-
-/// The bits of a frozen PTE that carries the number `payload` (below 2^52).
-#[inline]
-pub(super) fn frozen_number(payload: u64) -> u64 {
-    hidden_number(payload) | FROZEN_BIT
-}
-
-pub(super) fn link_of(bits: u64) -> Hpa {
-    debug_assert!(bits & FROZEN_BIT != 0);
-    Hpa((bits ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
-}
-
-pub(super) fn number_of(bits: u64) -> u64 {
-    debug_assert!(bits & FROZEN_BIT != 0);
-    number_in(bits)
 }
 
 /// What the bits `value` of a PTE of `level` say, for the proofs.
@@ -440,8 +316,8 @@ pub fn kind<F: Format>(value: u64, level: u8) -> PteKind {
     match pte.state(level) {
         State::Empty(seq) if seq.is_unflushed() => PteKind::Unflushed(seq.flushed().number()),
         State::Empty(seq) => PteKind::Empty(seq.number()),
-        State::Leaf | State::Tracked => PteKind::Leaf(pte.frame(level).0, pte.is_host_writable(), pte.is_writable()),
-        State::Table => PteKind::Table(pte.table_below(level).0),
+        State::Leaf | State::Tracked => PteKind::Leaf(pte.frame(level).0, pte.untracked(level).attributes()),
+        State::Table => PteKind::Table(pte.table_below(level).0, value & F::GENERATION, pte.is_protected()),
         State::Broken => PteKind::Broken(pte.table_of_broken().0.0),
         State::Frozen => PteKind::Frozen,
     }
@@ -582,11 +458,26 @@ impl<F: Format> Pte<F> {
         Pte::leaf(self.frame(level), level).with(host_writable | dirty)
     }
 
-    /// Part `index` of this huge leaf of `level`, one level lower, with the same attributes.
-    pub(crate) fn part(self, level: Level, index: usize) -> Pte<F> {
-        let pfn = Pfn(self.frame(level).0 + index as u64 * level.down().nr_pages());
-        let part = Pte::leaf(pfn, level.down()).with(self.untracked(level).attributes());
-        if self.is_present() { part } else { part.tracked(level.down()) }
+    /// The parts of this huge leaf of `level`, by their number: one level lower, with the same
+    /// attributes.
+    ///
+    /// The bits of one and the next always differ by the same number. Formats keep the number of
+    /// the frame in adjacent bits (of a tracked leaf: inverted), and a huge leaf is aligned, so no
+    /// sum carries into other bits.
+    pub(crate) fn parts(self, level: Level) -> impl Fn(usize) -> Pte<F> {
+        let (lower, attributes) = (level.down(), self.untracked(level).attributes());
+        let made = move |index: usize| {
+            let pfn = Pfn(self.frame(level).0 + index as u64 * lower.nr_pages());
+            let part = Pte::<F>::leaf(pfn, lower).with(attributes);
+            if self.is_present() { part } else { part.tracked(lower) }
+        };
+        let first = made(0).bits();
+        let step = made(1).bits().wrapping_sub(first);
+        move |index| {
+            let part = Pte::from_bits(first.wrapping_add(step.wrapping_mul(index as u64)));
+            debug_assert_eq!(part, made(index));
+            part
+        }
     }
 }
 

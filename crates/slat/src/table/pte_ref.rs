@@ -7,6 +7,7 @@
 //!   same one: it checks that. [`PteRef::link`] stores others, and is unsafe.
 //!   [`Prepared`](super::node::Prepared) calls it for page-table pages that it owns.
 //! - Where both states are known, an unsafe operation saves the check.
+//! - In a VM with a lock, the thread holds the side that the change needs. Debug builds check that.
 //!
 //! # Use
 //! A walk gets a [`PteRef`] from its cursor, or from the [`Ptes`] of a page-table page. It loads the
@@ -20,11 +21,12 @@ use core::marker::PhantomData;
 use core::slice::SliceIndex;
 
 use super::invalidation_seq::InvalidationSeq;
+use super::participant::LockCheck;
 use super::pte::{self, Breaking, Pte, State};
 use crate::addr::Level;
 use crate::format::Format;
 use crate::stats::{Counter, Recorder};
-use crate::sync::{AtomicU64, Ordering, record};
+use crate::sync::{AtomicU64, Ordering, Side, record};
 
 /// The PTE is no longer what the caller has read: another thread or hardware was faster.
 #[derive(Debug)]
@@ -34,6 +36,7 @@ pub(crate) struct Changed;
 pub(crate) struct Ptes<'s, F> {
     pub(super) cells: &'s [AtomicU64],
     level: Level,
+    lock: LockCheck<'s>,
     format: PhantomData<F>,
 }
 
@@ -50,8 +53,8 @@ impl<'s, F: Format> Ptes<'s, F> {
     /// # Safety
     /// `cells` are PTEs of `level` in a page-table page, or no walk reaches them.
     #[inline]
-    pub(crate) unsafe fn new(cells: &'s [AtomicU64], level: Level) -> Ptes<'s, F> {
-        Ptes { cells, level, format: PhantomData }
+    pub(crate) unsafe fn new(cells: &'s [AtomicU64], level: Level, lock: LockCheck<'s>) -> Ptes<'s, F> {
+        Ptes { cells, level, lock, format: PhantomData }
     }
 
     #[inline]
@@ -71,7 +74,7 @@ impl<'s, F: Format> Ptes<'s, F> {
 
     #[inline]
     fn with_level(self, cell: &'s AtomicU64) -> PteRef<'s, F> {
-        PteRef { cell, level: self.level, format: PhantomData }
+        PteRef { cell, level: self.level, lock: self.lock, format: PhantomData }
     }
 
     #[inline]
@@ -96,6 +99,7 @@ impl<'s, F: Format> Ptes<'s, F> {
 pub(crate) struct PteRef<'s, F> {
     cell: &'s AtomicU64,
     level: Level,
+    lock: LockCheck<'s>,
     format: PhantomData<F>,
 }
 
@@ -112,8 +116,8 @@ impl<'s, F: Format> PteRef<'s, F> {
     /// # Safety
     /// `cell` is a PTE of `level` in a page-table page, or no walk reaches it.
     #[inline]
-    pub(crate) unsafe fn new(cell: &'s AtomicU64, level: Level) -> PteRef<'s, F> {
-        PteRef { cell, level, format: PhantomData }
+    pub(crate) unsafe fn new(cell: &'s AtomicU64, level: Level, lock: LockCheck<'s>) -> PteRef<'s, F> {
+        PteRef { cell, level, lock, format: PhantomData }
     }
 
     #[inline]
@@ -238,7 +242,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         #[cfg(debug_assertions)]
         self.assert_transition(old, new);
         let result = self.cell.compare_exchange(old.bits(), new.bits(), Ordering::SeqCst, Ordering::Acquire);
-        self.record_if(result.is_ok(), old.bits(), new.bits());
+        self.record(result, old.bits(), new.bits());
         result.map(drop).map_err(|_| Changed)
     }
 
@@ -282,10 +286,17 @@ impl<'s, F: Format> PteRef<'s, F> {
         }
         debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a directory entry");
         debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
+        if cfg!(debug_assertions) && bits & F::WRITABLE != 0 {
+            // All that a push-down needs. A harvest has asserted the write side (`Protector::new`).
+            self.lock.assert(Side::Read);
+        }
+        // Above the lowest level nothing is cleared: a bit could be that of a broken PTE. Callers
+        // have a constant level.
+        let bits = if self.level == Level::L4K { bits } else { 0 };
         // SeqCst: stands in the store-load pairs of the dirty log.
         let kept = !(bits & (F::WRITABLE | F::ACCESSED));
         let old = self.cell.fetch_and(kept, Ordering::SeqCst);
-        self.record_if(true, old, old & kept);
+        self.record(Ok(old), old, old & kept);
         Pte::from_bits(old)
     }
 
@@ -295,31 +306,39 @@ impl<'s, F: Format> PteRef<'s, F> {
     /// The page-table page is not retired yet: then its PTEs have the links of a list.
     #[inline]
     pub(crate) unsafe fn freeze(&self) -> Pte<F> {
+        self.lock.assert(Side::Write);
         // AcqRel: observes what the PTE pointed to as its writer left it.
         let old = self.cell.swap(Pte::<F>::FROZEN.bits(), Ordering::AcqRel);
-        self.record_if(true, old, Pte::<F>::FROZEN.bits());
+        self.record(Ok(old), old, Pte::<F>::FROZEN.bits());
         Pte::from_bits(old)
     }
 
     /// Freezes `value`, which keeps what it was, and returns that; `Err` is what is there instead.
     #[inline]
     pub(crate) fn freeze_as_was(&self, value: Pte<F>) -> Result<Pte<F>, Pte<F>> {
+        self.lock.assert(Side::Read);
         // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.
         let frozen = value.frozen_as_was(self.level);
         let result = self.cell.compare_exchange(value.bits(), frozen.bits(), Ordering::AcqRel, Ordering::Acquire);
-        self.record_if(result.is_ok(), value.bits(), frozen.bits());
+        self.record(result, value.bits(), frozen.bits());
         match result {
             Ok(_) => Ok(frozen),
             Err(found) => Err(Pte::from_bits(found)),
         }
     }
 
-    /// Records a change for the proofs, directly behind it.
+    /// Records for the proofs that `_old` was replaced by `_new`, or what was found instead.
+    /// Directly behind the exchange: what the thread reads next may be `_old` again.
     #[inline(always)]
-    fn record_if(&self, _has_changed: bool, _old: u64, _new: u64) {
+    fn record(&self, _result: Result<u64, u64>, _old: u64, _new: u64) {
         #[cfg(shuttle)]
-        if _has_changed {
-            record!(PteReplaced { cell: self.address(), level: self.level.0, old: _old, new: _new });
+        match _result {
+            Ok(_) => {
+                record!(PteReplaced { cell: self.address(), level: self.level.0, old: _old, new: _new });
+            }
+            Err(found) => {
+                record!(PteKept { cell: self.address(), level: self.level.0, found });
+            }
         }
     }
 
@@ -329,9 +348,30 @@ impl<'s, F: Format> PteRef<'s, F> {
         core::ptr::from_ref(self.cell).addr() as u64
     }
 
+    /// The side of the VM's lock that a change needs: the read side, unless other threads must not
+    /// make any change beside it. Aging needs none.
+    #[cfg(debug_assertions)]
+    fn side_of(old: Pte<F>, new: Pte<F>, level: Level) -> Option<Side> {
+        match (old.state(level), new.state(level)) {
+            (State::Leaf, State::Tracked) => None,
+            (State::Leaf, State::Leaf) if new == old.without(F::ACCESSED) => None,
+            (State::Leaf, State::Leaf) => {
+                let is_protected = old.is_writable() && !new.is_writable();
+                let is_cleaned = old.is_dirty_for_log() && !new.is_dirty_for_log();
+                Some(if is_protected || is_cleaned { Side::Write } else { Side::Read })
+            }
+            (State::Table, State::Table) if new.is_protected() => Some(Side::Write),
+            (State::Table, State::Empty(_)) => Some(Side::Write),
+            _ => Some(Side::Read),
+        }
+    }
+
     #[cfg(debug_assertions)]
     fn assert_transition(&self, old: Pte<F>, new: Pte<F>) {
         let level = self.level;
+        if let Some(side) = Self::side_of(old, new, level) {
+            self.lock.assert(side);
+        }
         let allowed = match (old.state(level), new.state(level)) {
             (State::Empty(_), State::Leaf | State::Table) => true,
             (State::Empty(before), State::Empty(after)) => before < after,

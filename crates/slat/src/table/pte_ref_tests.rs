@@ -1,15 +1,26 @@
-//! A safe exchange stores no PTE that names another page-table page than the PTE before.
+//! A safe exchange stores no PTE that names another page-table page than the PTE before. In debug
+//! builds, changes assert that the VM's lock is held.
+
+#[cfg(debug_assertions)]
+extern crate std;
+
+#[cfg(debug_assertions)]
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::*;
 use crate::addr::{Hpa, Pfn};
 use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
 use crate::table::invalidation_seq::InvalidationSeq;
+#[cfg(debug_assertions)]
+use crate::table::participant::Hold;
+#[cfg(debug_assertions)]
+use crate::table::retire::{Epochs, Fences};
 
 fn names_no_other_page<F: Format>() {
     let level = Level::L2M;
     let cell = AtomicU64::new(0);
     // SAFETY: no walk reaches it.
-    let pte = unsafe { PteRef::<F>::new(&cell, level) };
+    let pte = unsafe { PteRef::<F>::new(&cell, level, LockCheck::NONE) };
     let (here, elsewhere) = (Hpa(0x20_0000), Hpa(0x40_0000));
     let table = Pte::table(here);
     let leaf = Pte::leaf(here.pfn(), level).with(F::HOST_WRITABLE);
@@ -57,4 +68,52 @@ fn safe_exchanges_name_no_other_page_table_page() {
     names_no_other_page::<Stage2>();
     names_no_other_page::<Sv39x4>();
     names_no_other_page::<Sv48x4>();
+}
+
+/// Whether `change` of a PTE that holds `old` is let through, of `level` and under `hold`.
+#[cfg(debug_assertions)]
+fn is_allowed(hold: Hold, level: Level, old: Pte<Npt>, change: fn(PteRef<'_, Npt>, Pte<Npt>)) -> bool {
+    let epochs = Epochs::new(Fences::Both);
+    let participant = epochs.borrow_participant().unwrap();
+    let guard = epochs.pin(&participant);
+    let cell = AtomicU64::new(old.bits());
+    participant.record_hold(hold);
+    // SAFETY: no walk reaches it.
+    let pte = unsafe { PteRef::new(&cell, level, guard.lock_check()) };
+    catch_unwind(AssertUnwindSafe(|| change(pte, old))).is_ok()
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_pte_that_changes_without_the_needed_side_of_the_lock_is_noticed() {
+    let [small, huge] = [Level::L4K, Level::L2M];
+    let leaf = Pte::<Npt>::leaf(Pfn(512), huge).with(Npt::HOST_WRITABLE | Npt::ACCESSED);
+    let writable = leaf.with(Npt::WRITABLE);
+    let table = Pte::<Npt>::table(Hpa(0x20_0000));
+    let zap = |pte: PteRef<'_, Npt>, old: Pte<Npt>| {
+        let _: Result<(), Changed> = pte.exchange(old, Pte::empty(InvalidationSeq::FIRST));
+    };
+    let [none, read, write] = [[true, true, true], [false, true, true], [false, false, true]];
+    type Change = fn(PteRef<'_, Npt>, Pte<Npt>);
+    let changes: [(Level, Pte<Npt>, Change, [bool; 3]); 8] = [
+        (huge, leaf, |pte, old| pte.exchange(old, old.without(Npt::ACCESSED)).unwrap(), none),
+        (huge, leaf, |pte, old| pte.exchange(old, old.tracked(pte.level())).unwrap(), none),
+        (huge, leaf, |pte, old| pte.exchange(old, old.with(Npt::WRITABLE)).unwrap(), read),
+        (huge, leaf, zap, read),
+        (huge, leaf, |pte, old| assert!(pte.freeze_as_was(old).is_ok()), read),
+        (huge, writable, |pte, old| pte.exchange(old, old.without(Npt::WRITABLE)).unwrap(), write),
+        (huge, table, |pte, old| pte.exchange(old, old.protected()).unwrap(), write),
+        (huge, table, zap, write),
+    ];
+    for (level, old, change, expected) in changes {
+        let holds = [Hold::Outside, Hold::Read, Hold::Write];
+        assert_eq!(holds.map(|hold| is_allowed(hold, level, old, change)), expected, "{old:?}");
+        assert!(is_allowed(Hold::NoLock, level, old, change), "{old:?}");
+    }
+    let small_leaf = Pte::<Npt>::leaf(Pfn(5), small).with(Npt::HOST_WRITABLE | Npt::WRITABLE | Npt::ACCESSED);
+    let clear_write: Change = |pte, old| assert_eq!(pte.clear(Npt::WRITABLE), old);
+    let clear_accessed: Change = |pte, old| assert_eq!(pte.clear(Npt::ACCESSED), old);
+    assert!(!is_allowed(Hold::Outside, small, small_leaf, clear_write));
+    assert!(is_allowed(Hold::Read, small, small_leaf, clear_write));
+    assert!(is_allowed(Hold::Outside, small, small_leaf, clear_accessed));
 }

@@ -45,6 +45,8 @@ use crossbeam_utils::CachePadded;
 
 use super::node;
 use super::participant::IDLE;
+#[cfg(all(test, loom))]
+pub(crate) use super::participant::LockCheck;
 pub(crate) use super::participant::{
     BorrowedParticipant, FaultGuard, LoneGuard, NestedGuard, OwnedParticipant, SharedParticipant,
 };
@@ -243,6 +245,7 @@ impl Epochs {
                 }
             }
         }
+        record!(AnnouncementsRead);
         oldest
     }
 

@@ -35,7 +35,8 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Ranges that are kept apart before one covers them all.
+/// Ranges that are kept apart before one covers them all. The documentation of [`Host::flush`] names
+/// the number, too.
 const MAX_RANGES: usize = 8;
 
 /// What CPUs may still have cached, and the page-table pages that they may still walk.

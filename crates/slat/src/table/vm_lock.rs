@@ -7,6 +7,8 @@ use crate::host::Host;
 use crate::stats::{Counter, is_sampled};
 use crate::sync::{AtomicU32, Lock, LockGuard, Locking, Park, Side, spin_loop};
 
+#[cfg(debug_assertions)]
+use super::participant::Hold;
 use super::retire::Participant;
 
 /// The lock that a VM holds while it changes its page tables, if its [`Locking`] is not `None`.
@@ -24,6 +26,8 @@ pub(crate) struct HeldLock<'a, H: Host>(#[expect(dead_code, reason = "is dropped
 struct Held<'a, H: Host> {
     _guard: LockGuard<'a, ParkOf<'a, H>>,
     timed: Option<TimedHold<'a, H>>,
+    #[cfg(debug_assertions)]
+    participant: &'a Participant,
 }
 
 /// By how many acquisitions the timed holds come after the timed faults. Small, for calls that take
@@ -74,9 +78,14 @@ impl<H: Host> Park for ParkOf<'_, H> {
 impl LockTiming {
     pub(super) const OFF: LockTiming = LockTiming { is_on: false };
 
-    /// Makes room for the times in `participant`.
+    /// Makes room for the times in `participant`, whose owner does not hold the lock.
     pub(super) fn prepare(self, participant: &Participant) -> Result<(), OutOfMemory> {
-        if self.is_on { participant.stats.make_lock_times() } else { Ok(()) }
+        if !self.is_on {
+            return Ok(());
+        }
+        #[cfg(debug_assertions)]
+        participant.record_hold(Hold::Outside);
+        participant.stats.make_lock_times()
     }
 }
 
@@ -85,6 +94,8 @@ impl<H: Host> Drop for Held<'_, H> {
     /// than most holds, and may cost the CPU.
     #[inline]
     fn drop(&mut self) {
+        #[cfg(debug_assertions)]
+        self.participant.record_hold(Hold::Outside);
         if let Some(timed) = &self.timed {
             timed.record();
         }
@@ -145,13 +156,25 @@ impl VmLock {
     /// clocks would be in the guest's stall.
     #[inline]
     fn acquire_timed<'a, H: Host>(&'a self, host: &'a H, participant: &'a Participant, side: Side) -> Held<'a, H> {
+        #[cfg(debug_assertions)]
+        assert!(participant.hold() == Hold::Outside, "the lock is taken by its holder");
         let is_timed = is_sampled(participant.stats.get(Counter::LockAcquisitions).wrapping_sub(HOLDS_APART));
         participant.stats.count(Counter::LockAcquisitions);
         let guard = match self.0.try_acquire(ParkOf(host), side) {
             Some(guard) => guard,
             None => self.wait(host, participant, side),
         };
-        Held { _guard: guard, timed: if is_timed { Some(time_hold(host, participant)) } else { None } }
+        #[cfg(debug_assertions)]
+        participant.record_hold(match side {
+            Side::Read => Hold::Read,
+            Side::Write => Hold::Write,
+        });
+        Held {
+            _guard: guard,
+            timed: if is_timed { Some(time_hold(host, participant)) } else { None },
+            #[cfg(debug_assertions)]
+            participant,
+        }
     }
 
     #[cold]

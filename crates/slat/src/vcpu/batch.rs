@@ -23,7 +23,7 @@ use crate::table::pte::Pte;
 use crate::table::retire::{Guard, HazardPointer};
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
-pub(super) const BATCH_PAGES: usize = 32;
+pub(super) const BATCH_PAGES: usize = 64;
 const _: () = assert!(BATCH_PAGES <= DirtyRing::RESERVE as usize);
 
 /// What happens to the other pages when nothing can be installed for one.

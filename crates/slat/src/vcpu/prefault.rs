@@ -82,7 +82,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         while next < range.end {
             let result = self.fault(next.gpa(), access).and_then(|(mut fault, mut own)| {
                 let nr_pages = (range.end.0 - next.0) as usize;
-                let page = |index| Gfn(next.0 + index as u64);
+                let page = move |index| Gfn(next.0 + index as u64);
                 match fault.pre_fault_batch(own.hazard.reborrow(), nr_pages, page) {
                     0 => fault.pre_fault(own, range.end),
                     nr_pages => Ok(Gfn(next.0 + nr_pages as u64)),
@@ -115,8 +115,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let mut done = 0;
         while let Some(&page) = pages.get(done) {
             let result = self.fault(page, access).and_then(|(mut fault, mut own)| {
-                let page_at = |index: usize| pages[done + index].gfn();
-                match fault.pre_fault_batch(own.hazard.reborrow(), pages.len() - done, page_at) {
+                let rest = &pages[done..];
+                let page_at = move |index: usize| rest[index].gfn();
+                match fault.pre_fault_batch(own.hazard.reborrow(), rest.len(), page_at) {
                     0 => fault.pre_fault(own, Gfn(page.gfn().0 + 1)).map(|_| 1),
                     nr_pages => Ok(nr_pages),
                 }
@@ -141,7 +142,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ///
     /// Never inlined: its batch would be on the stack of the rest of a prefault.
     #[inline(never)]
-    fn pre_fault_batch(&mut self, hazard: HazardPointer<'_>, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
+    fn pre_fault_batch(
+        &mut self,
+        hazard: HazardPointer<'_>,
+        nr_pages: usize,
+        page: impl Fn(usize) -> Gfn + Copy,
+    ) -> usize {
         let tree = self.op.tree;
         let access = self.access;
         if self.is_ring_full() {
@@ -152,8 +158,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if cursor.move_to_pte(self.gfn, Level::L4K).is_none() {
             return 0;
         }
-        let mut batch = Batch::<_, F, BATCH_PAGES>::new(access, Missing::Stop, &page);
-        for gfn in (0..nr_pages.min(BATCH_PAGES)).map(&page) {
+        let mut batch = Batch::<_, F, BATCH_PAGES>::new(access, Missing::Stop, page);
+        for gfn in (0..nr_pages.min(BATCH_PAGES)).map(page) {
             if !tree.whole().contains(gfn) {
                 break;
             }

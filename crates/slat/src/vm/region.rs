@@ -23,8 +23,14 @@ const MAX_WAITING_SETS: u64 = 8;
 impl<H: Host, F: Format> Vm<H, F> {
     /// Creates, deletes, moves or changes a memslot; see [`MemoryRegion`].
     ///
-    /// When a deletion or a move returns, no CPU uses the memslot's old range any more. A memslot
-    /// that is moved while it logs is dirty as a whole: all of its pages have another address.
+    /// When a deletion or a move returns, no CPU uses the memslot's old range any more, and no fault
+    /// maps it. So the frames of a deleted memslot may be used for something else. Its backing is
+    /// dropped then or later, since a resolve may still read it. During the call a fault in the
+    /// range resumes the guest, whether it maps the page or not. After the call it exits, as where
+    /// no memslot is.
+    ///
+    /// A memslot that logs already and is moved is dirty as a whole: all of its pages have another
+    /// address.
     ///
     /// Turning on [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the memslot's pages: writes
     /// after the call are logged. Turning on [`MemoryRegionFlags::USERFAULT`] unmaps its pages:

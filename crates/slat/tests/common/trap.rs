@@ -150,6 +150,10 @@ unsafe impl Host for TrapHost {
         self.host.should_yield()
     }
 
+    fn yield_now(&self) {
+        self.host.yield_now();
+    }
+
     fn timestamp_ns(&self) -> u64 {
         self.host.timestamp_ns()
     }

@@ -14,8 +14,8 @@ use world::World;
 
 use crate::shadow_cpu::{A, D, G, NX, P, PS, U, W};
 
-const STRATEGIES: [ShadowStrategy; 3] =
-    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
+const STRATEGIES: [ShadowStrategy; 4] =
+    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::RootsByPcid, ShadowStrategy::PcidTagged];
 
 /// An address whose indices all differ.
 const VA: u64 = 0x0000_1234_5678_9000;
@@ -307,6 +307,80 @@ fn switches_hit_and_keep() {
         assert_eq!(world.invpcid(0, 0, 1 << 47), Err(Exit::GeneralProtection));
         world.check_end();
     }
+}
+
+/// As KVM until 2018: the pages of a root that was left are found again by frame and role.
+#[test]
+fn the_baseline_keeps_shadow_pages_and_synchronizes_each_root() {
+    let mut world = World::new(ShadowStrategy::Baseline);
+    let first = world.map(0x10, VA, 0x80, P | W | U);
+    let second = world.map(0x20, VA, 0x81, P | W | U);
+    world.write_frame(0x80, 0, 80);
+    world.write_frame(0x81, 0, 81);
+    world.long_mode_with_pcids(first);
+    assert_eq!(world.read(VA), Ok(80));
+    let root = world.vcpu.entry().unwrap().root;
+    world.load_cr3(second | 2);
+    assert_eq!(world.read(VA), Ok(81));
+    let built = world.vm.stats().shadow_pages_built;
+    // The guest's table is unsync, so the load must find the new PTE, also with bit 63.
+    world.set_entry(first, VA, 0x81 << 12 | P | W | U | A | D);
+    world.load_cr3(first | 1 | 1 << 63);
+    assert_eq!(world.read(VA), Ok(81));
+    assert_eq!(world.vcpu.entry().unwrap().root, root);
+    let stats = world.vm.stats();
+    assert_eq!((stats.shadow_pages_built, stats.root_hits), (built, 0));
+    assert!(stats.shadow_syncs > 0);
+    world.load_cr3(second | 2 | 1 << 63);
+    assert_eq!(world.vcpu.entry().unwrap().flush, LocalFlush::Context, "each load flushes the TLB");
+    world.check_end();
+}
+
+/// INVPCID of another PCID than the current one synchronizes at once, or at the next switch.
+#[test]
+fn roots_by_pcid_are_invalidated_at_once() {
+    for (strategy, is_at_once) in [(ShadowStrategy::RootCache, false), (ShadowStrategy::RootsByPcid, true)] {
+        let mut world = World::new(strategy);
+        let first = world.map(0x10, VA, 0x80, P | W | U);
+        let second = world.map(0x20, VA, 0x81, P | W | U);
+        world.write_frame(0x81, 0, 81);
+        world.long_mode_with_pcids(first);
+        world.load_cr3(first | 1);
+        world.read(VA).unwrap();
+        world.load_cr3(second | 2);
+        for kind in [0, 1] {
+            let before = world.vm.stats().entries_compared;
+            world.invpcid(kind, 1, VA).unwrap();
+            let compared = world.vm.stats().entries_compared - before;
+            assert_eq!(compared > 0, is_at_once, "{strategy:?}, type {kind}");
+        }
+        world.set_entry(first, VA, 0x81 << 12 | P | W | U | A | D);
+        world.invpcid(1, 1, 0).unwrap();
+        world.load_cr3(first | 1 | 1 << 63);
+        assert_eq!(world.read(VA), Ok(81), "{strategy:?}");
+        world.check_end();
+    }
+}
+
+/// A vCPU remembers one root for a PCID: another address space takes its place.
+#[test]
+fn a_pcid_has_one_root() {
+    let mut world = World::new(ShadowStrategy::RootsByPcid);
+    let first = world.map(0x10, VA, 0x80, P | W | U);
+    let second = world.map(0x20, VA, 0x81, P | W | U);
+    world.write_frame(0x80, 0, 80);
+    world.write_frame(0x81, 0, 81);
+    world.long_mode_with_pcids(first);
+    for _ in 0..2 {
+        world.load_cr3(first | 1);
+        assert_eq!(world.read(VA), Ok(80));
+        world.load_cr3(second | 1);
+        assert_eq!(world.read(VA), Ok(81));
+    }
+    assert_eq!(world.vm.stats().root_hits, 0);
+    world.load_cr3(second | 1 | 1 << 63);
+    assert_eq!(world.vm.stats().root_hits, 1);
+    world.check_end();
 }
 
 #[test]

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use crate::common::LONGEST_WAIT;
 use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
+use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
 use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat::{Access, Config, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize};
@@ -373,7 +374,9 @@ fn run(strategy: ShadowStrategy, protection: DirtyTracking, seed: u64) {
     /// Of each CPU in a round, on a slow machine, too.
     const MIN_STEPS: u32 = 400;
     let shadow = ShadowPaging { strategy, previous_roots: 3, max_pages: slat::shadow::ShadowPaging::MIN_PAGES };
-    let config = Config::default().with_dirty_tracking(protection);
+    // As the hypervisor of 2018: under one lock.
+    let locking = if strategy == ShadowStrategy::Baseline { Locking::Exclusive } else { Locking::None };
+    let config = Config::default().with_dirty_tracking(protection).with_locking(locking);
     let vm = new_vm(config, shadow, NR_PAGES, NR_SPARE, MemoryRegionFlags::empty());
     let host = vm.host();
     let common = Common {
@@ -494,11 +497,9 @@ fn run(strategy: ShadowStrategy, protection: DirtyTracking, seed: u64) {
 
 /// Whether every event that these tests need has happened.
 fn has_seen_all(stats: &slat::stats::Stats, strategy: ShadowStrategy) -> bool {
-    // Without a cache there are never so many shadow pages, nor do they last.
-    let is_cached = strategy != ShadowStrategy::Baseline;
-    stats.emulated_writes != 0
-        && stats.guest_page_faults != 0
-        && (!is_cached || (stats.shadow_evictions != 0 && stats.unsyncs != 0))
+    let has_hit = stats.root_hits != 0 || strategy == ShadowStrategy::Baseline;
+    let has_synchronized = stats.shadow_evictions != 0 && stats.unsyncs != 0;
+    stats.emulated_writes != 0 && stats.guest_page_faults != 0 && has_hit && has_synchronized
 }
 
 /// Ends the process if a thread has failed, since the other threads wait for it at the barrier.
@@ -514,7 +515,7 @@ impl Drop for Alarm<'_> {
 }
 
 #[test]
-fn all_operations_at_once_without_a_cache() {
+fn all_operations_at_once_with_the_baseline() {
     run(ShadowStrategy::Baseline, DirtyTracking::WriteProtect, 0x1234_5678);
 }
 
@@ -522,6 +523,11 @@ fn all_operations_at_once_without_a_cache() {
 fn all_operations_at_once_with_a_root_cache() {
     run(ShadowStrategy::RootCache, DirtyTracking::WriteProtect, 0x2345_6789);
     run(ShadowStrategy::RootCache, DirtyTracking::WriteProtectLeaves, 0x3456_789a);
+}
+
+#[test]
+fn all_operations_at_once_with_roots_by_pcid() {
+    run(ShadowStrategy::RootsByPcid, DirtyTracking::WriteProtect, 0x5678_9abc);
 }
 
 #[test]

@@ -192,6 +192,64 @@ fn huge_pages_remain_with_a_bit_for_each<F: Format>(locking: Locking) {
 }
 each!(huge_pages_remain_with_a_bit_for_each_, huge_pages_remain_with_a_bit_for_each);
 
+/// A memslot of 2.5 GiB, of which a bit stands for 1 GiB: the last block is shorter.
+fn pages_of_1_gib_arrive_as_a_whole<F: Format>(locking: Locking) {
+    const GIB: u64 = 1 << 30;
+    let vm = vm::<F>(locking);
+    let words = words(1, 0b111);
+    let at = |bytes: u64| Gpa(4 * GIB + bytes);
+    let memory = region(0, 4 * GIB, 5 * GIB / 2, 1 << 18, PageSize::Size1G);
+    let of_1g = bitmap(&words, PageSize::Size1G);
+    vm.set_user_memory_region(MemoryRegion { flags: USERFAULT, userfault_bitmap: of_1g, ..memory }).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let exit = |block: u64, size| {
+        Ok(Outcome::Exit(Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: at(block * GIB), size }))
+    };
+    assert_eq!(vcpu.handle_fault(at(GIB + 5 * MIB), Access::Write), exit(1, GIB));
+    assert_eq!(vcpu.handle_fault(at(2 * GIB), Access::Read), exit(2, GIB / 2));
+    clear(&words, 1);
+    assert_eq!(vcpu.handle_fault(at(GIB + 5 * MIB), Access::Write), RESUMED);
+    let level = |bytes| translate(&vm, at(bytes)).map(|translation| translation.level);
+    assert_eq!((level(2 * GIB - 1), level(GIB - 1), level(2 * GIB)), (Some(Level::L1G), None, None));
+    assert_eq!(vcpu.handle_fault(at(GIB - 1), Access::Read), exit(0, GIB));
+    clear(&words, 2);
+    assert_eq!(vcpu.handle_fault(at(2 * GIB + MIB), Access::Read), RESUMED);
+    assert_eq!(level(2 * GIB), Some(Level::L2M));
+    // A page of it is taken back: all of the block is.
+    set(&words, 1);
+    assert_eq!(vm.rescan_userfault(0, (GIB + MIB) / PAGE_SIZE, 1), Ok(GIB / PAGE_SIZE));
+    assert_eq!((level(GIB + MIB), level(2 * GIB)), (None, Some(Level::L2M)));
+    assert_eq!(vcpu.handle_fault(at(GIB), Access::Read), exit(1, GIB));
+}
+each!(pages_of_1_gib_arrive_as_a_whole_, pages_of_1_gib_arrive_as_a_whole);
+
+/// Memory in pages of 1 GiB that arrives by 4 KiB, and is one leaf again when userfault is off.
+#[test]
+fn pages_of_1_gib_arrive_by_4_kib_and_come_back() {
+    const GIB: u64 = 1 << 30;
+    const PAGES: u64 = GIB / PAGE_SIZE;
+    let vm = vm::<slat::format::Npt>(Locking::None);
+    let words = words(PAGES as usize / 64, u64::MAX);
+    let memory = region(0, GIB, GIB, 1 << 18, PageSize::Size1G);
+    let small = bitmap(&words, PageSize::Size4K);
+    vm.set_user_memory_region(MemoryRegion { flags: USERFAULT, userfault_bitmap: small, ..memory }).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let at = |page: u64| Gpa(GIB + page * PAGE_SIZE);
+    for page in [0, 700, PAGES - 1] {
+        let flags = MemoryFaultFlags::USERFAULT;
+        let exit = Exit::MemoryFault { flags, gpa: at(page), size: PAGE_SIZE };
+        assert_eq!(vcpu.handle_fault(at(page), Access::Write), Ok(Outcome::Exit(exit)));
+        clear(&words, page);
+        assert_eq!(vcpu.handle_fault(at(page), Access::Write), RESUMED);
+        assert_eq!(translate(&vm, at(page)).unwrap().level, Level::L4K);
+    }
+    words.iter().for_each(|word| word.store(0, Ordering::Release));
+    vcpu.pre_fault_memory(at(0), GIB, Access::Write).unwrap();
+    assert_eq!(translate(&vm, at(701)).unwrap().level, Level::L4K);
+    vm.set_user_memory_region(change(0, NO_FLAGS, GIB, GIB)).unwrap();
+    assert_eq!(translate(&vm, at(700)).unwrap().level, Level::L1G);
+}
+
 fn a_rescan_zaps_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(16, 0);
@@ -252,11 +310,11 @@ fn bad_input_is_refused_and_changes_nothing() {
     assert_eq!(set_region(slot(USERFAULT, bitmap(&words(15, 0), PageSize::Size4K))), Err(too_short));
     let no_words = SlotError::BitmapTooShort { slot: 0, words: 0, needed: 1 };
     assert_eq!(set_region(slot(USERFAULT, bitmap(&words(0, 0), PageSize::Size2M))), Err(no_words));
-    let granularity = SlotError::BadUserfaultGranularity { slot: 0, size_bytes: 1 << 30 };
-    assert_eq!(set_region(slot(USERFAULT, bitmap(&enough, PageSize::Size1G))), Err(granularity));
-    let unaligned =
-        MemoryRegion { guest_phys_addr: Gpa(3 * MIB), ..slot(USERFAULT, bitmap(&enough, PageSize::Size2M)) };
-    assert_eq!(set_region(unaligned), Err(SlotError::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(3 * MIB) }));
+    let unaligned = |gpa, size_bytes| SlotError::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(gpa), size_bytes };
+    let of_1g = bitmap(&enough, PageSize::Size1G);
+    assert_eq!(set_region(slot(USERFAULT, of_1g)), Err(unaligned(2 * MIB, 1 << 30)));
+    let odd = MemoryRegion { guest_phys_addr: Gpa(3 * MIB), ..slot(USERFAULT, bitmap(&enough, PageSize::Size2M)) };
+    assert_eq!(set_region(odd), Err(unaligned(3 * MIB, 2 * MIB)));
     let read_only = MemoryRegionFlags::READONLY | GUEST_MEMFD;
     assert_eq!(set_region(slot(read_only, None)), Err(SlotError::ReadOnlyGuestMemfd { slot: 0 }));
     assert_eq!(vm.rescan_userfault(0, 0, 1), Err(SlotError::NoSuchSlot { slot: 0 }));
@@ -271,8 +329,7 @@ fn bad_input_is_refused_and_changes_nothing() {
 
     turn(&vm, USERFAULT, bitmap(&enough, PageSize::Size2M)).unwrap();
     // Moved while on: the bits move along, but not to where they would mark other pages.
-    let moved = SlotError::UnalignedUserfaultSlot { slot: 0, gpa: Gpa(9 * MIB) };
-    assert_eq!(set_region(change(0, USERFAULT, 9 * MIB, SIZE)), Err(moved));
+    assert_eq!(set_region(change(0, USERFAULT, 9 * MIB, SIZE)), Err(unaligned(9 * MIB, 2 * MIB)));
     set(&enough, 0);
     set_region(change(0, USERFAULT, 8 * MIB, SIZE)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();

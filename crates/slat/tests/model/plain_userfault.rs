@@ -44,7 +44,8 @@ impl Userfault {
         if range.start.0.is_multiple_of(self.block_pages()) {
             Ok(())
         } else {
-            Err(SlotError::UnalignedUserfaultSlot { slot: id, gpa: range.start.gpa() })
+            let size_bytes = self.granularity.size_bytes();
+            Err(SlotError::UnalignedUserfaultSlot { slot: id, gpa: range.start.gpa(), size_bytes })
         }
     }
 }

@@ -18,8 +18,8 @@ use super::world::SLOTS;
 
 /// Every right, and used before.
 const ALL: u64 = PRESENT | WRITABLE | USER | ACCESSED | DIRTY;
-const STRATEGIES: [ShadowStrategy; 3] =
-    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
+pub const STRATEGIES: [ShadowStrategy; 4] =
+    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::RootsByPcid, ShadowStrategy::PcidTagged];
 
 /// Where the page tables are: in the last memslot.
 const ROOT: u64 = 1024;

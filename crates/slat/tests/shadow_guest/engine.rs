@@ -199,12 +199,11 @@ impl Engine {
         }
         assert_eq!(self.vm.stats().shadow_leaves(), 0, "leaves in lists of frames");
         // Page-table pages that a memslot covered in part stay linked, so a memslot is made that
-        // covers all.
-        let whole = 1 << 48;
-        let over_all = self.vm.host().empty_backing();
-        self.vm
-            .set_user_memory_region(MemoryRegion { backing: Some(over_all), ..self.region(0, 0, whole / PAGE_SIZE) })
-            .unwrap();
+        // covers all. Its log would take 8 GiB.
+        let nr_pages = (1 << 48) / PAGE_SIZE;
+        let backing = Some(self.vm.host().empty_backing());
+        let flags = MemoryRegionFlags::empty();
+        self.vm.set_user_memory_region(MemoryRegion { backing, flags, ..self.region(0, 0, nr_pages) }).unwrap();
         self.vm.set_user_memory_region(self.region(0, 0, 0)).unwrap();
         self.vm.reclaim();
         assert_eq!(self.vm.stats().shadow_pages, 0, "shadow tables");

@@ -101,7 +101,7 @@ fn the_oracle_detects_each_missing_flush() {
 fn caching(strategy: ShadowStrategy) -> Caching {
     match strategy {
         ShadowStrategy::Baseline | ShadowStrategy::PcidTagged => Caching::WhileCurrent,
-        ShadowStrategy::RootCache => Caching::AnyTime,
+        ShadowStrategy::RootCache | ShadowStrategy::RootsByPcid => Caching::AnyTime,
     }
 }
 
@@ -110,7 +110,7 @@ const NR_OPS: usize = 2500;
 
 /// Runs programs with one strategy, until they have made their share of the steps.
 fn run_engine(strategy: ShadowStrategy) {
-    let share = setting("SHADOW_STEPS", 1_050_000) / 3;
+    let share = setting("SHADOW_STEPS", 1_400_000) / 4;
     let first = setting("SHADOW_SEED", 0);
     let start = std::time::Instant::now();
     let mut figures = Figures::default();
@@ -147,6 +147,11 @@ fn the_baseline_follows_the_architecture() {
 #[test]
 fn the_root_cache_follows_the_architecture() {
     run_engine(ShadowStrategy::RootCache);
+}
+
+#[test]
+fn roots_searched_by_pcid_follow_the_architecture() {
+    run_engine(ShadowStrategy::RootsByPcid);
 }
 
 #[test]

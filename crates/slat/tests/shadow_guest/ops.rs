@@ -31,7 +31,7 @@ pub enum Kind {
 }
 
 /// All kinds, and their weights.
-const KINDS: [(Kind, usize); 16] = [
+pub const KINDS: [(Kind, usize); 16] = [
     (Kind::Access, 900),
     (Kind::Edit, 300),
     (Kind::FaultAndRetry, 80),

@@ -168,9 +168,8 @@ fn threads_do_not_disturb_each_other() {
     let share = super::setting("SHADOW_STEPS", 1_050_000) / 12;
     let mut figures = Figures::default();
     let mut seed = first;
-    while figures.steps < share || seed < first + 3 {
-        let strategies = [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
-        let strategy = strategies[seed as usize % 3];
+    while figures.steps < share || seed < first + 4 {
+        let strategy = super::directed::STRATEGIES[seed as usize % 4];
         println!("seed {seed:#x}, {strategy:?}");
         figures += run(strategy, seed, 1500);
         seed += 1;

@@ -297,6 +297,10 @@ unsafe impl Host for World {
         Some(std::ptr::from_ref(self.frames.page(index)).cast_mut().cast())
     }
 
+    fn yield_now(&self) {
+        std::thread::yield_now();
+    }
+
     fn timestamp_ns(&self) -> u64 {
         0
     }

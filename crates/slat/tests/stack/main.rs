@@ -394,7 +394,8 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
     };
     for turn in 0..3 {
         for space in 0..NR_SPACES {
-            let pcid = if strategy == ShadowStrategy::PcidTagged { space } else { 0 };
+            let has_pcids = matches!(strategy, ShadowStrategy::PcidTagged | ShadowStrategy::RootsByPcid);
+            let pcid = if has_pcids { space } else { 0 };
             let loaded = scene.measure("Vcpu::load_cr3", || vcpu.load_cr3(root(space) | pcid));
             assert_eq!(loaded, resumes);
             scene.measure("Vcpu::entry", || vcpu.entry()).unwrap();
@@ -499,7 +500,8 @@ fn no_call_takes_more_stack_than_a_hypervisor_has() {
     slat::for_each_format!(F => {
         every_configuration::<F>();
     });
-    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+    let with_pcids = [ShadowStrategy::RootsByPcid, ShadowStrategy::PcidTagged];
+    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache].into_iter().chain(with_pcids) {
         shadow(strategy, 4096, FaultAround::Off);
         shadow(strategy, ShadowPaging::MIN_PAGES, FaultAround::Pages(FaultAround::MAX_PAGES));
     }

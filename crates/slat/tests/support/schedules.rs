@@ -6,7 +6,8 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use slat::baselines::Locking;
 
 /// Schedules of each kind for each test. The environment variable `SHUTTLE_SCHEDULES` sets another
-/// number. `SHUTTLE_SEED` runs the one random schedule of a failure.
+/// number. `SHUTTLE_SEED` runs the one random schedule of a failure; `SHUTTLE_FIRST_SEED` tries the
+/// same schedules in each run, others for each number.
 const SCHEDULES: usize = 4_000;
 /// Switches of thread in a priority schedule.
 const PCT_DEPTH: usize = 4;
@@ -29,8 +30,16 @@ pub fn check_less(most: usize, scenario: fn()) {
         Runner::new(RandomScheduler::new_from_seed(seed.parse().unwrap(), 1), config).run(scenario);
         return;
     }
-    Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
-    Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
+    let (by_chance, by_priority) = match std::env::var("SHUTTLE_FIRST_SEED") {
+        Ok(seed) => {
+            let seed = seed.parse().unwrap();
+            let by_priority = PctScheduler::new_from_seed(seed, PCT_DEPTH, schedules);
+            (RandomScheduler::new_from_seed(seed, schedules), by_priority)
+        }
+        Err(_) => (RandomScheduler::new(schedules), PctScheduler::new(PCT_DEPTH, schedules)),
+    };
+    Runner::new(by_chance, config.clone()).run(scenario);
+    Runner::new(by_priority, config).run(scenario);
 }
 
 pub fn random(below: u64) -> u64 {

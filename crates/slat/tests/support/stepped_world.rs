@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use slat::baselines::{AtomicU32, AtomicU64, Locking, Park};
 use slat::dirty::DirtyTracking;
+use slat::events::{self, Event};
 use slat::format::{Format, Npt, Pte};
 use slat::host::{AllocationWait, Gone, Resolved, TableNode};
 use slat::{
@@ -123,10 +124,14 @@ impl ModificationLog {
     }
 
     /// Passes the entries below number `end` to `log`, and only then frees their places.
-    fn drain_below(&self, end: u64, log: &mut dyn FnMut(&[Gpa])) {
+    fn drain_below(&self, cpu: usize, end: u64, log: &mut dyn FnMut(&[Gpa])) {
+        let cpu = cpu as u64;
         let pages: Vec<Gpa> = {
             let logged = self.0.lock().unwrap();
-            logged.pages.iter().copied().take(end.saturating_sub(logged.nr_drained) as usize).collect()
+            let first = logged.nr_drained;
+            let pages = logged.pages.iter().copied().take(end.saturating_sub(first) as usize).collect::<Vec<_>>();
+            events::record(Event::DrainReads { cpu, first, nr_entries: pages.len() as u64 });
+            pages
         };
         log(&pages);
         let mut logged = self.0.lock().unwrap();
@@ -134,6 +139,7 @@ impl ModificationLog {
             logged.pages.pop_front().unwrap();
             logged.nr_drained += 1;
         }
+        events::record(Event::DrainRemoves { cpu, end });
     }
 }
 
@@ -211,6 +217,7 @@ impl ShuttleHost {
             return Err(LogFull);
         }
         logged.pages.push_back(Gpa(gfn * PAGE_SIZE));
+        events::record(Event::CpuLogs { cpu: guest as u64, gfn });
         drop(logged);
         self.step();
         Ok(())
@@ -223,16 +230,23 @@ impl ShuttleHost {
         if !is_full {
             return Ok(());
         }
-        self.during_fault(guest, || logs[guest].drain_below(logs[guest].filled(), log));
+        self.during_fault(guest, || logs[guest].drain_below(guest, logs[guest].filled(), log));
         Err(LogFull)
     }
 
     /// Drains the logs of all guests. `flush` waits for accesses.
     pub fn drain(&self, flush: impl FnOnce(), log: &mut dyn FnMut(&[Gpa])) {
         let Some(logs) = &self.modification_logs else { return };
-        let filled: Vec<_> = logs.iter().map(|log| (self.step(), log.filled()).1).collect();
+        let note = |(cpu, log): (usize, &ModificationLog)| {
+            self.step();
+            let end = log.filled();
+            events::record(Event::DrainNotes { cpu: cpu as u64, end });
+            end
+        };
+        let filled: Vec<_> = logs.iter().enumerate().map(note).collect();
         flush();
-        logs.iter().zip(filled).for_each(|(cpu, end)| cpu.drain_below(end, log));
+        events::record(Event::DrainKicked);
+        logs.iter().zip(filled).enumerate().for_each(|(cpu, (logged, end))| logged.drain_below(cpu, end, log));
     }
 
     fn unpark(&self, word: usize, most: usize) -> bool {
@@ -408,19 +422,35 @@ impl Found<'_> {
     }
 }
 
+/// The PTE for `gfn` in the page-table page `table` of `level`.
+///
+/// # Safety
+/// `table` is, or was, a page-table page of `vm` of this level. Its memory stays until the host is
+/// dropped.
+pub unsafe fn pte_of<H: Host, F: Format>(vm: &Vm<H, F>, table: Hpa, level: Level, gfn: u64) -> &AtomicU64 {
+    let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
+    let index = (gfn / level.nr_pages()) as usize % nr_entries;
+    // SAFETY: inside of that page-table page.
+    unsafe { &*vm.host().table_ptr(table).cast::<AtomicU64>().add(index) }
+}
+
 /// The leaf that a CPU would use for `gfn`.
 pub fn find<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Found<'_>> {
+    find_by(vm, gfn, |_| {})
+}
+
+/// The same. Calls `reads` directly behind each read of a PTE that is present, with its address.
+pub fn find_by<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64, mut reads: impl FnMut(u64)) -> Option<Found<'_>> {
     let (mut table, mut level) = (vm.root(), F::ROOT_LEVEL);
     let mut allowed = u64::MAX;
     loop {
-        let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
-        let index = (gfn / level.nr_pages()) as usize % nr_entries;
-        // SAFETY: inside a page-table page, whose memory stays until the host is dropped.
-        let cell = unsafe { &*vm.host().table_ptr(table).cast::<AtomicU64>().add(index) };
+        // SAFETY: the root, or what a directory entry of this VM points to.
+        let cell = unsafe { pte_of(vm, table, level, gfn) };
         let entry = Pte(cell.load(Ordering::SeqCst));
         if !F::is_present(entry) {
             return None;
         }
+        reads(std::ptr::from_ref(cell).addr() as u64);
         // Each PTE on the way must allow a write.
         allowed &= entry.0;
         if F::is_leaf(entry, level) {

@@ -17,11 +17,11 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 use slat::dirty::ManualProtect;
 use slat::{Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, PageSize, Vcpu};
-use slat_machine::cpu::Cpu;
-use slat_machine::host::{BackingSlice, MachineHost};
-use slat_machine::machine::MachineError;
+use slat_machine::hardware::cpu::Cpu;
+use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::memory::{Backing, BackingKind};
-use slat_machine::walk::HardwareFormat;
+use slat_machine::vm::host::{BackingSlice, MachineHost};
+use slat_machine::vm::machine::MachineError;
 
 use super::super::tally::Figure;
 use super::super::turn::World;

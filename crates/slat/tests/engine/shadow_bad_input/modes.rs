@@ -2,10 +2,9 @@
 //! same page tables; and what vCPUs share.
 
 use super::*;
-use slat::error::FaultError;
 
-const STRATEGIES: [ShadowStrategy; 3] =
-    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
+const STRATEGIES: [ShadowStrategy; 4] =
+    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::RootsByPcid, ShadowStrategy::PcidTagged];
 
 #[test]
 fn five_levels() {

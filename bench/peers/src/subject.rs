@@ -1,0 +1,80 @@
+//! The measured crates: their versions and their operations.
+
+use super::operation::Operation;
+
+/// The lock file of the workspace.
+const LOCK: &str = include_str!("../../../Cargo.lock");
+
+/// A crate with page tables.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Subject {
+    Slat,
+    Axaddrspace,
+    PageTableGeneric,
+    #[cfg(target_arch = "x86_64")]
+    PageTableMultiarch,
+    X86_64,
+    Aarch64Paging,
+}
+
+impl Subject {
+    /// In the order of the tables' columns. `page_table_multiarch` has only the tables of the CPU
+    /// that it is built for.
+    pub(crate) const ALL: &[Subject] = &[
+        Subject::Slat,
+        Subject::Axaddrspace,
+        Subject::PageTableGeneric,
+        #[cfg(target_arch = "x86_64")]
+        Subject::PageTableMultiarch,
+        Subject::X86_64,
+        Subject::Aarch64Paging,
+    ];
+
+    /// The crate's name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Subject::Slat => "slat",
+            Subject::Axaddrspace => "axaddrspace",
+            Subject::PageTableGeneric => "page-table-generic",
+            #[cfg(target_arch = "x86_64")]
+            Subject::PageTableMultiarch => "page_table_multiarch",
+            Subject::X86_64 => "x86_64",
+            Subject::Aarch64Paging => "aarch64-paging",
+        }
+    }
+
+    /// The crate's version, from the lock file.
+    pub(crate) fn version(self) -> String {
+        let package = format!("name = \"{}\"\nversion = \"", self.name());
+        let version = LOCK.split_once(&package).and_then(|(_, rest)| rest.split('"').next());
+        version.unwrap_or("unknown").to_owned()
+    }
+
+    /// Whether it has this operation. Only `axaddrspace` has the path of a fault; it leaves the
+    /// rest to its tables, which are those of `page-table-generic` here. Two of the others cannot
+    /// split.
+    pub(crate) fn can(self, operation: Operation) -> bool {
+        match self {
+            Subject::Slat => true,
+            Subject::Axaddrspace => operation == Operation::Fault,
+            Subject::PageTableGeneric | Subject::Aarch64Paging => operation != Operation::Fault,
+            #[cfg(target_arch = "x86_64")]
+            Subject::PageTableMultiarch => !matches!(operation, Operation::Fault | Operation::Split2m),
+            Subject::X86_64 => !matches!(operation, Operation::Fault | Operation::Split2m),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_crate_has_one_version() {
+        for subject in Subject::ALL {
+            let package = format!("name = \"{}\"\n", subject.name());
+            assert_eq!(LOCK.matches(&package).count(), 1, "{package}");
+            assert!(subject.version().starts_with(|digit: char| digit.is_ascii_digit()), "{package}");
+        }
+    }
+}

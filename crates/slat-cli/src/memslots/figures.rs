@@ -1,0 +1,150 @@
+//! The output of `slat memslots`.
+
+use std::io::{self, Write};
+
+use humantime::format_duration;
+use serde_json::json;
+use slat_machine::linux::topology::HostDescription;
+
+use super::area::AREA_PAGES;
+use super::experiments::Run;
+use super::{MemslotsArgs, Series};
+use crate::options::locking_name;
+use crate::quantity::Unit;
+use crate::results::{Host, PerRun, Results, labels, measured_on};
+use crate::table::{self, MEDIAN};
+
+/// The figures of a run; counts are those of one iteration.
+const COLUMNS: [PerRun<Run>; 9] = [
+    PerRun::new("iterations_per_second", "iterations/s", Unit::PerSecond, |run| {
+        Some(1.0 / run.iteration_s().max(f64::MIN_POSITIVE))
+    }),
+    PerRun::new("faults", "faults", Unit::Count, |run| each(run, run.stats.faults)),
+    PerRun::new("retries", "retries", Unit::Count, |run| each(run, run.stats.retries)),
+    PerRun::new("flushes", "flushes", Unit::Count, |run| each(run, run.stats.flushes)),
+    PerRun::new("mmio_exits", "MMIO exits", Unit::Count, |run| each(run, run.nr_mmio_exits)),
+    PerRun::new("host_calls", "host's calls", Unit::Count, |run| each(run, run.nr_host_calls)),
+    PerRun::new("host_call", "a call", Unit::Seconds, host_call_s),
+    PerRun::new("guest_stall_p50", "stall p50", Unit::Seconds, |run| stall_s(run, 500)),
+    PerRun::new("guest_stall_p99", "stall p99", Unit::Seconds, |run| stall_s(run, 990)),
+];
+
+fn each(run: &Run, count: u64) -> Option<f64> {
+    Some(count as f64 / run.nr_iterations as f64)
+}
+
+/// Seconds for one discard or move.
+fn host_call_s(run: &Run) -> Option<f64> {
+    (run.nr_host_calls != 0).then(|| run.host_time.as_secs_f64() / run.nr_host_calls as f64)
+}
+
+/// A quantile of the guest's stall in a fault, in seconds.
+fn stall_s(run: &Run, per_mille: u32) -> Option<f64> {
+    let stall = &run.stats.guest_stall_ns;
+    (stall.count() != 0).then(|| stall.quantile(per_mille) as f64 / 1e9)
+}
+
+/// Further figures, which the table does not show.
+const OTHERS: [PerRun<Run>; 4] = [
+    PerRun::new("iteration", "an iteration", Unit::Seconds, |run| Some(run.iteration_s())),
+    PerRun::new("iterations", "iterations", Unit::Count, |run| Some(run.nr_iterations as f64)),
+    PerRun::new("slot_setup", "slot setup", Unit::Seconds, |run| Some(run.setup.as_secs_f64())),
+    PerRun::new("verified", "words verified", Unit::Count, |run| Some(run.nr_verified as f64)),
+];
+
+/// Prints the lines of KVM's test, then the table and the notes.
+pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) -> io::Result<()> {
+    writeln!(
+        out,
+        "{} pages in {} slots of {} pages (the last one has the rest), 1 vCPU, tables: {}",
+        AREA_PAGES,
+        args.slots,
+        AREA_PAGES / u64::from(args.slots),
+        args.tables.format.name()
+    )?;
+    for series in all {
+        print_series(out, args, series)?;
+    }
+    print_table(out, all)?;
+    let host = HostDescription::read();
+    if let Some(run) = all.first().and_then(|series| series.best()) {
+        writeln!(out, "{}", measured_on(&host, run.flush_method))?;
+    }
+    if host.nr_cpus < 2 {
+        writeln!(out, "Host and guest share {} CPU: the times measure the scheduler too.", host.nr_cpus)?;
+    }
+    let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
+    writeln!(out, "Verified: {nr_verified} words had the value that was written.")
+}
+
+fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> io::Result<()> {
+    write!(
+        out,
+        "Testing {} performance with {} runs, {} each",
+        series.test.name(),
+        args.runs,
+        format_duration(args.duration)
+    )?;
+    match args.tables.lock.lockings().len() {
+        1 => writeln!(out)?,
+        _ => writeln!(out, " (lock {})", locking_name(series.locking))?,
+    }
+    for run in &series.runs {
+        let (setup, elapsed, iteration) = (run.setup.as_secs_f64(), run.elapsed.as_secs_f64(), run.iteration_s());
+        writeln!(out, "Test took {setup:.9}s for slot setup + {elapsed:.9}s all iterations")?;
+        writeln!(out, "Done {} iterations, avg {iteration:.9}s each", run.nr_iterations)?;
+        if args.verbose {
+            let slat::stats::Stats { faults, spurious, retries, zapped, flushes, .. } = &run.stats;
+            writeln!(
+                out,
+                "  {faults} faults ({spurious} spurious), {retries} retries, {zapped} entries zapped, {flushes} flushes, \
+                 {} MMIO exits, {} calls of the host, {} words verified",
+                run.nr_mmio_exits, run.nr_host_calls, run.nr_verified
+            )?;
+        }
+    }
+    if let Some(best) = series.best() {
+        writeln!(
+            out,
+            "Best runtime result was {:.9}s per iteration (with {} iterations)",
+            best.iteration_s(),
+            best.nr_iterations
+        )?;
+    }
+    let setup = series.best_setup().as_secs_f64();
+    writeln!(out, "Best slot setup time for the whole test area was {setup:.9}s\n")
+}
+
+fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
+    let titles = COLUMNS.iter().map(|column| column.title.to_owned());
+    let header = [format!("{MEDIAN}, counts of one iteration"), "lock".to_owned()];
+    let mut figures = table::figures(header.into_iter().chain(titles));
+    for series in all {
+        let mut cells = vec![series.test.name().to_owned(), locking_name(series.locking).to_owned()];
+        cells.extend(COLUMNS.iter().map(|column| column.cell(&series.runs)));
+        figures.add_row(cells);
+    }
+    writeln!(out, "{figures}\n")
+}
+
+/// The object of `--json`.
+pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
+    let mut results = Vec::new();
+    for series in all {
+        let labels = labels([("test", series.test.name().into()), ("lock", locking_name(series.locking).into())]);
+        let figures = OTHERS.iter().chain(&COLUMNS);
+        results.extend(figures.filter_map(|figure| figure.figure(&series.runs, &labels)));
+    }
+    let flush_method = all.first().and_then(|series| series.best()).map(|run| run.flush_method);
+    let config = json!({
+        "first_test": args.first_test,
+        "last_test": args.last_test,
+        "seconds": args.duration.as_secs_f64(),
+        "runs": args.runs,
+        "slots": args.slots,
+        "area_pages": AREA_PAGES,
+        "extra_checks": args.extra_checks,
+        "format": args.tables.format.name(),
+    });
+    Results::new("memslots", config, Host::read(flush_method), results)
+}

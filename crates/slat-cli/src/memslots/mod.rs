@@ -1,0 +1,153 @@
+//! `slat memslots`: how fast memory is mapped, unmapped and moved while a vCPU runs and there are
+//! many memslots, as KVM's memslot_perf_test measures it.
+//!
+//! Each run of a test has a new machine: an area of 512 MiB and 64 KiB, split evenly into memslots,
+//! and one vCPU. A test repeats its iteration until its time is over; guest and host verify what
+//! the other has written in it.
+
+mod area;
+mod experiments;
+mod figures;
+mod guest;
+
+use std::time::Duration;
+
+use clap::Args;
+use slat::baselines::Locking;
+
+use crate::failure::Failure;
+use crate::options::{OutputArgs, TablesArgs, duration, locking_name, positive, with_format};
+use crate::results::Outcome;
+use crate::session::Session;
+use crate::turns;
+use area::MAX_AREA_SLOTS;
+use experiments::{Run, Test};
+
+/// The options of `slat memslots`.
+#[derive(Clone, Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area, 4 move inactive area, 5 RW\n\
+                  Example: slat memslots --slots 512 --duration 1s --first-test 0 --last-test 1"
+)]
+pub(crate) struct MemslotsArgs {
+    /// First test to run
+    #[arg(long, value_name = "TEST", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=5))]
+    first_test: u8,
+    /// Last test to run
+    #[arg(long, value_name = "TEST", default_value_t = 5, value_parser = clap::value_parser!(u8).range(0..=5))]
+    last_test: u8,
+    /// How long to run, e.g. 10s
+    ///
+    /// A test repeats its iteration for so long.
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
+    duration: Duration,
+    /// Slots that the memory is divided into
+    ///
+    /// -1: the maximum, 32763.
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = slots)]
+    slots: u32,
+    /// How long the guest waits for one step of a test
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration, hide_short_help = true)]
+    timeout: Duration,
+    /// Extra checks, for which tests take longer
+    ///
+    /// Check every page instead of the first and the last; check that discarded contents are gone;
+    /// leave a moved slot in place until the guest has accessed it.
+    #[arg(long)]
+    extra_checks: bool,
+    /// Print more
+    ///
+    /// Of each run.
+    #[arg(long)]
+    verbose: bool,
+    #[command(flatten)]
+    tables: TablesArgs,
+    /// Runs of each measurement
+    ///
+    /// The best counts, as in KVM's test.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive::<u32>)]
+    runs: u32,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// A number of slots, or -1 for the most.
+fn slots(text: &str) -> Result<u32, String> {
+    match text.parse::<i64>() {
+        Ok(-1) => Ok(MAX_AREA_SLOTS),
+        Ok(number) => match u32::try_from(number) {
+            Ok(slots) if (1..=MAX_AREA_SLOTS).contains(&slots) => Ok(slots),
+            _ => Err(format!("must be -1 or from 1 to {MAX_AREA_SLOTS}")),
+        },
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// The runs of one test with one locking.
+struct Series {
+    test: Test,
+    locking: Locking,
+    runs: Vec<Run>,
+}
+
+impl Series {
+    /// The run with the shortest iterations.
+    fn best(&self) -> Option<&Run> {
+        self.runs.iter().min_by(|one, other| one.iteration_s().total_cmp(&other.iteration_s()))
+    }
+
+    /// The shortest setup of the slots.
+    fn best_setup(&self) -> Duration {
+        self.runs.iter().map(|run| run.setup).min().unwrap_or_default()
+    }
+}
+
+/// Runs the experiment.
+pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Failure> {
+    let tests = selected_tests(args)?;
+    let lockings = args.tables.lock.lockings();
+    let outcome = |all: &[Series]| {
+        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
+        Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
+    };
+    let progress = session.progress(tests.len() as u64 * turns::nr_runs(args.runs, lockings.len()));
+    let run_test =
+        |test, locking| with_format!(args.tables.format, F => experiments::run::<F>(args, test, locking, session));
+    let mut all = Vec::new();
+    for &test in tests {
+        let first = all.len();
+        all.extend(lockings.iter().map(|&locking| Series { test, locking, runs: Vec::new() }));
+        if turns::warms_up(args.runs) {
+            progress.begin(turns::WARM_UP.to_owned());
+            run_test(test, lockings[0])?;
+            progress.step();
+        }
+        for run in 0..args.runs as usize {
+            for which in turns::order(run, lockings.len()) {
+                let series = &mut all[first + which];
+                progress.begin(format!("{}, lock {}", test.name(), locking_name(series.locking)));
+                series.runs.push(run_test(test, series.locking)?);
+                progress.step();
+                session.so_far(outcome(&all)?);
+            }
+        }
+    }
+    drop(progress);
+    outcome(&all)
+}
+
+fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
+    let (first, last) = (usize::from(args.first_test), usize::from(args.last_test));
+    let Some(tests) = Test::ALL.get(first..=last).filter(|tests| !tests.is_empty()) else {
+        return Err(Failure::Usage(format!(
+            "the first test, {first}, comes after the last, {last}; choose -f up to -e"
+        )));
+    };
+    if tests.contains(&Test::MoveInactive) && args.slots < 2 {
+        return Err(Failure::Usage(
+            "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3".to_owned(),
+        ));
+    }
+    Ok(tests)
+}

@@ -1,0 +1,318 @@
+//! The values of options that several experiments have, and their names in results.
+
+use clap::ValueEnum;
+use slat::baselines::Locking;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
+use slat::tables::AccessTracking;
+
+use crate::failure::Failure;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum LockArg {
+    Exclusive,
+    Shared,
+    None,
+    All,
+}
+
+impl LockArg {
+    /// The lockings to run, in the order of the table's columns.
+    pub(crate) fn lockings(self) -> &'static [Locking] {
+        match self {
+            LockArg::Exclusive => &[Locking::Exclusive],
+            LockArg::Shared => &[Locking::Shared],
+            LockArg::None => &[Locking::None],
+            LockArg::All => &[Locking::Exclusive, Locking::Shared, Locking::None],
+        }
+    }
+}
+
+/// The name of a locking in options and results.
+pub(crate) fn locking_name(locking: Locking) -> &'static str {
+    match locking {
+        Locking::Exclusive => "exclusive",
+        Locking::Shared => "shared",
+        Locking::None => "none",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum TrackingArg {
+    /// By the accessed bits of the leaves.
+    AccessedBit,
+    /// By faults.
+    Faults,
+    /// Both.
+    Both,
+}
+
+impl TrackingArg {
+    /// The ways to run, in the order of the table's columns.
+    pub(crate) fn trackings(self) -> &'static [AccessTracking] {
+        match self {
+            TrackingArg::AccessedBit => &[AccessTracking::AccessedBit],
+            TrackingArg::Faults => &[AccessTracking::Faults],
+            TrackingArg::Both => &[AccessTracking::AccessedBit, AccessTracking::Faults],
+        }
+    }
+}
+
+/// The name of an access tracking in options and results.
+pub(crate) fn tracking_name(tracking: AccessTracking) -> &'static str {
+    match tracking {
+        AccessTracking::AccessedBit => "accessed-bit",
+        AccessTracking::Faults => "faults",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum DirtyTrackingArg {
+    /// Pages are write-protected, and the first write of each faults.
+    WriteProtect,
+    /// By the dirty bits of the leaves.
+    DirtyBit,
+    /// By page-modification logging: CPUs log what they make dirty.
+    Pml,
+    /// As write-protect, and each vCPU writes its dirty pages to a ring instead of the bitmaps.
+    Ring,
+}
+
+impl DirtyTrackingArg {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            DirtyTrackingArg::Ring => "ring",
+            other => dirty_tracking_name(dirty_tracking(other, ProtectionArg::Lazy)),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum ProtectionArg {
+    /// Dense blocks of 2 MiB as a whole; the next write to a block protects its pages.
+    Lazy,
+    /// Each page by itself.
+    LeafByLeaf,
+}
+
+/// The tracking that the options name.
+pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionArg) -> DirtyTracking {
+    match (tracking, protection) {
+        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::Lazy) => DirtyTracking::WriteProtect,
+        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::LeafByLeaf) => {
+            DirtyTracking::WriteProtectLeaves
+        }
+        (DirtyTrackingArg::DirtyBit, _) => DirtyTracking::DirtyBit,
+        (DirtyTrackingArg::Pml, _) => DirtyTracking::PageModificationLog,
+    }
+}
+
+/// The name of a dirty tracking in options and results.
+pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
+    match tracking {
+        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => "write-protect",
+        DirtyTracking::DirtyBit => "dirty-bit",
+        DirtyTracking::PageModificationLog => "pml",
+    }
+}
+
+/// The name of a write protection in options and results, if pages are tracked by one.
+pub(crate) fn protection_name(tracking: DirtyTracking) -> Option<&'static str> {
+    match tracking {
+        DirtyTracking::WriteProtect => Some("lazy"),
+        DirtyTracking::WriteProtectLeaves => Some("leaf-by-leaf"),
+        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => None,
+    }
+}
+
+/// The name of a manual protect in results.
+pub(crate) fn manual_protect_name(manual_protect: ManualProtect) -> &'static str {
+    match manual_protect {
+        ManualProtect::Disabled => "disabled",
+        ManualProtect::Enabled => "enabled",
+        ManualProtect::InitiallySet => "initially-set",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum HugePagesArg {
+    /// The write splits it, so that pages of 4 KiB are logged.
+    Split,
+    /// The write marks all pages of its 2 MiB as dirty, and leaves it huge.
+    MarkWhole,
+}
+
+impl HugePagesArg {
+    pub(crate) fn logging(self, split: SplitWhen) -> HugePageLogging {
+        match (self, split) {
+            (HugePagesArg::Split, SplitWhen::Eager) => HugePageLogging::Split,
+            (HugePagesArg::Split, SplitWhen::Lazy) => HugePageLogging::SplitLazily,
+            (HugePagesArg::MarkWhole, SplitWhen::Eager) => HugePageLogging::MarkWhole,
+            (HugePagesArg::MarkWhole, SplitWhen::Lazy) => HugePageLogging::MarkWholeLazily,
+        }
+    }
+
+    /// The name in results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            HugePagesArg::Split => "split",
+            HugePagesArg::MarkWhole => "mark-whole",
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum SplitWhen {
+    Eager,
+    Lazy,
+}
+
+impl SplitWhen {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            SplitWhen::Eager => "eager",
+            SplitWhen::Lazy => "lazy",
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// AMD nested page tables.
+    Npt,
+    /// Intel extended page tables.
+    Ept,
+    /// Arm stage 2 tables: 4 KiB granule, 48 bits.
+    Stage2,
+    /// RISC-V G-stage tables, Sv48x4.
+    Gstage,
+    /// RISC-V G-stage tables, Sv39x4.
+    GstageSv39x4,
+}
+
+/// Evaluates an expression in which a name is the format type that a [`FormatArg`] means. All code
+/// that is generic over the format is compiled for each format, here.
+macro_rules! with_format {
+    ($format:expr, $name:ident => $expression:expr) => {
+        match $format {
+            $crate::options::FormatArg::Npt => {
+                type $name = slat::format::Npt;
+                $expression
+            }
+            $crate::options::FormatArg::Ept => {
+                type $name = slat::format::Ept;
+                $expression
+            }
+            $crate::options::FormatArg::Stage2 => {
+                type $name = slat::format::Stage2;
+                $expression
+            }
+            $crate::options::FormatArg::Gstage => {
+                type $name = slat::format::Sv48x4;
+                $expression
+            }
+            $crate::options::FormatArg::GstageSv39x4 => {
+                type $name = slat::format::Sv39x4;
+                $expression
+            }
+        }
+    };
+}
+pub(crate) use with_format;
+
+impl FormatArg {
+    /// The name of a format in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        with_format!(self, F => F::NAME)
+    }
+
+    /// Whether CPUs set dirty bits in such tables.
+    pub(crate) fn has_dirty_bit(self) -> bool {
+        with_format!(self, F => F::HAS_DIRTY_BIT)
+    }
+
+    /// Whether CPUs log modifications of such tables.
+    pub(crate) fn has_modification_log(self) -> bool {
+        with_format!(self, F => F::HAS_MODIFICATION_LOG)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PagingArg {
+    /// Guest addresses are guest-physical.
+    #[value(alias = "second-stage")]
+    Flat,
+    /// The guest has 4-level page tables too.
+    #[value(name = "2d")]
+    TwoDimensional,
+    /// As 2d, with one address space for all vCPUs, and CPUs without a second stage: they walk
+    /// shadow tables.
+    Shadow,
+}
+
+impl PagingArg {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PagingArg::Flat => "flat",
+            PagingArg::TwoDimensional => "2d",
+            PagingArg::Shadow => "shadow",
+        }
+    }
+}
+
+/// Whether the KVM of this machine is measured in the same runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PeerArg {
+    /// If this machine's KVM works, and can do what is asked for.
+    Auto,
+    /// Always.
+    Kvm,
+    /// Never.
+    None,
+}
+
+impl PeerArg {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PeerArg::Auto => "auto",
+            PeerArg::Kvm => "kvm",
+            PeerArg::None => "none",
+        }
+    }
+}
+
+/// Whether shadow paging supports tables of `format`.
+pub(crate) fn check_shadow_format(format: FormatArg) -> Result<(), Failure> {
+    match format {
+        FormatArg::Npt => Ok(()),
+        format => Err(Failure::Usage(format!(
+            "--paging shadow needs --format npt: there are no shadow tables with {} tables",
+            format.name()
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn the_values_of_the_option_are_the_formats_of_the_engine() {
+        let values = FormatArg::value_variants().iter().map(|format| {
+            let value = format.to_possible_value().unwrap();
+            assert_eq!(value.get_name(), format.name());
+            format.name()
+        });
+        let mut formats = Vec::new();
+        slat::for_each_format!(F => {
+            formats.push(F::NAME);
+        });
+        assert_eq!(values.collect::<BTreeSet<_>>(), BTreeSet::from_iter(formats));
+    }
+}

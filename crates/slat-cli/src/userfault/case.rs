@@ -1,0 +1,127 @@
+//! A case: one way of bringing pages, for one number of vCPUs, on one kind of memory.
+
+use std::fmt;
+
+use slat_machine::vm::demand_paging::PagedBacking;
+
+use crate::results::{Labels, labels};
+
+/// How a missing page is noticed and brought. The names are those of results.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Mode {
+    /// No userfault: the host has the page.
+    None,
+    /// userfaultfd, for missing pages, which are copied.
+    Missing,
+    /// The same with one reader on one descriptor.
+    MissingOneReader,
+    /// `Missing` for other threads than vCPUs, and userfault exits for vCPUs.
+    MissingAndExits,
+    /// userfaultfd, for pages that are there and not mapped.
+    Minor,
+    /// The same with one reader on one descriptor.
+    MinorOneReader,
+    /// `Minor` for other threads than vCPUs, and userfault exits for vCPUs.
+    MinorAndExits,
+    /// Userfault exits.
+    Exits,
+    /// Userfault requests through rings, which a resolver in another thread or process answers.
+    Ring,
+}
+
+impl Mode {
+    pub(super) const ALL: [Mode; 9] = [
+        Mode::None,
+        Mode::Missing,
+        Mode::MissingOneReader,
+        Mode::MissingAndExits,
+        Mode::Minor,
+        Mode::MinorOneReader,
+        Mode::MinorAndExits,
+        Mode::Exits,
+        Mode::Ring,
+    ];
+
+    /// The name in options and results.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Mode::None => "none",
+            Mode::Missing => "missing",
+            Mode::MissingOneReader => "missing-1r",
+            Mode::MissingAndExits => "missing+uf",
+            Mode::Minor => "minor",
+            Mode::MinorOneReader => "minor-1r",
+            Mode::MinorAndExits => "minor+uf",
+            Mode::Exits => "uf",
+            Mode::Ring => "uf-ring",
+        }
+    }
+
+    /// Whether vCPUs wait only for userfaultfd.
+    pub(super) fn is_userfaultfd_alone(self) -> bool {
+        matches!(self, Mode::Missing | Mode::MissingOneReader | Mode::Minor | Mode::MinorOneReader)
+    }
+
+    /// Whether the mode uses userfaultfd.
+    pub(super) fn has_userfaultfd(self) -> bool {
+        self.is_userfaultfd_alone() || matches!(self, Mode::MissingAndExits | Mode::MinorAndExits)
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// How many userfaultfd descriptors there are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Uffds {
+    /// One for all memory.
+    One,
+    /// One for the memory of each vCPU.
+    PerVcpu,
+}
+
+impl Uffds {
+    /// The name in results.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Uffds::One => "one",
+            Uffds::PerVcpu => "per-vcpu",
+        }
+    }
+
+    /// In words.
+    pub(super) fn describe(self) -> &'static str {
+        match self {
+            Uffds::One => "one descriptor",
+            Uffds::PerVcpu => "one descriptor for each vCPU",
+        }
+    }
+}
+
+/// The parameters of a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Case {
+    pub(super) mode: Mode,
+    pub(super) nr_vcpus: usize,
+    /// Memory for each vCPU.
+    pub(super) bytes_per_vcpu: u64,
+    pub(super) backing: PagedBacking,
+    pub(super) uffds: Uffds,
+    /// Threads that read each descriptor.
+    pub(super) nr_readers: usize,
+}
+
+impl Case {
+    /// The labels that identify it in results.
+    pub(super) fn labels(&self) -> Labels {
+        labels([
+            ("mode", self.mode.name().into()),
+            ("vcpus", self.nr_vcpus.into()),
+            ("backing", self.backing.to_string().into()),
+            ("uffds", self.uffds.name().into()),
+        ])
+    }
+}

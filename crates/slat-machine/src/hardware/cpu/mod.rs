@@ -1,0 +1,464 @@
+//! A software CPU: what the hardware of one virtual CPU does for an access, up to the fault that
+//! the engine handles.
+//!
+//! # Implementation
+//! One access is a loop: read the generation; if it is new, catch up with the flushes; look into
+//! the TLB, else walk the page tables; do the access by a checked operation. If anything intervenes
+//! (a flush, a lost race for an accessed bit, a fault that the engine has handled), the access
+//! starts over. So it completes through one translation that was valid from its look-up to its side
+//! effect, or not at all.
+//!
+//! With page-modification logging ([`Cpu::with_modification_log`]) the walk also fills the CPU's
+//! log. When that is full, the CPU passes all of it to the handler, and the access starts over,
+//! too.
+//!
+//! The TLB is always that of one generation, the one that the CPU has caught up with. It has no
+//! translation of a flushed page from a walk before that flush. A walk under that generation adds
+//! translations that hold for that generation. If a flush overtakes the walk, its result may be
+//! stale when it is filled in. Nothing uses it: the checked operation fails, and the next turn of
+//! the loop catches up with that flush, and drops the translation if it is in the flushed ranges.
+//!
+//! For the same reason a fill can check a format's rule of break before make
+//! ([`CpuError::TlbConflict`]): what the walk found was in the page tables before the beginning of
+//! any flush that the TLB has not caught up with. So if a translation of another size is cached for
+//! the same page, no flush came between the two.
+//!
+//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it repeats the fault of an access
+//! until the page is flushed on all CPUs, or on this one at the end of the fault
+//! ([`Host::flush_local`]).
+
+#![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
+
+mod error;
+mod kept;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod tests_conflict;
+#[cfg(test)]
+mod tests_kept;
+#[cfg(test)]
+mod tests_log;
+
+use std::marker::PhantomData;
+
+use slat::format::Format;
+use slat::shadow::Gva;
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, Outcome, Vcpu};
+
+pub use self::error::CpuError;
+pub use self::kept::flush_local;
+use self::kept::{KeptFaults, take_local_flush};
+use crate::hardware::commit::{Generation, Port, Stale};
+use crate::hardware::modification_log::ModificationLog;
+use crate::hardware::tlb::{Context, Geometry, Tlb};
+use crate::hardware::walk::guest::{self, GuestStop};
+use crate::hardware::walk::{CountReads, HardwareFormat, Mapping, Purpose, Stop, Walker};
+use crate::memory::numa::{WalkCounter, WalkReads};
+use crate::memory::phys;
+
+/// Faults on one access after which the CPU yields its time slice at each further one: another
+/// thread delays it.
+pub(crate) const PATIENT_FAULTS: u64 = 64;
+
+/// Faults on one access after which the CPU fails. Each was answered with "run the guest again".
+pub(crate) const STUCK_FAULTS: u64 = 1 << 22;
+
+/// Handles second-stage faults: the engine's [`Vcpu`], or a test.
+pub trait FaultHandler {
+    /// Handles a second-stage fault: see [`Vcpu::handle_fault`]. Where the format needs it
+    /// ([`Format::NEEDS_LOCAL_FLUSH`]), it ends with [`flush_local`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError>;
+
+    /// Takes the pages in the CPU's page-modification log, which is full: see
+    /// [`Vcpu::log_modifications`]. The CPU has made all of them dirty, or may have tried to. A
+    /// page may occur several times.
+    fn log_modifications(&mut self, written: &[Gpa]);
+}
+
+impl<H: Host, F: Format> FaultHandler for Vcpu<H, F> {
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
+        Vcpu::handle_fault(self, gpa, access)
+    }
+
+    fn log_modifications(&mut self, written: &[Gpa]) {
+        Vcpu::log_modifications(self, written);
+    }
+}
+
+/// Whether the guest has paging on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Paging {
+    /// Off: its addresses are guest-physical.
+    #[default]
+    Off,
+    /// On, in two dimensions: its addresses go through its own page tables and then through the
+    /// second stage.
+    TwoDimensional,
+}
+
+counters! {
+    /// The counts of a CPU.
+    pub struct CpuCounters {
+        /// Accesses that completed.
+        nr_accesses: u64,
+        /// Those of them that were reads.
+        nr_reads: u64,
+        /// Look-ups for which the TLB had no usable entry.
+        nr_tlb_misses: u64,
+        /// Walks of the page tables (a two-dimensional walk is one).
+        nr_walks: u64,
+        /// Second-stage faults that the engine handled.
+        nr_faults: u64,
+        /// Accesses started over because the translation changed meanwhile.
+        nr_restarts: u64,
+        /// Flushes that the CPU has caught up with.
+        nr_flushes_seen: u64,
+        /// Times that it dropped its whole TLB because records were missing, or had too many
+        /// ranges.
+        nr_full_drops: u64,
+        /// Translations that it dropped from its TLB for flushes.
+        nr_translations_dropped: u64,
+        /// Entries that it wrote into its page-modification log.
+        nr_pages_logged: u64,
+        /// Times that the log was full: exits.
+        nr_log_full_exits: u64,
+        /// Second-stage PTEs that its walks have read; counted where there are several nodes.
+        walk_reads: WalkReads,
+    }
+}
+
+/// A software CPU whose second-stage page tables have format `F` and whose faults `V` handles.
+#[derive(Debug)]
+pub struct Cpu<V, F> {
+    handler: V,
+    port: Port,
+    log: Option<ModificationLog>,
+    counter: Option<WalkCounter>,
+    tlb: Tlb,
+    kept: KeptFaults,
+    /// The generation of the TLB.
+    caught_up: Generation,
+    root: Hpa,
+    context: Context,
+    paging: Paging,
+    cr3: u64,
+    /// Faults on one access after which it fails: [`STUCK_FAULTS`], or fewer in a test.
+    max_faults: u64,
+    counters: CpuCounters,
+    _format: PhantomData<fn() -> F>,
+}
+
+impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
+    /// Makes a CPU of VM `vm` (a tag for the TLB), paging off, with the second-stage root at `root`
+    /// (nCR3 or EPTP).
+    pub fn new(handler: V, port: Port, vm: u16, root: Hpa, geometry: Geometry) -> Cpu<V, F> {
+        Cpu {
+            handler,
+            caught_up: port.generation(),
+            port,
+            log: None,
+            counter: None,
+            tlb: Tlb::new(geometry),
+            kept: KeptFaults::default(),
+            root,
+            context: Context { vm, pcid: Context::UNPAGED },
+            paging: Paging::Off,
+            cr3: 0,
+            max_faults: STUCK_FAULTS,
+            counters: CpuCounters::default(),
+            _format: PhantomData,
+        }
+    }
+
+    /// Turns page-modification logging on, into `log`. For a format without it, the log stays empty
+    /// ([`HardwareFormat::LOGS_MODIFICATIONS`]).
+    #[must_use]
+    pub fn with_modification_log(self, log: ModificationLog) -> Cpu<V, F> {
+        Cpu { log: Some(log), ..self }
+    }
+
+    /// Has `counter`, if any, count its walks. The CPU then is on the node of the thread that runs
+    /// it.
+    #[must_use]
+    pub fn with_walk_counter(self, counter: Option<WalkCounter>) -> Cpu<V, F> {
+        Cpu { counter, ..self }
+    }
+
+    /// The counts so far.
+    pub fn counters(&self) -> CpuCounters {
+        CpuCounters {
+            walk_reads: self.counter.as_ref().map_or(WalkReads::default(), WalkCounter::reads),
+            nr_tlb_misses: self.tlb.nr_misses(),
+            nr_pages_logged: self.log.as_ref().map_or(0, ModificationLog::nr_logged),
+            ..self.counters
+        }
+    }
+
+    /// The CPU makes no access for a while: until the next one, flushes ignore it, as a hypervisor
+    /// sends no interrupt to a CPU that does not run its guest.
+    pub fn exit_guest_mode(&self) {
+        self.port.exit_guest_mode();
+    }
+
+    /// The handler of second-stage faults.
+    pub fn handler(&mut self) -> &mut V {
+        &mut self.handler
+    }
+
+    /// Turns the guest's paging on or off (CR0.PG); drops the translations of the current context,
+    /// as hardware does.
+    pub fn set_paging(&mut self, paging: Paging) {
+        self.tlb.invalidate_context(self.context);
+        self.paging = paging;
+        self.context.pcid = match paging {
+            Paging::Off => Context::UNPAGED,
+            Paging::TwoDimensional => (self.cr3 & CR3_PCID) as u16,
+        };
+    }
+
+    /// Writes CR3 with CR4.PCIDE set: the address of the top table, the PCID in bits 11 to 0, and
+    /// bit 63 to keep the translations of that PCID (Intel SDM vol. 3A, "Operations that invalidate
+    /// TLBs and paging-structure caches").
+    ///
+    /// # Errors
+    /// [`CpuError::BadCr3`] if address bits beyond the guest's are set.
+    pub fn load_cr3(&mut self, value: u64) -> Result<(), CpuError> {
+        if value & !(CR3_KEEP | cr3_address::<F>() | CR3_PCID) != 0 {
+            return Err(CpuError::BadCr3 { value });
+        }
+        self.cr3 = value & !CR3_KEEP;
+        let pcid = (value & CR3_PCID) as u16;
+        if value & CR3_KEEP == 0 {
+            self.tlb.invalidate_context(Context { pcid, ..self.context });
+        }
+        if self.paging == Paging::TwoDimensional {
+            self.context.pcid = pcid;
+        }
+        Ok(())
+    }
+
+    /// Reads the 8 bytes at `gva` (a guest-physical address while paging is off).
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was read.
+    #[inline]
+    pub fn read(&mut self, gva: Gva) -> Result<u64, CpuError> {
+        self.access(gva, Access::Read, |port, generation, at| {
+            // SAFETY: see `access`.
+            unsafe { port.load_u64(generation, at) }
+        })
+    }
+
+    /// Writes the 8 bytes at `gva` (a guest-physical address while paging is off).
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was written.
+    #[inline]
+    pub fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
+        self.access(gva, Access::Write, |port, generation, at| {
+            // SAFETY: see `access`.
+            unsafe { port.store_u64(generation, at, value) }
+        })
+    }
+
+    /// Writes the 8 bytes at `gva` and returns what they were before, atomically (XCHG).
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was written.
+    #[inline]
+    pub fn exchange(&mut self, gva: Gva, value: u64) -> Result<u64, CpuError> {
+        self.access(gva, Access::Write, |port, generation, at| {
+            // SAFETY: see `access`.
+            unsafe { port.exchange_u64(generation, at, value) }
+        })
+    }
+
+    /// Does `operation` at the memory behind `gva`.
+    ///
+    /// It is called with a generation and a pointer that was looked up after the generation was
+    /// read. The pointer is aligned, because `gva` is and pages are. It is valid as long as the
+    /// generation is current: the engine maps only frames that the host resolved, and flushes
+    /// before a frame is freed.
+    #[inline]
+    fn access<T>(
+        &mut self,
+        gva: Gva,
+        access: Access,
+        operation: impl Fn(&Port, Generation, *mut u64) -> Result<T, Stale>,
+    ) -> Result<T, CpuError> {
+        if !gva.0.is_multiple_of(8) {
+            return Err(CpuError::Unaligned { gva });
+        }
+        self.port.enter_guest_mode();
+        let mut nr_faults = 0;
+        loop {
+            let generation = self.port.generation();
+            if generation != self.caught_up {
+                self.catch_up(generation);
+            }
+            let hit = match access {
+                Access::Write => self.tlb.lookup_write(self.context, gva.0),
+                Access::Read | Access::Execute => self.tlb.lookup_read(self.context, gva.0),
+            };
+            let hpa = match hit {
+                Some(hpa) => hpa,
+                None => match self.miss(gva, access, generation, &mut nr_faults)? {
+                    Some(hpa) => hpa,
+                    None => continue,
+                },
+            };
+            let Some(at) = phys::pointer_to::<u64>(hpa) else {
+                return Err(CpuError::NoMemory { gpa: Gpa(gva.0), hpa });
+            };
+            match operation(&self.port, generation, at) {
+                Ok(value) => {
+                    self.counters.nr_accesses += 1;
+                    self.counters.nr_reads += u64::from(access == Access::Read);
+                    return Ok(value);
+                }
+                Err(Stale) => self.counters.nr_restarts += 1,
+            }
+        }
+    }
+
+    /// Drops what was flushed since the CPU last caught up, until `generation`.
+    #[cold]
+    #[inline(never)]
+    fn catch_up(&mut self, generation: Generation) {
+        self.counters.nr_flushes_seen += generation.nr_flushes_since(self.caught_up);
+        self.counters.nr_translations_dropped += match self.port.flushed_since(self.caught_up, generation) {
+            Some(ranges) => {
+                ranges.as_slice().iter().for_each(|&range| self.kept.drop_range(range));
+                ranges.as_slice().iter().map(|&range| self.tlb.drop_range(range)).sum()
+            }
+            None => {
+                self.counters.nr_full_drops += 1;
+                self.kept.drop_range(GfnRange { start: Gfn(0), end: Gfn(u64::MAX) });
+                self.tlb.clear()
+            }
+        };
+        self.caught_up = generation;
+    }
+
+    /// Walks; fills the TLB, or has the fault handled. `None`: start over.
+    #[inline(never)]
+    fn miss(
+        &mut self,
+        gva: Gva,
+        access: Access,
+        generation: Generation,
+        nr_faults: &mut u64,
+    ) -> Result<Option<Hpa>, CpuError> {
+        let kept = if self.paging == Paging::Off { self.kept.find(Gpa(gva.0), access) } else { None };
+        let found = match kept {
+            Some(fault) => Err(GuestStop::SecondStage(Stop::Fault(fault))),
+            None => {
+                self.counters.nr_walks += 1;
+                self.walk(gva, access, generation)
+            }
+        };
+        let stop = match found {
+            Ok(mapping) => {
+                debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
+                // With paging, the guest's own page tables may change sizes without a flush, so
+                // there is nothing to check.
+                if F::HAS_TLB_CONFLICTS
+                    && self.paging == Paging::Off
+                    && let Some(cached) = self.tlb.other_size(self.context, gva.0, mapping.size)
+                {
+                    return Err(CpuError::TlbConflict { gpa: mapping.gpa, cached, walked: mapping.size });
+                }
+                self.tlb.fill(self.context, gva.0, mapping.gpa, mapping.size, mapping.hpa, mapping.writes);
+                return Ok(Some(mapping.hpa));
+            }
+            Err(stop) => stop,
+        };
+        // A walk that a flush has overtaken may have read half of one state and half of another.
+        if !self.port.is_current(generation) || stop == GuestStop::SecondStage(Stop::Restart) {
+            self.counters.nr_restarts += 1;
+            return Ok(None);
+        }
+        match stop {
+            GuestStop::SecondStage(Stop::Fault(fault)) => {
+                *nr_faults += 1;
+                self.counters.nr_faults += 1;
+                if *nr_faults > self.max_faults {
+                    return Err(CpuError::Stuck { gva, nr_faults: *nr_faults });
+                }
+                if *nr_faults > PATIENT_FAULTS {
+                    std::thread::yield_now();
+                }
+                // With paging, the guest's own page tables may deny the access.
+                if self.paging == Paging::Off && F::keeps(fault) {
+                    self.kept.keep(fault);
+                }
+                // A request that another CPU's fault on this thread has left is not for this CPU.
+                let _ = take_local_flush();
+                let outcome = self.handler.handle_fault(fault.gpa, fault.access);
+                // What is cached of other pages of a larger one stays: it may have been cached in
+                // parts.
+                if let Some(gpa) = take_local_flush() {
+                    self.kept.drop_range(GfnRange::new(gpa.gfn(), 1));
+                }
+                match outcome? {
+                    Outcome::Resume => Ok(None),
+                    Outcome::Exit(exit) => Err(exit.into()),
+                }
+            }
+            GuestStop::SecondStage(Stop::Misconfigured(misconfiguration)) => {
+                Err(CpuError::Misconfigured(misconfiguration))
+            }
+            GuestStop::SecondStage(Stop::NoMemory { gpa, hpa }) => Err(CpuError::NoMemory { gpa, hpa }),
+            GuestStop::SecondStage(Stop::LogFull(_)) => {
+                self.counters.nr_log_full_exits += 1;
+                if let Some(log) = &self.log {
+                    log.empty(&mut |written| self.handler.log_modifications(written));
+                }
+                Ok(None)
+            }
+            // Handled above.
+            GuestStop::SecondStage(Stop::Restart) => Ok(None),
+            GuestStop::Guest(fault) => Err(CpuError::Guest(fault)),
+        }
+    }
+
+    fn walk(&self, gva: Gva, access: Access, generation: Generation) -> Result<Mapping, GuestStop> {
+        match &self.counter {
+            None => self.walk_counting(gva, access, generation, ()),
+            Some(counter) => {
+                counter.begin_walk();
+                self.walk_counting(gva, access, generation, counter)
+            }
+        }
+    }
+
+    fn walk_counting<C: CountReads>(
+        &self,
+        gva: Gva,
+        access: Access,
+        generation: Generation,
+        counter: C,
+    ) -> Result<Mapping, GuestStop> {
+        let walker = Walker { port: &self.port, generation, root: self.root, log: self.log.as_ref(), counter };
+        match self.paging {
+            Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
+            Paging::TwoDimensional => {
+                let table = Gpa(self.cr3 & cr3_address::<F>());
+                guest::walk::<F, C>(walker, table, gva, access)
+            }
+        }
+    }
+}
+
+/// Bits 11 to 0 of CR3: the process-context identifier.
+const CR3_PCID: u64 = 0xfff;
+/// Address bits of CR3.
+const fn cr3_address<F: HardwareFormat>() -> u64 {
+    ((1 << F::GUEST_PHYSICAL_BITS) - 1) & !CR3_PCID
+}
+/// Bit 63 of a value written to CR3: do not invalidate.
+pub(crate) const CR3_KEEP: u64 = 1 << 63;

@@ -1,0 +1,111 @@
+//! A CPU of a format with break before make detects a change without it; one of another format goes
+//! on.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use slat::format::Format;
+use slat::{Gfn, GfnRange, Level, PageSize};
+
+use super::tests::{Idle, Memory, page};
+use super::*;
+use crate::hardware::commit::FlushDomain;
+use crate::memory::{Backing, BackingKind};
+
+/// PTEs of the level above the lowest, for 2 MiB of contiguous memory.
+struct Entries {
+    table: u64,
+    huge: u64,
+}
+
+/// Pages 0 to 511 by one huge leaf or by a page-table page, as the test wants.
+struct Guest<F> {
+    memory: Arc<Memory>,
+    _backing: Backing,
+    domain: Arc<FlushDomain>,
+    entries: Entries,
+    cpu: Cpu<Idle, F>,
+}
+
+/// A leaf PTE as the engine makes it, used and written.
+fn leaf<F: HardwareFormat>(address: u64, level: Level) -> u64 {
+    F::leaf(Hpa(address).pfn(), level).0 | F::ACCESSED | F::DIRTY | F::WRITABLE
+}
+
+impl<F: HardwareFormat> Guest<F> {
+    fn new() -> Guest<F> {
+        let backing = Backing::new(BackingKind::Anonymous, 4 << 20).unwrap();
+        let block = phys::hpa_of(backing.as_ptr()).0.next_multiple_of(PageSize::Size2M.size_bytes());
+        let memory = Memory::new(0);
+        let root = 4 - usize::from(F::ROOT_LEVEL.0);
+        for number in root..2 {
+            memory.tables[number].set(0, F::table(memory.tables[number + 1].hpa()).0);
+        }
+        for gfn in 0..512 {
+            memory.leaf(gfn).store(leaf::<F>(block + (gfn << 12), Level::L4K), Ordering::Relaxed);
+        }
+        let entries = Entries { table: F::table(memory.tables[3].hpa()).0, huge: leaf::<F>(block, Level::L2M) };
+        let domain = Arc::new(FlushDomain::new());
+        let cpu = Cpu::new(Idle, Port::new(&domain), 1, memory.tables[root].hpa(), Geometry::default());
+        Guest { memory, _backing: backing, domain, entries, cpu }
+    }
+
+    fn make(&self, entry: u64) {
+        self.memory.tables[2].set(0, entry);
+    }
+}
+
+/// Touches page 3; a huge leaf replaces the page-table page; page 4 is touched, and page 3 again.
+fn make_huge<F: HardwareFormat>(flush: Option<GfnRange>) -> Result<(), CpuError> {
+    let mut guest = Guest::<F>::new();
+    guest.make(guest.entries.table);
+    guest.cpu.write(Gva(0x3000), 1)?;
+    if let Some(range) = flush {
+        guest.make(0);
+        guest.domain.flush(&[range]);
+    }
+    guest.make(guest.entries.huge);
+    guest.cpu.write(Gva(0x4000), 2)?;
+    guest.cpu.write(Gva(0x3000), 3)
+}
+
+/// The result of an access to page 4 without break before make. A format that does not need it uses
+/// either translation.
+fn conflict<F: Format>(cached: PageSize, walked: PageSize) -> Result<(), CpuError> {
+    if F::BREAK_BEFORE_MAKE { Err(CpuError::TlbConflict { gpa: Gpa(0x4000), cached, walked }) } else { Ok(()) }
+}
+
+#[test]
+fn a_huge_page_over_cached_small_ones_is_a_conflict_where_there_are_any() {
+    let all = GfnRange::new(Gfn(0), 512);
+    slat::for_each_format!(F => {
+        let conflict = conflict::<F>(PageSize::Size4K, PageSize::Size2M);
+        assert_eq!(make_huge::<F>(None), conflict, "{}", F::NAME);
+        assert_eq!(make_huge::<F>(Some(page(7))), conflict, "{}: another page was flushed", F::NAME);
+        assert_eq!(make_huge::<F>(Some(all)), Ok(()), "{}", F::NAME);
+    });
+}
+
+/// Reads page 3 through a huge leaf that cannot be written; a page-table page replaces it; page 4
+/// is written. A cached huge page hides the small ones, until an access needs more rights.
+fn make_small<F: HardwareFormat>(flush: Option<GfnRange>) -> Result<(), CpuError> {
+    let mut guest = Guest::<F>::new();
+    guest.make(guest.entries.huge & !F::WRITABLE);
+    guest.cpu.read(Gva(0x3000)).unwrap();
+    if let Some(range) = flush {
+        guest.make(0);
+        guest.domain.flush(&[range]);
+    }
+    guest.make(guest.entries.table);
+    guest.cpu.write(Gva(0x4000), 1)
+}
+
+#[test]
+fn a_small_page_beside_a_cached_huge_one_is_a_conflict_where_there_are_any() {
+    slat::for_each_format!(F => {
+        let conflict = conflict::<F>(PageSize::Size2M, PageSize::Size4K);
+        assert_eq!(make_small::<F>(None), conflict, "{}", F::NAME);
+        assert_eq!(make_small::<F>(Some(page(512))), conflict, "{}: another page was flushed", F::NAME);
+        assert_eq!(make_small::<F>(Some(page(511))), Ok(()), "{}: any part of it", F::NAME);
+    });
+}

@@ -1,0 +1,179 @@
+//! The walkers for RISC-V's G-stage, Sv39x4 and Sv48x4: the page tables of Sv39 and Sv48 under a
+//! root that is four times as large, for guest-physical addresses of 41 and 50 bits.
+//!
+//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot
+//! nor Svpbmt, so bits 61 to 63 of a PTE must be zero. In the manual a reserved or misaligned PTE
+//! is a guest-page fault like any other. Here it is a misconfiguration, with the fault's code,
+//! since an engine must not write such a PTE.
+//!
+//! Only leaf PTEs have permissions. Every access of a guest is one of user mode here, so a leaf PTE
+//! without U denies it.
+//!
+//! The guest's own page tables are x86's all the same ([`guest`](super::guest)). Its walks set bits
+//! in them, so each counts as a write, as on RISC-V a walk that updates A or D of the guest's PTE.
+//! Addresses of a guest with paging have as many bits as these page tables translate.
+//!
+//! A leaf PTE of the highest level of Sv48x4 maps 512 GiB. The manual allows it, so it is walked;
+//! the TLB keeps 1 GiB of it.
+//!
+//! Source: The RISC-V Instruction Set Manual, Volume II (Privileged Architecture): "Sv32:
+//! Page-Based 32-bit Virtual-Memory Systems", section "Virtual Address Translation Process"; "Sv39:
+//! Page-Based 39-bit Virtual-Memory System"; "Hypervisor Extension", sections "Two-Stage Address
+//! Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction for mtinst or
+//! htinst"; "Svadu: Hardware Updating of A/D Bits".
+
+use slat::{Access, Gpa, Hpa, Level};
+
+use super::{CountReads, Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
+use super::{index, mapping, shift};
+use crate::hardware::tlb::Writes;
+
+const VALID: u64 = 1 << 0;
+const READ: u64 = 1 << 1;
+const WRITE: u64 = 1 << 2;
+const EXECUTE: u64 = 1 << 3;
+const USER: u64 = 1 << 4;
+const ACCESSED: u64 = 1 << 6;
+const DIRTY: u64 = 1 << 7;
+/// Where the page number begins.
+const PPN_SHIFT: u32 = 10;
+/// Its bits: 44.
+const PPN: u64 = (1 << 44) - 1;
+/// Bits 54 to 60, the memory type (PBMT) and N.
+const RESERVED: u64 = 0x7f << 54 | 0b11 << 61 | 1 << 63;
+/// Bits that a directory entry must not have.
+const TABLE_RESERVED: u64 = USER | ACCESSED | DIRTY;
+
+// Causes of a trap, in the lower half of the code.
+const CAUSE_INSTRUCTION_GUEST_PAGE_FAULT: u64 = 20;
+const CAUSE_LOAD_GUEST_PAGE_FAULT: u64 = 21;
+const CAUSE_STORE_GUEST_PAGE_FAULT: u64 = 23;
+/// In its upper half htinst: zero, or the pseudoinstruction for a write to one of the guest's PTEs
+/// (of 64 bits).
+const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
+
+impl HardwareFormat for slat::format::Sv39x4 {
+    const GUEST_PHYSICAL_BITS: u32 = 41;
+    const GUEST_PML4E_RESERVED: u64 = 0;
+    const LOGS_MODIFICATIONS: bool = false;
+    const HAS_TLB_CONFLICTS: bool = false;
+
+    /// PTEs may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor
+    /// Memory-Management Fence Instruction"): the processor has no Svvptc.
+    fn keeps(_fault: Fault) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+        walk_from::<3, C>(walker, gpa, access, purpose)
+    }
+}
+
+impl HardwareFormat for slat::format::Sv48x4 {
+    const GUEST_PHYSICAL_BITS: u32 = 50;
+    const GUEST_PML4E_RESERVED: u64 = 0;
+    const LOGS_MODIFICATIONS: bool = false;
+    const HAS_TLB_CONFLICTS: bool = false;
+
+    /// PTEs may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor
+    /// Memory-Management Fence Instruction"): the processor has no Svvptc.
+    fn keeps(_fault: Fault) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+        walk_from::<4, C>(walker, gpa, access, purpose)
+    }
+}
+
+/// The walk from a root whose PTEs have level `ROOT`.
+// Always: a walk that is called, and passes its result in memory, takes a fifth longer.
+#[inline(always)]
+fn walk_from<const ROOT: u8, C: CountReads>(
+    walker: Walker<'_, C>,
+    gpa: Gpa,
+    access: Access,
+    purpose: Purpose,
+) -> Result<Mapping, Stop> {
+    let access = match purpose {
+        Purpose::Data => access,
+        Purpose::GuestTable => Access::Write,
+    };
+    let code = code(access, purpose);
+    let fault = Stop::Fault(Fault { gpa, access, code });
+    // The root's index has two bits more than the others; those above must be zero.
+    if gpa.0 >> (shift(ROOT) + 11) != 0 {
+        return Err(fault);
+    }
+
+    let mut table = walker.root;
+    let mut entry_index = gpa.0 >> shift(ROOT);
+    let mut level = ROOT;
+    let used = loop {
+        let Some(used) = Used::read_second_stage(walker, table, entry_index, level)? else {
+            return Err(Stop::NoMemory { gpa, hpa: table });
+        };
+        let entry = used.entry;
+        if entry & VALID == 0 {
+            return Err(fault);
+        }
+        if is_misconfigured(entry, level) {
+            return Err(Stop::Misconfigured(Misconfiguration { gpa, level: Level(level), entry, code }));
+        }
+        if is_leaf(entry) {
+            break used;
+        }
+        table = address(entry);
+        level -= 1;
+        entry_index = index(gpa.0, level);
+    };
+
+    let needed = match access {
+        Access::Read => READ,
+        Access::Write => WRITE,
+        Access::Execute => EXECUTE,
+    };
+    if used.entry & (needed | USER) != needed | USER {
+        return Err(fault);
+    }
+    let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
+    let leaf = used.set(walker, marks)?;
+    let writes = if leaf & (WRITE | DIRTY) == WRITE | DIRTY { Writes::Allowed } else { Writes::MustWalk };
+    mapping(gpa, address(leaf).0, level, writes)
+}
+
+/// The address in a PTE: 56 bits.
+fn address(entry: u64) -> Hpa {
+    Hpa((entry >> PPN_SHIFT & PPN) << 12)
+}
+
+/// Whether a valid PTE maps memory.
+fn is_leaf(entry: u64) -> bool {
+    entry & (READ | WRITE | EXECUTE) != 0
+}
+
+/// Whether a valid PTE is reserved, misaligned, or a directory entry of the lowest level.
+fn is_misconfigured(entry: u64, level: u8) -> bool {
+    if entry & RESERVED != 0 {
+        return true;
+    }
+    if !is_leaf(entry) {
+        return level == 1 || entry & TABLE_RESERVED != 0;
+    }
+    entry & (READ | WRITE) == WRITE || address(entry).0 & ((1 << shift(level)) - 1) != 0
+}
+
+/// The cause of the trap, and htinst.
+fn code(access: Access, purpose: Purpose) -> u64 {
+    let cause = match access {
+        Access::Read => CAUSE_LOAD_GUEST_PAGE_FAULT,
+        Access::Write => CAUSE_STORE_GUEST_PAGE_FAULT,
+        Access::Execute => CAUSE_INSTRUCTION_GUEST_PAGE_FAULT,
+    };
+    match purpose {
+        Purpose::Data => cause,
+        Purpose::GuestTable => cause | TINST_GUEST_TABLE_WRITE,
+    }
+}

@@ -1,0 +1,316 @@
+//! The page-table walkers of the software CPUs, written from the manuals.
+//!
+//! They share no code with the engine's formats, not even a constant: they are the oracle for it. A
+//! PTE that hardware would refuse is refused here.
+//!
+//! # Implementation
+//! - A walk belongs to a generation that was read before it began. It reads every PTE by a checked
+//!   load and sets every accessed or dirty bit by a checked compare-and-exchange against the value
+//!   that it walked with (see [`commit`](crate::hardware::commit)). So it never reads a page-table
+//!   page that was freed after a flush, and never sets a bit in a PTE that has changed meanwhile.
+//! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals
+//!   allow (a PTE's accessed bit may be set early, but need not).
+//! - A CPU with page-modification logging logs a page before it sets the dirty bit of the page's
+//!   leaf PTE, by an exchange that is checked against a generation read before; see
+//!   [`modification_log`](crate::hardware::modification_log).
+//! - A walk that lost a race, against a flush or for a PTE, ends with [`Stop::Restart`]; the CPU
+//!   starts the access over.
+//!
+//! Sources: Intel SDM vol. 3C, chapter "VMX support for address translation", sections "EPT
+//! translation mechanism", "EPT-induced VM exits" and "Accessed and dirty flags for EPT"; AMD APM
+//! vol. 2, 5.3 (long-mode translation) and 15.25 (nested paging); Intel SDM vol. 3A, chapter
+//! "Paging"; Arm ARM, chapter "The AArch64 Virtual Memory System Architecture"; RISC-V Privileged
+//! Architecture, "Hypervisor Extension".
+//!
+//! The guest's own page tables, the first stage, are x86's long-mode page tables under every second
+//! stage ([`guest`]): the machine exists for the second. Each walker notes what its format's own
+//! guests would do otherwise. Without a second stage there is one dimension, that of the page
+//! tables which the hypervisor keeps in place of the guest's ([`shadow`]).
+
+#![expect(unsafe_code, reason = "walkers read and write tables through raw pointers")]
+
+mod ept;
+mod gstage;
+pub mod guest;
+mod npt;
+pub mod shadow;
+mod stage2;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod tests_gstage;
+#[cfg(test)]
+mod tests_guest;
+#[cfg(test)]
+mod tests_log;
+#[cfg(test)]
+mod tests_nodes;
+#[cfg(test)]
+mod tests_shadow;
+#[cfg(test)]
+mod tests_stage2;
+
+use slat::{Access, Gpa, Hpa, Level, PageSize};
+use thiserror::Error;
+
+use crate::hardware::commit::{Generation, Port, Stale};
+use crate::hardware::modification_log::{LogFull, ModificationLog};
+use crate::hardware::tlb::Writes;
+use crate::memory::numa::WalkCounter;
+use crate::memory::phys;
+use crate::vm::machine::{Machine, MachineConfig, MachineConfigError, MachineError};
+
+/// Counts each second-stage PTE that a walk reads. A type and not an option, so that a walk without
+/// counting has no code for it.
+pub trait CountReads: Copy {
+    /// A PTE of level `level` was read in `table`.
+    fn count(self, table: Hpa, level: u8);
+}
+
+/// Counts nothing.
+impl CountReads for () {
+    #[inline]
+    fn count(self, _table: Hpa, _level: u8) {}
+}
+
+/// Counts by node.
+impl CountReads for &WalkCounter {
+    #[inline]
+    fn count(self, table: Hpa, level: u8) {
+        WalkCounter::count(self, table, level);
+    }
+}
+
+/// The common parameters of the walks of one access.
+#[derive(Clone, Copy, Debug)]
+pub struct Walker<'a, C = ()> {
+    /// The CPU's access to memory.
+    pub port: &'a Port,
+    /// Read before the access began.
+    pub generation: Generation,
+    /// The root (nCR3, or the address in EPTP, VTTBR_EL2 or hgatp).
+    pub root: Hpa,
+    /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
+    pub log: Option<&'a ModificationLog>,
+    /// Counts reads of second-stage PTEs.
+    pub counter: C,
+}
+
+/// A format of second-stage page tables, as hardware walks it.
+pub trait HardwareFormat: slat::format::Format {
+    /// Bits of a guest-physical address that the page tables translate. A guest with paging has a
+    /// MAXPHYADDR of as many.
+    const GUEST_PHYSICAL_BITS: u32;
+
+    /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the
+    /// manual's common part.
+    const GUEST_PML4E_RESERVED: u64;
+
+    /// Whether the vendor's processors have page-modification logging. (The engine's format has
+    /// such a constant too; this one is hardware's.)
+    const LOGS_MODIFICATIONS: bool;
+
+    /// Whether the vendor's processors may refuse an access of which the TLB has translations of
+    /// two sizes (Arm: a TLB conflict abort). The machine's then always do. Others use either.
+    const HAS_TLB_CONFLICTS: bool;
+
+    /// Whether the processors may repeat `fault`, the result of a walk, for the access until the
+    /// page is flushed. The machine's then always do.
+    fn keeps(_fault: Fault) -> bool {
+        false
+    }
+
+    /// Translates `gpa` through the page tables under the walker's root and sets accessed and dirty
+    /// bits.
+    ///
+    /// # Errors
+    /// [`Stop`]: why there is no translation.
+    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
+
+    /// Builds a machine with shadow paging ([`MachineConfig::shadow`]). The engine has that with
+    /// one format.
+    ///
+    /// # Errors
+    /// [`MachineConfigError::NoShadowPaging`] with all others; those of [`Machine::new`].
+    fn shadow_machine(_config: &MachineConfig) -> Result<Machine<Self>, MachineError>
+    where
+        Self: Sized,
+    {
+        Err(MachineConfigError::NoShadowPaging { format: Self::NAME }.into())
+    }
+}
+
+/// The purpose of an access to guest-physical memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Purpose {
+    /// The guest's own access to data or code.
+    Data,
+    /// The processor's access to a PTE of the guest. Always counts as a write (AMD APM vol. 2,
+    /// 15.25.5; Intel SDM vol. 3C, "Accessed and dirty flags for EPT", which are enabled here).
+    GuestTable,
+}
+
+/// The result of a walk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mapping {
+    /// The guest-physical address that the second stage translated.
+    pub gpa: Gpa,
+    /// The address's own host-physical address (not the start of its page).
+    pub hpa: Hpa,
+    /// Size of the page that maps it.
+    pub size: PageSize,
+    /// Whether a TLB entry of this walk serves writes.
+    pub writes: Writes,
+}
+
+/// Why a second-stage walk ended without a translation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+#[expect(missing_docs, reason = "the message names the fields")]
+pub enum Stop {
+    /// A flush has begun, or a PTE changed while its accessed or dirty bit was about to be set:
+    /// start the access over.
+    #[error("the translation changed during the walk")]
+    Restart,
+    /// The hypervisor must act.
+    #[error("second-stage fault: {0}")]
+    Fault(Fault),
+    /// An accessed or dirty bit is to be set, and the page-modification log is full: an exit. The
+    /// bit is not set.
+    #[error(transparent)]
+    LogFull(#[from] LogFull),
+    /// A PTE has reserved bits set: the page tables are misconfigured.
+    #[error("second-stage tables are misconfigured: {0}")]
+    Misconfigured(Misconfiguration),
+    /// The page tables have an address without memory.
+    #[error("second-stage tables lead to {hpa} for {gpa}, where there is no memory")]
+    NoMemory { gpa: Gpa, hpa: Hpa },
+}
+
+impl From<Stale> for Stop {
+    fn from(_: Stale) -> Stop {
+        Stop::Restart
+    }
+}
+
+/// An EPT violation, nested page fault, stage 2 abort or guest-page fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("{access:?} of {gpa} with code {code:#x}")]
+pub struct Fault {
+    /// The guest-physical address.
+    pub gpa: Gpa,
+    /// The access as hardware counts it: [`Access::Write`] for guest page tables.
+    pub access: Access,
+    /// EPT: the exit qualification. NPT: EXITINFO1, the error code. Stage 2: the bits of ESR_EL2
+    /// that concern the translation: EC, S1PTW, WnR, and DFSC or IFSC. G-stage: scause, and htinst
+    /// in the upper half.
+    pub code: u64,
+}
+
+/// An EPT misconfiguration, or a PTE with reserved bits or values.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("entry {entry:#x} of level {} for {gpa} (code {code:#x})", level.0)]
+pub struct Misconfiguration {
+    /// The guest-physical address that was translated.
+    pub gpa: Gpa,
+    /// Level of the PTE.
+    pub level: Level,
+    /// The PTE.
+    pub entry: u64,
+    /// As for [`Fault`]; EPT: 0, the exit has no qualification.
+    pub code: u64,
+}
+
+/// A PTE that a walk used: its address and its value.
+#[derive(Clone, Copy, Debug)]
+struct Used {
+    at: *mut u64,
+    entry: u64,
+}
+
+impl Used {
+    /// Reads PTE `index` of the page-table page at `table`; `None` if there is no memory.
+    #[inline]
+    fn read<C>(walker: Walker<'_, C>, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
+        let Some(table) = phys::pointer_to::<u64>(table) else {
+            return Ok(None);
+        };
+        let at = table.wrapping_add(index as usize);
+        // SAFETY: the address came from the root or from a PTE that was read while the generation
+        // was current. A page-table page is freed only after a flush, so as long as it is current
+        // there is one at `table`, and `index` is in it. Page-table pages are aligned to their
+        // size.
+        let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
+        Ok(Some(Used { at, entry }))
+    }
+
+    /// Reads PTE `index` of the second-stage page-table page at `table`, of `level`; `None` if
+    /// there is no memory.
+    #[inline]
+    fn read_second_stage<C: CountReads>(
+        walker: Walker<'_, C>,
+        table: Hpa,
+        index: u64,
+        level: u8,
+    ) -> Result<Option<Used>, Stale> {
+        let used = Used::read(walker, table, index)?;
+        if used.is_some() {
+            walker.counter.count(table, level);
+        }
+        Ok(used)
+    }
+
+    /// Sets `bits` in the PTE if they are not set. Returns the PTE's value after that.
+    #[inline]
+    fn set<C>(self, walker: Walker<'_, C>, bits: u64) -> Result<u64, Stop> {
+        if self.entry & bits == bits {
+            return Ok(self.entry);
+        }
+        let new = self.entry | bits;
+        // SAFETY: as in `read`, and all writes to page tables are compare-and-exchanges.
+        match unsafe { walker.port.compare_exchange_u64(walker.generation, self.at, self.entry, new)? } {
+            Ok(_) => Ok(new),
+            Err(_) => Err(Stop::Restart),
+        }
+    }
+}
+
+/// Index of the PTE of `level` on the way to `address` in page-table pages of 512 PTEs.
+#[inline]
+fn index(address: u64, level: u8) -> u64 {
+    address >> shift(level) & 0x1ff
+}
+
+/// log2 of the bytes that a PTE of `level` maps.
+#[inline]
+fn shift(level: u8) -> u32 {
+    12 + 9 * (u32::from(level) - 1)
+}
+
+/// The bits of a page's address in a PTE of x86, from `page_bits` (log2 of the page's size) up to
+/// bit 51, hence to the MAXPHYADDR of this machine.
+#[inline]
+const fn address_mask(page_bits: u32) -> u64 {
+    ((1 << 52) - 1) & !((1 << page_bits) - 1)
+}
+
+/// The size of a page; for a larger one, what a TLB keeps of it.
+#[inline]
+fn page_size(level: u8) -> PageSize {
+    match level {
+        1 => PageSize::Size4K,
+        2 => PageSize::Size2M,
+        _ => PageSize::Size1G,
+    }
+}
+
+/// The translation itself: the address `page` from the leaf, the offset from the guest-physical
+/// address.
+#[inline]
+fn mapping(gpa: Gpa, page: u64, level: u8, writes: Writes) -> Result<Mapping, Stop> {
+    let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));
+    match phys::pointer_to::<u64>(hpa) {
+        Some(_) => Ok(Mapping { gpa, hpa, size: page_size(level), writes }),
+        None => Err(Stop::NoMemory { gpa, hpa }),
+    }
+}

@@ -1,0 +1,152 @@
+//! What `slat compare` adds to the results: the systems, with the figures that are compared.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Better, NotRun, Results};
+use crate::quantity::Unit;
+pub use crate::statistics::Verdict;
+use crate::statistics::{CONFIDENCE, Ratio, Samples, judge, ratio};
+
+/// All systems, and what slat claims.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Compared {
+    pub systems: Vec<System>,
+    pub claims: Claims,
+}
+
+/// One of the systems.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct System {
+    pub system: String,
+    pub title: String,
+    /// Published facts that are no figures of a comparison.
+    pub published_note: String,
+    pub comparisons: Vec<Evaluation>,
+    pub not_run: Vec<NotRun>,
+    /// The results of the experiments.
+    pub experiments: Vec<Results>,
+}
+
+/// What a side is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// slat itself.
+    Slat,
+    /// The starting point of the published work, run by the same engine.
+    Baseline,
+    /// Other software.
+    Peer,
+}
+
+impl Role {
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Slat => "slat",
+            Role::Baseline => "baseline",
+            Role::Peer => "peer",
+        }
+    }
+}
+
+/// The figures that the published work gives, in the comparison's unit.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Published {
+    /// The machine.
+    pub on: String,
+    /// The baseline's figure.
+    pub baseline: Option<f64>,
+    /// The proposal's figure.
+    pub proposed: Option<f64>,
+    /// The name of the side that does what the proposal does.
+    #[serde(default)]
+    pub proposed_side: String,
+}
+
+/// A figure of several sides.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Evaluation {
+    pub name: String,
+    pub title: String,
+    pub unit: Unit,
+    pub better: Better,
+    pub published: Option<Published>,
+    /// slat's comes first.
+    pub sides: Vec<Side>,
+}
+
+/// A side that was measured.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Side {
+    pub name: String,
+    pub role: Role,
+    pub measured_on: String,
+    pub samples: Samples,
+    /// How many times as good slat is; `None` for slat itself.
+    pub ratio: Option<Ratio>,
+    pub claim: Option<Claim>,
+    /// Why slat claims nothing here.
+    #[serde(default)]
+    pub unclaimed: Option<String>,
+}
+
+/// What slat claims of a ratio, and whether it holds.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Claim {
+    /// The ratio is above this.
+    pub above: f64,
+    pub verdict: Verdict,
+}
+
+impl Verdict {
+    pub fn name(self) -> &'static str {
+        match self {
+            Verdict::Held => "held",
+            Verdict::Tie => "tie",
+            Verdict::Lost => "LOST",
+        }
+    }
+}
+
+impl Evaluation {
+    /// How many times as good samples are as others. More is better.
+    pub fn times_as_good(&self, samples: &Samples, others: &Samples) -> Option<Ratio> {
+        let [of, to] = self.dividend_and_divisor(samples, others);
+        ratio(of, to, CONFIDENCE)
+    }
+
+    /// Judges the claim that samples are more than `above` times as good as others.
+    pub fn claim(&self, above: f64, samples: &Samples, others: &Samples) -> Claim {
+        let [of, to] = self.dividend_and_divisor(samples, others);
+        Claim { above, verdict: judge(above, of, to) }
+    }
+
+    /// What is divided by what, so that more is better.
+    fn dividend_and_divisor<'s>(&self, samples: &'s Samples, others: &'s Samples) -> [&'s Samples; 2] {
+        match self.better {
+            Better::Less => [others, samples],
+            Better::More => [samples, others],
+        }
+    }
+
+    /// How many times as good as its baseline the published work is.
+    pub fn published_gain(&self) -> Option<f64> {
+        let published = self.published.as_ref()?;
+        let (baseline, proposed) = (published.baseline?, published.proposed?);
+        Some(match self.better {
+            Better::Less => baseline / proposed,
+            Better::More => proposed / baseline,
+        })
+    }
+}
+
+/// All claims of a run.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claims {
+    pub made: usize,
+    pub held: usize,
+    /// The claims that this machine cannot tell, in words.
+    pub ties: Vec<String>,
+    /// The lost claims, in words.
+    pub lost: Vec<String>,
+}
