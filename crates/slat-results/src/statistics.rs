@@ -19,15 +19,15 @@
 //! the mean may be on the other side of a claim than the median. So no verdict uses them, and no
 //! table shows them for runs.
 //!
-//! The mean is that of the *middle half* ([`Samples::middle_mean`]), which ignores a quarter of the
+//! The mean is that of the *middle half* (`Samples::middle_mean`), which ignores a quarter of the
 //! runs on each side. The deviation is that of the median distance from the median
-//! ([`Samples::robust_deviation`]), which ignores any distance in less than half of the runs.
+//! (`Samples::robust_deviation`), which ignores any distance in less than half of the runs.
 //!
 //! [`judge`] decides a claim by three conditions: the interval of the ratio of the medians lies on
 //! one side of the claim, the ratio of the middle means lies on the same side, and the robust
 //! deviation of neither side exceeds its middle mean. So a verdict never contradicts the means or
 //! the deviations that are shown. Outliers have no veto: where the deviation of all runs exceeds
-//! their mean and the robust one does not, [`Samples::has_outliers`] makes a note of it.
+//! their mean and the robust one does not, `Samples::has_outliers` makes a note of it.
 //!
 //! (J. S. Maritz, R. G. Jarrett: A note on estimating the variance of the sample median. Journal of
 //! the American Statistical Association 73, 1978.)

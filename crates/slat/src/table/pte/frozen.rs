@@ -16,8 +16,8 @@ const FROZEN_ACCESSED: u64 = 1 << 54;
 const FROZEN_DIRTY: u64 = 1 << 55;
 const FROZEN_TRACKED: u64 = 1 << 56;
 
-/// What a frozen PTE was, if [`PteRef::freeze_as_was`](super::pte_ref::PteRef::freeze_as_was) froze
-/// it.
+/// What a frozen PTE was, if
+/// [`PteRef::freeze_as_was`](crate::table::pte_ref::PteRef::freeze_as_was) froze it.
 pub(crate) enum Frozen<F> {
     /// This leaf, tracked or not, without its right to write.
     Leaf(Pte<F>),
