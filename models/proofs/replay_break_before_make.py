@@ -5,7 +5,7 @@ A CPU caches each PTE that it reads on a walk, and keeps it until it flushes.
 """
 import replay_invalidation
 from break_before_make import SPLITS, BreakBeforeMake
-from invalidation import ACTS, CLEAR, RESOLVED
+from invalidation import CLEAR, RESOLVED
 from page_tables import BROKEN, EMPTY, LEAF, TABLE
 from replay import PAGES, Mismatch
 
@@ -75,20 +75,6 @@ class Schedule(replay_invalidation.Schedule):
         # If an abort was faster, nothing may rely on the flush: what CPUs have cached stays in the model.
         if step[0] != 'flush_broken' or self.is_broken_by(thread):
             super().flush(thread, step, cpu)
-
-    # A fault.
-
-    def fault_reads(self, cell, kind):
-        run, s, fault = self.run, self.s, self.at.fault
-        if s.fpc(fault) == ACTS and cell == s.entry(s.root(), s.page(fault)) and self.reads_ranges_next():
-            # It links page-table pages on a number that it has not seen: as if this were another look.
-            run.step('give_up', fault)
-            self.have_read_ranges.discard(fault)
-            run.step('fault', fault)
-        super().fault_reads(cell, kind)
-
-    def reads_ranges_next(self):
-        return next((name for name, _ in self.later() if name not in ('pte-read', 'pte-kept')), '') == 'ranges-read'
 
     # An invalidation.
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use slat::baselines::Park;
 use slat::error::SlotError;
 use slat::format::Npt;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{
     Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vcpu, Vm,
 };
@@ -27,7 +27,7 @@ struct FrameHost(Memory);
 #[inline]
 fn resolved(frames: Frames, gfn: Gfn) -> Resolved {
     let max_size = if frames == Frames::ShiftedUnknown { PageSize::Size4K } else { PageSize::Size2M };
-    Resolved { pfn: Pfn(frames.frame(gfn.0)), max_size, writable: true }
+    Resolved::memory(Pfn(frames.frame(gfn.0)), max_size)
 }
 
 // SAFETY: the page-table pages are those of a `MachineHost`, which fulfils this trait's contract
@@ -51,7 +51,7 @@ unsafe impl Host for FrameHost {
     }
 
     #[inline]
-    fn resolve(&self, frames: &Frames, gfn: Gfn, _page: u64, _access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, frames: &Frames, gfn: Gfn, _page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         Ok(resolved(*frames, gfn))
     }
 

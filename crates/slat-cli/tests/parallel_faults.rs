@@ -50,7 +50,7 @@ fn bad_usage_exits_with_2() {
         ("parallel-faults --tracking pml --format stage2", "no page-modification logging with stage2 tables"),
         ("parallel-faults --tracking pml --format gstage", "no page-modification logging with gstage tables"),
         ("parallel-faults --tracking dirty-bit --format stage2", "no dirty bits in stage2 tables"),
-        ("parallel-faults --format gstage-sv57x4", "gstage-sv39x4"),
+        ("parallel-faults --format gstage-sv66x4", "gstage-sv39x4, gstage-sv57x4"),
         ("parallel-faults -b 1M --tracking ring --ring-entries 1000", "1000 entries"),
         ("parallel-faults -b 1M --tracking ring --ring-entries 0", "0 entries"),
         ("parallel-faults --tracking ring --huge-pages mark-whole", "--huge-pages split"),

@@ -125,7 +125,7 @@ fn absent(access: Access) -> u64 {
     match access {
         Access::Read => U,
         Access::Write => U | W,
-        Access::Execute => U | ID,
+        Access::Execute | Access::ExecuteUser => U | ID,
     }
 }
 
@@ -425,7 +425,7 @@ fn step(world: &mut World, rng: &mut SmallRng, kinds: &[Kind]) {
             let page = kind.pages[rng.random_range(0..kind.pages.len())];
             let access = ACCESSES[rng.random_range(0..ACCESSES.len())];
             let offset = match access {
-                Access::Execute => EXECUTED,
+                Access::Execute | Access::ExecuteUser => EXECUTED,
                 Access::Read | Access::Write => WORDS[rng.random_range(0..WORDS.len())],
             };
             // The model checks the result.

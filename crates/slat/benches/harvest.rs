@@ -51,7 +51,7 @@ mod harvest {
 
     impl Answer for Frames {
         fn resolved(&self, gfn: Gfn, _page: u64) -> Resolved {
-            Resolved { pfn: Pfn((1 << 24) + gfn.0), max_size: PageSize::Size4K, writable: true }
+            Resolved::memory(Pfn((1 << 24) + gfn.0), PageSize::Size4K)
         }
     }
 

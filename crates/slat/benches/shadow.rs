@@ -20,7 +20,7 @@ mod bench {
     use std::time::Instant;
 
     use slat::format::Npt;
-    use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+    use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
     use slat::shadow::{GuestAccess, Gva, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
     use slat::{
         Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu,
@@ -63,8 +63,8 @@ mod bench {
             std::ptr::with_exposed_provenance_mut(table.0 as usize)
         }
 
-        fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
-            Ok(Resolved { pfn: Pfn((self.0.start() >> 12) + page), max_size: PageSize::Size4K, writable: true })
+        fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
+            Ok(Resolved::memory(Pfn((self.0.start() >> 12) + page), PageSize::Size4K))
         }
 
         fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {

@@ -55,8 +55,8 @@ unsafe impl Host for Arena {
         self.memory.as_ptr().cast::<u8>().cast_mut().wrapping_add(table.0 as usize)
     }
 
-    fn resolve(&self, first: &Pfn, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-        Ok(Resolved { pfn: Pfn(first.0 + page), max_size: PageSize::Size4K, writable: true })
+    fn resolve(&self, first: &Pfn, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+        Ok(Resolved::memory(Pfn(first.0 + page), PageSize::Size4K))
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {}

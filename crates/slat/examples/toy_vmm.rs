@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use slat::error::{LogError, RangeError, SlotError};
 use slat::format::Npt;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::tables::AccessTracking;
 use slat::{
     Access, Config, Error, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
@@ -289,15 +289,15 @@ unsafe impl Host for VmHost {
 
     /// On demand: a page gets a frame at its first access. The frame is zeroed, so that the guest
     /// does not read its old contents.
-    fn resolve(&self, ram: &Arc<Ram>, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, ram: &Arc<Ram>, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         let frame = &mut ram.0.lock().unwrap()[page as usize];
         if frame.is_none() {
-            let pfn = self.machine.allocate().ok_or(Gone)?;
+            let pfn = self.machine.allocate().ok_or(Unresolved::Gone)?;
             self.machine.frame(pfn).iter().for_each(|word| word.store(0, Ordering::Relaxed));
             *frame = Some(pfn);
         }
-        let pfn = frame.ok_or(Gone)?;
-        Ok(Resolved { pfn, max_size: PageSize::Size4K, writable: true })
+        let pfn = frame.ok_or(Unresolved::Gone)?;
+        Ok(Resolved::memory(pfn, PageSize::Size4K))
     }
 
     /// Step 5.

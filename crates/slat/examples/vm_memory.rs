@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::format::Npt;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::slots::{MemoryFaultFlags, UserfaultBitmap};
 use slat::{
     Access, CheckedMemory, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome,
@@ -54,8 +54,8 @@ unsafe impl Host for Vmm {
         std::ptr::with_exposed_provenance_mut(table.0 as usize)
     }
 
-    fn resolve(&self, mapped: &Mapped, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-        Ok(Resolved { pfn: Pfn(mapped.0 / PAGE_SIZE + page), max_size: PageSize::Size4K, writable: true })
+    fn resolve(&self, mapped: &Mapped, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+        Ok(Resolved::memory(Pfn(mapped.0 / PAGE_SIZE + page), PageSize::Size4K))
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {}

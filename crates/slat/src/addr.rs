@@ -201,8 +201,19 @@ pub enum Access {
     Read,
     /// A data write.
     Write,
-    /// An instruction fetch.
+    /// An instruction fetch. Where leaf PTEs tell user from supervisor code
+    /// ([`Execute::User`](crate::format::Execute::User)): of supervisor code.
     Execute,
+    /// An instruction fetch of user code. Elsewhere the same as `Execute`.
+    ExecuteUser,
+}
+
+impl Access {
+    /// Whether it is an instruction fetch.
+    #[inline]
+    pub const fn is_fetch(self) -> bool {
+        matches!(self, Access::Execute | Access::ExecuteUser)
+    }
 }
 
 /// A half-open range of guest frames: `start` is in, `end` is not.

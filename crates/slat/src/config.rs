@@ -3,7 +3,7 @@
 
 use crate::addr::{Level, NodeId, Pfn};
 use crate::error::ConfigError;
-use crate::format::Format;
+use crate::format::{Format, Hardware};
 use crate::host::{Host, TableNode};
 #[cfg(feature = "baselines")]
 use crate::sync::Locking;
@@ -57,6 +57,9 @@ pub struct Config {
     pub table_placement: TablePlacement,
     /// Which neighbours a fault also maps. Default: [`FaultAround::Off`].
     pub fault_around: FaultAround,
+    /// What the CPUs have, as far as page tables depend on it: levels, memory types, execution.
+    /// Default: what every CPU of the format has.
+    pub hardware: Hardware,
 }
 
 /// How accesses of the guest are found.
@@ -361,6 +364,11 @@ impl Config {
     /// This configuration with `fault_around`.
     pub fn with_fault_around(self, fault_around: FaultAround) -> Config {
         Config { fault_around, ..self }
+    }
+
+    /// This configuration with `hardware`.
+    pub fn with_hardware(self, hardware: Hardware) -> Config {
+        Config { hardware, ..self }
     }
 
     /// Checks that page tables of format `F` support this configuration.

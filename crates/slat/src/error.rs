@@ -4,9 +4,12 @@
 //! has changed nothing, unless the operation or the variant says otherwise. A fault at which user
 //! space must act is no error: it is an [`Exit`](crate::Exit).
 
+use core::fmt;
+
 use thiserror::Error;
 
-use crate::addr::{Gfn, Gpa};
+use crate::addr::{Gfn, Gpa, Hpa};
+use crate::format::{CpuFeatures, LeafAttributes};
 use crate::registers::PagingRegister;
 
 /// Why an operation was not done: any of the errors, for a caller that uses `?` into one type.
@@ -54,6 +57,38 @@ pub enum ConfigError {
     NoModificationLog {
         /// The format's name.
         format: &'static str,
+    },
+    /// The format has no page tables of so many levels for so many guest-physical address bits.
+    #[error("{format} tables have no geometry for {gpa_bits} guest-physical bits{}", LevelsOf(*levels))]
+    BadGeometry {
+        /// The address bits that were configured, or follow from the format.
+        gpa_bits: u8,
+        /// The levels that were configured.
+        levels: Option<u8>,
+        /// The format's name.
+        format: &'static str,
+    },
+    /// CPUs of this format do not have these features.
+    #[error("{features:?} are no features of CPUs that walk {format} tables")]
+    ForeignFeatures {
+        /// Those features.
+        features: CpuFeatures,
+        /// The format's name.
+        format: &'static str,
+    },
+    /// Bits that are to be set in every address are none of an address in this format.
+    #[error("{bits} has bits that no address in {format} tables can have besides its own")]
+    BadAddressBits {
+        /// The bits that were configured.
+        bits: Hpa,
+        /// The format's name.
+        format: &'static str,
+    },
+    /// The host's PAT has no entry for write-back memory.
+    #[error("the PAT {pat:#x} has no entry for write-back memory")]
+    NoWriteBack {
+        /// The value that was configured.
+        pat: u64,
     },
     /// The window of fault-around is not a power of two from 2 to
     /// [`MAX_PAGES`](crate::tables::FaultAround::MAX_PAGES) pages.
@@ -398,12 +433,20 @@ pub enum FaultError {
         gpa: Gpa,
     },
     /// [`Host::resolve`](crate::Host::resolve) broke its contract. It returned a frame beyond the
-    /// format's bits, a frame that may not be written for a write, or another frame than before
-    /// without an invalidation.
+    /// format's bits, or another frame or memory type than before without an invalidation.
     #[error("the host resolved {gpa} to a frame that cannot be used")]
     BadResolve {
         /// The address of the fault.
         gpa: Gpa,
+    },
+    /// The format, or the CPUs that are configured, have no such leaves. A device is never
+    /// executed.
+    #[error("no leaf can map {gpa} as {:?} with Execute::{:?}", attributes.memory, attributes.execute)]
+    UnsupportedAttributes {
+        /// The address of the fault.
+        gpa: Gpa,
+        /// What the host resolved it to.
+        attributes: LeafAttributes,
     },
     /// A userfault bitmap has fewer words than when it was given.
     #[error("the userfault bitmap of slot {slot} has no bit for {gpa} any more")]
@@ -572,3 +615,12 @@ macro_rules! from_bad_pages {
 from_out_of_memory!(ConfigError, SlotError, LogError, FaultError, RangeError);
 from_address_too_high!(SlotError, FaultError, RangeError);
 from_bad_pages!(SlotError, LogError);
+
+/// Ends a message with the number of levels, if there is one.
+struct LevelsOf(Option<u8>);
+
+impl fmt::Display for LevelsOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |levels| write!(f, " with {levels} levels"))
+    }
+}

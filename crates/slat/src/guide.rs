@@ -88,7 +88,7 @@
 //!     'walk: loop {
 //!         let (mut table, mut level, mut is_writable) = (vm.root(), F::ROOT_LEVEL, true);
 //!         loop {
-//!             let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
+//!             let nr_entries = if level == F::ROOT_LEVEL { F::MAX_ROOT_ENTRIES } else { F::TABLE_ENTRIES };
 //!             let index = (gpa.0 / level.size_bytes()) as usize % nr_entries;
 //!             // SAFETY: page-table pages are freed after a flush, which waits for this access.
 //!             let entry = unsafe { AtomicU64::from_ptr(vm.host().table_ptr(table).cast::<u64>().add(index)) };

@@ -25,6 +25,7 @@
 use core::alloc::Layout;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
+use crate::format::{Execute, LeafAttributes, MemoryType};
 #[cfg(feature = "baselines")]
 use crate::sync::Park;
 
@@ -35,16 +36,36 @@ pub struct Resolved {
     pub pfn: Pfn,
     /// The largest block around the frame that one leaf may map. It is naturally aligned in
     /// host-physical memory. Of its frames those that belong to the memslot back the pages around
-    /// this one in their order, and `writable` holds for all of these.
+    /// this one in their order, and `writable` and `attributes` hold for all of these.
     ///
     /// The host need not look at the memslot's ends, nor at the alignment of guest-physical
     /// addresses: the engine maps less where these, or dirty logging, require it.
     pub max_size: PageSize,
-    /// Whether the guest may write the frame. Must be `true` if the access was a write.
+    /// Whether the guest may write the frame.
     ///
     /// With `false` for a read, the first write asks again. A host that copies on write invalidates
     /// the page before it answers that write with another frame (see [`resolve`](Host::resolve)).
+    /// With `false` for a write, the page is read-only here: the fault is
+    /// [`Exit::Mmio`](crate::Exit::Mmio).
     pub writable: bool,
+    /// How the guest may use it otherwise. They hold until the page is invalidated, but for
+    /// execution: as with `writable`, a fetch that the leaf forbids asks again, and is
+    /// [`Exit::Mmio`](crate::Exit::Mmio) if the answer forbids it.
+    ///
+    /// On Arm without [`CpuFeatures::FWB`](crate::format::CpuFeatures::FWB), the host maintains the
+    /// data cache before it answers with memory that the guest may access past the cache, and on
+    /// all Arm CPUs the instruction cache before it answers a fetch.
+    pub attributes: LeafAttributes,
+}
+
+impl Resolved {
+    /// The frame `pfn` of ordinary memory, in a block of `max_size`: it may be written and executed.
+    /// For other answers change fields: `Resolved { writable: false, ..Resolved::memory(..) }`.
+    #[inline]
+    pub const fn memory(pfn: Pfn, max_size: PageSize) -> Resolved {
+        let attributes = LeafAttributes { memory: MemoryType::WriteBack, execute: Execute::All };
+        Resolved { pfn, max_size, writable: true, attributes }
+    }
 }
 
 /// Where a page-table page is allocated, as a [`TablePlacement`](crate::tables::TablePlacement)
@@ -82,10 +103,16 @@ pub struct ZappedLeaf {
     pub dirty: bool,
 }
 
-/// The backing has no frame for the page and will not have one. For example, the file is too short,
-/// or the memory is poisoned.
+/// Why [`Host::resolve`] has no frame for a page of a memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Gone;
+pub enum Unresolved {
+    /// The backing has none and will not have one. For example, the file is too short, or the
+    /// memory is poisoned. The fault returns
+    /// [`FaultError::BackingGone`](crate::error::FaultError::BackingGone).
+    Gone,
+    /// A device is here: the fault is [`Exit::Mmio`](crate::Exit::Mmio).
+    Mmio,
+}
 
 /// The environment of one VM: what the engine needs from the hypervisor around it.
 ///
@@ -141,6 +168,9 @@ pub unsafe trait Host: Send + Sync {
     /// The pointer by which the engine accesses the page-table page at `table`. It is called at
     /// each step of each walk, so it should be a single addition. Where a program is the CPU, an
     /// address may be an offset in one large allocation, for example.
+    ///
+    /// Here `table` has [`Hardware::address_bits`](crate::format::Hardware::address_bits), if there
+    /// are any: a constant less in that addition.
     fn table_ptr(&self, table: Hpa) -> *mut u8;
 
     /// Finds the frame of page number `page` (4 KiB pages from the memslot's start) of `backing`
@@ -163,9 +193,8 @@ pub unsafe trait Host: Send + Sync {
     /// write.
     ///
     /// # Errors
-    /// [`Gone`]: the fault returns
-    /// [`FaultError::BackingGone`](crate::error::FaultError::BackingGone).
-    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone>;
+    /// [`Unresolved`]: what the fault does instead.
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved>;
 
     /// As [`resolve`](Host::resolve), for a page that is private to the guest
     /// ([`Vm::set_memory_attributes`](crate::Vm::set_memory_attributes)): its frame in the
@@ -173,15 +202,15 @@ pub unsafe trait Host: Send + Sync {
     ///
     /// # Errors
     /// Those of [`resolve`](Host::resolve). The default is for a host without guest_memfds: always
-    /// [`Gone`].
+    /// [`Unresolved::Gone`].
     fn resolve_private(
         &self,
         _backing: &Self::Backing,
         _gfn: Gfn,
         _page: u64,
         _access: Access,
-    ) -> Result<Resolved, Gone> {
-        Err(Gone)
+    ) -> Result<Resolved, Unresolved> {
+        Err(Unresolved::Gone)
     }
 
     /// Returns what [`resolve`](Host::resolve) would answer for a resident page. `None` if the page

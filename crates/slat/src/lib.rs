@@ -68,8 +68,8 @@
 //!     fn table_ptr(&self, table: Hpa) -> *mut u8 {
 //!         table.0 as *mut u8
 //!     }
-//!     fn resolve(&self, first: &FirstFrame, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-//!         Ok(Resolved { pfn: Pfn(first.0.0 + page), max_size: PageSize::Size2M, writable: true })
+//!     fn resolve(&self, first: &FirstFrame, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+//!         Ok(Resolved::memory(Pfn(first.0.0 + page), PageSize::Size2M))
 //!     }
 //!     fn flush(&self, _ranges: &[GfnRange]) {}
 //!     fn timestamp_ns(&self) -> u64 { 0 }

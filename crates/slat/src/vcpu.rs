@@ -52,7 +52,7 @@ use crate::error::{ConfigError, FaultError, OutOfMemory};
 use crate::exit::{Exit, Outcome};
 use crate::format::Format;
 use crate::harvest::mark;
-use crate::host::{AllocationWait, Gone, Host, Resolved};
+use crate::host::{AllocationWait, Host, Resolved, Unresolved};
 use crate::operation::Operation;
 use crate::second_stage::install::NewLeaf;
 use crate::slot::view::SlotView;
@@ -63,7 +63,7 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::VcpuState;
 use crate::table::node::TableCache;
-use crate::table::pte::State;
+use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::Changed;
 use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant};
 use crate::vm::Vm;
@@ -125,7 +125,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         };
         let mut vcpu = Vcpu { vm, participant, ring, tables: TableCache::new(), derived: None };
         if let Some(derived) = &vcpu.vm.tree.derived {
-            vcpu.derived = Some(derived.new_vcpu()?);
+            vcpu.derived = Some(derived.new_vcpu(&vcpu.vm.tree)?);
         }
         Ok(vcpu)
     }
@@ -230,7 +230,7 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
         if let (Some(derived), Some(state)) = (&self.vm.tree.derived, self.derived.take()) {
             derived.end_vcpu(&self.vm.tree, participant, state);
         }
-        self.tables.drain::<H, F>(&self.vm.tree.host, &participant.stats);
+        self.tables.drain(&self.vm.tree, &participant.stats);
         // SAFETY: as above, and the participant is not used after this.
         unsafe { self.participant.release() }
         match &mut self.ring {
@@ -287,8 +287,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 }
                 Plan::Cancel => self.cancel(),
                 Plan::Install(mut plan) => {
-                    let Ok(resolved) = self.resolve(&plan) else {
-                        return self.gone(plan.found, plan.attributes);
+                    let resolved = match self.resolve(&plan) {
+                        Ok(resolved) => resolved,
+                        Err(reason) => return self.unresolved(plan.found, plan.attributes, reason),
                     };
                     let leaf = self.prepare(&mut plan, resolved, resolved.max_size.level())?;
                     let step = self.install(own.pin.reborrow(), &plan, leaf);
@@ -337,7 +338,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if self.nr_overtaken >= OVERTAKEN_BEFORE_SMALL_LEAF {
             resolved.max_size = PageSize::Size4K;
         }
-        plan.leaf(&self.op.tree.config, self.max_opened(), gfn, self.access, resolved)
+        plan.leaf(self.op.tree, self.max_opened(), gfn, self.access, resolved)
     }
 
     /// Marks the pages of this fault's leaf of `level`, which is writable by now, if their memslot
@@ -353,35 +354,56 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     /// Step 1: finds out what there is, and decides what to do about it.
-    // In one piece: each fault comes here, and the order of the reads is the protocol.
     #[inline]
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing, F> {
-        let Operation { tree, slots, .. } = self.op;
+        let tree = self.op.tree;
         let guard = tree.epochs.pin_fault(pin);
         record!(FaultLooks { gfn: self.gfn.0 });
+        let (cursor, value) = Cursor::at_small(tree, &guard, self.gfn).unwrap_or_else(|| {
+            // Nothing that the first walk read is kept.
+            record!(FaultLooks { gfn: self.gfn.0 });
+            Cursor::at_lowest(tree, &guard, self.gfn)
+        });
+        self.decide(&guard, hazard, &cursor, value, cursor.level())
+    }
+
+    /// Decides what to do about the PTE at the cursor, the lowest one, of `level`, which was read as
+    /// `value`.
+    // In one piece: the order of the reads is the protocol.
+    #[inline(always)]
+    fn decide<'r>(
+        &self,
+        guard: &Guard<'_>,
+        hazard: HazardPointer<'r>,
+        cursor: &Cursor<'_, H, F>,
+        value: Pte<F>,
+        level: Level,
+    ) -> Plan<'r, H::Backing, F> {
         // The PTE first, then the ranges in flight and the memslot: see
         // `table/invalidation_seq.rs`.
-        let (cursor, value, state) = Cursor::at_lowest(tree, &guard, self.gfn);
+        let Operation { tree, slots, .. } = self.op;
         let writes = self.access == Access::Write;
         let is_protected = writes && cursor.is_protected();
-        let found = match state {
-            State::Leaf if !writes || (value.is_writable() && !is_protected) => {
-                let level = cursor.level();
+        let found = match value.state(level) {
+            State::Leaf if self.is_allowed_by(value, is_protected) => {
                 return if value.is_marked(self.access) { Plan::Spurious(level) } else { Plan::SetMarks(level) };
             }
-            State::Leaf | State::Tracked if !writes || value.is_host_writable() => Found::Lacking(value),
+            State::Leaf if writes && value.has(F::HOST_WRITABLE) => Found::Lacking(value),
+            State::Tracked if !writes || value.is_host_writable() => Found::Lacking(value),
             // A leaf has no sequence number; see `install_instead`.
-            State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_seq()),
+            State::Leaf | State::Tracked => Found::Forbidding(value, tree.current_seq()),
             State::Empty(seq) => Found::Empty(seq),
             State::Broken => return Plan::Cancel,
-            State::Table | State::Frozen => unreachable!("descend_to_lowest passes them"),
+            // In a page-table page that was unlinked: the next walk finds another.
+            State::Frozen => return Plan::StartOver,
+            State::Table => unreachable!("a walk passes it"),
         };
-        let Some(max_level) = tree.in_flight.free_level(self.gfn, cursor.level()) else {
+        let Some(max_level) = tree.in_flight.free_level(self.gfn, level) else {
             return Plan::BeingInvalidated;
         };
-        let Some(slot) = slots.find(&guard, self.gfn) else { return Plan::Exit };
+        let Some(slot) = slots.find(guard, self.gfn) else { return Plan::Exit };
         let (attributes, max_level) = if slot.flags().intersects(NEEDS_PAGE_STATE) {
-            match self.check_page_state(&guard, max_level) {
+            match self.check_page_state(guard, max_level) {
                 PageState::May(attributes, max_level) => (attributes, max_level),
                 PageState::Exit => return Plan::Exit,
                 PageState::UserfaultPending => return Plan::UserfaultPending,
@@ -395,7 +417,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 slot: slot.range(),
                 flags: slot.flags(),
                 attributes,
-                level: cursor.level(),
+                level,
                 max_level,
                 found,
             });
@@ -405,15 +427,25 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             if is_locked {
                 return Plan::OnLeaf(LeafPlan::PushDown);
             }
-            self.push_down_in(&guard).map(|_| ())
-        } else if writes && self.splits(cursor.level(), slot.logs()) {
-            return Plan::OnLeaf(LeafPlan::Split(leaf, cursor.level()));
+            self.push_down_in(guard).map(|_| ())
+        } else if writes && self.splits(level, slot.logs()) {
+            return Plan::OnLeaf(LeafPlan::Split(leaf, level));
         } else if is_locked {
             return Plan::OnLeaf(LeafPlan::Restore(leaf));
         } else {
-            self.restore_at(cursor.pte(), &guard, leaf)
+            self.restore_at(cursor.pte_at(level), guard, leaf, Some(&slot))
         };
         if restored.is_ok() { Plan::Restored } else { Plan::StartOver }
+    }
+
+    /// Whether the leaf `value`, which is not tracked, allows the access. Above it may be a
+    /// protected directory entry.
+    #[inline]
+    fn is_allowed_by(&self, value: Pte<F>, is_protected: bool) -> bool {
+        if self.access == Access::Write {
+            return value.has(F::WRITABLE) && !is_protected;
+        }
+        self.access == Access::Read || value.may_execute(self.access)
     }
 
     /// Reads what user space allows for the page: its attributes and the largest leaf up to
@@ -462,11 +494,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.op.slots.find(&guard, self.gfn).map_or(Ok(None), |slot| slot.userfault_exit(self.gfn))
     }
 
-    /// Step 2: asks the host for the frame.
-    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing, F>) -> Result<Resolved, Gone> {
+    /// Step 2: asks the host for a frame that allows the access.
+    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing, F>) -> Result<Resolved, Unresolved> {
         let host = self.op.host();
         let resolve = || plan.resolve(host, self.gfn, self.access);
-        match &mut self.timing {
+        let resolved = match &mut self.timing {
             None => resolve(),
             Some(timing) => {
                 let outside_start_ns = host.timestamp_ns();
@@ -475,19 +507,38 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 let resolved = resolve();
                 timing.resolve_ns += host.timestamp_ns().saturating_sub(start_ns);
                 timing.resolve_run_delay_ns += host.run_delay_ns().saturating_sub(start_delay_ns);
-                timing.outside_ns += host.timestamp_ns().saturating_sub(outside_start_ns);
+                timing.start_ns += host.timestamp_ns().saturating_sub(outside_start_ns);
                 resolved
             }
-        }
+        }?;
+        let is_allowed = match self.access {
+            Access::Read => true,
+            Access::Write => resolved.writable,
+            Access::Execute | Access::ExecuteUser => resolved.attributes.execute.permits(self.access),
+        };
+        if is_allowed { Ok(resolved) } else { Err(Unresolved::Mmio) }
     }
 
-    /// Ends a fault for which the host has no frame. If that answer may be out of date, the guest
-    /// comes back, or user space acts first.
+    /// Ends a fault for which the host has no frame, or none that allows the access. If that answer
+    /// may be out of date, the guest comes back, or user space acts first.
     #[cold]
     #[inline(never)]
-    fn gone(&self, found: Found<F>, attributes: MemoryAttributes) -> Result<Outcome, FaultError> {
-        self.check_gone(found, attributes)?;
-        self.userfault_outcome()
+    fn unresolved(
+        &self,
+        found: Found<F>,
+        attributes: MemoryAttributes,
+        reason: Unresolved,
+    ) -> Result<Outcome, FaultError> {
+        if !self.is_up_to_date(found, attributes) {
+            return self.userfault_outcome();
+        }
+        match reason {
+            Unresolved::Gone => Err(FaultError::BackingGone { gpa: self.gpa }),
+            Unresolved::Mmio => {
+                self.count(Counter::Exits);
+                Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }))
+            }
+        }
     }
 
     /// The exit of a page whose userfault bit is set; else the guest comes back.
@@ -502,13 +553,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Ok(Outcome::Exit(exit))
     }
 
-    /// Returns an error because the host has no frame, unless something changed since the look,
-    /// which had `found` and `attributes`. What may change is the PTE, the ranges in flight, the
-    /// userfault bit and the attributes. After such a change the host's answer may be out of date:
-    /// user space may have taken the page back, for example, and thrown its contents away.
+    /// Whether nothing has changed since the look, which had `found` and `attributes`. What may
+    /// change is the PTE, the ranges in flight, the userfault bit and the attributes. After such a
+    /// change the host's answer may be out of date: user space may have taken the page back, for
+    /// example, and thrown its contents away.
     #[cold]
     #[inline(never)]
-    fn check_gone(&self, found: Found<F>, attributes: MemoryAttributes) -> Result<(), FaultError> {
+    fn is_up_to_date(&self, found: Found<F>, attributes: MemoryAttributes) -> bool {
         let Operation { tree, slots, .. } = self.op;
         let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
@@ -516,18 +567,18 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let (value, state) = cursor.descend_to_lowest();
         let is_same = match found {
             Found::Empty(seq) => state == State::Empty(seq),
-            Found::ReadOnly(leaf, seq) => value == leaf && tree.current_seq() == seq,
+            Found::Forbidding(leaf, seq) => value == leaf && tree.current_seq() == seq,
             Found::Lacking(_) => unreachable!("no frame is asked for"),
         };
         let is_free = is_same && tree.in_flight.free_level(self.gfn, cursor.level()).is_some();
         let slot = if is_free { slots.find(&guard, self.gfn) } else { None };
         let is_asked_for =
             |slot: &SlotView<'_, H::Backing>| slot.may_use(self.gfn) && slot.attributes_of(self.gfn) == attributes;
-        if slot.as_ref().is_some_and(is_asked_for) {
-            return Err(FaultError::BackingGone { gpa: self.gpa });
+        let is_up_to_date = slot.as_ref().is_some_and(is_asked_for);
+        if !is_up_to_date {
+            self.count(Counter::Retries);
         }
-        self.count(Counter::Retries);
-        Ok(())
+        is_up_to_date
     }
 
     /// Prepares the installation of what the host has `resolved`: the leaf, the page-table pages
@@ -565,7 +616,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing, F>, leaf: &NewLeaf) -> Result<(), OutOfMemory> {
         match plan.found {
             // The part is split off, one level at a time.
-            Found::ReadOnly(value, _) if plan.level > leaf.level => self.top_up(1, value.frame(plan.level)),
+            Found::Forbidding(value, _) if plan.level > leaf.level => {
+                self.top_up(1, self.op.tree.encoding.frame(value, plan.level))
+            }
             _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), leaf.pfn),
         }
     }
@@ -582,7 +635,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             return Ok(());
         }
         self.tables
-            .top_up::<H, F>(host, self.op.stats(), nr_tables, node, AllocationWait::Allowed)
+            .top_up(self.op.tree, self.op.stats(), nr_tables, node, AllocationWait::Allowed)
             .map_err(|()| OutOfMemory)
     }
 }

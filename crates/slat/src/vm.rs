@@ -8,7 +8,7 @@ mod shadow;
 
 use alloc::boxed::Box;
 
-use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
+use crate::addr::{Gfn, GfnRange, Gpa, Hpa, Level, PAGE_SIZE, PageSize};
 #[cfg(doc)]
 use crate::config::HugePageLogging;
 use crate::config::{Config, ManualProtect};
@@ -70,12 +70,24 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// Host-physical address of the root page-table page. It never changes. It goes into nCR3 (AMD
     /// APM vol. 2, 15.25.3) or, with its control bits, into the EPTP (Intel SDM vol. 3C,
-    /// "Extended-Page-Table Pointer"), VTTBR_EL2 (Arm) or hgatp (RISC-V).
+    /// "Extended-Page-Table Pointer"), VTTBR_EL2 (Arm) or hgatp (RISC-V), with
+    /// [`Hardware::address_bits`](crate::format::Hardware::address_bits) if its page-table pages
+    /// have them.
     ///
     /// With shadow paging no hardware walks it: each CPU loads the root of its vCPU's
     /// [`entry`](crate::Vcpu::entry).
     pub fn root(&self) -> Hpa {
         self.tree.root()
+    }
+
+    /// Level of the root's PTEs: the number of levels that the hardware is told.
+    pub fn root_level(&self) -> Level {
+        self.tree.root_level()
+    }
+
+    /// Bits of a guest-physical address that the page tables translate.
+    pub fn gpa_bits(&self) -> u32 {
+        self.tree.encoding.gpa_bits()
     }
 
     /// Takes the dirty log of memslot `slot` into `bitmap`, and begins a new log. Returns the
@@ -423,7 +435,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn split_range(&self, range: GfnRange, largest: PageSize) -> Result<u64, RangeError> {
         self.check_range(range)?;
-        if largest.level() >= F::ROOT_LEVEL {
+        if largest.level() >= self.tree.root_level() {
             return Ok(0);
         }
         let participant = self.tree.epochs.borrow_participant()?;
@@ -570,7 +582,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         if !whole.covers(range) {
             let beyond = if whole.contains(range.start) { whole.end } else { range.start };
             // There are more frame numbers than addresses.
-            return Err(too_high::<F>(Gpa(beyond.0.saturating_mul(PAGE_SIZE))));
+            return Err(too_high(Gpa(beyond.0.saturating_mul(PAGE_SIZE)), self.gpa_bits()));
         }
         Ok(())
     }
@@ -579,12 +591,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     #[inline]
     pub(crate) fn check_gpa(&self, gpa: Gpa) -> Result<Gfn, AddressTooHigh> {
         let gfn = gpa.gfn();
-        if self.tree.whole().contains(gfn) { Ok(gfn) } else { Err(too_high::<F>(gpa)) }
+        if self.tree.whole().contains(gfn) { Ok(gfn) } else { Err(too_high(gpa, self.gpa_bits())) }
     }
 }
 
 #[cold]
 #[inline(never)]
-fn too_high<F: Format>(gpa: Gpa) -> AddressTooHigh {
-    AddressTooHigh { gpa, gpa_bits: F::GPA_BITS }
+fn too_high(gpa: Gpa, gpa_bits: u32) -> AddressTooHigh {
+    AddressTooHigh { gpa, gpa_bits }
 }

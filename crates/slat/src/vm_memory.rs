@@ -82,8 +82,8 @@ use crate::vm::Vm;
 /// #     fn table_ptr(&self, table: Hpa) -> *mut u8 {
 /// #         table.0 as *mut u8
 /// #     }
-/// #     fn resolve(&self, memory: &HostAddress, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-/// #         Ok(Resolved { pfn: Pfn(memory.0 / PAGE_SIZE + page), max_size: PageSize::Size4K, writable: true })
+/// #     fn resolve(&self, memory: &HostAddress, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+/// #         Ok(Resolved::memory(Pfn(memory.0 / PAGE_SIZE + page), PageSize::Size4K))
 /// #     }
 /// #     fn flush(&self, _ranges: &[GfnRange]) {}
 /// #     fn timestamp_ns(&self) -> u64 { 0 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use slat::baselines::{Locking, Park};
 use slat::dirty::{DirtyTracking, ManualProtect};
 use slat::format::{Ept, Format, Npt, Stage2};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::slots::{MemoryAttributes, UserfaultBitmap};
 use slat::{
     Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm,
@@ -92,13 +92,13 @@ unsafe impl<F: Format> Host for Prober<F> {
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(table.0 as usize)
     }
-    fn resolve(&self, _: &Backing<F>, _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, _: &Backing<F>, _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
         self.0.enter("resolve");
-        Ok(Resolved { pfn: Pfn((1 << 20) + page), max_size: PageSize::Size2M, writable: true })
+        Ok(Resolved::memory(Pfn((1 << 20) + page), PageSize::Size2M))
     }
-    fn resolve_private(&self, _: &Backing<F>, _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(&self, _: &Backing<F>, _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
         self.0.enter("resolve_private");
-        Ok(Resolved { pfn: Pfn((1 << 21) + page), max_size: PageSize::Size2M, writable: true })
+        Ok(Resolved::memory(Pfn((1 << 21) + page), PageSize::Size2M))
     }
     fn flush(&self, _: &[GfnRange]) {
         self.0.enter("flush");

@@ -14,7 +14,7 @@ use slat::baselines::Locking;
 use slat::dirty::ManualProtect;
 use slat::error::SlotError;
 use slat::format::{Ept, Format, Npt};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{
     Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
     Vm,
@@ -91,8 +91,8 @@ unsafe impl Host for TableHost {
         table.0 as *mut u8
     }
 
-    fn resolve(&self, _backing: &(), _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-        Ok(Resolved { pfn: Pfn(page), max_size: PageSize::Size4K, writable: true })
+    fn resolve(&self, _backing: &(), _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+        Ok(Resolved::memory(Pfn(page), PageSize::Size4K))
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {}

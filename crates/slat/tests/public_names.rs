@@ -68,16 +68,19 @@ fn public_names() -> BTreeSet<String> {
 }
 
 #[test]
-fn there_are_at_most_sixty_public_names_and_five_errors() {
+fn the_public_names_are_few() {
     let mut names = public_names();
     for error in ERRORS {
         assert!(names.remove(error), "{error} is not found in {names:?}");
     }
-    for name in ["Vm", "Host", "Npt", "Stats", "DirtyRing", "ShadowPaging", "TableReader", "Gone", "UserfaultBitmap"] {
+    for name in
+        ["Vm", "Host", "Npt", "Stats", "DirtyRing", "ShadowPaging", "TableReader", "Unresolved", "UserfaultBitmap"]
+    {
         assert!(names.contains(name), "{name} is not found in {names:?}");
     }
     assert!(!names.contains("Locking") && !names.contains("SlotBitmap"), "{names:?}");
-    assert!(names.len() <= 60, "{}: {names:?}", names.len());
+    // 60 before there were memory types, geometries and eager mappings.
+    assert!(names.len() <= 72, "{}: {names:?}", names.len());
 }
 
 /// The lines of the item that begins with `start`.
@@ -88,7 +91,7 @@ fn body(file: &str, start: &str) -> String {
 }
 
 #[test]
-fn a_configuration_has_at_most_seven_fields() {
+fn a_configuration_has_few_fields() {
     let fields = body("config.rs", "pub struct Config {");
     let nr_fields = fields.lines().filter(|line| line.starts_with("    pub ")).count();
     assert!((1..=7).contains(&nr_fields), "{nr_fields}: {fields}");

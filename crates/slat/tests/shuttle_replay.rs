@@ -38,7 +38,7 @@ use slat::baselines::AtomicU64;
 use slat::dirty::{DirtyTracking, ManualProtect};
 use slat::events::{self, Event, PteKind};
 use slat::format::{Format, Pte};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
 use slat::{
     Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
     Vm,
@@ -114,7 +114,7 @@ unsafe impl Host for MovingHost {
         self.inner.table_ptr(table)
     }
 
-    fn resolve(&self, backing: &Backing, gfn: Gfn, _: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Backing, gfn: Gfn, _: u64, access: Access) -> Result<Resolved, Unresolved> {
         if self.blocks && random(2) == 0 {
             self.yield_now();
         }
@@ -123,10 +123,10 @@ unsafe impl Host for MovingHost {
         let writable = self.is_always_writable || access == Access::Write || random(2) == 0;
         events::record(Event::HostAnswers { gfn: gfn.0, pfn: pfn.0, is_writable: writable.into() });
         let max_size = if access == Access::Write { self.max_size } else { self.max_size_of_reads };
-        Ok(Resolved { pfn, max_size, writable })
+        Ok(Resolved { writable, ..Resolved::memory(pfn, max_size) })
     }
 
-    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let shared = self.resolve(backing, gfn, page, access)?;
         Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }

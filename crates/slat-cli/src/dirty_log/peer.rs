@@ -35,6 +35,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use slat::format::{Hardware, LeafAttributes};
 use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome};
 use slat_machine::hardware::commit::{FlushDomain, Port};
 use slat_machine::hardware::cpu::{Cpu, FaultHandler, flush_local};
@@ -100,15 +101,21 @@ impl<F: HardwareFormat> PeerVm<F> {
         let leaf_tables = tables(nr_pages.div_ceil(TABLE_ENTRIES as u32) as usize);
         let leaves = leaf_tables.iter().flat_map(|table| &table.0);
         let rmap: Box<[&AtomicU64]> = leaves.take(nr_pages as usize).collect();
+        let attributes = F::attribute_bits(LeafAttributes::default(), &Hardware::default()).unwrap_or(0);
         for (number, leaf) in rmap.iter().enumerate() {
             let frame = phys::hpa_of(memory.as_ptr().wrapping_add(number << Gfn::SHIFT));
-            leaf.store(F::leaf(frame.pfn(), Level::L4K).0, Ordering::Relaxed);
+            leaf.store(F::leaf(frame.pfn(), Level::L4K).0 | attributes, Ordering::Relaxed);
         }
         // The memslot begins at a multiple of 1 GiB, and ends below the 512 GiB of one page-table
         // page of level 3.
-        let upper = tables(2 + leaf_tables.len().div_ceil(TABLE_ENTRIES));
-        let [root, level_3, level_2 @ ..] = upper else { unreachable!("two tables and more were made") };
-        root.link::<F>(Level(4), gpa(0), level_3);
+        let nr_above = usize::from(F::ROOT_LEVEL.0) - 2;
+        let upper = tables(nr_above + leaf_tables.len().div_ceil(TABLE_ENTRIES));
+        // From level 3 up to the root.
+        let (above, level_2) = upper.split_at(nr_above);
+        let (level_3, root) = (&above[0], &above[nr_above - 1]);
+        for (pair, level) in above.windows(2).zip(4..) {
+            pair[1].link::<F>(Level(level), gpa(0), &pair[0]);
+        }
         for (number, table) in leaf_tables.iter().enumerate() {
             let (above, at) = (&level_2[number / TABLE_ENTRIES], gpa((number * TABLE_ENTRIES) as u32));
             level_3.link::<F>(Level(3), at, above);
@@ -125,9 +132,8 @@ impl<F: HardwareFormat> PeerVm<F> {
             range: GfnRange::new(Gfn(gpa(0).0 >> Gfn::SHIFT), nr_pages.into()),
             _format: PhantomData,
         };
-        // The memslot needs a root with three levels below; of a root with 2048 PTEs, only the
-        // first 512.
-        (vm, if F::ROOT_LEVEL == Level(3) { level_3.hpa() } else { root.hpa() })
+        // Of a root with 2048 PTEs, the memslot needs the first 512 only.
+        (vm, root.hpa())
     }
 
     /// Write-protects a leaf PTE. The caller holds the MMU lock.

@@ -190,6 +190,8 @@ pub(crate) enum FormatArg {
     Gstage,
     /// RISC-V G-stage tables, Sv39x4.
     GstageSv39x4,
+    /// RISC-V G-stage tables, Sv57x4.
+    GstageSv57x4,
 }
 
 /// Evaluates an expression in which a name is the format type that a [`FormatArg`] means. All code
@@ -215,6 +217,10 @@ macro_rules! with_format {
             }
             $crate::options::FormatArg::GstageSv39x4 => {
                 type $name = slat::format::Sv39x4;
+                $expression
+            }
+            $crate::options::FormatArg::GstageSv57x4 => {
+                type $name = slat::format::Sv57x4;
                 $expression
             }
         }

@@ -34,7 +34,7 @@ impl RegionRights {
         match access {
             Access::Read => true,
             Access::Write => self == RegionRights::ReadWrite,
-            Access::Execute => self == RegionRights::ReadExecute,
+            Access::Execute | Access::ExecuteUser => self == RegionRights::ReadExecute,
         }
     }
 }
@@ -118,7 +118,7 @@ pub(crate) fn error_code(access: Access, privilege: Privilege, presence: u32) ->
     let access = match access {
         Access::Read => 0,
         Access::Write => ERROR_WRITE,
-        Access::Execute => ERROR_FETCH,
+        Access::Execute | Access::ExecuteUser => ERROR_FETCH,
     };
     let privilege = if privilege == Privilege::User { ERROR_USER } else { 0 };
     access | privilege | presence

@@ -87,7 +87,7 @@ impl<C: KernelGuestCpu> Core<C> {
         match access {
             Access::Read => self.cpu.read(gva),
             Access::Write => self.cpu.write(gva, value).map(|()| value),
-            Access::Execute => self.cpu.fetch(gva),
+            Access::Execute | Access::ExecuteUser => self.cpu.fetch(gva),
         }
     }
 

@@ -217,7 +217,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
             let page = if is_there { self.some_present_page(rng) } else { self.some_page(rng) };
             if let Some(page) = page {
                 let access = match self.some_access(page, mix, rng) {
-                    Access::Execute => Access::Read,
+                    Access::Execute | Access::ExecuteUser => Access::Read,
                     access => access,
                 };
                 pages.push((page, access));

@@ -122,7 +122,7 @@ impl PlainCpu {
         let is_user_page = rights & USER != 0;
         let privilege = match (self.privilege, access) {
             (Privilege::User, _) => is_user_page,
-            (_, Access::Execute) => !is_user_page || self.cr4 & CR4_SMEP == 0,
+            (_, Access::Execute | Access::ExecuteUser) => !is_user_page || self.cr4 & CR4_SMEP == 0,
             (Privilege::Supervisor, _) => !is_user_page || self.cr4 & CR4_SMAP == 0,
             (Privilege::SupervisorWithAc, _) => true,
         };
@@ -130,7 +130,7 @@ impl PlainCpu {
             && match access {
                 Access::Read => true,
                 Access::Write => rights & WRITABLE != 0,
-                Access::Execute => rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0,
+                Access::Execute | Access::ExecuteUser => rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0,
             }
     }
 

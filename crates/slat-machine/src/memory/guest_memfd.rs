@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 
 use kvm_bindings::kvm_create_guest_memfd;
 use kvm_ioctls::Kvm;
-use slat::host::{Gone, Resolved};
+use slat::host::{Resolved, Unresolved};
 use slat::{Access, Gfn, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
@@ -143,11 +143,11 @@ impl GuestMemfd {
     }
 
     /// Makes the kernel provide the page at `offset_bytes` for `access`; see [`Backing`].
-    pub(super) fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+    pub(super) fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Unresolved> {
         let page_bytes = offset_bytes & !(PAGE_SIZE - 1);
-        touch(self.mapping.word(page_bytes).ok_or(Gone)?, access);
+        touch(self.mapping.word(page_bytes).ok_or(Unresolved::Gone)?, access);
         let pfn = phys::hpa_of(self.mapping.at(page_bytes)).pfn();
-        Ok(Resolved { pfn, max_size: PageSize::Size4K, writable: true })
+        Ok(Resolved::memory(pfn, PageSize::Size4K))
     }
 }
 

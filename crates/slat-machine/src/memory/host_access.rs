@@ -141,7 +141,7 @@ mod tests {
             memory.set_lost(true);
             let resolve = || memory.resolve(0, slat::Access::Read, &|_| panic!("its frames are fixed"));
             assert_eq!((memory.load(8), memory.peek(0)), (None, None));
-            assert_eq!(resolve(), Err(slat::host::Gone));
+            assert_eq!(resolve(), Err(slat::host::Unresolved::Gone));
             memory.discard(0, PAGE_SIZE).unwrap();
             assert!(memory.is_lost(), "half of it was not discarded");
             memory.discard(0, 2 * PAGE_SIZE).unwrap();

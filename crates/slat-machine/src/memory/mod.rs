@@ -43,7 +43,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 use rustix::mm::{Advice, MapFlags};
-use slat::host::{Gone, Resolved};
+use slat::host::{Resolved, Unresolved};
 use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 pub use error::MemoryError;
@@ -269,27 +269,29 @@ impl Backing {
     /// `invalidate`.
     ///
     /// # Errors
-    /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or an
+    /// [`Unresolved::Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or an
     /// invalidation failed.
     pub(crate) fn resolve(
         &self,
         offset_bytes: u64,
         access: Access,
         invalidate: &Invalidate<'_>,
-    ) -> Result<Resolved, Gone> {
+    ) -> Result<Resolved, Unresolved> {
         match &self.0 {
             Memory::Fixed(memory) => memory.resolve(offset_bytes, access),
             Memory::Movable(pages) => pages.resolve(offset_bytes >> Gfn::SHIFT, access, invalidate),
-            Memory::GuestMemfd(memory) => memory.shared().ok_or(Gone)?.resolve(offset_bytes, access, invalidate),
+            Memory::GuestMemfd(memory) => {
+                memory.shared().ok_or(Unresolved::Gone)?.resolve(offset_bytes, access, invalidate)
+            }
         }
     }
 
     /// As [`resolve`](Self::resolve), for a page that is private.
     ///
     /// # Errors
-    /// [`Gone`]: there is no such private page.
-    pub(crate) fn resolve_private(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
-        self.guest_memfd().ok_or(Gone)?.resolve(offset_bytes, access)
+    /// [`Unresolved::Gone`]: there is no such private page.
+    pub(crate) fn resolve_private(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Unresolved> {
+        self.guest_memfd().ok_or(Unresolved::Gone)?.resolve(offset_bytes, access)
     }
 }
 
@@ -373,17 +375,17 @@ impl FixedMemory {
         self.lost.load(Ordering::Relaxed)
     }
 
-    fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Unresolved> {
         let page_bytes = offset_bytes & !(PAGE_SIZE - 1);
-        touch(self.mapping.word(page_bytes).ok_or(Gone)?, access);
+        touch(self.mapping.word(page_bytes).ok_or(Unresolved::Gone)?, access);
         if self.is_lost() {
-            return Err(Gone);
+            return Err(Unresolved::Gone);
         }
         let max_size = match self.kind.page_size() {
             PageSize::Size4K if self.is_huge(page_bytes) => PageSize::Size2M,
             size => size,
         };
-        Ok(Resolved { pfn: phys::hpa_of(self.mapping.at(page_bytes)).pfn(), max_size, writable: true })
+        Ok(Resolved::memory(phys::hpa_of(self.mapping.at(page_bytes)).pfn(), max_size))
     }
 
     /// Whether the 2 MiB block around `offset_bytes` is in the mapping and in one huge page.
@@ -419,7 +421,7 @@ fn touch(word: &AtomicU64, access: Access) {
         // Changes nothing, but is a write to the kernel. The compiler must not know the value,
         // since it replaces an atomic "or" with a known zero by a load.
         Access::Write => word.fetch_or(black_box(0), Ordering::Relaxed),
-        Access::Read | Access::Execute => black_box(word.load(Ordering::Relaxed)),
+        Access::Read | Access::Execute | Access::ExecuteUser => black_box(word.load(Ordering::Relaxed)),
     };
 }
 

@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use slat::host::{Gone, Resolved, ZappedLeaf};
+use slat::host::{Resolved, Unresolved, ZappedLeaf};
 use slat::{Access, Gfn, PAGE_SIZE, PageSize, Pfn};
 
 use super::frames::{Contents, Corruption, Frame, Frames};
@@ -294,8 +294,13 @@ impl Pages {
     }
 
     /// The frame of `page` for `access`: brings the page in, or copies it, if need be.
-    pub(crate) fn resolve(&self, page: u64, access: Access, invalidate: &Invalidate<'_>) -> Result<Resolved, Gone> {
-        let page = self.page(page).ok_or(Gone)?;
+    pub(crate) fn resolve(
+        &self,
+        page: u64,
+        access: Access,
+        invalidate: &Invalidate<'_>,
+    ) -> Result<Resolved, Unresolved> {
+        let page = self.page(page).ok_or(Unresolved::Gone)?;
         loop {
             let mut state = page.state.lock();
             let found = match state.frame {
@@ -327,7 +332,7 @@ impl Pages {
                 let (pfn, writable) = (self.frames.pfn(frame), !state.is_protected);
                 drop(state);
                 self.delay();
-                return Ok(Resolved { pfn, max_size: PageSize::Size4K, writable });
+                return Ok(Resolved { writable, ..Resolved::memory(pfn, PageSize::Size4K) });
             }
             let needs_copy = state.frame.is_some();
             drop(state);
@@ -350,7 +355,7 @@ impl Pages {
     }
 
     /// Copies a protected page to a frame of its own.
-    fn copy_on_write(&self, page: &Page, invalidate: &Invalidate<'_>) -> Result<Effect, Gone> {
+    fn copy_on_write(&self, page: &Page, invalidate: &Invalidate<'_>) -> Result<Effect, Unresolved> {
         let underway = Underway::begin(page);
         let mut effect = Effect::Done;
         let change = &mut || {
@@ -370,7 +375,7 @@ impl Pages {
             count(&self.counts.copied_on_write);
         };
         // Out of memory: the guest tries again if its user space wants that.
-        invalidate(change).map_err(|_| Gone)?;
+        invalidate(change).map_err(|_| Unresolved::Gone)?;
         Ok(effect)
     }
 

@@ -52,7 +52,7 @@ fn a_discarded_page_is_zeros_and_releases_its_frame() {
     assert_eq!(pages.frame_use(), FrameUse::default());
     // SAFETY: the first word of a frame that is the page's, and no other thread uses it.
     assert_eq!(unsafe { word(resolve(&pages, 1, Access::Read)).read() }, 0);
-    assert_eq!(pages.resolve(3, Access::Read, &invalidate), Err(Gone));
+    assert_eq!(pages.resolve(3, Access::Read, &invalidate), Err(Unresolved::Gone));
     pages.check_free_frames().expect("they were not written");
     assert_eq!(pages.counts().nr_discarded, 3);
 }

@@ -2,7 +2,7 @@
 //! memory.
 
 use parking_lot::Mutex;
-use slat::host::Gone;
+use slat::host::Unresolved;
 use slat::{Access, PAGE_SIZE, PageSize};
 
 use super::*;
@@ -10,7 +10,7 @@ use super::*;
 /// Tests that request nearly all memory would see each other's mappings.
 static MUCH_MEMORY: Mutex<()> = Mutex::new(());
 
-fn resolve(backing: &Backing, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+fn resolve(backing: &Backing, offset_bytes: u64, access: Access) -> Result<Resolved, Unresolved> {
     backing.resolve(offset_bytes, access, &|_| panic!("its frames are fixed"))
 }
 
@@ -109,7 +109,7 @@ fn resolve_returns_the_frame_under_the_pointer() {
             }
         }
         for offset_bytes in [8 * PAGE_SIZE, 9 * PAGE_SIZE, u64::MAX] {
-            assert_eq!(resolve(&backing, offset_bytes, Access::Write), Err(Gone));
+            assert_eq!(resolve(&backing, offset_bytes, Access::Write), Err(Unresolved::Gone));
         }
     }
 }
@@ -183,7 +183,7 @@ fn a_tail_shorter_than_a_huge_page_is_small() {
     let backing = Backing::new(BackingKind::AnonymousThp, SIZE_2M + 5 * PAGE_SIZE).expect("memory");
     let tail = resolve(&backing, SIZE_2M + PAGE_SIZE, Access::Write).expect("inside");
     assert_eq!(tail.max_size, PageSize::Size4K);
-    assert_eq!(resolve(&backing, SIZE_2M + 5 * PAGE_SIZE, Access::Write), Err(Gone));
+    assert_eq!(resolve(&backing, SIZE_2M + 5 * PAGE_SIZE, Access::Write), Err(Unresolved::Gone));
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page
@@ -193,12 +193,12 @@ unsafe impl Host for ArenaHost {
         self.arena.pointer(table)
     }
 
-    fn resolve(&self, frames: &Arc<Frames>, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, frames: &Arc<Frames>, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         if page >= frames.nr_pages {
-            return Err(Gone);
+            return Err(Unresolved::Gone);
         }
         let writable = access == Access::Write || frames.read_gives_writable.load(Ordering::Relaxed);
-        Ok(Resolved { pfn: Pfn(frames.first.0 + page), max_size: frames.max_size, writable })
+        Ok(Resolved { writable, ..Resolved::memory(Pfn(frames.first.0 + page), frames.max_size) })
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {

@@ -202,7 +202,7 @@ impl RealCpu {
         let (program, first_bytes) = match access {
             Access::Read => (SYSTEM_GPA + PROGRAMS, 3),
             Access::Write => (SYSTEM_GPA + PROGRAMS + PROGRAM_BYTES, 3),
-            Access::Execute => (SYSTEM_GPA + PROGRAMS + 2 * PROGRAM_BYTES, 2),
+            Access::Execute | Access::ExecuteUser => (SYSTEM_GPA + PROGRAMS + 2 * PROGRAM_BYTES, 2),
         };
         let regs = kvm_regs {
             rip: program,

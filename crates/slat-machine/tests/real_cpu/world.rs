@@ -231,7 +231,7 @@ impl World {
                 match access {
                     Access::Read => assert_eq!((Some(seen), Some(after)), (before, before), "{}", context()),
                     Access::Write => assert_eq!(after, value, "no write to {hpa}: {}", context()),
-                    Access::Execute => assert_eq!(Some(after), before, "{}", context()),
+                    Access::Execute | Access::ExecuteUser => assert_eq!(Some(after), before, "{}", context()),
                 }
                 self.counts.completed += 1;
             }

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::time::Instant;
 
 use slat::baselines::Park;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Host, Hpa};
 
 use super::arena::{FRAME_BYTES, Memory};
@@ -53,7 +53,7 @@ unsafe impl<B: Answer> Host for BenchHost<B> {
     }
 
     #[inline]
-    fn resolve(&self, backing: &B, gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &B, gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         Ok(backing.resolved(gfn, page))
     }
 

@@ -17,7 +17,7 @@ pub(crate) struct FirstFrame(pub(crate) u64);
 impl Answer for FirstFrame {
     #[inline]
     fn resolved(&self, _gfn: Gfn, page: u64) -> Resolved {
-        Resolved { pfn: Pfn(self.0 + page), max_size: PageSize::Size4K, writable: true }
+        Resolved::memory(Pfn(self.0 + page), PageSize::Size4K)
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::Instant;
 use slat::baselines::Park;
 use slat::dirty::ManualProtect;
 use slat::format::Npt;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, MemoryRegionFlags, PageSize, Vm};
 
 use super::arena::Memory;
@@ -49,7 +49,7 @@ unsafe impl Host for CountingHost {
         self.host.table_ptr(table)
     }
 
-    fn resolve(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         self.host.resolve(backing, gfn, page, access)
     }
 

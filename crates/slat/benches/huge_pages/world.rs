@@ -32,7 +32,7 @@ impl Answer for Backing {
             Backing::EveryOtherBlock if (gfn.0 / BLOCK).is_multiple_of(2) => PageSize::Size2M,
             Backing::EveryOtherBlock => PageSize::Size4K,
         };
-        Resolved { pfn: Pfn(FIRST_FRAME + gfn.0), max_size, writable: true }
+        Resolved::memory(Pfn(FIRST_FRAME + gfn.0), max_size)
     }
 }
 

@@ -60,7 +60,7 @@ impl Answer for Frames {
             Frames::HugeContiguous => (512, PageSize::Size1G),
             Frames::HugeSingle => (512, PageSize::Size2M),
         };
-        Resolved { pfn: Pfn((1 << 24) + offset + gfn.0), max_size, writable: true }
+        Resolved::memory(Pfn((1 << 24) + offset + gfn.0), max_size)
     }
 }
 

@@ -125,8 +125,7 @@ pub(crate) fn mark_if_logging<B>(
 ) {
     // The store-load pairs of the module: the leaf is writable before flags and bits are read.
     fence_after_rmw();
-    let Some(slot) = slots.find(guard, gfn) else { return };
-    if slot.logs() {
+    if let Some(slot) = slots.find_logging(guard, gfn) {
         mark_block(&slot, ring, block);
     }
 }
@@ -136,9 +135,27 @@ pub(crate) fn mark_if_logging<B>(
 pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, guard: &Guard<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
     // As in `mark_if_logging`.
     fence_after_rmw();
-    let Some(slot) = slots.find(guard, gfn) else { return };
-    if slot.logs() {
+    if let Some(slot) = slots.find_logging(guard, gfn) {
         mark_page(&slot, ring, gfn.0 - slot.range().start.0);
+    }
+}
+
+/// As [`mark_page_if_logging`], where `slot` is the memslot that the caller found in the same guard
+/// before its exchange: mostly it is still so.
+#[inline]
+pub(crate) fn mark_page_of<B>(
+    slots: &Slots<B>,
+    guard: &Guard<'_>,
+    ring: Option<&DirtyRing>,
+    slot: &SlotView<'_, B>,
+    gfn: Gfn,
+) {
+    // As in `mark_if_logging`.
+    fence_after_rmw();
+    if !slots.is_current(slot) {
+        mark_page_if_logging(slots, guard, ring, gfn);
+    } else if slot.logs() {
+        mark_page(slot, ring, gfn.0 - slot.range().start.0);
     }
 }
 

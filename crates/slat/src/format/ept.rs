@@ -4,19 +4,22 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
-use super::{Format, Pte};
-use crate::addr::{Hpa, Level, Pfn};
+use super::{CpuFeatures, Execute, Format, Geometry, Hardware, LeafAttributes, MemoryType, Pte};
+use crate::addr::{Access, Hpa, Level, Pfn};
 
-/// Marker of Intel's extended page tables: 4 levels, 48 bits of guest-physical address.
+/// Marker of Intel's extended page tables: 4 levels and 48 bits of guest-physical address, or 5 and
+/// 57.
 ///
-/// The EPTP has [`Vm::root`](crate::Vm::root), a walk length of 4, and bit 6, so that CPUs set A
-/// and D. Bit 6 is clear for a VM with
+/// The EPTP has [`Vm::root`](crate::Vm::root), a walk length of as many levels, and bit 6, so that
+/// CPUs set A and D. Bit 6 is clear for a VM with
 /// [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults).
 ///
-/// Bits of a PTE: R, W, X are 0 to 2, A is 8, and the address is 12 to 51. Of a leaf PTE: memory
-/// type 5 to 3 (6, write-back), D is 9, and 52 and 53 are
-/// [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY); 7 is set if it is
-/// a huge page. Of a directory entry, 52 to 62 are the [`GENERATION`](Format::GENERATION).
+/// Bits of a PTE: R, W, X are 0 to 2, A is 8, and the address is 12 to 51. Of a leaf PTE: the memory
+/// type is 5 to 3, and 6 says that the guest's PAT is ignored (it is clear for
+/// [`MemoryType::AsGuest`] and [`MemoryType::Device`]); 7 is set if it is a huge page; D is 9; 10
+/// is X of user code with [`CpuFeatures::MBEC`], and ignored without; 52 and 53 are
+/// [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY). Of a directory
+/// entry, 52 to 62 are the [`GENERATION`](Format::GENERATION).
 #[derive(Clone, Copy, Debug)]
 pub struct Ept;
 
@@ -26,8 +29,13 @@ const READ: u64 = 1 << 0;
 const WRITE: u64 = 1 << 1;
 /// Execute access, bit 2.
 const EXECUTE: u64 = 1 << 2;
-/// Memory type of a leaf PTE, bits 3 to 5: 6 is write-back.
-const WRITE_BACK: u64 = 6 << 3;
+/// Memory type of a leaf PTE, bits 3 to 5, with the numbers of MTRRs: 0 UC, 1 WC, 4 WT, 6 WB.
+const MEMORY_TYPE_SHIFT: u32 = 3;
+/// Bit 6 of a leaf PTE: the guest's PAT is ignored.
+const IGNORE_PAT: u64 = 1 << 6;
+/// Bit 10: execute access of user code, with mode-based execute control; bit 2 is that of
+/// supervisor code then.
+const EXECUTE_USER: u64 = 1 << 10;
 /// Bit 7 of a PTE of level 2 or 3: it maps a page. Reserved or ignored elsewhere.
 const MAPS_PAGE: u64 = 1 << 7;
 /// Accessed, bit 8.
@@ -44,15 +52,20 @@ const TABLE_SOFTWARE: u64 = 0x7ff << 52;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 // SAFETY: address bits 12 to 51 are apart from all flag bits. `is_present` and `is_leaf` read only
-// bits that `leaf` and `table` set as they must. Of the flag bits only W is among these, and it
-// decides nothing, as `leaf` and `table` set R and X. No state is kept.
+// bits that `leaf` and `table` set as they must. Of the flag bits only W and X are among these, and
+// they decide nothing, as `leaf` and `table` set R. No state is kept.
 unsafe impl Format for Ept {
     const NAME: &'static str = "ept";
     const ROOT_LEVEL: Level = Level(4);
     const GPA_BITS: u32 = 48;
+    const GEOMETRIES: &'static [Geometry] =
+        &[Geometry { root_level: Level(4), gpa_bits: 32..=48 }, Geometry { root_level: Level(5), gpa_bits: 32..=57 }];
     const HPA_BITS: u32 = 52;
-    const ROOT_ENTRIES: usize = 512;
+    const MAX_ROOT_ENTRIES: usize = 512;
     const TABLE_ENTRIES: usize = 512;
+    const ADDRESS: u64 = ADDRESS;
+    const HAS_ADDRESS_BITS: bool = true;
+    const FEATURES: CpuFeatures = CpuFeatures::MBEC.union(CpuFeatures::ITLB_MULTIHIT);
 
     const WRITABLE: u64 = WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -78,16 +91,49 @@ unsafe impl Format for Ept {
     #[inline]
     fn leaf(pfn: Pfn, level: Level) -> Pte {
         let size = if level == Level::L4K { 0 } else { MAPS_PAGE };
-        Pte(pfn.hpa().0 & ADDRESS | READ | EXECUTE | WRITE_BACK | size)
+        Pte(pfn.hpa().0 & ADDRESS | READ | size)
     }
 
     #[inline]
     fn table(table: Hpa) -> Pte {
-        Pte(table.0 & ADDRESS | READ | WRITE | EXECUTE | ACCESSED)
+        Pte(table.0 & ADDRESS | READ | WRITE | EXECUTE | EXECUTE_USER | ACCESSED)
+    }
+
+    const ATTRIBUTES: u64 = EXECUTE | 0b111 << MEMORY_TYPE_SHIFT | IGNORE_PAT | EXECUTE_USER;
+
+    fn attribute_bits(attributes: LeafAttributes, hardware: &Hardware) -> Option<u64> {
+        let memory = match attributes.memory {
+            MemoryType::WriteBack => 6 << MEMORY_TYPE_SHIFT | IGNORE_PAT,
+            MemoryType::AsGuest => 6 << MEMORY_TYPE_SHIFT,
+            MemoryType::WriteThrough => 4 << MEMORY_TYPE_SHIFT | IGNORE_PAT,
+            MemoryType::NonCached => 1 << MEMORY_TYPE_SHIFT | IGNORE_PAT,
+            MemoryType::Device => 0,
+            MemoryType::DeviceStrict => IGNORE_PAT,
+        };
+        let has_modes = hardware.features.contains(CpuFeatures::MBEC);
+        let execute = match attributes.execute {
+            Execute::All => EXECUTE | EXECUTE_USER,
+            Execute::None => 0,
+            Execute::User if has_modes => EXECUTE_USER,
+            Execute::Supervisor if has_modes => EXECUTE,
+            Execute::User | Execute::Supervisor => return None,
+        };
+        Some(memory | execute)
+    }
+
+    // Bits 2 to 6 stay together; bit 10 follows.
+    #[inline]
+    fn pack_attributes(pte: Pte, _level: Level) -> u64 {
+        pte.0 >> 2 & 0x1f | pte.0 >> 5 & 0x20
     }
 
     #[inline]
-    fn address(pte: Pte, _level: Level) -> Hpa {
-        Hpa(pte.0 & ADDRESS)
+    fn unpack_attributes(packed: u64, _level: Level) -> u64 {
+        (packed & 0x1f) << 2 | (packed & 0x20) << 5
+    }
+
+    #[inline]
+    fn may_execute(pte: Pte, access: Access) -> bool {
+        pte.0 & if access == Access::ExecuteUser { EXECUTE_USER } else { EXECUTE } != 0
     }
 }

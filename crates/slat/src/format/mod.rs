@@ -16,21 +16,26 @@
 //! In every format, a PTE whose lowest three bits are clear is not present, and all its other bits
 //! belong to software. This is so in long-mode tables (bit 0), in EPT (bits 0 to 2), in Arm's stage
 //! 2 and in RISC-V's G-stage (bit 0).
+//!
+//! What page tables depend on beside the format is [`Hardware`]: memory types, execution, levels.
+//! `attributes` has these, and `table/encoding.rs` what the engine makes of them for one VM.
 
 #![expect(unsafe_code, reason = "the trait is a promise that tables rely on")]
 
+mod attributes;
 mod ept;
 mod gstage;
 mod npt;
 mod stage2;
 pub(crate) mod x86;
 
+pub use attributes::{CpuFeatures, Execute, Geometry, Hardware, LeafAttributes, MemoryType};
 pub use ept::Ept;
-pub use gstage::{Sv39x4, Sv48x4};
+pub use gstage::{Sv39x4, Sv48x4, Sv57x4};
 pub use npt::Npt;
 pub use stage2::Stage2;
 
-use crate::addr::{Hpa, Level, Pfn};
+use crate::addr::{Access, Hpa, Level, Pfn};
 
 /// Runs a block for each format, in which `$name` is the format's type. The list of formats for the
 /// tests of every crate. What a test must know of a format it takes from the constants of
@@ -40,7 +45,7 @@ use crate::addr::{Hpa, Level, Pfn};
 #[macro_export]
 macro_rules! for_each_format {
     ($name:ident => $block:block) => {
-        $crate::for_each_format!($name => $block, Npt, Ept, Stage2, Sv39x4, Sv48x4)
+        $crate::for_each_format!($name => $block, Npt, Ept, Stage2, Sv39x4, Sv48x4, Sv57x4)
     };
     ($name:ident => $block:block, $($format:ident),*) => {{
         $({
@@ -65,31 +70,47 @@ impl core::fmt::Debug for Pte {
 ///
 /// # Safety
 /// The engine follows the addresses that it reads from PTEs. So:
-/// - [`address`](Format::address) of a PTE made by [`table`](Format::table) or
-///   [`leaf`](Format::leaf) is the address that it was made with;
-/// - in a leaf PTE, setting or clearing [`WRITABLE`](Format::WRITABLE),
-///   [`ACCESSED`](Format::ACCESSED), [`DIRTY`](Format::DIRTY),
-///   [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY) does not change
-///   the address;
-/// - in a directory entry, setting or clearing `WRITABLE` and [`GENERATION`](Format::GENERATION)
-///   (if it has bits) does not change the address;
+/// - [`ADDRESS`](Format::ADDRESS) of a PTE made by [`table`](Format::table) or
+///   [`leaf`](Format::leaf) has the address that it was made with, as
+///   [`address_bits`](Format::address_bits) and [`hpa`](Format::hpa) say, which are inverse to each
+///   other for page-aligned addresses of [`HPA_BITS`](Format::HPA_BITS) bits;
+/// - in a leaf PTE, [`WRITABLE`](Format::WRITABLE), [`ACCESSED`](Format::ACCESSED),
+///   [`DIRTY`](Format::DIRTY), [`HOST_WRITABLE`](Format::HOST_WRITABLE),
+///   [`WAS_DIRTY`](Format::WAS_DIRTY) and [`ATTRIBUTES`](Format::ATTRIBUTES) are apart from each
+///   other, and (of its level) from the address;
+/// - in a directory entry, `WRITABLE` and [`GENERATION`](Format::GENERATION) (if it has bits) are
+///   apart from each other and from the address;
 /// - with any combination of those bits, a PTE made by `table` is present and no leaf PTE, and one
 ///   made by `leaf` is present and a leaf PTE of its level;
 /// - a PTE whose lowest three bits are clear is not present;
+/// - [`pack_attributes`](Format::pack_attributes) answers less than 128, and
+///   [`unpack_attributes`](Format::unpack_attributes) what it was made of;
+/// - [`root_entries`](Format::root_entries) answers a power of two, from 2 to
+///   [`MAX_ROOT_ENTRIES`](Format::MAX_ROOT_ENTRIES), for each of the
+///   [`GEOMETRIES`](Format::GEOMETRIES), and each of these has a root of level 2 to 5;
 /// - all functions depend on their arguments alone.
 pub unsafe trait Format: Send + Sync + 'static {
     /// The name that the command and the reports use.
     const NAME: &'static str;
-    /// Level of the root's PTEs.
+    /// Level of the root's PTEs, unless a VM is configured otherwise ([`Hardware::levels`]).
     const ROOT_LEVEL: Level;
-    /// Guest-physical address bits that the tables translate.
+    /// Guest-physical address bits that the tables translate, unless a VM is configured otherwise
+    /// ([`Hardware::gpa_bits`]).
     const GPA_BITS: u32;
+    /// What a VM can be configured with, by number of levels.
+    const GEOMETRIES: &'static [Geometry];
     /// Host-physical address bits that a PTE can hold; at most 52.
     const HPA_BITS: u32;
-    /// PTEs of the root. (Other page-table pages have 512 in every format: 9 bits a level.)
-    const ROOT_ENTRIES: usize;
-    /// PTEs of a page-table page below the root.
+    /// The most PTEs that a root can have.
+    const MAX_ROOT_ENTRIES: usize;
+    /// PTEs of a page-table page below the root. (512 in every format: 9 bits a level.)
     const TABLE_ENTRIES: usize;
+    /// The bits of a PTE that hold an address.
+    const ADDRESS: u64;
+    /// Whether [`Hardware::address_bits`] may have bits.
+    const HAS_ADDRESS_BITS: bool;
+    /// The features that matter to the format.
+    const FEATURES: CpuFeatures;
 
     /// Set in a leaf PTE that the guest may write. In a format with a
     /// [`GENERATION`](Format::GENERATION), a directory entry without `WRITABLE` takes that
@@ -142,15 +163,59 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// Whether a present PTE of `level` maps memory, and does not point to a page-table page.
     fn is_leaf(pte: Pte, level: Level) -> bool;
 
-    /// A leaf PTE of `level` for `pfn` that may be read and executed; not writable, not accessed,
-    /// not dirty. Memory is write-back.
+    /// A leaf PTE of `level` for `pfn` that may be read; not writable, not accessed, not dirty.
+    /// [`ATTRIBUTES`](Format::ATTRIBUTES) are clear.
     fn leaf(pfn: Pfn, level: Level) -> Pte;
 
     /// A directory entry that points to the page-table page at `table` and takes no right from what
     /// is below.
     fn table(table: Hpa) -> Pte;
 
+    /// PTEs of a root of `root_level` for `gpa_bits` bits.
+    fn root_entries(_root_level: Level, _gpa_bits: u32) -> usize {
+        Self::MAX_ROOT_ENTRIES
+    }
+
+    /// The bits of a PTE that hold the address `hpa`, which is page-aligned.
+    #[inline]
+    fn address_bits(hpa: Hpa) -> u64 {
+        hpa.0
+    }
+
+    /// The address that `bits`, of [`ADDRESS`](Format::ADDRESS), hold.
+    #[inline]
+    fn hpa(bits: u64) -> Hpa {
+        Hpa(bits)
+    }
+
     /// The address that a present PTE holds: of the page-table page, or of the memory that the leaf
-    /// PTE maps.
-    fn address(pte: Pte, level: Level) -> Hpa;
+    /// PTE maps. With [`Hardware::address_bits`].
+    #[inline]
+    fn address(pte: Pte, level: Level) -> Hpa {
+        let inside = if Self::is_leaf(pte, level) { Self::address_bits(Hpa(level.size_bytes() - 1)) } else { 0 };
+        Self::hpa(pte.0 & Self::ADDRESS & !inside)
+    }
+
+    /// The bits of a leaf PTE of 4 KiB that say how it is accessed and executed.
+    const ATTRIBUTES: u64;
+
+    /// Those of [`ATTRIBUTES`](Format::ATTRIBUTES) that express `attributes` on such CPUs. `None`
+    /// if nothing does.
+    fn attribute_bits(attributes: LeafAttributes, hardware: &Hardware) -> Option<u64>;
+
+    /// The bits of a leaf PTE of `level` that say what `bits` do in one of 4 KiB.
+    #[inline]
+    fn attribute_bits_at(bits: u64, _level: Level) -> u64 {
+        bits
+    }
+
+    /// The attributes of a leaf PTE of `level`, in seven bits.
+    fn pack_attributes(pte: Pte, level: Level) -> u64;
+
+    /// The bits of a leaf PTE of `level` that were packed.
+    fn unpack_attributes(packed: u64, level: Level) -> u64;
+
+    /// Whether the guest may fetch instructions through a leaf PTE of any level. `access` is a
+    /// fetch.
+    fn may_execute(pte: Pte, access: Access) -> bool;
 }

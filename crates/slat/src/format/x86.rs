@@ -7,6 +7,13 @@ pub(crate) const PRESENT: u64 = 1 << 0;
 pub(crate) const READ_WRITE: u64 = 1 << 1;
 /// U/S, bit 2.
 pub(crate) const USER: u64 = 1 << 2;
+/// PWT, bit 3, and above it PCD: the lowest two bits of the number of a memory type in the PAT
+/// (Intel SDM vol. 3A, "Page Attribute Table").
+pub(crate) const WRITE_THROUGH: u64 = 1 << 3;
+/// PAT, bit 7, in leaf PTEs of 4 KiB: the highest bit of that number.
+pub(crate) const PAT_SMALL: u64 = 1 << 7;
+/// PAT, bit 12, in leaf PTEs of huge pages.
+pub(crate) const PAT_HUGE: u64 = 1 << 12;
 /// A, bit 5, in every mode, but not in PAE's PDPTEs.
 pub(crate) const ACCESSED: u64 = 1 << 5;
 /// D, bit 6, in leaf PTEs of every mode.

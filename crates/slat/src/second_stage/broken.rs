@@ -68,7 +68,7 @@ pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<
     if value.state(level) != State::Broken {
         return;
     }
-    let (table, breaking) = value.table_of_broken();
+    let (table, breaking) = (value.table_of_broken(), value.breaking());
     let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: a broken PTE that was read inside the guard names it.
     unsafe { report.report_and_freeze(table, level.down(), cursor.block().start, breaking) }
@@ -92,7 +92,7 @@ pub(super) unsafe fn report_frozen<H: Host, F: Format>(
     level: Level,
     start: Gfn,
 ) {
-    let (table, breaking) = value.table_of_broken();
+    let (table, breaking) = (value.table_of_broken(), value.breaking());
     let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: as the caller promises.
     unsafe { report.report_and_freeze(table, level.down(), start, breaking) }
@@ -120,7 +120,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                 }
                 if state == State::Broken {
                     // Before this PTE is frozen: a frozen one does not show what was behind it.
-                    let (below, breaking) = value.table_of_broken();
+                    let (below, breaking) = (value.table_of_broken(), value.breaking());
                     // SAFETY: `value` is of this page-table page, and was read inside the guard.
                     unsafe { self.report_and_freeze(below, level.down(), gfn, breaking) }
                     if breaking == Breaking::Split {
@@ -140,7 +140,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                 let leaf = match (state, breaking) {
                     (State::Leaf | State::Tracked, _) => value,
                     (State::Table, _) => {
-                        let below = value.table_below(level);
+                        let below = value.table_below();
                         // SAFETY: as above.
                         unsafe { self.report_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
                         break;
@@ -156,7 +156,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                     },
                     (State::Empty(_) | State::Broken, _) => break,
                 };
-                node::report_zapped::<H, F>(self.op.host(), leaf, level, gfn.block(level));
+                node::report_zapped(self.op.tree, leaf, level, gfn.block(level));
                 // The exchange that froze or broke it is over: no CPU sets its dirty bit any more.
                 mark_dirty(self.op, self.guard, leaf, level, gfn.block(level));
                 match level {

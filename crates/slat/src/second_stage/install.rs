@@ -11,7 +11,9 @@ use crate::addr::{Access, Level, Pfn};
 use crate::config::AccessTracking;
 use crate::format::Format;
 use crate::host::Host;
+use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
+use crate::table::encoding::{Encoding, Supported};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{Prepared, TableCache, TableUse};
 use crate::table::pte::{Pte, State};
@@ -24,6 +26,7 @@ pub(crate) struct NewLeaf {
     pub(crate) pfn: Pfn,
     pub(crate) level: Level,
     pub(crate) rights: Rights,
+    pub(crate) attributes: Supported,
     /// The access for which it is installed; `None` if the guest has not used the page.
     pub(crate) used: Option<Access>,
 }
@@ -52,14 +55,15 @@ fn used_leaf<F: Format>(leaf: Pte<F>, used: Option<Access>, tracking: AccessTrac
 }
 
 impl NewLeaf {
-    pub(crate) fn pte<F: Format>(self, tracking: AccessTracking) -> Pte<F> {
+    #[inline]
+    pub(crate) fn pte<F: Format>(self, encoding: &Encoding<F>, tracking: AccessTracking) -> Pte<F> {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
             Rights::ReadOnly => 0,
             Rights::WriteProtected => F::HOST_WRITABLE,
             Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
         };
-        used_leaf(Pte::leaf(first, self.level).with(rights), self.used, tracking)
+        used_leaf(encoding.leaf(first, self.level, encoding.bits_of(self.attributes)).with(rights), self.used, tracking)
     }
 }
 
@@ -71,21 +75,21 @@ impl NewLeaf {
 #[inline(always)]
 pub(crate) fn install<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    host: &H,
     cache: &mut TableCache,
     value: Pte<F>,
     seq: InvalidationSeq,
     leaf: NewLeaf,
 ) -> Result<(), Changed> {
-    let pte = leaf.pte(cursor.tree().config.access_tracking);
+    let Tree { encoding, config, .. } = cursor.tree();
+    let pte = leaf.pte(encoding, config.access_tracking);
     if leaf.level == cursor.level() {
         debug_assert!(value == Pte::empty(seq));
         // SAFETY: a PTE with a number is empty, and the leaf is of this level.
         return unsafe { cursor.pte().install(cursor.stats(), Pte::empty(seq), pte) };
     }
     // SAFETY: a leaf.
-    let prepared = unsafe { prepare_around(cursor, host, cache, seq, leaf.level, pte) };
-    link(cursor, host, prepared.with_leaves(1), value, seq, leaf.pfn)
+    let prepared = unsafe { prepare_around(cursor, cache, seq, leaf.level, pte) };
+    link(cursor, prepared.with_leaves(1), value, seq, leaf.pfn)
 }
 
 /// Links page-table pages of the cache where the cursor's PTE is `value`, empty with `seq`, down to
@@ -93,7 +97,6 @@ pub(crate) fn install<H: Host, F: Format>(
 /// nothing. They are for the memory at `pfn`.
 pub(crate) fn refine<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    host: &H,
     cache: &mut TableCache,
     value: Pte<F>,
     seq: InvalidationSeq,
@@ -101,8 +104,8 @@ pub(crate) fn refine<H: Host, F: Format>(
     pfn: Pfn,
 ) -> Result<(), Changed> {
     // SAFETY: an empty PTE.
-    let prepared = unsafe { prepare_around(cursor, host, cache, seq, level, Pte::empty(seq.flushed())) };
-    link(cursor, host, prepared, value, seq, pfn)
+    let prepared = unsafe { prepare_around(cursor, cache, seq, level, Pte::empty(seq.flushed())) };
+    link(cursor, prepared, value, seq, pfn)
 }
 
 /// Fills a page-table page of the cache with `pte`, of `level`, where the cursor is, and with PTEs
@@ -111,34 +114,32 @@ pub(crate) fn refine<H: Host, F: Format>(
 /// # Safety
 /// `pte` names no page-table page.
 unsafe fn prepare_around<'c, H: Host, F: Format>(
-    cursor: &Cursor<'_, H, F>,
-    host: &H,
+    cursor: &Cursor<'c, H, F>,
     cache: &'c mut TableCache,
     seq: InvalidationSeq,
     level: Level,
     pte: Pte<F>,
-) -> Prepared<'c, F> {
+) -> Prepared<'c, H, F> {
     let inside = cursor::index_of::<F>(cursor.gfn(), level);
     // The caller has flushed the PTE, if that was needed.
     let beside = Pte::empty(seq.flushed());
     // SAFETY: as the caller promises.
-    unsafe { cache.prepare(host, level, |index| if index == inside { pte } else { beside }) }
+    unsafe { cache.prepare(cursor.tree(), level, |index| if index == inside { pte } else { beside }) }
 }
 
 /// Links `prepared` where the cursor's PTE is `value`, with those between, as [`install`] does with
 /// a leaf.
 pub(crate) fn link<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    host: &H,
-    mut prepared: Prepared<'_, F>,
+    mut prepared: Prepared<'_, H, F>,
     value: Pte<F>,
     seq: InvalidationSeq,
     pfn: Pfn,
 ) -> Result<(), Changed> {
     while prepared.level() < cursor.level() {
-        prepared.raise(host, cursor::index_of::<F>(cursor.gfn(), prepared.level()), seq.flushed());
+        prepared.raise(cursor::index_of::<F>(cursor.gfn(), prepared.level()), seq.flushed());
     }
-    prepared.link(host, cursor.stats(), cursor.pte(), value, TableUse::Fault, pfn).map(drop)
+    prepared.link(cursor.stats(), cursor.pte(), value, TableUse::Fault, pfn).map(drop)
 }
 
 /// Restores `access` to the leaf `value` in `pte`, which is tracked or lacks W. The leaf itself
@@ -160,7 +161,7 @@ pub(crate) fn restore_access<F: Format>(
             debug_assert!(value.is_host_writable());
             leaf.with(F::WRITABLE)
         }
-        Access::Read | Access::Execute => leaf,
+        Access::Read | Access::Execute | Access::ExecuteUser => leaf,
     };
     let new = used_leaf(new, Some(access), tracking);
     // SAFETY: checked above. The other is the same leaf with more rights.
@@ -174,36 +175,34 @@ pub(crate) fn restore_access<F: Format>(
 /// The cache must hold a page-table page.
 pub(crate) fn split<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    host: &H,
     cache: &mut TableCache,
     value: Pte<F>,
 ) -> Result<(), Changed> {
-    split_into(cursor, host, cache, value, value)
+    split_into(cursor, cache, value, value)
 }
 
 /// As [`split`], but the parts allow what `whole` does: `value`, perhaps with W. The caller has
 /// made sure that the host allows it, and that writes are found out without a fault.
 pub(crate) fn split_into<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    host: &H,
     cache: &mut TableCache,
     value: Pte<F>,
     whole: Pte<F>,
 ) -> Result<(), Changed> {
-    let level = cursor.level();
-    let parts = prepare_parts(host, cache, whole, level);
+    let (tree, level) = (cursor.tree(), cursor.level());
+    let parts = prepare_parts(tree, cache, whole, level);
     // If hardware sets A or D of the huge leaf meanwhile, the exchange fails, and the next try
     // copies them.
-    parts.link(host, cursor.stats(), cursor.pte(), value, TableUse::Split, value.frame(level)).map(drop)
+    parts.link(cursor.stats(), cursor.pte(), value, TableUse::Split, tree.encoding.frame(value, level)).map(drop)
 }
 
 /// Fills a page-table page of the cache with the parts of the huge leaf `whole` of `level`.
 pub(crate) fn prepare_parts<'c, H: Host, F: Format>(
-    host: &H,
+    tree: &'c Tree<H, F>,
     cache: &'c mut TableCache,
     whole: Pte<F>,
     level: Level,
-) -> Prepared<'c, F> {
+) -> Prepared<'c, H, F> {
     // SAFETY: parts are leaves.
-    unsafe { cache.prepare(host, level.down(), whole.parts(level)) }
+    unsafe { cache.prepare(tree, level.down(), whole.parts(level)) }
 }

@@ -5,13 +5,13 @@
 
 use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
 use crate::error::OutOfMemory;
-use crate::format::Format;
+use crate::format::{Format, LeafAttributes};
 use crate::host::Host;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{PteRef, Ptes};
 use crate::table::retire::LoneGuard;
 
 /// The translation of a page, as the page tables have it.
@@ -27,6 +27,8 @@ pub struct Translation {
     pub accessed: bool,
     /// Whether the guest has written through the leaf since it was installed.
     pub dirty: bool,
+    /// How the guest may use it otherwise.
+    pub attributes: LeafAttributes,
 }
 
 /// Reads a VM's page tables, as they are while this exists. It stays on the thread that opened it.
@@ -53,29 +55,25 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
     /// The number of linked page-table pages on `node`, the root included. Reads every PTE above
     /// the lowest level.
     pub fn nr_tables_on(&self, node: NodeId) -> u64 {
-        // SAFETY: it is the root.
-        unsafe { self.count_tables(self.tree.root(), F::ROOT_LEVEL, node) }
+        self.count_tables(self.tree.root(), node::root_ptes(self.tree, self.guard.get()), node)
     }
 
-    /// The page-table pages on `node` at `table`, whose PTEs have `level`, and below.
-    ///
-    /// # Safety
-    /// `table` is the root, or its address was read in this guard in a directory entry of the level
-    /// above.
-    unsafe fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
+    /// The page-table pages on `node`: that at `table`, which has `ptes`, and those below.
+    fn count_tables(&self, table: Hpa, ptes: Ptes<'_, F>, node: NodeId) -> u64 {
+        let Tree { host, encoding, .. } = self.tree;
+        let level = ptes.level();
         let below = |pte: PteRef<'_, F>| {
             let value = pte.load();
-            match value.state(level) {
-                // SAFETY: read in this guard, in a page-table page of the tree.
-                State::Table => unsafe { self.count_tables(value.table_below(level), level.down(), node) },
-                _ => 0,
+            if value.state(level) != State::Table {
+                return 0;
             }
+            let table = value.table_below();
+            // SAFETY: read in this guard, in a page-table page of the tree.
+            let ptes = unsafe { node::linked_ptes::<H, F>(host, self.guard.get(), table, level.down()) };
+            self.count_tables(table, ptes, node)
         };
-        let host = &self.tree.host;
-        // SAFETY: as the caller promises.
-        let entries = unsafe { node::linked_ptes::<H, F>(host, self.guard.get(), table, level) };
-        let nr_below: u64 = if level > Level::L4K { entries.iter().map(below).sum() } else { 0 };
-        nr_below + u64::from(host.node_of(table.pfn()) == node)
+        let nr_below: u64 = if level > Level::L4K { ptes.iter().map(below).sum() } else { 0 };
+        nr_below + u64::from(host.node_of(encoding.without_address_bits(table).pfn()) == node)
     }
 }
 
@@ -106,14 +104,15 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
     /// ```
     #[inline]
     pub fn query(&mut self, gpa: Gpa) -> Option<Translation> {
-        if gpa.0 >> F::GPA_BITS != 0 {
+        let Tree { encoding, .. } = self.cursor.tree();
+        if gpa.0 >> encoding.gpa_bits() != 0 {
             return None;
         }
         let gfn = gpa.gfn();
         // Not from a page-table page in the middle: there the last page was huge, and its
         // neighbours may be.
         let level = self.cursor.level();
-        let may_move = level == Level::L4K || level == F::ROOT_LEVEL;
+        let may_move = level == Level::L4K || level == encoding.root_level();
         if let Some(pte) = may_move.then(|| self.cursor.move_to_pte(gfn, Level::L4K)).flatten() {
             let value = pte.load();
             match value.state(Level::L4K) {
@@ -132,12 +131,14 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
     /// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not.
     #[inline]
     fn translation(&self, leaf: Pte<F>, level: Level, gfn: Gfn) -> Translation {
+        let encoding = &self.cursor.tree().encoding;
         Translation {
-            pfn: Pfn(leaf.frame(level).0 + (gfn.0 & (level.nr_pages() - 1))),
+            pfn: Pfn(encoding.frame(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
             size: level.page_size(),
             writable: leaf.is_writable() && !self.cursor.is_protected(),
             accessed: leaf.is_accessed(),
             dirty: leaf.is_dirty(),
+            attributes: encoding.attributes_of(leaf.attribute_bits(level)),
         }
     }
 }

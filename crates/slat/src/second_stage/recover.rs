@@ -55,15 +55,15 @@ use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::AccessTracking;
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
-use crate::format::Format;
+use crate::format::{Execute, Format, LeafAttributes};
 use crate::host::{Host, Resolved};
 use crate::operation::Operation;
 use crate::slot::MemoryAttributes;
 use crate::slot::view::{BackingRef, SlotView};
 use crate::sync::{Side, fence_after_rmw};
+use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
-use crate::table::node;
 use crate::table::pte::{Breaking, FrozenLeaves, Pte, State};
 use crate::table::pte_ref::{Changed, Ptes};
 use crate::table::retire::{Guard, HazardPointer};
@@ -92,7 +92,7 @@ pub(crate) fn recover_range<H: Host, F: Format>(
         is_full: false,
     };
     let mut pass = Pass { recovery, hazard, range, level: Level::L2M };
-    while pass.level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(pass.level) && !pass.recovery.is_full {
+    while pass.level <= op.tree.root_level().min(Level::L1G) && range.has_block(pass.level) && !pass.recovery.is_full {
         let Ok(()) = walk::run(op, range, &mut pass);
         pass.level = pass.level.up();
     }
@@ -120,12 +120,15 @@ struct Candidate<'r, B> {
 
 /// What the leaves of a page-table page say together.
 struct Gathered {
-    first: Pfn,
     is_host_writable: bool,
     is_accessed: bool,
     is_dirty: bool,
     /// Whether one of them was not tracked.
     is_present: bool,
+    /// Attribute bits of the first, as a leaf of 4 KiB has them.
+    attributes: u64,
+    /// Whether all have these.
+    are_alike: bool,
 }
 
 struct Recovery<'r, H: Host, F: Format> {
@@ -164,7 +167,7 @@ impl<H: Host, F: Format> Walk<H, F> for Pass<'_, H, F> {
             }
             match cursor.read_table(level).map(|(_, ptes)| first_leaf(ptes)) {
                 Some(Some(_)) => Next::Leave(Try),
-                Some(None) => Next::Advance(1 + node::nr_ptes::<F>(level.down()) as u64),
+                Some(None) => Next::Advance(1 + F::TABLE_ENTRIES as u64),
                 None => Next::Advance(1),
             }
         })
@@ -216,7 +219,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let parts = level.down();
         let (index, leaf) = first_leaf(ptes)?;
         let gfn = Gfn(block.start.0 + index * parts.nr_pages());
-        let pfn = leaf.frame(parts);
+        let pfn = tree.encoding.frame(leaf, parts);
         if (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) != 0 {
             return None;
         }
@@ -280,8 +283,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if level > Level::L2M && !leaves.iter().all(|pte| pte.load().is_leaf(level.down())) {
             return Ok(());
         }
-        let table = value.table_below(level);
-        let broken = Pte::broken(table, Breaking::Recovery);
+        let table = value.table_below();
+        let broken = Pte::broken(value, Breaking::Recovery);
         cursor.replace(value, broken)?;
         if !F::BREAK_BEFORE_MAKE {
             self.batch.add(block);
@@ -298,8 +301,9 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
             .filter(|_| !is_overtaken)
-            .and_then(|_| gather(leaves, first))
-            .map(|gathered| self.leaf(&gathered, level, may_write));
+            // As hardware sees it.
+            .and_then(|_| gather(leaves, tree.encoding.leaf(first, level, 0).plain_frame(level)))
+            .and_then(|gathered| self.leaf(&gathered, first, level, may_write));
         if !F::BREAK_BEFORE_MAKE {
             // At this very PTE: a walk from the root could end at a broken PTE above.
             self.make(&locked.guard, &cursor, broken, leaf);
@@ -331,19 +335,30 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         }
     }
 
-    /// The leaf of `level` for all that was `gathered`, with W only if `may_write`.
-    fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Pte<F> {
-        let tracking = self.op.tree.config.access_tracking;
+    /// The leaf of `level` for all that was `gathered`, from frame `first` on, with W only if
+    /// `may_write`. `None` if the parts do not have the same attributes. Where a fetch has split a
+    /// huge leaf, those that were executed differ; the huge leaf is not executed either way.
+    fn leaf(&self, gathered: &Gathered, first: Pfn, level: Level, may_write: bool) -> Option<Pte<F>> {
+        let Tree { encoding, config, .. } = self.op.tree;
+        let attributes = if config.hardware.splits_on_fetch() {
+            let attributes = encoding.attributes_of(gathered.attributes);
+            encoding.attribute_bits(LeafAttributes { execute: Execute::None, ..attributes })?
+        } else if gathered.are_alike {
+            gathered.attributes
+        } else {
+            return None;
+        };
+        let tracking = config.access_tracking;
         let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
         let may_write = may_write && gathered.is_host_writable && gathered.is_present;
-        let attributes = bit(gathered.is_host_writable, F::HOST_WRITABLE)
+        let marks = bit(gathered.is_host_writable, F::HOST_WRITABLE)
             | bit(may_write, F::WRITABLE)
             // As in `install`: where CPUs set neither, a leaf has A from the beginning, and D with
             // W.
             | bit(gathered.is_accessed || tracking == AccessTracking::Faults, F::ACCESSED)
             | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY);
-        let leaf = Pte::leaf(gathered.first, level).with(attributes);
-        if gathered.is_present { leaf } else { leaf.tracked(level) }
+        let leaf = encoding.leaf(first, level, attributes).with(marks);
+        Some(if gathered.is_present { leaf } else { leaf.tracked(level) })
     }
 
     /// Counts the leaf that was just made for `block`, and marks its pages if need be.
@@ -361,12 +376,13 @@ fn first_leaf<F: Format>(ptes: Ptes<'_, F>) -> Option<(u64, Pte<F>)> {
     (0..).zip(values).find(|(_, value)| value.is_leaf(ptes.level()))
 }
 
-/// Freezes `ptes`, which are to map the frames from `first` on. `None`: they do not make one leaf,
+/// Freezes `ptes`, which are to map the frames from `first` on, as hardware sees them. `None`: they do not make one leaf,
 /// and some may not be frozen.
 fn gather<F: Format>(ptes: Ptes<'_, F>, first: Pfn) -> Option<Gathered> {
     let level = ptes.level();
     let mut leaves = FrozenLeaves::new();
     let mut pfn = first;
+    let mut attributes = None;
     for pte in ptes.iter() {
         let mut value = pte.load();
         let frozen = loop {
@@ -385,13 +401,15 @@ fn gather<F: Format>(ptes: Ptes<'_, F>, first: Pfn) -> Option<Gathered> {
             return None;
         }
         leaves.add(frozen);
+        attributes.get_or_insert(frozen);
         pfn = Pfn(pfn.0 + level.nr_pages());
     }
     Some(Gathered {
-        first,
         is_host_writable: leaves.are_host_writable()?,
         is_accessed: leaves.is_any_accessed(),
         is_dirty: leaves.is_any_dirty(),
         is_present: !leaves.are_all_tracked(),
+        attributes: attributes?.attribute_bits(level),
+        are_alike: leaves.differing_attributes() == 0,
     })
 }

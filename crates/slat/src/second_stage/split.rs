@@ -66,7 +66,7 @@ pub(crate) fn split_range<H: Host, F: Format>(
 ) -> Result<u64, OutOfMemory> {
     let mut split = Split { op, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
     let result = walk::run(op, range, &mut split);
-    split.tables.drain::<H, F>(op.host(), op.stats());
+    split.tables.drain(op.tree, op.stats());
     result.map(|()| split.nr_split)
 }
 
@@ -113,12 +113,12 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Walk<H, F> for Split<'_, H, F,
 
 impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
     fn top_up(&mut self, node: TableNode, wait: AllocationWait) -> Result<(), ()> {
-        self.tables.top_up::<H, F>(self.op.host(), self.op.stats(), 1, node, wait)
+        self.tables.top_up(self.op.tree, self.op.stats(), 1, node, wait)
     }
 
     /// Splits the leaf at the cursor, if it is too large, or the leaves below.
     fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work<F>> {
-        let Tree { host, config, .. } = self.op.tree;
+        let tree = self.op.tree;
         // Leaves below a PTE of this level have the target's size or less.
         let above_target = self.target.up();
         let (value, state) = cursor.descend_to(above_target);
@@ -126,7 +126,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
         if !matches!(state, State::Leaf | State::Tracked) || level < above_target || !(self.is_wanted)(cursor.block()) {
             return Next::Advance(1);
         }
-        let node = placement_of::<H, F>(config, host, value, level);
+        let node = placement_of(tree, value, level);
         if !self.tables.has(1, node) && self.top_up(node, AllocationWait::Never).is_err() {
             return Next::Leave(Work::Allocate(node));
         }
@@ -134,8 +134,8 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
             return Next::Leave(Work::Break(value, level));
         }
         guard.visit(level.nr_pages() / level.down().nr_pages());
-        let whole = parts_of::<F>(config, value, level);
-        if install::split_into(cursor, host, &mut self.tables, value, whole).is_ok() {
+        let whole = parts_of::<F>(&tree.config, value, level);
+        if install::split_into(cursor, &mut self.tables, value, whole).is_ok() {
             self.nr_split += 1;
             if level == above_target {
                 // Its parts have the target's size.
@@ -148,8 +148,8 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
 }
 
 /// The node for the page-table page that replaces the leaf `value` of `level`.
-pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Pte<F>, level: Level) -> TableNode {
-    config.table_placement.node_for(host, Some(value.frame(level)))
+pub(crate) fn placement_of<H: Host, F: Format>(tree: &Tree<H, F>, value: Pte<F>, level: Level) -> TableNode {
+    tree.config.table_placement.node_for(&tree.host, Some(tree.encoding.frame(value, level)))
 }
 
 /// The leaf whose parts replace the leaf `value` of `level`. It is `value`; but with W, if the host
@@ -207,10 +207,11 @@ fn break_leaf<H: Host, F: Format>(
     }
     let keeps_write = without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
     let whole = if keeps_write || !value.is_present() { value } else { value.without(F::WRITABLE) };
-    let parts = install::prepare_parts(op.host(), tables, whole, level);
+    let parts = install::prepare_parts(op.tree, tables, whole, level);
     // Other threads may find the page-table page from now on: it never goes back to the cache.
-    let broken = parts.link(op.host(), op.stats(), cursor.pte(), value, TableUse::Break, value.frame(level))?;
-    Ok(BrokenLeaf { broken, table: broken.table_of_broken().0, whole })
+    let pfn = op.tree.encoding.frame(value, level);
+    let broken = parts.link(op.stats(), cursor.pte(), value, TableUse::Break, pfn)?;
+    Ok(BrokenLeaf { broken, table: broken.table_of_broken(), whole })
 }
 
 /// The second guard, after the flush.

@@ -69,7 +69,6 @@ use crate::format::Format;
 use crate::host::{AllocationWait, Host};
 use crate::operation::Operation;
 use crate::sync::Side;
-use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
@@ -125,7 +124,9 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         flushed: None,
     };
     // A further pass has work only if the range has a whole block of the level.
-    while zap.pass == Level::L4K || (zap.pass <= F::ROOT_LEVEL && !zap.is_in_one_pte && range.has_block(zap.pass)) {
+    while zap.pass == Level::L4K
+        || (zap.pass <= op.tree.root_level() && !zap.is_in_one_pte && range.has_block(zap.pass))
+    {
         let Ok(()) = walk::run(op, range, &mut zap);
         // Unlinking a page-table page above would take along those that were left, in one long
         // step.
@@ -134,7 +135,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         }
         zap.pass = zap.pass.up();
     }
-    zap.tables.drain::<H, F>(op.host(), op.stats());
+    zap.tables.drain(op.tree, op.stats());
 }
 
 /// What a turn leaves its guard for.
@@ -241,7 +242,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // Before the exchange: see the module. If hardware sets A or D meanwhile, the
                 // exchange fails, and the next try reports anew.
                 mark_dirty(op, guard, value, level, block);
-                node::report_zapped::<H, F>(op.host(), value, level, block);
+                node::report_zapped(op.tree, value, level, block);
                 let seq = self.seq_for(level);
                 // Beside the range nothing keeps a fault from making a PTE of another size before
                 // the flush.
@@ -259,7 +260,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             State::Leaf | State::Tracked if F::BREAK_BEFORE_MAKE => return Next::Leave(Work::Break(value, level)),
             State::Leaf | State::Tracked => {
                 // If the PTE has changed meanwhile, the next step reads it anew.
-                let _: Result<(), Changed> = install::split(cursor, op.host(), &mut self.tables, value);
+                let _: Result<(), Changed> = install::split(cursor, &mut self.tables, value);
                 return Next::Again(0);
             }
             State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
@@ -272,9 +273,9 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     // SAFETY: this thread has just read the address in the PTE and unlinked the
                     // page-table page, and earlier passes have emptied it. No fault fills it: the
                     // range is in flight. The batch gets the block below.
-                    unsafe { self.take_over(guard, value.table_below(level), level.down(), block.start) }
+                    unsafe { self.take_over(guard, value.table_below(), level.down(), block.start) }
                     self.batch.add(block);
-                    nr_steps += node::nr_ptes::<F>(level.down()) as u64;
+                    nr_steps += F::TABLE_ENTRIES as u64;
                 }
                 done
             }
@@ -302,11 +303,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
         }
-        let Tree { host, config, .. } = self.op.tree;
-        let node = split::placement_of::<H, F>(config, host, value, level);
+        let node = split::placement_of(self.op.tree, value, level);
         if !self.tables.has(1, node) {
             let stats = &guard.participant().stats;
-            self.is_out_of_memory = self.tables.top_up::<H, F>(host, stats, 1, node, AllocationWait::Never).is_err();
+            self.is_out_of_memory = self.tables.top_up(self.op.tree, stats, 1, node, AllocationWait::Never).is_err();
         }
         self.is_out_of_memory
     }
@@ -347,7 +347,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             let old = unsafe { pte.freeze() };
             match old.state(level) {
                 // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
-                State::Table => unsafe { self.take_over(guard, old.table_below(level), level.down(), gfn) },
+                State::Table => unsafe { self.take_over(guard, old.table_below(), level.down(), gfn) },
                 // A recovery of an empty page-table page that was linked there. The page belongs to
                 // the owner of the broken PTE.
                 // SAFETY: the PTE was read inside the guard, and was broken.

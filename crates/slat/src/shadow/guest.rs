@@ -126,6 +126,11 @@ pub(crate) struct GuestMode {
 }
 
 impl GuestMode {
+    /// Guest-physical address bits of the guest's CPU.
+    pub(crate) fn gpa_bits(self) -> u32 {
+        self.gpa_bits.into()
+    }
+
     /// The mode that `registers` select, for a guest with `gpa_bits` guest-physical address bits
     /// (32 to 52).
     ///
@@ -390,7 +395,7 @@ impl GuestMode {
             Access::Read => may_touch,
             Access::Write => may_touch && (rights.has(Rights::WRITE) || !is_user && !self.write_protect()),
             // SMAP is for data; for instructions there is SMEP.
-            Access::Execute => {
+            Access::Execute | Access::ExecuteUser => {
                 rights.has(Rights::EXECUTE) && if is_user { is_user_page } else { !(is_user_page && self.smep()) }
             }
         };
@@ -408,8 +413,8 @@ impl GuestMode {
         match access.access {
             Access::Write => error_code |= FAULT_WRITE,
             // A CPU on which nothing forbids execution does not distinguish fetches from reads.
-            Access::Execute if self.smep() || self.no_execute() => error_code |= FAULT_FETCH,
-            Access::Execute | Access::Read => (),
+            Access::Execute | Access::ExecuteUser if self.smep() || self.no_execute() => error_code |= FAULT_FETCH,
+            Access::Execute | Access::ExecuteUser | Access::Read => (),
         }
         error_code
     }

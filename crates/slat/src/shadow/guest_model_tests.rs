@@ -169,14 +169,14 @@ fn is_allowed(guest: Guest, rights: Rights, access: GuestAccess) -> bool {
         (Privilege::User, false, _) => false,
         (Privilege::User, true, Access::Read) => true,
         (Privilege::User, true, Access::Write) => writable,
-        (Privilege::User, true, Access::Execute) => executable,
+        (Privilege::User, true, Access::Execute | Access::ExecuteUser) => executable,
         (_, false, Access::Read) => true,
         (_, false, Access::Write) => writable || !wp,
-        (_, false, Access::Execute) => executable,
+        (_, false, Access::Execute | Access::ExecuteUser) => executable,
         (_, true, Access::Read) => !smap || ac,
         (_, true, Access::Write) if !wp => !smap || ac,
         (_, true, Access::Write) => writable && (!smap || ac),
-        (_, true, Access::Execute) => !smep && executable,
+        (_, true, Access::Execute | Access::ExecuteUser) => !smep && executable,
     }
 }
 
@@ -184,7 +184,7 @@ fn is_allowed(guest: Guest, rights: Rights, access: GuestAccess) -> bool {
 fn error_code(guest: Guest, access: GuestAccess, reserved: bool, present: bool) -> u32 {
     let has_fetch_bit = guest.cr4(20) || guest.cr4(5) && guest.efer(11);
     let bits = [
-        access.access == Access::Execute && has_fetch_bit,
+        access.access.is_fetch() && has_fetch_bit,
         reserved,
         access.privilege == Privilege::User,
         access.access == Access::Write,

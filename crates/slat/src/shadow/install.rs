@@ -3,19 +3,20 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
-use super::Mmu;
 use super::memory::NoMemory;
 use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
 use super::rmap::Frame;
 use super::role::Role;
-use crate::addr::{Access, Gfn, Hpa, Level, Pfn};
+use super::{Mmu, SecondStage};
+use crate::addr::{Access, Gfn, Hpa, Level};
 use crate::error::OutOfMemory;
-use crate::format::Npt;
-use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
+use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, READ_WRITE, USER};
+use crate::format::{Format, Npt};
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::shadow::guest::{GuestMode, Rights};
 use crate::stats::Counter;
 use crate::sync::Ordering;
+use crate::table::encoding::Encoding;
 use crate::table::node;
 use crate::table::tlb::TlbBatch;
 
@@ -90,11 +91,13 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
     bits
 }
 
-/// The leaf PTE of a page of `role` for `pfn`, with `rights` of [`leaf_rights`].
-fn leaf_pte(role: Role, pfn: Pfn, rights: u64) -> u64 {
-    let size = if role.level() > Level::L4K { PAGE_SIZE_BIT } else { 0 };
+/// The leaf PTE of a page of `role` for what the second stage has, with `rights` of
+/// [`leaf_rights`]. Memory type and execution are at most those of the second stage.
+fn leaf_pte(encoding: &Encoding<Npt>, role: Role, second: SecondStage, rights: u64) -> u64 {
     let dirty = if rights & READ_WRITE != 0 { DIRTY } else { 0 };
-    pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | rights
+    // The second stage allows user code what it allows at all; here U/S is the guest's.
+    let leaf = encoding.leaf(second.pfn, role.level(), second.attributes).bits() & !USER;
+    leaf | ACCESSED | dirty | rights
 }
 
 /// Whether `leaf`, a shadow leaf PTE, gives no rights but those that the guest's tables give now.
@@ -269,7 +272,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     fn allocate_table(&self, node: TableNode) -> Option<Hpa> {
-        let table = node::new_shadow_table::<H, Npt>(self.host(), node, AllocationWait::Allowed)?;
+        let table = node::new_shadow_table(self.tree, node, AllocationWait::Allowed)?;
         self.count(Counter::TablesAllocated);
         Some(table)
     }
@@ -280,7 +283,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// It came from [`allocate_table`](Self::allocate_table), and nothing points to it.
     unsafe fn free_unused_table(&self, table: Hpa) {
         // SAFETY: as the caller promises.
-        unsafe { node::free_shadow_table::<H, Npt>(self.host(), table) }
+        unsafe { node::free_shadow_table(self.tree, table) }
         self.count(Counter::TablesFreed);
     }
 
@@ -337,7 +340,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         }
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
-        cell.store(child.table().0 | PRESENT | READ_WRITE | USER | ACCESSED, Ordering::Release);
+        cell.store(Npt::table(child.table()).0, Ordering::Release);
         Ok(())
     }
 
@@ -373,13 +376,14 @@ impl<'v, H: Host> Mmu<'v, H> {
         }
         debug_assert!(second.pfn.0 % level.nr_pages() == 0);
         let writes = access == Access::Write;
-        if writes && !second.is_writable {
+        let is_executable = second.attributes & EXECUTE_DISABLE == 0;
+        if (writes && !second.is_writable) || (access.is_fetch() && !is_executable) {
             return Err(NotMade::NotMapped);
         }
         let may_write = is_dirty
             && second.is_writable
             && if writes { self.give_up_tracking(frame)? } else { !self.is_tracked(frame) };
-        let new = leaf_pte(role, second.pfn, leaf_rights(role, rights, access, may_write));
+        let new = leaf_pte(&self.tree.encoding, role, second, leaf_rights(role, rights, access, may_write));
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
         let old = cell.load(Ordering::Relaxed);
@@ -391,7 +395,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             }
             _ if old & !new & (READ_WRITE | USER) != 0
                 || new & !old & EXECUTE_DISABLE != 0
-                || (old ^ new) & ADDRESS != 0 =>
+                || (old ^ new) & (ADDRESS | Npt::ATTRIBUTES & !EXECUTE_DISABLE) != 0 =>
             {
                 self.add(batch);
             }

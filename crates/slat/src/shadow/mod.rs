@@ -218,8 +218,8 @@ unsafe impl<H: Host> DerivedTables<H, Npt> for Shadow {
         Mmu::new(batch.tree(), self, batch.participant()).write_protect(words, batch);
     }
 
-    fn new_vcpu(&self) -> Result<VcpuState, OutOfMemory> {
-        let state = Roots::new(self.config)?;
+    fn new_vcpu(&self, tree: &Tree<H, Npt>) -> Result<VcpuState, OutOfMemory> {
+        let state = Roots::new(self.config, tree.encoding.gpa_bits())?;
         self.nr_vcpus.fetch_add(1, Ordering::Relaxed);
         Ok(state)
     }
@@ -279,6 +279,8 @@ struct SecondStage {
     /// The level of the leaf PTE.
     level: Level,
     is_writable: bool,
+    /// The attribute bits of a leaf PTE of 4 KiB.
+    attributes: u64,
 }
 
 impl<'v, H: Host> Mmu<'v, H> {
@@ -331,8 +333,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         let mut cursor = Cursor::new(self.tree, guard, gfn);
         let (leaf, State::Leaf) = cursor.descend_to_lowest() else { return None };
         let level = cursor.level();
-        let pfn = Pfn(leaf.frame(level).0 + (gfn.0 & (level.nr_pages() - 1)));
+        let pfn = Pfn(self.tree.encoding.frame(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
         let is_writable = leaf.is_writable() && !cursor.is_protected();
-        Some(SecondStage { pfn, level, is_writable })
+        Some(SecondStage { pfn, level, is_writable, attributes: leaf.attribute_bits(level) })
     }
 }

@@ -47,7 +47,6 @@ use crate::addr::{Gfn, Gpa, Gva, Level};
 use crate::boxed::{Vacant, ZeroedWords};
 use crate::config::{ShadowPaging, ShadowStrategy};
 use crate::error::{FaultError, OutOfMemory};
-use crate::format::{Format, Npt};
 use crate::host::Host;
 use crate::registers::{GuestEntry, LocalFlush, PagingRegister, PagingRegisters};
 use crate::stats::Counter;
@@ -114,11 +113,11 @@ const SINGLE_CONTEXT: u64 = 1;
 const ALL_BUT_GLOBAL: u64 = 3;
 
 impl Roots {
-    /// The roots of a vCPU whose paging is off.
-    pub(super) fn new(config: ShadowPaging) -> Result<Box<Roots>, OutOfMemory> {
+    /// The roots of a vCPU whose paging is off, of a guest with `gpa_bits` address bits.
+    pub(super) fn new(config: ShadowPaging, gpa_bits: u32) -> Result<Box<Roots>, OutOfMemory> {
         let (memory, flushed_at) = (Vacant::new()?, ZeroedWords::new(NR_PCIDS)?);
         let registers = PagingRegisters::default();
-        let Ok(mode) = GuestMode::new(registers, Npt::GPA_BITS) else { unreachable!("a CPU begins like this") };
+        let Ok(mode) = GuestMode::new(registers, gpa_bits) else { unreachable!("a CPU begins like this") };
         let max_roots = match config.strategy {
             strategy if strategy.keeps_no_root() => 1,
             strategy if strategy.searches_by_pcid() => MAX_ROOTS,
@@ -186,7 +185,7 @@ impl Roots {
 
     /// The guest loads CR3 with `value`.
     pub(crate) fn load_cr3<H: Host>(&mut self, mmu: Mmu<'_, H>, value: u64) -> Result<(), GeneralProtection> {
-        let (cr3, keep) = self.mode.check_cr3(value, Npt::GPA_BITS)?;
+        let (cr3, keep) = self.mode.check_cr3(value, self.mode.gpa_bits())?;
         self.registers.cr3 = cr3;
         if self.mode.paging() == PagingMode::Off {
             return Ok(());
@@ -311,7 +310,7 @@ impl Roots {
 
     /// The registers and the mode after the guest's write of `value` into `register`.
     pub(crate) fn check_write(&self, register: PagingRegister, value: u64) -> Result<NewRegisters, GeneralProtection> {
-        let (registers, mode) = GuestMode::check_write(self.registers, register, value, Npt::GPA_BITS)?;
+        let (registers, mode) = GuestMode::check_write(self.registers, register, value, self.mode.gpa_bits())?;
         Ok(NewRegisters { registers, mode, loads_pdptes: mode.loads_pdptes(self.registers, registers) })
     }
 
@@ -323,7 +322,7 @@ impl Roots {
 
     /// Sets the registers of a vCPU that is restored, or reset.
     pub(crate) fn restore<H: Host>(&mut self, mmu: Mmu<'_, H>, registers: PagingRegisters) -> Result<(), FaultError> {
-        let mode = GuestMode::new(registers, Npt::GPA_BITS)
+        let mode = GuestMode::new(registers, self.mode.gpa_bits())
             .map_err(|register| FaultError::BadPagingRegister { register, value: registers.get(register) })?;
         self.set_registers(mmu, registers, mode);
         Ok(())

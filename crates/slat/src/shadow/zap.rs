@@ -13,12 +13,12 @@
 
 use arrayvec::ArrayVec;
 
-use super::Mmu;
 use super::page::{NR_ENTRIES, PageRef, PtePlace, Target};
 use super::rmap::Frame;
+use super::{Mmu, SecondStage};
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::format::Npt;
-use crate::format::x86::{self, READ_WRITE};
+use crate::format::x86::{EXECUTE_DISABLE, READ_WRITE};
+use crate::format::{Format, Npt};
 use crate::host::Host;
 use crate::slot::bitmap::SetBits;
 use crate::stats::Counter;
@@ -160,7 +160,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             match second {
-                Some(second) if second.pfn.hpa().0 == value & x86::ADDRESS => {
+                Some(second) if self.is_of(second, level, value) => {
                     if !second.is_writable && value & READ_WRITE != 0 {
                         self.add(batch);
                         cell.fetch_and(!READ_WRITE, Ordering::AcqRel);
@@ -170,6 +170,13 @@ impl<'v, H: Host> Mmu<'v, H> {
                 _ => unsafe { self.drop_leaf(&frame.leaves, place, batch) },
             }
         }
+    }
+
+    /// Whether the shadow leaf PTE `value` of `level` maps the frame of `second`, in the same way.
+    fn is_of(&self, second: SecondStage, level: Level, value: u64) -> bool {
+        let leaf = self.tree.encoding.leaf(second.pfn, level, second.attributes).bits();
+        let kind = Npt::ADDRESS | Npt::attribute_bits_at(Npt::ATTRIBUTES & !EXECUTE_DISABLE, level);
+        (leaf ^ value) & kind == 0 && leaf & !value & EXECUTE_DISABLE == 0
     }
 
     /// A page made from `gfn`, if the second stage has nothing there any more.

@@ -81,6 +81,8 @@ pub(crate) struct SlotSet<B> {
     entries: Vec<SlotEntry<B>>,
     /// Indices of `entries`, sorted by memslot number.
     by_id: Vec<u32>,
+    /// Whether one of them logs.
+    any_logs: bool,
 }
 
 /// Bytes that retired things may hold, all behind open guards, before changes are refused.
@@ -212,7 +214,7 @@ impl<B> SlotSet<B> {
         let (mut entries, mut by_id) = (Vec::new(), Vec::new());
         entries.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
         by_id.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
-        Ok(SlotSet { entries, by_id })
+        Ok(SlotSet { entries, by_id, any_logs: false })
     }
 
     /// Position in `by_id` of memslot number `id`, or where it would be.
@@ -223,6 +225,11 @@ impl<B> SlotSet<B> {
     fn by_id(&self, id: u32) -> Option<&SlotEntry<B>> {
         let position = self.position(id).ok()?;
         Some(&self.entries[self.by_id[position] as usize])
+    }
+
+    #[inline]
+    fn view<'s>(&'s self, entry: &'s SlotEntry<B>, guard: &'s Guard<'s>) -> SlotView<'s, B> {
+        SlotView { entry, guard }
     }
 
     /// The memslot that has `gfn`. Index `guess` is tried first, and becomes the index that was
@@ -282,6 +289,7 @@ impl<B> SlotSet<B> {
             let position = self.by_id.partition_point(|&index| self.entries[index as usize].id < id);
             self.by_id.insert(position, at as u32);
         }
+        self.any_logs = self.entries.iter().any(|entry| entry.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
         debug_assert!(self.by_id.is_sorted_by_key(|&index| self.entries[index as usize].id));
         debug_assert!(self.entries.is_sorted_by_key(|entry| entry.range.start));
         Ok(())
@@ -290,7 +298,7 @@ impl<B> SlotSet<B> {
 
 impl<B> Slots<B> {
     pub(crate) fn new() -> Result<Slots<B>, OutOfMemory> {
-        let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new() })?);
+        let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new(), any_logs: false })?);
         let (len, size_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let retired = RetiredList { first: AtomicPtr::new(ptr::null_mut()), len, size_bytes };
         Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(retired) })
@@ -309,19 +317,38 @@ impl<B> Slots<B> {
     /// The memslot that has `gfn`.
     #[inline]
     pub(crate) fn find<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        let found = self.current(guard).find(&guard.participant().last_slot, gfn);
-        found.map(|entry| SlotView { entry: entry.duplicate(), guard })
+        let set = self.current(guard);
+        set.find(&guard.participant().last_slot, gfn).map(|entry| set.view(entry, guard))
+    }
+
+    /// The memslot that has `gfn`, if it logs.
+    #[inline]
+    pub(crate) fn find_logging<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let set = self.current(guard);
+        if !set.any_logs {
+            return None;
+        }
+        let found = set.find(&guard.participant().last_slot, gfn);
+        found.map(|entry| set.view(entry, guard)).filter(SlotView::logs)
+    }
+
+    /// Whether `view` is of the set that is published now: what it says is still so.
+    #[inline]
+    pub(crate) fn is_current(&self, view: &SlotView<'_, B>) -> bool {
+        // The view's guard is open, so no other set has its entry's address.
+        self.current(view.guard).entries.as_ptr_range().contains(&ptr::from_ref(view.entry))
     }
 
     /// The memslot that has `gfn`, or else the first above it.
     pub(crate) fn find_from<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        let entries = &self.current(guard).entries;
-        let first = entries.partition_point(|entry| entry.range.end <= gfn);
-        entries.get(first).map(|entry| SlotView { entry: entry.duplicate(), guard })
+        let set = self.current(guard);
+        let first = set.entries.partition_point(|entry| entry.range.end <= gfn);
+        set.entries.get(first).map(|entry| set.view(entry, guard))
     }
 
     pub(crate) fn by_id<'s>(&'s self, guard: &'s Guard<'s>, id: u32) -> Option<SlotView<'s, B>> {
-        self.current(guard).by_id(id).map(|entry| SlotView { entry: entry.duplicate(), guard })
+        let set = self.current(guard);
+        set.by_id(id).map(|entry| set.view(entry, guard))
     }
 
     /// Claims memslot `id` for a change. `Ok(None)`: there is none.

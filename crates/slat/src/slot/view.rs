@@ -10,13 +10,13 @@ use super::userfault::UserfaultBitmap;
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::error::{BadPages, FaultError};
 use crate::exit::{Exit, MemoryFaultFlags};
-use crate::host::{Gone, Host, Resolved};
+use crate::host::{Host, Resolved, Unresolved};
 use crate::slot::bitmap::Bitmap;
 use crate::table::retire::{Guard, HazardPointer, Protected};
 
 /// A memslot as found in a guard.
 pub(crate) struct SlotView<'s, B> {
-    pub(super) entry: SlotEntry<B>,
+    pub(super) entry: &'s SlotEntry<B>,
     pub(super) guard: &'s Guard<'s>,
 }
 
@@ -178,7 +178,7 @@ impl<'r, B> BackingRef<'r, B> {
         gfn: Gfn,
         page: u64,
         access: Access,
-    ) -> Result<Resolved, Gone>
+    ) -> Result<Resolved, Unresolved>
     where
         B: Send + Sync,
     {

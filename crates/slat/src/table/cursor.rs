@@ -41,9 +41,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// At the root's PTE for `gfn`.
     #[inline]
     pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
-        // SAFETY: it is the root.
-        let table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, tree.root(), F::ROOT_LEVEL) };
-        Cursor { tree, guard, table: table.cells, above: Pte::ABOVE_ROOT, level: F::ROOT_LEVEL, gfn }
+        let table = node::root_ptes(tree, guard);
+        Cursor { tree, guard, table: table.cells, above: Pte::ABOVE_ROOT, level: tree.root_level(), gfn }
     }
 
     #[inline]
@@ -88,10 +87,16 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// As [`pte`](Self::pte), with the level of the current PTE: for callers to which that is a
     /// constant.
     #[inline(always)]
-    fn pte_at(&self, level: Level) -> PteRef<'s, F> {
+    pub(crate) fn pte_at(&self, level: Level) -> PteRef<'s, F> {
         debug_assert!(level == self.level);
         // SAFETY: the PTEs of the page-table page have the cursor's level.
-        unsafe { PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level, self.guard.lock_check()) }
+        unsafe { PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check()) }
+    }
+
+    /// Index of the PTE of `level` for the current frame in the page-table page.
+    #[inline(always)]
+    fn index_at(&self, level: Level) -> usize {
+        (self.gfn.0 / level.nr_pages()) as usize & (self.table.len() - 1)
     }
 
     /// Whether the directory entry above was protected when the walk came through it: then no page
@@ -120,7 +125,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     unsafe fn table_below(&self, value: Pte<F>) -> Ptes<'s, F> {
         debug_assert!(value.state(self.level) == State::Table);
-        let table = value.table_below(self.level);
+        let table = value.table_below();
         // SAFETY: the current PTE is in a page-table page of the tree that was reached inside the
         // guard.
         unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, table, self.level.down()) }
@@ -155,32 +160,45 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.level = self.level.down();
     }
 
-    /// Returns a cursor at the lowest PTE for `gfn`, with its value and state, as
-    /// [`descend_to_lowest`](Self::descend_to_lowest) does. For a fault, which walks from the root
-    /// twice: all levels are constants here.
+    /// Returns a cursor at the PTE of 4 KiB for `gfn`, with its value. `None` if the page-table pages
+    /// do not reach so low; in one that was unlinked they may.
+    ///
+    /// For a fault, which walks from the root twice: the levels are constants here, and most faults
+    /// find what they need at this one.
     #[inline(always)]
-    pub(crate) fn at_lowest(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> (Cursor<'s, H, F>, Pte<F>, State) {
-        'root: loop {
-            let mut cursor = Cursor::new(tree, guard, gfn);
-            let mut level = F::ROOT_LEVEL;
-            loop {
+    pub(crate) fn at_small(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Option<(Cursor<'s, H, F>, Pte<F>)> {
+        let (host, root_level) = (&tree.host, tree.root_level());
+        let (lowest_root, highest) = const { root_levels::<F>() };
+        let mut cursor = Cursor::new(tree, guard, gfn);
+        let mut level = highest;
+        while level > Level::L4K {
+            // For a root of a level that is not fixed, a comparison decides whether the level is
+            // there.
+            if level <= lowest_root || level <= root_level {
                 cursor.level = level;
                 let value = cursor.pte_at(level).load();
-                let state = value.state(level);
-                if state == State::Frozen {
-                    // As in `descend_to`.
-                    continue 'root;
+                if value.state(level) != State::Table {
+                    return None;
                 }
-                if level == Level::L4K || state != State::Table {
-                    return (cursor, value, state);
-                }
-                let table = value.table_below(level);
-                level = level.down();
                 // SAFETY: read in a page-table page of the tree that was reached inside the guard.
-                cursor.table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level).cells };
+                let ptes = unsafe { node::linked_ptes::<H, F>(host, guard, value.table_below(), level.down()) };
+                cursor.table = ptes.cells;
                 cursor.above = value;
             }
+            level = level.down();
         }
+        cursor.level = Level::L4K;
+        let value = cursor.pte_at(Level::L4K).load();
+        Some((cursor, value))
+    }
+
+    /// A cursor at the lowest PTE for `gfn`, with its value.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn at_lowest(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> (Cursor<'s, H, F>, Pte<F>) {
+        let mut cursor = Cursor::new(tree, guard, gfn);
+        let (value, _) = cursor.descend_to_lowest();
+        (cursor, value)
     }
 
     /// Goes down to the lowest PTE for the current frame and returns its value and state. It is
@@ -221,7 +239,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     pub(crate) fn move_to(&mut self, gfn: Gfn) {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
-        if self.level < F::ROOT_LEVEL && moved >= self.level.up().nr_pages() {
+        if self.level < self.tree.root_level() && moved >= self.level.up().nr_pages() {
             self.restart();
         }
     }
@@ -235,11 +253,11 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     pub(crate) fn move_to_pte(&mut self, gfn: Gfn, level: Level) -> Option<PteRef<'s, F>> {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
-        if self.level != level || (level < F::ROOT_LEVEL && moved >= level.up().nr_pages()) {
+        if self.level != level || (level < self.tree.root_level() && moved >= level.up().nr_pages()) {
             self.descend_from_root(level)?;
         }
         // SAFETY: the cursor is at a PTE of `level`: it was, or has just gone down to one.
-        Some(unsafe { PteRef::new(&self.table[index_of::<F>(gfn, level)], level, self.guard.lock_check()) })
+        Some(unsafe { PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check()) })
     }
 
     /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the
@@ -247,7 +265,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline(always)]
     fn descend_from_root(&mut self, level: Level) -> Option<()> {
         self.restart();
-        let mut above = F::ROOT_LEVEL;
+        let mut above = self.tree.root_level();
         while above > level {
             let value = self.pte().load();
             if value.state(above) != State::Table {
@@ -267,8 +285,25 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     }
 }
 
-/// Index of `gfn` in a page-table page whose PTEs have `level`.
+/// Index of `gfn` in a page-table page below the root, whose PTEs have `level`.
 #[inline]
 pub(crate) fn index_of<F: Format>(gfn: Gfn, level: Level) -> usize {
-    (gfn.0 / level.nr_pages()) as usize & (node::nr_ptes::<F>(level) - 1)
+    (gfn.0 / level.nr_pages()) as usize & (F::TABLE_ENTRIES - 1)
+}
+
+/// The lowest and the highest level that a root of the format can have.
+const fn root_levels<F: Format>() -> (Level, Level) {
+    let (mut lowest, mut highest) = (F::ROOT_LEVEL, F::ROOT_LEVEL);
+    let mut nth = 0;
+    while nth < F::GEOMETRIES.len() {
+        let level = F::GEOMETRIES[nth].root_level;
+        if level.0 > highest.0 {
+            highest = level;
+        }
+        if level.0 < lowest.0 {
+            lowest = level;
+        }
+        nth += 1;
+    }
+    (lowest, highest)
 }

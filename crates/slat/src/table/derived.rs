@@ -39,11 +39,11 @@ pub(crate) unsafe trait DerivedTables<H: Host, F: Format>: Send + Sync {
     /// the pages.
     fn write_protect<'t>(&'t self, words: &mut dyn Iterator<Item = (Gfn, u64)>, batch: &mut TlbBatch<'t, H, F>);
 
-    /// Begins the use by a new vCPU.
+    /// Begins the use by a new vCPU of `tree`, which these tables are derived from.
     ///
     /// # Errors
     /// [`OutOfMemory`].
-    fn new_vcpu(&self) -> Result<VcpuState, OutOfMemory>;
+    fn new_vcpu(&self, tree: &Tree<H, F>) -> Result<VcpuState, OutOfMemory>;
 
     /// Ends the use by a vCPU of `tree`, which these tables are derived from.
     fn end_vcpu(&self, tree: &Tree<H, F>, participant: &Participant, state: VcpuState);

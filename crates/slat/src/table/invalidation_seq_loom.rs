@@ -120,7 +120,7 @@ impl World {
         let value = self.pte().load();
         if value.state(Level::L4K) == State::Leaf {
             let host = self.host.load(Ordering::Relaxed);
-            assert_eq!(value.frame(Level::L4K), Pfn(host >> 1), "a stale frame");
+            assert_eq!(value.plain_frame(Level::L4K), Pfn(host >> 1), "a stale frame");
             assert!(!value.is_writable() || host & 1 != 0, "writable, and the host forbids it");
         }
     }

@@ -1,7 +1,7 @@
 //! The tree of page-table pages, and which operation may change what in it.
 //!
 //! Read `pte` first: it has the states of a PTE and the transitions between them. `pte_ref` changes
-//! a PTE. `invalidation_seq` invalidates a range beside faults that are under way, `in_flight`
+//! a PTE, and `encoding` is what the format leaves to a VM. `invalidation_seq` invalidates a range beside faults that are under way, `in_flight`
 //! holds the ranges in flight. `generation` bounds how often a directory entry is protected. `node`
 //! turns memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
 //! flushes that are due, and flushes `derived` tables first; `retire` and `participant` say when an
@@ -9,6 +9,7 @@
 
 pub(crate) mod cursor;
 pub(crate) mod derived;
+pub(crate) mod encoding;
 pub(crate) mod generation;
 pub(crate) mod in_flight;
 pub(crate) mod invalidation_seq;
@@ -22,19 +23,18 @@ pub(crate) mod tlb;
 pub(crate) mod vm_lock;
 
 use alloc::boxed::Box;
-use core::marker::PhantomData;
-
 use crossbeam_utils::CachePadded;
 
-use crate::addr::{Gfn, GfnRange, Hpa};
+use crate::addr::{GfnRange, Hpa, Level};
 use crate::boxed::Vacant;
 use crate::config::Config;
-use crate::error::OutOfMemory;
+use crate::error::ConfigError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{Side, record};
 use derived::DerivedTables;
+use encoding::Encoding;
 use generation::Generations;
 use in_flight::RangesInFlight;
 use invalidation_seq::InvalidationSeq;
@@ -47,6 +47,7 @@ use vm_lock::{HeldLock, VmLock};
 pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) host: H,
     root: Hpa,
+    pub(crate) encoding: Encoding<F>,
     lock: CachePadded<VmLock>,
     pub(crate) config: Config,
     pub(crate) generations: CachePadded<Generations>,
@@ -55,7 +56,6 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) epochs: Epochs,
     /// The page tables that hardware walks instead of this tree.
     pub(crate) derived: Option<Box<dyn DerivedTables<H, F>>>,
-    format: PhantomData<F>,
 }
 
 /// A guard that may change the tree. It is inside the VM's lock, if there is one. The order of the
@@ -70,14 +70,16 @@ impl<H: Host, F: Format> Tree<H, F> {
         host: H,
         config: Config,
         derived: Option<Box<dyn DerivedTables<H, F>>>,
-    ) -> Result<Box<Tree<H, F>>, OutOfMemory> {
+    ) -> Result<Box<Tree<H, F>>, ConfigError> {
+        let encoding = Encoding::new(&config.hardware)?;
         let memory = Vacant::new()?;
-        let root = node::new_root::<H, F>(&host).ok_or(OutOfMemory)?;
+        let root = node::new_root::<H, F>(&host, &encoding).ok_or(ConfigError::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         let lock = VmLock::new(&config);
         Ok(memory.fill(Tree {
             host,
             root,
+            encoding,
             config,
             generations: CachePadded::new(Generations::new()),
             invalidation_seq: CachePadded::new(InvalidationSeqCounter::new()),
@@ -85,18 +87,23 @@ impl<H: Host, F: Format> Tree<H, F> {
             epochs: Epochs::new(fences).with_lock_timing(lock.timing()),
             lock: CachePadded::new(lock),
             derived,
-            format: PhantomData,
         }))
     }
 
-    /// Host-physical address of the root.
+    /// Host-physical address of the root, as hardware sees it.
     pub(crate) fn root(&self) -> Hpa {
         self.root
     }
 
+    /// Level of the root's PTEs.
+    #[inline]
+    pub(crate) fn root_level(&self) -> Level {
+        self.encoding.root_level()
+    }
+
     /// All frames that the tree can translate.
     pub(crate) fn whole(&self) -> GfnRange {
-        GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - crate::addr::PAGE_SHIFT))
+        self.encoding.frames()
     }
 
     /// Returns an invalidation sequence number greater than all before; see `invalidation_seq`.
@@ -181,7 +188,7 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// Frees the page-table pages whose grace period is over.
     pub(crate) fn reclaim(&self) {
-        self.epochs.reclaim_tables::<H, F>(&self.host);
+        self.epochs.reclaim_tables(&self.host, &self.encoding);
     }
 
     /// Page-table pages that are linked, or kept by vCPUs, approximately.
@@ -202,7 +209,7 @@ impl<H: Host, F: Format> Tree<H, F> {
 impl<H: Host, F: Format> Drop for Tree<H, F> {
     #[expect(unsafe_code, reason = "frees the page-table pages that guards may have reached")]
     fn drop(&mut self) {
-        self.epochs.free_all_tables::<H, F>(&self.host);
+        self.epochs.free_all_tables(&self.host, &self.encoding);
         // SAFETY: this is the end of the tree.
         unsafe { node::free_tree(self) }
     }

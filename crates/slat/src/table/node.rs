@@ -9,10 +9,10 @@
 #![expect(unsafe_code, reason = "tables are raw memory of the host, shared with hardware walkers")]
 
 use core::alloc::Layout;
-use core::marker::PhantomData;
 use core::slice;
 
 use super::Tree;
+use super::encoding::Encoding;
 use super::invalidation_seq::InvalidationSeq;
 use super::pte::{Breaking, Pte, State};
 use super::pte_ref::{Changed, PteRef, Ptes};
@@ -25,52 +25,65 @@ use crate::stats::{Counter, Recorder};
 use crate::sync::record;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Number of PTEs in a page-table page whose PTEs have `level`.
-#[inline]
-pub(crate) fn nr_ptes<F: Format>(level: Level) -> usize {
-    if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES }
-}
-
-/// Size and alignment of a page-table page whose PTEs have `level`.
-fn layout<F: Format>(level: Level) -> Layout {
+/// Size and alignment of a page-table page of `nr_ptes` PTEs: of [`Format::TABLE_ENTRIES`], or of a
+/// root.
+fn layout<F: Format>(nr_ptes: usize) -> Layout {
     const {
-        assert!(F::ROOT_ENTRIES.is_power_of_two() && F::TABLE_ENTRIES.is_power_of_two());
+        assert!(F::TABLE_ENTRIES.is_power_of_two());
         // Two for the links of retired page-table pages; not so many that a size could overflow.
-        assert!(F::ROOT_ENTRIES >= 2 && F::ROOT_ENTRIES <= 1 << 20);
+        assert!(F::MAX_ROOT_ENTRIES >= 2 && F::MAX_ROOT_ENTRIES <= 1 << 20);
         assert!(F::TABLE_ENTRIES >= 2 && F::TABLE_ENTRIES <= 512);
         // `pte` keeps addresses in bits 12 to 51.
         assert!(F::HPA_BITS <= 52);
-        assert!(F::ROOT_LEVEL.0 >= 2 && F::ROOT_LEVEL.0 as usize <= TableCache::CAPACITY + 1);
+        let mut nth = 0;
+        while nth < F::GEOMETRIES.len() {
+            let Level(levels) = F::GEOMETRIES[nth].root_level;
+            assert!(levels >= 2 && levels as usize <= TableCache::CAPACITY + 1);
+            nth += 1;
+        }
     }
-    let size_bytes = nr_ptes::<F>(level) * size_of::<AtomicU64>();
-    // SAFETY: the size is a power of two, not zero, and far below isize::MAX (all checked above).
+    let size_bytes = nr_ptes * size_of::<AtomicU64>();
+    // SAFETY: the size is a power of two, not zero, and far below isize::MAX: checked above, and
+    // promised for roots by the format.
     unsafe { Layout::from_size_align_unchecked(size_bytes, size_bytes) }
 }
 
-/// Allocates a page-table page whose PTEs have `level`. Its contents are arbitrary.
-fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-    let layout = layout::<F>(level);
+/// Allocates a page-table page of `nr_ptes` PTEs, and returns its address as hardware sees it. Its
+/// contents are arbitrary.
+fn allocate<H: Host, F: Format>(
+    host: &H,
+    encoding: &Encoding<F>,
+    nr_ptes: usize,
+    node: TableNode,
+    wait: AllocationWait,
+) -> Option<Hpa> {
+    let layout = layout::<F>(nr_ptes);
     let table = host.allocate_table(layout, node, wait)?;
     debug_assert!(
         table.0 % layout.align() as u64 == 0 && table.0 >> F::HPA_BITS == 0,
         "the host allocated a table at {table}, which is not aligned to its size or beyond the format's addresses"
     );
-    Some(table)
+    Some(encoding.with_address_bits(table))
 }
 
 /// Allocates a root, all of whose PTEs are empty.
-pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
-    let root = allocate::<H, F>(host, F::ROOT_LEVEL, TableNode::CallerPolicy, AllocationWait::Allowed)?;
+pub(crate) fn new_root<H: Host, F: Format>(host: &H, encoding: &Encoding<F>) -> Option<Hpa> {
+    let nr_ptes = encoding.nr_root_ptes();
+    let root = allocate(host, encoding, nr_ptes, TableNode::CallerPolicy, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, root, F::ROOT_ENTRIES, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
+    unsafe { build(host, root, nr_ptes, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
     Some(root)
 }
 
 /// Allocates a shadow page-table page: of the size of those below the root, all PTEs zero.
-pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-    let table = allocate::<H, F>(host, Level::L4K, node, wait)?;
+pub(crate) fn new_shadow_table<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    node: TableNode,
+    wait: AllocationWait,
+) -> Option<Hpa> {
+    let table = allocate(&tree.host, &tree.encoding, F::TABLE_ENTRIES, node, wait)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, table, F::TABLE_ENTRIES, |_| 0) }
+    unsafe { build(&tree.host, table, F::TABLE_ENTRIES, |_| 0) }
     Some(table)
 }
 
@@ -78,19 +91,19 @@ pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wa
 ///
 /// # Safety
 /// It came from [`new_shadow_table`], and no thread or CPU reaches it any more.
-pub(crate) unsafe fn free_shadow_table<H: Host, F: Format>(host: &H, table: Hpa) {
+pub(crate) unsafe fn free_shadow_table<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa) {
     // SAFETY: as the caller promises.
-    unsafe { free::<H, F>(host, table, Level::L4K) }
+    unsafe { free(&tree.host, &tree.encoding, table) }
 }
 
-/// Frees a page-table page whose PTEs have `level`.
+/// Frees a page-table page that is no root.
 ///
 /// # Safety
-/// It came from [`allocate`] with the same class of `level` (root or not), and no thread or CPU
-/// reaches it any more.
-pub(crate) unsafe fn free<H: Host, F: Format>(host: &H, table: Hpa, level: Level) {
+/// It came from [`allocate`] with [`Format::TABLE_ENTRIES`], and no thread or CPU reaches it any
+/// more.
+pub(crate) unsafe fn free<H: Host, F: Format>(host: &H, encoding: &Encoding<F>, table: Hpa) {
     // SAFETY: as the caller promises.
-    unsafe { host.free_table(table, layout::<F>(level)) }
+    unsafe { host.free_table(encoding.without_address_bits(table), layout::<F>(F::TABLE_ENTRIES)) }
 }
 
 /// The PTEs of a page-table page, as long as no thread can free it.
@@ -107,12 +120,20 @@ pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_ptes: usize) 
     unsafe { slice::from_raw_parts(first, nr_ptes) }
 }
 
-/// The PTEs of a page-table page of the guard's tree; they have `level`.
+/// The PTEs of the root of `tree`.
+#[inline]
+pub(crate) fn root_ptes<'s, H: Host, F: Format>(tree: &'s Tree<H, F>, guard: &'s Guard<'_>) -> Ptes<'s, F> {
+    let (encoding, level) = (&tree.encoding, tree.root_level());
+    // SAFETY: it was filled when the tree was made, with so many PTEs, and stays as long as that.
+    unsafe { Ptes::new(entries(&tree.host, tree.root(), encoding.nr_root_ptes()), level, guard.lock_check()) }
+}
+
+/// The PTEs of a page-table page of the guard's tree, which is not the root; they have `level`.
 ///
 /// # Safety
-/// The page is the root, or its address was read inside the guard: in a PTE of a page-table page
-/// that was reached like this, or that is broken or frozen. A page is filled before its address is
-/// in such a PTE. It is freed only after every guard that could have read that (`retire`).
+/// The page's address was read inside the guard: in a PTE of the root or of a page-table page that
+/// was reached like this, or that is broken or frozen. A page is filled before its address is in
+/// such a PTE. It is freed only after every guard that could have read that (`retire`).
 #[inline]
 pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
     host: &H,
@@ -121,7 +142,7 @@ pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
     level: Level,
 ) -> Ptes<'s, F> {
     // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
-    unsafe { Ptes::new(entries(host, table, nr_ptes::<F>(level)), level, guard.lock_check()) }
+    unsafe { Ptes::new(entries(host, table, F::TABLE_ENTRIES), level, guard.lock_check()) }
 }
 
 /// Stores each PTE of a page-table page that no other thread can reach yet.
@@ -149,41 +170,47 @@ unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl Fn
 /// # Safety
 /// The tree is not used any more.
 pub(crate) unsafe fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
+    let (root, nr_ptes) = (tree.root(), tree.encoding.nr_root_ptes());
     // SAFETY: the tree is borrowed by the caller alone, and its root is a page-table page of it.
-    unsafe { free_subtree::<H, F>(tree, tree.root(), F::ROOT_LEVEL, Gfn(0)) }
+    unsafe { free_below::<H, F>(tree, root, nr_ptes, tree.root_level(), Gfn(0)) }
+    // SAFETY: it was allocated with so many PTEs, and no other thread uses the tree.
+    unsafe { tree.host.free_table(tree.encoding.without_address_bits(root), layout::<F>(nr_ptes)) }
 }
 
-/// Frees the page-table page for the frames from `start` on with all below it, and notifies the
-/// host of the leaves. No PTE is broken: calls that break one are over, and so are what they
-/// borrow.
+/// Frees all page-table pages below that at `table`, of `nr_ptes` PTEs of `level` for the frames
+/// from `start` on, and notifies the host of the leaves. No PTE is broken: calls that break one are
+/// over, and so are what they borrow.
 ///
 /// # Safety
 /// The page belongs to `tree`, of which the caller is the only user.
-unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level: Level, start: Gfn) {
+unsafe fn free_below<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, nr_ptes: usize, level: Level, start: Gfn) {
     // SAFETY: the page is linked in a tree of which the caller is the only user, so it stays for
     // this loop.
-    let cells = unsafe { entries(&tree.host, table, nr_ptes::<F>(level)) };
+    let cells = unsafe { entries(&tree.host, table, nr_ptes) };
     for (index, cell) in (0..).zip(cells) {
         let value = Pte::<F>::from_bits(cell.load(Ordering::Relaxed));
         let gfn = Gfn(start.0 + index * level.nr_pages());
         match value.state(level) {
-            // SAFETY: as the caller promises, and it is linked only once.
-            State::Table => unsafe { free_subtree::<H, F>(tree, value.table_below(level), level.down(), gfn) },
-            State::Leaf | State::Tracked => report_zapped::<H, F>(&tree.host, value, level, gfn.block(level)),
+            State::Table => {
+                let below = value.table_below();
+                // SAFETY: as the caller promises, and it is linked only once.
+                unsafe { free_below::<H, F>(tree, below, F::TABLE_ENTRIES, level.down(), gfn) }
+                // SAFETY: it is no root, and no other thread uses the tree.
+                unsafe { free(&tree.host, &tree.encoding, below) }
+            }
+            State::Leaf | State::Tracked => report_zapped(tree, value, level, gfn.block(level)),
             State::Empty(_) | State::Broken | State::Frozen => {}
         }
     }
-    // SAFETY: it was allocated for `level`, and no other thread uses the tree.
-    unsafe { free::<H, F>(&tree.host, table, level) }
 }
 
 /// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
 /// about to go.
 #[inline]
-pub(crate) fn report_zapped<H: Host, F: Format>(host: &H, leaf: Pte<F>, level: Level, range: GfnRange) {
-    host.leaf_zapped(ZappedLeaf {
+pub(crate) fn report_zapped<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Pte<F>, level: Level, range: GfnRange) {
+    tree.host.leaf_zapped(ZappedLeaf {
         range,
-        pfn: leaf.frame(level),
+        pfn: tree.encoding.frame(leaf, level),
         accessed: leaf.is_accessed(),
         dirty: leaf.is_dirty(),
     });
@@ -227,7 +254,7 @@ impl TableCache {
     /// node. `Err` if the host has no more.
     pub(crate) fn top_up<H: Host, F: Format>(
         &mut self,
-        host: &H,
+        tree: &Tree<H, F>,
         stats: &Recorder,
         count: usize,
         node: TableNode,
@@ -235,11 +262,11 @@ impl TableCache {
     ) -> Result<(), ()> {
         debug_assert!(count <= Self::CAPACITY);
         if self.node != node {
-            self.drain::<H, F>(host, stats);
+            self.drain(tree, stats);
             self.node = node;
         }
         while self.len < count {
-            self.tables[self.len] = allocate::<H, F>(host, Level::L4K, node, wait).ok_or(())?;
+            self.tables[self.len] = allocate(&tree.host, &tree.encoding, F::TABLE_ENTRIES, node, wait).ok_or(())?;
             stats.count(Counter::TablesAllocated);
             self.len += 1;
         }
@@ -251,24 +278,24 @@ impl TableCache {
     /// # Safety
     /// No PTE that `pte` returns names a page-table page.
     #[inline]
-    pub(crate) unsafe fn prepare<H: Host, F: Format>(
-        &mut self,
-        host: &H,
+    pub(crate) unsafe fn prepare<'c, H: Host, F: Format>(
+        &'c mut self,
+        tree: &'c Tree<H, F>,
         level: Level,
         pte: impl FnMut(usize) -> Pte<F>,
-    ) -> Prepared<'_, F> {
-        let mut prepared = Prepared { cache: self, nr_tables: 0, leaves: (level, 0), level, format: PhantomData };
+    ) -> Prepared<'c, H, F> {
+        let mut prepared = Prepared { cache: self, tree, nr_tables: 0, leaves: (level, 0), level };
         // SAFETY: as the caller promises.
-        unsafe { prepared.fill(host, pte) }
+        unsafe { prepared.fill(pte) }
         prepared
     }
 
     /// Frees all page-table pages of the cache.
-    pub(crate) fn drain<H: Host, F: Format>(&mut self, host: &H, stats: &Recorder) {
+    pub(crate) fn drain<H: Host, F: Format>(&mut self, tree: &Tree<H, F>, stats: &Recorder) {
         let tables = &self.tables[..core::mem::take(&mut self.len)];
         for &table in tables {
             // SAFETY: it came from `top_up`, and was never linked.
-            unsafe { free::<H, F>(host, table, Level::L4K) }
+            unsafe { free(&tree.host, &tree.encoding, table) }
         }
         stats.add(Counter::TablesFreed, tables.len() as u64);
     }
@@ -276,17 +303,17 @@ impl TableCache {
 
 /// Page-table pages of a cache that are filled, each but the lowest with a link to the one before.
 /// Unless they are linked in the tree, they stay the cache's.
-pub(crate) struct Prepared<'c, F> {
+pub(crate) struct Prepared<'c, H: Host, F: Format> {
     cache: &'c mut TableCache,
+    tree: &'c Tree<H, F>,
     nr_tables: usize,
     /// Level and number of the leaves in the lowest.
     leaves: (Level, u64),
     /// Of the PTE that links the highest.
     level: Level,
-    format: PhantomData<F>,
 }
 
-impl<F: Format> Prepared<'_, F> {
+impl<H: Host, F: Format> Prepared<'_, H, F> {
     /// As `self`, with the number of leaves in the lowest, which are accounted with the link.
     #[inline]
     pub(crate) fn with_leaves(self, nr_leaves: u64) -> Self {
@@ -302,10 +329,10 @@ impl<F: Format> Prepared<'_, F> {
     /// Fills one more page-table page, one level higher. Its PTE at `index` points to the one
     /// below; all others are empty with `seq`.
     #[inline]
-    pub(crate) fn raise<H: Host>(&mut self, host: &H, index: usize, seq: InvalidationSeq) {
+    pub(crate) fn raise(&mut self, index: usize, seq: InvalidationSeq) {
         let (table, beside) = (Pte::table(self.highest()), Pte::empty(seq));
         // SAFETY: the one PTE that names a page-table page names the one that was filled last.
-        unsafe { self.fill(host, |other| if other == index { table } else { beside }) }
+        unsafe { self.fill(|other| if other == index { table } else { beside }) }
     }
 
     /// Fills the next page-table page of the cache.
@@ -313,7 +340,8 @@ impl<F: Format> Prepared<'_, F> {
     /// # Safety
     /// One PTE at most that `pte` returns names a page-table page: the one that was filled last.
     #[inline]
-    unsafe fn fill<H: Host>(&mut self, host: &H, mut pte: impl FnMut(usize) -> Pte<F>) {
+    unsafe fn fill(&mut self, mut pte: impl FnMut(usize) -> Pte<F>) {
+        let host = &self.tree.host;
         self.nr_tables += 1;
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
         unsafe { build(host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
@@ -336,9 +364,8 @@ impl<F: Format> Prepared<'_, F> {
     /// Replaces the PTE `old` in `pte`, a leaf or empty, by one that names the highest of these
     /// page-table pages, which are the tree's then. They map the memory at `pfn`. Returns that PTE.
     #[inline]
-    pub(crate) fn link<H: Host>(
+    pub(crate) fn link(
         self,
-        host: &H,
         stats: &Recorder,
         pte: PteRef<'_, F>,
         old: Pte<F>,
@@ -351,10 +378,11 @@ impl<F: Format> Prepared<'_, F> {
         if !fits {
             return Err(Changed);
         }
-        let highest = self.highest();
+        let Tree { host, encoding, .. } = self.tree;
+        let table = Pte::table(self.highest());
         let new = match table_use {
-            TableUse::Fault | TableUse::Split => Pte::table(highest),
-            TableUse::Break => Pte::broken(highest, Breaking::Split),
+            TableUse::Fault | TableUse::Split => table,
+            TableUse::Break => Pte::broken(table, Breaking::Split),
         };
         // SAFETY: it was filled for this level, and is the cache's alone, as are those below. They
         // leave the cache at once.
@@ -366,7 +394,7 @@ impl<F: Format> Prepared<'_, F> {
         };
         stats.add(tables, self.nr_tables as u64);
         let node = host.node_of(pfn);
-        let is_remote = |table: &&Hpa| host.node_of(table.pfn()) != node;
+        let is_remote = |&&table: &&Hpa| host.node_of(encoding.without_address_bits(table).pfn()) != node;
         let linked = &self.cache.tables[self.cache.len..][..self.nr_tables];
         stats.add(remote, linked.iter().filter(is_remote).count() as u64);
         stats.add(Counter::installed(self.leaves.0), self.leaves.1);

@@ -79,7 +79,9 @@
 //! number, and a tracked one its frame, with bits 5 and 6 for what the leaf was. A frozen one has a
 //! link of the list of retired page-table pages (`retire`), or its former frame or page-table page,
 //! with bits 9, 11 and 52 to 56 for what it was. A broken one has the page-table page, with bit 11
-//! if that is to be linked.
+//! if that is to be linked. Bits 57 to 63 of a tracked leaf, and of a frozen one, are its attributes
+//! ([`Format::pack_attributes`]). Addresses are those that hardware sees; `encoding` knows which
+//! bits of them the host does not see.
 //!
 //! # Why it is correct
 //! Hardware may set A and D of a linked leaf at any time. A compare-and-exchange from the value
@@ -122,6 +124,8 @@ const TRACKED_HOST_WRITABLE: u64 = 1 << 5;
 const TRACKED_DIRTY: u64 = 1 << 6;
 const BROKEN_BIT: u64 = 1 << 10;
 const BROKEN_FOR_SPLIT: u64 = 1 << 11;
+/// From this bit on a tracked or frozen leaf keeps its attributes.
+const ATTRIBUTES_SHIFT: u32 = 57;
 /// The lowest bit of an address or a number in a PTE that is not present.
 pub(super) const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
@@ -222,7 +226,8 @@ impl<F: Format> Pte<F> {
         Pte::from_bits(seq.bits_of_empty())
     }
 
-    /// A leaf that may be read and executed; not writable, not accessed, not dirty.
+    /// A leaf that may be read; not writable, not accessed, not dirty. For other modules there is
+    /// [`Encoding::leaf`](super::encoding::Encoding::leaf).
     #[inline]
     pub(crate) fn leaf(pfn: Pfn, level: Level) -> Pte<F> {
         Pte::from_bits(F::leaf(pfn, level).0)
@@ -234,13 +239,13 @@ impl<F: Format> Pte<F> {
         Pte::from_bits(F::table(table).0)
     }
 
-    /// A broken PTE where the page-table page at `table` was, or is to be.
-    pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Pte<F> {
+    /// A broken PTE where `table`, a directory entry, was or is to be.
+    pub(crate) fn broken(table: Pte<F>, breaking: Breaking) -> Pte<F> {
         let kind = match breaking {
             Breaking::Recovery => 0,
             Breaking::Split => BROKEN_FOR_SPLIT,
         };
-        Pte::from_bits(hidden_address(table) | BROKEN_BIT | kind)
+        Pte::from_bits(hidden_address(table.table_below()) | BROKEN_BIT | kind)
     }
 
     /// A frozen PTE that was nothing.
@@ -291,21 +296,22 @@ impl<F: Format> Pte<F> {
     pub(crate) fn is_present(self) -> bool {
         F::is_present(format::Pte(self.0))
     }
-
-    /// The address in a present PTE.
-    #[inline]
-    fn address(self, level: Level) -> Hpa {
-        F::address(format::Pte(self.0), level)
-    }
 }
 
 /// Broken PTEs.
 impl<F: Format> Pte<F> {
-    /// The page-table page that a broken PTE names.
-    pub(crate) fn table_of_broken(self) -> (Hpa, Breaking) {
+    /// What a broken PTE is broken for.
+    #[inline]
+    pub(crate) fn breaking(self) -> Breaking {
         debug_assert!(self.0 & BROKEN_BIT != 0);
-        let breaking = if self.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
-        (address_in(self.0), breaking)
+        if self.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split }
+    }
+
+    /// The page-table page that a broken PTE names.
+    #[inline]
+    pub(crate) fn table_of_broken(self) -> Hpa {
+        debug_assert!(self.0 & BROKEN_BIT != 0);
+        address_in(self.0)
     }
 }
 
@@ -316,9 +322,9 @@ pub fn kind<F: Format>(value: u64, level: u8) -> PteKind {
     match pte.state(level) {
         State::Empty(seq) if seq.is_unflushed() => PteKind::Unflushed(seq.flushed().number()),
         State::Empty(seq) => PteKind::Empty(seq.number()),
-        State::Leaf | State::Tracked => PteKind::Leaf(pte.frame(level).0, pte.untracked(level).attributes()),
-        State::Table => PteKind::Table(pte.table_below(level).0, value & F::GENERATION, pte.is_protected()),
-        State::Broken => PteKind::Broken(pte.table_of_broken().0.0),
+        State::Leaf | State::Tracked => PteKind::Leaf(pte.plain_frame(level).0, pte.untracked(level).marks()),
+        State::Table => PteKind::Table(pte.table_below().0, value & F::GENERATION, pte.is_protected()),
+        State::Broken => PteKind::Broken(pte.table_of_broken().0),
         State::Frozen => PteKind::Frozen,
     }
 }
@@ -328,11 +334,11 @@ impl<F: Format> Pte<F> {
     /// Whether directory entries of the format can be protected: it has W there, and generations.
     pub(crate) const CAN_BE_PROTECTED: bool = F::GENERATION != 0;
 
-    /// The page-table page that a directory entry of `level` points to.
+    /// The page-table page that a directory entry points to.
     #[inline]
-    pub(crate) fn table_below(self, level: Level) -> Hpa {
-        debug_assert!(self.state(level) == State::Table);
-        self.address(level)
+    pub(crate) fn table_below(self) -> Hpa {
+        debug_assert!(self.is_present());
+        F::hpa(self.0 & F::ADDRESS)
     }
 
     /// Whether a directory entry write-protects all leaves below.
@@ -358,41 +364,92 @@ impl<F: Format> Pte<F> {
 
 /// Leaves.
 impl<F: Format> Pte<F> {
-    /// The bits of a leaf that belong to software and to hardware's use of it.
-    const ATTRIBUTES: u64 = F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY;
+    /// The bits of a leaf that change: of software, and of hardware's use of it.
+    const MARKS: u64 = F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY;
 
-    /// The frame of a leaf, tracked or not.
+    /// The address bits of a leaf of `level`, tracked or not.
     #[inline]
-    pub(crate) fn frame(self, level: Level) -> Pfn {
-        if self.is_present() { self.address(level).pfn() } else { address_in(self.0).pfn() }
+    pub(super) fn leaf_address(self, level: Level) -> u64 {
+        // In a huge leaf, those below its size say other things.
+        let inside = F::address_bits(Hpa(level.size_bytes() - 1));
+        if self.is_present() { self.0 & F::ADDRESS & !inside } else { F::address_bits(address_in(self.0)) }
+    }
+
+    /// The frame of a leaf, tracked or not, as hardware sees it.
+    #[inline]
+    pub(crate) fn plain_frame(self, level: Level) -> Pfn {
+        F::hpa(self.leaf_address(level)).pfn()
     }
 
     /// Those of [`WRITABLE`](Format::WRITABLE), [`HOST_WRITABLE`](Format::HOST_WRITABLE),
     /// [`ACCESSED`](Format::ACCESSED), [`DIRTY`](Format::DIRTY) and
     /// [`WAS_DIRTY`](Format::WAS_DIRTY) that a leaf has. Not of a tracked one.
     #[inline]
-    pub(crate) fn attributes(self) -> u64 {
-        self.0 & Self::ATTRIBUTES
+    pub(crate) fn marks(self) -> u64 {
+        self.0 & Self::MARKS
     }
 
-    /// This leaf, not tracked, with more [`attributes`](Self::attributes).
+    /// Whether a leaf that is not tracked has all of these [`marks`](Self::marks).
     #[inline]
-    pub(crate) fn with(self, attributes: u64) -> Pte<F> {
-        debug_assert!(attributes & !Self::ATTRIBUTES == 0);
-        Pte::from_bits(self.0 | attributes)
+    pub(crate) fn has(self, marks: u64) -> bool {
+        debug_assert!(self.is_present() && marks & !Self::MARKS == 0);
+        self.0 & marks == marks
     }
 
-    /// This leaf, not tracked, without these [`attributes`](Self::attributes).
+    /// This leaf, not tracked, with more [`marks`](Self::marks).
     #[inline]
-    pub(crate) fn without(self, attributes: u64) -> Pte<F> {
-        debug_assert!(attributes & !Self::ATTRIBUTES == 0);
-        Pte::from_bits(self.0 & !attributes)
+    pub(crate) fn with(self, marks: u64) -> Pte<F> {
+        debug_assert!(marks & !Self::MARKS == 0);
+        Pte::from_bits(self.0 | marks)
+    }
+
+    /// This leaf, not tracked, without these [`marks`](Self::marks).
+    #[inline]
+    pub(crate) fn without(self, marks: u64) -> Pte<F> {
+        debug_assert!(marks & !Self::MARKS == 0);
+        Pte::from_bits(self.0 & !marks)
+    }
+
+    /// This leaf of `level`, which has no attributes yet, with those of `bits` of one of 4 KiB.
+    #[inline]
+    pub(super) fn with_attribute_bits(self, bits: u64, level: Level) -> Pte<F> {
+        Pte::from_bits(self.0 | F::attribute_bits_at(bits, level))
+    }
+
+    /// The attribute bits of a leaf of `level`, tracked or not, as one of 4 KiB has them.
+    pub(crate) fn attribute_bits(self, level: Level) -> u64 {
+        F::unpack_attributes(self.packed_attributes(level), Level::L4K)
+    }
+
+    /// The attributes of a leaf of `level`, tracked or not, in seven bits.
+    #[inline]
+    pub(crate) fn packed_attributes(self, level: Level) -> u64 {
+        if self.is_present() { F::pack_attributes(format::Pte(self.0), level) } else { self.0 >> ATTRIBUTES_SHIFT }
+    }
+
+    /// Whether the guest may do `access`, a fetch, through a leaf that is not tracked.
+    #[inline]
+    pub(crate) fn may_execute(self, access: Access) -> bool {
+        F::may_execute(format::Pte(self.0), access)
+    }
+
+    /// This leaf and the one behind it of the same `level`, and so on: their bits differ by this.
+    #[inline]
+    pub(crate) fn step(level: Level) -> u64 {
+        F::address_bits(Hpa(level.size_bytes()))
+    }
+
+    /// The leaf `nr_leaves` leaves of `level` behind this one, not tracked: the same, but for its
+    /// frame.
+    #[inline]
+    pub(crate) fn behind(self, nr_leaves: u64, level: Level) -> Pte<F> {
+        Pte::from_bits(self.0.wrapping_add(nr_leaves * Self::step(level)))
     }
 
     /// Whether the guest may write through a leaf, unless the directory entry above is protected.
     #[inline]
     pub(crate) fn is_writable(self) -> bool {
-        self.is_present() && self.0 & F::WRITABLE == F::WRITABLE
+        self.is_present() && self.has(F::WRITABLE)
     }
 
     /// Whether the host allows writing the frame of a leaf, tracked or not.
@@ -444,7 +501,9 @@ impl<F: Format> Pte<F> {
     pub(crate) fn tracked(self, level: Level) -> Pte<F> {
         let host_writable = if self.is_host_writable() { TRACKED_HOST_WRITABLE } else { 0 };
         let dirty = if self.is_dirty() { TRACKED_DIRTY } else { 0 };
-        Pte::from_bits(hidden_address(self.frame(level).hpa()) | TRACKED_BIT | host_writable | dirty)
+        let attributes = self.packed_attributes(level) << ATTRIBUTES_SHIFT;
+        let address = hidden_address(F::hpa(self.leaf_address(level)));
+        Pte::from_bits(address | TRACKED_BIT | host_writable | dirty | attributes)
     }
 
     /// The leaf that this leaf is or, if it is tracked, was: then without W, and not accessed.
@@ -455,7 +514,15 @@ impl<F: Format> Pte<F> {
         }
         let host_writable = if self.is_host_writable() { F::HOST_WRITABLE } else { 0 };
         let dirty = if self.is_dirty() { F::DIRTY } else { 0 };
-        Pte::leaf(self.frame(level), level).with(host_writable | dirty)
+        self.unpacked(level).with(host_writable | dirty)
+    }
+
+    /// The leaf of `level` with the address and the attributes that this PTE keeps, which is not
+    /// present.
+    #[inline]
+    fn unpacked(self, level: Level) -> Pte<F> {
+        let leaf = F::leaf(address_in(self.0).pfn(), level).0;
+        Pte::from_bits(leaf | F::unpack_attributes(self.0 >> ATTRIBUTES_SHIFT, level))
     }
 
     /// The parts of this huge leaf of `level`, by their number: one level lower, with the same
@@ -465,10 +532,11 @@ impl<F: Format> Pte<F> {
     /// the frame in adjacent bits (of a tracked leaf: inverted), and a huge leaf is aligned, so no
     /// sum carries into other bits.
     pub(crate) fn parts(self, level: Level) -> impl Fn(usize) -> Pte<F> {
-        let (lower, attributes) = (level.down(), self.untracked(level).attributes());
+        let (lower, marks) = (level.down(), self.untracked(level).marks());
+        let attributes = F::unpack_attributes(self.packed_attributes(level), lower);
         let made = move |index: usize| {
-            let pfn = Pfn(self.frame(level).0 + index as u64 * lower.nr_pages());
-            let part = Pte::<F>::leaf(pfn, lower).with(attributes);
+            let pfn = Pfn(self.plain_frame(level).0 + index as u64 * lower.nr_pages());
+            let part = Pte::<F>::from_bits(F::leaf(pfn, lower).0 | marks | attributes);
             if self.is_present() { part } else { part.tracked(lower) }
         };
         let first = made(0).bits();

@@ -221,10 +221,9 @@ impl<'s, F: Format> PteRef<'s, F> {
         if old.state(level) != State::Table {
             return false;
         }
-        let table = old.table_below(level);
         match new.state(level) {
-            State::Table => new.table_below(level) == table,
-            State::Broken => new.table_of_broken() == (table, Breaking::Recovery),
+            State::Table => new.table_below() == old.table_below(),
+            State::Broken => new.breaking() == Breaking::Recovery && new.table_of_broken() == old.table_below(),
             _ => false,
         }
     }
@@ -254,7 +253,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         match (old.state(level), new.state(level)) {
             (State::Table, State::Empty(_)) => stats.count(Counter::Zapped),
             (State::Broken, State::Empty(_)) => {
-                if old.table_of_broken().1 == Breaking::Split {
+                if old.breaking() == Breaking::Split {
                     stats.count(Counter::zapped(level));
                 }
                 stats.count(Counter::Zapped);
@@ -376,7 +375,8 @@ impl<'s, F: Format> PteRef<'s, F> {
             (State::Empty(_), State::Leaf | State::Table) => true,
             (State::Empty(before), State::Empty(after)) => before < after,
             (State::Leaf, State::Leaf | State::Tracked) | (State::Tracked, State::Leaf) => {
-                old.frame(level) == new.frame(level)
+                old.plain_frame(level) == new.plain_frame(level)
+                    && old.packed_attributes(level) == new.packed_attributes(level)
                     && old.is_host_writable() == new.is_host_writable()
                     && (new.is_dirty() || !old.is_dirty())
             }
@@ -387,12 +387,16 @@ impl<'s, F: Format> PteRef<'s, F> {
                     && (new == old.protected() || (old.is_protected() && new == old.unprotected()))
             }
             (State::Leaf | State::Tracked | State::Table | State::Broken, State::Empty(_)) => true,
-            (State::Table, State::Broken) => new.table_of_broken() == (old.table_below(level), Breaking::Recovery),
-            (State::Leaf | State::Tracked, State::Broken) => {
-                F::BREAK_BEFORE_MAKE && level > Level::L4K && new.table_of_broken().1 == Breaking::Split
+            (State::Table, State::Broken) => {
+                new.breaking() == Breaking::Recovery && new.table_of_broken() == old.table_below()
             }
-            (State::Broken, State::Leaf | State::Tracked) => old.table_of_broken().1 == Breaking::Recovery,
-            (State::Broken, State::Table) => old.table_of_broken() == (new.table_below(level), Breaking::Split),
+            (State::Leaf | State::Tracked, State::Broken) => {
+                F::BREAK_BEFORE_MAKE && level > Level::L4K && new.breaking() == Breaking::Split
+            }
+            (State::Broken, State::Leaf | State::Tracked) => old.breaking() == Breaking::Recovery,
+            (State::Broken, State::Table) => {
+                old.breaking() == Breaking::Split && old.table_of_broken() == new.table_below()
+            }
             _ => false,
         };
         assert!(allowed, "forbidden change of a PTE of level {}: {old:?} to {new:?}", level.0);

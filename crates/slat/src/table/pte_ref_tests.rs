@@ -9,7 +9,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::*;
 use crate::addr::{Hpa, Pfn};
-use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+#[cfg(debug_assertions)]
+use crate::format::Npt;
 use crate::table::invalidation_seq::InvalidationSeq;
 #[cfg(debug_assertions)]
 use crate::table::participant::Hold;
@@ -26,8 +27,8 @@ fn names_no_other_page<F: Format>() {
     let leaf = Pte::leaf(here.pfn(), level).with(F::HOST_WRITABLE);
     let empty = Pte::empty(InvalidationSeq::FIRST);
     let frozen = Pte::table(here).frozen_as_was(level);
-    let broken = |table| Pte::broken(table, Breaking::Recovery);
-    let split = |table| Pte::broken(table, Breaking::Split);
+    let broken = |table| Pte::broken(Pte::table(table), Breaking::Recovery);
+    let split = |table| Pte::broken(Pte::table(table), Breaking::Split);
     let link = Pte::from_bits(pte::frozen_link(here));
 
     let plain = [empty, leaf, leaf.tracked(level)];
@@ -63,11 +64,9 @@ fn names_no_other_page<F: Format>() {
 
 #[test]
 fn safe_exchanges_name_no_other_page_table_page() {
-    names_no_other_page::<Npt>();
-    names_no_other_page::<Ept>();
-    names_no_other_page::<Stage2>();
-    names_no_other_page::<Sv39x4>();
-    names_no_other_page::<Sv48x4>();
+    crate::for_each_format!(F => {
+        names_no_other_page::<F>();
+    });
 }
 
 /// Whether `change` of a PTE that holds `old` is let through, of `level` and under `hold`.

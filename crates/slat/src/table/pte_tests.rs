@@ -28,8 +28,9 @@ fn keeps_out_of_reach<F: Format>() {
     }
     for table in ADDRESSES.map(|address| Hpa(address & ((1 << 43) - 1))) {
         for breaking in [Breaking::Recovery, Breaking::Split] {
-            let pte = Pte::<F>::broken(table, breaking);
-            assert_eq!((pte.state(Level::L2M), pte.table_of_broken()), (State::Broken, (table, breaking)));
+            let pte = Pte::<F>::broken(Pte::table(table), breaking);
+            assert_eq!((pte.state(Level::L2M), pte.breaking()), (State::Broken, breaking));
+            assert_eq!(pte.table_of_broken(), table);
             assert_out_of_reach(pte);
         }
         let frozen = Pte::<F>::table(table).frozen_as_was(Level::L2M);
@@ -69,7 +70,7 @@ fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
         let leaf = Pte::<F>::leaf(address.pfn(), level).with(attributes);
         let kept = leaf.tracked(level);
         assert_eq!((kept.state(level), kept.untracked(level)), (State::Tracked, leaf));
-        assert_eq!(kept.frame(level), address.pfn());
+        assert_eq!(kept.plain_frame(level), address.pfn());
         assert_out_of_reach(kept);
         for leaf in [leaf, leaf.with(F::ACCESSED), kept] {
             let frozen = leaf.frozen_as_was(level);

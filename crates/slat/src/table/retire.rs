@@ -43,6 +43,7 @@ use core::ptr::NonNull;
 
 use crossbeam_utils::CachePadded;
 
+use super::encoding::Encoding;
 use super::node;
 use super::participant::IDLE;
 #[cfg(all(test, loom))]
@@ -53,7 +54,7 @@ pub(crate) use super::participant::{
 pub(crate) use super::participant::{Exclusive, FaultPin, Guard, HazardPointer, Participant, Protected};
 use super::pte;
 use super::vm_lock::LockTiming;
-use crate::addr::{Hpa, Level};
+use crate::addr::Hpa;
 use crate::boxed::try_zeroed;
 use crate::error::OutOfMemory;
 use crate::format::Format;
@@ -276,7 +277,7 @@ impl Epochs {
     }
 
     /// Frees the retired page-table pages that no open guard can reach. Returns how many.
-    pub(crate) fn reclaim_tables<H: Host, F: Format>(&self, host: &H) -> u64 {
+    pub(crate) fn reclaim_tables<H: Host, F: Format>(&self, host: &H, encoding: &Encoding<F>) -> u64 {
         // Relaxed look first: mostly the list is empty, and then the line stays where it is.
         if self.retired_tables.first.load(Ordering::Relaxed) == NO_TABLE.0 {
             return 0;
@@ -295,7 +296,7 @@ impl Epochs {
                 // SAFETY: the page was unlinked and flushed before it was retired, all guards that
                 // could reach it are over, and the list it was on is this thread's alone. Roots are
                 // never retired.
-                unsafe { node::free::<H, F>(host, table, Level::L4K) }
+                unsafe { node::free(host, encoding, table) }
                 freed += 1;
             } else {
                 // SAFETY: it came from a chain, and is off the list now.
@@ -334,13 +335,13 @@ impl Epochs {
     }
 
     /// Frees all retired page-table pages, at the end of the VM.
-    pub(crate) fn free_all_tables<H: Host, F: Format>(&mut self, host: &H) {
+    pub(crate) fn free_all_tables<H: Host, F: Format>(&mut self, host: &H, encoding: &Encoding<F>) {
         // Whatever is announced: with `&mut self` no guard is open, unless one was leaked.
         for participant in self.participants() {
             participant.announced.store(IDLE, Ordering::Relaxed);
             participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
-        self.reclaim_tables::<H, F>(host);
+        self.reclaim_tables(host, encoding);
     }
 }
 

@@ -7,7 +7,7 @@ use crate::addr::{Access, Level, Pfn};
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::install::{self, NewLeaf, Rights};
-use crate::sync::{Side, fence_after_rmw};
+use crate::sync::{Side, fence_after_rmw, record};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
@@ -17,7 +17,7 @@ use crate::table::pte_ref::Changed;
 use crate::table::retire::{FaultPin, Guard};
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Step 3 for an empty PTE, or for a leaf that the host now allows to be written.
+    /// Step 3 for an empty PTE, or for a leaf through which the host now allows the access.
     #[inline]
     pub(super) fn install(
         &mut self,
@@ -28,8 +28,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         match plan.found {
             Found::Empty(seq) => self.install_on_empty(pin, plan, seq, leaf),
             // The part is split off: the other pages stay mapped.
-            Found::ReadOnly(value, _) if plan.level > leaf.level => self.split(value, plan.level, value),
-            Found::ReadOnly(value, seen) => self.install_instead(value, seen, leaf),
+            Found::Forbidding(value, _) if plan.level > leaf.level => self.split(value, plan.level, value),
+            Found::Forbidding(value, seen) => self.install_instead(value, seen, leaf),
             Found::Lacking(_) => unreachable!("no frame is asked for"),
         }
     }
@@ -43,10 +43,28 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
         let locked = self.op.tree.pin_fault(pin, self.op.participant, Side::Read);
-        let (guard, highest) = (&locked.guard, plan.level);
-        let (cursor, value, State::Empty(seq)) = Cursor::at_lowest(self.op.tree, guard, self.gfn) else {
-            return Err(Changed);
-        };
+        let guard = &locked.guard;
+        // What most faults do, with all levels constant.
+        match Cursor::at_small(self.op.tree, guard, self.gfn) {
+            Some((cursor, value)) if value == Pte::empty(seen) && leaf.level == Level::L4K => {
+                self.install_at(&cursor, guard, value, seen, NewLeaf { level: Level::L4K, ..leaf })
+            }
+            _ => self.install_lowest(guard, plan.level, seen, leaf),
+        }
+    }
+
+    /// As [`install_on_empty`](Self::install_on_empty), at whatever PTE of level `highest` at most.
+    #[cold]
+    #[inline(never)]
+    fn install_lowest(
+        &mut self,
+        guard: &Guard<'_>,
+        highest: Level,
+        seen: InvalidationSeq,
+        leaf: NewLeaf,
+    ) -> Result<Step, Changed> {
+        let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
+        let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return Err(Changed) };
         // With another sequence number, the range was invalidated since the look. With a higher or
         // lower PTE than then, the leaf may not fit, or need more page-table pages than were
         // allocated.
@@ -56,12 +74,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             return Err(Changed);
         }
-        if cursor.level() == Level::L4K {
-            // What most faults do, with all levels constant.
-            self.install_at(&cursor, guard, value, seq, NewLeaf { level: Level::L4K, ..leaf })
-        } else {
-            self.install_higher(cursor, guard, value, seq, leaf)
-        }
+        self.install_at(&cursor, guard, value, seq, leaf)
     }
 
     /// Ensures progress of this fault beside invalidations of its neighbours. Each of these stores
@@ -78,7 +91,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline(never)]
     pub(super) fn refine(&mut self, guard: &Guard<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
         self.nr_overtaken = self.nr_overtaken.saturating_add(1);
-        let Tree { host, in_flight, .. } = self.op.tree;
+        let Tree { in_flight, .. } = self.op.tree;
+        // Another look: it goes by what it reads itself.
+        record!(FaultLooks { gfn: self.gfn.0 });
         let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
         let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return };
         let level = cursor.level();
@@ -93,7 +108,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let is_flushed = || !seq.is_unflushed() && in_flight.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
             // If the PTE has changed once more, the next look finds out.
-            let _: Result<(), Changed> = install::refine(&cursor, host, self.tables, value, seq, leaf_level, pfn);
+            let _: Result<(), Changed> = install::refine(&cursor, self.tables, value, seq, leaf_level, pfn);
         }
     }
 
@@ -139,7 +154,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let seq = if F::BREAK_BEFORE_MAKE && level > Level::L4K { seq.unflushed() } else { seq };
         let is_accessed = value.is_accessed();
         if is_accessed {
-            node::report_zapped::<H, F>(self.op.host(), value, level, cursor.block());
+            node::report_zapped(tree, value, level, cursor.block());
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
         let empty = Pte::empty(seq);
@@ -151,36 +166,26 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// The frame of this fault's page in the leaf `leaf` of `level`.
     fn frame_in(&self, leaf: Pte<F>, level: Level) -> Pfn {
-        Pfn(leaf.frame(level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
+        Pfn(self.op.tree.encoding.frame(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
     }
 
-    /// Whether the host resolved a page that is mapped read-only to another frame without
-    /// invalidating it. In that case the leaf is still there, and no sequence number was taken
-    /// since the look.
+    /// Whether the host resolved a page whose leaf forbids the access to another frame or memory
+    /// type, without invalidating it. In that case the leaf is still there, and no sequence number
+    /// was taken since the look.
     #[inline]
     pub(super) fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing, F>, leaf: &NewLeaf) -> bool {
-        let Found::ReadOnly(value, seen) = plan.found else { return false };
-        if self.frame_in(value, plan.level) == leaf.pfn {
+        let Found::Forbidding(value, seen) = plan.found else { return false };
+        let tree = self.op.tree;
+        let encoding = &tree.encoding;
+        let memory_of = |bits| encoding.attributes_of(bits).memory;
+        let is_same_memory =
+            || memory_of(value.attribute_bits(plan.level)) == memory_of(encoding.bits_of(leaf.attributes));
+        if self.frame_in(value, plan.level) == leaf.pfn && is_same_memory() {
             return false;
         }
-        let tree = self.op.tree;
         let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
         cursor.descend_to_lowest().0 == value && tree.current_seq() == seen
-    }
-
-    /// [`install_at`](Self::install_at) for a huge leaf. It takes the cursor by value, so that the
-    /// caller's stays in registers.
-    #[inline(never)]
-    fn install_higher(
-        &mut self,
-        cursor: Cursor<'_, H, F>,
-        guard: &Guard<'_>,
-        value: Pte<F>,
-        seq: InvalidationSeq,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        self.install_at(&cursor, guard, value, seq, leaf)
     }
 
     /// Installs `leaf` in the PTE at the cursor, which is `value`, empty with `seq`.
@@ -200,7 +205,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             Rights::Writable if is_nearer => Rights::WriteProtected,
             rights => rights,
         };
-        install::install(cursor, self.op.host(), self.tables, value, seq, NewLeaf { rights, ..leaf })?;
+        install::install(cursor, self.tables, value, seq, NewLeaf { rights, ..leaf })?;
         if rights == Rights::Writable && self.marks(leaf.level) {
             self.mark_leaf(guard, leaf.level);
         }

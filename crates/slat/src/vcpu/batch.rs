@@ -17,6 +17,7 @@ use crate::host::{Host, Resolved};
 use crate::second_stage::install::NewLeaf;
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
+use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::Pte;
@@ -94,47 +95,39 @@ impl<P: Fn(usize) -> Gfn, F: Format, const CAPACITY: usize> Batch<P, F, CAPACITY
     }
 }
 
-/// Pages with the same rights whose frames follow each other, as one answer of the host says.
+/// Pages with the same rights whose frames follow each other, as one answer of the host says. Two
+/// leaves of a run differ only in their frame.
 #[derive(Clone, Copy)]
-pub(super) struct Run {
+pub(super) struct Run<F> {
     pub(super) pages: GfnRange,
-    /// Frame of the first.
-    pfn: Pfn,
-    /// The [`attributes`](Pte::attributes) of each leaf.
-    attributes: u64,
+    /// Of the first page, or of the next that [`pop`](Self::pop) returns.
+    leaf: Pte<F>,
 }
 
-impl Run {
+impl<F: Format> Run<F> {
     /// From the leaf `leaf` of `level`, which was made of `resolved` for `gfn`, to the end of the
     /// host's block.
     #[inline]
-    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Pte<F>, level: Level) -> Run {
+    pub(super) fn new(gfn: Gfn, resolved: Resolved, leaf: Pte<F>, level: Level) -> Run<F> {
         let inside = level.nr_pages() - 1;
         let pfn = Pfn(resolved.pfn.0 & !inside);
         let block_pages = resolved.max_size.level().nr_pages();
-        // Two leaves of a run differ only in their frame.
-        let attributes = leaf.attributes();
         let pages = GfnRange::new(gfn.align_down(level), block_pages - (pfn.0 & (block_pages - 1)));
-        Run { pages, pfn, attributes }
+        Run { pages, leaf }
     }
 
     /// The leaf of 4 KiB for `gfn`, which is in the run.
     #[inline]
-    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Pte<F> {
-        self.leaf::<F>(Pfn(self.pfn.0 + (gfn.0 - self.pages.start.0)), Level::L4K)
+    pub(super) fn small_leaf(&self, gfn: Gfn) -> Pte<F> {
+        self.leaf.behind(gfn.0 - self.pages.start.0, Level::L4K)
     }
 
     /// The leaf of `level` for the first page. The next call returns the leaf after it.
     #[inline(always)]
-    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Pte<F> {
-        let leaf = self.leaf::<F>(self.pfn, level);
-        self.pfn.0 += level.nr_pages();
+    pub(super) fn pop(&mut self, level: Level) -> Pte<F> {
+        let leaf = self.leaf;
+        self.leaf = leaf.behind(1, level);
         leaf
-    }
-
-    #[inline(always)]
-    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Pte<F> {
-        Pte::leaf(pfn, level).with(self.attributes)
     }
 }
 
@@ -144,7 +137,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     pub(super) fn free_pages(&self) -> Option<impl Fn(Gfn) -> bool + use<'v, H, F>> {
         let in_flight = &self.op.tree.in_flight;
         // Mostly this block is everything, and then no page is tested by itself.
-        let free = self.gfn.block(in_flight.free_level(self.gfn, F::ROOT_LEVEL)?);
+        let free = self.gfn.block(in_flight.free_level(self.gfn, self.op.tree.root_level())?);
         Some(move |gfn| free.contains(gfn) || in_flight.free_level(gfn, Level::L4K).is_some())
     }
 
@@ -182,7 +175,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         batch: &mut Batch<P, F, CAPACITY>,
         leaf: impl Fn(Gfn) -> Option<(Resolved, NewLeaf)>,
     ) {
-        let mut run: Option<Run> = None;
+        let Tree { encoding, config, .. } = self.op.tree;
+        let mut run: Option<Run<F>> = None;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
         for (index, (&seen, new)) in entries.enumerate() {
             if seen == Pte::FROZEN {
@@ -190,12 +184,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             }
             let gfn = (batch.page)(index);
             if let Some(run) = run.as_ref().filter(|run| run.pages.contains(gfn)) {
-                *new = run.small_leaf::<F>(gfn);
+                *new = run.small_leaf(gfn);
             } else if let Some((resolved, leaf)) = leaf(gfn) {
-                let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf }.pte(self.op.tree.config.access_tracking);
+                let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf }.pte(encoding, config.access_tracking);
                 *new = leaf;
                 let has_more = resolved.max_size > PageSize::Size4K;
-                run = has_more.then(|| Run::new::<F>(gfn, resolved, leaf, Level::L4K));
+                run = has_more.then(|| Run::new(gfn, resolved, leaf, Level::L4K));
             } else if batch.missing == Missing::Stop {
                 batch.nr_pages = index;
                 return;
@@ -205,13 +199,31 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Installs the leaves of `batch`, all for pages in `slot_range`. Leaves out the pages whose
     /// PTEs changed since the look. Returns the number of leaves.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn install_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         guard: &Guard<'_>,
         batch: &mut Batch<P, F, CAPACITY>,
         slot_range: GfnRange,
     ) -> u64 {
+        let (nr_leaves, any_writable) = self.exchange_batch(guard, batch);
+        // All at once: the exchanges account nothing.
+        self.op.stats().add(Counter::Installed4K, nr_leaves);
+        if any_writable && self.marks_for(batch.access, Level::L4K) {
+            self.mark_batch(guard, batch, slot_range);
+        }
+        nr_leaves
+    }
+
+    /// Exchanges the PTEs that were seen for the leaves. Returns the number of leaves, and whether
+    /// one is writable.
+    // By itself, as `mark_batch`: their stack frames do not add up.
+    #[inline(never)]
+    fn exchange_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
+        &self,
+        guard: &Guard<'_>,
+        batch: &mut Batch<P, F, CAPACITY>,
+    ) -> (u64, bool) {
         let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
         let mut nr_leaves = 0;
         let mut any_writable = false;
@@ -234,21 +246,25 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 *leaf = Pte::FROZEN;
             }
         }
-        // All at once: the exchanges account nothing.
-        self.op.stats().add(Counter::Installed4K, nr_leaves);
-        if any_writable && self.marks_for(batch.access, Level::L4K) {
-            // As `mark_if_logging` does for one leaf: the leaves are writable before the flags are
-            // read.
-            fence_after_rmw();
-            let slot = self.op.slots.find(guard, self.gfn);
-            if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
-                for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
-                    if leaf != Pte::FROZEN && leaf.is_writable() {
-                        log::mark_page_if_logging(self.op.slots, guard, self.ring, (batch.page)(index));
-                    }
+        (nr_leaves, any_writable)
+    }
+
+    /// As `mark_if_logging` does for one leaf: the leaves are writable before the flags are read.
+    #[inline(never)]
+    fn mark_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
+        &self,
+        guard: &Guard<'_>,
+        batch: &Batch<P, F, CAPACITY>,
+        slot_range: GfnRange,
+    ) {
+        fence_after_rmw();
+        let slot = self.op.slots.find(guard, self.gfn);
+        if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
+            for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
+                if leaf != Pte::FROZEN && leaf.is_writable() {
+                    log::mark_page_if_logging(self.op.slots, guard, self.ring, (batch.page)(index));
                 }
             }
         }
-        nr_leaves
     }
 }

@@ -60,8 +60,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let own = self.gfn.0 & !(group_pages - 1);
         // Numbers that differ from the own group's below the size of the window only: each group
         // once, the own first.
-        for offset in (0..window_pages).step_by(GROUP) {
+        let mut offset = 0;
+        while offset < window_pages {
             self.map_group(hazard.reborrow(), own ^ offset, group_pages);
+            offset += group_pages;
         }
     }
 
@@ -85,7 +87,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// The access that the neighbours are mapped for.
     fn access_around(&self) -> Access {
-        if self.access == Access::Execute { Access::Execute } else { Access::Read }
+        if self.access.is_fetch() { self.access } else { Access::Read }
     }
 
     /// Makes leaves for the first `nr_pages` of `neighbours`. Returns the range of their memslot,
@@ -113,7 +115,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let config = &tree.config;
         self.make_leaves(neighbours, |gfn| {
             let resolved = tree.host.resolve_resident(plan.backing.get(), gfn, plan.page(gfn), access)?;
-            let leaf = plan.leaf(config, self.max_opened(), gfn, access, resolved).ok()?;
+            let leaf = plan.leaf(tree, self.max_opened(), gfn, access, resolved).ok()?;
             let is_unseen = config.access_tracking.writes_are_unseen::<F>() && leaf.rights == Rights::Writable;
             let rights = if is_unseen { Rights::WriteProtected } else { leaf.rights };
             Some((resolved, NewLeaf { rights, ..leaf }))

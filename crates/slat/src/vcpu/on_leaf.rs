@@ -4,12 +4,14 @@
 use super::Fault;
 use super::plan::{LeafPlan, Step};
 use crate::addr::{Access, Level};
+use crate::dirty::log;
 use crate::error::FaultError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::install;
 use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
+use crate::slot::view::SlotView;
 use crate::stats::Counter;
 use crate::sync::{Side, spin_loop};
 use crate::table::cursor::Cursor;
@@ -29,7 +31,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         match plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
-                self.top_up(1, value.frame(Level::L2M))?;
+                self.top_up(1, self.op.tree.encoding.frame(value, level))?;
                 Ok(self.split(value, level, split::parts_of::<F>(&self.op.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
@@ -40,7 +42,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// pages, or because the ring has no room for all of its pages.
     #[inline]
     pub(super) fn splits(&self, level: Level, slot_logs: bool) -> bool {
-        let largest = || if slot_logs { self.op.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
+        let largest = || if slot_logs { self.op.tree.config.largest_logged_write() } else { Level::L1G };
         level > Level::L4K && (level > largest() || level.nr_pages() > self.max_opened())
     }
 
@@ -56,16 +58,22 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if found != value || opens_too_many {
             return Err(Changed);
         }
-        self.restore_at(cursor.pte(), &locked.guard, value)
+        self.restore_at(cursor.pte(), &locked.guard, value, None)
     }
 
-    /// Restores access through the leaf `value` in `pte`, and marks the pages that may be
-    /// written.
+    /// Restores access through the leaf `value` in `pte`, and marks the pages that may be written.
+    /// `slot` is their memslot, if that was found in the same guard.
     #[inline]
-    pub(super) fn restore_at(&self, pte: PteRef<'_, F>, guard: &Guard<'_>, value: Pte<F>) -> Result<(), Changed> {
+    pub(super) fn restore_at(
+        &self,
+        pte: PteRef<'_, F>,
+        guard: &Guard<'_>,
+        value: Pte<F>,
+        slot: Option<&SlotView<'_, H::Backing>>,
+    ) -> Result<(), Changed> {
         if pte.level() == Level::L4K {
             // What most faults do, with all levels constant.
-            self.restore_to(pte, guard, value)
+            self.restore_to(pte, guard, value, slot)
         } else {
             self.restore_huge(pte, guard, value)
         }
@@ -73,15 +81,24 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     #[inline(never)]
     fn restore_huge(&self, pte: PteRef<'_, F>, guard: &Guard<'_>, value: Pte<F>) -> Result<(), Changed> {
-        self.restore_to(pte, guard, value)
+        self.restore_to(pte, guard, value, None)
     }
 
     #[inline(always)]
-    fn restore_to(&self, pte: PteRef<'_, F>, guard: &Guard<'_>, value: Pte<F>) -> Result<(), Changed> {
+    fn restore_to(
+        &self,
+        pte: PteRef<'_, F>,
+        guard: &Guard<'_>,
+        value: Pte<F>,
+        slot: Option<&SlotView<'_, H::Backing>>,
+    ) -> Result<(), Changed> {
         install::restore_access::<F>(self.op.tree.config.access_tracking, pte, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
-            self.mark_leaf(guard, pte.level());
+            match slot {
+                Some(slot) => log::mark_page_of(self.op.slots, guard, self.ring, slot, self.gfn),
+                None => self.mark_leaf(guard, pte.level()),
+            }
         } else {
             self.count(Counter::AccessesRestored);
         }
@@ -157,7 +174,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             if cursor.descend_to_lowest().0 != value || cursor.level() != level {
                 return Err(Changed);
             }
-            install::split_into(&cursor, &tree.host, self.tables, value, whole)?;
+            install::split_into(&cursor, self.tables, value, whole)?;
         }
         Ok(Step::Nearer)
     }

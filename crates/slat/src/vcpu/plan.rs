@@ -1,13 +1,13 @@
 //! The plan of a fault: what its look decided, for its last step to carry out.
 
-use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
-use crate::config::Config;
+use crate::addr::{Access, Gfn, GfnRange, Level};
 use crate::error::FaultError;
-use crate::format::Format;
-use crate::host::{Gone, Host, Resolved};
+use crate::format::{Execute, Format, LeafAttributes};
+use crate::host::{Host, Resolved, Unresolved};
 use crate::second_stage::install::{NewLeaf, Rights};
 use crate::slot::view::BackingRef;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
+use crate::table::Tree;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::Pte;
 
@@ -69,7 +69,12 @@ impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
     /// Asks the host for page `gfn` of the memslot, which has the same attributes as the fault's
     /// page.
     #[inline]
-    pub(super) fn resolve<H: Host<Backing = B>>(&self, host: &H, gfn: Gfn, access: Access) -> Result<Resolved, Gone> {
+    pub(super) fn resolve<H: Host<Backing = B>>(
+        &self,
+        host: &H,
+        gfn: Gfn,
+        access: Access,
+    ) -> Result<Resolved, Unresolved> {
         self.backing.resolve(host, self.attributes, gfn, self.page(gfn), access)
     }
 
@@ -88,18 +93,19 @@ impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
 
     /// The largest leaf for `gfn` that memslot, backing, alignment, logging and ranges in flight
     /// allow. A leaf that may be written has at most `max_opened` pages.
-    #[inline]
-    pub(super) fn leaf(
+    #[inline(always)]
+    pub(super) fn leaf<H: Host<Backing = B>>(
         &self,
-        config: &Config,
+        tree: &Tree<H, F>,
         max_opened: u64,
         gfn: Gfn,
         access: Access,
         resolved: Resolved,
     ) -> Result<NewLeaf, FaultError> {
+        let (config, encoding) = (&tree.config, &tree.encoding);
         let writes = access == Access::Write;
-        let Resolved { pfn, max_size, writable } = resolved;
-        if pfn.0 >> (F::HPA_BITS - PAGE_SHIFT) != 0 || (writes && !writable) {
+        let Resolved { pfn, max_size, writable, mut attributes } = resolved;
+        if !encoding.has_room_for(pfn) || (writes && !writable) {
             return Err(FaultError::BadResolve { gpa: gfn.gpa() });
         }
         let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
@@ -109,8 +115,12 @@ impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
                 && self.slot.covers(gfn.block(level))
                 && (level.nr_pages() <= max_opened || !self.may_give_write(access))
         };
-        let largest = if logs && writes { config.largest_logged_write() } else { F::ROOT_LEVEL };
+        let largest = if logs && writes { config.largest_logged_write() } else { Level::L1G };
         let mut level = max_size.level().min(self.max_level).min(largest);
+        let keeps_small = config.hardware.splits_on_fetch() && attributes.execute != Execute::None;
+        if keeps_small && access.is_fetch() {
+            level = Level::L4K;
+        }
         while level > Level::L4K && !fits(level) {
             level = level.down();
         }
@@ -121,8 +131,18 @@ impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
         } else {
             Rights::Writable
         };
-        Ok(NewLeaf { pfn, level, rights, used: Some(access) })
+        if keeps_small && level > Level::L4K {
+            // The first fetch splits it.
+            attributes.execute = Execute::None;
+        }
+        let Some(attributes) = encoding.supported(attributes) else { return Err(unsupported(gfn, attributes)) };
+        Ok(NewLeaf { pfn, level, rights, attributes, used: Some(access) })
     }
+}
+
+#[cold]
+fn unsupported(gfn: Gfn, attributes: LeafAttributes) -> FaultError {
+    FaultError::UnsupportedAttributes { gpa: gfn.gpa(), attributes }
 }
 
 /// The PTE that does not allow the access, as the look found it.
@@ -131,9 +151,9 @@ pub(super) enum Found<F> {
     Empty(InvalidationSeq),
     /// A leaf through which access may be restored.
     Lacking(Pte<F>),
-    /// A leaf for which the host did not allow writes when it was installed, and the greatest
+    /// A leaf for which the host did not allow the access when it was installed, and the greatest
     /// sequence number at the time of the look.
-    ReadOnly(Pte<F>, InvalidationSeq),
+    Forbidding(Pte<F>, InvalidationSeq),
 }
 
 impl<F> Clone for Found<F> {

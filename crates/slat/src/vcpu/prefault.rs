@@ -20,7 +20,7 @@ use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::error::FaultError;
 use crate::format::Format;
-use crate::host::{Host, Resolved};
+use crate::host::{Host, Resolved, Unresolved};
 use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
@@ -209,9 +209,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 Plan::BeingInvalidated => return Err(FaultError::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(mut plan) => {
-                    let Ok(resolved) = self.resolve(&plan) else {
-                        self.check_gone(plan.found, plan.attributes)?;
-                        continue;
+                    let resolved = match self.resolve(&plan) {
+                        Ok(resolved) => resolved,
+                        Err(_) if !self.is_up_to_date(plan.found, plan.attributes) => continue,
+                        Err(Unresolved::Gone) => return Err(FaultError::BackingGone { gpa: self.gpa }),
+                        Err(Unresolved::Mmio) => return Err(FaultError::NoMemslot { gpa: self.gpa }),
                     };
                     // One level up: the block of the page-table page that such leaves may fill.
                     let leaf = self.prepare(&mut plan, resolved, resolved.max_size.level().up())?;
@@ -296,9 +298,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let nr_wanted = (pages.nr_pages() / leaf_pages) as usize;
         let run_from = |gfn, resolved, leaf| {
             let leaf = NewLeaf { level: leaf_level, used: None, ..leaf };
-            Run::new::<F>(gfn, resolved, leaf.pte::<F>(tracking), leaf_level)
+            Run::new(gfn, resolved, leaf.pte(&tree.encoding, tracking), leaf_level)
         };
-        let nr_in = |run: &Run| (run.pages.nr_pages() / leaf_pages) as usize;
+        let nr_in = |run: &Run<F>| (run.pages.nr_pages() / leaf_pages) as usize;
         let mut run = run_from(pages.start, resolved, first);
         // Leaves that are known, from the first on.
         let mut nr_known = nr_in(&run).min(nr_wanted);
@@ -310,10 +312,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             if nth >= nr_known {
                 return Pte::empty(seen.flushed());
             }
-            let value = run.pop::<F>(leaf_level);
+            let value = run.pop(leaf_level);
             if nth + 1 == nr_known && nr_known < nr_wanted {
                 let gfn = Gfn(pages.start.0 + nr_known as u64 * leaf_pages);
-                let leaf_for = |resolved| plan.leaf(&tree.config, max_opened, gfn, access, resolved).ok();
+                let leaf_for = |resolved| plan.leaf(tree, max_opened, gfn, access, resolved).ok();
                 let resolved = plan.resolve(host, gfn, access).ok();
                 let next = resolved.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
                 // A smaller leaf ends it: that needs a page-table page below.
@@ -326,7 +328,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             value
         };
         // SAFETY: leaves and empty PTEs.
-        let prepared = unsafe { self.tables.prepare::<H, F>(host, leaf_level, pte) };
+        let prepared = unsafe { self.tables.prepare(tree, leaf_level, pte) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
         let locked = self.op.pin_locked(Side::Read);
@@ -339,7 +341,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return Err(Changed);
         }
         let prepared = prepared.with_leaves(filled.nr_pages() / leaf_pages);
-        install::link(&cursor, host, prepared, value, seq, resolved.pfn)?;
+        install::link(&cursor, prepared, value, seq, resolved.pfn)?;
         if any_writable && self.marks(leaf_level) {
             log::mark_if_logging(self.op.slots, &locked.guard, self.ring, self.gfn, filled);
         }

@@ -7,7 +7,7 @@ use crate::host::Host;
 /// Times of a fault that is in the sample, in nanoseconds.
 #[derive(Default)]
 pub(super) struct Timing {
-    /// When the fault began.
+    /// When the fault began, later by the time in resolve and in measuring that.
     pub(super) start_ns: u64,
     /// The run delay by then.
     pub(super) start_delay_ns: u64,
@@ -15,8 +15,6 @@ pub(super) struct Timing {
     pub(super) resolve_ns: u64,
     /// Waits for a CPU in resolve.
     pub(super) resolve_run_delay_ns: u64,
-    /// Time in resolve, and in measuring that.
-    pub(super) outside_ns: u64,
 }
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
@@ -34,10 +32,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     pub(super) fn stop_timing(&mut self) {
         let Some(timing) = self.timing.take() else { return };
         let (host, stats) = (self.op.host(), self.op.stats());
-        let fault_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
+        let engine_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
         let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
-        let engine_ns = fault_ns.saturating_sub(timing.outside_ns);
         let Some(times) = stats.fault_times() else { return };
         times.fault_ns.record(engine_ns + timing.resolve_ns);
         times.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));

@@ -191,7 +191,7 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// The frames of the `size_bytes` bytes, at least one, from `gpa` on.
     fn check_bytes(&self, gpa: Gpa, size_bytes: u64) -> Result<GfnRange, AddressTooHigh> {
-        let last = gpa.0.checked_add(size_bytes.saturating_sub(1)).ok_or_else(|| too_high::<F>(gpa))?;
+        let last = gpa.0.checked_add(size_bytes.saturating_sub(1)).ok_or_else(|| too_high(gpa, self.gpa_bits()))?;
         let range = GfnRange { start: gpa.gfn(), end: Gfn((last >> PAGE_SHIFT) + 1) };
         self.check_end(range)?;
         Ok(range)

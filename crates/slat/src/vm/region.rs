@@ -70,7 +70,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # }
     /// ```
     pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), SlotError> {
-        let range = region.check(F::GPA_BITS)?;
+        let range = region.check(self.gpa_bits())?;
         let deletes = range.is_empty();
         let mut participant = self.tree.epochs.borrow_participant()?;
         self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::{Format, Npt, Pte};
+use slat::format::{Format, Geometry, Npt, Pte};
 use slat::{Gfn, GfnRange, Hpa, Level, Vm};
 
 use super::{BIAS, TestHost, hooked};
@@ -152,8 +152,8 @@ unsafe impl<F: Format> Format for Breaking<F> {
     const NAME: &'static str = "broken";
     const ROOT_LEVEL: Level = F::ROOT_LEVEL;
     const GPA_BITS: u32 = F::GPA_BITS;
-    const ROOT_ENTRIES: usize = F::ROOT_ENTRIES;
-    const TABLE_ENTRIES: usize = F::TABLE_ENTRIES;
+    const GEOMETRIES: &'static [Geometry] = F::GEOMETRIES;
+    const MAX_ROOT_ENTRIES: usize = F::MAX_ROOT_ENTRIES;
     const BREAK_BEFORE_MAKE: bool = true;
 
     fn is_leaf(entry: Pte, level: Level) -> bool {
@@ -162,9 +162,5 @@ unsafe impl<F: Format> Format for Breaking<F> {
             observe_now();
         }
         F::is_leaf(entry, level)
-    }
-
-    fn address(entry: Pte, level: Level) -> Hpa {
-        F::address(entry, level)
     }
 }

@@ -4,8 +4,8 @@
 
 use std::cell::RefCell;
 
-use slat::format::{Format, Npt, Pte};
-use slat::{Hpa, Level};
+use slat::Level;
+use slat::format::{Format, Geometry, Npt, Pte};
 
 type Hook = Box<dyn FnOnce()>;
 
@@ -59,17 +59,12 @@ unsafe impl Format for Hooked {
     const NAME: &'static str = "hooked";
     const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;
     const GPA_BITS: u32 = Npt::GPA_BITS;
-    const ROOT_ENTRIES: usize = Npt::ROOT_ENTRIES;
-    const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
+    const GEOMETRIES: &'static [Geometry] = Npt::GEOMETRIES;
+    const MAX_ROOT_ENTRIES: usize = Npt::MAX_ROOT_ENTRIES;
     const BREAK_BEFORE_MAKE: bool = false;
 
     fn is_leaf(entry: Pte, level: Level) -> bool {
         look(level);
         Npt::is_leaf(entry, level)
-    }
-
-    fn address(entry: Pte, level: Level) -> Hpa {
-        look(level);
-        Npt::address(entry, level)
     }
 }

@@ -14,6 +14,7 @@
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
+pub mod answers;
 mod backing;
 pub mod broken;
 mod formats;
@@ -42,7 +43,7 @@ pub(crate) use formats::{each, for_each_locking, lockings};
 use slat::baselines::{Locking, Park};
 use slat::dirty::HugePageLogging;
 use slat::format::Format;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
 use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Pfn, Vm};
 pub use tables::*;
 
@@ -61,11 +62,16 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
 }
 
 /// What a test's format inherits from another, inside its `impl Format`: the bits, and all
-/// functions except `is_leaf` and `address`.
+/// functions except `is_leaf`.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! bits_of {
     ($format:ty) => {
         const HPA_BITS: u32 = <$format>::HPA_BITS;
+        const TABLE_ENTRIES: usize = <$format>::TABLE_ENTRIES;
+        const ADDRESS: u64 = <$format>::ADDRESS;
+        const HAS_ADDRESS_BITS: bool = <$format>::HAS_ADDRESS_BITS;
+        const FEATURES: slat::format::CpuFeatures = <$format>::FEATURES;
+        const ATTRIBUTES: u64 = <$format>::ATTRIBUTES;
         const WRITABLE: u64 = <$format>::WRITABLE;
         const ACCESSED: u64 = <$format>::ACCESSED;
         const DIRTY: u64 = <$format>::DIRTY;
@@ -87,6 +93,34 @@ macro_rules! bits_of {
         fn table(table: slat::Hpa) -> slat::format::Pte {
             <$format>::table(table)
         }
+
+        fn address_bits(hpa: slat::Hpa) -> u64 {
+            <$format>::address_bits(hpa)
+        }
+
+        fn hpa(bits: u64) -> slat::Hpa {
+            <$format>::hpa(bits)
+        }
+
+        fn attribute_bits(attributes: slat::format::LeafAttributes, hardware: &slat::format::Hardware) -> Option<u64> {
+            <$format>::attribute_bits(attributes, hardware)
+        }
+
+        fn attribute_bits_at(bits: u64, level: slat::Level) -> u64 {
+            <$format>::attribute_bits_at(bits, level)
+        }
+
+        fn pack_attributes(pte: slat::format::Pte, level: slat::Level) -> u64 {
+            <$format>::pack_attributes(pte, level)
+        }
+
+        fn unpack_attributes(packed: u64, level: slat::Level) -> u64 {
+            <$format>::unpack_attributes(packed, level)
+        }
+
+        fn may_execute(pte: slat::format::Pte, access: slat::Access) -> bool {
+            <$format>::may_execute(pte, access)
+        }
     };
 }
 #[allow(unused_imports, reason = "each test binary uses a part")]
@@ -96,6 +130,14 @@ pub(crate) use bits_of;
 /// one call.
 pub fn lazily_splitting(locking: Locking) -> Config {
     Config::default().with_locking(locking).with_huge_page_logging(HugePageLogging::SplitLazily)
+}
+
+/// Of a deleted memslot of 512 GiB, or of some of these, only page-table pages are left that cover
+/// more than that.
+#[allow(dead_code, reason = "each test binary uses a part")]
+pub fn assert_only_upper_tables_are_left<F: Format>(vm: &Vm<TestHost, F>) {
+    let nr_upper = 1 + usize::from(F::ROOT_LEVEL.0.saturating_sub(4));
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (nr_upper as u64, nr_upper));
 }
 
 /// An empty VM.
@@ -431,26 +473,32 @@ unsafe impl Host for TestHost {
         (table.0 - BIAS) as *mut u8
     }
 
-    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         self.resolves.fetch_add(1, Ordering::Relaxed);
         self.called(Call::Resolve);
         assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
         if page >= backing.nr_pages || backing.gone.load(Ordering::SeqCst) {
-            return Err(Gone);
+            return Err(Unresolved::Gone);
         }
         let (Frame { pfn, writes }, max_size) = backing.frame(page);
         let writable = match (writes, access) {
-            (Writes::Refused, Access::Write) => return Err(Gone),
+            (Writes::Refused, Access::Write) => return Err(Unresolved::Gone),
             (Writes::Allowed, _) | (_, Access::Write) => true,
             _ => false,
         };
         if self.is_slow.load(Ordering::Relaxed) {
             std::thread::yield_now();
         }
-        Ok(Resolved { pfn: Pfn(pfn), max_size, writable })
+        Ok(Resolved { writable, ..Resolved::memory(Pfn(pfn), max_size) })
     }
 
-    fn resolve_private(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(
+        &self,
+        backing: &Self::Backing,
+        gfn: Gfn,
+        page: u64,
+        access: Access,
+    ) -> Result<Resolved, Unresolved> {
         let shared = self.resolve(backing, gfn, page, access)?;
         Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }

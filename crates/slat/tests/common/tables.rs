@@ -35,7 +35,7 @@ fn walk_quietly<F: Format>(
 ) -> (*mut u64, Pte, Level) {
     let (mut table, mut level) = (root, F::ROOT_LEVEL);
     loop {
-        let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
+        let nr_entries = if level == F::ROOT_LEVEL { F::MAX_ROOT_ENTRIES } else { F::TABLE_ENTRIES };
         let index = (gfn.0 / level.nr_pages()) as usize % nr_entries;
         // SAFETY: inside a live page-table page.
         let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };

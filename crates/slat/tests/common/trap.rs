@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use slat::baselines::{Locking, Park};
 use slat::format::Format;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
 use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, Vm};
 
 use super::{TestBacking, TestHost};
@@ -115,14 +115,20 @@ unsafe impl Host for TrapHost {
         self.host.table_ptr(table)
     }
 
-    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let resolved = self.host.resolve(backing, gfn, page, access);
         self.in_resolve.pass();
         assert!(!backing.dropped.load(Ordering::SeqCst), "the backing was dropped under a resolve");
         resolved
     }
 
-    fn resolve_private(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(
+        &self,
+        backing: &Self::Backing,
+        gfn: Gfn,
+        page: u64,
+        access: Access,
+    ) -> Result<Resolved, Unresolved> {
         let resolved = self.host.resolve_private(backing, gfn, page, access);
         self.in_resolve.pass();
         resolved

@@ -253,7 +253,7 @@ fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
     // Page-table pages that hold only parts of the memslot's block stay linked. Deleting a memslot
     // as large as their blocks unlinks them.
-    vm.set_user_memory_region(region(5, 0, 1 << 39, 0, PageSize::Size4K)).unwrap();
+    vm.set_user_memory_region(region(5, 0, F::ROOT_LEVEL.size_bytes().max(1 << 39), 0, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)).unwrap();
     vm.reclaim();
     assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));

@@ -132,7 +132,7 @@ fn tables_of_splits_lie_on_the_preferred_node() {
 
 /// Levels of the PTEs of page-table pages other than the root.
 fn below_root<F: Format>() -> impl Iterator<Item = Level> {
-    [Level::L4K, Level::L2M, Level::L1G].into_iter().filter(|level| *level < F::ROOT_LEVEL)
+    [Level::L4K, Level::L2M, Level::L1G, Level(4)].into_iter().filter(|level| *level < F::ROOT_LEVEL)
 }
 
 /// Page-table pages of faults and prefaults, three at a time and one at a time.

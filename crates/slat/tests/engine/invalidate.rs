@@ -14,7 +14,7 @@ use crate::common::{
 use slat::baselines::{Locking, Park};
 use slat::error::{FaultError, RangeError, SlotError};
 use slat::format::Format;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{
     Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
     Vcpu, Vm,
@@ -359,7 +359,7 @@ unsafe impl<F: Format> Host for CopyOnWrite<F> {
         self.host.table_ptr(table)
     }
 
-    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let is_shared = !backing.frames.read().unwrap().contains_key(&page);
         if access == Access::Write && is_shared {
             let vm = self.vm.get().and_then(Weak::upgrade).unwrap();

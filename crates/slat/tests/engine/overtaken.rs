@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, TestHost, change, region, translate};
 use slat::format::{Format, Npt};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{
     Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
     PageSize, Pfn, Vcpu, Vm,
@@ -110,7 +110,7 @@ unsafe impl Host for Beside {
         self.arena.wrapping_add(table.0 as usize)
     }
 
-    fn resolve(&self, _backing: &(), gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, _backing: &(), gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         if access == Access::Write {
             let nr_before = self.nr_write_resolves.fetch_add(1, Ordering::SeqCst);
             // Bounded, so that a fault which never ends fails the test.
@@ -120,7 +120,7 @@ unsafe impl Host for Beside {
                 assert_eq!(reader.handle_fault(gfn.gpa(), Access::Read), Ok(Outcome::Resume));
             }
         }
-        Ok(Resolved { pfn: Pfn(0x1000 + page), max_size: PageSize::Size4K, writable: access == Access::Write })
+        Ok(Resolved { writable: access == Access::Write, ..Resolved::memory(Pfn(0x1000 + page), PageSize::Size4K) })
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {}

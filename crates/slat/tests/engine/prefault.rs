@@ -8,7 +8,7 @@ use crate::common::trap::trap_vm;
 use crate::common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::baselines::Locking;
 use slat::error::FaultError;
-use slat::format::Format;
+use slat::format::{Format, LeafAttributes};
 use slat::tables::Translation;
 use slat::{
     Access, Exit, Gfn, GfnRange, Gpa, Host, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
@@ -41,6 +41,7 @@ fn maps_all_sizes<F: Format>(locking: Locking) {
                 writable: true,
                 accessed: false,
                 dirty: !F::HAS_DIRTY_BIT,
+                attributes: LeafAttributes::default(),
             };
             assert_eq!(found, Some(expected), "page {page}");
         }

@@ -167,7 +167,9 @@ impl<F: Format> Pair<'_, F> {
         if by == By::Hardware {
             let done = translate(self.vm, gpa).is_some_and(|found| match access {
                 Access::Write => write_as_hardware(self.vm, gfn, found),
-                Access::Read | Access::Execute => set_accessed_and_dirty(self.vm, gpa, found, access),
+                Access::Read | Access::Execute | Access::ExecuteUser => {
+                    set_accessed_and_dirty(self.vm, gpa, found, access)
+                }
             });
             assert_eq!(done, self.model.access(gfn, access), "{access:?} at {gpa} by hardware");
             if done {

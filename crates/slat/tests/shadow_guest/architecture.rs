@@ -149,7 +149,7 @@ impl Rights {
                     && match access {
                         Access::Read => true,
                         Access::Write => self.writable,
-                        Access::Execute => self.executable,
+                        Access::Execute | Access::ExecuteUser => self.executable,
                     }
             }
             Privilege::Supervisor | Privilege::SupervisorWithAc => {
@@ -157,7 +157,7 @@ impl Rights {
                 match access {
                     Access::Read => smap_allows,
                     Access::Write => smap_allows && (!wp || self.writable),
-                    Access::Execute => self.executable && !(self.user && smep),
+                    Access::Execute | Access::ExecuteUser => self.executable && !(self.user && smep),
                 }
             }
         }

@@ -212,8 +212,8 @@ impl Cached {
         match (privilege, access) {
             (Privilege::User, Access::Read) => self.user,
             (Privilege::User, Access::Write) => self.user && self.writable,
-            (Privilege::User, Access::Execute) => self.user && self.executable,
-            (_, Access::Execute) => self.executable && !(self.user && smep),
+            (Privilege::User, Access::Execute | Access::ExecuteUser) => self.user && self.executable,
+            (_, Access::Execute | Access::ExecuteUser) => self.executable && !(self.user && smep),
             (_, access) => {
                 let is_prevented = self.user && smap && privilege != Privilege::SupervisorWithAc;
                 !is_prevented && (access == Access::Read || self.writable)

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize
 use std::sync::{Mutex, RwLock};
 
 use slat::baselines::Park;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn};
 
 use super::futex_park::FutexPark;
@@ -274,16 +274,16 @@ unsafe impl Host for World {
         std::ptr::from_ref(self.tables.page(number as usize)).cast_mut().cast()
     }
 
-    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         let frames = backing.frames.lock().unwrap();
-        let frame = *frames.get(page as usize).ok_or(Gone)?;
+        let frame = *frames.get(page as usize).ok_or(Unresolved::Gone)?;
         let first = page as usize & !(WORDS - 1);
         let is_huge = backing.has_huge_pages
             && frames.len() >= first + WORDS
             && frames[first].is_multiple_of(WORDS as u32)
             && (frames[first]..).zip(&frames[first..first + WORDS]).all(|(expected, &frame)| expected == frame);
         let max_size = if is_huge { PageSize::Size2M } else { PageSize::Size4K };
-        Ok(Resolved { pfn: Pfn(FIRST_PFN + u64::from(frame)), max_size, writable: true })
+        Ok(Resolved::memory(Pfn(FIRST_PFN + u64::from(frame)), max_size))
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {

@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
 
 /// Hands out memory that was never used before, and keeps what is freed: so it needs no list, and
@@ -126,17 +126,17 @@ unsafe impl Host for StackHost {
         std::ptr::with_exposed_provenance_mut(table.0 as usize)
     }
 
-    fn resolve(&self, backing: &Backing, _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Backing, _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
         if let Ok(mut hook) = self.in_resolve.try_lock()
             && let Some(mut hook) = hook.take()
         {
             hook();
         }
         let &Backing { first, max_size, writable } = backing;
-        Ok(Resolved { pfn: Pfn(first.0 + page), max_size, writable })
+        Ok(Resolved { writable, ..Resolved::memory(Pfn(first.0 + page), max_size) })
     }
 
-    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         self.resolve(backing, gfn, page, access)
     }
 

@@ -120,7 +120,7 @@ fn range(at: u64, size: u64) -> GfnRange {
 fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_entries: Option<u32>) {
     let scene = scene::<F>(name, host, config);
     let vm = &scene.vm;
-    scene.measure("Vm::host, root", || (vm.host(), vm.root()));
+    scene.measure("Vm::host, root, root_level, gpa_bits", || (vm.host(), vm.root(), vm.root_level(), vm.gpa_bits()));
     if let Some(nr_entries) = ring_entries {
         scene.measure("Vm::enable_dirty_ring", || vm.enable_dirty_ring(nr_entries)).unwrap();
     }

@@ -54,11 +54,11 @@ unsafe impl Host for Heap {
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(table.0 as usize)
     }
-    fn resolve(&self, memory: &Memory, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, memory: &Memory, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         let pfn = Pfn(memory.start.expose_provenance() as u64 / PAGE_SIZE + page);
-        Ok(Resolved { pfn, max_size: PageSize::Size2M, writable: true })
+        Ok(Resolved::memory(pfn, PageSize::Size2M))
     }
-    fn resolve_private(&self, memory: &Memory, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(&self, memory: &Memory, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         // Stands in for the guest_memfd.
         let resolved = self.resolve(memory, gfn, page, access)?;
         Ok(Resolved { max_size: PageSize::Size4K, ..resolved })

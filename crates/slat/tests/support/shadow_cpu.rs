@@ -23,7 +23,7 @@ pub mod guest_memory;
 pub use cpu::*;
 use guest_memory::Memory;
 use slat::baselines::{AtomicU64, full_fence};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::shadow::ShadowPaging;
 use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vm};
 
@@ -142,19 +142,19 @@ unsafe impl Host for ShadowHost {
         std::ptr::with_exposed_provenance_mut((table.0 - BIAS) as usize)
     }
 
-    fn resolve(&self, first: &u64, _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, first: &u64, _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
         let page = first + page;
         dawdle();
         self.nr_resolves.fetch_add(1, Ordering::Relaxed);
-        let frame = self.frames.get(page as usize).ok_or(Gone)?.load(Ordering::SeqCst);
+        let frame = self.frames.get(page as usize).ok_or(Unresolved::Gone)?.load(Ordering::SeqCst);
         if frame == NO_FRAME {
-            return Err(Gone);
+            return Err(Unresolved::Gone);
         }
         let max_size = if cfg!(shuttle) || !self.is_contiguous(page) { PageSize::Size4K } else { PageSize::Size2M };
-        Ok(Resolved { pfn: self.pfn(frame), max_size, writable: true })
+        Ok(Resolved::memory(self.pfn(frame), max_size))
     }
 
-    fn resolve_private(&self, first: &u64, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(&self, first: &u64, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         self.resolve(first, gfn, page, access)
     }
 

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use slat::baselines::{AtomicU32, AtomicU64, Locking, Park};
 use slat::dirty::DirtyTracking;
 use slat::events::{self, Event};
-use slat::format::{Format, Npt, Pte};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::format::{CpuFeatures, Format, Geometry, Hardware, LeafAttributes, Npt, Pte};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{
     Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
     PageSize, Pfn, Vcpu, Vm,
@@ -33,9 +33,15 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
     const NAME: &'static str = "tiny";
     const ROOT_LEVEL: Level = Level(LEVELS);
     const GPA_BITS: u32 = 12 + 9 * (LEVELS as u32 - 1) + 1;
+    const GEOMETRIES: &'static [Geometry] =
+        &[Geometry { root_level: Level(LEVELS), gpa_bits: Self::GPA_BITS as u8..=Self::GPA_BITS as u8 }];
     const HPA_BITS: u32 = Npt::HPA_BITS;
-    const ROOT_ENTRIES: usize = 2;
+    const MAX_ROOT_ENTRIES: usize = 2;
     const TABLE_ENTRIES: usize = 4;
+    const ADDRESS: u64 = Npt::ADDRESS;
+    const HAS_ADDRESS_BITS: bool = false;
+    const FEATURES: CpuFeatures = Npt::FEATURES;
+    const ATTRIBUTES: u64 = Npt::ATTRIBUTES;
     const WRITABLE: u64 = Npt::WRITABLE;
     const ACCESSED: u64 = Npt::ACCESSED;
     const DIRTY: u64 = Npt::DIRTY;
@@ -65,8 +71,24 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
         Npt::table(table)
     }
 
-    fn address(entry: Pte, level: Level) -> Hpa {
-        Npt::address(entry, level)
+    fn attribute_bits(attributes: LeafAttributes, hardware: &Hardware) -> Option<u64> {
+        Npt::attribute_bits(attributes, hardware)
+    }
+
+    fn attribute_bits_at(bits: u64, level: Level) -> u64 {
+        Npt::attribute_bits_at(bits, level)
+    }
+
+    fn pack_attributes(entry: Pte, level: Level) -> u64 {
+        Npt::pack_attributes(entry, level)
+    }
+
+    fn unpack_attributes(packed: u64, level: Level) -> u64 {
+        Npt::unpack_attributes(packed, level)
+    }
+
+    fn may_execute(entry: Pte, access: Access) -> bool {
+        Npt::may_execute(entry, access)
     }
 }
 
@@ -348,16 +370,16 @@ unsafe impl Host for ShuttleHost {
         table.0 as *mut u8
     }
 
-    fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
         let dropped = Arc::clone(&backing.dropped);
         self.step();
         assert!(!dropped.load(Ordering::SeqCst), "a backing was dropped under a resolve");
         let writable = access == Access::Write || backing.reads_are_writable;
-        Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
+        Ok(Resolved { writable, ..Resolved::memory(Pfn(backing.first_pfn + page), backing.max_size) })
     }
 
-    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let shared = self.resolve(backing, gfn, page, access)?;
         Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }
@@ -428,7 +450,7 @@ impl Found<'_> {
 /// `table` is, or was, a page-table page of `vm` of this level. Its memory stays until the host is
 /// dropped.
 pub unsafe fn pte_of<H: Host, F: Format>(vm: &Vm<H, F>, table: Hpa, level: Level, gfn: u64) -> &AtomicU64 {
-    let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
+    let nr_entries = if level == F::ROOT_LEVEL { F::MAX_ROOT_ENTRIES } else { F::TABLE_ENTRIES };
     let index = (gfn / level.nr_pages()) as usize % nr_entries;
     // SAFETY: inside of that page-table page.
     unsafe { &*vm.host().table_ptr(table).cast::<AtomicU64>().add(index) }

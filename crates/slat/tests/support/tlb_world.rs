@@ -20,7 +20,7 @@ use slat::baselines::{AtomicU64, Park};
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
 use slat::error::FaultError;
 use slat::format::{Format, Pte};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
 use slat::tables::AccessTracking;
 use slat::{
     Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
@@ -348,7 +348,7 @@ unsafe impl Host for TlbHost {
         self.base.table_ptr(table)
     }
 
-    fn resolve(&self, backing: &AreaBacking, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &AreaBacking, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let (area, index) = (backing.area, backing.first_page + page as usize);
         self.base.step();
         // The frame, if it is shared, so that it may not be written.
@@ -381,7 +381,7 @@ unsafe impl Host for TlbHost {
                 && area.is_contiguous()
                 && (!writable || area.pages.iter().all(|page| page.may_write));
             let max_size = if is_block { PageSize::Size2M } else { PageSize::Size4K };
-            Resolved { pfn: Pfn(area.pages[index].pfn), max_size, writable }
+            Resolved { writable, ..Resolved::memory(Pfn(area.pages[index].pfn), max_size) }
         });
         self.base.step();
         Ok(answer)
@@ -555,7 +555,7 @@ impl Guest {
         let (mut table, mut level) = (self.vm.root(), Shape::ROOT_LEVEL);
         let mut allowed = u64::MAX;
         loop {
-            let nr_entries = if level == Shape::ROOT_LEVEL { Shape::ROOT_ENTRIES } else { Shape::TABLE_ENTRIES };
+            let nr_entries = if level == Shape::ROOT_LEVEL { Shape::MAX_ROOT_ENTRIES } else { Shape::TABLE_ENTRIES };
             let index = (gfn / level.nr_pages()) as usize % nr_entries;
             // SAFETY: inside a page-table page, whose memory stays until the host is dropped.
             let cell = unsafe { &*host.table_ptr(table).cast::<AtomicU64>().add(index) };

@@ -302,7 +302,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             }
             let hit = match access {
                 Access::Write => self.tlb.lookup_write(self.context, gva.0),
-                Access::Read | Access::Execute => self.tlb.lookup_read(self.context, gva.0),
+                Access::Read | Access::Execute | Access::ExecuteUser => self.tlb.lookup_read(self.context, gva.0),
             };
             let hpa = match hit {
                 Some(hpa) => hpa,
@@ -456,9 +456,9 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
 
 /// Bits 11 to 0 of CR3: the process-context identifier.
 const CR3_PCID: u64 = 0xfff;
-/// Address bits of CR3.
+/// Address bits of CR3. No x86 has more than 52 (Intel SDM vol. 3A, 5.5).
 const fn cr3_address<F: HardwareFormat>() -> u64 {
-    ((1 << F::GUEST_PHYSICAL_BITS) - 1) & !CR3_PCID
+    ((1 << F::GUEST_PHYSICAL_BITS) - 1) & ((1 << 52) - 1) & !CR3_PCID
 }
 /// Bit 63 of a value written to CR3: do not invalidate.
 pub(crate) const CR3_KEEP: u64 = 1 << 63;

@@ -16,7 +16,8 @@ use crate::memory::{Backing, BackingKind};
 /// Guest memory and page tables, shared by CPUs. The first 512 pages of guest-physical memory can
 /// be mapped.
 pub(super) struct Memory {
-    pub(super) tables: [Table; 4],
+    /// Four from the root down, and one above them for roots of level 5.
+    pub(super) tables: [Table; 5],
     pub(super) pages: Vec<Table>,
 }
 

@@ -37,10 +37,14 @@ impl<F: HardwareFormat> Guest<F> {
         let backing = Backing::new(BackingKind::Anonymous, 4 << 20).unwrap();
         let block = phys::hpa_of(backing.as_ptr()).0.next_multiple_of(PageSize::Size2M.size_bytes());
         let memory = Memory::new(0);
-        let root = 4 - usize::from(F::ROOT_LEVEL.0);
-        for number in root..2 {
-            memory.tables[number].set(0, F::table(memory.tables[number + 1].hpa()).0);
-        }
+        let link = |above: usize, below: usize| memory.tables[above].set(0, F::table(memory.tables[below].hpa()).0);
+        let root = match F::ROOT_LEVEL.0 {
+            5 => 4,
+            level => 4 - usize::from(level),
+        };
+        link(4, 0);
+        link(0, 1);
+        link(1, 2);
         for gfn in 0..512 {
             memory.leaf(gfn).store(leaf::<F>(block + (gfn << 12), Level::L4K), Ordering::Relaxed);
         }

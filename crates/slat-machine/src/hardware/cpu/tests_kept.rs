@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use slat::format::{Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Format, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4};
 use slat::{Access, Config, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 
 use super::*;
@@ -128,6 +128,7 @@ fn a_cpu_that_caches_a_missing_right_faults_for_ever_without_a_local_flush() {
 #[test]
 fn a_cpu_that_caches_an_invalid_pte_faults_for_ever_without_a_local_flush() {
     a_leaf::<Sv39x4>(true);
+    a_leaf::<Sv57x4>(true);
     a_leaf::<Sv48x4>(true);
     a_leaf::<Stage2>(false);
     a_leaf::<Npt>(false);

@@ -119,7 +119,7 @@ impl NeededRights {
         match access {
             Access::Read => self.read,
             Access::Write => self.write,
-            Access::Execute => self.fetch,
+            Access::Execute | Access::ExecuteUser => self.fetch,
         }
     }
 }

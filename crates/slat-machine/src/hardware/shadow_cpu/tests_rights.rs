@@ -26,7 +26,7 @@ fn is_permitted(page: Page, cr4: u64, privilege: Privilege, access: Access) -> b
                 && match access {
                     Access::Read => true,
                     Access::Write => page.is_writable,
-                    Access::Execute => page.is_executable,
+                    Access::Execute | Access::ExecuteUser => page.is_executable,
                 }
         }
         Privilege::Supervisor | Privilege::SupervisorWithAc => {
@@ -34,7 +34,7 @@ fn is_permitted(page: Page, cr4: u64, privilege: Privilege, access: Access) -> b
             match access {
                 Access::Read => reaches,
                 Access::Write => reaches && page.is_writable,
-                Access::Execute => page.is_executable && !(page.is_users && smep),
+                Access::Execute | Access::ExecuteUser => page.is_executable && !(page.is_users && smep),
             }
         }
     }
@@ -44,7 +44,7 @@ fn perform(cpu: &mut ShadowCpu<Hypervisor>, gva: Gva, access: Access) -> Result<
     match access {
         Access::Read => cpu.read(gva).map(|_| ()),
         Access::Write => cpu.write(gva, 5),
-        Access::Execute => cpu.fetch(gva).map(|_| ()),
+        Access::Execute | Access::ExecuteUser => cpu.fetch(gva).map(|_| ()),
     }
 }
 

@@ -82,7 +82,7 @@ impl HardwareFormat for slat::format::Ept {
         let needed = match access {
             Access::Read => READ,
             Access::Write => WRITE,
-            Access::Execute => EXECUTE,
+            Access::Execute | Access::ExecuteUser => EXECUTE,
         };
         if permissions & needed == 0 {
             return Err(violation(gpa, access, purpose, permissions));
@@ -144,7 +144,7 @@ fn violation(gpa: Gpa, access: Access, purpose: Purpose, permissions: u64) -> St
         (Purpose::GuestTable, _) => QUALIFICATION_READ | QUALIFICATION_WRITE,
         (Purpose::Data, Access::Read) => QUALIFICATION_READ,
         (Purpose::Data, Access::Write) => QUALIFICATION_WRITE,
-        (Purpose::Data, Access::Execute) => QUALIFICATION_FETCH,
+        (Purpose::Data, Access::Execute | Access::ExecuteUser) => QUALIFICATION_FETCH,
     };
     if purpose == Purpose::Data {
         code |= QUALIFICATION_FINAL;

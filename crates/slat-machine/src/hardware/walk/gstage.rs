@@ -1,5 +1,6 @@
-//! The walkers for RISC-V's G-stage, Sv39x4 and Sv48x4: the page tables of Sv39 and Sv48 under a
-//! root that is four times as large, for guest-physical addresses of 41 and 50 bits.
+//! The walkers for RISC-V's G-stage, Sv39x4, Sv48x4 and Sv57x4: the page tables of Sv39, Sv48 and
+//! Sv57 under a root that is four times as large, for guest-physical addresses of 41, 50 and 59
+//! bits.
 //!
 //! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot
 //! nor Svpbmt, so bits 61 to 63 of a PTE must be zero. In the manual a reserved or misaligned PTE
@@ -52,41 +53,37 @@ const CAUSE_STORE_GUEST_PAGE_FAULT: u64 = 23;
 /// (of 64 bits).
 const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
 
-impl HardwareFormat for slat::format::Sv39x4 {
-    const GUEST_PHYSICAL_BITS: u32 = 41;
-    const GUEST_PML4E_RESERVED: u64 = 0;
-    const LOGS_MODIFICATIONS: bool = false;
-    const HAS_TLB_CONFLICTS: bool = false;
+/// Implements [`HardwareFormat`] for one of the three, which differ in levels and address bits.
+macro_rules! gstage {
+    ($format:ident, $root:literal, $gpa_bits:literal) => {
+        impl HardwareFormat for slat::format::$format {
+            const GUEST_PHYSICAL_BITS: u32 = $gpa_bits;
+            const GUEST_PML4E_RESERVED: u64 = 0;
+            const LOGS_MODIFICATIONS: bool = false;
+            const HAS_TLB_CONFLICTS: bool = false;
 
-    /// PTEs may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor
-    /// Memory-Management Fence Instruction"): the processor has no Svvptc.
-    fn keeps(_fault: Fault) -> bool {
-        true
-    }
+            /// PTEs may be cached that are not valid, or allow less (Privileged Architecture,
+            /// "Supervisor Memory-Management Fence Instruction"): the processor has no Svvptc.
+            fn keeps(_fault: Fault) -> bool {
+                true
+            }
 
-    #[inline(always)]
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
-        walk_from::<3, C>(walker, gpa, access, purpose)
-    }
+            #[inline(always)]
+            fn walk<C: CountReads>(
+                walker: Walker<'_, C>,
+                gpa: Gpa,
+                access: Access,
+                purpose: Purpose,
+            ) -> Result<Mapping, Stop> {
+                walk_from::<$root, C>(walker, gpa, access, purpose)
+            }
+        }
+    };
 }
 
-impl HardwareFormat for slat::format::Sv48x4 {
-    const GUEST_PHYSICAL_BITS: u32 = 50;
-    const GUEST_PML4E_RESERVED: u64 = 0;
-    const LOGS_MODIFICATIONS: bool = false;
-    const HAS_TLB_CONFLICTS: bool = false;
-
-    /// PTEs may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor
-    /// Memory-Management Fence Instruction"): the processor has no Svvptc.
-    fn keeps(_fault: Fault) -> bool {
-        true
-    }
-
-    #[inline(always)]
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
-        walk_from::<4, C>(walker, gpa, access, purpose)
-    }
-}
+gstage!(Sv39x4, 3, 41);
+gstage!(Sv48x4, 4, 50);
+gstage!(Sv57x4, 5, 59);
 
 /// The walk from a root whose PTEs have level `ROOT`.
 // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
@@ -133,7 +130,7 @@ fn walk_from<const ROOT: u8, C: CountReads>(
     let needed = match access {
         Access::Read => READ,
         Access::Write => WRITE,
-        Access::Execute => EXECUTE,
+        Access::Execute | Access::ExecuteUser => EXECUTE,
     };
     if used.entry & (needed | USER) != needed | USER {
         return Err(fault);
@@ -170,7 +167,7 @@ fn code(access: Access, purpose: Purpose) -> u64 {
     let cause = match access {
         Access::Read => CAUSE_LOAD_GUEST_PAGE_FAULT,
         Access::Write => CAUSE_STORE_GUEST_PAGE_FAULT,
-        Access::Execute => CAUSE_INSTRUCTION_GUEST_PAGE_FAULT,
+        Access::Execute | Access::ExecuteUser => CAUSE_INSTRUCTION_GUEST_PAGE_FAULT,
     };
     match purpose {
         Purpose::Data => cause,

@@ -87,7 +87,7 @@ pub fn walk<F: HardwareFormat, C: CountReads>(
             | match access {
                 Access::Read => 0,
                 Access::Write => ERROR_WRITE,
-                Access::Execute => ERROR_FETCH,
+                Access::Execute | Access::ExecuteUser => ERROR_FETCH,
             };
         GuestFault::Page { gva, error_code }.into()
     };
@@ -122,7 +122,7 @@ pub fn walk<F: HardwareFormat, C: CountReads>(
     let permitted = match access {
         Access::Read => true,
         Access::Write => writable != 0,
-        Access::Execute => denied == 0,
+        Access::Execute | Access::ExecuteUser => denied == 0,
     };
     if !permitted {
         return Err(page_fault(ERROR_PRESENT));

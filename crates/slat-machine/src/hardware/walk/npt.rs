@@ -89,7 +89,7 @@ impl HardwareFormat for slat::format::Npt {
             && match access {
                 Access::Read => true,
                 Access::Write => granted & WRITABLE != 0,
-                Access::Execute => denied == 0,
+                Access::Execute | Access::ExecuteUser => denied == 0,
             };
         if !permitted {
             return Err(fault(CODE_PRESENT));
@@ -125,7 +125,7 @@ fn code(access: Access, purpose: Purpose) -> u64 {
     let access = match access {
         Access::Read => 0,
         Access::Write => CODE_WRITE,
-        Access::Execute => CODE_FETCH,
+        Access::Execute | Access::ExecuteUser => CODE_FETCH,
     };
     let purpose = match purpose {
         Purpose::Data => CODE_FINAL,

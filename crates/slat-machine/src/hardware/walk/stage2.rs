@@ -110,7 +110,7 @@ impl HardwareFormat for slat::format::Stage2 {
         let permitted = match access {
             Access::Read => used.entry & READ != 0,
             Access::Write => used.entry & WRITE != 0,
-            Access::Execute => used.entry & EXECUTE_NEVER == 0,
+            Access::Execute | Access::ExecuteUser => used.entry & EXECUTE_NEVER == 0,
         };
         if !permitted {
             return Err(fault(STATUS_PERMISSION, level));
@@ -154,7 +154,7 @@ fn code(access: Access, purpose: Purpose) -> u64 {
     let access = match access {
         Access::Read => CLASS_DATA_ABORT,
         Access::Write => CLASS_DATA_ABORT | ISS_WRITE,
-        Access::Execute => CLASS_INSTRUCTION_ABORT,
+        Access::Execute | Access::ExecuteUser => CLASS_INSTRUCTION_ABORT,
     };
     let purpose = match purpose {
         Purpose::Data => 0,

@@ -152,7 +152,7 @@ mod ept {
         match access {
             Access::Read => 1,
             Access::Write => 2,
-            Access::Execute => 4,
+            Access::Execute | Access::ExecuteUser => 4,
         }
     }
 
@@ -265,7 +265,7 @@ mod npt {
         match access {
             Access::Read => 0,
             Access::Write => 2,
-            Access::Execute => 16,
+            Access::Execute | Access::ExecuteUser => 16,
         }
     }
 
@@ -289,7 +289,7 @@ mod npt {
                             && match access {
                                 Access::Read => true,
                                 Access::Write => low & 2 != 0,
-                                Access::Execute => nx == 0,
+                                Access::Execute | Access::ExecuteUser => nx == 0,
                             };
                         if low & 1 == 0 {
                             assert_eq!(got, fault(access, FINAL | bit(access)));

@@ -1,10 +1,10 @@
-//! RISC-V's G-stage page tables built by hand, of both sizes. The constants here are the manual's,
+//! RISC-V's G-stage page tables built by hand, of all sizes. The constants here are the manual's,
 //! written once more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::{Sv39x4, Sv48x4};
+use slat::format::{Sv39x4, Sv48x4, Sv57x4};
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::tests::{ACCESSES, FRAME, Page};
@@ -119,14 +119,18 @@ impl Way {
 }
 
 fn nr_levels<F: HardwareFormat>() -> u8 {
-    if F::GUEST_PHYSICAL_BITS == 41 { 3 } else { 4 }
+    match F::GUEST_PHYSICAL_BITS {
+        41 => 3,
+        50 => 4,
+        _ => 5,
+    }
 }
 
 fn cause(access: Access) -> u64 {
     match access {
         Access::Read => 21,
         Access::Write => 23,
-        Access::Execute => 20,
+        Access::Execute | Access::ExecuteUser => 20,
     }
 }
 
@@ -162,7 +166,7 @@ fn permissions_are_those_of_the_leaf<F: HardwareFormat>() {
                 let needed = match access {
                     Access::Read => R,
                     Access::Write => W,
-                    Access::Execute => X,
+                    Access::Execute | Access::ExecuteUser => X,
                 };
                 let got = way.walk::<F>(access);
                 if bits & V == 0 {
@@ -276,4 +280,9 @@ fn four_levels_under_a_wide_root() {
     assert_eq!(way.walk::<Sv48x4>(Access::Read), Ok(expected));
     way.set(4, entry(phys::BIAS | 1 << 38, LEAF));
     assert_eq!(way.walk::<Sv48x4>(Access::Read), way.misconfiguration(4, Access::Read));
+}
+
+#[test]
+fn five_levels_under_a_wide_root() {
+    all::<Sv57x4>();
 }

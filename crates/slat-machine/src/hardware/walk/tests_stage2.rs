@@ -21,7 +21,7 @@ fn class(access: Access) -> u64 {
     match access {
         Access::Read => 0x24 << 26,
         Access::Write => 0x24 << 26 | 1 << 6,
-        Access::Execute => 0x20 << 26,
+        Access::Execute | Access::ExecuteUser => 0x20 << 26,
     }
 }
 
@@ -73,7 +73,7 @@ fn permissions_are_those_of_the_leaf() {
                     let permitted = match access {
                         Access::Read => s2ap & 1 != 0,
                         Access::Write => s2ap & 2 != 0,
-                        Access::Execute => xn == 0,
+                        Access::Execute | Access::ExecuteUser => xn == 0,
                     };
                     let got = way.walk::<Stage2>(access);
                     if permitted {

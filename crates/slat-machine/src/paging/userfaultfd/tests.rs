@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::mm::Advice;
-use slat::host::{Gone, Resolved};
+use slat::host::{Resolved, Unresolved};
 use slat::{PAGE_SIZE, PageSize};
 
 use super::*;
@@ -47,7 +47,7 @@ pub(super) fn bytes_of(page: u64) -> Range<u64> {
 }
 
 /// Touches a page as the engine's host does, in a thread of its own.
-pub(super) fn touch(memory: &Backing, page: u64, access: Access) -> JoinHandle<Result<Resolved, Gone>> {
+pub(super) fn touch(memory: &Backing, page: u64, access: Access) -> JoinHandle<Result<Resolved, Unresolved>> {
     let memory = memory.clone();
     thread::spawn(move || memory.resolve(page * PAGE_SIZE, access, &|_| panic!("its frames are fixed")))
 }
@@ -353,11 +353,11 @@ fn threads_that_wait_at_an_abandon_or_drop_get_no_page() {
             abandon(&userfaultfd);
             drop(userfaultfd);
             for toucher in touchers {
-                assert_eq!(toucher.join().unwrap(), Err(Gone), "{kind} {mode:?}");
+                assert_eq!(toucher.join().unwrap(), Err(Unresolved::Gone), "{kind} {mode:?}");
             }
             assert_eq!(reader.join().unwrap(), None);
             // And of a thread that comes later.
-            assert_eq!(touch(&memory, 5, Access::Write).join().unwrap(), Err(Gone));
+            assert_eq!(touch(&memory, 5, Access::Write).join().unwrap(), Err(Unresolved::Gone));
             assert!(memory.is_lost());
         }
     }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use slat::PAGE_SIZE;
-use slat::host::Gone;
+use slat::host::Unresolved;
 
 use super::tests::{bytes_of, contents_of, memory, touch, userfaultfd, word_of};
 use super::*;
@@ -167,7 +167,7 @@ fn a_handler_that_fails_releases_all_threads() {
         assert!(waiting.iter().all(|toucher| !toucher.is_finished()));
         let last = touch(&memory, 63, Access::Read);
         for toucher in waiting.into_iter().chain([last]) {
-            assert_eq!(toucher.join().unwrap(), Err(Gone), "{kind}");
+            assert_eq!(toucher.join().unwrap(), Err(Unresolved::Gone), "{kind}");
         }
         assert!(readers.has_failed(), "reported before any thread is released");
         let Err(ReaderError::Handler(error)) = readers.stop() else { panic!("it has failed") };
@@ -182,7 +182,7 @@ fn a_handler_that_panics_releases_all_threads() {
     userfaultfd.register(&memory, 0..2 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let handler = |fault: &ReportedFault<'_>| -> Result<(), SourceGone> { panic!("at {:#x}", fault.offset_bytes) };
     let readers = Readers::start(Arc::new(userfaultfd), nr(2), handler).unwrap();
-    assert_eq!(touch(&memory, 1, Access::Read).join().unwrap(), Err(Gone));
+    assert_eq!(touch(&memory, 1, Access::Read).join().unwrap(), Err(Unresolved::Gone));
     let stop = std::panic::AssertUnwindSafe(|| readers.stop());
     let payload = std::panic::catch_unwind(stop).expect_err("the handler's panic");
     assert_eq!(payload.downcast_ref::<String>().map(String::as_str), Some("at 0x1000"));
@@ -200,7 +200,7 @@ fn dropped_readers_release_all_threads() {
     assert!(waiting.iter().all(|toucher| !toucher.is_finished()));
     drop(readers);
     for toucher in waiting {
-        assert_eq!(toucher.join().unwrap(), Err(Gone));
+        assert_eq!(toucher.join().unwrap(), Err(Unresolved::Gone));
     }
     let error = userfaultfd.copy(&memory, 0, &contents_of(0), Wake::Waiters).expect_err("abandoned");
     assert!(matches!(error, UserfaultfdError::NotRegistered { .. }), "{error}");

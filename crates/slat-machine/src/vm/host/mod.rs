@@ -26,7 +26,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use slat::baselines::{AtomicU32, Park};
 use slat::format::Format;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode, ZappedLeaf};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
 use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, NodeId, PAGE_SIZE, Pfn, Vm};
 use thiserror::Error;
 
@@ -225,16 +225,22 @@ unsafe impl Host for MachineHost {
         phys::ptr_of(table)
     }
 
-    fn resolve(&self, backing: &BackingSlice, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &BackingSlice, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let offset_bytes = page.checked_mul(PAGE_SIZE).and_then(|bytes| bytes.checked_add(backing.offset_bytes));
-        backing
-            .backing
-            .resolve(offset_bytes.ok_or(Gone)?, access, &|change| self.while_invalid(GfnRange::new(gfn, 1), change))
+        backing.backing.resolve(offset_bytes.ok_or(Unresolved::Gone)?, access, &|change| {
+            self.while_invalid(GfnRange::new(gfn, 1), change)
+        })
     }
 
-    fn resolve_private(&self, backing: &BackingSlice, _: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve_private(
+        &self,
+        backing: &BackingSlice,
+        _: Gfn,
+        page: u64,
+        access: Access,
+    ) -> Result<Resolved, Unresolved> {
         let offset_bytes = page.checked_mul(PAGE_SIZE).and_then(|bytes| bytes.checked_add(backing.offset_bytes));
-        backing.backing.resolve_private(offset_bytes.ok_or(Gone)?, access)
+        backing.backing.resolve_private(offset_bytes.ok_or(Unresolved::Gone)?, access)
     }
 
     fn leaf_zapped(&self, leaf: ZappedLeaf) {

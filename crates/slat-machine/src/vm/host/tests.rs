@@ -182,9 +182,9 @@ fn slices_resolve_to_their_part_of_the_memory() {
     let slice = BackingSlice { backing: backing.clone(), offset_bytes: 3 * PAGE_SIZE };
     let resolved = host.resolve(&slice, Gfn(77), 2, Access::Write).expect("inside");
     assert_eq!(phys::ptr_of(resolved.pfn.hpa()), backing.as_ptr().wrapping_add(5 * PAGE_SIZE as usize));
-    assert_eq!(host.resolve(&slice, Gfn(77), 5, Access::Read), Err(Gone));
-    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX, Access::Read), Err(Gone));
-    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX >> Gfn::SHIFT, Access::Read), Err(Gone));
+    assert_eq!(host.resolve(&slice, Gfn(77), 5, Access::Read), Err(Unresolved::Gone));
+    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX, Access::Read), Err(Unresolved::Gone));
+    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX >> Gfn::SHIFT, Access::Read), Err(Unresolved::Gone));
 }
 
 #[test]

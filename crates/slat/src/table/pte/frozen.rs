@@ -1,7 +1,10 @@
 //! Frozen PTEs: what they were, and what they carry in page-table pages that were retired. The
 //! parent module has the states.
 
-use super::{ADDRESS, FROZEN_BIT, PAYLOAD_SHIFT, Pte, State, address_in, hidden_address, hidden_number, number_in};
+use super::{
+    ADDRESS, ATTRIBUTES_SHIFT, FROZEN_BIT, PAYLOAD_SHIFT, Pte, State, address_in, hidden_address, hidden_number,
+    number_in,
+};
 use crate::addr::{Hpa, Level, Pfn};
 use crate::format::Format;
 
@@ -34,15 +37,16 @@ impl<F: Format> Pte<F> {
         if self.0 & FROZEN_LEAF == 0 {
             return if self.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(self.0)) } else { Frozen::Nothing };
         }
-        let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
+        let marks = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
             | bit(FROZEN_DIRTY, F::DIRTY)
             | bit(FROZEN_ACCESSED, F::ACCESSED)
             | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
-        let leaf = Pte::leaf(address_in(self.0).pfn(), level).with(attributes);
+        let leaf = self.unpacked(level).with(marks);
         Frozen::Leaf(if self.0 & FROZEN_TRACKED != 0 { leaf.tracked(level) } else { leaf })
     }
 
-    /// The frame of the leaf, tracked or not, that this frozen PTE was; `None` if it was none.
+    /// The frame, as hardware sees it, of the leaf, tracked or not, that this frozen PTE was; `None`
+    /// if it was none.
     #[inline]
     pub(crate) fn frame_before_freezing(self) -> Option<Pfn> {
         debug_assert!(self.0 & FROZEN_BIT != 0);
@@ -58,17 +62,18 @@ impl<F: Format> Pte<F> {
                 let leaf = self.untracked(level);
                 let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
                 Pte::from_bits(
-                    hidden_address(leaf.frame(level).hpa())
+                    hidden_address(F::hpa(leaf.leaf_address(level)))
                         | FROZEN_BIT
                         | FROZEN_LEAF
                         | bit(F::HOST_WRITABLE, FROZEN_HOST_WRITABLE)
                         | bit(F::DIRTY, FROZEN_DIRTY)
                         | bit(F::ACCESSED, FROZEN_ACCESSED)
                         | bit(F::WAS_DIRTY, FROZEN_WAS_DIRTY)
-                        | if found == State::Tracked { FROZEN_TRACKED } else { 0 },
+                        | if found == State::Tracked { FROZEN_TRACKED } else { 0 }
+                        | leaf.packed_attributes(level) << ATTRIBUTES_SHIFT,
                 )
             }
-            State::Table => Pte::from_bits(hidden_address(self.table_below(level)) | FROZEN_TABLE | FROZEN_BIT),
+            State::Table => Pte::from_bits(hidden_address(self.table_below()) | FROZEN_TABLE | FROZEN_BIT),
             State::Empty(_) | State::Broken => Pte::FROZEN,
             // It may have a link of retired page-table pages.
             State::Frozen => self,
@@ -110,6 +115,11 @@ impl FrozenLeaves {
 
     pub(crate) fn are_all_tracked(self) -> bool {
         self.all & FROZEN_TRACKED != 0
+    }
+
+    /// The bits in which the packed attributes of some differ.
+    pub(crate) fn differing_attributes(self) -> u64 {
+        (self.any ^ self.all) >> ATTRIBUTES_SHIFT
     }
 }
 

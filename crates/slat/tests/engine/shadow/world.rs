@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use slat::format::Npt;
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::shadow::{GuestAccess, Gva, LocalFlush, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy};
 use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu, Vm};
 
@@ -53,13 +53,13 @@ unsafe impl Host for OneCpuHost {
         std::ptr::with_exposed_provenance_mut((table.0 - BIAS) as usize)
     }
 
-    fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
         let frames = self.frames.lock().unwrap();
-        let frame = *frames.get(page as usize).ok_or(Gone)?;
+        let frame = *frames.get(page as usize).ok_or(Unresolved::Gone)?;
         let block = page & !511;
         let is_large = (0..512).all(|nth| frames[(block + nth) as usize] == frames[block as usize] + nth);
         let max_size = if is_large { PageSize::Size2M } else { PageSize::Size4K };
-        Ok(Resolved { pfn: self.pfn(frame), max_size, writable: true })
+        Ok(Resolved::memory(self.pfn(frame), max_size))
     }
 
     fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {

@@ -14,7 +14,7 @@ use core::sync::atomic::{AtomicI64, Ordering};
 
 use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 use slat::format::{Ept, Format, Npt};
-use slat::host::{AllocationWait, Gone, Resolved, TableNode};
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 
 #[link(name = "c")]
 unsafe extern "C" {
@@ -95,8 +95,8 @@ unsafe impl Host for TinyHost {
         (table.0 - BIAS) as *mut u8
     }
 
-    fn resolve(&self, backing: &u64, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-        Ok(Resolved { pfn: Pfn(backing + page), max_size: PageSize::Size2M, writable: true })
+    fn resolve(&self, backing: &u64, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+        Ok(Resolved::memory(Pfn(backing + page), PageSize::Size2M))
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {

@@ -56,7 +56,7 @@ impl Cached {
             && match access {
                 Access::Read => true,
                 Access::Write => self.writable,
-                Access::Execute => self.executable,
+                Access::Execute | Access::ExecuteUser => self.executable,
             }
     }
 }
