@@ -266,6 +266,7 @@ fn bad_input<F: Format>(locking: Locking) {
     assert_eq!(map(mapping(0, 8, PageSize::Size4K)), Err(busy));
     assert_mapped(&vm, pages(0, 512), |_| false);
     assert_eq!(map(mapping(4, 100, PageSize::Size4K)), Ok(()), "beside it");
+    assert_eq!(map(mapping(3, 1, PageSize::Size4K)), Err(busy), "by the short way, too");
     drop(held);
     assert_eq!(map(mapping(0, 4, PageSize::Size4K)), Ok(()));
     assert_mapped(&vm, pages(0, 512), |page| page < 104);
