@@ -34,6 +34,7 @@ class BreakBeforeMake(Invalidation):
         **Invalidation.state,
         'has': (['Cpu', 'Page', 'Pte'], 'bool'), 'ptr': (['Cpu', 'Page', 'Table'], 'bool'),
         'unflushed': (['Pte'], 'bool'),
+        'loose': (['Table'], 'bool'),                                   # ghost: unlinked with its leaves
         # by the owner of a broken PTE, since the break
         'broken_flushed': (['Pte', 'Cpu'], 'bool'),
         'looked_at': (['Fault'], 'Pte'), 'fault_flushed': (['Fault', 'Cpu'],
@@ -55,6 +56,7 @@ class BreakBeforeMake(Invalidation):
         'instead-unflushed': 'a fault that replaces a huge leaf leaves a plain number',
         'flush-part': 'an invalidation of a part of an unflushed PTE clears the flag without a flush',
         'flush-that': 'an invalidation clears the flag of another value than it read before its flush',
+        'unlink-lowest': 'page-table pages of higher levels are unlinked with their leaves, too',
         'refine-unflushed': 'a fault links page-table pages at an unflushed PTE without a flush',
         'refine-in-flight': 'a fault links page-table pages without a look at the ranges in flight',
     }
@@ -95,6 +97,7 @@ class BreakBeforeMake(Invalidation):
             'caches': s.all(lambda c, p, e: Not(s.has(c, p, e))),
             'ways': s.all(lambda c, p, t: Not(s.ptr(c, p, t))),
             'flags': s.all(lambda e: Not(s.unflushed(e))),
+            'loose': s.all(lambda t: Not(s.loose(t))),
             'flushes of faults': s.all(lambda f, c: Not(s.fault_flushed(f, c))),
             'replaced': s.all(lambda f: Not(s.replaced(f))),
             'flushes of invalidations': s.all(
@@ -284,6 +287,15 @@ class BreakBeforeMake(Invalidation):
         return guard, {**changes, **self.removes(s, i, e), 'unflushed': put(s.unflushed, e, False),
                        'cutter': put_where(s.cutter, below, i)}
 
+    def step_unlink_leaves(self, s, i: 'Inv', e: 'Pte', n: 'Fresh'):
+        """second_stage/zap.rs: visit, take_over_with_leaves. Only a page-table page of the lowest level."""
+        guard, changes = super().step_unlink_leaves(s, i, e, n)
+        below = lambda t: And(s.below(t, e), s.linked(t))
+        lowest = s.all(lambda t: Implies(s.below(t, e), s.level(t) == 0))
+        return And(guard, Or(lowest, self.without('unlink-lowest'))), {
+            **changes, **self.removes(s, i, e), 'unflushed': put(s.unflushed, e, False),
+            'cutter': put_where(s.cutter, below, i), 'loose': put_where(s.loose, below, True)}
+
     def step_flush(self, s, i: 'Inv', c: 'Cpu'):
         """table/tlb.rs: flush."""
         guard, changes = super().step_flush(s, i, c)
@@ -373,8 +385,23 @@ class BreakBeforeMake(Invalidation):
         }
 
     def inv_unlinked(self, s):
+        differs = lambda e, f: s.num(e) != s.seen(f)
         reads = lambda c, p, t: And(s.ptr(c, p, t), Not(s.linked(t)), Not(s.frozen(s.entry(t, p))))
         return {
+            'what goes with its leaves is of the lowest level': s.all(lambda t: Implies(
+                s.loose(t), And(s.used(t), Not(s.linked(t)), s.level(t) == 0))),
+            'what goes with its leaves is below nothing': s.all(lambda t, e: Implies(
+                s.loose(t), Not(s.below(t, e)))),
+            'no other leaf is in an unlinked page-table page': s.all(lambda e, p: Implies(
+                And(s.used(s.table(e)), self.maps(s, e, p), s.kind(e) == LEAF, Not(s.frozen(e)),
+                    Not(s.loose(s.table(e)))), s.linked(s.table(e)))),
+            'no PTE that was unlinked empty leads to a leaf': s.all(lambda e, x, p: Implies(
+                And(self.is_astray(s, e), Not(s.loose(s.table(e))), s.below(s.table(x), e), self.maps(s, x, p)),
+                s.kind(x) != LEAF)),
+            'a fault in what was unlinked empty meets another number': s.all(lambda f, e, p: Implies(
+                And(self.saw(s, f), s.fpc(f) == ACTS, self.is_astray(s, s.fat(f)), self.is_astray(s, e),
+                    Not(s.loose(s.table(s.fat(f)))), Or(e == s.fat(f), s.below(s.table(e), s.fat(f))),
+                    s.wants(f, p), self.maps(s, e, p), s.kind(e) == EMPTY), differs(e, f))),
             'an invalidation of its pages unlinked a PTE': s.all(lambda e, p: Implies(
                 And(self.is_astray(s, e), self.maps(s, e, p)),
                 And(self.has_number(s, s.cutter(s.table(e))), s.covers(s.cutter(s.table(e)), p)))),
@@ -387,8 +414,8 @@ class BreakBeforeMake(Invalidation):
                 And(reads(c, p, t), s.below(u, s.entry(t, p)), s.spans(u, p), s.has(c, p, x)),
                 self.level(s, x) <= s.level(u))),
             'a fault that passed the unlinking range meets another number': s.all(lambda f, e: Implies(
-                And(self.saw(s, f), self.is_astray(s, e), self.maps(s, e, s.page(f)), s.kind(e) == EMPTY,
-                    self.took(s, s.cutter(s.table(e))), s.passed(f, s.cutter(s.table(e)))),
+                And(self.saw(s, f), self.is_astray(s, e), self.level(s, e) > 0, self.maps(s, e, s.page(f)),
+                    s.kind(e) == EMPTY, self.took(s, s.cutter(s.table(e))), s.passed(f, s.cutter(s.table(e)))),
                 s.num(e) != s.seen(f))),
         }
 

@@ -12,7 +12,11 @@ takes back by an invalidation. A huge leaf is an answer that is true of each of 
 Covered: leaves of any size, installed, split and recovered; page-table pages linked with a leaf or without,
 unlinked with all that is below, frozen after that or not; an invalidation without memory, which zaps a leaf
 as a whole; a read-only leaf that a fault replaces; the abort of a recovery at any level, also of recoveries
-below a recovery.
+below a recovery; page-table pages that are unlinked with their leaves, where faults may still install.
+
+`told(p)`: the host needs the leaves of the page one by one. `reach(c, t, p)`: CPU `c` comes to the page-table
+page `t` for `p`, by the PTEs that it reads or by directory entries that it has cached. A flush leaves the way
+that is linked. So what a CPU has cached of ways is as much as it may have: it follows each PTE at once.
 
 Left out: formats with break before make (`break_before_make.py`); the size that the host allows for a
 recovery (the counter in `recover.rs`); memslots and userfault bits, logs, A and D (other proofs); weak
@@ -32,11 +36,12 @@ class Invalidation(PageTables):
     fixed = {
         **PageTables.fixed,
         'page': (['Fault'], 'Page'), 'wants': (['Fault', 'Page'], 'bool'),      # the pages of its leaf
-        'covers': (['Inv', 'Page'], 'bool'),
+        'covers': (['Inv', 'Page'], 'bool'), 'told': (['Page'], 'bool'),
     }
     state = {
         **PageTables.state,
         'ok': (['Page', 'Answer'], 'bool'), 'tlb': (['Cpu', 'Page', 'Answer'], 'bool'),
+        'reach': (['Cpu', 'Table', 'Page'], 'bool'),
         'fpc': (['Fault'], 'int'), 'fat': (['Fault'], 'Pte'), 'seen': (['Fault'], 'int'),
         'got': (['Fault'], 'Answer'),
         # Of a fault that replaces a leaf: what the leaf said, its own number. It has seen the counter.
@@ -60,6 +65,8 @@ class Invalidation(PageTables):
         'withdraw-late': 'a range is withdrawn before the host has acted',
         'unlink-covered': 'a page-table page is unlinked of which the range has a part',
         'unlink-empty': 'a page-table page is unlinked in the pass that empties PTEs',
+        'unlink-told': 'a page-table page is unlinked with leaves that the host needs one by one',
+        'flush-ways': 'a flush leaves what CPUs have cached of directory entries',
         'flush': 'an invalidation does not flush',
         'flush-all': 'an invalidation does not wait for all CPUs',
         'huge-in-flight': 'a fault looks for its own page in the ranges in flight, not for its whole leaf',
@@ -74,7 +81,8 @@ class Invalidation(PageTables):
     sizes = {**PageTables.sizes, 'Fault': 2, 'Inv': 2, 'Cpu': 1, 'Fresh': 6}
     start = {**PageTables.start, 'page': lambda f: 'page' + f[-1], 'covers': lambda i,
              p: i[-1] in ('0', p[-1]),
-             'wants': lambda f, p: f[-1] == p[-1]}
+             'wants': lambda f, p: f[-1] == p[-1], 'told': lambda p: False,
+             'reach': lambda c, t, p: t == 'table0'}
     story = '''
         allow page0 answer0; allow page1 answer0; refine pte0 table1; refine pte1 table2; fault fault0; down
         fault0; down fault0; look fault0; read_ranges fault0; clear fault0; resolve fault0 answer0; act
@@ -112,7 +120,12 @@ class Invalidation(PageTables):
             'visited': s.all(lambda i, p: And(Not(s.visited(i, p)), Not(s.gave(i, p)))),
             'flushed': s.all(lambda i, c: Not(s.flushed(i, c))),
             'tlb': s.all(lambda c, p, a: Not(s.tlb(c, p, a))),
+            'reach': s.all(lambda c, t, p: s.reach(c, t, p) == (t == s.root())),
         }
+
+    def hang(self, s, e, t):
+        comes = lambda c, u, p: And(s.spans(t, p), s.reach(c, s.table(e), p))
+        return {**super().hang(s, e, t), 'reach': put_where(s.reach, lambda c, u, p: u == t, comes)}
 
     # A fault.
 
@@ -301,6 +314,15 @@ class Invalidation(PageTables):
         return And(
             guard, s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {**self.store(s, e, n), **self.cut(s, e)}
 
+    def step_unlink_leaves(self, s, i: 'Inv', e: 'Pte', n: 'Fresh'):
+        """second_stage/zap.rs: visit, take_over_with_leaves. In the first pass, whatever is below."""
+        of_it = lambda what: s.all(lambda p: Implies(self.maps(s, e, p), what(p)))
+        whole = of_it(lambda p: s.covers(i, p))
+        untold = Or(of_it(lambda p: Not(s.told(p))), self.without('unlink-told'))
+        return And(s.ipc(i) == ZAPS, s.stands(i, s.table(e)), s.kind(e) == TABLE, Not(s.frozen(e)), whole, untold,
+                   s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {
+            **self.passes(s, i, e), **self.store(s, e, n), **self.cut(s, e)}
+
     def step_unlinked(self, s, i: 'Inv'):
         """second_stage/zap.rs: zap_range. The further passes are over."""
         return s.ipc(i) == UNLINKS, {'ipc': put(s.ipc, i, FLUSHES)}
@@ -308,8 +330,11 @@ class Invalidation(PageTables):
     def step_flush(self, s, i: 'Inv', c: 'Cpu'):
         """table/tlb.rs: flush. One CPU of `Host::flush`."""
         gone = lambda d, p, a: And(d == c, s.covers(i, p), not self.without('flush'))
+        ways = lambda d, t, p: And(d == c, s.covers(i, p), not self.without('flush', 'flush-ways'))
         return s.ipc(i) == FLUSHES, {'flushed': put(s.flushed, (i, c), True),
-                                     'tlb': put_where(s.tlb, gone, False)}
+                                     'tlb': put_where(s.tlb, gone, False),
+                                     'reach': put_where(s.reach, ways,
+                                                        lambda d, t, p: And(s.linked(t), s.spans(t, p)))}
 
     def step_flushed(self, s, i: 'Inv'):
         """second_stage/invalidate.rs: new. It returns to the host."""
@@ -332,8 +357,8 @@ class Invalidation(PageTables):
     # A CPU.
 
     def step_fill(self, s, c: 'Cpu', e: 'Pte', p: 'Page'):
-        """A CPU caches a leaf, by any page-table page that was ever linked: the way may be cached."""
-        return And(s.used(s.table(e)), self.maps(s, e, p), s.kind(e) == LEAF, Not(s.frozen(e))), {
+        """A CPU caches a leaf."""
+        return And(s.reach(c, s.table(e), p), self.maps(s, e, p), s.kind(e) == LEAF, Not(s.frozen(e))), {
             'tlb': put(s.tlb, (c, p, s.ans(e)), True)}
 
     # Promises.
@@ -342,10 +367,10 @@ class Invalidation(PageTables):
         at = lambda e, p: And(s.used(s.table(e)), self.maps(s, e, p), s.kind(e) == LEAF)
         return {
             'no CPU has an old answer cached': s.all(lambda c, p, a: Implies(s.tlb(c, p, a), s.ok(p, a))),
-            'no leaf is an old answer': s.all(lambda e, p: Implies(
-                And(at(e, p), Or(s.linked(s.table(e)), Not(s.frozen(e)))), s.ok(p, s.ans(e)))),
-            'no leaf is in an unlinked page-table page': s.all(lambda e, p: Implies(
-                And(at(e, p), Not(s.frozen(e))), s.linked(s.table(e)))),
+            'no CPU comes to an old answer': s.all(lambda c, e, p: Implies(
+                And(at(e, p), s.reach(c, s.table(e), p)), s.ok(p, s.ans(e)))),
+            'no leaf that the host needs is in an unlinked page-table page': s.all(lambda e, p: Implies(
+                And(at(e, p), s.told(p), Not(s.frozen(e))), s.linked(s.table(e)))),
         }
 
     # Words of the invariant.
@@ -367,6 +392,14 @@ class Invalidation(PageTables):
     def is_lowest(self, s, e, p):
         """`e` is the lowest PTE of the page, if it does not lead down."""
         return And(s.linked(s.table(e)), self.maps(s, e, p))
+
+    def comes(self, s, c, e, p):
+        """`c` comes to `e` for `p`."""
+        return And(self.maps(s, e, p), s.reach(c, s.table(e), p))
+
+    def is_lowest_for(self, s, i, c, e, p):
+        """`e` is linked, or `c` comes to it since `i` flushed."""
+        return And(self.maps(s, e, p), Or(s.linked(s.table(e)), And(s.flushed(i, c), s.reach(c, s.table(e), p))))
 
     def had(self, s, i, p):
         """`i` visited the page, or stands in a page-table page of it that was unlinked."""
@@ -398,6 +431,12 @@ class Invalidation(PageTables):
                                                        c: Implies(s.flushed(i, c), s.ipc(i) >= FLUSHES)),
             'all CPUs are flushed before the host acts': s.all(
                 lambda i, c: Implies(s.ipc(i) >= HOST, s.flushed(i, c))),
+            'a CPU comes to what is in use': s.all(lambda c, t, p: Implies(
+                s.reach(c, t, p), And(s.used(t), s.spans(t, p)))),
+            'a CPU comes to what is linked': s.all(lambda c, t, p: Implies(
+                And(s.linked(t), s.spans(t, p)), s.reach(c, t, p))),
+            'a CPU goes down': s.all(lambda c, e, p: Implies(
+                And(self.comes(s, c, e, p), self.leads_down(s, e)), s.reach(c, s.down(e), p))),
             'a flushed CPU stays flushed': s.all(lambda i, c, p, a: Implies(
                 And(self.took(s, i), s.flushed(i, c), s.covers(i, p)), Not(s.tlb(c, p, a)))),
             'a fault without a look has passed no range': s.all(lambda f, i: Implies(
@@ -433,20 +472,21 @@ class Invalidation(PageTables):
     def inv_heart(self, s):
         differs = lambda e, f: s.num(e) != s.seen(f)
         return {
-            'a visited page has no leaf': s.all(lambda i, e, p: Implies(
-                And(self.had(s, i, p), self.is_lowest(s, e, p)), s.kind(e) != LEAF)),
-            'a visited page has another number than a fault saw': s.all(lambda f, i, e, p: Implies(
-                And(self.saw(s, f), s.passed(f, i), s.wants(f, p), self.had(s, i, p), self.is_lowest(s, e, p),
-                    s.kind(e) == EMPTY), differs(e, f))),
-            'an old answer meets another number': s.all(lambda f, e, p: Implies(
+            'a visited page has no leaf': s.all(lambda i, c, e, p: Implies(
+                And(self.had(s, i, p), self.is_lowest_for(s, i, c, e, p)), s.kind(e) != LEAF)),
+            'a visited page has another number than a fault saw': s.all(lambda f, i, c, e, p: Implies(
+                And(self.saw(s, f), s.passed(f, i), s.wants(f, p), self.had(s, i, p),
+                    self.is_lowest_for(s, i, c, e, p), s.kind(e) == EMPTY), differs(e, f))),
+            'an old answer meets another number': s.all(lambda f, c, e, p: Implies(
                 And(self.saw(s, f), s.fpc(f) >= RESOLVED, s.wants(f, p), Not(s.ok(p, s.got(f))),
-                    self.is_lowest(s, e, p), s.kind(e) == EMPTY), differs(e, f))),
-            'nothing unlinked leads to a leaf': s.all(lambda e, x, p: Implies(
-                And(self.is_astray(s, e), s.below(s.table(x), e), self.maps(s, x, p)), s.kind(x) != LEAF)),
+                    self.comes(s, c, e, p), s.kind(e) == EMPTY), differs(e, f))),
+            'nothing unlinked leads to a leaf that the host needs': s.all(lambda e, x, p: Implies(
+                And(self.is_astray(s, e), s.below(s.table(x), e), self.maps(s, x, p), s.told(p)),
+                s.kind(x) != LEAF)),
             'a fault in an unlinked page-table page meets another number': s.all(lambda f, e, p: Implies(
                 And(self.saw(s, f), s.fpc(f) == ACTS, self.is_astray(s, s.fat(f)), self.is_astray(s, e),
                     Or(e == s.fat(f), s.below(s.table(e), s.fat(f))), s.wants(f, p), self.maps(s, e, p),
-                    s.kind(e) == EMPTY), differs(e, f))),
+                    s.told(p), s.kind(e) == EMPTY), differs(e, f))),
         }
 
     def inv_replace(self, s):

@@ -11,7 +11,7 @@ def flat(is_leaf=False):
     start = {
         'root': lambda: 'table0', 'level': lambda t: 0, 'spans': lambda t, p: True,
         'entry': lambda t, p: 'pte0', 'table': lambda e: 'table0',
-        'used': lambda t: True, 'linked': lambda t: True,
+        'used': lambda t: True, 'linked': lambda t: True, 'reach': lambda c, t, p: True,
         'page': lambda f: 'page0', 'wants': lambda f, p: True, 'covers': lambda i, p: True,
         'ok': lambda p, a: a == 'answer0', 'kind': lambda e: LEAF if is_leaf else EMPTY,
     }
@@ -33,6 +33,7 @@ def resolved(is_linked, nr_pages):
         'table': lambda e: 'table0' if e == 'pte0' else 'table1', 'wants': lambda f, p: p == 'page0',
         'covers': lambda i, p: p == last, 'used': lambda t: is_linked or t == 'table0',
         'linked': lambda t: is_linked or t == 'table0', 'down': lambda e: 'table1',
+        'reach': lambda c, t, p: is_linked or t == 'table0', 'told': lambda p: True,
         'below': lambda t, e: is_linked and (t, e) == ('table1', 'pte0'),
         'kind': lambda e: TABLE if is_linked and e == 'pte0' else EMPTY,
         'fpc': lambda f: RESOLVED, 'passed': lambda f, i: True,

@@ -106,8 +106,8 @@ class Recovery(Invalidation):
         return s.rpc(r) != IDLE, {'rpc': put(s.rpc, r, IDLE)}
 
     def inv(self, s):
-        is_sure = lambda r: And(s.rpc(r) == SURE, s.kind(s.rat(r)) == BROKEN, s.owner(s.rat(r)) == r,
-                                s.linked(s.table(s.rat(r))))
+        is_about = lambda r: And(s.rpc(r) == SURE, s.kind(s.rat(r)) == BROKEN, s.owner(s.rat(r)) == r)
+        is_sure = lambda r: And(is_about(r), s.linked(s.table(s.rat(r))))
         return {
             **super().inv(s),
             'phases of recoveries': s.all(lambda r: And(s.rpc(r) >= IDLE, s.rpc(r) <= SURE)),
@@ -129,10 +129,10 @@ class Recovery(Invalidation):
             'no invalidation stands below a broken PTE that is older': s.all(lambda r, i, t: Implies(
                 And(is_sure(r), self.has_number(s, i), s.inum(i) > s.rseen(r), s.stands(i, t)),
                 Not(s.below(t, s.rat(r))))),
-            'no invalidation visits behind a sure broken PTE': s.all(lambda r, i, p: Implies(
-                And(is_sure(r), s.block(r, p)), Not(self.had(s, i, p)))),
-            'the answer of a sure recovery is true': s.all(lambda r, p: Implies(
-                And(is_sure(r), s.block(r, p)), s.ok(p, s.rgot(r)))),
+            'no invalidation visits behind a sure broken PTE': s.all(lambda r, i, c, p: Implies(
+                And(is_about(r), s.block(r, p), self.is_lowest_for(s, i, c, s.rat(r), p)), Not(self.had(s, i, p)))),
+            'the answer of a sure recovery is true': s.all(lambda r, c, p: Implies(
+                And(is_about(r), s.block(r, p), self.comes(s, c, s.rat(r), p)), s.ok(p, s.rgot(r)))),
         }
 
 

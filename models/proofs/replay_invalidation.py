@@ -8,6 +8,7 @@ from page_tables import BROKEN, EMPTY, LEAF, STORED, TABLE
 from replay import LEVEL_BITS, NR_CPUS, NR_PTES, NR_ROOT_PTES, PAGES, PTE_BYTES, Mismatch
 
 FROZEN = 4                                  # as the engine shows it; the other kinds are those of the model
+TABLE_BYTES = 4096                          # to which the page-table pages are aligned
 HOST_ALLOWS_WRITES = 1                      # of the last number of a leaf
 
 
@@ -37,6 +38,9 @@ class Schedule(replay.Schedule):
         self.add_table(root, nr_levels, PAGES, NR_ROOT_PTES)
         for variable in 'used', 'linked':
             run.fix(variable, (root,), True)
+        for cpu in range(NR_CPUS):
+            for page in PAGES:
+                run.fix('reach', (cpu, root, page), True)
 
     # Elements.
 
@@ -62,6 +66,10 @@ class Schedule(replay.Schedule):
 
     def is_known(self, cell):
         return cell in self.run.elements['Pte']
+
+    def is_unused(self, cell):
+        """A PTE of no page, to which a range beyond the pages comes."""
+        return not self.is_known(cell) and cell & ~(TABLE_BYTES - 1) in self.run.elements['Table']
 
     def show(self, cell, kind, a, b):
         """The model must show this PTE."""
@@ -125,6 +133,8 @@ class Schedule(replay.Schedule):
         return level if kind == LEAF else self.leaf_in(made, a, level - 1, gfn) if kind == TABLE else None
 
     def on_pte_read(self, cell, level, kind, a, b):
+        if self.is_unused(cell):
+            return
         if not self.is_known(cell):
             raise Mismatch(f'a PTE that was never linked: {cell}')
         self.show(cell, kind, a, b)
@@ -288,6 +298,8 @@ class Schedule(replay.Schedule):
         self.made[cell] = kinds
 
     def on_pte_replaced(self, cell, level, old, old_a, old_b, new, a, b):
+        if self.is_unused(cell):
+            return
         self.show(cell, old, old_a, old_b)
         self.change(cell, level, (old, new), a, b)
         self.forget_fresh()
@@ -305,10 +317,7 @@ class Schedule(replay.Schedule):
         elif new == EMPTY and old in (EMPTY, LEAF):
             self.zap(cell, level, a)
         elif change == (TABLE, EMPTY):
-            inv = self.at.invs[-1]
-            if self.s.ipc(inv) == ZAPS:
-                self.run.step('zapped', inv)
-            self.run.step('unlink', inv, cell, a)
+            self.unlink(cell, a)
         elif change == (TABLE, BROKEN):
             self.run.step('break', cell)
         elif change == (BROKEN, EMPTY):
@@ -337,6 +346,15 @@ class Schedule(replay.Schedule):
                 self.end_fault()
         for below, (kind, a, b) in made.items():
             self.show(below, kind, a, b)
+
+    def unlink(self, cell, number):
+        """Emptied before, or with what is in it: then it is not visited yet."""
+        run, s, inv = self.run, self.s, self.at.invs[-1]
+        if s.ipc(inv) == ZAPS and not all(s.visited(inv, p) for p in self.pages_of(cell)):
+            return run.step('unlink_leaves', inv, cell, number)
+        if s.ipc(inv) == ZAPS:
+            run.step('zapped', inv)
+        run.step('unlink', inv, cell, number)
 
     def hang(self, cell, old, table):
         self.run.step('refine' if old == EMPTY else 'split', cell, table)
