@@ -19,6 +19,7 @@ use common::log::{
     MANUAL_PROTECTS,
 };
 use libfuzzer_sys::fuzz_target;
+use pair::Reports;
 use ops::{
     Aging, Alignment, At, BITMAP_WORDS, Bits, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, NewBitmap, Op,
     RANGE_PAGES, SIZES, WRITES,
@@ -84,10 +85,10 @@ fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
         .with_fault_around(one_of(bytes, &FAULT_AROUNDS)?))
 }
 
-fn check<F: Format>(config: Config, ops: &[Op]) {
+fn check<F: Format>(config: Config, reports: Reports, ops: &[Op]) {
     // Only configurations that the format supports.
     if Vm::<_, F>::new(common::TestHost::default(), config).is_ok() {
-        pair::check::<F>(config, ops);
+        pair::check::<F>(config, reports, ops);
     }
 }
 
@@ -152,15 +153,17 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
 
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Unstructured::new(data);
-    let mut checks: Vec<fn(Config, &[Op])> = Vec::new();
+    let mut checks: Vec<fn(Config, Reports, &[Op])> = Vec::new();
     slat::for_each_format!(F => {
         checks.push(check::<F>);
     });
     let (Ok(check_format), Ok(config)) = (one_of(&mut bytes, &checks), config(&mut bytes)) else { return };
+    // Not by a byte: the seeds keep what they say.
+    let reports = if data.len() % 2 == 0 { Reports::Each } else { Reports::Some };
     let mut ops = Vec::new();
     while !bytes.is_empty() && ops.len() < MAX_OPS {
         let Ok(op) = op(&mut bytes) else { break };
         ops.push(op);
     }
-    check_format(config, &ops);
+    check_format(config, reports, &ops);
 });

@@ -42,7 +42,9 @@
 //!    [`Vm::stats`] has times if [`Host::timestamp_ns`] is a clock; a constant is allowed.
 //! 5. **The host's own memory management**: [`Vm::invalidate_range`] around each change of a frame,
 //!    for whatever reason (swap, copy on write, compaction, freeing a page). [`Host::leaf_zapped`]
-//!    notifies the host of what the guest did with the page.
+//!    notifies the host of what the guest did with the page. A host that needs no such report says
+//!    so ([`Host::needs_zapped_leaves`]): its memslots go in a fraction of the time. After a large
+//!    one, a thread that has time calls [`Vm::reclaim`].
 //! 6. **The dirty log**: [`Vm::get_dirty_log`], or rings ([`dirty`]). [`Vm::mark_dirty`] is for the
 //!    VMM's own writes.
 //! 7. **Demand paging**: a memslot with a [`UserfaultBitmap`], which has the steps.
@@ -238,6 +240,8 @@
 //! - [`guest_memory_ptr`](Host::guest_memory_ptr): shadow paging. The lock of the guest frame is
 //!   held.
 //! - [`should_yield`](Host::should_yield): long calls. Guard and lock are held.
+//! - [`needs_zapped_leaves`](Host::needs_zapped_leaves),
+//!   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus): [`Vm::new`]. Nothing is held.
 //! - [`timestamp_ns`](Host::timestamp_ns), [`run_delay_ns`](Host::run_delay_ns): a sample of the
 //!   faults, waits for the lock. Nothing is held, or the lock.
 //! - [`UserfaultWords::words`]: faults in memslots with a userfault bitmap, rescans. The guard is
@@ -365,7 +369,8 @@
 //!
 //! Nothing waits for a guard that stays open (a thread that was preempted inside a call, or a
 //! [`TableReader`] that is kept). But what is unlinked since is not freed. What may wait is
-//! bounded: 1024 page-table pages; and 256 MiB of memslot sets, logs and bitmaps (64 changes in any
+//! bounded: 1024 page-table pages, or 65536 where they go with their leaves
+//! ([`Host::needs_zapped_leaves`]); and 256 MiB of memslot sets, logs and bitmaps (64 changes in any
 //! case). Then [`Vm::set_user_memory_region`] returns [`SlotError::TooMuchRetired`], until the
 //! guard is dropped. Backings of deleted memslots are not counted. A memslot that has logged keeps
 //! its log, 1/32768 of its size.
@@ -380,8 +385,8 @@
 //! 2. Drop all [`Vcpu`]s.
 //! 3. Drop the last `Arc` of the [`Vm`].
 //!
-//! The drop notifies [`Host::leaf_zapped`] of all that is mapped (dirty pages of a file, for
-//! example) and frees all page-table pages. Then it drops the host, and after it the backings of
+//! The drop notifies [`Host::leaf_zapped`], if the host needs it, of all that is mapped (dirty pages
+//! of a file, for example) and frees all page-table pages. Then it drops the host, and after it the backings of
 //! the remaining memslots. So a backing itself keeps what it needs.
 
 #[cfg(doc)]

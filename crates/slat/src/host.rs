@@ -59,8 +59,9 @@ pub struct Resolved {
 }
 
 impl Resolved {
-    /// The frame `pfn` of ordinary memory, in a block of `max_size`: it may be written and executed.
-    /// For other answers change fields: `Resolved { writable: false, ..Resolved::memory(..) }`.
+    /// The frame `pfn` of ordinary memory, in a block of `max_size`: it may be written and
+    /// executed. For other answers change fields: `Resolved { writable: false,
+    /// ..Resolved::memory(..) }`.
     #[inline]
     pub const fn memory(pfn: Pfn, max_size: PageSize) -> Resolved {
         let attributes = LeafAttributes { memory: MemoryType::WriteBack, execute: Execute::All };
@@ -186,8 +187,8 @@ pub unsafe trait Host: Send + Sync {
     /// it, however late it comes. An answer with a larger `max_size` covers all pages of its block:
     /// the host invalidates only the pages that change, and no answer that covers one is installed.
     ///
-    /// A resolve whose answer is installed observes what was written before the drop of each earlier
-    /// invalidation of the page.
+    /// A resolve whose answer is installed observes what was written before the drop of each
+    /// earlier invalidation of the page.
     ///
     /// This method may itself call `invalidate_range`, for instance to copy a page at its first
     /// write.
@@ -285,8 +286,36 @@ pub unsafe trait Host: Send + Sync {
     /// The host may be notified more than once, also for a page that another call has invalidated
     /// since. So treat it as information about the guest's page, and do not access the frame. The
     /// default does nothing: it is for a host that keeps no accessed and dirty state of its pages.
+    /// Such a host answers `false` in [`needs_zapped_leaves`](Host::needs_zapped_leaves), and is
+    /// then notified of some leaves, or of none.
     #[inline]
     fn leaf_zapped(&self, _leaf: ZappedLeaf) {}
+
+    /// Whether the host needs [`leaf_zapped`](Host::leaf_zapped). Called once, when the VM is
+    /// created. The default is `true`: a host that implements that method loses no report.
+    ///
+    /// With `false`, an invalidation, a deletion or a move of a memslot, and the end of the VM take
+    /// page-table pages away with the leaves in them: they neither visit nor report the leaves. The
+    /// time of the call then depends on the number of directory entries of 2 MiB, and not of pages.
+    /// What was taken away so waits to be freed, up to 65536 page-table pages (256 MiB), and the
+    /// leaves in it count as mapped until then
+    /// ([`Stats::pages_4k`](crate::stats::Stats::pages_4k)). Later calls free 128 page-table pages
+    /// each. [`Vm::reclaim`](crate::Vm::reclaim) frees all.
+    ///
+    /// Leaves are visited all the same where CPUs' dirty bits are the log
+    /// ([`DirtyTracking::DirtyBit`](crate::dirty::DirtyTracking::DirtyBit) and
+    /// [`PageModificationLog`](crate::dirty::DirtyTracking::PageModificationLog)), with shadow
+    /// paging, and in a VM that has or had a pinned memslot
+    /// ([`MemoryRegionFlags::PINNED`](crate::MemoryRegionFlags::PINNED)). The first of these is
+    /// refused ([`SlotError::SlotBusy`](crate::error::SlotError::SlotBusy)) while an invalidation
+    /// of its range is in flight.
+    ///
+    /// It is a method beside `leaf_zapped` and no field of [`Config`](crate::Config), because it
+    /// says how the host is written, and not how a VM is to be managed.
+    #[inline]
+    fn needs_zapped_leaves(&self) -> bool {
+        true
+    }
 
     /// Releases the frames from `first` on, which [`Vm::map_range`](crate::Vm::map_range) mapped at
     /// `range`: these pages are not mapped any more, and no CPU uses them. The host may use the
@@ -294,8 +323,8 @@ pub unsafe trait Host: Send + Sync {
     ///
     /// It is called once for each page that a `map_range` without an error mapped: by the call that
     /// unmapped it, after the flush ([`Vm::unmap_range`](crate::Vm::unmap_range), an invalidation,
-    /// the deletion or move of the memslot), or by the end of the VM. Pages whose frames follow each
-    /// other are often passed together, whatever calls mapped them.
+    /// the deletion or move of the memslot), or by the end of the VM. Pages whose frames follow
+    /// each other are often passed together, whatever calls mapped them.
     ///
     /// No guard is open. The range may still be in flight. It must not unwind, and must not map
     /// pages of the range. The default does nothing: it is for a host whose frames stay as long as

@@ -154,7 +154,7 @@ counters! {
     TablesUnprotected tables_unprotected,
     /// PTEs (leaves and directory entries) that were zapped, and recoveries that were aborted.
     Zapped zapped,
-    /// Leaves of 4 KiB that were zapped.
+    /// Leaves of 4 KiB that were zapped; see [`pages_4k`](Stats::pages_4k).
     Zapped4K zapped_4k,
     /// Leaves of 2 MiB that were zapped.
     Zapped2M zapped_2m,
@@ -234,6 +234,10 @@ impl Counter {
 
 impl Stats {
     /// Leaves of 4 KiB that are mapped now. Exact when no call is under way; so are the next two.
+    ///
+    /// Where a host needs no report
+    /// ([`Host::needs_zapped_leaves`](crate::Host::needs_zapped_leaves)), leaves that went with
+    /// their page-table pages count until those are freed ([`Vm::reclaim`](crate::Vm::reclaim)).
     pub fn pages_4k(&self) -> u64 {
         let (split_2m, recovered_2m) = self.splits_and_recoveries_2m();
         let more = self.installed_4k + split_2m * ENTRIES;

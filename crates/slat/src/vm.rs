@@ -398,7 +398,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         let participant = self.tree.epochs.borrow_participant()?;
         let result = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range);
         drop(participant);
-        self.reclaim();
+        self.tree.reclaim();
+        self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
         Ok(result?)
     }
 
@@ -527,8 +528,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Frees what invalidations and changes of memslots have removed, as far as no vCPU can still
     /// use it. These calls free most of what earlier ones left. Call this when vCPUs have been idle
     /// for a while.
+    ///
+    /// What was zapped with its leaves ([`Host::needs_zapped_leaves`]) it frees in steps, between
+    /// which it may yield.
     pub fn reclaim(&self) {
-        self.tree.reclaim();
+        self.tree.reclaim_all();
         self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
     }
 
@@ -558,6 +562,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         // deferred.
         stats.tables_allocated += 1;
         stats.tables_freed += self.tree.epochs.nr_freed_tables();
+        // As leaves that went with their page-table pages.
+        stats.zapped_4k += self.tree.epochs.nr_freed_leaves();
+        stats.zapped += self.tree.epochs.nr_freed_leaves();
         if let Some(derived) = &self.tree.derived {
             derived.add_stats(&mut stats);
         }

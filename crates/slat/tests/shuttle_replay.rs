@@ -64,6 +64,7 @@ struct MovingHost {
     is_always_writable: bool,
     /// Whether it records which leaves go.
     sees_zaps: bool,
+    needs_zapped_leaves: bool,
     /// A resolve may let other threads run for long.
     blocks: bool,
     /// Of each used page how often it was moved; of each block if pages are huge.
@@ -79,6 +80,7 @@ impl MovingHost {
             max_size_of_reads: max_size,
             is_always_writable: false,
             sees_zaps: false,
+            needs_zapped_leaves: true,
             blocks: false,
             nr_moves: Default::default(),
         }
@@ -147,6 +149,10 @@ unsafe impl Host for MovingHost {
         }
     }
 
+    fn needs_zapped_leaves(&self) -> bool {
+        self.needs_zapped_leaves
+    }
+
     fn yield_now(&self) {
         self.inner.yield_now();
     }
@@ -181,7 +187,7 @@ fn guest<F: Format>(vm: &TestVm<F>, index: usize, pages: [u64; 2]) {
     }
 }
 
-/// Moves pages: a page, parts of blocks, or blocks at a time.
+/// Moves pages: a page, parts of blocks, blocks at a time, or all that a PTE of the root maps.
 fn mover<F: Format>(vm: &TestVm<F>) {
     let host = vm.host();
     for _ in 0..1 + random(2) {
@@ -189,18 +195,19 @@ fn mover<F: Format>(vm: &TestVm<F>) {
         let block = GfnRange::new(Gfn(random(2) * BLOCK), BLOCK);
         let page = GfnRange::new(Gfn(block.start.0 + random(3)), 1);
         let a_block_and_more = GfnRange::new(Gfn(0), BLOCK + 1);
-        let parts = [block, page, GfnRange::new(block.start, 2), a_block_and_more];
+        let below_the_root = GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - 13));
+        let parts = [block, page, GfnRange::new(block.start, 2), a_block_and_more, below_the_root];
         // Of a huge page a part may be invalidated. It moves as a whole.
         let range = pick(&parts);
         let invalidation = vm.invalidate_range(range).unwrap();
         let moved: Vec<u64> = USED.into_iter().filter(|&gfn| range.contains(Gfn(gfn))).collect();
-        if !is_huge || range == block {
+        if !is_huge || range == block || range == below_the_root {
             for &gfn in &moved {
-                if is_huge && gfn != block.start.0 {
+                if is_huge && gfn % BLOCK != 0 {
                     continue;
                 }
                 let nr_moves = host.moves(gfn).fetch_add(1, Ordering::SeqCst) + 1;
-                let of_it = moved.iter().filter(|&&it| it == gfn || is_huge);
+                let of_it = moved.iter().filter(|&&it| it == gfn || (is_huge && it / BLOCK == gfn / BLOCK));
                 of_it.for_each(|&it| {
                     events::record(Event::HostChanges { gfn: it, pfn: MovingHost::place(it, nr_moves).0 });
                 });
@@ -251,7 +258,9 @@ fn new_vm<F: Format>(host: MovingHost, config: Config, flags: MemoryRegionFlags,
 fn invalidations<F: Format>() {
     events::start();
     let max_size = pick(&[PageSize::Size4K, PageSize::Size2M]);
-    let vm = new_vm::<F>(MovingHost::new(max_size), Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
+    let mut host = MovingHost::new(max_size);
+    host.needs_zapped_leaves = random(2) == 0;
+    let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
     let first = pick(&[0, BLOCK]);
     let other: Body<F> =
         if max_size == PageSize::Size4K { Box::new(mover) } else { Box::new(move |vm| collapser(vm, first)) };

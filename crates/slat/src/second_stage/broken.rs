@@ -142,8 +142,9 @@ pub(crate) fn cancel<H: Host, F: Format>(
     None
 }
 
-/// Reports what is behind the broken PTE `value` of `level`, for the pages from `start` on, and
-/// freezes it. Called when the PTE itself was frozen.
+/// Reports what is behind the broken PTE `value` of `level`, for the pages from `start` on, freezes
+/// it, and counts the leaves as zapped. Called by the thread that has frozen the PTE itself: it is
+/// not linked any more, and the exchange of its owner fails.
 ///
 /// # Safety
 /// `value` was read inside the guard from a PTE of `level` of this tree, and is broken.
@@ -158,6 +159,13 @@ pub(super) unsafe fn report_frozen<H: Host, F: Format>(
     let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: as the caller promises.
     unsafe { report.report_and_freeze(table, level.down(), start, breaking) }
+    if breaking == Breaking::Split {
+        // The parts are not linked: they are still one leaf.
+        op.stats().count(Counter::zapped(level));
+    } else {
+        op.stats().add(Counter::Zapped4K, report.nr_4k);
+        op.stats().add(Counter::Zapped2M, report.nr_2m);
+    }
 }
 
 impl<H: Host, F: Format> ReportZapped<'_, H, F> {

@@ -197,11 +197,11 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
             self.batch.flush();
         }
-        if tree.epochs.nr_deferred_tables() >= self.max_deferred {
+        if tree.epochs.nr_listed_tables() >= self.max_deferred {
             // The guards that they waited for may be over by now.
             tree.reclaim();
         }
-        tree.epochs.nr_deferred_tables() < self.max_deferred
+        tree.epochs.nr_listed_tables() < self.max_deferred
     }
 
     /// Looks at the page-table page for `block`, if there is one, and finds out whether the host

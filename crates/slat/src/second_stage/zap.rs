@@ -26,8 +26,9 @@
 //!
 //! A pinned leaf (`second_stage/map.rs`) is not reported: its frames are released after the flush.
 //! If the range covers a part of it, the zap waits for memory to split it, since no fault would
-//! bring its neighbours back. The caller has split that across the end of the range before (`map::split_end`), and the zap
-//! visits that across its start first: without memory it fails before it has changed anything.
+//! bring its neighbours back. The caller has split that across the end of the range before
+//! (`map::split_end`), and the zap visits that across its start first: without memory it fails
+//! before it has changed anything.
 //!
 //! An empty PTE that the range covers in part gets a number as a whole: no page-table page is made
 //! for memory that was never mapped. A fault beside the range that has read the PTE already reads
@@ -35,6 +36,21 @@
 //!
 //! While [`MAX_DEFERRED_TABLES`] unlinked page-table pages wait, perhaps for a guard that was
 //! suspended, no more are unlinked. The others stay linked, with empty PTEs.
+//!
+//! **Leaves that go unseen.** Where no one needs the leaves
+//! ([`Tree::may_unlink_leaves`](crate::table::Tree::may_unlink_leaves)), the first pass does not
+//! visit them. At a directory entry of 1 GiB that the range covers, or of 2 MiB where it covers no
+//! more, it
+//! 1. exchanges the entry for an empty PTE with a fresh number,
+//! 2. freezes the PTEs of the page-table page below, if they are directory entries. A frozen one
+//!    keeps which page-table page of the lowest level it named. Of one of the lowest level it
+//!    freezes two: the list of retired ones needs them,
+//! 3. gives the page-table page to the batch, and with it those that it names, which it does not
+//!    even read.
+//!
+//! The batch is flushed and retired as always. The leaves are counted when their page-table pages
+//! are freed (`table/retire.rs`). While [`MAX_DEFERRED_LEAF_TABLES`] wait, the zap goes leaf by
+//! leaf.
 //!
 //! An unflushed PTE ([`InvalidationSeq::unflushed`]) that the range covers in part loses that flag.
 //! So the first of many invalidations beside a fault lets it link page-table pages there
@@ -47,6 +63,31 @@
 //! **Reports.** Another zap may find the PTE empty already, and its caller frees the frame. By then
 //! the host must know all, whichever thread was preempted. So the host is notified before the
 //! exchange, and leaves are emptied one by one before their page-table page is unlinked.
+//!
+//! **Leaves that go unseen.** A fault that came to the page-table page before step 1 may still
+//! install there: at an entry of 2 MiB before step 2, in a page of the lowest level at any time.
+//! That is in vain, and harmless (`models/proofs/invalidation.py`):
+//! - *Before the flush* a CPU that has the path cached may use the leaf. It is an answer that the
+//!   host still holds true: it takes it back when this zap, or an earlier one of the page, has
+//!   flushed. An earlier zap has visited the page, so the fault's exchange fails; or it came to the
+//!   unlinked page-table page as well, and its flush ends the path.
+//! - *After the flush* no CPU comes there. The guest faults again, on the empty PTE of step 1.
+//! - *The dirty log* has each page that a fault has made writable, there too: a fault marks after
+//!   its exchange. A harvest that misses the leaf has taken the page's bit, so it flushes the page.
+//!   A mark for a page that is not mapped any more is a page that is copied once more. Where the
+//!   dirty bit of a leaf is the only record of a write, the zap visits each leaf.
+//! - *Page-table pages*: none is linked below a frozen PTE, and those of the lowest level name
+//!   none. So each has one owner. One behind a broken PTE belongs to the owner of that PTE: its
+//!   exchange fails, since the PTE is frozen, and it retires the page.
+//! - *Pinned leaves* are released one by one. In a VM that has a pinned memslot the zap visits each
+//!   leaf ([`Tree::note_pinned`](crate::table::Tree::note_pinned)).
+//! - *Shadow pages* are made of leaves that were read, and checked by reading them again. So with
+//!   derived tables the zap visits each leaf.
+//! - *Break before make*: faults are kept out until the flush, so nothing of another size is made
+//!   at the empty PTE before. (In a rescan they are not, [`Faults::MayComeBack`]: it unlinks
+//!   nothing.) In a page-table page of the lowest level faults make only leaves of 4 KiB, which
+//!   CPUs may have cached there anyway. So in these formats only such pages go with their leaves,
+//!   each by an entry of 2 MiB.
 //!
 //! **Unflushed PTEs.** The value that was read never comes back, so no CPU has cached anything
 //! there since the flush. If the exchange fails, another operation has changed the PTE. The zap
@@ -73,12 +114,13 @@ use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::operation::Operation;
+use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::Changed;
+use crate::table::pte_ref::{Changed, Ptes};
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -92,6 +134,16 @@ pub(super) const TABLES_PER_FLUSH: u64 = 512;
 /// Unlinked page-table pages that may wait for their grace period. Each zap under way may hold
 /// [`TABLES_PER_FLUSH`] more.
 pub(super) const MAX_DEFERRED_TABLES: u64 = 1024;
+
+/// As [`MAX_DEFERRED_TABLES`], with those that go with these because leaves go unseen: 256 MiB.
+/// Each zap under way may hold [`LEAF_TABLES_PER_FLUSH`] more, and those of 1 GiB.
+const MAX_DEFERRED_LEAF_TABLES: u64 = 1 << 16;
+
+/// As [`TABLES_PER_FLUSH`], with those that go with these: of 32 GiB of leaves of 4 KiB.
+const LEAF_TABLES_PER_FLUSH: u64 = 1 << 14;
+
+/// The PTEs of a retired page-table page that the list needs.
+const NR_LIST_PTES: usize = 2;
 
 /// What keeps faults from installing again what a zap has emptied.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -116,8 +168,11 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
     faults: Faults,
     batch: &mut TlbBatch<'t, H, F>,
 ) -> Result<u64, OutOfMemory> {
-    if op.tree.epochs.nr_deferred_tables() >= MAX_DEFERRED_TABLES {
-        // The guards that they waited for may be over by now.
+    let leaves_go_unseen = faults == Faults::KeptOut && op.tree.may_unlink_leaves();
+    // The guards that they waited for may be over by now.
+    if leaves_go_unseen && op.tree.epochs.nr_deferred_tables() >= MAX_DEFERRED_LEAF_TABLES {
+        op.tree.reclaim_all();
+    } else if op.tree.epochs.nr_listed_tables() >= MAX_DEFERRED_TABLES {
         op.tree.reclaim();
     }
     let mut zap = Zap {
@@ -131,6 +186,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
+        leaves_go_unseen,
         flushed: None,
         nr_pinned: 0,
     };
@@ -155,6 +211,8 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
 enum Work<F> {
     /// What was zapped is flushed, and the unlinked page-table pages are retired.
     Retire,
+    /// As `Retire`, and all is freed that can be.
+    MakeRoom,
     /// A leaf that is covered in part is broken before it is split.
     Break(Pte<F>, Level),
     /// An unflushed empty PTE that is covered in part is flushed before it gets a number.
@@ -181,6 +239,8 @@ struct Zap<'z, 't, H: Host, F: Format> {
     is_out_of_memory: bool,
     /// Too many unlinked page-table pages wait, so some were left linked.
     leaves_tables: bool,
+    /// Page-table pages are unlinked with the leaves in them.
+    leaves_go_unseen: bool,
     /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
     /// back.
     flushed: Option<Pte<F>>,
@@ -210,6 +270,10 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
                 self.batch.flush();
                 self.op.tree.reclaim();
             }
+            Work::MakeRoom => {
+                self.batch.flush();
+                self.op.tree.reclaim_all();
+            }
             // If the PTE has changed meanwhile, the next turn reads it anew.
             Work::Break(value, level) => {
                 let _: Result<(), Changed> = split::split_by_breaking(self.op, &mut self.tables, gfn, value, level);
@@ -229,11 +293,16 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
 }
 
 impl<H: Host, F: Format> Zap<'_, '_, H, F> {
+    /// The highest level of a directory entry that is unlinked with the leaves below; see the
+    /// module.
+    const HIGHEST_UNSEEN: Level = if F::BREAK_BEFORE_MAKE { Level::L2M } else { Level::L1G };
+
     /// Visits the cursor's PTE.
     #[expect(clippy::too_many_lines, reason = "one match over all states of a PTE, each in a few lines")]
     #[inline]
     fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work<F>> {
-        if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
+        if self.batch.nr_unlinked() >= TABLES_PER_FLUSH || self.batch.nr_unlinked_with_leaves() >= LEAF_TABLES_PER_FLUSH
+        {
             return Next::Leave(Work::Retire);
         }
         let (op, range) = (self.op, self.range);
@@ -308,6 +377,31 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 let _: Result<(), Changed> = install::split(cursor, &mut self.tables, value);
                 return Next::Again(0);
             }
+            State::Table
+                if self.leaves_go_unseen
+                    && level <= Self::HIGHEST_UNSEEN
+                    && self.pass == Level::L4K
+                    && range.covers(block) =>
+            {
+                match self.room_for_leaf_tables() {
+                    Room::Yes => {}
+                    Room::AfterFlush => return Next::Leave(Work::MakeRoom),
+                    Room::No => {
+                        cursor.step_down();
+                        return Next::Again(0);
+                    }
+                }
+                // As below, a fresh number, and no frozen PTE before the exchange.
+                let done = cursor.replace(value, Pte::empty(op.tree.next_seq()));
+                if done.is_ok() {
+                    // SAFETY: this thread has just read the address in the PTE and unlinked the
+                    // page-table page. The batch gets the block below.
+                    nr_steps +=
+                        unsafe { self.take_over_with_leaves(guard, value.table_below(), level.down(), block.start) };
+                    self.batch.add(block);
+                }
+                done
+            }
             State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
                 // A fresh number: greater ones than the zap's may have been left inside
                 // (`table/invalidation_seq.rs`).
@@ -324,6 +418,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 }
                 done
             }
+            State::Table if level == Level::L2M && self.pass == Level::L4K && range.covers(block) => {
+                let Some((_, ptes)) = cursor.read_table(level) else { return Next::Again(0) };
+                return self.zap_ptes(guard, ptes, block);
+            }
             // Earlier passes have emptied what is below.
             State::Table if level <= self.pass && self.pass > Level::L4K => Ok(()),
             State::Table => {
@@ -335,6 +433,69 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             Ok(()) => Next::Advance(nr_steps),
             Err(Changed) => Next::Again(0),
         }
+    }
+
+    /// Visits `ptes` of the lowest level, all of a page-table page that maps `block`: what
+    /// [`visit`](Self::visit) does for each of them, with what is the same for all done once.
+    fn zap_ptes(&mut self, guard: &Guard<'_>, ptes: Ptes<'_, F>, block: GfnRange) -> Next<Work<F>> {
+        let (op, tree) = (self.op, self.op.tree);
+        let marks = !tree.config.first_write_faults(Level::L4K);
+        let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
+        let of_leaf = if may_come_back { self.seq.unflushed() } else { self.seq };
+        let mut nr_zapped = 0;
+        let mut next = Next::Advance(1 + F::TABLE_ENTRIES as u64);
+        'ptes: for (gfn, pte) in (block.start.0..).map(Gfn).zip(ptes.iter()) {
+            loop {
+                let value = pte.load();
+                match value.state(Level::L4K) {
+                    State::Leaf | State::Tracked => {
+                        let range = GfnRange::new(gfn, 1);
+                        let is_pinned = value.is_pinned();
+                        if is_pinned && !self.batch.has_room_to_release() {
+                            next = Next::Leave(Work::Retire);
+                            break 'ptes;
+                        }
+                        if marks && !is_pinned {
+                            mark_dirty(op, guard, value, Level::L4K, range);
+                        }
+                        if !is_pinned {
+                            node::report_zapped(tree, value, Level::L4K, range);
+                        }
+                        if pte.exchange(value, Pte::empty(of_leaf)).is_err() {
+                            continue;
+                        }
+                        if nr_zapped == 0 {
+                            // Not at the end: a report may unwind.
+                            self.batch.add(block);
+                        }
+                        nr_zapped += 1;
+                        if is_pinned {
+                            self.batch.add_released(range, tree.encoding.frame(value, Level::L4K));
+                            self.nr_pinned += 1;
+                        } else if marks {
+                            mark_dirty(op, guard, value, Level::L4K, range);
+                        }
+                    }
+                    State::Empty(found) if found < self.seq => {
+                        let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed();
+                        let seq = if is_unflushed { self.seq.unflushed() } else { self.seq };
+                        if pte.exchange(value, Pte::empty(seq)).is_err() {
+                            continue;
+                        }
+                    }
+                    State::Empty(_) => {}
+                    // The page-table page was unlinked meanwhile, or is broken.
+                    State::Frozen | State::Broken | State::Table => {
+                        next = Next::Again(0);
+                        break 'ptes;
+                    }
+                }
+                break;
+            }
+        }
+        op.stats().add(Counter::Zapped4K, nr_zapped);
+        op.stats().add(Counter::Zapped, nr_zapped);
+        next
     }
 
     /// The sequence number for a PTE of `level` that becomes empty; see the module.
@@ -364,9 +525,23 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     }
 
     fn may_unlink(&mut self) -> bool {
-        let may_unlink = self.op.tree.epochs.nr_deferred_tables() < MAX_DEFERRED_TABLES;
+        let may_unlink = self.op.tree.epochs.nr_listed_tables() < MAX_DEFERRED_TABLES;
         self.leaves_tables |= !may_unlink;
         may_unlink
+    }
+
+    /// Whether one more page-table page may be unlinked with its leaves, and those below it.
+    fn room_for_leaf_tables(&self) -> Room {
+        let epochs = &self.op.tree.epochs;
+        let nr_listed = epochs.nr_listed_tables() + self.batch.nr_unlinked();
+        let nr_tables = epochs.nr_deferred_tables() + self.batch.nr_unlinked_with_leaves();
+        if nr_listed < MAX_DEFERRED_TABLES && nr_tables < MAX_DEFERRED_LEAF_TABLES {
+            Room::Yes
+        } else if self.batch.nr_unlinked() > 0 {
+            Room::AfterFlush
+        } else {
+            Room::No
+        }
     }
 
     /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `guard`, to
@@ -410,6 +585,56 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         // SAFETY: as the caller promises; its PTEs are empty, or were frozen above.
         unsafe { self.batch.add_unlinked(table) }
     }
+
+    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `guard`, to the
+    /// batch, with its leaves and with the page-table pages of leaves below it: see the module.
+    /// Returns how many PTEs it visited.
+    ///
+    /// # Safety
+    /// As for [`take_over`](Self::take_over), but that there may be leaves, and that faults may
+    /// install some. `level` is 2 MiB at most.
+    unsafe fn take_over_with_leaves(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) -> u64 {
+        debug_assert!(level <= Level::L2M, "page-table pages of leaves are named by one that is retired");
+        let (op, stats) = (self.op, self.op.stats());
+        // SAFETY: as the caller promises.
+        let ptes = unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) };
+        let nr_frozen = if level == Level::L4K { NR_LIST_PTES } else { F::TABLE_ENTRIES };
+        let (mut nr_leaves, mut nr_tables, mut nr_steps) = (0, 1, nr_frozen as u64);
+        for (index, pte) in ptes.iter().take(nr_frozen).enumerate() {
+            let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
+            let mut value = pte.load();
+            while let Err(found) = pte.freeze_as_was(value) {
+                value = found;
+            }
+            match value.state(level) {
+                State::Leaf | State::Tracked => nr_leaves += 1,
+                State::Table if index < NR_LIST_PTES => {
+                    // SAFETY: this thread has just frozen the PTE, which the list overwrites.
+                    nr_steps += unsafe { self.take_over_with_leaves(guard, value.table_below(), level.down(), gfn) };
+                }
+                // The frozen PTE names it.
+                State::Table => nr_tables += 1,
+                // SAFETY: the PTE was read inside the guard, and was broken.
+                State::Broken => unsafe { broken::report_frozen(op, guard, value, level, gfn) },
+                State::Empty(_) | State::Frozen => {}
+            }
+        }
+        stats.add(Counter::zapped(level), nr_leaves);
+        stats.add(Counter::Zapped, nr_leaves);
+        // SAFETY: as the caller promises. The first PTEs were frozen above, and in a page-table
+        // page of directory entries all. They alone name the page-table pages below, none of which
+        // a list has, but for those of the first, which were added above.
+        unsafe { self.batch.add_unlinked_with_leaves(table, nr_tables) }
+        nr_steps
+    }
+}
+
+/// Whether page-table pages may be unlinked with their leaves.
+enum Room {
+    Yes,
+    /// Perhaps, once what the zap has unlinked is flushed and retired.
+    AfterFlush,
+    No,
 }
 
 /// Marks the page of `leaf` of `level`, which maps `range`, if the leaf's dirty bit is the only

@@ -3,10 +3,11 @@
 //!
 //! The cursor remembers its page-table page, so that the next frame of the same page costs one
 //! index; the way to any other begins at the root. The page may have been unlinked meanwhile. Its
-//! PTEs are then frozen, or empty with sequence numbers on which no fault installs. A walk that
-//! reads a frozen PTE starts over at the root ([`Cursor::restart`]). A change in an unlinked page
-//! is lost with it. So an operation whose "there is nothing to do here" must be up to date walks
-//! from the root after its fence (see `dirty/log.rs`). A cursor lives inside one guard.
+//! PTEs are then frozen, or empty with sequence numbers on which no fault installs; or it went with
+//! its leaves, and faults may still install there (`second_stage/zap.rs`). A walk that reads a
+//! frozen PTE starts over at the root ([`Cursor::restart`]). A change in an unlinked page is lost
+//! with it. So an operation whose "there is nothing to do here" must be up to date walks from the
+//! root after its fence (see `dirty/log.rs`). A cursor lives inside one guard.
 //!
 //! A fault makes two cursors, so a cursor must fit into registers: no array of the pages on the
 //! way.
@@ -166,8 +167,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.level = self.level.down();
     }
 
-    /// Returns a cursor at the PTE of 4 KiB for `gfn`, with its value. `None` if the page-table pages
-    /// do not reach so low; in one that was unlinked they may.
+    /// Returns a cursor at the PTE of 4 KiB for `gfn`, with its value. `None` if the page-table
+    /// pages do not reach so low; in one that was unlinked they may.
     ///
     /// For a fault, which walks from the root twice: the levels are constants here, and most faults
     /// find what they need at this one.

@@ -1,11 +1,12 @@
 //! The tree of page-table pages, and which operation may change what in it.
 //!
 //! Read `pte` first: it has the states of a PTE and the transitions between them. `pte_ref` changes
-//! a PTE, and `encoding` is what the format leaves to a VM. `invalidation_seq` invalidates a range beside faults that are under way, `in_flight`
-//! holds the ranges in flight. `generation` bounds how often a directory entry is protected. `node`
-//! turns memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
-//! flushes that are due, and flushes `derived` tables first; `retire` and `participant` say when an
-//! unlinked page-table page may be freed. `vm_lock` is the optional lock.
+//! a PTE, and `encoding` is what the format leaves to a VM. `invalidation_seq` invalidates a range
+//! beside faults that are under way, `in_flight` holds the ranges in flight. `generation` bounds
+//! how often a directory entry is protected. `node` turns memory of the host into page-table pages,
+//! `cursor` moves through them. `tlb` collects the flushes that are due, and flushes `derived`
+//! tables first; `retire` and `participant` say when an unlinked page-table page may be freed.
+//! `vm_lock` is the optional lock.
 
 pub(crate) mod cursor;
 pub(crate) mod derived;
@@ -32,7 +33,7 @@ use crate::error::ConfigError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::{Side, record};
+use crate::sync::{AtomicBool, Ordering, Side, full_fence, record};
 use derived::DerivedTables;
 use encoding::Encoding;
 use generation::Generations;
@@ -42,6 +43,10 @@ use invalidation_seq::InvalidationSeqCounter;
 use retire::{Epochs, FaultGuard, FaultPin, Fences, NestedGuard, Participant, SharedParticipant};
 use tlb::TlbBatch;
 use vm_lock::{HeldLock, VmLock};
+
+/// Page-table pages with leaves that a call frees beside its own work. Each is read first, to count
+/// what was mapped, which takes up to 1 us.
+const TABLES_PER_RECLAIM: u64 = 128;
 
 /// The page tables of one VM, with the state of their protocols.
 pub(crate) struct Tree<H: Host, F: Format> {
@@ -56,6 +61,10 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) epochs: Epochs,
     /// The page tables that hardware walks instead of this tree.
     pub(crate) derived: Option<Box<dyn DerivedTables<H, F>>>,
+    /// [`Host::needs_zapped_leaves`].
+    needs_zapped_leaves: bool,
+    /// Whether there was ever a pinned memslot, or about to be one.
+    has_pinned: AtomicBool,
 }
 
 /// A guard that may change the tree. It is inside the VM's lock, if there is one. The order of the
@@ -76,6 +85,7 @@ impl<H: Host, F: Format> Tree<H, F> {
         let root = node::new_root::<H, F>(&host, &encoding).ok_or(ConfigError::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         let lock = VmLock::new(&config);
+        let needs_zapped_leaves = host.needs_zapped_leaves();
         Ok(memory.fill(Tree {
             host,
             root,
@@ -87,6 +97,8 @@ impl<H: Host, F: Format> Tree<H, F> {
             epochs: Epochs::new(fences).with_lock_timing(lock.timing()),
             lock: CachePadded::new(lock),
             derived,
+            needs_zapped_leaves,
+            has_pinned: AtomicBool::new(false),
         }))
     }
 
@@ -186,9 +198,54 @@ impl<H: Host, F: Format> Tree<H, F> {
         self.generations.renew_if_low(&self.epochs, || self.host.barrier_on_all_cpus());
     }
 
-    /// Frees the page-table pages whose grace period is over.
-    pub(crate) fn reclaim(&self) {
-        self.epochs.reclaim_tables(&self.host, &self.encoding);
+    /// Notes that there is a pinned memslot at `range`, before it is published: from now on zaps
+    /// visit each leaf. `false`: one that may not is under way there.
+    pub(crate) fn note_pinned(&self, range: GfnRange) -> bool {
+        self.has_pinned.store(true, Ordering::Relaxed);
+        if self.needs_zapped_leaves {
+            return true;
+        }
+        // A store-load pair with a zap, which publishes its range, and then reads the flag.
+        full_fence();
+        let mut next = range.start;
+        while next < range.end {
+            match self.in_flight.free_level(next, self.root_level()) {
+                Some(level) => next = next.block(level).end,
+                None => return false,
+            }
+        }
+        true
+    }
+
+    /// Whether the end of the VM must visit each leaf: the host is notified of it, or its frame is
+    /// released.
+    pub(crate) fn needs_each_leaf(&self) -> bool {
+        self.needs_zapped_leaves || self.has_pinned.load(Ordering::Relaxed)
+    }
+
+    /// Whether a zap may unlink page-table pages with the leaves in them (`second_stage/zap.rs`
+    /// says why it may not elsewhere). The one place that decides. The range of the zap is
+    /// published.
+    pub(crate) fn may_unlink_leaves(&self) -> bool {
+        !self.needs_zapped_leaves
+            && !self.has_pinned.load(Ordering::Relaxed)
+            && self.config.dirty_tracking.write_protects()
+            && self.derived.is_none()
+    }
+
+    /// Frees page-table pages whose grace period is over: all that were emptied, and of those with
+    /// leaves as many as one call frees beside its own work. Returns whether there are more.
+    pub(crate) fn reclaim(&self) -> bool {
+        self.epochs.reclaim_tables(&self.host, &self.encoding, TABLES_PER_RECLAIM)
+    }
+
+    /// Frees all page-table pages whose grace period is over, and yields in between.
+    pub(crate) fn reclaim_all(&self) {
+        while self.reclaim() {
+            if self.should_yield() {
+                self.host.yield_now();
+            }
+        }
     }
 
     /// Page-table pages that are linked, or kept by vCPUs, approximately.

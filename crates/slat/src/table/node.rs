@@ -14,9 +14,9 @@ use core::slice;
 use super::Tree;
 use super::encoding::Encoding;
 use super::invalidation_seq::InvalidationSeq;
-use super::pte::{Breaking, Pte, State};
+use super::pte::{Breaking, Frozen, Pte, State};
 use super::pte_ref::{Changed, PteRef, Ptes};
-use super::retire::Guard;
+use super::retire::{Freed, Guard};
 use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
@@ -164,8 +164,53 @@ unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl Fn
     }
 }
 
-/// Frees all page-table pages of a tree, and notifies the host of all leaves, as an invalidation of
-/// everything would.
+/// Frees the page-table pages of leaves of 4 KiB that the frozen PTEs of `table` name, as many as
+/// `left` says, and counts leaves in `table` itself. Returns whether that is all. The page itself
+/// is the caller's to free then.
+///
+/// # Safety
+/// `table` is of a chain ([`TableChain::push_with_leaves`](super::retire::TableChain)) that was
+/// retired. No guard can reach it, and it is the caller's alone.
+pub(super) unsafe fn free_leaves<H: Host, F: Format>(
+    host: &H,
+    encoding: &Encoding<F>,
+    table: Hpa,
+    left: &mut u64,
+    freed: &mut Freed,
+) -> bool {
+    if *left == 0 {
+        return false;
+    }
+    // SAFETY: it was filled when it was linked, and is not freed yet.
+    let cells = unsafe { entries(host, table, F::TABLE_ENTRIES) };
+    // The first two carry the link and the tag.
+    for cell in &cells[2..] {
+        let value = Pte::<F>::from_bits(cell.load(Ordering::Relaxed));
+        if !value.is_frozen() {
+            freed.nr_leaves += u64::from(value.maps_a_page());
+            continue;
+        }
+        let Frozen::Table(below) = value.before_freezing(Level::L2M) else { continue };
+        if *left == 0 {
+            return false;
+        }
+        // SAFETY: it was filled when it was linked. The PTE alone names it.
+        let leaves = unsafe { entries(host, below, F::TABLE_ENTRIES) };
+        let maps_a_page = |cell: &AtomicU64| Pte::<F>::from_bits(cell.load(Ordering::Relaxed)).maps_a_page();
+        freed.nr_leaves += leaves.iter().map(|cell| u64::from(maps_a_page(cell))).sum::<u64>();
+        // SAFETY: only by way of `table` could a guard have reached it.
+        unsafe { free(host, encoding, below) }
+        // A later call goes on behind it.
+        cell.store(Pte::<F>::FROZEN.bits(), Ordering::Relaxed);
+        freed.nr_tables += 1;
+        *left -= 1;
+    }
+    *left = left.saturating_sub(1);
+    true
+}
+
+/// Frees all page-table pages of a tree, and notifies the host of all leaves that it needs, as an
+/// invalidation of everything would.
 ///
 /// # Safety
 /// The tree is not used any more.
@@ -178,12 +223,13 @@ pub(crate) unsafe fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
 }
 
 /// Frees all page-table pages below that at `table`, of `nr_ptes` PTEs of `level` for the frames
-/// from `start` on, and notifies the host of the leaves. No PTE is broken: calls that break one are
-/// over, and so are what they borrow.
+/// from `start` on, and notifies the host of the leaves that it needs. No PTE is broken: calls that
+/// break one are over, and so are what they borrow.
 ///
 /// # Safety
 /// The page belongs to `tree`, of which the caller is the only user.
 unsafe fn free_below<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, nr_ptes: usize, level: Level, start: Gfn) {
+    let needs_each_leaf = tree.needs_each_leaf();
     // SAFETY: the page is linked in a tree of which the caller is the only user, so it stays for
     // this loop.
     let cells = unsafe { entries(&tree.host, table, nr_ptes) };
@@ -193,8 +239,11 @@ unsafe fn free_below<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, nr_ptes:
         match value.state(level) {
             State::Table => {
                 let below = value.table_below();
-                // SAFETY: as the caller promises, and it is linked only once.
-                unsafe { free_below::<H, F>(tree, below, F::TABLE_ENTRIES, level.down(), gfn) }
+                // Page-table pages of the lowest level name no others.
+                if level > Level::L2M || needs_each_leaf {
+                    // SAFETY: as the caller promises, and it is linked only once.
+                    unsafe { free_below::<H, F>(tree, below, F::TABLE_ENTRIES, level.down(), gfn) }
+                }
                 // SAFETY: it is no root, and no other thread uses the tree.
                 unsafe { free(&tree.host, &tree.encoding, below) }
             }
@@ -269,7 +318,14 @@ impl TableCache {
             self.node = node;
         }
         while self.len < count {
-            self.tables[self.len] = allocate(&tree.host, &tree.encoding, F::TABLE_ENTRIES, node, wait).ok_or(())?;
+            let allocate = || allocate(&tree.host, &tree.encoding, F::TABLE_ENTRIES, node, wait);
+            let mut table = allocate();
+            if table.is_none() && wait == AllocationWait::Allowed && tree.epochs.nr_deferred_tables() > 0 {
+                // What zaps have left may be much.
+                tree.reclaim_all();
+                table = allocate();
+            }
+            self.tables[self.len] = table.ok_or(())?;
             stats.count(Counter::TablesAllocated);
             self.len += 1;
         }

@@ -36,9 +36,9 @@
 //! | leaf, tracked -> empty | zap, once it is reported; fault that replaces a read-only leaf |
 //! | table -> table, protected | lazy protection; clears W, moves the generation on in any case |
 //! | table, protected -> table | push-down, from the value that it began with; sets W |
-//! | table -> empty, fresh number | zap, once all PTEs below are empty |
+//! | table -> empty, fresh number | zap, once all PTEs below are empty, or go unseen |
 //! | empty, table -> frozen | the unlinking thread, where a table could be linked; plain exchange |
-//! | any -> frozen, keeps what it was | recovery of the page-table page, or its abort |
+//! | any -> frozen, keeps what it was | recovery of the page, its abort; zap, leaves unseen |
 //!
 //! The proofs (`models/proofs/`) have a step for each. Under shuttle their replay checks that the
 //! engine makes no other.
@@ -57,9 +57,9 @@
 //! | leaf, tracked -> empty | invalidation: zap_lowest, zap_higher, empty_leaf |
 //! | table -> table, protected | lazy_protection: protect_entry, enabling_protects_entry |
 //! | table, protected -> table | lazy_protection: unprotect |
-//! | table -> empty, fresh number | invalidation: unlink |
+//! | table -> empty, fresh number | invalidation: unlink, unlink_leaves |
 //! | empty, table -> frozen | invalidation: freeze_unlinked |
-//! | any -> frozen, keeps what it was | invalidation: freeze |
+//! | any -> frozen, keeps what it was | invalidation: freeze, freeze_unlinked |
 //!
 //! PTEs of a new page-table page inherit the number of the PTE above. An operation that needs a
 //! broken PTE aborts its owner's work; one that only protects, splits, ages or queries does not.
@@ -295,6 +295,14 @@ impl<F: Format> Pte<F> {
     #[inline]
     pub(crate) fn is_leaf(self, level: Level) -> bool {
         matches!(self.state(level), State::Leaf | State::Tracked)
+    }
+
+    /// Whether a PTE of the lowest level, not frozen, is a leaf, tracked or not. (By fewer tests than
+    /// [`is_leaf`](Self::is_leaf).)
+    #[inline]
+    pub(super) fn maps_a_page(self) -> bool {
+        debug_assert!(!self.is_frozen());
+        self.is_present() || self.0 & TRACKED_BIT != 0
     }
 
     /// Whether hardware uses it.

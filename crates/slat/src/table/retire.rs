@@ -23,9 +23,14 @@
 //! retirement moves the epoch on, and tags the thing with the epoch before. The thing is freed when
 //! every open guard announces an epoch later than the tag.
 //!
-//! Retired page-table pages need no memory of their own. Their PTEs are empty or frozen, and no
-//! thread makes anything else of them; a frozen PTE has room for a payload. The first PTE carries
-//! the link to the next page of the list, the second the tag.
+//! Retired page-table pages need no memory of their own. Their first two PTEs are empty or frozen,
+//! and no thread makes anything else of them; a frozen PTE has room for a payload. The first PTE
+//! carries the link to the next page of the list, the second the tag.
+//!
+//! A page-table page that a zap has unlinked with leaves in it ([`Contents::Leaves`]) may have
+//! leaves of 4 KiB in its other PTEs; or these are frozen, and name the page-table pages of such
+//! leaves that were linked below it. Those are in no list, and were not even read: they are found
+//! and counted when they are freed, as many in one call as its limit says.
 //!
 //! # Why it is correct
 //! A guard that announces an epoch later than the tag began after the thing was unlinked, and
@@ -90,11 +95,49 @@ pub(crate) struct Epochs {
 struct RetiredTables {
     /// Head of the list: a host-physical address, or [`NO_TABLE`].
     first: AtomicU64,
-    /// Page-table pages that were retired and not freed yet. Only a count: it bounds, and does not
-    /// protect.
+    /// Page-table pages on the list. Only a count, as those below: it bounds, and does not protect.
+    nr_listed: AtomicU64,
+    /// Page-table pages that were retired and not freed yet: with those below them.
     nr_deferred: AtomicU64,
-    /// Those that were freed. A count.
+    /// Those that were freed.
     nr_freed: AtomicU64,
+    /// The leaves of 4 KiB in them.
+    nr_freed_leaves: AtomicU64,
+}
+
+/// What is in a page-table page that is retired.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    /// PTEs that are empty or frozen, and name nothing.
+    Nothing,
+    /// Leaves, or page-table pages of leaves.
+    Leaves,
+}
+
+/// What the second PTE of a retired page-table page carries: the tag and the contents.
+#[derive(Clone, Copy)]
+struct Label {
+    tag: u64,
+    contents: Contents,
+}
+
+impl Label {
+    fn bits(self) -> u64 {
+        pte::frozen_number(self.tag << 1 | u64::from(self.contents == Contents::Leaves))
+    }
+
+    fn read(cell: &AtomicU64) -> Label {
+        let number = pte::number_of(cell.load(Ordering::Relaxed));
+        Label { tag: number >> 1, contents: if number & 1 == 0 { Contents::Nothing } else { Contents::Leaves } }
+    }
+}
+
+/// What a reclaim has freed.
+#[derive(Default)]
+pub(super) struct Freed {
+    pub(super) nr_tables: u64,
+    /// Leaves of 4 KiB in them.
+    pub(super) nr_leaves: u64,
 }
 
 impl Epochs {
@@ -106,8 +149,10 @@ impl Epochs {
             participants: Pool::new(),
             retired_tables: CachePadded::new(RetiredTables {
                 first: AtomicU64::new(NO_TABLE.0),
+                nr_listed: AtomicU64::new(0),
                 nr_deferred: AtomicU64::new(0),
                 nr_freed: AtomicU64::new(0),
+                nr_freed_leaves: AtomicU64::new(0),
             }),
         }
     }
@@ -256,18 +301,19 @@ impl Epochs {
         self.participants().any(|participant| participant.resolving.load(Ordering::Acquire) == slot.as_ptr().cast())
     }
 
-    /// Retires a chain of unlinked, emptied, flushed page-table pages.
+    /// Retires a chain of unlinked, flushed page-table pages.
     pub(crate) fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
         // Before the pages are on the list, so that no page is counted as freed before it is
         // counted here.
-        self.retired_tables.nr_deferred.fetch_add(chain.len, Ordering::Relaxed);
-        let tag = pte::frozen_number(self.advance_epoch());
+        self.retired_tables.nr_listed.fetch_add(chain.len, Ordering::Relaxed);
+        self.retired_tables.nr_deferred.fetch_add(chain.nr_tables, Ordering::Relaxed);
+        let tag = self.advance_epoch();
         let mut table = first;
         loop {
             // SAFETY: the page is of the chain, which is this thread's until it is on the list.
             let cells = unsafe { chain_cells(host, table) };
-            store_frozen(&cells[1], tag);
+            store_frozen(&cells[1], Label { tag, ..Label::read(&cells[1]) }.bits());
             if table == last {
                 break;
             }
@@ -276,42 +322,70 @@ impl Epochs {
         self.push_tables(host, chain);
     }
 
-    /// Frees the retired page-table pages that no open guard can reach. Returns how many.
-    pub(crate) fn reclaim_tables<H: Host, F: Format>(&self, host: &H, encoding: &Encoding<F>) -> u64 {
+    /// Frees the retired page-table pages that no open guard can reach, but at most
+    /// `max_with_leaves` of those with leaves. Returns whether there are more of these.
+    pub(crate) fn reclaim_tables<H: Host, F: Format>(
+        &self,
+        host: &H,
+        encoding: &Encoding<F>,
+        max_with_leaves: u64,
+    ) -> bool {
         // Relaxed look first: mostly the list is empty, and then the line stays where it is.
         if self.retired_tables.first.load(Ordering::Relaxed) == NO_TABLE.0 {
-            return 0;
+            return false;
         }
         // Acquire: observes the links and tags of the list.
         let mut next = Hpa(self.retired_tables.first.swap(NO_TABLE.0, Ordering::Acquire));
         let oldest = self.oldest_open(|| host.barrier_on_all_cpus());
-        let mut freed = 0;
+        let mut freed = Freed::default();
+        let (mut nr_unlisted, mut left, mut has_more) = (0, max_with_leaves, false);
         let mut kept = TableChain::new();
         while next != NO_TABLE {
             let table = next;
             // SAFETY: the list holds pages of chains alone. It is this thread's, which frees below.
             let cells = unsafe { chain_cells(host, table) };
             next = pte::link_of(cells[0].load(Ordering::Relaxed));
-            if pte::number_of(cells[1].load(Ordering::Relaxed)) < oldest {
+            let label = Label::read(&cells[1]);
+            let is_reachable = label.tag >= oldest;
+            if !is_reachable && label.contents == Contents::Leaves {
+                // SAFETY: as below; what its frozen PTEs name was linked below it alone.
+                has_more |= !unsafe { node::free_leaves(host, encoding, table, &mut left, &mut freed) };
+            }
+            // Once the limit is reached, all others with leaves stay.
+            if is_reachable || (label.contents == Contents::Leaves && has_more) {
+                // SAFETY: it came from a chain, and is off the list now.
+                unsafe { kept.push_labelled(host, table) }
+            } else {
                 // SAFETY: the page was unlinked and flushed before it was retired, all guards that
                 // could reach it are over, and the list it was on is this thread's alone. Roots are
                 // never retired.
                 unsafe { node::free(host, encoding, table) }
-                freed += 1;
-            } else {
-                // SAFETY: it came from a chain, and is off the list now.
-                unsafe { kept.push(host, table) }
+                freed.nr_tables += 1;
+                nr_unlisted += 1;
             }
         }
         self.push_tables(host, kept);
-        self.retired_tables.nr_deferred.fetch_sub(freed, Ordering::Relaxed);
-        self.retired_tables.nr_freed.fetch_add(freed, Ordering::Relaxed);
-        freed
+        let retired = &self.retired_tables;
+        retired.nr_listed.fetch_sub(nr_unlisted, Ordering::Relaxed);
+        retired.nr_deferred.fetch_sub(freed.nr_tables, Ordering::Relaxed);
+        retired.nr_freed.fetch_add(freed.nr_tables, Ordering::Relaxed);
+        retired.nr_freed_leaves.fetch_add(freed.nr_leaves, Ordering::Relaxed);
+        has_more
     }
 
     /// Page-table pages that were retired and freed.
     pub(crate) fn nr_freed_tables(&self) -> u64 {
         self.retired_tables.nr_freed.load(Ordering::Relaxed)
+    }
+
+    /// Leaves of 4 KiB that were freed with their page-table pages.
+    pub(crate) fn nr_freed_leaves(&self) -> u64 {
+        self.retired_tables.nr_freed_leaves.load(Ordering::Relaxed)
+    }
+
+    /// Page-table pages on the list of retired ones: without those that were linked below them.
+    pub(crate) fn nr_listed_tables(&self) -> u64 {
+        self.retired_tables.nr_listed.load(Ordering::Relaxed)
     }
 
     /// Page-table pages that were retired and not freed yet.
@@ -341,7 +415,7 @@ impl Epochs {
             participant.announced.store(IDLE, Ordering::Relaxed);
             participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
-        self.reclaim_tables(host, encoding);
+        self.reclaim_tables(host, encoding, u64::MAX);
     }
 }
 
@@ -354,23 +428,29 @@ unsafe fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
     unsafe { node::entries(host, table, 2) }
 }
 
-/// Page-table pages that were unlinked and emptied, linked through their first PTEs. One thread
-/// owns the chain.
+/// Page-table pages that were unlinked, linked through their first PTEs. One thread owns the chain.
 pub(crate) struct TableChain {
     ends: Option<(Hpa, Hpa)>,
     len: u64,
+    /// With those that go with them.
+    nr_tables: u64,
 }
 
 impl TableChain {
     pub(crate) fn new() -> TableChain {
-        TableChain { ends: None, len: 0 }
+        TableChain { ends: None, len: 0, nr_tables: 0 }
     }
 
     pub(crate) fn len(&self) -> u64 {
         self.len
     }
 
-    /// Adds a page-table page.
+    /// How many there are, with those that go with them.
+    pub(crate) fn nr_tables(&self) -> u64 {
+        self.nr_tables
+    }
+
+    /// Adds a page-table page that was emptied.
     ///
     /// # Safety
     /// - The page is one of the tree whose epochs the chain is retired to, and not its root.
@@ -379,7 +459,41 @@ impl TableChain {
     /// - It is in no chain yet, and no other thread puts it into one.
     /// - The CPUs are flushed before the chain is retired.
     pub(crate) unsafe fn push<H: Host>(&mut self, host: &H, table: Hpa) {
+        // SAFETY: as the caller promises.
+        unsafe { self.push_with(host, table, Contents::Nothing, 1) }
+    }
+
+    /// Adds a page-table page with leaves of 4 KiB, or with frozen PTEs that name the page-table
+    /// pages of such leaves. With those it makes `nr_tables`.
+    ///
+    /// # Safety
+    /// As for [`push`](Self::push), but:
+    /// - Its first two PTEs are frozen, and name nothing. The others are empty or leaves of 4 KiB,
+    ///   of which threads with older guards may still change one into the other; or all of them are
+    ///   frozen.
+    /// - No thread frees what the frozen PTEs name, and no other PTE names it. Its level is the
+    ///   lowest.
+    pub(crate) unsafe fn push_with_leaves<H: Host>(&mut self, host: &H, table: Hpa, nr_tables: u64) {
+        // SAFETY: as the caller promises.
+        unsafe { self.push_with(host, table, Contents::Leaves, nr_tables) }
+    }
+
+    /// # Safety
+    /// As for [`push`](Self::push) or [`push_with_leaves`](Self::push_with_leaves).
+    unsafe fn push_with<H: Host>(&mut self, host: &H, table: Hpa, contents: Contents, nr_tables: u64) {
         // SAFETY: it is in the chain from now on, and is freed only after that is retired.
+        store_frozen(&unsafe { chain_cells(host, table) }[1], Label { tag: 0, contents }.bits());
+        self.nr_tables += nr_tables;
+        // SAFETY: as the caller promises, and it has a label.
+        unsafe { self.push_labelled(host, table) }
+    }
+
+    /// Adds a page-table page that came from a chain.
+    ///
+    /// # Safety
+    /// It is in no chain any more, and this thread alone puts it into one.
+    unsafe fn push_labelled<H: Host>(&mut self, host: &H, table: Hpa) {
+        // SAFETY: as above.
         let cells = unsafe { chain_cells(host, table) };
         self.len += 1;
         self.ends = Some(match self.ends {

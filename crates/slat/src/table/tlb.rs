@@ -39,8 +39,8 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Ranges that are kept apart before one covers them all. The documentation of [`Host::flush`] names
-/// the number, too.
+/// Ranges that are kept apart before one covers them all. The documentation of [`Host::flush`]
+/// names the number, too.
 const MAX_RANGES: usize = 8;
 
 /// Runs of frames that wait for one flush.
@@ -144,6 +144,16 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         unsafe { self.unlinked.push(&self.tree.host, table) }
     }
 
+    /// Adds a page-table page that was unlinked with its leaves, and with those that its frozen
+    /// PTEs name: `nr_tables` together.
+    ///
+    /// # Safety
+    /// As for [`TableChain::push_with_leaves`], and as for [`add_unlinked`](Self::add_unlinked).
+    pub(crate) unsafe fn add_unlinked_with_leaves(&mut self, table: Hpa, nr_tables: u64) {
+        // SAFETY: as the caller promises; the flush comes before the chain is retired.
+        unsafe { self.unlinked.push_with_leaves(&self.tree.host, table, nr_tables) }
+    }
+
     /// Whether a call of [`add_released`](Self::add_released) has room, before the next flush.
     #[inline]
     pub(crate) fn has_room_to_release(&mut self) -> bool {
@@ -176,9 +186,14 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         self.ranges.is_empty() && self.unlinked.len() == 0
     }
 
-    /// How many page-table pages wait for the flush.
+    /// How many page-table pages wait for the flush: without those that go with them.
     pub(crate) fn nr_unlinked(&self) -> u64 {
         self.unlinked.len()
+    }
+
+    /// As [`nr_unlinked`](Self::nr_unlinked), with them.
+    pub(crate) fn nr_unlinked_with_leaves(&self) -> u64 {
+        self.unlinked.nr_tables()
     }
 
     /// Flushes the ranges, if there are any: first in derived tables, then on all CPUs. Then

@@ -24,11 +24,11 @@ const MAX_WAITING_SETS: u64 = 8;
 impl<H: Host, F: Format> Vm<H, F> {
     /// Creates, deletes, moves or changes a memslot; see [`MemoryRegion`].
     ///
-    /// When a deletion or a move returns, no CPU uses the memslot's old range any more, and no fault
-    /// maps it. So the frames of a deleted memslot may be used for something else. Its backing is
-    /// dropped then or later, since a resolve may still read it. During the call a fault in the
-    /// range resumes the guest, whether it maps the page or not. After the call it exits, as where
-    /// no memslot is.
+    /// When a deletion or a move returns, no CPU uses the memslot's old range any more, and no
+    /// fault maps it. So the frames of a deleted memslot may be used for something else. Its
+    /// backing is dropped then or later, since a resolve may still read it. During the call a fault
+    /// in the range resumes the guest, whether it maps the page or not. After the call it exits, as
+    /// where no memslot is.
     ///
     /// A memslot that logs already and is moved is dirty as a whole: all of its pages have another
     /// address.
@@ -41,7 +41,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// - For a bad description, the variant that names what is wrong.
     /// - [`SlotError::OutOfMemory`].
     /// - [`SlotError::SlotBusy`]: another thread is changing the same memslot. KVM would wait for
-    ///   it.
+    ///   it. Or the memslot is pinned, and an invalidation of its range is in flight
+    ///   ([`Host::needs_zapped_leaves`]).
     /// - [`SlotError::TooMuchRetired`]: what earlier changes left cannot be freed yet.
     ///
     /// After an error the memslot is as it was. If memory ran out, pages may have been unmapped;
@@ -59,12 +60,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
     /// // Change its flags, and then move it: the backing stays.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20))?;
-    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30), ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) };
-    /// vm.set_user_memory_region(moved)?;
+    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30),
+    /// ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) }; vm.set_user_memory_region(moved)?;
     /// // Another memslot must not overlap it.
-    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
-    /// assert_eq!(vm.set_user_memory_region(other), Err(SlotError::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
-    /// // Delete it, by size 0.
+    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30),
+    /// ..region(MemoryRegionFlags::empty(), 4096) }; assert_eq!(vm.set_user_memory_region(other),
+    /// Err(SlotError::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 })); // Delete it, by size 0.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::empty(), 0))?;
     /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(LogError::NoSuchSlot { slot: 0 }));
     /// # Ok(())
@@ -102,6 +103,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         let MemoryRegion { slot: id, flags, backing, .. } = region;
         let backing = backing.ok_or(SlotError::NoBacking { slot: id })?;
         let slot = NewSlot::new(id, range, flags, backing, attachments)?;
+        if flags.contains(MemoryRegionFlags::PINNED) && !self.tree.note_pinned(range) {
+            return Err(SlotError::SlotBusy { slot: id });
+        }
         // No sequence number is needed: nothing was mapped there, and a fault that looked before
         // finds no memory.
         self.slots.insert(&self.tree.epochs, participant, slot)
@@ -152,6 +156,9 @@ impl<H: Host, F: Format> Vm<H, F> {
             // Before anything is unmapped: a description that is refused changes nothing. `publish`
             // checks again.
             self.slots.check_vacant(&self.tree.epochs, participant, id, range)?;
+            if flags.contains(MemoryRegionFlags::PINNED) && !self.tree.note_pinned(range) {
+                return Err(SlotError::SlotBusy { slot: id });
+            }
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         // The memslot may still have the log of an earlier time. See `dirty/log.rs`.

@@ -220,6 +220,8 @@ pub struct TestHost {
     allocations_left: AtomicI64,
     quarantine: Mutex<VecDeque<(u64, Layout)>>,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
+    /// Whether a VM is made that reports each leaf.
+    needs_zapped_leaves: bool,
     /// Zapped leaves, if they are to be recorded.
     pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
     /// Frames of pinned pages that were released, and how many flushes there had been.
@@ -266,6 +268,7 @@ impl Default for TestHost {
             allocations_left: AtomicI64::new(-1),
             quarantine: Mutex::default(),
             flushes: Mutex::default(),
+            needs_zapped_leaves: true,
             zapped: Mutex::default(),
             released: Arc::default(),
             zapped_sender: Mutex::default(),
@@ -291,6 +294,13 @@ impl Default for TestHost {
 }
 
 impl TestHost {
+    /// A host that needs no report of leaves.
+    pub fn without_reports() -> TestHost {
+        let mut host = TestHost::default();
+        host.needs_zapped_leaves = false;
+        host
+    }
+
     /// Lets `n` more allocations of page-table pages succeed, then none.
     pub fn fail_after(&self, n: i64) {
         self.allocations_left.store(n, Ordering::SeqCst);
@@ -566,6 +576,10 @@ unsafe impl Host for TestHost {
             sender.send(leaf).unwrap();
         }
         self.called(Call::LeafZapped);
+    }
+
+    fn needs_zapped_leaves(&self) -> bool {
+        self.needs_zapped_leaves
     }
 
     fn release_mapped(&self, range: GfnRange, pfn: Pfn) {

@@ -86,6 +86,11 @@ pub struct TrapHost {
 }
 
 impl TrapHost {
+    /// A host that needs no report of leaves.
+    pub fn without_reports() -> TrapHost {
+        TrapHost { host: TestHost::without_reports(), ..TrapHost::default() }
+    }
+
     /// Counts steps from zero.
     pub fn forget_steps(&self) {
         self.step.store(0, Ordering::SeqCst);
@@ -149,6 +154,10 @@ unsafe impl Host for TrapHost {
 
     fn leaf_zapped(&self, leaf: ZappedLeaf) {
         self.host.leaf_zapped(leaf);
+    }
+
+    fn needs_zapped_leaves(&self) -> bool {
+        self.host.needs_zapped_leaves()
     }
 
     fn should_yield(&self) -> bool {

@@ -53,6 +53,7 @@ mod shadow_bad_input;
 mod shadow_threads;
 mod strict_cpu;
 mod support_matrix;
+mod unseen;
 mod untouched;
 mod unwinding;
 mod userfault;

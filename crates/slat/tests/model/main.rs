@@ -17,7 +17,7 @@ use ops::{
     Aging, Alignment, At, BITMAP_WORDS, Bits, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, NewBitmap, Op,
     RANGE_PAGES, READONLY, SIZES, USERFAULT, WRITES,
 };
-use pair::check;
+use pair::{Reports, check};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use slat::baselines::Locking;
@@ -120,6 +120,10 @@ fn logging() -> impl Strategy<Value = Logging> {
     (tracking, manual_protect, huge, around)
 }
 
+fn reports() -> impl Strategy<Value = Reports> {
+    prop_oneof![Just(Reports::Each), Just(Reports::Some)]
+}
+
 /// Configurations that format `F` supports.
 fn config<F: Format>(locking: Locking) -> impl Strategy<Value = Config> {
     (0..ACCESS_TRACKINGS.len(), logging())
@@ -154,8 +158,8 @@ fn each_format_matches_the_model(locking: Locking) {
         let cases = if F::GENERATION != 0 { 1000 } else { 170 };
         let cases = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
         let ops = prop::collection::vec(op(), 1..80);
-        let result = TestRunner::new(cases).run(&(config::<F>(locking), ops), |(config, ops)| {
-            check::<F>(config, &ops);
+        let result = TestRunner::new(cases).run(&(config::<F>(locking), reports(), ops), |(config, reports, ops)| {
+            check::<F>(config, reports, &ops);
             Ok(())
         });
         result.unwrap_or_else(|error| panic!("{}: {error}", F::NAME));

@@ -11,6 +11,7 @@ fn breaks<F: Format>() {
     let mut host = MovingHost::new(PageSize::Size2M);
     // Small leaves where a huge one was: then there is no recovery.
     host.max_size_of_reads = pick(&[PageSize::Size4K, PageSize::Size2M]);
+    host.needs_zapped_leaves = random(2) == 0;
     let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
     let first = pick(&[0, BLOCK]);
     guests_beside(&vm, first, vec![Box::new(mover), Box::new(mover), Box::new(move |vm| collapser(vm, first))]);
