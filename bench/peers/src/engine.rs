@@ -63,6 +63,11 @@ unsafe impl Host for FrameHost {
 
     fn flush(&self, _ranges: &[GfnRange]) {}
 
+    /// The peers report nothing either.
+    fn needs_zapped_leaves(&self) -> bool {
+        false
+    }
+
     fn has_barrier_on_all_cpus(&self) -> bool {
         self.0.host().has_barrier_on_all_cpus()
     }

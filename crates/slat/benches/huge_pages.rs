@@ -14,6 +14,8 @@
 //!    timed.
 //! 4. *Logging*: the beginning of a log whose pages are all dirty at first, and the first clear of
 //!    a part of it.
+//! 5. *Zaps*: a memslot of 64 GiB of small leaves is deleted, such a VM dropped, and pages, blocks
+//!    and 1 GiB of them are invalidated, with a host that needs reports and with one that does not.
 //!
 //! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31
 //! rounds, `-- table 31 splits` the parts with this in their names. Two CPUs are few for this; on a
@@ -53,6 +55,9 @@ mod timing;
 #[cfg(not(any(loom, shuttle)))]
 #[path = "huge_pages/world.rs"]
 mod world;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "huge_pages/zaps.rs"]
+mod zaps;
 
 #[cfg(not(any(loom, shuttle)))]
 use slat::baselines::Park;
@@ -62,7 +67,7 @@ mod table {
     use std::env;
 
     use super::arena::Memory;
-    use super::{beside, cpus, logging, recovery, splits};
+    use super::{beside, cpus, logging, recovery, splits, zaps};
 
     /// For the page tables of 64 GiB that are split.
     const NR_TABLES: usize = 34 << 10;
@@ -95,6 +100,9 @@ mod table {
         }
         if is_asked("logging") {
             logging::table(memory, nr_rounds, divisor);
+        }
+        if is_asked("zaps") {
+            zaps::table(memory, nr_rounds, divisor);
         }
     }
 }

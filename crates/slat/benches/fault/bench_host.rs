@@ -24,12 +24,19 @@ pub(crate) trait Answer: Send + Sync {
 pub(crate) struct BenchHost<B> {
     memory: Memory,
     start: Instant,
+    needs_zapped_leaves: bool,
     backing: PhantomData<fn() -> B>,
 }
 
 impl<B> BenchHost<B> {
     pub(crate) fn new(memory: Memory) -> BenchHost<B> {
-        BenchHost { memory, start: Instant::now(), backing: PhantomData }
+        BenchHost { memory, start: Instant::now(), needs_zapped_leaves: true, backing: PhantomData }
+    }
+
+    /// This host, which needs no report of the leaves that go.
+    #[allow(dead_code, reason = "one bench compares the two")]
+    pub(crate) fn without_reports(self) -> BenchHost<B> {
+        BenchHost { needs_zapped_leaves: false, ..self }
     }
 }
 
@@ -64,6 +71,11 @@ unsafe impl<B: Answer> Host for BenchHost<B> {
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {}
+
+    #[inline]
+    fn needs_zapped_leaves(&self) -> bool {
+        self.needs_zapped_leaves
+    }
 
     fn has_barrier_on_all_cpus(&self) -> bool {
         membarrier::is_available()
