@@ -254,7 +254,7 @@ impl<F: Format> Pte<F> {
     /// Stands for the directory entry above the root: one that is not protected.
     pub(super) const ABOVE_ROOT: Pte<F> = Pte::from_bits(F::WRITABLE);
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn state(self, level: Level) -> State {
         if !self.is_present() {
             // The most frequent state by one test.

@@ -1,0 +1,228 @@
+//! The faults that are the most by far: on a page of 4 KiB whose page-table page is there, in an
+//! ordinary memslot. Either nothing is mapped yet, or the leaf lacks W alone.
+//!
+//! # Guarantees
+//! Those of each fault (`vcpu`). What such a fault does not settle is left to
+//! [`Fault::go_on`], and so are VMs with a lock or with fault-around.
+//!
+//! # Use
+//! `Vcpu::handle_fault` begins with [`Fault::serve_small`].
+//!
+//! # Implementation
+//! The steps are those of each fault: look, resolve, act. But there is no plan to interpret, and all
+//! levels are constants. To act, the fault does not walk again: it keeps the PTE that its look has
+//! found ([`PteRef::keep`](crate::table::pte_ref::PteRef::keep)). If a page-table page was retired
+//! meanwhile, anywhere in the tree, it does walk.
+//!
+//! # Why it is correct
+//! A second walk can find another PTE for the page only if the page-table page was unlinked since
+//! the look, or before it, on a path that the look took earlier. If it was not retired either, then
+//! the unlinking operation has not withdrawn its range yet, since it retires what it unlinks before
+//! that. The look found no range there, so it read the range's word before the publication. So the
+//! PTE was read before it got the number of that operation, and the exchange fails; or it succeeds
+//! before the operation visits the PTE, which then zaps the leaf. A recovery has frozen the PTE, or
+//! will, and keeps what it finds there.
+
+use super::plan::{self, Found};
+use super::resolve::ask;
+use super::timing::Timing;
+use super::{Fault, NEEDS_PAGE_STATE};
+use crate::addr::{Access, Gfn, Level};
+use crate::config::FaultAround;
+use crate::dirty::log;
+use crate::dirty::ring::DirtyRing;
+use crate::error::FaultError;
+use crate::exit::Outcome;
+use crate::format::Format;
+use crate::host::{Host, Unresolved};
+use crate::operation::Operation;
+use crate::second_stage::install::{self, NewLeaf, Rights};
+use crate::slot::MemoryAttributes;
+use crate::slot::view::SlotView;
+use crate::stats::Counter;
+use crate::sync::record;
+use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::retire::{Exclusive, FaultPin, Guard};
+
+/// What became of a fault that may be a small one.
+pub(super) enum Small {
+    /// The guest goes on.
+    Done,
+    /// It is another fault. Nothing has changed.
+    Other,
+    /// The PTE changed during the fault.
+    Overtaken,
+    /// The host has no frame for the page, whose PTE is empty with this number, or none that allows
+    /// the access.
+    Unresolved(InvalidationSeq, Unresolved),
+    Failed(FaultError),
+}
+
+/// A fault that may be a small one. Unlike a [`Fault`], it is copied into functions that are not
+/// inlined, so that its fields stay in registers.
+pub(super) struct SmallFault<'v, H: Host, F: Format> {
+    pub(super) op: Operation<'v, H, F>,
+    pub(super) ring: Option<&'v DirtyRing>,
+    pub(super) gfn: Gfn,
+    pub(super) access: Access,
+}
+
+impl<H: Host, F: Format> SmallFault<'_, H, F> {
+    /// Serves the fault, if it is a small one. `timing` is that of a fault in the sample.
+    // In one piece: the order of the reads is the protocol.
+    #[inline(always)]
+    pub(super) fn serve(self, own: Exclusive<'_>, timing: Option<&mut Timing>) -> Small {
+        let Operation { tree, slots, .. } = self.op;
+        let Exclusive { mut pin, hazard } = own;
+        let config = &tree.config;
+        if tree.is_locked() || config.fault_around != FaultAround::Off || self.ring.is_some_and(DirtyRing::is_soft_full)
+        {
+            return Small::Other;
+        }
+        let guard = tree.epochs.pin_fault(pin.reborrow());
+        record!(FaultLooks { gfn: self.gfn.0 });
+        let Some((cursor, value)) = Cursor::at_small(tree, &guard, self.gfn) else { return Small::Other };
+        if self.writes() && cursor.is_protected() {
+            return Small::Other;
+        }
+        let pte = cursor.pte_at(Level::L4K);
+        let seen = match value.state(Level::L4K) {
+            State::Empty(seen) if !(F::BREAK_BEFORE_MAKE && seen.is_unflushed()) => Some(seen),
+            State::Leaf if self.writes() && !value.has(F::WRITABLE) && value.has(F::HOST_WRITABLE) => None,
+            _ => return Small::Other,
+        };
+        // The PTE first, then the ranges in flight and the memslot: see
+        // `table/invalidation_seq.rs`.
+        if tree.in_flight.free_level(self.gfn, Level::L4K).is_none() {
+            return Small::Other;
+        }
+        let Some(slot) = slots.find(&guard, self.gfn) else { return Small::Other };
+        let (flags, page) = (slot.flags(), self.gfn.0 - slot.range().start.0);
+        if flags.intersects(NEEDS_PAGE_STATE) {
+            return Small::Other;
+        }
+        let Some(seen) = seen else {
+            return Small::of(self.restore(&guard, pte, value, &slot));
+        };
+        let backing = slot.keep_for_resolve(hazard);
+        // SAFETY: the walk has reached it in the guard.
+        let kept = unsafe { pte.keep(&tree.epochs, &guard) };
+        drop(guard);
+        let resolve = || tree.host.resolve(backing.get(), self.gfn, page, self.access);
+        let resolved = match ask(&tree.host, self.access, timing, resolve) {
+            Ok(resolved) => resolved,
+            Err(reason) => return Small::Unresolved(seen, reason),
+        };
+        if !tree.encoding.has_room_for(resolved.pfn) {
+            return Small::Failed(FaultError::BadResolve { gpa: self.gfn.gpa() });
+        }
+        let Some(attributes) = tree.encoding.supported(resolved.attributes) else {
+            return Small::Failed(plan::unsupported(self.gfn, resolved.attributes));
+        };
+        let rights = plan::rights(config, flags, self.access, &resolved, Level::L4K);
+        let leaf = NewLeaf { pfn: resolved.pfn, level: Level::L4K, rights, attributes, used: Some(self.access) };
+        let new = leaf.pte(&tree.encoding, config.access_tracking);
+        let installed = if let Some(again) = kept.reopen(pin.reborrow()) {
+            self.install(again.guard(), again.pte(), seen, new, rights)
+        } else {
+            self.install_by_a_walk(pin, seen, new, rights)
+        };
+        Small::of(installed)
+    }
+
+    /// Installs `leaf` with `rights` in `pte`, if that is still empty with the number `seen`.
+    #[inline(always)]
+    fn install(
+        self,
+        guard: &Guard<'_>,
+        pte: PteRef<'_, F>,
+        seen: InvalidationSeq,
+        leaf: Pte<F>,
+        rights: Rights,
+    ) -> Result<(), Changed> {
+        let Operation { tree, slots, participant, .. } = self.op;
+        // SAFETY: a PTE with a number is empty, and the leaf is of this level.
+        unsafe { pte.install(&participant.stats, Pte::empty(seen), leaf)? }
+        let marks = self.writes() || tree.config.first_write_faults(Level::L4K);
+        if rights == Rights::Writable && marks {
+            log::mark_page_if_logging(slots, guard, self.ring, self.gfn);
+        }
+        Ok(())
+    }
+
+    /// As [`install`](Self::install), where something was retired since the look.
+    #[cold]
+    #[inline(never)]
+    fn install_by_a_walk(
+        self,
+        pin: FaultPin<'_>,
+        seen: InvalidationSeq,
+        leaf: Pte<F>,
+        rights: Rights,
+    ) -> Result<(), Changed> {
+        let tree = self.op.tree;
+        let guard = tree.epochs.pin_fault(pin);
+        let (cursor, value) = Cursor::at_small(tree, &guard, self.gfn).ok_or(Changed)?;
+        if value != Pte::empty(seen) || (self.writes() && cursor.is_protected()) {
+            return Err(Changed);
+        }
+        self.install(&guard, cursor.pte_at(Level::L4K), seen, leaf, rights)
+    }
+
+    /// Restores W of the leaf `value` in `pte`, and marks the page. Its memslot is `slot`.
+    #[inline(always)]
+    fn restore(
+        self,
+        guard: &Guard<'_>,
+        pte: PteRef<'_, F>,
+        value: Pte<F>,
+        slot: &SlotView<'_, H::Backing>,
+    ) -> Result<(), Changed> {
+        let Operation { tree, slots, participant, .. } = self.op;
+        install::restore_access::<F>(tree.config.access_tracking, pte, value, Access::Write)?;
+        participant.stats.count(Counter::WritesRestored);
+        log::mark_page_of(slots, guard, self.ring, slot, self.gfn);
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn writes(&self) -> bool {
+        self.access == Access::Write
+    }
+}
+
+impl<H: Host, F: Format> Clone for SmallFault<'_, H, F> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<H: Host, F: Format> Copy for SmallFault<'_, H, F> {}
+
+impl Small {
+    #[inline]
+    fn of(done: Result<(), Changed>) -> Small {
+        if done.is_ok() { Small::Done } else { Small::Overtaken }
+    }
+}
+
+impl<H: Host, F: Format> Fault<'_, H, F> {
+    /// Goes on with a fault after [`SmallFault::serve`]: with all that are no small ones, and with
+    /// small ones that failed.
+    pub(super) fn go_on(&mut self, small: Small, own: Exclusive<'_>) -> Result<Outcome, FaultError> {
+        match small {
+            Small::Done => return Ok(Outcome::Resume),
+            Small::Unresolved(seen, reason) => {
+                return self.unresolved(Found::Empty(seen), MemoryAttributes::empty(), reason);
+            }
+            Small::Failed(error) => return Err(error),
+            Small::Overtaken => self.count(Counter::Retries),
+            Small::Other => {}
+        }
+        self.serve(own)
+    }
+}
