@@ -22,7 +22,8 @@
 //!    the leaf may now be written and the memslot logs, it marks the page.
 //!
 //! Without a lock, the look itself restores a leaf PTE that only lacks W, or that is tracked. Such
-//! a fault needs one guard and no second walk.
+//! a fault needs one guard and no second walk. Most faults take a shorter way ([`small`]), and come
+//! here only if that does not settle them.
 //!
 //! # Why it is correct
 //! `table/invalidation_seq.rs` has the argument for installing on the invalidation sequence number

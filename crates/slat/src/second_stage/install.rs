@@ -125,7 +125,12 @@ unsafe fn prepare_around<'c, H: Host, F: Format>(
     // The caller has flushed the PTE, if that was needed.
     let beside = Pte::empty(seq.flushed());
     // SAFETY: as the caller promises.
-    unsafe { cache.prepare(cursor.tree(), level, |index| if index == inside { pte } else { beside }) }
+    unsafe {
+        cache.prepare_by(cursor.tree(), level, beside, |ptes| {
+            ptes.skip(inside);
+            ptes.push(pte);
+        })
+    }
 }
 
 /// Links `prepared` where the cursor's PTE is `value`, with those between, as [`install`] does with

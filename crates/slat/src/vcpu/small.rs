@@ -1,5 +1,5 @@
-//! The faults that are the most by far: on a page of 4 KiB whose page-table page is there, in an
-//! ordinary memslot. Either nothing is mapped yet, or the leaf lacks W alone.
+//! The faults that are the most by far: on a page of 4 KiB whose page-table page is there. Either
+//! nothing is mapped yet, or the leaf lacks nothing but W, or is tracked, or lacks nothing.
 //!
 //! # Guarantees
 //! Those of each fault (`vcpu`). What such a fault does not settle is left to
@@ -15,13 +15,12 @@
 //! meanwhile, anywhere in the tree, it does walk.
 //!
 //! # Why it is correct
-//! A second walk can find another PTE for the page only if the page-table page was unlinked since
-//! the look, or before it, on a path that the look took earlier. If it was not retired either, then
-//! the unlinking operation has not withdrawn its range yet, since it retires what it unlinks before
-//! that. The look found no range there, so it read the range's word before the publication. So the
-//! PTE was read before it got the number of that operation, and the exchange fails; or it succeeds
-//! before the operation visits the PTE, which then zaps the leaf. A recovery has frozen the PTE, or
-//! will, and keeps what it finds there.
+//! A second walk can find another PTE for the page only if the page-table page was unlinked. What
+//! has unlinked it retires it before it withdraws its range, and it is not retired yet. So that
+//! range was in flight after the look, which did not find it: the look read the PTE before it was
+//! visited. If the exchange comes before the visit, the leaf is zapped; if it comes after, the
+//! number differs. A recovery freezes the PTE before it unlinks the page-table page, and keeps what
+//! it finds there (`models/proofs/invalidation.py`, step `act_there`).
 
 use super::plan::{self, Found};
 use super::resolve::ask;
@@ -37,8 +36,8 @@ use crate::format::Format;
 use crate::host::{Host, Unresolved};
 use crate::operation::Operation;
 use crate::second_stage::install::{self, NewLeaf, Rights};
-use crate::slot::MemoryAttributes;
 use crate::slot::view::SlotView;
+use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::Counter;
 use crate::sync::record;
 use crate::table::cursor::Cursor;
@@ -55,9 +54,9 @@ pub(super) enum Small {
     Other,
     /// The PTE changed during the fault.
     Overtaken,
-    /// The host has no frame for the page, whose PTE is empty with this number, or none that allows
-    /// the access.
-    Unresolved(InvalidationSeq, Unresolved),
+    /// The host has no frame for the page, or none that allows the access. The page had these
+    /// attributes, and its PTE is empty with this number.
+    Unresolved(InvalidationSeq, MemoryAttributes, Unresolved),
     Failed(FaultError),
 }
 
@@ -92,6 +91,11 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         let seen = match value.state(Level::L4K) {
             State::Empty(seen) if !(F::BREAK_BEFORE_MAKE && seen.is_unflushed()) => Some(seen),
             State::Leaf if self.writes() && !value.has(F::WRITABLE) && value.has(F::HOST_WRITABLE) => None,
+            State::Leaf if self.is_allowed_by(value) && value.is_marked(self.access) => {
+                self.op.stats().count(Counter::Spurious);
+                return Small::Done;
+            }
+            State::Tracked if !self.writes() || value.is_host_writable() => None,
             _ => return Small::Other,
         };
         // The PTE first, then the ranges in flight and the memslot: see
@@ -101,9 +105,12 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         }
         let Some(slot) = slots.find(&guard, self.gfn) else { return Small::Other };
         let (flags, page) = (slot.flags(), self.gfn.0 - slot.range().start.0);
-        if flags.intersects(NEEDS_PAGE_STATE) {
-            return Small::Other;
-        }
+        let attributes = if flags.intersects(NEEDS_PAGE_STATE) {
+            let Some(attributes) = self.check_page_state(&slot) else { return Small::Other };
+            attributes
+        } else {
+            MemoryAttributes::empty()
+        };
         let Some(seen) = seen else {
             return Small::of(self.restore(&guard, pte, value, &slot));
         };
@@ -111,19 +118,20 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         // SAFETY: the walk has reached it in the guard.
         let kept = unsafe { pte.keep(&tree.epochs, &guard) };
         drop(guard);
-        let resolve = || tree.host.resolve(backing.get(), self.gfn, page, self.access);
+        let resolve = || backing.resolve(&tree.host, attributes, self.gfn, page, self.access);
         let resolved = match ask(&tree.host, self.access, timing, resolve) {
             Ok(resolved) => resolved,
-            Err(reason) => return Small::Unresolved(seen, reason),
+            Err(reason) => return Small::Unresolved(seen, attributes, reason),
         };
         if !tree.encoding.has_room_for(resolved.pfn) {
             return Small::Failed(FaultError::BadResolve { gpa: self.gfn.gpa() });
         }
-        let Some(attributes) = tree.encoding.supported(resolved.attributes) else {
+        let Some(supported) = tree.encoding.supported(resolved.attributes) else {
             return Small::Failed(plan::unsupported(self.gfn, resolved.attributes));
         };
         let rights = plan::rights(config, flags, self.access, &resolved, Level::L4K);
-        let leaf = NewLeaf { pfn: resolved.pfn, level: Level::L4K, rights, attributes, used: Some(self.access) };
+        let used = Some(self.access);
+        let leaf = NewLeaf { pfn: resolved.pfn, level: Level::L4K, rights, attributes: supported, used };
         let new = leaf.pte(&tree.encoding, config.access_tracking);
         let installed = if let Some(again) = kept.reopen(pin.reborrow()) {
             self.install(again.guard(), again.pte(), seen, new, rights)
@@ -172,7 +180,33 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         self.install(&guard, cursor.pte_at(Level::L4K), seen, leaf, rights)
     }
 
-    /// Restores W of the leaf `value` in `pte`, and marks the page. Its memslot is `slot`.
+    #[inline(always)]
+    fn writes(self) -> bool {
+        self.access == Access::Write
+    }
+
+    /// Whether the leaf `value`, which is not tracked, allows the access.
+    #[inline(always)]
+    fn is_allowed_by(self, value: Pte<F>) -> bool {
+        match self.access {
+            Access::Read => true,
+            Access::Write => value.has(F::WRITABLE),
+            Access::Execute | Access::ExecuteUser => value.may_execute(self.access),
+        }
+    }
+
+    /// The attributes of the page, in a memslot where user space restricts what a fault may map.
+    /// `None`: the fault may not map it.
+    #[cold]
+    #[inline(never)]
+    fn check_page_state(self, slot: &SlotView<'_, H::Backing>) -> Option<MemoryAttributes> {
+        let is_read_only = slot.flags().contains(MemoryRegionFlags::READONLY);
+        let may_map = !(is_read_only && self.writes()) && slot.may_use(self.gfn);
+        may_map.then(|| slot.attributes_of(self.gfn))
+    }
+
+    /// Restores access through the leaf `value` in `pte`, and marks the page if it may be written
+    /// now. Its memslot is `slot`.
     #[inline(always)]
     fn restore(
         self,
@@ -182,15 +216,14 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         slot: &SlotView<'_, H::Backing>,
     ) -> Result<(), Changed> {
         let Operation { tree, slots, participant, .. } = self.op;
-        install::restore_access::<F>(tree.config.access_tracking, pte, value, Access::Write)?;
-        participant.stats.count(Counter::WritesRestored);
-        log::mark_page_of(slots, guard, self.ring, slot, self.gfn);
+        install::restore_access::<F>(tree.config.access_tracking, pte, value, self.access)?;
+        if self.writes() {
+            participant.stats.count(Counter::WritesRestored);
+            log::mark_page_of(slots, guard, self.ring, slot, self.gfn);
+        } else {
+            participant.stats.count(Counter::AccessesRestored);
+        }
         Ok(())
-    }
-
-    #[inline(always)]
-    fn writes(&self) -> bool {
-        self.access == Access::Write
     }
 }
 
@@ -216,8 +249,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     pub(super) fn go_on(&mut self, small: Small, own: Exclusive<'_>) -> Result<Outcome, FaultError> {
         match small {
             Small::Done => return Ok(Outcome::Resume),
-            Small::Unresolved(seen, reason) => {
-                return self.unresolved(Found::Empty(seen), MemoryAttributes::empty(), reason);
+            Small::Unresolved(seen, attributes, reason) => {
+                return self.unresolved(Found::Empty(seen), attributes, reason);
             }
             Small::Failed(error) => return Err(error),
             Small::Overtaken => self.count(Counter::Retries),
