@@ -200,8 +200,8 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
     #[cold]
     #[inline(never)]
     fn check_page_state(self, slot: &SlotView<'_, H::Backing>) -> Option<MemoryAttributes> {
-        let is_read_only = slot.flags().contains(MemoryRegionFlags::READONLY);
-        let may_map = !(is_read_only && self.writes()) && slot.may_use(self.gfn);
+        let exits = if self.writes() { MemoryRegionFlags::READONLY } else { MemoryRegionFlags::empty() };
+        let may_map = !slot.flags().intersects(exits | MemoryRegionFlags::PINNED) && slot.may_use(self.gfn);
         may_map.then(|| slot.attributes_of(self.gfn))
     }
 
