@@ -25,6 +25,7 @@ use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
+use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::NewPtes;
@@ -301,24 +302,6 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut nr_known = 0;
         let mut any_writable = false;
         let page = |nth: usize| Gfn(pages.start.0 + nth as u64 * leaf_pages);
-        // Pages with frames of their own, whose answers differ from `like` in the frame alone, as
-        // mostly. Returns the first answer that differs otherwise.
-        let push_alike = |ptes: &mut NewPtes<'_, F>, nr_known: &mut usize, like: Resolved, leaf: NewLeaf| {
-            let without_frame = NewLeaf { pfn: Pfn(0), ..leaf }.pte(&tree.encoding, tracking);
-            while *nr_known < nr_wanted {
-                let gfn = page(*nr_known);
-                let resolved = plan.resolve(host, gfn, access).ok()?;
-                let is_alike = (Resolved { pfn: like.pfn, ..resolved }) == like
-                    && (resolved.pfn.0 ^ gfn.0) & (leaf_pages - 1) == 0
-                    && tree.encoding.has_room_for(resolved.pfn);
-                if !is_alike {
-                    return Some(resolved);
-                }
-                ptes.push(without_frame.with_frame(resolved.pfn, leaf_level));
-                *nr_known += 1;
-            }
-            None
-        };
         let fill = |ptes: &mut NewPtes<'_, F>| {
             ptes.skip(first_index);
             let mut next = Some((resolved, first));
@@ -331,7 +314,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 ptes.push_run(run.leaf, leaf_level, nr_leaves);
                 nr_known += nr_leaves;
                 let answer = if resolved.max_size.level() == leaf_level {
-                    push_alike(ptes, &mut nr_known, resolved, leaf)
+                    let rest = GfnRange { start: page(nr_known), end: page(nr_wanted) };
+                    let (nr_alike, answer) = push_alike::<H, F, LEVEL>(tree, plan, ptes, rest, resolved, leaf, access);
+                    nr_known += nr_alike;
+                    answer
                 } else if nr_known < nr_wanted {
                     plan.resolve(host, page(nr_known), access).ok()
                 } else {
@@ -365,4 +351,38 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         Ok(filled.end)
     }
+}
+
+/// Pushes leaves for the pages `rest`, for which the host has frames of their own, as long as its
+/// answers differ from `like`, which has made `leaf`, in the frame alone. Returns how many, and
+/// the first answer that differs otherwise.
+#[inline(always)]
+fn push_alike<H: Host, F: Format, const LEVEL: u8>(
+    tree: &Tree<H, F>,
+    plan: &InstallPlan<'_, H::Backing, F>,
+    ptes: &mut NewPtes<'_, F>,
+    rest: GfnRange,
+    like: Resolved,
+    leaf: NewLeaf,
+    access: Access,
+) -> (usize, Option<Resolved>) {
+    let Tree { host, encoding, config, .. } = tree;
+    let leaf_level = Level(LEVEL);
+    let inside = leaf_level.nr_pages() - 1;
+    let without_frame = NewLeaf { pfn: Pfn(0), ..leaf }.pte(encoding, config.access_tracking);
+    let mut nr_leaves = 0;
+    let mut gfn = rest.start;
+    while gfn < rest.end {
+        let Ok(resolved) = plan.resolve(host, gfn, access) else { break };
+        let is_alike = (Resolved { pfn: like.pfn, ..resolved }) == like
+            && (resolved.pfn.0 ^ gfn.0) & inside == 0
+            && encoding.has_room_for(resolved.pfn);
+        if !is_alike {
+            return (nr_leaves, Some(resolved));
+        }
+        ptes.push(without_frame.with_frame(resolved.pfn, leaf_level));
+        nr_leaves += 1;
+        gfn = Gfn(gfn.0 + leaf_level.nr_pages());
+    }
+    (nr_leaves, None)
 }

@@ -33,13 +33,14 @@ use crate::dirty::ring::DirtyRing;
 use crate::error::FaultError;
 use crate::exit::Outcome;
 use crate::format::Format;
-use crate::host::{Host, Unresolved};
+use crate::host::{Host, Resolved, Unresolved};
 use crate::operation::Operation;
 use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::Counter;
 use crate::sync::record;
+use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
@@ -76,8 +77,9 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
     pub(super) fn serve(self, own: Exclusive<'_>, timing: Option<&mut Timing>) -> Small {
         let Operation { tree, slots, .. } = self.op;
         let Exclusive { mut pin, hazard } = own;
-        let config = &tree.config;
-        if tree.is_locked() || config.fault_around != FaultAround::Off || self.ring.is_some_and(DirtyRing::is_soft_full)
+        if tree.is_locked()
+            || tree.config.fault_around != FaultAround::Off
+            || self.ring.is_some_and(DirtyRing::is_soft_full)
         {
             return Small::Other;
         }
@@ -123,22 +125,31 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             Ok(resolved) => resolved,
             Err(reason) => return Small::Unresolved(seen, attributes, reason),
         };
-        if !tree.encoding.has_room_for(resolved.pfn) {
-            return Small::Failed(FaultError::BadResolve { gpa: self.gfn.gpa() });
-        }
-        let Some(supported) = tree.encoding.supported(resolved.attributes) else {
-            return Small::Failed(plan::unsupported(self.gfn, resolved.attributes));
+        let (leaf, rights) = match self.leaf(flags, resolved) {
+            Ok(leaf) => leaf,
+            Err(error) => return Small::Failed(error),
         };
-        let rights = plan::rights(config, flags, self.access, &resolved, Level::L4K);
-        let used = Some(self.access);
-        let leaf = NewLeaf { pfn: resolved.pfn, level: Level::L4K, rights, attributes: supported, used };
-        let new = leaf.pte(&tree.encoding, config.access_tracking);
         let installed = if let Some(again) = kept.reopen(pin.reborrow()) {
-            self.install(again.guard(), again.pte(), seen, new, rights)
+            self.install(again.guard(), again.pte(), seen, leaf, rights)
         } else {
-            self.install_by_a_walk(pin, seen, new, rights)
+            self.install_by_a_walk(pin, seen, leaf, rights)
         };
         Small::of(installed)
+    }
+
+    /// The leaf for what the host has resolved in a memslot with `flags`, and its rights.
+    #[inline(always)]
+    fn leaf(self, flags: MemoryRegionFlags, resolved: Resolved) -> Result<(Pte<F>, Rights), FaultError> {
+        let Tree { config, encoding, .. } = self.op.tree;
+        if !encoding.has_room_for(resolved.pfn) {
+            return Err(FaultError::BadResolve { gpa: self.gfn.gpa() });
+        }
+        let Some(attributes) = encoding.supported(resolved.attributes) else {
+            return Err(plan::unsupported(self.gfn, resolved.attributes));
+        };
+        let rights = plan::rights(config, flags, self.access, &resolved, Level::L4K);
+        let leaf = NewLeaf { pfn: resolved.pfn, level: Level::L4K, rights, attributes, used: Some(self.access) };
+        Ok((leaf.pte(encoding, config.access_tracking), rights))
     }
 
     /// Installs `leaf` with `rights` in `pte`, if that is still empty with the number `seen`.
