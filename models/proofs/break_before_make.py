@@ -43,8 +43,8 @@ class BreakBeforeMake(Invalidation):
         'zat': (['Inv'], 'Pte'), 'znum': (['Inv'], 'int'), 'zflushed': (['Inv', 'Cpu'], 'bool'),
         'reads_unflushed': (['Inv'], 'bool'),
         'low': (['Page'], 'Pte'),                                       # ghost: the lowest PTE of a page
-        # ghosts: the last that removed something
-        'zapper': (['Page'], 'Inv'), 'cutter': (['Table'], 'Inv'),
+        # ghost: the last that removed something
+        'zapper': (['Page'], 'Inv'),
     }
     rules = {
         'recover-flush': 'a recovery makes a huge leaf without a flush',
@@ -132,7 +132,6 @@ class BreakBeforeMake(Invalidation):
         inside = lambda x: s.table(x) == t
         return {**super().hang(s, e, t),
                 'unflushed': lambda x: If(Or(x == e, inside(x)), False, s.unflushed(x)),
-                'cutter': put(s.cutter, t, s.cutter(s.table(e))),
                 'low': put_where(s.low, lambda p: s.low(p) == e, lambda p: s.entry(t, p))}
 
     def cut(self, s, e):
@@ -283,9 +282,7 @@ class BreakBeforeMake(Invalidation):
     def step_unlink(self, s, i: 'Inv', e: 'Pte', n: 'Fresh'):
         """second_stage/zap.rs: visit, take_over."""
         guard, changes = super().step_unlink(s, i, e, n)
-        below = lambda t: And(s.below(t, e), s.linked(t))
-        return guard, {**changes, **self.removes(s, i, e), 'unflushed': put(s.unflushed, e, False),
-                       'cutter': put_where(s.cutter, below, i)}
+        return guard, {**changes, **self.removes(s, i, e), 'unflushed': put(s.unflushed, e, False)}
 
     def step_unlink_leaves(self, s, i: 'Inv', e: 'Pte', n: 'Fresh'):
         """second_stage/zap.rs: visit, take_over_with_leaves. Only a page-table page of the lowest level."""
@@ -294,7 +291,7 @@ class BreakBeforeMake(Invalidation):
         lowest = s.all(lambda t: Implies(s.below(t, e), s.level(t) == 0))
         return And(guard, Or(lowest, self.without('unlink-lowest'))), {
             **changes, **self.removes(s, i, e), 'unflushed': put(s.unflushed, e, False),
-            'cutter': put_where(s.cutter, below, i), 'loose': put_where(s.loose, below, True)}
+            'loose': put_where(s.loose, below, True)}
 
     def step_flush(self, s, i: 'Inv', c: 'Cpu'):
         """table/tlb.rs: flush."""
@@ -402,21 +399,17 @@ class BreakBeforeMake(Invalidation):
                 And(self.saw(s, f), s.fpc(f) == ACTS, self.is_astray(s, s.fat(f)), self.is_astray(s, e),
                     Not(s.loose(s.table(s.fat(f)))), Or(e == s.fat(f), s.below(s.table(e), s.fat(f))),
                     s.wants(f, p), self.maps(s, e, p), s.kind(e) == EMPTY), differs(e, f))),
-            'an invalidation of its pages unlinked a PTE': s.all(lambda e, p: Implies(
-                And(self.is_astray(s, e), self.maps(s, e, p)),
-                And(self.has_number(s, s.cutter(s.table(e))), s.covers(s.cutter(s.table(e)), p)))),
-            'what is below an unlinked PTE was unlinked with it': s.all(lambda e, t, p: Implies(
-                And(self.is_astray(
-                    s, e), s.below(t, e), s.spans(t, p)), s.cutter(t) == s.cutter(s.table(e)))),
             'an unlinked page-table page is cached until its flush': s.all(lambda c, p, t: Implies(
                 reads(c, p, t), self.will_flush(s, s.cutter(t), c, p))),
             'no larger leaf is cached where an unlinked PTE leads down': s.all(lambda c, p, t, u, x: Implies(
                 And(reads(c, p, t), s.below(u, s.entry(t, p)), s.spans(u, p), s.has(c, p, x)),
                 self.level(s, x) <= s.level(u))),
-            'a fault that passed the unlinking range meets another number': s.all(lambda f, e: Implies(
-                And(self.saw(s, f), self.is_astray(s, e), self.level(s, e) > 0, self.maps(s, e, s.page(f)),
-                    s.kind(e) == EMPTY, self.took(s, s.cutter(s.table(e))), s.passed(f, s.cutter(s.table(e)))),
-                s.num(e) != s.seen(f))),
+            'a fault that passed the range of what it unlinked empty meets another number': s.all(
+                lambda f, e, p: Implies(
+                    And(self.saw(s, f), self.is_astray(s, e), Not(s.loose(s.table(e))), s.wants(f, p),
+                        self.maps(s, e, p), s.kind(e) == EMPTY, self.took(s, s.cutter(s.table(e))),
+                        s.passed(f, s.cutter(s.table(e)))),
+                    differs(e, f))),
         }
 
     def inv_flushes(self, s):

@@ -15,6 +15,10 @@ The announcements of counted guards and of a fault's guard are two `Participant`
 their own. `remote`: guards begin without a fence, and reclaimers make a barrier on all CPUs; `by_rmw` guards
 always have the fence of a lock. A participant that is made meanwhile is one that was idle.
 
+The two guards of a fault follow each other. The second may announce what the first has announced, and take
+over what that found (`kept`), unless it is *aware* of its retirement: then it reads another epoch. As with an
+unlinking, it may read an epoch as old as it likes, until it has observed the retirement.
+
 A hazard pointer protects one thing beyond the guard in which it was reached. It becomes visible before the
 end of that guard does. All things are checked for it here; the engine does so for memslots.
 
@@ -45,6 +49,8 @@ class Epochs(Protocol):
         'pc': (['Participant'], 'int'), 'val': (['Participant'], 'int'), 'mem': (['Participant'], 'int'),
         'late': (['Participant'], 'bool'), 'idle_late': (['Participant'], 'bool'),
         'observed': (['Participant', 'Thing'], 'bool'),
+        # What a guard that is over has found, for the next. Whose retirement is observed.
+        'kept': (['Participant', 'Thing'], 'bool'), 'aware': (['Participant', 'Thing'], 'bool'),
         'open': (['Guard'], 'bool'), 'holds': (['Guard', 'Thing'], 'bool'),
         'tpc': (['Thing'], 'int'), 'tag': (['Thing'], 'int'), 'taker': (['Thing'], 'Reclaimer'),
         'rpc': (['Reclaimer'], 'int'), 'hit': (['Reclaimer', 'Participant'], 'bool'),
@@ -71,6 +77,7 @@ class Epochs(Protocol):
         'hazard-last': 'a reclaimer looks at hazard pointers before it reads the announcements',
         'hazard-release': 'the end of a guard becomes visible before the hazard pointer that it has set',
         'acquire': 'a guard reads the epoch without acquire, and has no fence',
+        'same-epoch': 'a guard takes over what the one before has found, whatever the epoch is by then',
     }
     sizes = {'Participant': 1, 'Guard': 2, 'Thing': 1, 'Reclaimer': 2}
     start = {'epoch': lambda: 1}
@@ -80,15 +87,16 @@ class Epochs(Protocol):
         'barrier-first': run(remote=True), 'compiler-fence': run(remote=True), 'nest-end': run(Guard=2),
         'nest-begin': run(Guard=2), 'tag-below': run(), 'unlink-first': run(), 'take-first': run(),
         'scan-all': run(), 'hazard-check': run(), 'hazard-last': run(), 'hazard-release': run(),
-        'acquire': run(remote=True),
+        'acquire': run(remote=True), 'same-epoch': run(),
     }
 
     def init(self, s):
         return {
             'epoch': s.epoch() == 1,
             'participants': s.all(lambda k: And(s.pc(k) == OUT, s.mem(k) == IDLE, Not(s.late(k)),
-                                                Not(s.idle_late(k)))),
-            'observed': s.all(lambda k, t: Not(s.observed(k, t))),
+                                                Not(s.idle_late(k)), s.val(k) == IDLE)),
+            'observed': s.all(lambda k, t: And(Not(s.observed(k, t)), Not(s.aware(k, t)))),
+            'nothing is kept': s.all(lambda k, t: Not(s.kept(k, t))),
             'guards': s.all(lambda g, t: And(Not(s.open(g)), Not(s.holds(g, t)))),
             'closed': s.all(lambda g: Not(s.open(g))),
             'things': s.all(lambda t: s.tpc(t) == LINKED),
@@ -108,7 +116,12 @@ class Epochs(Protocol):
                                   not self.without('acquire'))
         return Or(s.pc(k) == OUT, again), {
             'pc': put(s.pc, k, READ), 'val': put(s.val, k, s.epoch()),
-            'observed': put_where(s.observed, before, True)}
+            'kept': put_where(s.kept, lambda j, t: j == k, False),
+            'observed': put_where(s.observed, before, True), 'aware': put_where(s.aware, before, True)}
+
+    def step_read_none(self, s, k: 'Participant'):
+        """table/retire.rs: reopen. The next guard announces what the one before has announced."""
+        return And(s.pc(k) == OUT, s.val(k) != IDLE), {'pc': put(s.pc, k, READ)}
 
     def step_store(self, s, k: 'Participant'):
         """table/retire.rs: announce, pin_by_rmw. A plain store; with `Fences::Remote` nothing more."""
@@ -127,7 +140,8 @@ class Epochs(Protocol):
                            And(s.tpc(t) >= TAGGED, s.tag(t) < s.val(k)))
         return {**self.hazard_seen(s, k), 'mem': put(s.mem, k, s.val(k)), 'late': put(s.late, k, False),
                 'idle_late': put(s.idle_late, k, False),
-                'observed': put_where(s.observed, lambda j, t: And(j == k, had(t)), True)}
+                'observed': put_where(s.observed, lambda j, t: And(j == k, had(t)), True),
+                'aware': put_where(s.aware, lambda j, t: And(j == k, had(t)), True)}
 
     def step_swap(self, s, k: 'Participant'):
         """table/retire.rs: announce. A read-modify-write and a fence."""
@@ -161,6 +175,16 @@ class Epochs(Protocol):
         early = And(self.without('compiler-fence'), s.pc(k) == READ)
         return And(Or(at, early), Not(s.observed(k, t))), {'holds': put(s.holds, (g, t), True)}
 
+    def step_keep_for_next(self, s, g: 'Guard', t: 'Thing'):
+        """table/retire.rs: keep."""
+        return And(s.open(g), s.holds(g, t)), {'kept': put(s.kept, (s.of(g), t), True)}
+
+    def step_take_over(self, s, g: 'Guard', t: 'Thing'):
+        """table/retire.rs: reopen. The epoch is still what was announced: no retirement is observed."""
+        k = s.of(g)
+        same = True if self.without('same-epoch') else Not(s.aware(k, t))
+        return And(s.open(g), s.pc(k) == IN, s.kept(k, t), same), {'holds': put(s.holds, (g, t), True)}
+
     def step_protect(self, s, g: 'Guard', t: 'Thing'):
         """table/participant.rs: protect."""
         k = s.of(g)
@@ -181,6 +205,10 @@ class Epochs(Protocol):
     def step_observe(self, s, k: 'Participant', t: 'Thing'):
         """The unlinking becomes visible."""
         return s.tpc(t) >= UNLINKED, {'observed': put(s.observed, (k, t), True)}
+
+    def step_be_aware(self, s, k: 'Participant', t: 'Thing'):
+        """The retirement becomes visible."""
+        return s.tpc(t) >= TAGGED, {'aware': put(s.aware, (k, t), True)}
 
     def step_close(self, s, g: 'Guard'):
         """table/participant.rs: drop. Release: the reads of the guard are over."""
@@ -231,7 +259,8 @@ class Epochs(Protocol):
             **self.hazard_seen(s, k), 'hit': put(s.hit, (r, k), True),
             'mem': put(s.mem, k, If(s.late(k), s.val(k), If(s.idle_late(k), IDLE, s.mem(k)))),
             'late': put(s.late, k, False), 'idle_late': put(s.idle_late, k, False),
-            'observed': put_where(s.observed, lambda j, t: And(j == k, mine(t)), True)}
+            'observed': put_where(s.observed, lambda j, t: And(j == k, mine(t)), True),
+            'aware': put_where(s.aware, lambda j, t: And(j == k, mine(t)), True)}
 
     def step_scan(self, s, r: 'Reclaimer', k: 'Participant'):
         """table/retire.rs: oldest_open. Acquire."""
@@ -285,7 +314,7 @@ class Epochs(Protocol):
             'epochs begin at 1': s.epoch() >= 1,
             'a tag is an epoch that is over': s.all(lambda t: Implies(tagged(t), s.tag(t) < s.epoch())),
             'an announcement is an epoch': s.all(
-                lambda k: Implies(began(k), And(1 <= s.val(k), s.val(k) <= s.epoch()))),
+                lambda k: And(Implies(began(k), 1 <= s.val(k)), IDLE <= s.val(k), s.val(k) <= s.epoch())),
             'an open guard is announced': s.all(lambda g: Implies(s.open(g), s.pc(s.of(g)) == IN)),
             'a guard that holds something is open': s.all(lambda g, t: Implies(s.holds(g, t), s.open(g))),
             'only what is unlinked is observed so': s.all(lambda k,
@@ -305,7 +334,18 @@ class Epochs(Protocol):
             'an announcement is visible or late': s.all(lambda k: Implies(
                 s.pc(k) == IN, Or(s.late(k), And(s.mem(k) == s.val(k), Not(s.idle_late(k)))))),
             'a guard has observed what was unlinked before its epoch': s.all(lambda k, t: Implies(
-                And(began(k), tagged(t), s.tag(t) < s.val(k)), s.observed(k, t))),
+                And(tagged(t), s.tag(t) < s.val(k)), s.observed(k, t))),
+            'a guard is aware of what was retired before its epoch': s.all(lambda k, t: Implies(
+                And(tagged(t), s.tag(t) < s.val(k)), s.aware(k, t))),
+            'only of what is retired a guard is aware': s.all(lambda k, t: Implies(s.aware(k, t), tagged(t))),
+            'nothing is kept from before the epoch': s.all(lambda k, t: Implies(
+                And(s.kept(k, t), tagged(t)), s.val(k) <= s.tag(t))),
+            'the barrier makes a CPU aware': s.all(lambda r, k, t: Implies(
+                And(s.hit(r, k), has(r, t)), s.aware(k, t))),
+            'a guard that was not found is aware of what is freed': s.all(lambda r, k, t: Implies(
+                And(s.scanned(r, k), has(r, t), Or(s.found(r, k) == IDLE, s.found(r, k) > s.tag(t)),
+                    s.pc(k) == IN),
+                s.aware(k, t))),
             'a guard holds nothing from before its epoch': s.all(lambda g, t: Implies(
                 And(s.holds(g, t), tagged(t)), s.val(s.of(g)) <= s.tag(t))),
             'the barrier lets a CPU observe': s.all(lambda r, k, t: Implies(

@@ -50,8 +50,8 @@ class Invalidation(PageTables):
         'passed': (['Fault', 'Inv'], 'bool'),
         'ipc': (['Inv'], 'int'), 'inum': (['Inv'], 'int'), 'stands': (['Inv', 'Table'], 'bool'),
         'visited': (['Inv', 'Page'], 'bool'), 'flushed': (['Inv', 'Cpu'], 'bool'),
-        # ghost: its own number was stored
-        'gave': (['Inv', 'Page'], 'bool'),
+        # ghosts: its own number was stored; the last that unlinked the page-table page
+        'gave': (['Inv', 'Page'], 'bool'), 'cutter': (['Table'], 'Inv'),
     }
     rules = {
         'read-first': 'a fault reads the ranges in flight before the PTE',
@@ -76,6 +76,7 @@ class Invalidation(PageTables):
         'freeze': 'a recovery makes a huge leaf of PTEs that are not frozen',
         'cancel-freeze': 'the abort of a recovery freezes nothing',
         'cancel-fresh': 'the abort of a recovery stores a number that was stored before',
+        'act-there': 'a fault acts on the PTE that it has looked at, also if that was retired since',
     }
 
     sizes = {**PageTables.sizes, 'Fault': 2, 'Inv': 2, 'Cpu': 1, 'Fresh': 6}
@@ -125,7 +126,8 @@ class Invalidation(PageTables):
 
     def hang(self, s, e, t):
         comes = lambda c, u, p: And(s.spans(t, p), s.reach(c, s.table(e), p))
-        return {**super().hang(s, e, t), 'reach': put_where(s.reach, lambda c, u, p: u == t, comes)}
+        return {**super().hang(s, e, t), 'reach': put_where(s.reach, lambda c, u, p: u == t, comes),
+                'cutter': put(s.cutter, t, s.cutter(s.table(e)))}
 
     # A fault.
 
@@ -198,6 +200,14 @@ class Invalidation(PageTables):
         """vcpu/act.rs: install_on_empty, install_instead. Another walk."""
         return s.fpc(f) == RESOLVED, {'fpc': put(s.fpc, f, ACTS),
                                       'fat': put(s.fat, f, s.entry(s.root(), s.page(f)))}
+
+    def step_act_there(self, s, f: 'Fault'):
+        """vcpu/small.rs: serve; table/retire.rs: reopen. No walk: it acts on the PTE that it has looked at.
+        What unlinked the page-table page has not retired it yet, so its range is still in flight."""
+        e = s.fat(f)
+        retired = And(self.is_astray(s, e), Not(self.took(s, s.cutter(s.table(e)))))
+        same = True if self.without('act-there') else Not(retired)
+        return And(s.fpc(f) == RESOLVED, Not(s.on_leaf(f)), same), {'fpc': put(s.fpc, f, ACTS)}
 
     def is_its_leaf(self, s, f):
         """The PTE at which the fault stands maps what the fault wants, and nothing else."""
@@ -309,10 +319,11 @@ class Invalidation(PageTables):
             'unlink-covered') else s.all(lambda p: Implies(self.maps(s, e, p), s.covers(i, p)))
         at = self.walks(s, i) if self.without('unlink-empty') else s.ipc(i) == UNLINKS
         guard = And(at, s.stands(i, s.table(e)), s.kind(e) == TABLE, Not(s.frozen(e)), whole)
+        cuts = {**self.cut(s, e),
+                'cutter': put_where(s.cutter, lambda t: And(s.below(t, e), s.linked(t)), i)}
         if self.without('fresh-unlink'):
-            return guard, {'kind': put(s.kind, e, EMPTY), 'num': put(s.num, e, s.inum(i)), **self.cut(s, e)}
-        return And(
-            guard, s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {**self.store(s, e, n), **self.cut(s, e)}
+            return guard, {'kind': put(s.kind, e, EMPTY), 'num': put(s.num, e, s.inum(i)), **cuts}
+        return And(guard, s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {**self.store(s, e, n), **cuts}
 
     def step_unlink_leaves(self, s, i: 'Inv', e: 'Pte', n: 'Fresh'):
         """second_stage/zap.rs: visit, take_over_with_leaves. In the first pass, whatever is below."""
@@ -321,7 +332,8 @@ class Invalidation(PageTables):
         untold = Or(of_it(lambda p: Not(s.told(p))), self.without('unlink-told'))
         return And(s.ipc(i) == ZAPS, s.stands(i, s.table(e)), s.kind(e) == TABLE, Not(s.frozen(e)), whole, untold,
                    s.state_of(n) == HELD, s.fresh(n) > s.inum(i)), {
-            **self.passes(s, i, e), **self.store(s, e, n), **self.cut(s, e)}
+            **self.passes(s, i, e), **self.store(s, e, n), **self.cut(s, e),
+            'cutter': put_where(s.cutter, lambda t: And(s.below(t, e), s.linked(t)), i)}
 
     def step_unlinked(self, s, i: 'Inv'):
         """second_stage/zap.rs: zap_range. The further passes are over."""
@@ -419,8 +431,7 @@ class Invalidation(PageTables):
             'phases of faults': s.all(lambda f: And(s.fpc(f) >= IDLE, s.fpc(f) <= GONE)),
             'phases of invalidations': s.all(lambda i: And(s.ipc(i) >= OUT, s.ipc(i) <= OVER)),
             'a fault stands in a page-table page in use': s.all(lambda f: Implies(
-                Or(s.fpc(f) == WALKS, s.fpc(
-                    f) >= ACTS), And(s.used(s.table(s.fat(f))), self.maps(s, s.fat(f), s.page(f))))),
+                s.fpc(f) != IDLE, And(s.used(s.table(s.fat(f))), self.maps(s, s.fat(f), s.page(f))))),
             'an invalidation stands in page-table pages in use': s.all(lambda i, t: Implies(
                 s.stands(i, t), And(self.has_number(s, i), s.used(t)))),
             'what is visited is covered': s.all(lambda i, p: Implies(
@@ -487,6 +498,17 @@ class Invalidation(PageTables):
                 And(self.saw(s, f), s.fpc(f) == ACTS, self.is_astray(s, s.fat(f)), self.is_astray(s, e),
                     Or(e == s.fat(f), s.below(s.table(e), s.fat(f))), s.wants(f, p), self.maps(s, e, p),
                     s.told(p), s.kind(e) == EMPTY), differs(e, f))),
+            'an invalidation of its pages unlinked a PTE': s.all(lambda e, p: Implies(
+                And(self.is_astray(s, e), self.maps(s, e, p)),
+                And(self.has_number(s, s.cutter(s.table(e))), s.covers(s.cutter(s.table(e)), p)))),
+            'what is below an unlinked PTE was unlinked with it': s.all(lambda e, t, p: Implies(
+                And(self.is_astray(
+                    s, e), s.below(t, e), s.spans(t, p)), s.cutter(t) == s.cutter(s.table(e)))),
+            'a fault that passed the unlinking range meets another number': s.all(lambda f, e, p: Implies(
+                And(self.saw(s, f), self.is_astray(s, e), s.wants(f, p), self.maps(s, e, p), s.told(p),
+                    s.kind(e) == EMPTY, self.took(s, s.cutter(s.table(e))),
+                    s.passed(f, s.cutter(s.table(e)))),
+                differs(e, f))),
         }
 
     def inv_replace(self, s):

@@ -89,11 +89,6 @@ class Schedule(replay_invalidation.Schedule):
             self.at.unflushed = cell
             self.run.step('read_unflushed', inv, cell, self.page_of(inv, cell))
 
-    def forget_inv(self, inv):
-        # It may have unlinked a page-table page whose PTEs are not frozen.
-        if not any(self.s.cutter(t) == inv for t in self.run.elements['Table']):
-            super().forget_inv(inv)
-
     # Changes of PTEs.
 
     def on_pte_read(self, cell, level, kind, a, b):

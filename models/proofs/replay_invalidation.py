@@ -287,7 +287,9 @@ class Schedule(replay.Schedule):
         self.forget_inv(inv)
 
     def forget_inv(self, inv):
-        self.run.remove('Inv', inv)
+        # It may have unlinked a page-table page whose PTEs are not frozen.
+        if not any(self.s.cutter(t) == inv for t in self.run.elements['Table']):
+            self.run.remove('Inv', inv)
 
     def on_cpu_translates(self, cpu, gfn, cell):
         self.run.step('fill', cpu, cell, gfn)
@@ -312,6 +314,8 @@ class Schedule(replay.Schedule):
         elif new == TABLE and old in (EMPTY, LEAF):
             self.link(cell, level, old, a)
         elif change == (EMPTY, LEAF):
+            if self.s.fpc(self.at.fault) == RESOLVED:
+                self.run.step('act_there', self.at.fault)
             self.run.step('install', self.at.fault)
             self.end_fault()
         elif new == EMPTY and old in (EMPTY, LEAF):

@@ -5,9 +5,11 @@
 //! valgrind --tool=callgrind --toggle-collect='*::touch*' target/release/deps/fault_count-* 65536
 //! ```
 //!
-//! The count divided by the number printed is instructions per fault. `65536 log`: faults that
-//! restore write access while the memslot logs. `ci/instructions.sh` does both, and fails if the
-//! counts are too high.
+//! The count divided by the number printed is instructions per page. What is counted is the second
+//! argument: `install`, the default, faults on fresh pages; `log`, faults that restore write access
+//! while the memslot logs; `prefault`, a range that is mapped ahead, with an answer of the host for
+//! each page; `query`, look-ups. `ci/instructions.sh` does them all, and fails if the counts are too
+//! high.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -31,8 +33,11 @@ use slat::baselines::Park;
 
 #[cfg(not(any(loom, shuttle)))]
 mod count {
+    use std::hint::black_box;
+
     use slat::baselines::Locking;
     use slat::format::Npt;
+    use slat::{Access, Gfn};
 
     use super::arena::Memory;
     use super::host;
@@ -48,17 +53,36 @@ mod count {
     pub(super) fn main() {
         let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
         let nr_pages: u64 = arguments.first().map_or(1024, |count| count.parse().expect("a number of faults"));
-        let logs = arguments.get(1).is_some_and(|kind| kind == "log");
+        let kind = arguments.get(1).map_or("install", String::as_str);
         let memory = Memory::new(nr_pages as usize / 256 + 16);
         let vm = host::new_vm::<Npt>(memory, Locking::None, nr_pages);
         let mut vcpu = vm.create_vcpu().unwrap();
-        if logs {
+        if matches!(kind, "log" | "query") {
             for page in 0..nr_pages {
                 host::write_fault(&mut vcpu, page);
             }
-            host::log_dirty_pages(&vm, nr_pages);
         }
-        touch(|page| host::write_fault(&mut vcpu, page), nr_pages);
+        match kind {
+            "install" => touch(|page| host::write_fault(&mut vcpu, page), nr_pages),
+            "log" => {
+                host::log_dirty_pages(&vm, nr_pages);
+                touch(|page| host::write_fault(&mut vcpu, page), nr_pages);
+            }
+            "prefault" => {
+                let size_bytes = Gfn(nr_pages).gpa().0;
+                let mut map = |_| vcpu.pre_fault_memory(Gfn(0).gpa(), size_bytes, Access::Write);
+                touch(|call| assert_eq!(map(call), Ok(size_bytes)), 1);
+            }
+            "query" => {
+                let tables = vm.read_tables().unwrap();
+                let mut cursor = tables.cursor();
+                touch(
+                    |page| assert!(black_box(cursor.query(Gfn(page).gpa()).map(|found| found.pfn)).is_some()),
+                    nr_pages,
+                );
+            }
+            kind => panic!("{kind} is not counted"),
+        }
         drop((vcpu, vm));
         // Checks that all page-table pages were freed.
         memory.reset();

@@ -2,7 +2,7 @@
 //!
 //! # Guarantees
 //! - A thing is freed with its pool.
-//! - There are never more things than were in use at once.
+//! - A thing is made only when a claim has found each of the others in use.
 //! - No thread waits for another.
 //!
 //! # Use
@@ -10,21 +10,33 @@
 //! [`add`](Pool::add) it. Its user ends the use by [`PoolLink::release`].
 //!
 //! # Implementation
-//! A thing is pushed to the front of the list once, and stays. Its user has its flag set.
+//! A thing is pushed to the front of the list once, and stays. Its user has its flag set. A claim
+//! is one atomic exchange of that flag, and a release is a store.
+//!
+//! Most things of a pool may be in use for long: each vCPU has a participant for its life. So that
+//! a claim does not pass them by, the pool keeps hints: what a thread claimed last is tried first.
+//! There are a few of them, and the address of a thread's stack selects one. A hint that is wrong
+//! costs a search of the list, and decides nothing.
 
 #![expect(unsafe_code, reason = "things are linked by raw pointers, and freed with the pool")]
 
 use alloc::boxed::Box;
-use core::ptr;
+use core::{array, ptr};
 
 use crossbeam_utils::CachePadded;
 
 use crate::boxed::Zeroed;
 use crate::sync::{AtomicBool, AtomicPtr, Ordering};
 
+/// Number of hints. One for the model checkers, whose schedules must not depend on addresses.
+const NR_HINTS: usize = if cfg!(any(loom, shuttle)) { 1 } else { 16 };
+
 /// Things of which each has one user at a time, or none.
 pub(crate) struct Pool<T: Pooled> {
     first: AtomicPtr<T>,
+    /// Things of the list, or null: what threads with such stacks have claimed last. Written only
+    /// when that changes.
+    hints: [AtomicPtr<T>; NR_HINTS],
 }
 
 /// What a pool keeps in a thing: on a line of its own, so that a search for a free thing takes no
@@ -58,9 +70,20 @@ impl<T> PoolLink<T> {
     ///
     /// # Safety
     /// The caller is the user of the thing, and does not use it any more.
+    #[inline]
     pub(crate) unsafe fn release(&self) {
         // Release: the next user observes what this one has done.
         self.0.is_in_use.store(false, Ordering::Release);
+    }
+
+    /// Begins the use of the thing, if it has no user.
+    #[inline]
+    fn try_claim(&self) -> bool {
+        let is_in_use = &self.0.is_in_use;
+        // Relaxed first: the line of a thing that is in use stays where it is. Acquire: observes
+        // what the last user has done.
+        !is_in_use.load(Ordering::Relaxed)
+            && is_in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 }
 
@@ -74,7 +97,8 @@ unsafe impl<T> Zeroed for PoolLink<T> {
 
 impl<T: Pooled> Pool<T> {
     pub(crate) fn new() -> Pool<T> {
-        Pool { first: AtomicPtr::new(ptr::null_mut()) }
+        let nothing = || AtomicPtr::new(ptr::null_mut());
+        Pool { first: nothing(), hints: array::from_fn(|_| nothing()) }
     }
 
     /// All things, in use or not.
@@ -91,14 +115,38 @@ impl<T: Pooled> Pool<T> {
     }
 
     /// Returns a thing that had no user. The caller is its user now.
+    #[inline]
     pub(crate) fn claim(&self) -> Option<&T> {
-        self.iter().find(|thing| {
-            let is_in_use = &thing.link().0.is_in_use;
-            // Relaxed first: the line of a thing that is in use stays where it is. Acquire:
-            // observes what the last user has done.
-            !is_in_use.load(Ordering::Relaxed)
-                && is_in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
-        })
+        // Acquire: observes the thing as it was pushed.
+        let last = self.hint().load(Ordering::Acquire);
+        // SAFETY: null or a thing of the list; these are freed only with the pool.
+        match unsafe { last.as_ref() } {
+            Some(thing) if thing.link().try_claim() => Some(thing),
+            _ => self.search(),
+        }
+    }
+
+    #[cold]
+    fn search(&self) -> Option<&T> {
+        let found = self.iter().find(|thing| thing.link().try_claim())?;
+        self.remember(found);
+        Some(found)
+    }
+
+    /// The hint of the calling thread.
+    #[inline]
+    fn hint(&self) -> &AtomicPtr<T> {
+        let on_stack = 0u8;
+        // Stacks are 16 KiB apart at least. The multiplication spreads what is a multiple of some
+        // size (Knuth, The Art of Computer Programming, vol. 3, 6.4, Fibonacci hashing).
+        let stack = (ptr::from_ref(&on_stack).addr() >> 14) as u64;
+        &self.hints[(stack.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % NR_HINTS]
+    }
+
+    /// Has the calling thread try `thing`, which is on the list, first.
+    fn remember(&self, thing: &T) {
+        // Release: a thread that reads the hint observes the thing as it was pushed.
+        self.hint().store(ptr::from_ref(thing).cast_mut(), Ordering::Release);
     }
 
     /// Adds `thing`. The caller is its user.
@@ -114,7 +162,10 @@ impl<T: Pooled> Pool<T> {
             // Release: a walk of the list observes the thing and, through the chain of exchanges,
             // those behind it.
             match self.first.compare_exchange(first, pushed, Ordering::Release, Ordering::Relaxed) {
-                Ok(_) => return thing,
+                Ok(_) => {
+                    self.remember(thing);
+                    return thing;
+                }
                 Err(found) => first = found,
             }
         }
@@ -132,3 +183,11 @@ impl<T: Pooled> Drop for Pool<T> {
         }
     }
 }
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+#[path = "pool_tests.rs"]
+mod tests;
+
+#[cfg(all(test, loom))]
+#[path = "pool_loom.rs"]
+mod loom_tests;

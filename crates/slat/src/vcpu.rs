@@ -22,7 +22,8 @@
 //!    the leaf may now be written and the memslot logs, it marks the page.
 //!
 //! Without a lock, the look itself restores a leaf PTE that only lacks W, or that is tracked. Such
-//! a fault needs one guard and no second walk.
+//! a fault needs one guard and no second walk. Most faults take a shorter way ([`small`]), and come
+//! here only if that does not settle them.
 //!
 //! # Why it is correct
 //! `table/invalidation_seq.rs` has the argument for installing on the invalidation sequence number
@@ -36,15 +37,18 @@ mod fault_around;
 mod on_leaf;
 mod plan;
 mod prefault;
+mod resolve;
 mod shadow;
+mod small;
 mod timing;
 
 use alloc::sync::Arc;
 
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
+use small::{Small, SmallFault};
 use timing::Timing;
 
-use crate::addr::{Access, Gfn, Gpa, Level, PageSize, Pfn};
+use crate::addr::{Access, Gfn, Gpa, Level, PageSize};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
@@ -52,10 +56,9 @@ use crate::error::{ConfigError, FaultError, OutOfMemory};
 use crate::exit::{Exit, Outcome};
 use crate::format::Format;
 use crate::harvest::mark;
-use crate::host::{AllocationWait, Host, Resolved, Unresolved};
+use crate::host::{Host, Resolved};
 use crate::operation::Operation;
 use crate::second_stage::install::NewLeaf;
-use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::record;
@@ -190,37 +193,77 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # }
     /// ```
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
-        let (mut fault, own) = self.fault(gpa, access)?;
-        let participant = fault.op.participant;
-        let nr_faults = participant.stats.get(Counter::Faults);
-        participant.stats.count(Counter::Faults);
+        let (fault, own) = small_fault(&self.vm, &mut self.participant, self.ring.as_ref(), gpa, access)?;
+        let stats = fault.op.stats();
+        let nr_faults = stats.get(Counter::Faults);
+        stats.count(Counter::Faults);
         // Early, so that a short run has a sample. But not the first fault of a period: the very
         // first fault of a vCPU, with cold caches, represents no other.
         if is_sampled(nr_faults) {
-            fault.start_timing();
+            return self.handle_timed(gpa, access);
         }
-        // The only call of it, so that it is inlined and needs no stack frame of its own.
-        let result = fault.serve(own);
-        // The CPU may still have cached what it faulted on, also after a spurious fault.
-        if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
-            fault.op.tree.host.flush_local(gpa);
-        }
-        if fault.timing.is_some() {
-            fault.stop_timing();
-        }
+        let result = match fault.serve(own, None) {
+            Small::Done => Ok(Outcome::Resume),
+            small => self.go_on(gpa, access, small),
+        };
+        flush_local(&self.vm.tree, gpa, &result);
         result
+    }
+
+    /// Handles a fault that is in the sample.
+    #[cold]
+    #[inline(never)]
+    fn handle_timed(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
+        let (mut fault, mut own) = self.fault(gpa, access)?;
+        fault.start_timing();
+        let small = SmallFault { op: fault.op, ring: fault.ring, gfn: fault.gfn, access };
+        let small = small.serve(own.reborrow(), fault.timing.as_mut());
+        let result = fault.go_on(small, own);
+        flush_local(fault.op.tree, gpa, &result);
+        fault.stop_timing();
+        result
+    }
+
+    /// Goes on with a fault that is no small one, or failed as one. It makes the fault anew, so
+    /// that one that succeeds stays in registers.
+    #[inline(never)]
+    fn go_on(&mut self, gpa: Gpa, access: Access, small: Small) -> Result<Outcome, FaultError> {
+        let (mut fault, own) = self.fault(gpa, access)?;
+        fault.go_on(small, own)
     }
 
     #[inline]
     fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), FaultError> {
-        let gfn = self.vm.check_gpa(gpa)?;
-        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
-        // from. The exclusive part is used by this fault alone, because the fault borrows the vCPU.
-        let (participant, own) = unsafe { (self.participant.get(), self.participant.exclusive()) };
-        // SAFETY: as above: the VM keeps its rings alive, too.
-        let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
-        let (op, tables) = (self.vm.operation(participant), &mut self.tables);
+        let Vcpu { vm, participant, ring, tables, .. } = self;
+        let (SmallFault { op, ring, gfn, access }, own) = small_fault(vm, participant, ring.as_ref(), gpa, access)?;
         Ok((Fault { op, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
+    }
+}
+
+/// A fault of the vCPU with `participant` and `ring`.
+#[inline(always)]
+fn small_fault<'v, H: Host, F: Format>(
+    vm: &'v Vm<H, F>,
+    participant: &'v mut OwnedParticipant,
+    ring: Option<&'v OwnedRing>,
+    gpa: Gpa,
+    access: Access,
+) -> Result<(SmallFault<'v, H, F>, Exclusive<'v>), FaultError> {
+    let gfn = vm.check_gpa(gpa)?;
+    // SAFETY: `vm` is the vCPU's, and keeps the epochs that the participant came from alive. The
+    // exclusive part is used by this fault alone, because it borrows the participant.
+    let (participant, own) = unsafe { (participant.get(), participant.exclusive()) };
+    // SAFETY: as above: the VM keeps its rings alive, too.
+    let ring = ring.map(|ring| unsafe { ring.get() });
+    Ok((SmallFault { op: vm.operation(participant), ring, gfn, access }, own))
+}
+
+/// Flushes what the CPU may still have cached of the page that it faulted on, also after a spurious
+/// fault.
+#[inline]
+fn flush_local<H: Host, F: Format>(tree: &Tree<H, F>, gpa: Gpa, result: &Result<Outcome, FaultError>) {
+    if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
+        tree.host.flush_local(gpa);
     }
 }
 
@@ -495,150 +538,5 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn userfault_exit(&self) -> Result<Option<Exit>, FaultError> {
         let guard = self.op.pin();
         self.op.slots.find(&guard, self.gfn).map_or(Ok(None), |slot| slot.userfault_exit(self.gfn))
-    }
-
-    /// Step 2: asks the host for a frame that allows the access.
-    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing, F>) -> Result<Resolved, Unresolved> {
-        let host = self.op.host();
-        let resolve = || plan.resolve(host, self.gfn, self.access);
-        let resolved = match &mut self.timing {
-            None => resolve(),
-            Some(timing) => {
-                let outside_start_ns = host.timestamp_ns();
-                let start_delay_ns = host.run_delay_ns();
-                let start_ns = host.timestamp_ns();
-                let resolved = resolve();
-                timing.resolve_ns += host.timestamp_ns().saturating_sub(start_ns);
-                timing.resolve_run_delay_ns += host.run_delay_ns().saturating_sub(start_delay_ns);
-                timing.start_ns += host.timestamp_ns().saturating_sub(outside_start_ns);
-                resolved
-            }
-        }?;
-        let is_allowed = match self.access {
-            Access::Read => true,
-            Access::Write => resolved.writable,
-            Access::Execute | Access::ExecuteUser => resolved.attributes.execute.permits(self.access),
-        };
-        if is_allowed { Ok(resolved) } else { Err(Unresolved::Mmio) }
-    }
-
-    /// Ends a fault for which the host has no frame, or none that allows the access. If that answer
-    /// may be out of date, the guest comes back, or user space acts first.
-    #[cold]
-    #[inline(never)]
-    fn unresolved(
-        &self,
-        found: Found<F>,
-        attributes: MemoryAttributes,
-        reason: Unresolved,
-    ) -> Result<Outcome, FaultError> {
-        if !self.is_up_to_date(found, attributes) {
-            return self.userfault_outcome();
-        }
-        match reason {
-            Unresolved::Gone => Err(FaultError::BackingGone { gpa: self.gpa }),
-            Unresolved::Mmio => {
-                self.count(Counter::Exits);
-                Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }))
-            }
-        }
-    }
-
-    /// The exit of a page whose userfault bit is set; else the guest comes back.
-    ///
-    /// Never inlined: the exit would lie on the stack of each fault.
-    #[cold]
-    #[inline(never)]
-    fn userfault_outcome(&self) -> Result<Outcome, FaultError> {
-        let Some(exit) = self.userfault_exit()? else { return Ok(Outcome::Resume) };
-        self.count(Counter::Exits);
-        self.count(Counter::Userfaults);
-        Ok(Outcome::Exit(exit))
-    }
-
-    /// Whether nothing has changed since the look, which had `found` and `attributes`. What may
-    /// change is the PTE, the ranges in flight, the userfault bit and the attributes. After such a
-    /// change the host's answer may be out of date: user space may have taken the page back, for
-    /// example, and thrown its contents away.
-    #[cold]
-    #[inline(never)]
-    fn is_up_to_date(&self, found: Found<F>, attributes: MemoryAttributes) -> bool {
-        let Operation { tree, slots, .. } = self.op;
-        let guard = self.op.pin();
-        let mut cursor = Cursor::new(tree, &guard, self.gfn);
-        // In the order of `look`. A change that is over has left another sequence number.
-        let (value, state) = cursor.descend_to_lowest();
-        let is_same = match found {
-            Found::Empty(seq) => state == State::Empty(seq),
-            Found::Forbidding(leaf, seq) => value == leaf && tree.current_seq() == seq,
-            Found::Lacking(_) => unreachable!("no frame is asked for"),
-        };
-        let is_free = is_same && tree.in_flight.free_level(self.gfn, cursor.level()).is_some();
-        let slot = if is_free { slots.find(&guard, self.gfn) } else { None };
-        let is_asked_for =
-            |slot: &SlotView<'_, H::Backing>| slot.may_use(self.gfn) && slot.attributes_of(self.gfn) == attributes;
-        let is_up_to_date = slot.as_ref().is_some_and(is_asked_for);
-        if !is_up_to_date {
-            self.count(Counter::Retries);
-        }
-        is_up_to_date
-    }
-
-    /// Prepares the installation of what the host has `resolved`: the leaf, the page-table pages
-    /// for it, and the flush that must precede it. In a memslot with a guest_memfd it may span
-    /// `largest`, as far as the attributes are alike.
-    #[inline]
-    fn prepare(
-        &mut self,
-        plan: &mut InstallPlan<'_, H::Backing, F>,
-        resolved: Resolved,
-        largest: Level,
-    ) -> Result<NewLeaf, FaultError> {
-        if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
-            plan.max_level = self.limit_to_alike(plan.max_level.min(largest));
-        }
-        self.flush_before_make(plan);
-        let leaf = self.leaf(plan, self.gfn, resolved)?;
-        if self.is_another_frame(plan, &leaf) {
-            return Err(FaultError::BadResolve { gpa: self.gpa });
-        }
-        self.top_up_for(plan, &leaf)?;
-        Ok(leaf)
-    }
-
-    /// Flushes what CPUs may have cached of the PTE, if nothing may be installed there before that.
-    #[inline]
-    fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing, F>) {
-        if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(seq) if seq.is_unflushed()) {
-            self.op.flush(&[self.gfn.block(plan.level)]);
-        }
-    }
-
-    /// Allocates the page-table pages that step 3 may link to install `leaf`.
-    #[inline]
-    fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing, F>, leaf: &NewLeaf) -> Result<(), OutOfMemory> {
-        match plan.found {
-            // The part is split off, one level at a time.
-            Found::Forbidding(value, _) if plan.level > leaf.level => {
-                self.top_up(1, self.op.tree.encoding.frame(value, plan.level))
-            }
-            _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), leaf.pfn),
-        }
-    }
-
-    /// Allocates the page-table pages that step 3 may link for the memory at `pfn`.
-    #[inline]
-    fn top_up(&mut self, nr_tables: usize, pfn: Pfn) -> Result<(), OutOfMemory> {
-        if nr_tables == 0 {
-            return Ok(());
-        }
-        let Tree { host, config, .. } = self.op.tree;
-        let node = config.table_placement.node_for(host, Some(pfn));
-        if self.tables.has(nr_tables, node) {
-            return Ok(());
-        }
-        self.tables
-            .top_up(self.op.tree, self.op.stats(), nr_tables, node, AllocationWait::Allowed)
-            .map_err(|()| OutOfMemory)
     }
 }

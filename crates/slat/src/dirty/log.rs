@@ -131,7 +131,7 @@ pub(crate) fn mark_if_logging<B>(
 }
 
 /// As [`mark_if_logging`], for page `gfn` alone.
-#[inline]
+#[inline(always)]
 pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, guard: &Guard<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
     // As in `mark_if_logging`.
     fence_after_rmw();

@@ -47,6 +47,7 @@ pub(crate) enum Rights {
 ///
 /// Where CPUs do not set A, a leaf counts as used as soon as it is installed. Where they do not set
 /// D, it counts as dirty as soon as it has W, since no CPU records a write through it.
+#[inline(always)]
 fn used_leaf<F: Format>(leaf: Pte<F>, used: Option<Access>, tracking: AccessTracking) -> Pte<F> {
     let accessed = if used.is_some() || tracking == AccessTracking::Faults { F::ACCESSED } else { 0 };
     let is_written = used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && leaf.is_writable());
@@ -55,7 +56,7 @@ fn used_leaf<F: Format>(leaf: Pte<F>, used: Option<Access>, tracking: AccessTrac
 }
 
 impl NewLeaf {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn pte<F: Format>(self, encoding: &Encoding<F>, tracking: AccessTracking) -> Pte<F> {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
@@ -124,7 +125,12 @@ unsafe fn prepare_around<'c, H: Host, F: Format>(
     // The caller has flushed the PTE, if that was needed.
     let beside = Pte::empty(seq.flushed());
     // SAFETY: as the caller promises.
-    unsafe { cache.prepare(cursor.tree(), level, |index| if index == inside { pte } else { beside }) }
+    unsafe {
+        cache.prepare_by(cursor.tree(), level, beside, |ptes| {
+            ptes.skip(inside);
+            ptes.push(pte);
+        })
+    }
 }
 
 /// Links `prepared` where the cursor's PTE is `value`, with those between, as [`install`] does with
@@ -144,7 +150,7 @@ pub(crate) fn link<H: Host, F: Format>(
 
 /// Restores `access` to the leaf `value` in `pte`, which is tracked or lacks W. The leaf itself
 /// says that the host allows it.
-#[inline]
+#[inline(always)]
 pub(crate) fn restore_access<F: Format>(
     tracking: AccessTracking,
     pte: PteRef<'_, F>,

@@ -105,10 +105,10 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
     #[inline]
     pub fn query(&mut self, gpa: Gpa) -> Option<Translation> {
         let Tree { encoding, .. } = self.cursor.tree();
-        if gpa.0 >> encoding.gpa_bits() != 0 {
+        let gfn = gpa.gfn();
+        if !encoding.frames().contains(gfn) {
             return None;
         }
-        let gfn = gpa.gfn();
         // Not from a page-table page in the middle: there the last page was huge, and its
         // neighbours may be.
         let level = self.cursor.level();
@@ -116,7 +116,9 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         if let Some(pte) = may_move.then(|| self.cursor.move_to_pte(gfn, Level::L4K)).flatten() {
             let value = pte.load();
             match value.state(Level::L4K) {
-                State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),
+                // Apart, so that less is decided for most.
+                State::Leaf => return Some(self.translation(value, Level::L4K, gfn)),
+                State::Tracked => return Some(self.translation_of_tracked(value, gfn)),
                 State::Empty(_) | State::Table | State::Broken | State::Frozen => {}
             }
             // Nothing there, as in a page-table page that was unlinked meanwhile: walk from the
@@ -128,8 +130,14 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         Some(self.translation(leaf, self.cursor.level(), gfn))
     }
 
+    #[cold]
+    #[inline(never)]
+    fn translation_of_tracked(&self, leaf: Pte<F>, gfn: Gfn) -> Translation {
+        self.translation(leaf, Level::L4K, gfn)
+    }
+
     /// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not.
-    #[inline]
+    #[inline(always)]
     fn translation(&self, leaf: Pte<F>, level: Level, gfn: Gfn) -> Translation {
         let encoding = &self.cursor.tree().encoding;
         Translation {

@@ -234,13 +234,19 @@ impl<B> SlotSet<B> {
 
     /// The memslot that has `gfn`. Index `guess` is tried first, and becomes the index that was
     /// found: an address is mostly in the memslot of the one before.
-    #[inline]
+    #[inline(always)]
     fn find(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
         // Relaxed: a guess orders nothing.
         match self.entries.get(guess.load(Ordering::Relaxed) as usize) {
             Some(entry) if entry.range.contains(gfn) => Some(entry),
             _ => self.search(guess, gfn),
         }
+    }
+
+    #[inline(never)]
+    fn find_logging<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let found = self.find(&guard.participant().last_slot, gfn);
+        found.map(|entry| self.view(entry, guard)).filter(SlotView::logs)
     }
 
     #[inline(never)]
@@ -322,14 +328,10 @@ impl<B> Slots<B> {
     }
 
     /// The memslot that has `gfn`, if it logs.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn find_logging<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let set = self.current(guard);
-        if !set.any_logs {
-            return None;
-        }
-        let found = set.find(&guard.participant().last_slot, gfn);
-        found.map(|entry| set.view(entry, guard)).filter(SlotView::logs)
+        if set.any_logs { set.find_logging(guard, gfn) } else { None }
     }
 
     /// Whether `view` is of the set that is published now: what it says is still so.

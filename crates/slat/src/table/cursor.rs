@@ -170,31 +170,11 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// Returns a cursor at the PTE of 4 KiB for `gfn`, with its value. `None` if the page-table
     /// pages do not reach so low; in one that was unlinked they may.
     ///
-    /// For a fault, which walks from the root twice: the levels are constants here, and most faults
-    /// find what they need at this one.
+    /// For a fault: the levels are constants here, and most faults find what they need at this one.
     #[inline(always)]
     pub(crate) fn at_small(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Option<(Cursor<'s, H, F>, Pte<F>)> {
-        let (host, root_level) = (&tree.host, tree.root_level());
-        let (lowest_root, highest) = const { root_levels::<F>() };
         let mut cursor = Cursor::new(tree, guard, gfn);
-        let mut level = highest;
-        while level > Level::L4K {
-            // For a root of a level that is not fixed, a comparison decides whether the level is
-            // there.
-            if level <= lowest_root || level <= root_level {
-                cursor.level = level;
-                let value = cursor.pte_at(level).load();
-                if value.state(level) != State::Table {
-                    return None;
-                }
-                // SAFETY: read in a page-table page of the tree that was reached inside the guard.
-                let ptes = unsafe { node::linked_ptes::<H, F>(host, guard, value.table_below(), level.down()) };
-                cursor.table = ptes.cells;
-                cursor.above = value;
-            }
-            level = level.down();
-        }
-        cursor.level = Level::L4K;
+        cursor.descend_from_root(Level::L4K)?;
         let value = cursor.pte_at(Level::L4K).load();
         Some((cursor, value))
     }
@@ -260,28 +240,43 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     pub(crate) fn move_to_pte(&mut self, gfn: Gfn, level: Level) -> Option<PteRef<'s, F>> {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
-        if self.level != level || (level < self.tree.root_level() && moved >= level.up().nr_pages()) {
+        // A constant, for the lowest level.
+        let is_below_root = const { root_levels::<F>() }.0 > level || level < self.tree.root_level();
+        if self.level != level || (is_below_root && moved >= level.up().nr_pages()) {
+            self.restart();
             self.descend_from_root(level)?;
         }
         // SAFETY: the cursor is at a PTE of `level`: it was, or has just gone down to one.
         Some(unsafe { PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check()) })
     }
 
-    /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the
-    /// cursor is then as low as there are page-table pages.
+    /// From the root, where the cursor is, to the page-table page whose PTEs have `level`, which is
+    /// a constant: so all levels are. `None` if there is none; the cursor is then as low as there
+    /// are page-table pages.
     #[inline(always)]
     fn descend_from_root(&mut self, level: Level) -> Option<()> {
-        self.restart();
-        let mut above = self.tree.root_level();
+        let root_level = self.tree.root_level();
+        let (lowest_root, highest) = const { root_levels::<F>() };
+        let mut above = highest;
         while above > level {
-            let value = self.pte().load();
-            if value.state(above) != State::Table {
-                return None;
+            // For a root of a level that is not fixed, a comparison decides whether the level is
+            // there.
+            if above <= lowest_root || above <= root_level {
+                self.level = above;
+                let value = self.pte_at(above).load();
+                if value.state(above) != State::Table {
+                    return None;
+                }
+                // SAFETY: read in a page-table page of the tree that was reached inside the guard.
+                let ptes = unsafe {
+                    node::linked_ptes::<H, F>(&self.tree.host, self.guard, value.table_below(), above.down())
+                };
+                self.table = ptes.cells;
+                self.above = value;
             }
-            // SAFETY: read from the current PTE, of this level, which is a directory entry.
-            unsafe { self.descend(value) }
             above = above.down();
         }
+        self.level = level;
         Some(())
     }
 

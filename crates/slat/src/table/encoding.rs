@@ -159,7 +159,16 @@ impl<F: Format> Encoding<F> {
     }
 
     /// What `bits`, attribute bits of a leaf of 4 KiB, express.
+    #[inline]
     pub(crate) fn attributes_of(&self, bits: u64) -> LeafAttributes {
+        // Nearly all leaves are of ordinary memory.
+        let ordinary = LeafAttributes::default();
+        if bits == self.attributes[ordinary.number()] { ordinary } else { self.search(bits) }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn search(&self, bits: u64) -> LeafAttributes {
         let number = self.attributes.iter().position(|&expressed| expressed == bits);
         debug_assert!(number.is_some(), "{}: {bits:#x} express no attributes", F::NAME);
         number.map_or(LeafAttributes::default(), LeafAttributes::from_number)

@@ -206,7 +206,7 @@ impl RangesInFlight {
     /// Returns the greatest level up to `level` of a block around `gfn` that shares no frame with a
     /// range in flight; `None` if `gfn` itself is in one. The caller has read its PTE with acquire
     /// before.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free_level(&self, gfn: Gfn, level: Level) -> Option<Level> {
         // Acquire: observes the ranges that are active or counted and, of those that were
         // withdrawn, what the host did.

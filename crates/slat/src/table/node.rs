@@ -164,6 +164,57 @@ unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl Fn
     }
 }
 
+/// A page-table page that is being filled, from its first PTE on. What is left when it is dropped is
+/// filled with the PTE that it was made with.
+pub(crate) struct NewPtes<'t, F: Format> {
+    left: &'t [AtomicU64],
+    beside: Pte<F>,
+}
+
+impl<F: Format> NewPtes<'_, F> {
+    /// Stores `pte` in the next PTE, if there is one.
+    #[inline(always)]
+    pub(crate) fn push(&mut self, pte: Pte<F>) {
+        if let Some((cell, left)) = self.left.split_first() {
+            // Relaxed: as in `build`.
+            cell.store(pte.bits(), Ordering::Relaxed);
+            self.left = left;
+        }
+    }
+
+    /// Stores leaves of `level` whose frames follow each other, from `first` on, in the next
+    /// `nr_ptes` PTEs.
+    #[inline(always)]
+    pub(crate) fn push_run(&mut self, first: Pte<F>, level: Level, nr_ptes: usize) {
+        let (run, left) = self.left.split_at(nr_ptes.min(self.left.len()));
+        let mut pte = first;
+        for cell in run {
+            // Relaxed: as in `build`.
+            cell.store(pte.bits(), Ordering::Relaxed);
+            pte = pte.behind(1, level);
+        }
+        self.left = left;
+    }
+
+    /// Leaves the next `nr_ptes` PTEs to what they were made with.
+    #[inline(always)]
+    pub(crate) fn skip(&mut self, nr_ptes: usize) {
+        let (skipped, left) = self.left.split_at(nr_ptes.min(self.left.len()));
+        for cell in skipped {
+            // Relaxed: as in `build`.
+            cell.store(self.beside.bits(), Ordering::Relaxed);
+        }
+        self.left = left;
+    }
+}
+
+impl<F: Format> Drop for NewPtes<'_, F> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.skip(self.left.len());
+    }
+}
+
 /// Frees the page-table pages of leaves of 4 KiB that the frozen PTEs of `table` name, as many as
 /// `left` says, and counts leaves in `table` itself. Returns whether that is all. The page itself
 /// is the caller's to free then.
@@ -349,6 +400,24 @@ impl TableCache {
         prepared
     }
 
+    /// As [`prepare`](Self::prepare), by `fill`. What that leaves is filled with `beside`.
+    ///
+    /// # Safety
+    /// Neither `beside` nor a PTE that `fill` stores names a page-table page.
+    #[inline]
+    pub(crate) unsafe fn prepare_by<'c, H: Host, F: Format>(
+        &'c mut self,
+        tree: &'c Tree<H, F>,
+        level: Level,
+        beside: Pte<F>,
+        fill: impl FnOnce(&mut NewPtes<'_, F>),
+    ) -> Prepared<'c, H, F> {
+        let mut prepared = Prepared { cache: self, tree, nr_tables: 0, leaves: (level, 0), level };
+        // SAFETY: as the caller promises.
+        unsafe { prepared.fill_by(beside, fill) }
+        prepared
+    }
+
     /// Frees all page-table pages of the cache.
     pub(crate) fn drain<H: Host, F: Format>(&mut self, tree: &Tree<H, F>, stats: &Recorder) {
         let tables = &self.tables[..core::mem::take(&mut self.len)];
@@ -391,7 +460,12 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
     pub(crate) fn raise(&mut self, index: usize, seq: InvalidationSeq) {
         let (table, beside) = (Pte::table(self.highest()), Pte::empty(seq));
         // SAFETY: the one PTE that names a page-table page names the one that was filled last.
-        unsafe { self.fill(|other| if other == index { table } else { beside }) }
+        unsafe {
+            self.fill_by(beside, |ptes| {
+                ptes.skip(index);
+                ptes.push(table);
+            })
+        }
     }
 
     /// Fills the next page-table page of the cache.
@@ -400,14 +474,34 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
     /// One PTE at most that `pte` returns names a page-table page: the one that was filled last.
     #[inline]
     unsafe fn fill(&mut self, mut pte: impl FnMut(usize) -> Pte<F>) {
-        let host = &self.tree.host;
         self.nr_tables += 1;
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
-        unsafe { build(host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
+        unsafe { build(&self.tree.host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
+        self.filled();
+    }
+
+    /// As [`fill`](Self::fill), by `fill`. What that leaves is filled with `beside`.
+    ///
+    /// # Safety
+    /// As for [`fill`](Self::fill), of the PTEs that `fill` stores; `beside` names no page-table
+    /// page.
+    #[inline]
+    unsafe fn fill_by(&mut self, beside: Pte<F>, fill: impl FnOnce(&mut NewPtes<'_, F>)) {
+        self.nr_tables += 1;
+        let first = self.tree.host.table_ptr(self.highest()).cast::<AtomicU64>();
+        // SAFETY: pages in the cache were allocated for this size, and are the cache's alone. They
+        // are only stored to.
+        let left = unsafe { slice::from_raw_parts(first, F::TABLE_ENTRIES) };
+        fill(&mut NewPtes { left, beside });
+        self.filled();
+    }
+
+    #[inline]
+    fn filled(&mut self) {
         #[cfg(shuttle)]
         for index in 0..F::TABLE_ENTRIES {
-            // SAFETY: as above.
-            let cell = unsafe { host.table_ptr(self.highest()).cast::<u64>().add(index) };
+            // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
+            let cell = unsafe { self.tree.host.table_ptr(self.highest()).cast::<u64>().add(index) };
             // SAFETY: as above, and the PTE was stored just now.
             record!(PteMade { cell: cell.addr() as u64, value: unsafe { cell.read() } });
         }

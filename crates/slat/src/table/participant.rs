@@ -96,6 +96,7 @@ impl SharedParticipant {
     ///
     /// # Safety
     /// The caller has the participant in use, and no other thread has it before the answer is gone.
+    #[inline]
     unsafe fn owned(&self) -> &Participant {
         // SAFETY: a `Participant` is a `SharedParticipant` and nothing else.
         unsafe { &*ptr::from_ref(self).cast() }
@@ -200,6 +201,13 @@ impl<'s> LockCheck<'s> {
 pub(crate) struct Exclusive<'r> {
     pub(crate) pin: FaultPin<'r>,
     pub(crate) hazard: HazardPointer<'r>,
+}
+
+impl Exclusive<'_> {
+    #[inline]
+    pub(crate) fn reborrow(&mut self) -> Exclusive<'_> {
+        Exclusive { pin: self.pin.reborrow(), hazard: self.hazard.reborrow() }
+    }
 }
 
 /// The right to open the guard of a fault: one at a time, which ends before the next begins.
@@ -390,6 +398,7 @@ pub(crate) struct LoneGuard<'a> {
 }
 
 impl<'a> LoneGuard<'a> {
+    #[inline]
     pub(super) fn new(epochs: &Epochs, participant: BorrowedParticipant<'a>) -> LoneGuard<'a> {
         LoneGuard { guard: epochs.pin(participant.0), _record: participant }
     }
@@ -406,6 +415,7 @@ pub(crate) struct BorrowedParticipant<'a>(&'a Participant);
 impl<'a> BorrowedParticipant<'a> {
     /// # Safety
     /// The caller has set `in_use`, and leaves its end to the answer.
+    #[inline]
     pub(super) unsafe fn new(participant: &'a SharedParticipant) -> BorrowedParticipant<'a> {
         // SAFETY: as the caller promises.
         BorrowedParticipant(unsafe { participant.owned() })
@@ -425,12 +435,14 @@ impl<'a> BorrowedParticipant<'a> {
 impl Deref for BorrowedParticipant<'_> {
     type Target = Participant;
 
+    #[inline]
     fn deref(&self) -> &Participant {
         self.0
     }
 }
 
 impl Drop for BorrowedParticipant<'_> {
+    #[inline]
     fn drop(&mut self) {
         // SAFETY: `self` has it in use, until now.
         unsafe { release_participant(self.0) }
@@ -439,6 +451,7 @@ impl Drop for BorrowedParticipant<'_> {
 
 /// # Safety
 /// The caller has the participant in use, and this is the end of that use.
+#[inline]
 unsafe fn release_participant(participant: &SharedParticipant) {
     debug_assert!(participant.announced.load(Ordering::Relaxed) == IDLE);
     debug_assert!(participant.announced_by_fault.load(Ordering::Relaxed) == IDLE);
@@ -455,6 +468,7 @@ unsafe impl Send for OwnedParticipant {}
 impl OwnedParticipant {
     /// # Safety
     /// The `Epochs` that it came from is alive for `'a`, and this is not released before.
+    #[inline]
     pub(crate) unsafe fn get<'a>(&self) -> &'a Participant {
         // SAFETY: participants live as long as their `Epochs`, and this one is in use as long as
         // `self`.

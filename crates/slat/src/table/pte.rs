@@ -260,7 +260,7 @@ impl<F: Format> Pte<F> {
     /// Stands for the directory entry above the root: one that is not protected.
     pub(super) const ABOVE_ROOT: Pte<F> = Pte::from_bits(F::WRITABLE);
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn state(self, level: Level) -> State {
         if !self.is_present() {
             // The most frequent state by one test.
@@ -431,7 +431,11 @@ impl<F: Format> Pte<F> {
     }
 
     /// The attribute bits of a leaf of `level`, tracked or not, as one of 4 KiB has them.
+    #[inline]
     pub(crate) fn attribute_bits(self, level: Level) -> u64 {
+        if level == Level::L4K && self.is_present() {
+            return self.0 & F::ATTRIBUTES;
+        }
         F::unpack_attributes(self.packed_attributes(level), Level::L4K)
     }
 
@@ -451,6 +455,13 @@ impl<F: Format> Pte<F> {
     #[inline]
     pub(crate) fn step(level: Level) -> u64 {
         F::address_bits(Hpa(level.size_bytes()))
+    }
+
+    /// A leaf of frame 0, not tracked, with the frame `pfn`, which is aligned to `level`.
+    #[inline(always)]
+    pub(crate) fn with_frame(self, pfn: Pfn, level: Level) -> Pte<F> {
+        let pfn = Pfn(pfn.0 & !(level.nr_pages() - 1));
+        Pte::from_bits(self.0 | F::address_bits(pfn.hpa()))
     }
 
     /// The leaf `nr_leaves` leaves of `level` behind this one, not tracked: the same, but for its
@@ -486,11 +497,13 @@ impl<F: Format> Pte<F> {
 
     /// Whether the guest has used a leaf since it was installed or last aged. False for a tracked
     /// one.
+    #[inline]
     pub(crate) fn is_accessed(self) -> bool {
         self.is_present() && self.0 & F::ACCESSED != 0
     }
 
     /// Whether the guest has written through a leaf, tracked or not, since it was installed.
+    #[inline]
     pub(crate) fn is_dirty(self) -> bool {
         self.0 & if self.is_present() { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
     }

@@ -23,6 +23,7 @@ use core::slice::SliceIndex;
 use super::invalidation_seq::InvalidationSeq;
 use super::participant::LockCheck;
 use super::pte::{self, Breaking, Pte, State};
+use super::retire::{Epochs, FaultGuard, FaultPin, Guard, Kept, KeptGuard};
 use crate::addr::Level;
 use crate::format::Format;
 use crate::stats::{Counter, Recorder};
@@ -112,6 +113,43 @@ impl<F> Clone for PteRef<'_, F> {
 
 impl<F> Copy for PteRef<'_, F> {}
 
+/// A PTE that one guard of a fault has found, for the next.
+pub(crate) struct KeptPte<'e, F> {
+    cell: Kept<'e, AtomicU64>,
+    level: Level,
+    format: PhantomData<F>,
+}
+
+/// A guard with a PTE that the guard before it has found.
+pub(crate) struct PteGuard<'p, F> {
+    cell: KeptGuard<'p, AtomicU64>,
+    level: Level,
+    format: PhantomData<F>,
+}
+
+impl<F: Format> KeptPte<'_, F> {
+    /// The next guard of the fault. `None`, and no guard, if any page-table page was retired since
+    /// the first guard began.
+    #[inline]
+    pub(crate) fn reopen(self, pin: FaultPin<'_>) -> Option<PteGuard<'_, F>> {
+        let KeptPte { cell, level, .. } = self;
+        Some(PteGuard { cell: cell.reopen(pin)?, level, format: PhantomData })
+    }
+}
+
+impl<F: Format> PteGuard<'_, F> {
+    #[inline]
+    pub(crate) fn guard(&self) -> &Guard<'_> {
+        self.cell.guard()
+    }
+
+    /// The PTE. Its page-table page may have been unlinked meanwhile, but was not retired.
+    #[inline]
+    pub(crate) fn pte(&self) -> PteRef<'_, F> {
+        PteRef { cell: self.cell.thing(), level: self.level, lock: self.guard().lock_check(), format: PhantomData }
+    }
+}
+
 impl<'s, F: Format> PteRef<'s, F> {
     /// # Safety
     /// `cell` is a PTE of `level` in a page-table page, or no walk reaches it.
@@ -123,6 +161,17 @@ impl<'s, F: Format> PteRef<'s, F> {
     #[inline]
     pub(crate) fn level(&self) -> Level {
         self.level
+    }
+
+    /// Keeps the PTE for the next guard of a fault.
+    ///
+    /// # Safety
+    /// It was reached in `guard`, in a page-table page of the tree with these epochs.
+    #[inline]
+    pub(crate) unsafe fn keep<'e>(self, epochs: &'e Epochs, guard: &FaultGuard<'_>) -> KeptPte<'e, F> {
+        // SAFETY: as the caller promises; roots are not freed before the epochs.
+        let cell = unsafe { epochs.keep(guard, self.cell) };
+        KeptPte { cell, level: self.level, format: PhantomData }
     }
 
     /// Acquire: pairs with the release of the thread that linked the page-table page or the leaf,

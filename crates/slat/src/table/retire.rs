@@ -205,11 +205,27 @@ impl Epochs {
         unsafe { FaultGuard::new(pin) }
     }
 
+    /// Keeps what a fault has found in `guard` for the next guard of that fault.
+    ///
+    /// # Safety
+    /// `thing` is reached in `guard`, and is freed only after it is retired to these epochs.
+    #[inline]
+    pub(crate) unsafe fn keep<T>(&self, guard: &FaultGuard<'_>, thing: &T) -> Kept<'_, T> {
+        // Relaxed: this thread's own store.
+        let epoch = guard.participant().announced_by_fault.load(Ordering::Relaxed);
+        Kept { epochs: self, epoch, thing: NonNull::from(thing) }
+    }
+
     #[inline]
     fn announce(&self, announced: &AtomicU64) {
         // Acquire: a guard that reads an epoch which a retirement began observes what was unlinked
         // before.
-        let epoch = self.epoch.load(Ordering::Acquire);
+        self.announce_epoch(announced, self.epoch.load(Ordering::Acquire));
+    }
+
+    /// Announces `epoch`, which is not above the current one.
+    #[inline]
+    fn announce_epoch(&self, announced: &AtomicU64, epoch: u64) {
         // The announcement precedes every read of the guard (pairs with `oldest_open`).
         match self.fences {
             Fences::Both => {
@@ -228,6 +244,7 @@ impl Epochs {
     }
 
     /// Returns a participant for one call: a free one, or a new one.
+    #[inline]
     pub(crate) fn borrow_participant(&self) -> Result<BorrowedParticipant<'_>, OutOfMemory> {
         let participant = match self.participants.claim() {
             Some(participant) => participant,
@@ -247,6 +264,7 @@ impl Epochs {
     }
 
     /// Opens a guard with a participant of its own.
+    #[inline]
     pub(crate) fn pin_alone(&self) -> Result<LoneGuard<'_>, OutOfMemory> {
         Ok(LoneGuard::new(self, self.borrow_participant()?))
     }
@@ -416,6 +434,55 @@ impl Epochs {
             participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
         self.reclaim_tables(host, encoding, u64::MAX);
+    }
+}
+
+/// What a fault has found in one guard, for its next guard. A fault looks and acts in two guards,
+/// and resolves between them; mostly nothing is retired meanwhile.
+pub(crate) struct Kept<'e, T> {
+    epochs: &'e Epochs,
+    /// What the first guard has announced.
+    epoch: u64,
+    thing: NonNull<T>,
+}
+
+impl<T> Kept<'_, T> {
+    /// Opens the next guard of the fault, with what the first has found. `None`, and no guard, if
+    /// anything was retired since the first guard began.
+    #[inline]
+    pub(crate) fn reopen(self, pin: FaultPin<'_>) -> Option<KeptGuard<'_, T>> {
+        // The epoch of the first guard once more, before the epoch is read: see `KeptGuard`.
+        self.epochs.announce_epoch(&pin.participant().announced_by_fault, self.epoch);
+        // SAFETY: it was announced just now.
+        let guard = unsafe { FaultGuard::new(pin) };
+        // Acquire: as in `announce`.
+        let is_same = self.epochs.epoch.load(Ordering::Acquire) == self.epoch;
+        is_same.then_some(KeptGuard { guard, thing: self.thing })
+    }
+}
+
+/// A guard with a thing that an earlier guard has found.
+///
+/// The thing is not freed while this is open. The first guard found it linked, so its tag is not
+/// below the epoch that the first guard announced, and this one announces the same. Let the epoch
+/// be still that one, read after the announcement and its fence. Then the thing is retired later,
+/// if at all: the fence of that reclaim comes after this guard's, and the reclaim finds the
+/// announcement.
+pub(crate) struct KeptGuard<'p, T> {
+    guard: FaultGuard<'p>,
+    thing: NonNull<T>,
+}
+
+impl<T> KeptGuard<'_, T> {
+    #[inline]
+    pub(crate) fn guard(&self) -> &Guard<'_> {
+        &self.guard
+    }
+
+    #[inline]
+    pub(crate) fn thing(&self) -> &T {
+        // SAFETY: it is not freed as long as the guard is open (see above).
+        unsafe { self.thing.as_ref() }
     }
 }
 

@@ -12,7 +12,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{Epochs, Fences, Participant};
+use super::{Epochs, Exclusive, Fences, Participant};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Enough for a reader that a retirement and its reclaim overtake, and that continues then.
@@ -160,6 +160,25 @@ fn a_guard_within_a_fault_does_not_end_the_guard_of_the_fault() {
             world.things[0].use_memory();
         }
         drop(guard);
+        // SAFETY: as above.
+        unsafe { owned.release() }
+    });
+}
+
+#[test]
+fn what_a_fault_keeps_for_its_next_guard_is_not_freed_in_it() {
+    check_beside_a_retirement(|world| {
+        let mut owned = world.epochs.take_participant().expect("memory for a participant");
+        // SAFETY: the epochs are alive, and the participant is released at the end.
+        let Exclusive { mut pin, .. } = unsafe { owned.exclusive() };
+        let guard = world.epochs.pin_fault(pin.reborrow());
+        let is_found = world.things[0].is_linked();
+        // SAFETY: found in the guard, if at all, and freed only when `oldest_open` allows it.
+        let kept = unsafe { world.epochs.keep(&guard, &world.things[0]) };
+        drop(guard);
+        if let Some(again) = kept.reopen(pin.reborrow()).filter(|_| is_found) {
+            again.thing().use_memory();
+        }
         // SAFETY: as above.
         unsafe { owned.release() }
     });

@@ -101,8 +101,8 @@ impl<P: Fn(usize) -> Gfn, F: Format, const CAPACITY: usize> Batch<P, F, CAPACITY
 #[derive(Clone, Copy)]
 pub(super) struct Run<F> {
     pub(super) pages: GfnRange,
-    /// Of the first page, or of the next that [`pop`](Self::pop) returns.
-    leaf: Pte<F>,
+    /// Of the first page.
+    pub(super) leaf: Pte<F>,
 }
 
 impl<F: Format> Run<F> {
@@ -121,14 +121,6 @@ impl<F: Format> Run<F> {
     #[inline]
     pub(super) fn small_leaf(&self, gfn: Gfn) -> Pte<F> {
         self.leaf.behind(gfn.0 - self.pages.start.0, Level::L4K)
-    }
-
-    /// The leaf of `level` for the first page. The next call returns the leaf after it.
-    #[inline(always)]
-    pub(super) fn pop(&mut self, level: Level) -> Pte<F> {
-        let leaf = self.leaf;
-        self.leaf = leaf.behind(1, level);
-        leaf
     }
 }
 

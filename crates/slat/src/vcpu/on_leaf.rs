@@ -85,7 +85,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     #[inline(always)]
-    fn restore_to(
+    pub(super) fn restore_to(
         &self,
         pte: PteRef<'_, F>,
         guard: &Guard<'_>,

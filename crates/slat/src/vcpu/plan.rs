@@ -1,6 +1,7 @@
 //! The plan of a fault: what its look decided, for its last step to carry out.
 
 use crate::addr::{Access, Gfn, GfnRange, Level};
+use crate::config::Config;
 use crate::error::FaultError;
 use crate::format::{Execute, Format, LeafAttributes};
 use crate::host::{Host, Resolved, Unresolved};
@@ -124,13 +125,7 @@ impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
         while level > Level::L4K && !fits(level) {
             level = level.down();
         }
-        let rights = if !writable || self.flags.contains(MemoryRegionFlags::READONLY) {
-            Rights::ReadOnly
-        } else if logs && !writes && config.first_write_faults(level) {
-            Rights::WriteProtected
-        } else {
-            Rights::Writable
-        };
+        let rights = rights(config, self.flags, access, &resolved, level);
         if keeps_small && level > Level::L4K {
             // The first fetch splits it.
             attributes.execute = Execute::None;
@@ -140,8 +135,30 @@ impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {
     }
 }
 
+/// What the guest may do through a leaf of `level` that is installed for `access` to a memslot with
+/// `flags`.
+#[inline(always)]
+pub(super) fn rights(
+    config: &Config,
+    flags: MemoryRegionFlags,
+    access: Access,
+    resolved: &Resolved,
+    level: Level,
+) -> Rights {
+    if !resolved.writable || flags.contains(MemoryRegionFlags::READONLY) {
+        Rights::ReadOnly
+    } else if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+        && access != Access::Write
+        && config.first_write_faults(level)
+    {
+        Rights::WriteProtected
+    } else {
+        Rights::Writable
+    }
+}
+
 #[cold]
-fn unsupported(gfn: Gfn, attributes: LeafAttributes) -> FaultError {
+pub(super) fn unsupported(gfn: Gfn, attributes: LeafAttributes) -> FaultError {
     FaultError::UnsupportedAttributes { gpa: gfn.gpa(), attributes }
 }
 

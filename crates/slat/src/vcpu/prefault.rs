@@ -15,7 +15,7 @@
 
 use super::batch::{BATCH_PAGES, Batch, Missing, Run};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::error::FaultError;
@@ -25,8 +25,10 @@ use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
+use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
 use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::node::NewPtes;
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::Changed;
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
@@ -296,39 +298,41 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let leaf_pages = leaf_level.nr_pages();
         let first_index = cursor::index_of::<F>(pages.start, leaf_level);
         let nr_wanted = (pages.nr_pages() / leaf_pages) as usize;
-        let run_from = |gfn, resolved, leaf| {
-            let leaf = NewLeaf { level: leaf_level, used: None, ..leaf };
-            Run::new(gfn, resolved, leaf.pte(&tree.encoding, tracking), leaf_level)
+        // Leaves so far, from the first on.
+        let mut nr_known = 0;
+        let mut any_writable = false;
+        let page = |nth: usize| Gfn(pages.start.0 + nth as u64 * leaf_pages);
+        let fill = |ptes: &mut NewPtes<'_, F>| {
+            ptes.skip(first_index);
+            let mut next = Some((resolved, first));
+            while let Some((resolved, leaf)) = next.filter(|(_, leaf)| leaf.level >= leaf_level) {
+                let leaf = NewLeaf { level: leaf_level, used: None, ..leaf };
+                any_writable |= leaf.rights == Rights::Writable;
+                let gfn = page(nr_known);
+                let run = Run::new(gfn, resolved, leaf.pte(&tree.encoding, tracking), leaf_level);
+                let nr_leaves = ((run.pages.nr_pages() / leaf_pages) as usize).min(nr_wanted - nr_known);
+                ptes.push_run(run.leaf, leaf_level, nr_leaves);
+                nr_known += nr_leaves;
+                let answer = if resolved.max_size.level() == leaf_level {
+                    let rest = GfnRange { start: page(nr_known), end: page(nr_wanted) };
+                    let (nr_alike, answer) = push_alike::<H, F, LEVEL>(tree, plan, ptes, rest, resolved, leaf, access);
+                    nr_known += nr_alike;
+                    answer
+                } else if nr_known < nr_wanted {
+                    plan.resolve(host, page(nr_known), access).ok()
+                } else {
+                    None
+                };
+                let leaf_for = |resolved| plan.leaf(tree, max_opened, page(nr_known), access, resolved).ok();
+                // A smaller leaf ends it: that needs a page-table page below.
+                next = answer.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
+            }
         };
-        let nr_in = |run: &Run<F>| (run.pages.nr_pages() / leaf_pages) as usize;
-        let mut run = run_from(pages.start, resolved, first);
-        // Leaves that are known, from the first on.
-        let mut nr_known = nr_in(&run).min(nr_wanted);
-        let mut any_writable = first.rights == Rights::Writable;
         // The other PTEs inherit the sequence number of the PTE that this page-table page will be
         // linked to.
-        let pte = |index: usize| {
-            let nth = index.wrapping_sub(first_index);
-            if nth >= nr_known {
-                return Pte::empty(seen.flushed());
-            }
-            let value = run.pop(leaf_level);
-            if nth + 1 == nr_known && nr_known < nr_wanted {
-                let gfn = Gfn(pages.start.0 + nr_known as u64 * leaf_pages);
-                let leaf_for = |resolved| plan.leaf(tree, max_opened, gfn, access, resolved).ok();
-                let resolved = plan.resolve(host, gfn, access).ok();
-                let next = resolved.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
-                // A smaller leaf ends it: that needs a page-table page below.
-                if let Some((resolved, leaf)) = next.filter(|(_, leaf)| leaf.level >= leaf_level) {
-                    any_writable |= leaf.rights == Rights::Writable;
-                    run = run_from(gfn, resolved, leaf);
-                    nr_known = nr_wanted.min(nr_known + nr_in(&run));
-                }
-            }
-            value
-        };
+        let beside = Pte::empty(seen.flushed());
         // SAFETY: leaves and empty PTEs.
-        let prepared = unsafe { self.tables.prepare(tree, leaf_level, pte) };
+        let prepared = unsafe { self.tables.prepare_by(tree, leaf_level, beside, fill) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
         let locked = self.op.pin_locked(Side::Read);
@@ -347,4 +351,38 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         Ok(filled.end)
     }
+}
+
+/// Pushes leaves for the pages `rest`, for which the host has frames of their own, as long as its
+/// answers differ from `like`, which has made `leaf`, in the frame alone. Returns how many, and
+/// the first answer that differs otherwise.
+#[inline(always)]
+fn push_alike<H: Host, F: Format, const LEVEL: u8>(
+    tree: &Tree<H, F>,
+    plan: &InstallPlan<'_, H::Backing, F>,
+    ptes: &mut NewPtes<'_, F>,
+    rest: GfnRange,
+    like: Resolved,
+    leaf: NewLeaf,
+    access: Access,
+) -> (usize, Option<Resolved>) {
+    let Tree { host, encoding, config, .. } = tree;
+    let leaf_level = Level(LEVEL);
+    let inside = leaf_level.nr_pages() - 1;
+    let without_frame = NewLeaf { pfn: Pfn(0), ..leaf }.pte(encoding, config.access_tracking);
+    let mut nr_leaves = 0;
+    let mut gfn = rest.start;
+    while gfn < rest.end {
+        let Ok(resolved) = plan.resolve(host, gfn, access) else { break };
+        let is_alike = (Resolved { pfn: like.pfn, ..resolved }) == like
+            && (resolved.pfn.0 ^ gfn.0) & inside == 0
+            && encoding.has_room_for(resolved.pfn);
+        if !is_alike {
+            return (nr_leaves, Some(resolved));
+        }
+        ptes.push(without_frame.with_frame(resolved.pfn, leaf_level));
+        nr_leaves += 1;
+        gfn = Gfn(gfn.0 + leaf_level.nr_pages());
+    }
+    (nr_leaves, None)
 }

@@ -17,6 +17,21 @@ pub(super) struct Timing {
     pub(super) resolve_run_delay_ns: u64,
 }
 
+impl Timing {
+    /// Takes the time of `resolve`.
+    #[cold]
+    pub(super) fn time_resolve<H: Host, T>(&mut self, host: &H, resolve: impl FnOnce() -> T) -> T {
+        let outside_start_ns = host.timestamp_ns();
+        let start_delay_ns = host.run_delay_ns();
+        let start_ns = host.timestamp_ns();
+        let resolved = resolve();
+        self.resolve_ns += host.timestamp_ns().saturating_sub(start_ns);
+        self.resolve_run_delay_ns += host.run_delay_ns().saturating_sub(start_delay_ns);
+        self.start_ns += host.timestamp_ns().saturating_sub(outside_start_ns);
+        resolved
+    }
+}
+
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Puts this fault into the sample.
     #[cold]
