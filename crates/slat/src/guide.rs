@@ -359,9 +359,11 @@
 //!   execution as well, and is then all that `resolve` observes of the page. A host that maintains
 //!   the caches for fetches alone answers these with [`Execute::None`](crate::format::Execute).
 //! - **Intel VT-d**: the obligations of [`Vtd`](crate::format::Vtd). DMA that finds no translation
-//!   is aborted, and no fault is resolved. So a device has a tree of its own, over memory that is
-//!   mapped ahead and stays. Aging with [`AccessTracking::Faults`], logging by write protection,
-//!   userfault, invalidations and recoveries abort DMA to their pages.
+//!   is aborted, and no fault is resolved. So a device has a tree of its own, a [`Vm`] beside that
+//!   of the CPUs, with memslots that are [`PINNED`](MemoryRegionFlags::PINNED) and filled by
+//!   [`Vm::map_range`]: no operation on the CPUs' tree concerns it. What a device writes is in no
+//!   dirty log but by [`Vm::mark_dirty`]. Memory that devices use does not move: before it may, it
+//!   is unmapped here, which aborts DMA to it.
 //!
 //! # When something fails
 //! Each kind of operation has its own error type ([`error`]), which names what was wrong and where.

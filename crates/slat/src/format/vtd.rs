@@ -3,8 +3,8 @@
 //! "Access Rights" and 9.8 "Second-Stage Paging Entries").
 //!
 //! A device does not fault and come back: DMA that finds no translation is aborted, and recorded
-//! (7.1). So such a tree is one of its own, beside that of the CPUs, over memory that is mapped
-//! ahead and stays.
+//! (7.1). So such a tree is one of its own, beside that of the CPUs, over memory that is pinned
+//! ([`Vm::map_range`](crate::Vm::map_range)).
 //!
 //! Hardware ignores bits 10, 52 to 60 and 63 of an entry. Those are fewer adjacent bits than a
 //! generation needs, so no directory entry is protected, although it has R and W.

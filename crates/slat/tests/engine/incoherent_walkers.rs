@@ -4,6 +4,8 @@
 //! (`common::tables`). So a PTE that is not cleaned, or too late, is a translation that is missing
 //! or stale there.
 
+#![allow(unsafe_code, reason = "reads page tables as hardware does")]
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;

@@ -172,7 +172,7 @@ fn each_number_of_levels_reaches_both_ends() {
                 "{levels} levels"
             );
             let beyond = Gpa(gpa | 1 << bits);
-            let expected = Fault { gpa: beyond, access: Access::Read, code: 0x84 };
+            let expected = Fault { gpa: beyond, access: Access::Read, code: 0x83 };
             assert_eq!(tables.walk(beyond), Err(Stop::Fault(expected)), "{levels} levels");
         }
     }

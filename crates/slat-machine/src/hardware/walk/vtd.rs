@@ -41,7 +41,7 @@ const RESERVED: u64 = 1 << 2 | 0b1111 << 3 | 0b11 << 61;
 /// A reserved field of a second-stage entry is not zero.
 const REASON_RESERVED: u64 = 0x7a;
 /// The address is beyond what the tables translate.
-const REASON_TOO_HIGH: u64 = 0x84;
+const REASON_TOO_HIGH: u64 = 0x83;
 /// No permission to write.
 const REASON_WRITE: u64 = 0x85;
 /// No permission to read.
