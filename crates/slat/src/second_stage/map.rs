@@ -12,7 +12,7 @@
 //! # Use
 //! A memslot with [`MemoryRegionFlags::PINNED`](crate::MemoryRegionFlags::PINNED) says where such
 //! pages may be. Then [`map_range`], [`protect_range`], and to unmap them an invalidation
-//! (`invalidate`), after [`split_ends`].
+//! (`invalidate`), after [`split_end`].
 //!
 //! # Implementation
 //! A leaf of a pinned page has marks that no other leaf has ([`Pte::PINNED`]). So each operation
@@ -142,6 +142,9 @@ pub(crate) fn map_range<H: Host, F: Format>(op: Operation<'_, H, F>, mapping: &M
     let Some(attributes) = op.tree.encoding.supported(protection.attributes) else {
         return Err(MapError::UnsupportedAttributes { gpa: range.start.gpa(), attributes: protection.attributes });
     };
+    if range.nr_pages() == 1 && map_page(op, mapping, attributes).is_ok() {
+        return Ok(());
+    }
     let largest = if keeps_small(op.tree, protection.attributes) { Level::L4K } else { mapping.largest.level() };
     let mut map = Map {
         op,
@@ -159,6 +162,37 @@ pub(crate) fn map_range<H: Host, F: Format>(op: Operation<'_, H, F>, mapping: &M
         undo(op, mapping, map.done);
     }
     result
+}
+
+/// Maps the one page of `mapping`, if it has a PTE of 4 KiB that is empty. A step with all levels
+/// constant, and without what a long mapping keeps.
+fn map_page<H: Host, F: Format>(
+    op: Operation<'_, H, F>,
+    mapping: &Mapping,
+    attributes: Supported,
+) -> Result<(), Changed> {
+    let tree = op.tree;
+    let gfn = mapping.range.start;
+    let locked = op.pin_locked(Side::Read);
+    let guard = &locked.guard;
+    let (_, seen) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
+    let State::Empty(seq) = seen.state(Level::L4K) else { return Err(Changed) };
+    let is_pinned = || {
+        let slot = op.slots.find(guard, gfn);
+        slot.is_some_and(|slot| slot.flags().contains(MemoryRegionFlags::PINNED))
+    };
+    let is_flushed = !F::BREAK_BEFORE_MAKE || !seq.is_unflushed();
+    if !is_flushed || tree.in_flight.free_level(gfn, Level::L4K).is_none() || !is_pinned() {
+        return Err(Changed);
+    }
+    // The second walk; see the module.
+    let (cursor, value) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
+    if value != seen {
+        return Err(Changed);
+    }
+    let leaf = pinned_leaf(tree, mapping.pfn, Level::L4K, attributes, Writable::of(&mapping.protection));
+    // SAFETY: an empty PTE of 4 KiB, and a leaf.
+    unsafe { cursor.pte_at(Level::L4K).install(op.stats(), seen, leaf) }
 }
 
 /// What a turn leaves its guard for.
@@ -470,11 +504,12 @@ impl<H: Host, F: Format> Walk<H, F> for Undo<'_, H, F> {
     }
 }
 
-/// Splits the pinned leaves of which `range` has a part, so that the part can change alone.
-pub(crate) fn split_ends<H: Host, F: Format>(op: Operation<'_, H, F>, range: GfnRange) -> Result<(), OutOfMemory> {
-    for end in [range.start, Gfn(range.end.0 - 1)] {
-        let page = GfnRange::new(end, 1);
-        split::split_range(op, page, Level::L4K, Leaves::Pinned, |block| !range.covers(block))?;
+/// Splits the pinned leaf across the end of `range`, so that its part can change alone. A walk over
+/// the range splits that across the start, before it has changed anything.
+pub(crate) fn split_end<H: Host, F: Format>(op: Operation<'_, H, F>, range: GfnRange) -> Result<(), OutOfMemory> {
+    if range.nr_pages() > 1 {
+        let last = GfnRange::new(Gfn(range.end.0 - 1), 1);
+        split::split_range(op, last, Level::L4K, Leaves::Pinned, |block| !range.covers(block))?;
     }
     Ok(())
 }
@@ -495,8 +530,10 @@ pub(crate) fn protect_range<H: Host, F: Format>(
     let writable = Writable::of(protection);
     let batch = op.batch();
     let mut protect = Protect { op, range, protection, attributes, writable, pass: Pass::Check, nr_pages: 0, batch };
-    walk::run(op, range, &mut protect)?;
-    protect.split()?;
+    if range.nr_pages() > 1 {
+        walk::run(op, range, &mut protect)?;
+        protect.split()?;
+    }
     protect.pass = Pass::Change;
     walk::run(op, range, &mut protect)?;
     Ok(protect.nr_pages)
@@ -550,7 +587,10 @@ impl<H: Host, F: Format> Walk<H, F> for Protect<'_, H, F> {
 
 impl<H: Host, F: Format> Protect<'_, H, F> {
     fn split(&self) -> Result<(), OutOfMemory> {
-        split_ends(self.op, self.range)?;
+        split_end(self.op, self.range)?;
+        split::split_range(self.op, GfnRange::new(self.range.start, 1), Level::L4K, Leaves::Pinned, |block| {
+            !self.range.covers(block)
+        })?;
         if keeps_small(self.op.tree, self.protection.attributes) {
             split::split_range(self.op, self.range, Level::L4K, Leaves::Pinned, |_| true)?;
         }

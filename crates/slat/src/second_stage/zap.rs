@@ -26,8 +26,8 @@
 //!
 //! A pinned leaf (`second_stage/map.rs`) is not reported: its frames are released after the flush.
 //! If the range covers a part of it, the zap waits for memory to split it, since no fault would
-//! bring its neighbours back. The callers have split such leaves before (`map::split_ends`), so the
-//! zap finds one only where another thread has mapped it meanwhile.
+//! bring its neighbours back. The caller has split that across the end of the range before (`map::split_end`), and the zap
+//! visits that across its start first: without memory it fails before it has changed anything.
 //!
 //! An empty PTE that the range covers in part gets a number as a whole: no page-table page is made
 //! for memory that was never mapped. A fault beside the range that has read the PTE already reads

@@ -92,7 +92,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.check_pages(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
         let op = self.operation(&participant);
-        map::split_ends(op, range)?;
+        map::split_end(op, range)?;
         let result = Invalidation::new(&self.tree.in_flight, op, range).map(|invalidation| invalidation.nr_pinned);
         drop(participant);
         self.tree.reclaim();
