@@ -167,8 +167,10 @@ unsafe fn build<H: Host, F: Format>(host: &H, table: Hpa, nr_ptes: usize, mut bi
         let cell = unsafe { &*first.add(index) };
         cell.store(bits(index), Ordering::Relaxed);
     }
-    // SAFETY: the page has so many PTEs, which were stored, and is the caller's for this call.
-    Cleaner::<F>::new(host).clean(unsafe { entries(host, table, nr_ptes) });
+    if F::HAS_INCOHERENT_WALKERS {
+        // SAFETY: the page has so many PTEs, which were stored, and is the caller's for this call.
+        Cleaner::<F>::new(host).clean(unsafe { entries(host, table, nr_ptes) });
+    }
 }
 
 /// Frees all page-table pages of a tree, and notifies the host of all leaves, as an invalidation of

@@ -158,9 +158,6 @@ const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 /// caches. (Formats with such walkers have page-table pages of 4 KiB alone.)
 pub const IN_MEMORY: usize = 4096;
 
-/// Bytes that one clean writes back.
-const LINE: usize = 64;
-
 /// The layout of a page-table page and of the same in memory.
 fn with_memory(layout: Layout) -> Layout {
     Layout::from_size_align(2 * layout.size(), layout.align()).unwrap()
@@ -274,7 +271,7 @@ pub struct TestHost {
     pub nodes: Mutex<Option<Nodes>>,
     /// Nodes of live page-table pages, if there are nodes.
     table_nodes: Mutex<HashMap<u64, u32>>,
-    /// Held while a line is written back: else an older line could be written over a newer one.
+    /// Held while PTEs are written back: else an older value could be written over a newer one.
     write_back: Mutex<()>,
 }
 
@@ -579,10 +576,10 @@ unsafe impl Host for TestHost {
         let value = unsafe { AtomicU64::from_ptr(first.cast_mut().cast()) }.load(Ordering::SeqCst);
         self.called(if size_bytes == 8 && value & 7 == 0 { Call::CleanAbsent } else { Call::Clean });
         let _held = self.write_back.lock().unwrap();
-        let start = first.addr() / LINE * LINE;
-        for address in (start..first.addr() + size_bytes).step_by(8) {
-            let at = first.cast_mut().with_addr(address);
-            // SAFETY: the line is in a live page-table page, in whose memory it has its place.
+        // These bytes alone, and not the rest of their lines: so no clean is missing unnoticed.
+        for offset in (0..size_bytes).step_by(8) {
+            let at = first.cast_mut().wrapping_add(offset);
+            // SAFETY: in a live page-table page, in whose memory it has its place.
             let value = unsafe { AtomicU64::from_ptr(at.cast()) }.load(Ordering::SeqCst);
             // SAFETY: as above.
             unsafe { AtomicU64::from_ptr(at.add(IN_MEMORY).cast()) }.store(value, Ordering::SeqCst);
