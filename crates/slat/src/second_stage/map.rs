@@ -53,7 +53,7 @@ use crate::host::{AllocationWait, Host, TableNode};
 use crate::operation::Operation;
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
-use crate::sync::Side;
+use crate::sync::{Side, record};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
 use crate::table::encoding::Supported;
@@ -175,6 +175,7 @@ fn map_page<H: Host, F: Format>(
     let gfn = mapping.range.start;
     let locked = op.pin_locked(Side::Read);
     let guard = &locked.guard;
+    record!(FaultLooks { gfn: gfn.0 });
     let (_, seen) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
     let State::Empty(seq) = seen.state(Level::L4K) else { return Err(Changed) };
     let is_pinned = || {
@@ -185,6 +186,7 @@ fn map_page<H: Host, F: Format>(
     if !is_flushed || tree.in_flight.free_level(gfn, Level::L4K).is_none() || !is_pinned() {
         return Err(Changed);
     }
+    record!(HostAnswers { gfn: gfn.0, pfn: mapping.pfn.0, is_writable: 0 });
     // The second walk; see the module.
     let (cursor, value) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
     if value != seen {
@@ -287,6 +289,9 @@ impl<H: Host, F: Format> Map<'_, H, F> {
     /// PTEs it has visited.
     fn step(&mut self, guard: &Guard<'_>, gfn: Gfn) -> Result<(Gfn, u64), Stop<F>> {
         let tree = self.op.tree;
+        // For the proofs a step is a fault. They know no more of rights than whether the host allows
+        // writes, which is no matter of a pinned leaf.
+        record!(FaultLooks { gfn: gfn.0 });
         let mut cursor = Cursor::new(tree, guard, gfn);
         let (value, state) = cursor.descend_to_lowest();
         let level = cursor.level();
@@ -393,6 +398,7 @@ impl<H: Host, F: Format> Map<'_, H, F> {
         if tree.in_flight.free_level(gfn, level.up()) != Some(level.up()) {
             nr_seen = 1;
         }
+        record!(HostAnswers { gfn: gfn.0, pfn: self.mapping.frame(gfn).0, is_writable: 0 });
         // The second walk; see the module.
         let mut cursor = Cursor::new(tree, guard, gfn);
         cursor.descend_to(level);
@@ -447,6 +453,7 @@ impl<H: Host, F: Format> Map<'_, H, F> {
         };
         // SAFETY: leaves and empty PTEs.
         let prepared = unsafe { self.tables.prepare(tree, leaf_level, pte) }.with_leaves(nr_leaves);
+        record!(HostAnswers { gfn: gfn.0, pfn: pfn.0, is_writable: 0 });
         // The second walk; see the module.
         let mut cursor = Cursor::new(tree, guard, gfn);
         let (found, _) = cursor.descend_to_lowest();

@@ -53,7 +53,7 @@
 //! | leaf, tracked -> broken -> table | break_before_make: break_leaf, split, cancel_split |
 //! | table -> broken -> leaf, tracked | invalidation: break, make_huge |
 //! | broken -> empty, fresh number | invalidation: cancel |
-//! | leaf -> leaf, same frame, other rights | none: a pinned leaf is in no log |
+//! | leaf -> leaf, same frame, other rights | dirty_log: restore_write, drop_write |
 //! | leaf, tracked -> empty | invalidation: zap_lowest, zap_higher, empty_leaf |
 //! | table -> table, protected | lazy_protection: protect_entry, enabling_protects_entry |
 //! | table, protected -> table | lazy_protection: unprotect |

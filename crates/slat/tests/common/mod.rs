@@ -238,7 +238,7 @@ pub struct TestHost {
     /// Zapped leaves, if they are to be recorded.
     pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
     /// Frames of pinned pages that were released, and how many flushes there had been.
-    pub released: Mutex<Vec<(GfnRange, Pfn, usize)>>,
+    pub released: Arc<Mutex<Vec<(GfnRange, Pfn, usize)>>>,
     /// Receives them, also if the host is dropped by then.
     pub zapped_sender: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
     /// Pages that a CPU had to flush at the end of its fault.
@@ -284,7 +284,7 @@ impl Default for TestHost {
             quarantine: Mutex::default(),
             flushes: Mutex::default(),
             zapped: Mutex::default(),
-            released: Mutex::default(),
+            released: Arc::default(),
             zapped_sender: Mutex::default(),
             local_flushes: Mutex::default(),
             panics_at_zapped: AtomicU32::new(0),

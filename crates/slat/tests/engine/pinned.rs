@@ -266,6 +266,7 @@ fn bad_input<F: Format>(locking: Locking) {
     assert_eq!(map(mapping(0, 8, PageSize::Size4K)), Err(busy));
     assert_mapped(&vm, pages(0, 512), |_| false);
     assert_eq!(map(mapping(4, 100, PageSize::Size4K)), Ok(()), "beside it");
+    assert_eq!(map(mapping(3, 1, PageSize::Size4K)), Err(busy), "by the short way, too");
     drop(held);
     assert_eq!(map(mapping(0, 4, PageSize::Size4K)), Ok(()));
     assert_mapped(&vm, pages(0, 512), |page| page < 104);
@@ -325,6 +326,26 @@ fn untouched<F: Format>(locking: Locking) {
         }
         assert_eq!((ptes(), vm.host().take_released()), (before, vec![]));
     }
+}
+
+each!(a_pinned_page_is_not_recovered_although_its_backing_has_its_frame, like_the_backing);
+fn like_the_backing<F: Format>(locking: Locking) {
+    let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), lazily_splitting(locking)).unwrap());
+    let backing = Arc::new(TestBacking::new(SHIFT, 1024, PageSize::Size2M));
+    vm.set_user_memory_region(MemoryRegion { backing: Some(backing), ..region(0, 0, 1024, PINNED) }).unwrap();
+    vm.map_range(&mapping(0, 1024, PageSize::Size4K)).unwrap();
+    assert_eq!(vm.recover_range(pages(0, 1024)), Ok(0));
+    assert_eq!((vm.stats().pages_4k(), vm.stats().pages_2m()), (1024, 0));
+    assert_mapped(&vm, pages(0, 1024), |_| true);
+}
+
+each!(a_split_beside_rings_keeps_the_right_to_write, beside_rings);
+fn beside_rings<F: Format>(locking: Locking) {
+    let vm = pinned_vm::<F>(Config::default().with_locking(locking), 1024);
+    vm.enable_dirty_ring(256).unwrap();
+    vm.map_range(&mapping(0, 1024, PageSize::Size2M)).unwrap();
+    assert_eq!(vm.unmap_range(pages(3, 1)), Ok(1));
+    assert!((0..1024).all(|page| translate(&vm, Gfn(page).gpa()).is_some_and(|found| found.writable) == (page != 3)));
 }
 
 each!(a_fault_on_what_is_not_mapped_exits, exits);
@@ -390,10 +411,12 @@ fn ends<F: Format>(locking: Locking) {
             "deletion" => vm.set_user_memory_region(change(0, 0, 0, PINNED)).unwrap(),
             "move" => vm.set_user_memory_region(change(0, 1 << 20, nr_pages, PINNED)).unwrap(),
             _ => {
-                // The host goes with the VM, so its frames are those that were not released before.
-                let stats = vm.stats();
-                assert_eq!(stats.pages_4k() + 512 * stats.pages_2m(), nr_pages - 1);
+                let released = Arc::clone(&vm.host().released);
                 drop(vm);
+                let released: Vec<_> = released.lock().unwrap().iter().map(|&(range, pfn, _)| (range, pfn)).collect();
+                let nr_released: u64 = released.iter().map(|(range, _)| range.nr_pages()).sum();
+                assert_eq!(nr_released, nr_pages - 1);
+                assert!(released.iter().all(|(range, pfn)| pfn.0 == range.start.0 + SHIFT && !range.contains(Gfn(7))));
                 continue;
             }
         }

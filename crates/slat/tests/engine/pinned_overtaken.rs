@@ -11,6 +11,7 @@ use crate::common::{Call, TestHost, each, lazily_splitting, translate};
 use slat::baselines::Locking;
 use slat::error::MapError;
 use slat::format::{Format, Npt, Stage2};
+use slat::host::AllocationWait;
 use slat::tables::Mapping;
 use slat::{Access, Config, Gfn, Level, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
 
@@ -97,6 +98,33 @@ fn a_mapping_that_is_overtaken_at_any_look_is_there_or_released() {
         }
     }
     assert!(nr_overtaken > 30, "{nr_overtaken}");
+}
+
+/// A mapping fails half way, and in between another call has put other memory in one of its pages.
+#[test]
+fn an_undo_leaves_what_another_call_has_mapped() {
+    let vm = pinned_vm::<Npt>(Config::default(), 4096);
+    vm.map_range(&mapping(4000, 1, PageSize::Size4K)).unwrap();
+    let other = Arc::clone(&vm);
+    // At the third page-table page the first two are mapped.
+    vm.host().overtake(Call::Allocate(AllocationWait::Never), 3, move || {
+        assert_eq!(other.unmap_range(pages(5, 1)), Ok(1));
+        let elsewhere = Mapping { pfn: Pfn(5 + 2 * SHIFT), ..mapping(5, 1, PageSize::Size4K) };
+        assert_eq!(other.map_range(&elsewhere), Ok(()));
+    });
+    let result = vm.map_range(&mapping(0, 4096, PageSize::Size4K));
+    assert!(vm.host().was_overtaken());
+    assert!(matches!(result, Err(MapError::AlreadyMapped { .. })), "{result:?}");
+    let frames = |page: u64| translate(&vm, Gfn(page).gpa()).map(|found| found.pfn);
+    for page in 0..4096 {
+        let expected = match page {
+            5 => Some(Pfn(5 + 2 * SHIFT)),
+            4000 => Some(Pfn(4000 + SHIFT)),
+            _ => None,
+        };
+        assert_eq!(frames(page), expected, "page {page}");
+    }
+    assert_eq!(vm.host().take_released(), [(Gfn(5), Pfn(5 + SHIFT))], "by the call that unmapped it");
 }
 
 /// With break before make, a split for a part breaks the huge leaf for a moment. A fault on the
