@@ -25,7 +25,9 @@
 use core::alloc::Layout;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
+use crate::format::walkers::CleanPtes;
 use crate::format::{Execute, LeafAttributes, MemoryType};
+use crate::sync::AtomicU64;
 #[cfg(feature = "baselines")]
 use crate::sync::Park;
 
@@ -401,5 +403,17 @@ pub unsafe trait Host: Send + Sync {
     #[inline]
     fn parking(&self) -> Option<&dyn Park> {
         None
+    }
+}
+
+impl<H: Host> CleanPtes for H {
+    #[inline]
+    fn has_to_clean(&self) -> bool {
+        self.has_incoherent_walkers()
+    }
+
+    #[inline]
+    fn clean(&self, ptes: &[AtomicU64]) {
+        self.clean_ptes(ptes.as_ptr().cast(), size_of_val(ptes));
     }
 }

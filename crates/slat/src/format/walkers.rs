@@ -2,15 +2,14 @@
 //!
 //! # Use
 //! A format says it by its type [`Format::Walkers`](super::Format::Walkers). [`CoherentWalkers`]
-//! is for CPUs. With [`IncoherentWalkers`], each PTE is passed to [`Host::clean_ptes`] after it is
-//! written, if the host wants that.
+//! is for CPUs. With [`IncoherentWalkers`], each PTE is passed to
+//! [`Host::clean_ptes`](crate::Host::clean_ptes) after it is written, if the host wants that.
 //!
 //! # Implementation
 //! What changes PTEs carries a [`Cleaner`](Walkers::Cleaner), the host for that purpose. With
 //! coherent walkers it has no size and its call no code, which a constant of the format could not
 //! achieve.
 
-use crate::host::Host;
 use crate::sync::AtomicU64;
 
 /// Whether walkers observe what CPUs store. Implemented by [`CoherentWalkers`] and
@@ -22,7 +21,7 @@ pub trait Walkers: Send + Sync + 'static {
     type Cleaner<'s>: Copy;
 
     /// The cleaner of `host`.
-    fn cleaner<'s, H: Host>(host: &'s H) -> Self::Cleaner<'s>;
+    fn cleaner<'s, H: CleanPtes>(host: &'s H) -> Self::Cleaner<'s>;
 
     /// For PTEs that no walker reaches.
     fn no_cleaner<'s>() -> Self::Cleaner<'s>;
@@ -40,7 +39,7 @@ impl Walkers for CoherentWalkers {
     type Cleaner<'s> = ();
 
     #[inline(always)]
-    fn cleaner<H: Host>(_host: &H) {}
+    fn cleaner<H: CleanPtes>(_host: &H) {}
 
     #[inline(always)]
     fn no_cleaner<'s>() -> Self::Cleaner<'s> {}
@@ -58,8 +57,8 @@ impl Walkers for IncoherentWalkers {
     type Cleaner<'s> = Option<&'s (dyn CleanPtes + 's)>;
 
     #[inline]
-    fn cleaner<'s, H: Host>(host: &'s H) -> Self::Cleaner<'s> {
-        host.has_incoherent_walkers().then_some(host)
+    fn cleaner<'s, H: CleanPtes>(host: &'s H) -> Self::Cleaner<'s> {
+        host.has_to_clean().then_some(host)
     }
 
     #[inline]
@@ -75,15 +74,11 @@ impl Walkers for IncoherentWalkers {
     }
 }
 
-/// [`Host::clean_ptes`] of any host.
+/// What a host does for walkers that read past the CPUs' caches.
 pub trait CleanPtes {
+    /// Whether there are such walkers.
+    fn has_to_clean(&self) -> bool;
+
     /// Cleans `ptes`.
     fn clean(&self, ptes: &[AtomicU64]);
-}
-
-impl<H: Host> CleanPtes for H {
-    #[inline]
-    fn clean(&self, ptes: &[AtomicU64]) {
-        self.clean_ptes(ptes.as_ptr().cast(), size_of_val(ptes));
-    }
 }

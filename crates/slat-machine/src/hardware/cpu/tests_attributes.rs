@@ -186,10 +186,9 @@ impl<F: HardwareFormat> Machine<F> {
             vm.set_user_memory_region(region).unwrap();
         }
         let device = backing.frame_of(DEVICE).unwrap().hpa().0;
-        let devices: [Range<u64>; 1] = [device..device + PAGE_SIZE];
         let cpu = Cpu::new(vm.create_vcpu().unwrap(), Port::new(&domain), 1, vm.root(), Geometry::default())
             .with_processor(Processor::of_vm(&vm, &hardware))
-            .with_devices(Arc::new(devices));
+            .with_devices(Arc::from_iter([device..device + PAGE_SIZE]));
         Machine { vm, cpu, backing }
     }
 }
