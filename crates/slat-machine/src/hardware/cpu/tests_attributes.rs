@@ -188,7 +188,7 @@ impl<F: HardwareFormat> Machine<F> {
         let device = backing.frame_of(DEVICE).unwrap().hpa().0;
         let cpu = Cpu::new(vm.create_vcpu().unwrap(), Port::new(&domain), 1, vm.root(), Geometry::default())
             .with_processor(Processor::of_vm(&vm, &hardware))
-            .with_devices(Arc::from_iter([device..device + PAGE_SIZE]));
+            .with_devices(Arc::from_iter(std::iter::once(device..device + PAGE_SIZE)));
         Machine { vm, cpu, backing }
     }
 }
