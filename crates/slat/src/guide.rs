@@ -63,6 +63,7 @@
 //!     - [`Host::resolve_private`] for guest_memfds.
 //!     - [`Host::drain_modification_logs`] for page-modification logging.
 //!     - [`Host::guest_memory_ptr`] for [`shadow`](mod@crate::shadow) paging.
+//!     - [`Host::clean_ptes`] for IOMMUs that read page tables past the CPUs' caches.
 //!
 //! # CPUs that are programs
 //! An emulator, a simulator or a test walks the page tables itself. [`Format`] has the bits. These
@@ -230,6 +231,9 @@
 //! - [`free_table`](Host::free_table): calls that reclaim (any change of memslots, invalidation,
 //!   [`Vm::reclaim`]), and the end of a vCPU and of the VM. Guard and lock may be held.
 //! - [`table_ptr`](Host::table_ptr): each step of each walk. The guard is held, perhaps the lock.
+//! - [`has_incoherent_walkers`](Host::has_incoherent_walkers), [`clean_ptes`](Host::clean_ptes):
+//!   each change of a PTE in the format [`Vtd`](crate::format::Vtd). The guard is held, perhaps the
+//!   lock.
 //! - [`node_of`](Host::node_of): calls that allocate or link a page-table page. Guard and lock may
 //!   be held.
 //! - [`resolve_resident`](Host::resolve_resident): faults, with fault-around. Nothing is held.
@@ -359,6 +363,24 @@
 //! - **`barrier_on_all_cpus`** is a full fence on every CPU that runs a thread which may be inside
 //!   a call of the engine. If it is not, leave [`Host::has_barrier_on_all_cpus`] as it is.
 //! - **Memory of page-table pages** is ordinary write-back memory, coherent for CPUs and walkers.
+//!   Only an IOMMU may read it past the caches ([`Host::clean_ptes`]).
+//!
+//! # What an architecture asks of its host besides
+//! - **RISC-V without Svvptc** may cache that a PTE was not valid, and **Arm** a translation that
+//!   lacked a right: [`Host::flush_local`] is required.
+//! - **Arm**: memory that the guest may read past the data cache is cleaned (DC CVAC) before
+//!   [`Host::resolve`] answers with it, unless HCR_EL2.FWB is set. Without FWB a guest with its MMU
+//!   off reads past the cache, so that is all memory. Memory that becomes executable has its
+//!   instruction cache invalidated (IC IVAU), unless CTR_EL0 has DIC. `resolve` observes a fetch as
+//!   [`Access::Execute`] or [`Access::ExecuteUser`]. An answer to a read or a write may permit
+//!   execution as well, and is then all that `resolve` observes of the page. A host that maintains
+//!   the caches for fetches alone answers these with [`Execute::None`](crate::format::Execute).
+//! - **Intel VT-d**: the obligations of [`Vtd`](crate::format::Vtd). DMA that finds no translation
+//!   is aborted, and no fault is resolved. So a device has a tree of its own, a [`Vm`] beside that
+//!   of the CPUs, with memslots that are [`PINNED`](MemoryRegionFlags::PINNED) and filled by
+//!   [`Vm::map_range`]: no operation on the CPUs' tree concerns it. What a device writes is in no
+//!   dirty log but by [`Vm::mark_dirty`]. Memory that devices use does not move: before it may, it
+//!   is unmapped here, which aborts DMA to it.
 //!
 //! # When something fails
 //! Each kind of operation has its own error type ([`error`]), which names what was wrong and where.

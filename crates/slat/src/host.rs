@@ -25,7 +25,9 @@
 use core::alloc::Layout;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
+use crate::format::walkers::CleanPtes;
 use crate::format::{Execute, LeafAttributes, MemoryType};
+use crate::sync::AtomicU64;
 #[cfg(feature = "baselines")]
 use crate::sync::Park;
 
@@ -253,6 +255,30 @@ pub unsafe trait Host: Send + Sync {
     #[inline]
     fn flush_local(&self, _gpa: Gpa) {}
 
+    /// Whether hardware may read the page tables of this VM past the caches of the CPUs, so that
+    /// [`clean_ptes`](Host::clean_ptes) is implemented. Asked for each change of a PTE, in formats
+    /// whose [`Walkers`](crate::format::Format::Walkers) may be incoherent ([`Vtd`]), and in no
+    /// other. The default is `false`, for walkers that snoop the caches.
+    ///
+    /// [`Vtd`]: crate::format::Vtd
+    #[inline]
+    fn has_incoherent_walkers(&self) -> bool {
+        false
+    }
+
+    /// Writes the `size_bytes` bytes from `first` on, which are PTEs, back to memory, and returns
+    /// when they are there (on x86: CLWB or CLFLUSHOPT of each line, and SFENCE; VT-d
+    /// specification, 6.8 "Write Buffer Flushing", where CAP.RWBF is set). `first` is a pointer
+    /// into a page-table page, by [`table_ptr`](Host::table_ptr). They do not reach beyond that
+    /// page. The default does nothing.
+    ///
+    /// A new page-table page is cleaned before a PTE points to it. A PTE is cleaned after it was
+    /// changed: before the flush that the change needs, and before the call returns. A thread that
+    /// relies on the change of another one cleans the PTE as well. Other threads may change the
+    /// bytes meanwhile. Called inside a guard and under the VM's lock; must not block.
+    #[inline]
+    fn clean_ptes(&self, _first: *const u8, _size_bytes: usize) {}
+
     /// Passes to `log` the pages that CPUs of this VM wrote into their page-modification logs
     /// (Intel SDM vol. 3C, "Page-Modification Logging"), a part at a time. Pages that were passed
     /// need not be kept. For [`DirtyTracking::PageModificationLog`](crate::dirty::DirtyTracking).
@@ -406,5 +432,17 @@ pub unsafe trait Host: Send + Sync {
     #[inline]
     fn parking(&self) -> Option<&dyn Park> {
         None
+    }
+}
+
+impl<H: Host> CleanPtes for H {
+    #[inline]
+    fn has_to_clean(&self) -> bool {
+        self.has_incoherent_walkers()
+    }
+
+    #[inline]
+    fn clean(&self, ptes: &[AtomicU64]) {
+        self.clean_ptes(ptes.as_ptr().cast(), size_of_val(ptes));
     }
 }

@@ -192,6 +192,8 @@ pub(crate) enum FormatArg {
     GstageSv39x4,
     /// RISC-V G-stage tables, Sv57x4.
     GstageSv57x4,
+    /// Intel VT-d second-stage tables, which an IOMMU walks: here, the CPUs do.
+    Vtd,
 }
 
 /// Evaluates an expression in which a name is the format type that a [`FormatArg`] means. All code
@@ -221,6 +223,10 @@ macro_rules! with_format {
             }
             $crate::options::FormatArg::GstageSv57x4 => {
                 type $name = slat::format::Sv57x4;
+                $expression
+            }
+            $crate::options::FormatArg::Vtd => {
+                type $name = slat::format::Vtd;
                 $expression
             }
         }

@@ -111,6 +111,7 @@ impl Walker {
             port: &self.port,
             generation: self.port.generation(),
             root: self.hpa_of(0),
+            processor: walk::Processor::of::<Npt>(),
             log: None,
             counter: (),
         };

@@ -23,7 +23,7 @@ use crate::slot::new::{Attachments, NewSlot};
 use crate::slot::set::Slots;
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
 use crate::table::pte::Pte;
-use crate::table::pte_ref::PteRef;
+use crate::table::pte_ref::{Cleaner, PteRef};
 use crate::table::retire::LockCheck;
 use crate::table::retire::{Epochs, Fences};
 
@@ -50,7 +50,7 @@ impl Leaf {
 
     fn pte(&self) -> PteRef<'_, Npt> {
         // SAFETY: no walk reaches it.
-        unsafe { PteRef::new(&self.0, Level::L4K, LockCheck::NONE) }
+        unsafe { PteRef::new(&self.0, Level::L4K, LockCheck::NONE, Cleaner::none()) }
     }
 
     fn is_writable(&self) -> bool {

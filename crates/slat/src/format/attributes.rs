@@ -104,7 +104,8 @@ impl LeafAttributes {
 }
 
 bitflags::bitflags! {
-    /// What the CPUs of the host have and have turned on, as far as page tables depend on it.
+    /// What the CPUs or IOMMUs of the host have and have turned on, as far as page tables depend on
+    /// it.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct CpuFeatures: u32 {
         /// Arm: FEAT_S2FWB, with HCR_EL2.FWB set. MemAttr then has another encoding, which forces
@@ -123,6 +124,9 @@ bitflags::bitflags! {
         /// CVE-2018-12207). Huge pages are mapped without the right to execute, and a fetch splits
         /// them; a page of 4 KiB gets that right.
         const ITLB_MULTIHIT = 1 << 4;
+        /// VT-d: snoop control (ECAP.SC). A leaf can make DMA snoop the CPUs' caches (VT-d
+        /// specification, 9.8, field SNP).
+        const SNOOP_CONTROL = 1 << 5;
     }
 }
 

@@ -4,6 +4,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
+use super::walkers::CoherentWalkers;
 use super::{CpuFeatures, Execute, Format, Geometry, Hardware, LeafAttributes, MemoryType, Pte};
 use crate::addr::{Access, Hpa, Level, Pfn};
 
@@ -14,8 +15,8 @@ use crate::addr::{Access, Hpa, Level, Pfn};
 /// CPUs set A and D. Bit 6 is clear for a VM with
 /// [`AccessTracking::Faults`](crate::tables::AccessTracking::Faults).
 ///
-/// Bits of a PTE: R, W, X are 0 to 2, A is 8, and the address is 12 to 51. Of a leaf PTE: the memory
-/// type is 5 to 3, and 6 says that the guest's PAT is ignored (it is clear for
+/// Bits of a PTE: R, W, X are 0 to 2, A is 8, and the address is 12 to 51. Of a leaf PTE: the
+/// memory type is 5 to 3, and 6 says that the guest's PAT is ignored (it is clear for
 /// [`MemoryType::AsGuest`] and [`MemoryType::Device`]); 7 is set if it is a huge page; D is 9; 10
 /// is X of user code with [`CpuFeatures::MBEC`], and ignored without; 52 and 53 are
 /// [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY). Of a directory
@@ -55,6 +56,8 @@ const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 // bits that `leaf` and `table` set as they must. Of the flag bits only W and X are among these, and
 // they decide nothing, as `leaf` and `table` set R. No state is kept.
 unsafe impl Format for Ept {
+    type Walkers = CoherentWalkers;
+
     const NAME: &'static str = "ept";
     const ROOT_LEVEL: Level = Level(4);
     const GPA_BITS: u32 = 48;

@@ -1,5 +1,5 @@
-//! RISC-V G-stage: Sv39x4, Sv48x4 and Sv57x4 (RISC-V Privileged Architecture, chapter "H Extension for
-//! Hypervisor Support", section "Two-Stage Address Translation"; the PTEs are those of "Sv39:
+//! RISC-V G-stage: Sv39x4, Sv48x4 and Sv57x4 (RISC-V Privileged Architecture, chapter "H Extension
+//! for Hypervisor Support", section "Two-Stage Address Translation"; the PTEs are those of "Sv39:
 //! Page-Based 39-bit Virtual-Memory System"). The root is four times as large as the other
 //! page-table pages, 16 KiB and aligned to that. So guest-physical addresses have two bits more
 //! than the virtual ones of Sv39, Sv48 and Sv57.
@@ -15,6 +15,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
+use super::walkers::CoherentWalkers;
 use super::{CpuFeatures, Execute, Format, Geometry, Hardware, LeafAttributes, MemoryType, Pte};
 use crate::addr::{Access, Hpa, Level, Pfn};
 
@@ -85,6 +86,8 @@ macro_rules! gstage {
         // none of R, W and X). Of the flag bits only W and X are among these, and they are never
         // set in a directory entry, as those have no generation. No state is kept.
         unsafe impl Format for $format {
+            type Walkers = CoherentWalkers;
+
             const NAME: &'static str = $name;
             const ROOT_LEVEL: Level = Level($root_level);
             const GPA_BITS: u32 = $gpa_bits;

@@ -2,8 +2,9 @@
 //!
 //! # Use
 //! Take the format of the hardware: [`Ept`] for Intel, [`Npt`] for AMD, [`Stage2`] for Arm,
-//! [`Sv39x4`] or [`Sv48x4`] for RISC-V. Its page says what the control registers must hold. With
-//! shadow paging the format is [`Npt`] ([`shadow`](mod@crate::shadow)).
+//! [`Sv39x4`] or [`Sv48x4`] for RISC-V, and [`Vtd`] for Intel's IOMMUs, in a tree beside that of
+//! the CPUs. Its page says what the control registers must hold. With shadow paging the format is
+//! [`Npt`] ([`shadow`](mod@crate::shadow)).
 //!
 //! A CPU that is a program walks the tables by the constants and functions of its [`Format`]
 //! ([`guide`](crate::guide#cpus-that-are-programs)).
@@ -15,7 +16,7 @@
 //!
 //! In every format, a PTE whose lowest three bits are clear is not present, and all its other bits
 //! belong to software. This is so in long-mode tables (bit 0), in EPT (bits 0 to 2), in Arm's stage
-//! 2 and in RISC-V's G-stage (bit 0).
+//! 2 and in RISC-V's G-stage (bit 0), and in VT-d's second stage (bits 0 and 1).
 //!
 //! What page tables depend on beside the format is [`Hardware`]: memory types, execution, levels.
 //! `attributes` has these, and `table/encoding.rs` what the engine makes of them for one VM.
@@ -27,6 +28,8 @@ mod ept;
 mod gstage;
 mod npt;
 mod stage2;
+mod vtd;
+pub(crate) mod walkers;
 pub(crate) mod x86;
 
 pub use attributes::{CpuFeatures, Execute, Geometry, Hardware, LeafAttributes, MemoryType};
@@ -34,6 +37,7 @@ pub use ept::Ept;
 pub use gstage::{Sv39x4, Sv48x4, Sv57x4};
 pub use npt::Npt;
 pub use stage2::Stage2;
+pub use vtd::Vtd;
 
 use crate::addr::{Access, Hpa, Level, Pfn};
 
@@ -45,7 +49,7 @@ use crate::addr::{Access, Hpa, Level, Pfn};
 #[macro_export]
 macro_rules! for_each_format {
     ($name:ident => $block:block) => {
-        $crate::for_each_format!($name => $block, Npt, Ept, Stage2, Sv39x4, Sv48x4, Sv57x4)
+        $crate::for_each_format!($name => $block, Npt, Ept, Stage2, Sv39x4, Sv48x4, Sv57x4, Vtd)
     };
     ($name:ident => $block:block, $($format:ident),*) => {{
         $({
@@ -90,6 +94,13 @@ impl core::fmt::Debug for Pte {
 ///   [`GEOMETRIES`](Format::GEOMETRIES), and each of these has a root of level 2 to 5;
 /// - all functions depend on their arguments alone.
 pub unsafe trait Format: Send + Sync + 'static {
+    /// Whether walkers read page tables through the CPUs' caches: that of [`Npt`] if they do, that
+    /// of [`Vtd`] if they may read past them. With the latter, the engine passes each PTE that it
+    /// has written to [`Host::clean_ptes`](crate::Host::clean_ptes).
+    type Walkers: walkers::Walkers;
+    /// Whether they may read past the caches. Follows from the type.
+    const HAS_INCOHERENT_WALKERS: bool = !<Self::Walkers as walkers::Walkers>::ARE_COHERENT;
+
     /// The name that the command and the reports use.
     const NAME: &'static str;
     /// Level of the root's PTEs, unless a VM is configured otherwise ([`Hardware::levels`]).

@@ -4,6 +4,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
+use super::walkers::CoherentWalkers;
 use super::x86::{
     self, ADDRESS, EXECUTE_DISABLE, PAGE_SIZE_BIT, PAT_HUGE, PAT_SMALL, PRESENT, READ_WRITE, USER, WRITE_THROUGH,
 };
@@ -64,6 +65,8 @@ fn number_in(pat: u64, types: &[u8]) -> Option<u64> {
 // must, and none of the flag bits is among these: bit 7 of a leaf of 4 KiB is PAT, and decides
 // nothing there. No state is kept.
 unsafe impl Format for Npt {
+    type Walkers = CoherentWalkers;
+
     const NAME: &'static str = "npt";
     const ROOT_LEVEL: Level = if IS_SMALL { Level(3) } else { Level(4) };
     const GPA_BITS: u32 = if IS_SMALL { 32 } else { 48 };

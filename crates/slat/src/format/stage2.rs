@@ -15,6 +15,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
+use super::walkers::CoherentWalkers;
 use super::{CpuFeatures, Execute, Format, Geometry, Hardware, LeafAttributes, MemoryType, Pte};
 use crate::addr::{Access, Hpa, Level, PAGE_SHIFT, Pfn};
 
@@ -69,6 +70,8 @@ const ADDRESS: u64 = 0x0000_ffff_ffff_f000;
 // bits that `leaf` and `table` set as they must, and none of the flag bits is among these. No state
 // is kept.
 unsafe impl Format for Stage2 {
+    type Walkers = CoherentWalkers;
+
     const NAME: &'static str = "stage2";
     const ROOT_LEVEL: Level = Level(4);
     const GPA_BITS: u32 = 48;

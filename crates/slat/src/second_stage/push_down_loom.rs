@@ -22,7 +22,7 @@ use crate::slot::bitmap::{Bitmap, TakenWords};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{PteRef, Ptes};
+use crate::table::pte_ref::{Cleaner, PteRef, Ptes};
 use crate::table::retire::LockCheck;
 
 const PREEMPTIONS: usize = 3;
@@ -108,7 +108,7 @@ impl World {
 
     fn above(&self) -> PteRef<'_, Npt> {
         // SAFETY: no walk reaches it.
-        unsafe { PteRef::new(&self.above, Level::L2M, LockCheck::NONE) }
+        unsafe { PteRef::new(&self.above, Level::L2M, LockCheck::NONE, Cleaner::none()) }
     }
 
     fn leaf(&self, index: usize) -> PteRef<'_, Npt> {
@@ -117,7 +117,7 @@ impl World {
 
     fn leaves(&self) -> Ptes<'_, Npt> {
         // SAFETY: no walk reaches them.
-        unsafe { Ptes::new(&self.leaves, Level::L4K, LockCheck::NONE) }
+        unsafe { Ptes::new(&self.leaves, Level::L4K, LockCheck::NONE, Cleaner::none()) }
     }
 
     fn logs(&self) -> bool {

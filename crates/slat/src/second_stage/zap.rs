@@ -318,7 +318,12 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 Some(pinned) => return Next::Leave(Work::FinishSplit(pinned)),
                 None => return Next::Again(0),
             },
-            State::Empty(found) if found >= self.seq => Ok(()),
+            State::Empty(found) if found >= self.seq => {
+                // The zap that stored it may not have come to that, and its flush may come later
+                // than this one.
+                pte.clean();
+                Ok(())
+            }
             State::Empty(found) => {
                 let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed() && self.flushed != Some(value);
                 if is_unflushed && !range.covers(block) {

@@ -97,7 +97,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     pub(crate) fn pte_at(&self, level: Level) -> PteRef<'s, F> {
         debug_assert!(level == self.level);
         // SAFETY: the PTEs of the page-table page have the cursor's level.
-        unsafe { PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check()) }
+        unsafe { PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check(), self.tree.cleaner()) }
     }
 
     /// Index of the PTE of `level` for the current frame in the page-table page.
@@ -247,7 +247,9 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
             self.descend_from_root(level)?;
         }
         // SAFETY: the cursor is at a PTE of `level`: it was, or has just gone down to one.
-        Some(unsafe { PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check()) })
+        Some(unsafe {
+            PteRef::new(&self.table[self.index_at(level)], level, self.guard.lock_check(), self.tree.cleaner())
+        })
     }
 
     /// From the root, where the cursor is, to the page-table page whose PTEs have `level`, which is

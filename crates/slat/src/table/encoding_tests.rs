@@ -7,13 +7,16 @@ use std::vec::Vec;
 
 use super::*;
 use crate::addr::Access;
-use crate::format::{Ept, Execute, MemoryType, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4};
-use crate::table::pte::Frozen;
+use crate::format::{Ept, Execute, MemoryType, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4, Vtd};
+use crate::table::invalidation_seq::InvalidationSeq;
+use crate::table::pte::{Breaking, Frozen};
 
 /// Every CPU that the format distinguishes.
 fn cpus<F: Format>() -> Vec<Hardware> {
     let pats = [Hardware::PAT_AT_RESET, 0x0407_0506_0007_0106];
-    let bits = (0..1 << 5).map(CpuFeatures::from_bits_retain).filter(|features| (F::FEATURES).contains(*features));
+    let bits = (0..=CpuFeatures::all().bits())
+        .map(CpuFeatures::from_bits_retain)
+        .filter(|features| (F::FEATURES).contains(*features));
     bits.flat_map(|features| pats.map(|pat| Hardware { features, pat, ..Hardware::default() })).collect()
 }
 
@@ -74,6 +77,25 @@ fn bits_of<F: Format>(features: CpuFeatures, memory: MemoryType, execute: Execut
     encoding.attribute_bits(LeafAttributes { memory, execute })
 }
 
+/// With mode-based execute control an entry with bit 10 alone is present (Intel SDM vol. 3C, "EPT
+/// Translation Mechanism").
+#[test]
+fn no_pte_that_is_not_present_has_a_right_of_ept() {
+    let encoding = Encoding::<Ept>::new(&Hardware { features: CpuFeatures::MBEC, ..Hardware::default() }).unwrap();
+    let bits = encoding.attribute_bits(LeafAttributes::default()).unwrap();
+    let table = Pte::<Ept>::table(Hpa(0x5_4321_0000));
+    let mut absent = std::vec![Pte::<Ept>::FROZEN, Pte::empty(InvalidationSeq::FIRST)];
+    absent.extend([Breaking::Recovery, Breaking::Split].map(|breaking| Pte::broken(table, breaking)));
+    absent.push(table.frozen_as_was(Level::L2M));
+    for level in [Level::L4K, Level::L2M] {
+        let leaf = encoding.leaf(Pfn(3 << 18), level, bits).with(Ept::HOST_WRITABLE | Ept::WRITABLE | Ept::DIRTY);
+        absent.extend([leaf.tracked(level), leaf.frozen_as_was(level), leaf.tracked(level).frozen_as_was(level)]);
+    }
+    for pte in absent {
+        assert_eq!(pte.bits() & (0b111 | 1 << 10), 0, "{pte:?}");
+    }
+}
+
 #[test]
 fn attribute_bits_are_those_of_the_manuals() {
     use Execute::{All, None as Never, Supervisor, User};
@@ -123,6 +145,13 @@ fn attribute_bits_are_those_of_the_manuals() {
     let types = CpuFeatures::SVPBMT;
     assert_eq!((riscv(types, NonCached, All), riscv(types, Device, Never)), (Some(1 << 61 | 1 << 3), Some(2 << 61)));
     assert_eq!((riscv(types, WriteThrough, All), riscv(types, WriteBack, User)), (None, None));
+    // SNP 11, with snoop control; 54 and 55 to 57 are software's.
+    let vtd = |features, memory, execute| bits_of::<Vtd>(features, memory, execute);
+    let snoop = CpuFeatures::SNOOP_CONTROL;
+    assert_eq!((vtd(no, WriteBack, All), vtd(no, WriteBack, Never)), (Some(1 << 54), Some(0)));
+    assert_eq!((vtd(snoop, WriteBack, All), vtd(snoop, AsGuest, Never)), (Some(1 << 11 | 1 << 54), Some(1 << 55)));
+    assert_eq!((vtd(snoop, Device, Never), vtd(snoop, NonCached, Never)), (Some(4 << 55), Some(3 << 55)));
+    assert_eq!((vtd(snoop, WriteThrough, All), vtd(snoop, WriteBack, User)), (None, None));
 }
 
 #[test]
@@ -159,6 +188,11 @@ fn geometries_are_those_of_the_manuals() {
     assert_eq!(root_of::<Stage2>(None, Some(3)), Ok((3, 16 * 512, 43)));
     assert_eq!(root_of::<Sv39x4>(None, None), Ok((3, 2048, 41)));
     assert_eq!(root_of::<Sv57x4>(Some(50), None), Ok((5, 2048, 50)));
+    assert_eq!(root_of::<Vtd>(None, None), Ok((4, 512, 48)));
+    assert_eq!(root_of::<Vtd>(Some(39), None), Ok((3, 512, 39)));
+    assert_eq!(root_of::<Vtd>(Some(40), None), Ok((4, 512, 40)));
+    assert_eq!(root_of::<Vtd>(Some(39), Some(5)), Ok((5, 512, 39)));
+    assert_eq!(root_of::<Vtd>(None, Some(3)), Ok((3, 512, 39)));
 }
 
 #[test]

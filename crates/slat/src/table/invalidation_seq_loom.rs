@@ -19,7 +19,7 @@ use crate::sync::{AtomicU64, Ordering};
 use crate::table::in_flight::RangesInFlight;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::pte_ref::{Changed, Cleaner, PteRef};
 use crate::table::retire::LockCheck;
 
 const PREEMPTIONS: usize = 3;
@@ -55,7 +55,7 @@ impl World {
 
     fn pte(&self) -> PteRef<'_, Npt> {
         // SAFETY: no walk reaches it.
-        unsafe { PteRef::new(&self.pte, Level::L4K, LockCheck::NONE) }
+        unsafe { PteRef::new(&self.pte, Level::L4K, LockCheck::NONE, Cleaner::none()) }
     }
 
     fn leaf(host: u64) -> Pte<Npt> {

@@ -40,6 +40,7 @@ use generation::Generations;
 use in_flight::RangesInFlight;
 use invalidation_seq::InvalidationSeq;
 use invalidation_seq::InvalidationSeqCounter;
+use pte_ref::Cleaner;
 use retire::{Epochs, FaultGuard, FaultPin, Fences, NestedGuard, Participant, SharedParticipant};
 use tlb::TlbBatch;
 use vm_lock::{HeldLock, VmLock};
@@ -105,6 +106,12 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Host-physical address of the root, as hardware sees it.
     pub(crate) fn root(&self) -> Hpa {
         self.root
+    }
+
+    /// Cleans PTEs of the tree.
+    #[inline]
+    pub(crate) fn cleaner(&self) -> Cleaner<'_, F> {
+        Cleaner::new(&self.host)
     }
 
     /// Level of the root's PTEs.

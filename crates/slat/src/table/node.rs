@@ -15,7 +15,7 @@ use super::Tree;
 use super::encoding::Encoding;
 use super::invalidation_seq::InvalidationSeq;
 use super::pte::{Breaking, Frozen, Pte, State};
-use super::pte_ref::{Changed, PteRef, Ptes};
+use super::pte_ref::{Changed, Cleaner, PteRef, Ptes};
 use super::retire::{Freed, Guard};
 use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::Format;
@@ -71,7 +71,7 @@ pub(crate) fn new_root<H: Host, F: Format>(host: &H, encoding: &Encoding<F>) -> 
     let nr_ptes = encoding.nr_root_ptes();
     let root = allocate(host, encoding, nr_ptes, TableNode::CallerPolicy, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, root, nr_ptes, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
+    unsafe { build::<H, F>(host, root, nr_ptes, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
     Some(root)
 }
 
@@ -83,7 +83,7 @@ pub(crate) fn new_shadow_table<H: Host, F: Format>(
 ) -> Option<Hpa> {
     let table = allocate(&tree.host, &tree.encoding, F::TABLE_ENTRIES, node, wait)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(&tree.host, table, F::TABLE_ENTRIES, |_| 0) }
+    unsafe { build::<H, F>(&tree.host, table, F::TABLE_ENTRIES, |_| 0) }
     Some(table)
 }
 
@@ -125,7 +125,9 @@ pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_ptes: usize) 
 pub(crate) fn root_ptes<'s, H: Host, F: Format>(tree: &'s Tree<H, F>, guard: &'s Guard<'_>) -> Ptes<'s, F> {
     let (encoding, level) = (&tree.encoding, tree.root_level());
     // SAFETY: it was filled when the tree was made, with so many PTEs, and stays as long as that.
-    unsafe { Ptes::new(entries(&tree.host, tree.root(), encoding.nr_root_ptes()), level, guard.lock_check()) }
+    let cells = unsafe { entries(&tree.host, tree.root(), encoding.nr_root_ptes()) };
+    // SAFETY: they are PTEs of the root, of this level.
+    unsafe { Ptes::new(cells, level, guard.lock_check(), tree.cleaner()) }
 }
 
 /// The PTEs of a page-table page of the guard's tree, which is not the root; they have `level`.
@@ -136,16 +138,19 @@ pub(crate) fn root_ptes<'s, H: Host, F: Format>(tree: &'s Tree<H, F>, guard: &'s
 /// such a PTE. It is freed only after every guard that could have read that (`retire`).
 #[inline]
 pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
-    host: &H,
+    host: &'s H,
     guard: &'s Guard<'_>,
     table: Hpa,
     level: Level,
 ) -> Ptes<'s, F> {
     // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
-    unsafe { Ptes::new(entries(host, table, F::TABLE_ENTRIES), level, guard.lock_check()) }
+    let cells = unsafe { entries(host, table, F::TABLE_ENTRIES) };
+    // SAFETY: they are PTEs of this level, as the caller promises.
+    unsafe { Ptes::new(cells, level, guard.lock_check(), Cleaner::new(host)) }
 }
 
-/// Stores each PTE of a page-table page that no other thread can reach yet.
+/// Stores each PTE of a page-table page that no other thread can reach yet, and cleans the page:
+/// before a walker can.
 ///
 /// By atomic stores: a software CPU that still walks the page as it was before it was freed may
 /// read along, until it finds that its walk was flushed. Relaxed: the compare-and-exchange that
@@ -154,13 +159,17 @@ pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
 /// # Safety
 /// The page has `nr_ptes` PTEs and is the caller's alone.
 #[inline]
-unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl FnMut(usize) -> u64) {
+unsafe fn build<H: Host, F: Format>(host: &H, table: Hpa, nr_ptes: usize, mut bits: impl FnMut(usize) -> u64) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_ptes {
         // SAFETY: inside the page, as the caller promises, and aligned; a store does not read what
         // was there.
         let cell = unsafe { &*first.add(index) };
         cell.store(bits(index), Ordering::Relaxed);
+    }
+    if F::HAS_INCOHERENT_WALKERS {
+        // SAFETY: the page has so many PTEs, which were stored, and is the caller's for this call.
+        Cleaner::<F>::new(host).clean(unsafe { entries(host, table, nr_ptes) });
     }
 }
 
@@ -476,7 +485,7 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
     unsafe fn fill(&mut self, mut pte: impl FnMut(usize) -> Pte<F>) {
         self.nr_tables += 1;
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
-        unsafe { build(&self.tree.host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
+        unsafe { build::<H, F>(&self.tree.host, self.highest(), F::TABLE_ENTRIES, |index| pte(index).bits()) }
         self.filled();
     }
 
@@ -493,6 +502,9 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
         // are only stored to.
         let left = unsafe { slice::from_raw_parts(first, F::TABLE_ENTRIES) };
         fill(&mut NewPtes { left, beside });
+        if F::HAS_INCOHERENT_WALKERS {
+            Cleaner::<F>::new(&self.tree.host).clean(left);
+        }
         self.filled();
     }
 

@@ -80,14 +80,15 @@
 //! (`generation`). In formats without generations (directory entries without rights, or without
 //! room) none is protected.
 //!
-//! A PTE that is not present has the lowest three bits clear, which no format reads as present. Bit
-//! 3 says frozen, bit 4 tracked, bit 10 broken. From bit 12 on an empty PTE has the sequence
-//! number, and a tracked one its frame, with bits 5 and 6 for what the leaf was. A frozen one has a
-//! link of the list of retired page-table pages (`retire`), or its former frame or page-table page,
-//! with bits 9, 11 and 52 to 56 for what it was. A broken one has the page-table page, with bit 11
-//! if that is to be linked. Bits 57 to 63 of a tracked leaf, and of a frozen one, are its attributes
-//! ([`Format::pack_attributes`]). Addresses are those that hardware sees; `encoding` knows which
-//! bits of them the host does not see.
+//! A PTE that is not present has the lowest three bits clear, which no format reads as present, and
+//! bit 10: with mode-based execute control, EPT reads that as present, too (Intel SDM vol. 3C, "EPT
+//! Translation Mechanism"). Bit 3 says frozen, bit 4 tracked, bit 8 broken. From bit 12 on an empty
+//! PTE has the sequence number, and a tracked one its frame, with bits 5 and 6 for what the leaf
+//! was. A frozen one has a link of the list of retired page-table pages (`retire`), or its former
+//! frame or page-table page, with bits 9, 11 and 52 to 56 for what it was. A broken one has the
+//! page-table page, with bit 11 if that is to be linked. Bits 57 to 63 of a tracked leaf, and of a
+//! frozen one, are its attributes ([`Format::pack_attributes`]). Addresses are those that hardware
+//! sees; `encoding` knows which bits of them the host does not see.
 //!
 //! # Why it is correct
 //! Hardware may set A and D of a linked leaf at any time. A compare-and-exchange from the value
@@ -128,7 +129,7 @@ const FROZEN_BIT: u64 = 1 << 3;
 const TRACKED_BIT: u64 = 1 << 4;
 const TRACKED_HOST_WRITABLE: u64 = 1 << 5;
 const TRACKED_DIRTY: u64 = 1 << 6;
-const BROKEN_BIT: u64 = 1 << 10;
+const BROKEN_BIT: u64 = 1 << 8;
 const BROKEN_FOR_SPLIT: u64 = 1 << 11;
 /// From this bit on a tracked or frozen leaf keeps its attributes.
 const ATTRIBUTES_SHIFT: u32 = 57;
@@ -137,8 +138,8 @@ pub(super) const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
 const ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
 
-/// Bits that a PTE of the lowest level may have set while it is not present. (Bit 10 says broken,
-/// but not at the lowest level: Arm's A may be there.)
+/// Bits that a PTE of the lowest level may have set while it is not present. (Bit 8 says broken,
+/// but not at the lowest level: EPT's A may be there.)
 pub(super) const SET_WHERE_NOT_PRESENT: u64 =
     TRACKED_BIT | FROZEN_BIT | FROZEN_LEAF | FROZEN_TABLE | u64::MAX << PAYLOAD_SHIFT;
 /// Those that only a tracked one may have, which has lost W.

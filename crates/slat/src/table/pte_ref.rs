@@ -7,18 +7,21 @@
 //!   same one: it checks that. [`PteRef::link`] stores others, and is unsafe.
 //!   [`Prepared`](super::node::Prepared) calls it for page-table pages that it owns.
 //! - Where both states are known, an unsafe operation saves the check.
+//! - Where walkers may read page tables past the CPUs' caches ([`Cleaner`]), a PTE is cleaned after
+//!   each change. It is cleaned also when it is read and is present: the thread that wrote it may
+//!   not have come to that yet, and the reader relies on what it has read.
 //! - In a VM with a lock, the thread holds the side that the change needs. Debug builds check that.
 //!
 //! # Use
-//! A walk gets a [`PteRef`] from its cursor, or from the [`Ptes`] of a page-table page. It loads the
-//! PTE and replaces it: [`PteRef::replace`] also accounts the leaves that come or go.
+//! A walk gets a [`PteRef`] from its cursor, or from the [`Ptes`] of a page-table page. It loads
+//! the PTE and replaces it: [`PteRef::replace`] also accounts the leaves that come or go.
 //! [`PteRef::exchange`] accounts nothing. It is for a change of rights, A or D, and for a caller
 //! that accounts many changes at once.
 
 #![expect(unsafe_code, reason = "a PTE names memory that walks follow")]
 
 use core::marker::PhantomData;
-use core::slice::SliceIndex;
+use core::slice::{self, SliceIndex};
 
 use super::invalidation_seq::InvalidationSeq;
 use super::participant::LockCheck;
@@ -26,6 +29,8 @@ use super::pte::{self, Breaking, Pte, State};
 use super::retire::{Epochs, FaultGuard, FaultPin, Guard, Kept, KeptGuard};
 use crate::addr::Level;
 use crate::format::Format;
+use crate::format::walkers::Walkers;
+use crate::host::Host;
 use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering, Side, record};
 
@@ -33,29 +38,67 @@ use crate::sync::{AtomicU64, Ordering, Side, record};
 #[derive(Debug)]
 pub(crate) struct Changed;
 
-/// PTEs of one page-table page, one after the other.
-pub(crate) struct Ptes<'s, F> {
-    pub(super) cells: &'s [AtomicU64],
-    level: Level,
-    lock: LockCheck<'s>,
-    format: PhantomData<F>,
-}
+/// What cleans the PTEs of a tree for walkers that read past the CPUs' caches. Of no size in a
+/// format without these.
+pub(crate) struct Cleaner<'s, F: Format>(<F::Walkers as Walkers>::Cleaner<'s>);
 
-impl<F> Clone for Ptes<'_, F> {
+impl<F: Format> Clone for Cleaner<'_, F> {
     #[inline]
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<F> Copy for Ptes<'_, F> {}
+impl<F: Format> Copy for Cleaner<'_, F> {}
+
+impl<'s, F: Format> Cleaner<'s, F> {
+    #[inline]
+    pub(crate) fn new<H: Host>(host: &'s H) -> Cleaner<'s, F> {
+        Cleaner(F::Walkers::cleaner(host))
+    }
+
+    /// For PTEs outside of a tree.
+    #[cfg(test)]
+    pub(crate) fn none() -> Cleaner<'s, F> {
+        Cleaner(F::Walkers::no_cleaner())
+    }
+
+    /// Cleans `ptes`, after they were written.
+    #[inline]
+    pub(crate) fn clean(self, ptes: &[AtomicU64]) {
+        F::Walkers::clean(self.0, ptes);
+    }
+}
+
+/// PTEs of one page-table page, one after the other.
+pub(crate) struct Ptes<'s, F: Format> {
+    pub(super) cells: &'s [AtomicU64],
+    level: Level,
+    lock: LockCheck<'s>,
+    cleaner: Cleaner<'s, F>,
+    format: PhantomData<F>,
+}
+
+impl<F: Format> Clone for Ptes<'_, F> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F: Format> Copy for Ptes<'_, F> {}
 
 impl<'s, F: Format> Ptes<'s, F> {
     /// # Safety
     /// `cells` are PTEs of `level` in a page-table page, or no walk reaches them.
     #[inline]
-    pub(crate) unsafe fn new(cells: &'s [AtomicU64], level: Level, lock: LockCheck<'s>) -> Ptes<'s, F> {
-        Ptes { cells, level, lock, format: PhantomData }
+    pub(crate) unsafe fn new(
+        cells: &'s [AtomicU64],
+        level: Level,
+        lock: LockCheck<'s>,
+        cleaner: Cleaner<'s, F>,
+    ) -> Ptes<'s, F> {
+        Ptes { cells, level, lock, cleaner, format: PhantomData }
     }
 
     #[inline]
@@ -75,7 +118,7 @@ impl<'s, F: Format> Ptes<'s, F> {
 
     #[inline]
     fn with_level(self, cell: &'s AtomicU64) -> PteRef<'s, F> {
-        PteRef { cell, level: self.level, lock: self.lock, format: PhantomData }
+        PteRef { cell, level: self.level, lock: self.lock, cleaner: self.cleaner, format: PhantomData }
     }
 
     #[inline]
@@ -97,21 +140,22 @@ impl<'s, F: Format> Ptes<'s, F> {
 }
 
 /// A PTE in a page-table page that is linked or was: the only way to change one.
-pub(crate) struct PteRef<'s, F> {
+pub(crate) struct PteRef<'s, F: Format> {
     cell: &'s AtomicU64,
     level: Level,
     lock: LockCheck<'s>,
+    cleaner: Cleaner<'s, F>,
     format: PhantomData<F>,
 }
 
-impl<F> Clone for PteRef<'_, F> {
+impl<F: Format> Clone for PteRef<'_, F> {
     #[inline]
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<F> Copy for PteRef<'_, F> {}
+impl<F: Format> Copy for PteRef<'_, F> {}
 
 /// A PTE that one guard of a fault has found, for the next.
 pub(crate) struct KeptPte<'e, F> {
@@ -143,10 +187,12 @@ impl<F: Format> PteGuard<'_, F> {
         self.cell.guard()
     }
 
-    /// The PTE. Its page-table page may have been unlinked meanwhile, but was not retired.
+    /// The PTE. Its page-table page may have been unlinked meanwhile, but was not retired. `cleaner`
+    /// is that of the tree.
     #[inline]
-    pub(crate) fn pte(&self) -> PteRef<'_, F> {
-        PteRef { cell: self.cell.thing(), level: self.level, lock: self.guard().lock_check(), format: PhantomData }
+    pub(crate) fn pte<'s>(&'s self, cleaner: Cleaner<'s, F>) -> PteRef<'s, F> {
+        let (level, lock) = (self.level, self.guard().lock_check());
+        PteRef { cell: self.cell.thing(), level, lock, cleaner, format: PhantomData }
     }
 }
 
@@ -154,8 +200,13 @@ impl<'s, F: Format> PteRef<'s, F> {
     /// # Safety
     /// `cell` is a PTE of `level` in a page-table page, or no walk reaches it.
     #[inline]
-    pub(crate) unsafe fn new(cell: &'s AtomicU64, level: Level, lock: LockCheck<'s>) -> PteRef<'s, F> {
-        PteRef { cell, level, lock, format: PhantomData }
+    pub(crate) unsafe fn new(
+        cell: &'s AtomicU64,
+        level: Level,
+        lock: LockCheck<'s>,
+        cleaner: Cleaner<'s, F>,
+    ) -> PteRef<'s, F> {
+        PteRef { cell, level, lock, cleaner, format: PhantomData }
     }
 
     #[inline]
@@ -181,7 +232,18 @@ impl<'s, F: Format> PteRef<'s, F> {
     pub(crate) fn load(&self) -> Pte<F> {
         let value = self.cell.load(Ordering::Acquire);
         record!(PteRead { cell: self.address(), level: self.level.0, value });
-        Pte::from_bits(value)
+        let value = Pte::from_bits(value);
+        if F::HAS_INCOHERENT_WALKERS && value.is_present() {
+            self.clean();
+        }
+        value
+    }
+
+    /// Cleans the PTE, if walkers may read past the CPUs' caches: after it was written, or where
+    /// the caller relies on what another thread wrote and may not have cleaned yet.
+    #[inline]
+    pub(crate) fn clean(&self) {
+        self.cleaner.clean(slice::from_ref(self.cell));
     }
 
     /// The PTE, only to bring it into the cache. Relaxed: nothing follows from its value.
@@ -291,7 +353,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         self.assert_transition(old, new);
         let result = self.cell.compare_exchange(old.bits(), new.bits(), Ordering::SeqCst, Ordering::Acquire);
         self.record(result, old.bits(), new.bits());
-        result.map(drop).map_err(|_| Changed)
+        result.map(|_| self.clean()).map_err(|_| Changed)
     }
 
     /// Accounts that `new` has replaced `old`. What a page-table page brings along is accounted
@@ -345,6 +407,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         let kept = !(bits & (F::WRITABLE | F::ACCESSED));
         let old = self.cell.fetch_and(kept, Ordering::SeqCst);
         self.record(Ok(old), old, old & kept);
+        self.clean();
         Pte::from_bits(old)
     }
 
@@ -358,6 +421,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         // AcqRel: observes what the PTE pointed to as its writer left it.
         let old = self.cell.swap(Pte::<F>::FROZEN.bits(), Ordering::AcqRel);
         self.record(Ok(old), old, Pte::<F>::FROZEN.bits());
+        self.clean();
         Pte::from_bits(old)
     }
 
@@ -369,6 +433,8 @@ impl<'s, F: Format> PteRef<'s, F> {
         let frozen = value.frozen_as_was(self.level);
         let result = self.cell.compare_exchange(value.bits(), frozen.bits(), Ordering::AcqRel, Ordering::Acquire);
         self.record(result, value.bits(), frozen.bits());
+        // Also what is there instead.
+        self.clean();
         match result {
             Ok(_) => Ok(frozen),
             Err(found) => Err(Pte::from_bits(found)),

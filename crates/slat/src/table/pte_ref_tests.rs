@@ -21,7 +21,7 @@ fn names_no_other_page<F: Format>() {
     let level = Level::L2M;
     let cell = AtomicU64::new(0);
     // SAFETY: no walk reaches it.
-    let pte = unsafe { PteRef::<F>::new(&cell, level, LockCheck::NONE) };
+    let pte = unsafe { PteRef::<F>::new(&cell, level, LockCheck::NONE, Cleaner::none()) };
     let (here, elsewhere) = (Hpa(0x20_0000), Hpa(0x40_0000));
     let table = Pte::table(here);
     let leaf = Pte::leaf(here.pfn(), level).with(F::HOST_WRITABLE);
@@ -78,7 +78,7 @@ fn is_allowed(hold: Hold, level: Level, old: Pte<Npt>, change: fn(PteRef<'_, Npt
     let cell = AtomicU64::new(old.bits());
     participant.record_hold(hold);
     // SAFETY: no walk reaches it.
-    let pte = unsafe { PteRef::new(&cell, level, guard.lock_check()) };
+    let pte = unsafe { PteRef::new(&cell, level, guard.lock_check(), Cleaner::none()) };
     catch_unwind(AssertUnwindSafe(|| change(pte, old))).is_ok()
 }
 

@@ -44,7 +44,7 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, PteRef};
+use crate::table::pte_ref::{Changed, Cleaner, PteRef};
 use crate::table::retire::{Exclusive, FaultPin, Guard};
 
 /// What became of a fault that may be a small one.
@@ -130,7 +130,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             Err(error) => return Small::Failed(error),
         };
         let installed = if let Some(again) = kept.reopen(pin.reborrow()) {
-            self.install(again.guard(), again.pte(), seen, leaf, rights)
+            self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
         } else {
             self.install_by_a_walk(pin, seen, leaf, rights)
         };

@@ -51,6 +51,14 @@ unsafe impl Host for AnswerHost {
         unsafe { self.host.free_table(table, layout) }
     }
 
+    fn has_incoherent_walkers(&self) -> bool {
+        self.host.has_incoherent_walkers()
+    }
+
+    fn clean_ptes(&self, first: *const u8, size_bytes: usize) {
+        self.host.clean_ptes(first, size_bytes);
+    }
+
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         assert_eq!(table.0 & self.address_bits.0, self.address_bits.0, "a page-table page has these bits");
         self.host.table_ptr(Hpa(table.0 & !self.address_bits.0))

@@ -66,6 +66,8 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! bits_of {
     ($format:ty) => {
+        type Walkers = <$format as slat::format::Format>::Walkers;
+
         const HPA_BITS: u32 = <$format>::HPA_BITS;
         const TABLE_ENTRIES: usize = <$format>::TABLE_ENTRIES;
         const ADDRESS: u64 = <$format>::ADDRESS;
@@ -152,6 +154,15 @@ pub const BIAS: u64 = 1 << 47;
 /// The contents of a freed page-table page. No PTE has this value.
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
+/// Where incoherent walkers read a PTE, from where CPUs do: the page as it is in memory, behind the
+/// caches. (Formats with such walkers have page-table pages of 4 KiB alone.)
+pub const IN_MEMORY: usize = 4096;
+
+/// The layout of a page-table page and of the same in memory.
+fn with_memory(layout: Layout) -> Layout {
+    Layout::from_size_align(2 * layout.size(), layout.align()).unwrap()
+}
+
 /// So many freed page-table pages keep their memory, so that a late walk reads [`POISON`].
 const QUARANTINE_CAPACITY: usize = 4096;
 
@@ -184,6 +195,10 @@ pub enum Call {
     Resolve,
     Allocate(AllocationWait),
     LeafZapped,
+    /// The clean of a PTE that is present, or of a whole page.
+    Clean,
+    /// The clean of a PTE that is not present.
+    CleanAbsent,
 }
 
 /// Runs once, at the `nth` call (from 1 on) of its kind.
@@ -258,6 +273,8 @@ pub struct TestHost {
     pub nodes: Mutex<Option<Nodes>>,
     /// Nodes of live page-table pages, if there are nodes.
     table_nodes: Mutex<HashMap<u64, u32>>,
+    /// Held while PTEs are written back: else an older value could be written over a newer one.
+    write_back: Mutex<()>,
 }
 
 impl Default for TestHost {
@@ -289,6 +306,7 @@ impl Default for TestHost {
             refuses_without_wait: AtomicBool::new(false),
             nodes: Mutex::default(),
             table_nodes: Mutex::default(),
+            write_back: Mutex::default(),
         }
     }
 }
@@ -399,7 +417,7 @@ impl Drop for TestHost {
         assert!(std::thread::panicking() || self.live_tables() == 0, "tables leaked");
         for (table, layout) in self.quarantine.get_mut().unwrap().drain(..) {
             // SAFETY: it was allocated with this layout, and the VM and its guests are gone.
-            unsafe { dealloc((table - BIAS) as *mut u8, layout) }
+            unsafe { dealloc((table - BIAS) as *mut u8, with_memory(layout)) }
         }
         // Here, where it counts as the host's.
         drop((take(&mut self.tables), take(&mut self.quarantine), take(&mut self.flushes), take(&mut self.zapped)));
@@ -454,10 +472,10 @@ unsafe impl Host for TestHost {
             self.allocations_left.store(left - 1, Ordering::SeqCst);
         }
         // SAFETY: the layout is not of size zero.
-        let pointer = unsafe { alloc(layout) };
+        let pointer = unsafe { alloc(with_memory(layout)) };
         assert!(!pointer.is_null());
         // SAFETY: just allocated. Garbage, so that no code relies on zeroes.
-        unsafe { pointer.write_bytes(0xa5, layout.size()) };
+        unsafe { pointer.write_bytes(0xa5, with_memory(layout).size()) };
         let table = pointer as u64 + BIAS;
         self.tables.lock().unwrap().insert(table, layout.size());
         if let Some(nodes) = *self.nodes.lock().unwrap() {
@@ -484,6 +502,10 @@ unsafe impl Host for TestHost {
             // Every format has at least 48 bits of host-physical address, and no test has memory in
             // the upper half of 51.
             assert!(entry & 7 != 0 || entry >> 50 & 1 == 1, "{entry:#x} is not present, and has an address in reach");
+            // SAFETY: as above.
+            let in_memory = unsafe { pointer.add(layout.size()).cast::<u64>().add(word) };
+            // SAFETY: as above.
+            unsafe { AtomicU64::from_ptr(in_memory) }.store(POISON, Ordering::SeqCst);
         }
         let mut quarantine = self.quarantine.lock().unwrap();
         quarantine.push_back((table.0, layout));
@@ -491,7 +513,7 @@ unsafe impl Host for TestHost {
             && let Some((oldest, layout)) = quarantine.pop_front()
         {
             // SAFETY: it was allocated with this layout and freed once (checked when it was freed).
-            unsafe { dealloc((oldest - BIAS) as *mut u8, layout) }
+            unsafe { dealloc((oldest - BIAS) as *mut u8, with_memory(layout)) }
         }
     }
 
@@ -552,6 +574,26 @@ unsafe impl Host for TestHost {
     fn flush_local(&self, gpa: Gpa) {
         let _inside = InsideHost::enter();
         self.local_flushes.lock().unwrap().push(gpa);
+    }
+
+    fn has_incoherent_walkers(&self) -> bool {
+        true
+    }
+
+    fn clean_ptes(&self, first: *const u8, size_bytes: usize) {
+        let _inside = InsideHost::enter();
+        // SAFETY: in a live page-table page.
+        let value = unsafe { AtomicU64::from_ptr(first.cast_mut().cast()) }.load(Ordering::SeqCst);
+        self.called(if size_bytes == 8 && value & 7 == 0 { Call::CleanAbsent } else { Call::Clean });
+        let _held = self.write_back.lock().unwrap();
+        // These bytes alone, and not the rest of their lines: so no clean is missing unnoticed.
+        for offset in (0..size_bytes).step_by(8) {
+            let at = first.cast_mut().wrapping_add(offset);
+            // SAFETY: in a live page-table page, in whose memory it has its place.
+            let value = unsafe { AtomicU64::from_ptr(at.cast()) }.load(Ordering::SeqCst);
+            // SAFETY: as above.
+            unsafe { AtomicU64::from_ptr(at.add(IN_MEMORY).cast()) }.store(value, Ordering::SeqCst);
+        }
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {

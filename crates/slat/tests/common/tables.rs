@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use slat::format::{Format, Pte};
 use slat::{Access, Gfn, Gpa, Host, Hpa, Level, Pfn, Vm};
 
-use super::{POISON, TestHost, hooked};
+use super::{IN_MEMORY, POISON, TestHost, hooked};
 
 /// The translation of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,7 +40,9 @@ fn walk_quietly<F: Format>(
         // SAFETY: inside a live page-table page.
         let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
         // SAFETY: as above; atomic, because other threads may write.
-        let entry = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+        let cached = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+        // SAFETY: as above.
+        let entry = if F::HAS_INCOHERENT_WALKERS { unsafe { in_memory::<F>(cell, cached) } } else { cached };
         assert_ne!(entry.0, POISON, "a walk for {gfn} in a table that was freed");
         if !F::is_present(entry) || F::is_leaf(entry, level) {
             return (cell, entry, level);
@@ -49,6 +51,19 @@ fn walk_quietly<F: Format>(
         table = F::address(entry, level);
         level = Level(level.0 - 1);
     }
+}
+
+/// What a walker reads that looks past the CPUs' caches, where these have `cached`. A and D are as
+/// they are there: the tests set them as hardware would.
+///
+/// # Safety
+/// `cell` is in a live page-table page.
+unsafe fn in_memory<F: Format>(cell: *mut u64, cached: Pte) -> Pte {
+    // SAFETY: behind each page-table page is its memory.
+    let cell = unsafe { cell.byte_add(IN_MEMORY) };
+    // SAFETY: as above.
+    let found = unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst);
+    if (found ^ cached.0) & !(F::ACCESSED | F::DIRTY) == 0 { cached } else { Pte(found) }
 }
 
 /// The PTEs of a page-table page.

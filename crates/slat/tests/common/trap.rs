@@ -112,6 +112,14 @@ unsafe impl Host for TrapHost {
         unsafe { self.host.free_table(table, layout) }
     }
 
+    fn has_incoherent_walkers(&self) -> bool {
+        self.host.has_incoherent_walkers()
+    }
+
+    fn clean_ptes(&self, first: *const u8, size_bytes: usize) {
+        self.host.clean_ptes(first, size_bytes);
+    }
+
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         self.in_guard.pass();
         self.at_table.pass();

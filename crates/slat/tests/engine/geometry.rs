@@ -3,7 +3,7 @@
 use crate::common::MIB;
 use crate::common::answers::{answer_vm, frame_of, lowest_pte, slot};
 use slat::error::{ConfigError, FaultError, RangeError, SlotError};
-use slat::format::{Ept, Format, Hardware, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4};
+use slat::format::{Ept, Format, Hardware, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4, Vtd};
 use slat::host::Resolved;
 use slat::{Access, Config, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
@@ -77,6 +77,9 @@ fn every_geometry_reaches_both_ends_of_its_address_space() {
     both_ends::<Sv39x4>(34, 3, 16 << 10);
     both_ends::<Sv48x4>(50, 4, 16 << 10);
     both_ends::<Sv57x4>(59, 5, 16 << 10);
+    for (bits, levels) in [(32, 3), (39, 3), (39, 4), (40, 4), (48, 4), (48, 5), (57, 5)] {
+        both_ends::<Vtd>(bits, levels, 4096);
+    }
 }
 
 #[test]

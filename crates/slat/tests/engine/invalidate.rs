@@ -355,6 +355,14 @@ unsafe impl<F: Format> Host for CopyOnWrite<F> {
         unsafe { self.host.free_table(table, layout) }
     }
 
+    fn has_incoherent_walkers(&self) -> bool {
+        self.host.has_incoherent_walkers()
+    }
+
+    fn clean_ptes(&self, first: *const u8, size_bytes: usize) {
+        self.host.clean_ptes(first, size_bytes);
+    }
+
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         self.host.table_ptr(table)
     }

@@ -34,6 +34,7 @@ mod geometry;
 mod guard_length;
 mod huge_pages;
 mod huge_placement;
+mod incoherent_walkers;
 mod invalidate;
 mod kvm_cases;
 mod lock_hold;

@@ -249,7 +249,7 @@ fn line(dirty_tracking: DirtyTracking) -> String {
 /// the_table_of_supported_configurations -- --nocapture` prints it.
 #[test]
 fn the_table_of_supported_configurations() {
-    let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";
+    let head = "| writes found out by | NPT, G-stage and VT-d, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";
     let lines: Vec<String> = [head.to_string()].into_iter().chain(DIRTY_TRACKINGS.map(line)).collect();
     let table = lines.join("\n");
     println!("{table}");

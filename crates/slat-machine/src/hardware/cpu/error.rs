@@ -4,8 +4,8 @@ use slat::shadow::{GuestEntry, Gva};
 use slat::{Exit, Gpa, Hpa, Level, PageSize};
 use thiserror::Error;
 
-use crate::hardware::walk::Misconfiguration;
 use crate::hardware::walk::guest::GuestFault;
+use crate::hardware::walk::{Memory, Misconfiguration};
 
 /// Why an access, or another operation of the guest, did not complete, on a CPU with or without a
 /// second stage. It has changed nothing that the guest can observe.
@@ -31,6 +31,10 @@ pub enum CpuError {
     /// The second-stage page tables map an address without memory.
     #[error("second-stage tables lead to {hpa} for {gpa}, where there is no memory")]
     NoMemory { gpa: Gpa, hpa: Hpa },
+    /// Registers of a device are accessed as memory: the CPU may cache them, or access them
+    /// speculatively.
+    #[error("the device at {hpa} is accessed as {memory:?} memory, by {gpa}")]
+    CachedDevice { gpa: Gpa, hpa: Hpa, memory: Memory },
     /// A translation of another size is still in the TLB, and no flush has covered it (Arm: a TLB
     /// conflict abort): a PTE of the second stage was changed without break before make. Checked
     /// while the guest's paging is off.

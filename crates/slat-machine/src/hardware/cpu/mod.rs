@@ -34,6 +34,8 @@ mod kept;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod tests_attributes;
+#[cfg(test)]
 mod tests_conflict;
 #[cfg(test)]
 mod tests_kept;
@@ -41,6 +43,8 @@ mod tests_kept;
 mod tests_log;
 
 use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
 
 use slat::format::Format;
 use slat::shadow::Gva;
@@ -51,9 +55,9 @@ pub use self::kept::flush_local;
 use self::kept::{KeptFaults, take_local_flush};
 use crate::hardware::commit::{Generation, Port, Stale};
 use crate::hardware::modification_log::ModificationLog;
-use crate::hardware::tlb::{Context, Geometry, Tlb};
+use crate::hardware::tlb::{Context, Geometry, Rights, Tlb};
 use crate::hardware::walk::guest::{self, GuestStop};
-use crate::hardware::walk::{CountReads, HardwareFormat, Mapping, Purpose, Stop, Walker};
+use crate::hardware::walk::{CountReads, Fault, HardwareFormat, Mapping, Processor, Purpose, Stop, Walker};
 use crate::memory::numa::{WalkCounter, WalkReads};
 use crate::memory::phys;
 
@@ -72,6 +76,14 @@ pub trait FaultHandler {
     /// # Errors
     /// The engine's.
     fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError>;
+
+    /// Handles `fault`, as the CPU reports it. The engine needs its address and its access alone.
+    ///
+    /// # Errors
+    /// Those of [`handle_fault`](FaultHandler::handle_fault).
+    fn handle(&mut self, fault: Fault) -> Result<Outcome, slat::error::FaultError> {
+        self.handle_fault(fault.gpa, fault.access)
+    }
 
     /// Takes the pages in the CPU's page-modification log, which is full: see
     /// [`Vcpu::log_modifications`]. The CPU has made all of them dirty, or may have tried to. A
@@ -143,11 +155,14 @@ pub struct Cpu<V, F> {
     /// The generation of the TLB.
     caught_up: Generation,
     root: Hpa,
+    processor: Processor,
     context: Context,
     paging: Paging,
     cr3: u64,
     /// Faults on one access after which it fails: [`STUCK_FAULTS`], or fewer in a test.
     max_faults: u64,
+    /// Where registers of devices are.
+    devices: Option<Arc<[Range<u64>]>>,
     counters: CpuCounters,
     _format: PhantomData<fn() -> F>,
 }
@@ -165,13 +180,28 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             tlb: Tlb::new(geometry),
             kept: KeptFaults::default(),
             root,
+            processor: Processor::of::<F>(),
             context: Context { vm, pcid: Context::UNPAGED },
             paging: Paging::Off,
             cr3: 0,
             max_faults: STUCK_FAULTS,
+            devices: None,
             counters: CpuCounters::default(),
             _format: PhantomData,
         }
+    }
+
+    /// Loads what controls its walks. Without it, that is what every processor of the format has.
+    #[must_use]
+    pub fn with_processor(self, processor: Processor) -> Cpu<V, F> {
+        Cpu { processor, ..self }
+    }
+
+    /// Makes it report accesses to `devices`, ranges of host-physical addresses, that are not those
+    /// of a device ([`CpuError::CachedDevice`]).
+    #[must_use]
+    pub fn with_devices(self, devices: Arc<[Range<u64>]>) -> Cpu<V, F> {
+        Cpu { devices: Some(devices), ..self }
     }
 
     /// Turns page-modification logging on, into `log`. For a format without it, the log stays empty
@@ -253,6 +283,19 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         })
     }
 
+    /// Fetches the 8 bytes at `gva` to execute them, in supervisor mode with [`Access::Execute`]
+    /// and in user mode with [`Access::ExecuteUser`].
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was executed.
+    pub fn fetch(&mut self, gva: Gva, access: Access) -> Result<u64, CpuError> {
+        debug_assert!(matches!(access, Access::Execute | Access::ExecuteUser), "{access:?} is no fetch");
+        self.access(gva, access, |port, generation, at| {
+            // SAFETY: see `access`.
+            unsafe { port.load_u64(generation, at) }
+        })
+    }
+
     /// Writes the 8 bytes at `gva` (a guest-physical address while paging is off).
     ///
     /// # Errors
@@ -302,7 +345,9 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             }
             let hit = match access {
                 Access::Write => self.tlb.lookup_write(self.context, gva.0),
-                Access::Read | Access::Execute | Access::ExecuteUser => self.tlb.lookup_read(self.context, gva.0),
+                Access::Read => self.tlb.lookup_read(self.context, gva.0),
+                Access::Execute => self.tlb.lookup(self.context, gva.0, Rights::EXECUTE),
+                Access::ExecuteUser => self.tlb.lookup(self.context, gva.0, Rights::EXECUTE_USER),
             };
             let hpa = match hit {
                 Some(hpa) => hpa,
@@ -372,7 +417,11 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 {
                     return Err(CpuError::TlbConflict { gpa: mapping.gpa, cached, walked: mapping.size });
                 }
-                self.tlb.fill(self.context, gva.0, mapping.gpa, mapping.size, mapping.hpa, mapping.writes);
+                if let Some(error) = self.misused_device(mapping, generation) {
+                    return error.map_or(Ok(None), Err);
+                }
+                let rights = Rights::from(mapping.writes).and(mapping.fetches);
+                self.tlb.fill(self.context, gva.0, mapping.gpa, mapping.size, mapping.hpa, rights);
                 return Ok(Some(mapping.hpa));
             }
             Err(stop) => stop,
@@ -398,7 +447,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 }
                 // A request that another CPU's fault on this thread has left is not for this CPU.
                 let _ = take_local_flush();
-                let outcome = self.handler.handle_fault(fault.gpa, fault.access);
+                let outcome = self.handler.handle(fault);
                 // What is cached of other pages of a larger one stays: it may have been cached in
                 // parts.
                 if let Some(gpa) = take_local_flush() {
@@ -426,6 +475,17 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
+    /// Whether `mapping`, the result of a walk, is of a device and not as for one: the error, or
+    /// `None` if a flush has overtaken the walk, which starts over.
+    fn misused_device(&self, mapping: Mapping, generation: Generation) -> Option<Option<CpuError>> {
+        let Mapping { gpa, hpa, memory, .. } = mapping;
+        let is_device = self.devices.as_ref().is_some_and(|devices| devices.iter().any(|range| range.contains(&hpa.0)));
+        if !is_device || memory.suits_devices() {
+            return None;
+        }
+        Some(self.port.is_current(generation).then_some(CpuError::CachedDevice { gpa, hpa, memory }))
+    }
+
     fn walk(&self, gva: Gva, access: Access, generation: Generation) -> Result<Mapping, GuestStop> {
         match &self.counter {
             None => self.walk_counting(gva, access, generation, ()),
@@ -443,7 +503,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         generation: Generation,
         counter: C,
     ) -> Result<Mapping, GuestStop> {
-        let walker = Walker { port: &self.port, generation, root: self.root, log: self.log.as_ref(), counter };
+        let (root, processor, log) = (self.root, self.processor, self.log.as_ref());
+        let walker = Walker { port: &self.port, generation, root, processor, log, counter };
         match self.paging {
             Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
             Paging::TwoDimensional => {

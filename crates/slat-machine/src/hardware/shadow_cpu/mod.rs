@@ -40,15 +40,16 @@ mod tests_exits;
 #[cfg(test)]
 mod tests_rights;
 
+use slat::format::Npt;
 use slat::shadow::{GuestAccess, GuestEntry, Gva, LocalFlush, PagingRegisters, Privilege};
 use slat::{Access, Exit, Gpa, Hpa, Outcome};
 
 use crate::hardware::commit::{Generation, Port, Stale};
 use crate::hardware::cpu::{CpuError, PATIENT_FAULTS, STUCK_FAULTS};
 use crate::hardware::tlb::{Context, Geometry, Rights, Tlb};
-use crate::hardware::walk::Walker;
 use crate::hardware::walk::guest::GuestFault;
 use crate::hardware::walk::shadow::{self, ShadowStop};
+use crate::hardware::walk::{Processor, Walker};
 use crate::memory::phys;
 
 pub use exits::ShadowCpuCounters;
@@ -416,7 +417,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             return Ok(Err(ShadowStop::PageFault));
         }
         self.counters.nr_walks += 1;
-        let walker = Walker { port: &self.port, generation, root: loaded.root, log: None, counter: () };
+        let (root, processor) = (loaded.root, Processor::of::<Npt>());
+        let walker = Walker { port: &self.port, generation, root, processor, log: None, counter: () };
         Ok(shadow::walk(walker, loaded.levels, gva, access, self.needed.by(access)).map(|mapping| {
             debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
             // Its guest-physical page is unknown here: no flush by ranges uses it.

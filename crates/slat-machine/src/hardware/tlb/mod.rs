@@ -66,15 +66,18 @@ impl Rights {
     pub const NONE: Rights = Rights(0);
     /// To write; the dirty bits are set.
     pub const WRITE: Rights = Rights(1 << 0);
-    /// To fetch instructions.
+    /// To fetch instructions; where a second stage tells modes apart, in supervisor mode.
     pub const EXECUTE: Rights = Rights(1 << 1);
     /// To be accessed as a user page.
     pub const USER: Rights = Rights(1 << 2);
     /// To be accessed as a supervisor page only, for SMEP and SMAP.
     pub const SUPERVISOR: Rights = Rights(1 << 3);
 
+    /// To fetch instructions in user mode, by a second stage.
+    pub const EXECUTE_USER: Rights = Rights(1 << 4);
+
     /// All of them, in the bits of a frame's address that are zero.
-    const MASK: u64 = 0xf;
+    const MASK: u64 = 0x1f;
 
     /// The union with `other`.
     #[inline]

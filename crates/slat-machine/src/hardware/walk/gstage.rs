@@ -2,10 +2,10 @@
 //! Sv57 under a root that is four times as large, for guest-physical addresses of 41, 50 and 59
 //! bits.
 //!
-//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot
-//! nor Svpbmt, so bits 61 to 63 of a PTE must be zero. In the manual a reserved or misaligned PTE
-//! is a guest-page fault like any other. Here it is a misconfiguration, with the fault's code,
-//! since an engine must not write such a PTE.
+//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has no Svnapot, and
+//! Svpbmt if [`Processor`](super::Processor) says so: otherwise bits 61 and 62 of a PTE must be
+//! zero. In the manual a reserved or misaligned PTE is a guest-page fault like any other. Here it
+//! is a misconfiguration, with the fault's code, since an engine must not write such a PTE.
 //!
 //! Only leaf PTEs have permissions. Every access of a guest is one of user mode here, so a leaf PTE
 //! without U denies it.
@@ -23,10 +23,13 @@
 //! Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction for mtinst or
 //! htinst"; "Svadu: Hardware Updating of A/D Bits".
 
+use slat::format::CpuFeatures;
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{CountReads, Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
-use super::{index, mapping, shift};
+use super::{ALL_FETCHES, fetches_if, index, mapping, shift};
+use super::{
+    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
+};
 use crate::hardware::tlb::Writes;
 
 const VALID: u64 = 1 << 0;
@@ -40,10 +43,13 @@ const DIRTY: u64 = 1 << 7;
 const PPN_SHIFT: u32 = 10;
 /// Its bits: 44.
 const PPN: u64 = (1 << 44) - 1;
-/// Bits 54 to 60, the memory type (PBMT) and N.
-const RESERVED: u64 = 0x7f << 54 | 0b11 << 61 | 1 << 63;
+/// PBMT, the memory type of a leaf, with Svpbmt; reserved otherwise.
+const PBMT_SHIFT: u32 = 61;
+const PBMT: u64 = 0b11 << PBMT_SHIFT;
+/// Bits 54 to 60, and N.
+const RESERVED: u64 = 0x7f << 54 | 1 << 63;
 /// Bits that a directory entry must not have.
-const TABLE_RESERVED: u64 = USER | ACCESSED | DIRTY;
+const TABLE_RESERVED: u64 = USER | ACCESSED | DIRTY | PBMT;
 
 // Causes of a trap, in the lower half of the code.
 const CAUSE_INSTRUCTION_GUEST_PAGE_FAULT: u64 = 20;
@@ -58,6 +64,7 @@ macro_rules! gstage {
     ($format:ident, $root:literal, $gpa_bits:literal) => {
         impl HardwareFormat for slat::format::$format {
             const GUEST_PHYSICAL_BITS: u32 = $gpa_bits;
+            const LEVELS: u8 = $root;
             const GUEST_PML4E_RESERVED: u64 = 0;
             const LOGS_MODIFICATIONS: bool = false;
             const HAS_TLB_CONFLICTS: bool = false;
@@ -116,7 +123,7 @@ fn walk_from<const ROOT: u8, C: CountReads>(
         if entry & VALID == 0 {
             return Err(fault);
         }
-        if is_misconfigured(entry, level) {
+        if is_misconfigured(entry, level, walker.processor.features) {
             return Err(Stop::Misconfigured(Misconfiguration { gpa, level: Level(level), entry, code }));
         }
         if is_leaf(entry) {
@@ -138,7 +145,9 @@ fn walk_from<const ROOT: u8, C: CountReads>(
     let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
     let leaf = used.set(walker, marks)?;
     let writes = if leaf & (WRITE | DIRTY) == WRITE | DIRTY { Writes::Allowed } else { Writes::MustWalk };
-    mapping(gpa, address(leaf).0, level, writes)
+    let fetches = fetches_if(leaf & EXECUTE != 0, ALL_FETCHES);
+    let memory = memory(leaf).unwrap_or(Memory::ByAddress);
+    mapping(gpa, address(leaf).0, level, Grants { writes, fetches, memory })
 }
 
 /// The address in a PTE: 56 bits.
@@ -152,14 +161,25 @@ fn is_leaf(entry: u64) -> bool {
 }
 
 /// Whether a valid PTE is reserved, misaligned, or a directory entry of the lowest level.
-fn is_misconfigured(entry: u64, level: u8) -> bool {
-    if entry & RESERVED != 0 {
+fn is_misconfigured(entry: u64, level: u8, features: CpuFeatures) -> bool {
+    let pbmt = if features.contains(CpuFeatures::SVPBMT) { 0 } else { PBMT };
+    if entry & (RESERVED | pbmt) != 0 || memory(entry).is_none() {
         return true;
     }
     if !is_leaf(entry) {
         return level == 1 || entry & TABLE_RESERVED != 0;
     }
     entry & (READ | WRITE) == WRITE || address(entry).0 & ((1 << shift(level)) - 1) != 0
+}
+
+/// What PBMT of a leaf says of its memory. `None`: reserved.
+fn memory(leaf: u64) -> Option<Memory> {
+    match (leaf & PBMT) >> PBMT_SHIFT {
+        0 => Some(Memory::ByAddress),
+        1 => Some(Memory::NonCached),
+        2 => Some(Memory::Device),
+        _ => None,
+    }
 }
 
 /// The cause of the trap, and htinst.

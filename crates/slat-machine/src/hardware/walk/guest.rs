@@ -1,6 +1,8 @@
 //! The two-dimensional walk: the guest's own long-mode page tables of four levels, of which the
 //! second stage translates each PTE, and at last the page itself.
 //!
+//! The guest's memory types are all write-back: its PWT, PCD and PAT bits are ignored.
+//!
 //! The guest is a supervisor with CR0.WP and EFER.NXE set, without SMEP, SMAP and protection keys,
 //! so that the user/supervisor bits deny nothing. Accessed and dirty bits are set in guest memory,
 //! from the guest's root down, when the guest's own permissions allow the access and before the
@@ -15,7 +17,7 @@ use thiserror::Error;
 
 use super::{CountReads, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
 use super::{address_mask, index, page_size, shift};
-use crate::hardware::tlb::Writes;
+use crate::hardware::tlb::{Rights, Writes};
 
 pub(crate) const PRESENT: u64 = 1 << 0;
 pub(crate) const WRITABLE: u64 = 1 << 1;
@@ -138,7 +140,10 @@ pub fn walk<F: HardwareFormat, C: CountReads>(
     let gpa = Gpa(page | (gva.0 & ((1 << shift(level)) - 1)));
     let second = F::walk(walker, gpa, access, Purpose::Data)?;
     let writes = if writable != 0 && leaf & DIRTY != 0 { second.writes } else { Writes::MustWalk };
-    Ok(Mapping { gpa, hpa: second.hpa, size: smaller(page_size(level), second.size), writes })
+    // The guest's own tables have one right to execute, for both modes.
+    let fetches = if denied == 0 { second.fetches } else { Rights::NONE };
+    let size = smaller(page_size(level), second.size);
+    Ok(Mapping { gpa, hpa: second.hpa, size, writes, fetches, memory: second.memory })
 }
 
 fn smaller(left: PageSize, right: PageSize) -> PageSize {

@@ -20,7 +20,7 @@
 //! translation mechanism", "EPT-induced VM exits" and "Accessed and dirty flags for EPT"; AMD APM
 //! vol. 2, 5.3 (long-mode translation) and 15.25 (nested paging); Intel SDM vol. 3A, chapter
 //! "Paging"; Arm ARM, chapter "The AArch64 Virtual Memory System Architecture"; RISC-V Privileged
-//! Architecture, "Hypervisor Extension".
+//! Architecture, "Hypervisor Extension"; Intel's VT-d specification, 3.7 and 9.8.
 //!
 //! The guest's own page tables, the first stage, are x86's long-mode page tables under every second
 //! stage ([`guest`]): the machine exists for the second. Each walker notes what its format's own
@@ -38,6 +38,8 @@ mod stage2;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod tests_attributes;
+#[cfg(test)]
 mod tests_gstage;
 #[cfg(test)]
 mod tests_guest;
@@ -49,13 +51,17 @@ mod tests_nodes;
 mod tests_shadow;
 #[cfg(test)]
 mod tests_stage2;
+#[cfg(test)]
+mod tests_vtd;
+mod vtd;
 
-use slat::{Access, Gpa, Hpa, Level, PageSize};
+use slat::format::{CpuFeatures, Format, Hardware};
+use slat::{Access, Gpa, Host, Hpa, Level, PageSize, Vm};
 use thiserror::Error;
 
 use crate::hardware::commit::{Generation, Port, Stale};
 use crate::hardware::modification_log::{LogFull, ModificationLog};
-use crate::hardware::tlb::Writes;
+use crate::hardware::tlb::{Rights, Writes};
 use crate::memory::numa::WalkCounter;
 use crate::memory::phys;
 use crate::vm::machine::{Machine, MachineConfig, MachineConfigError, MachineError};
@@ -81,6 +87,39 @@ impl CountReads for &WalkCounter {
     }
 }
 
+/// What the hypervisor loads into the registers that control the walks, and what the processor (or
+/// the IOMMU) has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Processor {
+    /// Levels of page tables: EPTP's walk length, VTCR_EL2.SL0, the mode of hgatp, AW of VT-d.
+    pub levels: u8,
+    /// Bits of a guest-physical address that are translated. (VTCR_EL2.T0SZ; on other processors
+    /// the levels say it.)
+    pub gpa_bits: u8,
+    /// What it has, and what is turned on.
+    pub features: CpuFeatures,
+    /// The host's PAT, where nested page tables use it.
+    pub pat: u64,
+}
+
+impl Processor {
+    /// One with what every processor of the format has.
+    pub const fn of<F: HardwareFormat>() -> Processor {
+        Processor {
+            levels: F::LEVELS,
+            gpa_bits: F::GUEST_PHYSICAL_BITS as u8,
+            features: CpuFeatures::empty(),
+            pat: Hardware::PAT_AT_RESET,
+        }
+    }
+
+    /// That of a VM which was configured for `hardware`.
+    pub fn of_vm<H: Host, F: Format>(vm: &Vm<H, F>, hardware: &Hardware) -> Processor {
+        let (levels, gpa_bits) = (vm.root_level().0, vm.gpa_bits() as u8);
+        Processor { levels, gpa_bits, features: hardware.features, pat: hardware.pat }
+    }
+}
+
 /// The common parameters of the walks of one access.
 #[derive(Clone, Copy, Debug)]
 pub struct Walker<'a, C = ()> {
@@ -88,8 +127,10 @@ pub struct Walker<'a, C = ()> {
     pub port: &'a Port,
     /// Read before the access began.
     pub generation: Generation,
-    /// The root (nCR3, or the address in EPTP, VTTBR_EL2 or hgatp).
+    /// The root (nCR3, or the address in EPTP, VTTBR_EL2, hgatp or the PASID-table entry).
     pub root: Hpa,
+    /// What controls the walk.
+    pub processor: Processor,
     /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
     pub log: Option<&'a ModificationLog>,
     /// Counts reads of second-stage PTEs.
@@ -97,10 +138,13 @@ pub struct Walker<'a, C = ()> {
 }
 
 /// A format of second-stage page tables, as hardware walks it.
-pub trait HardwareFormat: slat::format::Format {
-    /// Bits of a guest-physical address that the page tables translate. A guest with paging has a
-    /// MAXPHYADDR of as many.
+pub trait HardwareFormat: Format {
+    /// Bits of a guest-physical address that the page tables translate, unless the processor is
+    /// told otherwise. A guest with paging has a MAXPHYADDR of as many.
     const GUEST_PHYSICAL_BITS: u32;
+
+    /// Levels of page tables, unless it is told otherwise.
+    const LEVELS: u8;
 
     /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the
     /// manual's common part.
@@ -161,6 +205,66 @@ pub struct Mapping {
     pub size: PageSize,
     /// Whether a TLB entry of this walk serves writes.
     pub writes: Writes,
+    /// From where instructions may be fetched: of [`Rights::EXECUTE`] and [`Rights::EXECUTE_USER`].
+    pub fetches: Rights,
+    /// How the memory is accessed.
+    pub memory: Memory,
+}
+
+/// From both modes.
+pub(crate) const ALL_FETCHES: Rights = Rights::EXECUTE.and(Rights::EXECUTE_USER);
+
+/// How the processor accesses the memory of a translation for a guest that asks for write-back
+/// memory. So it is as cacheable as the second stage allows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Memory {
+    /// Through the caches, write-back.
+    WriteBack,
+    /// Through the caches, write-through; x86's write-protected memory, too.
+    WriteThrough,
+    /// Past the caches, as ordinary memory: accesses may be speculative, merged and repeated (x86's
+    /// WC, Arm's Normal Non-cacheable, RISC-V's NC).
+    NonCached,
+    /// As registers of a device (x86's UC, Arm's Device, RISC-V's IO).
+    Device,
+    /// As the attributes of the physical address say (RISC-V's PMA), which are a device's where
+    /// there is one. DMA, too: a request of a device to another one has no cache.
+    ByAddress,
+}
+
+impl Memory {
+    /// Whether registers of a device may be accessed so.
+    pub fn suits_devices(self) -> bool {
+        matches!(self, Memory::Device | Memory::ByAddress)
+    }
+
+    /// That of x86's memory type with this number (Intel SDM vol. 3A, "Memory Cache Control"; AMD
+    /// APM vol. 2, 7.8.1). The numbers are those of MTRRs and of a PAT. `None`: reserved.
+    fn of_x86(number: u64) -> Option<Memory> {
+        match number {
+            // UC, and UC- of a PAT: the guest could make WC of that.
+            0 | 7 => Some(Memory::Device),
+            1 => Some(Memory::NonCached),
+            // WT, WP.
+            4 | 5 => Some(Memory::WriteThrough),
+            6 => Some(Memory::WriteBack),
+            _ => None,
+        }
+    }
+}
+
+/// What a leaf grants besides its address.
+#[derive(Clone, Copy, Debug)]
+struct Grants {
+    writes: Writes,
+    fetches: Rights,
+    memory: Memory,
+}
+
+/// `rights` if `grant` says so.
+#[inline]
+fn fetches_if(grant: bool, rights: Rights) -> Rights {
+    if grant { rights } else { Rights::NONE }
 }
 
 /// Why a second-stage walk ended without a translation.
@@ -203,7 +307,7 @@ pub struct Fault {
     pub access: Access,
     /// EPT: the exit qualification. NPT: EXITINFO1, the error code. Stage 2: the bits of ESR_EL2
     /// that concern the translation: EC, S1PTW, WnR, and DFSC or IFSC. G-stage: scause, and htinst
-    /// in the upper half.
+    /// in the upper half. VT-d: the fault reason.
     pub code: u64,
 }
 
@@ -307,10 +411,13 @@ fn page_size(level: u8) -> PageSize {
 /// The translation itself: the address `page` from the leaf, the offset from the guest-physical
 /// address.
 #[inline]
-fn mapping(gpa: Gpa, page: u64, level: u8, writes: Writes) -> Result<Mapping, Stop> {
+fn mapping(gpa: Gpa, page: u64, level: u8, grants: Grants) -> Result<Mapping, Stop> {
     let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));
     match phys::pointer_to::<u64>(hpa) {
-        Some(_) => Ok(Mapping { gpa, hpa, size: page_size(level), writes }),
+        Some(_) => {
+            let Grants { writes, fetches, memory } = grants;
+            Ok(Mapping { gpa, hpa, size: page_size(level), writes, fetches, memory })
+        }
         None => Err(Stop::NoMemory { gpa, hpa }),
     }
 }

@@ -1,13 +1,14 @@
-//! The walker for Arm's stage 2 page tables: VMSAv8-64, 4 KiB granule, four levels, 48 bits of
-//! intermediate physical address and of output address. Arm counts levels from the root down: its
-//! level 0 is level 4 here, its level 3 is level 1.
+//! The walker for Arm's stage 2 page tables: VMSAv8-64, 4 KiB granule, three or four levels with up
+//! to 48 bits of intermediate physical address, 48 bits of output address. Arm counts levels from
+//! the root down: its level 0 is level 4 here, its level 3 is level 1.
 //!
 //! The processor sets the access flag by itself (FEAT_HAFDBS with VTCR_EL2.HA set and VTCR_EL2.HD
-//! clear) and has no dirty state. It has no feature that defines further bits: FEAT_LPA2, FEAT_XNX,
-//! FEAT_XS, FEAT_BBM, FEAT_S2FWB, FEAT_HAFT. Real processors may interpret or ignore what the
-//! manual then reserves (RES0, or a reserved encoding of SH or MemAttr). Here it is a
-//! misconfiguration, since an engine must not write such a descriptor. So is the contiguous bit:
-//! this walker does not check whether the fifteen neighbours agree.
+//! clear) and has no dirty state. FEAT_XNX and FEAT_S2FWB are as [`Processor`](super::Processor)
+//! says. It has no other feature that defines further bits: FEAT_LPA2, FEAT_XS, FEAT_BBM,
+//! FEAT_HAFT. Real processors may interpret or ignore what the manual then reserves (RES0, or a
+//! reserved encoding of SH or MemAttr). Here it is a misconfiguration, since an engine must not
+//! write such a descriptor. So is the contiguous bit: this walker does not check whether the
+//! fifteen neighbours agree.
 //!
 //! Permissions are not hierarchical: only the leaf's count.
 //!
@@ -19,11 +20,14 @@
 //! 2 data accesses and instruction execution permissions", "Hardware management of the Access
 //! flag"; and "ESR_EL2, Exception Syndrome Register (EL2)".
 
+use slat::format::CpuFeatures;
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{CountReads, Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
-use super::{index, mapping, shift};
-use crate::hardware::tlb::Writes;
+use super::{ALL_FETCHES, index, mapping, shift};
+use super::{
+    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
+};
+use crate::hardware::tlb::{Rights, Writes};
 
 const VALID: u64 = 1 << 0;
 /// A table above the lowest level, a page at the lowest. Clear, it is a block, and at the lowest
@@ -36,14 +40,13 @@ const SHAREABILITY: u64 = 0b11 << 8;
 /// The reserved one of its encodings.
 const SHAREABILITY_RESERVED: u64 = 0b01 << 8;
 const ACCESS_FLAG: u64 = 1 << 10;
-const EXECUTE_NEVER: u64 = 1 << 54;
-
-/// Reserved: bits of MemAttr for normal memory without an inner cacheability.
-const MEMATTR_RESERVED: [u64; 3] = [0b0100, 0b1000, 0b1100];
+/// XN, bits 53 and 54. Without FEAT_XNX the lower one is reserved.
+const EXECUTE_NEVER_SHIFT: u32 = 53;
+const EXECUTE_NEVER_LOW: u64 = 1 << EXECUTE_NEVER_SHIFT;
 
 /// Bits of a leaf, outside of the address, that must be zero: bit 11 (FnXS), bits 48 to 50, DBM,
-/// contiguous, and the lower bit of XN. Bits 55 to 58 are software's, and those above are ignored.
-const LEAF_RESERVED: u64 = 1 << 11 | 0b111 << 48 | 1 << 51 | 1 << 52 | 1 << 53;
+/// contiguous. Bits 55 to 58 are software's, and those above are ignored.
+const LEAF_RESERVED: u64 = 1 << 11 | 0b111 << 48 | 1 << 51 | 1 << 52;
 /// The same of a table descriptor: bits 48 to 50, and those with stage 1's permissions. Bits 2 to
 /// 11 and 51 to 58 are ignored.
 const TABLE_RESERVED: u64 = 0b111 << 48 | 0b1_1111 << 59;
@@ -62,6 +65,7 @@ const STATUS_TYPE: u64 = 0b11_1100;
 
 impl HardwareFormat for slat::format::Stage2 {
     const GUEST_PHYSICAL_BITS: u32 = 48;
+    const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = true;
@@ -81,22 +85,24 @@ impl HardwareFormat for slat::format::Stage2 {
         };
         let syndrome = |status: u64, level: u8| code(access, purpose) | status | u64::from(4 - level);
         let fault = |status: u64, level: u8| Stop::Fault(Fault { gpa, access, code: syndrome(status, level) });
-        // An address beyond the input size is a translation fault of the highest level.
-        if gpa.0 >> Self::GUEST_PHYSICAL_BITS != 0 {
+        // An address beyond the input size is a translation fault of the manual's level 0.
+        if gpa.0 >> walker.processor.gpa_bits != 0 {
             return Err(fault(STATUS_TRANSLATION, 4));
         }
 
         let mut table = walker.root;
-        let mut level = 4;
+        let mut level = walker.processor.levels;
+        // Up to 16 tables side by side are one root.
+        let mut entry_index = gpa.0 >> shift(level);
         let used = loop {
-            let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {
+            let Some(used) = Used::read_second_stage(walker, table, entry_index, level)? else {
                 return Err(Stop::NoMemory { gpa, hpa: table });
             };
             let entry = used.entry;
             if !is_valid(entry, level) {
                 return Err(fault(STATUS_TRANSLATION, level));
             }
-            if is_misconfigured(entry, level) {
+            if is_misconfigured(entry, level, walker.processor.features) {
                 let code = syndrome(STATUS_TRANSLATION, level);
                 return Err(Stop::Misconfigured(Misconfiguration { gpa, level: Level(level), entry, code }));
             }
@@ -105,12 +111,14 @@ impl HardwareFormat for slat::format::Stage2 {
             }
             table = Hpa(entry & address_mask(12));
             level -= 1;
+            entry_index = index(gpa.0, level);
         };
 
         let permitted = match access {
             Access::Read => used.entry & READ != 0,
             Access::Write => used.entry & WRITE != 0,
-            Access::Execute | Access::ExecuteUser => used.entry & EXECUTE_NEVER == 0,
+            Access::Execute => fetches(used.entry).grant(Rights::EXECUTE),
+            Access::ExecuteUser => fetches(used.entry).grant(Rights::EXECUTE_USER),
         };
         if !permitted {
             return Err(fault(STATUS_PERMISSION, level));
@@ -118,7 +126,9 @@ impl HardwareFormat for slat::format::Stage2 {
         // Only leaves have the flag.
         let leaf = used.set(walker, ACCESS_FLAG)?;
         let writes = if leaf & WRITE != 0 { Writes::Allowed } else { Writes::MustWalk };
-        mapping(gpa, leaf & address_mask(shift(level)), level, writes)
+        let memory = memory(leaf, walker.processor.features).unwrap_or(Memory::Device);
+        let grants = Grants { writes, fetches: fetches(leaf), memory };
+        mapping(gpa, leaf & address_mask(shift(level)), level, grants)
     }
 }
 
@@ -138,15 +148,49 @@ fn is_leaf(entry: u64, level: u8) -> bool {
 }
 
 /// Whether a valid descriptor has reserved bits or values.
-fn is_misconfigured(entry: u64, level: u8) -> bool {
+fn is_misconfigured(entry: u64, level: u8, features: CpuFeatures) -> bool {
     if !is_leaf(entry, level) {
         return entry & TABLE_RESERVED != 0;
     }
     // Address bits below the size of a block; nT is one of them.
     let below = address_mask(12) & !address_mask(shift(level));
-    entry & (LEAF_RESERVED | below) != 0
+    let by_mode = if features.contains(CpuFeatures::XNX) { 0 } else { EXECUTE_NEVER_LOW };
+    entry & (LEAF_RESERVED | by_mode | below) != 0
         || entry & SHAREABILITY == SHAREABILITY_RESERVED
-        || MEMATTR_RESERVED.contains(&(entry >> MEMATTR_SHIFT & 0b1111))
+        || memory(entry, features).is_none()
+}
+
+/// From where a leaf may be executed. With a lower bit of zero this is also the rule without
+/// FEAT_XNX.
+fn fetches(leaf: u64) -> Rights {
+    match leaf >> EXECUTE_NEVER_SHIFT & 0b11 {
+        0b00 => ALL_FETCHES,
+        0b01 => Rights::EXECUTE_USER,
+        0b10 => Rights::NONE,
+        _ => Rights::EXECUTE,
+    }
+}
+
+/// What MemAttr of a leaf says of its memory. `None`: reserved.
+fn memory(leaf: u64, features: CpuFeatures) -> Option<Memory> {
+    let mem_attr = leaf >> MEMATTR_SHIFT & 0b1111;
+    if features.contains(CpuFeatures::FWB) {
+        // Each kind of device; as the weaker of this and the guest's; and what is forced.
+        return match mem_attr {
+            0b0000..=0b0011 => Some(Memory::Device),
+            0b0101 => Some(Memory::NonCached),
+            0b0110 | 0b0111 => Some(Memory::WriteBack),
+            _ => None,
+        };
+    }
+    // Outer and inner cacheability: 01 none, 10 write-through, 11 write-back. Inner 00 is reserved.
+    match (mem_attr >> 2, mem_attr & 0b11) {
+        (0b00, _) => Some(Memory::Device),
+        (_, 0b00) => None,
+        (0b11, 0b11) => Some(Memory::WriteBack),
+        (0b01, 0b01) => Some(Memory::NonCached),
+        _ => Some(Memory::WriteThrough),
+    }
 }
 
 /// The syndrome without the fault status code.

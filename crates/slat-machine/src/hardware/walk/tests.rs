@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::{Ept, Format, Npt, Stage2};
+use slat::format::{Ept, Format, Npt, Stage2, Vtd};
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 
-use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
+use super::{ALL_FETCHES, Fault, HardwareFormat, Mapping, Memory, Misconfiguration, Processor, Purpose, Stop, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port};
 use crate::hardware::tlb::Writes;
@@ -41,6 +41,8 @@ pub(super) struct Way {
     indexes: [u64; 4],
     pub(super) port: Port,
     pub(super) gpa: Gpa,
+    /// One with four levels and 48 bits, unless the test has another.
+    pub(super) processor: Processor,
 }
 
 pub(super) const FRAME: u64 = phys::BIAS | 0x12_3456_7000;
@@ -55,6 +57,7 @@ impl Way {
             indexes: [1, 2, 3, 4],
             port: Port::new(&Arc::new(FlushDomain::new())),
             gpa: Gpa(ADDRESS),
+            processor: Processor::of::<Npt>(),
         };
         for above in level + 1..=4 {
             way.set(above, way.tables[usize::from(5 - above)].hpa().0 | link);
@@ -91,6 +94,7 @@ impl Way {
             port: &self.port,
             generation: self.port.generation(),
             root: self.tables[0].hpa(),
+            processor: self.processor,
             log: None,
             counter: (),
         }
@@ -111,8 +115,9 @@ pub(super) fn fault(access: Access, code: u64) -> Result<Mapping, Stop> {
 
 pub(super) const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 
-/// Of a format with accessed and dirty bits: `bits` are these, and that of a large page.
-fn maps_pages_of_each_size<F: HardwareFormat>(link: u64, leaf: u64, bits: [u64; 3]) {
+/// Of a format with accessed and dirty bits: `bits` are these, and that of a large page. `leaf` may
+/// be executed, and its memory is `memory`.
+pub(super) fn maps_pages_of_each_size<F: HardwareFormat>(link: u64, leaf: u64, bits: [u64; 3], memory: Memory) {
     let [a, d, ps] = bits;
     for (level, size, leaf) in
         [(1, PageSize::Size4K, leaf), (2, PageSize::Size2M, leaf | ps), (3, PageSize::Size1G, leaf | ps)]
@@ -120,7 +125,8 @@ fn maps_pages_of_each_size<F: HardwareFormat>(link: u64, leaf: u64, bits: [u64; 
         let mask = size.size_bytes() - 1;
         let way = Way::new(link, level, FRAME & !mask | leaf);
         let hpa = Hpa(FRAME & !mask | ADDRESS & mask);
-        let expected = |writes| Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes });
+        let fetches = ALL_FETCHES;
+        let expected = |writes| Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes, fetches, memory });
         assert_eq!(way.walk::<F>(Access::Read), expected(Writes::MustWalk));
         for above in level..=4 {
             assert_eq!(way.get(above) & (a | d), a, "level {above}");
@@ -158,7 +164,7 @@ mod ept {
 
     #[test]
     fn maps_pages_of_each_size() {
-        super::maps_pages_of_each_size::<Ept>(LINK, LEAF, [A, D, PS]);
+        super::maps_pages_of_each_size::<Ept>(LINK, LEAF, [A, D, PS], Memory::WriteBack);
     }
 
     /// Every combination of permissions at each level, against the plain rule.
@@ -271,7 +277,7 @@ mod npt {
 
     #[test]
     fn maps_pages_of_each_size() {
-        super::maps_pages_of_each_size::<Npt>(LINK, LINK, [A, D, PS]);
+        super::maps_pages_of_each_size::<Npt>(LINK, LINK, [A, D, PS], Memory::WriteBack);
     }
 
     /// Every combination of P, RW, US and NX at each level, against the plain rule.
@@ -384,13 +390,14 @@ fn formats_stop_at_impossible_addresses() {
     all::<Npt>(7, 7);
     // A page with write-back memory that may be read and written.
     all::<Stage2>(3, 3 | 0b1111 << 2 | 0b11 << 6);
+    all::<Vtd>(3, 3);
 }
 
 /// Both are written from the manuals.
 #[test]
 fn walkers_and_engine_agree_on_what_hardware_has() {
     slat::for_each_format!(F => {
-        assert_eq!(F::GUEST_PHYSICAL_BITS, F::GPA_BITS, "{}", F::NAME);
+        assert_eq!((F::GUEST_PHYSICAL_BITS, F::LEVELS), (F::GPA_BITS, F::ROOT_LEVEL.0), "{}", F::NAME);
         assert_eq!(F::LOGS_MODIFICATIONS, F::HAS_MODIFICATION_LOG, "{}", F::NAME);
         assert_eq!(F::HAS_TLB_CONFLICTS, F::BREAK_BEFORE_MAKE, "{}", F::NAME);
     });

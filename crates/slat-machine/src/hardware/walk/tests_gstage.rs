@@ -8,7 +8,7 @@ use slat::format::{Sv39x4, Sv48x4, Sv57x4};
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::tests::{ACCESSES, FRAME, Page};
-use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
+use super::{ALL_FETCHES, Fault, HardwareFormat, Mapping, Memory, Misconfiguration, Processor, Purpose, Stop, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port};
 use crate::hardware::tlb::Writes;
@@ -95,6 +95,7 @@ impl Way {
             port: &self.port,
             generation: self.port.generation(),
             root: phys::hpa_of(self.root.0.as_ptr()),
+            processor: Processor::of::<Sv48x4>(),
             log: None,
             counter: (),
         }
@@ -140,7 +141,8 @@ fn maps_pages_of_each_size<F: HardwareFormat>() {
             let way = Way::new::<F>(root_index, level, leaf_at(level, LEAF));
             let mask = size.size_bytes() - 1;
             let hpa = Hpa(FRAME & !mask | way.gpa.0 & mask);
-            let expected = |writes| Ok(Mapping { gpa: way.gpa, hpa, size, writes });
+            let (fetches, memory) = (ALL_FETCHES, Memory::ByAddress);
+            let expected = |writes| Ok(Mapping { gpa: way.gpa, hpa, size, writes, fetches, memory });
             assert_eq!(way.walk::<F>(Access::Read), expected(Writes::MustWalk), "index {root_index}");
             assert_eq!(way.get(level) & (A | D), A);
             assert_eq!(way.walk::<F>(Access::Write), expected(Writes::Allowed));
@@ -276,8 +278,8 @@ fn four_levels_under_a_wide_root() {
     let way = Way::new::<Sv48x4>(1, 4, entry(0, LEAF));
     way.set(4, entry(phys::BIAS, LEAF));
     let hpa = Hpa(phys::BIAS | way.gpa.0 & ((1 << 39) - 1));
-    let expected = Mapping { gpa: way.gpa, hpa, size: PageSize::Size1G, writes: Writes::MustWalk };
-    assert_eq!(way.walk::<Sv48x4>(Access::Read), Ok(expected));
+    let found = way.walk::<Sv48x4>(Access::Read).unwrap();
+    assert_eq!((found.gpa, found.hpa, found.size, found.writes), (way.gpa, hpa, PageSize::Size1G, Writes::MustWalk));
     way.set(4, entry(phys::BIAS | 1 << 38, LEAF));
     assert_eq!(way.walk::<Sv48x4>(Access::Read), way.misconfiguration(4, Access::Read));
 }

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4, Vtd};
 use slat::shadow::Gva;
 use slat::{Access, Gpa, Hpa, PageSize};
 
 use super::guest::{self, GuestFault, GuestStop};
 use super::tests::Page;
-use super::{HardwareFormat, Mapping, Stop, Walker};
+use super::{ALL_FETCHES, HardwareFormat, Mapping, Memory, Processor, Stop, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port};
 use crate::hardware::tlb::Writes;
@@ -89,6 +89,7 @@ impl Guest {
             port: &self.port,
             generation: self.port.generation(),
             root: self.second[4 - self.entries.nr_levels].hpa(),
+            processor: Processor::of::<Npt>(),
             log: None,
             counter: (),
         }
@@ -110,13 +111,19 @@ struct Marks {
     d: u64,
 }
 
-fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks) {
+/// The translation of a page that may be executed.
+fn executable(page: u64, hpa: Hpa, writes: Writes, memory: Memory) -> Result<Mapping, GuestStop> {
+    let (gpa, size, fetches) = (Gpa(page << 12 | 0x18), PageSize::Size4K, ALL_FETCHES);
+    Ok(Mapping { gpa, hpa, size, writes, fetches, memory })
+}
+
+fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks, memory: Memory) {
     let leaf = entries.leaf;
     // A read sets A in all PTEs of the guest, D in none; page-table pages of the guest are dirty in
     // the second stage, data is not.
     let guest = Guest::new(entries);
     let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
-    let expected = |writes| Ok(Mapping { gpa: Gpa(0x4018), hpa, size: PageSize::Size4K, writes });
+    let expected = |writes| executable(4, hpa, writes, memory);
     assert_eq!(guest.walk::<F>(Access::Read), expected(Writes::MustWalk));
     for level in 1..=4 {
         assert_eq!(guest.entry(level) & (A | D), A);
@@ -167,7 +174,8 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks) {
         let guest = Guest::new(entries);
         guest.set_entry(level, PRESENT | RW | PS);
         guest.set_leaf(5, 4, leaf);
-        assert_eq!(guest.walk::<F>(Access::Write), expected_small(&guest));
+        let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
+        assert_eq!(guest.walk::<F>(Access::Write), executable(5, hpa, Writes::Allowed, memory));
     }
 
     // The second stage denies: page-table pages of the guest, then the page.
@@ -192,19 +200,14 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks) {
     );
 }
 
-fn expected_small(guest: &Guest) -> Result<Mapping, GuestStop> {
-    let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
-    Ok(Mapping { gpa: Gpa(0x5018), hpa, size: PageSize::Size4K, writes: Writes::Allowed })
-}
-
 #[test]
 fn two_dimensional_walk_over_ept() {
-    all::<Ept>(Second::x86(7 | 6 << 3), 2, Marks { a: 1 << 8, d: 1 << 9 });
+    all::<Ept>(Second::x86(7 | 6 << 3), 2, Marks { a: 1 << 8, d: 1 << 9 }, Memory::WriteBack);
 }
 
 #[test]
 fn two_dimensional_walk_over_npt() {
-    all::<Npt>(Second::x86(7), 2, Marks { a: 1 << 5, d: 1 << 6 });
+    all::<Npt>(Second::x86(7), 2, Marks { a: 1 << 5, d: 1 << 6 }, Memory::WriteBack);
     let guest = Guest::new(Second::x86(7));
     guest.set_entry(4, guest.entry(4) | 1 << 8);
     assert_eq!(guest.walk::<Npt>(Access::Read), page_fault(9));
@@ -213,15 +216,22 @@ fn two_dimensional_walk_over_npt() {
 #[test]
 fn two_dimensional_walk_over_stage2() {
     let leaf = 0b11 | 0b1111 << 2 | 0b11 << 6 | 0b11 << 8;
-    all::<Stage2>(Second { shift: 0, link: 0b11, leaf, nr_levels: 4 }, 1 << 7, Marks { a: 1 << 10, d: 0 });
+    let marks = Marks { a: 1 << 10, d: 0 };
+    all::<Stage2>(Second { shift: 0, link: 0b11, leaf, nr_levels: 4 }, 1 << 7, marks, Memory::WriteBack);
+}
+
+#[test]
+fn two_dimensional_walk_over_vtd() {
+    let entries = Second { shift: 0, link: 0b11, leaf: 0b11, nr_levels: 4 };
+    all::<Vtd>(entries, 2, Marks { a: 1 << 8, d: 1 << 9 }, Memory::ByAddress);
 }
 
 #[test]
 fn two_dimensional_walk_over_gstage() {
     let entries = Second { shift: 2, link: 1, leaf: 0b1_1111, nr_levels: 4 };
     let marks = || Marks { a: 1 << 6, d: 1 << 7 };
-    all::<Sv48x4>(entries, 1 << 2, marks());
-    all::<Sv39x4>(Second { nr_levels: 3, ..entries }, 1 << 2, marks());
+    all::<Sv48x4>(entries, 1 << 2, marks(), Memory::ByAddress);
+    all::<Sv39x4>(Second { nr_levels: 3, ..entries }, 1 << 2, marks(), Memory::ByAddress);
 }
 
 #[test]

@@ -5,12 +5,12 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::{Ept, Npt, Stage2, Sv48x4};
+use slat::format::{Ept, Npt, Stage2, Sv48x4, Vtd};
 use slat::host::{AllocationWait, TableNode};
 use slat::{Access, Gpa, Host, Hpa, NodeId};
 
 use super::tests::FRAME;
-use super::{HardwareFormat, Purpose, Stop, Used, Walker};
+use super::{HardwareFormat, Processor, Purpose, Stop, Used, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port, Stale};
 use crate::memory::numa::{Nodes, ReadCounts, WalkCounter, WalkReads};
@@ -77,6 +77,7 @@ impl Way {
             port: &self.port,
             generation: self.port.generation(),
             root: self.tables[0],
+            processor: Processor::of::<Npt>(),
             log: None,
             counter: &self.counter,
         }
@@ -124,6 +125,7 @@ fn reads_are_counted_by_node_and_level() {
     counts_are_exact::<Ept>(Entries { page: X86.page | 6 << 3, block: X86.block | 6 << 3, ..X86 });
     let attributes = 0b1111 << 2 | 0b11 << 6;
     counts_are_exact::<Stage2>(Entries { shift: 0, link: 0b11, page: attributes | 0b11, block: attributes | 0b01 });
+    counts_are_exact::<Vtd>(Entries { shift: 0, link: 0b11, page: 0b11, block: 0b11 | 1 << 7 });
     let leaf = 0b1_1111;
     counts_are_exact::<Sv48x4>(Entries { shift: 2, link: 1, page: leaf, block: leaf });
 }

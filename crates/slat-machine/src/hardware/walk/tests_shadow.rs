@@ -4,12 +4,13 @@
 
 use std::sync::Arc;
 
+use slat::format::Npt;
 use slat::shadow::Gva;
 use slat::{Access, Level, PageSize};
 
-use super::Walker;
 use super::shadow::{ShadowMapping, ShadowStop, walk};
 use super::tests::Page;
+use super::{Processor, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port};
 use crate::hardware::tlb::Rights;
@@ -62,7 +63,14 @@ impl Way {
 
     fn walker(&self) -> Walker<'_> {
         let root = self.table(self.levels).hpa();
-        Walker { port: &self.port, generation: self.port.generation(), root, log: None, counter: () }
+        Walker {
+            port: &self.port,
+            generation: self.port.generation(),
+            root,
+            processor: Processor::of::<Npt>(),
+            log: None,
+            counter: (),
+        }
     }
 
     fn walk(&self, access: Access, needed: Rights) -> Result<ShadowMapping, ShadowStop> {

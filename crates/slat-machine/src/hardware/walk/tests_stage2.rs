@@ -4,7 +4,7 @@ use slat::format::Stage2;
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 
 use super::tests::{ACCESSES, ADDRESS, FRAME, Way, fault};
-use super::{Mapping, Misconfiguration, Purpose, Stop};
+use super::{ALL_FETCHES, Mapping, Memory, Misconfiguration, Purpose, Stop};
 use crate::hardware::tlb::Writes;
 
 /// A table descriptor.
@@ -47,7 +47,8 @@ fn maps_pages_of_each_size() {
             let way = Way::new(LINK, level, leaf(level));
             let hpa = Hpa(FRAME & !mask | ADDRESS & mask);
             // There is no dirty bit: a write needs no walk of its own.
-            let expected = Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes: Writes::Allowed });
+            let (writes, fetches, memory) = (Writes::Allowed, ALL_FETCHES, Memory::WriteBack);
+            let expected = Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes, fetches, memory });
             assert_eq!(way.walk::<Stage2>(access), expected);
             assert_eq!(way.get(level), leaf(level) | AF, "nothing but the access flag");
             for above in level + 1..=4 {

@@ -55,7 +55,7 @@ use scheduler::{Ended, PagingJob, Scheduler};
 
 use crate::hardware::commit::{FlushDomain, Port};
 use crate::hardware::cpu::Cpu;
-use crate::hardware::walk::HardwareFormat;
+use crate::hardware::walk::{HardwareFormat, Processor};
 use crate::linux::topology;
 use crate::memory::{Backing, BackingKind, GuestMemfd, Reserved};
 use crate::paging::{
@@ -244,6 +244,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             let host = self.vm.host();
             let port = Port::new(host.flush_domain());
             let cpu = Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), self.config.tlb);
+            let cpu = cpu.with_processor(Processor::of_vm(&self.vm, &self.config.engine.hardware));
             let cpu = match self.config.engine.dirty_tracking {
                 DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
                 DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,

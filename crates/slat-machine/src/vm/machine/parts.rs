@@ -12,7 +12,7 @@ use super::{MachineConfig, MachineError, REGION_GPA, TABLES_GPA};
 use crate::hardware::commit::Port;
 use crate::hardware::cpu::Cpu;
 use crate::hardware::shadow_cpu::ShadowCpu;
-use crate::hardware::walk::HardwareFormat;
+use crate::hardware::walk::{HardwareFormat, Processor};
 use crate::memory::numa::ReadCounts;
 use crate::memory::{Backing, BackingKind};
 use crate::vm::guest::{self, GuestCpu, GuestTables};
@@ -96,6 +96,7 @@ impl<F: HardwareFormat> Hardware<F> for SecondStage {
     ) -> Result<Self::Cpu, MachineError> {
         let host = vm.host();
         let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), VM_TAG, vm.root(), config.tlb);
+        let cpu = cpu.with_processor(Processor::of_vm(vm, &config.engine.hardware));
         let cpu = match config.engine.dirty_tracking {
             DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,

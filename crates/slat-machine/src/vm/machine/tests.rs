@@ -6,7 +6,7 @@ use std::time::Instant;
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
 use slat::error::{ConfigError, FaultError, SlotError};
-use slat::format::{Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::format::{CpuFeatures, Ept, Format, Hardware, Npt, Stage2, Sv39x4, Sv48x4};
 use slat::{Config, Error, Host, PAGE_SIZE};
 
 use super::*;
@@ -73,6 +73,25 @@ fn guests_run_and_the_dirty_log_has_their_writes() {
             });
         }
     }
+}
+
+/// With page tables of other depths, and processors with all features that matter.
+#[test]
+fn guests_run_in_every_geometry() {
+    fn all<F: HardwareFormat>() {
+        for levels in F::GEOMETRIES {
+            let hardware = Hardware {
+                features: F::FEATURES - CpuFeatures::ITLB_MULTIHIT,
+                levels: Some(levels.root_level.0),
+                ..Hardware::default()
+            };
+            let engine = Config::default().with_hardware(hardware);
+            populate_then_log::<F>(&MachineConfig { engine, ..small() });
+        }
+    }
+    slat::for_each_format!(F => {
+        all::<F>();
+    });
 }
 
 #[test]
