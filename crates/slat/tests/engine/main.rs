@@ -45,6 +45,7 @@ mod overtaken_huge;
 mod overtaken_invalidate;
 mod peers_bugs;
 mod prefault;
+mod resize;
 
 mod shadow;
 mod shadow_bad_input;
