@@ -49,7 +49,7 @@ use crate::error::{OutOfMemory, SlotError};
 use crate::slot::bitmap::Bitmap;
 use crate::sync::{AtomicU32, Ordering};
 
-/// The most memslots of a chunk: their number and first frames fill four cache lines.
+/// The most memslots of a chunk: their number and first frames take 256 bytes.
 #[cfg(not(any(loom, shuttle)))]
 const CHUNK_SLOTS: usize = 31;
 /// Few, so that chunks are split and put together.
@@ -62,7 +62,7 @@ const MIN_SLOTS: usize = CHUNK_SLOTS / 4;
 /// First frame of a memslot that does not exist.
 const NOWHERE: Gfn = Gfn(u64::MAX);
 /// Numbers of memslots that a leaf has.
-const LEAF_IDS: usize = 128;
+const LEAF_IDS: usize = 64;
 /// The most chunks that a change makes, or replaces: two where a memslot was, two where it is then.
 const MOST_CHUNKS: usize = 4;
 
@@ -95,7 +95,7 @@ impl<B> SlotEntry<B> {
 }
 
 /// Memslots that follow one another, and room for more. Not on the stack: it is large.
-#[repr(C, align(64))]
+#[repr(C)]
 pub(super) struct Chunk<B, E: ?Sized = [MaybeUninit<SlotEntry<B>>]> {
     /// So many entries are there.
     len: usize,
@@ -135,11 +135,16 @@ impl<B> Chunk<B> {
         unsafe { slice::from_raw_parts(self.entries.as_ptr().cast(), self.len) }
     }
 
-    /// How many of the entries begin at `gfn` or below. All lines are read at once: if each told
-    /// which is next, as in a binary search, they would be waited for one by one.
+    /// How many of the entries begin at `gfn` or below. The last of each group is compared first: so
+    /// all lines are read at once. If each told which is next, as in a binary search, they would be
+    /// waited for one by one.
     #[inline]
     fn nr_from(&self, gfn: Gfn) -> usize {
-        self.starts.iter().map(|&start| usize::from(start <= gfn)).sum()
+        const GROUP: usize = 8;
+        let lasts = self.starts.iter().skip(GROUP - 1).step_by(GROUP);
+        let first = lasts.filter(|&&last| last <= gfn).count() * GROUP;
+        let group = &self.starts[first..CHUNK_SLOTS.min(first + GROUP)];
+        first + group.iter().filter(|&&start| start <= gfn).count()
     }
 
     /// Adds `entry` behind the others. There must be room.
@@ -350,8 +355,10 @@ impl<B> Room<B> {
         leaves.try_reserve_exact(sizes.nr_leaves.max(change.id as usize / LEAF_IDS + 1)).map_err(|_| OutOfMemory)?;
         let set = Some(Vacant::new()?);
         let mut room = Room { set, list, leaves, chunks: Few::new(), leaf: None, capacity: sizes.capacity };
-        // In its place it takes one chunk; removed or new, it leaves at most two.
+        // In its place it takes one chunk; removed or new, it leaves at most two. A set that has one
+        // chunk, and not a full one, has one then, too.
         let nr_chunks = match (change.before, change.after) {
+            _ if sizes.capacity < CHUNK_SLOTS => 1,
             (Some(_), Some(_)) if change.moves_start() => 4,
             (Some(_), Some(_)) => 1,
             _ => 2,
