@@ -49,8 +49,8 @@ bitflags::bitflags! {
 ///   [`GUEST_MEMFD`](MemoryRegionFlags::GUEST_MEMFD).
 /// - An existing memslot grows or shrinks at its end if `memory_size` differs (KVM refuses that).
 ///   Its pages keep their numbers, so the backing must have those that are added, and a userfault
-///   bitmap their bits. What stays is not unmapped. A memslot that has a guest_memfd, or is moved by
-///   the same call, keeps its size.
+///   bitmap their bits. What stays is not unmapped. A memslot that has a guest_memfd, is pinned, or is
+///   moved by the same call, keeps its size.
 ///
 /// No call splits a memslot in two. To do so, shrink it, and create another for the end that it has
 /// lost, over the same memory; between the two calls faults there exit. To keep the guest from a

@@ -133,7 +133,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         let moves = range.start != range_before.start;
         let resizes = range.nr_pages() != range_before.nr_pages();
         let has_guest_memfd = flags_before.contains(MemoryRegionFlags::GUEST_MEMFD);
-        if resizes && (moves || has_guest_memfd) {
+        // No fault would bring back what shares a pinned leaf with the end that is lost.
+        if resizes && (moves || has_guest_memfd || flags_before.contains(MemoryRegionFlags::PINNED)) {
             return Err(SlotError::SizeFixed { slot: id, memory_size });
         }
         if (flags ^ flags_before).contains(MemoryRegionFlags::PINNED) {

@@ -166,7 +166,7 @@ fn numbers<F: Format>(world: World<F>) {
 
 each!(unknown_flags_are_refused, flags);
 fn flags<F: Format>(world: World<F>) {
-    for bits in [1 << 4, 1 << 31, u32::MAX, LOG.bits() | 1 << 5] {
+    for bits in [1 << 5, 1 << 31, u32::MAX, LOG.bits() | 1 << 6] {
         let flags = MemoryRegionFlags::from_bits_retain(bits);
         world.refused(MemoryRegion { flags, ..new(3, 0, PAGE_SIZE) }, SlotError::UnknownFlags { slot: 3, flags: bits });
         world.refused(change(1, flags, A, SIZE), SlotError::UnknownFlags { slot: 1, flags: bits });

@@ -158,15 +158,16 @@ fn refused<F: Format>(locking: Locking) {
     delete(&vm);
 }
 
-each!(a_guest_memfd_keeps_its_size, guest_memfd);
-fn guest_memfd<F: Format>(locking: Locking) {
-    let vm = vm::<F>(locking);
-    let memfd = MemoryRegionFlags::GUEST_MEMFD;
-    vm.set_user_memory_region(slot(MIB, memfd, PageSize::Size4K)).unwrap();
-    for size in [PAGE_SIZE, 2 * MIB] {
-        assert_eq!(resize(&vm, memfd, size), Err(SlotError::SizeFixed { slot: 0, memory_size: size }));
+each!(a_guest_memfd_and_pinned_memory_keep_their_size, kept_sizes);
+fn kept_sizes<F: Format>(locking: Locking) {
+    for flags in [MemoryRegionFlags::GUEST_MEMFD, MemoryRegionFlags::PINNED] {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(slot(MIB, flags, PageSize::Size4K)).unwrap();
+        for size in [PAGE_SIZE, 2 * MIB] {
+            assert_eq!(resize(&vm, flags, size), Err(SlotError::SizeFixed { slot: 0, memory_size: size }));
+        }
+        delete(&vm);
     }
-    delete(&vm);
 }
 
 each!(a_memslot_that_logs_is_dirty_as_a_whole_after_a_resize, logging);
