@@ -234,7 +234,7 @@ class MemslotSteps(Protocol):
         return And(self.changes(s, i), s.ipc(i) == If(self.zaps(s, i), ready, CLAIMED))
 
     def step_build(self, s, i: 'Call'):
-        """slot/set.rs: Slots::publish, the load of the pointer; SlotSet::fill with its checks."""
+        """slot/set.rs: Slots::publish, the load of the pointer; slot/chunks.rs: Room::build with its checks."""
         d, out = s.target(i), self.left_out
         others = lambda e: And(s.stands(e), s.id(s.slot(e)) != s.id_of(i))
         vacant = s.all(lambda e, p: Not(And(others(e), s.has(e, p), s.has(d, p))))

@@ -5,9 +5,10 @@ second_stage/invalidate.rs, table/retire.rs (hazard pointers). Any number of fau
 memslots, places of memslots, pages and CPUs.
 
 A call creates, deletes or moves a memslot, changes its flags, or is an invalidation of the host.
-The published set is an immutable array: a change reads it, builds another and exchanges the
-pointer. Here a set is the places that stand in it. A place is a memslot at a range; a move gives
-the memslot another place. A leaf has an answer of the host, for one place.
+The published set is immutable: a change reads it, builds another and exchanges the pointer. Here a
+set is the places that stand in it. A place is a memslot at a range; a move gives the memslot
+another place. A leaf has an answer of the host, for one place. A memslot that is resized is not
+modelled: the end that it loses goes as a deleted memslot does, and what it gets comes as a new one.
 
 Proved: leaves and cached translations are of places that stand in the set, and the host still
 allows them. Memslots of a set share no page and no number. What a change has published stays until

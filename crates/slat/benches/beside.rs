@@ -23,15 +23,18 @@
 //!    without invalidation sequence numbers has to wait there for open guards, which takes 360 to
 //!    520 ms in the mean.
 //! 4. *Cost*: an invalidation with nothing beside it.
+//! 5. *Slots*: a change of one memslot, and a fault on a random page, with few and with many
+//!    memslots.
+//! 6. *Held*: a fault while few or many single pages elsewhere are in flight.
 //!
 //! The host's flush does nothing: the times of a call exclude its flush. In lines with "IPI", the
 //! thread makes a barrier on all CPUs after each invalidation, before it ends it: about the effect
 //! of a flush on the other CPUs.
 //!
 //! `cargo bench -p slat --bench beside -- table` prints all of it, `-- table 31` with 31 pairs, `--
-//! table 31 storm` the parts with this in their names (faults, flips, storm, cost). Two CPUs are
-//! few for this, and the CPU time of a virtual machine varies: compare the quartiles too, and
-//! several runs.
+//! table 31 storm` the parts with this in their names (faults, flips, storm, cost, slots, held).
+//! Two CPUs are few for this, and the CPU time of a virtual machine varies: compare the quartiles
+//! too, and several runs.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -61,6 +64,9 @@ mod host;
 #[path = "../tests/support/membarrier.rs"]
 mod membarrier;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "beside/slots.rs"]
+mod slots;
+#[cfg(not(any(loom, shuttle)))]
 #[path = "beside/storm.rs"]
 mod storm;
 #[cfg(not(any(loom, shuttle)))]
@@ -78,7 +84,7 @@ mod table {
     use std::env;
 
     use super::arena::Memory;
-    use super::{cost, cpus, faults, flips, storm};
+    use super::{cost, cpus, faults, flips, slots, storm};
 
     /// For the page tables of two VMs with 5 GiB each, and for as many again that wait to be freed.
     const NR_TABLES: usize = 8192;
@@ -111,6 +117,12 @@ mod table {
         }
         if is_asked("cost") {
             cost::table(memory, nr_pairs);
+        }
+        if is_asked("slots") {
+            slots::table(memory, nr_pairs, divisor);
+        }
+        if is_asked("held") {
+            slots::held(memory, nr_pairs, divisor);
         }
     }
 }

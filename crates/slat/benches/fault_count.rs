@@ -8,8 +8,9 @@
 //! The count divided by the number printed is instructions per page. What is counted is the second
 //! argument: `install`, the default, faults on fresh pages; `log`, faults that restore write access
 //! while the memslot logs; `prefault`, a range that is mapped ahead, with an answer of the host for
-//! each page; `query`, look-ups. `ci/instructions.sh` does them all, and fails if the counts are too
-//! high.
+//! each page; `query`, look-ups; `slots` (of 65528 pages), each fault in another of 32764 memslots;
+//! `held`, faults while 20 000 pages elsewhere are in flight. `ci/instructions.sh` does them all,
+//! and fails if the counts are too high.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -37,7 +38,7 @@ mod count {
 
     use slat::baselines::Locking;
     use slat::format::Npt;
-    use slat::{Access, Gfn};
+    use slat::{Access, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE};
 
     use super::arena::Memory;
     use super::host;
@@ -54,19 +55,41 @@ mod count {
         let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
         let nr_pages: u64 = arguments.first().map_or(1024, |count| count.parse().expect("a number of faults"));
         let kind = arguments.get(1).map_or("install", String::as_str);
+        let nr_slots = if kind == "slots" { u64::from(MemoryRegion::<()>::MAX_SLOTS) } else { 1 };
+        let slot_pages = nr_pages / nr_slots;
         let memory = Memory::new(nr_pages as usize / 256 + 16);
-        let vm = host::new_vm::<Npt>(memory, Locking::None, nr_pages);
+        let vm = host::new_vm::<Npt>(memory, Locking::None, slot_pages);
+        for slot in 1..nr_slots {
+            let first = slot * slot_pages;
+            vm.set_user_memory_region(MemoryRegion {
+                slot: slot as u32,
+                flags: MemoryRegionFlags::empty(),
+                guest_phys_addr: Gpa(first * PAGE_SIZE),
+                memory_size: slot_pages * PAGE_SIZE,
+                backing: Some(host::FirstFrame(first)),
+                userfault_bitmap: None,
+            })
+            .unwrap();
+        }
         let mut vcpu = vm.create_vcpu().unwrap();
+        let nr_held = if kind == "held" { 20_000 } else { 0 };
+        let page_held = |index: u64| GfnRange::new(Gfn((1 << 24) + index), 1);
+        let held: Vec<_> = (0..nr_held).map(|index| vm.invalidate_range(page_held(index)).unwrap()).collect();
         if matches!(kind, "log" | "query") {
             for page in 0..nr_pages {
                 host::write_fault(&mut vcpu, page);
             }
         }
         match kind {
-            "install" => touch(|page| host::write_fault(&mut vcpu, page), nr_pages),
+            "install" | "held" => touch(|page| host::write_fault(&mut vcpu, page), nr_pages),
             "log" => {
                 host::log_dirty_pages(&vm, nr_pages);
                 touch(|page| host::write_fault(&mut vcpu, page), nr_pages);
+            }
+            // Of the memslots one page each, and then the next.
+            "slots" => {
+                let page_of = |index| index % nr_slots * slot_pages + index / nr_slots;
+                touch(|index| host::write_fault(&mut vcpu, page_of(index)), nr_slots * slot_pages);
             }
             "prefault" => {
                 let size_bytes = Gfn(nr_pages).gpa().0;
@@ -83,10 +106,11 @@ mod count {
             }
             kind => panic!("{kind} is not counted"),
         }
+        drop(held);
         drop((vcpu, vm));
         // Checks that all page-table pages were freed.
         memory.reset();
-        println!("{nr_pages}");
+        println!("{}", slot_pages * nr_slots);
     }
 }
 

@@ -34,6 +34,17 @@ impl<T> Vacant<T> {
         Ok(Vacant(unsafe { Box::from_raw(memory) }))
     }
 
+    /// The box with what `init` writes.
+    ///
+    /// # Safety
+    /// `init` initializes all of the value that has to be.
+    pub(crate) unsafe fn fill_by(self, init: impl FnOnce(*mut T)) -> Box<T> {
+        let Vacant(mut memory) = self;
+        init(memory.as_mut_ptr());
+        // SAFETY: as the caller promises.
+        unsafe { memory.assume_init() }
+    }
+
     /// The box with `value` in it.
     #[inline(always)]
     pub(crate) fn fill(self, value: T) -> Box<T> {
@@ -121,6 +132,13 @@ pub(crate) struct OnceBox<T>(AtomicPtr<T>);
 unsafe impl<T> Zeroed for OnceBox<T> {
     #[cfg(loom)]
     fn zeroed() -> OnceBox<T> {
+        OnceBox::new()
+    }
+}
+
+impl<T> OnceBox<T> {
+    /// No box yet.
+    pub(crate) fn new() -> OnceBox<T> {
         OnceBox(AtomicPtr::new(ptr::null_mut()))
     }
 }

@@ -249,7 +249,8 @@ pub enum SlotError {
         /// The memslot.
         slot: u32,
     },
-    /// The size of an existing memslot cannot be changed.
+    /// The size of an existing memslot cannot be changed: it has a guest_memfd, is pinned, or is to
+    /// be moved by the same call.
     #[error("slot {slot} cannot be resized to {memory_size:#x} bytes")]
     SizeFixed {
         /// The memslot.

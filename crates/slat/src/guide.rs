@@ -279,7 +279,7 @@
 //!
 //! **Memslots**, by [`Vm::set_user_memory_region`]
 //! - A new memslot, or flags that neither begin nor end anything: nothing.
-//! - Deleted, moved, `USERFAULT` on: flush.
+//! - Deleted, moved, smaller, `USERFAULT` on: flush. Larger: nothing.
 //! - `LOG_DIRTY_PAGES` on: flush, and allocation where huge pages are split.
 //! - `LOG_DIRTY_PAGES` or `USERFAULT` off: resolve, flush.
 //!

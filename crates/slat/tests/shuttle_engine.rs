@@ -270,6 +270,8 @@ enum Meanwhile {
     Harvest,
     /// The memslot moves.
     Move,
+    /// The memslot, a block, grows and shrinks.
+    Resize,
     /// Logging is turned off and on, by the harvester itself.
     Toggle,
     /// Pages are invalidated, aged and queried.
@@ -290,6 +292,10 @@ fn disturb(meanwhile: Meanwhile, turn: u64, vm: &TestVm<Tiny<2>>, memory: &Memor
         Meanwhile::Move => {
             let to = if memory.nr_pages == BLOCK { BLOCK } else { 1 };
             vm.set_user_memory_region(region(SLOT, LOG, to * (1 - turn % 2), memory.nr_pages, None)).unwrap();
+        }
+        Meanwhile::Resize => {
+            let nr_pages = memory.nr_pages + [1, 64, 0][turn as usize % 3];
+            vm.set_user_memory_region(region(SLOT, LOG, 0, nr_pages, None)).unwrap();
         }
         Meanwhile::Invalidate => match random(4) {
             0 => drop(vm.invalidate_range(GfnRange::new(Gfn(page / BLOCK * BLOCK), BLOCK)).unwrap()),
@@ -403,6 +409,11 @@ fn no_write_is_lost_when_the_slot_moves_to_another_block() {
 }
 
 #[test]
+fn no_write_is_lost_when_the_slot_is_resized() {
+    check(|| dirty_log(Meanwhile::Resize, BLOCK));
+}
+
+#[test]
 fn no_write_is_lost_when_pages_are_invalidated() {
     check(|| dirty_log(Meanwhile::Invalidate, random_size()));
 }
@@ -513,4 +524,26 @@ fn deleted_beside_a_fault() {
 #[test]
 fn nothing_is_mapped_from_a_deleted_slot() {
     check(deleted_beside_a_fault);
+}
+
+/// As above, with a memslot that loses the page of the fault, and keeps another.
+fn shrunk_beside_a_fault() {
+    let vm = new_vm::<Tiny<2>>(Locking::None, 1);
+    let slot = backing(FIRST_PFN, PageSize::Size4K);
+    vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 2, Some(slot))).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    let guest = thread::spawn(move || {
+        let _ = guest.access(1, Access::Read, |_| ());
+        let _ = guest.access(0, Access::Read, |_| ());
+    });
+    vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 1, None)).unwrap();
+    guest.join().unwrap();
+    assert_eq!(walk(&vm, 1), None);
+    vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 0, None)).unwrap();
+    assert_no_table_is_left(&vm);
+}
+
+#[test]
+fn nothing_is_mapped_where_a_slot_has_shrunk() {
+    check(shrunk_beside_a_fault);
 }

@@ -31,7 +31,14 @@ pub(crate) fn new_vm(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<Ben
     vm
 }
 
-fn set_slot(vm: &BenchVm, slot: u32, first: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<FirstFrame>) {
+pub(crate) fn set_slot(
+    vm: &BenchVm,
+    slot: u32,
+    first: u64,
+    nr_pages: u64,
+    flags: MemoryRegionFlags,
+    backing: Option<FirstFrame>,
+) {
     let memory_size = nr_pages * FRAME_BYTES as u64;
     let region = MemoryRegion {
         slot,

@@ -69,8 +69,12 @@
 //! takes no memory for that (`bitmap`). The new log is published when the mappings at the old place
 //! are zapped and flushed.
 //!
+//! ## Slots that are resized
+//! A memslot that logs and is resized gets a new log in which all pages are marked, too. Only what
+//! it loses is zapped: pages that stay may be writable, and are marked.
+//!
 //! ## Logging that ends and begins again
-//! A memslot that ceases to log keeps its log. So enabling and disabling again and again, behind a
+//! A memslot that ceases to log keeps its log, unless it is resized. So enabling and disabling again and again, behind a
 //! guard that stays open, takes no more memory each time. Enabling clears the old marks before it
 //! publishes the flag. Where all bits are set from the beginning, it marks all pages after it has
 //! published the flag.
@@ -91,6 +95,12 @@
 //! again anyway, because all have another address. `mark_pages` makes a full fence between the
 //! caller's writes and its look-up of the memslot. If it marks the old log, a harvest of the new
 //! one comes later, and the caller of that harvest observes the writes.
+//!
+//! Nor does a resize. If a fault that was about to mark finds the old log, its leaf was writable
+//! before the set with the new log was published: the fault's fence stands between the two. So a
+//! harvest that takes the mark from the new log, which has had it from the beginning, finds W. A
+//! harvest that takes marks from the old log, and hands them out, has protected their pages or not:
+//! they are marked in the new log.
 //!
 //! A call that found the memslot before its log was disabled may use the log after it was enabled
 //! again. If it marks a page, the page is reported although no CPU has written it since: that is

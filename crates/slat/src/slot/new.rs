@@ -24,9 +24,9 @@ pub(crate) struct Attachments {
 
 /// A thing for a set that is not published yet. Dropping this frees the thing; a change that was
 /// published forgets this. No box, because faults use the thing before that.
-pub(super) struct Unpublished<T>(NonNull<T>);
+pub(super) struct Unpublished<T: ?Sized>(NonNull<T>);
 
-impl<T> Unpublished<T> {
+impl<T: ?Sized> Unpublished<T> {
     pub(super) fn new(thing: Box<T>) -> Unpublished<T> {
         Unpublished(NonNull::from(Box::leak(thing)))
     }
@@ -40,7 +40,7 @@ impl<T> Unpublished<T> {
     }
 }
 
-impl<T> Drop for Unpublished<T> {
+impl<T: ?Sized> Drop for Unpublished<T> {
     fn drop(&mut self) {
         // SAFETY: it came from a box. It was not published, because then this is forgotten.
         unsafe { free(Some(self.0)) }
@@ -78,7 +78,7 @@ impl<B> NewSlot<B> {
 ///
 /// # Safety
 /// It came from a box, and is not used any more.
-pub(super) unsafe fn free<T>(thing: Option<NonNull<T>>) {
+pub(super) unsafe fn free<T: ?Sized>(thing: Option<NonNull<T>>) {
     if let Some(thing) = thing {
         // SAFETY: as the caller promises.
         drop(unsafe { Box::from_raw(thing.as_ptr()) });

@@ -44,10 +44,19 @@ bitflags::bitflags! {
 ///
 /// - A memslot that does not exist is created; it needs a backing.
 /// - `memory_size` 0 deletes the memslot, and its log.
-/// - An existing memslot is moved if `guest_phys_addr` differs, and gets exactly `flags`.
-///   `memory_size` must be its size. The backing stays (`backing: None`), and so do
-///   [`READONLY`](MemoryRegionFlags::READONLY) and
+/// - An existing memslot is moved if `guest_phys_addr` differs, and gets exactly `flags`. The
+///   backing stays (`backing: None`), and so do [`READONLY`](MemoryRegionFlags::READONLY) and
 ///   [`GUEST_MEMFD`](MemoryRegionFlags::GUEST_MEMFD).
+/// - An existing memslot grows or shrinks at its end if `memory_size` differs (KVM refuses that).
+///   Its pages keep their numbers, so the backing must have those that are added, and a userfault
+///   bitmap their bits. What stays is not unmapped. A memslot that has a guest_memfd, is pinned, or is
+///   moved by the same call, keeps its size.
+///
+/// No call splits a memslot in two. To do so, shrink it, and create another for the end that it has
+/// lost, over the same memory; between the two calls faults there exit. To keep the guest from a
+/// part of a memslot, no other memslot is needed: let [`Host::resolve`](crate::Host::resolve) answer
+/// [`Unresolved::Mmio`](crate::host::Unresolved::Mmio) for that part, and then
+/// [invalidate](crate::Vm::invalidate_range) it.
 #[derive(Clone, Debug)]
 pub struct MemoryRegion<B> {
     /// Number of the memslot, below [`MAX_SLOTS`](MemoryRegion::MAX_SLOTS).

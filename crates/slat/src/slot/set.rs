@@ -1,4 +1,4 @@
-//! The published set of memslots: an immutable sorted array behind one pointer.
+//! The published set of memslots: an immutable set behind one pointer.
 //!
 //! # Guarantees
 //! - A fault finds the memslot of a frame without a lock, and writes no line that others read.
@@ -10,27 +10,28 @@
 //! # Use
 //! To change a memslot, [claim](Slots::claim) it, then [`Claim::replace`] or [`Claim::remove`] it.
 //! To move or delete it, the caller invalidates its range first (`table/invalidation_seq.rs`), and
-//! keeps the range in flight until the new set is published.
+//! keeps the range in flight until the new set is published; to shrink it, the end that it loses.
 //!
 //! # Implementation
 //! A change
-//! 1. allocates the node for what it takes out of the set, and builds a new array,
-//! 2. swaps the pointer by a compare-and-exchange, and starts over if another change came first,
-//! 3. puts the old array, and what only that had, on the list of retired things.
+//! 1. allocates the node for what it takes out of the set, and the memory for another set,
+//! 2. makes that set, which shares most of its memory with the old one (`slot/chunks.rs`),
+//! 3. swaps the pointer by a compare-and-exchange, and starts over if another change came first,
+//! 4. puts the old set, and what the new one does not have, on the list of retired things.
 //!
 //! # Why it is correct
-//! The change whose exchange takes things out of the set owns them. Step 3 tags them with an epoch;
+//! The change whose exchange takes things out of the set owns them. Step 4 tags them with an epoch;
 //! `table/retire.rs` has the argument for freeing them. A memslot that is deleted or moved stays in
 //! the set until nothing of it is mapped, so no other takes its place before.
 
 #![expect(unsafe_code, reason = "published sets are reached by raw pointers and freed by epochs")]
 
 use alloc::boxed::Box;
-use alloc::vec::Vec;
 use core::mem;
 use core::ptr::{self, NonNull};
 
 use super::attributes::PrivatePages;
+use super::chunks::{Change, Replaced, Room, SlotEntry, SlotSet};
 use super::new::{Attachments, NewSlot, Unpublished, free};
 use super::region::MemoryRegionFlags;
 use super::userfault::UserfaultBitmap;
@@ -41,7 +42,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::error::{OutOfMemory, SlotError};
 use crate::slot::bitmap::Bitmap;
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, record};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, record};
 use crate::table::retire::{Epochs, Guard, Participant};
 
 /// What stays the same as long as a memslot exists. On lines of its own: faults read that of their
@@ -52,37 +53,6 @@ pub(crate) struct Slot<B> {
     /// Which pages are private, if the memslot has a guest_memfd.
     pub(super) private: Option<Box<PrivatePages>>,
     pub(super) claimed: AtomicBool,
-}
-
-/// A memslot in a set. It owns nothing: the sets that have the memslot share what it points to.
-pub(crate) struct SlotEntry<B> {
-    pub(crate) range: GfnRange,
-    pub(crate) id: u32,
-    pub(crate) flags: MemoryRegionFlags,
-    pub(super) slot: NonNull<Slot<B>>,
-    /// The dirty log, if the VM does not log by rings. It stays when `LOG_DIRTY_PAGES` is cleared.
-    pub(super) log: Option<NonNull<Bitmap>>,
-    /// The pages at which faults exit, if `flags` has `USERFAULT`.
-    pub(super) userfault: Option<NonNull<UserfaultBitmap>>,
-}
-
-impl<B> SlotEntry<B> {
-    /// The same, for another set or a view.
-    #[inline]
-    fn duplicate(&self) -> SlotEntry<B> {
-        let &SlotEntry { range, id, flags, slot, log, userfault } = self;
-        SlotEntry { range, id, flags, slot, log, userfault }
-    }
-}
-
-/// An immutable set.
-pub(crate) struct SlotSet<B> {
-    /// Sorted by range; ranges do not overlap.
-    entries: Vec<SlotEntry<B>>,
-    /// Indices of `entries`, sorted by memslot number.
-    by_id: Vec<u32>,
-    /// Whether one of them logs.
-    any_logs: bool,
 }
 
 /// Bytes that retired things may hold, all behind open guards, before changes are refused.
@@ -97,6 +67,8 @@ struct Retired<B> {
     /// What it holds, in bytes, less the backing of the memslot.
     size_bytes: u64,
     set: Option<NonNull<SlotSet<B>>>,
+    /// What that set had besides, and the next has not.
+    replaced: Replaced<B>,
     slot: Option<NonNull<Slot<B>>>,
     log: Option<NonNull<Bitmap>>,
     userfault: Option<NonNull<UserfaultBitmap>>,
@@ -157,7 +129,8 @@ impl<B> Claim<'_, B> {
     }
 
     /// Publishes the set with the memslot at `range`, with `flags` and `attachments`. The memslot
-    /// keeps its log, and with `USERFAULT` its userfault bitmap, where `attachments` has none.
+    /// keeps its log unless its size changes, and with `USERFAULT` its userfault bitmap, where
+    /// `attachments` has none.
     ///
     /// On an error nothing was published, and `attachments` are freed.
     pub(crate) fn replace(
@@ -170,15 +143,16 @@ impl<B> Claim<'_, B> {
     ) -> Result<(), SlotError> {
         let (log, userfault) = (attachments.log.map(Unpublished::new), attachments.userfault.map(Unpublished::new));
         let before = &self.entry;
+        let kept_log = before.log.filter(|_| range.nr_pages() == before.range.nr_pages());
         let kept_userfault = before.userfault.filter(|_| flags.contains(MemoryRegionFlags::USERFAULT));
         let entry = SlotEntry {
             range,
             flags,
-            log: Unpublished::of(&log).or(before.log),
+            log: Unpublished::of(&log).or(kept_log),
             userfault: Unpublished::of(&userfault).or(kept_userfault),
             ..before.duplicate()
         };
-        let change = Change { id: before.id, claim: Some(self), entry: Some(entry.duplicate()) };
+        let change = Change { id: before.id, before: Some(before), after: Some(&entry) };
         // SAFETY: what is new in the entry came from boxes, which the set owns from then on. The
         // rest is the claimed memslot's. The claim forgets what the set does not have any more.
         unsafe { self.slots.publish(epochs, participant, &change) }?;
@@ -192,7 +166,7 @@ impl<B> Claim<'_, B> {
     ///
     /// On an error nothing was published, and the claim is over.
     pub(crate) fn remove(self, epochs: &Epochs, participant: &Participant) -> Result<(), SlotError> {
-        let change = Change { id: self.entry.id, claim: Some(&self), entry: None };
+        let change = Change { id: self.entry.id, before: Some(&self.entry), after: None };
         // SAFETY: it adds nothing, and the claim is forgotten.
         unsafe { self.slots.publish(epochs, participant, &change) }?;
         // Retired by now, and perhaps freed: not to be touched.
@@ -201,110 +175,9 @@ impl<B> Claim<'_, B> {
     }
 }
 
-struct Change<'c, B> {
-    id: u32,
-    /// The claimed memslot, if it is not new.
-    claim: Option<&'c Claim<'c, B>>,
-    /// What the set has of it then, if it is not removed.
-    entry: Option<SlotEntry<B>>,
-}
-
-impl<B> SlotSet<B> {
-    fn with_capacity(capacity: usize) -> Result<SlotSet<B>, OutOfMemory> {
-        let (mut entries, mut by_id) = (Vec::new(), Vec::new());
-        entries.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
-        by_id.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
-        Ok(SlotSet { entries, by_id, any_logs: false })
-    }
-
-    /// Position in `by_id` of memslot number `id`, or where it would be.
-    fn position(&self, id: u32) -> Result<usize, usize> {
-        self.by_id.binary_search_by_key(&id, |&index| self.entries[index as usize].id)
-    }
-
-    fn by_id(&self, id: u32) -> Option<&SlotEntry<B>> {
-        let position = self.position(id).ok()?;
-        Some(&self.entries[self.by_id[position] as usize])
-    }
-
-    #[inline]
-    fn view<'s>(&'s self, entry: &'s SlotEntry<B>, guard: &'s Guard<'s>) -> SlotView<'s, B> {
-        SlotView { entry, guard }
-    }
-
-    /// The memslot that has `gfn`. Index `guess` is tried first, and becomes the index that was
-    /// found: an address is mostly in the memslot of the one before.
-    #[inline(always)]
-    fn find(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
-        // Relaxed: a guess orders nothing.
-        match self.entries.get(guess.load(Ordering::Relaxed) as usize) {
-            Some(entry) if entry.range.contains(gfn) => Some(entry),
-            _ => self.search(guess, gfn),
-        }
-    }
-
-    #[inline(never)]
-    fn find_logging<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        let found = self.find(&guard.participant().last_slot, gfn);
-        found.map(|entry| self.view(entry, guard)).filter(SlotView::logs)
-    }
-
-    #[inline(never)]
-    fn search(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
-        let index = self.entries.partition_point(|entry| entry.range.start <= gfn).checked_sub(1)?;
-        let entry = self.entries.get(index).filter(|entry| entry.range.contains(gfn))?;
-        // Relaxed: as in `find`.
-        guess.store(index as u32, Ordering::Relaxed);
-        Some(entry)
-    }
-
-    /// The first memslot other than `id` that shares a frame with `range`.
-    fn overlapping(&self, id: u32, range: GfnRange) -> Option<&SlotEntry<B>> {
-        let first = self.entries.partition_point(|entry| entry.range.end <= range.start);
-        self.entries[first..].iter().take_while(|entry| entry.range.start < range.end).find(|entry| entry.id != id)
-    }
-
-    /// Fills this empty set, which has room, with `old` as changed. Allocates nothing.
-    fn fill(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<(), SlotError> {
-        let id = change.id;
-        let removed = old.position(id).ok().map(|position| old.by_id[position] as usize);
-        if change.claim.is_none() && removed.is_some() {
-            return Err(SlotError::SlotBusy { slot: id });
-        }
-        let (below, above) = old.entries.split_at(removed.unwrap_or(old.entries.len()));
-        self.entries.extend(below.iter().map(SlotEntry::duplicate));
-        self.entries.extend(above.iter().skip(1).map(SlotEntry::duplicate));
-        let mut at = None;
-        if let Some(added) = &change.entry {
-            let index = self.entries.partition_point(|entry| entry.range.start < added.range.start);
-            let neighbours = index.saturating_sub(1)..(index + 1).min(self.entries.len());
-            if let Some(other) = self.entries[neighbours].iter().find(|other| other.range.overlaps(added.range)) {
-                return Err(SlotError::Overlap { slot: id, gpa: added.range.start.gpa(), other: other.id });
-            }
-            self.entries.insert(index, added.duplicate());
-            at = Some(index);
-        }
-        // The others keep their order; only their indices move.
-        self.by_id.extend(old.by_id.iter().map(|&index| index as usize).filter(|&index| Some(index) != removed).map(
-            |index| {
-                let without = index - usize::from(removed.is_some_and(|removed| removed < index));
-                (without + usize::from(at.is_some_and(|at| at <= without))) as u32
-            },
-        ));
-        if let Some(at) = at {
-            let position = self.by_id.partition_point(|&index| self.entries[index as usize].id < id);
-            self.by_id.insert(position, at as u32);
-        }
-        self.any_logs = self.entries.iter().any(|entry| entry.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
-        debug_assert!(self.by_id.is_sorted_by_key(|&index| self.entries[index as usize].id));
-        debug_assert!(self.entries.is_sorted_by_key(|entry| entry.range.start));
-        Ok(())
-    }
-}
-
 impl<B> Slots<B> {
     pub(crate) fn new() -> Result<Slots<B>, OutOfMemory> {
-        let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new(), any_logs: false })?);
+        let empty = Box::into_raw(SlotSet::empty()?);
         let (len, size_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let retired = RetiredList { first: AtomicPtr::new(ptr::null_mut()), len, size_bytes };
         Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(retired) })
@@ -324,33 +197,39 @@ impl<B> Slots<B> {
     #[inline]
     pub(crate) fn find<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let set = self.current(guard);
-        set.find(&guard.participant().last_slot, gfn).map(|entry| set.view(entry, guard))
+        set.find(&guard.participant().last_slot, gfn).map(|entry| SlotView { entry, set, guard })
     }
 
     /// The memslot that has `gfn`, if it logs.
     #[inline(always)]
     pub(crate) fn find_logging<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let set = self.current(guard);
-        if set.any_logs { set.find_logging(guard, gfn) } else { None }
+        if set.any_logs() { Self::find_if_logs(set, guard, gfn) } else { None }
+    }
+
+    /// Never inlined: few memslots log.
+    #[inline(never)]
+    fn find_if_logs<'s>(set: &'s SlotSet<B>, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let found = set.find(&guard.participant().last_slot, gfn);
+        found.map(|entry| SlotView { entry, set, guard }).filter(SlotView::logs)
     }
 
     /// Whether `view` is of the set that is published now: what it says is still so.
     #[inline]
     pub(crate) fn is_current(&self, view: &SlotView<'_, B>) -> bool {
-        // The view's guard is open, so no other set has its entry's address.
-        self.current(view.guard).entries.as_ptr_range().contains(&ptr::from_ref(view.entry))
+        // The view's guard is open, so no other set has the address of the set.
+        ptr::eq(self.current(view.guard), view.set)
     }
 
     /// The memslot that has `gfn`, or else the first above it.
     pub(crate) fn find_from<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let set = self.current(guard);
-        let first = set.entries.partition_point(|entry| entry.range.end <= gfn);
-        set.entries.get(first).map(|entry| set.view(entry, guard))
+        set.from(gfn).next().map(|entry| SlotView { entry, set, guard })
     }
 
     pub(crate) fn by_id<'s>(&'s self, guard: &'s Guard<'s>, id: u32) -> Option<SlotView<'s, B>> {
         let set = self.current(guard);
-        set.by_id(id).map(|entry| set.view(entry, guard))
+        set.by_id(id).map(|entry| SlotView { entry, set, guard })
     }
 
     /// Claims memslot `id` for a change. `Ok(None)`: there is none.
@@ -396,7 +275,7 @@ impl<B> Slots<B> {
         let entry =
             SlotEntry { range, id, flags, slot: slot.pointer(), log: log_pointer, userfault: userfault_pointer };
         record!(SlotMade { slot: entry.slot.addr().get() as u64 });
-        let change = Change { id, claim: None, entry: Some(entry.duplicate()) };
+        let change = Change { id, before: None, after: Some(&entry) };
         // SAFETY: what the entry points to came from boxes, which the set owns from then on.
         unsafe { self.publish(epochs, participant, &change) }?;
         mem::forget((slot, log, userfault));
@@ -419,51 +298,48 @@ impl<B> Slots<B> {
         change: &Change<'_, B>,
     ) -> Result<(), SlotError> {
         let mut node = try_box(Retired::nothing())?;
-        let mut capacity = self.current(&epochs.pin(participant)).entries.len() + 1;
+        if let Some(before) = change.before {
+            let kept = change.after.map_or((None, None), |after| (after.log, after.userfault));
+            node.log = before.log.filter(|&log| Some(log) != kept.0);
+            node.userfault = before.userfault.filter(|&bitmap| Some(bitmap) != kept.1);
+            node.slot = change.after.is_none().then_some(before.slot);
+        }
+        // SAFETY: what the memslot has exists while the claim is held.
+        node.size_bytes = unsafe { node.holds(change) };
         loop {
             // Allocation, outside of the guard.
-            let mut new = try_box(SlotSet::with_capacity(capacity)?)?;
+            let sizes = self.current(&epochs.pin(participant)).sizes();
+            let mut room = Room::new(sizes, change)?;
             let guard = epochs.pin(participant);
             let old_pointer = self.current.load(Ordering::SeqCst);
             record!(SetBuilt);
             // SAFETY: as for `current`.
             let old = unsafe { &*old_pointer };
-            let needed = old.entries.len() + 1;
-            if needed > capacity {
-                capacity = needed;
+            if !room.fits(old) {
                 continue;
             }
-            new.fill(old, change)?;
-            if let Some(Claim { entry: before, .. }) = change.claim {
-                debug_assert!(
-                    old.by_id(before.id).is_some_and(|entry| entry.slot == before.slot),
-                    "changes need a claim"
-                );
-                let after = new.by_id(before.id);
-                let kept = (after.and_then(|after| after.log), after.and_then(|after| after.userfault));
-                node.log = before.log.filter(|&log| Some(log) != kept.0);
-                node.userfault = before.userfault.filter(|&bitmap| Some(bitmap) != kept.1);
-                node.slot = change.entry.is_none().then_some(before.slot);
-            }
-            // SAFETY: what `old` has exists while this guard is open and the claim is held.
-            node.size_bytes = unsafe { node.holds(old, change) };
-            let new = Box::into_raw(new);
+            let draft = room.build(old, change)?;
+            debug_assert!(
+                change.before.is_none_or(|before| old.by_id(before.id).is_some_and(|entry| entry.slot == before.slot)),
+                "changes need a claim"
+            );
+            let size_bytes = old.size_bytes() + draft.replaced().size_bytes();
             // SeqCst: release for the set's contents, and the store of the store-load pairs with
             // `mark_if_logging`. The guard keeps `old` from being freed and its address from being
             // used again, so equal pointers are equal sets.
+            let new = draft.set().as_ptr();
             let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
+            // Before the draft is freed, or the room.
+            drop(guard);
             if published.is_ok() {
                 record!(SlotsPublished);
-                drop(guard);
-                // Not as a box: guards that are open still read it.
                 node.set = NonNull::new(old_pointer);
+                node.replaced = draft.publish();
+                node.size_bytes += size_bytes;
                 node.tag = epochs.advance_epoch();
                 self.push_retired(node);
                 return Ok(());
             }
-            drop(guard);
-            // SAFETY: the exchange failed, so no other thread has the new set. It frees no memslot.
-            drop(unsafe { Box::from_raw(new) });
         }
     }
 
@@ -535,24 +411,24 @@ impl<B> Slots<B> {
 impl<B> Retired<B> {
     fn nothing() -> Retired<B> {
         let next = ptr::null_mut();
-        Retired { next, tag: 0, size_bytes: 0, set: None, slot: None, log: None, userfault: None }
+        let replaced = Replaced::nothing();
+        Retired { next, tag: 0, size_bytes: 0, set: None, replaced, slot: None, log: None, userfault: None }
     }
 
-    /// How many bytes it will hold, with the set `old`, when `change` of that is published.
+    /// How many bytes it will hold, less the set, when `change` is published.
     ///
     /// # Safety
     /// What the node has is not freed meanwhile.
-    unsafe fn holds(&self, old: &SlotSet<B>, change: &Change<'_, B>) -> u64 {
-        let set = old.entries.capacity() * size_of::<SlotEntry<B>>() + old.by_id.capacity() * size_of::<u32>();
-        let fixed = size_of::<Retired<B>>() + size_of::<SlotSet<B>>() + size_of::<Slot<B>>();
+    unsafe fn holds(&self, change: &Change<'_, B>) -> u64 {
+        let fixed = size_of::<Retired<B>>() + size_of::<Slot<B>>();
         // SAFETY: as the caller promises.
         let (slot, log, userfault) = unsafe {
             let slot = self.slot.and_then(|slot| slot.as_ref().private.as_deref().map(PrivatePages::size_bytes));
             let log = self.log.map(|log| log.as_ref().size_bytes());
-            let nr_pages = old.by_id(change.id).map_or(0, |before| before.range.nr_pages());
+            let nr_pages = change.before.map_or(0, |before| before.range.nr_pages());
             (slot, log, self.userfault.map(|bitmap| bitmap.as_ref().needed_bytes(nr_pages)))
         };
-        [slot, log, userfault].into_iter().flatten().sum::<u64>() + (set + fixed) as u64
+        [slot, log, userfault].into_iter().flatten().sum::<u64>() + fixed as u64
     }
 
     /// # Safety
@@ -561,6 +437,7 @@ impl<B> Retired<B> {
         // SAFETY: sets, memslots and logs come from boxes; as the caller promises.
         unsafe {
             free(self.set);
+            self.replaced.free();
             free(self.slot);
             free(self.log);
             free(self.userfault);
@@ -580,7 +457,7 @@ impl<B> Drop for Slots<B> {
         }
         // SAFETY: the current set came from a box, and with `&mut self` it is not in use.
         let set = unsafe { Box::from_raw(self.current.load(Ordering::Relaxed)) };
-        for entry in &set.entries {
+        for entry in set.entries() {
             // SAFETY: the last set owns its memslots and what they have, when the VM ends.
             unsafe {
                 free(Some(entry.slot));
@@ -588,5 +465,7 @@ impl<B> Drop for Slots<B> {
                 free(entry.userfault);
             }
         }
+        // SAFETY: as above.
+        unsafe { set.free_parts() }
     }
 }

@@ -4,8 +4,9 @@
 #![expect(unsafe_code, reason = "memslots are reached by raw pointers, which an open guard keeps alive")]
 
 use super::attributes::{MemoryAttributes, PrivatePages};
+use super::chunks::{SlotEntry, SlotSet};
 use super::region::MemoryRegionFlags;
-use super::set::{Slot, SlotEntry};
+use super::set::Slot;
 use super::userfault::UserfaultBitmap;
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::error::{BadPages, FaultError};
@@ -17,6 +18,7 @@ use crate::table::retire::{Guard, HazardPointer, Protected};
 /// A memslot as found in a guard.
 pub(crate) struct SlotView<'s, B> {
     pub(super) entry: &'s SlotEntry<B>,
+    pub(super) set: &'s SlotSet<B>,
     pub(super) guard: &'s Guard<'s>,
 }
 

@@ -22,10 +22,17 @@
 //!
 //! Withdrawing clears both bits by one operation.
 //!
-//! When all places are claimed, another chunk is linked behind, and stays for the life of the VM.
-//! So the number of chunks follows the number of invalidations that ever ran at once. The word of
-//! the first chunk also counts the ranges in the chunks behind it, from before they are active
-//! until after they are not. So one load shows a fault that there is no range at all.
+//! The first chunk takes ranges of any size. When all of its places are claimed, a range goes into
+//! a list of chunks behind it. There are lists for blocks of 2 MiB, several blocks to a list, and
+//! one for ranges that reach into more than two blocks. A range that reaches into two is published
+//! as two ranges. The word of the first chunk also counts the ranges behind it, those of blocks and
+//! the large ones, from before they are active until after they are not. So one load shows a fault
+//! that there is no range at all. Else the fault reads the first chunk, and behind it the list of
+//! its own block, and that of the large ranges, if there are such. Only a fault that may map more
+//! than 2 MiB reads the lists of other blocks.
+//!
+//! When all places of a list are claimed, another chunk is linked behind, and stays for the life of
+//! the VM. So the number of chunks follows the number of invalidations that ever ran at once.
 //!
 //! # Why it is correct
 //! A place may be withdrawn and claimed again while a fault reads it. Then the fault reads the
@@ -34,6 +41,10 @@
 //! - The second range was published after the fault read its PTE, so its number makes the fault's
 //!   exchange fail.
 //!
+//! A range behind the first chunk that shares a frame with the fault's block is in a list that the
+//! fault reads: that of large ranges, or that of a block that both reach into, which is the only
+//! one of a fault that may map at most 2 MiB.
+//!
 //! [`Vm::invalidate_range`]: crate::Vm::invalidate_range
 
 #![expect(unsafe_code, reason = "chunks are linked by raw pointers")]
@@ -41,8 +52,10 @@
 use alloc::boxed::Box;
 use core::ptr;
 
+use arrayvec::ArrayVec;
+
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::boxed::try_box;
+use crate::boxed::{OnceBox, Zeroed, try_box};
 use crate::error::OutOfMemory;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, record};
 
@@ -64,10 +77,21 @@ const fn active_bit(place: usize) -> u64 {
     1 << (ACTIVE_SHIFT + place)
 }
 
-const ACTIVE_SHIFT: usize = 16;
-/// From this bit on the first chunk's word counts the ranges of all other chunks.
-const BEHIND_SHIFT: usize = 32;
-const ONE_BEHIND: u64 = 1 << BEHIND_SHIFT;
+const ACTIVE_SHIFT: usize = 8;
+/// From this bit on the first chunk's word counts the ranges in lists of blocks.
+const IN_BLOCKS_SHIFT: usize = 16;
+/// From this bit on it counts the large ranges behind it.
+const LARGE_SHIFT: usize = 40;
+/// The most ranges of a count: half of what it could hold, so that no number of threads that try
+/// one more makes it overflow.
+const MAX_COUNT: u64 = 1 << 23;
+
+/// The number of lists of blocks is two to the power of this. They take 64 KiB, once more ranges
+/// are in flight than the first chunk has places.
+#[cfg(not(loom))]
+const LIST_BITS: u32 = 9;
+#[cfg(loom)]
+const LIST_BITS: u32 = 1;
 
 #[derive(Default)]
 struct Place {
@@ -83,6 +107,14 @@ struct Chunk {
     /// Set once.
     next: AtomicPtr<Chunk>,
     places: [Place; NR_PLACES],
+}
+
+// SAFETY: atomics whose first value is zero, and null pointers.
+unsafe impl Zeroed for Chunk {
+    #[cfg(loom)]
+    fn zeroed() -> Chunk {
+        Chunk::default()
+    }
 }
 
 impl Chunk {
@@ -150,40 +182,103 @@ impl Chunk {
     }
 }
 
+/// The lists of chunks behind the first chunk, each as its first.
+struct Lists {
+    large: Chunk,
+    of_blocks: [Chunk; 1 << LIST_BITS],
+}
+
+// SAFETY: it consists of chunks.
+unsafe impl Zeroed for Lists {
+    #[cfg(loom)]
+    fn zeroed() -> Lists {
+        Lists { large: Zeroed::zeroed(), of_blocks: Zeroed::zeroed() }
+    }
+}
+
+impl Lists {
+    /// The list of the block of 2 MiB around `gfn`.
+    #[inline]
+    fn of_block(&self, gfn: Gfn) -> &Chunk {
+        // Neighbours are scattered, and so are blocks at equal distances (Fibonacci hashing).
+        let hash = (gfn.0 / Level::L2M.nr_pages()).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        &self.of_blocks[(hash >> (u64::BITS - LIST_BITS)) as usize]
+    }
+}
+
 /// The ranges in flight of one VM.
-#[derive(Default)]
 pub(crate) struct RangesInFlight {
     first: Chunk,
+    /// Made when the first chunk is full for the first time.
+    lists: OnceBox<Lists>,
+}
+
+impl Default for RangesInFlight {
+    fn default() -> RangesInFlight {
+        RangesInFlight { first: Chunk::default(), lists: OnceBox::new() }
+    }
 }
 
 impl RangesInFlight {
-    /// Publishes `range` until the returned value is dropped. Allocates only if more ranges are in
-    /// flight than ever before.
+    /// Publishes `range`, which is not empty, until the returned value is dropped. Allocates only
+    /// if more ranges are in flight than ever before.
     pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
-        if let Some(place) = self.first.publish(range) {
-            return Ok(InFlight { ranges: self, chunk: &self.first, place });
+        let mut parts = ArrayVec::new();
+        match self.first.publish(range) {
+            Some(place) => parts.push(Part { first: &self.first, chunk: &self.first, place, count: 0 }),
+            None => self.publish_behind(range, &mut parts)?,
         }
-        // Release: as for the active bit, a fault that reads the number that is taken next observes
-        // this.
-        self.first.word.fetch_add(ONE_BEHIND, Ordering::Release);
-        let in_flight = self.publish_behind(range);
-        if in_flight.is_err() {
-            self.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);
-        }
-        in_flight
+        Ok(InFlight { _parts: parts })
     }
 
+    /// Publishes `range` behind the first chunk. On an error it is published in `parts` at most.
     #[cold]
-    fn publish_behind(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
-        let mut chunk = &self.first;
+    fn publish_behind<'p>(&'p self, range: GfnRange, parts: &mut Parts<'p>) -> Result<(), OutOfMemory> {
+        let lists = self.lists.get_or_make()?;
+        let border = range.start.block(Level::L2M).end;
+        if range.end <= border {
+            parts.push(self.publish_in(lists.of_block(range.start), range, IN_BLOCKS_SHIFT)?);
+        } else if range.end <= border.block(Level::L2M).end {
+            for part in [GfnRange { end: border, ..range }, GfnRange { start: border, ..range }] {
+                parts.push(self.publish_in(lists.of_block(part.start), part, IN_BLOCKS_SHIFT)?);
+            }
+        } else {
+            parts.push(self.publish_in(&lists.large, range, LARGE_SHIFT)?);
+        }
+        Ok(())
+    }
+
+    /// Publishes `range` in `list`, and counts it from bit `shift` on.
+    fn publish_in<'p>(&'p self, list: &'p Chunk, range: GfnRange, shift: usize) -> Result<Part<'p>, OutOfMemory> {
+        let count = 1 << shift;
+        // Release: as for the active bit, a fault that reads the number that is taken next observes
+        // this.
+        let before = self.first.word.fetch_add(count, Ordering::Release);
+        let published = if (before >> shift) % (2 * MAX_COUNT) < MAX_COUNT {
+            Self::publish_at_first_place(list, range)
+        } else {
+            Err(OutOfMemory)
+        };
+        match published {
+            Ok((chunk, place)) => Ok(Part { first: &self.first, chunk, place, count }),
+            Err(error) => {
+                self.first.word.fetch_sub(count, Ordering::Release);
+                Err(error)
+            }
+        }
+    }
+
+    /// Publishes `range` at the first place of `list` that is not claimed.
+    fn publish_at_first_place(list: &Chunk, range: GfnRange) -> Result<(&Chunk, usize), OutOfMemory> {
+        let mut chunk = list;
         loop {
+            if let Some(place) = chunk.publish(range) {
+                return Ok((chunk, place));
+            }
             chunk = match chunk.next() {
                 Some(next) => next,
                 None => Self::link_another(chunk)?,
             };
-            if let Some(place) = chunk.publish(range) {
-                return Ok(InFlight { ranges: self, chunk, place });
-            }
         }
     }
 
@@ -238,25 +333,47 @@ impl RangesInFlight {
     #[cold]
     fn free_level_beside(&self, word: u64, gfn: Gfn, level: Level) -> Option<Level> {
         let mut free = self.first.free_level(word, gfn, level)?;
-        if word >> BEHIND_SHIFT != 0 {
-            let mut chunk = self.first.next();
-            while let Some(here) = chunk {
-                // Acquire: as for the first.
-                free = here.free_level(here.word.load(Ordering::Acquire), gfn, free)?;
-                chunk = here.next();
-            }
+        if word >> IN_BLOCKS_SHIFT == 0 {
+            return Some(free);
         }
-        Some(free)
+        // Lists that are not there yet have no range that is active.
+        let Some(lists) = self.lists.get() else { return Some(free) };
+        if word >> LARGE_SHIFT != 0 {
+            free = free_level_in(&lists.large, gfn, free)?;
+        }
+        if (word >> IN_BLOCKS_SHIFT) % (2 * MAX_COUNT) == 0 {
+            return Some(free);
+        }
+        for list in &lists.of_blocks {
+            // Whatever shares a frame with a block of 2 MiB is in its list.
+            if free <= Level::L2M {
+                break;
+            }
+            free = free_level_in(list, gfn, free)?;
+        }
+        free_level_in(lists.of_block(gfn), gfn, free)
     }
 }
 
-impl Drop for RangesInFlight {
+/// As [`Chunk::free_level`], for all chunks of a list.
+fn free_level_in(list: &Chunk, gfn: Gfn, mut level: Level) -> Option<Level> {
+    let mut chunk = Some(list);
+    while let Some(here) = chunk {
+        // Acquire: as for the first chunk.
+        level = here.free_level(here.word.load(Ordering::Acquire), gfn, level)?;
+        chunk = here.next();
+    }
+    Some(level)
+}
+
+impl Drop for Chunk {
     fn drop(&mut self) {
-        let mut next = self.first.next.load(Ordering::Relaxed);
+        // Not one inside of the other: there may be thousands.
+        let mut next = self.next.swap(ptr::null_mut(), Ordering::Relaxed);
         while !next.is_null() {
             // SAFETY: chunks come from boxes, and with `&mut self` no thread uses them any more.
             let chunk = unsafe { Box::from_raw(next) };
-            next = chunk.next.load(Ordering::Relaxed);
+            next = chunk.next.swap(ptr::null_mut(), Ordering::Relaxed);
         }
     }
 }
@@ -264,20 +381,29 @@ impl Drop for RangesInFlight {
 /// A range in flight. Dropping it withdraws the range.
 #[must_use]
 pub(crate) struct InFlight<'p> {
-    ranges: &'p RangesInFlight,
-    chunk: &'p Chunk,
-    place: usize,
+    _parts: Parts<'p>,
 }
 
-impl Drop for InFlight<'_> {
+type Parts<'p> = ArrayVec<Part<'p>, 2>;
+
+/// A range at one place. Dropping it withdraws the range.
+struct Part<'p> {
+    first: &'p Chunk,
+    chunk: &'p Chunk,
+    place: usize,
+    /// How it is counted in the first chunk: 0 in that itself.
+    count: u64,
+}
+
+impl Drop for Part<'_> {
     fn drop(&mut self) {
         // Release: what the host did comes before, for a fault that does not observe the range any
         // more, and for the place's next owner.
         self.chunk.word.fetch_and(!(claimed_bit(self.place) | active_bit(self.place)), Ordering::Release);
         record!(Withdrawn { place: self.chunk.address(self.place) });
-        if !ptr::eq(self.chunk, &self.ranges.first) {
+        if self.count != 0 {
             // Release: as above, for a fault that does not read behind the first chunk any more.
-            self.ranges.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);
+            self.first.word.fetch_sub(self.count, Ordering::Release);
         }
     }
 }

@@ -25,8 +25,8 @@ fn range(start: u64) -> GfnRange {
     GfnRange::new(Gfn(start), 1)
 }
 
-/// Runs `invalidate`, which moves the frame of page 1, beside a fault there.
-fn check(invalidate: fn(&World)) {
+/// Runs `invalidate`, which moves the frame of page `gfn`, beside a fault there.
+fn check(gfn: Gfn, invalidate: fn(&World)) {
     loom::model(move || {
         let (set, seqs) = (RangesInFlight::default(), InvalidationSeqCounter::new());
         let world = Arc::new(World { set, seqs, is_moved: UnsafeCell::new(false) });
@@ -35,7 +35,7 @@ fn check(invalidate: fn(&World)) {
             let world = Arc::clone(&world);
             thread::spawn(move || {
                 let found = world.seqs.current();
-                if world.set.free_level(Gfn(1), Level::L4K).is_some() && found > before {
+                if world.set.free_level(gfn, Level::L4K).is_some() && found > before {
                     // SAFETY: loom checks that no other thread writes meanwhile.
                     assert!(world.is_moved.with(|cell| unsafe { *cell }));
                 }
@@ -43,7 +43,7 @@ fn check(invalidate: fn(&World)) {
         };
         invalidate(&world);
         fault.join().unwrap();
-        assert_eq!(world.set.free_level(Gfn(1), Level(2)), Some(Level(2)));
+        assert_eq!(world.set.free_level(gfn, Level(2)), Some(Level(2)));
     });
 }
 
@@ -55,7 +55,7 @@ fn move_frame(world: &World) {
 
 #[test]
 fn a_range_behind_the_first_chunk_is_observed_until_its_end() {
-    check(|world| {
+    check(Gfn(1), |world| {
         let first = world.set.publish(range(0)).unwrap();
         let second = world.set.publish(range(1)).unwrap();
         move_frame(world);
@@ -66,11 +66,35 @@ fn a_range_behind_the_first_chunk_is_observed_until_its_end() {
 
 #[test]
 fn a_range_behind_the_first_chunk_outlives_the_one_before_it() {
-    check(|world| {
+    check(Gfn(1), |world| {
         let first = world.set.publish(range(0)).unwrap();
         let second = world.set.publish(range(1)).unwrap();
         drop(first);
         move_frame(world);
         drop(second);
+    });
+}
+
+#[test]
+fn both_parts_of_a_range_across_a_border_are_observed() {
+    for gfn in [511, 512] {
+        check(Gfn(gfn), |world| {
+            let first = world.set.publish(range(0)).unwrap();
+            let second = world.set.publish(GfnRange::new(Gfn(511), 2)).unwrap();
+            move_frame(world);
+            drop(second);
+            drop(first);
+        });
+    }
+}
+
+#[test]
+fn a_large_range_behind_the_first_chunk_is_observed() {
+    check(Gfn(700), |world| {
+        let first = world.set.publish(range(0)).unwrap();
+        let second = world.set.publish(GfnRange::new(Gfn(0), 4096)).unwrap();
+        move_frame(world);
+        drop(second);
+        drop(first);
     });
 }

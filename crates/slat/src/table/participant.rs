@@ -52,7 +52,7 @@ pub(crate) struct SharedParticipant {
     hold: Cell<Hold>,
     /// Address of the memslot in whose backing the owner resolves, or null: it must not be freed.
     pub(super) resolving: AtomicPtr<()>,
-    /// Index in the published set of the memslot that the owner found last. A hint: the owner
+    /// Place in the published set of the memslot that the owner found last. A hint: the owner
     /// compares what is there.
     pub(crate) last_slot: AtomicU32,
     link: PoolLink<SharedParticipant>,

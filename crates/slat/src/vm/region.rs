@@ -22,16 +22,19 @@ use crate::table::retire::{BorrowedParticipant, Participant};
 const MAX_WAITING_SETS: u64 = 8;
 
 impl<H: Host, F: Format> Vm<H, F> {
-    /// Creates, deletes, moves or changes a memslot; see [`MemoryRegion`].
+    /// Creates, deletes, moves, resizes or changes a memslot; see [`MemoryRegion`].
     ///
-    /// When a deletion or a move returns, no CPU uses the memslot's old range any more, and no
-    /// fault maps it. So the frames of a deleted memslot may be used for something else. Its
-    /// backing is dropped then or later, since a resolve may still read it. During the call a fault
-    /// in the range resumes the guest, whether it maps the page or not. After the call it exits, as
-    /// where no memslot is.
+    /// When a deletion or a move returns, no CPU uses the memslot's old range any more, and no fault
+    /// maps it; when a memslot shrinks, this holds for the end that it loses, and the rest stays
+    /// mapped. So the frames of a deleted memslot may be used for something else. Its backing is
+    /// dropped then or later, since a resolve may still read it. During the call a fault in the
+    /// range resumes the guest, whether it maps the page or not. After the call it exits, as where
+    /// no memslot is.
     ///
     /// A memslot that logs already and is moved is dirty as a whole: all of its pages have another
-    /// address.
+    /// address. So is one that is resized: its log is another one. A call on the log that is under
+    /// way may fail then, as if the memslot had been deleted and created anew; the next reports
+    /// what it had taken. With dirty rings, neither makes a page dirty.
     ///
     /// Turning on [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the memslot's pages: writes
     /// after the call are logged. Turning on [`MemoryRegionFlags::USERFAULT`] unmaps its pages:
@@ -131,7 +134,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         if region.backing.is_some() {
             return Err(SlotError::BackingFixed { slot: id });
         }
-        if range.nr_pages() != range_before.nr_pages() {
+        let moves = range.start != range_before.start;
+        let resizes = range.nr_pages() != range_before.nr_pages();
+        let has_guest_memfd = flags_before.contains(MemoryRegionFlags::GUEST_MEMFD);
+        // No fault would bring back what shares a pinned leaf with the end that is lost.
+        if resizes && (moves || has_guest_memfd || flags_before.contains(MemoryRegionFlags::PINNED)) {
             return Err(SlotError::SizeFixed { slot: id, memory_size });
         }
         if (flags ^ flags_before).contains(MemoryRegionFlags::PINNED) {
@@ -140,8 +147,6 @@ impl<H: Host, F: Format> Vm<H, F> {
         if (flags ^ flags_before).contains(MemoryRegionFlags::READONLY) {
             return Err(SlotError::ReadOnlyFixed { slot: id });
         }
-        let moves = range != range_before;
-        let has_guest_memfd = flags_before.contains(MemoryRegionFlags::GUEST_MEMFD);
         if (flags ^ flags_before).contains(MemoryRegionFlags::GUEST_MEMFD) || (has_guest_memfd && moves) {
             return Err(SlotError::GuestMemfdFixed { slot: id });
         }
@@ -149,10 +154,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         let begins_userfault = attachments.userfault.is_some();
         let begins = flags - flags_before;
         let ends = flags_before - flags;
-        if !moves && flags == flags_before && !begins_userfault {
+        if range == range_before && flags == flags_before && !begins_userfault {
             return Ok(());
         }
-        if moves {
+        if moves || resizes {
             // Before anything is unmapped: a description that is refused changes nothing. `publish`
             // checks again.
             self.slots.check_vacant(&self.tree.epochs, participant, id, range)?;
@@ -162,13 +167,15 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         // The memslot may still have the log of an earlier time. See `dirty/log.rs`.
-        let uses_again = begins_to_log && claim.log().is_some();
+        let uses_again = begins_to_log && attachments.log.is_none() && claim.log().is_some();
         let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
         if let Some(log) = claim.log().filter(|_| uses_again && !is_marked_at_first) {
             log.clear_all();
         }
-        let invalidation = (moves || begins_userfault)
-            .then(|| Invalidation::new(&self.tree.in_flight, self.operation(participant), range_before))
+        // What the memslot loses: all of its range, or its end. Where it grows nothing is mapped.
+        let lost = if moves || begins_userfault { range_before } else { GfnRange { start: range.end, ..range_before } };
+        let invalidation = (!lost.is_empty())
+            .then(|| Invalidation::new(&self.tree.in_flight, self.operation(participant), lost))
             .transpose()?;
         claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
         drop(invalidation);
@@ -263,15 +270,16 @@ impl<H: Host, F: Format> Vm<H, F> {
         if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !self.rings.are_enabled() {
             let before = claim.map(Claim::entry);
             let logs = before.is_some_and(|before| before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
-            let moves = before.is_some_and(|before| before.range != range);
+            let changes = before.is_some_and(|before| before.range != range);
+            let resizes = before.is_some_and(|before| before.range.nr_pages() != range.nr_pages());
             let has_log = claim.is_some_and(|claim| claim.log().is_some());
-            // `dirty/log.rs` has the cases: memslots that move, and logging that ends and begins
-            // again.
+            // `dirty/log.rs` has the cases: memslots that move or are resized, and logging that
+            // ends and begins again.
             let nr_pages = range.nr_pages();
             attachments.log = match self.tree.config.manual_protect {
-                _ if logs && !moves => None,
+                _ if logs && !changes => None,
                 _ if logs => Some(Bitmap::new_marked(nr_pages)?),
-                _ if has_log => None,
+                _ if has_log && !resizes => None,
                 ManualProtect::InitiallySet => Some(Bitmap::new_marked(nr_pages)?),
                 ManualProtect::Disabled | ManualProtect::Enabled => Some(Bitmap::new(nr_pages)?),
             };

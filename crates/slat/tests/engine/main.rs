@@ -48,6 +48,7 @@ mod peers_bugs;
 mod pinned;
 mod pinned_overtaken;
 mod prefault;
+mod resize;
 
 mod shadow;
 mod shadow_bad_input;

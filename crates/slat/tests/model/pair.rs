@@ -116,7 +116,7 @@ impl<F: Format> Pair<'_, F> {
             Alignment::Odd => base + start % 512 + 1,
         };
         let writes = if WRITES[writes] == Writes::Allowed { Writes::Allowed } else { Writes::IfWritten };
-        let mut backing = TestBacking::new(first_pfn, nr_pages, SIZES[size]);
+        let mut backing = TestBacking::new(first_pfn, nr_pages + 1, SIZES[size]);
         backing.is_resident = is_resident;
         let backing = Arc::new(backing);
         backing.reads_are_writable.store(writes == Writes::Allowed, Ordering::SeqCst);
@@ -156,6 +156,10 @@ impl<F: Format> Pair<'_, F> {
 
     fn change(&mut self, id: u32, start: Gfn, flags: MemoryRegionFlags, bitmap: Option<NewBitmap>) {
         let nr_pages = self.model.slots.get(&id).map_or(1, |slot| slot.range.nr_pages());
+        self.change_to(id, start, nr_pages, flags, bitmap);
+    }
+
+    fn change_to(&mut self, id: u32, start: Gfn, nr_pages: u64, flags: MemoryRegionFlags, bitmap: Option<NewBitmap>) {
         let bitmap = bitmap.map(|bitmap| Userfault::new(bitmap, nr_pages));
         let result = self.vm.set_user_memory_region(MemoryRegion {
             userfault_bitmap: bitmap.as_ref().map(Userfault::bitmap),
@@ -166,7 +170,7 @@ impl<F: Format> Pair<'_, F> {
         } else if start.gpa().0 + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
             Err(SlotError::AddressTooHigh { gpa: start.gpa(), gpa_bits: F::GPA_BITS })
         } else {
-            self.model.change(id, start, flags, bitmap.as_ref())
+            self.model.change(id, GfnRange::new(start, nr_pages), flags, bitmap.as_ref())
         };
         assert_eq!(result, expected);
         if let Some(slot) = self.model.slots.get(&id) {
@@ -298,14 +302,11 @@ impl<F: Format> Pair<'_, F> {
             }
             Op::Resize { slot } => {
                 let Some((range, flags)) = range_of(&self.model, slot) else { return };
-                let memory_size = (range.nr_pages() + 1) * PAGE_SIZE;
-                let gpa = range.start.gpa().0;
-                let expected = if gpa + memory_size > 1 << F::GPA_BITS {
-                    SlotError::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS }
-                } else {
-                    SlotError::SizeFixed { slot, memory_size }
-                };
-                assert_eq!(self.vm.set_user_memory_region(change(slot, flags, gpa, memory_size)), Err(expected));
+                // Larger by a page, or smaller by most of a block, if it was larger before.
+                let nr_pages = range.nr_pages();
+                let nr_pages = if nr_pages % 2 == 0 { nr_pages + 1 } else { nr_pages.saturating_sub(300) | 1 };
+                self.watch_range(range);
+                self.change_to(slot, range.start, nr_pages, flags, None);
             }
             Op::Touch { at, access, by } => self.touch(self.gfn(at), access, by),
             Op::Harvest { slot } => self.harvest(slot),

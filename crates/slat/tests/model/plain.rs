@@ -505,12 +505,16 @@ impl Model {
     pub fn change(
         &mut self,
         id: u32,
-        start: Gfn,
+        range: GfnRange,
         flags: MemoryRegionFlags,
         bitmap: Option<&Userfault>,
     ) -> Result<(), SlotError> {
         let before = self.slots.get(&id).ok_or(SlotError::NoBacking { slot: id })?;
-        let range = GfnRange::new(start, before.range.nr_pages());
+        let (start, moves) = (range.start, range.start != before.range.start);
+        let resizes = range.nr_pages() != before.range.nr_pages();
+        if resizes && (moves || before.flags.contains(crate::ops::GUEST_MEMFD)) {
+            return Err(SlotError::SizeFixed { slot: id, memory_size: range.nr_pages() * slat::PAGE_SIZE });
+        }
         if (before.flags ^ flags).contains(READONLY) {
             return Err(SlotError::ReadOnlyFixed { slot: id });
         }
@@ -521,10 +525,12 @@ impl Model {
         }
         let (old_range, begins) = (before.range, flags.contains(LOG) && !before.flags.contains(LOG));
         let ends = (before.flags - flags).intersects(LOG | USERFAULT);
-        if range != old_range || begins_userfault {
+        if moves || begins_userfault {
             self.zap_range(old_range);
+        } else if range.end < old_range.end {
+            self.zap_range(GfnRange { start: range.end, end: old_range.end });
         }
-        if range == old_range && begins && self.config.manual_protect != ManualProtect::InitiallySet {
+        if !moves && begins && self.config.manual_protect != ManualProtect::InitiallySet {
             if self.config.huge_page_logging.splits_eagerly() {
                 self.split_range(range, self.largest_logged_write(), |_| true);
             }
@@ -536,10 +542,10 @@ impl Model {
             let are_set = begins && self.config.manual_protect == ManualProtect::InitiallySet;
             slot.dirty = log_words(range.nr_pages(), are_set);
         } else if range != old_range {
-            // All pages of a memslot that logs have another address now.
+            // All pages of a memslot that logs have another address now, or another log.
             slot.dirty = log_words(range.nr_pages(), true);
         }
-        if ends && range == old_range {
+        if ends && !moves {
             self.recover_range(range);
         }
         Ok(())
