@@ -38,6 +38,7 @@ mod plan;
 mod prefault;
 mod shadow;
 mod timing;
+mod translate;
 
 use alloc::sync::Arc;
 
