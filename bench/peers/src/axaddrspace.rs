@@ -1,7 +1,8 @@
 //! `axaddrspace`, the one published Rust crate with the path of a second-stage fault, over
 //! `page-table-generic`, for which it is made.
 //!
-//! A fault takes a frame from a counter, since its backend allocates them one by one, and maps it;
+//! An area is mapped by `map_linear`, unmapped by `unmap`, and looked up by `translate`. A fault takes
+//! a frame from a counter, since its backend allocates them one by one, and maps it;
 //! a mapped page is replaced. Its interface allows nothing better: `axvm` (0.8.5), the hypervisor
 //! of its authors, unmaps first in any case.
 
@@ -16,7 +17,7 @@ use slat::Hpa;
 
 use super::generic::{self, LongModeTables, READ_ONLY, READ_WRITE, WRITABLE};
 use super::memory::{Memory, TABLE_BYTES};
-use super::operation::{Leaf, PART_PAGES, Table, address};
+use super::operation::{Frames, Leaf, Operation, PART_PAGES, Pages, PeerJob, Table, address};
 
 /// The first frame for guest pages.
 const FIRST_FRAME: usize = 1 << 24;
@@ -132,33 +133,69 @@ pub(crate) struct FaultSpace {
 }
 
 impl FaultSpace {
-    /// Memory for the pages of `nr_threads` threads, nothing of it mapped; `None` without memory
-    /// for tables.
-    pub(crate) fn new(memory: Memory, nr_threads: u64) -> Option<FaultSpace> {
+    /// Memory for the pages of a job: faults find an area for each thread, and all else maps its own.
+    /// `None` without memory for tables.
+    pub(crate) fn new(memory: Memory, job: PeerJob) -> Option<FaultSpace> {
         let nested = Nested { tables: generic::new_tables(memory)?, memory, nr_frames: AtomicUsize::new(0) };
-        let (start, size) = (GuestPhysAddr::from(0), address(nr_threads * PART_PAGES));
+        let (start, size) = (GuestPhysAddr::from(0), address(job.nr_threads * PART_PAGES));
         let mut space = AddrSpace::new_empty(nested, start, size).ok()?;
-        space.map_alloc(start, size, MappingFlags::READ | MappingFlags::WRITE | MappingFlags::EXECUTE, false).ok()?;
+        for first in (0..job.nr_threads).map(|thread| thread * PART_PAGES) {
+            if job.operation == Operation::Fault {
+                space.map_alloc(gpa(first), address(job.part_pages()), ALL_RIGHTS, false).ok()?;
+            }
+        }
         Some(FaultSpace { space, seen: HashSet::new() })
     }
 }
 
+/// What all areas allow.
+const ALL_RIGHTS: MappingFlags = MappingFlags::READ.union(MappingFlags::WRITE).union(MappingFlags::EXECUTE);
+
+#[inline]
+fn gpa(page: u64) -> GuestPhysAddr {
+    GuestPhysAddr::from(address(page))
+}
+
+// The check notices an error.
 impl Table for FaultSpace {
     #[inline]
     fn fault(&mut self, page: u64) {
-        // The check notices an error.
-        let _ = self.space.handle_page_fault(GuestPhysAddr::from(address(page)), MappingFlags::WRITE);
+        let _ = self.space.handle_page_fault(gpa(page), MappingFlags::WRITE);
+    }
+
+    fn map_range(&mut self, first: u64, nr_pages: u64, frames: Frames) {
+        let paddr = PhysAddr::from_usize(address(frames.frame(first)));
+        let _ = self.space.map_linear(gpa(first), paddr, address(nr_pages), ALL_RIGHTS);
+    }
+
+    #[inline]
+    fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
+        let frame =
+            |page: u64| self.space.translate(gpa(start + (page & mask))).map_or(0, |paddr| paddr.as_usize() >> 12);
+        pages.iter().map(|page| frame(page) as u64).sum()
+    }
+
+    #[inline]
+    fn unmap_single(&mut self, page: u64) {
+        self.unmap_range(page, 1);
+    }
+
+    fn unmap_range(&mut self, first: u64, nr_pages: u64) {
+        let _ = self.space.unmap(gpa(first), address(nr_pages));
     }
 
     fn look(&mut self, page: u64) -> Option<Leaf> {
-        let (frame, flags, size) = self.space.page_table().query(GuestPhysAddr::from(address(page))).ok()?;
+        let (frame, flags, size) = self.space.page_table().query(gpa(page)).ok()?;
         let frame = frame.as_usize() as u64 >> 12;
         Some(Leaf { frame, writable: flags.contains(MappingFlags::WRITE), huge: size.is_huge() })
     }
 
-    /// Any frame that the counter has allocated, but each for one page.
-    fn is_right_frame(&mut self, _expected: u64, found: u64) -> bool {
-        let end = FIRST_FRAME + self.space.page_table().nr_frames.load(Ordering::Relaxed);
-        (FIRST_FRAME as u64..end as u64).contains(&found) && self.seen.insert(found)
+    /// Of a fault, any frame that the counter has allocated, but each for one page.
+    fn is_right_frame(&mut self, expected: u64, found: u64) -> bool {
+        let nr_frames = self.space.page_table().nr_frames.load(Ordering::Relaxed);
+        if nr_frames == 0 {
+            return expected == found;
+        }
+        (FIRST_FRAME..FIRST_FRAME + nr_frames).contains(&(found as usize)) && self.seen.insert(found)
     }
 }

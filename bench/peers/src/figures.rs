@@ -87,7 +87,6 @@ pub(super) fn print(out: &mut impl Write, args: &PeersArgs, measured: &Measured)
         print_faults(out, measured, &threads)?;
     }
     if !operations.is_empty() {
-        // The peer of the faults has no other operation.
         let subjects: Vec<Subject> =
             Subject::ALL.iter().copied().filter(|subject| subject.can(Operation::Query)).collect();
         for &nr_threads in &threads {

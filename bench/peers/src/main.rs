@@ -12,6 +12,7 @@
 //! 3 this machine cannot do it.
 
 mod aarch64;
+mod adapter;
 mod axaddrspace;
 mod claims;
 mod engine;

@@ -15,6 +15,7 @@ use slat::Error;
 use slat_machine::linux::topology;
 
 use super::aarch64::Aarch64;
+use super::adapter::Adapter;
 use super::axaddrspace::FaultSpace;
 use super::engine::Engine;
 use super::failure::Failure;
@@ -151,6 +152,13 @@ fn on_slat(job: PeerJob, memory: Memory) -> Result<Duration, Failure> {
     Ok(wall)
 }
 
+fn on_adapter(job: PeerJob, memory: Memory) -> Result<Duration, Failure> {
+    let adapter = Adapter::new(memory, job)?;
+    let (wall, found) = run(job, &adapter)?;
+    job.check(&mut adapter.handle(), found).map_err(Failure::Check)?;
+    Ok(wall)
+}
+
 /// Runs `job` on new tables of `subject`, and checks the work. Returns nanoseconds of wall time for
 /// a unit, over all threads.
 ///
@@ -160,7 +168,8 @@ fn measure_once(memory: Memory, subject: Subject, job: PeerJob) -> Result<f64, F
     let no_memory = || Failure::CannotServe("there is no memory for tables; choose fewer pages or threads".to_owned());
     let wall = match subject {
         Subject::Slat => on_slat(job, memory),
-        Subject::Axaddrspace => on_peer(job, FaultSpace::new(memory, job.nr_threads).ok_or_else(no_memory)?),
+        Subject::Adapter => on_adapter(job, memory),
+        Subject::Axaddrspace => on_peer(job, FaultSpace::new(memory, job).ok_or_else(no_memory)?),
         Subject::PageTableGeneric => on_peer(job, Generic::new(memory).ok_or_else(no_memory)?),
         #[cfg(target_arch = "x86_64")]
         Subject::PageTableMultiarch => on_peer(job, Multiarch::new().ok_or_else(no_memory)?),
@@ -293,17 +302,23 @@ mod tests {
             assert_noticed(job, &mut aarch64);
         }
         let faults = PeerJob { operation: Operation::Fault, nr_threads: 2, pages: 512 };
-        assert_noticed(faults, &mut FaultSpace::new(memory, 2).unwrap());
+        assert_noticed(faults, &mut FaultSpace::new(memory, faults).unwrap());
+        assert_noticed(faults, &mut Adapter::new(memory, faults).unwrap().handle());
     }
 
     /// Two pages with one frame, and a frame of no page.
     #[test]
     fn the_check_of_faults_notices_wrong_frames() {
-        let mut space = FaultSpace::new(Memory::for_threads(1).unwrap(), 1).unwrap();
-        space.fault(7);
-        let frame = space.look(7).unwrap().frame;
-        assert!(!space.is_right_frame(0, frame + 1));
-        assert!(space.is_right_frame(0, frame));
-        assert!(!space.is_right_frame(0, frame));
+        fn assert_checked(space: &mut impl Table) {
+            space.fault(7);
+            let frame = space.look(7).unwrap().frame;
+            assert!(!space.is_right_frame(0, 1));
+            assert!(space.is_right_frame(0, frame));
+            assert!(!space.is_right_frame(0, frame));
+        }
+        let memory = Memory::for_threads(1).unwrap();
+        let job = PeerJob { operation: Operation::Fault, nr_threads: 1, pages: 512 };
+        assert_checked(&mut FaultSpace::new(memory, job).unwrap());
+        assert_checked(&mut Adapter::new(memory, job).unwrap().handle());
     }
 }

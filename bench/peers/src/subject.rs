@@ -9,6 +9,8 @@ const LOCK: &str = include_str!("../../../Cargo.lock");
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Subject {
     Slat,
+    /// slat with the interface of `axaddrspace`.
+    Adapter,
     Axaddrspace,
     PageTableGeneric,
     #[cfg(target_arch = "x86_64")]
@@ -22,6 +24,7 @@ impl Subject {
     /// that it is built for.
     pub(crate) const ALL: &[Subject] = &[
         Subject::Slat,
+        Subject::Adapter,
         Subject::Axaddrspace,
         Subject::PageTableGeneric,
         #[cfg(target_arch = "x86_64")]
@@ -34,6 +37,7 @@ impl Subject {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Subject::Slat => "slat",
+            Subject::Adapter => "slat-axaddrspace",
             Subject::Axaddrspace => "axaddrspace",
             Subject::PageTableGeneric => "page-table-generic",
             #[cfg(target_arch = "x86_64")]
@@ -50,13 +54,21 @@ impl Subject {
         version.unwrap_or("unknown").to_owned()
     }
 
-    /// Whether it has this operation. Only `axaddrspace` has the path of a fault; it leaves the
-    /// rest to its tables, which are those of `page-table-generic` here. Two of the others cannot
-    /// split.
+    /// Whether it has this operation. `axaddrspace`, alone of the peers, has the path of a fault; of
+    /// the rest it has what a hypervisor calls for an area. Two of the others cannot split.
     pub(crate) fn can(self, operation: Operation) -> bool {
         match self {
             Subject::Slat => true,
-            Subject::Axaddrspace => operation == Operation::Fault,
+            Subject::Adapter | Subject::Axaddrspace => matches!(
+                operation,
+                Operation::Fault
+                    | Operation::MapRange
+                    | Operation::MapRange2m
+                    | Operation::Query
+                    | Operation::QueryScattered
+                    | Operation::Unmap4k
+                    | Operation::UnmapRange
+            ),
             Subject::PageTableGeneric | Subject::Aarch64Paging => operation != Operation::Fault,
             #[cfg(target_arch = "x86_64")]
             Subject::PageTableMultiarch => !matches!(operation, Operation::Fault | Operation::Split2m),

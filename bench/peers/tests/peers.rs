@@ -144,8 +144,14 @@ fn every_operation_is_measured_for_every_crate_that_has_it() {
     assert_eq!(object["experiment"], "peers");
     assert_eq!(object["config"]["threads"], serde_json::json!([1, 2]));
     for nr_threads in [1, 2] {
-        for subject in ["slat", "axaddrspace"] {
-            assert_measured(&object, "fault", subject, nr_threads);
+        assert_measured(&object, "fault", "slat", nr_threads);
+        for subject in ["slat-axaddrspace", "axaddrspace"] {
+            for operation in
+                ["fault", "map_range", "map_range_2m", "query", "query_scattered", "unmap_4k", "unmap_range"]
+            {
+                assert_measured(&object, operation, subject, nr_threads);
+            }
+            assert!(figures(&object, "map_4k", subject, nr_threads).is_empty());
         }
         for operation in OPERATIONS {
             assert_measured(&object, operation, "slat", nr_threads);

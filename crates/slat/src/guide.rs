@@ -7,9 +7,9 @@
 //!   each call may wait for](self#what-each-call-may-wait-for).
 //! - To finish: [`porting`], a checklist with a test for each item.
 //!
-//! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs. The
-//! examples on these pages run as tests, with [a host of their
-//! own](self#the-examples-on-these-pages).
+//! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs, and
+//! `host_ept`, `host_arm` and `host_riscv` what is the architecture's. The examples on these pages
+//! run as tests, with [a host of their own](self#the-examples-on-these-pages).
 //!
 //! # Terms
 //! - A *PTE* is an entry of a page-table page, at any level. A *leaf* (leaf PTE) maps memory: 4
@@ -286,7 +286,7 @@
 //! **Pinned memory**
 //! - [`Vm::map_range`][]: allocation; flush if it fails half way, or with break before make.
 //! - [`Vm::unmap_range`], [`Vm::protect_range`]: flush; allocation for a part of a huge page.
-//! - [`Vm::translate`][]: nothing.
+//! - [`Vm::translate`], [`Vcpu::translate`]: nothing.
 //!
 //! **Invalidation and demand paging**
 //! - [`Vm::invalidate_range`], [`Vm::set_memory_attributes`], [`Vm::rescan_userfault`]: flush.

@@ -33,9 +33,11 @@
 //!   RISC-V.
 //! - [`slots`], [`dirty`], [`tables`], [`shadow`], [`stats`]: what you use beside memslots and
 //!   faults. [`error`]: why an operation was not done.
-//! - Three programs in `examples/` run, and check what they show: `smallest_host` (no operating
+//! - The programs in `examples/` run, and check what they show: `smallest_host` (no operating
 //!   system, less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a
-//!   migration, step by step) and `vm_memory` (devices written for the crate vm-memory).
+//!   migration, step by step), `vm_memory` (devices written for the crate vm-memory), and
+//!   `host_ept`, `host_arm` and `host_riscv` (a host without an operating system, with the
+//!   instructions of its flush).
 //! - The examples on the pages of this crate run as tests, with a host of their own. [`guide`] says
 //!   what its functions `vm`, `vm_with_memory`, `region` and `change` do.
 //!

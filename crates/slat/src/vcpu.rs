@@ -41,6 +41,7 @@ mod resolve;
 mod shadow;
 mod small;
 mod timing;
+mod translate;
 
 use alloc::sync::Arc;
 

@@ -144,7 +144,7 @@ fn is_identifier(text: &str) -> bool {
 
 impl Mention {
     fn of(span: &str) -> Option<Mention> {
-        const FOLDERS: [&str; 14] = [
+        const FOLDERS: [&str; 15] = [
             "tests/",
             "src/",
             "examples/",
@@ -152,6 +152,7 @@ impl Mention {
             "slat-machine/",
             "slat-cli/",
             "slat-results/",
+            "adapters/",
             "bench/",
             "crates/",
             "models/",
@@ -240,9 +241,9 @@ fn rules_of_proofs(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
 /// All words of the code.
 fn words_of_code(root: &Path) -> BTreeSet<String> {
     let mut words = BTreeSet::new();
-    let sources = ["crates", "bench", "fuzz"].map(|folder| files(&root.join(folder), ".rs")).concat();
+    let sources = ["crates", "adapters", "bench", "fuzz"].map(|folder| files(&root.join(folder), ".rs")).concat();
     assert!(sources.len() > 200);
-    let manifests = ["crates", "bench"].map(|folder| files(&root.join(folder), ".toml")).concat();
+    let manifests = ["crates", "adapters", "bench"].map(|folder| files(&root.join(folder), ".toml")).concat();
     for path in sources.iter().chain(&manifests) {
         if path.ends_with("documents.rs") {
             continue;

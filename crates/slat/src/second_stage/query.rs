@@ -12,7 +12,7 @@ use crate::table::cursor::Cursor;
 use crate::table::node;
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::{PteRef, Ptes};
-use crate::table::retire::LoneGuard;
+use crate::table::retire::{Guard, LoneGuard};
 
 /// The translation of a page, as the page tables have it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -77,6 +77,32 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
     }
 }
 
+/// The translation of the page at `gpa`, in a guard of the caller, as
+/// [`query`](TableCursor::query) of a new cursor.
+#[inline]
+pub(crate) fn translate<H: Host, F: Format>(tree: &Tree<H, F>, guard: &Guard<'_>, gpa: Gpa) -> Option<Translation> {
+    if gpa.0 >> tree.encoding.gpa_bits() != 0 {
+        return None;
+    }
+    let mut cursor = Cursor::new(tree, guard, gpa.gfn());
+    let (leaf, State::Leaf | State::Tracked) = cursor.descend_to_lowest() else { return None };
+    Some(translation(&cursor, leaf, cursor.level(), gpa.gfn()))
+}
+
+/// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not, to which `cursor` came.
+#[inline]
+fn translation<H: Host, F: Format>(cursor: &Cursor<'_, H, F>, leaf: Pte<F>, level: Level, gfn: Gfn) -> Translation {
+    let encoding = &cursor.tree().encoding;
+    Translation {
+        pfn: Pfn(encoding.frame(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
+        size: level.page_size(),
+        writable: leaf.is_writable() && !cursor.is_protected(),
+        accessed: leaf.is_accessed(),
+        dirty: leaf.is_dirty(),
+        attributes: encoding.attributes_of(leaf.attribute_bits(level)),
+    }
+}
+
 /// A position in a VM's page tables; see [`TableReader::cursor`].
 pub struct TableCursor<'r, H: Host, F: Format> {
     cursor: Cursor<'r, H, F>,
@@ -117,7 +143,7 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
             let value = pte.load();
             match value.state(Level::L4K) {
                 // Apart, so that less is decided for most.
-                State::Leaf => return Some(self.translation(value, Level::L4K, gfn)),
+                State::Leaf => return Some(translation(&self.cursor, value, Level::L4K, gfn)),
                 State::Tracked => return Some(self.translation_of_tracked(value, gfn)),
                 State::Empty(_) | State::Table | State::Broken | State::Frozen => {}
             }
@@ -127,26 +153,12 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         }
         self.cursor.move_to(gfn);
         let (leaf, State::Leaf | State::Tracked) = self.cursor.descend_to_lowest() else { return None };
-        Some(self.translation(leaf, self.cursor.level(), gfn))
+        Some(translation(&self.cursor, leaf, self.cursor.level(), gfn))
     }
 
     #[cold]
     #[inline(never)]
     fn translation_of_tracked(&self, leaf: Pte<F>, gfn: Gfn) -> Translation {
-        self.translation(leaf, Level::L4K, gfn)
-    }
-
-    /// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not.
-    #[inline(always)]
-    fn translation(&self, leaf: Pte<F>, level: Level, gfn: Gfn) -> Translation {
-        let encoding = &self.cursor.tree().encoding;
-        Translation {
-            pfn: Pfn(encoding.frame(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
-            size: level.page_size(),
-            writable: leaf.is_writable() && !self.cursor.is_protected(),
-            accessed: leaf.is_accessed(),
-            dirty: leaf.is_dirty(),
-            attributes: encoding.attributes_of(leaf.attribute_bits(level)),
-        }
+        translation(&self.cursor, leaf, Level::L4K, gfn)
     }
 }

@@ -8,7 +8,7 @@ use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::map;
 use crate::second_stage::map::{Mapping, Protection};
-use crate::second_stage::query::Translation;
+use crate::second_stage::query::{self, Translation};
 
 impl<H: Host, F: Format> Vm<H, F> {
     /// Maps memory in advance, in a memslot with
@@ -126,7 +126,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`RangeError::OutOfMemory`].
     pub fn translate(&self, gpa: Gpa) -> Result<Option<Translation>, RangeError> {
-        Ok(self.read_tables()?.cursor().query(gpa))
+        Ok(query::translate(&self.tree, self.tree.epochs.pin_alone()?.get(), gpa))
     }
 
     fn check_pages(&self, range: GfnRange) -> Result<(), MapError> {
