@@ -397,7 +397,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         let participant = self.tree.epochs.borrow_participant()?;
         let result = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range);
         drop(participant);
-        self.reclaim();
+        self.reclaim_removed();
         Ok(result?)
     }
 
@@ -526,7 +526,19 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Frees what invalidations and changes of memslots have removed, as far as no vCPU can still
     /// use it. These calls free most of what earlier ones left. Call this when vCPUs have been idle
     /// for a while.
+    ///
+    /// With shadow paging it also frees the memory that the VM keeps for new shadow pages: 8 KiB
+    /// for each page that was in use at the same time as others and is gone. Call it when memory is
+    /// short.
     pub fn reclaim(&self) {
+        self.reclaim_removed();
+        if let Some(derived) = self.tree.derived.as_deref() {
+            derived.reclaim(&self.tree);
+        }
+    }
+
+    /// Frees what may be freed of what was removed.
+    fn reclaim_removed(&self) {
         self.tree.reclaim();
         self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
     }
