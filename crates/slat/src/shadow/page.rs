@@ -420,6 +420,10 @@ impl Pages {
         let index = number as usize - 1;
         self.in_use[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Release);
         self.nr_in_use.fetch_sub(1, Ordering::Relaxed);
+        // The next page takes a number that has records, rather than one that was never in use.
+        if ((index / 64) as u32) < self.hint.load(Ordering::Relaxed) {
+            self.hint.store((index / 64) as u32, Ordering::Relaxed);
+        }
     }
 
     /// Notes that the page is not synchronized.
