@@ -28,8 +28,8 @@ sync: a guest table T of level 1, its entries g, the shadow entries s. x: a shad
 link: R -> M -> P. P is T's shadow page, and is in use elsewhere: vCPU 1 faults there. R is vCPU 0's
   root, the other root has M.
   linkR, linkM: parent's lock; the parent is registered with the child -> unsync pages below, found
-           by climbing, are compared -> link. unlinkR: the link is cleared, then the parent
-           unregistered. zapR: dead -> as unlinkR.
+           by climbing, are compared -> link. Or it gives up once it is registered, and begins anew.
+           unlinkR: the link is cleared, then the parent unregistered. zapR: dead -> as unlinkR.
   CR3 climbs from P; INVLPG walks down, lock by lock. Then, if the root is dead: the other one,
            which is synchronized, and the CPU is flushed. stale: with an old entry.
 track: an upper table T, its pages (state, entry). small, huge: leaves of T, of the 2 MiB round it,
@@ -196,7 +196,12 @@ class link:
                 take = kind[-1] if BUG == 'part-lock' and pc == 'link' else None
                 if at == len(order): yield go('end', release=release, take=take, **changes)
                 else: yield go(order[at], release=release, **changes)
-            elif pc == 'bits': yield go(('climb', 'compare')[n] if unsync else 'synced')
+            elif pc == 'bits':
+                yield go(('climb', 'compare')[n] if unsync else 'synced')
+                # A lock is held: the fault gives up, stays registered, and the guest comes back.
+                if BUG != 'part-lock': yield go('again', release=kind[-1])
+            elif pc == 'again': yield go('bits-again', take=kind[-1], parents=put(s.parents, n, 1))
+            elif pc == 'bits-again': yield go(('climb', 'compare')[n] if unsync else 'synced')
             elif pc == 'climb': yield go('compare' if s.parents[1] else 'synced')
             elif pc == 'compare': yield go('fix', (s.g,), take='P')
             elif pc == 'fix': yield go('synced', release='P', s=s.s if s.s == loc[0] else None)

@@ -7,7 +7,8 @@ lowest pages.
 
 A root links to middle pages, and these to lowest pages. A thread that links holds the lock of the
 page above. It registers the link with the page below, compares what is unsync below, and then
-writes the PTE that CPUs walk. A load of CR3 climbs from each unsync page along the links that are
+writes the PTE that CPUs walk. It may give up in between; then another thread goes on with the
+registered link, and compares all anew. A load of CR3 climbs from each unsync page along the links that are
 registered, and compares the page if it finds the root. INVLPG walks down from the root along the
 links of its address, and compares the PTE that it comes to. Then the vCPU's own CPU is flushed.
 
@@ -63,9 +64,9 @@ class ShadowLinks(Protocol):
         'all-parents-are-climbed': 'climbs from a page and finds none of its parents',
         'local-flush': "does not flush the vCPU's own CPU",
     }
-    sizes = {'Linker': 2, 'Flush': 2, 'Link': 2, 'Upper': 2, 'Page': 1, 'Cpu': 1, 'Index': 1}
+    sizes = {'Linker': 3, 'Flush': 2, 'Link': 2, 'Upper': 2, 'Page': 1, 'Cpu': 1, 'Index': 1}
     # A root and a middle page, with a link each.
-    start = at(is_root=[True, False], above=['upper0', 'upper1'], link=['link0', 'link1'], to_middle='upper1',
+    start = at(is_root=[True, False], above=['upper0', 'upper1'], link=['link0', 'link1', 'link0'], to_middle='upper1',
                root='upper0', first='link0', is_all=[True, False])
 
     def axioms(self, s):
@@ -147,6 +148,20 @@ class ShadowLinks(Protocol):
         """shadow/install.rs: link. The page below was removed meanwhile."""
         return And(s.kpc(k) == REGISTERED, Not(s.registered(s.link(k)))), {
             'kpc': put(s.kpc, k, OVER), 'locked': put(s.locked, s.above(s.link(k)), False)}
+
+    def step_give_up(self, s, k: 'Linker'):
+        """shadow/install.rs: link. Another thread holds a lock: the link stays registered, and the guest
+        tries again."""
+        return s.kpc(k) == REGISTERED, {
+            'kpc': put(s.kpc, k, OVER), 'locked': put(s.locked, s.above(s.link(k)), False)}
+
+    def step_take_over(self, s, k: 'Linker'):
+        """shadow/install.rs: link, where the same link is registered and not written. All is compared
+        anew."""
+        l = s.link(k)
+        same = And(s.middle(l) == s.to_middle(k), s.page(l) == s.to_page(k))
+        return And(s.kpc(k) == HOLDS, s.registered(l), Not(s.written(l)), same), {
+            'kpc': put(s.kpc, k, REGISTERED), 'linker': put(s.linker, l, k)}
 
     def step_clear(self, s, l: 'Link'):
         """shadow/zap.rs: drop_entry and zap_page, the PTE."""

@@ -1,8 +1,11 @@
-//! Shadow paging: the cost of a page fault, the throughput of two vCPUs in one address space, and
-//! the cost of a switch of CR3 that hits a cached root.
+//! Shadow paging: the cost of a page fault, the throughput of two vCPUs in one address space, the
+//! cost of a switch of CR3 that hits a cached root, and of a harvest.
 //!
 //! `cargo bench -p slat --bench shadow`: medians of several rounds; one and two threads in turns,
-//! since figures of two separate minutes cannot be compared on a shared machine.
+//! since figures of two separate minutes cannot be compared on a shared machine. `-- harvest` has
+//! the harvests alone: the engine's part of a call that gets the dirty log of a memslot of 1 GiB,
+//! which the guest maps by pages of 4 KiB. `-- waits` has the waits for locks of more vCPUs than
+//! CPUs.
 
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
@@ -13,6 +16,7 @@ mod guest_memory;
 #[cfg(not(any(loom, shuttle)))]
 mod bench {
     use std::alloc::{Layout, alloc_zeroed, dealloc};
+    use std::cell::Cell;
     use std::hint::black_box;
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Arc, Barrier};
@@ -34,12 +38,20 @@ mod bench {
     const MAX_VCPUS: u64 = 2;
     /// Pages of guest memory: those, and the guest's page tables behind them.
     const NR_DATA: u64 = PAGES_PER_VCPU * MAX_VCPUS;
-    const NR_FRAMES: u64 = NR_DATA + 1024;
     const SWITCHES: u64 = 1 << 20;
+    /// Frames behind the data, for the guest's page tables.
+    const NR_TABLES: u64 = 1024;
+    /// Data pages of the guest whose log is harvested.
+    const NR_LOGGED: u64 = 1 << 18;
 
     /// `cargo test --bench` passes no `--bench`: then it only has to run (`ci/benches.sh`).
     fn nr_rounds() -> usize {
         if std::env::args().any(|argument| argument == "--bench") { 11 } else { 1 }
+    }
+
+    thread_local! {
+        /// How often the thread has yielded in the engine, and for how many nanoseconds.
+        static YIELDS: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
     }
 
     struct BenchHost(Memory);
@@ -74,7 +86,9 @@ mod bench {
         fn flush(&self, _: &[GfnRange]) {}
 
         fn yield_now(&self) {
+            let start = Instant::now();
             thread::yield_now();
+            YIELDS.set((YIELDS.get().0 + 1, YIELDS.get().1 + start.elapsed().as_nanos() as u64));
         }
 
         fn timestamp_ns(&self) -> u64 {
@@ -84,24 +98,26 @@ mod bench {
 
     struct World {
         vm: Arc<Vm<BenchHost, Npt>>,
+        nr_data: u64,
         cr3: u64,
     }
 
     impl World {
-        fn new(strategy: ShadowStrategy) -> World {
-            let host = BenchHost(Memory::new(NR_FRAMES, 2 << 20));
+        fn new(strategy: ShadowStrategy, nr_data: u64, flags: MemoryRegionFlags) -> World {
+            let nr_frames = nr_data + NR_TABLES;
+            let host = BenchHost(Memory::new(nr_frames, 2 << 20));
             let shadow = ShadowPaging { strategy, ..ShadowPaging::default() };
             let vm = Arc::new(Vm::with_shadow_paging(host, Config::default(), shadow).unwrap());
             let region = MemoryRegion {
                 slot: 0,
-                flags: MemoryRegionFlags::empty(),
+                flags,
                 guest_phys_addr: Gpa(0),
-                memory_size: NR_FRAMES * 4096,
+                memory_size: nr_frames * 4096,
                 backing: Some(()),
                 userfault_bitmap: None,
             };
             vm.set_user_memory_region(region).unwrap();
-            let world = World { vm, cr3: NR_DATA << 12 };
+            let world = World { vm, nr_data, cr3: nr_data << 12 };
             world.build_tables();
             world
         }
@@ -115,9 +131,9 @@ mod bench {
         /// The guest's page tables map all data pages at their own addresses. Behind them are those
         /// of a second process.
         fn build_tables(&self) {
-            let mut next = NR_DATA + 1;
-            for gfn in 0..NR_DATA {
-                let mut table = NR_DATA;
+            let mut next = self.nr_data + 1;
+            for gfn in 0..self.nr_data {
+                let mut table = self.nr_data;
                 for level in (1..=4_u32).rev() {
                     let cell = self.word((table << 12) + (gfn >> (9 * (level - 1)) & 511) * 8);
                     let entry = cell.load(Ordering::Relaxed);
@@ -132,7 +148,7 @@ mod bench {
                     }
                 }
             }
-            assert!(next < NR_FRAMES);
+            assert!(next < self.nr_data + NR_TABLES);
         }
 
         fn vcpu(&self, cr3: u64) -> Vcpu<BenchHost, Npt> {
@@ -145,7 +161,7 @@ mod bench {
 
         /// Removes all shadow pages, and no data of the second stage.
         fn reset(&self) {
-            drop(self.vm.invalidate_range(GfnRange::new(Gfn(NR_DATA), NR_FRAMES - NR_DATA)).unwrap());
+            drop(self.vm.invalidate_range(GfnRange::new(Gfn(self.nr_data), NR_TABLES)).unwrap());
         }
 
         /// Nanoseconds for a fault, of `nr_vcpus` vCPUs on as many threads, each in a part of the
@@ -185,7 +201,7 @@ mod bench {
     }
 
     fn faults() {
-        let world = World::new(ShadowStrategy::RootCache);
+        let world = World::new(ShadowStrategy::RootCache, NR_DATA, MemoryRegionFlags::empty());
         let mut vcpus = [world.vcpu(world.cr3), world.vcpu(world.cr3)];
         // The second stage maps everything from now on.
         for _ in 0..2 {
@@ -206,7 +222,7 @@ mod bench {
         // Also the second stage is empty.
         let mut whole = Vec::new();
         for _ in 0..nr_rounds() {
-            drop(world.vm.invalidate_range(GfnRange::new(Gfn(0), NR_FRAMES)).unwrap());
+            drop(world.vm.invalidate_range(GfnRange::new(Gfn(0), NR_DATA + NR_TABLES)).unwrap());
             whole.push(world.faults(&mut vcpus[..1]));
         }
         println!("page fault, the second stage has nothing: {:.0} ns", median(whole));
@@ -214,11 +230,11 @@ mod bench {
 
     fn switches() {
         for strategy in [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
-            let world = World::new(strategy);
+            let world = World::new(strategy, NR_DATA, MemoryRegionFlags::empty());
             let mut vcpu = world.vcpu(world.cr3);
             let keep = 1 << 63;
             // As a kernel with page-table isolation: back and forth between two roots.
-            let other = (NR_FRAMES - 1) << 12;
+            let other = (NR_DATA + NR_TABLES - 1) << 12;
             let values = [world.cr3 | 1 | keep, other | 2 | keep];
             for value in values {
                 assert_eq!(vcpu.load_cr3(value), Ok(Outcome::Resume));
@@ -238,9 +254,142 @@ mod bench {
         }
     }
 
+    /// `nr_dirty` pages of [`NR_LOGGED`], in a run or scattered over them all.
+    fn dirty_pages(nr_dirty: u64, is_scattered: bool) -> Vec<u64> {
+        let spread = |nth: u64| if is_scattered { nth.wrapping_mul(0x9e37_79b1) % NR_LOGGED } else { nth };
+        (0..nr_dirty).map(spread).collect()
+    }
+
+    fn harvests() {
+        let world = World::new(ShadowStrategy::RootCache, NR_LOGGED, MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let mut vcpu = world.vcpu(world.cr3);
+        let mut bitmap = vec![0; ((NR_LOGGED + NR_TABLES) / 64) as usize];
+        let mut write = |pages: &[u64]| {
+            let access = GuestAccess { access: Access::Write, privilege: Privilege::User };
+            for page in pages {
+                assert_eq!(vcpu.handle_page_fault(Gva(page << 12), access), Ok(Outcome::Resume));
+                black_box(vcpu.entry().unwrap());
+            }
+        };
+        write(&dirty_pages(NR_LOGGED, false));
+        world.vm.get_dirty_log(0, &mut bitmap).unwrap();
+        for (nr_dirty, is_scattered) in [1, 100, 1000, 10_000, 100_000]
+            .into_iter()
+            .flat_map(|nr_dirty| [(nr_dirty, false), (nr_dirty, true)])
+            .chain([(NR_LOGGED, false)])
+        {
+            let pages = dirty_pages(nr_dirty, is_scattered);
+            let mut all = Vec::new();
+            for _ in 0..nr_rounds() {
+                write(&pages);
+                let start = Instant::now();
+                let nr_harvested = world.vm.get_dirty_log(0, &mut bitmap).unwrap();
+                all.push(start.elapsed().as_nanos() as f64);
+                // And the guest's tables, where the engine has set A or D.
+                assert!(nr_harvested >= nr_dirty);
+            }
+            let ns = median(all);
+            let how = if is_scattered { "scattered" } else { "in a run" };
+            println!("harvest of {nr_dirty} pages {how}: {:.1} us, {:.2} ns a page", ns / 1e3, ns / nr_dirty as f64);
+        }
+    }
+
+    /// The calls of one kind that have waited: for how many nanoseconds each.
+    #[derive(Default)]
+    struct Waits {
+        nr_calls: u64,
+        waits_ns: Vec<u64>,
+    }
+
+    impl Waits {
+        /// Counts a call. `nr_free` yields are no waits: they come before the end of the call.
+        fn count<T>(&mut self, nr_free: u64, call: impl FnOnce() -> T) -> T {
+            YIELDS.set((0, 0));
+            let result = call();
+            let (nr_yields, ns) = YIELDS.get();
+            self.nr_calls += 1;
+            if nr_yields > nr_free {
+                self.waits_ns.push(ns);
+            }
+            result
+        }
+
+        fn print(mut self, what: &str) {
+            self.waits_ns.sort_unstable();
+            let Waits { nr_calls, waits_ns } = self;
+            let at =
+                |part: f64| waits_ns.get((waits_ns.len() as f64 * part) as usize).map_or(0.0, |&ns| ns as f64 / 1e3);
+            println!(
+                "{what}: {nr_calls} calls, {} waited and yielded: median {:.1} us, 90% {:.1} us, longest {:.1} us",
+                waits_ns.len(),
+                at(0.5),
+                at(0.9),
+                waits_ns.last().map_or(0.0, |&ns| ns as f64 / 1e3),
+            );
+        }
+    }
+
+    /// More vCPUs than CPUs, all in the pages of one guest table, beside a thread that harvests.
+    fn waits() {
+        const NR_VCPUS: usize = 6;
+        const NR_PAGES: u64 = 64;
+        let seconds = if nr_rounds() > 1 { 5.0 } else { 0.1 };
+        let world = World::new(ShadowStrategy::RootCache, NR_DATA, MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let mut vcpus: Vec<_> = (0..NR_VCPUS).map(|_| world.vcpu(world.cr3)).collect();
+        let write = GuestAccess { access: Access::Write, privilege: Privilege::User };
+        let start = Instant::now();
+        let is_over = || start.elapsed().as_secs_f64() > seconds;
+        let (mut faults, mut flushes, mut harvests) = (Waits::default(), Waits::default(), Waits::default());
+        thread::scope(|scope| {
+            let threads: Vec<_> = vcpus
+                .iter_mut()
+                .enumerate()
+                .map(|(nth, vcpu)| {
+                    scope.spawn(move || {
+                        let (mut faults, mut flushes) = (Waits::default(), Waits::default());
+                        let mut page = nth as u64;
+                        while !is_over() {
+                            page = (page * 5 + 3) % NR_PAGES;
+                            // A fault that finds a lock held yields once, and resumes the guest.
+                            let outcome = faults.count(1, || vcpu.handle_page_fault(Gva(page << 12), write));
+                            assert_eq!(outcome, Ok(Outcome::Resume));
+                            black_box(vcpu.entry().unwrap());
+                            if page % 8 == 0 {
+                                assert_eq!(flushes.count(0, || vcpu.invlpg(Gva(page << 12))), Ok(Outcome::Resume));
+                            }
+                        }
+                        (faults, flushes)
+                    })
+                })
+                .collect();
+            let mut bitmap = vec![0; ((NR_DATA + NR_TABLES) / 64) as usize];
+            while !is_over() {
+                harvests.count(0, || world.vm.get_dirty_log(0, &mut bitmap)).unwrap();
+            }
+            for thread in threads {
+                let (more_faults, more_flushes) = thread.join().unwrap();
+                for (sum, more) in [(&mut faults, more_faults), (&mut flushes, more_flushes)] {
+                    sum.nr_calls += more.nr_calls;
+                    sum.waits_ns.extend(more.waits_ns);
+                }
+            }
+        });
+        println!("{NR_VCPUS} vCPUs and a thread that harvests:");
+        faults.print("  page faults");
+        flushes.print("  INVLPG");
+        harvests.print("  harvests");
+    }
+
     pub(super) fn main() {
-        switches();
-        faults();
+        if std::env::args().any(|argument| argument == "waits") {
+            return waits();
+        }
+        waits();
+        if !std::env::args().any(|argument| argument == "harvest") {
+            switches();
+            faults();
+        }
+        harvests();
     }
 }
 

@@ -274,8 +274,10 @@
 //! **Faults**
 //! - [`Vcpu::handle_fault`], [`Vcpu::pre_fault_memory`], [`Vcpu::pre_fault_pages`]: resolve,
 //!   allocation; flush only with break before make (Arm).
-//! - [`Vcpu::handle_page_fault`], [`Vcpu::write_guest_table`], and CR3, INVLPG, INVPCID: as a
-//!   fault; flush; a thread that works on the same shadow page or guest frame.
+//! - [`Vcpu::handle_page_fault`]: as a fault; flush.
+//! - [`Vcpu::write_guest_table`], and CR3, INVLPG, INVPCID: as a fault; flush; a thread that works
+//!   on the same shadow page or guest frame. So does a page fault that builds the root, evicts
+//!   shadow pages, or is the guest's own while the vCPU remembers several roots of its PCID.
 //!
 //! **Memslots**, by [`Vm::set_user_memory_region`]
 //! - A new memslot, or flags that neither begin nor end anything: nothing.
@@ -318,10 +320,11 @@
 //!   is dropped, also if its thread is preempted. Each such fault returns at once, and the guest
 //!   comes back. Faults outside of the range, and other invalidations of it, go on.
 //! - **A VM with a lock** (`Config::locking`): its calls wait for the holder.
-//! - **Shadow paging.** Each guest frame and each shadow page has a lock. A thread that needs the
-//!   same one waits for a holder that was preempted. Most are held for a few dozen instructions;
-//!   longer while a shadow page is compared or zapped. A fault that finds an emulated write to the
-//!   same guest page table does not wait: it returns, and the guest comes back.
+//! - **Shadow paging.** Each guest frame and each shadow page has a lock, held for a part of a page
+//!   fault; longer while PTEs are compared or zapped, or many leaf PTEs map one frame. A page fault
+//!   that finds one held, or an emulated write to the same guest page table, does not wait: it
+//!   returns, and the guest comes back. But the guest's flushes and emulated writes, harvests,
+//!   invalidations, and page faults as named above wait for a holder that was preempted.
 //!
 //! # How much stack each call takes
 //! An optimized build for x86-64 uses at most 2 KiB of stack for any call, and 1 KiB for

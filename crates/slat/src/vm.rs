@@ -398,8 +398,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         let participant = self.tree.epochs.borrow_participant()?;
         let result = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range);
         drop(participant);
-        self.tree.reclaim();
-        self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
+        self.reclaim_removed();
         Ok(result?)
     }
 
@@ -531,8 +530,21 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// What was zapped with its leaves ([`Host::needs_zapped_leaves`]) it frees in steps, between
     /// which it may yield.
+    ///
+    /// With shadow paging it also frees the memory that the VM keeps for new shadow pages: 8 KiB
+    /// for each page that was in use at the same time as others and is gone. Call it when memory is
+    /// short.
     pub fn reclaim(&self) {
         self.tree.reclaim_all();
+        self.reclaim_removed();
+        if let Some(derived) = self.tree.derived.as_deref() {
+            derived.reclaim(&self.tree);
+        }
+    }
+
+    /// Frees what may be freed of what was removed, beside the work of a call.
+    fn reclaim_removed(&self) {
+        self.tree.reclaim();
         self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
     }
 

@@ -3,8 +3,10 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
+use super::lock::{Briefly, Busy, Wait};
 use super::memory::NoMemory;
-use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
+use super::page::{PageNumber, PageRef, PtePlace, SyncState};
+use super::pte_records::Target;
 use super::rmap::Frame;
 use super::role::Role;
 use super::{Mmu, SecondStage};
@@ -34,6 +36,14 @@ pub(super) enum NotMade {
     TooLarge,
     /// The frame holds a guest table that the guest may not write.
     Tracked,
+    /// Another thread holds a lock that is needed.
+    Busy,
+}
+
+impl From<Busy> for NotMade {
+    fn from(_: Busy) -> NotMade {
+        NotMade::Busy
+    }
 }
 
 impl From<NoMemory> for NotMade {
@@ -111,22 +121,27 @@ pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u
 }
 
 impl<'v, H: Host> Mmu<'v, H> {
-    /// The page made from `gfn` in `role`, or a new one. The caller holds no lock.
-    pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, OutOfMemory> {
+    /// The page made from `gfn` in `role`, or a new one. The caller holds no lock. A new page may
+    /// evict others, and waits for locks then.
+    pub(super) fn page_for<W: Wait>(&self, gfn: Gfn, role: Role) -> Result<Result<PageRef, OutOfMemory>, W::Busy> {
         // A page for a part of a large page may begin where no memory is. Some memory is in the
         // same block.
-        self.shadow.frames.touch(gfn)?;
-        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(OutOfMemory) };
+        if let Err(error) = self.shadow.frames.touch(gfn) {
+            return Ok(Err(error));
+        }
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Ok(Err(OutOfMemory)) };
         let found = {
-            let _guard = frame.lock.lock(self.host());
+            let _guard = W::lock(&frame.lock, self.host())?;
             self.find_page(frame, role)
         };
-        let reference = match found {
-            Some(reference) => reference,
-            None => self.new_page(frame, gfn, role)?,
+        let page = match found {
+            Some(reference) => Ok(reference),
+            None => self.new_page::<W>(frame, gfn, role)?,
         };
-        self.finish_tracking(reference);
-        Ok(reference)
+        if let Ok(reference) = page {
+            self.finish_tracking(reference);
+        }
+        Ok(page)
     }
 
     /// The page of `frame` in `role`. The caller holds the frame's lock.
@@ -147,18 +162,43 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Makes a page of `gfn`, unless another thread is faster.
-    fn new_page(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<PageRef, OutOfMemory> {
+    fn new_page<W: Wait>(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<Result<PageRef, OutOfMemory>, W::Busy> {
         let pages = &self.shadow.pages;
-        let number = self.claim_record()?;
-        let host = self.host();
-        let placement = self.tree.config.table_placement.node_for(host, None);
+        let number = match self.claim_record() {
+            Ok(number) => number,
+            Err(error) => return Ok(Err(error)),
+        };
+        let placement = self.tree.config.table_placement.node_for(self.host(), None);
         let Some(table) = self.allocate_table(placement) else {
             pages.release(number);
-            return Err(OutOfMemory);
+            return Ok(Err(OutOfMemory));
         };
-        let page = pages.get(number);
-        let generation = page.prepare(gfn, role, table);
+        let new = PageRef { number, generation: pages.get(number).prepare(gfn, role, table) };
         let mut batch = self.batch();
+        let listed = self.list_page::<W>(frame, gfn, role, new, &mut batch);
+        self.flush(&mut batch);
+        if !matches!(listed, Ok(page) if page == new) {
+            // SAFETY: the page was in no list, so nothing points to its page-table page.
+            unsafe { self.free_unused_table(table) }
+            pages.release(number);
+        } else {
+            self.count(Counter::ShadowPagesBuilt);
+        }
+        listed.map(Ok)
+    }
+
+    /// Lets other threads find the page `new` of `frame`, unless there is one in its role: then it
+    /// returns that.
+    fn list_page<W: Wait>(
+        &self,
+        frame: &Frame,
+        gfn: Gfn,
+        role: Role,
+        new: PageRef,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<PageRef, W::Busy> {
+        let pages = &self.shadow.pages;
+        let page = pages.get(new.number);
         let kinds = role.mark_kind().bits();
         if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds != kinds {
             // Before the page can be found and a PTE made of it: see `set_marks`.
@@ -167,55 +207,46 @@ impl<'v, H: Host> Mmu<'v, H> {
         if role.is_of_table() {
             // Before the page is in the list: from then on no leaf PTE of a block around it is
             // made.
-            self.track(gfn, &mut batch);
+            self.track::<W>(gfn, batch)?;
         }
-        let found = {
-            let _guard = frame.lock.lock(host);
-            let found = self.find_page(frame, role);
-            if found.is_none() {
+        let listed = W::lock(&frame.lock, self.host()).map(|_guard| match self.find_page(frame, role) {
+            Some(found) => found,
+            None => {
                 page.next_of_frame.store(frame.pages.load(Ordering::Relaxed), Ordering::Relaxed);
-                frame.pages.store(number, Ordering::Relaxed);
+                frame.pages.store(new.number, Ordering::Relaxed);
                 if role.is_of_table() && role.level() == Level::L4K {
                     page.set_sync_state(SyncState::Unsync);
-                    pages.note_unsync(number);
+                    pages.note_unsync(new.number);
                 } else if role.is_of_table() {
                     // SAFETY: the frame is locked.
-                    unsafe { self.protect_leaves(frame, &mut batch) }
+                    unsafe { self.protect_leaves(frame, batch) }
                 }
                 page.come_alive();
+                new
             }
-            found
-        };
-        self.flush(&mut batch);
-        match found {
-            None => {
-                self.count(Counter::ShadowPagesBuilt);
-                Ok(PageRef { number, generation })
-            }
-            Some(found) => {
-                if role.is_of_table() {
-                    self.untrack(gfn);
-                }
-                // SAFETY: the page was in no list, so nothing points to its page-table page.
-                unsafe { self.free_unused_table(table) }
-                pages.release(number);
-                Ok(found)
-            }
+        });
+        if role.is_of_table() && !matches!(listed, Ok(page) if page == new) {
+            self.untrack(gfn);
         }
+        listed
     }
 
     /// Counts one guest table more in the blocks around `gfn`, and drops the leaf PTEs of these
     /// blocks.
-    fn track(&self, gfn: Gfn, batch: &mut TlbBatch<'v, H, Npt>) {
+    fn track<W: Wait>(&self, gfn: Gfn, batch: &mut TlbBatch<'v, H, Npt>) -> Result<(), W::Busy> {
         for level in [Level::L2M, Level::L1G] {
-            if let Some(block) = self.shadow.frames.get(gfn, level) {
-                {
-                    let _guard = block.lock.lock(self.host());
-                    block.nr_tables().fetch_add(1, Ordering::Relaxed);
-                }
-                self.drop_leaves(gfn.align_down(level), level, batch);
+            let Some(block) = self.shadow.frames.get(gfn, level) else { continue };
+            let locked = W::lock(&block.lock, self.host()).map(|_guard| {
+                block.nr_tables().fetch_add(1, Ordering::Relaxed);
+                // SAFETY: the block is locked.
+                unsafe { self.drop_leaves(block, batch) }
+            });
+            if locked.is_err() {
+                self.untrack_below(gfn, level);
             }
+            locked?;
         }
+        Ok(())
     }
 
     /// Takes W from all leaf PTEs of the frame.
@@ -225,9 +256,10 @@ impl<'v, H: Host> Mmu<'v, H> {
     pub(super) unsafe fn protect_leaves(&self, frame: &Frame, batch: &mut TlbBatch<'v, H, Npt>) {
         let mut next = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed));
         while let Some(place) = next {
-            next = self.shadow.pages.behind(place);
+            // SAFETY: the PTE is in the list of the frame, which the caller has locked.
+            next = unsafe { self.shadow.pages.behind(place) };
             let page = self.shadow.pages.get(place.page);
-            // SAFETY: the PTE leads to the frame, which the caller has locked.
+            // SAFETY: as above.
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             if value & READ_WRITE != 0 {
@@ -292,7 +324,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     fn is_as_seen(&self, page: PageNumber, index: usize, seen: SeenPte) -> Result<(), NotMade> {
         let Some(seen) = seen else { return Ok(()) };
         let (gpa, size_bytes) = self.shadow.pages.get(page).guest_entry(index);
-        match self.read_guest_for_entry(gpa, size_bytes)? {
+        match self.read_guest_for_entry(gpa, size_bytes)?? {
             Some(pte) if pte == seen => Ok(()),
             Some(_) => Err(NotMade::Changed),
             None => Err(NotMade::BeingWritten),
@@ -300,7 +332,8 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Makes PTE `index` of `above` a link to `below`, made from the guest's PTE `seen`. It is no
-    /// error if another walk has made the same link meanwhile.
+    /// error if another walk has made the same link meanwhile. If it ends before the link is
+    /// written, the parent may stay registered, and the next walk goes on from there.
     pub(super) fn link(
         &self,
         mode: GuestMode,
@@ -314,33 +347,39 @@ impl<'v, H: Host> Mmu<'v, H> {
         let page = pages.get(above.number);
         let child = pages.get(below.number);
         let place = PtePlace { page: above.number, index };
-        let _page_guard = page.lock.lock(self.host());
+        let _page_guard = Briefly::lock(&page.lock, self.host())?;
         if !page.is_alive(above.generation) {
             return Err(NotMade::Changed);
         }
+        // SAFETY: the page is locked, and was found alive under the lock.
+        let ptes = unsafe { page.ptes() };
         self.is_as_seen(above.number, index, seen)?;
         let gfn = child.gfn();
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(NotMade::Changed) };
-        if page.target(index) != Target::Link(below) {
-            self.drop_entry(place, batch);
-            let _guard = frame.lock.lock(self.host());
+        let leads_there = || matches!(ptes.target(index), Target::Link(to) | Target::Linking(to) if to == below);
+        if !leads_there() {
+            // SAFETY: as above.
+            unsafe { self.drop_entry::<Briefly>(place, batch)? }
+            let _guard = Briefly::lock(&frame.lock, self.host())?;
             if !child.is_alive(below.generation) || child.gfn() != gfn {
                 return Err(NotMade::Changed);
             }
-            page.set_target(index, Target::Link(below));
-            pages.push(&child.parents, place);
+            ptes.set_target(index, Target::Linking(below));
+            // SAFETY: both are locked, the page above and the frame.
+            unsafe { pages.push(&child.parents, place) }
         }
         // From here on a vCPU that flushes finds this parent. What it flushed before is compared
         // now.
-        self.sync_below(mode, below, batch);
-        let _guard = frame.lock.lock(self.host());
-        if page.target(index) != Target::Link(below) {
+        self.sync_below(mode, below, batch)?;
+        let _guard = Briefly::lock(&frame.lock, self.host())?;
+        if !leads_there() {
             // The page below was removed.
             return Err(NotMade::Changed);
         }
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
         cell.store(Npt::table(child.table()).0, Ordering::Release);
+        ptes.set_target(index, Target::Link(below));
         Ok(())
     }
 
@@ -358,18 +397,21 @@ impl<'v, H: Host> Mmu<'v, H> {
         let page = pages.get(reference.number);
         let place = PtePlace { page: reference.number, index };
         let ShadowLeaf { gfn, rights, is_dirty } = leaf;
-        let _page_guard = page.lock.lock(self.host());
+        let _page_guard = Briefly::lock(&page.lock, self.host())?;
         if !page.is_alive(reference.generation) {
             return Err(NotMade::Changed);
         }
+        // SAFETY: the page is locked, and was found alive under the lock.
+        let ptes = unsafe { page.ptes() };
         let role = page.role();
         let level = role.level();
         self.is_as_seen(reference.number, index, seen)?;
-        if !matches!(page.target(index), Target::Leaf(found) if found == gfn) {
-            self.drop_entry(place, batch);
+        if !matches!(ptes.target(index), Target::Leaf(found) if found == gfn) {
+            // SAFETY: as above.
+            unsafe { self.drop_entry::<Briefly>(place, batch)? }
         }
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return Err(NotMade::Changed) };
-        let (_guard, second) = self.lock_frame(frame, gfn);
+        let (_guard, second) = self.lock_frame::<Briefly>(frame, gfn)?;
         let second = second.ok_or(NotMade::NotMapped)?;
         if second.level < level || (level > Level::L4K && frame.nr_tables().load(Ordering::Relaxed) != 0) {
             return Err(NotMade::TooLarge);
@@ -387,10 +429,11 @@ impl<'v, H: Host> Mmu<'v, H> {
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
         let old = cell.load(Ordering::Relaxed);
-        match page.target(index) {
+        match ptes.target(index) {
             Target::None => {
-                page.set_target(index, Target::Leaf(gfn));
-                pages.push(&frame.leaves, place);
+                ptes.set_target(index, Target::Leaf(gfn));
+                // SAFETY: both are locked, the page and the frame.
+                unsafe { pages.push(&frame.leaves, place) }
                 self.count(Counter::ShadowLeavesMade);
             }
             _ if old & !new & (READ_WRITE | USER) != 0

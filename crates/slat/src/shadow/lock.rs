@@ -4,23 +4,36 @@
 //! # Guarantees
 //! A lock excludes all other holders. A thread that takes it reads what earlier holders stored.
 //!
-//! Here, and at the optional lock of a VM (feature `baselines`), and nowhere else in the
-//! engine, a vCPU can wait for a thread that was preempted. It yields its CPU meanwhile.
+//! Here, and at the optional lock of a VM (feature `baselines`), and nowhere else in the engine, a
+//! thread can wait for one that was preempted. It yields its CPU meanwhile. A page fault does not:
+//! it looks for a few turns ([`Briefly`]), and then resumes the guest, which faults again.
 //!
 //! # Use
 //! There is one lock for each guest frame in use and one for each shadow page, so that vCPUs meet
 //! only where they work on the same page. (A frame has lists, which several threads link and
 //! unlink.)
 //!
-//! Most are held for a few dozen instructions. Longer are held
-//! - the lock of a page, while up to 32 of its PTEs are compared with the guest's,
-//! - the lock of a page, while its PTEs are zapped, up to all of them,
+//! These wait until a lock is free ([`UntilFree`]), because what they were called for must be done
+//! when they return:
+//! - the guest's flushes, and building a root: the locks of pages below the root, of the guest
+//!   frames that these were made from, and of frames whose leaf PTEs go;
+//! - an emulated write: those of what was made of the table;
+//! - the check of PDPTEs: that of their frame;
+//! - the flush of a change of the second stage, and a harvest: those of its guest frames;
+//! - an eviction, which a fault begins where all records of pages are in use;
+//! - marks of a vCPU in another paging mode than that of a page of the same guest table.
+//!
+//! Most locks are held for a part of one page fault. A waiter of a holder that runs waits less than
+//! that. Longer are held
+//! - the lock of a page, while up to 32 of its PTEs are compared with the guest's, or are zapped,
 //! - the lock of an upper page, while a page is linked below it, until all that is unsync below has
 //!   been compared,
 //! - the lock of a frame, while all leaf PTEs that map it are zapped or write-protected.
 //!
 //! An emulated write spans a flush, and holds no lock meanwhile. A fault that would make a PTE from
 //! the table then makes none and resumes the guest. It does not wait for the flush.
+
+use core::convert::Infallible;
 
 use crate::host::Host;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, spin_loop};
@@ -32,8 +45,78 @@ const HELD: u32 = 1;
 /// Turns of a waiter's loop before it yields its CPU.
 const SPINS_BEFORE_YIELD: u32 = 128;
 
+/// Turns of the loop of a thread that does not wait for longer: less time than a page fault of the
+/// guest takes with its exit.
+const SPINS_BRIEFLY: u32 = 16;
+
 #[derive(Debug)]
 pub(super) struct WordLock(AtomicU32);
+
+/// A lock was held, and the thread has something better to do than to wait.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Busy;
+
+/// How a thread takes a lock that another thread may hold.
+pub(super) trait Wait {
+    /// What it may get instead of the lock.
+    type Busy;
+
+    fn lock<'l, H: Host>(lock: &'l WordLock, host: &H) -> Result<WordGuard<'l>, Self::Busy>;
+
+    /// As [`WordLock::lock_while`].
+    fn lock_while<'l, H: Host>(
+        lock: &'l WordLock,
+        host: &H,
+        is_wanted: impl Fn() -> bool,
+    ) -> Result<Option<WordGuard<'l>>, Self::Busy>;
+}
+
+/// Waits until the lock is free, and yields the CPU meanwhile.
+pub(super) enum UntilFree {}
+
+/// Waits for [`SPINS_BRIEFLY`] turns of a loop, if the lock is held: long enough for most holders
+/// that run. It never yields.
+pub(super) enum Briefly {}
+
+impl Wait for UntilFree {
+    type Busy = Infallible;
+
+    #[inline]
+    fn lock<'l, H: Host>(lock: &'l WordLock, host: &H) -> Result<WordGuard<'l>, Infallible> {
+        Ok(lock.lock(host))
+    }
+
+    #[inline]
+    fn lock_while<'l, H: Host>(
+        lock: &'l WordLock,
+        host: &H,
+        is_wanted: impl Fn() -> bool,
+    ) -> Result<Option<WordGuard<'l>>, Infallible> {
+        Ok(lock.lock_while(host, is_wanted))
+    }
+}
+
+impl Wait for Briefly {
+    type Busy = Busy;
+
+    #[inline]
+    fn lock<'l, H: Host>(lock: &'l WordLock, _: &H) -> Result<WordGuard<'l>, Busy> {
+        lock.try_lock().or_else(|| lock.spin()).ok_or(Busy)
+    }
+
+    #[inline]
+    fn lock_while<'l, H: Host>(
+        lock: &'l WordLock,
+        host: &H,
+        is_wanted: impl Fn() -> bool,
+    ) -> Result<Option<WordGuard<'l>>, Busy> {
+        if !is_wanted() {
+            return Ok(None);
+        }
+        let guard = Self::lock(lock, host)?;
+        Ok(is_wanted().then_some(guard))
+    }
+}
 
 #[must_use]
 pub(super) struct WordGuard<'l>(&'l WordLock);
@@ -77,6 +160,14 @@ impl WordLock {
             relax(host, &mut nr_turns);
         }
         None
+    }
+
+    #[cold]
+    fn spin(&self) -> Option<WordGuard<'_>> {
+        (0..SPINS_BRIEFLY).find_map(|_| {
+            spin_loop();
+            self.try_if_free()
+        })
     }
 
     #[cold]

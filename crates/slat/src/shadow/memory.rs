@@ -8,6 +8,7 @@
 #![expect(unsafe_code, reason = "reads and writes the guest's page tables, and the hardware's, through raw pointers")]
 
 use super::guest::{Decoded, GuestMode};
+use super::lock::{Briefly, Busy, UntilFree, Wait};
 use super::page::{NR_ENTRIES, ShadowPage};
 use super::rmap::Frame;
 use super::{Mmu, SecondStage};
@@ -86,23 +87,24 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// Calls `f` with the pointer to guest address `gpa`, under the lock of its frame, which has a
     /// record.
-    fn with_guest_memory<T>(
+    fn with_guest_memory<W: Wait, T>(
         &self,
         gpa: Gpa,
         f: impl FnOnce(*mut u8, SecondStage, &Frame) -> Result<T, NoMemory>,
-    ) -> Result<T, NoMemory> {
+    ) -> Result<Result<T, NoMemory>, W::Busy> {
         let gfn = gpa.gfn();
-        let frame = self.shadow.frames.get(gfn, Level::L4K).ok_or(NoMemory::NotMapped)?;
-        let (_guard, second) = self.lock_frame(frame, gfn);
-        let second = second.ok_or(NoMemory::NotMapped)?;
-        let page = self.host().guest_memory_ptr(second.pfn).ok_or(NoMemory::NoPointer)?;
-        f(page.wrapping_add((gpa.0 % PAGE_SIZE) as usize), second, frame)
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Ok(Err(NoMemory::NotMapped)) };
+        let (_guard, second) = self.lock_frame::<W>(frame, gfn)?;
+        Ok(second.ok_or(NoMemory::NotMapped).and_then(|second| {
+            let page = self.host().guest_memory_ptr(second.pfn).ok_or(NoMemory::NoPointer)?;
+            f(page.wrapping_add((gpa.0 % PAGE_SIZE) as usize), second, frame)
+        }))
     }
 
     /// The guest's PTE of `size_bytes` at `gpa`.
-    pub(super) fn read_guest(&self, gpa: Gpa, size_bytes: u64) -> Result<u64, NoMemory> {
+    pub(super) fn read_guest<W: Wait>(&self, gpa: Gpa, size_bytes: u64) -> Result<Result<u64, NoMemory>, W::Busy> {
         debug_assert!(gpa.0 % size_bytes == 0);
-        self.with_guest_memory(gpa, |pointer, _, _| {
+        self.with_guest_memory::<W, _>(gpa, |pointer, _, _| {
             // SAFETY: the frame's memory stays (see the module), and the PTE is aligned inside of
             // it.
             Ok(unsafe { load(pointer, size_bytes) })
@@ -111,8 +113,12 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// As [`read_guest`](Self::read_guest), for a shadow PTE that is made of it. `None` while an
     /// emulated write to the table is under way: then nothing may be made of its PTEs.
-    pub(super) fn read_guest_for_entry(&self, gpa: Gpa, size_bytes: u64) -> Result<Option<u64>, NoMemory> {
-        self.with_guest_memory(gpa, |pointer, _, frame| {
+    pub(super) fn read_guest_for_entry(
+        &self,
+        gpa: Gpa,
+        size_bytes: u64,
+    ) -> Result<Result<Option<u64>, NoMemory>, Busy> {
+        self.with_guest_memory::<Briefly, _>(gpa, |pointer, _, frame| {
             if frame.nr_writers().load(Ordering::Relaxed) != 0 {
                 return Ok(None);
             }
@@ -122,9 +128,14 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Reads the guest's PTEs of `size_bytes` from `gpa` on into `entries`, none beyond the page.
-    pub(super) fn read_guest_entries(&self, gpa: Gpa, size_bytes: u64, entries: &mut [u64]) -> Result<(), NoMemory> {
+    pub(super) fn read_guest_entries<W: Wait>(
+        &self,
+        gpa: Gpa,
+        size_bytes: u64,
+        entries: &mut [u64],
+    ) -> Result<Result<(), NoMemory>, W::Busy> {
         debug_assert!(gpa.0 % PAGE_SIZE + size_bytes * entries.len() as u64 <= PAGE_SIZE);
-        self.with_guest_memory(gpa, |pointer, _, _| {
+        self.with_guest_memory::<W, _>(gpa, |pointer, _, _| {
             for (index, pte) in entries.iter_mut().enumerate() {
                 // SAFETY: as in `read_guest`.
                 *pte = unsafe { load(pointer.wrapping_add(index * size_bytes as usize), size_bytes) };
@@ -140,7 +151,8 @@ impl<'v, H: Host> Mmu<'v, H> {
             return Ok(None);
         }
         let mut entries = [0; 4];
-        match self.read_guest_entries(gpa, mode.entry_bytes(), &mut entries) {
+        let Ok(read) = self.read_guest_entries::<UntilFree>(gpa, mode.entry_bytes(), &mut entries);
+        match read {
             Ok(()) => Ok(Some(entries.iter().any(|&pte| mode.decode(pte, Level::L1G) == Decoded::Reserved))),
             Err(NoMemory::NotMapped) => Ok(None),
             Err(NoMemory::NoPointer) => Err(FaultError::NoGuestMemory { gpa }),
@@ -148,8 +160,14 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Sets `bits` in the guest's PTE of `size_bytes` at `gpa`, if it is still `old`.
-    pub(super) fn mark_guest(&self, gpa: Gpa, size_bytes: u64, old: u64, bits: u64) -> Result<Exchanged, NoMemory> {
-        self.with_guest_memory(gpa, |pointer, second, _| {
+    pub(super) fn mark_guest(
+        &self,
+        gpa: Gpa,
+        size_bytes: u64,
+        old: u64,
+        bits: u64,
+    ) -> Result<Result<Exchanged, NoMemory>, Busy> {
+        self.with_guest_memory::<Briefly, _>(gpa, |pointer, second, _| {
             if !second.is_writable {
                 return Err(NoMemory::NotMapped);
             }
@@ -171,7 +189,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// once, others byte by byte, as the architecture allows. If it writes, it ends the emulated
     /// write that the caller has [begun](super::rmap::Frame::nr_writers).
     pub(super) fn write_guest(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), NoMemory> {
-        self.with_guest_memory(gpa, |pointer, second, frame| {
+        let Ok(written) = self.with_guest_memory::<UntilFree, _>(gpa, |pointer, second, frame| {
             if !second.is_writable {
                 return Err(NoMemory::NotMapped);
             }
@@ -198,7 +216,8 @@ impl<'v, H: Host> Mmu<'v, H> {
                 }
             }
             Ok(())
-        })
+        });
+        written
     }
 
     /// The record of `gfn`. If there is none yet, it is made if the second stage has a leaf PTE for

@@ -12,7 +12,8 @@
 //!   invalidation.
 //! - The root that [`Vcpu::entry`](crate::Vcpu::entry) returned is not freed while the CPU is in
 //!   the guest. Only this vCPU's own calls, and its drop, end its use.
-//! - A fault does not wait for the flush of an emulated write.
+//! - A fault waits neither for the flush of an emulated write nor for a thread that holds a lock:
+//!   the guest comes back. (It does wait where it evicts pages or builds a root.)
 //!
 //! # Use
 //! 1. Implement [`Host::guest_memory_ptr`]: the engine reads and writes the guest's page tables by
@@ -70,6 +71,7 @@ mod install;
 mod lock;
 mod memory;
 mod page;
+mod pte_records;
 mod rmap;
 mod role;
 pub(crate) mod roots;
@@ -101,7 +103,7 @@ use crate::table::pte::State;
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 use crate::table::vm_lock::HeldLock;
-use lock::WordGuard;
+use lock::{Wait, WordGuard};
 use page::Pages;
 use rmap::{Frame, Frames};
 use roots::Roots;
@@ -132,7 +134,9 @@ use roots::Roots;
 /// # Implementation
 /// **Locks** (`lock`). Each guest frame and each shadow page has one; `page` says what each guards.
 /// A thread takes the locks of pages by falling level, then that of one frame. It holds none across
-/// a flush, an allocation or a resolve, and has no guard open where it waits for one.
+/// a flush, an allocation or a resolve, and has no guard open where it waits for one. A fault that
+/// finds one held for long gives up, and the guest comes back. It may leave a link that is
+/// registered and not written: the next fault goes on from there.
 ///
 /// **Leaf PTEs.** A fault makes a leaf PTE under the locks of its page and of the frame that it
 /// maps. Under them it reads the second stage once more, and installs what it finds then. A thread
@@ -230,6 +234,10 @@ unsafe impl<H: Host> DerivedTables<H, Npt> for Shadow {
         }
     }
 
+    fn reclaim(&self, tree: &Tree<H, Npt>) {
+        self.pages.free_unused(&tree.epochs, || tree.host.barrier_on_all_cpus());
+    }
+
     fn add_stats(&self, stats: &mut Stats) {
         stats.shadow_pages += self.pages.nr_in_use();
         stats.shadow_pages_peak += self.pages.peak();
@@ -314,17 +322,21 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// Takes the lock of `frame`, which is that of `gfn`, and returns it with what the second stage
     /// has for `gfn`.
     #[inline]
-    fn lock_frame<'f>(&self, frame: &'f Frame, gfn: Gfn) -> (WordGuard<'f>, Option<SecondStage>) {
+    fn lock_frame<'f, W: Wait>(
+        &self,
+        frame: &'f Frame,
+        gfn: Gfn,
+    ) -> Result<(WordGuard<'f>, Option<SecondStage>), W::Busy> {
         // One fence for the guard and the lock. A thread that has to wait opens no guard meanwhile.
         // SAFETY: `try_lock` ends with a read-modify-write if it returns the lock.
         let pinned = unsafe { self.tree.epochs.pin_by_rmw(self.participant, || frame.lock.try_lock()) };
-        match pinned {
+        Ok(match pinned {
             Some((guard, held)) => (held, self.second_stage_in(&guard, gfn)),
             None => {
-                let held = frame.lock.lock(self.host());
+                let held = W::lock(&frame.lock, self.host())?;
                 (held, self.second_stage(gfn))
             }
-        }
+        })
     }
 
     /// Never inlined: it would be in two places on the stack of a page fault.

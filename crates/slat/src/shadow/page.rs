@@ -4,7 +4,8 @@
 //! # Guarantees
 //! The record of a shadow page is freed only with the VM; each use of it is another *generation*. A
 //! [`PageRef`] that was kept too long finds another generation, never other memory. The hardware
-//! page-table pages are allocated and freed.
+//! page-table pages are allocated and freed. So are the records of the PTEs (`pte_records`), which
+//! are nearly all of a page's record: [`Pages::free_unused`].
 //!
 //! # Use: which lock guards what
 //! - A thread makes a PTE under two locks: the page's, and that of the frame that the PTE leads to.
@@ -20,95 +21,19 @@
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use core::ptr;
+use core::ptr::{self, NonNull};
 
 use crossbeam_utils::CachePadded;
 
 use super::lock::WordLock;
+pub(super) use super::pte_records::{NR_ENTRIES, PageNumber, PageRef, PtePlace};
+use super::pte_records::{PteRecords, RetiredRecords, Target};
 use super::role::Role;
 use crate::addr::{Gfn, Gpa, Hpa};
 use crate::boxed::{Zeroed, ZeroedWords, try_zeroed};
 use crate::error::OutOfMemory;
-use crate::format::{Format, Npt};
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
-
-/// PTEs of a shadow page: as in the second stage.
-pub(super) const NR_ENTRIES: usize = Npt::TABLE_ENTRIES;
-const INDEX_BITS: u32 = NR_ENTRIES.trailing_zeros();
-
-/// The number of a shadow page's record, from 1 on; 0 is none.
-pub(super) type PageNumber = u32;
-
-/// A shadow page in one generation.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct PageRef {
-    pub(super) number: PageNumber,
-    pub(super) generation: u32,
-}
-
-/// A PTE of a shadow page. In the lists it is a number, and 0 is none.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct PtePlace {
-    pub(super) page: PageNumber,
-    pub(super) index: usize,
-}
-
-impl PtePlace {
-    #[inline]
-    pub(super) fn number(self) -> u32 {
-        self.page << INDEX_BITS | self.index as u32
-    }
-
-    /// The PTE with this number; `None` for 0.
-    #[inline]
-    pub(super) fn from_number(number: u32) -> Option<PtePlace> {
-        (number != 0).then_some(PtePlace { page: number >> INDEX_BITS, index: number as usize % NR_ENTRIES })
-    }
-}
-
-/// What a PTE leads to. It is stored beside the PTE, and never computed anew: the PTE must leave
-/// the list that it was put into, whatever the page has become.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Target {
-    None,
-    /// A leaf PTE that maps the block that begins with this frame, of the page's level.
-    Leaf(Gfn),
-    /// A link to the page below.
-    Link(PageRef),
-}
-
-const TARGET_LEAF: u64 = 1;
-const TARGET_LINK: u64 = 2;
-const TARGET_KIND: u64 = 3;
-const TARGET_NUMBER_SHIFT: u32 = 2;
-const TARGET_GENERATION_SHIFT: u32 = 32;
-
-impl Target {
-    #[inline]
-    fn word(self) -> u64 {
-        match self {
-            Target::None => 0,
-            Target::Leaf(gfn) => gfn.0 << TARGET_NUMBER_SHIFT | TARGET_LEAF,
-            Target::Link(page) => {
-                u64::from(page.generation) << TARGET_GENERATION_SHIFT
-                    | u64::from(page.number) << TARGET_NUMBER_SHIFT
-                    | TARGET_LINK
-            }
-        }
-    }
-
-    #[inline]
-    fn from_word(word: u64) -> Target {
-        match word & TARGET_KIND {
-            TARGET_LEAF => Target::Leaf(Gfn(word >> TARGET_NUMBER_SHIFT)),
-            TARGET_LINK => Target::Link(PageRef {
-                number: word as u32 >> TARGET_NUMBER_SHIFT,
-                generation: (word >> TARGET_GENERATION_SHIFT) as u32,
-            }),
-            _ => Target::None,
-        }
-    }
-}
+use crate::table::retire::{Epochs, Guard};
 
 /// Whether the PTEs of a page made from a lowest guest table are known to be what the guest's say.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -152,9 +77,8 @@ pub(super) struct ShadowPage {
     pub(super) nr_writes: AtomicU32,
     /// Set when a walk goes through the page, cleared when an eviction passes over it.
     pub(super) is_used: AtomicU32,
-    targets: [AtomicU64; NR_ENTRIES],
-    next: [AtomicU32; NR_ENTRIES],
-    previous: [AtomicU32; NR_ENTRIES],
+    /// Null if the page has none: then its number is not in use.
+    ptes: AtomicPtr<PteRecords>,
 }
 
 // SAFETY: all fields are atomics, for which zero is valid; a lock of zero is free.
@@ -173,9 +97,7 @@ unsafe impl Zeroed for ShadowPage {
             tracked_generation: Zeroed::zeroed(),
             nr_writes: Zeroed::zeroed(),
             is_used: Zeroed::zeroed(),
-            targets: Zeroed::zeroed(),
-            next: Zeroed::zeroed(),
-            previous: Zeroed::zeroed(),
+            ptes: AtomicPtr::new(ptr::null_mut()),
         }
     }
 }
@@ -199,16 +121,35 @@ impl ShadowPage {
         Hpa(self.table.load(Ordering::Relaxed))
     }
 
-    /// What PTE `index` leads to. Without the locks, what it led to at some moment.
+    /// The records of the PTEs.
+    ///
+    /// # Safety
+    /// As long as the caller uses the result, it holds one of two locks. Either that of the page,
+    /// which is alive, or is dead and pinned by the caller; or that of the frame that one of the
+    /// PTEs leads to, and then the PTE leads there.
     #[inline]
-    pub(super) fn target(&self, index: usize) -> Target {
-        // Acquire: a thread that follows the link reads what the page below was made from.
-        Target::from_word(self.targets[index].load(Ordering::Acquire))
+    pub(super) unsafe fn ptes(&self) -> &PteRecords {
+        // SAFETY: the page's number is in use, as the caller promises: `pte_records`. `Pages::claim`
+        // has stored the pointer, which is cleared only when the number is not in use.
+        unsafe { &*self.ptes.load(Ordering::Relaxed) }
     }
 
+    /// What PTE `index` led to at some moment; [`Target::None`] if the page is gone.
     #[inline]
-    pub(super) fn set_target(&self, index: usize, target: Target) {
-        self.targets[index].store(target.word(), Ordering::Release);
+    pub(super) fn target_in(&self, _guard: &Guard<'_>, index: usize) -> Target {
+        // Acquire: reads the records as they were made.
+        // SAFETY: null, or records that are not freed before the guard ends (`pte_records`).
+        let ptes = unsafe { self.ptes.load(Ordering::Acquire).as_ref() };
+        ptes.map_or(Target::None, |ptes| ptes.target(index))
+    }
+
+    /// Loads the list link of PTE `index` into the cache.
+    #[inline]
+    pub(super) fn prefetch_link(&self, _guard: &Guard<'_>, index: usize) {
+        // SAFETY: as in `target_in`.
+        if let Some(ptes) = unsafe { self.ptes.load(Ordering::Acquire).as_ref() } {
+            ptes.neighbours(index).0.load(Ordering::Relaxed);
+        }
     }
 
     /// Whether `generation` is the page's, and the page is alive.
@@ -356,6 +297,7 @@ pub(super) struct Pages {
     pub(super) hand: AtomicU32,
     nr_in_use: AtomicU64,
     peak: AtomicU64,
+    retired: RetiredRecords,
 }
 
 impl Pages {
@@ -372,6 +314,7 @@ impl Pages {
             hand: AtomicU32::new(0),
             nr_in_use: AtomicU64::new(0),
             peak: AtomicU64::new(0),
+            retired: RetiredRecords::new(),
         })
     }
 
@@ -420,14 +363,9 @@ impl Pages {
                 if bits & 1 << bit != 0 {
                     continue;
                 }
-                if self.records[index].load(Ordering::Relaxed).is_null() {
-                    match try_zeroed() {
-                        Ok(page) => self.records[index].store(Box::into_raw(page), Ordering::Release),
-                        Err(error) => {
-                            word.fetch_and(!(1 << bit), Ordering::Release);
-                            return Err(error);
-                        }
-                    }
+                if let Err(error) = self.complete(index) {
+                    word.fetch_and(!(1 << bit), Ordering::Release);
+                    return Err(error);
                 }
                 self.hint.store(place as u32, Ordering::Relaxed);
                 let nr_in_use = self.nr_in_use.fetch_add(1, Ordering::Relaxed) + 1;
@@ -438,11 +376,54 @@ impl Pages {
         Ok(None)
     }
 
+    /// Makes what is missing of record `index`, which is the caller's.
+    fn complete(&self, index: usize) -> Result<(), OutOfMemory> {
+        let mut record = self.records[index].load(Ordering::Relaxed);
+        if record.is_null() {
+            record = Box::into_raw(try_zeroed()?);
+            self.records[index].store(record, Ordering::Release);
+        }
+        // SAFETY: the pointer comes from a box that is freed with `self`.
+        let page: &ShadowPage = unsafe { &*record };
+        if page.ptes.load(Ordering::Relaxed).is_null() {
+            // Release: a guard that reads the pointer reads the records as they were made.
+            page.ptes.store(Box::into_raw(try_zeroed()?), Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Frees the records of PTEs of all numbers that are not in use, and what earlier calls could
+    /// not free yet. What a guard may still read is left for the next call.
+    /// `barrier_on_all_cpus` is the host's.
+    pub(super) fn free_unused(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
+        let unused = (1..=self.max_pages()).filter_map(|number| {
+            let page = self.peek(number)?;
+            let index = number as usize - 1;
+            let (word, bit) = (&self.in_use[index / 64], 1 << (index % 64));
+            // As if for a page, so that no thread makes one of it meanwhile. Acquire: the last
+            // owner's stores come before.
+            let is_mine = word.load(Ordering::Relaxed) & bit == 0 && word.fetch_or(bit, Ordering::Acquire) & bit == 0;
+            if !is_mine {
+                return None;
+            }
+            let ptes = page.ptes.swap(ptr::null_mut(), Ordering::Relaxed);
+            word.fetch_and(!bit, Ordering::Release);
+            NonNull::new(ptes)
+        });
+        // SAFETY: the pointers come from boxes. Only a lock holder, of which a number that is not in
+        // use has none, and guards that began before the pointer was cleared use the records.
+        unsafe { self.retired.retire(unused, epochs, barrier_on_all_cpus) }
+    }
+
     /// Ends the use of a record that no thread can find any more.
     pub(super) fn release(&self, number: PageNumber) {
         let index = number as usize - 1;
         self.in_use[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Release);
         self.nr_in_use.fetch_sub(1, Ordering::Relaxed);
+        // The next page takes a number that has records, rather than one that was never in use.
+        if ((index / 64) as u32) < self.hint.load(Ordering::Relaxed) {
+            self.hint.store((index / 64) as u32, Ordering::Relaxed);
+        }
     }
 
     /// Notes that the page is not synchronized.
@@ -481,51 +462,61 @@ impl Pages {
         None
     }
 
-    fn link_of(&self, pte: PtePlace) -> (&AtomicU32, &AtomicU32) {
-        let page = self.get(pte.page);
-        (&page.next[pte.index], &page.previous[pte.index])
+    /// The numbers of the PTEs after and before `pte` in its list.
+    ///
+    /// # Safety
+    /// As for [`ShadowPage::ptes`].
+    unsafe fn neighbours(&self, pte: PtePlace) -> (&AtomicU32, &AtomicU32) {
+        // SAFETY: as the caller promises.
+        unsafe { self.get(pte.page).ptes() }.neighbours(pte.index)
     }
 
-    /// Puts `pte` into the list at `head`. The caller holds the lock of the list's frame.
-    pub(super) fn push(&self, head: &AtomicU32, pte: PtePlace) {
+    /// Puts `pte` into the list at `head`.
+    ///
+    /// # Safety
+    /// The caller holds the lock of the list's frame. It also holds that of the page of `pte`,
+    /// which is alive.
+    pub(super) unsafe fn push(&self, head: &AtomicU32, pte: PtePlace) {
         let first = head.load(Ordering::Relaxed);
-        let (next, previous) = self.link_of(pte);
+        // SAFETY: its page is locked.
+        let (next, previous) = unsafe { self.neighbours(pte) };
         next.store(first, Ordering::Relaxed);
         previous.store(0, Ordering::Relaxed);
         if let Some(first) = PtePlace::from_number(first) {
-            self.link_of(first).1.store(pte.number(), Ordering::Relaxed);
+            // SAFETY: it is in the list, so it leads to the locked frame.
+            unsafe { self.neighbours(first) }.1.store(pte.number(), Ordering::Relaxed);
         }
         head.store(pte.number(), Ordering::Relaxed);
     }
 
-    /// Takes `pte`, which is in it, out of the list at `head`. The caller holds the lock of the
-    /// list's frame.
-    pub(super) fn remove(&self, head: &AtomicU32, pte: PtePlace) {
-        let (next, previous) = self.link_of(pte);
+    /// Takes `pte` out of the list at `head`.
+    ///
+    /// # Safety
+    /// The caller holds the lock of the list's frame, and `pte` is in the list.
+    pub(super) unsafe fn remove(&self, head: &AtomicU32, pte: PtePlace) {
+        // SAFETY: it is in the list, so it leads to the locked frame. So are and do its neighbours.
+        let neighbours = |pte| unsafe { self.neighbours(pte) };
+        let (next, previous) = neighbours(pte);
         let (next, previous) = (next.load(Ordering::Relaxed), previous.load(Ordering::Relaxed));
         match PtePlace::from_number(previous) {
-            Some(before) => self.link_of(before).0.store(next, Ordering::Relaxed),
+            Some(before) => neighbours(before).0.store(next, Ordering::Relaxed),
             None => {
                 debug_assert!(head.load(Ordering::Relaxed) == pte.number(), "an entry is in no list, or another");
                 head.store(next, Ordering::Relaxed);
             }
         }
         if let Some(behind) = PtePlace::from_number(next) {
-            self.link_of(behind).1.store(previous, Ordering::Relaxed);
+            neighbours(behind).1.store(previous, Ordering::Relaxed);
         }
     }
 
-    /// Loads the list link of the PTE with this number into the cache.
-    #[inline]
-    pub(super) fn prefetch(&self, number: u32) {
-        if let Some(place) = PtePlace::from_number(number) {
-            self.link_of(place).0.load(Ordering::Relaxed);
-        }
-    }
-
-    /// The PTE after `pte` in its list. The caller holds the lock of the list's frame.
-    pub(super) fn behind(&self, pte: PtePlace) -> Option<PtePlace> {
-        PtePlace::from_number(self.link_of(pte).0.load(Ordering::Relaxed))
+    /// The PTE after `pte` in its list.
+    ///
+    /// # Safety
+    /// The caller holds the lock of the list's frame, and `pte` is in the list.
+    pub(super) unsafe fn behind(&self, pte: PtePlace) -> Option<PtePlace> {
+        // SAFETY: it is in the list, so it leads to the locked frame.
+        PtePlace::from_number(unsafe { self.neighbours(pte) }.0.load(Ordering::Relaxed))
     }
 }
 
@@ -535,7 +526,12 @@ impl Drop for Pages {
             let record = record.load(Ordering::Relaxed);
             if !record.is_null() {
                 // SAFETY: the pointer came from a box, and `&mut self` excludes all other users.
-                drop(unsafe { Box::from_raw(record) });
+                let record = unsafe { Box::from_raw(record) };
+                let ptes = record.ptes.load(Ordering::Relaxed);
+                if !ptes.is_null() {
+                    // SAFETY: as above.
+                    drop(unsafe { Box::from_raw(ptes) });
+                }
             }
         }
     }

@@ -40,6 +40,7 @@ use arrayvec::ArrayVec;
 
 use super::Mmu;
 use super::guest::{GeneralProtection, GuestMode, Keep, PagingMode};
+use super::lock::{Briefly, Busy, UntilFree};
 use super::page::PageRef;
 use super::role::{Role, part_for};
 use super::walk::View;
@@ -303,7 +304,8 @@ impl Roots {
     fn sync_addresses<H: Host>(&self, mmu: Mmu<'_, H>, place: usize, page: PageRef) {
         let mut batch = mmu.batch();
         for nth in self.roots[place].position..self.nr_addresses {
-            mmu.sync_address(self.mode, page, self.addresses[nth as usize % NR_ADDRESSES], &mut batch);
+            let gva = self.addresses[nth as usize % NR_ADDRESSES];
+            let Ok(()) = mmu.sync_address::<UntilFree>(self.mode, page, gva, &mut batch);
         }
         mmu.flush(&mut batch);
     }
@@ -369,7 +371,7 @@ impl Roots {
                 continue;
             }
             if let Some(page) = root.page.filter(|_| is_meant) {
-                mmu.sync_address(self.mode, page, gva, &mut batch);
+                let Ok(()) = mmu.sync_address::<UntilFree>(self.mode, page, gva, &mut batch);
             }
             self.roots[place].position = self.nr_addresses;
         }
@@ -385,25 +387,29 @@ impl Roots {
     /// Flushes `gva` in the current PCID, because the guest gets a page fault there (Intel SDM vol.
     /// 3A, 4.10.4.1). The access, done again, must not find what the guest's tables no longer say.
     /// In the ordinary case nothing is stale, and no other built root has the PCID: then this takes
-    /// no lock and flushes nothing.
-    pub(crate) fn page_faulted<H: Host>(&mut self, mmu: Mmu<'_, H>, gva: Gva) {
+    /// no lock and flushes nothing. `Err` if another thread holds a lock: then the access, done
+    /// again, faults again.
+    pub(crate) fn page_faulted<H: Host>(&mut self, mmu: Mmu<'_, H>, gva: Gva) -> Result<(), Busy> {
         let pcid = self.pcid();
         // Roots that the vCPU can switch to without a flush.
         let is_of_pcid = |place: usize, root: &Root| {
             place != self.current && root.page.is_some() && self.mode.pcid(root.cr3) == pcid
         };
         if self.mode.pcide() && self.roots.iter().enumerate().any(|(place, root)| is_of_pcid(place, root)) {
-            return self.invalidate_address(mmu, gva, Some(pcid));
+            self.invalidate_address(mmu, gva, Some(pcid));
+            return Ok(());
         }
         if let Some(page) = self.roots[self.current].page.filter(|&page| mmu.may_be_stale(page, gva)) {
             let mut batch = mmu.batch();
-            mmu.sync_address(self.mode, page, gva, &mut batch);
+            let synced = mmu.sync_address::<Briefly>(self.mode, page, gva, &mut batch);
             mmu.flush(&mut batch);
+            synced?;
         }
         // As for INVLPG.
         if mmu.has_unflushed() {
             self.defer(LocalFlush::All);
         }
+        Ok(())
     }
 
     /// Whether a flush of `pcid`, or of an address of all PCIDs, is deferred until the vCPU
@@ -500,7 +506,8 @@ impl Roots {
         // The guest may load CR3 with anything, and records of frames are kept only for memory.
         let (gfn, role) = if has_table() { (gfn, root.role) } else { (Gfn(0), root.role.empty_root()) };
         let page = loop {
-            let page = mmu.page_for(gfn, role)?;
+            let Ok(page) = mmu.page_for::<UntilFree>(gfn, role);
+            let page = page?;
             if pages.get(page.number).pin(page.generation) {
                 break page;
             }

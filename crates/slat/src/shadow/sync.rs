@@ -5,9 +5,11 @@
 
 use super::Mmu;
 use super::install;
-use super::page::{NR_ENTRIES, PageRef, PtePlace, ShadowPage, SyncState, Target};
+use super::lock::{Briefly, Busy, UntilFree, Wait};
+use super::page::{NR_ENTRIES, PageRef, PtePlace, ShadowPage, SyncState};
+use super::pte_records::Target;
 use super::rmap::Frame;
-use crate::addr::{Gva, Level, PAGE_SHIFT};
+use crate::addr::{Gfn, Gva, Level, PAGE_SHIFT};
 use crate::format::Npt;
 use crate::format::x86::{PRESENT, READ_WRITE};
 use crate::host::Host;
@@ -70,7 +72,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             // after it, when the guest cannot write unseen any more. The second comparison seldom
             // finds anything.
             for &syncing in &turn[..len] {
-                let nr_compared = self.compare_page(mode, syncing.page, &mut batch);
+                let Ok(nr_compared) = self.compare_page::<UntilFree>(mode, syncing.page, &mut batch);
                 self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
             // Flushes even if no W was taken here: the thread that took it may not have flushed
@@ -78,7 +80,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             self.add(&mut batch);
             self.flush(&mut batch);
             for &syncing in &turn[..len] {
-                self.compare_page(mode, syncing.page, &mut batch);
+                let Ok(_) = self.compare_page::<UntilFree>(mode, syncing.page, &mut batch);
                 self.end_sync(syncing);
             }
             self.participant.stats.add(Counter::ShadowSyncs, len as u64);
@@ -90,10 +92,8 @@ impl<'v, H: Host> Mmu<'v, H> {
     fn begin_sync(&self, number: u32, root: PageRef, batch: &mut TlbBatch<'v, H, Npt>) -> Option<Syncing> {
         let page = self.shadow.pages.get(number);
         let reference = PageRef { number, generation: page.generation()? };
-        if !self.is_below(reference, root) {
-            return None;
-        }
-        self.with_frame_of(reference, |frame, page| {
+        let Ok(true) = self.is_below::<UntilFree>(reference, root) else { return None };
+        let Ok(syncing) = self.with_frame_of::<UntilFree, _>(reference, |frame, page| {
             let (state, sequence) = page.sync_state();
             if state == SyncState::Synced {
                 return None;
@@ -102,13 +102,13 @@ impl<'v, H: Host> Mmu<'v, H> {
             // SAFETY: the frame is locked.
             unsafe { self.protect_leaves(frame, batch) }
             Some(Syncing { page: reference, sequence })
-        })
-        .flatten()
+        });
+        syncing.flatten()
     }
 
     /// Makes the page synced, if the guest has not written its table since [`Mmu::begin_sync`].
     fn end_sync(&self, syncing: Syncing) {
-        self.with_frame_of(syncing.page, |_, page| {
+        let Ok(_) = self.with_frame_of::<UntilFree, _>(syncing.page, |_, page| {
             if page.sync_state() == (SyncState::Syncing, syncing.sequence) {
                 page.set_sync_state(SyncState::Synced);
                 self.shadow.pages.note_synced(syncing.page.number);
@@ -117,31 +117,36 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Calls `f` under the lock of the frame that the page is made from, if the page is alive.
-    fn with_frame_of<T>(&self, reference: PageRef, f: impl FnOnce(&Frame, &ShadowPage) -> T) -> Option<T> {
+    fn with_frame_of<W: Wait, T>(
+        &self,
+        reference: PageRef,
+        f: impl FnOnce(&Frame, &ShadowPage) -> T,
+    ) -> Result<Option<T>, W::Busy> {
         let page = self.shadow.pages.get(reference.number);
         let gfn = page.gfn();
-        let frame = self.shadow.frames.get(gfn, Level::L4K)?;
-        let _guard = frame.lock.lock(self.host());
-        (page.is_alive(reference.generation) && page.gfn() == gfn).then(|| f(frame, page))
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Ok(None) };
+        let _guard = W::lock(&frame.lock, self.host())?;
+        Ok((page.is_alive(reference.generation) && page.gfn() == gfn).then(|| f(frame, page)))
     }
 
     /// Whether `page` is reached from `above`. May return `true` where it is not.
-    fn is_below(&self, page: PageRef, above: PageRef) -> bool {
+    fn is_below<W: Wait>(&self, page: PageRef, above: PageRef) -> Result<bool, W::Busy> {
         if page == above {
-            return true;
+            return Ok(true);
         }
         let (role, role_above) =
             (self.shadow.pages.get(page.number).role(), self.shadow.pages.get(above.number).role());
         if role.level() >= role_above.level() || !role.is_of_guest_of(role_above) {
-            return false;
+            return Ok(false);
         }
         let mut parents = [PageRef { number: 0, generation: 0 }; MAX_PARENTS];
         let mut len = 0;
-        let found = self.with_frame_of(page, |_, page| {
+        let found = self.with_frame_of::<W, _>(page, |_, page| {
             let pages = &self.shadow.pages;
             let mut next = PtePlace::from_number(page.parents.load(Ordering::Relaxed));
             while let Some(place) = next {
-                next = pages.behind(place);
+                // SAFETY: the PTE is in a list of the frame, which is locked.
+                next = unsafe { pages.behind(place) };
                 // Dead pages have no PTEs to keep.
                 let Some(generation) = pages.get(place.page).generation() else { continue };
                 let parent = PageRef { number: place.page, generation };
@@ -155,34 +160,47 @@ impl<'v, H: Host> Mmu<'v, H> {
                 len += 1;
             }
             true
-        });
+        })?;
         match found {
-            None => false,
-            Some(false) => true,
-            Some(true) => parents[..len].iter().any(|&parent| self.is_below(parent, above)),
+            None => Ok(false),
+            Some(false) => Ok(true),
+            Some(true) => {
+                for &parent in &parents[..len] {
+                    if self.is_below::<W>(parent, above)? {
+                        return Ok(true);
+                    }
+                }
+                Ok(false)
+            }
         }
     }
 
     /// Compares what is unsync in `below`, or below it, with the guest's tables. The caller holds
     /// the lock of a page above.
-    pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, batch: &mut TlbBatch<'v, H, Npt>) {
+    pub(super) fn sync_below(
+        &self,
+        mode: GuestMode,
+        below: PageRef,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<(), Busy> {
         if self.shadow.pages.get(below.number).role().level() == Level::L4K {
             if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
-                let nr_compared = self.compare_page(mode, below, batch);
+                let nr_compared = self.compare_page::<Briefly>(mode, below, batch)?;
                 self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
-            return;
+            return Ok(());
         }
         let mut from = 1;
         while let Some(number) = self.shadow.pages.next_unsync(from) {
             from = number + 1;
             let Some(generation) = self.shadow.pages.get(number).generation() else { continue };
             let page = PageRef { number, generation };
-            if self.is_below(page, below) {
-                let nr_compared = self.compare_page(mode, page, batch);
+            if self.is_below::<Briefly>(page, below)? {
+                let nr_compared = self.compare_page::<Briefly>(mode, page, batch)?;
                 self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
         }
+        Ok(())
     }
 
     /// Compares the PTEs of a page of the lowest level with the guest's, and zaps or write-protects
@@ -193,16 +211,22 @@ impl<'v, H: Host> Mmu<'v, H> {
     ///
     /// Never inlined: the guest PTEs that it reads at a time lie on the stack.
     #[inline(never)]
-    fn compare_page(&self, mode: GuestMode, reference: PageRef, batch: &mut TlbBatch<'v, H, Npt>) -> u64 {
+    fn compare_page<W: Wait>(
+        &self,
+        mode: GuestMode,
+        reference: PageRef,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<u64, W::Busy> {
         let page = self.shadow.pages.get(reference.number);
         let (mut nr_compared, mut first) = (0, 0);
         while first < NR_ENTRIES {
             // Only in this generation is the page of the lowest level, so that its lock may be
             // waited for.
-            let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
-                return nr_compared;
-            };
-            let has_none = |first: usize| (first..first + ENTRIES_PER_READ).all(|at| page.target(at) == Target::None);
+            let is_alive = || page.is_alive(reference.generation);
+            let Some(_guard) = W::lock_while(&page.lock, self.host(), is_alive)? else { return Ok(nr_compared) };
+            // SAFETY: the page is locked, and was found alive under the lock.
+            let ptes = unsafe { page.ptes() };
+            let has_none = |first: usize| (first..first + ENTRIES_PER_READ).all(|at| ptes.target(at) == Target::None);
             while first < NR_ENTRIES && has_none(first) {
                 first += ENTRIES_PER_READ;
             }
@@ -212,19 +236,19 @@ impl<'v, H: Host> Mmu<'v, H> {
             let mut entries = [0; ENTRIES_PER_READ];
             let (gpa, size_bytes) = page.guest_entry(first);
             // A guest PTE that cannot be read counts as not present.
-            if self.read_guest_entries(gpa, size_bytes, &mut entries).is_err() {
+            if self.read_guest_entries::<W>(gpa, size_bytes, &mut entries)?.is_err() {
                 entries.fill(0);
             }
             for (index, pte) in (first..).zip(entries) {
-                if page.target(index) != Target::None {
-                    // SAFETY: the page is locked, and was found alive under the lock.
-                    unsafe { self.compare_entry(mode, reference.number, index, pte, batch) }
+                if ptes.target(index) != Target::None {
+                    // SAFETY: as above.
+                    unsafe { self.compare_entry::<W>(mode, reference.number, index, pte, batch)? }
                     nr_compared += 1;
                 }
             }
             first += ENTRIES_PER_READ;
         }
-        nr_compared
+        Ok(nr_compared)
     }
 
     /// Compares one PTE of a page of the lowest level with the guest's, `pte`.
@@ -235,53 +259,66 @@ impl<'v, H: Host> Mmu<'v, H> {
     ///
     /// # Safety
     /// The caller holds the lock of the page, which is alive.
-    unsafe fn compare_entry(
+    unsafe fn compare_entry<W: Wait>(
         &self,
         mode: GuestMode,
         number: u32,
         index: usize,
         pte: u64,
         batch: &mut TlbBatch<'v, H, Npt>,
-    ) {
+    ) -> Result<(), W::Busy> {
         let page = self.shadow.pages.get(number);
-        let Target::Leaf(gfn) = page.target(index) else { return };
-        let role = page.role();
         // SAFETY: as the caller promises.
+        let Target::Leaf(gfn) = unsafe { page.ptes() }.target(index) else { return Ok(()) };
+        let role = page.role();
+        // SAFETY: as above.
         let value = unsafe { self.cell(page, index) }.load(Ordering::Relaxed);
         if value & PRESENT == 0 {
-            return;
+            return Ok(());
         }
         let place = PtePlace { page: number, index };
         let leaf = match mode.decode(pte, Level::L4K) {
             Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => leaf,
             _ => {
                 self.count(Counter::EntriesSynced);
-                return self.drop_entry(place, batch);
+                // SAFETY: as above.
+                return unsafe { self.drop_entry::<W>(place, batch) };
             }
         };
         let is_within = |value| install::leaf_is_within(role, role.rights().and(leaf.rights), leaf.is_dirty, value);
         if is_within(value) {
-            return;
+            return Ok(());
         }
         self.count(Counter::EntriesSynced);
         if is_within(value & !READ_WRITE) {
-            self.write_protect_leaf(place, gfn, batch);
+            // SAFETY: as above.
+            unsafe { self.write_protect_leaf::<W>(place, gfn, batch) }
         } else {
-            self.drop_entry(place, batch);
+            // SAFETY: as above.
+            unsafe { self.drop_entry::<W>(place, batch) }
         }
     }
 
-    /// Takes W from the leaf PTE at `place`, if it still maps `gfn`. The caller holds the lock of
-    /// its page.
-    fn write_protect_leaf(&self, place: PtePlace, gfn: crate::addr::Gfn, batch: &mut TlbBatch<'v, H, Npt>) {
+    /// Takes W from the leaf PTE at `place`, if it still maps `gfn`.
+    ///
+    /// # Safety
+    /// The caller holds the lock of its page, which is alive.
+    unsafe fn write_protect_leaf<W: Wait>(
+        &self,
+        place: PtePlace,
+        gfn: Gfn,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<(), W::Busy> {
         let page = self.shadow.pages.get(place.page);
-        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return };
-        let _guard = frame.lock.lock(self.host());
-        if page.target(place.index) == Target::Leaf(gfn) {
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Ok(()) };
+        let _guard = W::lock(&frame.lock, self.host())?;
+        // SAFETY: as the caller promises.
+        if unsafe { page.ptes() }.target(place.index) == Target::Leaf(gfn) {
             self.add(batch);
             // SAFETY: the PTE leads to the frame, which is locked.
             unsafe { self.cell(page, place.index) }.fetch_and(!READ_WRITE, Ordering::AcqRel);
         }
+        Ok(())
     }
 
     /// Whether a PTE that translates `gva` from `root` on may be made of a guest PTE that the guest
@@ -293,6 +330,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         // is found free here. The other side: the lock is taken, and the guest's PTE is read
         // (`link`, `install_leaf`).
         full_fence();
+        let guard = self.tree.epochs.pin(self.participant);
         let mut reference = root;
         loop {
             let page = pages.get(reference.number);
@@ -300,13 +338,13 @@ impl<'v, H: Host> Mmu<'v, H> {
             // Before the target: then what earlier holders made is read here, and later holders
             // read the guest's PTE as it is now.
             let is_free = page.lock.is_free();
-            let target = page.target(index_of(gva, role.level()));
+            let target = page.target_in(&guard, index_of(gva, role.level()));
             if !is_free || !page.is_alive(reference.generation) {
                 return true;
             }
             match target {
                 Target::None => return false,
-                Target::Link(below) => reference = below,
+                Target::Link(below) | Target::Linking(below) => reference = below,
                 Target::Leaf(_) => {
                     return role.level() == Level::L4K && role.is_of_table() && pages.is_unsync(reference.number);
                 }
@@ -315,28 +353,34 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Synchronizes the PTE that translates `gva` from `root` on.
-    pub(super) fn sync_address(&self, mode: GuestMode, root: PageRef, gva: Gva, batch: &mut TlbBatch<'v, H, Npt>) {
+    pub(super) fn sync_address<W: Wait>(
+        &self,
+        mode: GuestMode,
+        root: PageRef,
+        gva: Gva,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<(), W::Busy> {
         let mut reference = root;
         loop {
             let page = self.shadow.pages.get(reference.number);
             // Under the lock: a thread that is about to link a page here holds it.
-            let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
-                return;
-            };
+            let is_alive = || page.is_alive(reference.generation);
+            let Some(_guard) = W::lock_while(&page.lock, self.host(), is_alive)? else { return Ok(()) };
             let role = page.role();
             let index = index_of(gva, role.level());
-            match page.target(index) {
-                Target::None => return,
-                Target::Link(below) => reference = below,
+            // SAFETY: the page is locked, and was found alive under the lock.
+            match unsafe { page.ptes() }.target(index) {
+                Target::None => return Ok(()),
+                Target::Link(below) | Target::Linking(below) => reference = below,
                 Target::Leaf(_) => {
                     if role.level() == Level::L4K && role.is_of_table() {
                         let (gpa, size_bytes) = page.guest_entry(index);
-                        let pte = self.read_guest(gpa, size_bytes).unwrap_or(0);
-                        // SAFETY: the page is locked, and was found alive under the lock.
-                        unsafe { self.compare_entry(mode, reference.number, index, pte, batch) }
+                        let pte = self.read_guest::<W>(gpa, size_bytes)?.unwrap_or(0);
+                        // SAFETY: as above.
+                        unsafe { self.compare_entry::<W>(mode, reference.number, index, pte, batch)? }
                         self.count(Counter::EntriesCompared);
                     }
-                    return;
+                    return Ok(());
                 }
             }
         }

@@ -9,8 +9,10 @@
 use super::Mmu;
 use super::guest::{Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode, PagingMode, Rights};
 use super::install::{NotMade, SeenPte, ShadowLeaf};
+use super::lock::{Briefly, Busy};
 use super::memory::{Exchanged, NoMemory};
-use super::page::{PageRef, Target};
+use super::page::PageRef;
+use super::pte_records::Target;
 use super::role::{Made, MarkKind, Role, part_for};
 use super::sync::index_of;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
@@ -47,8 +49,8 @@ pub(crate) enum Step {
     Done,
     /// Something has changed: start over.
     Again,
-    /// An emulated write to the guest's table is under way, and ends with a flush. The fault does
-    /// nothing, and the guest tries again.
+    /// An emulated write to the guest's table is under way, and ends with a flush; or another thread
+    /// holds a lock. The fault does nothing, and the guest tries again.
     Later,
     /// User space or the guest must act.
     Exit(Exit),
@@ -110,6 +112,12 @@ enum Stop {
     Error(FaultError),
 }
 
+impl From<Busy> for Stop {
+    fn from(_: Busy) -> Stop {
+        Stop::Step(Step::Later)
+    }
+}
+
 impl From<OutOfMemory> for Stop {
     fn from(error: OutOfMemory) -> Stop {
         Stop::Error(error.into())
@@ -154,6 +162,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     ) -> Result<Option<Step>, Stop> {
         let pages = &self.shadow.pages;
         let mut reference = view.root;
+        let guard = self.tree.epochs.pin(self.participant);
         let role = loop {
             let page = pages.get(reference.number);
             let role = page.role();
@@ -161,7 +170,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             if role.level() == Level::L4K {
                 break role;
             }
-            let Target::Link(below) = page.target(index_of(gva, role.level())) else { return Ok(None) };
+            let Target::Link(below) = page.target_in(&guard, index_of(gva, role.level())) else { return Ok(None) };
             // After the target was read: the record may be that of another page by now, whose links
             // lead elsewhere.
             if !page.is_alive(reference.generation) {
@@ -169,6 +178,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             }
             reference = below;
         };
+        drop(guard);
         if !role.is_of_table() {
             return Ok(None);
         }
@@ -179,7 +189,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         if !page.is_alive(reference.generation) {
             return Ok(None);
         }
-        let Ok(value) = self.read_guest(gpa, size_bytes) else { return Ok(None) };
+        let Ok(value) = self.read_guest::<Briefly>(gpa, size_bytes)? else { return Ok(None) };
         let decoded = view.mode.decode(value, Level::L4K);
         let Decoded::Leaf(leaf) = decoded else { return Ok(None) };
         let rights = role.rights().and(leaf.rights);
@@ -220,7 +230,7 @@ impl<'v, H: Host> Mmu<'v, H> {
                 Ok(Step::Done)
             }
             Err(NotMade::Changed | NotMade::TooLarge) => Ok(Step::Again),
-            Err(NotMade::BeingWritten) => Ok(Step::Later),
+            Err(NotMade::BeingWritten | NotMade::Busy) => Ok(Step::Later),
             Err(NotMade::NotMapped) => Ok(Step::Map(gpa, access)),
             Err(NotMade::Tracked) => Ok(Step::Exit(Exit::EmulateWrite { gpa })),
         }
@@ -251,7 +261,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         if missing == 0 || view.unmarkable.contains(&gpa.gfn()) {
             return Ok(Some(value));
         }
-        match self.mark_guest(gpa, size_bytes, value, missing) {
+        match self.mark_guest(gpa, size_bytes, value, missing)? {
             Ok(Exchanged::Yes) => {
                 // A store-load pair with `new_page` and the lock of a page. One side: the bits are
                 // set, and no kind of role that misreads them was made yet. The other side: the
@@ -301,7 +311,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             if self.frame_of_memory(gpa.gfn())?.is_none() {
                 return Err(no_memory(gpa, NoMemory::NotMapped));
             }
-            let value = self.read_guest(gpa, size_bytes).map_err(|error| no_memory(gpa, error))?;
+            let value = self.read_guest::<Briefly>(gpa, size_bytes)?.map_err(|error| no_memory(gpa, error))?;
             let decoded = mode.decode(value, level);
             places[at] = gpa;
             marks[at] = decoded.missing_marks(access.access);
@@ -419,7 +429,7 @@ impl<'v, H: Host> Mmu<'v, H> {
                 return Ok(Step::Again);
             }
             let (below_gfn, below_role) = walk.below(view, role, gva, leaf);
-            let known = match page.target(index) {
+            let known = match page.target_in(&self.tree.epochs.pin(self.participant), index) {
                 Target::Link(link) => {
                     // The page below is the right one only if it was made from the same frame, in
                     // the same role.
@@ -433,13 +443,13 @@ impl<'v, H: Host> Mmu<'v, H> {
             reference = match known {
                 Some(link) => link,
                 None => {
-                    let new = self.page_for(below_gfn, below_role)?;
+                    let new = self.page_for::<Briefly>(below_gfn, below_role)??;
                     if walk.marks[usize::from(level.0) - 1] & ACCESSED == 0 {
                         self.count(Counter::EntriesSynced);
                     }
                     match self.link(view.mode, reference, index, seen, new, batch) {
                         Ok(()) => new,
-                        Err(NotMade::BeingWritten) => return Ok(Step::Later),
+                        Err(NotMade::BeingWritten | NotMade::Busy) => return Ok(Step::Later),
                         Err(_) => return Ok(Step::Again),
                     }
                 }

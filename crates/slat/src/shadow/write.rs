@@ -23,9 +23,12 @@
 //! step 2 takes that lock. So a shadow PTE is made before step 2, which zaps it, or from the new
 //! value. Step 3 precedes the new value.
 
+#![expect(unsafe_code, reason = "zaps PTEs under the locks that keep their records")]
+
 use core::mem;
 
 use super::Mmu;
+use super::lock::UntilFree;
 use super::memory::NoMemory;
 use super::page::{PageRef, PtePlace};
 use super::rmap::Frame;
@@ -141,7 +144,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         let (start, end) = role.entries_of(offset, len);
         let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else { return };
         for index in start..end {
-            self.drop_entry(PtePlace { page: reference.number, index }, batch);
+            // SAFETY: the page is locked, and was found alive under the lock.
+            let Ok(()) = unsafe { self.drop_entry::<UntilFree>(PtePlace { page: reference.number, index }, batch) };
         }
     }
 

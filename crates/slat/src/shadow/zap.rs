@@ -11,9 +11,15 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
+#[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
+use core::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+use core::ptr;
+
 use arrayvec::ArrayVec;
 
-use super::page::{NR_ENTRIES, PageRef, PtePlace, Target};
+use super::lock::{UntilFree, Wait};
+use super::page::{NR_ENTRIES, PageRef, PtePlace, ShadowPage};
+use super::pte_records::Target;
 use super::rmap::Frame;
 use super::{Mmu, SecondStage};
 use crate::addr::{Gfn, GfnRange, Level};
@@ -22,14 +28,31 @@ use crate::format::{Format, Npt};
 use crate::host::Host;
 use crate::slot::bitmap::SetBits;
 use crate::stats::Counter;
-use crate::sync::{AtomicU32, Ordering, fence_after_rmw, full_fence};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, fence_after_rmw, full_fence};
+use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
+
+/// PTEs that are zapped under one lock of their page.
+const ENTRIES_PER_LOCK: usize = if NR_ENTRIES < 32 { NR_ENTRIES } else { 32 };
 
 /// Pages that one eviction removes, for one flush.
 const PAGES_PER_EVICTION: usize = 16;
 
 /// Frames that are prefetched before the first is locked.
 const FRAMES_PER_BATCH: usize = 32;
+
+/// Loads the cache line at `pointer`, to be written soon. Unlike a load, it keeps no later
+/// instruction from being done.
+#[inline]
+fn prefetch_for_write<T>(pointer: *const T) {
+    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
+    // SAFETY: a hint, which is right for any address.
+    unsafe {
+        _mm_prefetch::<_MM_HINT_ET0>(pointer.cast())
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle, miri)))))]
+    let _ = pointer;
+}
 
 impl<'v, H: Host> Mmu<'v, H> {
     /// An empty batch of changes.
@@ -107,7 +130,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         let frames = &self.shadow.frames;
         let mut block = None;
         let mut of_block = None;
-        let mut locked_next = ArrayVec::<&Frame, FRAMES_PER_BATCH>::new();
+        let mut batched = ArrayVec::<&Frame, FRAMES_PER_BATCH>::new();
         for gfn in words.flat_map(|(first, bits)| SetBits(bits).map(move |bit| Gfn(first.0 + bit as u64))) {
             let first = Gfn(gfn.0 & !(Level::L2M.nr_pages() - 1));
             if block != Some(first) {
@@ -125,26 +148,59 @@ impl<'v, H: Host> Mmu<'v, H> {
             }
             let Some(of_block) = of_block else { continue };
             let frame = &of_block[gfn.0 as usize % NR_ENTRIES];
-            if frame.is_idle() {
-                continue;
+            prefetch_for_write(frame);
+            batched.push(frame);
+            if batched.is_full() {
+                self.protect_frames(&mut batched, batch);
             }
-            // A locked operation keeps the CPU from loading ahead. So this fetches what many frames
-            // need before it locks the first.
-            self.shadow.pages.prefetch(frame.leaves.load(Ordering::Relaxed));
-            if locked_next.is_full() {
-                self.protect_frames(&mut locked_next, batch);
-            }
-            locked_next.push(frame);
         }
-        self.protect_frames(&mut locked_next, batch);
+        self.protect_frames(&mut batched, batch);
     }
 
+    /// Takes W from all leaf PTEs of `frames`, which are in rising order, and forgets these frames.
     fn protect_frames(&self, frames: &mut ArrayVec<&Frame, FRAMES_PER_BATCH>, batch: &mut TlbBatch<'v, H, Npt>) {
-        for frame in frames.drain(..) {
+        if let (Some(&first), Some(&last)) = (frames.first(), frames.last()) {
+            // The CPU itself loads ahead in a run.
+            let is_run = ptr::from_ref(first).wrapping_add(frames.len() - 1) == ptr::from_ref(last);
+            if !is_run {
+                self.prefetch(frames);
+            }
+        }
+        for frame in frames.drain(..).filter(|frame| !frame.is_idle()) {
             let _guard = frame.lock.lock(self.host());
             // SAFETY: the frame is locked.
             unsafe { self.protect_leaves(frame, batch) }
         }
+    }
+
+    /// Fetches the first leaf PTEs that map `frames`, and their list links. Later it would be in
+    /// vain: a locked operation keeps the CPU from loading ahead.
+    fn prefetch(&self, frames: &[&Frame]) {
+        let guard = self.tree.epochs.pin(self.participant);
+        let mut known = None;
+        for frame in frames {
+            let Some(place) = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed)) else { continue };
+            let page = self.shadow.pages.get(place.page);
+            page.prefetch_link(&guard, place.index);
+            let first = match known {
+                Some((page, first)) if page == place.page => first,
+                _ => self.first_cell(&guard, page),
+            };
+            known = Some((place.page, first));
+            prefetch_for_write(first.wrapping_add(place.index));
+        }
+    }
+
+    /// The first PTE of the page; null if it may not be there as long as the guard.
+    fn first_cell(&self, _guard: &Guard<'_>, page: &ShadowPage) -> *const AtomicU64 {
+        // A page that is alive before and after its page-table page was read has that one, which
+        // stays while the guard is open.
+        let generation = page.generation();
+        let table = page.table();
+        if generation.is_none() || page.generation() != generation {
+            return ptr::null();
+        }
+        self.host().table_ptr(table).cast()
     }
 
     /// Makes the leaf PTEs of the block of `level` at `gfn` what the second stage allows now.
@@ -154,9 +210,10 @@ impl<'v, H: Host> Mmu<'v, H> {
         let second = self.second_stage(gfn).filter(|second| second.level >= level);
         let mut next = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed));
         while let Some(place) = next {
-            next = self.shadow.pages.behind(place);
-            let page = self.shadow.pages.get(place.page);
             // SAFETY: the PTE is in the list of the frame, which is locked.
+            next = unsafe { self.shadow.pages.behind(place) };
+            let page = self.shadow.pages.get(place.page);
+            // SAFETY: as above.
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             match second {
@@ -198,54 +255,69 @@ impl<'v, H: Host> Mmu<'v, H> {
     unsafe fn drop_leaf(&self, head: &AtomicU32, place: PtePlace, batch: &mut TlbBatch<'v, H, Npt>) {
         let page = self.shadow.pages.get(place.page);
         self.add(batch);
-        // SAFETY: as the caller promises, the PTE leads to the locked frame.
-        unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
-        page.set_target(place.index, Target::None);
-        self.shadow.pages.remove(head, place);
+        // SAFETY: as the caller promises, the PTE leads to the locked frame, whose list has it.
+        unsafe {
+            self.cell(page, place.index).store(0, Ordering::Release);
+            page.ptes().set_target(place.index, Target::None);
+            self.shadow.pages.remove(head, place);
+        }
         self.count(Counter::ShadowLeavesDropped);
     }
 
-    /// Zaps all leaf PTEs of the block of `level` at `gfn`.
-    pub(super) fn drop_leaves(&self, gfn: Gfn, level: Level, batch: &mut TlbBatch<'v, H, Npt>) {
-        let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
-        let _guard = frame.lock.lock(self.host());
+    /// Zaps all leaf PTEs of `frame`.
+    ///
+    /// # Safety
+    /// The caller holds the frame's lock.
+    pub(super) unsafe fn drop_leaves(&self, frame: &Frame, batch: &mut TlbBatch<'v, H, Npt>) {
         while let Some(place) = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed)) {
             // SAFETY: the frame is locked, and the place is in its list.
             unsafe { self.drop_leaf(&frame.leaves, place, batch) }
         }
     }
 
-    /// Zaps the PTE at `place`, leaf or link. The caller holds the lock of its page.
-    pub(super) fn drop_entry(&self, place: PtePlace, batch: &mut TlbBatch<'v, H, Npt>) {
+    /// Zaps the PTE at `place`, leaf or link.
+    ///
+    /// # Safety
+    /// The caller holds the lock of its page, which is alive, or dead and pinned by the caller.
+    pub(super) unsafe fn drop_entry<W: Wait>(
+        &self,
+        place: PtePlace,
+        batch: &mut TlbBatch<'v, H, Npt>,
+    ) -> Result<(), W::Busy> {
         let page = self.shadow.pages.get(place.page);
-        let target = page.target(place.index);
+        // SAFETY: as the caller promises.
+        let ptes = unsafe { page.ptes() };
+        let target = ptes.target(place.index);
         let (gfn, level) = match target {
-            Target::None => return,
+            Target::None => return Ok(()),
             Target::Leaf(gfn) => (gfn, page.role().level()),
             // The page below may have another frame by now; then its last zap has removed the link.
             // So the frame is read before its lock is taken, and the target is compared under the
             // lock.
-            Target::Link(below) => (self.shadow.pages.get(below.number).gfn(), Level::L4K),
+            Target::Link(below) | Target::Linking(below) => (self.shadow.pages.get(below.number).gfn(), Level::L4K),
         };
-        let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
-        let _guard = frame.lock.lock(self.host());
-        if page.target(place.index) != target {
-            return;
+        let Some(frame) = self.shadow.frames.get(gfn, level) else { return Ok(()) };
+        let _guard = W::lock(&frame.lock, self.host())?;
+        if ptes.target(place.index) != target {
+            return Ok(());
         }
         match target {
             Target::None => {}
             // SAFETY: the frame is locked, and the PTE leads there: so it is in the list.
             Target::Leaf(_) => unsafe { self.drop_leaf(&frame.leaves, place, batch) },
-            Target::Link(below) => {
+            Target::Link(below) | Target::Linking(below) => {
                 // It is the right lock: while the link exists, the page below is of this
                 // generation.
                 self.add(batch);
                 // SAFETY: as above.
-                unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
-                page.set_target(place.index, Target::None);
-                self.shadow.pages.remove(&self.shadow.pages.get(below.number).parents, place);
+                unsafe {
+                    self.cell(page, place.index).store(0, Ordering::Release);
+                    ptes.set_target(place.index, Target::None);
+                    self.shadow.pages.remove(&self.shadow.pages.get(below.number).parents, place);
+                }
             }
         }
+        Ok(())
     }
 
     /// Removes the page: no thread finds it any more, no PTE points to it, and it has no PTEs. If
@@ -266,9 +338,11 @@ impl<'v, H: Host> Mmu<'v, H> {
             while let Some(parent) = PtePlace::from_number(page.parents.load(Ordering::Relaxed)) {
                 let above = pages.get(parent.page);
                 // SAFETY: the PTE leads to a page of the frame, which is locked.
-                unsafe { self.cell(above, parent.index) }.store(0, Ordering::Release);
-                above.set_target(parent.index, Target::None);
-                pages.remove(&page.parents, parent);
+                unsafe {
+                    self.cell(above, parent.index).store(0, Ordering::Release);
+                    above.ptes().set_target(parent.index, Target::None);
+                    pages.remove(&page.parents, parent);
+                }
             }
             pages.note_synced(reference.number);
             page.die();
@@ -276,10 +350,12 @@ impl<'v, H: Host> Mmu<'v, H> {
         if role.is_of_table() {
             self.untrack(gfn);
         }
-        {
+        for first in (0..NR_ENTRIES).step_by(ENTRIES_PER_LOCK) {
+            // A thread that gets the lock in between makes no PTE: the page is dead.
             let _guard = page.lock.lock(self.host());
-            for index in 0..NR_ENTRIES {
-                self.drop_entry(PtePlace { page: reference.number, index }, batch);
+            for index in first..first + ENTRIES_PER_LOCK {
+                // SAFETY: the page is locked, and is pinned since `die`.
+                let Ok(()) = unsafe { self.drop_entry::<UntilFree>(PtePlace { page: reference.number, index }, batch) };
             }
         }
         self.count(Counter::ShadowPagesZapped);
@@ -351,7 +427,12 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// Counts one guest table less in the blocks around `gfn`.
     pub(super) fn untrack(&self, gfn: Gfn) {
-        for level in [Level::L2M, Level::L1G] {
+        self.untrack_below(gfn, Level(Level::L1G.0 + 1));
+    }
+
+    /// The same for the blocks of the levels below `end`.
+    pub(super) fn untrack_below(&self, gfn: Gfn, end: Level) {
+        for level in [Level::L2M, Level::L1G].into_iter().filter(|&level| level < end) {
             if let Some(frame) = self.shadow.frames.get(gfn, level) {
                 frame.nr_tables().fetch_sub(1, Ordering::Relaxed);
             }

@@ -48,6 +48,10 @@ pub(crate) unsafe trait DerivedTables<H: Host, F: Format>: Send + Sync {
     /// Ends the use by a vCPU of `tree`, which these tables are derived from.
     fn end_vcpu(&self, tree: &Tree<H, F>, participant: &Participant, state: VcpuState);
 
+    /// Frees memory that is kept for pages to come, as far as no guard can still read it. `tree` is
+    /// that which these tables are derived from.
+    fn reclaim(&self, tree: &Tree<H, F>);
+
     /// Adds their numbers of pages to `stats`.
     fn add_stats(&self, stats: &mut Stats);
 }

@@ -208,10 +208,11 @@ impl<H: Host> Vcpu<H, Npt> {
     /// Handles a page fault that the CPU took on the shadow page tables: the guest did `access` at
     /// `gva`.
     ///
-    /// It blocks as [`handle_fault`](Vcpu::handle_fault) does, and while another thread works on
-    /// the same guest frame or the same shadow page. It waits for no other thread's flush: while an
-    /// emulated write to a page table that it needs is under way, it resumes the guest, which
-    /// faults again.
+    /// It blocks as [`handle_fault`](Vcpu::handle_fault) does. It waits neither for another
+    /// thread's flush nor for a thread that works on the same guest frame or shadow page: it
+    /// resumes the guest, which faults again. So it is while an emulated write to a page table that
+    /// it needs is under way. It does wait for such threads where it builds the root, or evicts
+    /// shadow pages because all are in use.
     ///
     /// # Errors
     /// [`FaultError::NotShadow`], [`FaultError::NoGuestMemory`], and those of
@@ -275,7 +276,11 @@ impl<H: Host> Vcpu<H, Npt> {
                 Step::Exit(exit) => {
                     if let Exit::PageFault { gva, .. } = exit {
                         let (mmu, roots) = self.shadow()?;
-                        roots.page_faulted(mmu, gva);
+                        if roots.page_faulted(mmu, gva).is_err() {
+                            mmu.count(Counter::Retries);
+                            mmu.host().yield_now();
+                            return Ok(Outcome::Resume);
+                        }
                     }
                     return Ok(Outcome::Exit(exit));
                 }

@@ -193,6 +193,50 @@ fn a_fault_does_not_wait_for_an_emulated_write() {
     }
 }
 
+/// A vCPU is preempted in the middle of a fault, wherever it holds the lock of a guest frame and
+/// perhaps that of a shadow page. Another one that faults beside it resumes its guest.
+#[test]
+fn a_fault_does_not_wait_for_a_preempted_one() {
+    for (strategy, is_linked) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, true), (strategy, false)]) {
+        let mut nr_met = 0;
+        for nth in 0.. {
+            let mut world = World::new(strategy);
+            let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+            world.map_more(cr3, VA + 0x1000, 0x81, P | W | U);
+            world.map_more(cr3, VA + 0x2000, 0x82, P | W | U);
+            world.long_mode(cr3);
+            if is_linked {
+                assert_eq!(world.read(VA), Ok(0));
+            }
+            world.vcpu.entry().unwrap();
+            let mut other = world.vm.create_vcpu().unwrap();
+            other.set_paging_registers(world.vcpu.paging_registers().unwrap()).unwrap();
+            other.entry().unwrap();
+            let met = Arc::new(Mutex::new(None));
+            let (vm, result) = (Arc::clone(&world.vm), Arc::clone(&met));
+            world.vm.host().under_lock_after(nth, move || {
+                let before = vm.host().nr_yields();
+                let read = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
+                let outcome = other.handle_page_fault(Gva(VA + 0x1000), read);
+                *result.lock().unwrap() = Some((outcome, vm.host().nr_yields() - before));
+            });
+            assert_eq!(world.read(VA + 0x2000), Ok(0));
+            if !world.vm.host().has_run_under_lock() {
+                break;
+            }
+            let (outcome, nr_yields) = met.lock().unwrap().take().unwrap();
+            assert_eq!(outcome, Ok(Outcome::Resume), "{strategy:?}, linked {is_linked}, access {nth}");
+            assert!(nr_yields <= 1, "{strategy:?}, linked {is_linked}, access {nth}: {nr_yields} yields");
+            nr_met += nr_yields;
+            for page in 0..3 {
+                assert_eq!(world.read(VA + page * 0x1000), Ok(0));
+            }
+            world.check_end();
+        }
+        assert!(nr_met >= 3, "{strategy:?}, linked {is_linked}: {nr_met} faults found a lock held");
+    }
+}
+
 /// The flush of an emulated write panics. Nothing was written, and faults are served as before.
 #[test]
 fn an_emulated_write_ends_with_a_panic_of_the_host() {

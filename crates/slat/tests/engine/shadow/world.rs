@@ -21,6 +21,8 @@ pub const NR_FRAMES: u64 = 1 << 10;
 /// Frames of the host for that memory.
 const NR_HOST_FRAMES: u64 = 2 << 10;
 
+type Hook = Box<dyn FnOnce() + Send>;
+
 pub struct OneCpuHost {
     memory: Memory,
     /// The frame of each page of the guest.
@@ -28,7 +30,10 @@ pub struct OneCpuHost {
     live_tables: AtomicI64,
     flushes: AtomicU64,
     /// A hook that runs in the next flush.
-    in_flush: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    in_flush: Mutex<Option<Hook>>,
+    /// A hook that runs while the engine holds the lock of a guest frame, and after how many more
+    /// of them.
+    under_lock: Mutex<Option<(u32, Hook)>>,
     yields: AtomicU64,
 }
 
@@ -63,6 +68,18 @@ unsafe impl Host for OneCpuHost {
     }
 
     fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
+        let hook = {
+            let mut under_lock = self.under_lock.lock().unwrap();
+            if let Some((nr_more @ 1.., _)) = under_lock.as_mut() {
+                *nr_more -= 1;
+                None
+            } else {
+                under_lock.take()
+            }
+        };
+        if let Some((_, hook)) = hook {
+            hook();
+        }
         Some(self.table_ptr(frame.hpa()))
     }
 
@@ -75,7 +92,8 @@ unsafe impl Host for OneCpuHost {
     }
 
     fn yield_now(&self) {
-        self.yields.fetch_add(1, Ordering::Relaxed);
+        let nr_yields = self.yields.fetch_add(1, Ordering::Relaxed);
+        assert!(nr_yields < 1 << 20, "a thread waits for ever");
     }
 
     fn timestamp_ns(&self) -> u64 {
@@ -86,6 +104,16 @@ unsafe impl Host for OneCpuHost {
 impl OneCpuHost {
     pub fn during_next_flush(&self, hook: impl FnOnce() + Send + 'static) {
         *self.in_flush.lock().unwrap() = Some(Box::new(hook));
+    }
+
+    /// `hook` runs while the engine accesses guest memory, after `nr_more` accesses.
+    pub fn under_lock_after(&self, nr_more: u32, hook: impl FnOnce() + Send + 'static) {
+        *self.under_lock.lock().unwrap() = Some((nr_more, Box::new(hook)));
+    }
+
+    /// Whether the hook has run. If not, it will not.
+    pub fn has_run_under_lock(&self) -> bool {
+        self.under_lock.lock().unwrap().take().is_none()
     }
 
     pub fn nr_yields(&self) -> u64 {
@@ -126,6 +154,7 @@ impl World {
             live_tables: AtomicI64::new(0),
             flushes: AtomicU64::new(0),
             in_flush: Mutex::new(None),
+            under_lock: Mutex::new(None),
             yields: AtomicU64::new(0),
         };
         let shadow = ShadowPaging { strategy, max_pages, ..ShadowPaging::default() };
