@@ -4,6 +4,7 @@
 
 use std::alloc::Layout;
 use std::marker::PhantomData;
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use slat::baselines::Park;
@@ -30,6 +31,15 @@ pub(crate) struct BenchHost<B> {
 impl<B> BenchHost<B> {
     pub(crate) fn new(memory: Memory) -> BenchHost<B> {
         BenchHost { memory, start: Instant::now(), backing: PhantomData }
+    }
+
+    /// PTE number `index` of a page-table page, as a CPU reaches it.
+    #[allow(dead_code, reason = "not every bench sets bits as a CPU does")]
+    pub(crate) fn entry(&self, table: Hpa, index: usize) -> &AtomicU64 {
+        assert!(index < FRAME_BYTES / size_of::<AtomicU64>());
+        // SAFETY: inside the frame, which stays mapped as long as the arena; all accesses of
+        // page-table pages are atomic.
+        unsafe { &*self.memory.pointer(table.0 as usize).cast::<AtomicU64>().add(index) }
     }
 }
 

@@ -1,9 +1,10 @@
 //! The calls that get, copy and clear the dirty log of a memslot.
 //!
 //! [`LogCall::get`] takes all marks, [`LogCall::clear`] those that the caller names,
-//! [`LogCall::copy`] none. `dirty/log.rs` has the protocol between them and the faults.
+//! [`LogCall::copy`] none. `each` has the call that needs no bitmap. `dirty/log.rs` has the protocol
+//! between them and the faults.
 
-use core::ops::Range;
+use core::ops::{ControlFlow, Range};
 
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_zeroed;
@@ -49,13 +50,51 @@ fn words_of<B>(
 }
 
 /// The memslot as a turn finds it.
-struct Found<'s, B> {
+pub(super) struct Found<'s, B> {
     slot: SlotView<'s, B>,
-    log: &'s Bitmap,
+    pub(super) log: &'s Bitmap,
     /// The words of all pages of the call.
-    words: Range<usize>,
+    pub(super) words: Range<usize>,
     /// The words of this turn, which follow those that are done.
-    turn: Range<usize>,
+    pub(super) turn: Range<usize>,
+}
+
+/// What gets the marks that a harvest took.
+pub(super) trait Reader {
+    /// The marks of the words `reached`, counted from the first of the call. The pages are protected
+    /// and not flushed yet.
+    fn receive(&mut self, reached: Range<usize>, taken: &TakenWords);
+
+    /// Whether there is no room for those of another turn, so that they have to be read now.
+    fn is_full(&self) -> bool {
+        false
+    }
+
+    /// All that was received is flushed. Whether the harvest goes on.
+    fn read(&mut self) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
+}
+
+/// Writes the marks into the caller's bitmap.
+struct ToBitmap<'b>(&'b mut [u64]);
+
+impl Reader for ToBitmap<'_> {
+    #[inline]
+    fn receive(&mut self, reached: Range<usize>, taken: &TakenWords) {
+        let words = &mut self.0[reached];
+        words.fill(0);
+        for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
+            words[usize::from(offset)] = bits;
+        }
+    }
+}
+
+/// For a caller that has named the marks.
+struct Unread;
+
+impl Reader for Unread {
+    fn receive(&mut self, _: Range<usize>, _: &TakenWords) {}
 }
 
 /// A call on the log of one memslot.
@@ -68,7 +107,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Finds the memslot, its log, and the words of the call; `done` of them are done. Each guard
     /// looks them up anew: since the last, the memslot may have been moved or have ceased to log,
     /// or its number may be that of another.
-    fn find<'s>(
+    pub(super) fn find<'s>(
         &'s self,
         guard: &'s Guard<'s>,
         pages: Option<(u64, u64)>,
@@ -92,18 +131,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, LogError> {
         let mut taken = try_zeroed()?;
         self.collect(pages, out.len())?;
-        self.harvest(
-            pages,
-            out.len(),
-            &mut taken,
-            |log, words, _, taken| log.take(words, taken),
-            |reached, taken| {
-                out[reached.clone()].fill(0);
-                for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
-                    out[reached.start + usize::from(offset)] = bits;
-                }
-            },
-        )
+        let len = out.len();
+        self.harvest(pages, len, &mut taken, |log, words, _, taken| log.take(words, taken), &mut ToBitmap(out))
     }
 
     /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
@@ -134,13 +163,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
             self.split_for(pages, mask)?;
         }
-        self.harvest(
-            Some(pages),
-            mask.len(),
-            &mut taken,
-            |log, words, done, taken| log.take_masked(words, &mask[done..], taken),
-            |_, _| (),
-        )
+        let take = |log: &Bitmap, words, done, taken: &mut TakenWords| log.take_masked(words, &mask[done..], taken);
+        self.harvest(Some(pages), mask.len(), &mut taken, take, &mut Unread)
     }
 
     /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for
@@ -167,19 +191,18 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         Ok(())
     }
 
-    /// Takes marks of `pages` by `take`, protects their pages, and hands them to `hand_out`, turn
-    /// by turn. Returns the number of pages.
+    /// Takes marks of `pages` by `take`, protects their pages, and hands them to `reader`. Returns
+    /// the number of pages.
     ///
     /// `take` gets the words that it may take from, and how many are done already. It returns the
-    /// first word that it did not reach. `hand_out` gets the words that were reached, counted from
-    /// the first of `pages`.
-    fn harvest(
+    /// first word that it did not reach.
+    pub(super) fn harvest(
         &self,
         pages: Option<(u64, u64)>,
         bitmap_len: usize,
         taken: &mut TakenWords,
         take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
-        mut hand_out: impl FnMut(Range<usize>, &TakenWords),
+        reader: &mut impl Reader,
     ) -> Result<u64, LogError> {
         let tree = self.op.tree;
         let mut nr_pages = 0;
@@ -206,16 +229,24 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 derived.write_protect(&mut taken.words(first), &mut batch);
             }
             let turn_len = reached - turn.start;
-            hand_out(done..done + turn_len, taken);
+            reader.receive(done..done + turn_len, taken);
             done += turn_len;
             if reached == words.end {
                 break Ok(());
+            }
+            if reader.is_full() {
+                batch.flush_cpus();
+                if reader.read().is_break() {
+                    break Ok(());
+                }
             }
             if tree.should_yield() {
                 tree.host.yield_now();
             }
         };
         batch.flush_cpus();
+        // Also after an error: no later call reports these pages.
+        let _ = reader.read();
         result.map(|()| nr_pages)
     }
 
@@ -244,7 +275,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 
     /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
-    fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), LogError> {
+    pub(super) fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), LogError> {
         match self.op.tree.config.dirty_tracking {
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),

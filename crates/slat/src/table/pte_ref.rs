@@ -26,7 +26,7 @@ use super::pte::{self, Breaking, Pte, State};
 use crate::addr::Level;
 use crate::format::Format;
 use crate::stats::{Counter, Recorder};
-use crate::sync::{AtomicU64, Ordering, Side, record};
+use crate::sync::{AtomicU64, Ordering, Side, prefetch, record};
 
 /// The PTE is no longer what the caller has read: another thread or hardware was faster.
 #[derive(Debug)]
@@ -72,6 +72,13 @@ impl<'s, F: Format> Ptes<'s, F> {
         self.cells.get(index).map(|cell| self.with_level(cell))
     }
 
+    /// As [`get`](Self::get), if they are of the lowest level.
+    #[inline]
+    pub(crate) fn leaf(self, index: usize) -> Option<LeafRef<'s, F>> {
+        let cell = self.cells.get(index).filter(|_| self.level == Level::L4K)?;
+        Some(LeafRef { cell, lock: self.lock, format: PhantomData })
+    }
+
     #[inline]
     fn with_level(self, cell: &'s AtomicU64) -> PteRef<'s, F> {
         PteRef { cell, level: self.level, lock: self.lock, format: PhantomData }
@@ -92,6 +99,29 @@ impl<'s, F: Format> Ptes<'s, F> {
     #[inline]
     pub(crate) fn chunks(self, len: usize) -> impl Iterator<Item = Ptes<'s, F>> {
         self.cells.chunks(len).map(move |cells| Ptes { cells, ..self })
+    }
+}
+
+/// A PTE of the lowest level: a [`PteRef`] that takes less room, for a caller that keeps many.
+pub(crate) struct LeafRef<'s, F> {
+    cell: &'s AtomicU64,
+    lock: LockCheck<'s>,
+    format: PhantomData<F>,
+}
+
+impl<F> Clone for LeafRef<'_, F> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F> Copy for LeafRef<'_, F> {}
+
+impl<'s, F> LeafRef<'s, F> {
+    #[inline]
+    pub(crate) fn pte(self) -> PteRef<'s, F> {
+        PteRef { cell: self.cell, level: Level::L4K, lock: self.lock, format: PhantomData }
     }
 }
 
@@ -135,10 +165,10 @@ impl<'s, F: Format> PteRef<'s, F> {
         Pte::from_bits(value)
     }
 
-    /// The PTE, only to bring it into the cache. Relaxed: nothing follows from its value.
+    /// Has its cache line fetched, and waits for nothing.
     #[inline]
-    pub(crate) fn touch(&self) -> u64 {
-        self.cell.load(Ordering::Relaxed)
+    pub(crate) fn prefetch(&self) {
+        prefetch(self.cell);
     }
 
     /// Replaces `old` by `new`, if `old` is still there, and accounts that in `stats`. It has cases
@@ -297,6 +327,14 @@ impl<'s, F: Format> PteRef<'s, F> {
         let old = self.cell.fetch_and(kept, Ordering::SeqCst);
         self.record(Ok(old), old, old & kept);
         Pte::from_bits(old)
+    }
+
+    /// [`clear`](Self::clear) of W, and whether it was set. Only the bit is asked for, which x86
+    /// answers with one instruction.
+    #[inline]
+    pub(crate) fn clear_writable(&self) -> bool {
+        const { assert!(F::WRITABLE.is_power_of_two()) }
+        self.clear(F::WRITABLE).bits() & F::WRITABLE != 0
     }
 
     /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
