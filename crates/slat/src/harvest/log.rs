@@ -20,11 +20,15 @@ use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TU
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::cursor::{self, Cursor};
+use crate::table::pte::Pte;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
 /// Pages whose dirty bits a walk visits in one guard.
 const PAGES_PER_TURN: u64 = 1 << 13;
+
+/// Leaves that are looked at together for D: those of a cache line.
+const LEAVES_PER_LOOK: usize = 8;
 
 /// Returns the words of the memslot's log that have the bits of `pages` (first and number; all if
 /// `None`). `bitmap_len` is the length, in words, of the caller's bitmap, which must hold them.
@@ -333,21 +337,30 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     cursor.descend_to(Level::L2M);
     let behind = page_of(cursor.block().end).min(end);
     if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
-        let is_dirty = |page: u64| {
-            let index = cursor::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
-            leaves.at(index).load().is_dirty_for_log()
-        };
-        let mut page = first;
-        while page < behind {
-            let clean_from = (page..behind).find(|&page| !is_dirty(page)).unwrap_or(behind);
-            if clean_from > page {
-                // No fence: the leaves were read with acquire. A page that was written again after
-                // a harvest took its bit has D only since that harvest cleared D. So the bit is
-                // read as clear here.
-                log.mark(page, clean_from - page);
+        let start = cursor::index_of::<F>(gfn, Level::L4K);
+        let leaves = leaves.slice(start..);
+        let (mut word, mut marks) = (first / PAGES_PER_WORD, 0);
+        for (chunk, page) in leaves.chunks(LEAVES_PER_LOOK).zip((first..behind).step_by(LEAVES_PER_LOOK)) {
+            let values: [Option<Pte<F>>; LEAVES_PER_LOOK] =
+                core::array::from_fn(|nth| chunk.get(nth).map(|leaf| leaf.load()));
+            // Most have no D. To look at each of them would take longer than to read them.
+            if values.iter().flatten().fold(0, |any, value| any | value.bits()) & F::DIRTY == 0 {
+                continue;
             }
-            page = clean_from + 1;
+            let pages = (page..behind).zip(values);
+            let dirty = pages.filter(|(_, value)| value.is_some_and(|value| value.is_dirty_for_log()));
+            for (page, _) in dirty {
+                if page / PAGES_PER_WORD != word {
+                    log.mark_word(word as usize, marks);
+                    (word, marks) = (page / PAGES_PER_WORD, 0);
+                }
+                marks |= 1 << (page % PAGES_PER_WORD);
+            }
         }
+        // No fence: the leaves were read with acquire. A page that was written again after a
+        // harvest took its bit has D only since that harvest cleared D. So the bit is read as clear
+        // here.
+        log.mark_word(word as usize, marks);
     }
     behind
 }

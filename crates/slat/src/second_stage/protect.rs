@@ -18,6 +18,11 @@
 //! [`PAGES_WORTH_PROTECTING`] pages: a push-down reads all 512 leaves. A turn protects each entry
 //! at most once (`table/generation.rs`).
 //!
+//! Few pages are the frequent case, and branches that no CPU predicts would take most of its time:
+//! on where a page-table page ends, and on how many pages a word has. So one loop over the words
+//! takes the leaves ([`Protector::take_few`]) and has them prefetched, and their atomic operations
+//! follow in rows.
+//!
 //! # Why it is correct
 //! A fault restores W, makes a full fence, and then reads flags and bit (`dirty/log.rs`). One side
 //! observes the other: the fault finds step 1 and marks the page, or the walk finds W.
@@ -407,13 +412,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     #[inline(never)]
     fn protect_pending(&mut self) {
         let leaves = self.pending.0.iter().take(self.nr_pending).flatten().map(|leaf| leaf.pte());
-        let nr_protected: u64 = if self.cursor.tree().config.dirty_tracking.write_protects() {
-            // Without a look whether W is set: these pages were written.
-            leaves.map(|leaf| u64::from(leaf.clear_writable())).sum()
-        } else {
-            leaves.map(clean_leaf).sum()
-        };
-        self.nr_protected += nr_protected;
+        self.nr_protected += protect_all(self.cursor.tree(), leaves);
         self.nr_pending = 0;
     }
 
@@ -477,7 +476,7 @@ pub(super) fn protect_leaf<F: Format>(pte: PteRef<'_, F>) -> u64 {
     if !pte.load().is_writable() {
         return 0;
     }
-    u64::from(pte.clear_writable())
+    u64::from(pte.clear(F::WRITABLE).is_writable())
 }
 
 /// Clears hardware's dirty bit of the leaf of 4 KiB in `pte`. Returns 1 if it was set.

@@ -281,6 +281,16 @@ impl Bitmap {
         self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
     }
 
+    /// As [`mark`](Bitmap::mark), for those pages of word `index` that `marks` names, or none.
+    #[inline]
+    pub(crate) fn mark_word(&self, index: usize, marks: u64) {
+        // SeqCst: as in `mark`.
+        if marks != 0 && !self.has(index, marks) {
+            self.set(index, marks);
+            self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
+        }
+    }
+
     /// Marks `nr_pages` pages from `first` on. The caller has made a full fence after what the
     /// marks are for (a leaf became writable, or the page was written); see `log`.
     #[inline]

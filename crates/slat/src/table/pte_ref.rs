@@ -329,14 +329,6 @@ impl<'s, F: Format> PteRef<'s, F> {
         Pte::from_bits(old)
     }
 
-    /// [`clear`](Self::clear) of W, and whether it was set. Only the bit is asked for, which x86
-    /// answers with one instruction.
-    #[inline]
-    pub(crate) fn clear_writable(&self) -> bool {
-        const { assert!(F::WRITABLE.is_power_of_two()) }
-        self.clear(F::WRITABLE).bits() & F::WRITABLE != 0
-    }
-
     /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
     ///
     /// # Safety
