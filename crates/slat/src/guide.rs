@@ -18,6 +18,7 @@
 //! - To *invalidate* a range is to zap and flush it, and to keep faults out until the host has
 //!   changed what is there. Meanwhile the range is *in flight*.
 //! - To *harvest* is to get the dirty log, and to begin a new one for its pages.
+//! - A *pinned* page is mapped in advance, and stays so until it is unmapped.
 //! - To *split* is to replace a huge leaf by a page-table page. To *recover* is the way back.
 //! - A *backing* is what the memory of a memslot comes from ([`Host::Backing`]).
 //!
@@ -45,17 +46,21 @@
 //! 6. **The dirty log**: [`Vm::get_dirty_log`], or rings ([`dirty`]). [`Vm::mark_dirty`] is for the
 //!    VMM's own writes.
 //! 7. **Demand paging**: a memslot with a [`UserfaultBitmap`], which has the steps.
-//! 8. **Huge pages**: [`Resolved::max_size`] says how large a leaf may be. Choose frames so that
+//! 8. **Devices, and memory that is mapped in advance**: a memslot that is
+//!    [`PINNED`](MemoryRegionFlags::PINNED), and [`Vm::map_range`]. [`Host::release_mapped`] hands
+//!    the frames back. A device behind an IOMMU has page tables of its own: another [`Vm`], all of
+//!    whose memslots are pinned.
+//! 9. **Huge pages**: [`Resolved::max_size`] says how large a leaf may be. Choose frames so that
 //!    guest-physical and host-physical address are equal modulo that size. Logging splits huge pages
 //!    ([`HugePageLogging`]), and its end recovers them.
-//! 9. **Options**:
-//!    - [`Host::barrier_on_all_cpus`] for faults without fences.
-//!    - [`Host::should_yield`] for long calls that yield the CPU.
-//!    - [`Host::node_of`] for page-table pages on the right node.
-//!    - [`Host::resolve_resident`] for fault-around.
-//!    - [`Host::resolve_private`] for guest_memfds.
-//!    - [`Host::drain_modification_logs`] for page-modification logging.
-//!    - [`Host::guest_memory_ptr`] for [`shadow`](mod@crate::shadow) paging.
+//! 10. **Options**:
+//!     - [`Host::barrier_on_all_cpus`] for faults without fences.
+//!     - [`Host::should_yield`] for long calls that yield the CPU.
+//!     - [`Host::node_of`] for page-table pages on the right node.
+//!     - [`Host::resolve_resident`] for fault-around.
+//!     - [`Host::resolve_private`] for guest_memfds.
+//!     - [`Host::drain_modification_logs`] for page-modification logging.
+//!     - [`Host::guest_memory_ptr`] for [`shadow`](mod@crate::shadow) paging.
 //!
 //! # CPUs that are programs
 //! An emulator, a simulator or a test walks the page tables itself. [`Format`] has the bits. These
@@ -201,11 +206,14 @@
 //! comparison too, the lock may be held in `allocate_table`, `flush`, `barrier_on_all_cpus` and
 //! `yield_now`.)
 //! - [`allocate_table`](Host::allocate_table) with [`AllocationWait::Allowed`]: faults, prefaults,
-//!   splits, shadow paging, [`Vm::new`].
+//!   splits, shadow paging, [`Vm::new`]; [`Vm::map_range`], and calls that unmap or protect a part
+//!   of a pinned huge page, an invalidation too.
 //! - [`resolve`](Host::resolve), [`resolve_private`](Host::resolve_private): faults, prefaults, and
 //!   recoveries, so also a call that turns logging or userfault off.
 //! - [`flush`](Host::flush): calls that remove rights; with break before make, faults too. Ranges
 //!   may be in flight. It must not wait for a CPU that is not running.
+//! - [`release_mapped`](Host::release_mapped): calls that unmap pinned pages, after the flush. The
+//!   range may be in flight.
 //! - [`drain_modification_logs`](Host::drain_modification_logs): harvests, with page-modification
 //!   logging. It may wait as `flush` may.
 //! - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus): calls that reclaim, write-protect or
@@ -268,6 +276,11 @@
 //! - Deleted, moved, `USERFAULT` on: flush.
 //! - `LOG_DIRTY_PAGES` on: flush, and allocation where huge pages are split.
 //! - `LOG_DIRTY_PAGES` or `USERFAULT` off: resolve, flush.
+//!
+//! **Pinned memory**
+//! - [`Vm::map_range`][]: allocation; flush if it fails half way, or with break before make.
+//! - [`Vm::unmap_range`], [`Vm::protect_range`]: flush; allocation for a part of a huge page.
+//! - [`Vm::translate`][]: nothing.
 //!
 //! **Invalidation and demand paging**
 //! - [`Vm::invalidate_range`], [`Vm::set_memory_attributes`], [`Vm::rescan_userfault`]: flush.

@@ -288,6 +288,21 @@ pub unsafe trait Host: Send + Sync {
     #[inline]
     fn leaf_zapped(&self, _leaf: ZappedLeaf) {}
 
+    /// Releases the frames from `first` on, which [`Vm::map_range`](crate::Vm::map_range) mapped at
+    /// `range`: these pages are not mapped any more, and no CPU uses them. The host may use the
+    /// frames for something else, or give up its reference to them.
+    ///
+    /// It is called once for each page that a `map_range` without an error mapped: by the call that
+    /// unmapped it, after the flush ([`Vm::unmap_range`](crate::Vm::unmap_range), an invalidation,
+    /// the deletion or move of the memslot), or by the end of the VM. Pages whose frames follow each
+    /// other are often passed together, whatever calls mapped them.
+    ///
+    /// No guard is open. The range may still be in flight. It must not unwind, and must not map
+    /// pages of the range. The default does nothing: it is for a host whose frames stay as long as
+    /// the VM.
+    #[inline]
+    fn release_mapped(&self, _range: GfnRange, _first: Pfn) {}
+
     /// The pointer by which the engine reads and writes the guest's memory in `frame`, a word at a
     /// time and atomically. It accesses the guest's page tables this way to build shadow page
     /// tables.

@@ -104,6 +104,8 @@
 //!   [`Vm::set_user_memory_region`].
 //! - **Faults** map 4 KiB, 2 MiB and 1 GiB, also neighbours ([`FaultAround`]), or ahead of time
 //!   ([`Vcpu::pre_fault_memory`], [`Vcpu::pre_fault_pages`]).
+//! - **Pinned memory** is mapped in advance ([`Vm::map_range`]): RAM, the registers of devices, what
+//!   a device accesses through an IOMMU. No other operation changes it.
 //! - **The host's memory management** invalidates ranges ([`Vm::invalidate_range`], an MMU
 //!   notifier), is notified of what the guest did ([`Host::leaf_zapped`]), and ages pages
 //!   ([`Vm::age_range`]).
@@ -204,12 +206,15 @@ pub mod slots {
 /// - Before the host moves, frees or protects frames: [`Vm::invalidate_range`], which returns an
 ///   [`Invalidation`].
 /// - Which pages the guest has used: [`Vm::age_range`], as [`AccessTracking`] says.
-/// - What is mapped: [`Vm::read_tables`], which returns a [`TableReader`].
+/// - What is mapped: [`Vm::translate`], or [`Vm::read_tables`], which returns a [`TableReader`].
+/// - To map memory in advance, and for devices: a memslot that is
+///   [`PINNED`](MemoryRegionFlags::PINNED), and [`Vm::map_range`] with a [`Mapping`].
 /// - What a fault maps besides its page: [`FaultAround`]. Where page-table pages are:
 ///   [`TablePlacement`].
 pub mod tables {
     pub use crate::config::{AccessTracking, FaultAround, TablePlacement};
     pub use crate::second_stage::invalidate::Invalidation;
+    pub use crate::second_stage::map::{Mapping, Protection};
     pub use crate::second_stage::query::{TableCursor, TableReader, Translation};
 }
 

@@ -73,8 +73,10 @@ use crate::vm::Vm;
 const OVERTAKEN_BEFORE_SMALL_LEAF: u32 = 4;
 
 /// Flags of memslots in which user space, too, restricts what a fault may map.
-const NEEDS_PAGE_STATE: MemoryRegionFlags =
-    MemoryRegionFlags::READONLY.union(MemoryRegionFlags::USERFAULT).union(MemoryRegionFlags::GUEST_MEMFD);
+const NEEDS_PAGE_STATE: MemoryRegionFlags = MemoryRegionFlags::READONLY
+    .union(MemoryRegionFlags::USERFAULT)
+    .union(MemoryRegionFlags::GUEST_MEMFD)
+    .union(MemoryRegionFlags::PINNED);
 
 /// What user space allows for a page.
 enum PageState {
@@ -454,7 +456,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn check_page_state(&self, guard: &Guard<'_>, max_level: Level) -> PageState {
         // Looked up a second time, so that faults in plain memslots keep theirs in registers.
         let Some(slot) = self.op.slots.find(guard, self.gfn) else { return PageState::Exit };
-        if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
+        let exits = if self.access == Access::Write { MemoryRegionFlags::READONLY } else { MemoryRegionFlags::empty() };
+        if slot.flags().intersects(exits | MemoryRegionFlags::PINNED) {
             return PageState::Exit;
         }
         if !slot.may_use(self.gfn) {

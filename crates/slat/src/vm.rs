@@ -3,6 +3,7 @@
 //! `page_state`. Names and rules are KVM's.
 
 mod dirty_log;
+mod mapping;
 mod page_state;
 mod region;
 mod shadow;
@@ -23,7 +24,7 @@ use crate::operation::Operation;
 use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::query::TableReader;
-use crate::second_stage::split;
+use crate::second_stage::split::{self, Leaves};
 #[cfg(doc)]
 use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
@@ -275,7 +276,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(0);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        Ok(split::split_range(self.operation(&participant), range, largest.level(), |_| true)?)
+        Ok(split::split_range(self.operation(&participant), range, largest.level(), Leaves::NotPinned, |_| true)?)
     }
 
     /// Recovers huge leaves in `range`, while vCPUs run, as large as the host and the memslots'

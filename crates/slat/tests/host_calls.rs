@@ -14,9 +14,10 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use slat::baselines::{Locking, Park};
 use slat::dirty::{DirtyTracking, ManualProtect};
-use slat::format::{Ept, Format, Npt, Stage2};
+use slat::format::{Ept, Format, LeafAttributes, Npt, Stage2};
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::slots::{MemoryAttributes, UserfaultBitmap};
+use slat::tables::{Mapping, Protection};
 use slat::{
     Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm,
 };
@@ -103,6 +104,9 @@ unsafe impl<F: Format> Host for Prober<F> {
     fn flush(&self, _: &[GfnRange]) {
         self.0.enter("flush");
     }
+    fn release_mapped(&self, _: GfnRange, _: Pfn) {
+        self.0.enter("release_mapped");
+    }
     fn drain_modification_logs(&self, _: &mut dyn FnMut(&[Gpa])) {
         self.0.enter("drain_modification_logs");
     }
@@ -170,6 +174,15 @@ fn do_everything<F: Format>(config: Config) -> BTreeSet<&'static str> {
     vm.set_memory_attributes(Gpa(0), PAGE_SIZE, MemoryAttributes::PRIVATE).unwrap();
     let _resumed = vcpu.handle_fault(Gpa(0), Access::Write).unwrap();
     set(NONE, 0, 0, None, None);
+
+    set(MemoryRegionFlags::PINNED, 0, 4 * MIB, backing(), None);
+    let protection = Protection { writable: true, attributes: LeafAttributes::DATA };
+    let mapping = Mapping { range: whole, pfn: Pfn(1 << 22), protection, largest: PageSize::Size2M };
+    vm.map_range(&mapping).unwrap();
+    vm.map_range(&mapping).unwrap_err();
+    vm.unmap_range(GfnRange::new(Gfn(3), 1)).unwrap();
+    vm.protect_range(GfnRange::new(Gfn(600), 1), &Protection { writable: false, ..protection }).unwrap();
+    set(NONE, 0, 0, None, None);
     vm.reclaim();
     probe.came_by.lock().unwrap().clone()
 }
@@ -198,6 +211,7 @@ fn the_lock_is_not_held_where_the_host_may_block() {
         "barrier_on_all_cpus",
         "drain_modification_logs",
         "flush",
+        "release_mapped",
         "resolve",
         "resolve_private",
         "the drop of a backing",

@@ -16,6 +16,8 @@ mod dirty_rings;
 mod lazy_protection;
 #[path = "shuttle_replay/memslots.rs"]
 mod memslots;
+#[path = "shuttle_replay/pinned.rs"]
+mod pinned;
 #[path = "support/schedules.rs"]
 #[allow(dead_code, reason = "other tests use more of it")]
 mod schedules;
@@ -258,7 +260,7 @@ fn invalidations<F: Format>() {
 }
 
 /// Appends the steps to the file of the protocol: a line each, `THREAD STEP NUMBERS`.
-fn save<F: Format>(protocol: &str, vm: &TestVm<F>) {
+fn save<H: Host, F: Format>(protocol: &str, vm: &Arc<Vm<H, F>>) {
     let events = events::finish();
     let Ok(path) = std::env::var("REPLAY_TO") else { return };
     let root = vm.host().table_ptr(vm.root()).addr();

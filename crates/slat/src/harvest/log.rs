@@ -15,7 +15,7 @@ use crate::harvest::mark::mark_written;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::second_stage::protect::Protector;
-use crate::second_stage::split;
+use crate::second_stage::split::{self, Leaves};
 use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw};
@@ -191,7 +191,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let target = self.op.tree.config.largest_logged_write();
         // Best effort: the first write splits what is not split now. If the memslot is moved
         // meanwhile, the parts at the old place allow what the whole did.
-        let _ = split::split_range(self.op, range, target, is_named);
+        let _ = split::split_range(self.op, range, target, Leaves::NotPinned, is_named);
         Ok(())
     }
 

@@ -60,7 +60,8 @@ impl<H: Host, F: Format> Walk<H, F> for Age<'_, H, F> {
         let Age { tree, range, aging, .. } = *self;
         let rest = GfnRange { start, ..range };
         walk::visit_ptes(tree, guard, rest, ENTRIES_PER_TURN, |cursor| {
-            // A tracked leaf has not been used since it was aged.
+            // A tracked leaf has not been used since it was aged. A pinned one is not aged; if it
+            // takes the place of another just now, it may lose A once, which its next use restores.
             if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
                 match age_leaf(tree.config.access_tracking, cursor, leaf, aging) {
                     Ok(Used::Yes) => {
@@ -96,6 +97,7 @@ fn age_leaf<H: Host, F: Format>(
 ) -> Result<Used, Changed> {
     let pte = cursor.pte();
     let aged = match tracking {
+        _ if leaf.is_pinned() => return Ok(Used::No),
         AccessTracking::AccessedBit if !leaf.is_accessed() => return Ok(Used::No),
         AccessTracking::AccessedBit => leaf.without(F::ACCESSED),
         // A leaf that is present was used, or is about to be.

@@ -46,9 +46,12 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::stats::Counter;
+use crate::sync::Side;
 use crate::table::cursor::Cursor;
+use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
 use crate::table::pte::{Breaking, Frozen, Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -60,13 +63,71 @@ struct ReportZapped<'c, H: Host, F: Format> {
     nr_2m: u64,
 }
 
-/// Cancels what is under way at the cursor's PTE, which was found broken.
+/// A PTE that was found broken for the split of a pinned leaf: no fault would bring that leaf back,
+/// so such a split is finished and never cancelled.
+#[must_use]
+pub(crate) struct BrokenPinned<F> {
+    value: Pte<F>,
+    level: Level,
+    gfn: Gfn,
+    /// The counter of sequence numbers, read after the PTE. Each split of a pinned leaf takes a
+    /// number before it breaks the leaf, so an equal number says that this is the same split.
+    seen: InvalidationSeq,
+}
+
+impl<F: Format> BrokenPinned<F> {
+    /// Flushes, and links the page-table page, unless another thread has done so. Called outside of
+    /// guards.
+    pub(crate) fn finish<H: Host>(self, op: Operation<'_, H, F>) {
+        let BrokenPinned { value, level, gfn, seen } = self;
+        op.flush(&[gfn.block(level)]);
+        let locked = op.pin_locked(Side::Read);
+        let mut cursor = Cursor::new(op.tree, &locked.guard, gfn);
+        let (found, _) = cursor.descend_to(level);
+        if found == value && cursor.level() == level && op.tree.current_seq() == seen {
+            // SAFETY: it is the page-table page that was filled for this PTE. Every thread links it
+            // that finds the PTE broken, and none cancels, so that it is the tree's in any case.
+            let _: Result<(), Changed> =
+                unsafe { cursor.pte().link(op.stats(), value, Pte::table(value.table_of_broken())) };
+        }
+    }
+}
+
+/// The split under way at the cursor's PTE, which was found broken as `value`, if it is that of a
+/// pinned leaf.
+fn pinned_split<H: Host, F: Format>(
+    op: Operation<'_, H, F>,
+    guard: &Guard<'_>,
+    cursor: &Cursor<'_, H, F>,
+    value: Pte<F>,
+) -> Option<BrokenPinned<F>> {
+    let (level, gfn) = (cursor.level(), cursor.gfn());
+    if !F::BREAK_BEFORE_MAKE || value.breaking() != Breaking::Split {
+        return None;
+    }
+    // SAFETY: a broken PTE that was read inside the guard names it.
+    let parts = unsafe { node::linked_ptes::<H, F>(op.host(), guard, value.table_of_broken(), level.down()) };
+    // Once the page-table page is linked its parts may change, and the PTE is not broken any more.
+    let is_pinned = parts.at(0).load().is_pinned();
+    let seen = op.tree.current_seq();
+    is_pinned.then_some(BrokenPinned { value, level, gfn, seen })
+}
+
+/// Cancels what is under way at the cursor's PTE, which was found broken; or returns what must be
+/// finished first, outside of the guard.
 #[cold]
-pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>) {
+pub(crate) fn cancel<H: Host, F: Format>(
+    op: Operation<'_, H, F>,
+    guard: &Guard<'_>,
+    cursor: &Cursor<'_, H, F>,
+) -> Option<BrokenPinned<F>> {
     let (pte, level) = (cursor.pte(), cursor.level());
     let value = pte.load();
     if value.state(level) != State::Broken {
-        return;
+        return None;
+    }
+    if let Some(pinned) = pinned_split(op, guard, cursor, value) {
+        return Some(pinned);
     }
     let (table, breaking) = (value.table_of_broken(), value.breaking());
     let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
@@ -78,6 +139,7 @@ pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<
         cursor.stats().add(Counter::Zapped4K, report.nr_4k);
         cursor.stats().add(Counter::Zapped2M, report.nr_2m);
     }
+    None
 }
 
 /// Reports what is behind the broken PTE `value` of `level`, for the pages from `start` on, and
@@ -220,6 +282,8 @@ pub(super) fn find_broken<'s, H: Host, F: Format>(
         if state != State::Broken {
             return None;
         }
-        cancel(op, guard, &cursor);
+        // No split of a pinned leaf: that would have been a leaf when this PTE was below it.
+        let pinned = cancel(op, guard, &cursor);
+        debug_assert!(pinned.is_none(), "a pinned leaf is split above a PTE that this thread has broken");
     }
 }

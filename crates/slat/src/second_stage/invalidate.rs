@@ -38,6 +38,8 @@ use crate::table::in_flight::{InFlight, RangesInFlight};
 #[must_use = "the range is withdrawn when this is dropped"]
 pub struct Invalidation<'v> {
     range: GfnRange,
+    /// Pinned pages that were unmapped.
+    pub(crate) nr_pinned: u64,
     _in_flight: InFlight<'v>,
 }
 
@@ -71,10 +73,10 @@ impl<'v> Invalidation<'v> {
         // observe a store at once, as on x86, Armv8 and RISC-V.
         fence_after_rmw();
         let mut batch = op.batch();
-        zap::zap_range(op, range, seq, Faults::KeptOut, &mut batch);
+        let zapped = zap::zap_range(op, range, seq, Faults::KeptOut, &mut batch);
         // Even if nothing was there: another thread may have emptied a PTE and not flushed yet.
         batch.add(range);
         batch.flush();
-        Ok(Invalidation { range, _in_flight: in_flight })
+        Ok(Invalidation { range, nr_pinned: zapped?, _in_flight: in_flight })
     }
 }

@@ -7,6 +7,7 @@
 //! - `age`: finds out what the guest has used.
 //! - `split`, `recover`: make page-table pages of huge leaves, and the reverse; `broken` is the
 //!   state between.
+//! - `map`: pinned pages, which a caller maps in advance.
 //! - `query`: reads, and changes nothing.
 //! - `walk`: runs the long ones of these in turns.
 //!
@@ -16,6 +17,7 @@ pub(crate) mod age;
 pub(crate) mod broken;
 pub(crate) mod install;
 pub(crate) mod invalidate;
+pub(crate) mod map;
 pub(crate) mod protect;
 pub(crate) mod push_down;
 pub(crate) mod query;

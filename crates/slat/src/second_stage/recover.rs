@@ -58,8 +58,8 @@ use crate::dirty::rings::WithoutRings;
 use crate::format::{Execute, Format, LeafAttributes};
 use crate::host::{Host, Resolved};
 use crate::operation::Operation;
-use crate::slot::MemoryAttributes;
 use crate::slot::view::{BackingRef, SlotView};
+use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
@@ -246,6 +246,9 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// Whether `slot` may have a leaf of `level` for `block`.
     fn may_recover(&self, slot: &SlotView<'_, H::Backing>, block: GfnRange, level: Level) -> bool {
+        if slot.flags().contains(MemoryRegionFlags::PINNED) {
+            return false;
+        }
         let config = &self.op.tree.config;
         let needs = slot.logs()
             && !(config.dirty_tracking.write_protects()
@@ -330,7 +333,10 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             Some(leaf) if cursor.replace(broken, leaf).is_ok() => {
                 self.made(guard, leaf, cursor.block());
             }
-            None if cursor.pte().load() == broken => cancel(self.op, guard, cursor),
+            None if cursor.pte().load() == broken => {
+                let pinned = cancel(self.op, guard, cursor);
+                debug_assert!(pinned.is_none(), "this is a recovery");
+            }
             _ => {}
         }
     }

@@ -104,9 +104,9 @@ fn zap_run<'t, H: Host, F: Format>(
     // As in `invalidate`: the range and the bits are visible before the walk finds any page-table
     // page linked.
     fence_after_rmw();
-    zap::zap_range(op, run, seq, Faults::MayComeBack, batch);
+    let zapped = zap::zap_range(op, run, seq, Faults::MayComeBack, batch);
     batch.add(run);
-    Ok(())
+    zapped.map(drop)
 }
 
 fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Result<(), SlotError> {

@@ -53,7 +53,17 @@ use crate::table::retire::{Guard, TableChain};
 /// Leaves split, or PTEs passed by, before a turn leaves its guard.
 const STEPS_PER_TURN: u64 = 32;
 
-/// Splits each leaf larger than `target` that reaches into `range` and whose block `is_wanted`.
+/// Which leaves are split.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leaves {
+    /// Those that faults and prefaults have installed.
+    NotPinned,
+    /// Those that a caller has mapped in advance, because a part of them changes.
+    Pinned,
+}
+
+/// Splits each of `leaves` larger than `target` that reaches into `range` and whose block
+/// `is_wanted`.
 /// Returns how many it split.
 ///
 /// # Errors
@@ -62,9 +72,10 @@ pub(crate) fn split_range<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     range: GfnRange,
     target: Level,
+    leaves: Leaves,
     is_wanted: impl Fn(GfnRange) -> bool,
 ) -> Result<u64, OutOfMemory> {
-    let mut split = Split { op, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
+    let mut split = Split { op, range, target, leaves, is_wanted, tables: TableCache::new(), nr_split: 0 };
     let result = walk::run(op, range, &mut split);
     split.tables.drain(op.tree, op.stats());
     result.map(|()| split.nr_split)
@@ -82,6 +93,7 @@ struct Split<'t, H: Host, F: Format, W> {
     op: Operation<'t, H, F>,
     range: GfnRange,
     target: Level,
+    leaves: Leaves,
     is_wanted: W,
     tables: TableCache,
     nr_split: u64,
@@ -123,7 +135,12 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
         let above_target = self.target.up();
         let (value, state) = cursor.descend_to(above_target);
         let level = cursor.level();
-        if !matches!(state, State::Leaf | State::Tracked) || level < above_target || !(self.is_wanted)(cursor.block()) {
+        let is_meant = (self.leaves == Leaves::Pinned) == value.is_pinned();
+        if !matches!(state, State::Leaf | State::Tracked)
+            || level < above_target
+            || !is_meant
+            || !(self.is_wanted)(cursor.block())
+        {
             return Next::Advance(1);
         }
         let node = placement_of(tree, value, level);
@@ -205,7 +222,13 @@ fn break_leaf<H: Host, F: Format>(
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
-    let keeps_write = without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
+    if value.is_pinned() {
+        // Before the exchange: see `broken::BrokenPinned`.
+        op.tree.next_seq();
+    }
+    // A pinned leaf is in no log.
+    let keeps_write = value.is_pinned()
+        || (without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs()));
     let whole = if keeps_write || !value.is_present() { value } else { value.without(F::WRITABLE) };
     let parts = install::prepare_parts(op.tree, tables, whole, level);
     // Other threads may find the page-table page from now on: it never goes back to the cache.
@@ -227,13 +250,17 @@ fn link_parts<H: Host, F: Format>(
     let link =
         |cursor: Cursor<'_, H, F>| unsafe { cursor.pte().link(op.stats(), split.broken, Pte::table(split.table)) };
     if find_broken(op, &locked.guard, gfn, level).is_some_and(|cursor| link(cursor).is_ok()) {
-        if split.whole.is_writable() {
+        if split.whole.is_writable() && !split.whole.is_pinned() {
             let block = gfn.block(level);
             log::mark_if_logging(op.slots, &locked.guard, None, block.start, block);
         }
         return Ok(());
     }
     drop(locked);
+    if split.whole.is_pinned() {
+        // Another thread has linked it.
+        return Ok(());
+    }
     let mut unlinked = TableChain::new();
     // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
     unsafe { unlinked.push(op.host(), split.table) }

@@ -24,6 +24,11 @@
 //! allocated without waiting: an invalidation may run inside the host's reclaim of memory. Without
 //! memory the whole leaf is emptied, and its neighbours fault again.
 //!
+//! A pinned leaf (`second_stage/map.rs`) is not reported: its frames are released after the flush.
+//! If the range covers a part of it, the zap waits for memory to split it, since no fault would
+//! bring its neighbours back. The caller has split that across the end of the range before (`map::split_end`), and the zap
+//! visits that across its start first: without memory it fails before it has changed anything.
+//!
 //! An empty PTE that the range covers in part gets a number as a whole: no page-table page is made
 //! for memory that was never mapped. A fault beside the range that has read the PTE already reads
 //! it once more (`vcpu/act.rs`).
@@ -58,15 +63,15 @@
 
 #![expect(unsafe_code, reason = "takes over the tables that it unlinks")]
 
-use core::convert::Infallible;
-
+use super::broken::{self, BrokenPinned};
 use super::install;
+use super::split;
 use super::walk::{self, Next, TurnEnd, Walk};
-use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::dirty::log;
+use crate::error::OutOfMemory;
 use crate::format::Format;
-use crate::host::{AllocationWait, Host};
+use crate::host::{AllocationWait, Host, TableNode};
 use crate::operation::Operation;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
@@ -99,13 +104,18 @@ pub(crate) enum Faults {
 }
 
 /// Zaps `range`. What is to be flushed, and the unlinked page-table pages, are in `batch` then.
+/// Returns how many of its pages were pinned.
+///
+/// # Errors
+/// A pinned leaf that the range covers in part could not be split. What was zapped before it is in
+/// `batch`.
 pub(crate) fn zap_range<'t, H: Host, F: Format>(
     op: Operation<'t, H, F>,
     range: GfnRange,
     seq: InvalidationSeq,
     faults: Faults,
     batch: &mut TlbBatch<'t, H, F>,
-) {
+) -> Result<u64, OutOfMemory> {
     if op.tree.epochs.nr_deferred_tables() >= MAX_DEFERRED_TABLES {
         // The guards that they waited for may be over by now.
         op.tree.reclaim();
@@ -122,20 +132,23 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         is_out_of_memory: false,
         leaves_tables: false,
         flushed: None,
+        nr_pinned: 0,
     };
+    let mut result = Ok(());
     // A further pass has work only if the range has a whole block of the level.
     while zap.pass == Level::L4K
         || (zap.pass <= op.tree.root_level() && !zap.is_in_one_pte && range.has_block(zap.pass))
     {
-        let Ok(()) = walk::run(op, range, &mut zap);
+        result = walk::run(op, range, &mut zap);
         // Unlinking a page-table page above would take along those that were left, in one long
         // step.
-        if zap.leaves_tables || faults == Faults::MayComeBack {
+        if zap.leaves_tables || faults == Faults::MayComeBack || result.is_err() {
             break;
         }
         zap.pass = zap.pass.up();
     }
     zap.tables.drain(op.tree, op.stats());
+    result.map(|()| zap.nr_pinned)
 }
 
 /// What a turn leaves its guard for.
@@ -146,6 +159,10 @@ enum Work<F> {
     Break(Pte<F>, Level),
     /// An unflushed empty PTE that is covered in part is flushed before it gets a number.
     Flush(Pte<F>, Level),
+    /// There is no page-table page from this node to split a pinned leaf.
+    Allocate(TableNode),
+    /// Another thread splits a pinned leaf by breaking it.
+    FinishSplit(BrokenPinned<F>),
 }
 
 /// A zap under way.
@@ -167,11 +184,13 @@ struct Zap<'z, 't, H: Host, F: Format> {
     /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
     /// back.
     flushed: Option<Pte<F>>,
+    /// Pinned pages that were zapped.
+    nr_pinned: u64,
 }
 
 impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
     type Work = Work<F>;
-    type Error = Infallible;
+    type Error = OutOfMemory;
     const SIDE: Option<Side> = Some(Side::Write);
 
     fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work<F>> {
@@ -185,7 +204,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
         }
     }
 
-    fn work(&mut self, gfn: Gfn, work: Work<F>) -> Result<Gfn, Infallible> {
+    fn work(&mut self, gfn: Gfn, work: Work<F>) -> Result<Gfn, OutOfMemory> {
         match work {
             Work::Retire => {
                 self.batch.flush();
@@ -199,6 +218,11 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
                 self.op.flush(&[gfn.block(level)]);
                 self.flushed = Some(value);
             }
+            Work::Allocate(node) => {
+                let (tree, stats) = (self.op.tree, self.op.stats());
+                self.tables.top_up(tree, stats, 1, node, AllocationWait::Allowed).map_err(|()| OutOfMemory)?;
+            }
+            Work::FinishSplit(broken) => broken.finish(self.op),
         }
         Ok(gfn)
     }
@@ -221,10 +245,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 cursor.restart();
                 return Next::Again(0);
             }
-            State::Broken => {
-                broken::cancel(op, guard, cursor);
-                return Next::Again(0);
-            }
+            State::Broken => match broken::cancel(op, guard, cursor) {
+                Some(pinned) => return Next::Leave(Work::FinishSplit(pinned)),
+                None => return Next::Again(0),
+            },
             State::Empty(found) if found >= self.seq => Ok(()),
             State::Empty(found) => {
                 let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed() && self.flushed != Some(value);
@@ -238,6 +262,27 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 self.is_in_one_pte = level > Level::L4K && block.covers(range) && done.is_ok();
                 done
             }
+            State::Leaf if value.is_pinned() && range.covers(block) => {
+                if !self.batch.has_room_to_release() {
+                    return Next::Leave(Work::Retire);
+                }
+                let seq = self.seq_for(level);
+                let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
+                let done = pte.zap_leaf(op.stats(), value, if may_come_back { seq.unflushed() } else { seq });
+                if done.is_ok() {
+                    self.batch.add_released(block, op.tree.encoding.frame(value, level));
+                    self.nr_pinned += block.nr_pages();
+                }
+                done
+            }
+            State::Leaf if value.is_pinned() => match self.table_for_split(guard, value, level) {
+                Err(node) => return Next::Leave(Work::Allocate(node)),
+                Ok(()) if F::BREAK_BEFORE_MAKE => return Next::Leave(Work::Break(value, level)),
+                Ok(()) => {
+                    let _: Result<(), Changed> = install::split(cursor, &mut self.tables, value);
+                    return Next::Again(0);
+                }
+            },
             State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
                 // Before the exchange: see the module. If hardware sets A or D meanwhile, the
                 // exchange fails, and the next try reports anew.
@@ -303,12 +348,19 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
         }
-        let node = split::placement_of(self.op.tree, value, level);
-        if !self.tables.has(1, node) {
-            let stats = &guard.participant().stats;
-            self.is_out_of_memory = self.tables.top_up(self.op.tree, stats, 1, node, AllocationWait::Never).is_err();
-        }
+        self.is_out_of_memory = self.table_for_split(guard, value, level).is_err();
         self.is_out_of_memory
+    }
+
+    /// Makes sure that the cache has a page-table page to split the leaf `value` of `level`,
+    /// without waiting for memory. `Err`: the node that has none at hand.
+    fn table_for_split(&mut self, guard: &Guard<'_>, value: Pte<F>, level: Level) -> Result<(), TableNode> {
+        let node = split::placement_of(self.op.tree, value, level);
+        if self.tables.has(1, node) {
+            return Ok(());
+        }
+        let stats = &guard.participant().stats;
+        self.tables.top_up(self.op.tree, stats, 1, node, AllocationWait::Never).map_err(|()| node)
     }
 
     fn may_unlink(&mut self) -> bool {

@@ -26,6 +26,17 @@ bitflags::bitflags! {
         /// as far as the memslot's dirty log allows. The value is that of KVM's proposed
         /// `KVM_MEM_USERFAULT`.
         const USERFAULT = 1 << 3;
+        /// The memslot's pages are mapped by [`Vm::map_range`](crate::Vm::map_range) alone, and stay
+        /// as they are until they are unmapped: no operation ages, logs, write-protects, tracks or
+        /// recovers them, and only a call for a part of a huge page splits it. A fault on a page
+        /// that is not mapped, or that the mapping does not allow, is
+        /// [`Exit::Mmio`](crate::Exit::Mmio). It is for the registers of devices that are passed
+        /// through, for memory that a device accesses through an IOMMU, and for memory that is
+        /// mapped as a whole in advance.
+        ///
+        /// No other flag goes with it, and it can neither be set nor cleared later. A memslot that is
+        /// moved or deleted has its pages unmapped ([`Host::release_mapped`](crate::Host::release_mapped)).
+        const PINNED = 1 << 4;
     }
 }
 
@@ -71,6 +82,9 @@ impl<B> MemoryRegion<B> {
         }
         if MemoryRegionFlags::from_bits(flags.bits()).is_none() {
             return Err(SlotError::UnknownFlags { slot, flags: flags.bits() });
+        }
+        if flags.contains(MemoryRegionFlags::PINNED) && flags != MemoryRegionFlags::PINNED {
+            return Err(SlotError::PinnedAlone { slot, flags: flags.bits() });
         }
         if flags.contains(MemoryRegionFlags::READONLY | MemoryRegionFlags::GUEST_MEMFD) {
             return Err(SlotError::ReadOnlyGuestMemfd { slot });

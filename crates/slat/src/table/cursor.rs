@@ -45,6 +45,12 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         Cursor { tree, guard, table: table.cells, above: Pte::ABOVE_ROOT, level: tree.root_level(), gfn }
     }
 
+    /// Another cursor at the same PTE.
+    #[inline]
+    pub(crate) fn clone_at(&self) -> Cursor<'s, H, F> {
+        Cursor { ..*self }
+    }
+
     #[inline]
     pub(crate) fn tree(&self) -> &'s Tree<H, F> {
         self.tree

@@ -198,6 +198,9 @@ unsafe fn free_below<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, nr_ptes:
                 // SAFETY: it is no root, and no other thread uses the tree.
                 unsafe { free(&tree.host, &tree.encoding, below) }
             }
+            State::Leaf if value.is_pinned() => {
+                tree.host.release_mapped(gfn.block(level), tree.encoding.frame(value, level));
+            }
             State::Leaf | State::Tracked => report_zapped(tree, value, level, gfn.block(level)),
             State::Empty(_) | State::Broken | State::Frozen => {}
         }

@@ -32,6 +32,7 @@
 //! | leaf, tracked -> broken -> table | split with break before make; a flush in between |
 //! | table -> broken -> leaf, tracked | recovery; it freezes the PTEs below, and gathers A and D |
 //! | broken -> empty, fresh number | abort, once all that was there has been reported |
+//! | leaf -> leaf, same frame, other rights | a call that protects pinned pages |
 //! | leaf, tracked -> empty | zap, once it is reported; fault that replaces a read-only leaf |
 //! | table -> table, protected | lazy protection; clears W, moves the generation on in any case |
 //! | table, protected -> table | push-down, from the value that it began with; sets W |
@@ -52,6 +53,7 @@
 //! | leaf, tracked -> broken -> table | break_before_make: break_leaf, split, cancel_split |
 //! | table -> broken -> leaf, tracked | invalidation: break, make_huge |
 //! | broken -> empty, fresh number | invalidation: cancel |
+//! | leaf -> leaf, same frame, other rights | dirty_log: restore_write, drop_write |
 //! | leaf, tracked -> empty | invalidation: zap_lowest, zap_higher, empty_leaf |
 //! | table -> table, protected | lazy_protection: protect_entry, enabling_protects_entry |
 //! | table, protected -> table | lazy_protection: unprotect |
@@ -67,6 +69,10 @@
 //! `HOST_WRITABLE` alone is write-protected for logging: a fault that finds the page's memslot
 //! restores W without asking the host. A leaf with neither needs the host's answer. With that
 //! answer the fault empties the PTE and installs a new leaf.
+//!
+//! A *pinned* leaf is what a caller has mapped in advance (`second_stage/map.rs`): it has
+//! `WAS_DIRTY` without `HOST_WRITABLE`, as no other leaf has, and W if it may be written. Faults,
+//! logs, aging and recoveries leave it alone.
 //!
 //! A directory entry above leaves of 4 KiB may be *protected*: without W it write-protects all 512
 //! leaves, whatever their own W is. The next writer *pushes down* (`second_stage/push_down.rs`). If
@@ -457,6 +463,17 @@ impl<F: Format> Pte<F> {
     pub(crate) fn is_host_writable(self) -> bool {
         let bit = if self.is_present() { F::HOST_WRITABLE } else { TRACKED_HOST_WRITABLE };
         self.0 & bit != 0
+    }
+
+    /// The marks of a pinned leaf: one that no operation changes but for rights that the caller
+    /// asks for. No other leaf has `WAS_DIRTY` without `HOST_WRITABLE`: what was written could be
+    /// written. A and D are set, so that no CPU has to.
+    pub(crate) const PINNED: u64 = F::WAS_DIRTY | F::ACCESSED | F::DIRTY;
+
+    /// Whether a leaf, tracked or not, is pinned. (A pinned one is never tracked.)
+    #[inline]
+    pub(crate) fn is_pinned(self) -> bool {
+        self.is_present() && self.0 & (F::WAS_DIRTY | F::HOST_WRITABLE) == F::WAS_DIRTY
     }
 
     /// Whether the guest has used a leaf since it was installed or last aged. False for a tracked

@@ -384,6 +384,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         match (old.state(level), new.state(level)) {
             (State::Leaf, State::Tracked) => None,
             (State::Leaf, State::Leaf) if new == old.without(F::ACCESSED) => None,
+            (State::Leaf, State::Leaf) if old.is_pinned() => Some(Side::Read),
             (State::Leaf, State::Leaf) => {
                 let is_protected = old.is_writable() && !new.is_writable();
                 let is_cleaned = old.is_dirty_for_log() && !new.is_dirty_for_log();
@@ -403,6 +404,9 @@ impl<'s, F: Format> PteRef<'s, F> {
         }
         let allowed = match (old.state(level), new.state(level)) {
             (State::Empty(_), State::Leaf | State::Table) => true,
+            (State::Leaf, State::Leaf) if old.is_pinned() => {
+                new.is_pinned() && old.plain_frame(level) == new.plain_frame(level)
+            }
             (State::Empty(before), State::Empty(after)) => before < after,
             (State::Leaf, State::Leaf | State::Tracked) | (State::Tracked, State::Leaf) => {
                 old.plain_frame(level) == new.plain_frame(level)
@@ -432,7 +436,7 @@ impl<'s, F: Format> PteRef<'s, F> {
         assert!(allowed, "forbidden change of a PTE of level {}: {old:?} to {new:?}", level.0);
         let is_leaf = new.state(level) == State::Leaf;
         assert!(
-            !is_leaf || !new.is_writable() || new.is_host_writable(),
+            !is_leaf || !new.is_writable() || new.is_host_writable() || new.is_pinned(),
             "writable leaf that the host does not allow to write: {new:?}"
         );
     }

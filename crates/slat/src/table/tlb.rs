@@ -2,35 +2,39 @@
 //!
 //! # Guarantees
 //! An unlinked page-table page is freed only when no CPU can walk it, and no thread of the engine
-//! can read it. No flush is forgotten: a batch flushes at the latest when it is dropped, also where
-//! a method of the host panics between two steps. If the flush itself panics, the page-table pages
-//! are leaked.
+//! can read it. The frames of pinned pages are released to the host once, when no CPU uses them.
+//! No flush is forgotten: a batch flushes at the latest when it is dropped, also where a method of
+//! the host panics between two steps. If the flush itself panics, page-table pages and frames are
+//! leaked.
 //!
 //! # Use
 //! A change adds the blocks whose PTEs it has zapped, or deprived of rights ([`TlbBatch::add`]),
-//! and the page-table pages that it has unlinked. Outside of guards and locks it calls
+//! the page-table pages that it has unlinked, and the frames of pinned leaves. Outside of guards and locks it calls
 //! [`TlbBatch::flush`], or drops the batch.
 //!
 //! # Implementation
 //! [`TlbBatch::flush`]
 //! 1. zaps what derived tables (`derived`) have of the ranges, and adds that to the batch,
 //! 2. flushes the ranges on all CPUs,
-//! 3. retires the page-table pages.
+//! 3. releases the frames, and retires the page-table pages.
 //!
 //! [`TlbBatch::flush_cpus`] leaves out step 1, where derived tables have changed already. Derived
 //! tables count each batch with changes of theirs until step 2 is over ([`TlbBatch::count_in`]).
 //!
-//! Up to [`MAX_RANGES`] ranges are kept apart; if there are more, one range covers them all.
+//! Up to [`MAX_RANGES`] ranges are kept apart; if there are more, one range covers them all. Frames
+//! cannot be merged so, but where they follow each other: there is room for [`MAX_RUNS`] runs, or
+//! for one where there is no memory for more.
 
 #![expect(unsafe_code, reason = "owns the page-table pages that it frees")]
 
+use alloc::vec::Vec;
 use core::mem;
 
 use arrayvec::ArrayVec;
 
 use super::Tree;
 use super::retire::{Participant, TableChain};
-use crate::addr::{GfnRange, Hpa};
+use crate::addr::{GfnRange, Hpa, Pfn};
 use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
@@ -38,6 +42,47 @@ use crate::sync::{AtomicU64, Ordering};
 /// Ranges that are kept apart before one covers them all. The documentation of [`Host::flush`] names
 /// the number, too.
 const MAX_RANGES: usize = 8;
+
+/// Runs of frames that wait for one flush.
+const MAX_RUNS: usize = 512;
+
+/// The frames of pinned pages that were unmapped, by runs.
+#[derive(Default)]
+struct ReleasedFrames {
+    /// The run that the next page may prolong.
+    last: Option<(GfnRange, Pfn)>,
+    /// Those before.
+    runs: Vec<(GfnRange, Pfn)>,
+}
+
+impl ReleasedFrames {
+    /// Whether a run can be added.
+    fn has_room(&mut self) -> bool {
+        self.last.is_none()
+            || self.runs.len() < self.runs.capacity()
+            || (self.runs.len() < MAX_RUNS && self.runs.try_reserve(1).is_ok())
+    }
+
+    /// Adds a run, for which there is room.
+    fn add(&mut self, range: GfnRange, pfn: Pfn) {
+        match &mut self.last {
+            Some((last, first)) if last.end == range.start && pfn.0 == first.0 + last.nr_pages() => {
+                last.end = range.end;
+            }
+            Some(last) => {
+                debug_assert!(self.runs.len() < self.runs.capacity(), "the caller has made room");
+                self.runs.push(mem::replace(last, (range, pfn)));
+            }
+            None => self.last = Some((range, pfn)),
+        }
+    }
+
+    fn release<H: Host>(self, host: &H) {
+        for (range, pfn) in self.runs.into_iter().chain(self.last) {
+            host.release_mapped(range, pfn);
+        }
+    }
+}
 
 /// What CPUs may still have cached, and the page-table pages that they may still walk.
 #[must_use]
@@ -48,6 +93,7 @@ pub(crate) struct TlbBatch<'t, H: Host, F: Format> {
     /// Whether there were more ranges: one covers them all.
     is_joined: bool,
     unlinked: TableChain,
+    released: ReleasedFrames,
     /// Where the batch is counted until the CPUs are flushed.
     counter: Option<&'t AtomicU64>,
 }
@@ -61,6 +107,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
             ranges: ArrayVec::new(),
             is_joined: false,
             unlinked: TableChain::new(),
+            released: ReleasedFrames::default(),
             counter: None,
         }
     }
@@ -109,6 +156,19 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         unsafe { self.unlinked.push(&self.tree.host, table) }
     }
 
+    /// Whether a call of [`add_released`](Self::add_released) has room, before the next flush.
+    #[inline]
+    pub(crate) fn has_room_to_release(&mut self) -> bool {
+        self.released.has_room()
+    }
+
+    /// Adds the pages of `range`, whose frames from `pfn` on are to be released: this thread has
+    /// emptied the pinned leaf that mapped them. There is room.
+    pub(crate) fn add_released(&mut self, range: GfnRange, pfn: Pfn) {
+        self.add(range);
+        self.released.add(range, pfn);
+    }
+
     /// Counts the batch in `counter` until the CPUs are flushed. It is not counted yet.
     pub(crate) fn count_in(&mut self, counter: &'t AtomicU64) {
         debug_assert!(!self.is_counted());
@@ -134,7 +194,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
     }
 
     /// Flushes the ranges, if there are any: first in derived tables, then on all CPUs. Then
-    /// retires the page-table pages.
+    /// releases the frames and retires the page-table pages.
     pub(crate) fn flush(&mut self) {
         if let Some(derived) = self.tree.derived.as_deref() {
             for nth in 0..self.ranges.len() {
@@ -146,8 +206,9 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
 
     /// As [`flush`](Self::flush), where derived tables allow no more than the second stage already.
     pub(crate) fn flush_cpus(&mut self) {
-        // Taken first: if the flush panics, the page-table pages are leaked and the count stays,
-        // for CPUs may still use what was zapped.
+        // Taken first: if the flush panics, these are leaked and the count stays, for CPUs may still
+        // use what was zapped.
+        let released = mem::take(&mut self.released);
         let unlinked = mem::replace(&mut self.unlinked, TableChain::new());
         let counter = self.counter.take();
         self.is_joined = false;
@@ -158,6 +219,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         if let Some(counter) = counter {
             counter.fetch_sub(1, Ordering::SeqCst);
         }
+        released.release(&self.tree.host);
         self.tree.epochs.retire_tables(&self.tree.host, unlinked);
     }
 }

@@ -15,6 +15,7 @@ use crate::dirty::ring::DirtyRing;
 use crate::format::Format;
 use crate::host::{Host, Resolved};
 use crate::second_stage::install::NewLeaf;
+use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
 use crate::table::Tree;
@@ -151,6 +152,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         batch: &mut Batch<P, F, CAPACITY>,
     ) -> Option<InstallPlan<'r, H::Backing, F>> {
         let slot = self.op.slots.find(guard, self.gfn)?;
+        if slot.flags().contains(MemoryRegionFlags::PINNED) {
+            return None;
+        }
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
             slot.range().contains(gfn)

@@ -194,7 +194,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 }
             }
         }
-        broken::cancel(self.op, &locked.guard, &cursor);
+        let pinned = broken::cancel(self.op, &locked.guard, &cursor);
+        drop(locked);
+        if let Some(pinned) = pinned {
+            pinned.finish(self.op);
+        }
         Err(Changed)
     }
 }

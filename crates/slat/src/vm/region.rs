@@ -9,6 +9,7 @@ use crate::error::SlotError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
+use crate::second_stage::split::Leaves;
 use crate::second_stage::{protect, recover, split};
 use crate::slot::bitmap::Bitmap;
 use crate::slot::new::{Attachments, NewSlot};
@@ -129,6 +130,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         if range.nr_pages() != range_before.nr_pages() {
             return Err(SlotError::SizeFixed { slot: id, memory_size });
         }
+        if (flags ^ flags_before).contains(MemoryRegionFlags::PINNED) {
+            return Err(SlotError::PinnedFixed { slot: id });
+        }
         if (flags ^ flags_before).contains(MemoryRegionFlags::READONLY) {
             return Err(SlotError::ReadOnlyFixed { slot: id });
         }
@@ -211,7 +215,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         // the first write splits what is not split now.
         if self.tree.config.huge_page_logging.splits_eagerly() {
             let target = self.tree.config.largest_logged_write();
-            let _ = split::split_range(self.operation(participant), range, target, |_| true);
+            let _ = split::split_range(self.operation(participant), range, target, Leaves::NotPinned, |_| true);
         }
         protect::protect_slot(self.operation(participant), range);
         // Flushed even if no leaf changed: one that is protected already may still be cached as

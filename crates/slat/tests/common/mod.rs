@@ -222,6 +222,8 @@ pub struct TestHost {
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
     /// Zapped leaves, if they are to be recorded.
     pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
+    /// Frames of pinned pages that were released, and how many flushes there had been.
+    pub released: Arc<Mutex<Vec<(GfnRange, Pfn, usize)>>>,
     /// Receives them, also if the host is dropped by then.
     pub zapped_sender: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
     /// Pages that a CPU had to flush at the end of its fault.
@@ -265,6 +267,7 @@ impl Default for TestHost {
             quarantine: Mutex::default(),
             flushes: Mutex::default(),
             zapped: Mutex::default(),
+            released: Arc::default(),
             zapped_sender: Mutex::default(),
             local_flushes: Mutex::default(),
             panics_at_zapped: AtomicU32::new(0),
@@ -344,6 +347,19 @@ impl TestHost {
         zapped
     }
 
+    /// The frames of pinned pages that were released since the last call, and the pages that had
+    /// them, in order.
+    pub fn take_released(&self) -> Vec<(Gfn, Pfn)> {
+        let released = take(&mut *self.released.lock().unwrap());
+        let pages = |(range, pfn, _): &(GfnRange, Pfn, usize)| {
+            let (start, pfn) = (range.start, *pfn);
+            (0..range.nr_pages()).map(move |page| (Gfn(start.0 + page), Pfn(pfn.0 + page)))
+        };
+        let mut pages: Vec<_> = released.iter().flat_map(pages).collect();
+        pages.sort();
+        pages
+    }
+
     pub fn live_tables(&self) -> usize {
         self.tables.lock().unwrap().len()
     }
@@ -377,7 +393,7 @@ impl Drop for TestHost {
         }
         // Here, where it counts as the host's.
         drop((take(&mut self.tables), take(&mut self.quarantine), take(&mut self.flushes), take(&mut self.zapped)));
-        drop((take(&mut self.zapped_sender), take(&mut self.local_flushes)));
+        drop((take(&mut self.zapped_sender), take(&mut self.local_flushes), take(&mut self.released)));
         drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
         drop((take(&mut self.hook), take(&mut self.asked), take(&mut self.nodes), take(&mut self.table_nodes)));
     }
@@ -550,6 +566,12 @@ unsafe impl Host for TestHost {
             sender.send(leaf).unwrap();
         }
         self.called(Call::LeafZapped);
+    }
+
+    fn release_mapped(&self, range: GfnRange, pfn: Pfn) {
+        let _inside = InsideHost::enter();
+        let nr_flushes = self.nr_flushes();
+        self.released.lock().unwrap().push((range, pfn, nr_flushes));
     }
 
     fn should_yield(&self) -> bool {

@@ -45,6 +45,8 @@ mod overtaken_dirty;
 mod overtaken_huge;
 mod overtaken_invalidate;
 mod peers_bugs;
+mod pinned;
+mod pinned_overtaken;
 mod prefault;
 
 mod shadow;

@@ -442,6 +442,37 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
     measure(&name, "drop of a Vm", || drop(vm));
 }
 
+/// Pinned memory: mapped, refused, unmapped and protected in parts, with and without memory.
+fn pinned<F: Format>(name: &str, config: Config) {
+    let scene = scene::<F>(&format!("pinned, {name}"), StackHost::default(), config);
+    let vm = &scene.vm;
+    let backing = Backing { first: Pfn(1 << 20), max_size: PageSize::Size4K, writable: true };
+    scene.set_region(0, HUGE, HUGE_BYTES, MemoryRegionFlags::PINNED, Some(backing));
+    let mut vcpu = scene.measure("Vm::create_vcpu", || vm.create_vcpu()).unwrap();
+    let all = range(HUGE, HUGE_BYTES);
+    let protection = Protection { writable: true, attributes: LeafAttributes::DATA };
+    for largest in [PageSize::Size1G, PageSize::Size2M] {
+        let mapping = Mapping { range: all, pfn: Pfn(2 << 18), protection, largest };
+        vm.host().refuses_tables.store(true, Ordering::Relaxed);
+        let _ = scene.measure("Vm::map_range", || vm.map_range(&mapping));
+        let _ = scene.measure("Vm::unmap_range", || vm.unmap_range(range(HUGE + PAGE_SIZE, PAGE_SIZE)));
+        vm.host().refuses_tables.store(false, Ordering::Relaxed);
+        let _ = scene.measure("Vm::map_range", || vm.map_range(&mapping));
+        scene.measure("Vm::translate", || vm.translate(Gpa(HUGE))).unwrap().unwrap();
+        let _ = scene.faults(&mut vcpu, [HUGE, HUGE + 5 * PAGE_SIZE], Access::Execute);
+        for part in [range(HUGE + PAGE_SIZE, PAGE_SIZE), range(HUGE + (1 << 30) - PAGE_SIZE, 1 << 22)] {
+            let read_only = Protection { writable: false, ..protection };
+            scene.measure("Vm::protect_range", || vm.protect_range(part, &read_only)).unwrap();
+            scene.measure("Vm::unmap_range", || vm.unmap_range(part)).unwrap();
+            let again = Mapping { range: part, pfn: Pfn(9 << 18), largest: PageSize::Size4K, ..mapping };
+            scene.measure("Vm::map_range", || vm.map_range(&again)).unwrap();
+            let one = Mapping { range: GfnRange::new(part.start, 1), ..again };
+            scene.measure("Vm::map_range", || vm.map_range(&one)).unwrap_err();
+        }
+        scene.measure("Vm::unmap_range", || vm.unmap_range(all)).unwrap();
+    }
+}
+
 /// The configurations with different code paths.
 fn every_configuration<F: Format>() {
     let host = StackHost::default;
@@ -449,6 +480,8 @@ fn every_configuration<F: Format>() {
         second_stage::<F>(&format!("locking {locking:?}"), host(), Config::default().with_locking(locking), None);
     }
     let none = Config::default;
+    pinned::<F>("no lock", none());
+    pinned::<F>("a lock", none().with_locking(Locking::Shared));
     second_stage::<F>("barrier", StackHost::with_barrier(), none(), None);
     second_stage::<F>("rings", host(), none(), Some(256));
     let around = none().with_fault_around(FaultAround::Pages(FaultAround::MAX_PAGES));
@@ -471,8 +504,9 @@ fn every_configuration<F: Format>() {
 }
 
 /// Sources of the types whose calls are measured.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     include_str!("../../src/vm.rs"),
+    include_str!("../../src/vm/mapping.rs"),
     include_str!("../../src/vm/region.rs"),
     include_str!("../../src/vm/page_state.rs"),
     include_str!("../../src/vm/shadow.rs"),
