@@ -357,6 +357,7 @@ pub enum SlotError {
 
 /// Why a call on the dirty log was not done: [`Vm::get_dirty_log`](crate::Vm::get_dirty_log),
 /// [`Vm::get_dirty_log_range`](crate::Vm::get_dirty_log_range),
+/// [`Vm::for_each_dirty`](crate::Vm::for_each_dirty),
 /// [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log), [`Vm::mark_dirty`](crate::Vm::mark_dirty),
 /// [`Vm::is_marked_dirty`](crate::Vm::is_marked_dirty),
 /// [`Vm::nr_marked_dirty`](crate::Vm::nr_marked_dirty),

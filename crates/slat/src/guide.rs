@@ -176,6 +176,8 @@
 //! 2. Copy all pages.
 //! 3. Get the log of each memslot ([`Vm::get_dirty_log`]). When the call has returned, copy the
 //!    pages that the log names. Repeat this until few pages are left ([`Vm::nr_marked_dirty`]).
+//!    Or have the pages passed to a callback that copies them ([`Vm::for_each_dirty`]), which needs
+//!    no bitmap.
 //! 4. Stop all vCPUs and devices. Get the log once more, and copy its pages.
 //! 5. If the guest goes on here, turn the flag off. Huge pages are recovered then.
 //!
@@ -295,9 +297,10 @@
 //! - Dropping the [`Invalidation`]: nothing.
 //!
 //! **The dirty log**
-//! - [`Vm::get_dirty_log`], [`Vm::get_dirty_log_range`], [`Vm::clear_dirty_log`],
-//!   [`Vm::reset_dirty_rings`]: flush; with modification logs their drain. A clear with
-//!   [`ManualProtect::InitiallySet`] also allocation.
+//! - [`Vm::get_dirty_log`], [`Vm::get_dirty_log_range`], [`Vm::for_each_dirty`],
+//!   [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`]: flush; with modification logs their drain. A
+//!   clear with [`ManualProtect::InitiallySet`] also allocation. `for_each_dirty` waits for its
+//!   callback, too, and holds nothing then.
 //! - [`Vm::enable_dirty_ring`][]: flush.
 //! - [`Vm::mark_dirty`], [`Vm::is_marked_dirty`], [`Vm::nr_marked_dirty`], [`DirtyRing::harvest`],
 //!   [`Vcpu::log_modifications`]: nothing.
@@ -333,7 +336,7 @@
 //! prints a table. Run it there for another target.
 //!
 //! A vCPU uses at most 6 KiB of heap. A harvest or a reset of the rings allocates up to 6 KiB for
-//! its duration.
+//! its duration, whatever the size of the memslot.
 //!
 //! # What flush and the rest guarantee
 //! - **`flush`** orders three things.

@@ -112,8 +112,8 @@
 //!   notifier), is notified of what the guest did ([`Host::leaf_zapped`]), and ages pages
 //!   ([`Vm::age_range`]).
 //! - **The dirty log** is a bitmap, with KVM's manual protect and initially-all-set, or rings
-//!   ([`Vm::enable_dirty_ring`]). Writes are found by write protection, dirty bits or modification
-//!   logs ([`DirtyTracking`]).
+//!   ([`Vm::enable_dirty_ring`]). Its pages are passed to a callback, too ([`Vm::for_each_dirty`]).
+//!   Writes are found by write protection, dirty bits or modification logs ([`DirtyTracking`]).
 //! - **Huge pages** are split when logging begins, or when written, or kept ([`HugePageLogging`]).
 //!   They are recovered when it ends ([`Vm::recover_range`]). Page-table pages are on the right
 //!   node ([`TablePlacement`]).

@@ -13,6 +13,7 @@ mod shadow;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -334,5 +335,36 @@ fn a_slot_that_moves_allocates_no_marks() {
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.handle_fault(Gpa((1 << 30) + 130 * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
         assert_eq!((vm.get_dirty_log_range(0, 128, 128, &mut bitmap), bitmap), (Ok(1), [1 << 2, 0]));
+    }
+}
+
+/// The log of 4 TiB is 128 MiB. A call that passes its few dirty pages on takes 6 KiB at most.
+#[test]
+fn dirty_pages_of_a_large_memslot_need_no_bitmap() {
+    const LARGE_BYTES: u64 = 4 << 40;
+    let _counts = COUNTS.lock();
+    for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled] {
+        let config = Config::default().with_manual_protect(manual_protect);
+        let vm = Arc::new(Vm::<TableHost, Ept>::new(TableHost::default(), config).unwrap());
+        vm.set_user_memory_region(slot(0, LOG, Some(()), LARGE_BYTES)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let all = LARGE_BYTES / PAGE_SIZE;
+        let dirty: Vec<u64> = (0..700).map(|nth| nth * (all / 700) + nth % 3).chain([all - 1]).collect();
+        for page in &dirty {
+            assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+        }
+        let mut found = Vec::with_capacity(dirty.len());
+        // The participant that the call will use.
+        assert_eq!(vm.nr_marked_dirty(), Ok(dirty.len() as u64));
+        let (before, mut most) = (THREAD_BYTES.get(), 0);
+        let passed = vm.for_each_dirty(0, 0, all, |run| {
+            most = most.max(THREAD_BYTES.get() - before);
+            found.extend(run);
+            ControlFlow::Continue(())
+        });
+        assert_eq!((passed, &found), (Ok(dirty.len() as u64), &dirty));
+        assert_eq!(THREAD_BYTES.get(), before);
+        println!("{manual_protect:?}: {most} bytes");
+        assert!((1..=6 << 10).contains(&most), "the call takes {most} bytes");
     }
 }

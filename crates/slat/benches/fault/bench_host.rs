@@ -4,6 +4,7 @@
 
 use std::alloc::Layout;
 use std::marker::PhantomData;
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use slat::baselines::Park;
@@ -37,6 +38,15 @@ impl<B> BenchHost<B> {
     #[allow(dead_code, reason = "one bench compares the two")]
     pub(crate) fn without_reports(self) -> BenchHost<B> {
         BenchHost { needs_zapped_leaves: false, ..self }
+    }
+
+    /// PTE number `index` of a page-table page, as a CPU reaches it.
+    #[allow(dead_code, reason = "not every bench sets bits as a CPU does")]
+    pub(crate) fn entry(&self, table: Hpa, index: usize) -> &AtomicU64 {
+        assert!(index < FRAME_BYTES / size_of::<AtomicU64>());
+        // SAFETY: inside the frame, which stays mapped as long as the arena; all accesses of
+        // page-table pages are atomic.
+        unsafe { &*self.memory.pointer(table.0 as usize).cast::<AtomicU64>().add(index) }
     }
 }
 

@@ -16,6 +16,8 @@
 //! - a fault, a zap, the VMM or another harvest that has marked the page, and not yet the summary
 //!   above it;
 //! - a clear by masks that has cleared a summary, and not yet found what is left below it;
+//! - a call that passes dirty pages to a callback, if that stops or panics: it marks again what it
+//!   took and did not pass on (`harvest/each.rs`);
 //! - a recovery of huge leaves (`second_stage/recover.rs`), or a split that breaks the leaf first:
 //!   a harvest passes over the PTEs that they have broken, and they mark.
 //!

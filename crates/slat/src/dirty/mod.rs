@@ -15,6 +15,7 @@
 //! The log is a bitmap of each memslot, or a ring of each vCPU.
 //!
 //! - *Bitmap*: [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) takes the log, and begins a new one.
+//!   [`Vm::for_each_dirty`](crate::Vm::for_each_dirty) passes its pages to a callback instead.
 //!   With [`ManualProtect`] it copies the log, and
 //!   [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log) begins a new one, range by range.
 //! - *Ring*: call [`Vm::enable_dirty_ring`](crate::Vm::enable_dirty_ring) before there is a vCPU.

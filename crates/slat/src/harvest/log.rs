@@ -1,9 +1,10 @@
 //! The calls that get, copy and clear the dirty log of a memslot.
 //!
 //! [`LogCall::get`] takes all marks, [`LogCall::clear`] those that the caller names,
-//! [`LogCall::copy`] none. `dirty/log.rs` has the protocol between them and the faults.
+//! [`LogCall::copy`] none. `each` has the call that needs no bitmap. `dirty/log.rs` has the protocol
+//! between them and the faults.
 
-use core::ops::Range;
+use core::ops::{ControlFlow, Range};
 
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_zeroed;
@@ -19,11 +20,15 @@ use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TU
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::cursor::{self, Cursor};
+use crate::table::pte::Pte;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
 /// Pages whose dirty bits a walk visits in one guard.
 const PAGES_PER_TURN: u64 = 1 << 13;
+
+/// Leaves that are looked at together for D: those of a cache line.
+const LEAVES_PER_LOOK: usize = 8;
 
 /// Returns the words of the memslot's log that have the bits of `pages` (first and number; all if
 /// `None`). `bitmap_len` is the length, in words, of the caller's bitmap, which must hold them.
@@ -49,13 +54,51 @@ fn words_of<B>(
 }
 
 /// The memslot as a turn finds it.
-struct Found<'s, B> {
+pub(super) struct Found<'s, B> {
     slot: SlotView<'s, B>,
-    log: &'s Bitmap,
+    pub(super) log: &'s Bitmap,
     /// The words of all pages of the call.
-    words: Range<usize>,
+    pub(super) words: Range<usize>,
     /// The words of this turn, which follow those that are done.
-    turn: Range<usize>,
+    pub(super) turn: Range<usize>,
+}
+
+/// What gets the marks that a harvest took.
+pub(super) trait Reader {
+    /// The marks of the words `reached`, counted from the first of the call. The pages are protected
+    /// and not flushed yet.
+    fn receive(&mut self, reached: Range<usize>, taken: &TakenWords);
+
+    /// Whether there is no room for those of another turn, so that they have to be read now.
+    fn is_full(&self) -> bool {
+        false
+    }
+
+    /// All that was received is flushed. Whether the harvest goes on.
+    fn read(&mut self) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
+}
+
+/// Writes the marks into the caller's bitmap.
+struct ToBitmap<'b>(&'b mut [u64]);
+
+impl Reader for ToBitmap<'_> {
+    #[inline]
+    fn receive(&mut self, reached: Range<usize>, taken: &TakenWords) {
+        let words = &mut self.0[reached];
+        words.fill(0);
+        for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
+            words[usize::from(offset)] = bits;
+        }
+    }
+}
+
+/// For a caller that has named the marks.
+struct Unread;
+
+impl Reader for Unread {
+    fn receive(&mut self, _: Range<usize>, _: &TakenWords) {}
 }
 
 /// A call on the log of one memslot.
@@ -68,7 +111,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Finds the memslot, its log, and the words of the call; `done` of them are done. Each guard
     /// looks them up anew: since the last, the memslot may have been moved or have ceased to log,
     /// or its number may be that of another.
-    fn find<'s>(
+    pub(super) fn find<'s>(
         &'s self,
         guard: &'s Guard<'s>,
         pages: Option<(u64, u64)>,
@@ -92,18 +135,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, LogError> {
         let mut taken = try_zeroed()?;
         self.collect(pages, out.len())?;
-        self.harvest(
-            pages,
-            out.len(),
-            &mut taken,
-            |log, words, _, taken| log.take(words, taken),
-            |reached, taken| {
-                out[reached.clone()].fill(0);
-                for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
-                    out[reached.start + usize::from(offset)] = bits;
-                }
-            },
-        )
+        let len = out.len();
+        self.harvest(pages, len, &mut taken, |log, words, _, taken| log.take(words, taken), &mut ToBitmap(out))
     }
 
     /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
@@ -134,13 +167,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
             self.split_for(pages, mask)?;
         }
-        self.harvest(
-            Some(pages),
-            mask.len(),
-            &mut taken,
-            |log, words, done, taken| log.take_masked(words, &mask[done..], taken),
-            |_, _| (),
-        )
+        let take = |log: &Bitmap, words, done, taken: &mut TakenWords| log.take_masked(words, &mask[done..], taken);
+        self.harvest(Some(pages), mask.len(), &mut taken, take, &mut Unread)
     }
 
     /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for
@@ -167,19 +195,18 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         Ok(())
     }
 
-    /// Takes marks of `pages` by `take`, protects their pages, and hands them to `hand_out`, turn
-    /// by turn. Returns the number of pages.
+    /// Takes marks of `pages` by `take`, protects their pages, and hands them to `reader`. Returns
+    /// the number of pages.
     ///
     /// `take` gets the words that it may take from, and how many are done already. It returns the
-    /// first word that it did not reach. `hand_out` gets the words that were reached, counted from
-    /// the first of `pages`.
-    fn harvest(
+    /// first word that it did not reach.
+    pub(super) fn harvest(
         &self,
         pages: Option<(u64, u64)>,
         bitmap_len: usize,
         taken: &mut TakenWords,
         take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
-        mut hand_out: impl FnMut(Range<usize>, &TakenWords),
+        reader: &mut impl Reader,
     ) -> Result<u64, LogError> {
         let tree = self.op.tree;
         let mut nr_pages = 0;
@@ -206,16 +233,24 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 derived.write_protect(&mut taken.words(first), &mut batch);
             }
             let turn_len = reached - turn.start;
-            hand_out(done..done + turn_len, taken);
+            reader.receive(done..done + turn_len, taken);
             done += turn_len;
             if reached == words.end {
                 break Ok(());
+            }
+            if reader.is_full() {
+                batch.flush_cpus();
+                if reader.read().is_break() {
+                    break Ok(());
+                }
             }
             if tree.should_yield() {
                 tree.host.yield_now();
             }
         };
         batch.flush_cpus();
+        // Also after an error: no later call reports these pages.
+        let _ = reader.read();
         result.map(|()| nr_pages)
     }
 
@@ -244,7 +279,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 
     /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
-    fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), LogError> {
+    pub(super) fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), LogError> {
         match self.op.tree.config.dirty_tracking {
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
@@ -302,21 +337,30 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     cursor.descend_to(Level::L2M);
     let behind = page_of(cursor.block().end).min(end);
     if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
-        let is_dirty = |page: u64| {
-            let index = cursor::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
-            leaves.at(index).load().is_dirty_for_log()
-        };
-        let mut page = first;
-        while page < behind {
-            let clean_from = (page..behind).find(|&page| !is_dirty(page)).unwrap_or(behind);
-            if clean_from > page {
-                // No fence: the leaves were read with acquire. A page that was written again after
-                // a harvest took its bit has D only since that harvest cleared D. So the bit is
-                // read as clear here.
-                log.mark(page, clean_from - page);
+        let start = cursor::index_of::<F>(gfn, Level::L4K);
+        let leaves = leaves.slice(start..);
+        let (mut word, mut marks) = (first / PAGES_PER_WORD, 0);
+        for (chunk, page) in leaves.chunks(LEAVES_PER_LOOK).zip((first..behind).step_by(LEAVES_PER_LOOK)) {
+            let values: [Option<Pte<F>>; LEAVES_PER_LOOK] =
+                core::array::from_fn(|nth| chunk.get(nth).map(|leaf| leaf.load()));
+            // Most have no D. To look at each of them would take longer than to read them.
+            if values.iter().flatten().fold(0, |any, value| any | value.bits()) & F::DIRTY == 0 {
+                continue;
             }
-            page = clean_from + 1;
+            let pages = (page..behind).zip(values);
+            let dirty = pages.filter(|(_, value)| value.is_some_and(|value| value.is_dirty_for_log()));
+            for (page, _) in dirty {
+                if page / PAGES_PER_WORD != word {
+                    log.mark_word(word as usize, marks);
+                    (word, marks) = (page / PAGES_PER_WORD, 0);
+                }
+                marks |= 1 << (page % PAGES_PER_WORD);
+            }
         }
+        // No fence: the leaves were read with acquire. A page that was written again after a
+        // harvest took its bit has D only since that harvest cleared D. So the bit is read as clear
+        // here.
+        log.mark_word(word as usize, marks);
     }
     behind
 }

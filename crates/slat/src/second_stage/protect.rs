@@ -18,6 +18,11 @@
 //! [`PAGES_WORTH_PROTECTING`] pages: a push-down reads all 512 leaves. A turn protects each entry
 //! at most once (`table/generation.rs`).
 //!
+//! Few pages are the frequent case, and branches that no CPU predicts would take most of its time:
+//! on where a page-table page ends, and on how many pages a word has. So one loop over the words
+//! takes the leaves ([`Protector::take_few`]) and has them prefetched, and their atomic operations
+//! follow in rows.
+//!
 //! # Why it is correct
 //! A fault restores W, makes a full fence, and then reads flags and bit (`dirty/log.rs`). One side
 //! observes the other: the fault finds step 1 and marks the page, or the walk finds W.
@@ -30,25 +35,22 @@
 //! then fails.
 
 use core::convert::Infallible;
-use core::hint::black_box;
-
-use arrayvec::ArrayVec;
 
 use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::bits::bit_range;
+use crate::bits::{SetBits, bit_range};
 use crate::config::DirtyTracking;
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
-use crate::slot::bitmap::{PageWords, SetBits, nr_bits};
+use crate::slot::bitmap::{PageWords, nr_bits};
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::generation::Admission;
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, PteRef, Ptes};
+use crate::table::pte_ref::{Changed, LeafRef, PteRef, Ptes};
 use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
@@ -58,8 +60,14 @@ const ENTRIES_PER_TURN: u64 = 4096;
 /// For so many pages of a page-table page, or fewer, leaves are protected one by one.
 const PAGES_WORTH_PROTECTING: u64 = if cfg!(shuttle) { 1 } else { 16 };
 
-/// Leaves that are read together.
-const PENDING_LEAVES: usize = 32;
+/// The most pages of a word that are counted: then there are too many to protect them one by one.
+const MOST_OF_WORD: usize = PAGES_WORTH_PROTECTING as usize + 2;
+
+/// Room for leaves that are protected together.
+const PENDING_LEAVES: usize = 32 + MOST_OF_WORD + 1;
+
+/// Up to so many words have their ranges flushed; those of more are flushed as one.
+const MOST_RANGES: usize = 8;
 
 /// Pages of a word.
 const WORD_PAGES: u64 = u64::BITS as u64;
@@ -78,35 +86,60 @@ struct TablePages<'w> {
 }
 
 impl<'w> TablePages<'w> {
-    /// The pages of the first page-table page in `words` from word number `start` on; `None` if
-    /// there are no more words.
+    /// The pages of `words`, whose offset 0 is word number `first_word`: all of one page-table page.
+    fn of_table(first_word: u64, words: &'w PageWords<TABLE_WORDS>) -> TablePages<'w> {
+        let first = Gfn(first_word * WORD_PAGES).align_down(Level::L2M);
+        let (offsets, bits) = (words.offsets(), words.bits());
+        TablePages { first, first_word, offsets, bits, nr_pages: bits.iter().map(|&bits| nr_bits(bits)).sum() }
+    }
+
+    /// The first `nr_words` of the words, which have `nr_pages` pages.
     #[inline]
-    fn first_of<const CAPACITY: usize>(
-        first_word: u64,
-        words: &'w PageWords<CAPACITY>,
-        start: usize,
-    ) -> Option<TablePages<'w>> {
-        let (offsets, bits) = (&words.offsets()[start..], &words.bits()[start..]);
-        let table_of = |offset: u16| (first_word + u64::from(offset)) / TABLE_WORDS as u64;
-        let table = table_of(*offsets.first()?);
-        let mut nr_words = 0;
-        let mut nr_pages = 0;
-        for (&offset, &bits) in offsets.iter().zip(bits) {
-            if table_of(offset) != table {
-                break;
-            }
-            nr_words += 1;
-            nr_pages += nr_bits(bits);
+    fn first_words(&self, nr_words: usize, nr_pages: u64) -> TablePages<'w> {
+        TablePages { offsets: &self.offsets[..nr_words], bits: &self.bits[..nr_words], nr_pages, ..*self }
+    }
+
+    /// The pages of words. They may be those of more than one page-table page; the first is of
+    /// `first`.
+    #[inline]
+    fn new(first_word: u64, offsets: &'w [u16], bits: &'w [u64]) -> TablePages<'w> {
+        let first = Gfn((first_word + offsets.first().map_or(0, |&offset| u64::from(offset))) * WORD_PAGES);
+        TablePages { first: first.align_down(Level::L2M), first_word, offsets, bits, nr_pages: 0 }
+    }
+
+    /// Whether the first words have so many pages that those of most page-table pages may be many.
+    #[inline]
+    fn are_dense(&self) -> bool {
+        let first = self.bits.iter().take(TABLE_WORDS);
+        self.bits.len() >= TABLE_WORDS && first.map(|&bits| nr_bits(bits)).sum::<u64>() > PAGES_WORTH_PROTECTING
+    }
+
+    /// Calls `add` with the pages of each word, from the first to the last of it; if there are many
+    /// words, once.
+    #[inline]
+    fn ranges(&self, mut add: impl FnMut(GfnRange)) {
+        if self.offsets.len() > MOST_RANGES {
+            return add(self.range());
         }
-        let (offsets, bits) = (&offsets[..nr_words], &bits[..nr_words]);
-        Some(TablePages { first: Gfn(table * Level::L2M.nr_pages()), first_word, offsets, bits, nr_pages })
+        for (offset, bits) in self.offsets.chunks(1).zip(self.bits.chunks(1)) {
+            add(TablePages { offsets: offset, bits, ..*self }.range());
+        }
+    }
+
+    /// The pages of this page-table page. The words may go on with those of others.
+    fn counted(&self) -> TablePages<'w> {
+        let of_table = self.words().take_while(|&(page, _)| page < TABLE_WORDS * WORD_PAGES as usize);
+        let (nr_words, nr_pages) =
+            of_table.fold((0, 0), |(nr_words, nr_pages), (_, bits)| (nr_words + 1, nr_pages + nr_bits(bits)));
+        self.first_words(nr_words, nr_pages)
     }
 
     /// For each word, the index of its first page in the page-table page, and its bits.
     #[inline]
     fn words(&self) -> impl Iterator<Item = (usize, u64)> {
-        let base = self.first_word % TABLE_WORDS as u64;
-        let page_of = move |offset: u16| ((base + u64::from(offset)) % TABLE_WORDS as u64 * WORD_PAGES) as usize;
+        // Where the page-table page begins, before or behind the word from which offsets count.
+        let base = (self.first.0 / WORD_PAGES).wrapping_sub(self.first_word);
+        let page_of = move |offset: u16| (u64::from(offset).wrapping_sub(base) * WORD_PAGES) as usize;
         self.offsets.iter().zip(self.bits).map(move |(&offset, &bits)| (page_of(offset), bits))
     }
 
@@ -155,8 +188,8 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
     /// The memslot: entries that reach beyond it are not protected.
     slot: GfnRange,
     directory_protection: DirectoryProtection,
-    /// Leaves of 4 KiB that are still to be protected.
-    pending: ArrayVec<PteRef<'s, F>, PENDING_LEAVES>,
+    pending: Pending<'s, F>,
+    nr_pending: usize,
     /// Pages that the caller has named.
     nr_pages: u64,
     nr_protected: u64,
@@ -175,7 +208,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
             cursor: Cursor::new(tree, guard, slot.start),
             slot,
             directory_protection,
-            pending: ArrayVec::new(),
+            pending: Pending([None; PENDING_LEAVES]),
+            nr_pending: 0,
             nr_pages: 0,
             nr_protected: 0,
             nr_tables: 0,
@@ -230,19 +264,66 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         words: &PageWords<CAPACITY>,
         batch: &mut TlbBatch<'_, H, F>,
     ) {
+        let (offsets, bits) = (words.offsets(), words.bits());
+        let are_dense = TablePages::new(first_word, offsets, bits).are_dense();
         let mut done = 0;
-        while let Some(pages) = TablePages::first_of(first_word, words, done) {
-            self.nr_pages += pages.nr_pages;
-            match self.table_of(pages.first) {
-                // The short way: leaf by leaf in any case.
-                Some(leaves) if pages.nr_pages <= PAGES_WORTH_PROTECTING => self.protect_leaves(leaves, &pages),
-                _ => {
-                    self.protect_table(&pages);
-                }
+        while done < offsets.len() {
+            if !are_dense {
+                let few = self.take_few(&TablePages::new(first_word, &offsets[done..], &bits[done..]));
+                done += few.offsets.len();
+                self.nr_pages += few.nr_pages;
+                few.ranges(|range| batch.add(range));
             }
-            batch.add(pages.range());
-            done += pages.offsets.len();
+            if done < offsets.len() {
+                let pages = TablePages::new(first_word, &offsets[done..], &bits[done..]).counted();
+                done += pages.offsets.len();
+                self.nr_pages += pages.nr_pages;
+                batch.add(pages.range());
+                self.protect_table(&pages);
+            }
         }
+    }
+
+    /// Takes the leaves of the first of `words`, to protect them later; returns these words. They
+    /// end where a page-table page begins of which more than [`PAGES_WORTH_PROTECTING`] pages are
+    /// meant, or which is not there.
+    ///
+    /// It has no branch on where a page-table page ends, which no CPU would predict. Whether pages
+    /// are many shows while they are taken: to count them before would take as long.
+    #[inline(always)]
+    fn take_few<'w>(&mut self, words: &TablePages<'w>) -> TablePages<'w> {
+        let (mut nr_words, mut nr_pages) = (0, 0);
+        // The page-table page of the word before, and how many of its pages were taken.
+        let (mut last_table, mut nr_of_table) = (u64::MAX, 0);
+        for (&offset, &bits) in words.offsets.iter().zip(words.bits) {
+            let word = words.first_word + u64::from(offset);
+            let table = word / TABLE_WORDS as u64;
+            nr_of_table &= 0_usize.wrapping_sub(usize::from(table == last_table));
+            last_table = table;
+            let Some(leaves) = self.cursor.move_to_table_below(Gfn(word * WORD_PAGES), Level::L2M) else { break };
+            let leaves = leaves.slice((word % TABLE_WORDS as u64 * WORD_PAGES) as usize..);
+            if self.nr_pending > PENDING_LEAVES - MOST_OF_WORD - 1 {
+                self.protect_pending();
+            }
+            let nr_taken = self.pending.put(self.nr_pending, leaves, bits);
+            self.nr_pending += nr_taken;
+            nr_of_table += nr_taken;
+            nr_pages += nr_taken;
+            nr_words += 1;
+            if nr_of_table > PAGES_WORTH_PROTECTING as usize {
+                break;
+            }
+        }
+        if nr_of_table > PAGES_WORTH_PROTECTING as usize {
+            // Back to where the page-table page begins. Those of its leaves that are protected
+            // already may be.
+            self.nr_pending = self.nr_pending.saturating_sub(nr_of_table);
+            nr_pages -= nr_of_table;
+            let is_of_table =
+                |&&offset: &&u16| (words.first_word + u64::from(offset)) / (TABLE_WORDS as u64) == last_table;
+            nr_words -= words.offsets[..nr_words].iter().rev().take_while(is_of_table).count();
+        }
+        words.first_words(nr_words, nr_pages as u64)
     }
 
     /// Protects `pages`. Returns the first page behind the PTE at which the walk ended: of a
@@ -315,40 +396,24 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         Ok(())
     }
 
-    #[inline]
     fn protect_leaves(&mut self, leaves: Ptes<'s, F>, pages: &TablePages<'_>) {
+        let tree = self.cursor.tree();
         for (first, bits) in pages.words() {
-            if bits == u64::MAX {
-                self.nr_protected +=
-                    protect_all(self.cursor.tree(), leaves.slice(first..).iter().take(WORD_PAGES as usize));
-                continue;
-            }
-            for leaf in SetBits(bits).filter_map(|page| leaves.get(first + page)) {
-                self.protect_later(leaf);
-            }
+            self.nr_protected += if bits == u64::MAX {
+                protect_all(tree, leaves.slice(first..).iter().take(WORD_PAGES as usize))
+            } else {
+                let named = || SetBits(bits).filter_map(|page| leaves.get(first + page));
+                named().for_each(|leaf| leaf.prefetch());
+                protect_all(tree, named())
+            };
         }
     }
 
-    /// The page-table page of leaves of 4 KiB for `gfn`, if there is one.
-    #[inline]
-    fn table_of(&mut self, gfn: Gfn) -> Option<Ptes<'s, F>> {
-        self.cursor.move_to_pte(gfn, Level::L2M)?;
-        self.cursor.read_table(Level::L2M).map(|(_, leaves)| leaves)
-    }
-
-    #[inline]
-    fn protect_later(&mut self, leaf: PteRef<'s, F>) {
-        if self.pending.is_full() {
-            self.protect_pending();
-        }
-        self.pending.push(leaf);
-    }
-
+    #[inline(never)]
     fn protect_pending(&mut self) {
-        // Plain loads of all leaves first: their cache misses overlap. Those of atomic operations
-        // come one after the other.
-        black_box(self.pending.iter().fold(0, |any, leaf| any | leaf.touch()));
-        self.nr_protected += protect_all(self.cursor.tree(), self.pending.drain(..));
+        let leaves = self.pending.0.iter().take(self.nr_pending).flatten().map(|leaf| leaf.pte());
+        self.nr_protected += protect_all(self.cursor.tree(), leaves);
+        self.nr_pending = 0;
     }
 
     /// Ends the turn. Returns the number of pages that the caller has named.
@@ -357,6 +422,42 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         participant.stats.add(Counter::Protected, self.nr_protected);
         participant.stats.add(Counter::TablesProtected, self.nr_tables);
         self.nr_pages
+    }
+}
+
+/// Leaves of 4 KiB that are to be protected together, in the first places.
+struct Pending<'s, F: Format>([Option<LeafRef<'s, F>>; PENDING_LEAVES]);
+
+impl<'s, F: Format> Pending<'s, F> {
+    /// Puts those of `leaves` that `bits` names into the places from `at` on. Returns how many
+    /// `bits` names, of which there is one at least. It ends at [`MOST_OF_WORD`].
+    ///
+    /// Most words have one page or two: they are taken without a branch, which no CPU would
+    /// predict.
+    #[inline(always)]
+    fn put(&mut self, at: usize, leaves: Ptes<'s, F>, bits: u64) -> usize {
+        let (lowest, highest) = (bits.trailing_zeros(), 63 - bits.leading_zeros());
+        self.put_one(at, leaves, lowest);
+        self.put_one(at + 1, leaves, highest);
+        let mut nr_pages = 1 + usize::from(lowest != highest);
+        let mut left = bits & (bits - 1) & !(1 << highest);
+        while left != 0 && nr_pages < MOST_OF_WORD {
+            self.put_one(at + nr_pages, leaves, left.trailing_zeros());
+            left &= left - 1;
+            nr_pages += 1;
+        }
+        nr_pages
+    }
+
+    #[inline(always)]
+    fn put_one(&mut self, at: usize, leaves: Ptes<'s, F>, page: u32) {
+        let leaf = leaves.leaf(page as usize);
+        if let Some(leaf) = leaf {
+            // The cache misses of many leaves overlap. Those of atomic operations come one after
+            // the other.
+            leaf.pte().prefetch();
+        }
+        self.0[at] = leaf;
     }
 }
 
@@ -419,9 +520,7 @@ impl<H: Host, F: Format> Walk<H, F> for ProtectSlot<'_, H, F> {
         while next < self.slot.end && nr_steps < ENTRIES_PER_TURN {
             let nr_tables = protector.nr_tables;
             let words = words_of_table(GfnRange { start: next, end: self.slot.end });
-            let Some(pages) = TablePages::first_of(next.align_down(Level::L2M).0 / WORD_PAGES, &words, 0) else {
-                break;
-            };
+            let pages = TablePages::of_table(next.align_down(Level::L2M).0 / WORD_PAGES, &words);
             next = protector.protect_table(&pages);
             // Without a protected entry it was a page-table page of leaves, at most.
             nr_steps += if protector.nr_tables > nr_tables { 1 } else { Level::L2M.nr_pages() };

@@ -42,7 +42,7 @@ use core::hint::black_box;
 use core::ops::Range;
 
 use crate::addr::Gfn;
-use crate::bits::bit_range;
+use crate::bits::{SetBits, bit_range};
 use crate::boxed::{Zeroed, ZeroedWords, try_box};
 use crate::error::OutOfMemory;
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, record};
@@ -86,6 +86,9 @@ unsafe impl<const CAPACITY: usize> Zeroed for PageWords<CAPACITY> {
 pub(crate) type TakenWords = PageWords<{ 2 * GROUP_WORDS }>;
 
 impl<const CAPACITY: usize> PageWords<CAPACITY> {
+    /// How many words there is room for.
+    pub(crate) const CAPACITY: usize = CAPACITY;
+
     pub(crate) fn new() -> PageWords<CAPACITY> {
         PageWords { len: 0, offsets: [0; CAPACITY], bits: [0; CAPACITY] }
     }
@@ -129,14 +132,27 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
         if bits == 0 {
             return;
         }
-        let offset = offset as u16;
-        if self.len != 0 && self.offsets[self.len - 1] == offset {
+        if self.len != 0 && self.offsets[self.len - 1] == offset as u16 {
             self.bits[self.len - 1] |= bits;
             return;
         }
-        self.offsets[self.len] = offset;
+        self.offsets[self.len] = offset as u16;
         self.bits[self.len] = bits;
         self.len += 1;
+    }
+
+    /// Adds `words`, each as its offset and its pages, where none is there yet. There must be room.
+    #[inline]
+    fn extend(&mut self, words: impl Iterator<Item = (usize, u64)>) {
+        let mut len = self.len;
+        for (offset, bits) in words {
+            if let (Some(offset_at), Some(bits_at)) = (self.offsets.get_mut(len), self.bits.get_mut(len)) {
+                (*offset_at, *bits_at) = (offset as u16, bits);
+            }
+            len += usize::from(bits != 0);
+        }
+        debug_assert!(len <= CAPACITY);
+        self.len = len.min(CAPACITY);
     }
 }
 
@@ -265,6 +281,16 @@ impl Bitmap {
         self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
     }
 
+    /// As [`mark`](Bitmap::mark), for those pages of word `index` that `marks` names, or none.
+    #[inline]
+    pub(crate) fn mark_word(&self, index: usize, marks: u64) {
+        // SeqCst: as in `mark`.
+        if marks != 0 && !self.has(index, marks) {
+            self.set(index, marks);
+            self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
+        }
+    }
+
     /// Marks `nr_pages` pages from `first` on. The caller has made a full fence after what the
     /// marks are for (a leaf became writable, or the page was written); see `log`.
     #[inline]
@@ -322,20 +348,21 @@ impl Bitmap {
                 if !taken.has_room_for(nr_bits(seen) as usize) {
                     break;
                 }
-                let words = &self.words[group * GROUP_WORDS..];
+                let words = &self.words[group * GROUP_WORDS..end];
                 // Words that are not in the cache come all at once for plain loads, and one after
-                // the other for exchanges.
-                black_box(SetBits(seen).fold(0, |any, index| any | words[index].load(Ordering::Relaxed)));
+                // the other for exchanges. One load brings a whole line.
+                let touch = |line: usize| words.get(line).map_or(0, |word| word.load(Ordering::Relaxed));
+                black_box(SetBits(lines_of(seen)).fold(0, |any, line| any | touch(line)));
                 // Only what was read as set: another harvest may take the others.
                 let found = summary.fetch_and(!seen, Ordering::SeqCst) & seen;
                 record!(SummaryCleared { group: group as u64, words: found });
                 record!(SummarySkipped { group: group as u64, words: seen & !found });
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
-                for index in SetBits(found) {
+                taken.extend(SetBits(found).map(|index| {
                     let index = group * GROUP_WORDS + index;
-                    taken.push(index - range.start, self.take_word(index));
-                }
+                    (index - range.start, self.take_word(index))
+                }));
             }
             next = end;
         }
@@ -410,6 +437,17 @@ impl Bitmap {
         next
     }
 
+    /// As [`take`](Bitmap::take), but changes nothing.
+    pub(crate) fn find_marked(&self, range: Range<usize>, found: &mut TakenWords) -> usize {
+        let mut next = self.skip_clean(range.clone());
+        while next < range.end && found.has_room_for(GROUP_WORDS) {
+            let (_, _, end) = group_of(next, range.end);
+            self.look(next..end, |index, marks| found.push(index - range.start, marks));
+            next = self.skip_clean(end..range.end);
+        }
+        next
+    }
+
     /// Copies the words `range` to `out`, which must be zero, and changes nothing. Returns the
     /// number of marked pages.
     pub(crate) fn copy(&self, range: Range<usize>, out: &mut [u64]) -> u64 {
@@ -454,18 +492,12 @@ impl Bitmap {
     }
 }
 
-/// The numbers of the bits that are set, from the least significant on.
-pub(crate) struct SetBits(pub(crate) u64);
-
-impl Iterator for SetBits {
-    type Item = usize;
-
-    #[inline]
-    fn next(&mut self) -> Option<usize> {
-        let lowest = (self.0 != 0).then(|| self.0.trailing_zeros() as usize)?;
-        self.0 &= self.0 - 1;
-        Some(lowest)
-    }
+/// Of each cache line of eight words that `words` names, the first.
+#[inline]
+fn lines_of(words: u64) -> u64 {
+    let words = words | words >> 4;
+    let words = words | words >> 2;
+    (words | words >> 1) & 0x0101_0101_0101_0101
 }
 
 /// Returns the number of the summary word of word `next`, its bits for the words from `next` on and

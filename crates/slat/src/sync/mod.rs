@@ -13,6 +13,11 @@
 //! places in the engine use [`full_fence`] after a plain store, or [`fence_after_rmw`] after an
 //! atomic read-modify-write, and name their partner in a comment.
 
+#![cfg_attr(
+    all(target_arch = "x86_64", not(any(loom, shuttle))),
+    expect(unsafe_code, reason = "a prefetch is an intrinsic")
+)]
+
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr};
 #[cfg(not(any(loom, shuttle)))]
@@ -68,6 +73,21 @@ pub fn spin_loop() {
     loom::thread::yield_now();
     #[cfg(shuttle)]
     shuttle::thread::yield_now();
+}
+
+/// Has the cache line of `word` fetched. On x86 nothing waits for it; where stable Rust has no such
+/// instruction, a load does it.
+#[inline]
+pub(crate) fn prefetch(word: &AtomicU64) {
+    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]
+    // SAFETY: a prefetch accesses no memory, and any address may be given to it.
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(core::ptr::from_ref(word).cast());
+    }
+    #[cfg(not(any(target_arch = "x86_64", loom, shuttle)))]
+    core::hint::black_box(word.load(Ordering::Relaxed));
+    #[cfg(any(loom, shuttle))]
+    let _ = word;
 }
 
 /// Orders every earlier store of this thread before every later load (the store-load primitive).

@@ -252,6 +252,17 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         })
     }
 
+    /// The PTEs of the page-table page below the PTE of `level` for `gfn`, to which the cursor moves.
+    /// `None` if there is no page-table page.
+    #[inline(always)]
+    pub(crate) fn move_to_table_below(&mut self, gfn: Gfn, level: Level) -> Option<Ptes<'s, F>> {
+        let value = self.move_to_pte(gfn, level)?.load();
+        // SAFETY: read from the current PTE, which is a directory entry.
+        let ptes =
+            || unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, value.table_below(), level.down()) };
+        (value.state(level) == State::Table).then(ptes)
+    }
+
     /// From the root, where the cursor is, to the page-table page whose PTEs have `level`, which is
     /// a constant: so all levels are. `None` if there is none; the cursor is then as low as there
     /// are page-table pages.

@@ -32,7 +32,7 @@ use crate::format::Format;
 use crate::format::walkers::Walkers;
 use crate::host::Host;
 use crate::stats::{Counter, Recorder};
-use crate::sync::{AtomicU64, Ordering, Side, record};
+use crate::sync::{AtomicU64, Ordering, Side, prefetch, record};
 
 /// The PTE is no longer what the caller has read: another thread or hardware was faster.
 #[derive(Debug)]
@@ -116,6 +116,13 @@ impl<'s, F: Format> Ptes<'s, F> {
         self.cells.get(index).map(|cell| self.with_level(cell))
     }
 
+    /// As [`get`](Self::get), if they are of the lowest level.
+    #[inline]
+    pub(crate) fn leaf(self, index: usize) -> Option<LeafRef<'s, F>> {
+        let cell = self.cells.get(index).filter(|_| self.level == Level::L4K)?;
+        Some(LeafRef { cell, lock: self.lock, cleaner: self.cleaner, format: PhantomData })
+    }
+
     #[inline]
     fn with_level(self, cell: &'s AtomicU64) -> PteRef<'s, F> {
         PteRef { cell, level: self.level, lock: self.lock, cleaner: self.cleaner, format: PhantomData }
@@ -136,6 +143,31 @@ impl<'s, F: Format> Ptes<'s, F> {
     #[inline]
     pub(crate) fn chunks(self, len: usize) -> impl Iterator<Item = Ptes<'s, F>> {
         self.cells.chunks(len).map(move |cells| Ptes { cells, ..self })
+    }
+}
+
+/// A PTE of the lowest level: a [`PteRef`] that takes less room, for a caller that keeps many.
+pub(crate) struct LeafRef<'s, F: Format> {
+    cell: &'s AtomicU64,
+    lock: LockCheck<'s>,
+    /// Of no size in most formats.
+    cleaner: Cleaner<'s, F>,
+    format: PhantomData<F>,
+}
+
+impl<F: Format> Clone for LeafRef<'_, F> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F: Format> Copy for LeafRef<'_, F> {}
+
+impl<'s, F: Format> LeafRef<'s, F> {
+    #[inline]
+    pub(crate) fn pte(self) -> PteRef<'s, F> {
+        PteRef { cell: self.cell, level: Level::L4K, lock: self.lock, cleaner: self.cleaner, format: PhantomData }
     }
 }
 
@@ -246,10 +278,10 @@ impl<'s, F: Format> PteRef<'s, F> {
         self.cleaner.clean(slice::from_ref(self.cell));
     }
 
-    /// The PTE, only to bring it into the cache. Relaxed: nothing follows from its value.
+    /// Has its cache line fetched, and waits for nothing.
     #[inline]
-    pub(crate) fn touch(&self) -> u64 {
-        self.cell.load(Ordering::Relaxed)
+    pub(crate) fn prefetch(&self) {
+        prefetch(self.cell);
     }
 
     /// Replaces `old` by `new`, if `old` is still there, and accounts that in `stats`. It has cases

@@ -90,6 +90,8 @@ pub(crate) struct TlbBatch<'t, H: Host, F: Format> {
     tree: &'t Tree<H, F>,
     participant: &'t Participant,
     ranges: ArrayVec<GfnRange, MAX_RANGES>,
+    /// Whether there were more ranges: one covers them all.
+    is_joined: bool,
     unlinked: TableChain,
     released: ReleasedFrames,
     /// Where the batch is counted until the CPUs are flushed.
@@ -103,6 +105,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
             tree,
             participant,
             ranges: ArrayVec::new(),
+            is_joined: false,
             unlinked: TableChain::new(),
             released: ReleasedFrames::default(),
             counter: None,
@@ -120,18 +123,27 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
     /// Adds `range`, of which CPUs may have translations cached that the page tables no longer
     /// have.
     pub(crate) fn add(&mut self, mut range: GfnRange) {
-        let touches = |last: &&mut GfnRange| range.start <= last.end && last.start <= range.end;
+        let is_joined = self.is_joined;
+        let touches = |last: &&mut GfnRange| is_joined || (range.start <= last.end && last.start <= range.end);
         if let Some(last) = self.ranges.last_mut().filter(touches) {
             last.start = last.start.min(range.start);
             last.end = last.end.max(range.end);
             return;
         }
         if self.ranges.is_full() {
-            range.start = self.ranges.iter().map(|r| r.start).fold(range.start, Ord::min);
-            range.end = self.ranges.iter().map(|r| r.end).fold(range.end, Ord::max);
-            self.ranges.clear();
+            self.join(&mut range);
         }
         self.ranges.push(range);
+    }
+
+    /// Widens `range` to all ranges, which it replaces.
+    #[cold]
+    fn join(&mut self, range: &mut GfnRange) {
+        self.is_joined = true;
+        for other in self.ranges.drain(..) {
+            range.start = range.start.min(other.start);
+            range.end = range.end.max(other.end);
+        }
     }
 
     /// Adds a page-table page that was unlinked.
@@ -214,6 +226,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         let released = mem::take(&mut self.released);
         let unlinked = mem::replace(&mut self.unlinked, TableChain::new());
         let counter = self.counter.take();
+        self.is_joined = false;
         if !self.ranges.is_empty() {
             let ranges = ClearedAtEnd(&mut self.ranges);
             self.tree.flush_cpus(self.participant, ranges.0);

@@ -30,6 +30,7 @@ mod dirty_log_lazy;
 mod dirty_ring;
 mod fault;
 mod fault_around;
+mod for_each_dirty;
 mod geometry;
 mod guard_length;
 mod huge_pages;

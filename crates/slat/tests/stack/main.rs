@@ -239,6 +239,8 @@ fn log<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
             scene.measure("Vm::get_dirty_log_range", || vm.get_dirty_log_range(slot, 0, 64, &mut bitmap)).unwrap();
             assert!(scene.measure("Vm::get_dirty_log", || vm.get_dirty_log(slot, &mut bitmap)).is_ok());
             let nr_pages = if slot == 1 { SMALL_BYTES } else { HUGE_BYTES } / PAGE_SIZE;
+            let each = || vm.for_each_dirty(slot, 0, nr_pages, |_| core::ops::ControlFlow::Continue(()));
+            scene.measure("Vm::for_each_dirty", each).unwrap();
             scene.measure("Vm::clear_dirty_log", || vm.clear_dirty_log(slot, 0, nr_pages, &bitmap)).unwrap();
         }
     }
