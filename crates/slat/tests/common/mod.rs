@@ -475,7 +475,9 @@ unsafe impl Host for TestHost {
         let pointer = unsafe { alloc(with_memory(layout)) };
         assert!(!pointer.is_null());
         // SAFETY: just allocated. Garbage, so that no code relies on zeroes.
-        unsafe { pointer.write_bytes(0xa5, with_memory(layout).size()) };
+        unsafe { pointer.write_bytes(0xa5, layout.size()) };
+        // SAFETY: as above. A walk of what is in memory, before it is cleaned, is noticed.
+        unsafe { pointer.add(layout.size()).write_bytes(POISON as u8, layout.size()) };
         let table = pointer as u64 + BIAS;
         self.tables.lock().unwrap().insert(table, layout.size());
         if let Some(nodes) = *self.nodes.lock().unwrap() {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use crate::common::{Call, IN_MEMORY, MIB, TestHost, change, region, translate};
+use crate::common::{Call, IN_MEMORY, LONGEST_WAIT, MIB, TestHost, change, region, translate};
 use slat::format::{Format, Pte, Vtd};
 use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
@@ -145,7 +145,7 @@ fn an_invalidation_cleans_what_another_thread_has_zapped() {
             may_go_on.recv().unwrap();
         });
         let thread = thread::spawn(move || drop(vm.invalidate_range(range).unwrap()));
-        has_zapped.recv().unwrap();
+        has_zapped.recv_timeout(LONGEST_WAIT).unwrap();
         joined.send(thread).unwrap();
     });
     drop(vm.invalidate_range(range).unwrap());
