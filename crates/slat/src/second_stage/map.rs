@@ -617,9 +617,12 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
         if state != State::Leaf || !value.is_pinned() {
             return Next::Advance(1);
         }
-        let mapped = tree.encoding.attributes_of(value.attribute_bits(level)).memory;
-        if mapped != self.protection.attributes.memory {
-            return Next::Leave(ProtectWork::Fail(MapError::MemoryTypeFixed { gpa: cursor.gfn().gpa(), mapped }));
+        let mapped = tree.encoding.attributes_of(value.attribute_bits(level));
+        // By their bits: some formats express two types alike.
+        let same = LeafAttributes { execute: mapped.execute, ..self.protection.attributes };
+        if tree.encoding.attribute_bits(same) != Some(value.attribute_bits(level)) {
+            let (gpa, mapped) = (cursor.gfn().gpa(), mapped.memory);
+            return Next::Leave(ProtectWork::Fail(MapError::MemoryTypeFixed { gpa, mapped }));
         }
         if self.pass == Pass::Check {
             return Next::Advance(1);
