@@ -13,7 +13,7 @@ use slat::tables::FaultAround;
 use slat::{Error, MemoryRegion};
 
 /// The errors of the operations, in `error.rs`. `Error` is the sum of them.
-const ERRORS: [&str; 5] = ["ConfigError", "SlotError", "LogError", "FaultError", "RangeError"];
+const ERRORS: [&str; 6] = ["ConfigError", "SlotError", "LogError", "FaultError", "RangeError", "MapError"];
 
 /// The files with public items, in public modules.
 const PUBLIC: [&str; 7] =

@@ -104,11 +104,14 @@
 
 #![expect(unsafe_code, reason = "takes over the tables that it unlinks")]
 
+mod take_over;
+
+use self::take_over::Room;
 use super::broken::{self, BrokenPinned};
 use super::install;
 use super::split;
 use super::walk::{self, Next, TurnEnd, Walk};
-use crate::addr::{Gfn, GfnRange, Hpa, Level};
+use crate::addr::{Gfn, GfnRange, Level};
 use crate::dirty::log;
 use crate::error::OutOfMemory;
 use crate::format::Format;
@@ -189,6 +192,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         leaves_go_unseen,
         flushed: None,
         nr_pinned: 0,
+        unnumbered: range.start,
     };
     let mut result = Ok(());
     // A further pass has work only if the range has a whole block of the level.
@@ -246,6 +250,8 @@ struct Zap<'z, 't, H: Host, F: Format> {
     flushed: Option<Pte<F>>,
     /// Pinned pages that were zapped.
     nr_pinned: u64,
+    /// The pages before this one may have got the zap's own number.
+    unnumbered: Gfn,
 }
 
 impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
@@ -329,7 +335,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 if is_unflushed && !range.covers(block) {
                     return Next::Leave(Work::Flush(value, level));
                 }
-                let seq = self.seq_for(level);
+                let seq = self.seq_at(cursor);
                 // The flag stays, for the flush is still due; the exchange itself makes none due.
                 let seq = if is_unflushed { seq.unflushed() } else { seq };
                 let done = cursor.replace(value, Pte::empty(seq));
@@ -340,7 +346,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 if !self.batch.has_room_to_release() {
                     return Next::Leave(Work::Retire);
                 }
-                let seq = self.seq_for(level);
+                let seq = self.seq_at(cursor);
                 let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
                 let done = pte.zap_leaf(op.stats(), value, if may_come_back { seq.unflushed() } else { seq });
                 if done.is_ok() {
@@ -362,7 +368,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // exchange fails, and the next try reports anew.
                 mark_dirty(op, guard, value, level, block);
                 node::report_zapped(op.tree, value, level, block);
-                let seq = self.seq_for(level);
+                let seq = self.seq_at(cursor);
                 // Beside the range nothing keeps a fault from making a PTE of another size before
                 // the flush.
                 let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
@@ -425,7 +431,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             }
             State::Table if level == Level::L2M && self.pass == Level::L4K && range.covers(block) => {
                 let Some((_, ptes)) = cursor.read_table(level) else { return Next::Again(0) };
-                return self.zap_ptes(guard, ptes, block);
+                return self.zap_ptes(guard, cursor, ptes);
             }
             // Earlier passes have emptied what is below.
             State::Table if level <= self.pass && self.pass > Level::L4K => Ok(()),
@@ -440,16 +446,20 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         }
     }
 
-    /// Visits `ptes` of the lowest level, all of a page-table page that maps `block`: what
-    /// [`visit`](Self::visit) does for each of them, with what is the same for all done once.
-    fn zap_ptes(&mut self, guard: &Guard<'_>, ptes: Ptes<'_, F>, block: GfnRange) -> Next<Work<F>> {
-        let (op, tree) = (self.op, self.op.tree);
+    /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
+    /// the cursor's page on: what [`visit`](Self::visit) does for each of them, with what is the
+    /// same for all done once. If it does not come to the end, the cursor is where it goes on: no
+    /// page is visited twice, so none gets the zap's number twice.
+    fn zap_ptes(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<Work<F>> {
+        let (op, tree, block) = (self.op, self.op.tree, cursor.block());
+        let start = cursor.gfn();
+        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
         let marks = !tree.config.first_write_faults(Level::L4K);
         let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
         let of_leaf = if may_come_back { self.seq.unflushed() } else { self.seq };
         let mut nr_zapped = 0;
         let mut next = Next::Advance(1 + F::TABLE_ENTRIES as u64);
-        'ptes: for (gfn, pte) in (block.start.0..).map(Gfn).zip(ptes.iter()) {
+        'ptes: for (gfn, pte) in (start.0..).map(Gfn).zip(ptes.iter()) {
             loop {
                 let value = pte.load();
                 match value.state(Level::L4K) {
@@ -457,6 +467,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         let range = GfnRange::new(gfn, 1);
                         let is_pinned = value.is_pinned();
                         if is_pinned && !self.batch.has_room_to_release() {
+                            cursor.move_to(gfn);
                             next = Next::Leave(Work::Retire);
                             break 'ptes;
                         }
@@ -466,6 +477,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         if !is_pinned {
                             node::report_zapped(tree, value, Level::L4K, range);
                         }
+                        self.numbers(gfn);
                         if pte.exchange(value, Pte::empty(of_leaf)).is_err() {
                             continue;
                         }
@@ -484,13 +496,16 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     State::Empty(found) if found < self.seq => {
                         let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed();
                         let seq = if is_unflushed { self.seq.unflushed() } else { self.seq };
+                        self.numbers(gfn);
                         if pte.exchange(value, Pte::empty(seq)).is_err() {
                             continue;
                         }
                     }
-                    State::Empty(_) => {}
+                    // As in `visit`.
+                    State::Empty(_) => pte.clean(),
                     // The page-table page was unlinked meanwhile, or is broken.
                     State::Frozen | State::Broken | State::Table => {
+                        cursor.move_to(gfn);
                         next = Next::Again(0);
                         break 'ptes;
                     }
@@ -503,9 +518,21 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         next
     }
 
-    /// The sequence number for a PTE of `level` that becomes empty; see the module.
-    fn seq_for(&self, level: Level) -> InvalidationSeq {
-        if level == Level::L4K { self.seq } else { self.op.tree.next_seq() }
+    /// The sequence number for the cursor's PTE, which becomes empty; see the module.
+    fn seq_at(&mut self, cursor: &Cursor<'_, H, F>) -> InvalidationSeq {
+        if cursor.level() == Level::L4K {
+            self.numbers(cursor.gfn());
+            self.seq
+        } else {
+            self.op.tree.next_seq()
+        }
+    }
+
+    /// The page `gfn` gets the zap's own number, or is tried again.
+    #[inline]
+    fn numbers(&mut self, gfn: Gfn) {
+        debug_assert!(gfn >= self.unnumbered, "{gfn} may get a number of {:?} twice", self.seq);
+        self.unnumbered = gfn;
     }
 
     /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or
@@ -528,118 +555,6 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         let stats = &guard.participant().stats;
         self.tables.top_up(self.op.tree, stats, 1, node, AllocationWait::Never).map_err(|()| node)
     }
-
-    fn may_unlink(&mut self) -> bool {
-        let may_unlink = self.op.tree.epochs.nr_listed_tables() < MAX_DEFERRED_TABLES;
-        self.leaves_tables |= !may_unlink;
-        may_unlink
-    }
-
-    /// Whether one more page-table page may be unlinked with its leaves, and those below it.
-    fn room_for_leaf_tables(&self) -> Room {
-        let epochs = &self.op.tree.epochs;
-        let nr_listed = epochs.nr_listed_tables() + self.batch.nr_unlinked();
-        let nr_tables = epochs.nr_deferred_tables() + self.batch.nr_unlinked_with_leaves();
-        if nr_listed < MAX_DEFERRED_TABLES && nr_tables < MAX_DEFERRED_LEAF_TABLES {
-            Room::Yes
-        } else if self.batch.nr_unlinked() > 0 {
-            Room::AfterFlush
-        } else {
-            Room::No
-        }
-    }
-
-    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `guard`, to
-    /// the batch.
-    ///
-    /// PTEs of the lowest level stay as they are: empty, with numbers of this zap or of later ones,
-    /// so that no fault installs there any more. PTEs above are frozen, because an overtaken fault
-    /// could still link empty page-table pages there. What it has linked is added, too.
-    ///
-    /// # Safety
-    /// The page-table page is one of the tree, and its address was read inside `guard`. This
-    /// thread alone has unlinked it, or frozen the PTE above it. It has no leaf and gets none. The
-    /// batch flushes what it covered.
-    unsafe fn take_over(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) {
-        // SAFETY: as the caller promises.
-        let ptes = unsafe { node::linked_ptes::<H, F>(self.op.host(), guard, table, level) };
-        for (index, pte) in (0..).zip(ptes.iter()) {
-            if level == Level::L4K {
-                debug_assert!(
-                    matches!(pte.load().state(level), State::Empty(_)),
-                    "a table is unlinked that is not empty"
-                );
-                if !cfg!(debug_assertions) {
-                    break;
-                }
-                continue;
-            }
-            let gfn = Gfn(start.0 + index * level.nr_pages());
-            // SAFETY: the page-table page is retired below.
-            let old = unsafe { pte.freeze() };
-            match old.state(level) {
-                // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
-                State::Table => unsafe { self.take_over(guard, old.table_below(), level.down(), gfn) },
-                // A recovery of an empty page-table page that was linked there. The page belongs to
-                // the owner of the broken PTE.
-                // SAFETY: the PTE was read inside the guard, and was broken.
-                State::Broken => unsafe { broken::report_frozen(self.op, guard, old, level, gfn) },
-                state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
-            }
-        }
-        // SAFETY: as the caller promises; its PTEs are empty, or were frozen above.
-        unsafe { self.batch.add_unlinked(table) }
-    }
-
-    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `guard`, to the
-    /// batch, with its leaves and with the page-table pages of leaves below it: see the module.
-    /// Returns how many PTEs it visited.
-    ///
-    /// # Safety
-    /// As for [`take_over`](Self::take_over), but that there may be leaves, and that faults may
-    /// install some. `level` is 2 MiB at most.
-    unsafe fn take_over_with_leaves(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) -> u64 {
-        debug_assert!(level <= Level::L2M, "page-table pages of leaves are named by one that is retired");
-        let (op, stats) = (self.op, self.op.stats());
-        // SAFETY: as the caller promises.
-        let ptes = unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) };
-        let nr_frozen = if level == Level::L4K { NR_LIST_PTES } else { F::TABLE_ENTRIES };
-        let (mut nr_leaves, mut nr_tables, mut nr_steps) = (0, 1, nr_frozen as u64);
-        for (index, pte) in ptes.iter().take(nr_frozen).enumerate() {
-            let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            let mut value = pte.load();
-            while let Err(found) = pte.freeze_as_was(value) {
-                value = found;
-            }
-            match value.state(level) {
-                State::Leaf | State::Tracked => nr_leaves += 1,
-                State::Table if index < NR_LIST_PTES => {
-                    // SAFETY: this thread has just frozen the PTE, which the list overwrites.
-                    nr_steps += unsafe { self.take_over_with_leaves(guard, value.table_below(), level.down(), gfn) };
-                }
-                // The frozen PTE names it.
-                State::Table => nr_tables += 1,
-                // SAFETY: the PTE was read inside the guard, and was broken.
-                State::Broken => unsafe { broken::report_frozen(op, guard, value, level, gfn) },
-                State::Empty(_) | State::Frozen => {}
-            }
-        }
-        stats.add(Counter::zapped(level), nr_leaves);
-        stats.add(Counter::Zapped, nr_leaves);
-        // SAFETY: as the caller promises. The first PTEs were frozen above, and in a page-table
-        // page of directory entries all. They alone name the page-table pages below, none of which
-        // a list has, but for those of the first, which were added above.
-        unsafe { self.batch.add_unlinked_with_leaves(table, nr_tables) }
-        nr_steps
-    }
-}
-
-/// Whether page-table pages may be unlinked with their leaves.
-enum Room {
-    Yes,
-    /// Perhaps, once what the zap has unlinked is flushed and retired.
-    AfterFlush,
-    No,
 }
 
 /// Marks the page of `leaf` of `level`, which maps `range`, if the leaf's dirty bit is the only
