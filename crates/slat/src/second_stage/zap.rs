@@ -192,7 +192,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         leaves_go_unseen,
         flushed: None,
         nr_pinned: 0,
-        unnumbered: range.start,
+        visited: range.start,
     };
     let mut result = Ok(());
     // A further pass has work only if the range has a whole block of the level.
@@ -250,8 +250,8 @@ struct Zap<'z, 't, H: Host, F: Format> {
     flushed: Option<Pte<F>>,
     /// Pinned pages that were zapped.
     nr_pinned: u64,
-    /// The pages before this one may have got the zap's own number.
-    unnumbered: Gfn,
+    /// The pages before this one were visited, by their PTEs of 4 KiB. Kept in debug builds.
+    visited: Gfn,
 }
 
 impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
@@ -314,6 +314,9 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         let (op, range) = (self.op, self.range);
         let (pte, level, block) = (cursor.pte(), cursor.level(), cursor.block());
         let value = pte.load();
+        if level == Level::L4K {
+            self.visits(cursor.gfn());
+        }
         let mut nr_steps = 1;
         let done = match value.state(level) {
             State::Frozen => {
@@ -335,7 +338,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 if is_unflushed && !range.covers(block) {
                     return Next::Leave(Work::Flush(value, level));
                 }
-                let seq = self.seq_at(cursor);
+                let seq = self.seq_for(level);
                 // The flag stays, for the flush is still due; the exchange itself makes none due.
                 let seq = if is_unflushed { seq.unflushed() } else { seq };
                 let done = cursor.replace(value, Pte::empty(seq));
@@ -346,7 +349,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 if !self.batch.has_room_to_release() {
                     return Next::Leave(Work::Retire);
                 }
-                let seq = self.seq_at(cursor);
+                let seq = self.seq_for(level);
                 let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
                 let done = pte.zap_leaf(op.stats(), value, if may_come_back { seq.unflushed() } else { seq });
                 if done.is_ok() {
@@ -368,7 +371,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // exchange fails, and the next try reports anew.
                 mark_dirty(op, guard, value, level, block);
                 node::report_zapped(op.tree, value, level, block);
-                let seq = self.seq_at(cursor);
+                let seq = self.seq_for(level);
                 // Beside the range nothing keeps a fault from making a PTE of another size before
                 // the flush.
                 let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
@@ -460,6 +463,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         let mut nr_zapped = 0;
         let mut next = Next::Advance(1 + F::TABLE_ENTRIES as u64);
         'ptes: for (gfn, pte) in (start.0..).map(Gfn).zip(ptes.iter()) {
+            self.visits(gfn);
             loop {
                 let value = pte.load();
                 match value.state(Level::L4K) {
@@ -477,7 +481,6 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         if !is_pinned {
                             node::report_zapped(tree, value, Level::L4K, range);
                         }
-                        self.numbers(gfn);
                         if pte.exchange(value, Pte::empty(of_leaf)).is_err() {
                             continue;
                         }
@@ -496,7 +499,6 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     State::Empty(found) if found < self.seq => {
                         let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed();
                         let seq = if is_unflushed { self.seq.unflushed() } else { self.seq };
-                        self.numbers(gfn);
                         if pte.exchange(value, Pte::empty(seq)).is_err() {
                             continue;
                         }
@@ -518,21 +520,19 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         next
     }
 
-    /// The sequence number for the cursor's PTE, which becomes empty; see the module.
-    fn seq_at(&mut self, cursor: &Cursor<'_, H, F>) -> InvalidationSeq {
-        if cursor.level() == Level::L4K {
-            self.numbers(cursor.gfn());
-            self.seq
-        } else {
-            self.op.tree.next_seq()
-        }
+    /// The sequence number for a PTE of `level` that becomes empty; see the module.
+    fn seq_for(&self, level: Level) -> InvalidationSeq {
+        if level == Level::L4K { self.seq } else { self.op.tree.next_seq() }
     }
 
-    /// The page `gfn` gets the zap's own number, or is tried again.
+    /// The zap visits the PTE of 4 KiB for `gfn`, perhaps once more. It must not come back to it: the
+    /// page could get the zap's own number twice.
     #[inline]
-    fn numbers(&mut self, gfn: Gfn) {
-        debug_assert!(gfn >= self.unnumbered, "{gfn} may get a number of {:?} twice", self.seq);
-        self.unnumbered = gfn;
+    fn visits(&mut self, gfn: Gfn) {
+        if cfg!(debug_assertions) && self.pass == Level::L4K {
+            debug_assert!(gfn >= self.visited, "{gfn} is visited after {}", self.visited);
+            self.visited = gfn;
+        }
     }
 
     /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or

@@ -7,7 +7,7 @@
 use super::{Writable, keeps_small, pinned_leaf, split_end};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::error::{MapError, OutOfMemory};
-use crate::format::{Format, LeafAttributes};
+use crate::format::{Execute, Format, LeafAttributes};
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::second_stage::broken::{self, BrokenPinned};
@@ -120,12 +120,11 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
         if state != State::Leaf || !value.is_pinned() {
             return Next::Advance(1);
         }
-        let mapped = tree.encoding.attributes_of(value.attribute_bits(level));
+        let mapped = tree.encoding.attributes_of(value.attribute_bits(level)).memory;
         // By their bits: some formats express two types alike.
-        let same = LeafAttributes { execute: mapped.execute, ..self.protection.attributes };
-        if tree.encoding.attribute_bits(same) != Some(value.attribute_bits(level)) {
-            let (gpa, mapped) = (cursor.gfn().gpa(), mapped.memory);
-            return Next::Leave(ProtectWork::Fail(MapError::MemoryTypeFixed { gpa, mapped }));
+        let bits_of = |memory| tree.encoding.attribute_bits(LeafAttributes { memory, execute: Execute::None });
+        if bits_of(mapped) != bits_of(self.protection.attributes.memory) {
+            return Next::Leave(ProtectWork::Fail(MapError::MemoryTypeFixed { gpa: cursor.gfn().gpa(), mapped }));
         }
         if self.pass == Pass::Check {
             return Next::Advance(1);
