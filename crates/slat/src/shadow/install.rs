@@ -123,6 +123,9 @@ pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u
 impl<'v, H: Host> Mmu<'v, H> {
     /// The page made from `gfn` in `role`, or a new one. The caller holds no lock. A new page may
     /// evict others, and waits for locks then.
+    ///
+    /// Never inlined: its stack would lie below that of a whole synchronization.
+    #[inline(never)]
     pub(super) fn page_for<W: Wait>(&self, gfn: Gfn, role: Role) -> Result<Result<PageRef, OutOfMemory>, W::Busy> {
         // A page for a part of a large page may begin where no memory is. Some memory is in the
         // same block.
@@ -136,7 +139,11 @@ impl<'v, H: Host> Mmu<'v, H> {
         };
         let page = match found {
             Some(reference) => Ok(reference),
-            None => self.new_page::<W>(frame, gfn, role)?,
+            // Claimed here, and not in `new_page`, for the stack of an eviction.
+            None => match self.claim_record() {
+                Ok(number) => self.new_page::<W>(frame, gfn, role, number)?,
+                Err(error) => Err(error),
+            },
         };
         if let Ok(reference) = page {
             self.finish_tracking(reference);
@@ -161,22 +168,23 @@ impl<'v, H: Host> Mmu<'v, H> {
         None
     }
 
-    /// Makes a page of `gfn`, unless another thread is faster.
-    fn new_page<W: Wait>(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<Result<PageRef, OutOfMemory>, W::Busy> {
+    /// Makes a page of `gfn` with record `number`, unless another thread is faster.
+    #[inline(never)]
+    fn new_page<W: Wait>(
+        &self,
+        frame: &Frame,
+        gfn: Gfn,
+        role: Role,
+        number: PageNumber,
+    ) -> Result<Result<PageRef, OutOfMemory>, W::Busy> {
         let pages = &self.shadow.pages;
-        let number = match self.claim_record() {
-            Ok(number) => number,
-            Err(error) => return Ok(Err(error)),
-        };
         let placement = self.tree.config.table_placement.node_for(self.host(), None);
         let Some(table) = self.allocate_table(placement) else {
             pages.release(number);
             return Ok(Err(OutOfMemory));
         };
         let new = PageRef { number, generation: pages.get(number).prepare(gfn, role, table) };
-        let mut batch = self.batch();
-        let listed = self.list_page::<W>(frame, gfn, role, new, &mut batch);
-        self.flush(&mut batch);
+        let listed = self.list_page::<W>(frame, gfn, role, new);
         if !matches!(listed, Ok(page) if page == new) {
             // SAFETY: the page was in no list, so nothing points to its page-table page.
             unsafe { self.free_unused_table(table) }
@@ -189,15 +197,10 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// Lets other threads find the page `new` of `frame`, unless there is one in its role: then it
     /// returns that.
-    fn list_page<W: Wait>(
-        &self,
-        frame: &Frame,
-        gfn: Gfn,
-        role: Role,
-        new: PageRef,
-        batch: &mut TlbBatch<'v, H, Npt>,
-    ) -> Result<PageRef, W::Busy> {
+    #[inline(never)]
+    fn list_page<W: Wait>(&self, frame: &Frame, gfn: Gfn, role: Role, new: PageRef) -> Result<PageRef, W::Busy> {
         let pages = &self.shadow.pages;
+        let mut batch = self.batch();
         let page = pages.get(new.number);
         let kinds = role.mark_kind().bits();
         if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds != kinds {
@@ -207,7 +210,10 @@ impl<'v, H: Host> Mmu<'v, H> {
         if role.is_of_table() {
             // Before the page is in the list: from then on no leaf PTE of a block around it is
             // made.
-            self.track::<W>(gfn, batch)?;
+            if let Err(busy) = self.track::<W>(gfn, &mut batch) {
+                self.flush(&mut batch);
+                return Err(busy);
+            }
         }
         let listed = W::lock(&frame.lock, self.host()).map(|_guard| match self.find_page(frame, role) {
             Some(found) => found,
@@ -219,7 +225,7 @@ impl<'v, H: Host> Mmu<'v, H> {
                     pages.note_unsync(new.number);
                 } else if role.is_of_table() {
                     // SAFETY: the frame is locked.
-                    unsafe { self.protect_leaves(frame, batch) }
+                    unsafe { self.protect_leaves(frame, &mut batch) }
                 }
                 page.come_alive();
                 new
@@ -228,6 +234,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         if role.is_of_table() && !matches!(listed, Ok(page) if page == new) {
             self.untrack(gfn);
         }
+        self.flush(&mut batch);
         listed
     }
 
@@ -334,6 +341,9 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// Makes PTE `index` of `above` a link to `below`, made from the guest's PTE `seen`. It is no
     /// error if another walk has made the same link meanwhile. If it ends before the link is
     /// written, the parent may stay registered, and the next walk goes on from there.
+    ///
+    /// Never inlined: its stack would lie below that of an eviction.
+    #[inline(never)]
     pub(super) fn link(
         &self,
         mode: GuestMode,
@@ -384,6 +394,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Makes PTE `index` of `reference` a leaf PTE for `access`, made from the guest's PTE `seen`.
+    #[inline(never)]
     pub(super) fn install_leaf(
         &self,
         reference: PageRef,

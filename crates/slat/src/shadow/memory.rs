@@ -102,6 +102,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// The guest's PTE of `size_bytes` at `gpa`.
+    #[inline(never)]
     pub(super) fn read_guest<W: Wait>(&self, gpa: Gpa, size_bytes: u64) -> Result<Result<u64, NoMemory>, W::Busy> {
         debug_assert!(gpa.0 % size_bytes == 0);
         self.with_guest_memory::<W, _>(gpa, |pointer, _, _| {
@@ -113,6 +114,7 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// As [`read_guest`](Self::read_guest), for a shadow PTE that is made of it. `None` while an
     /// emulated write to the table is under way: then nothing may be made of its PTEs.
+    #[inline(never)]
     pub(super) fn read_guest_for_entry(
         &self,
         gpa: Gpa,
@@ -160,6 +162,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Sets `bits` in the guest's PTE of `size_bytes` at `gpa`, if it is still `old`.
+    #[inline(never)]
     pub(super) fn mark_guest(
         &self,
         gpa: Gpa,

@@ -20,7 +20,7 @@ use crate::table::tlb::TlbBatch;
 
 /// Pages that are protected and compared for one flush. They are on the stack, of which a call has
 /// 2 KiB (`ci/stack.sh`).
-const PAGES_PER_TURN: usize = 44;
+const PAGES_PER_TURN: usize = 40;
 
 /// Guest PTEs that are read under one lock.
 const ENTRIES_PER_READ: usize = if NR_ENTRIES < 32 { NR_ENTRIES } else { 32 };
@@ -130,6 +130,9 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Whether `page` is reached from `above`. May return `true` where it is not.
+    ///
+    /// Never inlined: the parents lie on the stack.
+    #[inline(never)]
     fn is_below<W: Wait>(&self, page: PageRef, above: PageRef) -> Result<bool, W::Busy> {
         if page == above {
             return Ok(true);

@@ -153,6 +153,9 @@ impl<'v, H: Host> Mmu<'v, H> {
 
     /// Serves the fault by the known path: if there is a page of the lowest level for `gva`, made
     /// of a guest table, through that page's PTE. `None` if a whole walk is needed.
+    ///
+    /// Never inlined: its stack would lie below that of an eviction by a whole walk.
+    #[inline(never)]
     fn serve_on_known_way(
         &self,
         view: &View<'_>,
@@ -285,6 +288,9 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Walks the guest's tables and sets the missing marks.
+    ///
+    /// Never inlined: its stack would lie below that of an eviction.
+    #[inline(never)]
     fn walk(
         &self,
         view: &View<'_>,
@@ -343,6 +349,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// The walk of a guest with paging off: all memory at its own address.
+    #[inline(never)]
     fn walk_unpaged(gva: Gva) -> Walk {
         let leaf_level = Level::L1G;
         let gfn = Gfn(gva.0 >> PAGE_SHIFT).align_down(leaf_level);

@@ -454,6 +454,8 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// Makes room for new pages by removing some: first those to which nothing points, then those
     /// that no walk went through since an eviction last passed over them. It never removes the root
     /// of a vCPU.
+    #[cold]
+    #[inline(never)]
     pub(super) fn evict(&self) {
         let pages = &self.shadow.pages;
         let mut batch = self.batch();
