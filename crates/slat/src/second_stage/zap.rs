@@ -453,6 +453,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// the cursor's page on: what [`visit`](Self::visit) does for each of them, with what is the
     /// same for all done once. If it does not come to the end, the cursor is where it goes on: no
     /// page is visited twice, so none gets the zap's number twice.
+    #[expect(clippy::too_many_lines, reason = "one match over the states of a PTE, in a loop that is hot")]
     fn zap_ptes(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<Work<F>> {
         let (op, tree, block) = (self.op, self.op.tree, cursor.block());
         let start = cursor.gfn();
