@@ -137,9 +137,9 @@ fn parts<F: Format>(locking: Locking) {
     }
 }
 
-/// The frames of pages are released in runs. Where there are more runs than a batch has room for, the
-/// zap flushes in the midst of a page-table page, and goes on from there: no page gets its number
-/// twice, which debug builds assert.
+// The frames of pages are released in runs. Where there are more runs than a batch has room for, the
+// zap flushes in the midst of a page-table page, and goes on from there: no page gets its number
+// twice, which debug builds assert.
 each!(scattered_frames_are_released_in_parts, scattered);
 fn scattered<F: Format>(locking: Locking) {
     let vm = pinned_vm::<F>(lazily_splitting(locking), 2048);
