@@ -227,6 +227,9 @@ pub struct Nodes {
     pub without_memory: Option<u32>,
 }
 
+/// Frames that were released, the pages that had them, and how many flushes there had been.
+pub type Released = Arc<Mutex<Vec<(GfnRange, Pfn, usize)>>>;
+
 #[derive(Debug)]
 pub struct TestHost {
     /// Live page-table pages: host-physical address to size.
@@ -239,8 +242,8 @@ pub struct TestHost {
     needs_zapped_leaves: bool,
     /// Zapped leaves, if they are to be recorded.
     pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
-    /// Frames of pinned pages that were released, and how many flushes there had been.
-    pub released: Arc<Mutex<Vec<(GfnRange, Pfn, usize)>>>,
+    /// Of pinned pages; `None` when the host is dropped.
+    released: Option<Released>,
     /// Receives them, also if the host is dropped by then.
     pub zapped_sender: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
     /// Pages that a CPU had to flush at the end of its fault.
@@ -287,7 +290,7 @@ impl Default for TestHost {
             flushes: Mutex::default(),
             needs_zapped_leaves: true,
             zapped: Mutex::default(),
-            released: Arc::default(),
+            released: Some(Arc::default()),
             zapped_sender: Mutex::default(),
             local_flushes: Mutex::default(),
             panics_at_zapped: AtomicU32::new(0),
@@ -375,10 +378,15 @@ impl TestHost {
         zapped
     }
 
+    /// What was released since it was last taken. It outlives the host.
+    pub fn released(&self) -> &Released {
+        self.released.as_ref().expect("the host is alive")
+    }
+
     /// The frames of pinned pages that were released since the last call, and the pages that had
     /// them, in order.
     pub fn take_released(&self) -> Vec<(Gfn, Pfn)> {
-        let released = take(&mut *self.released.lock().unwrap());
+        let released = take(&mut *self.released().lock().unwrap());
         let pages = |(range, pfn, _): &(GfnRange, Pfn, usize)| {
             let (start, pfn) = (range.start, *pfn);
             (0..range.nr_pages()).map(move |page| (Gfn(start.0 + page), Pfn(pfn.0 + page)))
@@ -629,7 +637,7 @@ unsafe impl Host for TestHost {
     fn release_mapped(&self, range: GfnRange, pfn: Pfn) {
         let _inside = InsideHost::enter();
         let nr_flushes = self.nr_flushes();
-        self.released.lock().unwrap().push((range, pfn, nr_flushes));
+        self.released().lock().unwrap().push((range, pfn, nr_flushes));
     }
 
     fn should_yield(&self) -> bool {

@@ -109,7 +109,7 @@ fn of_sizes<F: Format>(locking: Locking) {
             assert_eq!(vm.unmap_range(range), Ok(nr_pages));
             assert_eq!((vm.stats().pages_4k(), vm.stats().pages_2m(), vm.stats().pages_1g()), (0, 0, 0));
             // One run, after the flush.
-            assert_eq!(*vm.host().released.lock().unwrap(), [(range, Pfn(first + SHIFT), 1)]);
+            assert_eq!(*vm.host().released().lock().unwrap(), [(range, Pfn(first + SHIFT), 1)]);
             assert_eq!(vm.unmap_range(range), Ok(0), "nothing is there any more");
             assert_eq!(vm.unmap_range(pages(0, 4 * gib)), Ok(0));
             drop(vm.invalidate_range(pages(0, 4 * gib)));
@@ -450,7 +450,7 @@ fn ends<F: Format>(locking: Locking) {
             "deletion" => vm.set_user_memory_region(change(0, 0, 0, PINNED)).unwrap(),
             "move" => vm.set_user_memory_region(change(0, 1 << 20, nr_pages, PINNED)).unwrap(),
             _ => {
-                let released = Arc::clone(&vm.host().released);
+                let released = Arc::clone(vm.host().released());
                 drop(vm);
                 let released: Vec<_> = released.lock().unwrap().iter().map(|&(range, pfn, _)| (range, pfn)).collect();
                 let nr_released: u64 = released.iter().map(|(range, _)| range.nr_pages()).sum();

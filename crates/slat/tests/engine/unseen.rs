@@ -457,7 +457,7 @@ fn pinned_pages_are_released_one_by_one() {
     for first in [512, BLOCK_1G + 512] {
         vm.map_range(&mapping(first, 700, PageSize::Size4K)).unwrap();
     }
-    let released = Arc::clone(&vm.host().released);
+    let released = Arc::clone(vm.host().released());
     let nr_released = || released.lock().unwrap().iter().map(|(range, ..)| range.nr_pages()).sum::<u64>();
     drop(vm.invalidate_range(pages(0, BLOCK_1G)).unwrap());
     assert_eq!(nr_released(), 700);
