@@ -292,6 +292,6 @@ pub(super) fn find_broken<'s, H: Host, F: Format>(
         }
         // No split of a pinned leaf: that would have been a leaf when this PTE was below it.
         let pinned = cancel(op, guard, &cursor);
-        debug_assert!(pinned.is_none(), "a pinned leaf is split above a PTE that this thread has broken");
+        debug_assert!(pinned.is_none(), "a pinned leaf is split above a PTE that is broken");
     }
 }

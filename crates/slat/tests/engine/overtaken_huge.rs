@@ -191,7 +191,7 @@ impl<F: Format> Scene<F> {
         match self.vm.set_user_memory_region(change(SLOT, flags, start, self.nr_pages * PAGE_SIZE)) {
             Ok(()) => self.logs.store(on, Ordering::SeqCst),
             // The overtaken call holds it, or two memslots have replaced it.
-            Err(SlotError::SlotBusy { .. } | SlotError::SizeFixed { .. }) => {}
+            Err(SlotError::SlotBusy { .. } | SlotError::Overlap { .. }) => {}
             Err(error) => panic!("{error}"),
         }
     }
