@@ -488,6 +488,12 @@ class Invalidation(PageTables):
             'a visited page has another number than a fault saw': s.all(lambda f, i, c, e, p: Implies(
                 And(self.saw(s, f), s.passed(f, i), s.wants(f, p), self.had(s, i, p),
                     self.is_lowest_for(s, i, c, e, p), s.kind(e) == EMPTY), differs(e, f))),
+            # Of what is linked once more without a CPU, which cvc5 finds by itself seldom.
+            'a visited page that is linked has no leaf': s.all(lambda i, e, p: Implies(
+                And(self.had(s, i, p), self.is_lowest(s, e, p)), s.kind(e) != LEAF)),
+            'a visited page that is linked has another number than a fault saw': s.all(lambda f, i, e, p: Implies(
+                And(self.saw(s, f), s.passed(f, i), s.wants(f, p), self.had(s, i, p), self.is_lowest(s, e, p),
+                    s.kind(e) == EMPTY), differs(e, f))),
             'an old answer meets another number': s.all(lambda f, c, e, p: Implies(
                 And(self.saw(s, f), s.fpc(f) >= RESOLVED, s.wants(f, p), Not(s.ok(p, s.got(f))),
                     self.comes(s, c, e, p), s.kind(e) == EMPTY), differs(e, f))),
