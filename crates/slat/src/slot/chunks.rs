@@ -388,10 +388,9 @@ impl<B> Room<B> {
         if change.before.is_none() && before.is_some() {
             return Err(SlotError::SlotBusy { slot: id });
         }
-        if let Some(after) = change.after
-            && let Some(other) = old.overlapping(id, after.range)
-        {
-            return Err(SlotError::Overlap { slot: id, gpa: after.range.start.gpa(), other: other.id });
+        let overlapping = |after: &SlotEntry<B>| old.overlapping(id, after.range).map(|other| (after.range, other.id));
+        if let Some((range, other)) = change.after.and_then(overlapping) {
+            return Err(SlotError::Overlap { slot: id, gpa: range.start.gpa(), other });
         }
         let set = self.set.take().expect("a room is for one set");
         let (mut list, mut leaves) = (mem::take(&mut self.list), mem::take(&mut self.leaves));

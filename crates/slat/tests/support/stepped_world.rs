@@ -52,6 +52,7 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
     const BREAK_BEFORE_MAKE: bool = BREAKS;
     const NEEDS_LOCAL_FLUSH: bool = false;
     const HAS_MODIFICATION_LOG: bool = true;
+    type Walkers = <Npt as Format>::Walkers;
 
     fn is_present(entry: Pte) -> bool {
         // The engine calls this for every PTE that it reads.
