@@ -234,7 +234,7 @@
 //!   [`Vm::reclaim`]), and the end of a vCPU and of the VM. Guard and lock may be held.
 //! - [`table_ptr`](Host::table_ptr): each step of each walk. The guard is held, perhaps the lock.
 //! - [`has_incoherent_walkers`](Host::has_incoherent_walkers), [`clean_ptes`](Host::clean_ptes):
-//!   each change of a PTE in the format [`Vtd`](crate::format::Vtd). The guard is held, perhaps the
+//!   each change of a PTE in the format [`Vtd`]. The guard is held, perhaps the
 //!   lock.
 //! - [`node_of`](Host::node_of): calls that allocate or link a page-table page. Guard and lock may
 //!   be held.
@@ -381,7 +381,7 @@
 //!   [`Access::Execute`] or [`Access::ExecuteUser`]. An answer to a read or a write may permit
 //!   execution as well, and is then all that `resolve` observes of the page. A host that maintains
 //!   the caches for fetches alone answers these with [`Execute::None`](crate::format::Execute).
-//! - **Intel VT-d**: the obligations of [`Vtd`](crate::format::Vtd). DMA that finds no translation
+//! - **Intel VT-d**: the obligations of [`Vtd`]. DMA that finds no translation
 //!   is aborted, and no fault is resolved. So a device has a tree of its own, a [`Vm`] beside that
 //!   of the CPUs, with memslots that are [`PINNED`](MemoryRegionFlags::PINNED) and filled by
 //!   [`Vm::map_range`]: no operation on the CPUs' tree concerns it. What a device writes is in no

@@ -24,6 +24,7 @@ pub trait Walkers: Send + Sync + 'static {
     fn cleaner<'s, H: CleanPtes>(host: &'s H) -> Self::Cleaner<'s>;
 
     /// For PTEs that no walker reaches.
+    #[cfg(test)]
     fn no_cleaner<'s>() -> Self::Cleaner<'s>;
 
     /// Cleans `ptes`, which the caller has written.
@@ -41,6 +42,7 @@ impl Walkers for CoherentWalkers {
     #[inline(always)]
     fn cleaner<H: CleanPtes>(_host: &H) {}
 
+    #[cfg(test)]
     #[inline(always)]
     fn no_cleaner<'s>() -> Self::Cleaner<'s> {}
 
@@ -61,7 +63,7 @@ impl Walkers for IncoherentWalkers {
         host.has_to_clean().then_some(host)
     }
 
-    #[inline]
+    #[cfg(test)]
     fn no_cleaner<'s>() -> Self::Cleaner<'s> {
         None
     }

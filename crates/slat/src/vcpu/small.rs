@@ -6,7 +6,7 @@
 //! [`Fault::go_on`], and so are VMs with a lock or with fault-around.
 //!
 //! # Use
-//! `Vcpu::handle_fault` begins with [`Fault::serve_small`].
+//! `Vcpu::handle_fault` begins with [`SmallFault::serve`].
 //!
 //! # Implementation
 //! The steps are those of each fault: look, resolve, act. But there is no plan to interpret, and all

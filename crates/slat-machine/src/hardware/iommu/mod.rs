@@ -7,7 +7,7 @@
 //!   ([`DmaError::Aborted`]).
 //!
 //! # Use
-//! Make an [`Iommu`] for the root of a [`Vm`](slat::Vm) in the format [`Vtd`], and a [`DmaEngine`]
+//! Make an [`Iommu`] for the root of a [`Vm`] in the format [`Vtd`], and a [`DmaEngine`]
 //! for each thread that does DMA. Their flush domain is that of the VM's host. [`Iommu::faults`]
 //! has what was aborted: nothing, as long as devices access what is mapped.
 //!
