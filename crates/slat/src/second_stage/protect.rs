@@ -411,7 +411,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
 
     #[inline(never)]
     fn protect_pending(&mut self) {
-        let leaves = self.pending.0.iter().take(self.nr_pending).flatten().map(|leaf| leaf.pte());
+        let cleaner = self.cursor.tree().cleaner();
+        let leaves = self.pending.0.iter().take(self.nr_pending).flatten().map(|leaf| leaf.pte(cleaner));
         self.nr_protected += protect_all(self.cursor.tree(), leaves);
         self.nr_pending = 0;
     }
@@ -455,7 +456,7 @@ impl<'s, F: Format> Pending<'s, F> {
         if let Some(leaf) = leaf {
             // The cache misses of many leaves overlap. Those of atomic operations come one after
             // the other.
-            leaf.pte().prefetch();
+            leaf.prefetch();
         }
         self.0[at] = leaf;
     }

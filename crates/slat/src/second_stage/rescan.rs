@@ -38,7 +38,7 @@ use crate::sync::fence_after_rmw;
 use crate::table::tlb::TlbBatch;
 
 /// Runs of pages that are found in one guard.
-const RUNS_PER_TURN: usize = 32;
+const RUNS_PER_TURN: usize = 16;
 
 /// Words of the bitmap that are read in one guard.
 const WORDS_PER_TURN: usize = 4096;

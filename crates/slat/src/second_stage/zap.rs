@@ -162,8 +162,8 @@ pub(crate) enum Faults {
 /// Returns how many of its pages were pinned.
 ///
 /// # Errors
-/// A pinned leaf that the range covers in part could not be split. What was zapped before it is in
-/// `batch`.
+/// A pinned leaf that the range covers in part could not be split, or there is no memory to release
+/// the frames of one. What was zapped before it is in `batch`.
 pub(crate) fn zap_range<'t, H: Host, F: Format>(
     op: Operation<'t, H, F>,
     range: GfnRange,
@@ -225,6 +225,7 @@ enum Work<F> {
     Allocate(TableNode),
     /// Another thread splits a pinned leaf by breaking it.
     FinishSplit(BrokenPinned<F>),
+    Fail(OutOfMemory),
 }
 
 /// A zap under way.
@@ -293,6 +294,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
                 self.tables.top_up(tree, stats, 1, node, AllocationWait::Allowed).map_err(|()| OutOfMemory)?;
             }
             Work::FinishSplit(broken) => broken.finish(self.op),
+            Work::Fail(error) => return Err(error),
         }
         Ok(gfn)
     }
@@ -346,8 +348,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 done
             }
             State::Leaf if value.is_pinned() && range.covers(block) => {
-                if !self.batch.has_room_to_release() {
-                    return Next::Leave(Work::Retire);
+                match self.batch.has_room_to_release() {
+                    Ok(true) => {}
+                    Ok(false) => return Next::Leave(Work::Retire),
+                    Err(error) => return Next::Leave(Work::Fail(error)),
                 }
                 let seq = self.seq_for(level);
                 let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
@@ -471,9 +475,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     State::Leaf | State::Tracked => {
                         let range = GfnRange::new(gfn, 1);
                         let is_pinned = value.is_pinned();
-                        if is_pinned && !self.batch.has_room_to_release() {
+                        let room = if is_pinned { self.batch.has_room_to_release() } else { Ok(true) };
+                        if room != Ok(true) {
                             cursor.move_to(gfn);
-                            next = Next::Leave(Work::Retire);
+                            next = Next::Leave(room.map_or_else(Work::Fail, |_| Work::Retire));
                             break 'ptes;
                         }
                         if marks && !is_pinned {

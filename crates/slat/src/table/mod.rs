@@ -76,6 +76,7 @@ pub(crate) struct LockedGuard<'a, H: Host, S = NestedGuard<'a>> {
 }
 
 impl<H: Host, F: Format> Tree<H, F> {
+    #[expect(unsafe_code, reason = "a tree is made in its box")]
     pub(crate) fn new(
         host: H,
         config: Config,
@@ -87,20 +88,41 @@ impl<H: Host, F: Format> Tree<H, F> {
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         let lock = VmLock::new(&config);
         let needs_zapped_leaves = host.needs_zapped_leaves();
-        Ok(memory.fill(Tree {
-            host,
-            root,
-            encoding,
-            config,
-            generations: CachePadded::new(Generations::new()),
-            invalidation_seq: CachePadded::new(InvalidationSeqCounter::new()),
-            in_flight: RangesInFlight::default(),
-            epochs: Epochs::new(fences).with_lock_timing(lock.timing()),
-            lock: CachePadded::new(lock),
-            derived,
-            needs_zapped_leaves,
-            has_pinned: AtomicBool::new(false),
-        }))
+        // In place, field by field: a value on the stack would take more of it than any call.
+        let init = |tree: *mut Tree<H, F>| {
+            // SAFETY: the memory of a box, of which each field is written once. Nothing panics.
+            unsafe {
+                (&raw mut (*tree).host).write(host);
+                (&raw mut (*tree).root).write(root);
+                (&raw mut (*tree).encoding).write(encoding);
+                (&raw mut (*tree).config).write(config);
+                (&raw mut (*tree).generations).write(CachePadded::new(Generations::new()));
+                (&raw mut (*tree).invalidation_seq).write(CachePadded::new(InvalidationSeqCounter::new()));
+                (&raw mut (*tree).in_flight).write(RangesInFlight::default());
+                (&raw mut (*tree).epochs).write(Epochs::new(fences).with_lock_timing(lock.timing()));
+                (&raw mut (*tree).lock).write(CachePadded::new(lock));
+                (&raw mut (*tree).derived).write(derived);
+                (&raw mut (*tree).needs_zapped_leaves).write(needs_zapped_leaves);
+                (&raw mut (*tree).has_pinned).write(AtomicBool::new(false));
+            }
+        };
+        // SAFETY: `init` writes all fields; this does not compile with another.
+        let tree = unsafe { memory.fill_by(init) };
+        let Tree {
+            host: _,
+            root: _,
+            encoding: _,
+            config: _,
+            lock: _,
+            generations: _,
+            invalidation_seq: _,
+            in_flight: _,
+            epochs: _,
+            derived: _,
+            needs_zapped_leaves: _,
+            has_pinned: _,
+        } = &*tree;
+        Ok(tree)
     }
 
     /// Host-physical address of the root, as hardware sees it.

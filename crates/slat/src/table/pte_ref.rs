@@ -120,7 +120,7 @@ impl<'s, F: Format> Ptes<'s, F> {
     #[inline]
     pub(crate) fn leaf(self, index: usize) -> Option<LeafRef<'s, F>> {
         let cell = self.cells.get(index).filter(|_| self.level == Level::L4K)?;
-        Some(LeafRef { cell, lock: self.lock, cleaner: self.cleaner, format: PhantomData })
+        Some(LeafRef { cell, lock: self.lock, format: PhantomData })
     }
 
     #[inline]
@@ -150,8 +150,6 @@ impl<'s, F: Format> Ptes<'s, F> {
 pub(crate) struct LeafRef<'s, F: Format> {
     cell: &'s AtomicU64,
     lock: LockCheck<'s>,
-    /// Of no size in most formats.
-    cleaner: Cleaner<'s, F>,
     format: PhantomData<F>,
 }
 
@@ -165,9 +163,16 @@ impl<F: Format> Clone for LeafRef<'_, F> {
 impl<F: Format> Copy for LeafRef<'_, F> {}
 
 impl<'s, F: Format> LeafRef<'s, F> {
+    /// Has its cache line fetched, and waits for nothing.
     #[inline]
-    pub(crate) fn pte(self) -> PteRef<'s, F> {
-        PteRef { cell: self.cell, level: Level::L4K, lock: self.lock, cleaner: self.cleaner, format: PhantomData }
+    pub(crate) fn prefetch(self) {
+        prefetch(self.cell);
+    }
+
+    /// The PTE, in a tree with this cleaner.
+    #[inline]
+    pub(crate) fn pte(self, cleaner: Cleaner<'s, F>) -> PteRef<'s, F> {
+        PteRef { cell: self.cell, level: Level::L4K, lock: self.lock, cleaner, format: PhantomData }
     }
 }
 

@@ -23,10 +23,11 @@
 //!
 //! Up to [`MAX_RANGES`] ranges are kept apart; if there are more, one range covers them all. Frames
 //! cannot be merged so, but where they follow each other: there is room for [`MAX_RUNS`] runs, or
-//! for one where there is no memory for more.
+//! for fewer where there is no memory for more.
 
 #![expect(unsafe_code, reason = "owns the page-table pages that it frees")]
 
+use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::mem;
 
@@ -35,6 +36,8 @@ use arrayvec::ArrayVec;
 use super::Tree;
 use super::retire::{Participant, TableChain};
 use crate::addr::{GfnRange, Hpa, Pfn};
+use crate::boxed::try_box;
+use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
@@ -46,39 +49,44 @@ const MAX_RANGES: usize = 8;
 /// Runs of frames that wait for one flush.
 const MAX_RUNS: usize = 512;
 
-/// The frames of pinned pages that were unmapped, by runs.
+/// The frames of pinned pages that were unmapped, by runs. Boxed, since most batches have none, and
+/// each is on a stack.
 #[derive(Default)]
-struct ReleasedFrames {
-    /// The run that the next page may prolong.
-    last: Option<(GfnRange, Pfn)>,
-    /// Those before.
-    runs: Vec<(GfnRange, Pfn)>,
-}
+struct ReleasedFrames(Option<Box<Vec<(GfnRange, Pfn)>>>);
 
 impl ReleasedFrames {
-    /// Whether a run can be added.
-    fn has_room(&mut self) -> bool {
-        self.last.is_none()
-            || self.runs.len() < self.runs.capacity()
-            || (self.runs.len() < MAX_RUNS && self.runs.try_reserve(1).is_ok())
+    /// Whether a run can be added before a flush.
+    ///
+    /// # Errors
+    /// There is no memory for a single one.
+    fn has_room(&mut self) -> Result<bool, OutOfMemory> {
+        if self.0.is_none() {
+            self.0 = Some(try_box(Vec::new())?);
+        }
+        let Some(runs) = &mut self.0 else { return Ok(false) };
+        if runs.len() < runs.capacity() {
+            return Ok(true);
+        }
+        let grows = runs.len() < MAX_RUNS && runs.try_reserve(1).is_ok();
+        if grows || !runs.is_empty() { Ok(grows) } else { Err(OutOfMemory) }
     }
 
     /// Adds a run, for which there is room.
     fn add(&mut self, range: GfnRange, pfn: Pfn) {
-        match &mut self.last {
+        let Some(runs) = &mut self.0 else { return debug_assert!(false, "the caller has made room") };
+        match runs.last_mut() {
             Some((last, first)) if last.end == range.start && pfn.0 == first.0 + last.nr_pages() => {
                 last.end = range.end;
             }
-            Some(last) => {
-                debug_assert!(self.runs.len() < self.runs.capacity(), "the caller has made room");
-                self.runs.push(mem::replace(last, (range, pfn)));
+            _ => {
+                debug_assert!(runs.len() < runs.capacity(), "the caller has made room");
+                runs.push((range, pfn));
             }
-            None => self.last = Some((range, pfn)),
         }
     }
 
     fn release<H: Host>(self, host: &H) {
-        for (range, pfn) in self.runs.into_iter().chain(self.last) {
+        for &(range, pfn) in self.0.iter().flat_map(|runs| runs.iter()) {
             host.release_mapped(range, pfn);
         }
     }
@@ -167,8 +175,11 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
     }
 
     /// Whether a call of [`add_released`](Self::add_released) has room, before the next flush.
+    ///
+    /// # Errors
+    /// There is no memory for a single run of frames.
     #[inline]
-    pub(crate) fn has_room_to_release(&mut self) -> bool {
+    pub(crate) fn has_room_to_release(&mut self) -> Result<bool, OutOfMemory> {
         self.released.has_room()
     }
 
