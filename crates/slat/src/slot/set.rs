@@ -329,10 +329,14 @@ impl<B> Slots<B> {
             // used again, so equal pointers are equal sets.
             let new = draft.set().as_ptr();
             let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
+            #[cfg(shuttle)]
+            if published.is_ok() {
+                // Directly behind the exchange: other threads act on it from then on.
+                record!(SlotsPublished);
+            }
             // Before the draft is freed, or the room.
             drop(guard);
             if published.is_ok() {
-                record!(SlotsPublished);
                 node.set = NonNull::new(old_pointer);
                 node.replaced = draft.publish();
                 node.size_bytes += size_bytes;
