@@ -59,6 +59,8 @@ impl core::fmt::Debug for Invalidation<'_> {
 impl<'v> Invalidation<'v> {
     /// Invalidates `range`, until the value is dropped. `ranges` are those of the tree, borrowed
     /// for longer than `op`.
+    // Never inlined: a change of a memslot does much else before and after.
+    #[inline(never)]
     pub(crate) fn new<H: Host, F: Format>(
         ranges: &'v RangesInFlight,
         op: Operation<'_, H, F>,

@@ -291,6 +291,8 @@ impl<B> Slots<B> {
     /// # Safety
     /// The claim is of a memslot of this VM. What the change adds exists until the set owns it.
     /// What it takes out of the set is not used through the claim any more.
+    // Never inlined: the room for a set would be on the stack below the walks of a change.
+    #[inline(never)]
     unsafe fn publish(
         &self,
         epochs: &Epochs,

@@ -217,6 +217,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Write-protects a memslot at `range` whose new flags are published.
+    #[inline(never)]
     fn begin_to_log(&self, participant: &Participant, range: GfnRange) {
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are read, and
         // before `are_enabled` is. A call that enables rings does the reverse.
@@ -237,6 +238,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.tree.flush(participant, &[range]);
     }
 
+    #[inline(never)]
     pub(super) fn recover(&self, participant: &mut BorrowedParticipant<'_>, range: GfnRange) -> u64 {
         {
             let (participant, hazard) = participant.with_hazard();
