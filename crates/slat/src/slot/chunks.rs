@@ -111,7 +111,8 @@ impl<B, const CAPACITY: usize> Chunk<B, [MaybeUninit<SlotEntry<B>>; CAPACITY]> {
             // SAFETY: the chunk has memory, which is this call's.
             unsafe {
                 (&raw mut (*chunk).len).write(0);
-                (&raw mut (*chunk).starts).write([NOWHERE; CHUNK_SLOTS]);
+                let first = (&raw mut (*chunk).starts).cast::<Gfn>();
+                (0..CHUNK_SLOTS).for_each(|index| first.add(index).write(NOWHERE));
             }
         };
         // SAFETY: the entries need not be initialized.
@@ -157,6 +158,19 @@ impl<B> Chunk<B> {
 
 /// Where the memslots of some numbers begin.
 pub(super) struct IdLeaf([Gfn; LEAF_IDS]);
+
+impl IdLeaf {
+    /// One without memslots, made in its box: it is large for a stack.
+    fn empty() -> Result<Box<IdLeaf>, OutOfMemory> {
+        let init = |leaf: *mut IdLeaf| {
+            let first = leaf.cast::<Gfn>();
+            // SAFETY: a leaf is an array of so many.
+            (0..LEAF_IDS).for_each(|index| unsafe { first.add(index).write(NOWHERE) });
+        };
+        // SAFETY: all of it was written.
+        Ok(unsafe { Vacant::new()?.fill_by(init) })
+    }
+}
 
 /// A chunk in the list of a set.
 struct ChunkRef<B> {
@@ -367,7 +381,7 @@ impl<B> Room<B> {
             room.chunks.push(Chunk::new(sizes.capacity)?);
         }
         if change.moves_start() {
-            room.leaf = Some(Vacant::new()?.fill(IdLeaf([NOWHERE; LEAF_IDS])));
+            room.leaf = Some(IdLeaf::empty()?);
         }
         Ok(room)
     }
@@ -416,7 +430,7 @@ impl<B> Room<B> {
             if let Some(old) = replaced.leaf {
                 replaced.size_bytes += size_of::<IdLeaf>() as u64;
                 // SAFETY: as for chunks.
-                leaf.0 = unsafe { old.as_ref() }.0;
+                leaf.0.copy_from_slice(&unsafe { old.as_ref() }.0);
             }
             leaf.0[id as usize % LEAF_IDS] = change.after.map_or(NOWHERE, |after| after.range.start);
             let leaf = Unpublished::new(leaf);
