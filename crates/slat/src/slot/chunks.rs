@@ -396,8 +396,6 @@ impl<B> Room<B> {
     ///
     /// # Errors
     /// [`SlotError::SlotBusy`]: the memslot is there, and ought to be new. [`SlotError::Overlap`].
-    // Never inlined, as the next: they need room on the stack for a while.
-    #[inline(never)]
     pub(super) fn build(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<Draft<B>, SlotError> {
         let id = change.id;
         let before = old.place_of(id).map(|(place, _)| place);
@@ -448,7 +446,6 @@ impl<B> Room<B> {
 
     /// Fills one or two new chunks with the memslots of the chunks of `edit`, as changed, and adds
     /// them to `list`.
-    #[inline(never)]
     fn rewrite(
         &mut self,
         old: &SlotSet<B>,
