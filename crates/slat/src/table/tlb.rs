@@ -49,8 +49,8 @@ const MAX_RANGES: usize = 8;
 /// Runs of frames that wait for one flush.
 const MAX_RUNS: usize = 512;
 
-/// The frames of pinned pages that were unmapped, by runs. Boxed, since most batches have none, and
-/// each is on a stack.
+/// The frames of pinned pages that were unmapped, by runs.
+#[expect(clippy::box_collection, reason = "each batch is on a stack, and most have none")]
 #[derive(Default)]
 struct ReleasedFrames(Option<Box<Vec<(GfnRange, Pfn)>>>);
 
