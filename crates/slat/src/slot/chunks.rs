@@ -221,21 +221,26 @@ impl<B> SlotSet<B> {
         self.nr_logging != 0
     }
 
+    /// The chunk with this number.
     #[inline]
-    fn deref(&self, chunk: NonNull<Chunk<B>>) -> &Chunk<B> {
+    fn get(&self, number: usize) -> Option<&Chunk<B>> {
+        let chunk = match number {
+            0 => self.first,
+            _ => self.chunks.get(number)?.chunk,
+        };
         // SAFETY: one of this set, which is freed no earlier than the set's last user allows (see
         // the module).
-        unsafe { chunk.as_ref() }
+        Some(unsafe { chunk.as_ref() })
     }
 
     /// The chunk with this number, which must be there.
-    fn chunk(&self, chunk: usize) -> &Chunk<B> {
-        self.deref(self.chunks[chunk].chunk)
+    fn chunk(&self, number: usize) -> &Chunk<B> {
+        self.get(number).expect("a set has as many chunks as its list")
     }
 
-    /// All memslots from the first of chunk `chunk` on.
-    fn entries_from(&self, chunk: usize) -> impl Iterator<Item = &SlotEntry<B>> {
-        self.chunks[chunk..].iter().flat_map(|chunk| self.deref(chunk.chunk).entries())
+    /// All memslots from the first of chunk `number` on.
+    fn entries_from(&self, number: usize) -> impl Iterator<Item = &SlotEntry<B>> {
+        (number..self.chunks.len()).flat_map(|number| self.chunk(number).entries())
     }
 
     pub(super) fn entries(&self) -> impl Iterator<Item = &SlotEntry<B>> {
@@ -252,7 +257,7 @@ impl<B> SlotSet<B> {
     #[inline]
     fn last_from(&self, gfn: Gfn) -> Option<(Place, &SlotEntry<B>)> {
         let number = self.chunk_of(gfn);
-        let chunk = self.deref(self.chunks.get(number)?.chunk);
+        let chunk = self.get(number)?;
         let index = chunk.nr_from(gfn).checked_sub(1)?;
         Some((Place { chunk: number, index }, chunk.entries().get(index)?))
     }
@@ -269,11 +274,8 @@ impl<B> SlotSet<B> {
     pub(super) fn find(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
         // Relaxed: a guess orders nothing.
         let guessed = guess.load(Ordering::Relaxed) as usize;
-        let chunk = match guessed >> INDEX_BITS {
-            0 => Some(self.first),
-            number => self.chunks.get(number).map(|chunk| chunk.chunk),
-        };
-        match chunk.and_then(|chunk| self.deref(chunk).entries().get(guessed % (1 << INDEX_BITS))) {
+        let chunk = self.get(guessed >> INDEX_BITS);
+        match chunk.and_then(|chunk| chunk.entries().get(guessed % (1 << INDEX_BITS))) {
             Some(entry) if entry.range.contains(gfn) => Some(entry),
             _ => self.search(guess, gfn),
         }
@@ -413,9 +415,9 @@ impl<B> Room<B> {
         for edit in edits(old, before, change).into_iter().flatten() {
             list.extend_from_slice(&old.chunks[done..edit.first]);
             done = edit.end;
-            for chunk in &old.chunks[edit.first..edit.end] {
-                replaced.chunks.push(chunk.chunk);
-                replaced.size_bytes += size_of_val(old.deref(chunk.chunk)) as u64;
+            for number in edit.first..edit.end {
+                replaced.chunks.push(old.chunks[number].chunk);
+                replaced.size_bytes += size_of_val(old.chunk(number)) as u64;
             }
             self.rewrite(old, &edit, &mut list, &mut made);
         }
@@ -496,12 +498,12 @@ impl<B> SlotSet<B> {
 
     /// Whether the set is as the module says.
     fn is_sound(&self) -> bool {
-        let is_filled = |chunk: &ChunkRef<B>| {
-            let entries = self.deref(chunk.chunk).entries();
+        let is_filled = |(number, chunk): (usize, &ChunkRef<B>)| {
+            let entries = self.chunk(number).entries();
             entries.len() >= MIN_SLOTS && entries[0].range.start == chunk.start
         };
-        (self.chunks.len() == 1 || self.chunks.iter().all(is_filled))
-            && ptr::addr_eq(self.first.as_ptr(), self.chunk(0))
+        (self.chunks.len() == 1 || self.chunks.iter().enumerate().all(is_filled))
+            && ptr::addr_eq(self.first.as_ptr(), self.chunks[0].chunk.as_ptr())
     }
 }
 
