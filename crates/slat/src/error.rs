@@ -5,12 +5,14 @@
 //! space must act is no error: it is an [`Exit`](crate::Exit).
 
 mod map;
+mod parts;
 
 use core::fmt;
 
 use thiserror::Error;
 
 pub use map::MapError;
+pub(crate) use parts::{AddressTooHigh, BadPages, OutOfMemory};
 
 use crate::addr::{Gfn, Gpa, Hpa};
 use crate::format::{CpuFeatures, LeafAttributes};
@@ -581,63 +583,6 @@ pub enum RangeError {
 
 // A fault returns it by value.
 const _: () = assert!(size_of::<FaultError>() <= 24);
-
-/// There is no memory for page-table pages or for bookkeeping. All kinds of operations may find it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct OutOfMemory;
-
-/// An address is beyond the last that the format translates.
-pub(crate) struct AddressTooHigh {
-    pub(crate) gpa: Gpa,
-    pub(crate) gpa_bits: u32,
-}
-
-/// A range of a memslot's pages is empty, or reaches beyond its end.
-pub(crate) enum BadPages {
-    Empty { start: Gfn },
-    PastEnd { slot: u32, first_page: u64, nr_pages: u64, slot_pages: u64 },
-}
-
-macro_rules! from_out_of_memory {
-    ($($error:ident),*) => {
-        $(impl From<OutOfMemory> for $error {
-            #[inline]
-            fn from(OutOfMemory: OutOfMemory) -> $error {
-                $error::OutOfMemory
-            }
-        })*
-    };
-}
-
-macro_rules! from_address_too_high {
-    ($($error:ident),*) => {
-        $(impl From<AddressTooHigh> for $error {
-            #[inline]
-            fn from(AddressTooHigh { gpa, gpa_bits }: AddressTooHigh) -> $error {
-                $error::AddressTooHigh { gpa, gpa_bits }
-            }
-        })*
-    };
-}
-
-macro_rules! from_bad_pages {
-    ($($error:ident),*) => {
-        $(impl From<BadPages> for $error {
-            fn from(pages: BadPages) -> $error {
-                match pages {
-                    BadPages::Empty { start } => $error::EmptyRange { start, end: start },
-                    BadPages::PastEnd { slot, first_page, nr_pages, slot_pages } => {
-                        $error::RangePastEnd { slot, first_page, nr_pages, slot_pages }
-                    }
-                }
-            }
-        })*
-    };
-}
-
-from_out_of_memory!(ConfigError, SlotError, LogError, FaultError, RangeError, MapError);
-from_address_too_high!(SlotError, FaultError, RangeError, MapError);
-from_bad_pages!(SlotError, LogError);
 
 /// Ends a message with the number of levels, if there is one.
 struct LevelsOf(Option<u8>);

@@ -30,6 +30,8 @@
 
 #![expect(unsafe_code, reason = "sets share chunks, which are freed by epochs")]
 
+mod edit;
+
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -37,6 +39,7 @@ use core::mem::{self, MaybeUninit};
 use core::ptr::{self, NonNull};
 use core::slice;
 
+use self::edit::{Edit, edits};
 use super::new::{Unpublished, free};
 use super::region::MemoryRegionFlags;
 use super::set::Slot;
@@ -505,49 +508,6 @@ impl<B> SlotSet<B> {
         (self.chunks.len() == 1 || self.chunks.iter().enumerate().all(is_filled))
             && ptr::addr_eq(self.first.as_ptr(), self.chunks[0].chunk.as_ptr())
     }
-}
-
-/// Chunks that become others.
-struct Edit<'c, B> {
-    /// The first of them, and the first behind them.
-    first: usize,
-    end: usize,
-    removed: Option<u32>,
-    added: Option<&'c SlotEntry<B>>,
-}
-
-impl<B> Edit<'_, B> {
-    /// How many of `nr_entries` the first of two chunks gets: half, but memslots that are created
-    /// in the order of their addresses, or in the reverse, leave full chunks.
-    fn len_of_first(&self, old: &SlotSet<B>, nr_entries: usize) -> usize {
-        let split = old.chunk(self.first).entries();
-        let start = self.added.filter(|_| self.end - self.first == 1).map(|added| added.range.start);
-        match (split, start) {
-            ([.., last], Some(start)) if last.range.start < start => nr_entries - MIN_SLOTS,
-            ([first, ..], Some(start)) if start < first.range.start => MIN_SLOTS,
-            _ => nr_entries.div_ceil(2),
-        }
-    }
-}
-
-/// The edits that `change` of `old` consists of, in the order of their chunks. The memslot is at
-/// `before`, if it is not new.
-fn edits<'c, B>(old: &SlotSet<B>, before: Option<Place>, change: &Change<'c, B>) -> [Option<Edit<'c, B>>; 2] {
-    let removed = Some(change.id);
-    let to = change.after.map(|after| (old.chunk_of(after.range.start), after));
-    let insertion = to.map(|(to, after)| Edit { first: to, end: to + 1, removed: None, added: Some(after) });
-    let Some(Place { chunk: from, .. }) = before else { return [None, insertion] };
-    if let Some((to, after)) = to.filter(|&(to, _)| from.abs_diff(to) <= 1) {
-        let (first, end) = (from.min(to), from.max(to) + 1);
-        return [Some(Edit { first, end, removed, added: Some(after) }), None];
-    }
-    // Where too few stay, with a neighbour. That has not the new place: see above.
-    let (mut first, mut end) = (from, from + 1);
-    if old.chunk(from).len <= MIN_SLOTS && old.chunks.len() > 1 {
-        if first > 0 { first -= 1 } else { end += 1 }
-    }
-    let removal = Some(Edit { first, end, removed, added: None });
-    if to.is_some_and(|(to, _)| to < first) { [insertion, removal] } else { [removal, insertion] }
 }
 
 /// What a set has no more that the one before it had.

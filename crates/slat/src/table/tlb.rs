@@ -9,8 +9,8 @@
 //!
 //! # Use
 //! A change adds the blocks whose PTEs it has zapped, or deprived of rights ([`TlbBatch::add`]),
-//! the page-table pages that it has unlinked, and the frames of pinned leaves. Outside of guards and locks it calls
-//! [`TlbBatch::flush`], or drops the batch.
+//! the page-table pages that it has unlinked, and the frames of pinned leaves. Outside of guards and
+//! locks it calls [`TlbBatch::flush`], or drops the batch.
 //!
 //! # Implementation
 //! [`TlbBatch::flush`]

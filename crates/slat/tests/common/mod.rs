@@ -4,6 +4,8 @@
 //!
 //! - `backing`: frames that are numbers without memory behind them.
 //! - `tables`: a reference walk.
+//! - `vms`: VMs and memslots.
+//! - `bits`: what a test's format inherits.
 //! - `formats`: a test for each format and locking.
 //! - `broken`: a format with break before make, and an observer that checks it.
 //! - `log`: the dirty log of a memslot, and a CPU that sets A and D.
@@ -16,6 +18,7 @@
 
 pub mod answers;
 mod backing;
+mod bits;
 pub mod broken;
 mod formats;
 pub mod guest;
@@ -24,6 +27,7 @@ pub mod log;
 pub mod random;
 mod tables;
 pub mod trap;
+mod vms;
 
 #[cfg(target_os = "linux")]
 #[path = "../support/membarrier.rs"]
@@ -39,13 +43,14 @@ use std::time::{Duration, Instant};
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
 #[allow(unused_imports, reason = "each test binary uses a part")]
+pub(crate) use bits::bits_of;
+#[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use formats::{each, for_each_locking, lockings};
-use slat::baselines::{Locking, Park};
-use slat::dirty::HugePageLogging;
-use slat::format::Format;
+use slat::baselines::Park;
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
-use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Pfn, Vm};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, NodeId, Pfn};
 pub use tables::*;
+pub use vms::*;
 
 /// The longest wait of a test for an event that must occur. Even on a slow machine a longer wait
 /// would never end.
@@ -59,92 +64,6 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
         assert!(start.elapsed() < LONGEST_WAIT, "not in {LONGEST_WAIT:?}: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
-}
-
-/// What a test's format inherits from another, inside its `impl Format`: the bits, and all
-/// functions except `is_leaf`.
-#[allow(unused_macros, reason = "each test binary uses a part")]
-macro_rules! bits_of {
-    ($format:ty) => {
-        type Walkers = <$format as slat::format::Format>::Walkers;
-
-        const HPA_BITS: u32 = <$format>::HPA_BITS;
-        const TABLE_ENTRIES: usize = <$format>::TABLE_ENTRIES;
-        const ADDRESS: u64 = <$format>::ADDRESS;
-        const HAS_ADDRESS_BITS: bool = <$format>::HAS_ADDRESS_BITS;
-        const FEATURES: slat::format::CpuFeatures = <$format>::FEATURES;
-        const ATTRIBUTES: u64 = <$format>::ATTRIBUTES;
-        const WRITABLE: u64 = <$format>::WRITABLE;
-        const ACCESSED: u64 = <$format>::ACCESSED;
-        const DIRTY: u64 = <$format>::DIRTY;
-        const HAS_DIRTY_BIT: bool = <$format>::HAS_DIRTY_BIT;
-        const HOST_WRITABLE: u64 = <$format>::HOST_WRITABLE;
-        const WAS_DIRTY: u64 = <$format>::WAS_DIRTY;
-        const GENERATION: u64 = <$format>::GENERATION;
-        const HAS_MODIFICATION_LOG: bool = <$format>::HAS_MODIFICATION_LOG;
-        const NEEDS_LOCAL_FLUSH: bool = <$format>::NEEDS_LOCAL_FLUSH;
-
-        fn is_present(entry: slat::format::Pte) -> bool {
-            <$format>::is_present(entry)
-        }
-
-        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::format::Pte {
-            <$format>::leaf(pfn, level)
-        }
-
-        fn table(table: slat::Hpa) -> slat::format::Pte {
-            <$format>::table(table)
-        }
-
-        fn address_bits(hpa: slat::Hpa) -> u64 {
-            <$format>::address_bits(hpa)
-        }
-
-        fn hpa(bits: u64) -> slat::Hpa {
-            <$format>::hpa(bits)
-        }
-
-        fn attribute_bits(attributes: slat::format::LeafAttributes, hardware: &slat::format::Hardware) -> Option<u64> {
-            <$format>::attribute_bits(attributes, hardware)
-        }
-
-        fn attribute_bits_at(bits: u64, level: slat::Level) -> u64 {
-            <$format>::attribute_bits_at(bits, level)
-        }
-
-        fn pack_attributes(pte: slat::format::Pte, level: slat::Level) -> u64 {
-            <$format>::pack_attributes(pte, level)
-        }
-
-        fn unpack_attributes(packed: u64, level: slat::Level) -> u64 {
-            <$format>::unpack_attributes(packed, level)
-        }
-
-        fn may_execute(pte: slat::format::Pte, access: slat::Access) -> bool {
-            <$format>::may_execute(pte, access)
-        }
-    };
-}
-#[allow(unused_imports, reason = "each test binary uses a part")]
-pub(crate) use bits_of;
-
-/// The configuration of most tests. Where the first write splits huge pages, each split is that of
-/// one call.
-pub fn lazily_splitting(locking: Locking) -> Config {
-    Config::default().with_locking(locking).with_huge_page_logging(HugePageLogging::SplitLazily)
-}
-
-/// Of a deleted memslot of 512 GiB, or of some of these, only page-table pages are left that cover
-/// more than that.
-#[allow(dead_code, reason = "each test binary uses a part")]
-pub fn assert_only_upper_tables_are_left<F: Format>(vm: &Vm<TestHost, F>) {
-    let nr_upper = 1 + usize::from(F::ROOT_LEVEL.0.saturating_sub(4));
-    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (nr_upper as u64, nr_upper));
-}
-
-/// An empty VM.
-pub fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
-    Arc::new(Vm::new(TestHost::default(), lazily_splitting(locking)).unwrap())
 }
 
 /// The difference between a host-physical address and a pointer. Pointers are below it, and
@@ -667,48 +586,4 @@ unsafe impl Host for TestHost {
     fn parking(&self) -> Option<&dyn Park> {
         Some(self)
     }
-}
-
-pub const MIB: u64 = 1 << 20;
-pub const GIB: u64 = 1 << 30;
-
-/// A region with a new backing whose frames begin at `first_pfn`.
-pub fn region(
-    slot: u32,
-    gpa: u64,
-    size_bytes: u64,
-    first_pfn: u64,
-    max_size: PageSize,
-) -> MemoryRegion<Arc<TestBacking>> {
-    MemoryRegion {
-        slot,
-        flags: MemoryRegionFlags::empty(),
-        guest_phys_addr: Gpa(gpa),
-        memory_size: size_bytes,
-        backing: Some(Arc::new(TestBacking::new(first_pfn, size_bytes / 4096, max_size))),
-        userfault_bitmap: None,
-    }
-}
-
-/// A change of an existing memslot.
-pub fn change(slot: u32, flags: MemoryRegionFlags, gpa: u64, size_bytes: u64) -> MemoryRegion<Arc<TestBacking>> {
-    MemoryRegion {
-        slot,
-        flags,
-        guest_phys_addr: Gpa(gpa),
-        memory_size: size_bytes,
-        backing: None,
-        userfault_bitmap: None,
-    }
-}
-
-/// Zaps everything in a VM without memslots that no other thread uses, and checks that the root is
-/// the only page-table page. Page-table pages that a memslot covered only in part stay linked, so
-/// memslots that cover the space are made and deleted.
-pub fn assert_no_table_is_left<F: Format>(vm: &Vm<TestHost, F>) {
-    let whole = 1 << F::GPA_BITS;
-    vm.set_user_memory_region(region(0, 0, whole, 0, PageSize::Size4K)).unwrap();
-    vm.set_user_memory_region(change(0, MemoryRegionFlags::empty(), 0, 0)).unwrap();
-    vm.reclaim();
-    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
 }
