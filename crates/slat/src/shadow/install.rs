@@ -141,7 +141,8 @@ impl<'v, H: Host> Mmu<'v, H> {
             Some(reference) => Ok(reference),
             // Claimed here, and not in `new_page`, for the stack of an eviction.
             None => match self.claim_record() {
-                Ok(number) => self.new_page::<W>(frame, gfn, role, number)?,
+                // SAFETY: claimed just now.
+                Ok(number) => unsafe { self.new_page::<W>(frame, gfn, role, number) }?,
                 Err(error) => Err(error),
             },
         };
@@ -169,8 +170,11 @@ impl<'v, H: Host> Mmu<'v, H> {
     }
 
     /// Makes a page of `gfn` with record `number`, unless another thread is faster.
+    ///
+    /// # Safety
+    /// The caller has claimed the record, and does not use it any more.
     #[inline(never)]
-    fn new_page<W: Wait>(
+    unsafe fn new_page<W: Wait>(
         &self,
         frame: &Frame,
         gfn: Gfn,
@@ -180,7 +184,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         let pages = &self.shadow.pages;
         let placement = self.tree.config.table_placement.node_for(self.host(), None);
         let Some(table) = self.allocate_table(placement) else {
-            pages.release(number);
+            // SAFETY: the caller's, as it promises.
+            unsafe { pages.release(number) }
             return Ok(Err(OutOfMemory));
         };
         let new = PageRef { number, generation: pages.get(number).prepare(gfn, role, table) };
@@ -188,7 +193,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         if !matches!(listed, Ok(page) if page == new) {
             // SAFETY: the page was in no list, so nothing points to its page-table page.
             unsafe { self.free_unused_table(table) }
-            pages.release(number);
+            // SAFETY: the caller's, as it promises.
+            unsafe { pages.release(number) }
         } else {
             self.count(Counter::ShadowPagesBuilt);
         }

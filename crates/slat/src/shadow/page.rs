@@ -415,8 +415,12 @@ impl Pages {
         unsafe { self.retired.retire(unused, epochs, barrier_on_all_cpus) }
     }
 
-    /// Ends the use of a record that no thread can find any more.
-    pub(super) fn release(&self, number: PageNumber) {
+    /// Ends the use of a record.
+    ///
+    /// # Safety
+    /// The record is the caller's, who does not use it any more: the records of its PTEs may be
+    /// freed from now on. Nothing leads to it, but what a guard has read earlier.
+    pub(super) unsafe fn release(&self, number: PageNumber) {
         let index = number as usize - 1;
         self.in_use[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Release);
         self.nr_in_use.fetch_sub(1, Ordering::Relaxed);

@@ -377,7 +377,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         // it, and its own PTEs were zapped. The batch has been added to, so it flushes all CPUs
         // before it retires the page-table page.
         unsafe { batch.add_unlinked(self.shadow.pages.get(reference.number).table()) }
-        self.shadow.pages.release(reference.number);
+        // SAFETY: the page belongs to the caller, and is in no list: see above.
+        unsafe { self.shadow.pages.release(reference.number) }
     }
 
     /// Ends the pin of a vCPU that has another root now.
