@@ -37,7 +37,7 @@
 //! While [`MAX_DEFERRED_TABLES`] unlinked page-table pages wait, perhaps for a guard that was
 //! suspended, no more are unlinked. The others stay linked, with empty PTEs.
 //!
-//! **Leaves that go unseen.** Where no one needs the leaves
+//! **Leaves that go unseen.** Where neither the host nor the engine needs the leaves
 //! ([`Tree::may_unlink_leaves`](crate::table::Tree::may_unlink_leaves)), the first pass does not
 //! visit them. At a directory entry of 1 GiB that the range covers, or of 2 MiB where it covers no
 //! more, it

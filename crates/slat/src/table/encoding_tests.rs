@@ -1,4 +1,4 @@
-//! Geometries at their ends, attributes in every state of a leaf, and address bits that no one but
+//! Geometries at their ends, attributes in every state of a leaf, and address bits that only
 //! hardware sees.
 
 extern crate std;
