@@ -105,6 +105,8 @@ pub struct Vcpu<H: Host, F: Format> {
     tables: TableCache,
     /// With shadow paging.
     derived: Option<VcpuState>,
+    /// Of the fault under way, if it is in the sample.
+    timing: Option<Timing>,
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
@@ -129,7 +131,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
                 return Err(error);
             }
         };
-        let mut vcpu = Vcpu { vm, participant, ring, tables: TableCache::new(), derived: None };
+        let mut vcpu = Vcpu { vm, participant, ring, tables: TableCache::new(), derived: None, timing: None };
         if let Some(derived) = &vcpu.vm.tree.derived {
             vcpu.derived = Some(derived.new_vcpu(&vcpu.vm.tree)?);
         }
@@ -194,39 +196,49 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # }
     /// ```
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
-        let (fault, own) = small_fault(&self.vm, &mut self.participant, self.ring.as_ref(), gpa, access)?;
+        let result = match self.serve_small(gpa, access) {
+            Small::Done => Ok(Outcome::Resume),
+            small => self.go_on(gpa, access, small),
+        };
+        if self.timing.is_some() {
+            self.stop_timing();
+        }
+        flush_local(&self.vm.tree, gpa, &result);
+        result
+    }
+
+    /// Counts a fault, and serves it if it is a small one.
+    // A function of its own, as `go_on`: its stack is free when the fault goes on.
+    #[inline(never)]
+    fn serve_small(&mut self, gpa: Gpa, access: Access) -> Small {
+        let (fault, own) = match small_fault(&self.vm, &mut self.participant, self.ring.as_ref(), gpa, access) {
+            Ok(fault) => fault,
+            Err(error) => return Small::Failed(error),
+        };
         let stats = fault.op.stats();
         let nr_faults = stats.get(Counter::Faults);
         stats.count(Counter::Faults);
         // Early, so that a short run has a sample. But not the first fault of a period: the very
         // first fault of a vCPU, with cold caches, represents no other.
         if is_sampled(nr_faults) {
-            return self.handle_timed(gpa, access);
+            return self.serve_timed(gpa, access);
         }
-        let result = match fault.serve(own, None) {
-            Small::Done => Ok(Outcome::Resume),
-            small => self.go_on(gpa, access, small),
-        };
-        flush_local(&self.vm.tree, gpa, &result);
-        result
+        fault.serve(own, None)
     }
 
-    /// Handles a fault that is in the sample.
+    /// Begins to take the time of a fault that is in the sample, and serves it if it is a small one.
     #[cold]
     #[inline(never)]
-    fn handle_timed(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
-        let (mut fault, mut own) = self.fault(gpa, access)?;
-        fault.start_timing();
-        let small = SmallFault { op: fault.op, ring: fault.ring, gfn: fault.gfn, access };
-        let small = small.serve(own.reborrow(), fault.timing.as_mut());
-        let result = fault.go_on(small, own);
-        flush_local(fault.op.tree, gpa, &result);
-        fault.stop_timing();
-        result
+    fn serve_timed(&mut self, gpa: Gpa, access: Access) -> Small {
+        let timing = self.timing.insert(Timing::start(&self.vm.tree.host));
+        match small_fault(&self.vm, &mut self.participant, self.ring.as_ref(), gpa, access) {
+            Ok((fault, own)) => fault.serve(own, Some(timing)),
+            Err(error) => Small::Failed(error),
+        }
     }
 
-    /// Goes on with a fault that is no small one, or failed as one. It makes the fault anew, so
-    /// that one that succeeds stays in registers.
+    /// Goes on with a fault that is no small one, or failed as one. It makes the fault anew, so that
+    /// one that succeeds stays in registers.
     #[inline(never)]
     fn go_on(&mut self, gpa: Gpa, access: Access, small: Small) -> Result<Outcome, FaultError> {
         let (mut fault, own) = self.fault(gpa, access)?;
@@ -235,9 +247,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
     #[inline]
     fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), FaultError> {
-        let Vcpu { vm, participant, ring, tables, .. } = self;
+        let Vcpu { vm, participant, ring, tables, timing, .. } = self;
         let (SmallFault { op, ring, gfn, access }, own) = small_fault(vm, participant, ring.as_ref(), gpa, access)?;
-        Ok((Fault { op, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
+        let timing = timing.as_mut();
+        Ok((Fault { op, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing }, own))
     }
 }
 
@@ -298,7 +311,7 @@ struct Fault<'v, H: Host, F: Format> {
     access: Access,
     /// How often an invalidation changed an empty PTE between the look at it and the exchange.
     nr_overtaken: u32,
-    timing: Option<Timing>,
+    timing: Option<&'v mut Timing>,
 }
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
@@ -310,7 +323,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 self.count(Counter::Exits);
                 return Ok(Outcome::Exit(Exit::DirtyRingFull));
             }
-            let changed = match self.look(own.pin.reborrow(), own.hazard.reborrow()) {
+            let mut maps_around = false;
+            // Not moved out of: it is large for a stack.
+            let mut plan = self.look(own.pin.reborrow(), own.hazard.reborrow());
+            let changed = match &mut plan {
                 Plan::Spurious(_) => {
                     self.count(Counter::Spurious);
                     return Ok(Outcome::Resume);
@@ -331,24 +347,30 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.op.host().yield_now();
                     return Ok(Outcome::Resume);
                 }
-                Plan::Cancel => self.cancel(),
-                Plan::Install(mut plan) => {
-                    let resolved = match self.resolve(&plan) {
+                Plan::Cancel => {
+                    self.cancel();
+                    Err(Changed)
+                }
+                Plan::Install(plan) => {
+                    let resolved = match self.resolve(plan) {
                         Ok(resolved) => resolved,
                         Err(reason) => return self.unresolved(plan.found, plan.attributes, reason),
                     };
-                    let leaf = self.prepare(&mut plan, resolved, resolved.max_size.level())?;
-                    let step = self.install(own.pin.reborrow(), &plan, leaf);
-                    if self.maps_around(leaf.level) && matches!((plan.found, &step), (Found::Empty(_), Ok(_))) {
-                        // The neighbours may have another backing by now.
-                        self.map_around(plan.backing.release());
-                    }
+                    let leaf = self.prepare(plan, resolved, resolved.max_size.level())?;
+                    let step = self.install(own.pin.reborrow(), plan, leaf);
+                    maps_around =
+                        self.maps_around(leaf.level) && matches!((plan.found, &step), (Found::Empty(_), Ok(_)));
                     step
                 }
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
                 Plan::Restored => return Ok(Outcome::Resume),
                 Plan::StartOver => Err(Changed),
             };
+            // The neighbours may have another backing by now.
+            drop(plan);
+            if maps_around {
+                self.map_around(own.hazard.reborrow());
+            }
             match changed {
                 Ok(Step::Done) => return Ok(Outcome::Resume),
                 Ok(Step::Nearer) => {}

@@ -257,7 +257,7 @@ impl<B> SlotSet<B> {
     }
 
     /// The last memslot that begins at `gfn` or below.
-    #[inline]
+    #[inline(always)]
     fn last_from(&self, gfn: Gfn) -> Option<(Place, &SlotEntry<B>)> {
         let number = self.chunk_of(gfn);
         let chunk = self.get(number)?;

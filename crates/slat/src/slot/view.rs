@@ -161,12 +161,7 @@ impl<'s, B> SlotView<'s, B> {
 /// The backing of a memslot, outside of the guard in which the memslot was found.
 pub(crate) struct BackingRef<'r, B>(Protected<'r, Slot<B>>);
 
-impl<'r, B> BackingRef<'r, B> {
-    /// Ends the protection, so that the hazard pointer has room for another memslot.
-    pub(crate) fn release(self) -> HazardPointer<'r> {
-        self.0.release()
-    }
-
+impl<B> BackingRef<'_, B> {
     pub(crate) fn get(&self) -> &B {
         &self.0.get().backing
     }

@@ -203,13 +203,6 @@ pub(crate) struct Exclusive<'r> {
     pub(crate) hazard: HazardPointer<'r>,
 }
 
-impl Exclusive<'_> {
-    #[inline]
-    pub(crate) fn reborrow(&mut self) -> Exclusive<'_> {
-        Exclusive { pin: self.pin.reborrow(), hazard: self.hazard.reborrow() }
-    }
-}
-
 /// The right to open the guard of a fault: one at a time, which ends before the next begins.
 pub(crate) struct FaultPin<'r>(&'r Participant);
 
@@ -253,12 +246,7 @@ pub(crate) struct Protected<'r, T> {
     participant: &'r Participant,
 }
 
-impl<'r, T> Protected<'r, T> {
-    /// Ends the protection: the hazard pointer has room again.
-    pub(crate) fn release(self) -> HazardPointer<'r> {
-        HazardPointer(self.participant)
-    }
-
+impl<T> Protected<'_, T> {
     #[inline]
     pub(crate) fn get(&self) -> &T {
         // SAFETY: it was reached in a guard, and protected inside of it. The hazard pointer has no

@@ -18,7 +18,7 @@ use crate::table::retire::{FaultPin, Guard};
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for an empty PTE, or for a leaf through which the host now allows the access.
-    #[inline]
+    #[inline(always)]
     pub(super) fn install(
         &mut self,
         pin: FaultPin<'_>,
@@ -34,7 +34,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
     }
 
-    #[inline]
+    // A function of its own, so that the other steps have its stack.
+    #[inline(never)]
     fn install_on_empty(
         &mut self,
         pin: FaultPin<'_>,
@@ -44,33 +45,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ) -> Result<Step, Changed> {
         let locked = self.op.tree.pin_fault(pin, self.op.participant, Side::Read);
         let guard = &locked.guard;
-        // What most faults do, with all levels constant.
-        match Cursor::at_small(self.op.tree, guard, self.gfn) {
-            Some((cursor, value)) if value == Pte::empty(seen) && leaf.level == Level::L4K => {
-                self.install_at(&cursor, guard, value, seen, NewLeaf { level: Level::L4K, ..leaf })
-            }
-            _ => self.install_lowest(guard, plan.level, seen, leaf),
-        }
-    }
-
-    /// As [`install_on_empty`](Self::install_on_empty), at whatever PTE of level `highest` at most.
-    #[cold]
-    #[inline(never)]
-    fn install_lowest(
-        &mut self,
-        guard: &Guard<'_>,
-        highest: Level,
-        seen: InvalidationSeq,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
-        let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return Err(Changed) };
+        let (tree, gfn) = (self.op.tree, self.gfn);
+        let (cursor, value) = Cursor::at_small(tree, guard, gfn).unwrap_or_else(|| Cursor::at_lowest(tree, guard, gfn));
+        let State::Empty(seq) = value.state(cursor.level()) else { return Err(Changed) };
         // With another sequence number, the range was invalidated since the look. With a higher or
         // lower PTE than then, the leaf may not fit, or need more page-table pages than were
         // allocated.
-        if seq != seen || cursor.level() > highest || cursor.level() < leaf.level {
+        if seq != seen || cursor.level() > plan.level || cursor.level() < leaf.level {
             if seq != seen {
-                self.refine(guard, highest, leaf.level, leaf.pfn);
+                self.refine(guard, plan.level, leaf.level, leaf.pfn);
             }
             return Err(Changed);
         }

@@ -8,9 +8,10 @@ use crate::dirty::log;
 use crate::error::FaultError;
 use crate::format::Format;
 use crate::host::Host;
+use crate::second_stage::broken::{self, BrokenPinned};
 use crate::second_stage::install;
 use crate::second_stage::push_down::{self, Others, Pushed};
-use crate::second_stage::{broken, split};
+use crate::second_stage::split;
 use crate::slot::view::SlotView;
 use crate::stats::Counter;
 use crate::sync::{Side, spin_loop};
@@ -27,8 +28,8 @@ const SPINS_BEFORE_CANCEL: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Carries out a plan that needs no frame.
     #[inline(always)]
-    pub(super) fn act_on_leaf(&mut self, plan: LeafPlan<F>) -> Result<Result<Step, Changed>, FaultError> {
-        match plan {
+    pub(super) fn act_on_leaf(&mut self, plan: &LeafPlan<F>) -> Result<Result<Step, Changed>, FaultError> {
+        match *plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
                 self.top_up(1, self.op.tree.encoding.frame(value, level))?;
@@ -179,9 +180,18 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Ok(Step::Nearer)
     }
 
-    /// Aborts the recovery or the split that is under way where the page is.
+    /// Aborts the recovery or the split that is under way where the page is. A split of a pinned leaf
+    /// is finished instead.
     #[cold]
-    pub(super) fn cancel(&self) -> Result<Step, Changed> {
+    pub(super) fn cancel(&self) {
+        if let Some(pinned) = self.cancel_unless_pinned() {
+            pinned.finish(self.op);
+        }
+    }
+
+    // A function of its own, so that to finish a split has its stack.
+    #[inline(never)]
+    fn cancel_unless_pinned(&self) -> Option<BrokenPinned<F>> {
         let tree = self.op.tree;
         let locked = self.op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
@@ -190,15 +200,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             for _ in 0..SPINS_BEFORE_CANCEL {
                 spin_loop();
                 if cursor.pte().load() != broken {
-                    return Err(Changed);
+                    return None;
                 }
             }
         }
-        let pinned = broken::cancel(self.op, &locked.guard, &cursor);
-        drop(locked);
-        if let Some(pinned) = pinned {
-            pinned.finish(self.op);
-        }
-        Err(Changed)
+        broken::cancel(self.op, &locked.guard, &cursor)
     }
 }

@@ -209,7 +209,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                     Some(_) => return Err(FaultError::UserfaultPending { gpa: self.gpa }),
                 },
                 Plan::BeingInvalidated => return Err(FaultError::Busy { gpa: self.gpa }),
-                Plan::Cancel => self.cancel().map(|_| self.gfn),
+                Plan::Cancel => {
+                    self.cancel();
+                    Err(Changed)
+                }
                 Plan::Install(mut plan) => {
                     let resolved = match self.resolve(&plan) {
                         Ok(resolved) => resolved,
@@ -230,7 +233,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                     }
                 }
                 // Done, or one step nearer: the next look finds out.
-                Plan::OnLeaf(plan) => self.act_on_leaf(plan)?.map(|_| self.gfn),
+                Plan::OnLeaf(plan) => self.act_on_leaf(&plan)?.map(|_| self.gfn),
                 Plan::Restored => Ok(self.gfn),
                 Plan::StartOver => Err(Changed),
             };

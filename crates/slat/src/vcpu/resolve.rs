@@ -44,7 +44,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline]
     pub(super) fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing, F>) -> Result<Resolved, Unresolved> {
         let host = self.op.host();
-        ask(host, self.access, self.timing.as_mut(), || plan.resolve(host, self.gfn, self.access))
+        ask(host, self.access, self.timing.as_deref_mut(), || plan.resolve(host, self.gfn, self.access))
     }
 
     /// Ends a fault for which the host has no frame, or none that allows the access. If that answer

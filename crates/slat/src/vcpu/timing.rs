@@ -1,6 +1,6 @@
 //! Times of a fault that is in the sample.
 
-use super::Fault;
+use super::Vcpu;
 use crate::format::Format;
 use crate::host::Host;
 
@@ -18,6 +18,15 @@ pub(super) struct Timing {
 }
 
 impl Timing {
+    /// Begins to take the time of a fault.
+    #[cold]
+    pub(super) fn start<H: Host>(host: &H) -> Timing {
+        // The clock is read innermost, here and below: reading the run delay may take longer than
+        // the fault.
+        let start_delay_ns = host.run_delay_ns();
+        Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() }
+    }
+
     /// Takes the time of `resolve`.
     #[cold]
     pub(super) fn time_resolve<H: Host, T>(&mut self, host: &H, resolve: impl FnOnce() -> T) -> T {
@@ -32,25 +41,19 @@ impl Timing {
     }
 }
 
-impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Puts this fault into the sample.
-    #[cold]
-    pub(super) fn start_timing(&mut self) {
-        let host = self.op.host();
-        // The clock is read innermost, here and below: reading the run delay may take longer than
-        // the fault.
-        let start_delay_ns = host.run_delay_ns();
-        self.timing = Some(Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() });
-    }
-
+impl<H: Host, F: Format> Vcpu<H, F> {
+    /// Records the times of the fault that ends.
     #[cold]
     pub(super) fn stop_timing(&mut self) {
         let Some(timing) = self.timing.take() else { return };
-        let (host, stats) = (self.op.host(), self.op.stats());
+        let host = &self.vm.tree.host;
         let engine_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
         let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
-        let Some(times) = stats.fault_times() else { return };
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
+        // from.
+        let participant = unsafe { self.participant.get() };
+        let Some(times) = participant.stats.fault_times() else { return };
         times.fault_ns.record(engine_ns + timing.resolve_ns);
         times.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
         times.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
