@@ -191,6 +191,7 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         leaves_tables: false,
         leaves_go_unseen,
         flushed: None,
+        broken: None,
         nr_pinned: 0,
         visited: range.start,
     };
@@ -223,8 +224,8 @@ enum Work<F> {
     Flush(Pte<F>, Level),
     /// There is no page-table page from this node to split a pinned leaf.
     Allocate(TableNode),
-    /// Another thread splits a pinned leaf by breaking it.
-    FinishSplit(BrokenPinned<F>),
+    /// Another thread splits a pinned leaf by breaking it: [`Zap::broken`].
+    FinishSplit,
     Fail(OutOfMemory),
 }
 
@@ -249,6 +250,8 @@ struct Zap<'z, 't, H: Host, F: Format> {
     /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
     /// back.
     flushed: Option<Pte<F>>,
+    /// Not in [`Work`], which is moved over the stack.
+    broken: Option<BrokenPinned<F>>,
     /// Pinned pages that were zapped.
     nr_pinned: u64,
     /// The pages before this one were visited, by their PTEs of 4 KiB. Kept in debug builds.
@@ -271,6 +274,8 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
         }
     }
 
+    // Never inlined: the turns do not need its stack.
+    #[inline(never)]
     fn work(&mut self, gfn: Gfn, work: Work<F>) -> Result<Gfn, OutOfMemory> {
         match work {
             Work::Retire => {
@@ -293,7 +298,11 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
                 let (tree, stats) = (self.op.tree, self.op.stats());
                 self.tables.top_up(tree, stats, 1, node, AllocationWait::Allowed).map_err(|()| OutOfMemory)?;
             }
-            Work::FinishSplit(broken) => broken.finish(self.op),
+            Work::FinishSplit => {
+                if let Some(broken) = self.broken.take() {
+                    broken.finish(self.op);
+                }
+            }
             Work::Fail(error) => return Err(error),
         }
         Ok(gfn)
@@ -326,8 +335,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 return Next::Again(0);
             }
             State::Broken => match broken::cancel(op, guard, cursor) {
-                Some(pinned) => return Next::Leave(Work::FinishSplit(pinned)),
                 None => return Next::Again(0),
+                broken => {
+                    self.broken = broken;
+                    return Next::Leave(Work::FinishSplit);
+                }
             },
             State::Empty(found) if found >= self.seq => {
                 // The zap that stored it may not have come to that, and its flush may come later

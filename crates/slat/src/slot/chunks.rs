@@ -7,8 +7,8 @@
 //!
 //! # Use
 //! [`Room`] has the memory for a set, which is allocated outside of any guard. [`Room::build`] makes
-//! a [`Draft`] of it inside. If the draft is published, what it has [replaced](Draft::publish) is
-//! to be retired with the old set; else the draft is dropped.
+//! a [`Draft`] of it inside, and says what that [replaces](Replaced). If the draft is
+//! [published](Draft::publish), this is to be retired with the old set; else the draft is dropped.
 //!
 //! # Implementation
 //! The memslots lie in chunks of up to [`CHUNK_SLOTS`], sorted by their ranges, first frames apart
@@ -306,9 +306,13 @@ impl<B> SlotSet<B> {
         self.place_of(id).map(|(_, entry)| entry)
     }
 
-    /// The first memslot other than `id` that shares a frame with `range`.
-    pub(super) fn overlapping(&self, id: u32, range: GfnRange) -> Option<&SlotEntry<B>> {
-        self.from(range.start).take_while(|entry| entry.range.start < range.end).find(|entry| entry.id != id)
+    /// Checks that memslot `slot` could have `range`: no other shares a frame with it.
+    pub(super) fn check_vacant(&self, slot: u32, range: GfnRange) -> Result<(), SlotError> {
+        let mut overlapping = self.from(range.start).take_while(|entry| entry.range.start < range.end);
+        match overlapping.find(|entry| entry.id != slot) {
+            Some(other) => Err(SlotError::Overlap { slot, gpa: range.start.gpa(), other: other.id }),
+            None => Ok(()),
+        }
     }
 
     /// Bytes of the heap that the set has for itself.
@@ -347,6 +351,18 @@ impl<B> Change<'_, B> {
     /// First frames of the memslot before and after the change.
     fn starts(&self) -> [Option<Gfn>; 2] {
         [self.before, self.after].map(|entry| entry.map(|entry| entry.range.start))
+    }
+
+    /// The place of the memslot in `old`, if it is not new.
+    #[inline(never)]
+    fn check(&self, old: &SlotSet<B>) -> Result<Option<Place>, SlotError> {
+        let slot = self.id;
+        let before = old.place_of(slot).map(|(place, _)| place);
+        if self.before.is_none() && before.is_some() {
+            return Err(SlotError::SlotBusy { slot });
+        }
+        self.after.map_or(Ok(()), |after| old.check_vacant(slot, after.range))?;
+        Ok(before)
     }
 
     fn moves_start(&self) -> bool {
@@ -397,32 +413,34 @@ impl<B> Room<B> {
         nr_chunks < self.list.capacity() && nr_leaves <= self.leaves.capacity() && capacity <= self.capacity
     }
 
-    /// Makes the set of `old` and `change` in this room, which fits.
+    /// Makes the set of `old` and `change` in this room, which fits. `replaced` is what `old` has,
+    /// and the new set has not.
     ///
     /// # Errors
     /// [`SlotError::SlotBusy`]: the memslot is there, and ought to be new. [`SlotError::Overlap`].
-    pub(super) fn build(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<Draft<B>, SlotError> {
+    // Never inlined: what it needs is not on the stack below what publishes and frees.
+    #[inline(never)]
+    pub(super) fn build(
+        &mut self,
+        old: &SlotSet<B>,
+        change: &Change<'_, B>,
+        replaced: &mut Replaced<B>,
+    ) -> Result<Draft<B>, SlotError> {
+        *replaced = Replaced::nothing();
         let id = change.id;
-        let before = old.place_of(id).map(|(place, _)| place);
-        if change.before.is_none() && before.is_some() {
-            return Err(SlotError::SlotBusy { slot: id });
-        }
-        let overlapping = |after: &SlotEntry<B>| old.overlapping(id, after.range).map(|other| (after.range, other.id));
-        if let Some((range, other)) = change.after.and_then(overlapping) {
-            return Err(SlotError::Overlap { slot: id, gpa: range.start.gpa(), other });
-        }
+        let before = change.check(old)?;
         let set = self.set.take().expect("a room is for one set");
         let (mut list, mut leaves) = (mem::take(&mut self.list), mem::take(&mut self.leaves));
-        let (mut made, mut replaced) = (Few::new(), Replaced::nothing());
+        let mut made = Few::new();
         let mut done = 0;
-        for edit in edits(old, before, change).into_iter().flatten() {
+        for edit in edits(old, before, change).iter().flatten() {
             list.extend_from_slice(&old.chunks[done..edit.first]);
             done = edit.end;
             for number in edit.first..edit.end {
                 replaced.chunks.push(old.chunks[number].chunk);
                 replaced.size_bytes += size_of_val(old.chunk(number)) as u64;
             }
-            self.rewrite(old, &edit, &mut list, &mut made);
+            self.rewrite(old, edit, &mut list, &mut made);
         }
         list.extend_from_slice(&old.chunks[done..]);
         leaves.extend_from_slice(&old.leaves);
@@ -446,11 +464,12 @@ impl<B> Room<B> {
         let nr_logging = old.nr_logging - logs(change.before) + logs(change.after);
         let set = set.fill(SlotSet { first: list[0].chunk, chunks: list, leaves, nr_logging });
         debug_assert!(set.is_sound());
-        Ok(Draft { set: Unpublished::new(set), chunks: made, leaf, replaced })
+        Ok(Draft { set: Unpublished::new(set), chunks: made, leaf })
     }
 
     /// Fills one or two new chunks with the memslots of the chunks of `edit`, as changed, and adds
     /// them to `list`.
+    #[inline(never)]
     fn rewrite(
         &mut self,
         old: &SlotSet<B>,
@@ -544,7 +563,6 @@ pub(super) struct Draft<B> {
     set: Unpublished<SlotSet<B>>,
     chunks: Few<Unpublished<Chunk<B>>>,
     leaf: Option<Unpublished<IdLeaf>>,
-    replaced: Replaced<B>,
 }
 
 impl<B> Draft<B> {
@@ -552,15 +570,10 @@ impl<B> Draft<B> {
         self.set.pointer()
     }
 
-    pub(super) fn replaced(&self) -> &Replaced<B> {
-        &self.replaced
-    }
-
-    /// The set is published. Returns what the set before has, and this one has not.
-    pub(super) fn publish(self) -> Replaced<B> {
-        let Draft { set, chunks, leaf, replaced } = self;
+    /// The set is published, so it is no longer freed with this.
+    pub(super) fn publish(self) {
+        let Draft { set, chunks, leaf } = self;
         mem::forget((set, chunks, leaf));
-        replaced
     }
 }
 

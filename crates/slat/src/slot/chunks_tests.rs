@@ -43,9 +43,10 @@ impl World {
         let change = Change { id, before: before.as_ref(), after: after_entry.as_ref() };
         let mut room = Room::new(self.set().sizes(), &change).unwrap();
         assert!(room.fits(self.set()));
-        let draft = room.build(self.set(), &change)?;
+        let mut replaced = Replaced::nothing();
+        let draft = room.build(self.set(), &change, &mut replaced)?;
         let set = draft.set();
-        let replaced = draft.publish();
+        draft.publish();
         // SAFETY: no other has the old set.
         unsafe {
             free(Some(self.set));
@@ -142,7 +143,8 @@ fn a_memslot_that_is_there_is_not_created() {
     world.apply(7, Some((range(0, 4), PLAIN))).unwrap();
     let again = entry(7, range(8, 4), PLAIN);
     let change = Change { id: 7, before: None, after: Some(&again) };
-    let result = Room::new(world.set().sizes(), &change).unwrap().build(world.set(), &change);
+    let mut room = Room::new(world.set().sizes(), &change).unwrap();
+    let result = room.build(world.set(), &change, &mut Replaced::nothing());
     assert_eq!(result.err(), Some(SlotError::SlotBusy { slot: 7 }));
     world.check_all();
 }

@@ -133,6 +133,7 @@ impl<B> Claim<'_, B> {
     /// `attachments` has none.
     ///
     /// On an error nothing was published, and `attachments` are freed.
+    #[inline(never)]
     pub(crate) fn replace(
         &mut self,
         epochs: &Epochs,
@@ -233,6 +234,7 @@ impl<B> Slots<B> {
     }
 
     /// Claims memslot `id` for a change. `Ok(None)`: there is none.
+    #[inline(never)]
     pub(crate) fn claim(
         &self,
         epochs: &Epochs,
@@ -254,6 +256,7 @@ impl<B> Slots<B> {
     }
 
     /// Checks that memslot `id` could have `range` now.
+    #[inline(never)]
     pub(crate) fn check_vacant(
         &self,
         epochs: &Epochs,
@@ -262,10 +265,7 @@ impl<B> Slots<B> {
         range: GfnRange,
     ) -> Result<(), SlotError> {
         let guard = epochs.pin(participant);
-        match self.current(&guard).overlapping(id, range) {
-            Some(other) => Err(SlotError::Overlap { slot: id, gpa: range.start.gpa(), other: other.id }),
-            None => Ok(()),
-        }
+        self.current(&guard).check_vacant(id, range)
     }
 
     /// Publishes the set with memslot `new`. On an error it publishes nothing and frees `new`.
@@ -320,12 +320,12 @@ impl<B> Slots<B> {
             if !room.fits(old) {
                 continue;
             }
-            let draft = room.build(old, change)?;
+            let draft = room.build(old, change, &mut node.replaced)?;
             debug_assert!(
                 change.before.is_none_or(|before| old.by_id(before.id).is_some_and(|entry| entry.slot == before.slot)),
                 "changes need a claim"
             );
-            let size_bytes = old.size_bytes() + draft.replaced().size_bytes();
+            let size_bytes = old.size_bytes() + node.replaced.size_bytes();
             // SeqCst: release for the set's contents, and the store of the store-load pairs with
             // `mark_if_logging`. The guard keeps `old` from being freed and its address from being
             // used again, so equal pointers are equal sets.
@@ -340,7 +340,7 @@ impl<B> Slots<B> {
             drop(guard);
             if published.is_ok() {
                 node.set = NonNull::new(old_pointer);
-                node.replaced = draft.publish();
+                draft.publish();
                 node.size_bytes += size_bytes;
                 node.tag = epochs.advance_epoch();
                 self.push_retired(node);
@@ -385,6 +385,7 @@ impl<B> Slots<B> {
     }
 
     /// Frees the retired things that no guard can have found and no participant resolves in.
+    #[inline(never)]
     pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         // A load first: mostly there is nothing, and then the line stays where it is.
         if self.retired.first.load(Ordering::Relaxed).is_null() {

@@ -79,9 +79,9 @@ const fn active_bit(place: usize) -> u64 {
 
 const ACTIVE_SHIFT: usize = 8;
 /// From this bit on the first chunk's word counts the ranges in lists of blocks.
-const IN_BLOCKS_SHIFT: usize = 16;
+const IN_BLOCKS_SHIFT: u8 = 16;
 /// From this bit on it counts the large ranges behind it.
-const LARGE_SHIFT: usize = 40;
+const LARGE_SHIFT: u8 = 40;
 /// The most ranges of a count: half of what it could hold, so that no number of threads that try
 /// one more makes it overflow.
 const MAX_COUNT: u64 = 1 << 23;
@@ -225,7 +225,9 @@ impl RangesInFlight {
     pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
         let mut parts = ArrayVec::new();
         match self.first.publish(range) {
-            Some(place) => parts.push(Part { first: &self.first, chunk: &self.first, place, count: 0 }),
+            Some(place) => {
+                parts.push(Part { first: &self.first, chunk: &self.first, place: place as u32, shift: None });
+            }
             None => self.publish_behind(range, &mut parts)?,
         }
         Ok(InFlight { _parts: parts })
@@ -249,7 +251,7 @@ impl RangesInFlight {
     }
 
     /// Publishes `range` in `list`, and counts it from bit `shift` on.
-    fn publish_in<'p>(&'p self, list: &'p Chunk, range: GfnRange, shift: usize) -> Result<Part<'p>, OutOfMemory> {
+    fn publish_in<'p>(&'p self, list: &'p Chunk, range: GfnRange, shift: u8) -> Result<Part<'p>, OutOfMemory> {
         let count = 1 << shift;
         // Release: as for the active bit, a fault that reads the number that is taken next observes
         // this.
@@ -260,7 +262,7 @@ impl RangesInFlight {
             Err(OutOfMemory)
         };
         match published {
-            Ok((chunk, place)) => Ok(Part { first: &self.first, chunk, place, count }),
+            Ok((chunk, place)) => Ok(Part { first: &self.first, chunk, place: place as u32, shift: Some(shift) }),
             Err(error) => {
                 self.first.word.fetch_sub(count, Ordering::Release);
                 Err(error)
@@ -390,20 +392,22 @@ type Parts<'p> = ArrayVec<Part<'p>, 2>;
 struct Part<'p> {
     first: &'p Chunk,
     chunk: &'p Chunk,
-    place: usize,
-    /// How it is counted in the first chunk: 0 in that itself.
-    count: u64,
+    // Small: it is in a value that is moved over the stack.
+    place: u32,
+    /// From which bit on it is counted in the first chunk; in that itself it is not.
+    shift: Option<u8>,
 }
 
 impl Drop for Part<'_> {
     fn drop(&mut self) {
         // Release: what the host did comes before, for a fault that does not observe the range any
         // more, and for the place's next owner.
-        self.chunk.word.fetch_and(!(claimed_bit(self.place) | active_bit(self.place)), Ordering::Release);
-        record!(Withdrawn { place: self.chunk.address(self.place) });
-        if self.count != 0 {
+        let place = self.place as usize;
+        self.chunk.word.fetch_and(!(claimed_bit(place) | active_bit(place)), Ordering::Release);
+        record!(Withdrawn { place: self.chunk.address(place) });
+        if let Some(shift) = self.shift {
             // Release: as above, for a fault that does not read behind the first chunk any more.
-            self.first.word.fetch_sub(self.count, Ordering::Release);
+            self.first.word.fetch_sub(1 << shift, Ordering::Release);
         }
     }
 }

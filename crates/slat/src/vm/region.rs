@@ -21,6 +21,13 @@ use crate::table::retire::{BorrowedParticipant, Participant};
 /// Old memslot sets that may wait for the next reclaim.
 const MAX_WAITING_SETS: u64 = 8;
 
+/// Flags that a memslot did not have before its change, and flags that it had.
+#[derive(Default)]
+struct ChangedFlags {
+    begun: MemoryRegionFlags,
+    ended: MemoryRegionFlags,
+}
+
 impl<H: Host, F: Format> Vm<H, F> {
     /// Creates, deletes, moves, resizes or changes a memslot; see [`MemoryRegion`].
     ///
@@ -63,12 +70,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
     /// // Change its flags, and then move it: the backing stays.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20))?;
-    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30),
-    /// ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) }; vm.set_user_memory_region(moved)?;
+    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30), ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) };
+    /// vm.set_user_memory_region(moved)?;
     /// // Another memslot must not overlap it.
-    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30),
-    /// ..region(MemoryRegionFlags::empty(), 4096) }; assert_eq!(vm.set_user_memory_region(other),
-    /// Err(SlotError::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 })); // Delete it, by size 0.
+    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
+    /// assert_eq!(vm.set_user_memory_region(other), Err(SlotError::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
+    /// // Delete it, by size 0.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::empty(), 0))?;
     /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(LogError::NoSuchSlot { slot: 0 }));
     /// # Ok(())
@@ -79,11 +86,22 @@ impl<H: Host, F: Format> Vm<H, F> {
         let deletes = range.is_empty();
         let mut participant = self.tree.epochs.borrow_participant()?;
         self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;
-        let result = match self.slots.claim(&self.tree.epochs, &participant, region.slot)? {
-            None if range.is_empty() => Err(SlotError::NoSuchSlot { slot: region.slot }),
-            None => self.create_slot(&participant, region, range),
-            Some(claim) if range.is_empty() => self.delete_slot(&participant, claim),
-            Some(mut claim) => self.change_slot(&mut participant, &mut claim, &region, range),
+        let result = {
+            let mut claim = self.slots.claim(&self.tree.epochs, &participant, region.slot)?;
+            match claim {
+                None if deletes => Err(SlotError::NoSuchSlot { slot: region.slot }),
+                None => self.create_slot(&participant, region, range),
+                Some(claim) if deletes => self.delete_slot(&participant, claim),
+                Some(ref mut claim) => self.change_slot(&participant, claim, &region, range).map(|flags| {
+                    // The claim is held. Not in `change_slot`, whose stack is free by now.
+                    if flags.begun.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) {
+                        self.begin_to_log(&participant, range);
+                    }
+                    if flags.ended.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
+                        self.recover(&mut participant, range);
+                    }
+                }),
+            }
         };
         drop(participant);
         self.tree.reclaim();
@@ -114,6 +132,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.slots.insert(&self.tree.epochs, participant, slot)
     }
 
+    #[inline(never)]
     fn delete_slot(&self, participant: &Participant, claim: Claim<'_, H::Backing>) -> Result<(), SlotError> {
         // In flight until the set without the memslot is published: no fault maps it again, and no
         // other memslot takes its place.
@@ -121,14 +140,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         claim.remove(&self.tree.epochs, participant)
     }
 
-    // In one piece: the order of the steps is the protocol, and a refusal changes nothing.
+    /// Changes the memslot that `claim` has. Returns the flags for which its leaves are to be changed.
+    // In one piece: the order of the steps is the protocol, and a refusal changes nothing. Never
+    // inlined, as `create_slot`.
+    #[inline(never)]
     fn change_slot(
         &self,
-        participant: &mut BorrowedParticipant<'_>,
+        participant: &Participant,
         claim: &mut Claim<'_, H::Backing>,
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
-    ) -> Result<(), SlotError> {
+    ) -> Result<ChangedFlags, SlotError> {
         let (range_before, flags_before) = (claim.entry().range, claim.entry().flags);
         let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
         if region.backing.is_some() {
@@ -152,10 +174,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let attachments = self.attachments_for(region, range, Some(&*claim))?;
         let begins_userfault = attachments.userfault.is_some();
-        let begins = flags - flags_before;
-        let ends = flags_before - flags;
+        let changed = ChangedFlags { begun: flags - flags_before, ended: flags_before - flags };
         if range == range_before && flags == flags_before && !begins_userfault {
-            return Ok(());
+            return Ok(changed);
         }
         if moves || resizes {
             // Before anything is unmapped: a description that is refused changes nothing. `publish`
@@ -165,7 +186,7 @@ impl<H: Host, F: Format> Vm<H, F> {
                 return Err(SlotError::SlotBusy { slot: id });
             }
         }
-        let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let begins_to_log = changed.begun.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         // The memslot may still have the log of an earlier time. See `dirty/log.rs`.
         let uses_again = begins_to_log && attachments.log.is_none() && claim.log().is_some();
         let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
@@ -174,9 +195,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         // What the memslot loses: all of its range, or its end. Where it grows nothing is mapped.
         let lost = if moves || begins_userfault { range_before } else { GfnRange { start: range.end, ..range_before } };
-        let invalidation = (!lost.is_empty())
-            .then(|| Invalidation::new(&self.tree.in_flight, self.operation(participant), lost))
-            .transpose()?;
+        let invalidation = if lost.is_empty() {
+            None
+        } else {
+            Some(Invalidation::new(&self.tree.in_flight, self.operation(participant), lost)?)
+        };
         claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
         drop(invalidation);
         if let Some(log) = claim.log().filter(|_| uses_again && is_marked_at_first) {
@@ -184,16 +207,8 @@ impl<H: Host, F: Format> Vm<H, F> {
             full_fence();
             log.mark(0, range.nr_pages());
         }
-        if moves {
-            return Ok(());
-        }
-        if begins_to_log {
-            self.begin_to_log(participant, range);
-        }
-        if ends.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
-            self.recover(participant, range);
-        }
-        Ok(())
+        // Nothing is mapped of a memslot that has moved.
+        Ok(if moves { ChangedFlags::default() } else { changed })
     }
 
     /// Write-protects all memslots that log, after rings were enabled. There was no vCPU at that
