@@ -330,10 +330,11 @@
 //!   invalidations, and page faults as named above wait for a holder that was preempted.
 //!
 //! # How much stack each call takes
-//! An optimized build for x86-64 uses at most 2 KiB of stack for any call, but 2.5 KiB for
-//! [`Vm::set_user_memory_region`], and 1 KiB for [`Vcpu::handle_fault`]. The methods of the host need theirs in addition. The only recursions go
+//! An optimized build for x86-64 uses at most 2 KiB of stack for any call, and 1 KiB for
+//! [`Vcpu::handle_fault`]. The methods of the host need theirs in addition. The only recursions go
 //! down the levels of the page tables. `ci/stack.sh` measures each call on a painted stack and
-//! prints a table. Run it there for another target.
+//! prints a table. Run it there for another target. That is what one thread can reach: a call that
+//! meets another thread's split or recovery half done may go half a KiB deeper.
 //!
 //! A vCPU uses at most 6 KiB of heap. A harvest or a reset of the rings allocates up to 6 KiB for
 //! its duration, whatever the size of the memslot.

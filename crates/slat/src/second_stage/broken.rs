@@ -148,6 +148,8 @@ pub(crate) fn cancel<H: Host, F: Format>(
 ///
 /// # Safety
 /// `value` was read inside the guard from a PTE of `level` of this tree, and is broken.
+#[cold]
+#[inline(never)]
 pub(super) unsafe fn report_frozen<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     guard: &Guard<'_>,

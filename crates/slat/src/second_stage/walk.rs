@@ -69,7 +69,7 @@ pub(crate) fn run<H: Host, F: Format, W: Walk<H, F>>(
         let end = match W::SIDE {
             // Without a lock the plain guard: a guard with room for a lock costs a walk over one
             // page a tenth of its time.
-            Some(side) if op.tree.is_locked() => walk.turn(&op.pin_locked(side).guard, next),
+            Some(side) if op.tree.is_locked() => turn_locked(op, side, walk, next),
             _ => walk.turn(&op.pin(), next),
         };
         next = match end {
@@ -81,6 +81,18 @@ pub(crate) fn run<H: Host, F: Format, W: Walk<H, F>>(
         }
     }
     Ok(())
+}
+
+/// A turn that holds `side` of the VM's lock.
+// Never inlined: its guard is large for the stack of those without a lock.
+#[inline(never)]
+fn turn_locked<H: Host, F: Format, W: Walk<H, F>>(
+    op: Operation<'_, H, F>,
+    side: Side,
+    walk: &mut W,
+    start: Gfn,
+) -> TurnEnd<W::Work> {
+    walk.turn(&op.pin_locked(side).guard, start)
 }
 
 /// One turn of at most `max_steps` steps over the PTEs of `range`.

@@ -359,21 +359,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 self.is_in_one_pte = level > Level::L4K && block.covers(range) && done.is_ok();
                 done
             }
-            State::Leaf if value.is_pinned() && range.covers(block) => {
-                match self.batch.has_room_to_release() {
-                    Ok(true) => {}
-                    Ok(false) => return Next::Leave(Work::Retire),
-                    Err(error) => return Next::Leave(Work::Fail(error)),
-                }
-                let seq = self.seq_for(level);
-                let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
-                let done = pte.zap_leaf(op.stats(), value, if may_come_back { seq.unflushed() } else { seq });
-                if done.is_ok() {
-                    self.batch.add_released(block, op.tree.encoding.frame(value, level));
-                    self.nr_pinned += block.nr_pages();
-                }
-                done
-            }
+            State::Leaf if value.is_pinned() && range.covers(block) => match self.zap_pinned(cursor, value) {
+                Ok(done) => done,
+                Err(work) => return Next::Leave(work),
+            },
             State::Leaf if value.is_pinned() => match self.table_for_split(guard, value, level) {
                 Err(node) => return Next::Leave(Work::Allocate(node)),
                 Ok(()) if F::BREAK_BEFORE_MAKE => return Next::Leave(Work::Break(value, level)),
@@ -421,16 +410,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         return Next::Again(0);
                     }
                 }
-                // As below, a fresh number, and no frozen PTE before the exchange.
-                let done = cursor.replace(value, Pte::empty(op.tree.next_seq()));
-                if done.is_ok() {
-                    // SAFETY: this thread has just read the address in the PTE and unlinked the
-                    // page-table page. The batch gets the block below.
-                    nr_steps +=
-                        unsafe { self.take_over_with_leaves(guard, value.table_below(), level.down(), block.start) };
-                    self.batch.add(block);
-                }
-                done
+                self.unlink_with_leaves(guard, cursor, value).map(|nr_visited| nr_steps += nr_visited)
             }
             State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
                 // A fresh number: greater ones than the zap's may have been left inside
@@ -465,11 +445,29 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         }
     }
 
+    /// Zaps the pinned leaf `value`, which the range covers, in the cursor's PTE.
+    // Never inlined: the other arms do not need its stack.
+    #[inline(never)]
+    fn zap_pinned(&mut self, cursor: &Cursor<'_, H, F>, value: Pte<F>) -> Result<Result<(), Changed>, Work<F>> {
+        if !self.batch.has_room_to_release().map_err(Work::Fail)? {
+            return Err(Work::Retire);
+        }
+        let (level, block) = (cursor.level(), cursor.block());
+        let seq = self.seq_for(level);
+        let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
+        let seq = if may_come_back { seq.unflushed() } else { seq };
+        Ok(cursor.pte().zap_leaf(self.op.stats(), value, seq).map(|()| {
+            self.batch.add_released(block, self.op.tree.encoding.frame(value, level));
+            self.nr_pinned += block.nr_pages();
+        }))
+    }
+
     /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
     /// the cursor's page on: what [`visit`](Self::visit) does for each of them, with what is the
     /// same for all done once. If it does not come to the end, the cursor is where it goes on: no
     /// page is visited twice, so none gets the zap's number twice.
     #[expect(clippy::too_many_lines, reason = "one match over the states of a PTE, in a loop that is hot")]
+    #[inline(never)]
     fn zap_ptes(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<Work<F>> {
         let (op, tree, block) = (self.op, self.op.tree, cursor.block());
         let start = cursor.gfn();
@@ -565,6 +563,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 
     /// Makes sure that the cache has a page-table page to split the leaf `value` of `level`,
     /// without waiting for memory. `Err`: the node that has none at hand.
+    #[inline(never)]
     fn table_for_split(&mut self, guard: &Guard<'_>, value: Pte<F>, level: Level) -> Result<(), TableNode> {
         let node = split::placement_of(self.op.tree, value, level);
         if self.tables.has(1, node) {

@@ -413,8 +413,8 @@ impl<B> Room<B> {
         nr_chunks < self.list.capacity() && nr_leaves <= self.leaves.capacity() && capacity <= self.capacity
     }
 
-    /// Makes the set of `old` and `change` in this room, which fits. `replaced` is what `old` has,
-    /// and the new set has not.
+    /// Makes the set of `old` and `change` in this room, which fits: in `draft`, which is empty.
+    /// `replaced` is what `old` has, and the new set has not.
     ///
     /// # Errors
     /// [`SlotError::SlotBusy`]: the memslot is there, and ought to be new. [`SlotError::Overlap`].
@@ -424,14 +424,14 @@ impl<B> Room<B> {
         &mut self,
         old: &SlotSet<B>,
         change: &Change<'_, B>,
+        draft: &mut Draft<B>,
         replaced: &mut Replaced<B>,
-    ) -> Result<Draft<B>, SlotError> {
+    ) -> Result<(), SlotError> {
         *replaced = Replaced::nothing();
         let id = change.id;
         let before = change.check(old)?;
         let set = self.set.take().expect("a room is for one set");
         let (mut list, mut leaves) = (mem::take(&mut self.list), mem::take(&mut self.leaves));
-        let mut made = Few::new();
         let mut done = 0;
         for edit in edits(old, before, change).iter().flatten() {
             list.extend_from_slice(&old.chunks[done..edit.first]);
@@ -440,11 +440,11 @@ impl<B> Room<B> {
                 replaced.chunks.push(old.chunks[number].chunk);
                 replaced.size_bytes += size_of_val(old.chunk(number)) as u64;
             }
-            self.rewrite(old, edit, &mut list, &mut made);
+            self.rewrite(old, edit, &mut list, &mut draft.chunks);
         }
         list.extend_from_slice(&old.chunks[done..]);
         leaves.extend_from_slice(&old.leaves);
-        let leaf = self.leaf.take().map(|mut leaf| {
+        draft.leaf = self.leaf.take().map(|mut leaf| {
             let number = id as usize / LEAF_IDS;
             if leaves.len() <= number {
                 leaves.resize(number + 1, None);
@@ -464,7 +464,8 @@ impl<B> Room<B> {
         let nr_logging = old.nr_logging - logs(change.before) + logs(change.after);
         let set = set.fill(SlotSet { first: list[0].chunk, chunks: list, leaves, nr_logging });
         debug_assert!(set.is_sound());
-        Ok(Draft { set: Unpublished::new(set), chunks: made, leaf })
+        draft.set = Some(Unpublished::new(set));
+        Ok(())
     }
 
     /// Fills one or two new chunks with the memslots of the chunks of `edit`, as changed, and adds
@@ -560,14 +561,19 @@ impl<B> Replaced<B> {
 
 /// A set that is not published yet. Dropping it frees what it does not share.
 pub(super) struct Draft<B> {
-    set: Unpublished<SlotSet<B>>,
+    set: Option<Unpublished<SlotSet<B>>>,
     chunks: Few<Unpublished<Chunk<B>>>,
     leaf: Option<Unpublished<IdLeaf>>,
 }
 
 impl<B> Draft<B> {
-    pub(super) fn set(&self) -> NonNull<SlotSet<B>> {
-        self.set.pointer()
+    pub(super) fn empty() -> Draft<B> {
+        Draft { set: None, chunks: Few::new(), leaf: None }
+    }
+
+    /// The set; `None` if it is not made.
+    pub(super) fn set(&self) -> Option<NonNull<SlotSet<B>>> {
+        Unpublished::of(&self.set)
     }
 
     /// The set is published, so it is no longer freed with this.

@@ -44,8 +44,9 @@ impl World {
         let mut room = Room::new(self.set().sizes(), &change).unwrap();
         assert!(room.fits(self.set()));
         let mut replaced = Replaced::nothing();
-        let draft = room.build(self.set(), &change, &mut replaced)?;
-        let set = draft.set();
+        let mut draft = Draft::empty();
+        room.build(self.set(), &change, &mut draft, &mut replaced)?;
+        let set = draft.set().unwrap();
         draft.publish();
         // SAFETY: no other has the old set.
         unsafe {
@@ -144,7 +145,7 @@ fn a_memslot_that_is_there_is_not_created() {
     let again = entry(7, range(8, 4), PLAIN);
     let change = Change { id: 7, before: None, after: Some(&again) };
     let mut room = Room::new(world.set().sizes(), &change).unwrap();
-    let result = room.build(world.set(), &change, &mut Replaced::nothing());
+    let result = room.build(world.set(), &change, &mut Draft::empty(), &mut Replaced::nothing());
     assert_eq!(result.err(), Some(SlotError::SlotBusy { slot: 7 }));
     world.check_all();
 }

@@ -31,7 +31,7 @@ use core::mem;
 use core::ptr::{self, NonNull};
 
 use super::attributes::PrivatePages;
-use super::chunks::{Change, Replaced, Room, SlotEntry, SlotSet};
+use super::chunks::{Change, Draft, Replaced, Room, SlotEntry, SlotSet};
 use super::new::{Attachments, NewSlot, Unpublished, free};
 use super::region::MemoryRegionFlags;
 use super::userfault::UserfaultBitmap;
@@ -320,7 +320,8 @@ impl<B> Slots<B> {
             if !room.fits(old) {
                 continue;
             }
-            let draft = room.build(old, change, &mut node.replaced)?;
+            let mut draft = Draft::empty();
+            room.build(old, change, &mut draft, &mut node.replaced)?;
             debug_assert!(
                 change.before.is_none_or(|before| old.by_id(before.id).is_some_and(|entry| entry.slot == before.slot)),
                 "changes need a claim"
@@ -329,7 +330,7 @@ impl<B> Slots<B> {
             // SeqCst: release for the set's contents, and the store of the store-load pairs with
             // `mark_if_logging`. The guard keeps `old` from being freed and its address from being
             // used again, so equal pointers are equal sets.
-            let new = draft.set().as_ptr();
+            let new = draft.set().expect("a draft that was built has a set").as_ptr();
             let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
             #[cfg(shuttle)]
             if published.is_ok() {

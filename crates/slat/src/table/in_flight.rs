@@ -222,6 +222,8 @@ impl Default for RangesInFlight {
 impl RangesInFlight {
     /// Publishes `range`, which is not empty, until the returned value is dropped. Allocates only
     /// if more ranges are in flight than ever before.
+    // Never inlined: it is done before the walks, which need the stack.
+    #[inline(never)]
     pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
         let mut parts = ArrayVec::new();
         match self.first.publish(range) {

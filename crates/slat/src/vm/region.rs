@@ -86,22 +86,20 @@ impl<H: Host, F: Format> Vm<H, F> {
         let deletes = range.is_empty();
         let mut participant = self.tree.epochs.borrow_participant()?;
         self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;
-        let result = {
-            let mut claim = self.slots.claim(&self.tree.epochs, &participant, region.slot)?;
-            match claim {
-                None if deletes => Err(SlotError::NoSuchSlot { slot: region.slot }),
-                None => self.create_slot(&participant, region, range),
-                Some(claim) if deletes => self.delete_slot(&participant, claim),
-                Some(ref mut claim) => self.change_slot(&participant, claim, &region, range).map(|flags| {
+        // Not moved out of the result: less stack.
+        let result = match self.slots.claim(&self.tree.epochs, &participant, region.slot) {
+            Err(error) => return Err(error),
+            Ok(None) if deletes => Err(SlotError::NoSuchSlot { slot: region.slot }),
+            Ok(None) => self.create_slot(&participant, region, range),
+            Ok(Some(claim)) if deletes => self.delete_slot(&participant, claim),
+            Ok(Some(ref mut claim)) => match self.change_slot(&participant, claim, &region, range) {
+                Ok(changed) => {
                     // The claim is held. Not in `change_slot`, whose stack is free by now.
-                    if flags.begun.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) {
-                        self.begin_to_log(&participant, range);
-                    }
-                    if flags.ended.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
-                        self.recover(&mut participant, range);
-                    }
-                }),
-            }
+                    self.change_leaves(&mut participant, range, changed);
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            },
         };
         drop(participant);
         self.tree.reclaim();
@@ -136,8 +134,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     fn delete_slot(&self, participant: &Participant, claim: Claim<'_, H::Backing>) -> Result<(), SlotError> {
         // In flight until the set without the memslot is published: no fault maps it again, and no
         // other memslot takes its place.
-        let _invalidation = Invalidation::new(&self.tree.in_flight, self.operation(participant), claim.entry().range)?;
-        claim.remove(&self.tree.epochs, participant)
+        let range = claim.entry().range;
+        match Invalidation::new(&self.tree.in_flight, self.operation(participant), range) {
+            Ok(ref _invalidation) => claim.remove(&self.tree.epochs, participant),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Changes the memslot that `claim` has. Returns the flags for which its leaves are to be changed.
@@ -195,13 +196,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         // What the memslot loses: all of its range, or its end. Where it grows nothing is mapped.
         let lost = if moves || begins_userfault { range_before } else { GfnRange { start: range.end, ..range_before } };
-        let invalidation = if lost.is_empty() {
-            None
+        if lost.is_empty() {
+            claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
         } else {
-            Some(Invalidation::new(&self.tree.in_flight, self.operation(participant), lost)?)
-        };
-        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
-        drop(invalidation);
+            // Not moved out of the result, as in `delete_slot`: less stack.
+            match Invalidation::new(&self.tree.in_flight, self.operation(participant), lost) {
+                Ok(ref _invalidation) => {
+                    claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
         if let Some(log) = claim.log().filter(|_| uses_again && is_marked_at_first) {
             // A store-load pair, see `dirty/log.rs`.
             full_fence();
@@ -209,6 +214,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         // Nothing is mapped of a memslot that has moved.
         Ok(if moves { ChangedFlags::default() } else { changed })
+    }
+
+    /// Changes the leaves of a memslot at `range`, whose flags have `changed`.
+    #[inline(never)]
+    fn change_leaves(&self, participant: &mut BorrowedParticipant<'_>, range: GfnRange, changed: ChangedFlags) {
+        if changed.begun.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) {
+            self.begin_to_log(participant, range);
+        }
+        if changed.ended.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
+            self.recover(participant, range);
+        }
     }
 
     /// Write-protects all memslots that log, after rings were enabled. There was no vCPU at that

@@ -86,6 +86,7 @@ pub struct StackHost {
     pub refuses_tables: AtomicBool,
     pub always_yields: AtomicBool,
     has_barrier: bool,
+    ignores_zapped_leaves: bool,
     /// Runs once, in the next resolve.
     pub in_resolve: Mutex<Option<Hook>>,
     clock_ns: AtomicU64,
@@ -95,6 +96,11 @@ impl StackHost {
     /// A host that can make a barrier on all CPUs, or claims so.
     pub fn with_barrier() -> StackHost {
         StackHost { has_barrier: true, ..StackHost::default() }
+    }
+
+    /// A host that need not hear of zapped leaves: they go with their page-table pages.
+    pub fn that_ignores_zapped_leaves() -> StackHost {
+        StackHost { ignores_zapped_leaves: true, ..StackHost::default() }
     }
 }
 
@@ -156,6 +162,10 @@ unsafe impl Host for StackHost {
 
     fn has_barrier_on_all_cpus(&self) -> bool {
         self.has_barrier
+    }
+
+    fn needs_zapped_leaves(&self) -> bool {
+        !self.ignores_zapped_leaves
     }
 
     fn should_yield(&self) -> bool {

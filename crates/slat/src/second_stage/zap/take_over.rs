@@ -2,14 +2,18 @@
 //! to the TLB batch, empty or with their leaves. The head of `second_stage/zap.rs` says why it is
 //! right.
 
+use arrayvec::ArrayVec;
+
 use super::{MAX_DEFERRED_LEAF_TABLES, MAX_DEFERRED_TABLES, NR_LIST_PTES, Zap};
 use crate::addr::{Gfn, Hpa, Level};
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::broken;
 use crate::stats::Counter;
+use crate::table::cursor::Cursor;
 use crate::table::node;
-use crate::table::pte::State;
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 
 /// Whether page-table pages may be unlinked with their leaves.
@@ -83,51 +87,65 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         unsafe { self.batch.add_unlinked(table) }
     }
 
-    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `guard`, to the
-    /// batch, with its leaves and with the page-table pages of leaves below it: see the module.
+    /// Unlinks the page-table page that the cursor's PTE, which is `value`, names. Adds it to the
+    /// batch with its leaves, and with the page-table pages of leaves below it: see the module.
     /// Returns how many PTEs it visited.
-    ///
-    /// # Safety
-    /// As for [`take_over`](Self::take_over), but that there may be leaves, and that faults may
-    /// install some. `level` is 2 MiB at most.
-    pub(super) unsafe fn take_over_with_leaves(
+    // A loop and no recursion, and the exchange is in it: less stack.
+    #[inline(never)]
+    pub(super) fn unlink_with_leaves(
         &mut self,
         guard: &Guard<'_>,
-        table: Hpa,
-        level: Level,
-        start: Gfn,
-    ) -> u64 {
-        debug_assert!(level <= Level::L2M, "page-table pages of leaves are named by one that is retired");
-        let (op, stats) = (self.op, self.op.stats());
-        // SAFETY: as the caller promises.
-        let ptes = unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) };
-        let nr_frozen = if level == Level::L4K { NR_LIST_PTES } else { F::TABLE_ENTRIES };
-        let (mut nr_leaves, mut nr_tables, mut nr_steps) = (0, 1, nr_frozen as u64);
-        for (index, pte) in ptes.iter().take(nr_frozen).enumerate() {
-            let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            let mut value = pte.load();
-            while let Err(found) = pte.freeze_as_was(value) {
-                value = found;
-            }
-            match value.state(level) {
-                State::Leaf | State::Tracked => nr_leaves += 1,
-                State::Table if index < NR_LIST_PTES => {
-                    // SAFETY: this thread has just frozen the PTE, which the list overwrites.
-                    nr_steps += unsafe { self.take_over_with_leaves(guard, value.table_below(), level.down(), gfn) };
-                }
-                // The frozen PTE names it.
-                State::Table => nr_tables += 1,
-                // SAFETY: the PTE was read inside the guard, and was broken.
-                State::Broken => unsafe { broken::report_frozen(op, guard, value, level, gfn) },
-                State::Empty(_) | State::Frozen => {}
-            }
+        cursor: &Cursor<'_, H, F>,
+        value: Pte<F>,
+    ) -> Result<u64, Changed> {
+        // A fresh number, and no frozen PTE before the exchange, as where empty page-table pages are
+        // unlinked.
+        let is_table = value.state(cursor.level()) == State::Table;
+        debug_assert!(is_table, "{value:?} names no page-table page");
+        if !is_table {
+            return Err(Changed);
         }
-        stats.add(Counter::zapped(level), nr_leaves);
-        stats.add(Counter::Zapped, nr_leaves);
-        // SAFETY: as the caller promises. The first PTEs were frozen above, and in a page-table
-        // page of directory entries all. They alone name the page-table pages below, none of which
-        // a list has, but for those of the first, which were added above.
-        unsafe { self.batch.add_unlinked_with_leaves(table, nr_tables) }
-        nr_steps
+        cursor.replace(value, Pte::empty(self.op.tree.next_seq()))?;
+        let (mut table, mut level, mut start) = (value.table_below(), cursor.level().down(), cursor.block().start);
+        debug_assert!(level <= Level::L2M, "page-table pages of leaves are named by one that is retired");
+        self.batch.add(cursor.block());
+        let (op, stats) = (self.op, self.op.stats());
+        // Page-table pages below the first PTEs.
+        let mut below = ArrayVec::<(Hpa, Gfn), NR_LIST_PTES>::new();
+        let mut nr_steps = 0;
+        loop {
+            // SAFETY: its address was in the PTE that was exchanged above, or that was frozen below.
+            let ptes = unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) };
+            let nr_frozen = if level == Level::L4K { NR_LIST_PTES } else { F::TABLE_ENTRIES };
+            let (mut nr_leaves, mut nr_tables) = (0, 1);
+            for (index, pte) in ptes.iter().take(nr_frozen).enumerate() {
+                let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
+                let mut value = pte.load();
+                while let Err(found) = pte.freeze_as_was(value) {
+                    value = found;
+                }
+                match value.state(level) {
+                    State::Leaf | State::Tracked => nr_leaves += 1,
+                    // This thread has just frozen the PTE, which the list overwrites.
+                    State::Table if index < NR_LIST_PTES => below.push((value.table_below(), gfn)),
+                    // The frozen PTE names it.
+                    State::Table => nr_tables += 1,
+                    // SAFETY: the PTE was read inside the guard, and was broken.
+                    State::Broken => unsafe { broken::report_frozen(op, guard, value, level, gfn) },
+                    State::Empty(_) | State::Frozen => {}
+                }
+            }
+            stats.add(Counter::zapped(level), nr_leaves);
+            stats.add(Counter::Zapped, nr_leaves);
+            nr_steps += nr_frozen as u64;
+            // SAFETY: this thread alone has unlinked it, and the batch has its block. The first PTEs
+            // were frozen above, and in a page-table page of directory entries all. They alone name
+            // the page-table pages below, none of which a list has, but for those of the first, which
+            // are added next.
+            unsafe { self.batch.add_unlinked_with_leaves(table, nr_tables) }
+            let Some(next) = below.pop() else { return Ok(nr_steps) };
+            (table, start) = next;
+            level = Level::L4K;
+        }
     }
 }
