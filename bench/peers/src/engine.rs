@@ -1,6 +1,12 @@
-//! slat as a subject. Its operations are those of a hypervisor, so each does more than the peers'
-//! counterpart. A mapping is a pre-fault, a protection begins or gets a dirty log, and an unmapping
-//! is an invalidation that faults respect until it is over. Splits are bare ones, as the peers'.
+//! slat as a subject, in two ways.
+//!
+//! With memslots whose pages faults map, its operations are those of a hypervisor, so each does more
+//! than the peers' counterpart. A mapping is a pre-fault, a protection begins or gets a dirty log,
+//! and an unmapping is an invalidation that faults respect until it is over. Splits are bare ones, as
+//! the peers'.
+//!
+//! With pinned memslots, a caller maps, protects and unmaps pages as it does with the peers. An
+//! unmapping still keeps faults out, and hands the frames back.
 
 #![expect(unsafe_code, reason = "implements the unsafe trait Host")]
 
@@ -10,8 +16,9 @@ use std::sync::Arc;
 
 use slat::baselines::Park;
 use slat::error::SlotError;
-use slat::format::Npt;
+use slat::format::{LeafAttributes, Npt};
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
+use slat::tables::{Mapping, Protection};
 use slat::{
     Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize, Pfn, Vcpu, Vm,
 };
@@ -89,10 +96,20 @@ unsafe impl Host for FrameHost {
     }
 }
 
+/// How the pages of the memslots are mapped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Memslots {
+    /// By faults, and in advance as by faults.
+    Faulted,
+    /// In advance, to frames that the caller knows.
+    Pinned,
+}
+
 /// A VM with a slot for the memory of each thread.
 pub(crate) struct Engine {
     vm: Arc<Vm<FrameHost, Npt>>,
     job: PeerJob,
+    memslots: Memslots,
 }
 
 fn set_slot(
@@ -118,18 +135,37 @@ impl Engine {
     ///
     /// # Errors
     /// The engine's.
-    pub(crate) fn new(memory: Memory, job: PeerJob) -> Result<Engine, Error> {
+    pub(crate) fn new(memory: Memory, job: PeerJob, memslots: Memslots) -> Result<Engine, Error> {
         let vm = Arc::new(Vm::new(FrameHost(memory), Config::default())?);
         // Pages that are mapped for writing then are dirty, so the harvest has pages to report and
         // to protect.
-        let logs = job.operation == Operation::Protect4k;
-        let flags = if logs { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() };
+        let flags = match memslots {
+            Memslots::Pinned => MemoryRegionFlags::PINNED,
+            Memslots::Faulted if job.operation == Operation::Protect4k => MemoryRegionFlags::LOG_DIRTY_PAGES,
+            Memslots::Faulted => MemoryRegionFlags::empty(),
+        };
         for part in 0..job.nr_threads {
             set_slot(&vm, part, job.part_pages(), flags, Some(job.frames()))?;
         }
-        let engine = Engine { vm, job };
-        job.prepare(&mut engine.handle()?);
+        let engine = Engine { vm, job, memslots };
+        let mut handle = engine.handle()?;
+        job.prepare(&mut handle);
+        if handle.is_pinned() && engine.maps_one_by_one() {
+            // Of a range that is mapped in part, nothing would be mapped. The page-table pages stay.
+            engine.made_tables().for_each(|page| handle.unmap_single(page));
+        }
         Ok(engine)
+    }
+
+    fn maps_one_by_one(&self) -> bool {
+        matches!(self.job.operation, Operation::Map4k | Operation::Map4kBatch)
+    }
+
+    /// The pages that were mapped to make their page-table pages, where pages are mapped one by one.
+    fn made_tables(&self) -> impl Iterator<Item = u64> {
+        let (job, block) = (self.job, BLOCK_PAGES as usize);
+        let firsts = (0..job.nr_threads).map(|thread| thread * PART_PAGES);
+        firsts.flat_map(move |first| (first + BLOCK_PAGES - 1..first + job.part_pages()).step_by(block))
     }
 
     /// A thread's access to the VM.
@@ -138,7 +174,8 @@ impl Engine {
     /// The engine's.
     pub(crate) fn handle(&self) -> Result<VcpuHandle, Error> {
         let bitmap = vec![0; self.job.part_pages().div_ceil(64) as usize];
-        Ok(VcpuHandle { vcpu: self.vm.create_vcpu()?, bitmap })
+        let memslots = self.memslots;
+        Ok(VcpuHandle { vcpu: self.vm.create_vcpu()?, frames: self.job.frames(), memslots, bitmap })
     }
 
     /// Checks the engine's own counts, after [`PeerJob::check`].
@@ -157,9 +194,12 @@ impl Engine {
             _ => {}
         }
         if !matches!(self.job.operation, Operation::MapRange2m | Operation::Split2m) {
-            expect("4 KiB leaves", stats.installed_4k)?;
+            let maps_again = self.memslots == Memslots::Pinned && self.maps_one_by_one();
+            let nr_prepared = if maps_again { self.made_tables().count() as u64 } else { 0 };
+            expect("4 KiB leaves", stats.installed_4k - nr_prepared)?;
         }
-        if matches!(self.job.operation, Operation::ProtectRange | Operation::Protect4k) {
+        let is_protected = matches!(self.job.operation, Operation::ProtectRange | Operation::Protect4k);
+        if is_protected && self.memslots == Memslots::Faulted {
             expect("protected", stats.protected + BLOCK_PAGES * stats.tables_protected)?;
         }
         Ok(())
@@ -179,7 +219,25 @@ impl Shared for Engine {
 /// One vCPU, and the bitmap of its thread.
 pub(crate) struct VcpuHandle {
     vcpu: Vcpu<FrameHost, Npt>,
+    frames: Frames,
+    memslots: Memslots,
     bitmap: Vec<u64>,
+}
+
+impl VcpuHandle {
+    fn is_pinned(&self) -> bool {
+        self.memslots == Memslots::Pinned
+    }
+
+    #[inline]
+    fn map_pinned(&self, first: u64, nr_pages: u64) {
+        let _ = self.vcpu.vm().map_range(&Mapping {
+            range: GfnRange::new(Gfn(first), nr_pages),
+            pfn: Pfn(self.frames.frame(first)),
+            protection: Protection { writable: true, attributes: LeafAttributes::default() },
+            largest: PageSize::Size2M,
+        });
+    }
 }
 
 #[inline]
@@ -196,32 +254,50 @@ impl Table for VcpuHandle {
 
     #[inline]
     fn map(&mut self, pages: Pages) {
+        if self.is_pinned() {
+            return self.map_pinned(pages.first, pages.nr_pages);
+        }
         let list: [Gpa; BATCH as usize] = array::from_fn(|index| gpa(pages.first + index as u64 * pages.step));
         let _ = self.vcpu.pre_fault_pages(&list[..pages.nr_pages.min(BATCH) as usize], Access::Write);
     }
 
     #[inline]
     fn map_single(&mut self, page: u64) {
-        self.fault(page);
+        if self.is_pinned() { self.map_pinned(page, 1) } else { self.fault(page) }
     }
 
     fn map_range(&mut self, first: u64, nr_pages: u64, _frames: Frames) {
+        if self.is_pinned() {
+            return self.map_pinned(first, nr_pages);
+        }
         let _ = self.vcpu.pre_fault_memory(gpa(first), address(nr_pages) as u64, Access::Write);
     }
 
     #[inline]
     fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
+        if self.is_pinned() {
+            let mut translate = |page: u64| self.vcpu.translate(gpa(start + (page & mask)));
+            return pages.iter().map(|page| translate(page).map_or(0, |found| found.pfn.0)).sum();
+        }
         let Ok(reader) = self.vcpu.vm().read_tables() else { return 0 };
         let mut cursor = reader.cursor();
         pages.iter().map(|page| cursor.query(gpa(start + (page & mask))).map_or(0, |found| found.pfn.0)).sum()
     }
 
     fn protect(&mut self, pages: Pages) {
+        if self.is_pinned() {
+            return pages.iter().for_each(|page| self.protect_range(page, 1));
+        }
         let slot = pages.first / PART_PAGES;
         let _ = self.vcpu.vm().get_dirty_log(slot as u32, &mut self.bitmap);
     }
 
     fn protect_range(&mut self, first: u64, nr_pages: u64) {
+        if self.is_pinned() {
+            let read_only = Protection { writable: false, attributes: LeafAttributes::default() };
+            let _ = self.vcpu.vm().protect_range(GfnRange::new(Gfn(first), nr_pages), &read_only);
+            return;
+        }
         let _ = set_slot(self.vcpu.vm(), first / PART_PAGES, nr_pages, MemoryRegionFlags::LOG_DIRTY_PAGES, None);
     }
 
@@ -232,6 +308,10 @@ impl Table for VcpuHandle {
 
     #[inline]
     fn unmap_range(&mut self, first: u64, nr_pages: u64) {
+        if self.is_pinned() {
+            let _ = self.vcpu.vm().unmap_range(GfnRange::new(Gfn(first), nr_pages));
+            return;
+        }
         drop(self.vcpu.vm().invalidate_range(GfnRange::new(Gfn(first), nr_pages)));
     }
 

@@ -18,6 +18,9 @@ use slat_results::table::{self, MEDIAN};
 /// The CPUs of the measurement.
 pub(crate) const MEASURED_ON: &str = "the host's CPUs";
 
+/// slat's own, which the others are compared with.
+const SLAT: [Subject; 2] = [Subject::Slat, Subject::Pinned];
+
 fn time(cell: &Cell) -> String {
     results::cell(&cell.times, Unit::Seconds)
 }
@@ -64,7 +67,7 @@ fn print_faults(out: &mut impl Write, measured: &Measured, threads: &[u64]) -> i
         };
         let mut row = vec![threads_name(nr_threads)];
         row.extend(show(&time));
-        row.extend(show(&|cell| ratio(measured.ratio_to_slat(cell))).into_iter().skip(1));
+        row.extend(show(&|cell| ratio(measured.ratio_to(Subject::Slat, cell))).into_iter().skip(1));
         row.extend(show(&|cell| ratio(measured.scaling(cell))));
         table.add_row(row);
     }
@@ -93,12 +96,16 @@ pub(super) fn print(out: &mut impl Write, args: &PeersArgs, measured: &Measured)
             let title = format!("{}, {MEDIAN}", threads_name(nr_threads));
             print_table(out, measured, title, (&operations, nr_threads, &subjects), time)?;
         }
-        for &nr_threads in &threads {
-            let title = format!("speed-up of slat: {}", threads_name(nr_threads));
-            let peers = &subjects[1..];
-            print_table(out, measured, title, (&operations, nr_threads, peers), |cell| {
-                ratio(measured.ratio_to_slat(cell))
-            })?;
+        for (slat, &nr_threads) in SLAT.into_iter().flat_map(|slat| threads.iter().map(move |threads| (slat, threads)))
+        {
+            let title = format!("speed-up of {}: {}", slat.name(), threads_name(nr_threads));
+            let others: Vec<Subject> = subjects.iter().copied().filter(|subject| !SLAT.contains(subject)).collect();
+            let able: Vec<Operation> = operations.iter().copied().filter(|&operation| slat.can(operation)).collect();
+            if !able.is_empty() {
+                print_table(out, measured, title, (&able, nr_threads, &others), |cell| {
+                    ratio(measured.ratio_to(slat, cell))
+                })?;
+            }
         }
     }
     print_notes(out, args, measured)
@@ -121,8 +128,8 @@ fn print_notes(out: &mut impl Write, args: &PeersArgs, measured: &Measured) -> i
     writeln!(
         out,
         "slat begins a dirty log (\"protect range\"), gets one (\"protect one by one\"), invalidates (\"unmap\") and pre-faults \
-         (\"map\");\nthe peers only change the tables. slat write-protects dense blocks of 2 MiB lazily, as a whole: the next \
-         write to each\nprotects its pages."
+         (\"map\");\nslat-pinned calls map_range, protect_range, unmap_range and translate, as the peers are called: they only change \
+         the tables.\nslat write-protects dense blocks of 2 MiB lazily, as a whole: the next write to each protects its pages."
     )?;
     not_run().iter().try_for_each(|line| writeln!(out, "{line}"))?;
     writeln!(
@@ -148,7 +155,11 @@ pub(super) fn results(args: &PeersArgs, measured: &Measured) -> Results {
         let name = cell.job.operation.name();
         let labels = labels([("subject", cell.subject.name().into()), ("threads", cell.job.nr_threads.into())]);
         results.push(Figure::new(name, Unit::Seconds, &labels, cell.times.iter()));
-        for (what, ratios) in [("ratio_to_slat", measured.ratio_to_slat(cell)), ("speedup", measured.scaling(cell))] {
+        for (what, ratios) in [
+            ("ratio_to_slat", measured.ratio_to(Subject::Slat, cell)),
+            ("ratio_to_slat_pinned", measured.ratio_to(Subject::Pinned, cell)),
+            ("speedup", measured.scaling(cell)),
+        ] {
             let better = (what == "speedup").then_some(Better::More);
             let figure = |ratios: Samples| {
                 Figure::new(format!("{name}_{what}"), Unit::Ratio, &labels, ratios.iter()).with_better(better)

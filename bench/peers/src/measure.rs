@@ -17,7 +17,7 @@ use slat_machine::linux::topology;
 use super::aarch64::Aarch64;
 use super::adapter::Adapter;
 use super::axaddrspace::FaultSpace;
-use super::engine::Engine;
+use super::engine::{Engine, Memslots};
 use super::failure::Failure;
 use super::generic::Generic;
 use super::memory::Memory;
@@ -145,8 +145,8 @@ fn on_peer<T: Table + Send>(job: PeerJob, mut table: T) -> Result<Duration, Fail
     Ok(wall)
 }
 
-fn on_slat(job: PeerJob, memory: Memory) -> Result<Duration, Failure> {
-    let engine = Engine::new(memory, job)?;
+fn on_slat(job: PeerJob, memory: Memory, memslots: Memslots) -> Result<Duration, Failure> {
+    let engine = Engine::new(memory, job, memslots)?;
     let (wall, found) = run(job, &engine)?;
     job.check(&mut engine.handle()?, found).and_then(|()| engine.check()).map_err(Failure::Check)?;
     Ok(wall)
@@ -167,7 +167,8 @@ fn on_adapter(job: PeerJob, memory: Memory) -> Result<Duration, Failure> {
 fn measure_once(memory: Memory, subject: Subject, job: PeerJob) -> Result<f64, Failure> {
     let no_memory = || Failure::CannotServe("there is no memory for tables; choose fewer pages or threads".to_owned());
     let wall = match subject {
-        Subject::Slat => on_slat(job, memory),
+        Subject::Slat => on_slat(job, memory, Memslots::Faulted),
+        Subject::Pinned => on_slat(job, memory, Memslots::Pinned),
         Subject::Adapter => on_adapter(job, memory),
         Subject::Axaddrspace => on_peer(job, FaultSpace::new(memory, job).ok_or_else(no_memory)?),
         Subject::PageTableGeneric => on_peer(job, Generic::new(memory).ok_or_else(no_memory)?),
@@ -261,11 +262,11 @@ impl Measured {
         self.nr_runs += 1;
     }
 
-    /// The ratio of a cell's time to slat's in each repetition; `None`: it is slat's, or slat was
-    /// not measured.
-    pub(crate) fn ratio_to_slat(&self, cell: &Cell) -> Option<Samples> {
-        let slat = self.cell(cell.job.operation, cell.job.nr_threads, Subject::Slat)?;
-        (cell.subject != Subject::Slat).then(|| cell.times.paired_ratios(&slat.times))
+    /// The ratio of a cell's time to that of `slat`, one of slat's subjects, in each repetition;
+    /// `None`: it is a cell of `slat`, or that was not measured.
+    pub(crate) fn ratio_to(&self, slat: Subject, cell: &Cell) -> Option<Samples> {
+        let base = self.cell(cell.job.operation, cell.job.nr_threads, slat)?;
+        (cell.subject != slat).then(|| cell.times.paired_ratios(&base.times))
     }
 
     /// The ratio of one thread's time to a cell's in each repetition; `None`: it has one thread, or
@@ -291,7 +292,9 @@ mod tests {
         let memory = Memory::for_threads(2).unwrap();
         for &operation in Operation::value_variants() {
             let job = PeerJob { operation, nr_threads: 2, pages: 512 };
-            assert_noticed(job, &mut Engine::new(memory, job).unwrap().handle().unwrap());
+            for memslots in [Memslots::Faulted, Memslots::Pinned] {
+                assert_noticed(job, &mut Engine::new(memory, job, memslots).unwrap().handle().unwrap());
+            }
             let (mut generic, mut x86, mut aarch64) =
                 (Generic::new(memory).unwrap(), X86::new(memory).unwrap(), Aarch64::new(memory));
             job.prepare(&mut generic);

@@ -9,6 +9,8 @@ const LOCK: &str = include_str!("../../../Cargo.lock");
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Subject {
     Slat,
+    /// slat with pinned memslots: mapped ahead, and not by faults.
+    Pinned,
     /// slat with the interface of `axaddrspace`.
     Adapter,
     Axaddrspace,
@@ -24,6 +26,7 @@ impl Subject {
     /// that it is built for.
     pub(crate) const ALL: &[Subject] = &[
         Subject::Slat,
+        Subject::Pinned,
         Subject::Adapter,
         Subject::Axaddrspace,
         Subject::PageTableGeneric,
@@ -33,10 +36,11 @@ impl Subject {
         Subject::Aarch64Paging,
     ];
 
-    /// The crate's name.
+    /// The crate's name, and how it is used if that is not all.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Subject::Slat => "slat",
+            Subject::Pinned => "slat-pinned",
             Subject::Adapter => "slat-axaddrspace",
             Subject::Axaddrspace => "axaddrspace",
             Subject::PageTableGeneric => "page-table-generic",
@@ -47,9 +51,14 @@ impl Subject {
         }
     }
 
+    /// The crate's name.
+    fn package(self) -> &'static str {
+        if self == Subject::Pinned { Subject::Slat.name() } else { self.name() }
+    }
+
     /// The crate's version, from the lock file.
     pub(crate) fn version(self) -> String {
-        let package = format!("name = \"{}\"\nversion = \"", self.name());
+        let package = format!("name = \"{}\"\nversion = \"", self.package());
         let version = LOCK.split_once(&package).and_then(|(_, rest)| rest.split('"').next());
         version.unwrap_or("unknown").to_owned()
     }
@@ -59,6 +68,8 @@ impl Subject {
     pub(crate) fn can(self, operation: Operation) -> bool {
         match self {
             Subject::Slat => true,
+            // Frames are known ahead, and only its own calls split a pinned page.
+            Subject::Pinned => !matches!(operation, Operation::Fault | Operation::MapRangeEach | Operation::Split2m),
             Subject::Adapter | Subject::Axaddrspace => matches!(
                 operation,
                 Operation::Fault
@@ -84,7 +95,7 @@ mod tests {
     #[test]
     fn every_crate_has_one_version() {
         for subject in Subject::ALL {
-            let package = format!("name = \"{}\"\n", subject.name());
+            let package = format!("name = \"{}\"\n", subject.package());
             assert_eq!(LOCK.matches(&package).count(), 1, "{package}");
             assert!(subject.version().starts_with(|digit: char| digit.is_ascii_digit()), "{package}");
         }
