@@ -102,9 +102,20 @@ pub(crate) fn visit_ptes<'g, H: Host, F: Format, W>(
     guard: &'g Guard<'g>,
     range: GfnRange,
     max_steps: u64,
+    visit: impl FnMut(&mut Cursor<'g, H, F>) -> Next<W>,
+) -> TurnEnd<W> {
+    visit_ptes_from(Cursor::new(tree, guard, range.start), guard, range, max_steps, visit)
+}
+
+/// As [`visit_ptes`], from the PTE of `cursor` on.
+#[inline]
+pub(crate) fn visit_ptes_from<'g, H: Host, F: Format, W>(
+    mut cursor: Cursor<'g, H, F>,
+    guard: &Guard<'_>,
+    range: GfnRange,
+    max_steps: u64,
     mut visit: impl FnMut(&mut Cursor<'g, H, F>) -> Next<W>,
 ) -> TurnEnd<W> {
-    let mut cursor = Cursor::new(tree, guard, range.start);
     let mut nr_steps = 0;
     let end = loop {
         if cursor.gfn() >= range.end || nr_steps >= max_steps {

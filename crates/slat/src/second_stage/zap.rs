@@ -162,8 +162,8 @@ pub(crate) enum Faults {
 /// Returns how many of its pages were pinned.
 ///
 /// # Errors
-/// A pinned leaf that the range covers in part could not be split, or there is no memory to release
-/// the frames of one. What was zapped before it is in `batch`.
+/// A pinned leaf that the range covers in part could not be split. What was zapped before it is in
+/// `batch`.
 pub(crate) fn zap_range<'t, H: Host, F: Format>(
     op: Operation<'t, H, F>,
     range: GfnRange,
@@ -226,7 +226,6 @@ enum Work<F> {
     Allocate(TableNode),
     /// Another thread splits a pinned leaf by breaking it: [`Zap::broken`].
     FinishSplit,
-    Fail(OutOfMemory),
 }
 
 /// A zap under way.
@@ -265,7 +264,12 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
 
     fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work<F>> {
         let rest = GfnRange { start, ..self.range };
-        let end = walk::visit_ptes(self.op.tree, guard, rest, ENTRIES_PER_TURN, |cursor| self.visit(guard, cursor));
+        let tree = self.op.tree;
+        // The first pass has nothing to do with a directory entry, but to go down, where it unlinks
+        // no page-table page.
+        let goes_down = self.pass == Level::L4K && !(self.leaves_go_unseen && rest.has_block(Level::L2M));
+        let cursor = if goes_down { Cursor::above_small(tree, guard, start) } else { Cursor::new(tree, guard, start) };
+        let end = walk::visit_ptes_from(cursor, guard, rest, ENTRIES_PER_TURN, |cursor| self.visit(guard, cursor));
         match end {
             // No flush is missing while other threads run, and the page-table pages are retired
             // sooner.
@@ -303,7 +307,6 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
                     broken.finish(self.op);
                 }
             }
-            Work::Fail(error) => return Err(error),
         }
         Ok(gfn)
     }
@@ -428,7 +431,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 }
                 done
             }
-            State::Table if level == Level::L2M && self.pass == Level::L4K && range.covers(block) => {
+            State::Table if level == Level::L2M && self.pass == Level::L4K => {
                 let Some((_, ptes)) = cursor.read_table(level) else { return Next::Again(0) };
                 return self.zap_ptes(guard, cursor, ptes);
             }
@@ -449,34 +452,37 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     // Never inlined: the other arms do not need its stack.
     #[inline(never)]
     fn zap_pinned(&mut self, cursor: &Cursor<'_, H, F>, value: Pte<F>) -> Result<Result<(), Changed>, Work<F>> {
-        if !self.batch.has_room_to_release().map_err(Work::Fail)? {
+        let (level, block) = (cursor.level(), cursor.block());
+        let pfn = self.op.tree.encoding.frame(value, level);
+        if !self.batch.has_room_to_release(block, pfn) {
             return Err(Work::Retire);
         }
-        let (level, block) = (cursor.level(), cursor.block());
         let seq = self.seq_for(level);
         let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
         let seq = if may_come_back { seq.unflushed() } else { seq };
         Ok(cursor.pte().zap_leaf(self.op.stats(), value, seq).map(|()| {
-            self.batch.add_released(block, self.op.tree.encoding.frame(value, level));
+            self.batch.add(block);
+            self.batch.add_released(block, pfn);
             self.nr_pinned += block.nr_pages();
         }))
     }
 
     /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
-    /// the cursor's page on: what [`visit`](Self::visit) does for each of them, with what is the
-    /// same for all done once. If it does not come to the end, the cursor is where it goes on: no
+    /// the cursor's page on, as far as the range goes: what [`visit`](Self::visit) does for each of
+    /// them, with what is the same for all done once. If it does not come to the end, the cursor is where it goes on: no
     /// page is visited twice, so none gets the zap's number twice.
     #[expect(clippy::too_many_lines, reason = "one match over the states of a PTE, in a loop that is hot")]
     #[inline(never)]
     fn zap_ptes(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<Work<F>> {
-        let (op, tree, block) = (self.op, self.op.tree, cursor.block());
-        let start = cursor.gfn();
-        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
+        let (op, tree, start, block) = (self.op, self.op.tree, cursor.gfn(), cursor.block());
+        let part = GfnRange { start, end: block.end.min(self.range.end) };
+        let index = |gfn: Gfn| (gfn.0 - block.start.0) as usize;
+        let ptes = ptes.slice(index(part.start)..index(part.end));
         let marks = !tree.config.first_write_faults(Level::L4K);
         let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
         let of_leaf = if may_come_back { self.seq.unflushed() } else { self.seq };
         let mut nr_zapped = 0;
-        let mut next = Next::Advance(1 + F::TABLE_ENTRIES as u64);
+        let mut next = Next::Advance(1 + part.nr_pages());
         'ptes: for (gfn, pte) in (start.0..).map(Gfn).zip(ptes.iter()) {
             self.visits(gfn);
             loop {
@@ -485,10 +491,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     State::Leaf | State::Tracked => {
                         let range = GfnRange::new(gfn, 1);
                         let is_pinned = value.is_pinned();
-                        let room = if is_pinned { self.batch.has_room_to_release() } else { Ok(true) };
-                        if room != Ok(true) {
+                        let pfn = || tree.encoding.frame(value, Level::L4K);
+                        if is_pinned && !self.batch.has_room_to_release(range, pfn()) {
                             cursor.move_to(gfn);
-                            next = Next::Leave(room.map_or_else(Work::Fail, |_| Work::Retire));
+                            next = Next::Leave(Work::Retire);
                             break 'ptes;
                         }
                         if marks && !is_pinned {
@@ -502,11 +508,11 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         }
                         if nr_zapped == 0 {
                             // Not at the end: a report may unwind.
-                            self.batch.add(block);
+                            self.batch.add(part);
                         }
                         nr_zapped += 1;
                         if is_pinned {
-                            self.batch.add_released(range, tree.encoding.frame(value, Level::L4K));
+                            self.batch.add_released(range, pfn());
                             self.nr_pinned += 1;
                         } else if marks {
                             mark_dirty(op, guard, value, Level::L4K, range);

@@ -179,6 +179,15 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         Some((cursor, value))
     }
 
+    /// Returns a cursor at the PTE of 2 MiB for `gfn`, or above if the page-table pages do not reach
+    /// so low. The levels are constants, as in [`at_small`](Self::at_small).
+    #[inline(always)]
+    pub(crate) fn above_small(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
+        let mut cursor = Cursor::new(tree, guard, gfn);
+        let _: Option<()> = cursor.descend_from_root(Level::L2M);
+        cursor
+    }
+
     /// A cursor at the lowest PTE for `gfn`, with its value.
     #[cold]
     #[inline(never)]

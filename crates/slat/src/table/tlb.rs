@@ -37,7 +37,6 @@ use super::Tree;
 use super::retire::{Participant, TableChain};
 use crate::addr::{GfnRange, Hpa, Pfn};
 use crate::boxed::try_box;
-use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
@@ -49,44 +48,50 @@ const MAX_RANGES: usize = 8;
 /// Runs of frames that wait for one flush.
 const MAX_RUNS: usize = 512;
 
+/// Pages that follow each other, and the frame of the first: the others follow it.
+type FrameRun = (GfnRange, Pfn);
+
 /// The frames of pinned pages that were unmapped, by runs.
 #[expect(clippy::box_collection, reason = "each batch is on a stack, and most have none")]
 #[derive(Default)]
-struct ReleasedFrames(Option<Box<Vec<(GfnRange, Pfn)>>>);
+struct ReleasedFrames {
+    /// Mostly it is the only one, and nothing is allocated.
+    last: Option<FrameRun>,
+    earlier: Option<Box<Vec<FrameRun>>>,
+}
 
 impl ReleasedFrames {
-    /// Whether a run can be added before a flush.
-    ///
-    /// # Errors
-    /// There is no memory for a single one.
-    fn has_room(&mut self) -> Result<bool, OutOfMemory> {
-        if self.0.is_none() {
-            self.0 = Some(try_box(Vec::new())?);
-        }
-        let Some(runs) = &mut self.0 else { return Ok(false) };
-        if runs.len() < runs.capacity() {
-            return Ok(true);
-        }
-        let grows = runs.len() < MAX_RUNS && runs.try_reserve(1).is_ok();
-        if grows || !runs.is_empty() { Ok(grows) } else { Err(OutOfMemory) }
+    fn extends_last(&self, range: GfnRange, pfn: Pfn) -> bool {
+        self.last.is_some_and(|(last, first)| last.end == range.start && pfn.0 == first.0 + last.nr_pages())
     }
 
-    /// Adds a run, for which there is room.
-    fn add(&mut self, range: GfnRange, pfn: Pfn) {
-        let Some(runs) = &mut self.0 else { return debug_assert!(false, "the caller has made room") };
-        match runs.last_mut() {
-            Some((last, first)) if last.end == range.start && pfn.0 == first.0 + last.nr_pages() => {
-                last.end = range.end;
-            }
-            _ => {
-                debug_assert!(runs.len() < runs.capacity(), "the caller has made room");
-                runs.push((range, pfn));
-            }
+    /// Whether these pages can be added before a flush. If nothing was added yet, they can.
+    fn has_room(&mut self, range: GfnRange, pfn: Pfn) -> bool {
+        if self.last.is_none() || self.extends_last(range, pfn) {
+            return true;
         }
+        if self.earlier.is_none() {
+            self.earlier = try_box(Vec::new()).ok();
+        }
+        let Some(earlier) = &mut self.earlier else { return false };
+        earlier.len() < earlier.capacity() || (earlier.len() < MAX_RUNS && earlier.try_reserve(1).is_ok())
+    }
+
+    /// Adds pages, for which there is room.
+    fn add(&mut self, range: GfnRange, pfn: Pfn) {
+        if self.extends_last(range, pfn) {
+            self.last.iter_mut().for_each(|(last, _)| last.end = range.end);
+            return;
+        }
+        let Some(before) = self.last.replace((range, pfn)) else { return };
+        let Some(earlier) = &mut self.earlier else { return debug_assert!(false, "the caller has made room") };
+        debug_assert!(earlier.len() < earlier.capacity(), "the caller has made room");
+        earlier.push(before);
     }
 
     fn release<H: Host>(self, host: &H) {
-        for &(range, pfn) in self.0.iter().flat_map(|runs| runs.iter()) {
+        let earlier = self.earlier.iter().flat_map(|runs| runs.iter());
+        for &(range, pfn) in earlier.chain(&self.last) {
             host.release_mapped(range, pfn);
         }
     }
@@ -174,19 +179,18 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         unsafe { self.unlinked.push_with_leaves(&self.tree.host, table, nr_tables) }
     }
 
-    /// Whether a call of [`add_released`](Self::add_released) has room, before the next flush.
-    ///
-    /// # Errors
-    /// There is no memory for a single run of frames.
+    /// Whether there is room for [`add_released`](Self::add_released) with these pages, before the
+    /// next flush.
     #[inline]
-    pub(crate) fn has_room_to_release(&mut self) -> Result<bool, OutOfMemory> {
-        self.released.has_room()
+    pub(crate) fn has_room_to_release(&mut self, range: GfnRange, pfn: Pfn) -> bool {
+        self.released.has_room(range, pfn)
     }
 
-    /// Adds the pages of `range`, whose frames from `pfn` on are to be released: this thread has
-    /// emptied the pinned leaf that mapped them. There is room.
+    /// Adds the frames from `pfn` on of the pages of `range`, to be released: this thread has emptied
+    /// the pinned leaf that mapped them. There is room. The pages are [added](Self::add), too, before
+    /// the next flush.
+    #[inline]
     pub(crate) fn add_released(&mut self, range: GfnRange, pfn: Pfn) {
-        self.add(range);
         self.released.add(range, pfn);
     }
 
