@@ -51,8 +51,7 @@ pub(crate) fn compared(measured: &Measured, results: &Results) -> Option<Compare
         };
         // Threads that share a CPU do not contend for the mutex.
         let is_parallel = (2..=nr_cpus).contains(&job.nr_threads);
-        let is_peer = |subject: Subject| !matches!(subject, Subject::Slat | Subject::Pinned | Subject::Adapter);
-        for peer in measured.cells.iter().filter(|cell| is_peer(cell.subject)) {
+        for peer in measured.cells.iter().filter(|cell| cell.subject.is_peer()) {
             if (peer.job.operation, peer.job.nr_threads) != (job.operation, job.nr_threads) {
                 continue;
             }

@@ -108,7 +108,34 @@ pub(super) fn print(out: &mut impl Write, args: &PeersArgs, measured: &Measured)
             }
         }
     }
+    print_behind(out, measured, &args.operations())?;
     print_notes(out, args, measured)
+}
+
+/// Prints in which operations both ways to use slat are slower, on one thread, than the fastest peer,
+/// and why.
+fn print_behind(out: &mut impl Write, measured: &Measured, operations: &[Operation]) -> io::Result<()> {
+    let behind = |&operation: &Operation| {
+        let (slat, peers): (Vec<&Cell>, Vec<&Cell>) = Subject::ALL
+            .iter()
+            .filter(|subject| SLAT.contains(subject) || subject.is_peer())
+            .filter_map(|&subject| measured.cell(operation, 1, subject))
+            .partition(|cell| SLAT.contains(&cell.subject));
+        let (slat, peer) = (fastest(&slat)?, fastest(&peers)?);
+        let ratios = peer.times.paired_ratios(&slat.times);
+        let (ratio, name) = (results::cell(&ratios, Unit::Ratio), peer.subject.name());
+        let line = || format!("- {}: {ratio} of the speed of {name}: {}.", operation.title(), operation.why_behind());
+        (ratios.median() < 1.0).then(line)
+    };
+    let lines: Vec<String> = operations.iter().filter_map(behind).collect();
+    if !lines.is_empty() {
+        writeln!(out, "\nBehind the fastest peer on one thread, the faster of slat and slat-pinned:")?;
+    }
+    lines.iter().try_for_each(|line| writeln!(out, "{line}"))
+}
+
+fn fastest<'c>(cells: &[&'c Cell]) -> Option<&'c Cell> {
+    cells.iter().copied().min_by(|one, other| one.times.median().total_cmp(&other.times.median()))
 }
 
 fn print_notes(out: &mut impl Write, args: &PeersArgs, measured: &Measured) -> io::Result<()> {

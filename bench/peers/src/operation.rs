@@ -103,6 +103,36 @@ impl Operation {
         }
     }
 
+    /// Why slat may be behind a crate that one thread has for itself, and what would be lost if it
+    /// was not.
+    pub(crate) fn why_behind(self) -> &'static str {
+        match self {
+            Operation::Fault | Operation::Map4k | Operation::Map4kBatch | Operation::Split2m => {
+                "a locked exchange for each PTE, inside a guard; without them, no other thread could fault, map or \
+                 unmap meanwhile"
+            }
+            Operation::MapRange | Operation::MapRangeEach | Operation::MapRange2m => {
+                "each step looks for invalidations under way; without that, a page that the host takes away could be \
+                 mapped"
+            }
+            Operation::Query | Operation::QueryScattered => {
+                "a guard, and an answer with memory type, execute rights, A and D; without the guard, the page-table \
+                 page could be freed under the walk"
+            }
+            Operation::ProtectRange | Operation::Protect4k => {
+                "a locked exchange for each PTE, and a flush; without them, a write of a CPU could be lost"
+            }
+            Operation::Unmap4k => {
+                "each call publishes its range, takes a number and flushes; without that, a fault that has asked the \
+                 host before could map the page again"
+            }
+            Operation::UnmapRange => {
+                "page-table pages are kept until no CPU and no thread can read them; without that, calls of other \
+                 threads would have to wait"
+            }
+        }
+    }
+
     /// Whether its pages are of 2 MiB when it begins, or when it ends.
     fn is_huge(self) -> bool {
         matches!(self, Operation::MapRange2m | Operation::Split2m)

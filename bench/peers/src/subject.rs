@@ -36,6 +36,11 @@ impl Subject {
         Subject::Aarch64Paging,
     ];
 
+    /// Whether it is none of slat's own.
+    pub(crate) fn is_peer(self) -> bool {
+        !matches!(self, Subject::Slat | Subject::Pinned | Subject::Adapter)
+    }
+
     /// The crate's name, and how it is used if that is not all.
     pub(crate) fn name(self) -> &'static str {
         match self {

@@ -155,6 +155,13 @@ fn every_operation_is_measured_for_every_crate_that_has_it() {
         }
         for operation in OPERATIONS {
             assert_measured(&object, operation, "slat", nr_threads);
+            // It maps frames that are known ahead, and only its own calls split its pages.
+            if ["map_range_each", "split_2m"].contains(&operation) {
+                assert!(figures(&object, operation, "slat-pinned", nr_threads).is_empty());
+            } else {
+                assert_measured(&object, operation, "slat-pinned", nr_threads);
+                assert!(figure(&object, &format!("{operation}_ratio_to_slat_pinned"), "x86_64", nr_threads, "ratio") > 0.0);
+            }
             for &(peer, splits) in PEERS {
                 if operation != "split_2m" || splits {
                     assert_measured(&object, operation, peer, nr_threads);
@@ -173,6 +180,10 @@ fn every_operation_is_measured_for_every_crate_that_has_it() {
         "| unmap range ",
         "2 threads, median [quartiles]",
         "speed-up of slat: 1 thread",
+        "speed-up of slat-pinned: 2 threads",
+        // A single page has the same locked exchange on each machine.
+        "- unmap one: 0.",
+        "call publishes its range",
         "2 interleaved runs",
     ] {
         assert!(printed.contains(title), "{title}: {printed}");
