@@ -160,7 +160,9 @@ fn every_operation_is_measured_for_every_crate_that_has_it() {
                 assert!(figures(&object, operation, "slat-pinned", nr_threads).is_empty());
             } else {
                 assert_measured(&object, operation, "slat-pinned", nr_threads);
-                assert!(figure(&object, &format!("{operation}_ratio_to_slat_pinned"), "x86_64", nr_threads, "ratio") > 0.0);
+                assert!(
+                    figure(&object, &format!("{operation}_ratio_to_slat_pinned"), "x86_64", nr_threads, "ratio") > 0.0
+                );
             }
             for &(peer, splits) in PEERS {
                 if operation != "split_2m" || splits {

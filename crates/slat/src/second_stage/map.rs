@@ -23,6 +23,9 @@
 //! 2. reads the ranges in flight, and then the memslot,
 //! 3. walks again, and installs leaves by compare-and-exchange, on the very values that step 1 read.
 //!
+//! A mapping of a single page does not walk again unless something was retired meanwhile: the
+//! argument is that of a fault (`vcpu/small.rs`).
+//!
 //! Where the PTE covers more than a leaf, a step fills a page-table page with leaves, and links it
 //! by one exchange. So a page costs a store.
 //!
@@ -168,8 +171,9 @@ pub(crate) fn map_range<H: Host, F: Format>(op: Operation<'_, H, F>, mapping: &M
     result
 }
 
-/// Maps the one page of `mapping`, if it has a PTE of 4 KiB that is empty. A step with all levels
-/// constant, and without what a long mapping keeps.
+/// Maps the one page of `mapping`, if it has a PTE of 4 KiB that is empty, and there is no lock. A
+/// step with all levels constant, and without what a long mapping keeps. Nor does it walk again,
+/// unless something was retired meanwhile: `vcpu/small.rs` says why that is right.
 fn map_page<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     mapping: &Mapping,
@@ -177,10 +181,12 @@ fn map_page<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let tree = op.tree;
     let gfn = mapping.range.start;
-    let locked = op.pin_locked(Side::Read);
-    let guard = &locked.guard;
+    if tree.is_locked() {
+        return Err(Changed);
+    }
+    let guard = &op.pin();
     record!(FaultLooks { gfn: gfn.0 });
-    let (_, seen) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
+    let (mut cursor, seen) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
     let State::Empty(seq) = seen.state(Level::L4K) else { return Err(Changed) };
     let is_pinned = || {
         let slot = op.slots.find(guard, gfn);
@@ -191,10 +197,12 @@ fn map_page<H: Host, F: Format>(
         return Err(Changed);
     }
     record!(HostAnswers { gfn: gfn.0, pfn: mapping.pfn.0, is_writable: 0 });
-    // The second walk; see the module.
-    let (cursor, value) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
-    if value != seen {
-        return Err(Changed);
+    if tree.epochs.has_retired_since(guard) {
+        let (again, value) = Cursor::at_small(tree, guard, gfn).ok_or(Changed)?;
+        if value != seen {
+            return Err(Changed);
+        }
+        cursor = again;
     }
     let leaf = pinned_leaf(tree, mapping.pfn, Level::L4K, attributes, Writable::of(&mapping.protection));
     // SAFETY: an empty PTE of 4 KiB, and a leaf.

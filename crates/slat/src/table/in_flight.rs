@@ -225,29 +225,27 @@ impl RangesInFlight {
     // Never inlined: it is done before the walks, which need the stack.
     #[inline(never)]
     pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
-        let mut parts = ArrayVec::new();
+        let mut in_flight = InFlight { first: &self.first, parts: ArrayVec::new() };
         match self.first.publish(range) {
-            Some(place) => {
-                parts.push(Part { first: &self.first, chunk: &self.first, place: place as u32, shift: None });
-            }
-            None => self.publish_behind(range, &mut parts)?,
+            Some(place) => in_flight.parts.push(Part { chunk: &self.first, place: place as u32, shift: None }),
+            None => self.publish_behind(range, &mut in_flight)?,
         }
-        Ok(InFlight { _parts: parts })
+        Ok(in_flight)
     }
 
-    /// Publishes `range` behind the first chunk. On an error it is published in `parts` at most.
+    /// Publishes `range` behind the first chunk. On an error it is published in `in_flight` at most.
     #[cold]
-    fn publish_behind<'p>(&'p self, range: GfnRange, parts: &mut Parts<'p>) -> Result<(), OutOfMemory> {
+    fn publish_behind<'p>(&'p self, range: GfnRange, in_flight: &mut InFlight<'p>) -> Result<(), OutOfMemory> {
         let lists = self.lists.get_or_make()?;
         let border = range.start.block(Level::L2M).end;
         if range.end <= border {
-            parts.push(self.publish_in(lists.of_block(range.start), range, IN_BLOCKS_SHIFT)?);
+            in_flight.parts.push(self.publish_in(lists.of_block(range.start), range, IN_BLOCKS_SHIFT)?);
         } else if range.end <= border.block(Level::L2M).end {
             for part in [GfnRange { end: border, ..range }, GfnRange { start: border, ..range }] {
-                parts.push(self.publish_in(lists.of_block(part.start), part, IN_BLOCKS_SHIFT)?);
+                in_flight.parts.push(self.publish_in(lists.of_block(part.start), part, IN_BLOCKS_SHIFT)?);
             }
         } else {
-            parts.push(self.publish_in(&lists.large, range, LARGE_SHIFT)?);
+            in_flight.parts.push(self.publish_in(&lists.large, range, LARGE_SHIFT)?);
         }
         Ok(())
     }
@@ -264,7 +262,7 @@ impl RangesInFlight {
             Err(OutOfMemory)
         };
         match published {
-            Ok((chunk, place)) => Ok(Part { first: &self.first, chunk, place: place as u32, shift: Some(shift) }),
+            Ok((chunk, place)) => Ok(Part { chunk, place: place as u32, shift: Some(shift) }),
             Err(error) => {
                 self.first.word.fetch_sub(count, Ordering::Release);
                 Err(error)
@@ -383,33 +381,33 @@ impl Drop for Chunk {
 }
 
 /// A range in flight. Dropping it withdraws the range.
+// Small: it is in values that are moved over the stack.
 #[must_use]
 pub(crate) struct InFlight<'p> {
-    _parts: Parts<'p>,
+    first: &'p Chunk,
+    parts: ArrayVec<Part<'p>, 2>,
 }
 
-type Parts<'p> = ArrayVec<Part<'p>, 2>;
-
-/// A range at one place. Dropping it withdraws the range.
+/// A range, or a part of it, at one place.
 struct Part<'p> {
-    first: &'p Chunk,
     chunk: &'p Chunk,
-    // Small: it is in a value that is moved over the stack.
     place: u32,
     /// From which bit on it is counted in the first chunk; in that itself it is not.
     shift: Option<u8>,
 }
 
-impl Drop for Part<'_> {
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        // Release: what the host did comes before, for a fault that does not observe the range any
-        // more, and for the place's next owner.
-        let place = self.place as usize;
-        self.chunk.word.fetch_and(!(claimed_bit(place) | active_bit(place)), Ordering::Release);
-        record!(Withdrawn { place: self.chunk.address(place) });
-        if let Some(shift) = self.shift {
-            // Release: as above, for a fault that does not read behind the first chunk any more.
-            self.first.word.fetch_sub(1 << shift, Ordering::Release);
+        for part in &self.parts {
+            let place = part.place as usize;
+            // Release: what the host did comes before, for a fault that does not observe the range
+            // any more, and for the place's next owner.
+            part.chunk.word.fetch_and(!(claimed_bit(place) | active_bit(place)), Ordering::Release);
+            record!(Withdrawn { place: part.chunk.address(place) });
+            if let Some(shift) = part.shift {
+                // Release: as above, for a fault that does not read behind the first chunk any more.
+                self.first.word.fetch_sub(1 << shift, Ordering::Release);
+            }
         }
     }
 }

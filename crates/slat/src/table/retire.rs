@@ -216,6 +216,15 @@ impl Epochs {
         Kept { epochs: self, epoch, thing: NonNull::from(thing) }
     }
 
+    /// Whether anything was retired since `guard` began, or since the first of the guards that are
+    /// open with it did.
+    #[inline]
+    pub(crate) fn has_retired_since(&self, guard: &NestedGuard<'_>) -> bool {
+        // Relaxed: this thread's own store. Acquire: as in `announce`.
+        let epoch = guard.participant().announced.load(Ordering::Relaxed);
+        self.epoch.load(Ordering::Acquire) != epoch
+    }
+
     #[inline]
     fn announce(&self, announced: &AtomicU64) {
         // Acquire: a guard that reads an epoch which a retirement began observes what was unlinked

@@ -35,7 +35,7 @@ use arrayvec::ArrayVec;
 
 use super::Tree;
 use super::retire::{Participant, TableChain};
-use crate::addr::{GfnRange, Hpa, Pfn};
+use crate::addr::{Gfn, GfnRange, Hpa, Pfn};
 use crate::boxed::try_box;
 use crate::format::Format;
 use crate::host::Host;
@@ -53,21 +53,25 @@ type FrameRun = (GfnRange, Pfn);
 
 /// The frames of pinned pages that were unmapped, by runs.
 #[expect(clippy::box_collection, reason = "each batch is on a stack, and most have none")]
-#[derive(Default)]
 struct ReleasedFrames {
-    /// Mostly it is the only one, and nothing is allocated.
-    last: Option<FrameRun>,
+    /// Without pages if there is none. Mostly it is the only one, and nothing is allocated.
+    last: FrameRun,
     earlier: Option<Box<Vec<FrameRun>>>,
 }
 
 impl ReleasedFrames {
+    fn none() -> ReleasedFrames {
+        ReleasedFrames { last: (GfnRange { start: Gfn(0), end: Gfn(0) }, Pfn(0)), earlier: None }
+    }
+
     fn extends_last(&self, range: GfnRange, pfn: Pfn) -> bool {
-        self.last.is_some_and(|(last, first)| last.end == range.start && pfn.0 == first.0 + last.nr_pages())
+        let (last, first) = self.last;
+        last.end == range.start && pfn.0 == first.0 + last.nr_pages()
     }
 
     /// Whether these pages can be added before a flush. If nothing was added yet, they can.
     fn has_room(&mut self, range: GfnRange, pfn: Pfn) -> bool {
-        if self.last.is_none() || self.extends_last(range, pfn) {
+        if self.last.0.is_empty() || self.extends_last(range, pfn) {
             return true;
         }
         if self.earlier.is_none() {
@@ -80,10 +84,13 @@ impl ReleasedFrames {
     /// Adds pages, for which there is room.
     fn add(&mut self, range: GfnRange, pfn: Pfn) {
         if self.extends_last(range, pfn) {
-            self.last.iter_mut().for_each(|(last, _)| last.end = range.end);
+            self.last.0.end = range.end;
             return;
         }
-        let Some(before) = self.last.replace((range, pfn)) else { return };
+        let before = mem::replace(&mut self.last, (range, pfn));
+        if before.0.is_empty() {
+            return;
+        }
         let Some(earlier) = &mut self.earlier else { return debug_assert!(false, "the caller has made room") };
         debug_assert!(earlier.len() < earlier.capacity(), "the caller has made room");
         earlier.push(before);
@@ -91,7 +98,7 @@ impl ReleasedFrames {
 
     fn release<H: Host>(self, host: &H) {
         let earlier = self.earlier.iter().flat_map(|runs| runs.iter());
-        for &(range, pfn) in earlier.chain(&self.last) {
+        for &(range, pfn) in earlier.chain([&self.last]).filter(|(range, _)| !range.is_empty()) {
             host.release_mapped(range, pfn);
         }
     }
@@ -120,7 +127,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
             ranges: ArrayVec::new(),
             is_joined: false,
             unlinked: TableChain::new(),
-            released: ReleasedFrames::default(),
+            released: ReleasedFrames::none(),
             counter: None,
         }
     }
@@ -238,7 +245,7 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
     pub(crate) fn flush_cpus(&mut self) {
         // Taken first: if the flush panics, these are leaked and the count stays, for CPUs may still
         // use what was zapped.
-        let released = mem::take(&mut self.released);
+        let released = mem::replace(&mut self.released, ReleasedFrames::none());
         let unlinked = mem::replace(&mut self.unlinked, TableChain::new());
         let counter = self.counter.take();
         self.is_joined = false;
