@@ -84,7 +84,7 @@ pub(crate) fn translate<H: Host, F: Format>(tree: &Tree<H, F>, guard: &Guard<'_>
     if gpa.0 >> tree.encoding.gpa_bits() != 0 {
         return None;
     }
-    let mut cursor = Cursor::new(tree, guard, gpa.gfn());
+    let mut cursor = Cursor::above_small(tree, guard, gpa.gfn());
     let (leaf, State::Leaf | State::Tracked) = cursor.descend_to_lowest() else { return None };
     Some(translation(&cursor, leaf, cursor.level(), gpa.gfn()))
 }
