@@ -3,7 +3,8 @@
 //!
 //! # Guarantees
 //! Those of each fault (`vcpu`). What such a fault does not settle is left to
-//! [`Fault::go_on`], and so are VMs with a lock or with fault-around.
+//! [`Fault::go_on`], and so are VMs with fault-around. With a lock, only the installation of a leaf is
+//! a small fault, inside the lock.
 //!
 //! # Use
 //! `Vcpu::handle_fault` begins with [`SmallFault::serve`].
@@ -39,7 +40,7 @@ use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::Counter;
-use crate::sync::record;
+use crate::sync::{Side, record};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
@@ -77,10 +78,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
     pub(super) fn serve(self, own: Exclusive<'_>, timing: Option<&mut Timing>) -> Small {
         let Operation { tree, slots, .. } = self.op;
         let Exclusive { mut pin, hazard } = own;
-        if tree.is_locked()
-            || tree.config.fault_around != FaultAround::Off
-            || self.ring.is_some_and(DirtyRing::is_soft_full)
-        {
+        if tree.config.fault_around != FaultAround::Off || self.ring.is_some_and(DirtyRing::is_soft_full) {
             return Small::Other;
         }
         let guard = tree.epochs.pin_fault(pin.reborrow());
@@ -114,6 +112,9 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             MemoryAttributes::empty()
         };
         let Some(seen) = seen else {
+            if tree.is_locked() {
+                return Small::Other;
+            }
             return Small::of(self.restore(&guard, pte, value, &slot));
         };
         let backing = slot.keep_for_resolve(hazard);
@@ -129,7 +130,9 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             Ok(leaf) => leaf,
             Err(error) => return Small::Failed(error),
         };
-        let installed = if let Some(again) = kept.reopen(pin.reborrow()) {
+        let installed = if tree.is_locked() {
+            self.install_by_a_walk(pin, seen, leaf, rights)
+        } else if let Some(again) = kept.reopen(pin.reborrow()) {
             self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
         } else {
             self.install_by_a_walk(pin, seen, leaf, rights)
@@ -172,8 +175,8 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         Ok(())
     }
 
-    /// As [`install`](Self::install), where something was retired since the look.
-    #[cold]
+    /// As [`install`](Self::install), where something was retired since the look, or inside the VM's
+    /// lock.
     #[inline(never)]
     fn install_by_a_walk(
         self,
@@ -183,12 +186,13 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         rights: Rights,
     ) -> Result<(), Changed> {
         let tree = self.op.tree;
-        let guard = tree.epochs.pin_fault(pin);
-        let (cursor, value) = Cursor::at_small(tree, &guard, self.gfn).ok_or(Changed)?;
+        let locked = tree.pin_fault(pin, self.op.participant, Side::Read);
+        let guard = &locked.guard;
+        let (cursor, value) = Cursor::at_small(tree, guard, self.gfn).ok_or(Changed)?;
         if value != Pte::empty(seen) || (self.writes() && cursor.is_protected()) {
             return Err(Changed);
         }
-        self.install(&guard, cursor.pte_at(Level::L4K), seen, leaf, rights)
+        self.install(guard, cursor.pte_at(Level::L4K), seen, leaf, rights)
     }
 
     #[inline(always)]
