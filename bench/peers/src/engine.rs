@@ -150,22 +150,11 @@ impl Engine {
         let engine = Engine { vm, job, memslots };
         let mut handle = engine.handle()?;
         job.prepare(&mut handle);
-        if handle.is_pinned() && engine.maps_one_by_one() {
+        if handle.is_pinned() {
             // Of a range that is mapped in part, nothing would be mapped. The page-table pages stay.
-            engine.made_tables().for_each(|page| handle.unmap_single(page));
+            job.table_makers().for_each(|page| handle.unmap_single(page));
         }
         Ok(engine)
-    }
-
-    fn maps_one_by_one(&self) -> bool {
-        matches!(self.job.operation, Operation::Map4k | Operation::Map4kBatch)
-    }
-
-    /// The pages that were mapped to make their page-table pages, where pages are mapped one by one.
-    fn made_tables(&self) -> impl Iterator<Item = u64> {
-        let (job, block) = (self.job, BLOCK_PAGES as usize);
-        let firsts = (0..job.nr_threads).map(|thread| thread * PART_PAGES);
-        firsts.flat_map(move |first| (first + BLOCK_PAGES - 1..first + job.part_pages()).step_by(block))
     }
 
     /// A thread's access to the VM.
@@ -194,9 +183,9 @@ impl Engine {
             _ => {}
         }
         if !matches!(self.job.operation, Operation::MapRange2m | Operation::Split2m) {
-            let maps_again = self.memslots == Memslots::Pinned && self.maps_one_by_one();
-            let nr_prepared = if maps_again { self.made_tables().count() as u64 } else { 0 };
-            expect("4 KiB leaves", stats.installed_4k - nr_prepared)?;
+            let is_pinned = self.memslots == Memslots::Pinned;
+            let nr_unmapped = if is_pinned { self.job.table_makers().count() as u64 } else { 0 };
+            expect("4 KiB leaves", stats.installed_4k - nr_unmapped)?;
         }
         let is_protected = matches!(self.job.operation, Operation::ProtectRange | Operation::Protect4k);
         if is_protected && self.memslots == Memslots::Faulted {

@@ -295,18 +295,25 @@ impl PeerJob {
 
     /// Prepares the tables for the operation.
     pub(crate) fn prepare(self, table: &mut impl Table) {
-        for first in (0..self.nr_threads).map(|thread| thread * PART_PAGES) {
-            match self.operation {
-                // A page in each page-table page, which makes it.
-                Operation::Map4k | Operation::Map4kBatch => {
-                    for page in (first + BLOCK_PAGES - 1..first + self.part_pages()).step_by(BLOCK_PAGES as usize) {
-                        table.map_single(page);
-                    }
-                }
-                Operation::Fault | Operation::MapRange | Operation::MapRangeEach | Operation::MapRange2m => {}
-                _ => table.map_range(first, self.part_pages(), self.frames()),
-            }
+        match self.operation {
+            Operation::Map4k | Operation::Map4kBatch => self.table_makers().for_each(|page| table.map_single(page)),
+            Operation::Fault | Operation::MapRange | Operation::MapRangeEach | Operation::MapRange2m => {}
+            _ => self.first_pages().for_each(|first| table.map_range(first, self.part_pages(), self.frames())),
         }
+    }
+
+    /// The first page of each thread.
+    fn first_pages(self) -> impl Iterator<Item = u64> {
+        (0..self.nr_threads).map(|thread| thread * PART_PAGES)
+    }
+
+    /// The pages that are mapped beforehand, one in each page-table page, which makes it. None where
+    /// page-table pages are not to be there.
+    pub(crate) fn table_makers(self) -> impl Iterator<Item = u64> {
+        let is_asked = matches!(self.operation, Operation::Map4k | Operation::Map4kBatch);
+        let pages =
+            move |first: u64| (first + BLOCK_PAGES - 1..first + self.part_pages()).step_by(BLOCK_PAGES as usize);
+        self.first_pages().filter(move |_| is_asked).flat_map(pages)
     }
 
     /// Makes call number `call` of thread `thread`. Returns the sum of a query, else 0.

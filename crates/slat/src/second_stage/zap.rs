@@ -413,7 +413,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         return Next::Again(0);
                     }
                 }
-                self.unlink_with_leaves(guard, cursor, value).map(|nr_visited| nr_steps += nr_visited)
+                // SAFETY: this thread has just read the directory entry, at the cursor and in the guard.
+                unsafe { self.unlink_with_leaves(guard, cursor, value) }.map(|nr_visited| nr_steps += nr_visited)
             }
             State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
                 // A fresh number: greater ones than the zap's may have been left inside
@@ -469,8 +470,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 
     /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
     /// the cursor's page on, as far as the range goes: what [`visit`](Self::visit) does for each of
-    /// them, with what is the same for all done once. If it does not come to the end, the cursor is where it goes on: no
-    /// page is visited twice, so none gets the zap's number twice.
+    /// them, with what is the same for all done once. If it does not come to the end, the cursor is
+    /// where it goes on: no page is visited twice, so none gets the zap's number twice.
     #[expect(clippy::too_many_lines, reason = "one match over the states of a PTE, in a loop that is hot")]
     #[inline(never)]
     fn zap_ptes(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<Work<F>> {

@@ -3,8 +3,8 @@
 //!
 //! # Guarantees
 //! Those of each fault (`vcpu`). What such a fault does not settle is left to
-//! [`Fault::go_on`], and so are VMs with fault-around. With a lock, only the installation of a leaf is
-//! a small fault, inside the lock.
+//! [`Fault::go_on`], and so are VMs with fault-around. In a VM with a lock, the leaf is installed
+//! inside the lock, and access is restored by `go_on`.
 //!
 //! # Use
 //! `Vcpu::handle_fault` begins with [`SmallFault::serve`].
@@ -130,9 +130,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             Ok(leaf) => leaf,
             Err(error) => return Small::Failed(error),
         };
-        let installed = if tree.is_locked() {
-            self.install_by_a_walk(pin, seen, leaf, rights)
-        } else if let Some(again) = kept.reopen(pin.reborrow()) {
+        let installed = if let Some(again) = (!tree.is_locked()).then(|| kept.reopen(pin.reborrow())).flatten() {
             self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
         } else {
             self.install_by_a_walk(pin, seen, leaf, rights)

@@ -3,6 +3,7 @@
 use super::Vcpu;
 use crate::format::Format;
 use crate::host::Host;
+use crate::stats::{Counter, is_sampled};
 
 /// Times of a fault that is in the sample, in nanoseconds.
 #[derive(Default)]
@@ -53,6 +54,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant = unsafe { self.participant.get() };
+        if !is_sampled(participant.stats.get(Counter::Faults).wrapping_sub(1)) {
+            // Of an earlier fault, which a panic of the host has ended.
+            return;
+        }
         let Some(times) = participant.stats.fault_times() else { return };
         times.fault_ns.record(engine_ns + timing.resolve_ns);
         times.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));

@@ -1,5 +1,8 @@
 //! Creating, changing and deleting memslots, and what a change of their flags implies. The protocol
 //! of the published set is in `slot/set.rs`.
+//!
+//! The parts of a change are never inlined, here and there: otherwise the stack of one would be below
+//! the walks of the next.
 
 use super::Vm;
 use crate::addr::{Gfn, GfnRange};
@@ -271,10 +274,8 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     #[inline(never)]
     pub(super) fn recover(&self, participant: &mut BorrowedParticipant<'_>, range: GfnRange) -> u64 {
-        {
-            let (participant, hazard) = participant.with_hazard();
-            recover::recover_range(self.operation(participant), hazard, range)
-        }
+        let (participant, hazard) = participant.with_hazard();
+        recover::recover_range(self.operation(participant), hazard, range)
     }
 
     /// The log and bitmap that the memslot needs for `region` at `range` and does not have yet. An

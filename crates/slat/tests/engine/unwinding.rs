@@ -199,3 +199,24 @@ fn resolve_that_panics<F: Format>(locking: Locking) {
         }
     }
 }
+
+each!(a_fault_that_a_panic_ends_is_not_in_the_sample_nor_is_the_next, fault_that_panics);
+fn fault_that_panics<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, START, SIZE, 0x400, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let nr_timed = || vm.stats().fault_ns.count();
+    // The 9th fault is the first that is timed.
+    for page in 0..8 {
+        assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
+    }
+    vm.host().overtake(Call::Resolve, 1, || panic!("the host resolves"));
+    panics(|| vcpu.handle_fault(gpa(8), Access::Write));
+    assert_eq!(vcpu.handle_fault(gpa(8), Access::Write), RESUMED);
+    assert_eq!(nr_timed(), 0);
+    // The sample goes on.
+    for page in 9..512 {
+        assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
+    }
+    assert_ne!(nr_timed(), 0);
+}

@@ -90,21 +90,21 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// Unlinks the page-table page that the cursor's PTE, which is `value`, names. Adds it to the
     /// batch with its leaves, and with the page-table pages of leaves below it: see the module.
     /// Returns how many PTEs it visited.
+    ///
+    /// # Safety
+    /// The cursor walks the zap's tree inside `guard`. Its PTE was read as `value`, a directory entry,
+    /// and is of 1 GiB at most.
     // A loop and no recursion, and the exchange is in it: less stack.
     #[inline(never)]
-    pub(super) fn unlink_with_leaves(
+    pub(super) unsafe fn unlink_with_leaves(
         &mut self,
         guard: &Guard<'_>,
         cursor: &Cursor<'_, H, F>,
         value: Pte<F>,
     ) -> Result<u64, Changed> {
+        debug_assert!(value.state(cursor.level()) == State::Table, "{value:?} names no page-table page");
         // A fresh number, and no frozen PTE before the exchange, as where empty page-table pages are
         // unlinked.
-        let is_table = value.state(cursor.level()) == State::Table;
-        debug_assert!(is_table, "{value:?} names no page-table page");
-        if !is_table {
-            return Err(Changed);
-        }
         cursor.replace(value, Pte::empty(self.op.tree.next_seq()))?;
         let (mut table, mut level, mut start) = (value.table_below(), cursor.level().down(), cursor.block().start);
         debug_assert!(level <= Level::L2M, "page-table pages of leaves are named by one that is retired");
