@@ -8,9 +8,10 @@
 //! The count divided by the number printed is instructions per page. What is counted is the second
 //! argument: `install`, the default, faults on fresh pages; `log`, faults that restore write access
 //! while the memslot logs; `prefault`, a range that is mapped ahead, with an answer of the host for
-//! each page; `query`, look-ups; `slots` (of 65528 pages), each fault in another of 32764 memslots;
-//! `held`, faults while 20 000 pages elsewhere are in flight. `ci/instructions.sh` does them all,
-//! and fails if the counts are too high.
+//! each page; `query`, look-ups; `invalidate`, pages that are invalidated one by one; `slots` (of
+//! 65528 pages), each fault in another of 32764 memslots; `held`, faults while 20 000 pages
+//! elsewhere are in flight. `ci/instructions.sh` does them all, and fails if the counts are too
+//! high.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -75,7 +76,7 @@ mod count {
         let nr_held = if kind == "held" { 20_000 } else { 0 };
         let page_held = |index: u64| GfnRange::new(Gfn((1 << 24) + index), 1);
         let held: Vec<_> = (0..nr_held).map(|index| vm.invalidate_range(page_held(index)).unwrap()).collect();
-        if matches!(kind, "log" | "query") {
+        if matches!(kind, "log" | "query" | "invalidate") {
             for page in 0..nr_pages {
                 host::write_fault(&mut vcpu, page);
             }
@@ -91,6 +92,7 @@ mod count {
                 let page_of = |index| index % nr_slots * slot_pages + index / nr_slots;
                 touch(|index| host::write_fault(&mut vcpu, page_of(index)), nr_slots * slot_pages);
             }
+            "invalidate" => touch(|page| drop(vm.invalidate_range(GfnRange::new(Gfn(page), 1)).unwrap()), nr_pages),
             "prefault" => {
                 let size_bytes = Gfn(nr_pages).gpa().0;
                 let mut map = |_| vcpu.pre_fault_memory(Gfn(0).gpa(), size_bytes, Access::Write);

@@ -262,6 +262,13 @@ impl GfnRange {
         self.start.0.div_ceil(nr_pages) < self.end.0 / nr_pages
     }
 
+    /// Whether the range, which is not empty, is less than the block of `level` that it begins in.
+    #[inline]
+    pub(crate) const fn is_part_of_block(self, level: Level) -> bool {
+        let block = self.start.block(level);
+        self.end.0 <= block.end.0 && self.nr_pages() < level.nr_pages()
+    }
+
     /// Whether the two ranges share a frame.
     #[inline]
     pub const fn overlaps(self, other: GfnRange) -> bool {

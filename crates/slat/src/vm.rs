@@ -232,7 +232,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, RangeError> {
         self.check_range(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        let result = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range);
+        let result = Invalidation::new(&self.tree.in_flight, &self.operation(&participant), range);
         drop(participant);
         self.reclaim_removed();
         Ok(result?)

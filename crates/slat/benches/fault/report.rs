@@ -7,6 +7,7 @@ use criterion::{BenchmarkId, Criterion};
 use slat::baselines::Locking;
 
 use super::arena::{BATCH, Memory};
+use super::cpus::cpus;
 use super::run::{Order, Shape, Times};
 use super::subjects::{self, Kind};
 
@@ -73,7 +74,7 @@ const fn own(kind: Kind, nr_threads: u64) -> Line {
     Line::new(kind, nr_threads, Order::Partitioned)
 }
 
-const LINES: [Line; 33] = [
+const LINES: [Line; 44] = [
     own(NONE, 1),
     own(Kind::SlatEpt, 1),
     own(SHARED, 1),
@@ -100,6 +101,17 @@ const LINES: [Line; 33] = [
     Line::new(EXCLUSIVE, 2, Order::Opposite),
     Line::new(Kind::DirtyLog, 2, Order::Same),
     Line::new(Kind::DirtyLog, 2, Order::Opposite),
+    own(NONE, 4),
+    own(NONE, 8),
+    own(NONE, 16),
+    own(Kind::DirtyLog, 16),
+    own(SHARED, 4),
+    own(SHARED, 8),
+    own(SHARED, 16),
+    own(EXCLUSIVE, 4),
+    own(EXCLUSIVE, 8),
+    own(EXCLUSIVE, 16),
+    Line::new(NONE, 16, Order::Same),
     own(NONE, MANY),
     own(SHARED, MANY),
     own(Kind::StdRwLock, MANY),
@@ -121,7 +133,7 @@ const fn ratio(what: &'static str, ours: Line, other: Line, aim: &'static str) -
     Ratio { what, ours, other, aim }
 }
 
-const RATIOS: [Ratio; 17] = [
+const RATIOS: [Ratio; 22] = [
     ratio("no lock: 2 threads / 1", own(NONE, 2), own(NONE, 1), ">= 1.8"),
     ratio("dirty log: 2 threads / 1", own(Kind::DirtyLog, 2), own(Kind::DirtyLog, 1), ">= 1.8"),
     ratio("EPT / NPT, 1 thread", own(Kind::SlatEpt, 1), own(NONE, 1), ""),
@@ -139,6 +151,11 @@ const RATIOS: [Ratio; 17] = [
     ratio("in own shared / in RwLock, 2 threads", own(IN_SHARED, 2), own(Kind::StdRwLock, 2), ">= 0.87"),
     ratio("in own shared / in RwLock, 64 threads", own(IN_SHARED, MANY), own(Kind::StdRwLock, MANY), ">= 0.87"),
     ratio("no lock: 64 threads / 1", own(NONE, MANY), own(NONE, 1), ""),
+    ratio("no lock: 4 threads / 1", own(NONE, 4), own(NONE, 1), ">= 3.6"),
+    ratio("no lock: 8 threads / 1", own(NONE, 8), own(NONE, 1), ">= 7.2"),
+    ratio("no lock: 16 threads / 1", own(NONE, 16), own(NONE, 1), ">= 14.4"),
+    ratio("no lock / shared, 16 threads", own(NONE, 16), own(SHARED, 16), ""),
+    ratio("no lock / exclusive, 16 threads", own(NONE, 16), own(EXCLUSIVE, 16), ""),
 ];
 
 /// Lines with an aim for the time of each call, in nanoseconds.
@@ -169,6 +186,12 @@ fn quantile(values: &[f64], per_mille: usize) -> f64 {
 
 fn median(values: &[f64]) -> f64 {
     quantile(values, 500)
+}
+
+/// The lines that this machine has the CPUs for, and those that wait for CPUs in any case.
+fn lines() -> impl Iterator<Item = Line> {
+    let nr_cpus = cpus().len().max(2) as u64;
+    LINES.into_iter().filter(move |line| line.nr_threads <= nr_cpus || line.nr_threads == MANY)
 }
 
 /// Measures all lines in turn, repeatedly, for `divisor` times fewer pages than usual.
@@ -234,7 +257,7 @@ fn print_ratios(lines: &[Line], samples: &[Samples]) {
 /// The table of the lines whose name contains one of `names`; of all lines, if there are no names.
 fn table(memory: Memory, names: &[String], nr_repetitions: usize, divisor: u64) {
     let asked = |line: &Line| names.is_empty() || names.iter().any(|name| line.name().contains(name.as_str()));
-    let lines: Vec<Line> = LINES.into_iter().filter(asked).collect();
+    let lines: Vec<Line> = lines().filter(asked).collect();
     // The first warms the caches and the CPUs' clocks.
     collect(memory, &lines, 1, divisor);
     let samples = collect(memory, &lines, nr_repetitions, divisor);
@@ -261,10 +284,10 @@ fn time(memory: Memory, line: Line, nr_faults: u64) -> Duration {
 
 fn report(memory: Memory, criterion: &mut Criterion) {
     for order in [Order::Partitioned, Order::Same, Order::Opposite] {
-        for line in LINES.iter().filter(|line| line.order == order) {
+        for line in lines().filter(|line| line.order == order) {
             let mut group = criterion.benchmark_group(line.name());
             group.bench_function(BenchmarkId::new(line.order_name(), line.nr_threads), |bencher| {
-                bencher.iter_custom(|nr_faults| time(memory, *line, nr_faults));
+                bencher.iter_custom(|nr_faults| time(memory, line, nr_faults));
             });
             group.finish();
         }

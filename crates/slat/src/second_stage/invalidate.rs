@@ -36,36 +36,41 @@ use crate::table::in_flight::{InFlight, RangesInFlight};
 /// Keep it in a variable with a name while the pages change: `let _ =` drops it at once. Leaking it
 /// leaves the range unusable for good.
 #[must_use = "the range is withdrawn when this is dropped"]
-pub struct Invalidation<'v> {
-    range: GfnRange,
-    /// Pinned pages that were unmapped.
-    pub(crate) nr_pinned: u64,
-    _in_flight: InFlight<'v>,
-}
+pub struct Invalidation<'v>(InFlight<'v>);
 
 impl Invalidation<'_> {
     /// The range in flight.
     pub fn range(&self) -> GfnRange {
-        self.range
+        self.0.range()
     }
 }
 
 impl core::fmt::Debug for Invalidation<'_> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Invalidation").field("range", &self.range).finish_non_exhaustive()
+        f.debug_struct("Invalidation").field("range", &self.range()).finish_non_exhaustive()
     }
 }
 
 impl<'v> Invalidation<'v> {
     /// Invalidates `range`, until the value is dropped. `ranges` are those of the tree, borrowed
     /// for longer than `op`.
-    // Never inlined: a change of a memslot does much else before and after.
-    #[inline(never)]
+    #[inline]
     pub(crate) fn new<H: Host, F: Format>(
         ranges: &'v RangesInFlight,
-        op: Operation<'_, H, F>,
+        op: &Operation<'_, H, F>,
         range: GfnRange,
     ) -> Result<Invalidation<'v>, OutOfMemory> {
+        Ok(Self::with_pinned(ranges, op, range)?.0)
+    }
+
+    /// As [`new`](Self::new); with how many pinned pages were unmapped.
+    // Never inlined: a change of a memslot does much else before and after.
+    #[inline(never)]
+    pub(crate) fn with_pinned<H: Host, F: Format>(
+        ranges: &'v RangesInFlight,
+        op: &Operation<'_, H, F>,
+        range: GfnRange,
+    ) -> Result<(Invalidation<'v>, u64), OutOfMemory> {
         debug_assert!(ptr::eq(ranges, &op.tree.in_flight), "the ranges in flight are those of the tree");
         let in_flight = ranges.publish(range)?;
         let seq = op.tree.next_seq();
@@ -79,6 +84,6 @@ impl<'v> Invalidation<'v> {
         // Even if nothing was there: another thread may have emptied a PTE and not flushed yet.
         batch.add(range);
         batch.flush();
-        Ok(Invalidation { range, nr_pinned: zapped?, _in_flight: in_flight })
+        Ok((Invalidation(in_flight), zapped?))
     }
 }

@@ -104,7 +104,7 @@ fn zap_run<'t, H: Host, F: Format>(
     // As in `invalidate`: the range and the bits are visible before the walk finds any page-table
     // page linked.
     fence_after_rmw();
-    let zapped = zap::zap_range(op, run, seq, Faults::MayComeBack, batch);
+    let zapped = zap::zap_range(&op, run, seq, Faults::MayComeBack, batch);
     batch.add(run);
     zapped.map(drop)
 }

@@ -104,6 +104,7 @@
 
 #![expect(unsafe_code, reason = "takes over the tables that it unlinks")]
 
+mod small;
 mod take_over;
 
 use self::take_over::Room;
@@ -117,13 +118,12 @@ use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::operation::Operation;
-use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node::{self, TableCache};
 use crate::table::pte::{Pte, State};
-use crate::table::pte_ref::{Changed, Ptes};
+use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -165,7 +165,7 @@ pub(crate) enum Faults {
 /// A pinned leaf that the range covers in part could not be split. What was zapped before it is in
 /// `batch`.
 pub(crate) fn zap_range<'t, H: Host, F: Format>(
-    op: Operation<'t, H, F>,
+    op: &Operation<'t, H, F>,
     range: GfnRange,
     seq: InvalidationSeq,
     faults: Faults,
@@ -195,12 +195,19 @@ pub(crate) fn zap_range<'t, H: Host, F: Format>(
         nr_pinned: 0,
         visited: range.start,
     };
+    let mut rest = range;
+    if range.is_part_of_block(Level::L2M) {
+        rest.start = zap.zap_in_one_table();
+        if rest.is_empty() {
+            return Ok(zap.nr_pinned);
+        }
+    }
     let mut result = Ok(());
     // A further pass has work only if the range has a whole block of the level.
     while zap.pass == Level::L4K
         || (zap.pass <= op.tree.root_level() && !zap.is_in_one_pte && range.has_block(zap.pass))
     {
-        result = walk::run(op, range, &mut zap);
+        result = walk::run(*op, rest, &mut zap);
         // Unlinking a page-table page above would take along those that were left, in one long
         // step.
         if zap.leaves_tables || faults == Faults::MayComeBack || result.is_err() {
@@ -230,7 +237,8 @@ enum Work<F> {
 
 /// A zap under way.
 struct Zap<'z, 't, H: Host, F: Format> {
-    op: Operation<'t, H, F>,
+    /// Not copied: a copy is read by vectors, just after it was stored word by word.
+    op: &'z Operation<'t, H, F>,
     range: GfnRange,
     seq: InvalidationSeq,
     faults: Faults,
@@ -292,7 +300,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
             }
             // If the PTE has changed meanwhile, the next turn reads it anew.
             Work::Break(value, level) => {
-                let _: Result<(), Changed> = split::split_by_breaking(self.op, &mut self.tables, gfn, value, level);
+                let _: Result<(), Changed> = split::split_by_breaking(*self.op, &mut self.tables, gfn, value, level);
             }
             Work::Flush(value, level) => {
                 self.op.flush(&[gfn.block(level)]);
@@ -304,7 +312,7 @@ impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
             }
             Work::FinishSplit => {
                 if let Some(broken) = self.broken.take() {
-                    broken.finish(self.op);
+                    broken.finish(*self.op);
                 }
             }
         }
@@ -337,7 +345,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 cursor.restart();
                 return Next::Again(0);
             }
-            State::Broken => match broken::cancel(op, guard, cursor) {
+            State::Broken => match broken::cancel(*op, guard, cursor) {
                 None => return Next::Again(0),
                 broken => {
                     self.broken = broken;
@@ -377,7 +385,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
                 // Before the exchange: see the module. If hardware sets A or D meanwhile, the
                 // exchange fails, and the next try reports anew.
-                mark_dirty(op, guard, value, level, block);
+                mark_dirty(*op, guard, value, level, block);
                 node::report_zapped(op.tree, value, level, block);
                 let seq = self.seq_for(level);
                 // Beside the range nothing keeps a fault from making a PTE of another size before
@@ -388,7 +396,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 if done.is_ok() {
                     // Once more: before the exchange a harvest may have taken the mark and cleared
                     // D, and a CPU have set D again (`models/proofs/harvest_beside_zap.py`).
-                    mark_dirty(op, guard, value, level, block);
+                    mark_dirty(*op, guard, value, level, block);
                     self.batch.add(block);
                 }
                 done
@@ -466,81 +474,6 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             self.batch.add_released(block, pfn);
             self.nr_pinned += block.nr_pages();
         }))
-    }
-
-    /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
-    /// the cursor's page on, as far as the range goes: what [`visit`](Self::visit) does for each of
-    /// them, with what is the same for all done once. If it does not come to the end, the cursor is
-    /// where it goes on: no page is visited twice, so none gets the zap's number twice.
-    #[expect(clippy::too_many_lines, reason = "one match over the states of a PTE, in a loop that is hot")]
-    #[inline(never)]
-    fn zap_ptes(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<Work<F>> {
-        let (op, tree, start, block) = (self.op, self.op.tree, cursor.gfn(), cursor.block());
-        let part = GfnRange { start, end: block.end.min(self.range.end) };
-        // Shorter than the block in tests whose page-table pages have few PTEs.
-        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
-        let marks = !tree.config.first_write_faults(Level::L4K);
-        let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
-        let of_leaf = if may_come_back { self.seq.unflushed() } else { self.seq };
-        let mut nr_zapped = 0;
-        let mut next = Next::Advance(1 + part.nr_pages());
-        'ptes: for (gfn, pte) in (part.start.0..part.end.0).map(Gfn).zip(ptes.iter()) {
-            self.visits(gfn);
-            loop {
-                let value = pte.load();
-                match value.state(Level::L4K) {
-                    State::Leaf | State::Tracked => {
-                        let range = GfnRange::new(gfn, 1);
-                        let is_pinned = value.is_pinned();
-                        let pfn = || tree.encoding.frame(value, Level::L4K);
-                        if is_pinned && !self.batch.has_room_to_release(range, pfn()) {
-                            cursor.move_to(gfn);
-                            next = Next::Leave(Work::Retire);
-                            break 'ptes;
-                        }
-                        if marks && !is_pinned {
-                            mark_dirty(op, guard, value, Level::L4K, range);
-                        }
-                        if !is_pinned {
-                            node::report_zapped(tree, value, Level::L4K, range);
-                        }
-                        if pte.exchange(value, Pte::empty(of_leaf)).is_err() {
-                            continue;
-                        }
-                        if nr_zapped == 0 {
-                            // Not at the end: a report may unwind.
-                            self.batch.add(part);
-                        }
-                        nr_zapped += 1;
-                        if is_pinned {
-                            self.batch.add_released(range, pfn());
-                            self.nr_pinned += 1;
-                        } else if marks {
-                            mark_dirty(op, guard, value, Level::L4K, range);
-                        }
-                    }
-                    State::Empty(found) if found < self.seq => {
-                        let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed();
-                        let seq = if is_unflushed { self.seq.unflushed() } else { self.seq };
-                        if pte.exchange(value, Pte::empty(seq)).is_err() {
-                            continue;
-                        }
-                    }
-                    // As in `visit`.
-                    State::Empty(_) => pte.clean(),
-                    // The page-table page was unlinked meanwhile, or is broken.
-                    State::Frozen | State::Broken | State::Table => {
-                        cursor.move_to(gfn);
-                        next = Next::Again(0);
-                        break 'ptes;
-                    }
-                }
-                break;
-            }
-        }
-        op.stats().add(Counter::Zapped4K, nr_zapped);
-        op.stats().add(Counter::Zapped, nr_zapped);
-        next
     }
 
     /// The sequence number for a PTE of `level` that becomes empty; see the module.

@@ -386,12 +386,16 @@ impl<B> Slots<B> {
     }
 
     /// Frees the retired things that no guard can have found and no participant resolves in.
-    #[inline(never)]
+    #[inline]
     pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         // A load first: mostly there is nothing, and then the line stays where it is.
-        if self.retired.first.load(Ordering::Relaxed).is_null() {
-            return;
+        if !self.retired.first.load(Ordering::Relaxed).is_null() {
+            self.reclaim_retired(epochs, barrier_on_all_cpus);
         }
+    }
+
+    #[inline(never)]
+    fn reclaim_retired(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         // Acquire: observes the nodes.
         let mut next = self.retired.first.swap(ptr::null_mut(), Ordering::Acquire);
         let oldest = epochs.oldest_open(barrier_on_all_cpus);

@@ -32,7 +32,8 @@
 //! than 2 MiB reads the lists of other blocks.
 //!
 //! When all places of a list are claimed, another chunk is linked behind, and stays for the life of
-//! the VM. So the number of chunks follows the number of invalidations that ever ran at once.
+//! the VM. So the number of chunks follows the number of invalidations that ever ran at once, and
+//! the number of a chunk in its list says for good which it is.
 //!
 //! # Why it is correct
 //! A place may be withdrawn and claimed again while a fault reads it. Then the fault reads the
@@ -50,9 +51,7 @@
 #![expect(unsafe_code, reason = "chunks are linked by raw pointers")]
 
 use alloc::boxed::Box;
-use core::ptr;
-
-use arrayvec::ArrayVec;
+use core::{iter, ptr};
 
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::{OnceBox, Zeroed, try_box};
@@ -200,9 +199,89 @@ impl Lists {
     /// The list of the block of 2 MiB around `gfn`.
     #[inline]
     fn of_block(&self, gfn: Gfn) -> &Chunk {
-        // Neighbours are scattered, and so are blocks at equal distances (Fibonacci hashing).
-        let hash = (gfn.0 / Level::L2M.nr_pages()).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        &self.of_blocks[(hash >> (u64::BITS - LIST_BITS)) as usize]
+        &self.of_blocks[nth_list(gfn)]
+    }
+}
+
+/// Which list is that of the block of 2 MiB around `gfn`.
+#[inline]
+fn nth_list(gfn: Gfn) -> usize {
+    // Neighbours are scattered, and so are blocks at equal distances (Fibonacci hashing).
+    let hash = (gfn.0 / Level::L2M.nr_pages()).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (hash >> (u64::BITS - LIST_BITS)) as usize
+}
+
+/// Where chunks are linked: each has one word that counts its ranges, or none.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum List {
+    /// The first chunk alone.
+    First,
+    Large,
+    /// The list of blocks with this number.
+    OfBlocks(usize),
+}
+
+impl List {
+    /// From which bit on the first chunk's word counts the ranges of the list; it does not count
+    /// its own.
+    fn counted_from(self) -> Option<u8> {
+        match self {
+            List::First => None,
+            List::Large => Some(LARGE_SHIFT),
+            List::OfBlocks(_) => Some(IN_BLOCKS_SHIFT),
+        }
+    }
+}
+
+/// The place of a range: its number in its chunk, the number of the list and that of the chunk in
+/// it. In 32 bits, so that a range in flight is passed in two registers.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Position(u32);
+
+impl Position {
+    const NONE: Position = Position(0);
+    const VALID: u32 = 1;
+    const PLACE_SHIFT: u32 = 1;
+    const PLACE_BITS: u32 = 3;
+    const LIST_SHIFT: u32 = Position::PLACE_SHIFT + Position::PLACE_BITS;
+    /// Two more than there are lists of blocks.
+    const LIST_BITS: u32 = LIST_BITS + 1;
+    const CHUNK_SHIFT: u32 = Position::LIST_SHIFT + Position::LIST_BITS;
+    /// As many chunks as the position has bits for.
+    const MAX_CHUNKS: usize = 1 << (u32::BITS - Position::CHUNK_SHIFT);
+
+    #[inline]
+    fn new(list: List, nth_chunk: usize, place: usize) -> Position {
+        debug_assert!(place < NR_PLACES && nth_chunk < Position::MAX_CHUNKS);
+        let list = match list {
+            List::First => 0,
+            List::Large => 1,
+            List::OfBlocks(nth) => 2 + nth,
+        };
+        Position(
+            Position::VALID
+                | (place as u32) << Position::PLACE_SHIFT
+                | (list as u32) << Position::LIST_SHIFT
+                | (nth_chunk as u32) << Position::CHUNK_SHIFT,
+        )
+    }
+
+    #[inline]
+    fn place(self) -> usize {
+        (self.0 >> Position::PLACE_SHIFT) as usize % (1 << Position::PLACE_BITS)
+    }
+
+    #[inline]
+    fn list(self) -> List {
+        match (self.0 >> Position::LIST_SHIFT) as usize % (1 << Position::LIST_BITS) {
+            0 => List::First,
+            1 => List::Large,
+            nth => List::OfBlocks(nth - 2),
+        }
+    }
+
+    fn nth_chunk(self) -> usize {
+        (self.0 >> Position::CHUNK_SHIFT) as usize
     }
 }
 
@@ -222,47 +301,51 @@ impl Default for RangesInFlight {
 impl RangesInFlight {
     /// Publishes `range`, which is not empty, until the returned value is dropped. Allocates only
     /// if more ranges are in flight than ever before.
-    // Never inlined: it is done before the walks, which need the stack.
-    #[inline(never)]
+    #[inline]
     pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
-        let mut in_flight = InFlight { first: &self.first, parts: ArrayVec::new() };
         match self.first.publish(range) {
-            Some(place) => in_flight.parts.push(Part { chunk: &self.first, place: place as u32, shift: None }),
-            None => self.publish_behind(range, &mut in_flight)?,
+            Some(place) => Ok(InFlight::at(self, Position::new(List::First, 0, place))),
+            None => self.publish_behind(range),
         }
-        Ok(in_flight)
     }
 
-    /// Publishes `range` behind the first chunk. On an error it is published in `in_flight` at most.
+    /// Publishes `range` behind the first chunk.
+    // Never inlined: it is done before the walks, which need the stack.
     #[cold]
-    fn publish_behind<'p>(&'p self, range: GfnRange, in_flight: &mut InFlight<'p>) -> Result<(), OutOfMemory> {
-        let lists = self.lists.get_or_make()?;
+    #[inline(never)]
+    fn publish_behind(&self, range: GfnRange) -> Result<InFlight<'_>, OutOfMemory> {
         let border = range.start.block(Level::L2M).end;
+        let of_block = |part: GfnRange| self.publish_in(List::OfBlocks(nth_list(part.start)), part);
         if range.end <= border {
-            in_flight.parts.push(self.publish_in(lists.of_block(range.start), range, IN_BLOCKS_SHIFT)?);
+            Ok(InFlight::at(self, of_block(range)?))
         } else if range.end <= border.block(Level::L2M).end {
-            for part in [GfnRange { end: border, ..range }, GfnRange { start: border, ..range }] {
-                in_flight.parts.push(self.publish_in(lists.of_block(part.start), part, IN_BLOCKS_SHIFT)?);
-            }
+            // Withdrawn if there is no place for the other part.
+            let mut in_flight = InFlight::at(self, of_block(GfnRange { end: border, ..range })?);
+            in_flight.add(of_block(GfnRange { start: border, ..range })?);
+            Ok(in_flight)
         } else {
-            in_flight.parts.push(self.publish_in(&lists.large, range, LARGE_SHIFT)?);
+            Ok(InFlight::at(self, self.publish_in(List::Large, range)?))
         }
-        Ok(())
     }
 
-    /// Publishes `range` in `list`, and counts it from bit `shift` on.
-    fn publish_in<'p>(&'p self, list: &'p Chunk, range: GfnRange, shift: u8) -> Result<Part<'p>, OutOfMemory> {
+    /// Publishes `range` in `list`, which is not that of the first chunk, and counts it.
+    fn publish_in(&self, list: List, range: GfnRange) -> Result<Position, OutOfMemory> {
+        self.lists.get_or_make()?;
+        let (Some(first), Some(shift)) = (self.chunks(list).next(), list.counted_from()) else {
+            debug_assert!(false, "the lists were made");
+            return Err(OutOfMemory);
+        };
         let count = 1 << shift;
         // Release: as for the active bit, a fault that reads the number that is taken next observes
         // this.
         let before = self.first.word.fetch_add(count, Ordering::Release);
         let published = if (before >> shift) % (2 * MAX_COUNT) < MAX_COUNT {
-            Self::publish_at_first_place(list, range)
+            Self::publish_at_first_place(first, range)
         } else {
             Err(OutOfMemory)
         };
         match published {
-            Ok((chunk, place)) => Ok(Part { chunk, place: place as u32, shift: Some(shift) }),
+            Ok((nth_chunk, place)) => Ok(Position::new(list, nth_chunk, place)),
             Err(error) => {
                 self.first.word.fetch_sub(count, Ordering::Release);
                 Err(error)
@@ -270,18 +353,40 @@ impl RangesInFlight {
         }
     }
 
-    /// Publishes `range` at the first place of `list` that is not claimed.
-    fn publish_at_first_place(list: &Chunk, range: GfnRange) -> Result<(&Chunk, usize), OutOfMemory> {
-        let mut chunk = list;
-        loop {
+    /// Publishes `range` at the first place of the list that begins with `chunk` which is not
+    /// claimed. Returns the number of the chunk and the place.
+    fn publish_at_first_place(mut chunk: &Chunk, range: GfnRange) -> Result<(usize, usize), OutOfMemory> {
+        for nth_chunk in 0..Position::MAX_CHUNKS {
             if let Some(place) = chunk.publish(range) {
-                return Ok((chunk, place));
+                return Ok((nth_chunk, place));
             }
             chunk = match chunk.next() {
                 Some(next) => next,
                 None => Self::link_another(chunk)?,
             };
         }
+        Err(OutOfMemory)
+    }
+
+    /// The chunks of `list`.
+    fn chunks(&self, list: List) -> impl Iterator<Item = &Chunk> {
+        let first = match list {
+            List::First => Some(&self.first),
+            List::Large => self.lists.get().map(|lists| &lists.large),
+            List::OfBlocks(nth) => self.lists.get().and_then(|lists| lists.of_blocks.get(nth)),
+        };
+        iter::successors(first, |chunk| chunk.next())
+    }
+
+    /// The chunk with a range that was published.
+    #[inline]
+    fn chunk_at(&self, position: Position) -> &Chunk {
+        if position.list() == List::First {
+            return &self.first;
+        }
+        let found = self.chunks(position.list()).nth(position.nth_chunk());
+        debug_assert!(found.is_some(), "chunks stay for the life of the VM");
+        found.unwrap_or(&self.first)
     }
 
     /// Links a chunk behind `last`, unless another thread has linked one.
@@ -381,33 +486,64 @@ impl Drop for Chunk {
 }
 
 /// A range in flight. Dropping it withdraws the range.
-// Small: it is in values that are moved over the stack.
+// Two words: it is returned up the calls of an invalidation in registers. A copy through memory
+// would read by vectors what was just stored word by word, for which the CPU waits.
 #[must_use]
 pub(crate) struct InFlight<'p> {
-    first: &'p Chunk,
-    parts: ArrayVec<Part<'p>, 2>,
+    ranges: &'p RangesInFlight,
+    /// The [`Position`] of the range, or of its two parts: the second in the upper half.
+    positions: u64,
 }
 
-/// A range, or a part of it, at one place.
-struct Part<'p> {
-    chunk: &'p Chunk,
-    place: u32,
-    /// From which bit on it is counted in the first chunk; in that itself it is not.
-    shift: Option<u8>,
+impl<'p> InFlight<'p> {
+    #[inline]
+    fn at(ranges: &'p RangesInFlight, position: Position) -> InFlight<'p> {
+        InFlight { ranges, positions: u64::from(position.0) }
+    }
+
+    /// Adds the second part.
+    fn add(&mut self, position: Position) {
+        self.positions |= u64::from(position.0) << u32::BITS;
+    }
+
+    #[inline]
+    fn positions(&self) -> [Position; 2] {
+        [Position(self.positions as u32), Position((self.positions >> u32::BITS) as u32)]
+    }
+
+    /// The range.
+    pub(crate) fn range(&self) -> GfnRange {
+        let [first, second] = self.positions();
+        let place = |position: Position| &self.ranges.chunk_at(position).places[position.place()];
+        let last = if second == Position::NONE { first } else { second };
+        // Relaxed: the places are this value's, which came with them from the thread that stored.
+        GfnRange {
+            start: Gfn(place(first).start.load(Ordering::Relaxed)),
+            end: Gfn(place(last).end.load(Ordering::Relaxed)),
+        }
+    }
+
+    #[inline]
+    fn withdraw(&self, position: Position) {
+        let (chunk, place) = (self.ranges.chunk_at(position), position.place());
+        // Release: what the host did comes before, for a fault that does not observe the range
+        // any more, and for the place's next owner.
+        chunk.word.fetch_and(!(claimed_bit(place) | active_bit(place)), Ordering::Release);
+        record!(Withdrawn { place: chunk.address(place) });
+        if let Some(shift) = position.list().counted_from() {
+            // Release: as above, for a fault that does not read behind the first chunk any more.
+            self.ranges.first.word.fetch_sub(1 << shift, Ordering::Release);
+        }
+    }
 }
 
 impl Drop for InFlight<'_> {
+    #[inline]
     fn drop(&mut self) {
-        for part in &self.parts {
-            let place = part.place as usize;
-            // Release: what the host did comes before, for a fault that does not observe the range
-            // any more, and for the place's next owner.
-            part.chunk.word.fetch_and(!(claimed_bit(place) | active_bit(place)), Ordering::Release);
-            record!(Withdrawn { place: part.chunk.address(place) });
-            if let Some(shift) = part.shift {
-                // Release: as above, for a fault that does not read behind the first chunk any more.
-                self.first.word.fetch_sub(1 << shift, Ordering::Release);
-            }
+        let [first, second] = self.positions();
+        self.withdraw(first);
+        if second != Position::NONE {
+            self.withdraw(second);
         }
     }
 }

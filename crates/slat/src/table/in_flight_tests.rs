@@ -76,6 +76,9 @@ fn faults_find_what_is_free_among_ranges_of_all_kinds() {
             drop(held.remove(n * 13 % held.len()));
         }
     }
+    for (range, in_flight) in &held {
+        assert_eq!(in_flight.range(), *range);
+    }
     let current: Vec<GfnRange> = held.iter().map(|&(range, _)| range).collect();
     for &range in &all {
         let near = [
@@ -113,6 +116,34 @@ fn a_fault_reads_no_range_of_another_block() {
     assert_eq!(set.free_level(Gfn(20_000), Level(2)), Some(Level(1)));
     drop((in_flight, full));
     assert_eq!(set.first.word.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn each_place_of_a_long_list_is_withdrawn_alone() {
+    let set = RangesInFlight::default();
+    let full: Vec<_> = (0..NR_PLACES as u64).map(|n| set.publish(GfnRange::new(Gfn((n + 1) << 30), 1)).unwrap()).collect();
+    let mut in_flight: Vec<_> = (0..512).map(|n| Some(set.publish(range(n, n + 1)).unwrap())).collect();
+    for nth in 0..512 {
+        let withdrawn = nth * 211 % 512;
+        in_flight[withdrawn] = None;
+        for (page, left) in in_flight.iter().enumerate() {
+            let expected = left.is_none().then_some(Level(1));
+            assert_eq!(set.free_level(Gfn(page as u64), Level(1)), expected, "page {page}, without {withdrawn}");
+        }
+    }
+    drop(full);
+    assert_eq!(set.first.word.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_position_has_what_it_was_made_of() {
+    for list in [List::First, List::Large, List::OfBlocks(0), List::OfBlocks((1 << LIST_BITS) - 1)] {
+        for (nth_chunk, place) in [(0, 0), (1, NR_PLACES - 1), (Position::MAX_CHUNKS - 1, 3 % NR_PLACES)] {
+            let position = Position::new(list, nth_chunk, place);
+            assert!(position != Position::NONE);
+            assert_eq!((position.list(), position.nth_chunk(), position.place()), (list, nth_chunk, place));
+        }
+    }
 }
 
 #[test]

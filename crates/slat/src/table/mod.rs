@@ -264,8 +264,9 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// Frees page-table pages whose grace period is over: all that were emptied, and of those with
     /// leaves as many as one call frees beside its own work. Returns whether there are more.
+    #[inline]
     pub(crate) fn reclaim(&self) -> bool {
-        self.epochs.reclaim_tables(&self.host, &self.encoding, TABLES_PER_RECLAIM)
+        self.epochs.has_retired_tables() && self.epochs.reclaim_tables(&self.host, &self.encoding, TABLES_PER_RECLAIM)
     }
 
     /// Frees all page-table pages whose grace period is over, and yields in between.

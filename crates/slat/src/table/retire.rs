@@ -349,6 +349,12 @@ impl Epochs {
         self.push_tables(host, chain);
     }
 
+    /// Whether page-table pages wait for their grace period. Mostly none does.
+    #[inline]
+    pub(crate) fn has_retired_tables(&self) -> bool {
+        self.retired_tables.first.load(Ordering::Relaxed) != NO_TABLE.0
+    }
+
     /// Frees the retired page-table pages that no open guard can reach, but at most
     /// `max_with_leaves` of those with leaves. Returns whether there are more of these.
     pub(crate) fn reclaim_tables<H: Host, F: Format>(
@@ -357,10 +363,6 @@ impl Epochs {
         encoding: &Encoding<F>,
         max_with_leaves: u64,
     ) -> bool {
-        // Relaxed look first: mostly the list is empty, and then the line stays where it is.
-        if self.retired_tables.first.load(Ordering::Relaxed) == NO_TABLE.0 {
-            return false;
-        }
         // Acquire: observes the links and tags of the list.
         let mut next = Hpa(self.retired_tables.first.swap(NO_TABLE.0, Ordering::Acquire));
         let oldest = self.oldest_open(|| host.barrier_on_all_cpus());
@@ -442,7 +444,9 @@ impl Epochs {
             participant.announced.store(IDLE, Ordering::Relaxed);
             participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
-        self.reclaim_tables(host, encoding, u64::MAX);
+        if self.has_retired_tables() {
+            self.reclaim_tables(host, encoding, u64::MAX);
+        }
     }
 }
 

@@ -64,6 +64,11 @@ impl ReleasedFrames {
         ReleasedFrames { last: (GfnRange { start: Gfn(0), end: Gfn(0) }, Pfn(0)), earlier: None }
     }
 
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.last.0.is_empty()
+    }
+
     fn extends_last(&self, range: GfnRange, pfn: Pfn) -> bool {
         let (last, first) = self.last;
         last.end == range.start && pfn.0 == first.0 + last.nr_pages()
@@ -71,7 +76,7 @@ impl ReleasedFrames {
 
     /// Whether these pages can be added before a flush. If nothing was added yet, they can.
     fn has_room(&mut self, range: GfnRange, pfn: Pfn) -> bool {
-        if self.last.0.is_empty() || self.extends_last(range, pfn) {
+        if self.is_empty() || self.extends_last(range, pfn) {
             return true;
         }
         if self.earlier.is_none() {
@@ -232,32 +237,53 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
 
     /// Flushes the ranges, if there are any: first in derived tables, then on all CPUs. Then
     /// releases the frames and retires the page-table pages.
+    #[inline]
     pub(crate) fn flush(&mut self) {
-        if let Some(derived) = self.tree.derived.as_deref() {
-            for nth in 0..self.ranges.len() {
-                derived.zap_unbacked(self.ranges[nth], self);
-            }
+        if self.tree.derived.is_some() {
+            self.flush_derived();
         }
         self.flush_cpus();
     }
 
+    #[inline(never)]
+    fn flush_derived(&mut self) {
+        let Some(derived) = self.tree.derived.as_deref() else { return };
+        for nth in 0..self.ranges.len() {
+            derived.zap_unbacked(self.ranges[nth], self);
+        }
+    }
+
     /// As [`flush`](Self::flush), where derived tables allow no more than the second stage already.
+    #[inline]
     pub(crate) fn flush_cpus(&mut self) {
+        if self.unlinked.len() > 0 || !self.released.is_empty() || self.counter.is_some() {
+            return self.flush_cpus_and_release();
+        }
+        self.flush_ranges();
+    }
+
+    #[inline(never)]
+    fn flush_cpus_and_release(&mut self) {
         // Taken first: if the flush panics, these are leaked and the count stays, for CPUs may still
         // use what was zapped.
         let released = mem::replace(&mut self.released, ReleasedFrames::none());
         let unlinked = mem::replace(&mut self.unlinked, TableChain::new());
         let counter = self.counter.take();
-        self.is_joined = false;
-        if !self.ranges.is_empty() {
-            let ranges = ClearedAtEnd(&mut self.ranges);
-            self.tree.flush_cpus(self.participant, ranges.0);
-        }
+        self.flush_ranges();
         if let Some(counter) = counter {
             counter.fetch_sub(1, Ordering::SeqCst);
         }
         released.release(&self.tree.host);
         self.tree.epochs.retire_tables(&self.tree.host, unlinked);
+    }
+
+    #[inline]
+    fn flush_ranges(&mut self) {
+        self.is_joined = false;
+        if !self.ranges.is_empty() {
+            let ranges = ClearedAtEnd(&mut self.ranges);
+            self.tree.flush_cpus(self.participant, ranges.0);
+        }
     }
 }
 

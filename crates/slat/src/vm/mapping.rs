@@ -93,10 +93,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         let participant = self.tree.epochs.borrow_participant()?;
         let op = self.operation(&participant);
         map::split_end(op, range)?;
-        let result = Invalidation::new(&self.tree.in_flight, op, range).map(|invalidation| invalidation.nr_pinned);
+        let nr_pinned = Invalidation::with_pinned(&self.tree.in_flight, &op, range).map(|(_, nr_pinned)| nr_pinned);
         drop(participant);
         self.tree.reclaim();
-        Ok(result?)
+        Ok(nr_pinned?)
     }
 
     /// Changes what may be done with the pinned pages of `range`: whether they may be written, and

@@ -159,7 +159,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             let has_private = slot.is_some_and(|slot| slot.private().is_some());
             if has_private { Ok(()) } else { Err(SlotError::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
-        let invalidation = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?;
+        let invalidation = Invalidation::new(&self.tree.in_flight, &self.operation(&participant), range)?;
         // A memslot that was deleted since then took its pages with it, and another may be in its
         // place. All other pages of the range get their attributes.
         let Ok(()) = self.for_parts::<Infallible>(&participant, range, PAGES_SET_PER_TURN, |slot, part| {

@@ -138,7 +138,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         // In flight until the set without the memslot is published: no fault maps it again, and no
         // other memslot takes its place.
         let range = claim.entry().range;
-        match Invalidation::new(&self.tree.in_flight, self.operation(participant), range) {
+        match Invalidation::new(&self.tree.in_flight, &self.operation(participant), range) {
             Ok(ref _invalidation) => claim.remove(&self.tree.epochs, participant),
             Err(error) => Err(error.into()),
         }
@@ -203,7 +203,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
         } else {
             // Not moved out of the result, as in `delete_slot`: less stack.
-            match Invalidation::new(&self.tree.in_flight, self.operation(participant), lost) {
+            match Invalidation::new(&self.tree.in_flight, &self.operation(participant), lost) {
                 Ok(ref _invalidation) => {
                     claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
                 }

@@ -79,7 +79,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // A recovery of an empty page-table page that was linked there. The page belongs to
                 // the owner of the broken PTE.
                 // SAFETY: the PTE was read inside the guard, and was broken.
-                State::Broken => unsafe { broken::report_frozen(self.op, guard, old, level, gfn) },
+                State::Broken => unsafe { broken::report_frozen(*self.op, guard, old, level, gfn) },
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
@@ -131,7 +131,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     // The frozen PTE names it.
                     State::Table => nr_tables += 1,
                     // SAFETY: the PTE was read inside the guard, and was broken.
-                    State::Broken => unsafe { broken::report_frozen(op, guard, value, level, gfn) },
+                    State::Broken => unsafe { broken::report_frozen(*op, guard, value, level, gfn) },
                     State::Empty(_) | State::Frozen => {}
                 }
             }
