@@ -121,7 +121,8 @@ fn a_fault_reads_no_range_of_another_block() {
 #[test]
 fn each_place_of_a_long_list_is_withdrawn_alone() {
     let set = RangesInFlight::default();
-    let full: Vec<_> = (0..NR_PLACES as u64).map(|n| set.publish(GfnRange::new(Gfn((n + 1) << 30), 1)).unwrap()).collect();
+    let full: Vec<_> =
+        (0..NR_PLACES as u64).map(|n| set.publish(GfnRange::new(Gfn((n + 1) << 30), 1)).unwrap()).collect();
     let mut in_flight: Vec<_> = (0..512).map(|n| Some(set.publish(range(n, n + 1)).unwrap())).collect();
     for nth in 0..512 {
         let withdrawn = nth * 211 % 512;

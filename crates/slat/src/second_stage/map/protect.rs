@@ -17,7 +17,8 @@ use crate::second_stage::walk::{self, Next, TurnEnd, Walk};
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
 use crate::table::encoding::Supported;
-use crate::table::pte::State;
+use crate::table::pte::{Pte, State};
+use crate::table::pte_ref::{Changed, PteRef, Ptes};
 use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
@@ -107,40 +108,116 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
         Ok(())
     }
 
+    /// Visits the cursor's PTE. Those of 4 KiB are visited together, from above.
     fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<ProtectWork<F>> {
-        let tree = self.op.tree;
-        let (value, state) = cursor.descend_to_lowest();
+        let (value, state) = cursor.descend_to(Level::L2M);
         let (level, block) = (cursor.level(), cursor.block());
-        if state == State::Broken {
-            return match broken::cancel(self.op, guard, cursor) {
+        match state {
+            State::Table => match cursor.read_table(Level::L2M) {
+                Some((_, ptes)) => self.visit_small(cursor, ptes),
+                None => Next::Again(1),
+            },
+            State::Broken => match broken::cancel(self.op, guard, cursor) {
                 Some(pinned) => Next::Leave(ProtectWork::FinishSplit(pinned)),
                 None => Next::Again(1),
-            };
-        }
-        if state != State::Leaf || !value.is_pinned() {
-            return Next::Advance(1);
-        }
-        let mapped = tree.encoding.attributes_of(value.attribute_bits(level)).memory;
-        // By their bits: some formats express two types alike.
-        let bits_of = |memory| tree.encoding.attribute_bits(LeafAttributes { memory, execute: Execute::None });
-        if bits_of(mapped) != bits_of(self.protection.attributes.memory) {
-            return Next::Leave(ProtectWork::Fail(MapError::MemoryTypeFixed { gpa: cursor.gfn().gpa(), mapped }));
-        }
-        if self.pass == Pass::Check {
-            return Next::Advance(1);
-        }
-        if !self.range.covers(block) || (level > Level::L4K && keeps_small(tree, self.protection.attributes)) {
-            return Next::Leave(ProtectWork::Split);
-        }
-        let pfn = tree.encoding.frame(value, level);
-        let new = pinned_leaf(tree, pfn, level, self.attributes, self.writable);
-        if new != value {
-            if cursor.pte().exchange(value, new).is_err() {
-                return Next::Again(1);
+            },
+            State::Leaf if value.is_pinned() => {
+                if let Err(error) = self.check(value, level, cursor.gfn()) {
+                    return Next::Leave(ProtectWork::Fail(error));
+                }
+                if self.pass == Pass::Check {
+                    return Next::Advance(1);
+                }
+                if !self.range.covers(block) || keeps_small(self.op.tree, self.protection.attributes) {
+                    return Next::Leave(ProtectWork::Split);
+                }
+                match self.change(cursor.pte(), value, level) {
+                    Ok(Flush::Due) => self.batch.add(block),
+                    Ok(Flush::NotDue) => {}
+                    Err(Changed) => return Next::Again(1),
+                }
+                self.nr_pages += block.nr_pages();
+                Next::Advance(1)
             }
-            self.batch.add(block);
+            _ => Next::Advance(1),
         }
-        self.nr_pages += block.nr_pages();
-        Next::Advance(1)
     }
+
+    /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
+    /// the cursor's page on, as far as the range goes. If it does not come to the end, the cursor is
+    /// where it goes on.
+    fn visit_small(&mut self, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<ProtectWork<F>> {
+        let (start, block) = (cursor.gfn(), cursor.block());
+        let part = GfnRange { start, end: block.end.min(self.range.end) };
+        // Shorter than the block in tests whose page-table pages have few PTEs.
+        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
+        let (mut checked, mut flush) = (None, Flush::NotDue);
+        for (gfn, pte) in (part.start.0..part.end.0).map(Gfn).zip(ptes.iter()) {
+            loop {
+                let value = pte.load();
+                match value.state(Level::L4K) {
+                    State::Leaf if value.is_pinned() => {}
+                    State::Leaf | State::Tracked | State::Empty(_) => break,
+                    // The page-table page was unlinked meanwhile, or is broken.
+                    State::Frozen | State::Broken | State::Table => {
+                        cursor.move_to(gfn);
+                        return Next::Again(1);
+                    }
+                }
+                // Most leaves have the attributes of the one before.
+                let bits = value.attribute_bits(Level::L4K);
+                if checked != Some(bits) {
+                    if let Err(error) = self.check(value, Level::L4K, gfn) {
+                        cursor.move_to(gfn);
+                        return Next::Leave(ProtectWork::Fail(error));
+                    }
+                    checked = Some(bits);
+                }
+                if self.pass == Pass::Change {
+                    match self.change(pte, value, Level::L4K) {
+                        Ok(Flush::Due) if flush == Flush::NotDue => {
+                            self.batch.add(part);
+                            flush = Flush::Due;
+                        }
+                        Ok(_) => {}
+                        Err(Changed) => continue,
+                    }
+                    self.nr_pages += 1;
+                }
+                break;
+            }
+        }
+        Next::Advance(1 + part.nr_pages())
+    }
+
+    /// Checks that the pinned leaf `value`, which maps `gfn`, has the memory type that is asked for.
+    fn check(&self, value: Pte<F>, level: Level, gfn: Gfn) -> Result<(), MapError> {
+        let encoding = &self.op.tree.encoding;
+        let mapped = encoding.attributes_of(value.attribute_bits(level)).memory;
+        // By their bits: some formats express two types alike.
+        let bits_of = |memory| encoding.attribute_bits(LeafAttributes { memory, execute: Execute::None });
+        if bits_of(mapped) != bits_of(self.protection.attributes.memory) {
+            return Err(MapError::MemoryTypeFixed { gpa: gfn.gpa(), mapped });
+        }
+        Ok(())
+    }
+
+    /// Gives the pinned leaf `value` of `level` in `pte` the rights.
+    #[inline]
+    fn change(&self, pte: PteRef<'_, F>, value: Pte<F>, level: Level) -> Result<Flush, Changed> {
+        let pfn = self.op.tree.encoding.frame(value, level);
+        let new = pinned_leaf(self.op.tree, pfn, level, self.attributes, self.writable);
+        if new == value {
+            return Ok(Flush::NotDue);
+        }
+        pte.exchange(value, new)?;
+        Ok(Flush::Due)
+    }
+}
+
+/// Whether a leaf has other rights than CPUs may have cached.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flush {
+    Due,
+    NotDue,
 }
