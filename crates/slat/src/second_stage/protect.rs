@@ -398,13 +398,16 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
 
     fn protect_leaves(&mut self, leaves: Ptes<'s, F>, pages: &TablePages<'_>) {
         let tree = self.cursor.tree();
+        let named = |first: usize, bits| SetBits(bits).filter_map(move |page| leaves.get(first + page));
+        // Of all words before the first atomic operation: the cache misses overlap.
+        for (first, bits) in pages.words().filter(|&(_, bits)| bits != u64::MAX) {
+            named(first, bits).for_each(|leaf| leaf.prefetch());
+        }
         for (first, bits) in pages.words() {
             self.nr_protected += if bits == u64::MAX {
                 protect_all(tree, leaves.slice(first..).iter().take(WORD_PAGES as usize))
             } else {
-                let named = || SetBits(bits).filter_map(|page| leaves.get(first + page));
-                named().for_each(|leaf| leaf.prefetch());
-                protect_all(tree, named())
+                protect_all(tree, named(first, bits))
             };
         }
     }
