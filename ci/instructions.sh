@@ -16,7 +16,7 @@ count() {
     echo "$name: $((nr_instructions / nr_faults)) instructions a page, at most $most"
     ((nr_instructions / nr_faults <= most))
 }
-# With Rust 1.95: 230, 247, 20, 38, 546, 463, 377. Another compiler may need a few more.
+# With Rust 1.95: 235, 251, 20, 38, 553, 468, 382. Another compiler may need a few more.
 count "a page installed" 250
 count "write access restored" 265 log
 count "a page mapped ahead" 30 prefault

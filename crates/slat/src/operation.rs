@@ -11,7 +11,7 @@ use crate::table::retire::{NestedGuard, Participant};
 use crate::table::tlb::TlbBatch;
 use crate::table::{LockedGuard, Tree};
 
-/// An operation on a VM, by the thread that owns the participant.
+/// An operation on a VM, by the thread that owns the participant. All of it is of one VM.
 pub(crate) struct Operation<'v, H: Host, F: Format> {
     pub(crate) tree: &'v Tree<H, F>,
     pub(crate) slots: &'v Slots<H::Backing>,

@@ -266,7 +266,7 @@ fn small_fault<'v, H: Host, F: Format>(
     let gfn = vm.check_gpa(gpa)?;
     // SAFETY: `vm` is the vCPU's, and keeps the epochs that the participant came from alive. The
     // exclusive part is used by this fault alone, because it borrows the participant.
-    let (participant, own) = unsafe { (participant.get(), participant.exclusive()) };
+    let (participant, own) = unsafe { (participant.get(), participant.exclusive(&vm.tree.epochs)) };
     // SAFETY: as above: the VM keeps its rings alive, too.
     let ring = ring.map(|ring| unsafe { ring.get() });
     Ok((SmallFault { op: vm.operation(participant), ring, gfn, access }, own))
@@ -425,7 +425,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing, F> {
         let tree = self.op.tree;
-        let guard = tree.epochs.pin_fault(pin);
+        let guard = pin.open();
         record!(FaultLooks { gfn: self.gfn.0 });
         let (cursor, value) = Cursor::at_small(tree, &guard, self.gfn).unwrap_or_else(|| {
             // Nothing that the first walk read is kept.

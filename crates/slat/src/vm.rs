@@ -60,7 +60,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`ConfigError::NoModificationLog`], [`ConfigError::BadFaultAround`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, ConfigError> {
         config.check::<F>()?;
-        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config, None)?, rings: Rings::new() })
+        let tree = Tree::new(host, config, None)?;
+        Ok(Vm { slots: Slots::new(&tree.epochs)?, tree, rings: Rings::new() })
     }
 
     /// The host that the VM was created with.

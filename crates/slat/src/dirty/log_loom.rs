@@ -9,6 +9,7 @@
 
 extern crate std;
 
+use std::boxed::Box;
 use std::vec::Vec;
 
 use loom::sync::Arc;
@@ -150,7 +151,8 @@ fn faults_and_two_harvests() {
 
 /// A memslot of one page, which does not log yet, and the page's leaf.
 struct World {
-    epochs: Epochs,
+    /// Boxed: the world is moved.
+    epochs: Box<Epochs>,
     slots: Slots<()>,
     leaf: Leaf,
 }
@@ -159,11 +161,9 @@ const RANGE: GfnRange = GfnRange { start: Gfn(0), end: Gfn(1) };
 
 impl World {
     fn new() -> World {
-        let world = World {
-            epochs: Epochs::new(Fences::Both),
-            slots: Slots::new().expect("memory for a set"),
-            leaf: Leaf::new(),
-        };
+        let epochs = Box::new(Epochs::new(Fences::Both));
+        let slots = Slots::new(&epochs).expect("memory for a set");
+        let world = World { epochs, slots, leaf: Leaf::new() };
         let slot =
             NewSlot::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default()).expect("memory for a slot");
         let participant = world.epochs.borrow_participant().expect("memory for a participant");

@@ -135,17 +135,24 @@ impl ShadowPage {
     }
 
     /// What PTE `index` led to at some moment; [`Target::None`] if the page is gone.
+    ///
+    /// # Safety
+    /// The guard is of the VM of the page.
     #[inline]
-    pub(super) fn target_in(&self, _guard: &Guard<'_>, index: usize) -> Target {
+    pub(super) unsafe fn target_in(&self, _guard: &Guard<'_>, index: usize) -> Target {
         // Acquire: reads the records as they were made.
-        // SAFETY: null, or records that are not freed before the guard ends (`pte_records`).
+        // SAFETY: null, or records that are not freed before the guard ends (`pte_records`), as the
+        // caller promises.
         let ptes = unsafe { self.ptes.load(Ordering::Acquire).as_ref() };
         ptes.map_or(Target::None, |ptes| ptes.target(index))
     }
 
     /// Loads the list link of PTE `index` into the cache.
+    ///
+    /// # Safety
+    /// The guard is of the VM of the page.
     #[inline]
-    pub(super) fn prefetch_link(&self, _guard: &Guard<'_>, index: usize) {
+    pub(super) unsafe fn prefetch_link(&self, _guard: &Guard<'_>, index: usize) {
         // SAFETY: as in `target_in`.
         if let Some(ptes) = unsafe { self.ptes.load(Ordering::Acquire).as_ref() } {
             ptes.neighbours(index).0.load(Ordering::Relaxed);

@@ -341,7 +341,8 @@ impl<'v, H: Host> Mmu<'v, H> {
             // Before the target: then what earlier holders made is read here, and later holders
             // read the guest's PTE as it is now.
             let is_free = page.lock.is_free();
-            let target = page.target_in(&guard, index_of(gva, role.level()));
+            // SAFETY: both are of this VM.
+            let target = unsafe { page.target_in(&guard, index_of(gva, role.level())) };
             if !is_free || !page.is_alive(reference.generation) {
                 return true;
             }

@@ -173,7 +173,9 @@ impl<'v, H: Host> Mmu<'v, H> {
             if role.level() == Level::L4K {
                 break role;
             }
-            let Target::Link(below) = page.target_in(&guard, index_of(gva, role.level())) else { return Ok(None) };
+            // SAFETY: both are of this VM.
+            let target = unsafe { page.target_in(&guard, index_of(gva, role.level())) };
+            let Target::Link(below) = target else { return Ok(None) };
             // After the target was read: the record may be that of another page by now, whose links
             // lead elsewhere.
             if !page.is_alive(reference.generation) {
@@ -436,7 +438,8 @@ impl<'v, H: Host> Mmu<'v, H> {
                 return Ok(Step::Again);
             }
             let (below_gfn, below_role) = walk.below(view, role, gva, leaf);
-            let known = match page.target_in(&self.tree.epochs.pin(self.participant), index) {
+            // SAFETY: both are of this VM.
+            let known = match unsafe { page.target_in(&self.tree.epochs.pin(self.participant), index) } {
                 Target::Link(link) => {
                     // The page below is the right one only if it was made from the same frame, in
                     // the same role.

@@ -181,7 +181,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         for frame in frames {
             let Some(place) = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed)) else { continue };
             let page = self.shadow.pages.get(place.page);
-            page.prefetch_link(&guard, place.index);
+            // SAFETY: both are of this VM.
+            unsafe { page.prefetch_link(&guard, place.index) }
             let first = match known {
                 Some((page, first)) if page == place.page => first,
                 _ => self.first_cell(&guard, page),

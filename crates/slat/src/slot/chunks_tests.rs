@@ -1,6 +1,8 @@
 use alloc::collections::BTreeMap;
 
 use super::*;
+use crate::slot::set::Slots;
+use crate::table::retire::{Epochs, Fences};
 
 /// A set, and what it has as a plain map by number.
 struct World {
@@ -185,4 +187,13 @@ fn a_set_is_refused_room_that_was_made_for_a_smaller_one() {
     let before = Room::new(world.set().sizes(), &Change { id: 0, before: None, after: Some(&new) }).unwrap();
     world.apply(20_000, Some((range(1 << 30, 1), PLAIN))).unwrap();
     assert!(!before.fits(world.set()));
+}
+
+#[test]
+#[should_panic(expected = "a guard of another VM")]
+fn no_memslot_is_found_in_a_guard_of_other_epochs() {
+    let (epochs, others) = (Epochs::new(Fences::Both), Epochs::new(Fences::Both));
+    let slots = Slots::<()>::new(&epochs).unwrap();
+    let participant = others.borrow_participant().unwrap();
+    let _ = slots.by_id(&others.pin(&participant), 0);
 }

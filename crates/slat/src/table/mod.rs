@@ -8,6 +8,7 @@
 //! tables first; `retire` and `participant` say when an unlinked page-table page may be freed.
 //! `vm_lock` is the optional lock.
 
+mod chain;
 pub(crate) mod cursor;
 pub(crate) mod derived;
 pub(crate) mod encoding;
@@ -191,7 +192,7 @@ impl<H: Host, F: Format> Tree<H, F> {
         side: Side,
     ) -> LockedGuard<'a, H, FaultGuard<'a>> {
         let lock = self.lock.acquire(&self.host, participant, side);
-        LockedGuard { guard: self.epochs.pin_fault(pin), _lock: lock }
+        LockedGuard { guard: pin.open(), _lock: lock }
     }
 
     /// Flushes `ranges` in derived tables, and then on all CPUs.

@@ -123,6 +123,7 @@ pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_ptes: usize) 
 /// The PTEs of the root of `tree`.
 #[inline]
 pub(crate) fn root_ptes<'s, H: Host, F: Format>(tree: &'s Tree<H, F>, guard: &'s Guard<'_>) -> Ptes<'s, F> {
+    guard.check_epochs(tree.epochs.id());
     let (encoding, level) = (&tree.encoding, tree.root_level());
     // SAFETY: it was filled when the tree was made, with so many PTEs, and stays as long as that.
     let cells = unsafe { entries(&tree.host, tree.root(), encoding.nr_root_ptes()) };

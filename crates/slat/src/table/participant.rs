@@ -37,10 +37,42 @@ pub(crate) const MAX_GUARD_STEPS: u64 = 1 << 15;
 /// Announcement of a participant whose owner is in no guard.
 pub(super) const IDLE: u64 = 0;
 
+/// Which epochs a participant, a guard or a memslot set belongs to: their address. They do not move
+/// once they have one of these.
+///
+/// A guard of one VM protects nothing of another. That each function gets the guard of its own VM is
+/// easy to see, and easy to break; so it is checked where a guard begins ([`Epochs::pin`]) and where
+/// it is used first (`node::root_ptes`, `Slots::current`). That costs a fault seven instructions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct EpochsId(usize);
+
+impl EpochsId {
+    #[inline]
+    pub(super) fn of(epochs: &Epochs) -> EpochsId {
+        EpochsId(ptr::from_ref(epochs).addr())
+    }
+
+    /// Panics if `other` are other epochs: a defect of the engine.
+    #[inline]
+    pub(crate) fn check(self, other: EpochsId) {
+        if self != other {
+            mixed_up();
+        }
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn mixed_up() -> ! {
+    panic!("a guard of another VM");
+}
+
 /// The part of a participant that all threads reach. On lines of its own: the owner writes it at
 /// every fault.
 #[repr(align(128))]
 pub(crate) struct SharedParticipant {
+    /// Those that it announces to. They do not change once it is in their list.
+    pub(super) epochs: EpochsId,
     /// Epoch in which the first of the open counted guards began, or [`IDLE`].
     pub(super) announced: AtomicU64,
     /// Epoch in which the open guard of a fault began, or [`IDLE`].
@@ -59,12 +91,13 @@ pub(crate) struct SharedParticipant {
     pub(crate) stats: Recorder,
 }
 
-// SAFETY: atomics whose first value is zero, cells of a number and of `Hold::NoLock`, which is zero,
-// a null pointer, and fields that are `Zeroed` themselves.
+// SAFETY: a number, atomics whose first value is zero, cells of a number and of `Hold::NoLock`, which
+// is zero, a null pointer, and fields that are `Zeroed` themselves.
 unsafe impl Zeroed for SharedParticipant {
     #[cfg(loom)]
     fn zeroed() -> SharedParticipant {
         SharedParticipant {
+            epochs: EpochsId(0),
             announced: AtomicU64::new(IDLE),
             announced_by_fault: AtomicU64::new(IDLE),
             nr_open: Cell::new(0),
@@ -121,6 +154,12 @@ impl Deref for Participant {
 }
 
 impl Participant {
+    /// Panics if the participant announces to other epochs than `epochs`.
+    #[inline]
+    pub(super) fn check_epochs(&self, epochs: EpochsId) {
+        self.epochs.check(epochs);
+    }
+
     /// Whether no counted guard is open.
     #[inline]
     pub(super) fn is_outside(&self) -> bool {
@@ -204,15 +243,27 @@ pub(crate) struct Exclusive<'r> {
 }
 
 /// The right to open the guard of a fault: one at a time, which ends before the next begins.
-pub(crate) struct FaultPin<'r>(&'r Participant);
+pub(crate) struct FaultPin<'r> {
+    participant: &'r Participant,
+    /// Those of the participant.
+    pub(super) epochs: &'r Epochs,
+}
 
 impl FaultPin<'_> {
+    #[inline]
     pub(crate) fn reborrow(&mut self) -> FaultPin<'_> {
-        FaultPin(self.0)
+        FaultPin { ..*self }
     }
 
+    #[inline]
     pub(super) fn participant(&self) -> &Participant {
-        self.0
+        self.participant
+    }
+
+    /// Panics if the guards protect what other epochs than `epochs` free.
+    #[inline]
+    pub(crate) fn check_epochs(&self, epochs: EpochsId) {
+        self.epochs.id().check(epochs);
     }
 }
 
@@ -287,6 +338,12 @@ impl<'a> Guard<'a> {
         self.participant
     }
 
+    /// Panics if the guard protects what other epochs than `epochs` free.
+    #[inline]
+    pub(crate) fn check_epochs(&self, epochs: EpochsId) {
+        self.participant.check_epochs(epochs);
+    }
+
     /// The check that this thread holds the VM's lock, for the PTEs that the guard reaches.
     #[inline]
     pub(crate) fn lock_check(&self) -> LockCheck<'a> {
@@ -355,7 +412,7 @@ impl<'p> FaultGuard<'p> {
     #[inline]
     pub(super) unsafe fn new(pin: FaultPin<'p>) -> FaultGuard<'p> {
         // SAFETY: no other guard borrows the pin, so the announcement stays until this is dropped.
-        FaultGuard(unsafe { Guard::new(pin.0) })
+        FaultGuard(unsafe { Guard::new(pin.participant) })
     }
 }
 
@@ -463,14 +520,16 @@ impl OwnedParticipant {
         unsafe { self.0.as_ref().owned() }
     }
 
-    /// What the participant has once.
+    /// What the participant of `epochs` has once.
     ///
     /// # Safety
     /// As for [`get`](Self::get), and what this has answered before is gone.
-    pub(crate) unsafe fn exclusive<'a>(&mut self) -> Exclusive<'a> {
+    #[inline]
+    pub(crate) unsafe fn exclusive<'a>(&mut self, epochs: &'a Epochs) -> Exclusive<'a> {
         // SAFETY: as the caller promises.
-        let participant = unsafe { self.get() };
-        Exclusive { pin: FaultPin(participant), hazard: HazardPointer(participant) }
+        let participant: &Participant = unsafe { self.get() };
+        participant.check_epochs(epochs.id());
+        Exclusive { pin: FaultPin { participant, epochs }, hazard: HazardPointer(participant) }
     }
 
     /// Releases the participant for others to use.

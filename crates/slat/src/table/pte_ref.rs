@@ -26,7 +26,7 @@ use core::slice::{self, SliceIndex};
 use super::invalidation_seq::InvalidationSeq;
 use super::participant::LockCheck;
 use super::pte::{self, Breaking, Pte, State};
-use super::retire::{Epochs, FaultGuard, FaultPin, Guard, Kept, KeptGuard};
+use super::retire::{FaultGuard, FaultPin, Guard, Kept, KeptGuard};
 use crate::addr::Level;
 use crate::format::Format;
 use crate::format::walkers::Walkers;
@@ -195,8 +195,8 @@ impl<F: Format> Clone for PteRef<'_, F> {
 impl<F: Format> Copy for PteRef<'_, F> {}
 
 /// A PTE that one guard of a fault has found, for the next.
-pub(crate) struct KeptPte<'e, F> {
-    cell: Kept<'e, AtomicU64>,
+pub(crate) struct KeptPte<F> {
+    cell: Kept<AtomicU64>,
     level: Level,
     format: PhantomData<F>,
 }
@@ -208,13 +208,17 @@ pub(crate) struct PteGuard<'p, F> {
     format: PhantomData<F>,
 }
 
-impl<F: Format> KeptPte<'_, F> {
+impl<F: Format> KeptPte<F> {
     /// The next guard of the fault. `None`, and no guard, if any page-table page was retired since
     /// the first guard began.
+    ///
+    /// # Safety
+    /// `pin` has opened the first guard.
     #[inline]
-    pub(crate) fn reopen(self, pin: FaultPin<'_>) -> Option<PteGuard<'_, F>> {
+    pub(crate) unsafe fn reopen(self, pin: FaultPin<'_>) -> Option<PteGuard<'_, F>> {
         let KeptPte { cell, level, .. } = self;
-        Some(PteGuard { cell: cell.reopen(pin)?, level, format: PhantomData })
+        // SAFETY: as the caller promises.
+        Some(PteGuard { cell: unsafe { pin.reopen(cell) }?, level, format: PhantomData })
     }
 }
 
@@ -254,11 +258,11 @@ impl<'s, F: Format> PteRef<'s, F> {
     /// Keeps the PTE for the next guard of a fault.
     ///
     /// # Safety
-    /// It was reached in `guard`, in a page-table page of the tree with these epochs.
+    /// It was reached in `guard`, in a page-table page of a tree that exists as long as the answer.
     #[inline]
-    pub(crate) unsafe fn keep<'e>(self, epochs: &'e Epochs, guard: &FaultGuard<'_>) -> KeptPte<'e, F> {
+    pub(crate) unsafe fn keep(self, guard: &FaultGuard<'_>) -> KeptPte<F> {
         // SAFETY: as the caller promises; roots are not freed before the epochs.
-        let cell = unsafe { epochs.keep(guard, self.cell) };
+        let cell = unsafe { guard.keep(self.cell) };
         KeptPte { cell, level: self.level, format: PhantomData }
     }
 

@@ -48,6 +48,8 @@ use core::ptr::NonNull;
 
 use crossbeam_utils::CachePadded;
 
+pub(crate) use super::chain::TableChain;
+use super::chain::{Contents, Label, chain_cells, store_frozen};
 use super::encoding::Encoding;
 use super::node;
 use super::participant::IDLE;
@@ -56,7 +58,7 @@ pub(crate) use super::participant::LockCheck;
 pub(crate) use super::participant::{
     BorrowedParticipant, FaultGuard, LoneGuard, NestedGuard, OwnedParticipant, SharedParticipant,
 };
-pub(crate) use super::participant::{Exclusive, FaultPin, Guard, HazardPointer, Participant, Protected};
+pub(crate) use super::participant::{EpochsId, Exclusive, FaultPin, Guard, HazardPointer, Participant, Protected};
 use super::pte;
 use super::vm_lock::LockTiming;
 use crate::addr::Hpa;
@@ -105,33 +107,6 @@ struct RetiredTables {
     nr_freed_leaves: AtomicU64,
 }
 
-/// What is in a page-table page that is retired.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Contents {
-    /// PTEs that are empty or frozen, and name nothing.
-    Nothing,
-    /// Leaves, or page-table pages of leaves.
-    Leaves,
-}
-
-/// What the second PTE of a retired page-table page carries: the tag and the contents.
-#[derive(Clone, Copy)]
-struct Label {
-    tag: u64,
-    contents: Contents,
-}
-
-impl Label {
-    fn bits(self) -> u64 {
-        pte::frozen_number(self.tag << 1 | u64::from(self.contents == Contents::Leaves))
-    }
-
-    fn read(cell: &AtomicU64) -> Label {
-        let number = pte::number_of(cell.load(Ordering::Relaxed));
-        Label { tag: number >> 1, contents: if number & 1 == 0 { Contents::Nothing } else { Contents::Leaves } }
-    }
-}
-
 /// What a reclaim has freed.
 #[derive(Default)]
 pub(super) struct Freed {
@@ -163,9 +138,16 @@ impl Epochs {
         self
     }
 
+    /// Which epochs these are: a guard of others protects nothing here.
+    #[inline]
+    pub(crate) fn id(&self) -> EpochsId {
+        EpochsId::of(self)
+    }
+
     /// Opens a guard. Other guards of the participant may be open.
     #[inline]
     pub(crate) fn pin<'a>(&self, participant: &'a Participant) -> NestedGuard<'a> {
+        participant.check_epochs(self.id());
         if participant.is_outside() {
             self.announce(&participant.announced);
         }
@@ -184,6 +166,7 @@ impl Epochs {
         participant: &'a Participant,
         rmw: impl FnOnce() -> Option<T>,
     ) -> Option<(NestedGuard<'a>, T)> {
+        participant.check_epochs(self.id());
         if participant.is_outside() {
             // Acquire: as in `announce`. Relaxed: the fence below orders the store before every
             // read of the guard.
@@ -195,25 +178,6 @@ impl Epochs {
         // It pairs with `oldest_open`, whichever fences that makes.
         fence_after_rmw();
         Some((guard, value))
-    }
-
-    /// Opens the guard of a fault. Counted guards may be open beside it.
-    #[inline]
-    pub(crate) fn pin_fault<'p>(&self, pin: FaultPin<'p>) -> FaultGuard<'p> {
-        self.announce(&pin.participant().announced_by_fault);
-        // SAFETY: it was announced just now.
-        unsafe { FaultGuard::new(pin) }
-    }
-
-    /// Keeps what a fault has found in `guard` for the next guard of that fault.
-    ///
-    /// # Safety
-    /// `thing` is reached in `guard`, and is freed only after it is retired to these epochs.
-    #[inline]
-    pub(crate) unsafe fn keep<T>(&self, guard: &FaultGuard<'_>, thing: &T) -> Kept<'_, T> {
-        // Relaxed: this thread's own store.
-        let epoch = guard.participant().announced_by_fault.load(Ordering::Relaxed);
-        Kept { epochs: self, epoch, thing: NonNull::from(thing) }
     }
 
     /// Whether anything was retired since `guard` began, or since the first of the guards that are
@@ -269,7 +233,9 @@ impl Epochs {
     /// Makes a participant, in use. In place: it is large for a stack.
     #[cold]
     fn add_participant(&self) -> Result<&SharedParticipant, OutOfMemory> {
-        Ok(self.participants.add(try_zeroed()?))
+        let mut participant = try_zeroed::<SharedParticipant>()?;
+        participant.epochs = self.id();
+        Ok(self.participants.add(participant))
     }
 
     /// Opens a guard with a participant of its own.
@@ -450,28 +416,53 @@ impl Epochs {
     }
 }
 
+impl<'p> FaultPin<'p> {
+    /// Opens the guard of a fault. Counted guards may be open beside it.
+    #[inline]
+    pub(crate) fn open(self) -> FaultGuard<'p> {
+        self.epochs.announce(&self.participant().announced_by_fault);
+        // SAFETY: it was announced just now, to the epochs of the participant.
+        unsafe { FaultGuard::new(self) }
+    }
+
+    /// Opens the next guard of a fault, with what its first guard has found. `None`, and no guard,
+    /// if anything was retired since the first guard began.
+    ///
+    /// # Safety
+    /// `kept` is of a guard of this participant.
+    #[inline]
+    pub(crate) unsafe fn reopen<T>(self, kept: Kept<T>) -> Option<KeptGuard<'p, T>> {
+        let epochs = self.epochs;
+        // The epoch of the first guard once more, before the epoch is read: see `KeptGuard`.
+        epochs.announce_epoch(&self.participant().announced_by_fault, kept.epoch);
+        // SAFETY: it was announced just now, to the epochs of the participant.
+        let guard = unsafe { FaultGuard::new(self) };
+        // Acquire: as in `announce`.
+        let is_same = epochs.epoch.load(Ordering::Acquire) == kept.epoch;
+        is_same.then_some(KeptGuard { guard, thing: kept.thing })
+    }
+}
+
+impl FaultGuard<'_> {
+    /// Keeps what a fault has found in this guard for the next guard of that fault.
+    ///
+    /// # Safety
+    /// `thing` is reached in the guard, and is freed only after it is retired to the epochs of the
+    /// guard's participant, which exist as long as the answer.
+    #[inline]
+    pub(crate) unsafe fn keep<T>(&self, thing: &T) -> Kept<T> {
+        // Relaxed: this thread's own store.
+        let epoch = self.participant().announced_by_fault.load(Ordering::Relaxed);
+        Kept { epoch, thing: NonNull::from(thing) }
+    }
+}
+
 /// What a fault has found in one guard, for its next guard. A fault looks and acts in two guards,
 /// and resolves between them; mostly nothing is retired meanwhile.
-pub(crate) struct Kept<'e, T> {
-    epochs: &'e Epochs,
+pub(crate) struct Kept<T> {
     /// What the first guard has announced.
     epoch: u64,
     thing: NonNull<T>,
-}
-
-impl<T> Kept<'_, T> {
-    /// Opens the next guard of the fault, with what the first has found. `None`, and no guard, if
-    /// anything was retired since the first guard began.
-    #[inline]
-    pub(crate) fn reopen(self, pin: FaultPin<'_>) -> Option<KeptGuard<'_, T>> {
-        // The epoch of the first guard once more, before the epoch is read: see `KeptGuard`.
-        self.epochs.announce_epoch(&pin.participant().announced_by_fault, self.epoch);
-        // SAFETY: it was announced just now.
-        let guard = unsafe { FaultGuard::new(pin) };
-        // Acquire: as in `announce`.
-        let is_same = self.epochs.epoch.load(Ordering::Acquire) == self.epoch;
-        is_same.then_some(KeptGuard { guard, thing: self.thing })
-    }
 }
 
 /// A guard with a thing that an earlier guard has found.
@@ -497,101 +488,6 @@ impl<T> KeptGuard<'_, T> {
         // SAFETY: it is not freed as long as the guard is open (see above).
         unsafe { self.thing.as_ref() }
     }
-}
-
-/// The first PTEs of a page of a chain, which hold the links of the lists here.
-///
-/// # Safety
-/// The page was pushed to a chain, and is not freed for `'a`.
-unsafe fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
-    // SAFETY: as the caller promises, and every page-table page has at least two PTEs (`node`).
-    unsafe { node::entries(host, table, 2) }
-}
-
-/// Page-table pages that were unlinked, linked through their first PTEs. One thread owns the chain.
-pub(crate) struct TableChain {
-    ends: Option<(Hpa, Hpa)>,
-    len: u64,
-    /// With those that go with them.
-    nr_tables: u64,
-}
-
-impl TableChain {
-    pub(crate) fn new() -> TableChain {
-        TableChain { ends: None, len: 0, nr_tables: 0 }
-    }
-
-    pub(crate) fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// How many there are, with those that go with them.
-    pub(crate) fn nr_tables(&self) -> u64 {
-        self.nr_tables
-    }
-
-    /// Adds a page-table page that was emptied.
-    ///
-    /// # Safety
-    /// - The page is one of the tree whose epochs the chain is retired to, and not its root.
-    /// - No PTE points to it any more, or names it. If it was ever linked, its own PTEs are all
-    ///   empty or frozen, and no page-table page is linked below them any more.
-    /// - It is in no chain yet, and no other thread puts it into one.
-    /// - The CPUs are flushed before the chain is retired.
-    pub(crate) unsafe fn push<H: Host>(&mut self, host: &H, table: Hpa) {
-        // SAFETY: as the caller promises.
-        unsafe { self.push_with(host, table, Contents::Nothing, 1) }
-    }
-
-    /// Adds a page-table page with leaves of 4 KiB, or with frozen PTEs that name the page-table
-    /// pages of such leaves. With those it makes `nr_tables`.
-    ///
-    /// # Safety
-    /// As for [`push`](Self::push), but:
-    /// - Its first two PTEs are frozen, and name nothing. The others are empty or leaves of 4 KiB,
-    ///   of which threads with older guards may still change one into the other; or all of them are
-    ///   frozen.
-    /// - No thread frees what the frozen PTEs name, and no other PTE names it. Its level is the
-    ///   lowest.
-    pub(crate) unsafe fn push_with_leaves<H: Host>(&mut self, host: &H, table: Hpa, nr_tables: u64) {
-        // SAFETY: as the caller promises.
-        unsafe { self.push_with(host, table, Contents::Leaves, nr_tables) }
-    }
-
-    /// # Safety
-    /// As for [`push`](Self::push) or [`push_with_leaves`](Self::push_with_leaves).
-    unsafe fn push_with<H: Host>(&mut self, host: &H, table: Hpa, contents: Contents, nr_tables: u64) {
-        // SAFETY: it is in the chain from now on, and is freed only after that is retired.
-        store_frozen(&unsafe { chain_cells(host, table) }[1], Label { tag: 0, contents }.bits());
-        self.nr_tables += nr_tables;
-        // SAFETY: as the caller promises, and it has a label.
-        unsafe { self.push_labelled(host, table) }
-    }
-
-    /// Adds a page-table page that came from a chain.
-    ///
-    /// # Safety
-    /// It is in no chain any more, and this thread alone puts it into one.
-    unsafe fn push_labelled<H: Host>(&mut self, host: &H, table: Hpa) {
-        // SAFETY: as above.
-        let cells = unsafe { chain_cells(host, table) };
-        self.len += 1;
-        self.ends = Some(match self.ends {
-            None => (table, table),
-            Some((first, last)) => {
-                store_frozen(&cells[0], pte::frozen_link(first));
-                (table, last)
-            }
-        });
-    }
-}
-
-/// Stores the bits of a frozen PTE with a payload, in an unlinked page-table page of the caller's.
-fn store_frozen(cell: &AtomicU64, frozen: u64) {
-    // Release: a walk that reads a frozen PTE starts over at the root, and must observe the
-    // unlinking there, whichever payload it has read.
-    cell.store(frozen, Ordering::Release);
-    record!(PteFrozen { cell: core::ptr::from_ref(cell).addr() as u64 });
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]

@@ -153,8 +153,8 @@ fn a_guard_within_a_fault_does_not_end_the_guard_of_the_fault() {
     check_beside_a_retirement(|world| {
         let mut owned = world.epochs.take_participant().expect("memory for a participant");
         // SAFETY: the epochs are alive, and the participant is released at the end.
-        let (participant, own) = unsafe { (owned.get(), owned.exclusive()) };
-        let guard = world.epochs.pin_fault(own.pin);
+        let (participant, own) = unsafe { (owned.get(), owned.exclusive(&world.epochs)) };
+        let guard = own.pin.open();
         drop(world.epochs.pin(participant));
         if world.things[0].is_linked() {
             world.things[0].use_memory();
@@ -170,13 +170,14 @@ fn what_a_fault_keeps_for_its_next_guard_is_not_freed_in_it() {
     check_beside_a_retirement(|world| {
         let mut owned = world.epochs.take_participant().expect("memory for a participant");
         // SAFETY: the epochs are alive, and the participant is released at the end.
-        let Exclusive { mut pin, .. } = unsafe { owned.exclusive() };
-        let guard = world.epochs.pin_fault(pin.reborrow());
+        let Exclusive { mut pin, .. } = unsafe { owned.exclusive(&world.epochs) };
+        let guard = pin.reborrow().open();
         let is_found = world.things[0].is_linked();
         // SAFETY: found in the guard, if at all, and freed only when `oldest_open` allows it.
-        let kept = unsafe { world.epochs.keep(&guard, &world.things[0]) };
+        let kept = unsafe { guard.keep(&world.things[0]) };
         drop(guard);
-        if let Some(again) = kept.reopen(pin.reborrow()).filter(|_| is_found) {
+        // SAFETY: the pin has opened the first guard.
+        if let Some(again) = unsafe { pin.reborrow().reopen(kept) }.filter(|_| is_found) {
             again.thing().use_memory();
         }
         // SAFETY: as above.

@@ -1,4 +1,6 @@
-//! Which epoch is announced while guards nest.
+//! Which epoch is announced while guards nest, and whose guards are refused.
+
+#![expect(unsafe_code, reason = "the participant of a vCPU outlives its borrow")]
 
 use super::{Epochs, Fences};
 
@@ -16,4 +18,21 @@ fn nested_guards_announce_the_epoch_of_the_first_until_the_last_ends() {
     assert_eq!(oldest(), tag);
     drop(second);
     assert_eq!(oldest(), u64::MAX);
+}
+
+#[test]
+#[should_panic(expected = "a guard of another VM")]
+fn a_participant_of_other_epochs_opens_no_guard() {
+    let (epochs, others) = (Epochs::new(Fences::Both), Epochs::new(Fences::Both));
+    let participant = others.borrow_participant().unwrap();
+    let _ = epochs.pin(&participant);
+}
+
+#[test]
+#[should_panic(expected = "a guard of another VM")]
+fn a_participant_of_other_epochs_has_no_fault() {
+    let (epochs, others) = (Epochs::new(Fences::Both), Epochs::new(Fences::Both));
+    let mut participant = others.take_participant().unwrap();
+    // SAFETY: the epochs are alive, and this is the only one.
+    let _ = unsafe { participant.exclusive(&epochs) };
 }

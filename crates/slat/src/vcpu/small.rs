@@ -81,7 +81,8 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         if tree.config.fault_around != FaultAround::Off || self.ring.is_some_and(DirtyRing::is_soft_full) {
             return Small::Other;
         }
-        let guard = tree.epochs.pin_fault(pin.reborrow());
+        pin.check_epochs(tree.epochs.id());
+        let guard = pin.reborrow().open();
         record!(FaultLooks { gfn: self.gfn.0 });
         let Some((cursor, value)) = Cursor::at_small(tree, &guard, self.gfn) else { return Small::Other };
         if self.writes() && cursor.is_protected() {
@@ -103,7 +104,8 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         if tree.in_flight.free_level(self.gfn, Level::L4K).is_none() {
             return Small::Other;
         }
-        let Some(slot) = slots.find(&guard, self.gfn) else { return Small::Other };
+        // SAFETY: the pin was checked.
+        let Some(slot) = (unsafe { slots.find_unchecked(&guard, self.gfn) }) else { return Small::Other };
         let (flags, page) = (slot.flags(), self.gfn.0 - slot.range().start.0);
         let attributes = if flags.intersects(NEEDS_PAGE_STATE) {
             let Some(attributes) = self.check_page_state(&slot) else { return Small::Other };
@@ -118,8 +120,8 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             return Small::of(self.restore(&guard, pte, value, &slot));
         };
         let backing = slot.keep_for_resolve(hazard);
-        // SAFETY: the walk has reached it in the guard.
-        let kept = unsafe { pte.keep(&tree.epochs, &guard) };
+        // SAFETY: the walk has reached it in the guard, and the operation keeps the tree.
+        let kept = unsafe { pte.keep(&guard) };
         drop(guard);
         let resolve = || backing.resolve(&tree.host, attributes, self.gfn, page, self.access);
         let resolved = match ask(&tree.host, self.access, timing, resolve) {
@@ -130,11 +132,13 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             Ok(leaf) => leaf,
             Err(error) => return Small::Failed(error),
         };
-        let installed = if let Some(again) = (!tree.is_locked()).then(|| kept.reopen(pin.reborrow())).flatten() {
-            self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
-        } else {
-            self.install_by_a_walk(pin, seen, leaf, rights)
-        };
+        // SAFETY: the pin has opened the first guard.
+        let installed =
+            if let Some(again) = (!tree.is_locked()).then(|| unsafe { kept.reopen(pin.reborrow()) }).flatten() {
+                self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
+            } else {
+                self.install_by_a_walk(pin, seen, leaf, rights)
+            };
         Small::of(installed)
     }
 

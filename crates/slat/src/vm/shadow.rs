@@ -29,7 +29,7 @@ impl<H: Host> Vm<H, Npt> {
         let config = config.with_access_tracking(AccessTracking::Faults);
         config.check::<Npt>()?;
         shadow.check()?;
-        let shadow = Shadow::new(shadow)?;
-        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config, Some(shadow))?, rings: Rings::new() })
+        let tree = Tree::new(host, config, Some(Shadow::new(shadow)?))?;
+        Ok(Vm { slots: Slots::new(&tree.epochs)?, tree, rings: Rings::new() })
     }
 }
