@@ -15,7 +15,8 @@ class Thread(replay_invalidation.Thread):
         super().__init__()
         self.broke = None, None         # the PTE that it broke last, and the event
         self.flushes_broken = False     # its next flush is for that
-        self.unflushed = None           # the PTE that its invalidation read last, if that is unflushed
+        self.unflushed = None           # the PTE that its invalidation read last, if that is to be flushed
+        self.has_flushed = None         # such a PTE that was flushed last: the invalidation, it, its number
 
 
 class Schedule(replay_invalidation.Schedule):
@@ -57,7 +58,9 @@ class Schedule(replay_invalidation.Schedule):
         if at.fault is not None and CLEAR <= s.fpc(at.fault) <= RESOLVED and not s.on_leaf(at.fault):
             return self.flush_of('flush_before_make', at.fault, s.looked_at(at.fault), pages)
         if at.unflushed is not None:
-            return self.flush_of('flush_unflushed', at.invs[-1], at.unflushed, pages)
+            inv, cell, at.unflushed = at.invs[-1], at.unflushed, None
+            at.has_flushed = inv, cell, s.znum(inv)
+            return self.flush_of('flush_unflushed', inv, cell, pages)
         return super().step_of_flush(pages)
 
     def flush_of(self, step, element, cell, pages):
@@ -84,9 +87,12 @@ class Schedule(replay_invalidation.Schedule):
         self.at.unflushed = None
         if not self.walks(inv) or kind != EMPTY or a >= s.inum(inv) or not s.unflushed(cell):
             return
-        has_flushed = s.reads_unflushed(inv) and (s.zat(inv), s.znum(inv)) == (cell, a)
-        if not has_flushed and not self.run.model.covers_whole(s, inv, cell):
-            self.at.unflushed = cell
+        if self.at.has_flushed == (inv, cell, a) or self.run.model.covers_whole(s, inv, cell):
+            return
+        self.at.unflushed = cell
+        # It may be read again before the flush.
+        if not s.reads_unflushed(inv) or (s.zat(inv), s.znum(inv)) != (cell, a):
+            self.at.has_flushed = None
             self.run.step('read_unflushed', inv, cell, self.page_of(inv, cell))
 
     # Changes of PTEs.
