@@ -56,7 +56,7 @@ fn print_faults(out: &mut impl Write, measured: &Measured, threads: &[u64]) -> i
     let names = subjects.iter().map(|subject| subject.name());
     let mut header = vec![format!("a page fault, {MEDIAN}")];
     header.extend(names.clone().map(str::to_owned));
-    header.push("speed-up of slat".to_owned());
+    header.extend(names.clone().skip(1).map(|name| format!("slat over {name}")));
     header.extend(names.map(|name| format!("{name}: scaling")));
     let mut table = table::figures(header);
     for &nr_threads in threads {

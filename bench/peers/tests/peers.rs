@@ -206,6 +206,10 @@ fn what_was_not_asked_for_is_not_measured() {
 
     let (printed, _) = peers("peers_faults.json", "--only fault --pages 512 --runs 1 --threads 1");
     assert!(!printed.contains("x86_64 |"), "{printed}");
+    // A column for each figure of a fault: times, speed-ups over the others, scaling.
+    for column in ["| axaddrspace |", "slat over slat-axaddrspace", "slat over axaddrspace", "axaddrspace: scaling"] {
+        assert!(printed.lines().any(|line| line.replace("  ", "").contains(column)), "{column}: {printed}");
+    }
 }
 
 #[test]
