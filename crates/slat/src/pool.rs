@@ -15,28 +15,43 @@
 //!
 //! Most things of a pool may be in use for long: each vCPU has a participant for its life. So that
 //! a claim does not pass them by, the pool keeps hints: what a thread claimed last is tried first.
-//! There are a few of them, and the address of a thread's stack selects one. A hint that is wrong
+//! There are many of them, and the address of a thread's stack selects one. A hint that is wrong
 //! costs a search of the list, and decides nothing.
 
 #![expect(unsafe_code, reason = "things are linked by raw pointers, and freed with the pool")]
 
 use alloc::boxed::Box;
-use core::{array, ptr};
+use core::ptr;
 
 use crossbeam_utils::CachePadded;
 
-use crate::boxed::Zeroed;
+use crate::boxed::{OnceBox, Zeroed};
 use crate::sync::{AtomicBool, AtomicPtr, Ordering};
 
-/// Number of hints. One for the model checkers, whose schedules must not depend on addresses.
-const NR_HINTS: usize = if cfg!(any(loom, shuttle)) { 1 } else { 16 };
+/// Number of hints. Threads that share one use the same things in turn, too, and each call then
+/// fetches the lines of its thing from another CPU. With 16 hints only 6 of 16 threads had one alone;
+/// with so many all 16 do, and 52 of 64.
+///
+/// One for the model checkers, whose schedules must not depend on addresses.
+const NR_HINTS: usize = if cfg!(any(loom, shuttle)) { 1 } else { 256 };
+
+/// For each hash of a stack, the thing that a thread with such a stack has claimed last, or null.
+/// Written only when that changes.
+struct Hints<T>([AtomicPtr<T>; NR_HINTS]);
+
+// SAFETY: null pointers.
+unsafe impl<T> Zeroed for Hints<T> {
+    #[cfg(loom)]
+    fn zeroed() -> Hints<T> {
+        Hints(core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())))
+    }
+}
 
 /// Things of which each has one user at a time, or none.
 pub(crate) struct Pool<T: Pooled> {
     first: AtomicPtr<T>,
-    /// Things of the list, or null: what threads with such stacks have claimed last. Written only
-    /// when that changes.
-    hints: [AtomicPtr<T>; NR_HINTS],
+    /// Made when there is the first. Things of the list.
+    hints: OnceBox<Hints<T>>,
 }
 
 /// What a pool keeps in a thing: on a line of its own, so that a search for a free thing takes no
@@ -95,10 +110,27 @@ unsafe impl<T> Zeroed for PoolLink<T> {
     }
 }
 
+impl<T> Hints<T> {
+    /// The hint of the calling thread.
+    #[inline]
+    fn of_thread(&self) -> &AtomicPtr<T> {
+        let on_stack = 0u8;
+        &self.0[nth_hint(ptr::from_ref(&on_stack).addr())]
+    }
+}
+
+/// Which hint is that of a thread whose stack has `address`.
+#[inline]
+fn nth_hint(address: usize) -> usize {
+    // Stacks are 16 KiB apart at least. The multiplication spreads what is a multiple of some size
+    // (Knuth, The Art of Computer Programming, vol. 3, 6.4, Fibonacci hashing).
+    let stack = (address >> 14) as u64;
+    (stack.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NR_HINTS
+}
+
 impl<T: Pooled> Pool<T> {
     pub(crate) fn new() -> Pool<T> {
-        let nothing = || AtomicPtr::new(ptr::null_mut());
-        Pool { first: nothing(), hints: array::from_fn(|_| nothing()) }
+        Pool { first: AtomicPtr::new(ptr::null_mut()), hints: OnceBox::new() }
     }
 
     /// All things, in use or not.
@@ -118,7 +150,7 @@ impl<T: Pooled> Pool<T> {
     #[inline]
     pub(crate) fn claim(&self) -> Option<&T> {
         // Acquire: observes the thing as it was pushed.
-        let last = self.hint().load(Ordering::Acquire);
+        let last = self.hints.get().map_or(ptr::null_mut(), |hints| hints.of_thread().load(Ordering::Acquire));
         // SAFETY: null or a thing of the list; these are freed only with the pool.
         match unsafe { last.as_ref() } {
             Some(thing) if thing.link().try_claim() => Some(thing),
@@ -133,20 +165,12 @@ impl<T: Pooled> Pool<T> {
         Some(found)
     }
 
-    /// The hint of the calling thread.
-    #[inline]
-    fn hint(&self) -> &AtomicPtr<T> {
-        let on_stack = 0u8;
-        // Stacks are 16 KiB apart at least. The multiplication spreads what is a multiple of some
-        // size (Knuth, The Art of Computer Programming, vol. 3, 6.4, Fibonacci hashing).
-        let stack = (ptr::from_ref(&on_stack).addr() >> 14) as u64;
-        &self.hints[(stack.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % NR_HINTS]
-    }
-
-    /// Has the calling thread try `thing`, which is on the list, first.
+    /// Has the calling thread try `thing`, which is on the list, first. Without memory it does not.
     fn remember(&self, thing: &T) {
-        // Release: a thread that reads the hint observes the thing as it was pushed.
-        self.hint().store(ptr::from_ref(thing).cast_mut(), Ordering::Release);
+        if let Ok(hints) = self.hints.get_or_make() {
+            // Release: a thread that reads the hint observes the thing as it was pushed.
+            hints.of_thread().store(ptr::from_ref(thing).cast_mut(), Ordering::Release);
+        }
     }
 
     /// Adds `thing`. The caller is its user.

@@ -1,3 +1,7 @@
+use core::array;
+
+use alloc::vec::Vec;
+
 use super::*;
 
 struct Thing {
@@ -74,4 +78,15 @@ fn threads_that_claim_at_once_have_different_things() {
             });
         }
     });
+}
+
+#[test]
+fn sixteen_threads_have_a_hint_each() {
+    // Stacks of std with their guard page, of pthreads, of kernels.
+    for distance in [(2 << 20) + 4096, (8 << 20) + 4096, 64 << 10, 32 << 10, 16 << 10] {
+        let mut hints: Vec<usize> = (0..16).map(|nth| nth_hint(0x7f12_3456_7890 + nth * distance)).collect();
+        hints.sort_unstable();
+        hints.dedup();
+        assert_eq!(hints.len(), 16, "stacks {distance} bytes apart");
+    }
 }
