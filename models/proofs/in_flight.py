@@ -217,7 +217,7 @@ class InFlight(Protocol):
         return s.ipc(i) == NUMBERED, {'ipc': put(s.ipc, i, DONE), 'passed': self.passes(s, i)}
 
     def step_withdraw(self, s, i: 'Call'):
-        """table/in_flight.rs: Part::drop, the AND."""
+        """table/in_flight.rs: InFlight::withdraw, the AND."""
         early = And(self.without('withdraw-after-host'), s.ipc(i) == NUMBERED)
         q, out = s.place(i), self.left_out
         return Or(s.ipc(i) == DONE, early), {
@@ -226,7 +226,7 @@ class InFlight(Protocol):
             'active': put(s.active, q, And(s.active(q), out in ('withdraw-ends-range', 'both-bits-at-once')))}
 
     def step_end(self, s, i: 'Call'):
-        """table/in_flight.rs: Part::drop, the count, if the place is behind the first chunk."""
+        """table/in_flight.rs: InFlight::withdraw, the count, if the place is behind the first chunk."""
         late = put(s.active, s.place(i), False) if self.without('both-bits-at-once') else s.active
         early = And(self.without('count-until-host'), s.ipc(i) == NUMBERED)
         return Or(s.ipc(i) == WITHDRAWN, early), {

@@ -134,7 +134,7 @@ class PageTables(Protocol):
             'frozen': put(s.frozen, x, True)}
 
     def step_freeze_unlinked(self, s, x: 'Pte'):
-        """second_stage/zap.rs: take_over; table/retire.rs: push. Of an unlinked page-table page."""
+        """second_stage/zap.rs: take_over; table/chain.rs: push. Of an unlinked page-table page."""
         return And(s.used(s.table(x)), Not(s.linked(s.table(x)))), {'frozen': put(s.frozen, x, True)}
 
     def step_make_huge(self, s, e: 'Pte', a: 'Answer'):

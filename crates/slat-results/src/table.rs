@@ -31,7 +31,7 @@ pub fn figures(header: impl IntoIterator<Item = String>) -> Table {
 impl Table {
     pub fn add_row(&mut self, cells: impl IntoIterator<Item = String>) {
         let mut row: Vec<String> = cells.into_iter().collect();
-        debug_assert!(row.len() <= self.rows[0].len(), "a cell without a column: {row:?}");
+        assert!(row.len() <= self.rows[0].len(), "a cell without a column: {row:?}");
         row.resize(self.rows[0].len(), String::new());
         self.rows.push(row);
     }

@@ -262,7 +262,8 @@ impl GfnRange {
         self.start.0.div_ceil(nr_pages) < self.end.0 / nr_pages
     }
 
-    /// Whether the range, which is not empty, is less than the block of `level` that it begins in.
+    /// Whether the range, which is not empty, is a proper part of the block of `level` in which it
+    /// begins.
     #[inline]
     pub(crate) const fn is_part_of_block(self, level: Level) -> bool {
         let block = self.start.block(level);

@@ -50,7 +50,7 @@ unsafe impl<T> Zeroed for Hints<T> {
 /// Things of which each has one user at a time, or none.
 pub(crate) struct Pool<T: Pooled> {
     first: AtomicPtr<T>,
-    /// Made when there is the first. Things of the list.
+    /// Made with the first hint. Each is a thing of the list, or null.
     hints: OnceBox<Hints<T>>,
 }
 

@@ -399,7 +399,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     fn protect_leaves(&mut self, leaves: Ptes<'s, F>, pages: &TablePages<'_>) {
         let tree = self.cursor.tree();
         let named = |first: usize, bits| SetBits(bits).filter_map(move |page| leaves.get(first + page));
-        // Of all words before the first atomic operation: the cache misses overlap.
+        // Before the first atomic operation, so that the cache misses overlap. Full words are in
+        // order, which the CPU fetches ahead by itself.
         for (first, bits) in pages.words().filter(|&(_, bits)| bits != u64::MAX) {
             named(first, bits).for_each(|leaf| leaf.prefetch());
         }

@@ -16,7 +16,9 @@
 //! # Implementation
 //! The zap passes over the range from the lowest level up.
 //! 1. The first pass visits every PTE: it empties leaves one by one and stores numbers in empty
-//!    PTEs.
+//!    PTEs. Where the range is a part of a block of 2 MiB, it begins at the page-table page of that
+//!    block, without a walk in turns (`zap/small.rs`); a walk goes on from the first page that was
+//!    not reached.
 //! 2. Each further pass unlinks the page-table pages of one level that lie wholly inside the range.
 //!    They are empty by then.
 //!

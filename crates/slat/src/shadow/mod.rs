@@ -264,7 +264,7 @@ pub(crate) unsafe fn of_vcpu<'v, H: Host>(
     Some((Mmu { tree, shadow, participant }, roots))
 }
 
-/// The shadow page tables, with what a caller needs to change them.
+/// The shadow page tables, with what a caller needs to change them. All of it is of one VM.
 pub(crate) struct Mmu<'v, H: Host> {
     tree: &'v Tree<H, Npt>,
     shadow: &'v Shadow,

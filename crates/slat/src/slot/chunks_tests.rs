@@ -190,7 +190,7 @@ fn a_set_is_refused_room_that_was_made_for_a_smaller_one() {
 }
 
 #[test]
-#[should_panic(expected = "a guard of another VM")]
+#[should_panic(expected = "two VMs are mixed up")]
 fn no_memslot_is_found_in_a_guard_of_other_epochs() {
     let (epochs, others) = (Epochs::new(Fences::Both), Epochs::new(Fences::Both));
     let slots = Slots::<()>::new(&epochs).unwrap();

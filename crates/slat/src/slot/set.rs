@@ -198,7 +198,10 @@ impl<B> Slots<B> {
     /// # Safety
     /// The guard is of the VM of these memslots.
     #[inline]
-    unsafe fn current_unchecked<'s>(&'s self, _guard: &'s Guard<'_>) -> &'s SlotSet<B> {
+    unsafe fn current_unchecked<'s>(&'s self, guard: &'s Guard<'_>) -> &'s SlotSet<B> {
+        if cfg!(debug_assertions) {
+            guard.check_epochs(self.epochs);
+        }
         // SAFETY: never null. A set that was published during the guard, of these epochs, is freed
         // only after it.
         let current = unsafe { &*self.current.load(Ordering::SeqCst) };
@@ -214,7 +217,8 @@ impl<B> Slots<B> {
         unsafe { self.find_unchecked(guard, gfn) }
     }
 
-    /// As [`find`](Self::find), for a fault: there the check costs as much as a third of the fault.
+    /// As [`find`](Self::find), for a fault. With the check, what is found goes through memory there,
+    /// and a fault takes 22 ns and not 15.
     ///
     /// # Safety
     /// The guard is of the VM of these memslots.

@@ -152,8 +152,10 @@ impl<'s, B> SlotView<'s, B> {
     /// Protects the memslot by `hazard`, so that its backing can be resolved in outside of the
     /// guard.
     pub(crate) fn keep_for_resolve<'r>(&self, hazard: HazardPointer<'r>) -> BackingRef<'r, B> {
+        hazard.check_guard(self.guard);
         // SAFETY: the memslot was found in the guard. `set` frees it when no guard can have found
-        // it, and then only if no hazard pointer has it.
+        // it, and then only if no hazard pointer has it: none of these epochs, as that of the guard's
+        // participant is.
         BackingRef(unsafe { hazard.protect(self.entry.slot) })
     }
 }

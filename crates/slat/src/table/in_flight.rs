@@ -20,7 +20,8 @@
 //! 2. stores the range in it,
 //! 3. sets the active bit.
 //!
-//! Withdrawing clears both bits by one operation.
+//! Withdrawing clears both bits by one operation. Behind the first chunk it walks along the list to
+//! the chunk first, as publishing has done.
 //!
 //! The first chunk takes ranges of any size. When all of its places are claimed, a range goes into
 //! a list of chunks behind it. There are lists for blocks of 2 MiB, several blocks to a list, and
@@ -238,16 +239,20 @@ impl List {
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Position(u32);
 
+const _: () = assert!(NR_PLACES <= 1 << Position::PLACE_BITS);
+const _: () = assert!((1 << LIST_BITS) + 2 <= 1 << Position::LIST_BITS);
+
 impl Position {
     const NONE: Position = Position(0);
     const VALID: u32 = 1;
     const PLACE_SHIFT: u32 = 1;
     const PLACE_BITS: u32 = 3;
     const LIST_SHIFT: u32 = Position::PLACE_SHIFT + Position::PLACE_BITS;
-    /// Two more than there are lists of blocks.
+    /// Room for two lists more than those of blocks.
     const LIST_BITS: u32 = LIST_BITS + 1;
     const CHUNK_SHIFT: u32 = Position::LIST_SHIFT + Position::LIST_BITS;
-    /// As many chunks as the position has bits for.
+    /// Chunks of a list: those that the position has bits for. So a list has at most 1.8 million
+    /// ranges.
     const MAX_CHUNKS: usize = 1 << (u32::BITS - Position::CHUNK_SHIFT);
 
     #[inline]
@@ -356,16 +361,20 @@ impl RangesInFlight {
     /// Publishes `range` at the first place of the list that begins with `chunk` which is not
     /// claimed. Returns the number of the chunk and the place.
     fn publish_at_first_place(mut chunk: &Chunk, range: GfnRange) -> Result<(usize, usize), OutOfMemory> {
-        for nth_chunk in 0..Position::MAX_CHUNKS {
+        let mut nth_chunk = 0;
+        loop {
             if let Some(place) = chunk.publish(range) {
                 return Ok((nth_chunk, place));
+            }
+            nth_chunk += 1;
+            if nth_chunk == Position::MAX_CHUNKS {
+                return Err(OutOfMemory);
             }
             chunk = match chunk.next() {
                 Some(next) => next,
                 None => Self::link_another(chunk)?,
             };
         }
-        Err(OutOfMemory)
     }
 
     /// The chunks of `list`.
@@ -378,15 +387,15 @@ impl RangesInFlight {
         iter::successors(first, |chunk| chunk.next())
     }
 
-    /// The chunk with a range that was published.
+    /// The chunk with a range that was published. There is one: chunks stay for the life of the VM.
     #[inline]
-    fn chunk_at(&self, position: Position) -> &Chunk {
+    fn chunk_at(&self, position: Position) -> Option<&Chunk> {
         if position.list() == List::First {
-            return &self.first;
+            return Some(&self.first);
         }
         let found = self.chunks(position.list()).nth(position.nth_chunk());
         debug_assert!(found.is_some(), "chunks stay for the life of the VM");
-        found.unwrap_or(&self.first)
+        found
     }
 
     /// Links a chunk behind `last`, unless another thread has linked one.
@@ -486,8 +495,8 @@ impl Drop for Chunk {
 }
 
 /// A range in flight. Dropping it withdraws the range.
-// Two words: it is returned up the calls of an invalidation in registers. A copy through memory
-// would read by vectors what was just stored word by word, for which the CPU waits.
+// Two words, which are passed in registers. A copy through memory would read by vectors what was just
+// stored word by word, for which the CPU waits.
 #[must_use]
 pub(crate) struct InFlight<'p> {
     ranges: &'p RangesInFlight,
@@ -514,18 +523,17 @@ impl<'p> InFlight<'p> {
     /// The range.
     pub(crate) fn range(&self) -> GfnRange {
         let [first, second] = self.positions();
-        let place = |position: Position| &self.ranges.chunk_at(position).places[position.place()];
+        let place = |position: Position| Some(&self.ranges.chunk_at(position)?.places[position.place()]);
         let last = if second == Position::NONE { first } else { second };
+        let (Some(first), Some(last)) = (place(first), place(last)) else { return GfnRange::new(Gfn(0), 0) };
         // Relaxed: the places are this value's, which came with them from the thread that stored.
-        GfnRange {
-            start: Gfn(place(first).start.load(Ordering::Relaxed)),
-            end: Gfn(place(last).end.load(Ordering::Relaxed)),
-        }
+        GfnRange { start: Gfn(first.start.load(Ordering::Relaxed)), end: Gfn(last.end.load(Ordering::Relaxed)) }
     }
 
     #[inline]
     fn withdraw(&self, position: Position) {
-        let (chunk, place) = (self.ranges.chunk_at(position), position.place());
+        let Some(chunk) = self.ranges.chunk_at(position) else { return };
+        let place = position.place();
         // Release: what the host did comes before, for a fault that does not observe the range
         // any more, and for the place's next owner.
         chunk.word.fetch_and(!(claimed_bit(place) | active_bit(place)), Ordering::Release);

@@ -41,8 +41,9 @@ pub(super) const IDLE: u64 = 0;
 /// once they have one of these.
 ///
 /// A guard of one VM protects nothing of another. That each function gets the guard of its own VM is
-/// easy to see, and easy to break; so it is checked where a guard begins ([`Epochs::pin`]) and where
-/// it is used first (`node::root_ptes`, `Slots::current`). That costs a fault seven instructions.
+/// easy to see, and easy to break. So it is checked where a guard begins ([`Epochs::pin`],
+/// [`OwnedParticipant::exclusive`]), where page tables and memslots are reached in it
+/// (`node::root_ptes`, `Slots::current`), and where these are freed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct EpochsId(usize);
 
@@ -64,14 +65,14 @@ impl EpochsId {
 #[cold]
 #[inline(never)]
 fn mixed_up() -> ! {
-    panic!("a guard of another VM");
+    panic!("two VMs are mixed up");
 }
 
 /// The part of a participant that all threads reach. On lines of its own: the owner writes it at
 /// every fault.
 #[repr(align(128))]
 pub(crate) struct SharedParticipant {
-    /// Those that it announces to. They do not change once it is in their list.
+    /// The epochs that it announces to. They do not change once it is in their list.
     pub(super) epochs: EpochsId,
     /// Epoch in which the first of the open counted guards began, or [`IDLE`].
     pub(super) announced: AtomicU64,
@@ -118,7 +119,8 @@ unsafe impl Pooled for SharedParticipant {
     }
 }
 
-// SAFETY: all fields but the cells are atomics. The cells are used through a `Participant` alone,
+// SAFETY: all fields but the cells are atomics, or do not change once the participant is in its list.
+// The cells are used through a `Participant` alone,
 // which is one thread's.
 unsafe impl Send for SharedParticipant {}
 // SAFETY: as above.
@@ -260,7 +262,7 @@ impl FaultPin<'_> {
         self.participant
     }
 
-    /// Panics if the guards protect what other epochs than `epochs` free.
+    /// Panics if its guards are of other epochs than `epochs`.
     #[inline]
     pub(crate) fn check_epochs(&self, epochs: EpochsId) {
         self.epochs.id().check(epochs);
@@ -276,10 +278,18 @@ impl<'r> HazardPointer<'r> {
         HazardPointer(self.0)
     }
 
+    /// Panics if the guard is of another participant.
+    #[inline]
+    pub(crate) fn check_guard(&self, guard: &Guard<'_>) {
+        if !ptr::eq(self.0, guard.participant) {
+            mixed_up();
+        }
+    }
+
     /// Protects `thing` until the answer is dropped.
     ///
     /// # Safety
-    /// `thing` was reached in a guard of this thread that is still open. A reclaim frees it only if
+    /// `thing` was reached in a guard of this participant that is still open. A reclaim frees it only if
     /// [`Epochs::oldest_open`], and after that [`Epochs::is_resolving`], have allowed that.
     #[inline]
     pub(crate) unsafe fn protect<T>(self, thing: NonNull<T>) -> Protected<'r, T> {
@@ -338,7 +348,7 @@ impl<'a> Guard<'a> {
         self.participant
     }
 
-    /// Panics if the guard protects what other epochs than `epochs` free.
+    /// Panics if the guard is of other epochs than `epochs`.
     #[inline]
     pub(crate) fn check_epochs(&self, epochs: EpochsId) {
         self.participant.check_epochs(epochs);

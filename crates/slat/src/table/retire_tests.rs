@@ -21,7 +21,7 @@ fn nested_guards_announce_the_epoch_of_the_first_until_the_last_ends() {
 }
 
 #[test]
-#[should_panic(expected = "a guard of another VM")]
+#[should_panic(expected = "two VMs are mixed up")]
 fn a_participant_of_other_epochs_opens_no_guard() {
     let (epochs, others) = (Epochs::new(Fences::Both), Epochs::new(Fences::Both));
     let participant = others.borrow_participant().unwrap();
@@ -29,7 +29,7 @@ fn a_participant_of_other_epochs_opens_no_guard() {
 }
 
 #[test]
-#[should_panic(expected = "a guard of another VM")]
+#[should_panic(expected = "two VMs are mixed up")]
 fn a_participant_of_other_epochs_has_no_fault() {
     let (epochs, others) = (Epochs::new(Fences::Both), Epochs::new(Fences::Both));
     let mut participant = others.take_participant().unwrap();

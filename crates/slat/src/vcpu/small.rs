@@ -104,7 +104,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         if tree.in_flight.free_level(self.gfn, Level::L4K).is_none() {
             return Small::Other;
         }
-        // SAFETY: the pin was checked.
+        // SAFETY: the pin is of the tree, as was checked, and an operation is of one VM.
         let Some(slot) = (unsafe { slots.find_unchecked(&guard, self.gfn) }) else { return Small::Other };
         let (flags, page) = (slot.flags(), self.gfn.0 - slot.range().start.0);
         let attributes = if flags.intersects(NEEDS_PAGE_STATE) {

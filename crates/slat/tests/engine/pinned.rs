@@ -387,6 +387,24 @@ fn exits<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().pages_4k(), vm.host().resolves.load(std::sync::atomic::Ordering::SeqCst)), (8, 0));
 }
 
+// Another thread may have changed the leaves, and be preempted before its flush.
+each!(a_protection_flushes_also_what_has_the_rights_already, protect_twice);
+fn protect_twice<F: Format>(locking: Locking) {
+    for largest in [PageSize::Size4K, PageSize::Size2M] {
+        let vm = pinned_vm::<F>(lazily_splitting(locking), 2048);
+        vm.map_range(&mapping(0, 1024, largest)).unwrap();
+        for _ in 0..2 {
+            vm.host().flushes.lock().unwrap().clear();
+            assert_eq!(vm.protect_range(pages(0, 1024), &READ_ONLY), Ok(1024));
+            let flushed = vm.host().flushes.lock().unwrap().concat();
+            assert!((0..1024).all(|page| flushed.iter().any(|range| range.contains(Gfn(page)))), "{flushed:?}");
+        }
+        vm.host().flushes.lock().unwrap().clear();
+        assert_eq!(vm.protect_range(pages(1024, 1024), &READ_ONLY), Ok(0));
+        assert_eq!(vm.host().flushes.lock().unwrap().len(), 0, "nothing is mapped there");
+    }
+}
+
 each!(rights_change_and_the_memory_type_stays, protect);
 fn protect<F: Format>(locking: Locking) {
     let vm = pinned_vm::<F>(lazily_splitting(locking), 2048);

@@ -1,8 +1,9 @@
 //! Pinned pages get other rights: to be written, and to be executed. The memory type stays.
 //!
 //! One exchange changes a leaf, and keeps its frame. A leaf of which only a part changes is split
-//! before. At the end the range is flushed: a CPU may have kept a right that was taken away, and on
-//! Arm the lack of one that was given.
+//! before. At the end what is pinned of the range is flushed, to the end of each page-table page: a
+//! CPU may have kept a right that was taken away, and on Arm the lack of one that was given. That is
+//! so also where nothing has changed: another thread may have changed the leaves, and not flushed.
 
 use super::{Writable, keeps_small, pinned_leaf, split_end};
 use crate::addr::{Gfn, GfnRange, Level};
@@ -131,10 +132,9 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
                 if !self.range.covers(block) || keeps_small(self.op.tree, self.protection.attributes) {
                     return Next::Leave(ProtectWork::Split);
                 }
-                match self.change(cursor.pte(), value, level) {
-                    Ok(Flush::Due) => self.batch.add(block),
-                    Ok(Flush::NotDue) => {}
-                    Err(Changed) => return Next::Again(1),
+                self.batch.add(block);
+                if self.change(cursor.pte(), value, level).is_err() {
+                    return Next::Again(1);
                 }
                 self.nr_pages += block.nr_pages();
                 Next::Advance(1)
@@ -151,7 +151,7 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
         let part = GfnRange { start, end: block.end.min(self.range.end) };
         // Shorter than the block in tests whose page-table pages have few PTEs.
         let ptes = ptes.slice((start.0 - block.start.0) as usize..);
-        let (mut checked, mut flush) = (None, Flush::NotDue);
+        let mut checked = None;
         for (gfn, pte) in (part.start.0..part.end.0).map(Gfn).zip(ptes.iter()) {
             loop {
                 let value = pte.load();
@@ -161,7 +161,7 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
                     // The page-table page was unlinked meanwhile, or is broken.
                     State::Frozen | State::Broken | State::Table => {
                         cursor.move_to(gfn);
-                        return Next::Again(1);
+                        return Next::Again(1 + gfn.0 - start.0);
                     }
                 }
                 // Most leaves have the attributes of the one before.
@@ -171,16 +171,14 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
                         cursor.move_to(gfn);
                         return Next::Leave(ProtectWork::Fail(error));
                     }
+                    if checked.is_none() && self.pass == Pass::Change {
+                        self.batch.add(part);
+                    }
                     checked = Some(bits);
                 }
                 if self.pass == Pass::Change {
-                    match self.change(pte, value, Level::L4K) {
-                        Ok(Flush::Due) if flush == Flush::NotDue => {
-                            self.batch.add(part);
-                            flush = Flush::Due;
-                        }
-                        Ok(_) => {}
-                        Err(Changed) => continue,
+                    if self.change(pte, value, Level::L4K).is_err() {
+                        continue;
                     }
                     self.nr_pages += 1;
                 }
@@ -202,22 +200,12 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
         Ok(())
     }
 
-    /// Gives the pinned leaf `value` of `level` in `pte` the rights.
+    /// Gives the pinned leaf `value` of `level` in `pte` the rights. It is flushed also if it has them
+    /// already: the thread that has changed it may not have come to its flush.
     #[inline]
-    fn change(&self, pte: PteRef<'_, F>, value: Pte<F>, level: Level) -> Result<Flush, Changed> {
+    fn change(&self, pte: PteRef<'_, F>, value: Pte<F>, level: Level) -> Result<(), Changed> {
         let pfn = self.op.tree.encoding.frame(value, level);
         let new = pinned_leaf(self.op.tree, pfn, level, self.attributes, self.writable);
-        if new == value {
-            return Ok(Flush::NotDue);
-        }
-        pte.exchange(value, new)?;
-        Ok(Flush::Due)
+        if new == value { Ok(()) } else { pte.exchange(value, new) }
     }
-}
-
-/// Whether a leaf has other rights than CPUs may have cached.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Flush {
-    Due,
-    NotDue,
 }

@@ -1,5 +1,5 @@
-//! The leaves of 4 KiB of one page-table page: what a zap does for each of them, with what is the same
-//! for all done once. The head of `second_stage/zap.rs` says why it is right.
+//! The leaves of 4 KiB of one page-table page, which a zap visits in one loop. What is the same for
+//! all of them is done once. The head of `second_stage/zap.rs` says why it is right.
 
 use super::{Faults, Work, Zap, mark_dirty};
 use crate::addr::{Gfn, GfnRange, Level};
@@ -37,9 +37,9 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     }
 
     /// Visits `ptes` of the lowest level, those of the page-table page below the cursor's PTE, from
-    /// the cursor's page on, as far as the range goes: what [`visit`](Self::visit) does for each of
-    /// them, with what is the same for all done once. If it does not come to the end, the cursor is
-    /// where it goes on: no page is visited twice, so none gets the zap's number twice.
+    /// the cursor's page on, as far as the range goes, as [`visit`](Self::visit) does. If it does not
+    /// come to the end, the cursor is where it goes on: no page is visited twice, so none gets the
+    /// zap's number twice.
     #[expect(clippy::too_many_lines, reason = "one match over the states of a PTE, in a loop that is hot")]
     #[inline(never)]
     pub(super) fn zap_ptes(
