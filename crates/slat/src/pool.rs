@@ -113,7 +113,7 @@ unsafe impl<T> Zeroed for PoolLink<T> {
 impl<T> Hints<T> {
     /// The hint of the calling thread.
     #[inline]
-    fn of_thread(&self) -> &AtomicPtr<T> {
+    fn of_caller(&self) -> &AtomicPtr<T> {
         let on_stack = 0u8;
         &self.0[nth_hint(ptr::from_ref(&on_stack).addr())]
     }
@@ -150,7 +150,7 @@ impl<T: Pooled> Pool<T> {
     #[inline]
     pub(crate) fn claim(&self) -> Option<&T> {
         // Acquire: observes the thing as it was pushed.
-        let last = self.hints.get().map_or(ptr::null_mut(), |hints| hints.of_thread().load(Ordering::Acquire));
+        let last = self.hints.get().map_or(ptr::null_mut(), |hints| hints.of_caller().load(Ordering::Acquire));
         // SAFETY: null or a thing of the list; these are freed only with the pool.
         match unsafe { last.as_ref() } {
             Some(thing) if thing.link().try_claim() => Some(thing),
@@ -169,7 +169,7 @@ impl<T: Pooled> Pool<T> {
     fn remember(&self, thing: &T) {
         if let Ok(hints) = self.hints.get_or_make() {
             // Release: a thread that reads the hint observes the thing as it was pushed.
-            hints.of_thread().store(ptr::from_ref(thing).cast_mut(), Ordering::Release);
+            hints.of_caller().store(ptr::from_ref(thing).cast_mut(), Ordering::Release);
         }
     }
 

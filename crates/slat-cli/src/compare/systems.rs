@@ -58,8 +58,8 @@ pub(super) fn plan(system: SystemArg, size: Size) -> Plan {
     }
 }
 
-/// CPUs that it takes to show what a lock costs in a whole phase: with 16 both phases of faults were
-/// better, with 8 one was a tie (docs/results/16-cpus).
+/// CPUs that it takes to show what a lock costs in a whole phase: with 16 both phases of faults are
+/// better (docs/results/16-cpus); with 8 one was a tie in an earlier run.
 const CPUS_TO_SHOW_A_LOCK: usize = 16;
 
 fn faults_in_parallel(size: Size) -> Plan {
