@@ -100,7 +100,7 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::derived::{DerivedTables, VcpuState};
 use crate::table::pte::State;
-use crate::table::retire::{Guard, Participant};
+use crate::table::retire::{Guard, NestedGuard, Participant};
 use crate::table::tlb::TlbBatch;
 use crate::table::vm_lock::HeldLock;
 use lock::{Wait, WordGuard};
@@ -296,6 +296,13 @@ impl<'v, H: Host> Mmu<'v, H> {
         Mmu { tree, shadow, participant }
     }
 
+    /// Opens a guard.
+    // Never inlined: it would cost the deep calls of shadow paging stack.
+    #[inline(never)]
+    fn pin(&self) -> NestedGuard<'v> {
+        self.tree.epochs.pin(self.participant)
+    }
+
     pub(crate) fn host(&self) -> &'v H {
         &self.tree.host
     }
@@ -316,7 +323,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// frame, and puts the shadow leaf PTE that it makes of the answer into the frame's list before
     /// it releases the lock, then each later change of the second stage finds that leaf PTE.
     fn second_stage(&self, gfn: Gfn) -> Option<SecondStage> {
-        self.second_stage_in(&self.tree.epochs.pin(self.participant), gfn)
+        self.second_stage_in(&self.pin(), gfn)
     }
 
     /// Takes the lock of `frame`, which is that of `gfn`, and returns it with what the second stage
@@ -328,7 +335,8 @@ impl<'v, H: Host> Mmu<'v, H> {
         gfn: Gfn,
     ) -> Result<(WordGuard<'f>, Option<SecondStage>), W::Busy> {
         // One fence for the guard and the lock. A thread that has to wait opens no guard meanwhile.
-        // SAFETY: `try_lock` ends with a read-modify-write if it returns the lock.
+        // SAFETY: all of an `Mmu` is of one VM. `try_lock` ends with a read-modify-write if it returns
+        // the lock.
         let pinned = unsafe { self.tree.epochs.pin_by_rmw(self.participant, || frame.lock.try_lock()) };
         Ok(match pinned {
             Some((guard, held)) => (held, self.second_stage_in(&guard, gfn)),

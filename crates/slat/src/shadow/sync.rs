@@ -333,7 +333,7 @@ impl<'v, H: Host> Mmu<'v, H> {
         // is found free here. The other side: the lock is taken, and the guest's PTE is read
         // (`link`, `install_leaf`).
         full_fence();
-        let guard = self.tree.epochs.pin(self.participant);
+        let guard = self.pin();
         let mut reference = root;
         loop {
             let page = pages.get(reference.number);

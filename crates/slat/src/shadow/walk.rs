@@ -165,7 +165,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     ) -> Result<Option<Step>, Stop> {
         let pages = &self.shadow.pages;
         let mut reference = view.root;
-        let guard = self.tree.epochs.pin(self.participant);
+        let guard = self.pin();
         let role = loop {
             let page = pages.get(reference.number);
             let role = page.role();
@@ -439,7 +439,7 @@ impl<'v, H: Host> Mmu<'v, H> {
             }
             let (below_gfn, below_role) = walk.below(view, role, gva, leaf);
             // SAFETY: both are of this VM.
-            let known = match unsafe { page.target_in(&self.tree.epochs.pin(self.participant), index) } {
+            let known = match unsafe { page.target_in(&self.pin(), index) } {
                 Target::Link(link) => {
                     // The page below is the right one only if it was made from the same frame, in
                     // the same role.

@@ -176,7 +176,7 @@ impl<'v, H: Host> Mmu<'v, H> {
     /// Fetches the first leaf PTEs that map `frames`, and their list links. Later it would be in
     /// vain: a locked operation keeps the CPU from loading ahead.
     fn prefetch(&self, frames: &[&Frame]) {
-        let guard = self.tree.epochs.pin(self.participant);
+        let guard = self.pin();
         let mut known = None;
         for frame in frames {
             let Some(place) = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed)) else { continue };

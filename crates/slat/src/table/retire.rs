@@ -159,14 +159,14 @@ impl Epochs {
     /// `None`, and no guard, if `rmw` answers that.
     ///
     /// # Safety
-    /// If `rmw` returns a value, its last access of memory was an atomic read-modify-write.
+    /// The participant is of these epochs. If `rmw` returns a value, its last access of memory was an
+    /// atomic read-modify-write.
     #[inline]
     pub(crate) unsafe fn pin_by_rmw<'a, T>(
         &self,
         participant: &'a Participant,
         rmw: impl FnOnce() -> Option<T>,
     ) -> Option<(NestedGuard<'a>, T)> {
-        participant.check_epochs(self.id());
         if participant.is_outside() {
             // Acquire: as in `announce`. Relaxed: the fence below orders the store before every
             // read of the guard.
