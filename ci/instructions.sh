@@ -16,7 +16,7 @@ count() {
     echo "$name: $((nr_instructions / nr_faults)) instructions a page, at most $most"
     ((nr_instructions / nr_faults <= most))
 }
-# With Rust 1.95: 239, 253, 20, 38, 558, 472, 386. Another compiler may need a few more.
+# With Rust 1.95: 242, 255, 20, 38, 558, 474, 388. Another compiler may need a few more.
 count "a page installed" 250
 count "write access restored" 265 log
 count "a page mapped ahead" 30 prefault

@@ -264,6 +264,7 @@ fn link_parts<H: Host, F: Format>(
     let mut unlinked = TableChain::new();
     // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
     unsafe { unlinked.push(op.host(), split.table) }
-    op.tree.epochs.retire_tables(op.host(), unlinked);
+    // SAFETY: both are of the tree.
+    unsafe { op.tree.epochs.retire_tables(op.host(), unlinked) }
     Err(Changed)
 }

@@ -239,7 +239,8 @@ enum Work<F> {
 
 /// A zap under way.
 struct Zap<'z, 't, H: Host, F: Format> {
-    /// Not copied: a copy is read by vectors, just after it was stored word by word.
+    /// Not copied: a copy is read by vectors, just after it was stored word by word, and the CPU waits
+    /// for that.
     op: &'z Operation<'t, H, F>,
     range: GfnRange,
     seq: InvalidationSeq,

@@ -210,6 +210,12 @@ impl Shadow {
             made_kinds: AtomicU32::new(0),
         }))
     }
+
+    /// Panics if these are not the tables that are derived from `tree`.
+    fn check_tree<H: Host>(&self, tree: &Tree<H, Npt>) {
+        let derived = tree.derived.as_deref();
+        assert!(derived.is_some_and(|derived| ptr::addr_eq(derived, self)), "two VMs are mixed up");
+    }
 }
 
 // SAFETY: no other type implements it for `Npt`, and `new_vcpu` returns `Roots`.
@@ -235,7 +241,9 @@ unsafe impl<H: Host> DerivedTables<H, Npt> for Shadow {
     }
 
     fn reclaim(&self, tree: &Tree<H, Npt>) {
-        self.pages.free_unused(&tree.epochs, || tree.host.barrier_on_all_cpus());
+        self.check_tree(tree);
+        // SAFETY: guards that reach the pages are those of the tree from which they are derived.
+        unsafe { self.pages.free_unused(&tree.epochs, || tree.host.barrier_on_all_cpus()) }
     }
 
     fn add_stats(&self, stats: &mut Stats) {
@@ -247,7 +255,7 @@ unsafe impl<H: Host> DerivedTables<H, Npt> for Shadow {
 /// The shadow page tables of `tree` and the roots of a vCPU, if there are any.
 ///
 /// # Safety
-/// `state` came from [`DerivedTables::new_vcpu`] of `tree`.
+/// `state` came from [`DerivedTables::new_vcpu`] of `tree`, and `participant` from its epochs.
 #[inline]
 pub(crate) unsafe fn of_vcpu<'v, H: Host>(
     tree: &'v Tree<H, Npt>,
@@ -293,6 +301,8 @@ struct SecondStage {
 
 impl<'v, H: Host> Mmu<'v, H> {
     fn new(tree: &'v Tree<H, Npt>, shadow: &'v Shadow, participant: &'v Participant) -> Mmu<'v, H> {
+        shadow.check_tree(tree);
+        participant.check_epochs(tree.epochs.id());
         Mmu { tree, shadow, participant }
     }
 

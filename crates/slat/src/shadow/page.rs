@@ -402,7 +402,10 @@ impl Pages {
     /// Frees the records of PTEs of all numbers that are not in use, and what earlier calls could
     /// not free yet. What a guard may still read is left for the next call.
     /// `barrier_on_all_cpus` is the host's.
-    pub(super) fn free_unused(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
+    ///
+    /// # Safety
+    /// The guards in which these pages are reached are of `epochs`.
+    pub(super) unsafe fn free_unused(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         let unused = (1..=self.max_pages()).filter_map(|number| {
             let page = self.peek(number)?;
             let index = number as usize - 1;
@@ -418,7 +421,7 @@ impl Pages {
             NonNull::new(ptes)
         });
         // SAFETY: the pointers come from boxes. Only a lock holder, of which a number that is not in
-        // use has none, and guards that began before the pointer was cleared use the records.
+        // use has none, and guards of `epochs` that began before the pointer was cleared use the records.
         unsafe { self.retired.retire(unused, epochs, barrier_on_all_cpus) }
     }
 

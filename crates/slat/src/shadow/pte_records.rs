@@ -176,7 +176,7 @@ impl RetiredRecords {
     ///
     /// # Safety
     /// What the iterator returns came from a box and belongs to the caller. From then on no thread
-    /// finds a pointer to it.
+    /// finds a pointer to it, and only guards of `epochs` that are open already read it.
     pub(super) unsafe fn retire(
         &self,
         unused: impl Iterator<Item = NonNull<PteRecords>>,

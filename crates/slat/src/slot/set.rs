@@ -186,6 +186,12 @@ impl<B> Slots<B> {
         Ok(Slots { epochs: epochs.id(), current: AtomicPtr::new(empty), retired: CachePadded::new(retired) })
     }
 
+    /// Panics if guards of other epochs than `epochs` protect what is found here.
+    #[inline]
+    pub(crate) fn check_epochs(&self, epochs: EpochsId) {
+        self.epochs.check(epochs);
+    }
+
     /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`).
     /// As an acquire load it observes the contents of the set.
     #[inline]
@@ -198,10 +204,7 @@ impl<B> Slots<B> {
     /// # Safety
     /// The guard is of the VM of these memslots.
     #[inline]
-    unsafe fn current_unchecked<'s>(&'s self, guard: &'s Guard<'_>) -> &'s SlotSet<B> {
-        if cfg!(debug_assertions) {
-            guard.check_epochs(self.epochs);
-        }
+    unsafe fn current_unchecked<'s>(&'s self, _guard: &'s Guard<'_>) -> &'s SlotSet<B> {
         // SAFETY: never null. A set that was published during the guard, of these epochs, is freed
         // only after it.
         let current = unsafe { &*self.current.load(Ordering::SeqCst) };

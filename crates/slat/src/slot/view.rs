@@ -154,8 +154,8 @@ impl<'s, B> SlotView<'s, B> {
     pub(crate) fn keep_for_resolve<'r>(&self, hazard: HazardPointer<'r>) -> BackingRef<'r, B> {
         hazard.check_guard(self.guard);
         // SAFETY: the memslot was found in the guard. `set` frees it when no guard can have found
-        // it, and then only if no hazard pointer has it: none of these epochs, as that of the guard's
-        // participant is.
+        // it, and then only if no participant of its epochs has it in the hazard pointer. The guard's
+        // participant is one of them, and this is its hazard pointer.
         BackingRef(unsafe { hazard.protect(self.entry.slot) })
     }
 }

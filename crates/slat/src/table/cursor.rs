@@ -138,6 +138,21 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, table, self.level.down()) }
     }
 
+    /// The pages from the cursor's on, up to `end` at most, that are in its block of 2 MiB, and each of
+    /// them with its PTE of 4 KiB: `ptes` are those of the page-table page below.
+    #[inline(always)]
+    pub(crate) fn small_pages<'p>(
+        &self,
+        ptes: Ptes<'p, F>,
+        end: Gfn,
+    ) -> (GfnRange, impl Iterator<Item = (Gfn, PteRef<'p, F>)> + use<'s, 'p, H, F>) {
+        let (start, block) = (self.gfn, self.block());
+        let part = GfnRange { start, end: block.end.min(end) };
+        // Fewer than the block has pages in tests whose page-table pages have few PTEs.
+        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
+        (part, (part.start.0..part.end.0).map(Gfn).zip(ptes.iter()))
+    }
+
     /// Back to the root, for the same frame.
     #[inline]
     pub(crate) fn restart(&mut self) {

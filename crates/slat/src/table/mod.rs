@@ -265,9 +265,12 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// Frees page-table pages whose grace period is over: all that were emptied, and of those with
     /// leaves as many as one call frees beside its own work. Returns whether there are more.
+    #[expect(unsafe_code, reason = "passes on what belongs together")]
     #[inline]
     pub(crate) fn reclaim(&self) -> bool {
-        self.epochs.has_retired_tables() && self.epochs.reclaim_tables(&self.host, &self.encoding, TABLES_PER_RECLAIM)
+        // SAFETY: all of it is this tree's.
+        let reclaim = || unsafe { self.epochs.reclaim_tables(&self.host, &self.encoding, TABLES_PER_RECLAIM) };
+        self.epochs.has_retired_tables() && reclaim()
     }
 
     /// Frees all page-table pages whose grace period is over, and yields in between.
@@ -297,7 +300,8 @@ impl<H: Host, F: Format> Tree<H, F> {
 impl<H: Host, F: Format> Drop for Tree<H, F> {
     #[expect(unsafe_code, reason = "frees the page-table pages that guards may have reached")]
     fn drop(&mut self) {
-        self.epochs.free_all_tables(&self.host, &self.encoding);
+        // SAFETY: all of it is this tree's.
+        unsafe { self.epochs.free_all_tables(&self.host, &self.encoding) }
         // SAFETY: this is the end of the tree.
         unsafe { node::free_tree(self) }
     }

@@ -16,7 +16,7 @@ use super::encoding::Encoding;
 use super::invalidation_seq::InvalidationSeq;
 use super::pte::{Breaking, Frozen, Pte, State};
 use super::pte_ref::{Changed, Cleaner, PteRef, Ptes};
-use super::retire::{Freed, Guard};
+use super::retire::{EpochsId, Freed, Guard};
 use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::Format;
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
@@ -347,6 +347,8 @@ pub(crate) struct TableCache {
     tables: [Hpa; TableCache::CAPACITY],
     len: usize,
     node: TableNode,
+    /// Those of the tree for which the page-table pages were allocated, if there are any.
+    epochs: Option<EpochsId>,
 }
 
 impl TableCache {
@@ -354,7 +356,14 @@ impl TableCache {
     pub(crate) const CAPACITY: usize = 4;
 
     pub(crate) fn new() -> TableCache {
-        TableCache { tables: [Hpa(0); Self::CAPACITY], len: 0, node: TableNode::CallerPolicy }
+        TableCache { tables: [Hpa(0); Self::CAPACITY], len: 0, node: TableNode::CallerPolicy, epochs: None }
+    }
+
+    /// Panics if there are page-table pages of another tree: its host would not get them back.
+    fn check_tree<H: Host, F: Format>(&self, tree: &Tree<H, F>) {
+        if let Some(epochs) = self.epochs {
+            epochs.check(tree.epochs.id());
+        }
     }
 
     /// Whether there are `count` page-table pages from `node`.
@@ -374,6 +383,8 @@ impl TableCache {
         wait: AllocationWait,
     ) -> Result<(), ()> {
         debug_assert!(count <= Self::CAPACITY);
+        self.check_tree(tree);
+        self.epochs = Some(tree.epochs.id());
         if self.node != node {
             self.drain(tree, stats);
             self.node = node;
@@ -404,6 +415,7 @@ impl TableCache {
         level: Level,
         pte: impl FnMut(usize) -> Pte<F>,
     ) -> Prepared<'c, H, F> {
+        self.check_tree(tree);
         let mut prepared = Prepared { cache: self, tree, nr_tables: 0, leaves: (level, 0), level };
         // SAFETY: as the caller promises.
         unsafe { prepared.fill(pte) }
@@ -422,6 +434,7 @@ impl TableCache {
         beside: Pte<F>,
         fill: impl FnOnce(&mut NewPtes<'_, F>),
     ) -> Prepared<'c, H, F> {
+        self.check_tree(tree);
         let mut prepared = Prepared { cache: self, tree, nr_tables: 0, leaves: (level, 0), level };
         // SAFETY: as the caller promises.
         unsafe { prepared.fill_by(beside, fill) }
@@ -430,6 +443,7 @@ impl TableCache {
 
     /// Frees all page-table pages of the cache.
     pub(crate) fn drain<H: Host, F: Format>(&mut self, tree: &Tree<H, F>, stats: &Recorder) {
+        self.check_tree(tree);
         let tables = &self.tables[..core::mem::take(&mut self.len)];
         for &table in tables {
             // SAFETY: it came from `top_up`, and was never linked.

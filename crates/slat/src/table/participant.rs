@@ -158,7 +158,7 @@ impl Deref for Participant {
 impl Participant {
     /// Panics if the participant announces to other epochs than `epochs`.
     #[inline]
-    pub(super) fn check_epochs(&self, epochs: EpochsId) {
+    pub(crate) fn check_epochs(&self, epochs: EpochsId) {
         self.epochs.check(epochs);
     }
 

@@ -295,7 +295,10 @@ impl Epochs {
     }
 
     /// Retires a chain of unlinked, flushed page-table pages.
-    pub(crate) fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
+    ///
+    /// # Safety
+    /// `host` is that of the tree with these epochs.
+    pub(crate) unsafe fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
         // Before the pages are on the list, so that no page is counted as freed before it is
         // counted here.
@@ -312,7 +315,8 @@ impl Epochs {
             }
             table = pte::link_of(cells[0].load(Ordering::Relaxed));
         }
-        self.push_tables(host, chain);
+        // SAFETY: as the caller promises.
+        unsafe { self.push_tables(host, chain) }
     }
 
     /// Whether page-table pages wait for their grace period. Mostly none does.
@@ -323,7 +327,10 @@ impl Epochs {
 
     /// Frees the retired page-table pages that no open guard can reach, but at most
     /// `max_with_leaves` of those with leaves. Returns whether there are more of these.
-    pub(crate) fn reclaim_tables<H: Host, F: Format>(
+    ///
+    /// # Safety
+    /// `host` and `encoding` are those of the tree with these epochs.
+    pub(crate) unsafe fn reclaim_tables<H: Host, F: Format>(
         &self,
         host: &H,
         encoding: &Encoding<F>,
@@ -359,7 +366,8 @@ impl Epochs {
                 nr_unlisted += 1;
             }
         }
-        self.push_tables(host, kept);
+        // SAFETY: as the caller promises.
+        unsafe { self.push_tables(host, kept) }
         let retired = &self.retired_tables;
         retired.nr_listed.fetch_sub(nr_unlisted, Ordering::Relaxed);
         retired.nr_deferred.fetch_sub(freed.nr_tables, Ordering::Relaxed);
@@ -389,7 +397,10 @@ impl Epochs {
     }
 
     /// Puts pages whose tags are set on the list.
-    fn push_tables<H: Host>(&self, host: &H, chain: TableChain) {
+    ///
+    /// # Safety
+    /// As for [`retire_tables`](Self::retire_tables).
+    unsafe fn push_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
         let mut head = self.retired_tables.first.load(Ordering::Relaxed);
         loop {
@@ -404,14 +415,18 @@ impl Epochs {
     }
 
     /// Frees all retired page-table pages, at the end of the VM.
-    pub(crate) fn free_all_tables<H: Host, F: Format>(&mut self, host: &H, encoding: &Encoding<F>) {
+    ///
+    /// # Safety
+    /// As for [`reclaim_tables`](Self::reclaim_tables).
+    pub(crate) unsafe fn free_all_tables<H: Host, F: Format>(&mut self, host: &H, encoding: &Encoding<F>) {
         // Whatever is announced: with `&mut self` no guard is open, unless one was leaked.
         for participant in self.participants() {
             participant.announced.store(IDLE, Ordering::Relaxed);
             participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
         if self.has_retired_tables() {
-            self.reclaim_tables(host, encoding, u64::MAX);
+            // SAFETY: as the caller promises.
+            unsafe { self.reclaim_tables(host, encoding, u64::MAX) };
         }
     }
 }

@@ -36,3 +36,11 @@ fn a_participant_of_other_epochs_has_no_fault() {
     // SAFETY: the epochs are alive, and this is the only one.
     let _ = unsafe { participant.exclusive(&epochs) };
 }
+
+#[test]
+#[should_panic(expected = "two VMs are mixed up")]
+fn a_hazard_pointer_keeps_nothing_of_a_guard_of_another_participant() {
+    let epochs = Epochs::new(Fences::Both);
+    let (first, mut second) = (epochs.borrow_participant().unwrap(), epochs.borrow_participant().unwrap());
+    second.with_hazard().1.check_guard(&epochs.pin(&first));
+}

@@ -274,7 +274,8 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
             counter.fetch_sub(1, Ordering::SeqCst);
         }
         released.release(&self.tree.host);
-        self.tree.epochs.retire_tables(&self.tree.host, unlinked);
+        // SAFETY: both are of the tree.
+        unsafe { self.tree.epochs.retire_tables(&self.tree.host, unlinked) }
     }
 
     #[inline]

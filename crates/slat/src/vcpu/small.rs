@@ -82,6 +82,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             return Small::Other;
         }
         pin.check_epochs(tree.epochs.id());
+        slots.check_epochs(tree.epochs.id());
         let guard = pin.reborrow().open();
         record!(FaultLooks { gfn: self.gfn.0 });
         let Some((cursor, value)) = Cursor::at_small(tree, &guard, self.gfn) else { return Small::Other };
@@ -104,7 +105,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         if tree.in_flight.free_level(self.gfn, Level::L4K).is_none() {
             return Small::Other;
         }
-        // SAFETY: the pin is of the tree, as was checked, and an operation is of one VM.
+        // SAFETY: the pin and the memslots are of the same tree: both were checked.
         let Some(slot) = (unsafe { slots.find_unchecked(&guard, self.gfn) }) else { return Small::Other };
         let (flags, page) = (slot.flags(), self.gfn.0 - slot.range().start.0);
         let attributes = if flags.intersects(NEEDS_PAGE_STATE) {

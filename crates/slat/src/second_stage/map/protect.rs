@@ -147,12 +147,9 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
     /// the cursor's page on, as far as the range goes. If it does not come to the end, the cursor is
     /// where it goes on.
     fn visit_small(&mut self, cursor: &mut Cursor<'_, H, F>, ptes: Ptes<'_, F>) -> Next<ProtectWork<F>> {
-        let (start, block) = (cursor.gfn(), cursor.block());
-        let part = GfnRange { start, end: block.end.min(self.range.end) };
-        // Shorter than the block in tests whose page-table pages have few PTEs.
-        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
+        let (part, pages) = cursor.small_pages(ptes, self.range.end);
         let mut checked = None;
-        for (gfn, pte) in (part.start.0..part.end.0).map(Gfn).zip(ptes.iter()) {
+        for (gfn, pte) in pages {
             loop {
                 let value = pte.load();
                 match value.state(Level::L4K) {
@@ -161,7 +158,7 @@ impl<H: Host, F: Format> Protect<'_, H, F> {
                     // The page-table page was unlinked meanwhile, or is broken.
                     State::Frozen | State::Broken | State::Table => {
                         cursor.move_to(gfn);
-                        return Next::Again(1 + gfn.0 - start.0);
+                        return Next::Again(1 + gfn.0 - part.start.0);
                     }
                 }
                 // Most leaves have the attributes of the one before.

@@ -48,16 +48,14 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         cursor: &mut Cursor<'_, H, F>,
         ptes: Ptes<'_, F>,
     ) -> Next<Work<F>> {
-        let (op, tree, start, block) = (self.op, self.op.tree, cursor.gfn(), cursor.block());
-        let part = GfnRange { start, end: block.end.min(self.range.end) };
-        // Shorter than the block in tests whose page-table pages have few PTEs.
-        let ptes = ptes.slice((start.0 - block.start.0) as usize..);
+        let (op, tree) = (self.op, self.op.tree);
+        let (part, pages) = cursor.small_pages(ptes, self.range.end);
         let marks = !tree.config.first_write_faults(Level::L4K);
         let may_come_back = F::BREAK_BEFORE_MAKE && self.faults == Faults::MayComeBack;
         let of_leaf = if may_come_back { self.seq.unflushed() } else { self.seq };
         let mut nr_zapped = 0;
         let mut next = Next::Advance(1 + part.nr_pages());
-        'ptes: for (gfn, pte) in (part.start.0..part.end.0).map(Gfn).zip(ptes.iter()) {
+        'ptes: for (gfn, pte) in pages {
             self.visits(gfn);
             loop {
                 let value = pte.load();
