@@ -229,6 +229,12 @@ pub mod baselines {
     };
 }
 
+/// The machine whose virtual time the accesses of the engine cost.
+#[cfg(feature = "costed")]
+pub mod costed {
+    pub use crate::sync::costed::{Attached, LockWait, Machine, Step, attach};
+}
+
 /// The steps of the protocols, for the proofs that replay them.
 #[cfg(shuttle)]
 pub mod events {

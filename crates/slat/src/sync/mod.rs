@@ -4,9 +4,11 @@
 //!   [shuttle](https://docs.rs/shuttle) can try schedules on the whole engine.
 //! - With `--cfg loom` they are those of [loom](https://docs.rs/loom), for small models of single
 //!   structures.
+//! - With the feature `costed`, which only the package `slat-costed` has, they cost the virtual time
+//!   of a modelled machine.
 //!
-//! Under `core` and shuttle the types are transparent over the core atomics, so that a raw
-//! page-table page can be read as an array of them.
+//! But under loom the types are transparent over the core atomics, so that a raw page-table page
+//! can be read as an array of them.
 //!
 //! # Store-load pairs
 //! "Set a thing, then look whether the other side did" needs a full fence on both sides. All such
@@ -14,13 +16,13 @@
 //! atomic read-modify-write, and name their partner in a comment.
 
 #![cfg_attr(
-    all(target_arch = "x86_64", not(any(loom, shuttle))),
+    all(target_arch = "x86_64", not(any(loom, shuttle, feature = "costed"))),
     expect(unsafe_code, reason = "a prefetch is an intrinsic")
 )]
 
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(any(loom, shuttle, feature = "costed")))]
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr};
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(any(loom, shuttle, feature = "costed")))]
 pub use core::sync::atomic::{AtomicU32, AtomicU64};
 
 #[cfg(loom)]
@@ -41,18 +43,23 @@ macro_rules! record {
 }
 pub(crate) use record;
 
-#[cfg(shuttle)]
+#[cfg(feature = "costed")]
+pub mod costed;
+
+#[cfg(any(shuttle, feature = "costed"))]
 mod stepped;
-#[cfg(shuttle)]
+#[cfg(any(shuttle, feature = "costed"))]
 pub(crate) use stepped::{AtomicBool, AtomicPtr};
-#[cfg(shuttle)]
+#[cfg(any(shuttle, feature = "costed"))]
 pub use stepped::{AtomicU32, AtomicU64};
 
 pub use core::sync::atomic::Ordering;
 
-#[cfg(feature = "baselines")]
+#[cfg(feature = "costed")]
+pub use costed::{Lock, LockGuard, Locking, Park};
+#[cfg(all(feature = "baselines", not(feature = "costed")))]
 mod lock;
-#[cfg(feature = "baselines")]
+#[cfg(all(feature = "baselines", not(feature = "costed")))]
 pub use lock::{Lock, LockGuard, Locking, Park};
 
 /// The side of the optional lock that an operation takes.
@@ -67,8 +74,10 @@ pub enum Side {
 /// One turn of a spin loop.
 #[inline]
 pub fn spin_loop() {
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(any(loom, shuttle, feature = "costed")))]
     core::hint::spin_loop();
+    #[cfg(feature = "costed")]
+    costed::pause();
     #[cfg(loom)]
     loom::thread::yield_now();
     #[cfg(shuttle)]
@@ -79,12 +88,14 @@ pub fn spin_loop() {
 /// instruction, a load does it.
 #[inline]
 pub(crate) fn prefetch(word: &AtomicU64) {
-    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]
+    #[cfg(feature = "costed")]
+    costed::prefetch(core::ptr::from_ref(word).addr());
+    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, feature = "costed"))))]
     // SAFETY: a prefetch accesses no memory, and any address may be given to it.
     unsafe {
         core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(core::ptr::from_ref(word).cast());
     }
-    #[cfg(not(any(target_arch = "x86_64", loom, shuttle)))]
+    #[cfg(not(any(target_arch = "x86_64", loom, shuttle, feature = "costed")))]
     core::hint::black_box(word.load(Ordering::Relaxed));
     #[cfg(any(loom, shuttle))]
     let _ = word;
@@ -93,8 +104,10 @@ pub(crate) fn prefetch(word: &AtomicU64) {
 /// Orders every earlier store of this thread before every later load (the store-load primitive).
 #[inline]
 pub fn full_fence() {
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(any(loom, shuttle, feature = "costed")))]
     core::sync::atomic::fence(Ordering::SeqCst);
+    #[cfg(feature = "costed")]
+    costed::fence();
     #[cfg(loom)]
     loom::sync::atomic::fence(Ordering::SeqCst);
     // shuttle runs one thread at a time: there every operation is sequentially consistent.

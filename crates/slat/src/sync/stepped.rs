@@ -1,27 +1,52 @@
-//! Atomics for [shuttle](https://docs.rs/shuttle): the core types, with a scheduling point before
-//! each operation.
+//! Atomics with a scheduling point before each operation: the core types, which other code learns of
+//! before they are accessed.
+//! - Under [shuttle](https://docs.rs/shuttle) another thread of the test may run there.
+//! - With the feature `costed` another CPU of a modelled machine may run there, and the access costs
+//!   virtual time (`super::costed`).
 //!
-//! Shuttle runs all threads of a test one at a time on one thread of the system. At each scheduling
-//! point it decides which one goes on. Its own atomics are larger than the values that they hold,
-//! while a page-table page is an array of PTEs in raw memory. So these types are transparent over
-//! the core atomics, and only mark for shuttle where a thread may be stopped.
+//! Both run all threads one at a time on one thread of the system, and decide at each scheduling
+//! point which one goes on. A page-table page is an array of PTEs in raw memory, and shuttle's own
+//! atomics are larger than the values that they hold. So these types are transparent over the core
+//! atomics.
 //!
-//! The scheduling point is `shuttle::thread::sleep`: a model without time makes of it a context
-//! switch that may or may not happen, and nothing else. `yield_now` would not do, because for the
-//! scheduler it means that the thread cannot go on. Every operation is one step and observes all
-//! earlier ones. So memory orders are not tried here; loom does that for small models.
+//! Shuttle's scheduling point is `shuttle::thread::sleep`: a model without time makes of it a
+//! context switch that may or may not happen, and nothing else. `yield_now` would not do, because
+//! for the scheduler it means that the thread cannot go on. Every operation is one step and observes
+//! all earlier ones. So memory orders are not tried here; loom does that for small models.
 
 #![allow(dead_code, reason = "all operations of an engine, whichever it uses at the moment")]
 #![expect(unreachable_pub, reason = "one macro makes all types, of which some are only for the crate")]
 
 use core::fmt;
 use core::sync::atomic::{self, Ordering};
+#[cfg(shuttle)]
 use core::time::Duration;
 
-/// Here another thread may run.
+#[cfg(not(shuttle))]
+use super::costed;
+
+/// What an operation does to its word.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Step {
+    /// Reads it.
+    Load,
+    /// Writes it.
+    Store,
+    /// Reads and writes it.
+    Rmw,
+}
+
+/// Here another thread may run, before this one accesses `word`.
 #[inline]
-fn step() {
-    shuttle::thread::sleep(Duration::ZERO);
+#[cfg_attr(not(shuttle), track_caller)]
+fn step<T>(word: &T, step: Step) {
+    #[cfg(shuttle)]
+    {
+        let _ = (word, step);
+        shuttle::thread::sleep(Duration::ZERO);
+    }
+    #[cfg(not(shuttle))]
+    costed::access(core::ptr::from_ref(word).addr(), step);
 }
 
 /// The operations that all atomics have.
@@ -33,24 +58,28 @@ macro_rules! common {
         }
 
         /// See the core type.
+        #[cfg_attr(not(shuttle), track_caller)]
         pub fn load(&self, order: Ordering) -> $value {
-            step();
+            step(self, Step::Load);
             self.0.load(order)
         }
 
         /// See the core type.
+        #[cfg_attr(not(shuttle), track_caller)]
         pub fn store(&self, value: $value, order: Ordering) {
-            step();
+            step(self, Step::Store);
             self.0.store(value, order);
         }
 
         /// See the core type.
+        #[cfg_attr(not(shuttle), track_caller)]
         pub fn swap(&self, value: $value, order: Ordering) -> $value {
-            step();
+            step(self, Step::Rmw);
             self.0.swap(value, order)
         }
 
         /// See the core type.
+        #[cfg_attr(not(shuttle), track_caller)]
         pub fn compare_exchange(
             &self,
             current: $value,
@@ -58,11 +87,12 @@ macro_rules! common {
             success: Ordering,
             failure: Ordering,
         ) -> Result<$value, $value> {
-            step();
+            step(self, Step::Rmw);
             self.0.compare_exchange(current, new, success, failure)
         }
 
         /// See the core type. Never fails for no reason, so that a schedule can be repeated.
+        #[cfg_attr(not(shuttle), track_caller)]
         pub fn compare_exchange_weak(
             &self,
             current: $value,
@@ -74,6 +104,7 @@ macro_rules! common {
         }
 
         /// See the core type. Other threads may run between its load and its exchange.
+        #[cfg_attr(not(shuttle), track_caller)]
         pub fn fetch_update(
             &self,
             success: Ordering,
@@ -107,8 +138,9 @@ macro_rules! fetch {
     ($value:ty: $($operation:ident)*) => {
         $(
             /// See the core type.
+            #[cfg_attr(not(shuttle), track_caller)]
             pub fn $operation(&self, value: $value, order: Ordering) -> $value {
-                step();
+                step(self, Step::Rmw);
                 self.0.$operation(value, order)
             }
         )*
@@ -175,7 +207,7 @@ impl<T> fmt::Debug for AtomicPtr<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
 mod tests {
     extern crate std;
 

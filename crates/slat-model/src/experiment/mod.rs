@@ -1,0 +1,7 @@
+//! The experiments: the published ones as they were published, and what they leave open.
+
+mod failure;
+pub mod phases;
+mod vm;
+
+pub use crate::guest::Hypervisor;

@@ -1,0 +1,129 @@
+//! A VM of an experiment, and its vCPUs at work together.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use slat_costed::{Config, Error, Gpa, MemoryRegion, MemoryRegionFlags};
+
+use crate::guest::{GuestWork, ModelVm, ModificationLog, VirtualCpu};
+use crate::host::{Backing, ModelHost};
+use crate::machine;
+use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::topology::Topology;
+
+/// Of the VM, and of the machine that it is on.
+#[derive(Clone)]
+pub(super) struct VmShape {
+    pub(super) topology: Topology,
+    pub(super) parameters: Parameters,
+    /// The CPU of each vCPU.
+    pub(super) cpus: Vec<usize>,
+    pub(super) nr_pages: u64,
+    pub(super) backing: Backing,
+    pub(super) config: Config,
+    pub(super) work: GuestWork,
+    pub(super) modification_log: ModificationLog,
+    /// The host does nothing, and nothing runs but the engine.
+    pub(super) is_engine_alone: bool,
+    pub(super) seed: u64,
+}
+
+/// A VM with one memslot, from page 0 on.
+pub(super) struct GuestVm {
+    pub(super) vm: Arc<ModelVm>,
+    shape: VmShape,
+    vcpus: Vec<Rc<RefCell<VirtualCpu>>>,
+    random: RefCell<SmallRng>,
+}
+
+impl GuestVm {
+    pub(super) fn new(shape: VmShape) -> Result<GuestVm, Error> {
+        let VmShape { topology, parameters, cpus, nr_pages, .. } = &shape;
+        let host = ModelHost::new(topology, parameters, cpus.len(), *nr_pages, shape.is_engine_alone);
+        if shape.backing == Backing::Allocated {
+            // By a program on the first node.
+            (0..*nr_pages).for_each(|page| host.place(page, 0));
+        }
+        let vm = Arc::new(ModelVm::new(host, shape.config)?);
+        let guest = GuestVm { vm, vcpus: Vec::new(), random: RefCell::new(SmallRng::seed_from_u64(shape.seed)), shape };
+        guest.set_region(MemoryRegionFlags::empty(), Some(()))?;
+        let vcpus: Result<Vec<_>, Error> = (0..guest.shape.cpus.len())
+            .map(|index| {
+                let vcpu = guest.vm.create_vcpu()?;
+                let VmShape { work, modification_log, .. } = guest.shape;
+                Ok(Rc::new(RefCell::new(VirtualCpu::new(vcpu, index, work, modification_log))))
+            })
+            .collect();
+        Ok(GuestVm { vcpus: vcpus?, ..guest })
+    }
+
+    /// Gives the memslot other flags.
+    pub(super) fn set_flags(&self, flags: MemoryRegionFlags) -> Result<(), Error> {
+        self.set_region(flags, None)
+    }
+
+    fn set_region(&self, flags: MemoryRegionFlags, backing: Option<()>) -> Result<(), Error> {
+        self.vm.set_user_memory_region(MemoryRegion {
+            slot: 0,
+            flags,
+            guest_phys_addr: Gpa(0),
+            memory_size: self.shape.nr_pages << 12,
+            backing,
+            userfault_bitmap: None,
+        })?;
+        Ok(())
+    }
+
+    /// Runs `program` on all vCPUs, with their numbers. Returns the time from their start to the end
+    /// of the last, and the first error.
+    pub(super) fn run<E: 'static>(
+        &self,
+        program: impl Fn(&mut VirtualCpu, usize) -> Result<(), E> + 'static,
+    ) -> Result<Ps, E> {
+        let program = Rc::new(program);
+        // Two vCPUs never begin at the same moment.
+        let starts: Vec<Ps> =
+            self.vcpus.iter().map(|_| self.random.borrow_mut().random_range(0..1000) * PS_PER_NS).collect();
+        let ends = Rc::new(RefCell::new((0, Ok(()))));
+        let begin = machine::now();
+        let tasks: Vec<_> = self
+            .vcpus
+            .iter()
+            .enumerate()
+            .map(|(index, vcpu)| {
+                let (program, ends, vcpu) = (Rc::clone(&program), Rc::clone(&ends), Rc::clone(vcpu));
+                let start = starts[index];
+                machine::spawn(self.shape.cpus[index], move || {
+                    machine::elapse(start);
+                    let mut vcpu = vcpu.borrow_mut();
+                    vcpu.enter();
+                    let result = program(&mut vcpu, index);
+                    vcpu.leave();
+                    let end = machine::timed(|| ()).1 + machine::now();
+                    let mut ends = ends.borrow_mut();
+                    ends.0 = end.max(ends.0);
+                    if ends.1.is_ok() {
+                        ends.1 = result;
+                    }
+                })
+            })
+            .collect();
+        tasks.into_iter().for_each(machine::join);
+        let (end, result) = std::mem::replace(&mut *ends.borrow_mut(), (0, Ok(())));
+        result.map(|()| end - begin)
+    }
+
+    /// The plain work of KVM for so many leaf PTEs, if this is KVM.
+    pub(super) fn of_kvm(&self, nr_leaves: u64, per_leaf: Ps) {
+        self.shape.work.of_kvm(nr_leaves, per_leaf);
+    }
+
+    /// A call of the hypervisor's own thread, and its time.
+    pub(super) fn timed<R>(&self, call: impl FnOnce() -> R) -> (R, Ps) {
+        self.shape.work.begin_call();
+        machine::timed(call)
+    }
+}

@@ -1,0 +1,276 @@
+//! A vCPU of the modelled machine: its hardware's TLB and page walk, its exits, and the engine's
+//! vCPU behind them.
+//!
+//! # Implementation
+//! The walk is that of EPT with accessed and dirty bits (Intel SDM vol. 3C, "EPT Translation
+//! Mechanism" and "Accessed and Dirty Flags for EPT"). It reads the PTE of the lowest level as a
+//! cache line of the machine. The levels above are taken as cached: a flush drops what the CPU
+//! has of them, and the TLB, as a whole. To set a bit is an exchange that compares, as in hardware.
+
+#![expect(unsafe_code, reason = "walks page tables in raw memory")]
+
+use std::panic::Location;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use slat_costed::costed::Step;
+use slat_costed::error::FaultError;
+use slat_costed::format::Ept;
+use slat_costed::{Access, Exit, Gfn, Gpa, Hpa, Outcome, Vcpu, Vm};
+
+use crate::arena;
+use crate::host::ModelHost;
+use crate::machine;
+use crate::parameters::{Parameters, Ps};
+
+/// A VM of the modelled machine.
+pub(crate) type ModelVm = Vm<ModelHost, Ept>;
+
+// Intel SDM vol. 3C, "Format of an EPT Page-Table Entry that Maps a 4-KByte Page".
+const PRESENT: u64 = 0b111;
+const WRITE: u64 = 1 << 1;
+const MAPS_PAGE: u64 = 1 << 7;
+const ACCESSED: u64 = 1 << 8;
+const DIRTY: u64 = 1 << 9;
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+/// Frames of the guest, by which a page is found in a memory of `1 << 48` bytes.
+const INDEX_BITS: u32 = 9;
+
+/// Whether dirty bits are logged by the CPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ModificationLog {
+    Off,
+    On,
+}
+
+/// A translation that the TLB has.
+#[derive(Clone, Copy, Default)]
+struct Entry {
+    /// The frame of the guest and 1, or 0.
+    tag: u64,
+    /// How many flushes there were when it was made.
+    nr_flushes: u64,
+    /// The PTE.
+    pte: u64,
+}
+
+/// A vCPU with its hardware.
+pub(crate) struct VirtualCpu {
+    vcpu: Vcpu<ModelHost, Ept>,
+    index: usize,
+    tlb: Vec<Entry>,
+    modification_log: ModificationLog,
+    work: GuestWork,
+}
+
+/// What a vCPU and the hypervisor's own threads do beside the accesses of the engine, in
+/// picoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GuestWork {
+    hypervisor: Hypervisor,
+    exit: Ps,
+    /// Of the hypervisor, before the engine's fault.
+    fault: Ps,
+    /// In the lock of the VM.
+    in_lock: Ps,
+    /// Of the engine, for each access.
+    per_access: Ps,
+    tlb_hit: Ps,
+    walk: Ps,
+    tlb_entries: usize,
+    /// Of the guest, for each page.
+    page: Ps,
+    memory_local: Ps,
+    memory_remote: Ps,
+}
+
+/// Whose faults these are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Hypervisor {
+    /// slat's: what the engine does is all.
+    Slat,
+    /// KVM's, as published: more work for each fault, inside its lock and outside.
+    Kvm,
+}
+
+impl GuestWork {
+    pub(crate) fn new(parameters: &Parameters, hypervisor: Hypervisor, is_engine_alone: bool) -> GuestWork {
+        let Parameters { coherence, work, host, guest, kvm } = parameters;
+        let of_kvm = |of: Ps| if hypervisor == Hypervisor::Kvm { of } else { 0 };
+        let overlapped = |of: Ps| of / guest.memory_parallelism.whole();
+        let around = |of: Ps| if is_engine_alone { 0 } else { of };
+        GuestWork {
+            hypervisor,
+            exit: around(host.exit.ps()),
+            fault: of_kvm(kvm.fault_outside.ps()),
+            in_lock: of_kvm(kvm.fault_in_lock.ps()),
+            per_access: parameters.instructions(work.per_access.get()),
+            tlb_hit: around(guest.tlb_hit.ps()),
+            walk: around(guest.walk.ps()),
+            tlb_entries: guest.tlb_entries.whole() as usize,
+            page: around(parameters.instructions(guest.page_instructions.get())),
+            memory_local: around(overlapped(coherence.memory_local.ps())),
+            memory_remote: around(overlapped(coherence.memory_remote.ps())),
+        }
+    }
+
+    /// What the engine's accesses cost in a task of the hypervisor's own. KVM's plain work is known
+    /// for each page, and comes on top.
+    pub(crate) fn begin_call(&self) {
+        let is_kvm = self.hypervisor == Hypervisor::Kvm;
+        machine::set_engine_work(if is_kvm { 0 } else { self.per_access }, 0);
+    }
+
+    /// The plain work of KVM for so many leaf PTEs.
+    pub(crate) fn of_kvm(&self, nr_leaves: u64, per_leaf: Ps) {
+        if self.hypervisor == Hypervisor::Kvm {
+            machine::work(nr_leaves * per_leaf);
+        }
+    }
+}
+
+/// What became of an access.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Accessed {
+    /// The guest made it.
+    Done,
+    /// User space acts first, and then the guest makes the access again.
+    Exit(Exit),
+}
+
+impl VirtualCpu {
+    pub(crate) fn new(
+        vcpu: Vcpu<ModelHost, Ept>,
+        index: usize,
+        work: GuestWork,
+        modification_log: ModificationLog,
+    ) -> VirtualCpu {
+        VirtualCpu { vcpu, index, tlb: vec![Entry::default(); work.tlb_entries], modification_log, work }
+    }
+
+    fn vm(&self) -> &Arc<ModelVm> {
+        self.vcpu.vm()
+    }
+
+    /// The guest runs on this task's CPU from now on.
+    pub(crate) fn enter(&self) {
+        self.vm().host().vcpus[self.index].enter_guest(machine::current_cpu());
+    }
+
+    /// The guest runs no longer.
+    pub(crate) fn leave(&self) {
+        self.vm().host().vcpus[self.index].leave_guest();
+    }
+
+    /// The guest's instructions for a page, and the time in which its memory answers.
+    pub(crate) fn touch_memory(&self, gfn: Gfn) {
+        let home = self.vm().host().node_of_page(gfn.0);
+        let here = self.vm().host().node_of_cpu(machine::current_cpu());
+        let is_remote = home.is_some_and(|home| home != here);
+        machine::work(self.work.page);
+        machine::elapse(if is_remote { self.work.memory_remote } else { self.work.memory_local });
+    }
+
+    /// The guest accesses a page.
+    ///
+    /// # Errors
+    /// Those of [`Vcpu::handle_fault`].
+    pub(crate) fn access(&mut self, gfn: Gfn, access: Access) -> Result<Accessed, FaultError> {
+        loop {
+            if self.translate(gfn, access).is_some() {
+                return Ok(Accessed::Done);
+            }
+            if let Outcome::Exit(exit) = self.fault(gfn, access)? {
+                return Ok(Accessed::Exit(exit));
+            }
+        }
+    }
+
+    /// The exit for a fault, until the next entry.
+    fn fault(&mut self, gfn: Gfn, access: Access) -> Result<Outcome, FaultError> {
+        self.leave();
+        machine::work(self.work.exit / 2 + self.work.fault);
+        let before = machine::set_engine_work(self.work.per_access, self.work.in_lock);
+        let outcome = self.vcpu.handle_fault(gfn.gpa(), access);
+        machine::set_engine_work(before.0, before.1);
+        self.vm().host().put_page(gfn.0);
+        machine::work(self.work.exit - self.work.exit / 2);
+        self.enter();
+        outcome
+    }
+
+    /// The frame behind `gfn`, if the CPU has a translation that allows the access, or finds one.
+    pub(crate) fn translate(&mut self, gfn: Gfn, access: Access) -> Option<u64> {
+        let needed = if access == Access::Write { WRITE | DIRTY } else { 0 };
+        let slot = (gfn.0 % self.tlb.len() as u64) as usize;
+        loop {
+            let nr_flushes = self.vm().host().nr_flushes();
+            let entry = self.tlb[slot];
+            if entry.tag == gfn.0 + 1 && entry.nr_flushes == nr_flushes && entry.pte & needed == needed {
+                machine::work(self.work.tlb_hit);
+                return Some((entry.pte & ADDRESS) >> Gfn::SHIFT);
+            }
+            machine::work(self.work.walk);
+            let pte = self.walk(gfn, access)?;
+            // A flush while it walked: the walk may have read what was there before.
+            if nr_flushes == self.vm().host().nr_flushes() {
+                self.tlb[slot] = Entry { tag: gfn.0 + 1, nr_flushes, pte };
+            }
+        }
+    }
+
+    /// Walks the page tables. `None`: they do not allow the access.
+    fn walk(&mut self, gfn: Gfn, access: Access) -> Option<u64> {
+        let writes = access == Access::Write;
+        let (mut table, mut level) = (self.vm().root(), self.vm().root_level().0);
+        loop {
+            let index = gfn.0 >> (INDEX_BITS * u32::from(level - 1)) & ((1 << INDEX_BITS) - 1);
+            let word = arena::ptr((table.0 + index * 8) as usize).cast::<u64>();
+            if level == 1 {
+                machine::access(word.addr(), Step::Load, Location::caller());
+            }
+            // SAFETY: a PTE of a page-table page. That is in the arena, which stays.
+            let word = unsafe { AtomicU64::from_ptr(word) };
+            let pte = word.load(Relaxed);
+            if pte & PRESENT == 0 || (writes && pte & WRITE == 0) {
+                return None;
+            }
+            if level > 1 && pte & MAPS_PAGE == 0 {
+                table = Hpa(pte & ADDRESS);
+                level -= 1;
+                continue;
+            }
+            let marks = if writes { ACCESSED | DIRTY } else { ACCESSED };
+            if pte & marks == marks {
+                return Some(pte);
+            }
+            machine::access(std::ptr::from_ref(word).addr(), Step::Rmw, Location::caller());
+            // If it has changed meanwhile, the walk begins again.
+            if word.compare_exchange(pte, pte | marks, Relaxed, Relaxed).is_ok() {
+                if writes && pte & DIRTY == 0 {
+                    self.log(gfn.gpa());
+                }
+                return Some(pte | marks);
+            }
+            (table, level) = (self.vm().root(), self.vm().root_level().0);
+        }
+    }
+
+    /// The CPU has set a dirty bit.
+    fn log(&mut self, gpa: Gpa) {
+        if self.modification_log == ModificationLog::Off {
+            return;
+        }
+        let full = self.vm().host().vcpus[self.index].log(gpa);
+        if let Some(written) = full {
+            self.leave();
+            machine::work(self.work.exit / 2);
+            let before = machine::set_engine_work(self.work.per_access, 0);
+            self.vcpu.log_modifications(&written);
+            machine::set_engine_work(before.0, before.1);
+            machine::work(self.work.exit - self.work.exit / 2);
+            self.enter();
+        }
+    }
+}

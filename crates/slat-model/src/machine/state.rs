@@ -1,0 +1,444 @@
+//! What the machine knows of its CPUs and tasks, and how one step changes it. Nothing here
+//! suspends.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::panic::Location;
+use std::ptr::NonNull;
+
+use corosensei::Yielder;
+use slat_costed::costed::Step;
+
+use super::locks::LockState;
+use super::profile::{Profile, Report};
+use super::{Body, TaskId};
+use crate::lines::Lines;
+use crate::parameters::{Parameters, Ps};
+use crate::topology::Topology;
+
+/// Why a task is suspended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Waits {
+    /// Other CPUs have an earlier clock, or another task is next on this one.
+    ForItsTurn,
+    /// It sleeps.
+    ForAWake,
+    /// It spins: no other task runs on its CPU.
+    Spinning,
+}
+
+/// Before which clock, and of CPUs with the same clock before which number, a CPU goes on.
+type Horizon = (Ps, u32);
+
+const FOREVER: Horizon = (Ps::MAX, u32::MAX);
+
+pub(super) struct NewTask {
+    pub(super) task: usize,
+    pub(super) body: Body,
+}
+
+struct Cpu {
+    clock: Ps,
+    core: u16,
+    task: Option<usize>,
+    /// Tasks that could run here.
+    queue: VecDeque<usize>,
+    /// When the running task's turn is over.
+    slice_end: Ps,
+    /// For how long it was interrupted since it ran.
+    stolen: Ps,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum TaskState {
+    Runs,
+    Sleeps,
+    Spins,
+    Ended,
+}
+
+struct Task {
+    cpu: usize,
+    state: TaskState,
+    /// Not before this time.
+    ready_at: Ps,
+    /// It was woken before it slept.
+    is_woken: bool,
+    /// Holds so many locks, with which it keeps its CPU.
+    nr_locks: u32,
+    /// When its last store is visible.
+    stored_at: Ps,
+    per_access: Ps,
+    in_lock: Ps,
+    /// Tasks that wait for its end.
+    waiters: Vec<usize>,
+    yielder: Option<NonNull<Yielder<(), Waits>>>,
+}
+
+/// Parameters in picoseconds.
+pub(super) struct Cost {
+    pub(super) pause: Ps,
+    fence: Ps,
+    hit: Ps,
+    smt_share: f64,
+    thread_switch: Ps,
+    quantum: Ps,
+    wake: Ps,
+    ipi_send: Ps,
+    ipi_each: Ps,
+    ipi_answer: Ps,
+}
+
+pub(super) struct State {
+    pub(super) cost: Cost,
+    pub(super) lines: Lines,
+    cpus: Vec<Cpu>,
+    tasks: Vec<Task>,
+    new: Vec<NewTask>,
+    /// CPUs that could go on, by their clocks.
+    ready: BinaryHeap<Reverse<(Ps, u32)>>,
+    horizon: Horizon,
+    cpu: usize,
+    task: usize,
+    /// For each core, how many of its CPUs have a task.
+    nr_busy: Vec<u8>,
+    /// When each server is free.
+    servers: HashMap<usize, Ps>,
+    pub(super) locks: HashMap<usize, LockState>,
+    /// The access that was asked for last is granted, and only its time has not come.
+    is_granted: bool,
+    profile: Profile,
+}
+
+impl State {
+    pub(super) fn new(topology: &Topology, parameters: &Parameters, lines: Lines) -> State {
+        let Parameters { coherence, host, work, .. } = parameters;
+        let cost = Cost {
+            pause: coherence.pause.ps(),
+            fence: coherence.fence.ps(),
+            hit: coherence.hit.ps(),
+            smt_share: work.smt_share.get().min(1.0),
+            thread_switch: host.thread_switch.ps(),
+            quantum: host.quantum.ps(),
+            wake: host.wake.ps(),
+            ipi_send: host.ipi_send.ps(),
+            ipi_each: host.ipi_each.ps(),
+            ipi_answer: host.ipi_answer.ps(),
+        };
+        let cpus = (0..topology.nr_cpus())
+            .map(|cpu| Cpu {
+                clock: 0,
+                core: topology.place(cpu).core,
+                task: None,
+                queue: VecDeque::new(),
+                slice_end: 0,
+                stolen: 0,
+            })
+            .collect();
+        State {
+            cost,
+            lines,
+            cpus,
+            tasks: Vec::new(),
+            new: Vec::new(),
+            ready: BinaryHeap::new(),
+            horizon: FOREVER,
+            cpu: 0,
+            task: 0,
+            nr_busy: vec![0; topology.nr_cores()],
+            servers: HashMap::new(),
+            locks: HashMap::new(),
+            is_granted: false,
+            profile: Profile::default(),
+        }
+    }
+
+    #[inline]
+    pub(super) fn now(&self) -> Ps {
+        self.cpus[self.cpu].clock
+    }
+
+    pub(super) fn current_cpu(&self) -> usize {
+        self.cpu
+    }
+
+    pub(super) fn current_task(&self) -> usize {
+        self.task
+    }
+
+    pub(super) fn core_of_task(&self, task: usize) -> u16 {
+        self.cpus[self.tasks[task].cpu].core
+    }
+
+    pub(super) fn yielder(&self, task: usize) -> Option<NonNull<Yielder<(), Waits>>> {
+        self.tasks[task].yielder
+    }
+
+    pub(super) fn set_yielder(&mut self, task: usize, yielder: NonNull<Yielder<(), Waits>>) {
+        self.tasks[task].yielder = Some(yielder);
+    }
+
+    /// Whether no other CPU has an earlier clock, and the task's turn is not over.
+    #[inline]
+    pub(super) fn may_go_on(&self) -> bool {
+        let cpu = &self.cpus[self.cpu];
+        (cpu.clock, self.cpu as u32) < self.horizon && !self.is_slice_over(cpu)
+    }
+
+    fn is_slice_over(&self, cpu: &Cpu) -> bool {
+        cpu.clock >= cpu.slice_end && !cpu.queue.is_empty() && self.tasks[self.task].nr_locks == 0
+    }
+
+    #[inline]
+    pub(super) fn elapse(&mut self, duration: Ps) {
+        self.cpus[self.cpu].clock += duration;
+    }
+
+    /// Plain work: slower where both threads of the core work.
+    #[inline]
+    pub(super) fn work(&mut self, duration: Ps) {
+        let is_shared = self.nr_busy[usize::from(self.cpus[self.cpu].core)] > 1;
+        let duration = if is_shared { (duration as f64 / self.cost.smt_share) as Ps } else { duration };
+        self.elapse(duration);
+    }
+
+    pub(super) fn set_engine_work(&mut self, per_access: Ps, in_lock: Ps) -> (Ps, Ps) {
+        let task = &mut self.tasks[self.task];
+        let before = (task.per_access, task.in_lock);
+        (task.per_access, task.in_lock) = (per_access, in_lock);
+        before
+    }
+
+    /// The work of a fault inside the lock that the running task has just taken.
+    pub(super) fn work_in_lock(&mut self) {
+        self.work(self.tasks[self.task].in_lock);
+    }
+
+    #[inline]
+    pub(super) fn begin_access(&mut self) {
+        self.is_granted = false;
+        self.work(self.tasks[self.task].per_access);
+    }
+
+    /// Whether the access of the running task is granted.
+    pub(super) fn is_granted(&self) -> bool {
+        self.is_granted
+    }
+
+    /// Asks for an access, and sets the clock to its time. Returns whether that has come.
+    #[inline]
+    pub(super) fn request(&mut self, line: u32, step: Step, place: &'static Location<'static>) -> bool {
+        let (cpu, task) = (&mut self.cpus[self.cpu], &mut self.tasks[self.task]);
+        if step == Step::Rmw {
+            // A locked instruction waits for the stores before it.
+            cpu.clock = cpu.clock.max(task.stored_at);
+        }
+        let now = cpu.clock;
+        let grant = self.lines.request(cpu.core, now, line, step);
+        if step == Step::Store {
+            // It waits in the store buffer, and the CPU does not.
+            task.stored_at = task.stored_at.max(grant.at);
+            cpu.clock += self.cost.hit;
+        } else {
+            cpu.clock = grant.at;
+        }
+        self.profile.count(self.cpu, line, step, now, grant, place);
+        self.is_granted = true;
+        self.may_go_on()
+    }
+
+    pub(super) fn prefetch(&mut self, line: u32) {
+        let cpu = &self.cpus[self.cpu];
+        self.lines.request(cpu.core, cpu.clock, line, Step::Load);
+    }
+
+    pub(super) fn fence(&mut self) {
+        let (cpu, task) = (&mut self.cpus[self.cpu], &self.tasks[self.task]);
+        cpu.clock = cpu.clock.max(task.stored_at) + self.cost.fence;
+    }
+
+    pub(super) fn use_server(&mut self, server: usize, held: Ps) {
+        let now = self.now();
+        let free_at = self.servers.entry(server).or_default();
+        *free_at = now.max(*free_at) + held;
+        self.cpus[self.cpu].clock = *free_at;
+    }
+
+    pub(super) fn interrupt(&mut self, cpus: impl Iterator<Item = usize>) {
+        let mut nr_cpus = 0;
+        for cpu in cpus.filter(|&cpu| cpu != self.cpu) {
+            self.cpus[cpu].stolen += self.cost.ipi_answer;
+            nr_cpus += 1;
+        }
+        if nr_cpus != 0 {
+            self.elapse(self.cost.ipi_send + self.cost.ipi_each * nr_cpus + self.cost.ipi_answer);
+        }
+    }
+
+    pub(super) fn spawn(&mut self, cpu: usize, body: Body) -> TaskId {
+        let task = self.tasks.len();
+        let ready_at = self.cpus.get(self.cpu).map_or(0, |cpu| cpu.clock);
+        self.tasks.push(Task {
+            cpu,
+            state: TaskState::Sleeps,
+            ready_at,
+            is_woken: false,
+            nr_locks: 0,
+            stored_at: 0,
+            per_access: 0,
+            in_lock: 0,
+            waiters: Vec::new(),
+            yielder: None,
+        });
+        self.new.push(NewTask { task, body });
+        self.make_ready(task, ready_at);
+        TaskId(task)
+    }
+
+    pub(super) fn take_new(&mut self) -> Vec<NewTask> {
+        std::mem::take(&mut self.new)
+    }
+
+    /// Makes a task that waits go on at `at`, or later.
+    fn make_ready(&mut self, task: usize, at: Ps) {
+        let found = &mut self.tasks[task];
+        let was = std::mem::replace(&mut found.state, TaskState::Runs);
+        found.ready_at = at;
+        let index = found.cpu;
+        let cpu = &mut self.cpus[index];
+        match (was, cpu.task) {
+            (TaskState::Spins, _) => cpu.clock = cpu.clock.max(at),
+            (_, None) => {
+                cpu.clock = cpu.clock.max(at);
+                cpu.slice_end = cpu.clock + self.cost.quantum;
+                self.set_task(index, Some(task));
+            }
+            (_, Some(_)) => {
+                cpu.queue.push_back(task);
+                return;
+            }
+        }
+        self.push_ready(index);
+    }
+
+    fn push_ready(&mut self, cpu: usize) {
+        let key = (self.cpus[cpu].clock, cpu as u32);
+        self.ready.push(Reverse(key));
+        self.horizon = self.horizon.min(key);
+    }
+
+    fn set_task(&mut self, cpu: usize, task: Option<usize>) {
+        let cpu = &mut self.cpus[cpu];
+        let nr_busy = &mut self.nr_busy[usize::from(cpu.core)];
+        *nr_busy = *nr_busy + u8::from(task.is_some()) - u8::from(cpu.task.is_some());
+        cpu.task = task;
+    }
+
+    /// A task that spins goes on at `at`.
+    pub(super) fn wake_spinning(&mut self, task: usize, at: Ps) {
+        debug_assert_eq!(self.tasks[task].state, TaskState::Spins, "task {task} does not spin");
+        self.make_ready(task, at);
+    }
+
+    pub(super) fn wake_blocked(&mut self, task: usize) {
+        match self.tasks[task].state {
+            TaskState::Sleeps => self.make_ready(task, self.now() + self.cost.wake),
+            TaskState::Runs | TaskState::Spins => self.tasks[task].is_woken = true,
+            TaskState::Ended => {}
+        }
+    }
+
+    /// Whether the running task is to sleep: no other one has woken it before.
+    pub(super) fn may_block(&mut self) -> bool {
+        !std::mem::take(&mut self.tasks[self.task].is_woken)
+    }
+
+    /// Whether `task` has not ended; the running one is woken when it does.
+    pub(super) fn wait_for_end(&mut self, task: usize) -> bool {
+        if self.tasks[task].state == TaskState::Ended {
+            return false;
+        }
+        self.tasks[task].waiters.push(self.task);
+        true
+    }
+
+    /// Ends the turn of the running task, if another one waits for its CPU.
+    pub(super) fn end_slice(&mut self) {
+        let cpu = &mut self.cpus[self.cpu];
+        cpu.slice_end = cpu.clock;
+    }
+
+    pub(super) fn count_lock(&mut self, task: usize) {
+        self.tasks[task].nr_locks += 1;
+    }
+
+    pub(super) fn uncount_lock(&mut self) {
+        self.tasks[self.task].nr_locks -= 1;
+    }
+
+    /// The task to run now, on the CPU with the lowest clock; `None` if no CPU could go on.
+    pub(super) fn next(&mut self) -> Option<usize> {
+        loop {
+            let Reverse((_, index)) = self.ready.pop()?;
+            let index = index as usize;
+            let cpu = &mut self.cpus[index];
+            if cpu.stolen != 0 {
+                cpu.clock += std::mem::take(&mut cpu.stolen);
+                self.ready.push(Reverse((cpu.clock, index as u32)));
+                continue;
+            }
+            let task = cpu.task.expect("a CPU that is ready has a task");
+            self.horizon = self.ready.peek().map_or(FOREVER, |&Reverse(key)| key);
+            (self.cpu, self.task) = (index, task);
+            return Some(task);
+        }
+    }
+
+    /// The running task was suspended.
+    pub(super) fn suspended(&mut self, task: usize, waits: Waits) {
+        let index = self.cpu;
+        match waits {
+            Waits::ForItsTurn => {
+                if self.is_slice_over(&self.cpus[index]) {
+                    self.cpus[index].queue.push_back(task);
+                    self.run_next_of(index);
+                } else {
+                    self.push_ready(index);
+                }
+            }
+            Waits::ForAWake => {
+                self.tasks[task].state = TaskState::Sleeps;
+                self.run_next_of(index);
+            }
+            Waits::Spinning => self.tasks[task].state = TaskState::Spins,
+        }
+    }
+
+    /// Runs the next task of a CPU, if there is one.
+    fn run_next_of(&mut self, index: usize) {
+        let cpu = &mut self.cpus[index];
+        let next = cpu.queue.pop_front();
+        if let Some(next) = next {
+            cpu.clock = cpu.clock.max(self.tasks[next].ready_at) + self.cost.thread_switch;
+            cpu.slice_end = cpu.clock + self.cost.quantum;
+        }
+        self.set_task(index, next);
+        if next.is_some() {
+            self.push_ready(index);
+        }
+    }
+
+    pub(super) fn ended(&mut self, task: usize) {
+        self.tasks[task].state = TaskState::Ended;
+        let at = self.now() + self.cost.wake;
+        for waiter in std::mem::take(&mut self.tasks[task].waiters) {
+            self.make_ready(waiter, at);
+        }
+        self.run_next_of(self.cpu);
+    }
+
+    pub(super) fn report(self) -> Report {
+        let end = self.cpus.iter().map(|cpu| cpu.clock).max().unwrap_or(0);
+        self.profile.report(end)
+    }
+}
