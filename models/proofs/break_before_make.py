@@ -138,6 +138,8 @@ class BreakBeforeMake(Invalidation):
         ends = lambda p: And(s.linked(s.table(e)), self.maps(s, e, p))
         return {**super().cut(s, e), 'low': put_where(s.low, ends, e)}
 
+    step_refine_anew = None             # here the entries inherit the number in any case
+
     def step_refine(self, s, f: 'Fault', e: 'Pte', t: 'Table'):
         """vcpu/act.rs: refine, install_on_empty. After a look at this PTE, or as it installs."""
         flushed = And(s.all(lambda c: s.fault_flushed(f, c)), s.all(lambda p: Implies(

@@ -60,6 +60,7 @@ class Invalidation(PageTables):
         'fresh-above': 'a PTE above the lowest level gets the own number of an invalidation',
         'fresh-unlink': 'an unlinking stores the own number of the invalidation',
         'inherit': 'the PTEs of a new page-table page start at number 0',
+        'refine-fresh': 'a fault that refines a PTE gives its parts a number that was stored before',
         'publish-first': 'an invalidation takes its number before its range is in flight',
         'walk-after-publish': 'an invalidation enters page-table pages before its range is in flight',
         'withdraw-late': 'a range is withdrawn before the host has acted',

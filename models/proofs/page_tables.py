@@ -105,11 +105,21 @@ class PageTables(Protocol):
                 'state_of': put(s.state_of, n, STORED)}
 
     def step_refine(self, s, e: 'Pte', t: 'Table'):
-        """vcpu/act.rs: refine; second_stage/install.rs: link. The entries inherit the number."""
+        """second_stage/install.rs: install, link. The entries inherit the number."""
         inherited = 0 if self.without('inherit') else s.num(e)
         inside = lambda x: s.table(x) == t
         return And(s.kind(e) == EMPTY, self.may_hang(s, e, t)), {
             **self.hang(s, e, t), 'num': put_where(s.num, inside, inherited),
+            'kind': lambda x: If(inside(x), EMPTY, If(x == e, TABLE, s.kind(x))),
+            'frozen': put_where(s.frozen, inside, False)}
+
+    def step_refine_anew(self, s, e: 'Pte', t: 'Table', n: 'Fresh'):
+        """vcpu/act.rs: refine; second_stage/install.rs: prepare_to_refine. With an own number of the fault."""
+        inside = lambda x: s.table(x) == t
+        is_fresh = s.state_of(n) == (STORED if self.without('refine-fresh') else HELD)
+        return And(s.kind(e) == EMPTY, self.may_hang(s, e, t), is_fresh), {
+            **self.hang(s, e, t), 'num': put_where(s.num, inside, s.fresh(n)),
+            'state_of': put(s.state_of, n, STORED),
             'kind': lambda x: If(inside(x), EMPTY, If(x == e, TABLE, s.kind(x))),
             'frozen': put_where(s.frozen, inside, False)}
 

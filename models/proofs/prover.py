@@ -10,7 +10,7 @@ A model is a class with
   axioms(s), init(s), safe(s), inv(s) -> {sentence: formula}
   step_xxx(s, a: 'Sort', ...) -> (guard, {variable: its new value, a function of its arguments})
 A step is atomic. What it does not name stays as it is. The first line of its docstring names the function of
-the engine that makes it. Optional:
+the engine that makes it. A model that inherits a step and does not have it sets it to None. Optional:
   sizes       {sort: number} for runs by values; without it two of each. Elements are 'page0', 'page1'...
   start       {variable: function} of values for the random runs: constants that are not to be drawn
   core(s)     some conjuncts that are kept by themselves: they are asked for without the others first
@@ -169,7 +169,7 @@ def use(model):
 
 def steps_of(model):
     """[(name, function, [(parameter, sort)])]."""
-    found = [(n[5:], getattr(model, n)) for n in dir(model) if n.startswith('step_')]
+    found = [(n[5:], getattr(model, n)) for n in dir(model) if n.startswith('step_') and getattr(model, n)]
     return [(n,
              f, [(p.name, p.annotation) for p in inspect.signature(f).parameters.values() if p.name != 's'])
             for n, f in found]

@@ -121,11 +121,8 @@ class Schedule(replay_invalidation.Schedule):
         else:
             super().change(cell, level, change, a, b)
 
-    def hang(self, cell, old, table):
-        if old == EMPTY:
-            self.run.step('refine', self.at.fault, cell, table)
-        else:
-            super().hang(cell, old, table)
+    def refine(self, *parts):
+        self.run.step('refine_anew' if len(parts) == 3 else 'refine', self.at.fault, *parts)
 
     def zap_higher(self, cell):
         return 'zap_empty' if self.s.kind(cell) == EMPTY else 'zap_higher'

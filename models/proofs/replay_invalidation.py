@@ -112,7 +112,7 @@ class Schedule(replay.Schedule):
 
     def level_of_leaf(self, gfn):
         """The level of the leaf that the thread's fault installs later in this round; the lowest if none."""
-        made = {}
+        made = dict(self.made)
         for name, numbers in self.later():
             if name == 'fault-looks':
                 break
@@ -337,8 +337,8 @@ class Schedule(replay.Schedule):
         """A page-table page, perhaps with others below it, and perhaps with the leaf of the fault."""
         run, s, fault = self.run, self.s, self.at.fault
         self.add_table(table, level - 1, self.pages_of(cell), NR_PTES)
-        self.hang(cell, old, table)
         made = {c: self.made[c][3 * (level > 2):][:3] for c in run.elements['Pte'] if s.table(c) == table}
+        self.hang(cell, old, table, next((a for kind, a, b in made.values() if kind == EMPTY), None))
         for below, (kind, a, b) in made.items():
             if kind == TABLE:
                 if fault is not None and s.fpc(fault) == ACTS and s.fat(fault) == cell:
@@ -360,8 +360,17 @@ class Schedule(replay.Schedule):
             run.step('zapped', inv)
         run.step('unlink', inv, cell, number)
 
-    def hang(self, cell, old, table):
-        self.run.step('refine' if old == EMPTY else 'split', cell, table)
+    def hang(self, cell, old, table, number):
+        """`number` is that of the empty PTEs in `table`, if there are any."""
+        if old != EMPTY:
+            self.run.step('split', cell, table)
+        elif number is None or number == self.s.num(cell):
+            self.refine(cell, table)
+        else:
+            self.refine(cell, table, number)
+
+    def refine(self, *parts):
+        self.run.step('refine_anew' if len(parts) == 3 else 'refine', *parts)
 
     def zap(self, cell, level, number):
         run, s, at = self.run, self.s, self.at

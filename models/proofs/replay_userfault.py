@@ -413,7 +413,11 @@ class Schedule(replay.Schedule):
             if old == EMPTY and any(self.made[e][0] == LEAF for e in below):
                 self.install()
             else:
-                run.step('link_table', block)
+                number = self.made[min(below)][1]
+                if old == EMPTY and number != self.s.number(page):
+                    run.step('refine_anew', block, number)
+                else:
+                    run.step('link_table', block)
             for e in below:
                 self.show(e, *self.made[e])
         elif (old, new) == (EMPTY, LEAF):

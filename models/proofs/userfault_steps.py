@@ -235,11 +235,19 @@ class UserfaultSteps(Protocol):
         return True, self.forget(s, f)
 
     def step_link_table(self, s, b: 'Block'):
-        """second_stage/split.rs, vcpu/act.rs: refine.
+        """second_stage/split.rs; vcpu/act.rs: refine, with break before make.
 
         A page-table page whose PTEs say what the PTE of the block did.
         """
         return s.whole(b), {'whole': put(s.whole, b, False)}
+
+    def step_refine_anew(self, s, b: 'Block', n: 'Fresh'):
+        """vcpu/act.rs: refine. The PTEs of the new page-table page have an own number of the fault."""
+        inside = lambda q: s.block(q) == b
+        is_empty = s.all(lambda q: Implies(inside(q), Not(s.leaf(q))))
+        return And(s.whole(b), is_empty, s.state_of(n) == HELD), {
+            'whole': put(s.whole, b, False), 'state_of': put(s.state_of, n, STORED),
+            'number': put_where(s.number, inside, s.fresh(n))}
 
     def step_fill(self, s, c: 'Cpu', p: 'Page'):
         """A CPU walks and caches the leaf."""

@@ -37,6 +37,26 @@ const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// Frames of the guest, by which a page is found in a memory of `1 << 48` bytes.
 const INDEX_BITS: u32 = 9;
 
+/// The node of the page-table page with the PTE of 4 KiB for `gfn`, if there is one.
+pub(crate) fn leaf_table_node(vm: &ModelVm, gfn: Gfn) -> Option<u8> {
+    let (mut table, mut level) = (vm.root(), vm.root_level().0);
+    while level > 1 {
+        // SAFETY: a PTE of a page-table page. That is in the arena, which stays.
+        let pte = unsafe { AtomicU64::from_ptr(pte_ptr(table, level, gfn)) }.load(Relaxed);
+        if pte & PRESENT == 0 || pte & MAPS_PAGE != 0 {
+            return None;
+        }
+        (table, level) = (Hpa(pte & ADDRESS), level - 1);
+    }
+    Some(arena::node_of_table(table.0 as usize) as u8)
+}
+
+/// The PTE for `gfn` in a page-table page.
+fn pte_ptr(table: Hpa, level: u8, gfn: Gfn) -> *mut u64 {
+    let index = gfn.0 >> (INDEX_BITS * u32::from(level - 1)) & ((1 << INDEX_BITS) - 1);
+    arena::ptr((table.0 + index * 8) as usize).cast()
+}
+
 /// Whether dirty bits are logged by the CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum ModificationLog {
@@ -53,6 +73,16 @@ struct Entry {
     nr_flushes: u64,
     /// The PTE.
     pte: u64,
+    /// Its level.
+    level: u8,
+}
+
+impl Entry {
+    /// The frame behind `gfn`.
+    fn frame(self, gfn: Gfn) -> u64 {
+        let nr_pages = 1 << (INDEX_BITS * u32::from(self.level - 1));
+        ((self.pte & ADDRESS) >> Gfn::SHIFT & !(nr_pages - 1)) | (gfn.0 & (nr_pages - 1))
+    }
 }
 
 /// A vCPU with its hardware.
@@ -81,8 +111,8 @@ pub(crate) struct GuestWork {
     tlb_entries: usize,
     /// Of the guest, for each page.
     page: Ps,
-    memory_local: Ps,
-    memory_remote: Ps,
+    /// Misses that the CPU waits for together; 0: the guest has no memory.
+    memory_parallelism: u64,
 }
 
 /// Whose faults these are.
@@ -96,9 +126,8 @@ pub enum Hypervisor {
 
 impl GuestWork {
     pub(crate) fn new(parameters: &Parameters, hypervisor: Hypervisor, is_engine_alone: bool) -> GuestWork {
-        let Parameters { coherence, work, host, guest, kvm } = parameters;
+        let Parameters { work, host, guest, kvm, .. } = parameters;
         let of_kvm = |of: Ps| if hypervisor == Hypervisor::Kvm { of } else { 0 };
-        let overlapped = |of: Ps| of / guest.memory_parallelism.whole();
         let around = |of: Ps| if is_engine_alone { 0 } else { of };
         GuestWork {
             hypervisor,
@@ -110,8 +139,7 @@ impl GuestWork {
             walk: around(guest.walk.ps()),
             tlb_entries: guest.tlb_entries.whole() as usize,
             page: around(parameters.instructions(guest.page_instructions.get())),
-            memory_local: around(overlapped(coherence.memory_local.ps())),
-            memory_remote: around(overlapped(coherence.memory_remote.ps())),
+            memory_parallelism: if is_engine_alone { 0 } else { guest.memory_parallelism.whole() },
         }
     }
 
@@ -153,6 +181,11 @@ impl VirtualCpu {
         self.vcpu.vm()
     }
 
+    /// The frame of a page, as the host has it.
+    pub(crate) fn frame_of(&self, page: u64) -> u64 {
+        self.vm().host().frame_of(page)
+    }
+
     /// The guest runs on this task's CPU from now on.
     pub(crate) fn enter(&self) {
         self.vm().host().vcpus[self.index].enter_guest(machine::current_cpu());
@@ -165,11 +198,12 @@ impl VirtualCpu {
 
     /// The guest's instructions for a page, and the time in which its memory answers.
     pub(crate) fn touch_memory(&self, gfn: Gfn) {
-        let home = self.vm().host().node_of_page(gfn.0);
-        let here = self.vm().host().node_of_cpu(machine::current_cpu());
-        let is_remote = home.is_some_and(|home| home != here);
         machine::work(self.work.page);
-        machine::elapse(if is_remote { self.work.memory_remote } else { self.work.memory_local });
+        let here = self.vm().host().node_of_cpu(machine::current_cpu());
+        let home = self.vm().host().node_of_page(gfn.0).unwrap_or(here);
+        if self.work.memory_parallelism != 0 {
+            machine::fetch_data(usize::from(home), self.work.memory_parallelism);
+        }
     }
 
     /// The guest accesses a page.
@@ -209,24 +243,23 @@ impl VirtualCpu {
             let entry = self.tlb[slot];
             if entry.tag == gfn.0 + 1 && entry.nr_flushes == nr_flushes && entry.pte & needed == needed {
                 machine::work(self.work.tlb_hit);
-                return Some((entry.pte & ADDRESS) >> Gfn::SHIFT);
+                return Some(entry.frame(gfn));
             }
             machine::work(self.work.walk);
-            let pte = self.walk(gfn, access)?;
+            let (pte, level) = self.walk(gfn, access)?;
             // A flush while it walked: the walk may have read what was there before.
             if nr_flushes == self.vm().host().nr_flushes() {
-                self.tlb[slot] = Entry { tag: gfn.0 + 1, nr_flushes, pte };
+                self.tlb[slot] = Entry { tag: gfn.0 + 1, nr_flushes, pte, level };
             }
         }
     }
 
     /// Walks the page tables. `None`: they do not allow the access.
-    fn walk(&mut self, gfn: Gfn, access: Access) -> Option<u64> {
+    fn walk(&mut self, gfn: Gfn, access: Access) -> Option<(u64, u8)> {
         let writes = access == Access::Write;
         let (mut table, mut level) = (self.vm().root(), self.vm().root_level().0);
         loop {
-            let index = gfn.0 >> (INDEX_BITS * u32::from(level - 1)) & ((1 << INDEX_BITS) - 1);
-            let word = arena::ptr((table.0 + index * 8) as usize).cast::<u64>();
+            let word = pte_ptr(table, level, gfn);
             if level == 1 {
                 machine::access(word.addr(), Step::Load, Location::caller());
             }
@@ -243,7 +276,7 @@ impl VirtualCpu {
             }
             let marks = if writes { ACCESSED | DIRTY } else { ACCESSED };
             if pte & marks == marks {
-                return Some(pte);
+                return Some((pte, level));
             }
             machine::access(std::ptr::from_ref(word).addr(), Step::Rmw, Location::caller());
             // If it has changed meanwhile, the walk begins again.
@@ -251,7 +284,7 @@ impl VirtualCpu {
                 if writes && pte & DIRTY == 0 {
                     self.log(gfn.gpa());
                 }
-                return Some(pte | marks);
+                return Some((pte | marks, level));
             }
             (table, level) = (self.vm().root(), self.vm().root_level().0);
         }

@@ -61,6 +61,8 @@ pub(crate) struct ModelHost {
     cost: Cost,
     /// Without a host around it, the engine alone is measured.
     is_free: bool,
+    /// The memory is in pages of this size.
+    page_size: PageSize,
     mmap_lock: LockWord,
     zone_locks: Vec<LockWord>,
     lru_locks: Vec<LockWord>,
@@ -68,6 +70,8 @@ pub(crate) struct ModelHost {
     page_table_locks: Vec<LockWord>,
     /// How many pages each CPU has got.
     got: Vec<AtomicU64>,
+    /// Of pages that move: for each, in which of two places it is.
+    places: Vec<AtomicU8>,
 }
 
 /// Where a vCPU runs, and what its hardware has logged.
@@ -116,6 +120,7 @@ impl ModelHost {
         parameters: &Parameters,
         nr_vcpus: usize,
         nr_pages: u64,
+        page_size: PageSize,
         is_free: bool,
     ) -> ModelHost {
         let host = &parameters.host;
@@ -144,12 +149,42 @@ impl ModelHost {
                 page_table_held: host.page_table_held.ps(),
             },
             is_free,
+            page_size,
             mmap_lock: LockWord::default(),
             zone_locks: locks(topology.nr_nodes()),
             lru_locks: locks(topology.nr_nodes()),
             page_table_locks: locks(nr_pages.div_ceil(512) as usize),
             got: (0..topology.nr_cpus()).map(|_| AtomicU64::new(0)).collect(),
+            places: Vec::new(),
         }
+    }
+
+    /// The same, with pages that move between two places ([`move_page`](Self::move_page)).
+    pub(crate) fn with_places(self) -> ModelHost {
+        ModelHost { places: (0..self.nodes.len()).map(|_| AtomicU8::new(0)).collect(), ..self }
+    }
+
+    /// The frame of `page`.
+    pub(crate) fn frame_of(&self, page: u64) -> u64 {
+        let place = self.places.get(page as usize).map_or(0, |place| place.load(Relaxed));
+        page + u64::from(place) * self.nodes.len() as u64
+    }
+
+    /// Gives `page` its other frame, and returns the one that it had. The page is being invalidated.
+    pub(crate) fn move_page(&self, page: u64) -> u64 {
+        let frame = self.frame_of(page);
+        self.places[page as usize].fetch_xor(1, Relaxed);
+        frame
+    }
+
+    /// The largest block around `page` whose frames follow each other.
+    fn block_of(&self, page: u64) -> PageSize {
+        let nr_pages = self.page_size.level().nr_pages();
+        let first = page / nr_pages * nr_pages;
+        let is_together = |page: &u64| self.frame_of(*page) - page == self.frame_of(first) - first;
+        let is_whole =
+            first + nr_pages <= self.nodes.len() as u64 && (first..first + nr_pages).all(|page| is_together(&page));
+        if is_whole { self.page_size } else { PageSize::Size4K }
     }
 
     /// How many flushes there were.
@@ -209,13 +244,24 @@ impl ModelHost {
         if got.is_multiple_of(cost.zone_batch) {
             self.zone_locks[usize::from(node)].hold(Side::Write, cost.zone_held);
         }
-        machine::use_server(usize::from(node), cost.zero_on_node);
-        machine::work(cost.zero_page.saturating_sub(cost.zero_on_node));
+        let nr_pages = self.page_size.level().nr_pages();
+        machine::use_server(usize::from(node), cost.zero_on_node * nr_pages);
+        machine::work(cost.zero_page.saturating_sub(cost.zero_on_node) * nr_pages);
         if got.is_multiple_of(cost.lru_batch) {
             self.lru_locks[usize::from(node)].hold(Side::Write, cost.lru_held);
         }
-        // Another CPU may have been faster.
-        let _ = self.nodes[page as usize].compare_exchange(NOWHERE, node, Relaxed, Relaxed);
+        self.place_first(page, node);
+    }
+
+    /// Gives `page` a frame on `node`, and all pages of its huge page; another CPU may have been
+    /// faster.
+    fn place_first(&self, page: u64, node: u8) {
+        let nr_pages = self.page_size.level().nr_pages();
+        let first = page / nr_pages * nr_pages;
+        if self.nodes[page as usize].compare_exchange(NOWHERE, node, Relaxed, Relaxed).is_ok() {
+            let end = (first + nr_pages).min(self.nodes.len() as u64);
+            (first..end).for_each(|page| self.place(page, node));
+        }
     }
 }
 
@@ -266,14 +312,14 @@ unsafe impl Host for ModelHost {
 
     fn resolve(&self, (): &(), _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         if self.is_free {
-            let node = self.node_of_cpu[machine::current_cpu()];
-            let _ = self.nodes[page as usize].compare_exchange(NOWHERE, node, Relaxed, Relaxed);
+            self.place_first(page, self.node_of_cpu[machine::current_cpu()]);
         } else {
             let engine = machine::set_engine_work(0, 0);
             self.look_up(page);
             machine::set_engine_work(engine.0, engine.1);
         }
-        Ok(Resolved::memory(Pfn(page), PageSize::Size4K))
+        let size = if self.places.is_empty() { self.page_size } else { self.block_of(page) };
+        Ok(Resolved::memory(Pfn(self.frame_of(page)), size))
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {

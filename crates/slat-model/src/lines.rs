@@ -20,7 +20,7 @@ use slat_costed::costed::Step;
 use crate::arena::{self, NR_LINES};
 use crate::error::ModelError;
 use crate::parameters::{Parameters, Ps};
-use crate::topology::{MAX_CPUS, Topology};
+use crate::topology::{MAX_CPUS, MAX_NODES, Topology};
 
 /// Where a line is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,6 +64,8 @@ pub(crate) struct Lines {
     cores: Vec<(u16, u8)>,
     /// For each core, how many lines it has fetched.
     fetched: Vec<u32>,
+    /// When the links of each node are free.
+    link_free_at: [Ps; MAX_NODES],
     cost: Cost,
 }
 
@@ -75,6 +77,7 @@ struct Cost {
     across: Ps,
     memory_local: Ps,
     memory_remote: Ps,
+    link_held: Ps,
     rmw: Ps,
     held_after_read: Ps,
     held_after_write: Ps,
@@ -123,13 +126,14 @@ impl Lines {
             across: of.transfer_across_nodes.ps(),
             memory_local: of.memory_local.ps(),
             memory_remote: of.memory_remote.ps(),
+            link_held: of.link_held.ps(),
             rmw: of.rmw.ps(),
             held_after_read: of.held_after_read.ps(),
             held_after_write: of.held_after_write.ps(),
             core_lines: u32::try_from(of.core_lines.whole()).unwrap_or(u32::MAX),
         };
         let fetched = vec![0; cores.len()];
-        Ok(Lines { lines, sets: Vec::new(), free_sets: Vec::new(), cores, fetched, cost })
+        Ok(Lines { lines, sets: Vec::new(), free_sets: Vec::new(), cores, fetched, link_free_at: [0; MAX_NODES], cost })
     }
 
     /// The time from one core's caches to another's.
@@ -145,10 +149,30 @@ impl Lines {
 
     /// The time from memory: of page-table pages the node is known; the heap's is where its user
     /// is.
-    fn memory(&self, line: u32, core: u16) -> Ps {
+    fn memory(&mut self, line: u32, core: u16, start: Ps) -> Ps {
         match arena::table_node_of_line(line) {
-            Some(home) if home != self.cores[usize::from(core)].1 => self.cost.memory_remote,
+            Some(home) if home != self.cores[usize::from(core)].1 => self.remote_memory(usize::from(home), start),
             _ => self.cost.memory_local,
+        }
+    }
+
+    /// The time of a line from the memory of another node, whose links are busy with those before.
+    fn remote_memory(&mut self, home: usize, start: Ps) -> Ps {
+        let free_at = &mut self.link_free_at[home];
+        let waits = free_at.saturating_sub(start);
+        *free_at = start + waits + self.cost.link_held;
+        waits + self.cost.memory_remote
+    }
+
+    /// `core` fetches a line of the guest's own data, whose place in its caches is another line's
+    /// then. Returns the time from the memory of `home`.
+    pub(crate) fn fetch_data(&mut self, core: u16, home: usize, now: Ps) -> Ps {
+        let fetched = &mut self.fetched[usize::from(core)];
+        *fetched = fetched.wrapping_add(1);
+        if usize::from(self.cores[usize::from(core)].1) == home {
+            self.cost.memory_local
+        } else {
+            self.remote_memory(home, now)
         }
     }
 
@@ -211,7 +235,7 @@ impl Lines {
         let latency = match way {
             Some(way) => way,
             None if is_alone => self.cost.complex,
-            None => self.memory(line, core),
+            None => self.memory(line, core, start),
         };
         let at = start + latency + extra;
         let fetched = &mut self.fetched[usize::from(core)];
@@ -300,12 +324,12 @@ mod tests {
         let ns = |grant: Grant, now: Ps| (grant.at - now) as f64 / NS as f64;
         // From memory, then from its own cache, then from the other core's, then from the other node.
         assert_eq!(ns(lines.request(0, 0, 7, Step::Load), 0), 85.0);
-        assert_eq!(ns(lines.request(0, 1000 * NS, 7, Step::Rmw), 1000 * NS), 8.5);
+        assert_eq!(ns(lines.request(0, 1000 * NS, 7, Step::Rmw), 1000 * NS), 7.5);
         assert_eq!(ns(lines.request(1, 2000 * NS, 7, Step::Rmw), 2000 * NS), 57.0);
         assert_eq!(ns(lines.request(2, 3000 * NS, 7, Step::Load), 3000 * NS), 130.0);
         // Shared, both hit, and a write takes it from the farthest.
-        assert_eq!(ns(lines.request(1, 4000 * NS, 7, Step::Load), 4000 * NS), 1.5);
-        assert_eq!(ns(lines.request(2, 4000 * NS, 7, Step::Load), 4000 * NS), 1.5);
+        assert_eq!(ns(lines.request(1, 4000 * NS, 7, Step::Load), 4000 * NS), 0.5);
+        assert_eq!(ns(lines.request(2, 4000 * NS, 7, Step::Load), 4000 * NS), 0.5);
         assert_eq!(ns(lines.request(1, 5000 * NS, 7, Step::Store), 5000 * NS), 130.0);
         assert!(lines.request(2, 6000 * NS, 7, Step::Load).is_fetched);
     }

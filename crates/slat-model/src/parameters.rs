@@ -89,6 +89,7 @@ section! {
         transfer_across_nodes: Ns,
         memory_local: Ns,
         memory_remote: Ns,
+        link_held: Ns,
         rmw: Ns,
         fence: Ns,
         pause: Ns,
@@ -169,6 +170,12 @@ impl Parameters {
         })
     }
 
+    /// These, with caches that are smaller by a factor.
+    pub(crate) fn with_smaller_caches(&self, factor: f64) -> Parameters {
+        let lines = (self.coherence.core_lines.get() * factor.min(1.0)).max(1.0);
+        Parameters { coherence: Coherence { core_lines: Positive(lines), ..self.coherence.clone() }, ..self.clone() }
+    }
+
     /// The time of so many instructions.
     pub(crate) fn instructions(&self, nr_instructions: f64) -> Ps {
         (nr_instructions / self.work.instructions_per_ns.get() * PS_PER_NS as f64).round() as Ps
@@ -184,11 +191,11 @@ mod tests {
         let built_in = Parameters::built_in().unwrap();
         assert_eq!(built_in.coherence.transfer_across_nodes.ps(), 130_000);
         for (from, to, why) in [
-            ("hit = 1.5", "", "missing field `hit`"),
-            ("hit = 1.5", "hit = -1", "-1 is no time"),
-            ("hit = 1.5", "hit = inf", "inf is no time"),
-            ("hit = 1.5", "hit = 'none'", "invalid type"),
-            ("hit = 1.5", "hit = 1.5\nmiss = 3", "unknown field `miss`"),
+            ("hit = 0.5", "", "missing field `hit`"),
+            ("hit = 0.5", "hit = -1", "-1 is no time"),
+            ("hit = 0.5", "hit = inf", "inf is no time"),
+            ("hit = 0.5", "hit = 'none'", "invalid type"),
+            ("hit = 0.5", "hit = 0.5\nmiss = 3", "unknown field `miss`"),
             ("per_access = 9", "per_access = 0", "0 is not above zero"),
         ] {
             let found = Parameters::parse("p", &BUILT_IN.replace(from, to)).expect_err(to).to_string();

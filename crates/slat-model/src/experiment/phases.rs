@@ -3,10 +3,10 @@
 
 use slat_costed::baselines::Locking;
 use slat_costed::dirty::DirtyTracking;
-use slat_costed::{Access, Config, Error, Gfn, MemoryRegionFlags};
+use slat_costed::{Access, Config, Error, Gfn, MemoryRegionFlags, PageSize};
 
 use super::failure::Failure;
-use super::vm::{GuestVm, VmShape};
+use super::vm::{GuestVm, VmShape, cpus_for, pages_apart};
 use crate::error::ModelError;
 use crate::guest::{GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
@@ -99,22 +99,16 @@ impl Phases {
     /// [`ModelError::TooManyVcpus`]; [`ModelError::Engine`]; [`ModelError::Check`] if the log lacks
     /// a page that was written.
     pub fn run(&self, topology: &Topology, parameters: &Parameters) -> Result<PhasesRun, ModelError> {
-        let nr_cpus = topology.nr_cpus();
-        if self.nr_vcpus > nr_cpus || self.nr_vcpus == 0 {
-            return Err(ModelError::TooManyVcpus {
-                nr_vcpus: self.nr_vcpus,
-                nr_cpus,
-                topology: topology.name().to_owned(),
-            });
-        }
+        let cpus = cpus_for(topology, self.nr_vcpus)?;
         let is_engine_alone = self.around == Around::Nothing;
         let is_logged = self.tracking == DirtyTracking::PageModificationLog;
         let shape = VmShape {
             topology: topology.clone(),
             parameters: parameters.clone(),
-            cpus: topology.spread(self.nr_vcpus),
-            nr_pages: self.nr_pages_in_all(),
+            cpus,
+            nr_pages: self.nr_pages_of_slot(),
             backing: Backing::Anonymous,
+            page_size: PageSize::Size4K,
             config: Config::default().with_dirty_tracking(self.tracking).with_locking(match self.lock {
                 Lock::None => Locking::None,
                 Lock::Shared => Locking::Shared,
@@ -123,6 +117,7 @@ impl Phases {
             work: GuestWork::new(parameters, self.hypervisor, is_engine_alone),
             modification_log: if is_logged { ModificationLog::On } else { ModificationLog::Off },
             is_engine_alone,
+            moves: false,
             seed: self.seed,
         };
         let phases = self.clone();
@@ -133,6 +128,14 @@ impl Phases {
     fn nr_pages_in_all(&self) -> u64 {
         match self.sharing {
             Sharing::Partitioned => self.nr_pages * self.nr_vcpus as u64,
+            Sharing::Overlapping => self.nr_pages,
+        }
+    }
+
+    /// Pages of the memslot, in which each vCPU has a part.
+    fn nr_pages_of_slot(&self) -> u64 {
+        match self.sharing {
+            Sharing::Partitioned => pages_apart(self.nr_pages) * self.nr_vcpus as u64,
             Sharing::Overlapping => self.nr_pages,
         }
     }
@@ -149,7 +152,7 @@ impl Phases {
         });
         set?;
         times.enable_ns = ns(time);
-        let mut bitmap = vec![0_u64; nr_pages.div_ceil(64) as usize];
+        let mut bitmap = vec![0_u64; self.nr_pages_of_slot().div_ceil(64) as usize];
         for round in 0..self.nr_rounds {
             times.dirty_ns.push(ns(self.pass(&guest, Access::Write)?));
             let (got, time) = guest.timed(|| {
@@ -187,7 +190,7 @@ impl Phases {
     fn pass(&self, guest: &GuestVm, access: Access) -> Result<Ps, Error> {
         let (nr_pages, sharing) = (self.nr_pages, self.sharing);
         guest.run(move |vcpu, index| {
-            let first = if sharing == Sharing::Partitioned { index as u64 * nr_pages } else { 0 };
+            let first = if sharing == Sharing::Partitioned { index as u64 * pages_apart(nr_pages) } else { 0 };
             for page in first..first + nr_pages {
                 vcpu.touch_memory(Gfn(page));
                 vcpu.access(Gfn(page), access)?;

@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat_costed::{Config, Error, Gpa, MemoryRegion, MemoryRegionFlags};
+use slat_costed::{Config, Error, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, PageSize};
 
-use crate::guest::{GuestWork, ModelVm, ModificationLog, VirtualCpu};
+use crate::error::ModelError;
+use crate::guest::{GuestWork, ModelVm, ModificationLog, VirtualCpu, leaf_table_node};
 use crate::host::{Backing, ModelHost};
 use crate::machine;
 use crate::parameters::{PS_PER_NS, Parameters, Ps};
@@ -23,12 +24,30 @@ pub(super) struct VmShape {
     pub(super) cpus: Vec<usize>,
     pub(super) nr_pages: u64,
     pub(super) backing: Backing,
+    pub(super) page_size: PageSize,
     pub(super) config: Config,
     pub(super) work: GuestWork,
     pub(super) modification_log: ModificationLog,
     /// The host does nothing, and nothing runs but the engine.
     pub(super) is_engine_alone: bool,
+    /// Pages move between two frames.
+    pub(super) moves: bool,
     pub(super) seed: u64,
+}
+
+/// The first pages of two vCPUs' parts are so far apart. A line of the dirty log's summary is of 128
+/// MiB, and each vCPU of the published runs had more memory than that.
+pub(super) fn pages_apart(nr_pages: u64) -> u64 {
+    nr_pages.next_multiple_of(1 << 15)
+}
+
+/// A CPU for each vCPU.
+pub(super) fn cpus_for(topology: &Topology, nr_vcpus: usize) -> Result<Vec<usize>, ModelError> {
+    let nr_cpus = topology.nr_cpus();
+    if nr_vcpus > nr_cpus || nr_vcpus == 0 {
+        return Err(ModelError::TooManyVcpus { nr_vcpus, nr_cpus, topology: topology.name().to_owned() });
+    }
+    Ok(topology.spread(nr_vcpus))
 }
 
 /// A VM with one memslot, from page 0 on.
@@ -42,11 +61,12 @@ pub(super) struct GuestVm {
 impl GuestVm {
     pub(super) fn new(shape: VmShape) -> Result<GuestVm, Error> {
         let VmShape { topology, parameters, cpus, nr_pages, .. } = &shape;
-        let host = ModelHost::new(topology, parameters, cpus.len(), *nr_pages, shape.is_engine_alone);
+        let host = ModelHost::new(topology, parameters, cpus.len(), *nr_pages, shape.page_size, shape.is_engine_alone);
         if shape.backing == Backing::Allocated {
             // By a program on the first node.
             (0..*nr_pages).for_each(|page| host.place(page, 0));
         }
+        let host = if shape.moves { host.with_places() } else { host };
         let vm = Arc::new(ModelVm::new(host, shape.config)?);
         let guest = GuestVm { vm, vcpus: Vec::new(), random: RefCell::new(SmallRng::seed_from_u64(shape.seed)), shape };
         guest.set_region(MemoryRegionFlags::empty(), Some(()))?;
@@ -116,14 +136,34 @@ impl GuestVm {
         result.map(|()| end - begin)
     }
 
+    /// How many page-table pages of the lowest level are on the node of the memory that they map,
+    /// and how many elsewhere.
+    pub(super) fn tables_by_place(&self) -> (u64, u64) {
+        let (mut nr_local, mut nr_remote) = (0, 0);
+        for first in (0..self.shape.nr_pages).step_by(512) {
+            let home = self.vm.host().node_of_page(first);
+            match leaf_table_node(&self.vm, Gfn(first)) {
+                Some(node) if Some(node) == home => nr_local += 1,
+                Some(_) => nr_remote += 1,
+                None => {}
+            }
+        }
+        (nr_local, nr_remote)
+    }
+
     /// The plain work of KVM for so many leaf PTEs, if this is KVM.
     pub(super) fn of_kvm(&self, nr_leaves: u64, per_leaf: Ps) {
         self.shape.work.of_kvm(nr_leaves, per_leaf);
     }
 
+    /// The calls of this task are those of the hypervisor's own thread.
+    pub(super) fn begin_call(&self) {
+        self.shape.work.begin_call();
+    }
+
     /// A call of the hypervisor's own thread, and its time.
     pub(super) fn timed<R>(&self, call: impl FnOnce() -> R) -> (R, Ps) {
-        self.shape.work.begin_call();
+        self.begin_call();
         machine::timed(call)
     }
 }

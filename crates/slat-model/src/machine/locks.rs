@@ -2,7 +2,8 @@
 //!
 //! # Guarantees
 //! Tasks get a lock in the order in which they have asked for it; readers between two writers
-//! together. A task that holds one is not preempted, as in a kernel.
+//! together. A task that holds one is not preempted, as in a kernel, unless locks sleep
+//! ([`LockKind`]).
 //!
 //! # Implementation
 //! To take a lock is an exchange on its word, and to release it a store, or for a reader another
@@ -19,6 +20,16 @@ use super::state::{State, Waits};
 use super::{access, suspend, with};
 use crate::arena;
 use crate::parameters::Ps;
+
+/// How tasks wait for a lock.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LockKind {
+    /// They spin, and a task that holds one is not preempted: the spinlocks of a kernel.
+    Spinning,
+    /// They sleep, and a holder may be preempted: a mutex of user space, or a spinlock of a kernel
+    /// with real-time preemption.
+    Sleeping,
+}
 
 #[derive(Default)]
 pub(super) struct LockState {
@@ -81,7 +92,10 @@ pub(super) fn acquire(address: usize, side: Side, wait: LockWait) -> bool {
         if wait == LockWait::Never {
             return false;
         }
-        suspend(Waits::Spinning);
+        suspend(match with(|state| state.lock_kind) {
+            LockKind::Spinning => Waits::Spinning,
+            LockKind::Sleeping => Waits::ForAWake,
+        });
     }
     with(State::work_in_lock);
     true
@@ -106,7 +120,7 @@ pub(super) fn release(address: usize, side: Side) {
             let (core, now) = (state.core_of_task(task), state.now());
             let line = arena::line_of(address);
             let at = line.map_or(now, |line| state.lines.request(core, now, line, Step::Rmw).at);
-            state.wake_spinning(task, at);
+            state.hand_lock_to(task, at);
         }
     });
 }

@@ -38,6 +38,7 @@ use crate::topology::Topology;
 pub use profile::{Hot, Report};
 use state::{NewTask, State, Waits};
 
+pub use locks::LockKind;
 pub(crate) use locks::LockWord;
 
 /// The number of a task.
@@ -82,6 +83,11 @@ impl Machine for Model {
     fn pause(&self) {
         with(|state| state.elapse(state.cost.pause));
         settle();
+    }
+
+    fn stack_address(&self) -> usize {
+        // Stacks of 8 MiB, one below another.
+        (1 << 46) - (with(|state| state.current_task()) << 23)
     }
 
     fn acquire(&self, address: usize, side: Side, wait: LockWait) -> bool {
@@ -141,6 +147,12 @@ pub(crate) fn elapse(duration: Ps) {
     with(|state| state.elapse(duration));
 }
 
+/// The running task's CPU fetches a line of the guest's data from the memory of `home`, one of
+/// `nr_together` that it waits for at the same time.
+pub(crate) fn fetch_data(home: usize, nr_together: u64) {
+    with(|state| state.fetch_data(home, nr_together));
+}
+
 /// The virtual time of the running task's CPU.
 pub(crate) fn now() -> Ps {
     with(|state| state.now())
@@ -158,6 +170,16 @@ pub(crate) fn timed<R>(f: impl FnOnce() -> R) -> (R, Ps) {
     let result = f();
     settle();
     (result, now() - begin)
+}
+
+/// For how long the running task was ready and had no CPU, since it was started.
+pub(crate) fn without_cpu() -> Ps {
+    with(|state| state.without_cpu())
+}
+
+/// How tasks wait for locks from now on.
+pub(crate) fn set_lock_kind(kind: LockKind) {
+    with(|state| state.lock_kind = kind);
 }
 
 /// Work of the engine for each of its accesses from now on in this task, and what a fault does

@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use corosensei::Yielder;
 use slat_costed::costed::Step;
 
-use super::locks::LockState;
+use super::locks::{LockKind, LockState};
 use super::profile::{Profile, Report};
 use super::{Body, TaskId};
 use crate::lines::Lines;
@@ -70,6 +70,10 @@ struct Task {
     stored_at: Ps,
     per_access: Ps,
     in_lock: Ps,
+    /// Since when it waits in the queue of its CPU.
+    queued_at: Ps,
+    /// For how long it was ready and had no CPU.
+    without_cpu: Ps,
     /// Tasks that wait for its end.
     waiters: Vec<usize>,
     yielder: Option<NonNull<Yielder<(), Waits>>>,
@@ -105,6 +109,7 @@ pub(super) struct State {
     /// When each server is free.
     servers: HashMap<usize, Ps>,
     pub(super) locks: HashMap<usize, LockState>,
+    pub(super) lock_kind: LockKind,
     /// The access that was asked for last is granted, and only its time has not come.
     is_granted: bool,
     profile: Profile,
@@ -148,6 +153,7 @@ impl State {
             nr_busy: vec![0; topology.nr_cores()],
             servers: HashMap::new(),
             locks: HashMap::new(),
+            lock_kind: LockKind::Spinning,
             is_granted: false,
             profile: Profile::default(),
         }
@@ -186,7 +192,8 @@ impl State {
     }
 
     fn is_slice_over(&self, cpu: &Cpu) -> bool {
-        cpu.clock >= cpu.slice_end && !cpu.queue.is_empty() && self.tasks[self.task].nr_locks == 0
+        let keeps_cpu = self.tasks[self.task].nr_locks != 0 && self.lock_kind == LockKind::Spinning;
+        cpu.clock >= cpu.slice_end && !cpu.queue.is_empty() && !keeps_cpu
     }
 
     #[inline]
@@ -257,6 +264,13 @@ impl State {
         cpu.clock = cpu.clock.max(task.stored_at) + self.cost.fence;
     }
 
+    /// The running CPU fetches a line of the guest's data from the memory of `home`, one of
+    /// `nr_together` that it waits for at the same time.
+    pub(super) fn fetch_data(&mut self, home: usize, nr_together: u64) {
+        let cpu = &mut self.cpus[self.cpu];
+        cpu.clock += self.lines.fetch_data(cpu.core, home, cpu.clock) / nr_together;
+    }
+
     pub(super) fn use_server(&mut self, server: usize, held: Ps) {
         let now = self.now();
         let free_at = self.servers.entry(server).or_default();
@@ -287,6 +301,8 @@ impl State {
             stored_at: 0,
             per_access: 0,
             in_lock: 0,
+            queued_at: 0,
+            without_cpu: 0,
             waiters: Vec::new(),
             yielder: None,
         });
@@ -314,6 +330,7 @@ impl State {
                 self.set_task(index, Some(task));
             }
             (_, Some(_)) => {
+                found.queued_at = at;
                 cpu.queue.push_back(task);
                 return;
             }
@@ -334,10 +351,18 @@ impl State {
         cpu.task = task;
     }
 
-    /// A task that spins goes on at `at`.
-    pub(super) fn wake_spinning(&mut self, task: usize, at: Ps) {
-        debug_assert_eq!(self.tasks[task].state, TaskState::Spins, "task {task} does not spin");
-        self.make_ready(task, at);
+    /// A task that waits for a lock has it at `at`.
+    pub(super) fn hand_lock_to(&mut self, task: usize, at: Ps) {
+        match self.tasks[task].state {
+            TaskState::Spins => self.make_ready(task, at),
+            TaskState::Sleeps => self.make_ready(task, at + self.cost.wake),
+            state => debug_assert!(false, "task {task} waits for a lock and is {state:?}"),
+        }
+    }
+
+    /// For how long the running task was ready and had no CPU.
+    pub(super) fn without_cpu(&self) -> Ps {
+        self.tasks[self.task].without_cpu
     }
 
     pub(super) fn wake_blocked(&mut self, task: usize) {
@@ -400,6 +425,7 @@ impl State {
         match waits {
             Waits::ForItsTurn => {
                 if self.is_slice_over(&self.cpus[index]) {
+                    self.tasks[task].queued_at = self.cpus[index].clock;
                     self.cpus[index].queue.push_back(task);
                     self.run_next_of(index);
                 } else {
@@ -419,7 +445,9 @@ impl State {
         let cpu = &mut self.cpus[index];
         let next = cpu.queue.pop_front();
         if let Some(next) = next {
-            cpu.clock = cpu.clock.max(self.tasks[next].ready_at) + self.cost.thread_switch;
+            let task = &mut self.tasks[next];
+            cpu.clock = cpu.clock.max(task.ready_at) + self.cost.thread_switch;
+            task.without_cpu += cpu.clock.saturating_sub(task.queued_at);
             cpu.slice_end = cpu.clock + self.cost.quantum;
         }
         self.set_task(index, next);

@@ -34,7 +34,7 @@ fn cpus_count_together_and_the_line_goes_from_one_to_the_next() {
     let one = count(1, 1000);
     assert_eq!(one.result, [1000]);
     // A locked instruction on a line of its own.
-    assert_eq!(count(1, 2000).report.end_ns - one.report.end_ns, 8500);
+    assert_eq!(count(1, 2000).report.end_ns - one.report.end_ns, 7500);
     let two = count(2, 1000);
     assert_eq!(two.result, [2000]);
     // Each addition needs a transfer.

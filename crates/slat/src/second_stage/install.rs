@@ -93,20 +93,19 @@ pub(crate) fn install<H: Host, F: Format>(
     link(cursor, prepared.with_leaves(1), value, seq, leaf.pfn)
 }
 
-/// Links page-table pages of the cache where the cursor's PTE is `value`, empty with `seq`, down to
-/// one whose PTEs have `level`. All their PTEs are empty with the same number, so this changes
-/// nothing. They are for the memory at `pfn`.
-pub(crate) fn refine<H: Host, F: Format>(
-    cursor: &Cursor<'_, H, F>,
-    cache: &mut TableCache,
-    value: Pte<F>,
-    seq: InvalidationSeq,
+/// Fills page-table pages of the cache that an empty PTE at the cursor can be replaced by, down to
+/// one whose PTEs have `level`. All their PTEs are empty with `number`. That is the one of the PTE,
+/// or one that the caller has just taken: no thread has seen it, so no fault can install what it has
+/// resolved before.
+pub(crate) fn prepare_to_refine<'c, H: Host, F: Format>(
+    cursor: &Cursor<'c, H, F>,
+    cache: &'c mut TableCache,
+    number: InvalidationSeq,
     level: Level,
-    pfn: Pfn,
-) -> Result<(), Changed> {
+) -> Prepared<'c, H, F> {
     // SAFETY: an empty PTE.
-    let prepared = unsafe { prepare_around(cursor, cache, seq, level, Pte::empty(seq.flushed())) };
-    link(cursor, prepared, value, seq, pfn)
+    let prepared = unsafe { prepare_around(cursor, cache, number, level, Pte::empty(number)) };
+    raise(cursor, prepared, number)
 }
 
 /// Fills a page-table page of the cache with `pte`, of `level`, where the cursor is, and with PTEs
@@ -137,15 +136,27 @@ unsafe fn prepare_around<'c, H: Host, F: Format>(
 /// a leaf.
 pub(crate) fn link<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    mut prepared: Prepared<'_, H, F>,
+    prepared: Prepared<'_, H, F>,
     value: Pte<F>,
     seq: InvalidationSeq,
     pfn: Pfn,
 ) -> Result<(), Changed> {
+    let prepared = raise(cursor, prepared, seq);
+    prepared.link(cursor.stats(), cursor.pte(), value, TableUse::Fault, pfn).map(drop)
+}
+
+/// Fills the page-table pages between `prepared` and the cursor. Their other PTEs are empty with
+/// `seq`.
+#[inline(always)]
+fn raise<'c, H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    mut prepared: Prepared<'c, H, F>,
+    seq: InvalidationSeq,
+) -> Prepared<'c, H, F> {
     while prepared.level() < cursor.level() {
         prepared.raise(cursor::index_of::<F>(cursor.gfn(), prepared.level()), seq.flushed());
     }
-    prepared.link(cursor.stats(), cursor.pte(), value, TableUse::Fault, pfn).map(drop)
+    prepared
 }
 
 /// Restores `access` to the leaf `value` in `pte`, which is tracked or lacks W. The leaf itself

@@ -42,6 +42,9 @@ pub trait Machine {
     /// It has looked for another CPU's store in vain, and is about to look again.
     fn pause(&self);
 
+    /// The address of the running thread's stack, as it would be: the same in each run.
+    fn stack_address(&self) -> usize;
+
     /// It takes the lock at `address`. Returns `false` if that is held and the CPU does not wait.
     fn acquire(&self, address: usize, side: Side, wait: LockWait) -> bool;
 
@@ -105,6 +108,10 @@ pub(super) fn pause() {
     if let Some(machine) = MACHINE.get() {
         machine.pause();
     }
+}
+
+pub(super) fn stack_address() -> usize {
+    MACHINE.get().map_or(0, Machine::stack_address)
 }
 
 /// The lock that a VM holds while it changes its page tables.

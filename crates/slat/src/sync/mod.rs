@@ -84,6 +84,19 @@ pub fn spin_loop() {
     shuttle::thread::yield_now();
 }
 
+/// An address on the stack of the calling thread, by which threads differ.
+#[inline]
+pub(crate) fn stack_address() -> usize {
+    // That of a modelled machine's thread is the same in each run.
+    #[cfg(feature = "costed")]
+    return costed::stack_address();
+    #[cfg(not(feature = "costed"))]
+    {
+        let on_stack = 0u8;
+        core::ptr::from_ref(&on_stack).addr()
+    }
+}
+
 /// Has the cache line of `word` fetched. On x86 nothing waits for it; where stable Rust has no such
 /// instruction, a load does it.
 #[inline]

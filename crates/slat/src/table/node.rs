@@ -545,7 +545,35 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
     /// page-table pages, which are the tree's then. They map the memory at `pfn`. Returns that PTE.
     #[inline]
     pub(crate) fn link(
-        self,
+        mut self,
+        stats: &Recorder,
+        pte: PteRef<'_, F>,
+        old: Pte<F>,
+        table_use: TableUse,
+        pfn: Pfn,
+    ) -> Result<Pte<F>, Changed> {
+        self.exchange(stats, pte, old, table_use, pfn)
+    }
+
+    /// As [`link`](Self::link), for a fault; returns the page-table pages if another thread was
+    /// faster.
+    pub(crate) fn link_or_keep(
+        mut self,
+        stats: &Recorder,
+        pte: PteRef<'_, F>,
+        old: Pte<F>,
+        pfn: Pfn,
+    ) -> Result<(), Self> {
+        match self.exchange(stats, pte, old, TableUse::Fault, pfn) {
+            Ok(_) => Ok(()),
+            Err(Changed) => Err(self),
+        }
+    }
+
+    /// The exchange of [`link`](Self::link). After a success, nothing is done with `self` any more.
+    #[inline]
+    fn exchange(
+        &mut self,
         stats: &Recorder,
         pte: PteRef<'_, F>,
         old: Pte<F>,

@@ -8,13 +8,16 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::sync::{Side, fence_after_rmw, record};
-use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::Changed;
 use crate::table::retire::{FaultPin, Guard};
+
+/// How often a fault tries to link page-table pages that it has filled. Each try that fails is one
+/// that another thread has won.
+const MAX_LINKS: usize = if cfg!(any(loom, shuttle)) { 2 } else { 64 };
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for an empty PTE, or for a leaf through which the host now allows the access.
@@ -64,34 +67,54 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// its sequence number in the whole empty PTE that covers both.
     ///
     /// It replaces that PTE, of level `highest` at most, by the page-table pages that were
-    /// allocated for a leaf of `leaf_level`. Their PTEs are all empty and inherit the sequence
-    /// number. So the new page-table pages express what the PTE did, and nothing has to be checked
-    /// before. From then on only invalidations in the block of the leaf overtake this fault. If
-    /// there are still too many, the next leaf is a small one.
+    /// allocated for a leaf of `leaf_level`. Their PTEs are all empty. From then on only
+    /// invalidations in the block of the leaf overtake this fault. If there are still too many, the
+    /// next leaf is a small one.
+    ///
+    /// The PTEs do not inherit a number but have a new one of this fault, which no other fault has
+    /// seen. So they need not be filled again if an invalidation changes the number above meanwhile:
+    /// filling takes longer than the invalidation of a neighbour, and the fault would never win
+    /// beside a thread that invalidates all the time. (With break before make they do inherit it:
+    /// what the fault has seen of flushes is for the number above.)
     ///
     /// It walks anew, so that the caller's cursor stays in registers.
     #[cold]
     #[inline(never)]
     pub(super) fn refine(&mut self, guard: &Guard<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
         self.nr_overtaken = self.nr_overtaken.saturating_add(1);
-        let Tree { in_flight, .. } = self.op.tree;
-        // Another look: it goes by what it reads itself.
-        record!(FaultLooks { gfn: self.gfn.0 });
-        let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
-        let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return };
-        let level = cursor.level();
-        if level > highest || level <= leaf_level {
-            return;
-        }
+        let (tree, gfn) = (self.op.tree, self.gfn);
         // With break before make, the PTE must be flushed by now. A zap that removed a mapping
         // there and has not flushed yet has left an unflushed sequence number. Or its range covers
         // the PTE, and so this page, and is in flight. Invalidations beside this page clear the
         // flag (`second_stage/zap.rs`). So if the flag is set, a mapping was removed here since the
         // look, or this page itself was invalidated.
-        let is_flushed = || !seq.is_unflushed() && in_flight.free_level(self.gfn, Level::L4K).is_some();
-        if !F::BREAK_BEFORE_MAKE || is_flushed() {
-            // If the PTE has changed once more, the next look finds out.
-            let _: Result<(), Changed> = install::refine(&cursor, self.tables, value, seq, leaf_level, pfn);
+        let is_flushed =
+            |seq: InvalidationSeq| !seq.is_unflushed() && tree.in_flight.free_level(gfn, Level::L4K).is_some();
+        let look = || {
+            // Another look: it goes by what it reads itself.
+            record!(FaultLooks { gfn: gfn.0 });
+            let mut cursor = Cursor::new(tree, guard, gfn);
+            let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return None };
+            let is_in_question = cursor.level() <= highest && cursor.level() > leaf_level;
+            (is_in_question && (!F::BREAK_BEFORE_MAKE || is_flushed(seq))).then_some((cursor, value))
+        };
+        let Some((mut cursor, mut value)) = look() else { return };
+        let level = cursor.level();
+        let (number, nr_tries) = match value.state(level) {
+            State::Empty(seq) if F::BREAK_BEFORE_MAKE => (seq.flushed(), 1),
+            _ => (tree.next_seq(), MAX_LINKS),
+        };
+        let mut prepared = install::prepare_to_refine(&cursor, self.tables, number, leaf_level);
+        for _ in 0..nr_tries {
+            match prepared.link_or_keep(cursor.stats(), cursor.pte(), value, pfn) {
+                Ok(()) => return,
+                Err(kept) => prepared = kept,
+            }
+            match look() {
+                Some(again) if again.0.level() == level => (cursor, value) = again,
+                // Another fault has refined it. The next look finds out.
+                _ => return,
+            }
         }
     }
 

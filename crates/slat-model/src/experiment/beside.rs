@@ -1,0 +1,223 @@
+//! Operations of the hypervisor beside vCPUs that fault: how many of both there are, and how long
+//! the longest of each waits.
+//!
+//! Each vCPU writes the pages of its part, round after round, for a time. Meanwhile another thread
+//! harvests the dirty log, or invalidates pages. There may be more vCPUs than CPUs: then they are
+//! preempted anywhere, inside the engine, too.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use slat_costed::baselines::Locking;
+use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageSize};
+
+use super::failure::Failure;
+use super::phases::{Around, Lock};
+use super::vm::{GuestVm, VmShape, cpus_for, pages_apart};
+use crate::error::ModelError;
+use crate::guest::{GuestWork, Hypervisor, ModificationLog};
+use crate::host::Backing;
+use crate::machine::{self, LockKind, Report};
+use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::topology::Topology;
+
+/// What the hypervisor's thread does all the time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operation {
+    /// Nothing.
+    Nothing,
+    /// It gets the dirty log of the whole memslot.
+    Harvest,
+    /// It invalidates a page of a vCPU's part, another one each time.
+    InvalidatePage,
+    /// It invalidates 2 MiB that no vCPU uses.
+    InvalidateUnused,
+}
+
+/// An experiment.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Beside {
+    /// vCPUs.
+    pub nr_vcpus: usize,
+    /// CPUs on which they run; another one is for the hypervisor's thread.
+    pub nr_cpus: usize,
+    /// Pages of 4 KiB of each vCPU.
+    pub nr_pages: u64,
+    /// The lock of the VM.
+    pub lock: Lock,
+    /// How tasks wait for it.
+    pub lock_kind: LockKind,
+    /// What runs beside the vCPUs.
+    pub operation: Operation,
+    /// What is around the engine.
+    pub around: Around,
+    /// For how long, in nanoseconds of virtual time.
+    pub duration_ns: u64,
+    /// For what is random: when vCPUs begin.
+    pub seed: u64,
+}
+
+/// How many there were, and the longest.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Counted {
+    /// How many.
+    pub count: u64,
+    /// The longest in nanoseconds, without the time in which its own thread had no CPU.
+    pub longest_ns: u64,
+    /// All together in nanoseconds, likewise.
+    pub total_ns: u64,
+}
+
+/// What a run has shown.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BesideRun {
+    /// Accesses of all vCPUs that faulted.
+    pub faults: Counted,
+    /// Calls of the hypervisor's thread.
+    pub operations: Counted,
+    /// The time of the run in nanoseconds.
+    pub duration_ns: u64,
+    /// Where it went.
+    pub report: Report,
+}
+
+impl Counted {
+    fn add(&mut self, time: Ps) {
+        let ns = time / PS_PER_NS;
+        self.count += 1;
+        self.total_ns += ns;
+        self.longest_ns = self.longest_ns.max(ns);
+    }
+
+    fn join(&mut self, other: &Counted) {
+        self.count += other.count;
+        self.total_ns += other.total_ns;
+        self.longest_ns = self.longest_ns.max(other.longest_ns);
+    }
+}
+
+impl Beside {
+    /// Runs the experiment on `topology`.
+    ///
+    /// # Errors
+    /// [`ModelError::TooManyVcpus`] if there are not enough CPUs; [`ModelError::Engine`].
+    pub fn run(&self, topology: &Topology, parameters: &Parameters) -> Result<BesideRun, ModelError> {
+        // The first is for the hypervisor's thread, if there is one more.
+        let nr_cpus = (self.nr_cpus + 1).min(topology.nr_cpus());
+        cpus_for(topology, self.nr_cpus)?;
+        let spread = topology.spread(nr_cpus);
+        let of_vcpus = &spread[nr_cpus - self.nr_cpus..];
+        let is_engine_alone = self.around == Around::Nothing;
+        let shape = VmShape {
+            topology: topology.clone(),
+            parameters: parameters.clone(),
+            cpus: (0..self.nr_vcpus).map(|vcpu| of_vcpus[vcpu % of_vcpus.len()]).collect(),
+            nr_pages: pages_apart(self.nr_pages) * (self.nr_vcpus as u64 + 1),
+            backing: Backing::Anonymous,
+            page_size: PageSize::Size4K,
+            config: Config::default().with_locking(match self.lock {
+                Lock::None => Locking::None,
+                Lock::Shared => Locking::Shared,
+                Lock::Exclusive => Locking::Exclusive,
+            }),
+            work: GuestWork::new(parameters, Hypervisor::Slat, is_engine_alone),
+            modification_log: ModificationLog::Off,
+            is_engine_alone,
+            moves: false,
+            seed: self.seed,
+        };
+        let beside = self.clone();
+        let outcome = machine::run(topology, parameters, move || beside.run_as_task(shape))?;
+        let (faults, operations, duration) = outcome.result?;
+        Ok(BesideRun { faults, operations, duration_ns: duration / PS_PER_NS, report: outcome.report })
+    }
+
+    fn run_as_task(&self, shape: VmShape) -> Result<(Counted, Counted, Ps), Failure> {
+        machine::set_lock_kind(self.lock_kind);
+        let guest = Rc::new(GuestVm::new(shape)?);
+        guest.set_flags(MemoryRegionFlags::LOG_DIRTY_PAGES)?;
+        let duration = self.duration_ns * PS_PER_NS;
+        let end = machine::now() + duration;
+        let is_over = Rc::new(Cell::new(false));
+        let operations = {
+            let (guest, is_over) = (Rc::clone(&guest), Rc::clone(&is_over));
+            let (operation, nr_pages, nr_vcpus) = (self.operation, self.nr_pages, self.nr_vcpus as u64);
+            let counted = Rc::new(std::cell::RefCell::new(Ok(Counted::default())));
+            let to = Rc::clone(&counted);
+            let task = machine::spawn(0, move || {
+                *to.borrow_mut() = operate(&guest, operation, nr_pages, nr_vcpus, &is_over);
+            });
+            (task, counted)
+        };
+        let faults = Rc::new(std::cell::RefCell::new(Counted::default()));
+        let to = Rc::clone(&faults);
+        let nr_pages = self.nr_pages;
+        let time = guest.run(move |vcpu, index| -> Result<(), Error> {
+            let mut counted = Counted::default();
+            let first = index as u64 * pages_apart(nr_pages);
+            'all: loop {
+                for page in first..first + nr_pages {
+                    if machine::now() >= end {
+                        break 'all;
+                    }
+                    vcpu.touch_memory(Gfn(page));
+                    if vcpu.translate(Gfn(page), Access::Write).is_none() {
+                        let (result, time) = timed_with_cpu(|| vcpu.access(Gfn(page), Access::Write));
+                        result?;
+                        counted.add(time);
+                    }
+                }
+            }
+            to.borrow_mut().join(&counted);
+            Ok(())
+        })?;
+        is_over.set(true);
+        machine::join(operations.0);
+        let operations = std::mem::replace(&mut *operations.1.borrow_mut(), Ok(Counted::default()))?;
+        let faults = faults.borrow().clone();
+        Ok((faults, operations, time))
+    }
+}
+
+/// The time of `f`, without that in which this task had no CPU.
+fn timed_with_cpu<R>(f: impl FnOnce() -> R) -> (R, Ps) {
+    let without = machine::without_cpu();
+    let (result, time) = machine::timed(f);
+    (result, time.saturating_sub(machine::without_cpu() - without))
+}
+
+/// Does `operation` again and again, until the vCPUs have ended.
+fn operate(
+    guest: &GuestVm,
+    operation: Operation,
+    nr_pages: u64,
+    nr_vcpus: u64,
+    is_over: &Cell<bool>,
+) -> Result<Counted, Error> {
+    let mut counted = Counted::default();
+    let mut bitmap = vec![0_u64; (pages_apart(nr_pages) * (nr_vcpus + 1)).div_ceil(64) as usize];
+    guest.begin_call();
+    for turn in 0_u64.. {
+        if is_over.get() || operation == Operation::Nothing {
+            break;
+        }
+        let part = turn % nr_vcpus * pages_apart(nr_pages);
+        let range = |first: u64, nr_pages: u64| GfnRange { start: Gfn(first), end: Gfn(first + nr_pages) };
+        let (result, time) = timed_with_cpu(|| -> Result<(), Error> {
+            match operation {
+                Operation::Nothing => {}
+                Operation::Harvest => _ = guest.vm.get_dirty_log(0, &mut bitmap)?,
+                Operation::InvalidatePage => {
+                    drop(guest.vm.invalidate_range(range(part + turn / nr_vcpus % nr_pages, 1))?);
+                }
+                Operation::InvalidateUnused => {
+                    drop(guest.vm.invalidate_range(range(nr_vcpus * pages_apart(nr_pages), 512))?);
+                }
+            }
+            Ok(())
+        });
+        result?;
+        counted.add(time);
+    }
+    Ok(counted)
+}
