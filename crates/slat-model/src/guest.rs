@@ -96,7 +96,7 @@ pub enum Hypervisor {
 
 impl GuestWork {
     pub(crate) fn new(parameters: &Parameters, hypervisor: Hypervisor, is_engine_alone: bool) -> GuestWork {
-        let Parameters { coherence, work, host, guest, kvm } = parameters;
+        let Parameters { coherence, work, host, guest, kvm, .. } = parameters;
         let of_kvm = |of: Ps| if hypervisor == Hypervisor::Kvm { of } else { 0 };
         let overlapped = |of: Ps| of / guest.memory_parallelism.whole();
         let around = |of: Ps| if is_engine_alone { 0 } else { of };

@@ -2,6 +2,8 @@
 
 mod failure;
 pub mod phases;
+pub mod userfault;
 mod vm;
 
 pub use crate::guest::Hypervisor;
+pub use crate::host::Backing;

@@ -1,0 +1,461 @@
+//! Demand paging in user space as Linux does it: userfaultfd with its wait queues, the threads that
+//! read it, and the writes of a process to its own memory.
+//!
+//! # Guarantees
+//! A thread that faults on a page of a descriptor sleeps until a reader has resolved the page and
+//! has woken it. A message is read once.
+//!
+//! # Use
+//! [`ModelHost::use_userfault`] comes first. A reader calls [`ModelHost::read_message`] and
+//! [`ModelHost::resolve_userfault`] until the first returns `None`. A vCPU thread that has exited for a page
+//! calls [`ModelHost::resolve_userfault`] or [`ModelHost::write_page`].
+//!
+//! # Implementation
+//! The model has the words of Linux 6.13 that threads of one process share here, each on the cache
+//! line that it is on there (fs/userfaultfd.c, mm/userfaultfd.c, fs/eventpoll.c, mm/memory.c,
+//! kernel/sched/core.c):
+//! - `mmap_lock`, of each slow page lookup of KVM: a try that may not sleep, the one that sleeps in
+//!   the userfault, and its retry.
+//! - The lock of a mapping (VMA), of the ioctls of a descriptor and of page faults from user space.
+//!   Each descriptor has a mapping of its own.
+//! - `mm_users`, which an ioctl of a descriptor holds, and `mm_count`, which a CPU holds that has
+//!   become idle after a thread of the process.
+//! - The count of the references to the file of a descriptor, which each system call on it holds.
+//! - Of a descriptor the locks of its three wait queues, which are on one line. Faults wait in a
+//!   queue, *pending* or read, by an entry on their stack. To wake one, a thread looks at each entry
+//!   of both, inside the lock.
+//! - Of each reader the lock of its epoll instance. A fault goes through the readers in one order,
+//!   inside the lock of the queue of readers, until it has woken one.
+//!
+//! Only one thread faults on a page, so a page is never resolved between the fault and its entry
+//! in the queue, and the second look of the fault is left out.
+
+use std::panic::Location;
+use std::sync::Mutex;
+
+use slat_costed::baselines::{AtomicU64, Side};
+use slat_costed::costed::Step;
+
+use super::{ModelHost, lock};
+use crate::machine::{self, LockWord, TaskId};
+use crate::parameters::{Parameters, Ps};
+
+/// Which pages have which descriptor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UserfaultShape {
+    /// Pages of each part of the memory, which one thread alone touches.
+    pub(crate) part_pages: u64,
+    /// How many parts there are.
+    pub(crate) nr_parts: usize,
+    /// Descriptors: none, one of the whole memory, or one for each part.
+    pub(crate) nr_descriptors: usize,
+    /// Readers of each descriptor.
+    pub(crate) nr_readers: usize,
+}
+
+/// Whether a page that was resolved wakes the fault that waits for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Wakeup {
+    /// The caller has read the message of the fault.
+    Faults,
+    /// No fault waits (`UFFDIO_COPY_MODE_DONTWAKE`).
+    Nothing,
+}
+
+/// A fault that a reader has read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Message {
+    pub(crate) page: u64,
+}
+
+/// What the operating system has for userfaults of one process.
+pub(super) struct Userfault {
+    shape: UserfaultShape,
+    cost: Cost,
+    mm_users: Word,
+    mm_count: Word,
+    /// The locks of the mappings, which are only read here.
+    mappings: Vec<Word>,
+    descriptors: Vec<Descriptor>,
+    /// The entry in a wait queue of the thread of each part.
+    entries: Vec<Word>,
+}
+
+/// In picoseconds.
+struct Cost {
+    syscall: Ps,
+    epoll_wait: Ps,
+    read_message: Ps,
+    epoll_callback: Ps,
+    wait_entry: Ps,
+    wake_call: Ps,
+}
+
+/// A word that threads share, on a line of its own.
+#[derive(Default)]
+struct Word(Box<AtomicU64>);
+
+struct Descriptor {
+    /// The references to its file.
+    file: Word,
+    /// The references to it, and the sequence of moves between its queues.
+    context: Word,
+    /// Of the faults. The heads of the queues are on the same line.
+    faults_lock: LockWord,
+    /// Of the readers.
+    readers_lock: LockWord,
+    epoll_locks: Vec<LockWord>,
+    queues: Mutex<Queues>,
+}
+
+/// Which queue a fault waits in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Queue {
+    /// No reader has read it.
+    Pending,
+    /// A reader has.
+    Read,
+}
+
+#[derive(Default)]
+struct Queues {
+    /// By [`Queue`]. The fault that came last is first.
+    waiters: [Vec<Waiter>; 2],
+    readers: Vec<Reader>,
+    is_closed: bool,
+}
+
+/// A fault in a queue.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Waiter {
+    page: u64,
+    task: TaskId,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Reader {
+    /// Its epoll instance has an event.
+    is_ready: bool,
+    sleeper: Option<TaskId>,
+}
+
+impl Word {
+    #[track_caller]
+    fn access(&self, step: Step) {
+        machine::access(std::ptr::from_ref(&*self.0).addr(), step, Location::caller());
+    }
+}
+
+impl Userfault {
+    fn part_of(&self, page: u64) -> usize {
+        (page / self.shape.part_pages) as usize
+    }
+
+    fn descriptor_of(&self, page: u64) -> Option<&Descriptor> {
+        self.descriptors.get(if self.descriptors.len() == 1 { 0 } else { self.part_of(page) })
+    }
+
+    fn mapping_of(&self, page: u64) -> &Word {
+        &self.mappings[if self.mappings.len() == 1 { 0 } else { self.part_of(page) }]
+    }
+
+    fn entry_of(&self, waiter: Waiter) -> &Word {
+        &self.entries[self.part_of(waiter.page)]
+    }
+
+    /// The running thread sleeps until another one wakes it.
+    fn sleep(&self) {
+        // An idle CPU keeps the page tables of the thread that ran last, and holds a reference.
+        let becomes_idle = machine::is_alone_on_cpu();
+        if becomes_idle {
+            self.mm_count.access(Step::Rmw);
+        }
+        machine::block();
+        if becomes_idle {
+            self.mm_count.access(Step::Rmw);
+        }
+    }
+
+    /// Adds an entry as the first one of a queue.
+    fn add(&self, queue: Queue, descriptor: &Descriptor, waiter: Waiter) {
+        let next = lock(&descriptor.queues).waiters[queue as usize].first().copied();
+        self.entry_of(waiter).access(Step::Store);
+        if let Some(next) = next {
+            self.entry_of(next).access(Step::Store);
+        }
+        lock(&descriptor.queues).waiters[queue as usize].insert(0, waiter);
+    }
+
+    /// Removes the entry number `index` of a queue.
+    fn remove(&self, queue: Queue, descriptor: &Descriptor, index: usize) -> Waiter {
+        let (waiter, neighbours) = {
+            let mut queues = lock(&descriptor.queues);
+            let queue = &mut queues.waiters[queue as usize];
+            let waiter = queue.remove(index);
+            (waiter, [index.checked_sub(1).and_then(|before| queue.get(before)).copied(), queue.get(index).copied()])
+        };
+        self.entry_of(waiter).access(Step::Store);
+        for neighbour in neighbours.into_iter().flatten() {
+            self.entry_of(neighbour).access(Step::Store);
+        }
+        waiter
+    }
+
+    /// A fault that has joined the queue wakes a reader that sleeps, if there is one.
+    fn wake_reader(&self, descriptor: &Descriptor) {
+        descriptor.lock_readers();
+        for (index, epoll_lock) in descriptor.epoll_locks.iter().enumerate() {
+            epoll_lock.acquire(Side::Write);
+            machine::work(self.cost.epoll_callback);
+            let sleeper = {
+                let reader = &mut lock(&descriptor.queues).readers[index];
+                reader.is_ready = true;
+                reader.sleeper.take()
+            };
+            if let Some(sleeper) = sleeper {
+                machine::work(self.cost.wake_call);
+                machine::wake(sleeper);
+            }
+            epoll_lock.release(Side::Write);
+            if sleeper.is_some() {
+                break;
+            }
+        }
+        descriptor.readers_lock.release(Side::Write);
+    }
+
+    /// `epoll_wait`: the reader sleeps until a fault is pending. Returns `false` if no more come.
+    fn wait_for_event(&self, descriptor: &Descriptor, reader: usize) -> bool {
+        machine::work(self.cost.syscall + self.cost.epoll_wait);
+        let epoll_lock = &descriptor.epoll_locks[reader];
+        loop {
+            epoll_lock.acquire(Side::Write);
+            let (is_ready, is_closed) = {
+                let mut queues = lock(&descriptor.queues);
+                let is_closed = queues.is_closed;
+                let found = &mut queues.readers[reader];
+                let is_ready = std::mem::take(&mut found.is_ready);
+                found.sleeper = (!is_ready && !is_closed).then(machine::current_task);
+                (is_ready, is_closed)
+            };
+            epoll_lock.release(Side::Write);
+            match () {
+                () if is_ready && self.poll(descriptor) => {
+                    // The event stays until a poll finds nothing: it is triggered by the level.
+                    lock(&descriptor.queues).readers[reader].is_ready = true;
+                    return true;
+                }
+                () if is_ready => {}
+                () if is_closed => return false,
+                () => self.sleep(),
+            }
+        }
+    }
+
+    /// Whether a fault is pending. Epoll holds a reference to the file while it asks.
+    fn poll(&self, descriptor: &Descriptor) -> bool {
+        descriptor.file.access(Step::Rmw);
+        descriptor.access_heads(Step::Load);
+        let is_pending = !lock(&descriptor.queues).waiters[Queue::Pending as usize].is_empty();
+        descriptor.file.access(Step::Rmw);
+        is_pending
+    }
+
+    /// `read`: the oldest pending fault; `None` if another reader was faster.
+    fn read(&self, descriptor: &Descriptor) -> Option<Message> {
+        machine::work(self.cost.syscall + self.cost.read_message);
+        descriptor.file.access(Step::Rmw);
+        descriptor.lock_readers();
+        descriptor.faults_lock.acquire(Side::Write);
+        let last = lock(&descriptor.queues).waiters[Queue::Pending as usize].len().checked_sub(1);
+        let message = last.map(|last| {
+            descriptor.context.access(Step::Store);
+            let waiter = self.remove(Queue::Pending, descriptor, last);
+            self.add(Queue::Read, descriptor, waiter);
+            Message { page: waiter.page }
+        });
+        descriptor.faults_lock.release(Side::Write);
+        descriptor.readers_lock.release(Side::Write);
+        descriptor.file.access(Step::Rmw);
+        message
+    }
+
+    /// Wakes the fault on `page`.
+    fn wake_fault(&self, descriptor: &Descriptor, page: u64) {
+        descriptor.context.access(Step::Load);
+        descriptor.access_heads(Step::Load);
+        descriptor.faults_lock.acquire(Side::Write);
+        for queue in [Queue::Pending, Queue::Read] {
+            // The queue does not change while its lock is held.
+            let waiters = lock(&descriptor.queues).waiters[queue as usize].clone();
+            let mut nr_removed = 0;
+            for (index, &waiter) in waiters.iter().enumerate() {
+                self.entry_of(waiter).access(Step::Load);
+                machine::work(self.cost.wait_entry);
+                if waiter.page == page {
+                    machine::work(self.cost.wake_call);
+                    self.remove(queue, descriptor, index - nr_removed);
+                    nr_removed += 1;
+                    machine::wake(waiter.task);
+                }
+            }
+        }
+        descriptor.faults_lock.release(Side::Write);
+    }
+}
+
+impl Descriptor {
+    fn new(nr_readers: usize) -> Descriptor {
+        Descriptor {
+            file: Word::default(),
+            context: Word::default(),
+            faults_lock: LockWord::default(),
+            readers_lock: LockWord::default(),
+            epoll_locks: (0..nr_readers).map(|_| LockWord::default()).collect(),
+            queues: Mutex::new(Queues { readers: vec![Reader::default(); nr_readers], ..Queues::default() }),
+        }
+    }
+
+    /// The line of the locks and the heads of the queues.
+    #[track_caller]
+    fn access_heads(&self, step: Step) {
+        machine::access(self.faults_lock.address(), step, Location::caller());
+    }
+
+    /// Takes the lock of the readers, whose word is on the line of the other ones.
+    #[track_caller]
+    fn lock_readers(&self) {
+        self.access_heads(Step::Rmw);
+        self.readers_lock.acquire(Side::Write);
+    }
+}
+
+impl ModelHost {
+    /// Pages that the process has not mapped are resolved in user space from now on, those that
+    /// have a descriptor.
+    pub(crate) fn use_userfault(&self, shape: UserfaultShape, parameters: &Parameters) {
+        let words = |nr_words: usize| (0..nr_words).map(|_| Word::default()).collect();
+        let of = &parameters.userfault;
+        let userfault = Userfault {
+            shape,
+            cost: Cost {
+                syscall: of.syscall.ps(),
+                epoll_wait: of.epoll_wait.ps(),
+                read_message: of.read_message.ps(),
+                epoll_callback: of.epoll_callback.ps(),
+                wait_entry: of.wait_entry.ps(),
+                wake_call: of.wake_call.ps(),
+            },
+            mm_users: Word::default(),
+            mm_count: Word::default(),
+            mappings: words(shape.nr_descriptors.max(1)),
+            descriptors: (0..shape.nr_descriptors).map(|_| Descriptor::new(shape.nr_readers)).collect(),
+            entries: words(shape.nr_parts),
+        };
+        let is_first = self.userfault.set(userfault).is_ok();
+        debug_assert!(is_first, "userfault is set up once");
+    }
+
+    fn userfault(&self) -> &Userfault {
+        self.userfault.get().expect("`use_userfault` comes first")
+    }
+
+    /// A thread of the kernel looks up a page that the process has not mapped. Returns `false` if
+    /// no descriptor has the page. Else it sleeps until the page is mapped, and finds it.
+    pub(super) fn wait_for_userfault(&self, page: u64) -> bool {
+        let Some(userfault) = self.userfault.get() else { return false };
+        let Some(descriptor) = userfault.descriptor_of(page) else { return false };
+        // A page fault that ends at the userfault maps nothing.
+        let is_found = || {
+            self.mmap_lock.acquire(Side::Read);
+            let is_found = self.is_mapped(page);
+            machine::work(if is_found { self.cost.page_lookup } else { self.cost.page_fault / 2 });
+            is_found
+        };
+        // KVM first asks for the page without sleep, to see whether a guest could do something else.
+        let mut may_sleep = false;
+        while !is_found() {
+            if may_sleep {
+                descriptor.context.access(Step::Rmw);
+                descriptor.faults_lock.acquire(Side::Write);
+                let waiter = Waiter { page, task: machine::current_task() };
+                userfault.add(Queue::Pending, descriptor, waiter);
+                descriptor.faults_lock.release(Side::Write);
+                self.mmap_lock.release(Side::Read);
+                userfault.wake_reader(descriptor);
+                userfault.sleep();
+                descriptor.context.access(Step::Rmw);
+            } else {
+                self.mmap_lock.release(Side::Read);
+                may_sleep = true;
+            }
+        }
+        self.mmap_lock.release(Side::Read);
+        true
+    }
+
+    /// The next fault for reader number `reader` of a descriptor: it waits for one. `None` when no
+    /// more come.
+    pub(crate) fn read_message(&self, descriptor: usize, reader: usize) -> Option<Message> {
+        let userfault = self.userfault();
+        let descriptor = &userfault.descriptors[descriptor];
+        while userfault.wait_for_event(descriptor, reader) {
+            if let Some(message) = userfault.read(descriptor) {
+                return Some(message);
+            }
+        }
+        None
+    }
+
+    /// No more faults come: readers end.
+    pub(crate) fn close_descriptors(&self) {
+        for descriptor in &self.userfault().descriptors {
+            let sleepers: Vec<_> = {
+                let mut queues = lock(&descriptor.queues);
+                queues.is_closed = true;
+                queues.readers.iter_mut().filter_map(|reader| reader.sleeper.take()).collect()
+            };
+            sleepers.into_iter().for_each(machine::wake);
+        }
+    }
+
+    /// `UFFDIO_COPY` or, if the page has a frame, `UFFDIO_CONTINUE`. Returns `false` if the page is
+    /// mapped already.
+    pub(crate) fn resolve_userfault(&self, page: u64, wakeup: Wakeup) -> bool {
+        let userfault = self.userfault();
+        let Some(descriptor) = userfault.descriptor_of(page) else { return false };
+        // The published test calls gettid before the ioctl.
+        machine::work(2 * userfault.cost.syscall);
+        descriptor.file.access(Step::Rmw);
+        userfault.mm_users.access(Step::Rmw);
+        let is_new = self.map_under_mapping(userfault, page);
+        userfault.mm_users.access(Step::Rmw);
+        if wakeup == Wakeup::Faults {
+            userfault.wake_fault(descriptor, page);
+        }
+        descriptor.file.access(Step::Rmw);
+        is_new
+    }
+
+    /// A thread of the process writes all of a page. Returns `false` if it was mapped already.
+    pub(crate) fn write_page(&self, page: u64) -> bool {
+        let userfault = self.userfault();
+        let is_new = !self.is_mapped(page);
+        if is_new {
+            machine::work(userfault.cost.syscall);
+            self.map_under_mapping(userfault, page);
+        }
+        self.write_frame(self.node_of_page(page).unwrap_or(0));
+        is_new
+    }
+
+    /// A page of the process is mapped inside the lock of its mapping.
+    fn map_under_mapping(&self, userfault: &Userfault, page: u64) -> bool {
+        let mapping = userfault.mapping_of(page);
+        mapping.access(Step::Rmw);
+        let is_new = !self.is_mapped(page);
+        self.map_in_process(page);
+        mapping.access(Step::Rmw);
+        is_new
+    }
+}
