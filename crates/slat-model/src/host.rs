@@ -202,7 +202,7 @@ impl ModelHost {
         if self.is_mapped(page) {
             machine::work(cost.page_lookup);
         } else if !self.wait_for_userfault(page) {
-            self.mmap_lock.acquire(Side::Read);
+            self.lock_mmap();
             self.map_in_process(page);
             // The page table is read again to take the reference.
             machine::work(cost.page_lookup);

@@ -15,10 +15,11 @@
 //! line that it is on there (fs/userfaultfd.c, mm/userfaultfd.c, fs/eventpoll.c, mm/memory.c,
 //! kernel/sched/core.c):
 //! - `mmap_lock`, of each slow page lookup of KVM: a try that may not sleep, the one that sleeps in
-//!   the userfault, and its retry.
+//!   the userfault, and its retry. A reader that has got it also writes its owner, which is on the
+//!   next line (include/linux/mm_types.h says so).
 //! - The lock of a mapping (VMA), of the ioctls of a descriptor and of page faults from user space.
 //!   Each descriptor has a mapping of its own.
-//! - `mm_users`, which an ioctl of a descriptor holds, and `mm_count`, which a CPU holds that has
+//! - `mm_users`, which is read and then exchanged, and which an ioctl of a descriptor holds, and `mm_count`, which a CPU holds that has
 //!   become idle after a thread of the process.
 //! - The count of the references to the file of a descriptor, which each system call on it holds.
 //! - Of a descriptor the locks of its three wait queues, which are on one line. Faults wait in a
@@ -72,6 +73,7 @@ pub(crate) struct Message {
 pub(super) struct Userfault {
     shape: UserfaultShape,
     cost: Cost,
+    mmap_owner: Word,
     mm_users: Word,
     mm_count: Word,
     /// The locks of the mappings, which are only read here.
@@ -346,6 +348,7 @@ impl ModelHost {
                 wait_entry: of.wait_entry.ps(),
                 wake_call: of.wake_call.ps(),
             },
+            mmap_owner: Word::default(),
             mm_users: Word::default(),
             mm_count: Word::default(),
             mappings: words(shape.nr_descriptors.max(1)),
@@ -360,6 +363,15 @@ impl ModelHost {
         self.userfault.get().expect("`use_userfault` comes first")
     }
 
+    /// Takes the lock of all mappings, as a reader.
+    pub(super) fn lock_mmap(&self) {
+        self.mmap_lock.acquire(Side::Read);
+        if let Some(userfault) = self.userfault.get() {
+            userfault.mmap_owner.access(Step::Load);
+            userfault.mmap_owner.access(Step::Store);
+        }
+    }
+
     /// A thread of the kernel looks up a page that the process has not mapped. Returns `false` if
     /// no descriptor has the page. Else it sleeps until the page is mapped, and finds it.
     pub(super) fn wait_for_userfault(&self, page: u64) -> bool {
@@ -367,7 +379,7 @@ impl ModelHost {
         let Some(descriptor) = userfault.descriptor_of(page) else { return false };
         // A page fault that ends at the userfault maps nothing.
         let is_found = || {
-            self.mmap_lock.acquire(Side::Read);
+            self.lock_mmap();
             let is_found = self.is_mapped(page);
             machine::work(if is_found { self.cost.page_lookup } else { self.cost.page_fault / 2 });
             is_found
@@ -427,6 +439,7 @@ impl ModelHost {
         // The published test calls gettid before the ioctl.
         machine::work(2 * userfault.cost.syscall);
         descriptor.file.access(Step::Rmw);
+        userfault.mm_users.access(Step::Load);
         userfault.mm_users.access(Step::Rmw);
         let is_new = self.map_under_mapping(userfault, page);
         userfault.mm_users.access(Step::Rmw);
