@@ -64,7 +64,7 @@ pub struct Userfault {
     pub uffds: Uffds,
     /// How pages are resolved.
     pub mode: Mode,
-    /// Whose faults these are, around the lock of the VM.
+    /// Whose faults these are: KVM's, with a reader/writer lock, or slat's, without one.
     pub hypervisor: Hypervisor,
     /// For what is random: when vCPUs begin.
     pub seed: u64,

@@ -52,6 +52,22 @@ fn a_descriptor_for_all_scales_worse_than_one_for_each_and_than_exits() {
 }
 
 #[test]
+fn faults_without_a_lock_resolve_the_same_pages() {
+    for mode in MODES {
+        let experiment =
+            Userfault { hypervisor: Hypervisor::Slat, ..experiment(4, Backing::Allocated, Uffds::One, mode) };
+        assert_eq!(run(&experiment, "1x16").nr_arrived, 4 * NR_PAGES, "{mode:?}");
+    }
+}
+
+#[test]
+fn a_memory_of_no_pages_is_an_error_of_the_engine() {
+    let experiment = Userfault { nr_pages: 0, ..experiment(2, Backing::Anonymous, Uffds::One, Mode::Exits) };
+    let outcome = experiment.run(&Topology::named("1x2").unwrap(), &Parameters::built_in().unwrap());
+    assert!(matches!(outcome, Err(ModelError::Engine(_))), "{outcome:?}");
+}
+
+#[test]
 fn a_number_of_vcpus_that_the_machine_does_not_have_is_an_error() {
     for nr_vcpus in [0, 3] {
         let topology = Topology::named("1x2").unwrap();

@@ -22,6 +22,8 @@
 //! - `mm_users`, which is read and then exchanged, and which an ioctl of a descriptor holds, and `mm_count`, which a CPU holds that has
 //!   become idle after a thread of the process.
 //! - The count of the references to the file of a descriptor, which each system call on it holds.
+//! - Of a descriptor the lock against changes of the mappings, which its ioctls take as readers, and
+//!   which is on the line of its count of references, its owner behind it.
 //! - Of a descriptor the locks of its three wait queues, which are on one line. Faults wait in a
 //!   queue, *pending* or read, by an entry on their stack. To wake one, a thread looks at each entry
 //!   of both, inside the lock.
@@ -100,8 +102,11 @@ struct Word(Box<AtomicU64>);
 struct Descriptor {
     /// The references to its file.
     file: Word,
-    /// The references to it, and the sequence of moves between its queues.
+    /// The references to it, the sequence of moves between its queues, and the lock against changes
+    /// of the mappings.
     context: Word,
+    /// The owner of that lock.
+    owner: Word,
     /// Of the faults. The heads of the queues are on the same line.
     faults_lock: LockWord,
     /// Of the readers.
@@ -311,6 +316,7 @@ impl Descriptor {
         Descriptor {
             file: Word::default(),
             context: Word::default(),
+            owner: Word::default(),
             faults_lock: LockWord::default(),
             readers_lock: LockWord::default(),
             epoll_locks: (0..nr_readers).map(|_| LockWord::default()).collect(),
@@ -441,7 +447,7 @@ impl ModelHost {
         descriptor.file.access(Step::Rmw);
         userfault.mm_users.access(Step::Load);
         userfault.mm_users.access(Step::Rmw);
-        let is_new = self.map_under_mapping(userfault, page);
+        let is_new = self.map_under_mapping(userfault, page, Some(descriptor));
         userfault.mm_users.access(Step::Rmw);
         if wakeup == Wakeup::Faults {
             userfault.wake_fault(descriptor, page);
@@ -456,18 +462,27 @@ impl ModelHost {
         let is_new = !self.is_mapped(page);
         if is_new {
             machine::work(userfault.cost.syscall);
-            self.map_under_mapping(userfault, page);
+            self.map_under_mapping(userfault, page, None);
         }
         self.write_frame(self.node_of_page(page).unwrap_or(0));
         is_new
     }
 
-    /// A page of the process is mapped inside the lock of its mapping.
-    fn map_under_mapping(&self, userfault: &Userfault, page: u64) -> bool {
+    /// A page of the process is mapped inside the lock of its mapping, and with a descriptor inside
+    /// the one that is against changes of the mappings.
+    fn map_under_mapping(&self, userfault: &Userfault, page: u64, descriptor: Option<&Descriptor>) -> bool {
         let mapping = userfault.mapping_of(page);
         mapping.access(Step::Rmw);
+        if let Some(descriptor) = descriptor {
+            descriptor.context.access(Step::Rmw);
+            descriptor.owner.access(Step::Load);
+            descriptor.owner.access(Step::Store);
+        }
         let is_new = !self.is_mapped(page);
         self.map_in_process(page);
+        if let Some(descriptor) = descriptor {
+            descriptor.context.access(Step::Rmw);
+        }
         mapping.access(Step::Rmw);
         is_new
     }
