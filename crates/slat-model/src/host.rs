@@ -5,8 +5,8 @@
 //! Frames have no memory: what an experiment needs of them is their node. A page gets its frame at
 //! its first resolve, on the node of the CPU that asks, as with first touch. It costs what the page
 //! fault of an operating system costs, with its locks. Later resolves only look it up. A page of
-//! shared memory may have a frame that the process has not mapped yet ([`ModelHost::place_shared`]):
-//! its first resolve is a page fault that allocates nothing.
+//! shared memory may have a frame that the process has not mapped ([`ModelHost::place_shared`]). Its
+//! first resolve is a page fault that allocates nothing.
 
 #![expect(unsafe_code, reason = "implements Host")]
 
@@ -59,7 +59,8 @@ struct Cost {
 
 /// The host of one VM.
 pub(crate) struct ModelHost {
-    /// For each page of the guest the node of its frame, with [`UNMAPPED`] or without, or [`NOWHERE`].
+    /// For each page of the guest the node of its frame, with [`UNMAPPED`] if the process has not
+    /// mapped it, or [`NOWHERE`].
     nodes: Vec<AtomicU8>,
     /// The node of each CPU.
     node_of_cpu: Vec<u8>,

@@ -7,8 +7,8 @@
 //!
 //! # Use
 //! [`ModelHost::use_userfault`] comes first. A reader calls [`ModelHost::read_message`] and
-//! [`ModelHost::resolve_userfault`] until the first returns `None`. A vCPU thread that has exited for a page
-//! calls [`ModelHost::resolve_userfault`] or [`ModelHost::write_page`].
+//! [`ModelHost::resolve_userfault`] until the first returns `None`. A vCPU thread that has exited
+//! for a page calls [`ModelHost::resolve_userfault`] or [`ModelHost::write_page`].
 //!
 //! # Implementation
 //! The model has the words of Linux 6.13 that threads of one process share here, each on the cache
@@ -19,29 +19,36 @@
 //!   next line (include/linux/mm_types.h says so).
 //! - The lock of a mapping (VMA), of the ioctls of a descriptor and of page faults from user space.
 //!   Each descriptor has a mapping of its own.
-//! - `mm_users`, which is read and then exchanged, and which an ioctl of a descriptor holds, and `mm_count`, which a CPU holds that has
-//!   become idle after a thread of the process.
+//! - `mm_users`, which each ioctl of a descriptor takes by a load and an exchange, and releases.
+//! - `mm_count`, which a CPU takes that becomes idle after a thread of the process.
 //! - The count of the references to the file of a descriptor, which each system call on it holds.
-//! - Of a descriptor the lock against changes of the mappings, which its ioctls take as readers, and
-//!   which is on the line of its count of references, its owner behind it.
-//! - Of a descriptor the locks of its three wait queues, which are on one line. Faults wait in a
-//!   queue, *pending* or read, by an entry on their stack. To wake one, a thread looks at each entry
-//!   of both, inside the lock.
+//! - Of a descriptor the lock against changes of the mappings. Its ioctls take it as readers. It is
+//!   on the line of the descriptor's count of references, and its owner is on the next line.
+//! - Of a descriptor the locks of its three wait queues, which are on one line. A fault waits in a
+//!   queue, *pending* or read, by an entry on the stack of its thread. To wake one, a thread looks
+//!   at each entry of both, inside the lock.
 //! - Of each reader the lock of its epoll instance. A fault goes through the readers in one order,
 //!   inside the lock of the queue of readers, until it has woken one.
 //!
-//! Only one thread faults on a page, so a page is never resolved between the fault and its entry
-//! in the queue, and the second look of the fault is left out.
+//! A loop around an exchange that compares costs one exchange: those of `mm_users` and of the lock
+//! of a mapping. Its retries are not modelled.
+//!
+//! # Why it is correct
+//! A fault checks the page before it joins the queue, and not once more afterwards, as Linux does.
+//! Only one thread faults on a page, and only a reader of its message resolves the page. So the
+//! page is not resolved between the check and the entry in the queue.
+
+mod descriptor;
 
 use std::panic::Location;
-use std::sync::Mutex;
 
 use slat_costed::baselines::{AtomicU64, Side};
 use slat_costed::costed::Step;
 
 use super::{ModelHost, lock};
-use crate::machine::{self, LockWord, TaskId};
+use crate::machine;
 use crate::parameters::{Parameters, Ps};
+use descriptor::{Descriptor, Queue, Waiter};
 
 /// Which pages have which descriptor.
 #[derive(Clone, Copy, Debug)]
@@ -99,53 +106,6 @@ struct Cost {
 #[derive(Default)]
 struct Word(Box<AtomicU64>);
 
-struct Descriptor {
-    /// The references to its file.
-    file: Word,
-    /// The references to it, the sequence of moves between its queues, and the lock against changes
-    /// of the mappings.
-    context: Word,
-    /// The owner of that lock.
-    owner: Word,
-    /// Of the faults. The heads of the queues are on the same line.
-    faults_lock: LockWord,
-    /// Of the readers.
-    readers_lock: LockWord,
-    epoll_locks: Vec<LockWord>,
-    queues: Mutex<Queues>,
-}
-
-/// Which queue a fault waits in.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Queue {
-    /// No reader has read it.
-    Pending,
-    /// A reader has.
-    Read,
-}
-
-#[derive(Default)]
-struct Queues {
-    /// By [`Queue`]. The fault that came last is first.
-    waiters: [Vec<Waiter>; 2],
-    readers: Vec<Reader>,
-    is_closed: bool,
-}
-
-/// A fault in a queue.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Waiter {
-    page: u64,
-    task: TaskId,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Reader {
-    /// Its epoll instance has an event.
-    is_ready: bool,
-    sleeper: Option<TaskId>,
-}
-
 impl Word {
     #[track_caller]
     fn access(&self, step: Step) {
@@ -182,165 +142,11 @@ impl Userfault {
             self.mm_count.access(Step::Rmw);
         }
     }
-
-    /// Adds an entry as the first one of a queue.
-    fn add(&self, queue: Queue, descriptor: &Descriptor, waiter: Waiter) {
-        let next = lock(&descriptor.queues).waiters[queue as usize].first().copied();
-        self.entry_of(waiter).access(Step::Store);
-        if let Some(next) = next {
-            self.entry_of(next).access(Step::Store);
-        }
-        lock(&descriptor.queues).waiters[queue as usize].insert(0, waiter);
-    }
-
-    /// Removes the entry number `index` of a queue.
-    fn remove(&self, queue: Queue, descriptor: &Descriptor, index: usize) -> Waiter {
-        let (waiter, neighbours) = {
-            let mut queues = lock(&descriptor.queues);
-            let queue = &mut queues.waiters[queue as usize];
-            let waiter = queue.remove(index);
-            (waiter, [index.checked_sub(1).and_then(|before| queue.get(before)).copied(), queue.get(index).copied()])
-        };
-        self.entry_of(waiter).access(Step::Store);
-        for neighbour in neighbours.into_iter().flatten() {
-            self.entry_of(neighbour).access(Step::Store);
-        }
-        waiter
-    }
-
-    /// A fault that has joined the queue wakes a reader that sleeps, if there is one.
-    fn wake_reader(&self, descriptor: &Descriptor) {
-        descriptor.lock_readers();
-        for (index, epoll_lock) in descriptor.epoll_locks.iter().enumerate() {
-            epoll_lock.acquire(Side::Write);
-            machine::work(self.cost.epoll_callback);
-            let sleeper = {
-                let reader = &mut lock(&descriptor.queues).readers[index];
-                reader.is_ready = true;
-                reader.sleeper.take()
-            };
-            if let Some(sleeper) = sleeper {
-                machine::work(self.cost.wake_call);
-                machine::wake(sleeper);
-            }
-            epoll_lock.release(Side::Write);
-            if sleeper.is_some() {
-                break;
-            }
-        }
-        descriptor.readers_lock.release(Side::Write);
-    }
-
-    /// `epoll_wait`: the reader sleeps until a fault is pending. Returns `false` if no more come.
-    fn wait_for_event(&self, descriptor: &Descriptor, reader: usize) -> bool {
-        machine::work(self.cost.syscall + self.cost.epoll_wait);
-        let epoll_lock = &descriptor.epoll_locks[reader];
-        loop {
-            epoll_lock.acquire(Side::Write);
-            let (is_ready, is_closed) = {
-                let mut queues = lock(&descriptor.queues);
-                let is_closed = queues.is_closed;
-                let found = &mut queues.readers[reader];
-                let is_ready = std::mem::take(&mut found.is_ready);
-                found.sleeper = (!is_ready && !is_closed).then(machine::current_task);
-                (is_ready, is_closed)
-            };
-            epoll_lock.release(Side::Write);
-            match () {
-                () if is_ready && self.poll(descriptor) => {
-                    // The event stays until a poll finds nothing: it is triggered by the level.
-                    lock(&descriptor.queues).readers[reader].is_ready = true;
-                    return true;
-                }
-                () if is_ready => {}
-                () if is_closed => return false,
-                () => self.sleep(),
-            }
-        }
-    }
-
-    /// Whether a fault is pending. Epoll holds a reference to the file while it asks.
-    fn poll(&self, descriptor: &Descriptor) -> bool {
-        descriptor.file.access(Step::Rmw);
-        descriptor.access_heads(Step::Load);
-        let is_pending = !lock(&descriptor.queues).waiters[Queue::Pending as usize].is_empty();
-        descriptor.file.access(Step::Rmw);
-        is_pending
-    }
-
-    /// `read`: the oldest pending fault; `None` if another reader was faster.
-    fn read(&self, descriptor: &Descriptor) -> Option<Message> {
-        machine::work(self.cost.syscall + self.cost.read_message);
-        descriptor.file.access(Step::Rmw);
-        descriptor.lock_readers();
-        descriptor.faults_lock.acquire(Side::Write);
-        let last = lock(&descriptor.queues).waiters[Queue::Pending as usize].len().checked_sub(1);
-        let message = last.map(|last| {
-            descriptor.context.access(Step::Store);
-            let waiter = self.remove(Queue::Pending, descriptor, last);
-            self.add(Queue::Read, descriptor, waiter);
-            Message { page: waiter.page }
-        });
-        descriptor.faults_lock.release(Side::Write);
-        descriptor.readers_lock.release(Side::Write);
-        descriptor.file.access(Step::Rmw);
-        message
-    }
-
-    /// Wakes the fault on `page`.
-    fn wake_fault(&self, descriptor: &Descriptor, page: u64) {
-        descriptor.context.access(Step::Load);
-        descriptor.access_heads(Step::Load);
-        descriptor.faults_lock.acquire(Side::Write);
-        for queue in [Queue::Pending, Queue::Read] {
-            // The queue does not change while its lock is held.
-            let waiters = lock(&descriptor.queues).waiters[queue as usize].clone();
-            let mut nr_removed = 0;
-            for (index, &waiter) in waiters.iter().enumerate() {
-                self.entry_of(waiter).access(Step::Load);
-                machine::work(self.cost.wait_entry);
-                if waiter.page == page {
-                    machine::work(self.cost.wake_call);
-                    self.remove(queue, descriptor, index - nr_removed);
-                    nr_removed += 1;
-                    machine::wake(waiter.task);
-                }
-            }
-        }
-        descriptor.faults_lock.release(Side::Write);
-    }
-}
-
-impl Descriptor {
-    fn new(nr_readers: usize) -> Descriptor {
-        Descriptor {
-            file: Word::default(),
-            context: Word::default(),
-            owner: Word::default(),
-            faults_lock: LockWord::default(),
-            readers_lock: LockWord::default(),
-            epoll_locks: (0..nr_readers).map(|_| LockWord::default()).collect(),
-            queues: Mutex::new(Queues { readers: vec![Reader::default(); nr_readers], ..Queues::default() }),
-        }
-    }
-
-    /// The line of the locks and the heads of the queues.
-    #[track_caller]
-    fn access_heads(&self, step: Step) {
-        machine::access(self.faults_lock.address(), step, Location::caller());
-    }
-
-    /// Takes the lock of the readers, whose word is on the line of the other ones.
-    #[track_caller]
-    fn lock_readers(&self) {
-        self.access_heads(Step::Rmw);
-        self.readers_lock.acquire(Side::Write);
-    }
 }
 
 impl ModelHost {
-    /// Pages that the process has not mapped are resolved in user space from now on, those that
-    /// have a descriptor.
+    /// From now on user space resolves the pages that have a descriptor and that the process has not
+    /// mapped.
     pub(crate) fn use_userfault(&self, shape: UserfaultShape, parameters: &Parameters) {
         let words = |nr_words: usize| (0..nr_words).map(|_| Word::default()).collect();
         let of = &parameters.userfault;
@@ -390,7 +196,7 @@ impl ModelHost {
             machine::work(if is_found { self.cost.page_lookup } else { self.cost.page_fault / 2 });
             is_found
         };
-        // KVM first asks for the page without sleep, to see whether a guest could do something else.
+        // KVM asks without sleep first, to see whether a guest could do something else meanwhile.
         let mut may_sleep = false;
         while !is_found() {
             if may_sleep {
@@ -425,7 +231,7 @@ impl ModelHost {
         None
     }
 
-    /// No more faults come: readers end.
+    /// No more faults come: [`ModelHost::read_message`] returns `None` to all readers.
     pub(crate) fn close_descriptors(&self) {
         for descriptor in &self.userfault().descriptors {
             let sleepers: Vec<_> = {
