@@ -4,14 +4,18 @@
 //! # Implementation
 //! Frames have no memory: what an experiment needs of them is their node. A page gets its frame at
 //! its first resolve, on the node of the CPU that asks, as with first touch. It costs what the page
-//! fault of an operating system costs, with its locks. Later resolves only look it up.
+//! fault of an operating system costs, with its locks. Later resolves only look it up. A page of
+//! shared memory may have a frame that the process has not mapped ([`ModelHost::place_shared`]). Its
+//! first resolve is a page fault that allocates nothing.
 
 #![expect(unsafe_code, reason = "implements Host")]
+
+mod userfault;
 
 use std::alloc::Layout;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use slat_costed::baselines::{Park, Side};
 use slat_costed::costed::Step;
@@ -22,9 +26,14 @@ use crate::arena;
 use crate::machine::{self, LockWord};
 use crate::parameters::{PS_PER_NS, Parameters, Ps};
 use crate::topology::{MAX_NODES, Topology};
+use userfault::Userfault;
+pub(crate) use userfault::{UserfaultShape, Wakeup};
 
 /// No node yet: the page has no frame.
 const NOWHERE: u8 = u8::MAX;
+
+/// Beside a node: the process has not mapped the page.
+const UNMAPPED: u8 = 1 << 7;
 
 /// Whether the memory of the guest is there before it is touched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,7 +59,8 @@ struct Cost {
 
 /// The host of one VM.
 pub(crate) struct ModelHost {
-    /// For each page of the guest the node of its frame, or [`NOWHERE`].
+    /// For each page of the guest the node of its frame, with [`UNMAPPED`] if the process has not
+    /// mapped it, or [`NOWHERE`].
     nodes: Vec<AtomicU8>,
     /// The node of each CPU.
     node_of_cpu: Vec<u8>,
@@ -72,6 +82,8 @@ pub(crate) struct ModelHost {
     got: Vec<AtomicU64>,
     /// Of pages that move: for each, in which of two places it is.
     places: Vec<AtomicU8>,
+    /// With userfault, what the operating system has for it.
+    userfault: OnceLock<Userfault>,
 }
 
 /// Where a vCPU runs, and what its hardware has logged.
@@ -156,6 +168,7 @@ impl ModelHost {
             page_table_locks: locks(nr_pages.div_ceil(512) as usize),
             got: (0..topology.nr_cpus()).map(|_| AtomicU64::new(0)).collect(),
             places: Vec::new(),
+            userfault: OnceLock::new(),
         }
     }
 
@@ -200,7 +213,12 @@ impl ModelHost {
     /// The node of the frame of `page`; `None`: it has none yet.
     pub(crate) fn node_of_page(&self, page: u64) -> Option<u8> {
         let node = self.nodes.get(page as usize)?.load(Relaxed);
-        (node != NOWHERE).then_some(node)
+        (node != NOWHERE).then_some(node & !UNMAPPED)
+    }
+
+    /// Whether the process has mapped `page`.
+    pub(crate) fn is_mapped(&self, page: u64) -> bool {
+        self.nodes.get(page as usize).is_some_and(|node| node.load(Relaxed) & UNMAPPED == 0)
     }
 
     /// Gives `page` a frame on `node` at no cost, before an experiment.
@@ -208,20 +226,21 @@ impl ModelHost {
         self.nodes[page as usize].store(node, Relaxed);
     }
 
+    /// The same in shared memory: the process has not mapped the page yet.
+    pub(crate) fn place_shared(&self, page: u64, node: u8) {
+        self.nodes[page as usize].store(node | UNMAPPED, Relaxed);
+    }
+
     /// The operating system finds the page, makes it if need be, and takes a reference to it.
     fn look_up(&self, page: u64) {
         let cost = &self.cost;
         // get_user_pages: without a lock if the page is there, and else by a page fault of the process.
-        if self.node_of_page(page).is_some() {
+        if self.is_mapped(page) {
             machine::work(cost.page_lookup);
-        } else {
-            self.mmap_lock.acquire(Side::Read);
-            machine::work(cost.page_fault);
-            if self.node_of_page(page).is_none() {
-                self.make(page);
-            }
-            // The page table is written, or found written, and read again to take the reference.
-            self.page_table_locks[(page / 512) as usize].hold(Side::Write, cost.page_table_held);
+        } else if !self.wait_for_userfault(page) {
+            self.lock_mmap();
+            self.map_in_process(page);
+            // The page table is read again to take the reference.
             machine::work(cost.page_lookup);
             self.mmap_lock.release(Side::Read);
         }
@@ -230,9 +249,27 @@ impl ModelHost {
 
     /// The hypervisor gives its reference to the page back.
     pub(crate) fn put_page(&self, page: u64) {
-        if !self.is_free && self.node_of_page(page).is_some() {
+        if !self.is_free && self.is_mapped(page) {
             machine::access(arena::frame_address(page), Step::Rmw, Location::caller());
         }
+    }
+
+    /// A page fault of the process, without the lock of its mappings.
+    fn map_in_process(&self, page: u64) {
+        machine::work(self.cost.page_fault);
+        if self.node_of_page(page).is_none() {
+            self.make(page);
+        }
+        // The page table is written, or found written.
+        self.page_table_locks[(page / 512) as usize].hold(Side::Write, self.cost.page_table_held);
+        self.nodes[page as usize].fetch_and(!UNMAPPED, Relaxed);
+    }
+
+    /// A page of `node`, of whatever size the memory has, is written as a whole.
+    fn write_frame(&self, node: u8) {
+        let nr_pages = self.page_size.level().nr_pages();
+        machine::use_server(usize::from(node), self.cost.zero_on_node * nr_pages);
+        machine::work(self.cost.zero_page.saturating_sub(self.cost.zero_on_node) * nr_pages);
     }
 
     /// A frame of this CPU's node, zeroed.
@@ -244,9 +281,7 @@ impl ModelHost {
         if got.is_multiple_of(cost.zone_batch) {
             self.zone_locks[usize::from(node)].hold(Side::Write, cost.zone_held);
         }
-        let nr_pages = self.page_size.level().nr_pages();
-        machine::use_server(usize::from(node), cost.zero_on_node * nr_pages);
-        machine::work(cost.zero_page.saturating_sub(cost.zero_on_node) * nr_pages);
+        self.write_frame(node);
         if got.is_multiple_of(cost.lru_batch) {
             self.lru_locks[usize::from(node)].hold(Side::Write, cost.lru_held);
         }

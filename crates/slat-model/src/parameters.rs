@@ -25,6 +25,7 @@ pub struct Parameters {
     pub host: Host,
     pub guest: Guest,
     pub kvm: Kvm,
+    pub userfault: Userfault,
 }
 
 /// A time in nanoseconds, as the file has it.
@@ -140,6 +141,19 @@ section! {
         enable_instructions_shared: Positive,
         get_instructions_alone: Positive,
         get_instructions_shared: Positive,
+    }
+}
+
+section! {
+    /// Of demand paging in user space.
+    Userfault {
+        syscall: Ns,
+        user_exit: Ns,
+        epoll_wait: Ns,
+        read_message: Ns,
+        epoll_callback: Ns,
+        wait_entry: Ns,
+        wake_call: Ns,
     }
 }
 

@@ -5,6 +5,8 @@ pub mod check;
 mod failure;
 pub mod numa_split;
 pub mod phases;
+pub mod userfault;
 mod vm;
 
 pub use crate::guest::Hypervisor;
+pub use crate::host::Backing;

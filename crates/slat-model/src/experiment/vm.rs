@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
+use slat_costed::slots::UserfaultBitmap;
 use slat_costed::{Config, Error, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, PageSize};
 
 use crate::error::ModelError;
@@ -69,7 +70,7 @@ impl GuestVm {
         let host = if shape.moves { host.with_places() } else { host };
         let vm = Arc::new(ModelVm::new(host, shape.config)?);
         let guest = GuestVm { vm, vcpus: Vec::new(), random: RefCell::new(SmallRng::seed_from_u64(shape.seed)), shape };
-        guest.set_region(MemoryRegionFlags::empty(), Some(()))?;
+        guest.set_region(MemoryRegionFlags::empty(), Some(()), None)?;
         let vcpus: Result<Vec<_>, Error> = (0..guest.shape.cpus.len())
             .map(|index| {
                 let vcpu = guest.vm.create_vcpu()?;
@@ -82,17 +83,27 @@ impl GuestVm {
 
     /// Gives the memslot other flags.
     pub(super) fn set_flags(&self, flags: MemoryRegionFlags) -> Result<(), Error> {
-        self.set_region(flags, None)
+        self.set_region(flags, None, None)
     }
 
-    fn set_region(&self, flags: MemoryRegionFlags, backing: Option<()>) -> Result<(), Error> {
+    /// Makes faults on the pages that `bitmap` names exit.
+    pub(super) fn set_userfault(&self, bitmap: UserfaultBitmap) -> Result<(), Error> {
+        self.set_region(MemoryRegionFlags::USERFAULT, None, Some(bitmap))
+    }
+
+    fn set_region(
+        &self,
+        flags: MemoryRegionFlags,
+        backing: Option<()>,
+        userfault_bitmap: Option<UserfaultBitmap>,
+    ) -> Result<(), Error> {
         self.vm.set_user_memory_region(MemoryRegion {
             slot: 0,
             flags,
             guest_phys_addr: Gpa(0),
             memory_size: self.shape.nr_pages << 12,
             backing,
-            userfault_bitmap: None,
+            userfault_bitmap,
         })?;
         Ok(())
     }

@@ -134,7 +134,7 @@ pub(super) fn is_contended(address: usize) -> bool {
 pub(crate) struct LockWord(Box<AtomicU32>);
 
 impl LockWord {
-    fn address(&self) -> usize {
+    pub(crate) fn address(&self) -> usize {
         std::ptr::from_ref(&*self.0).addr()
     }
 

@@ -231,6 +231,11 @@ pub(crate) fn wake(task: TaskId) {
     with(|state| state.wake_blocked(task.0));
 }
 
+/// Whether no other task waits for the CPU of the running one: it is idle when that one sleeps.
+pub(crate) fn is_alone_on_cpu() -> bool {
+    with(|state| state.is_alone_on_cpu())
+}
+
 /// The running task.
 pub(crate) fn current_task() -> TaskId {
     TaskId(with(|state| state.current_task()))

@@ -172,6 +172,10 @@ impl State {
         self.task
     }
 
+    pub(super) fn is_alone_on_cpu(&self) -> bool {
+        self.cpus[self.cpu].queue.is_empty()
+    }
+
     pub(super) fn core_of_task(&self, task: usize) -> u16 {
         self.cpus[self.tasks[task].cpu].core
     }
