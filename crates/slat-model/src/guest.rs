@@ -135,8 +135,9 @@ impl GuestWork {
             fault: of_kvm(kvm.fault_outside.ps()),
             in_lock: of_kvm(kvm.fault_in_lock.ps()),
             per_access: parameters.instructions(work.per_access.get()),
-            tlb_hit: around(guest.tlb_hit.ps()),
-            walk: around(guest.walk.ps()),
+            // Never nothing: a guest that has all of its pages would run for ever at one time.
+            tlb_hit: guest.tlb_hit.ps().max(1),
+            walk: guest.walk.ps(),
             tlb_entries: guest.tlb_entries.whole() as usize,
             page: around(parameters.instructions(guest.page_instructions.get())),
             memory_parallelism: if is_engine_alone { 0 } else { guest.memory_parallelism.whole() },
@@ -188,7 +189,7 @@ impl VirtualCpu {
 
     /// The guest runs on this task's CPU from now on.
     pub(crate) fn enter(&self) {
-        self.vm().host().vcpus[self.index].enter_guest(machine::current_cpu());
+        self.vm().host().vcpus[self.index].enter_guest();
     }
 
     /// The guest runs no longer.

@@ -23,7 +23,7 @@ use slat_costed::host::{AllocationWait, Host, Resolved, TableNode, Unresolved};
 use slat_costed::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
 
 use crate::arena;
-use crate::machine::{self, LockWord};
+use crate::machine::{self, LockWord, TaskId};
 use crate::parameters::{PS_PER_NS, Parameters, Ps};
 use crate::topology::{MAX_NODES, Topology};
 use userfault::Userfault;
@@ -88,7 +88,8 @@ pub(crate) struct ModelHost {
 
 /// Where a vCPU runs, and what its hardware has logged.
 pub(crate) struct VcpuPlace {
-    cpu: AtomicUsize,
+    /// The number of its task.
+    task: AtomicUsize,
     is_in_guest: AtomicBool,
     /// Its page-modification log.
     log: Mutex<Vec<Gpa>>,
@@ -106,9 +107,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl VcpuPlace {
-    pub(crate) fn enter_guest(&self, cpu: usize) {
-        self.cpu.store(cpu, Relaxed);
+    pub(crate) fn enter_guest(&self) {
+        self.task.store(machine::current_task().0, Relaxed);
         self.is_in_guest.store(true, Relaxed);
+    }
+
+    fn task(&self) -> TaskId {
+        TaskId(self.task.load(Relaxed))
     }
 
     pub(crate) fn leave_guest(&self) {
@@ -143,7 +148,7 @@ impl ModelHost {
             tables: Mutex::new(Tables { next: [0; MAX_NODES], free: Default::default() }),
             vcpus: (0..nr_vcpus)
                 .map(|_| VcpuPlace {
-                    cpu: AtomicUsize::new(0),
+                    task: AtomicUsize::new(0),
                     is_in_guest: AtomicBool::new(false),
                     log: Mutex::new(Vec::with_capacity(LOG_ENTRIES)),
                 })
@@ -359,9 +364,9 @@ unsafe impl Host for ModelHost {
 
     fn flush(&self, _ranges: &[GfnRange]) {
         self.flushes.fetch_add(1, Relaxed);
+        // A vCPU that was preempted has left its guest, and flushes before it enters.
         let in_guest = self.vcpus.iter().filter(|vcpu| vcpu.is_in_guest.load(Relaxed));
-        let targets: Vec<usize> = in_guest.map(|vcpu| vcpu.cpu.load(Relaxed)).collect();
-        machine::interrupt(targets.into_iter());
+        machine::interrupt(&in_guest.map(VcpuPlace::task).collect::<Vec<_>>());
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
@@ -382,7 +387,7 @@ unsafe impl Host for ModelHost {
     }
 
     fn barrier_on_all_cpus(&self) {
-        machine::interrupt(self.vcpus.iter().map(|vcpu| vcpu.cpu.load(Relaxed)).collect::<Vec<_>>().into_iter());
+        machine::interrupt(&self.vcpus.iter().map(VcpuPlace::task).collect::<Vec<_>>());
     }
 
     fn yield_now(&self) {

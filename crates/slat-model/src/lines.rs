@@ -9,7 +9,10 @@
 //! which may read it. A core forgets the lines that it has owned for longest: its capacity is
 //! counted in lines that it has fetched since.
 //!
-//! A line takes 24 bytes: up to four cores that share it, or the number of a set of cores.
+//! A core that has got a line to write it keeps it until it goes on to the next one: what it does to
+//! the line meanwhile comes before that one, whoever has asked first.
+//!
+//! A line takes 32 bytes: up to four cores that share it, or the number of a set of cores.
 
 #![expect(unsafe_code, reason = "the lines are a slice in reserved address space")]
 
@@ -28,7 +31,8 @@ use crate::topology::{MAX_CPUS, MAX_NODES, Topology};
 enum At {
     /// In no cache. Zeroes are such a line.
     Memory = 0,
-    /// In the caches of `owner` alone.
+    /// In the caches of `owner` alone, or on its way there. If it came from another core, that is the
+    /// first of `sharers`, and has it until `left_at`.
     Owned = 1,
     /// In those of the first `nr_sharers` of `sharers`.
     Few = 2,
@@ -42,6 +46,7 @@ const NR_FEW: usize = 4;
 struct Line {
     /// When the next request is served.
     free_at: Ps,
+    left_at: Ps,
     /// How many lines `owner` had fetched when it got this one.
     fetched: u32,
     sharers: [u16; NR_FEW],
@@ -50,7 +55,7 @@ struct Line {
     at: u8,
 }
 
-const _: () = assert!(size_of::<Line>() == 24);
+const _: () = assert!(size_of::<Line>() == 32);
 
 /// A set of cores.
 type Cores = [u64; MAX_CPUS / 64];
@@ -213,7 +218,8 @@ impl Lines {
         let extra = if step == Step::Rmw { self.cost.rmw } else { 0 };
         let found = &self.lines[line as usize];
         let hits = match found.at() {
-            At::Owned => found.owner == core && !self.is_forgotten(found),
+            At::Owned if found.owner == core => !self.is_forgotten(found),
+            At::Owned => now < found.left_at && found.sharers[0] == core,
             At::Few | At::Many => !writes && self.shares(found, core),
             At::Memory => false,
         };
@@ -251,6 +257,8 @@ impl Lines {
         let found = &mut self.lines[line as usize];
         found.free_at = held;
         if becomes_owned {
+            found.left_at = if is_owned { start } else { 0 };
+            found.sharers[0] = found.owner;
             found.owner = core;
             found.fetched = fetched;
             found.at = At::Owned as u8;

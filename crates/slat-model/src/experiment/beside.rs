@@ -221,3 +221,70 @@ fn operate(
     }
     Ok(counted)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(lock: Lock, lock_kind: LockKind, operation: Operation, nr_vcpus: usize, nr_cpus: usize) -> BesideRun {
+        let beside = Beside {
+            nr_vcpus,
+            nr_cpus,
+            nr_pages: 256,
+            lock,
+            lock_kind,
+            operation,
+            around: Around::Nothing,
+            duration_ns: 100_000,
+            seed: 1,
+        };
+        beside.run(&Topology::named("2x48").unwrap(), &Parameters::built_in().unwrap()).unwrap()
+    }
+
+    /// Each invalidation leaves another number in the empty PTE above a page-table page that the
+    /// fault is about to link. A fault that filled its page anew after each of them never won.
+    #[test]
+    fn a_fault_wins_beside_a_thread_that_invalidates_its_neighbours_all_the_time() {
+        for nr_vcpus in [1, 8, 40] {
+            let alone = run(Lock::None, LockKind::Spinning, Operation::Nothing, nr_vcpus, nr_vcpus);
+            let beside = run(Lock::None, LockKind::Spinning, Operation::InvalidateUnused, nr_vcpus, nr_vcpus);
+            assert!(beside.operations.count > 100, "{beside:?}");
+            let (longest, alone) = (beside.faults.longest_ns, alone.faults.longest_ns);
+            assert!(longest < alone + 20_000, "{nr_vcpus} vCPUs: a fault of {longest} ns, alone {alone}");
+        }
+    }
+
+    #[test]
+    fn operations_go_on_beside_faults() {
+        for operation in [Operation::Harvest, Operation::InvalidatePage] {
+            for lock in [Lock::None, Lock::Shared, Lock::Exclusive] {
+                let run = run(lock, LockKind::Spinning, operation, 8, 8);
+                assert!(run.faults.count > 20 && run.operations.count > 1, "{lock:?} {operation:?}: {run:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_lock_nothing_waits_for_a_vcpu_that_was_preempted() {
+        let quantum_ns = 4_000_000;
+        let longest = |lock, lock_kind| {
+            let beside = Beside {
+                nr_vcpus: 16,
+                nr_cpus: 4,
+                nr_pages: 2048,
+                lock,
+                lock_kind,
+                operation: Operation::InvalidatePage,
+                around: Around::Nothing,
+                duration_ns: 20_000_000,
+                seed: 1,
+            };
+            let run = beside.run(&Topology::named("1x16").unwrap(), &Parameters::built_in().unwrap()).unwrap();
+            run.faults.longest_ns.max(run.operations.longest_ns)
+        };
+        let without = longest(Lock::None, LockKind::Sleeping);
+        assert!(without < quantum_ns / 10, "{without} ns");
+        let behind_a_lock = longest(Lock::Exclusive, LockKind::Sleeping);
+        assert!(behind_a_lock > 3 * without, "{behind_a_lock} ns, without {without}");
+    }
+}

@@ -194,3 +194,42 @@ impl NumaSplit {
 fn ns(time: Ps) -> u64 {
     time / PS_PER_NS
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(placement: Placement, splitters: Splitters) -> SplitTimes {
+        let split = NumaSplit { nr_vcpus: 16, nr_pages: 1024, placement, splitters, nr_rounds: 1, seed: 1 };
+        split.run(&Topology::named("8x52").unwrap(), &Parameters::built_in().unwrap()).unwrap().times
+    }
+
+    #[test]
+    fn page_table_pages_are_where_the_placement_says() {
+        let tables = |times: &SplitTimes| (times.nr_local_tables, times.nr_remote_tables);
+        let caller = run(Placement::Caller, Splitters::One);
+        assert_eq!(tables(&caller), (4, 28), "two of sixteen vCPUs are on the first node");
+        let huge_page = run(Placement::HugePage, Splitters::One);
+        assert_eq!(tables(&huge_page), (32, 0));
+        assert!(huge_page.dirty_ns < caller.dirty_ns, "{huge_page:?} {caller:?}");
+        let per_node = run(Placement::Caller, Splitters::PerNode);
+        assert_eq!(tables(&per_node), (32, 0));
+        assert!(per_node.split_ns < huge_page.split_ns / 2, "{per_node:?} {huge_page:?}");
+    }
+
+    #[test]
+    fn a_part_of_a_huge_page_is_refused() {
+        for nr_pages in [0, 1, 511, 513] {
+            let split = NumaSplit {
+                nr_vcpus: 1,
+                nr_pages,
+                placement: Placement::Caller,
+                splitters: Splitters::One,
+                nr_rounds: 1,
+                seed: 1,
+            };
+            let error = split.run(&Topology::named("1x2").unwrap(), &Parameters::built_in().unwrap()).unwrap_err();
+            assert!(matches!(error, ModelError::Check(_)), "{error}");
+        }
+    }
+}

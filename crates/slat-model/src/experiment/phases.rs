@@ -209,3 +209,72 @@ struct WorkOfKvm {
 fn ns(time: Ps) -> u64 {
     time / PS_PER_NS
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn phases(nr_vcpus: usize, lock: Lock, sharing: Sharing, around: Around) -> Phases {
+        let (hypervisor, tracking) = (Hypervisor::Slat, DirtyTracking::WriteProtect);
+        Phases { nr_vcpus, nr_pages: 512, sharing, lock, hypervisor, tracking, nr_rounds: 2, around, seed: 1 }
+    }
+
+    fn run(phases: &Phases) -> PhasesRun {
+        let topology = Topology::with_cpus(phases.nr_vcpus).unwrap();
+        phases.run(&topology, &Parameters::built_in().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_run_is_the_same_each_time_with_each_lock() {
+        for lock in [Lock::None, Lock::Shared, Lock::Exclusive] {
+            for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
+                let phases = phases(24, lock, sharing, Around::Host);
+                let first = run(&phases);
+                assert_eq!(first, run(&phases), "{lock:?} {sharing:?}");
+                let nr_pages = if sharing == Sharing::Partitioned { 512 * 24 } else { 512 };
+                assert_eq!(first.times.nr_logged, 2 * nr_pages);
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_lock_96_cpus_populate_more_than_60_times_as_fast_as_one() {
+        let rate = |nr_vcpus| {
+            let phases = Phases {
+                nr_pages: 4096,
+                nr_rounds: 0,
+                ..phases(nr_vcpus, Lock::None, Sharing::Partitioned, Around::Nothing)
+            };
+            4096.0 * nr_vcpus as f64 / run(&phases).times.populate_ns as f64
+        };
+        let gain = rate(96) / rate(1);
+        assert!(gain > 60.0, "{gain}");
+    }
+
+    #[test]
+    fn no_phase_is_slower_than_with_one_lock() {
+        for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
+            let [none, one] = [Lock::None, Lock::Exclusive]
+                .map(|lock| run(&Phases { nr_pages: 2048, ..phases(96, lock, sharing, Around::Nothing) }).times);
+            let sum = |times: &[u64]| times.iter().sum::<u64>();
+            for (name, none, one) in [
+                ("populate", none.populate_ns, one.populate_ns),
+                ("enable", none.enable_ns, one.enable_ns),
+                ("dirty", sum(&none.dirty_ns), sum(&one.dirty_ns)),
+                ("get", sum(&none.get_ns), sum(&one.get_ns)),
+                ("disable", none.disable_ns, one.disable_ns),
+            ] {
+                assert!(none <= one + one / 10 + 1000, "{sharing:?} {name}: {none} ns, with one lock {one}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_number_of_vcpus_that_the_machine_does_not_have_is_an_error() {
+        for nr_vcpus in [0, 3] {
+            let phases = phases(nr_vcpus, Lock::None, Sharing::Partitioned, Around::Host);
+            let error = phases.run(&Topology::named("1x2").unwrap(), &Parameters::built_in().unwrap()).unwrap_err();
+            assert!(matches!(error, ModelError::TooManyVcpus { nr_cpus: 2, .. }), "{error}");
+        }
+    }
+}

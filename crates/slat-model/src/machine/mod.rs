@@ -43,7 +43,7 @@ pub(crate) use locks::LockWord;
 
 /// The number of a task.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct TaskId(usize);
+pub(crate) struct TaskId(pub(crate) usize);
 
 type Body = Box<dyn FnOnce()>;
 type Task = Coroutine<(), Waits, ()>;
@@ -196,10 +196,11 @@ pub(crate) fn use_server(server: usize, held: Ps) {
     settle();
 }
 
-/// Interrupts CPUs, and returns when all have answered.
-pub(crate) fn interrupt(cpus: impl Iterator<Item = usize>) {
+/// Interrupts the CPUs that run one of `tasks` now, and returns when all have answered. A task that
+/// has no CPU is not waited for.
+pub(crate) fn interrupt(tasks: &[TaskId]) {
     settle();
-    with(|state| state.interrupt(cpus));
+    with(|state| state.interrupt(tasks));
     settle();
 }
 

@@ -282,14 +282,21 @@ impl State {
         self.cpus[self.cpu].clock = *free_at;
     }
 
-    pub(super) fn interrupt(&mut self, cpus: impl Iterator<Item = usize>) {
-        let mut nr_cpus = 0;
-        for cpu in cpus.filter(|&cpu| cpu != self.cpu) {
-            self.cpus[cpu].stolen += self.cost.ipi_answer;
-            nr_cpus += 1;
+    pub(super) fn interrupt(&mut self, tasks: &[TaskId]) {
+        let (mut sent_at, mut answered_at) = (self.now() + self.cost.ipi_send, 0);
+        for &TaskId(task) in tasks {
+            let index = self.tasks[task].cpu;
+            let cpu = &mut self.cpus[index];
+            if index == self.cpu || cpu.task != Some(task) {
+                continue;
+            }
+            sent_at += self.cost.ipi_each;
+            // It answers one interrupt after another.
+            cpu.stolen += self.cost.ipi_answer;
+            answered_at = answered_at.max(sent_at + cpu.stolen);
         }
-        if nr_cpus != 0 {
-            self.elapse(self.cost.ipi_send + self.cost.ipi_each * nr_cpus + self.cost.ipi_answer);
+        if answered_at != 0 {
+            self.cpus[self.cpu].clock = answered_at;
         }
     }
 

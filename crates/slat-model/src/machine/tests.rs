@@ -37,8 +37,8 @@ fn cpus_count_together_and_the_line_goes_from_one_to_the_next() {
     assert_eq!(count(1, 2000).report.end_ns - one.report.end_ns, 7500);
     let two = count(2, 1000);
     assert_eq!(two.result, [2000]);
-    // Each addition needs a transfer.
-    assert!((60..120).contains(&(two.report.end_ns / 2000)), "{:?}", two.report);
+    // A core that has the line adds two or three times before it goes to the other.
+    assert!((15..40).contains(&(two.report.end_ns / 2000)), "{:?}", two.report);
     assert_eq!(two.report.hot_lines[0].nr_fetches, two.report.hot_places[0].nr_fetches);
 }
 
@@ -158,7 +158,7 @@ fn an_interrupt_takes_time_from_its_cpu() {
             });
             work(5_000_000);
             if interrupts {
-                interrupt([0, 1].into_iter());
+                interrupt(&[current_task(), other]);
             }
             join(other);
             vec![end.get()]

@@ -90,30 +90,26 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // look, or this page itself was invalidated.
         let is_flushed =
             |seq: InvalidationSeq| !seq.is_unflushed() && tree.in_flight.free_level(gfn, Level::L4K).is_some();
-        let look = || {
-            // Another look: it goes by what it reads itself.
-            record!(FaultLooks { gfn: gfn.0 });
-            let mut cursor = Cursor::new(tree, guard, gfn);
-            let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return None };
-            let is_in_question = cursor.level() <= highest && cursor.level() > leaf_level;
-            (is_in_question && (!F::BREAK_BEFORE_MAKE || is_flushed(seq))).then_some((cursor, value))
-        };
-        let Some((mut cursor, mut value)) = look() else { return };
+        // Another look: it goes by what it reads itself.
+        record!(FaultLooks { gfn: gfn.0 });
+        let mut cursor = Cursor::new(tree, guard, gfn);
+        let (mut value, State::Empty(seq)) = cursor.descend_to_lowest() else { return };
         let level = cursor.level();
-        let (number, nr_tries) = match value.state(level) {
-            State::Empty(seq) if F::BREAK_BEFORE_MAKE => (seq.flushed(), 1),
-            _ => (tree.next_seq(), MAX_LINKS),
-        };
+        if level > highest || level <= leaf_level || (F::BREAK_BEFORE_MAKE && !is_flushed(seq)) {
+            return;
+        }
+        let (number, nr_tries) = if F::BREAK_BEFORE_MAKE { (seq.flushed(), 1) } else { (tree.next_seq(), MAX_LINKS) };
         let mut prepared = install::prepare_to_refine(&cursor, self.tables, number, leaf_level);
         for _ in 0..nr_tries {
             match prepared.link_or_keep(cursor.stats(), cursor.pte(), value, pfn) {
                 Ok(()) => return,
                 Err(kept) => prepared = kept,
             }
-            match look() {
-                Some(again) if again.0.level() == level => (cursor, value) = again,
+            // At once, while this CPU has the cache line.
+            value = cursor.pte().load();
+            if !matches!(value.state(level), State::Empty(_)) {
                 // Another fault has refined it. The next look finds out.
-                _ => return,
+                return;
             }
         }
     }
