@@ -26,7 +26,7 @@ use core::ptr;
 use crossbeam_utils::CachePadded;
 
 use crate::boxed::{OnceBox, Zeroed};
-use crate::sync::{AtomicBool, AtomicPtr, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, Ordering, stack_address};
 
 /// Number of hints. Threads that share one use the same things in turn, too, and each call then
 /// fetches the lines of its thing from another CPU. With 16 hints only 6 of 16 threads had one alone;
@@ -114,8 +114,7 @@ impl<T> Hints<T> {
     /// The hint of the calling thread.
     #[inline]
     fn of_caller(&self) -> &AtomicPtr<T> {
-        let on_stack = 0u8;
-        &self.0[nth_hint(ptr::from_ref(&on_stack).addr())]
+        &self.0[nth_hint(stack_address())]
     }
 }
 

@@ -74,6 +74,11 @@ impl Machine for Model {
         }
     }
 
+    fn stack_address(&self) -> usize {
+        // Linux's kernel stacks are 16 KiB with a guard page, and so 32 KiB apart.
+        (current_task().0 + 1) << 15
+    }
+
     fn fence(&self) {
         with(State::fence);
         settle();

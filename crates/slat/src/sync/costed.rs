@@ -36,6 +36,9 @@ pub trait Machine {
     /// It will access that word soon.
     fn prefetch(&self, address: usize);
 
+    /// An address on the stack of the running thread, the same in each run.
+    fn stack_address(&self) -> usize;
+
     /// Its earlier stores are to be visible before its later loads.
     fn fence(&self);
 
@@ -93,6 +96,10 @@ pub(super) fn prefetch(address: usize) {
     if let Some(machine) = MACHINE.get() {
         machine.prefetch(address);
     }
+}
+
+pub(super) fn stack_address() -> Option<usize> {
+    MACHINE.get().map(Machine::stack_address)
 }
 
 pub(super) fn fence() {
