@@ -6,7 +6,7 @@ mod common;
 use std::collections::BTreeSet;
 use std::fs;
 
-use common::{assert_form, assert_ok, assert_refused, file, slat, stderr, value};
+use common::{assert_form, assert_ok, assert_refused, file, read, slat, stderr, value};
 use serde_json::Value;
 
 #[test]
@@ -117,6 +117,19 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
     // When vCPUs begin is random, which a run with one vCPU shows too.
     let other = results("--cpus 1,2 --bytes 64K --seed 2");
     assert!(hashes(&first).iter().zip(hashes(&other)).all(|(first, other)| *first != other), "{other}");
+}
+
+#[test]
+fn a_report_has_the_rates_by_the_number_of_cpus() {
+    let [json, page] = ["scale_report.json", "scale_report.html"].map(file);
+    assert_ok(&format!("scale --cpus 1,2 --bytes 16K --trace --json {}", json.display()));
+    let object = read(&json);
+    let hot = &object["config"]["runs"][0]["hot_places"];
+    assert!(hot.as_array().is_some_and(|places| !places.is_empty()), "{hot}");
+    assert_ok(&format!("report {} -o {}", json.display(), page.display()));
+    let page = fs::read_to_string(page).unwrap();
+    assert!(page.contains("Populate rate") && page.contains("slat scale --cpus 1,2"), "{page}");
+    assert!(page.contains("iterations 2") && !page.contains("trace_hash"), "{page}");
 }
 
 #[test]
