@@ -76,7 +76,7 @@ pub(crate) struct ScaleArgs {
     seed: u64,
     /// Print the trace hash of each run, and what cost most
     ///
-    /// The ten cache lines and the ten places in the engine's source for which CPUs waited longest.
+    /// The ten cache lines and the ten places in the source for which CPUs waited longest.
     #[arg(long)]
     trace: bool,
     #[command(flatten)]
