@@ -14,6 +14,7 @@ use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
 use slat_machine::paging::SourceError;
 use slat_machine::vm::demand_paging::{DemandPagingError, ServeError, VcpuError};
 use slat_machine::vm::machine::MachineError;
+use slat_model::error::ModelError;
 use thiserror::Error;
 
 /// The exit code of a process that SIGINT ended, as shells give it.
@@ -202,6 +203,31 @@ impl From<ServeError> for Failure {
     }
 }
 
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Failure {
+        let line = one_line(&error.to_string());
+        match error {
+            ModelError::Topology { .. } | ModelError::Parameters { .. } | ModelError::TooManyVcpus { .. } => {
+                Failure::Usage(line)
+            }
+            ModelError::NoAddressSpace { .. } => Failure::CannotServe(format!("{line}; raise `ulimit -v`")),
+            ModelError::Check(what) => Failure::Check(what),
+            // Nothing that the options say leads to these.
+            _ => Failure::Check(line),
+        }
+    }
+}
+
+/// A message on one line. An error of a file in TOML has the line of the file below it, behind a bar
+/// and its number, and then the reason.
+fn one_line(text: &str) -> String {
+    let is_quoted = |line: &&str| {
+        line.split_once('|').is_some_and(|(number, _)| number.trim().parse::<u32>().is_ok() || number.trim().is_empty())
+    };
+    let lines: Vec<&str> = text.lines().filter(|line| !is_quoted(line)).map(str::trim).collect();
+    lines.join(": ")
+}
+
 /// The failure to bring pages to vCPUs. A wrong page takes precedence over a missing one.
 fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, whole: &DemandPagingError) -> Failure {
     let line = || advised(whole, advice::of_paging(whole));
@@ -227,6 +253,7 @@ pub(crate) fn check_failed(what: impl fmt::Display) -> Failure {
 #[cfg(test)]
 mod tests {
     use slat_machine::paging::SourceSpec;
+    use slat_model::topology::Topology;
 
     use super::*;
 
@@ -271,6 +298,18 @@ mod tests {
             "slat",
             "this machine cannot do that: no thread: operation would block; choose fewer vCPUs, or raise `ulimit -u`",
         );
+    }
+
+    #[test]
+    fn an_error_of_a_model_is_one_line() {
+        let error = Topology::parse("t", "name = 't'\n[[node]]\ncpus = 3").unwrap_err();
+        assert!(error.to_string().contains('\n'));
+        let Failure::Usage(line) = Failure::from(error) else { panic!("not usage") };
+        assert!(
+            line.starts_with("topology t: TOML parse error at line 3") && line.contains("expected a string"),
+            "{line}"
+        );
+        assert!(!line.contains(['\n', '|']), "{line}");
     }
 
     #[test]

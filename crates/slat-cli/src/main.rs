@@ -25,6 +25,7 @@ mod parallel_faults;
 mod phases;
 mod report;
 mod results;
+mod scale;
 mod session;
 mod shadow;
 mod shell;
@@ -34,6 +35,12 @@ mod userfault;
 use std::process::ExitCode;
 
 use slat_results::{busy, claims, quantity, statistics, table, turns};
+
+/// `slat scale` runs a model that numbers cache lines by the addresses of what it allocates. While it
+/// runs, the allocations of its thread come from an arena, at the same offsets in each process. All
+/// other allocations are the system's.
+#[global_allocator]
+static ALLOCATOR: slat_model::arena::Allocator = slat_model::arena::Allocator;
 
 fn main() -> ExitCode {
     cli::main()

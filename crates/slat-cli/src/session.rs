@@ -24,10 +24,10 @@ use slat::Vm;
 use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::vm::host::MachineHost;
 
-use crate::busy::{Busy, Watch};
+use crate::busy::Watch;
 use crate::failure::{Failure, INTERRUPTED, no_thread};
 use crate::live::{Live, View, Watched, lock};
-use crate::results::{Outcome, ResultsFile, print, rfc3339};
+use crate::results::{MODELLED_CPUS, Outcome, ResultsFile, print, rfc3339};
 
 /// How often the time is drawn while a run lasts.
 const TICK: Duration = Duration::from_millis(200);
@@ -281,7 +281,10 @@ fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
 fn deliver(json: Option<ResultsFile>, outcome: &Outcome, begun: &Begun, interrupted: bool) -> Result<(), Failure> {
     let text_to = TextTo::beside(json.as_ref());
     let busy = begun.watch.end();
-    let warning = busy.filter(Busy::is_disturbing).map(|busy| format!("{busy}\n")).unwrap_or_default();
+    // Virtual time is the same on a busy machine.
+    let is_virtual = outcome.results.as_ref().is_some_and(|results| results.host.measured_on == MODELLED_CPUS);
+    let warning =
+        busy.filter(|busy| busy.is_disturbing() && !is_virtual).map(|busy| format!("{busy}\n")).unwrap_or_default();
     let written = json.zip(outcome.results.clone()).map_or(Ok(()), |(file, mut results)| {
         results.command.clone_from(&begun.words);
         results.time = rfc3339(begun.time);

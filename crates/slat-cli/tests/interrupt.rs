@@ -106,6 +106,7 @@ fn every_experiment_ends_with_what_was_measured_so_far() {
         "memslots --duration 1s --runs 1000000 --slots 16",
         "aging -v 1 -b 48M --runs 1000000",
         "shadow --steps 200 --runs 1000000",
+        "scale --cpus 1,2 -b 16K",
         "stress --duration 1000s",
     ];
     // All at once: the test is about their ends, not about their figures.

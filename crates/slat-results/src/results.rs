@@ -169,6 +169,9 @@ pub struct Host {
 /// What figures of the software machine are measured on.
 pub const SOFTWARE_CPUS: &str = "software CPUs";
 
+/// What figures in virtual time are measured on.
+pub const MODELLED_CPUS: &str = "modelled CPUs";
+
 impl Host {
     /// This machine, for figures of software CPUs.
     pub fn read(flush_method: Option<FlushMethod>) -> Host {

@@ -33,6 +33,8 @@ pub(crate) const OVERLAP: &str = "All vCPUs access all memory, not a part each";
 pub(crate) const SLOTS: &str = "Slots that the memory is divided into";
 /// The text of `--cpus`.
 pub(crate) const CPUS: &str = "CPUs for the vCPUs, and perhaps one for the main thread";
+/// The text of `--iterations`.
+pub(crate) const ITERATIONS: &str = "Rounds of dirtying memory and getting the log";
 /// The text of `--access-tracking`.
 pub(crate) const ACCESS_TRACKING: &str = "How accesses are tracked";
 /// The text of `--lock`.

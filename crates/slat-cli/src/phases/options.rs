@@ -3,7 +3,7 @@
 use clap::Args;
 use slat::dirty::DirtyRing;
 
-use crate::options::{CPUS, PAGING, RUNS, SEED, SLOTS, positive};
+use crate::options::{CPUS, ITERATIONS, PAGING, RUNS, SEED, SLOTS, positive};
 use crate::options::{DirtyTrackingArg, GuestArgs, HugePagesArg, PagingArg, ProtectionArg, SplitWhen, TablesArgs};
 
 /// The options of every experiment with the phases of a migration.
@@ -13,8 +13,13 @@ pub(crate) struct PhasesArgs {
     pub(crate) guest: GuestArgs,
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive::<usize>, help = SLOTS, hide_short_help = true)]
     pub(crate) slots: usize,
-    /// Rounds of dirtying memory and getting the log
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u32).range(1..=1_000_000),
+        help = ITERATIONS
+    )]
     pub(crate) iterations: u32,
     /// Writes among the accesses of the dirty phase, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u8).range(0..=100), hide_short_help = true)]

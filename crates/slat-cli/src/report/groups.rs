@@ -42,7 +42,7 @@ impl<'a> Group<'a> {
             .filter(|group| group.system == self.system && group.title() == title)
             .filter_map(|group| group.first().map(|result| &result.config))
             .collect();
-        let own = config(self).and_then(Value::as_object).into_iter().flatten();
+        let own = config(self).into_iter().flat_map(shown_settings);
         own.filter(|(key, value)| others.iter().any(|other| other.get(key.as_str()) != Some(*value)))
             .map(|(key, value)| format!("{key} {}", text(value)))
             .collect::<Vec<_>>()
@@ -53,7 +53,7 @@ impl<'a> Group<'a> {
     pub(crate) fn different_settings(&self) -> Vec<String> {
         let configs: Vec<&Value> = self.results.iter().flatten().map(|result| &result.config).collect();
         let mut keys: Vec<&String> =
-            configs.iter().filter_map(|config| config.as_object()).flat_map(|map| map.keys()).collect();
+            configs.iter().flat_map(|config| shown_settings(config)).map(|(key, _)| key).collect();
         keys.sort();
         keys.dedup();
         let differs = |key: &&String| configs.windows(2).any(|pair| pair[0].get(*key) != pair[1].get(*key));
@@ -112,6 +112,12 @@ fn likeness_to(group: &Group<'_>, system: Option<&str>, result: &Results) -> u8 
     // A single result matches any system.
     let same_system = group.system == system || group.system.is_none() || system.is_none();
     u8::from(same_config) * 2 + u8::from(same_system)
+}
+
+/// The settings that are for people. A list of objects, as of the runs of a model, is for programs.
+pub(crate) fn shown_settings(config: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    let is_for_people = |value: &Value| !value.as_array().is_some_and(|values| values.iter().any(Value::is_object));
+    config.as_object().into_iter().flatten().filter(move |(_, value)| is_for_people(value))
 }
 
 /// A label's value, or a setting, as text.

@@ -5,7 +5,7 @@ use humantime::format_rfc3339_seconds;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::draw::{self, Drawing};
-use super::groups::{Group, groups, text};
+use super::groups::{Group, groups, shown_settings, text};
 use super::input::Input;
 use super::plot::{Body, Data, Plot};
 use super::plots::{plots, shown};
@@ -207,10 +207,10 @@ fn experiment(group: &Group<'_>, all: &[Group<'_>], figures: &[Markup], inputs: 
 
 /// The settings of an experiment.
 fn settings(config: &serde_json::Value) -> Markup {
-    let settings = config.as_object().filter(|settings| !settings.is_empty());
+    let settings: Vec<_> = shown_settings(config).collect();
     html! {
-        @if let Some(settings) = settings {
-            p.note { "Settings: " @for (place, (key, value)) in settings.iter().enumerate() { @if place > 0 { ", " } (key) " " (text(value)) } }
+        @if !settings.is_empty() {
+            p.note { "Settings: " @for (place, (key, value)) in settings.into_iter().enumerate() { @if place > 0 { ", " } (key) " " (text(value)) } }
         }
     }
 }

@@ -109,6 +109,15 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
         along: "pages",
         series: "method",
     }));
+    plots.extend(figures.lines(&Lines {
+        figure: "populate_rate",
+        title: "Populate rate",
+        description: "Pages that all CPUs together populate in a second, by their number. Higher is better.",
+        x: Axis::new("CPUs", Unit::Count, Scale::Log),
+        y: Axis::new("Pages", Unit::PerSecond, Scale::Log),
+        along: "cpus",
+        series: "lock",
+    }));
     for (figure, title) in
         [("fault", "Fault"), ("map_4k", "Map a page"), ("query", "Query"), ("unmap_4k", "Unmap a page")]
     {

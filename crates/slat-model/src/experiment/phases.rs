@@ -2,7 +2,7 @@
 //! enable dirty logging, dirty memory and get the dirty log in rounds, disable dirty logging.
 
 use slat_costed::baselines::Locking;
-use slat_costed::dirty::DirtyTracking;
+pub use slat_costed::dirty::DirtyTracking;
 use slat_costed::{Access, Config, Error, Gfn, MemoryRegionFlags, PageSize};
 
 use super::failure::Failure;

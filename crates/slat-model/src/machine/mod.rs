@@ -75,6 +75,11 @@ impl Machine for Model {
         }
     }
 
+    fn stack_address(&self) -> usize {
+        // Linux's kernel stacks are 16 KiB with a guard page, and so 32 KiB apart.
+        (current_task().0 + 1) << 15
+    }
+
     fn fence(&self) {
         with(State::fence);
         settle();
@@ -83,11 +88,6 @@ impl Machine for Model {
     fn pause(&self) {
         with(|state| state.elapse(state.cost.pause));
         settle();
-    }
-
-    fn stack_address(&self) -> usize {
-        // Stacks of 8 MiB, one below another.
-        (1 << 46) - (with(|state| state.current_task()) << 23)
     }
 
     fn acquire(&self, address: usize, side: Side, wait: LockWait) -> bool {

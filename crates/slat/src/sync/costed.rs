@@ -36,14 +36,14 @@ pub trait Machine {
     /// It will access that word soon.
     fn prefetch(&self, address: usize);
 
+    /// An address on the stack of the running thread, the same in each run.
+    fn stack_address(&self) -> usize;
+
     /// Its earlier stores are to be visible before its later loads.
     fn fence(&self);
 
     /// It has looked for another CPU's store in vain, and is about to look again.
     fn pause(&self);
-
-    /// The address of the running thread's stack, as it would be: the same in each run.
-    fn stack_address(&self) -> usize;
 
     /// It takes the lock at `address`. Returns `false` if that is held and the CPU does not wait.
     fn acquire(&self, address: usize, side: Side, wait: LockWait) -> bool;
@@ -98,6 +98,10 @@ pub(super) fn prefetch(address: usize) {
     }
 }
 
+pub(super) fn stack_address() -> Option<usize> {
+    MACHINE.get().map(Machine::stack_address)
+}
+
 pub(super) fn fence() {
     if let Some(machine) = MACHINE.get() {
         machine.fence();
@@ -108,10 +112,6 @@ pub(super) fn pause() {
     if let Some(machine) = MACHINE.get() {
         machine.pause();
     }
-}
-
-pub(super) fn stack_address() -> usize {
-    MACHINE.get().map_or(0, Machine::stack_address)
 }
 
 /// The lock that a VM holds while it changes its page tables.

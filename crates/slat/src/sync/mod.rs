@@ -84,17 +84,14 @@ pub fn spin_loop() {
     shuttle::thread::yield_now();
 }
 
-/// An address on the stack of the calling thread, by which threads differ.
+/// An address on the stack of the calling thread. On a modelled machine it is the same in each run.
 #[inline]
 pub(crate) fn stack_address() -> usize {
-    // That of a modelled machine's thread is the same in each run.
+    let on_stack = 0_u8;
+    let address = core::ptr::from_ref(&on_stack).addr();
     #[cfg(feature = "costed")]
-    return costed::stack_address();
-    #[cfg(not(feature = "costed"))]
-    {
-        let on_stack = 0u8;
-        core::ptr::from_ref(&on_stack).addr()
-    }
+    let address = costed::stack_address().unwrap_or(address);
+    address
 }
 
 /// Has the cache line of `word` fetched. On x86 nothing waits for it; where stable Rust has no such

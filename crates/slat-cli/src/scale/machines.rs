@@ -1,0 +1,121 @@
+//! The modelled machines that the options ask for: their topologies, and how many CPUs are used.
+
+use slat_model::topology::Topology;
+
+use super::ScaleArgs;
+use crate::failure::Failure;
+
+/// Pages of a VM, at most: 512 GiB, which is more than was published.
+const MAX_PAGES: u64 = 1 << 27;
+
+/// The machines of the curves.
+#[derive(Clone, Debug)]
+pub(super) struct Machines {
+    /// In ascending order, each once.
+    cpus: Vec<usize>,
+    /// `None`: the smallest built-in topology that has enough CPUs.
+    chosen: Option<Topology>,
+}
+
+impl Machines {
+    /// Checks the options.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] for a number of CPUs that is there twice, or that no topology has, for a
+    /// topology that is not one, and for too much memory.
+    pub(super) fn new(args: &ScaleArgs) -> Result<Machines, Failure> {
+        let mut cpus = args.cpus.clone();
+        cpus.sort_unstable();
+        if let Some(pair) = cpus.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Failure::Usage(format!("--cpus has {} twice", pair[0])));
+        }
+        let chosen = args.topology.as_deref().map(Topology::named).transpose()?;
+        let machines = Machines { cpus, chosen };
+        let most = machines.most();
+        let topology = machines.topology(most)?;
+        if topology.nr_cpus() < most {
+            let next_step = if machines.chosen.is_some() { "choose fewer" } else { "choose fewer, or a --topology" };
+            return Err(Failure::Usage(format!(
+                "--cpus {most}: the topology '{}' has {} CPUs; {next_step}",
+                topology.name(),
+                topology.nr_cpus()
+            )));
+        }
+        // The published machine has 96 CPUs.
+        let nr_pages = (args.bytes >> 12).saturating_mul(most.max(96) as u64);
+        if nr_pages > MAX_PAGES {
+            return Err(Failure::Usage(format!(
+                "--bytes {}: the memory of all vCPUs is more than {} GiB; choose less",
+                args.bytes,
+                MAX_PAGES >> 18
+            )));
+        }
+        Ok(machines)
+    }
+
+    /// The numbers of CPUs, in ascending order.
+    pub(super) fn cpus(&self) -> &[usize] {
+        &self.cpus
+    }
+
+    /// The largest number of CPUs.
+    pub(super) fn most(&self) -> usize {
+        self.cpus.last().copied().unwrap_or(1)
+    }
+
+    /// The topology for so many CPUs.
+    pub(super) fn topology(&self, nr_cpus: usize) -> Result<Topology, Failure> {
+        match &self.chosen {
+            Some(topology) => Ok(topology.clone()),
+            None => Ok(Topology::with_cpus(nr_cpus)?),
+        }
+    }
+
+    /// The topology in results.
+    pub(super) fn topology_name(&self) -> &str {
+        self.chosen.as_ref().map_or("built-in", Topology::name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::parse;
+
+    fn machines(options: &str) -> Result<Machines, Failure> {
+        Machines::new(&parse(&format!("slat scale {options}"))?)
+    }
+
+    #[test]
+    fn the_smallest_topology_that_has_enough_cpus_is_the_default() {
+        let machines = machines("--cpus 96,1,16").unwrap();
+        assert_eq!((machines.cpus(), machines.most()), (&[1, 16, 96][..], 96));
+        let sizes: Vec<_> = machines.cpus().iter().map(|&n| machines.topology(n).unwrap().nr_cpus()).collect();
+        assert_eq!(sizes, [2, 16, 96]);
+        assert_eq!(machines.topology_name(), "built-in");
+    }
+
+    #[test]
+    fn a_chosen_topology_is_that_of_all_numbers() {
+        let machines = machines("--cpus 1,100 --topology 4x64").unwrap();
+        assert!(machines.cpus().iter().all(|&n| machines.topology(n).unwrap().nr_cpus() == 256));
+        assert_eq!(machines.topology_name(), "256 CPUs, 4 nodes");
+    }
+
+    #[test]
+    fn what_no_machine_can_do_is_refused_with_the_value() {
+        for (options, what) in [
+            ("--cpus 2,1,2", "--cpus has 2 twice"),
+            ("--cpus 97 --topology 2x48", "--cpus 97: the topology '96 CPUs, 2 nodes' has 96 CPUs; choose fewer"),
+            ("--cpus 1,417", "--cpus 417: the topology '416 CPUs, 8 nodes' has 416 CPUs"),
+            ("--topology 3x3", "topology 3x3: "),
+            ("--cpus 1 -b 6G", "more than 512 GiB"),
+            ("--cpus 1 -b 1T", "more than 512 GiB"),
+        ] {
+            match machines(options) {
+                Err(Failure::Usage(line)) => assert!(line.contains(what) && !line.contains('\n'), "{options}: {line}"),
+                other => panic!("{options}: {other:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! `slat scale`: what the model of a large machine (`slat-model`) predicts, beside what was
+//! published.
+//!
+//! The model runs the engine's source in virtual time, so this machine needs no more CPUs than one.
+//! A run depends on its topology, parameters and seed. Two runs of one command line have the same
+//! trace hashes.
+//!
+//! # Implementation
+//! Each published system is a module with one function, which [`SYSTEMS`] names. The function runs
+//! the model and returns a [`Part`]: its text, its figures, and its runs. Figures have one sample
+//! each, since virtual time has no spread.
+//!
+//! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
+//! those of `slat`.
+
+mod machines;
+mod parallel_faults;
+mod trace;
+
+use std::io::{self, Write};
+
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use slat_model::parameters::Parameters;
+
+use crate::failure::Failure;
+use crate::options::{BYTES, ITERATIONS, OutputArgs, SEED, positive, size_bytes};
+use crate::quantity::{Unit, quantity};
+use crate::results::{Figure, Host, MODELLED_CPUS, Outcome, PublishedFigure, Results};
+use crate::session::{Progress, Session};
+use machines::Machines;
+use trace::Traced;
+
+/// The options of `slat scale`.
+#[derive(Clone, Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Example: slat scale --cpus 1,4,16 -b 1M\nExample: slat scale --cpus 96 --topology 4x64 --trace"
+)]
+pub(crate) struct ScaleArgs {
+    /// Published system
+    #[arg(long, value_name = "SYSTEM", value_enum, default_value_t = SystemArg::All)]
+    system: SystemArg,
+    /// Numbers of modelled CPUs, each with a vCPU
+    #[arg(
+        long,
+        value_name = "N,...",
+        value_delimiter = ',',
+        default_value = "1,2,4,8,16,32,64,96",
+        value_parser = positive::<usize>
+    )]
+    cpus: Vec<usize>,
+    /// Topology of the modelled machine: a name or a file
+    ///
+    /// 1x2, 1x16, 2x48, 4x64, 8x52 (nodes, and CPUs of each), or a file in TOML. By default the
+    /// smallest of these that has enough CPUs. Predictions of published figures are on 2x48.
+    #[arg(long, value_name = "TOPOLOGY")]
+    topology: Option<String>,
+    /// File with the costs of the modelled machine
+    ///
+    /// In TOML. By default the costs that the program has.
+    #[arg(long, value_name = "FILE")]
+    parameters: Option<String>,
+    #[arg(short, long, value_name = "SIZE", default_value = "16M", value_parser = size_bytes, help = BYTES)]
+    bytes: u64,
+    #[arg(
+        long,
+        visible_alias = "rounds",
+        value_name = "N",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u32).range(1..=1000),
+        help = ITERATIONS
+    )]
+    iterations: u32,
+    #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
+    seed: u64,
+    /// Print the trace hash of each run, and what cost most
+    ///
+    /// The ten cache lines and the ten places in the source for which CPUs waited longest.
+    #[arg(long)]
+    trace: bool,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// A published system that the model has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum SystemArg {
+    /// Parallel page faults on the second stage.
+    ParallelFaults,
+    All,
+}
+
+impl SystemArg {
+    /// The name in options and results.
+    fn name(self) -> &'static str {
+        match self {
+            SystemArg::ParallelFaults => "parallel-faults",
+            SystemArg::All => "all",
+        }
+    }
+}
+
+/// A system, and the function that runs its model.
+struct System {
+    arg: SystemArg,
+    run: fn(&Context<'_>) -> Result<Part, Failure>,
+}
+
+/// All systems, in the order of the output.
+const SYSTEMS: [System; 1] = [System { arg: SystemArg::ParallelFaults, run: parallel_faults::run }];
+
+/// What a system adds to the output.
+#[derive(Clone, Debug, Default)]
+struct Part {
+    /// Tables and notes for people.
+    text: String,
+    figures: Vec<Figure>,
+    /// They have the names and labels of the figures that they stand beside.
+    published: Vec<PublishedFigure>,
+    /// All runs of the model, in their order.
+    runs: Vec<Traced>,
+}
+
+/// What the function of a system gets.
+struct Context<'a> {
+    args: &'a ScaleArgs,
+    parameters: &'a Parameters,
+    machines: &'a Machines,
+    session: &'a Session,
+    system: SystemArg,
+    /// The parts of the systems before.
+    done: &'a [(SystemArg, Part)],
+}
+
+impl Context<'_> {
+    /// Shows how far the system is.
+    fn progress(&self, nr_runs: usize) -> Progress {
+        self.session.progress(nr_runs as u64)
+    }
+
+    /// Hands over what the system has so far.
+    fn so_far(&self, part: Part) -> Result<(), Failure> {
+        let mut parts = self.done.to_vec();
+        parts.push((self.system, part));
+        self.session.so_far(outcome(self.args, self.machines, &parts)?);
+        Ok(())
+    }
+}
+
+/// Runs the models.
+pub(crate) fn run(args: &ScaleArgs, session: &Session) -> Result<Outcome, Failure> {
+    let machines = Machines::new(args)?;
+    let parameters = match &args.parameters {
+        Some(file) => Parameters::from_file(file),
+        None => Parameters::built_in(),
+    }?;
+    let mut done = Vec::new();
+    for system in SYSTEMS.iter().filter(|system| [system.arg, SystemArg::All].contains(&args.system)) {
+        let context =
+            Context { args, parameters: &parameters, machines: &machines, session, system: system.arg, done: &done };
+        let part = (system.run)(&context)?;
+        done.push((system.arg, part));
+    }
+    outcome(args, &machines, &done)
+}
+
+fn outcome(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Result<Outcome, Failure> {
+    Outcome::new(results(args, machines, parts), |out| print(out, args, parts))
+}
+
+fn print(out: &mut impl Write, args: &ScaleArgs, parts: &[(SystemArg, Part)]) -> io::Result<()> {
+    writeln!(
+        out,
+        "Modelled machines, {} for each vCPU, parameters: {}, seed {}",
+        quantity(args.bytes as f64, Unit::Bytes),
+        args.parameters.as_deref().unwrap_or("built-in"),
+        args.seed
+    )?;
+    for (system, part) in parts {
+        writeln!(out, "\n## {}\n\n{}", system.name(), part.text.trim_end())?;
+    }
+    if args.trace {
+        writeln!(out, "\n## Traces")?;
+        parts.iter().flat_map(|(_, part)| &part.runs).try_for_each(|run| run.print(out))?;
+    }
+    writeln!(
+        out,
+        "\nTimes are virtual: the engine's source runs on a model of the CPUs' caches, of the host and of the\n\
+         guest. Two runs of one command line are the same."
+    )
+}
+
+/// The object of `--json`.
+fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Results {
+    let parts_of = |(system, part): &(SystemArg, Part)| {
+        part.runs.iter().map(|run| run.json(system.name(), args.trace)).collect::<Vec<_>>()
+    };
+    let config = json!({
+        "system": args.system.name(),
+        "cpus": machines.cpus(),
+        "topology": machines.topology_name(),
+        "parameters": args.parameters.as_deref().unwrap_or("built-in"),
+        "bytes": args.bytes,
+        "iterations": args.iterations,
+        "seed": args.seed,
+        "runs": parts.iter().flat_map(parts_of).collect::<Vec<_>>(),
+    });
+    let host = Host { measured_on: MODELLED_CPUS.to_owned(), ..Host::read(None) };
+    let figures = parts.iter().flat_map(|(_, part)| part.figures.clone()).collect();
+    let published = parts.iter().flat_map(|(_, part)| part.published.clone()).collect();
+    Results { published, ..Results::new("scale", config, host, figures) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::parse;
+
+    #[test]
+    fn each_system_has_a_value_and_a_function() {
+        for value in SystemArg::value_variants() {
+            let name = value.to_possible_value().unwrap().get_name().to_owned();
+            assert_eq!(name, value.name());
+            assert!(*value == SystemArg::All || SYSTEMS.iter().any(|system| system.arg == *value), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_help_names_the_topologies_that_the_model_has() {
+        let command = ScaleArgs::augment_args(clap::Command::new("slat"));
+        let topology = command.get_arguments().find(|arg| arg.get_id() == "topology").unwrap();
+        let help = topology.get_long_help().unwrap().to_string();
+        for name in slat_model::topology::Topology::names() {
+            assert!(help.contains(name), "{name}: {help}");
+        }
+    }
+
+    #[test]
+    fn rounds_are_iterations() {
+        let args: ScaleArgs = parse("slat scale --rounds 3 --cpus 4,2 -b 64K").unwrap();
+        assert_eq!((args.iterations, &args.cpus[..], args.bytes, args.seed), (3, &[4, 2][..], 65536, 1));
+        for bad in ["--rounds 0", "--cpus 0", "--cpus 1,x", "--cpus -1", "--bytes 5000", "--system shadow"] {
+            assert!(parse::<ScaleArgs>(&format!("slat scale {bad}")).is_err(), "{bad}");
+        }
+    }
+}

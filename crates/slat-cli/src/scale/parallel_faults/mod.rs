@@ -1,0 +1,169 @@
+//! Parallel page faults: the phases of dirty_log_perf_test on modelled machines.
+//!
+//! It predicts the published times of KVM with the exclusive lock and with the series (shared lock),
+//! on the published machine. Then it shows how the rate of faults grows with the number of CPUs, for
+//! each lock of slat, with the host around the engine and with the engine alone.
+
+mod curves;
+mod prediction;
+
+use slat_model::experiment::Hypervisor;
+use slat_model::experiment::phases::{Around, DirtyTracking, Lock, Phases, PhasesRun, Sharing};
+use slat_model::topology::Topology;
+
+use super::trace::Traced;
+use super::{Context, Part};
+use crate::failure::Failure;
+use crate::results::{Labels, labels};
+
+/// Pages of memory that all vCPUs access are as many as these parts of a vCPU.
+const OVERLAPPING_PARTS: u64 = 4;
+
+/// What distinguishes runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Case {
+    hypervisor: Hypervisor,
+    lock: Lock,
+    sharing: Sharing,
+    around: Around,
+    nr_cpus: usize,
+}
+
+/// A run that is done.
+#[derive(Clone, Debug)]
+struct Done {
+    case: Case,
+    topology: Topology,
+    run: PhasesRun,
+}
+
+fn lock_name(lock: Lock) -> &'static str {
+    match lock {
+        Lock::None => "none",
+        Lock::Shared => "shared",
+        Lock::Exclusive => "exclusive",
+    }
+}
+
+fn access_name(sharing: Sharing) -> &'static str {
+    match sharing {
+        Sharing::Partitioned => "partitioned",
+        Sharing::Overlapping => "overlapping",
+    }
+}
+
+fn around_name(around: Around) -> &'static str {
+    match around {
+        Around::Host => "host",
+        Around::Nothing => "engine",
+    }
+}
+
+impl Case {
+    fn labels(self) -> Labels {
+        labels([
+            ("hypervisor", self.hypervisor_name().into()),
+            ("lock", lock_name(self.lock).into()),
+            ("access", access_name(self.sharing).into()),
+            ("around", around_name(self.around).into()),
+            ("cpus", self.nr_cpus.into()),
+        ])
+    }
+
+    fn title(self) -> String {
+        let around = match self.around {
+            Around::Host => "with the host",
+            Around::Nothing => "the engine alone",
+        };
+        format!(
+            "{}, lock {}, {}, {around}, {} CPUs",
+            self.hypervisor_name(),
+            lock_name(self.lock),
+            access_name(self.sharing),
+            self.nr_cpus
+        )
+    }
+
+    fn hypervisor_name(self) -> &'static str {
+        match self.hypervisor {
+            Hypervisor::Kvm => "kvm",
+            Hypervisor::Slat => "slat",
+        }
+    }
+
+    /// Pages of all memory that is accessed, if each vCPU has a part of `bytes` bytes.
+    fn nr_pages_in_all(self, bytes: u64) -> u64 {
+        let nr_parts = match self.sharing {
+            Sharing::Partitioned => self.nr_cpus as u64,
+            Sharing::Overlapping => OVERLAPPING_PARTS,
+        };
+        (bytes >> 12) * nr_parts
+    }
+
+    fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {
+        let args = context.args;
+        let (tracking, nr_rounds) = match self.hypervisor {
+            Hypervisor::Kvm => (DirtyTracking::PageModificationLog, args.iterations),
+            // The curves are of the first faults only.
+            Hypervisor::Slat => (DirtyTracking::WriteProtect, 0),
+        };
+        let phases = Phases {
+            nr_vcpus: self.nr_cpus,
+            nr_pages: match self.sharing {
+                Sharing::Partitioned => args.bytes >> 12,
+                Sharing::Overlapping => self.nr_pages_in_all(args.bytes),
+            },
+            sharing: self.sharing,
+            lock: self.lock,
+            hypervisor: self.hypervisor,
+            tracking,
+            nr_rounds,
+            around: self.around,
+            seed: args.seed,
+        };
+        let run = phases.run(topology, context.parameters)?;
+        Ok(Done { case: self, topology: topology.clone(), run })
+    }
+}
+
+/// Runs the model.
+pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
+    let mut planned: Vec<(Case, Topology)> = Vec::new();
+    let published = prediction::topology()?;
+    planned.extend(prediction::cases().map(|case| (case, published.clone())));
+    for case in curves::cases(context.machines.cpus()) {
+        planned.push((case, context.machines.topology(case.nr_cpus)?));
+    }
+    let progress = context.progress(planned.len());
+    let mut all = Vec::new();
+    for (case, topology) in planned {
+        progress.begin(case.title());
+        all.push(case.run(context, &topology)?);
+        progress.step();
+        context.so_far(part(context, &all))?;
+    }
+    Ok(part(context, &all))
+}
+
+fn part(context: &Context<'_>, all: &[Done]) -> Part {
+    let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
+    prediction::add(&mut part, context.args, all);
+    curves::add(&mut part, context, all);
+    part
+}
+
+impl Done {
+    fn traced(&self) -> Traced {
+        Traced {
+            title: self.case.title(),
+            labels: self.case.labels(),
+            topology: self.topology.name().to_owned(),
+            report: self.run.report.clone(),
+        }
+    }
+}
+
+/// The run of a case, if it is done.
+fn find(all: &[Done], case: Case) -> Option<&Done> {
+    all.iter().find(|done| done.case == case)
+}
