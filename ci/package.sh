@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unpacked=$target/unpacked
-packages=(slat slat-machine slat-results slat-cli)
+packages=(slat slat-costed slat-machine slat-model slat-results slat-cli)
 
 # The one warning that is turned off: there is no public address yet for `repository`. All other
 # fields that cargo would warn about are checked below.
@@ -43,11 +43,13 @@ cp Cargo.lock "$unpacked"
 cat >"$unpacked/Cargo.toml" <<'MANIFEST'
 [workspace]
 resolver = "3"
-members = ["slat", "slat-machine", "slat-results", "slat-cli"]
+members = ["slat", "slat-costed", "slat-machine", "slat-model", "slat-results", "slat-cli"]
 
 [patch.crates-io]
 slat = { path = "slat" }
+slat-costed = { path = "slat-costed" }
 slat-machine = { path = "slat-machine" }
+slat-model = { path = "slat-model" }
 slat-results = { path = "slat-results" }
 MANIFEST
 # The profile of the workspace; without it everything would be built again.

@@ -137,7 +137,7 @@ impl GuestWork {
             per_access: parameters.instructions(work.per_access.get()),
             // Never nothing: a guest that has all of its pages would run for ever at one time.
             tlb_hit: guest.tlb_hit.ps().max(1),
-            walk: guest.walk.ps(),
+            walk: around(guest.walk.ps()),
             tlb_entries: guest.tlb_entries.whole() as usize,
             page: around(parameters.instructions(guest.page_instructions.get())),
             memory_parallelism: if is_engine_alone { 0 } else { guest.memory_parallelism.whole() },

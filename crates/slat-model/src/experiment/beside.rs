@@ -145,7 +145,9 @@ impl Beside {
             let counted = Rc::new(std::cell::RefCell::new(Ok(Counted::default())));
             let to = Rc::clone(&counted);
             let task = machine::spawn(0, move || {
-                *to.borrow_mut() = operate(&guest, operation, nr_pages, nr_vcpus, &is_over);
+                // A fault that never ends beside it shall be seen, and not last for ever.
+                let is_over = || is_over.get() || machine::now() > end + 10 * duration;
+                *to.borrow_mut() = operate(&guest, operation, nr_pages, nr_vcpus, is_over);
             });
             (task, counted)
         };
@@ -192,13 +194,13 @@ fn operate(
     operation: Operation,
     nr_pages: u64,
     nr_vcpus: u64,
-    is_over: &Cell<bool>,
+    is_over: impl Fn() -> bool,
 ) -> Result<Counted, Error> {
     let mut counted = Counted::default();
     let mut bitmap = vec![0_u64; (pages_apart(nr_pages) * (nr_vcpus + 1)).div_ceil(64) as usize];
     guest.begin_call();
     for turn in 0_u64.. {
-        if is_over.get() || operation == Operation::Nothing {
+        if is_over() || operation == Operation::Nothing {
             break;
         }
         let part = turn % nr_vcpus * pages_apart(nr_pages);

@@ -32,7 +32,8 @@ struct Cost {
 /// What accesses of one place in the source, or to one line, have cost.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Hot {
-    /// The file of the engine, from its `src` on, and the line there.
+    /// The file of the engine, from its `src` on, and the line there. Of the model's own accesses
+    /// (walks, locks, the host), "model: " and its file.
     pub place: String,
     /// How often the cache line came from elsewhere.
     pub nr_fetches: u64,
@@ -57,6 +58,15 @@ pub struct Report {
 
 /// How many places and lines a report has.
 const NR_HOT: usize = 10;
+
+/// The name of a file of the engine from its `src` on; of the model's own files with that in front.
+fn name_of(file: &str) -> String {
+    match file.rsplit_once("/src/") {
+        Some((folder, name)) if folder.ends_with("slat-model") => format!("model: {name}"),
+        Some((_, name)) => name.to_owned(),
+        None => file.to_owned(),
+    }
+}
 
 impl Profile {
     #[inline]
@@ -93,7 +103,7 @@ impl Profile {
             costs.sort_unstable_by_key(|&(line, place, cost)| (u64::MAX - cost.time, line, place));
             costs.truncate(NR_HOT);
             let hot = |(_, (file, line), cost): (u32, Place, Cost)| Hot {
-                place: format!("{}:{line}", file.rsplit_once("/src/").map_or(file, |(_, file)| file)),
+                place: format!("{}:{line}", name_of(file)),
                 nr_fetches: cost.nr_fetches,
                 wait_ns: cost.time / 1000,
             };

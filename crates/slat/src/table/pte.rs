@@ -45,7 +45,7 @@
 //!
 //! | from -> to | steps |
 //! |---|---|
-//! | empty -> leaf, table | invalidation: install, refine |
+//! | empty -> leaf, table | invalidation: install, refine, refine_anew |
 //! | empty -> empty, greater number | invalidation: zap_lowest, zap_higher |
 //! | leaf, tracked -> leaf, same frame | dirty_log: restore_write |
 //! | leaf -> leaf, tracked, same frame | dirty_log: protect, enabling_protects, drop_write |
