@@ -14,8 +14,10 @@
 //! those of `slat`.
 
 mod machines;
+mod names;
 mod parallel_faults;
 mod trace;
+mod userfault;
 
 use std::io::{self, Write};
 
@@ -88,6 +90,8 @@ pub(crate) struct ScaleArgs {
 enum SystemArg {
     /// Parallel page faults on the second stage.
     ParallelFaults,
+    /// Demand paging by userfaultfd and by exits.
+    Userfault,
     All,
 }
 
@@ -96,6 +100,7 @@ impl SystemArg {
     fn name(self) -> &'static str {
         match self {
             SystemArg::ParallelFaults => "parallel-faults",
+            SystemArg::Userfault => "userfault",
             SystemArg::All => "all",
         }
     }
@@ -108,7 +113,10 @@ struct System {
 }
 
 /// All systems, in the order of the output.
-const SYSTEMS: [System; 1] = [System { arg: SystemArg::ParallelFaults, run: parallel_faults::run }];
+const SYSTEMS: [System; 2] = [
+    System { arg: SystemArg::ParallelFaults, run: parallel_faults::run },
+    System { arg: SystemArg::Userfault, run: userfault::run },
+];
 
 /// What a system adds to the output.
 #[derive(Clone, Debug, Default)]
