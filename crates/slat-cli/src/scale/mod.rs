@@ -15,6 +15,7 @@
 
 mod machines;
 mod names;
+mod numa_split;
 mod parallel_faults;
 mod trace;
 mod userfault;
@@ -92,6 +93,8 @@ enum SystemArg {
     ParallelFaults,
     /// Demand paging by userfaultfd and by exits.
     Userfault,
+    /// Splits of huge pages on several nodes.
+    NumaSplit,
     All,
 }
 
@@ -101,6 +104,7 @@ impl SystemArg {
         match self {
             SystemArg::ParallelFaults => "parallel-faults",
             SystemArg::Userfault => "userfault",
+            SystemArg::NumaSplit => "numa-split",
             SystemArg::All => "all",
         }
     }
@@ -113,9 +117,10 @@ struct System {
 }
 
 /// All systems, in the order of the output.
-const SYSTEMS: [System; 2] = [
+const SYSTEMS: [System; 3] = [
     System { arg: SystemArg::ParallelFaults, run: parallel_faults::run },
     System { arg: SystemArg::Userfault, run: userfault::run },
+    System { arg: SystemArg::NumaSplit, run: numa_split::run },
 ];
 
 /// What a system adds to the output.
