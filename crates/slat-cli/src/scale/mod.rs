@@ -13,6 +13,7 @@
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
 
+mod dirty_log;
 mod machines;
 mod names;
 mod numa_split;
@@ -95,6 +96,8 @@ enum SystemArg {
     Userfault,
     /// Splits of huge pages on several nodes.
     NumaSplit,
+    /// Operations of the hypervisor beside faults.
+    DirtyLog,
     All,
 }
 
@@ -105,6 +108,7 @@ impl SystemArg {
             SystemArg::ParallelFaults => "parallel-faults",
             SystemArg::Userfault => "userfault",
             SystemArg::NumaSplit => "numa-split",
+            SystemArg::DirtyLog => "dirty-log",
             SystemArg::All => "all",
         }
     }
@@ -117,10 +121,11 @@ struct System {
 }
 
 /// All systems, in the order of the output.
-const SYSTEMS: [System; 3] = [
+const SYSTEMS: [System; 4] = [
     System { arg: SystemArg::ParallelFaults, run: parallel_faults::run },
     System { arg: SystemArg::Userfault, run: userfault::run },
     System { arg: SystemArg::NumaSplit, run: numa_split::run },
+    System { arg: SystemArg::DirtyLog, run: dirty_log::run },
 ];
 
 /// What a system adds to the output.
