@@ -16,7 +16,7 @@ use super::names::lock_name;
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
-use crate::quantity::{NOTHING, Unit, quantity};
+use crate::quantity::{NOTHING, Unit, digits, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table;
 
@@ -182,12 +182,12 @@ fn part(parameters: &Parameters, all: &[Done]) -> Part {
 
 /// Adds the table with a CPU for each vCPU.
 fn add_table(text: &mut String, all: &[Done]) {
-    let header = ["beside faults, by lock", "faults", "mean", "longest", "operations", "mean", "longest"];
+    let header = ["operation, lock", "faults/s", "mean", "longest", "calls/s", "mean", "longest"];
     let mut figures = table::figures(header.map(str::to_owned));
     for Done { case, run, .. } in all.iter().filter(|done| !done.case.is_of_many()) {
         let cells = [&run.faults, &run.operations].into_iter().flat_map(|counted| {
             [
-                cell(per_second(counted, run.duration_ns), Unit::PerSecond),
+                per_second(counted, run.duration_ns).map_or_else(|| NOTHING.to_owned(), |rate| digits(rate, false)),
                 cell(mean_s(counted), Unit::Seconds),
                 cell(longest_s(counted), Unit::Seconds),
             ]

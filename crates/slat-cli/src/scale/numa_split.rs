@@ -89,7 +89,7 @@ impl Case {
     }
 
     fn title(self) -> String {
-        format!("{}, splitters: {}", self.placement_name(), self.splitters_name())
+        format!("{}, {}", self.placement_name(), self.splitters_name())
     }
 
     fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {
@@ -127,7 +127,7 @@ pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
     let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
-    let header = ["placement, 416 vCPUs", "split", "dirty memory", "less time", PUBLISHED, "local", "remote"];
+    let header = ["placement, splitters", "split", "dirty memory", "less time", PUBLISHED, "local", "remote"];
     let mut figures = table::figures(header.map(str::to_owned));
     for Done { case, run, .. } in all {
         let times = &run.times;
@@ -155,6 +155,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
     let _ = writeln!(
         part.text,
         "{figures}\n\n\
+         {NR_VCPUS} vCPUs, and one thread that splits, or one on each node.\n\
          Split: the time until all huge pages are split. Dirty memory: the mean time of a round after the\n\
          first; rounds: {}. Local and remote: page-table pages that replace huge pages, on the node of their\n\
          memory and on another. On the topology {TOPOLOGY}, with {} for each vCPU, where {} were\n\
