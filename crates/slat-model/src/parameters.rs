@@ -43,6 +43,11 @@ impl TryFrom<f64> for Ns {
 }
 
 impl Ns {
+    /// The time in seconds.
+    pub fn seconds(self) -> f64 {
+        self.0 / 1e9
+    }
+
     pub(crate) fn ps(self) -> Ps {
         (self.0 * PS_PER_NS as f64).round() as Ps
     }

@@ -13,9 +13,14 @@
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
 
+mod check;
+mod dirty_log;
 mod machines;
+mod names;
+mod numa_split;
 mod parallel_faults;
 mod trace;
+mod userfault;
 
 use std::io::{self, Write};
 
@@ -74,6 +79,23 @@ pub(crate) struct ScaleArgs {
     iterations: u32,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
+    /// Check the engine on modelled machines instead
+    ///
+    /// Guests write and read while the dirty log is got, pages move, and huge pages are split. All
+    /// oracles check them, with one seed after another.
+    #[arg(long, conflicts_with_all = ["system", "cpus", "topology", "bytes", "iterations", "trace"])]
+    check: bool,
+    /// Time of --check
+    ///
+    /// In seconds. At least one seed runs.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 60,
+        requires = "check",
+        value_parser = clap::value_parser!(u64).range(1..=86400)
+    )]
+    seconds: u64,
     /// Print the trace hash of each run, and what cost most
     ///
     /// The ten cache lines and the ten places in the source for which CPUs waited longest.
@@ -88,6 +110,12 @@ pub(crate) struct ScaleArgs {
 enum SystemArg {
     /// Parallel page faults on the second stage.
     ParallelFaults,
+    /// Demand paging by userfaultfd and by exits.
+    Userfault,
+    /// Splits of huge pages on several nodes.
+    NumaSplit,
+    /// Operations of the hypervisor beside faults.
+    DirtyLog,
     All,
 }
 
@@ -96,6 +124,9 @@ impl SystemArg {
     fn name(self) -> &'static str {
         match self {
             SystemArg::ParallelFaults => "parallel-faults",
+            SystemArg::Userfault => "userfault",
+            SystemArg::NumaSplit => "numa-split",
+            SystemArg::DirtyLog => "dirty-log",
             SystemArg::All => "all",
         }
     }
@@ -108,7 +139,12 @@ struct System {
 }
 
 /// All systems, in the order of the output.
-const SYSTEMS: [System; 1] = [System { arg: SystemArg::ParallelFaults, run: parallel_faults::run }];
+const SYSTEMS: [System; 4] = [
+    System { arg: SystemArg::ParallelFaults, run: parallel_faults::run },
+    System { arg: SystemArg::Userfault, run: userfault::run },
+    System { arg: SystemArg::NumaSplit, run: numa_split::run },
+    System { arg: SystemArg::DirtyLog, run: dirty_log::run },
+];
 
 /// What a system adds to the output.
 #[derive(Clone, Debug, Default)]
@@ -150,11 +186,14 @@ impl Context<'_> {
 
 /// Runs the models.
 pub(crate) fn run(args: &ScaleArgs, session: &Session) -> Result<Outcome, Failure> {
-    let machines = Machines::new(args)?;
     let parameters = match &args.parameters {
         Some(file) => Parameters::from_file(file),
         None => Parameters::built_in(),
     }?;
+    if args.check {
+        return check::run(args, &parameters, session);
+    }
+    let machines = Machines::new(args)?;
     let mut done = Vec::new();
     for system in SYSTEMS.iter().filter(|system| [system.arg, SystemArg::All].contains(&args.system)) {
         let context =
@@ -206,10 +245,13 @@ fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -
         "seed": args.seed,
         "runs": parts.iter().flat_map(parts_of).collect::<Vec<_>>(),
     });
-    let host = Host { measured_on: MODELLED_CPUS.to_owned(), ..Host::read(None) };
     let figures = parts.iter().flat_map(|(_, part)| part.figures.clone()).collect();
     let published = parts.iter().flat_map(|(_, part)| part.published.clone()).collect();
-    Results { published, ..Results::new("scale", config, host, figures) }
+    Results { published, ..Results::new("scale", config, host(), figures) }
+}
+
+fn host() -> Host {
+    Host { measured_on: MODELLED_CPUS.to_owned(), ..Host::read(None) }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use crate::results::{Labels, labels};
 
 /// How a missing page is noticed and brought. The names are those of results.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) enum Mode {
+pub(crate) enum Mode {
     /// No userfault: the host has the page.
     None,
     /// userfaultfd, for missing pages, which are copied.
@@ -30,7 +30,7 @@ pub(super) enum Mode {
 }
 
 impl Mode {
-    pub(super) const ALL: [Mode; 9] = [
+    pub(crate) const ALL: [Mode; 9] = [
         Mode::None,
         Mode::Missing,
         Mode::MissingOneReader,
@@ -43,7 +43,7 @@ impl Mode {
     ];
 
     /// The name in options and results.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Mode::None => "none",
             Mode::Missing => "missing",
@@ -58,12 +58,12 @@ impl Mode {
     }
 
     /// Whether vCPUs wait only for userfaultfd.
-    pub(super) fn is_userfaultfd_alone(self) -> bool {
+    pub(crate) fn is_userfaultfd_alone(self) -> bool {
         matches!(self, Mode::Missing | Mode::MissingOneReader | Mode::Minor | Mode::MinorOneReader)
     }
 
     /// Whether the mode uses userfaultfd.
-    pub(super) fn has_userfaultfd(self) -> bool {
+    pub(crate) fn has_userfaultfd(self) -> bool {
         self.is_userfaultfd_alone() || matches!(self, Mode::MissingAndExits | Mode::MinorAndExits)
     }
 }
@@ -76,7 +76,7 @@ impl fmt::Display for Mode {
 
 /// How many userfaultfd descriptors there are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Uffds {
+pub(crate) enum Uffds {
     /// One for all memory.
     One,
     /// One for the memory of each vCPU.
@@ -85,7 +85,7 @@ pub(super) enum Uffds {
 
 impl Uffds {
     /// The name in results.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Uffds::One => "one",
             Uffds::PerVcpu => "per-vcpu",
@@ -93,7 +93,7 @@ impl Uffds {
     }
 
     /// In words.
-    pub(super) fn describe(self) -> &'static str {
+    pub(crate) fn describe(self) -> &'static str {
         match self {
             Uffds::One => "one descriptor",
             Uffds::PerVcpu => "one descriptor for each vCPU",

@@ -9,22 +9,22 @@ use slat_machine::vm::demand_paging::PagedBacking;
 use super::case::{Mode, Uffds};
 
 /// The numbers of vCPUs that the columns of figures are for.
-pub(super) const VCPUS: [usize; 3] = [2, 8, 64];
+pub(crate) const VCPUS: [usize; 3] = [2, 8, 64];
 
 /// A part of the tables: its memory, its descriptors, and its rows from top to bottom.
 #[derive(Debug)]
-pub(super) struct Group {
-    pub(super) backing: PagedBacking,
-    pub(super) uffds: Uffds,
-    pub(super) rows: &'static [Row],
+pub(crate) struct Group {
+    pub(crate) backing: PagedBacking,
+    pub(crate) uffds: Uffds,
+    pub(crate) rows: &'static [Row],
 }
 
 /// A row: pages per second for each vCPU, for each of [`VCPUS`]; `None` where nothing was
 /// published.
 #[derive(Debug)]
-pub(super) struct Row {
-    pub(super) mode: Mode,
-    pub(super) rates: Option<[u32; VCPUS.len()]>,
+pub(crate) struct Row {
+    pub(crate) mode: Mode,
+    pub(crate) rates: Option<[u32; VCPUS.len()]>,
 }
 
 const fn row(mode: Mode, rates: [u32; VCPUS.len()]) -> Row {
@@ -38,7 +38,7 @@ const SHMEM: PagedBacking = PagedBacking::Memory(BackingKind::Shmem);
 const RING: Row = Row { mode: Mode::Ring, rates: None };
 
 /// On x86.
-pub(super) const X86: [Group; 3] = [
+pub(crate) const X86: [Group; 3] = [
     Group {
         backing: ANONYMOUS,
         uffds: Uffds::One,
@@ -76,7 +76,7 @@ pub(super) const X86: [Group; 3] = [
 ];
 
 /// On arm64.
-pub(super) const ARM64: [Group; 2] = [
+pub(crate) const ARM64: [Group; 2] = [
     Group {
         backing: SHMEM,
         uffds: Uffds::One,
@@ -104,7 +104,7 @@ pub(super) const ARM64: [Group; 2] = [
 
 impl Row {
     /// The published figure for `nr_vcpus`, in pages per second for each vCPU.
-    pub(super) fn rate(&self, nr_vcpus: usize) -> Option<f64> {
+    pub(crate) fn rate(&self, nr_vcpus: usize) -> Option<f64> {
         let column = VCPUS.iter().position(|&vcpus| vcpus == nr_vcpus)?;
         self.rates.map(|rates| f64::from(rates[column]))
     }
@@ -112,12 +112,12 @@ impl Row {
 
 impl Group {
     /// The published figure of a row.
-    pub(super) fn rate(&self, mode: Mode, nr_vcpus: usize) -> Option<f64> {
+    pub(crate) fn rate(&self, mode: Mode, nr_vcpus: usize) -> Option<f64> {
         self.rows.iter().find(|row| row.mode == mode)?.rate(nr_vcpus)
     }
 
     /// The best published figure of userfaultfd alone.
-    pub(super) fn best_userfaultfd(&self, nr_vcpus: usize) -> Option<f64> {
+    pub(crate) fn best_userfaultfd(&self, nr_vcpus: usize) -> Option<f64> {
         let rows = self.rows.iter().filter(|row| row.mode.is_userfaultfd_alone());
         rows.filter_map(|row| row.rate(nr_vcpus)).max_by(f64::total_cmp)
     }

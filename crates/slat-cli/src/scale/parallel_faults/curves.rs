@@ -5,9 +5,10 @@ use std::fmt::Write;
 use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, Sharing};
 
+use super::super::names::lock_name;
 use super::super::trace::{HOT_LINES, hot_table, wait_s};
 use super::super::{Context, Part};
-use super::{Case, Done, find, lock_name};
+use super::{Case, Done, find};
 use crate::quantity::{NOTHING, Unit, quantity, times};
 use crate::results::Figure;
 use crate::table;

@@ -11,6 +11,7 @@ use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, DirtyTracking, Lock, Phases, PhasesRun, Sharing};
 use slat_model::topology::Topology;
 
+use super::names::{hypervisor_name, lock_name};
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
@@ -37,14 +38,6 @@ struct Done {
     run: PhasesRun,
 }
 
-fn lock_name(lock: Lock) -> &'static str {
-    match lock {
-        Lock::None => "none",
-        Lock::Shared => "shared",
-        Lock::Exclusive => "exclusive",
-    }
-}
-
 fn access_name(sharing: Sharing) -> &'static str {
     match sharing {
         Sharing::Partitioned => "partitioned",
@@ -62,7 +55,7 @@ fn around_name(around: Around) -> &'static str {
 impl Case {
     fn labels(self) -> Labels {
         labels([
-            ("hypervisor", self.hypervisor_name().into()),
+            ("hypervisor", hypervisor_name(self.hypervisor).into()),
             ("lock", lock_name(self.lock).into()),
             ("access", access_name(self.sharing).into()),
             ("around", around_name(self.around).into()),
@@ -77,18 +70,11 @@ impl Case {
         };
         format!(
             "{}, lock {}, {}, {around}, {} CPUs",
-            self.hypervisor_name(),
+            hypervisor_name(self.hypervisor),
             lock_name(self.lock),
             access_name(self.sharing),
             self.nr_cpus
         )
-    }
-
-    fn hypervisor_name(self) -> &'static str {
-        match self.hypervisor {
-            Hypervisor::Kvm => "kvm",
-            Hypervisor::Slat => "slat",
-        }
     }
 
     /// Pages of all memory that is accessed, if each vCPU has a part of `bytes` bytes.

@@ -10,8 +10,9 @@ use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, PhaseTimes, Sharing};
 use slat_model::topology::Topology;
 
+use super::super::names::{error_of, lock_name};
 use super::super::{Part, ScaleArgs};
-use super::{Case, Done, OVERLAPPING_PARTS, find, lock_name};
+use super::{Case, Done, OVERLAPPING_PARTS, find};
 use crate::failure::Failure;
 use crate::parallel_faults::PHASES;
 use crate::quantity::{NOTHING, Unit, quantity};
@@ -70,11 +71,6 @@ fn predicted_s(times: &PhaseTimes, nr_pages: u64, nr_published_pages: u64) -> [f
     ]
 }
 
-/// By how much a prediction is above what was published, in percent.
-fn error_percent(predicted: f64, published: f64) -> f64 {
-    (predicted / published - 1.0) * 100.0
-}
-
 /// Adds the prediction to the part.
 pub(super) fn add(part: &mut Part, args: &ScaleArgs, all: &[Done]) {
     for sharing in SHARINGS {
@@ -113,7 +109,7 @@ fn add_table(text: &mut String, sharing: Sharing, predicted: [Option<[f64; PHASE
                 [
                     or_nothing(time.map(|time| quantity(time, Unit::Seconds))),
                     quantity(published, Unit::Seconds),
-                    or_nothing(time.map(|time| format!("{:+.1}%", error_percent(time, published)))),
+                    or_nothing(time.map(|time| error_of(time, published))),
                 ]
             });
         figures.add_row(std::iter::once(phase.title.to_owned()).chain(cells));
@@ -162,9 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_positive_where_the_prediction_is_too_long() {
-        assert!((error_percent(12.0, 10.0) - 20.0).abs() < 1e-9);
-        assert!((error_percent(8.0, 10.0) + 20.0).abs() < 1e-9);
+    fn the_published_pages_are_those_of_all_vcpus() {
         assert_eq!(nr_published_pages(Sharing::Partitioned), 75_497_472);
         assert_eq!(nr_published_pages(Sharing::Overlapping), 1_572_864);
     }

@@ -1,0 +1,270 @@
+//! Operations of the hypervisor beside vCPUs that fault, on modelled machines: harvests of the dirty
+//! log, and invalidations.
+//!
+//! One table has a CPU for each vCPU. The other has more vCPUs than CPUs, so the operating system
+//! preempts vCPUs anywhere, inside the engine, too.
+
+use std::fmt::Write;
+
+use slat_model::experiment::beside::{Beside, BesideRun, Counted, Operation};
+use slat_model::experiment::phases::{Around, Lock};
+use slat_model::machine::LockKind;
+use slat_model::parameters::Parameters;
+use slat_model::topology::Topology;
+
+use super::names::lock_name;
+use super::trace::Traced;
+use super::{Context, Part};
+use crate::failure::Failure;
+use crate::quantity::{NOTHING, Unit, digits, quantity};
+use crate::results::{Figure, Labels, labels};
+use crate::table;
+
+const TOPOLOGY: &str = "2x48";
+/// CPUs for vCPUs. The other one is for the hypervisor's thread.
+const NR_CPUS: usize = 95;
+
+/// More vCPUs than CPUs.
+const NR_MANY_VCPUS: usize = 416;
+
+/// Pages of each vCPU, at most; the second is for more vCPUs than CPUs.
+const MAX_PAGES: u64 = 4096;
+const MAX_PAGES_OF_MANY: u64 = 1024;
+
+/// Times of the runs in nanoseconds of virtual time.
+const DURATION_NS: u64 = 2_000_000;
+const DURATION_OF_MANY_NS: u64 = 20_000_000;
+
+const LOCKS: [Lock; 3] = [Lock::None, Lock::Shared, Lock::Exclusive];
+
+const OPERATIONS: [Operation; 4] =
+    [Operation::Nothing, Operation::Harvest, Operation::InvalidatePage, Operation::InvalidateUnused];
+
+/// What distinguishes runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Case {
+    operation: Operation,
+    lock: Lock,
+    lock_kind: LockKind,
+    nr_vcpus: usize,
+}
+
+/// A run that is done.
+#[derive(Clone, Debug)]
+struct Done {
+    case: Case,
+    topology: Topology,
+    run: BesideRun,
+}
+
+/// All runs, in the order of the tables.
+fn cases() -> impl Iterator<Item = Case> {
+    let beside = OPERATIONS.into_iter().flat_map(|operation| {
+        LOCKS.map(|lock| Case { operation, lock, lock_kind: LockKind::Spinning, nr_vcpus: NR_CPUS })
+    });
+    beside.chain(LOCKS.map(|lock| Case {
+        operation: Operation::InvalidatePage,
+        lock,
+        // A holder of a spinning lock is not preempted.
+        lock_kind: if lock == Lock::None { LockKind::Spinning } else { LockKind::Sleeping },
+        nr_vcpus: NR_MANY_VCPUS,
+    }))
+}
+
+fn operation_name(operation: Operation) -> &'static str {
+    match operation {
+        Operation::Nothing => "nothing",
+        Operation::Harvest => "harvest",
+        Operation::InvalidatePage => "invalidate-page",
+        Operation::InvalidateUnused => "invalidate-unused",
+    }
+}
+
+fn lock_kind_name(kind: LockKind) -> &'static str {
+    match kind {
+        LockKind::Spinning => "spinning",
+        LockKind::Sleeping => "sleeping",
+    }
+}
+
+impl Case {
+    /// Whether there are more vCPUs than CPUs.
+    fn is_of_many(self) -> bool {
+        self.nr_vcpus > NR_CPUS
+    }
+
+    fn labels(self) -> Labels {
+        labels([
+            ("operation", operation_name(self.operation).into()),
+            ("lock", lock_name(self.lock).into()),
+            ("lock_kind", lock_kind_name(self.lock_kind).into()),
+            ("vcpus", self.nr_vcpus.into()),
+            ("cpus", NR_CPUS.into()),
+        ])
+    }
+
+    fn title(self) -> String {
+        let operation = operation_name(self.operation);
+        format!("{operation}, lock {}, {} vCPUs on {NR_CPUS} CPUs", lock_name(self.lock), self.nr_vcpus)
+    }
+
+    fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {
+        let (max_pages, around, duration_ns) = if self.is_of_many() {
+            (MAX_PAGES_OF_MANY, Around::Host, DURATION_OF_MANY_NS)
+        } else {
+            (MAX_PAGES, Around::Nothing, DURATION_NS)
+        };
+        let beside = Beside {
+            nr_vcpus: self.nr_vcpus,
+            nr_cpus: NR_CPUS,
+            nr_pages: (context.args.bytes >> 12).min(max_pages),
+            lock: self.lock,
+            lock_kind: self.lock_kind,
+            operation: self.operation,
+            around,
+            duration_ns,
+            seed: context.args.seed,
+        };
+        let run = beside.run(topology, context.parameters)?;
+        Ok(Done { case: self, topology: topology.clone(), run })
+    }
+}
+
+/// Runs the model.
+pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
+    let topology = Topology::named(TOPOLOGY)?;
+    let progress = context.progress(cases().count());
+    let mut all = Vec::new();
+    for case in cases() {
+        progress.begin(case.title());
+        all.push(case.run(context, &topology)?);
+        progress.step();
+        context.so_far(part(context.parameters, &all))?;
+    }
+    Ok(part(context.parameters, &all))
+}
+
+/// How many there were in a second; `None` if there were none.
+fn per_second(counted: &Counted, duration_ns: u64) -> Option<f64> {
+    (counted.count != 0).then(|| counted.count as f64 * 1e9 / duration_ns as f64)
+}
+
+fn mean_s(counted: &Counted) -> Option<f64> {
+    (counted.count != 0).then(|| counted.total_ns as f64 / 1e9 / counted.count as f64)
+}
+
+fn longest_s(counted: &Counted) -> Option<f64> {
+    (counted.count != 0).then_some(counted.longest_ns as f64 / 1e9)
+}
+
+fn cell(value: Option<f64>, unit: Unit) -> String {
+    value.map_or_else(|| NOTHING.to_owned(), |value| quantity(value, unit))
+}
+
+fn part(parameters: &Parameters, all: &[Done]) -> Part {
+    let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
+    add_table(&mut part.text, all);
+    add_table_of_many(&mut part.text, parameters, all);
+    for done in all {
+        let labels = done.case.labels();
+        let BesideRun { faults, operations, duration_ns, .. } = &done.run;
+        for (name, unit, value) in [
+            ("fault_rate", Unit::PerSecond, per_second(faults, *duration_ns)),
+            ("operation_rate", Unit::PerSecond, per_second(operations, *duration_ns)),
+            ("longest_fault", Unit::Seconds, longest_s(faults)),
+            ("longest_operation", Unit::Seconds, longest_s(operations)),
+        ] {
+            part.figures.extend(value.map(|value| Figure::new(name, unit, &labels, [value])));
+        }
+    }
+    part
+}
+
+/// Adds the table with a CPU for each vCPU.
+fn add_table(text: &mut String, all: &[Done]) {
+    let header = ["operation, lock", "faults/s", "mean", "longest", "calls/s", "mean", "longest"];
+    let mut figures = table::figures(header.map(str::to_owned));
+    for Done { case, run, .. } in all.iter().filter(|done| !done.case.is_of_many()) {
+        let cells = [&run.faults, &run.operations].into_iter().flat_map(|counted| {
+            [
+                per_second(counted, run.duration_ns).map_or_else(|| NOTHING.to_owned(), |rate| digits(rate, false)),
+                cell(mean_s(counted), Unit::Seconds),
+                cell(longest_s(counted), Unit::Seconds),
+            ]
+        });
+        let name = format!("{}, {}", operation_name(case.operation), lock_name(case.lock));
+        figures.add_row(std::iter::once(name).chain(cells));
+    }
+    // A string takes all that is written.
+    let _ = writeln!(
+        text,
+        "{figures}\n\n\
+         {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY} write pages whose writes are logged, for {} of virtual\n\
+         time, the engine alone. A thread on another CPU does one operation after another: it gets the\n\
+         dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no vCPU uses. Locks spin.\n",
+        quantity(DURATION_NS as f64 / 1e9, Unit::Seconds)
+    );
+}
+
+/// Adds the table with more vCPUs than CPUs.
+fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
+    if !all.iter().any(|done| done.case.is_of_many()) {
+        return;
+    }
+    let header = ["preempted vCPUs, by lock", "longest fault", "longest operation", "quantum"];
+    let mut figures = table::figures(header.map(str::to_owned));
+    for Done { case, run, .. } in all.iter().filter(|done| done.case.is_of_many()) {
+        figures.add_row([
+            lock_name(case.lock).to_owned(),
+            cell(longest_s(&run.faults), Unit::Seconds),
+            cell(longest_s(&run.operations), Unit::Seconds),
+            quantity(parameters.host.quantum.seconds(), Unit::Seconds),
+        ]);
+    }
+    // A string takes all that is written.
+    let _ = writeln!(
+        text,
+        "{figures}\n\n\
+         {NR_MANY_VCPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of virtual time, beside\n\
+         invalidations of a page. A vCPU that runs for a quantum is preempted, inside the engine, too.\n\
+         Locks sleep. A time is without that in which its own thread had no CPU.",
+        quantity(DURATION_OF_MANY_NS as f64 / 1e9, Unit::Seconds)
+    );
+}
+
+impl Done {
+    fn traced(&self) -> Traced {
+        Traced {
+            title: self.case.title(),
+            labels: self.case.labels(),
+            topology: self.topology.name().to_owned(),
+            report: self.run.report.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_run_has_its_labels_and_one_cpu_is_left() {
+        let all: Vec<Case> = cases().collect();
+        assert_eq!(all.len(), 4 * 3 + 3);
+        for (index, case) in all.iter().enumerate() {
+            assert!(all[..index].iter().all(|other| other.labels() != case.labels()), "{case:?}");
+        }
+        assert_eq!(Topology::named(TOPOLOGY).unwrap().nr_cpus(), NR_CPUS + 1);
+    }
+
+    #[test]
+    fn without_operations_there_is_no_rate() {
+        let counted = Counted { count: 4, longest_ns: 900, total_ns: 2000 };
+        assert_eq!(per_second(&counted, 2_000_000), Some(2000.0));
+        assert_eq!(mean_s(&counted).map(|mean| (mean * 1e9).round()), Some(500.0));
+        assert_eq!(longest_s(&counted), Some(900.0 / 1e9));
+        let none = Counted::default();
+        assert_eq!([per_second(&none, 1), mean_s(&none), longest_s(&none)], [None; 3]);
+        assert_eq!(cell(None, Unit::Seconds), NOTHING);
+    }
+}
