@@ -38,7 +38,7 @@ const SHMEM: PagedBacking = PagedBacking::Memory(BackingKind::Shmem);
 const RING: Row = Row { mode: Mode::Ring, rates: None };
 
 /// On x86.
-pub(crate) const X86: [Group; 3] = [
+pub(crate) static X86: [Group; 3] = [
     Group {
         backing: ANONYMOUS,
         uffds: Uffds::One,
