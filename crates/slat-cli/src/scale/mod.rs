@@ -8,7 +8,7 @@
 //! # Implementation
 //! Each published system is a module with one function, which [`SYSTEMS`] names. The function runs
 //! the model and returns a [`Part`]: its text, its figures, and its runs. Figures have one sample
-//! each, since virtual time has no spread.
+//! each, since virtual time has no spread. With `--check` none of them runs: [`check`] does.
 //!
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
