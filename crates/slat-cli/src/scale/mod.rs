@@ -79,15 +79,16 @@ pub(crate) struct ScaleArgs {
     iterations: u32,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Check the engine on modelled machines instead
+    /// Compare every harvest of the log with memory
     ///
-    /// Guests write and read while the dirty log is got, pages move, and huge pages are split. All
-    /// oracles check them, with one seed after another.
+    /// Instead of the systems: guests on modelled machines write and read, while other CPUs get the
+    /// dirty log, move pages, and split huge pages. Oracles compare every read and every harvest, and
+    /// find stale translations. One seed runs after another, for the time of --seconds.
     #[arg(long, conflicts_with_all = ["system", "cpus", "topology", "bytes", "iterations", "trace"])]
     check: bool,
-    /// Time of --check
+    /// Time of --check in seconds
     ///
-    /// In seconds. At least one seed runs.
+    /// At least one seed runs.
     #[arg(
         long,
         value_name = "N",
