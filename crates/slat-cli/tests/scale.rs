@@ -19,8 +19,8 @@ fn mistakes_are_one_line_that_names_the_value() {
     let hole = write("scale_hole.toml", "name = 'hole'\n[[node]]\ncpus = '0-1,3'\n");
     let no_toml = write("scale_no_toml.toml", "name = 'no TOML'\n[[node]]\ncpus = 3\n");
     let built_in = include_str!("../../slat-model/parameters.toml");
-    let lacks_one = write("scale_lacks_one.toml", &built_in.replace("hit = 1.5", ""));
-    let negative = write("scale_negative.toml", &built_in.replace("hit = 1.5", "hit = -1.5"));
+    let lacks_one = write("scale_lacks_one.toml", &built_in.replace("hit = 0.5", ""));
+    let negative = write("scale_negative.toml", &built_in.replace("hit = 0.5", "hit = -0.5"));
     for (args, what) in [
         ("--cpus 0", "'0' for '--cpus <N,...>': must be at least 1"),
         ("--cpus 1,x", "'x' for '--cpus"),
@@ -32,12 +32,15 @@ fn mistakes_are_one_line_that_names_the_value() {
         (&format!("--cpus 1 --topology {no_toml}"), "at line 3, column 8: invalid type: integer `3`"),
         ("--parameters /no/such/file", "parameters /no/such/file: "),
         (&format!("--cpus 1 --parameters {lacks_one}"), "missing field `hit`"),
-        (&format!("--cpus 1 --parameters {negative}"), "-1.5 is no time in nanoseconds"),
+        (&format!("--cpus 1 --parameters {negative}"), "-0.5 is no time in nanoseconds"),
         ("--bytes 5000", "multiple of the page size"),
         ("--cpus 1 --bytes 1T", "--bytes 1099511627776: the memory of all vCPUs is more than 512 GiB"),
         ("--rounds 0", "0 is not in 1..=1000"),
-        ("--system shadow", "[possible values: parallel-faults, all]"),
+        ("--system shadow", "[possible values: parallel-faults, userfault, numa-split, dirty-log, all]"),
         ("--seed x", "'x' for '--seed"),
+        ("--check --system userfault", "'--check' cannot be used with '--system <SYSTEM>'"),
+        ("--check --seconds 0", "0 is not in 1..=86400"),
+        ("--seconds 1", "were not provided: --check"),
     ] {
         assert_refused(&format!("scale {args}"), 2, what);
     }
@@ -59,10 +62,37 @@ fn hashes(object: &Value) -> Vec<String> {
     runs.iter().map(|run| run["trace_hash"].as_str().unwrap().to_owned()).collect()
 }
 
+/// The figures with a name and labels.
+fn found<'a>(object: &'a Value, name: &str, with: &[(&str, Value)]) -> Vec<&'a Value> {
+    let fits =
+        |figure: &&Value| figure["name"] == name && with.iter().all(|(label, value)| figure["labels"][label] == *value);
+    object["results"].as_array().unwrap().iter().filter(fits).collect()
+}
+
+/// The value of the one figure with a name and labels.
+#[track_caller]
+fn one(object: &Value, name: &str, with: &[(&str, Value)]) -> f64 {
+    let found = found(object, name, with);
+    assert_eq!(found.len(), 1, "{name} {with:?}: {found:?}");
+    value(found[0])
+}
+
+/// Checks that each of the published figures stands beside one that is predicted.
+#[track_caller]
+fn assert_published_beside_predicted(object: &Value, nr_published: usize) {
+    let published = object["published"].as_array().unwrap();
+    assert_eq!(published.len(), nr_published);
+    for of in published {
+        let figures = object["results"].as_array().unwrap().iter();
+        let beside = figures.filter(|figure| figure["name"] == of["name"] && figure["labels"] == of["labels"]);
+        assert_eq!(beside.count(), 1, "{of}");
+    }
+}
+
 #[test]
 fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
-    let first = results("--cpus 1,2 --bytes 64K");
-    let again = results("--cpus 1,2 --bytes 64K");
+    let first = results("--system parallel-faults --cpus 1,2 --bytes 64K");
+    let again = results("--system parallel-faults --cpus 1,2 --bytes 64K");
     assert_eq!(hashes(&first), hashes(&again));
     assert_eq!((&first["results"], &first["config"]), (&again["results"], &again["config"]));
     // The prediction has four runs, and each of the three curves three locks.
@@ -75,13 +105,6 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
     assert_eq!(config["runs"][0]["topology"], "96 CPUs, 2 nodes");
     assert!(config["runs"][0].get("hot_lines").is_none());
 
-    let figures = first["results"].as_array().unwrap();
-    let found = |name: &str, with: &[(&str, Value)]| -> Vec<&Value> {
-        let fits = |figure: &&Value| {
-            figure["name"] == name && with.iter().all(|(label, value)| figure["labels"][label] == *value)
-        };
-        figures.iter().filter(fits).collect()
-    };
     for lock in ["none", "shared", "exclusive"] {
         for (access, around) in [("partitioned", "host"), ("partitioned", "engine"), ("overlapping", "host")] {
             for cpus in [1, 2] {
@@ -92,10 +115,10 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
                     ("around", around.into()),
                     ("cpus", cpus.into()),
                 ];
-                let rates = found("populate_rate", &with);
+                let rates = found(&first, "populate_rate", &with);
                 assert!(rates.len() == 1 && value(rates[0]) > 0.0, "{with:?}: {rates:?}");
                 assert_eq!((&rates[0]["unit"], &rates[0]["better"]), (&"1/s".into(), &"more".into()));
-                let times = found("populate_memory", &with);
+                let times = found(&first, "populate_memory", &with);
                 assert!(times.len() == 1 && times[0]["unit"] == "s", "{with:?}: {times:?}");
                 // 16 pages for each vCPU, or 64 in all.
                 let nr_pages = if access == "partitioned" { 16 * cpus } else { 64 };
@@ -104,31 +127,29 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
             }
         }
     }
-    // Each published figure stands beside a predicted one.
-    let published = first["published"].as_array().unwrap();
-    assert_eq!(published.len(), 20);
-    for of in published {
-        let beside = figures.iter().filter(|figure| figure["name"] == of["name"] && figure["labels"] == of["labels"]);
-        assert_eq!(beside.count(), 1, "{of}");
-    }
-    let lines = found("hot_line_wait", &[("cpus", 2.into()), ("lock", "none".into()), ("around", "engine".into())]);
+    assert_published_beside_predicted(&first, 20);
+    let of_lines = [("cpus", 2.into()), ("lock", "none".into()), ("around", "engine".into())];
+    let lines = found(&first, "hot_line_wait", &of_lines);
     assert!((1..=10).contains(&lines.len()), "{lines:?}");
 
     // When vCPUs begin is random, which a run with one vCPU shows too.
-    let other = results("--cpus 1,2 --bytes 64K --seed 2");
+    let other = results("--system parallel-faults --cpus 1,2 --bytes 64K --seed 2");
     assert!(hashes(&first).iter().zip(hashes(&other)).all(|(first, other)| *first != other), "{other}");
 }
 
 #[test]
 fn a_report_has_the_rates_by_the_number_of_cpus() {
     let [json, page] = ["scale_report.json", "scale_report.html"].map(file);
-    assert_ok(&format!("scale --cpus 1,2 --bytes 16K --trace --json {}", json.display()));
+    assert_ok(&format!("scale --system parallel-faults --cpus 1,2 --bytes 16K --trace --json {}", json.display()));
     let object = read(&json);
     let hot = &object["config"]["runs"][0]["hot_places"];
     assert!(hot.as_array().is_some_and(|places| !places.is_empty()), "{hot}");
     assert_ok(&format!("report {} -o {}", json.display(), page.display()));
     let page = fs::read_to_string(page).unwrap();
-    assert!(page.contains("Populate rate") && page.contains("slat scale --cpus 1,2"), "{page}");
+    assert!(
+        page.contains("Populate rate") && page.contains("slat scale --system parallel-faults --cpus 1,2"),
+        "{page}"
+    );
     assert!(page.contains("iterations 2") && !page.contains("trace_hash"), "{page}");
 }
 
@@ -136,7 +157,9 @@ fn a_report_has_the_rates_by_the_number_of_cpus() {
 fn the_tables_have_what_was_published_and_a_row_for_each_number_of_cpus() {
     let topology = file("scale_three.toml");
     fs::write(&topology, "name = 'three'\n[[node]]\ncpus = '0,2'\n[[node]]\ncpus = '1'\n").unwrap();
-    let output = assert_ok(&format!("scale --cpus 3,1 --bytes 16K --trace --topology {}", topology.display()));
+    let topology = topology.display();
+    let output =
+        assert_ok(&format!("scale --system parallel-faults --cpus 3,1 --bytes 16K --trace --topology {topology}"));
     for line in [
         "## parallel-faults",
         "partitioned, 96 vCPUs, 3 GiB each",
@@ -158,4 +181,76 @@ fn the_tables_have_what_was_published_and_a_row_for_each_number_of_cpus() {
     assert_eq!(hashes.len(), 4 + 3 * 3 * 2, "{output}");
     let tables = output.lines().filter(|line| line.starts_with('|'));
     assert!(tables.clone().all(|line| line.chars().count() <= 100), "{output}");
+}
+
+/// The tables of a system, which fit a screen.
+#[track_caller]
+fn text(system: &str, bytes: &str) -> String {
+    let output = assert_ok(&format!("scale --system {system} --bytes {bytes} --quiet"));
+    assert!(output.contains(&format!("## {system}\n")), "{output}");
+    let mut lines = output.lines();
+    assert!(lines.all(|line| line.chars().count() <= 100), "{output}");
+    output
+}
+
+#[test]
+fn userfault_has_each_published_rate_and_the_exits_of_slat() {
+    let object = results("--system userfault --bytes 16K");
+    assert_published_beside_predicted(&object, 14 * 3);
+    assert_eq!(hashes(&object).len(), 14 * 3 + 3);
+    let rate = |mode: &str, vcpus: u64, hypervisor: &str| {
+        let anonymous = [("backing", "anonymous".into()), ("uffds", "one".into())];
+        let labels = [("mode", mode.into()), ("vcpus", vcpus.into()), ("hypervisor", hypervisor.into())];
+        one(&object, "page_rate", &[&anonymous[..], &labels[..]].concat())
+    };
+    assert!(rate("uf", 64, "kvm") > 3.0 * rate("missing-1r", 64, "kvm"));
+    assert!(rate("uf", 416, "slat") > 0.0 && rate("uf", 64, "slat") > rate("uf", 64, "kvm"));
+
+    let output = text("userfault", "8K");
+    for line in ["anonymous, one descriptor:", "| missing-1r |", "slat vs kvm", "| 416 vCPUs on 8x52 ", "with 2 pages"]
+    {
+        assert!(output.contains(line), "no '{line}' in:\n{output}");
+    }
+}
+
+#[test]
+fn numa_split_has_page_table_pages_where_the_placement_says() {
+    let object = results("--system numa-split --bytes 4K --rounds 1");
+    assert_eq!(hashes(&object).len(), 4);
+    let of = |name: &str, placement: &str, splitters: &str| {
+        one(&object, name, &[("placement", placement.into()), ("splitters", splitters.into())])
+    };
+    // 52 of the 416 vCPUs are on the node of the thread that splits, each with one huge page.
+    for (placement, splitters, tables) in
+        [("caller-node", "one", [52, 364]), ("huge-page-node", "one", [416, 0]), ("caller-node", "per-node", [416, 0])]
+    {
+        let found = ["local_tables", "remote_tables"].map(|name| of(name, placement, splitters) as u64);
+        assert_eq!(found, tables, "{placement} {splitters}");
+    }
+    assert!(of("split_time", "caller-node", "per-node") < of("split_time", "caller-node", "one") / 2.0);
+    assert!(of("dirty_memory", "huge-page-node", "one") < of("dirty_memory", "caller-node", "one"));
+}
+
+#[test]
+fn dirty_log_has_a_row_for_each_operation_and_lock() {
+    let output = text("dirty-log", "16K");
+    for operation in ["nothing", "harvest", "invalidate-page", "invalidate-unused"] {
+        for lock in ["none", "shared", "exclusive"] {
+            assert!(output.contains(&format!("| {operation}, {lock} ")), "{operation}, {lock}:\n{output}");
+        }
+    }
+    assert!(output.contains("| preempted vCPUs, by lock | longest fault | longest operation | quantum |"), "{output}");
+    assert_eq!(output.matches("4.00 ms |").count(), 3, "{output}");
+}
+
+#[test]
+fn a_check_names_its_seeds_and_how_to_replay_them() {
+    let output = assert_ok("scale --check --seconds 1 --seed 7 --quiet");
+    assert!(output.starts_with("seeds ") && output.contains(": all oracles held\n"), "{output}");
+    assert!(output.contains("Seeds from 7") && output.contains("slat scale --check --seed N --seconds 1"), "{output}");
+    let object = results("--check --seconds 1 --seed 7");
+    let (first, last) = (&object["config"]["first_seed"], object["config"]["last_seed"].as_u64());
+    let nr_seeds = one(&object, "seeds", &[]);
+    assert_eq!((first, last), (&7.into(), Some(6 + nr_seeds as u64)));
+    assert!(one(&object, "checked_accesses", &[]) >= 12.0 * 200.0 && one(&object, "harvests", &[]) > 0.0);
 }

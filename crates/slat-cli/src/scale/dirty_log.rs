@@ -55,6 +55,8 @@ struct Done {
     case: Case,
     topology: Topology,
     run: BesideRun,
+    /// Pages of all vCPUs.
+    nr_pages_in_all: u64,
 }
 
 /// All runs, in the order of the tables.
@@ -114,10 +116,11 @@ impl Case {
         } else {
             (MAX_PAGES, Around::Nothing, DURATION_NS)
         };
+        let nr_pages = (context.args.bytes >> 12).min(max_pages);
         let beside = Beside {
             nr_vcpus: self.nr_vcpus,
             nr_cpus: NR_CPUS,
-            nr_pages: (context.args.bytes >> 12).min(max_pages),
+            nr_pages,
             lock: self.lock,
             lock_kind: self.lock_kind,
             operation: self.operation,
@@ -126,7 +129,7 @@ impl Case {
             seed: context.args.seed,
         };
         let run = beside.run(topology, context.parameters)?;
-        Ok(Done { case: self, topology: topology.clone(), run })
+        Ok(Done { case: self, topology: topology.clone(), run, nr_pages_in_all: nr_pages * self.nr_vcpus as u64 })
     }
 }
 
@@ -184,14 +187,16 @@ fn part(parameters: &Parameters, all: &[Done]) -> Part {
 fn add_table(text: &mut String, all: &[Done]) {
     let header = ["operation, lock", "faults/s", "mean", "longest", "calls/s", "mean", "longest"];
     let mut figures = table::figures(header.map(str::to_owned));
-    for Done { case, run, .. } in all.iter().filter(|done| !done.case.is_of_many()) {
-        let cells = [&run.faults, &run.operations].into_iter().flat_map(|counted| {
-            [
-                per_second(counted, run.duration_ns).map_or_else(|| NOTHING.to_owned(), |rate| digits(rate, false)),
-                cell(mean_s(counted), Unit::Seconds),
-                cell(longest_s(counted), Unit::Seconds),
-            ]
-        });
+    for done in all.iter().filter(|done| !done.case.is_of_many()) {
+        let Done { case, run, .. } = done;
+        let times = |counted| [cell(mean_s(counted), Unit::Seconds), cell(longest_s(counted), Unit::Seconds)];
+        let rate = |counted| per_second(counted, run.duration_ns).map(|rate| digits(rate, false));
+        let at_least = if done.has_used_all_pages() { "≥" } else { "" };
+        let or_nothing = |text: Option<String>| text.unwrap_or_else(|| NOTHING.to_owned());
+        let faults = or_nothing(rate(&run.faults).map(|rate| format!("{at_least}{rate}")));
+        let calls = or_nothing(rate(&run.operations));
+        let of_faults = std::iter::once(faults).chain(times(&run.faults));
+        let cells = of_faults.chain(std::iter::once(calls)).chain(times(&run.operations));
         let name = format!("{}, {}", operation_name(case.operation), lock_name(case.lock));
         figures.add_row(std::iter::once(name).chain(cells));
     }
@@ -201,7 +206,8 @@ fn add_table(text: &mut String, all: &[Done]) {
         "{figures}\n\n\
          {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY} write pages whose writes are logged, for {} of virtual\n\
          time, the engine alone. A thread on another CPU does one operation after another: it gets the\n\
-         dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no vCPU uses. Locks spin.\n",
+         dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no vCPU uses. Locks spin.\n\
+         Where a rate has ≥, the vCPUs had written all pages before the end.\n",
         quantity(DURATION_NS as f64 / 1e9, Unit::Seconds)
     );
 }
@@ -233,6 +239,11 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
 }
 
 impl Done {
+    /// Whether the vCPUs had written all pages before the end, and faulted less afterwards.
+    fn has_used_all_pages(&self) -> bool {
+        self.case.operation != Operation::Harvest && self.run.faults.count >= self.nr_pages_in_all
+    }
+
     fn traced(&self) -> Traced {
         Traced {
             title: self.case.title(),

@@ -8,7 +8,7 @@
 //! # Implementation
 //! Each published system is a module with one function, which [`SYSTEMS`] names. The function runs
 //! the model and returns a [`Part`]: its text, its figures, and its runs. Figures have one sample
-//! each, since virtual time has no spread.
+//! each, since virtual time has no spread. With `--check` none of them runs: [`check`] does.
 //!
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
@@ -79,15 +79,16 @@ pub(crate) struct ScaleArgs {
     iterations: u32,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Check the engine on modelled machines instead
+    /// Compare every harvest of the log with memory
     ///
-    /// Guests write and read while the dirty log is got, pages move, and huge pages are split. All
-    /// oracles check them, with one seed after another.
+    /// Instead of the systems: guests on modelled machines write and read, while other CPUs get the
+    /// dirty log, move pages, and split huge pages. Oracles compare every read and every harvest, and
+    /// find stale translations. One seed runs after another, for the time of --seconds.
     #[arg(long, conflicts_with_all = ["system", "cpus", "topology", "bytes", "iterations", "trace"])]
     check: bool,
-    /// Time of --check
+    /// Time of --check in seconds
     ///
-    /// In seconds. At least one seed runs.
+    /// At least one seed runs.
     #[arg(
         long,
         value_name = "N",
