@@ -240,6 +240,8 @@ impl VirtualCpu {
         let needed = if access == Access::Write { WRITE | DIRTY } else { 0 };
         let slot = (gfn.0 % self.tlb.len() as u64) as usize;
         loop {
+            // Not ahead of the other CPUs: a flush that is earlier is seen.
+            machine::settle();
             let nr_flushes = self.vm().host().nr_flushes();
             let entry = self.tlb[slot];
             if entry.tag == gfn.0 + 1 && entry.nr_flushes == nr_flushes && entry.pte & needed == needed {

@@ -144,12 +144,13 @@ fn is_identifier(text: &str) -> bool {
 
 impl Mention {
     fn of(span: &str) -> Option<Mention> {
-        const FOLDERS: [&str; 15] = [
+        const FOLDERS: [&str; 16] = [
             "tests/",
             "src/",
             "examples/",
             "benches/",
             "slat-machine/",
+            "slat-model/",
             "slat-cli/",
             "slat-results/",
             "adapters/",
@@ -187,7 +188,7 @@ fn located(root: &Path, path: &str) -> PathBuf {
     let first = path.split('/').next().unwrap();
     match first {
         "tests" | "src" | "examples" | "benches" => root.join("crates/slat").join(path),
-        "slat-machine" | "slat-cli" | "slat-results" => root.join("crates").join(path),
+        "slat-machine" | "slat-model" | "slat-cli" | "slat-results" => root.join("crates").join(path),
         _ => root.join(path),
     }
 }

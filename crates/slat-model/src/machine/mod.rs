@@ -125,7 +125,7 @@ pub(crate) fn access(address: usize, step: Step, place: &'static Location<'stati
 }
 
 /// Waits until no other CPU has an earlier clock.
-fn settle() {
+pub(crate) fn settle() {
     if !with(|state| state.may_go_on()) {
         suspend(Waits::ForItsTurn);
     }
