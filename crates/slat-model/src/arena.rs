@@ -7,7 +7,7 @@
 //! the process has allocated, and wherever the system has placed the arena.
 //!
 //! # Use
-//! A program that runs the model makes [`Allocator`] its global allocator. While an [`InArena`]
+//! A program that runs the model makes [`Allocator`] its global allocator. While an `InArena`
 //! lives, the allocations of its thread are the arena's. The rest, and without the arena all, are
 //! the system's.
 //!

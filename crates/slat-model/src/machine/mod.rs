@@ -7,13 +7,13 @@
 //!   has a hash of all accesses.
 //!
 //! # Use
-//! [`run`] runs a task on CPU 0. Tasks [`spawn`] others, and wait for them. Their accesses
-//! to the engine's atomics cost time by themselves. Other work is said: [`work`],
-//! [`acquire`], [`use_server`].
+//! `run` runs a task on CPU 0. Tasks `spawn` others, and wait for them. Their accesses
+//! to the engine's atomics cost time by themselves. Other work is said: `work`,
+//! `acquire`, `use_server`.
 //!
 //! # Implementation
 //! Each task is a coroutine, and all of them run on one thread of the system. The CPU whose clock
-//! is the lowest runs, until its clock is beyond that of the next one ([`State::may_go_on`]). A task
+//! is the lowest runs, until its clock is beyond that of the next one (`State::may_go_on`). A task
 //! is suspended inside the accesses of the engine, anywhere in a call of it.
 
 #![expect(unsafe_code, reason = "a task has a pointer to what suspends it")]
