@@ -123,12 +123,18 @@ fn allocate(layout: Layout) -> (*mut u8, bool) {
     (ptr::with_exposed_provenance_mut(base + offset), is_new)
 }
 
-// SAFETY: the blocks of a class are aligned to its size, which is at least that of the layout and
-// its alignment; no block is handed out twice before it is freed. An address decides alone which of
+/// Whether the arena serves the calling thread with `layout`: it is aligned to a page, and not to
+/// more.
+fn is_for_arena(layout: Layout) -> bool {
+    IS_IN_ARENA.get() && layout.align() <= 4096
+}
+
+// SAFETY: a block of the arena is aligned to the size of its class or to 4096, and so to the layout's
+// alignment, which is 4096 at most, and has its size at least; no block is handed out twice before it is freed. An address decides alone which of
 // both allocators it came from.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if IS_IN_ARENA.get() {
+        if is_for_arena(layout) {
             return allocate(layout).0;
         }
         // SAFETY: as the caller promises.
@@ -136,7 +142,7 @@ unsafe impl GlobalAlloc for Allocator {
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        if IS_IN_ARENA.get() {
+        if is_for_arena(layout) {
             let (block, is_new) = allocate(layout);
             if !is_new && !block.is_null() {
                 // SAFETY: the block has this size at least.
@@ -218,6 +224,14 @@ impl Arena {
             *heap = Heap { end: 0, free: [0; NR_CLASSES], nr_live: 0 };
         }
         Ok(Arena { _in_use: in_use })
+    }
+
+    /// Whether the program's global allocator serves from the arena.
+    pub(crate) fn is_used() -> bool {
+        let in_arena = InArena::enter();
+        let probe = Box::new(0_u64);
+        drop(in_arena);
+        heap_offset(std::hint::black_box(&raw const *probe).expose_provenance()).is_some()
     }
 
     /// Whether nothing is allocated.

@@ -42,6 +42,17 @@ pub enum ModelError {
         /// The name of the topology.
         topology: String,
     },
+    /// A memory of no pages, or of more than a machine has frames.
+    #[error("a memory of {nr_pages} pages; a modelled machine has 1 to {most}")]
+    Pages {
+        /// The pages.
+        nr_pages: u64,
+        /// The most.
+        most: u64,
+    },
+    /// The global allocator of the program is not that of the model: accesses would cost nothing.
+    #[error("the program's global allocator is not slat_model::arena::Allocator")]
+    OtherAllocator,
     /// All tasks wait, and none is left to wake them.
     #[error("all {nr_tasks} tasks of the modelled machine wait for each other at {now_ns} ns")]
     Deadlock {

@@ -138,7 +138,7 @@ impl GuestWork {
             // Never nothing: a guest that has all of its pages would run for ever at one time.
             tlb_hit: guest.tlb_hit.ps().max(1),
             walk: around(guest.walk.ps()),
-            tlb_entries: guest.tlb_entries.whole() as usize,
+            tlb_entries: guest.tlb_entries.whole().min(1 << 16) as usize,
             page: around(parameters.instructions(guest.page_instructions.get())),
             memory_parallelism: if is_engine_alone { 0 } else { guest.memory_parallelism.whole() },
         }
@@ -157,6 +157,16 @@ impl GuestWork {
             machine::work(nr_leaves * per_leaf);
         }
     }
+}
+
+/// What became of a walk.
+enum Walked {
+    /// To this PTE, of this level.
+    To(u64, u8),
+    /// The page tables do not allow the access.
+    Forbidden,
+    /// There was a flush.
+    Flushed,
 }
 
 /// What became of an access.
@@ -249,28 +259,32 @@ impl VirtualCpu {
                 return Some(entry.frame(gfn));
             }
             machine::work(self.work.walk);
-            let (pte, level) = self.walk(gfn, access)?;
-            // A flush while it walked: the walk may have read what was there before.
-            if nr_flushes == self.vm().host().nr_flushes() {
-                self.tlb[slot] = Entry { tag: gfn.0 + 1, nr_flushes, pte, level };
+            match self.walk(gfn, access, nr_flushes) {
+                Walked::To(pte, level) => self.tlb[slot] = Entry { tag: gfn.0 + 1, nr_flushes, pte, level },
+                Walked::Flushed => {}
+                Walked::Forbidden => return None,
             }
         }
     }
 
-    /// Walks the page tables. `None`: they do not allow the access.
-    fn walk(&mut self, gfn: Gfn, access: Access) -> Option<(u64, u8)> {
+    /// Walks the page tables, unless there were more than `nr_flushes` flushes: the walk may have
+    /// come to a page-table page that is freed, and does nothing in it.
+    fn walk(&mut self, gfn: Gfn, access: Access, nr_flushes: u64) -> Walked {
         let writes = access == Access::Write;
         let (mut table, mut level) = (self.vm().root(), self.vm().root_level().0);
         loop {
             let word = pte_ptr(table, level, gfn);
             if level == 1 {
                 machine::access(word.addr(), Step::Load, Location::caller());
+                if nr_flushes != self.vm().host().nr_flushes() {
+                    return Walked::Flushed;
+                }
             }
             // SAFETY: a PTE of a page-table page. That is in the arena, which stays.
             let word = unsafe { AtomicU64::from_ptr(word) };
             let pte = word.load(Relaxed);
             if pte & PRESENT == 0 || (writes && pte & WRITE == 0) {
-                return None;
+                return Walked::Forbidden;
             }
             if level > 1 && pte & MAPS_PAGE == 0 {
                 table = Hpa(pte & ADDRESS);
@@ -279,15 +293,18 @@ impl VirtualCpu {
             }
             let marks = if writes { ACCESSED | DIRTY } else { ACCESSED };
             if pte & marks == marks {
-                return Some((pte, level));
+                return Walked::To(pte, level);
             }
             machine::access(std::ptr::from_ref(word).addr(), Step::Rmw, Location::caller());
+            if nr_flushes != self.vm().host().nr_flushes() {
+                return Walked::Flushed;
+            }
             // If it has changed meanwhile, the walk begins again.
             if word.compare_exchange(pte, pte | marks, Relaxed, Relaxed).is_ok() {
                 if writes && pte & DIRTY == 0 {
                     self.log(gfn.gpa());
                 }
-                return Some((pte | marks, level));
+                return Walked::To(pte | marks, level);
             }
             (table, level) = (self.vm().root(), self.vm().root_level().0);
         }

@@ -306,8 +306,9 @@ impl ModelHost {
 }
 
 // SAFETY: page-table pages are in the arena, each in one place, where nothing else is. `flush` makes
-// each vCPU's TLB be dropped before its next access; a walk that was under way starts over, since it
-// compares the count. The answers of `resolve` never change.
+// each vCPU's TLB be dropped before its next access; a walk that was under way compares the count of
+// flushes before it reads or writes a PTE of the lowest level, and starts over. The answers of
+// `resolve` change by `move_page` alone, inside an invalidation.
 unsafe impl Host for ModelHost {
     type Backing = ();
 

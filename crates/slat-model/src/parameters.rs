@@ -62,7 +62,8 @@ impl TryFrom<f64> for Positive {
     type Error = String;
 
     fn try_from(value: f64) -> Result<Positive, String> {
-        if value > 0.0 && value <= 1e12 { Ok(Positive(value)) } else { Err(format!("{value} is not above zero")) }
+        // Less makes times that no clock can hold.
+        if (1e-3..=1e9).contains(&value) { Ok(Positive(value)) } else { Err(format!("{value} is not in 0.001 to 1e9")) }
     }
 }
 
@@ -215,7 +216,7 @@ mod tests {
             ("hit = 0.5", "hit = inf", "inf is no time"),
             ("hit = 0.5", "hit = 'none'", "invalid type"),
             ("hit = 0.5", "hit = 0.5\nmiss = 3", "unknown field `miss`"),
-            ("per_access = 9", "per_access = 0", "0 is not above zero"),
+            ("per_access = 9", "per_access = 0", "0 is not in 0.001"),
         ] {
             let found = Parameters::parse("p", &BUILT_IN.replace(from, to)).expect_err(to).to_string();
             assert!(found.starts_with("parameters p: ") && found.contains(why), "{to}: {found}");

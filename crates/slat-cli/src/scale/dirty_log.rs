@@ -68,7 +68,7 @@ fn cases() -> impl Iterator<Item = Case> {
         operation: Operation::InvalidatePage,
         lock,
         // A holder of a spinning lock is not preempted.
-        lock_kind: if lock == Lock::None { LockKind::Spinning } else { LockKind::Sleeping },
+        lock_kind: LockKind::Sleeping,
         nr_vcpus: NR_MANY_VCPUS,
     }))
 }

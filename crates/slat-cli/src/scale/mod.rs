@@ -15,6 +15,7 @@
 
 mod check;
 mod dirty_log;
+mod exits;
 mod machines;
 mod names;
 mod numa_split;
@@ -157,6 +158,18 @@ struct Part {
     published: Vec<PublishedFigure>,
     /// All runs of the model, in their order.
     runs: Vec<Traced>,
+}
+
+impl Part {
+    /// This part with another one below it.
+    fn and(mut self, other: Part) -> Part {
+        self.text += "\n";
+        self.text += &other.text;
+        self.figures.extend(other.figures);
+        self.published.extend(other.published);
+        self.runs.extend(other.runs);
+        self
+    }
 }
 
 /// What the function of a system gets.

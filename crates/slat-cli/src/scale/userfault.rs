@@ -9,6 +9,7 @@ use slat_model::experiment::userfault::{self as model, Userfault, UserfaultRun};
 use slat_model::experiment::{Backing, Hypervisor};
 use slat_model::topology::Topology;
 
+use super::exits;
 use super::names::{error_of, hypervisor_name};
 use super::trace::Traced;
 use super::{Context, Part};
@@ -154,7 +155,7 @@ fn group_title(group: &Group) -> String {
 /// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let planned: Vec<_> = cases().filter_map(|case| Some((case, model_mode(case.mode)?))).collect();
-    let progress = context.progress(planned.len());
+    let progress = context.progress(planned.len() + exits::NR_RUNS);
     let mut all = Vec::new();
     for (case, mode) in planned {
         progress.begin(case.title());
@@ -162,7 +163,17 @@ pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
         progress.step();
         context.so_far(part(context, &all))?;
     }
-    Ok(part(context, &all))
+    let first = part(context, &all);
+    let with = |others: &Part| first.clone().and(others.clone());
+    let others = exits::run(
+        context,
+        |title| progress.begin(title),
+        |others| {
+            progress.step();
+            context.so_far(with(others))
+        },
+    )?;
+    Ok(with(&others))
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {

@@ -13,7 +13,7 @@ use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageS
 
 use super::failure::Failure;
 use super::phases::{Around, Lock};
-use super::vm::{GuestVm, VmShape, cpus_for, pages_apart};
+use super::vm::{GuestVm, VmShape, check_pages, cpus_for, pages_apart};
 use crate::error::ModelError;
 use crate::guest::{GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
@@ -105,8 +105,13 @@ impl Beside {
         // The first is for the hypervisor's thread, if there is one more.
         let nr_cpus = (self.nr_cpus + 1).min(topology.nr_cpus());
         cpus_for(topology, self.nr_cpus)?;
+        check_pages(self.nr_pages, self.nr_vcpus.saturating_add(1))?;
+        if self.nr_vcpus == 0 {
+            cpus_for(topology, 0)?;
+        }
         let spread = topology.spread(nr_cpus);
         let of_vcpus = &spread[nr_cpus - self.nr_cpus..];
+        let own_cpu = spread[0];
         let is_engine_alone = self.around == Around::Nothing;
         let shape = VmShape {
             topology: topology.clone(),
@@ -127,12 +132,12 @@ impl Beside {
             seed: self.seed,
         };
         let beside = self.clone();
-        let outcome = machine::run(topology, parameters, move || beside.run_as_task(shape))?;
+        let outcome = machine::run(topology, parameters, move || beside.run_as_task(shape, own_cpu))?;
         let (faults, operations, duration) = outcome.result?;
         Ok(BesideRun { faults, operations, duration_ns: duration / PS_PER_NS, report: outcome.report })
     }
 
-    fn run_as_task(&self, shape: VmShape) -> Result<(Counted, Counted, Ps), Failure> {
+    fn run_as_task(&self, shape: VmShape, own_cpu: usize) -> Result<(Counted, Counted, Ps), Failure> {
         machine::set_lock_kind(self.lock_kind);
         let guest = Rc::new(GuestVm::new(shape)?);
         guest.set_flags(MemoryRegionFlags::LOG_DIRTY_PAGES)?;
@@ -144,7 +149,7 @@ impl Beside {
             let (operation, nr_pages, nr_vcpus) = (self.operation, self.nr_pages, self.nr_vcpus as u64);
             let counted = Rc::new(std::cell::RefCell::new(Ok(Counted::default())));
             let to = Rc::clone(&counted);
-            let task = machine::spawn(0, move || {
+            let task = machine::spawn(own_cpu, move || {
                 // A fault that never ends beside it shall be seen, and not last for ever.
                 let is_over = || is_over.get() || machine::now() > end + 10 * duration;
                 *to.borrow_mut() = operate(&guest, operation, nr_pages, nr_vcpus, is_over);
@@ -154,7 +159,7 @@ impl Beside {
         let faults = Rc::new(std::cell::RefCell::new(Counted::default()));
         let to = Rc::clone(&faults);
         let nr_pages = self.nr_pages;
-        let time = guest.run(move |vcpu, index| -> Result<(), Error> {
+        let ran = guest.run(move |vcpu, index| -> Result<(), Error> {
             let mut counted = Counted::default();
             let first = index as u64 * pages_apart(nr_pages);
             'all: loop {
@@ -172,9 +177,10 @@ impl Beside {
             }
             to.borrow_mut().join(&counted);
             Ok(())
-        })?;
+        });
         is_over.set(true);
         machine::join(operations.0);
+        let time = ran?;
         let operations = std::mem::replace(&mut *operations.1.borrow_mut(), Ok(Counted::default()))?;
         let faults = faults.borrow().clone();
         Ok((faults, operations, time))

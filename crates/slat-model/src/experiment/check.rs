@@ -21,7 +21,7 @@ use slat_costed::dirty::{DirtyTracking, HugePageLogging};
 use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageSize};
 
 use super::failure::Failure;
-use super::vm::{GuestVm, VmShape, cpus_for};
+use super::vm::{GuestVm, VmShape, check_pages, cpus_for};
 use crate::error::ModelError;
 use crate::guest::{Accessed, GuestWork, Hypervisor, ModificationLog, VirtualCpu};
 use crate::host::Backing;
@@ -100,6 +100,7 @@ impl Check {
             return Err(ModelError::Check(format!("{} vCPUs with {} pages do nothing", self.nr_vcpus, self.nr_pages)));
         }
         let cpus = cpus_for(topology, self.nr_cpus)?;
+        check_pages(self.nr_pages, 2)?;
         let mut random = SmallRng::seed_from_u64(self.seed);
         let tracking = [
             DirtyTracking::WriteProtect,
@@ -152,12 +153,13 @@ impl Check {
             })
             .collect();
         let (seed, nr_accesses, to) = (self.seed, self.nr_accesses, Rc::clone(&memory));
-        guest.run(move |vcpu, index| -> Result<(), Error> {
+        let ran = guest.run(move |vcpu, index| -> Result<(), Error> {
             let random = SmallRng::seed_from_u64(seed.wrapping_add(index as u64 + 1));
             access_all(vcpu, &to, nr_accesses, random)
-        })?;
+        });
         memory.is_over.set(true);
         operators.into_iter().for_each(machine::join);
+        ran?;
         if let Some(wrong) = memory.wrong.take() {
             return Err(Failure::Check(wrong));
         }

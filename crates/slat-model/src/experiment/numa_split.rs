@@ -16,7 +16,7 @@ use slat_costed::tables::TablePlacement;
 use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageSize};
 
 use super::failure::Failure;
-use super::vm::{GuestVm, VmShape, cpus_for, pages_apart};
+use super::vm::{GuestVm, VmShape, check_pages, cpus_for, pages_apart};
 use crate::error::ModelError;
 use crate::guest::{GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
@@ -98,6 +98,7 @@ impl NumaSplit {
             return Err(ModelError::Check(format!("{} pages are no huge pages of {HUGE}", self.nr_pages)));
         }
         let cpus = cpus_for(topology, self.nr_vcpus)?;
+        check_pages(self.nr_pages, self.nr_vcpus)?;
         let parameters = parameters.with_smaller_caches(self.nr_pages as f64 / PUBLISHED_PAGES as f64);
         let placement = match self.placement {
             Placement::Caller => TablePlacement::CallerNode,

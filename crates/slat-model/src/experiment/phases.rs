@@ -6,7 +6,7 @@ pub use slat_costed::dirty::DirtyTracking;
 use slat_costed::{Access, Config, Error, Gfn, MemoryRegionFlags, PageSize};
 
 use super::failure::Failure;
-use super::vm::{GuestVm, VmShape, cpus_for, pages_apart};
+use super::vm::{GuestVm, VmShape, check_pages, cpus_for, pages_apart};
 use crate::error::ModelError;
 use crate::guest::{GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
@@ -100,6 +100,7 @@ impl Phases {
     /// a page that was written.
     pub fn run(&self, topology: &Topology, parameters: &Parameters) -> Result<PhasesRun, ModelError> {
         let cpus = cpus_for(topology, self.nr_vcpus)?;
+        check_pages(self.nr_pages, if self.sharing == Sharing::Partitioned { self.nr_vcpus } else { 1 })?;
         let is_engine_alone = self.around == Around::Nothing;
         let is_logged = self.tracking == DirtyTracking::PageModificationLog;
         let shape = VmShape {

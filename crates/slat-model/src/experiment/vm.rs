@@ -9,6 +9,7 @@ use rand::{RngExt, SeedableRng};
 use slat_costed::slots::UserfaultBitmap;
 use slat_costed::{Config, Error, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, PageSize};
 
+use crate::arena::MAX_FRAMES;
 use crate::error::ModelError;
 use crate::guest::{GuestWork, ModelVm, ModificationLog, VirtualCpu, leaf_table_node};
 use crate::host::{Backing, ModelHost};
@@ -49,6 +50,15 @@ pub(super) fn cpus_for(topology: &Topology, nr_vcpus: usize) -> Result<Vec<usize
         return Err(ModelError::TooManyVcpus { nr_vcpus, nr_cpus, topology: topology.name().to_owned() });
     }
     Ok(topology.spread(nr_vcpus))
+}
+
+/// Checks that a machine has the pages of `nr_parts` parts of `nr_pages` each.
+pub(super) fn check_pages(nr_pages: u64, nr_parts: usize) -> Result<(), ModelError> {
+    let all = nr_pages.checked_next_multiple_of(1 << 15).and_then(|part| part.checked_mul(nr_parts as u64));
+    match all {
+        Some(1..=MAX_FRAMES) if nr_pages != 0 => Ok(()),
+        _ => Err(ModelError::Pages { nr_pages: nr_pages.saturating_mul(nr_parts as u64), most: MAX_FRAMES }),
+    }
 }
 
 /// A VM with one memslot, from page 0 on.

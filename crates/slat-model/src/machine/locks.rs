@@ -68,7 +68,7 @@ impl LockState {
 }
 
 #[track_caller]
-pub(super) fn acquire(address: usize, side: Side, wait: LockWait) -> bool {
+pub(super) fn acquire(address: usize, side: Side, wait: LockWait, kind: LockKind) -> bool {
     let has_tried = with(|state| {
         let task = state.current_task();
         let lock = state.locks.entry(address).or_default();
@@ -82,7 +82,7 @@ pub(super) fn acquire(address: usize, side: Side, wait: LockWait) -> bool {
         let lock = state.locks.entry(address).or_default();
         let is_taken = lock.take(side);
         match wait {
-            _ if is_taken => state.count_lock(task),
+            _ if is_taken => state.count_lock(task, kind),
             LockWait::Never => lock.has_tried = Some(task),
             LockWait::Allowed => lock.queue.push_back((task, side)),
         }
@@ -92,7 +92,7 @@ pub(super) fn acquire(address: usize, side: Side, wait: LockWait) -> bool {
         if wait == LockWait::Never {
             return false;
         }
-        suspend(match with(|state| state.lock_kind) {
+        suspend(match kind {
             LockKind::Spinning => Waits::Spinning,
             LockKind::Sleeping => Waits::ForAWake,
         });
@@ -102,21 +102,21 @@ pub(super) fn acquire(address: usize, side: Side, wait: LockWait) -> bool {
 }
 
 #[track_caller]
-pub(super) fn release(address: usize, side: Side) {
+pub(super) fn release(address: usize, side: Side, kind: LockKind) {
     let step = match side {
         Side::Read => Step::Rmw,
         Side::Write => Step::Store,
     };
     access(address, step, Location::caller());
     with(|state| {
-        state.uncount_lock();
+        state.uncount_lock(kind);
         let Some(lock) = state.locks.get_mut(&address) else { return };
         match side {
             Side::Read => lock.nr_readers -= 1,
             Side::Write => lock.is_written = false,
         }
         for task in lock.hand_over() {
-            state.count_lock(task);
+            state.count_lock(task, kind);
             let (core, now) = (state.core_of_task(task), state.now());
             let line = arena::line_of(address);
             let at = line.map_or(now, |line| state.lines.request(core, now, line, Step::Rmw).at);
@@ -129,7 +129,7 @@ pub(super) fn is_contended(address: usize) -> bool {
     with(|state| state.locks.get(&address).is_some_and(|lock| !lock.queue.is_empty()))
 }
 
-/// A lock of the host, on a line of its own.
+/// A spinlock of the host, on a line of its own.
 #[derive(Debug, Default)]
 pub(crate) struct LockWord(Box<AtomicU32>);
 
@@ -140,12 +140,12 @@ impl LockWord {
 
     #[track_caller]
     pub(crate) fn acquire(&self, side: Side) {
-        acquire(self.address(), side, LockWait::Allowed);
+        acquire(self.address(), side, LockWait::Allowed, LockKind::Spinning);
     }
 
     #[track_caller]
     pub(crate) fn release(&self, side: Side) {
-        release(self.address(), side);
+        release(self.address(), side, LockKind::Spinning);
     }
 
     /// Does `held` of work inside the lock, on one side of it.

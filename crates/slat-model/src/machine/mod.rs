@@ -91,11 +91,11 @@ impl Machine for Model {
     }
 
     fn acquire(&self, address: usize, side: Side, wait: LockWait) -> bool {
-        locks::acquire(address, side, wait)
+        locks::acquire(address, side, wait, with(|state| state.lock_kind))
     }
 
     fn release(&self, address: usize, side: Side) {
-        locks::release(address, side);
+        locks::release(address, side, with(|state| state.lock_kind));
     }
 
     fn is_contended(&self, address: usize) -> bool {
@@ -132,7 +132,8 @@ pub(crate) fn settle() {
 }
 
 fn suspend(waits: Waits) {
-    let yielder = YIELDER.get().expect("a task runs");
+    // None while tasks are dropped that have not ended: what their destructors do takes no time.
+    let Some(yielder) = YIELDER.get() else { return };
     // SAFETY: it is the running task's, which is inside its body.
     unsafe { yielder.as_ref() }.suspend(waits);
 }
@@ -177,7 +178,7 @@ pub(crate) fn without_cpu() -> Ps {
     with(|state| state.without_cpu())
 }
 
-/// How tasks wait for locks from now on.
+/// How tasks wait for the lock of the VM from now on; those of the host spin.
 pub(crate) fn set_lock_kind(kind: LockKind) {
     with(|state| state.lock_kind = kind);
 }
@@ -266,6 +267,9 @@ pub(crate) fn run<R: Clone + 'static>(
     main: impl FnOnce() -> R + 'static,
 ) -> Result<Outcome<R>, ModelError> {
     let _arena = Arena::claim()?;
+    if !Arena::is_used() {
+        return Err(ModelError::OtherAllocator);
+    }
     let lines = Lines::new(topology, parameters)?;
     let mut state = Box::new(State::new(topology, parameters, lines));
     let result = std::rc::Rc::new(RefCell::new(None));
@@ -287,9 +291,20 @@ pub(crate) fn run<R: Clone + 'static>(
     }
 }
 
+/// When it is dropped, no task runs any more.
+struct NoYielder;
+
+impl Drop for NoYielder {
+    fn drop(&mut self) {
+        YIELDER.set(None);
+    }
+}
+
 /// Runs tasks until all have ended.
 fn drive() -> Result<(), ModelError> {
     let mut tasks: Vec<Option<Task>> = Vec::new();
+    // Dropped before the tasks, also by a panic.
+    let _last = NoYielder;
     loop {
         for NewTask { task, body } in with(State::take_new) {
             debug_assert_eq!(task, tasks.len(), "tasks are numbered as they are made");

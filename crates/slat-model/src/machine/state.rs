@@ -64,8 +64,8 @@ struct Task {
     ready_at: Ps,
     /// It was woken before it slept.
     is_woken: bool,
-    /// Holds so many locks, with which it keeps its CPU.
-    nr_locks: u32,
+    /// Holds so many spinlocks, with which it keeps its CPU.
+    nr_spinlocks: u32,
     /// When its last store is visible.
     stored_at: Ps,
     per_access: Ps,
@@ -109,6 +109,7 @@ pub(super) struct State {
     /// When each server is free.
     servers: HashMap<usize, Ps>,
     pub(super) locks: HashMap<usize, LockState>,
+    /// Of the lock of the VM.
     pub(super) lock_kind: LockKind,
     /// The access that was asked for last is granted, and only its time has not come.
     is_granted: bool,
@@ -119,7 +120,7 @@ impl State {
     pub(super) fn new(topology: &Topology, parameters: &Parameters, lines: Lines) -> State {
         let Parameters { coherence, host, work, .. } = parameters;
         let cost = Cost {
-            pause: coherence.pause.ps(),
+            pause: coherence.pause.ps().max(1),
             fence: coherence.fence.ps(),
             hit: coherence.hit.ps(),
             smt_share: work.smt_share.get().min(1.0),
@@ -196,8 +197,7 @@ impl State {
     }
 
     fn is_slice_over(&self, cpu: &Cpu) -> bool {
-        let keeps_cpu = self.tasks[self.task].nr_locks != 0 && self.lock_kind == LockKind::Spinning;
-        cpu.clock >= cpu.slice_end && !cpu.queue.is_empty() && !keeps_cpu
+        cpu.clock >= cpu.slice_end && !cpu.queue.is_empty() && self.tasks[self.task].nr_spinlocks == 0
     }
 
     #[inline]
@@ -291,9 +291,9 @@ impl State {
                 continue;
             }
             sent_at += self.cost.ipi_each;
-            // It answers one interrupt after another.
+            // It answers one interrupt after another, and not in the midst of an access.
             cpu.stolen += self.cost.ipi_answer;
-            answered_at = answered_at.max(sent_at + cpu.stolen);
+            answered_at = answered_at.max(sent_at.max(cpu.clock) + cpu.stolen);
         }
         if answered_at != 0 {
             self.cpus[self.cpu].clock = answered_at;
@@ -308,7 +308,7 @@ impl State {
             state: TaskState::Sleeps,
             ready_at,
             is_woken: false,
-            nr_locks: 0,
+            nr_spinlocks: 0,
             stored_at: 0,
             per_access: 0,
             in_lock: 0,
@@ -404,12 +404,13 @@ impl State {
         cpu.slice_end = cpu.clock;
     }
 
-    pub(super) fn count_lock(&mut self, task: usize) {
-        self.tasks[task].nr_locks += 1;
+    /// A task with a spinlock is not preempted.
+    pub(super) fn count_lock(&mut self, task: usize, kind: LockKind) {
+        self.tasks[task].nr_spinlocks += u32::from(kind == LockKind::Spinning);
     }
 
-    pub(super) fn uncount_lock(&mut self) {
-        self.tasks[self.task].nr_locks -= 1;
+    pub(super) fn uncount_lock(&mut self, kind: LockKind) {
+        self.tasks[self.task].nr_spinlocks -= u32::from(kind == LockKind::Spinning);
     }
 
     /// The task to run now, on the CPU with the lowest clock; `None` if no CPU could go on.

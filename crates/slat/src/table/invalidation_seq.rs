@@ -40,10 +40,13 @@
 //! the range in flight, the change is over, and the fault observes its result.
 //!
 //! # Numbers of a page may fall
-//! The number of a page is that of its lowest PTE. Two operations replace a greater number by a
+//! The number of a page is that of its lowest PTE. Three operations replace a greater number by a
 //! smaller one:
 //! - A fault that replaces a read-only leaf (`vcpu`) takes its number before its exchange.
 //! - A change that unlinks a page-table page removes the numbers that later changes stored inside.
+//! - A fault that refines an empty PTE takes its number before its exchange, and changes may store
+//!   greater ones there meanwhile. What they published is handed on by the exchange, which has read
+//!   their numbers; what was published before the number was taken, by the counter.
 //!
 //! Hence the rule is "the very number" and not "at most that number", and hence the rule of the
 //! next section. A fault that read before an unlinking fails, because the unlinking has a fresh
@@ -59,9 +62,10 @@
 //!   (`second_stage/zap.rs`).
 //! - All other places store a *fresh* number: one exchange takes it, and that exchange alone stores
 //!   it. These are: a zap, for a PTE above the lowest level, empty or a leaf; an unlinking; an
-//!   aborted recovery or split; a fault that replaces a read-only leaf.
-//! - The PTEs of a new page-table page inherit the number of the PTE that links it, so each page
-//!   keeps the number that it has. They do not inherit the flag *unflushed*, which is no part of
+//!   aborted recovery or split; a fault that replaces a read-only leaf; a fault that refines a PTE,
+//!   for all PTEs of the page-table pages that it links.
+//! - The PTEs of other new page-table pages inherit the number of the PTE that links them, so each
+//!   page keeps the number that it has. They do not inherit the flag *unflushed*, which is no part of
 //!   the number: the page-table page is made after the flush, and no PTE gets the flag again
 //!   without another number.
 //!
