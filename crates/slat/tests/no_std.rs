@@ -75,7 +75,10 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 /// under a checker or a model.
 fn is_for_tests(path: &Path) -> bool {
     let stem = path.file_stem().unwrap().to_str().unwrap();
-    matches!(stem, "stepped" | "costed" | "events") || stem == "tests" || stem.ends_with("_tests") || stem.ends_with("_loom")
+    matches!(stem, "stepped" | "costed" | "events")
+        || stem == "tests"
+        || stem.ends_with("_tests")
+        || stem.ends_with("_loom")
 }
 
 /// The code of a normal build: without comments, without the item or statement after a `cfg` of a

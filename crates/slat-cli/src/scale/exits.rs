@@ -112,7 +112,7 @@ fn part(all: &[Done]) -> Part {
     // A string takes all that is written.
     let _ = writeln!(
         part.text,
-        "{figures}\n\nA rate is pages in a second, of all vCPUs together, on the topology {TOPOLOGY}. Published: {ON}.\n"
+        "{figures}\n\nA rate is pages in a second, of all vCPUs together, on the topology\n{TOPOLOGY}. Published: {ON}."
     );
     for done in all {
         let labels = done.labels();

@@ -21,6 +21,9 @@ use crate::machine::{self, LockKind, Report};
 use crate::parameters::{PS_PER_NS, Parameters, Ps};
 use crate::topology::Topology;
 
+/// For how long a guest computes that has all of its pages, before it writes them again.
+const COMPUTES: Ps = 1000 * PS_PER_NS;
+
 /// What the hypervisor's thread does all the time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
@@ -163,6 +166,7 @@ impl Beside {
             let mut counted = Counted::default();
             let first = index as u64 * pages_apart(nr_pages);
             'all: loop {
+                let nr_before = counted.count;
                 for page in first..first + nr_pages {
                     if machine::now() >= end {
                         break 'all;
@@ -173,6 +177,10 @@ impl Beside {
                         result?;
                         counted.add(time);
                     }
+                }
+                if counted.count == nr_before {
+                    // It has all of its pages, and computes.
+                    machine::elapse(COMPUTES);
                 }
             }
             to.borrow_mut().join(&counted);
