@@ -22,7 +22,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
@@ -271,8 +271,22 @@ pub(crate) fn node_of_table(offset: usize) -> usize {
     (offset - HEAP_BYTES) / NODE_BYTES
 }
 
-/// The pointer to the byte at `offset`.
-pub(crate) fn ptr(offset: usize) -> *mut u8 {
-    debug_assert!(offset < ARENA_BYTES, "offset {offset:#x} is outside of the arena");
-    ptr::with_exposed_provenance_mut(BASE.load(Ordering::Relaxed) + offset)
+/// The pointer to the page-table page at `offset`.
+pub(crate) fn table_ptr(offset: usize) -> *mut u8 {
+    ptr::with_exposed_provenance_mut(table_address(offset))
+}
+
+/// The word at `offset`, of a page-table page.
+pub(crate) fn table_word(offset: usize) -> &'static AtomicU64 {
+    assert!(offset.is_multiple_of(size_of::<u64>()), "no word begins at offset {offset:#x}");
+    let word = ptr::with_exposed_provenance_mut::<u64>(table_address(offset));
+    // SAFETY: in the region of page-table pages, which stays for the life of the process once it is
+    // reserved, and which is accessed by atomics alone.
+    unsafe { AtomicU64::from_ptr(word) }
+}
+
+fn table_address(offset: usize) -> usize {
+    let base = BASE.load(Ordering::Relaxed);
+    assert!(base != 0 && (HEAP_BYTES..FRAMES).contains(&offset), "offset {offset:#x} is of no page-table page");
+    base + offset
 }

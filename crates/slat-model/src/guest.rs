@@ -7,8 +7,6 @@
 //! cache line of the machine. The levels above are taken as cached: a flush drops what the CPU
 //! has of them, and the TLB, as a whole. To set a bit is an exchange that compares, as in hardware.
 
-#![expect(unsafe_code, reason = "walks page tables in raw memory")]
-
 use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -41,8 +39,7 @@ const INDEX_BITS: u32 = 9;
 pub(crate) fn leaf_table_node(vm: &ModelVm, gfn: Gfn) -> Option<u8> {
     let (mut table, mut level) = (vm.root(), vm.root_level().0);
     while level > 1 {
-        // SAFETY: a PTE of a page-table page. That is in the arena, which stays.
-        let pte = unsafe { AtomicU64::from_ptr(pte_ptr(table, level, gfn)) }.load(Relaxed);
+        let pte = pte_of(table, level, gfn).load(Relaxed);
         if pte & PRESENT == 0 || pte & MAPS_PAGE != 0 {
             return None;
         }
@@ -52,9 +49,9 @@ pub(crate) fn leaf_table_node(vm: &ModelVm, gfn: Gfn) -> Option<u8> {
 }
 
 /// The PTE for `gfn` in a page-table page.
-fn pte_ptr(table: Hpa, level: u8, gfn: Gfn) -> *mut u64 {
+fn pte_of(table: Hpa, level: u8, gfn: Gfn) -> &'static AtomicU64 {
     let index = gfn.0 >> (INDEX_BITS * u32::from(level - 1)) & ((1 << INDEX_BITS) - 1);
-    arena::ptr((table.0 + index * 8) as usize).cast()
+    arena::table_word((table.0 + index * 8) as usize)
 }
 
 /// Whether dirty bits are logged by the CPU.
@@ -115,6 +112,15 @@ pub(crate) struct GuestWork {
     memory_parallelism: u64,
 }
 
+/// What is around the engine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Around {
+    /// The exits, the operating system and the guest's own work.
+    Host,
+    /// Nothing.
+    Nothing,
+}
+
 /// Whose faults these are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Hypervisor {
@@ -125,9 +131,10 @@ pub enum Hypervisor {
 }
 
 impl GuestWork {
-    pub(crate) fn new(parameters: &Parameters, hypervisor: Hypervisor, is_engine_alone: bool) -> GuestWork {
+    pub(crate) fn new(parameters: &Parameters, hypervisor: Hypervisor, around: Around) -> GuestWork {
         let Parameters { work, host, guest, kvm, .. } = parameters;
         let of_kvm = |of: Ps| if hypervisor == Hypervisor::Kvm { of } else { 0 };
+        let is_engine_alone = around == Around::Nothing;
         let around = |of: Ps| if is_engine_alone { 0 } else { of };
         GuestWork {
             hypervisor,
@@ -273,15 +280,13 @@ impl VirtualCpu {
         let writes = access == Access::Write;
         let (mut table, mut level) = (self.vm().root(), self.vm().root_level().0);
         loop {
-            let word = pte_ptr(table, level, gfn);
+            let word = pte_of(table, level, gfn);
             if level == 1 {
-                machine::access(word.addr(), Step::Load, Location::caller());
+                machine::access(std::ptr::from_ref(word).addr(), Step::Load, Location::caller());
                 if nr_flushes != self.vm().host().nr_flushes() {
                     return Walked::Flushed;
                 }
             }
-            // SAFETY: a PTE of a page-table page. That is in the arena, which stays.
-            let word = unsafe { AtomicU64::from_ptr(word) };
             let pte = word.load(Relaxed);
             if pte & PRESENT == 0 || (writes && pte & WRITE == 0) {
                 return Walked::Forbidden;

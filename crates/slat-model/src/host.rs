@@ -23,8 +23,9 @@ use slat_costed::host::{AllocationWait, Host, Resolved, TableNode, Unresolved};
 use slat_costed::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
 
 use crate::arena;
+use crate::guest::Around;
 use crate::machine::{self, LockWord, TaskId};
-use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::parameters::{PS_PER_NS, Parameters, Ps, ns};
 use crate::topology::{MAX_NODES, Topology};
 use userfault::Userfault;
 pub(crate) use userfault::{UserfaultShape, Wakeup};
@@ -69,8 +70,7 @@ pub(crate) struct ModelHost {
     /// Counts flushes: a CPU whose TLB has seen fewer drops all of it.
     flushes: AtomicU64,
     cost: Cost,
-    /// Without a host around it, the engine alone is measured.
-    is_free: bool,
+    around: Around,
     /// The memory is in pages of this size.
     page_size: PageSize,
     mmap_lock: LockWord,
@@ -138,7 +138,7 @@ impl ModelHost {
         nr_vcpus: usize,
         nr_pages: u64,
         page_size: PageSize,
-        is_free: bool,
+        around: Around,
     ) -> ModelHost {
         let host = &parameters.host;
         let locks = |nr_locks: usize| (0..nr_locks).map(|_| LockWord::default()).collect();
@@ -165,7 +165,7 @@ impl ModelHost {
                 lru_held: host.lru_held.ps(),
                 page_table_held: host.page_table_held.ps(),
             },
-            is_free,
+            around,
             page_size,
             mmap_lock: LockWord::default(),
             zone_locks: locks(topology.nr_nodes()),
@@ -254,7 +254,7 @@ impl ModelHost {
 
     /// The hypervisor gives its reference to the page back.
     pub(crate) fn put_page(&self, page: u64) {
-        if !self.is_free && self.is_mapped(page) {
+        if self.around == Around::Host && self.is_mapped(page) {
             machine::access(arena::frame_address(page), Step::Rmw, Location::caller());
         }
     }
@@ -344,7 +344,7 @@ unsafe impl Host for ModelHost {
     }
 
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        arena::ptr(table.0 as usize)
+        arena::table_ptr(table.0 as usize)
     }
 
     fn node_of(&self, frame: Pfn) -> NodeId {
@@ -352,7 +352,7 @@ unsafe impl Host for ModelHost {
     }
 
     fn resolve(&self, (): &(), _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
-        if self.is_free {
+        if self.around == Around::Nothing {
             self.place_first(page, self.node_of_cpu[machine::current_cpu()]);
         } else {
             let engine = machine::set_engine_work(0, 0);
@@ -396,7 +396,7 @@ unsafe impl Host for ModelHost {
     }
 
     fn timestamp_ns(&self) -> u64 {
-        machine::now() / PS_PER_NS
+        ns(machine::now())
     }
 
     fn parking(&self) -> Option<&dyn Park> {

@@ -60,6 +60,10 @@ const _: () = assert!(size_of::<Line>() == 32);
 /// A set of cores.
 type Cores = [u64; MAX_CPUS / 64];
 
+fn is_in(set: &Cores, core: u16) -> bool {
+    set[usize::from(core / 64)] >> (core % 64) & 1 == 1
+}
+
 /// All lines of the machine.
 pub(crate) struct Lines {
     lines: &'static mut [Line],
@@ -190,52 +194,60 @@ impl Lines {
             At::Memory => false,
             At::Owned => line.owner == core,
             At::Few => line.sharers[..usize::from(line.nr_sharers)].contains(&core),
-            At::Many => self.sets[line.set()][usize::from(core / 64)] >> (core % 64) & 1 == 1,
+            At::Many => is_in(&self.sets[line.set()], core),
         }
     }
 
-    /// The longest way from `core` to a core that has the line, or the shortest.
-    fn way(&self, line: &Line, core: u16, is_longest: bool) -> Option<Ps> {
-        let ways = |sharer: u16| (sharer != core).then(|| self.transfer(sharer, core));
-        let choose = |ways: &mut dyn Iterator<Item = Ps>| if is_longest { ways.max() } else { ways.min() };
+    /// The times of the shortest and the longest way from `core` to another core that has the line.
+    fn ways(&self, line: &Line, core: u16) -> Option<(Ps, Ps)> {
+        let mut ways = None;
+        let mut add = |sharer: u16| {
+            if sharer != core {
+                let way = self.transfer(sharer, core);
+                let (shortest, longest): &mut (Ps, Ps) = ways.get_or_insert((way, way));
+                *shortest = way.min(*shortest);
+                *longest = way.max(*longest);
+            }
+        };
         match line.at() {
-            At::Memory => None,
-            At::Owned => ways(line.owner),
-            At::Few => choose(&mut line.sharers[..usize::from(line.nr_sharers)].iter().filter_map(|&core| ways(core))),
+            At::Memory => {}
+            At::Owned => add(line.owner),
+            At::Few => line.sharers[..usize::from(line.nr_sharers)].iter().for_each(|&sharer| add(sharer)),
             At::Many => {
                 let set = &self.sets[line.set()];
-                let cores =
-                    (0..self.cores.len() as u16).filter(|core| set[usize::from(core / 64)] >> (core % 64) & 1 == 1);
-                choose(&mut cores.filter_map(ways))
+                (0..self.cores.len() as u16).filter(|&core| is_in(set, core)).for_each(add);
             }
         }
+        ways
     }
 
     /// `core` asks at `now` for the access `step` to `line`.
     #[inline]
     pub(crate) fn request(&mut self, core: u16, now: Ps, line: u32, step: Step) -> Grant {
-        let writes = step != Step::Load;
         let extra = if step == Step::Rmw { self.cost.rmw } else { 0 };
         let found = &self.lines[line as usize];
         let hits = match found.at() {
             At::Owned if found.owner == core => !self.is_forgotten(found),
             At::Owned => now < found.left_at && found.sharers[0] == core,
-            At::Few | At::Many => !writes && self.shares(found, core),
+            At::Few | At::Many => step == Step::Load && self.shares(found, core),
             At::Memory => false,
         };
         if hits {
             return Grant { at: now + self.cost.hit + extra, is_fetched: false };
         }
-        self.fetch(core, now, line, writes, extra)
+        self.fetch(core, now, line, step, extra)
     }
 
     #[inline(never)]
-    fn fetch(&mut self, core: u16, now: Ps, line: u32, writes: bool, extra: Ps) -> Grant {
+    fn fetch(&mut self, core: u16, now: Ps, line: u32, step: Step, extra: Ps) -> Grant {
+        let writes = step != Step::Load;
         let found = &self.lines[line as usize];
         let start = now.max(found.free_at);
         let is_owned = found.at() == At::Owned;
         let in_memory = found.at() == At::Memory || (is_owned && self.is_forgotten(found));
-        let way = if in_memory { None } else { self.way(found, core, writes) };
+        // A read comes from the nearest, a write waits for the farthest.
+        let ways = if in_memory { None } else { self.ways(found, core) };
+        let way = ways.map(|(shortest, longest)| if writes { longest } else { shortest });
         // A core that has the line beside no other one only announces its write.
         let is_alone = !in_memory && way.is_none();
         let latency = match way {

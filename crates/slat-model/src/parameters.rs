@@ -12,6 +12,11 @@ pub(crate) type Ps = u64;
 /// Picoseconds of a nanosecond.
 pub(crate) const PS_PER_NS: Ps = 1000;
 
+/// Whole nanoseconds.
+pub(crate) fn ns(time: Ps) -> u64 {
+    time / PS_PER_NS
+}
+
 /// The parameters that the program has.
 const BUILT_IN: &str = include_str!("../parameters.toml");
 

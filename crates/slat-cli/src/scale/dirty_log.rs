@@ -136,15 +136,8 @@ impl Case {
 /// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let topology = Topology::named(TOPOLOGY)?;
-    let progress = context.progress(cases().count());
-    let mut all = Vec::new();
-    for case in cases() {
-        progress.begin(case.title());
-        all.push(case.run(context, &topology)?);
-        progress.step();
-        context.so_far(part(context.parameters, &all))?;
-    }
-    Ok(part(context.parameters, &all))
+    let planned = cases().map(|case| (case.title(), case));
+    context.measure(planned, |case| case.run(context, &topology), |all| part(context.parameters, all))
 }
 
 /// How many there were in a second; `None` if there were none.
@@ -245,12 +238,7 @@ impl Done {
     }
 
     fn traced(&self) -> Traced {
-        Traced {
-            title: self.case.title(),
-            labels: self.case.labels(),
-            topology: self.topology.name().to_owned(),
-            report: self.run.report.clone(),
-        }
+        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
     }
 }
 

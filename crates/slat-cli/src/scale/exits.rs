@@ -35,38 +35,31 @@ struct Done {
     row: usize,
     column: usize,
     run: UserfaultRun,
-    topology: String,
 }
 
-/// How many runs there are.
-pub(super) const NR_RUNS: usize = MEASURED.len() * MODES.len();
-
-/// Runs the model, and passes the part so far after each run.
-pub(super) fn run(
-    context: &Context<'_>,
-    mut begin: impl FnMut(String),
-    mut so_far: impl FnMut(&Part) -> Result<(), Failure>,
-) -> Result<Part, Failure> {
+/// Runs the model, and returns its part below `first`.
+pub(super) fn run(context: &Context<'_>, first: &Part) -> Result<Part, Failure> {
     let topology = Topology::named(TOPOLOGY)?;
-    let mut all: Vec<Done> = Vec::new();
-    for (row, (nr_vcpus, _)) in MEASURED.into_iter().enumerate() {
-        for (column, (name, mode)) in MODES.into_iter().enumerate() {
-            begin(format!("{name}, {nr_vcpus} vCPUs on {TOPOLOGY}"));
-            let userfault = Userfault {
-                nr_vcpus,
-                nr_pages: (context.args.bytes >> 12).min(MAX_PAGES),
-                backing: Backing::Allocated,
-                uffds: Uffds::One,
-                mode,
-                hypervisor: Hypervisor::Kvm,
-                seed: context.args.seed,
-            };
-            let run = userfault.run(&topology, context.parameters)?;
-            all.push(Done { row, column, run, topology: topology.name().to_owned() });
-            so_far(&part(&all))?;
-        }
-    }
-    Ok(part(&all))
+    let planned =
+        (0..MEASURED.len()).flat_map(|row| (0..MODES.len()).map(move |column| (title(row, column), (row, column))));
+    let run = |(row, column): (usize, usize)| -> Result<Done, Failure> {
+        let userfault = Userfault {
+            nr_vcpus: MEASURED[row].0,
+            nr_pages: (context.args.bytes >> 12).min(MAX_PAGES),
+            backing: Backing::Allocated,
+            uffds: Uffds::One,
+            mode: MODES[column].1,
+            hypervisor: Hypervisor::Kvm,
+            seed: context.args.seed,
+        };
+        let run = userfault.run(&topology, context.parameters)?;
+        Ok(Done { row, column, run })
+    };
+    context.measure(planned, run, |all| first.clone().and(part(&topology, all)))
+}
+
+fn title(row: usize, column: usize) -> String {
+    format!("{}, {} vCPUs on {TOPOLOGY}", MODES[column].0, MEASURED[row].0)
 }
 
 impl Done {
@@ -92,7 +85,7 @@ impl Done {
     }
 }
 
-fn part(all: &[Done]) -> Part {
+fn part(topology: &Topology, all: &[Done]) -> Part {
     let mut part = Part::default();
     let header = ["one descriptor, all vCPUs together", MODES[0].0, PUBLISHED, "error", MODES[1].0, PUBLISHED, "error"];
     let mut figures = table::figures(header.map(str::to_owned));
@@ -124,12 +117,7 @@ fn part(all: &[Done]) -> Part {
             range: [done.published(); 2],
             on: ON.to_owned(),
         });
-        part.runs.push(Traced {
-            title: format!("{}, {} vCPUs on {TOPOLOGY}", MODES[done.column].0, done.nr_vcpus()),
-            labels,
-            topology: done.topology.clone(),
-            report: done.run.report.clone(),
-        });
+        part.runs.push(Traced::new(title(done.row, done.column), labels, topology, &done.run.report));
     }
     part
 }

@@ -33,7 +33,7 @@ use crate::failure::Failure;
 use crate::options::{BYTES, ITERATIONS, OutputArgs, SEED, positive, size_bytes};
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, MODELLED_CPUS, Outcome, PublishedFigure, Results};
-use crate::session::{Progress, Session};
+use crate::session::Session;
 use machines::Machines;
 use trace::Traced;
 
@@ -184,9 +184,24 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Shows how far the system is.
-    fn progress(&self, nr_runs: usize) -> Progress {
-        self.session.progress(nr_runs as u64)
+    /// Does each of `planned`, after its title, and hands over what is done after each: `part` makes
+    /// that of the runs.
+    fn measure<P, D>(
+        &self,
+        planned: impl IntoIterator<Item = (String, P)>,
+        run: impl Fn(P) -> Result<D, Failure>,
+        part: impl Fn(&[D]) -> Part,
+    ) -> Result<Part, Failure> {
+        let planned: Vec<(String, P)> = planned.into_iter().collect();
+        let progress = self.session.progress(planned.len() as u64);
+        let mut all = Vec::new();
+        for (title, planned) in planned {
+            progress.begin(title);
+            all.push(run(planned)?);
+            progress.step();
+            self.so_far(part(&all))?;
+        }
+        Ok(part(&all))
     }
 
     /// Hands over what the system has so far.

@@ -114,15 +114,8 @@ impl Case {
 /// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let topology = Topology::named(TOPOLOGY)?;
-    let progress = context.progress(CASES.len());
-    let mut all = Vec::new();
-    for case in CASES {
-        progress.begin(case.title());
-        all.push(case.run(context, &topology)?);
-        progress.step();
-        context.so_far(part(context, &all))?;
-    }
-    Ok(part(context, &all))
+    let planned = CASES.into_iter().map(|case| (case.title(), case));
+    context.measure(planned, |case| case.run(context, &topology), |all| part(context, all))
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
@@ -170,12 +163,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
 
 impl Done {
     fn traced(&self) -> Traced {
-        Traced {
-            title: self.case.title(),
-            labels: self.case.labels(),
-            topology: self.topology.name().to_owned(),
-            report: self.run.report.clone(),
-        }
+        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
     }
 }
 

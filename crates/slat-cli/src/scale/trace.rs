@@ -4,6 +4,7 @@ use std::io::{self, Write};
 
 use serde_json::{Value, json};
 use slat_model::machine::{Hot, Report};
+use slat_model::topology::Topology;
 
 use crate::quantity::{Unit, digits, quantity};
 use crate::results::Labels;
@@ -45,6 +46,10 @@ pub(super) fn hot_table(title: &str, hot: &[Hot]) -> Table {
 pub(super) const HOT_LINES: &str = "cache line, last waited for at";
 
 impl Traced {
+    pub(super) fn new(title: String, labels: Labels, topology: &Topology, report: &Report) -> Traced {
+        Traced { title, labels, topology: topology.name().to_owned(), report: report.clone() }
+    }
+
     /// Prints the trace.
     pub(super) fn print(&self, out: &mut impl Write) -> io::Result<()> {
         let Report { trace_hash, nr_accesses, end_ns, hot_lines, hot_places } = &self.report;

@@ -154,26 +154,9 @@ fn group_title(group: &Group) -> String {
 
 /// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
-    let planned: Vec<_> = cases().filter_map(|case| Some((case, model_mode(case.mode)?))).collect();
-    let progress = context.progress(planned.len() + exits::NR_RUNS);
-    let mut all = Vec::new();
-    for (case, mode) in planned {
-        progress.begin(case.title());
-        all.push(case.run(context, mode)?);
-        progress.step();
-        context.so_far(part(context, &all))?;
-    }
-    let first = part(context, &all);
-    let with = |others: &Part| first.clone().and(others.clone());
-    let others = exits::run(
-        context,
-        |title| progress.begin(title),
-        |others| {
-            progress.step();
-            context.so_far(with(others))
-        },
-    )?;
-    Ok(with(&others))
+    let planned = cases().filter_map(|case| Some((case.title(), (case, model_mode(case.mode)?))));
+    let first = context.measure(planned, |(case, mode)| case.run(context, mode), |all| part(context, all))?;
+    exits::run(context, &first)
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
@@ -255,12 +238,7 @@ fn find(all: &[Done], case: &Case) -> Option<f64> {
 
 impl Done {
     fn traced(&self) -> Traced {
-        Traced {
-            title: self.case.title(),
-            labels: self.case.labels(),
-            topology: self.topology.name().to_owned(),
-            report: self.run.report.clone(),
-        }
+        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
     }
 }
 

@@ -8,7 +8,6 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use slat_costed::baselines::Locking;
 use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageSize};
 
 use super::failure::Failure;
@@ -18,7 +17,7 @@ use crate::error::ModelError;
 use crate::guest::{GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
 use crate::machine::{self, LockKind, Report};
-use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::parameters::{PS_PER_NS, Parameters, Ps, ns};
 use crate::topology::Topology;
 
 /// For how long a guest computes that has all of its pages, before it writes them again.
@@ -86,7 +85,7 @@ pub struct BesideRun {
 
 impl Counted {
     fn add(&mut self, time: Ps) {
-        let ns = time / PS_PER_NS;
+        let ns = ns(time);
         self.count += 1;
         self.total_ns += ns;
         self.longest_ns = self.longest_ns.max(ns);
@@ -115,7 +114,6 @@ impl Beside {
         let spread = topology.spread(nr_cpus);
         let of_vcpus = &spread[nr_cpus - self.nr_cpus..];
         let own_cpu = spread[0];
-        let is_engine_alone = self.around == Around::Nothing;
         let shape = VmShape {
             topology: topology.clone(),
             parameters: parameters.clone(),
@@ -123,21 +121,17 @@ impl Beside {
             nr_pages: pages_apart(self.nr_pages) * (self.nr_vcpus as u64 + 1),
             backing: Backing::Anonymous,
             page_size: PageSize::Size4K,
-            config: Config::default().with_locking(match self.lock {
-                Lock::None => Locking::None,
-                Lock::Shared => Locking::Shared,
-                Lock::Exclusive => Locking::Exclusive,
-            }),
-            work: GuestWork::new(parameters, Hypervisor::Slat, is_engine_alone),
+            config: Config::default().with_locking(self.lock.locking()),
+            work: GuestWork::new(parameters, Hypervisor::Slat, self.around),
             modification_log: ModificationLog::Off,
-            is_engine_alone,
+            around: self.around,
             moves: false,
             seed: self.seed,
         };
         let beside = self.clone();
         let outcome = machine::run(topology, parameters, move || beside.run_as_task(shape, own_cpu))?;
         let (faults, operations, duration) = outcome.result?;
-        Ok(BesideRun { faults, operations, duration_ns: duration / PS_PER_NS, report: outcome.report })
+        Ok(BesideRun { faults, operations, duration_ns: ns(duration), report: outcome.report })
     }
 
     fn run_as_task(&self, shape: VmShape, own_cpu: usize) -> Result<(Counted, Counted, Ps), Failure> {

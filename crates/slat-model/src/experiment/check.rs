@@ -23,7 +23,7 @@ use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageS
 use super::failure::Failure;
 use super::vm::{GuestVm, VmShape, check_pages, cpus_for};
 use crate::error::ModelError;
-use crate::guest::{Accessed, GuestWork, Hypervisor, ModificationLog, VirtualCpu};
+use crate::guest::{Accessed, Around, GuestWork, Hypervisor, ModificationLog, VirtualCpu};
 use crate::host::Backing;
 use crate::machine::{self, Report};
 use crate::parameters::Parameters;
@@ -110,7 +110,7 @@ impl Check {
         ][random.random_range(0..4)];
         let huge_pages = [HugePageLogging::Split, HugePageLogging::SplitLazily][random.random_range(0..2)];
         let is_logged = tracking == DirtyTracking::PageModificationLog;
-        let is_engine_alone = random.random_range(0..2) == 0;
+        let around = [Around::Nothing, Around::Host][random.random_range(0..2)];
         let shape = VmShape {
             topology: topology.clone(),
             parameters: parameters.clone(),
@@ -119,9 +119,9 @@ impl Check {
             backing: Backing::Anonymous,
             page_size: PageSize::Size2M,
             config: Config::default().with_dirty_tracking(tracking).with_huge_page_logging(huge_pages),
-            work: GuestWork::new(parameters, Hypervisor::Slat, is_engine_alone),
+            work: GuestWork::new(parameters, Hypervisor::Slat, around),
             modification_log: if is_logged { ModificationLog::On } else { ModificationLog::Off },
-            is_engine_alone,
+            around,
             moves: true,
             seed: self.seed,
         };

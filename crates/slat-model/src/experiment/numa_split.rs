@@ -18,10 +18,10 @@ use slat_costed::{Access, Config, Error, Gfn, GfnRange, MemoryRegionFlags, PageS
 use super::failure::Failure;
 use super::vm::{GuestVm, VmShape, check_pages, cpus_for, pages_apart};
 use crate::error::ModelError;
-use crate::guest::{GuestWork, Hypervisor, ModificationLog};
+use crate::guest::{Around, GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
 use crate::machine::{self, Report};
-use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::parameters::{Parameters, Ps, ns};
 use crate::topology::Topology;
 
 /// Pages of each vCPU in the published runs: 1 GiB.
@@ -114,9 +114,9 @@ impl NumaSplit {
             config: Config::default()
                 .with_dirty_tracking(DirtyTracking::PageModificationLog)
                 .with_table_placement(placement),
-            work: GuestWork::new(&parameters, Hypervisor::Slat, false),
+            work: GuestWork::new(&parameters, Hypervisor::Slat, Around::Host),
             modification_log: ModificationLog::On,
-            is_engine_alone: false,
+            around: Around::Host,
             moves: false,
             seed: self.seed,
         };
@@ -190,10 +190,6 @@ impl NumaSplit {
             Ok(())
         })
     }
-}
-
-fn ns(time: Ps) -> u64 {
-    time / PS_PER_NS
 }
 
 #[cfg(test)]

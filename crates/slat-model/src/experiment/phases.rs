@@ -8,10 +8,11 @@ use slat_costed::{Access, Config, Error, Gfn, MemoryRegionFlags, PageSize};
 use super::failure::Failure;
 use super::vm::{GuestVm, VmShape, check_pages, cpus_for, pages_apart};
 use crate::error::ModelError;
+pub use crate::guest::Around;
 use crate::guest::{GuestWork, Hypervisor, ModificationLog};
 use crate::host::Backing;
 use crate::machine::{self, Report};
-use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::parameters::{Parameters, Ps, ns};
 use crate::topology::Topology;
 
 /// Which pages each vCPU accesses.
@@ -34,13 +35,14 @@ pub enum Lock {
     Exclusive,
 }
 
-/// What is around the engine.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Around {
-    /// The exits, the operating system and the guest's own work.
-    Host,
-    /// Nothing.
-    Nothing,
+impl Lock {
+    pub(super) fn locking(self) -> Locking {
+        match self {
+            Lock::None => Locking::None,
+            Lock::Shared => Locking::Shared,
+            Lock::Exclusive => Locking::Exclusive,
+        }
+    }
 }
 
 /// An experiment.
@@ -101,7 +103,6 @@ impl Phases {
     pub fn run(&self, topology: &Topology, parameters: &Parameters) -> Result<PhasesRun, ModelError> {
         let cpus = cpus_for(topology, self.nr_vcpus)?;
         check_pages(self.nr_pages, if self.sharing == Sharing::Partitioned { self.nr_vcpus } else { 1 })?;
-        let is_engine_alone = self.around == Around::Nothing;
         let is_logged = self.tracking == DirtyTracking::PageModificationLog;
         let shape = VmShape {
             topology: topology.clone(),
@@ -110,14 +111,10 @@ impl Phases {
             nr_pages: self.nr_pages_of_slot(),
             backing: Backing::Anonymous,
             page_size: PageSize::Size4K,
-            config: Config::default().with_dirty_tracking(self.tracking).with_locking(match self.lock {
-                Lock::None => Locking::None,
-                Lock::Shared => Locking::Shared,
-                Lock::Exclusive => Locking::Exclusive,
-            }),
-            work: GuestWork::new(parameters, self.hypervisor, is_engine_alone),
+            config: Config::default().with_dirty_tracking(self.tracking).with_locking(self.lock.locking()),
+            work: GuestWork::new(parameters, self.hypervisor, self.around),
             modification_log: if is_logged { ModificationLog::On } else { ModificationLog::Off },
-            is_engine_alone,
+            around: self.around,
             moves: false,
             seed: self.seed,
         };
@@ -205,10 +202,6 @@ impl Phases {
 struct WorkOfKvm {
     enable: Ps,
     get: Ps,
-}
-
-fn ns(time: Ps) -> u64 {
-    time / PS_PER_NS
 }
 
 #[cfg(test)]

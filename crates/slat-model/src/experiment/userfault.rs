@@ -20,10 +20,10 @@ use slat_costed::{Access, Config, Exit, Gfn, Gpa, PageSize};
 use super::failure::Failure;
 use super::vm::{GuestVm, VmShape, cpus_for};
 use crate::error::ModelError;
-use crate::guest::{Accessed, GuestWork, Hypervisor, ModificationLog};
+use crate::guest::{Accessed, Around, GuestWork, Hypervisor, ModificationLog};
 use crate::host::{Backing, UserfaultShape, Wakeup};
 use crate::machine::{self, Report};
-use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::parameters::{PS_PER_NS, Parameters, Ps, ns};
 use crate::topology::Topology;
 
 /// The descriptors of userfaultfd.
@@ -123,11 +123,11 @@ impl Userfault {
             // The pages of shared memory are placed below: the process has not mapped them.
             backing: Backing::Anonymous,
             config: Config::default().with_locking(locking),
-            work: GuestWork::new(parameters, self.hypervisor, false),
+            work: GuestWork::new(parameters, self.hypervisor, Around::Host),
             page_size: PageSize::Size4K,
             moves: false,
             modification_log: ModificationLog::Off,
-            is_engine_alone: false,
+            around: Around::Host,
             seed: self.seed,
         };
         let experiment = self.clone();
@@ -135,7 +135,7 @@ impl Userfault {
         let Ran { elapsed, nr_exits, nr_arrived } = outcome.result?;
         Ok(UserfaultRun {
             pages_per_second: self.nr_pages as f64 * 1e9 * PS_PER_NS as f64 / elapsed.max(1) as f64,
-            elapsed_ns: elapsed / PS_PER_NS,
+            elapsed_ns: ns(elapsed),
             nr_arrived,
             nr_exits,
             report: outcome.report,

@@ -11,7 +11,7 @@ use slat_costed::{Config, Error, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Page
 
 use crate::arena::MAX_FRAMES;
 use crate::error::ModelError;
-use crate::guest::{GuestWork, ModelVm, ModificationLog, VirtualCpu, leaf_table_node};
+use crate::guest::{Around, GuestWork, ModelVm, ModificationLog, VirtualCpu, leaf_table_node};
 use crate::host::{Backing, ModelHost};
 use crate::machine;
 use crate::parameters::{PS_PER_NS, Parameters, Ps};
@@ -30,8 +30,7 @@ pub(super) struct VmShape {
     pub(super) config: Config,
     pub(super) work: GuestWork,
     pub(super) modification_log: ModificationLog,
-    /// The host does nothing, and nothing runs but the engine.
-    pub(super) is_engine_alone: bool,
+    pub(super) around: Around,
     /// Pages move between two frames.
     pub(super) moves: bool,
     pub(super) seed: u64,
@@ -72,7 +71,7 @@ pub(super) struct GuestVm {
 impl GuestVm {
     pub(super) fn new(shape: VmShape) -> Result<GuestVm, Error> {
         let VmShape { topology, parameters, cpus, nr_pages, .. } = &shape;
-        let host = ModelHost::new(topology, parameters, cpus.len(), *nr_pages, shape.page_size, shape.is_engine_alone);
+        let host = ModelHost::new(topology, parameters, cpus.len(), *nr_pages, shape.page_size, shape.around);
         if shape.backing == Backing::Allocated {
             // By a program on the first node.
             (0..*nr_pages).for_each(|page| host.place(page, 0));

@@ -94,7 +94,7 @@ pub(super) fn acquire(address: usize, side: Side, wait: LockWait, kind: LockKind
         }
         suspend(match kind {
             LockKind::Spinning => Waits::Spinning,
-            LockKind::Sleeping => Waits::ForAWake,
+            LockKind::Sleeping => Waits::ForAnEnd,
         });
     }
     with(State::work_in_lock);

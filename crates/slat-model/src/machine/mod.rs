@@ -16,27 +16,25 @@
 //! is the lowest runs, until its clock is beyond that of the next one (`State::may_go_on`). A task
 //! is suspended inside the accesses of the engine, anywhere in a call of it.
 
-#![expect(unsafe_code, reason = "a task has a pointer to what suspends it")]
-
 mod locks;
 mod profile;
 mod state;
+mod task;
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::panic::Location;
-use std::ptr::NonNull;
 
-use corosensei::{Coroutine, CoroutineResult, Yielder};
 use slat_costed::baselines::Side;
 use slat_costed::costed::{LockWait, Machine, Step, attach};
 
 use crate::arena::{self, Arena, InArena};
 use crate::error::ModelError;
 use crate::lines::Lines;
-use crate::parameters::{PS_PER_NS, Parameters, Ps};
+use crate::parameters::{Parameters, Ps, ns};
 use crate::topology::Topology;
 pub use profile::{Hot, Report};
 use state::{NewTask, State, Waits};
+use task::{Ran, Task, suspend};
 
 pub use locks::LockKind;
 pub(crate) use locks::LockWord;
@@ -45,13 +43,8 @@ pub(crate) use locks::LockWord;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct TaskId(pub(crate) usize);
 
-type Body = Box<dyn FnOnce()>;
-type Task = Coroutine<(), Waits, ()>;
-
 thread_local! {
     static STATE: RefCell<Option<Box<State>>> = const { RefCell::new(None) };
-    /// What suspends the running task.
-    static YIELDER: Cell<Option<NonNull<Yielder<(), Waits>>>> = const { Cell::new(None) };
 }
 
 /// Calls `f` with the machine. It must not suspend.
@@ -131,13 +124,6 @@ pub(crate) fn settle() {
     }
 }
 
-fn suspend(waits: Waits) {
-    // None while tasks are dropped that have not ended: what their destructors do takes no time.
-    let Some(yielder) = YIELDER.get() else { return };
-    // SAFETY: it is the running task's, which is inside its body.
-    unsafe { yielder.as_ref() }.suspend(waits);
-}
-
 /// Plain work of the running task, in picoseconds.
 pub(crate) fn work(duration: Ps) {
     with(|state| state.work(duration));
@@ -215,7 +201,7 @@ pub(crate) fn spawn(cpu: usize, body: impl FnOnce() + 'static) -> TaskId {
 pub(crate) fn join(task: TaskId) {
     settle();
     if with(|state| state.wait_for_end(task.0)) {
-        suspend(Waits::ForAWake);
+        suspend(Waits::ForAnEnd);
     }
 }
 
@@ -291,54 +277,28 @@ pub(crate) fn run<R: Clone + 'static>(
     }
 }
 
-/// When it is dropped, no task runs any more.
-struct NoYielder;
-
-impl Drop for NoYielder {
-    fn drop(&mut self) {
-        YIELDER.set(None);
-    }
-}
-
 /// Runs tasks until all have ended.
 fn drive() -> Result<(), ModelError> {
     let mut tasks: Vec<Option<Task>> = Vec::new();
-    // Dropped before the tasks, also by a panic.
-    let _last = NoYielder;
     loop {
         for NewTask { task, body } in with(State::take_new) {
             debug_assert_eq!(task, tasks.len(), "tasks are numbered as they are made");
-            tasks.push(Some(coroutine(task, body)));
+            tasks.push(Some(Task::new(body)));
         }
         let Some(task) = with(State::next) else { break };
-        let coroutine = tasks[task].as_mut().expect("a task that has ended does not run");
-        YIELDER.set(with(|state| state.yielder(task)));
         let in_arena = InArena::enter();
-        let result = coroutine.resume(());
+        let ran = tasks[task].as_mut().map_or(Ran::Ended, Task::resume);
         drop(in_arena);
-        match result {
-            CoroutineResult::Yield(waits) => with(|state| state.suspended(task, waits)),
-            CoroutineResult::Return(()) => {
+        match ran {
+            Ran::Suspended(waits) => with(|state| state.suspended(task, waits)),
+            Ran::Ended => {
                 tasks[task] = None;
                 with(|state| state.ended(task));
             }
         }
     }
     let nr_tasks = tasks.iter().flatten().count();
-    if nr_tasks == 0 {
-        Ok(())
-    } else {
-        Err(ModelError::Deadlock { nr_tasks, now_ns: with(|state| state.now()) / PS_PER_NS })
-    }
-}
-
-fn coroutine(task: usize, body: Body) -> Task {
-    Coroutine::new(move |yielder: &Yielder<(), Waits>, ()| {
-        let yielder = NonNull::from(yielder);
-        YIELDER.set(Some(yielder));
-        with(|state| state.set_yielder(task, yielder));
-        body();
-    })
+    if nr_tasks == 0 { Ok(()) } else { Err(ModelError::Deadlock { nr_tasks, now_ns: ns(with(|state| state.now())) }) }
 }
 
 #[cfg(test)]

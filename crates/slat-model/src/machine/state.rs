@@ -4,14 +4,13 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::panic::Location;
-use std::ptr::NonNull;
 
-use corosensei::Yielder;
 use slat_costed::costed::Step;
 
+use super::TaskId;
 use super::locks::{LockKind, LockState};
 use super::profile::{Profile, Report};
-use super::{Body, TaskId};
+use super::task::Body;
 use crate::lines::Lines;
 use crate::parameters::{Parameters, Ps};
 use crate::topology::Topology;
@@ -21,8 +20,10 @@ use crate::topology::Topology;
 pub(super) enum Waits {
     /// Other CPUs have an earlier clock, or another task is next on this one.
     ForItsTurn,
-    /// It sleeps.
+    /// It sleeps until another task wakes it.
     ForAWake,
+    /// It sleeps until another task has ended, or hands it a lock.
+    ForAnEnd,
     /// It spins: no other task runs on its CPU.
     Spinning,
 }
@@ -52,6 +53,9 @@ struct Cpu {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum TaskState {
     Runs,
+    /// Another task may wake it.
+    Blocked,
+    /// No task may wake it: it sleeps for something else.
     Sleeps,
     Spins,
     Ended,
@@ -76,7 +80,6 @@ struct Task {
     without_cpu: Ps,
     /// Tasks that wait for its end.
     waiters: Vec<usize>,
-    yielder: Option<NonNull<Yielder<(), Waits>>>,
 }
 
 /// Parameters in picoseconds.
@@ -179,14 +182,6 @@ impl State {
 
     pub(super) fn core_of_task(&self, task: usize) -> u16 {
         self.cpus[self.tasks[task].cpu].core
-    }
-
-    pub(super) fn yielder(&self, task: usize) -> Option<NonNull<Yielder<(), Waits>>> {
-        self.tasks[task].yielder
-    }
-
-    pub(super) fn set_yielder(&mut self, task: usize, yielder: NonNull<Yielder<(), Waits>>) {
-        self.tasks[task].yielder = Some(yielder);
     }
 
     /// Whether no other CPU has an earlier clock, and the task's turn is not over.
@@ -315,7 +310,6 @@ impl State {
             queued_at: 0,
             without_cpu: 0,
             waiters: Vec::new(),
-            yielder: None,
         });
         self.new.push(NewTask { task, body });
         self.make_ready(task, ready_at);
@@ -378,8 +372,8 @@ impl State {
 
     pub(super) fn wake_blocked(&mut self, task: usize) {
         match self.tasks[task].state {
-            TaskState::Sleeps => self.make_ready(task, self.now() + self.cost.wake),
-            TaskState::Runs | TaskState::Spins => self.tasks[task].is_woken = true,
+            TaskState::Blocked => self.make_ready(task, self.now() + self.cost.wake),
+            TaskState::Runs | TaskState::Sleeps | TaskState::Spins => self.tasks[task].is_woken = true,
             TaskState::Ended => {}
         }
     }
@@ -444,8 +438,8 @@ impl State {
                     self.push_ready(index);
                 }
             }
-            Waits::ForAWake => {
-                self.tasks[task].state = TaskState::Sleeps;
+            Waits::ForAWake | Waits::ForAnEnd => {
+                self.tasks[task].state = if waits == Waits::ForAWake { TaskState::Blocked } else { TaskState::Sleeps };
                 self.run_next_of(index);
             }
             Waits::Spinning => self.tasks[task].state = TaskState::Spins,

@@ -1,4 +1,4 @@
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use slat_costed::baselines::AtomicU64;
@@ -154,7 +154,7 @@ fn an_interrupt_takes_time_from_its_cpu() {
                     work(10_000_000);
                     word.fetch_add(1, Relaxed);
                 }
-                to.set(now() / PS_PER_NS);
+                to.set(ns(now()));
             });
             work(5_000_000);
             if interrupts {

@@ -20,13 +20,14 @@ extern crate std;
 
 use core::cell::Cell;
 use core::fmt;
+use core::marker::PhantomData;
 use core::panic::Location;
 use std::thread_local;
 
 use crossbeam_utils::CachePadded;
 
 pub use super::stepped::Step;
-use super::{AtomicU32, Side};
+use super::{AtomicU32, Locking, Park, Side};
 
 /// A machine on which the engine runs.
 pub trait Machine {
@@ -68,14 +69,14 @@ thread_local! {
     static MACHINE: Cell<Option<&'static dyn Machine>> = const { Cell::new(None) };
 }
 
-/// Detaches the machine when it is dropped.
+/// Detaches the machine when it is dropped, on the same thread.
 #[derive(Debug)]
-pub struct Attached(());
+pub struct Attached(PhantomData<*const ()>);
 
 /// Passes all accesses of this thread to `machine`.
 pub fn attach(machine: &'static dyn Machine) -> Attached {
     MACHINE.set(Some(machine));
-    Attached(())
+    Attached(PhantomData)
 }
 
 impl Drop for Attached {
@@ -112,31 +113,6 @@ pub(super) fn pause() {
     if let Some(machine) = MACHINE.get() {
         machine.pause();
     }
-}
-
-/// The lock that a VM holds while it changes its page tables.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Locking {
-    /// None at all.
-    #[default]
-    None,
-    /// A reader/writer lock: faults are readers, zap and harvest are writers (KVM's parallel
-    /// faults, as published).
-    Shared,
-    /// A mutex: the baseline of that series.
-    Exclusive,
-}
-
-/// How threads sleep. Those of a machine wait as it says, and this is never called.
-pub trait Park {
-    /// Waits for a moment.
-    fn relax(&self);
-    /// Sleeps while `word` is `expected`.
-    fn park(&self, word: &AtomicU32, expected: u32);
-    /// Wakes one thread.
-    fn unpark_one(&self, word: *const AtomicU32) -> bool;
-    /// Wakes all.
-    fn unpark_all(&self, word: *const AtomicU32);
 }
 
 /// The optional lock of a VM, as the machine has locks.

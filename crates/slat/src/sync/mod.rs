@@ -55,12 +55,17 @@ pub use stepped::{AtomicU32, AtomicU64};
 
 pub use core::sync::atomic::Ordering;
 
+#[cfg(feature = "baselines")]
+mod locking;
+#[cfg(feature = "baselines")]
+pub use locking::{Locking, Park};
+
 #[cfg(feature = "costed")]
-pub use costed::{Lock, LockGuard, Locking, Park};
+pub use costed::{Lock, LockGuard};
 #[cfg(all(feature = "baselines", not(feature = "costed")))]
 mod lock;
 #[cfg(all(feature = "baselines", not(feature = "costed")))]
-pub use lock::{Lock, LockGuard, Locking, Park};
+pub use lock::{Lock, LockGuard};
 
 /// The side of the optional lock that an operation takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -545,46 +545,31 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
     /// page-table pages, which are the tree's then. They map the memory at `pfn`. Returns that PTE.
     #[inline]
     pub(crate) fn link(
-        mut self,
+        self,
         stats: &Recorder,
         pte: PteRef<'_, F>,
         old: Pte<F>,
         table_use: TableUse,
         pfn: Pfn,
     ) -> Result<Pte<F>, Changed> {
-        self.exchange(stats, pte, old, table_use, pfn)
+        self.link_or_keep(stats, pte, old, table_use, pfn).map_err(|_| Changed)
     }
 
-    /// As [`link`](Self::link), for a fault; returns the page-table pages if another thread was
-    /// faster.
-    pub(crate) fn link_or_keep(
-        mut self,
-        stats: &Recorder,
-        pte: PteRef<'_, F>,
-        old: Pte<F>,
-        pfn: Pfn,
-    ) -> Result<(), Self> {
-        match self.exchange(stats, pte, old, TableUse::Fault, pfn) {
-            Ok(_) => Ok(()),
-            Err(Changed) => Err(self),
-        }
-    }
-
-    /// The exchange of [`link`](Self::link). After a success, nothing is done with `self` any more.
+    /// As [`link`](Self::link); returns the page-table pages if another thread was faster.
     #[inline]
-    fn exchange(
-        &mut self,
+    pub(crate) fn link_or_keep(
+        self,
         stats: &Recorder,
         pte: PteRef<'_, F>,
         old: Pte<F>,
         table_use: TableUse,
         pfn: Pfn,
-    ) -> Result<Pte<F>, Changed> {
+    ) -> Result<Pte<F>, Self> {
         let fits = pte.level() == self.level
             && matches!(old.state(self.level), State::Empty(_) | State::Leaf | State::Tracked);
         debug_assert!(fits, "a page-table page is linked at {old:?} of level {}", pte.level().0);
         if !fits {
-            return Err(Changed);
+            return Err(self);
         }
         let Tree { host, encoding, .. } = self.tree;
         let table = Pte::table(self.highest());
@@ -594,7 +579,9 @@ impl<H: Host, F: Format> Prepared<'_, H, F> {
         };
         // SAFETY: it was filled for this level, and is the cache's alone, as are those below. They
         // leave the cache at once.
-        unsafe { pte.link(stats, old, new)? }
+        if unsafe { pte.link(stats, old, new) }.is_err() {
+            return Err(self);
+        }
         self.cache.len -= self.nr_tables;
         let (tables, remote) = match table_use {
             TableUse::Fault => (Counter::FaultTables, Counter::RemoteFaultTables),

@@ -10,7 +10,7 @@ use crate::second_stage::install::{self, NewLeaf, Rights};
 use crate::sync::{Side, fence_after_rmw, record};
 use crate::table::cursor::Cursor;
 use crate::table::invalidation_seq::InvalidationSeq;
-use crate::table::node;
+use crate::table::node::{self, TableUse};
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::Changed;
 use crate::table::retire::{FaultPin, Guard};
@@ -101,8 +101,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let (number, nr_tries) = if F::BREAK_BEFORE_MAKE { (seq.flushed(), 1) } else { (tree.next_seq(), MAX_LINKS) };
         let mut prepared = install::prepare_to_refine(&cursor, self.tables, number, leaf_level);
         for _ in 0..nr_tries {
-            match prepared.link_or_keep(cursor.stats(), cursor.pte(), value, pfn) {
-                Ok(()) => return,
+            match prepared.link_or_keep(cursor.stats(), cursor.pte(), value, TableUse::Fault, pfn) {
+                Ok(_) => return,
                 Err(kept) => prepared = kept,
             }
             // At once, while this CPU has the cache line.

@@ -114,21 +114,12 @@ impl Case {
 
 /// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
-    let mut planned: Vec<(Case, Topology)> = Vec::new();
     let published = prediction::topology()?;
-    planned.extend(prediction::cases().map(|case| (case, published.clone())));
+    let mut planned: Vec<_> = prediction::cases().map(|case| (case.title(), (case, published.clone()))).collect();
     for case in curves::cases(context.machines.cpus()) {
-        planned.push((case, context.machines.topology(case.nr_cpus)?));
+        planned.push((case.title(), (case, context.machines.topology(case.nr_cpus)?)));
     }
-    let progress = context.progress(planned.len());
-    let mut all = Vec::new();
-    for (case, topology) in planned {
-        progress.begin(case.title());
-        all.push(case.run(context, &topology)?);
-        progress.step();
-        context.so_far(part(context, &all))?;
-    }
-    Ok(part(context, &all))
+    context.measure(planned, |(case, topology)| case.run(context, &topology), |all| part(context, all))
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
@@ -140,12 +131,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
 
 impl Done {
     fn traced(&self) -> Traced {
-        Traced {
-            title: self.case.title(),
-            labels: self.case.labels(),
-            topology: self.topology.name().to_owned(),
-            report: self.run.report.clone(),
-        }
+        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
     }
 }
 
