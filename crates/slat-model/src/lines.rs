@@ -10,7 +10,7 @@
 //! counted in lines that it has fetched since.
 //!
 //! A core that has got a line to write it keeps it until it goes on to the next one: what it does to
-//! the line meanwhile comes before that one, whoever has asked first.
+//! the line meanwhile comes before that one, whichever has asked first.
 //!
 //! A line takes 32 bytes: up to four cores that share it, or the number of a set of cores.
 

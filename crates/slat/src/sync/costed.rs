@@ -1,4 +1,4 @@
-//! A modelled machine learns of each access of the engine, and makes it cost virtual time.
+//! Atomics that cost the virtual time of a modelled machine.
 //!
 //! # Guarantees
 //! The machine is asked before each operation on an atomic. What it does until it returns happens

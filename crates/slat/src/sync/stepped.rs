@@ -1,5 +1,4 @@
-//! Atomics with a scheduling point before each operation: the core types, which other code learns of
-//! before they are accessed.
+//! Atomics with a scheduling point before each operation, over the core types.
 //! - Under [shuttle](https://docs.rs/shuttle) another thread of the test may run there.
 //! - With the feature `costed` another CPU of a modelled machine may run there, and the access costs
 //!   virtual time (`super::costed`).
