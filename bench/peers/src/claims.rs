@@ -40,6 +40,7 @@ pub(crate) fn compared(measured: &Measured, results: &Results) -> Option<Compare
             ratio: None,
             claim: None,
             unclaimed: None,
+            predicted: None,
         };
         let mut of_job = Evaluation {
             name: format!("{}_{}_threads", job.operation.name(), job.nr_threads),

@@ -5,7 +5,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_refused, read, samples, slat, stderr};
+use common::{assert_form, assert_refused, read, samples, slat, stderr};
 use serde_json::Value;
 
 fn path(name: &str) -> PathBuf {
@@ -33,12 +33,17 @@ fn systems_come_with_figures_claims_and_what_was_published() {
         "2% to 35%",
         "claims made",
         "software CPUs",
+        "$ slat scale --system numa-split -b 2M",
+        "416 modelled vCPUs on 8 nodes, 2 MiB each",
+        "1.02–1.54×",
+        "error",
     ] {
         assert!(printed.contains(text), "no '{text}' in:\n{printed}");
     }
     assert!(!printed.contains("## parallel-faults"));
 
     let object: Value = read(&json);
+    assert_form(&object);
     assert_eq!((&object["experiment"], &object["interrupted"]), (&"compare".into(), &false.into()));
     assert_eq!(object["config"]["only"], Value::from(vec!["numa-split"]));
     let claims = &object["compared"]["claims"];
@@ -54,5 +59,10 @@ fn systems_come_with_figures_claims_and_what_was_published() {
     let of_eighth: Vec<f64> = samples(caller).iter().map(|reads| reads * 8.0).collect();
     assert_eq!((samples(slat).len(), samples(slat)), (5, of_eighth));
     assert_eq!(caller["ratio"], serde_json::json!({ "value": 8.0, "interval": [8.0, 8.0] }));
+    let predicted = system["comparisons"].as_array().unwrap().last().unwrap();
+    assert_eq!((&predicted["name"], &predicted["sides"][0]["role"]), (&"model_dirty_memory".into(), &"model".into()));
+    let gain = predicted["sides"][1]["ratio"]["value"].as_f64().unwrap();
+    assert!((1.02..1.54).contains(&gain), "{gain}");
+    assert_eq!(predicted["sides"][1]["measured_on"], "modelled CPUs");
     assert_eq!(caller["claim"], serde_json::json!({ "above": 1.0, "verdict": "held" }));
 }

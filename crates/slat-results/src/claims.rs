@@ -44,15 +44,20 @@ pub fn system(result: &System) -> String {
     for experiment in &result.experiments {
         let _ = writeln!(text, "    $ {}", experiment.command.join(" "));
     }
+    let has_predictions = result.comparisons.iter().flat_map(|of| &of.sides).any(|side| side.role == Role::Model);
     let header = ["figure", table::MEDIAN, "runs", "measured on", "speed-up", "claim", "published", "published gain"];
-    let mut figures = table::figures(header.map(str::to_owned));
+    let header: Vec<&str> = header.into_iter().chain(has_predictions.then_some("error")).collect();
+    let mut figures = table::figures(header.iter().map(|&name| name.to_owned()));
     for comparison in &result.comparisons {
+        let order = has_predictions.then(|| order(comparison).unwrap_or_default().to_owned());
+        let nr_empty = header.len() - 1 - usize::from(has_predictions);
         figures.add_row(
-            std::iter::once(comparison.title.clone()).chain(std::iter::repeat_n(String::new(), header.len() - 1)),
+            std::iter::once(comparison.title.clone()).chain(std::iter::repeat_n(String::new(), nr_empty)).chain(order),
         );
         for (place, side) in comparison.sides.iter().enumerate() {
             let is_first_baseline = place == first_baseline(comparison);
-            figures.add_row(row(comparison, side, is_first_baseline));
+            let error = has_predictions.then(|| side.predicted.map(|of| quantity::error(of.error)).unwrap_or_default());
+            figures.add_row(row(comparison, side, is_first_baseline).into_iter().chain(error));
         }
     }
     if !result.comparisons.is_empty() {
@@ -68,6 +73,11 @@ pub fn system(result: &System) -> String {
     text
 }
 
+/// Whether the predictions of a comparison have the order of what was published, in words.
+pub fn order(comparison: &Evaluation) -> Option<&'static str> {
+    comparison.has_published_order().map(|is_same| if is_same { "order as published" } else { "another order" })
+}
+
 /// The side that is the starting point of the published work.
 fn first_baseline(comparison: &Evaluation) -> usize {
     comparison.sides.iter().position(|side| side.role != Role::Slat).unwrap_or(usize::MAX)
@@ -80,12 +90,13 @@ fn row(comparison: &Evaluation, side: &Side, is_first_baseline: bool) -> Vec<Str
     // What was published stands beside the side that does the same.
     let is_proposal = comparison.published.as_ref().is_some_and(|of| of.proposed_side == side.name);
     let (published, gain) = if is_proposal {
-        (published(|of| of.proposed), comparison.published_gain().map(quantity::times))
+        (published(|of| of.proposed), comparison.published_gain().map(quantity::times_range))
     } else if is_first_baseline {
         (published(|of| of.baseline), None)
     } else {
         (String::new(), None)
     };
+    let published = side.predicted.map_or(published, |of| quantity(of.published, comparison.unit));
     let claim = side.claim.map(|claim| format!("{} {}", quantity::times(claim.above), claim.verdict.name()));
     let claim = claim.or_else(|| side.unclaimed.clone());
     vec![

@@ -115,6 +115,16 @@ pub fn times(value: f64) -> String {
     format!("{}×", digits(value, false))
 }
 
+/// A ratio, or the range of several.
+pub fn times_range(range_of: [f64; 2]) -> String {
+    format!("{}×", range(range_of, Unit::Ratio))
+}
+
+/// By which part a figure is above another, with its sign.
+pub fn error(part: f64) -> String {
+    format!("{:+.1}%", part * 100.0)
+}
+
 /// A ratio with its interval.
 pub fn ratio(ratio: &Ratio) -> String {
     match ratio.interval {
@@ -233,6 +243,12 @@ mod tests {
     fn a_ratio_has_its_interval() {
         assert_eq!(ratio(&Ratio { value: 2.0, interval: Some([1.5, 2.674]) }), "2.00× [1.50–2.67]");
         assert_eq!(ratio(&Ratio { value: 12.34, interval: None }), "12.3×");
+        assert_eq!([times_range([6.84; 2]), times_range([1.02, 1.54])], ["6.84×", "1.02–1.54×"]);
+    }
+
+    #[test]
+    fn an_error_is_positive_where_the_figure_is_larger() {
+        assert_eq!([0.2, -0.2, 32.1].map(error), ["+20.0%", "-20.0%", "+3210.0%"]);
     }
 
     #[test]

@@ -6,8 +6,8 @@
 
 use serde_json::Value;
 
-use crate::results::compared::{Evaluation, Published, Role, Side as Measured};
-use crate::results::{Figure, Results, SOFTWARE_CPUS};
+use crate::results::compared::{Evaluation, Predicted, Published, Role, Side as Measured};
+use crate::results::{Figure, MODELLED_CPUS, Results, SOFTWARE_CPUS};
 
 /// What figures of calls into the engine, its baselines and crates are measured on.
 pub(super) const HOST_CPUS: &str = "the host's CPUs";
@@ -27,16 +27,31 @@ pub(super) struct Side {
     pub(super) claim: Option<f64>,
     /// Why slat claims nothing on this machine.
     pub(super) unclaimed: Option<&'static str>,
+    /// What was published of a predicted figure.
+    pub(super) published: Option<f64>,
 }
 
 impl Side {
     pub(super) fn new(name: impl Into<String>, role: Role, labels: &[(&'static str, &str)]) -> Side {
         let labels = labels.iter().map(|&(name, value)| (name, value.into())).collect();
-        Side { name: name.into(), role, labels, measured_on: SOFTWARE_CPUS, claim: None, unclaimed: None }
+        Side {
+            name: name.into(),
+            role,
+            labels,
+            measured_on: SOFTWARE_CPUS,
+            claim: None,
+            unclaimed: None,
+            published: None,
+        }
     }
 
     pub(super) fn measured_on(self, measured_on: &'static str) -> Side {
         Side { measured_on, ..self }
+    }
+
+    /// A figure that the model predicts.
+    pub(super) fn predicted(name: impl Into<String>, labels: &[(&'static str, &str)], published: Option<f64>) -> Side {
+        Side { published, ..Side::new(name, Role::Model, labels).measured_on(MODELLED_CPUS) }
     }
 
     pub(super) fn claimed(self, above: f64) -> Side {
@@ -61,21 +76,27 @@ pub(super) struct Comparison {
 }
 
 impl Comparison {
+    /// The side that the others are compared with: slat's, or the first of predictions.
+    pub(super) fn first(&self) -> Option<&Side> {
+        let of_slat = self.sides.iter().find(|side| side.role == Role::Slat);
+        of_slat.or_else(|| self.sides.first().filter(|side| side.role == Role::Model))
+    }
+
     /// Evaluates the comparison on the results of the experiments; `None` for those that failed.
-    /// `None` if slat's side was not measured, or nothing is better.
+    /// `None` if the first side was not measured, or nothing is better.
     pub(super) fn evaluate(&self, experiments: &[Option<Results>]) -> Option<Evaluation> {
         let results = &experiments.get(self.experiment)?.as_ref()?.results;
-        let of_slat = self.sides.iter().find(|side| side.role == Role::Slat)?;
-        let figure = self.find(results, of_slat)?;
+        let first = self.first()?;
+        let figure = self.find(results, first)?;
         let mut evaluation = Evaluation {
             name: self.name.clone(),
             title: self.title.clone(),
             unit: figure.unit,
             better: figure.better?,
             published: self.published.clone(),
-            sides: vec![measured(of_slat, figure)],
+            sides: vec![measured(first, figure)],
         };
-        for side in self.sides.iter().filter(|side| side.role != Role::Slat) {
+        for side in self.sides.iter().filter(|side| !std::ptr::eq(*side, first)) {
             let Some(other) = self.find(results, side) else { continue };
             let ratio = evaluation.times_as_good(&figure.samples, &other.samples);
             let claim = side.claim.filter(|_| ratio.is_some());
@@ -92,7 +113,7 @@ impl Comparison {
     }
 }
 
-/// A side without its comparison with slat.
+/// A side without its comparison with the first.
 fn measured(side: &Side, figure: &Figure) -> Measured {
     Measured {
         name: side.name.clone(),
@@ -102,6 +123,7 @@ fn measured(side: &Side, figure: &Figure) -> Measured {
         ratio: None,
         claim: None,
         unclaimed: side.unclaimed.map(str::to_owned),
+        predicted: side.published.and_then(|published| Predicted::new(&figure.samples, published)),
     }
 }
 
@@ -159,6 +181,25 @@ mod tests {
         assert_eq!(verdict(&[2.0, 2.1, 1.9], &[8.0, 8.1, 7.9]), Verdict::Lost);
         assert_eq!(verdict(&[2.0, 2.1, 1.9], &[1.0, 1.1, 0.9]), Verdict::Tie);
         assert_eq!(verdict(&[9.0], &[1.0]), Verdict::Tie);
+    }
+
+    #[test]
+    fn predictions_are_compared_with_the_first_and_have_errors_and_an_order() {
+        let predicted = |published: [f64; 3]| {
+            let locks = ["shared", "exclusive", "none"];
+            let sides = locks.iter().zip(published);
+            let sides = sides.map(|(&lock, of)| Side::predicted(lock, &[("lock", lock)], Some(of))).collect();
+            let figures = locks.iter().zip([2.0, 8.0, 1.0]).map(|(lock, s)| figure(&[s], Better::Less, lock));
+            let results = Results::new("x", Value::Null, Host::default(), figures.collect());
+            Comparison { sides, ..comparison() }.evaluate(&[Some(results)]).unwrap()
+        };
+        let made = predicted([1.6, 10.0, 1.0]);
+        assert_eq!(made.sides[1].ratio.unwrap().value, 4.0);
+        let errors = made.sides.iter().map(|side| (side.predicted.unwrap().error * 100.0).round());
+        assert_eq!(errors.collect::<Vec<_>>(), [25.0, -20.0, 0.0]);
+        assert!(made.sides.iter().all(|side| side.claim.is_none() && side.measured_on == "modelled CPUs"));
+        assert_eq!(made.has_published_order(), Some(true));
+        assert_eq!(predicted([1.6, 10.0, 3.0]).has_published_order(), Some(false));
     }
 
     #[test]

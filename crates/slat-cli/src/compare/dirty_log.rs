@@ -53,6 +53,7 @@ fn call(row: &PublishedRow) -> Comparison {
             baseline: Some(f64::from(row.old_ns) / 1e9),
             proposed: Some(f64::from(row.new_ns) / 1e9),
             proposed_side: PROPOSED.to_owned(),
+            gain: None,
         }),
         sides: sides(HOST_CPUS, claims),
     }

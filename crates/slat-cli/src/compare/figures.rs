@@ -4,7 +4,7 @@ use slat_machine::linux::topology::HostDescription;
 
 use super::CompareArgs;
 use super::comparison::{HARDWARE, HOST_CPUS, MODELLED};
-use crate::results::SOFTWARE_CPUS;
+use crate::results::{MODELLED_CPUS, SOFTWARE_CPUS};
 use crate::statistics::CONFIDENCE;
 
 /// The heading, and what the columns mean.
@@ -17,7 +17,9 @@ pub(super) fn head(args: &CompareArgs, host: &HostDescription) -> String {
            with its interval of {:.0}% confidence: 2.00 is twice as good, 0.50 half. Published figures are shown for their proportions.\n\
          - {SOFTWARE_CPUS}: threads, memory, tables and contention are real, the guest's address translation is a program.\n  \
            {MODELLED}: a sum of times and counts measured there, and of given costs.\n  \
-           {HOST_CPUS}: the call is timed as it is. {HARDWARE}: the KVM of this machine on its real CPUs.\n\
+           {HOST_CPUS}: the call is timed as it is. {HARDWARE}: the KVM of this machine on its real CPUs.\n  \
+           {MODELLED_CPUS}: the model of a large machine predicts what was published, in virtual time (`slat scale`). An error is\n  \
+           the part by which a prediction is above what was published. Predictions decide nothing.\n\
          - A claim is a comparison that slat must win. It is held if the whole interval and the ratio of the means lie above it,\n  \
            lost if both lie below, and a tie if this machine cannot tell, or the runs of a side deviate by more than their mean.\n  \
            The mean is that of the middle half of the runs, the deviation that of the median distance from the median. A side\n  \

@@ -3,12 +3,14 @@
 //!
 //! Experiments of this command show each system, by command lines that a user can type (`systems`).
 //! The comparison reads their results (`comparison`), so a figure here is one that the experiment
-//! printed itself. A claim is a comparison that slat must win. `statistics` judges it: it is held,
-//! or lost, in which case the command fails, or this machine cannot tell (a tie).
+//! printed itself. Beside them stands what the model of a large machine predicts of the published
+//! figures (`predictions`). A claim is a comparison that slat must win. `statistics` judges it: it
+//! is held, or lost, in which case the command fails, or this machine cannot tell (a tie).
 
 mod comparison;
 mod dirty_log;
 mod figures;
+mod predictions;
 mod systems;
 
 use std::time::{Instant, SystemTime};
@@ -24,7 +26,7 @@ use crate::quantity::Unit;
 use crate::results::compared::{Compared, System};
 use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, Shortfall, rfc3339};
 use crate::session::Session;
-use crate::{numa_split, options, parallel_faults, shadow, userfault};
+use crate::{numa_split, options, parallel_faults, scale, shadow, userfault};
 use comparison::Comparison;
 use systems::{Plan, Planned};
 
@@ -212,6 +214,7 @@ fn run_command(command: &str, session: &Session) -> Result<Outcome, Failure> {
         Some("shadow") => shadow::run(&parse(command)?, session),
         Some("numa-split") => numa_split::run(&parse(command)?, session),
         Some("dirty-log") => crate::dirty_log::run(&parse(command)?, session),
+        Some("scale") => scale::run(&parse(command)?, session),
         _ => Err(Failure::Usage(format!("{command} is not compared"))),
     }
 }
@@ -240,8 +243,14 @@ mod tests {
                 assert_eq!(SystemArg::from_str(plan.system, false), Ok(system));
                 for comparison in &plan.comparisons {
                     assert!(comparison.experiment < plan.experiments.len(), "{}", comparison.name);
-                    let nr_slat = comparison.sides.iter().filter(|side| side.role == Role::Slat).count();
-                    assert_eq!(nr_slat, 1, "{}", comparison.name);
+                    let nr = |role| comparison.sides.iter().filter(|side| side.role == role).count();
+                    let nr_sides = comparison.sides.len();
+                    assert!(
+                        [(1, 0), (0, nr_sides)].contains(&(nr(Role::Slat), nr(Role::Model))),
+                        "{}",
+                        comparison.name
+                    );
+                    assert!(comparison.first().is_some());
                     let is_there = |name: &str| comparison.sides.iter().any(|side| side.name == name);
                     assert!(
                         comparison.published.as_ref().is_none_or(|of| is_there(&of.proposed_side)),

@@ -6,7 +6,7 @@
 use slat_machine::linux::topology;
 
 use super::comparison::{Comparison, HARDWARE, MODELLED, Side};
-use super::{Size, SystemArg, dirty_log};
+use super::{Size, SystemArg, dirty_log, predictions};
 use crate::parallel_faults;
 use crate::results::SOFTWARE_CPUS;
 use crate::results::compared::{Published, Role};
@@ -78,6 +78,7 @@ fn faults_in_parallel(size: Size) -> Plan {
                 baseline: Some(baseline),
                 proposed: Some(proposed),
                 proposed_side: "lock shared".to_owned(),
+                gain: None,
             });
             let is_claimed = phase.faults && access == "partitioned";
             let claim = (is_claimed && shows_a_lock).then_some(BETTER);
@@ -99,6 +100,7 @@ fn faults_in_parallel(size: Size) -> Plan {
             });
         }
     }
+    comparisons.extend(predictions::of_faults_in_parallel(2));
     Plan {
         system: "parallel-faults",
         title: "Parallel page faults on the second stage",
@@ -107,6 +109,7 @@ fn faults_in_parallel(size: Size) -> Plan {
         experiments: vec![
             Planned::new(format!("slat parallel-faults -v {nr_vcpus} {partitioned} --peer auto")),
             Planned::new(format!("slat parallel-faults -v {nr_vcpus} {overlapping} -o --peer auto")),
+            predictions::faults_in_parallel(),
         ],
         comparisons,
     }
@@ -135,6 +138,7 @@ fn userfault(size: Size) -> Plan {
                 baseline: published("missing"),
                 proposed: published("uf"),
                 proposed_side: "slat (userfault exits)".to_owned(),
+                gain: None,
             }),
             sides: vec![
                 side("slat (userfault exits)", Role::Slat, "uf"),
@@ -150,11 +154,11 @@ fn userfault(size: Size) -> Plan {
         title: "Userfault: demand paging by exits",
         published_note: "KVM Userfault, 2024: 64 MiB for each vCPU; the baseline is its rate with userfaultfd, a reader for each \
                          vCPU.",
-        comparisons: comparisons.collect(),
-        experiments: vec![Planned {
-            command: command("none,missing,missing-1r,missing+uf,uf"),
-            instead: Some(command("none,uf")),
-        }],
+        comparisons: comparisons.chain(predictions::of_userfault(1)).collect(),
+        experiments: vec![
+            Planned { command: command("none,missing,missing-1r,missing+uf,uf"), instead: Some(command("none,uf")) },
+            predictions::userfault(),
+        ],
     }
 }
 
@@ -196,6 +200,7 @@ fn shadow_paging(size: Size) -> Plan {
                 baseline: Some(wall_s[0]),
                 proposed: Some(wall_s[1]),
                 proposed_side: "slat (root-cache, as the series)".to_owned(),
+                gain: None,
             });
             comparisons.push(Comparison { published, ..new("guest_time", title, MODELLED, Some(BETTER)) });
             let new = |figure, title, claim| new(figure, title, SOFTWARE_CPUS, claim);
@@ -249,12 +254,13 @@ fn numa_splitting(size: Size) -> Plan {
         system: "numa-split",
         title: "NUMA-aware page-table pages in eager huge-page splitting",
         published_note: "2022, with its review: 416 vCPUs on 8 nodes, dirty memory 2% to 35% faster.",
-        experiments: vec![Planned::new(format!("slat numa-split {options}"))],
+        experiments: vec![Planned::new(format!("slat numa-split {options}")), predictions::numa_splitting()],
         comparisons: vec![
             new("local_walk_reads", "Reads of lowest-level page tables on the walker's own node", Some(BETTER)),
             new("remote_walk_reads", "Reads of lowest-level page tables on another node", None),
             new("split_time_total", "Splitting all huge pages", None),
             new("dirty_memory_total", "Dirty memory, all rounds", None),
+            predictions::of_numa_splitting(1),
         ],
     }
 }

@@ -5,6 +5,7 @@ use maud::{Markup, html};
 
 use super::input::Input;
 use super::page::{scroll, tally};
+use crate::claims;
 use crate::quantity::{self, NOTHING, nr_runs, quantity, spread};
 use crate::results::Better;
 use crate::results::compared::{Evaluation, Published, Role, Side, System, Verdict};
@@ -98,6 +99,7 @@ impl<'a> Row<'a> {
                                 tr.group { th scope="rowgroup" colspan=(nr_columns) {
                                     (merged.first.title)
                                     span.note { (better(merged.first)) }
+                                    @if let Some(order) = claims::order(merged.first) { span.note { " " (order) } }
                                 } }
                                 (published(merged.first, inputs.len(), several))
                                 @for (name, sides) in merged.sides() { (side(name, merged.first, &sides)) }
@@ -131,14 +133,14 @@ fn published(comparison: &Evaluation, nr_files: usize, several: bool) -> Markup 
     let Some(Published { on, baseline, proposed, .. }) = &comparison.published else { return html! {} };
     let gain = comparison.published_gain();
     let rows = [("published baseline", baseline, None), ("published proposal", proposed, gain)];
-    let rows = rows.into_iter().filter_map(|(name, value, gain)| Some((name, (*value)?, gain)));
+    let rows = rows.into_iter().filter(|(_, value, gain)| value.is_some() || gain.is_some());
     html! {
         @for (name, value, gain) in rows {
             tr.published {
                 th scope="row" { (name) }
-                td { @if let Some(gain) = gain { (quantity::times(gain)) span.note { " as published" } } }
+                td { @if let Some(gain) = gain { (quantity::times_range(gain)) span.note { " as published" } } }
                 td {}
-                td colspan=(nr_files) { (quantity(value, comparison.unit)) }
+                td colspan=(nr_files) { @if let Some(value) = value { (quantity(*value, comparison.unit)) } }
                 @if several { td {} }
                 td { (on) }
             }
@@ -164,6 +166,9 @@ fn side(name: &str, comparison: &Evaluation, files: &[Option<&Side>]) -> Markup 
                     Verdict::Lost => (tally(false, "lost")),
                 }
                 span.note { " above " (quantity::times(claim.above)) }
+            } } @if let Some(of) = &side.predicted { div {
+                (quantity::error(of.error))
+                span.note { " published: " (quantity(of.published, comparison.unit)) }
             } } } }
             @for side in files {
                 td { @match side {

@@ -3,6 +3,8 @@
 use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::Lock;
 
+use crate::quantity;
+
 pub(super) fn hypervisor_name(hypervisor: Hypervisor) -> &'static str {
     match hypervisor {
         Hypervisor::Kvm => "kvm",
@@ -20,7 +22,7 @@ pub(super) fn lock_name(lock: Lock) -> &'static str {
 
 /// By how much a prediction is above what was published, with its sign.
 pub(super) fn error_of(predicted: f64, published: f64) -> String {
-    format!("{:+.1}%", (predicted / published - 1.0) * 100.0)
+    quantity::error(predicted / published - 1.0)
 }
 
 #[cfg(test)]

@@ -37,6 +37,9 @@ pub enum Role {
     Baseline,
     /// Other software.
     Peer,
+    /// A prediction of the model of a large machine: it stands beside what was published, and
+    /// decides nothing.
+    Model,
 }
 
 impl Role {
@@ -45,6 +48,7 @@ impl Role {
             Role::Slat => "slat",
             Role::Baseline => "baseline",
             Role::Peer => "peer",
+            Role::Model => "model",
         }
     }
 }
@@ -61,6 +65,10 @@ pub struct Published {
     /// The name of the side that does what the proposal does.
     #[serde(default)]
     pub proposed_side: String,
+    /// How many times as good as the baseline the proposal is, at least and at most, where only
+    /// that was published.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gain: Option<[f64; 2]>,
 }
 
 /// A figure of several sides.
@@ -71,7 +79,7 @@ pub struct Evaluation {
     pub unit: Unit,
     pub better: Better,
     pub published: Option<Published>,
-    /// slat's comes first.
+    /// slat's comes first; of predictions that of the proposal.
     pub sides: Vec<Side>,
 }
 
@@ -82,12 +90,32 @@ pub struct Side {
     pub role: Role,
     pub measured_on: String,
     pub samples: Samples,
-    /// How many times as good slat is; `None` for slat itself.
+    /// How many times as good the first side is; `None` for that itself.
     pub ratio: Option<Ratio>,
     pub claim: Option<Claim>,
     /// Why slat claims nothing here.
     #[serde(default)]
     pub unclaimed: Option<String>,
+    /// What was published of the predicted figure, and the error of the prediction.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<Predicted>,
+}
+
+/// A prediction beside what was published.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Predicted {
+    pub published: f64,
+    /// By which part of the published figure the predicted one is above it.
+    pub error: f64,
+}
+
+impl Predicted {
+    /// The prediction of samples; `None` if there are none, or nothing that errors are a part of
+    /// was published.
+    pub fn new(samples: &Samples, published: f64) -> Option<Predicted> {
+        let error = samples.median() / published - 1.0;
+        error.is_finite().then_some(Predicted { published, error })
+    }
 }
 
 /// What slat claims of a ratio, and whether it holds.
@@ -129,14 +157,26 @@ impl Evaluation {
         }
     }
 
-    /// How many times as good as its baseline the published work is.
-    pub fn published_gain(&self) -> Option<f64> {
+    /// How many times as good as its baseline the published work is, at least and at most.
+    pub fn published_gain(&self) -> Option<[f64; 2]> {
         let published = self.published.as_ref()?;
-        let (baseline, proposed) = (published.baseline?, published.proposed?);
-        Some(match self.better {
-            Better::Less => baseline / proposed,
-            Better::More => proposed / baseline,
-        })
+        let of_figures = || {
+            let (baseline, proposed) = (published.baseline?, published.proposed?);
+            Some(match self.better {
+                Better::Less => baseline / proposed,
+                Better::More => proposed / baseline,
+            })
+        };
+        published.gain.or_else(|| of_figures().map(|gain| [gain; 2]))
+    }
+
+    /// Whether the predictions have the order of what was published; `None`: there are less than
+    /// three, of which an order would say little.
+    pub fn has_published_order(&self) -> Option<bool> {
+        let predicted = |side: &Side| Some((side.predicted?.published, side.samples.median()));
+        let mut all: Vec<(f64, f64)> = self.sides.iter().filter_map(predicted).collect();
+        all.sort_by(|one, other| one.0.total_cmp(&other.0));
+        (all.len() > 2).then(|| all.is_sorted_by(|one, other| one.1 < other.1 || one.0 == other.0))
     }
 }
 
