@@ -38,6 +38,7 @@ fn mistakes_are_one_line_that_names_the_value() {
         ("--rounds 0", "0 is not in 1..=1000"),
         ("--system shadow", "[possible values: parallel-faults, userfault, numa-split, dirty-log, all]"),
         ("--seed x", "'x' for '--seed"),
+        ("--seed v0:7", "'v0:7' for '--seed <N>': a seed of version 0 of the model, and this is version 1"),
         ("--check --system userfault", "'--check' cannot be used with '--system <SYSTEM>'"),
         ("--check --seconds 0", "0 is not in 1..=86400"),
         ("--seconds 1", "were not provided: --check"),
@@ -102,7 +103,9 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
     let config = &first["config"];
     assert_eq!((&config["topology"], &config["bytes"]), (&"built-in".into(), &65536.into()));
     assert_eq!((&config["iterations"], &config["seed"]), (&2.into(), &1.into()));
+    assert_eq!(config["model_version"], 1);
     assert_eq!(config["runs"][0]["topology"], "96 CPUs, 2 nodes");
+    assert_eq!(config["runs"][0]["bytes"], 65536);
     assert!(config["runs"][0].get("hot_lines").is_none());
 
     for lock in ["none", "shared", "exclusive"] {
@@ -187,7 +190,8 @@ fn the_tables_have_what_was_published_and_a_row_for_each_number_of_cpus() {
 #[track_caller]
 fn text(system: &str, bytes: &str) -> String {
     let output = assert_ok(&format!("scale --system {system} --bytes {bytes} --quiet"));
-    assert!(output.contains(&format!("## {system}\n")), "{output}");
+    let name = system.split(' ').next().unwrap_or_default();
+    assert!(output.contains(&format!("## {name}\n")), "{output}");
     let mut lines = output.lines();
     assert!(lines.all(|line| line.chars().count() <= 100), "{output}");
     output
@@ -233,8 +237,9 @@ fn numa_split_has_page_table_pages_where_the_placement_says() {
 }
 
 #[test]
-fn dirty_log_has_a_row_for_each_operation_and_lock() {
-    let output = text("dirty-log", "16K");
+fn dirty_log_has_a_row_for_each_operation_and_lock_and_curves_by_the_number_of_cpus() {
+    let json = file("scale_dirty_log.json");
+    let output = text(&format!("dirty-log --cpus 4,1 --json {}", json.display()), "16K");
     for operation in ["nothing", "harvest", "invalidate-page", "invalidate-unused"] {
         for lock in ["none", "shared", "exclusive"] {
             assert!(output.contains(&format!("| {operation}, {lock} ")), "{operation}, {lock}:\n{output}");
@@ -242,14 +247,41 @@ fn dirty_log_has_a_row_for_each_operation_and_lock() {
     }
     assert!(output.contains("| preempted vCPUs, by lock | longest fault | longest operation | quantum |"), "{output}");
     assert_eq!(output.matches("4.00 ms |").count(), 3, "{output}");
+    for curve in ["harvests/s beside writers", "invalidations/s beside faults", "faults/s beside invalidations"] {
+        assert!(output.contains(&format!("{curve}, by lock")), "{curve}:\n{output}");
+    }
+    for row in ["| 1 of 96 CPUs ", "| 4 of 96 CPUs "] {
+        assert_eq!(output.matches(row).count(), 4, "{output}");
+    }
+
+    let object = read(&json);
+    assert_form(&object);
+    // Those of the tables, and of the curves two operations, two numbers of CPUs and three locks.
+    assert_eq!(hashes(&object).len(), 15 + 2 * 2 * 3);
+    let of = |name: &str, operation: &str, lock: &str, vcpus: u64| {
+        let labels = [("operation", operation.into()), ("lock", lock.into()), ("vcpus", vcpus.into())];
+        one(&object, name, &[&labels[..], &[("lock_kind", "spinning".into())]].concat())
+    };
+    for operation in ["harvest", "invalidate-page"] {
+        for lock in ["none", "shared", "exclusive"] {
+            for vcpus in [1, 4, 95] {
+                assert!(of("operation_rate", operation, lock, vcpus) > 0.0, "{operation} {lock} {vcpus}");
+                assert!(of("longest_operation", operation, lock, vcpus) > 0.0, "{operation} {lock} {vcpus}");
+            }
+        }
+        assert!(of("fault_rate", operation, "none", 95) > of("fault_rate", operation, "exclusive", 95));
+    }
 }
 
 #[test]
 fn a_check_names_its_seeds_and_how_to_replay_them() {
     let output = assert_ok("scale --check --seconds 1 --seed 7 --quiet");
     assert!(output.starts_with("seeds ") && output.contains(": all oracles held\n"), "{output}");
-    assert!(output.contains("Seeds from 7") && output.contains("slat scale --check --seed N --seconds 1"), "{output}");
-    let object = results("--check --seconds 1 --seed 7");
+    assert!(
+        output.contains("Seeds from v1:7") && output.contains("slat scale --check --seed v1:N --seconds 1"),
+        "{output}"
+    );
+    let object = results("--check --seconds 1 --seed v1:7");
     let (first, last) = (&object["config"]["first_seed"], object["config"]["last_seed"].as_u64());
     let nr_seeds = one(&object, "seeds", &[]);
     assert_eq!((first, last), (&7.into(), Some(6 + nr_seeds as u64)));

@@ -22,3 +22,4 @@ mod lines;
 pub mod machine;
 pub mod parameters;
 pub mod topology;
+pub mod version;

@@ -18,7 +18,7 @@ pub(crate) fn ns(time: Ps) -> u64 {
 }
 
 /// The parameters that the program has.
-const BUILT_IN: &str = include_str!("../parameters.toml");
+pub(crate) const BUILT_IN: &str = include_str!("../parameters.toml");
 
 /// What things cost. The file says what each is, and where it is from.
 #[derive(Clone, PartialEq, Debug, Deserialize)]

@@ -59,7 +59,7 @@ fn one() -> usize {
 }
 
 /// The topologies that the program has.
-const BUILT_IN: [(&str, &str); 5] = [
+pub(crate) const BUILT_IN: [(&str, &str); 5] = [
     ("1x2", include_str!("../topologies/1x2.toml")),
     ("1x16", include_str!("../topologies/1x16.toml")),
     ("2x48", include_str!("../topologies/2x48.toml")),

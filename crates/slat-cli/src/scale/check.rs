@@ -11,6 +11,7 @@ use slat_model::error::ModelError;
 use slat_model::experiment::check::{Check, Checked};
 use slat_model::parameters::Parameters;
 use slat_model::topology::Topology;
+use slat_model::version::{Seed, VERSION};
 
 use super::{ScaleArgs, host};
 use crate::failure::Failure;
@@ -44,7 +45,7 @@ pub(super) fn run(args: &ScaleArgs, parameters: &Parameters, session: &Session) 
     let progress = session.progress(args.seconds);
     let mut totals = Totals::default();
     loop {
-        let check = check(args.seed.wrapping_add(totals.nr_seeds));
+        let check = check(args.seed.0.wrapping_add(totals.nr_seeds));
         progress.begin(title(&check));
         let run = check.run(&topology, parameters).map_err(|error| failure(args, &check, error))?;
         totals.add(&run.checked);
@@ -57,7 +58,7 @@ pub(super) fn run(args: &ScaleArgs, parameters: &Parameters, session: &Session) 
 }
 
 fn title(check: &Check) -> String {
-    format!("seed {}, {} vCPUs on {} CPUs", check.seed, check.nr_vcpus, check.nr_cpus)
+    format!("seed {}, {} vCPUs on {} CPUs", Seed(check.seed), check.nr_vcpus, check.nr_cpus)
 }
 
 /// The command that replays a seed.
@@ -72,7 +73,7 @@ fn failure(args: &ScaleArgs, check: &Check, error: ModelError) -> Failure {
         Failure::Check(what) => what,
         other => return other,
     };
-    let replay = replay(args, &check.seed.to_string());
+    let replay = replay(args, &Seed(check.seed).to_string());
     Failure::Check(format!("{}: {what}; replay it with `{replay}`", title(check)))
 }
 
@@ -112,7 +113,7 @@ impl Totals {
              {}",
             counts.join(", "),
             args.seed,
-            replay(args, "N")
+            replay(args, &format!("v{VERSION}:N"))
         )
     }
 
@@ -123,8 +124,9 @@ impl Totals {
             "topology": TOPOLOGY,
             "parameters": args.parameters.as_deref().unwrap_or("built-in"),
             "seconds": args.seconds,
-            "first_seed": args.seed,
-            "last_seed": args.seed.wrapping_add(self.nr_seeds.saturating_sub(1)),
+            "model_version": VERSION,
+            "first_seed": args.seed.0,
+            "last_seed": args.seed.0.wrapping_add(self.nr_seeds.saturating_sub(1)),
         });
         let figures = self.counts().map(|(name, _, nr)| Figure::new(name, Unit::Count, &labels([]), [nr as f64]));
         Results::new("scale", config, host(), figures.into())
@@ -143,8 +145,8 @@ mod tests {
         assert!(matches!(failed, Failure::Check(_)), "{failed}");
         assert_eq!(
             failed.to_string(),
-            "check failed: seed 7, 12 vCPUs on 3 CPUs: page 3 is lost; replay it with `slat scale --check --parameters \
-             p.toml --seed 7 --seconds 1`"
+            "check failed: seed v1:7, 12 vCPUs on 3 CPUs: page 3 is lost; replay it with `slat scale --check --parameters \
+             p.toml --seed v1:7 --seconds 1`"
         );
         let usage = ModelError::Topology { name: "x".to_owned(), why: "no CPU".to_owned() };
         assert!(matches!(failure(&args, &check(7), usage), Failure::Usage(_)));

@@ -50,7 +50,7 @@ pub(super) fn run(context: &Context<'_>, first: &Part) -> Result<Part, Failure> 
             uffds: Uffds::One,
             mode: MODES[column].1,
             hypervisor: Hypervisor::Kvm,
-            seed: context.args.seed,
+            seed: context.args.seed.0,
         };
         let run = userfault.run(&topology, context.parameters)?;
         Ok(Done { row, column, run })

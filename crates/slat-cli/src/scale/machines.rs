@@ -8,6 +8,16 @@ use crate::failure::Failure;
 /// Pages of a VM, at most: 512 GiB, which is more than was published.
 const MAX_PAGES: u64 = 1 << 27;
 
+/// Runs with more CPUs than that have less memory, where it changes nothing but their wall time.
+pub(super) const MANY_CPUS: usize = 96;
+/// Memory of each vCPU there, at most.
+pub(super) const MAX_BYTES_OF_MANY: u64 = 1 << 20;
+
+/// Memory of each vCPU in a run with so many CPUs, if `bytes` are wanted, and less does.
+pub(super) fn bytes_for(nr_cpus: usize, bytes: u64) -> u64 {
+    if nr_cpus > MANY_CPUS { bytes.min(MAX_BYTES_OF_MANY) } else { bytes }
+}
+
 /// The machines of the curves.
 #[derive(Clone, Debug)]
 pub(super) struct Machines {
@@ -71,6 +81,11 @@ impl Machines {
         }
     }
 
+    /// The topology that the user chose.
+    pub(super) fn chosen(&self) -> Option<&Topology> {
+        self.chosen.as_ref()
+    }
+
     /// The topology in results.
     pub(super) fn topology_name(&self) -> &str {
         self.chosen.as_ref().map_or("built-in", Topology::name)
@@ -93,6 +108,12 @@ mod tests {
         let sizes: Vec<_> = machines.cpus().iter().map(|&n| machines.topology(n).unwrap().nr_cpus()).collect();
         assert_eq!(sizes, [2, 16, 96]);
         assert_eq!(machines.topology_name(), "built-in");
+    }
+
+    #[test]
+    fn many_cpus_have_less_memory() {
+        let bytes = |nr_cpus| [1 << 20, 16 << 20].map(|bytes| bytes_for(nr_cpus, bytes));
+        assert_eq!([bytes(96), bytes(97)], [[1 << 20, 16 << 20], [1 << 20; 2]]);
     }
 
     #[test]

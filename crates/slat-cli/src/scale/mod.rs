@@ -28,6 +28,7 @@ use std::io::{self, Write};
 use clap::{Args, ValueEnum};
 use serde_json::json;
 use slat_model::parameters::Parameters;
+use slat_model::version::{Seed, VERSION};
 
 use crate::failure::Failure;
 use crate::options::{BYTES, ITERATIONS, OutputArgs, SEED, positive, size_bytes};
@@ -52,7 +53,7 @@ pub(crate) struct ScaleArgs {
         long,
         value_name = "N,...",
         value_delimiter = ',',
-        default_value = "1,2,4,8,16,32,64,96",
+        default_value = "1,2,4,8,16,32,64,96,416",
         value_parser = positive::<usize>
     )]
     cpus: Vec<usize>,
@@ -78,8 +79,8 @@ pub(crate) struct ScaleArgs {
         help = ITERATIONS
     )]
     iterations: u32,
-    #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
-    seed: u64,
+    #[arg(long, value_name = "N", default_value = "1", help = SEED)]
+    seed: Seed,
     /// Compare every harvest of the log with memory
     ///
     /// Instead of the systems: guests on modelled machines write and read, while other CPUs get the
@@ -271,7 +272,8 @@ fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -
         "parameters": args.parameters.as_deref().unwrap_or("built-in"),
         "bytes": args.bytes,
         "iterations": args.iterations,
-        "seed": args.seed,
+        "seed": args.seed.0,
+        "model_version": VERSION,
         "runs": parts.iter().flat_map(parts_of).collect::<Vec<_>>(),
     });
     let figures = parts.iter().flat_map(|(_, part)| part.figures.clone()).collect();
@@ -310,7 +312,7 @@ mod tests {
     #[test]
     fn rounds_are_iterations() {
         let args: ScaleArgs = parse("slat scale --rounds 3 --cpus 4,2 -b 64K").unwrap();
-        assert_eq!((args.iterations, &args.cpus[..], args.bytes, args.seed), (3, &[4, 2][..], 65536, 1));
+        assert_eq!((args.iterations, &args.cpus[..], args.bytes, args.seed), (3, &[4, 2][..], 65536, Seed(1)));
         for bad in ["--rounds 0", "--cpus 0", "--cpus 1,x", "--cpus -1", "--bytes 5000", "--system shadow"] {
             assert!(parse::<ScaleArgs>(&format!("slat scale {bad}")).is_err(), "{bad}");
         }

@@ -99,7 +99,7 @@ impl Case {
             placement: self.placement,
             splitters: self.splitters,
             nr_rounds: context.args.iterations,
-            seed: context.args.seed,
+            seed: context.args.seed.0,
         };
         let run = split.run(topology, context.parameters)?;
         Ok(Done { case: self, topology: topology.clone(), run })

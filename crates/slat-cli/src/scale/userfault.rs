@@ -133,7 +133,7 @@ impl Case {
             },
             mode,
             hypervisor: self.hypervisor,
-            seed: context.args.seed,
+            seed: context.args.seed.0,
         };
         let run = userfault.run(&topology, context.parameters)?;
         Ok(Done { case: *self, topology, run })

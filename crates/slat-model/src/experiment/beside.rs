@@ -77,10 +77,19 @@ pub struct BesideRun {
     pub faults: Counted,
     /// Calls of the hypervisor's thread.
     pub operations: Counted,
+    /// Rounds in which a vCPU had all of its pages, so that it faulted less than it could.
+    pub nr_idle_rounds: u64,
     /// The time of the run in nanoseconds.
     pub duration_ns: u64,
     /// Where it went.
     pub report: Report,
+}
+
+/// What all vCPUs have done.
+#[derive(Clone, Default)]
+struct Vcpus {
+    faults: Counted,
+    nr_idle_rounds: u64,
 }
 
 impl Counted {
@@ -130,11 +139,12 @@ impl Beside {
         };
         let beside = self.clone();
         let outcome = machine::run(topology, parameters, move || beside.run_as_task(shape, own_cpu))?;
-        let (faults, operations, duration) = outcome.result?;
-        Ok(BesideRun { faults, operations, duration_ns: ns(duration), report: outcome.report })
+        let (vcpus, operations, duration) = outcome.result?;
+        let Vcpus { faults, nr_idle_rounds } = vcpus;
+        Ok(BesideRun { faults, operations, nr_idle_rounds, duration_ns: ns(duration), report: outcome.report })
     }
 
-    fn run_as_task(&self, shape: VmShape, own_cpu: usize) -> Result<(Counted, Counted, Ps), Failure> {
+    fn run_as_task(&self, shape: VmShape, own_cpu: usize) -> Result<(Vcpus, Counted, Ps), Failure> {
         machine::set_lock_kind(self.lock_kind);
         let guest = Rc::new(GuestVm::new(shape)?);
         guest.set_flags(MemoryRegionFlags::LOG_DIRTY_PAGES)?;
@@ -155,12 +165,12 @@ impl Beside {
             });
             (task, counted)
         };
-        let faults = Rc::new(std::cell::RefCell::new(Counted::default()));
-        let to = Rc::clone(&faults);
+        let vcpus = Rc::new(std::cell::RefCell::new(Vcpus::default()));
+        let to = Rc::clone(&vcpus);
         let nr_pages = self.nr_pages;
         let nr_left = Rc::clone(&nr_running);
         let ran = guest.run(move |vcpu, index| -> Result<(), Error> {
-            let mut counted = Counted::default();
+            let (mut counted, mut nr_idle_rounds) = (Counted::default(), 0);
             let first = index as u64 * pages_apart(nr_pages);
             'all: loop {
                 let nr_before = counted.count;
@@ -177,10 +187,13 @@ impl Beside {
                 }
                 if counted.count == nr_before {
                     // It has all of its pages, and computes.
+                    nr_idle_rounds += 1;
                     machine::elapse(COMPUTES);
                 }
             }
-            to.borrow_mut().join(&counted);
+            let mut all = to.borrow_mut();
+            all.faults.join(&counted);
+            all.nr_idle_rounds += nr_idle_rounds;
             nr_left.set(nr_left.get() - 1);
             Ok(())
         });
@@ -189,8 +202,8 @@ impl Beside {
         machine::join(operations.0);
         let time = ran?;
         let operations = std::mem::replace(&mut *operations.1.borrow_mut(), Ok(Counted::default()))?;
-        let faults = faults.borrow().clone();
-        Ok((faults, operations, time))
+        let vcpus = vcpus.borrow().clone();
+        Ok((vcpus, operations, time))
     }
 }
 
@@ -277,6 +290,13 @@ mod tests {
                 assert!(run.faults.count > 20 && run.operations.count > 1, "{lock:?} {operation:?}: {run:?}");
             }
         }
+    }
+
+    #[test]
+    fn vcpus_that_nothing_takes_pages_from_are_idle_in_the_end() {
+        let idle = |operation| run(Lock::None, LockKind::Spinning, operation, 2, 2).nr_idle_rounds;
+        assert!(idle(Operation::Nothing) > 10);
+        assert!(idle(Operation::Harvest) < idle(Operation::Nothing));
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! Operations of the hypervisor beside vCPUs that fault, on modelled machines: harvests of the dirty
 //! log, and invalidations.
 //!
-//! One table has a CPU for each vCPU. The other has more vCPUs than CPUs, so the operating system
-//! preempts vCPUs anywhere, inside the engine, too.
+//! One table has a CPU for each vCPU, and all operations. The curves have two of them by the number
+//! of CPUs. The last table has more vCPUs than CPUs, so the operating system preempts vCPUs
+//! anywhere, inside the engine, too.
+
+mod curves;
 
 use std::fmt::Write;
 
@@ -12,6 +15,7 @@ use slat_model::machine::LockKind;
 use slat_model::parameters::Parameters;
 use slat_model::topology::Topology;
 
+use super::machines::{MANY_CPUS, bytes_for};
 use super::names::lock_name;
 use super::trace::Traced;
 use super::{Context, Part};
@@ -20,6 +24,7 @@ use crate::quantity::{NOTHING, Unit, digits, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table;
 
+/// The machine of the tables; of the curves, unless they have more CPUs, or the user chose another.
 const TOPOLOGY: &str = "2x48";
 /// CPUs for vCPUs. The other one is for the hypervisor's thread.
 const NR_CPUS: usize = 95;
@@ -34,6 +39,8 @@ const MAX_PAGES_OF_MANY: u64 = 1024;
 /// Times of the runs in nanoseconds of virtual time.
 const DURATION_NS: u64 = 2_000_000;
 const DURATION_OF_MANY_NS: u64 = 20_000_000;
+/// With so many CPUs that the run would take minutes.
+const DURATION_ON_MANY_CPUS_NS: u64 = 1_000_000;
 
 const LOCKS: [Lock; 3] = [Lock::None, Lock::Shared, Lock::Exclusive];
 
@@ -47,6 +54,15 @@ struct Case {
     lock: Lock,
     lock_kind: LockKind,
     nr_vcpus: usize,
+    /// CPUs for vCPUs.
+    nr_cpus: usize,
+}
+
+/// A run that is to be done.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Planned {
+    case: Case,
+    topology: Topology,
 }
 
 /// A run that is done.
@@ -55,21 +71,25 @@ struct Done {
     case: Case,
     topology: Topology,
     run: BesideRun,
-    /// Pages of all vCPUs.
-    nr_pages_in_all: u64,
+    /// Memory of each vCPU.
+    bytes: u64,
 }
 
-/// All runs, in the order of the tables.
+/// A run with a CPU for each vCPU.
+const fn beside(operation: Operation, lock: Lock, nr_vcpus: usize) -> Case {
+    Case { operation, lock, lock_kind: LockKind::Spinning, nr_vcpus, nr_cpus: nr_vcpus }
+}
+
+/// The runs of the tables, in their order.
 fn cases() -> impl Iterator<Item = Case> {
-    let beside = OPERATIONS.into_iter().flat_map(|operation| {
-        LOCKS.map(|lock| Case { operation, lock, lock_kind: LockKind::Spinning, nr_vcpus: NR_CPUS })
-    });
-    beside.chain(LOCKS.map(|lock| Case {
+    let alone = OPERATIONS.into_iter().flat_map(|operation| LOCKS.map(|lock| beside(operation, lock, NR_CPUS)));
+    alone.chain(LOCKS.map(|lock| Case {
         operation: Operation::InvalidatePage,
         lock,
         // A holder of a spinning lock is not preempted.
         lock_kind: LockKind::Sleeping,
         nr_vcpus: NR_MANY_VCPUS,
+        nr_cpus: NR_CPUS,
     }))
 }
 
@@ -92,57 +112,72 @@ fn lock_kind_name(kind: LockKind) -> &'static str {
 impl Case {
     /// Whether there are more vCPUs than CPUs.
     fn is_of_many(self) -> bool {
-        self.nr_vcpus > NR_CPUS
+        self.nr_vcpus > self.nr_cpus
     }
 
-    fn labels(self) -> Labels {
+    fn labels(self, topology: &Topology) -> Labels {
         labels([
             ("operation", operation_name(self.operation).into()),
             ("lock", lock_name(self.lock).into()),
             ("lock_kind", lock_kind_name(self.lock_kind).into()),
             ("vcpus", self.nr_vcpus.into()),
-            ("cpus", NR_CPUS.into()),
+            ("cpus", self.nr_cpus.into()),
+            ("topology", topology.name().into()),
         ])
     }
 
     fn title(self) -> String {
-        let operation = operation_name(self.operation);
-        format!("{operation}, lock {}, {} vCPUs on {NR_CPUS} CPUs", lock_name(self.lock), self.nr_vcpus)
+        let (operation, lock) = (operation_name(self.operation), lock_name(self.lock));
+        format!("{operation}, lock {lock}, {} vCPUs on {} CPUs", self.nr_vcpus, self.nr_cpus)
     }
 
     fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {
         let (max_pages, around, duration_ns) = if self.is_of_many() {
             (MAX_PAGES_OF_MANY, Around::Host, DURATION_OF_MANY_NS)
+        } else if self.nr_cpus > MANY_CPUS {
+            (MAX_PAGES, Around::Nothing, DURATION_ON_MANY_CPUS_NS)
         } else {
             (MAX_PAGES, Around::Nothing, DURATION_NS)
         };
-        let nr_pages = (context.args.bytes >> 12).min(max_pages);
+        let nr_pages = (bytes_for(self.nr_cpus, context.args.bytes) >> 12).min(max_pages);
         let beside = Beside {
             nr_vcpus: self.nr_vcpus,
-            nr_cpus: NR_CPUS,
+            nr_cpus: self.nr_cpus,
             nr_pages,
             lock: self.lock,
             lock_kind: self.lock_kind,
             operation: self.operation,
             around,
             duration_ns,
-            seed: context.args.seed,
+            seed: context.args.seed.0,
         };
         let run = beside.run(topology, context.parameters)?;
-        Ok(Done { case: self, topology: topology.clone(), run, nr_pages_in_all: nr_pages * self.nr_vcpus as u64 })
+        Ok(Done { case: self, topology: topology.clone(), run, bytes: nr_pages << 12 })
     }
 }
 
 /// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let topology = Topology::named(TOPOLOGY)?;
-    let planned = cases().map(|case| (case.title(), case));
-    context.measure(planned, |case| case.run(context, &topology), |all| part(context.parameters, all))
+    let mut planned: Vec<_> = cases().map(|case| Planned { case, topology: topology.clone() }).collect();
+    let points = curves::planned(context.machines)?;
+    for point in &points {
+        // A run of the tables is a point of the curves, too.
+        if !planned.contains(point) {
+            planned.push(point.clone());
+        }
+    }
+    let planned = planned.into_iter().map(|planned| (planned.case.title(), planned));
+    context.measure(planned, |planned| planned.case.run(context, &planned.topology), |all| part(context, &points, all))
 }
 
 /// How many there were in a second; `None` if there were none.
 fn per_second(counted: &Counted, duration_ns: u64) -> Option<f64> {
     (counted.count != 0).then(|| counted.count as f64 * 1e9 / duration_ns as f64)
+}
+
+fn rate_cell(counted: &Counted, duration_ns: u64) -> String {
+    per_second(counted, duration_ns).map_or_else(|| NOTHING.to_owned(), |rate| digits(rate, false))
 }
 
 fn mean_s(counted: &Counted) -> Option<f64> {
@@ -157,12 +192,13 @@ fn cell(value: Option<f64>, unit: Unit) -> String {
     value.map_or_else(|| NOTHING.to_owned(), |value| quantity(value, unit))
 }
 
-fn part(parameters: &Parameters, all: &[Done]) -> Part {
+fn part(context: &Context<'_>, points: &[Planned], all: &[Done]) -> Part {
     let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
     add_table(&mut part.text, all);
-    add_table_of_many(&mut part.text, parameters, all);
+    add_table_of_many(&mut part.text, context.parameters, all);
+    curves::add(&mut part.text, points, all);
     for done in all {
-        let labels = done.case.labels();
+        let labels = done.labels();
         let BesideRun { faults, operations, duration_ns, .. } = &done.run;
         for (name, unit, value) in [
             ("fault_rate", Unit::PerSecond, per_second(faults, *duration_ns)),
@@ -180,16 +216,12 @@ fn part(parameters: &Parameters, all: &[Done]) -> Part {
 fn add_table(text: &mut String, all: &[Done]) {
     let header = ["operation, lock", "faults/s", "mean", "longest", "calls/s", "mean", "longest"];
     let mut figures = table::figures(header.map(str::to_owned));
-    for done in all.iter().filter(|done| !done.case.is_of_many()) {
+    let rows = cases().filter(|case| !case.is_of_many());
+    for done in rows.filter_map(|case| all.iter().find(|done| done.case == case)) {
         let Done { case, run, .. } = done;
         let times = |counted| [cell(mean_s(counted), Unit::Seconds), cell(longest_s(counted), Unit::Seconds)];
-        let rate = |counted| per_second(counted, run.duration_ns).map(|rate| digits(rate, false));
-        let at_least = if done.has_used_all_pages() { "≥" } else { "" };
-        let or_nothing = |text: Option<String>| text.unwrap_or_else(|| NOTHING.to_owned());
-        let faults = or_nothing(rate(&run.faults).map(|rate| format!("{at_least}{rate}")));
-        let calls = or_nothing(rate(&run.operations));
-        let of_faults = std::iter::once(faults).chain(times(&run.faults));
-        let cells = of_faults.chain(std::iter::once(calls)).chain(times(&run.operations));
+        let of_faults = std::iter::once(done.fault_cell()).chain(times(&run.faults));
+        let cells = of_faults.chain(std::iter::once(done.call_cell())).chain(times(&run.operations));
         let name = format!("{}, {}", operation_name(case.operation), lock_name(case.lock));
         figures.add_row(std::iter::once(name).chain(cells));
     }
@@ -200,7 +232,7 @@ fn add_table(text: &mut String, all: &[Done]) {
          {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY} write pages whose writes are logged, for {} of virtual\n\
          time, the engine alone. A thread on another CPU does one operation after another: it gets the\n\
          dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no vCPU uses. Locks spin.\n\
-         Where a rate has ≥, the vCPUs had written all pages before the end.\n",
+         Where a rate has ≥, vCPUs had all of their pages for a time, and could have faulted more.\n",
         quantity(DURATION_NS as f64 / 1e9, Unit::Seconds)
     );
 }
@@ -232,13 +264,25 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
 }
 
 impl Done {
-    /// Whether the vCPUs had written all pages before the end, and faulted less afterwards.
-    fn has_used_all_pages(&self) -> bool {
-        self.case.operation != Operation::Harvest && self.run.faults.count >= self.nr_pages_in_all
+    /// Faults in a second.
+    fn fault_cell(&self) -> String {
+        let rate = rate_cell(&self.run.faults, self.run.duration_ns);
+        if self.run.nr_idle_rounds > 0 { format!("≥{rate}") } else { rate }
+    }
+
+    /// Operations in a second.
+    fn call_cell(&self) -> String {
+        rate_cell(&self.run.operations, self.run.duration_ns)
+    }
+
+    fn labels(&self) -> Labels {
+        self.case.labels(&self.topology)
     }
 
     fn traced(&self) -> Traced {
-        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
+        let mut labels = self.labels();
+        labels.insert("bytes".to_owned(), self.bytes.into());
+        Traced::new(self.case.title(), labels, &self.topology, &self.run.report)
     }
 }
 
@@ -250,10 +294,11 @@ mod tests {
     fn each_run_has_its_labels_and_one_cpu_is_left() {
         let all: Vec<Case> = cases().collect();
         assert_eq!(all.len(), 4 * 3 + 3);
+        let topology = Topology::named(TOPOLOGY).unwrap();
         for (index, case) in all.iter().enumerate() {
-            assert!(all[..index].iter().all(|other| other.labels() != case.labels()), "{case:?}");
+            assert!(all[..index].iter().all(|other| other.labels(&topology) != case.labels(&topology)), "{case:?}");
         }
-        assert_eq!(Topology::named(TOPOLOGY).unwrap().nr_cpus(), NR_CPUS + 1);
+        assert_eq!(topology.nr_cpus(), NR_CPUS + 1);
     }
 
     #[test]

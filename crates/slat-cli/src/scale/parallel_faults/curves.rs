@@ -5,6 +5,7 @@ use std::fmt::Write;
 use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, Sharing};
 
+use super::super::machines::MAX_BYTES_OF_MANY;
 use super::super::names::lock_name;
 use super::super::trace::{HOT_LINES, hot_table, wait_s};
 use super::super::{Context, Part};
@@ -76,6 +77,7 @@ pub(super) fn add(part: &mut Part, context: &Context<'_>, all: &[Done]) {
         "A rate is pages in a second, of all CPUs together; a row names the CPUs of its topology, too. The\n\
          host is the exit of the vCPU, the lookup and zeroing of the page, and the guest's own work."
     );
+    add_less_memory(&mut part.text, bytes, all);
     for done in all.iter().filter(|done| done.case.hypervisor == Hypervisor::Slat) {
         let labels = done.case.labels();
         part.figures.push(Figure::new("populate_rate", Unit::PerSecond, &labels, [rate(done, bytes)]));
@@ -83,6 +85,24 @@ pub(super) fn add(part: &mut Part, context: &Context<'_>, all: &[Done]) {
         part.figures.push(Figure::new("populate_memory", Unit::Seconds, &labels, [seconds]));
     }
     add_hot_lines(part, context.machines.most(), all);
+}
+
+/// Says which rows have less memory than was asked for.
+fn add_less_memory(text: &mut String, bytes: u64, all: &[Done]) {
+    let has_less = |done: &&Done| done.bytes < bytes;
+    let mut cpus: Vec<usize> = all.iter().filter(has_less).map(|done| done.case.nr_cpus).collect();
+    cpus.sort_unstable();
+    cpus.dedup();
+    if cpus.is_empty() {
+        return;
+    }
+    let cpus = cpus.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    // A string takes all that is written.
+    let _ = writeln!(
+        text,
+        "With the host and {cpus} CPUs it is {} for each vCPU: the host is the limit with any memory.",
+        quantity(MAX_BYTES_OF_MANY as f64, Unit::Bytes)
+    );
 }
 
 fn add_table(text: &mut String, curve: &Curve, cpus: &[usize], bytes: u64, all: &[Done]) {

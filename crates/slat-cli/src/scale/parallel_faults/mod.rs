@@ -11,6 +11,7 @@ use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, DirtyTracking, Lock, Phases, PhasesRun, Sharing};
 use slat_model::topology::Topology;
 
+use super::machines::bytes_for;
 use super::names::{hypervisor_name, lock_name};
 use super::trace::Traced;
 use super::{Context, Part};
@@ -36,6 +37,8 @@ struct Done {
     case: Case,
     topology: Topology,
     run: PhasesRun,
+    /// Memory of each vCPU.
+    bytes: u64,
 }
 
 fn access_name(sharing: Sharing) -> &'static str {
@@ -77,13 +80,23 @@ impl Case {
         )
     }
 
-    /// Pages of all memory that is accessed, if each vCPU has a part of `bytes` bytes.
+    /// Memory of each vCPU, if `bytes` are wanted. With many CPUs and the host around the engine the
+    /// host is the limit, with any memory; the engine alone has them all, since its first faults are
+    /// slower.
+    fn bytes_each(self, bytes: u64) -> u64 {
+        match self.around {
+            Around::Host => bytes_for(self.nr_cpus, bytes),
+            Around::Nothing => bytes,
+        }
+    }
+
+    /// Pages of all memory that is accessed, if each vCPU is wanted to have a part of `bytes` bytes.
     fn nr_pages_in_all(self, bytes: u64) -> u64 {
         let nr_parts = match self.sharing {
             Sharing::Partitioned => self.nr_cpus as u64,
             Sharing::Overlapping => OVERLAPPING_PARTS,
         };
-        (bytes >> 12) * nr_parts
+        (self.bytes_each(bytes) >> 12) * nr_parts
     }
 
     fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {
@@ -96,7 +109,7 @@ impl Case {
         let phases = Phases {
             nr_vcpus: self.nr_cpus,
             nr_pages: match self.sharing {
-                Sharing::Partitioned => args.bytes >> 12,
+                Sharing::Partitioned => self.bytes_each(args.bytes) >> 12,
                 Sharing::Overlapping => self.nr_pages_in_all(args.bytes),
             },
             sharing: self.sharing,
@@ -105,10 +118,10 @@ impl Case {
             tracking,
             nr_rounds,
             around: self.around,
-            seed: args.seed,
+            seed: args.seed.0,
         };
         let run = phases.run(topology, context.parameters)?;
-        Ok(Done { case: self, topology: topology.clone(), run })
+        Ok(Done { case: self, topology: topology.clone(), run, bytes: self.bytes_each(args.bytes) })
     }
 }
 
@@ -131,7 +144,9 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
 
 impl Done {
     fn traced(&self) -> Traced {
-        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
+        let mut labels = self.case.labels();
+        labels.insert("bytes".to_owned(), self.bytes.into());
+        Traced::new(self.case.title(), labels, &self.topology, &self.run.report)
     }
 }
 
