@@ -100,7 +100,7 @@ fn add_less_memory(text: &mut String, bytes: u64, all: &[Done]) {
     // A string takes all that is written.
     let _ = writeln!(
         text,
-        "With the host and {cpus} CPUs it is {} for each vCPU: the host is the limit with any memory.",
+        "With the host, {cpus} CPUs have {} for each vCPU; a page takes the same time with more.",
         quantity(MAX_BYTES_OF_MANY as f64, Unit::Bytes)
     );
 }

@@ -80,8 +80,8 @@ impl Case {
         )
     }
 
-    /// Memory of each vCPU, if `bytes` are wanted. With many CPUs and the host around the engine the
-    /// host is the limit, with any memory; the engine alone has them all, since its first faults are
+    /// Memory of each vCPU, if `bytes` are wanted. With many CPUs and the host around the engine a page
+    /// takes the same time with less. The engine alone has them all, since its first faults are
     /// slower.
     fn bytes_each(self, bytes: u64) -> u64 {
         match self.around {
