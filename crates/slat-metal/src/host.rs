@@ -1,0 +1,268 @@
+//! What the engine needs from this hypervisor: the one file that an embedder reads first.
+//!
+//! # Memory
+//! All of it comes from the image's allocator, and memory is mapped to itself: a host-physical
+//! address is a pointer.
+//!
+//! # The flush
+//! Each CPU has a [`Presence`]: 0 while it is outside of the guest, else the number of the last
+//! flush that it had executed when it entered. A flush
+//! 1. takes the next number,
+//! 2. kicks the CPUs in the guest that entered with a smaller one, by an NMI,
+//! 3. waits until these have left.
+//!
+//! A CPU that enters stores its number, and then reads the number of flushes. If they differ, VMRUN
+//! flushes. So a flush waits for no CPU outside of the guest, and the promise of the engine holds: a
+//! CPU in the guest leaves by the NMI, whatever the guest does.
+//!
+//! # What a CPU may still hold
+//! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and did
+//! not. Each presence keeps what an unforgiving CPU would: the number of its last real flush. An
+//! entry with a smaller number than that of the flushes is counted, and ends the run
+//! ([`Cpus::nr_stale_entries`]).
+
+#![expect(unsafe_code, reason = "promises memory and flushes to the engine")]
+
+use alloc::alloc::{alloc, dealloc};
+use alloc::sync::Arc;
+use core::alloc::Layout;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use slat::format::LeafAttributes;
+use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
+use slat::{Access, Gfn, GfnRange, Host, Hpa, PageSize, Pfn};
+
+use crate::ram::Ram;
+use crate::x86::apic::{self, Delivery};
+use crate::x86::boot::MAX_CPUS;
+use crate::x86::clock;
+
+/// What is left out on purpose, to see that the checks notice it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Control {
+    /// Nothing.
+    #[default]
+    None,
+    /// The flush does nothing.
+    NoFlush,
+    /// The flush counts, but kicks no CPU.
+    NoKick,
+    /// An entry does not flush.
+    NoEntryFlush,
+    /// Pages of the dirty log are copied before the log is taken.
+    CopyBeforeLog,
+}
+
+/// What VMRUN has to flush.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Flush {
+    /// Nothing.
+    None,
+    /// All translations of this CPU.
+    All,
+}
+
+/// One CPU, as the flush sees it. On a cache line of its own, since the CPU writes it at each entry.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Entered {
+    /// 0 outside of the guest, else the flushes that it had seen when it entered.
+    flushes: AtomicU64,
+    /// The flushes as of the last one that the hardware executed. The CPU's own.
+    executed: AtomicU64,
+    apic_id: AtomicU32,
+}
+
+/// The CPUs that may run one VM.
+#[derive(Debug)]
+pub struct Cpus {
+    /// Flushes so far, from 1.
+    flushes: AtomicU64,
+    entered: [Entered; MAX_CPUS],
+    nr_stale_entries: AtomicU64,
+    control: Control,
+}
+
+impl Cpus {
+    /// CPUs that are all outside of the guest.
+    pub fn new(control: Control) -> Arc<Cpus> {
+        Arc::new(Cpus {
+            flushes: AtomicU64::new(1),
+            entered: Default::default(),
+            nr_stale_entries: AtomicU64::new(0),
+            control,
+        })
+    }
+
+    /// Entries that left out a flush.
+    pub fn nr_stale_entries(&self) -> u64 {
+        self.nr_stale_entries.load(Ordering::Relaxed)
+    }
+
+    /// Makes all CPUs leave the guest that are there now, without a flush.
+    pub fn kick_all(&self) {
+        for cpu in self.entered.iter().filter(|cpu| cpu.flushes.load(Ordering::SeqCst) != 0) {
+            apic::send(cpu.apic_id.load(Ordering::Relaxed), Delivery::Nmi);
+        }
+    }
+
+    fn flush(&self) {
+        if self.control == Control::NoFlush {
+            return;
+        }
+        // SeqCst, here and in `enter`: either the entry reads the new number and flushes, or this
+        // reads that the CPU is in the guest, and kicks it.
+        let flushes = self.flushes.fetch_add(1, Ordering::SeqCst) + 1;
+        if self.control == Control::NoKick {
+            return;
+        }
+        let is_old = |cpu: &&Entered| (1..flushes).contains(&cpu.flushes.load(Ordering::SeqCst));
+        for cpu in self.entered.iter().filter(is_old) {
+            // Relaxed: written before the CPU first entered.
+            apic::send(cpu.apic_id.load(Ordering::Relaxed), Delivery::Nmi);
+        }
+        // Acquire is part of SeqCst: what the guest wrote before it left is visible now.
+        while self.entered.iter().any(|cpu| is_old(&cpu)) {
+            core::hint::spin_loop();
+        }
+    }
+}
+
+/// Whether the calling CPU is in the guest.
+#[derive(Debug)]
+pub struct Presence {
+    cpus: Arc<Cpus>,
+    cpu: usize,
+}
+
+impl Presence {
+    /// That of CPU `cpu`, which is the calling one, below [`MAX_CPUS`].
+    pub fn new(cpus: &Arc<Cpus>, cpu: usize) -> Presence {
+        cpus.entered[cpu].apic_id.store(apic::id(), Ordering::Relaxed);
+        Presence { cpus: cpus.clone(), cpu }
+    }
+
+    /// The CPU enters the guest next. Says what the entry has to flush. The global interrupt flag is
+    /// off.
+    pub fn enter(&self) -> Flush {
+        let Cpus { flushes, entered, nr_stale_entries, control } = &*self.cpus;
+        let cpu = &entered[self.cpu];
+        // Relaxed: this CPU's own.
+        let executed = cpu.executed.load(Ordering::Relaxed);
+        cpu.flushes.store(executed.max(1), Ordering::SeqCst);
+        let current = flushes.load(Ordering::SeqCst);
+        let flush = if current == executed || *control == Control::NoEntryFlush { Flush::None } else { Flush::All };
+        match flush {
+            Flush::All => cpu.executed.store(current, Ordering::Relaxed),
+            Flush::None if executed != current => drop(nr_stale_entries.fetch_add(1, Ordering::Relaxed)),
+            Flush::None => {}
+        }
+        if current != executed {
+            cpu.flushes.store(current, Ordering::SeqCst);
+        }
+        flush
+    }
+
+    /// The CPU has left the guest.
+    pub fn leave(&self) {
+        // Release, as part of SeqCst: what the guest did is before it, for a flush that waits.
+        self.cpus.entered[self.cpu].flushes.store(0, Ordering::SeqCst);
+    }
+}
+
+/// What a memslot's memory comes from.
+#[derive(Clone, Debug)]
+pub enum Backing {
+    /// Memory whose frames come at first use, and may move.
+    Ram(Arc<Ram>),
+    /// Frames one after the other, from this one on: the registers of a device, or memory that stays.
+    Fixed {
+        /// The frame of page 0.
+        first: Pfn,
+        /// That of page 0 while it is private.
+        private: Pfn,
+        /// How the guest may use it.
+        attributes: LeafAttributes,
+    },
+}
+
+impl Backing {
+    /// Ordinary memory that stays, from the frame `first` on.
+    pub fn fixed(first: Pfn) -> Backing {
+        Backing::Fixed { first, private: first, attributes: LeafAttributes::default() }
+    }
+}
+
+/// The host of one VM.
+#[derive(Debug)]
+pub struct MetalHost {
+    /// The CPUs that run it.
+    pub cpus: Arc<Cpus>,
+}
+
+// SAFETY: tables are the allocator's. Frames of `Ram` change between an invalidation and its drop
+// alone (`Ram::move_page`), others never. `flush` returns when each CPU that had entered before has left,
+// and each entry after it flushes. Nothing unwinds: the image aborts.
+unsafe impl Host for MetalHost {
+    type Backing = Backing;
+
+    fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
+        // The machine has one node, and the allocator never blocks.
+        // SAFETY: a page-table page has a size.
+        let table = unsafe { alloc(layout) };
+        (!table.is_null()).then(|| Hpa(table.addr() as u64))
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        // SAFETY: `allocate_table` returned it, with this layout, as the caller promises.
+        unsafe { dealloc(table.0 as *mut u8, layout) };
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        table.0 as *mut u8
+    }
+
+    fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
+        let answer = match backing {
+            Backing::Ram(ram) => ram.resolve(page),
+            Backing::Fixed { first, attributes, .. } => {
+                let attributes = *attributes;
+                Ok(Resolved { attributes, ..Resolved::memory(Pfn(first.0 + page), PageSize::Size4K) })
+            }
+        };
+        // Between the answer and what the engine does with it.
+        core::hint::spin_loop();
+        answer
+    }
+
+    fn resolve_private(
+        &self,
+        backing: &Backing,
+        _gfn: Gfn,
+        page: u64,
+        _access: Access,
+    ) -> Result<Resolved, Unresolved> {
+        match backing {
+            Backing::Ram(_) => Err(Unresolved::Gone),
+            Backing::Fixed { private, .. } => Ok(Resolved::memory(Pfn(private.0 + page), PageSize::Size4K)),
+        }
+    }
+
+    fn flush(&self, _ranges: &[GfnRange]) {
+        // Here and in `resolve`: an emulator that runs the CPUs in turns goes to the next one.
+        core::hint::spin_loop();
+        self.cpus.flush();
+    }
+
+    fn needs_zapped_leaves(&self) -> bool {
+        false
+    }
+
+    fn yield_now(&self) {
+        core::hint::spin_loop();
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        clock::now_ns()
+    }
+}

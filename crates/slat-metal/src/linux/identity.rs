@@ -1,0 +1,109 @@
+//! What the guest sees of the CPU: CPUID and model-specific registers. Both show the real CPU less
+//! what this hypervisor does not save and restore, or does not pass through.
+
+#![expect(unsafe_code, reason = "reads model-specific registers")]
+
+use alloc::boxed::Box;
+
+use spin::Once;
+use x86_64::registers::model_specific::Msr;
+
+use crate::svm::Allowed;
+use crate::svm::vmcb::{MsrMap, PortMap};
+
+/// Model-specific registers (AMD APM vol. 2, appendix A).
+pub(super) const EFER: u32 = 0xc000_0080;
+const APIC_BASE: u32 = 0x1b;
+const X2APIC_FIRST: u32 = 0x800;
+const X2APIC_LAST: u32 = 0x83f;
+const X2APIC_ICR: u32 = 0x830;
+
+/// Those in the control block, or that only this guest uses: TSC, SYSENTER, PAT, the system-call
+/// registers, FS, GS, TSC_AUX.
+const PASSED: [u32; 13] = [
+    0x10,
+    0x174,
+    0x175,
+    0x176,
+    0x277,
+    0xc000_0081,
+    0xc000_0082,
+    0xc000_0083,
+    0xc000_0084,
+    0xc000_0100,
+    0xc000_0101,
+    0xc000_0102,
+    0xc000_0103,
+];
+
+/// Those that can be read, and whose writes are ignored: MTRRs, APIC_BASE, and what kernels look at.
+fn is_read_only(msr: u32) -> bool {
+    matches!(msr, APIC_BASE | 0xfe | 0x200..=0x20f | 0x250 | 0x258 | 0x259 | 0x268..=0x26f | 0x2ff)
+}
+
+/// Those that are 0 whatever is written: microcode, platform, SYSCFG, HWCR, the decoder's
+/// configuration.
+fn is_zero(msr: u32) -> bool {
+    matches!(msr, 0x17 | 0x8b | 0x1a0 | 0xc001_0010 | 0xc001_0015 | 0xc001_001f | 0xc001_1029)
+}
+
+/// The register's value, if the guest has it.
+pub(super) fn read_msr(msr: u32) -> Option<u64> {
+    match msr {
+        // SAFETY: each x86-64 CPU has them.
+        _ if is_read_only(msr) => Some(unsafe { Msr::new(msr).read() }),
+        _ if is_zero(msr) => Some(0),
+        _ => None,
+    }
+}
+
+/// Whether the guest may write the register, in vain.
+pub(super) fn ignores_write(msr: u32) -> bool {
+    is_read_only(msr) || is_zero(msr)
+}
+
+/// Ports that the guest does not have: those of the hypervisor (E9h, F4h), of PCI (CF8h to CFFh, with
+/// the reset register), and of ACPI's sleep on QEMU's machines (604h, B004h).
+fn is_own(port: u16) -> bool {
+    matches!(port, 0xe9 | 0xf4..=0xf7 | 0xcf8..=0xcff | 0x604..=0x605 | 0xb004..=0xb005)
+}
+
+/// What the guest does without an exit.
+pub(super) fn allowed() -> Allowed {
+    static ALLOWED: Once<Allowed> = Once::new();
+    *ALLOWED.call_once(|| {
+        let mut ports = PortMap::new();
+        (0..=u16::MAX).filter(|&port| is_own(port)).for_each(|port| ports.intercept(port));
+        let mut msrs = MsrMap::new();
+        PASSED.iter().for_each(|&msr| msrs.allow(msr));
+        for msr in X2APIC_FIRST..=X2APIC_LAST {
+            if msr == X2APIC_ICR { msrs.allow_reads(msr) } else { msrs.allow(msr) }
+        }
+        Allowed { ports: Box::leak(ports), msrs: Box::leak(msrs) }
+    })
+}
+
+/// `eax`, `ebx`, `ecx` and `edx` of CPUID, for the guest.
+pub(super) fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
+    let real = core::arch::x86_64::__cpuid_count(leaf, subleaf);
+    let [eax, ebx, ecx, edx] = [real.eax, real.ebx, real.ecx, real.edx];
+    let bits = |numbers: &[u32]| numbers.iter().fold(0, |all, number| all | 1_u32 << number);
+    match leaf {
+        // Without MONITOR, FMA, TSC deadline, XSAVE, OSXSAVE, AVX, F16C; with "under a hypervisor".
+        1 => [eax, ebx, ecx & !bits(&[3, 12, 24, 26, 27, 28, 29]) | 1 << 31, edx],
+        // Without AVX2, MPX, AVX-512, and all of ECX and EDX.
+        7 => [0, ebx & !bits(&[5, 14, 16, 17, 21, 26, 27, 28, 30, 31]), 0, 0],
+        // Performance counters, XSAVE.
+        0xa | 0xd => [0; 4],
+        // Linux keeps x2APIC mode without interrupt remapping under hypervisors that it knows.
+        0x4000_0000 => {
+            [0x4000_0001, u32::from_le_bytes(*b"KVMK"), u32::from_le_bytes(*b"VMKV"), u32::from_le_bytes(*b"M\0\0\0")]
+        }
+        0x4000_0001..=0x4fff_ffff => [0; 4],
+        // Without SVM, OSVW, IBS, XOP, SKINIT, WDT, LWP, FMA4, performance counters.
+        0x8000_0001 => [eax, ebx, ecx & !bits(&[2, 9, 10, 11, 12, 13, 15, 16, 23, 24, 28]), edx],
+        0x8000_0008 => [eax, 0, ecx, edx],
+        0x8000_000a..=0x8000_0018 | 0x8000_001b..=0x8000_001d | 0x8000_001f.. => [0; 4],
+        _ => [eax, ebx, ecx, edx],
+    }
+}

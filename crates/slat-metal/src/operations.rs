@@ -1,0 +1,401 @@
+//! What the hypervisor does to a guest's memory while the guest runs: each operation of the engine,
+//! at random, on the memslot of a [`Ram`].
+//!
+//! A copy of the memory is kept up by the dirty log alone. Whenever the guest is stopped, the last
+//! harvest must make it equal to the memory.
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use fastrand::Rng;
+use slat::dirty::ManualProtect;
+use slat::error::SlotError;
+use slat::format::Npt;
+use slat::slots::UserfaultBitmap;
+use slat::{Access, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
+use spin::Mutex;
+
+use crate::fail;
+use crate::host::{Backing, Control, MetalHost};
+use crate::ram::{MoveError, Ram, copy_words};
+
+/// A VM of this hypervisor.
+pub type MetalVm = Vm<MetalHost, Npt>;
+/// A vCPU of it.
+pub type MetalVcpu = Vcpu<MetalHost, Npt>;
+
+/// Words of a page.
+const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
+
+/// What the hypervisor does, and how often of a thousand.
+const OPERATIONS: [(Operation, u64); 12] = [
+    (Operation::Move, 300),
+    (Operation::Invalidate, 130),
+    (Operation::Harvest, 140),
+    (Operation::Age, 70),
+    (Operation::Split, 60),
+    (Operation::Recover, 60),
+    (Operation::Withhold, 80),
+    (Operation::Prefault, 60),
+    (Operation::Translate, 60),
+    (Operation::Reclaim, 30),
+    (Operation::ToggleUserfault, 5),
+    (Operation::ToggleLog, 5),
+];
+
+/// A kind of operation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operation {
+    /// Gives pages other frames.
+    Move,
+    /// Invalidates a range, and changes nothing.
+    Invalidate,
+    /// Takes the dirty log, and copies its pages.
+    Harvest,
+    /// Clears accessed bits.
+    Age,
+    /// Splits huge pages.
+    Split,
+    /// Puts them back.
+    Recover,
+    /// Takes a page back by its userfault bit.
+    Withhold,
+    /// Maps pages in advance.
+    Prefault,
+    /// Reads translations.
+    Translate,
+    /// Frees what earlier operations left.
+    Reclaim,
+    /// Turns the memslot's userfault bitmap on or off.
+    ToggleUserfault,
+    /// Turns the dirty log on or off.
+    ToggleLog,
+}
+
+/// The memory as the log has it.
+#[derive(Debug)]
+struct DirtyCopy {
+    is_on: bool,
+    words: Box<[AtomicU64]>,
+    bitmap: Vec<u64>,
+}
+
+/// The memslot, and what is done to it.
+pub struct Operations {
+    vm: Arc<MetalVm>,
+    slot: u32,
+    start: Gpa,
+    ram: Arc<Ram>,
+    /// Pages, from the first on, that half of the operations begin in.
+    nr_hot_pages: u64,
+    withheld: UserfaultBitmap,
+    flags: Mutex<MemoryRegionFlags>,
+    copy: Mutex<DirtyCopy>,
+    manual_protect: ManualProtect,
+    control: Control,
+    nr_done: [AtomicU64; OPERATIONS.len()],
+}
+
+/// Zero words.
+fn zeros(nr_words: usize) -> Box<[AtomicU64]> {
+    (0..nr_words).map(|_| AtomicU64::new(0)).collect()
+}
+
+impl Operations {
+    /// Creates memslot `slot` of `ram` at `start`, without any page mapped.
+    ///
+    /// # Errors
+    /// Those of [`Vm::set_user_memory_region`].
+    pub fn new(
+        vm: &Arc<MetalVm>,
+        slot: u32,
+        start: Gpa,
+        ram: &Arc<Ram>,
+        nr_hot_pages: u64,
+        manual_protect: ManualProtect,
+        control: Control,
+    ) -> Result<Operations, SlotError> {
+        let nr_words = ram.nr_pages().div_ceil(64) as usize;
+        let operations = Operations {
+            vm: vm.clone(),
+            slot,
+            start,
+            ram: ram.clone(),
+            nr_hot_pages,
+            withheld: UserfaultBitmap::new(Arc::new(zeros(nr_words)), PageSize::Size4K),
+            flags: Mutex::new(MemoryRegionFlags::empty()),
+            copy: Mutex::new(DirtyCopy {
+                is_on: false,
+                words: zeros(ram.nr_pages() as usize * PAGE_WORDS),
+                bitmap: vec![0; nr_words],
+            }),
+            manual_protect,
+            control,
+            nr_done: Default::default(),
+        };
+        vm.set_user_memory_region(MemoryRegion {
+            backing: Some(Backing::Ram(ram.clone())),
+            ..operations.region(MemoryRegionFlags::empty())
+        })?;
+        Ok(operations)
+    }
+
+    fn region(&self, flags: MemoryRegionFlags) -> MemoryRegion<Backing> {
+        MemoryRegion {
+            slot: self.slot,
+            flags,
+            guest_phys_addr: self.start,
+            memory_size: self.ram.nr_pages() * PAGE_SIZE,
+            backing: None,
+            userfault_bitmap: flags.contains(MemoryRegionFlags::USERFAULT).then(|| self.withheld.clone()),
+        }
+    }
+
+    /// The memory.
+    pub fn ram(&self) -> &Arc<Ram> {
+        &self.ram
+    }
+
+    /// The frames of `nr_pages` pages from `page` on.
+    fn range(&self, page: u64, nr_pages: u64) -> GfnRange {
+        GfnRange::new(slat::Gfn(self.start.gfn().0 + page), nr_pages)
+    }
+
+    /// The address of `page`.
+    pub fn gpa(&self, page: u64) -> Gpa {
+        Gpa(self.start.0 + page * PAGE_SIZE)
+    }
+
+    /// The page of `gpa`, if it is the memslot's.
+    pub fn page_of(&self, gpa: Gpa) -> Option<u64> {
+        gpa.0.checked_sub(self.start.0).map(|offset| offset / PAGE_SIZE).filter(|&page| page < self.ram.nr_pages())
+    }
+
+    /// How often each operation was done.
+    pub fn counts(&self) -> impl Iterator<Item = (Operation, u64)> + '_ {
+        OPERATIONS.iter().zip(&self.nr_done).map(|(&(operation, _), count)| (operation, count.load(Ordering::Relaxed)))
+    }
+
+    /// Does an operation at random. `vcpu` is the calling CPU's.
+    pub fn one(&self, rng: &mut Rng, vcpu: &mut MetalVcpu) {
+        let mut choice = rng.u64(0..OPERATIONS.iter().map(|&(_, share)| share).sum());
+        let mut index = 0;
+        while choice >= OPERATIONS[index].1 {
+            choice -= OPERATIONS[index].1;
+            index += 1;
+        }
+        self.nr_done[index].fetch_add(1, Ordering::Relaxed);
+        let among = if rng.bool() { self.nr_hot_pages } else { self.ram.nr_pages() };
+        let first = rng.u64(0..among);
+        let largest = if rng.u8(0..8) == 0 { 1024 } else { 16 };
+        let nr_pages = rng.u64(1..=largest).min(self.ram.nr_pages() - first);
+        match OPERATIONS[index].0 {
+            Operation::Move => self.move_pages(first, nr_pages.min(16)),
+            Operation::Invalidate => drop(self.invalidate(first, nr_pages)),
+            Operation::Harvest => self.harvest(),
+            Operation::Age => drop(self.check(self.vm.age_range(self.range(first, nr_pages)))),
+            Operation::Split => {
+                let largest = if rng.bool() { PageSize::Size4K } else { PageSize::Size2M };
+                self.check(self.vm.split_range(self.range(first, nr_pages), largest));
+            }
+            Operation::Recover => drop(self.check(self.vm.recover_range(self.range(first, nr_pages)))),
+            Operation::Withhold => self.withhold(first, nr_pages.min(8)),
+            Operation::Prefault => self.prefault(vcpu, first, nr_pages, rng),
+            Operation::Translate => self.translate(first),
+            Operation::Reclaim => self.vm.reclaim(),
+            Operation::ToggleUserfault => self.toggle_userfault(),
+            Operation::ToggleLog => self.toggle_log(),
+        }
+    }
+
+    /// An operation with valid arguments fails for want of memory alone, which this machine has.
+    fn check<T, E: core::fmt::Display>(&self, result: Result<T, E>) -> T {
+        result.unwrap_or_else(|error| fail!("an operation on memslot {} failed: {error}", self.slot))
+    }
+
+    fn invalidate(&self, first: u64, nr_pages: u64) -> slat::tables::Invalidation<'_> {
+        self.check(self.vm.invalidate_range(self.range(first, nr_pages)))
+    }
+
+    fn move_pages(&self, first: u64, nr_pages: u64) {
+        let invalidation = self.invalidate(first, nr_pages);
+        for page in first..first + nr_pages {
+            let Some(mut locked) = self.ram.try_lock(page) else { continue };
+            match locked.move_page() {
+                Ok(()) | Err(MoveError::OutOfMemory) => {}
+                Err(error @ MoveError::Written(_)) => fail!("{error}"),
+            }
+        }
+        drop(invalidation);
+    }
+
+    /// Takes the log if it is on and no other CPU takes it.
+    fn harvest(&self) {
+        if let Some(mut copy) = self.copy.try_lock()
+            && copy.is_on
+        {
+            if self.control == Control::CopyBeforeLog {
+                self.copy_all(&copy);
+                // So that an emulator that runs the CPUs in turns lets the guest write.
+                (0..8).for_each(|_| core::hint::spin_loop());
+                self.take_log(&mut copy);
+            } else {
+                self.update(&mut copy);
+            }
+        }
+    }
+
+    /// Takes the log, and copies its pages.
+    fn update(&self, copy: &mut DirtyCopy) {
+        self.take_log(copy);
+        for page in 0..self.ram.nr_pages() {
+            if copy.bitmap[page as usize / 64] & 1 << (page % 64) != 0 {
+                self.copy_page(copy, page);
+            }
+        }
+    }
+
+    fn take_log(&self, copy: &mut DirtyCopy) {
+        copy.bitmap.fill(0);
+        self.check(self.vm.get_dirty_log(self.slot, &mut copy.bitmap));
+        if self.manual_protect != ManualProtect::Disabled {
+            self.check(self.vm.clear_dirty_log(self.slot, 0, self.ram.nr_pages(), &copy.bitmap));
+        }
+    }
+
+    fn copy_page(&self, copy: &DirtyCopy, page: u64) {
+        if let Some(locked) = self.ram.lock(page) {
+            copy_words(locked.words(), copied(copy, page));
+        }
+    }
+
+    fn copy_all(&self, copy: &DirtyCopy) {
+        (0..self.ram.nr_pages()).for_each(|page| self.copy_page(copy, page));
+    }
+
+    /// Changes the memslot's flags. Returns whether it did: another CPU may be at it.
+    fn set_flags(&self, change: impl FnOnce(MemoryRegionFlags) -> MemoryRegionFlags) -> bool {
+        let mut flags = self.flags.lock();
+        let new = change(*flags);
+        match self.vm.set_user_memory_region(self.region(new)) {
+            Ok(()) => {
+                *flags = new;
+                true
+            }
+            Err(SlotError::SlotBusy { .. }) => false,
+            Err(error) => fail!("the flags of memslot {} could not be changed to {new:?}: {error}", self.slot),
+        }
+    }
+
+    /// Turns the log on or off. What was written before it is on is copied as a whole.
+    pub fn toggle_log(&self) {
+        let mut copy = self.copy.lock();
+        if self.set_flags(|flags| flags ^ MemoryRegionFlags::LOG_DIRTY_PAGES) {
+            copy.is_on ^= true;
+            if copy.is_on {
+                self.copy_all(&copy);
+            }
+        }
+    }
+
+    fn toggle_userfault(&self) {
+        self.set_flags(|flags| flags ^ MemoryRegionFlags::USERFAULT);
+    }
+
+    /// Takes pages back, if the memslot has its bitmap now.
+    fn withhold(&self, first: u64, nr_pages: u64) {
+        for page in first..first + nr_pages {
+            // Release: the bit comes after what was done to the page before.
+            self.withheld.words()[page as usize / 64].fetch_or(1 << (page % 64), Ordering::Release);
+        }
+        if self.flags.lock().contains(MemoryRegionFlags::USERFAULT) {
+            match self.vm.rescan_userfault(self.slot, first, nr_pages) {
+                // The flag may be gone by now.
+                Ok(_) | Err(SlotError::NoUserfaultBitmap { .. }) => {}
+                Err(error) => fail!("a rescan of memslot {} failed: {error}", self.slot),
+            }
+        }
+    }
+
+    /// Brings the page at `gpa`, for which the guest exited.
+    pub fn bring(&self, gpa: Gpa) {
+        let Some(page) = self.page_of(gpa) else {
+            fail!("a memory fault at {gpa}, which is in no memslot with a bitmap")
+        };
+        // Release: what is in the page comes before the cleared bit.
+        self.withheld.words()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Release);
+    }
+
+    fn prefault(&self, vcpu: &mut MetalVcpu, first: u64, nr_pages: u64, rng: &mut Rng) {
+        let access = if rng.bool() { Access::Read } else { Access::Write };
+        // It stops at a page that is withheld, or being invalidated.
+        let _ = vcpu.pre_fault_memory(self.gpa(first), nr_pages * PAGE_SIZE, access);
+    }
+
+    /// A translation, if there is one, is to a frame that the page has or had.
+    fn translate(&self, page: u64) {
+        let locked = self.ram.try_lock(page);
+        let found = self.check(self.vm.translate(self.gpa(page)));
+        // A page that is locked does not move.
+        if let (Some(locked), Some(found)) = (locked, found)
+            && found.pfn != locked.frame()
+        {
+            fail!("page {page} is mapped to frame {}, and is in frame {}", found.pfn, locked.frame());
+        }
+    }
+
+    /// All CPUs are outside of the guest: takes the log, and compares the copy with the memory.
+    pub fn check_copy(&self) {
+        let mut copy = self.copy.lock();
+        if !copy.is_on {
+            return;
+        }
+        self.update(&mut copy);
+        for page in 0..self.ram.nr_pages() {
+            let Some(locked) = self.ram.lock(page) else { continue };
+            for (offset, (word, copied)) in locked.words().iter().zip(copied(&copy, page)).enumerate() {
+                let (word, copied) = (word.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
+                if word != copied {
+                    fail!(
+                        "a write was lost from the dirty log: page {page}, byte {}, is {word:#x}, and was {copied:#x} \
+                         when the page was last dirty",
+                        offset * 8
+                    );
+                }
+            }
+        }
+        if let Err(error) = self.ram.check_spare() {
+            fail!("{error}");
+        }
+    }
+
+    /// All CPUs are outside of the guest, and since the last [`check_copy`](Operations::check_copy)
+    /// the guest has written the pages that `is_written` names, and no others: takes the log, which
+    /// must have exactly these.
+    pub fn check_exact(&self, is_written: impl Fn(u64) -> bool) {
+        let mut copy = self.copy.lock();
+        if !copy.is_on {
+            return;
+        }
+        self.update(&mut copy);
+        for page in 0..self.ram.nr_pages() {
+            let is_logged = copy.bitmap[page as usize / 64] & 1 << (page % 64) != 0;
+            if is_logged != is_written(page) {
+                fail!("page {page} was written: {}; it is in the dirty log: {is_logged}", is_written(page));
+            }
+        }
+    }
+
+    /// All CPUs are outside of the guest: maps nothing any more.
+    pub fn unmap_all(&self) {
+        drop(self.invalidate(0, self.ram.nr_pages()));
+    }
+}
+
+/// The copy of a page.
+fn copied(copy: &DirtyCopy, page: u64) -> &[AtomicU64] {
+    &copy.words[page as usize * PAGE_WORDS..][..PAGE_WORDS]
+}

@@ -1,0 +1,380 @@
+//! A guest's memory: a frame for each page, from its first use on, which can be exchanged for another
+//! one while the guest runs.
+//!
+//! Blocks of 2 MiB take turns: one gets its frames as a whole, so that a leaf of 2 MiB can map it,
+//! the next page by page. A page that leaves its home frame makes its block small, until it is back.
+//!
+//! Frames that were taken from the guest are filled with [`POISON`], and kept. A frame that is used
+//! again must still have it: otherwise the guest has written through a translation that it should
+//! not have had any more.
+
+#![expect(unsafe_code, reason = "reads and writes frames by their addresses")]
+
+use alloc::alloc::{alloc, dealloc};
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::alloc::Layout;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use slat::host::{Resolved, Unresolved};
+use slat::{PAGE_SIZE, PageSize, Pfn};
+use spin::Mutex;
+use thiserror::Error;
+
+/// What frames have that the guest must not use.
+pub const POISON: u64 = 0xdead_f4a3_e000_dead;
+
+const BLOCK_PAGES: u64 = 512;
+const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
+
+/// Bit 63 of a page's word: an exchange or a copy is under way.
+const LOCKED: u64 = 1 << 63;
+
+/// Fills the frame of a page before the guest first uses it.
+pub type Fill = fn(page: u64, words: &[AtomicU64]);
+
+/// A block of 2 MiB.
+#[derive(Debug, Default)]
+struct Block {
+    /// The first frame of its home, 0 if its pages have none in common.
+    home: AtomicU64,
+    /// Pages that are elsewhere.
+    nr_away: AtomicU32,
+    /// Locked while frames are allocated.
+    provision: Mutex<Provision>,
+}
+
+/// How a block gets its frames.
+#[derive(Debug, Default)]
+enum Provision {
+    /// No page has one yet.
+    #[default]
+    None,
+    /// All at once, or page by page.
+    Some,
+}
+
+/// The memory of a memslot.
+#[derive(Debug)]
+pub struct Ram {
+    /// For each page its frame, 0 before the first use; and [`LOCKED`].
+    pages: Box<[AtomicU64]>,
+    blocks: Box<[Block]>,
+    fill: Fill,
+    /// Frames that were taken from the guest.
+    spare: Mutex<Vec<Pfn>>,
+}
+
+/// A page whose frame stays as long as this exists.
+#[derive(Debug)]
+pub struct LockedPage<'r> {
+    ram: &'r Ram,
+    page: u64,
+    frame: Pfn,
+}
+
+impl Drop for LockedPage<'_> {
+    fn drop(&mut self) {
+        // Release: what was done to the frame comes before the next owner's.
+        self.ram.pages[self.page as usize].store(self.frame.0, Ordering::Release);
+    }
+}
+
+/// The words of a frame that a [`Ram`] allocated, or that the caller owns.
+///
+/// # Safety
+/// The frame is allocated memory for as long as the words are used.
+pub unsafe fn words<'a>(frame: Pfn) -> &'a [AtomicU64] {
+    // SAFETY: memory is mapped to itself; a page is aligned, and its words are integers.
+    unsafe { core::slice::from_raw_parts((frame.0 * PAGE_SIZE) as *const AtomicU64, PAGE_WORDS) }
+}
+
+/// Copies a frame word by word: the guest may write it meanwhile.
+pub fn copy_words(from: &[AtomicU64], to: &[AtomicU64]) {
+    for (from, to) in from.iter().zip(to) {
+        // Relaxed: the flush orders the last write of the guest before the copy that counts.
+        to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+fn fill_words(words: &[AtomicU64], value: u64) {
+    words.iter().for_each(|word| word.store(value, Ordering::Relaxed));
+}
+
+fn allocate(nr_pages: u64) -> Option<Pfn> {
+    let size = (nr_pages * PAGE_SIZE) as usize;
+    let layout = Layout::from_size_align(size, size).ok()?;
+    // SAFETY: the layout has a size.
+    let block = unsafe { alloc(layout) };
+    (!block.is_null()).then(|| Pfn(block.addr() as u64 / PAGE_SIZE))
+}
+
+fn free(frame: Pfn, nr_pages: u64) {
+    let size = (nr_pages * PAGE_SIZE) as usize;
+    // SAFETY: `allocate` returned it; the size is a power of two.
+    unsafe { dealloc((frame.0 * PAGE_SIZE) as *mut u8, Layout::from_size_align_unchecked(size, size)) };
+}
+
+/// A frame was written after it was taken from the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("frame {frame} was written after it was taken from the guest: {found:#x} at byte {offset}")]
+pub struct Written {
+    /// The frame.
+    pub frame: Pfn,
+    /// The first byte that differs from the poison.
+    pub offset: usize,
+    /// What is there.
+    pub found: u64,
+}
+
+/// Why a page did not move.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+pub enum MoveError {
+    /// There is no memory.
+    #[error("there is no memory for a page that moves")]
+    OutOfMemory,
+    /// The frame that it was to get is not as it was left.
+    #[error(transparent)]
+    Written(#[from] Written),
+}
+
+impl Ram {
+    /// Memory of `nr_pages` pages, none of which has a frame. `fill` prepares each one.
+    pub fn new(nr_pages: u64, fill: Fill) -> Ram {
+        Ram {
+            pages: (0..nr_pages).map(|_| AtomicU64::new(0)).collect(),
+            blocks: (0..nr_pages.div_ceil(BLOCK_PAGES)).map(|_| Block::default()).collect(),
+            fill,
+            spare: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Pages.
+    pub fn nr_pages(&self) -> u64 {
+        self.pages.len() as u64
+    }
+
+    /// Whether the page has a frame already.
+    pub fn is_allocated(&self, page: u64) -> bool {
+        self.pages[page as usize].load(Ordering::Acquire) & !LOCKED != 0
+    }
+
+    fn block(&self, page: u64) -> &Block {
+        &self.blocks[(page / BLOCK_PAGES) as usize]
+    }
+
+    /// Whether the frames of the page's block come as a whole.
+    fn is_huge(&self, page: u64) -> bool {
+        let block = page / BLOCK_PAGES;
+        block % 2 == 0 && (block + 1) * BLOCK_PAGES <= self.nr_pages()
+    }
+
+    /// The frame of the page, which gets one if it has none.
+    pub fn frame(&self, page: u64) -> Option<Pfn> {
+        let place = self.pages.get(page as usize)?;
+        // Acquire: the frame was filled before.
+        match place.load(Ordering::Acquire) & !LOCKED {
+            0 => self.allocate_frame(page),
+            frame => Some(Pfn(frame)),
+        }
+    }
+
+    #[cold]
+    fn allocate_frame(&self, page: u64) -> Option<Pfn> {
+        let block = self.block(page);
+        let mut provision = block.provision.lock();
+        let place = &self.pages[page as usize];
+        match place.load(Ordering::Acquire) & !LOCKED {
+            0 => {}
+            frame => return Some(Pfn(frame)),
+        }
+        let is_first = matches!(core::mem::replace(&mut *provision, Provision::Some), Provision::None);
+        if is_first
+            && self.is_huge(page)
+            && let Some(home) = allocate(BLOCK_PAGES)
+        {
+            let first = page - page % BLOCK_PAGES;
+            for index in 0..BLOCK_PAGES {
+                let frame = Pfn(home.0 + index);
+                // SAFETY: allocated just now.
+                (self.fill)(first + index, unsafe { words(frame) });
+                self.pages[(first + index) as usize].store(frame.0, Ordering::Release);
+            }
+            // Last, since it allows a leaf over the whole block. Release: the frames are filled.
+            block.home.store(home.0, Ordering::Release);
+            return Some(Pfn(home.0 + page % BLOCK_PAGES));
+        }
+        let frame = allocate(1)?;
+        // SAFETY: allocated just now.
+        (self.fill)(page, unsafe { words(frame) });
+        place.store(frame.0, Ordering::Release);
+        Some(frame)
+    }
+
+    /// The answer to the engine: the page's frame, and whether its block may be mapped as a whole.
+    pub(crate) fn resolve(&self, page: u64) -> Result<Resolved, Unresolved> {
+        let frame = self.frame(page).ok_or(Unresolved::Gone)?;
+        let block = self.block(page);
+        // An exchange counts its page before it changes the frame, inside an invalidation: an answer
+        // that read the old count is not installed.
+        let is_whole = block.home.load(Ordering::Acquire) != 0 && block.nr_away.load(Ordering::Acquire) == 0;
+        Ok(Resolved::memory(frame, if is_whole { PageSize::Size2M } else { PageSize::Size4K }))
+    }
+
+    /// Locks the page, which has a frame. `None`: it has none, or is locked.
+    pub fn try_lock(&self, page: u64) -> Option<LockedPage<'_>> {
+        let place = &self.pages[page as usize];
+        let frame = place.load(Ordering::Relaxed);
+        let is_free = frame != 0 && frame & LOCKED == 0;
+        // Acquire: after the last owner.
+        (is_free && place.compare_exchange(frame, frame | LOCKED, Ordering::Acquire, Ordering::Relaxed).is_ok())
+            .then(|| LockedPage { ram: self, page, frame: Pfn(frame) })
+    }
+
+    /// Locks the page. `None`: it has no frame.
+    pub fn lock(&self, page: u64) -> Option<LockedPage<'_>> {
+        loop {
+            if let Some(locked) = self.try_lock(page) {
+                return Some(locked);
+            }
+            if !self.is_allocated(page) {
+                return None;
+            }
+            core::hint::spin_loop();
+        }
+    }
+
+    /// A frame for a page that moves.
+    fn spare_frame(&self) -> Result<Pfn, MoveError> {
+        let kept = {
+            let mut spare = self.spare.lock();
+            // The oldest, so that a late write has time to be seen.
+            if spare.len() > KEPT_FRAMES { Some(spare.remove(0)) } else { None }
+        };
+        let Some(frame) = kept else { return allocate(1).ok_or(MoveError::OutOfMemory) };
+        check_poison(frame)?;
+        Ok(frame)
+    }
+
+    /// Checks all frames that were taken from the guest.
+    ///
+    /// # Errors
+    /// [`Written`].
+    pub fn check_spare(&self) -> Result<(), Written> {
+        self.spare.lock().iter().try_for_each(|&frame| check_poison(frame))
+    }
+}
+
+/// Frames that are kept before the oldest is used again.
+const KEPT_FRAMES: usize = 32;
+
+/// Checks that the frame, which a [`Ram`] took from its guest, is as it was left.
+fn check_poison(frame: Pfn) -> Result<(), Written> {
+    // SAFETY: a frame of a `Ram`.
+    let words = unsafe { words(frame) };
+    let found = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    match words.iter().position(|word| found(word) != POISON) {
+        None => Ok(()),
+        Some(index) => Err(Written { frame, offset: index * 8, found: found(&words[index]) }),
+    }
+}
+
+/// Frames one after the other, for memory that does not move.
+#[derive(Debug)]
+pub struct Frames {
+    first: Pfn,
+    nr_pages: u64,
+}
+
+impl Frames {
+    /// As many.
+    pub fn allocate(nr_pages: u64) -> Option<Frames> {
+        let first = allocate(nr_pages.next_power_of_two())?;
+        Some(Frames { first, nr_pages })
+    }
+
+    /// The first.
+    pub fn first(&self) -> Pfn {
+        self.first
+    }
+
+    /// The words of frame `page`.
+    pub fn words(&self, page: u64) -> &[AtomicU64] {
+        assert!(page < self.nr_pages, "page {page} of {}", self.nr_pages);
+        // SAFETY: one of the frames, which are this value's.
+        unsafe { words(Pfn(self.first.0 + page)) }
+    }
+}
+
+impl Drop for Frames {
+    fn drop(&mut self) {
+        free(self.first, self.nr_pages.next_power_of_two());
+    }
+}
+
+impl LockedPage<'_> {
+    /// The page's frame.
+    pub fn frame(&self) -> Pfn {
+        self.frame
+    }
+
+    /// Its words.
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the page's frame, which stays while this exists.
+        unsafe { words(self.frame) }
+    }
+
+    /// The frame where the page belongs, if it is not there.
+    fn home(&self) -> Option<Pfn> {
+        let home = self.ram.block(self.page).home.load(Ordering::Relaxed);
+        (home != 0).then(|| Pfn(home + self.page % BLOCK_PAGES)).filter(|&home| home != self.frame)
+    }
+
+    /// Moves the page to its home if it is elsewhere, or else to another frame. An invalidation of the
+    /// page is in flight.
+    ///
+    /// # Errors
+    /// [`MoveError`]. The page is where it was.
+    pub fn move_page(&mut self) -> Result<(), MoveError> {
+        let block = self.ram.block(self.page);
+        let home = self.home();
+        let new = match home {
+            Some(home) => {
+                check_poison(home)?;
+                home
+            }
+            None => self.ram.spare_frame()?,
+        };
+        let old = core::mem::replace(&mut self.frame, new);
+        // SAFETY: both are frames of this memory; the invalidation keeps the guest from the old one.
+        let (old_words, new_words) = unsafe { (words(old), words(new)) };
+        copy_words(old_words, new_words);
+        fill_words(old_words, POISON);
+        if home.is_some() {
+            block.nr_away.fetch_sub(1, Ordering::Release);
+        } else if block.home.load(Ordering::Relaxed) != 0 {
+            // The home frame waits for the page.
+            block.nr_away.fetch_add(1, Ordering::Release);
+            return Ok(());
+        }
+        self.ram.spare.lock().push(old);
+        Ok(())
+    }
+}
+
+impl Drop for Ram {
+    fn drop(&mut self) {
+        for (page, place) in self.pages.iter().enumerate() {
+            let frame = Pfn(place.load(Ordering::Relaxed) & !LOCKED);
+            let home = self.block(page as u64).home.load(Ordering::Relaxed);
+            let is_home = home != 0 && home + page as u64 % BLOCK_PAGES == frame.0;
+            if frame.0 != 0 && !is_home {
+                free(frame, 1);
+            }
+        }
+        for home in self.blocks.iter().map(|block| block.home.load(Ordering::Relaxed)).filter(|&home| home != 0) {
+            free(Pfn(home), BLOCK_PAGES);
+        }
+        self.spare.lock().drain(..).for_each(|frame| free(frame, 1));
+    }
+}

@@ -1,0 +1,77 @@
+//! What the CPUs do from their first Rust code on: each sets itself up, the boot CPU prepares the
+//! guest, and then all run it.
+
+use alloc::boxed::Box;
+
+use spin::Once;
+
+use crate::options::{Guest, Options};
+use crate::suite::Suite;
+use crate::x86::boot::{self, BootInfo, MAX_CPUS};
+use crate::x86::{apic, clock, cpu};
+use crate::{fail, linux, say, svm};
+
+/// What all CPUs do, once the boot CPU has prepared it.
+type Work = dyn Fn(usize) + Send + Sync;
+
+static WORK: Once<Box<Work>> = Once::new();
+
+/// Sets up the calling CPU.
+fn set_up() {
+    cpu::set_up();
+    if !apic::is_there() {
+        fail!("the CPU has no x2APIC");
+    }
+    apic::enable();
+    if let Err(missing) = svm::enable() {
+        fail!("{missing}");
+    }
+    if apic::id() as usize >= MAX_CPUS {
+        fail!("a CPU has the number {}; {MAX_CPUS} are possible", apic::id());
+    }
+}
+
+/// The boot CPU's work: `free_bytes` of memory are free.
+pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
+    clock::measure();
+    let options = Options::parse(boot.command_line).unwrap_or_else(|error| fail!("{error}"));
+    set_up();
+    let nr_helpers = match options.guest {
+        Guest::Suite => 0,
+        // One CPU is the hypervisor's own.
+        Guest::Linux => 1,
+    };
+    let nr_cpus = options.nr_cpus + nr_helpers;
+    if let Err(missing) = boot::start_other_cpus(nr_cpus as u32) {
+        fail!("{missing}");
+    }
+    say!("{nr_cpus} CPUs, {} MiB free, seed {}", free_bytes >> 20, options.seed);
+    let work: Box<Work> = match options.guest {
+        Guest::Suite => {
+            let suite = Suite::new(options);
+            Box::new(move |cpu| suite.run(cpu))
+        }
+        Guest::Linux => {
+            let linux = linux::Linux::new(options, &boot);
+            Box::new(move |cpu| linux.run(cpu))
+        }
+    };
+    run(WORK.call_once(|| work))
+}
+
+/// The work of another CPU.
+pub fn other_cpu() -> ! {
+    set_up();
+    boot::note_present();
+    run(WORK.wait())
+}
+
+/// CPUs have the numbers of their interrupt controllers: a guest that uses these finds its vCPUs
+/// where it looks for them.
+fn run(work: &Work) -> ! {
+    work(apic::id() as usize);
+    // A CPU that has nothing to do. The guest's interrupts are not this CPU's.
+    loop {
+        x86_64::instructions::hlt();
+    }
+}

@@ -1,0 +1,260 @@
+//! The guest of the suite: code that runs in the guest, in 64-bit mode, on the image's own
+//! instructions, which it may read and execute but not write.
+//!
+//! It has nothing but its mailbox, its stack, and the memory that it attacks. So this code uses no
+//! static variable, allocates nothing and never panics.
+//!
+//! # What each access checks
+//! - A read finds the page's tag, which is a function of the page and the seed.
+//! - A write adds one to the word of this vCPU in the page, and to a count in the mailbox. Before
+//!   that both are the same: otherwise an earlier write was lost, or went to another frame.
+//! - A call executes the instructions in the page, which return the low half of the tag.
+
+#![expect(unsafe_code, reason = "accesses guest-physical memory")]
+
+use core::arch::{asm, naked_asm};
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// Pages that a mailbox has counts for.
+pub const MAX_PAGES: usize = 8192;
+
+/// Offsets in a page: the tag, the words of the vCPUs, and the instructions.
+const COUNTS_OFFSET: usize = 64;
+const CODE_OFFSET: usize = 256;
+
+/// Pages, from the first on, that the guest and the operations prefer.
+pub const NR_HOT_PAGES: u64 = 16;
+
+/// What the hypervisor asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub enum Command {
+    /// Accesses at random.
+    Random = 0,
+    /// The accesses of a checkpoint: those of [`planned`], to the pages of this vCPU.
+    Planned = 1,
+}
+
+/// What the guest has to say.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub enum Report {
+    /// It has done what was asked for.
+    Done = 0,
+    /// A read did not find the page's tag.
+    WrongTag = 1,
+    /// A page did not have this vCPU's last write.
+    LostWrite = 2,
+    /// A page executed something else.
+    WrongCode = 3,
+    /// A page that may be absent was another one.
+    WrongProbe = 4,
+}
+
+impl Report {
+    /// The report with this number.
+    pub fn from_number(number: u64) -> Option<Report> {
+        [Report::Done, Report::WrongTag, Report::LostWrite, Report::WrongCode, Report::WrongProbe]
+            .into_iter()
+            .find(|&report| report as u64 == number)
+    }
+}
+
+/// What a vCPU and the hypervisor exchange. Each side writes while the other one waits.
+#[derive(Debug)]
+#[repr(C)]
+#[expect(missing_docs, reason = "documented as a whole")]
+pub struct Mailbox {
+    pub cpu: AtomicU64,
+    pub nr_cpus: AtomicU64,
+    pub command: AtomicU64,
+    pub nr_steps: AtomicU64,
+    /// The state of the random numbers; in a checkpoint, its number.
+    pub random: AtomicU64,
+    pub seed: AtomicU64,
+    /// The memory under attack.
+    pub start: AtomicU64,
+    pub nr_pages: AtomicU64,
+    /// Memory that may be absent.
+    pub probed_start: AtomicU64,
+    pub nr_probed_pages: AtomicU64,
+    /// A [`Report`], and what belongs to it.
+    pub report: AtomicU64,
+    pub page: AtomicU64,
+    pub expected: AtomicU64,
+    pub found: AtomicU64,
+    pub counts: [AtomicU64; MAX_PAGES],
+}
+
+/// A number in which each bit depends on all bits of `value` (the finalizer of SplitMix64).
+pub const fn mix(value: u64) -> u64 {
+    let value = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ value >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ value >> 31
+}
+
+/// The tag of a page.
+pub const fn tag(page: u64, seed: u64) -> u64 {
+    mix(page.wrapping_add(seed << 32).wrapping_add(0x9e37_79b9_7f4a_7c15))
+}
+
+/// What a checkpoint accesses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Planned {
+    /// Nothing.
+    None,
+    /// It reads the page.
+    Read,
+    /// It writes the page.
+    Write,
+    /// It executes the page.
+    Execute,
+}
+
+/// What checkpoint `number` does to `page`.
+pub const fn planned(page: u64, number: u64) -> Planned {
+    match mix(page ^ number << 40) % 8 {
+        0 | 1 => Planned::Read,
+        2 | 3 => Planned::Write,
+        4 => Planned::Execute,
+        _ => Planned::None,
+    }
+}
+
+/// Fills a frame for `page`: the tag, and `mov eax, tag; ret`.
+pub fn fill(page: u64, seed: u64, words: &[AtomicU64]) {
+    words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+    mark(page, seed, words);
+}
+
+/// Writes what the guest looks for in `page`, and nothing else: the guest may read it meanwhile.
+pub fn mark(page: u64, seed: u64, words: &[AtomicU64]) {
+    let tag = tag(page, seed);
+    let code = 0xb8 | (tag & 0xffff_ffff) << 8 | 0xc3 << 40;
+    for (offset, value) in [(0, tag), (CODE_OFFSET, code)] {
+        if let Some(word) = words.get(offset / 8) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Bytes of the instruction of [`probe`], which the hypervisor skips where nothing is mapped.
+pub const PROBE_BYTES: u64 = 3;
+
+/// Reads the word at `address`, where perhaps nothing is mapped: then the hypervisor returns ones.
+#[unsafe(naked)]
+extern "sysv64" fn probe(address: u64) -> u64 {
+    naked_asm!("mov rax, [rdi]", "ret")
+}
+
+/// Leaves the guest, and comes back when the hypervisor has prepared the next command.
+fn report(mailbox: &Mailbox, report: Report) {
+    // Relaxed: the same CPU reads it after the exit.
+    mailbox.report.store(report as u64, Ordering::Relaxed);
+    // SAFETY: the hypervisor changes the mailbox alone.
+    unsafe { asm!("vmmcall", options(nostack)) };
+}
+
+struct Attack<'m> {
+    mailbox: &'m Mailbox,
+    start: u64,
+    seed: u64,
+    cpu: u64,
+}
+
+impl Attack<'_> {
+    fn fail(&self, kind: Report, page: u64, expected: u64, found: u64) {
+        self.mailbox.page.store(page, Ordering::Relaxed);
+        self.mailbox.expected.store(expected, Ordering::Relaxed);
+        self.mailbox.found.store(found, Ordering::Relaxed);
+        report(self.mailbox, kind);
+    }
+
+    fn read(&self, page: u64) {
+        let address = (self.start + page * 4096) as *const u64;
+        // SAFETY: a page of the memory under attack. Volatile: other CPUs change what is there.
+        let found = unsafe { address.read_volatile() };
+        let expected = tag(page, self.seed);
+        if found != expected {
+            self.fail(Report::WrongTag, page, expected, found);
+        }
+    }
+
+    fn write(&self, page: u64) {
+        let address = (self.start + page * 4096 + COUNTS_OFFSET as u64 + 8 * self.cpu) as *mut u64;
+        let Some(count) = self.mailbox.counts.get(page as usize) else { return };
+        let expected = count.load(Ordering::Relaxed);
+        // SAFETY: this vCPU's word of the page.
+        let found = unsafe { address.read_volatile() };
+        if found != expected {
+            self.fail(Report::LostWrite, page, expected, found);
+        }
+        // SAFETY: as above.
+        unsafe { address.write_volatile(expected + 1) };
+        count.store(expected + 1, Ordering::Relaxed);
+    }
+
+    fn execute(&self, page: u64) {
+        let found: u64;
+        // SAFETY: the page has instructions that set `eax` and return.
+        unsafe {
+            asm!("call {address}", address = in(reg) self.start + page * 4096 + CODE_OFFSET as u64, out("rax") found);
+        }
+        let expected = tag(page, self.seed) & 0xffff_ffff;
+        if found != expected {
+            self.fail(Report::WrongCode, page, expected, found);
+        }
+    }
+}
+
+/// Where a vCPU begins, with its mailbox in `rdi`.
+pub extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
+    loop {
+        let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        let (cpu, seed, start) = (word(&mailbox.cpu), word(&mailbox.seed), word(&mailbox.start));
+        let attack = Attack { mailbox, start, seed, cpu };
+        let nr_pages = word(&mailbox.nr_pages).max(1);
+        if word(&mailbox.command) == Command::Planned as u64 {
+            let (number, nr_cpus) = (word(&mailbox.random), word(&mailbox.nr_cpus).max(1));
+            let mut page = cpu;
+            while page < nr_pages {
+                match planned(page, number) {
+                    Planned::None => {}
+                    Planned::Read => attack.read(page),
+                    Planned::Write => attack.write(page),
+                    Planned::Execute => attack.execute(page),
+                }
+                page += nr_cpus;
+            }
+        } else {
+            let mut random = word(&mailbox.random);
+            let nr_probed_pages = word(&mailbox.nr_probed_pages);
+            for _ in 0..word(&mailbox.nr_steps) {
+                random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let number = mix(random);
+                // An emulator that runs the CPUs in turns goes to the next one here.
+                if number >> 60 == 0 {
+                    core::hint::spin_loop();
+                }
+                // Half of the accesses go to a few pages, which the CPU has cached when they change.
+                let page = (number >> 8) % if number & 1 << 40 == 0 { nr_pages } else { NR_HOT_PAGES.min(nr_pages) };
+                match number % 16 {
+                    0..=5 => attack.read(page),
+                    6..=11 => attack.write(page),
+                    12..=13 => attack.execute(page),
+                    _ if nr_probed_pages == 0 => {}
+                    _ => {
+                        let page = (number >> 8) % nr_probed_pages;
+                        let found = probe(word(&mailbox.probed_start) + page * 4096);
+                        let expected = tag(page, seed);
+                        if found != expected && found != u64::MAX {
+                            attack.fail(Report::WrongProbe, page, expected, found);
+                        }
+                    }
+                }
+            }
+            mailbox.random.store(random, Ordering::Relaxed);
+        }
+        report(mailbox, Report::Done);
+    }
+}

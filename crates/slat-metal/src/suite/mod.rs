@@ -1,0 +1,138 @@
+//! The engine under walkers that nobody here wrote: a guest accesses memory at random on each CPU,
+//! and after each of its stretches the CPU does an operation of the engine to that memory, while the
+//! other CPUs are in the guest.
+//!
+//! # What is checked
+//! - Each access, by the guest ([`guest`]): no stale translation, no lost write.
+//! - Frames that were taken from the guest keep their poison ([`ram`](crate::ram)).
+//! - At checkpoints, when all CPUs are outside of the guest: a copy that the dirty log alone keeps up
+//!   equals the memory; then the guest makes planned accesses from empty tables, and A, D and the
+//!   dirty log have exactly these ([`round`]).
+//! - No CPU has entered with translations that a flush should have dropped
+//!   ([`Cpus::nr_stale_entries`](crate::host::Cpus::nr_stale_entries)).
+
+pub mod guest;
+mod probed;
+mod round;
+mod stretch;
+
+use alloc::sync::Arc;
+
+use slat::Config;
+use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::tables::{AccessTracking, FaultAround};
+use spin::{Barrier, Mutex};
+
+use crate::options::Options;
+use crate::say;
+use crate::x86::console::{self, Verdict};
+use round::Round;
+
+/// A way to run the engine. Each gets an equal share of the operations.
+struct Way {
+    name: &'static str,
+    dirty_tracking: DirtyTracking,
+    access_tracking: AccessTracking,
+    huge_page_logging: HugePageLogging,
+    manual_protect: ManualProtect,
+    fault_around: FaultAround,
+}
+
+const WAYS: [Way; 4] = [
+    Way {
+        name: "lazily write-protected directory entries",
+        dirty_tracking: DirtyTracking::WriteProtect,
+        access_tracking: AccessTracking::AccessedBit,
+        huge_page_logging: HugePageLogging::Split,
+        manual_protect: ManualProtect::Disabled,
+        fault_around: FaultAround::Off,
+    },
+    Way {
+        name: "write-protected leaves",
+        dirty_tracking: DirtyTracking::WriteProtectLeaves,
+        access_tracking: AccessTracking::Faults,
+        huge_page_logging: HugePageLogging::SplitLazily,
+        manual_protect: ManualProtect::Enabled,
+        fault_around: FaultAround::Off,
+    },
+    Way {
+        name: "dirty bits",
+        dirty_tracking: DirtyTracking::DirtyBit,
+        access_tracking: AccessTracking::AccessedBit,
+        huge_page_logging: HugePageLogging::Split,
+        manual_protect: ManualProtect::Disabled,
+        fault_around: FaultAround::Off,
+    },
+    Way {
+        name: "lazily, with fault-around",
+        dirty_tracking: DirtyTracking::WriteProtect,
+        access_tracking: AccessTracking::AccessedBit,
+        huge_page_logging: HugePageLogging::Split,
+        manual_protect: ManualProtect::InitiallySet,
+        fault_around: FaultAround::Pages(16),
+    },
+];
+
+impl Way {
+    fn config(&self) -> Config {
+        let mut config = Config::default();
+        config.dirty_tracking = self.dirty_tracking;
+        config.access_tracking = self.access_tracking;
+        config.huge_page_logging = self.huge_page_logging;
+        config.manual_protect = self.manual_protect;
+        config.fault_around = self.fault_around;
+        config
+    }
+}
+
+/// The whole run.
+pub struct Suite {
+    options: Options,
+    barrier: Barrier,
+    /// The round that all CPUs are in.
+    round: Mutex<Option<Arc<Round>>>,
+}
+
+impl Suite {
+    /// A run as `options` say.
+    pub fn new(options: Options) -> Suite {
+        Suite { options, barrier: Barrier::new(options.nr_cpus), round: Mutex::new(None) }
+    }
+
+    /// The part of CPU `cpu`. All CPUs of the run call it; CPU 0 ends the machine.
+    pub fn run(&self, cpu: usize) {
+        if cpu >= self.options.nr_cpus {
+            return;
+        }
+        let (mut nr_operations, mut nr_accesses) = (0, 0);
+        for (number, way) in (0..).zip(&WAYS) {
+            if cpu == 0 {
+                say!("{}", way.name);
+                console::progress(number, WAYS.len() as u64, way.name);
+                *self.round.lock() = Some(Arc::new(Round::new(&self.options, way.config(), number)));
+            }
+            self.barrier.wait();
+            let round = self.round.lock().clone();
+            if let Some(round) = round {
+                round.run(cpu, &self.barrier);
+                self.barrier.wait();
+                if cpu == 0 {
+                    nr_operations += round.nr_operations();
+                    nr_accesses += round.nr_accesses();
+                    *self.round.lock() = None;
+                    // The last owner: the other CPUs have come to the barrier below.
+                    round.report();
+                }
+            }
+            self.barrier.wait();
+        }
+        if cpu == 0 {
+            console::figure("operations", nr_operations, "1");
+            console::figure("accesses", nr_accesses, "1");
+            console::end(
+                Verdict::Pass,
+                format_args!("{nr_operations} operations beside {nr_accesses} accesses of the guest, none wrong"),
+            );
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! A round of the suite: one VM, one way to run the engine.
+
+#![expect(unsafe_code, reason = "allocates the vCPUs' private memory")]
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::alloc::Layout;
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use fastrand::Rng;
+use slat::tables::AccessTracking;
+use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm};
+use spin::Barrier;
+
+use super::guest::{self, Command, MAX_PAGES, Mailbox, Planned};
+use super::probed::Probed;
+use super::stretch::Stretches;
+use crate::host::{Backing, Cpus, MetalHost};
+use crate::operations::{MetalVm, Operations};
+use crate::options::Options;
+use crate::ram::Ram;
+use crate::x86::boot;
+use crate::{fail, say};
+
+/// Pages under attack: 12 MiB, so that blocks of both kinds are there, and one that is not whole.
+const NR_PAGES: u64 = 3072 - 16;
+
+/// Where they are, in guest-physical memory.
+const START: Gpa = Gpa(0x8000_0000);
+
+/// Private memory of vCPU n: 2 MiB each, from here on.
+const PRIVATE_START: Gpa = Gpa(0x4000_0000);
+pub(super) const PRIVATE_BYTES: u64 = 2 << 20;
+
+/// Stretches between two checkpoints.
+const STRETCHES: u64 = 400;
+
+/// Accesses in a stretch: mostly a few, so that there are many operations, and now and then so many
+/// that a CPU stays in the guest while others do their operations.
+const STEPS: u64 = 64;
+const MANY_STEPS: u64 = 2000;
+
+/// Memslots.
+const IMAGE_SLOT: u32 = 0;
+const PRIVATE_SLOT: u32 = 1;
+pub(super) const ATTACKED_SLOT: u32 = 2;
+
+const _: () = assert!(NR_PAGES as usize <= MAX_PAGES);
+
+/// The private memory of a vCPU: its page tables, its mailbox, its stack. It stays where it is.
+#[derive(Debug)]
+pub(super) struct Private {
+    address: u64,
+    pub gpa: Gpa,
+}
+
+impl Private {
+    const LAYOUT: Layout = match Layout::from_size_align(PRIVATE_BYTES as usize, PRIVATE_BYTES as usize) {
+        Ok(layout) => layout,
+        Err(_) => panic!("the size is a power of two"),
+    };
+    const MAILBOX: u64 = 2 * PAGE_SIZE;
+
+    fn new(cpu: usize) -> Private {
+        // SAFETY: the layout has a size.
+        let block = unsafe { alloc::alloc::alloc_zeroed(Private::LAYOUT) };
+        if block.is_null() {
+            fail!("no memory for the vCPUs");
+        }
+        let gpa = Gpa(PRIVATE_START.0 + cpu as u64 * PRIVATE_BYTES);
+        let private = Private { address: block.addr() as u64, gpa };
+        // The guest's page tables: the first 512 GiB to themselves, by pages of 1 GiB. Present and
+        // writable (AMD APM vol. 2, 5.3.4 "1-Gbyte Page Translation").
+        private.word(0).store((gpa.0 + PAGE_SIZE) | 3, Ordering::Relaxed);
+        for index in 0..512 {
+            private.word(PAGE_SIZE + 8 * index).store(index << 30 | 0x83, Ordering::Relaxed);
+        }
+        private
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        // SAFETY: an aligned word of the block, which lives as long as this.
+        unsafe { &*((self.address + offset) as *const AtomicU64) }
+    }
+
+    /// The mailbox, as the hypervisor reaches it.
+    pub fn mailbox(&self) -> &Mailbox {
+        // SAFETY: words of the block, which is zeroed and larger.
+        unsafe { &*((self.address + Private::MAILBOX) as *const Mailbox) }
+    }
+
+    /// Where the guest has its mailbox, and the end of its stack.
+    pub fn guest_addresses(&self) -> (u64, u64) {
+        (self.gpa.0 + Private::MAILBOX, self.gpa.0 + PRIVATE_BYTES)
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, with this layout.
+        unsafe { alloc::alloc::dealloc(self.address as *mut u8, Private::LAYOUT) };
+    }
+}
+
+/// A round.
+pub(super) struct Round {
+    // Dropped before the memory that its memslots have.
+    pub vm: Arc<MetalVm>,
+    pub operations: Operations,
+    pub probed: Probed,
+    pub cpus: Arc<Cpus>,
+    privates: Vec<Private>,
+    options: Options,
+    tracks_by_bits: TracksByBits,
+    nr_accesses: AtomicU64,
+}
+
+/// Whether CPUs set A and D.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum TracksByBits {
+    Yes,
+    No,
+}
+
+/// The seed is a constant of the image's run, as the fill of a page is a plain function.
+static SEED: AtomicU64 = AtomicU64::new(0);
+
+fn fill(page: u64, words: &[AtomicU64]) {
+    guest::fill(page, SEED.load(Ordering::Relaxed), words);
+}
+
+impl Round {
+    /// Round `number`, with its VM.
+    pub fn new(options: &Options, config: Config, number: u64) -> Round {
+        let seed = options.seed.wrapping_add(number << 16);
+        SEED.store(seed, Ordering::Relaxed);
+        let cpus = Cpus::new(options.control);
+        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| fail!("no VM: {error}"));
+        let vm = Arc::new(vm);
+        let ram = Arc::new(Ram::new(NR_PAGES, fill));
+        let privates: Vec<_> = (0..options.nr_cpus).map(Private::new).collect();
+        for (cpu, private) in privates.iter().enumerate() {
+            let mailbox = private.mailbox();
+            let set = |word: &AtomicU64, value| word.store(value, Ordering::Relaxed);
+            set(&mailbox.cpu, cpu as u64);
+            set(&mailbox.nr_cpus, options.nr_cpus as u64);
+            set(&mailbox.random, guest::mix(seed ^ (cpu as u64) << 50));
+            set(&mailbox.seed, seed);
+            set(&mailbox.start, START.0);
+            set(&mailbox.nr_pages, NR_PAGES);
+            let (start, nr_pages) = Probed::window();
+            set(&mailbox.probed_start, start.0);
+            set(&mailbox.nr_probed_pages, nr_pages);
+        }
+        let text = boot::image_text();
+        let image = (Gpa(text.start), text.size_bytes(), Pfn(text.start / PAGE_SIZE), MemoryRegionFlags::READONLY);
+        let private = privates
+            .iter()
+            .map(|private| (private.gpa, PRIVATE_BYTES, Pfn(private.address / PAGE_SIZE), MemoryRegionFlags::empty()));
+        // Private memory is one memslot for each vCPU; the numbers from 16 on are theirs.
+        for (index, (guest_phys_addr, memory_size, first, flags)) in [image].into_iter().chain(private).enumerate() {
+            let slot = if index == 0 { IMAGE_SLOT } else { PRIVATE_SLOT + 15 + index as u32 };
+            let backing = Some(Backing::fixed(first));
+            let region = MemoryRegion { slot, flags, guest_phys_addr, memory_size, backing, userfault_bitmap: None };
+            vm.set_user_memory_region(region).unwrap_or_else(|error| fail!("no memslot {slot}: {error}"));
+        }
+        let hot = guest::NR_HOT_PAGES;
+        let operations = Operations::new(&vm, ATTACKED_SLOT, START, &ram, hot, config.manual_protect, options.control)
+            .unwrap_or_else(|error| fail!("no memslot {ATTACKED_SLOT}: {error}"));
+        let probed = Probed::new(&vm, seed);
+        let tracks_by_bits =
+            if config.access_tracking == AccessTracking::AccessedBit { TracksByBits::Yes } else { TracksByBits::No };
+        let options = *options;
+        Round { vm, operations, probed, cpus, privates, options, tracks_by_bits, nr_accesses: AtomicU64::new(0) }
+    }
+
+    /// The mailbox of vCPU `cpu`.
+    pub fn mailbox(&self, cpu: usize) -> &Mailbox {
+        self.privates[cpu].mailbox()
+    }
+
+    /// Operations, in all.
+    pub fn nr_operations(&self) -> u64 {
+        self.operations.counts().map(|(_, count)| count).sum::<u64>() + self.probed.nr_operations()
+    }
+
+    /// Accesses of the guest, in all.
+    pub fn nr_accesses(&self) -> u64 {
+        self.nr_accesses.load(Ordering::Relaxed)
+    }
+
+    /// The part of CPU `cpu`.
+    pub fn run(&self, cpu: usize, barrier: &Barrier) {
+        let private = &self.privates[cpu];
+        let mailbox = private.mailbox();
+        let mut stretches = Box::new(Stretches::new(self, private, cpu));
+        let mut rng = Rng::with_seed(guest::mix(self.options.seed ^ cpu as u64));
+        let share = self.options.nr_operations / super::WAYS.len() as u64 / self.options.nr_cpus as u64;
+        let nr_checkpoints = share.div_ceil(STRETCHES).max(1);
+        for checkpoint in 1..=nr_checkpoints {
+            mailbox.command.store(Command::Random as u64, Ordering::Relaxed);
+            for _ in 0..STRETCHES.min(share) {
+                let nr_steps = if rng.u8(0..32) == 0 { MANY_STEPS } else { STEPS };
+                mailbox.nr_steps.store(nr_steps, Ordering::Relaxed);
+                self.nr_accesses.fetch_add(nr_steps, Ordering::Relaxed);
+                stretches.run(self);
+                if rng.u8(0..16) == 0 {
+                    self.probed.one(&mut rng);
+                } else {
+                    self.operations.one(&mut rng, stretches.vcpu());
+                }
+            }
+            let random = mailbox.random.load(Ordering::Relaxed);
+            barrier.wait();
+            if cpu == 0 {
+                self.begin_checkpoint();
+            }
+            barrier.wait();
+            mailbox.command.store(Command::Planned as u64, Ordering::Relaxed);
+            mailbox.random.store(checkpoint, Ordering::Relaxed);
+            stretches.run(self);
+            mailbox.random.store(random, Ordering::Relaxed);
+            barrier.wait();
+            if cpu == 0 {
+                self.end_checkpoint(checkpoint);
+            }
+            barrier.wait();
+        }
+    }
+
+    /// All CPUs are outside of the guest: the log must have all, and then nothing is mapped.
+    fn begin_checkpoint(&self) {
+        self.operations.check_copy();
+        self.operations.unmap_all();
+        match self.cpus.nr_stale_entries() {
+            0 => {}
+            nr_entries => fail!("{nr_entries} entries into the guest left out a flush"),
+        }
+    }
+
+    /// The guest has made the accesses of checkpoint `number`: A, D and the log must say so.
+    fn end_checkpoint(&self, number: u64) {
+        let nr_pages = self.operations.ram().nr_pages();
+        if self.tracks_by_bits == TracksByBits::Yes {
+            (0..nr_pages).for_each(|page| self.check_bits(page, number));
+        }
+        self.operations.check_exact(|page| guest::planned(page, number) == Planned::Write);
+    }
+
+    fn check_bits(&self, page: u64, number: u64) {
+        let gpa = self.operations.gpa(page);
+        let found = self.vm.translate(gpa).unwrap_or_else(|error| fail!("no translation of {gpa}: {error}"));
+        let planned = guest::planned(page, number);
+        let Some(found) = found else {
+            if planned != Planned::None {
+                fail!("page {page} was accessed ({planned:?}), and is not mapped");
+            }
+            return;
+        };
+        // A and D are the leaf's.
+        let pages = match found.size {
+            PageSize::Size4K => page..page + 1,
+            _ => page & !511..(page & !511) + 512,
+        };
+        let is_accessed = pages.clone().any(|page| guest::planned(page, number) != Planned::None);
+        let is_dirty = pages.clone().any(|page| guest::planned(page, number) == Planned::Write);
+        if (found.accessed, found.dirty) != (is_accessed, is_dirty) {
+            fail!(
+                "page {page}, mapped by {:?} as writable: {}, has A {} and D {}; the guest accessed the leaf: \
+                 {is_accessed}, wrote it: {is_dirty}",
+                found.size,
+                found.writable,
+                found.accessed,
+                found.dirty
+            );
+        }
+    }
+
+    /// Says how much was done.
+    pub fn report(&self) {
+        for (operation, count) in self.operations.counts() {
+            if count == 0 && self.options.nr_operations >= 40_000 {
+                fail!("{operation:?} was never done");
+            }
+        }
+        let stats = self.vm.stats();
+        say!("  {} operations, {} accesses, {} faults", self.nr_operations(), self.nr_accesses(), stats.faults);
+    }
+}

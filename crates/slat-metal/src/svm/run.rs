@@ -1,0 +1,352 @@
+//! A virtual CPU: entries into the guest, and why it left.
+//!
+//! # An entry
+//! The global interrupt flag is off from before the CPU looks for a flush until after the guest has
+//! left ([`Presence`]). An NMI that arrives meanwhile is kept, and makes the guest leave at once
+//! (AMD APM vol. 2, 15.17 "Global Interrupt Flag"). Without that, a kick between the look and VMRUN
+//! would be lost.
+//!
+//! VMRUN leaves FS, GS, TR, LDTR and the system-call registers as they are (15.5.2): VMLOAD and
+//! VMSAVE exchange them. The floating-point state is exchanged by FXSAVE, since compiled code of the
+//! image uses SSE registers.
+
+#![expect(unsafe_code, reason = "enters a guest")]
+
+use alloc::boxed::Box;
+use core::mem::offset_of;
+
+use slat::{Access, Gpa};
+
+use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, TlbControl, Vmcb};
+use crate::host::{Flush, Presence};
+
+/// The registers that VMRUN leaves to software, and the floating-point state.
+#[derive(Debug)]
+#[repr(C, align(16))]
+#[expect(missing_docs, reason = "registers, by their names")]
+pub struct Registers {
+    fpu: [u8; 512],
+    pub rbx: u64,
+    pub rcx: u64,
+    pub rdx: u64,
+    pub rsi: u64,
+    pub rdi: u64,
+    pub rbp: u64,
+    pub r8: u64,
+    pub r9: u64,
+    pub r10: u64,
+    pub r11: u64,
+    pub r12: u64,
+    pub r13: u64,
+    pub r14: u64,
+    pub r15: u64,
+}
+
+impl Registers {
+    /// As after INIT: zeros, and the floating-point unit as FNINIT leaves it, with all exceptions of
+    /// SSE masked.
+    fn new() -> Registers {
+        let mut fpu = [0; 512];
+        fpu[..2].copy_from_slice(&0x037f_u16.to_le_bytes());
+        fpu[24..28].copy_from_slice(&0x1f80_u32.to_le_bytes());
+        let zero = 0;
+        Registers {
+            fpu,
+            rbx: zero,
+            rcx: zero,
+            rdx: zero,
+            rsi: zero,
+            rdi: zero,
+            rbp: zero,
+            r8: zero,
+            r9: zero,
+            r10: zero,
+            r11: zero,
+            r12: zero,
+            r13: zero,
+            r14: zero,
+            r15: zero,
+        }
+    }
+}
+
+/// Whether a port is read or written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// IN.
+    In,
+    /// OUT.
+    Out,
+}
+
+/// Why the guest was left.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Exit {
+    /// The nested page tables do not allow the access.
+    NestedPageFault {
+        /// The guest-physical address.
+        gpa: Gpa,
+        /// What the guest did, or the walk of its page tables.
+        access: Access,
+    },
+    /// Another CPU's kick.
+    Kick,
+    /// VMMCALL: `rax` says what for.
+    Hypercall,
+    /// CPUID.
+    Cpuid,
+    /// RDMSR, of `rcx`.
+    ReadMsr,
+    /// WRMSR, of `rcx`.
+    WriteMsr,
+    /// An instruction that the guest does not have.
+    Undefined,
+    /// A port that the guest does not have.
+    Port {
+        /// Its number.
+        port: u16,
+        /// Read or written.
+        direction: Direction,
+        /// The address of the next instruction.
+        next_rip: u64,
+    },
+    /// A triple fault.
+    Shutdown,
+    /// VMRUN refused the guest's state.
+    Invalid,
+    /// Any other code.
+    Other {
+        /// The code (APM vol. 2, appendix C).
+        code: u64,
+    },
+}
+
+/// An event for the guest (APM vol. 2, 15.20 "Event Injection").
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// #UD.
+    UndefinedOpcode,
+    /// #GP(0).
+    GeneralProtection,
+    /// A non-maskable interrupt.
+    Nmi,
+}
+
+impl Event {
+    fn bits(self) -> u64 {
+        const EXCEPTION: u64 = 3 << 8;
+        match self {
+            Event::UndefinedOpcode => VALID | EXCEPTION | 6,
+            Event::GeneralProtection => VALID | 1 << 11 | EXCEPTION | 13,
+            Event::Nmi => VALID | 2 << 8 | 2,
+        }
+    }
+}
+
+const VALID: u64 = 1 << 31;
+
+/// What to inject again after an exit during the delivery of `event` (15.7.2). A software interrupt
+/// is not: its instruction is executed once more.
+fn to_inject_again(event: u64) -> u64 {
+    let (vector, kind) = (event & 0xff, event >> 8 & 7);
+    match kind {
+        _ if event & VALID == 0 => 0,
+        4 => 0,
+        // #BP and #OF: their instructions are executed once more.
+        3 if vector == 3 || vector == 4 => 0,
+        // QEMU gives interrupts that it delivers by itself the type of an exception.
+        3 if vector >= 32 => VALID | vector,
+        _ => event,
+    }
+}
+
+/// What a guest may do without an exit.
+#[derive(Clone, Copy, Debug)]
+pub struct Allowed {
+    /// The ports.
+    pub ports: &'static PortMap,
+    /// The model-specific registers.
+    pub msrs: &'static MsrMap,
+}
+
+/// A virtual CPU.
+#[derive(Debug)]
+pub struct VirtualCpu {
+    vmcb: Box<Vmcb>,
+    host: Box<Vmcb>,
+    /// The registers that are not in [`save`](VirtualCpu::save).
+    pub registers: Box<Registers>,
+}
+
+impl VirtualCpu {
+    /// One on the nested page tables at `nested_cr3`, in the state of after INIT but for what the
+    /// caller sets. It belongs to the calling CPU.
+    pub fn new(nested_cr3: u64, allowed: Allowed) -> VirtualCpu {
+        let mut vmcb = Vmcb::new();
+        let control = &mut vmcb.control;
+        control.intercepts = Intercepts::all().bits();
+        control.more_intercepts = MoreIntercepts::all().bits();
+        control.iopm_base = allowed.ports.address();
+        control.msrpm_base = allowed.msrs.address();
+        control.asid = 1;
+        control.nested_paging = 1;
+        control.nested_cr3 = nested_cr3;
+        // The power-on value of PAT (APM vol. 2, 7.8.2).
+        vmcb.save.g_pat = 0x0007_0406_0007_0406;
+        let host = Vmcb::new();
+        // SAFETY: the block is the host's, and SVM is on.
+        unsafe { core::arch::asm!("vmsave rax", in("rax") host.address(), options(nostack, preserves_flags)) };
+        VirtualCpu { vmcb, host, registers: Box::new(Registers::new()) }
+    }
+
+    /// The registers in the control block.
+    pub fn save(&mut self) -> &mut Save {
+        &mut self.vmcb.save
+    }
+
+    /// Delivers `event` at the next entry.
+    pub fn inject(&mut self, event: Event) {
+        self.vmcb.control.event_injection = event.bits();
+    }
+
+    /// Goes on behind an instruction of `length` bytes.
+    pub fn skip(&mut self, length: u64) {
+        self.vmcb.save.rip += length;
+    }
+
+    /// Runs the guest until it leaves.
+    pub fn run(&mut self, presence: &Presence) -> Exit {
+        // SAFETY: SVM is on. No NMI is delivered until STGI: the guest leaves instead.
+        unsafe { core::arch::asm!("clgi", options(nostack)) };
+        self.vmcb.control.tlb_control = match presence.enter() {
+            Flush::None => TlbControl::None,
+            Flush::All => TlbControl::FlushAll,
+        } as u32;
+        // SAFETY: both blocks are this CPU's; the guest reaches memory by its page tables alone.
+        unsafe { enter(self.vmcb.address(), self.host.address(), &raw mut *self.registers) };
+        presence.leave();
+        // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
+        unsafe { core::arch::asm!("stgi", options(nostack)) };
+        let control = &mut self.vmcb.control;
+        control.event_injection = to_inject_again(control.exit_int_info);
+        self.reason()
+    }
+
+    /// The exit code, in words (appendix C).
+    fn reason(&self) -> Exit {
+        let control = &self.vmcb.control;
+        match control.exit_code {
+            0x61 => Exit::Kick,
+            0x72 => Exit::Cpuid,
+            0x7b => Exit::Port {
+                port: (control.exit_info_1 >> 16) as u16,
+                direction: if control.exit_info_1 & 1 != 0 { Direction::In } else { Direction::Out },
+                next_rip: control.exit_info_2,
+            },
+            0x7c if control.exit_info_1 == 0 => Exit::ReadMsr,
+            0x7c => Exit::WriteMsr,
+            0x7f => Exit::Shutdown,
+            0x81 => Exit::Hypercall,
+            0x76 | 0x7a | 0x80 | 0x82..=0x86 | 0x8a..=0x8d => Exit::Undefined,
+            0x400 => Exit::NestedPageFault { gpa: Gpa(control.exit_info_2), access: access(control.exit_info_1) },
+            u64::MAX => Exit::Invalid,
+            code => Exit::Other { code },
+        }
+    }
+}
+
+/// The access of a nested page fault: bit 1, a write; bit 4, a fetch (15.25.6 "Nested versus Guest
+/// Page Faults"). A walk of the guest's tables is a write there.
+fn access(exit_info_1: u64) -> Access {
+    if exit_info_1 & 1 << 1 != 0 {
+        Access::Write
+    } else if exit_info_1 & 1 << 4 != 0 {
+        Access::Execute
+    } else {
+        Access::Read
+    }
+}
+
+/// Exchanges the registers, runs the guest of the block at `vmcb`, and exchanges them again.
+///
+/// # Safety
+/// SVM is on, and the global interrupt flag off. `vmcb` and `host` are the physical addresses of
+/// blocks of this CPU, in `host` what VMSAVE has stored.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn enter(vmcb: u64, host: u64, registers: *mut Registers) {
+    core::arch::naked_asm!(
+        "push rbx",
+        "push rbp",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "push rdx",
+        "push rsi",
+        "mov rax, rdi",
+        "fxrstor64 [rdx + {fpu}]",
+        "mov rbx, [rdx + {rbx}]",
+        "mov rcx, [rdx + {rcx}]",
+        "mov rsi, [rdx + {rsi}]",
+        "mov rdi, [rdx + {rdi}]",
+        "mov rbp, [rdx + {rbp}]",
+        "mov r8, [rdx + {r8}]",
+        "mov r9, [rdx + {r9}]",
+        "mov r10, [rdx + {r10}]",
+        "mov r11, [rdx + {r11}]",
+        "mov r12, [rdx + {r12}]",
+        "mov r13, [rdx + {r13}]",
+        "mov r14, [rdx + {r14}]",
+        "mov r15, [rdx + {r15}]",
+        "mov rdx, [rdx + {rdx}]",
+        "vmload rax",
+        "vmrun rax",
+        // VMRUN has put the host's rax and rsp back; the guest's are in the block.
+        "vmsave rax",
+        "mov rax, [rsp + 8]",
+        "mov [rax + {rbx}], rbx",
+        "mov [rax + {rcx}], rcx",
+        "mov [rax + {rdx}], rdx",
+        "mov [rax + {rsi}], rsi",
+        "mov [rax + {rdi}], rdi",
+        "mov [rax + {rbp}], rbp",
+        "mov [rax + {r8}], r8",
+        "mov [rax + {r9}], r9",
+        "mov [rax + {r10}], r10",
+        "mov [rax + {r11}], r11",
+        "mov [rax + {r12}], r12",
+        "mov [rax + {r13}], r13",
+        "mov [rax + {r14}], r14",
+        "mov [rax + {r15}], r15",
+        "fxsave64 [rax + {fpu}]",
+        "pop rax",
+        "vmload rax",
+        // Compiled code expects that SSE masks all exceptions.
+        "mov dword ptr [rsp], 0x1f80",
+        "ldmxcsr [rsp]",
+        "pop rdx",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbp",
+        "pop rbx",
+        "cld",
+        "ret",
+        fpu = const offset_of!(Registers, fpu),
+        rbx = const offset_of!(Registers, rbx),
+        rcx = const offset_of!(Registers, rcx),
+        rdx = const offset_of!(Registers, rdx),
+        rsi = const offset_of!(Registers, rsi),
+        rdi = const offset_of!(Registers, rdi),
+        rbp = const offset_of!(Registers, rbp),
+        r8 = const offset_of!(Registers, r8),
+        r9 = const offset_of!(Registers, r9),
+        r10 = const offset_of!(Registers, r10),
+        r11 = const offset_of!(Registers, r11),
+        r12 = const offset_of!(Registers, r12),
+        r13 = const offset_of!(Registers, r13),
+        r14 = const offset_of!(Registers, r14),
+        r15 = const offset_of!(Registers, r15),
+    );
+}

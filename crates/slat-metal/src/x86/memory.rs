@@ -1,0 +1,92 @@
+//! The machine's memory: one allocator for what Rust allocates, for page-table pages and for frames.
+//!
+//! It is a buddy system, so a block of a power of two is aligned to its size.
+
+#![expect(unsafe_code, reason = "hands memory to the allocator")]
+
+use core::alloc::{GlobalAlloc, Layout};
+use core::ptr::{self, NonNull};
+
+use buddy_system_allocator::Heap;
+use spin::Mutex;
+
+use super::boot::{BootInfo, RegionKind, Span, image};
+
+/// The smallest block is 8 bytes, the largest 2 GiB.
+const ORDERS: usize = 32;
+
+/// The first MiB has the trampoline and the firmware's data: no allocation comes from there.
+const LOW_END: u64 = 1 << 20;
+/// The boot page tables map memory below this.
+const MAPPED_END: u64 = 1 << 32;
+
+/// The allocator of the whole image.
+pub struct Memory(Mutex<Heap<ORDERS>>);
+
+impl Memory {
+    /// An allocator without memory.
+    pub const fn new() -> Memory {
+        Memory(Mutex::new(Heap::empty()))
+    }
+
+    /// Adds what the memory map has as free, except the image and the modules.
+    ///
+    /// # Safety
+    /// To be called once, before anything is allocated. The memory map is true, and nothing else
+    /// uses its free memory.
+    pub unsafe fn add(&self, boot: &BootInfo) {
+        let ram = boot.regions().filter(|region| region.kind == RegionKind::Ram);
+        for region in ram {
+            let span = Span { start: region.span.start.max(LOW_END), end: region.span.end.min(MAPPED_END) };
+            let used = boot.modules().map(|module| {
+                let start = module.bytes.as_ptr().addr() as u64;
+                Span { start, end: (start + module.bytes.len() as u64).next_multiple_of(4096) }
+            });
+            self.add_span(span, used.chain([image(), loader_data(boot)]));
+        }
+    }
+
+    fn add_span<I: Iterator<Item = Span> + Clone>(&self, span: Span, mut used: I) {
+        if span.size_bytes() == 0 {
+            return;
+        }
+        let Some(first) = used.next() else {
+            // SAFETY: free memory that no other part of `add` has added.
+            return unsafe { self.0.lock().add_to_heap(span.start as usize, span.end as usize) };
+        };
+        for part in span.without(first) {
+            self.add_span(part, used.clone());
+        }
+    }
+
+    /// Bytes that are free.
+    pub fn free_bytes(&self) -> usize {
+        let heap = self.0.lock();
+        heap.stats_total_bytes() - heap.stats_alloc_actual()
+    }
+}
+
+impl Default for Memory {
+    fn default() -> Memory {
+        Memory::new()
+    }
+}
+
+/// The page of the command line: loaders put it, with their other data, just behind the modules.
+fn loader_data(boot: &BootInfo) -> Span {
+    let start = boot.command_line.as_ptr().addr() as u64 & !0xfff;
+    Span { start, end: start + 0x2000 }
+}
+
+// SAFETY: the heap returns blocks of the layout that nothing else uses, or nothing.
+unsafe impl GlobalAlloc for Memory {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        self.0.lock().alloc(layout).map_or(ptr::null_mut(), NonNull::as_ptr)
+    }
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        if let Some(block) = NonNull::new(block) {
+            // SAFETY: as the caller promises.
+            unsafe { self.0.lock().dealloc(block, layout) };
+        }
+    }
+}
