@@ -17,6 +17,7 @@ use crate::dirty_log::{self, DirtyLogArgs};
 use crate::failure::{Failure, hint};
 use crate::live::View;
 use crate::memslots::{self, MemslotsArgs};
+use crate::metal::{self, MetalArgs};
 use crate::numa_split::{self, NumaSplitArgs};
 use crate::options::OutputArgs;
 use crate::parallel_faults::{self, ParallelFaultsArgs};
@@ -126,6 +127,11 @@ enum Experiment {
     ///
     /// All operations at once while guests run. Options that are not chosen alternate.
     Stress(StressArgs),
+    /// Boot Linux on slat, on an emulated machine
+    ///
+    /// A small hypervisor on the engine runs under QEMU, with a guest that verifies its memory while
+    /// all operations run. It is built from the source; emulator and kernel are Debian packages.
+    Metal(MetalArgs),
 }
 
 impl Experiment {
@@ -141,6 +147,7 @@ impl Experiment {
             Experiment::Shadow(args) => shadow::run(args, session),
             Experiment::Scale(args) => scale::run(args, session),
             Experiment::Stress(args) => stress::run(args, session),
+            Experiment::Metal(args) => metal::run(args, session),
         }
     }
 
@@ -156,6 +163,7 @@ impl Experiment {
             Experiment::Shadow(args) => &args.output,
             Experiment::Scale(args) => &args.output,
             Experiment::Stress(args) => &args.output,
+            Experiment::Metal(args) => &args.output,
         }
     }
 }
@@ -306,8 +314,9 @@ mod tests {
                 // Defaults differ.
                 let meaning = text.split(" [default").next().unwrap_or_default().to_owned();
                 let here = (arg.get_short(), meaning);
-                // CPUs of a model have no numbers to choose: only how many there are is of interest.
-                if (command.get_name(), long) == ("scale", "cpus") {
+                // CPUs of a modelled or emulated machine have no numbers to choose: only how many there are
+                // is of interest.
+                if [("scale", "cpus"), ("metal", "cpus")].contains(&(command.get_name(), long)) {
                     continue;
                 }
                 let first = seen.entry(long.to_owned()).or_insert_with(|| here.clone());

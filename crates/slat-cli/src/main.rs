@@ -19,6 +19,7 @@ mod kvm;
 mod kvm;
 mod live;
 mod memslots;
+mod metal;
 mod numa_split;
 mod options;
 mod parallel_faults;

@@ -53,8 +53,8 @@ struct Shared {
     bars: MultiProgress,
     /// With `--live`.
     live: Option<Live>,
-    /// Files to remove when the process is interrupted.
-    temporary: Mutex<Vec<PathBuf>>,
+    /// What is done when the process is interrupted.
+    clean_ups: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
     /// How many more outcomes may be handed over, for a test ([`HOLD_AFTER`]).
     left_before_hold: Option<AtomicU64>,
 }
@@ -83,7 +83,7 @@ impl Session {
         };
         let left_before_hold = std::env::var(HOLD_AFTER).ok().and_then(|nr| nr.parse().ok()).map(AtomicU64::new);
         let shared =
-            Shared { text_to, so_far: Mutex::default(), bars, live, temporary: Mutex::default(), left_before_hold };
+            Shared { text_to, so_far: Mutex::default(), bars, live, clean_ups: Mutex::default(), left_before_hold };
         Ok(Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) })
     }
 
@@ -127,7 +127,13 @@ impl Session {
 
     /// Removes `path` if the process is interrupted.
     pub(crate) fn remove_if_interrupted(&self, path: PathBuf) {
-        lock(&self.shared.temporary).push(path);
+        // It may have been removed already.
+        self.when_interrupted(move || drop(std::fs::remove_file(path)));
+    }
+
+    /// Does `action` if the process is interrupted, soon: the user waits for its end.
+    pub(crate) fn when_interrupted(&self, action: impl FnOnce() + Send + 'static) {
+        lock(&self.shared.clean_ups).push(Box::new(action));
     }
 
     /// Stops drawing.
@@ -140,11 +146,10 @@ impl Session {
         self.shared.bars.set_draw_target(ProgressDrawTarget::hidden());
     }
 
-    /// Removes temporary files.
+    /// Removes what would be left behind, in the order in which it was named.
     fn clean_up(&self) {
-        for path in lock(&self.shared.temporary).drain(..) {
-            // It may have been removed already.
-            let _ = std::fs::remove_file(path);
+        for action in lock(&self.shared.clean_ups).drain(..) {
+            action();
         }
     }
 }
@@ -162,6 +167,13 @@ impl Progress {
             live.begin(self.bar.position() + 1, self.bar.length().unwrap_or_default(), &run);
         }
         self.bar.set_message(run);
+    }
+
+    /// Shows how far a run is that counts its steps itself.
+    pub(crate) fn show(&self, done: u64, total: u64, what: String) {
+        self.bar.set_length(total);
+        self.bar.set_position(done);
+        self.bar.set_message(what);
     }
 
     /// Counts a run as done.

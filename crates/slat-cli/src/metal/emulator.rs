@@ -1,0 +1,218 @@
+//! The emulated machine: its files, its command line, and what comes out of it.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use console::strip_ansi_codes;
+use tempfile::TempDir;
+
+use super::initramfs;
+use super::packages::Qemu;
+use super::plan::Plan;
+use super::process::Running;
+use super::protocol::{Line, Verdict};
+use crate::failure::Failure;
+use crate::quantity::Unit;
+use crate::session::{Progress, Session};
+
+/// The CPUs: with second-stage hardware, and an interrupt controller whose registers need no memory.
+const CPU: &str = "EPYC,+svm,+npt,+x2apic";
+
+/// What the emulator says of each CPU whose model has more than it emulates.
+const UNSUPPORTED: &str = "warning: TCG doesn't support requested feature";
+
+/// The files of a machine, in its folder.
+const IMAGE: &str = "slat-metal";
+const KERNEL: &str = "vmlinuz";
+const INITRAMFS: &str = "initramfs";
+
+/// What was built and got.
+pub(super) struct Files {
+    /// The hypervisor.
+    pub(super) image: PathBuf,
+    /// The kernel and the first process of Linux, if it is the guest.
+    pub(super) linux: Option<(PathBuf, PathBuf)>,
+}
+
+/// A machine that is ready to run.
+pub(super) struct Machine {
+    pub(super) qemu: Qemu,
+    /// The folder that the emulator runs in: so the names of its files have neither spaces nor commas,
+    /// which separate words on its command line.
+    folder: TempDir,
+}
+
+/// What came of a run.
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) status: Status,
+    pub(super) verdict: Option<Verdict>,
+    /// In the order in which they came first.
+    pub(super) figures: Vec<(String, Unit, Vec<f64>)>,
+    pub(super) time: Duration,
+    /// The last thing that was said, for people to see where it stopped.
+    pub(super) last: String,
+}
+
+/// How the emulator ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Status {
+    Exited(ExitStatus),
+    /// It was killed, since there was no verdict in time.
+    TimedOut,
+}
+
+/// What a line is of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Pipe {
+    /// The serial line, which the guest has.
+    Guest,
+    /// The debug console, and what the emulator itself says.
+    Hypervisor,
+}
+
+impl Machine {
+    /// Puts the files of a machine into a folder in `target`.
+    pub(super) fn new(qemu: Qemu, files: &Files, target: &Path, session: &Session) -> Result<Machine, Failure> {
+        let write = || -> io::Result<TempDir> {
+            fs::create_dir_all(target)?;
+            let target = fs::canonicalize(target)?;
+            let folder = tempfile::Builder::new().prefix("machine-").tempdir_in(target)?;
+            let path = folder.path().to_owned();
+            session.when_interrupted(move || drop(fs::remove_dir_all(path)));
+            fs::copy(&files.image, folder.path().join(IMAGE))?;
+            if let Some((kernel, init)) = &files.linux {
+                fs::copy(kernel, folder.path().join(KERNEL))?;
+                initramfs::write(File::create(folder.path().join(INITRAMFS))?, &fs::read(init)?)?;
+            }
+            Ok(folder)
+        };
+        let folder = write().map_err(|source| Failure::Write { path: target.to_owned(), source })?;
+        Ok(Machine { qemu, folder })
+    }
+
+    /// The emulator with all its words.
+    fn command(&self, plan: &Plan) -> Command {
+        let mut command = self.qemu.command();
+        command.current_dir(self.folder.path()).args(["-accel", "tcg,thread=multi", "-cpu", CPU]);
+        command.args(["-smp", &plan.nr_cpus.to_string(), "-m", &format!("{}M", plan.machine_mib())]);
+        command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
+        // A file that is another's pipe: the emulator has one standard output.
+        command.args(["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]);
+        command.args(["-kernel", IMAGE, "-append", &plan.hypervisor_words()]);
+        if self.folder.path().join(KERNEL).exists() {
+            // Two commas are one in a word.
+            let words = plan.kernel_words().replace(',', ",,");
+            command.args(["-initrd", &format!("{KERNEL} {words},{INITRAMFS}")]);
+        }
+        command
+    }
+
+    /// Runs it to its end, and shows what it says.
+    pub(super) fn run(&self, plan: &Plan, session: &Session) -> Result<Ended, Failure> {
+        let begin = Instant::now();
+        let mut command = self.command(plan);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let failed =
+            |error: io::Error| Failure::CannotServe(format!("the emulator: {error}; name another with --qemu"));
+        let mut running = Running::start(&mut command, session).map_err(failed)?;
+        let (sender, lines) = mpsc::channel();
+        if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
+            let of_guest = sender.clone();
+            thread::spawn(move || read(stdout, Pipe::Guest, &of_guest));
+            thread::spawn(move || read(stderr, Pipe::Hypervisor, &sender));
+        }
+        let progress = session.progress(1);
+        progress.begin("starting the machine".to_owned());
+        let mut heard = Heard { plan, session, progress, verdict: None, figures: Vec::new(), last: String::new() };
+        let status = loop {
+            match lines.recv_timeout(plan.timeout.saturating_sub(begin.elapsed())) {
+                Ok((pipe, line)) => heard.line(pipe, &line)?,
+                Err(RecvTimeoutError::Timeout) => break Status::TimedOut,
+                Err(RecvTimeoutError::Disconnected) => break Status::Exited(running.wait().map_err(failed)?),
+            }
+        };
+        let Heard { verdict, figures, last, .. } = heard;
+        Ok(Ended { status, verdict, figures, time: begin.elapsed(), last })
+    }
+}
+
+/// Sends each line of `pipe`.
+fn read(from: impl Read, pipe: Pipe, to: &Sender<(Pipe, String)>) {
+    let mut from = BufReader::new(from);
+    let mut bytes = Vec::new();
+    while matches!(from.read_until(b'\n', &mut bytes), Ok(nr_bytes) if nr_bytes > 0) {
+        if to.send((pipe, text_of(&bytes))).is_err() {
+            break;
+        }
+        bytes.clear();
+    }
+}
+
+/// A line as a terminal can show it: what comes from a guest may not move the cursor.
+fn text_of(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    strip_ansi_codes(&text).chars().filter(|letter| !letter.is_control() || *letter == '\t').collect()
+}
+
+/// What was heard until now.
+struct Heard<'r> {
+    plan: &'r Plan,
+    session: &'r Session,
+    progress: Progress,
+    verdict: Option<Verdict>,
+    figures: Vec<(String, Unit, Vec<f64>)>,
+    last: String,
+}
+
+impl Heard<'_> {
+    fn line(&mut self, pipe: Pipe, text: &str) -> Result<(), Failure> {
+        if pipe == Pipe::Guest {
+            return self.show("guest|", text);
+        }
+        match Line::parse(text) {
+            Line::Say(text) => self.show("slat |", &text),
+            Line::Progress { done, total, text } => {
+                self.progress.show(done, total, text);
+                Ok(())
+            }
+            Line::Figure { name, value, unit } => {
+                match self.figures.iter_mut().find(|(other, of, _)| *other == name && *of == unit) {
+                    Some((_, _, samples)) => samples.push(value),
+                    None => self.figures.push((name, unit, vec![value])),
+                }
+                Ok(())
+            }
+            Line::Verdict(verdict) => {
+                // The first one ends the machine; what follows is of CPUs that do not know it yet.
+                self.verdict.get_or_insert(verdict);
+                Ok(())
+            }
+            Line::Other(text) if text.contains(UNSUPPORTED) || text.is_empty() => Ok(()),
+            Line::Other(text) => self.show("qemu |", &text),
+        }
+    }
+
+    fn show(&mut self, of: &str, text: &str) -> Result<(), Failure> {
+        if !text.trim().is_empty() {
+            self.last = format!("{of} {text}");
+        }
+        self.plan.tell(self.session, &format!("{}\n", format!("{of} {text}").trim_end()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_cannot_move_the_cursor() {
+        assert_eq!(text_of(b"\x1b[2J\x1b[1;1Hbooting\x07\ta\r\n"), "booting\ta");
+        assert_eq!(text_of(b"\xff\n"), "\u{fffd}");
+    }
+}

@@ -1,0 +1,194 @@
+//! `slat metal`: the hypervisor `slat-metal` on an emulated machine, with a guest.
+//!
+//! The command builds the hypervisor and the guest's first process from the source, gets an emulator
+//! and a Linux kernel as Debian packages, runs all of it, and shows what hypervisor and guest say.
+//!
+//! # Implementation
+//! 1. Everything that is wrong with the options is found before anything is built ([`plan`]).
+//! 2. [`packages`] gets the emulator and the kernel into a cache folder, [`source`] builds.
+//! 3. [`emulator`] runs QEMU. The guest's serial line is its standard output. The hypervisor's
+//!    debug console is its standard error, in the lines of [`protocol`].
+//! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the machine
+//!    agree.
+//!
+//! All programs that it starts end with it ([`process`]).
+
+mod emulator;
+mod figures;
+mod initramfs;
+mod packages;
+mod plan;
+mod process;
+mod protocol;
+mod source;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum, value_parser};
+
+use crate::failure::Failure;
+use crate::options::{OutputArgs, SEED, duration, positive, size_bytes};
+use crate::results::Outcome;
+use crate::session::Session;
+use emulator::{Files, Machine};
+use packages::Cache;
+use plan::Plan;
+use source::Source;
+
+/// The options of `slat metal`.
+#[derive(Clone, Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --guest suite --operations 1000000"
+)]
+pub(crate) struct MetalArgs {
+    /// Second-stage hardware of the emulated machine
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = MachineArg::Svm)]
+    machine: MachineArg,
+    /// What runs on the hypervisor
+    #[arg(long, value_name = "GUEST", value_enum, default_value_t = GuestArg::Linux)]
+    guest: GuestArg,
+    /// Number of CPUs of the machine and of the guest
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = value_parser!(u32).range(1..=64))]
+    cpus: u32,
+    #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
+    seed: u64,
+    /// Operations of the engine beside the guest, in all
+    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = positive::<u64>)]
+    operations: u64,
+    /// Memory of the guest, from 256M to 2G
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = guest_memory)]
+    memory: u64,
+    /// What the hypervisor leaves out on purpose
+    ///
+    /// Its checks must notice it: then the command succeeds, and else it fails.
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = ControlArg::None)]
+    control: ControlArg,
+    /// More words for the command line of the guest's kernel
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    append: Option<String>,
+    /// How long to wait for the verdict
+    #[arg(long, value_name = "TIME", default_value = "30m", value_parser = duration)]
+    timeout: Duration,
+    /// Folder for the packages of emulator and kernel [default: target/metal/cache]
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
+    /// The emulator, QEMU 10 or newer, instead of a package
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
+    /// The guest's kernel, a bzImage, instead of a package
+    #[arg(long, value_name = "PATH")]
+    kernel: Option<PathBuf>,
+    /// An image of the hypervisor, instead of building it
+    #[arg(long, value_name = "PATH")]
+    image: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum MachineArg {
+    /// AMD's, with nested paging, in QEMU.
+    Svm,
+    /// Intel's, with EPT.
+    Vmx,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum GuestArg {
+    /// A few pages of code that access memory at random.
+    Suite,
+    /// An unmodified Linux kernel.
+    Linux,
+    /// Code that is measured beside KVM.
+    Measure,
+}
+
+impl GuestArg {
+    /// The name in options and results, and for the hypervisor.
+    fn name(self) -> &'static str {
+        match self {
+            GuestArg::Suite => "suite",
+            GuestArg::Linux => "linux",
+            GuestArg::Measure => "measure",
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum ControlArg {
+    /// Nothing.
+    None,
+    /// Flushes.
+    NoFlush,
+    /// Kicks of CPUs in the guest.
+    NoKick,
+    /// The flush of a CPU that enters the guest.
+    NoEntryFlush,
+    /// The order of log and copy.
+    CopyBeforeLog,
+}
+
+impl ControlArg {
+    /// The name in options and results, and for the hypervisor.
+    fn name(self) -> &'static str {
+        match self {
+            ControlArg::None => "none",
+            ControlArg::NoFlush => "no-flush",
+            ControlArg::NoKick => "no-kick",
+            ControlArg::NoEntryFlush => "no-entry-flush",
+            ControlArg::CopyBeforeLog => "copy-before-log",
+        }
+    }
+}
+
+/// The least and the most memory of a guest.
+const GUEST_MEMORY: [u64; 2] = [256 << 20, 2 << 30];
+
+fn guest_memory(text: &str) -> Result<u64, String> {
+    let [least, most] = GUEST_MEMORY;
+    match size_bytes(text)? {
+        bytes if !(least..=most).contains(&bytes) => Err("must be from 256M to 2G".to_owned()),
+        bytes if !bytes.is_multiple_of(1 << 20) => Err("must be a multiple of 1M".to_owned()),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Builds what is needed, runs the machine, and judges.
+pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failure> {
+    let plan = Plan::new(args)?;
+    let source = Source::find();
+    let target = source.as_ref().map_or_else(|| PathBuf::from("target/metal"), Source::target);
+    let machine = {
+        let progress = session.progress(4);
+        let begin = |what: &str| progress.begin(what.to_owned());
+        let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
+        begin("looking for the emulator, QEMU 10 or newer");
+        let qemu = cache.qemu(args.qemu.as_deref(), session)?;
+        progress.step();
+        let linux = match plan.guest {
+            GuestArg::Linux => {
+                begin("looking for the guest's kernel");
+                let kernel = match &args.kernel {
+                    Some(path) => path.clone(),
+                    None => cache.kernel(session)?,
+                };
+                progress.step();
+                begin("building the guest's first process");
+                Some((kernel, source::required(source.as_ref())?.guest_init(session)?))
+            }
+            GuestArg::Suite | GuestArg::Measure => None,
+        };
+        let image = match &args.image {
+            Some(path) => path.clone(),
+            None => {
+                begin("building the hypervisor");
+                source::required(source.as_ref())?.hypervisor(session)?
+            }
+        };
+        Machine::new(qemu, &Files { image, linux }, &target, session)?
+    };
+    let ended = machine.run(&plan, session)?;
+    figures::outcome(&plan, &machine, &ended)
+}

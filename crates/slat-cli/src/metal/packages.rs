@@ -1,0 +1,238 @@
+//! The emulator and the guest's kernel: those of the machine, those that the user names, or Debian's
+//! packages in a cache folder.
+//!
+//! # Guarantees
+//! What is in the cache is whole: it is unpacked into a temporary folder, which is renamed. Another
+//! run uses it without the network. Two runs at the same time get it once.
+
+mod apt;
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::fs::{FlockOperation, flock};
+use tempfile::TempDir;
+
+use super::process::{output, reason};
+use crate::failure::Failure;
+use crate::session::Session;
+use apt::{Apt, AptError};
+
+/// The least version of QEMU: CPUs that are threads are not reliable in older ones.
+const LEAST_QEMU: u32 = 10;
+
+const QEMU: &str = "qemu-system-x86_64";
+
+/// Where packages have libraries, and the emulator's firmware.
+const LIBRARIES: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib", "lib"];
+const FIRMWARE: [&str; 2] = ["usr/share/qemu", "usr/share/seabios"];
+
+/// How names of temporary folders begin.
+const PARTIAL: &str = ".partial-";
+
+/// The folder of packages.
+#[derive(Clone, Debug)]
+pub(super) struct Cache(PathBuf);
+
+/// An emulator that runs and is new enough.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Qemu {
+    program: PathBuf,
+    /// With packages in the cache: where they are.
+    root: Option<PathBuf>,
+    /// The version, as it says it.
+    pub(super) version: String,
+}
+
+impl Qemu {
+    /// The command, without arguments.
+    pub(super) fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        if let Some(root) = &self.root {
+            let libraries = LIBRARIES.map(|folder| root.join(folder).into_os_string()).join(&OsString::from(":"));
+            command.env("LD_LIBRARY_PATH", libraries);
+            for folder in FIRMWARE {
+                command.arg("-L").arg(root.join(folder));
+            }
+        }
+        command
+    }
+
+    /// The emulator `program`, or why it cannot be used.
+    fn probe(program: PathBuf, root: Option<PathBuf>, session: &Session) -> Result<Qemu, String> {
+        let name = program.display().to_string();
+        let mut qemu = Qemu { program, root, version: String::new() };
+        let output = output(qemu.command().arg("--version"), session).map_err(|error| format!("{name}: {error}"))?;
+        if !output.status.success() {
+            return Err(format!("{name} does not run: {}", reason(&output)));
+        }
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let (version, major) = parse_version(&text).ok_or_else(|| format!("{name} is no QEMU"))?;
+        if major < LEAST_QEMU {
+            return Err(format!("{name} is QEMU {version}, and at least {LEAST_QEMU} is needed"));
+        }
+        qemu.version = version;
+        Ok(qemu)
+    }
+}
+
+/// The version in what QEMU prints, and its first number.
+fn parse_version(text: &str) -> Option<(String, u32)> {
+    let rest = text.strip_prefix("QEMU emulator version ")?;
+    let version = rest.split_whitespace().next()?;
+    Some((version.to_owned(), version.split('.').next()?.parse().ok()?))
+}
+
+impl Cache {
+    pub(super) fn new(folder: PathBuf) -> Cache {
+        // Programs run in other folders.
+        Cache(std::path::absolute(&folder).unwrap_or(folder))
+    }
+
+    /// The emulator: the one at `named`, this machine's, or the package.
+    pub(super) fn qemu(&self, named: Option<&Path>, session: &Session) -> Result<Qemu, Failure> {
+        if let Some(path) = named {
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+            return Qemu::probe(path, None, session)
+                .map_err(|why| Failure::CannotServe(format!("{why}; name another --qemu, or leave it out")));
+        }
+        if let Ok(qemu) = Qemu::probe(PathBuf::from(QEMU), None, session) {
+            return Ok(qemu);
+        }
+        let root = self.0.join("qemu");
+        let cached = || Qemu::probe(root.join("usr/bin").join(QEMU), Some(root.clone()), session);
+        if let Ok(qemu) = cached() {
+            return Ok(qemu);
+        }
+        let advice = format!("install QEMU {LEAST_QEMU} or newer and name it with --qemu");
+        let what = format!("there is no QEMU {LEAST_QEMU} here, and no package of it");
+        self.get("qemu", &what, &advice, session, |apt, folder| {
+            // Another run may have got it meanwhile.
+            if cached().is_ok() {
+                return Ok(Got::ByAnother);
+            }
+            let mut apt = apt?;
+            let package = "qemu-system-x86";
+            if apt.version(package)?.is_none_or(|version| version < LEAST_QEMU) {
+                apt.add_backports()?;
+            }
+            apt.unpack_with_dependencies(package, folder)?;
+            Ok(Got::Now)
+        })?;
+        cached().map_err(|why| Failure::CannotServe(format!("{why}; {advice}")))
+    }
+
+    /// The kernel of the package.
+    pub(super) fn kernel(&self, session: &Session) -> Result<PathBuf, Failure> {
+        let root = self.0.join("kernel");
+        let cached = || {
+            let files = fs::read_dir(root.join("boot")).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+            files
+                .into_iter()
+                .find(|path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"vmlinuz-")))
+        };
+        if let Some(path) = cached() {
+            return Ok(path);
+        }
+        let advice = "name a kernel with --kernel";
+        let what = "there is no package of a Linux kernel";
+        self.get("kernel", what, advice, session, |apt, folder| {
+            if cached().is_some() {
+                return Ok(Got::ByAnother);
+            }
+            let apt = apt?;
+            // The package that always names the newest one.
+            let newest = apt.dependency("linux-image-cloud-amd64", "linux-image-")?;
+            apt.unpack(&newest, folder)?;
+            // The guest uses none of its modules, which are most of it.
+            fs::remove_dir_all(folder.join("lib")).or_else(not_found).map_err(AptError::Files)?;
+            fs::remove_dir_all(folder.join("usr")).or_else(not_found).map_err(AptError::Files)?;
+            Ok(Got::Now)
+        })?;
+        cached().ok_or_else(|| Failure::CannotServe(format!("{what} that has one; {advice}")))
+    }
+
+    /// Makes the folder `name` of the cache: `unpack` fills a folder, if it is needed still.
+    fn get<'s>(
+        &self,
+        name: &str,
+        what: &str,
+        advice: &str,
+        session: &'s Session,
+        unpack: impl FnOnce(Result<Apt<'s>, AptError>, &Path) -> Result<Got, AptError>,
+    ) -> Result<(), Failure> {
+        let get = || -> Result<(), AptError> {
+            fs::create_dir_all(&self.0).map_err(AptError::Files)?;
+            let _lock = self.lock().map_err(AptError::Files)?;
+            self.remove_partial().map_err(AptError::Files)?;
+            let partial = self.partial(session).map_err(AptError::Files)?;
+            let folder = partial.path().join("root");
+            fs::create_dir(&folder).map_err(AptError::Files)?;
+            match unpack(Apt::new(&partial.path().join("apt"), session), &folder)? {
+                Got::ByAnother => Ok(()),
+                Got::Now => {
+                    let place = self.0.join(name);
+                    // One that cannot be used any more.
+                    fs::remove_dir_all(&place).or_else(not_found).map_err(AptError::Files)?;
+                    fs::rename(folder, place).map_err(AptError::Files)
+                }
+            }
+        };
+        get().map_err(|error| Failure::CannotServe(format!("{what}: {error}; {advice}")))
+    }
+
+    /// Waits until no other run changes the cache. The lock ends with the file.
+    fn lock(&self) -> io::Result<File> {
+        let file = File::create(self.0.join("lock"))?;
+        flock(&file, FlockOperation::LockExclusive)?;
+        Ok(file)
+    }
+
+    /// A folder that is removed in the end.
+    fn partial(&self, session: &Session) -> io::Result<TempDir> {
+        let folder = tempfile::Builder::new().prefix(PARTIAL).tempdir_in(&self.0)?;
+        let path = folder.path().to_owned();
+        session.when_interrupted(move || drop(fs::remove_dir_all(path)));
+        Ok(folder)
+    }
+
+    /// Removes what runs have left that were killed.
+    fn remove_partial(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.0)? {
+            let entry = entry?;
+            if entry.file_name().as_encoded_bytes().starts_with(PARTIAL.as_bytes()) {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Who has filled a folder of the cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Got {
+    Now,
+    ByAnother,
+}
+
+fn not_found(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read() {
+        let text = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2+deb13u1~bpo12+1)\nCopyright (c) 2003-2025";
+        assert_eq!(parse_version(text), Some(("10.0.2".to_owned(), 10)));
+        assert_eq!(parse_version("QEMU emulator version 7.2.19\n"), Some(("7.2.19".to_owned(), 7)));
+        for other in ["", "Bochs x86 Emulator 2.7", "QEMU emulator version", "QEMU emulator version x.y"] {
+            assert_eq!(parse_version(other), None, "{other}");
+        }
+    }
+}

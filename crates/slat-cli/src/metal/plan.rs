@@ -1,0 +1,173 @@
+//! What is to be done, when nothing is wrong with the options.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+use std::time::Duration;
+
+use super::{ControlArg, GuestArg, MachineArg, MetalArgs};
+use crate::failure::Failure;
+use crate::live::View;
+use crate::session::Session;
+
+/// Where a bzImage has its magic number (Linux, Documentation/arch/x86/boot.rst).
+const MAGIC_AT: usize = 0x202;
+const MAGIC: &[u8] = b"HdrS";
+
+/// Memory of the machine that the guest does not have: the hypervisor's, and the copy of the guest's
+/// files that the emulator loads.
+const HYPERVISOR_MEMORY: u64 = 512 << 20;
+
+/// The run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Plan {
+    pub(super) guest: GuestArg,
+    pub(super) nr_cpus: u32,
+    pub(super) seed: u64,
+    pub(super) nr_operations: u64,
+    /// Of the guest, in bytes.
+    pub(super) memory: u64,
+    pub(super) control: ControlArg,
+    pub(super) append: String,
+    pub(super) timeout: Duration,
+    view: View,
+}
+
+impl Plan {
+    /// The run of these options, if it can be.
+    pub(super) fn new(args: &MetalArgs) -> Result<Plan, Failure> {
+        let not_yet =
+            |what: &str, instead: &str| Err(Failure::CannotServe(format!("{what} is not there yet; choose {instead}")));
+        if args.machine == MachineArg::Vmx {
+            return not_yet("--machine vmx", "--machine svm");
+        }
+        if args.guest == GuestArg::Measure {
+            return not_yet("--guest measure", "--guest suite or linux");
+        }
+        if std::env::consts::ARCH != "x86_64" {
+            let arch = std::env::consts::ARCH;
+            return Err(Failure::CannotServe(format!(
+                "the hypervisor is built with the compiler of this machine, which is {arch}; use an x86-64 machine"
+            )));
+        }
+        let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
+        if args.output.view() == View::Live {
+            return usage("--live shows the software machine; this command shows what its machine says as it comes");
+        }
+        if args.guest != GuestArg::Linux && (args.kernel.is_some() || args.append.is_some()) {
+            return usage("--kernel and --append go with --guest linux");
+        }
+        let append = args.append.clone().unwrap_or_default();
+        if append.contains(|letter: char| letter.is_control()) {
+            return usage("--append must be one line without control characters");
+        }
+        check_file("--image", args.image.as_deref())?;
+        check_file("--kernel", args.kernel.as_deref())?;
+        if let Some(path) = &args.kernel {
+            check_kernel(path)?;
+        }
+        Ok(Plan {
+            guest: args.guest,
+            nr_cpus: args.cpus,
+            seed: args.seed,
+            nr_operations: args.operations,
+            memory: args.memory,
+            control: args.control,
+            append,
+            timeout: args.timeout,
+            view: args.output.view(),
+        })
+    }
+
+    /// The memory of the whole machine, in MiB.
+    pub(super) fn machine_mib(&self) -> u64 {
+        (self.memory + HYPERVISOR_MEMORY) >> 20
+    }
+
+    /// The command line of the hypervisor.
+    pub(super) fn hypervisor_words(&self) -> String {
+        let words = format!(
+            "guest={} cpus={} seed={} operations={} memory={}",
+            self.guest.name(),
+            self.nr_cpus,
+            self.seed,
+            self.nr_operations,
+            self.memory >> 20
+        );
+        match self.control {
+            ControlArg::None => words,
+            control => format!("{words} control={}", control.name()),
+        }
+    }
+
+    /// The command line of the guest's kernel.
+    pub(super) fn kernel_words(&self) -> String {
+        let words = format!("console=ttyS0 panic=-1 slat.seed={}", self.seed);
+        if self.append.is_empty() { words } else { format!("{words} {}", self.append) }
+    }
+
+    /// Prints `text` as it comes, unless the user asked for the result alone.
+    pub(super) fn tell(&self, session: &Session, text: &str) -> Result<(), Failure> {
+        if self.view == View::Nothing { Ok(()) } else { session.say(text) }
+    }
+}
+
+fn check_file(option: &str, path: Option<&Path>) -> Result<(), Failure> {
+    let Some(path) = path else { return Ok(()) };
+    match File::open(path).and_then(|file| file.metadata()) {
+        Ok(data) if data.is_file() => Ok(()),
+        Ok(_) => Err(Failure::Usage(format!("{option} {} is no file", path.display()))),
+        Err(error) => Err(Failure::Usage(format!("{option} {}: {error}", path.display()))),
+    }
+}
+
+/// Whether a file is a kernel that a boot loader can load.
+fn check_kernel(path: &Path) -> Result<(), Failure> {
+    let mut header = [0; MAGIC_AT + MAGIC.len()];
+    let read = File::open(path).and_then(|mut file| file.read_exact(&mut header));
+    match read {
+        Ok(()) if header.ends_with(MAGIC) => Ok(()),
+        Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
+            Err(Failure::Usage(format!("--kernel {}: {error}", path.display())))
+        }
+        _ => Err(Failure::Usage(format!("--kernel {} is no bzImage of Linux for x86", path.display()))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::parse;
+
+    #[track_caller]
+    fn plan(line: &str) -> Result<Plan, Failure> {
+        Plan::new(&parse::<MetalArgs>(line)?)
+    }
+
+    #[test]
+    fn hypervisor_and_kernel_have_their_words() {
+        let line = "slat metal --cpus 4 --seed 7 --operations 10 --memory 1G --control no-kick --append quiet";
+        let plan = plan(line).unwrap();
+        let words = "guest=linux cpus=4 seed=7 operations=10 memory=1024 control=no-kick";
+        assert_eq!(plan.hypervisor_words(), words);
+        assert_eq!(plan.kernel_words(), "console=ttyS0 panic=-1 slat.seed=7 quiet");
+        assert_eq!(plan.machine_mib(), 1536);
+    }
+
+    #[test]
+    fn what_is_no_kernel_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kernel");
+        let mut bytes = vec![0; MAGIC_AT + MAGIC.len()];
+        for (end, is_kernel) in [(MAGIC, true), (b"HdrX", false)] {
+            bytes[MAGIC_AT..].copy_from_slice(end);
+            std::fs::write(&path, &bytes).unwrap();
+            assert_eq!(check_kernel(&path).is_ok(), is_kernel);
+        }
+        for short in [&b""[..], b"HdrS"] {
+            std::fs::write(&path, short).unwrap();
+            let Err(Failure::Usage(line)) = check_kernel(&path) else { panic!("accepted") };
+            assert!(line.ends_with(" is no bzImage of Linux for x86"), "{line}");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! The lines of the hypervisor, on its debug console:
+//! - `say TEXT`: for people;
+//! - `progress DONE TOTAL TEXT`;
+//! - `figure NAME VALUE UNIT`, in base units; a name that comes again has one more sample;
+//! - `verdict pass TEXT`, `verdict fail TEXT`: the last one.
+//!
+//! Every other line is of the emulator.
+
+use crate::quantity::Unit;
+
+/// A line.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) enum Line {
+    Say(String),
+    Progress {
+        done: u64,
+        total: u64,
+        text: String,
+    },
+    Figure {
+        name: String,
+        value: f64,
+        unit: Unit,
+    },
+    Verdict(Verdict),
+    /// Of the emulator, or one that cannot be understood.
+    Other(String),
+}
+
+/// How the hypervisor judges the run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Verdict {
+    Pass(String),
+    Fail(String),
+}
+
+impl Verdict {
+    pub(super) fn text(&self) -> &str {
+        let (Verdict::Pass(text) | Verdict::Fail(text)) = self;
+        text
+    }
+}
+
+impl Line {
+    pub(super) fn parse(line: &str) -> Line {
+        parse(line).unwrap_or_else(|| Line::Other(line.to_owned()))
+    }
+}
+
+fn parse(line: &str) -> Option<Line> {
+    let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
+    match kind {
+        "say" => Some(Line::Say(rest.to_owned())),
+        "progress" => {
+            let mut words = rest.splitn(3, ' ');
+            let (done, total) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+            Some(Line::Progress { done, total, text: words.next().unwrap_or_default().to_owned() })
+        }
+        "figure" => {
+            let mut words = rest.split(' ');
+            let (name, value, unit) = (words.next()?, words.next()?.parse::<f64>().ok()?, words.next()?);
+            let is_name = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || letter == '_';
+            let is_figure = !name.is_empty() && name.chars().all(is_name) && value.is_finite();
+            (is_figure && words.next().is_none()).then_some(Line::Figure {
+                name: name.to_owned(),
+                value,
+                unit: parse_unit(unit)?,
+            })
+        }
+        "verdict" => match rest.split_once(' ').unwrap_or((rest, "")) {
+            ("pass", text) => Some(Line::Verdict(Verdict::Pass(text.to_owned()))),
+            ("fail", text) => Some(Line::Verdict(Verdict::Fail(text.to_owned()))),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// The unit of this name in results; `1` is a count too.
+fn parse_unit(name: &str) -> Option<Unit> {
+    match name {
+        "s" => Some(Unit::Seconds),
+        "B" => Some(Unit::Bytes),
+        "1/s" => Some(Unit::PerSecond),
+        "1" | "count" => Some(Unit::Count),
+        "ratio" => Some(Unit::Ratio),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_what_they_say() {
+        assert_eq!(Line::parse("say 2 CPUs"), Line::Say("2 CPUs".to_owned()));
+        assert_eq!(Line::parse("say"), Line::Say(String::new()));
+        let progress = Line::Progress { done: 3, total: 10, text: "by leaf".to_owned() };
+        assert_eq!(Line::parse("progress 3 10 by leaf"), progress);
+        let figure = Line::Figure { name: "faults".to_owned(), value: 12.0, unit: Unit::Count };
+        assert_eq!(Line::parse("figure faults 12 1"), figure);
+        assert_eq!(Line::parse("verdict pass all held"), Line::Verdict(Verdict::Pass("all held".to_owned())));
+        assert_eq!(Line::parse("verdict fail"), Line::Verdict(Verdict::Fail(String::new())));
+    }
+
+    #[test]
+    fn other_lines_are_of_the_emulator() {
+        for line in [
+            "",
+            "qemu-system-x86_64: warning: x",
+            "progress 1",
+            "progress a b c",
+            "figure Faults 1 1",
+            "figure  1 1",
+            "figure faults NaN 1",
+            "figure faults 1 MiB",
+            "figure faults 1 1 1",
+            "verdict maybe",
+            "saying x",
+        ] {
+            assert_eq!(Line::parse(line), Line::Other(line.to_owned()));
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! `slat metal` for its user: bad input, and the lines of hypervisor and guest, from an emulator that
+//! is a script. Nothing is built and nothing downloaded.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{assert_refused, file, read, samples, stderr};
+
+/// A folder for the files of one test.
+fn folder(name: &str) -> PathBuf {
+    let folder = file(&format!("metal-{name}"));
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// An emulator that runs `script`. The hypervisor's lines go to the standard error.
+fn emulator(folder: &Path, version: &str, script: &str) -> PathBuf {
+    let path = folder.join("qemu");
+    let text = format!(
+        "#!/bin/sh\n[ \"$1\" = --version ] && echo 'QEMU emulator version {version} (test)' && exit\n{script}\n"
+    );
+    // A file that is open for writing cannot run, and other threads fork: the shell closes its own.
+    let write = format!("cat >{0} && chmod 755 {0}", path.display());
+    let mut shell = Command::new("sh").args(["-c", &write]).stdin(Stdio::piped()).spawn().unwrap();
+    std::io::Write::write_all(&mut shell.stdin.take().unwrap(), text.as_bytes()).unwrap();
+    assert!(shell.wait().unwrap().success());
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o755);
+    path
+}
+
+/// The command with the emulator, and a file that is no image: the emulator does not read it.
+fn command(folder: &Path, qemu: &Path, more: &str) -> Command {
+    let image = folder.join("image");
+    fs::write(&image, "").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    command.current_dir(folder).args(["metal", "--guest", "suite"]);
+    command.arg("--qemu").arg(qemu).arg("--image").arg(image).args(more.split_whitespace());
+    command
+}
+
+fn run(name: &str, script: &str, more: &str) -> Output {
+    let folder = folder(name);
+    let qemu = emulator(&folder, "10.0.2", script);
+    command(&folder, &qemu, more).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Runs a script, and expects exit code 1 with `what`.
+#[track_caller]
+fn assert_fails(name: &str, script: &str, more: &str, what: &str) {
+    let output = run(name, script, more);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.starts_with("slat: check failed: ") && message.contains(what), "{message}");
+    assert_eq!(message.lines().count(), 1, "{message}");
+}
+
+#[test]
+fn bad_usage_exits_with_2_and_one_line() {
+    for (args, what) in [
+        ("metal --cpus 0", "0 is not in 1..=64"),
+        ("metal --cpus 65", "65 is not in 1..=64"),
+        ("metal --cpus two", "invalid digit"),
+        ("metal --machine power", "[possible values: svm, vmx]"),
+        ("metal --guest windows", "[possible values: suite, linux, measure]"),
+        ("metal --control all", "[possible values: none, no-flush"),
+        ("metal --operations 0", "at least 1"),
+        ("metal --memory 128M", "must be from 256M to 2G"),
+        ("metal --memory 4G", "must be from 256M to 2G"),
+        ("metal --memory 262148K", "must be a multiple of 1M"),
+        ("metal --memory lots", "write it as 4096, 64M or 1GiB"),
+        ("metal --timeout 0s", "must not be zero"),
+        ("metal --live", "--live shows the software machine"),
+        ("metal --guest suite --append quiet", "go with --guest linux"),
+        ("metal --kernel /no/such/kernel", "--kernel /no/such/kernel: No such file"),
+        ("metal --kernel /dev/null", "--kernel /dev/null is no file"),
+        ("metal --image /no/such/image", "--image /no/such/image: No such file"),
+    ] {
+        assert_refused(args, 2, what);
+    }
+    let text = file("metal-no-kernel");
+    fs::write(&text, "a text. ".repeat(1000)).unwrap();
+    assert_refused(&format!("metal --kernel {}", text.display()), 2, "is no bzImage of Linux for x86");
+}
+
+#[test]
+fn what_is_not_to_be_had_exits_with_3_and_one_line() {
+    assert_refused("metal --machine vmx", 3, "--machine vmx is not there yet; choose --machine svm");
+    assert_refused("metal --guest measure", 3, "--guest measure is not there yet");
+    assert_refused("metal --qemu /no/such/qemu", 3, "/no/such/qemu: No such file");
+    assert_refused("metal --qemu /bin/true", 3, "/bin/true is no QEMU");
+    let folder = folder("old");
+    let qemu = emulator(&folder, "7.2.19", "");
+    assert_refused(&format!("metal --qemu {}", qemu.display()), 3, "is QEMU 7.2.19, and at least 10 is needed");
+}
+
+const PASS: &str = "\
+echo 'say 2 CPUs, 900 MiB free' >&2
+printf 'a word of \\033[31mthe guest\\r\\n'
+echo 'qemu: something of its own' >&2
+echo \"qemu: warning: TCG doesn't support requested feature: x\" >&2
+echo 'progress 1 2 by leaf' >&2
+echo 'figure operations 1000 1' >&2
+echo 'figure pause 0.5 s' >&2
+echo 'figure pause 1.5 s' >&2
+echo 'verdict pass 1000 operations, none wrong' >&2
+exit 33";
+
+#[test]
+fn a_pass_is_shown_and_written() {
+    let path = file("metal.json");
+    let output = run("pass", PASS, &format!("--cpus 4 --seed 9 --json {}", path.display()));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    for line in [
+        "slat | 2 CPUs, 900 MiB free\n",
+        "guest| a word of the guest\n",
+        "qemu | qemu: something of its own\n",
+        "operations",
+        "Verified: 1000 operations, none wrong.\n",
+    ] {
+        assert!(text.contains(line), "no '{line}' in:\n{text}");
+    }
+    assert!(!text.contains("TCG") && !text.contains("progress"), "{text}");
+    let object = read(&path);
+    assert_eq!((&object["experiment"], &object["config"]["guest"]), (&"metal".into(), &"suite".into()));
+    assert_eq!((&object["config"]["cpus"], &object["config"]["seed"]), (&4.into(), &9.into()));
+    assert_eq!(object["host"]["measured_on"], "CPUs emulated by QEMU 10.0.2");
+    let found =
+        |name: &str| object["results"].as_array().unwrap().iter().find(|figure| figure["name"] == name).unwrap();
+    assert_eq!(samples(found("operations")), [1000.0]);
+    assert_eq!(samples(found("pause")), [0.5, 1.5]);
+    assert_eq!(samples(found("passed")), [1.0]);
+    assert_eq!(found("passed")["labels"]["verdict"], "Verified: 1000 operations, none wrong.");
+}
+
+#[test]
+fn with_quiet_the_result_is_alone() {
+    let output = run("quiet", PASS, "--quiet");
+    let text = stdout(&output);
+    assert!(!text.contains("slat |") && !text.contains("guest|") && text.contains("Verified: "), "{text}");
+}
+
+#[test]
+fn the_emulator_gets_the_machine() {
+    let script = "echo \"$@\"; echo 'verdict pass seen' >&2; exit 33";
+    let text = stdout(&run("words", script, "--cpus 3 --memory 1G --seed 5 --operations 7"));
+    for words in [
+        "-accel tcg,thread=multi -cpu EPYC,+svm,+npt,+x2apic -smp 3 -m 1536M",
+        "-display none -nodefaults -no-reboot -serial stdio -debugcon file:/dev/stderr",
+        "-device isa-debug-exit,iobase=0xf4,iosize=1 -kernel slat-metal",
+        "-append guest=suite cpus=3 seed=5 operations=7 memory=1024",
+    ] {
+        assert!(text.contains(words), "no '{words}' in:\n{text}");
+    }
+    assert!(!text.contains("-initrd") && !text.contains("control"), "{text}");
+}
+
+#[test]
+fn a_failure_says_what_went_wrong() {
+    let fail = "echo 'verdict fail page 7 is stale' >&2; exit 35";
+    assert_fails("fail", fail, "", "check failed: page 7 is stale; please report this");
+    let disagree = "echo 'verdict pass all right' >&2; exit 35";
+    assert_fails("disagree", disagree, "", "the verdict was \"all right\", but the emulator ended with 35");
+    assert_fails("none", "echo 'say booting' >&2; exit 33", "", "without a verdict; last: slat | booting");
+    assert_fails("reset", "echo hello; exit 0", "", "was reset or turned off before a verdict; last: guest| hello");
+    assert_fails(
+        "qemu",
+        "echo 'qemu: no memory' >&2; exit 1",
+        "",
+        "the emulator ended with 1; last: qemu | qemu: no memory",
+    );
+    assert_fails("killed", "kill -9 $$", "", "the emulator was killed by signal 9; nothing was said");
+    assert_fails("timeout", "echo 'say on' >&2; sleep 1000", "--timeout 1s", "no verdict in 1s; last: slat | on");
+}
+
+#[test]
+fn a_control_must_be_noticed() {
+    let output = run("noticed", "echo 'verdict fail page 7 is stale' >&2; exit 35", "--control no-flush");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let line = "Verified: control no-flush was noticed, as it must be: page 7 is stale.\n";
+    assert!(stdout(&output).ends_with(line), "{}", stdout(&output));
+    let script = "echo 'verdict pass all right' >&2; exit 33";
+    assert_fails("unnoticed", script, "--control no-flush", "control no-flush: what was left out was not noticed");
+    // A machine that dies has noticed nothing.
+    assert_fails("died", "exit 1", "--control no-flush", "the emulator ended with 1");
+}
+
+#[test]
+fn an_interruption_ends_the_emulator_and_leaves_nothing() {
+    let folder = folder("interrupted");
+    let pid = folder.join("pid");
+    let _ = fs::remove_file(&pid);
+    // The emulator has a child of its own.
+    let script = format!("sleep 1000 & echo $! >{0}.new; echo $$ >>{0}.new; mv {0}.new {0}; wait", pid.display());
+    let qemu = emulator(&folder, "10.0.2", &script);
+    let mut child = command(&folder, &qemu, "").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let began = Instant::now();
+    while !pid.exists() {
+        assert!(began.elapsed() < Duration::from_secs(60), "the emulator does not start");
+        thread::sleep(Duration::from_millis(10));
+    }
+    let pids = fs::read_to_string(&pid).unwrap();
+    assert_eq!(pids.lines().count(), 2);
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let began = Instant::now();
+    // Processes that have ended may wait for their parent, which is init then.
+    let runs = |pid: &str| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
+    };
+    while pids.lines().any(runs) {
+        assert!(began.elapsed() < Duration::from_secs(60), "processes are left: {pids}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
