@@ -47,7 +47,9 @@ pub(crate) struct MemslotsArgs {
     /// -1: the maximum, 32763.
     #[arg(long, value_name = "N", default_value = "1024", value_parser = slots)]
     slots: u32,
-    /// How long the guest waits for one step of a test
+    /// Time after which it counts as failed
+    ///
+    /// That the guest waits for one step of a test.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration, hide_short_help = true)]
     timeout: Duration,
     /// Extra checks, for which tests take longer

@@ -63,15 +63,19 @@ pub(crate) struct MetalArgs {
     /// What the hypervisor leaves out on purpose
     ///
     /// Its checks must notice it: then the command succeeds, and else it fails.
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = ControlArg::None)]
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = ControlArg::None, hide_short_help = true)]
     control: ControlArg,
     /// More words for the command line of the guest's kernel
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     append: Option<String>,
-    /// How long to wait for the verdict
-    #[arg(long, value_name = "TIME", default_value = "30m", value_parser = duration)]
+    /// Time after which it counts as failed
+    ///
+    /// Of the whole run of the machine, without what is built and downloaded.
+    #[arg(long, value_name = "TIME", default_value = "30m", value_parser = duration, hide_short_help = true)]
     timeout: Duration,
-    /// Folder for the packages of emulator and kernel [default: target/metal/cache]
+    /// Folder for the packages of emulator and kernel
+    ///
+    /// By default target/metal/cache, in the source.
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
     /// The emulator, QEMU 10 or newer, instead of a package
@@ -81,7 +85,7 @@ pub(crate) struct MetalArgs {
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
     /// An image of the hypervisor, instead of building it
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     image: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
@@ -161,7 +165,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
     let source = Source::find();
     let target = source.as_ref().map_or_else(|| PathBuf::from("target/metal"), Source::target);
     let machine = {
-        let progress = session.progress(4);
+        let progress = session.progress(if plan.guest == GuestArg::Linux { 4 } else { 2 });
         let begin = |what: &str| progress.begin(what.to_owned());
         let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
         begin("looking for the emulator, QEMU 10 or newer");
@@ -176,7 +180,9 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                 };
                 progress.step();
                 begin("building the guest's first process");
-                Some((kernel, source::required(source.as_ref())?.guest_init(session)?))
+                let init = source::required(source.as_ref())?.guest_init(session)?;
+                progress.step();
+                Some((kernel, init))
             }
             GuestArg::Suite | GuestArg::Measure => None,
         };

@@ -86,6 +86,6 @@ pub(super) fn reason(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stderr);
     let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
     let reasons = ["error", "E: "];
-    let found = lines().find(|line| reasons.iter().any(|start| line.starts_with(start))).or(lines().last());
+    let found = lines().find(|line| reasons.iter().any(|start| line.starts_with(start))).or(lines().next_back());
     found.map_or_else(|| output.status.to_string(), str::to_owned)
 }

@@ -84,10 +84,8 @@ impl Source {
         command.env_remove("CARGO_TARGET_DIR").env("CARGO_TERM_COLOR", "never");
         match output(&mut command, session) {
             Ok(output) if output.status.success() => Ok(self.target().join(TARGET).join(profile).join(package)),
-            Ok(output) => Err(Failure::CannotServe(format!(
-                "{package} cannot be built: {}; look at it with: cargo build -p {package}",
-                reason(&output)
-            ))),
+            // No lack of this machine: what is skipped there must not hide it.
+            Ok(output) => Err(Failure::Check(format!("{package} cannot be built: {}", reason(&output)))),
             Err(error) => Err(Failure::CannotServe(format!(
                 "{package} cannot be built: cargo: {error}; install Rust, or name an --image"
             ))),
