@@ -181,6 +181,9 @@ fn a_failure_says_what_went_wrong() {
         "the emulator ended with 1; last: qemu | qemu: no memory",
     );
     assert_fails("killed", "kill -9 $$", "", "the emulator was killed by signal 9; nothing was said");
+    let hangs = "echo 'verdict pass all right' >&2; sleep 1000";
+    assert_fails("hangs", hangs, "--timeout 1s", "the verdict was \"all right\", but the machine did not end");
+    assert_fails("flood", "exec yes", "--quiet --timeout 1s", "no verdict in 1s; last: guest| y");
     assert_fails("timeout", "echo 'say on' >&2; sleep 1000", "--timeout 1s", "no verdict in 1s; last: slat | on");
 }
 

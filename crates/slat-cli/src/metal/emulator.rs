@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,12 @@ const UNSUPPORTED: &str = "warning: TCG doesn't support requested feature";
 const IMAGE: &str = "slat-metal";
 const KERNEL: &str = "vmlinuz";
 const INITRAMFS: &str = "initramfs";
+
+/// Lines that wait to be shown: a guest that says more waits, too.
+const LINES: usize = 1024;
+
+/// How long the machine may take to end after its verdict.
+const END: Duration = Duration::from_secs(10);
 
 /// What was built and got.
 pub(super) struct Files {
@@ -63,7 +69,7 @@ pub(super) struct Ended {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Status {
     Exited(ExitStatus),
-    /// It was killed, since there was no verdict in time.
+    /// It was killed, since it did not end in time.
     TimedOut,
 }
 
@@ -121,7 +127,7 @@ impl Machine {
         let failed =
             |error: io::Error| Failure::CannotServe(format!("the emulator: {error}; name another with --qemu"));
         let mut running = Running::start(&mut command, session).map_err(failed)?;
-        let (sender, lines) = mpsc::channel();
+        let (sender, lines) = mpsc::sync_channel(LINES);
         if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
             let of_guest = sender.clone();
             thread::spawn(move || read(stdout, Pipe::Guest, &of_guest));
@@ -130,9 +136,20 @@ impl Machine {
         let progress = session.progress(1);
         progress.begin("starting the machine".to_owned());
         let mut heard = Heard { plan, session, progress, verdict: None, figures: Vec::new(), last: String::new() };
+        let mut longest = plan.timeout;
         let status = loop {
-            match lines.recv_timeout(plan.timeout.saturating_sub(begin.elapsed())) {
-                Ok((pipe, line)) => heard.line(pipe, &line)?,
+            // Also of a guest that says something all the time.
+            if begin.elapsed() >= longest {
+                break Status::TimedOut;
+            }
+            match lines.recv_timeout(longest.saturating_sub(begin.elapsed())) {
+                Ok((pipe, line)) => {
+                    let had_verdict = heard.verdict.is_some();
+                    heard.line(pipe, &line)?;
+                    if heard.verdict.is_some() && !had_verdict {
+                        longest = longest.min(begin.elapsed() + END);
+                    }
+                }
                 Err(RecvTimeoutError::Timeout) => break Status::TimedOut,
                 Err(RecvTimeoutError::Disconnected) => break Status::Exited(running.wait().map_err(failed)?),
             }
@@ -143,7 +160,7 @@ impl Machine {
 }
 
 /// Sends each line of `pipe`.
-fn read(from: impl Read, pipe: Pipe, to: &Sender<(Pipe, String)>) {
+fn read(from: impl Read, pipe: Pipe, to: &SyncSender<(Pipe, String)>) {
     let mut from = BufReader::new(from);
     let mut bytes = Vec::new();
     while matches!(from.read_until(b'\n', &mut bytes), Ok(nr_bytes) if nr_bytes > 0) {

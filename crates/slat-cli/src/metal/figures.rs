@@ -57,10 +57,13 @@ fn judge(plan: &Plan, ended: &Ended) -> Judged {
 /// The verdict, if the machine ended as it says; or why there is none.
 fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     let behind = if ended.last.is_empty() { "nothing was said".to_owned() } else { format!("last: {}", ended.last) };
-    let status = match ended.status {
-        Status::Exited(status) => status,
-        Status::TimedOut => {
+    let status = match (ended.status, &ended.verdict) {
+        (Status::Exited(status), _) => status,
+        (Status::TimedOut, None) => {
             return Err(format!("no verdict in {}; {behind}", humantime::format_duration(plan.timeout)));
+        }
+        (Status::TimedOut, Some(verdict)) => {
+            return Err(format!("the verdict was \"{}\", but the machine did not end", verdict.text()));
         }
     };
     match (status.code(), &ended.verdict) {

@@ -4,7 +4,8 @@
 //! - `figure NAME VALUE UNIT`, in base units; a name that comes again has one more sample;
 //! - `verdict pass TEXT`, `verdict fail TEXT`: the last one.
 //!
-//! Every other line is of the emulator.
+//! Every other line is of the emulator. A CPU that fails while another prints does not wait for it: so
+//! `verdict fail` may come in the middle of a line.
 
 use crate::quantity::Unit;
 
@@ -43,7 +44,8 @@ impl Verdict {
 
 impl Line {
     pub(super) fn parse(line: &str) -> Line {
-        parse(line).unwrap_or_else(|| Line::Other(line.to_owned()))
+        let failed = line.split_once("verdict fail ").map(|(_, text)| Line::Verdict(Verdict::Fail(text.to_owned())));
+        failed.or_else(|| parse(line)).unwrap_or_else(|| Line::Other(line.to_owned()))
     }
 }
 
@@ -102,6 +104,11 @@ mod tests {
         assert_eq!(Line::parse("figure faults 12 1"), figure);
         assert_eq!(Line::parse("verdict pass all held"), Line::Verdict(Verdict::Pass("all held".to_owned())));
         assert_eq!(Line::parse("verdict fail"), Line::Verdict(Verdict::Fail(String::new())));
+        let fail = Line::Verdict(Verdict::Fail("page 7".to_owned()));
+        assert_eq!(
+            [Line::parse("verdict fail page 7"), Line::parse("say 10 opverdict fail page 7")],
+            [fail.clone(), fail]
+        );
     }
 
     #[test]
