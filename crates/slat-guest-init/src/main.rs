@@ -17,6 +17,8 @@
 //! all others, so that each may fork. Workers do a round when the first process asks for it by a
 //! pipe, and answer by another.
 
+#![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
+
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("it is the init program of a Linux guest on x86-64");
 
@@ -47,9 +49,6 @@ const RESERVE_BYTES: u64 = 16 << 20;
 fn main() -> ExitCode {
     let is_init = std::process::id() == 1;
     let result = if is_init { as_init() } else { as_process() };
-    if let Err(wrong) = &result {
-        println!("guest: FAILED: {wrong}");
-    }
     if is_init {
         power_off();
     }
@@ -57,13 +56,33 @@ fn main() -> ExitCode {
 }
 
 fn as_init() -> Result<(), Wrong> {
-    process::mount_file_systems()?;
-    let line = std::fs::read_to_string("/proc/cmdline").map_err(|error| Wrong::system("read /proc/cmdline", error))?;
-    run(&Options::of_kernel(&line)?)
+    let line = process::mount_file_systems().and_then(|()| {
+        std::fs::read_to_string("/proc/cmdline").map_err(|error| Wrong::system("read /proc/cmdline", error))
+    });
+    follow(line.and_then(|line| Ok(Options::of_kernel(&line)?)))
 }
 
 fn as_process() -> Result<(), Wrong> {
-    run(&Options::of_arguments(std::env::args().skip(1))?)
+    follow(Options::of_arguments(std::env::args().skip(1)).map_err(Wrong::from))
+}
+
+/// Runs as the options say, and tells the hypervisor of a failure, also of wrong options: it would
+/// wait for a guest that has turned itself off.
+fn follow(options: Result<Options, Wrong>) -> Result<(), Wrong> {
+    let hypercalls = options.as_ref().map_or(Hypercalls::On, |options| options.hypercalls);
+    let result = options.and_then(|options| run(&options));
+    if let Err(wrong) = &result {
+        println!("guest: FAILED: {wrong}");
+        if !matches!(wrong, Wrong::NoHypervisor) {
+            // In a child, which ends by a signal where no hypervisor is.
+            let child = process::fork(|| {
+                wrong.report(hypercalls);
+                ExitCode::SUCCESS
+            });
+            let _ = child.and_then(process::Child::wait);
+        }
+    }
+    result
 }
 
 /// Turns the machine off. If that fails, it waits: the kernel panics when the first process ends.
@@ -84,11 +103,7 @@ fn run(options: &Options) -> Result<(), Wrong> {
     println!("guest: CPUs online: {}, memory: {} MiB", cpus.len(), process::memory()?.total >> 20);
     greet(options.hypercalls, cpus.len() as u64)?;
     println!("guest: seed {}, {} pages for each CPU, up to {} rounds", options.seed, plan.pages, options.rounds);
-    let result = rounds(options, &plan, &cpus);
-    if let Err(wrong) = &result {
-        wrong.report(options.hypercalls);
-    }
-    result
+    rounds(options, &plan, &cpus)
 }
 
 /// Memory for each worker.

@@ -16,6 +16,11 @@ use crate::wrong::{Reported, Wrong};
 #[derive(Debug)]
 pub(crate) struct Child(Pid);
 
+/// The exit code of a child that has said what went wrong.
+const REPORTED: i32 = 1;
+/// The exit code of a child that panicked, which is Rust's.
+const PANICKED: i32 = 101;
+
 /// How a child ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Ended {
@@ -28,7 +33,8 @@ impl Ended {
     pub(crate) fn describe(self) -> (String, Reported) {
         match self {
             // Such a child ends after its report.
-            Ended::Code(code) => (format!("ended with {code}"), Reported::Yes),
+            Ended::Code(REPORTED) => (format!("ended with {REPORTED}"), Reported::Yes),
+            Ended::Code(code) => (format!("ended with {code}"), Reported::No),
             Ended::Signal(signal) => (format!("was killed by signal {signal}"), Reported::No),
         }
     }
@@ -42,8 +48,11 @@ pub(crate) fn fork(body: impl FnOnce() -> ExitCode) -> Result<Child, Wrong> {
         0 => {
             // No process is left behind when its parent is killed.
             let _ = set_parent_process_death_signal(Some(Signal::KILL));
-            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
-            std::process::exit(i32::from(!matches!(result, Ok(code) if code == ExitCode::SUCCESS)))
+            std::process::exit(match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
+                Ok(code) if code == ExitCode::SUCCESS => 0,
+                Ok(_) => REPORTED,
+                Err(_) => PANICKED,
+            })
         }
         id => match Pid::from_raw(id).filter(|_| id > 0) {
             Some(id) => Ok(Child(id)),
