@@ -27,7 +27,7 @@ use slat_machine::vm::host::MachineHost;
 use crate::busy::Watch;
 use crate::failure::{Failure, INTERRUPTED, no_thread};
 use crate::live::{Live, View, Watched, lock};
-use crate::results::{MODELLED_CPUS, Outcome, ResultsFile, print, rfc3339};
+use crate::results::{EMULATED_CPUS, MODELLED_CPUS, Outcome, ResultsFile, print, rfc3339};
 
 /// How often the time is drawn while a run lasts.
 const TICK: Duration = Duration::from_millis(200);
@@ -293,8 +293,11 @@ fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
 fn deliver(json: Option<ResultsFile>, outcome: &Outcome, begun: &Begun, interrupted: bool) -> Result<(), Failure> {
     let text_to = TextTo::beside(json.as_ref());
     let busy = begun.watch.end();
-    // Virtual time is the same on a busy machine.
-    let is_virtual = outcome.results.as_ref().is_some_and(|results| results.host.measured_on == MODELLED_CPUS);
+    // Virtual time is the same on a busy machine, and of emulated CPUs no time is of interest.
+    let is_virtual = outcome.results.as_ref().is_some_and(|results| {
+        let measured_on = &results.host.measured_on;
+        [MODELLED_CPUS, EMULATED_CPUS].iter().any(|cpus| measured_on.starts_with(cpus))
+    });
     let warning =
         busy.filter(|busy| busy.is_disturbing() && !is_virtual).map(|busy| format!("{busy}\n")).unwrap_or_default();
     let written = json.zip(outcome.results.clone()).map_or(Ok(()), |(file, mut results)| {

@@ -172,6 +172,9 @@ pub const SOFTWARE_CPUS: &str = "software CPUs";
 /// What figures in virtual time are measured on.
 pub const MODELLED_CPUS: &str = "modelled CPUs";
 
+/// What figures of a whole machine in an emulator are measured on; the emulator's version follows.
+pub const EMULATED_CPUS: &str = "CPUs emulated by QEMU";
+
 impl Host {
     /// This machine, for figures of software CPUs.
     pub fn read(flush_method: Option<FlushMethod>) -> Host {

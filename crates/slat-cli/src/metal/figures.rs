@@ -11,7 +11,7 @@ use super::plan::Plan;
 use super::protocol::Verdict;
 use crate::failure::Failure;
 use crate::quantity::{Unit, quantity};
-use crate::results::{Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
+use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
 use crate::table;
 
 /// The exit codes of the emulator if the hypervisor ends it: its device makes `value << 1 | 1` of the
@@ -120,6 +120,6 @@ fn results(plan: &Plan, machine: &Machine, ended: &Ended, judged: &Judged) -> Re
         "control": plan.control.name(),
         "append": plan.append,
     });
-    let host = Host { measured_on: format!("CPUs emulated by QEMU {}", machine.qemu.version), ..Host::read(None) };
+    let host = Host { measured_on: format!("{EMULATED_CPUS} {}", machine.qemu.version), ..Host::read(None) };
     Results::new("metal", config, host, figures)
 }
