@@ -68,15 +68,15 @@ fn assert_fails(name: &str, script: &str, more: &str, what: &str) {
 #[test]
 fn bad_usage_exits_with_2_and_one_line() {
     for (args, what) in [
-        ("metal --cpus 0", "0 is not in 1..=64"),
-        ("metal --cpus 65", "65 is not in 1..=64"),
+        ("metal --cpus 0", "0 is not in 1..=7"),
+        ("metal --cpus 8", "8 is not in 1..=7"),
         ("metal --cpus two", "invalid digit"),
         ("metal --machine power", "[possible values: svm, vmx]"),
         ("metal --guest windows", "[possible values: suite, linux, measure]"),
         ("metal --control all", "[possible values: none, no-flush"),
         ("metal --operations 0", "at least 1"),
-        ("metal --memory 128M", "must be from 256M to 2G"),
-        ("metal --memory 4G", "must be from 256M to 2G"),
+        ("metal --memory 128M", "must be from 256M to 1G"),
+        ("metal --memory 4G", "must be from 256M to 1G"),
         ("metal --memory 262148K", "must be a multiple of 1M"),
         ("metal --memory lots", "write it as 4096, 64M or 1GiB"),
         ("metal --timeout 0s", "must not be zero"),
@@ -156,7 +156,7 @@ fn the_emulator_gets_the_machine() {
     let script = "echo \"$@\"; echo 'verdict pass seen' >&2; exit 33";
     let text = stdout(&run("words", script, "--cpus 3 --memory 1G --seed 5 --operations 7"));
     for words in [
-        "-accel tcg,thread=multi -cpu EPYC,+svm,+npt,+x2apic -smp 3 -m 1536M",
+        "-accel tcg,thread=single -cpu EPYC,+svm,+npt,+x2apic -smp 3 -m 2304M",
         "-display none -nodefaults -no-reboot -serial stdio -debugcon file:/dev/stderr",
         "-device isa-debug-exit,iobase=0xf4,iosize=1 -kernel slat-metal",
         "-append guest=suite cpus=3 seed=5 operations=7 memory=1024",

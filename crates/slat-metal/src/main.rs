@@ -32,7 +32,11 @@ extern "C" fn other_cpu_main() -> ! {
 
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {
-    slat_metal::fail!("panic of the hypervisor: {info}")
+    // The verdict is one line, and so no text of `info` itself, which has two.
+    match info.location() {
+        Some(place) => slat_metal::fail!("panic of the hypervisor at {place}: {}", info.message()),
+        None => slat_metal::fail!("panic of the hypervisor: {}", info.message()),
+    }
 }
 
 /// As C's.

@@ -290,8 +290,15 @@ impl Operations {
         }
     }
 
+    /// Turns the log on if it is off.
+    pub fn turn_log_on(&self) {
+        if !self.copy.lock().is_on {
+            self.toggle_log();
+        }
+    }
+
     /// Turns the log on or off. What was written before it is on is copied as a whole.
-    pub fn toggle_log(&self) {
+    fn toggle_log(&self) {
         let mut copy = self.copy.lock();
         if self.set_flags(|flags| flags ^ MemoryRegionFlags::LOG_DIRTY_PAGES) {
             copy.is_on ^= true;

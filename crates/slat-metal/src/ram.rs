@@ -166,7 +166,7 @@ impl Ram {
     /// Whether the frames of the page's block come as a whole.
     fn is_huge(&self, page: u64) -> bool {
         let block = page / BLOCK_PAGES;
-        block % 2 == 0 && (block + 1) * BLOCK_PAGES <= self.nr_pages()
+        block.is_multiple_of(2) && (block + 1) * BLOCK_PAGES <= self.nr_pages()
     }
 
     /// The frame of the page, which gets one if it has none.
@@ -376,5 +376,63 @@ impl Drop for Ram {
             free(Pfn(home), BLOCK_PAGES);
         }
         self.spare.lock().drain(..).for_each(|frame| free(frame, 1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(page: u64, words: &[AtomicU64]) {
+        fill_words(words, page);
+    }
+
+    fn first_word(ram: &Ram, page: u64) -> u64 {
+        ram.lock(page).unwrap().words()[0].load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn blocks_are_whole_until_a_page_is_away() {
+        // Two whole blocks, and one that is not.
+        let ram = Ram::new(2 * BLOCK_PAGES + 8, number);
+        assert!(!ram.is_allocated(3) && ram.try_lock(3).is_none() && ram.lock(3).is_none());
+        let home = ram.resolve(3).unwrap();
+        assert_eq!((home.max_size, home.pfn.0 % BLOCK_PAGES), (PageSize::Size2M, 3));
+        // The next block comes page by page, and so does one that is not whole.
+        for page in [BLOCK_PAGES, 2 * BLOCK_PAGES] {
+            assert_eq!(ram.resolve(page).unwrap().max_size, PageSize::Size4K);
+        }
+        assert!(!ram.is_allocated(BLOCK_PAGES + 1));
+        ram.lock(3).unwrap().move_page().unwrap();
+        let away = ram.resolve(3).unwrap();
+        assert_eq!((away.max_size, away.pfn == home.pfn), (PageSize::Size4K, false));
+        assert_eq!(ram.resolve(4).unwrap().max_size, PageSize::Size4K);
+        ram.lock(3).unwrap().move_page().unwrap();
+        assert_eq!(ram.resolve(3), Ok(home));
+        assert_eq!([3, 4, BLOCK_PAGES].map(|page| first_word(&ram, page)), [3, 4, BLOCK_PAGES]);
+        assert_eq!(ram.resolve(2 * BLOCK_PAGES + 8), Err(Unresolved::Gone));
+    }
+
+    #[test]
+    fn a_late_write_is_found() {
+        let ram = Ram::new(8, number);
+        ram.frame(0).unwrap();
+        let old = ram.lock(0).unwrap().frame();
+        ram.lock(0).unwrap().move_page().unwrap();
+        ram.check_spare().unwrap();
+        // SAFETY: a frame of the memory.
+        unsafe { words(old)[7].store(1, Ordering::Relaxed) };
+        assert_eq!(ram.check_spare(), Err(Written { frame: old, offset: 56, found: 1 }));
+    }
+
+    #[test]
+    fn a_page_is_locked_once() {
+        let ram = Ram::new(8, number);
+        ram.frame(5).unwrap();
+        let locked = ram.try_lock(5).unwrap();
+        assert!(ram.try_lock(5).is_none());
+        assert_eq!(ram.frame(5), Some(locked.frame()));
+        drop(locked);
+        assert!(ram.try_lock(5).is_some());
     }
 }

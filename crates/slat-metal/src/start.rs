@@ -52,7 +52,7 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
             Box::new(move |cpu| suite.run(cpu))
         }
         Guest::Linux => {
-            let linux = linux::Linux::new(options, &boot);
+            let linux = linux::Linux::new(options, &boot, free_bytes as u64);
             Box::new(move |cpu| linux.run(cpu))
         }
     };

@@ -105,8 +105,8 @@ impl Machine {
     /// The emulator with all its words.
     fn command(&self, plan: &Plan) -> Command {
         let mut command = self.qemu.command();
-        command.current_dir(self.folder.path()).args(["-accel", "tcg,thread=multi", "-cpu", CPU]);
-        command.args(["-smp", &plan.nr_cpus.to_string(), "-m", &format!("{}M", plan.machine_mib())]);
+        command.current_dir(self.folder.path()).args(["-accel", plan.accelerator(), "-cpu", CPU]);
+        command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
         // A file that is another's pipe: the emulator has one standard output.
         command.args(["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]);

@@ -49,16 +49,16 @@ pub(crate) struct MetalArgs {
     /// What runs on the hypervisor
     #[arg(long, value_name = "GUEST", value_enum, default_value_t = GuestArg::Linux)]
     guest: GuestArg,
-    /// Number of CPUs of the machine and of the guest
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = value_parser!(u32).range(1..=64))]
+    /// Number of CPUs of the guest, up to 7
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = value_parser!(u32).range(1..=7))]
     cpus: u32,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
     /// Operations of the engine beside the guest, in all
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = positive::<u64>)]
     operations: u64,
-    /// Memory of the guest, from 256M to 2G
-    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = guest_memory)]
+    /// Memory of the guest, from 256M to 1G
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = guest_memory)]
     memory: u64,
     /// What the hypervisor leaves out on purpose
     ///
@@ -148,12 +148,12 @@ impl ControlArg {
 }
 
 /// The least and the most memory of a guest.
-const GUEST_MEMORY: [u64; 2] = [256 << 20, 2 << 30];
+const GUEST_MEMORY: [u64; 2] = [256 << 20, 1 << 30];
 
 fn guest_memory(text: &str) -> Result<u64, String> {
     let [least, most] = GUEST_MEMORY;
     match size_bytes(text)? {
-        bytes if !(least..=most).contains(&bytes) => Err("must be from 256M to 2G".to_owned()),
+        bytes if !(least..=most).contains(&bytes) => Err("must be from 256M to 1G".to_owned()),
         bytes if !bytes.is_multiple_of(1 << 20) => Err("must be a multiple of 1M".to_owned()),
         bytes => Ok(bytes),
     }

@@ -15,7 +15,7 @@ use thiserror::Error;
 use super::{BIOS, RAM_START, firmware};
 use crate::options::Options;
 use crate::ram::{Frames, Ram, words};
-use crate::x86::boot::{BootInfo, Span};
+use crate::x86::boot::{BootInfo, Module, Span};
 
 /// Where things are in the guest's low memory.
 const BOOT_PARAMS: u64 = 0x7000;
@@ -39,9 +39,6 @@ const E820_RESERVED: u32 = 2;
 /// A kernel that cannot be booted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub(super) enum ImageError {
-    /// A module is missing.
-    #[error("the boot loader has brought {0} of 2 modules, a kernel and an initramfs")]
-    NoModule(usize),
     /// No header.
     #[error("the first module is no kernel of Linux for x86: {0} bytes, without the header of a bzImage")]
     NotLinux(usize),
@@ -74,10 +71,10 @@ pub(super) struct Image {
     pub gdt: Span,
 }
 
-/// The guest's memory, as the loader writes it.
-struct Memory<'m> {
-    low: &'m Frames,
-    ram: &'m Ram,
+/// The guest's memory, as the loader writes it: below [`RAM_START`], and from there on.
+pub(super) struct Memory<'m> {
+    pub low: &'m Frames,
+    pub ram: &'m Ram,
 }
 
 impl Memory<'_> {
@@ -112,13 +109,16 @@ impl Memory<'_> {
 }
 
 impl Image {
-    /// Loads the modules of `boot`.
-    pub fn load(options: &Options, boot: &BootInfo, low: &Frames, ram: &Ram) -> Result<Image, ImageError> {
-        let mut modules = boot.modules();
-        let (Some(kernel), Some(initramfs)) = (modules.next(), modules.next()) else {
-            return Err(ImageError::NoModule(boot.modules().count()));
-        };
-        let memory = Memory { low, ram };
+    /// Loads `kernel` and `initramfs`, as `options` say, for the machine of `boot`.
+    ///
+    /// # Errors
+    /// [`ImageError`].
+    pub fn load(
+        options: &Options,
+        boot: &BootInfo,
+        [kernel, initramfs]: [Module; 2],
+        memory: Memory<'_>,
+    ) -> Result<Image, ImageError> {
         let header = header(kernel.bytes).ok_or(ImageError::NotLinux(kernel.bytes.len()))?;
         if header.version < 0x20c || u32::from(header.xloadflags) & XLF_KERNEL_64 == 0 {
             return Err(ImageError::No64(header.version));

@@ -37,7 +37,7 @@ use crate::x86::boot::{BootInfo, RegionKind, Span};
 use crate::x86::clock;
 use crate::x86::console::{self, Verdict};
 use crate::{fail, say};
-use image::Image;
+use image::{Image, Memory};
 use vcpu::{GuestCpu, Startups};
 
 /// Memory that stays where it is ends here, and memory that moves begins.
@@ -51,6 +51,11 @@ const MAX_FIRMWARE_BYTES: u64 = 16 << 20;
 
 /// Operations between two comparisons of the copy with the memory.
 const OPERATIONS_PER_CHECK: u64 = 4000;
+/// Memory of the hypervisor itself: page tables, and frames that wait.
+const OWN_BYTES: u64 = 32 << 20;
+
+/// Operations for which the log may be off.
+const OPERATIONS_WITHOUT_LOG: u64 = 32;
 /// Microseconds between two operations, before the guest's own program runs and after.
 const BOOT_PAUSE_US: u64 = 400;
 const PAUSE_US: u64 = 40;
@@ -94,8 +99,17 @@ fn fill_with_zeros(_page: u64, words: &[AtomicU64]) {
 
 impl Linux {
     /// A guest in the modules that the boot loader has put into memory: the kernel, whose text is its
-    /// command line, and the initramfs.
-    pub fn new(options: Options, boot: &BootInfo) -> Linux {
+    /// command line, and the initramfs. `free_bytes` of memory are free.
+    pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
+        let mut modules = boot.modules();
+        let (Some(kernel), Some(initramfs)) = (modules.next(), modules.next()) else {
+            fail!("the boot loader has brought fewer modules than Linux needs: a kernel and an initramfs");
+        };
+        // The guest's memory, and the copy that the dirty log keeps up.
+        let needed = 2 * (options.memory_mib << 20) + OWN_BYTES;
+        if free_bytes < needed {
+            fail!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
+        }
         let cpus = Cpus::new(options.control);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, Config::default());
         let vm = Arc::new(vm.unwrap_or_else(|error| fail!("no VM: {error}")));
@@ -122,7 +136,8 @@ impl Linux {
         let operations =
             Operations::new(&vm, 0, RAM_START, &ram, nr_hot_pages, ManualProtect::Disabled, options.control)
                 .unwrap_or_else(|error| fail!("no memslot for the guest: {error}"));
-        let image = Image::load(&options, boot, &low, &ram).unwrap_or_else(|error| fail!("{error}"));
+        let memory = Memory { low: &low, ram: &ram };
+        let image = Image::load(&options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| fail!("{error}"));
         let startups = Startups::new(options.nr_cpus);
         Linux {
             vm,
@@ -179,13 +194,15 @@ impl Linux {
         let mut vcpu = self.vm.create_vcpu().unwrap_or_else(|error| fail!("no vCPU: {error}"));
         let mut rng = Rng::with_seed(self.options.seed);
         let mut nr_done = 0;
-        self.operations.toggle_log();
         loop {
             let stage = *self.stage.lock();
             if let Stage::Done { rounds, pages } = stage {
                 self.finish(rounds, pages);
             }
             if nr_done < self.options.nr_operations {
+                if nr_done % OPERATIONS_WITHOUT_LOG == 0 {
+                    self.operations.turn_log_on();
+                }
                 self.operations.one(&mut rng, &mut vcpu);
                 nr_done += 1;
                 if nr_done % OPERATIONS_PER_CHECK == 0 {

@@ -350,3 +350,37 @@ unsafe extern "sysv64" fn enter(vmcb: u64, host: u64, registers: *mut Registers)
         r15 = const offset_of!(Registers, r15),
     );
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_event_of_an_exit_comes_again_unless_its_instruction_does() {
+        const ERROR_CODE: u64 = 1 << 11;
+        for (event, again) in [
+            (0, 0),
+            // Not valid.
+            (0x20, 0),
+            // An external interrupt, also with the type that QEMU gives it.
+            (VALID | 0xec, VALID | 0xec),
+            (VALID | 3 << 8 | 0xec, VALID | 0xec),
+            // #PF, with its error code.
+            (VALID | ERROR_CODE | 3 << 8 | 14 | 2 << 32, VALID | ERROR_CODE | 3 << 8 | 14 | 2 << 32),
+            // #BP and INT n: the guest is at the instruction.
+            (VALID | 3 << 8 | 3, 0),
+            (VALID | 4 << 8 | 0x80, 0),
+        ] {
+            assert_eq!(to_inject_again(event), again, "{event:#x}");
+        }
+    }
+
+    #[test]
+    fn a_nested_page_fault_has_its_access() {
+        // As QEMU reports them: read, write of a protected page, fetch, a walk of the guest's tables.
+        assert_eq!(access(0x1_0000_0004), Access::Read);
+        assert_eq!(access(0x1_0000_0007), Access::Write);
+        assert_eq!(access(0x1_0000_0015), Access::Execute);
+        assert_eq!(access(0x2_0000_0006), Access::Write);
+    }
+}

@@ -318,3 +318,31 @@ impl MsrMap {
         core::ptr::from_ref(self).addr() as u64
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_has_one_bit() {
+        let mut map = PortMap::new();
+        [0, 0xf4, u16::MAX].into_iter().for_each(|port| map.intercept(port));
+        assert_eq!((map.0[0], map.0[0xf4 / 8], map.0[0x1fff]), (1, 1 << 4, 0x80));
+        assert_eq!(map.0.iter().map(|byte| byte.count_ones()).sum::<u32>(), 3);
+    }
+
+    #[test]
+    fn a_register_has_two_bits_in_its_range() {
+        let mut map = MsrMap::new();
+        // APM vol. 2, 15.11, table 15-4: the ranges begin at 0, 800h and 1000h.
+        map.allow_reads(0x830);
+        map.allow(0xc000_0080);
+        map.allow(0xc001_0117);
+        // In no range: each use leaves the guest.
+        map.allow(0x4b56_4d00);
+        assert_eq!(map.0[0x830 / 4], 0xfe);
+        assert_eq!(map.0[0x800 + 0x80 / 4], 0xfc);
+        assert_eq!(map.0[0x1000 + 0x117 / 4], 0x3f);
+        assert_eq!(map.0.iter().map(|byte| byte.count_zeros()).sum::<u32>(), 5);
+    }
+}

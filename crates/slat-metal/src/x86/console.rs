@@ -78,7 +78,7 @@ pub fn end(verdict: Verdict, text: fmt::Arguments<'_>) -> ! {
     let mut console = (0..1_000_000).find_map(|_| CONSOLE.try_lock());
     let mut unlocked = DebugConsole;
     let console = console.as_deref_mut().unwrap_or(&mut unlocked);
-    let _ = write!(console, "verdict {word} {text}\n");
+    let _ = writeln!(console, "verdict {word} {text}");
     // SAFETY: the machine ends, or no such device is there.
     unsafe { Port::<u8>::new(DEBUG_EXIT).write(code) };
     loop {
