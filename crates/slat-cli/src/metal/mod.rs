@@ -54,7 +54,7 @@ pub(crate) struct MetalArgs {
     cpus: u32,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Operations of the engine beside the guest, in all
+    /// Operations of the engine beside the guest, in all; with Linux at most
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = positive::<u64>)]
     operations: u64,
     /// Memory of the guest, from 256M to 1G

@@ -232,13 +232,14 @@ impl Linux {
         console::figure("faults", stats.faults, "1");
         console::figure("verified_pages", pages, "1");
         console::figure("rounds", rounds, "1");
-        console::figure("guest_time", (clock::now_ns() - self.started_ns) / 1_000_000, "ms");
+        console::figures();
+        console::figure_ms("guest_time", (clock::now_ns() - self.started_ns) / 1_000_000);
         let nr_cpus = self.options.nr_cpus;
         let control = if self.options.control == Control::None { "" } else { ", with something left out" };
         console::end(
             Verdict::Pass,
             format_args!(
-                "Linux with {nr_cpus} CPUs verified {pages} pages in {rounds} rounds beside {nr_operations} operations \
+                "Linux on {nr_cpus} CPUs: {pages} pages verified in {rounds} rounds, beside {nr_operations} operations \
                  on its memory{control}"
             ),
         )

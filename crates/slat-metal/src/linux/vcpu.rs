@@ -12,7 +12,7 @@ use crate::host::Presence;
 use crate::operations::MetalVcpu;
 use crate::svm::vmcb::Segment;
 use crate::svm::{Direction, Event, Exit, VirtualCpu};
-use crate::x86::{apic, clock};
+use crate::x86::{apic, clock, console};
 use crate::{fail, say};
 
 /// Hypercalls of the guest's program: `rax` has the magic and the code, `rbx` and `rcx` arguments.
@@ -183,7 +183,7 @@ impl GuestCpu {
         match code {
             UP => {
                 let elapsed_ms = (clock::now_ns() - linux.started_ns) / 1_000_000;
-                crate::x86::console::figure("boot_time", elapsed_ms, "ms");
+                console::figure_ms("boot_time", elapsed_ms);
                 say!("the guest is up with {rbx} CPUs after {elapsed_ms} ms");
                 *linux.stage.lock() = Stage::Up;
             }

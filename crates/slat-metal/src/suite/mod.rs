@@ -129,6 +129,7 @@ impl Suite {
         if cpu == 0 {
             console::figure("operations", nr_operations, "1");
             console::figure("accesses", nr_accesses, "1");
+            console::figures();
             console::end(
                 Verdict::Pass,
                 format_args!("{nr_operations} operations beside {nr_accesses} accesses of the guest, none wrong"),

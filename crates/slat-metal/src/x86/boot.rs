@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "reads what the boot loader wrote, and starts CPUs at an address")]
 
 use core::slice;
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
 use multiboot::information::{MemoryManagement, MemoryType, Multiboot, PAddr};
 use thiserror::Error;
@@ -15,6 +15,9 @@ use super::clock;
 /// CPUs that the image has stacks for.
 pub const MAX_CPUS: usize = 8;
 
+/// The stack of a CPU.
+const STACK_BYTES: usize = 1 << 16;
+
 /// Where the startup IPI sends a CPU: a page below 1 MiB that the memory map has as free.
 const TRAMPOLINE: usize = 0x8000;
 
@@ -23,8 +26,10 @@ const START_MS: u64 = 2000;
 
 core::arch::global_asm!(
     ".set MAX_CPUS, {max_cpus}",
+    ".set STACK_BYTES, {stack_bytes}",
     include_str!("boot.s"),
     max_cpus = const MAX_CPUS,
+    stack_bytes = const STACK_BYTES,
 );
 
 unsafe extern "C" {
@@ -33,6 +38,15 @@ unsafe extern "C" {
     static image_start: u8;
     static image_text_end: u8;
     static image_end: u8;
+    static stacks: [[AtomicU8; STACK_BYTES]; MAX_CPUS];
+}
+
+/// How far the stack of any CPU was used, in bytes: a stack begins as zeros.
+pub fn max_stack_bytes() -> usize {
+    // SAFETY: the stacks are the image's, and bytes.
+    let all = unsafe { &*(&raw const stacks) };
+    let used = |stack: &[AtomicU8]| stack.iter().skip_while(|byte| byte.load(Ordering::Relaxed) == 0).count();
+    all.iter().map(|stack| used(stack)).max().unwrap_or(0)
 }
 
 /// Memory from `start` up to `end`, in bytes.

@@ -6,7 +6,6 @@
 # themselves by pages of 2 MiB, turn on long mode and SSE, and call Rust on a stack of their own.
 
 .set TRAMPOLINE, 0x8000
-.set STACK_BYTES, 0x10000
 .set CODE64, 0x08
 .set DATA, 0x10
 .set CODE32, 0x18
@@ -116,7 +115,7 @@ other_cpu64:
     cmp edi, MAX_CPUS
     jae too_many
     lea rax, [rdi + 1]
-    shl rax, 16                         # times STACK_BYTES
+    imul rax, rax, STACK_BYTES
     lea rsp, [rax + stacks]
     xor ebp, ebp
     call other_cpu_main
@@ -172,5 +171,6 @@ boot_pdpt:
     .skip 4096
 boot_directories:
     .skip 4 * 4096
+.global stacks
 stacks:
     .skip MAX_CPUS * STACK_BYTES

@@ -4,7 +4,7 @@
 //! `slat metal` reads these lines:
 //! - `say TEXT`: for a person;
 //! - `progress DONE TOTAL TEXT`;
-//! - `figure NAME VALUE UNIT`;
+//! - `figure NAME VALUE UNIT`, in base units;
 //! - `verdict pass TEXT` or `verdict fail TEXT`: the last one.
 
 #![expect(unsafe_code, reason = "writes to ports")]
@@ -13,6 +13,8 @@ use core::fmt::{self, Write};
 
 use spin::Mutex;
 use x86_64::instructions::port::Port;
+
+use super::boot;
 
 const DEBUG_CONSOLE: u16 = 0xe9;
 /// QEMU's device `isa-debug-exit`: the machine ends with the status `value << 1 | 1`.
@@ -56,6 +58,16 @@ pub fn progress(done: u64, total: u64, text: &str) {
 /// A figure for the results.
 pub fn figure(name: &str, value: u64, unit: &str) {
     line("figure", format_args!("{name} {value} {unit}"));
+}
+
+/// A time for the results.
+pub fn figure_ms(name: &str, ms: u64) {
+    line("figure", format_args!("{name} {}.{:03} s", ms / 1000, ms % 1000));
+}
+
+/// Prints the figures of the image itself.
+pub fn figures() {
+    figure("stack", boot::max_stack_bytes() as u64, "B");
 }
 
 /// How the run ended.
