@@ -11,15 +11,18 @@
 //! 2. kicks the CPUs in the guest that entered with a smaller one, by an NMI,
 //! 3. waits until these have left.
 //!
-//! A CPU that enters stores its number, and then reads the number of flushes. If they differ, VMRUN
-//! flushes. So a flush waits for no CPU outside of the guest, and the promise of the engine holds: a
-//! CPU in the guest leaves by the NMI, whatever the guest does.
+//! A CPU that enters stores its number and then reads the number of flushes. If they differ, VMRUN
+//! flushes. A flush waits for no CPU outside of the guest. A CPU inside leaves at the NMI, whatever
+//! the guest does.
+//!
+//! A CPU runs one VM, from the creation of its [`Presence`] on. A hypervisor that switches VMs gives
+//! each an ASID of its own, or forgets what the CPU has executed when it changes VMs.
 //!
 //! # What a CPU may still hold
 //! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and did
-//! not. Each presence keeps what an unforgiving CPU would: the number of its last real flush. An
-//! entry with a smaller number than that of the flushes is counted, and ends the run
-//! ([`Cpus::nr_stale_entries`]).
+//! not. Each CPU keeps the number of the last flush that the control block has asked the hardware
+//! for. A stay in the guest with a smaller number than that of the flushes at entry is counted
+//! ([`Cpus::nr_stale_entries`]), and ends the run.
 
 #![expect(unsafe_code, reason = "promises memory and flushes to the engine")]
 
@@ -33,7 +36,7 @@ use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Host, Hpa, PageSize, Pfn};
 
 use crate::ram::Ram;
-use crate::x86::apic::{self, Delivery};
+use crate::x86::apic;
 use crate::x86::boot::MAX_CPUS;
 use crate::x86::clock;
 
@@ -68,7 +71,9 @@ pub enum Flush {
 struct Entered {
     /// 0 outside of the guest, else the flushes that it had seen when it entered.
     flushes: AtomicU64,
-    /// The flushes as of the last one that the hardware executed. The CPU's own.
+    /// The flushes that its last entry saw. The CPU's own.
+    seen: AtomicU64,
+    /// The flushes as of the last one that the hardware was asked for. The CPU's own.
     executed: AtomicU64,
     apic_id: AtomicU32,
 }
@@ -102,7 +107,7 @@ impl Cpus {
     /// Makes all CPUs leave the guest that are there now, without a flush.
     pub fn kick_all(&self) {
         for cpu in self.entered.iter().filter(|cpu| cpu.flushes.load(Ordering::SeqCst) != 0) {
-            apic::send(cpu.apic_id.load(Ordering::Relaxed), Delivery::Nmi);
+            apic::kick(cpu.apic_id.load(Ordering::Relaxed));
         }
     }
 
@@ -119,7 +124,7 @@ impl Cpus {
         let is_old = |cpu: &&Entered| (1..flushes).contains(&cpu.flushes.load(Ordering::SeqCst));
         for cpu in self.entered.iter().filter(is_old) {
             // Relaxed: written before the CPU first entered.
-            apic::send(cpu.apic_id.load(Ordering::Relaxed), Delivery::Nmi);
+            apic::kick(cpu.apic_id.load(Ordering::Relaxed));
         }
         // Acquire is part of SeqCst: what the guest wrote before it left is visible now.
         while self.entered.iter().any(|cpu| is_old(&cpu)) {
@@ -142,31 +147,37 @@ impl Presence {
         Presence { cpus: cpus.clone(), cpu }
     }
 
-    /// The CPU enters the guest next. Says what the entry has to flush. The global interrupt flag is
-    /// off.
+    /// The CPU enters the guest next. Returns what the entry must flush. The caller has cleared the
+    /// global interrupt flag.
     pub fn enter(&self) -> Flush {
-        let Cpus { flushes, entered, nr_stale_entries, control } = &*self.cpus;
+        let Cpus { flushes, entered, control, .. } = &*self.cpus;
         let cpu = &entered[self.cpu];
         // Relaxed: this CPU's own.
-        let executed = cpu.executed.load(Ordering::Relaxed);
-        cpu.flushes.store(executed.max(1), Ordering::SeqCst);
+        let seen = cpu.seen.load(Ordering::Relaxed);
+        cpu.flushes.store(seen.max(1), Ordering::SeqCst);
         let current = flushes.load(Ordering::SeqCst);
-        let flush = if current == executed || *control == Control::NoEntryFlush { Flush::None } else { Flush::All };
-        match flush {
-            Flush::All => cpu.executed.store(current, Ordering::Relaxed),
-            Flush::None if executed != current => drop(nr_stale_entries.fetch_add(1, Ordering::Relaxed)),
-            Flush::None => {}
+        if current == seen {
+            return Flush::None;
         }
-        if current != executed {
-            cpu.flushes.store(current, Ordering::SeqCst);
-        }
-        flush
+        cpu.seen.store(current, Ordering::Relaxed);
+        cpu.flushes.store(current, Ordering::SeqCst);
+        if *control == Control::NoEntryFlush { Flush::None } else { Flush::All }
     }
 
-    /// The CPU has left the guest.
-    pub fn leave(&self) {
+    /// The CPU has left the guest. `flushed` is what the hardware was asked for at entry.
+    pub fn leave(&self, flushed: Flush) {
+        let cpu = &self.cpus.entered[self.cpu];
+        // Relaxed: this CPU's own.
+        let seen = cpu.seen.load(Ordering::Relaxed);
+        match flushed {
+            Flush::All => cpu.executed.store(seen, Ordering::Relaxed),
+            Flush::None if cpu.executed.load(Ordering::Relaxed) < seen => {
+                self.cpus.nr_stale_entries.fetch_add(1, Ordering::Relaxed);
+            }
+            Flush::None => {}
+        }
         // Release, as part of SeqCst: what the guest did is before it, for a flush that waits.
-        self.cpus.entered[self.cpu].flushes.store(0, Ordering::SeqCst);
+        cpu.flushes.store(0, Ordering::SeqCst);
     }
 }
 
@@ -175,22 +186,33 @@ impl Presence {
 pub enum Backing {
     /// Memory whose frames come at first use, and may move.
     Ram(Arc<Ram>),
-    /// Frames one after the other, from this one on: the registers of a device, or memory that stays.
-    Fixed {
-        /// The frame of page 0.
-        first: Pfn,
-        /// That of page 0 while it is private.
-        private: Pfn,
-        /// How the guest may use it.
-        attributes: LeafAttributes,
-    },
+    /// Memory that stays where it is.
+    Fixed(Fixed),
+}
+
+/// Frames one after the other: memory that stays, or the registers of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Fixed {
+    /// The frame of page 0, and that while it is private.
+    first: Pfn,
+    private: Pfn,
+    attributes: LeafAttributes,
 }
 
 impl Backing {
-    /// Ordinary memory that stays, from the frame `first` on.
-    pub fn fixed(first: Pfn) -> Backing {
-        Backing::Fixed { first, private: first, attributes: LeafAttributes::default() }
+    /// Memory from the frame `first` on, which the guest may use as `attributes` say. Private pages are
+    /// in the frames from `private` on.
+    ///
+    /// # Safety
+    /// As many frames as the memslot has pages may be the guest's for as long as the memslot exists.
+    pub unsafe fn fixed(first: Pfn, private: Pfn, attributes: LeafAttributes) -> Backing {
+        Backing::Fixed(Fixed { first, private, attributes })
     }
+}
+
+/// Lets an emulator that runs the CPUs in turns go to the next one. Hardware needs no such thing.
+fn let_others_run() {
+    core::hint::spin_loop();
 }
 
 /// The host of one VM.
@@ -225,13 +247,12 @@ unsafe impl Host for MetalHost {
     fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         let answer = match backing {
             Backing::Ram(ram) => ram.resolve(page),
-            Backing::Fixed { first, attributes, .. } => {
-                let attributes = *attributes;
+            &Backing::Fixed(Fixed { first, attributes, .. }) => {
                 Ok(Resolved { attributes, ..Resolved::memory(Pfn(first.0 + page), PageSize::Size4K) })
             }
         };
         // Between the answer and what the engine does with it.
-        core::hint::spin_loop();
+        let_others_run();
         answer
     }
 
@@ -244,13 +265,19 @@ unsafe impl Host for MetalHost {
     ) -> Result<Resolved, Unresolved> {
         match backing {
             Backing::Ram(_) => Err(Unresolved::Gone),
-            Backing::Fixed { private, .. } => Ok(Resolved::memory(Pfn(private.0 + page), PageSize::Size4K)),
+            Backing::Fixed(Fixed { private, .. }) => Ok(Resolved::memory(Pfn(private.0 + page), PageSize::Size4K)),
+        }
+    }
+
+    fn resolve_resident(&self, backing: &Backing, _gfn: Gfn, page: u64, _access: Access) -> Option<Resolved> {
+        match backing {
+            Backing::Ram(ram) if ram.is_allocated(page) => ram.resolve(page).ok(),
+            Backing::Ram(_) | Backing::Fixed(_) => None,
         }
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {
-        // Here and in `resolve`: an emulator that runs the CPUs in turns goes to the next one.
-        core::hint::spin_loop();
+        let_others_run();
         self.cpus.flush();
     }
 

@@ -18,7 +18,9 @@ static MEMORY: Memory = Memory::new();
 #[unsafe(no_mangle)]
 extern "C" fn boot_cpu_main(info: u32) -> ! {
     // SAFETY: the value of `ebx` at the multiboot entry.
-    let Some(boot) = (unsafe { BootInfo::read(info) }) else { slat_metal::fail!("the boot loader left no memory map") };
+    let Some(boot) = (unsafe { BootInfo::read(info) }) else {
+        slat_metal::error!("the boot loader left no memory map")
+    };
     // SAFETY: the first use of the allocator.
     unsafe { MEMORY.add(&boot) };
     start::boot_cpu(boot, MEMORY.free_bytes())
@@ -34,8 +36,8 @@ extern "C" fn other_cpu_main() -> ! {
 fn panic(info: &PanicInfo<'_>) -> ! {
     // The verdict is one line, and so no text of `info` itself, which has two.
     match info.location() {
-        Some(place) => slat_metal::fail!("panic of the hypervisor at {place}: {}", info.message()),
-        None => slat_metal::fail!("panic of the hypervisor: {}", info.message()),
+        Some(place) => slat_metal::error!("panic of the hypervisor at {place}: {}", info.message()),
+        None => slat_metal::error!("panic of the hypervisor: {}", info.message()),
     }
 }
 

@@ -4,6 +4,8 @@
 //! A copy of the memory is kept up by the dirty log alone. Whenever the guest is stopped, the last
 //! harvest must make it equal to the memory.
 
+#![expect(unsafe_code, reason = "moves pages during an invalidation")]
+
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec;
@@ -26,6 +28,9 @@ use crate::ram::{MoveError, Ram, copy_words};
 pub type MetalVm = Vm<MetalHost, Npt>;
 /// A vCPU of it.
 pub type MetalVcpu = Vcpu<MetalHost, Npt>;
+
+/// Pages of a block of the copy.
+const COPY_PAGES: usize = 512;
 
 /// Words of a page.
 const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
@@ -79,8 +84,11 @@ pub enum Operation {
 #[derive(Debug)]
 struct DirtyCopy {
     is_on: bool,
-    words: Box<[AtomicU64]>,
+    /// Blocks of [`COPY_PAGES`] pages: a large allocation needs as much memory in one piece.
+    blocks: Box<[Box<[AtomicU64]>]>,
     bitmap: Vec<u64>,
+    /// Comparisons with the memory, while the log was on.
+    nr_checks: u64,
 }
 
 /// The memslot, and what is done to it.
@@ -97,6 +105,7 @@ pub struct Operations {
     manual_protect: ManualProtect,
     control: Control,
     nr_done: [AtomicU64; OPERATIONS.len()],
+    nr_moved: AtomicU64,
 }
 
 /// Zero words.
@@ -129,13 +138,22 @@ impl Operations {
             flags: Mutex::new(MemoryRegionFlags::empty()),
             copy: Mutex::new(DirtyCopy {
                 is_on: false,
-                words: zeros(ram.nr_pages() as usize * PAGE_WORDS),
+                blocks: (0..(ram.nr_pages() as usize).div_ceil(COPY_PAGES))
+                    .map(|_| zeros(COPY_PAGES * PAGE_WORDS))
+                    .collect(),
                 bitmap: vec![0; nr_words],
+                nr_checks: 0,
             }),
             manual_protect,
             control,
             nr_done: Default::default(),
+            nr_moved: AtomicU64::new(0),
         };
+        {
+            // A page that the guest only reads is never in the log.
+            let copy = operations.copy.lock();
+            (0..ram.nr_pages()).for_each(|page| ram.fill(page, copied(&copy, page)));
+        }
         vm.set_user_memory_region(MemoryRegion {
             backing: Some(Backing::Ram(ram.clone())),
             ..operations.region(MemoryRegionFlags::empty())
@@ -172,6 +190,11 @@ impl Operations {
     /// The page of `gpa`, if it is the memslot's.
     pub fn page_of(&self, gpa: Gpa) -> Option<u64> {
         gpa.0.checked_sub(self.start.0).map(|offset| offset / PAGE_SIZE).filter(|&page| page < self.ram.nr_pages())
+    }
+
+    /// Pages that got another frame.
+    pub fn nr_moved(&self) -> u64 {
+        self.nr_moved.load(Ordering::Relaxed)
     }
 
     /// How often each operation was done.
@@ -211,7 +234,7 @@ impl Operations {
         }
     }
 
-    /// An operation with valid arguments fails for want of memory alone, which this machine has.
+    /// An operation with valid arguments can fail only without memory, and this machine has enough.
     fn check<T, E: core::fmt::Display>(&self, result: Result<T, E>) -> T {
         result.unwrap_or_else(|error| fail!("an operation on memslot {} failed: {error}", self.slot))
     }
@@ -224,8 +247,10 @@ impl Operations {
         let invalidation = self.invalidate(first, nr_pages);
         for page in first..first + nr_pages {
             let Some(mut locked) = self.ram.try_lock(page) else { continue };
-            match locked.move_page() {
-                Ok(()) | Err(MoveError::OutOfMemory) => {}
+            // SAFETY: the invalidation is in flight until all pages have moved.
+            match unsafe { locked.move_page() } {
+                Ok(()) => drop(self.nr_moved.fetch_add(1, Ordering::Relaxed)),
+                Err(MoveError::OutOfMemory) => {}
                 Err(error @ MoveError::Written(_)) => fail!("{error}"),
             }
         }
@@ -290,10 +315,14 @@ impl Operations {
         }
     }
 
-    /// Turns the log on if it is off.
+    /// Turns the log on if it is off, and takes it if it begins as that of all pages.
     pub fn turn_log_on(&self) {
-        if !self.copy.lock().is_on {
-            self.toggle_log();
+        if self.copy.lock().is_on {
+            return;
+        }
+        self.toggle_log();
+        if self.manual_protect == ManualProtect::InitiallySet {
+            self.update(&mut self.copy.lock());
         }
     }
 
@@ -356,10 +385,14 @@ impl Operations {
 
     /// All CPUs are outside of the guest: takes the log, and compares the copy with the memory.
     pub fn check_copy(&self) {
+        if let Err(error) = self.ram.check_spare() {
+            fail!("{error}");
+        }
         let mut copy = self.copy.lock();
         if !copy.is_on {
             return;
         }
+        copy.nr_checks += 1;
         self.update(&mut copy);
         for page in 0..self.ram.nr_pages() {
             let Some(locked) = self.ram.lock(page) else { continue };
@@ -374,9 +407,11 @@ impl Operations {
                 }
             }
         }
-        if let Err(error) = self.ram.check_spare() {
-            fail!("{error}");
-        }
+    }
+
+    /// Comparisons of the copy with the memory, while the log was on.
+    pub fn nr_checks(&self) -> u64 {
+        self.copy.lock().nr_checks
     }
 
     /// All CPUs are outside of the guest, and since the last [`check_copy`](Operations::check_copy)
@@ -404,5 +439,6 @@ impl Operations {
 
 /// The copy of a page.
 fn copied(copy: &DirtyCopy, page: u64) -> &[AtomicU64] {
-    &copy.words[page as usize * PAGE_WORDS..][..PAGE_WORDS]
+    let (block, offset) = (page as usize / COPY_PAGES, page as usize % COPY_PAGES);
+    &copy.blocks[block][offset * PAGE_WORDS..][..PAGE_WORDS]
 }

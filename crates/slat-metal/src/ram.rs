@@ -21,6 +21,8 @@ use slat::{PAGE_SIZE, PageSize, Pfn};
 use spin::Mutex;
 use thiserror::Error;
 
+use crate::error;
+
 /// What frames have that the guest must not use.
 pub const POISON: u64 = 0xdead_f4a3_e000_dead;
 
@@ -40,18 +42,9 @@ struct Block {
     home: AtomicU64,
     /// Pages that are elsewhere.
     nr_away: AtomicU32,
-    /// Locked while frames are allocated.
-    provision: Mutex<Provision>,
-}
-
-/// How a block gets its frames.
-#[derive(Debug, Default)]
-enum Provision {
-    /// No page has one yet.
-    #[default]
-    None,
-    /// All at once, or page by page.
-    Some,
+    /// Whether a page has had a frame: the first one decides whether the block gets its frames as a
+    /// whole. Locked while frames are allocated.
+    is_used: Mutex<bool>,
 }
 
 /// The memory of a memslot.
@@ -109,9 +102,13 @@ fn allocate(nr_pages: u64) -> Option<Pfn> {
     (!block.is_null()).then(|| Pfn(block.addr() as u64 / PAGE_SIZE))
 }
 
-fn free(frame: Pfn, nr_pages: u64) {
+/// Frees frames.
+///
+/// # Safety
+/// [`allocate`] returned `frame` for as many pages, a power of two, and nothing uses them any more.
+unsafe fn free(frame: Pfn, nr_pages: u64) {
     let size = (nr_pages * PAGE_SIZE) as usize;
-    // SAFETY: `allocate` returned it; the size is a power of two.
+    // SAFETY: as the caller promises.
     unsafe { dealloc((frame.0 * PAGE_SIZE) as *mut u8, Layout::from_size_align_unchecked(size, size)) };
 }
 
@@ -149,9 +146,14 @@ impl Ram {
         }
     }
 
-    /// Pages.
+    /// The number of pages.
     pub fn nr_pages(&self) -> u64 {
         self.pages.len() as u64
+    }
+
+    /// Fills `words` as the frame of `page` is filled before its first use.
+    pub fn fill(&self, page: u64, words: &[AtomicU64]) {
+        (self.fill)(page, words);
     }
 
     /// Whether the page has a frame already.
@@ -182,26 +184,29 @@ impl Ram {
     #[cold]
     fn allocate_frame(&self, page: u64) -> Option<Pfn> {
         let block = self.block(page);
-        let mut provision = block.provision.lock();
+        let mut is_used = block.is_used.lock();
         let place = &self.pages[page as usize];
         match place.load(Ordering::Acquire) & !LOCKED {
             0 => {}
             frame => return Some(Pfn(frame)),
         }
-        let is_first = matches!(core::mem::replace(&mut *provision, Provision::Some), Provision::None);
+        let is_first = !core::mem::replace(&mut *is_used, true);
         if is_first
             && self.is_huge(page)
             && let Some(home) = allocate(BLOCK_PAGES)
         {
             let first = page - page % BLOCK_PAGES;
-            for index in 0..BLOCK_PAGES {
-                let frame = Pfn(home.0 + index);
-                // SAFETY: allocated just now.
-                (self.fill)(first + index, unsafe { words(frame) });
-                self.pages[(first + index) as usize].store(frame.0, Ordering::Release);
-            }
-            // Last, since it allows a leaf over the whole block. Release: the frames are filled.
+            let frame = |index| Pfn(home.0 + index);
+            // SAFETY: allocated just now.
+            (0..BLOCK_PAGES).for_each(|index| (self.fill)(first + index, unsafe { words(frame(index)) }));
+            // A page may move as soon as it has its frame, and must find its home then. Until all pages
+            // have theirs, one more counts as away: no leaf maps the block as a whole.
+            block.nr_away.store(1, Ordering::Relaxed);
             block.home.store(home.0, Ordering::Release);
+            for index in 0..BLOCK_PAGES {
+                self.pages[(first + index) as usize].store(frame(index).0, Ordering::Release);
+            }
+            block.nr_away.fetch_sub(1, Ordering::Release);
             return Some(Pfn(home.0 + page % BLOCK_PAGES));
         }
         let frame = allocate(1)?;
@@ -213,7 +218,11 @@ impl Ram {
 
     /// The answer to the engine: the page's frame, and whether its block may be mapped as a whole.
     pub(crate) fn resolve(&self, page: u64) -> Result<Resolved, Unresolved> {
-        let frame = self.frame(page).ok_or(Unresolved::Gone)?;
+        // Past the end the memory is gone; without memory the run cannot go on.
+        if page >= self.nr_pages() {
+            return Err(Unresolved::Gone);
+        }
+        let Some(frame) = self.frame(page) else { error!("no memory for page {page} of the guest") };
         let block = self.block(page);
         // An exchange counts its page before it changes the frame, inside an invalidation: an answer
         // that read the old count is not installed.
@@ -252,7 +261,8 @@ impl Ram {
             if spare.len() > KEPT_FRAMES { Some(spare.remove(0)) } else { None }
         };
         let Some(frame) = kept else { return allocate(1).ok_or(MoveError::OutOfMemory) };
-        check_poison(frame)?;
+        // SAFETY: a frame of this memory.
+        unsafe { check_poison(frame) }?;
         Ok(frame)
     }
 
@@ -261,7 +271,10 @@ impl Ram {
     /// # Errors
     /// [`Written`].
     pub fn check_spare(&self) -> Result<(), Written> {
-        self.spare.lock().iter().try_for_each(|&frame| check_poison(frame))
+        self.spare.lock().iter().try_for_each(|&frame| {
+            // SAFETY: a frame of this memory.
+            unsafe { check_poison(frame) }
+        })
     }
 }
 
@@ -269,8 +282,11 @@ impl Ram {
 const KEPT_FRAMES: usize = 32;
 
 /// Checks that the frame, which a [`Ram`] took from its guest, is as it was left.
-fn check_poison(frame: Pfn) -> Result<(), Written> {
-    // SAFETY: a frame of a `Ram`.
+///
+/// # Safety
+/// As for [`words`].
+unsafe fn check_poison(frame: Pfn) -> Result<(), Written> {
+    // SAFETY: as the caller promises.
     let words = unsafe { words(frame) };
     let found = |word: &AtomicU64| word.load(Ordering::Relaxed);
     match words.iter().position(|word| found(word) != POISON) {
@@ -287,13 +303,13 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// As many.
+    /// Allocates `nr_pages` frames.
     pub fn allocate(nr_pages: u64) -> Option<Frames> {
         let first = allocate(nr_pages.next_power_of_two())?;
         Some(Frames { first, nr_pages })
     }
 
-    /// The first.
+    /// The first frame.
     pub fn first(&self) -> Pfn {
         self.first
     }
@@ -308,7 +324,8 @@ impl Frames {
 
 impl Drop for Frames {
     fn drop(&mut self) {
-        free(self.first, self.nr_pages.next_power_of_two());
+        // SAFETY: allocated by `allocate`, with this size; only this value had them.
+        unsafe { free(self.first, self.nr_pages.next_power_of_two()) };
     }
 }
 
@@ -330,17 +347,20 @@ impl LockedPage<'_> {
         (home != 0).then(|| Pfn(home + self.page % BLOCK_PAGES)).filter(|&home| home != self.frame)
     }
 
-    /// Moves the page to its home if it is elsewhere, or else to another frame. An invalidation of the
-    /// page is in flight.
+    /// Moves the page to its home if it is elsewhere, or else to another frame.
     ///
     /// # Errors
     /// [`MoveError`]. The page is where it was.
-    pub fn move_page(&mut self) -> Result<(), MoveError> {
+    ///
+    /// # Safety
+    /// An invalidation of the page is in flight, or no memslot has the memory.
+    pub unsafe fn move_page(&mut self) -> Result<(), MoveError> {
         let block = self.ram.block(self.page);
         let home = self.home();
         let new = match home {
             Some(home) => {
-                check_poison(home)?;
+                // SAFETY: a frame of this memory.
+                unsafe { check_poison(home) }?;
                 home
             }
             None => self.ram.spare_frame()?,
@@ -369,13 +389,16 @@ impl Drop for Ram {
             let home = self.block(page as u64).home.load(Ordering::Relaxed);
             let is_home = home != 0 && home + page as u64 % BLOCK_PAGES == frame.0;
             if frame.0 != 0 && !is_home {
-                free(frame, 1);
+                // SAFETY: a single frame of a page; no memslot has this memory any more.
+                unsafe { free(frame, 1) };
             }
         }
         for home in self.blocks.iter().map(|block| block.home.load(Ordering::Relaxed)).filter(|&home| home != 0) {
-            free(Pfn(home), BLOCK_PAGES);
+            // SAFETY: the frames of a block, as above.
+            unsafe { free(Pfn(home), BLOCK_PAGES) };
         }
-        self.spare.lock().drain(..).for_each(|frame| free(frame, 1));
+        // SAFETY: single frames, as above.
+        self.spare.lock().drain(..).for_each(|frame| unsafe { free(frame, 1) });
     }
 }
 
@@ -403,11 +426,13 @@ mod tests {
             assert_eq!(ram.resolve(page).unwrap().max_size, PageSize::Size4K);
         }
         assert!(!ram.is_allocated(BLOCK_PAGES + 1));
-        ram.lock(3).unwrap().move_page().unwrap();
+        // SAFETY: in no memslot.
+        unsafe { ram.lock(3).unwrap().move_page() }.unwrap();
         let away = ram.resolve(3).unwrap();
         assert_eq!((away.max_size, away.pfn == home.pfn), (PageSize::Size4K, false));
         assert_eq!(ram.resolve(4).unwrap().max_size, PageSize::Size4K);
-        ram.lock(3).unwrap().move_page().unwrap();
+        // SAFETY: in no memslot.
+        unsafe { ram.lock(3).unwrap().move_page() }.unwrap();
         assert_eq!(ram.resolve(3), Ok(home));
         assert_eq!([3, 4, BLOCK_PAGES].map(|page| first_word(&ram, page)), [3, 4, BLOCK_PAGES]);
         assert_eq!(ram.resolve(2 * BLOCK_PAGES + 8), Err(Unresolved::Gone));
@@ -418,7 +443,8 @@ mod tests {
         let ram = Ram::new(8, number);
         ram.frame(0).unwrap();
         let old = ram.lock(0).unwrap().frame();
-        ram.lock(0).unwrap().move_page().unwrap();
+        // SAFETY: in no memslot.
+        unsafe { ram.lock(0).unwrap().move_page() }.unwrap();
         ram.check_spare().unwrap();
         // SAFETY: a frame of the memory.
         unsafe { words(old)[7].store(1, Ordering::Relaxed) };

@@ -9,7 +9,7 @@ use crate::options::{Guest, Options};
 use crate::suite::Suite;
 use crate::x86::boot::{self, BootInfo, MAX_CPUS};
 use crate::x86::{apic, clock, cpu};
-use crate::{fail, linux, say, svm};
+use crate::{error, linux, say, svm};
 
 /// What all CPUs do, once the boot CPU has prepared it.
 type Work = dyn Fn(usize) + Send + Sync;
@@ -20,21 +20,21 @@ static WORK: Once<Box<Work>> = Once::new();
 fn set_up() {
     cpu::set_up();
     if !apic::is_there() {
-        fail!("the CPU has no x2APIC");
+        error!("the CPU has no x2APIC");
     }
     apic::enable();
     if let Err(missing) = svm::enable() {
-        fail!("{missing}");
+        error!("{missing}");
     }
     if apic::id() as usize >= MAX_CPUS {
-        fail!("a CPU has the number {}; {MAX_CPUS} are possible", apic::id());
+        error!("a CPU has the number {}; {MAX_CPUS} are possible", apic::id());
     }
 }
 
 /// The boot CPU's work: `free_bytes` of memory are free.
 pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     clock::measure();
-    let options = Options::parse(boot.command_line).unwrap_or_else(|error| fail!("{error}"));
+    let options = Options::parse(boot.command_line).unwrap_or_else(|error| error!("{error}"));
     set_up();
     let nr_helpers = match options.guest {
         Guest::Suite => 0,
@@ -43,7 +43,7 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     };
     let nr_cpus = options.nr_cpus + nr_helpers;
     if let Err(missing) = boot::start_other_cpus(nr_cpus as u32) {
-        fail!("{missing}");
+        error!("{missing}");
     }
     say!("{nr_cpus} CPUs, {} MiB free, seed {}", free_bytes >> 20, options.seed);
     let work: Box<Work> = match options.guest {

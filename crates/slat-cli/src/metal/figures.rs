@@ -49,7 +49,8 @@ fn judge(plan: &Plan, ended: &Ended) -> Judged {
         Ok(Verdict::Fail(text)) if is_control => {
             Judged::Right(format!("Verified: control {control} was noticed, as it must be: {text}."))
         }
-        Ok(Verdict::Fail(text)) => Judged::Wrong(text),
+        // Also with a control: what was left out is not why.
+        Ok(Verdict::Fail(text) | Verdict::Error(text)) => Judged::Wrong(text),
         Err(why) => Judged::Wrong(why),
     }
 }
@@ -67,9 +68,8 @@ fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
         }
     };
     match (status.code(), &ended.verdict) {
-        (Some(PASSED), Some(verdict @ Verdict::Pass(_))) | (Some(FAILED), Some(verdict @ Verdict::Fail(_))) => {
-            Ok(verdict.clone())
-        }
+        (Some(PASSED), Some(verdict @ Verdict::Pass(_)))
+        | (Some(FAILED), Some(verdict @ (Verdict::Fail(_) | Verdict::Error(_)))) => Ok(verdict.clone()),
         (Some(code), Some(verdict)) => {
             Err(format!("the verdict was \"{}\", but the emulator ended with {code}; {behind}", verdict.text()))
         }

@@ -94,7 +94,7 @@ impl Plan {
     }
 
     /// The emulator's accelerator. QEMU 10 with a thread for each CPU loses the state of a guest once
-    /// in some ten thousand exits while other CPUs change its nested page tables: VMRUN then ends with
+    /// in some hundred thousand exits while other CPUs change its nested page tables: VMRUN then ends with
     /// the host's state in the control block. The suite makes many more exits than Linux, and runs its
     /// CPUs in turns.
     pub(super) fn accelerator(&self) -> &'static str {

@@ -2,10 +2,11 @@
 //! - `say TEXT`: for people;
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units; a name that comes again has one more sample;
-//! - `verdict pass TEXT`, `verdict fail TEXT`: the last one.
+//! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong), `verdict error TEXT`
+//!   (the run could not be made): the last one.
 //!
 //! Every other line is of the emulator. A CPU that fails while another prints does not wait for it: so
-//! `verdict fail` may come in the middle of a line.
+//! these two may come in the middle of a line.
 
 use crate::quantity::Unit;
 
@@ -31,21 +32,27 @@ pub(super) enum Line {
 /// How the hypervisor judges the run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Verdict {
+    /// All that was checked was right.
     Pass(String),
+    /// A check found something wrong.
     Fail(String),
+    /// The run could not be made.
+    Error(String),
 }
 
 impl Verdict {
     pub(super) fn text(&self) -> &str {
-        let (Verdict::Pass(text) | Verdict::Fail(text)) = self;
+        let (Verdict::Pass(text) | Verdict::Fail(text) | Verdict::Error(text)) = self;
         text
     }
 }
 
 impl Line {
     pub(super) fn parse(line: &str) -> Line {
-        let failed = line.split_once("verdict fail ").map(|(_, text)| Line::Verdict(Verdict::Fail(text.to_owned())));
-        failed.or_else(|| parse(line)).unwrap_or_else(|| Line::Other(line.to_owned()))
+        let behind = |words| line.split_once(words).map(|(_, text): (_, &str)| text.to_owned());
+        let failed = behind("verdict fail ").map(Verdict::Fail);
+        let ended = failed.or_else(|| behind("verdict error ").map(Verdict::Error)).map(Line::Verdict);
+        ended.or_else(|| parse(line)).unwrap_or_else(|| Line::Other(line.to_owned()))
     }
 }
 
@@ -72,6 +79,7 @@ fn parse(line: &str) -> Option<Line> {
         "verdict" => match rest.split_once(' ').unwrap_or((rest, "")) {
             ("pass", text) => Some(Line::Verdict(Verdict::Pass(text.to_owned()))),
             ("fail", text) => Some(Line::Verdict(Verdict::Fail(text.to_owned()))),
+            ("error", text) => Some(Line::Verdict(Verdict::Error(text.to_owned()))),
             _ => None,
         },
         _ => None,
@@ -104,6 +112,8 @@ mod tests {
         assert_eq!(Line::parse("figure faults 12 1"), figure);
         assert_eq!(Line::parse("verdict pass all held"), Line::Verdict(Verdict::Pass("all held".to_owned())));
         assert_eq!(Line::parse("verdict fail"), Line::Verdict(Verdict::Fail(String::new())));
+        let error = Line::Verdict(Verdict::Error("too little memory".to_owned()));
+        assert_eq!(Line::parse("verdict error too little memory"), error);
         let fail = Line::Verdict(Verdict::Fail("page 7".to_owned()));
         assert_eq!(
             [Line::parse("verdict fail page 7"), Line::parse("say 10 opverdict fail page 7")],

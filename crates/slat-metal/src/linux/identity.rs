@@ -18,10 +18,9 @@ const X2APIC_FIRST: u32 = 0x800;
 const X2APIC_LAST: u32 = 0x83f;
 const X2APIC_ICR: u32 = 0x830;
 
-/// Those in the control block, or that only this guest uses: TSC, SYSENTER, PAT, the system-call
+/// Those in the control block, or that only this guest uses: SYSENTER, PAT, the system-call
 /// registers, FS, GS, TSC_AUX.
-const PASSED: [u32; 13] = [
-    0x10,
+const PASSED: [u32; 12] = [
     0x174,
     0x175,
     0x176,
@@ -36,9 +35,21 @@ const PASSED: [u32; 13] = [
     0xc000_0103,
 ];
 
-/// Those that can be read, and whose writes are ignored: MTRRs, APIC_BASE, and what kernels look at.
+/// The time-stamp counter: the hypervisor's clock, too, so it is not the guest's to set.
+const TSC: u32 = 0x10;
+
+/// MTRRcap, whose lowest byte is the number of variable MTRRs.
+const MTRR_CAP: u32 = 0xfe;
+
+/// Those that can be read, and whose writes are ignored: TSC, APIC_BASE, MTRRs.
 fn is_read_only(msr: u32) -> bool {
-    matches!(msr, APIC_BASE | 0xfe | 0x200..=0x20f | 0x250 | 0x258 | 0x259 | 0x268..=0x26f | 0x2ff)
+    matches!(msr, TSC | APIC_BASE | MTRR_CAP | 0x250 | 0x258 | 0x259 | 0x268..=0x26f | 0x2ff) || is_variable_mtrr(msr)
+}
+
+/// Whether the CPU has this variable MTRR.
+fn is_variable_mtrr(msr: u32) -> bool {
+    // SAFETY: each x86-64 CPU has MTRRcap.
+    (0x200..=0x2ff).contains(&msr) && u64::from(msr - 0x200) < 2 * (unsafe { Msr::new(MTRR_CAP).read() } & 0xff)
 }
 
 /// Those that are 0 whatever is written: microcode, platform, SYSCFG, HWCR, the decoder's
@@ -50,7 +61,7 @@ fn is_zero(msr: u32) -> bool {
 /// The register's value, if the guest has it.
 pub(super) fn read_msr(msr: u32) -> Option<u64> {
     match msr {
-        // SAFETY: each x86-64 CPU has them.
+        // SAFETY: each x86-64 CPU has them, variable MTRRs as far as they are counted.
         _ if is_read_only(msr) => Some(unsafe { Msr::new(msr).read() }),
         _ if is_zero(msr) => Some(0),
         _ => None,
@@ -62,10 +73,15 @@ pub(super) fn ignores_write(msr: u32) -> bool {
     is_read_only(msr) || is_zero(msr)
 }
 
-/// Ports that the guest does not have: those of the hypervisor (E9h, F4h), of PCI (CF8h to CFFh, with
-/// the reset register), and of ACPI's sleep on QEMU's machines (604h, B004h).
+/// Ports that the guest does not have: those of the hypervisor (E9h, F4h), those by which devices
+/// access memory (the DMA controllers, QEMU's configuration device at 510h, PCI at CF8h with the reset
+/// register), and those of ACPI's sleep on QEMU's machines (604h, B004h).
 fn is_own(port: u16) -> bool {
-    matches!(port, 0xe9 | 0xf4..=0xf7 | 0xcf8..=0xcff | 0x604..=0x605 | 0xb004..=0xb005)
+    matches!(
+        port,
+        0..=0xf | 0x81..=0x8f | 0xc0..=0xdf | 0xe9 | 0xf4..=0xf7 | 0x510..=0x51b | 0xcf8..=0xcff | 0x604..=0x605
+            | 0xb004..=0xb005
+    )
 }
 
 /// What the guest does without an exit.
@@ -76,6 +92,7 @@ pub(super) fn allowed() -> Allowed {
         (0..=u16::MAX).filter(|&port| is_own(port)).for_each(|port| ports.intercept(port));
         let mut msrs = MsrMap::new();
         PASSED.iter().for_each(|&msr| msrs.allow(msr));
+        msrs.allow_reads(TSC);
         for msr in X2APIC_FIRST..=X2APIC_LAST {
             if msr == X2APIC_ICR { msrs.allow_reads(msr) } else { msrs.allow(msr) }
         }
@@ -91,8 +108,8 @@ pub(super) fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     match leaf {
         // Without MONITOR, FMA, TSC deadline, XSAVE, OSXSAVE, AVX, F16C; with "under a hypervisor".
         1 => [eax, ebx, ecx & !bits(&[3, 12, 24, 26, 27, 28, 29]) | 1 << 31, edx],
-        // Without AVX2, MPX, AVX-512, and all of ECX and EDX.
-        7 => [0, ebx & !bits(&[5, 14, 16, 17, 21, 26, 27, 28, 30, 31]), 0, 0],
+        // Without TSC_ADJUST, AVX2, MPX, AVX-512, and all of ECX and EDX.
+        7 => [0, ebx & !bits(&[1, 5, 14, 16, 17, 21, 26, 27, 28, 30, 31]), 0, 0],
         // Performance counters, XSAVE.
         0xa | 0xd => [0; 4],
         // Linux keeps x2APIC mode without interrupt remapping under hypervisors that it knows.
@@ -100,8 +117,8 @@ pub(super) fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
             [0x4000_0001, u32::from_le_bytes(*b"KVMK"), u32::from_le_bytes(*b"VMKV"), u32::from_le_bytes(*b"M\0\0\0")]
         }
         0x4000_0001..=0x4fff_ffff => [0; 4],
-        // Without SVM, OSVW, IBS, XOP, SKINIT, WDT, LWP, FMA4, performance counters.
-        0x8000_0001 => [eax, ebx, ecx & !bits(&[2, 9, 10, 11, 12, 13, 15, 16, 23, 24, 28]), edx],
+        // Without SVM, OSVW, IBS, XOP, SKINIT, WDT, LWP, FMA4, performance counters, MONITORX.
+        0x8000_0001 => [eax, ebx, ecx & !bits(&[2, 9, 10, 11, 12, 13, 15, 16, 23, 24, 28, 29]), edx],
         0x8000_0008 => [eax, 0, ecx, edx],
         0x8000_000a..=0x8000_0018 | 0x8000_001b..=0x8000_001d | 0x8000_001f.. => [0; 4],
         _ => [eax, ebx, ecx, edx],

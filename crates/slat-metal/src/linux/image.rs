@@ -95,7 +95,7 @@ impl Memory<'_> {
             Some(offset) => match self.ram.frame(offset / PAGE_SIZE) {
                 // SAFETY: the page's frame; the guest does not run yet, so it does not move.
                 Some(frame) => unsafe { words(frame) },
-                None => crate::fail!("no memory for the guest at {address:#x}"),
+                None => crate::error!("no memory for the guest at {address:#x}"),
             },
         };
         for (index, &byte) in bytes.iter().enumerate() {

@@ -9,12 +9,14 @@
 //! - The firmware's memory, at its own addresses: the BIOS as read-only memory, the ACPI tables.
 //! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller in
 //!   x2APIC mode, but for the command register ([`vcpu`]).
-//! - All ports, but for those of the hypervisor's console, of the machine's end, of PCI (so no device
-//!   that could access memory by itself), and of ACPI's sleep.
+//! - All ports but those of the hypervisor's console, of the machine's end, of ACPI's sleep, and of what
+//!   could access memory by itself: PCI, the DMA controllers, QEMU's configuration device.
 //!
 //! # What a guest could harm
 //! It could stop the machine's clock and serial line, which are its own here, or keep other CPUs busy
-//! by interrupts. Memory that is not its own it reaches by none of these.
+//! by interrupts. It reaches no other memory by them.
+
+#![expect(unsafe_code, reason = "gives the guest memory and registers of the machine")]
 
 mod identity;
 mod image;
@@ -36,7 +38,7 @@ use crate::ram::{Frames, Ram};
 use crate::x86::boot::{BootInfo, RegionKind, Span};
 use crate::x86::clock;
 use crate::x86::console::{self, Verdict};
-use crate::{fail, say};
+use crate::{error, fail, say};
 use image::{Image, Memory};
 use vcpu::{GuestCpu, Startups};
 
@@ -103,41 +105,45 @@ impl Linux {
     pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
         let mut modules = boot.modules();
         let (Some(kernel), Some(initramfs)) = (modules.next(), modules.next()) else {
-            fail!("the boot loader has brought fewer modules than Linux needs: a kernel and an initramfs");
+            error!("the boot loader has brought fewer modules than Linux needs: a kernel and an initramfs");
         };
         // The guest's memory, and the copy that the dirty log keeps up.
         let needed = 2 * (options.memory_mib << 20) + OWN_BYTES;
         if free_bytes < needed {
-            fail!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
+            error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
         }
         let cpus = Cpus::new(options.control);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, Config::default());
-        let vm = Arc::new(vm.unwrap_or_else(|error| fail!("no VM: {error}")));
+        let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
         let end = options.memory_mib << 20;
         let ram = Arc::new(Ram::new((end - RAM_START.0) / PAGE_SIZE, fill_with_zeros));
         // Where guest-physical 0 would be.
-        let low = Frames::allocate(RAM_START.0 / PAGE_SIZE).unwrap_or_else(|| fail!("no memory for the guest"));
+        let low = Frames::allocate(RAM_START.0 / PAGE_SIZE).unwrap_or_else(|| error!("no memory for the guest"));
         (0..RAM_START.0 / PAGE_SIZE).for_each(|page| fill_with_zeros(page, low.words(page)));
+        // SAFETY: memory that was allocated for the guest, or the firmware's, which the image does not use.
+        let fixed = |first| unsafe { Backing::fixed(first, first, LeafAttributes::default()) };
         let mut slots = Slots { vm: &vm, next: 1 };
         let frame = |address: u64| Pfn(low.first().0 + address / PAGE_SIZE);
         let none = MemoryRegionFlags::empty();
-        slots.add(Span { start: 0, end: BIOS.start }, Backing::fixed(frame(0)), none);
-        slots.add(BIOS, Backing::fixed(Pfn(BIOS.start / PAGE_SIZE)), MemoryRegionFlags::READONLY);
-        slots.add(Span { start: BIOS.end, end: RAM_START.0 }, Backing::fixed(frame(BIOS.end)), none);
+        slots.add(Span { start: 0, end: BIOS.start }, fixed(frame(0)), none);
+        slots.add(BIOS, fixed(Pfn(BIOS.start / PAGE_SIZE)), MemoryRegionFlags::READONLY);
+        slots.add(Span { start: BIOS.end, end: RAM_START.0 }, fixed(frame(BIOS.end)), none);
         for span in firmware(boot).filter(|span| span.start >= end) {
-            slots.add(span, Backing::fixed(Pfn(span.start / PAGE_SIZE)), none);
+            slots.add(span, fixed(Pfn(span.start / PAGE_SIZE)), none);
         }
         for start in DEVICES {
             let first = Pfn(start / PAGE_SIZE);
-            let backing = Backing::Fixed { first, private: first, attributes: LeafAttributes::DEVICE };
+            // SAFETY: the registers are the guest's.
+            let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
             slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
         }
-        let nr_hot_pages = 4096.min(ram.nr_pages());
+        // From the first page on: the kernel is there.
+        let nr_hot_pages = 16384.min(ram.nr_pages());
         let operations =
             Operations::new(&vm, 0, RAM_START, &ram, nr_hot_pages, ManualProtect::Disabled, options.control)
-                .unwrap_or_else(|error| fail!("no memslot for the guest: {error}"));
+                .unwrap_or_else(|error| error!("no memslot for the guest: {error}"));
         let memory = Memory { low: &low, ram: &ram };
-        let image = Image::load(&options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| fail!("{error}"));
+        let image = Image::load(&options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| error!("{error}"));
         let startups = Startups::new(options.nr_cpus);
         Linux {
             vm,
@@ -191,7 +197,7 @@ impl Linux {
 
     /// Does operations until the guest is done.
     fn attack(&self) {
-        let mut vcpu = self.vm.create_vcpu().unwrap_or_else(|error| fail!("no vCPU: {error}"));
+        let mut vcpu = self.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         let mut rng = Rng::with_seed(self.options.seed);
         let mut nr_done = 0;
         loop {
@@ -214,6 +220,7 @@ impl Linux {
     }
 
     fn check(&self) {
+        self.operations.turn_log_on();
         self.while_paused(|| self.operations.check_copy());
         match self.cpus.nr_stale_entries() {
             0 => {}
@@ -228,7 +235,12 @@ impl Linux {
         for (operation, count) in self.operations.counts() {
             say!("{operation:?}: {count}");
         }
+        if pages == 0 || self.operations.nr_checks() == 0 {
+            fail!("nothing was verified: {pages} pages by the guest, {} copies", self.operations.nr_checks());
+        }
         console::figure("operations", nr_operations, "1");
+        console::figure("moved_pages", self.operations.nr_moved(), "1");
+        console::figure("compared_copies", self.operations.nr_checks(), "1");
         console::figure("faults", stats.faults, "1");
         console::figure("verified_pages", pages, "1");
         console::figure("rounds", rounds, "1");
@@ -273,7 +285,7 @@ impl Slots<'_> {
             userfault_bitmap: None,
         };
         if let Err(error) = self.vm.set_user_memory_region(region) {
-            fail!("no memslot for {:#x} to {:#x}: {error}", span.start, span.end);
+            error!("no memslot for {:#x} to {:#x}: {error}", span.start, span.end);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! A CPU of the Linux guest: its start, and its exits.
 
+#![expect(unsafe_code, reason = "runs a guest, and passes its interrupts on")]
+
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,7 +15,7 @@ use crate::operations::MetalVcpu;
 use crate::svm::vmcb::Segment;
 use crate::svm::{Direction, Event, Exit, VirtualCpu};
 use crate::x86::{apic, clock, console};
-use crate::{fail, say};
+use crate::{error, fail, say};
 
 /// Hypercalls of the guest's program: `rax` has the magic and the code, `rbx` and `rcx` arguments.
 const MAGIC: u64 = 0x736c_6174_0000_0000;
@@ -25,6 +27,9 @@ const FAILED: u64 = MAGIC | 3;
 /// EFER.SVME, which VMRUN requires and the guest does not see; EFER.LMA, which the CPU sets.
 const SVME: u64 = 1 << 12;
 const LMA: u64 = 1 << 10;
+
+/// An interrupt command that the guest's controller does not have.
+struct BadCommand;
 
 /// How late a page comes that the guest waits for, at most.
 const MAX_LATE_US: u64 = 300;
@@ -63,8 +68,9 @@ pub(super) struct GuestCpu {
 impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
-        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| fail!("no vCPU: {error}"));
-        let cpu = VirtualCpu::new(linux.vm.root().0, identity::allowed());
+        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
+        // SAFETY: SVM is on (`start`). The VM is the image's for ever, and has these CPUs.
+        let cpu = unsafe { VirtualCpu::new(linux.vm.root().0, identity::allowed()) };
         let presence = Presence::new(&linux.cpus, number);
         GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
     }
@@ -95,12 +101,16 @@ impl GuestCpu {
                 Exit::ReadMsr => self.read_msr(),
                 Exit::WriteMsr => self.write_msr(linux),
                 Exit::Undefined => self.cpu.inject(Event::UndefinedOpcode),
-                Exit::Port { direction, next_rip, .. } => {
-                    // Nothing is there.
-                    if direction == Direction::In {
-                        self.cpu.save().rax |= 0xffff_ffff;
-                    }
-                    self.cpu.save().rip = next_rip;
+                Exit::Port { direction, size_bytes, next_rip, .. } => {
+                    // Nothing is there: all ones. 32 bits clear the upper half of the register.
+                    let save = self.cpu.save();
+                    save.rax = match (direction, size_bytes) {
+                        (Direction::Out, _) => save.rax,
+                        (Direction::In, 1) => save.rax | 0xff,
+                        (Direction::In, 2) => save.rax | 0xffff,
+                        (Direction::In, _) => 0xffff_ffff,
+                    };
+                    save.rip = next_rip;
                 }
                 exit @ (Exit::Shutdown | Exit::Invalid | Exit::Other { .. }) => self.fail(format_args!("{exit:?}")),
             }
@@ -225,7 +235,10 @@ impl GuestCpu {
                 let save = self.cpu.save();
                 save.efer = value & !LMA | save.efer & LMA | SVME;
             }
-            apic::X2APIC_ICR => self.send_interrupt(linux, value),
+            apic::X2APIC_ICR => match self.send_interrupt(linux, value) {
+                Ok(()) => {}
+                Err(BadCommand) => return self.cpu.inject(Event::GeneralProtection),
+            },
             msr if identity::ignores_write(msr) => {}
             _ => return self.cpu.inject(Event::GeneralProtection),
         }
@@ -234,10 +247,15 @@ impl GuestCpu {
 
     /// An interrupt command of the guest. Those that would reset or start a CPU are for the vCPU;
     /// others go to the controller, whose numbers are those of the guest's CPUs.
-    fn send_interrupt(&self, linux: &Linux, command: u64) {
-        // Bits 10:8 (Intel SDM vol. 3A, 11.6.1).
+    /// A startup IPI to more than one CPU at once is ignored.
+    fn send_interrupt(&self, linux: &Linux, command: u64) -> Result<(), BadCommand> {
+        // The delivery mode, bits 10:8, and reserved bits (Intel SDM vol. 3A, 11.6.1 and 11.12.9).
         match command >> 8 & 7 {
-            // NMI: nothing in this guest needs it, and a kick is one.
+            _ if command & 0xfff3_3000 != 0 => return Err(BadCommand),
+            // SAFETY: a fixed or lowest-priority interrupt without reserved bits: it waits for its CPU
+            // to be in the guest, and is the guest's.
+            0 | 1 => unsafe { apic::write_icr(command) },
+            // NMI, which a kick is, and which nothing in this guest needs; INIT.
             4 | 5 => {}
             6 => {
                 let target = (command >> 32) as usize;
@@ -246,7 +264,8 @@ impl GuestCpu {
                     vector.store(STARTED | command & 0xff, Ordering::Release);
                 }
             }
-            _ => apic::write_icr(command),
+            _ => return Err(BadCommand),
         }
+        Ok(())
     }
 }

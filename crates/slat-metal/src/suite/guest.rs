@@ -35,7 +35,7 @@ pub enum Command {
     Planned = 1,
 }
 
-/// What the guest has to say.
+/// The guest's report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum Report {
@@ -83,6 +83,9 @@ pub struct Mailbox {
     pub page: AtomicU64,
     pub expected: AtomicU64,
     pub found: AtomicU64,
+    /// Probes that found a page, and that found none.
+    pub nr_found: AtomicU64,
+    pub nr_absent: AtomicU64,
     pub counts: [AtomicU64; MAX_PAGES],
 }
 
@@ -247,9 +250,15 @@ pub extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
                         let page = (number >> 8) % nr_probed_pages;
                         let found = probe(word(&mailbox.probed_start) + page * 4096);
                         let expected = tag(page, seed);
-                        if found != expected && found != u64::MAX {
+                        let count = if found == expected {
+                            &mailbox.nr_found
+                        } else if found == u64::MAX {
+                            &mailbox.nr_absent
+                        } else {
                             attack.fail(Report::WrongProbe, page, expected, found);
-                        }
+                            continue;
+                        };
+                        count.store(word(count) + 1, Ordering::Relaxed);
                     }
                 }
             }

@@ -6,8 +6,8 @@
 //! - Each access, by the guest ([`guest`]): no stale translation, no lost write.
 //! - Frames that were taken from the guest keep their poison ([`ram`](crate::ram)).
 //! - At checkpoints, when all CPUs are outside of the guest: a copy that the dirty log alone keeps up
-//!   equals the memory; then the guest makes planned accesses from empty tables, and A, D and the
-//!   dirty log have exactly these ([`round`]).
+//!   equals the memory; then the guest makes planned accesses from empty tables. What is mapped, A and
+//!   D (where CPUs set them) and the dirty log have exactly these ([`round`]).
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::nr_stale_entries`](crate::host::Cpus::nr_stale_entries)).
 
@@ -120,7 +120,7 @@ impl Suite {
                     nr_operations += round.nr_operations();
                     nr_accesses += round.nr_accesses();
                     *self.round.lock() = None;
-                    // The last owner: the other CPUs have come to the barrier below.
+                    // Other CPUs may still have theirs: the VM is dropped before the barrier below.
                     round.report();
                 }
             }

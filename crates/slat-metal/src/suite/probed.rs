@@ -3,6 +3,8 @@
 //!
 //! Frames that the guest must not reach have poison, which a probe would report.
 
+#![expect(unsafe_code, reason = "gives the guest frames")]
+
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,10 +17,10 @@ use slat::{GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, 
 use spin::Mutex;
 
 use super::guest;
-use crate::fail;
 use crate::host::Backing;
 use crate::operations::MetalVm;
 use crate::ram::{Frames, POISON};
+use crate::{error, fail};
 
 const SLOT: u32 = 3;
 const START: Gpa = Gpa(0xc000_0000);
@@ -42,6 +44,7 @@ enum State {
 
 /// The memslot.
 pub(super) struct Probed {
+    // Before the frames: the VM goes first.
     vm: Arc<MetalVm>,
     seed: u64,
     state: Mutex<State>,
@@ -53,7 +56,7 @@ pub(super) struct Probed {
 impl Probed {
     /// Nothing is there yet.
     pub fn new(vm: &Arc<MetalVm>, seed: u64) -> Probed {
-        let frames = || Frames::allocate(NR_PAGES).unwrap_or_else(|| fail!("no memory to probe"));
+        let frames = || Frames::allocate(NR_PAGES).unwrap_or_else(|| error!("no memory to probe"));
         let probed = Probed {
             vm: vm.clone(),
             seed,
@@ -129,11 +132,8 @@ impl Probed {
         if state != State::Pinned {
             (0..NR_PAGES).for_each(|page| guest::mark(page, self.seed, self.shared.words(page)));
         }
-        let backing = Backing::Fixed {
-            first: self.shared.first(),
-            private: self.private.first(),
-            attributes: LeafAttributes::default(),
-        };
+        // SAFETY: frames that this value has for the guest. It lives as long as the VM.
+        let backing = unsafe { Backing::fixed(self.shared.first(), self.private.first(), LeafAttributes::default()) };
         self.set(MemoryRegion { backing: Some(backing), ..self.region(flags, START, NR_PAGES) });
         state
     }

@@ -9,6 +9,7 @@ use core::alloc::Layout;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use fastrand::Rng;
+use slat::format::LeafAttributes;
 use slat::tables::AccessTracking;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm};
 use spin::Barrier;
@@ -21,7 +22,7 @@ use crate::operations::{MetalVm, Operations};
 use crate::options::Options;
 use crate::ram::Ram;
 use crate::x86::boot;
-use crate::{fail, say};
+use crate::{error, fail, say};
 
 /// Pages under attack: 12 MiB, so that blocks of both kinds are there, and one that is not whole.
 const NR_PAGES: u64 = 3072 - 16;
@@ -66,7 +67,7 @@ impl Private {
         // SAFETY: the layout has a size.
         let block = unsafe { alloc::alloc::alloc_zeroed(Private::LAYOUT) };
         if block.is_null() {
-            fail!("no memory for the vCPUs");
+            error!("no memory for the vCPUs");
         }
         let gpa = Gpa(PRIVATE_START.0 + cpu as u64 * PRIVATE_BYTES);
         let private = Private { address: block.addr() as u64, gpa };
@@ -80,6 +81,7 @@ impl Private {
     }
 
     fn word(&self, offset: u64) -> &AtomicU64 {
+        assert!(offset < PRIVATE_BYTES && offset.is_multiple_of(8), "no word at {offset:#x}");
         // SAFETY: an aligned word of the block, which lives as long as this.
         unsafe { &*((self.address + offset) as *const AtomicU64) }
     }
@@ -105,11 +107,11 @@ impl Drop for Private {
 
 /// A round.
 pub(super) struct Round {
-    // Dropped before the memory that its memslots have.
     pub vm: Arc<MetalVm>,
     pub operations: Operations,
     pub probed: Probed,
     pub cpus: Arc<Cpus>,
+    // Last but for plain values: the VM, which the fields above have, goes before the memory.
     privates: Vec<Private>,
     options: Options,
     tracks_by_bits: TracksByBits,
@@ -136,7 +138,7 @@ impl Round {
         let seed = options.seed.wrapping_add(number << 16);
         SEED.store(seed, Ordering::Relaxed);
         let cpus = Cpus::new(options.control);
-        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| fail!("no VM: {error}"));
+        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));
         let vm = Arc::new(vm);
         let ram = Arc::new(Ram::new(NR_PAGES, fill));
         let privates: Vec<_> = (0..options.nr_cpus).map(Private::new).collect();
@@ -160,14 +162,16 @@ impl Round {
             .map(|private| (private.gpa, PRIVATE_BYTES, Pfn(private.address / PAGE_SIZE), MemoryRegionFlags::empty()));
         // Private memory is one memslot for each vCPU; the numbers from 16 on are theirs.
         for (index, (guest_phys_addr, memory_size, first, flags)) in [image].into_iter().chain(private).enumerate() {
+            // SAFETY: the image's text, which the guest may only read, and private memory, which goes
+            // after the VM.
             let slot = if index == 0 { IMAGE_SLOT } else { PRIVATE_SLOT + 15 + index as u32 };
-            let backing = Some(Backing::fixed(first));
+            let backing = Some(unsafe { Backing::fixed(first, first, LeafAttributes::default()) });
             let region = MemoryRegion { slot, flags, guest_phys_addr, memory_size, backing, userfault_bitmap: None };
-            vm.set_user_memory_region(region).unwrap_or_else(|error| fail!("no memslot {slot}: {error}"));
+            vm.set_user_memory_region(region).unwrap_or_else(|error| error!("no memslot {slot}: {error}"));
         }
         let hot = guest::NR_HOT_PAGES;
         let operations = Operations::new(&vm, ATTACKED_SLOT, START, &ram, hot, config.manual_protect, options.control)
-            .unwrap_or_else(|error| fail!("no memslot {ATTACKED_SLOT}: {error}"));
+            .unwrap_or_else(|error| error!("no memslot {ATTACKED_SLOT}: {error}"));
         let probed = Probed::new(&vm, seed);
         let tracks_by_bits =
             if config.access_tracking == AccessTracking::AccessedBit { TracksByBits::Yes } else { TracksByBits::No };
@@ -196,11 +200,11 @@ impl Round {
         let mailbox = private.mailbox();
         let mut stretches = Box::new(Stretches::new(self, private, cpu));
         let mut rng = Rng::with_seed(guest::mix(self.options.seed ^ cpu as u64));
-        let share = self.options.nr_operations / super::WAYS.len() as u64 / self.options.nr_cpus as u64;
-        let nr_checkpoints = share.div_ceil(STRETCHES).max(1);
-        for checkpoint in 1..=nr_checkpoints {
+        let nr_shares = super::WAYS.len() as u64 * self.options.nr_cpus as u64;
+        let share = self.options.nr_operations.div_ceil(nr_shares).max(1);
+        for checkpoint in 1..=share.div_ceil(STRETCHES) {
             mailbox.command.store(Command::Random as u64, Ordering::Relaxed);
-            for _ in 0..STRETCHES.min(share) {
+            for _ in 0..STRETCHES.min(share - (checkpoint - 1) * STRETCHES) {
                 let nr_steps = if rng.u8(0..32) == 0 { MANY_STEPS } else { STEPS };
                 mailbox.nr_steps.store(nr_steps, Ordering::Relaxed);
                 self.nr_accesses.fetch_add(nr_steps, Ordering::Relaxed);
@@ -232,6 +236,8 @@ impl Round {
     /// All CPUs are outside of the guest: the log must have all, and then nothing is mapped.
     fn begin_checkpoint(&self) {
         self.operations.check_copy();
+        // For the planned accesses.
+        self.operations.turn_log_on();
         self.operations.unmap_all();
         match self.cpus.nr_stale_entries() {
             0 => {}
@@ -242,13 +248,13 @@ impl Round {
     /// The guest has made the accesses of checkpoint `number`: A, D and the log must say so.
     fn end_checkpoint(&self, number: u64) {
         let nr_pages = self.operations.ram().nr_pages();
-        if self.tracks_by_bits == TracksByBits::Yes {
-            (0..nr_pages).for_each(|page| self.check_bits(page, number));
-        }
+        (0..nr_pages).for_each(|page| self.check_leaf(page, number));
         self.operations.check_exact(|page| guest::planned(page, number) == Planned::Write);
     }
 
-    fn check_bits(&self, page: u64, number: u64) {
+    /// The page is mapped if it was accessed, to its frame; A and D of the leaf are right, where CPUs
+    /// set them.
+    fn check_leaf(&self, page: u64, number: u64) {
         let gpa = self.operations.gpa(page);
         let found = self.vm.translate(gpa).unwrap_or_else(|error| fail!("no translation of {gpa}: {error}"));
         let planned = guest::planned(page, number);
@@ -258,6 +264,13 @@ impl Round {
             }
             return;
         };
+        let frame = self.operations.ram().frame(page);
+        if frame != Some(found.pfn) {
+            fail!("page {page} is mapped to frame {}, and is in frame {frame:?}", found.pfn);
+        }
+        if self.tracks_by_bits == TracksByBits::No {
+            return;
+        }
         // A and D are the leaf's.
         let pages = match found.size {
             PageSize::Size4K => page..page + 1,
@@ -280,11 +293,25 @@ impl Round {
     /// Says how much was done.
     pub fn report(&self) {
         for (operation, count) in self.operations.counts() {
-            if count == 0 && self.options.nr_operations >= 40_000 {
+            if count == 0 && self.options.nr_operations >= 20_000 {
                 fail!("{operation:?} was never done");
             }
         }
-        let stats = self.vm.stats();
-        say!("  {} operations, {} accesses, {} faults", self.nr_operations(), self.nr_accesses(), stats.faults);
+        let probes = |count: fn(&Mailbox) -> &AtomicU64| {
+            self.privates.iter().map(|private| count(private.mailbox()).load(Ordering::Relaxed)).sum::<u64>()
+        };
+        let (nr_found, nr_absent) = (probes(|of| &of.nr_found), probes(|of| &of.nr_absent));
+        if (nr_found == 0 || nr_absent == 0) && self.options.nr_operations >= 20_000 {
+            fail!("of the probes {nr_found} found a page and {nr_absent} none: one of both never happened");
+        }
+        let faults = self.vm.stats().faults;
+        let (nr_moved, nr_checks) = (self.operations.nr_moved(), self.operations.nr_checks());
+        say!(
+            "  {} operations, {} accesses, {faults} faults, {nr_moved} pages moved, {nr_checks} copies compared, \
+             {nr_found} of {} probes found a page",
+            self.nr_operations(),
+            self.nr_accesses(),
+            nr_found + nr_absent
+        );
     }
 }

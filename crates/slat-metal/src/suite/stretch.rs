@@ -1,23 +1,26 @@
 //! A vCPU of the suite, and its stretches in the guest.
 
+#![expect(unsafe_code, reason = "runs a guest")]
+
 use slat::{Exit as FaultExit, Gpa, Outcome};
 
 use super::guest::{PROBE_BYTES, Report, guest_main};
 use super::probed::Probed;
 use super::round::{Private, Round};
-use crate::fail;
 use crate::host::Presence;
 use crate::operations::MetalVcpu;
 use crate::svm::vmcb::{MsrMap, PortMap, Segment};
 use crate::svm::{Allowed, Exit, VirtualCpu};
+use crate::{error, fail};
 
 /// Exits of one stretch, at most: a guest that faults for ever makes no progress.
 const MAX_EXITS: u64 = 1_000_000;
 
 /// A vCPU and its CPU.
 pub(super) struct Stretches {
-    vcpu: MetalVcpu,
+    // Before the vCPU, which keeps the VM.
     cpu: VirtualCpu,
+    vcpu: MetalVcpu,
     presence: Presence,
     number: usize,
 }
@@ -35,8 +38,9 @@ fn allowed() -> Allowed {
 impl Stretches {
     /// The vCPU of `private`, on the calling CPU, which is number `number`.
     pub fn new(round: &Round, private: &Private, number: usize) -> Stretches {
-        let vcpu = round.vm.create_vcpu().unwrap_or_else(|error| fail!("no vCPU: {error}"));
-        let mut cpu = VirtualCpu::new(round.vm.root().0, allowed());
+        let vcpu = round.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
+        // SAFETY: SVM is on (`start`). The vCPU keeps the VM, which has these CPUs.
+        let mut cpu = unsafe { VirtualCpu::new(round.vm.root().0, allowed()) };
         let (mailbox, stack_end) = private.guest_addresses();
         // 64-bit mode (AMD APM vol. 2, 4.8 "Long-Mode Segment Descriptors"; 15.5.1).
         let segment = |attributes| Segment { selector: 8, attributes, limit: u32::MAX, base: 0 };

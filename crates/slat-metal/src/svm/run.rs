@@ -13,6 +13,7 @@
 #![expect(unsafe_code, reason = "enters a guest")]
 
 use alloc::boxed::Box;
+use core::marker::PhantomData;
 use core::mem::offset_of;
 
 use slat::{Access, Gpa};
@@ -107,6 +108,8 @@ pub enum Exit {
         port: u16,
         /// Read or written.
         direction: Direction,
+        /// Bytes.
+        size_bytes: u8,
         /// The address of the next instruction.
         next_rip: u64,
     },
@@ -128,8 +131,6 @@ pub enum Event {
     UndefinedOpcode,
     /// #GP(0).
     GeneralProtection,
-    /// A non-maskable interrupt.
-    Nmi,
 }
 
 impl Event {
@@ -138,7 +139,6 @@ impl Event {
         match self {
             Event::UndefinedOpcode => VALID | EXCEPTION | 6,
             Event::GeneralProtection => VALID | 1 << 11 | EXCEPTION | 13,
-            Event::Nmi => VALID | 2 << 8 | 2,
         }
     }
 }
@@ -174,6 +174,8 @@ pub struct Allowed {
 pub struct VirtualCpu {
     vmcb: Box<Vmcb>,
     host: Box<Vmcb>,
+    /// `host` has the state of one CPU.
+    _stays_on_its_cpu: PhantomData<*mut ()>,
     /// The registers that are not in [`save`](VirtualCpu::save).
     pub registers: Box<Registers>,
 }
@@ -181,7 +183,11 @@ pub struct VirtualCpu {
 impl VirtualCpu {
     /// One on the nested page tables at `nested_cr3`, in the state of after INIT but for what the
     /// caller sets. It belongs to the calling CPU.
-    pub fn new(nested_cr3: u64, allowed: Allowed) -> VirtualCpu {
+    ///
+    /// # Safety
+    /// SVM is on, on the calling CPU. `nested_cr3` is the root of a VM that outlives this, and whose
+    /// host flushes the [`Cpus`](crate::host::Cpus) of each [`Presence`] that it runs with.
+    pub unsafe fn new(nested_cr3: u64, allowed: Allowed) -> VirtualCpu {
         let mut vmcb = Vmcb::new();
         let control = &mut vmcb.control;
         control.intercepts = Intercepts::all().bits();
@@ -194,9 +200,9 @@ impl VirtualCpu {
         // The power-on value of PAT (APM vol. 2, 7.8.2).
         vmcb.save.g_pat = 0x0007_0406_0007_0406;
         let host = Vmcb::new();
-        // SAFETY: the block is the host's, and SVM is on.
+        // SAFETY: the block is the host's, and SVM is on, as the caller promises.
         unsafe { core::arch::asm!("vmsave rax", in("rax") host.address(), options(nostack, preserves_flags)) };
-        VirtualCpu { vmcb, host, registers: Box::new(Registers::new()) }
+        VirtualCpu { vmcb, host, _stays_on_its_cpu: PhantomData, registers: Box::new(Registers::new()) }
     }
 
     /// The registers in the control block.
@@ -222,9 +228,13 @@ impl VirtualCpu {
             Flush::None => TlbControl::None,
             Flush::All => TlbControl::FlushAll,
         } as u32;
-        // SAFETY: both blocks are this CPU's; the guest reaches memory by its page tables alone.
+        // SAFETY: both blocks are this CPU's; the guest reaches memory by its page tables alone, of
+        // which `new` has the promise.
         unsafe { enter(self.vmcb.address(), self.host.address(), &raw mut *self.registers) };
-        presence.leave();
+        // What the block has asked for, and not what it should have.
+        let flushed =
+            if self.vmcb.control.tlb_control == TlbControl::FlushAll as u32 { Flush::All } else { Flush::None };
+        presence.leave(flushed);
         // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
         unsafe { core::arch::asm!("stgi", options(nostack)) };
         let control = &mut self.vmcb.control;
@@ -241,6 +251,8 @@ impl VirtualCpu {
             0x7b => Exit::Port {
                 port: (control.exit_info_1 >> 16) as u16,
                 direction: if control.exit_info_1 & 1 != 0 { Direction::In } else { Direction::Out },
+                // Bits 6:4, one for each size (15.10.2).
+                size_bytes: (control.exit_info_1 >> 4 & 7) as u8,
                 next_rip: control.exit_info_2,
             },
             0x7c if control.exit_info_1 == 0 => Exit::ReadMsr,

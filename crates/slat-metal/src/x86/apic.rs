@@ -67,21 +67,30 @@ pub fn id() -> u32 {
 }
 
 /// Writes `command` to the command register of the calling CPU.
-pub fn write_icr(command: u64) {
+///
+/// # Safety
+/// The CPUs that get the interrupt have a handler for it, and memory that may be executed where a
+/// startup sends them. No reserved bit is set.
+pub unsafe fn write_icr(command: u64) {
     // The write does not wait for earlier stores (SDM vol. 3A, 11.12.3): hence the fences.
-    // SAFETY: what the interrupt does is the caller's; no memory is written.
+    // SAFETY: as the caller promises.
     unsafe {
         core::arch::asm!("mfence", "lfence", options(nostack, preserves_flags));
         Msr::new(X2APIC_ICR).write(command);
     }
 }
 
-/// Interrupts the CPU whose controller has the number `id`.
-pub fn send(id: u32, delivery: Delivery) {
-    write_icr(u64::from(id) << 32 | delivery.bits());
+/// Makes the CPU whose controller has the number `id` leave its guest, by an NMI.
+pub fn kick(id: u32) {
+    // SAFETY: each CPU that has run a guest has a handler for NMIs.
+    unsafe { write_icr(u64::from(id) << 32 | Delivery::Nmi.bits()) };
 }
 
 /// Interrupts all other CPUs (destination shorthand 3, bits 19:18).
-pub fn send_to_others(delivery: Delivery) {
-    write_icr(3 << 18 | delivery.bits());
+///
+/// # Safety
+/// As for [`write_icr`].
+pub unsafe fn send_to_others(delivery: Delivery) {
+    // SAFETY: as the caller promises.
+    unsafe { write_icr(3 << 18 | delivery.bits()) };
 }

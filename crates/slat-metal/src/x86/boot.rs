@@ -15,7 +15,7 @@ use super::clock;
 /// CPUs that the image has stacks for.
 pub const MAX_CPUS: usize = 8;
 
-/// The stack of a CPU.
+/// The stack of a CPU. There is no guard page: an overflow would reach the page tables.
 const STACK_BYTES: usize = 1 << 16;
 
 /// Where the startup IPI sends a CPU: a page below 1 MiB that the memory map has as free.
@@ -184,7 +184,7 @@ impl BootInfo {
 
 /// The same text: the boot loader's memory is never written.
 fn forever(text: &str) -> &'static str {
-    // SAFETY: the text is in memory of the boot loader, which `usable` leaves out.
+    // SAFETY: the text is in memory of the boot loader, which `Memory::add` leaves out.
     unsafe { &*core::ptr::from_ref(text) }
 }
 
@@ -220,10 +220,12 @@ pub fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
     let length = (&raw const trampoline_end).addr() - code.addr();
     // SAFETY: the page is free in each PC's memory map, and the allocator does not have it.
     unsafe { core::ptr::copy_nonoverlapping(code, TRAMPOLINE as *mut u8, length) };
-    apic::send_to_others(Delivery::Init);
+    // SAFETY: the other CPUs have not started.
+    unsafe { apic::send_to_others(Delivery::Init) };
     clock::wait_us(10_000);
     for _ in 0..2 {
-        apic::send_to_others(Delivery::Startup { vector: (TRAMPOLINE >> 12) as u8 });
+        // SAFETY: the trampoline is there.
+        unsafe { apic::send_to_others(Delivery::Startup { vector: (TRAMPOLINE >> 12) as u8 }) };
         clock::wait_us(200);
     }
     for _ in 0..START_MS {

@@ -5,7 +5,8 @@
 //! - `say TEXT`: for a person;
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units;
-//! - `verdict pass TEXT` or `verdict fail TEXT`: the last one.
+//! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong) or `verdict error TEXT`
+//!   (the run could not be made): the last one.
 
 #![expect(unsafe_code, reason = "writes to ports")]
 
@@ -75,8 +76,10 @@ pub fn figures() {
 pub enum Verdict {
     /// All that was checked was right.
     Pass,
-    /// Something was wrong.
+    /// A check found something wrong.
     Fail,
+    /// The run could not be made, or the hypervisor itself failed.
+    Error,
 }
 
 /// Prints the verdict and ends the machine.
@@ -84,6 +87,7 @@ pub fn end(verdict: Verdict, text: fmt::Arguments<'_>) -> ! {
     let (word, code) = match verdict {
         Verdict::Pass => ("pass", PASSED),
         Verdict::Fail => ("fail", FAILED),
+        Verdict::Error => ("error", FAILED),
     };
     // Kept locked: nothing follows the verdict. A CPU that fails while it prints would wait for ever,
     // so after a while the verdict comes in the middle of a line.
@@ -98,7 +102,15 @@ pub fn end(verdict: Verdict, text: fmt::Arguments<'_>) -> ! {
     }
 }
 
-/// Ends the machine: something was wrong.
+/// Ends the machine: the run cannot be made.
+#[macro_export]
+macro_rules! error {
+    ($($text:tt)*) => {
+        $crate::x86::console::end($crate::x86::console::Verdict::Error, format_args!($($text)*))
+    };
+}
+
+/// Ends the machine: a check found something wrong.
 #[macro_export]
 macro_rules! fail {
     ($($text:tt)*) => {

@@ -84,7 +84,7 @@ struct Frame {
 extern "C" fn exception_main(frame: &Frame) -> ! {
     let Frame { vector, error, rip, rsp, .. } = frame;
     let cr2 = Cr2::read_raw();
-    crate::fail!("exception {vector} of the hypervisor at {rip:#x}, error {error:#x}, rsp {rsp:#x}, cr2 {cr2:#x}")
+    crate::error!("exception {vector} of the hypervisor at {rip:#x}, error {error:#x}, rsp {rsp:#x}, cr2 {cr2:#x}")
 }
 
 fn idt() -> &'static InterruptDescriptorTable {

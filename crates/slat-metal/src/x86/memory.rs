@@ -42,7 +42,8 @@ impl Memory {
                 let start = module.bytes.as_ptr().addr() as u64;
                 Span { start, end: (start + module.bytes.len() as u64).next_multiple_of(4096) }
             });
-            self.add_span(span, used.chain([image(), loader_data(boot)]));
+            let texts = boot.modules().map(|module| page_of(module.text));
+            self.add_span(span, used.chain(texts).chain([image(), page_of(boot.command_line)]));
         }
     }
 
@@ -72,10 +73,10 @@ impl Default for Memory {
     }
 }
 
-/// The page of the command line: loaders put it, with their other data, just behind the modules.
-fn loader_data(boot: &BootInfo) -> Span {
-    let start = boot.command_line.as_ptr().addr() as u64 & !0xfff;
-    Span { start, end: start + 0x2000 }
+/// The pages of a text: loaders put texts behind the image.
+fn page_of(text: &str) -> Span {
+    let start = text.as_ptr().addr() as u64;
+    Span { start: start & !0xfff, end: (start + text.len() as u64 + 1).next_multiple_of(0x1000) }
 }
 
 // SAFETY: the heap returns blocks of the layout that nothing else uses, or nothing.
