@@ -8,7 +8,7 @@
 //!   and moves ([`Operations`]).
 //! - The firmware's memory, at its own addresses: the BIOS as read-only memory, the ACPI tables.
 //! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller in
-//!   x2APIC mode, but for the command register ([`vcpu`]).
+//!   x2APIC mode, but for the command register (`vcpu`).
 //! - All ports but those of the hypervisor's console, of the machine's end, of ACPI's sleep, and of what
 //!   could access memory by itself: PCI, the DMA controllers, QEMU's configuration device.
 //!

@@ -199,6 +199,8 @@ impl GuestCpu {
             }
             ROUND => say!("the guest has done round {rbx}, and verified {rcx} pages"),
             DONE => *linux.stage.lock() = Stage::Done { rounds: rbx, pages: rcx },
+            // Without a page: the process itself.
+            FAILED if (rbx, rcx) == (0, 0) => fail!("the guest's first process failed; its last line says why"),
             FAILED => fail!("the guest found another content at its address {rbx:#x}, page {rcx}"),
             // Linux asks KVM nothing: it was offered no feature.
             _ => save.rax = u64::MAX,

@@ -141,7 +141,7 @@ pub fn mark(page: u64, seed: u64, words: &[AtomicU64]) {
     }
 }
 
-/// Bytes of the instruction of [`probe`], which the hypervisor skips where nothing is mapped.
+/// Bytes of the instruction of `probe`, which the hypervisor skips where nothing is mapped.
 pub const PROBE_BYTES: u64 = 3;
 
 /// Reads the word at `address`, where perhaps nothing is mapped: then the hypervisor returns ones.

@@ -7,7 +7,7 @@
 //! - Frames that were taken from the guest keep their poison ([`ram`](crate::ram)).
 //! - At checkpoints, when all CPUs are outside of the guest: a copy that the dirty log alone keeps up
 //!   equals the memory; then the guest makes planned accesses from empty tables. What is mapped, A and
-//!   D (where CPUs set them) and the dirty log have exactly these ([`round`]).
+//!   D (where CPUs set them) and the dirty log have exactly these (`round`).
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::nr_stale_entries`](crate::host::Cpus::nr_stale_entries)).
 
