@@ -8,12 +8,14 @@
 //! Each CPU has a [`Presence`]: 0 while it is outside of the guest, else the number of the last
 //! flush that it had executed when it entered. A flush
 //! 1. takes the next number,
-//! 2. kicks the CPUs in the guest that entered with a smaller one, by an NMI,
+//! 2. kicks the CPUs in the guest that entered with a smaller one, by an interrupt,
 //! 3. waits until these have left.
 //!
-//! A CPU that enters stores its number and then reads the number of flushes. If they differ, VMRUN
-//! flushes. A flush waits for no CPU outside of the guest. A CPU inside leaves at the NMI, whatever
-//! the guest does.
+//! A CPU that enters stores its number and then reads the number of flushes. If they differ, the
+//! entry flushes: by VMRUN itself, or by INVEPT. A flush waits for no CPU outside of the guest. A CPU
+//! inside leaves at the interrupt, whatever the guest does. An interrupt that comes after the number
+//! is stored is kept until the CPU is in the guest
+//! ([`VirtualCpu::KICK`](crate::virtual_cpu::VirtualCpu::KICK)).
 //!
 //! A CPU runs one VM, from the creation of its [`Presence`] on. A hypervisor that switches VMs gives
 //! each an ASID of its own, or forgets what the CPU has executed when it changes VMs.
@@ -36,7 +38,7 @@ use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Host, Hpa, PageSize, Pfn};
 
 use crate::ram::Ram;
-use crate::x86::apic;
+use crate::x86::apic::{self, Kick};
 use crate::x86::boot::MAX_CPUS;
 use crate::x86::clock;
 
@@ -56,7 +58,7 @@ pub enum Control {
     CopyBeforeLog,
 }
 
-/// What VMRUN has to flush.
+/// What an entry has to flush.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Flush {
     /// Nothing.
@@ -86,16 +88,18 @@ pub struct Cpus {
     entered: [Entered; MAX_CPUS],
     nr_stale_entries: AtomicU64,
     control: Control,
+    kick: Kick,
 }
 
 impl Cpus {
-    /// CPUs that are all outside of the guest.
-    pub fn new(control: Control) -> Arc<Cpus> {
+    /// CPUs that are all outside of the guest, and that `kick` makes leave it.
+    pub fn new(control: Control, kick: Kick) -> Arc<Cpus> {
         Arc::new(Cpus {
             flushes: AtomicU64::new(1),
             entered: Default::default(),
             nr_stale_entries: AtomicU64::new(0),
             control,
+            kick,
         })
     }
 
@@ -107,7 +111,7 @@ impl Cpus {
     /// Makes all CPUs leave the guest that are there now, without a flush.
     pub fn kick_all(&self) {
         for cpu in self.entered.iter().filter(|cpu| cpu.flushes.load(Ordering::SeqCst) != 0) {
-            apic::kick(cpu.apic_id.load(Ordering::Relaxed));
+            apic::kick(cpu.apic_id.load(Ordering::Relaxed), self.kick);
         }
     }
 
@@ -124,7 +128,7 @@ impl Cpus {
         let is_old = |cpu: &&Entered| (1..flushes).contains(&cpu.flushes.load(Ordering::SeqCst));
         for cpu in self.entered.iter().filter(is_old) {
             // Relaxed: written before the CPU first entered.
-            apic::kick(cpu.apic_id.load(Ordering::Relaxed));
+            apic::kick(cpu.apic_id.load(Ordering::Relaxed), self.kick);
         }
         // Acquire is part of SeqCst: what the guest wrote before it left is visible now.
         while self.entered.iter().any(|cpu| is_old(&cpu)) {
@@ -147,8 +151,8 @@ impl Presence {
         Presence { cpus: cpus.clone(), cpu }
     }
 
-    /// The CPU enters the guest next. Returns what the entry must flush. The caller has cleared the
-    /// global interrupt flag.
+    /// The CPU enters the guest next. Returns what the entry must flush. From here on until the guest
+    /// is entered a kick is kept.
     pub fn enter(&self) -> Flush {
         let Cpus { flushes, entered, control, .. } = &*self.cpus;
         let cpu = &entered[self.cpu];

@@ -9,7 +9,7 @@
 //!
 //! # The parts
 //! - [`x86`]: the machine: start, descriptor tables, interrupts, clock, memory, console.
-//! - [`svm`]: a virtual CPU by AMD's virtualization.
+//! - [`virtual_cpu`]: a CPU that runs a guest. [`svm`]: by AMD's virtualization; [`vmx`]: by Intel's.
 //! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move.
 //! - [`operations`]: what is done to that memory while guests run.
 //! - [`suite`] and [`linux`]: the two guests.
@@ -28,4 +28,6 @@ pub mod ram;
 pub mod start;
 pub mod suite;
 pub mod svm;
+pub mod virtual_cpu;
+pub mod vmx;
 pub mod x86;

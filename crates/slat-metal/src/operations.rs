@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use fastrand::Rng;
 use slat::dirty::ManualProtect;
 use slat::error::SlotError;
-use slat::format::Npt;
+use slat::format::Format;
 use slat::slots::UserfaultBitmap;
 use slat::{Access, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
 use spin::Mutex;
@@ -25,9 +25,9 @@ use crate::host::{Backing, Control, MetalHost};
 use crate::ram::{MoveError, Ram, copy_words};
 
 /// A VM of this hypervisor.
-pub type MetalVm = Vm<MetalHost, Npt>;
+pub type MetalVm<F> = Vm<MetalHost, F>;
 /// A vCPU of it.
-pub type MetalVcpu = Vcpu<MetalHost, Npt>;
+pub type MetalVcpu<F> = Vcpu<MetalHost, F>;
 
 /// Pages of a block of the copy.
 const COPY_PAGES: usize = 512;
@@ -92,8 +92,8 @@ struct DirtyCopy {
 }
 
 /// The memslot, and what is done to it.
-pub struct Operations {
-    vm: Arc<MetalVm>,
+pub struct Operations<F: Format> {
+    vm: Arc<MetalVm<F>>,
     slot: u32,
     start: Gpa,
     ram: Arc<Ram>,
@@ -113,20 +113,20 @@ fn zeros(nr_words: usize) -> Box<[AtomicU64]> {
     (0..nr_words).map(|_| AtomicU64::new(0)).collect()
 }
 
-impl Operations {
+impl<F: Format> Operations<F> {
     /// Creates memslot `slot` of `ram` at `start`, without any page mapped.
     ///
     /// # Errors
     /// Those of [`Vm::set_user_memory_region`].
     pub fn new(
-        vm: &Arc<MetalVm>,
+        vm: &Arc<MetalVm<F>>,
         slot: u32,
         start: Gpa,
         ram: &Arc<Ram>,
         nr_hot_pages: u64,
         manual_protect: ManualProtect,
         control: Control,
-    ) -> Result<Operations, SlotError> {
+    ) -> Result<Operations<F>, SlotError> {
         let nr_words = ram.nr_pages().div_ceil(64) as usize;
         let operations = Operations {
             vm: vm.clone(),
@@ -203,7 +203,7 @@ impl Operations {
     }
 
     /// Does an operation at random. `vcpu` is the calling CPU's.
-    pub fn one(&self, rng: &mut Rng, vcpu: &mut MetalVcpu) {
+    pub fn one(&self, rng: &mut Rng, vcpu: &mut MetalVcpu<F>) {
         let mut choice = rng.u64(0..OPERATIONS.iter().map(|&(_, share)| share).sum());
         let mut index = 0;
         while choice >= OPERATIONS[index].1 {
@@ -365,7 +365,7 @@ impl Operations {
         self.withheld.words()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Release);
     }
 
-    fn prefault(&self, vcpu: &mut MetalVcpu, first: u64, nr_pages: u64, rng: &mut Rng) {
+    fn prefault(&self, vcpu: &mut MetalVcpu<F>, first: u64, nr_pages: u64, rng: &mut Rng) {
         let access = if rng.bool() { Access::Read } else { Access::Write };
         // It stops at a page that is withheld, or being invalidated.
         let _ = vcpu.pre_fault_memory(self.gpa(first), nr_pages * PAGE_SIZE, access);

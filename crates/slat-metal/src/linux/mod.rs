@@ -27,7 +27,7 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use fastrand::Rng;
 use slat::dirty::ManualProtect;
-use slat::format::LeafAttributes;
+use slat::format::{LeafAttributes, Npt};
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Pfn, Vm};
 use spin::Mutex;
 
@@ -35,6 +35,8 @@ use crate::host::{Backing, Control, Cpus, MetalHost};
 use crate::operations::{MetalVm, Operations};
 use crate::options::Options;
 use crate::ram::{Frames, Ram};
+use crate::svm::SvmCpu;
+use crate::virtual_cpu::VirtualCpu;
 use crate::x86::boot::{BootInfo, RegionKind, Span};
 use crate::x86::clock;
 use crate::x86::console::{self, Verdict};
@@ -79,9 +81,9 @@ enum Stage {
 
 /// The run.
 pub struct Linux {
-    vm: Arc<MetalVm>,
+    vm: Arc<MetalVm<Npt>>,
     cpus: Arc<Cpus>,
-    operations: Operations,
+    operations: Operations<Npt>,
     image: Image,
     startups: Startups,
     options: Options,
@@ -112,7 +114,7 @@ impl Linux {
         if free_bytes < needed {
             error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
         }
-        let cpus = Cpus::new(options.control);
+        let cpus = Cpus::new(options.control, SvmCpu::KICK);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, Config::default());
         let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
         let end = options.memory_mib << 20;
@@ -268,7 +270,7 @@ fn firmware(boot: &BootInfo) -> impl Iterator<Item = Span> + '_ {
 
 /// Memslots with memory that stays.
 struct Slots<'v> {
-    vm: &'v MetalVm,
+    vm: &'v MetalVm<Npt>,
     next: u32,
 }
 

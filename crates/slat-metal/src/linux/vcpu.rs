@@ -6,6 +6,7 @@ use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use fastrand::Rng;
+use slat::format::Npt;
 use slat::{Exit as FaultExit, Outcome};
 
 use super::identity::{self, EFER};
@@ -13,7 +14,8 @@ use super::{Linux, Stage};
 use crate::host::Presence;
 use crate::operations::MetalVcpu;
 use crate::svm::vmcb::Segment;
-use crate::svm::{Direction, Event, Exit, VirtualCpu};
+use crate::svm::{Event, SvmCpu};
+use crate::virtual_cpu::{Direction, Exit, Hypercall, VirtualCpu};
 use crate::x86::{apic, clock, console};
 use crate::{error, fail, say};
 
@@ -58,8 +60,8 @@ impl Startups {
 
 /// A vCPU and its CPU.
 pub(super) struct GuestCpu {
-    vcpu: MetalVcpu,
-    cpu: VirtualCpu,
+    vcpu: MetalVcpu<Npt>,
+    cpu: SvmCpu,
     presence: Presence,
     number: usize,
     rng: Rng,
@@ -70,7 +72,7 @@ impl GuestCpu {
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
         let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         // SAFETY: SVM is on (`start`). The VM is the image's for ever, and has these CPUs.
-        let cpu = unsafe { VirtualCpu::new(linux.vm.root().0, identity::allowed()) };
+        let cpu = unsafe { SvmCpu::with_allowed(linux.vm.root(), identity::allowed()) };
         let presence = Presence::new(&linux.cpus, number);
         GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
     }
@@ -87,7 +89,7 @@ impl GuestCpu {
             linux.pause_point();
             match self.cpu.run(&self.presence) {
                 Exit::Kick => {}
-                Exit::NestedPageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
+                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
                     Ok(Outcome::Resume) => {}
                     Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {
                         clock::wait_us(self.rng.u64(0..MAX_LATE_US));
@@ -112,7 +114,9 @@ impl GuestCpu {
                     };
                     save.rip = next_rip;
                 }
-                exit @ (Exit::Shutdown | Exit::Invalid | Exit::Other { .. }) => self.fail(format_args!("{exit:?}")),
+                exit @ (Exit::Shutdown | Exit::Misconfigured { .. } | Exit::Invalid { .. } | Exit::Other { .. }) => {
+                    self.fail(format_args!("{exit:?}"))
+                }
             }
         }
     }
@@ -205,7 +209,7 @@ impl GuestCpu {
             // Linux asks KVM nothing: it was offered no feature.
             _ => save.rax = u64::MAX,
         }
-        self.cpu.skip(3);
+        self.cpu.skip(Hypercall::BYTES);
     }
 
     fn cpuid(&mut self) {

@@ -15,6 +15,8 @@
 use core::arch::{asm, naked_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use crate::virtual_cpu::Hypercall;
+
 /// Pages that a mailbox has counts for.
 pub const MAX_PAGES: usize = 8192;
 
@@ -24,6 +26,12 @@ const CODE_OFFSET: usize = 256;
 
 /// Pages, from the first on, that the guest and the operations prefer.
 pub const NR_HOT_PAGES: u64 = 16;
+
+/// How often the guest accesses a page with which it stays for a while, and in how many steps it does
+/// so once. Emulators forget translations at each exit. Meanwhile there is no exit unless the page
+/// changes, so that a flush which another CPU leaves out is found.
+const STAY: u64 = 4096;
+const STAY_ONCE_IN: u64 = 512;
 
 /// What the hypervisor asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,6 +80,8 @@ pub struct Mailbox {
     /// The state of the random numbers; in a checkpoint, its number.
     pub random: AtomicU64,
     pub seed: AtomicU64,
+    /// The [`Hypercall`] of this CPU.
+    pub hypercall: AtomicU64,
     /// The memory under attack.
     pub start: AtomicU64,
     pub nr_pages: AtomicU64,
@@ -154,8 +164,9 @@ extern "sysv64" fn probe(address: u64) -> u64 {
 fn report(mailbox: &Mailbox, report: Report) {
     // Relaxed: the same CPU reads it after the exit.
     mailbox.report.store(report as u64, Ordering::Relaxed);
-    // SAFETY: the hypervisor changes the mailbox alone.
-    unsafe { asm!("vmmcall", options(nostack)) };
+    let is_intel = mailbox.hypercall.load(Ordering::Relaxed) == Hypercall::Vmcall as u64;
+    // SAFETY: the instruction of this CPU. The hypervisor changes the mailbox alone.
+    unsafe { if is_intel { asm!("vmcall", options(nostack)) } else { asm!("vmmcall", options(nostack)) } };
 }
 
 struct Attack<'m> {
@@ -240,11 +251,14 @@ pub extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
                     core::hint::spin_loop();
                 }
                 // Half of the accesses go to a few pages, which the CPU has cached when they change.
-                let page = (number >> 8) % if number & 1 << 40 == 0 { nr_pages } else { NR_HOT_PAGES.min(nr_pages) };
+                let stays = (number >> 41).is_multiple_of(STAY_ONCE_IN);
+                let is_hot = stays || number & 1 << 40 != 0;
+                let page = (number >> 8) % if is_hot { NR_HOT_PAGES.min(nr_pages) } else { nr_pages };
+                let nr_times = if stays { STAY } else { 1 };
                 match number % 16 {
-                    0..=5 => attack.read(page),
-                    6..=11 => attack.write(page),
-                    12..=13 => attack.execute(page),
+                    0..=5 => (0..nr_times).for_each(|_| attack.read(page)),
+                    6..=11 => (0..nr_times).for_each(|_| attack.write(page)),
+                    12..=13 => (0..nr_times).for_each(|_| attack.execute(page)),
                     _ if nr_probed_pages == 0 => {}
                     _ => {
                         let page = (number >> 8) % nr_probed_pages;

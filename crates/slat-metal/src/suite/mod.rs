@@ -11,6 +11,7 @@
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::nr_stale_entries`](crate::host::Cpus::nr_stale_entries)).
 
+mod barrier;
 pub mod guest;
 mod probed;
 mod round;
@@ -21,11 +22,13 @@ use alloc::sync::Arc;
 use slat::Config;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
 use slat::tables::{AccessTracking, FaultAround};
-use spin::{Barrier, Mutex};
+use spin::Mutex;
 
 use crate::options::Options;
 use crate::say;
+use crate::virtual_cpu::VirtualCpu;
 use crate::x86::console::{self, Verdict};
+use barrier::Barrier;
 use round::Round;
 
 /// A way to run the engine. Each gets an equal share of the operations.
@@ -86,16 +89,16 @@ impl Way {
 }
 
 /// The whole run.
-pub struct Suite {
+pub struct Suite<V: VirtualCpu> {
     options: Options,
     barrier: Barrier,
     /// The round that all CPUs are in.
-    round: Mutex<Option<Arc<Round>>>,
+    round: Mutex<Option<Arc<Round<V>>>>,
 }
 
-impl Suite {
+impl<V: VirtualCpu> Suite<V> {
     /// A run as `options` say.
-    pub fn new(options: Options) -> Suite {
+    pub fn new(options: Options) -> Suite<V> {
         Suite { options, barrier: Barrier::new(options.nr_cpus), round: Mutex::new(None) }
     }
 

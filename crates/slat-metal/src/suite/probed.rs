@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use fastrand::Rng;
 use slat::error::SlotError;
-use slat::format::LeafAttributes;
+use slat::format::{Format, LeafAttributes};
 use slat::slots::MemoryAttributes;
 use slat::tables::{Mapping, Protection};
 use slat::{GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn};
@@ -42,10 +42,20 @@ enum State {
     Private,
 }
 
+/// Where the guest probes: the first address, and pages.
+pub(super) const fn window() -> (Gpa, u64) {
+    (START, NR_PAGES)
+}
+
+/// Whether the guest probes at `gpa`.
+pub(super) fn is_probed(gpa: Gpa) -> bool {
+    (START.0..START.0 + NR_PAGES * PAGE_SIZE).contains(&gpa.0)
+}
+
 /// The memslot.
-pub(super) struct Probed {
+pub(super) struct Probed<F: Format> {
     // Before the frames: the VM goes first.
-    vm: Arc<MetalVm>,
+    vm: Arc<MetalVm<F>>,
     seed: u64,
     state: Mutex<State>,
     shared: Frames,
@@ -53,9 +63,9 @@ pub(super) struct Probed {
     nr_operations: AtomicU64,
 }
 
-impl Probed {
+impl<F: Format> Probed<F> {
     /// Nothing is there yet.
-    pub fn new(vm: &Arc<MetalVm>, seed: u64) -> Probed {
+    pub fn new(vm: &Arc<MetalVm<F>>, seed: u64) -> Probed<F> {
         let frames = || Frames::allocate(NR_PAGES).unwrap_or_else(|| error!("no memory to probe"));
         let probed = Probed {
             vm: vm.clone(),
@@ -70,16 +80,6 @@ impl Probed {
             poison(&probed.private, page);
         });
         probed
-    }
-
-    /// Where the guest probes: the first address, and pages.
-    pub const fn window() -> (Gpa, u64) {
-        (START, NR_PAGES)
-    }
-
-    /// Whether `gpa` is there.
-    pub fn has(gpa: Gpa) -> bool {
-        (START.0..START.0 + NR_PAGES * PAGE_SIZE).contains(&gpa.0)
     }
 
     /// Operations, in all.

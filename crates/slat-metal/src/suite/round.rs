@@ -12,15 +12,16 @@ use fastrand::Rng;
 use slat::format::LeafAttributes;
 use slat::tables::AccessTracking;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm};
-use spin::Barrier;
 
+use super::barrier::Barrier;
 use super::guest::{self, Command, MAX_PAGES, Mailbox, Planned};
-use super::probed::Probed;
+use super::probed::{self, Probed};
 use super::stretch::Stretches;
 use crate::host::{Backing, Cpus, MetalHost};
 use crate::operations::{MetalVm, Operations};
 use crate::options::Options;
 use crate::ram::Ram;
+use crate::virtual_cpu::{SecondStage, VirtualCpu};
 use crate::x86::boot;
 use crate::{error, fail, say};
 
@@ -106,10 +107,11 @@ impl Drop for Private {
 }
 
 /// A round.
-pub(super) struct Round {
-    pub vm: Arc<MetalVm>,
-    pub operations: Operations,
-    pub probed: Probed,
+pub(super) struct Round<V: VirtualCpu> {
+    pub vm: Arc<MetalVm<V::Format>>,
+    pub operations: Operations<V::Format>,
+    pub probed: Probed<V::Format>,
+    pub second_stage: SecondStage,
     pub cpus: Arc<Cpus>,
     // Last but for plain values: the VM, which the fields above have, goes before the memory.
     privates: Vec<Private>,
@@ -132,12 +134,12 @@ fn fill(page: u64, words: &[AtomicU64]) {
     guest::fill(page, SEED.load(Ordering::Relaxed), words);
 }
 
-impl Round {
+impl<V: VirtualCpu> Round<V> {
     /// Round `number`, with its VM.
-    pub fn new(options: &Options, config: Config, number: u64) -> Round {
+    pub fn new(options: &Options, config: Config, number: u64) -> Round<V> {
         let seed = options.seed.wrapping_add(number << 16);
         SEED.store(seed, Ordering::Relaxed);
-        let cpus = Cpus::new(options.control);
+        let cpus = Cpus::new(options.control, V::KICK);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));
         let vm = Arc::new(vm);
         let ram = Arc::new(Ram::new(NR_PAGES, fill));
@@ -149,9 +151,10 @@ impl Round {
             set(&mailbox.nr_cpus, options.nr_cpus as u64);
             set(&mailbox.random, guest::mix(seed ^ (cpu as u64) << 50));
             set(&mailbox.seed, seed);
+            set(&mailbox.hypercall, V::HYPERCALL as u64);
             set(&mailbox.start, START.0);
             set(&mailbox.nr_pages, NR_PAGES);
-            let (start, nr_pages) = Probed::window();
+            let (start, nr_pages) = probed::window();
             set(&mailbox.probed_start, start.0);
             set(&mailbox.nr_probed_pages, nr_pages);
         }
@@ -175,8 +178,9 @@ impl Round {
         let probed = Probed::new(&vm, seed);
         let tracks_by_bits =
             if config.access_tracking == AccessTracking::AccessedBit { TracksByBits::Yes } else { TracksByBits::No };
-        let options = *options;
-        Round { vm, operations, probed, cpus, privates, options, tracks_by_bits, nr_accesses: AtomicU64::new(0) }
+        let second_stage = SecondStage::of(&vm, &config);
+        let (options, nr_accesses) = (*options, AtomicU64::new(0));
+        Round { vm, operations, probed, second_stage, cpus, privates, options, tracks_by_bits, nr_accesses }
     }
 
     /// The mailbox of vCPU `cpu`.
@@ -198,7 +202,7 @@ impl Round {
     pub fn run(&self, cpu: usize, barrier: &Barrier) {
         let private = &self.privates[cpu];
         let mailbox = private.mailbox();
-        let mut stretches = Box::new(Stretches::new(self, private, cpu));
+        let mut stretches = Box::new(Stretches::<V>::new(self, private, cpu));
         let mut rng = Rng::with_seed(guest::mix(self.options.seed ^ cpu as u64));
         let nr_shares = super::WAYS.len() as u64 * self.options.nr_cpus as u64;
         let share = self.options.nr_operations.div_ceil(nr_shares).max(1);

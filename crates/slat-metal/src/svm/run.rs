@@ -16,113 +16,14 @@ use alloc::boxed::Box;
 use core::marker::PhantomData;
 use core::mem::offset_of;
 
-use slat::{Access, Gpa};
+use slat::format::Npt;
+use slat::{Access, Gpa, Hpa};
+use spin::Once;
 
-use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, TlbControl, Vmcb};
+use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
 use crate::host::{Flush, Presence};
-
-/// The registers that VMRUN leaves to software, and the floating-point state.
-#[derive(Debug)]
-#[repr(C, align(16))]
-#[expect(missing_docs, reason = "registers, by their names")]
-pub struct Registers {
-    fpu: [u8; 512],
-    pub rbx: u64,
-    pub rcx: u64,
-    pub rdx: u64,
-    pub rsi: u64,
-    pub rdi: u64,
-    pub rbp: u64,
-    pub r8: u64,
-    pub r9: u64,
-    pub r10: u64,
-    pub r11: u64,
-    pub r12: u64,
-    pub r13: u64,
-    pub r14: u64,
-    pub r15: u64,
-}
-
-impl Registers {
-    /// As after INIT: zeros, and the floating-point unit as FNINIT leaves it, with all exceptions of
-    /// SSE masked.
-    fn new() -> Registers {
-        let mut fpu = [0; 512];
-        fpu[..2].copy_from_slice(&0x037f_u16.to_le_bytes());
-        fpu[24..28].copy_from_slice(&0x1f80_u32.to_le_bytes());
-        let zero = 0;
-        Registers {
-            fpu,
-            rbx: zero,
-            rcx: zero,
-            rdx: zero,
-            rsi: zero,
-            rdi: zero,
-            rbp: zero,
-            r8: zero,
-            r9: zero,
-            r10: zero,
-            r11: zero,
-            r12: zero,
-            r13: zero,
-            r14: zero,
-            r15: zero,
-        }
-    }
-}
-
-/// Whether a port is read or written.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Direction {
-    /// IN.
-    In,
-    /// OUT.
-    Out,
-}
-
-/// Why the guest was left.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Exit {
-    /// The nested page tables do not allow the access.
-    NestedPageFault {
-        /// The guest-physical address.
-        gpa: Gpa,
-        /// What the guest did, or the walk of its page tables.
-        access: Access,
-    },
-    /// Another CPU's kick.
-    Kick,
-    /// VMMCALL: `rax` says what for.
-    Hypercall,
-    /// CPUID.
-    Cpuid,
-    /// RDMSR, of `rcx`.
-    ReadMsr,
-    /// WRMSR, of `rcx`.
-    WriteMsr,
-    /// An instruction that the guest does not have.
-    Undefined,
-    /// A port that the guest does not have.
-    Port {
-        /// Its number.
-        port: u16,
-        /// Read or written.
-        direction: Direction,
-        /// Bytes.
-        size_bytes: u8,
-        /// The address of the next instruction.
-        next_rip: u64,
-    },
-    /// A triple fault.
-    Shutdown,
-    /// VMRUN refused the guest's state.
-    Invalid,
-    /// Any other code.
-    Other {
-        /// The code (APM vol. 2, appendix C).
-        code: u64,
-    },
-}
+use crate::virtual_cpu::{Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu};
+use crate::x86::apic::Kick;
 
 /// An event for the guest (APM vol. 2, 15.20 "Event Injection").
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -169,25 +70,36 @@ pub struct Allowed {
     pub msrs: &'static MsrMap,
 }
 
+impl Allowed {
+    /// Nothing.
+    fn nothing() -> Allowed {
+        static NOTHING: Once<Allowed> = Once::new();
+        *NOTHING.call_once(|| {
+            let mut ports = PortMap::new();
+            (0..=u16::MAX).for_each(|port| ports.intercept(port));
+            Allowed { ports: Box::leak(ports), msrs: Box::leak(MsrMap::new()) }
+        })
+    }
+}
+
 /// A virtual CPU.
 #[derive(Debug)]
-pub struct VirtualCpu {
+pub struct SvmCpu {
     vmcb: Box<Vmcb>,
     host: Box<Vmcb>,
     /// `host` has the state of one CPU.
     _stays_on_its_cpu: PhantomData<*mut ()>,
-    /// The registers that are not in [`save`](VirtualCpu::save).
+    /// The registers that are not in [`save`](SvmCpu::save).
     pub registers: Box<Registers>,
 }
 
-impl VirtualCpu {
+impl SvmCpu {
     /// One on the nested page tables at `nested_cr3`, in the state of after INIT but for what the
-    /// caller sets. It belongs to the calling CPU.
+    /// caller sets.
     ///
     /// # Safety
-    /// SVM is on, on the calling CPU. `nested_cr3` is the root of a VM that outlives this, and whose
-    /// host flushes the [`Cpus`](crate::host::Cpus) of each [`Presence`] that it runs with.
-    pub unsafe fn new(nested_cr3: u64, allowed: Allowed) -> VirtualCpu {
+    /// As for [`VirtualCpu::new`].
+    pub unsafe fn with_allowed(nested_cr3: Hpa, allowed: Allowed) -> SvmCpu {
         let mut vmcb = Vmcb::new();
         let control = &mut vmcb.control;
         control.intercepts = Intercepts::all().bits();
@@ -196,13 +108,13 @@ impl VirtualCpu {
         control.msrpm_base = allowed.msrs.address();
         control.asid = 1;
         control.nested_paging = 1;
-        control.nested_cr3 = nested_cr3;
+        control.nested_cr3 = nested_cr3.0;
         // The power-on value of PAT (APM vol. 2, 7.8.2).
         vmcb.save.g_pat = 0x0007_0406_0007_0406;
         let host = Vmcb::new();
         // SAFETY: the block is the host's, and SVM is on, as the caller promises.
         unsafe { core::arch::asm!("vmsave rax", in("rax") host.address(), options(nostack, preserves_flags)) };
-        VirtualCpu { vmcb, host, _stays_on_its_cpu: PhantomData, registers: Box::new(Registers::new()) }
+        SvmCpu { vmcb, host, _stays_on_its_cpu: PhantomData, registers: Box::new(Registers::new()) }
     }
 
     /// The registers in the control block.
@@ -213,33 +125,6 @@ impl VirtualCpu {
     /// Delivers `event` at the next entry.
     pub fn inject(&mut self, event: Event) {
         self.vmcb.control.event_injection = event.bits();
-    }
-
-    /// Goes on behind an instruction of `length` bytes.
-    pub fn skip(&mut self, length: u64) {
-        self.vmcb.save.rip += length;
-    }
-
-    /// Runs the guest until it leaves.
-    pub fn run(&mut self, presence: &Presence) -> Exit {
-        // SAFETY: SVM is on. No NMI is delivered until STGI: the guest leaves instead.
-        unsafe { core::arch::asm!("clgi", options(nostack)) };
-        self.vmcb.control.tlb_control = match presence.enter() {
-            Flush::None => TlbControl::None,
-            Flush::All => TlbControl::FlushAll,
-        } as u32;
-        // SAFETY: both blocks are this CPU's; the guest reaches memory by its page tables alone, of
-        // which `new` has the promise.
-        unsafe { enter(self.vmcb.address(), self.host.address(), &raw mut *self.registers) };
-        // What the block has asked for, and not what it should have.
-        let flushed =
-            if self.vmcb.control.tlb_control == TlbControl::FlushAll as u32 { Flush::All } else { Flush::None };
-        presence.leave(flushed);
-        // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
-        unsafe { core::arch::asm!("stgi", options(nostack)) };
-        let control = &mut self.vmcb.control;
-        control.event_injection = to_inject_again(control.exit_int_info);
-        self.reason()
     }
 
     /// The exit code, in words (appendix C).
@@ -260,10 +145,81 @@ impl VirtualCpu {
             0x7f => Exit::Shutdown,
             0x81 => Exit::Hypercall,
             0x76 | 0x7a | 0x80 | 0x82..=0x86 | 0x8a..=0x8d => Exit::Undefined,
-            0x400 => Exit::NestedPageFault { gpa: Gpa(control.exit_info_2), access: access(control.exit_info_1) },
-            u64::MAX => Exit::Invalid,
+            0x400 => Exit::PageFault { gpa: Gpa(control.exit_info_2), access: access(control.exit_info_1) },
+            u64::MAX => Exit::Invalid { code: u64::MAX },
             code => Exit::Other { code },
         }
+    }
+}
+
+impl VirtualCpu for SvmCpu {
+    type Format = Npt;
+
+    /// An NMI is kept while the global interrupt flag is off.
+    const KICK: Kick = Kick::Nmi;
+
+    const HYPERCALL: Hypercall = Hypercall::Vmmcall;
+
+    unsafe fn new(second_stage: SecondStage) -> SvmCpu {
+        // SAFETY: the caller's promise is that of this trait.
+        unsafe { SvmCpu::with_allowed(second_stage.root, Allowed::nothing()) }
+    }
+
+    fn start(&mut self, start: Start) {
+        // 64-bit mode (AMD APM vol. 2, 4.8 "Long-Mode Segment Descriptors"; 15.5.1).
+        let segment = |attributes| Segment { selector: 8, attributes, limit: u32::MAX, base: 0 };
+        let save = self.save();
+        save.cs = segment(0xa9b);
+        (save.ss, save.ds, save.es, save.fs, save.gs) =
+            (segment(0xc93), segment(0xc93), segment(0xc93), segment(0xc93), segment(0xc93));
+        save.tr = segment(0x8b);
+        save.ldtr = segment(0x82);
+        save.cr0 = START_CR0;
+        save.cr4 = START_CR4;
+        // SVME, as VMRUN requires, NXE, LMA, LME.
+        save.efer = 0x1d00;
+        save.rflags = 2;
+        save.dr6 = 0xffff_0ff0;
+        save.dr7 = 0x400;
+        (save.rip, save.rsp, save.cr3) = (start.rip, start.rsp, start.cr3);
+        self.registers.rdi = start.rdi;
+    }
+
+    fn run(&mut self, presence: &Presence) -> Exit {
+        // SAFETY: SVM is on. No NMI is delivered until STGI: the guest leaves instead.
+        unsafe { core::arch::asm!("clgi", options(nostack)) };
+        self.vmcb.control.tlb_control = match presence.enter() {
+            Flush::None => TlbControl::None,
+            Flush::All => TlbControl::FlushAll,
+        } as u32;
+        // SAFETY: both blocks are this CPU's; the guest reaches memory by its page tables alone, of
+        // which `new` has the promise.
+        unsafe { enter(self.vmcb.address(), self.host.address(), &raw mut *self.registers) };
+        // What the block has asked for, and not what it should have.
+        let flushed =
+            if self.vmcb.control.tlb_control == TlbControl::FlushAll as u32 { Flush::All } else { Flush::None };
+        presence.leave(flushed);
+        // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
+        unsafe { core::arch::asm!("stgi", options(nostack)) };
+        let control = &mut self.vmcb.control;
+        control.event_injection = to_inject_again(control.exit_int_info);
+        self.reason()
+    }
+
+    fn skip(&mut self, length: u64) {
+        self.vmcb.save.rip += length;
+    }
+
+    fn set_rax(&mut self, value: u64) {
+        self.vmcb.save.rax = value;
+    }
+
+    fn rip(&self) -> u64 {
+        self.vmcb.save.rip
+    }
+
+    fn fault_address(&self) -> u64 {
+        self.vmcb.save.cr2
     }
 }
 

@@ -1,12 +1,12 @@
 //! The virtual machine control block (AMD APM vol. 2, appendix B, tables B-1 and B-2), and the maps
 //! of ports and of model-specific registers (15.10.1, 15.11).
 
-#![expect(unsafe_code, reason = "allocates zeroed memory for types that are valid as zeros")]
+#![expect(unsafe_code, reason = "says which types are valid as zeros")]
 
-use alloc::alloc::{alloc_zeroed, handle_alloc_error};
 use alloc::boxed::Box;
-use core::alloc::Layout;
 use core::mem::offset_of;
+
+use crate::x86::memory::Zeroed;
 
 bitflags::bitflags! {
     /// Instructions and events that leave the guest: offset 00Ch.
@@ -195,28 +195,8 @@ const _: () = {
     assert!(offset_of!(Save, g_pat) == 0x268);
 };
 
-/// A type that is valid as zeros, and whose address the CPU gets.
-///
-/// # Safety
-/// All bytes zero are a value of the type.
-unsafe trait Zeroed: Sized {
-    fn zeroed() -> Box<Self> {
-        let layout = Layout::new::<Self>();
-        // SAFETY: the layout has a size; zeros are a value, as the trait promises.
-        unsafe {
-            let block = alloc_zeroed(layout).cast::<Self>();
-            if block.is_null() {
-                handle_alloc_error(layout);
-            }
-            Box::from_raw(block)
-        }
-    }
-}
-
 // SAFETY: integers.
 unsafe impl Zeroed for Vmcb {}
-// SAFETY: integers.
-unsafe impl Zeroed for Page {}
 // SAFETY: integers.
 unsafe impl Zeroed for PortMap {}
 // SAFETY: integers.
@@ -229,23 +209,6 @@ impl Vmcb {
     }
 
     /// Its physical address: memory is mapped to itself.
-    pub fn address(&self) -> u64 {
-        core::ptr::from_ref(self).addr() as u64
-    }
-}
-
-/// A page that the CPU uses as it likes.
-#[derive(Debug)]
-#[repr(C, align(4096))]
-pub struct Page([u8; 4096]);
-
-impl Page {
-    /// A page of zeros.
-    pub fn new() -> Box<Page> {
-        Page::zeroed()
-    }
-
-    /// Its physical address.
     pub fn address(&self) -> u64 {
         core::ptr::from_ref(self).addr() as u64
     }

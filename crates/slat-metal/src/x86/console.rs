@@ -20,6 +20,9 @@ use super::boot;
 const DEBUG_CONSOLE: u16 = 0xe9;
 /// QEMU's device `isa-debug-exit`: the machine ends with the status `value << 1 | 1`.
 const DEBUG_EXIT: u16 = 0xf4;
+/// Bochs's port, where this word ends the machine.
+const SHUTDOWN: u16 = 0x8900;
+const SHUTDOWN_WORD: &[u8] = b"Shutdown";
 const PASSED: u8 = 0x10;
 const FAILED: u8 = 0x11;
 
@@ -97,6 +100,10 @@ pub fn end(verdict: Verdict, text: fmt::Arguments<'_>) -> ! {
     let _ = writeln!(console, "verdict {word} {text}");
     // SAFETY: the machine ends, or no such device is there.
     unsafe { Port::<u8>::new(DEBUG_EXIT).write(code) };
+    for &letter in SHUTDOWN_WORD {
+        // SAFETY: as above.
+        unsafe { Port::<u8>::new(SHUTDOWN).write(letter) };
+    }
     loop {
         x86_64::instructions::hlt();
     }

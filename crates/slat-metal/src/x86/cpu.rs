@@ -13,7 +13,7 @@ use alloc::boxed::Box;
 use spin::Once;
 use x86_64::VirtAddr;
 use x86_64::instructions::segmentation::{CS, DS, ES, SS, Segment};
-use x86_64::instructions::tables::load_tss;
+use x86_64::instructions::tables::{load_tss, sgdt};
 use x86_64::registers::control::Cr2;
 use x86_64::structures::gdt::{Descriptor, GlobalDescriptorTable};
 use x86_64::structures::idt::InterruptDescriptorTable;
@@ -156,4 +156,21 @@ pub fn set_up() {
         load_tss(task);
     }
     idt().load();
+}
+
+/// The calling CPU's task register: its selector, and the base of its segment.
+pub fn task() -> (u16, u64) {
+    let selector = str_selector();
+    // The descriptor of a task has 16 bytes (SDM vol. 3A, "TSS Descriptor in 64-bit mode").
+    let descriptor = (sgdt().base.as_u64() + u64::from(selector & !7)) as *const u64;
+    // SAFETY: `set_up` has put the descriptor into the table, which stays.
+    let [low, high] = unsafe { [descriptor.read(), descriptor.add(1).read()] };
+    (selector, high << 32 | low >> 32 & 0xff00_0000 | low >> 16 & 0x00ff_ffff)
+}
+
+fn str_selector() -> u16 {
+    let selector: u16;
+    // SAFETY: reading the register changes nothing.
+    unsafe { core::arch::asm!("str {:x}", out(reg) selector, options(nomem, nostack, preserves_flags)) };
+    selector
 }

@@ -2,8 +2,10 @@
 //!
 //! It is a buddy system, so a block of a power of two is aligned to its size.
 
-#![expect(unsafe_code, reason = "hands memory to the allocator")]
+#![expect(unsafe_code, reason = "hands memory to the allocator, and allocates zeroed memory")]
 
+use alloc::alloc::{alloc_zeroed, handle_alloc_error};
+use alloc::boxed::Box;
 use core::alloc::{GlobalAlloc, Layout};
 use core::ptr::{self, NonNull};
 
@@ -89,5 +91,49 @@ unsafe impl GlobalAlloc for Memory {
             // SAFETY: as the caller promises.
             unsafe { self.0.lock().dealloc(block, layout) };
         }
+    }
+}
+
+/// A type that is valid as zeros, and whose address the CPU gets.
+///
+/// # Safety
+/// All bytes zero are a value of the type.
+pub(crate) unsafe trait Zeroed: Sized {
+    /// A value of zeros.
+    fn zeroed() -> Box<Self> {
+        let layout = Layout::new::<Self>();
+        // SAFETY: the layout has a size; zeros are a value, as the trait promises.
+        unsafe {
+            let block = alloc_zeroed(layout).cast::<Self>();
+            if block.is_null() {
+                handle_alloc_error(layout);
+            }
+            Box::from_raw(block)
+        }
+    }
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Page {}
+
+/// A page that the CPU uses as it likes.
+#[derive(Debug)]
+#[repr(C, align(4096))]
+pub struct Page([u8; 4096]);
+
+impl Page {
+    /// A page of zeros.
+    pub fn new() -> Box<Page> {
+        Page::zeroed()
+    }
+
+    /// Sets its first four bytes.
+    pub fn set_first_word(&mut self, word: u32) {
+        self.0[..4].copy_from_slice(&word.to_le_bytes());
+    }
+
+    /// Its physical address: memory is mapped to itself.
+    pub fn address(&self) -> u64 {
+        core::ptr::from_ref(self).addr() as u64
     }
 }

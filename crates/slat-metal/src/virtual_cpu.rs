@@ -1,0 +1,216 @@
+//! A virtual CPU: what a guest's CPU has in common on AMD's virtualization ([`svm`](crate::svm)) and
+//! on Intel's ([`vmx`](crate::vmx)).
+
+#![expect(unsafe_code, reason = "its contract is a promise about hardware and memory")]
+
+use slat::format::Format;
+use slat::tables::AccessTracking;
+use slat::{Access, Config, Gpa, Hpa, Vm};
+
+use crate::host::{MetalHost, Presence};
+use crate::x86::apic::Kick;
+
+/// A CPU that runs a guest. It belongs to the CPU of the machine that made it.
+pub trait VirtualCpu: Sized + 'static {
+    /// The format of its second-stage page tables.
+    type Format: Format;
+
+    /// The interrupt that makes it leave the guest, whatever the guest does.
+    const KICK: Kick;
+
+    /// The instruction that its guest leaves by.
+    const HYPERCALL: Hypercall;
+
+    /// One on `second_stage` that may use no port and no model-specific register.
+    ///
+    /// # Safety
+    /// Virtualization is on, on the calling CPU, to which the value belongs. `second_stage` is that of
+    /// a VM that outlives it, and whose host flushes the [`Cpus`](crate::host::Cpus) of each
+    /// [`Presence`] that it runs with.
+    unsafe fn new(second_stage: SecondStage) -> Self;
+
+    /// Sets all registers so that the guest begins as `start` says.
+    fn start(&mut self, start: Start);
+
+    /// Runs the guest until it leaves.
+    fn run(&mut self, presence: &Presence) -> Exit;
+
+    /// Continues behind an instruction of `length` bytes.
+    fn skip(&mut self, length: u64);
+
+    /// Sets `rax`.
+    fn set_rax(&mut self, value: u64);
+
+    /// The address of the next instruction.
+    fn rip(&self) -> u64;
+
+    /// The address of the guest's last page fault, CR2.
+    fn fault_address(&self) -> u64;
+}
+
+/// The page tables that the hardware walks for a guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SecondStage {
+    /// Their root.
+    pub root: Hpa,
+    /// Their levels.
+    pub nr_levels: u64,
+    /// Whether the CPU sets accessed and dirty bits, where it can be told.
+    pub access_tracking: AccessTracking,
+}
+
+impl SecondStage {
+    /// Those of `vm`, which was created with `config`.
+    pub fn of<F: Format>(vm: &Vm<MetalHost, F>, config: &Config) -> SecondStage {
+        let nr_levels = u64::from(vm.root_level().0);
+        SecondStage { root: vm.root(), nr_levels, access_tracking: config.access_tracking }
+    }
+}
+
+/// How a guest begins: in 64-bit mode, at privilege level 0, with interrupts off.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Start {
+    /// The first instruction.
+    pub rip: u64,
+    /// The end of the stack.
+    pub rsp: u64,
+    /// The root of the guest's page tables.
+    pub cr3: u64,
+    /// The argument of the function at `rip`.
+    pub rdi: u64,
+}
+
+/// CR0 at a [`Start`]: paging, write protection, NE, ET, MP, protection.
+pub(crate) const START_CR0: u64 = 0x8001_0033;
+/// CR4 at a [`Start`]: PAE, OSFXSR, OSXMMEXCPT.
+pub(crate) const START_CR4: u64 = 0x620;
+
+/// The instruction by which a guest asks its hypervisor for something. Each CPU has one of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub enum Hypercall {
+    /// VMMCALL, AMD's.
+    Vmmcall = 0,
+    /// VMCALL, Intel's.
+    Vmcall = 1,
+}
+
+impl Hypercall {
+    /// Bytes of each of them.
+    pub const BYTES: u64 = 3;
+}
+
+/// The general registers but for `rsp`, and the floating-point state. With SVM the guest's `rax` is
+/// in the control block instead.
+#[derive(Debug)]
+#[repr(C, align(16))]
+#[expect(missing_docs, reason = "registers, by their names")]
+pub struct Registers {
+    pub(crate) fpu: [u8; 512],
+    pub rax: u64,
+    pub rbx: u64,
+    pub rcx: u64,
+    pub rdx: u64,
+    pub rsi: u64,
+    pub rdi: u64,
+    pub rbp: u64,
+    pub r8: u64,
+    pub r9: u64,
+    pub r10: u64,
+    pub r11: u64,
+    pub r12: u64,
+    pub r13: u64,
+    pub r14: u64,
+    pub r15: u64,
+}
+
+impl Registers {
+    /// As after INIT: zeros, and the floating-point unit as FNINIT leaves it, with all exceptions of
+    /// SSE masked.
+    pub(crate) fn new() -> Registers {
+        let mut fpu = [0; 512];
+        fpu[..2].copy_from_slice(&0x037f_u16.to_le_bytes());
+        fpu[24..28].copy_from_slice(&0x1f80_u32.to_le_bytes());
+        let zero = 0;
+        Registers {
+            fpu,
+            rax: zero,
+            rbx: zero,
+            rcx: zero,
+            rdx: zero,
+            rsi: zero,
+            rdi: zero,
+            rbp: zero,
+            r8: zero,
+            r9: zero,
+            r10: zero,
+            r11: zero,
+            r12: zero,
+            r13: zero,
+            r14: zero,
+            r15: zero,
+        }
+    }
+}
+
+/// Whether a port is read or written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// IN.
+    In,
+    /// OUT.
+    Out,
+}
+
+/// Why the guest was left.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Exit {
+    /// The second-stage page tables do not allow the access.
+    PageFault {
+        /// The guest-physical address.
+        gpa: Gpa,
+        /// What the guest did, or the walk of its page tables.
+        access: Access,
+    },
+    /// A page table of the second stage has a reserved value.
+    Misconfigured {
+        /// The guest-physical address.
+        gpa: Gpa,
+    },
+    /// Another CPU's kick.
+    Kick,
+    /// VMMCALL or VMCALL: `rax` says what for.
+    Hypercall,
+    /// CPUID.
+    Cpuid,
+    /// RDMSR, of `rcx`.
+    ReadMsr,
+    /// WRMSR, of `rcx`.
+    WriteMsr,
+    /// An instruction that the guest does not have.
+    Undefined,
+    /// A port that the guest does not have.
+    Port {
+        /// Its number.
+        port: u16,
+        /// Read or written.
+        direction: Direction,
+        /// Bytes.
+        size_bytes: u8,
+        /// The address of the next instruction.
+        next_rip: u64,
+    },
+    /// A triple fault.
+    Shutdown,
+    /// The entry was refused.
+    Invalid {
+        /// The exit code of SVM. With VMX the VM-instruction error, or the exit reason.
+        code: u64,
+    },
+    /// Any other code.
+    Other {
+        /// The exit code of SVM (APM vol. 2, appendix C), or the basic exit reason of VMX (SDM vol.
+        /// 3D, appendix C "VMX Basic Exit Reasons").
+        code: u64,
+    },
+}

@@ -1,0 +1,140 @@
+//! What leaves the guest, and what entries and exits do (Intel SDM vol. 3C, "Virtual Machine Control
+//! Structures", "VM-Execution Control Fields" and the sections after it). A CPU says which of these
+//! it has (SDM vol. 3D, appendix A "VMX Capability Reporting Facility").
+
+#![expect(unsafe_code, reason = "reads model-specific registers")]
+
+use x86_64::registers::model_specific::Msr;
+
+use super::Missing;
+
+bitflags::bitflags! {
+    /// Pin-based controls.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct PinBased: u32 {
+        /// Interrupts leave the guest, whatever its interrupt flag is.
+        const EXTERNAL_INTERRUPT_EXITING = 1 << 0;
+        /// Non-maskable interrupts do.
+        const NMI_EXITING = 1 << 3;
+    }
+
+    /// Primary processor-based controls.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct Primary: u32 {
+        /// HLT leaves the guest.
+        const HLT_EXITING = 1 << 7;
+        /// MWAIT does.
+        const MWAIT_EXITING = 1 << 10;
+        /// RDPMC does.
+        const RDPMC_EXITING = 1 << 11;
+        /// MOV to and from debug registers does.
+        const MOV_DR_EXITING = 1 << 23;
+        /// The use of any port does.
+        const UNCONDITIONAL_IO_EXITING = 1 << 24;
+        /// MONITOR does.
+        const MONITOR_EXITING = 1 << 29;
+        /// There are [`Secondary`] controls.
+        const SECONDARY = 1 << 31;
+    }
+
+    /// Secondary processor-based controls.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct Secondary: u32 {
+        /// Extended page tables.
+        const EPT = 1 << 1;
+        /// The guest's translations have a tag, so that entries and exits do not flush them.
+        const VPID = 1 << 5;
+        /// WBINVD leaves the guest.
+        const WBINVD_EXITING = 1 << 6;
+    }
+
+    /// Exit controls.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct OnExit: u32 {
+        /// The host is in 64-bit mode.
+        const HOST_64_BIT = 1 << 9;
+        /// An interrupt that leaves the guest is acknowledged.
+        const ACKNOWLEDGE_INTERRUPT = 1 << 15;
+    }
+
+    /// Entry controls.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct OnEntry: u32 {
+        /// The guest is in IA-32e mode.
+        const IA_32E_GUEST = 1 << 9;
+    }
+
+    /// What IA32_VMX_EPT_VPID_CAP says of EPT (A.10 "VPID and EPT Capabilities").
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct EptCapabilities: u64 {
+        /// Page tables of four levels.
+        const FOUR_LEVELS = 1 << 6;
+        /// Page tables in write-back memory.
+        const WRITE_BACK = 1 << 14;
+        /// Leaves of 2 MiB.
+        const LEAVES_2M = 1 << 16;
+        /// INVEPT.
+        const INVEPT = 1 << 20;
+        /// Accessed and dirty bits.
+        const ACCESSED_AND_DIRTY = 1 << 21;
+        /// INVEPT of one EPTP.
+        const INVEPT_SINGLE = 1 << 25;
+    }
+}
+
+/// IA32_VMX_BASIC: bits 30:0 are the number of the format of control structures; bit 55 says that the
+/// registers of [`TRUE_CONTROLS`] are there.
+pub(super) const VMX_BASIC: u32 = 0x480;
+const HAS_TRUE_CONTROLS: u64 = 1 << 55;
+/// What pin-based, primary, exit and entry controls may be. In the older registers more of them must
+/// be 1.
+const CONTROLS: [u32; 4] = [0x481, 0x482, 0x483, 0x484];
+const TRUE_CONTROLS: [u32; 4] = [0x48d, 0x48e, 0x48f, 0x490];
+const SECONDARY_CONTROLS: u32 = 0x48b;
+const EPT_VPID_CAP: u32 = 0x48c;
+
+/// The values of all control fields.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Controls {
+    pub pin_based: u32,
+    pub primary: u32,
+    pub secondary: u32,
+    pub on_exit: u32,
+    pub on_entry: u32,
+}
+
+impl Controls {
+    /// Those that this hypervisor needs, on the calling CPU, which has VMX.
+    ///
+    /// # Errors
+    /// [`Missing`].
+    pub fn of_cpu() -> Result<Controls, Missing> {
+        let registers = if read(VMX_BASIC) & HAS_TRUE_CONTROLS != 0 { TRUE_CONTROLS } else { CONTROLS };
+        let [pin_based, primary, on_exit, on_entry] = registers;
+        let controls = Controls {
+            pin_based: value(pin_based, PinBased::all().bits())?,
+            primary: value(primary, Primary::all().bits())?,
+            secondary: value(SECONDARY_CONTROLS, Secondary::all().bits())?,
+            on_exit: value(on_exit, OnExit::all().bits())?,
+            on_entry: value(on_entry, OnEntry::all().bits())?,
+        };
+        if !EptCapabilities::from_bits_truncate(read(EPT_VPID_CAP)).is_all() {
+            return Err(Missing::EptCapabilities { found: read(EPT_VPID_CAP) });
+        }
+        Ok(controls)
+    }
+}
+
+/// The value of a control field with the bits `wanted`: bits 31:0 of its register must be 1, bits
+/// 63:32 may be.
+fn value(register: u32, wanted: u32) -> Result<u32, Missing> {
+    let allowed = read(register);
+    let (must, may) = (allowed as u32, (allowed >> 32) as u32);
+    if wanted & !may == 0 { Ok(wanted | must) } else { Err(Missing::Controls { register, bits: wanted & !may }) }
+}
+
+/// A register of the capabilities.
+pub(super) fn read(register: u32) -> u64 {
+    // SAFETY: a CPU with VMX has it; of the secondary and the true controls the callers ask before.
+    unsafe { Msr::new(register).read() }
+}
