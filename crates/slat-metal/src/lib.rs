@@ -12,7 +12,8 @@
 //! - [`virtual_cpu`]: a CPU that runs a guest. [`svm`]: by AMD's virtualization; [`vmx`]: by Intel's.
 //! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move.
 //! - [`operations`]: what is done to that memory while guests run.
-//! - [`suite`] and [`linux`]: the two guests.
+//! - [`suite`] and [`linux`]: the two guests. [`measure`]: a third one, by which events are counted.
+//! - [`private`]: the memory of a vCPU that runs the image's own code.
 //! - [`options`]: the command line.
 
 #![no_std]
@@ -22,8 +23,10 @@ extern crate alloc;
 
 pub mod host;
 pub mod linux;
+pub mod measure;
 pub mod operations;
 pub mod options;
+pub mod private;
 pub mod ram;
 pub mod start;
 pub mod suite;

@@ -12,6 +12,8 @@ pub enum Guest {
     Suite,
     /// A Linux kernel.
     Linux,
+    /// The program by which instructions are counted.
+    Measure,
 }
 
 /// What to do.
@@ -80,6 +82,7 @@ impl Options {
                     options.guest = match value {
                         "suite" => Guest::Suite,
                         "linux" => Guest::Linux,
+                        "measure" => Guest::Measure,
                         _ => return Err(bad),
                     }
                 }
@@ -110,6 +113,7 @@ mod tests {
         let options = Options::parse("guest=linux cpus=4 seed=7 operations=10 memory=128 control=no-flush").unwrap();
         assert_eq!((options.guest, options.nr_cpus, options.seed), (Guest::Linux, 4, 7));
         assert_eq!((options.nr_operations, options.memory_mib, options.control), (10, 128, Control::NoFlush));
+        assert_eq!(Options::parse("guest=measure").unwrap().guest, Guest::Measure);
         assert_eq!(Options::parse(""), Ok(Options::default()));
         for bad in ["cpus=0", "cpus=9", "cpus=-1", "seed=x", "guest=", "memory=1", "control=all"] {
             assert_eq!(Options::parse(bad), Err(OptionError::BadValue(bad)), "{bad}");

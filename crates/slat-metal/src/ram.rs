@@ -1,8 +1,8 @@
 //! A guest's memory: a frame for each page, from its first use on, which can be exchanged for another
 //! one while the guest runs.
 //!
-//! Blocks of 2 MiB take turns: one gets its frames as a whole, so that a leaf of 2 MiB can map it,
-//! the next page by page. A page that leaves its home frame makes its block small, until it is back.
+//! A block of 2 MiB gets its frames as a whole, so that a leaf of 2 MiB can map it, or page by page:
+//! in turns, or as [`Blocks`] says. A page that leaves its home frame makes its block small, until it is back.
 //!
 //! Frames that were taken from the guest are filled with [`POISON`], and kept. A frame that is used
 //! again must still have it: otherwise the guest has written through a translation that it should
@@ -35,6 +35,17 @@ const LOCKED: u64 = 1 << 63;
 /// Fills the frame of a page before the guest first uses it.
 pub type Fill = fn(page: u64, words: &[AtomicU64]);
 
+/// How blocks of 2 MiB get their frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Blocks {
+    /// One as a whole, the next page by page.
+    InTurns,
+    /// All as a whole.
+    Huge,
+    /// All page by page.
+    Small,
+}
+
 /// A block of 2 MiB.
 #[derive(Debug, Default)]
 struct Block {
@@ -53,6 +64,7 @@ pub struct Ram {
     /// For each page its frame, 0 before the first use; and [`LOCKED`].
     pages: Box<[AtomicU64]>,
     blocks: Box<[Block]>,
+    kind: Blocks,
     fill: Fill,
     /// Frames that were taken from the guest.
     spare: Mutex<Vec<Pfn>>,
@@ -138,7 +150,13 @@ pub enum MoveError {
 impl Ram {
     /// Memory of `nr_pages` pages, none of which has a frame. `fill` prepares each one.
     pub fn new(nr_pages: u64, fill: Fill) -> Ram {
+        Ram::of(Blocks::InTurns, nr_pages, fill)
+    }
+
+    /// The same, with blocks of `kind`.
+    pub fn of(kind: Blocks, nr_pages: u64, fill: Fill) -> Ram {
         Ram {
+            kind,
             pages: (0..nr_pages).map(|_| AtomicU64::new(0)).collect(),
             blocks: (0..nr_pages.div_ceil(BLOCK_PAGES)).map(|_| Block::default()).collect(),
             fill,
@@ -168,7 +186,12 @@ impl Ram {
     /// Whether the frames of the page's block come as a whole.
     fn is_huge(&self, page: u64) -> bool {
         let block = page / BLOCK_PAGES;
-        block.is_multiple_of(2) && (block + 1) * BLOCK_PAGES <= self.nr_pages()
+        let is_huge = match self.kind {
+            Blocks::InTurns => block.is_multiple_of(2),
+            Blocks::Huge => true,
+            Blocks::Small => false,
+        };
+        is_huge && (block + 1) * BLOCK_PAGES <= self.nr_pages()
     }
 
     /// The frame of the page, which gets one if it has none.

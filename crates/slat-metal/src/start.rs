@@ -13,7 +13,7 @@ use crate::virtual_cpu::VirtualCpu;
 use crate::vmx::{self, VmxCpu};
 use crate::x86::boot::{self, BootInfo, MAX_CPUS};
 use crate::x86::{apic, clock, cpu};
-use crate::{error, linux, say};
+use crate::{error, linux, measure, say};
 
 /// What all CPUs do, once the boot CPU has prepared it.
 type Work = dyn Fn(usize) + Send + Sync;
@@ -68,6 +68,8 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     let virtualization = set_up();
     let nr_helpers = match options.guest {
         Guest::Suite => 0,
+        Guest::Measure if options.nr_cpus != 1 => error!("instructions are counted with one CPU"),
+        Guest::Measure => 0,
         // One CPU is the hypervisor's own.
         Guest::Linux => 1,
     };
@@ -79,6 +81,8 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     let work: Box<Work> = match (options.guest, virtualization) {
         (Guest::Suite, Virtualization::Svm) => suite::<SvmCpu>(options),
         (Guest::Suite, Virtualization::Vmx) => suite::<VmxCpu>(options),
+        (Guest::Measure, Virtualization::Svm) => Box::new(|_| measure::run()),
+        (Guest::Measure, Virtualization::Vmx) => error!("instructions are counted with SVM"),
         (Guest::Linux, Virtualization::Svm) => {
             let linux = linux::Linux::new(options, &boot, free_bytes as u64);
             Box::new(move |cpu| linux.run(cpu))

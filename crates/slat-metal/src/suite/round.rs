@@ -1,11 +1,10 @@
 //! A round of the suite: one VM, one way to run the engine.
 
-#![expect(unsafe_code, reason = "allocates the vCPUs' private memory")]
+#![expect(unsafe_code, reason = "finds the mailbox in a vCPU's private memory")]
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use core::alloc::Layout;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use fastrand::Rng;
@@ -20,6 +19,7 @@ use super::stretch::Stretches;
 use crate::host::{Backing, Cpus, MetalHost};
 use crate::operations::{MetalVm, Operations};
 use crate::options::Options;
+use crate::private::{PRIVATE_BYTES, Private};
 use crate::ram::Ram;
 use crate::virtual_cpu::{SecondStage, VirtualCpu};
 use crate::x86::boot;
@@ -31,9 +31,8 @@ const NR_PAGES: u64 = 3072 - 16;
 /// Where they are, in guest-physical memory.
 const START: Gpa = Gpa(0x8000_0000);
 
-/// Private memory of vCPU n: 2 MiB each, from here on.
+/// Private memory of vCPU n, one after the other from here on.
 const PRIVATE_START: Gpa = Gpa(0x4000_0000);
-pub(super) const PRIVATE_BYTES: u64 = 2 << 20;
 
 /// Stretches between two checkpoints.
 const STRETCHES: u64 = 400;
@@ -50,60 +49,14 @@ pub(super) const ATTACKED_SLOT: u32 = 2;
 
 const _: () = assert!(NR_PAGES as usize <= MAX_PAGES);
 
-/// The private memory of a vCPU: its page tables, its mailbox, its stack. It stays where it is.
-#[derive(Debug)]
-pub(super) struct Private {
-    address: u64,
-    pub gpa: Gpa,
-}
+/// Where the private memory has the mailbox, behind the page tables.
+const MAILBOX: u64 = Private::FREE;
 
-impl Private {
-    const LAYOUT: Layout = match Layout::from_size_align(PRIVATE_BYTES as usize, PRIVATE_BYTES as usize) {
-        Ok(layout) => layout,
-        Err(_) => panic!("the size is a power of two"),
-    };
-    const MAILBOX: u64 = 2 * PAGE_SIZE;
-
-    fn new(cpu: usize) -> Private {
-        // SAFETY: the layout has a size.
-        let block = unsafe { alloc::alloc::alloc_zeroed(Private::LAYOUT) };
-        if block.is_null() {
-            error!("no memory for the vCPUs");
-        }
-        let gpa = Gpa(PRIVATE_START.0 + cpu as u64 * PRIVATE_BYTES);
-        let private = Private { address: block.addr() as u64, gpa };
-        // The guest's page tables: the first 512 GiB to themselves, by pages of 1 GiB. Present and
-        // writable (AMD APM vol. 2, 5.3.4 "1-Gbyte Page Translation").
-        private.word(0).store((gpa.0 + PAGE_SIZE) | 3, Ordering::Relaxed);
-        for index in 0..512 {
-            private.word(PAGE_SIZE + 8 * index).store(index << 30 | 0x83, Ordering::Relaxed);
-        }
-        private
-    }
-
-    fn word(&self, offset: u64) -> &AtomicU64 {
-        assert!(offset < PRIVATE_BYTES && offset.is_multiple_of(8), "no word at {offset:#x}");
-        // SAFETY: an aligned word of the block, which lives as long as this.
-        unsafe { &*((self.address + offset) as *const AtomicU64) }
-    }
-
-    /// The mailbox, as the hypervisor reaches it.
-    pub fn mailbox(&self) -> &Mailbox {
-        // SAFETY: words of the block, which is zeroed and larger.
-        unsafe { &*((self.address + Private::MAILBOX) as *const Mailbox) }
-    }
-
-    /// Where the guest has its mailbox, and the end of its stack.
-    pub fn guest_addresses(&self) -> (u64, u64) {
-        (self.gpa.0 + Private::MAILBOX, self.gpa.0 + PRIVATE_BYTES)
-    }
-}
-
-impl Drop for Private {
-    fn drop(&mut self) {
-        // SAFETY: allocated by `new`, with this layout.
-        unsafe { alloc::alloc::dealloc(self.address as *mut u8, Private::LAYOUT) };
-    }
+/// The mailbox in a vCPU's private memory.
+fn mailbox(private: &Private) -> &Mailbox {
+    const { assert!(MAILBOX + size_of::<Mailbox>() as u64 <= PRIVATE_BYTES) };
+    // SAFETY: words of the block, which are integers and live as long as it does.
+    unsafe { &*((private.address() + MAILBOX) as *const Mailbox) }
 }
 
 /// A round.
@@ -143,9 +96,10 @@ impl<V: VirtualCpu> Round<V> {
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));
         let vm = Arc::new(vm);
         let ram = Arc::new(Ram::new(NR_PAGES, fill));
-        let privates: Vec<_> = (0..options.nr_cpus).map(Private::new).collect();
+        let privates: Vec<_> =
+            (0..options.nr_cpus as u64).map(|cpu| Private::new(Gpa(PRIVATE_START.0 + cpu * PRIVATE_BYTES))).collect();
         for (cpu, private) in privates.iter().enumerate() {
-            let mailbox = private.mailbox();
+            let mailbox = mailbox(private);
             let set = |word: &AtomicU64, value| word.store(value, Ordering::Relaxed);
             set(&mailbox.cpu, cpu as u64);
             set(&mailbox.nr_cpus, options.nr_cpus as u64);
@@ -162,7 +116,7 @@ impl<V: VirtualCpu> Round<V> {
         let image = (Gpa(text.start), text.size_bytes(), Pfn(text.start / PAGE_SIZE), MemoryRegionFlags::READONLY);
         let private = privates
             .iter()
-            .map(|private| (private.gpa, PRIVATE_BYTES, Pfn(private.address / PAGE_SIZE), MemoryRegionFlags::empty()));
+            .map(|private| (private.gpa, PRIVATE_BYTES, private.first_frame(), MemoryRegionFlags::empty()));
         // Private memory is one memslot for each vCPU; the numbers from 16 on are theirs.
         for (index, (guest_phys_addr, memory_size, first, flags)) in [image].into_iter().chain(private).enumerate() {
             // SAFETY: the image's text, which the guest may only read, and private memory, which goes
@@ -185,7 +139,7 @@ impl<V: VirtualCpu> Round<V> {
 
     /// The mailbox of vCPU `cpu`.
     pub fn mailbox(&self, cpu: usize) -> &Mailbox {
-        self.privates[cpu].mailbox()
+        mailbox(&self.privates[cpu])
     }
 
     /// Operations, in all.
@@ -201,7 +155,7 @@ impl<V: VirtualCpu> Round<V> {
     /// The part of CPU `cpu`.
     pub fn run(&self, cpu: usize, barrier: &Barrier) {
         let private = &self.privates[cpu];
-        let mailbox = private.mailbox();
+        let mailbox = mailbox(private);
         let mut stretches = Box::new(Stretches::<V>::new(self, private, cpu));
         let mut rng = Rng::with_seed(guest::mix(self.options.seed ^ cpu as u64));
         let nr_shares = super::WAYS.len() as u64 * self.options.nr_cpus as u64;
@@ -302,7 +256,7 @@ impl<V: VirtualCpu> Round<V> {
             }
         }
         let probes = |count: fn(&Mailbox) -> &AtomicU64| {
-            self.privates.iter().map(|private| count(private.mailbox()).load(Ordering::Relaxed)).sum::<u64>()
+            self.privates.iter().map(|private| count(mailbox(private)).load(Ordering::Relaxed)).sum::<u64>()
         };
         let (nr_found, nr_absent) = (probes(|of| &of.nr_found), probes(|of| &of.nr_absent));
         if (nr_found == 0 || nr_absent == 0) && self.options.nr_operations >= 20_000 {

@@ -6,9 +6,10 @@ use slat::{Exit as FaultExit, Gpa, Outcome};
 
 use super::guest::{PROBE_BYTES, Report, guest_main};
 use super::probed;
-use super::round::{Private, Round};
+use super::round::Round;
 use crate::host::Presence;
 use crate::operations::MetalVcpu;
+use crate::private::Private;
 use crate::virtual_cpu::{Exit, Hypercall, Start, VirtualCpu};
 use crate::{error, fail};
 
@@ -28,15 +29,14 @@ impl<V: VirtualCpu> Stretches<V> {
     /// The vCPU of `private`, on the calling CPU, which is number `number`.
     pub fn new(round: &Round<V>, private: &Private, number: usize) -> Stretches<V> {
         let vcpu = round.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
-        let (mailbox, stack_end) = private.guest_addresses();
         // SAFETY: virtualization is on (`start`). The vCPU keeps the VM, which has these CPUs.
         let mut cpu = unsafe { V::new(round.second_stage) };
         cpu.start(Start {
             rip: guest_main as *const () as u64,
             // As after a call: a return address would be at the top.
-            rsp: stack_end - 8,
+            rsp: private.stack_end().0 - 8,
             cr3: private.gpa.0,
-            rdi: mailbox,
+            rdi: private.free_gpa().0,
         });
         Stretches { vcpu, cpu, presence: Presence::new(&round.cpus, number), number }
     }
