@@ -1,5 +1,5 @@
-//! The private memory of a vCPU that runs the image's own code: its page tables, its stack, and what it
-//! exchanges with the hypervisor. It is a block of 2 MiB that stays where it is.
+//! The private memory of a vCPU that runs the image's own code: its page tables, its stack, and
+//! what it exchanges with the hypervisor. It is a block of 2 MiB that stays where it is.
 
 #![expect(unsafe_code, reason = "allocates the block, and reaches its words by their addresses")]
 

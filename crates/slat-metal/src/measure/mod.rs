@@ -1,13 +1,13 @@
-//! Instructions for each event of the engine, on a machine whose time-stamp counter counts them: QEMU
-//! with `-icount shift=0`, and one CPU.
+//! Instructions for each event of the engine, on a machine whose time-stamp counter counts them:
+//! QEMU with `-icount shift=0`, and one CPU.
 //!
 //! # What is in a count
-//! - A fault ([`guest.s`](subject)): what the guest sees between the instructions before and behind the
-//!   write, less the same of a write that does not leave the guest. That is VMRUN, the exit path of
-//!   this hypervisor, the engine, and the answers of the host. The median over the pages. Frames are
-//!   allocated and zeroed before.
-//! - `_engine`: around `handle_fault`, with the host's answers in it. The rest of the fault is the exit
-//!   path.
+//! - A fault ([`guest.s`](subject)): what the guest sees between the instructions before and behind
+//!   the write, less the same of a write that does not leave the guest. That is VMRUN, the exit
+//!   path of this hypervisor, the engine, and the answers of the host. The median over the pages.
+//!   Frames are allocated and zeroed before.
+//! - `_engine`: around `handle_fault`, with the host's answers in it. The rest of the fault is the
+//!   exit path.
 //! - A call: around the call. The guest does not run, so no CPU is kicked. Invalidations are whole:
 //!   begun, ended, and for a range with the release of page-table pages.
 //!
@@ -105,7 +105,8 @@ fn engine_share(clock: Clock, subject: &mut Subject) -> Samples {
     Samples::new(counts)
 }
 
-/// Faults of a memslot without a log, and invalidations. Returns what a write without a fault counts.
+/// Faults of a memslot without a log, and invalidations. Returns what a write without a fault
+/// counts.
 fn faults(clock: Clock) -> u64 {
     console::progress(0, 4, "faults");
     say!("faults and invalidations");

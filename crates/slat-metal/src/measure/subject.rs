@@ -69,8 +69,8 @@ fn fill(_page: u64, words: &[AtomicU64]) {
 }
 
 impl Subject {
-    /// One whose memory comes in blocks of `kind`, all of it allocated. Nothing of it is mapped; the
-    /// guest's code and what it exchanges with the hypervisor is.
+    /// One whose memory comes in blocks of `kind`, all of it allocated. Nothing of it is mapped;
+    /// the guest's code and what it exchanges with the hypervisor is.
     pub fn new(config: Config, kind: Blocks) -> Subject {
         let cpus = Cpus::new(Control::None, SvmCpu::KICK);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));

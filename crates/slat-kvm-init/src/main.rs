@@ -1,0 +1,61 @@
+//! The first process of a Linux machine on which `slat metal --guest measure` measures KVM.
+//!
+//! It loads Debian's KVM modules, has KVM run the guest that `slat-metal` runs too, and counts the
+//! instructions of the same events. The machine is emulated; its time-stamp counter counts
+//! instructions.
+//!
+//! # Implementation
+//! 1. The modules are in `/modules` ([`modules`]). KVM is measured twice: with nested paging, and
+//!    with shadow page tables.
+//! 2. [`events`] measures, with a VM ([`vm`]) on memory of this process ([`memory`]).
+//! 3. The figures go to the machine's debug console, in the lines that `slat-metal` writes, and the
+//!    machine ends by the same device ([`console`]).
+
+#![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+compile_error!("it is the init program of a Linux machine on x86-64");
+
+mod clock;
+mod console;
+mod events;
+mod memory;
+mod modules;
+mod vm;
+mod wrong;
+
+use console::{Console, Verdict};
+use modules::Paging;
+use wrong::Wrong;
+
+fn main() {
+    let mut console = match Console::open() {
+        Ok(console) => console,
+        Err(wrong) => {
+            // The kernel panics when its first process ends, and so ends the machine.
+            println!("{wrong}");
+            return;
+        }
+    };
+    let (verdict, text) = match measure(&mut console) {
+        Ok(()) => (Verdict::Pass, format!("{} pages measured for each figure", vm::NR_PAGES)),
+        Err(wrong) => (Verdict::Fail, format!("KVM: {wrong}")),
+    };
+    console.end(verdict, &text);
+}
+
+fn measure(console: &mut Console) -> Result<(), Wrong> {
+    if std::process::id() != 1 {
+        return Err(Wrong::NotFirst);
+    }
+    modules::mount_file_systems()?;
+    modules::load("irqbypass", Paging::ALL[0])?;
+    modules::load("kvm", Paging::ALL[0])?;
+    for (number, paging) in (0..).zip(Paging::ALL) {
+        console.line(&format!("progress {number} {} KVM, {}", Paging::ALL.len(), paging.name()));
+        modules::load("kvm-amd", paging)?;
+        events::measure(console, paging.name())?;
+        modules::unload_kvm_amd()?;
+    }
+    Ok(())
+}
