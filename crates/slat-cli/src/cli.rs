@@ -129,7 +129,7 @@ enum Experiment {
     Stress(StressArgs),
     /// Boot Linux on slat, on an emulated machine
     ///
-    /// A small hypervisor on the engine runs under QEMU, with a guest that verifies its memory while
+    /// A small hypervisor on the engine runs under QEMU or Bochs, with a guest that verifies its memory while
     /// all operations run. It is built from the source; emulator and kernel are Debian packages.
     Metal(MetalArgs),
 }

@@ -23,16 +23,22 @@ fn folder(name: &str) -> PathBuf {
 /// An emulator that runs `script`. The hypervisor's lines go to the standard error.
 fn emulator(folder: &Path, version: &str, script: &str) -> PathBuf {
     let path = folder.join("qemu");
-    let text = format!(
-        "#!/bin/sh\n[ \"$1\" = --version ] && echo 'QEMU emulator version {version} (test)' && exit\n{script}\n"
+    program(
+        &path,
+        &format!("[ \"$1\" = --version ] && echo 'QEMU emulator version {version} (test)' && exit\n{script}"),
     );
+    path
+}
+
+/// Writes a program of the shell.
+fn program(path: &Path, script: &str) {
+    let text = format!("#!/bin/sh\n{script}\n");
     // A file that is open for writing cannot run, and other threads fork: the shell closes its own.
     let write = format!("cat >{0} && chmod 755 {0}", path.display());
     let mut shell = Command::new("sh").args(["-c", &write]).stdin(Stdio::piped()).spawn().unwrap();
     std::io::Write::write_all(&mut shell.stdin.take().unwrap(), text.as_bytes()).unwrap();
     assert!(shell.wait().unwrap().success());
-    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o755);
-    path
+    assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o755);
 }
 
 /// The command with the emulator, and a file that is no image: the emulator does not read it.
@@ -82,6 +88,7 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --timeout 0s", "must not be zero"),
         ("metal --live", "--live shows the software machine"),
         ("metal --guest suite --append quiet", "go with --guest linux"),
+        ("metal --machine vmx --guest suite --qemu qemu", "--qemu goes with --machine svm"),
         ("metal --kernel /no/such/kernel", "--kernel /no/such/kernel: No such file"),
         ("metal --kernel /dev/null", "--kernel /dev/null is no file"),
         ("metal --image /no/such/image", "--image /no/such/image: No such file"),
@@ -95,7 +102,7 @@ fn bad_usage_exits_with_2_and_one_line() {
 
 #[test]
 fn what_is_not_to_be_had_exits_with_3_and_one_line() {
-    assert_refused("metal --machine vmx", 3, "--machine vmx is not there yet; choose --machine svm");
+    assert_refused("metal --machine vmx", 3, "--machine vmx with --guest linux is not there yet; choose --guest suite");
     assert_refused("metal --guest measure", 3, "--guest measure is not there yet");
     assert_refused("metal --qemu /no/such/qemu", 3, "/no/such/qemu: No such file");
     assert_refused("metal --qemu /bin/true", 3, "/bin/true is no QEMU");
@@ -164,6 +171,78 @@ fn the_emulator_gets_the_machine() {
         assert!(text.contains(words), "no '{words}' in:\n{text}");
     }
     assert!(!text.contains("-initrd") && !text.contains("control"), "{text}");
+}
+
+/// A cache with a Bochs that is `script`, and a GRUB that does what it should.
+fn cache_with_bochs(folder: &Path, script: &str) -> PathBuf {
+    let root = folder.join("cache/bochs");
+    let grub = "usr/lib/grub/i386-pc";
+    for name in ["usr/bin", "usr/share/bochs", "usr/share/vgabios", "usr/lib/x86_64-linux-gnu/bochs/plugins", grub] {
+        fs::create_dir_all(root.join(name)).unwrap();
+    }
+    for name in ["usr/share/bochs/BIOS-bochs-latest", "usr/share/vgabios/vgabios.bin"] {
+        fs::write(root.join(name), name).unwrap();
+    }
+    fs::write(root.join(grub).join("boot.img"), [b'B'; 512]).unwrap();
+    let help = "[ \"$1\" = --help ] && echo 'Bochs x86 Emulator 2.7' && echo '  -rc filename' && exit";
+    program(&root.join("usr/bin/bochs-bin"), &format!("{help}\n{script}"));
+    program(&root.join("usr/bin/grub-mkimage"), "cp grub.cfg core.img");
+    folder.join("cache")
+}
+
+fn run_bochs(name: &str, script: &str, more: &str) -> Output {
+    let folder = folder(name);
+    let cache = cache_with_bochs(&folder, script);
+    let image = folder.join("image");
+    fs::write(&image, "the image").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    command.current_dir(&folder).args(["metal", "--machine", "vmx", "--guest", "suite", "--cache"]).arg(cache);
+    command.arg("--image").arg(image).args(more.split_whitespace()).output().unwrap()
+}
+
+#[test]
+fn the_machine_with_vmx_has_its_disk_and_its_verdict() {
+    let path = file("metal-vmx.json");
+    let script = "\
+echo '00000000001p[UNMAP ] >>PANIC<< Shutdown port: shutdown requested' >&2
+echo 'say 3 CPUs'
+cp disk bochsrc ../../..
+echo 'verdict pass none wrong'; exit 1";
+    let words = format!("--cpus 3 --seed 5 --operations 7 --json {}", path.display());
+    let output = run_bochs("bochs", script, &words);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("slat | 3 CPUs\n") && text.contains("Verified: none wrong.\n"), "{text}");
+    assert!(!text.contains("bochs|") && !text.contains("PANIC"), "{text}");
+    let folder = folder("bochs");
+    let disk = fs::read(folder.join("disk")).unwrap();
+    let config = "multiboot (hd0)2048+1 slat-metal guest=suite cpus=3 seed=5 operations=7 memory=512\nboot\n";
+    assert_eq!(&disk[..512], [b'B'; 512]);
+    assert_eq!(&disk[512..512 + config.len()], config.as_bytes());
+    assert_eq!(&disk[1 << 20..][..9], b"the image");
+    assert_eq!(disk.len() % (16 * 63 * 512), 0);
+    let config = fs::read_to_string(folder.join("bochsrc")).unwrap();
+    assert!(config.contains("count=3, ") && config.contains("memory: guest=1024, host=1024\n"), "{config}");
+    let object = read(&path);
+    assert_eq!(object["config"]["machine"], "vmx");
+    assert_eq!(object["host"]["measured_on"], "CPUs emulated by Bochs 2.7");
+}
+
+#[test]
+fn a_machine_with_vmx_that_fails_says_why() {
+    for (name, script, what) in [
+        ("bochs-fail", "echo 'verdict fail page 7 is stale'; exit 1", "check failed: page 7 is stale"),
+        (
+            "bochs-panic",
+            "echo '0p[CPU0  ] >>PANIC<< triple fault' >&2; exit 1",
+            "the emulator ended with 1; last: bochs| 0p[CPU0  ] >>PANIC<< triple fault",
+        ),
+    ] {
+        let output = run_bochs(name, script, "");
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert!(message.contains(what), "{message}");
+    }
 }
 
 #[test]

@@ -173,7 +173,7 @@ pub const SOFTWARE_CPUS: &str = "software CPUs";
 pub const MODELLED_CPUS: &str = "modelled CPUs";
 
 /// What figures of a whole machine in an emulator are measured on; the emulator's version follows.
-pub const EMULATED_CPUS: &str = "CPUs emulated by QEMU";
+pub const EMULATED_CPUS: &str = "CPUs emulated by";
 
 impl Host {
     /// This machine, for figures of software CPUs.

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 use console::strip_ansi_codes;
 use tempfile::TempDir;
 
-use super::initramfs;
-use super::packages::Qemu;
+use super::bochs;
+use super::packages::{Emulator, Qemu};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
+use super::{MachineArg, initramfs};
 use crate::failure::Failure;
 use crate::quantity::Unit;
 use crate::session::{Progress, Session};
@@ -47,7 +48,7 @@ pub(super) struct Files {
 
 /// A machine that is ready to run.
 pub(super) struct Machine {
-    pub(super) qemu: Qemu,
+    pub(super) emulator: Emulator,
     /// The folder that the emulator runs in: so the names of its files have neither spaces nor commas,
     /// which separate words on its command line.
     folder: TempDir,
@@ -84,7 +85,13 @@ enum Pipe {
 
 impl Machine {
     /// Puts the files of a machine into a folder in `target`.
-    pub(super) fn new(qemu: Qemu, files: &Files, target: &Path, session: &Session) -> Result<Machine, Failure> {
+    pub(super) fn new(
+        emulator: Emulator,
+        files: &Files,
+        plan: &Plan,
+        target: &Path,
+        session: &Session,
+    ) -> Result<Machine, Failure> {
         let write = || -> io::Result<TempDir> {
             fs::create_dir_all(target)?;
             let target = fs::canonicalize(target)?;
@@ -99,12 +106,22 @@ impl Machine {
             Ok(folder)
         };
         let folder = write().map_err(|source| Failure::Write { path: target.to_owned(), source })?;
-        Ok(Machine { qemu, folder })
+        if let Emulator::Bochs(bochs) = &emulator {
+            bochs::write(bochs, folder.path(), &files.image, plan, session)?;
+        }
+        Ok(Machine { emulator, folder })
     }
 
     /// The emulator with all its words.
     fn command(&self, plan: &Plan) -> Command {
-        let mut command = self.qemu.command();
+        match &self.emulator {
+            Emulator::Qemu(qemu) => self.qemu(qemu, plan),
+            Emulator::Bochs(bochs) => bochs::command(bochs, self.folder.path()),
+        }
+    }
+
+    fn qemu(&self, qemu: &Qemu, plan: &Plan) -> Command {
+        let mut command = qemu.command();
         command.current_dir(self.folder.path()).args(["-accel", plan.accelerator(), "-cpu", CPU]);
         command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
@@ -124,13 +141,14 @@ impl Machine {
         let begin = Instant::now();
         let mut command = self.command(plan);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let failed =
-            |error: io::Error| Failure::CannotServe(format!("the emulator: {error}; name another with --qemu"));
+        let failed = |error: io::Error| Failure::CannotServe(format!("the emulator: {error}"));
         let mut running = Running::start(&mut command, session).map_err(failed)?;
         let (sender, lines) = mpsc::sync_channel(LINES);
         if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
             let of_guest = sender.clone();
-            thread::spawn(move || read(stdout, Pipe::Guest, &of_guest));
+            // Bochs has the debug console there, and shows no serial line.
+            let pipe = if plan.machine == MachineArg::Svm { Pipe::Guest } else { Pipe::Hypervisor };
+            thread::spawn(move || read(stdout, pipe, &of_guest));
             thread::spawn(move || read(stderr, Pipe::Hypervisor, &sender));
         }
         let progress = session.progress(1);
@@ -211,7 +229,9 @@ impl Heard<'_> {
                 Ok(())
             }
             Line::Other(text) if text.contains(UNSUPPORTED) || text.is_empty() => Ok(()),
-            Line::Other(text) => self.show("qemu |", &text),
+            Line::Other(text) if self.plan.machine == MachineArg::Svm => self.show("qemu |", &text),
+            Line::Other(text) if bochs::is_reason(&text) => self.show("bochs|", &text),
+            Line::Other(_) => Ok(()),
         }
     }
 

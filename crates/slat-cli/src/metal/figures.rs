@@ -5,10 +5,10 @@ use std::os::unix::process::ExitStatusExt;
 
 use serde_json::json;
 
-use super::ControlArg;
 use super::emulator::{Ended, Machine, Status};
 use super::plan::Plan;
 use super::protocol::Verdict;
+use super::{ControlArg, MachineArg};
 use crate::failure::Failure;
 use crate::quantity::{Unit, quantity};
 use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
@@ -18,6 +18,8 @@ use crate::table;
 /// values 0x10 and 0x11.
 const PASSED: i32 = 0x10 << 1 | 1;
 const FAILED: i32 = 0x11 << 1 | 1;
+/// Bochs exits with this whenever the machine ends by itself.
+const ENDED: i32 = 1;
 
 /// The judgement.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -68,6 +70,7 @@ fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
         }
     };
     match (status.code(), &ended.verdict) {
+        (Some(ENDED), Some(verdict)) if plan.machine == MachineArg::Vmx => Ok(verdict.clone()),
         (Some(PASSED), Some(verdict @ Verdict::Pass(_)))
         | (Some(FAILED), Some(verdict @ (Verdict::Fail(_) | Verdict::Error(_)))) => Ok(verdict.clone()),
         (Some(code), Some(verdict)) => {
@@ -111,7 +114,7 @@ fn results(plan: &Plan, machine: &Machine, ended: &Ended, judged: &Judged) -> Re
     };
     figures.push(figure("passed", Unit::Count, &labels([("verdict", json!(text))]), &[passed]));
     let config = json!({
-        "machine": "svm",
+        "machine": plan.machine.name(),
         "guest": plan.guest.name(),
         "cpus": plan.nr_cpus,
         "seed": plan.seed,
@@ -120,6 +123,6 @@ fn results(plan: &Plan, machine: &Machine, ended: &Ended, judged: &Judged) -> Re
         "control": plan.control.name(),
         "append": plan.append,
     });
-    let host = Host { measured_on: format!("{EMULATED_CPUS} {}", machine.qemu.version), ..Host::read(None) };
+    let host = Host { measured_on: format!("{EMULATED_CPUS} {}", machine.emulator.name()), ..Host::read(None) };
     Results::new("metal", config, host, figures)
 }

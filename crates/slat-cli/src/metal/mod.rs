@@ -7,12 +7,14 @@
 //! 1. Everything that is wrong with the options is found before anything is built ([`plan`]).
 //! 2. [`packages`] gets the emulator and the kernel into a cache folder, [`source`] builds.
 //! 3. [`emulator`] runs QEMU. The guest's serial line is its standard output. The hypervisor's
-//!    debug console is its standard error, in the lines of [`protocol`].
+//!    debug console is its standard error, in the lines of [`protocol`]. [`bochs`] is for the machine
+//!    with VMX, which QEMU has not: there the debug console is the standard output.
 //! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the machine
-//!    agree.
+//!    agree; Bochs has one code for all.
 //!
 //! All programs that it starts end with it ([`process`]).
 
+mod bochs;
 mod emulator;
 mod figures;
 mod initramfs;
@@ -32,7 +34,7 @@ use crate::options::{OutputArgs, SEED, duration, positive, size_bytes};
 use crate::results::Outcome;
 use crate::session::Session;
 use emulator::{Files, Machine};
-use packages::Cache;
+use packages::{Cache, Emulator};
 use plan::Plan;
 use source::Source;
 
@@ -95,8 +97,18 @@ pub(crate) struct MetalArgs {
 enum MachineArg {
     /// AMD's, with nested paging, in QEMU.
     Svm,
-    /// Intel's, with EPT.
+    /// Intel's, with EPT, in Bochs.
     Vmx,
+}
+
+impl MachineArg {
+    /// The name in options and results.
+    fn name(self) -> &'static str {
+        match self {
+            MachineArg::Svm => "svm",
+            MachineArg::Vmx => "vmx",
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -168,8 +180,16 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
         let progress = session.progress(if plan.guest == GuestArg::Linux { 4 } else { 2 });
         let begin = |what: &str| progress.begin(what.to_owned());
         let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
-        begin("looking for the emulator, QEMU 10 or newer");
-        let qemu = cache.qemu(args.qemu.as_deref(), session)?;
+        let emulator = match plan.machine {
+            MachineArg::Svm => {
+                begin("looking for the emulator, QEMU 10 or newer");
+                Emulator::Qemu(cache.qemu(args.qemu.as_deref(), session)?)
+            }
+            MachineArg::Vmx => {
+                begin("looking for the emulator, Bochs 2.7 or newer");
+                Emulator::Bochs(cache.bochs(session)?)
+            }
+        };
         progress.step();
         let linux = match plan.guest {
             GuestArg::Linux => {
@@ -193,7 +213,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                 source::required(source.as_ref())?.hypervisor(session)?
             }
         };
-        Machine::new(qemu, &Files { image, linux }, &target, session)?
+        Machine::new(emulator, &Files { image, linux }, &plan, &target, session)?
     };
     let ended = machine.run(&plan, session)?;
     figures::outcome(&plan, &machine, &ended)

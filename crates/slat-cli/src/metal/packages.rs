@@ -6,6 +6,7 @@
 //! run uses it without the network. Two runs at the same time get it once.
 
 mod apt;
+mod bochs;
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -20,6 +21,7 @@ use super::process::{output, reason};
 use crate::failure::Failure;
 use crate::session::Session;
 use apt::{Apt, AptError};
+pub(super) use bochs::{Bochs, Debugger, Emulator};
 
 /// The least version of QEMU: CPUs that are threads are not reliable in older ones.
 const LEAST_QEMU: u32 = 10;
@@ -119,10 +121,28 @@ impl Cache {
             if apt.version(package)?.is_none_or(|version| version < LEAST_QEMU) {
                 apt.add_backports()?;
             }
-            apt.unpack_with_dependencies(package, folder)?;
+            apt.unpack_with_dependencies(&[package], folder)?;
             Ok(Got::Now)
         })?;
         cached().map_err(|why| Failure::CannotServe(format!("{why}; {advice}")))
+    }
+
+    /// Bochs, with what it needs: from the packages, or this machine's.
+    pub(super) fn bochs(&self, session: &Session) -> Result<Bochs, Failure> {
+        let root = self.0.join("bochs");
+        let found = || Bochs::probe(&root, session);
+        if let Ok(bochs) = found() {
+            return Ok(bochs);
+        }
+        let advice = "install the packages bochs-term, bochsbios, vgabios and grub-pc-bin";
+        self.get("bochs", "there is no Bochs here, and no package of it", advice, session, |apt, folder| {
+            if found().is_ok() {
+                return Ok(Got::ByAnother);
+            }
+            apt?.unpack_with_dependencies(&bochs::PACKAGES, folder)?;
+            Ok(Got::Now)
+        })?;
+        found().map_err(|why| Failure::CannotServe(format!("{why}; {advice}")))
     }
 
     /// The kernel of the package.

@@ -21,6 +21,7 @@ const HYPERVISOR_MEMORY: u64 = 256 << 20;
 /// The run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Plan {
+    pub(super) machine: MachineArg,
     pub(super) guest: GuestArg,
     pub(super) nr_cpus: u32,
     pub(super) seed: u64,
@@ -38,11 +39,11 @@ impl Plan {
     pub(super) fn new(args: &MetalArgs) -> Result<Plan, Failure> {
         let not_yet =
             |what: &str, instead: &str| Err(Failure::CannotServe(format!("{what} is not there yet; choose {instead}")));
-        if args.machine == MachineArg::Vmx {
-            return not_yet("--machine vmx", "--machine svm");
-        }
         if args.guest == GuestArg::Measure {
             return not_yet("--guest measure", "--guest suite or linux");
+        }
+        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
+            return not_yet("--machine vmx with --guest linux", "--guest suite, or --machine svm");
         }
         if std::env::consts::ARCH != "x86_64" {
             let arch = std::env::consts::ARCH;
@@ -57,6 +58,9 @@ impl Plan {
         if args.guest != GuestArg::Linux && (args.kernel.is_some() || args.append.is_some()) {
             return usage("--kernel and --append go with --guest linux");
         }
+        if args.machine != MachineArg::Svm && args.qemu.is_some() {
+            return usage("--qemu goes with --machine svm");
+        }
         let append = args.append.clone().unwrap_or_default();
         if append.contains(|letter: char| letter.is_control()) {
             return usage("--append must be one line without control characters");
@@ -67,6 +71,7 @@ impl Plan {
             check_kernel(path)?;
         }
         Ok(Plan {
+            machine: args.machine,
             guest: args.guest,
             nr_cpus: args.cpus,
             seed: args.seed,

@@ -98,14 +98,14 @@ impl<'s> Apt<'s> {
         find_dependency(&depends.map_err(|_| missing())?, start).ok_or_else(missing)
     }
 
-    /// Unpacks `package` into `into`, with what it needs and this machine has not.
-    pub(super) fn unpack_with_dependencies(&self, package: &str, into: &Path) -> Result<(), AptError> {
+    /// Unpacks `packages` into `into`, with what they need, as far as this machine has not got it.
+    pub(super) fn unpack_with_dependencies(&self, packages: &[&str], into: &Path) -> Result<(), AptError> {
         let words = ["install", "--quiet", "--yes", "--no-install-recommends", "--download-only"];
         let mut command = self.command("apt-get", &words);
         if let Some(target) = &self.target {
             command.args(["--target-release", target]);
         }
-        self.run("apt-get", command.arg(package))?;
+        self.run("apt-get", command.args(packages))?;
         self.unpack_all(&self.folder.join("cache/archives"), into)
     }
 
