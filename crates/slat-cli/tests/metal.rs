@@ -61,6 +61,17 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
+/// The command that counts instructions, without KVM.
+fn measure(name: &str, script: &str, more: &str) -> Output {
+    let folder = folder(name);
+    let qemu = emulator(&folder, "10.0.2", script);
+    let image = folder.join("image");
+    fs::write(&image, "").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    command.current_dir(&folder).args(["metal", "--guest", "measure", "--peer", "none", "--qemu"]).arg(qemu);
+    command.arg("--image").arg(image).args(more.split_whitespace()).output().unwrap()
+}
+
 /// Runs a script, and expects exit code 1 with `what`.
 #[track_caller]
 fn assert_fails(name: &str, script: &str, more: &str, what: &str) {
@@ -87,7 +98,11 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --memory lots", "write it as 4096, 64M or 1GiB"),
         ("metal --timeout 0s", "must not be zero"),
         ("metal --live", "--live shows the software machine"),
-        ("metal --guest suite --append quiet", "go with --guest linux"),
+        ("metal --guest suite --append quiet", "--append goes with --guest linux or measure"),
+        ("metal --guest measure --kernel x", "--kernel goes with --guest linux"),
+        ("metal --guest measure --cpus 2", "counts the instructions of one CPU; leave --cpus out"),
+        ("metal --guest measure --control no-flush", "--control goes with --guest suite or linux"),
+        ("metal --guest suite --peer kvm", "--peer goes with --guest measure"),
         ("metal --machine vmx --guest suite --qemu qemu", "--qemu goes with --machine svm"),
         ("metal --kernel /no/such/kernel", "--kernel /no/such/kernel: No such file"),
         ("metal --kernel /dev/null", "--kernel /dev/null is no file"),
@@ -103,7 +118,7 @@ fn bad_usage_exits_with_2_and_one_line() {
 #[test]
 fn what_is_not_to_be_had_exits_with_3_and_one_line() {
     assert_refused("metal --machine vmx", 3, "--machine vmx with --guest linux is not there yet; choose --guest suite");
-    assert_refused("metal --guest measure", 3, "--guest measure is not there yet");
+    assert_refused("metal --machine vmx --guest measure", 3, "--machine vmx with --guest measure is not there yet");
     assert_refused("metal --qemu /no/such/qemu", 3, "/no/such/qemu: No such file");
     assert_refused("metal --qemu /bin/true", 3, "/bin/true is no QEMU");
     let folder = folder("old");
@@ -243,6 +258,52 @@ fn a_machine_with_vmx_that_fails_says_why() {
         assert_eq!(output.status.code(), Some(1), "{message}");
         assert!(message.contains(what), "{message}");
     }
+}
+
+#[test]
+fn instructions_are_counted_twice_and_shown_once() {
+    let script = "\
+echo \"$@\"
+echo 'say counting' >&2
+echo 'figure demand_fault 400 instructions' >&2
+echo 'figure write_protect_fault_lazy 350 instructions' >&2
+echo 'verdict pass all measured' >&2
+exit 33";
+    let path = file("measure.json");
+    let output = measure("measure", script, &format!("--seed 3 --json {}", path.display()));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    for words in [
+        "-accel tcg,thread=single -icount shift=0,sleep=off -seed 3",
+        "-smp 1 ",
+        "-append guest=measure cpus=1 seed=3",
+        "| Write-protect fault          |        350 |            – |",
+        "Verified: a loop of known length counts as that",
+    ] {
+        assert!(text.contains(words), "no '{words}' in:\n{text}");
+    }
+    assert_eq!(text.matches("slat | counting").count(), 1, "{text}");
+    let object = read(&path);
+    let find = |name: &str, variant: &str| {
+        let figures = object["results"].as_array().unwrap().iter();
+        figures.filter(|figure| figure["name"] == name && figure["labels"]["variant"] == variant).count()
+    };
+    assert_eq!((find("demand_fault", "lazy"), find("demand_fault", "leaves")), (1, 1));
+    assert_eq!((find("write_protect_fault", "lazy"), find("write_protect_fault", "leaves")), (1, 0));
+}
+
+#[test]
+fn runs_that_count_differently_are_a_failure() {
+    let script = "\
+echo \"figure demand_fault $$ instructions\" >&2
+echo 'verdict pass all measured' >&2
+exit 33";
+    let output = measure("differ", script, "");
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("two runs did not count the same: demand_fault: "), "{message}");
+    let output = measure("no-icount", "echo 'verdict fail the counter is a clock' >&2; exit 35", "");
+    assert!(stderr(&output).contains("check failed: the counter is a clock"), "{}", stderr(&output));
 }
 
 #[test]

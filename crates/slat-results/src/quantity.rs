@@ -20,6 +20,9 @@ pub enum Unit {
     Count,
     #[serde(rename = "ratio")]
     Ratio,
+    /// Of a CPU.
+    #[serde(rename = "instructions")]
+    Instructions,
 }
 
 /// The divisor of a value, and the unit of the quotient.
@@ -37,6 +40,7 @@ pub fn scale(value: f64, unit: Unit) -> Scale {
         Unit::Bytes => &[(1024.0 * 1024.0 * 1024.0, "GiB"), (1024.0 * 1024.0, "MiB"), (1024.0, "KiB"), (1.0, "B")],
         Unit::PerSecond => &[(1.0, "/s")],
         Unit::Count | Unit::Ratio => &[(1.0, "")],
+        Unit::Instructions => &[(1.0, "instructions")],
     };
     // Zero keeps the unit that it was measured in.
     let zero = if unit == Unit::Bytes { "B" } else { steps[0].1 };
@@ -50,7 +54,7 @@ pub fn scale(value: f64, unit: Unit) -> Scale {
 /// A value in its unit, or a dash if it is not a number.
 pub fn quantity(value: f64, unit: Unit) -> String {
     let scale = scale(value, unit);
-    with_unit(digits(value / scale.divisor, unit == Unit::Count), scale.unit)
+    with_unit(digits(value / scale.divisor, matches!(unit, Unit::Count | Unit::Instructions)), scale.unit)
 }
 
 /// The median with the quartiles, in one unit; the median alone where all are the same.

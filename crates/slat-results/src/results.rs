@@ -56,10 +56,11 @@ pub struct Figure {
     pub samples: Samples,
 }
 
-/// What is better in this unit, if nothing else is said: less time, and a higher rate.
+/// What is better in this unit, if nothing else is said: less time, fewer instructions, and a higher
+/// rate.
 const fn usually(unit: Unit) -> Option<Better> {
     match unit {
-        Unit::Seconds => Some(Better::Less),
+        Unit::Seconds | Unit::Instructions => Some(Better::Less),
         Unit::PerSecond => Some(Better::More),
         Unit::Bytes | Unit::Count | Unit::Ratio => None,
     }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use console::strip_ansi_codes;
 use tempfile::TempDir;
 
-use super::bochs;
 use super::packages::{Emulator, Qemu};
+use super::{GuestArg, bochs, initramfs};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
@@ -42,8 +42,32 @@ const END: Duration = Duration::from_secs(10);
 pub(super) struct Files {
     /// The hypervisor.
     pub(super) image: PathBuf,
-    /// The kernel and the first process of Linux, if it is the guest.
-    pub(super) linux: Option<(PathBuf, PathBuf)>,
+    /// Linux, if it is the guest, or has KVM.
+    pub(super) linux: Option<Linux>,
+}
+
+/// A Linux that boots.
+pub(super) struct Linux {
+    pub(super) kernel: PathBuf,
+    /// Its first process.
+    pub(super) init: PathBuf,
+    pub(super) modules: Vec<PathBuf>,
+}
+
+/// What a machine boots.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Boot {
+    /// The hypervisor, with the guest of the plan.
+    Hypervisor,
+    /// Linux, which has KVM.
+    Kvm,
+}
+
+/// Whether lines for people are shown.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Shown {
+    Lines,
+    Nothing,
 }
 
 /// A machine that is ready to run.
@@ -99,9 +123,10 @@ impl Machine {
             let path = folder.path().to_owned();
             session.when_interrupted(move || drop(fs::remove_dir_all(path)));
             fs::copy(&files.image, folder.path().join(IMAGE))?;
-            if let Some((kernel, init)) = &files.linux {
+            if let Some(Linux { kernel, init, modules }) = &files.linux {
                 fs::copy(kernel, folder.path().join(KERNEL))?;
-                initramfs::write(File::create(folder.path().join(INITRAMFS))?, &fs::read(init)?)?;
+                let modules: Vec<_> = modules.iter().map(|path| read_module(path)).collect::<io::Result<_>>()?;
+                initramfs::write(File::create(folder.path().join(INITRAMFS))?, &fs::read(init)?, &modules)?;
             }
             Ok(folder)
         };
@@ -112,23 +137,37 @@ impl Machine {
         Ok(Machine { emulator, folder })
     }
 
+    /// Whether it has a Linux to boot.
+    pub(super) fn has_linux(&self) -> bool {
+        self.folder.path().join(KERNEL).exists()
+    }
+
     /// The emulator with all its words.
-    fn command(&self, plan: &Plan) -> Command {
+    fn command(&self, plan: &Plan, boot: Boot) -> Command {
         match &self.emulator {
-            Emulator::Qemu(qemu) => self.qemu(qemu, plan),
+            Emulator::Qemu(qemu) => self.qemu(qemu, plan, boot),
             Emulator::Bochs(bochs) => bochs::command(bochs, self.folder.path()),
         }
     }
 
-    fn qemu(&self, qemu: &Qemu, plan: &Plan) -> Command {
+    fn qemu(&self, qemu: &Qemu, plan: &Plan, boot: Boot) -> Command {
         let mut command = qemu.command();
         command.current_dir(self.folder.path()).args(["-accel", plan.accelerator(), "-cpu", CPU]);
+        if plan.guest == GuestArg::Measure {
+            // The counter counts instructions, also while a CPU waits; all is the same in each run.
+            command.args(["-icount", "shift=0,sleep=off"]);
+            command.args(["-seed", &plan.seed.to_string(), "-rtc", "base=2026-01-01,clock=vm"]);
+        }
         command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
         // A file that is another's pipe: the emulator has one standard output.
         command.args(["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]);
+        if boot == Boot::Kvm {
+            command.args(["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", &plan.kvm_words()]);
+            return command;
+        }
         command.args(["-kernel", IMAGE, "-append", &plan.hypervisor_words()]);
-        if self.folder.path().join(KERNEL).exists() {
+        if plan.guest == GuestArg::Linux {
             // Two commas are one in a word.
             let words = plan.kernel_words().replace(',', ",,");
             command.args(["-initrd", &format!("{KERNEL} {words},{INITRAMFS}")]);
@@ -137,9 +176,9 @@ impl Machine {
     }
 
     /// Runs it to its end, and shows what it says.
-    pub(super) fn run(&self, plan: &Plan, session: &Session) -> Result<Ended, Failure> {
+    pub(super) fn run(&self, plan: &Plan, boot: Boot, shown: Shown, session: &Session) -> Result<Ended, Failure> {
         let begin = Instant::now();
-        let mut command = self.command(plan);
+        let mut command = self.command(plan, boot);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let failed = |error: io::Error| Failure::CannotServe(format!("the emulator: {error}"));
         let mut running = Running::start(&mut command, session).map_err(failed)?;
@@ -153,7 +192,12 @@ impl Machine {
         }
         let progress = session.progress(1);
         progress.begin("starting the machine".to_owned());
-        let mut heard = Heard { plan, session, progress, verdict: None, figures: Vec::new(), last: String::new() };
+        let names = match boot {
+            Boot::Hypervisor => ["guest|", "slat |"],
+            Boot::Kvm => ["linux|", "kvm  |"],
+        };
+        let (verdict, figures, last) = (None, Vec::new(), String::new());
+        let mut heard = Heard { plan, session, names, shown, progress, verdict, figures, last };
         let mut longest = plan.timeout;
         let status = loop {
             // Also of a guest that says something all the time.
@@ -175,6 +219,12 @@ impl Machine {
         let Heard { verdict, figures, last, .. } = heard;
         Ok(Ended { status, verdict, figures, time: begin.elapsed(), last })
     }
+}
+
+/// The module in the file at `path`, as the archive has it.
+fn read_module(path: &Path) -> io::Result<initramfs::Module> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok((name, fs::read(path)?))
 }
 
 /// Sends each line of `pipe`.
@@ -199,6 +249,9 @@ fn text_of(bytes: &[u8]) -> String {
 struct Heard<'r> {
     plan: &'r Plan,
     session: &'r Session,
+    /// Before the lines of the serial line, and of the debug console.
+    names: [&'static str; 2],
+    shown: Shown,
     progress: Progress,
     verdict: Option<Verdict>,
     figures: Vec<(String, Unit, Vec<f64>)>,
@@ -208,10 +261,10 @@ struct Heard<'r> {
 impl Heard<'_> {
     fn line(&mut self, pipe: Pipe, text: &str) -> Result<(), Failure> {
         if pipe == Pipe::Guest {
-            return self.show("guest|", text);
+            return self.show(self.names[0], text);
         }
         match Line::parse(text) {
-            Line::Say(text) => self.show("slat |", &text),
+            Line::Say(text) => self.show(self.names[1], &text),
             Line::Progress { done, total, text } => {
                 self.progress.show(done, total, text);
                 Ok(())
@@ -238,6 +291,9 @@ impl Heard<'_> {
     fn show(&mut self, of: &str, text: &str) -> Result<(), Failure> {
         if !text.trim().is_empty() {
             self.last = format!("{of} {text}");
+        }
+        if self.shown == Shown::Nothing {
+            return Ok(());
         }
         self.plan.tell(self.session, &format!("{}\n", format!("{of} {text}").trim_end()))
     }

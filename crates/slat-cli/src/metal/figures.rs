@@ -58,7 +58,7 @@ fn judge(plan: &Plan, ended: &Ended) -> Judged {
 }
 
 /// The verdict, if the machine ended as it says; or why there is none.
-fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
+pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     let behind = if ended.last.is_empty() { "nothing was said".to_owned() } else { format!("last: {}", ended.last) };
     let status = match (ended.status, &ended.verdict) {
         (Status::Exited(status), _) => status,
@@ -113,6 +113,11 @@ fn results(plan: &Plan, machine: &Machine, ended: &Ended, judged: &Judged) -> Re
         Judged::Wrong(text) => (0.0, text),
     };
     figures.push(figure("passed", Unit::Count, &labels([("verdict", json!(text))]), &[passed]));
+    results_of(plan, machine, figures)
+}
+
+/// The object with these figures.
+pub(super) fn results_of(plan: &Plan, machine: &Machine, figures: Vec<Figure>) -> Results {
     let config = json!({
         "machine": plan.machine.name(),
         "guest": plan.guest.name(),
@@ -123,6 +128,11 @@ fn results(plan: &Plan, machine: &Machine, ended: &Ended, judged: &Judged) -> Re
         "control": plan.control.name(),
         "append": plan.append,
     });
-    let host = Host { measured_on: format!("{EMULATED_CPUS} {}", machine.emulator.name()), ..Host::read(None) };
+    let host = Host { measured_on: measured_on(machine), ..Host::read(None) };
     Results::new("metal", config, host, figures)
+}
+
+/// What the figures are of.
+pub(super) fn measured_on(machine: &Machine) -> String {
+    format!("{EMULATED_CPUS} {}", machine.emulator.name())
 }

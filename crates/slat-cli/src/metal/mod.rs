@@ -10,7 +10,8 @@
 //!    debug console is its standard error, in the lines of [`protocol`]. [`bochs`] is for the machine
 //!    with VMX, which QEMU has not: there the debug console is the standard output.
 //! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the machine
-//!    agree; Bochs has one code for all.
+//!    agree; Bochs has one code for all. Of `--guest measure` [`measure`] does, with KVM on a second
+//!    machine.
 //!
 //! All programs that it starts end with it ([`process`]).
 
@@ -18,6 +19,7 @@ mod bochs;
 mod emulator;
 mod figures;
 mod initramfs;
+mod measure;
 mod packages;
 mod plan;
 mod process;
@@ -30,10 +32,10 @@ use std::time::Duration;
 use clap::{Args, ValueEnum, value_parser};
 
 use crate::failure::Failure;
-use crate::options::{OutputArgs, SEED, duration, positive, size_bytes};
-use crate::results::Outcome;
+use crate::options::{OutputArgs, PEER, PeerArg, SEED, duration, positive, size_bytes};
+use crate::results::{NotRun, Outcome};
 use crate::session::Session;
-use emulator::{Files, Machine};
+use emulator::{Boot, Files, Linux, Machine, Shown};
 use packages::{Cache, Emulator};
 use plan::Plan;
 use source::Source;
@@ -42,7 +44,8 @@ use source::Source;
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
-    after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --guest suite --operations 1000000"
+    after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --guest suite --operations 1000000\n\
+                  Example: slat metal --guest measure"
 )]
 pub(crate) struct MetalArgs {
     /// Second-stage hardware of the emulated machine
@@ -51,9 +54,9 @@ pub(crate) struct MetalArgs {
     /// What runs on the hypervisor
     #[arg(long, value_name = "GUEST", value_enum, default_value_t = GuestArg::Linux)]
     guest: GuestArg,
-    /// Number of CPUs of the guest, up to 7
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = value_parser!(u32).range(1..=7))]
-    cpus: u32,
+    /// Number of CPUs of the guest, up to 7 [default: 2; to measure, 1]
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=7))]
+    cpus: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
     /// Operations of the engine beside the guest, in all; with Linux at most
@@ -67,9 +70,11 @@ pub(crate) struct MetalArgs {
     /// Its checks must notice it: then the command succeeds, and else it fails.
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = ControlArg::None, hide_short_help = true)]
     control: ControlArg,
-    /// More words for the command line of the guest's kernel
+    /// More words for the command line of the guest's kernel, or of the one with KVM
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     append: Option<String>,
+    #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto, help = PEER)]
+    peer: PeerArg,
     /// Time after which it counts as failed
     ///
     /// Of the whole run of the machine, without what is built and downloaded.
@@ -117,7 +122,7 @@ enum GuestArg {
     Suite,
     /// An unmodified Linux kernel.
     Linux,
-    /// Code that is measured beside KVM.
+    /// Code by which instructions are counted, beside KVM.
     Measure,
 }
 
@@ -176,8 +181,8 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
     let plan = Plan::new(args)?;
     let source = Source::find();
     let target = source.as_ref().map_or_else(|| PathBuf::from("target/metal"), Source::target);
-    let machine = {
-        let progress = session.progress(if plan.guest == GuestArg::Linux { 4 } else { 2 });
+    let (machine, not_run) = {
+        let progress = session.progress(if plan.guest == GuestArg::Suite { 2 } else { 4 });
         let begin = |what: &str| progress.begin(what.to_owned());
         let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
         let emulator = match plan.machine {
@@ -191,7 +196,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
             }
         };
         progress.step();
-        let linux = match plan.guest {
+        let (linux, not_run) = match plan.guest {
             GuestArg::Linux => {
                 begin("looking for the guest's kernel");
                 let kernel = match &args.kernel {
@@ -202,9 +207,26 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                 begin("building the guest's first process");
                 let init = source::required(source.as_ref())?.guest_init(session)?;
                 progress.step();
-                Some((kernel, init))
+                (Some(Linux { kernel, init, modules: Vec::new() }), None)
             }
-            GuestArg::Suite | GuestArg::Measure => None,
+            GuestArg::Measure if args.peer == PeerArg::None => (None, None),
+            GuestArg::Measure => {
+                begin("looking for a kernel with KVM");
+                match cache.kvm_kernel(session) {
+                    Ok(kvm) => {
+                        progress.step();
+                        begin("building the first process of the machine with KVM");
+                        let init = source::required(source.as_ref())?.kvm_init(session)?;
+                        progress.step();
+                        (Some(Linux { kernel: kvm.kernel, init, modules: kvm.modules }), None)
+                    }
+                    Err(Failure::CannotServe(why)) if args.peer == PeerArg::Auto => {
+                        (None, Some(NotRun { what: "KVM".to_owned(), why }))
+                    }
+                    Err(failure) => return Err(failure),
+                }
+            }
+            GuestArg::Suite => (None, None),
         };
         let image = match &args.image {
             Some(path) => path.clone(),
@@ -213,8 +235,11 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                 source::required(source.as_ref())?.hypervisor(session)?
             }
         };
-        Machine::new(emulator, &Files { image, linux }, &plan, &target, session)?
+        (Machine::new(emulator, &Files { image, linux }, &plan, &target, session)?, not_run)
     };
-    let ended = machine.run(&plan, session)?;
+    if plan.guest == GuestArg::Measure {
+        return measure::run(&plan, &machine, not_run, session);
+    }
+    let ended = machine.run(&plan, Boot::Hypervisor, Shown::Lines, session)?;
     figures::outcome(&plan, &machine, &ended)
 }

@@ -35,6 +35,17 @@ const FIRMWARE: [&str; 2] = ["usr/share/qemu", "usr/share/seabios"];
 /// How names of temporary folders begin.
 const PARTIAL: &str = ".partial-";
 
+/// A kernel with KVM as modules.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct KvmKernel {
+    pub(super) kernel: PathBuf,
+    /// Those that KVM on AMD's CPUs consists of.
+    pub(super) modules: Vec<PathBuf>,
+}
+
+/// The names of these modules, up to the first dot.
+const KVM_MODULES: [&str; 3] = ["irqbypass", "kvm", "kvm-amd"];
+
 /// The folder of packages.
 #[derive(Clone, Debug)]
 pub(super) struct Cache(PathBuf);
@@ -148,12 +159,7 @@ impl Cache {
     /// The kernel of the package.
     pub(super) fn kernel(&self, session: &Session) -> Result<PathBuf, Failure> {
         let root = self.0.join("kernel");
-        let cached = || {
-            let files = fs::read_dir(root.join("boot")).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-            files
-                .into_iter()
-                .find(|path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"vmlinuz-")))
-        };
+        let cached = || kernel_in(&root);
         if let Some(path) = cached() {
             return Ok(path);
         }
@@ -163,16 +169,35 @@ impl Cache {
             if cached().is_some() {
                 return Ok(Got::ByAnother);
             }
-            let apt = apt?;
-            // The package that always names the newest one.
-            let newest = apt.dependency("linux-image-cloud-amd64", "linux-image-")?;
-            apt.unpack(&newest, folder)?;
+            unpack_kernel(&apt?, folder)?;
             // The guest uses none of its modules, which are most of it.
-            fs::remove_dir_all(folder.join("lib")).or_else(not_found).map_err(AptError::Files)?;
-            fs::remove_dir_all(folder.join("usr")).or_else(not_found).map_err(AptError::Files)?;
+            remove_modules(folder).map_err(AptError::Files)?;
             Ok(Got::Now)
         })?;
         cached().ok_or_else(|| Failure::CannotServe(format!("{what} that has one; {advice}")))
+    }
+
+    /// The kernel of the package, with KVM.
+    pub(super) fn kvm_kernel(&self, session: &Session) -> Result<KvmKernel, Failure> {
+        let root = self.0.join("kvm");
+        let cached = || {
+            let modules = find_modules(&root.join("modules")).ok()?;
+            (!modules.is_empty()).then_some(KvmKernel { kernel: kernel_in(&root)?, modules })
+        };
+        if let Some(kernel) = cached() {
+            return Ok(kernel);
+        }
+        let advice = "leave it out with --peer none";
+        let what = "there is no package of a Linux kernel with KVM";
+        self.get("kvm", what, advice, session, |apt, folder| {
+            if cached().is_some() {
+                return Ok(Got::ByAnother);
+            }
+            unpack_kernel(&apt?, folder)?;
+            keep_kvm_modules(folder).map_err(AptError::Files)?;
+            Ok(Got::Now)
+        })?;
+        cached().ok_or_else(|| Failure::CannotServe(format!("{what} as modules; {advice}")))
     }
 
     /// Makes the folder `name` of the cache: `unpack` fills a folder, if it is needed still.
@@ -231,6 +256,57 @@ impl Cache {
     }
 }
 
+/// Unpacks the kernel of Debian's cloud images, which is the smallest.
+fn unpack_kernel(apt: &Apt<'_>, folder: &Path) -> Result<(), AptError> {
+    // The package that always names the newest one.
+    let newest = apt.dependency("linux-image-cloud-amd64", "linux-image-")?;
+    apt.unpack(&newest, folder)
+}
+
+/// The kernel that was unpacked into `root`.
+fn kernel_in(root: &Path) -> Option<PathBuf> {
+    let files = fs::read_dir(root.join("boot")).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    files.into_iter().find(|path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"vmlinuz-")))
+}
+
+/// Removes the modules of a kernel that was unpacked.
+fn remove_modules(folder: &Path) -> io::Result<()> {
+    ["lib", "usr"].into_iter().try_for_each(|part| fs::remove_dir_all(folder.join(part)).or_else(not_found))
+}
+
+/// Moves those of KVM into the folder `modules`, and removes all others.
+fn keep_kvm_modules(folder: &Path) -> io::Result<()> {
+    let kept = folder.join("modules");
+    fs::create_dir(&kept)?;
+    for place in ["lib/modules", "usr/lib/modules"] {
+        for module in find_modules(&folder.join(place)).or_else(|error| not_found(error).map(|()| Vec::new()))? {
+            if let Some(name) = module.file_name() {
+                fs::rename(&module, kept.join(name))?;
+            }
+        }
+    }
+    remove_modules(folder)
+}
+
+/// KVM's modules in `folder` and in what is below it.
+fn find_modules(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let (entry, path) = entry.map(|entry| (entry.file_type(), entry.path()))?;
+        if entry?.is_dir() {
+            found.extend(find_modules(&path)?);
+        } else if path
+            .file_name()
+            .and_then(|name| name.to_str()?.split_once(".ko"))
+            .is_some_and(|(name, _)| KVM_MODULES.contains(&name))
+        {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
 /// Who has filled a folder of the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Got {
@@ -245,6 +321,25 @@ fn not_found(error: io::Error) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_the_modules_those_of_kvm_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("lib/modules/6.1/kernel");
+        for name in ["kvm/kvm.ko", "kvm/kvm-amd.ko.xz", "kvm/kvm-intel.ko", "lib/irqbypass.ko", "net/kvm.txt"] {
+            let path = place.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, name).unwrap();
+        }
+        keep_kvm_modules(folder.path()).unwrap();
+        let names: Vec<_> = find_modules(&folder.path().join("modules"))
+            .unwrap()
+            .iter()
+            .map(|path| path.file_name().unwrap().to_str().unwrap().to_owned())
+            .collect();
+        assert_eq!(names, ["irqbypass.ko", "kvm-amd.ko.xz", "kvm.ko"]);
+        assert!(!folder.path().join("lib").exists());
+    }
 
     #[test]
     fn versions_are_read() {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::{ControlArg, GuestArg, MachineArg, MetalArgs};
 use crate::failure::Failure;
 use crate::live::View;
+use crate::options::PeerArg;
 use crate::session::Session;
 
 /// Where a bzImage has its magic number (Linux, Documentation/arch/x86/boot.rst).
@@ -39,11 +40,11 @@ impl Plan {
     pub(super) fn new(args: &MetalArgs) -> Result<Plan, Failure> {
         let not_yet =
             |what: &str, instead: &str| Err(Failure::CannotServe(format!("{what} is not there yet; choose {instead}")));
-        if args.guest == GuestArg::Measure {
-            return not_yet("--guest measure", "--guest suite or linux");
-        }
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
             return not_yet("--machine vmx with --guest linux", "--guest suite, or --machine svm");
+        }
+        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Measure) {
+            return not_yet("--machine vmx with --guest measure", "--guest suite, or --machine svm");
         }
         if std::env::consts::ARCH != "x86_64" {
             let arch = std::env::consts::ARCH;
@@ -55,8 +56,21 @@ impl Plan {
         if args.output.view() == View::Live {
             return usage("--live shows the software machine; this command shows what its machine says as it comes");
         }
-        if args.guest != GuestArg::Linux && (args.kernel.is_some() || args.append.is_some()) {
-            return usage("--kernel and --append go with --guest linux");
+        let measures = args.guest == GuestArg::Measure;
+        if args.guest != GuestArg::Linux && args.kernel.is_some() {
+            return usage("--kernel goes with --guest linux");
+        }
+        if args.guest == GuestArg::Suite && args.append.is_some() {
+            return usage("--append goes with --guest linux or measure");
+        }
+        if measures && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
+            return usage("--guest measure counts the instructions of one CPU; leave --cpus out");
+        }
+        if measures && args.control != ControlArg::None {
+            return usage("--control goes with --guest suite or linux");
+        }
+        if !measures && args.peer != PeerArg::Auto {
+            return usage("--peer goes with --guest measure");
         }
         if args.machine != MachineArg::Svm && args.qemu.is_some() {
             return usage("--qemu goes with --machine svm");
@@ -73,7 +87,7 @@ impl Plan {
         Ok(Plan {
             machine: args.machine,
             guest: args.guest,
-            nr_cpus: args.cpus,
+            nr_cpus: args.cpus.unwrap_or(if measures { 1 } else { 2 }),
             seed: args.seed,
             nr_operations: args.operations,
             memory: args.memory,
@@ -125,9 +139,18 @@ impl Plan {
         }
     }
 
+    /// The command line of the kernel that has KVM. The hypervisor has no mitigations of what CPUs
+    /// speculate, so KVM has none either. The same addresses in each run.
+    pub(super) fn kvm_words(&self) -> String {
+        self.with_appended("console=ttyS0 quiet panic=-1 nokaslr mitigations=off".to_owned())
+    }
+
     /// The command line of the guest's kernel.
     pub(super) fn kernel_words(&self) -> String {
-        let words = format!("console=ttyS0 panic=-1 slat.seed={}", self.seed);
+        self.with_appended(format!("console=ttyS0 panic=-1 slat.seed={}", self.seed))
+    }
+
+    fn with_appended(&self, words: String) -> String {
         if self.append.is_empty() { words } else { format!("{words} {}", self.append) }
     }
 
@@ -177,6 +200,13 @@ mod tests {
         assert_eq!(plan.hypervisor_words(), words);
         assert_eq!(plan.kernel_words(), "console=ttyS0 panic=-1 slat.seed=7 quiet");
         assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (2304, 5));
+    }
+
+    #[test]
+    fn instructions_are_counted_with_one_cpu() {
+        let plan = plan("slat metal --guest measure --append mitigations=auto").unwrap();
+        assert!(plan.hypervisor_words().starts_with("guest=measure cpus=1 "));
+        assert!(plan.kvm_words().ends_with("mitigations=off mitigations=auto"));
     }
 
     #[test]

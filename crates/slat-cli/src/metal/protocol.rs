@@ -94,6 +94,7 @@ fn parse_unit(name: &str) -> Option<Unit> {
         "1/s" => Some(Unit::PerSecond),
         "1" | "count" => Some(Unit::Count),
         "ratio" => Some(Unit::Ratio),
+        "instructions" => Some(Unit::Instructions),
         _ => None,
     }
 }
@@ -110,6 +111,8 @@ mod tests {
         assert_eq!(Line::parse("progress 3 10 by leaf"), progress);
         let figure = Line::Figure { name: "faults".to_owned(), value: 12.0, unit: Unit::Count };
         assert_eq!(Line::parse("figure faults 12 1"), figure);
+        let figure = Line::Figure { name: "clear".to_owned(), value: 2.35, unit: Unit::Instructions };
+        assert_eq!(Line::parse("figure clear 2.35 instructions"), figure);
         assert_eq!(Line::parse("verdict pass all held"), Line::Verdict(Verdict::Pass("all held".to_owned())));
         assert_eq!(Line::parse("verdict fail"), Line::Verdict(Verdict::Fail(String::new())));
         let error = Line::Verdict(Verdict::Error("too little memory".to_owned()));

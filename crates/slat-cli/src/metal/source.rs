@@ -1,4 +1,5 @@
-//! The source of slat, and what is built from it: the hypervisor, and the guest's first process.
+//! The source of slat, and what is built from it: the hypervisor, and the first processes of Linux as
+//! its guest, and with KVM beside it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +12,7 @@ use crate::session::Session;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Source(PathBuf);
 
-/// The target of both: named, so that flags are for them alone and not for what runs while building.
+/// The target of all: named, so that flags are for them alone and not for what runs while building.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// A separator of flags that may be in no flag.
@@ -37,6 +38,10 @@ const HYPERVISOR: Program = Program {
 /// The guest has no libraries.
 const GUEST_INIT: Program =
     Program { package: "slat-guest-init", profile: "release", features: &[], flags: &["-Ctarget-feature=+crt-static"] };
+
+/// Likewise: the first process of the machine that has KVM.
+const KVM_INIT: Program =
+    Program { package: "slat-kvm-init", profile: "release", features: &[], flags: &["-Ctarget-feature=+crt-static"] };
 
 /// The source, or why nothing can be built.
 pub(super) fn required(source: Option<&Source>) -> Result<&Source, Failure> {
@@ -70,6 +75,10 @@ impl Source {
 
     pub(super) fn guest_init(&self, session: &Session) -> Result<PathBuf, Failure> {
         self.build(&GUEST_INIT, session)
+    }
+
+    pub(super) fn kvm_init(&self, session: &Session) -> Result<PathBuf, Failure> {
+        self.build(&KVM_INIT, session)
     }
 
     fn build(&self, program: &Program, session: &Session) -> Result<PathBuf, Failure> {

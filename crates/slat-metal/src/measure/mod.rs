@@ -184,19 +184,21 @@ fn get(clock: Clock, subject: &Subject, bitmap: &mut [u64]) -> u64 {
 /// Pages of 2 MiB: mapped by a fault, split by a call, and split because a log begins.
 fn huge_pages(clock: Clock, access: u64) {
     say!("pages of 2 MiB");
-    let mapped = || {
-        let mut subject = Subject::new(Config::default(), Blocks::Huge);
+    let mapped = |config| {
+        let mut subject = Subject::new(config, Blocks::Huge);
         subject.write(NR_BLOCKS, BLOCK_PAGES, |vcpu, gpa, access| vcpu.handle_fault(gpa, access));
         subject.check_mapped_by(PageSize::Size2M);
         subject
     };
-    let subject = mapped();
+    let subject = mapped(Config::default());
     figure("demand_fault_2m", subject.differences(NR_BLOCKS).median() - access);
     let range = subject.range(0, NR_PAGES);
     let split = clock.time(|| subject.check(subject.vm.split_range(range, PageSize::Size4K)));
     subject.check_mapped_by(PageSize::Size4K);
     figure_each("split_2m", split, NR_BLOCKS);
-    let subject = mapped();
-    figure_each("enable_2m", clock.time(|| subject.set_flags(LOG)), NR_BLOCKS);
-    subject.check_mapped_by(PageSize::Size4K);
+    for (way, tracking) in TRACKINGS {
+        let subject = mapped(config(tracking, ManualProtect::Disabled));
+        figure_each(&alloc::format!("enable_2m_{way}"), clock.time(|| subject.set_flags(LOG)), NR_BLOCKS);
+        subject.check_mapped_by(PageSize::Size4K);
+    }
 }

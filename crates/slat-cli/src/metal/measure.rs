@@ -1,0 +1,288 @@
+//! `--guest measure`: instructions for each event, of slat-metal and of KVM, on the same emulated
+//! machine.
+//!
+//! The hypervisor runs twice, and both runs must count the same: otherwise something else than
+//! instructions was counted. What is in a count is said in docs/metal.md.
+
+use std::io::{self, Write};
+
+use serde_json::json;
+
+use super::emulator::{Boot, Ended, Machine, Shown};
+use super::figures::{measured_on, results_of, verdict};
+use super::plan::Plan;
+use super::protocol::Verdict;
+use crate::failure::Failure;
+use crate::quantity::{NOTHING, Unit, digits, times};
+use crate::results::{Better, Figure, Labels, NotRun, Outcome, Shortfall, labels};
+use crate::session::Session;
+use crate::table;
+
+/// What is measured: the first part of the names of its figures, and its title.
+const EVENTS: [(&str, &str); 12] = [
+    ("demand_fault", "Demand fault"),
+    ("demand_fault_2m", "Demand fault, 2 MiB"),
+    ("write_protect_fault", "Write-protect fault"),
+    ("write_protect_fault_first", "  the first in its 2 MiB"),
+    ("get_and_clear", "Get and clear log, each page"),
+    ("get", "Get log alone, each page"),
+    ("clear", "Clear log, each page"),
+    ("enable", "Log on, each page"),
+    ("disable", "Log off, each page"),
+    ("enable_2m", "Log on, each page of 2 MiB"),
+    ("invalidate_page", "Invalidate a page"),
+    ("invalidate_range", "Invalidate 16 MiB, each page"),
+];
+
+/// A column: whose figures, and the end of their names.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum System {
+    SlatLazy,
+    SlatLeaves,
+    KvmTdp,
+    KvmShadow,
+}
+
+impl System {
+    const ALL: [System; 4] = [System::SlatLazy, System::SlatLeaves, System::KvmTdp, System::KvmShadow];
+
+    fn title(self) -> &'static str {
+        match self {
+            System::SlatLazy => "slat, lazy",
+            System::SlatLeaves => "slat, leaves",
+            System::KvmTdp => "KVM, TDP",
+            System::KvmShadow => "KVM, shadow",
+        }
+    }
+
+    fn ending(self) -> &'static str {
+        match self {
+            System::SlatLazy => "lazy",
+            System::SlatLeaves => "leaves",
+            System::KvmTdp => "tdp",
+            System::KvmShadow => "shadow",
+        }
+    }
+
+    fn is_slat(self) -> bool {
+        matches!(self, System::SlatLazy | System::SlatLeaves)
+    }
+
+    fn labels(self) -> Labels {
+        let name = if self.is_slat() { "slat" } else { "kvm" };
+        labels([("system", json!(name)), ("variant", json!(self.ending()))])
+    }
+}
+
+/// The counts of a run, by the names of its figures.
+#[derive(Clone, PartialEq, Debug, Default)]
+struct Counts(Vec<(String, Unit, Vec<f64>)>);
+
+impl Counts {
+    fn get(&self, name: &str) -> Option<f64> {
+        let (_, _, samples) = self.0.iter().find(|(other, _, _)| other == name)?;
+        samples.first().copied()
+    }
+
+    /// The first figure that differs, with both values.
+    fn difference(&self, other: &Counts) -> Option<String> {
+        let differs = |(name, _, samples): &&(String, Unit, Vec<f64>)| other.get(name) != samples.first().copied();
+        let (name, _, samples) = self.0.iter().chain(&other.0).find(differs)?;
+        let (one, two) = (self.get(name), other.get(name));
+        Some(format!("{name}: {:?} and {:?}, of {samples:?}", one, two))
+    }
+}
+
+/// All that was measured.
+struct Measured {
+    slat: Counts,
+    kvm: Option<Counts>,
+    not_run: Option<NotRun>,
+}
+
+impl Measured {
+    /// An event of a system. slat's are of one way of tracking, or of both.
+    fn count(&self, event: &str, system: System) -> Option<f64> {
+        let of_system = format!("{event}_{}", system.ending());
+        if system.is_slat() {
+            self.slat.get(&of_system).or_else(|| self.slat.get(event))
+        } else {
+            self.kvm.as_ref()?.get(&of_system)
+        }
+    }
+
+    /// How many times as many instructions KVM takes with nested paging, which slat has too.
+    fn ratio(&self, event: &str) -> Option<f64> {
+        let slat = self.count(event, System::SlatLazy)?;
+        (slat > 0.0).then_some(self.count(event, System::KvmTdp)? / slat)
+    }
+}
+
+/// Runs the machines, and compares.
+pub(super) fn run(
+    plan: &Plan,
+    machine: &Machine,
+    not_run: Option<NotRun>,
+    session: &Session,
+) -> Result<Outcome, Failure> {
+    let counts = |boot, shown| -> Result<Counts, Failure> {
+        let ended = machine.run(plan, boot, shown, session)?;
+        checked(plan, ended)
+    };
+    let slat = counts(Boot::Hypervisor, Shown::Lines)?;
+    let again = counts(Boot::Hypervisor, Shown::Nothing)?;
+    let kvm = machine.has_linux().then(|| counts(Boot::Kvm, Shown::Lines)).transpose()?;
+    let difference = slat.difference(&again);
+    let measured = Measured { slat, kvm, not_run };
+    let mut results = results_of(plan, machine, figures(&measured));
+    results.not_run.extend(measured.not_run.clone());
+    let outcome = Outcome::new(results, |out| print(out, &measured, &measured_on(machine)))?;
+    let shortfall = difference.map(|what| Shortfall::Check(format!("two runs did not count the same: {what}")));
+    Ok(Outcome { shortfall, ..outcome })
+}
+
+/// The counts of a machine that passed.
+fn checked(plan: &Plan, ended: Ended) -> Result<Counts, Failure> {
+    match verdict(plan, &ended) {
+        Ok(Verdict::Pass(_)) => Ok(Counts(ended.figures)),
+        Ok(Verdict::Fail(why)) | Err(why) => Err(Failure::Check(why)),
+    }
+}
+
+fn figures(measured: &Measured) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    for (event, _) in EVENTS {
+        for system in System::ALL {
+            let count = measured.count(event, system);
+            figures.extend(count.map(|count| Figure::new(event, Unit::Instructions, &system.labels(), [count])));
+        }
+        let ratio = measured.ratio(event);
+        figures.extend(ratio.map(|ratio| {
+            Figure::new(format!("{event}_ratio"), Unit::Ratio, &Labels::new(), [ratio]).with_better(Some(Better::More))
+        }));
+    }
+    // All else as it came: shares of the above, and what was needed to count.
+    let is_event = |name: &str| {
+        EVENTS.iter().any(|(event, _)| {
+            let ending = name.strip_prefix(event).map(|rest| rest.trim_start_matches('_'));
+            ending.is_some_and(|ending| ending.is_empty() || System::ALL.iter().any(|of| of.ending() == ending))
+        })
+    };
+    let systems = [("slat", Some(&measured.slat)), ("kvm", measured.kvm.as_ref())];
+    for (system, counts) in systems {
+        for (name, unit, samples) in counts.iter().flat_map(|counts| &counts.0).filter(|(name, ..)| !is_event(name)) {
+            let labels = labels([("system", json!(system))]);
+            figures.push(Figure::new(name, *unit, &labels, samples.iter().copied()).with_better(None));
+        }
+    }
+    figures
+}
+
+fn number(value: Option<f64>) -> String {
+    value.map_or(NOTHING.to_owned(), |value| digits(value, true))
+}
+
+fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Result<()> {
+    writeln!(out, "\nInstructions for each event; {measured_on}, one CPU, 4096 pages.\n")?;
+    let titles = System::ALL.iter().map(|system| system.title().to_owned());
+    let mut table = table::figures(["Event".to_owned()].into_iter().chain(titles).chain(["KVM / slat".to_owned()]));
+    for (event, title) in EVENTS {
+        let cells = System::ALL.iter().map(|&system| number(measured.count(event, system)));
+        let ratio = measured.ratio(event).map_or(NOTHING.to_owned(), times);
+        table.add_row([title.to_owned()].into_iter().chain(cells).chain([ratio]));
+    }
+    writeln!(out, "{table}\n")?;
+    print_parts(out, measured)?;
+    writeln!(
+        out,
+        "\nKVM / slat: TDP, and lazy. A fault: from the guest's write until it goes on, by the same code in both\n\
+         guests; the frame is there, and zeroed. KVM's calls have the system call with them; its invalidations\n\
+         are what its notifier adds to madvise(). Its kernel has mitigations=off. See docs/metal.md."
+    )?;
+    let per_fault = measured.kvm.as_ref().and_then(|kvm| kvm.get("pages_per_demand_fault_shadow"));
+    if let Some(nr_pages) = per_fault.filter(|&nr_pages| nr_pages > 1.0) {
+        writeln!(out, "A demand fault of KVM's shadow page tables maps {} pages.", digits(nr_pages, true))?;
+    }
+    if let Some(not_run) = &measured.not_run {
+        writeln!(out, "{not_run}")?;
+    }
+    writeln!(out, "\nVerified: a loop of known length counts as that, and two runs of slat-metal count the same.")
+}
+
+/// Where the instructions of slat's faults go.
+fn print_parts(out: &mut impl Write, measured: &Measured) -> io::Result<()> {
+    let faults = [("Demand fault", "demand_fault", "demand_fault_engine")];
+    let mut table =
+        table::figures(["Of it", "exit and entry", "engine", "  in it the host's answer"].map(str::to_owned));
+    let protect = ("Write-protect fault", "write_protect_fault_lazy", "write_protect_fault_engine_lazy");
+    for (title, whole, engine) in faults.into_iter().chain([protect]) {
+        let (whole, engine) = (measured.slat.get(whole), measured.slat.get(engine));
+        let rest = whole.zip(engine).map(|(whole, engine)| whole - engine);
+        // Giving write access back asks the host nothing.
+        let host = if title == protect.0 { Some(0.0) } else { measured.slat.get("host_resolve") };
+        table.add_row([title.to_owned(), number(rest), number(engine), number(host)]);
+    }
+    writeln!(out, "{table}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts<const N: usize>(counts: [(&str, f64); N]) -> Counts {
+        Counts(counts.map(|(name, count)| (name.to_owned(), Unit::Instructions, vec![count])).into())
+    }
+
+    fn measured() -> Measured {
+        let slat = counts([
+            ("clock", 4.0),
+            ("demand_fault", 400.0),
+            ("demand_fault_engine", 300.0),
+            ("get_lazy", 0.5),
+            ("get_leaves", 0.25),
+        ]);
+        let kvm = counts([("demand_fault_tdp", 2000.0), ("demand_fault_shadow", 8000.0), ("get_tdp", 1.0)]);
+        Measured { slat, kvm: Some(kvm), not_run: None }
+    }
+
+    #[test]
+    fn each_event_has_its_system() {
+        let measured = measured();
+        let count = |event, system| measured.count(event, system);
+        assert_eq!(count("demand_fault", System::SlatLeaves), Some(400.0));
+        assert_eq!(count("get", System::SlatLeaves), Some(0.25));
+        assert_eq!(count("get", System::KvmShadow), None);
+        assert_eq!((measured.ratio("demand_fault"), measured.ratio("get")), (Some(5.0), Some(2.0)));
+        let alone = Measured { kvm: None, ..measured };
+        assert_eq!((alone.count("get", System::KvmTdp), alone.ratio("get")), (None, None));
+    }
+
+    #[test]
+    fn results_have_each_figure_once() {
+        let figures = figures(&measured());
+        let find = |name: &str| figures.iter().filter(|figure| figure.name == name).count();
+        assert_eq!((find("demand_fault"), find("demand_fault_ratio"), find("get")), (4, 1, 3));
+        assert_eq!((find("clock"), find("demand_fault_engine"), find("demand_fault_tdp")), (1, 1, 0));
+    }
+
+    #[test]
+    fn runs_that_count_differently_are_found() {
+        let one = counts([("clock", 4.0), ("get_lazy", 0.5)]);
+        assert_eq!(one.difference(&one.clone()), None);
+        let other = counts([("clock", 4.0), ("get_lazy", 0.75)]);
+        assert!(one.difference(&other).is_some_and(|what| what.starts_with("get_lazy: ")));
+        assert!(one.difference(&counts([("clock", 4.0)])).is_some());
+        assert!(counts([("clock", 4.0)]).difference(&one).is_some());
+    }
+
+    #[test]
+    fn what_is_missing_is_a_dash() {
+        let mut out = Vec::new();
+        let not_run = Some(NotRun { what: "KVM".to_owned(), why: "no package".to_owned() });
+        print(&mut out, &Measured { kvm: None, not_run, ..measured() }, "CPUs").unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let row = text.lines().find(|line| line.starts_with("| Demand fault ")).unwrap();
+        assert_eq!(row.matches(NOTHING).count(), 3, "{row}");
+        assert!(text.contains("Not measured: KVM: no package."), "{text}");
+    }
+}
