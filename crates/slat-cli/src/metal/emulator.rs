@@ -12,11 +12,10 @@ use console::strip_ansi_codes;
 use tempfile::TempDir;
 
 use super::packages::{Emulator, Qemu};
-use super::{GuestArg, bochs, initramfs};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
-use super::{MachineArg, initramfs};
+use super::{GuestArg, MachineArg, bochs, initramfs};
 use crate::failure::Failure;
 use crate::quantity::Unit;
 use crate::session::{Progress, Session};

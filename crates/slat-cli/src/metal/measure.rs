@@ -2,7 +2,7 @@
 //! machine.
 //!
 //! The hypervisor runs twice, and both runs must count the same: otherwise something else than
-//! instructions was counted. What is in a count is said in docs/metal.md.
+//! instructions was counted. What is in a count is said in docs/instructions.md.
 
 use std::io::{self, Write};
 
@@ -86,10 +86,9 @@ impl Counts {
 
     /// The first figure that differs, with both values.
     fn difference(&self, other: &Counts) -> Option<String> {
-        let differs = |(name, _, samples): &&(String, Unit, Vec<f64>)| other.get(name) != samples.first().copied();
-        let (name, _, samples) = self.0.iter().chain(&other.0).find(differs)?;
-        let (one, two) = (self.get(name), other.get(name));
-        Some(format!("{name}: {:?} and {:?}, of {samples:?}", one, two))
+        let mut names = self.0.iter().chain(&other.0).map(|(name, ..)| name);
+        let name = names.find(|name| self.get(name) != other.get(name))?;
+        Some(format!("{name}: {} and {}", number(self.get(name)), number(other.get(name))))
     }
 }
 
@@ -97,6 +96,8 @@ impl Counts {
 struct Measured {
     slat: Counts,
     kvm: Option<Counts>,
+    /// The command line of its kernel.
+    kvm_words: String,
     not_run: Option<NotRun>,
 }
 
@@ -133,7 +134,7 @@ pub(super) fn run(
     let again = counts(Boot::Hypervisor, Shown::Nothing)?;
     let kvm = machine.has_linux().then(|| counts(Boot::Kvm, Shown::Lines)).transpose()?;
     let difference = slat.difference(&again);
-    let measured = Measured { slat, kvm, not_run };
+    let measured = Measured { slat, kvm, kvm_words: plan.kvm_words(), not_run };
     let mut results = results_of(plan, machine, figures(&measured));
     results.not_run.extend(measured.not_run.clone());
     let outcome = Outcome::new(results, |out| print(out, &measured, &measured_on(machine)))?;
@@ -145,7 +146,7 @@ pub(super) fn run(
 fn checked(plan: &Plan, ended: Ended) -> Result<Counts, Failure> {
     match verdict(plan, &ended) {
         Ok(Verdict::Pass(_)) => Ok(Counts(ended.figures)),
-        Ok(Verdict::Fail(why)) | Err(why) => Err(Failure::Check(why)),
+        Ok(Verdict::Fail(why) | Verdict::Error(why)) | Err(why) => Err(Failure::Check(why)),
     }
 }
 
@@ -197,11 +198,14 @@ fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Re
         out,
         "\nKVM / slat: TDP, and lazy. A fault: from the guest's write until it goes on, by the same code in both\n\
          guests; the frame is there, and zeroed. KVM's calls have the system call with them; its invalidations\n\
-         are what its notifier adds to madvise(). Its kernel has mitigations=off. See docs/metal.md."
+         are what its notifier adds to madvise(). See docs/instructions.md."
     )?;
     let per_fault = measured.kvm.as_ref().and_then(|kvm| kvm.get("pages_per_demand_fault_shadow"));
     if let Some(nr_pages) = per_fault.filter(|&nr_pages| nr_pages > 1.0) {
         writeln!(out, "A demand fault of KVM's shadow page tables maps {} pages.", digits(nr_pages, true))?;
+    }
+    if measured.kvm.is_some() {
+        writeln!(out, "The words of KVM's kernel: {}.", measured.kvm_words)?;
     }
     if let Some(not_run) = &measured.not_run {
         writeln!(out, "{not_run}")?;
@@ -242,7 +246,7 @@ mod tests {
             ("get_leaves", 0.25),
         ]);
         let kvm = counts([("demand_fault_tdp", 2000.0), ("demand_fault_shadow", 8000.0), ("get_tdp", 1.0)]);
-        Measured { slat, kvm: Some(kvm), not_run: None }
+        Measured { slat, kvm: Some(kvm), kvm_words: String::new(), not_run: None }
     }
 
     #[test]

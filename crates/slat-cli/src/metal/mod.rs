@@ -70,7 +70,9 @@ pub(crate) struct MetalArgs {
     /// Its checks must notice it: then the command succeeds, and else it fails.
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = ControlArg::None, hide_short_help = true)]
     control: ControlArg,
-    /// More words for the command line of the guest's kernel, or of the one with KVM
+    /// More words for the command line of Linux
+    ///
+    /// Of the guest's kernel, or of the one with KVM.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     append: Option<String>,
     #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto, help = PEER)]
