@@ -218,18 +218,21 @@ fn run_bochs(name: &str, script: &str, more: &str) -> Output {
 #[test]
 fn the_machine_with_vmx_has_its_disk_and_its_verdict() {
     let path = file("metal-vmx.json");
-    let script = "\
+    let folder = folder("bochs");
+    let script = format!(
+        "\
 echo '00000000001p[UNMAP ] >>PANIC<< Shutdown port: shutdown requested' >&2
 echo 'say 3 CPUs'
-cp disk bochsrc ../../..
-echo 'verdict pass none wrong'; exit 1";
+cp disk bochsrc {}
+echo 'verdict pass none wrong'; exit 1",
+        folder.display()
+    );
     let words = format!("--cpus 3 --seed 5 --operations 7 --json {}", path.display());
-    let output = run_bochs("bochs", script, &words);
+    let output = run_bochs("bochs", &script, &words);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
     assert!(text.contains("slat | 3 CPUs\n") && text.contains("Verified: none wrong.\n"), "{text}");
     assert!(!text.contains("bochs|") && !text.contains("PANIC"), "{text}");
-    let folder = folder("bochs");
     let disk = fs::read(folder.join("disk")).unwrap();
     let config = "multiboot (hd0)2048+1 slat-metal guest=suite cpus=3 seed=5 operations=7 memory=512\nboot\n";
     assert_eq!(&disk[..512], [b'B'; 512]);

@@ -20,6 +20,11 @@
 //! A CPU runs one VM, from the creation of its [`Presence`] on. A hypervisor that switches VMs gives
 //! each an ASID of its own, or forgets what the CPU has executed when it changes VMs.
 //!
+//! # The log of modifications
+//! A CPU that logs what it modifies (Intel's page-modification log) passes its log on when it leaves
+//! the guest, before its presence says so. So [`Cpus::drain`] makes the CPUs in the guest leave once,
+//! and waits for no other.
+//!
 //! # What a CPU may still hold
 //! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and did
 //! not. Each CPU keeps the number of the last flush that the control block has asked the hardware
@@ -30,12 +35,14 @@
 
 use alloc::alloc::{alloc, dealloc};
 use alloc::sync::Arc;
+use alloc::vec::Vec;
 use core::alloc::Layout;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use slat::format::LeafAttributes;
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
-use slat::{Access, Gfn, GfnRange, Host, Hpa, PageSize, Pfn};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, PageSize, Pfn};
+use spin::Mutex;
 
 use crate::ram::Ram;
 use crate::x86::apic::{self, Kick};
@@ -78,6 +85,9 @@ struct Entered {
     /// The flushes as of the last one that the hardware was asked for. The CPU's own.
     executed: AtomicU64,
     apic_id: AtomicU32,
+    nr_exits: AtomicU64,
+    /// What the CPU has logged, until it is drained.
+    modifications: Mutex<Vec<Gpa>>,
 }
 
 /// The CPUs that may run one VM.
@@ -137,6 +147,24 @@ impl Cpus {
     }
 }
 
+impl Cpus {
+    /// Passes to `log` all that CPUs have modified, and logged, before this call.
+    fn drain(&self, log: &mut dyn FnMut(&[Gpa])) {
+        for cpu in &self.entered {
+            let nr_exits = cpu.nr_exits.load(Ordering::SeqCst);
+            let is_inside = || cpu.flushes.load(Ordering::SeqCst) != 0;
+            if is_inside() {
+                apic::kick(cpu.apic_id.load(Ordering::Relaxed), self.kick);
+                while is_inside() && cpu.nr_exits.load(Ordering::SeqCst) == nr_exits {
+                    core::hint::spin_loop();
+                }
+            }
+            let logged = core::mem::take(&mut *cpu.modifications.lock());
+            log(&logged);
+        }
+    }
+}
+
 /// Whether the calling CPU is in the guest.
 #[derive(Debug)]
 pub struct Presence {
@@ -168,6 +196,12 @@ impl Presence {
         if *control == Control::NoEntryFlush { Flush::None } else { Flush::All }
     }
 
+    /// Keeps what the CPU has modified since its last exit, according to its log. To be called
+    /// before [`leave`](Presence::leave).
+    pub fn log(&self, modified: impl Iterator<Item = Gpa>) {
+        self.cpus.entered[self.cpu].modifications.lock().extend(modified);
+    }
+
     /// The CPU has left the guest. `flushed` is what the hardware was asked for at entry.
     pub fn leave(&self, flushed: Flush) {
         let cpu = &self.cpus.entered[self.cpu];
@@ -180,6 +214,8 @@ impl Presence {
             }
             Flush::None => {}
         }
+        // SeqCst: before the presence says so. The CPU's own to write.
+        cpu.nr_exits.store(cpu.nr_exits.load(Ordering::Relaxed) + 1, Ordering::SeqCst);
         // Release, as part of SeqCst: what the guest did is before it, for a flush that waits.
         cpu.flushes.store(0, Ordering::SeqCst);
     }
@@ -283,6 +319,10 @@ unsafe impl Host for MetalHost {
     fn flush(&self, _ranges: &[GfnRange]) {
         let_others_run();
         self.cpus.flush();
+    }
+
+    fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
+        self.cpus.drain(log);
     }
 
     fn needs_zapped_leaves(&self) -> bool {

@@ -3,6 +3,7 @@
 
 #![expect(unsafe_code, reason = "its contract is a promise about hardware and memory")]
 
+use slat::dirty::DirtyTracking;
 use slat::format::Format;
 use slat::tables::AccessTracking;
 use slat::{Access, Config, Gpa, Hpa, Vm};
@@ -20,6 +21,10 @@ pub trait VirtualCpu: Sized + 'static {
 
     /// The instruction that its guest leaves by.
     const HYPERCALL: Hypercall;
+
+    /// Whether the calling CPU can log what it modifies
+    /// ([`DirtyTracking::PageModificationLog`]).
+    fn has_modification_log() -> bool;
 
     /// One on `second_stage` that may use no port and no model-specific register.
     ///
@@ -57,13 +62,16 @@ pub struct SecondStage {
     pub nr_levels: u64,
     /// Whether the CPU sets accessed and dirty bits, where it can be told.
     pub access_tracking: AccessTracking,
+    /// Whether the CPU logs what it modifies.
+    pub dirty_tracking: DirtyTracking,
 }
 
 impl SecondStage {
     /// Those of `vm`, which was created with `config`.
     pub fn of<F: Format>(vm: &Vm<MetalHost, F>, config: &Config) -> SecondStage {
         let nr_levels = u64::from(vm.root_level().0);
-        SecondStage { root: vm.root(), nr_levels, access_tracking: config.access_tracking }
+        let Config { access_tracking, dirty_tracking, .. } = *config;
+        SecondStage { root: vm.root(), nr_levels, access_tracking, dirty_tracking }
     }
 }
 
@@ -179,6 +187,8 @@ pub enum Exit {
     },
     /// Another CPU's kick.
     Kick,
+    /// The log of modifications was full. It has been passed on.
+    LogFull,
     /// VMMCALL or VMCALL: `rax` says what for.
     Hypercall,
     /// CPUID.

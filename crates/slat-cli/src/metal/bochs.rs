@@ -14,8 +14,8 @@ use super::process::{output, reason};
 use crate::failure::Failure;
 use crate::session::Session;
 
-/// The CPUs: with EPT, its A and D bits, and an x2APIC.
-const CPU: &str = "corei7_haswell_4770";
+/// The CPUs: with EPT, its A and D bits, a page-modification log, and an x2APIC.
+const CPU: &str = "corei7_skylake_x";
 
 /// The files of the machine, in its folder.
 const CONFIG: &str = "bochsrc";

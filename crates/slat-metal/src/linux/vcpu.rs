@@ -88,7 +88,7 @@ impl GuestCpu {
         loop {
             linux.pause_point();
             match self.cpu.run(&self.presence) {
-                Exit::Kick => {}
+                Exit::Kick | Exit::LogFull => {}
                 Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
                     Ok(Outcome::Resume) => {}
                     Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {

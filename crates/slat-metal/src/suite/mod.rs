@@ -41,7 +41,7 @@ struct Way {
     fault_around: FaultAround,
 }
 
-const WAYS: [Way; 4] = [
+const WAYS: [Way; 5] = [
     Way {
         name: "lazily write-protected directory entries",
         dirty_tracking: DirtyTracking::WriteProtect,
@@ -74,9 +74,22 @@ const WAYS: [Way; 4] = [
         manual_protect: ManualProtect::InitiallySet,
         fault_around: FaultAround::Pages(16),
     },
+    Way {
+        name: "the CPU's log of modifications",
+        dirty_tracking: DirtyTracking::PageModificationLog,
+        access_tracking: AccessTracking::AccessedBit,
+        huge_page_logging: HugePageLogging::Split,
+        manual_protect: ManualProtect::Enabled,
+        fault_around: FaultAround::Off,
+    },
 ];
 
 impl Way {
+    /// Whether CPUs of this kind can do it.
+    fn is_possible<V: VirtualCpu>(&self) -> bool {
+        self.dirty_tracking != DirtyTracking::PageModificationLog || V::has_modification_log()
+    }
+
     fn config(&self) -> Config {
         let mut config = Config::default();
         config.dirty_tracking = self.dirty_tracking;
@@ -108,16 +121,19 @@ impl<V: VirtualCpu> Suite<V> {
             return;
         }
         let (mut nr_operations, mut nr_accesses) = (0, 0);
-        for (number, way) in (0..).zip(&WAYS) {
+        let ways = || WAYS.iter().filter(|way| way.is_possible::<V>());
+        let nr_ways = ways().count() as u64;
+        let share = self.options.nr_operations.div_ceil(nr_ways * self.options.nr_cpus as u64).max(1);
+        for (number, way) in (0..).zip(ways()) {
             if cpu == 0 {
                 say!("{}", way.name);
-                console::progress(number, WAYS.len() as u64, way.name);
+                console::progress(number, nr_ways, way.name);
                 *self.round.lock() = Some(Arc::new(Round::new(&self.options, way.config(), number)));
             }
             self.barrier.wait();
             let round = self.round.lock().clone();
             if let Some(round) = round {
-                round.run(cpu, &self.barrier);
+                round.run(cpu, share, &self.barrier);
                 self.barrier.wait();
                 if cpu == 0 {
                     nr_operations += round.nr_operations();

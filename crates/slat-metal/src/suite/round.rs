@@ -152,14 +152,12 @@ impl<V: VirtualCpu> Round<V> {
         self.nr_accesses.load(Ordering::Relaxed)
     }
 
-    /// The part of CPU `cpu`.
-    pub fn run(&self, cpu: usize, barrier: &Barrier) {
+    /// The part of CPU `cpu`, with `share` operations.
+    pub fn run(&self, cpu: usize, share: u64, barrier: &Barrier) {
         let private = &self.privates[cpu];
         let mailbox = mailbox(private);
         let mut stretches = Box::new(Stretches::<V>::new(self, private, cpu));
         let mut rng = Rng::with_seed(guest::mix(self.options.seed ^ cpu as u64));
-        let nr_shares = super::WAYS.len() as u64 * self.options.nr_cpus as u64;
-        let share = self.options.nr_operations.div_ceil(nr_shares).max(1);
         for checkpoint in 1..=share.div_ceil(STRETCHES) {
             mailbox.command.store(Command::Random as u64, Ordering::Relaxed);
             for _ in 0..STRETCHES.min(share - (checkpoint - 1) * STRETCHES) {

@@ -50,7 +50,7 @@ impl<V: VirtualCpu> Stretches<V> {
     pub fn run(&mut self, round: &Round<V>) {
         for _ in 0..MAX_EXITS {
             match self.cpu.run(&self.presence) {
-                Exit::Kick => {}
+                Exit::Kick | Exit::LogFull => {}
                 Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
                     Ok(Outcome::Resume) => {}
                     Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => round.operations.bring(gpa),

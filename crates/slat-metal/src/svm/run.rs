@@ -160,6 +160,10 @@ impl VirtualCpu for SvmCpu {
 
     const HYPERCALL: Hypercall = Hypercall::Vmmcall;
 
+    fn has_modification_log() -> bool {
+        false
+    }
+
     unsafe fn new(second_stage: SecondStage) -> SvmCpu {
         // SAFETY: the caller's promise is that of this trait.
         unsafe { SvmCpu::with_allowed(second_stage.root, Allowed::nothing()) }

@@ -46,6 +46,8 @@ bitflags::bitflags! {
         const VPID = 1 << 5;
         /// WBINVD leaves the guest.
         const WBINVD_EXITING = 1 << 6;
+        /// The CPU logs the pages whose dirty bits it sets.
+        const PAGE_MODIFICATION_LOG = 1 << 17;
     }
 
     /// Exit controls.
@@ -114,7 +116,7 @@ impl Controls {
         let controls = Controls {
             pin_based: value(pin_based, PinBased::all().bits())?,
             primary: value(primary, Primary::all().bits())?,
-            secondary: value(SECONDARY_CONTROLS, Secondary::all().bits())?,
+            secondary: value(SECONDARY_CONTROLS, (Secondary::all() - Secondary::PAGE_MODIFICATION_LOG).bits())?,
             on_exit: value(on_exit, OnExit::all().bits())?,
             on_entry: value(on_entry, OnEntry::all().bits())?,
         };
@@ -123,6 +125,11 @@ impl Controls {
         }
         Ok(controls)
     }
+}
+
+/// Whether the calling CPU, which has VMX, has the page-modification log.
+pub(super) fn has_modification_log() -> bool {
+    value(SECONDARY_CONTROLS, Secondary::PAGE_MODIFICATION_LOG.bits()).is_ok()
 }
 
 /// The value of a control field with the bits `wanted`: bits 31:0 of its register must be 1, bits

@@ -3,6 +3,7 @@
 
 pub mod controls;
 pub mod enable;
+mod log;
 pub mod run;
 pub mod vmcs;
 

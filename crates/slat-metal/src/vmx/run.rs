@@ -19,6 +19,7 @@
 use alloc::boxed::Box;
 use core::mem::offset_of;
 
+use slat::dirty::DirtyTracking;
 use slat::format::Ept;
 use slat::tables::AccessTracking;
 use slat::{Access, Gpa};
@@ -26,7 +27,8 @@ use x86_64::instructions::segmentation::{CS, DS, ES, SS, Segment};
 use x86_64::instructions::tables::{sgdt, sidt};
 use x86_64::registers::control::{Cr0, Cr2, Cr3, Cr4};
 
-use super::controls::Controls;
+use super::controls::{self, Controls, Secondary};
+use super::log::ModificationLog;
 use super::vmcs::{Field, Vmcs};
 use crate::fail;
 use crate::host::{Flush, Presence};
@@ -69,6 +71,7 @@ pub struct VmxCpu {
     eptp: u64,
     registers: Box<Registers>,
     launch: Launch,
+    log: Option<ModificationLog>,
 }
 
 impl VmxCpu {
@@ -132,6 +135,7 @@ impl VmxCpu {
             return Exit::Invalid { code: reason };
         }
         match reason & 0xffff {
+            62 => Exit::LogFull,
             1 => {
                 apic::end_interrupt();
                 Exit::Kick
@@ -171,13 +175,23 @@ impl VirtualCpu for VmxCpu {
 
     const HYPERCALL: Hypercall = Hypercall::Vmcall;
 
+    fn has_modification_log() -> bool {
+        controls::has_modification_log()
+    }
+
     unsafe fn new(second_stage: SecondStage) -> VmxCpu {
-        let SecondStage { root, nr_levels, access_tracking } = second_stage;
+        let SecondStage { root, nr_levels, access_tracking, dirty_tracking } = second_stage;
         let bits = if access_tracking == AccessTracking::AccessedBit { ACCESSED_AND_DIRTY } else { 0 };
         let eptp = root.0 | (nr_levels - 1) << LEVELS_SHIFT | bits | WRITE_BACK;
-        let mut cpu =
-            VmxCpu { vmcs: Vmcs::make_current(), eptp, registers: Box::new(Registers::new()), launch: Launch::First };
+        let (vmcs, registers) = (Vmcs::make_current(), Box::new(Registers::new()));
+        let mut cpu = VmxCpu { vmcs, eptp, registers, launch: Launch::First, log: None };
         cpu.set_controls();
+        if dirty_tracking == DirtyTracking::PageModificationLog {
+            let secondary = cpu.vmcs.read(Field::SecondaryControls);
+            let logs = u64::from(Secondary::PAGE_MODIFICATION_LOG.bits());
+            cpu.vmcs.write(Field::SecondaryControls, secondary | logs);
+            cpu.log = Some(ModificationLog::new(&mut cpu.vmcs));
+        }
         cpu.set_host();
         cpu
     }
@@ -239,6 +253,9 @@ impl VirtualCpu for VmxCpu {
         // SAFETY: the structure is current, and has all fields; the guest reaches memory by its page
         // tables alone, of which `new` has the promise.
         let has_failed = unsafe { enter(&raw mut *self.registers, self.launch == Launch::Again) };
+        if let Some(log) = &mut self.log {
+            presence.log(log.take(&mut self.vmcs));
+        }
         presence.leave(flush);
         if has_failed {
             return Exit::Invalid { code: self.vmcs.read(Field::InstructionError) };
