@@ -31,7 +31,7 @@ pub const NR_HOT_PAGES: u64 = 16;
 /// so once. Emulators forget translations at each exit. Meanwhile there is no exit unless the page
 /// changes, so that a flush which another CPU leaves out is found.
 const STAY: u64 = 4096;
-const STAY_ONCE_IN: u64 = 512;
+const STAY_ONCE_IN: u64 = 128;
 
 /// What the hypervisor asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
