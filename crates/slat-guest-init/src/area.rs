@@ -49,7 +49,8 @@ impl Area {
     }
 
     pub(crate) fn pages_mut(&mut self) -> &mut [Page] {
-        // SAFETY: the area is mapped, of this size, and borrowed by nobody else; zero bytes are words.
+        // SAFETY: the area is mapped, of this size, and not borrowed elsewhere; zero bytes are
+        // words.
         unsafe { std::slice::from_raw_parts_mut(self.first.as_ptr(), self.nr_pages) }
     }
 

@@ -75,7 +75,7 @@ impl Content {
     }
 }
 
-/// Whether a page that nobody has written to is zero.
+/// Whether a page that was never written is zero.
 pub(crate) fn verify_zero(page: &Page) -> Result<(), Difference> {
     compare(page, std::iter::repeat_n(0, PAGE_WORDS))
 }

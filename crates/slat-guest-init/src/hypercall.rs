@@ -1,8 +1,8 @@
 //! Hypercalls: what the program tells the hypervisor below the guest's kernel.
 //!
-//! The instruction `vmmcall` exits to the hypervisor in user mode, too. `rax` has the code, `rbx` and
-//! `rcx` the arguments; the answer is in `rax`, and 0 means that it was understood. Where there is no
-//! hypervisor, the instruction is an invalid one, and the process ends by SIGILL.
+//! The instruction `vmmcall` exits to the hypervisor in user mode, too. `rax` has the code, `rbx`
+//! and `rcx` the arguments; the answer is in `rax`, and 0 means that it was understood. Where there
+//! is no hypervisor, the instruction is an invalid one, and the process ends by SIGILL.
 #![expect(unsafe_code, reason = "an instruction that Rust has no name for")]
 
 use std::arch::asm;

@@ -1,12 +1,12 @@
 //! The first process of the Linux guest of `slat metal`.
 //!
-//! It uses memory in every way that a program can, and verifies what it reads: it touches memory and
-//! keeps it, forks, maps and unmaps, and makes files in a tmpfs. Meanwhile the hypervisor below moves
-//! pages, splits and logs. The guest may notice nothing of that but time.
+//! It uses memory in every way that a program can, and verifies what it reads: it touches memory
+//! and keeps it, forks, maps and unmaps, and makes files in a tmpfs. Meanwhile the hypervisor below
+//! moves pages, splits and logs. The guest may notice nothing of that but time.
 //!
 //! # Use
-//! The kernel starts it as `/init`. The words `slat.NAME=VALUE` of the kernel's command line are its
-//! options ([`options::Options`]). It prints lines `guest: ...` on the console, and tells the
+//! The kernel starts it as `/init`. The words `slat.NAME=VALUE` of the kernel's command line are
+//! its options ([`options::Options`]). It prints lines `guest: ...` on the console, and tells the
 //! hypervisor by hypercalls what it does ([`hypercall::Hypercall`]). At its end it powers off.
 //!
 //! As an ordinary process it takes the same words as arguments. Without a hypervisor, add
@@ -148,7 +148,7 @@ fn rounds(options: &Options, plan: &Plan, cpus: &[usize]) -> Result<(), Wrong> {
     }
     workers.end()?;
     println!("guest: {verified} pages, {nr_rounds} rounds, all checksums hold");
-    // If nobody reads the console, the hypercall reports all the same.
+    // If the console is not read, the hypercall reports all the same.
     let _ = io::Write::flush(&mut io::stdout());
     options.hypercalls.make(Hypercall::Done { rounds: nr_rounds, pages: verified });
     Ok(())

@@ -55,7 +55,8 @@ pub(crate) enum OptionError {
 }
 
 impl Options {
-    /// The options on the kernel's command line, wherever they are on it. The kernel has the others.
+    /// The options on the kernel's command line, wherever they are on it. The kernel has the
+    /// others.
     pub(crate) fn of_kernel(line: &str) -> Result<Options, OptionError> {
         let mut options = Options::default();
         for word in line.split_whitespace().filter_map(|word| word.strip_prefix("slat.")) {

@@ -24,7 +24,8 @@ const FILES: u64 = 8;
 /// Pages of such a file at most.
 const FILE_PAGES: u64 = 128;
 
-/// Streams of random numbers and of contents. Memory that is kept has page numbers below all of them.
+/// Streams of random numbers and of contents. Memory that is kept has page numbers below all of
+/// them.
 const CHILD: u64 = 1 << 60;
 const MAPPED: u64 = 2 << 60;
 const FILED: u64 = 3 << 60;
@@ -119,8 +120,8 @@ impl Place {
     }
 }
 
-/// A child inherits the kept memory copy-on-write, verifies it, and writes to it. The parent verifies
-/// meanwhile that nothing of that shows.
+/// A child inherits the kept memory copy-on-write, verifies it, and writes to it. The parent
+/// verifies meanwhile that nothing of that shows.
 pub(crate) fn fork(plan: &Plan, kept: &mut Kept, round: u64) -> Result<u64, Wrong> {
     let child = process::fork(|| {
         let result = kept.verify("fork", plan.seed, round).and_then(|_| kept.write_as_child(plan.seed, round));

@@ -1,8 +1,9 @@
 //! Workers: one process for each CPU, with memory of its own.
 //!
-//! The first process asks for a round by its number on a pipe, and the worker answers with the number
-//! of pages that it verified. A worker that finds a page wrong reports it and ends, which ends its
-//! pipe of answers. (The pipe of questions does not end by itself: later workers inherit it.)
+//! The first process asks for a round by its number on a pipe, and the worker answers with the
+//! number of pages that it verified. A worker that finds a page wrong reports it and ends, which
+//! ends its pipe of answers. (The pipe of questions does not end by itself: later workers inherit
+//! it.)
 
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
 use std::path::PathBuf;

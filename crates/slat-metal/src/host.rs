@@ -12,24 +12,24 @@
 //! 3. waits until these have left.
 //!
 //! A CPU that enters stores its number and then reads the number of flushes. If they differ, the
-//! entry flushes: by VMRUN itself, or by INVEPT. A flush waits for no CPU outside of the guest. A CPU
-//! inside leaves at the interrupt, whatever the guest does. An interrupt that comes after the number
-//! is stored is kept until the CPU is in the guest
+//! entry flushes: by VMRUN itself, or by INVEPT. A flush waits for no CPU outside of the guest. A
+//! CPU inside leaves at the interrupt, whatever the guest does. An interrupt that comes after the
+//! number is stored is kept until the CPU is in the guest
 //! ([`VirtualCpu::KICK`](crate::virtual_cpu::VirtualCpu::KICK)).
 //!
-//! A CPU runs one VM, from the creation of its [`Presence`] on. A hypervisor that switches VMs gives
-//! each an ASID of its own, or forgets what the CPU has executed when it changes VMs.
+//! A CPU runs one VM, from the creation of its [`Presence`] on. A hypervisor that switches VMs
+//! gives each an ASID of its own, or forgets what the CPU has executed when it changes VMs.
 //!
 //! # The log of modifications
-//! A CPU that logs what it modifies (Intel's page-modification log) passes its log on when it leaves
-//! the guest, before its presence says so. So [`Cpus::drain`] makes the CPUs in the guest leave once,
-//! and waits for no other.
+//! A CPU that logs what it modifies (Intel's page-modification log) passes its log on when it
+//! leaves the guest, before its presence says so. So [`Cpus::drain`] makes the CPUs in the guest
+//! leave once, and waits for no other.
 //!
 //! # What a CPU may still hold
-//! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and did
-//! not. Each CPU keeps the number of the last flush that the control block has asked the hardware
-//! for. A stay in the guest with a smaller number than that of the flushes at entry is counted
-//! ([`Cpus::nr_stale_entries`]), and ends the run.
+//! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and
+//! did not. Each CPU keeps the number of the last flush that the control block has asked the
+//! hardware for. A stay in the guest with a smaller number than that of the flushes at entry is
+//! counted ([`Cpus::nr_stale_entries`]), and ends the run.
 
 #![expect(unsafe_code, reason = "promises memory and flushes to the engine")]
 
@@ -74,7 +74,8 @@ pub enum Flush {
     All,
 }
 
-/// One CPU, as the flush sees it. On a cache line of its own, since the CPU writes it at each entry.
+/// One CPU, as the flush sees it. On a cache line of its own, since the CPU writes it at each
+/// entry.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct Entered {
@@ -179,8 +180,8 @@ impl Presence {
         Presence { cpus: cpus.clone(), cpu }
     }
 
-    /// The CPU enters the guest next. Returns what the entry must flush. From here on until the guest
-    /// is entered a kick is kept.
+    /// The CPU enters the guest next. Returns what the entry must flush. From here on until the
+    /// guest is entered a kick is kept.
     pub fn enter(&self) -> Flush {
         let Cpus { flushes, entered, control, .. } = &*self.cpus;
         let cpu = &entered[self.cpu];
@@ -240,11 +241,12 @@ pub struct Fixed {
 }
 
 impl Backing {
-    /// Memory from the frame `first` on, which the guest may use as `attributes` say. Private pages are
-    /// in the frames from `private` on.
+    /// Memory from the frame `first` on, which the guest may use as `attributes` say. Private pages
+    /// are in the frames from `private` on.
     ///
     /// # Safety
-    /// As many frames as the memslot has pages may be the guest's for as long as the memslot exists.
+    /// As many frames as the memslot has pages may be the guest's for as long as the memslot
+    /// exists.
     pub unsafe fn fixed(first: Pfn, private: Pfn, attributes: LeafAttributes) -> Backing {
         Backing::Fixed(Fixed { first, private, attributes })
     }
@@ -263,8 +265,8 @@ pub struct MetalHost {
 }
 
 // SAFETY: tables are the allocator's. Frames of `Ram` change between an invalidation and its drop
-// alone (`Ram::move_page`), others never. `flush` returns when each CPU that had entered before has left,
-// and each entry after it flushes. Nothing unwinds: the image aborts.
+// alone (`Ram::move_page`), others never. `flush` returns when each CPU that had entered before has
+// left, and each entry after it flushes. Nothing unwinds: the image aborts.
 unsafe impl Host for MetalHost {
     type Backing = Backing;
 

@@ -1,5 +1,5 @@
-//! The image: what the library leaves to the program that contains it, which is where the boot loader
-//! enters, the allocator, and what compilers expect of a C library.
+//! The image: what the library leaves to the program that contains it, which is where the boot
+//! loader enters, the allocator, and what compilers expect of a C library.
 
 #![no_std]
 #![no_main]
@@ -65,8 +65,8 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, nr_bytes: usize) -> *
         // SAFETY: upwards nothing is overwritten before it is read.
         return unsafe { memcpy(to, from, nr_bytes) };
     }
-    // SAFETY: the caller's promise. Downwards nothing is overwritten before it is read; at least one
-    // byte is moved.
+    // SAFETY: the caller's promise. Downwards nothing is overwritten before it is read; at least
+    // one byte is moved.
     unsafe {
         core::arch::asm!("std", "rep movsb", "cld", inout("rcx") nr_bytes => _,
             inout("rdi") to.add(nr_bytes - 1) => _, inout("rsi") from.add(nr_bytes - 1) => _, options(nostack));

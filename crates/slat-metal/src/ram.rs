@@ -1,8 +1,9 @@
-//! A guest's memory: a frame for each page, from its first use on, which can be exchanged for another
-//! one while the guest runs.
+//! A guest's memory: a frame for each page, from its first use on, which can be exchanged for
+//! another one while the guest runs.
 //!
-//! A block of 2 MiB gets its frames as a whole, so that a leaf of 2 MiB can map it, or page by page:
-//! in turns, or as [`Blocks`] says. A page that leaves its home frame makes its block small, until it is back.
+//! A block of 2 MiB gets its frames as a whole, so that a leaf of 2 MiB can map it, or page by
+//! page: in turns, or as [`Blocks`] says. A page that leaves its home frame makes its block small,
+//! until it is back.
 //!
 //! Frames that were taken from the guest are filled with [`POISON`], and kept. A frame that is used
 //! again must still have it: otherwise the guest has written through a translation that it should
@@ -222,8 +223,8 @@ impl Ram {
             let frame = |index| Pfn(home.0 + index);
             // SAFETY: allocated just now.
             (0..BLOCK_PAGES).for_each(|index| (self.fill)(first + index, unsafe { words(frame(index)) }));
-            // A page may move as soon as it has its frame, and must find its home then. Until all pages
-            // have theirs, one more counts as away: no leaf maps the block as a whole.
+            // A page may move as soon as it has its frame, and must find its home then. Until all
+            // pages have theirs, one more counts as away: no leaf maps the block as a whole.
             block.nr_away.store(1, Ordering::Relaxed);
             block.home.store(home.0, Ordering::Release);
             for index in 0..BLOCK_PAGES {
@@ -247,8 +248,8 @@ impl Ram {
         }
         let Some(frame) = self.frame(page) else { error!("no memory for page {page} of the guest") };
         let block = self.block(page);
-        // An exchange counts its page before it changes the frame, inside an invalidation: an answer
-        // that read the old count is not installed.
+        // An exchange counts its page before it changes the frame, inside an invalidation: an
+        // answer that read the old count is not installed.
         let is_whole = block.home.load(Ordering::Acquire) != 0 && block.nr_away.load(Ordering::Acquire) == 0;
         Ok(Resolved::memory(frame, if is_whole { PageSize::Size2M } else { PageSize::Size4K }))
     }
@@ -389,7 +390,8 @@ impl LockedPage<'_> {
             None => self.ram.spare_frame()?,
         };
         let old = core::mem::replace(&mut self.frame, new);
-        // SAFETY: both are frames of this memory; the invalidation keeps the guest from the old one.
+        // SAFETY: both are frames of this memory; the invalidation keeps the guest from the old
+        // one.
         let (old_words, new_words) = unsafe { (words(old), words(new)) };
         copy_words(old_words, new_words);
         fill_words(old_words, POISON);

@@ -1,5 +1,5 @@
-//! A virtual CPU: what a guest's CPU has in common on AMD's virtualization ([`svm`](crate::svm)) and
-//! on Intel's ([`vmx`](crate::vmx)).
+//! A virtual CPU: what a guest's CPU has in common on AMD's virtualization ([`svm`](crate::svm))
+//! and on Intel's ([`vmx`](crate::vmx)).
 
 #![expect(unsafe_code, reason = "its contract is a promise about hardware and memory")]
 
@@ -29,8 +29,8 @@ pub trait VirtualCpu: Sized + 'static {
     /// One on `second_stage` that may use no port and no model-specific register.
     ///
     /// # Safety
-    /// Virtualization is on, on the calling CPU, to which the value belongs. `second_stage` is that of
-    /// a VM that outlives it, and whose host flushes the [`Cpus`](crate::host::Cpus) of each
+    /// Virtualization is on, on the calling CPU, to which the value belongs. `second_stage` is that
+    /// of a VM that outlives it, and whose host flushes the [`Cpus`](crate::host::Cpus) of each
     /// [`Presence`] that it runs with.
     unsafe fn new(second_stage: SecondStage) -> Self;
 
@@ -133,8 +133,8 @@ pub struct Registers {
 }
 
 impl Registers {
-    /// As after INIT: zeros, and the floating-point unit as FNINIT leaves it, with all exceptions of
-    /// SSE masked.
+    /// As after INIT: zeros, and the floating-point unit as FNINIT leaves it, with all exceptions
+    /// of SSE masked.
     pub(crate) fn new() -> Registers {
         let mut fpu = [0; 512];
         fpu[..2].copy_from_slice(&0x037f_u16.to_le_bytes());

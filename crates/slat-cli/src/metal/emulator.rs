@@ -20,7 +20,8 @@ use crate::failure::Failure;
 use crate::quantity::Unit;
 use crate::session::{Progress, Session};
 
-/// The CPUs: with second-stage hardware, and an interrupt controller whose registers need no memory.
+/// The CPUs: with second-stage hardware, and an interrupt controller whose registers need no
+/// memory.
 const CPU: &str = "EPYC,+svm,+npt,+x2apic";
 
 /// What the emulator says of each CPU whose model has more than it emulates.
@@ -72,8 +73,8 @@ pub(super) enum Shown {
 /// A machine that is ready to run.
 pub(super) struct Machine {
     pub(super) emulator: Emulator,
-    /// The folder that the emulator runs in: so the names of its files have neither spaces nor commas,
-    /// which separate words on its command line.
+    /// The folder that the emulator runs in: so the names of its files have neither spaces nor
+    /// commas, which separate words on its command line.
     folder: TempDir,
 }
 

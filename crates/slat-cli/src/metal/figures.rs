@@ -14,8 +14,8 @@ use crate::quantity::{Unit, quantity};
 use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
 use crate::table;
 
-/// The exit codes of the emulator if the hypervisor ends it: its device makes `value << 1 | 1` of the
-/// values 0x10 and 0x11.
+/// The exit codes of the emulator if the hypervisor ends it: its device makes `value << 1 | 1` of
+/// the values 0x10 and 0x11.
 const PASSED: i32 = 0x10 << 1 | 1;
 const FAILED: i32 = 0x11 << 1 | 1;
 /// Bochs exits with this whenever the machine ends by itself.

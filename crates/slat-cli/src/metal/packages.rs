@@ -1,5 +1,5 @@
-//! The emulator and the guest's kernel: those of the machine, those that the user names, or Debian's
-//! packages in a cache folder.
+//! The emulator and the guest's kernel: those of the machine, those that the user names, or
+//! Debian's packages in a cache folder.
 //!
 //! # Guarantees
 //! What is in the cache is whole: it is unpacked into a temporary folder, which is renamed. Another

@@ -103,8 +103,8 @@ impl Plan {
         (2 * self.memory + HYPERVISOR_MEMORY) >> 20
     }
 
-    /// CPUs of the machine. Beside Linux one more does the operations; the CPUs of the suite's guest do
-    /// them between two stretches in the guest.
+    /// CPUs of the machine. Beside Linux one more does the operations; the CPUs of the suite's
+    /// guest do them between two stretches in the guest.
     pub(super) fn nr_machine_cpus(&self) -> u32 {
         match self.guest {
             GuestArg::Linux => self.nr_cpus + 1,
@@ -112,10 +112,10 @@ impl Plan {
         }
     }
 
-    /// The emulator's accelerator. QEMU 10 with a thread for each CPU loses the state of a guest once
-    /// in some hundred thousand exits while other CPUs change its nested page tables: VMRUN then ends with
-    /// the host's state in the control block. The suite makes many more exits than Linux, and runs its
-    /// CPUs in turns.
+    /// The emulator's accelerator. QEMU 10 with a thread for each CPU loses the state of a guest
+    /// once in some hundred thousand exits while other CPUs change its nested page tables: VMRUN
+    /// then ends with the host's state in the control block. The suite makes many more exits than
+    /// Linux, and runs its CPUs in turns.
     pub(super) fn accelerator(&self) -> &'static str {
         match self.guest {
             GuestArg::Linux => "tcg,thread=multi",

@@ -1,6 +1,6 @@
-//! Programs that the command starts. None outlives it: each is the leader of a process group, which is
-//! killed when its value is dropped, and when the command is interrupted. If the command itself is
-//! killed, the kernel kills the leader.
+//! Programs that the command starts. None outlives it: each is the leader of a process group, which
+//! is killed when its value is dropped, and when the command is interrupted. If the command itself
+//! is killed, the kernel kills the leader.
 #![expect(unsafe_code, reason = "asks the kernel, between fork and exec, to end a child with its parent")]
 
 use std::io::{self, Read};

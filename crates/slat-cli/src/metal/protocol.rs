@@ -5,8 +5,8 @@
 //! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong), `verdict error TEXT`
 //!   (the run could not be made): the last one.
 //!
-//! Every other line is of the emulator. A CPU that fails while another prints does not wait for it: so
-//! these two may come in the middle of a line.
+//! Every other line is of the emulator. A CPU that fails while another prints does not wait for it:
+//! so these two may come in the middle of a line.
 
 use crate::quantity::Unit;
 

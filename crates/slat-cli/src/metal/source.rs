@@ -1,5 +1,5 @@
-//! The source of slat, and what is built from it: the hypervisor, and the first processes of Linux as
-//! its guest, and with KVM beside it.
+//! The source of slat, and what is built from it: the hypervisor, and the first processes of Linux
+//! as its guest, and with KVM beside it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

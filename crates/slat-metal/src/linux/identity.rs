@@ -74,8 +74,8 @@ pub(super) fn ignores_write(msr: u32) -> bool {
 }
 
 /// Ports that the guest does not have: those of the hypervisor (E9h, F4h), those by which devices
-/// access memory (the DMA controllers, QEMU's configuration device at 510h, PCI at CF8h with the reset
-/// register), and those of ACPI's sleep on QEMU's machines (604h, B004h).
+/// access memory (the DMA controllers, QEMU's configuration device at 510h, PCI at CF8h with the
+/// reset register), and those of ACPI's sleep on QEMU's machines (604h, B004h).
 fn is_own(port: u16) -> bool {
     matches!(
         port,

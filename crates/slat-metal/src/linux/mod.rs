@@ -1,20 +1,20 @@
-//! Linux as a guest: an unmodified kernel, whose memory slat maps page by page, and which is attacked
-//! while it runs.
+//! Linux as a guest: an unmodified kernel, whose memory slat maps page by page, and which is
+//! attacked while it runs.
 //!
 //! Guest CPU n runs on CPU n. One CPU more, the last one, does the operations.
 //!
 //! # What the guest has of the machine
-//! - Memory: below 640 KiB and from 1 to 2 MiB it stays where it is; from 2 MiB on it comes by faults,
-//!   and moves ([`Operations`]).
+//! - Memory: below 640 KiB and from 1 to 2 MiB it stays where it is; from 2 MiB on it comes by
+//!   faults, and moves ([`Operations`]).
 //! - The firmware's memory, at its own addresses: the BIOS as read-only memory, the ACPI tables.
-//! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller in
-//!   x2APIC mode, but for the command register (`vcpu`).
-//! - All ports but those of the hypervisor's console, of the machine's end, of ACPI's sleep, and of what
-//!   could access memory by itself: PCI, the DMA controllers, QEMU's configuration device.
+//! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller
+//!   in x2APIC mode, but for the command register (`vcpu`).
+//! - All ports but those of the hypervisor's console, of the machine's end, of ACPI's sleep, and of
+//!   what could access memory by itself: PCI, the DMA controllers, QEMU's configuration device.
 //!
 //! # What a guest could harm
-//! It could stop the machine's clock and serial line, which are its own here, or keep other CPUs busy
-//! by interrupts. It reaches no other memory by them.
+//! It could stop the machine's clock and serial line, which are its own here, or keep other CPUs
+//! busy by interrupts. It reaches no other memory by them.
 
 #![expect(unsafe_code, reason = "gives the guest memory and registers of the machine")]
 
@@ -102,8 +102,8 @@ fn fill_with_zeros(_page: u64, words: &[AtomicU64]) {
 }
 
 impl Linux {
-    /// A guest in the modules that the boot loader has put into memory: the kernel, whose text is its
-    /// command line, and the initramfs. `free_bytes` of memory are free.
+    /// A guest in the modules that the boot loader has put into memory: the kernel, whose text is
+    /// its command line, and the initramfs. `free_bytes` of memory are free.
     pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
         let mut modules = boot.modules();
         let (Some(kernel), Some(initramfs)) = (modules.next(), modules.next()) else {
@@ -122,7 +122,8 @@ impl Linux {
         // Where guest-physical 0 would be.
         let low = Frames::allocate(RAM_START.0 / PAGE_SIZE).unwrap_or_else(|| error!("no memory for the guest"));
         (0..RAM_START.0 / PAGE_SIZE).for_each(|page| fill_with_zeros(page, low.words(page)));
-        // SAFETY: memory that was allocated for the guest, or the firmware's, which the image does not use.
+        // SAFETY: memory that was allocated for the guest, or the firmware's, which the image does
+        // not use.
         let fixed = |first| unsafe { Backing::fixed(first, first, LeafAttributes::default()) };
         let mut slots = Slots { vm: &vm, next: 1 };
         let frame = |address: u64| Pfn(low.first().0 + address / PAGE_SIZE);

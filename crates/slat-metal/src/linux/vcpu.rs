@@ -39,7 +39,8 @@ const MAX_LATE_US: u64 = 300;
 /// What other vCPUs ask of each.
 #[derive(Debug)]
 pub(super) struct Startups {
-    /// For each vCPU: 0 before INIT and after it, else the vector of the startup IPI and [`STARTED`].
+    /// For each vCPU: 0 before INIT and after it, else the vector of the startup IPI and
+    /// [`STARTED`].
     vectors: Vec<AtomicU64>,
     nr_waiting: AtomicU64,
 }
@@ -174,7 +175,8 @@ impl GuestCpu {
         vector
     }
 
-    /// Real mode at `vector` << 12, as after INIT and a startup IPI (AMD APM vol. 2, 14.1.3, 16.9.4).
+    /// Real mode at `vector` << 12, as after INIT and a startup IPI (AMD APM vol. 2, 14.1.3,
+    /// 16.9.4).
     fn start_at(&mut self, vector: u64) {
         let segment = |attributes| Segment { selector: 0, attributes, limit: 0xffff, base: 0 };
         self.cpu.registers.rdx = u64::from(core::arch::x86_64::__cpuid(1).eax);
@@ -258,8 +260,8 @@ impl GuestCpu {
         // The delivery mode, bits 10:8, and reserved bits (Intel SDM vol. 3A, 11.6.1 and 11.12.9).
         match command >> 8 & 7 {
             _ if command & 0xfff3_3000 != 0 => return Err(BadCommand),
-            // SAFETY: a fixed or lowest-priority interrupt without reserved bits: it waits for its CPU
-            // to be in the guest, and is the guest's.
+            // SAFETY: a fixed or lowest-priority interrupt without reserved bits: it waits for its
+            // CPU to be in the guest, and is the guest's.
             0 | 1 => unsafe { apic::write_icr(command) },
             // NMI, which a kick is, and which nothing in this guest needs; INIT.
             4 | 5 => {}

@@ -81,8 +81,8 @@ impl Subject {
         }
         let private = Private::new(PRIVATE_START);
         let text = boot::image_text();
-        // SAFETY: the image's text, which the guest may only read, and private memory, which goes after
-        // the VM.
+        // SAFETY: the image's text, which the guest may only read, and private memory, which goes
+        // after the VM.
         let fixed = |first| unsafe { Backing::fixed(first, first, LeafAttributes::default()) };
         let image = fixed(Pfn(text.start / PAGE_SIZE));
         let regions = [

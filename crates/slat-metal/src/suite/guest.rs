@@ -27,9 +27,9 @@ const CODE_OFFSET: usize = 256;
 /// Pages, from the first on, that the guest and the operations prefer.
 pub const NR_HOT_PAGES: u64 = 16;
 
-/// How often the guest accesses a page with which it stays for a while, and in how many steps it does
-/// so once. Emulators forget translations at each exit. Meanwhile there is no exit unless the page
-/// changes, so that a flush which another CPU leaves out is found.
+/// How often the guest accesses a page with which it stays for a while, and in how many steps it
+/// does so once. Emulators forget translations at each exit. Meanwhile there is no exit unless the
+/// page changes, so that a flush which another CPU leaves out is found.
 const STAY: u64 = 4096;
 const STAY_ONCE_IN: u64 = 128;
 
@@ -250,7 +250,8 @@ pub extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
                 if number >> 60 == 0 {
                     core::hint::spin_loop();
                 }
-                // Half of the accesses go to a few pages, which the CPU has cached when they change.
+                // Half of the accesses go to a few pages, which the CPU has cached when they
+                // change.
                 let stays = (number >> 41).is_multiple_of(STAY_ONCE_IN);
                 let is_hot = stays || number & 1 << 40 != 0;
                 let page = (number >> 8) % if is_hot { NR_HOT_PAGES.min(nr_pages) } else { nr_pages };

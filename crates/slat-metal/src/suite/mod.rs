@@ -1,13 +1,13 @@
-//! The engine under walkers that nobody here wrote: a guest accesses memory at random on each CPU,
-//! and after each of its stretches the CPU does an operation of the engine to that memory, while the
-//! other CPUs are in the guest.
+//! The engine under walkers that were not written here: a guest accesses memory at random on each CPU,
+//! and after each of its stretches the CPU does an operation of the engine to that memory, while
+//! the other CPUs are in the guest.
 //!
 //! # What is checked
 //! - Each access, by the guest ([`guest`]): no stale translation, no lost write.
 //! - Frames that were taken from the guest keep their poison ([`ram`](crate::ram)).
-//! - At checkpoints, when all CPUs are outside of the guest: a copy that the dirty log alone keeps up
-//!   equals the memory; then the guest makes planned accesses from empty tables. What is mapped, A and
-//!   D (where CPUs set them) and the dirty log have exactly these (`round`).
+//! - At checkpoints, when all CPUs are outside of the guest: a copy that the dirty log alone keeps
+//!   up equals the memory; then the guest makes planned accesses from empty tables. What is mapped,
+//!   A and D (where CPUs set them) and the dirty log have exactly these (`round`).
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::nr_stale_entries`](crate::host::Cpus::nr_stale_entries)).
 

@@ -1,5 +1,6 @@
 //! Memory that comes and goes: a memslot that is created in several ways, changed, moved out of the
-//! way and deleted, while the guest probes where it may be. A probe finds the page's tag, or nothing.
+//! way and deleted, while the guest probes where it may be. A probe finds the page's tag, or
+//! nothing.
 //!
 //! Frames that the guest must not reach have poison, which a probe would report.
 

@@ -119,9 +119,9 @@ impl<V: VirtualCpu> Round<V> {
             .map(|private| (private.gpa, PRIVATE_BYTES, private.first_frame(), MemoryRegionFlags::empty()));
         // Private memory is one memslot for each vCPU; the numbers from 16 on are theirs.
         for (index, (guest_phys_addr, memory_size, first, flags)) in [image].into_iter().chain(private).enumerate() {
-            // SAFETY: the image's text, which the guest may only read, and private memory, which goes
-            // after the VM.
             let slot = if index == 0 { IMAGE_SLOT } else { PRIVATE_SLOT + 15 + index as u32 };
+            // SAFETY: the image's text, which the guest may only read, and private memory, which
+            // goes after the VM.
             let backing = Some(unsafe { Backing::fixed(first, first, LeafAttributes::default()) });
             let region = MemoryRegion { slot, flags, guest_phys_addr, memory_size, backing, userfault_bitmap: None };
             vm.set_user_memory_region(region).unwrap_or_else(|error| error!("no memslot {slot}: {error}"));
@@ -208,8 +208,8 @@ impl<V: VirtualCpu> Round<V> {
         self.operations.check_exact(|page| guest::planned(page, number) == Planned::Write);
     }
 
-    /// The page is mapped if it was accessed, to its frame; A and D of the leaf are right, where CPUs
-    /// set them.
+    /// The page is mapped if it was accessed, to its frame; A and D of the leaf are right, where
+    /// CPUs set them.
     fn check_leaf(&self, page: u64, number: u64) {
         let gpa = self.operations.gpa(page);
         let found = self.vm.translate(gpa).unwrap_or_else(|error| fail!("no translation of {gpa}: {error}"));

@@ -7,8 +7,8 @@
 //! would be lost.
 //!
 //! VMRUN leaves FS, GS, TR, LDTR and the system-call registers as they are (15.5.2): VMLOAD and
-//! VMSAVE exchange them. The floating-point state is exchanged by FXSAVE, since compiled code of the
-//! image uses SSE registers.
+//! VMSAVE exchange them. The floating-point state is exchanged by FXSAVE, since compiled code of
+//! the image uses SSE registers.
 
 #![expect(unsafe_code, reason = "enters a guest")]
 
@@ -349,7 +349,8 @@ mod tests {
 
     #[test]
     fn a_nested_page_fault_has_its_access() {
-        // As QEMU reports them: read, write of a protected page, fetch, a walk of the guest's tables.
+        // As QEMU reports them: read, write of a protected page, fetch, a walk of the guest's
+        // tables.
         assert_eq!(access(0x1_0000_0004), Access::Read);
         assert_eq!(access(0x1_0000_0007), Access::Write);
         assert_eq!(access(0x1_0000_0015), Access::Execute);

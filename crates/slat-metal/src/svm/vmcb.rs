@@ -113,8 +113,8 @@ pub struct Control {
 pub struct Segment {
     /// Its selector.
     pub selector: u16,
-    /// Bits 55:52 and 47:40 of the descriptor, without gap (APM vol. 2, 15.5.1 "Segment State in the
-    /// VMCB").
+    /// Bits 55:52 and 47:40 of the descriptor, without gap (APM vol. 2, 15.5.1 "Segment State in
+    /// the VMCB").
     pub attributes: u16,
     /// Its limit in bytes, less 1.
     pub limit: u32,
@@ -249,8 +249,8 @@ impl MsrMap {
         map
     }
 
-    /// The byte and the shift of the register's bits. `None`: it is in no range of the map, and each
-    /// use leaves the guest.
+    /// The byte and the shift of the register's bits. `None`: it is in no range of the map, and
+    /// each use leaves the guest.
     fn place(msr: u32) -> Option<(usize, u32)> {
         let (range, first) = match msr {
             0..=0x1fff => (0, 0),

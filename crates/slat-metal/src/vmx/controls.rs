@@ -1,6 +1,6 @@
-//! What leaves the guest, and what entries and exits do (Intel SDM vol. 3C, "Virtual Machine Control
-//! Structures", "VM-Execution Control Fields" and the sections after it). A CPU says which of these
-//! it has (SDM vol. 3D, appendix A "VMX Capability Reporting Facility").
+//! What leaves the guest, and what entries and exits do (Intel SDM vol. 3C, "Virtual Machine
+//! Control Structures", "VM-Execution Control Fields" and the sections after it). A CPU says which
+//! of these it has (SDM vol. 3D, appendix A "VMX Capability Reporting Facility").
 
 #![expect(unsafe_code, reason = "reads model-specific registers")]
 
@@ -84,12 +84,12 @@ bitflags::bitflags! {
     }
 }
 
-/// IA32_VMX_BASIC: bits 30:0 are the number of the format of control structures; bit 55 says that the
-/// registers of [`TRUE_CONTROLS`] are there.
+/// IA32_VMX_BASIC: bits 30:0 are the number of the format of control structures; bit 55 says that
+/// the registers of [`TRUE_CONTROLS`] are there.
 pub(super) const VMX_BASIC: u32 = 0x480;
 const HAS_TRUE_CONTROLS: u64 = 1 << 55;
-/// What pin-based, primary, exit and entry controls may be. In the older registers more of them must
-/// be 1.
+/// What pin-based, primary, exit and entry controls may be. In the older registers more of them
+/// must be 1.
 const CONTROLS: [u32; 4] = [0x481, 0x482, 0x483, 0x484];
 const TRUE_CONTROLS: [u32; 4] = [0x48d, 0x48e, 0x48f, 0x490];
 const SECONDARY_CONTROLS: u32 = 0x48b;

@@ -72,8 +72,8 @@ pub fn enable() -> Result<(), Missing> {
     Controls::of_cpu()?;
     let region: &'static mut Page = Box::leak(Page::new());
     region.set_first_word(revision());
-    // SAFETY: the bits are those that VMX requires, and all others stay. The region is the CPU's from
-    // now on.
+    // SAFETY: the bits are those that VMX requires, and all others stay. The region is the CPU's
+    // from now on.
     let has_failed = unsafe {
         Cr0::write_raw(fixed(Cr0::read_raw(), CR0_FIXED));
         Cr4::write_raw(fixed(Cr4::read_raw() | CR4_VMXE, CR4_FIXED));

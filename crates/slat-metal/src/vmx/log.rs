@@ -33,8 +33,8 @@ impl ModificationLog {
             vmcs.write(Field::LogIndex, u64::from(NR_ENTRIES - 1));
         }
         let entries = self.0.address() as *const u64;
-        // SAFETY: entries of the page, which the CPU has left alone since its exit. Volatile: it is the
-        // CPU that wrote them.
+        // SAFETY: entries of the page, which the CPU has left alone since its exit. Volatile: it is
+        // the CPU that wrote them.
         (first..NR_ENTRIES).map(move |index| Gpa(unsafe { entries.add(usize::from(index)).read_volatile() }))
     }
 }

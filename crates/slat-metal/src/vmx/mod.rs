@@ -1,5 +1,5 @@
-//! Intel's virtualization, VMX: a CPU that runs a guest (Intel SDM vol. 3C, "Introduction to Virtual
-//! Machine Extensions").
+//! Intel's virtualization, VMX: a CPU that runs a guest (Intel SDM vol. 3C, "Introduction to
+//! Virtual Machine Extensions").
 
 pub mod controls;
 pub mod enable;

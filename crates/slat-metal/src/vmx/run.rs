@@ -2,17 +2,18 @@
 //!
 //! # An entry
 //! Interrupts are off in the whole image, and a kick is a maskable interrupt. So one that arrives
-//! after the CPU has looked for a flush ([`Presence`]) waits in the interrupt controller. It makes the
-//! guest leave at once: with external-interrupt exiting the flags of the guest do not matter (Intel
-//! SDM vol. 3C, "VMX Non-Root Operation", "Other Causes of VM Exits"). An exit acknowledges it.
+//! after the CPU has looked for a flush ([`Presence`]) waits in the interrupt controller. It makes
+//! the guest leave at once: with external-interrupt exiting the flags of the guest do not matter
+//! (Intel SDM vol. 3C, "VMX Non-Root Operation", "Other Causes of VM Exits"). An exit acknowledges
+//! it.
 //!
 //! A flush is INVEPT of this EPTP, before the entry (SDM vol. 3C, "VMX Support for Address
 //! Translation", "Invalidating Cached Translation Information"). Entries and exits flush nothing by
 //! themselves, as the guest has a VPID.
 //!
 //! # What it does not do
-//! The guest has no interrupts and no exceptions: an event that was being delivered at an exit is not
-//! delivered again.
+//! The guest has no interrupts and no exceptions: an event that was being delivered at an exit is
+//! not delivered again.
 
 #![expect(unsafe_code, reason = "enters a guest")]
 
@@ -36,8 +37,8 @@ use crate::virtual_cpu::{Direction, Exit, Hypercall, Registers, START_CR0, START
 use crate::x86::apic::{self, Kick};
 use crate::x86::cpu;
 
-/// Bits 2:0 of the EPTP: page tables in write-back memory. Bits 5:3: their levels less 1. Bit 6: the
-/// CPU sets A and D (SDM vol. 3C, "Extended-Page-Table Pointer (EPTP)").
+/// Bits 2:0 of the EPTP: page tables in write-back memory. Bits 5:3: their levels less 1. Bit 6:
+/// the CPU sets A and D (SDM vol. 3C, "Extended-Page-Table Pointer (EPTP)").
 const WRITE_BACK: u64 = 6;
 const LEVELS_SHIFT: u32 = 3;
 const ACCESSED_AND_DIRTY: u64 = 1 << 6;
@@ -250,8 +251,8 @@ impl VirtualCpu for VmxCpu {
                 core::arch::asm!("invept {}, [{}]", in(reg) 1_u64, in(reg) &[self.eptp, 0], options(nostack));
             }
         }
-        // SAFETY: the structure is current, and has all fields; the guest reaches memory by its page
-        // tables alone, of which `new` has the promise.
+        // SAFETY: the structure is current, and has all fields; the guest reaches memory by its
+        // page tables alone, of which `new` has the promise.
         let has_failed = unsafe { enter(&raw mut *self.registers, self.launch == Launch::Again) };
         if let Some(log) = &mut self.log {
             presence.log(log.take(&mut self.vmcs));

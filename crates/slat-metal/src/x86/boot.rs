@@ -44,7 +44,7 @@ unsafe extern "C" {
 /// How far the stack of any CPU was used, in bytes: a stack begins as zeros.
 pub fn max_stack_bytes() -> usize {
     // SAFETY: the stacks are the image's, and bytes.
-    let all = unsafe { &*(&raw const stacks) };
+    let all = unsafe { &stacks };
     let used = |stack: &[AtomicU8]| stack.iter().skip_while(|byte| byte.load(Ordering::Relaxed) == 0).count();
     all.iter().map(|stack| used(stack)).max().unwrap_or(0)
 }
@@ -87,7 +87,8 @@ struct Identity;
 
 impl MemoryManagement for Identity {
     unsafe fn paddr_to_slice(&self, address: PAddr, length: usize) -> Option<&'static [u8]> {
-        // SAFETY: the boot loader's addresses, which are mapped, and which the image does not write.
+        // SAFETY: the boot loader's addresses, which are mapped, and which the image does not
+        // write.
         (address != 0 && address < 1 << 32).then(|| unsafe { slice::from_raw_parts(address as *const u8, length) })
     }
     unsafe fn allocate(&mut self, _length: usize) -> Option<(PAddr, &mut [u8])> {
@@ -145,8 +146,8 @@ impl BootInfo {
     /// Reads what a multiboot loader left at `info`. `None` if there is nothing that makes sense.
     ///
     /// # Safety
-    /// A multiboot loader has entered the image with this address in `ebx`, and what it left has not
-    /// been overwritten.
+    /// A multiboot loader has entered the image with this address in `ebx`, and what it left has
+    /// not been overwritten.
     pub unsafe fn read(info: u32) -> Option<BootInfo> {
         let mut memory = Identity;
         // SAFETY: as the caller promises.

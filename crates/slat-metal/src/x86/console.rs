@@ -5,8 +5,8 @@
 //! - `say TEXT`: for a person;
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units;
-//! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong) or `verdict error TEXT`
-//!   (the run could not be made): the last one.
+//! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong) or `verdict error
+//!   TEXT` (the run could not be made): the last one.
 
 #![expect(unsafe_code, reason = "writes to ports")]
 
@@ -92,8 +92,8 @@ pub fn end(verdict: Verdict, text: fmt::Arguments<'_>) -> ! {
         Verdict::Fail => ("fail", FAILED),
         Verdict::Error => ("error", FAILED),
     };
-    // Kept locked: nothing follows the verdict. A CPU that fails while it prints would wait for ever,
-    // so after a while the verdict comes in the middle of a line.
+    // Kept locked: nothing follows the verdict. A CPU that fails while it prints would wait for
+    // ever, so after a while the verdict comes in the middle of a line.
     let mut console = (0..1_000_000).find_map(|_| CONSOLE.try_lock());
     let mut unlocked = DebugConsole;
     let console = console.as_deref_mut().unwrap_or(&mut unlocked);

@@ -1,7 +1,7 @@
 //! The descriptor tables of a CPU, and its exceptions.
 //!
-//! The image takes no interrupts: maskable ones are the guest's. An NMI makes a CPU leave its guest,
-//! and its handler does nothing more. Each exception is a defect, and ends the machine.
+//! The image takes no interrupts: maskable ones are the guest's. An NMI makes a CPU leave its
+//! guest, and its handler does nothing more. Each exception is a defect, and ends the machine.
 //!
 //! Every gate has a stack of its own (AMD APM vol. 2, 8.9.4 "Interrupt-Stack Table"): compiled code
 //! uses 128 bytes below its stack pointer.

@@ -1,4 +1,5 @@
-//! The machine's memory: one allocator for what Rust allocates, for page-table pages and for frames.
+//! The machine's memory: one allocator for what Rust allocates, for page-table pages and for
+//! frames.
 //!
 //! It is a buddy system, so a block of a power of two is aligned to its size.
 

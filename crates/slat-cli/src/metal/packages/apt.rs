@@ -1,5 +1,5 @@
-//! Debian's packages, got by apt without a change to the machine: with a list of sources, lists and a
-//! cache of its own, so that no rights are needed. apt verifies what it gets.
+//! Debian's packages, got by apt without a change to the machine: with a list of sources, lists and
+//! a cache of its own, so that no rights are needed. apt verifies what it gets.
 
 use std::fs;
 use std::io;
@@ -137,7 +137,8 @@ impl<'s> Apt<'s> {
             "Dir::Etc::SourceParts=-".to_owned(),
             format!("Dir::State::Lists={}", path("lists")),
             format!("Dir::Cache={}", path("cache")),
-            // Nothing of the machine is changed, so a lock of the machine would only need its rights.
+            // Nothing of the machine is changed, so a lock of the machine would only need its
+            // rights.
             "Debug::NoLocking=true".to_owned(),
             // Downloads as this user, who has the folder.
             "APT::Sandbox::User=".to_owned(),

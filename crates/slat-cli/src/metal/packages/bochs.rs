@@ -81,7 +81,8 @@ impl Bochs {
         command
     }
 
-    /// The emulator, without arguments. It shows its screen on no terminal, and needs the name of one.
+    /// The emulator, without arguments. It shows its screen on no terminal, and needs the name of
+    /// one.
     pub(in crate::metal) fn command(&self) -> Command {
         let mut command = self.start(PROGRAM);
         command.env("LTDL_LIBRARY_PATH", self.path(PLUGINS)).env("BXSHARE", self.path(SHARE)).env("TERM", "vt100");
