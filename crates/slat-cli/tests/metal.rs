@@ -234,13 +234,13 @@ echo 'verdict pass none wrong'; exit 1",
     assert!(text.contains("slat | 3 CPUs\n") && text.contains("Verified: none wrong.\n"), "{text}");
     assert!(!text.contains("bochs|") && !text.contains("PANIC"), "{text}");
     let disk = fs::read(folder.join("disk")).unwrap();
-    let config = "multiboot (hd0)2048+1 slat-metal guest=suite cpus=3 seed=5 operations=7 memory=512\nboot\n";
+    let config = "multiboot (hd0)2048+1 slat-metal guest=suite cpus=3 seed=5 operations=7 memory=256\nboot\n";
     assert_eq!(&disk[..512], [b'B'; 512]);
     assert_eq!(&disk[512..512 + config.len()], config.as_bytes());
     assert_eq!(&disk[1 << 20..][..9], b"the image");
     assert_eq!(disk.len() % (16 * 63 * 512), 0);
     let config = fs::read_to_string(folder.join("bochsrc")).unwrap();
-    assert!(config.contains("count=3, ") && config.contains("memory: guest=1024, host=1024\n"), "{config}");
+    assert!(config.contains("count=3, ") && config.contains("memory: guest=768, host=768\n"), "{config}");
     let object = read(&path);
     assert_eq!(object["config"]["machine"], "vmx");
     assert_eq!(object["host"]["measured_on"], "CPUs emulated by Bochs 2.7");
@@ -277,7 +277,8 @@ exit 33";
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
     for words in [
-        "-accel tcg,thread=single -icount shift=0,sleep=off -seed 3",
+        "-accel tcg,thread=single -cpu EPYC",
+        "-icount shift=0,sleep=off -seed 3",
         "-smp 1 ",
         "-append guest=measure cpus=1 seed=3",
         "| Write-protect fault          |        350 |            – |",

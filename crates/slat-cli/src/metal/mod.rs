@@ -59,7 +59,7 @@ pub(crate) struct MetalArgs {
     cpus: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Operations of the engine beside the guest, in all; with Linux at most
+    /// Operations beside the guest, in all; with Linux at most
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = positive::<u64>)]
     operations: u64,
     /// Memory of the guest, from 256M to 1G
@@ -73,7 +73,7 @@ pub(crate) struct MetalArgs {
     /// More words for the command line of Linux
     ///
     /// Of the guest's kernel, or of the one with KVM.
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, hide_short_help = true)]
     append: Option<String>,
     #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto, help = PEER)]
     peer: PeerArg,
@@ -85,13 +85,13 @@ pub(crate) struct MetalArgs {
     /// Folder for the packages of emulator and kernel
     ///
     /// By default target/metal/cache, in the source.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", hide_short_help = true)]
     cache: Option<PathBuf>,
     /// The emulator, QEMU 10 or newer, instead of a package
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     qemu: Option<PathBuf>,
     /// The guest's kernel, a bzImage, instead of a package
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     kernel: Option<PathBuf>,
     /// An image of the hypervisor, instead of building it
     #[arg(long, value_name = "PATH", hide_short_help = true)]
