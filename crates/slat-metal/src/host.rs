@@ -22,7 +22,7 @@
 //!
 //! # The log of modifications
 //! A CPU that logs what it modifies (Intel's page-modification log) passes its log on when it
-//! leaves the guest, before its presence says so. So [`Cpus::drain`] makes the CPUs in the guest
+//! leaves the guest, before its presence says so. So `Cpus::drain` makes the CPUs in the guest
 //! leave once, and waits for no other.
 //!
 //! # What a CPU may still hold
