@@ -155,8 +155,11 @@ pub fn mark(page: u64, seed: u64, words: &[AtomicU64]) {
 pub const PROBE_BYTES: u64 = 3;
 
 /// Reads the word at `address`, where perhaps nothing is mapped: then the hypervisor returns ones.
+///
+/// # Safety
+/// The caller is in the guest, and `address` is one that the hypervisor expects.
 #[unsafe(naked)]
-extern "sysv64" fn probe(address: u64) -> u64 {
+unsafe extern "sysv64" fn probe(address: u64) -> u64 {
     naked_asm!("mov rax, [rdi]", "ret")
 }
 
@@ -169,14 +172,33 @@ fn report(mailbox: &Mailbox, report: Report) {
     unsafe { if is_intel { asm!("vmcall", options(nostack)) } else { asm!("vmmcall", options(nostack)) } };
 }
 
+/// The memory of the mailbox, in the guest.
 struct Attack<'m> {
     mailbox: &'m Mailbox,
     start: u64,
+    nr_pages: u64,
     seed: u64,
     cpu: u64,
 }
 
-impl Attack<'_> {
+impl<'m> Attack<'m> {
+    /// That of `mailbox`.
+    ///
+    /// # Safety
+    /// The caller is in the guest of the mailbox, which has all of its pages.
+    unsafe fn new(mailbox: &'m Mailbox) -> Attack<'m> {
+        let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        let (start, nr_pages) = (word(&mailbox.start), word(&mailbox.nr_pages).max(1));
+        // The words of the vCPUs end where the instructions begin.
+        let cpu = word(&mailbox.cpu) % ((CODE_OFFSET - COUNTS_OFFSET) / 8) as u64;
+        Attack { mailbox, start, nr_pages, seed: word(&mailbox.seed), cpu }
+    }
+
+    /// The address of `offset` in `page`, one of the pages.
+    fn address(&self, page: u64, offset: usize) -> u64 {
+        self.start + page % self.nr_pages * 4096 + offset as u64
+    }
+
     fn fail(&self, kind: Report, page: u64, expected: u64, found: u64) {
         self.mailbox.page.store(page, Ordering::Relaxed);
         self.mailbox.expected.store(expected, Ordering::Relaxed);
@@ -185,8 +207,8 @@ impl Attack<'_> {
     }
 
     fn read(&self, page: u64) {
-        let address = (self.start + page * 4096) as *const u64;
-        // SAFETY: a page of the memory under attack. Volatile: other CPUs change what is there.
+        let address = self.address(page, 0) as *const u64;
+        // SAFETY: a page of the memory, as `new` was promised. Volatile: other CPUs change what is there.
         let found = unsafe { address.read_volatile() };
         let expected = tag(page, self.seed);
         if found != expected {
@@ -195,7 +217,7 @@ impl Attack<'_> {
     }
 
     fn write(&self, page: u64) {
-        let address = (self.start + page * 4096 + COUNTS_OFFSET as u64 + 8 * self.cpu) as *mut u64;
+        let address = (self.address(page, COUNTS_OFFSET) + 8 * self.cpu) as *mut u64;
         let Some(count) = self.mailbox.counts.get(page as usize) else { return };
         let expected = count.load(Ordering::Relaxed);
         // SAFETY: this vCPU's word of the page.
@@ -212,7 +234,7 @@ impl Attack<'_> {
         let found: u64;
         // SAFETY: the page has instructions that set `eax` and return.
         unsafe {
-            asm!("call {address}", address = in(reg) self.start + page * 4096 + CODE_OFFSET as u64, out("rax") found);
+            asm!("call {address}", address = in(reg) self.address(page, CODE_OFFSET), out("rax") found);
         }
         let expected = tag(page, self.seed) & 0xffff_ffff;
         if found != expected {
@@ -222,12 +244,15 @@ impl Attack<'_> {
 }
 
 /// Where a vCPU begins, with its mailbox in `rdi`.
-pub extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
+///
+/// # Safety
+/// It is entered in the guest alone, which has the memory that the mailbox names.
+pub unsafe extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
     loop {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
-        let (cpu, seed, start) = (word(&mailbox.cpu), word(&mailbox.seed), word(&mailbox.start));
-        let attack = Attack { mailbox, start, seed, cpu };
-        let nr_pages = word(&mailbox.nr_pages).max(1);
+        // SAFETY: as the caller promises.
+        let attack = unsafe { Attack::new(mailbox) };
+        let Attack { nr_pages, seed, cpu, .. } = attack;
         if word(&mailbox.command) == Command::Planned as u64 {
             let (number, nr_cpus) = (word(&mailbox.random), word(&mailbox.nr_cpus).max(1));
             let mut page = cpu;
@@ -263,7 +288,8 @@ pub extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
                     _ if nr_probed_pages == 0 => {}
                     _ => {
                         let page = (number >> 8) % nr_probed_pages;
-                        let found = probe(word(&mailbox.probed_start) + page * 4096);
+                        // SAFETY: in the guest, where the mailbox says.
+                        let found = unsafe { probe(word(&mailbox.probed_start) + page * 4096) };
                         let expected = tag(page, seed);
                         let count = if found == expected {
                             &mailbox.nr_found

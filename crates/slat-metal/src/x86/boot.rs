@@ -165,10 +165,12 @@ impl BootInfo {
             let length = module.end.saturating_sub(module.start) as usize;
             // SAFETY: the boot loader has put the module there.
             let bytes = unsafe { Identity.paddr_to_slice(module.start, length) }?;
-            let text = multiboot_text(module.string);
+            // SAFETY: the boot loader has put it there.
+            let text = unsafe { loader_text(module.string) };
             *place = Some(Module { bytes, text });
         }
-        let command_line = after_name(multiboot.command_line().map_or("", forever));
+        // SAFETY: as above.
+        let command_line = unsafe { loader_text(multiboot.command_line()) };
         Some(BootInfo { command_line, regions, modules })
     }
 
@@ -183,14 +185,13 @@ impl BootInfo {
     }
 }
 
-/// The same text: the boot loader's memory is never written.
-fn forever(text: &str) -> &'static str {
-    // SAFETY: the text is in memory of the boot loader, which `Memory::add` leaves out.
-    unsafe { &*core::ptr::from_ref(text) }
-}
-
-fn multiboot_text(text: Option<&str>) -> &'static str {
-    text.map_or("", |text| after_name(forever(text)))
+/// The text after the name, for good.
+///
+/// # Safety
+/// The text is the boot loader's, whose memory is never written: `Memory::add` leaves it out.
+unsafe fn loader_text(text: Option<&str>) -> &'static str {
+    // SAFETY: as the caller promises.
+    text.map_or("", |text| after_name(unsafe { &*core::ptr::from_ref(text) }))
 }
 
 /// CPUs that have come to Rust, the boot CPU included.
