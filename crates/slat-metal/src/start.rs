@@ -1,6 +1,8 @@
 //! What the CPUs do from their first Rust code on: each sets itself up, the boot CPU prepares the
 //! guest, and then all run it.
 
+#![expect(unsafe_code, reason = "starts the other CPUs")]
+
 use alloc::boxed::Box;
 
 use raw_cpuid::CpuId;
@@ -74,7 +76,8 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
         Guest::Linux => 1,
     };
     let nr_cpus = options.nr_cpus + nr_helpers;
-    if let Err(missing) = boot::start_other_cpus(nr_cpus as u32) {
+    // SAFETY: only here.
+    if let Err(missing) = unsafe { boot::start_other_cpus(nr_cpus as u32) } {
         error!("{missing}");
     }
     say!("{nr_cpus} CPUs, {} MiB free, seed {}", free_bytes >> 20, options.seed);

@@ -19,18 +19,25 @@ pub(super) struct ModificationLog(Box<Page>);
 
 impl ModificationLog {
     /// An empty log of the CPU of `vmcs`.
-    pub fn new(vmcs: &mut Vmcs) -> ModificationLog {
+    ///
+    /// # Safety
+    /// It is dropped after `vmcs`.
+    pub unsafe fn new(vmcs: &mut Vmcs) -> ModificationLog {
         let log = ModificationLog(Page::new());
-        vmcs.write_all(&[(Field::LogAddress, log.0.address()), (Field::LogIndex, u64::from(NR_ENTRIES - 1))]);
+        // SAFETY: the page is the log's, which is there as long as the structure, as the caller promises.
+        unsafe {
+            vmcs.write_all(&[(Field::LogAddress, log.0.address()), (Field::LogIndex, u64::from(NR_ENTRIES - 1))]);
+        }
         log
     }
 
     /// The addresses in it. It is empty then.
-    pub fn take(&mut self, vmcs: &mut Vmcs) -> impl Iterator<Item = Gpa> + use<> {
+    pub fn take<'l>(&'l mut self, vmcs: &mut Vmcs) -> impl Iterator<Item = Gpa> + use<'l> {
         // The index is that of the next entry. It is below 0 when the log is full.
         let first = (vmcs.read(Field::LogIndex) as u16).wrapping_add(1);
         if first != NR_ENTRIES {
-            vmcs.write(Field::LogIndex, u64::from(NR_ENTRIES - 1));
+            // SAFETY: an index in the log.
+            unsafe { vmcs.write(Field::LogIndex, u64::from(NR_ENTRIES - 1)) };
         }
         let entries = self.0.address() as *const u64;
         // SAFETY: entries of the page, which the CPU has left alone since its exit. Volatile: it is

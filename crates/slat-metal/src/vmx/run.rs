@@ -82,51 +82,57 @@ impl VmxCpu {
         let (task, task_base) = cpu::task();
         // The privilege level of a selector, bits 1:0, must be 0.
         let selector = |register: u16| u64::from(register & !7);
-        self.vmcs.write_all(&[
-            (Field::HostEsSelector, selector(ES::get_reg().0)),
-            (Field::HostCsSelector, selector(CS::get_reg().0)),
-            (Field::HostSsSelector, selector(SS::get_reg().0)),
-            (Field::HostDsSelector, selector(DS::get_reg().0)),
-            (Field::HostFsSelector, 0),
-            (Field::HostGsSelector, 0),
-            (Field::HostTrSelector, selector(task)),
-            (Field::HostFsBase, 0),
-            (Field::HostGsBase, 0),
-            (Field::HostTrBase, task_base),
-            (Field::HostGdtrBase, gdt),
-            (Field::HostIdtrBase, idt),
-            (Field::HostCr0, Cr0::read_raw()),
-            (Field::HostCr3, Cr3::read_raw().0.start_address().as_u64()),
-            (Field::HostCr4, Cr4::read_raw()),
-            (Field::HostSysenterCs, 0),
-            (Field::HostSysenterEsp, 0),
-            (Field::HostSysenterEip, 0),
-        ]);
+        // SAFETY: the state that this CPU has now, but for RSP and RIP, which `enter` sets.
+        unsafe {
+            self.vmcs.write_all(&[
+                (Field::HostEsSelector, selector(ES::get_reg().0)),
+                (Field::HostCsSelector, selector(CS::get_reg().0)),
+                (Field::HostSsSelector, selector(SS::get_reg().0)),
+                (Field::HostDsSelector, selector(DS::get_reg().0)),
+                (Field::HostFsSelector, 0),
+                (Field::HostGsSelector, 0),
+                (Field::HostTrSelector, selector(task)),
+                (Field::HostFsBase, 0),
+                (Field::HostGsBase, 0),
+                (Field::HostTrBase, task_base),
+                (Field::HostGdtrBase, gdt),
+                (Field::HostIdtrBase, idt),
+                (Field::HostCr0, Cr0::read_raw()),
+                (Field::HostCr3, Cr3::read_raw().0.start_address().as_u64()),
+                (Field::HostCr4, Cr4::read_raw()),
+                (Field::HostSysenterCs, 0),
+                (Field::HostSysenterEsp, 0),
+                (Field::HostSysenterEip, 0),
+            ]);
+        }
     }
 
     fn set_controls(&mut self) {
         let controls = Controls::of_cpu().unwrap_or_else(|missing| fail!("{missing}"));
-        self.vmcs.write_all(&[
-            (Field::PinBasedControls, u64::from(controls.pin_based)),
-            (Field::PrimaryControls, u64::from(controls.primary)),
-            (Field::SecondaryControls, u64::from(controls.secondary)),
-            (Field::ExitControls, u64::from(controls.on_exit)),
-            (Field::EntryControls, u64::from(controls.on_entry)),
-            (Field::Vpid, 1),
-            (Field::EptPointer, self.eptp),
-            (Field::LinkPointer, u64::MAX),
-            (Field::ExceptionBitmap, 0),
-            (Field::PageFaultMask, 0),
-            (Field::PageFaultMatch, 0),
-            (Field::NrCr3Targets, 0),
-            (Field::NrMsrsToStoreOnExit, 0),
-            (Field::NrMsrsToLoadOnExit, 0),
-            (Field::NrMsrsToLoadOnEntry, 0),
-            (Field::EntryInterruption, 0),
-            // All bits of CR0 and CR4 are the hypervisor's.
-            (Field::Cr0Mask, u64::MAX),
-            (Field::Cr4Mask, u64::MAX),
-        ]);
+        // SAFETY: the page tables are those of the promise of `new`; no MSR area has an entry.
+        unsafe {
+            self.vmcs.write_all(&[
+                (Field::PinBasedControls, u64::from(controls.pin_based)),
+                (Field::PrimaryControls, u64::from(controls.primary)),
+                (Field::SecondaryControls, u64::from(controls.secondary)),
+                (Field::ExitControls, u64::from(controls.on_exit)),
+                (Field::EntryControls, u64::from(controls.on_entry)),
+                (Field::Vpid, 1),
+                (Field::EptPointer, self.eptp),
+                (Field::LinkPointer, u64::MAX),
+                (Field::ExceptionBitmap, 0),
+                (Field::PageFaultMask, 0),
+                (Field::PageFaultMatch, 0),
+                (Field::NrCr3Targets, 0),
+                (Field::NrMsrsToStoreOnExit, 0),
+                (Field::NrMsrsToLoadOnExit, 0),
+                (Field::NrMsrsToLoadOnEntry, 0),
+                (Field::EntryInterruption, 0),
+                // All bits of CR0 and CR4 are the hypervisor's.
+                (Field::Cr0Mask, u64::MAX),
+                (Field::Cr4Mask, u64::MAX),
+            ]);
+        }
     }
 
     /// The exit reason, in words (SDM vol. 3D, appendix C "VMX Basic Exit Reasons").
@@ -190,8 +196,12 @@ impl VirtualCpu for VmxCpu {
         if dirty_tracking == DirtyTracking::PageModificationLog {
             let secondary = cpu.vmcs.read(Field::SecondaryControls);
             let logs = u64::from(Secondary::PAGE_MODIFICATION_LOG.bits());
-            cpu.vmcs.write(Field::SecondaryControls, secondary | logs);
-            cpu.log = Some(ModificationLog::new(&mut cpu.vmcs));
+            // SAFETY: the log is there before the first entry; the structure is the first field, and
+            // so dropped before it.
+            unsafe {
+                cpu.vmcs.write(Field::SecondaryControls, secondary | logs);
+                cpu.log = Some(ModificationLog::new(&mut cpu.vmcs));
+            }
         }
         cpu.set_host();
         cpu
@@ -208,38 +218,42 @@ impl VirtualCpu for VmxCpu {
         ];
         for (selector, base, limit, rights, value) in segments {
             let limit_bytes = u64::from(u32::MAX);
-            self.vmcs.write_all(&[(selector, 8), (base, 0), (limit, limit_bytes), (rights, value)]);
+            // SAFETY: fields of the guest.
+            unsafe { self.vmcs.write_all(&[(selector, 8), (base, 0), (limit, limit_bytes), (rights, value)]) };
         }
-        self.vmcs.write_all(&[
-            (Field::GuestTrSelector, 8),
-            (Field::GuestTrBase, 0),
-            (Field::GuestTrLimit, 0x67),
-            (Field::GuestTrRights, TASK),
-            (Field::GuestLdtrSelector, 0),
-            (Field::GuestLdtrBase, 0),
-            (Field::GuestLdtrLimit, 0),
-            (Field::GuestLdtrRights, UNUSABLE),
-            (Field::GuestGdtrBase, 0),
-            (Field::GuestGdtrLimit, 0),
-            (Field::GuestIdtrBase, 0),
-            (Field::GuestIdtrLimit, 0),
-            (Field::GuestCr0, START_CR0),
-            (Field::Cr0Shadow, START_CR0),
-            (Field::GuestCr3, start.cr3),
-            (Field::GuestCr4, START_CR4 | CR4_VMXE),
-            (Field::Cr4Shadow, START_CR4),
-            (Field::GuestDr7, 0x400),
-            (Field::GuestDebugctl, 0),
-            (Field::GuestPendingDebug, 0),
-            (Field::GuestInterruptibility, 0),
-            (Field::GuestActivity, 0),
-            (Field::GuestSysenterCs, 0),
-            (Field::GuestSysenterEsp, 0),
-            (Field::GuestSysenterEip, 0),
-            (Field::GuestRflags, 2),
-            (Field::GuestRip, start.rip),
-            (Field::GuestRsp, start.rsp),
-        ]);
+        // SAFETY: fields of the guest.
+        unsafe {
+            self.vmcs.write_all(&[
+                (Field::GuestTrSelector, 8),
+                (Field::GuestTrBase, 0),
+                (Field::GuestTrLimit, 0x67),
+                (Field::GuestTrRights, TASK),
+                (Field::GuestLdtrSelector, 0),
+                (Field::GuestLdtrBase, 0),
+                (Field::GuestLdtrLimit, 0),
+                (Field::GuestLdtrRights, UNUSABLE),
+                (Field::GuestGdtrBase, 0),
+                (Field::GuestGdtrLimit, 0),
+                (Field::GuestIdtrBase, 0),
+                (Field::GuestIdtrLimit, 0),
+                (Field::GuestCr0, START_CR0),
+                (Field::Cr0Shadow, START_CR0),
+                (Field::GuestCr3, start.cr3),
+                (Field::GuestCr4, START_CR4 | CR4_VMXE),
+                (Field::Cr4Shadow, START_CR4),
+                (Field::GuestDr7, 0x400),
+                (Field::GuestDebugctl, 0),
+                (Field::GuestPendingDebug, 0),
+                (Field::GuestInterruptibility, 0),
+                (Field::GuestActivity, 0),
+                (Field::GuestSysenterCs, 0),
+                (Field::GuestSysenterEsp, 0),
+                (Field::GuestSysenterEip, 0),
+                (Field::GuestRflags, 2),
+                (Field::GuestRip, start.rip),
+                (Field::GuestRsp, start.rsp),
+            ]);
+        }
         self.registers.rdi = start.rdi;
     }
 
@@ -266,7 +280,9 @@ impl VirtualCpu for VmxCpu {
     }
 
     fn skip(&mut self, length: u64) {
-        self.vmcs.write(Field::GuestRip, self.rip() + length);
+        let rip = self.rip() + length;
+        // SAFETY: a field of the guest.
+        unsafe { self.vmcs.write(Field::GuestRip, rip) };
     }
 
     fn set_rax(&mut self, value: u64) {

@@ -4,6 +4,7 @@
 #![expect(unsafe_code, reason = "executes VMX instructions")]
 
 use alloc::boxed::Box;
+use core::marker::PhantomData;
 
 use super::enable::revision;
 use crate::fail;
@@ -113,16 +114,16 @@ pub enum Field {
     HostRip = 0x6c16,
 }
 
-/// The control structure that is current on the calling CPU, as long as this exists.
+/// The control structure that is current on the calling CPU, as long as this exists. It stays there.
 #[derive(Debug)]
-pub struct Vmcs(Box<Page>);
+pub struct Vmcs(Box<Page>, PhantomData<*mut ()>);
 
 impl Vmcs {
     /// A structure that has not been launched. It becomes current. Its fields have no values yet.
     pub fn make_current() -> Vmcs {
         let mut region = Page::new();
         region.set_first_word(revision());
-        let vmcs = Vmcs(region);
+        let vmcs = Vmcs(region, PhantomData);
         let has_failed: u8;
         // SAFETY: VMX is on, and the region is the CPU's until it is cleared again.
         unsafe {
@@ -150,10 +151,15 @@ impl Vmcs {
         value
     }
 
-    /// Sets `field`. The guest reaches memory by its page tables alone, whatever its registers are.
-    pub fn write(&mut self, field: Field, value: u64) {
+    /// Sets `field`.
+    ///
+    /// # Safety
+    /// A field of the host has what an exit has to load. An address among the controls is that of
+    /// memory for what the CPU does there. Fields of the guest may have any value: it reaches memory
+    /// by its page tables alone.
+    pub unsafe fn write(&mut self, field: Field, value: u64) {
         let has_failed: u8;
-        // SAFETY: what the fields of the host and the controls do is up to `run`, which sets them.
+        // SAFETY: as the caller promises.
         unsafe {
             core::arch::asm!("vmwrite {field}, {value}", "setna {has_failed}", value = in(reg) value,
                 field = in(reg) u64::from(field as u32), has_failed = out(reg_byte) has_failed,
@@ -165,8 +171,12 @@ impl Vmcs {
     }
 
     /// Sets fields.
-    pub fn write_all(&mut self, values: &[(Field, u64)]) {
-        values.iter().for_each(|&(field, value)| self.write(field, value));
+    ///
+    /// # Safety
+    /// As for [`write`](Vmcs::write).
+    pub unsafe fn write_all(&mut self, values: &[(Field, u64)]) {
+        // SAFETY: as the caller promises.
+        values.iter().for_each(|&(field, value)| unsafe { self.write(field, value) });
     }
 }
 

@@ -217,7 +217,10 @@ pub struct MissingCpus {
 ///
 /// # Errors
 /// [`MissingCpus`].
-pub fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
+///
+/// # Safety
+/// To be called once, by the boot CPU.
+pub unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
     let code = &raw const trampoline;
     let length = (&raw const trampoline_end).addr() - code.addr();
     // SAFETY: the page is free in each PC's memory map, and the allocator does not have it.
