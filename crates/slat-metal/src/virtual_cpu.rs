@@ -161,6 +161,130 @@ impl Registers {
     }
 }
 
+/// Instructions for [`Registers`] at the address in `$base`, as parts of a [`naked_registers`].
+/// `$base` itself and `rax` are for the caller, and so is one of `rdx` and `rdi`: whichever has the
+/// address.
+macro_rules! move_common {
+    (load from $base:literal) => {
+        concat!(
+            "fxrstor64 [",
+            $base,
+            " + {fpu}]\n",
+            "mov rbx, [",
+            $base,
+            " + {rbx}]\n",
+            "mov rcx, [",
+            $base,
+            " + {rcx}]\n",
+            "mov rsi, [",
+            $base,
+            " + {rsi}]\n",
+            "mov rbp, [",
+            $base,
+            " + {rbp}]\n",
+            "mov r8, [",
+            $base,
+            " + {r8}]\n",
+            "mov r9, [",
+            $base,
+            " + {r9}]\n",
+            "mov r10, [",
+            $base,
+            " + {r10}]\n",
+            "mov r11, [",
+            $base,
+            " + {r11}]\n",
+            "mov r12, [",
+            $base,
+            " + {r12}]\n",
+            "mov r13, [",
+            $base,
+            " + {r13}]\n",
+            "mov r14, [",
+            $base,
+            " + {r14}]\n",
+            "mov r15, [",
+            $base,
+            " + {r15}]"
+        )
+    };
+    (store to $base:literal) => {
+        concat!(
+            "mov [",
+            $base,
+            " + {rbx}], rbx\n",
+            "mov [",
+            $base,
+            " + {rcx}], rcx\n",
+            "mov [",
+            $base,
+            " + {rsi}], rsi\n",
+            "mov [",
+            $base,
+            " + {rbp}], rbp\n",
+            "mov [",
+            $base,
+            " + {r8}], r8\n",
+            "mov [",
+            $base,
+            " + {r9}], r9\n",
+            "mov [",
+            $base,
+            " + {r10}], r10\n",
+            "mov [",
+            $base,
+            " + {r11}], r11\n",
+            "mov [",
+            $base,
+            " + {r12}], r12\n",
+            "mov [",
+            $base,
+            " + {r13}], r13\n",
+            "mov [",
+            $base,
+            " + {r14}], r14\n",
+            "mov [",
+            $base,
+            " + {r15}], r15\n",
+            "fxsave64 [",
+            $base,
+            " + {fpu}]"
+        )
+    };
+}
+
+/// A naked function that keeps the caller's registers, and has the places of all [`Registers`] as
+/// operands. At the end of the parts the stack is as at their begin, but for one word that goes.
+macro_rules! naked_registers {
+    ($($part:expr),+ $(; $($operand:tt)+)?) => {
+        core::arch::naked_asm!(
+            "push rbx", "push rbp", "push r12", "push r13", "push r14", "push r15",
+            $($part,)+
+            // Compiled code expects that SSE masks all exceptions.
+            "mov dword ptr [rsp], 0x1f80", "ldmxcsr [rsp]", "pop rdx",
+            "pop r15", "pop r14", "pop r13", "pop r12", "pop rbp", "pop rbx",
+            "cld", "ret",
+            fpu = const core::mem::offset_of!($crate::virtual_cpu::Registers, fpu),
+            rbx = const core::mem::offset_of!($crate::virtual_cpu::Registers, rbx),
+            rcx = const core::mem::offset_of!($crate::virtual_cpu::Registers, rcx),
+            rdx = const core::mem::offset_of!($crate::virtual_cpu::Registers, rdx),
+            rsi = const core::mem::offset_of!($crate::virtual_cpu::Registers, rsi),
+            rdi = const core::mem::offset_of!($crate::virtual_cpu::Registers, rdi),
+            rbp = const core::mem::offset_of!($crate::virtual_cpu::Registers, rbp),
+            r8 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r8),
+            r9 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r9),
+            r10 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r10),
+            r11 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r11),
+            r12 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r12),
+            r13 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r13),
+            r14 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r14),
+            r15 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r15),
+            $($($operand)+)?
+        )
+    };
+}
+pub(crate) use {move_common, naked_registers};
+
 /// Whether a port is read or written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Direction {

@@ -14,7 +14,6 @@
 
 use alloc::boxed::Box;
 use core::marker::PhantomData;
-use core::mem::offset_of;
 
 use slat::format::Npt;
 use slat::{Access, Gpa, Hpa};
@@ -22,7 +21,10 @@ use spin::Once;
 
 use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
 use crate::host::{Flush, Presence};
-use crate::virtual_cpu::{Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu};
+use crate::virtual_cpu::{
+    Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu, move_common,
+    naked_registers,
+};
 use crate::x86::apic::Kick;
 
 /// An event for the guest (APM vol. 2, 15.20 "Event Injection").
@@ -246,80 +248,23 @@ fn access(exit_info_1: u64) -> Access {
 /// blocks of this CPU, in `host` what VMSAVE has stored.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn enter(vmcb: u64, host: u64, registers: *mut Registers) {
-    core::arch::naked_asm!(
-        "push rbx",
-        "push rbp",
-        "push r12",
-        "push r13",
-        "push r14",
-        "push r15",
+    naked_registers!(
         "push rdx",
         "push rsi",
         "mov rax, rdi",
-        "fxrstor64 [rdx + {fpu}]",
-        "mov rbx, [rdx + {rbx}]",
-        "mov rcx, [rdx + {rcx}]",
-        "mov rsi, [rdx + {rsi}]",
+        move_common!(load from "rdx"),
         "mov rdi, [rdx + {rdi}]",
-        "mov rbp, [rdx + {rbp}]",
-        "mov r8, [rdx + {r8}]",
-        "mov r9, [rdx + {r9}]",
-        "mov r10, [rdx + {r10}]",
-        "mov r11, [rdx + {r11}]",
-        "mov r12, [rdx + {r12}]",
-        "mov r13, [rdx + {r13}]",
-        "mov r14, [rdx + {r14}]",
-        "mov r15, [rdx + {r15}]",
         "mov rdx, [rdx + {rdx}]",
         "vmload rax",
         "vmrun rax",
         // VMRUN has put the host's rax and rsp back; the guest's are in the block.
         "vmsave rax",
         "mov rax, [rsp + 8]",
-        "mov [rax + {rbx}], rbx",
-        "mov [rax + {rcx}], rcx",
         "mov [rax + {rdx}], rdx",
-        "mov [rax + {rsi}], rsi",
         "mov [rax + {rdi}], rdi",
-        "mov [rax + {rbp}], rbp",
-        "mov [rax + {r8}], r8",
-        "mov [rax + {r9}], r9",
-        "mov [rax + {r10}], r10",
-        "mov [rax + {r11}], r11",
-        "mov [rax + {r12}], r12",
-        "mov [rax + {r13}], r13",
-        "mov [rax + {r14}], r14",
-        "mov [rax + {r15}], r15",
-        "fxsave64 [rax + {fpu}]",
+        move_common!(store to "rax"),
         "pop rax",
-        "vmload rax",
-        // Compiled code expects that SSE masks all exceptions.
-        "mov dword ptr [rsp], 0x1f80",
-        "ldmxcsr [rsp]",
-        "pop rdx",
-        "pop r15",
-        "pop r14",
-        "pop r13",
-        "pop r12",
-        "pop rbp",
-        "pop rbx",
-        "cld",
-        "ret",
-        fpu = const offset_of!(Registers, fpu),
-        rbx = const offset_of!(Registers, rbx),
-        rcx = const offset_of!(Registers, rcx),
-        rdx = const offset_of!(Registers, rdx),
-        rsi = const offset_of!(Registers, rsi),
-        rdi = const offset_of!(Registers, rdi),
-        rbp = const offset_of!(Registers, rbp),
-        r8 = const offset_of!(Registers, r8),
-        r9 = const offset_of!(Registers, r9),
-        r10 = const offset_of!(Registers, r10),
-        r11 = const offset_of!(Registers, r11),
-        r12 = const offset_of!(Registers, r12),
-        r13 = const offset_of!(Registers, r13),
-        r14 = const offset_of!(Registers, r14),
-        r15 = const offset_of!(Registers, r15),
+        "vmload rax"
     );
 }
 

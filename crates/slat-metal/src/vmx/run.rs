@@ -33,7 +33,10 @@ use super::log::ModificationLog;
 use super::vmcs::{Field, Vmcs};
 use crate::fail;
 use crate::host::{Flush, Presence};
-use crate::virtual_cpu::{Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu};
+use crate::virtual_cpu::{
+    Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu, move_common,
+    naked_registers,
+};
 use crate::x86::apic::{self, Kick};
 use crate::x86::cpu;
 
@@ -58,11 +61,12 @@ const ENTRY_FAILED: u64 = 1 << 31;
 
 /// Whether the guest was entered before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
 enum Launch {
     /// The next entry is VMLAUNCH.
-    First,
+    First = 0,
     /// It is VMRESUME.
-    Again,
+    Again = 1,
 }
 
 /// A virtual CPU.
@@ -267,7 +271,7 @@ impl VirtualCpu for VmxCpu {
         }
         // SAFETY: the structure is current, and has all fields; the guest reaches memory by its
         // page tables alone, of which `new` has the promise.
-        let has_failed = unsafe { enter(&raw mut *self.registers, self.launch == Launch::Again) };
+        let has_failed = unsafe { enter(&raw mut *self.registers, self.launch) };
         if let Some(log) = &mut self.log {
             presence.log(log.take(&mut self.vmcs));
         }
@@ -314,39 +318,21 @@ fn access(qualification: u64) -> Access {
 ///
 /// # Safety
 /// VMX is on, and interrupts are off. The current control structure has all fields but the host's
-/// RSP and RIP; `was_launched` says whether it was.
+/// RSP and RIP; `launch` says whether it was entered before.
 #[unsafe(naked)]
-unsafe extern "sysv64" fn enter(registers: *mut Registers, was_launched: bool) -> bool {
-    core::arch::naked_asm!(
-        "push rbx",
-        "push rbp",
-        "push r12",
-        "push r13",
-        "push r14",
-        "push r15",
+unsafe extern "sysv64" fn enter(registers: *mut Registers, launch: Launch) -> bool {
+    naked_registers!(
         "push rdi",
         "mov edx, {host_rsp}",
         "vmwrite rdx, rsp",
         "lea rax, [rip + 4f]",
         "mov edx, {host_rip}",
         "vmwrite rdx, rax",
-        "fxrstor64 [rdi + {fpu}]",
-        // MOV changes no flags.
+        // MOV and FXRSTOR change no flags.
         "test sil, sil",
+        move_common!(load from "rdi"),
         "mov rax, [rdi + {rax}]",
-        "mov rbx, [rdi + {rbx}]",
-        "mov rcx, [rdi + {rcx}]",
         "mov rdx, [rdi + {rdx}]",
-        "mov rsi, [rdi + {rsi}]",
-        "mov rbp, [rdi + {rbp}]",
-        "mov r8, [rdi + {r8}]",
-        "mov r9, [rdi + {r9}]",
-        "mov r10, [rdi + {r10}]",
-        "mov r11, [rdi + {r11}]",
-        "mov r12, [rdi + {r12}]",
-        "mov r13, [rdi + {r13}]",
-        "mov r14, [rdi + {r14}]",
-        "mov r15, [rdi + {r15}]",
         "mov rdi, [rdi + {rdi}]",
         "jnz 2f",
         "vmlaunch",
@@ -364,51 +350,12 @@ unsafe extern "sysv64" fn enter(registers: *mut Registers, was_launched: bool) -
         "mov [rdi + {rax}], rax",
         "pop rax",
         "mov [rdi + {rdi}], rax",
-        "mov [rdi + {rbx}], rbx",
-        "mov [rdi + {rcx}], rcx",
         "mov [rdi + {rdx}], rdx",
-        "mov [rdi + {rsi}], rsi",
-        "mov [rdi + {rbp}], rbp",
-        "mov [rdi + {r8}], r8",
-        "mov [rdi + {r9}], r9",
-        "mov [rdi + {r10}], r10",
-        "mov [rdi + {r11}], r11",
-        "mov [rdi + {r12}], r12",
-        "mov [rdi + {r13}], r13",
-        "mov [rdi + {r14}], r14",
-        "mov [rdi + {r15}], r15",
-        "fxsave64 [rdi + {fpu}]",
+        move_common!(store to "rdi"),
         "xor eax, eax",
-        "5:",
-        // Compiled code expects that SSE masks all exceptions.
-        "mov dword ptr [rsp], 0x1f80",
-        "ldmxcsr [rsp]",
-        "pop rdx",
-        "pop r15",
-        "pop r14",
-        "pop r13",
-        "pop r12",
-        "pop rbp",
-        "pop rbx",
-        "cld",
-        "ret",
+        "5:";
+        rax = const offset_of!(Registers, rax),
         host_rsp = const Field::HostRsp as u32,
         host_rip = const Field::HostRip as u32,
-        fpu = const offset_of!(Registers, fpu),
-        rax = const offset_of!(Registers, rax),
-        rbx = const offset_of!(Registers, rbx),
-        rcx = const offset_of!(Registers, rcx),
-        rdx = const offset_of!(Registers, rdx),
-        rsi = const offset_of!(Registers, rsi),
-        rdi = const offset_of!(Registers, rdi),
-        rbp = const offset_of!(Registers, rbp),
-        r8 = const offset_of!(Registers, r8),
-        r9 = const offset_of!(Registers, r9),
-        r10 = const offset_of!(Registers, r10),
-        r11 = const offset_of!(Registers, r11),
-        r12 = const offset_of!(Registers, r12),
-        r13 = const offset_of!(Registers, r13),
-        r14 = const offset_of!(Registers, r14),
-        r15 = const offset_of!(Registers, r15),
     );
 }
