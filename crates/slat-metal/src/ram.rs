@@ -247,11 +247,15 @@ impl Ram {
             return Err(Unresolved::Gone);
         }
         let Some(frame) = self.frame(page) else { error!("no memory for page {page} of the guest") };
+        Ok(Resolved::memory(frame, if self.is_whole(page) { PageSize::Size2M } else { PageSize::Size4K }))
+    }
+
+    /// Whether one leaf may map the page's block.
+    pub fn is_whole(&self, page: u64) -> bool {
         let block = self.block(page);
         // An exchange counts its page before it changes the frame, inside an invalidation: an
         // answer that read the old count is not installed.
-        let is_whole = block.home.load(Ordering::Acquire) != 0 && block.nr_away.load(Ordering::Acquire) == 0;
-        Ok(Resolved::memory(frame, if is_whole { PageSize::Size2M } else { PageSize::Size4K }))
+        block.home.load(Ordering::Acquire) != 0 && block.nr_away.load(Ordering::Acquire) == 0
     }
 
     /// Locks the page, which has a frame. `None`: it has none, or is locked.

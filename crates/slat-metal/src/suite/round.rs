@@ -228,11 +228,12 @@ impl<V: VirtualCpu> Round<V> {
             return;
         }
         // A and D are the leaf's.
-        let pages = match found.size {
-            PageSize::Size4K => page..page + 1,
-            _ => page & !511..(page & !511) + 512,
-        };
-        let is_accessed = pages.clone().any(|page| guest::planned(page, number) != Planned::None);
+        let block = page & !511..(page & !511) + 512;
+        let pages = if found.size == PageSize::Size4K { page..page + 1 } else { block.clone() };
+        let is_planned = |page| guest::planned(page, number) != Planned::None;
+        // A leaf that a write has split out of a larger one has A of that one.
+        let inherits = self.operations.ram().is_whole(page) && block.clone().any(is_planned);
+        let is_accessed = pages.clone().any(is_planned) || inherits && found.accessed;
         let is_dirty = pages.clone().any(|page| guest::planned(page, number) == Planned::Write);
         if (found.accessed, found.dirty) != (is_accessed, is_dirty) {
             fail!(
