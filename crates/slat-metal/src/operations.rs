@@ -315,15 +315,14 @@ impl<F: Format> Operations<F> {
         }
     }
 
-    /// Turns the log on if it is off, and takes it if it begins as that of all pages.
+    /// Turns the log on if it is off, and takes it once: it may begin as that of all pages, or with
+    /// what CPUs have logged before.
     pub fn turn_log_on(&self) {
         if self.copy.lock().is_on {
             return;
         }
         self.toggle_log();
-        if self.manual_protect == ManualProtect::InitiallySet {
-            self.update(&mut self.copy.lock());
-        }
+        self.update(&mut self.copy.lock());
     }
 
     /// Turns the log on or off. What was written before it is on is copied as a whole.
