@@ -274,7 +274,7 @@ unsafe impl Host for MetalHost {
         // The machine has one node, and the allocator never blocks.
         // SAFETY: a page-table page has a size.
         let table = unsafe { alloc(layout) };
-        (!table.is_null()).then(|| Hpa(table.addr() as u64))
+        (!table.is_null()).then(|| Hpa(table.expose_provenance() as u64))
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

@@ -322,7 +322,10 @@ impl<F: Format> Operations<F> {
             return;
         }
         self.toggle_log();
-        self.update(&mut self.copy.lock());
+        let mut copy = self.copy.lock();
+        if copy.is_on {
+            self.update(&mut copy);
+        }
     }
 
     /// Turns the log on or off. What was written before it is on is copied as a whole.

@@ -37,7 +37,7 @@ impl Private {
         if block.is_null() {
             error!("no memory for the vCPUs");
         }
-        let private = Private { address: block.addr() as u64, gpa };
+        let private = Private { address: block.expose_provenance() as u64, gpa };
         // The first 512 GiB to themselves, by pages of 1 GiB. Present and writable (AMD APM vol. 2,
         // 5.3.4 "1-Gbyte Page Translation").
         private.word(0).store((gpa.0 + PAGE_SIZE) | 3, Ordering::Relaxed);

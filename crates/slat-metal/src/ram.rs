@@ -112,7 +112,7 @@ fn allocate(nr_pages: u64) -> Option<Pfn> {
     let layout = Layout::from_size_align(size, size).ok()?;
     // SAFETY: the layout has a size.
     let block = unsafe { alloc(layout) };
-    (!block.is_null()).then(|| Pfn(block.addr() as u64 / PAGE_SIZE))
+    (!block.is_null()).then(|| Pfn(block.expose_provenance() as u64 / PAGE_SIZE))
 }
 
 /// Frees frames.

@@ -48,19 +48,41 @@ impl Event {
 
 const VALID: u64 = 1 << 31;
 
-/// What to inject again after an exit during the delivery of `event` (15.7.2). A software interrupt
+/// What to deliver again after an exit during a delivery.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Again {
+    Nothing,
+    /// An interrupt.
+    Interrupt {
+        vector: u64,
+    },
+    /// Another event, as it is injected.
+    Event(u64),
+}
+
+/// What to deliver again after an exit during the delivery of `event` (15.7.2). A software interrupt
 /// is not: its instruction is executed once more.
-fn to_inject_again(event: u64) -> u64 {
+fn to_deliver_again(event: u64) -> Again {
     let (vector, kind) = (event & 0xff, event >> 8 & 7);
     match kind {
-        _ if event & VALID == 0 => 0,
-        4 => 0,
+        _ if event & VALID == 0 => Again::Nothing,
+        4 => Again::Nothing,
         // #BP and #OF: their instructions are executed once more.
-        3 if vector == 3 || vector == 4 => 0,
+        3 if vector == 3 || vector == 4 => Again::Nothing,
         // QEMU gives interrupts that it delivers by itself the type of an exception.
-        3 if vector >= 32 => VALID | vector,
-        _ => event,
+        3 if vector >= 32 => Again::Interrupt { vector },
+        0 => Again::Interrupt { vector },
+        _ => Again::Event(event),
     }
+}
+
+/// A virtual interrupt with `vector` that waits: V_IRQ, of the highest priority, whatever the TPR is
+/// (15.21.4): the controller has decided already.
+///
+/// Not by an injection: QEMU 10 delivers an interrupt that is injected once more, as an exception,
+/// if it leaves its loop before the next exit (it keeps the number in `exception_index`).
+fn waiting_interrupt(vector: u64) -> u64 {
+    vector << 32 | 1 << 20 | 0xf << 16 | 1 << 8
 }
 
 /// What a guest may do without an exit.
@@ -208,7 +230,13 @@ impl VirtualCpu for SvmCpu {
         // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
         unsafe { core::arch::asm!("stgi", options(nostack)) };
         let control = &mut self.vmcb.control;
-        control.event_injection = to_inject_again(control.exit_int_info);
+        control.event_injection = 0;
+        match to_deliver_again(control.exit_int_info) {
+            // An interrupt that still waits does so on.
+            Again::Nothing => {}
+            Again::Interrupt { vector } => control.virtual_interrupts = waiting_interrupt(vector),
+            Again::Event(event) => control.event_injection = event,
+        }
         self.reason()
     }
 
@@ -276,19 +304,19 @@ mod tests {
     fn the_event_of_an_exit_comes_again_unless_its_instruction_does() {
         const ERROR_CODE: u64 = 1 << 11;
         for (event, again) in [
-            (0, 0),
+            (0, Again::Nothing),
             // Not valid.
-            (0x20, 0),
+            (0x20, Again::Nothing),
             // An external interrupt, also with the type that QEMU gives it.
-            (VALID | 0xec, VALID | 0xec),
-            (VALID | 3 << 8 | 0xec, VALID | 0xec),
+            (VALID | 0xec, Again::Interrupt { vector: 0xec }),
+            (VALID | 3 << 8 | 0xec, Again::Interrupt { vector: 0xec }),
             // #PF, with its error code.
-            (VALID | ERROR_CODE | 3 << 8 | 14 | 2 << 32, VALID | ERROR_CODE | 3 << 8 | 14 | 2 << 32),
+            (VALID | ERROR_CODE | 3 << 8 | 14 | 2 << 32, Again::Event(VALID | ERROR_CODE | 3 << 8 | 14 | 2 << 32)),
             // #BP and INT n: the guest is at the instruction.
-            (VALID | 3 << 8 | 3, 0),
-            (VALID | 4 << 8 | 0x80, 0),
+            (VALID | 3 << 8 | 3, Again::Nothing),
+            (VALID | 4 << 8 | 0x80, Again::Nothing),
         ] {
-            assert_eq!(to_inject_again(event), again, "{event:#x}");
+            assert_eq!(to_deliver_again(event), again, "{event:#x}");
         }
     }
 

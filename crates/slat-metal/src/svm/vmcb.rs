@@ -86,7 +86,9 @@ pub struct Control {
     pub asid: u32,
     /// A [`TlbControl`].
     pub tlb_control: u32,
-    virtual_interrupts: u64,
+    /// Whether an interrupt waits for the guest, and which (15.21.4 "Injecting Virtual (INTR)
+    /// Interrupts").
+    pub virtual_interrupts: u64,
     interrupt_shadow: u64,
     /// Why the guest was left (appendix C).
     pub exit_code: u64,
@@ -210,7 +212,7 @@ impl Vmcb {
 
     /// Its physical address: memory is mapped to itself.
     pub fn address(&self) -> u64 {
-        core::ptr::from_ref(self).addr() as u64
+        core::ptr::from_ref(self).expose_provenance() as u64
     }
 }
 
@@ -232,7 +234,7 @@ impl PortMap {
 
     /// Its physical address.
     pub fn address(&self) -> u64 {
-        core::ptr::from_ref(self).addr() as u64
+        core::ptr::from_ref(self).expose_provenance() as u64
     }
 }
 
@@ -278,7 +280,7 @@ impl MsrMap {
 
     /// Its physical address.
     pub fn address(&self) -> u64 {
-        core::ptr::from_ref(self).addr() as u64
+        core::ptr::from_ref(self).expose_provenance() as u64
     }
 }
 

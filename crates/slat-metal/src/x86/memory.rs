@@ -135,6 +135,6 @@ impl Page {
 
     /// Its physical address: memory is mapped to itself.
     pub fn address(&self) -> u64 {
-        core::ptr::from_ref(self).addr() as u64
+        core::ptr::from_ref(self).expose_provenance() as u64
     }
 }
