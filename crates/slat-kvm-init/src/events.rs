@@ -18,7 +18,7 @@ use crate::wrong::Wrong;
 /// How often each call is measured.
 const ROUNDS: u64 = 5;
 
-/// Instructions of a turn of the guest's loop, as `guest.s` has them.
+/// Instructions of a turn of the guest's loop, as `measured.s` has them.
 const TURN: u64 = 14;
 
 /// Each page of the bitmap.

@@ -16,7 +16,7 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use crate::memory::{Memory, PAGE_SIZE, Pages, SIZE_2M};
 use crate::wrong::{Wrong, tried};
 
-core::arch::global_asm!(".text", include_str!("../../slat-metal/src/measure/guest.s"));
+core::arch::global_asm!(".text", include_str!("../../slat-metal/src/arch/x86/measured.s"));
 
 unsafe extern "C" {
     static measured_guest: u8;

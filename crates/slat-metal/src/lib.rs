@@ -8,31 +8,33 @@
 //! `slat metal` builds the image (feature `image`), and runs it in an emulator.
 //!
 //! # The parts
-//! - [`x86`]: the machine: start, descriptor tables, interrupts, clock, memory, console.
-//! - [`virtual_cpu`]: a CPU that runs a guest. [`svm`]: by AMD's virtualization; [`vmx`]: by
-//!   Intel's.
+//! - [`arch`]: the machine, and the CPUs that run guests: all that differs by architecture.
+//! - [`virtual_cpu`]: the face of a CPU that runs a guest. [`cpus`]: those of one VM.
 //! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move.
 //! - [`operations`]: what is done to that memory while guests run.
 //! - [`suite`] and [`linux`]: the two guests. [`measure`]: a third one, by which events are
 //!   counted.
 //! - [`private`]: the memory of a vCPU that runs the image's own code.
-//! - [`options`]: the command line.
+//! - [`boot`], [`memory`], [`console`], [`options`]: what the loader hands over, the allocator, what
+//!   the image says, the command line.
 
 #![no_std]
-#![cfg(target_arch = "x86_64")]
+#![cfg(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))]
 
 extern crate alloc;
 
+pub mod arch;
+pub mod boot;
+pub mod console;
+pub mod cpus;
 pub mod host;
 pub mod linux;
 pub mod measure;
+pub mod memory;
 pub mod operations;
 pub mod options;
 pub mod private;
 pub mod ram;
 pub mod start;
 pub mod suite;
-pub mod svm;
 pub mod virtual_cpu;
-pub mod vmx;
-pub mod x86;

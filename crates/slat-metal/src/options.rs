@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
+use crate::boot::MAX_CPUS;
 use crate::host::Control;
-use crate::x86::boot::MAX_CPUS;
 
 /// The guest to run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,13 +1,14 @@
-//! The private memory of a vCPU that runs the image's own code: its page tables, its stack, and
-//! what it exchanges with the hypervisor. It is a block of 2 MiB that stays where it is.
+//! The private memory of a vCPU that runs the image's own code: its page tables if it has some, its
+//! stack, and what it exchanges with the hypervisor. It is a block of 2 MiB that stays where it is.
 
 #![expect(unsafe_code, reason = "allocates the block, and reaches its words by their addresses")]
 
 use core::alloc::Layout;
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::AtomicU64;
 
 use slat::{Gpa, PAGE_SIZE, Pfn};
 
+use crate::arch::guest;
 use crate::error;
 
 /// The size of the block.
@@ -38,12 +39,7 @@ impl Private {
             error!("no memory for the vCPUs");
         }
         let private = Private { address: block.expose_provenance() as u64, gpa };
-        // The first 512 GiB to themselves, by pages of 1 GiB. Present and writable (AMD APM vol. 2,
-        // 5.3.4 "1-Gbyte Page Translation").
-        private.word(0).store((gpa.0 + PAGE_SIZE) | 3, Ordering::Relaxed);
-        for index in 0..512 {
-            private.word(PAGE_SIZE + 8 * index).store(index << 30 | 0x83, Ordering::Relaxed);
-        }
+        guest::write_page_tables(&private);
         private
     }
 

@@ -1,5 +1,4 @@
-//! A virtual CPU: what a guest's CPU has in common on AMD's virtualization ([`svm`](crate::svm))
-//! and on Intel's ([`vmx`](crate::vmx)).
+//! A virtual CPU: what a guest's CPU has in common on all machines.
 
 #![expect(unsafe_code, reason = "its contract is a promise about hardware and memory")]
 
@@ -8,8 +7,9 @@ use slat::format::Format;
 use slat::tables::AccessTracking;
 use slat::{Access, Config, Gpa, Hpa, Vm};
 
-use crate::host::{MetalHost, Presence};
-use crate::x86::apic::Kick;
+use crate::arch::{Kick, Trap};
+use crate::cpus::Presence;
+use crate::host::MetalHost;
 
 /// A CPU that runs a guest. It belongs to the CPU of the machine that made it.
 pub trait VirtualCpu: Sized + 'static {
@@ -19,8 +19,9 @@ pub trait VirtualCpu: Sized + 'static {
     /// The interrupt that makes it leave the guest, whatever the guest does.
     const KICK: Kick;
 
-    /// The instruction that its guest leaves by.
-    const HYPERCALL: Hypercall;
+    /// The number of the instruction that the suite's guest leaves by
+    /// ([`hypercall`](crate::arch::guest::hypercall)).
+    const HYPERCALL: u64;
 
     /// Whether the calling CPU can log what it modifies
     /// ([`DirtyTracking::PageModificationLog`]).
@@ -30,7 +31,7 @@ pub trait VirtualCpu: Sized + 'static {
     ///
     /// # Safety
     /// Virtualization is on, on the calling CPU, to which the value belongs. `second_stage` is that
-    /// of a VM that outlives it, and whose host flushes the [`Cpus`](crate::host::Cpus) of each
+    /// of a VM that outlives it, and whose host flushes the [`Cpus`](crate::cpus::Cpus) of each
     /// [`Presence`] that it runs with.
     unsafe fn new(second_stage: SecondStage) -> Self;
 
@@ -43,13 +44,13 @@ pub trait VirtualCpu: Sized + 'static {
     /// Continues behind an instruction of `length` bytes.
     fn skip(&mut self, length: u64);
 
-    /// Sets `rax`.
-    fn set_rax(&mut self, value: u64);
+    /// Sets the register that has the result of a function.
+    fn set_result(&mut self, value: u64);
 
     /// The address of the next instruction.
-    fn rip(&self) -> u64;
+    fn pc(&self) -> u64;
 
-    /// The address of the guest's last page fault, CR2.
+    /// The address of the guest's last page fault of its own.
     fn fault_address(&self) -> u64;
 }
 
@@ -75,223 +76,17 @@ impl SecondStage {
     }
 }
 
-/// How a guest begins: in 64-bit mode, at privilege level 0, with interrupts off.
+/// How a guest begins: at its highest privilege level, with interrupts off.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Start {
     /// The first instruction.
-    pub rip: u64,
+    pub pc: u64,
     /// The end of the stack.
-    pub rsp: u64,
-    /// The root of the guest's page tables.
-    pub cr3: u64,
-    /// The argument of the function at `rip`.
-    pub rdi: u64,
-}
-
-/// CR0 at a [`Start`]: paging, write protection, NE, ET, MP, protection.
-pub(crate) const START_CR0: u64 = 0x8001_0033;
-/// CR4 at a [`Start`]: PAE, OSFXSR, OSXMMEXCPT.
-pub(crate) const START_CR4: u64 = 0x620;
-
-/// The instruction by which a guest asks its hypervisor for something. Each CPU has one of them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u64)]
-pub enum Hypercall {
-    /// VMMCALL, AMD's.
-    Vmmcall = 0,
-    /// VMCALL, Intel's.
-    Vmcall = 1,
-}
-
-impl Hypercall {
-    /// Bytes of each of them.
-    pub const BYTES: u64 = 3;
-}
-
-/// The general registers but for `rsp`, and the floating-point state. With SVM the guest's `rax` is
-/// in the control block instead.
-#[derive(Debug)]
-#[repr(C, align(16))]
-#[expect(missing_docs, reason = "registers, by their names")]
-pub struct Registers {
-    pub(crate) fpu: [u8; 512],
-    pub rax: u64,
-    pub rbx: u64,
-    pub rcx: u64,
-    pub rdx: u64,
-    pub rsi: u64,
-    pub rdi: u64,
-    pub rbp: u64,
-    pub r8: u64,
-    pub r9: u64,
-    pub r10: u64,
-    pub r11: u64,
-    pub r12: u64,
-    pub r13: u64,
-    pub r14: u64,
-    pub r15: u64,
-}
-
-impl Registers {
-    /// As after INIT: zeros, and the floating-point unit as FNINIT leaves it, with all exceptions
-    /// of SSE masked.
-    pub(crate) fn new() -> Registers {
-        let mut fpu = [0; 512];
-        fpu[..2].copy_from_slice(&0x037f_u16.to_le_bytes());
-        fpu[24..28].copy_from_slice(&0x1f80_u32.to_le_bytes());
-        let zero = 0;
-        Registers {
-            fpu,
-            rax: zero,
-            rbx: zero,
-            rcx: zero,
-            rdx: zero,
-            rsi: zero,
-            rdi: zero,
-            rbp: zero,
-            r8: zero,
-            r9: zero,
-            r10: zero,
-            r11: zero,
-            r12: zero,
-            r13: zero,
-            r14: zero,
-            r15: zero,
-        }
-    }
-}
-
-/// Instructions for [`Registers`] at the address in `$base`, as parts of a [`naked_registers`].
-/// `$base` itself and `rax` are for the caller, and so is one of `rdx` and `rdi`: whichever has the
-/// address.
-macro_rules! move_common {
-    (load from $base:literal) => {
-        concat!(
-            "fxrstor64 [",
-            $base,
-            " + {fpu}]\n",
-            "mov rbx, [",
-            $base,
-            " + {rbx}]\n",
-            "mov rcx, [",
-            $base,
-            " + {rcx}]\n",
-            "mov rsi, [",
-            $base,
-            " + {rsi}]\n",
-            "mov rbp, [",
-            $base,
-            " + {rbp}]\n",
-            "mov r8, [",
-            $base,
-            " + {r8}]\n",
-            "mov r9, [",
-            $base,
-            " + {r9}]\n",
-            "mov r10, [",
-            $base,
-            " + {r10}]\n",
-            "mov r11, [",
-            $base,
-            " + {r11}]\n",
-            "mov r12, [",
-            $base,
-            " + {r12}]\n",
-            "mov r13, [",
-            $base,
-            " + {r13}]\n",
-            "mov r14, [",
-            $base,
-            " + {r14}]\n",
-            "mov r15, [",
-            $base,
-            " + {r15}]"
-        )
-    };
-    (store to $base:literal) => {
-        concat!(
-            "mov [",
-            $base,
-            " + {rbx}], rbx\n",
-            "mov [",
-            $base,
-            " + {rcx}], rcx\n",
-            "mov [",
-            $base,
-            " + {rsi}], rsi\n",
-            "mov [",
-            $base,
-            " + {rbp}], rbp\n",
-            "mov [",
-            $base,
-            " + {r8}], r8\n",
-            "mov [",
-            $base,
-            " + {r9}], r9\n",
-            "mov [",
-            $base,
-            " + {r10}], r10\n",
-            "mov [",
-            $base,
-            " + {r11}], r11\n",
-            "mov [",
-            $base,
-            " + {r12}], r12\n",
-            "mov [",
-            $base,
-            " + {r13}], r13\n",
-            "mov [",
-            $base,
-            " + {r14}], r14\n",
-            "mov [",
-            $base,
-            " + {r15}], r15\n",
-            "fxsave64 [",
-            $base,
-            " + {fpu}]"
-        )
-    };
-}
-
-/// A naked function that keeps the caller's registers, and has the places of all [`Registers`] as
-/// operands. At the end of the parts the stack is as at their begin, but for one word that goes.
-macro_rules! naked_registers {
-    ($($part:expr),+ $(; $($operand:tt)+)?) => {
-        core::arch::naked_asm!(
-            "push rbx", "push rbp", "push r12", "push r13", "push r14", "push r15",
-            $($part,)+
-            // Compiled code expects that SSE masks all exceptions.
-            "mov dword ptr [rsp], 0x1f80", "ldmxcsr [rsp]", "pop rdx",
-            "pop r15", "pop r14", "pop r13", "pop r12", "pop rbp", "pop rbx",
-            "cld", "ret",
-            fpu = const core::mem::offset_of!($crate::virtual_cpu::Registers, fpu),
-            rbx = const core::mem::offset_of!($crate::virtual_cpu::Registers, rbx),
-            rcx = const core::mem::offset_of!($crate::virtual_cpu::Registers, rcx),
-            rdx = const core::mem::offset_of!($crate::virtual_cpu::Registers, rdx),
-            rsi = const core::mem::offset_of!($crate::virtual_cpu::Registers, rsi),
-            rdi = const core::mem::offset_of!($crate::virtual_cpu::Registers, rdi),
-            rbp = const core::mem::offset_of!($crate::virtual_cpu::Registers, rbp),
-            r8 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r8),
-            r9 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r9),
-            r10 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r10),
-            r11 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r11),
-            r12 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r12),
-            r13 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r13),
-            r14 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r14),
-            r15 = const core::mem::offset_of!($crate::virtual_cpu::Registers, r15),
-            $($($operand)+)?
-        )
-    };
-}
-pub(crate) use {move_common, naked_registers};
-
-/// Whether a port is read or written.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Direction {
-    /// IN.
-    In,
-    /// OUT.
-    Out,
+    pub stack: u64,
+    /// The root of the guest's page tables, where it has some.
+    pub tables: u64,
+    /// The argument of the function at `pc`.
+    pub argument: u64,
 }
 
 /// Why the guest was left.
@@ -313,27 +108,10 @@ pub enum Exit {
     Kick,
     /// The log of modifications was full. It has been passed on.
     LogFull,
-    /// VMMCALL or VMCALL: `rax` says what for.
+    /// The guest asks its hypervisor for something.
     Hypercall,
-    /// CPUID.
-    Cpuid,
-    /// RDMSR, of `rcx`.
-    ReadMsr,
-    /// WRMSR, of `rcx`.
-    WriteMsr,
-    /// An instruction that the guest does not have.
-    Undefined,
-    /// A port that the guest does not have.
-    Port {
-        /// Its number.
-        port: u16,
-        /// Read or written.
-        direction: Direction,
-        /// Bytes.
-        size_bytes: u8,
-        /// The address of the next instruction.
-        next_rip: u64,
-    },
+    /// What this architecture alone has.
+    Trapped(Trap),
     /// A triple fault.
     Shutdown,
     /// The entry was refused.

@@ -3,55 +3,37 @@
 //!
 //! Guest CPU n runs on CPU n. One CPU more, the last one, does the operations.
 //!
-//! # What the guest has of the machine
-//! - Memory: below 640 KiB and from 1 to 2 MiB it stays where it is; from 2 MiB on it comes by
-//!   faults, and moves ([`Operations`]).
-//! - The firmware's memory, at its own addresses: the BIOS as read-only memory, the ACPI tables.
-//! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller
-//!   in x2APIC mode, but for the command register (`vcpu`).
-//! - All ports but those of the hypervisor's console, of the machine's end, of ACPI's sleep, and of
-//!   what could access memory by itself: PCI, the DMA controllers, QEMU's configuration device.
-//!
-//! # What a guest could harm
-//! It could stop the machine's clock and serial line, which are its own here, or keep other CPUs
-//! busy by interrupts. It reaches no other memory by them.
+//! What the guest has of the machine is the architecture's ([`arch::linux`](crate::arch::linux)).
 
-#![expect(unsafe_code, reason = "gives the guest memory and registers of the machine")]
-
-mod identity;
-mod image;
-mod vcpu;
+mod startups;
 
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use fastrand::Rng;
 use slat::dirty::ManualProtect;
-use slat::format::{LeafAttributes, Npt};
-use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Pfn, Vm};
+use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 use spin::Mutex;
 
-use crate::host::{Backing, Control, Cpus, MetalHost};
-use crate::operations::{MetalVm, Operations};
+use crate::arch::clock;
+use crate::arch::linux::{Cpu, Guest, GuestCpu, ram_span};
+use crate::boot::{BootInfo, Span};
+use crate::console::{self, Verdict};
+use crate::cpus::Cpus;
+use crate::host::{Backing, Control, MetalHost};
+use crate::operations::{MetalVcpu, MetalVm, Operations};
 use crate::options::Options;
-use crate::ram::{Frames, Ram};
-use crate::svm::SvmCpu;
+use crate::ram::Ram;
 use crate::virtual_cpu::VirtualCpu;
-use crate::x86::boot::{BootInfo, RegionKind, Span};
-use crate::x86::clock;
-use crate::x86::console::{self, Verdict};
 use crate::{error, fail, say};
-use image::{Image, Memory};
-use vcpu::{GuestCpu, Startups};
+pub use startups::{AlreadyStarted, Start, Startups};
 
-/// Memory that stays where it is ends here, and memory that moves begins.
-const RAM_START: Gpa = Gpa(2 << 20);
-/// The hole of PCs.
-const BIOS: Span = Span { start: 0xa_0000, end: 0x10_0000 };
-/// The registers of the I/O interrupt controller, and of the HPET.
-const DEVICES: [u64; 2] = [0xfec0_0000, 0xfed0_0000];
-/// A firmware range that is larger is no table.
-const MAX_FIRMWARE_BYTES: u64 = 16 << 20;
+/// The format of the guest's second-stage page tables.
+pub type GuestFormat = <Cpu as VirtualCpu>::Format;
+/// The guest's VM, and its vCPUs.
+pub type GuestVm = MetalVm<GuestFormat>;
+/// A vCPU of it.
+pub type GuestVcpu = MetalVcpu<GuestFormat>;
 
 /// Operations between two comparisons of the copy with the memory.
 const OPERATIONS_PER_CHECK: u64 = 4000;
@@ -63,6 +45,15 @@ const OPERATIONS_WITHOUT_LOG: u64 = 32;
 /// Microseconds between two operations, before the guest's own program runs and after.
 const BOOT_PAUSE_US: u64 = 400;
 const PAUSE_US: u64 = 40;
+
+/// Hypercalls of the guest's program: the magic number and the code.
+const MAGIC: u64 = 0x736c_6174_0000_0000;
+const UP: u64 = MAGIC;
+const ROUND: u64 = MAGIC | 1;
+const DONE: u64 = MAGIC | 2;
+const FAILED: u64 = MAGIC | 3;
+/// The answer to any other.
+const NO_SUCH_CALL: u64 = u64::MAX;
 
 /// How far the guest is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -81,20 +72,19 @@ enum Stage {
 
 /// The run.
 pub struct Linux {
-    vm: Arc<MetalVm<Npt>>,
-    cpus: Arc<Cpus>,
-    operations: Operations<Npt>,
-    image: Image,
-    startups: Startups,
-    options: Options,
+    pub(crate) vm: Arc<GuestVm>,
+    pub(crate) cpus: Arc<Cpus>,
+    pub(crate) operations: Operations<GuestFormat>,
+    pub(crate) options: Options,
+    /// What it has of the machine, and its kernel.
+    pub(crate) guest: Guest,
+    pub(crate) startups: Startups,
     stage: Mutex<Stage>,
     /// Whether vCPUs must stay outside of the guest, and how many do. Those that the guest has not
     /// started count.
     is_paused: AtomicBool,
     nr_outside: AtomicU64,
     started_ns: u64,
-    /// Memory that stays where it is.
-    _low: Frames,
 }
 
 fn fill_with_zeros(_page: u64, words: &[AtomicU64]) {
@@ -114,52 +104,28 @@ impl Linux {
         if free_bytes < needed {
             error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
         }
-        let cpus = Cpus::new(options.control, SvmCpu::KICK);
+        let cpus = Cpus::new(options.control, Cpu::KICK);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, Config::default());
         let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
-        let end = options.memory_mib << 20;
-        let ram = Arc::new(Ram::new((end - RAM_START.0) / PAGE_SIZE, fill_with_zeros));
-        // Where guest-physical 0 would be.
-        let low = Frames::allocate(RAM_START.0 / PAGE_SIZE).unwrap_or_else(|| error!("no memory for the guest"));
-        (0..RAM_START.0 / PAGE_SIZE).for_each(|page| fill_with_zeros(page, low.words(page)));
-        // SAFETY: memory that was allocated for the guest, or the firmware's, which the image does
-        // not use.
-        let fixed = |first| unsafe { Backing::fixed(first, first, LeafAttributes::default()) };
-        let mut slots = Slots { vm: &vm, next: 1 };
-        let frame = |address: u64| Pfn(low.first().0 + address / PAGE_SIZE);
-        let none = MemoryRegionFlags::empty();
-        slots.add(Span { start: 0, end: BIOS.start }, fixed(frame(0)), none);
-        slots.add(BIOS, fixed(Pfn(BIOS.start / PAGE_SIZE)), MemoryRegionFlags::READONLY);
-        slots.add(Span { start: BIOS.end, end: RAM_START.0 }, fixed(frame(BIOS.end)), none);
-        for span in firmware(boot).filter(|span| span.start >= end) {
-            slots.add(span, fixed(Pfn(span.start / PAGE_SIZE)), none);
-        }
-        for start in DEVICES {
-            let first = Pfn(start / PAGE_SIZE);
-            // SAFETY: the registers are the guest's.
-            let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
-            slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
-        }
+        let span = ram_span(options.memory_mib << 20);
+        let ram = Arc::new(Ram::new(span.size_bytes() / PAGE_SIZE, fill_with_zeros));
         // From the first page on: the kernel is there.
         let nr_hot_pages = 16384.min(ram.nr_pages());
         let operations =
-            Operations::new(&vm, 0, RAM_START, &ram, nr_hot_pages, ManualProtect::Disabled, options.control)
+            Operations::new(&vm, 0, Gpa(span.start), &ram, nr_hot_pages, ManualProtect::Disabled, options.control)
                 .unwrap_or_else(|error| error!("no memslot for the guest: {error}"));
-        let memory = Memory { low: &low, ram: &ram };
-        let image = Image::load(&options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| error!("{error}"));
-        let startups = Startups::new(options.nr_cpus);
+        let guest = Guest::new(&options, boot, [kernel, initramfs], &mut Slots { vm: &vm, next: 1 }, &ram);
         Linux {
             vm,
             cpus,
             operations,
-            image,
-            startups,
             options,
+            guest,
+            startups: Startups::new(options.nr_cpus),
             stage: Mutex::new(Stage::Boot),
             is_paused: AtomicBool::new(false),
             nr_outside: AtomicU64::new(0),
             started_ns: clock::now_ns(),
-            _low: low,
         }
     }
 
@@ -173,7 +139,7 @@ impl Linux {
     }
 
     /// The calling vCPU is outside of the guest: waits while the guest is paused.
-    fn pause_point(&self) {
+    pub(crate) fn pause_point(&self) {
         if self.is_paused.load(Ordering::SeqCst) {
             self.nr_outside.fetch_add(1, Ordering::SeqCst);
             while self.is_paused.load(Ordering::SeqCst) {
@@ -222,6 +188,36 @@ impl Linux {
         }
     }
 
+    /// What the guest's program asks for by a hypercall: the code, and two arguments. The result.
+    pub(crate) fn hypercall(&self, code: u64, [first, second]: [u64; 2]) -> u64 {
+        match code {
+            UP => {
+                let elapsed_ms = (clock::now_ns() - self.started_ns) / 1_000_000;
+                console::figure_ms("boot_time", elapsed_ms);
+                say!("the guest is up with {first} CPUs after {elapsed_ms} ms");
+                *self.stage.lock() = Stage::Up;
+            }
+            ROUND => say!("the guest has done round {first}, and verified {second} pages"),
+            DONE => *self.stage.lock() = Stage::Done { rounds: first, pages: second },
+            // Without a page: the process itself.
+            FAILED if (first, second) == (0, 0) => fail!("the guest's first process failed; its last line says why"),
+            FAILED => fail!("the guest found another content at its address {first:#x}, page {second}"),
+            _ => return NO_SUCH_CALL,
+        }
+        0
+    }
+
+    /// The calling vCPU waits, outside of the guest, until another one starts it.
+    pub(crate) fn wait_for_start(&self, cpu: usize) -> Start {
+        // The order matters: a paused guest waits for as many CPUs as there are.
+        self.startups.begin_wait();
+        self.nr_outside.fetch_add(1, Ordering::SeqCst);
+        let start = self.startups.wait(cpu);
+        self.startups.end_wait();
+        self.nr_outside.fetch_sub(1, Ordering::SeqCst);
+        start
+    }
+
     fn check(&self) {
         self.operations.turn_log_on();
         self.while_paused(|| self.operations.check_copy());
@@ -261,22 +257,15 @@ impl Linux {
     }
 }
 
-/// The firmware's ranges above the first MiB, whole pages.
-fn firmware(boot: &BootInfo) -> impl Iterator<Item = Span> + '_ {
-    let spans = boot.regions().filter(|region| region.kind == RegionKind::Firmware).map(|region| region.span);
-    spans
-        .map(|span| Span { start: span.start & !(PAGE_SIZE - 1), end: span.end.next_multiple_of(PAGE_SIZE) })
-        .filter(|span| span.start >= BIOS.end && span.end <= 1 << 32 && span.size_bytes() <= MAX_FIRMWARE_BYTES)
-}
-
 /// Memslots with memory that stays.
-struct Slots<'v> {
-    vm: &'v MetalVm<Npt>,
+pub struct Slots<'v> {
+    vm: &'v GuestVm,
     next: u32,
 }
 
 impl Slots<'_> {
-    fn add(&mut self, span: Span, backing: Backing, flags: MemoryRegionFlags) {
+    /// Adds one at `span`.
+    pub fn add(&mut self, span: Span, backing: Backing, flags: MemoryRegionFlags) {
         let slot = self.next;
         self.next += 1;
         let region = MemoryRegion {

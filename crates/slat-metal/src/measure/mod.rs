@@ -3,7 +3,7 @@
 //!
 //! # What is in a count
 //! - A fault (`guest.s`): what the guest sees between the instructions before and behind
-//!   the write, less the same of a write that does not leave the guest. That is VMRUN, the exit
+//!   the write, less the same of a write that does not leave the guest. That is the entry, the exit
 //!   path of this hypervisor, the engine, and the answers of the host. The median over the pages.
 //!   Frames are allocated and zeroed before.
 //! - `_engine`: around `handle_fault`, with the host's answers in it. The rest of the fault is the
@@ -22,12 +22,14 @@ use alloc::vec::Vec;
 use slat::dirty::{DirtyTracking, ManualProtect};
 use slat::{Access, Config, Gfn, Host, MemoryRegionFlags, PageSize};
 
+use crate::arch::measured::TURN;
+use crate::console::{self, Verdict};
 use crate::host::Backing;
 use crate::ram::Blocks;
-use crate::x86::console::{self, Verdict};
+use crate::virtual_cpu::VirtualCpu;
 use crate::{fail, say};
 use samples::{Clock, Samples};
-use subject::{BLOCK_PAGES, NR_BLOCKS, NR_PAGES, SLOT, Subject, TURN};
+use subject::{BLOCK_PAGES, NR_BLOCKS, NR_PAGES, SLOT, Subject};
 
 /// How the log finds writes.
 const TRACKINGS: [(&str, DirtyTracking); 2] =
@@ -63,24 +65,24 @@ fn config(tracking: DirtyTracking, manual_protect: ManualProtect) -> Config {
 }
 
 /// Measures everything, and ends the machine.
-pub fn run() -> ! {
+pub fn run<V: VirtualCpu>() -> ! {
     let clock = Clock::new();
     figure("clock", clock.cost());
-    let access = faults(clock);
+    let access = faults::<V>(clock);
     figure("access", access);
     for (done, (way, tracking)) in (1..).zip(TRACKINGS) {
         console::progress(done, 4, way);
         say!("dirty log by {tracking:?}");
-        log_at_once(clock, access, way, tracking);
-        log_in_two_steps(clock, way, tracking);
+        log_at_once::<V>(clock, access, way, tracking);
+        log_in_two_steps::<V>(clock, way, tracking);
     }
     console::progress(3, 4, "huge pages");
-    huge_pages(clock, access);
+    huge_pages::<V>(clock, access);
     console::end(Verdict::Pass, format_args!("{NR_PAGES} pages measured for each figure"))
 }
 
 /// Checks that a turn of the guest's loop, which has a known length, counts as that.
-fn check_clock(clock: Clock, subject: &mut Subject) {
+fn check_clock<V: VirtualCpu>(clock: Clock, subject: &mut Subject<V>) {
     let mut time = |nr_pages| clock.time(|| subject.write(nr_pages, 1, |_, gpa, _| fail!("{gpa} is mapped")));
     let (half, all) = (time(NR_PAGES / 2), time(NR_PAGES));
     let of_turns = all.saturating_sub(half);
@@ -95,7 +97,7 @@ fn check_clock(clock: Clock, subject: &mut Subject) {
 }
 
 /// The guest writes all pages, and each fault is timed in the engine.
-fn engine_share(clock: Clock, subject: &mut Subject) -> Samples {
+fn engine_share<V: VirtualCpu>(clock: Clock, subject: &mut Subject<V>) -> Samples {
     let mut counts = Vec::with_capacity(NR_PAGES as usize);
     subject.write(NR_PAGES, 1, |vcpu, gpa, access| {
         let mut outcome = None;
@@ -107,10 +109,10 @@ fn engine_share(clock: Clock, subject: &mut Subject) -> Samples {
 
 /// Faults of a memslot without a log, and invalidations. Returns what a write without a fault
 /// counts.
-fn faults(clock: Clock) -> u64 {
+fn faults<V: VirtualCpu>(clock: Clock) -> u64 {
     console::progress(0, 4, "faults");
     say!("faults and invalidations");
-    let mut subject = Subject::new(Config::default(), Blocks::Small);
+    let mut subject = Subject::<V>::new(Config::default(), Blocks::Small);
     let first = subject.write_all();
     let access = subject.write_all().median();
     subject.check_mapped_by(PageSize::Size4K);
@@ -121,7 +123,7 @@ fn faults(clock: Clock) -> u64 {
     figure("spurious_fault_engine", Samples::new(spurious).median());
 
     let one =
-        |subject: &Subject, page| clock.time(|| subject.check(subject.vm.invalidate_range(subject.range(page, 1))));
+        |subject: &Subject<V>, page| clock.time(|| subject.check(subject.vm.invalidate_range(subject.range(page, 1))));
     let invalidations = (0..NR_PAGES).map(|page| one(&subject, page)).collect();
     figure("invalidate_page", Samples::new(invalidations).median());
     figure("demand_fault_again", subject.write_all().median() - access);
@@ -142,8 +144,8 @@ fn faults(clock: Clock) -> u64 {
 }
 
 /// The log where getting it clears it too.
-fn log_at_once(clock: Clock, access: u64, way: &str, tracking: DirtyTracking) {
-    let mut subject = Subject::new(config(tracking, ManualProtect::Disabled), Blocks::Small);
+fn log_at_once<V: VirtualCpu>(clock: Clock, access: u64, way: &str, tracking: DirtyTracking) {
+    let mut subject = Subject::<V>::new(config(tracking, ManualProtect::Disabled), Blocks::Small);
     subject.write_all();
     figure_each_of("enable", way, clock.time(|| subject.set_flags(LOG)));
     subject.write_all();
@@ -160,8 +162,8 @@ fn log_at_once(clock: Clock, access: u64, way: &str, tracking: DirtyTracking) {
 }
 
 /// The log where pages are cleared by another call.
-fn log_in_two_steps(clock: Clock, way: &str, tracking: DirtyTracking) {
-    let mut subject = Subject::new(config(tracking, ManualProtect::Enabled), Blocks::Small);
+fn log_in_two_steps<V: VirtualCpu>(clock: Clock, way: &str, tracking: DirtyTracking) {
+    let mut subject = Subject::<V>::new(config(tracking, ManualProtect::Enabled), Blocks::Small);
     subject.write_all();
     subject.set_flags(LOG);
     subject.write_all();
@@ -172,7 +174,7 @@ fn log_in_two_steps(clock: Clock, way: &str, tracking: DirtyTracking) {
 }
 
 /// Gets the log, which must have all pages.
-fn get(clock: Clock, subject: &Subject, bitmap: &mut [u64]) -> u64 {
+fn get<V: VirtualCpu>(clock: Clock, subject: &Subject<V>, bitmap: &mut [u64]) -> u64 {
     bitmap.fill(0);
     let count = clock.time(|| subject.check(subject.vm.get_dirty_log(SLOT, bitmap)));
     if bitmap.iter().any(|&word| word != u64::MAX) {
@@ -182,10 +184,10 @@ fn get(clock: Clock, subject: &Subject, bitmap: &mut [u64]) -> u64 {
 }
 
 /// Pages of 2 MiB: mapped by a fault, split by a call, and split because a log begins.
-fn huge_pages(clock: Clock, access: u64) {
+fn huge_pages<V: VirtualCpu>(clock: Clock, access: u64) {
     say!("pages of 2 MiB");
     let mapped = |config| {
-        let mut subject = Subject::new(config, Blocks::Huge);
+        let mut subject = Subject::<V>::new(config, Blocks::Huge);
         subject.write(NR_BLOCKS, BLOCK_PAGES, |vcpu, gpa, access| vcpu.handle_fault(gpa, access));
         subject.check_mapped_by(PageSize::Size2M);
         subject

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use crate::x86::clock;
+use crate::arch::clock;
 
 /// Counts, one for each event.
 #[derive(Clone, PartialEq, Eq, Debug)]

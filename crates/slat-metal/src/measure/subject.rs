@@ -1,30 +1,25 @@
 //! The VM that is measured: a memslot whose frames are there already, and the guest that writes it.
 
-#![expect(unsafe_code, reason = "has the guest's code, in assembly")]
+#![expect(unsafe_code, reason = "gives a guest memory, and runs it")]
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use slat::error::FaultError;
-use slat::format::{LeafAttributes, Npt};
+use slat::format::LeafAttributes;
 use slat::{Access, Config, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
 use super::samples::Samples;
-use crate::host::{Backing, Control, Cpus, MetalHost, Presence};
+use crate::arch::measured;
+use crate::boot;
+use crate::cpus::{Cpus, Presence};
+use crate::host::{Backing, Control, MetalHost};
 use crate::operations::{MetalVcpu, MetalVm};
 use crate::private::{PRIVATE_BYTES, Private};
 use crate::ram::{Blocks, Ram};
-use crate::svm::SvmCpu;
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
-use crate::x86::boot;
 use crate::{error, fail};
-
-core::arch::global_asm!(".text", include_str!("guest.s"));
-
-unsafe extern "C" {
-    static measured_guest: u8;
-}
 
 /// Pages that are measured: 16 MiB.
 pub(super) const NR_PAGES: u64 = 4096;
@@ -32,9 +27,6 @@ pub(super) const NR_PAGES: u64 = 4096;
 pub(super) const NR_BLOCKS: u64 = NR_PAGES / BLOCK_PAGES;
 /// Pages of a block.
 pub(super) const BLOCK_PAGES: u64 = 512;
-
-/// Instructions of a turn of the guest's loop, as `guest.s` has them.
-pub(super) const TURN: u64 = 14;
 
 const START: Gpa = Gpa(0x8000_0000);
 const PRIVATE_START: Gpa = Gpa(0x4000_0000);
@@ -44,7 +36,7 @@ const IMAGE_SLOT: u32 = 0;
 const PRIVATE_SLOT: u32 = 1;
 pub(super) const SLOT: u32 = 2;
 
-// Offsets in what the guest and the hypervisor exchange: `guest.s`.
+// Offsets in what the guest and the hypervisor exchange (`arch::measured`).
 const FIRST: u64 = Private::FREE;
 const COUNT: u64 = FIRST + 8;
 const DISTANCE: u64 = FIRST + 16;
@@ -53,11 +45,11 @@ const DIFFERENCES: u64 = FIRST + 32;
 const _: () = assert!(DIFFERENCES + 8 * NR_PAGES <= PRIVATE_BYTES);
 
 /// The VM and its guest.
-pub(super) struct Subject {
+pub(super) struct Subject<V: VirtualCpu> {
     // The CPU goes before the VM, and the VM before the memory of its memslots.
-    cpu: SvmCpu,
-    vcpu: MetalVcpu<Npt>,
-    pub vm: Arc<MetalVm<Npt>>,
+    cpu: V,
+    vcpu: MetalVcpu<V::Format>,
+    pub vm: Arc<MetalVm<V::Format>>,
     presence: Presence,
     pub ram: Arc<Ram>,
     private: Private,
@@ -68,11 +60,11 @@ fn fill(_page: u64, words: &[AtomicU64]) {
     words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
 }
 
-impl Subject {
+impl<V: VirtualCpu> Subject<V> {
     /// One whose memory comes in blocks of `kind`, all of it allocated. Nothing of it is mapped;
     /// the guest's code and what it exchanges with the hypervisor is.
-    pub fn new(config: Config, kind: Blocks) -> Subject {
-        let cpus = Cpus::new(Control::None, SvmCpu::KICK);
+    pub fn new(config: Config, kind: Blocks) -> Subject<V> {
+        let cpus = Cpus::new(Control::None, V::KICK);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));
         let vm = Arc::new(vm);
         let ram = Arc::new(Ram::of(kind, NR_PAGES, fill));
@@ -101,13 +93,13 @@ impl Subject {
         {
             vcpu.pre_fault_memory(gpa, size_bytes, access).unwrap_or_else(|error| fail!("nothing at {gpa}: {error}"));
         }
-        // SAFETY: SVM is on (`start`). The vCPU keeps the VM, which has this CPU.
-        let mut cpu = unsafe { SvmCpu::new(SecondStage::of(&vm, &config)) };
+        // SAFETY: virtualization is on (`start`). The vCPU keeps the VM, which has this CPU.
+        let mut cpu = unsafe { V::new(SecondStage::of(&vm, &config)) };
         cpu.start(Start {
-            rip: (&raw const measured_guest).addr() as u64,
-            rsp: private.stack_end().0,
-            cr3: private.gpa.0,
-            rdi: private.free_gpa().0,
+            pc: measured::address(),
+            stack: private.stack_end().0,
+            tables: private.gpa.0,
+            argument: private.free_gpa().0,
         });
         Subject { presence: Presence::new(&cpus, 0), vcpu, vm, cpu, ram, private }
     }
@@ -117,7 +109,7 @@ impl Subject {
         &mut self,
         nr_pages: u64,
         distance: u64,
-        mut handle: impl FnMut(&mut MetalVcpu<Npt>, Gpa, Access) -> Result<Outcome, FaultError>,
+        mut handle: impl FnMut(&mut MetalVcpu<V::Format>, Gpa, Access) -> Result<Outcome, FaultError>,
     ) {
         for (offset, value) in [(FIRST, START.0), (COUNT, nr_pages), (DISTANCE, distance * PAGE_SIZE)] {
             // Relaxed, here and below: this CPU enters the guest next.
@@ -131,18 +123,17 @@ impl Subject {
                     Ok(Outcome::Exit(exit)) => fail!("the guest cannot go on: {exit}"),
                     Err(error) => fail!("a fault at {gpa} was not handled: {error}"),
                 },
-                Exit::Port { next_rip, .. } => {
-                    self.cpu.save().rip = next_rip;
-                    return;
-                }
-                exit => fail!("the guest was stopped at {:#x}: {exit:?}", self.cpu.save().rip),
+                exit => match measured::end_bytes(exit) {
+                    Some(nr_bytes) => return self.cpu.skip(nr_bytes),
+                    None => fail!("the guest was stopped at {:#x}: {exit:?}", self.cpu.pc()),
+                },
             }
         }
     }
 
     /// The guest writes all pages. Returns what it saw for each.
     pub fn write_all(&mut self) -> Samples {
-        self.write(NR_PAGES, 1, MetalVcpu::<Npt>::handle_fault);
+        self.write(NR_PAGES, 1, MetalVcpu::<V::Format>::handle_fault);
         self.differences(NR_PAGES)
     }
 

@@ -1,4 +1,4 @@
-//! The guest of the suite: code that runs in the guest, in 64-bit mode, on the image's own
+//! The guest of the suite: code that runs in the guest, on the image's own
 //! instructions, which it may read and execute but not write.
 //!
 //! It has nothing but its mailbox, its stack, and the memory that it attacks. So this code uses no
@@ -12,10 +12,9 @@
 
 #![expect(unsafe_code, reason = "accesses guest-physical memory")]
 
-use core::arch::{asm, naked_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::virtual_cpu::Hypercall;
+use crate::arch::guest::{call, code, hypercall, probe, publish_code, returned};
 
 /// Pages that a mailbox has counts for.
 pub const MAX_PAGES: usize = 8192;
@@ -80,7 +79,7 @@ pub struct Mailbox {
     /// The state of the random numbers; in a checkpoint, its number.
     pub random: AtomicU64,
     pub seed: AtomicU64,
-    /// The [`Hypercall`] of this CPU.
+    /// Which instruction of [`hypercall`] this CPU has.
     pub hypercall: AtomicU64,
     /// The memory under attack.
     pub start: AtomicU64,
@@ -134,7 +133,7 @@ pub const fn planned(page: u64, number: u64) -> Planned {
     }
 }
 
-/// Fills a frame for `page`: the tag, and `mov eax, tag; ret`.
+/// Fills a frame for `page`: the tag, and instructions that return it.
 pub fn fill(page: u64, seed: u64, words: &[AtomicU64]) {
     words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
     mark(page, seed, words);
@@ -143,33 +142,21 @@ pub fn fill(page: u64, seed: u64, words: &[AtomicU64]) {
 /// Writes what the guest looks for in `page`, and nothing else: the guest may read it meanwhile.
 pub fn mark(page: u64, seed: u64, words: &[AtomicU64]) {
     let tag = tag(page, seed);
-    let code = 0xb8 | (tag & 0xffff_ffff) << 8 | 0xc3 << 40;
-    for (offset, value) in [(0, tag), (CODE_OFFSET, code)] {
+    let [first, second] = code(tag);
+    for (offset, value) in [(0, tag), (CODE_OFFSET, first), (CODE_OFFSET + 8, second)] {
         if let Some(word) = words.get(offset / 8) {
             word.store(value, Ordering::Relaxed);
         }
     }
-}
-
-/// Bytes of the instruction of `probe`, which the hypervisor skips where nothing is mapped.
-pub const PROBE_BYTES: u64 = 3;
-
-/// Reads the word at `address`, where perhaps nothing is mapped: then the hypervisor returns ones.
-///
-/// # Safety
-/// The caller is in the guest, and `address` is one that the hypervisor expects.
-#[unsafe(naked)]
-unsafe extern "sysv64" fn probe(address: u64) -> u64 {
-    naked_asm!("mov rax, [rdi]", "ret")
+    publish_code(words);
 }
 
 /// Leaves the guest, and comes back when the hypervisor has prepared the next command.
 fn report(mailbox: &Mailbox, report: Report) {
     // Relaxed: the same CPU reads it after the exit.
     mailbox.report.store(report as u64, Ordering::Relaxed);
-    let is_intel = mailbox.hypercall.load(Ordering::Relaxed) == Hypercall::Vmcall as u64;
-    // SAFETY: the instruction of this CPU. The hypervisor changes the mailbox alone.
-    unsafe { if is_intel { asm!("vmcall", options(nostack)) } else { asm!("vmmcall", options(nostack)) } };
+    // The hypervisor changes the mailbox alone.
+    hypercall(mailbox.hypercall.load(Ordering::Relaxed));
 }
 
 /// The memory of the mailbox, in the guest.
@@ -231,23 +218,20 @@ impl<'m> Attack<'m> {
     }
 
     fn execute(&self, page: u64) {
-        let found: u64;
-        // SAFETY: the page has instructions that set `eax` and return.
-        unsafe {
-            asm!("call {address}", address = in(reg) self.address(page, CODE_OFFSET), out("rax") found);
-        }
-        let expected = tag(page, self.seed) & 0xffff_ffff;
+        // SAFETY: the page has instructions of `code`.
+        let found = unsafe { call(self.address(page, CODE_OFFSET)) };
+        let expected = returned(tag(page, self.seed));
         if found != expected {
             self.fail(Report::WrongCode, page, expected, found);
         }
     }
 }
 
-/// Where a vCPU begins, with its mailbox in `rdi`.
+/// Where a vCPU begins, with its mailbox as the argument.
 ///
 /// # Safety
 /// It is entered in the guest alone, which has the memory that the mailbox names.
-pub unsafe extern "sysv64" fn guest_main(mailbox: &Mailbox) -> ! {
+pub unsafe extern "C" fn guest_main(mailbox: &Mailbox) -> ! {
     loop {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
         // SAFETY: as the caller promises.

@@ -9,7 +9,7 @@
 //!   up equals the memory; then the guest makes planned accesses from empty tables. What is mapped,
 //!   A and D (where CPUs set them) and the dirty log have exactly these (`round`).
 //! - No CPU has entered with translations that a flush should have dropped
-//!   ([`Cpus::nr_stale_entries`](crate::host::Cpus::nr_stale_entries)).
+//!   ([`Cpus::nr_stale_entries`](crate::cpus::Cpus::nr_stale_entries)).
 
 mod barrier;
 pub mod guest;
@@ -24,10 +24,10 @@ use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
 use slat::tables::{AccessTracking, FaultAround};
 use spin::Mutex;
 
+use crate::console::{self, Verdict};
 use crate::options::Options;
 use crate::say;
 use crate::virtual_cpu::VirtualCpu;
-use crate::x86::console::{self, Verdict};
 use barrier::Barrier;
 use round::Round;
 

@@ -16,13 +16,14 @@ use super::barrier::Barrier;
 use super::guest::{self, Command, MAX_PAGES, Mailbox, Planned};
 use super::probed::{self, Probed};
 use super::stretch::Stretches;
-use crate::host::{Backing, Cpus, MetalHost};
+use crate::boot;
+use crate::cpus::Cpus;
+use crate::host::{Backing, MetalHost};
 use crate::operations::{MetalVm, Operations};
 use crate::options::Options;
 use crate::private::{PRIVATE_BYTES, Private};
 use crate::ram::Ram;
 use crate::virtual_cpu::{SecondStage, VirtualCpu};
-use crate::x86::boot;
 use crate::{error, fail, say};
 
 /// Pages under attack: 12 MiB, so that blocks of both kinds are there, and one that is not whole.
@@ -105,7 +106,7 @@ impl<V: VirtualCpu> Round<V> {
             set(&mailbox.nr_cpus, options.nr_cpus as u64);
             set(&mailbox.random, guest::mix(seed ^ (cpu as u64) << 50));
             set(&mailbox.seed, seed);
-            set(&mailbox.hypercall, V::HYPERCALL as u64);
+            set(&mailbox.hypercall, V::HYPERCALL);
             set(&mailbox.start, START.0);
             set(&mailbox.nr_pages, NR_PAGES);
             let (start, nr_pages) = probed::window();

@@ -4,13 +4,14 @@
 
 use slat::{Exit as FaultExit, Gpa, Outcome};
 
-use super::guest::{PROBE_BYTES, Report, guest_main};
+use super::guest::{Report, guest_main};
 use super::probed;
 use super::round::Round;
-use crate::host::Presence;
+use crate::arch::guest::{CALL_BYTES, HYPERCALL_BYTES, PROBE_BYTES};
+use crate::cpus::Presence;
 use crate::operations::MetalVcpu;
 use crate::private::Private;
-use crate::virtual_cpu::{Exit, Hypercall, Start, VirtualCpu};
+use crate::virtual_cpu::{Exit, Start, VirtualCpu};
 use crate::{error, fail};
 
 /// Exits of one stretch, at most: a guest that faults for ever makes no progress.
@@ -32,11 +33,11 @@ impl<V: VirtualCpu> Stretches<V> {
         // SAFETY: virtualization is on (`start`). The vCPU keeps the VM, which has these CPUs.
         let mut cpu = unsafe { V::new(round.second_stage) };
         cpu.start(Start {
-            rip: guest_main as *const () as u64,
-            // As after a call: a return address would be at the top.
-            rsp: private.stack_end().0 - 8,
-            cr3: private.gpa.0,
-            rdi: private.free_gpa().0,
+            pc: guest_main as *const () as u64,
+            // As after a call.
+            stack: private.stack_end().0 - CALL_BYTES,
+            tables: private.gpa.0,
+            argument: private.free_gpa().0,
         });
         Stretches { vcpu, cpu, presence: Presence::new(&round.cpus, number), number }
     }
@@ -55,14 +56,14 @@ impl<V: VirtualCpu> Stretches<V> {
                     Ok(Outcome::Resume) => {}
                     Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => round.operations.bring(gpa),
                     Ok(Outcome::Exit(FaultExit::Mmio { gpa, .. })) if probed::is_probed(gpa) => {
-                        self.cpu.set_rax(u64::MAX);
+                        self.cpu.set_result(u64::MAX);
                         self.cpu.skip(PROBE_BYTES);
                     }
                     Ok(Outcome::Exit(exit)) => self.fail(format_args!("{exit}")),
                     Err(error) => self.fail(format_args!("{error}")),
                 },
                 Exit::Hypercall => {
-                    self.cpu.skip(Hypercall::BYTES);
+                    self.cpu.skip(HYPERCALL_BYTES);
                     return self.check_report(round);
                 }
                 exit => self.fail(format_args!("{exit:?}")),
@@ -87,7 +88,7 @@ impl<V: VirtualCpu> Stretches<V> {
     }
 
     fn fail(&self, what: core::fmt::Arguments<'_>) -> ! {
-        let (rip, gpa) = (self.cpu.rip(), Gpa(self.cpu.fault_address()));
-        fail!("vCPU {} was stopped at {rip:#x} (CR2 {gpa}): {what}", self.number)
+        let (pc, gpa) = (self.cpu.pc(), Gpa(self.cpu.fault_address()));
+        fail!("vCPU {} was stopped at {pc:#x} (its own last fault: {gpa}): {what}", self.number)
     }
 }

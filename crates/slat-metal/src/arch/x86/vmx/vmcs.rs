@@ -7,8 +7,8 @@ use alloc::boxed::Box;
 use core::marker::PhantomData;
 
 use super::enable::revision;
+use crate::arch::x86::page::Page;
 use crate::fail;
-use crate::x86::memory::Page;
 
 /// A field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

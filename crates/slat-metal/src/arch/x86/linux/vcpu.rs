@@ -2,29 +2,18 @@
 
 #![expect(unsafe_code, reason = "runs a guest, and passes its interrupts on")]
 
-use alloc::vec::Vec;
-use core::sync::atomic::{AtomicU64, Ordering};
-
 use fastrand::Rng;
-use slat::format::Npt;
 use slat::{Exit as FaultExit, Outcome};
 
 use super::identity::{self, EFER};
-use super::{Linux, Stage};
-use crate::host::Presence;
-use crate::operations::MetalVcpu;
-use crate::svm::vmcb::Segment;
-use crate::svm::{Event, SvmCpu};
-use crate::virtual_cpu::{Direction, Exit, Hypercall, VirtualCpu};
-use crate::x86::{apic, clock, console};
-use crate::{error, fail, say};
-
-/// Hypercalls of the guest's program: `rax` has the magic and the code, `rbx` and `rcx` arguments.
-const MAGIC: u64 = 0x736c_6174_0000_0000;
-const UP: u64 = MAGIC;
-const ROUND: u64 = MAGIC | 1;
-const DONE: u64 = MAGIC | 2;
-const FAILED: u64 = MAGIC | 3;
+use crate::arch::x86::registers::{Direction, Hypercall, Trap};
+use crate::arch::x86::svm::vmcb::Segment;
+use crate::arch::x86::svm::{Event, SvmCpu};
+use crate::arch::x86::{apic, clock};
+use crate::cpus::Presence;
+use crate::linux::{GuestVcpu, Linux, Start};
+use crate::virtual_cpu::{Exit, VirtualCpu};
+use crate::{error, fail};
 
 /// EFER.SVME, which VMRUN requires and the guest does not see; EFER.LMA, which the CPU sets.
 const SVME: u64 = 1 << 12;
@@ -36,32 +25,9 @@ struct BadCommand;
 /// How late a page comes that the guest waits for, at most.
 const MAX_LATE_US: u64 = 300;
 
-/// What other vCPUs ask of each.
-#[derive(Debug)]
-pub(super) struct Startups {
-    /// For each vCPU: 0 before INIT and after it, else the vector of the startup IPI and
-    /// [`STARTED`].
-    vectors: Vec<AtomicU64>,
-    nr_waiting: AtomicU64,
-}
-
-const STARTED: u64 = 1 << 32;
-
-impl Startups {
-    /// All but vCPU 0 wait.
-    pub fn new(nr_cpus: usize) -> Startups {
-        Startups { vectors: (0..nr_cpus).map(|_| AtomicU64::new(0)).collect(), nr_waiting: AtomicU64::new(0) }
-    }
-
-    /// vCPUs that wait for their start.
-    pub fn nr_waiting(&self) -> u64 {
-        self.nr_waiting.load(Ordering::SeqCst)
-    }
-}
-
 /// A vCPU and its CPU.
-pub(super) struct GuestCpu {
-    vcpu: MetalVcpu<Npt>,
+pub struct GuestCpu {
+    vcpu: GuestVcpu,
     cpu: SvmCpu,
     presence: Presence,
     number: usize,
@@ -83,8 +49,8 @@ impl GuestCpu {
         if self.number == 0 {
             self.boot(linux);
         } else {
-            let vector = self.wait_for_startup(linux);
-            self.start_at(vector);
+            let Start { entry, .. } = linux.wait_for_start(self.number);
+            self.start_at(entry);
         }
         loop {
             linux.pause_point();
@@ -100,11 +66,11 @@ impl GuestCpu {
                     Err(error) => self.fail(format_args!("{error}")),
                 },
                 Exit::Hypercall => self.hypercall(linux),
-                Exit::Cpuid => self.cpuid(),
-                Exit::ReadMsr => self.read_msr(),
-                Exit::WriteMsr => self.write_msr(linux),
-                Exit::Undefined => self.cpu.inject(Event::UndefinedOpcode),
-                Exit::Port { direction, size_bytes, next_rip, .. } => {
+                Exit::Trapped(Trap::Cpuid) => self.cpuid(),
+                Exit::Trapped(Trap::ReadMsr) => self.read_msr(),
+                Exit::Trapped(Trap::WriteMsr) => self.write_msr(linux),
+                Exit::Trapped(Trap::Undefined) => self.cpu.inject(Event::UndefinedOpcode),
+                Exit::Trapped(Trap::Port { direction, size_bytes, next_rip, .. }) => {
                     // Nothing is there: all ones. 32 bits clear the upper half of the register.
                     let save = self.cpu.save();
                     save.rax = match (direction, size_bytes) {
@@ -130,7 +96,7 @@ impl GuestCpu {
     /// The state in which the boot protocol enters a kernel: 64-bit mode, interrupts off, memory
     /// mapped to itself.
     fn boot(&mut self, linux: &Linux) {
-        let image = linux.image;
+        let image = linux.guest.image;
         self.cpu.registers.rsi = image.boot_params;
         let segment = |selector, attributes| Segment { selector, attributes, limit: u32::MAX, base: 0 };
         let save = self.cpu.save();
@@ -158,23 +124,6 @@ impl GuestCpu {
         save.dr7 = 0x400;
     }
 
-    fn wait_for_startup(&self, linux: &Linux) -> u64 {
-        let Startups { vectors, nr_waiting } = &linux.startups;
-        // The order matters: a paused guest waits for as many CPUs as there are.
-        nr_waiting.fetch_add(1, Ordering::SeqCst);
-        linux.nr_outside.fetch_add(1, Ordering::SeqCst);
-        let vector = loop {
-            // Acquire: what the guest wrote for its CPU before the startup IPI.
-            match vectors[self.number].load(Ordering::Acquire) {
-                0 => core::hint::spin_loop(),
-                started => break started & !STARTED,
-            }
-        };
-        nr_waiting.fetch_sub(1, Ordering::SeqCst);
-        linux.nr_outside.fetch_sub(1, Ordering::SeqCst);
-        vector
-    }
-
     /// Real mode at `vector` << 12, as after INIT and a startup IPI (AMD APM vol. 2, 14.1.3,
     /// 16.9.4).
     fn start_at(&mut self, vector: u64) {
@@ -195,22 +144,9 @@ impl GuestCpu {
     fn hypercall(&mut self, linux: &Linux) {
         let (rbx, rcx) = (self.cpu.registers.rbx, self.cpu.registers.rcx);
         let save = self.cpu.save();
-        let code = core::mem::replace(&mut save.rax, 0);
-        match code {
-            UP => {
-                let elapsed_ms = (clock::now_ns() - linux.started_ns) / 1_000_000;
-                console::figure_ms("boot_time", elapsed_ms);
-                say!("the guest is up with {rbx} CPUs after {elapsed_ms} ms");
-                *linux.stage.lock() = Stage::Up;
-            }
-            ROUND => say!("the guest has done round {rbx}, and verified {rcx} pages"),
-            DONE => *linux.stage.lock() = Stage::Done { rounds: rbx, pages: rcx },
-            // Without a page: the process itself.
-            FAILED if (rbx, rcx) == (0, 0) => fail!("the guest's first process failed; its last line says why"),
-            FAILED => fail!("the guest found another content at its address {rbx:#x}, page {rcx}"),
-            // Linux asks KVM nothing: it was offered no feature.
-            _ => save.rax = u64::MAX,
-        }
+        let code = save.rax;
+        // Linux asks KVM nothing: it was offered no feature.
+        save.rax = linux.hypercall(code, [rbx, rcx]);
         self.cpu.skip(Hypercall::BYTES);
     }
 
@@ -266,11 +202,9 @@ impl GuestCpu {
             // NMI, which a kick is, and which nothing in this guest needs; INIT.
             4 | 5 => {}
             6 => {
-                let target = (command >> 32) as usize;
-                if let Some(vector) = linux.startups.vectors.get(target) {
-                    // Release: what this vCPU wrote before. The second startup IPI changes nothing.
-                    vector.store(STARTED | command & 0xff, Ordering::Release);
-                }
+                let start = Start { entry: command & 0xff, argument: 0 };
+                // The second startup IPI changes nothing.
+                let _ = linux.startups.start((command >> 32) as usize, start);
             }
             _ => return Err(BadCommand),
         }

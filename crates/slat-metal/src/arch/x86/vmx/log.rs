@@ -8,7 +8,7 @@ use alloc::boxed::Box;
 use slat::{Gpa, PAGE_SIZE};
 
 use super::vmcs::{Field, Vmcs};
-use crate::x86::memory::Page;
+use crate::arch::x86::page::Page;
 
 /// Entries of a log, which the CPU fills from the last one to the first.
 const NR_ENTRIES: u16 = (PAGE_SIZE / 8) as u16;

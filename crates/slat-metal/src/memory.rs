@@ -3,25 +3,19 @@
 //!
 //! It is a buddy system, so a block of a power of two is aligned to its size.
 
-#![expect(unsafe_code, reason = "hands memory to the allocator, and allocates zeroed memory")]
+#![expect(unsafe_code, reason = "hands memory to the allocator")]
 
-use alloc::alloc::{alloc_zeroed, handle_alloc_error};
-use alloc::boxed::Box;
 use core::alloc::{GlobalAlloc, Layout};
 use core::ptr::{self, NonNull};
 
 use buddy_system_allocator::Heap;
 use spin::Mutex;
 
-use super::boot::{BootInfo, RegionKind, Span, image};
+use crate::arch::USABLE;
+use crate::boot::{BootInfo, RegionKind, Span, image};
 
 /// The smallest block is 8 bytes, the largest 2 GiB.
 const ORDERS: usize = 32;
-
-/// The first MiB has the trampoline and the firmware's data: no allocation comes from there.
-const LOW_END: u64 = 1 << 20;
-/// The boot page tables map memory below this.
-const MAPPED_END: u64 = 1 << 32;
 
 /// The allocator of the whole image.
 pub struct Memory(Mutex<Heap<ORDERS>>);
@@ -40,7 +34,7 @@ impl Memory {
     pub unsafe fn add(&self, boot: &BootInfo) {
         let ram = boot.regions().filter(|region| region.kind == RegionKind::Ram);
         for region in ram {
-            let span = Span { start: region.span.start.max(LOW_END), end: region.span.end.min(MAPPED_END) };
+            let span = Span { start: region.span.start.max(USABLE.start), end: region.span.end.min(USABLE.end) };
             let used = boot.modules().map(|module| {
                 let start = module.bytes.as_ptr().addr() as u64;
                 Span { start, end: (start + module.bytes.len() as u64).next_multiple_of(4096) }
@@ -92,49 +86,5 @@ unsafe impl GlobalAlloc for Memory {
             // SAFETY: as the caller promises.
             unsafe { self.0.lock().dealloc(block, layout) };
         }
-    }
-}
-
-/// A type that is valid as zeros, and whose address the CPU gets.
-///
-/// # Safety
-/// All bytes zero are a value of the type.
-pub(crate) unsafe trait Zeroed: Sized {
-    /// A value of zeros.
-    fn zeroed() -> Box<Self> {
-        let layout = Layout::new::<Self>();
-        // SAFETY: the layout has a size; zeros are a value, as the trait promises.
-        unsafe {
-            let block = alloc_zeroed(layout).cast::<Self>();
-            if block.is_null() {
-                handle_alloc_error(layout);
-            }
-            Box::from_raw(block)
-        }
-    }
-}
-
-// SAFETY: integers.
-unsafe impl Zeroed for Page {}
-
-/// A page that the CPU uses as it likes.
-#[derive(Debug)]
-#[repr(C, align(4096))]
-pub struct Page([u8; 4096]);
-
-impl Page {
-    /// A page of zeros.
-    pub fn new() -> Box<Page> {
-        Page::zeroed()
-    }
-
-    /// Sets its first four bytes.
-    pub fn set_first_word(&mut self, word: u32) {
-        self.0[..4].copy_from_slice(&word.to_le_bytes());
-    }
-
-    /// Its physical address: memory is mapped to itself.
-    pub fn address(&self) -> u64 {
-        core::ptr::from_ref(self).expose_provenance() as u64
     }
 }

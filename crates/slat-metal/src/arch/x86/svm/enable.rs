@@ -8,7 +8,7 @@ use raw_cpuid::CpuId;
 use thiserror::Error;
 use x86_64::registers::model_specific::{Efer, EferFlags, Msr};
 
-use crate::x86::memory::Page;
+use crate::arch::x86::page::Page;
 
 /// Bit 4 says that the firmware has turned SVM off.
 const VM_CR: u32 = 0xc001_0114;

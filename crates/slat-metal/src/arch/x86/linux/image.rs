@@ -13,9 +13,9 @@ use slat::PAGE_SIZE;
 use thiserror::Error;
 
 use super::{BIOS, RAM_START, firmware};
+use crate::boot::{BootInfo, Module, Span};
 use crate::options::Options;
 use crate::ram::{Frames, Ram, words};
-use crate::x86::boot::{BootInfo, Module, Span};
 
 /// Where things are in the guest's low memory.
 const BOOT_PARAMS: u64 = 0x7000;

@@ -20,12 +20,12 @@ use slat::{Access, Gpa, Hpa};
 use spin::Once;
 
 use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
-use crate::host::{Flush, Presence};
-use crate::virtual_cpu::{
-    Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu, move_common,
-    naked_registers,
+use crate::arch::x86::apic::Kick;
+use crate::arch::x86::registers::{
+    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, move_common, naked_registers,
 };
-use crate::x86::apic::Kick;
+use crate::cpus::{Flush, Presence};
+use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 
 /// An event for the guest (APM vol. 2, 15.20 "Event Injection").
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -156,19 +156,19 @@ impl SvmCpu {
         let control = &self.vmcb.control;
         match control.exit_code {
             0x61 => Exit::Kick,
-            0x72 => Exit::Cpuid,
-            0x7b => Exit::Port {
+            0x72 => Exit::Trapped(Trap::Cpuid),
+            0x7b => Exit::Trapped(Trap::Port {
                 port: (control.exit_info_1 >> 16) as u16,
                 direction: if control.exit_info_1 & 1 != 0 { Direction::In } else { Direction::Out },
                 // Bits 6:4, one for each size (15.10.2).
                 size_bytes: (control.exit_info_1 >> 4 & 7) as u8,
                 next_rip: control.exit_info_2,
-            },
-            0x7c if control.exit_info_1 == 0 => Exit::ReadMsr,
-            0x7c => Exit::WriteMsr,
+            }),
+            0x7c if control.exit_info_1 == 0 => Exit::Trapped(Trap::ReadMsr),
+            0x7c => Exit::Trapped(Trap::WriteMsr),
             0x7f => Exit::Shutdown,
             0x81 => Exit::Hypercall,
-            0x76 | 0x7a | 0x80 | 0x82..=0x86 | 0x8a..=0x8d => Exit::Undefined,
+            0x76 | 0x7a | 0x80 | 0x82..=0x86 | 0x8a..=0x8d => Exit::Trapped(Trap::Undefined),
             0x400 => Exit::PageFault { gpa: Gpa(control.exit_info_2), access: access(control.exit_info_1) },
             u64::MAX => Exit::Invalid { code: u64::MAX },
             code => Exit::Other { code },
@@ -182,7 +182,7 @@ impl VirtualCpu for SvmCpu {
     /// An NMI is kept while the global interrupt flag is off.
     const KICK: Kick = Kick::Nmi;
 
-    const HYPERCALL: Hypercall = Hypercall::Vmmcall;
+    const HYPERCALL: u64 = Hypercall::Vmmcall as u64;
 
     fn has_modification_log() -> bool {
         false
@@ -209,8 +209,8 @@ impl VirtualCpu for SvmCpu {
         save.rflags = 2;
         save.dr6 = 0xffff_0ff0;
         save.dr7 = 0x400;
-        (save.rip, save.rsp, save.cr3) = (start.rip, start.rsp, start.cr3);
-        self.registers.rdi = start.rdi;
+        (save.rip, save.rsp, save.cr3) = (start.pc, start.stack, start.tables);
+        self.registers.rdi = start.argument;
     }
 
     fn run(&mut self, presence: &Presence) -> Exit {
@@ -244,11 +244,11 @@ impl VirtualCpu for SvmCpu {
         self.vmcb.save.rip += length;
     }
 
-    fn set_rax(&mut self, value: u64) {
+    fn set_result(&mut self, value: u64) {
         self.vmcb.save.rax = value;
     }
 
-    fn rip(&self) -> u64 {
+    fn pc(&self) -> u64 {
         self.vmcb.save.rip
     }
 

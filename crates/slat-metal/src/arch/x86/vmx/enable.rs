@@ -11,7 +11,7 @@ use x86_64::registers::control::{Cr0, Cr4};
 use x86_64::registers::model_specific::Msr;
 
 use super::controls::{Controls, VMX_BASIC, read};
-use crate::x86::memory::Page;
+use crate::arch::x86::page::Page;
 
 /// IA32_FEATURE_CONTROL: bit 0 locks it, bit 2 allows VMXON.
 const FEATURE_CONTROL: u32 = 0x3a;

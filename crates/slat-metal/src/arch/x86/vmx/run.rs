@@ -31,14 +31,14 @@ use x86_64::registers::control::{Cr0, Cr2, Cr3, Cr4};
 use super::controls::{self, Controls, Secondary};
 use super::log::ModificationLog;
 use super::vmcs::{Field, Vmcs};
-use crate::fail;
-use crate::host::{Flush, Presence};
-use crate::virtual_cpu::{
-    Direction, Exit, Hypercall, Registers, START_CR0, START_CR4, SecondStage, Start, VirtualCpu, move_common,
-    naked_registers,
+use crate::arch::x86::apic::{self, Kick};
+use crate::arch::x86::cpu;
+use crate::arch::x86::registers::{
+    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, move_common, naked_registers,
 };
-use crate::x86::apic::{self, Kick};
-use crate::x86::cpu;
+use crate::cpus::{Flush, Presence};
+use crate::fail;
+use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 
 /// Bits 2:0 of the EPTP: page tables in write-back memory. Bits 5:3: their levels less 1. Bit 6:
 /// the CPU sets A and D (SDM vol. 3C, "Extended-Page-Table Pointer (EPTP)").
@@ -152,22 +152,22 @@ impl VmxCpu {
                 Exit::Kick
             }
             2 => Exit::Shutdown,
-            10 => Exit::Cpuid,
+            10 => Exit::Trapped(Trap::Cpuid),
             18 => Exit::Hypercall,
             // INVD, MWAIT, MONITOR, the instructions of VMX, XSETBV.
-            13 | 19..=27 | 36 | 39 | 50 | 53 | 55 => Exit::Undefined,
+            13 | 19..=27 | 36 | 39 | 50 | 53 | 55 => Exit::Trapped(Trap::Undefined),
             30 => {
                 let qualification = self.vmcs.read(Field::ExitQualification);
-                Exit::Port {
+                Exit::Trapped(Trap::Port {
                     port: (qualification >> 16) as u16,
                     direction: if qualification & 1 << 3 != 0 { Direction::In } else { Direction::Out },
                     // Bits 2:0, less 1 (SDM vol. 3C, "Exit Qualification for I/O Instructions").
                     size_bytes: (qualification & 7) as u8 + 1,
-                    next_rip: self.rip() + self.vmcs.read(Field::ExitInstructionLength),
-                }
+                    next_rip: self.pc() + self.vmcs.read(Field::ExitInstructionLength),
+                })
             }
-            31 => Exit::ReadMsr,
-            32 => Exit::WriteMsr,
+            31 => Exit::Trapped(Trap::ReadMsr),
+            32 => Exit::Trapped(Trap::WriteMsr),
             48 => Exit::PageFault {
                 gpa: Gpa(self.vmcs.read(Field::GuestPhysicalAddress)),
                 access: access(self.vmcs.read(Field::ExitQualification)),
@@ -184,7 +184,7 @@ impl VirtualCpu for VmxCpu {
     /// Interrupts are off, so it waits for the entry.
     const KICK: Kick = Kick::Interrupt;
 
-    const HYPERCALL: Hypercall = Hypercall::Vmcall;
+    const HYPERCALL: u64 = Hypercall::Vmcall as u64;
 
     fn has_modification_log() -> bool {
         controls::has_modification_log()
@@ -242,7 +242,7 @@ impl VirtualCpu for VmxCpu {
                 (Field::GuestIdtrLimit, 0),
                 (Field::GuestCr0, START_CR0),
                 (Field::Cr0Shadow, START_CR0),
-                (Field::GuestCr3, start.cr3),
+                (Field::GuestCr3, start.tables),
                 (Field::GuestCr4, START_CR4 | CR4_VMXE),
                 (Field::Cr4Shadow, START_CR4),
                 (Field::GuestDr7, 0x400),
@@ -254,11 +254,11 @@ impl VirtualCpu for VmxCpu {
                 (Field::GuestSysenterEsp, 0),
                 (Field::GuestSysenterEip, 0),
                 (Field::GuestRflags, 2),
-                (Field::GuestRip, start.rip),
-                (Field::GuestRsp, start.rsp),
+                (Field::GuestRip, start.pc),
+                (Field::GuestRsp, start.stack),
             ]);
         }
-        self.registers.rdi = start.rdi;
+        self.registers.rdi = start.argument;
     }
 
     fn run(&mut self, presence: &Presence) -> Exit {
@@ -284,16 +284,16 @@ impl VirtualCpu for VmxCpu {
     }
 
     fn skip(&mut self, length: u64) {
-        let rip = self.rip() + length;
+        let rip = self.pc() + length;
         // SAFETY: a field of the guest.
         unsafe { self.vmcs.write(Field::GuestRip, rip) };
     }
 
-    fn set_rax(&mut self, value: u64) {
+    fn set_result(&mut self, value: u64) {
         self.registers.rax = value;
     }
 
-    fn rip(&self) -> u64 {
+    fn pc(&self) -> u64 {
         self.vmcs.read(Field::GuestRip)
     }
 

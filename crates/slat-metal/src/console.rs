@@ -1,5 +1,4 @@
-//! What the image says: lines on the debug console, port 0xe9, which the guest does not have. And
-//! the end of the machine.
+//! What the image says: lines on a console that the guest does not have. And the end of the machine.
 //!
 //! `slat metal` reads these lines:
 //! - `say TEXT`: for a person;
@@ -8,39 +7,15 @@
 //! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong) or `verdict error
 //!   TEXT` (the run could not be made): the last one.
 
-#![expect(unsafe_code, reason = "writes to ports")]
-
 use core::fmt::{self, Write};
 
 use spin::Mutex;
-use x86_64::instructions::port::Port;
 
-use super::boot;
-
-const DEBUG_CONSOLE: u16 = 0xe9;
-/// QEMU's device `isa-debug-exit`: the machine ends with the status `value << 1 | 1`.
-const DEBUG_EXIT: u16 = 0xf4;
-/// Bochs's port, where this word ends the machine.
-const SHUTDOWN: u16 = 0x8900;
-const SHUTDOWN_WORD: &[u8] = b"Shutdown";
-const PASSED: u8 = 0x10;
-const FAILED: u8 = 0x11;
-
-struct DebugConsole;
-
-impl Write for DebugConsole {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        let mut port = Port::<u8>::new(DEBUG_CONSOLE);
-        for byte in text.bytes() {
-            // SAFETY: the port prints, or nothing is there.
-            unsafe { port.write(byte) };
-        }
-        Ok(())
-    }
-}
+use crate::arch::console::{self, Console};
+use crate::boot;
 
 /// One line at a time. The first CPU that gives the verdict keeps it.
-static CONSOLE: Mutex<DebugConsole> = Mutex::new(DebugConsole);
+static CONSOLE: Mutex<Console> = Mutex::new(Console);
 
 /// Prints a line of `kind`.
 pub fn line(kind: &str, text: fmt::Arguments<'_>) {
@@ -51,7 +26,7 @@ pub fn line(kind: &str, text: fmt::Arguments<'_>) {
 /// What a person reads.
 #[macro_export]
 macro_rules! say {
-    ($($text:tt)*) => { $crate::x86::console::line("say", format_args!($($text)*)) };
+    ($($text:tt)*) => { $crate::console::line("say", format_args!($($text)*)) };
 }
 
 /// How far the run is.
@@ -87,33 +62,25 @@ pub enum Verdict {
 
 /// Prints the verdict and ends the machine.
 pub fn end(verdict: Verdict, text: fmt::Arguments<'_>) -> ! {
-    let (word, code) = match verdict {
-        Verdict::Pass => ("pass", PASSED),
-        Verdict::Fail => ("fail", FAILED),
-        Verdict::Error => ("error", FAILED),
+    let word = match verdict {
+        Verdict::Pass => "pass",
+        Verdict::Fail => "fail",
+        Verdict::Error => "error",
     };
     // Kept locked: nothing follows the verdict. A CPU that fails while it prints would wait for
     // ever, so after a while the verdict comes in the middle of a line.
-    let mut console = (0..1_000_000).find_map(|_| CONSOLE.try_lock());
-    let mut unlocked = DebugConsole;
-    let console = console.as_deref_mut().unwrap_or(&mut unlocked);
-    let _ = writeln!(console, "verdict {word} {text}");
-    // SAFETY: the machine ends, or no such device is there.
-    unsafe { Port::<u8>::new(DEBUG_EXIT).write(code) };
-    for &letter in SHUTDOWN_WORD {
-        // SAFETY: as above.
-        unsafe { Port::<u8>::new(SHUTDOWN).write(letter) };
-    }
-    loop {
-        x86_64::instructions::hlt();
-    }
+    let mut locked = (0..1_000_000).find_map(|_| CONSOLE.try_lock());
+    let mut unlocked = Console;
+    let to = locked.as_deref_mut().unwrap_or(&mut unlocked);
+    let _ = writeln!(to, "verdict {word} {text}");
+    console::end(verdict)
 }
 
 /// Ends the machine: the run cannot be made.
 #[macro_export]
 macro_rules! error {
     ($($text:tt)*) => {
-        $crate::x86::console::end($crate::x86::console::Verdict::Error, format_args!($($text)*))
+        $crate::console::end($crate::console::Verdict::Error, format_args!($($text)*))
     };
 }
 
@@ -121,6 +88,6 @@ macro_rules! error {
 #[macro_export]
 macro_rules! fail {
     ($($text:tt)*) => {
-        $crate::x86::console::end($crate::x86::console::Verdict::Fail, format_args!($($text)*))
+        $crate::console::end($crate::console::Verdict::Fail, format_args!($($text)*))
     };
 }

@@ -8,8 +8,8 @@ use alloc::boxed::Box;
 use spin::Once;
 use x86_64::registers::model_specific::Msr;
 
-use crate::svm::Allowed;
-use crate::svm::vmcb::{MsrMap, PortMap};
+use crate::arch::x86::svm::Allowed;
+use crate::arch::x86::svm::vmcb::{MsrMap, PortMap};
 
 /// Model-specific registers (AMD APM vol. 2, appendix A).
 pub(super) const EFER: u32 = 0xc000_0080;

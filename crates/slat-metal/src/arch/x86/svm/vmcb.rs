@@ -6,7 +6,7 @@
 use alloc::boxed::Box;
 use core::mem::offset_of;
 
-use crate::x86::memory::Zeroed;
+use crate::arch::x86::page::Zeroed;
 
 bitflags::bitflags! {
     /// Instructions and events that leave the guest: offset 00Ch.

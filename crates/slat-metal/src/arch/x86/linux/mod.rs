@@ -1,0 +1,106 @@
+//! Linux as a guest of a PC with SVM.
+//!
+//! # What the guest has of the machine
+//! - Memory: below 640 KiB and from 1 to 2 MiB it stays where it is; from 2 MiB on it comes by
+//!   faults, and moves ([`Operations`]).
+//! - The firmware's memory, at its own addresses: the BIOS as read-only memory, the ACPI tables.
+//! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller
+//!   in x2APIC mode, but for the command register (`vcpu`).
+//! - All ports but those of the hypervisor's console, of the machine's end, of ACPI's sleep, and of
+//!   what could access memory by itself: PCI, the DMA controllers, QEMU's configuration device.
+//!
+//! # What a guest could harm
+//! It could stop the machine's clock and serial line, which are its own here, or keep other CPUs
+//! busy by interrupts. It reaches no other memory by them.
+
+#![expect(unsafe_code, reason = "gives the guest memory and registers of the machine")]
+
+mod identity;
+mod image;
+mod vcpu;
+
+use core::sync::atomic::Ordering;
+
+use slat::format::LeafAttributes;
+use slat::{Gpa, MemoryRegionFlags, PAGE_SIZE, Pfn};
+
+use super::svm::SvmCpu;
+use crate::boot::{BootInfo, Module, RegionKind, Span};
+use crate::error;
+use crate::host::Backing;
+use crate::linux::Slots;
+use crate::options::Options;
+use crate::ram::{Frames, Ram};
+use image::{Image, Memory};
+pub use vcpu::GuestCpu;
+
+/// The CPU that runs the guest.
+pub type Cpu = SvmCpu;
+
+/// Memory that stays where it is ends here, and memory that moves begins.
+const RAM_START: Gpa = Gpa(2 << 20);
+/// The hole of PCs.
+const BIOS: Span = Span { start: 0xa_0000, end: 0x10_0000 };
+/// The registers of the I/O interrupt controller, and of the HPET.
+const DEVICES: [u64; 2] = [0xfec0_0000, 0xfed0_0000];
+/// A firmware range that is larger is no table.
+const MAX_FIRMWARE_BYTES: u64 = 16 << 20;
+
+/// The memory that moves, of a guest with `memory_bytes` of memory.
+pub fn ram_span(memory_bytes: u64) -> Span {
+    Span { start: RAM_START.0, end: memory_bytes }
+}
+
+/// What the guest has beside its memory that moves.
+#[derive(Debug)]
+pub struct Guest {
+    image: Image,
+    /// Memory that stays where it is.
+    _low: Frames,
+}
+
+impl Guest {
+    /// Gives a guest as `options` say the machine of `boot`, and loads `kernel`, whose text is its
+    /// command line, and `initramfs`.
+    pub fn new(
+        options: &Options,
+        boot: &BootInfo,
+        [kernel, initramfs]: [Module; 2],
+        slots: &mut Slots<'_>,
+        ram: &Ram,
+    ) -> Guest {
+        let end = options.memory_mib << 20;
+        // Where guest-physical 0 would be.
+        let low = Frames::allocate(RAM_START.0 / PAGE_SIZE).unwrap_or_else(|| error!("no memory for the guest"));
+        (0..RAM_START.0 / PAGE_SIZE)
+            .for_each(|page| low.words(page).iter().for_each(|word| word.store(0, Ordering::Relaxed)));
+        // SAFETY: memory that was allocated for the guest, or the firmware's, which the image does
+        // not use.
+        let fixed = |first| unsafe { Backing::fixed(first, first, LeafAttributes::default()) };
+        let frame = |address: u64| Pfn(low.first().0 + address / PAGE_SIZE);
+        let none = MemoryRegionFlags::empty();
+        slots.add(Span { start: 0, end: BIOS.start }, fixed(frame(0)), none);
+        slots.add(BIOS, fixed(Pfn(BIOS.start / PAGE_SIZE)), MemoryRegionFlags::READONLY);
+        slots.add(Span { start: BIOS.end, end: RAM_START.0 }, fixed(frame(BIOS.end)), none);
+        for span in firmware(boot).filter(|span| span.start >= end) {
+            slots.add(span, fixed(Pfn(span.start / PAGE_SIZE)), none);
+        }
+        for start in DEVICES {
+            let first = Pfn(start / PAGE_SIZE);
+            // SAFETY: the registers are the guest's.
+            let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
+            slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
+        }
+        let memory = Memory { low: &low, ram };
+        let image = Image::load(options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| error!("{error}"));
+        Guest { image, _low: low }
+    }
+}
+
+/// The firmware's ranges above the first MiB, whole pages.
+fn firmware(boot: &BootInfo) -> impl Iterator<Item = Span> + '_ {
+    let spans = boot.regions().filter(|region| region.kind == RegionKind::Firmware).map(|region| region.span);
+    spans
+        .map(|span| Span { start: span.start & !(PAGE_SIZE - 1), end: span.end.next_multiple_of(PAGE_SIZE) })
+        .filter(|span| span.start >= BIOS.end && span.end <= 1 << 32 && span.size_bytes() <= MAX_FIRMWARE_BYTES)
+}

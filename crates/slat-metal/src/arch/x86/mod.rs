@@ -1,0 +1,118 @@
+//! A PC: how its CPUs start, their descriptor tables and interrupts, its clock and its console; and
+//! its two kinds of virtualization.
+
+#![expect(unsafe_code, reason = "starts the other CPUs")]
+
+pub mod apic;
+pub mod boot;
+pub mod clock;
+pub mod console;
+pub mod cpu;
+pub mod guest;
+pub mod linux;
+pub mod measured;
+pub mod page;
+pub mod registers;
+pub mod svm;
+pub mod vmx;
+
+use alloc::boxed::Box;
+
+use raw_cpuid::CpuId;
+
+use crate::boot::{BootInfo, MAX_CPUS, MissingCpus, Span};
+use crate::cpus::Cpus;
+use crate::error;
+use crate::options::{Guest, Options};
+use crate::start::{self, Work};
+
+pub use apic::{Kick, kick};
+pub use registers::Trap;
+
+/// The first MiB has the trampoline and the firmware's data: no allocation comes from there. The boot
+/// page tables map what is below 4 GiB.
+pub const USABLE: Span = Span { start: 1 << 20, end: 1 << 32 };
+
+/// How a CPU runs guests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Virtualization {
+    /// AMD's.
+    Svm,
+    /// Intel's.
+    Vmx,
+}
+
+impl Virtualization {
+    /// That of the calling CPU.
+    fn of_cpu() -> Option<Virtualization> {
+        let cpuid = CpuId::new();
+        let has_svm = cpuid.get_extended_processor_and_feature_identifiers().is_some_and(|features| features.has_svm());
+        let has_vmx = cpuid.get_feature_info().is_some_and(|features| features.has_vmx());
+        match (has_svm, has_vmx) {
+            (true, _) => Some(Virtualization::Svm),
+            (false, true) => Some(Virtualization::Vmx),
+            (false, false) => None,
+        }
+    }
+
+    /// What all CPUs do with a guest as `options` say. `free_bytes` of memory are free.
+    pub fn work(self, options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
+        match (options.guest, self) {
+            (Guest::Suite, Virtualization::Svm) => start::suite::<svm::SvmCpu>(options),
+            (Guest::Suite, Virtualization::Vmx) => start::suite::<vmx::VmxCpu>(options),
+            (Guest::Measure, Virtualization::Svm) => start::measure::<svm::SvmCpu>(),
+            (Guest::Measure, Virtualization::Vmx) => error!("instructions are counted with SVM"),
+            (Guest::Linux, Virtualization::Svm) => start::linux(options, boot, free_bytes),
+            (Guest::Linux, Virtualization::Vmx) => error!("Linux needs a CPU with SVM here"),
+        }
+    }
+}
+
+/// Sets up the calling CPU. Returns how it runs guests.
+pub fn set_up() -> Virtualization {
+    cpu::set_up();
+    if !apic::is_there() {
+        error!("the CPU has no x2APIC");
+    }
+    apic::enable();
+    let virtualization = Virtualization::of_cpu().unwrap_or_else(|| error!("the CPU has neither SVM nor VMX"));
+    match virtualization {
+        Virtualization::Svm => svm::enable().unwrap_or_else(|missing| error!("{missing}")),
+        Virtualization::Vmx => vmx::enable().unwrap_or_else(|missing| error!("{missing}")),
+    }
+    if cpu_number() >= MAX_CPUS {
+        error!("a CPU has the number {}; {MAX_CPUS} are possible", cpu_number());
+    }
+    virtualization
+}
+
+/// Starts the other CPUs, until `wanted` are there.
+///
+/// # Errors
+/// [`MissingCpus`].
+///
+/// # Safety
+/// To be called once, by the boot CPU.
+pub unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
+    // SAFETY: as the caller promises.
+    unsafe { boot::start_other_cpus(wanted) }
+}
+
+/// The number of the calling CPU: that of its interrupt controller, so a guest that uses these finds
+/// its vCPUs where it looks for them.
+pub fn cpu_number() -> usize {
+    apic::id() as usize
+}
+
+/// Stops the calling CPU for ever.
+pub fn halt() -> ! {
+    loop {
+        x86_64::instructions::hlt();
+    }
+}
+
+/// Drops all translations of the CPUs that run the guest of `cpus`: each that had entered before has
+/// left when this returns.
+pub fn flush(cpus: &Cpus) {
+    cpus.flush_by_kicks();
+}
