@@ -146,9 +146,10 @@ impl Session {
         self.shared.bars.set_draw_target(ProgressDrawTarget::hidden());
     }
 
-    /// Removes what would be left behind, in the order in which it was named.
+    /// Removes what would be left behind, the last one first: a program that writes into a folder
+    /// is started after the folder is made, and must not write there while it is removed.
     fn clean_up(&self) {
-        for action in lock(&self.shared.clean_ups).drain(..) {
+        for action in lock(&self.shared.clean_ups).drain(..).rev() {
             action();
         }
     }

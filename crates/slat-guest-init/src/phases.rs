@@ -82,10 +82,11 @@ impl Kept {
 
     /// Writes to some pages as a child, which has them copied, and verifies them.
     fn write_as_child(&mut self, seed: u64, round: u64) -> Result<(), Wrong> {
+        let mut first = CHILD + self.first_page;
         for area in &mut self.halves {
             for step in [Step::Write, Step::Verify] {
                 for page in (round as usize % CHILD_WRITES..area.pages().len()).step_by(CHILD_WRITES) {
-                    let number = CHILD + self.first_page + page as u64;
+                    let number = first + page as u64;
                     let content = Content::new(seed, number, round);
                     match step {
                         Step::Write => content.write(&mut area.pages_mut()[page]),
@@ -94,6 +95,7 @@ impl Kept {
                     }
                 }
             }
+            first += area.pages().len() as u64;
         }
         Ok(())
     }

@@ -40,9 +40,14 @@ impl Ended {
     }
 }
 
-/// Runs `body` in a new process, which ends with its code. The caller must have one thread.
+/// Runs `body` in a new process, which ends with its code. Only in a process with one thread:
+/// another one might hold a lock that `body` needs, such as the allocator's.
 pub(crate) fn fork(body: impl FnOnce() -> ExitCode) -> Result<Child, Wrong> {
-    // SAFETY: the process has one thread, so that no other holds a lock that the child needs.
+    let threads = std::fs::read_dir("/proc/self/task").map_err(|error| Wrong::system("count threads", error))?;
+    if threads.count() != 1 {
+        return Err(Wrong::system("fork", io::Error::other("this process has other threads")));
+    }
+    // SAFETY: this is the only thread.
     let id = unsafe { libc::fork() };
     match id {
         0 => {

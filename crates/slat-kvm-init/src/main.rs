@@ -29,6 +29,11 @@ use modules::Paging;
 use wrong::Wrong;
 
 fn main() {
+    // Ports of an ordinary machine are none of this program's.
+    if std::process::id() != 1 {
+        eprintln!("{}", Wrong::NotFirst);
+        std::process::exit(1);
+    }
     let mut console = match Console::open() {
         Ok(console) => console,
         Err(wrong) => {
@@ -45,9 +50,6 @@ fn main() {
 }
 
 fn measure(console: &mut Console) -> Result<(), Wrong> {
-    if std::process::id() != 1 {
-        return Err(Wrong::NotFirst);
-    }
     modules::mount_file_systems()?;
     modules::load("irqbypass", Paging::ALL[0])?;
     modules::load("kvm", Paging::ALL[0])?;

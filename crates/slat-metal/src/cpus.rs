@@ -1,5 +1,5 @@
-//! The CPUs that run a guest: which of them are in it, how they are made to leave, and how a flush by
-//! interrupts makes sure that none keeps a stale translation.
+//! The CPUs that run a guest: which of them are in it, how they are made to leave, and how a flush
+//! by interrupts makes sure that none keeps a stale translation.
 //!
 //! # A flush by interrupts
 //! Each CPU has a [`Presence`]: 0 while it is outside of the guest, else the number of the last
@@ -24,12 +24,15 @@
 //!
 //! # What a CPU may still hold
 //! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and
-//! did not. Each CPU keeps the number of the last flush that the control block has asked the
-//! hardware for. A stay in the guest with a smaller number than that of the flushes at entry is
-//! counted ([`Cpus::nr_stale_entries`]), and ends the run.
+//! did not. Each CPU keeps the number of the last flush that its entry has asked the hardware for.
+//! A stay in the guest with a smaller number than that of the flushes at entry is counted
+//! ([`Cpus::nr_stale_entries`]), and ends the run.
+
+#![expect(unsafe_code, reason = "a presence is a promise about a CPU")]
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use slat::Gpa;
@@ -71,6 +74,9 @@ pub struct Cpus {
     /// Flushes so far, from 1.
     flushes: AtomicU64,
     entered: [Entered; MAX_CPUS],
+    /// Held for the whole of a drain: a call that returns has passed on, or has waited for another
+    /// call to pass on, all that was logged before.
+    drain: Mutex<()>,
     nr_stale_entries: AtomicU64,
     control: Control,
     kick: Kick,
@@ -82,6 +88,7 @@ impl Cpus {
         Arc::new(Cpus {
             flushes: AtomicU64::new(1),
             entered: Default::default(),
+            drain: Mutex::new(()),
             nr_stale_entries: AtomicU64::new(0),
             control,
             kick,
@@ -105,7 +112,8 @@ impl Cpus {
         self.control
     }
 
-    /// Returns when each CPU that was in the guest has left it. Each that enters from now on flushes.
+    /// Returns when each CPU that was in the guest has left it. Each that enters from now on
+    /// flushes.
     pub fn flush_by_kicks(&self) {
         // SeqCst, here and in `enter`: either the entry reads the new number and flushes, or this
         // reads that the CPU is in the guest, and kicks it.
@@ -128,6 +136,7 @@ impl Cpus {
 impl Cpus {
     /// Passes to `log` all that CPUs have modified, and logged, before this call.
     pub(crate) fn drain(&self, log: &mut dyn FnMut(&[Gpa])) {
+        let _one_at_a_time = self.drain.lock();
         for cpu in &self.entered {
             let nr_exits = cpu.nr_exits.load(Ordering::SeqCst);
             let is_inside = || cpu.flushes.load(Ordering::SeqCst) != 0;
@@ -143,18 +152,26 @@ impl Cpus {
     }
 }
 
-/// Whether the calling CPU is in the guest.
+/// Whether the calling CPU is in the guest. It stays on its CPU.
 #[derive(Debug)]
 pub struct Presence {
     cpus: Arc<Cpus>,
     cpu: usize,
+    _stays_on_its_cpu: PhantomData<*mut ()>,
 }
+
+/// Addresses that a CPU keeps before it looks for those that it has twice.
+const MAX_KEPT: usize = 4096;
 
 impl Presence {
     /// That of CPU `cpu`, which is the calling one, below [`MAX_CPUS`].
-    pub fn new(cpus: &Arc<Cpus>, cpu: usize) -> Presence {
+    ///
+    /// # Safety
+    /// There is no other one of the same number of these CPUs: it would say that the CPU is outside
+    /// of the guest while it is not, and a flush would pass it by.
+    pub unsafe fn new(cpus: &Arc<Cpus>, cpu: usize) -> Presence {
         cpus.entered[cpu].target.store(arch::cpu_number() as u32, Ordering::Relaxed);
-        Presence { cpus: cpus.clone(), cpu }
+        Presence { cpus: cpus.clone(), cpu, _stays_on_its_cpu: PhantomData }
     }
 
     /// The CPU enters the guest next. Returns what the entry must flush. From here on until the
@@ -177,7 +194,15 @@ impl Presence {
     /// Keeps what the CPU has modified since its last exit, according to its log. To be called
     /// before [`leave`](Presence::leave).
     pub fn log(&self, modified: impl Iterator<Item = Gpa>) {
-        self.cpus.entered[self.cpu].modifications.lock().extend(modified);
+        let mut kept = self.cpus.entered[self.cpu].modifications.lock();
+        let old_len = kept.len();
+        kept.extend(modified);
+        // Where no memslot logs, nothing drains, and pages come again and again. There are not more
+        // than the guest has. Looked for whenever another `MAX_KEPT` have come.
+        if kept.len() / MAX_KEPT != old_len / MAX_KEPT {
+            kept.sort_unstable();
+            kept.dedup();
+        }
     }
 
     /// The CPU has left the guest. `flushed` is what the hardware was asked for at entry.

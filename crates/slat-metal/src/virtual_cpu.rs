@@ -30,7 +30,8 @@ pub trait VirtualCpu: Sized + 'static {
     /// One on `second_stage` that may use no port and no model-specific register.
     ///
     /// # Safety
-    /// Virtualization is on, on the calling CPU, to which the value belongs. `second_stage` is that
+    /// Virtualization is on, on the calling CPU, to which the value belongs, and which has no other
+    /// one. `second_stage` is that
     /// of a VM that outlives it, and whose host flushes the [`Cpus`](crate::cpus::Cpus) of each
     /// [`Presence`] that it runs with.
     unsafe fn new(second_stage: SecondStage) -> Self;

@@ -30,10 +30,12 @@ pub(super) fn faults_in_parallel() -> Planned {
     Planned::new(format!("slat scale --system parallel-faults --cpus 1 -b {FAULTS_MIB}M"))
 }
 
-/// The phases of KVM with its one lock and with the series, as results number `experiment` has them.
+/// The phases of KVM with its one lock and with the series, as results number `experiment` has
+/// them.
 pub(super) fn of_faults_in_parallel(experiment: usize) -> impl Iterator<Item = Comparison> {
-    let accesses = [("partitioned", FAULTS_MIB, "each"), ("overlapping", 4 * FAULTS_MIB, "in all")];
-    accesses.into_iter().flat_map(move |(access, mib, of)| {
+    // The memory of the published runs, to which `slat scale` has scaled its figures.
+    let accesses = [("partitioned", "3 GiB each"), ("overlapping", "6 GiB in all")];
+    accesses.into_iter().flat_map(move |(access, memory)| {
         parallel_faults::PHASES.iter().map(move |phase| {
             let [baseline, proposed] = phase.published_s(access == "overlapping");
             let side = |name: &str, lock, published| Side::predicted(name, &[("lock", lock)], Some(published));
@@ -43,7 +45,7 @@ pub(super) fn of_faults_in_parallel(experiment: usize) -> impl Iterator<Item = C
             ];
             Comparison {
                 name: format!("model_{}_{access}", phase.figure),
-                title: format!("{}, 96 modelled vCPUs, {access}, {mib} MiB {of}", phase.title),
+                title: format!("{}, 96 modelled vCPUs, {access}, scaled to {memory}", phase.title),
                 experiment,
                 figure: phase.figure,
                 labels: vec![("hypervisor", "kvm".into()), ("access", access.into())],

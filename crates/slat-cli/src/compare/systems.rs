@@ -164,8 +164,8 @@ fn userfault(size: Size) -> Plan {
 
 fn shadow_paging(size: Size) -> Plan {
     let options = match size {
-        // More runs and not longer ones: the baseline looks at the unsync pages of all processes, of
-        // which there are more the longer the guest runs (`docs/protocols/shadow-paging.md`).
+        // More runs and not longer ones: the baseline looks at the unsync pages of all processes,
+        // of which there are more the longer the guest runs (`docs/protocols/shadow-paging.md`).
         Size::Quick => "--steps 1500 --runs 11",
         Size::Default => "--steps 1500 --runs 51",
     };
@@ -253,7 +253,7 @@ fn numa_splitting(size: Size) -> Plan {
     Plan {
         system: "numa-split",
         title: "NUMA-aware page-table pages in eager huge-page splitting",
-        published_note: "2022, with its review: 416 vCPUs on 8 nodes, dirty memory 2% to 35% faster.",
+        published_note: "2022, with its review: 416 vCPUs on 8 nodes, dirtying memory took 2% to 35% less time.",
         experiments: vec![Planned::new(format!("slat numa-split {options}")), predictions::numa_splitting()],
         comparisons: vec![
             new("local_walk_reads", "Reads of lowest-level page tables on the walker's own node", Some(BETTER)),

@@ -223,8 +223,8 @@ fn print_parts(out: &mut impl Write, measured: &Measured) -> io::Result<()> {
         let (whole, engine) = (measured.slat.get(whole), measured.slat.get(engine));
         let rest = whole.zip(engine).map(|(whole, engine)| whole - engine);
         // Giving write access back asks the host nothing.
-        let host = if title == protect.0 { Some(0.0) } else { measured.slat.get("host_resolve") };
-        table.add_row([title.to_owned(), number(rest), number(engine), number(host)]);
+        let host = if title == protect.0 { "none".to_owned() } else { number(measured.slat.get("host_resolve")) };
+        table.add_row([title.to_owned(), number(rest), number(engine), host]);
     }
     writeln!(out, "{table}")
 }

@@ -84,8 +84,8 @@ pub(crate) struct ScaleArgs {
     /// Compare every harvest of the log with memory
     ///
     /// Instead of the systems: guests on modelled machines write and read, while other CPUs get the
-    /// dirty log, move pages, and split huge pages. Oracles compare every read and every harvest, and
-    /// find stale translations. One seed runs after another, for the time of --seconds.
+    /// dirty log, move pages, and split huge pages. Oracles compare every read and every harvest,
+    /// and find stale translations. One seed runs after another, for the time of --seconds.
     #[arg(long, conflicts_with_all = ["system", "cpus", "topology", "bytes", "iterations", "trace"])]
     check: bool,
     /// Time of --check in seconds
@@ -185,8 +185,8 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Does each of `planned`, after its title, and hands over what is done after each: `part` makes
-    /// that of the runs.
+    /// Does each of `planned`, after its title, and hands over what is done after each: `part`
+    /// makes that of the runs.
     fn measure<P, D>(
         &self,
         planned: impl IntoIterator<Item = (String, P)>,
@@ -241,7 +241,7 @@ fn outcome(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -
 fn print(out: &mut impl Write, args: &ScaleArgs, parts: &[(SystemArg, Part)]) -> io::Result<()> {
     writeln!(
         out,
-        "Modelled machines, {} for each vCPU, parameters: {}, seed {}",
+        "Modelled machines, at most {} for each vCPU, parameters: {}, seed {}",
         quantity(args.bytes as f64, Unit::Bytes),
         args.parameters.as_deref().unwrap_or("built-in"),
         args.seed

@@ -101,7 +101,9 @@ impl<V: VirtualCpu> Subject<V> {
             tables: private.gpa.0,
             argument: private.free_gpa().0,
         });
-        Subject { presence: Presence::new(&cpus, 0), vcpu, vm, cpu, ram, private }
+        // SAFETY: the only one of these CPUs.
+        let presence = unsafe { Presence::new(&cpus, 0) };
+        Subject { presence, vcpu, vm, cpu, ram, private }
     }
 
     /// The guest writes `nr_pages` pages, `distance` pages apart, and `handle` handles its faults.

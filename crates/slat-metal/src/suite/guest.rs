@@ -92,6 +92,8 @@ pub struct Mailbox {
     pub page: AtomicU64,
     pub expected: AtomicU64,
     pub found: AtomicU64,
+    /// Accesses, in all.
+    pub nr_accesses: AtomicU64,
     /// Probes that found a page, and that found none.
     pub nr_found: AtomicU64,
     pub nr_absent: AtomicU64,
@@ -195,7 +197,8 @@ impl<'m> Attack<'m> {
 
     fn read(&self, page: u64) {
         let address = self.address(page, 0) as *const u64;
-        // SAFETY: a page of the memory, as `new` was promised. Volatile: other CPUs change what is there.
+        // SAFETY: a page of the memory, as `new` was promised. Volatile: other CPUs change what is
+        // there.
         let found = unsafe { address.read_volatile() };
         let expected = tag(page, self.seed);
         if found != expected {
@@ -237,6 +240,7 @@ pub unsafe extern "C" fn guest_main(mailbox: &Mailbox) -> ! {
         // SAFETY: as the caller promises.
         let attack = unsafe { Attack::new(mailbox) };
         let Attack { nr_pages, seed, cpu, .. } = attack;
+        let mut nr_accesses = word(&mailbox.nr_accesses);
         if word(&mailbox.command) == Command::Planned as u64 {
             let (number, nr_cpus) = (word(&mailbox.random), word(&mailbox.nr_cpus).max(1));
             let mut page = cpu;
@@ -247,6 +251,7 @@ pub unsafe extern "C" fn guest_main(mailbox: &Mailbox) -> ! {
                     Planned::Write => attack.write(page),
                     Planned::Execute => attack.execute(page),
                 }
+                nr_accesses += u64::from(planned(page, number) != Planned::None);
                 page += nr_cpus;
             }
         } else {
@@ -265,6 +270,8 @@ pub unsafe extern "C" fn guest_main(mailbox: &Mailbox) -> ! {
                 let is_hot = stays || number & 1 << 40 != 0;
                 let page = (number >> 8) % if is_hot { NR_HOT_PAGES.min(nr_pages) } else { nr_pages };
                 let nr_times = if stays { STAY } else { 1 };
+                // A probe is one, and none without memory to probe.
+                nr_accesses += if number % 16 < 14 { nr_times } else { u64::from(nr_probed_pages != 0) };
                 match number % 16 {
                     0..=5 => (0..nr_times).for_each(|_| attack.read(page)),
                     6..=11 => (0..nr_times).for_each(|_| attack.write(page)),
@@ -289,6 +296,7 @@ pub unsafe extern "C" fn guest_main(mailbox: &Mailbox) -> ! {
             }
             mailbox.random.store(random, Ordering::Relaxed);
         }
+        mailbox.nr_accesses.store(nr_accesses, Ordering::Relaxed);
         report(mailbox, Report::Done);
     }
 }

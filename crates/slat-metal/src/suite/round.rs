@@ -38,8 +38,8 @@ const PRIVATE_START: Gpa = Gpa(0x4000_0000);
 /// Stretches between two checkpoints.
 const STRETCHES: u64 = 400;
 
-/// Accesses in a stretch: mostly a few, so that there are many operations, and now and then so many
-/// that a CPU stays in the guest while others do their operations.
+/// Steps of the guest in a stretch: mostly a few, so that there are many operations, and now and
+/// then so many that a CPU stays in the guest while others do their operations.
 const STEPS: u64 = 64;
 const MANY_STEPS: u64 = 2000;
 
@@ -71,7 +71,6 @@ pub(super) struct Round<V: VirtualCpu> {
     privates: Vec<Private>,
     options: Options,
     tracks_by_bits: TracksByBits,
-    nr_accesses: AtomicU64,
 }
 
 /// Whether CPUs set A and D.
@@ -134,8 +133,7 @@ impl<V: VirtualCpu> Round<V> {
         let tracks_by_bits =
             if config.access_tracking == AccessTracking::AccessedBit { TracksByBits::Yes } else { TracksByBits::No };
         let second_stage = SecondStage::of(&vm, &config);
-        let (options, nr_accesses) = (*options, AtomicU64::new(0));
-        Round { vm, operations, probed, second_stage, cpus, privates, options, tracks_by_bits, nr_accesses }
+        Round { vm, operations, probed, second_stage, cpus, privates, options: *options, tracks_by_bits }
     }
 
     /// The mailbox of vCPU `cpu`.
@@ -150,7 +148,7 @@ impl<V: VirtualCpu> Round<V> {
 
     /// Accesses of the guest, in all.
     pub fn nr_accesses(&self) -> u64 {
-        self.nr_accesses.load(Ordering::Relaxed)
+        self.privates.iter().map(|private| mailbox(private).nr_accesses.load(Ordering::Relaxed)).sum()
     }
 
     /// The part of CPU `cpu`, with `share` operations.
@@ -164,7 +162,6 @@ impl<V: VirtualCpu> Round<V> {
             for _ in 0..STRETCHES.min(share - (checkpoint - 1) * STRETCHES) {
                 let nr_steps = if rng.u8(0..32) == 0 { MANY_STEPS } else { STEPS };
                 mailbox.nr_steps.store(nr_steps, Ordering::Relaxed);
-                self.nr_accesses.fetch_add(nr_steps, Ordering::Relaxed);
                 stretches.run(self);
                 if rng.u8(0..16) == 0 {
                     self.probed.one(&mut rng);

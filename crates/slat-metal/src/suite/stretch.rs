@@ -39,7 +39,9 @@ impl<V: VirtualCpu> Stretches<V> {
             tables: private.gpa.0,
             argument: private.free_gpa().0,
         });
-        Stretches { vcpu, cpu, presence: Presence::new(&round.cpus, number), number }
+        // SAFETY: one for each CPU of a round.
+        let presence = unsafe { Presence::new(&round.cpus, number) };
+        Stretches { vcpu, cpu, presence, number }
     }
 
     /// The vCPU.
@@ -66,6 +68,8 @@ impl<V: VirtualCpu> Stretches<V> {
                     self.cpu.skip(HYPERCALL_BYTES);
                     return self.check_report(round);
                 }
+                // A defect of this hypervisor.
+                Exit::Invalid { code } => error!("the CPU refused to enter the guest: {code:#x}"),
                 exit => self.fail(format_args!("{exit:?}")),
             }
         }

@@ -1,5 +1,5 @@
-//! Operations of the hypervisor beside vCPUs that fault, on modelled machines: harvests of the dirty
-//! log, and invalidations.
+//! Operations of the hypervisor beside vCPUs that fault, on modelled machines: harvests of the
+//! dirty log, and invalidations.
 //!
 //! One table has a CPU for each vCPU, and all operations. The curves have two of them by the number
 //! of CPUs. The last table has more vCPUs than CPUs, so the operating system preempts vCPUs
@@ -201,7 +201,8 @@ fn part(context: &Context<'_>, points: &[Planned], all: &[Done]) -> Part {
         let labels = done.labels();
         let BesideRun { faults, operations, duration_ns, .. } = &done.run;
         for (name, unit, value) in [
-            ("fault_rate", Unit::PerSecond, per_second(faults, *duration_ns)),
+            // A bound is no figure.
+            ("fault_rate", Unit::PerSecond, per_second(faults, *duration_ns).filter(|_| !done.is_bound())),
             ("operation_rate", Unit::PerSecond, per_second(operations, *duration_ns)),
             ("longest_fault", Unit::Seconds, longest_s(faults)),
             ("longest_operation", Unit::Seconds, longest_s(operations)),
@@ -229,10 +230,11 @@ fn add_table(text: &mut String, all: &[Done]) {
     let _ = writeln!(
         text,
         "{figures}\n\n\
-         {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY} write pages whose writes are logged, for {} of virtual\n\
-         time, the engine alone. A thread on another CPU does one operation after another: it gets the\n\
+         {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with at most {} each, write pages whose writes are\n\
+         logged, for {} of virtual time, the engine alone. A thread on another CPU does one operation after another: it gets the\n\
          dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no vCPU uses. Locks spin.\n\
          Where a rate has ≥, vCPUs had all of their pages for a time, and could have faulted more.\n",
+        quantity((MAX_PAGES << 12) as f64, Unit::Bytes),
         quantity(DURATION_NS as f64 / 1e9, Unit::Seconds)
     );
 }
@@ -256,8 +258,8 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
     let _ = writeln!(
         text,
         "{figures}\n\n\
-         {NR_MANY_VCPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of virtual time, beside\n\
-         invalidations of a page. A vCPU that runs for a quantum is preempted, inside the engine, too.\n\
+         {NR_MANY_VCPUS} vCPUs with at most {} each, on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of\n\
+         virtual time, beside invalidations of a page. A vCPU that runs for a quantum is preempted, inside the engine, too.\n\
          Locks sleep. A time is without that in which its own thread had no CPU.",
         quantity(DURATION_OF_MANY_NS as f64 / 1e9, Unit::Seconds)
     );
@@ -267,7 +269,12 @@ impl Done {
     /// Faults in a second.
     fn fault_cell(&self) -> String {
         let rate = rate_cell(&self.run.faults, self.run.duration_ns);
-        if self.run.nr_idle_rounds > 0 { format!("≥{rate}") } else { rate }
+        if self.is_bound() { format!("≥{rate}") } else { rate }
+    }
+
+    /// Whether vCPUs could have faulted more.
+    fn is_bound(&self) -> bool {
+        self.run.nr_idle_rounds > 0
     }
 
     /// Operations in a second.

@@ -13,6 +13,8 @@ const X2APIC: u64 = 1 << 10;
 
 /// The controller's number (SDM vol. 3A, table 11-6).
 const X2APIC_ID: u32 = 0x802;
+/// The task-priority register.
+const X2APIC_TPR: u32 = 0x808;
 /// The end-of-interrupt register.
 const X2APIC_EOI: u32 = 0x80b;
 /// The spurious-interrupt vector register; bit 8 is the software enable.
@@ -68,6 +70,8 @@ pub fn enable() {
         base.write(old | ENABLE);
         base.write(old | ENABLE | X2APIC);
         Msr::new(X2APIC_SVR).write(0x1ff);
+        // All interrupts come.
+        Msr::new(X2APIC_TPR).write(0);
     }
 }
 

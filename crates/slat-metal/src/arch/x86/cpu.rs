@@ -1,7 +1,8 @@
 //! The descriptor tables of a CPU, and its exceptions.
 //!
-//! The image takes no interrupts: maskable ones are the guest's. An NMI makes a CPU leave its
-//! guest, and its handler does nothing more. Each exception is a defect, and ends the machine.
+//! The image takes no interrupts. With SVM maskable ones are the guest's, and an NMI makes a CPU
+//! leave its guest; its handler does nothing more. With VMX a maskable one does, which the exit
+//! acknowledges. Each exception is a defect, and ends the machine.
 //!
 //! Every gate has a stack of its own (AMD APM vol. 2, 8.9.4 "Interrupt-Stack Table"): compiled code
 //! uses 128 bytes below its stack pointer.

@@ -59,16 +59,16 @@ pub unsafe fn call(address: u64) -> u64 {
 }
 
 /// Makes instructions that were written to `words` visible to all CPUs. CPUs of x86 see them by
-/// themselves (Intel SDM vol. 3A, "Handling Self- and Cross-Modifying Code": another CPU only has to
-/// get there by a serializing instruction, which VMRUN and VMRESUME are).
+/// themselves (Intel SDM vol. 3A, "Handling Self- and Cross-Modifying Code": another CPU only has
+/// to get there by a serializing instruction, which VMRUN and VMRESUME are).
 pub fn publish_code(_words: &[AtomicU64]) {}
 
 /// Writes the page tables of a guest into the first two pages of its private memory: the first
-/// 512 GiB to themselves, by pages of 1 GiB. Present and writable (AMD APM vol. 2, 5.3.4 "1-Gbyte
-/// Page Translation").
+/// 512 GiB to themselves, by pages of 1 GiB. Present, writable, accessed and dirty, so that
+/// the walk writes nothing (AMD APM vol. 2, 5.3.4 "1-Gbyte Page Translation", 5.4).
 pub fn write_page_tables(private: &Private) {
-    private.word(0).store((private.gpa.0 + 4096) | 3, Ordering::Relaxed);
+    private.word(0).store((private.gpa.0 + 4096) | 0x23, Ordering::Relaxed);
     for index in 0..512 {
-        private.word(4096 + 8 * index).store(index << 30 | 0x83, Ordering::Relaxed);
+        private.word(4096 + 8 * index).store(index << 30 | 0xe3, Ordering::Relaxed);
     }
 }

@@ -29,8 +29,8 @@ use crate::start::{self, Work};
 pub use apic::{Kick, kick};
 pub use registers::Trap;
 
-/// The first MiB has the trampoline and the firmware's data: no allocation comes from there. The boot
-/// page tables map what is below 4 GiB.
+/// The first MiB has the trampoline and the firmware's data: no allocation comes from there. The
+/// boot page tables map what is below 4 GiB.
 pub const USABLE: Span = Span { start: 1 << 20, end: 1 << 32 };
 
 /// How a CPU runs guests.
@@ -75,6 +75,11 @@ pub fn set_up() -> Virtualization {
         error!("the CPU has no x2APIC");
     }
     apic::enable();
+    // The page tables of `guest` have such pages.
+    let extended = CpuId::new().get_extended_processor_and_feature_identifiers();
+    if !extended.is_some_and(|features| features.has_1gib_pages()) {
+        error!("the CPU has no pages of 1 GiB");
+    }
     let virtualization = Virtualization::of_cpu().unwrap_or_else(|| error!("the CPU has neither SVM nor VMX"));
     match virtualization {
         Virtualization::Svm => svm::enable().unwrap_or_else(|missing| error!("{missing}")),
@@ -98,8 +103,8 @@ pub unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
     unsafe { boot::start_other_cpus(wanted) }
 }
 
-/// The number of the calling CPU: that of its interrupt controller, so a guest that uses these finds
-/// its vCPUs where it looks for them.
+/// The number of the calling CPU: that of its interrupt controller, so a guest that uses these
+/// finds its vCPUs where it looks for them.
 pub fn cpu_number() -> usize {
     apic::id() as usize
 }
@@ -111,8 +116,8 @@ pub fn halt() -> ! {
     }
 }
 
-/// Drops all translations of the CPUs that run the guest of `cpus`: each that had entered before has
-/// left when this returns.
+/// Drops all translations of the CPUs that run the guest of `cpus`: each that had entered before
+/// has left when this returns.
 pub fn flush(cpus: &Cpus) {
     cpus.flush_by_kicks();
 }

@@ -9,7 +9,7 @@ use core::alloc::Layout;
 /// A type that is valid as zeros, and whose address the CPU gets.
 ///
 /// # Safety
-/// All bytes zero are a value of the type.
+/// All bytes zero are a value of the type, which has a size.
 pub(crate) unsafe trait Zeroed: Sized {
     /// A value of zeros.
     fn zeroed() -> Box<Self> {

@@ -1,9 +1,9 @@
 //! What a guest's CPU has in common on AMD's virtualization ([`svm`](super::svm)) and on Intel's
 //! ([`vmx`](super::vmx)): its registers, and the exits that both have.
 
-/// CR0 at a [`Start`]: paging, write protection, NE, ET, MP, protection.
+/// CR0 at a [`Start`](crate::virtual_cpu::Start): paging, write protection, NE, ET, MP, protection.
 pub(crate) const START_CR0: u64 = 0x8001_0033;
-/// CR4 at a [`Start`]: PAE, OSFXSR, OSXMMEXCPT.
+/// CR4 at a [`Start`](crate::virtual_cpu::Start): PAE, OSFXSR, OSXMMEXCPT.
 pub(crate) const START_CR4: u64 = 0x620;
 
 /// The instruction by which a guest asks its hypervisor for something. Each CPU has one of them.

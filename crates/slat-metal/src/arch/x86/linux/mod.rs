@@ -2,7 +2,7 @@
 //!
 //! # What the guest has of the machine
 //! - Memory: below 640 KiB and from 1 to 2 MiB it stays where it is; from 2 MiB on it comes by
-//!   faults, and moves ([`Operations`]).
+//!   faults, and moves ([`Operations`](crate::operations::Operations)).
 //! - The firmware's memory, at its own addresses: the BIOS as read-only memory, the ACPI tables.
 //! - The registers of the I/O interrupt controller and of the HPET; the local interrupt controller
 //!   in x2APIC mode, but for the command register (`vcpu`).

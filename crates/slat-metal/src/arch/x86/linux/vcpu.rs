@@ -40,7 +40,8 @@ impl GuestCpu {
         let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         // SAFETY: SVM is on (`start`). The VM is the image's for ever, and has these CPUs.
         let cpu = unsafe { SvmCpu::with_allowed(linux.vm.root(), identity::allowed()) };
-        let presence = Presence::new(&linux.cpus, number);
+        // SAFETY: each CPU makes its own vCPU, once.
+        let presence = unsafe { Presence::new(&linux.cpus, number) };
         GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
     }
 

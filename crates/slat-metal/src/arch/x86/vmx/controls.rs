@@ -27,6 +27,10 @@ bitflags::bitflags! {
         const MWAIT_EXITING = 1 << 10;
         /// RDPMC does.
         const RDPMC_EXITING = 1 << 11;
+        /// MOV to CR8 does: with the real task priority a guest could hold up a kick.
+        const CR8_LOAD_EXITING = 1 << 19;
+        /// MOV from CR8 does.
+        const CR8_STORE_EXITING = 1 << 20;
         /// MOV to and from debug registers does.
         const MOV_DR_EXITING = 1 << 23;
         /// The use of any port does.

@@ -37,7 +37,7 @@ use crate::arch::x86::registers::{
     Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, move_common, naked_registers,
 };
 use crate::cpus::{Flush, Presence};
-use crate::fail;
+use crate::error;
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 
 /// Bits 2:0 of the EPTP: page tables in write-back memory. Bits 5:3: their levels less 1. Bit 6:
@@ -112,7 +112,7 @@ impl VmxCpu {
     }
 
     fn set_controls(&mut self) {
-        let controls = Controls::of_cpu().unwrap_or_else(|missing| fail!("{missing}"));
+        let controls = Controls::of_cpu().unwrap_or_else(|missing| error!("{missing}"));
         // SAFETY: the page tables are those of the promise of `new`; no MSR area has an entry.
         unsafe {
             self.vmcs.write_all(&[
@@ -194,14 +194,16 @@ impl VirtualCpu for VmxCpu {
         let SecondStage { root, nr_levels, access_tracking, dirty_tracking } = second_stage;
         let bits = if access_tracking == AccessTracking::AccessedBit { ACCESSED_AND_DIRTY } else { 0 };
         let eptp = root.0 | (nr_levels - 1) << LEVELS_SHIFT | bits | WRITE_BACK;
-        let (vmcs, registers) = (Vmcs::make_current(), Box::new(Registers::new()));
+        // SAFETY: as the caller promises.
+        let vmcs = unsafe { Vmcs::make_current() };
+        let registers = Box::new(Registers::new());
         let mut cpu = VmxCpu { vmcs, eptp, registers, launch: Launch::First, log: None };
         cpu.set_controls();
         if dirty_tracking == DirtyTracking::PageModificationLog {
             let secondary = cpu.vmcs.read(Field::SecondaryControls);
             let logs = u64::from(Secondary::PAGE_MODIFICATION_LOG.bits());
-            // SAFETY: the log is there before the first entry; the structure is the first field, and
-            // so dropped before it.
+            // SAFETY: the log is there before the first entry; the structure is the first field,
+            // and so dropped before it.
             unsafe {
                 cpu.vmcs.write(Field::SecondaryControls, secondary | logs);
                 cpu.log = Some(ModificationLog::new(&mut cpu.vmcs));
@@ -262,12 +264,19 @@ impl VirtualCpu for VmxCpu {
     }
 
     fn run(&mut self, presence: &Presence) -> Exit {
-        let flush = presence.enter();
-        if flush == Flush::All {
+        // What the hardware has done, for the record.
+        let mut flushed = Flush::None;
+        if presence.enter() == Flush::All {
+            let has_failed: u8;
             // SAFETY: VMX is on, and the CPU has this type of INVEPT. No memory is written.
             unsafe {
-                core::arch::asm!("invept {}, [{}]", in(reg) 1_u64, in(reg) &[self.eptp, 0], options(nostack));
+                core::arch::asm!("invept {}, [{}]", "setna {has_failed}", in(reg) 1_u64,
+                    in(reg) &[self.eptp, 0], has_failed = out(reg_byte) has_failed, options(nostack));
             }
+            if has_failed != 0 {
+                error!("INVEPT failed");
+            }
+            flushed = Flush::All;
         }
         // SAFETY: the structure is current, and has all fields; the guest reaches memory by its
         // page tables alone, of which `new` has the promise.
@@ -275,12 +284,15 @@ impl VirtualCpu for VmxCpu {
         if let Some(log) = &mut self.log {
             presence.log(log.take(&mut self.vmcs));
         }
-        presence.leave(flush);
+        presence.leave(flushed);
         if has_failed {
             return Exit::Invalid { code: self.vmcs.read(Field::InstructionError) };
         }
-        self.launch = Launch::Again;
-        self.reason()
+        let exit = self.reason();
+        if !matches!(exit, Exit::Invalid { .. }) {
+            self.launch = Launch::Again;
+        }
+        exit
     }
 
     fn skip(&mut self, length: u64) {

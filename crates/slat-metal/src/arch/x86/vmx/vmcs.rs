@@ -8,7 +8,7 @@ use core::marker::PhantomData;
 
 use super::enable::revision;
 use crate::arch::x86::page::Page;
-use crate::fail;
+use crate::error;
 
 /// A field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -114,24 +114,29 @@ pub enum Field {
     HostRip = 0x6c16,
 }
 
-/// The control structure that is current on the calling CPU, as long as this exists. It stays there.
+/// The control structure that is current on the calling CPU, as long as this exists. It stays
+/// there.
 #[derive(Debug)]
 pub struct Vmcs(Box<Page>, PhantomData<*mut ()>);
 
 impl Vmcs {
     /// A structure that has not been launched. It becomes current. Its fields have no values yet.
-    pub fn make_current() -> Vmcs {
+    ///
+    /// # Safety
+    /// VMX is on, and the calling CPU has no other one: that would not be current any more.
+    pub unsafe fn make_current() -> Vmcs {
         let mut region = Page::new();
         region.set_first_word(revision());
         let vmcs = Vmcs(region, PhantomData);
         let has_failed: u8;
-        // SAFETY: VMX is on, and the region is the CPU's until it is cleared again.
+        // SAFETY: VMX is on, as the caller promises, and the region is the CPU's until it is
+        // cleared again.
         unsafe {
             core::arch::asm!("vmclear [{address}]", "vmptrld [{address}]", "setna {has_failed}",
                 address = in(reg) &vmcs.0.address(), has_failed = out(reg_byte) has_failed, options(nostack));
         }
         if has_failed != 0 {
-            fail!("VMPTRLD failed");
+            error!("VMPTRLD failed");
         }
         vmcs
     }
@@ -146,7 +151,7 @@ impl Vmcs {
                 options(nomem, nostack));
         }
         if has_failed != 0 {
-            fail!("VMREAD of {field:?} failed");
+            error!("VMREAD of {field:?} failed");
         }
         value
     }
@@ -155,8 +160,8 @@ impl Vmcs {
     ///
     /// # Safety
     /// A field of the host has what an exit has to load. An address among the controls is that of
-    /// memory for what the CPU does there. Fields of the guest may have any value: it reaches memory
-    /// by its page tables alone.
+    /// memory for what the CPU does there. Fields of the guest may have any value: it reaches
+    /// memory by its page tables alone.
     pub unsafe fn write(&mut self, field: Field, value: u64) {
         let has_failed: u8;
         // SAFETY: as the caller promises.
@@ -166,7 +171,7 @@ impl Vmcs {
                 options(nomem, nostack));
         }
         if has_failed != 0 {
-            fail!("VMWRITE of {field:?} failed");
+            error!("VMWRITE of {field:?} failed");
         }
     }
 
