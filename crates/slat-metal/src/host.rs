@@ -34,6 +34,8 @@ pub enum Control {
     NoKick,
     /// An entry does not flush.
     NoEntryFlush,
+    /// A CPU keeps what it has faulted on.
+    NoLocalFlush,
     /// Pages of the dirty log are copied before the log is taken.
     CopyBeforeLog,
 }
@@ -134,10 +136,16 @@ unsafe impl Host for MetalHost {
         }
     }
 
-    fn flush(&self, _ranges: &[GfnRange]) {
+    fn flush(&self, ranges: &[GfnRange]) {
         let_others_run();
         if self.cpus.control() != Control::NoFlush {
-            arch::flush(&self.cpus);
+            arch::flush(&self.cpus, ranges);
+        }
+    }
+
+    fn flush_local(&self, gpa: Gpa) {
+        if self.cpus.control() != Control::NoLocalFlush {
+            arch::flush_local(gpa);
         }
     }
 

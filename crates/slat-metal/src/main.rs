@@ -11,8 +11,8 @@ use slat_metal::boot::BootInfo;
 use slat_metal::memory::Memory;
 use slat_metal::start;
 
-#[cfg(target_arch = "x86_64")]
-#[path = "arch/x86/entry.rs"]
+#[cfg_attr(target_arch = "x86_64", path = "arch/x86/entry.rs")]
+#[cfg_attr(target_arch = "riscv64", path = "arch/riscv/entry.rs")]
 mod entry;
 
 #[global_allocator]

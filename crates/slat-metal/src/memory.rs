@@ -26,7 +26,8 @@ impl Memory {
         Memory(Mutex::new(Heap::empty()))
     }
 
-    /// Adds what the memory map has as free, except the image and the modules.
+    /// Adds what the memory map has as free, except the image, the modules, and what is the firmware's
+    /// all the same.
     ///
     /// # Safety
     /// To be called once, before anything is allocated. The memory map is true, and nothing else
@@ -40,7 +41,9 @@ impl Memory {
                 Span { start, end: (start + module.bytes.len() as u64).next_multiple_of(4096) }
             });
             let texts = boot.modules().map(|module| page_of(module.text));
-            self.add_span(span, used.chain(texts).chain([image(), page_of(boot.command_line)]));
+            let firmware = boot.regions().filter(|region| region.kind == RegionKind::Firmware);
+            let firmware = firmware.map(|region| region.span);
+            self.add_span(span, used.chain(texts).chain(firmware).chain([image(), page_of(boot.command_line)]));
         }
     }
 

@@ -58,11 +58,12 @@ pub enum OptionError<'t> {
 }
 
 /// The option for each kind of [`Control`].
-const CONTROLS: [(&str, Control); 5] = [
+const CONTROLS: [(&str, Control); 6] = [
     ("none", Control::None),
     ("no-flush", Control::NoFlush),
     ("no-kick", Control::NoKick),
     ("no-entry-flush", Control::NoEntryFlush),
+    ("no-local-flush", Control::NoLocalFlush),
     ("copy-before-log", Control::CopyBeforeLog),
 ];
 

@@ -15,7 +15,7 @@ use slat::dirty::ManualProtect;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 use spin::Mutex;
 
-use crate::arch::clock;
+use crate::arch::{self, clock};
 use crate::arch::linux::{Cpu, Guest, GuestCpu, ram_span};
 use crate::boot::{BootInfo, Span};
 use crate::console::{self, Verdict};
@@ -76,6 +76,7 @@ pub struct Linux {
     pub(crate) cpus: Arc<Cpus>,
     pub(crate) operations: Operations<GuestFormat>,
     pub(crate) options: Options,
+    pub(crate) config: Config,
     /// What it has of the machine, and its kernel.
     pub(crate) guest: Guest,
     pub(crate) startups: Startups,
@@ -105,7 +106,8 @@ impl Linux {
             error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
         }
         let cpus = Cpus::new(options.control, Cpu::KICK);
-        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, Config::default());
+        let config = Config::default();
+        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config);
         let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
         let span = ram_span(options.memory_mib << 20);
         let ram = Arc::new(Ram::new(span.size_bytes() / PAGE_SIZE, fill_with_zeros));
@@ -120,6 +122,7 @@ impl Linux {
             cpus,
             operations,
             options,
+            config,
             guest,
             startups: Startups::new(options.nr_cpus),
             stage: Mutex::new(Stage::Boot),
@@ -205,6 +208,17 @@ impl Linux {
             _ => return NO_SUCH_CALL,
         }
         0
+    }
+
+    /// Whether the guest's program has done all that it should.
+    pub(crate) fn is_done(&self) -> bool {
+        matches!(*self.stage.lock(), Stage::Done { .. })
+    }
+
+    /// The calling vCPU does not come back.
+    pub(crate) fn stay_outside(&self) -> ! {
+        self.nr_outside.fetch_add(1, Ordering::SeqCst);
+        arch::halt()
     }
 
     /// The calling vCPU waits, outside of the guest, until another one starts it.

@@ -28,8 +28,9 @@ pub(super) const NR_BLOCKS: u64 = NR_PAGES / BLOCK_PAGES;
 /// Pages of a block.
 pub(super) const BLOCK_PAGES: u64 = 512;
 
-const START: Gpa = Gpa(0x8000_0000);
-const PRIVATE_START: Gpa = Gpa(0x4000_0000);
+// Above where any machine has the image, whose text the guest has at its own address.
+const START: Gpa = Gpa(0x10_0000_0000);
+const PRIVATE_START: Gpa = Gpa(0x18_0000_0000);
 
 // Memslots.
 const IMAGE_SLOT: u32 = 0;

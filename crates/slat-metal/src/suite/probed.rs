@@ -24,9 +24,9 @@ use crate::ram::{Frames, POISON};
 use crate::{error, fail};
 
 const SLOT: u32 = 3;
-const START: Gpa = Gpa(0xc000_0000);
+const START: Gpa = Gpa(0x14_0000_0000);
 /// Where the memslot goes when it moves: the guest does not look there.
-const ELSEWHERE: Gpa = Gpa(0x1_0000_0000);
+const ELSEWHERE: Gpa = Gpa(0x15_0000_0000);
 const NR_PAGES: u64 = 128;
 
 /// How the memslot is.

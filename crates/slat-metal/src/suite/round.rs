@@ -29,11 +29,12 @@ use crate::{error, fail, say};
 /// Pages under attack: 12 MiB, so that blocks of both kinds are there, and one that is not whole.
 const NR_PAGES: u64 = 3072 - 16;
 
-/// Where they are, in guest-physical memory.
-const START: Gpa = Gpa(0x8000_0000);
+/// Where they are, in guest-physical memory: above where any machine has the image, whose text the
+/// guest has at its own address.
+const START: Gpa = Gpa(0x10_0000_0000);
 
 /// Private memory of vCPU n, one after the other from here on.
-const PRIVATE_START: Gpa = Gpa(0x4000_0000);
+const PRIVATE_START: Gpa = Gpa(0x18_0000_0000);
 
 /// Stretches between two checkpoints.
 const STRETCHES: u64 = 400;

@@ -261,6 +261,7 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
          {NR_MANY_VCPUS} vCPUs with at most {} each, on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of\n\
          virtual time, beside invalidations of a page. A vCPU that runs for a quantum is preempted, inside the engine, too.\n\
          Locks sleep. A time is without that in which its own thread had no CPU.",
+        quantity((MAX_PAGES_OF_MANY << 12) as f64, Unit::Bytes),
         quantity(DURATION_OF_MANY_NS as f64 / 1e9, Unit::Seconds)
     );
 }

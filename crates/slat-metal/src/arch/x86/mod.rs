@@ -19,6 +19,7 @@ pub mod vmx;
 use alloc::boxed::Box;
 
 use raw_cpuid::CpuId;
+use slat::{GfnRange, Gpa};
 
 use crate::boot::{BootInfo, MAX_CPUS, MissingCpus, Span};
 use crate::cpus::Cpus;
@@ -118,6 +119,10 @@ pub fn halt() -> ! {
 
 /// Drops all translations of the CPUs that run the guest of `cpus`: each that had entered before
 /// has left when this returns.
-pub fn flush(cpus: &Cpus) {
+pub fn flush(cpus: &Cpus, _ranges: &[GfnRange]) {
     cpus.flush_by_kicks();
 }
+
+/// Nothing: a fault drops what caused it (Intel SDM vol. 3C, "Operations that Invalidate Cached
+/// Mappings"; AMD APM vol. 2, 5.5.2). The engine never asks for it.
+pub fn flush_local(_gpa: Gpa) {}

@@ -1,0 +1,138 @@
+//! The firmware that the guest has: SBI (RISC-V Supervisor Binary Interface Specification 2.0), as far as
+//! Linux needs it. The guest's hart n is vCPU n.
+
+use core::sync::atomic::Ordering;
+
+use sbi_rt::HartMask;
+use sbi_spec::binary::SbiRet;
+use sbi_spec::{base, hsm, rfnc, spi, srst, time};
+
+use super::vcpu::GuestCpu;
+use crate::arch::riscv::{boot, csr};
+use crate::arch::{self, Kick};
+use crate::fail;
+use crate::linux::{AlreadyStarted, Linux, Start};
+
+/// What an implementation without a number of its own answers: no other one has this.
+const IMPLEMENTATION: usize = 0x51a7;
+
+/// The extensions that are there.
+const EXTENSIONS: [usize; 6] =
+    [base::EID_BASE, time::EID_TIME, spi::EID_SPI, rfnc::EID_RFNC, hsm::EID_HSM, srst::EID_SRST];
+
+/// A call: the extension, its function, and the arguments.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Call {
+    pub extension: usize,
+    pub function: usize,
+    pub arguments: [usize; 6],
+}
+
+impl GuestCpu {
+    /// What the firmware answers to `call`.
+    pub(super) fn sbi(&mut self, linux: &Linux, call: Call) -> SbiRet {
+        let [first, second, third, ..] = call.arguments;
+        match (call.extension, call.function) {
+            (base::EID_BASE, function) => answer_base(function, first),
+            (time::EID_TIME, time::SET_TIMER) => {
+                // SAFETY: the guest's own timer. A time that is reached is an interrupt that the hart gives it.
+                unsafe { csr::write!("vstimecmp", first as u64) };
+                SbiRet::success(0)
+            }
+            (spi::EID_SPI, spi::SEND_IPI) => match targets(linux, first, second) {
+                Some(cpus) => self.send_interrupts(linux, cpus),
+                None => SbiRet::invalid_param(),
+            },
+            (rfnc::EID_RFNC, function) => match targets(linux, first, second) {
+                Some(cpus) => fence(function, harts(cpus), call.arguments),
+                None => SbiRet::invalid_param(),
+            },
+            (hsm::EID_HSM, hsm::HART_START) => {
+                let start = Start { entry: second as u64, argument: third as u64 };
+                match linux.startups.start(first, start) {
+                    Some(Ok(())) => SbiRet::success(0),
+                    Some(Err(AlreadyStarted)) => SbiRet::already_available(),
+                    None => SbiRet::invalid_param(),
+                }
+            }
+            (hsm::EID_HSM, hsm::HART_GET_STATUS) => match linux.startups.is_started(first) {
+                Some(true) => SbiRet::success(hsm::hart_state::STARTED),
+                Some(false) => SbiRet::success(hsm::hart_state::STOPPED),
+                None => SbiRet::invalid_param(),
+            },
+            (srst::EID_SRST, srst::SYSTEM_RESET) => self.end(linux, first as u32),
+            // A hart that stops, or suspends itself: nothing in this guest needs it.
+            _ => SbiRet::not_supported(),
+        }
+    }
+
+    /// The guest has turned itself off, or wants to begin again. It may when it is done.
+    fn end(&mut self, linux: &Linux, kind: u32) -> SbiRet {
+        if linux.is_done() {
+            // The CPU that does the operations ends the machine.
+            linux.stay_outside();
+        }
+        match kind {
+            srst::RESET_TYPE_SHUTDOWN => fail!("the guest has turned itself off before its work was done"),
+            _ => fail!("the guest has restarted: its kernel panicked, or its first process ended"),
+        }
+    }
+
+    fn send_interrupts(&mut self, linux: &Linux, cpus: u64) -> SbiRet {
+        for cpu in (0..linux.options.nr_cpus).filter(|cpu| cpus & 1 << cpu != 0) {
+            // SeqCst: the CPU looks at this after it has left its guest, at the latest for the kick.
+            linux.guest.interrupts[cpu].store(true, Ordering::SeqCst);
+            if cpu != arch::cpu_number() {
+                arch::kick(cpu as u32, Kick::Software);
+            }
+        }
+        SbiRet::success(0)
+    }
+
+    /// Gives the guest the interrupts that other vCPUs have sent it.
+    pub(super) fn take_interrupts(&mut self, linux: &Linux, number: usize) {
+        if linux.guest.interrupts[number].swap(false, Ordering::SeqCst) {
+            // SAFETY: the guest's own software interrupt.
+            unsafe { csr::set!("hvip", csr::GUEST_SOFTWARE) };
+        }
+    }
+}
+
+fn answer_base(function: usize, argument: usize) -> SbiRet {
+    match function {
+        base::GET_SBI_SPEC_VERSION => SbiRet::success(2 << 24),
+        base::GET_SBI_IMPL_ID => SbiRet::success(IMPLEMENTATION),
+        base::PROBE_EXTENSION => SbiRet::success(usize::from(EXTENSIONS.contains(&argument))),
+        // The version, and the machine's identity: unknown.
+        base::GET_SBI_IMPL_VERSION | base::GET_MVENDORID | base::GET_MARCHID | base::GET_MIMPID => SbiRet::success(0),
+        _ => SbiRet::not_supported(),
+    }
+}
+
+/// The vCPUs of a mask, by bits. `None` if it names one that is not there.
+fn targets(linux: &Linux, mask: usize, first: usize) -> Option<u64> {
+    let all = (1 << linux.options.nr_cpus) - 1;
+    if first == usize::MAX {
+        return Some(all);
+    }
+    let mask = mask as u64;
+    let cpus = if first < 64 { mask << first } else { 0 };
+    (cpus & !all == 0 && cpus.count_ones() == mask.count_ones()).then_some(cpus)
+}
+
+/// The harts that are these vCPUs.
+fn harts(cpus: u64) -> u64 {
+    (0..64).filter(|cpu| cpus & 1 << cpu != 0).fold(0, |harts, cpu| harts | 1 << boot::hart(cpu))
+}
+
+/// A fence of the guest's on `harts`: of its instructions, or of its own page tables, with the VMID that the
+/// calling hart has in `hgatp`.
+fn fence(function: usize, harts: u64, [_, _, start, size_bytes, number, _]: [usize; 6]) -> SbiRet {
+    let harts = HartMask::from_mask_base(harts as usize, 0);
+    match function {
+        rfnc::REMOTE_FENCE_I => sbi_rt::remote_fence_i(harts),
+        rfnc::REMOTE_SFENCE_VMA => sbi_rt::remote_hfence_vvma(harts, start, size_bytes),
+        rfnc::REMOTE_SFENCE_VMA_ASID => sbi_rt::remote_hfence_vvma_asid(harts, start, size_bytes, number),
+        _ => SbiRet::not_supported(),
+    }
+}

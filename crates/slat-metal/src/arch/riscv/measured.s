@@ -1,0 +1,37 @@
+# The guest that is measured: it writes a word to each of some pages, in order, and stores for each
+# how far the cycle counter went between the instructions around the write.
+#
+# It has a block of words at a0:
+#   0  the address of the first page
+#   8  the number of pages, at least 1
+#  16  the distance between pages, in bytes
+#  24  unused
+#  32  for each page, the difference
+# Then it calls its hypervisor, and begins again. It is copied: it has no addresses.
+#
+# A turn of the loop has 9 instructions. The difference is 2 where the write does not leave the guest:
+# the write, rdcycle.
+
+.balign 128                             # in one page
+.global measured_guest
+measured_guest:
+    ld t0, 0(a0)
+    ld t1, 8(a0)
+    ld t2, 16(a0)
+    addi t3, a0, 32
+2:  rdcycle t4
+    sd t4, 0(t0)
+    rdcycle t5
+    sub t5, t5, t4
+    sd t5, 0(t3)
+    addi t3, t3, 8
+    add t0, t0, t2
+    addi t1, t1, -1
+    bnez t1, 2b
+    .option push
+    .option norvc
+    ecall
+    .option pop
+    j measured_guest
+.global measured_guest_end
+measured_guest_end:

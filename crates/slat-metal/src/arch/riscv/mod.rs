@@ -1,0 +1,113 @@
+//! A RISC-V machine whose harts have the hypervisor extension (H), below a firmware with SBI.
+//!
+//! The hypervisor runs in HS-mode, without address translation of its own. CPU 0 is the hart that the
+//! firmware has booted; the others have the order of the device tree.
+
+#![expect(unsafe_code, reason = "starts the other CPUs, and sets up its own")]
+
+pub mod boot;
+pub mod clock;
+pub mod console;
+pub(crate) mod csr;
+pub mod features;
+pub mod flush;
+pub mod guest;
+pub mod linux;
+pub mod measured;
+pub mod run;
+pub mod trap;
+
+use alloc::boxed::Box;
+
+use sbi_rt::HartMask;
+
+use crate::boot::{BootInfo, MissingCpus, Span, wait_for_cpus};
+use crate::options::{Guest, Options};
+use crate::start::{self, Work};
+use crate::error;
+use features::Features;
+use run::RiscvCpu;
+
+pub use flush::{flush, flush_local};
+pub use run::Trap;
+
+/// All of it: nothing is mapped.
+pub const USABLE: Span = Span { start: 0, end: u64::MAX };
+
+/// An interrupt that makes a CPU leave its guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kick {
+    /// That of the supervisor's software. The guest has another one, and cannot mask this.
+    Software,
+}
+
+/// Makes CPU `cpu` leave its guest.
+pub fn kick(cpu: u32, _kick: Kick) {
+    let result = sbi_rt::send_ipi(HartMask::from_mask_base(1, boot::hart(cpu as usize) as usize));
+    if result.is_err() {
+        error!("the firmware sends no interrupt to CPU {cpu}: {result:?}");
+    }
+}
+
+/// How a CPU runs guests: there is one way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Virtualization;
+
+impl Virtualization {
+    /// What all CPUs do with a guest as `options` say. `free_bytes` of memory are free.
+    pub fn work(self, options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
+        match options.guest {
+            Guest::Suite => start::suite::<RiscvCpu<slat::format::Sv48x4>>(options),
+            Guest::Measure => start::measure::<RiscvCpu<slat::format::Sv48x4>>(),
+            Guest::Linux => start::linux(options, boot, free_bytes),
+        }
+    }
+}
+
+/// Sets up the calling CPU. Returns how it runs guests.
+pub fn set_up() -> Virtualization {
+    if !boot::features().contains(Features::H) {
+        error!("the CPU has no hypervisor extension (H)");
+    }
+    // SAFETY: interrupts are off in HS-mode: this one makes a guest leave, and comes at no other time.
+    unsafe { csr::write!("sie", csr::SUPERVISOR_SOFTWARE) };
+    Virtualization
+}
+
+/// Starts the other CPUs, until `wanted` are there (SBI Specification, "Hart State Management Extension").
+///
+/// # Errors
+/// [`MissingCpus`].
+///
+/// # Safety
+/// To be called once, by the boot CPU.
+pub unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
+    unsafe extern "C" {
+        static other_start: u8;
+    }
+    let missing = |present| MissingCpus { present, wanted };
+    if boot::nr_harts() < wanted as usize {
+        return Err(missing(boot::nr_harts() as u32));
+    }
+    for cpu in 1..wanted as usize {
+        // The hart enters `boot.s` with its number as a CPU. Where it does not, the wait below ends.
+        sbi_rt::hart_start(boot::hart(cpu) as usize, (&raw const other_start).addr(), cpu);
+    }
+    wait_for_cpus(wanted)
+}
+
+/// The number of the calling CPU.
+pub fn cpu_number() -> usize {
+    let number: usize;
+    // SAFETY: `boot.s` has put it there, and nothing in the hypervisor changes it.
+    unsafe { core::arch::asm!("mv {}, tp", out(reg) number, options(nomem, nostack, preserves_flags)) };
+    number
+}
+
+/// Stops the calling CPU for ever.
+pub fn halt() -> ! {
+    loop {
+        // SAFETY: waits for an interrupt, or not.
+        unsafe { core::arch::asm!("wfi", options(nomem, nostack)) };
+    }
+}

@@ -1,0 +1,326 @@
+//! A virtual CPU: entries into the guest, and why it left.
+//!
+//! # An entry
+//! Interrupts are off in HS-mode, and on as soon as the hart is in the guest, whatever the guest does:
+//! a kick that comes before the entry makes the guest leave at once (RISC-V Privileged Architecture,
+//! "Supervisor Interrupt (sip and sie) Registers").
+//!
+//! The registers of VS-mode are the hart's own, and stay in it: a CPU runs one guest.
+//!
+//! # A fault that comes again
+//! A hart that has not executed the fence that a fault asks for may fault once more
+//! ([`flush`](super::flush)). The CPU then reports its last fault without an entry.
+
+#![expect(unsafe_code, reason = "enters a guest")]
+
+use alloc::boxed::Box;
+use core::marker::PhantomData;
+use core::mem::offset_of;
+
+use slat::format::{Format, Sv39x4, Sv48x4, Sv57x4};
+use slat::tables::AccessTracking;
+use slat::{Access, Gpa};
+
+use super::features::Features;
+use super::{Kick, boot, csr, flush};
+use crate::cpus::Presence;
+use crate::fail;
+use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
+
+/// A format of G-stage page tables.
+pub trait GStage: Format {
+    /// Its number in `hgatp`.
+    const MODE: u64;
+}
+
+impl GStage for Sv39x4 {
+    const MODE: u64 = 8;
+}
+
+impl GStage for Sv48x4 {
+    const MODE: u64 = 9;
+}
+
+impl GStage for Sv57x4 {
+    const MODE: u64 = 10;
+}
+
+/// Exits that other machines do not have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Trap {
+    /// An instruction that a hypervisor could execute for the guest: one of the hypervisor extension among
+    /// others, also in the guest's user mode.
+    VirtualInstruction,
+}
+
+/// The registers of a guest, and why it has left.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct Registers {
+    /// x0 to x31. The first is always 0.
+    pub x: [u64; 32],
+    /// The next instruction.
+    pub pc: u64,
+    sstatus: u64,
+    hstatus: u64,
+    scause: u64,
+    /// What goes with the cause: an address, or an instruction.
+    pub stval: u64,
+    htval: u64,
+    htinst: u64,
+    /// The stack of the hypervisor, during a stay.
+    host_sp: u64,
+}
+
+/// The number of a0. The arguments of a call begin there.
+pub const A0: usize = 10;
+
+core::arch::global_asm!(
+    ".set PC, {pc}",
+    ".set SSTATUS, {sstatus}",
+    ".set HSTATUS, {hstatus}",
+    ".set SCAUSE, {scause}",
+    ".set STVAL, {stval}",
+    ".set HTVAL, {htval}",
+    ".set HTINST, {htinst}",
+    ".set HOST_SP, {host_sp}",
+    include_str!("enter.s"),
+    pc = const offset_of!(Registers, pc),
+    sstatus = const offset_of!(Registers, sstatus),
+    hstatus = const offset_of!(Registers, hstatus),
+    scause = const offset_of!(Registers, scause),
+    stval = const offset_of!(Registers, stval),
+    htval = const offset_of!(Registers, htval),
+    htinst = const offset_of!(Registers, htinst),
+    host_sp = const offset_of!(Registers, host_sp),
+);
+
+unsafe extern "C" {
+    /// Runs the guest of `registers`.
+    ///
+    /// # Safety
+    /// The registers of the hypervisor extension have a guest of the calling CPU.
+    fn enter_guest(registers: *mut Registers);
+}
+
+/// Causes of exceptions ("Machine Cause (mcause) Register").
+const GUEST_CALL: u64 = 10;
+const GUEST_FETCH_FAULT: u64 = 20;
+const GUEST_LOAD_FAULT: u64 = 21;
+const VIRTUAL_INSTRUCTION: u64 = 22;
+const GUEST_STORE_FAULT: u64 = 23;
+
+/// Exceptions that the guest has itself: misaligned addresses, illegal instructions, breakpoints, calls of its
+/// user mode, page faults of its own tables.
+const DELEGATED: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 12 | 1 << 13 | 1 << 15;
+
+/// What HTINST has where a walk of the guest's page tables has faulted: it read a PTE, or set a bit of one
+/// ("Hypervisor Trap Instruction Register", pseudoinstructions).
+const WALK_READ: u64 = 0x3000;
+const WALK_WRITE: u64 = 0x3020;
+
+/// How often the same fault is reported again, at most.
+const MAX_REPEATED: u64 = 1_000_000;
+
+/// SBI's feature 4 of the firmware: harts set A and D ("Firmware Features Extension").
+const PTE_AD_HW_UPDATING: u32 = 4;
+
+/// A virtual CPU.
+#[derive(Debug)]
+pub struct RiscvCpu<F> {
+    registers: Box<Registers>,
+    /// The last fault, as long as nothing has gone on behind it, and how often it was reported again.
+    fault: Option<(Gpa, Access)>,
+    nr_repeated: u64,
+    format: PhantomData<F>,
+    /// The hart has its registers.
+    _stays_on_its_cpu: PhantomData<*mut ()>,
+}
+
+impl<F> RiscvCpu<F> {
+    /// The guest's registers.
+    pub fn registers(&mut self) -> &mut Registers {
+        &mut self.registers
+    }
+
+    /// Delivers the exception `cause` to the guest's supervisor mode, with `value` in `stval`.
+    pub fn inject(&mut self, cause: u64, value: u64) {
+        const SPP: u64 = csr::STATUS_SPP;
+        const SIE: u64 = 1 << 1;
+        const SPIE: u64 = 1 << 5;
+        self.fault = None;
+        let status = csr::read!("vsstatus");
+        let interrupts = if status & SIE != 0 { SPIE } else { 0 };
+        // The guest's privilege before this trap becomes that before its own.
+        let status = status & !(SPP | SIE | SPIE) | self.registers.sstatus & SPP | interrupts;
+        // SAFETY: the guest's own registers.
+        unsafe {
+            csr::write!("vsepc", self.registers.pc);
+            csr::write!("vscause", cause);
+            csr::write!("vstval", value);
+            csr::write!("vsstatus", status);
+        }
+        self.registers.sstatus |= SPP;
+        self.registers.hstatus |= csr::HSTATUS_SPVP;
+        self.registers.pc = csr::read!("vstvec") & !3;
+    }
+
+    /// The cause, in words.
+    fn reason(&mut self) -> Exit {
+        let Registers { scause, stval, htval, htinst, .. } = *self.registers;
+        match scause {
+            KICKED => {
+                // SAFETY: no other interrupt than this.
+                unsafe { csr::clear!("sip", csr::SUPERVISOR_SOFTWARE) };
+                Exit::Kick
+            }
+            GUEST_FETCH_FAULT | GUEST_LOAD_FAULT | GUEST_STORE_FAULT => {
+                let (gpa, access) = page_fault(scause, stval, htval, htinst);
+                flush::hold(gpa);
+                self.fault = Some((gpa, access));
+                self.nr_repeated = 0;
+                Exit::PageFault { gpa, access }
+            }
+            GUEST_CALL => Exit::Hypercall,
+            VIRTUAL_INSTRUCTION => Exit::Trapped(Trap::VirtualInstruction),
+            code => Exit::Other { code },
+        }
+    }
+}
+
+/// The cause of a kick.
+const KICKED: u64 = csr::INTERRUPT | 1;
+
+/// The address and the access of a guest-page fault. `htval` has the address >> 2, `stval` the rest of it.
+fn page_fault(scause: u64, stval: u64, htval: u64, htinst: u64) -> (Gpa, Access) {
+    let gpa = Gpa(htval << 2 | stval & 3);
+    match (htinst, scause) {
+        (WALK_READ, _) => (Gpa(htval << 2), Access::Read),
+        (WALK_WRITE, _) => (Gpa(htval << 2), Access::Write),
+        (_, GUEST_FETCH_FAULT) => (gpa, Access::Execute),
+        (_, GUEST_STORE_FAULT) => (gpa, Access::Write),
+        _ => (gpa, Access::Read),
+    }
+}
+
+/// Whether harts set A and D in the G-stage, from now on on the calling hart. A firmware that cannot be told so
+/// leaves it as it is: then a clear bit is a fault.
+fn set_bits_by_hardware(tracking: AccessTracking) {
+    if boot::features().contains(Features::SVADU) {
+        let value = usize::from(tracking == AccessTracking::AccessedBit);
+        sbi_rt::fwft_set(PTE_AD_HW_UPDATING, value, 0);
+    }
+}
+
+impl<F: GStage> VirtualCpu for RiscvCpu<F> {
+    type Format = F;
+
+    /// Interrupts are off in HS-mode.
+    const KICK: Kick = Kick::Software;
+
+    const HYPERCALL: u64 = 0;
+
+    fn has_modification_log() -> bool {
+        false
+    }
+
+    unsafe fn new(second_stage: SecondStage) -> RiscvCpu<F> {
+        set_bits_by_hardware(second_stage.access_tracking);
+        let root = second_stage.root.0 >> 12;
+        let hgatp = F::MODE << csr::HGATP_MODE_SHIFT | flush::VMID << csr::HGATP_VMID_SHIFT | root;
+        let has_timer = boot::features().contains(Features::SSTC);
+        // SAFETY: registers of the guest and of its virtualization. `hgatp` has the page tables of a VM that
+        // outlives this value.
+        unsafe {
+            csr::write!("hedeleg", DELEGATED);
+            csr::write!("hideleg", csr::GUEST_SOFTWARE | csr::GUEST_TIMER | csr::GUEST_EXTERNAL);
+            csr::write!("hie", 0_u64);
+            csr::write!("hvip", 0_u64);
+            csr::write!("htimedelta", 0_u64);
+            // The counters of cycles, time and instructions.
+            csr::write!("hcounteren", 7_u64);
+            csr::write!("henvcfg", if has_timer { csr::ENVCFG_STCE } else { 0 });
+            csr::write!("hgatp", hgatp);
+            csr::write!("vsatp", 0_u64);
+            csr::write!("vsstatus", csr::STATUS_UXL_64);
+            csr::write!("vsie", 0_u64);
+            csr::write!("vstvec", 0_u64);
+            csr::write!("vsscratch", 0_u64);
+        }
+        flush::own_fence();
+        if csr::read!("hgatp") >> csr::HGATP_MODE_SHIFT != F::MODE {
+            crate::error!("the CPU has no {} page tables", F::NAME);
+        }
+        let (format, _stays_on_its_cpu) = (PhantomData, PhantomData);
+        RiscvCpu { registers: Box::default(), fault: None, nr_repeated: 0, format, _stays_on_its_cpu }
+    }
+
+    fn start(&mut self, start: Start) {
+        let registers = &mut *self.registers;
+        registers.x = [0; 32];
+        registers.x[2] = start.stack;
+        registers.x[A0] = start.argument;
+        registers.pc = start.pc;
+        registers.sstatus = csr::STATUS_SPP | csr::STATUS_FS | csr::STATUS_VS | csr::STATUS_UXL_64;
+        registers.hstatus = csr::HSTATUS_SPV | csr::HSTATUS_SPVP | csr::HSTATUS_VSXL_64;
+    }
+
+    fn run(&mut self, presence: &Presence) -> Exit {
+        if let Some((gpa, access)) = self.fault
+            && flush::holds(gpa)
+        {
+            self.nr_repeated += 1;
+            if self.nr_repeated > MAX_REPEATED {
+                fail!("a CPU still has what it has faulted on at {gpa}: it did not flush that");
+            }
+            return Exit::PageFault { gpa, access };
+        }
+        self.fault = None;
+        let flushed = presence.enter();
+        // SAFETY: `new` has set the registers of the extension up for this guest, on this CPU.
+        unsafe { enter_guest(&raw mut *self.registers) };
+        presence.leave(flushed);
+        self.reason()
+    }
+
+    fn skip(&mut self, length: u64) {
+        self.fault = None;
+        self.registers.pc += length;
+    }
+
+    fn set_result(&mut self, value: u64) {
+        self.registers.x[A0] = value;
+    }
+
+    fn pc(&self) -> u64 {
+        self.registers.pc
+    }
+
+    fn fault_address(&self) -> u64 {
+        csr::read!("vstval")
+    }
+}
+
+impl<F> Drop for RiscvCpu<F> {
+    fn drop(&mut self) {
+        // SAFETY: no guest's page tables any more.
+        unsafe { csr::write!("hgatp", 0_u64) };
+        flush::own_fence();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_page_fault_has_its_address_and_access() {
+        let fault = |scause, htinst| page_fault(scause, 0x1003, 0x2000_0400, htinst);
+        assert_eq!(fault(GUEST_FETCH_FAULT, 0), (Gpa(0x8000_1003), Access::Execute));
+        assert_eq!(fault(GUEST_LOAD_FAULT, 0), (Gpa(0x8000_1003), Access::Read));
+        assert_eq!(fault(GUEST_STORE_FAULT, 0), (Gpa(0x8000_1003), Access::Write));
+        // Walks, whatever the guest did.
+        assert_eq!(fault(GUEST_STORE_FAULT, WALK_READ), (Gpa(0x8000_1000), Access::Read));
+        assert_eq!(fault(GUEST_LOAD_FAULT, WALK_WRITE), (Gpa(0x8000_1000), Access::Write));
+    }
+}

@@ -1,0 +1,9 @@
+//! Traps of the hypervisor itself: each is a defect, and ends the machine.
+
+#![expect(unsafe_code, reason = "is entered by a trap")]
+
+/// Reports a trap: its cause, where, the address that goes with it, and the stack pointer.
+#[unsafe(no_mangle)]
+extern "C" fn trap_main(scause: u64, sepc: u64, stval: u64, sp: u64) -> ! {
+    crate::error!("exception {scause} of the hypervisor at {sepc:#x}, address {stval:#x}, sp {sp:#x}")
+}
