@@ -25,22 +25,31 @@
 //! # What a CPU may still hold
 //! QEMU and Bochs flush at each entry, so they do not show an entry that should have flushed and
 //! did not. Each CPU keeps the number of the last flush that its entry has asked the hardware for.
-//! A stay in the guest with a smaller number than that of the flushes at entry is counted
-//! ([`Cpus::nr_stale_entries`]), and ends the run.
+//! A stay in the guest with a smaller number than that of the flushes at entry is counted, and ends
+//! the run ([`Cpus::check`]).
+//!
+//! Where flushes are by instructions that reach all CPUs, an emulator's CPUs show a flush that is
+//! missing. They do not show that a CPU has left out the flush of the page that it faulted on, nor
+//! that an entry was made before the flush of the one that it replaces: [`Presence::resume`] finds
+//! these ([`held`](crate::held)).
 
 #![expect(unsafe_code, reason = "a presence is a promise about a CPU")]
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use slat::Gpa;
+use slat::format::Format;
+use slat::{GfnRange, Gpa};
 use spin::Mutex;
 
 use crate::arch::{self, Kick};
 use crate::boot::MAX_CPUS;
+use crate::fail;
+use crate::held::{Flushes, Held};
 use crate::host::Control;
+use crate::operations::MetalVm;
 
 /// What an entry has to flush.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,6 +73,10 @@ struct Entered {
     executed: AtomicU64,
     target: AtomicU32,
     nr_exits: AtomicU64,
+    /// The frame number, plus one, of the page that the CPU flushed last by itself. The CPU's own.
+    flushed_page: AtomicU64,
+    /// Whether the CPU replaces huge leaves or page-table pages, for a [`Control`]. Its own.
+    is_breaking: AtomicBool,
     /// What the CPU has logged, until it is drained.
     modifications: Mutex<Vec<Gpa>>,
 }
@@ -78,6 +91,12 @@ pub struct Cpus {
     /// call to pass on, all that was logged before.
     drain: Mutex<()>,
     nr_stale_entries: AtomicU64,
+    /// Faults after which a CPU went on without a flush of the page.
+    nr_stale_pages: AtomicU64,
+    /// Leaves that a CPU may have had beside those that they replace.
+    nr_conflicts: AtomicU64,
+    /// Flushes that were carried out.
+    carried_out: Flushes,
     control: Control,
     kick: Kick,
 }
@@ -90,14 +109,51 @@ impl Cpus {
             entered: Default::default(),
             drain: Mutex::new(()),
             nr_stale_entries: AtomicU64::new(0),
+            nr_stale_pages: AtomicU64::new(0),
+            nr_conflicts: AtomicU64::new(0),
+            carried_out: Flushes::new(),
             control,
             kick,
         })
     }
 
-    /// Entries that left out a flush.
-    pub fn nr_stale_entries(&self) -> u64 {
-        self.nr_stale_entries.load(Ordering::Relaxed)
+    /// Ends the run if a CPU has left out a flush, or may have had two leaves for one page.
+    pub fn check(&self) {
+        let number = |of: &AtomicU64| Some(of.load(Ordering::Relaxed)).filter(|&number| number != 0);
+        if let Some(nr_entries) = number(&self.nr_stale_entries) {
+            fail!("{nr_entries} entries into the guest left out a flush");
+        }
+        if let Some(nr_faults) = number(&self.nr_stale_pages) {
+            fail!("after {nr_faults} faults a CPU went on without a flush of the page");
+        }
+        if let Some(nr_leaves) = number(&self.nr_conflicts) {
+            fail!("{nr_leaves} times a CPU may have had a leaf beside one of another size: no flush was between both");
+        }
+    }
+
+    /// `ranges` are flushed on all CPUs.
+    pub(crate) fn note_flush(&self, ranges: &[GfnRange]) {
+        self.carried_out.note(ranges);
+    }
+
+    /// The calling CPU has flushed the page at `gpa` for itself.
+    pub(crate) fn note_local_flush(&self, gpa: Gpa) {
+        // Relaxed: this CPU's own.
+        self.entered[arch::cpu_number()].flushed_page.store(gpa.gfn().0 + 1, Ordering::Relaxed);
+    }
+
+    /// Whether the calling CPU is inside of [`while_breaking`](Cpus::while_breaking).
+    pub(crate) fn is_breaking(&self) -> bool {
+        self.entered[arch::cpu_number()].is_breaking.load(Ordering::Relaxed)
+    }
+
+    /// Does `work`, which replaces huge leaves by page-table pages or the other way.
+    pub(crate) fn while_breaking<T>(&self, work: impl FnOnce() -> T) -> T {
+        let is_breaking = &self.entered[arch::cpu_number()].is_breaking;
+        is_breaking.store(true, Ordering::Relaxed);
+        let result = work();
+        is_breaking.store(false, Ordering::Relaxed);
+        result
     }
 
     /// Makes all CPUs leave the guest that are there now, without a flush.
@@ -157,6 +213,7 @@ impl Cpus {
 pub struct Presence {
     cpus: Arc<Cpus>,
     cpu: usize,
+    held: Held,
     _stays_on_its_cpu: PhantomData<*mut ()>,
 }
 
@@ -171,7 +228,26 @@ impl Presence {
     /// of the guest while it is not, and a flush would pass it by.
     pub unsafe fn new(cpus: &Arc<Cpus>, cpu: usize) -> Presence {
         cpus.entered[cpu].target.store(arch::cpu_number() as u32, Ordering::Relaxed);
-        Presence { cpus: cpus.clone(), cpu, _stays_on_its_cpu: PhantomData }
+        Presence { cpus: cpus.clone(), cpu, held: Held::default(), _stays_on_its_cpu: PhantomData }
+    }
+
+    /// The guest goes on after a fault at `gpa`, which `vm` has handled: checks that the CPU has
+    /// flushed the page, and what it may hold of the block, in formats that have such rules.
+    pub fn resume<F: Format>(&self, vm: &MetalVm<F>, gpa: Gpa) {
+        let cpu = &self.cpus.entered[self.cpu];
+        // Relaxed: this CPU's own.
+        if F::NEEDS_LOCAL_FLUSH && cpu.flushed_page.swap(0, Ordering::Relaxed) != gpa.gfn().0 + 1 {
+            self.cpus.nr_stale_pages.fetch_add(1, Ordering::Relaxed);
+        }
+        if F::BREAK_BEFORE_MAKE {
+            let nr_flushes = self.cpus.carried_out.nr();
+            // Another CPU may have changed it since the fault.
+            if let Ok(Some(found)) = vm.translate(gpa)
+                && !self.held.take(&self.cpus.carried_out, gpa.gfn(), found.size, nr_flushes)
+            {
+                self.cpus.nr_conflicts.fetch_add(1, Ordering::Relaxed);
+            }
+        }
     }
 
     /// The CPU enters the guest next. Returns what the entry must flush. From here on until the

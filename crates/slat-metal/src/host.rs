@@ -34,10 +34,14 @@ pub enum Control {
     NoKick,
     /// An entry does not flush.
     NoEntryFlush,
-    /// A CPU keeps what it has faulted on.
-    NoLocalFlush,
     /// Pages of the dirty log are copied before the log is taken.
     CopyBeforeLog,
+    /// A CPU that faulted goes on without a flush of the page.
+    NoLocalFlush,
+    /// Entries are replaced without a flush between break and make.
+    NoBreakFlush,
+    /// The flush comes before the break, instead of between break and make.
+    FlushBeforeBreak,
 }
 
 /// What a memslot's memory comes from.
@@ -138,14 +142,21 @@ unsafe impl Host for MetalHost {
 
     fn flush(&self, ranges: &[GfnRange]) {
         let_others_run();
-        if self.cpus.control() != Control::NoFlush {
+        let is_left_out = match self.cpus.control() {
+            Control::NoFlush => true,
+            Control::NoBreakFlush | Control::FlushBeforeBreak => self.cpus.is_breaking(),
+            _ => false,
+        };
+        if !is_left_out {
             arch::flush(&self.cpus, ranges);
+            self.cpus.note_flush(ranges);
         }
     }
 
     fn flush_local(&self, gpa: Gpa) {
         if self.cpus.control() != Control::NoLocalFlush {
             arch::flush_local(gpa);
+            self.cpus.note_local_flush(gpa);
         }
     }
 

@@ -25,8 +25,12 @@ extern crate alloc;
 
 pub mod arch;
 pub mod boot;
+pub mod bootargs;
 pub mod console;
 pub mod cpus;
+#[cfg(not(target_arch = "x86_64"))]
+pub mod device_tree;
+mod held;
 pub mod host;
 pub mod linux;
 pub mod measure;

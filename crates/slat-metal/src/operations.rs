@@ -17,9 +17,10 @@ use slat::dirty::ManualProtect;
 use slat::error::SlotError;
 use slat::format::Format;
 use slat::slots::UserfaultBitmap;
-use slat::{Access, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
+use slat::{Access, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
 use spin::Mutex;
 
+use crate::arch::clock;
 use crate::fail;
 use crate::host::{Backing, Control, MetalHost};
 use crate::ram::{MoveError, Ram, copy_words};
@@ -34,6 +35,9 @@ const COPY_PAGES: usize = 512;
 
 /// Words of a page.
 const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
+
+/// How long a flush comes too early, with [`Control::FlushBeforeBreak`].
+const BEFORE_BREAK_US: u64 = 100;
 
 /// What the hypervisor does, and how often of a thousand.
 const OPERATIONS: [(Operation, u64); 12] = [
@@ -222,9 +226,13 @@ impl<F: Format> Operations<F> {
             Operation::Age => drop(self.check(self.vm.age_range(self.range(first, nr_pages)))),
             Operation::Split => {
                 let largest = if rng.bool() { PageSize::Size4K } else { PageSize::Size2M };
-                self.check(self.vm.split_range(self.range(first, nr_pages), largest));
+                let range = self.range(first, nr_pages);
+                self.replace(range, || _ = self.check(self.vm.split_range(range, largest)));
             }
-            Operation::Recover => drop(self.check(self.vm.recover_range(self.range(first, nr_pages)))),
+            Operation::Recover => {
+                let range = self.range(first, nr_pages);
+                self.replace(range, || _ = self.check(self.vm.recover_range(range)));
+            }
             Operation::Withhold => self.withhold(first, nr_pages.min(8)),
             Operation::Prefault => self.prefault(vcpu, first, nr_pages, rng),
             Operation::Translate => self.translate(first),
@@ -241,6 +249,17 @@ impl<F: Format> Operations<F> {
 
     fn invalidate(&self, first: u64, nr_pages: u64) -> slat::tables::Invalidation<'_> {
         self.check(self.vm.invalidate_range(self.range(first, nr_pages)))
+    }
+
+    /// Does `work`, which replaces huge leaves in `range` by page-table pages or the other way.
+    fn replace(&self, range: GfnRange, work: impl FnOnce()) {
+        let host = self.vm.host();
+        if self.control == Control::FlushBeforeBreak {
+            host.flush(&[range]);
+            // So that other CPUs use what is there again.
+            clock::wait_us(BEFORE_BREAK_US);
+        }
+        host.cpus.while_breaking(work);
     }
 
     fn move_pages(&self, first: u64, nr_pages: u64) {

@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use crate::boot::MAX_CPUS;
+use crate::bootargs::FILES;
 use crate::host::Control;
 
 /// The guest to run.
@@ -58,13 +59,15 @@ pub enum OptionError<'t> {
 }
 
 /// The option for each kind of [`Control`].
-const CONTROLS: [(&str, Control); 6] = [
+const CONTROLS: [(&str, Control); 8] = [
     ("none", Control::None),
     ("no-flush", Control::NoFlush),
     ("no-kick", Control::NoKick),
     ("no-entry-flush", Control::NoEntryFlush),
-    ("no-local-flush", Control::NoLocalFlush),
     ("copy-before-log", Control::CopyBeforeLog),
+    ("no-local-flush", Control::NoLocalFlush),
+    ("no-break-flush", Control::NoBreakFlush),
+    ("flush-before-break", Control::FlushBeforeBreak),
 ];
 
 impl Options {
@@ -95,6 +98,8 @@ impl Options {
                     let found = CONTROLS.iter().find(|(name, _)| *name == value);
                     options.control = found.ok_or(bad)?.1;
                 }
+                // Read by the loader.
+                _ if FILES.contains(&name) => {}
                 _ => return Err(OptionError::Unknown(word)),
             }
             if !(1..=MAX_CPUS).contains(&options.nr_cpus) || !(64..=2048).contains(&options.memory_mib) {
@@ -114,7 +119,7 @@ mod tests {
         let options = Options::parse("guest=linux cpus=4 seed=7 operations=10 memory=128 control=no-flush").unwrap();
         assert_eq!((options.guest, options.nr_cpus, options.seed), (Guest::Linux, 4, 7));
         assert_eq!((options.nr_operations, options.memory_mib, options.control), (10, 128, Control::NoFlush));
-        assert_eq!(Options::parse("guest=measure").unwrap().guest, Guest::Measure);
+        assert_eq!(Options::parse("guest=measure kernel=0x1000,1").unwrap().guest, Guest::Measure);
         assert_eq!(Options::parse(""), Ok(Options::default()));
         for bad in ["cpus=0", "cpus=9", "cpus=-1", "seed=x", "guest=", "memory=1", "control=all"] {
             assert_eq!(Options::parse(bad), Err(OptionError::BadValue(bad)), "{bad}");

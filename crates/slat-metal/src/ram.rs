@@ -22,6 +22,7 @@ use slat::{PAGE_SIZE, PageSize, Pfn};
 use spin::Mutex;
 use thiserror::Error;
 
+use crate::arch::guest::sync_memory;
 use crate::error;
 
 /// What frames have that the guest must not use.
@@ -173,6 +174,7 @@ impl Ram {
     /// Fills `words` as the frame of `page` is filled before its first use.
     pub fn fill(&self, page: u64, words: &[AtomicU64]) {
         (self.fill)(page, words);
+        sync_memory(words);
     }
 
     /// Whether the page has a frame already.
@@ -222,7 +224,7 @@ impl Ram {
             let first = page - page % BLOCK_PAGES;
             let frame = |index| Pfn(home.0 + index);
             // SAFETY: allocated just now.
-            (0..BLOCK_PAGES).for_each(|index| (self.fill)(first + index, unsafe { words(frame(index)) }));
+            (0..BLOCK_PAGES).for_each(|index| self.fill(first + index, unsafe { words(frame(index)) }));
             // A page may move as soon as it has its frame, and must find its home then. Until all
             // pages have theirs, one more counts as away: no leaf maps the block as a whole.
             block.nr_away.store(1, Ordering::Relaxed);
@@ -235,7 +237,7 @@ impl Ram {
         }
         let frame = allocate(1)?;
         // SAFETY: allocated just now.
-        (self.fill)(page, unsafe { words(frame) });
+        self.fill(page, unsafe { words(frame) });
         place.store(frame.0, Ordering::Release);
         Some(frame)
     }
@@ -397,7 +399,9 @@ impl LockedPage<'_> {
         // SAFETY: both are frames of this memory; the invalidation keeps the guest from the old
         // one.
         let (old_words, new_words) = unsafe { (words(old), words(new)) };
+        sync_memory(old_words);
         copy_words(old_words, new_words);
+        sync_memory(new_words);
         fill_words(old_words, POISON);
         if home.is_some() {
             block.nr_away.fetch_sub(1, Ordering::Release);

@@ -24,6 +24,9 @@ static WORK: Once<Box<Work>> = Once::new();
 pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     clock::measure();
     let options = Options::parse(boot.command_line).unwrap_or_else(|error| error!("{error}"));
+    if !arch::has_control(options.control) {
+        error!("on this machine nothing is left out by {:?}", options.control);
+    }
     let virtualization = arch::set_up();
     let nr_helpers = match options.guest {
         Guest::Suite => 0,

@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "its contract is a promise about hardware and memory")]
 
 use slat::dirty::DirtyTracking;
-use slat::format::Format;
+use slat::format::{Format, Hardware};
 use slat::tables::AccessTracking;
 use slat::{Access, Config, Gpa, Hpa, Vm};
 
@@ -22,6 +22,11 @@ pub trait VirtualCpu: Sized + 'static {
     /// The number of the instruction that the suite's guest leaves by
     /// ([`hypercall`](crate::arch::guest::hypercall)).
     const HYPERCALL: u64;
+
+    /// What the calling CPU has, as far as page tables depend on it.
+    fn hardware() -> Hardware {
+        Hardware::default()
+    }
 
     /// Whether the calling CPU can log what it modifies
     /// ([`DirtyTracking::PageModificationLog`]).
@@ -62,6 +67,8 @@ pub struct SecondStage {
     pub root: Hpa,
     /// Their levels.
     pub nr_levels: u64,
+    /// Bits of the addresses that they translate.
+    pub gpa_bits: u32,
     /// Whether the CPU sets accessed and dirty bits, where it can be told.
     pub access_tracking: AccessTracking,
     /// Whether the CPU logs what it modifies.
@@ -73,7 +80,7 @@ impl SecondStage {
     pub fn of<F: Format>(vm: &Vm<MetalHost, F>, config: &Config) -> SecondStage {
         let nr_levels = u64::from(vm.root_level().0);
         let Config { access_tracking, dirty_tracking, .. } = *config;
-        SecondStage { root: vm.root(), nr_levels, access_tracking, dirty_tracking }
+        SecondStage { root: vm.root(), nr_levels, gpa_bits: vm.gpa_bits(), access_tracking, dirty_tracking }
     }
 }
 

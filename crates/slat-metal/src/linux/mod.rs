@@ -106,7 +106,7 @@ impl Linux {
             error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
         }
         let cpus = Cpus::new(options.control, Cpu::KICK);
-        let config = Config::default();
+        let config = Config::default().with_hardware(Cpu::hardware());
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config);
         let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
         let span = ram_span(options.memory_mib << 20);
@@ -232,13 +232,23 @@ impl Linux {
         start
     }
 
+    /// The guest has turned itself off, on the calling vCPU: waits for the end, which comes by another
+    /// CPU if the guest was done.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(crate) fn turned_off(&self) -> ! {
+        if !matches!(*self.stage.lock(), Stage::Done { .. }) {
+            fail!("the guest turned itself off before it was done; its last line says why");
+        }
+        loop {
+            self.pause_point();
+            core::hint::spin_loop();
+        }
+    }
+
     fn check(&self) {
         self.operations.turn_log_on();
         self.while_paused(|| self.operations.check_copy());
-        match self.cpus.nr_stale_entries() {
-            0 => {}
-            nr_entries => fail!("{nr_entries} entries into the guest left out a flush"),
-        }
+        self.cpus.check();
     }
 
     fn finish(&self, rounds: u64, pages: u64) -> ! {

@@ -66,7 +66,8 @@ impl<V: VirtualCpu> Subject<V> {
     /// the guest's code and what it exchanges with the hypervisor is.
     pub fn new(config: Config, kind: Blocks) -> Subject<V> {
         let cpus = Cpus::new(Control::None, V::KICK);
-        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));
+        let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config.with_hardware(V::hardware()))
+            .unwrap_or_else(|error| error!("no VM: {error}"));
         let vm = Arc::new(vm);
         let ram = Arc::new(Ram::of(kind, NR_PAGES, fill));
         if (0..NR_PAGES).any(|page| ram.frame(page).is_none()) {

@@ -14,7 +14,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::arch::guest::{call, code, hypercall, probe, publish_code, returned};
+use crate::arch::guest::{call, code, hypercall, probe, returned, sync_memory};
 
 /// Pages that a mailbox has counts for.
 pub const MAX_PAGES: usize = 8192;
@@ -150,7 +150,7 @@ pub fn mark(page: u64, seed: u64, words: &[AtomicU64]) {
             word.store(value, Ordering::Relaxed);
         }
     }
-    publish_code(words);
+    sync_memory(words);
 }
 
 /// Leaves the guest, and comes back when the hypervisor has prepared the next command.

@@ -9,7 +9,7 @@
 //!   up equals the memory; then the guest makes planned accesses from empty tables. What is mapped,
 //!   A and D (where CPUs set them) and the dirty log have exactly these (`round`).
 //! - No CPU has entered with translations that a flush should have dropped
-//!   ([`Cpus::nr_stale_entries`](crate::cpus::Cpus::nr_stale_entries)).
+//!   ([`Cpus::check`](crate::cpus::Cpus::check)).
 
 mod barrier;
 pub mod guest;
@@ -21,6 +21,7 @@ use alloc::sync::Arc;
 
 use slat::Config;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::format::Format;
 use slat::tables::{AccessTracking, FaultAround};
 use spin::Mutex;
 
@@ -87,11 +88,15 @@ const WAYS: [Way; 5] = [
 impl Way {
     /// Whether CPUs of this kind can do it.
     fn is_possible<V: VirtualCpu>(&self) -> bool {
-        self.dirty_tracking != DirtyTracking::PageModificationLog || V::has_modification_log()
+        match self.dirty_tracking {
+            DirtyTracking::PageModificationLog => V::has_modification_log(),
+            DirtyTracking::DirtyBit => V::Format::HAS_DIRTY_BIT,
+            _ => true,
+        }
     }
 
-    fn config(&self) -> Config {
-        let mut config = Config::default();
+    fn config<V: VirtualCpu>(&self) -> Config {
+        let mut config = Config::default().with_hardware(V::hardware());
         config.dirty_tracking = self.dirty_tracking;
         config.access_tracking = self.access_tracking;
         config.huge_page_logging = self.huge_page_logging;
@@ -128,7 +133,7 @@ impl<V: VirtualCpu> Suite<V> {
             if cpu == 0 {
                 say!("{}", way.name);
                 console::progress(number, nr_ways, way.name);
-                *self.round.lock() = Some(Arc::new(Round::new(&self.options, way.config(), number)));
+                *self.round.lock() = Some(Arc::new(Round::new(&self.options, way.config::<V>(), number)));
             }
             self.barrier.wait();
             let round = self.round.lock().clone();

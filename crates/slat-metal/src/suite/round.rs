@@ -194,10 +194,7 @@ impl<V: VirtualCpu> Round<V> {
         // For the planned accesses.
         self.operations.turn_log_on();
         self.operations.unmap_all();
-        match self.cpus.nr_stale_entries() {
-            0 => {}
-            nr_entries => fail!("{nr_entries} entries into the guest left out a flush"),
-        }
+        self.cpus.check();
     }
 
     /// The guest has made the accesses of checkpoint `number`: A, D and the log must say so.

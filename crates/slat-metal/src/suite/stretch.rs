@@ -55,7 +55,7 @@ impl<V: VirtualCpu> Stretches<V> {
             match self.cpu.run(&self.presence) {
                 Exit::Kick | Exit::LogFull => {}
                 Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
-                    Ok(Outcome::Resume) => {}
+                    Ok(Outcome::Resume) => self.presence.resume(&round.vm, gpa),
                     Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => round.operations.bring(gpa),
                     Ok(Outcome::Exit(FaultExit::Mmio { gpa, .. })) if probed::is_probed(gpa) => {
                         self.cpu.set_result(u64::MAX);

@@ -64,7 +64,7 @@ pub unsafe fn call(address: u64) -> u64 {
 
 /// Makes instructions that were written to memory visible to all CPUs: each executes FENCE.I, since its
 /// fetches need not observe other CPUs' stores (RISC-V Unprivileged ISA, "Zifencei").
-pub fn publish_code(_words: &[AtomicU64]) {
+pub fn sync_memory(_words: &[AtomicU64]) {
     // SAFETY: a fence of this hart's own fetches, behind its stores.
     unsafe { asm!("fence rw, rw", "fence.i", options(nostack)) };
     let result = sbi_rt::remote_fence_i(HartMask::all());

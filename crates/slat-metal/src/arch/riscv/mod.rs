@@ -22,6 +22,7 @@ use alloc::boxed::Box;
 use sbi_rt::HartMask;
 
 use crate::boot::{BootInfo, MissingCpus, Span, wait_for_cpus};
+use crate::host::Control;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
 use crate::error;
@@ -62,6 +63,12 @@ impl Virtualization {
             Guest::Linux => start::linux(options, boot, free_bytes),
         }
     }
+}
+
+/// Whether leaving this out can be noticed on such CPUs: an entry needs no flush, and neither does a
+/// leaf that replaces another one.
+pub fn has_control(control: Control) -> bool {
+    !matches!(control, Control::NoEntryFlush | Control::NoBreakFlush | Control::FlushBeforeBreak)
 }
 
 /// Sets up the calling CPU. Returns how it runs guests.

@@ -58,10 +58,11 @@ pub unsafe fn call(address: u64) -> u64 {
     found
 }
 
-/// Makes instructions that were written to `words` visible to all CPUs. CPUs of x86 see them by
-/// themselves (Intel SDM vol. 3A, "Handling Self- and Cross-Modifying Code": another CPU only has
-/// to get there by a serializing instruction, which VMRUN and VMRESUME are).
-pub fn publish_code(_words: &[AtomicU64]) {}
+/// Makes what was written to `words` visible to the guest's fetches, and to accesses past the
+/// caches, and the other way. CPUs of x86 see instructions by themselves (Intel SDM vol. 3A,
+/// "Handling Self- and Cross-Modifying Code": another CPU only has to get there by a serializing
+/// instruction, which VMRUN and VMRESUME are), and keep their caches coherent.
+pub fn sync_memory(_words: &[AtomicU64]) {}
 
 /// Writes the page tables of a guest into the first two pages of its private memory: the first
 /// 512 GiB to themselves, by pages of 1 GiB. Present, writable, accessed and dirty, so that

@@ -24,6 +24,7 @@ use slat::{GfnRange, Gpa};
 use crate::boot::{BootInfo, MAX_CPUS, MissingCpus, Span};
 use crate::cpus::Cpus;
 use crate::error;
+use crate::host::Control;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
 
@@ -126,3 +127,8 @@ pub fn flush(cpus: &Cpus, _ranges: &[GfnRange]) {
 /// Nothing: a fault drops what caused it (Intel SDM vol. 3C, "Operations that Invalidate Cached
 /// Mappings"; AMD APM vol. 2, 5.5.2). The engine never asks for it.
 pub fn flush_local(_gpa: Gpa) {}
+
+/// Whether leaving this out can be noticed on such CPUs.
+pub fn has_control(control: Control) -> bool {
+    !matches!(control, Control::NoLocalFlush | Control::NoBreakFlush | Control::FlushBeforeBreak)
+}

@@ -191,7 +191,7 @@ impl VirtualCpu for VmxCpu {
     }
 
     unsafe fn new(second_stage: SecondStage) -> VmxCpu {
-        let SecondStage { root, nr_levels, access_tracking, dirty_tracking } = second_stage;
+        let SecondStage { root, nr_levels, access_tracking, dirty_tracking, .. } = second_stage;
         let bits = if access_tracking == AccessTracking::AccessedBit { ACCESSED_AND_DIRTY } else { 0 };
         let eptp = root.0 | (nr_levels - 1) << LEVELS_SHIFT | bits | WRITE_BACK;
         // SAFETY: as the caller promises.
