@@ -115,6 +115,7 @@ unsafe impl Host for MetalHost {
                 Ok(Resolved { attributes, ..Resolved::memory(Pfn(first.0 + page), PageSize::Size4K) })
             }
         };
+        arch::guest::publish_code(&self.cpus);
         // Between the answer and what the engine does with it.
         let_others_run();
         answer
@@ -127,6 +128,7 @@ unsafe impl Host for MetalHost {
         page: u64,
         _access: Access,
     ) -> Result<Resolved, Unresolved> {
+        arch::guest::publish_code(&self.cpus);
         match backing {
             Backing::Ram(_) => Err(Unresolved::Gone),
             Backing::Fixed(Fixed { private, .. }) => Ok(Resolved::memory(Pfn(private.0 + page), PageSize::Size4K)),

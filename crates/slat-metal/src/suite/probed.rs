@@ -18,6 +18,7 @@ use slat::{GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, 
 use spin::Mutex;
 
 use super::guest;
+use crate::arch::guest::publish_code;
 use crate::host::Backing;
 use crate::operations::MetalVm;
 use crate::ram::{Frames, POISON};
@@ -160,6 +161,7 @@ impl<F: Format> Probed<F> {
             1 => {
                 let unmapped = self.vm.unmap_range(range);
                 (first..first + nr_pages).for_each(|page| guest::mark(page, self.seed, self.shared.words(page)));
+                publish_code(&self.vm.host().cpus);
                 let pfn = Pfn(self.shared.first().0 + first);
                 unmapped.and_then(|_| self.vm.map_range(&Mapping { range, pfn, protection, largest: PageSize::Size4K }))
             }

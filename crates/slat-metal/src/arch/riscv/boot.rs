@@ -71,6 +71,9 @@ pub enum TreeError {
     /// The boot hart is missing.
     #[error("the device tree has no hart {0}, which booted")]
     NoBootHart(u64),
+    /// A number that no mask has.
+    #[error("the device tree has hart {0}; numbers below 64 are possible")]
+    LargeHart(u64),
     /// The same number twice.
     #[error("the device tree has hart {0} twice")]
     SameHart(u64),
@@ -94,6 +97,11 @@ static UART: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 pub fn hart(cpu: usize) -> u64 {
     // Relaxed, here and below: written before the other CPUs start.
     HARTS[cpu].load(Ordering::Relaxed)
+}
+
+/// The harts that are these CPUs, both by bits.
+pub fn harts(cpus: u64) -> u64 {
+    (0..MAX_CPUS).filter(|cpu| cpus & 1 << cpu != 0).fold(0, |harts, cpu| harts | 1 << hart(cpu))
 }
 
 /// CPUs that can be started, the boot CPU included.
@@ -265,6 +273,9 @@ fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), TreeError> {
     for node in nodes.filter(is_usable) {
         let Some(hart) = number(node, "reg") else { continue };
         is_empty = false;
+        if hart >= 64 {
+            return Err(TreeError::LargeHart(hart));
+        }
         let is_known = (1..nr_harts).any(|cpu| HARTS[cpu].load(Ordering::Relaxed) == hart);
         if is_known || hart == boot_hart && has_boot_hart {
             return Err(TreeError::SameHart(hart));

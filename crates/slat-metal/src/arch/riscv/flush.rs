@@ -17,6 +17,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use sbi_rt::HartMask;
 use slat::{GfnRange, Gpa, PAGE_SIZE};
 
+use super::boot;
 use crate::boot::MAX_CPUS;
 use crate::cpus::Cpus;
 use crate::error;
@@ -56,32 +57,32 @@ fn release(cpu: usize, range: &GfnRange) {
     }
 }
 
-/// Drops the translations of `ranges` on all CPUs. The firmware interrupts each, and so ends an access
-/// of its guest that is under way.
+/// Drops the translations of `ranges` on all CPUs that run the guest of `cpus`: now on those that are in
+/// it, and when they enter it on the others. The firmware interrupts a CPU that is in the guest, and so
+/// ends an access that is under way.
 pub fn flush(cpus: &Cpus, ranges: &[GfnRange]) {
-    // This hart's stores of PTEs come before its own fence, and before the others' by the interrupt.
-    if cpus.control() == Control::NoKick {
-        own_fence();
-        return ranges.iter().for_each(|range| release(super::cpu_number(), range));
-    }
-    // SAFETY: orders memory.
+    // SAFETY: orders this hart's stores of PTEs before the interrupt.
     unsafe { asm!("fence rw, rw", options(nostack)) };
+    let inside = cpus.begin_flush();
+    let harts = boot::harts(inside);
+    if harts == 0 || cpus.control() == Control::NoKick {
+        return;
+    }
     if ranges.len() > MAX_RANGES || ranges.iter().any(|range| range.nr_pages() >= TABLE_PAGES) {
-        remote_fence(0, u64::MAX);
+        remote_fence(harts, 0, u64::MAX);
     } else {
         for range in ranges {
-            remote_fence(range.start.gpa().0, range.nr_pages() * PAGE_SIZE);
+            remote_fence(harts, range.start.gpa().0, range.nr_pages() * PAGE_SIZE);
         }
     }
-    for cpu in 0..MAX_CPUS {
+    for cpu in (0..MAX_CPUS).filter(|cpu| inside & 1 << cpu != 0) {
         ranges.iter().for_each(|range| release(cpu, range));
     }
 }
 
-/// All harts, the calling one among them.
-fn remote_fence(start: u64, size_bytes: u64) {
-    let result =
-        sbi_rt::remote_hfence_gvma_vmid(HartMask::all(), start as usize, size_bytes as usize, VMID as usize);
+fn remote_fence(harts: u64, start: u64, size_bytes: u64) {
+    let harts = HartMask::from_mask_base(harts as usize, 0);
+    let result = sbi_rt::remote_hfence_gvma_vmid(harts, start as usize, size_bytes as usize, VMID as usize);
     // A hart may use old translations.
     if result.is_err() {
         error!("the firmware makes no fence of translations: {result:?}");
@@ -105,6 +106,7 @@ pub fn flush_local(gpa: Gpa) {
 
 /// Drops all translations of guests on the calling hart.
 pub fn own_fence() {
+    HELD[super::cpu_number()].store(0, Ordering::Relaxed);
     // SAFETY: as above. HFENCE.GVMA and HFENCE.VVMA, of everything.
     unsafe {
         asm!(".insn r 0x73, 0, 0x31, x0, x0, x0", ".insn r 0x73, 0, 0x11, x0, x0, x0", options(nostack));

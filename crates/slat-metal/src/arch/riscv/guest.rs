@@ -5,10 +5,13 @@
 #![expect(unsafe_code, reason = "leaves the guest, and calls instructions in memory")]
 
 use core::arch::{asm, naked_asm};
-use core::sync::atomic::AtomicU64;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use sbi_rt::HartMask;
 
+use super::boot;
+use crate::boot::MAX_CPUS;
+use crate::cpus::Cpus;
 use crate::private::Private;
 
 /// Bytes of the instruction of [`hypercall`], behind which a guest goes on.
@@ -62,14 +65,46 @@ pub unsafe fn call(address: u64) -> u64 {
     found
 }
 
-/// Makes instructions that were written to memory visible to all CPUs: each executes FENCE.I, since its
-/// fetches need not observe other CPUs' stores (RISC-V Unprivileged ISA, "Zifencei").
+/// How often memory was written that may have instructions.
+static NR_WRITTEN: AtomicU64 = AtomicU64::new(0);
+/// The same as of the last fence of all CPUs, and as of the last one of each.
+static NR_PUBLISHED: AtomicU64 = AtomicU64::new(0);
+static NR_FETCHED: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
+
+/// Notes that memory was written that may have instructions.
 pub fn sync_memory(_words: &[AtomicU64]) {
-    // SAFETY: a fence of this hart's own fetches, behind its stores.
-    unsafe { asm!("fence rw, rw", "fence.i", options(nostack)) };
-    let result = sbi_rt::remote_fence_i(HartMask::all());
-    if result.is_err() {
-        crate::error!("the firmware makes no fence of instructions: {result:?}");
+    // SeqCst: before the look at which CPUs are in the guest.
+    NR_WRITTEN.fetch_add(1, Ordering::SeqCst);
+}
+
+/// Makes what was written visible to the fetches of all CPUs, before one can reach it: each executes
+/// FENCE.I, since its fetches need not observe other CPUs' stores (RISC-V Unprivileged ISA, "Zifencei").
+/// Those that are in the guest of `cpus` do so now, others when they enter it ([`fetch_again`]).
+pub fn publish_code(cpus: &Cpus) {
+    let nr_written = NR_WRITTEN.load(Ordering::SeqCst);
+    // Another CPU may be at it: its fence counts when it is over.
+    if NR_PUBLISHED.load(Ordering::SeqCst) >= nr_written {
+        return;
+    }
+    let harts = boot::harts(cpus.inside());
+    if harts != 0 {
+        // SAFETY: orders this hart's stores before the interrupt.
+        unsafe { asm!("fence rw, rw", options(nostack)) };
+        let result = sbi_rt::remote_fence_i(HartMask::from_mask_base(harts as usize, 0));
+        if result.is_err() {
+            crate::error!("the firmware makes no fence of instructions: {result:?}");
+        }
+    }
+    NR_PUBLISHED.fetch_max(nr_written, Ordering::SeqCst);
+}
+
+/// The calling CPU enters the guest next, and has said so.
+pub(super) fn fetch_again() {
+    let nr_written = NR_WRITTEN.load(Ordering::SeqCst);
+    // Relaxed: the CPU's own.
+    if NR_FETCHED[super::cpu_number()].swap(nr_written, Ordering::Relaxed) != nr_written {
+        // SAFETY: a fence of this hart's own fetches.
+        unsafe { asm!("fence.i", options(nostack)) };
     }
 }
 

@@ -22,8 +22,8 @@ use slat::tables::AccessTracking;
 use slat::{Access, Gpa};
 
 use super::features::Features;
-use super::{Kick, boot, csr, flush};
-use crate::cpus::Presence;
+use super::{Kick, boot, csr, flush, guest};
+use crate::cpus::{Flush, Presence};
 use crate::fail;
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 
@@ -277,6 +277,10 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
         }
         self.fault = None;
         let flushed = presence.enter();
+        if flushed == Flush::All {
+            flush::own_fence();
+        }
+        guest::fetch_again();
         // SAFETY: `new` has set the registers of the extension up for this guest, on this CPU.
         unsafe { enter_guest(&raw mut *self.registers) };
         presence.leave(flushed);

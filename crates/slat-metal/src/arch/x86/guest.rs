@@ -8,6 +8,7 @@ use core::arch::{asm, naked_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use super::registers::Hypercall;
+use crate::cpus::Cpus;
 use crate::private::Private;
 
 /// Bytes of the instruction of [`hypercall`], behind which a guest goes on.
@@ -63,6 +64,9 @@ pub unsafe fn call(address: u64) -> u64 {
 /// "Handling Self- and Cross-Modifying Code": another CPU only has to get there by a serializing
 /// instruction, which VMRUN and VMRESUME are), and keep their caches coherent.
 pub fn sync_memory(_words: &[AtomicU64]) {}
+
+/// Nothing: CPUs of x86 see instructions by themselves ([`sync_memory`]).
+pub fn publish_code(_cpus: &Cpus) {}
 
 /// Writes the page tables of a guest into the first two pages of its private memory: the first
 /// 512 GiB to themselves, by pages of 1 GiB. Present, writable, accessed and dirty, so that

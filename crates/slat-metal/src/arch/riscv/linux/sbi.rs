@@ -44,7 +44,7 @@ impl GuestCpu {
                 None => SbiRet::invalid_param(),
             },
             (rfnc::EID_RFNC, function) => match targets(linux, first, second) {
-                Some(cpus) => fence(function, harts(cpus), call.arguments),
+                Some(cpus) => fence(function, boot::harts(cpus), call.arguments),
                 None => SbiRet::invalid_param(),
             },
             (hsm::EID_HSM, hsm::HART_START) => {
@@ -118,11 +118,6 @@ fn targets(linux: &Linux, mask: usize, first: usize) -> Option<u64> {
     let mask = mask as u64;
     let cpus = if first < 64 { mask << first } else { 0 };
     (cpus & !all == 0 && cpus.count_ones() == mask.count_ones()).then_some(cpus)
-}
-
-/// The harts that are these vCPUs.
-fn harts(cpus: u64) -> u64 {
-    (0..64).filter(|cpu| cpus & 1 << cpu != 0).fold(0, |harts, cpu| harts | 1 << boot::hart(cpu))
 }
 
 /// A fence of the guest's on `harts`: of its instructions, or of its own page tables, with the VMID that the
