@@ -80,8 +80,7 @@ pub fn flush(cpus: &Cpus, ranges: &[GfnRange]) {
 
 /// All harts, the calling one among them.
 fn remote_fence(start: u64, size_bytes: u64) {
-    let result =
-        sbi_rt::remote_hfence_gvma_vmid(HartMask::all(), start as usize, size_bytes as usize, VMID as usize);
+    let result = sbi_rt::remote_hfence_gvma_vmid(HartMask::all(), start as usize, size_bytes as usize, VMID as usize);
     // A hart may use old translations.
     if result.is_err() {
         error!("the firmware makes no fence of translations: {result:?}");
