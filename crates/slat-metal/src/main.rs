@@ -12,6 +12,7 @@ use slat_metal::memory::Memory;
 use slat_metal::start;
 
 #[cfg_attr(target_arch = "x86_64", path = "arch/x86/entry.rs")]
+#[cfg_attr(target_arch = "aarch64", path = "arch/arm/entry.rs")]
 #[cfg_attr(target_arch = "riscv64", path = "arch/riscv/entry.rs")]
 mod entry;
 

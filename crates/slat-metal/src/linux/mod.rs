@@ -15,7 +15,7 @@ use slat::dirty::ManualProtect;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 use spin::Mutex;
 
-use crate::arch::{self, clock};
+use crate::arch::clock;
 use crate::arch::linux::{Cpu, Guest, GuestCpu, ram_span};
 use crate::boot::{BootInfo, Span};
 use crate::console::{self, Verdict};
@@ -76,6 +76,7 @@ pub struct Linux {
     pub(crate) cpus: Arc<Cpus>,
     pub(crate) operations: Operations<GuestFormat>,
     pub(crate) options: Options,
+    #[cfg_attr(target_arch = "x86_64", expect(dead_code, reason = "a CPU of SVM needs nothing of it"))]
     pub(crate) config: Config,
     /// What it has of the machine, and its kernel.
     pub(crate) guest: Guest,
@@ -211,14 +212,19 @@ impl Linux {
     }
 
     /// Whether the guest's program has done all that it should.
+    #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn is_done(&self) -> bool {
         matches!(*self.stage.lock(), Stage::Done { .. })
     }
 
     /// The calling vCPU does not come back.
+    #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn stay_outside(&self) -> ! {
-        self.nr_outside.fetch_add(1, Ordering::SeqCst);
-        arch::halt()
+        loop {
+            // For each pause it counts as one that comes back: its end waits for these.
+            self.pause_point();
+            core::hint::spin_loop();
+        }
     }
 
     /// The calling vCPU waits, outside of the guest, until another one starts it.
@@ -230,19 +236,6 @@ impl Linux {
         self.startups.end_wait();
         self.nr_outside.fetch_sub(1, Ordering::SeqCst);
         start
-    }
-
-    /// The guest has turned itself off, on the calling vCPU: waits for the end, which comes by another
-    /// CPU if the guest was done.
-    #[cfg(not(target_arch = "x86_64"))]
-    pub(crate) fn turned_off(&self) -> ! {
-        if !matches!(*self.stage.lock(), Stage::Done { .. }) {
-            fail!("the guest turned itself off before it was done; its last line says why");
-        }
-        loop {
-            self.pause_point();
-            core::hint::spin_loop();
-        }
     }
 
     fn check(&self) {

@@ -22,10 +22,10 @@ use alloc::boxed::Box;
 use sbi_rt::HartMask;
 
 use crate::boot::{BootInfo, MissingCpus, Span, wait_for_cpus};
+use crate::error;
 use crate::host::Control;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
-use crate::error;
 use features::Features;
 use run::RiscvCpu;
 

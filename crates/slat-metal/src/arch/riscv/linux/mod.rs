@@ -22,9 +22,9 @@ use core::sync::atomic::AtomicBool;
 use slat::format::{LeafAttributes, Sv48x4};
 use slat::{Gpa, MemoryRegionFlags, PAGE_SIZE, Pfn};
 
+use super::boot;
 use super::features::Features;
 use super::run::RiscvCpu;
-use super::boot;
 use crate::boot::{BootInfo, MAX_CPUS, Module, Span};
 use crate::error;
 use crate::host::Backing;
@@ -56,13 +56,7 @@ pub struct Guest {
 impl Guest {
     /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command line, and
     /// `initramfs`.
-    pub fn new(
-        options: &Options,
-        _boot: &BootInfo,
-        modules: [Module; 2],
-        slots: &mut Slots<'_>,
-        ram: &Ram,
-    ) -> Guest {
+    pub fn new(options: &Options, _boot: &BootInfo, modules: [Module; 2], slots: &mut Slots<'_>, ram: &Ram) -> Guest {
         if !boot::features().contains(Features::SSTC) {
             error!("the CPU has no timer for guests (Sstc)");
         }

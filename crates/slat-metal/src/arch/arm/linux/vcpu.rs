@@ -1,0 +1,211 @@
+//! A CPU of the Linux guest: its start, and its exits.
+
+#![expect(unsafe_code, reason = "runs a guest, and passes its interrupts on")]
+
+use fastrand::Rng;
+use slat::{Exit as FaultExit, Gpa, Outcome};
+use smccc::psci;
+
+use crate::arch::arm::clock;
+use crate::arch::arm::stage2::syndrome::{self, Direction, System};
+use crate::arch::arm::stage2::{ArmCpu, Trap};
+use crate::arch::arm::sysreg::{execute, write};
+use crate::cpus::Presence;
+use crate::fail;
+use crate::linux::{GuestVcpu, Linux, Start};
+use crate::virtual_cpu::{Exit, SecondStage, VirtualCpu};
+
+/// How late a page comes that the guest waits for, at most.
+const MAX_LATE_US: u64 = 300;
+
+/// Bytes of an instruction.
+const INSTRUCTION_BYTES: u64 = 4;
+
+/// ICC_SGI1R_EL1, which the CPU passes on to EL2 since fast interrupts are there; ICC_ASGI1R_EL1 and
+/// ICC_SGI0R_EL1, which the guest does not need.
+const SGI1R: [u8; 5] = [3, 0, 12, 11, 5];
+const ASGI1R: [u8; 5] = [3, 0, 12, 11, 6];
+const SGI0R: [u8; 5] = [3, 0, 12, 11, 7];
+/// DC ZVA, by which the guest's program calls the hypervisor: no CPU of the guest says to have it.
+const DC_ZVA: [u8; 5] = [1, 3, 7, 4, 1];
+
+/// Version 1.1 of PSCI.
+const PSCI_VERSION: u64 = 1 << 16 | 1;
+/// "Trusted OS is not there", of MIGRATE_INFO_TYPE.
+const NO_MIGRATION: u64 = 2;
+
+/// Errors of PSCI (DEN0022, 5.2.2 "Return error codes").
+const NOT_SUPPORTED: u64 = -1_i64 as u64;
+const INVALID_PARAMETERS: u64 = -2_i64 as u64;
+const ALREADY_ON: u64 = -4_i64 as u64;
+
+/// Whether a CPU is on, of AFFINITY_INFO.
+const ON: u64 = 0;
+const OFF: u64 = 1;
+
+/// A vCPU and its CPU.
+pub struct GuestCpu {
+    // Before the vCPU, which keeps the VM.
+    cpu: ArmCpu,
+    vcpu: GuestVcpu,
+    presence: Presence,
+    number: usize,
+    rng: Rng,
+}
+
+impl GuestCpu {
+    /// vCPU `number`, on the calling CPU.
+    pub fn new(linux: &Linux, number: usize) -> GuestCpu {
+        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| crate::error!("no vCPU: {error}"));
+        // SAFETY: virtualization is on (`start`). The VM is the image's for ever, and has these CPUs.
+        let cpu = unsafe { ArmCpu::new(SecondStage::of(&linux.vm, &linux.config)) };
+        // SAFETY: the only one of this CPU.
+        let presence = unsafe { Presence::new(&linux.cpus, number) };
+        GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
+    }
+
+    /// Runs the vCPU for ever.
+    pub fn run(&mut self, linux: &Linux) -> ! {
+        let start = if self.number == 0 {
+            let start = Start { entry: linux.guest.image.entry, argument: linux.guest.image.tree };
+            // So that no other one starts it.
+            let _ = linux.startups.start(0, start);
+            start
+        } else {
+            linux.wait_for_start(self.number)
+        };
+        self.cpu.start_at(start.entry, start.argument);
+        loop {
+            linux.pause_point();
+            match self.cpu.run(&self.presence) {
+                Exit::Kick | Exit::LogFull => {}
+                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
+                    Ok(Outcome::Resume) => self.presence.resume(&linux.vm, gpa),
+                    Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {
+                        clock::wait_us(self.rng.u64(0..MAX_LATE_US));
+                        linux.operations.bring(gpa);
+                    }
+                    Ok(Outcome::Exit(FaultExit::Mmio { .. })) => self.access_device(linux, gpa),
+                    Ok(Outcome::Exit(exit)) => self.fail(format_args!("{exit}")),
+                    Err(error) => self.fail(format_args!("{error}")),
+                },
+                Exit::Hypercall => self.firmware_call(linux),
+                Exit::Trapped(Trap::Smc) => {
+                    self.cpu.registers.x[0] = NOT_SUPPORTED;
+                    self.cpu.skip(INSTRUCTION_BYTES);
+                }
+                Exit::Trapped(Trap::System { syndrome }) => self.system(linux, syndrome::system(syndrome)),
+                exit @ (Exit::Shutdown | Exit::Misconfigured { .. } | Exit::Invalid { .. } | Exit::Other { .. }) => {
+                    self.fail(format_args!("{exit:x?}"))
+                }
+            }
+        }
+    }
+
+    fn fail(&mut self, what: core::fmt::Arguments<'_>) -> ! {
+        let (pc, address) = (self.cpu.pc(), self.cpu.fault_address());
+        fail!("vCPU {} of the guest was stopped at {pc:#x} (FAR_EL1 {address:#x}): {what}", self.number)
+    }
+
+    /// Register number `register`, of which 31 is zero.
+    fn register(&self, register: usize) -> u64 {
+        self.cpu.registers.x.get(register).copied().unwrap_or(0)
+    }
+
+    /// A load or store where no memory is: one of the interrupt controller's registers.
+    fn access_device(&mut self, linux: &Linux, gpa: Gpa) {
+        let Some(transfer) = self.cpu.transfer() else {
+            self.fail(format_args!("an access at {gpa}, where no memory is"));
+        };
+        let nr_bytes = transfer.nr_bytes;
+        let devices = &linux.guest.devices;
+        let done = match transfer.direction {
+            Direction::Store => {
+                let mask = if nr_bytes == 8 { u64::MAX } else { (1 << (8 * nr_bytes)) - 1 };
+                devices.store(gpa, nr_bytes, self.register(transfer.register) & mask)
+            }
+            Direction::Load => devices.load(gpa, nr_bytes).map(|value| {
+                if let Some(register) = self.cpu.registers.x.get_mut(transfer.register) {
+                    *register = value;
+                }
+            }),
+        };
+        if done.is_err() {
+            self.fail(format_args!("an access of {nr_bytes} bytes at {gpa}, where no memory is"));
+        }
+        self.cpu.skip(INSTRUCTION_BYTES);
+    }
+
+    fn system(&mut self, linux: &Linux, instruction: System) {
+        match (instruction.name, instruction.direction) {
+            (SGI1R, Direction::Store) => {
+                let command = self.register(instruction.register);
+                // SAFETY: an interrupt of group 1, which is the guest's, and waits for its CPU to be in
+                // the guest. What the guest wrote before comes before it.
+                unsafe {
+                    execute!("dsb ishst");
+                    write!("icc_sgi1r_el1", command);
+                    execute!("isb");
+                }
+            }
+            (ASGI1R | SGI0R, Direction::Store) => {}
+            (DC_ZVA, Direction::Store) => {
+                let [code, first, second] = [0, 1, 2].map(|register| self.register(register));
+                self.cpu.registers.x[0] = linux.hypercall(code, [first, second]);
+            }
+            _ => self.fail(format_args!("an instruction that it does not have: {instruction:?}")),
+        }
+        self.cpu.skip(INSTRUCTION_BYTES);
+    }
+
+    /// PSCI, by HVC (Arm SMC Calling Convention, DEN0028): the function in `w0`, the result in `x0`.
+    fn firmware_call(&mut self, linux: &Linux) {
+        let [function, first, second, third] = [0, 1, 2, 3].map(|register| self.register(register));
+        let result = match function as u32 {
+            psci::PSCI_VERSION => PSCI_VERSION,
+            psci::PSCI_FEATURES if has_function(first as u32) => 0,
+            psci::PSCI_CPU_ON_32 | psci::PSCI_CPU_ON_64 => {
+                let index = linux.guest.cpu_index(first);
+                let start = Start { entry: second, argument: third };
+                match index.and_then(|index| linux.startups.start(index, start)) {
+                    Some(Ok(())) => 0,
+                    Some(Err(_)) => ALREADY_ON,
+                    None => INVALID_PARAMETERS,
+                }
+            }
+            psci::PSCI_AFFINITY_INFO_32 | psci::PSCI_AFFINITY_INFO_64 => {
+                let index = linux.guest.cpu_index(first);
+                match index.and_then(|index| linux.startups.is_started(index)) {
+                    Some(true) => ON,
+                    Some(false) => OFF,
+                    None => INVALID_PARAMETERS,
+                }
+            }
+            psci::PSCI_MIGRATE_INFO_TYPE => NO_MIGRATION,
+            // The CPU that does the operations ends the machine.
+            psci::PSCI_SYSTEM_OFF | psci::PSCI_SYSTEM_RESET if linux.is_done() => linux.stay_outside(),
+            psci::PSCI_SYSTEM_OFF => fail!("the guest has turned itself off before its work was done"),
+            psci::PSCI_SYSTEM_RESET => {
+                fail!("the guest has restarted: its kernel panicked, or its first process ended")
+            }
+            _ => NOT_SUPPORTED,
+        };
+        self.cpu.registers.x[0] = result;
+    }
+}
+
+/// Whether the guest has this function of PSCI.
+fn has_function(function: u32) -> bool {
+    matches!(
+        function,
+        psci::PSCI_VERSION
+            | psci::PSCI_FEATURES
+            | psci::PSCI_CPU_ON_32
+            | psci::PSCI_CPU_ON_64
+            | psci::PSCI_AFFINITY_INFO_32
+            | psci::PSCI_AFFINITY_INFO_64
+            | psci::PSCI_MIGRATE_INFO_TYPE
+            | psci::PSCI_SYSTEM_OFF
+            | psci::PSCI_SYSTEM_RESET
+    )
+}

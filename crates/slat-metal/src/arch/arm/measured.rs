@@ -1,0 +1,24 @@
+//! The guest by which instructions are counted.
+
+#![expect(unsafe_code, reason = "has the guest's code, in assembly")]
+
+use crate::virtual_cpu::Exit;
+
+core::arch::global_asm!(".text", include_str!("measured.s"));
+
+unsafe extern "C" {
+    static measured_guest: u8;
+}
+
+/// Instructions of a turn of its loop, as `measured.s` has them.
+pub const TURN: u64 = 8;
+
+/// Where it begins.
+pub fn address() -> u64 {
+    (&raw const measured_guest).addr() as u64
+}
+
+/// Whether `exit` says that it has done its work: then the bytes of the instruction to skip.
+pub fn end_bytes(exit: Exit) -> Option<u64> {
+    matches!(exit, Exit::Hypercall).then_some(super::guest::HYPERCALL_BYTES)
+}

@@ -1,0 +1,88 @@
+//! An Arm machine with EL2, a GICv3 and PSCI: QEMU's "virt".
+
+#![expect(unsafe_code, reason = "starts the other CPUs, and flushes")]
+
+pub mod boot;
+pub mod clock;
+pub mod console;
+mod flush;
+mod gic;
+pub mod guest;
+pub mod linux;
+mod machine;
+pub mod measured;
+mod psci;
+pub mod stage2;
+mod sysreg;
+
+use alloc::boxed::Box;
+
+use crate::boot::{BootInfo, MissingCpus, Span};
+use crate::error;
+use crate::host::Control;
+use crate::options::{Guest, Options};
+use crate::start::{self, Work};
+use stage2::ArmCpu;
+use sysreg::{execute, read};
+
+pub use flush::{flush, flush_local};
+pub use gic::{Kick, kick};
+pub use stage2::Trap;
+
+/// What the page table of EL2 can map, beyond the devices.
+pub const USABLE: Span = Span { start: 1 << 30, end: 1 << 39 };
+
+/// How a CPU runs guests: at EL1, on stage 2 tables.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Virtualization;
+
+impl Virtualization {
+    /// What all CPUs do with a guest as `options` say. `free_bytes` of memory are free.
+    pub fn work(self, options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
+        match options.guest {
+            Guest::Suite => start::suite::<ArmCpu>(options),
+            Guest::Measure => start::measure::<ArmCpu>(),
+            Guest::Linux => start::linux(options, boot, free_bytes),
+        }
+    }
+}
+
+/// Sets up the calling CPU. Returns how it runs guests.
+pub fn set_up() -> Virtualization {
+    if cpu_number() == 0 {
+        gic::set_up();
+    }
+    boot::set_up();
+    stage2::set_up().unwrap_or_else(|missing| error!("{missing}"));
+    Virtualization
+}
+
+/// Starts the other CPUs, until `wanted` are there.
+///
+/// # Errors
+/// [`MissingCpus`].
+///
+/// # Safety
+/// To be called once, by the boot CPU.
+pub unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
+    // SAFETY: as the caller promises.
+    unsafe { boot::start_other_cpus(wanted) }
+}
+
+/// The number of the calling CPU, which `boot.s` has put there: 0 is the boot CPU.
+pub fn cpu_number() -> usize {
+    read!("tpidr_el2") as usize
+}
+
+/// Stops the calling CPU for ever.
+pub fn halt() -> ! {
+    loop {
+        // SAFETY: the CPU waits.
+        unsafe { execute!("wfi") };
+    }
+}
+
+/// Whether leaving this out can be noticed on such CPUs: a flush needs no kick, and an entry no flush.
+pub fn has_control(control: Control) -> bool {
+    !matches!(control, Control::NoKick | Control::NoEntryFlush)
+}
