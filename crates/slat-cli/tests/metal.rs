@@ -88,7 +88,7 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --cpus 0", "0 is not in 1..=7"),
         ("metal --cpus 8", "8 is not in 1..=7"),
         ("metal --cpus two", "invalid digit"),
-        ("metal --machine power", "[possible values: svm, vmx]"),
+        ("metal --machine power", "[possible values: svm, vmx, arm, riscv]"),
         ("metal --guest windows", "[possible values: suite, linux, measure]"),
         ("metal --control all", "[possible values: none, no-flush"),
         ("metal --operations 0", "at least 1"),
@@ -102,8 +102,11 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --guest measure --kernel x", "--kernel goes with --guest linux"),
         ("metal --guest measure --cpus 2", "counts the instructions of one CPU; leave --cpus out"),
         ("metal --guest measure --control no-flush", "--control goes with --guest suite or linux"),
+        ("metal --control no-local-flush", "--control no-local-flush has no meaning with --machine svm"),
+        ("metal --machine arm --control no-kick", "--control no-kick has no meaning with --machine arm"),
+        ("metal --machine riscv --control flush-before-break", "no meaning with --machine riscv"),
         ("metal --guest suite --peer kvm", "--peer goes with --guest measure"),
-        ("metal --machine vmx --guest suite --qemu qemu", "--qemu goes with --machine svm"),
+        ("metal --machine vmx --guest suite --qemu qemu", "--qemu goes with --machine svm, arm or riscv"),
         ("metal --kernel /no/such/kernel", "--kernel /no/such/kernel: No such file"),
         ("metal --kernel /dev/null", "--kernel /dev/null is no file"),
         ("metal --image /no/such/image", "--image /no/such/image: No such file"),
@@ -112,13 +115,25 @@ fn bad_usage_exits_with_2_and_one_line() {
     }
     let text = file("metal-no-kernel");
     fs::write(&text, "a text. ".repeat(1000)).unwrap();
-    assert_refused(&format!("metal --kernel {}", text.display()), 2, "is no bzImage of Linux for x86");
+    for (machine, kernel) in [
+        ("svm", "bzImage of Linux for x86"),
+        ("arm", "Image of Linux for arm64"),
+        ("riscv", "Image of Linux for riscv64"),
+    ] {
+        let line = format!("metal --machine {machine} --kernel {}", text.display());
+        assert_refused(&line, 2, kernel);
+    }
 }
 
 #[test]
 fn what_is_not_to_be_had_exits_with_3_and_one_line() {
     assert_refused("metal --machine vmx", 3, "--machine vmx with --guest linux is not there yet; choose --guest suite");
     assert_refused("metal --machine vmx --guest measure", 3, "--machine vmx with --guest measure is not there yet");
+    for machine in ["arm", "riscv"] {
+        let line = format!("metal --machine {machine} --guest measure");
+        assert_refused(&line, 3, &format!("--machine {machine} with --guest measure is not there yet"));
+    }
+    assert_refused("metal --machine arm --qemu /bin/true", 3, "/bin/true is no QEMU");
     assert_refused("metal --qemu /no/such/qemu", 3, "/no/such/qemu: No such file");
     assert_refused("metal --qemu /bin/true", 3, "/bin/true is no QEMU");
     let folder = folder("old");
@@ -186,6 +201,36 @@ fn the_emulator_gets_the_machine() {
         assert!(text.contains(words), "no '{words}' in:\n{text}");
     }
     assert!(!text.contains("-initrd") && !text.contains("control"), "{text}");
+}
+
+#[test]
+fn machines_of_other_architectures_have_their_cpus_and_consoles() {
+    let script = "echo \"say $*\" >&2; echo 'verdict pass seen' >&2; exit 33";
+    for (machine, words) in
+        [("arm", "-machine virt,virtualization=on,gic-version=3 -cpu max"), ("riscv", "-machine virt -cpu rv64,h=true")]
+    {
+        let output = run(machine, script, &format!("--machine {machine} --cpus 3"));
+        let text = stdout(&output);
+        assert!(output.status.success() && text.contains("Verified: seen."), "{text}");
+        let words =
+            [words, "-smp 3 -m 768M", "-serial stdio -semihosting -kernel slat-metal -append guest=suite cpus=3"];
+        for words in words {
+            assert!(text.contains(words), "no '{words}' in:\n{text}");
+        }
+        assert!(!text.contains("-debugcon") && !text.contains("-initrd") && !text.contains("loader"), "{text}");
+    }
+}
+
+#[test]
+fn what_firmware_says_is_shown_only_if_nothing_else_is() {
+    let script = "echo 'OpenSBI v1' >&2; echo 'say 2 CPUs' >&2; echo 'a trap' >&2; exit 35";
+    let output = run("firmware", script, "--machine riscv");
+    let text = stdout(&output);
+    assert!(text.contains("slat | 2 CPUs\n") && text.contains("qemu | a trap\n"), "{text}");
+    assert!(!text.contains("OpenSBI"), "{text}");
+    let output = run("firmware-alone", "echo 'OpenSBI v1' >&2; exit 0", "--machine riscv");
+    let line = stderr(&output);
+    assert!(line.contains("turned off before a verdict; last: firmware: OpenSBI v1"), "{line}");
 }
 
 /// A cache with a Bochs that is `script`, and a GRUB that does what it should.

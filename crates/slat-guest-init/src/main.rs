@@ -19,8 +19,8 @@
 
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
-#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-compile_error!("it is the init program of a Linux guest on x86-64");
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))))]
+compile_error!("it is the init program of a Linux guest on x86-64, Arm or RISC-V, each with 64 bits");
 
 mod area;
 mod content;

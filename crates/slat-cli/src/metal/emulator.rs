@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use console::strip_ansi_codes;
 use tempfile::TempDir;
 
+use super::architecture::Loading;
 use super::packages::{Emulator, Qemu};
 use super::plan::Plan;
 use super::process::Running;
@@ -20,12 +21,11 @@ use crate::failure::Failure;
 use crate::quantity::Unit;
 use crate::session::{Progress, Session};
 
-/// The CPUs: with second-stage hardware, and an interrupt controller whose registers need no
-/// memory.
-const CPU: &str = "EPYC,+svm,+npt,+x2apic";
-
 /// What the emulator says of each CPU whose model has more than it emulates.
 const UNSUPPORTED: &str = "warning: TCG doesn't support requested feature";
+
+/// What lines of QEMU itself have.
+const OF_QEMU: &str = "qemu";
 
 /// The files of a machine, in its folder.
 const IMAGE: &str = "slat-metal";
@@ -76,6 +76,37 @@ pub(super) struct Machine {
     /// The folder that the emulator runs in: so the names of its files have neither spaces nor
     /// commas, which separate words on its command line.
     folder: TempDir,
+    /// Linux's files, if it has some.
+    loaded: Vec<Loaded>,
+}
+
+/// A file of Linux.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Loaded {
+    /// How the hypervisor calls it.
+    name: &'static str,
+    file: &'static str,
+    nr_bytes: u64,
+}
+
+/// The same, in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Placed {
+    name: &'static str,
+    file: &'static str,
+    address: u64,
+    nr_bytes: u64,
+}
+
+/// Places files one behind the other.
+fn place(loading: Loading, files: &[Loaded]) -> Vec<Placed> {
+    let mut next = loading.first;
+    let place = |&Loaded { name, file, nr_bytes }: &Loaded| {
+        let address = next;
+        next = (address + nr_bytes).next_multiple_of(loading.aligned);
+        Placed { name, file, address, nr_bytes }
+    };
+    files.iter().map(place).collect()
 }
 
 /// What came of a run.
@@ -116,7 +147,8 @@ impl Machine {
         target: &Path,
         session: &Session,
     ) -> Result<Machine, Failure> {
-        let write = || -> io::Result<TempDir> {
+        let mut loaded = Vec::new();
+        let mut write = || -> io::Result<TempDir> {
             fs::create_dir_all(target)?;
             let target = fs::canonicalize(target)?;
             let folder = tempfile::Builder::new().prefix("machine-").tempdir_in(target)?;
@@ -127,6 +159,10 @@ impl Machine {
                 fs::copy(kernel, folder.path().join(KERNEL))?;
                 let modules: Vec<_> = modules.iter().map(|path| read_module(path)).collect::<io::Result<_>>()?;
                 initramfs::write(File::create(folder.path().join(INITRAMFS))?, &fs::read(init)?, &modules)?;
+                for (name, file) in [("kernel", KERNEL), ("initramfs", INITRAMFS)] {
+                    let nr_bytes = fs::metadata(folder.path().join(file))?.len();
+                    loaded.push(Loaded { name, file, nr_bytes });
+                }
             }
             Ok(folder)
         };
@@ -134,7 +170,7 @@ impl Machine {
         if let Emulator::Bochs(bochs) = &emulator {
             bochs::write(bochs, folder.path(), &files.image, plan, session)?;
         }
-        Ok(Machine { emulator, folder })
+        Ok(Machine { emulator, folder, loaded })
     }
 
     /// Whether it has a Linux to boot.
@@ -152,7 +188,8 @@ impl Machine {
 
     fn qemu(&self, qemu: &Qemu, plan: &Plan, boot: Boot) -> Command {
         let mut command = qemu.command();
-        command.current_dir(self.folder.path()).args(["-accel", plan.accelerator(), "-cpu", CPU]);
+        let architecture = plan.machine.architecture();
+        command.current_dir(self.folder.path()).args(["-accel", plan.accelerator()]).args(architecture.machine());
         if plan.guest == GuestArg::Measure {
             // The counter counts instructions, also while a CPU waits; all is the same in each run.
             command.args(["-icount", "shift=0,sleep=off"]);
@@ -160,18 +197,29 @@ impl Machine {
         }
         command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
-        // A file that is another's pipe: the emulator has one standard output.
-        command.args(["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]);
+        command.args(architecture.console());
         if boot == Boot::Kvm {
             command.args(["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", &plan.kvm_words()]);
             return command;
         }
-        command.args(["-kernel", IMAGE, "-append", &plan.hypervisor_words()]);
-        if plan.guest == GuestArg::Linux {
-            // Two commas are one in a word.
-            let words = plan.kernel_words().replace(',', ",,");
-            command.args(["-initrd", &format!("{KERNEL} {words},{INITRAMFS}")]);
+        command.args(["-kernel", IMAGE]);
+        let mut words = plan.hypervisor_words();
+        match architecture.loading() {
+            _ if plan.guest != GuestArg::Linux => {}
+            None => {
+                // Two commas are one in a word.
+                let of_kernel = plan.kernel_words().replace(',', ",,");
+                command.args(["-initrd", &format!("{KERNEL} {of_kernel},{INITRAMFS}")]);
+            }
+            Some(loading) => {
+                for Placed { name, file, address, nr_bytes } in place(loading, &self.loaded) {
+                    command.args(["-device", &format!("loader,file={file},addr={address:#x},force-raw=on")]);
+                    words += &format!(" {name}={address:#x},{nr_bytes}");
+                }
+                words += &format!(" -- {}", plan.kernel_words());
+            }
         }
+        command.args(["-append", &words]);
         command
     }
 
@@ -186,7 +234,7 @@ impl Machine {
         if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
             let of_guest = sender.clone();
             // Bochs has the debug console there, and shows no serial line.
-            let pipe = if plan.machine == MachineArg::Svm { Pipe::Guest } else { Pipe::Hypervisor };
+            let pipe = if plan.machine == MachineArg::Vmx { Pipe::Hypervisor } else { Pipe::Guest };
             thread::spawn(move || read(stdout, pipe, &of_guest));
             thread::spawn(move || read(stderr, Pipe::Hypervisor, &sender));
         }
@@ -197,7 +245,11 @@ impl Machine {
             Boot::Kvm => ["linux|", "kvm  |"],
         };
         let (verdict, figures, last) = (None, Vec::new(), String::new());
-        let mut heard = Heard { plan, session, names, shown, progress, verdict, figures, last };
+        let firmware = match plan.machine {
+            MachineArg::RiscV => Firmware::Talks,
+            MachineArg::Svm | MachineArg::Vmx | MachineArg::Arm => Firmware::IsSilent,
+        };
+        let mut heard = Heard { plan, session, names, shown, progress, verdict, figures, last, firmware };
         let mut longest = plan.timeout;
         let status = loop {
             // Also of a guest that says something all the time.
@@ -245,6 +297,14 @@ fn text_of(bytes: &[u8]) -> String {
     strip_ansi_codes(&text).chars().filter(|letter| !letter.is_control() || *letter == '\t').collect()
 }
 
+/// Whether what comes may be of the machine's firmware.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Firmware {
+    /// Until the hypervisor's first line. (OpenSBI uses either console.)
+    Talks,
+    IsSilent,
+}
+
 /// What was heard until now.
 struct Heard<'r> {
     plan: &'r Plan,
@@ -256,14 +316,19 @@ struct Heard<'r> {
     verdict: Option<Verdict>,
     figures: Vec<(String, Unit, Vec<f64>)>,
     last: String,
+    firmware: Firmware,
 }
 
 impl Heard<'_> {
     fn line(&mut self, pipe: Pipe, text: &str) -> Result<(), Failure> {
-        if pipe == Pipe::Guest {
+        if pipe == Pipe::Guest && self.firmware == Firmware::IsSilent {
             return self.show(self.names[0], text);
         }
-        match Line::parse(text) {
+        let line = Line::parse(text);
+        if !matches!(line, Line::Other(_)) {
+            self.firmware = Firmware::IsSilent;
+        }
+        match line {
             Line::Say(text) => self.show(self.names[1], &text),
             Line::Progress { done, total, text } => {
                 self.progress.show(done, total, text);
@@ -282,9 +347,18 @@ impl Heard<'_> {
                 Ok(())
             }
             Line::Other(text) if text.contains(UNSUPPORTED) || text.is_empty() => Ok(()),
-            Line::Other(text) if self.plan.machine == MachineArg::Svm => self.show("qemu |", &text),
-            Line::Other(text) if bochs::is_reason(&text) => self.show("bochs|", &text),
-            Line::Other(_) => Ok(()),
+            Line::Other(text) if self.plan.machine == MachineArg::Vmx => {
+                if bochs::is_reason(&text) {
+                    self.show("bochs|", &text)
+                } else {
+                    Ok(())
+                }
+            }
+            Line::Other(text) if self.firmware == Firmware::Talks && !text.contains(OF_QEMU) => {
+                self.last = format!("firmware: {text}");
+                Ok(())
+            }
+            Line::Other(text) => self.show("qemu |", &text),
         }
     }
 
@@ -302,6 +376,15 @@ impl Heard<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_are_placed_one_behind_the_other() {
+        let files =
+            [("kernel", 0x20_0001), ("initramfs", 5)].map(|(name, nr_bytes)| Loaded { name, file: "f", nr_bytes });
+        let placed = place(Loading { first: 0x4800_0000, aligned: 0x20_0000 }, &files);
+        let addresses: Vec<_> = placed.iter().map(|file| (file.name, file.address, file.nr_bytes)).collect();
+        assert_eq!(addresses, [("kernel", 0x4800_0000, 0x20_0001), ("initramfs", 0x4840_0000, 5)]);
+    }
 
     #[test]
     fn a_guest_cannot_move_the_cursor() {

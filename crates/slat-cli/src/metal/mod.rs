@@ -15,6 +15,7 @@
 //!
 //! All programs that it starts end with it ([`process`]).
 
+mod architecture;
 mod bochs;
 mod emulator;
 mod figures;
@@ -35,6 +36,7 @@ use crate::failure::Failure;
 use crate::options::{OutputArgs, PEER, PeerArg, SEED, duration, positive, size_bytes};
 use crate::results::{NotRun, Outcome};
 use crate::session::Session;
+use architecture::Architecture;
 use emulator::{Boot, Files, Linux, Machine, Shown};
 use packages::{Cache, Emulator};
 use plan::Plan;
@@ -44,8 +46,8 @@ use source::Source;
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
-    after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --guest suite --operations 1000000\n\
-                  Example: slat metal --guest measure"
+    after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --machine arm\n\
+                  Example: slat metal --guest suite --operations 1000000\nExample: slat metal --guest measure"
 )]
 pub(crate) struct MetalArgs {
     /// Second-stage hardware of the emulated machine
@@ -90,7 +92,7 @@ pub(crate) struct MetalArgs {
     /// The emulator, QEMU 10 or newer, instead of a package
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     qemu: Option<PathBuf>,
-    /// The guest's kernel, a bzImage, instead of a package
+    /// The guest's kernel, a bzImage or uncompressed Image, instead of a package
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     kernel: Option<PathBuf>,
     /// An image of the hypervisor, instead of building it
@@ -106,6 +108,11 @@ enum MachineArg {
     Svm,
     /// Intel's, with EPT, in Bochs.
     Vmx,
+    /// Arm's, at EL2 with stage 2, in QEMU.
+    Arm,
+    /// RISC-V's hypervisor extension, with the G-stage, in QEMU.
+    #[value(name = "riscv")]
+    RiscV,
 }
 
 impl MachineArg {
@@ -114,6 +121,16 @@ impl MachineArg {
         match self {
             MachineArg::Svm => "svm",
             MachineArg::Vmx => "vmx",
+            MachineArg::Arm => "arm",
+            MachineArg::RiscV => "riscv",
+        }
+    }
+
+    fn architecture(self) -> Architecture {
+        match self {
+            MachineArg::Svm | MachineArg::Vmx => Architecture::X86,
+            MachineArg::Arm => Architecture::Arm,
+            MachineArg::RiscV => Architecture::RiscV,
         }
     }
 }
@@ -149,6 +166,12 @@ enum ControlArg {
     NoKick,
     /// The flush of a CPU that enters the guest.
     NoEntryFlush,
+    /// The flush of a CPU that faulted on what it keeps.
+    NoLocalFlush,
+    /// The flush between break and make.
+    NoBreakFlush,
+    /// The order of break and flush.
+    FlushBeforeBreak,
     /// The order of log and copy.
     CopyBeforeLog,
 }
@@ -161,7 +184,23 @@ impl ControlArg {
             ControlArg::NoFlush => "no-flush",
             ControlArg::NoKick => "no-kick",
             ControlArg::NoEntryFlush => "no-entry-flush",
+            ControlArg::NoLocalFlush => "no-local-flush",
+            ControlArg::NoBreakFlush => "no-break-flush",
+            ControlArg::FlushBeforeBreak => "flush-before-break",
             ControlArg::CopyBeforeLog => "copy-before-log",
+        }
+    }
+
+    /// Whether a hypervisor on `machine` has what is left out. Arm's flushes reach other CPUs without
+    /// their help, and on Arm and RISC-V an entry needs none.
+    fn is_of(self, machine: MachineArg) -> bool {
+        let architecture = machine.architecture();
+        match self {
+            ControlArg::None | ControlArg::NoFlush | ControlArg::CopyBeforeLog => true,
+            ControlArg::NoKick => architecture != Architecture::Arm,
+            ControlArg::NoEntryFlush => architecture == Architecture::X86,
+            ControlArg::NoLocalFlush => architecture != Architecture::X86,
+            ControlArg::NoBreakFlush | ControlArg::FlushBeforeBreak => architecture == Architecture::Arm,
         }
     }
 }
@@ -181,6 +220,7 @@ fn guest_memory(text: &str) -> Result<u64, String> {
 /// Builds what is needed, runs the machine, and judges.
 pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failure> {
     let plan = Plan::new(args)?;
+    let architecture = plan.machine.architecture();
     let source = Source::find();
     let target = source.as_ref().map_or_else(|| PathBuf::from("target/metal"), Source::target);
     let (machine, not_run) = {
@@ -188,9 +228,9 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
         let begin = |what: &str| progress.begin(what.to_owned());
         let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
         let emulator = match plan.machine {
-            MachineArg::Svm => {
+            MachineArg::Svm | MachineArg::Arm | MachineArg::RiscV => {
                 begin("looking for the emulator, QEMU 10 or newer");
-                Emulator::Qemu(cache.qemu(args.qemu.as_deref(), session)?)
+                Emulator::Qemu(cache.qemu(architecture, args.qemu.as_deref(), session)?)
             }
             MachineArg::Vmx => {
                 begin("looking for the emulator, Bochs 2.7 or newer");
@@ -203,11 +243,12 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                 begin("looking for the guest's kernel");
                 let kernel = match &args.kernel {
                     Some(path) => path.clone(),
-                    None => cache.kernel(session)?,
+                    None => cache.kernel(architecture, session)?,
                 };
                 progress.step();
                 begin("building the guest's first process");
-                let init = source::required(source.as_ref())?.guest_init(session)?;
+                let libraries = cache.libraries(architecture, session)?;
+                let init = source::required(source.as_ref())?.guest_init(libraries.as_ref(), &plan, session)?;
                 progress.step();
                 (Some(Linux { kernel, init, modules: Vec::new() }), None)
             }
@@ -218,7 +259,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                     Ok(kvm) => {
                         progress.step();
                         begin("building the first process of the machine with KVM");
-                        let init = source::required(source.as_ref())?.kvm_init(session)?;
+                        let init = source::required(source.as_ref())?.kvm_init(&plan, session)?;
                         progress.step();
                         (Some(Linux { kernel: kvm.kernel, init, modules: kvm.modules }), None)
                     }
@@ -234,7 +275,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
             Some(path) => path.clone(),
             None => {
                 begin("building the hypervisor");
-                source::required(source.as_ref())?.hypervisor(session)?
+                source::required(source.as_ref())?.hypervisor(&plan, session)?
             }
         };
         (Machine::new(emulator, &Files { image, linux }, &plan, &target, session)?, not_run)

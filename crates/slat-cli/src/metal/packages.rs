@@ -7,6 +7,7 @@
 
 mod apt;
 mod bochs;
+mod foreign;
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -17,16 +18,16 @@ use std::process::Command;
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
+use super::architecture::{Architecture, Debian};
 use super::process::{output, reason};
 use crate::failure::Failure;
 use crate::session::Session;
 use apt::{Apt, AptError};
 pub(super) use bochs::{Bochs, Debugger, Emulator};
+pub(super) use foreign::Libraries;
 
 /// The least version of QEMU: CPUs that are threads are not reliable in older ones.
 const LEAST_QEMU: u32 = 10;
-
-const QEMU: &str = "qemu-system-x86_64";
 
 /// Where packages have libraries, and the emulator's firmware.
 const LIBRARIES: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib", "lib"];
@@ -106,29 +107,36 @@ impl Cache {
     }
 
     /// The emulator: the one at `named`, this machine's, or the package.
-    pub(super) fn qemu(&self, named: Option<&Path>, session: &Session) -> Result<Qemu, Failure> {
+    pub(super) fn qemu(
+        &self,
+        architecture: Architecture,
+        named: Option<&Path>,
+        session: &Session,
+    ) -> Result<Qemu, Failure> {
+        let (program, package) = (architecture.qemu(), architecture.qemu_package());
         if let Some(path) = named {
             let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
             return Qemu::probe(path, None, session)
                 .map_err(|why| Failure::CannotServe(format!("{why}; name another --qemu, or leave it out")));
         }
-        if let Ok(qemu) = Qemu::probe(PathBuf::from(QEMU), None, session) {
+        if let Ok(qemu) = Qemu::probe(PathBuf::from(program), None, session) {
             return Ok(qemu);
         }
-        let root = self.0.join("qemu");
-        let cached = || Qemu::probe(root.join("usr/bin").join(QEMU), Some(root.clone()), session);
+        let name = of("qemu", architecture);
+        let root = self.0.join(&name);
+        let cached = || Qemu::probe(root.join("usr/bin").join(program), Some(root.clone()), session);
         if let Ok(qemu) = cached() {
             return Ok(qemu);
         }
-        let advice = format!("install QEMU {LEAST_QEMU} or newer and name it with --qemu");
-        let what = format!("there is no QEMU {LEAST_QEMU} here, and no package of it");
-        self.get("qemu", &what, &advice, session, |apt, folder| {
+        let advice =
+            format!("install the package {package} of QEMU {LEAST_QEMU} or newer, or name {program} with --qemu");
+        let what = format!("there is no {program} of QEMU {LEAST_QEMU} here, and no package of it");
+        self.get(&name, None, &what, &advice, session, |apt, folder| {
             // Another run may have got it meanwhile.
             if cached().is_ok() {
                 return Ok(Got::ByAnother);
             }
             let mut apt = apt?;
-            let package = "qemu-system-x86";
             if apt.version(package)?.is_none_or(|version| version < LEAST_QEMU) {
                 apt.add_backports()?;
             }
@@ -146,7 +154,7 @@ impl Cache {
             return Ok(bochs);
         }
         let advice = "install the packages bochs-term, bochsbios, vgabios and grub-pc-bin";
-        self.get("bochs", "there is no Bochs here, and no package of it", advice, session, |apt, folder| {
+        self.get("bochs", None, "there is no Bochs here, and no package of it", advice, session, |apt, folder| {
             if found().is_ok() {
                 return Ok(Got::ByAnother);
             }
@@ -157,19 +165,20 @@ impl Cache {
     }
 
     /// The kernel of the package.
-    pub(super) fn kernel(&self, session: &Session) -> Result<PathBuf, Failure> {
-        let root = self.0.join("kernel");
+    pub(super) fn kernel(&self, architecture: Architecture, session: &Session) -> Result<PathBuf, Failure> {
+        let name = of("kernel", architecture);
+        let root = self.0.join(&name);
         let cached = || kernel_in(&root);
         if let Some(path) = cached() {
             return Ok(path);
         }
         let advice = "name a kernel with --kernel";
         let what = "there is no package of a Linux kernel";
-        self.get("kernel", what, advice, session, |apt, folder| {
+        self.get(&name, architecture.debian(), what, advice, session, |apt, folder| {
             if cached().is_some() {
                 return Ok(Got::ByAnother);
             }
-            unpack_kernel(&apt?, folder)?;
+            unpack_kernel(&apt?, architecture, folder)?;
             // The guest uses none of its modules, which are most of it.
             remove_modules(folder).map_err(AptError::Files)?;
             Ok(Got::Now)
@@ -189,21 +198,23 @@ impl Cache {
         }
         let advice = "leave it out with --peer none";
         let what = "there is no package of a Linux kernel with KVM";
-        self.get("kvm", what, advice, session, |apt, folder| {
+        self.get("kvm", None, what, advice, session, |apt, folder| {
             if cached().is_some() {
                 return Ok(Got::ByAnother);
             }
-            unpack_kernel(&apt?, folder)?;
+            unpack_kernel(&apt?, Architecture::X86, folder)?;
             keep_kvm_modules(folder).map_err(AptError::Files)?;
             Ok(Got::Now)
         })?;
         cached().ok_or_else(|| Failure::CannotServe(format!("{what} as modules; {advice}")))
     }
 
-    /// Makes the folder `name` of the cache: `unpack` fills a folder, if it is needed still.
+    /// Makes the folder `name` of the cache: `unpack` fills a folder, if it is needed still, with
+    /// packages of this machine or of `debian`.
     fn get<'s>(
         &self,
         name: &str,
+        debian: Option<Debian>,
         what: &str,
         advice: &str,
         session: &'s Session,
@@ -216,7 +227,8 @@ impl Cache {
             let partial = self.partial(session).map_err(AptError::Files)?;
             let folder = partial.path().join("root");
             fs::create_dir(&folder).map_err(AptError::Files)?;
-            match unpack(Apt::new(&partial.path().join("apt"), session), &folder)? {
+            let apt = Apt::new(&partial.path().join("apt"), debian.map(|debian| debian.architecture), session);
+            match unpack(apt, &folder)? {
                 Got::ByAnother => Ok(()),
                 Got::Now => {
                     let place = self.0.join(name);
@@ -256,17 +268,28 @@ impl Cache {
     }
 }
 
-/// Unpacks the kernel of Debian's cloud images, which is the smallest.
-fn unpack_kernel(apt: &Apt<'_>, folder: &Path) -> Result<(), AptError> {
-    // The package that always names the newest one.
-    let newest = apt.dependency("linux-image-cloud-amd64", "linux-image-")?;
-    apt.unpack(&newest, folder)
+/// The folder of the cache with `what` for an architecture.
+fn of(what: &str, architecture: Architecture) -> String {
+    match architecture {
+        Architecture::X86 => what.to_owned(),
+        Architecture::Arm => format!("{what}-arm"),
+        Architecture::RiscV => format!("{what}-riscv"),
+    }
 }
 
-/// The kernel that was unpacked into `root`.
+fn unpack_kernel(apt: &Apt<'_>, architecture: Architecture, folder: &Path) -> Result<(), AptError> {
+    // The package that always names the newest one.
+    let newest = apt.dependency(architecture.kernel_package(), "linux-image-")?;
+    apt.unpack(&[&newest], folder)
+}
+
+/// The kernel that was unpacked into `root`. Debian calls it "vmlinux" on RISC-V.
 fn kernel_in(root: &Path) -> Option<PathBuf> {
     let files = fs::read_dir(root.join("boot")).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    files.into_iter().find(|path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"vmlinuz-")))
+    files.into_iter().find(|path| {
+        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+        name.starts_with(b"vmlinuz-") || name.starts_with(b"vmlinux-")
+    })
 }
 
 /// Removes the modules of a kernel that was unpacked.

@@ -5,15 +5,12 @@ use std::io::{ErrorKind, Read};
 use std::path::Path;
 use std::time::Duration;
 
+use super::architecture::{Architecture, Magic};
 use super::{ControlArg, GuestArg, MachineArg, MetalArgs};
 use crate::failure::Failure;
 use crate::live::View;
 use crate::options::PeerArg;
 use crate::session::Session;
-
-/// Where a bzImage has its magic number (Linux, Documentation/arch/x86/boot.rst).
-const MAGIC_AT: usize = 0x202;
-const MAGIC: &[u8] = b"HdrS";
 
 /// Memory of the machine beside the guest's and the copy of it that the dirty log keeps up: the
 /// hypervisor's, and the guest's files that the emulator loads.
@@ -38,18 +35,17 @@ pub(super) struct Plan {
 impl Plan {
     /// The run of these options, if it can be.
     pub(super) fn new(args: &MetalArgs) -> Result<Plan, Failure> {
-        let not_yet =
-            |what: &str, instead: &str| Err(Failure::CannotServe(format!("{what} is not there yet; choose {instead}")));
-        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
-            return not_yet("--machine vmx with --guest linux", "--guest suite, or --machine svm");
+        let architecture = args.machine.architecture();
+        if args.machine != MachineArg::Svm && args.guest == GuestArg::Measure {
+            return not_yet(args, "--guest suite, or --machine svm");
         }
-        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Measure) {
-            return not_yet("--machine vmx with --guest measure", "--guest suite, or --machine svm");
+        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
+            return not_yet(args, "--guest suite, or another --machine");
         }
         if std::env::consts::ARCH != "x86_64" {
             let arch = std::env::consts::ARCH;
             return Err(Failure::CannotServe(format!(
-                "the hypervisor is built with the compiler of this machine, which is {arch}; use an x86-64 machine"
+                "compiler and packages are those for x86-64, and this machine is {arch}; use an x86-64 machine"
             )));
         }
         let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
@@ -69,11 +65,15 @@ impl Plan {
         if measures && args.control != ControlArg::None {
             return usage("--control goes with --guest suite or linux");
         }
+        if !args.control.is_of(args.machine) {
+            let (control, machine) = (args.control.name(), args.machine.name());
+            return usage(&format!("--control {control} has no meaning with --machine {machine}"));
+        }
         if !measures && args.peer != PeerArg::Auto {
             return usage("--peer goes with --guest measure");
         }
-        if args.machine != MachineArg::Svm && args.qemu.is_some() {
-            return usage("--qemu goes with --machine svm");
+        if args.machine == MachineArg::Vmx && args.qemu.is_some() {
+            return usage("--qemu goes with --machine svm, arm or riscv");
         }
         let append = args.append.clone().unwrap_or_default();
         if append.contains(|letter: char| letter.is_control()) {
@@ -82,7 +82,7 @@ impl Plan {
         check_file("--image", args.image.as_deref())?;
         check_file("--kernel", args.kernel.as_deref())?;
         if let Some(path) = &args.kernel {
-            check_kernel(path)?;
+            check_kernel(path, architecture.kernel())?;
         }
         Ok(Plan {
             machine: args.machine,
@@ -115,15 +115,15 @@ impl Plan {
     /// The emulator's accelerator. QEMU 10 with a thread for each CPU loses the state of a guest
     /// once in some hundred thousand exits while other CPUs change its nested page tables: VMRUN
     /// then ends with the host's state in the control block. The suite makes many more exits than
-    /// Linux, and runs its CPUs in turns.
+    /// Linux, and runs its CPUs in turns. VMRUN is AMD's alone.
     pub(super) fn accelerator(&self) -> &'static str {
-        match self.guest {
-            GuestArg::Linux => "tcg,thread=multi",
-            GuestArg::Suite | GuestArg::Measure => "tcg,thread=single",
+        match (self.machine.architecture(), self.guest) {
+            (Architecture::X86, GuestArg::Suite | GuestArg::Measure) => "tcg,thread=single",
+            _ => "tcg,thread=multi",
         }
     }
 
-    /// The command line of the hypervisor.
+    /// The command line of the hypervisor, which a boot loader tells where the files are.
     pub(super) fn hypervisor_words(&self) -> String {
         let words = format!(
             "guest={} cpus={} seed={} operations={} memory={}",
@@ -147,7 +147,8 @@ impl Plan {
 
     /// The command line of the guest's kernel.
     pub(super) fn kernel_words(&self) -> String {
-        self.with_appended(format!("console=ttyS0 panic=-1 slat.seed={}", self.seed))
+        let serial = self.machine.architecture().serial();
+        self.with_appended(format!("console={serial} panic=-1 slat.seed={}", self.seed))
     }
 
     fn with_appended(&self, words: String) -> String {
@@ -160,6 +161,12 @@ impl Plan {
     }
 }
 
+fn not_yet(args: &MetalArgs, instead: &str) -> Result<Plan, Failure> {
+    let (machine, guest) = (args.machine.name(), args.guest.name());
+    let text = format!("--machine {machine} with --guest {guest} is not there yet; choose {instead}");
+    Err(Failure::CannotServe(text))
+}
+
 fn check_file(option: &str, path: Option<&Path>) -> Result<(), Failure> {
     let Some(path) = path else { return Ok(()) };
     match File::open(path).and_then(|file| file.metadata()) {
@@ -169,16 +176,16 @@ fn check_file(option: &str, path: Option<&Path>) -> Result<(), Failure> {
     }
 }
 
-/// Whether a file is a kernel that a boot loader can load.
-fn check_kernel(path: &Path) -> Result<(), Failure> {
-    let mut header = [0; MAGIC_AT + MAGIC.len()];
+/// Whether a file is a kernel that can be loaded.
+fn check_kernel(path: &Path, magic: Magic) -> Result<(), Failure> {
+    let mut header = vec![0; magic.at + magic.bytes.len()];
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut header));
     match read {
-        Ok(()) if header.ends_with(MAGIC) => Ok(()),
+        Ok(()) if header.ends_with(magic.bytes) => Ok(()),
         Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
             Err(Failure::Usage(format!("--kernel {}: {error}", path.display())))
         }
-        _ => Err(Failure::Usage(format!("--kernel {} is no bzImage of Linux for x86", path.display()))),
+        _ => Err(Failure::Usage(format!("--kernel {} is no {}", path.display(), magic.name))),
     }
 }
 
@@ -213,16 +220,27 @@ mod tests {
     fn what_is_no_kernel_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kernel");
-        let mut bytes = vec![0; MAGIC_AT + MAGIC.len()];
-        for (end, is_kernel) in [(MAGIC, true), (b"HdrX", false)] {
-            bytes[MAGIC_AT..].copy_from_slice(end);
-            std::fs::write(&path, &bytes).unwrap();
-            assert_eq!(check_kernel(&path).is_ok(), is_kernel);
+        for architecture in [Architecture::X86, Architecture::Arm, Architecture::RiscV] {
+            let magic = architecture.kernel();
+            let mut bytes = vec![0; magic.at + magic.bytes.len()];
+            for (end, is_kernel) in [(magic.bytes, true), (b"OTHR", false)] {
+                bytes[magic.at..].copy_from_slice(end);
+                std::fs::write(&path, &bytes).unwrap();
+                assert_eq!(check_kernel(&path, magic).is_ok(), is_kernel, "{architecture:?}");
+            }
+            for short in [&b""[..], magic.bytes] {
+                std::fs::write(&path, short).unwrap();
+                let Err(Failure::Usage(line)) = check_kernel(&path, magic) else { panic!("accepted") };
+                assert!(line.ends_with(&format!(" is no {}", magic.name)), "{line}");
+            }
         }
-        for short in [&b""[..], b"HdrS"] {
-            std::fs::write(&path, short).unwrap();
-            let Err(Failure::Usage(line)) = check_kernel(&path) else { panic!("accepted") };
-            assert!(line.ends_with(" is no bzImage of Linux for x86"), "{line}");
+    }
+
+    #[test]
+    fn linux_has_the_serial_line_of_its_machine() {
+        for (machine, serial) in [("svm", "ttyS0"), ("arm", "ttyAMA0"), ("riscv", "ttyS0")] {
+            let words = plan(&format!("slat metal --machine {machine}")).unwrap().kernel_words();
+            assert_eq!(words, format!("console={serial} panic=-1 slat.seed=1"));
         }
     }
 }

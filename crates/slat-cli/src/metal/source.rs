@@ -1,9 +1,13 @@
 //! The source of slat, and what is built from it: the hypervisor, and the first processes of Linux
 //! as its guest, and with KVM beside it.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use super::architecture::Architecture;
+use super::packages::Libraries;
+use super::plan::Plan;
 use super::process::{output, reason};
 use crate::failure::Failure;
 use crate::session::Session;
@@ -12,36 +16,27 @@ use crate::session::Session;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Source(PathBuf);
 
-/// The target of all: named, so that flags are for them alone and not for what runs while building.
-const TARGET: &str = "x86_64-unknown-linux-gnu";
-
 /// A separator of flags that may be in no flag.
 const BETWEEN_FLAGS: &str = "\u{1f}";
+
+const HYPERVISOR: &str = "slat-metal";
 
 /// A program to build.
 struct Program {
     package: &'static str,
     profile: &'static str,
     features: &'static [&'static str],
+    /// Named also where it is this machine's, so that flags are for the program alone and not for
+    /// what runs while building.
+    target: &'static str,
     /// Flags of the compiler.
-    flags: &'static [&'static str],
+    flags: Vec<String>,
 }
 
-/// The image is loaded where it is linked. (The linker's arguments are in its `build.rs`.)
-const HYPERVISOR: Program = Program {
-    package: "slat-metal",
-    profile: "metal",
-    features: &["--features", "image"],
-    flags: &["-Crelocation-model=static", "-Ccode-model=small"],
-};
-
-/// The guest has no libraries.
-const GUEST_INIT: Program =
-    Program { package: "slat-guest-init", profile: "release", features: &[], flags: &["-Ctarget-feature=+crt-static"] };
-
-/// Likewise: the first process of the machine that has KVM.
-const KVM_INIT: Program =
-    Program { package: "slat-kvm-init", profile: "release", features: &[], flags: &["-Ctarget-feature=+crt-static"] };
+/// The flags of a program that has no libraries in its machine, of this machine's architecture.
+fn without_libraries() -> Vec<String> {
+    vec!["-Ctarget-feature=+crt-static".to_owned()]
+}
 
 /// The source, or why nothing can be built.
 pub(super) fn required(source: Option<&Source>) -> Result<&Source, Failure> {
@@ -60,7 +55,7 @@ impl Source {
     }
 
     fn above(folder: &Path) -> Option<Source> {
-        let is_source = |folder: &&Path| folder.join("crates").join(HYPERVISOR.package).join("Cargo.toml").exists();
+        let is_source = |folder: &&Path| folder.join("crates").join(HYPERVISOR).join("Cargo.toml").exists();
         folder.ancestors().find(is_source).map(|folder| Source(folder.to_owned()))
     }
 
@@ -69,30 +64,54 @@ impl Source {
         self.0.join("target/metal")
     }
 
-    pub(super) fn hypervisor(&self, session: &Session) -> Result<PathBuf, Failure> {
-        self.build(&HYPERVISOR, session)
+    /// Builds the hypervisor. (The linker's arguments are in its `build.rs`.)
+    pub(super) fn hypervisor(&self, plan: &Plan, session: &Session) -> Result<PathBuf, Failure> {
+        let architecture = plan.machine.architecture();
+        let flags: &[&str] = match architecture {
+            // It is loaded where it is linked.
+            Architecture::X86 => &["-Crelocation-model=static", "-Ccode-model=small"],
+            // Their targets are those of bare machines.
+            Architecture::Arm | Architecture::RiscV => &[],
+        };
+        let program = Program {
+            package: HYPERVISOR,
+            profile: "metal",
+            features: &["--features", "image"],
+            target: architecture.bare_target(),
+            flags: flags.iter().copied().map(str::to_owned).collect(),
+        };
+        self.build(&program, plan, session)
     }
 
-    pub(super) fn guest_init(&self, session: &Session) -> Result<PathBuf, Failure> {
-        self.build(&GUEST_INIT, session)
+    /// Builds the first process of the guest, with the C library of its architecture.
+    pub(super) fn guest_init(
+        &self,
+        libraries: Option<&Libraries>,
+        plan: &Plan,
+        session: &Session,
+    ) -> Result<PathBuf, Failure> {
+        let flags = libraries.map_or_else(without_libraries, Libraries::flags);
+        self.build(&on_linux("slat-guest-init", plan, flags), plan, session)
     }
 
-    pub(super) fn kvm_init(&self, session: &Session) -> Result<PathBuf, Failure> {
-        self.build(&KVM_INIT, session)
+    /// Builds the first process of the machine that has KVM.
+    pub(super) fn kvm_init(&self, plan: &Plan, session: &Session) -> Result<PathBuf, Failure> {
+        self.build(&on_linux("slat-kvm-init", plan, without_libraries()), plan, session)
     }
 
-    fn build(&self, program: &Program, session: &Session) -> Result<PathBuf, Failure> {
-        let Program { package, profile, features, flags } = program;
+    fn build(&self, program: &Program, plan: &Plan, session: &Session) -> Result<PathBuf, Failure> {
+        let Program { package, profile, features, target, flags } = program;
+        self.add_target(target, plan, session)?;
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
         command.current_dir(&self.0).args(["build", "--package", package, "--bin", package, "--profile", profile]);
-        command.args(*features).args(["--target", TARGET]).arg("--target-dir").arg(self.target());
+        command.args(*features).args(["--target", target]).arg("--target-dir").arg(self.target());
         // These take precedence over all flags that a user has set for other builds.
         command.env_remove("RUSTFLAGS").env("CARGO_ENCODED_RUSTFLAGS", flags.join(BETWEEN_FLAGS));
         // A variable of the build that made this program.
         command.env_remove("CARGO_TARGET_DIR").env("CARGO_TERM_COLOR", "never");
         match output(&mut command, session) {
-            Ok(output) if output.status.success() => Ok(self.target().join(TARGET).join(profile).join(package)),
+            Ok(output) if output.status.success() => Ok(self.target().join(target).join(profile).join(package)),
             // No lack of this machine: what is skipped there must not hide it.
             Ok(output) => Err(Failure::Check(format!("{package} cannot be built: {}", reason(&output)))),
             Err(error) => Err(Failure::CannotServe(format!(
@@ -100,6 +119,36 @@ impl Source {
             ))),
         }
     }
+
+    /// Lets rustup add `target`, if this machine's Rust cannot build for it.
+    fn add_target(&self, target: &str, plan: &Plan, session: &Session) -> Result<(), Failure> {
+        let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+        let mut command = Command::new(rustc);
+        command.current_dir(&self.0).args(["--print", "target-libdir", "--target", target]);
+        // Without a compiler, cargo says it best.
+        let Ok(libraries) = output(&mut command, session) else { return Ok(()) };
+        if Path::new(String::from_utf8_lossy(&libraries.stdout).trim()).is_dir() {
+            return Ok(());
+        }
+        plan.tell(session, &format!("rust | has no target {target}: rustup adds it\n"))?;
+        let mut rustup = Command::new("rustup");
+        rustup.current_dir(&self.0).args(["target", "add", target]);
+        let why = match output(&mut rustup, session) {
+            Ok(output) if output.status.success() => return Ok(()),
+            Ok(output) => format!("rustup cannot add it: {}", reason(&output)),
+            Err(error) if error.kind() == ErrorKind::NotFound => "there is no rustup to add it".to_owned(),
+            Err(error) => format!("rustup: {error}"),
+        };
+        Err(Failure::CannotServe(format!(
+            "Rust has no target {target} here, and {why}; install Rust with rustup, or choose --machine svm"
+        )))
+    }
+}
+
+/// A program for Linux on the machine.
+fn on_linux(package: &'static str, plan: &Plan, flags: Vec<String>) -> Program {
+    let target = plan.machine.architecture().linux_target();
+    Program { package, profile: "release", features: &[], target, flags }
 }
 
 #[cfg(test)]

@@ -34,27 +34,45 @@ pub(super) enum AptError {
 const KEYS: [&str; 2] =
     ["/usr/share/keyrings/debian-archive-keyring.pgp", "/usr/share/keyrings/debian-archive-keyring.gpg"];
 
+/// The release that packages of other architectures come from, on all machines: the first that has
+/// RISC-V.
+const FOREIGN: &str = "trixie";
+
+/// The architecture of this machine's packages.
+const NATIVE: &str = "amd64";
+
 /// apt with files of its own.
 pub(super) struct Apt<'s> {
     folder: PathBuf,
-    /// The release of this machine.
+    /// The release that packages come from.
     codename: String,
-    /// Lines of the list of sources begin with it, up to the release.
-    source: String,
+    /// The mirror of Debian that this machine uses.
+    mirror: String,
+    /// Of packages; `None`: this machine's.
+    architecture: Option<&'static str>,
     /// From which release packages come, if a newer one has them too.
     target: Option<String>,
     session: &'s Session,
 }
 
 impl<'s> Apt<'s> {
-    /// Makes the files in `folder`, and reads the lists of the release of this machine.
-    pub(super) fn new(folder: &Path, session: &'s Session) -> Result<Apt<'s>, AptError> {
+    /// Makes the files in `folder`, and reads the lists: of the release of this machine, or of
+    /// packages of another `architecture`.
+    pub(super) fn new(
+        folder: &Path,
+        architecture: Option<&'static str>,
+        session: &'s Session,
+    ) -> Result<Apt<'s>, AptError> {
         let codename = codename(&fs::read_to_string("/etc/os-release").unwrap_or_default())?;
-        let mut apt = Apt { folder: folder.to_owned(), codename, source: String::new(), target: None, session };
+        let (folder, mirror) = (folder.to_owned(), String::new());
+        let mut apt = Apt { folder, codename, mirror, architecture, target: None, session };
         for folder in ["lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(apt.folder.join(folder)).map_err(AptError::Files)?;
         }
-        apt.source = source(&apt.mirror()?);
+        apt.mirror = apt.mirror()?;
+        if architecture.is_some() {
+            FOREIGN.clone_into(&mut apt.codename);
+        }
         apt.update(&[&apt.codename])?;
         Ok(apt)
     }
@@ -70,7 +88,8 @@ impl<'s> Apt<'s> {
 
     /// Gets the lists of `releases`.
     fn update(&self, releases: &[&str]) -> Result<(), AptError> {
-        let lines: Vec<String> = releases.iter().map(|release| format!("{} {release} main\n", self.source)).collect();
+        let source = source(self.architecture.unwrap_or(NATIVE), &self.mirror);
+        let lines: Vec<String> = releases.iter().map(|release| format!("{source} {release} main\n")).collect();
         fs::write(self.folder.join("sources.list"), lines.concat()).map_err(AptError::Files)?;
         // Otherwise a list that cannot be had is no error.
         let command = &mut self.command("apt-get", &["update", "--quiet", "--error-on=any"]);
@@ -109,12 +128,12 @@ impl<'s> Apt<'s> {
         self.unpack_all(&self.folder.join("cache/archives"), into)
     }
 
-    /// Unpacks `package` alone.
-    pub(super) fn unpack(&self, package: &str, into: &Path) -> Result<(), AptError> {
+    /// Unpacks `packages` alone.
+    pub(super) fn unpack(&self, packages: &[&str], into: &Path) -> Result<(), AptError> {
         let folder = self.folder.join("downloads");
         fs::create_dir_all(&folder).map_err(AptError::Files)?;
-        let mut command = self.command("apt-get", &["download", "--quiet", package]);
-        self.run("apt-get", command.current_dir(&folder))?;
+        let mut command = self.command("apt-get", &["download", "--quiet"]);
+        self.run("apt-get", command.args(packages).current_dir(&folder))?;
         self.unpack_all(&folder, into)
     }
 
@@ -145,8 +164,13 @@ impl<'s> Apt<'s> {
             "Acquire::Languages=none".to_owned(),
             "Acquire::Retries=3".to_owned(),
         ];
+        let of_architecture = self.architecture.into_iter().flat_map(|architecture| {
+            ["APT::Architecture", "APT::Architectures"].map(|name| format!("{name}={architecture}"))
+        });
         let mut command = Command::new(program);
-        command.args(words).args(options.iter().flat_map(|option| ["-o", option]));
+        command
+            .args(words)
+            .args(options.into_iter().chain(of_architecture).flat_map(|option| ["-o".to_owned(), option]));
         command
     }
 
@@ -176,10 +200,10 @@ fn codename(text: &str) -> Result<String, AptError> {
 }
 
 /// A line of sources up to the release.
-fn source(mirror: &str) -> String {
+fn source(architecture: &str, mirror: &str) -> String {
     match KEYS.into_iter().find(|path| Path::new(path).exists()) {
-        Some(keys) => format!("deb [arch=amd64 signed-by={keys}] {mirror}"),
-        None => format!("deb [arch=amd64] {mirror}"),
+        Some(keys) => format!("deb [arch={architecture} signed-by={keys}] {mirror}"),
+        None => format!("deb [arch={architecture}] {mirror}"),
     }
 }
 
