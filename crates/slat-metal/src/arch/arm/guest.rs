@@ -9,6 +9,7 @@ use core::arch::{asm, naked_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use super::sysreg::{execute, read};
+use crate::cpus::Cpus;
 use crate::private::Private;
 
 /// Bytes of the instruction of [`hypercall`], behind which a guest goes on: HVC leaves it there.
@@ -75,6 +76,9 @@ pub fn sync_memory(words: &[AtomicU64]) {
     // SAFETY: instructions are fetched anew.
     unsafe { execute!("dsb ish", "ic ialluis", "dsb ish", "isb") };
 }
+
+/// Nothing more: the instructions of [`sync_memory`] reach all CPUs.
+pub fn publish_code(_cpus: &Cpus) {}
 
 /// Writes the page table of a guest into the first page of its private memory: 512 GiB to themselves, by
 /// blocks of 1 GiB of normal memory, inner shareable, used (Arm ARM, D8.3.2 "Block descriptor and Page
