@@ -15,7 +15,7 @@ use slat::dirty::ManualProtect;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 use spin::Mutex;
 
-use crate::arch::{self, clock};
+use crate::arch::clock;
 use crate::arch::linux::{Cpu, Guest, GuestCpu, ram_span};
 use crate::boot::{BootInfo, Span};
 use crate::console::{self, Verdict};
@@ -208,17 +208,6 @@ impl Linux {
             _ => return NO_SUCH_CALL,
         }
         0
-    }
-
-    /// Whether the guest's program has done all that it should.
-    pub(crate) fn is_done(&self) -> bool {
-        matches!(*self.stage.lock(), Stage::Done { .. })
-    }
-
-    /// The calling vCPU does not come back.
-    pub(crate) fn stay_outside(&self) -> ! {
-        self.nr_outside.fetch_add(1, Ordering::SeqCst);
-        arch::halt()
     }
 
     /// The calling vCPU waits, outside of the guest, until another one starts it.
