@@ -7,7 +7,7 @@ use slat_metal::start;
 
 /// The boot CPU comes here, on its stack, with its hart's number and the device tree.
 #[unsafe(no_mangle)]
-extern "C" fn boot_cpu_main(hart: u64, tree: *const u8) -> ! {
+extern "C" fn boot_cpu_main(hart: u64, tree: u64) -> ! {
     // SAFETY: what the firmware has handed over.
     let boot = unsafe { boot::read(hart, tree) }.unwrap_or_else(|error| slat_metal::error!("{error}"));
     // SAFETY: the boot CPU comes here once.

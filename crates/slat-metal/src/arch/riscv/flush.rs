@@ -1,13 +1,6 @@
 //! How stale translations go: HFENCE.GVMA on each hart (RISC-V Privileged Architecture, "Hypervisor
 //! Memory-Management Fence Instructions"), which the firmware executes on the others (SBI
 //! Specification, "RFENCE Extension").
-//!
-//! # What a hart may still hold
-//! A hart may keep a PTE that it has faulted on, also an invalid one or one that lacked a right, until
-//! it executes the fence. QEMU drops it at each entry and would not show a fence that was left out. So
-//! each CPU's last fault is recorded, until its hart has executed a fence for that page
-//! ([`hold`]). As long as the record says so, the vCPU does not enter its guest, but reports the same
-//! fault again (`run`), as a hart would that kept it.
 
 #![expect(unsafe_code, reason = "executes fences")]
 
@@ -32,30 +25,8 @@ const MAX_RANGES: usize = 2;
 /// ("Supervisor Memory-Management Fence Instruction"), so it is of everything then.
 const TABLE_PAGES: u64 = 512;
 
-/// For each CPU one more than the frame number of the page that it may still hold, else 0. A record that
-/// another CPU's fence clears at the moment of a new fault is missed: it is no more than a check.
-static HELD: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
-
 /// For each CPU the page that it has flushed last by itself.
 static LAST: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(u64::MAX) }; MAX_CPUS];
-
-/// The calling CPU has faulted at `gpa`.
-pub fn hold(gpa: Gpa) {
-    HELD[super::cpu_number()].store(gpa.gfn().0 + 1, Ordering::Relaxed);
-}
-
-/// Whether the calling CPU may still use what it has faulted on at `gpa`.
-pub fn holds(gpa: Gpa) -> bool {
-    HELD[super::cpu_number()].load(Ordering::Relaxed) == gpa.gfn().0 + 1
-}
-
-/// CPU `cpu` has executed a fence for `range`.
-fn release(cpu: usize, range: &GfnRange) {
-    let held = HELD[cpu].load(Ordering::Relaxed);
-    if held != 0 && (range.start.0..range.start.0.saturating_add(range.nr_pages())).contains(&(held - 1)) {
-        let _ = HELD[cpu].compare_exchange(held, 0, Ordering::Relaxed, Ordering::Relaxed);
-    }
-}
 
 /// Drops the translations of `ranges` on all CPUs that run the guest of `cpus`: now on those that are in
 /// it, and when they enter it on the others. The firmware interrupts a CPU that is in the guest, and so
@@ -63,8 +34,7 @@ fn release(cpu: usize, range: &GfnRange) {
 pub fn flush(cpus: &Cpus, ranges: &[GfnRange]) {
     // SAFETY: orders this hart's stores of PTEs before the interrupt.
     unsafe { asm!("fence rw, rw", options(nostack)) };
-    let inside = cpus.begin_flush();
-    let harts = boot::harts(inside);
+    let harts = boot::harts(cpus.begin_flush());
     if harts == 0 || cpus.control() == Control::NoKick {
         return;
     }
@@ -74,9 +44,6 @@ pub fn flush(cpus: &Cpus, ranges: &[GfnRange]) {
         for range in ranges {
             remote_fence(harts, range.start.gpa().0, range.nr_pages() * PAGE_SIZE);
         }
-    }
-    for cpu in (0..MAX_CPUS).filter(|cpu| inside & 1 << cpu != 0) {
-        ranges.iter().for_each(|range| release(cpu, range));
     }
 }
 
@@ -93,20 +60,17 @@ fn remote_fence(harts: u64, start: u64, size_bytes: u64) {
 /// fence need not drop a PTE above the lowest level that was not valid. So if the same page comes twice in a
 /// row, the fence is one of everything.
 pub fn flush_local(gpa: Gpa) {
-    let cpu = super::cpu_number();
     // Relaxed: the CPU's own.
-    if LAST[cpu].swap(gpa.gfn().0, Ordering::Relaxed) == gpa.gfn().0 {
+    if LAST[super::cpu_number()].swap(gpa.gfn().0, Ordering::Relaxed) == gpa.gfn().0 {
         own_fence();
     } else {
         // SAFETY: a hypervisor is in HS-mode. No memory is written.
         unsafe { asm!(".insn r 0x73, 0, 0x31, x0, {}, {}", in(reg) gpa.0 >> 2, in(reg) VMID, options(nostack)) };
     }
-    release(cpu, &GfnRange::new(gpa.gfn(), 1));
 }
 
 /// Drops all translations of guests on the calling hart.
 pub fn own_fence() {
-    HELD[super::cpu_number()].store(0, Ordering::Relaxed);
     // SAFETY: as above. HFENCE.GVMA and HFENCE.VVMA, of everything.
     unsafe {
         asm!(".insn r 0x73, 0, 0x31, x0, x0, x0", ".insn r 0x73, 0, 0x11, x0, x0, x0", options(nostack));

@@ -14,6 +14,9 @@ use crate::boot::MAX_CPUS;
 use crate::cpus::Cpus;
 use crate::private::Private;
 
+/// Where the guests of this image have their memory: above the machine's, where they have the image.
+pub const BASE: u64 = 0x10_0000_0000;
+
 /// Bytes of the instruction of [`hypercall`], behind which a guest goes on.
 pub const HYPERCALL_BYTES: u64 = 4;
 

@@ -50,6 +50,12 @@ pub fn kick(cpu: u32, _kick: Kick) {
     }
 }
 
+/// Whether leaving this out can be noticed on such CPUs: a leaf that replaces another one needs no flush
+/// between both.
+pub fn has_control(control: Control) -> bool {
+    !matches!(control, Control::NoBreakFlush | Control::FlushBeforeBreak)
+}
+
 /// How a CPU runs guests: there is one way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Virtualization;
@@ -63,12 +69,6 @@ impl Virtualization {
             Guest::Linux => start::linux(options, boot, free_bytes),
         }
     }
-}
-
-/// Whether leaving this out can be noticed on such CPUs: an entry needs no flush, and neither does a
-/// leaf that replaces another one.
-pub fn has_control(control: Control) -> bool {
-    !matches!(control, Control::NoEntryFlush | Control::NoBreakFlush | Control::FlushBeforeBreak)
 }
 
 /// Sets up the calling CPU. Returns how it runs guests.

@@ -6,10 +6,6 @@
 //! "Supervisor Interrupt (sip and sie) Registers").
 //!
 //! The registers of VS-mode are the hart's own, and stay in it: a CPU runs one guest.
-//!
-//! # A fault that comes again
-//! A hart that has not executed the fence that a fault asks for may fault once more
-//! ([`flush`](super::flush)). The CPU then reports its last fault without an entry.
 
 #![expect(unsafe_code, reason = "enters a guest")]
 
@@ -24,7 +20,6 @@ use slat::{Access, Gpa};
 use super::features::Features;
 use super::{Kick, boot, csr, flush, guest};
 use crate::cpus::{Flush, Presence};
-use crate::fail;
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 
 /// A format of G-stage page tables.
@@ -119,9 +114,6 @@ const DELEGATED: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 8 | 1 <
 const WALK_READ: u64 = 0x3000;
 const WALK_WRITE: u64 = 0x3020;
 
-/// How often the same fault is reported again, at most.
-const MAX_REPEATED: u64 = 1_000_000;
-
 /// SBI's feature 4 of the firmware: harts set A and D ("Firmware Features Extension").
 const PTE_AD_HW_UPDATING: u32 = 4;
 
@@ -129,9 +121,6 @@ const PTE_AD_HW_UPDATING: u32 = 4;
 #[derive(Debug)]
 pub struct RiscvCpu<F> {
     registers: Box<Registers>,
-    /// The last fault, as long as nothing has gone on behind it, and how often it was reported again.
-    fault: Option<(Gpa, Access)>,
-    nr_repeated: u64,
     format: PhantomData<F>,
     /// The hart has its registers.
     _stays_on_its_cpu: PhantomData<*mut ()>,
@@ -148,7 +137,6 @@ impl<F> RiscvCpu<F> {
         const SPP: u64 = csr::STATUS_SPP;
         const SIE: u64 = 1 << 1;
         const SPIE: u64 = 1 << 5;
-        self.fault = None;
         let status = csr::read!("vsstatus");
         let interrupts = if status & SIE != 0 { SPIE } else { 0 };
         // The guest's privilege before this trap becomes that before its own.
@@ -176,9 +164,6 @@ impl<F> RiscvCpu<F> {
             }
             GUEST_FETCH_FAULT | GUEST_LOAD_FAULT | GUEST_STORE_FAULT => {
                 let (gpa, access) = page_fault(scause, stval, htval, htinst);
-                flush::hold(gpa);
-                self.fault = Some((gpa, access));
-                self.nr_repeated = 0;
                 Exit::PageFault { gpa, access }
             }
             GUEST_CALL => Exit::Hypercall,
@@ -252,7 +237,7 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
             crate::error!("the CPU has no {} page tables", F::NAME);
         }
         let (format, _stays_on_its_cpu) = (PhantomData, PhantomData);
-        RiscvCpu { registers: Box::default(), fault: None, nr_repeated: 0, format, _stays_on_its_cpu }
+        RiscvCpu { registers: Box::default(), format, _stays_on_its_cpu }
     }
 
     fn start(&mut self, start: Start) {
@@ -266,16 +251,6 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
     }
 
     fn run(&mut self, presence: &Presence) -> Exit {
-        if let Some((gpa, access)) = self.fault
-            && flush::holds(gpa)
-        {
-            self.nr_repeated += 1;
-            if self.nr_repeated > MAX_REPEATED {
-                fail!("a CPU still has what it has faulted on at {gpa}: it did not flush that");
-            }
-            return Exit::PageFault { gpa, access };
-        }
-        self.fault = None;
         let flushed = presence.enter();
         if flushed == Flush::All {
             flush::own_fence();
@@ -288,7 +263,6 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
     }
 
     fn skip(&mut self, length: u64) {
-        self.fault = None;
         self.registers.pc += length;
     }
 

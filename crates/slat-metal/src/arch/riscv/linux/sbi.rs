@@ -10,7 +10,6 @@ use sbi_spec::{base, hsm, rfnc, spi, srst, time};
 use super::vcpu::GuestCpu;
 use crate::arch::riscv::{boot, csr};
 use crate::arch::{self, Kick};
-use crate::fail;
 use crate::linux::{AlreadyStarted, Linux, Start};
 
 /// What an implementation without a number of its own answers: no other one has this.
@@ -60,21 +59,10 @@ impl GuestCpu {
                 Some(false) => SbiRet::success(hsm::hart_state::STOPPED),
                 None => SbiRet::invalid_param(),
             },
-            (srst::EID_SRST, srst::SYSTEM_RESET) => self.end(linux, first as u32),
+            // Off, or a restart after a panic.
+            (srst::EID_SRST, srst::SYSTEM_RESET) => linux.turned_off(),
             // A hart that stops, or suspends itself: nothing in this guest needs it.
             _ => SbiRet::not_supported(),
-        }
-    }
-
-    /// The guest has turned itself off, or wants to begin again. It may when it is done.
-    fn end(&mut self, linux: &Linux, kind: u32) -> SbiRet {
-        if linux.is_done() {
-            // The CPU that does the operations ends the machine.
-            linux.stay_outside();
-        }
-        match kind {
-            srst::RESET_TYPE_SHUTDOWN => fail!("the guest has turned itself off before its work was done"),
-            _ => fail!("the guest has restarted: its kernel panicked, or its first process ended"),
         }
     }
 

@@ -65,7 +65,7 @@ impl GuestCpu {
             match self.cpu.run(&self.presence) {
                 Exit::Kick | Exit::LogFull => {}
                 Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
-                    Ok(Outcome::Resume) => {}
+                    Ok(Outcome::Resume) => self.presence.resume(&linux.vm, gpa),
                     Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {
                         clock::wait_us(self.rng.u64(0..MAX_LATE_US));
                         linux.operations.bring(gpa);
