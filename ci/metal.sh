@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
-# The hypervisor on the engine under QEMU, with AMD's nested paging: the guest that accesses memory at
-# random, and Linux. Where emulator or kernel cannot be had, this is skipped. More by hand:
-# METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh
+# The hypervisor on the engine under QEMU, with AMD's nested paging, at Arm's EL2 and in RISC-V's
+# HS-mode: the guest that accesses memory at random, and Linux. Where emulator or kernel cannot be had,
+# this is skipped. More by hand: METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh; or one machine
+# alone: ci/metal.sh arm
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for guest in suite linux; do
-    status=0
-    # The kernel says what it has to say in many lines.
-    quiet=(); [ "$guest" = suite ] || quiet=(--append quiet)
-    cargo run --release --quiet -- metal --guest "$guest" --cpus 2 --operations "${METAL_OPERATIONS:-10000}" \
-        --timeout "${METAL_TIMEOUT:-85s}" "${quiet[@]}" || status=$?
-    if [ "$status" = 3 ]; then
-        echo "metal: skipped: $guest: the line above says what is missing"
-    elif [ "$status" != 0 ]; then
-        exit "$status"
-    fi
+machines=("$@"); [ $# != 0 ] || machines=(svm arm riscv)
+for machine in "${machines[@]}"; do
+    for guest in suite linux; do
+        status=0
+        # The kernel says what it has to say in many lines.
+        quiet=(); [ "$guest" = suite ] || quiet=(--append quiet)
+        cargo run --release --quiet -- metal --machine "$machine" --guest "$guest" --cpus 2 \
+            --operations "${METAL_OPERATIONS:-10000}" --timeout "${METAL_TIMEOUT:-85s}" "${quiet[@]}" || status=$?
+        if [ "$status" = 3 ]; then
+            echo "metal: skipped: $machine, $guest: the line above says what is missing"
+        elif [ "$status" != 0 ]; then
+            exit "$status"
+        fi
+    done
 done

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Installs what the checks need besides Rust itself: its formatter and linter, the fuzzer with a C++
-# compiler for its runtime, Python for the models and proofs, valgrind for the count of a fault's
-# instructions, and a browser for the report. (ci/deny.sh installs its own tool, beside the tests.)
+# Installs what the checks need besides Rust itself: its formatter and linter, its targets for the
+# hypervisor and its Linux on Arm and RISC-V (of rustup; other checks skip what is missing), the fuzzer
+# with a C++ compiler for its runtime, Python for the models and proofs, valgrind for the count of a
+# fault's instructions, and a browser for the report. (ci/deny.sh installs its own tool, beside the
+# tests.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt
 cargo clippy --version >/dev/null 2>&1 || rustup component add clippy
+targets=(aarch64-unknown-none-softfloat aarch64-unknown-linux-gnu riscv64imac-unknown-none-elf riscv64gc-unknown-linux-gnu)
+! command -v rustup >/dev/null || rustup target add "${targets[@]}"
 cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
 missing=()
 command -v python3 >/dev/null || missing+=(python3)
