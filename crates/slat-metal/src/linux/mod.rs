@@ -211,15 +211,15 @@ impl Linux {
         0
     }
 
-    /// Whether the guest's program has done all that it should.
+    /// The guest has turned itself off, or restarts: the calling vCPU does not come back. The CPU that
+    /// does the operations ends the machine. (A PC turns itself off by a port, which ends the machine.)
     #[cfg(not(target_arch = "x86_64"))]
-    pub(crate) fn is_done(&self) -> bool {
-        matches!(*self.stage.lock(), Stage::Done { .. })
-    }
-
-    /// The calling vCPU does not come back.
-    #[cfg(not(target_arch = "x86_64"))]
-    pub(crate) fn stay_outside(&self) -> ! {
+    pub(crate) fn turned_off(&self) -> ! {
+        if !matches!(*self.stage.lock(), Stage::Done { .. }) {
+            fail!(
+                "the guest has turned itself off before its work was done: its kernel panicked, or its program failed"
+            );
+        }
         loop {
             // For each pause it counts as one that comes back: its end waits for these.
             self.pause_point();

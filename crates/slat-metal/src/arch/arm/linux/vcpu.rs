@@ -182,12 +182,7 @@ impl GuestCpu {
                 }
             }
             psci::PSCI_MIGRATE_INFO_TYPE => NO_MIGRATION,
-            // The CPU that does the operations ends the machine.
-            psci::PSCI_SYSTEM_OFF | psci::PSCI_SYSTEM_RESET if linux.is_done() => linux.stay_outside(),
-            psci::PSCI_SYSTEM_OFF => fail!("the guest has turned itself off before its work was done"),
-            psci::PSCI_SYSTEM_RESET => {
-                fail!("the guest has restarted: its kernel panicked, or its first process ended")
-            }
+            psci::PSCI_SYSTEM_OFF | psci::PSCI_SYSTEM_RESET => linux.turned_off(),
             _ => NOT_SUPPORTED,
         };
         self.cpu.registers.x[0] = result;
