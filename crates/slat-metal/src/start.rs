@@ -11,7 +11,7 @@ use crate::arch::{self, clock};
 use crate::boot::{self, BootInfo};
 use crate::linux::Linux;
 use crate::options::{Guest, Options};
-use crate::suite::Suite;
+use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
 use crate::{error, measure, say};
 
@@ -45,10 +45,27 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     run(WORK.call_once(|| work))
 }
 
-/// The work with the suite.
+/// The work with the suite, on CPUs of one kind.
 pub fn suite<V: VirtualCpu>(options: Options) -> Box<Work> {
-    let suite = Suite::<V>::new(options);
-    Box::new(move |cpu| suite.run(cpu))
+    suites(options, Box::new([Box::new(Suite::<V>::new(options, Part { name: "", number: 0, of: 1 }))]))
+}
+
+/// The work with the suite, in all `parts`.
+pub fn suites(options: Options, parts: Box<[Box<dyn Rounds>]>) -> Box<Work> {
+    Box::new(move |cpu| {
+        if cpu >= options.nr_cpus {
+            return;
+        }
+        let mut all = Done::default();
+        for done in parts.iter().map(|part| part.run(cpu)) {
+            all.nr_operations += done.nr_operations;
+            all.nr_accesses += done.nr_accesses;
+        }
+        // No CPU is in a part any more: each ends with a barrier.
+        if cpu == 0 {
+            suite::finish(all);
+        }
+    })
 }
 
 /// The work with Linux.

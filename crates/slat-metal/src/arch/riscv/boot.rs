@@ -148,7 +148,8 @@ fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
 
 /// Notes the first UART of the kind that PCs have.
 fn read_uart(fdt: Fdt<'static>) {
-    let is_uart = |node: &FdtNode<'static>| node.compatible().is_some_and(|mut names| names.any(|name| name == "ns16550a"));
+    let is_uart =
+        |node: &FdtNode<'static>| node.compatible().is_some_and(|mut names| names.any(|name| name == "ns16550a"));
     let mut nodes = fdt.find_node("/soc").into_iter().flat_map(|node| node.children());
     let Some(node) = nodes.find(is_uart) else { return };
     if let Some(span) = device_tree::span(node, 0) {

@@ -54,29 +54,17 @@ pub(super) fn build(options: &Options, command_line: &str, memory: Span, initram
             is("linux,initrd-end", initramfs.end),
         ],
     ));
-    root.add_child(node(
-        format!("memory@{:x}", memory.start),
-        [is("device_type", "memory"), is("reg", range(memory))],
-    ));
+    root.add_child(node(format!("memory@{:x}", memory.start), [is("device_type", "memory"), is("reg", range(memory))]));
     let mut cpus = node(
         "cpus",
-        [
-            is("#address-cells", 1_u32),
-            is("#size-cells", 0_u32),
-            is("timebase-frequency", clock::frequency_hz() as u32),
-        ],
+        [is("#address-cells", 1_u32), is("#size-cells", 0_u32), is("timebase-frequency", clock::frequency_hz() as u32)],
     );
     (0..options.nr_cpus as u32).for_each(|number| cpus.add_child(cpu(number)));
     root.add_child(cpus);
     if let Some((uart, hz)) = boot::uart() {
         let mut soc = node(
             "soc",
-            [
-                is("#address-cells", 2_u32),
-                is("#size-cells", 2_u32),
-                is("compatible", "simple-bus"),
-                flag("ranges"),
-            ],
+            [is("#address-cells", 2_u32), is("#size-cells", 2_u32), is("compatible", "simple-bus"), flag("ranges")],
         );
         soc.add_child(node(
             format!("serial@{:x}", uart.start),

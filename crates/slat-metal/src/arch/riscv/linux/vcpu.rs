@@ -5,8 +5,8 @@
 use fastrand::Rng;
 use slat::{Exit as FaultExit, Outcome};
 
-use super::sbi::Call;
 use super::Cpu;
+use super::sbi::Call;
 use crate::arch::riscv::clock;
 use crate::arch::riscv::run::{A0, Trap};
 use crate::cpus::Presence;
