@@ -20,6 +20,10 @@ pub type Work = dyn Fn(usize) + Send + Sync;
 
 static WORK: Once<Box<Work>> = Once::new();
 
+/// Memory for a guest that runs the image's own code: what it accesses, the copy of it, private memory of
+/// all CPUs, page tables.
+const NEEDED_BYTES: u64 = 48 << 20;
+
 /// The boot CPU's work: `free_bytes` of memory are free.
 pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     clock::measure();
@@ -35,6 +39,10 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
         // One CPU is the hypervisor's own.
         Guest::Linux => 1,
     };
+    // Linux says itself what it needs.
+    if options.guest != Guest::Linux && (free_bytes as u64) < NEEDED_BYTES {
+        error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, NEEDED_BYTES >> 20);
+    }
     let nr_cpus = options.nr_cpus + nr_helpers;
     // SAFETY: only here.
     if let Err(missing) = unsafe { arch::start_other_cpus(nr_cpus as u32) } {
