@@ -11,7 +11,7 @@ use crate::arch::{self, clock};
 use crate::boot::{self, BootInfo};
 use crate::linux::Linux;
 use crate::options::{Guest, Options};
-use crate::suite::Suite;
+use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
 use crate::{error, measure, say};
 
@@ -19,6 +19,10 @@ use crate::{error, measure, say};
 pub type Work = dyn Fn(usize) + Send + Sync;
 
 static WORK: Once<Box<Work>> = Once::new();
+
+/// Memory for a guest that runs the image's own code: what it accesses, the copy of it, private memory of
+/// all CPUs, page tables.
+const NEEDED_BYTES: u64 = 48 << 20;
 
 /// The boot CPU's work: `free_bytes` of memory are free.
 pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
@@ -35,6 +39,10 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
         // One CPU is the hypervisor's own.
         Guest::Linux => 1,
     };
+    // Linux says itself what it needs.
+    if options.guest != Guest::Linux && (free_bytes as u64) < NEEDED_BYTES {
+        error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, NEEDED_BYTES >> 20);
+    }
     let nr_cpus = options.nr_cpus + nr_helpers;
     // SAFETY: only here.
     if let Err(missing) = unsafe { arch::start_other_cpus(nr_cpus as u32) } {
@@ -45,10 +53,27 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     run(WORK.call_once(|| work))
 }
 
-/// The work with the suite.
+/// The work with the suite, on CPUs of one kind.
 pub fn suite<V: VirtualCpu>(options: Options) -> Box<Work> {
-    let suite = Suite::<V>::new(options);
-    Box::new(move |cpu| suite.run(cpu))
+    suites(options, Box::new([Box::new(Suite::<V>::new(options, Part { name: "", number: 0, of: 1 }))]))
+}
+
+/// The work with the suite, in all `parts`.
+pub fn suites(options: Options, parts: Box<[Box<dyn Rounds>]>) -> Box<Work> {
+    Box::new(move |cpu| {
+        if cpu >= options.nr_cpus {
+            return;
+        }
+        let mut all = Done::default();
+        for done in parts.iter().map(|part| part.run(cpu)) {
+            all.nr_operations += done.nr_operations;
+            all.nr_accesses += done.nr_accesses;
+        }
+        // No CPU is in a part any more: each ends with a barrier.
+        if cpu == 0 {
+            suite::finish(all);
+        }
+    })
 }
 
 /// The work with Linux.

@@ -106,33 +106,61 @@ impl Way {
     }
 }
 
-/// The whole run.
+/// What was done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Done {
+    /// Operations of the engine.
+    pub nr_operations: u64,
+    /// Accesses of the guest.
+    pub nr_accesses: u64,
+}
+
+/// A suite on CPUs of any kind.
+pub trait Rounds: Send + Sync {
+    /// The part of CPU `cpu`. All CPUs of the run call it. What was done is with CPU 0.
+    fn run(&self, cpu: usize) -> Done;
+}
+
+/// Which part of the run a suite is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// How its CPUs run the guest. Empty where there is one part.
+    pub name: &'static str,
+    /// Its number, from 0 on.
+    pub number: u64,
+    /// How many there are.
+    pub of: u64,
+}
+
+/// The rounds on one kind of CPUs.
 pub struct Suite<V: VirtualCpu> {
     options: Options,
+    part: Part,
     barrier: Barrier,
     /// The round that all CPUs are in.
     round: Mutex<Option<Arc<Round<V>>>>,
 }
 
 impl<V: VirtualCpu> Suite<V> {
-    /// A run as `options` say.
-    pub fn new(options: Options) -> Suite<V> {
-        Suite { options, barrier: Barrier::new(options.nr_cpus), round: Mutex::new(None) }
+    /// A part of a run as `options` say. Each part has an equal share of the operations.
+    pub fn new(options: Options, part: Part) -> Suite<V> {
+        let options = Options { nr_operations: options.nr_operations.div_ceil(part.of), ..options };
+        Suite { options, part, barrier: Barrier::new(options.nr_cpus), round: Mutex::new(None) }
     }
+}
 
-    /// The part of CPU `cpu`. All CPUs of the run call it; CPU 0 ends the machine.
-    pub fn run(&self, cpu: usize) {
-        if cpu >= self.options.nr_cpus {
-            return;
-        }
-        let (mut nr_operations, mut nr_accesses) = (0, 0);
+impl<V: VirtualCpu> Rounds for Suite<V> {
+    fn run(&self, cpu: usize) -> Done {
+        let mut done = Done::default();
         let ways = || WAYS.iter().filter(|way| way.is_possible::<V>());
         let nr_ways = ways().count() as u64;
         let share = self.options.nr_operations.div_ceil(nr_ways * self.options.nr_cpus as u64).max(1);
         for (number, way) in (0..).zip(ways()) {
             if cpu == 0 {
-                say!("{}", way.name);
-                console::progress(number, nr_ways, way.name);
+                let Part { name, number: part, of } = self.part;
+                say!("{name}{}", way.name);
+                console::progress(part * nr_ways + number, of * nr_ways, way.name);
+                let number = part << 8 | number;
                 *self.round.lock() = Some(Arc::new(Round::new(&self.options, way.config::<V>(), number)));
             }
             self.barrier.wait();
@@ -141,8 +169,8 @@ impl<V: VirtualCpu> Suite<V> {
                 round.run(cpu, share, &self.barrier);
                 self.barrier.wait();
                 if cpu == 0 {
-                    nr_operations += round.nr_operations();
-                    nr_accesses += round.nr_accesses();
+                    done.nr_operations += round.nr_operations();
+                    done.nr_accesses += round.nr_accesses();
                     *self.round.lock() = None;
                     // Other CPUs may still have theirs: the VM is dropped before the barrier below.
                     round.report();
@@ -150,14 +178,18 @@ impl<V: VirtualCpu> Suite<V> {
             }
             self.barrier.wait();
         }
-        if cpu == 0 {
-            console::figure("operations", nr_operations, "1");
-            console::figure("accesses", nr_accesses, "1");
-            console::figures();
-            console::end(
-                Verdict::Pass,
-                format_args!("{nr_operations} operations beside {nr_accesses} accesses of the guest, none wrong"),
-            );
-        }
+        done
     }
+}
+
+/// Ends the machine, after all parts of the run.
+pub fn finish(done: Done) -> ! {
+    let Done { nr_operations, nr_accesses } = done;
+    console::figure("operations", nr_operations, "1");
+    console::figure("accesses", nr_accesses, "1");
+    console::figures();
+    console::end(
+        Verdict::Pass,
+        format_args!("{nr_operations} operations beside {nr_accesses} accesses of the guest, none wrong"),
+    )
 }

@@ -20,14 +20,16 @@ pub mod trap;
 use alloc::boxed::Box;
 
 use sbi_rt::HartMask;
+use slat::format::{Sv39x4, Sv48x4, Sv57x4};
 
 use crate::boot::{BootInfo, MissingCpus, Span, wait_for_cpus};
 use crate::error;
 use crate::host::Control;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
+use crate::suite::{Part, Rounds, Suite};
 use features::Features;
-use run::RiscvCpu;
+use run::{Bits, BitsByFaults, BitsByHarts, GStage, RiscvCpu, has_format};
 
 pub use flush::{flush, flush_local};
 pub use run::Trap;
@@ -64,11 +66,32 @@ impl Virtualization {
     /// What all CPUs do with a guest as `options` say. `free_bytes` of memory are free.
     pub fn work(self, options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
         match options.guest {
-            Guest::Suite => start::suite::<RiscvCpu<slat::format::Sv48x4>>(options),
-            Guest::Measure => start::measure::<RiscvCpu<slat::format::Sv48x4>>(),
+            Guest::Suite => start::suites(options, suites(options)),
+            Guest::Measure => start::measure::<linux::Cpu>(),
             Guest::Linux => start::linux(options, boot, free_bytes),
         }
     }
+}
+
+/// A suite for each format of page tables, and for each way to set A and D, that the CPU has.
+fn suites(options: Options) -> Box<[Box<dyn Rounds>]> {
+    type Make = fn(Options, Part) -> Box<dyn Rounds>;
+    fn make<F: GStage, B: Bits>(options: Options, part: Part) -> Box<dyn Rounds> {
+        Box::new(Suite::<RiscvCpu<F, B>>::new(options, part))
+    }
+    let (by_harts, by_faults) = (BitsByHarts::choose(), BitsByFaults::choose());
+    let all: [(bool, &'static str, Make); 6] = [
+        (has_format::<Sv39x4>() && by_harts, "Sv39x4, A and D by the CPU: ", make::<Sv39x4, BitsByHarts>),
+        (has_format::<Sv39x4>() && by_faults, "Sv39x4, A and D by faults: ", make::<Sv39x4, BitsByFaults>),
+        (has_format::<Sv48x4>() && by_harts, "Sv48x4, A and D by the CPU: ", make::<Sv48x4, BitsByHarts>),
+        (has_format::<Sv48x4>() && by_faults, "Sv48x4, A and D by faults: ", make::<Sv48x4, BitsByFaults>),
+        (has_format::<Sv57x4>() && by_harts, "Sv57x4, A and D by the CPU: ", make::<Sv57x4, BitsByHarts>),
+        (has_format::<Sv57x4>() && by_faults, "Sv57x4, A and D by faults: ", make::<Sv57x4, BitsByFaults>),
+    ];
+    let is_there = |(is_there, ..): &&(bool, &'static str, Make)| *is_there;
+    let of = all.iter().filter(is_there).count() as u64;
+    let parts = all.iter().filter(is_there).zip(0..);
+    parts.map(|(&(_, name, make), number)| make(options, Part { name, number, of })).collect()
 }
 
 /// Sets up the calling CPU. Returns how it runs guests.

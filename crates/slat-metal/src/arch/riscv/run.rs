@@ -14,7 +14,6 @@ use core::marker::PhantomData;
 use core::mem::offset_of;
 
 use slat::format::{Format, Sv39x4, Sv48x4, Sv57x4};
-use slat::tables::AccessTracking;
 use slat::{Access, Gpa};
 
 use super::features::Features;
@@ -26,6 +25,17 @@ use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 pub trait GStage: Format {
     /// Its number in `hgatp`.
     const MODE: u64;
+}
+
+/// Whether the calling hart has page tables of format `F`. To be asked while it has no guest.
+pub fn has_format<F: GStage>() -> bool {
+    // A mode that is not there leaves the register as it is.
+    // SAFETY: no guest is entered with it.
+    unsafe { csr::write!("hgatp", F::MODE << csr::HGATP_MODE_SHIFT) };
+    let is_there = csr::read!("hgatp") >> csr::HGATP_MODE_SHIFT == F::MODE;
+    // SAFETY: as above.
+    unsafe { csr::write!("hgatp", 0_u64) };
+    is_there
 }
 
 impl GStage for Sv39x4 {
@@ -117,16 +127,45 @@ const WALK_WRITE: u64 = 0x3020;
 /// SBI's feature 4 of the firmware: harts set A and D ("Firmware Features Extension").
 const PTE_AD_HW_UPDATING: u32 = 4;
 
-/// A virtual CPU.
+/// What sets the accessed and dirty bits of the G-stage.
+pub trait Bits: 'static {
+    /// Tells the firmware of the calling hart. Returns whether it is so from now on.
+    fn choose() -> bool;
+}
+
+/// The harts, if they can (Svadu). Otherwise it is as with [`BitsByFaults`].
 #[derive(Debug)]
-pub struct RiscvCpu<F> {
+pub struct BitsByHarts;
+
+/// A fault where they are clear: the engine sets them.
+#[derive(Debug)]
+pub struct BitsByFaults;
+
+impl Bits for BitsByHarts {
+    fn choose() -> bool {
+        let features = boot::features();
+        let is_told = sbi_rt::fwft_set(PTE_AD_HW_UPDATING, 1, 0).is_ok();
+        // Harts that have no other way need not be told.
+        features.contains(Features::SVADU) && (is_told || !features.contains(Features::SVADE))
+    }
+}
+
+impl Bits for BitsByFaults {
+    fn choose() -> bool {
+        !boot::features().contains(Features::SVADU) || sbi_rt::fwft_set(PTE_AD_HW_UPDATING, 0, 0).is_ok()
+    }
+}
+
+/// A virtual CPU on page tables of format `F`, whose accessed and dirty bits `B` sets.
+#[derive(Debug)]
+pub struct RiscvCpu<F, B> {
     registers: Box<Registers>,
-    format: PhantomData<F>,
+    kind: PhantomData<(F, B)>,
     /// The hart has its registers.
     _stays_on_its_cpu: PhantomData<*mut ()>,
 }
 
-impl<F> RiscvCpu<F> {
+impl<F, B> RiscvCpu<F, B> {
     /// The guest's registers.
     pub fn registers(&mut self) -> &mut Registers {
         &mut self.registers
@@ -188,16 +227,7 @@ fn page_fault(scause: u64, stval: u64, htval: u64, htinst: u64) -> (Gpa, Access)
     }
 }
 
-/// Whether harts set A and D in the G-stage, from now on on the calling hart. A firmware that cannot be told so
-/// leaves it as it is: then a clear bit is a fault.
-fn set_bits_by_hardware(tracking: AccessTracking) {
-    if boot::features().contains(Features::SVADU) {
-        let value = usize::from(tracking == AccessTracking::AccessedBit);
-        sbi_rt::fwft_set(PTE_AD_HW_UPDATING, value, 0);
-    }
-}
-
-impl<F: GStage> VirtualCpu for RiscvCpu<F> {
+impl<F: GStage, B: Bits> VirtualCpu for RiscvCpu<F, B> {
     type Format = F;
 
     /// Interrupts are off in HS-mode.
@@ -209,8 +239,8 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
         false
     }
 
-    unsafe fn new(second_stage: SecondStage) -> RiscvCpu<F> {
-        set_bits_by_hardware(second_stage.access_tracking);
+    unsafe fn new(second_stage: SecondStage) -> RiscvCpu<F, B> {
+        B::choose();
         let root = second_stage.root.0 >> 12;
         let hgatp = F::MODE << csr::HGATP_MODE_SHIFT | flush::VMID << csr::HGATP_VMID_SHIFT | root;
         let has_timer = boot::features().contains(Features::SSTC);
@@ -233,11 +263,7 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
             csr::write!("vsscratch", 0_u64);
         }
         flush::own_fence();
-        if csr::read!("hgatp") >> csr::HGATP_MODE_SHIFT != F::MODE {
-            crate::error!("the CPU has no {} page tables", F::NAME);
-        }
-        let (format, _stays_on_its_cpu) = (PhantomData, PhantomData);
-        RiscvCpu { registers: Box::default(), format, _stays_on_its_cpu }
+        RiscvCpu { registers: Box::default(), kind: PhantomData, _stays_on_its_cpu: PhantomData }
     }
 
     fn start(&mut self, start: Start) {
@@ -279,7 +305,7 @@ impl<F: GStage> VirtualCpu for RiscvCpu<F> {
     }
 }
 
-impl<F> Drop for RiscvCpu<F> {
+impl<F, B> Drop for RiscvCpu<F, B> {
     fn drop(&mut self) {
         // SAFETY: no guest's page tables any more.
         unsafe { csr::write!("hgatp", 0_u64) };

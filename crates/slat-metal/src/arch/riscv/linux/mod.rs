@@ -24,7 +24,7 @@ use slat::{Gpa, MemoryRegionFlags, PAGE_SIZE, Pfn};
 
 use super::boot;
 use super::features::Features;
-use super::run::RiscvCpu;
+use super::run::{BitsByHarts, RiscvCpu, has_format};
 use crate::boot::{BootInfo, MAX_CPUS, Module, Span};
 use crate::error;
 use crate::host::Backing;
@@ -35,7 +35,7 @@ use image::Image;
 pub use vcpu::GuestCpu;
 
 /// The CPU that runs the guest.
-pub type Cpu = RiscvCpu<Sv48x4>;
+pub type Cpu = RiscvCpu<Sv48x4, BitsByHarts>;
 
 /// Where the guest's memory begins.
 pub const RAM_START: Gpa = Gpa(0x8000_0000);
@@ -57,6 +57,9 @@ impl Guest {
     /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command line, and
     /// `initramfs`.
     pub fn new(options: &Options, _boot: &BootInfo, modules: [Module; 2], slots: &mut Slots<'_>, ram: &Ram) -> Guest {
+        if !has_format::<Sv48x4>() {
+            error!("the CPU has no Sv48x4 page tables");
+        }
         if !boot::features().contains(Features::SSTC) {
             error!("the CPU has no timer for guests (Sstc)");
         }
