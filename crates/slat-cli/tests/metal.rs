@@ -141,6 +141,29 @@ fn what_is_not_to_be_had_exits_with_3_and_one_line() {
     assert_refused(&format!("metal --qemu {}", qemu.display()), 3, "is QEMU 7.2.19, and at least 10 is needed");
 }
 
+#[test]
+fn a_target_that_rust_lacks_is_added_or_named() {
+    let folder = folder("target");
+    let qemu = emulator(&folder, "10.0.2", "");
+    let tools = folder.join("tools");
+    fs::create_dir_all(&tools).unwrap();
+    program(&tools.join("rustc"), "echo /no/such/folder");
+    let run = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+        command.current_dir(&folder).args(["metal", "--machine", "arm", "--guest", "suite", "--qemu"]).arg(&qemu);
+        let output = command.env("PATH", &tools).env("RUSTC", tools.join("rustc")).output().unwrap();
+        assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
+        let line = "rust | has no target aarch64-unknown-none-softfloat: rustup adds it\n";
+        assert!(stdout(&output).contains(line), "{}", stdout(&output));
+        stderr(&output)
+    };
+    let without = run();
+    assert!(without.contains("here, and there is no rustup to add it; install Rust with rustup"), "{without}");
+    program(&tools.join("rustup"), "echo 'error: no such component' >&2; exit 1");
+    let refused = run();
+    assert!(refused.contains("and rustup cannot add it: error: no such component"), "{refused}");
+}
+
 const PASS: &str = "\
 echo 'say 2 CPUs, 900 MiB free' >&2
 printf 'a word of \\033[31mthe guest\\r\\n'
