@@ -9,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use console::strip_ansi_codes;
+use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
 use super::architecture::Loading;
@@ -27,8 +28,12 @@ const UNSUPPORTED: &str = "warning: TCG doesn't support requested feature";
 /// What lines of QEMU itself have.
 const OF_QEMU: &str = "qemu";
 
+/// How names of the folders of machines begin.
+const FOLDER: &str = "machine-";
+
 /// The files of a machine, in its folder.
 const IMAGE: &str = "slat-metal";
+const LOCK: &str = "lock";
 const KERNEL: &str = "vmlinuz";
 const INITRAMFS: &str = "initramfs";
 
@@ -76,6 +81,8 @@ pub(super) struct Machine {
     /// The folder that the emulator runs in: so the names of its files have neither spaces nor
     /// commas, which separate words on its command line.
     folder: TempDir,
+    /// Held as long as the folder is in use.
+    _lock: File,
     /// Linux's files, if it has some.
     loaded: Vec<Loaded>,
 }
@@ -148,10 +155,13 @@ impl Machine {
         session: &Session,
     ) -> Result<Machine, Failure> {
         let mut loaded = Vec::new();
-        let mut write = || -> io::Result<TempDir> {
+        let mut write = || -> io::Result<(TempDir, File)> {
             fs::create_dir_all(target)?;
             let target = fs::canonicalize(target)?;
-            let folder = tempfile::Builder::new().prefix("machine-").tempdir_in(target)?;
+            let folder = tempfile::Builder::new().prefix(FOLDER).tempdir_in(&target)?;
+            let lock = File::create(folder.path().join(LOCK))?;
+            flock(&lock, FlockOperation::LockExclusive)?;
+            remove_left(&target)?;
             let path = folder.path().to_owned();
             session.when_interrupted(move || drop(fs::remove_dir_all(path)));
             fs::copy(&files.image, folder.path().join(IMAGE))?;
@@ -164,13 +174,13 @@ impl Machine {
                     loaded.push(Loaded { name, file, nr_bytes });
                 }
             }
-            Ok(folder)
+            Ok((folder, lock))
         };
-        let folder = write().map_err(|source| Failure::Write { path: target.to_owned(), source })?;
+        let (folder, lock) = write().map_err(|source| Failure::Write { path: target.to_owned(), source })?;
         if let Emulator::Bochs(bochs) = &emulator {
             bochs::write(bochs, folder.path(), &files.image, plan, session)?;
         }
-        Ok(Machine { emulator, folder, loaded })
+        Ok(Machine { emulator, folder, loaded, _lock: lock })
     }
 
     /// Whether it has a Linux to boot.
@@ -273,17 +283,38 @@ impl Machine {
     }
 }
 
+/// Removes the folders of runs that were killed: nothing has their locks.
+fn remove_left(target: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(target)? {
+        let entry = entry?;
+        if !entry.file_name().as_encoded_bytes().starts_with(FOLDER.as_bytes()) {
+            continue;
+        }
+        // Without a lock another run is making or removing it.
+        let Ok(lock) = File::open(entry.path().join(LOCK)) else { continue };
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            // Another run may do the same.
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+    Ok(())
+}
+
 /// The module in the file at `path`, as the archive has it.
 fn read_module(path: &Path) -> io::Result<initramfs::Module> {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     Ok((name, fs::read(path)?))
 }
 
+/// Bytes of a line, at most.
+const MAX_LINE_BYTES: u64 = 1 << 16;
+
 /// Sends each line of `pipe`.
 fn read(from: impl Read, pipe: Pipe, to: &SyncSender<(Pipe, String)>) {
     let mut from = BufReader::new(from);
     let mut bytes = Vec::new();
-    while matches!(from.read_until(b'\n', &mut bytes), Ok(nr_bytes) if nr_bytes > 0) {
+    // A guest may never end its line: it comes in pieces then.
+    while matches!(from.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(nr_bytes) if nr_bytes > 0) {
         if to.send((pipe, text_of(&bytes))).is_err() {
             break;
         }

@@ -61,12 +61,12 @@ pub(crate) struct MetalArgs {
     cpus: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Operations beside the guest, in all; with Linux at most
-    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = positive::<u64>)]
-    operations: u64,
-    /// Memory of the guest, from 256M to 1G
-    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = guest_memory)]
-    memory: u64,
+    /// Operations beside the guest, in all; with Linux at most [default: 100000]
+    #[arg(long, value_name = "N", value_parser = positive::<u64>)]
+    operations: Option<u64>,
+    /// Memory of the guest, from 256M to 1G [default: 256M]
+    #[arg(long, value_name = "SIZE", value_parser = guest_memory)]
+    memory: Option<u64>,
     /// What the hypervisor leaves out on purpose
     ///
     /// Its checks must notice it: then the command succeeds, and else it fails.
@@ -205,8 +205,11 @@ impl ControlArg {
     }
 }
 
-/// The least and the most memory of a guest.
+/// The least memory of a guest, which is the default, and the most.
 const GUEST_MEMORY: [u64; 2] = [256 << 20, 1 << 30];
+
+/// Operations by default.
+const OPERATIONS: u64 = 100_000;
 
 fn guest_memory(text: &str) -> Result<u64, String> {
     let [least, most] = GUEST_MEMORY;
@@ -255,14 +258,16 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
             GuestArg::Measure if args.peer == PeerArg::None => (None, None),
             GuestArg::Measure => {
                 begin("looking for a kernel with KVM");
-                match cache.kvm_kernel(session) {
-                    Ok(kvm) => {
-                        progress.step();
-                        begin("building the first process of the machine with KVM");
-                        let init = source::required(source.as_ref())?.kvm_init(&plan, session)?;
-                        progress.step();
-                        (Some(Linux { kernel: kvm.kernel, init, modules: kvm.modules }), None)
-                    }
+                let linux = || {
+                    let kvm = cache.kvm_kernel(session)?;
+                    progress.step();
+                    begin("building the first process of the machine with KVM");
+                    let init = source::required(source.as_ref())?.kvm_init(&plan, session)?;
+                    progress.step();
+                    Ok(Linux { kernel: kvm.kernel, init, modules: kvm.modules })
+                };
+                match linux() {
+                    Ok(linux) => (Some(linux), None),
                     Err(Failure::CannotServe(why)) if args.peer == PeerArg::Auto => {
                         (None, Some(NotRun { what: "KVM".to_owned(), why }))
                     }

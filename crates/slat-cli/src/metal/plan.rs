@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::architecture::{Architecture, Magic};
-use super::{ControlArg, GuestArg, MachineArg, MetalArgs};
+use super::{ControlArg, GUEST_MEMORY, GuestArg, MachineArg, MetalArgs, OPERATIONS};
 use crate::failure::Failure;
 use crate::live::View;
 use crate::options::PeerArg;
@@ -62,6 +62,9 @@ impl Plan {
         if measures && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
             return usage("--guest measure counts the instructions of one CPU; leave --cpus out");
         }
+        if measures && (args.operations.is_some() || args.memory.is_some()) {
+            return usage("--operations and --memory go with --guest suite or linux");
+        }
         if measures && args.control != ControlArg::None {
             return usage("--control goes with --guest suite or linux");
         }
@@ -89,8 +92,8 @@ impl Plan {
             guest: args.guest,
             nr_cpus: args.cpus.unwrap_or(if measures { 1 } else { 2 }),
             seed: args.seed,
-            nr_operations: args.operations,
-            memory: args.memory,
+            nr_operations: args.operations.unwrap_or(OPERATIONS),
+            memory: args.memory.unwrap_or(GUEST_MEMORY[0]),
             control: args.control,
             append,
             timeout: args.timeout,
