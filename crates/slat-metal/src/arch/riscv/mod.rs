@@ -34,8 +34,9 @@ use run::{Bits, BitsByFaults, BitsByHarts, GStage, RiscvCpu, has_format};
 pub use flush::{flush, flush_local};
 pub use run::Trap;
 
-/// All of it: nothing is mapped.
-pub const USABLE: Span = Span { start: 0, end: u64::MAX };
+/// Memory that frames and page tables can be in: not the first page, and not what is beyond the engine's
+/// addresses.
+pub const USABLE: Span = Span { start: 0x1000, end: 1 << 52 };
 
 /// An interrupt that makes a CPU leave its guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
