@@ -146,6 +146,8 @@ fn a_target_that_rust_lacks_is_added_or_named() {
     let folder = folder("target");
     let qemu = emulator(&folder, "10.0.2", "");
     let tools = folder.join("tools");
+    // Of an earlier run of the test.
+    let _ = fs::remove_dir_all(&tools);
     fs::create_dir_all(&tools).unwrap();
     program(&tools.join("rustc"), "echo /no/such/folder");
     let run = || {
