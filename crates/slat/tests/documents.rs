@@ -28,7 +28,7 @@ const PROTOCOLS: [(&str, usize, usize); 13] = [
     ("huge-pages.md", 13, 45),
     ("invalidation.md", 27, 35),
     ("locks.md", 13, 0),
-    ("machine-tlb-flush.md", 5, 0),
+    ("machine-tlb-flush.md", 12, 0),
     ("memslots.md", 7, 3),
     ("pinned.md", 15, 0),
     ("pte.md", 8, 1),

@@ -93,7 +93,6 @@ unsafe impl Host for Careless {
     fn flush(&self, ranges: &[GfnRange]) {
         let flush = *self.flush.lock();
         match flush {
-            // The hook is of the tests that name the instructions.
             Flush::AsTheManual => {
                 self.inner.flush(ranges);
                 self.run_between();

@@ -8,6 +8,7 @@
 //!   load and sets every accessed or dirty bit by a checked compare-and-exchange against the value
 //!   that it walked with (see [`commit`](crate::hardware::commit)). So it never reads a page-table
 //!   page that was freed after a flush, and never sets a bit in a PTE that has changed meanwhile.
+//! - On Arm and RISC-V a walk may begin at a PTE that the CPU has cached ([`cached`]).
 //! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals
 //!   allow (a PTE's accessed bit may be set early, but need not).
 //! - A CPU with page-modification logging logs a page before it sets the dirty bit of the page's
@@ -381,10 +382,11 @@ impl Used {
             return Ok(None);
         };
         let at = table.wrapping_add(index as usize);
-        // SAFETY: the address came from the root or from a PTE that was read while the generation
-        // was current. A page-table page is freed only after a flush, so as long as it is current
-        // there is one at `table`, and `index` is in it. Page-table pages are aligned to their
-        // size.
+        // SAFETY: the address came from the root, from a PTE that was read while the generation was
+        // current, or from one that the CPU had cached and that no flush has named since. A
+        // page-table page is freed only after a flush of its range, so as long as the generation is
+        // current there is one at `table`, and `index` is in it. (Hosts of tests whose flushes leave
+        // something out keep theirs mapped.) It is aligned to its size.
         let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }

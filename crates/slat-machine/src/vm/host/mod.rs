@@ -217,7 +217,8 @@ impl MachineHost {
 }
 
 // SAFETY: page-table pages are disjoint parts of one region that stays mapped, at the pointer that
-// `phys` computes from their address; `FlushDomain::flush` guarantees what `flush` must, and
+// `phys` computes from their address; `FlushDomain::flush` guarantees what `flush` must, and so do
+// the instructions of each format (`HardwareFormat::flush`) for the CPUs of that format;
 // `ModificationLogs::drain` what `drain_modification_logs` must; a backing keeps its frames, or
 // changes them while they are invalidated; and none of it unwinds.
 unsafe impl Host for MachineHost {
