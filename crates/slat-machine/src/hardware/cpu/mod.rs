@@ -44,6 +44,8 @@ mod tests_kept;
 #[cfg(test)]
 mod tests_log;
 #[cfg(test)]
+mod tests_moves;
+#[cfg(test)]
 mod tests_strict;
 
 use std::marker::PhantomData;

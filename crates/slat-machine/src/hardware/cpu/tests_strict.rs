@@ -21,16 +21,18 @@ use crate::memory::{Backing, BackingKind};
 use crate::vm::host::{BackingSlice, MachineHost};
 
 /// Pages of a page-table page of the lowest level.
-const BLOCK: u64 = 512;
+pub(super) const BLOCK: u64 = 512;
 /// Blocks of the memslot.
-const NR_BLOCKS: u64 = 8;
+pub(super) const NR_BLOCKS: u64 = 8;
+/// Its pages.
+pub(super) const NR_PAGES: u64 = NR_BLOCKS * BLOCK;
 /// Faults on one access, of a host that leaves nothing out: one for each of the guest's page tables
 /// and the page, and as many again where a fault comes back.
 const MAX_FAULTS: u64 = 16;
 
 /// How a host flushes all CPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Flush {
+pub(super) enum Flush {
     /// As the manual says.
     AsTheManual,
     /// Not at all.
@@ -41,7 +43,7 @@ enum Flush {
 
 /// How a host flushes the CPU of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Local {
+pub(super) enum Local {
     AsTheManual,
     By(&'static [Scope]),
 }
@@ -50,10 +52,12 @@ enum Local {
 type Between = Box<dyn FnOnce() + Send>;
 
 /// The machine's host, which leaves out what the test wants.
-struct Careless {
+pub(super) struct Careless {
     inner: MachineHost,
     /// The size of the leaves that it allows: its memory is contiguous.
-    max_size: Mutex<PageSize>,
+    pub(super) max_size: Mutex<PageSize>,
+    /// Which pages are in the second half of the memory, where the host has moved them.
+    pub(super) is_moved: Mutex<Vec<bool>>,
     flush: Mutex<Flush>,
     local: Mutex<Local>,
     between: Mutex<Option<Between>>,
@@ -87,8 +91,12 @@ unsafe impl Host for Careless {
         self.inner.table_ptr(table)
     }
     fn resolve(&self, backing: &BackingSlice, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
-        let max_size = *self.max_size.lock();
-        self.inner.resolve(backing, gfn, page, access).map(|resolved| Resolved { max_size, ..resolved })
+        let is_moved = self.is_moved.lock();
+        let block = &is_moved[(page - page % BLOCK) as usize..][..BLOCK as usize];
+        let is_whole = block.iter().all(|&other| other == block[0]);
+        let max_size = if is_whole { *self.max_size.lock() } else { PageSize::Size4K };
+        let place = page + if is_moved[page as usize] { NR_PAGES } else { 0 };
+        self.inner.resolve(backing, gfn, place, access).map(|resolved| Resolved { max_size, ..resolved })
     }
     fn flush(&self, ranges: &[GfnRange]) {
         let flush = *self.flush.lock();
@@ -119,7 +127,7 @@ unsafe impl Host for Careless {
 }
 
 /// The engine, which fails after a bounded number of faults.
-struct Engine<F: Format> {
+pub(super) struct Engine<F: Format> {
     vcpu: Vcpu<Careless, F>,
     faults_left: u64,
 }
@@ -138,9 +146,11 @@ type SharedCpu<F> = Arc<Mutex<Cpu<Engine<F>, F>>>;
 
 /// Two CPUs, whose guest has paging on or off. It maps its addresses from 0 on, 1 GiB, to the
 /// memslot: with paging on by huge pages, in page tables behind the blocks of the tests.
-struct Machine<F: HardwareFormat> {
-    vm: Arc<Vm<Careless, F>>,
+pub(super) struct Machine<F: HardwareFormat> {
+    pub(super) vm: Arc<Vm<Careless, F>>,
     cpus: [SharedCpu<F>; 2],
+    /// Where the memslot's memory begins, and behind it the second half.
+    pub(super) first: Hpa,
 }
 
 /// The guest's page tables: in the last block of the memslot, where the cache of PTEs does not have
@@ -148,7 +158,7 @@ struct Machine<F: HardwareFormat> {
 const TABLES: u64 = ((NR_BLOCKS - 1) * BLOCK + 64) * PAGE_SIZE;
 
 impl<F: HardwareFormat> Machine<F> {
-    fn new(paging: Paging, marks: Marks) -> Machine<F> {
+    pub(super) fn new(paging: Paging, marks: Marks) -> Machine<F> {
         Machine::with(paging, marks, Config::default())
     }
 
@@ -158,13 +168,14 @@ impl<F: HardwareFormat> Machine<F> {
         let host = Careless {
             inner,
             max_size: Mutex::new(PageSize::Size4K),
+            is_moved: Mutex::new(vec![false; NR_PAGES as usize]),
             flush: Mutex::new(Flush::AsTheManual),
             local: Mutex::new(Local::AsTheManual),
             between: Mutex::new(None),
         };
         let vm = Arc::new(Vm::<_, F>::new(host, config).unwrap());
         let block_bytes = PageSize::Size2M.size_bytes();
-        let backing = Backing::new(BackingKind::Anonymous, (NR_BLOCKS + 1) * block_bytes).unwrap();
+        let backing = Backing::new(BackingKind::Anonymous, (2 * NR_BLOCKS + 1) * block_bytes).unwrap();
         let first = phys::hpa_of(backing.as_ptr()).0;
         let offset_bytes = first.next_multiple_of(block_bytes) - first;
         let processor = Processor { marks, ..Processor::of::<F>() };
@@ -175,6 +186,7 @@ impl<F: HardwareFormat> Machine<F> {
                 Arc::new(Mutex::new(cpu.with_processor(processor)))
             }),
             vm,
+            first: Hpa(first + offset_bytes),
         };
         machine.set_region(MemoryRegionFlags::empty(), Some(BackingSlice { backing, offset_bytes }));
         if paging == Paging::TwoDimensional {
@@ -194,12 +206,12 @@ impl<F: HardwareFormat> Machine<F> {
         machine
     }
 
-    fn set_region(&self, flags: MemoryRegionFlags, backing: Option<BackingSlice>) {
+    pub(super) fn set_region(&self, flags: MemoryRegionFlags, backing: Option<BackingSlice>) {
         let region = MemoryRegion {
             slot: 0,
             flags,
             guest_phys_addr: Gpa(0),
-            memory_size: NR_BLOCKS * BLOCK * PAGE_SIZE,
+            memory_size: NR_PAGES * PAGE_SIZE,
             backing,
             userfault_bitmap: None,
         };
@@ -213,15 +225,15 @@ impl<F: HardwareFormat> Machine<F> {
         cpu
     }
 
-    fn read(&self, cpu: usize, at: u64) -> Result<u64, CpuError> {
+    pub(super) fn read(&self, cpu: usize, at: u64) -> Result<u64, CpuError> {
         self.cpu(cpu).read(Gva(at))
     }
 
-    fn write(&self, cpu: usize, at: u64, value: u64) -> Result<(), CpuError> {
+    pub(super) fn write(&self, cpu: usize, at: u64, value: u64) -> Result<(), CpuError> {
         self.cpu(cpu).write(Gva(at), value)
     }
 
-    fn leave_out(&self, flush: Flush, local: Local) {
+    pub(super) fn leave_out(&self, flush: Flush, local: Local) {
         *self.vm.host().flush.lock() = flush;
         *self.vm.host().local.lock() = local;
     }
@@ -255,9 +267,9 @@ fn is_for_ever<T>(result: &Result<T, CpuError>) -> bool {
 const PAGINGS: [Paging; 2] = [Paging::Off, Paging::TwoDimensional];
 
 /// The halves of Arm's flush, and of RISC-V's.
-const SECOND_STAGE: &[Scope] = &[Scope::SecondStage];
-const COMBINED: &[Scope] = &[Scope::Combined];
-const LEAVES: &[Scope] = &[Scope::Leaves];
+pub(super) const SECOND_STAGE: &[Scope] = &[Scope::SecondStage];
+pub(super) const COMBINED: &[Scope] = &[Scope::Combined];
+pub(super) const LEAVES: &[Scope] = &[Scope::Leaves];
 
 /// A right that this CPU's fault or another one's restores, with each local flush.
 fn right<F: HardwareFormat>(local: Local, is_enough: bool) {
