@@ -86,8 +86,8 @@ fn abort(esr: u64, far: u64, hpfar: u64, par: impl FnOnce() -> u64) -> (Gpa, Acc
         // S1PTW: the CPU reads a page table of stage 1, or sets A or D in it.
         _ if is_walk => [Access::Read, Access::Write][usize::from(is_permission)],
         0x20 => Access::Execute,
-        // WnR without CM: a write, and no cache maintenance.
-        _ if esr & (1 << 8 | 1 << 6) == 1 << 6 => Access::Write,
+        // WnR, which cache maintenance (CM) always has set. That is a write if a right is lacking.
+        _ if esr & 1 << 6 != 0 && (esr & 1 << 8 == 0 || is_permission) => Access::Write,
         _ => Access::Read,
     };
     (Gpa(page << 12 | far & 0xfff), access)
@@ -107,6 +107,10 @@ fn main() -> Result<(), Error> {
         let page = ("tlbi ipas2e1, x0; dsb nsh; tlbi vmalle1; dsb nsh; isb", gpa.gfn().0);
         assert_eq!(vm.host().record.take(), [take_vmid, page]);
     }
+    // Cache maintenance of a page without a mapping, and of one without the right to write.
+    let maintenance = 0x24 << 26 | 1 << 8 | 1 << 6;
+    assert_eq!(abort(maintenance | 0b000111, 0, RAM.0.0 >> 8, || 0), (RAM.0, Access::Read));
+    assert_eq!(abort(maintenance | 0b001111, 0, 0, || RAM.0.0), (RAM.0, Access::Write));
     let device = vm.read_tables()?.cursor().query(DEVICE.0).map(|found| (found.pfn, found.attributes));
     assert_eq!(device, Some(DEVICE.1));
     drop(vm.invalidate_range(GfnRange::new(RAM.0.gfn(), 1))?);

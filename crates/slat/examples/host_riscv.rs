@@ -9,11 +9,17 @@ use slat::format::{CpuFeatures, Hardware, Sv39x4};
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Config, Error, Gfn, GfnRange, Gpa, Host, Hpa, Outcome, PAGE_SIZE, PageSize, Pfn};
 use std::alloc::Layout;
+use std::cell::Cell;
 
 /// The host of one VM.
 struct RiscvHost {
     vmid: u64,
     record: Record,
+}
+
+thread_local! {
+    /// The page that this hart flushed last. (On the bare machine: a variable of each hart.)
+    static LAST_LOCAL: Cell<Option<Gfn>> = const { Cell::new(None) };
 }
 
 impl RiscvHost {
@@ -48,6 +54,17 @@ impl RiscvHost {
             }
         }
     }
+
+    /// The same with rs1 = x0: of all addresses, and of directory entries, too.
+    fn hfence_gvma_all(&self) {
+        if !self.record.replaces("hfence.gvma x0", self.vmid) {
+            // SAFETY: as above.
+            #[cfg(target_arch = "riscv64")]
+            unsafe {
+                std::arch::asm!(".insn r 0x73, 0, 0x31, x0, x0, {}", in(reg) self.vmid);
+            }
+        }
+    }
 }
 
 // SAFETY: page-table pages are the heap's. A frame of a memslot never changes. All harts execute
@@ -71,13 +88,22 @@ unsafe impl Host for RiscvHost {
         let &(first, attributes) = backing;
         Ok(Resolved { attributes, ..Resolved::memory(Pfn(first.0 + page), PageSize::Size2M) })
     }
+    /// A fence by address is of leaf PTEs ("Supervisor Memory-Management Fence Instruction"). From
+    /// 512 pages on a page-table page may be gone.
     fn flush(&self, ranges: &[GfnRange]) {
+        if ranges.iter().any(|range| range.nr_pages() >= 512) {
+            return self.remote_hfence_gvma_vmid(Gpa(0), u64::MAX);
+        }
         for range in ranges {
-            self.remote_hfence_gvma_vmid(range.start.gpa(), range.nr_pages().saturating_mul(PAGE_SIZE));
+            self.remote_hfence_gvma_vmid(range.start.gpa(), range.nr_pages() * PAGE_SIZE);
         }
     }
+    /// If the same page comes again, what the hart keeps is a PTE above the lowest level.
     fn flush_local(&self, gpa: Gpa) {
-        self.hfence_gvma(gpa);
+        match LAST_LOCAL.replace(Some(gpa.gfn())) {
+            Some(last) if last == gpa.gfn() => self.hfence_gvma_all(),
+            _ => self.hfence_gvma(gpa),
+        }
     }
     fn timestamp_ns(&self) -> u64 {
         0
@@ -110,9 +136,14 @@ fn main() -> Result<(), Error> {
         assert_eq!(vcpu.handle_fault(gpa, access)?, Outcome::Resume);
         assert_eq!(vm.host().record.take(), [("hfence.gvma", gpa.0)]);
     }
+    // The last one faults once more.
+    assert_eq!(vcpu.handle_fault(RAM.0, Access::Read)?, Outcome::Resume);
+    assert_eq!(vm.host().record.take(), [("hfence.gvma x0", vm.host().vmid)]);
     let device = vm.read_tables()?.cursor().query(DEVICE.0).map(|found| (found.pfn, found.attributes));
     assert_eq!(device, Some(DEVICE.1));
     drop(vm.invalidate_range(GfnRange::new(RAM.0.gfn(), 1))?);
     assert_eq!(vm.host().record.take(), [("remote_hfence_gvma_vmid", RAM.0.0)]);
+    drop(vm.invalidate_range(GfnRange::new(RAM.0.gfn(), 512))?);
+    assert_eq!(vm.host().record.take(), [("remote_hfence_gvma_vmid", 0)]);
     Ok(())
 }

@@ -5,7 +5,8 @@
 //! - To look up: [what a flush guarantees](self#what-flush-and-the-rest-guarantee), [what is
 //!   held](self#when-the-host-is-called-and-what-is-held-then) when the [`Host`] is called, [what
 //!   each call may wait for](self#what-each-call-may-wait-for).
-//! - To finish: [`porting`], a checklist with a test for each item.
+//! - To finish: [`porting`], a checklist with a test for each item; [`obligations`], by
+//!   architecture.
 //!
 //! The examples `smallest_host`, `toy_vmm` and `vm_memory` of the crate show it as programs, and
 //! `host_ept`, `host_arm` and `host_riscv` what is the architecture's. The examples on these pages
@@ -355,13 +356,21 @@
 //!   flush was requested. The flush requests it and then reads which CPUs are in the guest. A full
 //!   fence stands between the two steps on both sides (`toy_vmm`, step 5).
 //! - **A flush may do more than requested.** Flushing everything at each call is right, and slow.
-//!   On Arm it must include the combined translations of both stages, not only those of stage 2.
+//!   On Arm it must include the combined translations of both stages, after those of stage 2.
+//! - **A flush includes directory entries**, since page-table pages are freed after it. On Arm and
+//!   RISC-V it may leave them alone where each range has fewer than 512 pages: what was changed or
+//!   replaced there were leaf PTEs. So RISC-V's fence by address, which is of leaf PTEs, does for
+//!   such ranges, and for no others.
 //! - **After [`Outcome::Resume`] no further flush is needed**, because on Arm and RISC-V
 //!   [`Host::flush_local`] is called just before. A CPU that does not observe the new leaf yet
 //!   faults once more: the fault is spurious.
 //!   - On x86 a fault drops the translation that caused it.
 //!   - Until it flushes the page, a CPU may keep what it faulted on: on Arm the translation that
 //!     lacked the right, on RISC-V the PTE that was not valid.
+//!   - That PTE may be above the lowest level; or a directory entry is kept that leads to a
+//!     page-table page which a recovery is about to give up. A fence by address need not drop
+//!     these. A host that fences so flushes everything when the same page comes a second time in
+//!     turn. Without that, the guest waits for the end of the recovery, or for ever.
 //!   - The flush is of the CPU that the thread runs on. If the hypervisor moves the vCPU before it
 //!     enters the guest, the guest may fault once more there, and that CPU is flushed. So the guest
 //!     makes progress.
@@ -373,12 +382,15 @@
 //!   Only an IOMMU may read it past the caches ([`Host::clean_ptes`]).
 //!
 //! # What an architecture asks of its host besides
+//! [`obligations`] has all of it by architecture, with the tests that notice what is left out.
+//!
 //! - **RISC-V without Svvptc** may cache that a PTE was not valid, and **Arm** a translation that
 //!   lacked a right: [`Host::flush_local`] is required.
 //! - **Arm**: memory that the guest may read past the data cache is cleaned (DC CVAC) before
 //!   [`Host::resolve`] answers with it, unless HCR_EL2.FWB is set. Without FWB a guest with its MMU
 //!   off reads past the cache, so that is all memory. Memory that becomes executable has its
-//!   instruction cache invalidated (IC IVAU), unless CTR_EL0 has DIC. `resolve` observes a fetch as
+//!   instruction cache invalidated (IC IVAU; on RISC-V FENCE.I on all harts), unless CTR_EL0 has
+//!   DIC. So has memory whose code changed or moved. `resolve` observes a fetch as
 //!   [`Access::Execute`] or [`Access::ExecuteUser`]. An answer to a read or a write may permit
 //!   execution as well, and is then all that `resolve` observes of the page. A host that maintains
 //!   the caches for fetches alone answers these with [`Execute::None`](crate::format::Execute).
@@ -423,3 +435,6 @@ use crate::*;
 
 #[doc = include_str!("../PORTING.md")]
 pub mod porting {}
+
+#[doc = include_str!("../OBLIGATIONS.md")]
+pub mod obligations {}

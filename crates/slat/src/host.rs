@@ -234,14 +234,18 @@ pub unsafe trait Host: Send + Sync {
     /// Returns only when that is so. It may block, but must not wait for a CPU that is not running.
     ///
     /// There are 1 to 8 ranges, in no order. They may overlap, and reach beyond memslots. For large
-    /// ones flush everything.
+    /// ones flush everything. On Arm and RISC-V, where a range has fewer than 512 pages, leaf PTEs
+    /// alone were changed or replaced, and no page-table page is gone.
     ///
     /// [`guide`](crate::guide#what-flush-and-the-rest-guarantee) says exactly what a flush orders,
     /// and how one is usually written.
     fn flush(&self, ranges: &[GfnRange]);
 
     /// Flushes what the CPU of the calling thread has cached of the page of 4 KiB at `gpa`, of this
-    /// VM. This includes PTEs, valid or not, and translations combined of both stages.
+    /// VM. This includes PTEs of each level on the way to it, valid or not, and translations
+    /// combined of both stages. (Where an instruction by address leaves directory entries, a host
+    /// may flush everything at the second call in turn for the same page. See
+    /// [`porting`](crate::guide::porting).)
     ///
     /// It is called in formats with [`NEEDS_LOCAL_FLUSH`](crate::format::Format::NEEDS_LOCAL_FLUSH)
     /// (Arm, RISC-V), and never on x86. [`Vcpu::handle_fault`](crate::Vcpu::handle_fault) calls it

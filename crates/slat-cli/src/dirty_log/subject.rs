@@ -241,7 +241,7 @@ fn with_slot<F: HardwareFormat>(
     // Many times what maps the slot.
     let max_tables = (memory.size_bytes() >> Gfn::SHIFT) / 128 + (1 << 12) + nr_more_tables;
     let host = MachineHost::new(Arc::new(FlushDomain::new()), max_tables).map_err(MachineError::from)?;
-    let vm = Arc::new(new(host)?);
+    let vm = Arc::new(new(host.with_instructions_of::<F>())?);
     vm.set_user_memory_region(MemoryRegion {
         slot: SLOT,
         flags: MemoryRegionFlags::LOG_DIRTY_PAGES,

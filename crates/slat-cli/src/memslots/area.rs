@@ -57,6 +57,7 @@ impl<F: HardwareFormat> Area<F> {
     pub(super) fn new(nr_slots: u32, locking: Locking) -> Result<(Area<F>, Duration), Failure> {
         let flush_domain = Arc::new(FlushDomain::new());
         let host = MachineHost::new(Arc::clone(&flush_domain), MAX_TABLES).map_err(MachineError::from)?;
+        let host = host.with_instructions_of::<F>();
         let vm = Arc::new(Vm::new(host, Config::default().with_locking(locking))?);
         let backing = Backing::new(BackingKind::Anonymous, AREA_PAGES << Gfn::SHIFT).map_err(MachineError::from)?;
         let area = Area { vm, backing, flush_domain, nr_slots };

@@ -32,6 +32,7 @@ use slat::dirty::{DirtyTracking, ManualProtect};
 use slat::tables::AccessTracking;
 use slat_machine::hardware::commit::FlushMethod;
 use slat_machine::hardware::cpu::Paging;
+use slat_machine::hardware::walk::Marks;
 
 use crate::failure::{Failure, check_failed, no_thread};
 use crate::options::{
@@ -97,6 +98,8 @@ struct Plan {
     nr_vcpus: usize,
     pages_per_vcpu: u64,
     nr_slots: u32,
+    /// Who sets A and D, on Arm and RISC-V.
+    marks: Marks,
 }
 
 impl Plan {
@@ -106,9 +109,14 @@ impl Plan {
         SmallRng::seed_from_u64(self.seed ^ self.number.rotate_left(32) ^ thread.rotate_left(48))
     }
 
+    /// Whether the CPUs leave A and D to faults.
+    fn sets_no_marks(&self) -> bool {
+        self.marks == Marks::ByFaults && !matches!(self.format, FormatArg::Npt | FormatArg::Ept)
+    }
+
     fn describe(&self) -> String {
         format!(
-            "turn {}: {}, lock {}, tracking {}, dirty pages {}{}, manual protect {}, splits {}, {}, {} vCPUs of {} pages, {} slots",
+            "turn {}: {}, lock {}, tracking {}, dirty pages {}{}, manual protect {}, splits {}, {}, {} vCPUs of {} pages, {} slots{}",
             self.number,
             self.format.name(),
             locking_name(self.locking),
@@ -120,7 +128,8 @@ impl Plan {
             if self.paging == Paging::Off { "flat" } else { "2d" },
             self.nr_vcpus,
             self.pages_per_vcpu,
-            self.nr_slots
+            self.nr_slots,
+            if self.sets_no_marks() { ", A and D by faults" } else { "" }
         )
     }
 }
@@ -229,6 +238,8 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Sess
             // for long and page-table pages are full, which lazy protection needs.
             pages_per_vcpu: (4 << rng.random_range(0..8)).min((MANY_PAGES / args.vcpus as u64).max(64)),
             nr_slots: 1 << rng.random_range(0..3),
+            // The formats in which CPUs differ.
+            marks: [Marks::ByHardware, Marks::ByFaults][rng.random_range(0..2)],
         };
         let end = deadline.min(Instant::now() + turn);
         let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch, session));

@@ -116,6 +116,7 @@ pub(super) fn run<F: HardwareFormat>(
             .with_manual_protect(plan.manual_protect)
             .with_huge_page_logging(HugePagesArg::Split.logging(plan.splitting)),
         paging: plan.paging,
+        marks: plan.marks,
         ..MachineConfig::default()
     })?;
     let logs = machine.slots().iter().map(|&slot| Log::new(slot, plan.manual_protect)).collect();

@@ -112,6 +112,7 @@ impl Walker {
             generation: self.port.generation(),
             root: self.hpa_of(0),
             processor: walk::Processor::of::<Npt>(),
+            cached: None,
             log: None,
             counter: (),
         };

@@ -159,7 +159,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// - a leaf PTE that had fewer rights (Arm ARM, "TLB maintenance": a translation that gives a
     ///   permission fault may be held in a TLB),
     /// - a PTE that was not valid (RISC-V Privileged Architecture, "Supervisor Memory-Management
-    ///   Fence Instruction": implementations may cache invalid entries).
+    ///   Fence Instruction": implementations may cache invalid entries), at any level.
     ///
     /// If `false`, a fault drops what caused it (Intel SDM vol. 3C, "Operations that Invalidate
     /// Cached Mappings"; AMD APM vol. 2, 5.5.2).

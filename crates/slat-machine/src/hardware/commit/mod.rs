@@ -20,6 +20,8 @@
 //! - A CPU keeps translations from one generation to the next. Before a look-up it catches up: it
 //!   asks which ranges were flushed after its generation ([`Port::flushed_since`]) and drops its
 //!   translations of them. If it lags too far behind, or a record is missing, it drops everything.
+//! - A flush may be of a part of what CPUs cache ([`Scope`]), as the instructions of Arm and RISC-V
+//!   are. A host then makes several.
 //! - A CPU outside of guest mode ([`Port::exit_guest_mode`]) does no operation, and a flush ignores
 //!   it.
 //! - All accesses of a CPU to memory are checked operations: data, and the accessed and dirty bits
@@ -58,6 +60,7 @@
 
 #![expect(unsafe_code, reason = "checked operations work on raw memory; rseq and membarrier are raw interfaces")]
 
+mod dropped;
 mod records;
 #[cfg(all(target_arch = "x86_64", target_os = "linux", target_pointer_width = "64", not(miri)))]
 mod restartable;
@@ -77,9 +80,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use crossbeam_utils::CachePadded;
-use slat::{Gfn, GfnRange};
+use slat::GfnRange;
 use thiserror::Error;
 
+#[cfg(test)]
+use dropped::MAX_LIST;
+pub use dropped::{Dropped, DroppedList, Scope};
 use records::FlushRecords;
 use restartable::Restartable;
 use waiting::{Gate, Gates};
@@ -140,48 +146,6 @@ impl Generation {
     #[inline]
     pub fn nr_flushes_since(self, earlier: Generation) -> u64 {
         self.0.wrapping_sub(earlier.0)
-    }
-}
-
-/// The most ranges that a CPU catches up with at a time. With more, filling the TLB anew costs no
-/// more than searching for them.
-const MAX_LIST: usize = 32;
-
-/// Some ranges of guest-physical memory. Ranges that touch each other are merged.
-#[derive(Clone, Debug)]
-pub struct RangeList {
-    ranges: [GfnRange; MAX_LIST],
-    len: usize,
-}
-
-impl RangeList {
-    fn new() -> RangeList {
-        RangeList { ranges: [GfnRange::new(Gfn(0), 0); MAX_LIST], len: 0 }
-    }
-
-    /// Adds `range`; `false` if there is no room.
-    fn add(&mut self, range: GfnRange) -> bool {
-        if range.is_empty() {
-            return true;
-        }
-        // The same page, or a page and its neighbour, again and again: the common case.
-        let touching = |other: &&mut GfnRange| range.start <= other.end && other.start <= range.end;
-        if let Some(other) = self.ranges[..self.len].iter_mut().find(touching) {
-            other.start = other.start.min(range.start);
-            other.end = other.end.max(range.end);
-            return true;
-        }
-        let Some(free) = self.ranges.get_mut(self.len) else {
-            return false;
-        };
-        *free = range;
-        self.len += 1;
-        true
-    }
-
-    /// The ranges, none of them empty.
-    pub fn as_slice(&self) -> &[GfnRange] {
-        &self.ranges[..self.len]
     }
 }
 
@@ -274,7 +238,13 @@ impl FlushDomain {
     /// looked its translation up before this call. CPUs keep their translations of other pages, if
     /// `ranges` are few.
     pub fn flush(&self, ranges: &[GfnRange]) {
-        self.complete_flush(self.begin_flush(), ranges);
+        self.invalidate(Scope::All, ranges);
+    }
+
+    /// As [`flush`](Self::flush), by an instruction that drops only `scope` of what CPUs have. On
+    /// return it is complete: on Arm a DSB is part of it.
+    pub fn invalidate(&self, scope: Scope, ranges: &[GfnRange]) {
+        self.complete_flush(self.begin_flush(), scope, ranges);
     }
 
     /// Takes the number of a flush. The thread may be preempted between this and the rest.
@@ -284,10 +254,10 @@ impl FlushDomain {
         self.last_number.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    fn complete_flush(&self, number: u64, ranges: &[GfnRange]) {
+    fn complete_flush(&self, number: u64, scope: Scope, ranges: &[GfnRange]) {
         #[cfg(test)]
         let ranges = if self.defect == Defect::NoRanges { &[] } else { ranges };
-        self.records.write(number, ranges);
+        self.records.write(number, scope, ranges);
         // SeqCst: releases the changes to the page tables, and the record, to the CPUs that read
         // the new generation. In the waiting method it is one half of a store-load pair (see
         // `waiting`). It is that also when a flush with a higher number came first: then it reads
@@ -381,9 +351,9 @@ impl Port {
         Generation(self.domain.generation.load(Ordering::Acquire))
     }
 
-    /// The ranges that were flushed after `earlier` and up to `now`, two generations that this CPU
-    /// has read. `None` means everything: records are missing, or there are too many ranges.
-    pub fn flushed_since(&self, earlier: Generation, now: Generation) -> Option<RangeList> {
+    /// What was flushed after `earlier` and up to `now`, two generations that this CPU has read.
+    /// `None` means everything: records are missing, or there are too many ranges.
+    pub fn flushed_since(&self, earlier: Generation, now: Generation) -> Option<DroppedList> {
         self.domain.records.between(earlier.0, now.0)
     }
 

@@ -20,10 +20,10 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use crossbeam_utils::CachePadded;
 use slat::{Gfn, GfnRange};
 
-use super::RangeList;
+use super::{Dropped, DroppedList, Scope};
 
 /// Records that are kept: the most flushes that a running CPU lags behind, with many flushers. A
-/// CPU that lags by more has slept, and probably has more ranges to drop than a [`RangeList`]
+/// CPU that lags by more has slept, and probably has more ranges to drop than a [`DroppedList`]
 /// holds.
 pub(super) const NR_RECORDS: usize = 64;
 
@@ -41,6 +41,8 @@ const fn whole(number: u64) -> u64 {
 #[derive(Debug, Default)]
 struct FlushRecord {
     sequence: AtomicU64,
+    /// [`Scope`], as its place in [`Scope::EACH`].
+    scope: AtomicU64,
     nr_ranges: AtomicU64,
     /// Start and end of each range.
     bounds: [[AtomicU64; 2]; MAX_RANGES],
@@ -59,8 +61,8 @@ impl FlushRecords {
         &self.0[(number % NR_RECORDS as u64) as usize]
     }
 
-    /// Writes the ranges of flush `number`, if its slot is free and large enough.
-    pub(super) fn write(&self, number: u64, ranges: &[GfnRange]) {
+    /// Writes what flush `number` drops, if its slot is free and large enough.
+    pub(super) fn write(&self, number: u64, scope: Scope, ranges: &[GfnRange]) {
         if ranges.len() > MAX_RANGES {
             return;
         }
@@ -80,6 +82,7 @@ impl FlushRecords {
         // Release: pairs with the reader's fence. A reader that read one of the words below finds
         // at its second read of the sequence that the slot was taken.
         fence(Ordering::Release);
+        record.scope.store(scope as u64, Ordering::Relaxed);
         record.nr_ranges.store(ranges.len() as u64, Ordering::Relaxed);
         for ([start, end], range) in record.bounds.iter().zip(ranges) {
             start.store(range.start.0, Ordering::Relaxed);
@@ -95,15 +98,16 @@ impl FlushRecords {
         self.slot(number).sequence.store(whole(number) | WRITING, Ordering::Relaxed);
     }
 
-    /// Copies the ranges of flush `number` to the front of `ranges`. Returns how many; `None` if
-    /// there is no record of it.
-    fn read(&self, number: u64, ranges: &mut [GfnRange; MAX_RANGES]) -> Option<usize> {
+    /// Copies the ranges of flush `number` to the front of `ranges`. Returns the scope, and how
+    /// many; `None` if there is no record of it.
+    fn read(&self, number: u64, ranges: &mut [GfnRange; MAX_RANGES]) -> Option<(Scope, usize)> {
         let record = self.slot(number);
         // Acquire: pairs with the release of the writer of this record, whose words (or newer ones)
         // are read below.
         if record.sequence.load(Ordering::Acquire) != whole(number) {
             return None;
         }
+        let scope = Scope::EACH.get(record.scope.load(Ordering::Relaxed) as usize).copied()?;
         let nr_ranges = (record.nr_ranges.load(Ordering::Relaxed) as usize).min(MAX_RANGES);
         for (range, [start, end]) in ranges.iter_mut().zip(&record.bounds).take(nr_ranges) {
             range.start = Gfn(start.load(Ordering::Relaxed));
@@ -112,18 +116,18 @@ impl FlushRecords {
         // Acquire: if one of the words above was a later writer's, its fence comes before this one,
         // and the read below finds that it had taken the slot.
         fence(Ordering::Acquire);
-        (record.sequence.load(Ordering::Relaxed) == whole(number)).then_some(nr_ranges)
+        (record.sequence.load(Ordering::Relaxed) == whole(number)).then_some((scope, nr_ranges))
     }
 
-    /// The ranges of the flushes after number `last_seen` and up to number `now`; `None` if a
-    /// record is missing or there is no room for all.
-    pub(super) fn between(&self, last_seen: u64, now: u64) -> Option<RangeList> {
-        let mut all = RangeList::new();
+    /// What the flushes after number `last_seen` and up to number `now` drop; `None` if a record is
+    /// missing or there is no room for all.
+    pub(super) fn between(&self, last_seen: u64, now: u64) -> Option<DroppedList> {
+        let mut all = DroppedList::new();
         let mut ranges = [GfnRange::new(Gfn(0), 0); MAX_RANGES];
         // From the oldest on: if the reader lags too far, the oldest is the missing one.
         for number in last_seen + 1..=now {
-            let nr_ranges = self.read(number, &mut ranges)?;
-            if !ranges[..nr_ranges].iter().all(|&range| all.add(range)) {
+            let (scope, nr_ranges) = self.read(number, &mut ranges)?;
+            if !ranges[..nr_ranges].iter().all(|&range| all.add(Dropped { scope, range })) {
                 return None;
             }
         }

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use slat::Gfn;
+
 use super::*;
 
 /// What the owner of a place writes there after the flush; no CPU writes it.

@@ -1,5 +1,7 @@
 //! Records of flushes: which ranges a CPU that catches up gets, and when it gets "everything".
 
+use slat::Gfn;
+
 use super::records::{MAX_RANGES, NR_RECORDS};
 use super::*;
 
@@ -8,8 +10,8 @@ fn page(gfn: u64) -> GfnRange {
 }
 
 /// `None`: everything.
-fn ranges(flushed: &Option<RangeList>) -> Option<&[GfnRange]> {
-    flushed.as_ref().map(RangeList::as_slice)
+fn ranges(flushed: &Option<DroppedList>) -> Option<Vec<GfnRange>> {
+    flushed.as_ref().map(|flushed| flushed.as_slice().iter().map(|dropped| dropped.range).collect())
 }
 
 fn domain() -> (Arc<FlushDomain>, Port) {
@@ -28,11 +30,11 @@ fn the_ranges_between_two_generations_are_returned() {
     domain.flush(&[page(9), page(6)]);
     let third = port.generation();
     assert_eq!((second.nr_flushes_since(first), third.nr_flushes_since(first)), (1, 3));
-    assert_eq!(ranges(&port.flushed_since(first, second)), Some(&[page(1), page(5)][..]));
-    assert_eq!(ranges(&port.flushed_since(second, third)), Some(&[page(9), page(6)][..]));
+    assert_eq!(ranges(&port.flushed_since(first, second)), Some(vec![page(1), page(5)]));
+    assert_eq!(ranges(&port.flushed_since(second, third)), Some(vec![page(9), page(6)]));
     let all = [page(1), GfnRange::new(Gfn(5), 2), page(9)];
-    assert_eq!(ranges(&port.flushed_since(first, third)), Some(&all[..]), "neighbours are merged");
-    assert_eq!(ranges(&port.flushed_since(third, third)), Some(&[][..]));
+    assert_eq!(ranges(&port.flushed_since(first, third)), Some(all.to_vec()), "neighbours are merged");
+    assert_eq!(ranges(&port.flushed_since(third, third)), Some(vec![]));
 }
 
 #[test]
@@ -44,10 +46,10 @@ fn a_cpu_that_lags_by_more_than_the_ring_drops_everything() {
     for _ in 1..NR_RECORDS {
         domain.flush(&[page(7)]);
     }
-    assert_eq!(ranges(&port.flushed_since(before, port.generation())), Some(&[page(7)][..]));
+    assert_eq!(ranges(&port.flushed_since(before, port.generation())), Some(vec![page(7)]));
     domain.flush(&[page(7)]);
     assert_eq!(ranges(&port.flushed_since(before, port.generation())), None);
-    assert_eq!(ranges(&port.flushed_since(first, port.generation())), Some(&[page(7)][..]));
+    assert_eq!(ranges(&port.flushed_since(first, port.generation())), Some(vec![page(7)]));
 }
 
 #[test]
@@ -57,7 +59,7 @@ fn more_ranges_than_fit_are_everything() {
     let before = port.generation();
     domain.flush(&ranges_of(MAX_RANGES));
     let first = port.generation();
-    assert_eq!(ranges(&port.flushed_since(before, first)), Some(&ranges_of(MAX_RANGES)[..]));
+    assert_eq!(ranges(&port.flushed_since(before, first)), Some(ranges_of(MAX_RANGES)));
     domain.flush(&ranges_of(MAX_RANGES + 1));
     assert_eq!(ranges(&port.flushed_since(first, port.generation())), None, "in one flush");
 
@@ -65,7 +67,7 @@ fn more_ranges_than_fit_are_everything() {
     for n in 0..MAX_LIST as u64 {
         domain.flush(&[page(2 * n)]);
     }
-    assert_eq!(ranges(&port.flushed_since(before, port.generation())).map(<[_]>::len), Some(MAX_LIST));
+    assert_eq!(ranges(&port.flushed_since(before, port.generation())).map(|ranges| ranges.len()), Some(MAX_LIST));
     domain.flush(&[page(1000)]);
     assert_eq!(ranges(&port.flushed_since(before, port.generation())), None, "in several");
 }
@@ -81,9 +83,9 @@ fn a_record_that_is_not_there_yet_is_everything() {
     assert_eq!(after.nr_flushes_since(before), 2);
     assert_eq!(ranges(&port.flushed_since(before, after)), None);
     // It comes late: CPUs that ask later get it, and the generation stays.
-    domain.complete_flush(slow, &[page(3)]);
+    domain.complete_flush(slow, Scope::All, &[page(3)]);
     assert!(port.is_current(after));
-    assert_eq!(ranges(&port.flushed_since(before, after)), Some(&[page(3), page(1)][..]));
+    assert_eq!(ranges(&port.flushed_since(before, after)), Some(vec![page(3), page(1)]));
 }
 
 /// A flusher that is preempted while it writes costs the flushes of its slot their records, no
@@ -92,17 +94,17 @@ fn a_record_that_is_not_there_yet_is_everything() {
 fn a_slot_has_one_writer_and_its_sequence_only_rises() {
     let records = FlushRecords::new();
     let ring = NR_RECORDS as u64;
-    records.write(ring + 3, &[page(1)]);
-    records.write(3, &[page(2)]);
+    records.write(ring + 3, Scope::All, &[page(1)]);
+    records.write(3, Scope::All, &[page(2)]);
     assert_eq!(ranges(&records.between(2, 3)), None);
-    assert_eq!(ranges(&records.between(ring + 2, ring + 3)), Some(&[page(1)][..]));
+    assert_eq!(ranges(&records.between(ring + 2, ring + 3)), Some(vec![page(1)]));
     records.begin_write_and_stop(4);
     for number in [4, ring + 4] {
-        records.write(number, &[page(2)]);
+        records.write(number, Scope::All, &[page(2)]);
         assert_eq!(ranges(&records.between(number - 1, number)), None);
     }
-    records.write(ring + 5, &[page(5)]);
-    assert_eq!(ranges(&records.between(ring + 4, ring + 5)), Some(&[page(5)][..]));
+    records.write(ring + 5, Scope::All, &[page(5)]);
+    assert_eq!(ranges(&records.between(ring + 4, ring + 5)), Some(vec![page(5)]));
 }
 
 /// Writers of flushes that all use one slot, and readers of the newest: no record is ever mixed
@@ -116,6 +118,7 @@ fn records_are_complete_or_missing() {
         let count = number % (MAX_RANGES as u64 + 1);
         (0..count).map(|n| GfnRange::new(Gfn(number * 1000 + 10 * n), 1 + number % 7)).collect()
     };
+    let scope_of = |number: u64| Scope::EACH[(number / NR_RECORDS as u64 % 4) as usize];
     let records = FlushRecords::new();
     let nth = AtomicU64::new(1);
     let nr_reading = AtomicU64::new(2);
@@ -124,7 +127,7 @@ fn records_are_complete_or_missing() {
             scope.spawn(|| {
                 while nr_reading.load(Ordering::Relaxed) != 0 {
                     let number = nth.fetch_add(1, Ordering::Relaxed) * NR_RECORDS as u64;
-                    records.write(number, &words_of(number));
+                    records.write(number, scope_of(number), &words_of(number));
                 }
             });
             scope.spawn(|| {
@@ -138,7 +141,10 @@ fn records_are_complete_or_missing() {
                     if number != 0
                         && let Some(found) = records.between(number - 1, number)
                     {
-                        assert_eq!(found.as_slice(), words_of(number), "record {number}");
+                        let scope = scope_of(number);
+                        let expected: Vec<_> =
+                            words_of(number).into_iter().map(|range| Dropped { scope, range }).collect();
+                        assert_eq!(found.as_slice(), expected, "record {number}");
                         is_found = true;
                     }
                 }

@@ -35,9 +35,9 @@ pub enum CpuError {
     /// speculatively.
     #[error("the device at {hpa} is accessed as {memory:?} memory, by {gpa}")]
     CachedDevice { gpa: Gpa, hpa: Hpa, memory: Memory },
-    /// A translation of another size is still in the TLB, and no flush has covered it (Arm: a TLB
-    /// conflict abort): a PTE of the second stage was changed without break before make. Checked
-    /// while the guest's paging is off.
+    /// A translation of another size is still cached, and no flush has covered it (Arm: a TLB
+    /// conflict abort): a PTE of the second stage was changed without break before make. While the
+    /// guest's paging is on, of PTEs of the second stage alone.
     #[error("TLB conflict at {gpa}: a translation of {cached:?} is cached, and the tables now have {walked:?}")]
     TlbConflict { gpa: Gpa, cached: PageSize, walked: PageSize },
     /// The engine has handled that many faults on one access, and it still faults.

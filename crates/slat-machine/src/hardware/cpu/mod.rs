@@ -23,9 +23,11 @@
 //! any flush that the TLB has not caught up with. So if a translation of another size is cached for
 //! the same page, no flush came between the two.
 //!
-//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it repeats the fault of an access
-//! until the page is flushed on all CPUs, or on this one at the end of the fault
-//! ([`Host::flush_local`]).
+//! A CPU of Arm or RISC-V has three caches, and keeps in each what it may: translations that combine
+//! both stages (the TLB), faults of such (`kept`), and PTEs of the second stage by themselves
+//! ([`PteCache`]), directory entries too. It repeats the fault of an access until the page is flushed
+//! on all CPUs, or on this one at the end of the fault ([`Host::flush_local`]), by the instructions
+//! for both kinds.
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -41,6 +43,10 @@ mod tests_conflict;
 mod tests_kept;
 #[cfg(test)]
 mod tests_log;
+#[cfg(test)]
+mod tests_moves;
+#[cfg(test)]
+mod tests_strict;
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -48,16 +54,17 @@ use std::sync::Arc;
 
 use slat::format::Format;
 use slat::shadow::Gva;
-use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, Outcome, Vcpu};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, Outcome, PageSize, Vcpu};
 
 pub use self::error::CpuError;
-pub use self::kept::flush_local;
 use self::kept::{KeptFaults, take_local_flush};
-use crate::hardware::commit::{Generation, Port, Stale};
+pub use self::kept::{flush_local, invalidate_local};
+use crate::hardware::commit::{Dropped, Generation, Port, Scope, Stale};
 use crate::hardware::modification_log::ModificationLog;
 use crate::hardware::tlb::{Context, Geometry, Rights, Tlb};
+use crate::hardware::walk::cached::PteCache;
 use crate::hardware::walk::guest::{self, GuestStop};
-use crate::hardware::walk::{CountReads, Fault, HardwareFormat, Mapping, Processor, Purpose, Stop, Walker};
+use crate::hardware::walk::{CountReads, Fault, HardwareFormat, Mapping, Processor, Purpose, Stop, Walker, page_size};
 use crate::memory::numa::{WalkCounter, WalkReads};
 use crate::memory::phys;
 
@@ -152,7 +159,9 @@ pub struct Cpu<V, F> {
     counter: Option<WalkCounter>,
     tlb: Tlb,
     kept: KeptFaults,
-    /// The generation of the TLB.
+    /// PTEs of the second stage; `None` where the format caches none.
+    cached: Option<PteCache>,
+    /// The generation of the caches.
     caught_up: Generation,
     root: Hpa,
     processor: Processor,
@@ -179,6 +188,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             counter: None,
             tlb: Tlb::new(geometry),
             kept: KeptFaults::default(),
+            cached: F::CACHES_PTES.then(PteCache::default),
             root,
             processor: Processor::of::<F>(),
             context: Context { vm, pcid: Context::UNPAGED },
@@ -212,10 +222,13 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     }
 
     /// Has `counter`, if any, count its walks. The CPU then is on the node of the thread that runs
-    /// it.
+    /// it, and caches no PTEs: what is counted is what a walk has to read.
     #[must_use]
     pub fn with_walk_counter(self, counter: Option<WalkCounter>) -> Cpu<V, F> {
-        Cpu { counter, ..self }
+        match counter {
+            Some(counter) => Cpu { counter: Some(counter), cached: None, ..self },
+            None => self,
+        }
     }
 
     /// The counts so far.
@@ -242,7 +255,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     /// Turns the guest's paging on or off (CR0.PG); drops the translations of the current context,
     /// as hardware does.
     pub fn set_paging(&mut self, paging: Paging) {
-        self.tlb.invalidate_context(self.context);
+        self.drop_context(self.context);
         self.paging = paging;
         self.context.pcid = match paging {
             Paging::Off => Context::UNPAGED,
@@ -263,7 +276,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         self.cr3 = value & !CR3_KEEP;
         let pcid = (value & CR3_PCID) as u16;
         if value & CR3_KEEP == 0 {
-            self.tlb.invalidate_context(Context { pcid, ..self.context });
+            self.drop_context(Context { pcid, ..self.context });
         }
         if self.paging == Paging::TwoDimensional {
             self.context.pcid = pcid;
@@ -376,17 +389,39 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     fn catch_up(&mut self, generation: Generation) {
         self.counters.nr_flushes_seen += generation.nr_flushes_since(self.caught_up);
         self.counters.nr_translations_dropped += match self.port.flushed_since(self.caught_up, generation) {
-            Some(ranges) => {
-                ranges.as_slice().iter().for_each(|&range| self.kept.drop_range(range));
-                ranges.as_slice().iter().map(|&range| self.tlb.drop_range(range)).sum()
-            }
+            Some(flushed) => flushed.as_slice().iter().map(|&dropped| self.invalidate(dropped)).sum(),
             None => {
                 self.counters.nr_full_drops += 1;
-                self.kept.drop_range(GfnRange { start: Gfn(0), end: Gfn(u64::MAX) });
-                self.tlb.clear()
+                let range = GfnRange { start: Gfn(0), end: Gfn(u64::MAX) };
+                self.kept.clear();
+                self.invalidate(Dropped { scope: Scope::All, range })
             }
         };
         self.caught_up = generation;
+    }
+
+    /// Drops what an instruction names. Returns the number of translations among it.
+    fn invalidate(&mut self, Dropped { scope, range }: Dropped) -> u64 {
+        if let Some(cached) = &self.cached {
+            cached.drop_range(scope, range);
+        }
+        match scope {
+            Scope::All | Scope::Leaves => {
+                self.kept.drop_range(range);
+                self.tlb.drop_range(range)
+            }
+            Scope::SecondStage => 0,
+            Scope::Combined => {
+                self.kept.clear();
+                self.tlb.clear()
+            }
+        }
+    }
+
+    /// Drops what a guest's flush of an address space does: translations and faults of it.
+    fn drop_context(&mut self, context: Context) {
+        self.kept.drop_context(context);
+        self.tlb.invalidate_context(context);
     }
 
     /// Walks; fills the TLB, or has the fault handled. `None`: start over.
@@ -398,25 +433,26 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         generation: Generation,
         nr_faults: &mut u64,
     ) -> Result<Option<Hpa>, CpuError> {
-        let kept = if self.paging == Paging::Off { self.kept.find(Gpa(gva.0), access) } else { None };
-        let found = match kept {
+        let found = match self.kept.find(self.context, gva.0, access) {
             Some(fault) => Err(GuestStop::SecondStage(Stop::Fault(fault))),
             None => {
                 self.counters.nr_walks += 1;
-                self.walk(gva, access, generation)
+                self.walk(gva, access, generation, self.cached.as_ref())
             }
         };
+        if F::HAS_TLB_CONFLICTS && self.paging == Paging::Off {
+            // What is cached hides what was made since, but hardware may walk at any time, also for
+            // another access.
+            let walked = if self.cached.is_some() { self.walk(gva, Access::Read, generation, None) } else { found };
+            if let Ok(Mapping { gpa, size: walked, .. }) = walked
+                && let Some(cached) = self.other_size(gva, gpa, walked)
+            {
+                return Err(CpuError::TlbConflict { gpa, cached, walked });
+            }
+        }
         let stop = match found {
             Ok(mapping) => {
                 debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
-                // With paging, the guest's own page tables may change sizes without a flush, so
-                // there is nothing to check.
-                if F::HAS_TLB_CONFLICTS
-                    && self.paging == Paging::Off
-                    && let Some(cached) = self.tlb.other_size(self.context, gva.0, mapping.size)
-                {
-                    return Err(CpuError::TlbConflict { gpa: mapping.gpa, cached, walked: mapping.size });
-                }
                 if let Some(error) = self.misused_device(mapping, generation) {
                     return error.map_or(Ok(None), Err);
                 }
@@ -441,17 +477,14 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 if *nr_faults > PATIENT_FAULTS {
                     std::thread::yield_now();
                 }
-                // With paging, the guest's own page tables may deny the access.
-                if self.paging == Paging::Off && F::keeps(fault) {
-                    self.kept.keep(fault);
+                if F::keeps(fault) {
+                    self.kept.keep(self.context, gva.0, fault);
                 }
                 // A request that another CPU's fault on this thread has left is not for this CPU.
                 let _ = take_local_flush();
                 let outcome = self.handler.handle(fault);
-                // What is cached of other pages of a larger one stays: it may have been cached in
-                // parts.
-                if let Some(gpa) = take_local_flush() {
-                    self.kept.drop_range(GfnRange::new(gpa.gfn(), 1));
+                for dropped in take_local_flush() {
+                    self.invalidate(dropped);
                 }
                 match outcome? {
                     Outcome::Resume => Ok(None),
@@ -460,6 +493,9 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             }
             GuestStop::SecondStage(Stop::Misconfigured(misconfiguration)) => {
                 Err(CpuError::Misconfigured(misconfiguration))
+            }
+            GuestStop::SecondStage(Stop::TlbConflict { gpa, cached, walked }) => {
+                Err(CpuError::TlbConflict { gpa, cached, walked })
             }
             GuestStop::SecondStage(Stop::NoMemory { gpa, hpa }) => Err(CpuError::NoMemory { gpa, hpa }),
             GuestStop::SecondStage(Stop::LogFull(_)) => {
@@ -486,12 +522,25 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         Some(self.port.is_current(generation).then_some(CpuError::CachedDevice { gpa, hpa, memory }))
     }
 
-    fn walk(&self, gva: Gva, access: Access, generation: Generation) -> Result<Mapping, GuestStop> {
+    /// The size of a cached translation or PTE of a part of the page that was walked to, if it is
+    /// another.
+    fn other_size(&self, gva: Gva, gpa: Gpa, walked: PageSize) -> Option<PageSize> {
+        let other_leaf = || self.cached.as_ref()?.other_leaf(gpa, walked.level().0).map(page_size);
+        self.tlb.other_size(self.context, gva.0, walked).or_else(other_leaf)
+    }
+
+    fn walk(
+        &self,
+        gva: Gva,
+        access: Access,
+        generation: Generation,
+        cached: Option<&PteCache>,
+    ) -> Result<Mapping, GuestStop> {
         match &self.counter {
-            None => self.walk_counting(gva, access, generation, ()),
+            None => self.walk_counting(gva, access, generation, cached, ()),
             Some(counter) => {
                 counter.begin_walk();
-                self.walk_counting(gva, access, generation, counter)
+                self.walk_counting(gva, access, generation, cached, counter)
             }
         }
     }
@@ -501,10 +550,11 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         gva: Gva,
         access: Access,
         generation: Generation,
+        cached: Option<&PteCache>,
         counter: C,
     ) -> Result<Mapping, GuestStop> {
         let (root, processor, log) = (self.root, self.processor, self.log.as_ref());
-        let walker = Walker { port: &self.port, generation, root, processor, log, counter };
+        let walker = Walker { port: &self.port, generation, root, processor, cached, log, counter };
         match self.paging {
             Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
             Paging::TwoDimensional => {

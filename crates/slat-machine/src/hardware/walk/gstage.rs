@@ -2,10 +2,13 @@
 //! Sv57 under a root that is four times as large, for guest-physical addresses of 41, 50 and 59
 //! bits.
 //!
-//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has no Svnapot, and
-//! Svpbmt if [`Processor`](super::Processor) says so: otherwise bits 61 and 62 of a PTE must be
+//! The processor sets A and D by itself (Svadu, enabled for the G-stage), unless [`Marks`] say that
+//! faults do (Svade). It has no Svnapot, and Svpbmt if [`Processor`](super::Processor) says so: otherwise bits 61 and 62 of a PTE must be
 //! zero. In the manual a reserved or misaligned PTE is a guest-page fault like any other. Here it
 //! is a misconfiguration, with the fault's code, since an engine must not write such a PTE.
+//!
+//! It has no Svvptc, and caches each PTE that it reads ([`PteCache`](super::cached::PteCache)), also
+//! one that is not valid.
 //!
 //! Only leaf PTEs have permissions. Every access of a guest is one of user mode here, so a leaf PTE
 //! without U denies it.
@@ -23,13 +26,18 @@
 //! Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction for mtinst or
 //! htinst"; "Svadu: Hardware Updating of A/D Bits".
 
-use slat::format::CpuFeatures;
-use slat::{Access, Gpa, Hpa, Level};
+use std::cell::Cell;
 
-use super::{ALL_FETCHES, fetches_if, index, mapping, shift};
+use slat::format::CpuFeatures;
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, PageSize};
+
+use super::cached::Kind;
+use super::{ALL_FETCHES, Marks, fetches_if, index, mapping, shift};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
+use crate::hardware::commit::{FlushDomain, Scope};
+use crate::hardware::cpu;
 use crate::hardware::tlb::Writes;
 
 const VALID: u64 = 1 << 0;
@@ -68,11 +76,20 @@ macro_rules! gstage {
             const GUEST_PML4E_RESERVED: u64 = 0;
             const LOGS_MODIFICATIONS: bool = false;
             const HAS_TLB_CONFLICTS: bool = false;
+            const CACHES_PTES: bool = true;
 
             /// PTEs may be cached that are not valid, or allow less (Privileged Architecture,
             /// "Supervisor Memory-Management Fence Instruction"): the processor has no Svvptc.
-            fn keeps(_fault: Fault) -> bool {
-                true
+            fn keeps(fault: Fault) -> bool {
+                fault.code & TINST_GUEST_TABLE_WRITE == 0
+            }
+
+            fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
+                flush(domain, ranges);
+            }
+
+            fn flush_local(gpa: Gpa) {
+                flush_local(gpa);
             }
 
             #[inline(always)]
@@ -91,6 +108,30 @@ macro_rules! gstage {
 gstage!(Sv39x4, 3, 41);
 gstage!(Sv48x4, 4, 50);
 gstage!(Sv57x4, 5, 59);
+
+/// HFENCE.GVMA on all harts: by address, which drops leaf PTEs, for ranges that are smaller than
+/// what a page-table page of the lowest level maps; else all of the VMID, because page-table pages
+/// may have gone.
+fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
+    let is_small = |range: &GfnRange| range.nr_pages() < PageSize::Size2M.size_bytes() / PageSize::Size4K.size_bytes();
+    if ranges.iter().all(is_small) {
+        domain.invalidate(Scope::Leaves, ranges);
+    } else {
+        domain.invalidate(Scope::All, &[GfnRange { start: Gfn(0), end: Gfn(u64::MAX) }]);
+    }
+}
+
+thread_local! {
+    /// The page that this thread's hart flushed last.
+    static LAST_LOCAL: Cell<Option<Gfn>> = const { Cell::new(None) };
+}
+
+/// HFENCE.GVMA on this hart: by address. The second time in turn all of the VMID, because then it
+/// is a PTE above the lowest level that is kept and not valid any more, or not yet.
+fn flush_local(gpa: Gpa) {
+    let is_again = LAST_LOCAL.replace(Some(gpa.gfn())) == Some(gpa.gfn());
+    cpu::invalidate_local(if is_again { Scope::All } else { Scope::Leaves }, gpa);
+}
 
 /// The walk from a root whose PTEs have level `ROOT`.
 // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
@@ -112,38 +153,61 @@ fn walk_from<const ROOT: u8, C: CountReads>(
         return Err(fault);
     }
 
-    let mut table = walker.root;
-    let mut entry_index = gpa.0 >> shift(ROOT);
-    let mut level = ROOT;
-    let used = loop {
-        let Some(used) = Used::read_second_stage(walker, table, entry_index, level)? else {
-            return Err(Stop::NoMemory { gpa, hpa: table });
-        };
-        let entry = used.entry;
+    let read = |table: Hpa, entry_index: u64, level: u8| {
+        Used::read_second_stage(walker, table, entry_index, level)?.ok_or(Stop::NoMemory { gpa, hpa: table })
+    };
+    let keep = |level: u8, entry: u64, kind: Kind| {
+        if let Some(cached) = walker.cached {
+            cached.keep(gpa, level, entry, kind);
+        }
+    };
+    let (mut level, mut entry, mut used) = match walker.cached.and_then(|cached| cached.lowest(gpa)) {
+        Some((level, entry)) => (level, entry, None),
+        None => {
+            let used = read(walker.root, gpa.0 >> shift(ROOT), ROOT)?;
+            (ROOT, used.entry, Some(used))
+        }
+    };
+    loop {
         if entry & VALID == 0 {
+            keep(level, entry, Kind::Invalid);
             return Err(fault);
         }
         if is_misconfigured(entry, level, walker.processor.features) {
             return Err(Stop::Misconfigured(Misconfiguration { gpa, level: Level(level), entry, code }));
         }
         if is_leaf(entry) {
-            break used;
+            break;
         }
-        table = address(entry);
+        keep(level, entry, Kind::Table);
         level -= 1;
-        entry_index = index(gpa.0, level);
-    };
+        let below = read(address(entry), index(gpa.0, level), level)?;
+        (entry, used) = (below.entry, Some(below));
+    }
 
     let needed = match access {
         Access::Read => READ,
         Access::Write => WRITE,
         Access::Execute | Access::ExecuteUser => EXECUTE,
     };
-    if used.entry & (needed | USER) != needed | USER {
+    let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
+    let faults = entry & marks != marks && walker.processor.marks == Marks::ByFaults;
+    if entry & (needed | USER) != needed | USER || faults {
+        keep(level, entry, Kind::Leaf);
         return Err(fault);
     }
-    let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
-    let leaf = used.set(walker, marks)?;
+    let leaf = match used {
+        Some(used) => used.set(walker, marks)?,
+        None if entry & marks == marks => entry,
+        // To set them the processor reads the PTE once more, and compares.
+        None => {
+            if let Some(cached) = walker.cached {
+                cached.forget(gpa, level);
+            }
+            return Err(Stop::Restart);
+        }
+    };
+    keep(level, leaf, Kind::Leaf);
     let writes = if leaf & (WRITE | DIRTY) == WRITE | DIRTY { Writes::Allowed } else { Writes::MustWalk };
     let fetches = fetches_if(leaf & EXECUTE != 0, ALL_FETCHES);
     let memory = memory(leaf).unwrap_or(Memory::ByAddress);

@@ -8,6 +8,7 @@
 //!   load and sets every accessed or dirty bit by a checked compare-and-exchange against the value
 //!   that it walked with (see [`commit`](crate::hardware::commit)). So it never reads a page-table
 //!   page that was freed after a flush, and never sets a bit in a PTE that has changed meanwhile.
+//! - On Arm and RISC-V a walk may begin at a PTE that the CPU has cached ([`cached`]).
 //! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals
 //!   allow (a PTE's accessed bit may be set early, but need not).
 //! - A CPU with page-modification logging logs a page before it sets the dirty bit of the page's
@@ -29,6 +30,7 @@
 
 #![expect(unsafe_code, reason = "walkers read and write tables through raw pointers")]
 
+pub mod cached;
 mod ept;
 mod gstage;
 pub mod guest;
@@ -56,10 +58,12 @@ mod tests_vtd;
 mod vtd;
 
 use slat::format::{CpuFeatures, Format, Hardware};
-use slat::{Access, Gpa, Host, Hpa, Level, PageSize, Vm};
+use slat::{Access, GfnRange, Gpa, Host, Hpa, Level, PageSize, Vm};
 use thiserror::Error;
 
-use crate::hardware::commit::{Generation, Port, Stale};
+use self::cached::PteCache;
+use crate::hardware::commit::{FlushDomain, Generation, Port, Stale};
+use crate::hardware::cpu;
 use crate::hardware::modification_log::{LogFull, ModificationLog};
 use crate::hardware::tlb::{Rights, Writes};
 use crate::memory::numa::WalkCounter;
@@ -100,6 +104,19 @@ pub struct Processor {
     pub features: CpuFeatures,
     /// The host's PAT, where nested page tables use it.
     pub pat: u64,
+    /// Who sets A and D, on Arm and RISC-V.
+    pub marks: Marks,
+}
+
+/// Who sets the accessed and the dirty bit of a leaf PTE, where processors differ.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Marks {
+    /// The processor: Arm's FEAT_HAFDBS with VTCR_EL2.HA set, RISC-V's Svadu.
+    #[default]
+    ByHardware,
+    /// The hypervisor: an access faults where one of them is clear and it needs it set (Arm with HA
+    /// clear, RISC-V's Svade).
+    ByFaults,
 }
 
 impl Processor {
@@ -110,13 +127,14 @@ impl Processor {
             gpa_bits: F::GUEST_PHYSICAL_BITS as u8,
             features: CpuFeatures::empty(),
             pat: Hardware::PAT_AT_RESET,
+            marks: Marks::ByHardware,
         }
     }
 
     /// That of a VM which was configured for `hardware`.
     pub fn of_vm<H: Host, F: Format>(vm: &Vm<H, F>, hardware: &Hardware) -> Processor {
         let (levels, gpa_bits) = (vm.root_level().0, vm.gpa_bits() as u8);
-        Processor { levels, gpa_bits, features: hardware.features, pat: hardware.pat }
+        Processor { levels, gpa_bits, features: hardware.features, pat: hardware.pat, marks: Marks::ByHardware }
     }
 }
 
@@ -131,6 +149,9 @@ pub struct Walker<'a, C = ()> {
     pub root: Hpa,
     /// What controls the walk.
     pub processor: Processor,
+    /// The PTEs that the CPU has cached, if its format caches any
+    /// ([`HardwareFormat::CACHES_PTES`]).
+    pub cached: Option<&'a PteCache>,
     /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
     pub log: Option<&'a ModificationLog>,
     /// Counts reads of second-stage PTEs.
@@ -158,10 +179,27 @@ pub trait HardwareFormat: Format {
     /// two sizes (Arm: a TLB conflict abort). The machine's then always do. Others use either.
     const HAS_TLB_CONFLICTS: bool;
 
-    /// Whether the processors may repeat `fault`, the result of a walk, for the access until the
-    /// page is flushed. The machine's then always do.
+    /// Whether walks use [`PteCache`]. (The others' processors have such caches, too. Their
+    /// hypervisors have one instruction that flushes everything, and their faults drop what caused
+    /// them.)
+    const CACHES_PTES: bool = false;
+
+    /// Whether the processors may repeat `fault` for the access, from a translation that combines
+    /// both stages. The machine's then always do. There is none where a PTE of the guest was accessed
+    /// in vain.
     fn keeps(_fault: Fault) -> bool {
         false
+    }
+
+    /// The flush of `ranges` on all CPUs of `domain`, by the instructions that the manual asks for
+    /// where page tables have changed.
+    fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
+        domain.flush(ranges);
+    }
+
+    /// The flush of the page at `gpa` on the CPU of this thread, after a fault.
+    fn flush_local(gpa: Gpa) {
+        cpu::flush_local(gpa);
     }
 
     /// Translates `gpa` through the page tables under the walker's root and sets accessed and dirty
@@ -283,6 +321,10 @@ pub enum Stop {
     /// bit is not set.
     #[error(transparent)]
     LogFull(#[from] LogFull),
+    /// A PTE that maps a part of the same memory is cached with another size: see
+    /// [`CpuError::TlbConflict`](crate::hardware::cpu::CpuError::TlbConflict).
+    #[error("a PTE of {cached:?} is cached for {gpa}, and the tables have one of {walked:?}")]
+    TlbConflict { gpa: Gpa, cached: PageSize, walked: PageSize },
     /// A PTE has reserved bits set: the page tables are misconfigured.
     #[error("second-stage tables are misconfigured: {0}")]
     Misconfigured(Misconfiguration),
@@ -340,10 +382,11 @@ impl Used {
             return Ok(None);
         };
         let at = table.wrapping_add(index as usize);
-        // SAFETY: the address came from the root or from a PTE that was read while the generation
-        // was current. A page-table page is freed only after a flush, so as long as it is current
-        // there is one at `table`, and `index` is in it. Page-table pages are aligned to their
-        // size.
+        // SAFETY: the address came from the root, from a PTE that was read while the generation was
+        // current, or from one that the CPU had cached and that no flush has named since. A
+        // page-table page is freed only after a flush of its range, so as long as the generation is
+        // current there is one at `table`, and `index` is in it. (Hosts of tests whose flushes leave
+        // something out keep theirs mapped.) It is aligned to its size.
         let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }
@@ -400,7 +443,7 @@ const fn address_mask(page_bits: u32) -> u64 {
 
 /// The size of a page; for a larger one, what a TLB keeps of it.
 #[inline]
-fn page_size(level: u8) -> PageSize {
+pub(crate) fn page_size(level: u8) -> PageSize {
     match level {
         1 => PageSize::Size4K,
         2 => PageSize::Size2M,

@@ -3,7 +3,7 @@
 //! the root down: its level 0 is level 4 here, its level 3 is level 1.
 //!
 //! The processor sets the access flag by itself (FEAT_HAFDBS with VTCR_EL2.HA set and VTCR_EL2.HD
-//! clear) and has no dirty state. FEAT_XNX and FEAT_S2FWB are as [`Processor`](super::Processor)
+//! clear) unless [`Marks`] say that faults do, and has no dirty state. FEAT_XNX and FEAT_S2FWB are as [`Processor`](super::Processor)
 //! says. It has no other feature that defines further bits: FEAT_LPA2, FEAT_XS, FEAT_BBM,
 //! FEAT_HAFT. Real processors may interpret or ignore what the manual then reserves (RES0, or a
 //! reserved encoding of SH or MemAttr). Here it is a misconfiguration, since an engine must not
@@ -12,21 +12,27 @@
 //!
 //! Permissions are not hierarchical: only the leaf's count.
 //!
+//! It caches each descriptor that it may ([`PteCache`](super::cached::PteCache)): one that is valid,
+//! and has the access flag where it maps memory. That it lacks a permission is no obstacle.
+//!
 //! The guest's own page tables are x86's all the same ([`guest`](super::guest)). Its walks set bits
 //! in them, so each counts as a write, as on Arm a walk that updates a descriptor.
 //!
 //! Source: Arm ARM (DDI 0487), chapter "The AArch64 Virtual Memory System Architecture": "VMSAv8-64
 //! translation table format descriptors", "Stage 2 memory type and Cacheability attributes", "Stage
 //! 2 data accesses and instruction execution permissions", "Hardware management of the Access
-//! flag"; and "ESR_EL2, Exception Syndrome Register (EL2)".
+//! flag", "TLB maintenance requirements and the TLB maintenance instructions"; and "ESR_EL2, Exception Syndrome Register (EL2)".
 
 use slat::format::CpuFeatures;
-use slat::{Access, Gpa, Hpa, Level};
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
 
-use super::{ALL_FETCHES, index, mapping, shift};
+use super::cached::Kind;
+use super::{ALL_FETCHES, Marks, index, mapping, page_size, shift};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
+use crate::hardware::commit::{FlushDomain, Scope};
+use crate::hardware::cpu;
 use crate::hardware::tlb::{Rights, Writes};
 
 const VALID: u64 = 1 << 0;
@@ -59,6 +65,7 @@ const ISS_STAGE1_WALK: u64 = 1 << 7;
 const ISS_WRITE: u64 = 1 << 6;
 /// Fault status codes, of level 0.
 const STATUS_TRANSLATION: u64 = 0b00_0100;
+const STATUS_ACCESS_FLAG: u64 = 0b00_1000;
 const STATUS_PERMISSION: u64 = 0b00_1100;
 /// The bits of a status that are not its level.
 const STATUS_TYPE: u64 = 0b11_1100;
@@ -70,10 +77,26 @@ impl HardwareFormat for slat::format::Stage2 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = true;
 
+    const CACHES_PTES: bool = true;
+
     /// A TLB never holds a descriptor that is not valid, or has the access flag clear; it may hold
     /// one that lacks a permission (Arm ARM, "TLB maintenance").
     fn keeps(fault: Fault) -> bool {
-        fault.code & STATUS_TYPE == STATUS_PERMISSION
+        fault.code & (STATUS_TYPE | ISS_STAGE1_WALK) == STATUS_PERMISSION
+    }
+
+    /// TLBI IPAS2E1IS of each page, DSB, TLBI VMALLE1IS, DSB. The first leaves translations alone
+    /// that combine both stages. When the second begins, no walk finds the old stage 2 any more, so
+    /// no CPU makes another such translation of it.
+    fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
+        domain.invalidate(Scope::SecondStage, ranges);
+        domain.invalidate(Scope::Combined, &[GfnRange { start: Gfn(0), end: Gfn(u64::MAX) }]);
+    }
+
+    /// TLBI IPAS2E1, DSB, TLBI VMALLE1, DSB.
+    fn flush_local(gpa: Gpa) {
+        cpu::invalidate_local(Scope::SecondStage, gpa);
+        cpu::invalidate_local(Scope::Combined, gpa);
     }
 
     // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
@@ -90,15 +113,25 @@ impl HardwareFormat for slat::format::Stage2 {
             return Err(fault(STATUS_TRANSLATION, 4));
         }
 
-        let mut table = walker.root;
-        let mut level = walker.processor.levels;
-        // Up to 16 tables side by side are one root.
-        let mut entry_index = gpa.0 >> shift(level);
-        let used = loop {
-            let Some(used) = Used::read_second_stage(walker, table, entry_index, level)? else {
-                return Err(Stop::NoMemory { gpa, hpa: table });
-            };
-            let entry = used.entry;
+        let read = |table: Hpa, entry_index: u64, level: u8| {
+            Used::read_second_stage(walker, table, entry_index, level)?.ok_or(Stop::NoMemory { gpa, hpa: table })
+        };
+        let keep = |level: u8, entry: u64, kind: Kind| {
+            if let Some(cached) = walker.cached {
+                cached.keep(gpa, level, entry, kind);
+            }
+        };
+        // The leaf, its level, and where it is unless it was cached.
+        let (mut level, mut entry, mut used) = match walker.cached.and_then(|cached| cached.lowest(gpa)) {
+            Some((level, entry)) => (level, entry, None),
+            None => {
+                // Up to 16 tables side by side are one root.
+                let level = walker.processor.levels;
+                let used = read(walker.root, gpa.0 >> shift(level), level)?;
+                (level, used.entry, Some(used))
+            }
+        };
+        loop {
             if !is_valid(entry, level) {
                 return Err(fault(STATUS_TRANSLATION, level));
             }
@@ -107,24 +140,43 @@ impl HardwareFormat for slat::format::Stage2 {
                 return Err(Stop::Misconfigured(Misconfiguration { gpa, level: Level(level), entry, code }));
             }
             if is_leaf(entry, level) {
-                break used;
+                break;
             }
-            table = Hpa(entry & address_mask(12));
+            keep(level, entry, Kind::Table);
             level -= 1;
-            entry_index = index(gpa.0, level);
-        };
+            let below = read(Hpa(entry & address_mask(12)), index(gpa.0, level), level)?;
+            (entry, used) = (below.entry, Some(below));
+        }
+
+        // One of the two was cached before the other was made, and no flush came between.
+        if used.is_some()
+            && let Some(other) = walker.cached.and_then(|cached| cached.other_leaf(gpa, level))
+        {
+            return Err(Stop::TlbConflict { gpa, cached: page_size(other), walked: page_size(level) });
+        }
 
         let permitted = match access {
-            Access::Read => used.entry & READ != 0,
-            Access::Write => used.entry & WRITE != 0,
-            Access::Execute => fetches(used.entry).grant(Rights::EXECUTE),
-            Access::ExecuteUser => fetches(used.entry).grant(Rights::EXECUTE_USER),
+            Access::Read => entry & READ != 0,
+            Access::Write => entry & WRITE != 0,
+            Access::Execute => fetches(entry).grant(Rights::EXECUTE),
+            Access::ExecuteUser => fetches(entry).grant(Rights::EXECUTE_USER),
         };
+        // Only leaves have the flag. The fault for it comes first.
+        if entry & ACCESS_FLAG == 0 && walker.processor.marks == Marks::ByFaults {
+            return Err(fault(STATUS_ACCESS_FLAG, level));
+        }
         if !permitted {
+            if entry & ACCESS_FLAG != 0 {
+                keep(level, entry, Kind::Leaf);
+            }
             return Err(fault(STATUS_PERMISSION, level));
         }
-        // Only leaves have the flag.
-        let leaf = used.set(walker, ACCESS_FLAG)?;
+        // What is cached has the flag.
+        let leaf = match used {
+            Some(used) => used.set(walker, ACCESS_FLAG)?,
+            None => entry,
+        };
+        keep(level, leaf, Kind::Leaf);
         let writes = if leaf & WRITE != 0 { Writes::Allowed } else { Writes::MustWalk };
         let memory = memory(leaf, walker.processor.features).unwrap_or(Memory::Device);
         let grants = Grants { writes, fetches: fetches(leaf), memory };

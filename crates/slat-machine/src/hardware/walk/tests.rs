@@ -95,6 +95,7 @@ impl Way {
             generation: self.port.generation(),
             root: self.tables[0].hpa(),
             processor: self.processor,
+            cached: None,
             log: None,
             counter: (),
         }

@@ -5,12 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::format::{Sv39x4, Sv48x4, Sv57x4};
-use slat::{Access, Gpa, Hpa, Level, PageSize};
+use slat::{Access, GfnRange, Gpa, Hpa, Level, PageSize};
 
+use super::cached::PteCache;
 use super::tests::{ACCESSES, FRAME, Page};
-use super::{ALL_FETCHES, Fault, HardwareFormat, Mapping, Memory, Misconfiguration, Processor, Purpose, Stop, Walker};
+use super::{
+    ALL_FETCHES, Fault, HardwareFormat, Mapping, Marks, Memory, Misconfiguration, Processor, Purpose, Stop, Walker,
+};
 use crate::hardware::commit::tests::uninterrupted;
-use crate::hardware::commit::{FlushDomain, Port};
+use crate::hardware::commit::{FlushDomain, Port, Scope};
 use crate::hardware::tlb::Writes;
 use crate::memory::phys;
 
@@ -96,6 +99,7 @@ impl Way {
             generation: self.port.generation(),
             root: phys::hpa_of(self.root.0.as_ptr()),
             processor: Processor::of::<Sv48x4>(),
+            cached: None,
             log: None,
             counter: (),
         }
@@ -257,7 +261,70 @@ fn stops_at_impossible_addresses<F: HardwareFormat>() {
     assert_eq!(way.get(1), leaf_at(1, LEAF), "and marks nothing");
 }
 
+/// Svade: an access faults where A, or D for a write, is clear.
+fn without_hardware_an_access_faults_until_its_marks_are_set<F: HardwareFormat>() {
+    for level in 1..=3 {
+        for (marks, access, is_granted) in [
+            (0, Access::Read, false),
+            (A, Access::Read, true),
+            (A, Access::Write, false),
+            (D, Access::Write, false),
+            (A | D, Access::Write, true),
+            (A, Access::Execute, true),
+        ] {
+            let entry = leaf_at(level, LEAF) | marks;
+            let way = Way::new::<F>(1, level, entry);
+            let found = uninterrupted(Stop::Restart, || {
+                let processor = Processor { marks: Marks::ByFaults, ..Processor::of::<F>() };
+                F::walk(Walker { processor, ..way.walker() }, way.gpa, access, Purpose::Data)
+            });
+            assert_eq!(found.is_ok(), is_granted, "{marks:#x} {access:?}: {found:?}");
+            assert!(is_granted || found == way.fault(access));
+            assert_eq!(way.get(level), entry, "it sets none");
+        }
+    }
+}
+
+/// Any PTE may be cached: one that is not valid, one that lacks a right, one that maps memory.
+fn a_cached_pte_serves_until_it_is_flushed<F: HardwareFormat>() {
+    for level in 1..=3 {
+        let cached = PteCache::default();
+        let way = Way::new::<F>(1, level, 0);
+        let page = GfnRange::new(way.gpa.gfn(), 1);
+        let walk = |access| {
+            uninterrupted(Stop::Restart, || {
+                F::walk(Walker { cached: Some(&cached), ..way.walker() }, way.gpa, access, Purpose::Data)
+            })
+        };
+        assert_eq!(walk(Access::Read), way.fault(Access::Read));
+        way.set(level, leaf_at(level, LEAF & !W));
+        assert_eq!(walk(Access::Read), way.fault(Access::Read), "that it was not valid");
+        cached.drop_range(Scope::Combined, page);
+        cached.drop_range(Scope::Leaves, page);
+        assert_eq!(walk(Access::Read).is_ok(), level == 1, "by address, one of the lowest level alone");
+        cached.drop_range(Scope::All, page);
+        assert!(walk(Access::Read).is_ok());
+        way.set(level, leaf_at(level, LEAF));
+        assert_eq!(walk(Access::Write), way.fault(Access::Write), "the right that it lacked");
+        cached.drop_range(Scope::Leaves, page);
+        let before = walk(Access::Write);
+        assert!(before.is_ok());
+        way.set(level, 0);
+        assert_eq!(walk(Access::Write), before, "that it was there");
+        cached.drop_range(Scope::Leaves, page);
+        assert_eq!(walk(Access::Write), way.fault(Access::Write));
+    }
+    // To set a mark it reads the PTE once more.
+    let (cached, way) = (PteCache::default(), Way::new::<F>(1, 1, leaf_at(1, LEAF)));
+    let walk = |access| F::walk(Walker { cached: Some(&cached), ..way.walker() }, way.gpa, access, Purpose::Data);
+    assert!(uninterrupted(Stop::Restart, || walk(Access::Read)).is_ok());
+    way.set(1, leaf_at(1, LEAF & !W) | A);
+    assert_eq!(uninterrupted(Stop::Restart, || walk(Access::Write)), way.fault(Access::Write));
+}
+
 fn all<F: HardwareFormat>() {
+    without_hardware_an_access_faults_until_its_marks_are_set::<F>();
+    a_cached_pte_serves_until_it_is_flushed::<F>();
     maps_pages_of_each_size::<F>();
     permissions_are_those_of_the_leaf::<F>();
     reserved_bits_are_misconfigurations::<F>();

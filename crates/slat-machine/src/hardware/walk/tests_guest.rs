@@ -90,6 +90,7 @@ impl Guest {
             generation: self.port.generation(),
             root: self.second[4 - self.entries.nr_levels].hpa(),
             processor: Processor::of::<Npt>(),
+            cached: None,
             log: None,
             counter: (),
         }

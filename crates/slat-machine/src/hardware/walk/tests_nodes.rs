@@ -78,6 +78,7 @@ impl Way {
             generation: self.port.generation(),
             root: self.tables[0],
             processor: Processor::of::<Npt>(),
+            cached: None,
             log: None,
             counter: &self.counter,
         }

@@ -68,6 +68,7 @@ impl Way {
             generation: self.port.generation(),
             root,
             processor: Processor::of::<Npt>(),
+            cached: None,
             log: None,
             counter: (),
         }

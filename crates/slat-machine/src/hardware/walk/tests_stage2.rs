@@ -1,10 +1,13 @@
 //! Arm's stage 2 page tables built by hand. The constants here are the manual's, written once more.
 
 use slat::format::Stage2;
-use slat::{Access, Gpa, Hpa, Level, PageSize};
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, PageSize};
 
+use super::cached::PteCache;
 use super::tests::{ACCESSES, ADDRESS, FRAME, Way, fault};
-use super::{ALL_FETCHES, Mapping, Memory, Misconfiguration, Purpose, Stop};
+use super::{ALL_FETCHES, HardwareFormat, Mapping, Marks, Memory, Misconfiguration, Purpose, Stop, Walker};
+use crate::hardware::commit::Scope;
+use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::tlb::Writes;
 
 /// A table descriptor.
@@ -173,4 +176,62 @@ fn guest_tables_are_accessed_as_by_writes() {
     // A data abort, S1PTW, WnR.
     let code = 0x24 << 26 | 1 << 7 | 1 << 6 | permission(1);
     assert_eq!(way.walk_for::<Stage2>(Access::Read, Purpose::GuestTable), fault(Access::Write, code));
+}
+
+/// With VTCR_EL2.HA clear: an access-flag fault, which comes before a permission fault.
+#[test]
+fn without_hardware_an_access_faults_until_the_flag_is_set() {
+    for level in 1..=3 {
+        for access in ACCESSES {
+            for denied in [0, 0b11 << 6] {
+                let entry = leaf(level) & !denied;
+                let mut way = Way::new(LINK, level, entry);
+                way.processor.marks = Marks::ByFaults;
+                let flag = 0b001000 | u64::from(4 - level);
+                assert_eq!(way.walk::<Stage2>(access), fault(access, class(access) | flag));
+                assert_eq!(way.get(level), entry);
+            }
+            let mut way = Way::new(LINK, level, leaf(level) | AF);
+            way.processor.marks = Marks::ByFaults;
+            assert!(way.walk::<Stage2>(access).is_ok());
+        }
+    }
+}
+
+/// What may be cached: valid descriptors, and of leaves those with the access flag.
+#[test]
+fn a_cached_descriptor_serves_until_it_is_flushed() {
+    const PAGE_OF_IT: GfnRange = GfnRange::new(Gfn(ADDRESS >> 12), 1);
+    for level in 1..=3 {
+        let cached = PteCache::default();
+        let walk = |way: &Way, access| {
+            uninterrupted(Stop::Restart, || {
+                let walker = Walker { cached: Some(&cached), ..way.walker() };
+                Stage2::walk(walker, Gpa(ADDRESS), access, Purpose::Data)
+            })
+        };
+        // One that is not valid is not cached.
+        let way = Way::new(LINK, level, 0);
+        assert!(walk(&way, Access::Read).is_err());
+        way.set(level, leaf(level) & !(1 << 7));
+        let denied = fault(Access::Write, class(Access::Write) | permission(level));
+        assert_eq!(walk(&way, Access::Write), denied);
+        // Without the flag it is not cached either, though the access was denied.
+        way.set(level, leaf(level));
+        let before = walk(&way, Access::Write);
+        assert!(before.is_ok());
+        // With it, the right is.
+        way.set(level, 0);
+        assert_eq!(walk(&way, Access::Write), before, "still cached");
+        cached.drop_range(Scope::Combined, PAGE_OF_IT);
+        assert_eq!(walk(&way, Access::Write), before, "it is of the second stage");
+        cached.drop_range(Scope::SecondStage, PAGE_OF_IT);
+        assert!(walk(&way, Access::Write).is_err());
+        way.set(level, leaf(level) & !(1 << 7) | AF);
+        assert_eq!(walk(&way, Access::Write), denied);
+        way.set(level, leaf(level) | AF);
+        assert_eq!(walk(&way, Access::Write), denied, "the right that it lacked is cached");
+        cached.drop_range(Scope::Leaves, PAGE_OF_IT);
+        assert_eq!(walk(&way, Access::Write), before);
+    }
 }

@@ -132,7 +132,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
             None => FlushDomain::new(),
         });
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
-        let vm = Arc::new(Vm::new(MachineHost::new(flush_domain, max_tables)?, config.engine)?);
+        let vm =
+            Arc::new(Vm::new(MachineHost::new(flush_domain, max_tables)?.with_instructions_of::<F>(), config.engine)?);
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
         let size_bytes = layout.nr_pages << Gfn::SHIFT;
         let memory = match config.backing {

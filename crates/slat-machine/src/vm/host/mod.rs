@@ -34,6 +34,7 @@ use crate::hardware::commit::FlushDomain;
 use crate::hardware::cpu;
 use crate::hardware::membarrier;
 use crate::hardware::modification_log::ModificationLogs;
+use crate::hardware::walk::HardwareFormat;
 use crate::linux::clock;
 use crate::memory::numa::spans::{MemorySpan, MemorySpans};
 use crate::memory::numa::{NodeMap, NumaError, ReadCounts, WalkCounter};
@@ -84,6 +85,13 @@ impl<F: Format + 'static> Guest for Weak<Vm<MachineHost, F>> {
     }
 }
 
+/// How a flush is made, on all CPUs and on the caller's.
+#[derive(Clone, Copy, Debug)]
+struct Instructions {
+    flush: fn(&FlushDomain, &[GfnRange]),
+    flush_local: fn(Gpa),
+}
+
 /// The software machine, as the engine sees it.
 #[derive(Debug)]
 pub struct MachineHost {
@@ -92,6 +100,7 @@ pub struct MachineHost {
     /// Where guest memory is; set once.
     memory: OnceLock<MemorySpans>,
     flush_domain: Arc<FlushDomain>,
+    instructions: Instructions,
     modification_logs: ModificationLogs,
     /// The VM, and the memory that its host changes while it runs.
     guest: OnceLock<(Box<dyn Guest>, Arc<Pages>)>,
@@ -124,9 +133,17 @@ impl MachineHost {
             nodes,
             memory: OnceLock::new(),
             flush_domain,
+            instructions: Instructions { flush: FlushDomain::flush, flush_local: cpu::flush_local },
             modification_logs: ModificationLogs::default(),
             guest: OnceLock::new(),
         })
+    }
+
+    /// Has it flush by the instructions of `F`'s processors, as the manual has them. Without it, a
+    /// flush drops all that CPUs have cached of the pages, at once.
+    #[must_use]
+    pub fn with_instructions_of<F: HardwareFormat>(self) -> MachineHost {
+        MachineHost { instructions: Instructions { flush: F::flush, flush_local: F::flush_local }, ..self }
     }
 
     /// Attaches to the host of `vm` the `pages` that it changes while the guest runs; only the
@@ -200,7 +217,8 @@ impl MachineHost {
 }
 
 // SAFETY: page-table pages are disjoint parts of one region that stays mapped, at the pointer that
-// `phys` computes from their address; `FlushDomain::flush` guarantees what `flush` must, and
+// `phys` computes from their address; `FlushDomain::flush` guarantees what `flush` must, and so do
+// the instructions of each format (`HardwareFormat::flush`) for the CPUs of that format;
 // `ModificationLogs::drain` what `drain_modification_logs` must; a backing keeps its frames, or
 // changes them while they are invalidated; and none of it unwinds.
 unsafe impl Host for MachineHost {
@@ -256,11 +274,11 @@ unsafe impl Host for MachineHost {
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
-        self.flush_domain.flush(ranges);
+        (self.instructions.flush)(&self.flush_domain, ranges);
     }
 
     fn flush_local(&self, gpa: Gpa) {
-        cpu::flush_local(gpa);
+        (self.instructions.flush_local)(gpa);
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use slat::Gfn;
 
 use super::*;
-use crate::hardware::commit::Port;
+use crate::hardware::commit::{Dropped, Port, Scope};
 use crate::memory::BackingKind;
 use crate::memory::numa::{MemoryPolicy, Nodes};
 
@@ -195,7 +195,7 @@ fn the_cpus_get_the_ranges_of_a_flush() {
     let ranges = [GfnRange::new(Gfn(7), 2), GfnRange::new(Gfn(1 << 30), 1)];
     host.flush(&ranges);
     let flushed = port.flushed_since(before, port.generation()).expect("two ranges");
-    assert_eq!(flushed.as_slice(), ranges);
+    assert_eq!(flushed.as_slice(), ranges.map(|range| Dropped { scope: Scope::All, range }));
 }
 
 fn host_of(nodes: &[u32], without_memory: &[u32]) -> MachineHost {

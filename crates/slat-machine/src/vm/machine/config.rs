@@ -7,6 +7,7 @@ use thiserror::Error;
 use crate::hardware::commit::FlushMethod;
 use crate::hardware::cpu::Paging;
 use crate::hardware::tlb::Geometry;
+use crate::hardware::walk::Marks;
 use crate::memory::BackingKind;
 use crate::memory::numa::{Nodes, Pinning};
 
@@ -86,6 +87,9 @@ pub struct MachineConfig {
     pub flush_method: Option<FlushMethod>,
     /// The TLB of each CPU.
     pub tlb: Geometry,
+    /// Who sets A and D, in the formats in which processors differ
+    /// ([`Stage2`](slat::format::Stage2) and those of RISC-V).
+    pub marks: Marks,
     /// Page-table pages of the second stage that may be allocated at a time; `None`: more than are
     /// needed.
     pub max_tables: Option<u64>,
@@ -110,6 +114,7 @@ impl Default for MachineConfig {
             pinning: Pinning::On,
             flush_method: None,
             tlb: Geometry::default(),
+            marks: Marks::ByHardware,
             max_tables: None,
         }
     }

@@ -229,6 +229,7 @@ impl<F: HardwareFormat> Machine<F> {
         });
         let max_tables = config.max_tables.unwrap_or_else(|| parts::most_tables(config, layout.nr_pages));
         let host = MachineHost::with_nodes(Arc::clone(&flush_domain), max_tables, Arc::clone(seats.nodes()))?;
+        let host = host.with_instructions_of::<F>();
         let vm = Arc::new(hardware.new_vm(host, config.engine)?);
         if let Some(nr_entries) = config.dirty_ring_entries {
             vm.enable_dirty_ring(nr_entries)?;

@@ -47,7 +47,7 @@ pub(super) fn most_tables(config: &MachineConfig, nr_pages: u64) -> u64 {
     enough_tables(config.nr_vcpus, nr_pages) + nr_shadow
 }
 
-/// Memory beside the guest's, rounded up: a thread's stack, TLB and participant (about 75 KiB),
+/// Memory beside the guest's, rounded up: a thread's stack, caches and participant (about 95 KiB),
 /// page tables (0.2% of what they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%),
 /// the program itself.
 pub(crate) fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
@@ -96,7 +96,8 @@ impl<F: HardwareFormat> Hardware<F> for SecondStage {
     ) -> Result<Self::Cpu, MachineError> {
         let host = vm.host();
         let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), VM_TAG, vm.root(), config.tlb);
-        let cpu = cpu.with_processor(Processor::of_vm(vm, &config.engine.hardware));
+        let processor = Processor { marks: config.marks, ..Processor::of_vm(vm, &config.engine.hardware) };
+        let cpu = cpu.with_processor(processor);
         let cpu = match config.engine.dirty_tracking {
             DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
             DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves | DirtyTracking::DirtyBit => cpu,

@@ -11,6 +11,7 @@ use slat::{Config, Error, Host, PAGE_SIZE};
 
 use super::*;
 use crate::hardware::cpu::Paging;
+use crate::hardware::walk::Marks;
 use crate::memory::BackingKind;
 use crate::vm::guest::{Order, Sharing, value};
 
@@ -72,6 +73,20 @@ fn guests_run_and_the_dirty_log_has_their_writes() {
                 populate_then_log::<F>(&config);
             });
         }
+    }
+}
+
+/// Arm without FEAT_HAFDBS, RISC-V without Svadu. Other formats ignore it.
+#[test]
+fn guests_run_on_cpus_that_set_no_marks() {
+    for paging in [Paging::Off, Paging::TwoDimensional] {
+        let config = MachineConfig { marks: Marks::ByFaults, paging, ..small() };
+        populate_then_log::<Stage2>(&config);
+        populate_then_log::<Sv39x4>(&config);
+        populate_then_log::<Sv48x4>(&config);
+        // Log by D, which a fault sets.
+        let engine = Config::default().with_dirty_tracking(DirtyTracking::DirtyBit);
+        populate_then_log::<Sv48x4>(&MachineConfig { engine, ..config });
     }
 }
 
