@@ -254,7 +254,13 @@ impl<F: GStage, B: Bits> VirtualCpu for RiscvCpu<F, B> {
             csr::write!("htimedelta", 0_u64);
             // The counters of cycles, time and instructions.
             csr::write!("hcounteren", 7_u64);
+            // Without ADUE: the guest sets A and D of its own page tables. QEMU's harts would do that in
+            // pages that the G-stage protects.
             csr::write!("henvcfg", if has_timer { csr::ENVCFG_STCE } else { 0 });
+            if has_timer {
+                // Never, until the guest sets it.
+                csr::write!("vstimecmp", u64::MAX);
+            }
             csr::write!("hgatp", hgatp);
             csr::write!("vsatp", 0_u64);
             csr::write!("vsstatus", csr::STATUS_UXL_64);
