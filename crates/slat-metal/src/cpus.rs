@@ -168,15 +168,16 @@ impl Cpus {
         self.control
     }
 
-    /// Begins a flush: each CPU that enters from now on flushes. Returns those that are in the guest.
+    /// Begins a flush: each CPU that enters from now on flushes. Returns those that are in the
+    /// guest.
     pub fn begin_flush(&self) -> u64 {
         // SeqCst, as in `flush_by_kicks`.
         self.flushes.fetch_add(1, Ordering::SeqCst);
         self.inside()
     }
 
-    /// The CPUs that are in the guest, by bits. A CPU that is not among them, and enters, observes what the
-    /// caller has stored before by SeqCst.
+    /// The CPUs that are in the guest, by bits. A CPU that is not among them, and enters, observes
+    /// what the caller has stored before by SeqCst.
     pub fn inside(&self) -> u64 {
         let is_inside = |cpu: &Entered| u64::from(cpu.flushes.load(Ordering::SeqCst) != 0);
         self.entered.iter().rev().fold(0, |bits, cpu| bits << 1 | is_inside(cpu))

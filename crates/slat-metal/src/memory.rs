@@ -26,8 +26,8 @@ impl Memory {
         Memory(Mutex::new(Heap::empty()))
     }
 
-    /// Adds what the memory map has as free, except the image, the modules, and what is the firmware's
-    /// all the same.
+    /// Adds what the memory map has as free, except the image, the modules, and what is the
+    /// firmware's all the same.
     ///
     /// # Safety
     /// To be called once, before anything is allocated. The memory map is true, and nothing else

@@ -20,8 +20,8 @@ pub type Work = dyn Fn(usize) + Send + Sync;
 
 static WORK: Once<Box<Work>> = Once::new();
 
-/// Memory for a guest that runs the image's own code: what it accesses, the copy of it, private memory of
-/// all CPUs, page tables.
+/// Memory for a guest that runs the image's own code: what it accesses, the copy of it, private
+/// memory of all CPUs, page tables.
 const NEEDED_BYTES: u64 = 48 << 20;
 
 /// The boot CPU's work: `free_bytes` of memory are free.

@@ -1,6 +1,6 @@
-//! The engine under walkers that were not written here: a guest accesses memory at random on each CPU,
-//! and after each of its stretches the CPU does an operation of the engine to that memory, while
-//! the other CPUs are in the guest.
+//! The engine under walkers that were not written here: a guest accesses memory at random on each
+//! CPU, and after each of its stretches the CPU does an operation of the engine to that memory,
+//! while the other CPUs are in the guest.
 //!
 //! # What is checked
 //! - Each access, by the guest ([`guest`]): no stale translation, no lost write.

@@ -83,8 +83,8 @@ pub fn uart() -> Option<(Span, u64)> {
 /// [`BootError`].
 ///
 /// # Safety
-/// To be called once, before other CPUs start. The firmware has left the device tree there, with the files
-/// where the command line says, and nothing writes them.
+/// To be called once, before other CPUs start. The firmware has left the device tree there, with
+/// the files where the command line says, and nothing writes them.
 pub unsafe fn read(boot_hart: u64, tree: u64) -> Result<BootInfo, BootError> {
     // SAFETY: as the caller promises.
     let tree = unsafe { device_tree::read(tree) }?;

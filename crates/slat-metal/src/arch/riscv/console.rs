@@ -35,8 +35,8 @@ unsafe extern "C" {
 /// # Safety
 /// The memory at `argument` is what the operation reads.
 unsafe fn call(operation: u64, argument: *const u64) -> bool {
-    // SAFETY: the three instructions are the call; they are not compressed, and aligned so that they
-    // are in one page. Without an emulator that takes it, the trap goes behind the breakpoint.
+    // SAFETY: the three instructions are the call; they are not compressed, and aligned so that
+    // they are in one page. Without an emulator that takes it, the trap goes behind the breakpoint.
     unsafe {
         asm!(
             ".option push",

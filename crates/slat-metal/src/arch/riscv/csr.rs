@@ -6,13 +6,15 @@
 macro_rules! read {
     ($name:literal) => {{
         let value: u64;
-        // SAFETY: the hypervisor runs in HS-mode, which has the register; reading it changes nothing.
+        // SAFETY: the hypervisor runs in HS-mode, which has the register; reading it changes
+        // nothing.
         unsafe { core::arch::asm!(concat!("csrr {}, ", $name), out(reg) value, options(nomem, nostack)) };
         value
     }};
 }
 
-/// Writes a register. Unsafe to expand where the register decides what the CPU accesses or executes.
+/// Writes a register. Unsafe to expand where the register decides what the CPU accesses or
+/// executes.
 macro_rules! write {
     ($name:literal, $value:expr) => {
         core::arch::asm!(concat!("csrw ", $name, ", {}"), in(reg) u64::from($value), options(nostack))

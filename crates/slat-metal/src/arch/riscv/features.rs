@@ -1,5 +1,5 @@
-//! What the harts have, according to the device tree (RISC-V Unprivileged ISA, "ISA Extension Naming
-//! Conventions").
+//! What the harts have, according to the device tree (RISC-V Unprivileged ISA, "ISA Extension
+//! Naming Conventions").
 
 use bitflags::bitflags;
 
@@ -33,8 +33,8 @@ impl Features {
         }
     }
 
-    /// Those of the property `riscv,isa`: single letters behind "rv64", then names of more letters, each
-    /// behind an underscore.
+    /// Those of the property `riscv,isa`: single letters behind "rv64", then names of more letters,
+    /// each behind an underscore.
     pub fn of_isa(isa: &str) -> Features {
         let mut parts = isa.split('_');
         let letters = parts.next().unwrap_or_default();

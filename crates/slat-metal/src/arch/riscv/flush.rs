@@ -21,16 +21,16 @@ pub const VMID: u64 = 1;
 
 /// Ranges that are flushed one by one. More are flushed as everything.
 const MAX_RANGES: usize = 2;
-/// In a range of so many pages, page-table pages may be gone. A fence of an address orders leaf PTEs alone
-/// ("Supervisor Memory-Management Fence Instruction"), so it is of everything then.
+/// In a range of so many pages, page-table pages may be gone. A fence of an address orders leaf
+/// PTEs alone ("Supervisor Memory-Management Fence Instruction"), so it is of everything then.
 const TABLE_PAGES: u64 = 512;
 
 /// For each CPU the page that it has flushed last by itself.
 static LAST: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(u64::MAX) }; MAX_CPUS];
 
-/// Drops the translations of `ranges` on all CPUs that run the guest of `cpus`: now on those that are in
-/// it, and when they enter it on the others. The firmware interrupts a CPU that is in the guest, and so
-/// ends an access that is under way.
+/// Drops the translations of `ranges` on all CPUs that run the guest of `cpus`: now on those that
+/// are in it, and when they enter it on the others. The firmware interrupts a CPU that is in the
+/// guest, and so ends an access that is under way.
 pub fn flush(cpus: &Cpus, ranges: &[GfnRange]) {
     // SAFETY: orders this hart's stores of PTEs before the interrupt.
     unsafe { asm!("fence rw, rw", options(nostack)) };
@@ -57,8 +57,8 @@ fn remote_fence(harts: u64, start: u64, size_bytes: u64) {
 }
 
 /// Drops what the calling hart has of the page at `gpa`: rs1 is the address >> 2, rs2 the VMID. The
-/// fence need not drop a PTE above the lowest level that was not valid. So if the same page comes twice in a
-/// row, the fence is one of everything.
+/// fence need not drop a PTE above the lowest level that was not valid. So if the same page comes
+/// twice in a row, the fence is one of everything.
 pub fn flush_local(gpa: Gpa) {
     // Relaxed: the CPU's own.
     if LAST[super::cpu_number()].swap(gpa.gfn().0, Ordering::Relaxed) == gpa.gfn().0 {

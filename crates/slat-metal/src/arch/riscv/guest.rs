@@ -14,7 +14,8 @@ use crate::boot::MAX_CPUS;
 use crate::cpus::Cpus;
 use crate::private::Private;
 
-/// Where the guests of this image have their memory: above the machine's, where they have the image.
+/// Where the guests of this image have their memory: above the machine's, where they have the
+/// image.
 pub const BASE: u64 = 0x10_0000_0000;
 
 /// Bytes of the instruction of [`hypercall`], behind which a guest goes on.
@@ -27,10 +28,14 @@ pub const PROBE_BYTES: u64 = 4;
 /// nothing.
 pub const CALL_BYTES: u64 = 0;
 
+/// An extension of SBI that no firmware has: the first one of the experimental ones.
+const NO_EXTENSION: u64 = 0x0800_0000;
+
 /// Leaves the guest.
 pub fn hypercall(_kind: u64) {
-    // SAFETY: the hypervisor changes the mailbox alone.
-    unsafe { asm!("ecall", options(nostack)) };
+    // SAFETY: the hypervisor changes the mailbox alone. Outside of a guest it is a call of the
+    // firmware, which does nothing but return an error in a0 and a1.
+    unsafe { asm!("ecall", in("a7") NO_EXTENSION, inout("a6") 0_u64 => _, out("a0") _, out("a1") _, options(nostack)) };
 }
 
 /// Reads the word at `address`, where perhaps nothing is mapped: then the hypervisor returns ones.
@@ -80,9 +85,10 @@ pub fn sync_memory(_words: &[AtomicU64]) {
     NR_WRITTEN.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Makes what was written visible to the fetches of all CPUs, before one can reach it: each executes
-/// FENCE.I, since its fetches need not observe other CPUs' stores (RISC-V Unprivileged ISA, "Zifencei").
-/// Those that are in the guest of `cpus` do so now, others when they enter it ([`fetch_again`]).
+/// Makes what was written visible to the fetches of all CPUs, before one can reach it: each
+/// executes FENCE.I, since its fetches need not observe other CPUs' stores (RISC-V Unprivileged
+/// ISA, "Zifencei"). Those that are in the guest of `cpus` do so now, others when they enter it
+/// ([`fetch_again`]).
 pub fn publish_code(cpus: &Cpus) {
     let nr_written = NR_WRITTEN.load(Ordering::SeqCst);
     // Another CPU may be at it: its fence counts when it is over.

@@ -1,7 +1,7 @@
 //! A RISC-V machine whose harts have the hypervisor extension (H), below a firmware with SBI.
 //!
-//! The hypervisor runs in HS-mode, without address translation of its own. CPU 0 is the hart that the
-//! firmware has booted; the others have the order of the device tree.
+//! The hypervisor runs in HS-mode, without address translation of its own. CPU 0 is the hart that
+//! the firmware has booted; the others have the order of the device tree.
 
 #![expect(unsafe_code, reason = "starts the other CPUs, and sets up its own")]
 
@@ -34,8 +34,8 @@ use run::{Bits, BitsByFaults, BitsByHarts, GStage, RiscvCpu, has_format};
 pub use flush::{flush, flush_local};
 pub use run::Trap;
 
-/// Memory that frames and page tables can be in: not the first page, and not what is beyond the engine's
-/// addresses.
+/// Memory that frames and page tables can be in: not the first page, and not what is beyond the
+/// engine's addresses.
 pub const USABLE: Span = Span { start: 0x1000, end: 1 << 52 };
 
 /// An interrupt that makes a CPU leave its guest.
@@ -53,8 +53,8 @@ pub fn kick(cpu: u32, _kick: Kick) {
     }
 }
 
-/// Whether leaving this out can be noticed on such CPUs: a leaf that replaces another one needs no flush
-/// between both.
+/// Whether leaving this out can be noticed on such CPUs: a leaf that replaces another one needs no
+/// flush between both.
 pub fn has_control(control: Control) -> bool {
     !matches!(control, Control::NoBreakFlush | Control::FlushBeforeBreak)
 }
@@ -100,12 +100,14 @@ pub fn set_up() -> Virtualization {
     if !boot::features().contains(Features::H) {
         error!("the CPU has no hypervisor extension (H)");
     }
-    // SAFETY: interrupts are off in HS-mode: this one makes a guest leave, and comes at no other time.
+    // SAFETY: interrupts are off in HS-mode: this one makes a guest leave, and comes at no other
+    // time.
     unsafe { csr::write!("sie", csr::SUPERVISOR_SOFTWARE) };
     Virtualization
 }
 
-/// Starts the other CPUs, until `wanted` are there (SBI Specification, "Hart State Management Extension").
+/// Starts the other CPUs, until `wanted` are there (SBI Specification, "Hart State Management
+/// Extension").
 ///
 /// # Errors
 /// [`MissingCpus`].
@@ -121,7 +123,8 @@ pub unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
         return Err(missing(boot::nr_harts() as u32));
     }
     for cpu in 1..wanted as usize {
-        // The hart enters `boot.s` with its number as a CPU. Where it does not, the wait below ends.
+        // The hart enters `boot.s` with its number as a CPU. Where it does not, the wait below
+        // ends.
         sbi_rt::hart_start(boot::hart(cpu) as usize, (&raw const other_start).addr(), cpu);
     }
     wait_for_cpus(wanted)

@@ -1,9 +1,9 @@
 //! A virtual CPU: entries into the guest, and why it left.
 //!
 //! # An entry
-//! Interrupts are off in HS-mode, and on as soon as the hart is in the guest, whatever the guest does:
-//! a kick that comes before the entry makes the guest leave at once (RISC-V Privileged Architecture,
-//! "Supervisor Interrupt (sip and sie) Registers").
+//! Interrupts are off in HS-mode, and on as soon as the hart is in the guest, whatever the guest
+//! does: a kick that comes before the entry makes the guest leave at once (RISC-V Privileged
+//! Architecture, "Supervisor Interrupt (sip and sie) Registers").
 //!
 //! The registers of VS-mode are the hart's own, and stay in it: a CPU runs one guest.
 
@@ -19,6 +19,7 @@ use slat::{Access, Gpa};
 use super::features::Features;
 use super::{Kick, boot, csr, flush, guest};
 use crate::cpus::{Flush, Presence};
+use crate::error;
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 
 /// A format of G-stage page tables.
@@ -27,10 +28,10 @@ pub trait GStage: Format {
     const MODE: u64;
 }
 
-/// Whether the calling hart has page tables of format `F`. To be asked while it has no guest.
+/// Whether the calling hart has page tables of format `F`.
 pub fn has_format<F: GStage>() -> bool {
     // A mode that is not there leaves the register as it is.
-    // SAFETY: no guest is entered with it.
+    // SAFETY: an entry into a guest writes the register anew.
     unsafe { csr::write!("hgatp", F::MODE << csr::HGATP_MODE_SHIFT) };
     let is_there = csr::read!("hgatp") >> csr::HGATP_MODE_SHIFT == F::MODE;
     // SAFETY: as above.
@@ -53,20 +54,22 @@ impl GStage for Sv57x4 {
 /// Exits that other machines do not have.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trap {
-    /// An instruction that a hypervisor could execute for the guest: one of the hypervisor extension among
-    /// others, also in the guest's user mode.
+    /// An instruction that a hypervisor could execute for the guest: one of the hypervisor
+    /// extension among others, also in the guest's user mode.
     VirtualInstruction,
 }
 
 /// The registers of a guest, and why it has left.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub struct Registers {
     /// x0 to x31. The first is always 0.
     pub x: [u64; 32],
     /// The next instruction.
     pub pc: u64,
+    /// The guest's privilege, S or U, which SRET returns to.
     sstatus: u64,
+    /// That SRET returns to a guest: always so.
     hstatus: u64,
     scause: u64,
     /// What goes with the cause: an address, or an instruction.
@@ -75,6 +78,23 @@ pub struct Registers {
     htinst: u64,
     /// The stack of the hypervisor, during a stay.
     host_sp: u64,
+}
+
+impl Registers {
+    /// Those of a guest in supervisor mode, with its floating-point and vector units on.
+    fn new() -> Registers {
+        Registers {
+            x: [0; 32],
+            pc: 0,
+            sstatus: csr::STATUS_SPP | csr::STATUS_FS | csr::STATUS_VS | csr::STATUS_UXL_64,
+            hstatus: csr::HSTATUS_SPV | csr::HSTATUS_SPVP | csr::HSTATUS_VSXL_64,
+            scause: 0,
+            stval: 0,
+            htval: 0,
+            htinst: 0,
+            host_sp: 0,
+        }
+    }
 }
 
 /// The number of a0. The arguments of a call begin there.
@@ -115,12 +135,12 @@ const GUEST_LOAD_FAULT: u64 = 21;
 const VIRTUAL_INSTRUCTION: u64 = 22;
 const GUEST_STORE_FAULT: u64 = 23;
 
-/// Exceptions that the guest has itself: misaligned addresses, illegal instructions, breakpoints, calls of its
-/// user mode, page faults of its own tables.
+/// Exceptions that the guest has itself: misaligned addresses, illegal instructions, breakpoints,
+/// calls of its user mode, page faults of its own tables.
 const DELEGATED: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 12 | 1 << 13 | 1 << 15;
 
-/// What HTINST has where a walk of the guest's page tables has faulted: it read a PTE, or set a bit of one
-/// ("Hypervisor Trap Instruction Register", pseudoinstructions).
+/// What HTINST has where a walk of the guest's page tables has faulted: it read a PTE, or set a bit
+/// of one ("Hypervisor Trap Instruction Register", pseudoinstructions).
 const WALK_READ: u64 = 0x3000;
 const WALK_WRITE: u64 = 0x3020;
 
@@ -160,6 +180,8 @@ impl Bits for BitsByFaults {
 #[derive(Debug)]
 pub struct RiscvCpu<F, B> {
     registers: Box<Registers>,
+    /// The mode, the VMID and the root of the page tables.
+    hgatp: u64,
     kind: PhantomData<(F, B)>,
     /// The hart has its registers.
     _stays_on_its_cpu: PhantomData<*mut ()>,
@@ -215,7 +237,8 @@ impl<F, B> RiscvCpu<F, B> {
 /// The cause of a kick.
 const KICKED: u64 = csr::INTERRUPT | 1;
 
-/// The address and the access of a guest-page fault. `htval` has the address >> 2, `stval` the rest of it.
+/// The address and the access of a guest-page fault. `htval` has the address >> 2, `stval` the rest
+/// of it.
 fn page_fault(scause: u64, stval: u64, htval: u64, htinst: u64) -> (Gpa, Access) {
     let gpa = Gpa(htval << 2 | stval & 3);
     match (htinst, scause) {
@@ -244,8 +267,8 @@ impl<F: GStage, B: Bits> VirtualCpu for RiscvCpu<F, B> {
         let root = second_stage.root.0 >> 12;
         let hgatp = F::MODE << csr::HGATP_MODE_SHIFT | flush::VMID << csr::HGATP_VMID_SHIFT | root;
         let has_timer = boot::features().contains(Features::SSTC);
-        // SAFETY: registers of the guest and of its virtualization. `hgatp` has the page tables of a VM that
-        // outlives this value.
+        // SAFETY: registers of the guest and of its virtualization. `hgatp` has the page tables of
+        // a VM that outlives this value.
         unsafe {
             csr::write!("hedeleg", DELEGATED);
             csr::write!("hideleg", csr::GUEST_SOFTWARE | csr::GUEST_TIMER | csr::GUEST_EXTERNAL);
@@ -254,7 +277,13 @@ impl<F: GStage, B: Bits> VirtualCpu for RiscvCpu<F, B> {
             csr::write!("htimedelta", 0_u64);
             // The counters of cycles, time and instructions.
             csr::write!("hcounteren", 7_u64);
+            // Without ADUE: the guest sets A and D of its own page tables. QEMU's harts would do
+            // that in pages that the G-stage protects.
             csr::write!("henvcfg", if has_timer { csr::ENVCFG_STCE } else { 0 });
+            if has_timer {
+                // Never, until the guest sets it.
+                csr::write!("vstimecmp", u64::MAX);
+            }
             csr::write!("hgatp", hgatp);
             csr::write!("vsatp", 0_u64);
             csr::write!("vsstatus", csr::STATUS_UXL_64);
@@ -263,20 +292,29 @@ impl<F: GStage, B: Bits> VirtualCpu for RiscvCpu<F, B> {
             csr::write!("vsscratch", 0_u64);
         }
         flush::own_fence();
-        RiscvCpu { registers: Box::default(), kind: PhantomData, _stays_on_its_cpu: PhantomData }
+        // As the register has it: a hart may have fewer VMIDs.
+        let hgatp = csr::read!("hgatp");
+        if hgatp >> csr::HGATP_MODE_SHIFT != F::MODE {
+            error!("the CPU has no {} page tables", F::NAME);
+        }
+        RiscvCpu { registers: Box::new(Registers::new()), hgatp, kind: PhantomData, _stays_on_its_cpu: PhantomData }
     }
 
     fn start(&mut self, start: Start) {
+        *self.registers = Registers::new();
         let registers = &mut *self.registers;
-        registers.x = [0; 32];
         registers.x[2] = start.stack;
         registers.x[A0] = start.argument;
         registers.pc = start.pc;
-        registers.sstatus = csr::STATUS_SPP | csr::STATUS_FS | csr::STATUS_VS | csr::STATUS_UXL_64;
-        registers.hstatus = csr::HSTATUS_SPV | csr::HSTATUS_SPVP | csr::HSTATUS_VSXL_64;
     }
 
     fn run(&mut self, presence: &Presence) -> Exit {
+        // Another value of this CPU may have had the register.
+        if csr::read!("hgatp") != self.hgatp {
+            // SAFETY: the page tables of `new`.
+            unsafe { csr::write!("hgatp", self.hgatp) };
+            flush::own_fence();
+        }
         let flushed = presence.enter();
         if flushed == Flush::All {
             flush::own_fence();

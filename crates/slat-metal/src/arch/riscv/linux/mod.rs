@@ -54,8 +54,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command line, and
-    /// `initramfs`.
+    /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command
+    /// line, and `initramfs`.
     pub fn new(options: &Options, _boot: &BootInfo, modules: [Module; 2], slots: &mut Slots<'_>, ram: &Ram) -> Guest {
         if !has_format::<Sv48x4>() {
             error!("the CPU has no Sv48x4 page tables");

@@ -1,5 +1,5 @@
-//! The firmware that the guest has: SBI (RISC-V Supervisor Binary Interface Specification 2.0), as far as
-//! Linux needs it. The guest's hart n is vCPU n.
+//! The firmware that the guest has: SBI (RISC-V Supervisor Binary Interface Specification 2.0), as
+//! far as Linux needs it. The guest's hart n is vCPU n.
 
 use core::sync::atomic::Ordering;
 
@@ -34,7 +34,8 @@ impl GuestCpu {
         match (call.extension, call.function) {
             (base::EID_BASE, function) => answer_base(function, first),
             (time::EID_TIME, time::SET_TIMER) => {
-                // SAFETY: the guest's own timer. A time that is reached is an interrupt that the hart gives it.
+                // SAFETY: the guest's own timer. A time that is reached is an interrupt that the
+                // hart gives it.
                 unsafe { csr::write!("vstimecmp", first as u64) };
                 SbiRet::success(0)
             }
@@ -68,7 +69,8 @@ impl GuestCpu {
 
     fn send_interrupts(&mut self, linux: &Linux, cpus: u64) -> SbiRet {
         for cpu in (0..linux.options.nr_cpus).filter(|cpu| cpus & 1 << cpu != 0) {
-            // SeqCst: the CPU looks at this after it has left its guest, at the latest for the kick.
+            // SeqCst: the CPU looks at this after it has left its guest, at the latest for the
+            // kick.
             linux.guest.interrupts[cpu].store(true, Ordering::SeqCst);
             if cpu != arch::cpu_number() {
                 arch::kick(cpu as u32, Kick::Software);
@@ -108,8 +110,8 @@ fn targets(linux: &Linux, mask: usize, first: usize) -> Option<u64> {
     (cpus & !all == 0 && cpus.count_ones() == mask.count_ones()).then_some(cpus)
 }
 
-/// A fence of the guest's on `harts`: of its instructions, or of its own page tables, with the VMID that the
-/// calling hart has in `hgatp`.
+/// A fence of the guest's on `harts`: of its instructions, or of its own page tables, with the VMID
+/// that the calling hart has in `hgatp`.
 fn fence(function: usize, harts: u64, [_, _, start, size_bytes, number, _]: [usize; 6]) -> SbiRet {
     let harts = HartMask::from_mask_base(harts as usize, 0);
     match function {

@@ -1,4 +1,5 @@
-//! The guest's device tree (Devicetree Specification 0.4; Linux, Documentation/devicetree/bindings/riscv).
+//! The guest's device tree (Devicetree Specification 0.4; Linux,
+//! Documentation/devicetree/bindings/riscv).
 
 use alloc::format;
 use alloc::string::String;
@@ -11,7 +12,8 @@ use crate::arch::riscv::{boot, clock};
 use crate::boot::Span;
 use crate::options::Options;
 
-/// What the guest may use of each CPU: the hypervisor saves and restores these, or they have no state.
+/// What the guest may use of each CPU: the hypervisor saves and restores these, or they have no
+/// state.
 const EXTENSIONS: [&str; 10] = ["i", "m", "a", "f", "d", "c", "zicntr", "zicsr", "zifencei", "sstc"];
 const ISA: &str = "rv64imafdc_zicntr_zicsr_zifencei_sstc";
 
@@ -36,8 +38,8 @@ fn range(span: Span) -> Vec<u32> {
     [span.start, span.size_bytes()].iter().flat_map(|number| [(number >> 32) as u32, *number as u32]).collect()
 }
 
-/// The tree of a guest as `options` say, with `memory`, whose kernel has the command line `command_line` and
-/// the initramfs at `initramfs`.
+/// The tree of a guest as `options` say, with `memory`, whose kernel has the command line
+/// `command_line` and the initramfs at `initramfs`.
 pub(super) fn build(options: &Options, command_line: &str, memory: Span, initramfs: Span) -> Vec<u8> {
     let mut tree = DeviceTree::new();
     let root = &mut tree.root;

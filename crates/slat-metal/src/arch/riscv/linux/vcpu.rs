@@ -42,7 +42,8 @@ impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
         let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
-        // SAFETY: the CPU has the extension (`set_up`). The VM is the image's for ever, and has these CPUs.
+        // SAFETY: the CPU has the extension (`set_up`). The VM is the image's for ever, and has
+        // these CPUs.
         let cpu = unsafe { Cpu::new(SecondStage::of(&linux.vm, &linux.config)) };
         // SAFETY: each CPU makes its own vCPU, once.
         let presence = unsafe { Presence::new(&linux.cpus, number) };
@@ -86,8 +87,8 @@ impl GuestCpu {
         fail!("vCPU {number} of the guest was stopped at {pc:#x}, ra {ra:#x}, stval {stval:#x}: {what}")
     }
 
-    /// The state in which the firmware enters a hart: supervisor mode, interrupts and paging off, its number in
-    /// a0, and the argument in a1.
+    /// The state in which the firmware enters a hart: supervisor mode, interrupts and paging off,
+    /// its number in a0, and the argument in a1.
     fn start(&mut self, start: Start) {
         let number = self.number as u64;
         self.cpu.start(virtual_cpu::Start { pc: start.entry, stack: 0, tables: 0, argument: number });
