@@ -191,14 +191,13 @@ impl ControlArg {
         }
     }
 
-    /// Whether a hypervisor on `machine` has what is left out. Arm's flushes reach other CPUs without
-    /// their help, and on Arm and RISC-V an entry needs none.
+    /// Whether a hypervisor on `machine` has what is left out: on Arm a flush reaches other CPUs
+    /// without their help.
     fn is_of(self, machine: MachineArg) -> bool {
         let architecture = machine.architecture();
         match self {
             ControlArg::None | ControlArg::NoFlush | ControlArg::CopyBeforeLog => true,
-            ControlArg::NoKick => architecture != Architecture::Arm,
-            ControlArg::NoEntryFlush => architecture == Architecture::X86,
+            ControlArg::NoKick | ControlArg::NoEntryFlush => architecture != Architecture::Arm,
             ControlArg::NoLocalFlush => architecture != Architecture::X86,
             ControlArg::NoBreakFlush | ControlArg::FlushBeforeBreak => architecture == Architecture::Arm,
         }
