@@ -73,7 +73,7 @@ unsafe fn map(start: u64, end: u64) {
     let table = unsafe { &boot_table };
     for block in start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES) {
         if let Some(entry) = table.get(block as usize).filter(|entry| entry.load(Ordering::Relaxed) == 0) {
-            entry.store(block * BLOCK_BYTES | MEMORY_BLOCK, Ordering::Relaxed);
+            entry.store((block * BLOCK_BYTES) | MEMORY_BLOCK, Ordering::Relaxed);
         }
     }
     // The entries were not valid: there is nothing to flush.
