@@ -77,6 +77,8 @@ struct Entered {
     flushed_page: AtomicU64,
     /// Whether the CPU replaces huge leaves or page-table pages, for a [`Control`]. Its own.
     is_breaking: AtomicBool,
+    /// What it may hold. The CPU's own.
+    held: Mutex<Held>,
     /// What the CPU has logged, until it is drained.
     modifications: Mutex<Vec<Gpa>>,
 }
@@ -140,6 +142,21 @@ impl Cpus {
     pub(crate) fn note_local_flush(&self, gpa: Gpa) {
         // Relaxed: this CPU's own.
         self.entered[arch::cpu_number()].flushed_page.store(gpa.gfn().0 + 1, Ordering::Relaxed);
+    }
+
+    /// The calling CPU may hold the translation of `gpa` from now on, of its own accord: CPUs translate
+    /// what they guess. Checks that it may hold no other one, in formats with break before make.
+    pub(crate) fn hold<F: Format>(&self, vm: &MetalVm<F>, gpa: Gpa) {
+        if !F::BREAK_BEFORE_MAKE {
+            return;
+        }
+        let nr_flushes = self.carried_out.nr();
+        let mut held = self.entered[arch::cpu_number()].held.lock();
+        if let Ok(Some(found)) = vm.translate(gpa)
+            && !held.take(&self.carried_out, gpa.gfn(), found.size, nr_flushes)
+        {
+            self.nr_conflicts.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Whether the calling CPU is inside of [`while_breaking`](Cpus::while_breaking).
@@ -228,7 +245,6 @@ impl Cpus {
 pub struct Presence {
     cpus: Arc<Cpus>,
     cpu: usize,
-    held: Held,
     _stays_on_its_cpu: PhantomData<*mut ()>,
 }
 
@@ -243,7 +259,7 @@ impl Presence {
     /// of the guest while it is not, and a flush would pass it by.
     pub unsafe fn new(cpus: &Arc<Cpus>, cpu: usize) -> Presence {
         cpus.entered[cpu].target.store(arch::cpu_number() as u32, Ordering::Relaxed);
-        Presence { cpus: cpus.clone(), cpu, held: Held::default(), _stays_on_its_cpu: PhantomData }
+        Presence { cpus: cpus.clone(), cpu, _stays_on_its_cpu: PhantomData }
     }
 
     /// The guest goes on after a fault at `gpa`, which `vm` has handled: checks that the CPU has
@@ -254,15 +270,7 @@ impl Presence {
         if F::NEEDS_LOCAL_FLUSH && cpu.flushed_page.swap(0, Ordering::Relaxed) != gpa.gfn().0 + 1 {
             self.cpus.nr_stale_pages.fetch_add(1, Ordering::Relaxed);
         }
-        if F::BREAK_BEFORE_MAKE {
-            let nr_flushes = self.cpus.carried_out.nr();
-            // Another CPU may have changed it since the fault.
-            if let Ok(Some(found)) = vm.translate(gpa)
-                && !self.held.take(&self.cpus.carried_out, gpa.gfn(), found.size, nr_flushes)
-            {
-                self.cpus.nr_conflicts.fetch_add(1, Ordering::Relaxed);
-            }
-        }
+        self.cpus.hold(vm, gpa);
     }
 
     /// The CPU enters the guest next. Returns what the entry must flush. From here on until the

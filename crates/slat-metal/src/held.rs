@@ -22,7 +22,7 @@
 //! share a place in the table.
 
 use alloc::boxed::Box;
-use core::cell::{Cell, OnceCell};
+use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 #[cfg(doc)]
@@ -79,7 +79,7 @@ impl Flushes {
 }
 
 /// A block that a CPU went on with.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, Debug)]
 struct Block {
     number: u64,
     size: Option<PageSize>,
@@ -87,23 +87,17 @@ struct Block {
 }
 
 /// What one CPU may hold. Its places come with its first use.
-#[derive(Default)]
-pub(crate) struct Held(OnceCell<Box<[Cell<Block>]>>);
-
-impl core::fmt::Debug for Held {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Held").finish_non_exhaustive()
-    }
-}
+#[derive(Default, Debug)]
+pub(crate) struct Held(Vec<Block>);
 
 impl Held {
     /// The CPU goes on with a leaf of `size` at `gfn`, which it looked up after `nr_flushes`
     /// flushes. Returns whether it may hold nothing of another size there.
     #[must_use]
-    pub fn take(&self, flushes: &Flushes, gfn: Gfn, size: PageSize, nr_flushes: u64) -> bool {
+    pub fn take(&mut self, flushes: &Flushes, gfn: Gfn, size: PageSize, nr_flushes: u64) -> bool {
         let number = gfn.0 / BLOCK_PAGES;
-        let places = self.0.get_or_init(|| (0..NR_BLOCKS).map(|_| Cell::default()).collect());
-        let old = places[place(number)].replace(Block { number, size: Some(size), nr_flushes });
+        self.0.resize(NR_BLOCKS, Block::default());
+        let old = core::mem::replace(&mut self.0[place(number)], Block { number, size: Some(size), nr_flushes });
         let is_other = old.number == number && old.size.is_some_and(|old| old != size);
         !is_other || flushes.last(number) > old.nr_flushes
     }
@@ -118,7 +112,7 @@ mod tests {
 
     #[test]
     fn another_size_needs_a_flush_between() {
-        let (flushes, held) = (Flushes::new(), Held::default());
+        let (flushes, mut held) = (Flushes::new(), Held::default());
         assert!(held.take(&flushes, GFN, PageSize::Size2M, flushes.nr()));
         // The same size, and another block: nothing has to be flushed.
         assert!(held.take(&flushes, GFN, PageSize::Size2M, flushes.nr()));
@@ -132,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_flush_before_the_cpu_looked_does_not_count() {
-        let (flushes, held) = (Flushes::new(), Held::default());
+        let (flushes, mut held) = (Flushes::new(), Held::default());
         flushes.note(&[BLOCK]);
         assert!(held.take(&flushes, GFN, PageSize::Size2M, flushes.nr()));
         assert!(!held.take(&flushes, GFN, PageSize::Size4K, flushes.nr()));

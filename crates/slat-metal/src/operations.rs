@@ -20,24 +20,23 @@ use slat::slots::UserfaultBitmap;
 use slat::{Access, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
 use spin::Mutex;
 
-use crate::arch::clock;
 use crate::fail;
 use crate::host::{Backing, Control, MetalHost};
-use crate::ram::{MoveError, Ram, copy_words};
+use crate::ram::{LockedPage, MoveError, Ram, copy_words};
 
 /// A VM of this hypervisor.
 pub type MetalVm<F> = Vm<MetalHost, F>;
 /// A vCPU of it.
 pub type MetalVcpu<F> = Vcpu<MetalHost, F>;
 
+/// Pages of a block that a huge leaf can map.
+const BLOCK_PAGES: u64 = 512;
+
 /// Pages of a block of the copy.
 const COPY_PAGES: usize = 512;
 
 /// Words of a page.
 const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
-
-/// How long a flush comes too early, with [`Control::FlushBeforeBreak`].
-const BEFORE_BREAK_US: u64 = 100;
 
 /// What the hypervisor does, and how often of a thousand.
 const OPERATIONS: [(Operation, u64); 12] = [
@@ -110,6 +109,8 @@ pub struct Operations<F: Format> {
     control: Control,
     nr_done: [AtomicU64; OPERATIONS.len()],
     nr_moved: AtomicU64,
+    nr_split: AtomicU64,
+    nr_recovered: AtomicU64,
 }
 
 /// Zero words.
@@ -152,6 +153,8 @@ impl<F: Format> Operations<F> {
             control,
             nr_done: Default::default(),
             nr_moved: AtomicU64::new(0),
+            nr_split: AtomicU64::new(0),
+            nr_recovered: AtomicU64::new(0),
         };
         {
             // A page that the guest only reads is never in the log.
@@ -201,6 +204,11 @@ impl<F: Format> Operations<F> {
         self.nr_moved.load(Ordering::Relaxed)
     }
 
+    /// Huge leaves that were split, and that were recovered, by operations.
+    pub fn nr_replaced(&self) -> [u64; 2] {
+        [&self.nr_split, &self.nr_recovered].map(|count| count.load(Ordering::Relaxed))
+    }
+
     /// How often each operation was done.
     pub fn counts(&self) -> impl Iterator<Item = (Operation, u64)> + '_ {
         OPERATIONS.iter().zip(&self.nr_done).map(|(&(operation, _), count)| (operation, count.load(Ordering::Relaxed)))
@@ -226,13 +234,15 @@ impl<F: Format> Operations<F> {
             Operation::Age => drop(self.check(self.vm.age_range(self.range(first, nr_pages)))),
             Operation::Split => {
                 let largest = if rng.bool() { PageSize::Size4K } else { PageSize::Size2M };
+                // Where nothing is huge by chance.
+                if rng.bool() {
+                    self.recover(vcpu, first, rng);
+                }
                 let range = self.range(first, nr_pages);
-                self.replace(range, || _ = self.check(self.vm.split_range(range, largest)));
+                let nr_split = self.replace(range, || self.check(self.vm.split_range(range, largest)));
+                self.nr_split.fetch_add(nr_split, Ordering::Relaxed);
             }
-            Operation::Recover => {
-                let range = self.range(first, nr_pages);
-                self.replace(range, || _ = self.check(self.vm.recover_range(range)));
-            }
+            Operation::Recover => self.recover(vcpu, first, rng),
             Operation::Withhold => self.withhold(first, nr_pages.min(8)),
             Operation::Prefault => self.prefault(vcpu, first, nr_pages, rng),
             Operation::Translate => self.translate(first),
@@ -252,25 +262,56 @@ impl<F: Format> Operations<F> {
     }
 
     /// Does `work`, which replaces huge leaves in `range` by page-table pages or the other way.
-    fn replace(&self, range: GfnRange, work: impl FnOnce()) {
+    fn replace<T>(&self, range: GfnRange, work: impl FnOnce() -> T) -> T {
         let host = self.vm.host();
         if self.control == Control::FlushBeforeBreak {
             host.flush(&[range]);
-            // So that other CPUs use what is there again.
-            clock::wait_us(BEFORE_BREAK_US);
+            // CPUs use what is there again, this one too.
+            host.cpus.hold(&self.vm, range.start.gpa());
         }
-        host.cpus.while_breaking(work);
+        host.cpus.while_breaking(work)
+    }
+
+    /// Recovers the block of `first`. Before that all of its pages move home and are mapped: only then
+    /// a huge leaf can take their place.
+    fn recover(&self, vcpu: &mut MetalVcpu<F>, first: u64, rng: &mut Rng) {
+        let block = first - first % BLOCK_PAGES;
+        let nr_block_pages = BLOCK_PAGES.min(self.ram.nr_pages() - block);
+        if !self.ram.is_whole(first) {
+            let invalidation = self.invalidate(block, nr_block_pages);
+            for page in block..block + nr_block_pages {
+                if let Some(mut locked) = self.ram.try_lock(page).filter(LockedPage::is_away) {
+                    // SAFETY: the invalidation is in flight until all pages have moved.
+                    unsafe { self.move_page(&mut locked) };
+                }
+            }
+            drop(invalidation);
+        }
+        self.prefault(vcpu, block, nr_block_pages, rng);
+        let range = self.range(block, nr_block_pages);
+        let nr_recovered = self.replace(range, || self.check(self.vm.recover_range(range)));
+        self.nr_recovered.fetch_add(nr_recovered, Ordering::Relaxed);
+    }
+
+    /// Gives a page another frame, if there is one.
+    ///
+    /// # Safety
+    /// An invalidation of the page is in flight.
+    unsafe fn move_page(&self, locked: &mut LockedPage<'_>) {
+        // SAFETY: as the caller promises.
+        match unsafe { locked.move_page() } {
+            Ok(()) => drop(self.nr_moved.fetch_add(1, Ordering::Relaxed)),
+            Err(MoveError::OutOfMemory) => {}
+            Err(error @ MoveError::Written(_)) => fail!("{error}"),
+        }
     }
 
     fn move_pages(&self, first: u64, nr_pages: u64) {
         let invalidation = self.invalidate(first, nr_pages);
         for page in first..first + nr_pages {
-            let Some(mut locked) = self.ram.try_lock(page) else { continue };
-            // SAFETY: the invalidation is in flight until all pages have moved.
-            match unsafe { locked.move_page() } {
-                Ok(()) => drop(self.nr_moved.fetch_add(1, Ordering::Relaxed)),
-                Err(MoveError::OutOfMemory) => {}
-                Err(error @ MoveError::Written(_)) => fail!("{error}"),
+            if let Some(mut locked) = self.ram.try_lock(page) {
+                // SAFETY: the invalidation is in flight until all pages have moved.
+                unsafe { self.move_page(&mut locked) };
             }
         }
         drop(invalidation);

@@ -371,6 +371,11 @@ impl LockedPage<'_> {
         unsafe { words(self.frame) }
     }
 
+    /// Whether the page is not where it belongs.
+    pub fn is_away(&self) -> bool {
+        self.home().is_some()
+    }
+
     /// The frame where the page belongs, if it is not there.
     fn home(&self) -> Option<Pfn> {
         let home = self.ram.block(self.page).home.load(Ordering::Relaxed);

@@ -137,6 +137,11 @@ impl<V: VirtualCpu> Round<V> {
         Round { vm, operations, probed, second_stage, cpus, privates, options: *options, tracks_by_bits }
     }
 
+    /// A page of each block of 2 MiB of the memory under attack.
+    pub fn blocks(&self) -> impl Iterator<Item = Gpa> + '_ {
+        (0..NR_PAGES).step_by(512).map(|page| self.operations.gpa(page))
+    }
+
     /// The mailbox of vCPU `cpu`.
     pub fn mailbox(&self, cpu: usize) -> &Mailbox {
         mailbox(&self.privates[cpu])
@@ -257,11 +262,15 @@ impl<V: VirtualCpu> Round<V> {
         if (nr_found == 0 || nr_absent == 0) && self.options.nr_operations >= 20_000 {
             fail!("of the probes {nr_found} found a page and {nr_absent} none: one of both never happened");
         }
+        let [nr_split, nr_recovered] = self.operations.nr_replaced();
+        if (nr_split == 0 || nr_recovered == 0) && self.options.nr_operations >= 20_000 {
+            fail!("{nr_split} huge leaves were split, and {nr_recovered} recovered: one of both never happened");
+        }
         let faults = self.vm.stats().faults;
         let (nr_moved, nr_checks) = (self.operations.nr_moved(), self.operations.nr_checks());
         say!(
-            "  {} operations, {} accesses, {faults} faults, {nr_moved} pages moved, {nr_checks} copies compared, \
-             {nr_found} of {} probes found a page",
+            "  {} operations, {} accesses, {faults} faults, {nr_moved} pages moved, {nr_split} huge leaves split and \
+             {nr_recovered} recovered, {nr_checks} copies compared, {nr_found} of {} probes found a page",
             self.nr_operations(),
             self.nr_accesses(),
             nr_found + nr_absent

@@ -66,6 +66,7 @@ impl<V: VirtualCpu> Stretches<V> {
                 },
                 Exit::Hypercall => {
                     self.cpu.skip(HYPERCALL_BYTES);
+                    round.blocks().for_each(|gpa| round.cpus.hold(&round.vm, gpa));
                     return self.check_report(round);
                 }
                 // A defect of this hypervisor.
