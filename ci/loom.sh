@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # loom: every interleaving of small models of single structures, up to a bound of preemptions. With
 # a higher bound by hand, which takes minutes: LOOM_MAX_PREEMPTIONS=3 ci/loom.sh
+# Models of three threads have lower bounds of their own: LOOM_MORE_OF_THREE=1 adds one.
+# ci/nightly.sh raises both.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg loom -D warnings" CARGO_TARGET_DIR=target/loom LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-2}"

@@ -33,7 +33,7 @@ fn race<W: Send + Sync + 'static>(
         let mut builder = loom::model::Builder::new();
         let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
         if nr_threads > 2 {
-            *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+            *bound = (*bound).min(crate::sync::preemptions_of_three(PREEMPTIONS_OF_THREE));
         }
         builder.check(move || {
             let world = Arc::new(world());
