@@ -175,6 +175,16 @@ TESTS = [
         (Weaker("1.0=Relaxed 1.1=Relaxed", "alr"), Weaker("2.0=Relaxed", "alr")),
     ),
     Test(
+        "ring-marked-and-refilled",
+        "A harvest reads a refilled entry, and misses that the one it wants was marked and reset.", (
+            (rmw("mark", 1, "Release", at=f"{RING} DirtyRing::mark_harvested mark_word.fetch_max"),),
+            (load("mark", "Acquire", "mark", at=f"{RING} DirtyRing::is_marked mark_word.load"), FINISH),
+            (READ_FIRST, store("entry", 2, "Release", at=f"{RING} DirtyRing::push page_word.store")),
+            (load("entry", "Acquire", "entry", at=f"{RING} DirtyRing::harvest self.page_at"),
+             load("mark", "Acquire", "late", at=f"{RING} DirtyRing::is_marked mark_word.load")),
+        ), "1:mark=1 2:first=1 3:entry=2 3:late=0", (Weaker("3.0=Relaxed", "alr"),),
+    ),
+    Test(
         "ring-reset-by-another", "A reset relies on what a faster one has protected, and does not observe that.", (
             (rmw("pte", 1, "SeqCst", at="table/pte_ref.rs PteRef::clear cell.fetch_and"), FINISH),
             (rmw("first", 1, "AcqRel", "first", at=f"{RING} DirtyRing::finish_reset first.fetch_max"), READ_PTE),

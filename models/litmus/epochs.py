@@ -10,7 +10,6 @@ RETIRE = "table/retire.rs"
 ANNOUNCE = f"{RETIRE} Epochs::announce_epoch"
 LOAD_PTE = "table/pte_ref.rs PteRef::load cell.load"
 EXCHANGE = "table/pte_ref.rs PteRef::exchange_unchecked cell.compare_exchange"
-LOAD_SET = ("slot/set.rs Slots::current_unchecked current.load",)
 FREED_EARLY = "A reclaimer misses an announcement, and the guard reaches what was unlinked before."
 
 ANNOUNCED = [
@@ -48,6 +47,26 @@ TESTS = [
             (*ANNOUNCED_REMOTE, READ_LINK),
             (UNLINK, FENCE, BARRIER, READ_ANNOUNCED),
         ), MISSED, (Weaker("1.2=none", "alrx"),),
+    ),
+    Test(
+        "epoch-memslots", "The same with a memslot set that was replaced.", (
+            (*ANNOUNCED, load("pointer", "SeqCst", "link", at="slot/set.rs Slots::current_unchecked current.load")),
+            (cas("pointer", 0, 1, "SeqCst", at="slot/set.rs Slots::publish current.compare_exchange"), FENCE,
+             READ_ANNOUNCED),
+        ), MISSED, (Weaker("0.1=none 0.2=Relaxed", "a"), Weaker("1.1=none", "ar")),
+    ),
+    Test(
+        "epoch-records", "The same with the records of a shadow page's PTEs.", (
+            (*ANNOUNCED, load("pointer", "Acquire", "link", at="shadow/page.rs ShadowPage::target_in ptes.load")),
+            (rmw("pointer", 1, "Relaxed", at="shadow/page.rs Pages::free_unused ptes.swap"), FENCE, READ_ANNOUNCED),
+        ), MISSED, (Weaker("0.1=none", "a"), Weaker("1.1=none", "alr")),
+    ),
+    Test(
+        "epoch-records-new", "As epoch-new, with the records of a shadow page's PTEs.", (
+            (load("epoch", "Acquire", "epoch", at=f"{RETIRE} Epochs::announce epoch.load"),
+             load("pointer", "Acquire", "link", at="shadow/page.rs ShadowPage::target_in ptes.load")),
+            (rmw("pointer", 1, "Relaxed", at="shadow/page.rs Pages::free_unused ptes.swap"), ADVANCE),
+        ), "0:epoch=1 0:link=0", (Weaker("0.0=Relaxed", "alr"), Weaker("1.1=Relaxed", "alr")),
     ),
     Test(
         "epoch-lock", FREED_EARLY, (

@@ -248,6 +248,31 @@ fn an_entry_is_never_confused_with_a_later_one() {
 }
 
 #[test]
+fn a_harvest_takes_no_page_of_an_entry_that_was_marked_and_filled_anew() {
+    race(
+        3,
+        || {
+            let world = World::new(1);
+            world.ring.push(DirtyPage { slot: 3, page: 0 });
+            world
+        },
+        |world, index| match index {
+            0 if world.ring.room() != 0 => world.ring.push(DirtyPage { slot: 3, page: 1 }),
+            0 => {}
+            1 => {
+                world.ring.mark_harvested(0);
+                world.reset_and_copy(&[]);
+            }
+            _ => world.count_harvested(),
+        },
+        |world| {
+            world.count_harvested();
+            assert!(world.copies[1].load(Ordering::Relaxed) <= 1, "pushed once, and taken twice");
+        },
+    );
+}
+
+#[test]
 fn a_marked_page_is_protected() {
     race(
         2,
