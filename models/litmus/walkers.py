@@ -1,10 +1,10 @@
 """Page-table walkers of Arm as readers of PTEs: herd7 has a model of one stage of translation (`-variant vmsa`).
 
-It has one PTE for each page, and no second stage. What the Arm ARM demands of a change of a PTE, of the TLBI and of
-its barriers is the same for both stages (DDI 0487, D8.16 and D8.17, TLB maintenance). The barriers and the TLBI are
-those of the host's `flush` (see the guide, "What the host must do"); the engine changes the PTE before.
+It has one PTE for each page, and no second stage. These tests take the rules of a change of a PTE, of a TLBI and of
+its barriers to be the same for both stages (Arm ARM, DDI 0487, on TLB maintenance). The barriers and the TLBI are
+those of the host's `flush`; the engine changes the PTE before. `crates/slat/src/guide.rs` says what a host must do.
 
-A thread with a label `L0` is a guest's CPU. A walk is followed by the access that it was made for.
+P0 is the hypervisor, P1 the guest. A walk of the guest is part of the access that needs it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Walker:
     name: str
     about: str
-    #: First values; P0 is the hypervisor, P1 the guest.
+    #: First values.
     init: str
     #: Instructions of P0 and of P1.
     hypervisor: tuple
