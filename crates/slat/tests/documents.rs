@@ -8,6 +8,7 @@
 //! - `FILE.rs::NAME`: a test or another item of that name is in the file;
 //! - `models/MODEL.py: RULE, RULE`: `ci/models.sh` leaves these rules out of the model;
 //! - `models/proofs/PROOF.py: RULE, RULE`: `ci/proofs.sh` leaves these rules out of the proof;
+//! - `models/litmus/FILE.py: TEST, TEST`: the file has these litmus tests;
 //! - a path: it exists;
 //! - an identifier, perhaps with `::`: each part of it occurs in the code;
 //! - anything else (a command, an expression), which is not checked.
@@ -240,6 +241,22 @@ fn rules_of_proofs(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
     rules
 }
 
+/// The litmus tests, by file.
+fn litmus_tests(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    let mut tests = BTreeMap::<_, BTreeSet<String>>::new();
+    let mut file = String::new();
+    for line in read(&root.join("models/litmus/verdicts.md")).lines() {
+        if let Some(name) = line.strip_prefix("# `").and_then(|line| line.strip_suffix('`')) {
+            file = format!("models/litmus/{name}");
+            assert!(root.join(&file).exists(), "models/litmus/verdicts.md: {file} does not exist");
+        } else if let Some(test) = line.strip_prefix("## ") {
+            tests.entry(file.clone()).or_default().insert(test.to_string());
+        }
+    }
+    assert!(tests.values().map(BTreeSet::len).sum::<usize>() > 50, "models/litmus/verdicts.md cannot be parsed");
+    tests
+}
+
 /// All words of the code.
 fn words_of_code(root: &Path) -> BTreeSet<String> {
     let mut words = BTreeSet::new();
@@ -260,7 +277,8 @@ fn words_of_code(root: &Path) -> BTreeSet<String> {
 #[test]
 fn all_names_in_the_documents_exist() {
     let Some(root) = repository() else { return };
-    let rules: BTreeMap<_, _> = rules_of_models(&root).into_iter().chain(rules_of_proofs(&root)).collect();
+    let of_proofs = rules_of_proofs(&root).into_iter().chain(litmus_tests(&root));
+    let rules: BTreeMap<_, _> = rules_of_models(&root).into_iter().chain(of_proofs).collect();
     let words = words_of_code(&root);
     let mut missing = Vec::new();
     let mut nr_mentions = 0;
@@ -297,6 +315,7 @@ fn each_rule_of_a_model_is_one_of_a_protocol() {
         for mention in Document::read(&root, &format!("docs/protocols/{name}")).mentions() {
             if let Mention::Rules(model, named) = mention
                 && !model.starts_with("models/proofs/")
+                && !model.starts_with("models/litmus/")
             {
                 let left = rules.get_mut(&model).unwrap_or_else(|| panic!("{name}: there is no {model}"));
                 left.retain(|rule| !named.contains(rule));

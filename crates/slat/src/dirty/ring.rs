@@ -269,8 +269,9 @@ impl DirtyRing {
                 return taken;
             }
             record!(RingEntryChosen { ring: self.address(), index });
-            // Relaxed: `pushed` has shown it. It is not filled anew before it is harvested.
-            let page = self.page_at(index, Ordering::Relaxed);
+            // `pushed` has shown it. Acquire: it is filled anew only after it was harvested, and then
+            // the exchange fails; or after it was marked, and then the mark is observed.
+            let page = self.page_at(index, Ordering::Acquire);
             let is_marked = self.is_marked(index);
             // Release: a reset that finds the entry harvested observes the leaf that it stands for.
             match self.harvested.compare_exchange(next, index + 1, Ordering::Release, Ordering::Relaxed) {

@@ -33,7 +33,7 @@ fn race<W: Send + Sync + 'static>(
         let mut builder = loom::model::Builder::new();
         let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
         if nr_threads > 2 {
-            *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+            *bound = (*bound).min(crate::sync::preemptions_of_three(PREEMPTIONS_OF_THREE));
         }
         builder.check(move || {
             let world = Arc::new(world());
@@ -244,6 +244,31 @@ fn an_entry_is_never_confused_with_a_later_one() {
             }
         },
         |_| {},
+    );
+}
+
+#[test]
+fn a_harvest_takes_no_page_of_an_entry_that_was_marked_and_filled_anew() {
+    race(
+        3,
+        || {
+            let world = World::new(1);
+            world.ring.push(DirtyPage { slot: 3, page: 0 });
+            world
+        },
+        |world, index| match index {
+            0 if world.ring.room() != 0 => world.ring.push(DirtyPage { slot: 3, page: 1 }),
+            0 => {}
+            1 => {
+                world.ring.mark_harvested(0);
+                world.reset_and_copy(&[]);
+            }
+            _ => world.count_harvested(),
+        },
+        |world| {
+            world.count_harvested();
+            assert!(world.copies[1].load(Ordering::Relaxed) <= 1, "pushed once, and taken twice");
+        },
     );
 }
 

@@ -77,7 +77,8 @@ impl<'v> Invalidation<'v> {
         // The range is visible before the walk finds any page-table page linked; see
         // `table/invalidation_seq.rs`. A third thread has to agree, which unlinks that page, and a
         // fault makes no fence. So beside this fence it takes multi-copy atomicity: all other CPUs
-        // observe a store at once, as on x86, Armv8 and RISC-V.
+        // observe a store at once, as on x86, Armv8 and RISC-V
+        // (`models/litmus/invalidation.py: invalidation-three-threads`).
         fence_after_rmw();
         let mut batch = op.batch();
         let zapped = zap::zap_range(op, range, seq, Faults::KeptOut, &mut batch);

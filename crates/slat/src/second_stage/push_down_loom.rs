@@ -240,7 +240,7 @@ fn model(start: Start, threads: &'static [&'static [Step]]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
     if threads.len() > 2 {
-        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+        *bound = (*bound).min(crate::sync::preemptions_of_three(PREEMPTIONS_OF_THREE));
     }
     builder.check(move || {
         let world = Arc::new(World::new(start));

@@ -107,18 +107,21 @@ impl ShadowPage {
     /// first frame of that part.
     #[inline]
     pub(super) fn gfn(&self) -> Gfn {
-        Gfn(self.gfn.load(Ordering::Relaxed))
+        // Acquire, here and in `role` and `table`: a thread without a lock reads these, and then
+        // whether the page is still alive. If it has read what the next page was made from, it
+        // finds that the page of before is not (pairs with `prepare`).
+        Gfn(self.gfn.load(Ordering::Acquire))
     }
 
     #[inline]
     pub(super) fn role(&self) -> Role {
-        Role::from_bits(self.role.load(Ordering::Relaxed))
+        Role::from_bits(self.role.load(Ordering::Acquire))
     }
 
     /// The hardware page-table page.
     #[inline]
     pub(super) fn table(&self) -> Hpa {
-        Hpa(self.table.load(Ordering::Relaxed))
+        Hpa(self.table.load(Ordering::Acquire))
     }
 
     /// The records of the PTEs.
@@ -179,9 +182,10 @@ impl ShadowPage {
     /// Fills a record that belongs to the caller alone, and returns its generation.
     /// [`ShadowPage::come_alive`] must follow.
     pub(super) fn prepare(&self, gfn: Gfn, role: Role, table: Hpa) -> u32 {
-        self.gfn.store(gfn.0, Ordering::Relaxed);
-        self.role.store(role.bits(), Ordering::Relaxed);
-        self.table.store(table.0, Ordering::Relaxed);
+        // Release: the page of before has died. A thread that reads one of these observes that.
+        self.gfn.store(gfn.0, Ordering::Release);
+        self.role.store(role.bits(), Ordering::Release);
+        self.table.store(table.0, Ordering::Release);
         self.parents.store(0, Ordering::Relaxed);
         self.next_of_frame.store(0, Ordering::Relaxed);
         self.sync.store(0, Ordering::Relaxed);
@@ -550,3 +554,7 @@ impl Drop for Pages {
         }
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "page_loom.rs"]
+mod loom_tests;

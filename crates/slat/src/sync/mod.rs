@@ -13,7 +13,8 @@
 //! # Store-load pairs
 //! "Set a thing, then look whether the other side did" needs a full fence on both sides. All such
 //! places in the engine use [`full_fence`] after a plain store, or [`fence_after_rmw`] after an
-//! atomic read-modify-write, and name their partner in a comment.
+//! atomic read-modify-write, and name their partner in a comment. `models/litmus/` has a test for
+//! each, as for every other order, and `ci/litmus.sh` compares the two.
 
 #![cfg_attr(
     all(target_arch = "x86_64", not(any(loom, shuttle, feature = "costed"))),
@@ -149,4 +150,12 @@ pub fn fence_after_rmw() {
     core::sync::atomic::compiler_fence(Ordering::SeqCst);
     #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle)))))]
     full_fence();
+}
+
+/// The bound of preemptions of a loom model of three threads or more: `usual`, because such a model
+/// takes long. `LOOM_MORE_OF_THREE` adds to it, by hand and at night.
+#[cfg(all(test, loom))]
+pub(crate) fn preemptions_of_three(usual: usize) -> usize {
+    extern crate std;
+    usual + std::env::var("LOOM_MORE_OF_THREE").map_or(0, |more| more.parse().expect("a number of preemptions"))
 }

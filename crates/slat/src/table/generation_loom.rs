@@ -39,7 +39,7 @@ fn model(nr_turns: &'static [usize]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
     if nr_turns.len() > 1 {
-        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+        *bound = (*bound).min(crate::sync::preemptions_of_three(PREEMPTIONS_OF_THREE));
     }
     builder.check(move || {
         let world = Arc::new(World {

@@ -131,7 +131,7 @@ fn model<const N: usize>(prepare: fn() -> World, threads: [fn(&World); N]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
     if N > 2 {
-        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+        *bound = (*bound).min(crate::sync::preemptions_of_three(PREEMPTIONS_OF_THREE));
     }
     builder.check(move || {
         let world = Arc::new(prepare());

@@ -168,9 +168,9 @@ impl Epochs {
         rmw: impl FnOnce() -> Option<T>,
     ) -> Option<(NestedGuard<'a>, T)> {
         if participant.is_outside() {
-            // Acquire: as in `announce`. Relaxed: the fence below orders the store before every
-            // read of the guard.
-            participant.announced.store(self.epoch.load(Ordering::Acquire), Ordering::Relaxed);
+            // Acquire: as in `announce`. Release: as in `announce_epoch`. The fence below orders the
+            // store before every read of the guard.
+            participant.announced.store(self.epoch.load(Ordering::Acquire), Ordering::Release);
         }
         // SAFETY: as in `pin`; nothing is read in the guard before the fence.
         let guard = unsafe { NestedGuard::new(participant) };
@@ -199,7 +199,9 @@ impl Epochs {
     /// Announces `epoch`, which is not above the current one.
     #[inline]
     fn announce_epoch(&self, announced: &AtomicU64, epoch: u64) {
-        // The announcement precedes every read of the guard (pairs with `oldest_open`).
+        // The announcement precedes every read of the guard (pairs with `oldest_open`). Release, as
+        // at the end of a guard, which SeqCst is, too: a reclaimer that reads this announcement
+        // instead of that end observes what the guards before have done.
         match self.fences {
             Fences::Both => {
                 announced.swap(epoch, Ordering::SeqCst);
@@ -210,7 +212,7 @@ impl Epochs {
             // the store: then the reclaimer observes the store. Only the compiler has to be held
             // back.
             Fences::Remote => {
-                announced.store(epoch, Ordering::Relaxed);
+                announced.store(epoch, Ordering::Release);
                 fence_against_remote_barrier();
             }
         }

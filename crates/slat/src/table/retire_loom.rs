@@ -63,7 +63,11 @@ struct World {
 
 impl World {
     fn new() -> Arc<World> {
-        Arc::new(World { epochs: Epochs::new(Fences::Both), things: [Thing::new(), Thing::new()] })
+        World::with(Fences::Both)
+    }
+
+    fn with(fences: Fences) -> Arc<World> {
+        Arc::new(World { epochs: Epochs::new(fences), things: [Thing::new(), Thing::new()] })
     }
 
     fn read(&self, participant: &Participant, thing: usize) {
@@ -200,6 +204,34 @@ fn each_retired_thing_waits_for_its_own_guards_only() {
         world.retire(0);
         world.retire(1);
         reader.join().expect("no check fails");
+    });
+}
+
+/// Checks that a reclaimer which reads the announcement of `second`, a later guard, observes what
+/// the guard before that has done.
+fn check_two_guards(second: fn(&World, &Participant)) {
+    check(move || {
+        let world = World::with(Fences::Remote);
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let reclaimer = thread::spawn({
+            let world = Arc::clone(&world);
+            move || world.retire(0)
+        });
+        world.read(&participant, 0);
+        second(&world, &participant);
+        reclaimer.join().expect("no check fails");
+    });
+}
+
+#[test]
+fn a_later_announcement_hands_on_what_the_guard_before_it_did() {
+    check_two_guards(|world, participant| world.read(participant, 1));
+}
+
+#[test]
+fn a_later_announcement_with_a_lock_hands_on_what_the_guard_before_it_did() {
+    check_two_guards(|world, participant| {
+        assert!(world.read_under_a_lock(participant, 1, &AtomicU64::new(0)));
     });
 }
 

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What takes too long for each commit. By hand and at night.
+# - loom with two preemptions more, on what the store-load pairs and sequence locks are made of (with
+#   three threads one more: two would take hours).
+# - herd7 on the litmus tests (models/litmus/herd.py says what that needs).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export LOOM_TESTS="${LOOM_TESTS:-table::retire table::invalidation_seq table::in_flight shadow::page dirty::log slot::bitmap}"
+LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-4}" LOOM_MORE_OF_THREE="${LOOM_MORE_OF_THREE:-1}" ci/loom.sh
+models/litmus/run
