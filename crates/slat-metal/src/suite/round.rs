@@ -134,7 +134,9 @@ impl<V: VirtualCpu> Round<V> {
         let tracks_by_bits =
             if config.access_tracking == AccessTracking::AccessedBit { TracksByBits::Yes } else { TracksByBits::No };
         let second_stage = SecondStage::of(&vm, &config);
-        Round { vm, operations, probed, second_stage, cpus, privates, options: *options, tracks_by_bits }
+        // Each round does other operations.
+        let options = Options { seed, ..*options };
+        Round { vm, operations, probed, second_stage, cpus, privates, options, tracks_by_bits }
     }
 
     /// A page of each block of 2 MiB of the memory under attack.
