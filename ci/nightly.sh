@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What takes too long for each commit. By hand and at night.
-# - loom with two preemptions more, on what the store-load pairs and sequence locks are made of (with
-#   three threads one more: two would take hours).
+# - loom with two preemptions more, on what the store-load pairs and sequence locks are made of; with
+#   three threads one more.
 # - herd7 on the litmus tests (models/litmus/herd.py says what that needs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
