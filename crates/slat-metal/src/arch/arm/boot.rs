@@ -73,7 +73,7 @@ unsafe fn map(start: u64, end: u64) {
     let table = unsafe { &boot_table };
     for block in start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES) {
         if let Some(entry) = table.get(block as usize).filter(|entry| entry.load(Ordering::Relaxed) == 0) {
-            entry.store(block * BLOCK_BYTES | MEMORY_BLOCK, Ordering::Relaxed);
+            entry.store((block * BLOCK_BYTES) | MEMORY_BLOCK, Ordering::Relaxed);
         }
     }
     // The entries were not valid: there is nothing to flush.
@@ -111,6 +111,10 @@ pub(super) unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
 extern "C" fn exception_main(kind: u64, syndrome: u64, pc: u64, address: u64) -> ! {
     if console::note_exception() {
         psci::system_off();
+    }
+    // A data abort of EL2 with the status of an external one.
+    if (syndrome >> 26, syndrome & 0x3f) == (0x25, 0x10) {
+        error!("nothing answers at {address:#x}, where the device tree has memory or a device ({pc:#x})");
     }
     let kind = ["synchronous exception", "interrupt", "fast interrupt", "SError"][kind as usize & 3];
     error!("{kind} of the hypervisor at {pc:#x}, ESR {syndrome:#x}, address {address:#x}, CPU {}", super::cpu_number())
