@@ -15,6 +15,9 @@ use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
 use crate::{error, measure, say};
 
+/// What the suite and the counts need, with all CPUs. Linux needs more.
+const OWN_BYTES: usize = 128 << 20;
+
 /// What all CPUs do, once the boot CPU has prepared it.
 pub type Work = dyn Fn(usize) + Send + Sync;
 
@@ -44,6 +47,9 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
         error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, NEEDED_BYTES >> 20);
     }
     let nr_cpus = options.nr_cpus + nr_helpers;
+    if free_bytes < OWN_BYTES {
+        error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, OWN_BYTES >> 20);
+    }
     // SAFETY: only here.
     if let Err(missing) = unsafe { arch::start_other_cpus(nr_cpus as u32) } {
         error!("{missing}");

@@ -256,6 +256,9 @@ impl Linux {
         }
         console::figure("operations", nr_operations, "1");
         console::figure("moved_pages", self.operations.nr_moved(), "1");
+        let [nr_split, nr_recovered] = self.operations.nr_replaced();
+        console::figure("split_leaves", nr_split, "1");
+        console::figure("recovered_leaves", nr_recovered, "1");
         console::figure("compared_copies", self.operations.nr_checks(), "1");
         console::figure("faults", stats.faults, "1");
         console::figure("verified_pages", pages, "1");

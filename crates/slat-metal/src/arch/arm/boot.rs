@@ -112,6 +112,10 @@ extern "C" fn exception_main(kind: u64, syndrome: u64, pc: u64, address: u64) ->
     if console::note_exception() {
         psci::system_off();
     }
+    // A data abort of EL2 with the status of an external one.
+    if (syndrome >> 26, syndrome & 0x3f) == (0x25, 0x10) {
+        error!("nothing answers at {address:#x}, where the device tree has memory or a device ({pc:#x})");
+    }
     let kind = ["synchronous exception", "interrupt", "fast interrupt", "SError"][kind as usize & 3];
     error!("{kind} of the hypervisor at {pc:#x}, ESR {syndrome:#x}, address {address:#x}, CPU {}", super::cpu_number())
 }
