@@ -241,6 +241,9 @@ impl<F: Format> Operations<F> {
                 let range = self.range(first, nr_pages);
                 let nr_split = self.replace(range, || self.check(self.vm.split_range(range, largest)));
                 self.nr_split.fetch_add(nr_split, Ordering::Relaxed);
+                if nr_split != 0 && rng.bool() {
+                    self.recover(vcpu, first, rng);
+                }
             }
             Operation::Recover => self.recover(vcpu, first, rng),
             Operation::Withhold => self.withhold(first, nr_pages.min(8)),
