@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The hypervisor on the engine under QEMU, with AMD's nested paging, at Arm's EL2 and in RISC-V's
 # HS-mode: the guest that accesses memory at random, and Linux. Where emulator or kernel cannot be had,
-# this is skipped. More by hand: METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh; or one machine
+# this is skipped. A run takes some 20 s; beside other load it may take minutes. More by hand: METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh; or one machine
 # alone: ci/metal.sh arm
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ for machine in "${machines[@]}"; do
         # The kernel says what it has to say in many lines.
         append=(); [ "$guest" = suite ] || append=(--append "$words")
         cargo run --release --quiet -- metal --machine "$machine" --guest "$guest" --cpus 2 \
-            --operations "${METAL_OPERATIONS:-$operations}" --timeout "${METAL_TIMEOUT:-85s}" "${append[@]}" || status=$?
+            --operations "${METAL_OPERATIONS:-$operations}" --timeout "${METAL_TIMEOUT:-4m}" "${append[@]}" || status=$?
         if [ "$status" = 3 ]; then
             echo "metal: skipped: $machine, $guest: the line above says what is missing"
         elif [ "$status" != 0 ]; then

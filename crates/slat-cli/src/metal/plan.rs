@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::architecture::{Architecture, Magic};
-use super::{ControlArg, GUEST_MEMORY, GuestArg, MachineArg, MetalArgs, OPERATIONS};
+use super::{ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, MachineArg, MetalArgs, NO_KVM, OPERATIONS};
 use crate::failure::Failure;
 use crate::live::View;
 use crate::options::PeerArg;
@@ -36,8 +36,11 @@ impl Plan {
     /// The run of these options, if it can be.
     pub(super) fn new(args: &MetalArgs) -> Result<Plan, Failure> {
         let architecture = args.machine.architecture();
-        if args.machine != MachineArg::Svm && args.guest == GuestArg::Measure {
-            return not_yet(args, "--guest suite, or --machine svm");
+        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Measure) {
+            return not_yet(args, "--guest suite, or another --machine");
+        }
+        if args.machine != MachineArg::Svm && args.peer == PeerArg::Kvm {
+            return Err(Failure::CannotServe(format!("{NO_KVM}; leave --peer out")));
         }
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
             return not_yet(args, "--guest suite, or another --machine");
@@ -92,7 +95,10 @@ impl Plan {
             guest: args.guest,
             nr_cpus: args.cpus.unwrap_or(if measures { 1 } else { 2 }),
             seed: args.seed,
-            nr_operations: args.operations.unwrap_or(OPERATIONS),
+            nr_operations: args.operations.unwrap_or(match architecture {
+                Architecture::X86 => OPERATIONS,
+                Architecture::Arm | Architecture::RiscV => FEWER_OPERATIONS,
+            }),
             memory: args.memory.unwrap_or(GUEST_MEMORY[0]),
             control: args.control,
             append,
@@ -121,7 +127,8 @@ impl Plan {
     /// Linux, and runs its CPUs in turns. VMRUN is AMD's alone.
     pub(super) fn accelerator(&self) -> &'static str {
         match (self.machine.architecture(), self.guest) {
-            (Architecture::X86, GuestArg::Suite | GuestArg::Measure) => "tcg,thread=single",
+            // Instructions are counted of one thread.
+            (_, GuestArg::Measure) | (Architecture::X86, GuestArg::Suite) => "tcg,thread=single",
             _ => "tcg,thread=multi",
         }
     }
