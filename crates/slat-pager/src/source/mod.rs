@@ -9,7 +9,7 @@
 //!   source's own, as far as it knows how; the caller decides what becomes of a guest that waits.
 //! - Many threads read one source at once.
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug, Display, Formatter};
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -24,6 +24,9 @@ pub const PAGE_BYTES: u64 = 4096;
 pub trait Source: Debug + Send + Sync {
     /// How many there are; a multiple of [`PAGE_BYTES`].
     fn size_bytes(&self) -> u64;
+
+    /// What tells these bytes from those of every other snapshot: caches and working sets are kept by it.
+    fn identity(&self) -> Identity;
 
     /// What a read should have, in bytes: a power of two from [`PAGE_BYTES`] on. A smaller read costs
     /// as much as one of so many bytes, aligned to them.
@@ -45,6 +48,46 @@ pub trait Source: Debug + Send + Sync {
     /// # Errors
     /// [`SourceError`]. What `into` has then is not defined.
     fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>>;
+}
+
+/// Names the bytes of one snapshot. Two sources with one identity have the same bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Identity([u8; 32]);
+
+impl Identity {
+    /// The identity of a source of a `kind` (`"file"`, `"chunks"`) that its `parts` tell from every other of
+    /// that kind.
+    pub fn new<'p>(kind: &'p str, parts: impl IntoIterator<Item = &'p [u8]>) -> Identity {
+        let mut hasher = blake3::Hasher::new();
+        // Each part follows its length: no two lists of parts are the same bytes.
+        for part in [kind.as_bytes()].into_iter().chain(parts) {
+            hasher.update(&(part.len() as u64).to_le_bytes());
+            hasher.update(part);
+        }
+        Identity(*hasher.finalize().as_bytes())
+    }
+
+    /// The identity that [`Identity::as_bytes`] was of.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Identity {
+        Identity(bytes)
+    }
+
+    /// Its bytes, for a file.
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl Display for Identity {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl Debug for Identity {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        Display::fmt(self, f)
+    }
 }
 
 /// Bytes of a mapping whose file others may change or truncate at any time: only the kernel reads
