@@ -6,9 +6,15 @@
 //! missing from where the snapshot is, and puts it in place.
 //!
 //! # The parts
+//! - [`protocol`]: how virtual machine monitors hand over their memory.
+//! - [`shared_memory`]: guest memory that is a file of ours, filled once and mapped by the VMM.
+//! - [`working_set`]: what a VM touches first, recorded and filled in advance.
 //! - [`source`]: where the bytes of a snapshot come from.
 
 #![cfg(target_os = "linux")]
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
+pub mod protocol;
+pub mod shared_memory;
 pub mod source;
+pub mod working_set;
