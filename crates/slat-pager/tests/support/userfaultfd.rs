@@ -1,6 +1,8 @@
 //! The userfaultfd of a VMM, as small as it can be: what the tests' clients need, and nothing of the
 //! crate that they test. userfaultfd(2), ioctl_userfaultfd(2).
 
+#![expect(unsafe_code, reason = "system calls of a client of its own")]
+
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
