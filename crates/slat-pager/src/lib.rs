@@ -10,11 +10,19 @@
 //! - [`shared_memory`]: guest memory that is a file of ours, filled once and mapped by the VMM.
 //! - [`working_set`]: what a VM touches first, recorded and filled in advance.
 //! - [`source`]: where the bytes of a snapshot come from.
+//! - [`userfaultfd`]: the kernel's descriptor.
+//! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
+//! - [`metrics`]: what is counted.
 
 #![cfg(target_os = "linux")]
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
+pub mod metrics;
 pub mod protocol;
 pub mod shared_memory;
 pub mod source;
+pub mod userfaultfd;
+pub mod vm;
 pub mod working_set;
+
+pub use vm::attach;

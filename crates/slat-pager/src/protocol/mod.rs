@@ -1,3 +1,9 @@
-//! How virtual machine monitors hand over their memory.
+//! How virtual machine monitors hand over the memory of a VM.
+//!
+//! - [`descriptors`]: bytes with descriptors from a Unix socket.
+//! - [`firecracker`]: Firecracker's handshake.
+//! - [`cloud_hypervisor`]: Cloud Hypervisor's offload daemon.
 
 pub mod cloud_hypervisor;
+pub mod descriptors;
+pub mod firecracker;

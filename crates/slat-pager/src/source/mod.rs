@@ -114,6 +114,14 @@ impl<'s> Mapped<'s> {
     pub fn nr_bytes(self) -> usize {
         self.nr_bytes
     }
+
+    /// The bytes of `range`, which lies in these.
+    #[must_use]
+    pub fn part(self, range: Range<u64>) -> Mapped<'s> {
+        assert!(range.start <= range.end && range.end <= self.nr_bytes as u64, "{range:?} of {}", self.nr_bytes);
+        let nr_bytes = (range.end - range.start) as usize;
+        Mapped { start: self.start.wrapping_add(range.start as usize), nr_bytes, _source: PhantomData }
+    }
 }
 
 /// Why bytes cannot be had.
