@@ -9,6 +9,7 @@
 //! - [`protocol`]: how virtual machine monitors hand over their memory.
 //! - [`shared_memory`]: guest memory that is a file of ours, filled once and mapped by the VMM.
 //! - [`working_set`]: what a VM touches first, recorded and filled in advance.
+//! - [`chunks`]: snapshots that are cut into chunks, compressed, and stored once each.
 //! - [`source`]: where the bytes of a snapshot come from.
 //! - [`userfaultfd`]: the kernel's descriptor.
 //! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
@@ -20,6 +21,7 @@
 pub mod metrics;
 pub mod protocol;
 pub mod shared_memory;
+pub mod chunks;
 pub mod source;
 pub mod userfaultfd;
 pub mod vm;

@@ -9,6 +9,15 @@
 //!   source's own, as far as it knows how; the caller decides what becomes of a guest that waits.
 //! - Many threads read one source at once.
 
+pub mod cache;
+pub mod chunked;
+pub mod layers;
+pub mod memory_file;
+pub mod objects;
+pub mod pages;
+pub mod peer;
+pub mod remote;
+
 use std::fmt::{self, Debug, Display, Formatter};
 use std::io;
 use std::marker::PhantomData;
@@ -32,6 +41,13 @@ pub trait Source: Debug + Send + Sync {
     /// as much as one of so many bytes, aligned to them.
     fn granule_bytes(&self) -> u64;
 
+    /// What tells the bytes of a block (number `block` of [`Source::granule_bytes`] each; the last one may
+    /// be shorter) from all others: caches keep them by it. Blocks of two snapshots that have
+    /// the same bytes may share one.
+    fn block_identity(&self, block: u64) -> Identity {
+        numbered_block(self, block)
+    }
+
     /// Bytes that are in memory of this process, or come into it by being touched: no read is
     /// needed. `None`: a read is.
     fn mapped(&self, _range: Range<u64>) -> Option<Mapped<'_>> {
@@ -48,6 +64,12 @@ pub trait Source: Debug + Send + Sync {
     /// # Errors
     /// [`SourceError`]. What `into` has then is not defined.
     fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>>;
+}
+
+/// The identity of a block by the snapshot's and its number.
+fn numbered_block<S: Source + ?Sized>(source: &S, block: u64) -> Identity {
+    let granule = source.granule_bytes().to_le_bytes();
+    Identity::new("block", [&source.identity().as_bytes()[..], &granule, &block.to_le_bytes()])
 }
 
 /// Names the bytes of one snapshot. Two sources with one identity have the same bytes.
@@ -146,6 +168,20 @@ pub enum SourceError {
     Corrupt {
         /// Where.
         range: Range<u64>,
+    },
+    /// It is no snapshot, or one that this program cannot read.
+    #[error("{snapshot} is no snapshot that can be used: {why}")]
+    Malformed {
+        /// Its name.
+        snapshot: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// There is none.
+    #[error("there is no {what}")]
+    NotThere {
+        /// What was looked for.
+        what: String,
     },
     /// A call of the operating system failed.
     #[error("cannot {what}: {error}")]
