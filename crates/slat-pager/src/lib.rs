@@ -14,14 +14,16 @@
 //! - [`userfaultfd`]: the kernel's descriptor.
 //! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
 //! - [`metrics`]: what is counted.
+//! - [`bench`]: this pager beside a plain handler of page faults.
 
 #![cfg(target_os = "linux")]
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
+pub mod bench;
+pub mod chunks;
 pub mod metrics;
 pub mod protocol;
 pub mod shared_memory;
-pub mod chunks;
 pub mod source;
 pub mod userfaultfd;
 pub mod vm;

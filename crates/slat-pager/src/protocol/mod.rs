@@ -3,7 +3,9 @@
 //! - [`descriptors`]: bytes with descriptors from a Unix socket.
 //! - [`firecracker`]: Firecracker's handshake.
 //! - [`cloud_hypervisor`]: Cloud Hypervisor's offload daemon.
+//! - [`handoff`]: a handoff that is proposed for Cloud Hypervisor; experimental.
 
 pub mod cloud_hypervisor;
 pub mod descriptors;
 pub mod firecracker;
+pub mod handoff;

@@ -28,7 +28,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create}
 use tokio::sync::{Notify, Semaphore};
 
 use self::write::write_mapped;
-use crate::source::{PAGE_BYTES, Source, SourceError, check_range};
+use crate::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 
 /// The least and the most that is filled at once.
 const UNIT_BYTES: Range<u64> = 64 << 10..2 << 20;
@@ -88,6 +88,11 @@ impl SharedMemory {
             changed: Notify::new(),
             buffers: Semaphore::new((BUFFER_BYTES / unit_bytes) as usize),
         })
+    }
+
+    /// What tells its bytes from those of every other snapshot.
+    pub fn identity(&self) -> Identity {
+        self.source.identity()
     }
 
     /// How many bytes the source has.

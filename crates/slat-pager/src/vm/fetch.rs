@@ -132,7 +132,7 @@ impl Batch {
 /// The bytes of a batch, and what they take of the budget.
 #[derive(Debug)]
 pub struct Fetched {
-    /// All of the hull.
+    /// All of the hull; none where they are in shared memory.
     pub bytes: Vec<u8>,
     _permit: OwnedSemaphorePermit,
 }
@@ -210,8 +210,17 @@ impl Shared {
         loop {
             let permit = limits.budget.take(nr_bytes).await;
             // Fits: a batch has at most MAX_WORDS words, or a page.
-            let mut bytes = vec![0; nr_bytes as usize];
-            let read = tokio::time::timeout(limits.read_timeout, self.source.read(offsets.start, &mut bytes));
+            let mut bytes = Vec::new();
+            let read = async {
+                match &self.options.shared_memory {
+                    Some(memory) => memory.fill(offsets.clone()).await,
+                    None => {
+                        bytes.resize(nr_bytes as usize, 0);
+                        self.source.read(offsets.start, &mut bytes).await
+                    }
+                }
+            };
+            let read = tokio::time::timeout(limits.read_timeout, read);
             let error = match read.await {
                 Ok(Ok(())) => {
                     self.options.metrics.read_bytes.inc_by(nr_bytes);

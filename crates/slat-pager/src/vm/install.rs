@@ -27,6 +27,8 @@ use crate::userfaultfd::{Stopped, Userfaultfd};
 pub enum Contents<'c> {
     /// Zeros.
     Zeros,
+    /// What the memory that all clones share has.
+    Shared,
     /// Bytes of a mapping.
     Bytes {
         /// The page that the first of them is for.
@@ -192,7 +194,9 @@ impl Installer {
                     self.wake(claimed, 1 << first);
                     1
                 }
-                Err(Stopped { error: Errno::AGAIN | Errno::NOMEM | Errno::INTR, .. }) => return Err(Stuck::Again(rest)),
+                Err(Stopped { error: Errno::AGAIN | Errno::NOMEM | Errno::INTR, .. }) => {
+                    return Err(Stuck::Again(rest));
+                }
                 Err(Stopped { error: Errno::SRCH, .. }) => return Err(Stuck::Gone),
                 Err(Stopped { error, .. }) => return Err(Stuck::Refused(rest, error)),
             };
@@ -224,6 +228,7 @@ impl Installer {
                 let at = (page - first_page) * page_bytes;
                 self.userfaultfd.copy_mapped(start, bytes.part(at..at + nr_pages * page_bytes))
             }
+            (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes),
             (Contents::Zeros, Some(zeros)) if placed.region.is_hugetlb() => {
                 self.userfaultfd.copy(start, &zeros[..page_bytes as usize])
             }

@@ -41,12 +41,13 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
-use rustix::event::EventfdFlags;
+use rustix::event::{EventfdFlags, PollFlags};
 use thiserror::Error;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::metrics::Metrics;
+use crate::shared_memory::SharedMemory;
 use crate::source::{PAGE_BYTES, Source};
 use crate::userfaultfd::{NotUserfaultfd, Userfaultfd};
 use fetch::{Limits, MAX_WORDS, Queue};
@@ -91,6 +92,10 @@ pub struct Options {
     pub metrics: Arc<Metrics>,
     /// Is told of faults.
     pub observer: Option<Arc<dyn Observer>>,
+    /// Memory of the same snapshot that the machine maps privately, and that other machines map, too: its
+    /// pages are filled once for all of them, and mapped. `None`: the machine's memory is its own, and
+    /// gets copies.
+    pub shared_memory: Option<Arc<SharedMemory>>,
     /// Runs reads. `None`: the runtime of the caller, or one that this library makes.
     pub runtime: Option<Handle>,
 }
@@ -105,6 +110,7 @@ impl Default for Options {
             limits: Limits::default(),
             metrics: Arc::default(),
             observer: None,
+            shared_memory: None,
             runtime: None,
         }
     }
@@ -122,6 +128,9 @@ pub enum AttachError {
     /// The state is that of another machine.
     #[error("the state that was kept is of other regions")]
     OtherState,
+    /// The shared memory is of another snapshot.
+    #[error("the shared memory is of another snapshot than the machine")]
+    OtherMemory,
     /// The machine's monitor is gone, or refuses.
     #[error(transparent)]
     Call(#[from] crate::userfaultfd::CallError),
@@ -220,6 +229,9 @@ impl Vm {
         if !state.fits(regions.nr_words()) {
             return Err(AttachError::OtherState);
         }
+        if options.shared_memory.as_ref().is_some_and(|memory| memory.identity() != source.identity()) {
+            return Err(AttachError::OtherMemory);
+        }
         let runtime = match options.runtime.clone().map(Ok).unwrap_or_else(Handle::try_current) {
             Ok(runtime) => runtime,
             Err(_) => shared_runtime().map_err(|error| AttachError::System { what: "start a runtime", error })?,
@@ -276,7 +288,8 @@ impl Vm {
         let present = self.shared.installer.pages.state().present();
         let of_region = |placed: &regions::Placed| {
             let words = pages::masks(placed.pages());
-            let nr = |(word, mask): (usize, u64)| u64::from((present[word].load(Ordering::Relaxed) & mask).count_ones());
+            let nr =
+                |(word, mask): (usize, u64)| u64::from((present[word].load(Ordering::Relaxed) & mask).count_ones());
             words.map(nr).sum::<u64>() * placed.region.page_bytes
         };
         self.regions().all().iter().map(of_region).sum()
@@ -329,6 +342,13 @@ impl Populator {
     /// Of the source. Pages that were not filled are absent again.
     pub fn populate(&self, offsets: std::ops::Range<u64>) -> Result<u64, crate::source::SourceError> {
         self.shared.populate(offsets)
+    }
+
+    /// Whether faults wait to be read.
+    pub fn faults_wait(&self) -> bool {
+        let mut userfaultfd = [rustix::event::PollFd::new(&self.shared.installer.userfaultfd, PollFlags::IN)];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut userfaultfd, Some(&now)).is_ok_and(|nr_ready| nr_ready > 0)
     }
 
     /// Whether the machine has ended.

@@ -23,6 +23,7 @@ use super::install::{Contents, Done, Stuck};
 use super::pages::{Claimed, PageState, bit, masks};
 use super::state::MessageBuffer;
 use super::{End, OnFailure, Shared};
+use crate::shared_memory::Filled;
 use crate::source::{Mapped, SourceError};
 use crate::userfaultfd::{Cause, Event, Fault, Userfaultfd};
 
@@ -159,7 +160,12 @@ impl Worker {
                 }
                 return;
             }
-            Cause::Minor if installer.userfaultfd.map_cached(range()).is_ok() => return,
+            // What is in shared memory may not be all of the page yet.
+            Cause::Minor
+                if shared.options.shared_memory.is_none() && installer.userfaultfd.map_cached(range()).is_ok() =>
+            {
+                return;
+            }
             Cause::Minor | Cause::Missing => {}
         }
         match installer.pages.get(page) {
@@ -212,7 +218,14 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let offsets = batch.offsets(&shared.installer.regions);
         let first_page = batch.hull().start;
-        let contents = if shared.source.is_zero(offsets.clone()) {
+        let contents = if let Some(memory) = &shared.options.shared_memory {
+            // An error is one that a read finds, too.
+            if !matches!(memory.try_fill(offsets), Ok(Filled::Now)) {
+                shared.fetch(batch);
+                return;
+            }
+            Contents::Shared
+        } else if shared.source.is_zero(offsets.clone()) {
             Contents::Zeros
         } else if let Some(bytes) = shared.source.mapped(offsets) {
             Contents::Bytes { first_page, bytes }
@@ -236,7 +249,7 @@ impl Worker {
         let filled_bytes = (self.done.nr_filled - before) * shared.page_bytes(&batch);
         match contents {
             Contents::Zeros => shared.options.metrics.zero_bytes.inc_by(filled_bytes),
-            Contents::Bytes { .. } => shared.options.metrics.mapped_bytes.inc_by(filled_bytes),
+            Contents::Bytes { .. } | Contents::Shared => shared.options.metrics.mapped_bytes.inc_by(filled_bytes),
         }
         shared.options.metrics.filled_bytes.inc_by(filled_bytes);
         shared.options.metrics.latency_seconds.observe(batch.since.elapsed().as_secs_f64());
@@ -260,8 +273,13 @@ impl Worker {
     }
 
     fn place(&mut self, claimed: Claimed, read: Rc<Read>) {
-        let bytes = Mapped::new(read.fetched.bytes.as_ptr(), read.fetched.bytes.len());
-        let contents = Contents::Bytes { first_page: read.batch.hull().start, bytes };
+        let contents = match self.shared.options.shared_memory {
+            Some(_) => Contents::Shared,
+            None => {
+                let bytes = Mapped::new(read.fetched.bytes.as_ptr(), read.fetched.bytes.len());
+                Contents::Bytes { first_page: read.batch.hull().start, bytes }
+            }
+        };
         let before = self.done.nr_filled;
         let result = self.shared.installer.install(claimed, contents, &mut self.done);
         let filled_bytes = (self.done.nr_filled - before) * self.shared.page_bytes(&read.batch);
@@ -361,7 +379,11 @@ impl Shared {
     fn distrust(&self, why: &str) {
         if !self.is_distrusted.swap(true, Ordering::Relaxed) {
             self.options.metrics.violations.inc();
-            tracing::error!(vm = self.options.name, why, "the monitor is wrong about its memory; it gets no more of it");
+            tracing::error!(
+                vm = self.options.name,
+                why,
+                "the monitor is wrong about its memory; it gets no more of it"
+            );
         }
     }
 
@@ -461,7 +483,13 @@ impl Shared {
         let offsets = batch.offsets(&self.installer.regions);
         let first_page = batch.hull().start;
         let mut read = Vec::new();
-        let contents = if self.source.is_zero(offsets.clone()) {
+        let contents = if let Some(memory) = &self.options.shared_memory {
+            if let Err(error) = self.runtime.block_on(memory.fill(offsets)) {
+                batch.claimed().for_each(|claimed| self.installer.release(claimed));
+                return Err(error);
+            }
+            Contents::Shared
+        } else if self.source.is_zero(offsets.clone()) {
             Contents::Zeros
         } else if let Some(bytes) = self.source.mapped(offsets.clone()) {
             Contents::Bytes { first_page, bytes }

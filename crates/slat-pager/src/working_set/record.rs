@@ -10,6 +10,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::WorkingSet;
 use crate::source::{Identity, PAGE_BYTES};
+use crate::vm::Observer;
+
+impl Observer for Recorder {
+    fn faulted(&self, offset: u64) {
+        self.record(offset);
+    }
+}
 
 /// The most bytes of a working set, if nobody says otherwise.
 pub const DEFAULT_BYTES: u64 = 1 << 30;

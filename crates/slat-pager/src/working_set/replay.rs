@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::WorkingSet;
 use crate::source::{PAGE_BYTES, Source, SourceError};
+use crate::vm::Populator;
 
 /// How many pages of the order are looked at together for ranges.
 const WINDOW_PAGES: usize = 512;
@@ -32,8 +33,18 @@ pub trait Populate: Sync {
     /// [`SourceError`].
     fn populate(&self, range: Range<u64>) -> Result<(), SourceError>;
 
-    /// How many faults wait right now.
-    fn faults_waiting(&self) -> &AtomicU32;
+    /// Whether faults wait right now.
+    fn faults_wait(&self) -> bool;
+}
+
+impl Populate for Populator {
+    fn populate(&self, range: Range<u64>) -> Result<(), SourceError> {
+        Populator::populate(self, range).map(drop)
+    }
+
+    fn faults_wait(&self) -> bool {
+        Populator::faults_wait(self)
+    }
 }
 
 /// How far a replay is.
@@ -50,6 +61,11 @@ impl Progress {
     /// Makes the replay end after its present steps: its VM is gone.
     pub fn stop(&self) {
         self.stopped.store(1, Ordering::Relaxed);
+    }
+
+    /// Bytes that are filled.
+    pub fn done(&self) -> u64 {
+        self.done_bytes.load(Ordering::Relaxed)
     }
 
     fn is_stopped(&self) -> bool {
@@ -105,7 +121,7 @@ pub fn replay(
     let run = || {
         // Relaxed: each step is taken once, and nothing else depends on the index.
         while let Some(step) = steps.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let_faults_go_first(memory.faults_waiting(), progress);
+            let_faults_go_first(memory, progress);
             if progress.is_stopped() {
                 break;
             }
@@ -127,10 +143,9 @@ pub fn replay(
     })
 }
 
-fn let_faults_go_first(waiting: &AtomicU32, progress: &Progress) {
+fn let_faults_go_first(memory: &dyn Populate, progress: &Progress) {
     for _ in 0..MAX_LOOKS {
-        // Relaxed: a hint.
-        if waiting.load(Ordering::Relaxed) == 0 || progress.is_stopped() {
+        if !memory.faults_wait() || progress.is_stopped() {
             return;
         }
         thread::sleep(YIELD);
@@ -147,7 +162,7 @@ mod tests {
     #[derive(Default)]
     struct Memory {
         filled: Mutex<Vec<Range<u64>>>,
-        waiting: AtomicU32,
+        faults_wait: bool,
         fails_at: Option<u64>,
     }
 
@@ -160,8 +175,8 @@ mod tests {
             Ok(())
         }
 
-        fn faults_waiting(&self) -> &AtomicU32 {
-            &self.waiting
+        fn faults_wait(&self) -> bool {
+            self.faults_wait
         }
     }
 
@@ -200,9 +215,8 @@ mod tests {
 
     #[test]
     fn a_stopped_replay_fills_nothing_more() {
-        let (memory, progress) = (Memory::default(), Progress::default());
         // Faults that wait for ever do not hold it.
-        memory.waiting.store(1, Ordering::Relaxed);
+        let (memory, progress) = (Memory { faults_wait: true, ..Memory::default() }, Progress::default());
         progress.stop();
         replay(&steps(&set(PAGE_BYTES, vec![0, 10, 20])), &memory, 2, &progress).unwrap();
         assert!(memory.filled.into_inner().unwrap().is_empty());

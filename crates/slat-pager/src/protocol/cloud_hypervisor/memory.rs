@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use tokio::runtime::Handle;
 
@@ -113,7 +113,8 @@ impl Populate for GuestMemory {
         Ok(())
     }
 
-    fn faults_waiting(&self) -> &AtomicU32 {
-        &self.faults_waiting
+    fn faults_wait(&self) -> bool {
+        // A hint.
+        self.faults_waiting.load(Ordering::Relaxed) > 0
     }
 }

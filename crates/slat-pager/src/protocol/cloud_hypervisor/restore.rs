@@ -136,8 +136,8 @@ impl Restored {
     }
 
     /// Its recording, if there is one.
-    pub fn recorder(&self) -> Option<&Recorder> {
-        self.recorder.as_deref()
+    pub fn recorder(&self) -> Option<&Arc<Recorder>> {
+        self.recorder.as_ref()
     }
 
     /// Waits until the VMM closes the connection: it has all pages, or is gone.
