@@ -33,7 +33,7 @@ use crate::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 /// The least and the most that is filled at once.
 const UNIT_BYTES: Range<u64> = 64 << 10..2 << 20;
 /// How many bytes of buffers the fills of one memory may have at once.
-const BUFFER_BYTES: u64 = 64 << 20;
+const BUFFER_BYTES: u64 = 32 << 20;
 
 const ABSENT: u8 = 0;
 const FILLING: u8 = 1;

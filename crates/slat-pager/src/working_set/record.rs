@@ -1,9 +1,10 @@
 //! Records which pages a VM faults on, in the order of first touch.
 //!
 //! # Guarantees
-//! - Memory is bounded: a bit for each page of the snapshot, and four bytes for each page that may be
+//! - Memory is bounded: a bit for each granule of the snapshot, and four bytes for each that may be
 //!   recorded. All of it is allocated at the start.
-//! - Each page is recorded once, at its first fault. What a replay fills is not recorded: only faults are.
+//! - Each granule is recorded once, by the page of its first fault. What a replay fills is not recorded:
+//!   only faults are.
 //! - [`record`](Recorder::record) takes no lock and does not allocate.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -27,7 +28,7 @@ pub struct Recorder {
     identity: Identity,
     size_bytes: u64,
     around_bytes: u64,
-    /// Pages that were recorded, or would have been.
+    /// Granules that were recorded, or would have been.
     seen: Box<[AtomicU64]>,
     /// One more than the number of a page, or zero: not written yet.
     order: Box<[AtomicU32]>,
@@ -49,7 +50,7 @@ impl Recorder {
             identity,
             size_bytes,
             around_bytes,
-            seen: (0..nr_pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            seen: (0..size_bytes.div_ceil(around_bytes).div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             order: (0..most_pages).map(|_| AtomicU32::new(0)).collect(),
             nr_recorded: AtomicU64::new(0),
         })
@@ -57,9 +58,9 @@ impl Recorder {
 
     /// Records a fault on the page of byte `offset` of the snapshot.
     pub fn record(&self, offset: u64) {
-        let page = offset / PAGE_BYTES;
-        let Some(word) = self.seen.get((page / 64) as usize) else { return };
-        let bit = 1 << (page % 64);
+        let granule = offset / self.around_bytes;
+        let Some(word) = self.seen.get((granule / 64) as usize).filter(|_| offset < self.size_bytes) else { return };
+        let bit = 1 << (granule % 64);
         // Relaxed, here and below: each word stands for itself, and whoever takes the set sees what was
         // recorded before it was told to take it, which is synchronization enough.
         if word.load(Ordering::Relaxed) & bit != 0 || word.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
@@ -67,7 +68,8 @@ impl Recorder {
         }
         let index = self.nr_recorded.fetch_add(1, Ordering::Relaxed);
         if let Some(entry) = usize::try_from(index).ok().and_then(|index| self.order.get(index)) {
-            entry.store(page as u32 + 1, Ordering::Relaxed);
+            // Fits: checked when the recorder was made.
+            entry.store((offset / PAGE_BYTES) as u32 + 1, Ordering::Relaxed);
         }
     }
 
@@ -102,6 +104,16 @@ mod tests {
             recorder.record(offset);
         }
         assert_eq!(recorder.working_set().pages, [2, 1, 0]);
+    }
+
+    #[test]
+    fn a_granule_is_recorded_by_its_first_page() {
+        let recorder = Recorder::new(Identity::from_bytes([1; 32]), 1 << 20, 1 << 16, 1 << 17).unwrap();
+        for page in [17, 16, 31, 2, 0, 40] {
+            recorder.record(page * PAGE_BYTES);
+        }
+        // Room for two granules.
+        assert_eq!(recorder.working_set().pages, [17, 2]);
     }
 
     #[test]

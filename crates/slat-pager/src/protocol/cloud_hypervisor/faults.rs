@@ -24,6 +24,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::{Errno, read, retry_on_intr, write};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 use tokio::runtime::Handle;
+use tokio::task::JoinSet;
 use tracing::{debug, error, warn};
 
 use super::memory::GuestMemory;
@@ -72,12 +73,15 @@ impl FaultServer {
         let mut sweep = Sweep::new(self.memory.size_bytes());
         let mut in_flight: VecDeque<Outcome> = VecDeque::new();
         let mut received = Received::default();
+        // Those that still run end with the connection.
+        let mut tasks = JoinSet::new();
         loop {
             self.answer(&mut in_flight)?;
+            while tasks.try_join_next().is_some() {}
             let next = if in_flight.len() < IN_FLIGHT { received.next()? } else { None };
             match next {
                 Some(Frame::Fault(gpas)) => {
-                    in_flight.push_back(self.begin(gpas, &mut sweep, &finished));
+                    in_flight.push_back(self.begin(gpas, &mut sweep, &finished, &mut tasks));
                     continue;
                 }
                 Some(Frame::Abandon) => {
@@ -119,7 +123,13 @@ impl FaultServer {
         Ok(Woken::Finished)
     }
 
-    fn begin(&self, gpas: Range<u64>, sweep: &mut Sweep, finished: &Arc<OwnedFd>) -> Outcome {
+    fn begin(
+        &self,
+        gpas: Range<u64>,
+        sweep: &mut Sweep,
+        finished: &Arc<OwnedFd>,
+        tasks: &mut JoinSet<()>,
+    ) -> Outcome {
         self.counters.nr_faults.fetch_add(1, Ordering::Relaxed);
         let Some((slot, range)) = self.memory.find(&gpas) else {
             warn!(?gpas, "a page fault is not in the memory of the VM");
@@ -157,14 +167,15 @@ impl FaultServer {
         let (of_task, finished) = (Arc::clone(&outcome), Arc::clone(finished));
         let (memory, counters, on_failure) = (Arc::clone(&self.memory), Arc::clone(&self.counters), self.on_failure);
         self.memory.faults_waiting.fetch_add(1, Ordering::Relaxed);
-        self.runtime.spawn(async move {
+        let serve = async move {
             let response = fill(&memory, &gpas, on_failure, &counters).await;
             memory.faults_waiting.fetch_sub(1, Ordering::Relaxed);
             // Set by this task alone.
             let _ = of_task.set(response);
             // Fails only where the count is at its end: then it is readable.
             let _ = write(&*finished, &1_u64.to_ne_bytes());
-        });
+        };
+        tasks.spawn_on(serve, &self.runtime);
         outcome
     }
 
