@@ -9,6 +9,7 @@ mod poll_loop;
 pub mod report;
 mod scenarios;
 mod server;
+mod single_pages;
 mod snapshot;
 pub mod statistics;
 

@@ -12,6 +12,7 @@ use object_store::throttle::{ThrottleConfig, ThrottledStore};
 use super::guest::{Guest, GuestMemory, Seen, Spec};
 use super::report::{Report, Unit};
 use super::server::{Desk, Server, cpu_s};
+use super::single_pages::SinglePages;
 use super::{Bench, snapshot};
 use crate::chunks::Location;
 use crate::chunks::pack::{PackOptions, pack};
@@ -81,13 +82,15 @@ impl Bench {
             ("slat, 2 threads, 4 KiB", Server::slat(2, PAGE_BYTES)),
             ("slat, 1 thread, 64 KiB", Server::slat(1, 64 << 10)),
         ];
-        let source = self.file()?;
+        let file = self.file()?;
+        let single: Arc<dyn Source> = Arc::new(SinglePages(Arc::clone(&file)));
         let nr_pages = self.nr_pages();
         for round in 0..self.rounds {
             for (name, server) in &systems {
                 self.progress(&format!("{scenario}: {name}, round {}", round + 1));
                 let spec = self.spec(desk, snapshot::shuffled(nr_pages), nr_guest_threads);
-                let run = self.run_once(desk, server, &source, &spec)?;
+                let source = if name.ends_with(" 4 KiB") { &single } else { &file };
+                let run = self.run_once(desk, server, source, &spec)?;
                 let nr_pages = f64::from(nr_pages);
                 report.add(scenario, name, "pages a second", Unit::PerSecond, nr_pages / run.seen.whole_s);
                 report.add(scenario, name, "pages a CPU second of the server", Unit::PerSecond, nr_pages / run.cpu_s);
@@ -191,7 +194,7 @@ impl Bench {
     /// Clones of one snapshot at once: the time until all have their working sets, and the memory of each.
     pub(super) fn clones(&self, desk: &Desk, nr_clones: usize, report: &mut Report) -> io::Result<()> {
         let scenario = format!("{nr_clones} clones");
-        let file = self.file()?;
+        let file: Arc<dyn Source> = Arc::new(SinglePages(self.file()?));
         let pages = snapshot::working_set(self.nr_pages(), 16);
         let systems = ["poll loop, copies", "slat, copies", "slat, shared pages"];
         for round in 0..self.rounds {

@@ -344,6 +344,11 @@ impl Populator {
         self.shared.populate(offsets)
     }
 
+    /// Where the bytes come from.
+    pub fn source(&self) -> &dyn Source {
+        &*self.shared.source
+    }
+
     /// Whether faults wait to be read.
     pub fn faults_wait(&self) -> bool {
         let mut userfaultfd = [rustix::event::PollFd::new(&self.shared.installer.userfaultfd, PollFlags::IN)];

@@ -7,7 +7,9 @@
 //! - [`replay`]: fills those pages while the VM runs; its faults go first.
 
 pub mod format;
+mod pace;
 pub mod plan;
+mod prefetch;
 pub mod record;
 pub mod replay;
 

@@ -2,7 +2,7 @@
 //!
 //! # Guarantees
 //! - Faults go first: before each step a thread of the replay looks whether faults wait, and while they
-//!   do, it waits.
+//!   do, it waits. Its threads have a lower priority.
 //! - Pages come in the order of first touch, as far as several threads have an order, and in ranges as
 //!   long as the pages nearby allow.
 //! - A replay that fails is no failure of the VM: the pages come by faults then.
@@ -10,18 +10,22 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::WorkingSet;
+use super::pace::Pace;
+use super::prefetch::prefetch;
 use crate::source::{PAGE_BYTES, Source, SourceError};
 use crate::vm::Populator;
 
-/// How many pages of the order are looked at together for ranges.
-const WINDOW_PAGES: usize = 512;
+/// Pages that come to so many bytes, with what is filled around them, are looked at together for ranges.
+const WINDOW_BYTES: u64 = 4 << 20;
 /// The longest range of a step: a fault that comes waits for one at most.
 const STEP_BYTES: u64 = 1 << 20;
 /// How long a thread waits before it looks again whether faults wait.
 const YIELD: Duration = Duration::from_micros(50);
+/// The priority of the threads.
+const NICE: i32 = 10;
 /// After so many looks it goes on all the same: a fault may wait for a source that is down.
 const MAX_LOOKS: u32 = 2000;
 
@@ -39,6 +43,10 @@ pub trait Populate: Sync {
 
 impl Populate for Populator {
     fn populate(&self, range: Range<u64>) -> Result<(), SourceError> {
+        // Pages that wait for a disk must not be claimed meanwhile: their faults would wait, too.
+        if let Some(bytes) = self.source().mapped(range.clone()) {
+            prefetch(bytes);
+        }
         Populator::populate(self, range).map(drop)
     }
 
@@ -87,7 +95,8 @@ pub fn nr_threads(source: &dyn Source) -> usize {
 pub fn steps(set: &WorkingSet) -> Vec<Range<u64>> {
     let mut steps: Vec<Range<u64>> = Vec::new();
     let mut seen = std::collections::HashSet::new();
-    for window in set.pages.chunks(WINDOW_PAGES) {
+    let window_pages = (WINDOW_BYTES / set.around_bytes).max(16);
+    for window in set.pages.chunks(window_pages as usize) {
         let granules = window.iter().map(|page| u64::from(*page) * PAGE_BYTES / set.around_bytes);
         let mut granules: Vec<u64> = granules.filter(|granule| seen.insert(*granule)).collect();
         // Those near in time that are near in place are read together; the window is where its first is.
@@ -106,7 +115,7 @@ pub fn steps(set: &WorkingSet) -> Vec<Range<u64>> {
     steps
 }
 
-/// Fills `steps` of `memory` by `nr_threads` threads. Returns after the last.
+/// Fills `steps` of `memory` by up to `nr_threads` threads: by as many as make it faster. Returns after the last.
 ///
 /// # Errors
 /// The first failure, after which no thread begins another step.
@@ -118,29 +127,49 @@ pub fn replay(
 ) -> Result<(), SourceError> {
     progress.total_bytes.fetch_add(steps.iter().map(|step| step.end - step.start).sum(), Ordering::Relaxed);
     let next = AtomicUsize::new(0);
-    let run = || {
+    let pace = Pace::new(nr_threads);
+    let run = &|thread: usize| {
+        // However it ends, no thread waits for its turn for ever.
+        let _ending = pace.ending();
         // Relaxed: each step is taken once, and nothing else depends on the index.
-        while let Some(step) = steps.get(next.fetch_add(1, Ordering::Relaxed)) {
+        while pace.wait_for_turn(thread, || next.load(Ordering::Relaxed) >= steps.len() || progress.is_stopped())
+            && let Some(step) = steps.get(next.fetch_add(1, Ordering::Relaxed))
+        {
             let_faults_go_first(memory, progress);
             if progress.is_stopped() {
                 break;
             }
+            let start = Instant::now();
             if let Err(error) = memory.populate(step.clone()) {
                 next.store(steps.len(), Ordering::Relaxed);
                 return Err(error);
             }
+            pace.took(start.elapsed());
             progress.done_bytes.fetch_add(step.end - step.start, Ordering::Relaxed);
         }
         Ok(())
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = (1..nr_threads.min(steps.len())).map(|_| scope.spawn(run)).collect();
-        let mine = run();
-        threads.into_iter().fold(mine, |result, thread| match thread.join() {
+        // None is the caller's: their priority is lowered for good.
+        let threads: Vec<_> = (0..nr_threads.clamp(1, steps.len().max(1)))
+            .map(|thread| {
+                scope.spawn(move || {
+                    lower_priority();
+                    run(thread)
+                })
+            })
+            .collect();
+        threads.into_iter().fold(Ok(()), |result, thread| match thread.join() {
             Ok(other) => result.and(other),
             Err(panic) => std::panic::resume_unwind(panic),
         })
     })
+}
+
+/// Gives this thread less of a busy CPU than the threads that serve faults, and those that wait for them.
+fn lower_priority() {
+    // Where it is refused, the thread has the priority that it has.
+    let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICE);
 }
 
 fn let_faults_go_first(memory: &dyn Populate, progress: &Progress) {
