@@ -10,6 +10,8 @@
 //! - [`shared_memory`]: guest memory that is a file of ours, filled once and mapped by the VMM.
 //! - [`working_set`]: what a VM touches first, recorded and filled in advance.
 //! - [`chunks`]: snapshots that are cut into chunks, compressed, and stored once each.
+//! - [`snapshot`]: the names of snapshots, and how one is opened.
+//! - [`commands`]: `slat-pager pack`, `inspect`, `verify` and `share`.
 //! - [`source`]: where the bytes of a snapshot come from.
 //! - [`userfaultfd`]: the kernel's descriptor.
 //! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
@@ -21,9 +23,11 @@
 
 pub mod bench;
 pub mod chunks;
+pub mod commands;
 pub mod metrics;
 pub mod protocol;
 pub mod shared_memory;
+pub mod snapshot;
 pub mod source;
 pub mod userfaultfd;
 pub mod vm;

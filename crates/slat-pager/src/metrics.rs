@@ -38,7 +38,8 @@ impl Default for Metrics {
 impl Metrics {
     /// All zero, for the socket `socket`.
     pub fn new(socket: &str) -> Metrics {
-        let options = |name: &str, help: &str| Opts::new(format!("slat_pager_{name}"), help).const_label("socket", socket);
+        let options =
+            |name: &str, help: &str| Opts::new(format!("slat_pager_{name}"), help).const_label("socket", socket);
         // A counter is refused for its name alone, and these names are good.
         let counter = |name, help| IntCounter::with_opts(options(name, help)).expect("a good name");
         let gauge = |name, help| IntGauge::with_opts(options(name, help)).expect("a good name");

@@ -243,8 +243,13 @@ mod tests {
 
     #[test]
     fn sizes_that_are_none() {
-        for (size_bytes, chunk_bytes) in [(0, 1 << 16), (4095, 1 << 16), (4096, 1 << 15), (4096, 1 << 22), (4096, 3 << 16), (u64::MAX & !4095, 1 << 16)] {
-            assert_eq!(Index::new(size_bytes, chunk_bytes, vec![None]), Err(IndexError::Sizes { size_bytes, chunk_bytes }));
+        for (size_bytes, chunk_bytes) in
+            [(0, 1 << 16), (4095, 1 << 16), (4096, 1 << 15), (4096, 1 << 22), (4096, 3 << 16), (!4095, 1 << 16)]
+        {
+            assert_eq!(
+                Index::new(size_bytes, chunk_bytes, vec![None]),
+                Err(IndexError::Sizes { size_bytes, chunk_bytes })
+            );
         }
         let mut later = Index::new(4096, 1 << 16, vec![None]).unwrap().encode();
         later[8] = 2;

@@ -62,11 +62,11 @@ pub struct Location {
 
 impl Location {
     /// The index `NAME.index` at a path of files or a URL; the chunks are beside it. A folder is made if
-    /// it is not there.
+    /// it is not there. `options` are those of [`Objects::open`].
     ///
     /// # Errors
     /// The name does not end in `.index`; the store cannot be used.
-    pub fn open(name: &str) -> Result<Location, SourceError> {
+    pub fn open(name: &str, options: &[(String, String)]) -> Result<Location, SourceError> {
         let malformed = |why: String| SourceError::Malformed { snapshot: name.to_string(), why };
         if !name.ends_with(INDEX_SUFFIX) {
             return Err(malformed(format!("the name of an index ends in {INDEX_SUFFIX}")));
@@ -74,7 +74,7 @@ impl Location {
         let (objects, index, folder) = match name.contains("://") {
             true => {
                 let url = Url::parse(name).map_err(|error| malformed(error.to_string()))?;
-                let (objects, path) = Objects::open(&url)?;
+                let (objects, path) = Objects::open(&url, options)?;
                 (objects, path, None)
             }
             false => {

@@ -133,7 +133,8 @@ impl Packing<'_> {
             match result {
                 Ok(chunk) => chunks.push(chunk),
                 Err(error) => {
-                    let is_cause = !matches!(&error, SourceError::Io { error, .. } if error.kind() == io::ErrorKind::Interrupted);
+                    let is_cause =
+                        !matches!(&error, SourceError::Io { error, .. } if error.kind() == io::ErrorKind::Interrupted);
                     if first_error.is_none() || is_cause {
                         first_error.get_or_insert(error);
                     }

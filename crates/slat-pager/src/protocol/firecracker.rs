@@ -156,7 +156,8 @@ mod tests {
 
     use super::*;
 
-    const ENTRY: &str = r#"[{"base_host_virt_addr":4096,"size":8192,"offset":0,"page_size":4096,"page_size_kib":4096}]"#;
+    const ENTRY: &str =
+        r#"[{"base_host_virt_addr":4096,"size":8192,"offset":0,"page_size":4096,"page_size_kib":4096}]"#;
 
     fn send(socket: &Blocking, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
@@ -224,7 +225,10 @@ mod tests {
         assert!(matches!(error, Err(HandshakeError::NoDescriptor)), "{error:?}");
         for nr in [2, 3, 16] {
             let error = received(move |socket| send(&socket, ENTRY.as_bytes(), &vec![socket.as_fd(); nr]));
-            assert!(matches!(&error, Err(HandshakeError::Io(e)) if e.kind() == io::ErrorKind::InvalidData), "{error:?}");
+            assert!(
+                matches!(&error, Err(HandshakeError::Io(e)) if e.kind() == io::ErrorKind::InvalidData),
+                "{error:?}"
+            );
         }
         let error = received(|socket| send(&socket, ENTRY.as_bytes(), &[socket.as_fd()]));
         assert!(matches!(error, Err(HandshakeError::Descriptor(NotUserfaultfd::Other { .. }))), "{error:?}");

@@ -54,14 +54,15 @@ impl Chunked {
         };
         let range = self.index.range_of((offset / self.index.chunk_bytes()) as usize);
         let _permit = self.chunks.acquire().await.expect("it is never closed");
-        let bytes = self.at.read_chunk(hash, (range.end - range.start) as usize).await.map_err(|error| match error {
-            // That is said of what the guest lacks.
-            SourceError::Malformed { snapshot, why } => {
-                tracing::error!(snapshot, why, "a chunk is corrupt");
-                SourceError::Corrupt { range: range.clone() }
-            }
-            error => error,
-        })?;
+        let bytes =
+            self.at.read_chunk(hash, (range.end - range.start) as usize).await.map_err(|error| match error {
+                // That is said of what the guest lacks.
+                SourceError::Malformed { snapshot, why } => {
+                    tracing::error!(snapshot, why, "a chunk is corrupt");
+                    SourceError::Corrupt { range: range.clone() }
+                }
+                error => error,
+            })?;
         into.copy_from_slice(&bytes[(offset - range.start) as usize..][..into.len()]);
         Ok(())
     }

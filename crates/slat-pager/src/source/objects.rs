@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use object_store::aws::AmazonS3Builder;
-use object_store::azure::MicrosoftAzureBuilder;
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, ClientOptions, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, ObjectStoreScheme, PutPayload,
-    RetryConfig,
+    BackoffConfig, ClientConfigKey, ClientOptions, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt,
+    ObjectStoreScheme, PutPayload, RetryConfig,
 };
 use url::Url;
 
@@ -39,59 +39,79 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The store of a URL, and the path there. Credentials and endpoints are taken from the environment as the
-    /// stores' own tools take them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, `GOOGLE_APPLICATION_CREDENTIALS`,
-    /// `AZURE_STORAGE_ACCOUNT_NAME`...).
+    /// The store of a URL, and the path there. Credentials and endpoints are taken from the environment, as
+    /// the crate `object_store` names them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, `AWS_ALLOW_HTTP`,
+    /// `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`...), then from `options` with these
+    /// names in lower case.
     ///
     /// # Errors
-    /// The URL is of no store that is known, or lacks something.
-    pub fn open(url: &Url) -> Result<(Objects, Path), SourceError> {
-        let malformed =
-            |why: String| SourceError::Malformed { snapshot: without_secrets(url), why };
+    /// The URL is of no store that is known, or lacks something; an option is none.
+    pub fn open(url: &Url, options: &[(String, String)]) -> Result<(Objects, Path), SourceError> {
+        let malformed = |why: String| SourceError::Malformed { snapshot: without_secrets(url), why };
         let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|error| malformed(error.to_string()))?;
         let path = Path::parse(path).map_err(|error| malformed(error.to_string()))?;
-        // One TLS library has one provider of ciphers; an error says that there is one.
+        // TLS has one provider of ciphers in a process; an error says that there is one already.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let is_plain = url.scheme() == "http" || ["AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP"].iter().any(|name| {
-            std::env::var(name).is_ok_and(|value| value == "true" || value == "1")
-        });
         let client = ClientOptions::new()
             .with_connect_timeout(CONNECT_TIMEOUT)
             .with_timeout(REQUEST_TIMEOUT)
-            .with_allow_http(is_plain);
-        let url_text = url.as_str();
-        let store: Result<Arc<dyn ObjectStore>, object_store::Error> = match scheme {
-            ObjectStoreScheme::AmazonS3 => AmazonS3Builder::from_env()
-                .with_url(url_text)
-                .with_client_options(client)
-                .with_retry(RETRY)
-                .build()
-                .map(|store| Arc::new(store) as _),
-            ObjectStoreScheme::GoogleCloudStorage => GoogleCloudStorageBuilder::from_env()
-                .with_url(url_text)
-                .with_client_options(client)
-                .with_retry(RETRY)
-                .build()
-                .map(|store| Arc::new(store) as _),
-            ObjectStoreScheme::MicrosoftAzure => MicrosoftAzureBuilder::from_env()
-                .with_url(url_text)
-                .with_client_options(client)
-                .with_retry(RETRY)
-                .build()
-                .map(|store| Arc::new(store) as _),
-            ObjectStoreScheme::Http => HttpBuilder::new()
-                .with_url(&url[..url::Position::BeforePath])
-                .with_client_options(client)
-                .with_retry(RETRY)
-                .build()
-                .map(|store| Arc::new(store) as _),
+            .with_allow_http(url.scheme() == "http");
+        let mut name = url[..url::Position::BeforePath].to_string();
+        if let Some(password) = url.password() {
+            name = name.replace(password, "");
+        }
+        // Each builder is a type of its own. What is set last counts: ours, the environment, the options.
+        macro_rules! store {
+            ($builder:expr, $key:ty, $prefix:expr, $of_name:expr) => {{
+                let mut builder = $builder.with_client_options(client).with_retry(RETRY);
+                for (key, value) in environment($prefix) {
+                    if let Ok(key) = key.parse::<$key>() {
+                        builder = builder.with_config(key, value);
+                    }
+                }
+                for (key, value) in options {
+                    let key = key.parse::<$key>().map_err(|error| malformed(error.to_string()))?;
+                    builder = builder.with_config(key, value);
+                }
+                // Two servers may have buckets of one name.
+                for key in $of_name {
+                    let value: Option<String> = builder.get_config_value(&key);
+                    name.extend(value.map(|value| format!("@{value}")));
+                }
+                builder.build().map(|store| Arc::new(store) as Arc<dyn ObjectStore>)
+            }};
+        }
+        let store = match scheme {
+            ObjectStoreScheme::AmazonS3 => store!(
+                AmazonS3Builder::from_env().with_url(url.as_str()),
+                AmazonS3ConfigKey,
+                "AWS_",
+                [AmazonS3ConfigKey::Endpoint]
+            ),
+            ObjectStoreScheme::GoogleCloudStorage => store!(
+                GoogleCloudStorageBuilder::from_env().with_url(url.as_str()),
+                GoogleConfigKey,
+                "GOOGLE_",
+                [] as [GoogleConfigKey; 0]
+            ),
+            ObjectStoreScheme::MicrosoftAzure => store!(
+                MicrosoftAzureBuilder::from_env().with_url(url.as_str()),
+                AzureConfigKey,
+                "AZURE_",
+                [AzureConfigKey::AccountName, AzureConfigKey::Endpoint]
+            ),
+            ObjectStoreScheme::Http => {
+                let builder = HttpBuilder::new().with_url(&url[..url::Position::BeforePath]).with_retry(RETRY);
+                let mut builder = builder.with_client_options(client);
+                for (key, value) in options {
+                    let key = key.parse::<ClientConfigKey>().map_err(|error| malformed(error.to_string()))?;
+                    builder = builder.with_config(key, value);
+                }
+                builder.build().map(|store| Arc::new(store) as _)
+            }
             scheme => return Err(malformed(format!("{scheme:?} is no object store"))),
         };
         let store = store.map_err(|error| malformed(error.to_string()))?;
-        // The endpoint tells two servers apart that have buckets of one name.
-        let endpoint = std::env::var("AWS_ENDPOINT").or_else(|_| std::env::var("AWS_ENDPOINT_URL")).unwrap_or_default();
-        let endpoint = if endpoint.is_empty() { endpoint } else { format!(" at {endpoint}") };
-        let name = format!("{}{endpoint}", &url[..url::Position::BeforePath].replace(url.password().unwrap_or("\0"), ""));
         Ok((Objects { store, name }, path))
     }
 
@@ -139,7 +159,8 @@ impl Objects {
     /// # Errors
     /// The store does not answer, or refuses; there is none, or a larger one.
     pub async fn get(&self, path: &Path, most_bytes: u64) -> Result<Bytes, SourceError> {
-        let result = self.store.get_opts(path, GetOptions::default()).await.map_err(|error| self.failed(path, error))?;
+        let result =
+            self.store.get_opts(path, GetOptions::default()).await.map_err(|error| self.failed(path, error))?;
         if result.meta.size > most_bytes {
             return Err(SourceError::Malformed {
                 snapshot: format!("{}/{path}", self.name),
@@ -178,9 +199,10 @@ impl Objects {
             E::Precondition { .. } | E::NotModified { .. } => {
                 SourceError::Changed { what: format!("{server}/{path} is another object now") }
             }
-            E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotSupported { .. } | E::NotImplemented { .. } => {
-                SourceError::Refused { server, why: error.to_string() }
-            }
+            E::PermissionDenied { .. }
+            | E::Unauthenticated { .. }
+            | E::NotSupported { .. }
+            | E::NotImplemented { .. } => SourceError::Refused { server, why: error.to_string() },
             E::InvalidPath { .. } => SourceError::Malformed { snapshot: path.to_string(), why: error.to_string() },
             _ => match io_cause(&error) {
                 // A folder: what the disk says, as errors of files do.
@@ -219,6 +241,14 @@ fn with_causes(error: &dyn std::error::Error) -> String {
         cause = error.source();
     }
     text
+}
+
+/// The variables of the environment that begin with `prefix`, in lower case.
+fn environment(prefix: &'static str) -> impl Iterator<Item = (String, String)> {
+    std::env::vars_os().filter_map(move |(name, value)| {
+        let name = name.to_str().filter(|name| name.starts_with(prefix))?.to_ascii_lowercase();
+        Some((name, value.into_string().ok()?))
+    })
 }
 
 /// A URL for a message.

@@ -60,16 +60,8 @@ impl RemoteFile {
         };
         let size = meta.size.to_le_bytes();
         let version = meta.version.unwrap_or_default();
-        let identity =
-            Identity::new("object", [name.as_bytes(), tag.as_bytes(), version.as_bytes(), &size[..]]);
-        Ok(RemoteFile {
-            objects,
-            path,
-            size_bytes: meta.size,
-            tag,
-            identity,
-            requests: Semaphore::new(MOST_REQUESTS),
-        })
+        let identity = Identity::new("object", [name.as_bytes(), tag.as_bytes(), version.as_bytes(), &size[..]]);
+        Ok(RemoteFile { objects, path, size_bytes: meta.size, tag, identity, requests: Semaphore::new(MOST_REQUESTS) })
     }
 
     /// Reads one part, and tries again if its body ends early.

@@ -161,8 +161,7 @@ impl State {
 
     fn map(file: &File, layout: Layout, path: &Path) -> io::Result<State> {
         let mapping = MmapOptions::new().len(layout.size_bytes()).map_raw(file)?;
-        let state =
-            State { mapping, layout, buffers_taken: AtomicU64::new(0), file: Some(path.to_path_buf()) };
+        let state = State { mapping, layout, buffers_taken: AtomicU64::new(0), file: Some(path.to_path_buf()) };
         if let Err(error) = state.lock_buffers() {
             tracing::debug!(%error, "the buffers of messages are not locked in memory");
         }

@@ -123,13 +123,7 @@ impl FaultServer {
         Ok(Woken::Finished)
     }
 
-    fn begin(
-        &self,
-        gpas: Range<u64>,
-        sweep: &mut Sweep,
-        finished: &Arc<OwnedFd>,
-        tasks: &mut JoinSet<()>,
-    ) -> Outcome {
+    fn begin(&self, gpas: Range<u64>, sweep: &mut Sweep, finished: &Arc<OwnedFd>, tasks: &mut JoinSet<()>) -> Outcome {
         self.counters.nr_faults.fetch_add(1, Ordering::Relaxed);
         let Some((slot, range)) = self.memory.find(&gpas) else {
             warn!(?gpas, "a page fault is not in the memory of the VM");

@@ -166,6 +166,8 @@ impl DiskCache {
                     tracing::debug!(folder = %cache.folder.display(), %error, "a block is not kept on the disk");
                 }
             }
+            // Who waits for the writes may then open the folder again.
+            drop(cache);
             drop(permit);
         });
     }

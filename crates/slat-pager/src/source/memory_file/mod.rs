@@ -67,7 +67,7 @@ impl MemoryFile {
         let data = file.data()?;
         let granule_bytes = match rustix::fs::fstatfs(&file.file) {
             // A page there is what a read costs, and what the guest has.
-            Ok(about) if about.f_type as i64 == HUGETLBFS_MAGIC => (about.f_bsize as u64).max(BLOCK_BYTES),
+            Ok(about) if about.f_type == HUGETLBFS_MAGIC => (about.f_bsize as u64).max(BLOCK_BYTES),
             _ => BLOCK_BYTES,
         };
         let mapping = MmapOptions::new()
@@ -120,11 +120,12 @@ impl MemoryFile {
         })
     }
 
-    /// Whether the block is in the page cache.
+    /// Whether the block is in the page cache, except for holes.
     fn is_block_resident(&self, block: u64) -> bool {
         let start = block * BLOCK_BYTES;
         let nr_bytes = BLOCK_BYTES.min(self.file.size_bytes - start);
-        sys::is_resident(&self.mapping, start as usize, nr_bytes as usize)
+        // A hole is in no cache, and on no disk.
+        sys::not_resident(&self.mapping, start as usize, nr_bytes as usize).all(|page| self.data.has_none_of(page))
     }
 
     /// Notes that the blocks that are wholly in `range` were read.

@@ -24,7 +24,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::tls::TlsFiles;
 use super::wire::{self, About, Greeting, MOST_REQUEST_BYTES, Reply, Request, Status};
-use crate::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
+use crate::source::{Identity, Source, SourceError, check_range};
 
 const NR_CONNECTIONS: usize = 3;
 /// How many requests are under way on a connection.
@@ -70,15 +70,15 @@ impl Peer {
     /// The files of certificates cannot be used; the server does not answer, is another one, or does not have the
     /// snapshot.
     pub async fn open(address: &str, name: &str, tls: &TlsFiles) -> Result<Peer, SourceError> {
-        let malformed = |why: &str| SourceError::Malformed { snapshot: format!("{address}/{name}"), why: why.to_string() };
+        let malformed =
+            |why: &str| SourceError::Malformed { snapshot: format!("{address}/{name}"), why: why.to_string() };
         if name.is_empty() || name.len() > wire::MOST_NAME_BYTES {
             return Err(malformed("its name is empty or too long"));
         }
         let (host, _) = address.rsplit_once(':').ok_or_else(|| malformed("an address is host:port"))?;
         let host = host.trim_start_matches('[').trim_end_matches(']').to_string();
         let host = ServerName::try_from(host).map_err(|_| malformed("its host is none"))?;
-        let server =
-            Server { address: address.to_string(), host, snapshot: name.to_string(), tls: tls.client()? };
+        let server = Server { address: address.to_string(), host, snapshot: name.to_string(), tls: tls.client()? };
         let (connection, about) = Connection::open(&server).await?;
         let connections: Vec<Slot> = std::iter::once(Some(Arc::new(connection)))
             .chain(std::iter::repeat_with(|| None))
@@ -109,7 +109,8 @@ impl Peer {
     }
 
     async fn try_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
-        let slot = self.connections.iter().max_by_key(|slot| slot.requests.available_permits()).expect("there are some");
+        let slot =
+            self.connections.iter().max_by_key(|slot| slot.requests.available_permits()).expect("there are some");
         let _permit = slot.requests.acquire().await.expect("it is never closed");
         let connection = slot.get(self).await?;
         match connection.request(offset, into.len() as u32).await {
@@ -317,5 +318,3 @@ impl Source for Peer {
         .boxed()
     }
 }
-
-const _: () = assert!(MOST_REQUEST_BYTES as u64 % PAGE_BYTES == 0);

@@ -68,9 +68,8 @@ fn provider() -> Arc<CryptoProvider> {
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, SourceError> {
-    let certificates: Result<Vec<_>, _> = CertificateDer::pem_file_iter(path)
-        .map_err(|error| wrong(path, &error))?
-        .collect();
+    let certificates: Result<Vec<_>, _> =
+        CertificateDer::pem_file_iter(path).map_err(|error| wrong(path, &error))?.collect();
     match certificates {
         Ok(certificates) if !certificates.is_empty() => Ok(certificates),
         Ok(_) => Err(wrong(path, &"it has no certificate")),
@@ -79,5 +78,8 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, SourceError
 }
 
 fn wrong(path: &Path, why: &dyn std::fmt::Display) -> SourceError {
-    SourceError::Io { what: format!("use {}", path.display()), error: io::Error::new(io::ErrorKind::InvalidInput, why.to_string()) }
+    SourceError::Io {
+        what: format!("use {}", path.display()),
+        error: io::Error::new(io::ErrorKind::InvalidInput, why.to_string()),
+    }
 }
