@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use slat_pager::commands::cloud_hypervisor::{self as commands, MemoryComes};
 use slat_pager::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
 use slat_pager::protocol::cloud_hypervisor::restore::{Memory, Record, Restored, Snapshot, Then, restore, whole};
 use slat_pager::protocol::cloud_hypervisor::store::store;
@@ -118,6 +119,56 @@ fn a_snapshot_is_stored_and_restored_byte_by_byte() {
     assert_eq!(fs::read_dir(&stored).unwrap().count(), 2 + SLOTS.len());
     // Only the folder and the socket.
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn the_commands_store_a_snapshot_and_restore_it() {
+    if !may_use_userfaultfd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, snapshot) = (folder.path().join("pager.sock"), folder.path().join("snapshot"));
+    // A socket that a daemon left behind.
+    drop(UnixListener::bind(&socket).unwrap());
+    let options = commands::Store { socket: socket.clone(), to: snapshot.clone(), timeout: PATIENCE };
+    thread::scope(|scope| {
+        let storing = scope.spawn(|| commands::store(&options).map_err(|error| error.to_string()));
+        let mut client = loop {
+            // The new socket refuses nobody; a try that is one connection too many would be the snapshot's.
+            if listens(&socket) {
+                break start_client("client_sends_a_snapshot", socket.to_str().unwrap());
+            }
+            thread::yield_now();
+        };
+        storing.join().unwrap().unwrap();
+        assert!(client.wait().unwrap().success());
+    });
+
+    let working_set = snapshot.join("working-set");
+    for memory_comes in [MemoryComes::OnDemand, MemoryComes::OnDemandAndAll] {
+        let socket = folder.path().join(format!("vmm-{memory_comes:?}.sock"));
+        let mut client = start_client("client_is_restored", &format!("sweep:{}", socket.display()));
+        let options = commands::Restore {
+            socket,
+            from: snapshot.clone(),
+            memory: None,
+            then: commands::AfterRestore::Run,
+            memory_comes,
+            working_set: None,
+            on_failure: commands::Policy::Exit,
+            timeout: PATIENCE,
+        };
+        commands::restore(&options).unwrap();
+        assert!(client.wait().unwrap().success());
+        assert!(working_set.exists());
+    }
+}
+
+/// Whether a process listens at `path`, without a connection to it: the kernel's list of sockets says it.
+fn listens(path: &Path) -> bool {
+    let sockets = fs::read_to_string("/proc/net/unix").unwrap();
+    // A socket that listens has the flag __SO_ACCEPTCON.
+    sockets.lines().any(|line| line.contains(" 00010000 ") && line.ends_with(path.to_str().unwrap()))
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The commands of `slat-pager` that work on snapshots; each is a function with its arguments.
 
+pub mod cloud_hypervisor;
 pub mod inspect;
 pub mod pack;
 pub mod share;

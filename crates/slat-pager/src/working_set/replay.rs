@@ -159,10 +159,14 @@ pub fn replay(
                 })
             })
             .collect();
-        threads.into_iter().fold(Ok(()), |result, thread| match thread.join() {
-            Ok(other) => result.and(other),
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
+        let mut result = Ok(());
+        for thread in threads {
+            match thread.join() {
+                Ok(other) => result = result.and(other),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        result
     })
 }
 
