@@ -24,6 +24,7 @@
 pub mod bench;
 pub mod chunks;
 pub mod commands;
+mod folder_lock;
 pub mod metrics;
 pub mod protocol;
 pub mod shared_memory;

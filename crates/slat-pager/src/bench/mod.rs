@@ -11,6 +11,7 @@ mod scenarios;
 mod server;
 mod single_pages;
 mod snapshot;
+pub mod sources;
 pub mod statistics;
 
 use std::io::{self, Write};
@@ -35,6 +36,8 @@ pub enum Scenario {
     Clones,
     /// Faults a second, by 400 threads.
     Threads,
+    /// What sources cost, once each: not among all, and not in the JSON.
+    Sources,
 }
 
 /// Measure this pager beside a plain handler of page faults.
@@ -83,6 +86,14 @@ impl Bench {
         (self.size_bytes / PAGE_BYTES) as u32
     }
 
+    /// Prints what sources cost.
+    fn sources(&self) -> io::Result<()> {
+        self.progress("reading");
+        let memory = self.memory_path();
+        let figures = sources::run(&memory, self.folder(), |figure| self.bar.suspend(|| println!("{figure}")));
+        self.runtime.block_on(figures).map_err(io::Error::other)
+    }
+
     fn progress(&self, what: &str) {
         self.bar.set_message(what.to_owned());
         self.bar.tick();
@@ -126,6 +137,7 @@ pub fn run(options: &BenchOptions) -> io::Result<()> {
         match scenario {
             Scenario::Faults => bench.faults(&desk, 8, &mut report)?,
             Scenario::Threads => bench.faults(&desk, 400, &mut report)?,
+            Scenario::Sources => bench.sources()?,
             Scenario::Restores => bench.restores(&desk, &mut report)?,
             Scenario::Clones => {
                 for nr_clones in &options.clones {

@@ -13,18 +13,16 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io;
-use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use futures_util::StreamExt;
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
 
 use super::Location;
 use super::body;
 use super::index::{Hash, Index, is_chunk_size};
+use crate::folder_lock::lock_folder;
 use crate::source::{Identity, Source, SourceError};
 
 /// How a snapshot is packed. The defaults are those that `slat-pager bench sources` found best.
@@ -203,20 +201,6 @@ impl Packing<'_> {
         let failed = |error: io::Error| SourceError::Io { what: format!("write {}", folder.display()), error };
         let open = File::open(folder).map_err(failed)?;
         rustix::fs::syncfs(&open).map_err(|error| failed(error.into()))
-    }
-}
-
-/// Locks the folder until the returned file is dropped.
-fn lock_folder(folder: &FilePath) -> Result<File, SourceError> {
-    let failed = |error: io::Error| SourceError::Io { what: format!("lock {}", folder.display()), error };
-    let file = File::open(folder).map_err(failed)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(Errno::WOULDBLOCK) => Err(SourceError::Unavailable {
-            server: folder.display().to_string(),
-            why: "another process packs into it".to_string(),
-        }),
-        Err(error) => Err(failed(error.into())),
     }
 }
 

@@ -21,11 +21,10 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 use quick_cache::sync::Cache;
 use quick_cache::{DefaultHashBuilder, Lifecycle, Weighter};
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
 use tokio::sync::Semaphore;
 
 use super::{Counters, table};
+use crate::folder_lock::lock_folder;
 use crate::source::{Identity, SourceError};
 
 const MAGIC: [u8; 8] = *b"slatblk1";
@@ -76,17 +75,7 @@ impl DiskCache {
     pub(super) fn open(folder: &Path, most_bytes: u64, counters: Arc<Counters>) -> Result<DiskCache, SourceError> {
         let failed = |error: io::Error| SourceError::Io { what: format!("use the cache {}", folder.display()), error };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
-        let lock = File::open(folder).map_err(failed)?;
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => {
-                return Err(SourceError::Unavailable {
-                    server: folder.display().to_string(),
-                    why: "another process uses this cache".to_string(),
-                });
-            }
-            Err(error) => return Err(failed(error.into())),
-        }
+        let lock = lock_folder(folder)?;
         let cache = DiskCache {
             folder: folder.to_path_buf(),
             _lock: lock,
