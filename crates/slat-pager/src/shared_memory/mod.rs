@@ -288,3 +288,113 @@ impl Drop for Claim<'_> {
 fn failed(error: io::Error) -> SourceError {
     SourceError::Io { what: "write guest memory".to_owned(), error }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use futures_util::FutureExt;
+    use futures_util::future::BoxFuture;
+
+    use super::*;
+    use crate::source::Mapped;
+
+    /// A file of which nothing is checked but what the kernel checks.
+    #[derive(Debug)]
+    struct Mapping {
+        mapping: memmap2::MmapRaw,
+        zeros: Range<u64>,
+    }
+
+    impl Mapping {
+        fn new(file: &File, zeros: Range<u64>) -> Mapping {
+            let mapping = memmap2::MmapOptions::new().map_raw_read_only(file).unwrap();
+            Mapping { mapping, zeros }
+        }
+    }
+
+    impl Source for Mapping {
+        fn size_bytes(&self) -> u64 {
+            self.mapping.len() as u64
+        }
+
+        fn identity(&self) -> Identity {
+            Identity::from_bytes([0; 32])
+        }
+
+        fn granule_bytes(&self) -> u64 {
+            PAGE_BYTES
+        }
+
+        fn mapped(&self, range: Range<u64>) -> Option<Mapped<'_>> {
+            let start = self.mapping.as_ptr().wrapping_add(range.start as usize);
+            Some(Mapped::new(start, (range.end - range.start) as usize))
+        }
+
+        fn is_zero(&self, range: Range<u64>) -> bool {
+            self.zeros.start <= range.start && range.end <= self.zeros.end
+        }
+
+        fn read<'a>(&'a self, offset: u64, _: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+            async move { Err(SourceError::Corrupt { range: offset..offset }) }.boxed()
+        }
+    }
+
+    const UNIT: u64 = UNIT_BYTES.start;
+
+    fn file() -> File {
+        let file = tempfile::tempfile().unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[7; 3 * UNIT as usize], 0).unwrap();
+        file
+    }
+
+    fn read(memory: &SharedMemory, offset: u64) -> u8 {
+        let mut byte = [0];
+        assert_eq!(rustix::io::pread(memory, &mut byte, memory.memfd_offset(offset)), Ok(1));
+        byte[0]
+    }
+
+    #[test]
+    fn mapped_bytes_and_zeros_are_filled_at_once_and_behind_the_start() {
+        let source = Arc::new(Mapping::new(&file(), UNIT..2 * UNIT));
+        let memory = SharedMemory::new("test", 8192, source).unwrap();
+        assert_eq!(memory.try_fill(100..UNIT + 1).unwrap(), Filled::Now);
+        assert_eq!((read(&memory, 0), read(&memory, UNIT - 1), read(&memory, UNIT)), (7, 7, 0));
+        assert!(memory.is_present(0..2 * UNIT) && !memory.is_present(0..2 * UNIT + 1));
+        assert_eq!(memory.present_bytes(), 2 * UNIT);
+        assert!(matches!(memory.try_fill(0..3 * UNIT + 1), Err(SourceError::OutOfRange { .. })));
+    }
+
+    #[tokio::test]
+    async fn a_mapping_whose_file_was_cut_is_an_error_and_not_zeros() {
+        let file = file();
+        let memory = SharedMemory::new("test", 0, Arc::new(Mapping::new(&file, 0..0))).unwrap();
+        file.set_len(UNIT + 4096).unwrap();
+        assert!(matches!(memory.try_fill(UNIT..2 * UNIT), Err(SourceError::Changed { .. })));
+        assert!(matches!(memory.fill(UNIT..2 * UNIT).await, Err(SourceError::Changed { .. })));
+        assert!(!memory.is_present(UNIT..2 * UNIT));
+        // The unit is absent, and not in flight for ever.
+        file.set_len(3 * UNIT).unwrap();
+        assert_eq!(memory.try_fill(UNIT..2 * UNIT).unwrap(), Filled::Now);
+    }
+
+    #[test]
+    fn pages_that_were_punched_are_backed_by_zeros_and_others_stay() {
+        let memory = SharedMemory::new("test", 0, Arc::new(Mapping::new(&file(), 0..0))).unwrap();
+        assert_eq!(memory.try_fill(0..UNIT).unwrap(), Filled::Now);
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&memory, punch, PAGE_BYTES, PAGE_BYTES).unwrap();
+        let blocks = || rustix::fs::fstat(&memory).unwrap().st_blocks;
+        let before = blocks();
+        memory.back(0..UNIT).unwrap();
+        assert_eq!(blocks() - before, PAGE_BYTES as i64 / 512);
+        assert_eq!((read(&memory, 0), read(&memory, PAGE_BYTES), read(&memory, 2 * PAGE_BYTES)), (7, 0, 7));
+    }
+
+    #[test]
+    fn a_start_that_is_no_page_is_refused() {
+        let source = Arc::new(Mapping::new(&file(), 0..0));
+        assert!(SharedMemory::new("test", 1, Arc::clone(&source) as _).is_err());
+        assert!(SharedMemory::new("test", u64::MAX - 4095, source).is_err());
+    }
+}
