@@ -293,6 +293,37 @@ fn a_vmm_that_refuses_ends_the_restore() {
 }
 
 #[test]
+fn a_vmm_that_takes_no_page_faults_does_not_get_to_run() {
+    let runtime = Runtime::new().unwrap();
+    // It closes the second connection, or never accepts it.
+    for accepts in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("vmm.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let vmm = thread::spawn(move || {
+            let (mut socket, _) = listener.accept().unwrap();
+            let mut received = Vec::new();
+            let mut head = [0; 16];
+            while socket.read_exact(&mut head).is_ok() {
+                received.push(u16::from_le_bytes([head[0], head[1]]));
+                if accepts && received.ends_with(&[vmm::STATE]) {
+                    let (mut second, _) = listener.accept().unwrap();
+                    second.read_exact(&mut [0; 2]).unwrap();
+                }
+                socket.read_exact(&mut vec![0; head[8] as usize | (head[9] as usize) << 8]).unwrap();
+                // It may be gone after it has given up.
+                let _ = socket.write_all(&request(1, 0));
+            }
+            received
+        });
+        let memory = on_demand(Record::Nothing);
+        let restored = restore(&socket, &patterns(), memory, Then::Run, PATIENCE, runtime.handle());
+        assert!(matches!(restored.map(drop), Err(Error::NotOnDemand)));
+        assert_eq!(vmm.join().unwrap().last(), Some(&vmm::ABANDON));
+    }
+}
+
+#[test]
 fn a_snapshot_with_other_memory_than_its_configuration_is_not_restored() {
     let runtime = Runtime::new().unwrap();
     let try_it = |snapshot: &Snapshot| {
@@ -322,7 +353,11 @@ fn faults(snapshot: &Snapshot, on_failure: OnFailure, test: impl FnOnce(UnixStre
             socket.read_exact(&mut head).unwrap();
             let command = u16::from_le_bytes([head[0], head[1]]);
             if command == vmm::STATE {
-                second = Some(listener.accept().unwrap().0);
+                let (mut faults, _) = listener.accept().unwrap();
+                let mut role = [0; 2];
+                faults.read_exact(&mut role).unwrap();
+                assert_eq!(role, [2, 0]);
+                second = Some(faults);
             }
             socket.read_exact(&mut vec![0; head[8] as usize | (head[9] as usize) << 8]).unwrap();
             socket.write_all(&request(1, 0)).unwrap();
@@ -333,11 +368,7 @@ fn faults(snapshot: &Snapshot, on_failure: OnFailure, test: impl FnOnce(UnixStre
     });
     let memory = Memory::OnDemand { record: Record::Nothing, on_failure };
     let restored = restore(&socket, snapshot, memory, Then::Run, PATIENCE, runtime.handle()).unwrap();
-    let mut second = vmm.join().unwrap();
-    let mut role = [0; 2];
-    second.read_exact(&mut role).unwrap();
-    assert_eq!(role, [2, 0]);
-    test(second, &restored);
+    test(vmm.join().unwrap(), &restored);
 }
 
 #[test]

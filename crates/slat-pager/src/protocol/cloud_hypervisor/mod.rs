@@ -26,6 +26,7 @@ pub mod memory;
 pub mod restore;
 pub mod store;
 mod sweep;
+mod taken;
 pub mod wire;
 
 use std::io;
@@ -89,6 +90,9 @@ pub enum Error {
     /// The VMM answered a command by an error.
     #[error("the VMM refused {0}; its log says why")]
     Refused(&'static str),
+    /// The VMM would let its guest run on memory that is not there.
+    #[error("the VMM takes no page faults: receive-migration needs memory_mode=postcopy; the VM was not started")]
+    NotOnDemand,
     /// The configuration is none.
     #[error("the configuration of the VM: {0}")]
     Config(String),

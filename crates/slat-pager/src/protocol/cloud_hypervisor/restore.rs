@@ -16,6 +16,7 @@ use tracing::{info, warn};
 use super::connection::Connection;
 use super::faults::{Counters, FaultServer};
 use super::memory::GuestMemory;
+use super::taken::is_taken;
 use super::wire::{Command, ROLE_FAULT, Request};
 use super::{Error, OnFailure, config};
 use crate::source::Source;
@@ -115,6 +116,13 @@ pub fn restore(
     }
     let state_length = snapshot.state.len() as u64;
     connection.request(Request::new(Command::State, state_length), &snapshot.state, "State")?;
+    if let Some(Serving { socket, .. }) = &restored.serving
+        && !is_taken(socket).map_err(|error| Error::io("look at a connection")(error.into()))?
+        && restored.memory.present_bytes() < restored.memory.size_bytes()
+    {
+        connection.send_all(&Request::new(Command::Abandon, 0).to_bytes())?;
+        return Err(Error::NotOnDemand);
+    }
     let (complete, what) = match then {
         Then::Run => (Command::Complete, "Complete"),
         Then::Pause => (Command::CompletePaused, "CompletePaused"),
