@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -118,7 +119,9 @@ pub fn restore(
     connection.request(Request::new(Command::State, state_length), &snapshot.state, "State")?;
     if let Some(Serving { socket, .. }) = &restored.serving
         && !is_taken(socket).map_err(|error| Error::io("look at a connection")(error.into()))?
-        && restored.memory.present_bytes() < restored.memory.size_bytes()
+        // After that: a fault is counted before it is answered, and an answer may be unreceived, too. The lock of
+        // the socket orders both.
+        && restored.counters.nr_faults.load(Ordering::Relaxed) == 0
     {
         connection.send_all(&Request::new(Command::Abandon, 0).to_bytes())?;
         return Err(Error::NotOnDemand);
