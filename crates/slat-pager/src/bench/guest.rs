@@ -22,8 +22,8 @@ use super::snapshot;
 use crate::source::PAGE_BYTES;
 use crate::userfaultfd::{RegisterMode, Userfaultfd, features};
 
-/// The hidden command that makes a process a guest.
-pub const COMMAND: &str = "bench-guest";
+/// The arguments that make a process of this program a guest.
+const ARGUMENTS: [&str; 2] = ["bench", "--guest"];
 
 /// What a guest does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -71,8 +71,11 @@ pub(super) struct Guest {
 
 impl Guest {
     pub(super) fn start(spec: &Spec) -> io::Result<Guest> {
-        let mut child =
-            Command::new(std::env::current_exe()?).arg(COMMAND).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(ARGUMENTS)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
         let mut stdin = child.stdin.take().ok_or(io::ErrorKind::BrokenPipe)?;
         stdin.write_all(&serde_json::to_vec(spec)?)?;
         let stdout = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
@@ -153,7 +156,7 @@ impl Memory {
 ///
 /// # Errors
 /// Of the operating system.
-pub fn run() -> io::Result<()> {
+pub(super) fn run() -> io::Result<()> {
     let spec: Spec = serde_json::from_reader(io::stdin())?;
     if spec.pages.iter().any(|page| u64::from(*page) >= spec.size_bytes / PAGE_BYTES) {
         return Err(io::ErrorKind::InvalidInput.into());

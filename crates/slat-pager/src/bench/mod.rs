@@ -4,7 +4,7 @@
 //! does, touches pages in an order that is known before, and checks what it finds there. The servers
 //! are this process: its CPU time is theirs.
 
-pub mod guest;
+mod guest;
 mod poll_loop;
 pub mod report;
 mod scenarios;
@@ -58,6 +58,9 @@ pub struct BenchOptions {
     /// Where the snapshot is written.
     #[arg(long, value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
+    /// Be a guest of a measurement.
+    #[arg(long, hide = true, exclusive = true)]
+    pub guest: bool,
     /// Write all samples as JSON to FILE; `-`: to the output, in place of the table.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -105,6 +108,9 @@ impl Bench {
 /// # Errors
 /// Of the operating system: no userfaultfd for this user, no room for the snapshot.
 pub fn run(options: &BenchOptions) -> io::Result<()> {
+    if options.guest {
+        return guest::run();
+    }
     let runtime = Runtime::new()?;
     let size_bytes = options.size.next_multiple_of(2 << 20);
     if !(4 << 20..=1 << 36).contains(&size_bytes) {
