@@ -84,7 +84,7 @@ pub async fn run(memory: &Path, folder: &Path, mut found: impl FnMut(SourceFigur
         [(64 << 10, 1), (128 << 10, 1), (512 << 10, -1), (512 << 10, 1), (512 << 10, 3), (2 << 20, 1)]
     {
         let name = folder.join(format!("{chunk_bytes}.{level}/vm.index"));
-        let to = Location::open(&name.to_string_lossy(), &[])?;
+        let to = Location::create(&name.to_string_lossy(), &[])?;
         let options = PackOptions { chunk_bytes, level, ..PackOptions::default() };
         let begun = Begun::now();
         pack(&file, &to, &options, |_| {}).await?;

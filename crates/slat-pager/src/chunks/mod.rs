@@ -61,8 +61,21 @@ pub struct Location {
 }
 
 impl Location {
-    /// The index `NAME.index` at a path of files or a URL; the chunks are beside it. A folder is made if
-    /// it is not there. `options` are those of [`Objects::open`].
+    /// As [`Location::open`]; a folder is made if it is not there.
+    ///
+    /// # Errors
+    /// As there; the folder cannot be made.
+    pub fn create(name: &str, options: &[(String, String)]) -> Result<Location, SourceError> {
+        let folder = FilePath::new(name).parent().filter(|_| !name.contains("://") && name.ends_with(INDEX_SUFFIX));
+        if let Some(folder) = folder {
+            let failed = |error| SourceError::Io { what: format!("make the folder {}", folder.display()), error };
+            std::fs::create_dir_all(folder).map_err(failed)?;
+        }
+        Location::open(name, options)
+    }
+
+    /// The index `NAME.index` at a path of files or a URL; the chunks are beside it. `options` are those
+    /// of [`Objects::open`].
     ///
     /// # Errors
     /// The name does not end in `.index`; the store cannot be used.

@@ -45,7 +45,7 @@ fn parse_parallel(text: &str) -> Result<usize, String> {
 pub async fn run(args: &PackArgs) -> Result<(), SourceError> {
     let source = open(&args.snapshot, &args.tls).await?;
     // `chunks:` is accepted, too: that is how the snapshot is called afterwards.
-    let to = Location::open(args.to.strip_prefix("chunks:").unwrap_or(&args.to), &[])?;
+    let to = Location::create(args.to.strip_prefix("chunks:").unwrap_or(&args.to), &[])?;
     let stop = Arc::new(AtomicBool::new(false));
     let options = PackOptions {
         chunk_bytes: args.chunk.saturating_mul(1024),

@@ -115,13 +115,15 @@ impl Objects {
         Ok((Objects { store, name }, path))
     }
 
-    /// A folder as a store; it is made if it is not there.
+    /// A folder as a store.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// It is not there.
     pub fn folder(path: &FilePath) -> Result<Objects, SourceError> {
         let failed = |error| SourceError::Io { what: format!("use the folder {}", path.display()), error };
-        std::fs::create_dir_all(path).map_err(failed)?;
+        if !path.is_dir() {
+            return Err(SourceError::NotThere { what: format!("folder {}", path.display()) });
+        }
         let store = LocalFileSystem::new_with_prefix(path).map_err(|error| failed(std::io::Error::other(error)))?;
         let store = Arc::new(store.with_automatic_cleanup(true));
         Ok(Objects { store, name: path.display().to_string() })

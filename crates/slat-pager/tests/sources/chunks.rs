@@ -171,6 +171,9 @@ async fn an_index_that_is_none_is_refused() {
         assert!(matches!(Chunked::open(at.clone()).await, Err(SourceError::Malformed { .. })));
     }
     assert!(Location::open(folder.path().join("vm").to_str().unwrap(), &[]).is_err());
+    let elsewhere = folder.path().join("none/vm.index");
+    assert!(matches!(Location::open(elsewhere.to_str().unwrap(), &[]), Err(SourceError::NotThere { .. })));
+    assert!(!folder.path().join("none").exists(), "to look makes no folder");
     assert!(pack_bytes(&snapshot(1, 64), &at, &options(100_000)).await.is_err(), "chunks of no possible size");
 }
 
