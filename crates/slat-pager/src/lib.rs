@@ -17,6 +17,8 @@
 //! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
 //! - [`metrics`]: what is counted.
 //! - [`bench`]: this pager beside a plain handler of page faults.
+//! - [`daemon`]: many machines, each with the snapshot of its socket; [`config`] and [`options`] say
+//!   what it serves.
 
 #![cfg(target_os = "linux")]
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
@@ -24,8 +26,11 @@
 pub mod bench;
 pub mod chunks;
 pub mod commands;
+pub mod config;
+pub mod daemon;
 mod folder_lock;
 pub mod metrics;
+pub mod options;
 pub mod protocol;
 pub mod shared_memory;
 pub mod snapshot;

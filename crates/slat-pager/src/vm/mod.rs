@@ -7,7 +7,8 @@
 //! - A machine has threads of its own, a bounded share of the memory for reads, and nothing else that
 //!   another machine needs. So it can harm or starve no other.
 //! - When a [`Vm`] is dropped, pages that were not brought fail from then on; they never read as
-//!   zeros. [`Vm::leave`] leaves the machine as it is instead, for a successor.
+//!   zeros. [`Vm::leave`] leaves the machine as it is instead, for a successor. A monitor in the same
+//!   process unmaps the memory only after that.
 //!
 //! # Use
 //! ```no_run
@@ -306,8 +307,11 @@ impl Vm {
         self.is_left = true;
     }
 
-    /// The monitor has ended: what was kept for a successor is removed.
-    pub fn forget(self) {
+    /// The monitor has ended: what was kept for a successor is removed. No page is poisoned: a process
+    /// that lives on may have other memory at these addresses, and the kernel takes the calls of a
+    /// descriptor for memory of another one of the same process.
+    pub fn forget(mut self) {
+        self.is_left = true;
         self.shared.end(End::Gone);
         self.shared.installer.pages.state().forget();
     }

@@ -314,6 +314,18 @@ impl Worker {
             return;
         }
         let waited_for = batch.waited_for.and_then(|page| batch.of_page(page));
+        let hull = batch.hull();
+        if let (Some(one), false) = (waited_for, error.may_pass() || hull.end - hull.start == 1) {
+            // What is wrong may be another page.
+            let mut alone = Batch::new(one.place, one.word, batch.waited_for, batch.since);
+            alone.add(one.word, one.mask);
+            for claimed in batch.claimed() {
+                let own = if claimed.word == one.word { one.mask } else { 0 };
+                shared.installer.release(Claimed { mask: claimed.mask & !own, ..claimed });
+            }
+            shared.fetch(alone);
+            return;
+        }
         for claimed in batch.claimed() {
             let poisoned = waited_for.filter(|one| one.word == claimed.word).map_or(0, |one| one.mask);
             if poisoned != 0 {

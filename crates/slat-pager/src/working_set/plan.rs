@@ -147,7 +147,7 @@ mod tests {
         let progress = Arc::new(Progress::default());
         let never = std::future::pending();
         second.run(file.clone(), Arc::clone(&memory) as _, 1, Arc::clone(&progress), never).await;
-        assert_eq!(*memory.0.lock().unwrap(), [8192..12288]);
+        assert_eq!(memory.0.lock().unwrap().as_slice(), std::slice::from_ref(&(8192..12288)));
         assert_eq!(progress.done(), 4096);
 
         // Another snapshot, and a file that is none.
