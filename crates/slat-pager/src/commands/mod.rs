@@ -1,0 +1,59 @@
+//! The commands of `slat-pager` that work on snapshots; each is a function with its arguments.
+
+pub mod cloud_hypervisor;
+pub mod inspect;
+pub mod pack;
+pub mod share;
+pub mod verify;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::snapshot::{OpenWith, SnapshotName};
+use crate::source::peer::TlsFiles;
+use crate::source::{Source, SourceError};
+
+/// Certificates for peers, as PEM files.
+#[derive(Args, Clone, Debug)]
+pub struct TlsArgs {
+    /// The certificate that proves this side to peers
+    #[arg(long, value_name = "FILE", requires_all = ["key", "authorities"])]
+    certificates: Option<PathBuf>,
+    /// Its private key
+    #[arg(long, value_name = "FILE", requires = "certificates")]
+    key: Option<PathBuf>,
+    /// The authorities whose certificates peers must have
+    #[arg(long, value_name = "FILE", requires = "certificates")]
+    authorities: Option<PathBuf>,
+}
+
+impl TlsArgs {
+    /// The files, if they are given.
+    pub fn files(&self) -> Option<TlsFiles> {
+        Some(TlsFiles {
+            certificates: self.certificates.clone()?,
+            key: self.key.clone()?,
+            authorities: self.authorities.clone()?,
+        })
+    }
+}
+
+/// Opens a snapshot that is read once, from its beginning to its end: no cache helps that.
+async fn open(name: &SnapshotName, tls: &TlsArgs) -> Result<Arc<dyn Source>, SourceError> {
+    name.open(&OpenWith { tls: tls.files(), ..OpenWith::default() }).await
+}
+
+/// A bar for bytes, if a person watches.
+fn progress_bar(size_bytes: u64, what: &'static str) -> ProgressBar {
+    let style = ProgressStyle::with_template("{msg} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
+        .expect("the template is a constant");
+    ProgressBar::new(size_bytes).with_style(style).with_message(what)
+}
+
+/// Bytes for a person.
+fn bytes_text(nr_bytes: u64) -> String {
+    indicatif::BinaryBytes(nr_bytes).to_string()
+}

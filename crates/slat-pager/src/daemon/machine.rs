@@ -1,0 +1,243 @@
+//! One machine of a daemon, from its handshake to its end.
+
+#![expect(unsafe_code, reason = "a descriptor that tokio waits for")]
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::net::UnixStream;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::takeover::{self, Description, Orphan};
+use super::{Daemon, Socket};
+use crate::protocol::firecracker::{self, Handshake};
+use crate::vm::state::State;
+use crate::vm::{AttachError, Observer, Options, Regions, Vm};
+use crate::working_set::Plan;
+use crate::working_set::replay::{Progress, nr_threads};
+
+/// How the end of a monitor is seen.
+#[derive(Debug)]
+enum Life {
+    /// It closes its socket.
+    Socket(UnixStream),
+    /// Its process ends.
+    Process(OwnedFd),
+}
+
+/// Serves a monitor that has connected.
+pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStream) {
+    let Ok(slot) = Arc::clone(&daemon.slots).try_acquire_owned() else {
+        socket.metrics.refused.inc();
+        tracing::error!("there are too many machines; a monitor is refused");
+        return;
+    };
+    let (daemon, socket) = (Arc::clone(daemon), Arc::clone(socket));
+    let tasks = daemon.tasks.clone();
+    tasks.spawn(async move {
+        let received = tokio::time::timeout(socket.config.handshake_timeout, firecracker::receive(&stream)).await;
+        let handshake = match received {
+            Ok(Ok(handshake)) => handshake,
+            Ok(Err(error)) => return refuse(&socket, &error),
+            Err(_) => return refuse(&socket, &"the handshake takes too long"),
+        };
+        let copy = handshake.userfaultfd.try_clone();
+        match attach(&daemon, &socket, &stream, handshake) {
+            Ok((vm, plan)) => {
+                follow(plan, &daemon, &socket, &vm);
+                watch(&daemon, vm, Life::Socket(stream), Some(slot)).await;
+            }
+            Err(error) => {
+                refuse(&socket, &error);
+                // The monitor waits, and reads no zeros.
+                let mut leave = daemon.leave.clone();
+                tokio::select! {
+                    () = ended(Life::Socket(stream)) => {}
+                    _ = leave.wait_for(|leave| *leave) => {}
+                }
+                drop(copy);
+            }
+        }
+    });
+}
+
+/// Serves a machine whose pager has died.
+pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orphan) {
+    let Orphan { description, state, userfaultfd, monitor } = orphan;
+    let name = name(&description);
+    if description.snapshot != socket.source.identity().to_string() {
+        tracing::error!(vm = name, "the snapshot is another one than that of this machine; it waits");
+        return;
+    }
+    // Machines that run already are served, however many there are.
+    let slot = Arc::clone(&daemon.slots).try_acquire_owned().ok();
+    let attached = Regions::new(&description.regions, socket.source.size_bytes())
+        .map_err(AttachError::Regions)
+        .and_then(|regions| {
+            let options = options(socket, &description, None);
+            Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options)
+        });
+    match attached {
+        Ok(vm) => {
+            socket.metrics.taken_over.inc();
+            tracing::info!(vm = name, pid = description.pid, present_bytes = vm.present_bytes(), "taken over");
+            let daemon = Arc::clone(daemon);
+            let tasks = daemon.tasks.clone();
+            tasks.spawn(async move { watch(&daemon, vm, Life::Process(monitor), slot).await });
+        }
+        Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it waits"),
+    }
+}
+
+fn refuse(socket: &Socket, error: &dyn std::fmt::Display) {
+    socket.metrics.refused.inc();
+    tracing::error!(socket = %socket.config.path.display(), %error, "a monitor is refused");
+}
+
+fn name(description: &Description) -> String {
+    format!("{}-{}", description.pid, description.userfaultfd.inode)
+}
+
+fn options(socket: &Socket, description: &Description, observer: Option<Arc<dyn Observer>>) -> Options {
+    Options {
+        name: name(description),
+        nr_threads: socket.config.threads,
+        granule_bytes: socket.config.granule,
+        on_failure: socket.config.on_failure,
+        limits: socket.limits.clone(),
+        metrics: Arc::clone(&socket.metrics),
+        observer,
+        shared_memory: None,
+        runtime: None,
+    }
+}
+
+fn attach(
+    daemon: &Daemon,
+    socket: &Socket,
+    stream: &UnixStream,
+    handshake: Handshake,
+) -> Result<(Vm, Plan), AttachError> {
+    let system = |what| move |error| AttachError::System { what, error };
+    let Handshake { regions: listed, userfaultfd } = handshake;
+    let regions = Regions::new(&listed, socket.source.size_bytes())?;
+    let pid = stream.peer_cred().map_err(system("ask for the monitor's process"))?.pid().unwrap_or(0);
+    let (_monitor, process) = takeover::monitor(pid)
+        .map_err(|error| AttachError::System { what: "look at the monitor's process", error: error.into() })?;
+    let description = Description {
+        socket: socket.config.path.clone(),
+        pid,
+        process,
+        userfaultfd: userfaultfd
+            .identity()
+            .map_err(|error| AttachError::System { what: "look at the descriptor", error: error.into() })?,
+        snapshot: socket.source.identity().to_string(),
+        regions: listed,
+        boot: daemon.boot.clone(),
+    };
+    let text =
+        serde_json::to_vec(&description).map_err(|error| system("describe a machine")(io::Error::from(error)))?;
+    let path = takeover::path_of(&daemon.runtime_folder, &description);
+    let state = State::create(&path, &text, socket.config.threads.get(), regions.nr_words())
+        .map_err(system("note a machine for a successor"))?;
+    let nr_regions = description.regions.len();
+    let plan = socket
+        .config
+        .working_set
+        .as_ref()
+        .map_or(Plan::Nothing, |file| Plan::for_source(file, &*socket.source, socket.config.granule));
+    let options = options(socket, &description, plan.observer());
+    let vm = Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options).inspect_err(|_| {
+        // No successor is to find it.
+        let _ = std::fs::remove_file(&path);
+    })?;
+    tracing::info!(
+        vm = name(&description),
+        pid,
+        nr_regions,
+        size_bytes = vm.regions().size_bytes(),
+        "serving a machine"
+    );
+    Ok((vm, plan))
+}
+
+/// Replays or records the working set, beside the machine.
+fn follow(plan: Plan, daemon: &Daemon, socket: &Socket, vm: &Vm) {
+    let Some(file) = socket.config.working_set.clone() else { return };
+    let mut ended = vm.ended();
+    let ended = async move { drop(ended.wait_for(Option::is_some).await) };
+    let (memory, nr_threads) = (Arc::new(vm.populator()), nr_threads(&*socket.source));
+    let metrics = Arc::clone(&socket.metrics);
+    daemon.tasks.spawn(async move {
+        let progress = Arc::new(Progress::default());
+        plan.run(file, memory, nr_threads, Arc::clone(&progress), ended).await;
+        metrics.replayed_bytes.inc_by(progress.done());
+    });
+}
+
+/// Until the monitor ends, the machine fails, or the daemon leaves.
+async fn watch(daemon: &Daemon, vm: Vm, life: Life, slot: Option<OwnedSemaphorePermit>) {
+    let mut vm_ended = vm.ended();
+    let mut leave = daemon.leave.clone();
+    enum Why {
+        Ended,
+        Failed(String),
+        Left,
+    }
+    let why = tokio::select! {
+        () = ended(life) => Why::Ended,
+        end = vm_ended.wait_for(Option::is_some) => match end.as_deref() {
+            Ok(Some(crate::vm::End::Failed(why))) => Why::Failed(why.clone()),
+            _ => Why::Ended,
+        },
+        _ = leave.wait_for(|leave| *leave) => Why::Left,
+    };
+    // Its threads are joined: that may wait for the kernel.
+    let ending = tokio::task::spawn_blocking(move || match why {
+        Why::Left => vm.leave(),
+        Why::Ended => vm.forget(),
+        // It stays noted: a successor may have more luck.
+        Why::Failed(why) => {
+            tracing::error!(why, "a machine cannot be served any more; it waits");
+            vm.leave();
+        }
+    });
+    if ending.await.is_err() {
+        tracing::error!("the end of a machine has panicked");
+    }
+    drop(slot);
+}
+
+/// Until the monitor ends.
+async fn ended(life: Life) {
+    match life {
+        Life::Socket(stream) => {
+            let mut buffer = [0; 512];
+            loop {
+                if stream.ready(Interest::READABLE).await.is_err() {
+                    return;
+                }
+                match stream.try_read(&mut buffer) {
+                    Ok(0) => return,
+                    // The protocol has nothing more; what comes is dropped.
+                    Ok(_) => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(_) => return,
+                }
+            }
+        }
+        Life::Process(monitor) => {
+            // SAFETY: an `OwnedFd` is open until it is dropped, and always the same number.
+            match unsafe { AsyncFd::register_with_interest(monitor, Interest::READABLE) } {
+                Ok(process) => drop(process.readable().await),
+                Err(error) => {
+                    tracing::error!(error = %io::Error::from(error), "cannot watch a monitor");
+                    std::future::pending().await
+                }
+            }
+        }
+    }
+}

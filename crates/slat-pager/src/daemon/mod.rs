@@ -1,0 +1,266 @@
+//! `slat-pager serve`: many machines, each with the snapshot of the socket that it came to.
+//!
+//! # Guarantees
+//! - A machine is noted in a file before its first fault is answered, and from then on survives this
+//!   process ([`takeover`]).
+//! - A monitor that is refused gets nothing, and its descriptor stays open until its socket ends: it
+//!   waits, and reads no zeros.
+//! - No error of one connection ends another, or the daemon.
+//!
+//! # Implementation
+//! What needs rights comes first: sockets, orphans, metrics. Then [`sandbox::enter`], and only then
+//! threads, sources, and the words of others.
+
+mod calls;
+pub mod http;
+pub mod listen;
+mod machine;
+pub mod sandbox;
+pub mod takeover;
+
+use std::io;
+use std::os::unix::net::UnixListener as StdListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus::Registry;
+use thiserror::Error;
+use tokio::net::UnixListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{Semaphore, watch};
+use tokio_util::task::TaskTracker;
+
+use crate::config::{Config, SandboxMode, SocketConfig, TlsConfig};
+use crate::metrics::Metrics;
+use crate::snapshot::{OpenWith, SnapshotName};
+use crate::source::cache::BlockCache;
+use crate::source::{Source, SourceError};
+use crate::vm::fetch::{Budget, Limits};
+use listen::Passed;
+use sandbox::Files;
+use takeover::{Lock, Orphan, Standby};
+
+/// Why a daemon does not start.
+#[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum DaemonError {
+    #[error("cannot use the runtime folder {}: {error}", folder.display())]
+    Folder { folder: PathBuf, error: io::Error },
+    #[error("another pager has the runtime folder {} (--standby waits for its end)", folder.display())]
+    Taken { folder: PathBuf },
+    #[error("cannot listen on {}: {error}", path.display())]
+    Listen { path: PathBuf, error: io::Error },
+    #[error("cannot serve metrics: {0}")]
+    Metrics(io::Error),
+    #[error("cannot give up rights: {0}")]
+    Sandbox(#[from] sandbox::SandboxError),
+    #[error("cannot have a cache: {0}")]
+    Cache(SourceError),
+    #[error("the snapshot `{name}`: {error}")]
+    Snapshot { name: String, error: SourceError },
+    #[error("cannot {what}: {error}")]
+    System { what: &'static str, error: io::Error },
+}
+
+/// A socket with all that its machines need.
+#[derive(Debug)]
+struct Socket {
+    config: SocketConfig,
+    source: Arc<dyn Source>,
+    metrics: Arc<Metrics>,
+    limits: Limits,
+}
+
+/// What all machines share.
+#[derive(Debug)]
+struct Daemon {
+    runtime_folder: PathBuf,
+    boot: String,
+    slots: Arc<Semaphore>,
+    tasks: TaskTracker,
+    /// Becomes true when the daemon leaves its machines.
+    leave: watch::Receiver<bool>,
+}
+
+/// Serves as `config` says, until a signal (SIGTERM, SIGINT). The machines are left for a successor.
+///
+/// # Errors
+/// [`DaemonError`].
+pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<(), DaemonError> {
+    let system = |what| move |error| DaemonError::System { what, error };
+    raise_limits();
+    let runtime_folder = config.runtime_folder();
+    let _lock = Lock::take(&runtime_folder, standby).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => DaemonError::Taken { folder: runtime_folder.clone() },
+        _ => DaemonError::Folder { folder: runtime_folder.clone(), error },
+    })?;
+    let listen = |socket: &SocketConfig| {
+        let failed = |error| DaemonError::Listen { path: socket.path.clone(), error };
+        passed.listen(&socket.path).map_err(failed)
+    };
+    let listeners = config.sockets.iter().map(listen).collect::<Result<Vec<_>, _>>()?;
+    if passed.nr_left() > 0 {
+        tracing::warn!(nr = passed.nr_left(), "the service manager passed sockets that the configuration lacks");
+    }
+    let orphans = takeover::orphans(&runtime_folder)
+        .map_err(|error| DaemonError::Folder { folder: runtime_folder.clone(), error })?;
+    let metrics = config.metrics.as_ref().map(http::Listener::bind).transpose().map_err(DaemonError::Metrics)?;
+    let boot = takeover::boot().map_err(system("read the boot id"))?;
+    sandbox::enter(config.sandbox, &files(config, &runtime_folder))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .thread_name("slat-pager")
+        .enable_all()
+        .build()
+        .map_err(system("start a runtime"))?;
+    let (leave, left) = watch::channel(false);
+    let daemon = Daemon {
+        runtime_folder,
+        boot,
+        slots: Arc::new(Semaphore::new(config.max_vms.min(Semaphore::MAX_PERMITS))),
+        tasks: TaskTracker::new(),
+        leave: left,
+    };
+    let result = runtime.block_on(run(Arc::new(daemon), config, listeners, orphans, metrics, leave));
+    // Reads that are under way are of no use to anyone.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+async fn run(
+    daemon: Arc<Daemon>,
+    config: &Config,
+    listeners: Vec<StdListener>,
+    orphans: Vec<Orphan>,
+    metrics: Option<http::Listener>,
+    leave: watch::Sender<bool>,
+) -> Result<(), DaemonError> {
+    let system = |what| move |error| DaemonError::System { what, error };
+    let mut end = signal(SignalKind::terminate()).map_err(system("wait for signals"))?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(system("wait for signals"))?;
+    let registry = Registry::new();
+    let with = OpenWith {
+        cache: match config.sockets.iter().any(|socket| is_fetched(&socket.memory)) {
+            true => Some(BlockCache::new(&config.cache.options()).map_err(DaemonError::Cache)?),
+            false => None,
+        },
+        store_options: config.store.clone().into_iter().collect(),
+        tls: config.tls.as_ref().map(TlsConfig::files),
+    };
+    let budget = Budget::new(config.read_memory);
+    let mut sockets = Vec::new();
+    for socket in &config.sockets {
+        sockets.push(Arc::new(open(socket, &with, &budget, &registry).await?));
+    }
+    for orphan in orphans {
+        match sockets.iter().find(|socket| socket.config.path == orphan.description.socket) {
+            Some(socket) => machine::take_over(&daemon, socket, orphan),
+            None => tracing::error!(socket = %orphan.description.socket.display(), pid = orphan.description.pid,
+                "a machine of a socket that is not served any more; it waits"),
+        }
+    }
+    for (socket, listener) in sockets.iter().zip(listeners) {
+        let listener = UnixListener::from_std(listener).map_err(system("listen"))?;
+        tracing::info!(socket = %socket.config.path.display(), memory = %socket.config.memory,
+            size_bytes = socket.source.size_bytes(), "serving");
+        tokio::spawn(accept(Arc::clone(&daemon), Arc::clone(socket), listener));
+    }
+    if let Some(metrics) = metrics {
+        tokio::spawn(metrics.serve(registry));
+    }
+    // It fails without a service manager.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    tokio::select! {
+        _ = end.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    leave.send_replace(true);
+    daemon.tasks.close();
+    if tokio::time::timeout(Duration::from_secs(10), daemon.tasks.wait()).await.is_err() {
+        tracing::warn!("a machine's thread does not end");
+    }
+    Ok(())
+}
+
+async fn open(
+    config: &SocketConfig,
+    with: &OpenWith,
+    budget: &Budget,
+    registry: &Registry,
+) -> Result<Socket, DaemonError> {
+    let opened = config.memory.open(with).await;
+    let source = opened.map_err(|error| DaemonError::Snapshot { name: config.memory.to_string(), error })?;
+    let metrics = Metrics::new(&config.path.to_string_lossy());
+    metrics.register(registry).map_err(|error| DaemonError::Metrics(io::Error::other(error)))?;
+    let limits = Limits {
+        budget: budget.clone(),
+        vm_bytes: config.vm_read_memory,
+        read_timeout: config.read_timeout,
+        patience: config.patience,
+    };
+    Ok(Socket { config: config.clone(), source, metrics: Arc::new(metrics), limits })
+}
+
+async fn accept(daemon: Arc<Daemon>, socket: Arc<Socket>, listener: UnixListener) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => machine::serve(&daemon, &socket, stream),
+            Err(error) => {
+                // No descriptors or no memory, for now.
+                tracing::error!(%error, "cannot accept a monitor");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// The files of sources and of all else.
+fn files(config: &Config, runtime_folder: &Path) -> Files {
+    let mut files = Files { read: Vec::new(), write: vec![runtime_folder.to_path_buf()] };
+    files.write.extend(config.cache.folder.clone());
+    if let Some(tls) = &config.tls {
+        files.read.extend([tls.certificates.clone(), tls.key.clone(), tls.authorities.clone()]);
+    }
+    for socket in &config.sockets {
+        match &socket.memory {
+            SnapshotName::File(path) => files.read.push(path.clone()),
+            // What is beside them says what they have.
+            SnapshotName::Layers(base, layers) => {
+                files.read.extend([base].into_iter().chain(layers).filter_map(|path| path.parent()).map(parent_folder));
+            }
+            SnapshotName::Chunks(index) if !index.contains("://") => {
+                files.read.extend(Path::new(index).parent().map(parent_folder));
+            }
+            SnapshotName::Chunks(_) | SnapshotName::Object(_) | SnapshotName::Peer { .. } => {}
+        }
+        files.write.extend(socket.working_set.as_deref().and_then(Path::parent).map(parent_folder));
+    }
+    if config.sandbox != SandboxMode::Off {
+        tracing::debug!(?files, "the files of the sandbox");
+    }
+    files
+}
+
+/// Whether a snapshot is anywhere else than in files that the kernel caches.
+fn is_fetched(name: &SnapshotName) -> bool {
+    !matches!(name, SnapshotName::File(_) | SnapshotName::Layers(..))
+}
+
+/// The folder of a file that is named without one is the present one.
+fn parent_folder(parent: &Path) -> PathBuf {
+    if parent.as_os_str().is_empty() { PathBuf::from(".") } else { parent.to_path_buf() }
+}
+
+/// As many descriptors and as much locked memory as the process may have: a machine takes four
+/// descriptors and a locked page.
+fn raise_limits() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    for resource in [Resource::Nofile, Resource::Memlock] {
+        let mut limit = getrlimit(resource);
+        limit.current = limit.maximum;
+        if let Err(error) = setrlimit(resource, limit) {
+            tracing::debug!(?resource, %error, "a limit stays");
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! A pager: the memory of a virtual machine that is restored from a snapshot comes page by page, when
+//! the machine first touches it, instead of all before it may run.
+//!
+//! The kernel stops a thread that touches a page which is not there, and tells a *userfaultfd*. A
+//! virtual machine monitor hands that descriptor over; the pager reads from it, fetches what is
+//! missing from where the snapshot is, and puts it in place.
+//!
+//! # The parts
+//! - [`protocol`]: how virtual machine monitors hand over their memory.
+//! - [`shared_memory`]: guest memory that is a file of ours, filled once and mapped by the VMM.
+//! - [`working_set`]: what a VM touches first, recorded and filled in advance.
+//! - [`chunks`]: snapshots that are cut into chunks, compressed, and stored once each.
+//! - [`snapshot`]: the names of snapshots, and how one is opened.
+//! - [`commands`]: `slat-pager pack`, `inspect`, `verify` and `share`.
+//! - [`source`]: where the bytes of a snapshot come from.
+//! - [`userfaultfd`]: the kernel's descriptor.
+//! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
+//! - [`metrics`]: what is counted.
+//! - [`bench`]: this pager beside a plain handler of page faults.
+//! - [`daemon`]: many machines, each with the snapshot of its socket; [`config`] and [`options`] say
+//!   what it serves.
+
+#![cfg(target_os = "linux")]
+#![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
+
+pub mod bench;
+pub mod chunks;
+pub mod commands;
+pub mod config;
+pub mod daemon;
+mod folder_lock;
+pub mod metrics;
+pub mod options;
+pub mod protocol;
+pub mod shared_memory;
+pub mod snapshot;
+pub mod source;
+pub mod userfaultfd;
+pub mod vm;
+pub mod working_set;
+
+pub use vm::attach;

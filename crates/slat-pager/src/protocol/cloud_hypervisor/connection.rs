@@ -1,0 +1,185 @@
+//! A connection to the VMM: whole frames in time, with the descriptors that belong to them.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, send, sendmsg,
+};
+
+use super::Error;
+use super::wire::{Command, FRAME_BYTES, Request, Response};
+
+/// Bytes of a long part that are read at once: a length that lies costs no more memory than this.
+const PART_BYTES: usize = 1 << 20;
+
+/// One connection, whose peer has `timeout` for each frame.
+#[derive(Debug)]
+pub(super) struct Connection {
+    socket: UnixStream,
+    timeout: Duration,
+}
+
+/// Which descriptors come with the bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Descriptors {
+    None,
+    One,
+}
+
+impl Connection {
+    pub(super) fn new(socket: UnixStream, timeout: Duration) -> io::Result<Connection> {
+        socket.set_nonblocking(false)?;
+        socket.set_write_timeout(Some(timeout))?;
+        Ok(Connection { socket, timeout })
+    }
+
+    /// The next request.
+    pub(super) fn receive_request(&self) -> Result<Request, Error> {
+        Ok(Request::from_bytes(self.receive_frame("a request")?)?)
+    }
+
+    /// The `length` bytes behind a `command` that has at most `most_bytes`.
+    pub(super) fn receive_payload(&self, command: Command, length: u64, most_bytes: u64) -> Result<Vec<u8>, Error> {
+        let Some(length) = usize::try_from(length).ok().filter(|length| *length as u64 <= most_bytes) else {
+            return Err(Error::Length { command, length });
+        };
+        let mut bytes = Vec::new();
+        while bytes.len() < length {
+            let start = bytes.len();
+            bytes.resize(length.min(start + PART_BYTES), 0);
+            self.receive(&mut bytes[start..], "the bytes of a request", Descriptors::None)?;
+        }
+        Ok(bytes)
+    }
+
+    /// The number of a slot and the descriptor of its memory.
+    pub(super) fn receive_memory(&self) -> Result<(u32, OwnedFd), Error> {
+        const WHAT: &str = "the number of a memory slot";
+        let mut number = [0; 4];
+        let memory = self.receive(&mut number, WHAT, Descriptors::One)?;
+        let memory = memory.ok_or(Error::Descriptors { what: WHAT, expected: "one", found: "none" })?;
+        Ok((u32::from_le_bytes(number), memory))
+    }
+
+    pub(super) fn answer(&self, response: Response) -> Result<(), Error> {
+        self.send_all(&response.to_bytes())
+    }
+
+    /// Sends a request and what belongs to it, and waits for its answer.
+    pub(super) fn request(&self, request: Request, payload: &[u8], what: &'static str) -> Result<(), Error> {
+        self.send_all(&request.to_bytes())?;
+        self.send_all(payload)?;
+        self.expect_ok(what)
+    }
+
+    /// Sends the memory of a slot, and waits for the answer.
+    pub(super) fn send_memory(&self, slot: u32, memory: BorrowedFd<'_>) -> Result<(), Error> {
+        let number = slot.to_le_bytes();
+        self.send_all(&Request::new(Command::MemoryFd, number.len() as u64).to_bytes())?;
+        let descriptors = [memory];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        // There is space for one.
+        let _ = ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+        let bytes = [io::IoSlice::new(&number)];
+        let nr_sent = rustix::io::retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, SendFlags::NOSIGNAL))
+            .map_err(|error| sent(error.into()))?;
+        self.send_all(&number[nr_sent..])?;
+        self.expect_ok("the memory of a slot")
+    }
+
+    /// Sends bytes that are no frame.
+    pub(super) fn send_all(&self, mut bytes: &[u8]) -> Result<(), Error> {
+        while !bytes.is_empty() {
+            let nr_sent = rustix::io::retry_on_intr(|| send(&self.socket, bytes, SendFlags::NOSIGNAL))
+                .map_err(|error| sent(error.into()))?;
+            bytes = &bytes[nr_sent..];
+        }
+        Ok(())
+    }
+
+    pub(super) fn into_socket(self) -> UnixStream {
+        self.socket
+    }
+
+    fn expect_ok(&self, what: &'static str) -> Result<(), Error> {
+        match Response::from_bytes(self.receive_frame(what)?)? {
+            Response::Ok => Ok(()),
+            Response::Error => Err(Error::Refused(what)),
+        }
+    }
+
+    fn receive_frame(&self, what: &'static str) -> Result<[u8; FRAME_BYTES], Error> {
+        let mut bytes = [0; FRAME_BYTES];
+        self.receive(&mut bytes, what, Descriptors::None)?;
+        Ok(bytes)
+    }
+
+    /// Fills `into`. A descriptor that does not belong there is closed, and an error.
+    fn receive(&self, into: &mut [u8], what: &'static str, expected: Descriptors) -> Result<Option<OwnedFd>, Error> {
+        let deadline = Instant::now() + self.timeout;
+        let mut descriptor = None;
+        let mut nr_received = 0;
+        while nr_received < into.len() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::TimedOut(what));
+            }
+            self.socket.set_read_timeout(Some(left)).map_err(Error::io("limit the time of a connection"))?;
+            // Space for two, to notice the second.
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let mut bytes = [io::IoSliceMut::new(&mut into[nr_received..])];
+            let message = match recvmsg(&self.socket, &mut bytes, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+                Ok(message) => message,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => return Err(Error::TimedOut(what)),
+                Err(Errno::CONNRESET | Errno::PIPE) => return Err(Error::Closed(what)),
+                Err(error) => return Err(Error::Io { what: "receive from the VMM", error: error.into() }),
+            };
+            let mut received: Vec<OwnedFd> = ancillary
+                .drain()
+                .flat_map(|message| match message {
+                    RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
+                    _ => Vec::new(),
+                })
+                .collect();
+            let is_whole = !message.flags.contains(ReturnFlags::CTRUNC);
+            match (received.pop(), received.is_empty() && is_whole, expected) {
+                (None, true, _) => {}
+                (Some(one), true, Descriptors::One) if descriptor.is_none() => descriptor = Some(one),
+                (_, _, Descriptors::None) => {
+                    return Err(Error::Descriptors { what, expected: "no", found: "some" });
+                }
+                (_, _, Descriptors::One) => {
+                    return Err(Error::Descriptors { what, expected: "one", found: "more" });
+                }
+            }
+            if message.bytes == 0 {
+                return Err(Error::Closed(what));
+            }
+            nr_received += message.bytes;
+        }
+        Ok(descriptor)
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+fn sent(error: io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::Closed("the end of what the pager sends"),
+        io::ErrorKind::WouldBlock => Error::TimedOut("room for an answer"),
+        _ => Error::Io { what: "send to the VMM", error },
+    }
+}

@@ -1,0 +1,79 @@
+//! A snapshot in a folder, as Cloud Hypervisor's own daemon lays it out: `migration_config.json`,
+//! `state.json`, and `memory-N` for each slot.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use super::Error;
+
+/// The configuration of the VM.
+pub const CONFIG: &str = "migration_config.json";
+/// The state of its devices.
+pub const STATE: &str = "state.json";
+
+/// The file of a slot's memory.
+pub fn memory_name(slot: u32) -> String {
+    format!("memory-{slot}")
+}
+
+/// A folder that takes its name once it is whole and durable; dropped before, it is removed.
+#[derive(Debug)]
+pub(super) struct NewFolder {
+    path: PathBuf,
+    unfinished: PathBuf,
+}
+
+impl NewFolder {
+    /// A folder that becomes `path`, which is not there yet, or empty.
+    pub(super) fn new(path: &Path) -> Result<NewFolder, Error> {
+        let mut name =
+            path.file_name().ok_or_else(|| Error::file(path)(io::ErrorKind::InvalidFilename.into()))?.to_owned();
+        match fs::read_dir(path).map(|mut entries| entries.next().is_none()) {
+            Ok(true) => {}
+            Ok(false) => return Err(Error::file(path)(io::ErrorKind::DirectoryNotEmpty.into())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::file(path)(error)),
+        }
+        name.push(format!(".unfinished-{}", std::process::id()));
+        let unfinished = path.with_file_name(name);
+        fs::create_dir_all(parent(path)).map_err(Error::file(parent(path)))?;
+        fs::create_dir(&unfinished).map_err(Error::file(&unfinished))?;
+        Ok(NewFolder { path: path.to_owned(), unfinished })
+    }
+
+    pub(super) fn path_of(&self, name: &str) -> PathBuf {
+        self.unfinished.join(name)
+    }
+
+    /// A new file in it.
+    pub(super) fn create(&self, name: &str) -> Result<File, Error> {
+        let path = self.path_of(name);
+        File::options().write(true).create_new(true).open(&path).map_err(Error::file(path))
+    }
+
+    /// A new file in it, with `bytes`, which are durable.
+    pub(super) fn write(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
+        let mut file = self.create(name)?;
+        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(Error::file(self.path_of(name)))
+    }
+
+    /// Gives it its name, durably.
+    pub(super) fn finish(self) -> Result<(), Error> {
+        let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all()).map_err(Error::file(path));
+        sync(&self.unfinished)?;
+        fs::rename(&self.unfinished, &self.path).map_err(Error::file(&self.path))?;
+        sync(parent(&self.path))
+    }
+}
+
+impl Drop for NewFolder {
+    fn drop(&mut self) {
+        // Not there any more once it is finished.
+        let _ = fs::remove_dir_all(&self.unfinished);
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}

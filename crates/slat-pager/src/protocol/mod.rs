@@ -1,0 +1,11 @@
+//! How virtual machine monitors hand over the memory of a VM.
+//!
+//! - [`descriptors`]: bytes with descriptors from a Unix socket.
+//! - [`firecracker`]: Firecracker's handshake.
+//! - [`cloud_hypervisor`]: Cloud Hypervisor's offload daemon.
+//! - [`handoff`]: a handoff that is proposed for Cloud Hypervisor; experimental.
+
+pub mod cloud_hypervisor;
+pub mod descriptors;
+pub mod firecracker;
+pub mod handoff;

@@ -1,0 +1,277 @@
+//! Keeps blocks of sources that cost much to read, in memory and on a disk.
+//!
+//! # Guarantees
+//! - Blocks are kept by their identity ([`Source::block_identity`]): those of two snapshots are never mixed,
+//!   and one cache serves all snapshots of a process.
+//! - A block that comes from the disk is what was written there, or it is fetched again.
+//! - Memory and disk are bounded: blocks in memory, blocks that are being fetched, and files each by a number of
+//!   bytes (files by that and those few that are being written).
+//! - A disk that is full, fails or is taken away costs time, and no read fails for it.
+//! - Readers who want one block at once cause one fetch.
+
+mod disk;
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use quick_cache::sync::{Cache, DefaultLifecycle};
+use quick_cache::{DefaultHashBuilder, OptionsBuilder, Weighter};
+use tokio::sync::Semaphore;
+
+use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, check_range};
+use disk::DiskCache;
+
+/// The blocks that most sources have, for the first sizes of tables.
+const USUAL_BLOCK_BYTES: u64 = 512 << 10;
+
+/// How large a cache is.
+#[derive(Clone, Debug)]
+pub struct CacheOptions {
+    /// Bytes of blocks in memory.
+    pub memory_bytes: u64,
+    /// Bytes of blocks that are being fetched.
+    pub fetched_bytes: u64,
+    /// Where blocks are kept on a disk, and how many bytes of them.
+    pub disk: Option<(PathBuf, u64)>,
+}
+
+impl Default for CacheOptions {
+    fn default() -> CacheOptions {
+        CacheOptions { memory_bytes: 256 << 20, fetched_bytes: 128 << 20, disk: None }
+    }
+}
+
+/// What a cache did.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) nr_memory_hits: AtomicU64,
+    pub(super) nr_disk_hits: AtomicU64,
+    pub(super) nr_fetched: AtomicU64,
+    pub(super) fetched_bytes: AtomicU64,
+    pub(super) nr_corrupt: AtomicU64,
+    pub(super) nr_not_written: AtomicU64,
+}
+
+/// What a cache did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheFigures {
+    /// Reads of blocks that were in memory, or were being fetched for another reader.
+    pub nr_memory_hits: u64,
+    /// Reads of blocks that were on the disk.
+    pub nr_disk_hits: u64,
+    /// Blocks that were fetched.
+    pub nr_fetched: u64,
+    /// Bytes of them.
+    pub fetched_bytes: u64,
+    /// Files that were not what was written.
+    pub nr_corrupt: u64,
+    /// Blocks that could not be written to the disk, or not as fast as they came.
+    pub nr_not_written: u64,
+    /// Bytes in memory.
+    pub memory_bytes: u64,
+    /// Bytes of files.
+    pub disk_bytes: u64,
+}
+
+/// A cache of blocks.
+#[derive(Debug)]
+pub struct BlockCache {
+    memory: Cache<Identity, Bytes, ByLength>,
+    disk: Option<Arc<DiskCache>>,
+    /// For each page that is being fetched.
+    fetches: Semaphore,
+    fetched_pages: u32,
+    counters: Arc<Counters>,
+}
+
+impl BlockCache {
+    /// An empty one, or what the folder has.
+    ///
+    /// # Errors
+    /// The folder cannot be used, or another process uses it.
+    pub fn new(options: &CacheOptions) -> Result<Arc<BlockCache>, SourceError> {
+        let counters = Arc::new(Counters::default());
+        let disk = match &options.disk {
+            Some((folder, most_bytes)) => Some(Arc::new(DiskCache::open(folder, *most_bytes, Arc::clone(&counters))?)),
+            None => None,
+        };
+        let fetched_pages = u32::try_from(options.fetched_bytes / PAGE_BYTES).unwrap_or(u32::MAX).clamp(1, 1 << 28);
+        Ok(Arc::new(BlockCache {
+            memory: table(options.memory_bytes, ByLength, DefaultLifecycle::default()),
+            disk,
+            fetches: Semaphore::new(fetched_pages as usize),
+            fetched_pages,
+            counters,
+        }))
+    }
+
+    /// What it did so far.
+    pub fn figures(&self) -> CacheFigures {
+        // Relaxed: each is a count of its own.
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        CacheFigures {
+            nr_memory_hits: count(&self.counters.nr_memory_hits),
+            nr_disk_hits: count(&self.counters.nr_disk_hits),
+            nr_fetched: count(&self.counters.nr_fetched),
+            fetched_bytes: count(&self.counters.fetched_bytes),
+            nr_corrupt: count(&self.counters.nr_corrupt),
+            nr_not_written: count(&self.counters.nr_not_written),
+            memory_bytes: self.memory.weight(),
+            disk_bytes: self.disk.as_ref().map_or(0, |disk| disk.nr_bytes()),
+        }
+    }
+
+    /// Waits until blocks that are being written to the disk are there.
+    pub async fn finish_writes(&self) {
+        if let Some(disk) = &self.disk {
+            disk.finish_writes().await;
+        }
+    }
+
+    /// The block, from memory, from the disk, or by `fetch`.
+    async fn get(
+        &self,
+        block: Identity,
+        nr_bytes: usize,
+        fetch: impl Future<Output = Result<Bytes, SourceError>>,
+    ) -> Result<Bytes, SourceError> {
+        let mut is_hit = true;
+        let bytes = self
+            .memory
+            .get_or_insert_async(&block, async {
+                is_hit = false;
+                let pages = (nr_bytes as u64).div_ceil(PAGE_BYTES);
+                let pages = u32::try_from(pages).unwrap_or(u32::MAX).min(self.fetched_pages);
+                let _permit = self.fetches.acquire_many(pages).await.expect("it is never closed");
+                if let Some(disk) = &self.disk
+                    && let Some(bytes) = disk.read(block, nr_bytes).await
+                {
+                    self.counters.nr_disk_hits.fetch_add(1, Ordering::Relaxed);
+                    return Ok(bytes);
+                }
+                let bytes = fetch.await?;
+                self.counters.nr_fetched.fetch_add(1, Ordering::Relaxed);
+                self.counters.fetched_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+                if let Some(disk) = &self.disk {
+                    disk.write_later(block, bytes.clone());
+                }
+                Ok(bytes)
+            })
+            .await?;
+        if is_hit {
+            self.counters.nr_memory_hits.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(bytes)
+    }
+}
+
+/// A table that is bounded by the sum of its values' bytes.
+fn table<V: Clone, W: Weighter<Identity, V> + Clone, L: quick_cache::Lifecycle<Identity, V> + Clone>(
+    most_bytes: u64,
+    weighter: W,
+    lifecycle: L,
+) -> Cache<Identity, V, W, DefaultHashBuilder, L> {
+    let options = OptionsBuilder::new()
+        .estimated_items_capacity((most_bytes / USUAL_BLOCK_BYTES).max(16) as usize)
+        .weight_capacity(most_bytes)
+        // Each part has its share of the bytes, which is to have room for some of the largest blocks.
+        .shards((most_bytes / (32 << 20)).clamp(1, 8) as usize)
+        .build()
+        .expect("all numbers that it needs are there");
+    Cache::with_options(options, weighter, DefaultHashBuilder::default(), lifecycle)
+}
+
+/// A block counts as many bytes as it has.
+#[derive(Clone, Debug)]
+struct ByLength;
+
+impl Weighter<Identity, Bytes> for ByLength {
+    fn weight(&self, _block: &Identity, bytes: &Bytes) -> u64 {
+        bytes.len() as u64
+    }
+}
+
+/// A source behind a cache.
+#[derive(Debug)]
+pub struct Cached {
+    source: Arc<dyn Source>,
+    cache: Arc<BlockCache>,
+}
+
+impl Cached {
+    /// `source` behind `cache`.
+    pub fn new(source: Arc<dyn Source>, cache: Arc<BlockCache>) -> Cached {
+        Cached { source, cache }
+    }
+
+    /// Fills `into` from a part of one block.
+    async fn read_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
+        let granule = self.source.granule_bytes();
+        let block = offset / granule;
+        let start = block * granule;
+        let end = (start + granule).min(self.source.size_bytes());
+        if self.source.is_zero(start..end) {
+            into.fill(0);
+            return Ok(());
+        }
+        let nr_bytes = (end - start) as usize;
+        let fetch = async {
+            let mut bytes = vec![0; nr_bytes];
+            self.source.read(start, &mut bytes).await?;
+            Ok(Bytes::from(bytes))
+        };
+        let bytes = self.cache.get(self.source.block_identity(block), nr_bytes, fetch).await?;
+        let part = bytes.get((offset - start) as usize..).and_then(|rest| rest.get(..into.len()));
+        into.copy_from_slice(part.ok_or(SourceError::Corrupt { range: start..end })?);
+        Ok(())
+    }
+}
+
+impl Source for Cached {
+    fn size_bytes(&self) -> u64 {
+        self.source.size_bytes()
+    }
+
+    fn identity(&self) -> Identity {
+        self.source.identity()
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        self.source.granule_bytes()
+    }
+
+    fn block_identity(&self, block: u64) -> Identity {
+        self.source.block_identity(block)
+    }
+
+    fn mapped(&self, range: Range<u64>) -> Option<Mapped<'_>> {
+        self.source.mapped(range)
+    }
+
+    fn is_zero(&self, range: Range<u64>) -> bool {
+        self.source.is_zero(range)
+    }
+
+    fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+        async move {
+            check_range(offset, into.len(), self.size_bytes())?;
+            let granule = self.granule_bytes();
+            let mut reads = Vec::new();
+            let (mut rest, mut at) = (into, offset);
+            while !rest.is_empty() {
+                let nr_bytes = (granule - at % granule).min(rest.len() as u64);
+                let (part, behind) = std::mem::take(&mut rest).split_at_mut(nr_bytes as usize);
+                rest = behind;
+                reads.push(self.read_part(at, part));
+                at += nr_bytes;
+            }
+            futures_util::future::try_join_all(reads).await.map(|_| ())
+        }
+        .boxed()
+    }
+}

@@ -1,0 +1,118 @@
+//! A snapshot of chunks ([`crate::chunks`]) as a source.
+//!
+//! A read decodes whole chunks: put a [`super::cache::Cached`] before it, or each page costs that.
+
+use std::ops::Range;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use tokio::sync::Semaphore;
+
+use super::{Identity, PAGE_BYTES, Source, SourceError, check_range};
+use crate::chunks::Location;
+use crate::chunks::index::{Hash, Index};
+
+/// How many chunks are read and decoded at once: this bounds memory.
+pub const MOST_CHUNKS: usize = 64;
+
+/// A snapshot of chunks.
+#[derive(Debug)]
+pub struct Chunked {
+    at: Location,
+    index: Index,
+    identity: Identity,
+    /// For each chunk that is being read.
+    chunks: Semaphore,
+}
+
+impl Chunked {
+    /// Opens a snapshot.
+    ///
+    /// # Errors
+    /// There is none; the store does not answer, or refuses.
+    pub async fn open(at: Location) -> Result<Chunked, SourceError> {
+        let index = at.read_index().await?;
+        let identity = index.identity();
+        Ok(Chunked { at, index, identity, chunks: Semaphore::new(MOST_CHUNKS) })
+    }
+
+    /// Its index.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    /// The hash of the chunk that has the byte.
+    fn chunk_at(&self, offset: u64) -> Option<Hash> {
+        self.index.chunks()[(offset / self.index.chunk_bytes()) as usize]
+    }
+
+    /// Fills `into` from a part of one chunk.
+    async fn read_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
+        let Some(hash) = self.chunk_at(offset) else {
+            into.fill(0);
+            return Ok(());
+        };
+        let range = self.index.range_of((offset / self.index.chunk_bytes()) as usize);
+        let _permit = self.chunks.acquire().await.expect("it is never closed");
+        let bytes =
+            self.at.read_chunk(hash, (range.end - range.start) as usize).await.map_err(|error| match error {
+                // That is said of what the guest lacks.
+                SourceError::Malformed { snapshot, why } => {
+                    tracing::error!(snapshot, why, "a chunk is corrupt");
+                    SourceError::Corrupt { range: range.clone() }
+                }
+                error => error,
+            })?;
+        into.copy_from_slice(&bytes[(offset - range.start) as usize..][..into.len()]);
+        Ok(())
+    }
+}
+
+impl Source for Chunked {
+    fn size_bytes(&self) -> u64 {
+        self.index.size_bytes()
+    }
+
+    fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        self.index.chunk_bytes()
+    }
+
+    fn is_zero(&self, range: Range<u64>) -> bool {
+        let chunk_bytes = self.index.chunk_bytes();
+        range.end <= self.size_bytes()
+            && (range.start / chunk_bytes..range.end.div_ceil(chunk_bytes))
+                .all(|chunk| self.index.chunks()[chunk as usize].is_none())
+    }
+
+    fn block_identity(&self, block: u64) -> Identity {
+        match self.chunk_at(block * self.index.chunk_bytes()) {
+            // By its content: one chunk of many snapshots is one block of a cache.
+            Some(hash) => Identity::new("chunk", [&hash.0[..]]),
+            None => super::numbered_block(self, block),
+        }
+    }
+
+    fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+        async move {
+            check_range(offset, into.len(), self.size_bytes())?;
+            let chunk_bytes = self.index.chunk_bytes();
+            let mut reads = Vec::new();
+            let (mut rest, mut at) = (into, offset);
+            while !rest.is_empty() {
+                let nr_bytes = (chunk_bytes - at % chunk_bytes).min(rest.len() as u64);
+                let (part, behind) = std::mem::take(&mut rest).split_at_mut(nr_bytes as usize);
+                rest = behind;
+                reads.push(self.read_part(at, part));
+                at += nr_bytes;
+            }
+            futures_util::future::try_join_all(reads).await.map(|_| ())
+        }
+        .boxed()
+    }
+}
+
+const _: () = assert!(crate::chunks::index::LEAST_CHUNK_BYTES.is_multiple_of(PAGE_BYTES));

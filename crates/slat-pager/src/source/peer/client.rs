@@ -1,0 +1,320 @@
+//! A snapshot that another pager serves.
+//!
+//! # Implementation
+//! There are some connections, so that a fault does not queue behind all that is replayed. A read takes the one
+//! with the fewest requests under way. A connection that is lost is made again when the next read needs
+//! it; the reads that waited for it try again, a few times.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, split};
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+use super::tls::TlsFiles;
+use super::wire::{self, About, Greeting, MOST_REQUEST_BYTES, Reply, Request, Status};
+use crate::source::{Identity, Source, SourceError, check_range};
+
+const NR_CONNECTIONS: usize = 3;
+/// How many requests are under way on a connection.
+const MOST_REQUESTS: usize = 64;
+/// For a connection with both greetings.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A server that says nothing for so long while requests wait is given up.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
+/// How often a request is sent, and what is waited before the second time; twice that before the third.
+const MOST_TRIES: u32 = 4;
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// A snapshot of a peer.
+#[derive(Debug)]
+pub struct Peer {
+    server: Server,
+    about: About,
+    granule_bytes: u64,
+    connections: Vec<Slot>,
+}
+
+/// Where the snapshot is.
+#[derive(Debug)]
+struct Server {
+    /// Host and port.
+    address: String,
+    host: ServerName<'static>,
+    snapshot: String,
+    tls: Arc<ClientConfig>,
+}
+
+/// A place for a connection.
+#[derive(Debug)]
+struct Slot {
+    connection: tokio::sync::Mutex<Option<Arc<Connection>>>,
+    requests: Semaphore,
+}
+
+impl Peer {
+    /// The snapshot `name` of the pager at `address` (`host:port`).
+    ///
+    /// # Errors
+    /// The files of certificates cannot be used; the server does not answer, is another one, or does not have the
+    /// snapshot.
+    pub async fn open(address: &str, name: &str, tls: &TlsFiles) -> Result<Peer, SourceError> {
+        let malformed =
+            |why: &str| SourceError::Malformed { snapshot: format!("{address}/{name}"), why: why.to_string() };
+        if name.is_empty() || name.len() > wire::MOST_NAME_BYTES {
+            return Err(malformed("its name is empty or too long"));
+        }
+        let (host, _) = address.rsplit_once(':').ok_or_else(|| malformed("an address is host:port"))?;
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_string();
+        let host = ServerName::try_from(host).map_err(|_| malformed("its host is none"))?;
+        let server = Server { address: address.to_string(), host, snapshot: name.to_string(), tls: tls.client()? };
+        let (connection, about) = Connection::open(&server).await?;
+        let connections: Vec<Slot> = std::iter::once(Some(Arc::new(connection)))
+            .chain(std::iter::repeat_with(|| None))
+            .take(NR_CONNECTIONS)
+            .map(|connection| Slot {
+                connection: tokio::sync::Mutex::new(connection),
+                requests: Semaphore::new(MOST_REQUESTS),
+            })
+            .collect();
+        let granule_bytes = about.granule_bytes.clamp(64 << 10, u64::from(MOST_REQUEST_BYTES));
+        Ok(Peer { server, about, granule_bytes, connections })
+    }
+
+    /// Reads one part, again if the connection is lost.
+    async fn read_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
+        let mut pause = FIRST_PAUSE;
+        for _ in 1..MOST_TRIES {
+            match self.try_part(offset, into).await {
+                Err(error) if error.may_pass() => {
+                    tracing::debug!(%error, "a part of a peer's snapshot is asked for again");
+                    tokio::time::sleep(pause).await;
+                    pause *= 2;
+                }
+                result => return result,
+            }
+        }
+        self.try_part(offset, into).await
+    }
+
+    async fn try_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
+        let slot =
+            self.connections.iter().max_by_key(|slot| slot.requests.available_permits()).expect("there are some");
+        let _permit = slot.requests.acquire().await.expect("it is never closed");
+        let connection = slot.get(self).await?;
+        match connection.request(offset, into.len() as u32).await {
+            Some((Status::Bytes, bytes)) if bytes.len() == into.len() => into.copy_from_slice(&bytes),
+            Some((Status::Zeros, _)) => into.fill(0),
+            Some((Status::NotAtAll, text)) => return Err(self.server.refused(text_of(&text))),
+            Some((Status::NotForNow, text)) => return Err(self.server.unavailable(text_of(&text))),
+            Some((Status::Bytes, _)) | None => {
+                return Err(self.server.unavailable("the connection was lost".to_string()));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Slot {
+    /// The connection, or a new one to the same snapshot.
+    async fn get(&self, peer: &Peer) -> Result<Arc<Connection>, SourceError> {
+        let mut slot = self.connection.lock().await;
+        match &*slot {
+            Some(connection) if connection.is_open() => Ok(Arc::clone(connection)),
+            _ => {
+                let (connection, about) = Connection::open(&peer.server).await?;
+                if (about.identity, about.size_bytes) != (peer.about.identity, peer.about.size_bytes) {
+                    let what = format!("{} now serves another {}", peer.server.address, peer.server.snapshot);
+                    return Err(SourceError::Changed { what });
+                }
+                Ok(Arc::clone(slot.insert(Arc::new(connection))))
+            }
+        }
+    }
+}
+
+impl Server {
+    fn unavailable(&self, why: String) -> SourceError {
+        SourceError::Unavailable { server: self.address.clone(), why }
+    }
+
+    fn refused(&self, why: String) -> SourceError {
+        SourceError::Refused { server: self.address.clone(), why }
+    }
+
+    async fn connect(&self) -> Result<(TlsStream<TcpStream>, About), SourceError> {
+        let stream = TcpStream::connect(&self.address).await.map_err(|error| self.unavailable(error.to_string()))?;
+        super::keep_alive(&stream).map_err(|error| self.unavailable(error.to_string()))?;
+        let connector = TlsConnector::from(Arc::clone(&self.tls));
+        let mut stream = connector.connect(self.host.clone(), stream).await.map_err(|error| {
+            let is_of_tls = error.get_ref().is_some_and(|cause| cause.is::<rustls::Error>());
+            if is_of_tls { self.refused(error.to_string()) } else { self.unavailable(error.to_string()) }
+        })?;
+        let mut greeting = wire::client_greeting(&self.snapshot).to_vec();
+        greeting.extend_from_slice(self.snapshot.as_bytes());
+        let mut answer = [0; wire::SERVER_GREETING_BYTES];
+        let greeted = async {
+            stream.write_all(&greeting).await?;
+            stream.flush().await?;
+            stream.read_exact(&mut answer).await
+        };
+        // A server that does not accept the certificate of this side says so only now.
+        greeted.await.map_err(|error| {
+            let is_of_tls = error.get_ref().is_some_and(|cause| cause.is::<rustls::Error>());
+            if is_of_tls { self.refused(error.to_string()) } else { self.unavailable(error.to_string()) }
+        })?;
+        match Greeting::decode(&answer) {
+            Ok(Greeting::Served(about)) => Ok((stream, about)),
+            Ok(Greeting::NoSuchSnapshot) => {
+                Err(SourceError::NotThere { what: format!("snapshot {} at {}", self.snapshot, self.address) })
+            }
+            Ok(Greeting::OtherVersion) => Err(self.refused("it speaks another version".to_string())),
+            Err(why) => Err(self.refused(why.to_string())),
+        }
+    }
+}
+
+/// A request that waits for its reply.
+#[derive(Debug)]
+struct Waiting {
+    nr_bytes: u32,
+    reply: oneshot::Sender<(Status, Vec<u8>)>,
+}
+
+/// The requests that wait; `None` once the connection has ended.
+type Table = Arc<Mutex<Option<HashMap<u64, Waiting>>>>;
+
+/// A connection, with a task that reads its replies and one that writes its requests.
+#[derive(Debug)]
+struct Connection {
+    waiting: Table,
+    requests: mpsc::Sender<[u8; wire::REQUEST_BYTES]>,
+    next_number: AtomicU64,
+    task: AbortHandle,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Connection {
+    async fn open(server: &Server) -> Result<(Connection, About), SourceError> {
+        let connected = timeout(CONNECT_TIMEOUT, server.connect()).await;
+        let (stream, about) = connected.map_err(|_| server.unavailable("it does not answer".to_string()))??;
+        let (reader, writer) = split(stream);
+        let waiting: Table = Arc::new(Mutex::new(Some(HashMap::new())));
+        let (requests, to_write) = mpsc::channel(MOST_REQUESTS);
+        let (table, address) = (Arc::clone(&waiting), server.address.clone());
+        let task = tokio::spawn(async move {
+            let why = tokio::select! {
+                result = read_replies(BufReader::new(reader), &table) => result,
+                result = write_requests(writer, to_write) => result.map_err(|error| error.to_string()),
+            };
+            tracing::info!(address, why = why.err(), "the connection to a peer ended");
+            // Dropping them tells those who wait.
+            drop(table.lock().unwrap_or_else(PoisonError::into_inner).take());
+        });
+        let connection = Connection { waiting, requests, next_number: AtomicU64::new(0), task: task.abort_handle() };
+        Ok((connection, about))
+    }
+
+    fn is_open(&self) -> bool {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// The reply; `None`: the connection ended before it came.
+    async fn request(&self, offset: u64, nr_bytes: u32) -> Option<(Status, Vec<u8>)> {
+        // Relaxed: numbers that differ are all that it is for.
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let (reply, replied) = oneshot::channel();
+        self.waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_mut()?
+            .insert(number, Waiting { nr_bytes, reply });
+        self.requests.send(Request { number, offset, nr_bytes }.encode()).await.ok()?;
+        match timeout(REPLY_TIMEOUT, replied).await {
+            Ok(reply) => reply.ok(),
+            Err(_) => {
+                self.task.abort();
+                drop(self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take());
+                None
+            }
+        }
+    }
+}
+
+async fn read_replies(mut reader: impl AsyncRead + Unpin, table: &Table) -> Result<(), String> {
+    loop {
+        let mut reply = [0; wire::REPLY_BYTES];
+        reader.read_exact(&mut reply).await.map_err(|error| error.to_string())?;
+        let reply = Reply::decode(&reply)?;
+        let waiting = {
+            let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
+            table.as_mut().and_then(|table| table.remove(&reply.number)).ok_or("a reply to no request")?
+        };
+        if reply.status == Status::Bytes && reply.nr_bytes != waiting.nr_bytes {
+            return Err("a reply has another length than its request".to_string());
+        }
+        let mut bytes = vec![0; reply.nr_bytes as usize];
+        reader.read_exact(&mut bytes).await.map_err(|error| error.to_string())?;
+        // The reader may be gone.
+        let _ = waiting.reply.send((reply.status, bytes));
+    }
+}
+
+async fn write_requests(
+    mut writer: impl AsyncWrite + Unpin,
+    mut requests: mpsc::Receiver<[u8; wire::REQUEST_BYTES]>,
+) -> std::io::Result<()> {
+    while let Some(request) = requests.recv().await {
+        writer.write_all(&request).await?;
+        if requests.is_empty() {
+            writer.flush().await?;
+        }
+    }
+    Ok(())
+}
+
+/// What a server says, for a message.
+fn text_of(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).chars().filter(|character| !character.is_control()).collect()
+}
+
+impl Source for Peer {
+    fn size_bytes(&self) -> u64 {
+        self.about.size_bytes
+    }
+
+    fn identity(&self) -> Identity {
+        self.about.identity
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        self.granule_bytes
+    }
+
+    fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+        async move {
+            check_range(offset, into.len(), self.about.size_bytes)?;
+            let parts = into.chunks_mut(MOST_REQUEST_BYTES as usize);
+            let offsets = (offset..).step_by(MOST_REQUEST_BYTES as usize);
+            let reads = parts.zip(offsets).map(|(part, at)| self.read_part(at, part));
+            futures_util::future::try_join_all(reads).await.map(|_| ())
+        }
+        .boxed()
+    }
+}

@@ -1,0 +1,49 @@
+//! Another pager as a source, over TCP with TLS: what a migrated machine lacks comes from where it was
+//! (post-copy migration), or a snapshot from the host that has it.
+//!
+//! # Guarantees
+//! - Both sides prove who they are by certificates of one authority; nobody else reads a byte.
+//! - A client that connects again goes on only with the snapshot that it had ([`Identity`]).
+//! - Neither side takes more memory than its bounds for a peer that asks too much, reads too slowly,
+//!   or lies.
+//!
+//! # Protocol, version 1
+//! Numbers are little-endian. The client sends its greeting, the server answers with its own, then
+//! requests and replies follow, in any order. Either side ends the connection when the other does what is not
+//! written here.
+//!
+//! | message | fields |
+//! |---|---|
+//! | client's greeting | `slatpeer`, version u32, bytes of the name u32, the snapshot's name |
+//! | server's greeting | `slatpeer`, version u32, status u32, size u64, granule u64, identity 32 bytes |
+//! | request, 24 bytes | number u64, offset u64, bytes u32, zero u32 |
+//! | reply, 16 bytes | number u64, status u32, bytes u32, then so many bytes |
+//!
+//! Status of a greeting: 0 it is served; 1 there is no such snapshot; 2 another version (the
+//! fields after it are zero).
+//! Status of a reply: 0 the bytes; 1 all are zero, and none follow; 2 not for now; 3 not at all. With the
+//! last two a text follows.
+
+pub mod client;
+pub mod server;
+pub mod tls;
+mod wire;
+
+pub use client::Peer;
+pub use server::PeerServer;
+pub use tls::TlsFiles;
+
+use std::io;
+use std::time::Duration;
+
+use rustix::net::sockopt;
+use tokio::net::TcpStream;
+
+/// Has the kernel notice a peer that is gone without a word, and sends each message at once.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(30))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(10))?;
+    Ok(())
+}

@@ -1,0 +1,221 @@
+//! Serves snapshots to peers.
+//!
+//! # Implementation
+//! A connection has two tasks beside those of its requests: one reads requests, one writes replies. The
+//! first reads the next request only when fewer than [`MOST_REQUESTS`] are unanswered, and when the replies of all
+//! connections together take less than [`MOST_REPLY_BYTES`]: a client that asks faster than it reads waits
+//! in its own socket.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::ServerConfig;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, split};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+
+use super::tls::TlsFiles;
+use super::wire::{self, About, Greeting, Reply, Request, Status};
+use crate::source::{PAGE_BYTES, Source, SourceError};
+
+/// How many clients are served at once.
+const MOST_CLIENTS: usize = 256;
+/// How many requests of a client are unanswered at once.
+const MOST_REQUESTS: usize = 64;
+/// The bytes of all replies that are being made or written.
+const MOST_REPLY_BYTES: u64 = 128 << 20;
+/// For the greeting, with that of TLS.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+/// For a client to take a reply.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A server of snapshots.
+#[derive(Debug)]
+pub struct PeerServer {
+    listener: TcpListener,
+    tls: Arc<ServerConfig>,
+    snapshots: Arc<HashMap<String, Arc<dyn Source>>>,
+}
+
+impl PeerServer {
+    /// Listens at `address`, for peers that ask for `snapshots` by their names.
+    ///
+    /// # Errors
+    /// The files of certificates cannot be used, or the address.
+    pub async fn bind(
+        address: SocketAddr,
+        tls: &TlsFiles,
+        snapshots: HashMap<String, Arc<dyn Source>>,
+    ) -> Result<PeerServer, SourceError> {
+        let tls = tls.server()?;
+        let listener = TcpListener::bind(address)
+            .await
+            .map_err(|error| SourceError::Io { what: format!("listen at {address}"), error })?;
+        Ok(PeerServer { listener, tls, snapshots: Arc::new(snapshots) })
+    }
+
+    /// Where it listens.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn address(&self) -> std::io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// Serves until it is dropped.
+    pub async fn serve(self) {
+        let acceptor = TlsAcceptor::from(self.tls);
+        let reply_pages = Arc::new(Semaphore::new((MOST_REPLY_BYTES / PAGE_BYTES) as usize));
+        let clients = Arc::new(Semaphore::new(MOST_CLIENTS));
+        let mut connections = JoinSet::new();
+        loop {
+            let permit = Arc::clone(&clients).acquire_owned().await.expect("it is never closed");
+            let (stream, client) = match self.listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    // One connection that failed, or no descriptor is left: the others go on.
+                    tracing::warn!(%error, "a peer could not be accepted");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            let (acceptor, snapshots) = (acceptor.clone(), Arc::clone(&self.snapshots));
+            let reply_pages = Arc::clone(&reply_pages);
+            connections.spawn(async move {
+                if let Err(why) = serve_client(stream, &acceptor, &snapshots, reply_pages).await {
+                    tracing::info!(%client, why, "the connection of a peer ended");
+                }
+                drop(permit);
+            });
+            // What ended is forgotten.
+            while connections.try_join_next().is_some() {}
+        }
+    }
+}
+
+async fn serve_client(
+    stream: TcpStream,
+    acceptor: &TlsAcceptor,
+    snapshots: &HashMap<String, Arc<dyn Source>>,
+    reply_pages: Arc<Semaphore>,
+) -> Result<(), String> {
+    super::keep_alive(&stream).map_err(|error| error.to_string())?;
+    let greeted = timeout(GREETING_TIMEOUT, async {
+        let mut stream = acceptor.accept(stream).await.map_err(|error| error.to_string())?;
+        let source = greet(&mut stream, snapshots).await?;
+        Ok::<_, String>((stream, source))
+    });
+    let (stream, source) = greeted.await.map_err(|_| "no greeting came".to_string())??;
+    let Some(source) = source else { return Ok(()) };
+    let (reader, writer) = split(stream);
+    let (replies, to_write) = mpsc::channel(MOST_REQUESTS);
+    // Ends with an error if either does; dropping it ends the requests' tasks.
+    let mut requests = JoinSet::new();
+    tokio::select! {
+        result = read_requests(BufReader::new(reader), source, replies, reply_pages, &mut requests) => result,
+        result = write_replies(writer, to_write) => result,
+    }
+}
+
+/// Answers the greeting. Returns what is asked for, if it is served.
+async fn greet(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    snapshots: &HashMap<String, Arc<dyn Source>>,
+) -> Result<Option<Arc<dyn Source>>, String> {
+    let mut greeting = [0; wire::CLIENT_GREETING_BYTES];
+    stream.read_exact(&mut greeting).await.map_err(|error| error.to_string())?;
+    let (answer, source) = match wire::read_client_greeting(&greeting)? {
+        None => (Greeting::OtherVersion, None),
+        Some(nr_bytes) => {
+            let mut name = vec![0; nr_bytes];
+            stream.read_exact(&mut name).await.map_err(|error| error.to_string())?;
+            match std::str::from_utf8(&name).ok().and_then(|name| snapshots.get(name)) {
+                None => (Greeting::NoSuchSnapshot, None),
+                Some(source) => {
+                    let about = About {
+                        size_bytes: source.size_bytes(),
+                        granule_bytes: source.granule_bytes(),
+                        identity: source.identity(),
+                    };
+                    (Greeting::Served(about), Some(Arc::clone(source)))
+                }
+            }
+        }
+    };
+    stream.write_all(&answer.encode()).await.map_err(|error| error.to_string())?;
+    stream.flush().await.map_err(|error| error.to_string())?;
+    Ok(source)
+}
+
+/// A reply, and what it holds of the bounds until it is written.
+struct Answer {
+    reply: Reply,
+    bytes: Vec<u8>,
+    _permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+}
+
+async fn read_requests(
+    mut reader: impl AsyncRead + Unpin,
+    source: Arc<dyn Source>,
+    replies: mpsc::Sender<Answer>,
+    reply_pages: Arc<Semaphore>,
+    requests: &mut JoinSet<()>,
+) -> Result<(), String> {
+    let unanswered = Arc::new(Semaphore::new(MOST_REQUESTS));
+    loop {
+        while requests.try_join_next().is_some() {}
+        let one = Arc::clone(&unanswered).acquire_owned().await.expect("it is never closed");
+        let mut request = [0; wire::REQUEST_BYTES];
+        match reader.read_exact(&mut request).await {
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) => return Err(error.to_string()),
+        }
+        let request = Request::decode(&request, source.size_bytes())?;
+        let nr_pages = u64::from(request.nr_bytes).div_ceil(PAGE_BYTES) as u32;
+        let pages = Arc::clone(&reply_pages).acquire_many_owned(nr_pages).await.expect("it is never closed");
+        let (source, replies) = (Arc::clone(&source), replies.clone());
+        requests.spawn(async move {
+            let (status, bytes) = answer(&*source, &request).await;
+            let reply = Reply { number: request.number, status, nr_bytes: bytes.len() as u32 };
+            // The connection may have ended.
+            let _ = replies.send(Answer { reply, bytes, _permits: (one, pages) }).await;
+        });
+    }
+}
+
+async fn answer(source: &dyn Source, request: &Request) -> (Status, Vec<u8>) {
+    if source.is_zero(request.offset..request.offset + u64::from(request.nr_bytes)) {
+        return (Status::Zeros, Vec::new());
+    }
+    let mut bytes = vec![0; request.nr_bytes as usize];
+    match source.read(request.offset, &mut bytes).await {
+        Ok(()) => (Status::Bytes, bytes),
+        Err(error) => {
+            let (status, text) = wire::of_error(&error);
+            (status, text.into_bytes())
+        }
+    }
+}
+
+async fn write_replies(mut writer: impl AsyncWrite + Unpin, mut answers: mpsc::Receiver<Answer>) -> Result<(), String> {
+    while let Some(answer) = answers.recv().await {
+        let write = async {
+            writer.write_all(&answer.reply.encode()).await?;
+            writer.write_all(&answer.bytes).await?;
+            // TLS keeps what is written until it is flushed.
+            if answers.is_empty() { writer.flush().await } else { Ok(()) }
+        };
+        match timeout(WRITE_TIMEOUT, write).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(error.to_string()),
+            Err(_) => return Err("it does not take its replies".to_string()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,85 @@
+//! Certificates of peers, from files.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use crate::source::SourceError;
+
+/// What both sides must say to speak this protocol.
+const PROTOCOL: &[u8] = b"slat-peer/1";
+
+/// PEM files: what this side proves itself with, and what the other side must.
+#[derive(Clone, Debug)]
+pub struct TlsFiles {
+    /// The certificate of this side, and those between it and its authority.
+    pub certificates: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+    /// The authorities whose certificates the other side may have.
+    pub authorities: PathBuf,
+}
+
+impl TlsFiles {
+    /// What a server needs.
+    pub(super) fn server(&self) -> Result<Arc<ServerConfig>, SourceError> {
+        let (certificates, key, authorities) = self.read()?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(authorities), provider())
+            .build()
+            .map_err(|error| wrong(&self.authorities, &error))?;
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .and_then(|builder| builder.with_client_cert_verifier(verifier).with_single_cert(certificates, key))
+            .map_err(|error| wrong(&self.certificates, &error))?;
+        config.alpn_protocols = vec![PROTOCOL.to_vec()];
+        Ok(Arc::new(config))
+    }
+
+    /// What a client needs.
+    pub(super) fn client(&self) -> Result<Arc<ClientConfig>, SourceError> {
+        let (certificates, key, authorities) = self.read()?;
+        let mut config = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .and_then(|builder| builder.with_root_certificates(authorities).with_client_auth_cert(certificates, key))
+            .map_err(|error| wrong(&self.certificates, &error))?;
+        config.alpn_protocols = vec![PROTOCOL.to_vec()];
+        Ok(Arc::new(config))
+    }
+
+    fn read(&self) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, RootCertStore), SourceError> {
+        let certificates = certificates(&self.certificates)?;
+        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| wrong(&self.key, &error))?;
+        let mut authorities = RootCertStore::empty();
+        for authority in self::certificates(&self.authorities)? {
+            authorities.add(authority).map_err(|error| wrong(&self.authorities, &error))?;
+        }
+        Ok((certificates, key, authorities))
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, SourceError> {
+    let certificates: Result<Vec<_>, _> =
+        CertificateDer::pem_file_iter(path).map_err(|error| wrong(path, &error))?.collect();
+    match certificates {
+        Ok(certificates) if !certificates.is_empty() => Ok(certificates),
+        Ok(_) => Err(wrong(path, &"it has no certificate")),
+        Err(error) => Err(wrong(path, &error)),
+    }
+}
+
+fn wrong(path: &Path, why: &dyn std::fmt::Display) -> SourceError {
+    SourceError::Io {
+        what: format!("use {}", path.display()),
+        error: io::Error::new(io::ErrorKind::InvalidInput, why.to_string()),
+    }
+}

@@ -1,0 +1,264 @@
+//! Reads of a source that take time: bounded for each machine and for all, tried again while there
+//! is hope.
+//!
+//! # Guarantees
+//! - The bytes of all reads that are under way, and of those that were read and not yet put in place,
+//!   stay within a [`Budget`], which its users get in the order in which they ask. A machine has at
+//!   most [`Limits::vm_bytes`] of it. A read that failed holds nothing while it waits for its next
+//!   try.
+//! - A read ends when its machine does.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::pages::{Claimed, masks, runs};
+use super::regions::Regions;
+use super::{OnFailure, Shared};
+use crate::source::{PAGE_BYTES, SourceError};
+
+/// Words of pages that one read is for.
+pub const MAX_WORDS: usize = 16;
+
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// Memory for reads that are under way, of all machines together.
+#[derive(Clone, Debug)]
+pub struct Budget {
+    pages: Arc<Semaphore>,
+    nr_pages: u32,
+}
+
+impl Budget {
+    /// Of so many bytes.
+    pub fn new(nr_bytes: u64) -> Budget {
+        let nr_pages = u32::try_from(nr_bytes / PAGE_BYTES).unwrap_or(u32::MAX).clamp(1, 1 << 28);
+        Budget { pages: Arc::new(Semaphore::new(nr_pages as usize)), nr_pages }
+    }
+
+    /// Bytes that are not used now.
+    pub fn free_bytes(&self) -> u64 {
+        self.pages.available_permits() as u64 * PAGE_BYTES
+    }
+
+    async fn take(&self, nr_bytes: u64) -> OwnedSemaphorePermit {
+        let nr_pages = u32::try_from(nr_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX).min(self.nr_pages);
+        Arc::clone(&self.pages).acquire_many_owned(nr_pages).await.expect("never closed")
+    }
+}
+
+/// How reads are limited.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Of all machines.
+    pub budget: Budget,
+    /// Of one machine; one read is always possible.
+    pub vm_bytes: u64,
+    /// A read that takes longer has failed, and is tried again.
+    pub read_timeout: Duration,
+    /// How long errors that may pass are put up with.
+    pub patience: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            budget: Budget::new(256 << 20),
+            vm_bytes: 8 << 20,
+            read_timeout: Duration::from_secs(30),
+            patience: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Claimed pages of neighbouring words, to be filled by one read.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch {
+    place: usize,
+    first_word: usize,
+    masks: [u64; MAX_WORDS],
+    /// The page that a thread waits for, if one does.
+    pub waited_for: Option<u64>,
+    /// When its message was read.
+    pub since: Instant,
+}
+
+impl Batch {
+    /// None, of the region `place`; words from `first_word` on can be added.
+    pub fn new(place: usize, first_word: usize, waited_for: Option<u64>, since: Instant) -> Batch {
+        Batch { place, first_word, masks: [0; MAX_WORDS], waited_for, since }
+    }
+
+    /// Adds claimed pages.
+    pub fn add(&mut self, word: usize, mask: u64) {
+        self.masks[word - self.first_word] |= mask;
+    }
+
+    /// Whether it has no page.
+    pub fn is_empty(&self) -> bool {
+        self.masks == [0; MAX_WORDS]
+    }
+
+    /// The pages, by words.
+    pub fn claimed(&self) -> impl Iterator<Item = Claimed> + use<> {
+        let Batch { place, first_word, masks, .. } = *self;
+        let with_pages = masks.into_iter().enumerate().filter(|(_, mask)| *mask != 0);
+        with_pages.map(move |(nr, mask)| Claimed { place, word: first_word + nr, mask })
+    }
+
+    /// The pages from the first to the last, which are claimed or not.
+    pub fn hull(&self) -> std::ops::Range<u64> {
+        let all = || self.claimed().flat_map(|claimed| runs(claimed.mask).map(move |run| (claimed.first_page(), run)));
+        let start = all().map(|(first, run)| first + run.start).min().unwrap_or(0);
+        let end = all().map(|(first, run)| first + run.end).max().unwrap_or(0);
+        start..end
+    }
+
+    /// Where the hull is in the snapshot.
+    pub fn offsets(&self, regions: &Regions) -> std::ops::Range<u64> {
+        let (placed, hull) = (&regions.all()[self.place], self.hull());
+        placed.offset_of(hull.start)..placed.offset_of(hull.end)
+    }
+
+    /// Those of its pages for which `of_pages` has a bit.
+    pub fn of_page(&self, page: u64) -> Option<Claimed> {
+        let (word, mask) = masks(page..page + 1).next()?;
+        self.claimed().find(|claimed| claimed.word == word && claimed.mask & mask != 0).map(|c| Claimed { mask, ..c })
+    }
+}
+
+/// The bytes of a batch, and what they take of the budget.
+#[derive(Debug)]
+pub struct Fetched {
+    /// All of the hull; none where they are in shared memory.
+    pub bytes: Vec<u8>,
+    _permit: OwnedSemaphorePermit,
+}
+
+/// What became of a batch.
+pub type Outcome = (Batch, Result<Fetched, SourceError>);
+
+/// Reads that wait for their turn, and how many are under way.
+#[derive(Debug, Default)]
+pub struct Queue {
+    waiting: std::collections::VecDeque<Batch>,
+    bytes_under_way: u64,
+    fetched: Vec<Outcome>,
+}
+
+impl Shared {
+    /// Lets `batch` be read, now or when the machine's other reads are through.
+    pub(super) fn fetch(self: &Arc<Shared>, batch: Batch) {
+        self.queue.lock().waiting.push_back(batch);
+        self.start_reads();
+    }
+
+    /// Takes what was read, and starts what waited for that.
+    pub(super) fn take_fetched(self: &Arc<Shared>) -> Vec<Outcome> {
+        let mut queue = self.queue.lock();
+        let fetched = std::mem::take(&mut queue.fetched);
+        drop(queue);
+        fetched
+    }
+
+    fn start_reads(self: &Arc<Shared>) {
+        let mut queue = self.queue.lock();
+        while let Some(batch) = queue.waiting.front().copied() {
+            let nr_bytes = self.bytes_of(&batch);
+            if queue.bytes_under_way > 0 && queue.bytes_under_way + nr_bytes > self.options.limits.vm_bytes {
+                break;
+            }
+            queue.waiting.pop_front();
+            queue.bytes_under_way += nr_bytes;
+            self.runtime.spawn(Arc::clone(self).read_batch(batch));
+        }
+    }
+
+    /// What a batch held is free: it was put in place, or given up.
+    pub(super) fn read_is_over(self: &Arc<Shared>, batch: &Batch) {
+        self.queue.lock().bytes_under_way -= self.bytes_of(batch);
+        self.start_reads();
+    }
+
+    fn bytes_of(&self, batch: &Batch) -> u64 {
+        let offsets = batch.offsets(&self.installer.regions);
+        offsets.end - offsets.start
+    }
+
+    async fn read_batch(self: Arc<Shared>, batch: Batch) {
+        let mut ended = self.ended.subscribe();
+        self.options.metrics.reads_in_flight.inc();
+        tokio::select! {
+            biased;
+            _ = ended.wait_for(Option::is_some) => {}
+            outcome = self.read_patiently(&batch) => {
+                self.queue.lock().fetched.push((batch, outcome));
+                self.wake_up();
+            }
+        }
+        self.options.metrics.reads_in_flight.dec();
+    }
+
+    async fn read_patiently(&self, batch: &Batch) -> Result<Fetched, SourceError> {
+        let offsets = batch.offsets(&self.installer.regions);
+        let nr_bytes = offsets.end - offsets.start;
+        let limits = &self.options.limits;
+        let first_try = tokio::time::Instant::now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let permit = limits.budget.take(nr_bytes).await;
+            // Fits: a batch has at most MAX_WORDS words, or a page.
+            let mut bytes = Vec::new();
+            let read = async {
+                match &self.options.shared_memory {
+                    Some(memory) => memory.fill(offsets.clone()).await,
+                    None => {
+                        bytes.resize(nr_bytes as usize, 0);
+                        self.source.read(offsets.start, &mut bytes).await
+                    }
+                }
+            };
+            let read = tokio::time::timeout(limits.read_timeout, read);
+            let error = match read.await {
+                Ok(Ok(())) => {
+                    self.options.metrics.read_bytes.inc_by(nr_bytes);
+                    return Ok(Fetched { bytes, _permit: permit });
+                }
+                Ok(Err(error)) => error,
+                Err(_) => SourceError::Unavailable {
+                    server: "the source".to_string(),
+                    why: format!("no answer in {:?}", limits.read_timeout),
+                },
+            };
+            drop((bytes, permit));
+            self.options.metrics.source_errors.inc();
+            let is_hopeless = !error.may_pass()
+                || (self.options.on_failure == OnFailure::Poison && first_try.elapsed() >= limits.patience);
+            if is_hopeless {
+                return Err(error);
+            }
+            tracing::warn!(vm = self.options.name, ?offsets, %error, ?pause, "a read failed, and is tried again");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_knows_its_pages() {
+        let mut batch = Batch::new(0, 3, Some(200), Instant::now());
+        assert!(batch.is_empty());
+        batch.add(3, 1 << 8);
+        batch.add(4, 3);
+        assert_eq!(batch.hull(), 200..258);
+        assert_eq!(batch.of_page(200).map(|claimed| (claimed.word, claimed.mask)), Some((3, 1 << 8)));
+        assert_eq!(batch.of_page(258), None);
+        assert_eq!(batch.claimed().count(), 2);
+    }
+}

@@ -1,0 +1,248 @@
+//! Puts contents into pages of a machine, in the order that removals demand.
+//!
+//! # Guarantees
+//! - A page that the monitor has given up never gets what the snapshot has, also where it was on its
+//!   way at that moment.
+//! - Every thread that waits for a page is woken once the page is there, or when its claim ends.
+//!
+//! # Implementation
+//! The *gate* is a lock. A fill looks at the removed pages and calls the kernel while it has the gate
+//! shared. A read of messages, with the marking of the removed pages that it found, has it exclusive.
+//!
+//! # Why it is correct
+//! Before a removal's message is read, the kernel refuses fills (`EAGAIN`). It is read and marked
+//! with the gate exclusive; each later fill sees the mark. So no fill of the snapshot's bytes comes
+//! after the message was read, and the removal itself only after that.
+
+use parking_lot::RwLock;
+use rustix::io::Errno;
+
+use super::pages::{Claimed, Pages, bit, run_mask};
+use super::regions::Regions;
+use crate::source::Mapped;
+use crate::userfaultfd::{Stopped, Userfaultfd};
+
+/// What claimed pages get.
+#[derive(Clone, Copy, Debug)]
+pub enum Contents<'c> {
+    /// Zeros.
+    Zeros,
+    /// What the memory that all clones share has.
+    Shared,
+    /// Bytes of a mapping.
+    Bytes {
+        /// The page that the first of them is for.
+        first_page: u64,
+        /// All.
+        bytes: Mapped<'c>,
+    },
+}
+
+/// Why claimed pages were not all filled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stuck {
+    /// Messages have to be read first, or the kernel lacks memory. These are still claimed.
+    Again(u64),
+    /// The bytes cannot be read (the file was cut, or its memory is broken). These are still claimed.
+    Unreadable(u64),
+    /// The monitor said something about its memory that is not so. These are still claimed.
+    Refused(u64, Errno),
+    /// The monitor has ended.
+    Gone,
+}
+
+/// What an installer has done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Done {
+    /// Pages that were filled.
+    pub nr_filled: u64,
+    /// Pages that were there.
+    pub nr_there: u64,
+}
+
+/// Fills pages of one machine.
+#[derive(Debug)]
+pub struct Installer {
+    pub(super) userfaultfd: Userfaultfd,
+    pub(super) regions: Regions,
+    pub(super) pages: Pages,
+    pub(super) gate: RwLock<()>,
+    /// Zeros for a page of hugetlb, which the kernel has no call for.
+    zeros: Option<memmap2::Mmap>,
+}
+
+impl Installer {
+    /// For a machine.
+    ///
+    /// # Errors
+    /// No address space for zeros.
+    pub fn new(userfaultfd: Userfaultfd, regions: Regions, pages: Pages) -> std::io::Result<Installer> {
+        let huge = regions.all().iter().filter(|placed| placed.region.is_hugetlb()).map(|p| p.region.page_bytes).max();
+        let zeros = match huge {
+            // Never written: it takes no memory but for its page tables.
+            Some(nr_bytes) => Some(memmap2::MmapOptions::new().len(nr_bytes as usize).map_anon()?.make_read_only()?),
+            None => None,
+        };
+        Ok(Installer { userfaultfd, regions, pages, gate: RwLock::new(()), zeros })
+    }
+
+    /// Fills claimed pages.
+    ///
+    /// # Errors
+    /// [`Stuck`]; `done` counts what was filled all the same.
+    pub fn install(&self, claimed: Claimed, contents: Contents<'_>, done: &mut Done) -> Result<(), Stuck> {
+        let Claimed { place, word, mask } = claimed;
+        let page_bytes = self.regions.all()[place].region.page_bytes;
+        let _gate = self.gate.read();
+        let removed = mask & self.pages.removed(word);
+        if removed != 0 {
+            // Their waiters fault again, and get zeros.
+            self.wake(claimed, removed);
+        }
+        let mut rest = mask & !removed;
+        let mut most_pages = if matches!(contents, Contents::Zeros) { self.most_zeros(place) } else { 64 };
+        while rest != 0 {
+            let first = u64::from(rest.trailing_zeros());
+            let run = first..first + u64::from((rest >> first).trailing_ones()).min(most_pages);
+            let result = self.fill(place, claimed.first_page() + run.start, run.end - run.start, contents);
+            let nr_filled = match &result {
+                Ok(()) => run.end - run.start,
+                Err(stopped) => (stopped.filled_bytes / page_bytes).min(run.end - run.start),
+            };
+            let filled = run_mask(&(first..first + nr_filled));
+            self.pages.filled(word, filled);
+            done.nr_filled += nr_filled;
+            rest &= !filled;
+            let Err(Stopped { error, .. }) = result else { continue };
+            if nr_filled > 0 {
+                continue;
+            }
+            let one = 1 << first;
+            match error {
+                Errno::EXIST => {
+                    self.pages.filled(word, one);
+                    self.wake(claimed, one);
+                    done.nr_there += 1;
+                    rest &= !one;
+                }
+                Errno::AGAIN | Errno::NOMEM | Errno::INTR => return Err(Stuck::Again(rest)),
+                Errno::SRCH => return Err(Stuck::Gone),
+                Errno::FAULT | Errno::HWPOISON => return Err(Stuck::Unreadable(rest)),
+                // The run may cross mappings, which the monitor splits as it likes.
+                Errno::NOENT | Errno::INVAL if run.end - run.start > 1 => most_pages = 1,
+                // The page is not mapped any more.
+                Errno::NOENT => {
+                    self.pages.release(word, one);
+                    self.wake(claimed, one);
+                    rest &= !one;
+                }
+                error => return Err(Stuck::Refused(rest, error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a fault on a page that was filled or removed: if it is there, its waiters are woken.
+    /// If it is not, it was given up, with a message or without, and gets zeros.
+    ///
+    /// # Errors
+    /// [`Stuck`], with the page.
+    pub fn zero_if_missing(&self, place: usize, page: u64, done: &mut Done) -> Result<(), Stuck> {
+        let (word, mask) = bit(page);
+        let _gate = self.gate.read();
+        match self.fill(place, page, 1, Contents::Zeros) {
+            Ok(()) => {
+                self.pages.remove(page..page + 1);
+                done.nr_filled += 1;
+                Ok(())
+            }
+            Err(Stopped { error, .. }) => match error {
+                Errno::EXIST | Errno::NOENT => {
+                    self.wake(Claimed { place, word, mask }, mask);
+                    done.nr_there += 1;
+                    Ok(())
+                }
+                Errno::AGAIN | Errno::NOMEM | Errno::INTR => Err(Stuck::Again(mask)),
+                Errno::SRCH => Err(Stuck::Gone),
+                error => Err(Stuck::Refused(mask, error)),
+            },
+        }
+    }
+
+    /// Gives claimed pages up. Their waiters fault again.
+    pub fn release(&self, claimed: Claimed) {
+        self.pages.release(claimed.word, claimed.mask);
+        self.wake(claimed, claimed.mask);
+    }
+
+    /// Lets accesses to claimed pages fail for good; pages that got contents otherwise stay.
+    ///
+    /// # Errors
+    /// Pages that could not be poisoned yet, or never on this kernel. They are still claimed.
+    pub fn poison(&self, claimed: Claimed) -> Result<(), Stuck> {
+        let placed = &self.regions.all()[claimed.place];
+        let mut rest = claimed.mask;
+        while rest != 0 {
+            let first = u64::from(rest.trailing_zeros());
+            let run = first..first + u64::from((rest >> first).trailing_ones());
+            let start = placed.address_of(claimed.first_page() + first);
+            let nr_bytes = (run.end - run.start) * placed.region.page_bytes;
+            let nr_poisoned = match self.userfaultfd.poison(start..start + nr_bytes) {
+                Ok(()) => run.end - run.start,
+                Err(Stopped { filled_bytes, .. }) if filled_bytes > 0 => filled_bytes / placed.region.page_bytes,
+                Err(Stopped { error: Errno::EXIST | Errno::NOENT, .. }) => {
+                    self.wake(claimed, 1 << first);
+                    1
+                }
+                Err(Stopped { error: Errno::AGAIN | Errno::NOMEM | Errno::INTR, .. }) => {
+                    return Err(Stuck::Again(rest));
+                }
+                Err(Stopped { error: Errno::SRCH, .. }) => return Err(Stuck::Gone),
+                Err(Stopped { error, .. }) => return Err(Stuck::Refused(rest, error)),
+            };
+            let poisoned = run_mask(&(first..first + nr_poisoned));
+            self.pages.filled(claimed.word, poisoned);
+            rest &= !poisoned;
+        }
+        Ok(())
+    }
+
+    /// Wakes all threads that wait for any page. They fault again.
+    ///
+    /// # Errors
+    /// Of the first call that failed.
+    pub fn wake_all(&self) -> Result<(), crate::userfaultfd::CallError> {
+        self.regions.all().iter().try_for_each(|placed| self.userfaultfd.wake(placed.region.addresses()))
+    }
+
+    fn most_zeros(&self, place: usize) -> u64 {
+        if self.regions.all()[place].region.is_hugetlb() { 1 } else { 64 }
+    }
+
+    fn fill(&self, place: usize, page: u64, nr_pages: u64, contents: Contents<'_>) -> Result<(), Stopped> {
+        let placed = &self.regions.all()[place];
+        let page_bytes = placed.region.page_bytes;
+        let start = placed.address_of(page);
+        match (contents, &self.zeros) {
+            (Contents::Bytes { first_page, bytes }, _) => {
+                let at = (page - first_page) * page_bytes;
+                self.userfaultfd.copy_mapped(start, bytes.part(at..at + nr_pages * page_bytes))
+            }
+            (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes),
+            (Contents::Zeros, Some(zeros)) if placed.region.is_hugetlb() => {
+                self.userfaultfd.copy(start, &zeros[..page_bytes as usize])
+            }
+            (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes),
+        }
+    }
+
+    /// Wakes the waiters of some pages of the word of `claimed`.
+    fn wake(&self, claimed: Claimed, mask: u64) {
+        let placed = &self.regions.all()[claimed.place];
+        for run in super::pages::runs(mask) {
+            let start = placed.address_of(claimed.first_page() + run.start);
+            // It fails for a range that is none, and regions were checked.
+            let _ = self.userfaultfd.wake(start..start + (run.end - run.start) * placed.region.page_bytes);
+        }
+    }
+}

@@ -1,0 +1,540 @@
+//! The threads that answer the faults of one machine.
+//!
+//! # Guarantees
+//! - A thread waits for messages and for what was read, and for nothing else: a fault whose bytes are
+//!   mapped is answered at once; the bytes of others are read elsewhere and put in place here.
+//! - A fault is never answered by a wake-up alone, unless its page is there.
+//!
+//! # Implementation
+//! A round reads messages (removals are noted before anything else happens), answers the faults,
+//! puts in place what was read, and tries again what the kernel has put off. A thread sleeps only
+//! when a round found nothing.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::fetch::{Batch, Fetched};
+use super::install::{Contents, Done, Stuck};
+use super::pages::{Claimed, PageState, bit, masks};
+use super::state::MessageBuffer;
+use super::{End, OnFailure, Shared};
+use crate::shared_memory::Filled;
+use crate::source::{Mapped, SourceError};
+use crate::userfaultfd::{Cause, Event, Fault, Userfaultfd};
+
+/// What a thread does once more for pages that the kernel has put off.
+#[derive(Clone, Debug)]
+enum Task {
+    /// Bring the pages of a batch, which are claimed.
+    Bring(Batch),
+    /// Put in place what was read.
+    Place(Claimed, Rc<Read>),
+    /// A fault on a page that was filled or removed.
+    Zero(usize, u64),
+    /// Poison pages.
+    Poison(Claimed),
+}
+
+/// What was read for a batch. Its memory is free when the last part of it is in place.
+#[derive(Debug)]
+struct Read {
+    shared: Arc<Shared>,
+    batch: Batch,
+    fetched: Fetched,
+}
+
+impl Drop for Read {
+    fn drop(&mut self) {
+        self.shared.read_is_over(&self.batch);
+    }
+}
+
+/// A thread of a machine.
+#[derive(Debug)]
+pub(super) struct Server {
+    shared: Arc<Shared>,
+    buffer: MessageBuffer,
+}
+
+impl Server {
+    pub(super) fn new(shared: Arc<Shared>, buffer: MessageBuffer) -> Server {
+        Server { shared, buffer }
+    }
+
+    /// Notes the removals in a buffer that a dead pager has left.
+    pub(super) fn note_left_removals(&mut self) {
+        let _gate = self.shared.installer.gate.write();
+        for range in self.buffer.messages().iter().filter_map(crate::userfaultfd::removed) {
+            self.shared.note_removed(range);
+        }
+    }
+
+    /// Serves until the machine ends.
+    pub(super) fn run(mut self) {
+        let mut worker = Worker { shared: Arc::clone(&self.shared), again: Vec::new(), done: Done::default() };
+        let mut nr_idle = 0_u32;
+        while !self.shared.has_ended() {
+            match self.round(&mut worker) {
+                Ok(true) => nr_idle = 0,
+                Ok(false) => {
+                    worker.wait(nr_idle);
+                    nr_idle = nr_idle.saturating_add(1);
+                }
+                Err(error) => self.shared.end(End::Failed(error.to_string())),
+            }
+        }
+    }
+
+    /// Whether there was anything to do.
+    fn round(&mut self, worker: &mut Worker) -> Result<bool, crate::userfaultfd::CallError> {
+        let installer = &self.shared.installer;
+        let messages = {
+            let _gate = installer.gate.write();
+            let messages = installer.userfaultfd.read(self.buffer.messages())?;
+            messages.removed().for_each(|range| self.shared.note_removed(range));
+            messages
+        };
+        let nr_messages = messages.nr();
+        if nr_messages > 0 {
+            let since = Instant::now();
+            for event in messages {
+                match event {
+                    Event::Fault(fault) => worker.answer(fault, since),
+                    // Noted with the gate.
+                    Event::Remove(_) | Event::Unmap(_) => {}
+                    Event::Fork(child) => worker.shared.close_child(&child),
+                    event => worker.shared.distrust(&format!("{event:?} is not served")),
+                }
+            }
+        }
+        let nr_again = worker.again.len();
+        for task in std::mem::take(&mut worker.again) {
+            worker.perform(task);
+        }
+        let fetched = self.shared.take_fetched();
+        let nr_fetched = fetched.len();
+        for (batch, outcome) in fetched {
+            worker.fetched(batch, outcome);
+        }
+        worker.count();
+        Ok(nr_messages > 0 || nr_fetched > 0 || worker.again.len() < nr_again)
+    }
+}
+
+/// What a thread knows beside its messages.
+#[derive(Debug)]
+struct Worker {
+    shared: Arc<Shared>,
+    again: Vec<Task>,
+    done: Done,
+}
+
+impl Worker {
+    fn answer(&mut self, fault: Fault, since: Instant) {
+        let shared = Arc::clone(&self.shared);
+        let installer = &shared.installer;
+        shared.options.metrics.faults.inc();
+        let Some((place, page)) = installer.regions.find(fault.address) else {
+            shared.distrust(&format!("a fault at {:#x}, which is in no region", fault.address));
+            let start = fault.address & !(crate::source::PAGE_BYTES - 1);
+            // The thread waits if this fails.
+            let _ = installer.userfaultfd.poison(start..start + crate::source::PAGE_BYTES);
+            return;
+        };
+        let (word, mask) = bit(page);
+        let range = || {
+            let placed = &installer.regions.all()[place];
+            placed.address_of(page)..placed.address_of(page) + placed.region.page_bytes
+        };
+        match fault.cause {
+            Cause::WriteProtected => {
+                if let Err(error) = installer.userfaultfd.allow_writes(range()) {
+                    // A change of the mapping is under way: the thread tries again.
+                    tracing::debug!(vm = shared.options.name, %error, "a write-protected page");
+                    let _ = installer.userfaultfd.wake(range());
+                }
+                return;
+            }
+            // What is in shared memory may not be all of the page yet.
+            Cause::Minor
+                if shared.options.shared_memory.is_none() && installer.userfaultfd.map_cached(range()).is_ok() =>
+            {
+                return;
+            }
+            Cause::Minor | Cause::Missing => {}
+        }
+        match installer.pages.get(page) {
+            PageState::Removed | PageState::Present => self.perform(Task::Zero(place, page)),
+            // Its claim's end wakes the thread.
+            PageState::InFlight => shared.options.metrics.faults_in_flight.inc(),
+            PageState::Absent if shared.is_distrusted.load(Ordering::Relaxed) => {
+                let mask = installer.pages.claim(word, mask);
+                self.perform(Task::Poison(Claimed { place, word, mask }));
+            }
+            PageState::Absent => {
+                let batch = shared.claim_around(place, page, since);
+                if let Some(observer) = &shared.options.observer {
+                    observer.faulted(installer.regions.all()[place].offset_of(page));
+                }
+                if !batch.is_empty() {
+                    self.bring(batch);
+                }
+            }
+        }
+    }
+
+    fn perform(&mut self, task: Task) {
+        match task {
+            Task::Bring(batch) => self.bring(batch),
+            Task::Place(claimed, read) => self.place(claimed, read),
+            Task::Zero(place, page) => {
+                let result = self.shared.installer.zero_if_missing(place, page, &mut self.done);
+                let (word, mask) = bit(page);
+                self.stuck(Claimed { place, word, mask }, result, |_| Task::Zero(place, page));
+            }
+            Task::Poison(claimed) => {
+                let result = self.shared.installer.poison(claimed);
+                match result {
+                    Ok(()) => {
+                        self.shared.options.metrics.poisoned_pages.inc_by(u64::from(claimed.mask.count_ones()));
+                    }
+                    // This kernel cannot: the threads wait.
+                    Err(Stuck::Refused(_, error)) => {
+                        tracing::error!(vm = self.shared.options.name, %error, "cannot poison; the machine waits");
+                    }
+                    Err(stuck) => self.stuck(claimed, Err(stuck), Task::Poison),
+                }
+            }
+        }
+    }
+
+    /// Fills claimed pages, or lets them be read.
+    fn bring(&mut self, batch: Batch) {
+        let shared = Arc::clone(&self.shared);
+        let offsets = batch.offsets(&shared.installer.regions);
+        let first_page = batch.hull().start;
+        let contents = if let Some(memory) = &shared.options.shared_memory {
+            // An error is one that a read finds, too.
+            if !matches!(memory.try_fill(offsets), Ok(Filled::Now)) {
+                shared.fetch(batch);
+                return;
+            }
+            Contents::Shared
+        } else if shared.source.is_zero(offsets.clone()) {
+            Contents::Zeros
+        } else if let Some(bytes) = shared.source.mapped(offsets) {
+            Contents::Bytes { first_page, bytes }
+        } else {
+            shared.fetch(batch);
+            return;
+        };
+        let before = self.done.nr_filled;
+        for claimed in batch.claimed() {
+            let part = |mask| {
+                let mut part = Batch::new(claimed.place, claimed.word, batch.waited_for, batch.since);
+                part.add(claimed.word, mask);
+                part
+            };
+            match shared.installer.install(claimed, contents, &mut self.done) {
+                // A read says what is wrong with the file.
+                Err(Stuck::Unreadable(rest)) => shared.fetch(part(rest)),
+                result => self.stuck(claimed, result, |rest| Task::Bring(part(rest.mask))),
+            }
+        }
+        let filled_bytes = (self.done.nr_filled - before) * shared.page_bytes(&batch);
+        match contents {
+            Contents::Zeros => shared.options.metrics.zero_bytes.inc_by(filled_bytes),
+            Contents::Bytes { .. } | Contents::Shared => shared.options.metrics.mapped_bytes.inc_by(filled_bytes),
+        }
+        shared.options.metrics.filled_bytes.inc_by(filled_bytes);
+        shared.options.metrics.latency_seconds.observe(batch.since.elapsed().as_secs_f64());
+    }
+
+    fn fetched(&mut self, batch: Batch, outcome: Result<Fetched, SourceError>) {
+        let shared = Arc::clone(&self.shared);
+        match outcome {
+            Ok(fetched) => {
+                let read = Rc::new(Read { shared: Arc::clone(&shared), batch, fetched });
+                for claimed in batch.claimed() {
+                    self.place(claimed, Rc::clone(&read));
+                }
+                shared.options.metrics.latency_seconds.observe(batch.since.elapsed().as_secs_f64());
+            }
+            Err(error) => {
+                shared.read_is_over(&batch);
+                self.cannot_be_had(batch, &error);
+            }
+        }
+    }
+
+    fn place(&mut self, claimed: Claimed, read: Rc<Read>) {
+        let contents = match self.shared.options.shared_memory {
+            Some(_) => Contents::Shared,
+            None => {
+                let bytes = Mapped::new(read.fetched.bytes.as_ptr(), read.fetched.bytes.len());
+                Contents::Bytes { first_page: read.batch.hull().start, bytes }
+            }
+        };
+        let before = self.done.nr_filled;
+        let result = self.shared.installer.install(claimed, contents, &mut self.done);
+        let filled_bytes = (self.done.nr_filled - before) * self.shared.page_bytes(&read.batch);
+        self.shared.options.metrics.filled_bytes.inc_by(filled_bytes);
+        self.stuck(claimed, result, |rest| Task::Place(rest, read));
+    }
+
+    fn stuck(&mut self, claimed: Claimed, result: Result<(), Stuck>, again: impl FnOnce(Claimed) -> Task) {
+        match result {
+            Ok(()) => {}
+            Err(Stuck::Again(mask)) => {
+                self.shared.options.metrics.tried_again.inc();
+                self.again.push(again(Claimed { mask, ..claimed }));
+            }
+            Err(Stuck::Gone) => self.shared.end(End::Gone),
+            Err(Stuck::Refused(mask, error)) => {
+                self.shared.distrust(&format!("the kernel refuses to fill its pages: {error}"));
+                self.perform(Task::Poison(Claimed { mask, ..claimed }));
+            }
+            // Own memory cannot be read: broken.
+            Err(Stuck::Unreadable(mask)) => self.perform(Task::Poison(Claimed { mask, ..claimed })),
+        }
+    }
+
+    fn cannot_be_had(&mut self, batch: Batch, error: &SourceError) {
+        let shared = Arc::clone(&self.shared);
+        let offsets = batch.offsets(&shared.installer.regions);
+        tracing::error!(vm = shared.options.name, ?offsets, %error, policy = ?shared.options.on_failure,
+            "pages cannot be had");
+        if shared.options.on_failure == OnFailure::Pause {
+            // The pages stay claimed, and their threads wait.
+            return;
+        }
+        let waited_for = batch.waited_for.and_then(|page| batch.of_page(page));
+        let hull = batch.hull();
+        if let (Some(one), false) = (waited_for, error.may_pass() || hull.end - hull.start == 1) {
+            // What is wrong may be another page.
+            let mut alone = Batch::new(one.place, one.word, batch.waited_for, batch.since);
+            alone.add(one.word, one.mask);
+            for claimed in batch.claimed() {
+                let own = if claimed.word == one.word { one.mask } else { 0 };
+                shared.installer.release(Claimed { mask: claimed.mask & !own, ..claimed });
+            }
+            shared.fetch(alone);
+            return;
+        }
+        for claimed in batch.claimed() {
+            let poisoned = waited_for.filter(|one| one.word == claimed.word).map_or(0, |one| one.mask);
+            if poisoned != 0 {
+                self.perform(Task::Poison(Claimed { mask: poisoned, ..claimed }));
+            }
+            // Threads that wait for the others ask for them by themselves.
+            shared.installer.release(Claimed { mask: claimed.mask & !poisoned, ..claimed });
+        }
+    }
+
+    fn count(&mut self) {
+        self.shared.options.metrics.pages_there.inc_by(self.done.nr_there);
+        self.done = Done::default();
+    }
+
+    /// Waits until there is something to do; not for long if something is to be tried again.
+    fn wait(&self, nr_idle: u32) {
+        const FEW: u32 = 8;
+        if !self.again.is_empty() && nr_idle < FEW {
+            std::thread::yield_now();
+            return;
+        }
+        let timeout = (!self.again.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 200_000 });
+        let mut fds = [
+            PollFd::new(&self.shared.installer.userfaultfd, PollFlags::IN),
+            PollFd::new(&self.shared.wakeup, PollFlags::IN),
+        ];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => self.shared.end(End::Failed(format!("poll: {error}"))),
+        }
+        if fds[0].revents().intersects(PollFlags::ERR | PollFlags::NVAL) {
+            self.shared.end(End::Failed("the userfaultfd has an error".to_string()));
+        }
+        // The counter stays once the machine has ended, for the other threads.
+        if fds[1].revents().contains(PollFlags::IN) && !self.shared.has_ended() {
+            let _ = rustix::io::read(&self.shared.wakeup, &mut [0_u8; 8]);
+            if self.shared.has_ended() {
+                self.shared.wake_up();
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Notes that `range` is given up. The caller has the gate exclusive.
+    fn note_removed(&self, range: std::ops::Range<u64>) {
+        let mut nr_bytes = 0;
+        for (place, pages) in self.installer.regions.touched(range.clone()) {
+            let placed = &self.installer.regions.all()[place];
+            let whole = placed.address_of(pages.start)..placed.address_of(pages.end - 1) + placed.region.page_bytes;
+            if whole.start < range.start || whole.end > range.end {
+                // Of a huge page a part: the monitor's pages are not what it said.
+                self.distrust("a part of a page was removed");
+            }
+            nr_bytes += whole.end - whole.start;
+            self.installer.pages.remove(pages);
+        }
+        self.options.metrics.removed_bytes.inc_by(nr_bytes);
+    }
+
+    /// The monitor has said something untrue: no page is filled any more.
+    fn distrust(&self, why: &str) {
+        if !self.is_distrusted.swap(true, Ordering::Relaxed) {
+            self.options.metrics.violations.inc();
+            tracing::error!(
+                vm = self.options.name,
+                why,
+                "the monitor is wrong about its memory; it gets no more of it"
+            );
+        }
+    }
+
+    /// Claims what is absent of the granule of `page`, if `page` is.
+    fn claim_around(&self, place: usize, page: u64, since: Instant) -> Batch {
+        let installer = &self.installer;
+        let placed = &installer.regions.all()[place];
+        let region = &placed.region;
+        let granule = self.options.granule_bytes(&*self.source, region.page_bytes);
+        let start = placed.offset_of(page) & !(granule - 1);
+        let offsets = start.max(region.offset)..start.saturating_add(granule).min(region.offset + region.size_bytes);
+        let first = (offsets.start - region.offset) / region.page_bytes;
+        let end = (offsets.end - region.offset).div_ceil(region.page_bytes);
+        let pages = placed.first_page + first..placed.first_page + end;
+        let mut batch = Batch::new(place, (pages.start / 64) as usize, Some(page), since);
+        for (word, mask) in masks(pages) {
+            batch.add(word, installer.pages.claim(word, mask));
+        }
+        batch
+    }
+
+    fn page_bytes(&self, batch: &Batch) -> u64 {
+        batch.claimed().next().map_or(0, |claimed| self.installer.regions.all()[claimed.place].region.page_bytes)
+    }
+
+    /// Pages that were not brought fail from now on; if the kernel cannot do that, their threads wait
+    /// for ever. They never read zeros.
+    pub(super) fn fail_closed(&self) {
+        self.close(&self.installer.userfaultfd);
+    }
+
+    /// A child of the monitor has the memory as it is at this moment. It is not served.
+    fn close_child(&self, child: &Userfaultfd) {
+        tracing::warn!(vm = self.options.name, "the monitor has forked; its child gets no page");
+        self.close(child);
+    }
+
+    fn close(&self, userfaultfd: &Userfaultfd) {
+        const MOST_TRIES: u32 = 1000;
+        let installer = &self.installer;
+        let mut messages = [[0; crate::userfaultfd::MESSAGE_BYTES]; 16];
+        let mut nr_tries = 0;
+        let given = installer.regions.all().iter().flat_map(|placed| masks(placed.pages()).map(move |m| (placed, m)));
+        for (placed, (word, mask)) in given {
+            let missing = mask & !installer.pages.state().present()[word].load(Ordering::Acquire);
+            for run in super::pages::runs(missing & !installer.pages.removed(word)) {
+                let end = placed.address_of(word as u64 * 64 + run.end);
+                let mut at = placed.address_of(word as u64 * 64 + run.start);
+                while at < end {
+                    let Err(stopped) = userfaultfd.poison(at..end) else { break };
+                    at += stopped.filled_bytes;
+                    match stopped.error {
+                        _ if stopped.filled_bytes > 0 => {}
+                        Errno::EXIST | Errno::NOENT => at += placed.region.page_bytes,
+                        Errno::SRCH => return,
+                        Errno::AGAIN if nr_tries < MOST_TRIES => {
+                            nr_tries += 1;
+                            drop(userfaultfd.read(&mut messages));
+                            std::thread::yield_now();
+                        }
+                        error => {
+                            tracing::error!(vm = self.options.name, %error, "cannot poison; a descriptor stays open");
+                            std::mem::forget(userfaultfd.try_clone());
+                            return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// See [`Populator::populate`](super::Populator::populate).
+    pub(super) fn populate(&self, offsets: std::ops::Range<u64>) -> Result<u64, SourceError> {
+        let granule = self.options.granule_bytes(&*self.source, crate::source::PAGE_BYTES);
+        let mut done = Done::default();
+        let mut nr_bytes = 0;
+        for (place, pages) in self.installer.regions.touched_offsets(offsets) {
+            let page_bytes = self.installer.regions.all()[place].region.page_bytes;
+            let step = (granule / page_bytes).max(1);
+            for first in pages.clone().step_by(step as usize) {
+                let part = first..(first + step).min(pages.end);
+                let mut batch = Batch::new(place, (part.start / 64) as usize, None, Instant::now());
+                for (word, mask) in masks(part) {
+                    batch.add(word, self.installer.pages.claim(word, mask));
+                }
+                let before = done.nr_filled;
+                if !batch.is_empty() && !self.has_ended() {
+                    self.populate_batch(batch, &mut done)?;
+                }
+                nr_bytes += (done.nr_filled - before) * page_bytes;
+            }
+        }
+        Ok(nr_bytes)
+    }
+
+    fn populate_batch(&self, batch: Batch, done: &mut Done) -> Result<(), SourceError> {
+        let offsets = batch.offsets(&self.installer.regions);
+        let first_page = batch.hull().start;
+        let mut read = Vec::new();
+        let contents = if let Some(memory) = &self.options.shared_memory {
+            if let Err(error) = self.runtime.block_on(memory.fill(offsets)) {
+                batch.claimed().for_each(|claimed| self.installer.release(claimed));
+                return Err(error);
+            }
+            Contents::Shared
+        } else if self.source.is_zero(offsets.clone()) {
+            Contents::Zeros
+        } else if let Some(bytes) = self.source.mapped(offsets.clone()) {
+            Contents::Bytes { first_page, bytes }
+        } else {
+            read.resize((offsets.end - offsets.start) as usize, 0);
+            if let Err(error) = self.runtime.block_on(self.source.read(offsets.start, &mut read)) {
+                batch.claimed().for_each(|claimed| self.installer.release(claimed));
+                return Err(error);
+            }
+            Contents::Bytes { first_page, bytes: Mapped::new(read.as_ptr(), read.len()) }
+        };
+        let before = done.nr_filled;
+        for mut claimed in batch.claimed() {
+            loop {
+                match self.installer.install(claimed, contents, done) {
+                    Ok(()) => break,
+                    Err(Stuck::Again(mask)) if !self.has_ended() => {
+                        claimed.mask = mask;
+                        std::thread::yield_now();
+                    }
+                    // A fault finds what is wrong, if there is one.
+                    Err(Stuck::Again(mask) | Stuck::Unreadable(mask) | Stuck::Refused(mask, _)) => {
+                        self.installer.release(Claimed { mask, ..claimed });
+                        break;
+                    }
+                    Err(Stuck::Gone) => {
+                        self.end(End::Gone);
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        self.options.metrics.filled_bytes.inc_by((done.nr_filled - before) * self.page_bytes(&batch));
+        Ok(())
+    }
+}

@@ -1,0 +1,300 @@
+//! What must survive a pager: which pages of a machine were filled and which were removed, and the
+//! messages that were read last.
+//!
+//! # Guarantees
+//! A pager that is killed at any moment leaves a file from which its successor knows
+//! - each page that was ever removed, also one whose message was just read;
+//! - no page as filled that was not.
+//!
+//! # Implementation
+//! The file is mapped; threads change its words, and the kernel writes messages right into it. What
+//! is mapped outlives the process. A message is in the file when read(2) returns, and a thread that
+//! is killed inside the call completes the copy, since the pages are locked in memory. The successor
+//! takes the messages that it finds as if it had read them. That may be once more: removed pages
+//! stay removed, so a second time changes nothing.
+//!
+//! The file, numbers in the machine's order of bytes:
+//!
+//! | at | what |
+//! |---|---|
+//! | 0 | `slatvm01` |
+//! | 8 | u64: bytes of the description |
+//! | 16 | u64: buffers of messages |
+//! | 24 | u64: words of a bitmap |
+//! | 4096 | the description (JSON); its end is rounded up to 4096 |
+//! | then | the buffers, 4096 bytes each |
+//! | then | bitmap of filled pages, bitmap of removed pages |
+//!
+//! # Why it is correct
+//! Words are atomic. The kernel writes to a buffer only during read(2) into it, and
+//! [`MessageBuffer`] is the one owner of its buffer.
+
+#![expect(unsafe_code, reason = "atomic words and buffers in mapped memory")]
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::{MmapMut, MmapOptions, MmapRaw};
+
+use crate::userfaultfd::MESSAGE_BYTES;
+
+const MAGIC: &[u8; 8] = b"slatvm01";
+const HEADER_BYTES: usize = 4096;
+const BUFFER_BYTES: usize = 4096;
+/// Messages in a buffer.
+pub const BUFFER_MESSAGES: usize = BUFFER_BYTES / MESSAGE_BYTES;
+/// One bit each says whether it is taken.
+pub const MAX_BUFFERS: usize = 64;
+/// Descriptions have at most so many bytes.
+const MAX_DESCRIPTION_BYTES: usize = 1 << 20;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Layout {
+    description_bytes: usize,
+    nr_buffers: usize,
+    nr_words: usize,
+}
+
+impl Layout {
+    fn buffers_at(self) -> usize {
+        HEADER_BYTES + self.description_bytes.next_multiple_of(4096)
+    }
+
+    fn bitmaps_at(self) -> usize {
+        self.buffers_at() + self.nr_buffers * BUFFER_BYTES
+    }
+
+    fn size_bytes(self) -> usize {
+        self.bitmaps_at() + 2 * self.nr_words * 8
+    }
+
+    fn header(self) -> [u8; 32] {
+        let mut header = [0; 32];
+        header[..8].copy_from_slice(MAGIC);
+        for (nr, number) in [self.description_bytes, self.nr_buffers, self.nr_words].into_iter().enumerate() {
+            header[8 + 8 * nr..16 + 8 * nr].copy_from_slice(&(number as u64).to_ne_bytes());
+        }
+        header
+    }
+
+    /// Of a file of `file_bytes` that begins with `header`.
+    fn of(header: &[u8; 32], file_bytes: u64) -> Option<Layout> {
+        let number = |nr: usize| {
+            let (words, _) = header.as_chunks::<8>();
+            usize::try_from(u64::from_ne_bytes(words[nr])).ok()
+        };
+        let layout = Layout { description_bytes: number(1)?, nr_buffers: number(2)?, nr_words: number(3)? };
+        let is_sane = header.starts_with(MAGIC)
+            && layout.description_bytes <= MAX_DESCRIPTION_BYTES
+            && layout.nr_buffers <= MAX_BUFFERS
+            && layout.nr_words as u64 <= file_bytes
+            && layout.size_bytes() as u64 == file_bytes;
+        is_sane.then_some(layout)
+    }
+}
+
+/// The state of a machine's pages that survives.
+#[derive(Debug)]
+pub struct State {
+    mapping: MmapRaw,
+    layout: Layout,
+    buffers_taken: AtomicU64,
+    file: Option<PathBuf>,
+}
+
+impl State {
+    /// One that does not survive.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn anonymous(nr_buffers: usize, nr_words: usize) -> io::Result<State> {
+        let layout = Layout { description_bytes: 0, nr_buffers, nr_words };
+        let mapping = MmapMut::map_anon(layout.size_bytes())?.into();
+        Ok(State { mapping, layout, buffers_taken: AtomicU64::new(0), file: None })
+    }
+
+    /// Makes the file `path`. It is there with all its contents, or not at all.
+    ///
+    /// # Errors
+    /// Of the files.
+    pub fn create(path: &Path, description: &[u8], nr_buffers: usize, nr_words: usize) -> io::Result<State> {
+        if description.len() > MAX_DESCRIPTION_BYTES || nr_buffers > MAX_BUFFERS {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the description of a machine is too long"));
+        }
+        let layout = Layout { description_bytes: description.len(), nr_buffers, nr_words };
+        let new = path.with_extension("new");
+        let mut file = fs::OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&new)?;
+        let made = (|| {
+            // Blocks are there: a write to the mapping never finds the disk full, which would kill.
+            rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, layout.size_bytes() as u64)?;
+            file.write_all(&layout.header())?;
+            io::Seek::seek(&mut file, io::SeekFrom::Start(HEADER_BYTES as u64))?;
+            file.write_all(description)?;
+            let state = State::map(&file, layout, path)?;
+            fs::rename(&new, path)?;
+            Ok(state)
+        })();
+        if made.is_err() {
+            let _ = fs::remove_file(&new);
+        }
+        made
+    }
+
+    /// Opens a file that another process has made, and returns its description.
+    ///
+    /// # Errors
+    /// Of the file; `InvalidData` if it is none of ours.
+    pub fn open(path: &Path) -> io::Result<(State, Vec<u8>)> {
+        use std::os::unix::fs::FileExt;
+        let file = fs::OpenOptions::new().read(true).write(true).open(path)?;
+        let mut header = [0; 32];
+        file.read_exact_at(&mut header, 0)?;
+        let layout = Layout::of(&header, file.metadata()?.len())
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the state of a machine"))?;
+        let mut description = vec![0; layout.description_bytes];
+        file.read_exact_at(&mut description, HEADER_BYTES as u64)?;
+        Ok((State::map(&file, layout, path)?, description))
+    }
+
+    fn map(file: &File, layout: Layout, path: &Path) -> io::Result<State> {
+        let mapping = MmapOptions::new().len(layout.size_bytes()).map_raw(file)?;
+        let state = State { mapping, layout, buffers_taken: AtomicU64::new(0), file: Some(path.to_path_buf()) };
+        if let Err(error) = state.lock_buffers() {
+            tracing::debug!(%error, "the buffers of messages are not locked in memory");
+        }
+        Ok(state)
+    }
+
+    fn lock_buffers(&self) -> rustix::io::Result<()> {
+        let nr_bytes = self.layout.nr_buffers * BUFFER_BYTES;
+        // SAFETY: the buffers lie in the mapping, and locking changes no contents.
+        unsafe { rustix::mm::mlock(self.mapping.as_mut_ptr().add(self.layout.buffers_at()).cast(), nr_bytes) }
+    }
+
+    /// Whether its sizes are these.
+    pub fn fits(&self, nr_words: usize) -> bool {
+        self.layout.nr_words == nr_words
+    }
+
+    /// A bit for each page that was filled, and not removed since.
+    pub fn present(&self) -> &[AtomicU64] {
+        self.words(0)
+    }
+
+    /// A bit for each page that was removed ever.
+    pub fn removed(&self) -> &[AtomicU64] {
+        self.words(1)
+    }
+
+    fn words(&self, bitmap: usize) -> &[AtomicU64] {
+        let at = self.layout.bitmaps_at() + bitmap * self.layout.nr_words * 8;
+        // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as it
+        // divides the mapping's start. They are accessed as atomics only, by this and by other
+        // processes. The file is not cut: it is this program's own, in a folder of its own.
+        unsafe {
+            std::slice::from_raw_parts(self.mapping.as_mut_ptr().add(at).cast::<AtomicU64>(), self.layout.nr_words)
+        }
+    }
+
+    /// A buffer that no thread has; `None` if all are taken.
+    pub fn take_buffer(self: &Arc<State>) -> Option<MessageBuffer> {
+        let all = u64::MAX >> (64 - self.layout.nr_buffers.max(1));
+        loop {
+            let taken = self.buffers_taken.load(Ordering::Relaxed);
+            let nr = (!taken & all).trailing_zeros();
+            if nr as usize >= self.layout.nr_buffers {
+                return None;
+            }
+            // Acquire: what the last owner wrote is complete.
+            if self.buffers_taken.fetch_or(1 << nr, Ordering::Acquire) & (1 << nr) == 0 {
+                return Some(MessageBuffer { state: Arc::clone(self), nr: nr as usize });
+            }
+        }
+    }
+
+    /// Removes the file: the machine is gone.
+    pub fn forget(&self) {
+        if let Some(path) = &self.file
+            && let Err(error) = fs::remove_file(path)
+        {
+            tracing::warn!(path = %path.display(), %error, "cannot remove the state of a machine that is gone");
+        }
+    }
+}
+
+/// A buffer for messages, of one owner.
+#[derive(Debug)]
+pub struct MessageBuffer {
+    state: Arc<State>,
+    nr: usize,
+}
+
+impl MessageBuffer {
+    /// The messages.
+    pub fn messages(&mut self) -> &mut [[u8; MESSAGE_BYTES]] {
+        let at = self.state.layout.buffers_at() + self.nr * BUFFER_BYTES;
+        // SAFETY: the buffer lies in the mapping, which `self` keeps; only this owner has its number,
+        // and `&mut self` makes the reference the only one. No other process writes: one that takes
+        // the file over has seen this one die.
+        unsafe {
+            let start = self.state.mapping.as_mut_ptr().add(at).cast::<[u8; MESSAGE_BYTES]>();
+            std::slice::from_raw_parts_mut(start, BUFFER_MESSAGES)
+        }
+    }
+}
+
+impl Drop for MessageBuffer {
+    fn drop(&mut self) {
+        // Release: pairs with the next owner's acquire.
+        self.state.buffers_taken.fetch_and(!(1 << self.nr), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_written_is_found_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let state = Arc::new(State::create(&path, b"who", 2, 5).unwrap());
+        state.present()[4].store(7, Ordering::Relaxed);
+        state.removed()[0].store(9, Ordering::Relaxed);
+        let mut one = state.take_buffer().unwrap();
+        let two = state.take_buffer().unwrap();
+        assert!(state.take_buffer().is_none());
+        one.messages()[1] = [3; MESSAGE_BYTES];
+        drop(two);
+        assert_eq!(state.take_buffer().unwrap().nr, 1);
+        drop((one, state));
+        let (state, description) = State::open(&path).unwrap();
+        let state = Arc::new(state);
+        assert_eq!(description, b"who");
+        assert_eq!(state.present()[4].load(Ordering::Relaxed), 7);
+        assert_eq!(state.removed()[0].load(Ordering::Relaxed), 9);
+        assert_eq!(state.take_buffer().unwrap().messages()[1], [3; MESSAGE_BYTES]);
+        assert!(state.fits(5) && !state.fits(6));
+        state.forget();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn other_files_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        State::create(&path, b"who", 1, 5).unwrap();
+        let good = fs::read(&path).unwrap();
+        let mut numbers = good.clone();
+        numbers[24..32].fill(0xff);
+        let mut magic = good.clone();
+        magic[0] = 0;
+        for bad in [&good[..good.len() - 1], &good[..20], &numbers, &magic, &[]] {
+            fs::write(&path, bad).unwrap();
+            State::open(&path).unwrap_err();
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The memory of a VMM that is registered with a userfaultfd, and what a guest does with it.
+
+#![allow(dead_code, reason = "each test takes what it needs")]
+#![expect(unsafe_code, reason = "memory that another program fills")]
+
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use slat_pager::userfaultfd::{RegisterMode, Userfaultfd, features};
+use slat_pager::vm::Region;
+
+use crate::support::{byte, bytes};
+
+pub const PAGE: usize = 4096;
+pub const HUGE_PAGE: usize = 2 << 20;
+
+/// What the memory is made of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    Anonymous,
+    /// With transparent huge pages.
+    Thp,
+    /// hugetlb, 2M.
+    Huge,
+}
+
+/// Memory of a guest.
+#[derive(Debug)]
+pub struct Guest {
+    start: *mut u8,
+    nr_bytes: usize,
+    page_bytes: usize,
+    /// Where it is in the snapshot.
+    offset: u64,
+}
+
+// SAFETY: the memory is accessed by volatile reads and writes of single bytes and words; threads of a
+// test do not write what others read.
+unsafe impl Send for Guest {}
+// SAFETY: as above.
+unsafe impl Sync for Guest {}
+
+impl Guest {
+    /// `None`: there are no pages of this kind, which is said.
+    pub fn new(kind: Kind, nr_bytes: usize, offset: u64) -> Option<Guest> {
+        let page_bytes = if kind == Kind::Huge { HUGE_PAGE } else { PAGE };
+        let mut flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        if kind == Kind::Huge {
+            // hugetlb reserves: a page that is not there would be a SIGBUS later.
+            flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+        }
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // Room for an aligned start, as transparent huge pages need it.
+        let room = if kind == Kind::Thp { HUGE_PAGE } else { 0 };
+        // SAFETY: a new mapping.
+        let start = match unsafe { mmap_anonymous(std::ptr::null_mut(), nr_bytes + room, prot, flags) } {
+            Ok(start) => start.cast::<u8>(),
+            Err(error) if kind == Kind::Huge => {
+                println!("skipped: no huge pages (vm.nr_hugepages): {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let start = start.map_addr(|address| if room > 0 { address.next_multiple_of(HUGE_PAGE) } else { address });
+        if kind == Kind::Thp {
+            // SAFETY: advice of the new mapping.
+            unsafe { madvise(start.cast(), nr_bytes, Advice::LinuxHugepage) }.unwrap();
+        }
+        Some(Guest { start, nr_bytes, page_bytes, offset })
+    }
+
+    pub fn region(&self) -> Region {
+        Region {
+            address: self.start.expose_provenance() as u64,
+            size_bytes: self.nr_bytes as u64,
+            offset: self.offset,
+            page_bytes: self.page_bytes as u64,
+        }
+    }
+
+    pub fn nr_pages(&self) -> usize {
+        self.nr_bytes / PAGE
+    }
+
+    pub fn address(&self, page: usize) -> u64 {
+        self.region().address + (page * PAGE) as u64
+    }
+
+    pub fn register(&self, userfaultfd: &Userfaultfd, mode: RegisterMode) {
+        // SAFETY: threads may wait, and believe nothing of pages that are not there.
+        unsafe { userfaultfd.register(self.region().addresses(), mode) }.unwrap();
+    }
+
+    /// The byte `at` of a page.
+    pub fn load(&self, page: usize, at: usize) -> u8 {
+        assert!(page < self.nr_pages() && at < PAGE);
+        // SAFETY: it is in the mapping.
+        unsafe { self.start.add(page * PAGE + at).read_volatile() }
+    }
+
+    pub fn store(&self, page: usize, at: usize, value: u8) {
+        assert!(page < self.nr_pages() && at < PAGE);
+        // SAFETY: as for `load`.
+        unsafe { self.start.add(page * PAGE + at).write_volatile(value) }
+    }
+
+    /// All bytes of a page.
+    pub fn page(&self, page: usize) -> Vec<u8> {
+        (0..PAGE).map(|at| self.load(page, at)).collect()
+    }
+
+    /// Panics unless the page is as in the snapshot.
+    pub fn verify(&self, page: usize, seed: u64) {
+        let offset = self.offset + (page * PAGE) as u64;
+        // The first access of different threads is to different bytes.
+        let first = (page * 61) % PAGE;
+        assert_eq!(self.load(page, first), byte(seed, offset + first as u64), "page {page}, byte {first}");
+        assert!(self.page(page) == bytes(seed, offset..offset + PAGE as u64), "page {page} is wrong");
+    }
+
+    pub fn is_zero(&self, page: usize) -> bool {
+        self.page(page).iter().all(|byte| *byte == 0)
+    }
+
+    /// As a balloon does. Waits until the event was read.
+    pub fn discard(&self, pages: Range<usize>) {
+        assert!(pages.end <= self.nr_pages());
+        // SAFETY: the pages are in the mapping, and read as anything afterwards.
+        unsafe { madvise(self.start.add(pages.start * PAGE).cast(), pages.len() * PAGE, Advice::LinuxDontNeed) }
+            .unwrap();
+    }
+
+    /// Whether the kernel can read the page: no if it is poisoned. The access waits like any other.
+    pub fn is_readable(&self, page: usize) -> bool {
+        let (_reader, writer) = rustix::pipe::pipe().unwrap();
+        // SAFETY: the byte is in the mapping; only the kernel reads it.
+        let byte = unsafe { std::slice::from_raw_parts(self.start.add(page * PAGE), 1) };
+        match rustix::io::write(&writer, byte) {
+            Ok(1) => true,
+            Err(rustix::io::Errno::FAULT) => false,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Unmaps pages.
+    pub fn unmap(&self, pages: Range<usize>) {
+        // SAFETY: the test accesses these no more.
+        unsafe { munmap(self.start.add(pages.start * PAGE).cast(), pages.len() * PAGE) }.unwrap();
+    }
+}
+
+/// A userfaultfd as Firecracker makes it, `None` if that is not possible here, which is said.
+pub fn userfaultfd(more_features: u64) -> Option<Userfaultfd> {
+    Userfaultfd::open(features::EVENT_REMOVE | more_features).map_err(|error| println!("skipped: {error}")).ok()
+}
+
+/// A copy of the descriptor, as a VMM sends it.
+pub fn copy_of(userfaultfd: &Userfaultfd) -> OwnedFd {
+    userfaultfd.as_fd().try_clone_to_owned().unwrap()
+}
+
+/// Firecracker's handshake, to the letter.
+pub fn handshake(regions: &[Region]) -> String {
+    let entry = |region: &Region| {
+        serde_json::json!({
+            "base_host_virt_addr": region.address,
+            "size": region.size_bytes,
+            "offset": region.offset,
+            "page_size": region.page_bytes,
+            "page_size_kib": region.page_bytes,
+        })
+    };
+    serde_json::Value::from_iter(regions.iter().map(entry)).to_string()
+}
+
+/// Sends bytes with descriptors.
+pub fn send(socket: &UnixStream, bytes: &[u8], userfaultfd: Option<&Userfaultfd>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds = userfaultfd.map(|userfaultfd| [userfaultfd.as_fd()]);
+    if let Some(fds) = &fds {
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
