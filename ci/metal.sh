@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The hypervisor on the engine under QEMU, with AMD's nested paging, at Arm's EL2 and in RISC-V's
 # HS-mode: the guest that accesses memory at random, and Linux. Where emulator or kernel cannot be had,
-# this is skipped. A run takes some 20 s; beside other load it may take minutes. More by hand: METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh; or one machine
-# alone: ci/metal.sh arm
+# this is skipped. A run takes some 20 s; beside other load it may take minutes. More by hand:
+# METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh; or one machine alone: ci/metal.sh arm
 set -euo pipefail
 cd "$(dirname "$0")/.."
 machines=("$@"); [ $# != 0 ] || machines=(svm arm riscv)

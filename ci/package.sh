@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unpacked=$target/unpacked
-packages=(slat slat-costed slat-machine slat-model slat-results slat-cli)
+packages=(slat slat-costed slat-machine slat-model slat-results slat-cli slat-pager)
 
 # The one warning that is turned off: there is no public address yet for `repository`. All other
 # fields that cargo would warn about are checked below.
@@ -36,14 +36,15 @@ for package in "${packages[@]}"; do
     tar -xzmf "$target/package/$package-$version.crate" -C "$unpacked"
     mv "$unpacked/$package-$version" "$unpacked/$package"
     for file in LICENSE-MIT LICENSE-APACHE README.md; do
-        cmp "$file" "$unpacked/$package/$file"
+        # The pager stands alone, and says so in a README of its own.
+        [ "$package/$file" = slat-pager/README.md ] || cmp "$file" "$unpacked/$package/$file"
     done
 done
 cp Cargo.lock "$unpacked"
 cat >"$unpacked/Cargo.toml" <<'MANIFEST'
 [workspace]
 resolver = "3"
-members = ["slat", "slat-costed", "slat-machine", "slat-model", "slat-results", "slat-cli"]
+members = ["slat", "slat-costed", "slat-machine", "slat-model", "slat-results", "slat-cli", "slat-pager"]
 
 [patch.crates-io]
 slat = { path = "slat" }
