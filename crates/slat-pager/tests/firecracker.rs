@@ -376,6 +376,8 @@ fn a_thousand_machines_leave_nothing_behind() {
     let Some(folder) = folder() else { return };
     let folder = folder.path();
     let pager = Pager::start(folder, &[]);
+    // It has started once it answers, and has all descriptors of its own.
+    assert_eq!(metric(folder, "vms"), 0.0);
     let before = pager.nr_descriptors();
     let mut client = Client::start("client_has_many_machines", &socket(folder));
     assert!(client.wait_for("1000 one after the other"));

@@ -146,12 +146,13 @@ fn is_identifier(text: &str) -> bool {
 
 impl Mention {
     fn of(span: &str) -> Option<Mention> {
-        const FOLDERS: [&str; 16] = [
+        const FOLDERS: [&str; 17] = [
             "tests/",
             "src/",
             "examples/",
             "benches/",
             "slat-machine/",
+            "slat-pager/",
             "slat-model/",
             "slat-cli/",
             "slat-results/",
@@ -190,7 +191,7 @@ fn located(root: &Path, path: &str) -> PathBuf {
     let first = path.split('/').next().unwrap();
     match first {
         "tests" | "src" | "examples" | "benches" => root.join("crates/slat").join(path),
-        "slat-machine" | "slat-model" | "slat-cli" | "slat-results" => root.join("crates").join(path),
+        "slat-machine" | "slat-model" | "slat-cli" | "slat-results" | "slat-pager" => root.join("crates").join(path),
         _ => root.join(path),
     }
 }

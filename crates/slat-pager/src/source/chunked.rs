@@ -43,7 +43,7 @@ impl Chunked {
 
     /// The hash of the chunk that has the byte.
     fn chunk_at(&self, offset: u64) -> Option<Hash> {
-        self.index.chunks()[(offset / self.index.chunk_bytes()) as usize]
+        *self.index.chunks().get((offset / self.index.chunk_bytes()) as usize)?
     }
 
     /// Fills `into` from a part of one chunk.
@@ -89,7 +89,7 @@ impl Source for Chunked {
     }
 
     fn block_identity(&self, block: u64) -> Identity {
-        match self.chunk_at(block * self.index.chunk_bytes()) {
+        match self.chunk_at(block.saturating_mul(self.index.chunk_bytes())) {
             // By its content: one chunk of many snapshots is one block of a cache.
             Some(hash) => Identity::new("chunk", [&hash.0[..]]),
             None => super::numbered_block(self, block),

@@ -73,7 +73,7 @@ impl Objects {
                     let key = key.parse::<$key>().map_err(|error| malformed(error.to_string()))?;
                     builder = builder.with_config(key, value);
                 }
-                // Two servers may have buckets of one name.
+                // Two servers may have buckets of one name, and not each URL has the bucket there.
                 for key in $of_name {
                     let value: Option<String> = builder.get_config_value(&key);
                     name.extend(value.map(|value| format!("@{value}")));
@@ -86,19 +86,19 @@ impl Objects {
                 AmazonS3Builder::from_env().with_url(url.as_str()),
                 AmazonS3ConfigKey,
                 "AWS_",
-                [AmazonS3ConfigKey::Endpoint]
+                [AmazonS3ConfigKey::Endpoint, AmazonS3ConfigKey::Bucket]
             ),
             ObjectStoreScheme::GoogleCloudStorage => store!(
                 GoogleCloudStorageBuilder::from_env().with_url(url.as_str()),
                 GoogleConfigKey,
                 "GOOGLE_",
-                [] as [GoogleConfigKey; 0]
+                [GoogleConfigKey::Bucket]
             ),
             ObjectStoreScheme::MicrosoftAzure => store!(
                 MicrosoftAzureBuilder::from_env().with_url(url.as_str()),
                 AzureConfigKey,
                 "AZURE_",
-                [AzureConfigKey::AccountName, AzureConfigKey::Endpoint]
+                [AzureConfigKey::AccountName, AzureConfigKey::Endpoint, AzureConfigKey::ContainerName]
             ),
             ObjectStoreScheme::Http => {
                 let builder = HttpBuilder::new().with_url(&url[..url::Position::BeforePath]).with_retry(RETRY);

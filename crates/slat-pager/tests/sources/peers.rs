@@ -98,6 +98,8 @@ async fn each_byte_for_many_readers() {
     let (address, _task) = serve(&tls, any_port(), "vm/7", source.clone()).await;
     let peer = Arc::new(Peer::open(&format!("localhost:{}", address.port()), "vm/7", &tls).await.unwrap());
     assert_eq!((peer.identity(), peer.granule_bytes()), (source.identity(), 64 << 10));
+    assert_ne!(peer.block_identity(0), source.block_identity(0), "what a peer says is no other source's");
+    assert_ne!(peer.block_identity(0), peer.block_identity(1));
     let readers: Vec<_> = (1..20u64)
         .map(|number| {
             let (peer, bytes) = (peer.clone(), bytes.clone());

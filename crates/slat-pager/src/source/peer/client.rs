@@ -307,6 +307,15 @@ impl Source for Peer {
         self.granule_bytes
     }
 
+    fn block_identity(&self, block: u64) -> Identity {
+        // By where they are from, too: a peer that lies about its snapshot's identity puts no bytes into
+        // the cache of another source.
+        let numbers = [self.granule_bytes.to_le_bytes(), block.to_le_bytes()];
+        let server = [self.server.address.as_bytes(), self.server.snapshot.as_bytes()];
+        let parts = [server[0], server[1], self.about.identity.as_bytes(), &numbers[0], &numbers[1]];
+        Identity::new("peer's block", parts)
+    }
+
     fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
         async move {
             check_range(offset, into.len(), self.about.size_bytes)?;
