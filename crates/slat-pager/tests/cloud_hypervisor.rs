@@ -28,7 +28,7 @@ use slat_pager::working_set::replay::{Populate, Progress, replay, steps};
 use tokio::runtime::Runtime;
 
 use support::{Pattern, client_argument, may_use_userfaultfd, start_client};
-use vmm::{Between, SLOTS, page_fault, request, response, send_with};
+use vmm::{Between, SLOTS, Sent, config_frame, frame, page_fault, request, response, send_with, slot_frame};
 
 /// Longer than any test takes.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -474,34 +474,16 @@ fn a_page_that_can_never_be_had_is_refused_and_others_are_served() {
     });
 }
 
-/// What a peer sends to `store`: bytes, or bytes with descriptors.
-enum Send {
-    Bytes(Vec<u8>),
-    With(Vec<u8>, usize),
-}
-
-fn frame(command: u16, length: u64) -> Send {
-    Send::Bytes(request(command, length).to_vec())
-}
-
-fn slot_frame(number: u32) -> [Send; 2] {
-    [frame(vmm::MEMORY_FD, 4), Send::With(number.to_le_bytes().to_vec(), 1)]
-}
-
-fn config_frame(config: &str) -> [Send; 2] {
-    [frame(vmm::CONFIG, config.len() as u64), Send::Bytes(config.as_bytes().to_vec())]
-}
-
 /// What `store` says of a peer that sends `sent` and then nothing more; also that it leaves no files.
-fn stored(sent: impl IntoIterator<Item = Send>) -> Error {
+fn stored(sent: impl IntoIterator<Item = Sent>) -> Error {
     let folder = tempfile::tempdir().unwrap();
     let (peer, ours) = UnixStream::pair().unwrap();
     let memory: Vec<OwnedFd> = vec![vmm::memory(&SLOTS[0]), vmm::memory(&SLOTS[0]), vmm::memory(&SLOTS[0])];
     // Everything fits into the socket: nobody has to read meanwhile.
     for part in sent {
         match part {
-            Send::Bytes(bytes) => (&peer).write_all(&bytes).unwrap(),
-            Send::With(bytes, nr) => send_with(&peer, &bytes, &memory.iter().take(nr).collect::<Vec<_>>()),
+            Sent::Bytes(bytes) => (&peer).write_all(&bytes).unwrap(),
+            Sent::With(bytes, nr) => send_with(&peer, &bytes, &memory.iter().take(nr).collect::<Vec<_>>()),
         }
     }
     peer.shutdown(Shutdown::Write).unwrap();
@@ -518,16 +500,16 @@ fn stored(sent: impl IntoIterator<Item = Send>) -> Error {
 #[test]
 fn snapshots_that_are_sent_wrong_are_refused() {
     let start = || frame(vmm::START, 0);
-    let after_start = |more: Vec<Send>| stored([start()].into_iter().chain(more));
+    let after_start = |more: Vec<Sent>| stored([start()].into_iter().chain(more));
     let one_slot = [SLOTS[0]];
     let good_config = vmm::config(&one_slot);
-    let up_to_config = |config: &str, more: Vec<Send>| {
+    let up_to_config = |config: &str, more: Vec<Sent>| {
         after_start(slot_frame(0).into_iter().chain(config_frame(config)).chain(more).collect())
     };
 
     // Half a handshake.
     assert!(matches!(stored([]), Error::Closed(_)));
-    assert!(matches!(stored([Send::Bytes(vec![1; 7])]), Error::Closed(_)));
+    assert!(matches!(stored([Sent::Bytes(vec![1; 7])]), Error::Closed(_)));
     assert!(matches!(after_start(vec![]), Error::Closed(_)));
     // Commands that are none, or come too early.
     assert!(matches!(stored([frame(99, 0)]), Error::Wire(WireError::Command(99))));
@@ -540,7 +522,7 @@ fn snapshots_that_are_sent_wrong_are_refused() {
     // Another version.
     let mut later = request(vmm::START, 0);
     later[2] = 1;
-    assert!(matches!(stored([Send::Bytes(later.to_vec())]), Error::Wire(WireError::Version(1))));
+    assert!(matches!(stored([Sent::Bytes(later.to_vec())]), Error::Wire(WireError::Version(1))));
     // It gives up.
     assert!(matches!(stored([frame(vmm::ABANDON, 0)]), Error::Abandoned));
     assert!(matches!(up_to_config(&good_config, vec![frame(vmm::ABANDON, 0)]), Error::Abandoned));
@@ -551,11 +533,11 @@ fn snapshots_that_are_sent_wrong_are_refused() {
     assert!(matches!(after_start(vec![frame(vmm::CONFIG, 1 << 20)]), Error::Closed(_)));
     assert!(matches!(up_to_config(&good_config, vec![frame(vmm::STATE, 1 << 40)]), Error::Length { .. }));
     // No descriptor, two, three, and one where none belongs.
-    let memory = |nr| vec![frame(vmm::MEMORY_FD, 4), Send::With(0_u32.to_le_bytes().to_vec(), nr)];
+    let memory = |nr| vec![frame(vmm::MEMORY_FD, 4), Sent::With(0_u32.to_le_bytes().to_vec(), nr)];
     for nr in [0, 2, 3] {
         assert!(matches!(after_start(memory(nr)), Error::Descriptors { .. }), "{nr}");
     }
-    assert!(matches!(stored([Send::With(request(vmm::START, 0).to_vec(), 1)]), Error::Descriptors { .. }));
+    assert!(matches!(stored([Sent::With(request(vmm::START, 0).to_vec(), 1)]), Error::Descriptors { .. }));
     // Slots and configurations that do not go together.
     assert!(matches!(after_start(config_frame(&good_config).into()), Error::Slot { slot: 0, .. }));
     assert!(matches!(after_start(slot_frame(0).into_iter().chain(slot_frame(0)).collect()), Error::Slot { .. }));

@@ -400,3 +400,21 @@ pub fn touch_all(vm: &Vm, nr_threads: u64) {
     }
     assert_eq!(nr_wrong.into_inner(), 0);
 }
+
+/// What a peer sends to `store`: bytes, or bytes with descriptors.
+pub enum Sent {
+    Bytes(Vec<u8>),
+    With(Vec<u8>, usize),
+}
+
+pub fn frame(command: u16, length: u64) -> Sent {
+    Sent::Bytes(request(command, length).to_vec())
+}
+
+pub fn slot_frame(number: u32) -> [Sent; 2] {
+    [frame(MEMORY_FD, 4), Sent::With(number.to_le_bytes().to_vec(), 1)]
+}
+
+pub fn config_frame(config: &str) -> [Sent; 2] {
+    [frame(CONFIG, config.len() as u64), Sent::Bytes(config.as_bytes().to_vec())]
+}
