@@ -135,7 +135,9 @@ impl Cpus {
 
     /// `ranges` are flushed on all CPUs.
     pub(crate) fn note_flush(&self, ranges: &[GfnRange]) {
-        self.carried_out.note(ranges);
+        if arch::BREAKS_BEFORE_MAKE {
+            self.carried_out.note(ranges);
+        }
     }
 
     /// The calling CPU has flushed the page at `gpa` for itself.

@@ -2,6 +2,7 @@
 //! other modules use the one that the image is built for:
 //!
 //! - `set_up`, `cpu_number`, `halt`, `start_other_cpus`, [`USABLE`]: its CPUs and its memory;
+//! - [`BREAKS_BEFORE_MAKE`]: what the record of flushes is for;
 //! - [`clock`] and [`console`];
 //! - [`Kick`] and `kick`: how a CPU is made to leave its guest; `flush` and `flush_local`: how
 //!   stale translations go; `has_control`: what can be left out of that;

@@ -32,6 +32,9 @@ pub use stage2::Trap;
 /// What the page table of EL2 can map, beyond the devices.
 pub const USABLE: Span = Span { start: 1 << 30, end: 1 << 39 };
 
+/// Whether page tables of guests need break before make.
+pub const BREAKS_BEFORE_MAKE: bool = true;
+
 /// How a CPU runs guests: at EL1, on stage 2 tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Virtualization;

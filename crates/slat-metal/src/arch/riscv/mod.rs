@@ -38,6 +38,9 @@ pub use run::Trap;
 /// engine's addresses.
 pub const USABLE: Span = Span { start: 0x1000, end: 1 << 52 };
 
+/// Whether page tables of guests need break before make.
+pub const BREAKS_BEFORE_MAKE: bool = false;
+
 /// An interrupt that makes a CPU leave its guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kick {

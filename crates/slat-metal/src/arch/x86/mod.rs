@@ -35,6 +35,9 @@ pub use registers::Trap;
 /// boot page tables map what is below 4 GiB.
 pub const USABLE: Span = Span { start: 1 << 20, end: 1 << 32 };
 
+/// Whether page tables of guests need break before make.
+pub const BREAKS_BEFORE_MAKE: bool = false;
+
 /// How a CPU runs guests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Virtualization {
