@@ -269,7 +269,9 @@ fn dirty_log_has_a_row_for_each_operation_and_lock_and_curves_by_the_number_of_c
                 assert!(of("longest_operation", operation, lock, vcpus) > 0.0, "{operation} {lock} {vcpus}");
             }
         }
-        assert!(of("fault_rate", operation, "none", 95) > of("fault_rate", operation, "exclusive", 95));
+        // With so little memory a rate is a bound, and so no figure.
+        assert!(output.contains(&format!("| {operation}, none ")) && output.contains("≥"), "{output}");
+        assert!(of("longest_fault", operation, "none", 95) < of("longest_fault", operation, "exclusive", 95));
     }
 }
 

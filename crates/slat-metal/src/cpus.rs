@@ -31,7 +31,7 @@
 //! Where flushes are by instructions that reach all CPUs, an emulator's CPUs show a flush that is
 //! missing. They do not show that a CPU has left out the flush of the page that it faulted on, nor
 //! that an entry was made before the flush of the one that it replaces: [`Presence::resume`] finds
-//! these ([`held`](crate::held)).
+//! these (`held`).
 
 #![expect(unsafe_code, reason = "a presence is a promise about a CPU")]
 

@@ -16,7 +16,7 @@
 //! - [`userfaultfd`]: the kernel's descriptor.
 //! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
 //! - [`metrics`]: what is counted.
-//! - [`bench`]: this pager beside a plain handler of page faults.
+//! - [`mod@bench`]: this pager beside a plain handler of page faults.
 //! - [`daemon`]: many machines, each with the snapshot of its socket; [`config`] and [`options`] say
 //!   what it serves.
 

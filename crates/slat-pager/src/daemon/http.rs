@@ -1,7 +1,7 @@
 //! Metrics for Prometheus, over HTTP, to this machine only.
 //!
 //! # Guarantees
-//! At most [`MOST_CONNECTIONS`] connections at once, each for one request and a few seconds.
+//! At most `MOST_CONNECTIONS` connections at once, each for one request and a few seconds.
 
 use std::convert::Infallible;
 use std::io;

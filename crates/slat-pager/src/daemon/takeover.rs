@@ -7,7 +7,7 @@
 //!   userfaultfd. Files of machines whose monitor has ended are removed.
 //!
 //! # Implementation
-//! The file of a machine ([`State`](crate::vm::state::State)) says which process its monitor is and
+//! The file of a machine ([`State`]) says which process its monitor is and
 //! which file its userfaultfd is. The successor looks through the monitor's descriptors for that file
 //! and copies the descriptor (`pidfd_getfd`). All threads of the machine that wait are woken: those
 //! whose messages were read fault again.

@@ -22,7 +22,7 @@
 //! ```
 //!
 //! # Implementation
-//! A message is read ([`serve`]), its page and those around it are claimed ([`pages`]), their bytes
+//! A message is read (`serve`), its page and those around it are claimed ([`pages`]), their bytes
 //! are taken from the source's mapping or read ([`fetch`]), and one call puts them in place
 //! ([`install`]). What must outlive the pager is in [`state`].
 

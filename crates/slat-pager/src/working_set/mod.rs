@@ -3,7 +3,7 @@
 //!
 //! - [`record`]: which pages a VM faults on, bounded.
 //! - [`plan`]: which of both a machine does.
-//! - [`format`]: the file beside the snapshot.
+//! - [`mod@format`]: the file beside the snapshot.
 //! - [`replay`]: fills those pages while the VM runs; its faults go first.
 
 pub mod format;

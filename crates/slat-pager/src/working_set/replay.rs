@@ -91,7 +91,7 @@ pub fn nr_threads(source: &dyn Source) -> usize {
     }
 }
 
-/// The ranges of a working set, each at most [`STEP_BYTES`] or a granule long, in the order of first touch.
+/// The ranges of a working set, each at most `STEP_BYTES` or a granule long, in the order of first touch.
 pub fn steps(set: &WorkingSet) -> Vec<Range<u64>> {
     let mut steps: Vec<Range<u64>> = Vec::new();
     let mut seen = std::collections::HashSet::new();

@@ -213,6 +213,12 @@ fn part(context: &Context<'_>, points: &[Planned], all: &[Done]) -> Part {
     part
 }
 
+/// The memory of each vCPU of the cases that are `of_table`.
+fn memory(all: &[Done], of_table: impl Fn(&Case) -> bool) -> String {
+    let bytes = all.iter().find(|done| of_table(&done.case)).map_or(0, |done| done.bytes);
+    quantity(bytes as f64, Unit::Bytes)
+}
+
 /// Adds the table with a CPU for each vCPU.
 fn add_table(text: &mut String, all: &[Done]) {
     let header = ["operation, lock", "faults/s", "mean", "longest", "calls/s", "mean", "longest"];
@@ -230,11 +236,12 @@ fn add_table(text: &mut String, all: &[Done]) {
     let _ = writeln!(
         text,
         "{figures}\n\n\
-         {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with at most {} each, write pages whose writes are\n\
-         logged, for {} of virtual time, the engine alone. A thread on another CPU does one operation after another: it gets the\n\
-         dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no vCPU uses. Locks spin.\n\
-         Where a rate has ≥, vCPUs had all of their pages for a time, and could have faulted more.\n",
-        quantity((MAX_PAGES << 12) as f64, Unit::Bytes),
+         {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with {} each, write pages whose writes are logged,\n\
+         for {} of virtual time, the engine alone. A thread on another CPU does one operation after\n\
+         another: it gets the dirty log of all memory, or invalidates a page of a vCPU, or 2 MiB that no\n\
+         vCPU uses. Locks spin. Where a rate has ≥, vCPUs had all of their pages for a time, and could have\n\
+         faulted more.\n",
+        memory(all, |case| !case.is_of_many()),
         quantity(DURATION_NS as f64 / 1e9, Unit::Seconds)
     );
 }
@@ -258,10 +265,10 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
     let _ = writeln!(
         text,
         "{figures}\n\n\
-         {NR_MANY_VCPUS} vCPUs with at most {} each, on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of\n\
-         virtual time, beside invalidations of a page. A vCPU that runs for a quantum is preempted, inside the engine, too.\n\
-         Locks sleep. A time is without that in which its own thread had no CPU.",
-        quantity((MAX_PAGES_OF_MANY << 12) as f64, Unit::Bytes),
+         {NR_MANY_VCPUS} vCPUs with {} each, on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of\n\
+         virtual time, beside invalidations of a page. A vCPU that runs for a quantum is preempted, inside\n\
+         the engine, too. Locks sleep. A time is without that in which its own thread had no CPU.",
+        memory(all, |case| case.is_of_many()),
         quantity(DURATION_OF_MANY_NS as f64 / 1e9, Unit::Seconds)
     );
 }

@@ -86,7 +86,7 @@ struct Serving {
 /// Returns once it says that the VM is there.
 ///
 /// # Errors
-/// [`Error`].
+/// [`enum@Error`].
 pub fn restore(
     socket: &Path,
     snapshot: &Snapshot,

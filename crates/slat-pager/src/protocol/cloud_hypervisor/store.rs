@@ -46,7 +46,7 @@ pub struct Stored {
 /// there yet or empty. The VMM has `timeout` for each of its frames.
 ///
 /// # Errors
-/// [`Error`]; then the VMM was told so, as far as it listens, and `folder` is as it was.
+/// [`enum@Error`]; then the VMM was told so, as far as it listens, and `folder` is as it was.
 pub fn store(socket: UnixStream, folder: &Path, timeout: Duration) -> Result<Stored, Error> {
     let connection = Connection::new(socket, timeout).map_err(Error::io("use a connection"))?;
     let stored = receive(&connection, folder);

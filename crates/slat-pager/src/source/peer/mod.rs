@@ -3,7 +3,7 @@
 //!
 //! # Guarantees
 //! - Both sides prove who they are by certificates of one authority; nobody else reads a byte.
-//! - A client that connects again goes on only with the snapshot that it had ([`Identity`]).
+//! - A client that connects again goes on only with the snapshot that it had ([`Identity`](crate::source::Identity)).
 //! - Neither side takes more memory than its bounds for a peer that asks too much, reads too slowly,
 //!   or lies.
 //!

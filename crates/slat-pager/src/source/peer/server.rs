@@ -2,8 +2,8 @@
 //!
 //! # Implementation
 //! A connection has two tasks beside those of its requests: one reads requests, one writes replies. The
-//! first reads the next request only when fewer than [`MOST_REQUESTS`] are unanswered, and when the replies of all
-//! connections together take less than [`MOST_REPLY_BYTES`]: a client that asks faster than it reads waits
+//! first reads the next request only when fewer than `MOST_REQUESTS` are unanswered, and when the replies of all
+//! connections together take less than `MOST_REPLY_BYTES`: a client that asks faster than it reads waits
 //! in its own socket.
 
 use std::collections::HashMap;
