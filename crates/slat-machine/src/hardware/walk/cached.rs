@@ -3,8 +3,8 @@
 //!
 //! A walk begins at the lowest PTE that is cached for its address, so it does not notice that one
 //! above has changed, until a flush. Which PTEs a processor may cache is the walker's to say:
-//! Arm's caches none that is not valid, RISC-V's any (see [`stage2`](super::stage2) and
-//! [`gstage`](super::gstage)).
+//! Arm's caches none that is not valid, RISC-V's any (see `stage2` and
+//! `gstage`).
 //!
 //! It belongs to one CPU, and to the generation that the CPU has caught up with, as its TLB does
 //! ([`cpu`](crate::hardware::cpu)).
