@@ -6,6 +6,9 @@
 //! What the guest has of the machine is the architecture's ([`arch::linux`](crate::arch::linux)).
 
 mod startups;
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) mod tree;
+mod vcpu;
 
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,6 +30,9 @@ use crate::ram::Ram;
 use crate::virtual_cpu::VirtualCpu;
 use crate::{error, fail, say};
 pub use startups::{AlreadyStarted, Start, Startups};
+#[cfg(target_arch = "aarch64")]
+pub(crate) use vcpu::Unhandled;
+pub(crate) use vcpu::Vcpu;
 
 /// The format of the guest's second-stage page tables.
 pub type GuestFormat = <Cpu as VirtualCpu>::Format;

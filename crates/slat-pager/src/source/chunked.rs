@@ -99,16 +99,8 @@ impl Source for Chunked {
     fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
         async move {
             check_range(offset, into.len(), self.size_bytes())?;
-            let chunk_bytes = self.index.chunk_bytes();
-            let mut reads = Vec::new();
-            let (mut rest, mut at) = (into, offset);
-            while !rest.is_empty() {
-                let nr_bytes = (chunk_bytes - at % chunk_bytes).min(rest.len() as u64);
-                let (part, behind) = std::mem::take(&mut rest).split_at_mut(nr_bytes as usize);
-                rest = behind;
-                reads.push(self.read_part(at, part));
-                at += nr_bytes;
-            }
+            let parts = super::parts(offset, into, self.index.chunk_bytes());
+            let reads = parts.into_iter().map(|(at, part)| self.read_part(at, part));
             futures_util::future::try_join_all(reads).await.map(|_| ())
         }
         .boxed()

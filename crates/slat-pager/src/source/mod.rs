@@ -232,3 +232,16 @@ pub fn check_range(offset: u64, nr_bytes: usize, size_bytes: u64) -> Result<(), 
         end => Err(SourceError::OutOfRange { range: offset..end.unwrap_or(u64::MAX), size_bytes }),
     }
 }
+
+/// The parts of `into`, which begins at `offset`, in units of `unit_bytes`, and where each begins.
+fn parts(offset: u64, mut into: &mut [u8], unit_bytes: u64) -> Vec<(u64, &mut [u8])> {
+    let (mut parts, mut at) = (Vec::new(), offset);
+    while !into.is_empty() {
+        let nr_bytes = (unit_bytes - at % unit_bytes).min(into.len() as u64);
+        let (part, behind) = std::mem::take(&mut into).split_at_mut(nr_bytes as usize);
+        into = behind;
+        parts.push((at, part));
+        at += nr_bytes;
+    }
+    parts
+}

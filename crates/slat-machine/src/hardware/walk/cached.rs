@@ -3,17 +3,16 @@
 //!
 //! A walk begins at the lowest PTE that is cached for its address, so it does not notice that one
 //! above has changed, until a flush. Which PTEs a processor may cache is the walker's to say:
-//! Arm's caches none that is not valid, RISC-V's any (see `stage2` and
-//! `gstage`).
+//! Arm's caches none that is not valid, RISC-V's any (see `stage2` and `gstage`).
 //!
 //! It belongs to one CPU, and to the generation that the CPU has caught up with, as its TLB does
 //! ([`cpu`](crate::hardware::cpu)).
 
 use std::cell::Cell;
 
-use slat::{GfnRange, Gpa};
+use slat::{GfnRange, Gpa, Hpa};
 
-use super::shift;
+use super::{CountReads, Stop, Used, Walker, shift};
 use crate::hardware::commit::Scope;
 
 /// The most levels of page tables.
@@ -40,6 +39,29 @@ struct CachedPte {
     block: u64,
     entry: u64,
     kind: Kind,
+}
+
+// Inlined: a walk is called for each access that misses the TLB.
+impl<C: CountReads> Walker<'_, C> {
+    /// Reads PTE `index` of the page-table page at `table`, of `level`, on the way to `gpa`.
+    #[inline(always)]
+    pub(super) fn read_pte(self, gpa: Gpa, table: Hpa, index: u64, level: u8) -> Result<Used, Stop> {
+        Used::read_second_stage(self, table, index, level)?.ok_or(Stop::NoMemory { gpa, hpa: table })
+    }
+
+    /// The lowest PTE that is cached on the way to `gpa`, and its level.
+    #[inline(always)]
+    pub(super) fn lowest_cached(self, gpa: Gpa) -> Option<(u8, u64)> {
+        self.cached?.lowest(gpa)
+    }
+
+    /// Keeps the PTE of `level` on the way to `gpa`, if the CPU caches PTEs.
+    #[inline(always)]
+    pub(super) fn keep(self, gpa: Gpa, level: u8, entry: u64, kind: Kind) {
+        if let Some(cached) = self.cached {
+            cached.keep(gpa, level, entry, kind);
+        }
+    }
 }
 
 /// The PTEs that one CPU has cached.

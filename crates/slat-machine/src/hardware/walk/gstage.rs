@@ -33,9 +33,7 @@ use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, PageSize};
 
 use super::cached::Kind;
 use super::{ALL_FETCHES, Marks, fetches_if, index, mapping, shift};
-use super::{
-    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
-};
+use super::{CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Walker};
 use crate::hardware::commit::{FlushDomain, Scope};
 use crate::hardware::cpu;
 use crate::hardware::tlb::Writes;
@@ -153,24 +151,16 @@ fn walk_from<const ROOT: u8, C: CountReads>(
         return Err(fault);
     }
 
-    let read = |table: Hpa, entry_index: u64, level: u8| {
-        Used::read_second_stage(walker, table, entry_index, level)?.ok_or(Stop::NoMemory { gpa, hpa: table })
-    };
-    let keep = |level: u8, entry: u64, kind: Kind| {
-        if let Some(cached) = walker.cached {
-            cached.keep(gpa, level, entry, kind);
-        }
-    };
-    let (mut level, mut entry, mut used) = match walker.cached.and_then(|cached| cached.lowest(gpa)) {
+    let (mut level, mut entry, mut used) = match walker.lowest_cached(gpa) {
         Some((level, entry)) => (level, entry, None),
         None => {
-            let used = read(walker.root, gpa.0 >> shift(ROOT), ROOT)?;
+            let used = walker.read_pte(gpa, walker.root, gpa.0 >> shift(ROOT), ROOT)?;
             (ROOT, used.entry, Some(used))
         }
     };
     loop {
         if entry & VALID == 0 {
-            keep(level, entry, Kind::Invalid);
+            walker.keep(gpa, level, entry, Kind::Invalid);
             return Err(fault);
         }
         if is_misconfigured(entry, level, walker.processor.features) {
@@ -179,9 +169,9 @@ fn walk_from<const ROOT: u8, C: CountReads>(
         if is_leaf(entry) {
             break;
         }
-        keep(level, entry, Kind::Table);
+        walker.keep(gpa, level, entry, Kind::Table);
         level -= 1;
-        let below = read(address(entry), index(gpa.0, level), level)?;
+        let below = walker.read_pte(gpa, address(entry), index(gpa.0, level), level)?;
         (entry, used) = (below.entry, Some(below));
     }
 
@@ -193,7 +183,7 @@ fn walk_from<const ROOT: u8, C: CountReads>(
     let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
     let faults = entry & marks != marks && walker.processor.marks == Marks::ByFaults;
     if entry & (needed | USER) != needed | USER || faults {
-        keep(level, entry, Kind::Leaf);
+        walker.keep(gpa, level, entry, Kind::Leaf);
         return Err(fault);
     }
     let leaf = match used {
@@ -207,7 +197,7 @@ fn walk_from<const ROOT: u8, C: CountReads>(
             return Err(Stop::Restart);
         }
     };
-    keep(level, leaf, Kind::Leaf);
+    walker.keep(gpa, level, leaf, Kind::Leaf);
     let writes = if leaf & (WRITE | DIRTY) == WRITE | DIRTY { Writes::Allowed } else { Writes::MustWalk };
     let fetches = fetches_if(leaf & EXECUTE != 0, ALL_FETCHES);
     let memory = memory(leaf).unwrap_or(Memory::ByAddress);

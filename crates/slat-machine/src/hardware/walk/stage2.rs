@@ -28,9 +28,7 @@ use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
 
 use super::cached::Kind;
 use super::{ALL_FETCHES, Marks, index, mapping, page_size, shift};
-use super::{
-    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
-};
+use super::{CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Walker};
 use crate::hardware::commit::{FlushDomain, Scope};
 use crate::hardware::cpu;
 use crate::hardware::tlb::{Rights, Writes};
@@ -113,21 +111,13 @@ impl HardwareFormat for slat::format::Stage2 {
             return Err(fault(STATUS_TRANSLATION, 4));
         }
 
-        let read = |table: Hpa, entry_index: u64, level: u8| {
-            Used::read_second_stage(walker, table, entry_index, level)?.ok_or(Stop::NoMemory { gpa, hpa: table })
-        };
-        let keep = |level: u8, entry: u64, kind: Kind| {
-            if let Some(cached) = walker.cached {
-                cached.keep(gpa, level, entry, kind);
-            }
-        };
         // The leaf, its level, and where it is unless it was cached.
-        let (mut level, mut entry, mut used) = match walker.cached.and_then(|cached| cached.lowest(gpa)) {
+        let (mut level, mut entry, mut used) = match walker.lowest_cached(gpa) {
             Some((level, entry)) => (level, entry, None),
             None => {
                 // Up to 16 tables side by side are one root.
                 let level = walker.processor.levels;
-                let used = read(walker.root, gpa.0 >> shift(level), level)?;
+                let used = walker.read_pte(gpa, walker.root, gpa.0 >> shift(level), level)?;
                 (level, used.entry, Some(used))
             }
         };
@@ -142,9 +132,9 @@ impl HardwareFormat for slat::format::Stage2 {
             if is_leaf(entry, level) {
                 break;
             }
-            keep(level, entry, Kind::Table);
+            walker.keep(gpa, level, entry, Kind::Table);
             level -= 1;
-            let below = read(Hpa(entry & address_mask(12)), index(gpa.0, level), level)?;
+            let below = walker.read_pte(gpa, Hpa(entry & address_mask(12)), index(gpa.0, level), level)?;
             (entry, used) = (below.entry, Some(below));
         }
 
@@ -167,7 +157,7 @@ impl HardwareFormat for slat::format::Stage2 {
         }
         if !permitted {
             if entry & ACCESS_FLAG != 0 {
-                keep(level, entry, Kind::Leaf);
+                walker.keep(gpa, level, entry, Kind::Leaf);
             }
             return Err(fault(STATUS_PERMISSION, level));
         }
@@ -176,7 +166,7 @@ impl HardwareFormat for slat::format::Stage2 {
             Some(used) => used.set(walker, ACCESS_FLAG)?,
             None => entry,
         };
-        keep(level, leaf, Kind::Leaf);
+        walker.keep(gpa, level, leaf, Kind::Leaf);
         let writes = if leaf & WRITE != 0 { Writes::Allowed } else { Writes::MustWalk };
         let memory = memory(leaf, walker.processor.features).unwrap_or(Memory::Device);
         let grants = Grants { writes, fetches: fetches(leaf), memory };

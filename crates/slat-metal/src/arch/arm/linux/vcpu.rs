@@ -2,21 +2,15 @@
 
 #![expect(unsafe_code, reason = "runs a guest, and passes its interrupts on")]
 
-use fastrand::Rng;
-use slat::{Exit as FaultExit, Gpa, Outcome};
+use slat::{Exit as FaultExit, Gpa};
 use smccc::psci;
 
-use crate::arch::arm::clock;
 use crate::arch::arm::stage2::syndrome::{self, Direction, System};
 use crate::arch::arm::stage2::{ArmCpu, Trap};
 use crate::arch::arm::sysreg::{execute, write};
-use crate::cpus::Presence;
 use crate::fail;
-use crate::linux::{GuestVcpu, Linux, Start};
+use crate::linux::{Linux, Start, Unhandled, Vcpu};
 use crate::virtual_cpu::{Exit, SecondStage, VirtualCpu};
-
-/// How late a page comes that the guest waits for, at most.
-const MAX_LATE_US: u64 = 300;
 
 /// Bytes of an instruction.
 const INSTRUCTION_BYTES: u64 = 4;
@@ -47,47 +41,38 @@ const OFF: u64 = 1;
 pub struct GuestCpu {
     // Before the vCPU, which keeps the VM.
     cpu: ArmCpu,
-    vcpu: GuestVcpu,
-    presence: Presence,
-    number: usize,
-    rng: Rng,
+    vcpu: Vcpu,
 }
 
 impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
-        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| crate::error!("no vCPU: {error}"));
         // SAFETY: virtualization is on (`start`). The VM is the image's for ever, and has these CPUs.
         let cpu = unsafe { ArmCpu::new(SecondStage::of(&linux.vm, &linux.config)) };
-        // SAFETY: the only one of this CPU.
-        let presence = unsafe { Presence::new(&linux.cpus, number) };
-        GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
+        // SAFETY: each CPU makes its own vCPU, once.
+        let vcpu = unsafe { Vcpu::new(linux, number) };
+        GuestCpu { vcpu, cpu }
     }
 
     /// Runs the vCPU for ever.
     pub fn run(&mut self, linux: &Linux) -> ! {
-        let start = if self.number == 0 {
+        let start = if self.vcpu.number == 0 {
             let start = Start { entry: linux.guest.image.entry, argument: linux.guest.image.tree };
             // So that no other one starts it.
             let _ = linux.startups.start(0, start);
             start
         } else {
-            linux.wait_for_start(self.number)
+            linux.wait_for_start(self.vcpu.number)
         };
         self.cpu.start_at(start.entry, start.argument);
         loop {
             linux.pause_point();
-            match self.cpu.run(&self.presence) {
+            match self.cpu.run(&self.vcpu.presence) {
                 Exit::Kick | Exit::LogFull => {}
-                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
-                    Ok(Outcome::Resume) => self.presence.resume(&linux.vm, gpa),
-                    Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {
-                        clock::wait_us(self.rng.u64(0..MAX_LATE_US));
-                        linux.operations.bring(gpa);
-                    }
-                    Ok(Outcome::Exit(FaultExit::Mmio { .. })) => self.access_device(linux, gpa),
-                    Ok(Outcome::Exit(exit)) => self.fail(format_args!("{exit}")),
-                    Err(error) => self.fail(format_args!("{error}")),
+                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(linux, gpa, access) {
+                    Ok(()) => {}
+                    Err(Unhandled::Exit(FaultExit::Mmio { .. })) => self.access_device(linux, gpa),
+                    Err(unhandled) => self.fail(format_args!("{unhandled}")),
                 },
                 Exit::Hypercall => self.firmware_call(linux),
                 Exit::Trapped(Trap::Smc) => {
@@ -104,7 +89,7 @@ impl GuestCpu {
 
     fn fail(&mut self, what: core::fmt::Arguments<'_>) -> ! {
         let (pc, address) = (self.cpu.pc(), self.cpu.fault_address());
-        fail!("vCPU {} of the guest was stopped at {pc:#x} (FAR_EL1 {address:#x}): {what}", self.number)
+        fail!("vCPU {} of the guest was stopped at {pc:#x} (FAR_EL1 {address:#x}): {what}", self.vcpu.number)
     }
 
     /// Register number `register`, of which 31 is zero.

@@ -2,17 +2,12 @@
 
 #![expect(unsafe_code, reason = "runs a guest")]
 
-use fastrand::Rng;
-use slat::{Exit as FaultExit, Outcome};
-
 use super::Cpu;
 use super::sbi::Call;
-use crate::arch::riscv::clock;
 use crate::arch::riscv::run::{A0, Trap};
-use crate::cpus::Presence;
-use crate::linux::{GuestVcpu, Linux, Start};
+use crate::fail;
+use crate::linux::{Linux, Start, Vcpu};
 use crate::virtual_cpu::{self, Exit, SecondStage, VirtualCpu};
-use crate::{error, fail};
 
 /// The instruction by which the guest's program asks the hypervisor for something, in user mode:
 /// HFENCE.GVMA x0, x0, which a guest never executes. a0 has the code, a1 and a2 arguments.
@@ -26,53 +21,41 @@ const CALL_BYTES: u64 = 4;
 /// The exception of an illegal instruction.
 const ILLEGAL_INSTRUCTION: u64 = 2;
 
-/// How late a page comes that the guest waits for, at most.
-const MAX_LATE_US: u64 = 300;
-
 /// A vCPU and its CPU.
 pub struct GuestCpu {
-    vcpu: GuestVcpu,
+    vcpu: Vcpu,
     cpu: Cpu,
-    presence: Presence,
-    number: usize,
-    rng: Rng,
 }
 
 impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
-        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         // SAFETY: the CPU has the extension (`set_up`). The VM is the image's for ever, and has
         // these CPUs.
         let cpu = unsafe { Cpu::new(SecondStage::of(&linux.vm, &linux.config)) };
         // SAFETY: each CPU makes its own vCPU, once.
-        let presence = unsafe { Presence::new(&linux.cpus, number) };
-        GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
+        let vcpu = unsafe { Vcpu::new(linux, number) };
+        GuestCpu { vcpu, cpu }
     }
 
     /// Runs the vCPU for ever.
     pub fn run(&mut self, linux: &Linux) -> ! {
-        if self.number == 0 {
+        if self.vcpu.number == 0 {
             // CPU 0 is started as it boots: others may ask for its state.
             let image = linux.guest.image;
             let start = Start { entry: image.entry, argument: image.tree };
             let _ = linux.startups.start(0, start);
         }
-        let start = linux.wait_for_start(self.number);
+        let start = linux.wait_for_start(self.vcpu.number);
         self.start(start);
         loop {
             linux.pause_point();
-            self.take_interrupts(linux, self.number);
-            match self.cpu.run(&self.presence) {
+            self.take_interrupts(linux, self.vcpu.number);
+            match self.cpu.run(&self.vcpu.presence) {
                 Exit::Kick | Exit::LogFull => {}
-                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
-                    Ok(Outcome::Resume) => self.presence.resume(&linux.vm, gpa),
-                    Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {
-                        clock::wait_us(self.rng.u64(0..MAX_LATE_US));
-                        linux.operations.bring(gpa);
-                    }
-                    Ok(Outcome::Exit(exit)) => self.fail(format_args!("{exit}")),
-                    Err(error) => self.fail(format_args!("{error}")),
+                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(linux, gpa, access) {
+                    Ok(()) => {}
+                    Err(unhandled) => self.fail(format_args!("{unhandled}")),
                 },
                 Exit::Hypercall => self.call_firmware(linux),
                 Exit::Trapped(Trap::VirtualInstruction) => self.virtual_instruction(linux),
@@ -82,7 +65,7 @@ impl GuestCpu {
     }
 
     fn fail(&mut self, what: core::fmt::Arguments<'_>) -> ! {
-        let (number, registers) = (self.number, self.cpu.registers());
+        let (number, registers) = (self.vcpu.number, self.cpu.registers());
         let (pc, ra, stval) = (registers.pc, registers.x[1], registers.stval);
         fail!("vCPU {number} of the guest was stopped at {pc:#x}, ra {ra:#x}, stval {stval:#x}: {what}")
     }
@@ -90,7 +73,7 @@ impl GuestCpu {
     /// The state in which the firmware enters a hart: supervisor mode, interrupts and paging off,
     /// its number in a0, and the argument in a1.
     fn start(&mut self, start: Start) {
-        let number = self.number as u64;
+        let number = self.vcpu.number as u64;
         self.cpu.start(virtual_cpu::Start { pc: start.entry, stack: 0, tables: 0, argument: number });
         self.cpu.registers().x[A0 + 1] = start.argument;
     }

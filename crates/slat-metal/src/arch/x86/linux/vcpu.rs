@@ -2,18 +2,14 @@
 
 #![expect(unsafe_code, reason = "runs a guest, and passes its interrupts on")]
 
-use fastrand::Rng;
-use slat::{Exit as FaultExit, Outcome};
-
 use super::identity::{self, EFER};
+use crate::arch::x86::apic;
 use crate::arch::x86::registers::{Direction, Hypercall, Trap};
 use crate::arch::x86::svm::vmcb::Segment;
 use crate::arch::x86::svm::{Event, SvmCpu};
-use crate::arch::x86::{apic, clock};
-use crate::cpus::Presence;
-use crate::linux::{GuestVcpu, Linux, Start};
+use crate::fail;
+use crate::linux::{Linux, Start, Vcpu};
 use crate::virtual_cpu::{Exit, VirtualCpu};
-use crate::{error, fail};
 
 /// EFER.SVME, which VMRUN requires and the guest does not see; EFER.LMA, which the CPU sets.
 const SVME: u64 = 1 << 12;
@@ -22,49 +18,37 @@ const LMA: u64 = 1 << 10;
 /// An interrupt command that the guest's controller does not have.
 struct BadCommand;
 
-/// How late a page comes that the guest waits for, at most.
-const MAX_LATE_US: u64 = 300;
-
 /// A vCPU and its CPU.
 pub struct GuestCpu {
-    vcpu: GuestVcpu,
+    vcpu: Vcpu,
     cpu: SvmCpu,
-    presence: Presence,
-    number: usize,
-    rng: Rng,
 }
 
 impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
-        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         // SAFETY: SVM is on (`start`). The VM is the image's for ever, and has these CPUs.
         let cpu = unsafe { SvmCpu::with_allowed(linux.vm.root(), identity::allowed()) };
         // SAFETY: each CPU makes its own vCPU, once.
-        let presence = unsafe { Presence::new(&linux.cpus, number) };
-        GuestCpu { vcpu, cpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
+        let vcpu = unsafe { Vcpu::new(linux, number) };
+        GuestCpu { vcpu, cpu }
     }
 
     /// Runs the vCPU for ever.
     pub fn run(&mut self, linux: &Linux) -> ! {
-        if self.number == 0 {
+        if self.vcpu.number == 0 {
             self.boot(linux);
         } else {
-            let Start { entry, .. } = linux.wait_for_start(self.number);
+            let Start { entry, .. } = linux.wait_for_start(self.vcpu.number);
             self.start_at(entry);
         }
         loop {
             linux.pause_point();
-            match self.cpu.run(&self.presence) {
+            match self.cpu.run(&self.vcpu.presence) {
                 Exit::Kick | Exit::LogFull => {}
-                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(gpa, access) {
-                    Ok(Outcome::Resume) => self.presence.resume(&linux.vm, gpa),
-                    Ok(Outcome::Exit(FaultExit::MemoryFault { gpa, .. })) => {
-                        clock::wait_us(self.rng.u64(0..MAX_LATE_US));
-                        linux.operations.bring(gpa);
-                    }
-                    Ok(Outcome::Exit(exit)) => self.fail(format_args!("{exit}")),
-                    Err(error) => self.fail(format_args!("{error}")),
+                Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(linux, gpa, access) {
+                    Ok(()) => {}
+                    Err(unhandled) => self.fail(format_args!("{unhandled}")),
                 },
                 Exit::Hypercall => self.hypercall(linux),
                 Exit::Trapped(Trap::Cpuid) => self.cpuid(),
@@ -91,7 +75,7 @@ impl GuestCpu {
 
     fn fail(&mut self, what: core::fmt::Arguments<'_>) -> ! {
         let (rip, rsp) = (self.cpu.save().rip, self.cpu.save().rsp);
-        fail!("vCPU {} of the guest was stopped at {rip:#x}, rsp {rsp:#x}: {what}", self.number)
+        fail!("vCPU {} of the guest was stopped at {rip:#x}, rsp {rsp:#x}: {what}", self.vcpu.number)
     }
 
     /// The state in which the boot protocol enters a kernel: 64-bit mode, interrupts off, memory

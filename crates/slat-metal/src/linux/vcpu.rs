@@ -1,0 +1,64 @@
+//! What a vCPU of Linux has on each machine, and how its page faults are handled.
+
+#![expect(unsafe_code, reason = "a presence is a promise about a CPU")]
+
+use fastrand::Rng;
+use slat::error::FaultError;
+use slat::{Access, Exit, Gpa, Outcome};
+use thiserror::Error;
+
+use super::{GuestVcpu, Linux};
+use crate::arch::clock;
+use crate::cpus::Presence;
+use crate::error;
+
+/// How late a page comes that the guest waits for, at most.
+const MAX_LATE_US: u64 = 300;
+
+/// A page fault that the vCPU cannot go on from.
+#[derive(Debug, Error)]
+pub(crate) enum Unhandled {
+    /// Nothing maps the page.
+    #[error("{0}")]
+    Exit(Exit),
+    /// The engine refuses it.
+    #[error(transparent)]
+    Error(#[from] FaultError),
+}
+
+/// A vCPU, without its CPU.
+pub(crate) struct Vcpu {
+    vcpu: GuestVcpu,
+    pub(crate) presence: Presence,
+    pub(crate) number: usize,
+    rng: Rng,
+}
+
+impl Vcpu {
+    /// vCPU `number`, on the calling CPU.
+    ///
+    /// # Safety
+    /// As for [`Presence::new`]: it is the only one of this number.
+    pub(crate) unsafe fn new(linux: &Linux, number: usize) -> Vcpu {
+        let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
+        // SAFETY: as the caller promises.
+        let presence = unsafe { Presence::new(&linux.cpus, number) };
+        Vcpu { vcpu, presence, number, rng: Rng::with_seed(linux.options.seed ^ number as u64) }
+    }
+
+    /// Handles a fault at `gpa`. A page that is withheld comes after a while.
+    ///
+    /// # Errors
+    /// [`Unhandled`].
+    pub(crate) fn handle_fault(&mut self, linux: &Linux, gpa: Gpa, access: Access) -> Result<(), Unhandled> {
+        match self.vcpu.handle_fault(gpa, access)? {
+            Outcome::Resume => self.presence.resume(&linux.vm, gpa),
+            Outcome::Exit(Exit::MemoryFault { gpa, .. }) => {
+                clock::wait_us(self.rng.u64(0..MAX_LATE_US));
+                linux.operations.bring(gpa);
+            }
+            Outcome::Exit(exit) => return Err(Unhandled::Exit(exit)),
+        }
+        Ok(())
+    }
+}
