@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unpacked=$target/unpacked
-packages=(slat slat-costed slat-machine slat-model slat-results slat-cli slat-pager)
+packages=(slat slat-costed slat-machine slat-model slat-results slat-userfaultfd slat-cli slat-pager)
 
 # The one warning that is turned off: there is no public address yet for `repository`. All other
 # fields that cargo would warn about are checked below.
@@ -44,7 +44,7 @@ cp Cargo.lock "$unpacked"
 cat >"$unpacked/Cargo.toml" <<'MANIFEST'
 [workspace]
 resolver = "3"
-members = ["slat", "slat-costed", "slat-machine", "slat-model", "slat-results", "slat-cli", "slat-pager"]
+members = ["slat", "slat-costed", "slat-machine", "slat-model", "slat-results", "slat-userfaultfd", "slat-cli", "slat-pager"]
 
 [patch.crates-io]
 slat = { path = "slat" }
@@ -52,6 +52,7 @@ slat-costed = { path = "slat-costed" }
 slat-machine = { path = "slat-machine" }
 slat-model = { path = "slat-model" }
 slat-results = { path = "slat-results" }
+slat-userfaultfd = { path = "slat-userfaultfd" }
 MANIFEST
 # The profile of the workspace; without it everything would be built again.
 sed -n '/^\[profile\.dev\]/,/^$/p' Cargo.toml >>"$unpacked/Cargo.toml"

@@ -35,7 +35,7 @@ pub mod protocol;
 pub mod shared_memory;
 pub mod snapshot;
 pub mod source;
-pub mod userfaultfd;
+pub use slat_userfaultfd as userfaultfd;
 pub mod vm;
 pub mod working_set;
 

@@ -13,7 +13,7 @@ use std::thread;
 use futures_util::future::BoxFuture;
 use registered::{Guest, HUGE_PAGE, Kind, PAGE, copy_of, userfaultfd};
 use slat_pager::source::{Identity, Mapped, Source, SourceError};
-use slat_pager::userfaultfd::{RegisterMode, Userfaultfd, features};
+use slat_pager::userfaultfd::{RegisterMode, Userfaultfd, Wake, features};
 use slat_pager::vm::state::State;
 use slat_pager::vm::{OnFailure, Options, Regions, Vm};
 use support::{Pattern, bytes};
@@ -222,7 +222,7 @@ fn pages_that_others_fill_meanwhile_stay() {
                 // The monitor fills pages beside the pager.
                 scope.spawn(|| {
                     for page in (0..guest.nr_pages()).filter(|page| page % 64 != 63 && page % 5 == 2) {
-                        match userfaultfd.copy(guest.address(page), &[88; PAGE]) {
+                        match userfaultfd.copy(guest.address(page), &[88; PAGE], Wake::Waiters) {
                             Ok(()) => {}
                             Err(stopped) => assert_eq!(stopped.error, rustix::io::Errno::EXIST),
                         }

@@ -146,13 +146,14 @@ fn is_identifier(text: &str) -> bool {
 
 impl Mention {
     fn of(span: &str) -> Option<Mention> {
-        const FOLDERS: [&str; 17] = [
+        const FOLDERS: [&str; 18] = [
             "tests/",
             "src/",
             "examples/",
             "benches/",
             "slat-machine/",
             "slat-pager/",
+            "slat-userfaultfd/",
             "slat-model/",
             "slat-cli/",
             "slat-results/",
@@ -191,7 +192,9 @@ fn located(root: &Path, path: &str) -> PathBuf {
     let first = path.split('/').next().unwrap();
     match first {
         "tests" | "src" | "examples" | "benches" => root.join("crates/slat").join(path),
-        "slat-machine" | "slat-model" | "slat-cli" | "slat-results" | "slat-pager" => root.join("crates").join(path),
+        "slat-machine" | "slat-model" | "slat-cli" | "slat-results" | "slat-pager" | "slat-userfaultfd" => {
+            root.join("crates").join(path)
+        }
         _ => root.join(path),
     }
 }

@@ -120,10 +120,9 @@ pub(super) fn of_source(error: &SourceError) -> &'static str {
 
 fn of_userfaultfd(error: &UserfaultfdError) -> &'static str {
     match error {
-        UserfaultfdError::NotPermitted { .. }
-        | UserfaultfdError::NotSupported { .. }
-        | UserfaultfdError::MissingFeature { .. }
-        | UserfaultfdError::MissingIoctl { .. } => NO_USERFAULTFD,
+        UserfaultfdError::Open(_) | UserfaultfdError::MissingFeature { .. } | UserfaultfdError::MissingIoctl { .. } => {
+            NO_USERFAULTFD
+        }
         UserfaultfdError::MinorNeedsShared { .. } => "choose -s shmem",
         // One descriptor for each vCPU may exceed the limit.
         UserfaultfdError::System { .. } => "raise `ulimit -n`, or choose one descriptor (--single-uffd)",

@@ -50,6 +50,6 @@ pub use source::{
     SourceError, SourceSpec, WORDS_PER_PAGE, Wait, wait_until,
 };
 pub use userfaultfd::{
-    Cause, Filled, ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError, UserfaultfdEvent,
-    Wake,
+    Cause, Filled, OpenError, ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError,
+    UserfaultfdEvent, Wake,
 };

@@ -93,12 +93,12 @@ fn bytes<'s>(
 
 /// Copies `bytes`; where a page is there already, page by page.
 fn install(userfaultfd: &Userfaultfd, address: u64, bytes: Mapped<'_>) -> io::Result<()> {
-    if userfaultfd.copy_mapped(address, bytes).is_ok() {
+    if bytes.fill(userfaultfd, address).is_ok() {
         return Ok(());
     }
     for at in (0..bytes.nr_bytes() as u64).step_by(PAGE_BYTES as usize) {
         // There already, mostly; its waiters are woken.
-        if userfaultfd.copy_mapped(address + at, bytes.part(at..at + PAGE_BYTES)).is_err() {
+        if bytes.part(at..at + PAGE_BYTES).fill(userfaultfd, address + at).is_err() {
             userfaultfd.wake(address + at..address + at + PAGE_BYTES).map_err(io::Error::other)?;
         }
     }

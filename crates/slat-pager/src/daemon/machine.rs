@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "a descriptor that tokio waits for")]
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use tokio::io::Interest;
@@ -11,7 +11,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::takeover::{self, Description, Orphan};
+use super::takeover::{self, Description, FileIdentity, Orphan};
 use super::{Daemon, Socket};
 use crate::protocol::firecracker::{self, Handshake};
 use crate::vm::state::State;
@@ -131,8 +131,7 @@ fn attach(
         socket: socket.config.path.clone(),
         pid,
         process,
-        userfaultfd: userfaultfd
-            .identity()
+        userfaultfd: FileIdentity::of(userfaultfd.as_fd())
             .map_err(|error| AttachError::System { what: "look at the descriptor", error: error.into() })?,
         snapshot: socket.source.identity().to_string(),
         regions: listed,

@@ -21,7 +21,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
@@ -29,12 +29,33 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
 
-use crate::userfaultfd::{FileIdentity, Userfaultfd};
+use crate::userfaultfd::Userfaultfd;
 use crate::vm::Region;
 use crate::vm::state::State;
 
 /// The name of a machine's file ends so.
 const EXTENSION: &str = "vm";
+
+/// Which file of the kernel a descriptor belongs to. Copies of a descriptor in all processes have
+/// the same one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct FileIdentity {
+    /// The device.
+    pub device: u64,
+    /// The inode; each userfaultfd has one of its own since Linux 5.12.
+    pub inode: u64,
+}
+
+impl FileIdentity {
+    /// Of `fd`.
+    ///
+    /// # Errors
+    /// Of fstat(2).
+    pub fn of(fd: BorrowedFd<'_>) -> rustix::io::Result<FileIdentity> {
+        let stat = rustix::fs::fstat(fd)?;
+        Ok(FileIdentity { device: stat.st_dev, inode: stat.st_ino })
+    }
+}
 
 /// What a machine's file says.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -198,7 +219,7 @@ fn find_descriptor(monitor: &OwnedFd, description: &Description) -> io::Result<O
         // The monitor may have closed it and opened another meanwhile: the copy is checked.
         let copy = pidfd_getfd(monitor, number, PidfdGetfdFlags::empty())?;
         if let Ok(userfaultfd) = Userfaultfd::from_fd(copy)
-            && userfaultfd.identity()? == description.userfaultfd
+            && FileIdentity::of(userfaultfd.as_fd())? == description.userfaultfd
         {
             return Ok(Some(userfaultfd));
         }

@@ -26,6 +26,8 @@ use std::ops::Range;
 use futures_util::future::BoxFuture;
 use thiserror::Error;
 
+use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
+
 /// Bytes of the smallest page.
 pub const PAGE_BYTES: u64 = 4096;
 
@@ -135,6 +137,14 @@ impl<'s> Mapped<'s> {
     /// How many bytes there are.
     pub fn nr_bytes(self) -> usize {
         self.nr_bytes
+    }
+
+    /// Fills the pages at `address` with these bytes, whole pages, and wakes their waiters.
+    ///
+    /// # Errors
+    /// [`Stopped`]; `EFAULT`: the file is too short.
+    pub fn fill(self, userfaultfd: &Userfaultfd, address: u64) -> Result<(), Stopped> {
+        userfaultfd.copy_from(address, self.address(), self.nr_bytes as u64, Wake::Waiters)
     }
 
     /// The bytes of `range`, which lies in these.

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use super::pages::{Claimed, Pages, bit, run_mask};
 use super::regions::Regions;
 use crate::source::Mapped;
-use crate::userfaultfd::{Stopped, Userfaultfd};
+use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
 
 /// What claimed pages get.
 #[derive(Clone, Copy, Debug)]
@@ -187,7 +187,7 @@ impl Installer {
             let run = first..first + u64::from((rest >> first).trailing_ones());
             let start = placed.address_of(claimed.first_page() + first);
             let nr_bytes = (run.end - run.start) * placed.region.page_bytes;
-            let nr_poisoned = match self.userfaultfd.poison(start..start + nr_bytes) {
+            let nr_poisoned = match self.userfaultfd.poison(start..start + nr_bytes, Wake::Waiters) {
                 Ok(()) => run.end - run.start,
                 Err(Stopped { filled_bytes, .. }) if filled_bytes > 0 => filled_bytes / placed.region.page_bytes,
                 Err(Stopped { error: Errno::EXIST | Errno::NOENT, .. }) => {
@@ -226,13 +226,13 @@ impl Installer {
         match (contents, &self.zeros) {
             (Contents::Bytes { first_page, bytes }, _) => {
                 let at = (page - first_page) * page_bytes;
-                self.userfaultfd.copy_mapped(start, bytes.part(at..at + nr_pages * page_bytes))
+                bytes.part(at..at + nr_pages * page_bytes).fill(&self.userfaultfd, start)
             }
-            (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes),
+            (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes, Wake::Waiters),
             (Contents::Zeros, Some(zeros)) if placed.region.is_hugetlb() => {
-                self.userfaultfd.copy(start, &zeros[..page_bytes as usize])
+                self.userfaultfd.copy(start, &zeros[..page_bytes as usize], Wake::Waiters)
             }
-            (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes),
+            (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes, Wake::Waiters),
         }
     }
 

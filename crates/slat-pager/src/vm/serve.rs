@@ -25,7 +25,7 @@ use super::state::MessageBuffer;
 use super::{End, OnFailure, Shared};
 use crate::shared_memory::Filled;
 use crate::source::{Mapped, SourceError};
-use crate::userfaultfd::{Cause, Event, Fault, Userfaultfd};
+use crate::userfaultfd::{Cause, Event, Fault, Userfaultfd, Wake};
 
 /// What a thread does once more for pages that the kernel has put off.
 #[derive(Clone, Debug)]
@@ -143,7 +143,7 @@ impl Worker {
             shared.distrust(&format!("a fault at {:#x}, which is in no region", fault.address));
             let start = fault.address & !(crate::source::PAGE_BYTES - 1);
             // The thread waits if this fails.
-            let _ = installer.userfaultfd.poison(start..start + crate::source::PAGE_BYTES);
+            let _ = installer.userfaultfd.poison(start..start + crate::source::PAGE_BYTES, Wake::Waiters);
             return;
         };
         let (word, mask) = bit(page);
@@ -162,7 +162,8 @@ impl Worker {
             }
             // What is in shared memory may not be all of the page yet.
             Cause::Minor
-                if shared.options.shared_memory.is_none() && installer.userfaultfd.map_cached(range()).is_ok() =>
+                if shared.options.shared_memory.is_none()
+                    && installer.userfaultfd.map_cached(range(), Wake::Waiters).is_ok() =>
             {
                 return;
             }
@@ -445,7 +446,7 @@ impl Shared {
                 let end = placed.address_of(word as u64 * 64 + run.end);
                 let mut at = placed.address_of(word as u64 * 64 + run.start);
                 while at < end {
-                    let Err(stopped) = userfaultfd.poison(at..end) else { break };
+                    let Err(stopped) = userfaultfd.poison(at..end, Wake::Waiters) else { break };
                     at += stopped.filled_bytes;
                     match stopped.error {
                         _ if stopped.filled_bytes > 0 => {}

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use slat_userfaultfd::{CallError, OpenError};
 use thiserror::Error;
 
 use crate::memory::BackingKind;
@@ -11,15 +12,9 @@ use crate::memory::BackingKind;
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message names the fields")]
 pub enum UserfaultfdError {
-    /// This user may not have one.
-    #[error(
-        "userfaultfd is not allowed for this user: it needs /proc/sys/vm/unprivileged_userfaultfd to be 1, or access to \
-         /dev/userfaultfd, or CAP_SYS_PTRACE (and a seccomp filter that lets it through)"
-    )]
-    NotPermitted { source: io::Error },
-    /// The kernel was built without it.
-    #[error("this kernel has no userfaultfd (CONFIG_USERFAULTFD)")]
-    NotSupported { source: io::Error },
+    /// None can be made: this user may not have one, or the kernel has none.
+    #[error(transparent)]
+    Open(OpenError),
     /// The kernel cannot do this with memory of this kind.
     #[error("this kernel's userfaultfd lacks the feature {feature}, which {kind} memory needs")]
     MissingFeature { feature: &'static str, kind: BackingKind },
@@ -76,5 +71,21 @@ impl UserfaultfdError {
 
     pub(super) fn system<E: Into<io::Error>>(call: &'static str) -> impl FnOnce(E) -> UserfaultfdError {
         move |error| UserfaultfdError::System { call, source: error.into() }
+    }
+}
+
+impl From<OpenError> for UserfaultfdError {
+    fn from(error: OpenError) -> UserfaultfdError {
+        match error {
+            // As of any other call: too many descriptors, no memory.
+            OpenError::Call(error) => error.into(),
+            error => UserfaultfdError::Open(error),
+        }
+    }
+}
+
+impl From<CallError> for UserfaultfdError {
+    fn from(CallError { call, error }: CallError) -> UserfaultfdError {
+        UserfaultfdError::System { call, source: error.into() }
     }
 }

@@ -31,18 +31,20 @@
 //!
 //! Sources: userfaultfd(2), ioctl_userfaultfd(2), `Documentation/admin-guide/mm/userfaultfd.rst`.
 
-#![expect(unsafe_code, reason = "calls of a userfaultfd, which rustix has no wrappers for")]
+#![expect(unsafe_code, reason = "guest memory is registered, whose users may wait from then on")]
 
 mod error;
+mod poll;
 mod readers;
-mod sys;
 
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use slat::Access;
+use slat_userfaultfd::{Available, CallError, Calls, Event, MESSAGE_BYTES, Stopped, features};
+pub use slat_userfaultfd::{Cause, OpenError, Wake};
 
 use crate::memory::{Backing, BackingKind};
 
@@ -58,16 +60,6 @@ pub enum RegisterMode {
     /// maps. Pages that are not in the file either are reported too, as [`Cause::Missing`]:
     /// otherwise the kernel would map zeros without a message.
     Minor,
-}
-
-/// Which threads are woken once a page is there.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Wake {
-    /// All threads that wait for the page.
-    Waiters,
-    /// No thread (`DONTWAKE`). It saves the kernel's search where no thread waits in the kernel, as
-    /// for a vCPU that has left by an exit.
-    None,
 }
 
 /// The result of a fill.
@@ -86,17 +78,6 @@ pub enum Filled {
         /// How much was filled from the beginning, in bytes; whole pages, and 0 if none.
         filled_bytes: u64,
     },
-}
-
-/// Why a thread waits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Cause {
-    /// The page has no contents.
-    Missing,
-    /// The page is in the file, and not in the mapping.
-    Minor,
-    /// The page is there and write-protected. This module never requests such faults.
-    WriteProtected,
 }
 
 /// A thread waits for a page.
@@ -118,10 +99,7 @@ pub enum UserfaultfdEvent<'u> {
     /// A thread waits for a page.
     Fault(ReportedFault<'u>),
     /// Another event. This module requests none, and none needs an answer.
-    Other {
-        /// Its number, `UFFD_EVENT_...`.
-        event: u8,
-    },
+    Other,
 }
 
 /// A part of a memory that was registered. It keeps the memory mapped.
@@ -132,12 +110,8 @@ struct Registered {
 }
 
 impl Registered {
-    fn start(&self) -> u64 {
-        address(&self.memory, self.bytes.start)
-    }
-
-    fn len_bytes(&self) -> u64 {
-        self.bytes.end - self.bytes.start
+    fn addresses(&self) -> Range<u64> {
+        addresses(&self.memory, &self.bytes)
     }
 }
 
@@ -145,14 +119,16 @@ fn address(memory: &Backing, offset_bytes: u64) -> u64 {
     memory.as_ptr().addr() as u64 + offset_bytes
 }
 
+fn addresses(memory: &Backing, bytes: &Range<u64>) -> Range<u64> {
+    address(memory, bytes.start)..address(memory, bytes.end)
+}
+
 /// A userfaultfd. It ends by [`unregister`](Self::unregister), by [`abandon`](Self::abandon), or by
 /// its drop, which abandons it.
 #[derive(Debug)]
 pub struct Userfaultfd {
-    fd: OwnedFd,
-    handles_kernel_faults: bool,
-    /// The kernel's features, `UFFD_FEATURE_...`.
-    features: u64,
+    inner: slat_userfaultfd::Userfaultfd,
+    available: Available,
     registered: Vec<Registered>,
     /// Whether it was unregistered, or abandoned.
     ended: AtomicBool,
@@ -163,29 +139,19 @@ impl Userfaultfd {
     /// threads do.
     ///
     /// # Errors
-    /// `NotPermitted`, `NotSupported` and `System`.
+    /// `Open`.
     pub fn new() -> Result<Userfaultfd, UserfaultfdError> {
-        let open = || {
-            sys::open().map_err(|error| match error {
-                Errno::PERM | Errno::ACCESS => UserfaultfdError::NotPermitted { source: error.into() },
-                Errno::NOSYS => UserfaultfdError::NotSupported { source: error.into() },
-                _ => UserfaultfdError::system("userfaultfd")(error),
-            })
-        };
-        // The kernel refuses unknown features, and a descriptor has one handshake only. So one
-        // descriptor asks for all features, and another requests some of them.
-        let features = sys::handshake(open()?.fd.as_fd(), 0).map_err(UserfaultfdError::system("UFFDIO_API"))?;
-        let wanted = sys::FEATURE_MISSING_SHMEM | sys::FEATURE_MISSING_HUGETLBFS | sys::FEATURE_MINOR_SHMEM;
-        let sys::Opened { fd, handles_kernel_faults } = open()?;
-        sys::handshake(fd.as_fd(), features & wanted).map_err(UserfaultfdError::system("UFFDIO_API"))?;
-        Ok(Userfaultfd { fd, handles_kernel_faults, features, registered: Vec::new(), ended: AtomicBool::new(false) })
+        let available = slat_userfaultfd::Userfaultfd::available()?;
+        let wanted = features::MISSING_SHMEM | features::MISSING_HUGETLB | features::MINOR_SHMEM;
+        let inner = slat_userfaultfd::Userfaultfd::open(available.features & wanted)?;
+        Ok(Userfaultfd { inner, available, registered: Vec::new(), ended: AtomicBool::new(false) })
     }
 
     /// Whether faults are reported that the kernel takes for a program, as in read(2) into the
     /// memory. If not, this user may have only faults of user mode, and such a call fails with
     /// EFAULT where a page is missing.
     pub fn handles_kernel_faults(&self) -> bool {
-        self.handles_kernel_faults
+        self.available.kernel_faults
     }
 
     /// Reports faults on the part `bytes` of `memory` from now on. The memory is kept mapped for as
@@ -220,36 +186,33 @@ impl Userfaultfd {
         let needed: &[(u64, &'static str)] = match (kind, mode) {
             (BackingKind::Anonymous | BackingKind::AnonymousThp, _) => &[],
             (BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G, _) => {
-                &[(sys::FEATURE_MISSING_HUGETLBFS, "UFFD_FEATURE_MISSING_HUGETLBFS")]
+                &[(features::MISSING_HUGETLB, "UFFD_FEATURE_MISSING_HUGETLBFS")]
             }
-            (BackingKind::Shmem, RegisterMode::Missing) => {
-                &[(sys::FEATURE_MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM")]
-            }
+            (BackingKind::Shmem, RegisterMode::Missing) => &[(features::MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM")],
             (BackingKind::Shmem, RegisterMode::Minor) => &[
-                (sys::FEATURE_MINOR_SHMEM, "UFFD_FEATURE_MINOR_SHMEM"),
-                (sys::FEATURE_MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM"),
+                (features::MINOR_SHMEM, "UFFD_FEATURE_MINOR_SHMEM"),
+                (features::MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM"),
             ],
         };
-        if let Some(&(_, feature)) = needed.iter().find(|(bit, _)| self.features & bit == 0) {
+        if let Some(&(_, feature)) = needed.iter().find(|(bit, _)| self.available.features & bit == 0) {
             return Err(UserfaultfdError::MissingFeature { feature, kind });
         }
         memory.frames().without_huge_pages();
-        let (kernel_mode, ioctl) = match mode {
-            RegisterMode::Missing => (sys::MODE_MISSING, (sys::NR_COPY, "UFFDIO_COPY")),
-            RegisterMode::Minor => (sys::MODE_MISSING | sys::MODE_MINOR, (sys::NR_CONTINUE, "UFFDIO_CONTINUE")),
+        use slat_userfaultfd::RegisterMode as Kernel;
+        let (kernel_mode, fill) = match mode {
+            RegisterMode::Missing => (Kernel::MISSING, (Calls::COPY, "UFFDIO_COPY")),
+            RegisterMode::Minor => (Kernel::MISSING.and(Kernel::MINOR), (Calls::CONTINUE, "UFFDIO_CONTINUE")),
         };
-        let start = address(memory, offset_bytes);
+        let range = addresses(memory, &bytes);
         // SAFETY: the range lies in a mapping of guest memory, which is accessed atomically or by
         // machine instructions, may change at any time, and is kept mapped by `registered`.
-        let ioctls =
-            unsafe { sys::register(self.fd.as_fd(), start, len_bytes, kernel_mode) }.map_err(|error| match error {
-                Errno::BUSY => UserfaultfdError::AlreadyRegistered { offset_bytes, len_bytes },
-                _ => UserfaultfdError::system("UFFDIO_REGISTER")(error),
-            })?;
-        if let Some((_, ioctl)) = [(sys::NR_WAKE, "UFFDIO_WAKE"), ioctl].iter().find(|(nr, _)| ioctls & (1 << nr) == 0)
-        {
-            sys::unregister(self.fd.as_fd(), start, len_bytes)
-                .map_err(UserfaultfdError::system("UFFDIO_UNREGISTER"))?;
+        let allowed = unsafe { self.inner.register(range.clone(), kernel_mode) }.map_err(|error| match error {
+            CallError { error: Errno::BUSY, .. } => UserfaultfdError::AlreadyRegistered { offset_bytes, len_bytes },
+            error => error.into(),
+        })?;
+        let missing = [(Calls::WAKE, "UFFDIO_WAKE"), fill].into_iter().find(|&(call, _)| !allowed.allow(call));
+        if let Some((_, ioctl)) = missing {
+            self.inner.unregister(range)?;
             return Err(UserfaultfdError::MissingIoctl { ioctl, kind });
         }
         if std::mem::take(self.ended.get_mut()) {
@@ -275,7 +238,7 @@ impl Userfaultfd {
         }
         self.release_all().map_err(|error| {
             self.ended.store(false, Ordering::Release);
-            UserfaultfdError::system("UFFDIO_UNREGISTER")(error)
+            error.into()
         })
     }
 
@@ -298,14 +261,13 @@ impl Userfaultfd {
         }
     }
 
-    fn release_all(&self) -> Result<(), Errno> {
+    fn release_all(&self) -> Result<(), CallError> {
         let mut result = Ok(());
         for registered in &self.registered {
-            let (start, len_bytes) = (registered.start(), registered.len_bytes());
-            let unregistered = sys::unregister(self.fd.as_fd(), start, len_bytes);
+            let unregistered = self.inner.unregister(registered.addresses());
             // The kernel wakes no thread where only minor faults are registered (6.18), and
             // guarantees nothing for the rest.
-            result = result.and(unregistered.and_then(|()| sys::wake(self.fd.as_fd(), start, len_bytes)));
+            result = result.and(unregistered.and_then(|()| self.inner.wake(registered.addresses())));
         }
         result
     }
@@ -325,9 +287,8 @@ impl Userfaultfd {
     ) -> Result<Filled, UserfaultfdError> {
         let len_bytes = bytes.len() as u64;
         self.check_registered(memory, offset_bytes, len_bytes)?;
-        // SAFETY: a registered part of guest memory, whose pages may get any contents at any time.
-        let result = unsafe { sys::copy(self.fd.as_fd(), address(memory, offset_bytes), bytes, wake) };
-        self.filled("UFFDIO_COPY", result, memory, offset_bytes, len_bytes, wake)
+        let result = self.inner.copy(address(memory, offset_bytes), bytes, wake);
+        self.filled(result, memory, offset_bytes, len_bytes, wake)
     }
 
     /// Maps what the file has: the pages `bytes` of `memory`, which was registered with
@@ -338,27 +299,23 @@ impl Userfaultfd {
     pub fn map_cached(&self, memory: &Backing, bytes: Range<u64>, wake: Wake) -> Result<Filled, UserfaultfdError> {
         let (offset_bytes, len_bytes) = (bytes.start, bytes.end.saturating_sub(bytes.start));
         self.check_registered(memory, offset_bytes, len_bytes)?;
-        let start = address(memory, offset_bytes);
-        // SAFETY: as for a copy.
-        let result = unsafe { sys::map_cached(self.fd.as_fd(), start, len_bytes, wake) };
-        match result {
+        match self.inner.map_cached(addresses(memory, &bytes), wake) {
             // Only this address can be wrong.
-            Err((Errno::FAULT, _)) => Err(UserfaultfdError::NotCached { offset_bytes }),
-            result => self.filled("UFFDIO_CONTINUE", result, memory, offset_bytes, len_bytes, wake),
+            Err(Stopped { error: Errno::FAULT, .. }) => Err(UserfaultfdError::NotCached { offset_bytes }),
+            result => self.filled(result, memory, offset_bytes, len_bytes, wake),
         }
     }
 
     /// Translates the kernel's result.
     fn filled(
         &self,
-        call: &'static str,
-        result: Result<(), (Errno, u64)>,
+        result: Result<(), Stopped>,
         memory: &Backing,
         offset_bytes: u64,
         len_bytes: u64,
         wake: Wake,
     ) -> Result<Filled, UserfaultfdError> {
-        let Err((error, filled_bytes)) = result else { return Ok(Filled::Done) };
+        let Err(Stopped { call, filled_bytes, error }) = result else { return Ok(Filled::Done) };
         match error {
             Errno::AGAIN => Ok(Filled::TryAgain { filled_bytes }),
             Errno::EXIST => {
@@ -383,8 +340,7 @@ impl Userfaultfd {
     pub fn wake(&self, memory: &Backing, bytes: Range<u64>) -> Result<(), UserfaultfdError> {
         let (offset_bytes, len_bytes) = (bytes.start, bytes.end.saturating_sub(bytes.start));
         self.check_registered(memory, offset_bytes, len_bytes)?;
-        sys::wake(self.fd.as_fd(), address(memory, offset_bytes), len_bytes)
-            .map_err(UserfaultfdError::system("UFFDIO_WAKE"))
+        Ok(self.inner.wake(addresses(memory, &bytes))?)
     }
 
     /// Reads the next message, if there is one: never blocks.
@@ -392,28 +348,22 @@ impl Userfaultfd {
     /// # Errors
     /// `System`.
     pub fn read_event(&self) -> Result<Option<UserfaultfdEvent<'_>>, UserfaultfdError> {
-        let Some(message) = sys::read(self.fd.as_fd()).map_err(UserfaultfdError::system("read of a userfaultfd"))?
-        else {
-            return Ok(None);
-        };
-        let other = UserfaultfdEvent::Other { event: message.event };
-        if message.event != sys::EVENT_PAGEFAULT {
-            return Ok(Some(other));
-        }
-        let holds = |registered: &&Registered| {
-            message.address.checked_sub(registered.start()).is_some_and(|offset| offset < registered.len_bytes())
+        // One at a time, so that other readers get the next ones.
+        let mut message = [[0; MESSAGE_BYTES]];
+        let fault = match self.inner.read(&mut message)?.next() {
+            None => return Ok(None),
+            Some(Event::Fault(fault)) => fault,
+            Some(_) => return Ok(Some(UserfaultfdEvent::Other)),
         };
         // The kernel reports only what was registered.
-        let Some(Registered { memory, .. }) = self.registered.iter().find(holds) else { return Ok(Some(other)) };
-        let page_bytes = memory.kind().page_size().size_bytes();
-        let cause = match message.flags {
-            flags if flags & sys::FAULT_WRITE_PROTECTED != 0 => Cause::WriteProtected,
-            flags if flags & sys::FAULT_MINOR != 0 => Cause::Minor,
-            _ => Cause::Missing,
+        let holds = |registered: &&Registered| registered.addresses().contains(&fault.address);
+        let Some(Registered { memory, .. }) = self.registered.iter().find(holds) else {
+            return Ok(Some(UserfaultfdEvent::Other));
         };
-        let access = if message.flags & sys::FAULT_WRITE != 0 { Access::Write } else { Access::Read };
-        let offset_bytes = (message.address - address(memory, 0)) & !(page_bytes - 1);
-        Ok(Some(UserfaultfdEvent::Fault(ReportedFault { memory, offset_bytes, cause, access })))
+        let page_bytes = memory.kind().page_size().size_bytes();
+        let access = if fault.is_write { Access::Write } else { Access::Read };
+        let offset_bytes = (fault.address - address(memory, 0)) & !(page_bytes - 1);
+        Ok(Some(UserfaultfdEvent::Fault(ReportedFault { memory, offset_bytes, cause: fault.cause, access })))
     }
 
     fn check_registered(&self, memory: &Backing, offset_bytes: u64, len_bytes: u64) -> Result<(), UserfaultfdError> {
@@ -449,7 +399,7 @@ fn check(memory: &Backing, offset_bytes: u64, len_bytes: u64) -> Result<(), User
 
 impl AsFd for Userfaultfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.inner.as_fd()
     }
 }
 

@@ -15,7 +15,7 @@ use std::os::fd::AsFd;
 use parking_lot::Mutex;
 use thiserror::Error;
 
-use super::sys::{Poll, Woken};
+use super::poll::{Poll, Woken};
 use super::{ReportedFault, Userfaultfd, UserfaultfdError, UserfaultfdEvent};
 use crate::linux::descriptors::EventFd;
 
@@ -163,7 +163,7 @@ impl<E> Shared<E> {
             // Another reader may have taken it.
             match self.userfaultfd.read_event().map_err(ReaderError::Userfaultfd)? {
                 Some(UserfaultfdEvent::Fault(fault)) => handler(&fault).map_err(ReaderError::Handler)?,
-                Some(UserfaultfdEvent::Other { .. }) | None => {}
+                Some(UserfaultfdEvent::Other) | None => {}
             }
         }
         Ok(())

@@ -100,7 +100,10 @@ fn a_refusal_names_the_settings() {
     match result {
         Ok(_) => eprintln!("SKIPPED: /dev/userfaultfd is open to all users here"),
         Err(error) => {
-            assert!(matches!(error, UserfaultfdError::NotPermitted { .. }) && !error.is_bad_usage(), "{error:?}");
+            assert!(
+                matches!(error, UserfaultfdError::Open(OpenError::NotPermitted { .. })) && !error.is_bad_usage(),
+                "{error:?}"
+            );
             for setting in ["/proc/sys/vm/unprivileged_userfaultfd", "/dev/userfaultfd", "CAP_SYS_PTRACE"] {
                 assert!(error.to_string().contains(setting), "{error}");
             }
@@ -111,7 +114,10 @@ fn a_refusal_names_the_settings() {
 #[test]
 fn a_kernel_without_userfaultfd_is_another_error() {
     let error = restricted(|| forbid_the_call(libc::ENOSYS as u32)).expect_err("no such call");
-    assert!(matches!(error, UserfaultfdError::NotSupported { .. }) && !error.is_bad_usage(), "{error:?}");
+    assert!(
+        matches!(error, UserfaultfdError::Open(OpenError::NotSupported { .. })) && !error.is_bad_usage(),
+        "{error:?}"
+    );
     assert!(error.to_string().contains("CONFIG_USERFAULTFD"));
 }
 

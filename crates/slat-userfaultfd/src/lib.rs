@@ -1,4 +1,9 @@
-//! A userfaultfd: received from a virtual machine monitor, or made here.
+//! Linux's userfaultfd: one that another process has made, or one that is made here.
+//!
+//! The kernel stops a thread that touches a page which is not there, and sends a message to the
+//! descriptor. A reader of the messages fills the page, and the thread goes on. `slat-pager` serves
+//! the memory of virtual machine monitors so, and `slat-machine` compares demand paging by exits
+//! with it.
 //!
 //! # Guarantees
 //! - A fill ([`Userfaultfd::copy`], [`zero`](Userfaultfd::zero),
@@ -8,8 +13,9 @@
 //!   cannot fill.
 //!
 //! # Use
-//! Read events, fill pages. A fill wakes the threads that wait for the pages that it filled, and no
-//! other: a page that was there already needs [`wake`](Userfaultfd::wake).
+//! Read events, fill pages. A fill wakes the threads that wait for the pages that it filled, unless
+//! [`Wake::None`] says otherwise, and no other: a page that was there already needs
+//! [`wake`](Userfaultfd::wake).
 //!
 //! # Facts of the kernel
 //! - While a change of the mapping ([`Event::Remove`] and others) waits to be read, each fill fails
@@ -20,6 +26,8 @@
 //!
 //! Sources: userfaultfd(2), ioctl_userfaultfd(2), `Documentation/admin-guide/mm/userfaultfd.rst`.
 
+#![cfg(target_os = "linux")]
+#![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 #![expect(unsafe_code, reason = "calls of a userfaultfd, which rustix has no wrappers for")]
 
 mod sys;
@@ -29,8 +37,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::io::Errno;
 use thiserror::Error;
-
-use crate::source::Mapped;
 
 /// Bytes of a message of the kernel.
 pub const MESSAGE_BYTES: usize = 32;
@@ -72,6 +78,54 @@ impl RegisterMode {
     pub const fn and(self, other: RegisterMode) -> RegisterMode {
         RegisterMode(self.0 | other.0)
     }
+}
+
+/// Which calls the kernel allows for a range; a set of bits, `1 << NR` of each `UFFDIO_...`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Calls(u64);
+
+impl Calls {
+    /// [`Userfaultfd::wake`].
+    pub const WAKE: Calls = Calls(1 << sys::NR_WAKE);
+    /// [`Userfaultfd::copy`].
+    pub const COPY: Calls = Calls(1 << sys::NR_COPY);
+    /// [`Userfaultfd::map_cached`].
+    pub const CONTINUE: Calls = Calls(1 << sys::NR_CONTINUE);
+
+    /// Whether all of `calls` are allowed.
+    pub const fn allow(self, calls: Calls) -> bool {
+        self.0 & calls.0 == calls.0
+    }
+}
+
+/// Which threads a fill wakes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Wake {
+    /// All threads that wait for the pages that it filled.
+    Waiters,
+    /// No thread (`DONTWAKE`). It saves the kernel's search where no thread waits in the kernel, as
+    /// for a vCPU that has left by an exit.
+    None,
+}
+
+impl Wake {
+    const fn mode(self) -> u64 {
+        match self {
+            Wake::Waiters => 0,
+            Wake::None => sys::DONTWAKE,
+        }
+    }
+}
+
+/// What this user may have of this kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Available {
+    /// All [`features`] of the kernel.
+    pub features: u64,
+    /// Whether faults are reported that the kernel takes for a program, as in read(2) into the
+    /// memory. If not, this user may have only faults of user mode, and such a call fails with
+    /// EFAULT where a page is missing.
+    pub kernel_faults: bool,
 }
 
 /// Why a thread waits.
@@ -232,10 +286,16 @@ pub enum OpenError {
         "userfaultfd is not allowed for this user: it needs /proc/sys/vm/unprivileged_userfaultfd to be 1, or access to \
          /dev/userfaultfd, or CAP_SYS_PTRACE (and a seccomp filter that lets it through)"
     )]
-    NotPermitted,
+    NotPermitted {
+        /// Of the last way that was tried.
+        source: Errno,
+    },
     /// The kernel was built without it.
     #[error("this kernel has no userfaultfd (CONFIG_USERFAULTFD)")]
-    NotSupported,
+    NotSupported {
+        /// Of the system call.
+        source: Errno,
+    },
     /// The kernel lacks a feature.
     #[error("this kernel's userfaultfd lacks the features {missing:#x}")]
     MissingFeatures {
@@ -245,27 +305,6 @@ pub enum OpenError {
     /// The kernel refused a call.
     #[error(transparent)]
     Call(#[from] CallError),
-}
-
-/// Which file of the kernel a descriptor belongs to. Copies of a descriptor in all processes have
-/// the same one.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
-pub struct FileIdentity {
-    /// The device.
-    pub device: u64,
-    /// The inode; each userfaultfd has one of its own since Linux 5.12.
-    pub inode: u64,
-}
-
-impl FileIdentity {
-    /// Of `fd`.
-    ///
-    /// # Errors
-    /// Of fstat(2).
-    pub fn of(fd: BorrowedFd<'_>) -> rustix::io::Result<FileIdentity> {
-        let stat = rustix::fs::fstat(fd)?;
-        Ok(FileIdentity { device: stat.st_dev, inode: stat.st_ino })
-    }
 }
 
 /// A userfaultfd. None of its calls waits; only threads that touch memory do.
@@ -286,31 +325,30 @@ impl From<Userfaultfd> for OwnedFd {
     }
 }
 
-/// `UFFDIO_..._MODE_DONTWAKE` is never asked for.
-const WAKE_WAITERS: u64 = 0;
-
 impl Userfaultfd {
+    /// What [`open`](Self::open) can have.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn available() -> Result<Available, OpenError> {
+        // A descriptor has one handshake only: this one asks for no feature, and is told all.
+        let (fd, kernel_faults) = open()?;
+        let features = handshake(fd.as_fd(), 0)?;
+        Ok(Available { features, kernel_faults })
+    }
+
     /// Makes one with these [`features`], close-on-exec.
     ///
     /// # Errors
     /// [`OpenError`].
     pub fn open(features: u64) -> Result<Userfaultfd, OpenError> {
-        let open = || {
-            sys::open().map_err(|error| match error {
-                Errno::PERM | Errno::ACCESS => OpenError::NotPermitted,
-                Errno::NOSYS => OpenError::NotSupported,
-                error => CallError { call: "userfaultfd", error }.into(),
-            })
-        };
-        let failed = |error| CallError { call: "UFFDIO_API", error };
-        // The kernel refuses unknown features, and a descriptor has one handshake only. So one
-        // descriptor asks for all features, and another requests some of them.
-        let all = sys::handshake(open()?.as_fd(), 0).map_err(failed)?;
-        if features & !all != 0 {
-            return Err(OpenError::MissingFeatures { missing: features & !all });
+        // The kernel refuses unknown features, without their names.
+        let missing = features & !Userfaultfd::available()?.features;
+        if missing != 0 {
+            return Err(OpenError::MissingFeatures { missing });
         }
-        let fd = open()?;
-        sys::handshake(fd.as_fd(), features).map_err(failed)?;
+        let (fd, _) = open()?;
+        handshake(fd.as_fd(), features)?;
         Ok(Userfaultfd { fd })
     }
 
@@ -328,14 +366,6 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd })
     }
 
-    /// Which file it is.
-    ///
-    /// # Errors
-    /// Of fstat(2).
-    pub fn identity(&self) -> rustix::io::Result<FileIdentity> {
-        FileIdentity::of(self.as_fd())
-    }
-
     /// Another descriptor of the same file.
     ///
     /// # Errors
@@ -344,17 +374,18 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd: self.fd.try_clone()? })
     }
 
-    /// Reports faults of the addresses `range` of this process from now on.
+    /// Reports faults of the addresses `range` of this process from now on. Returns what is allowed
+    /// there.
     ///
     /// # Safety
     /// Every user of the range may wait, and accepts any contents of pages that are not there.
     ///
     /// # Errors
     /// Of the call.
-    pub unsafe fn register(&self, range: Range<u64>, mode: RegisterMode) -> Result<(), CallError> {
+    pub unsafe fn register(&self, range: Range<u64>, mode: RegisterMode) -> Result<Calls, CallError> {
         // SAFETY: the caller's promise.
-        unsafe { sys::register(self.as_fd(), range.start, range.end - range.start, mode.0) }
-            .map_err(|error| CallError { call: "UFFDIO_REGISTER", error })
+        let calls = unsafe { sys::register(self.as_fd(), range.start, len(&range), mode.0) };
+        calls.map(Calls).map_err(|error| CallError { call: "UFFDIO_REGISTER", error })
     }
 
     /// Reports no faults of `range` any more, and wakes its waiters: pages that are not there read
@@ -363,7 +394,7 @@ impl Userfaultfd {
     /// # Errors
     /// Of the call.
     pub fn unregister(&self, range: Range<u64>) -> Result<(), CallError> {
-        sys::unregister(self.as_fd(), range.start, range.end - range.start)
+        sys::unregister(self.as_fd(), range.start, len(&range))
             .map_err(|error| CallError { call: "UFFDIO_UNREGISTER", error })
     }
 
@@ -386,42 +417,40 @@ impl Userfaultfd {
     /// # Errors
     /// Of the call.
     pub fn wake(&self, range: Range<u64>) -> Result<(), CallError> {
-        sys::wake(self.as_fd(), range.start, range.end - range.start)
-            .map_err(|error| CallError { call: "UFFDIO_WAKE", error })
+        sys::wake(self.as_fd(), range.start, len(&range)).map_err(|error| CallError { call: "UFFDIO_WAKE", error })
     }
 
     /// Fills the pages at `address` with `bytes`, whole pages.
     ///
     /// # Errors
     /// [`Stopped`].
-    pub fn copy(&self, address: u64, bytes: &[u8]) -> Result<(), Stopped> {
-        self.copy_mapped(address, Mapped::new(bytes.as_ptr(), bytes.len()))
+    pub fn copy(&self, address: u64, bytes: &[u8], wake: Wake) -> Result<(), Stopped> {
+        self.copy_from(address, bytes.as_ptr().expose_provenance() as u64, bytes.len() as u64, wake)
     }
 
-    /// Fills the pages at `address` with `bytes`, whole pages. `EFAULT`: they are not mapped, or
-    /// their file is too short.
+    /// Fills the pages at `address` with the `nr_bytes` at the address `source`, whole pages, which
+    /// only the kernel reads. `EFAULT`: they are not mapped, or their file is too short.
     ///
     /// # Errors
     /// [`Stopped`].
-    pub fn copy_mapped(&self, address: u64, bytes: Mapped<'_>) -> Result<(), Stopped> {
-        let done = sys::copy(self.as_fd(), address, bytes.address(), bytes.nr_bytes() as u64, WAKE_WAITERS);
-        stopped("UFFDIO_COPY", done)
+    pub fn copy_from(&self, address: u64, source: u64, nr_bytes: u64, wake: Wake) -> Result<(), Stopped> {
+        stopped("UFFDIO_COPY", sys::copy(self.as_fd(), address, source, nr_bytes, wake.mode()))
     }
 
     /// Fills the pages of `range` with zeros. hugetlb memory has none (`EINVAL`).
     ///
     /// # Errors
     /// [`Stopped`].
-    pub fn zero(&self, range: Range<u64>) -> Result<(), Stopped> {
-        self.fill(range, sys::Fill::Zeros, "UFFDIO_ZEROPAGE")
+    pub fn zero(&self, range: Range<u64>, wake: Wake) -> Result<(), Stopped> {
+        self.fill(range, sys::Fill::Zeros, wake, "UFFDIO_ZEROPAGE")
     }
 
-    /// Maps what the file of shared memory has for `range`.
+    /// Maps what the file of shared memory has for `range`. `EFAULT`: the file has no such page.
     ///
     /// # Errors
     /// [`Stopped`].
-    pub fn map_cached(&self, range: Range<u64>) -> Result<(), Stopped> {
-        self.fill(range, sys::Fill::Cached, "UFFDIO_CONTINUE")
+    pub fn map_cached(&self, range: Range<u64>, wake: Wake) -> Result<(), Stopped> {
+        self.fill(range, sys::Fill::Cached, wake, "UFFDIO_CONTINUE")
     }
 
     /// Lets each access to a page of `range` that has no contents fail like one to broken memory
@@ -429,8 +458,8 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// [`Stopped`].
-    pub fn poison(&self, range: Range<u64>) -> Result<(), Stopped> {
-        self.fill(range, sys::Fill::Poison, "UFFDIO_POISON")
+    pub fn poison(&self, range: Range<u64>, wake: Wake) -> Result<(), Stopped> {
+        self.fill(range, sys::Fill::Poison, wake, "UFFDIO_POISON")
     }
 
     /// Protects pages of `range` from writes, which are then reported.
@@ -450,13 +479,30 @@ impl Userfaultfd {
     }
 
     fn set_protection(&self, range: Range<u64>, mode: u64) -> Result<(), CallError> {
-        sys::write_protect(self.as_fd(), range.start, range.end - range.start, mode)
+        sys::write_protect(self.as_fd(), range.start, len(&range), mode)
             .map_err(|error| CallError { call: "UFFDIO_WRITEPROTECT", error })
     }
 
-    fn fill(&self, range: Range<u64>, with: sys::Fill, call: &'static str) -> Result<(), Stopped> {
-        stopped(call, sys::fill(self.as_fd(), range.start, range.end - range.start, WAKE_WAITERS, with))
+    fn fill(&self, range: Range<u64>, with: sys::Fill, wake: Wake, call: &'static str) -> Result<(), Stopped> {
+        stopped(call, sys::fill(self.as_fd(), range.start, len(&range), wake.mode(), with))
     }
+}
+
+fn open() -> Result<(OwnedFd, bool), OpenError> {
+    sys::open().map_err(|error| match error {
+        Errno::PERM | Errno::ACCESS => OpenError::NotPermitted { source: error },
+        Errno::NOSYS => OpenError::NotSupported { source: error },
+        error => CallError { call: "userfaultfd", error }.into(),
+    })
+}
+
+fn handshake(fd: BorrowedFd<'_>, features: u64) -> Result<u64, CallError> {
+    sys::handshake(fd, features).map_err(|error| CallError { call: "UFFDIO_API", error })
+}
+
+/// 0 for a range that ends before it starts: the kernel refuses it.
+fn len(range: &Range<u64>) -> u64 {
+    range.end.saturating_sub(range.start)
 }
 
 fn stopped(call: &'static str, (result, filled): (rustix::io::Result<()>, i64)) -> Result<(), Stopped> {

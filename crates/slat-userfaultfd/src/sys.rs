@@ -16,17 +16,24 @@ const API: u64 = 0xAA;
 const USER_MODE_ONLY: UserfaultfdFlags = UserfaultfdFlags::from_bits_retain(1);
 const FLAGS: UserfaultfdFlags = UserfaultfdFlags::CLOEXEC.union(UserfaultfdFlags::NONBLOCK);
 
+pub(super) const NR_WAKE: u8 = 0x02;
+pub(super) const NR_COPY: u8 = 0x03;
+pub(super) const NR_CONTINUE: u8 = 0x07;
+
 const IOC_API: Opcode = opcode::read_write::<UffdioApi>(0xAA, 0x3F);
 const IOC_REGISTER: Opcode = opcode::read_write::<UffdioRegister>(0xAA, 0x00);
 const IOC_UNREGISTER: Opcode = opcode::read::<UffdioRange>(0xAA, 0x01);
-const IOC_WAKE: Opcode = opcode::read::<UffdioRange>(0xAA, 0x02);
-const IOC_COPY: Opcode = opcode::read_write::<UffdioCopy>(0xAA, 0x03);
+const IOC_WAKE: Opcode = opcode::read::<UffdioRange>(0xAA, NR_WAKE);
+const IOC_COPY: Opcode = opcode::read_write::<UffdioCopy>(0xAA, NR_COPY);
 const IOC_ZEROPAGE: Opcode = opcode::read_write::<UffdioFill>(0xAA, 0x04);
 const IOC_WRITEPROTECT: Opcode = opcode::read_write::<UffdioWriteProtect>(0xAA, 0x06);
-const IOC_CONTINUE: Opcode = opcode::read_write::<UffdioFill>(0xAA, 0x07);
+const IOC_CONTINUE: Opcode = opcode::read_write::<UffdioFill>(0xAA, NR_CONTINUE);
 const IOC_POISON: Opcode = opcode::read_write::<UffdioFill>(0xAA, 0x08);
 /// `USERFAULTFD_IOC_NEW`, of /dev/userfaultfd.
 const IOC_NEW: Opcode = opcode::none(0xAA, 0x00);
+
+/// `UFFDIO_COPY_MODE_DONTWAKE`, and that of the other fills.
+pub(super) const DONTWAKE: u64 = 1;
 
 pub(super) const EVENT_PAGEFAULT: u8 = 0x12;
 pub(super) const EVENT_FORK: u8 = 0x13;
@@ -110,24 +117,27 @@ unsafe impl Ioctl for New {
 }
 
 /// Opens a descriptor in the first way that this user may: the system call, the device, the system
-/// call for faults in user mode.
-pub(super) fn open() -> Result<OwnedFd> {
+/// call for faults in user mode. Returns whether faults of the kernel are reported, too.
+///
+/// # Errors
+/// Of the last way; that of the first, if it was not about permissions.
+pub(super) fn open() -> Result<(OwnedFd, bool)> {
     // SAFETY: a descriptor without memory; `register` says what is promised for memory.
     let by_call = |flags| unsafe { userfaultfd(flags) };
     match by_call(FLAGS) {
         Err(Errno::PERM | Errno::ACCESS) => {}
-        opened => return opened,
+        opened => return opened.map(|fd| (fd, true)),
     }
     if let Ok(device) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/userfaultfd") {
         // SAFETY: as for `New`.
         if let Ok(fd) = unsafe { ioctl(device, New) } {
-            return Ok(fd);
+            return Ok((fd, true));
         }
     }
     match by_call(FLAGS | USER_MODE_ONLY) {
         // A kernel without the flag (before 5.11): what is missing is the permission.
         Err(Errno::INVAL) => Err(Errno::PERM),
-        opened => opened,
+        opened => opened.map(|fd| (fd, false)),
     }
 }
 
@@ -139,15 +149,16 @@ pub(super) fn handshake(fd: BorrowedFd<'_>, features: u64) -> Result<u64> {
     Ok(argument.features)
 }
 
-/// `UFFDIO_REGISTER`.
+/// `UFFDIO_REGISTER`; returns the calls that are allowed for the range, as bits `1 << NR`.
 ///
 /// # Safety
 /// Every user of the `len` bytes from `start` on may wait, and accepts any contents of pages that
 /// are not there.
-pub(super) unsafe fn register(fd: BorrowedFd<'_>, start: u64, len: u64, mode: u64) -> Result<()> {
+pub(super) unsafe fn register(fd: BorrowedFd<'_>, start: u64, len: u64, mode: u64) -> Result<u64> {
     let mut argument = UffdioRegister { range: UffdioRange { start, len }, mode, ioctls: 0 };
     // SAFETY: the argument is laid out as the kernel's; the caller's promise.
-    unsafe { ioctl(fd, Updater::<IOC_REGISTER, _>::new(&mut argument)) }
+    unsafe { ioctl(fd, Updater::<IOC_REGISTER, _>::new(&mut argument)) }?;
+    Ok(argument.ioctls)
 }
 
 /// `UFFDIO_UNREGISTER`.
