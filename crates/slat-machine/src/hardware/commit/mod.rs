@@ -203,7 +203,7 @@ impl FlushDomain {
         Ok(FlushDomain::of(Method::Restartable(Restartable::register()?)))
     }
 
-    fn waiting() -> FlushDomain {
+    pub(crate) fn waiting() -> FlushDomain {
         FlushDomain::of(Method::Waiting)
     }
 

@@ -1,5 +1,8 @@
 //! The CPU over page tables that the test builds on demand: one flat mapping of 4 KiB pages in NPT
 //! format.
+//!
+//! Tests that count use the waiting flush: a restartable access begins again when its thread is
+//! preempted.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -25,7 +28,7 @@ pub(super) struct Memory {
 pub(super) struct Table([AtomicU64; 512]);
 
 impl Table {
-    fn new() -> Table {
+    const fn new() -> Table {
         Table([const { AtomicU64::new(0) }; 512])
     }
 
@@ -98,7 +101,7 @@ fn cpu(memory: &Arc<Memory>, domain: &Arc<FlushDomain>) -> Cpu<Flat, Npt> {
 #[test]
 fn reads_and_writes_through_faults_and_the_tlb() {
     let memory = Memory::new(8);
-    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::new()));
+    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::waiting()));
     assert_eq!(cpu.read(Gva(0x1008)), Ok(0));
     assert_eq!(
         cpu.counters(),
@@ -125,7 +128,7 @@ fn reads_and_writes_through_faults_and_the_tlb() {
 #[test]
 fn a_write_through_a_read_filled_entry_sets_the_dirty_bit() {
     let memory = Memory::new(2);
-    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::new()));
+    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::waiting()));
     memory.leaf(0).store(memory.pages[0].hpa().0 | 7, Ordering::Relaxed);
     assert_eq!(cpu.read(Gva(0)), Ok(0));
     assert_eq!(memory.leaf(0).load(Ordering::Relaxed) & (1 << 6), 0);
@@ -137,7 +140,7 @@ fn a_write_through_a_read_filled_entry_sets_the_dirty_bit() {
 #[test]
 fn a_missing_flush_is_detected() {
     let memory = Memory::new(2);
-    let domain = Arc::new(FlushDomain::new());
+    let domain = Arc::new(FlushDomain::waiting());
     let mut cpu = cpu(&memory, &domain);
     assert_eq!(cpu.write(Gva(0), 1), Ok(()));
     memory.leaf(0).store(0, Ordering::Relaxed);
@@ -197,7 +200,7 @@ fn write_all(cpu: &mut Cpu<Flat, Npt>) -> CpuCounters {
 fn a_flush_drops_its_ranges_and_nothing_else() {
     for paging in PAGINGS {
         let memory = Memory::new(8);
-        let domain = Arc::new(FlushDomain::new());
+        let domain = Arc::new(FlushDomain::waiting());
         let mut cpu = cpu_with_paging(&memory, &domain, paging);
         write_all(&mut cpu);
         let hits = CpuCounters { nr_accesses: 4, ..CpuCounters::default() };
@@ -231,7 +234,7 @@ fn a_flush_of_a_small_page_drops_the_large_one_around_it() {
     let large = phys::hpa_of(backing.as_ptr()).0.next_multiple_of(PageSize::Size2M.size_bytes());
     for paging in PAGINGS {
         let memory = Memory::new(8);
-        let domain = Arc::new(FlushDomain::new());
+        let domain = Arc::new(FlushDomain::waiting());
         // Guest-physical 2 MiB to 6 MiB, in two large pages. With paging on, the guest maps them by
         // large pages, too, in reverse order.
         for n in 0..2 {
@@ -273,7 +276,7 @@ fn a_flush_of_a_small_page_drops_the_large_one_around_it() {
 fn a_cpu_without_the_records_of_flushes_drops_everything() {
     for paging in PAGINGS {
         let memory = Memory::new(8);
-        let domain = Arc::new(FlushDomain::new());
+        let domain = Arc::new(FlushDomain::waiting());
         let mut cpu = cpu_with_paging(&memory, &domain, paging);
         write_all(&mut cpu);
         let far = 1 << 20;
@@ -305,7 +308,7 @@ fn a_cpu_without_the_records_of_flushes_drops_everything() {
 #[test]
 fn errors_are_typed() {
     let memory = Memory::new(2);
-    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::new()));
+    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::waiting()));
     assert_eq!(cpu.read(Gva(4)), Err(CpuError::Unaligned { gva: Gva(4) }));
     let exit = Exit::Mmio { gpa: Gpa(0x5000), access: Access::Write };
     assert_eq!(cpu.write(Gva(0x5000), 1), Err(CpuError::Exit(exit)));
@@ -325,7 +328,7 @@ fn errors_are_typed() {
 #[test]
 fn two_dimensional_paging_with_contexts() {
     let memory = Memory::new(16);
-    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::new()));
+    let mut cpu = cpu(&memory, &Arc::new(FlushDomain::waiting()));
     // Two address spaces: page tables in pages 0 to 3 and 4 to 7, both map address 0 to pages 8 and
     // 9.
     for (first, data) in [(0_u64, 8_u64), (4, 9)] {
@@ -367,6 +370,9 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
     let memory = Memory::new(8);
     let stop = AtomicBool::new(false);
     let found = AtomicU64::new(0);
+    // They stay where they are until no CPU runs: a CPU whose translation was not flushed writes to
+    // them after its flusher has ended.
+    let spares = [const { [const { Table::new() }; 2] }; 2];
     // All is mapped, and the guest's page tables are built, before anything is unmapped.
     write_all(&mut cpu_with_paging(&memory, &domain, paging));
     let started = Barrier::new(5);
@@ -401,8 +407,8 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
         let flushers: Vec<_> = (0..2)
             .map(|flusher| {
                 let (memory, domain, found, started) = (&memory, &domain, &found, &started);
+                let spares = &spares[flusher as usize];
                 scope.spawn(move || {
-                    let spares = [Table::new(), Table::new()];
                     started.wait();
                     let begin = Instant::now();
                     for turn in 0..nr_turns {
@@ -432,14 +438,11 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
                             found.fetch_add(1, Ordering::Relaxed);
                         }
                     }
-                    spares
                 })
             })
             .collect();
-        // The spare pages are kept until no CPU runs: with a defect they are still written to.
-        let spares: Vec<_> = flushers.into_iter().map(|flusher| flusher.join().unwrap()).collect();
+        flushers.into_iter().for_each(|flusher| flusher.join().unwrap());
         stop.store(true, Ordering::Relaxed);
-        spares
     });
     found.into_inner()
 }

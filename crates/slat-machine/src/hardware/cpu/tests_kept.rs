@@ -43,7 +43,7 @@ struct Machine<F: Format> {
 
 impl<F: HardwareFormat> Machine<F> {
     fn new(flushes: bool) -> Machine<F> {
-        let domain = Arc::new(FlushDomain::new());
+        let domain = Arc::new(FlushDomain::waiting());
         let host = MachineHost::new(Arc::clone(&domain), 1 << 10).unwrap();
         let vm = Arc::new(Vm::<_, F>::new(host, Config::default()).unwrap());
         let machine = Machine {

@@ -114,7 +114,7 @@ fn gva(gfn: u64) -> Gva {
 
 #[test]
 fn a_harvest_reports_what_was_written_since_the_last() {
-    let world = World::new(FlushDomain::new());
+    let world = World::new(FlushDomain::waiting());
     let (mut one, mut other) = (world.cpu(), world.cpu());
     assert!(world.harvest().is_empty());
     for _ in 0..3 {
@@ -135,7 +135,7 @@ fn a_harvest_reports_what_was_written_since_the_last() {
 
 #[test]
 fn a_cpu_exits_on_a_full_log_and_starts_over() {
-    let world = World::new(FlushDomain::new());
+    let world = World::new(FlushDomain::waiting());
     let mut cpu = world.cpu();
     for gfn in 0..NR_ENTRIES {
         assert_eq!(cpu.write(gva(gfn), 1), Ok(()));

@@ -93,7 +93,7 @@ impl World {
         let world = Arc::new(World {
             spaces: std::array::from_fn(|_| std::array::from_fn(|_| table())),
             data: std::array::from_fn(|_| table()),
-            domain: Arc::new(FlushDomain::new()),
+            domain: Arc::new(FlushDomain::waiting()),
             script: Mutex::new(Script { entry, calls: vec![], answers: VecDeque::new() }),
         });
         for (n, page) in world.data.iter().enumerate() {
