@@ -89,7 +89,9 @@ unsafe impl Host for RiscvHost {
         Ok(Resolved { attributes, ..Resolved::memory(Pfn(first.0 + page), PageSize::Size2M) })
     }
     /// A fence by address is of leaf PTEs ("Supervisor Memory-Management Fence Instruction"). From
-    /// 512 pages on a page-table page may be gone.
+    /// 512 pages on a page-table page may be gone. Below that only leaf PTEs have changed, because
+    /// this host answers `true` in `needs_zapped_leaves`, as is the default. With `false` all fences
+    /// would be of everything.
     fn flush(&self, ranges: &[GfnRange]) {
         if ranges.iter().any(|range| range.nr_pages() >= 512) {
             return self.remote_hfence_gvma_vmid(Gpa(0), u64::MAX);

@@ -357,10 +357,12 @@
 //!   fence stands between the two steps on both sides (`toy_vmm`, step 5).
 //! - **A flush may do more than requested.** Flushing everything at each call is right, and slow.
 //!   On Arm it must include the combined translations of both stages, after those of stage 2.
-//! - **A flush includes directory entries**, since page-table pages are freed after it. On Arm and
-//!   RISC-V it may leave them alone where each range has fewer than 512 pages: what was changed or
-//!   replaced there were leaf PTEs. So RISC-V's fence by address, which is of leaf PTEs, does for
-//!   such ranges, and for no others.
+//! - **A flush includes directory entries**, since page-table pages are freed after it. There is one
+//!   exception, on Arm and RISC-V: each range has fewer than 512 pages, and
+//!   [`Host::needs_zapped_leaves`] is `true`. Then only leaf PTEs were changed or replaced, and
+//!   RISC-V's fence by address, which is of leaf PTEs, is enough. With `false`, another thread may
+//!   have unlinked a page-table page with valid leaves, and not have flushed yet. A CPU that keeps
+//!   the directory entry still comes to these leaves. So such a host fences everything, always.
 //! - **After [`Outcome::Resume`] no further flush is needed**, because on Arm and RISC-V
 //!   [`Host::flush_local`] is called just before. A CPU that does not observe the new leaf yet
 //!   faults once more: the fault is spurious.

@@ -109,7 +109,10 @@ gstage!(Sv57x4, 5, 59);
 
 /// HFENCE.GVMA on all harts: by address, which drops leaf PTEs, for ranges that are smaller than
 /// what a page-table page of the lowest level maps; else all of the VMID, because page-table pages
-/// may have gone.
+/// may have gone. It is for hosts that answer `true` in [`Host::needs_zapped_leaves`], as the
+/// machine's does.
+///
+/// [`Host::needs_zapped_leaves`]: slat::Host::needs_zapped_leaves
 fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
     let is_small = |range: &GfnRange| range.nr_pages() < PageSize::Size2M.size_bytes() / PageSize::Size4K.size_bytes();
     if ranges.iter().all(is_small) {
