@@ -45,7 +45,9 @@ const QUALIFICATION_LINEAR_VALID: u64 = 1 << 7;
 /// The access was to the translation of the linear address, not to a guest paging-structure entry.
 const QUALIFICATION_FINAL: u64 = 1 << 8;
 
-impl HardwareFormat for slat::format::Ept {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush is of
+// everything.
+unsafe impl HardwareFormat for slat::format::Ept {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;

@@ -68,7 +68,9 @@ const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
 /// Implements [`HardwareFormat`] for one of the three, which differ in levels and address bits.
 macro_rules! gstage {
     ($format:ident, $root:literal, $gpa_bits:literal) => {
-        impl HardwareFormat for slat::format::$format {
+        // SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush drops
+        // leaf PTEs, and everything where page-table pages may be gone.
+        unsafe impl HardwareFormat for slat::format::$format {
             const GUEST_PHYSICAL_BITS: u32 = $gpa_bits;
             const LEVELS: u8 = $root;
             const GUEST_PML4E_RESERVED: u64 = 0;

@@ -39,7 +39,9 @@ const CODE_FETCH: u64 = 1 << 4;
 const CODE_FINAL: u64 = 1 << 32;
 const CODE_GUEST_TABLE: u64 = 1 << 33;
 
-impl HardwareFormat for slat::format::Npt {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush is of
+// everything.
+unsafe impl HardwareFormat for slat::format::Npt {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 1 << 8;

@@ -68,7 +68,9 @@ const STATUS_PERMISSION: u64 = 0b00_1100;
 /// The bits of a status that are not its level.
 const STATUS_TYPE: u64 = 0b11_1100;
 
-impl HardwareFormat for slat::format::Stage2 {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush drops the
+// PTEs of all levels, and then all that combines both stages.
+unsafe impl HardwareFormat for slat::format::Stage2 {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;

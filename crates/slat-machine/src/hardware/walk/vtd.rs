@@ -47,7 +47,9 @@ const REASON_WRITE: u64 = 0x85;
 /// No permission to read.
 const REASON_READ: u64 = 0x86;
 
-impl HardwareFormat for slat::format::Vtd {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush is of
+// everything.
+unsafe impl HardwareFormat for slat::format::Vtd {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;
