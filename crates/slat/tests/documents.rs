@@ -308,6 +308,33 @@ fn all_names_in_the_documents_exist() {
     assert!(nr_mentions > 1000, "only {nr_mentions}");
 }
 
+/// Crates of which `docs/modules.md` names each source file, but for tests.
+const LISTED: [&str; 5] = ["slat-metal", "slat-guest-init", "slat-kvm-init", "slat-pager", "slat-results"];
+
+#[test]
+fn the_list_of_modules_has_each_file() {
+    let Some(root) = repository() else { return };
+    let mentions = Document::read(&root, "docs/modules.md").mentions();
+    let paths = mentions.iter().filter_map(|mention| match mention {
+        Mention::Path(path) => located(&root, path).canonicalize().ok(),
+        _ => None,
+    });
+    let named: BTreeSet<PathBuf> = paths.collect();
+    let mut missing = Vec::new();
+    for name in LISTED {
+        let source = root.join("crates").join(name).join("src");
+        let sources: Vec<_> = [".rs", ".s"].iter().flat_map(|end| files(&source, end)).collect();
+        assert!(sources.len() > 3, "{name} has no sources");
+        for path in sources {
+            let is_test = path.file_stem().unwrap().to_str().unwrap().split('_').any(|word| word == "tests");
+            if !is_test && !named.contains(&path.canonicalize().unwrap()) {
+                missing.push(path.strip_prefix(&root).unwrap().display().to_string());
+            }
+        }
+    }
+    assert!(missing.is_empty(), "docs/modules.md does not name these:\n{}", missing.join("\n"));
+}
+
 #[test]
 fn each_rule_of_a_model_is_one_of_a_protocol() {
     let Some(root) = repository() else { return };
