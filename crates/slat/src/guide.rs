@@ -391,11 +391,14 @@
 //! - **Arm**: memory that the guest may read past the data cache is cleaned (DC CVAC) before
 //!   [`Host::resolve`] answers with it, unless HCR_EL2.FWB is set. Without FWB a guest with its MMU
 //!   off reads past the cache, so that is all memory. Memory that becomes executable has its
-//!   instruction cache invalidated (IC IVAU; on RISC-V FENCE.I on all harts), unless CTR_EL0 has
-//!   DIC. So has memory whose code changed or moved. `resolve` observes a fetch as
-//!   [`Access::Execute`] or [`Access::ExecuteUser`]. An answer to a read or a write may permit
-//!   execution as well, and is then all that `resolve` observes of the page. A host that maintains
-//!   the caches for fetches alone answers these with [`Execute::None`](crate::format::Execute).
+//!   instruction cache invalidated (IC IVAU), unless CTR_EL0 has DIC. So has memory whose code
+//!   changed or moved.
+//! - **RISC-V**: all harts execute FENCE.I (SBI `remote_fence_i`) before memory becomes executable,
+//!   and after its code changed or moved.
+//! - **Arm and RISC-V**: `resolve` observes a fetch as [`Access::Execute`] or
+//!   [`Access::ExecuteUser`]. An answer to a read or a write may permit execution as well, and is
+//!   then all that `resolve` observes of the page. A host that maintains the instruction caches for
+//!   fetches alone answers these with [`Execute::None`](crate::format::Execute).
 //! - **Intel VT-d**: the obligations of [`Vtd`]. DMA that finds no translation
 //!   is aborted, and no fault is resolved. So a device has a tree of its own, a [`Vm`] beside that
 //!   of the CPUs, with memslots that are [`PINNED`](MemoryRegionFlags::PINNED) and filled by
