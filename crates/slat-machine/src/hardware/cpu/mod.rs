@@ -393,7 +393,6 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             None => {
                 self.counters.nr_full_drops += 1;
                 let range = GfnRange { start: Gfn(0), end: Gfn(u64::MAX) };
-                self.kept.clear();
                 self.invalidate(Dropped { scope: Scope::All, range })
             }
         };

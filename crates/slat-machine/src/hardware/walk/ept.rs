@@ -14,7 +14,7 @@ use slat::{Access, Gpa, Hpa, Level};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
-use super::{address_mask, fetches_if, index, mapping, shift};
+use super::{MAX_LEVELS, address_mask, fetches_if, index, mapping, shift};
 use crate::hardware::tlb::{Rights, Writes};
 
 const READ: u64 = 1 << 0;
@@ -71,7 +71,7 @@ unsafe impl HardwareFormat for slat::format::Ept {
         let all = if has_modes { PERMISSIONS | EXECUTE_USER } else { PERMISSIONS };
         let mut table = walker.root;
         let mut permissions = all;
-        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 5];
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; MAX_LEVELS as usize];
         let mut level = top;
         loop {
             let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {

@@ -29,7 +29,7 @@
 use std::cell::Cell;
 
 use slat::format::CpuFeatures;
-use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, PageSize};
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
 
 use super::cached::Kind;
 use super::{ALL_FETCHES, Marks, fetches_if, index, mapping, shift};
@@ -116,7 +116,7 @@ gstage!(Sv57x4, 5, 59);
 ///
 /// [`Host::needs_zapped_leaves`]: slat::Host::needs_zapped_leaves
 fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
-    let is_small = |range: &GfnRange| range.nr_pages() < PageSize::Size2M.size_bytes() / PageSize::Size4K.size_bytes();
+    let is_small = |range: &GfnRange| range.nr_pages() < 1 << (shift(2) - shift(1));
     if ranges.iter().all(is_small) {
         domain.invalidate(Scope::Leaves, ranges);
     } else {

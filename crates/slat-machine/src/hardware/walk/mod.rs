@@ -444,6 +444,9 @@ impl Used {
     }
 }
 
+/// The most levels of page tables, of any format and of the guest.
+const MAX_LEVELS: u8 = 5;
+
 /// Index of the PTE of `level` on the way to `address` in page-table pages of 512 PTEs.
 #[inline]
 fn index(address: u64, level: u8) -> u64 {

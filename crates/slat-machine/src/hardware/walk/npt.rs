@@ -8,7 +8,7 @@
 
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{ALL_FETCHES, address_mask, fetches_if, index, mapping, shift};
+use super::{ALL_FETCHES, MAX_LEVELS, address_mask, fetches_if, index, mapping, shift};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
@@ -70,7 +70,7 @@ unsafe impl HardwareFormat for slat::format::Npt {
         // Writing and user access must be granted at every level, no-execute denies at any.
         let mut granted = WRITABLE | USER;
         let mut denied = 0;
-        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 5];
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; MAX_LEVELS as usize];
         let mut level = top;
         loop {
             let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {

@@ -19,7 +19,7 @@
 use slat::format::CpuFeatures;
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{ALL_FETCHES, address_mask, index, mapping, shift};
+use super::{ALL_FETCHES, MAX_LEVELS, address_mask, index, mapping, shift};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
@@ -75,7 +75,7 @@ unsafe impl HardwareFormat for slat::format::Vtd {
 
         let mut table = walker.root;
         let mut granted = RIGHTS;
-        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 5];
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; MAX_LEVELS as usize];
         let mut level = top;
         loop {
             let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {
