@@ -54,8 +54,8 @@
 //!    the frames back. A device behind an IOMMU has page tables of its own: another [`Vm`], all of
 //!    whose memslots are pinned.
 //! 9. **Huge pages**: [`Resolved::max_size`] says how large a leaf may be. Choose frames so that
-//!    guest-physical and host-physical address are equal modulo that size. Logging splits huge pages
-//!    ([`HugePageLogging`]), and its end recovers them.
+//!    guest-physical and host-physical address are equal modulo that size. Logging splits huge
+//!    pages ([`HugePageLogging`]), and its end recovers them.
 //! 10. **Options**:
 //!     - [`Host::barrier_on_all_cpus`] for faults without fences.
 //!     - [`Host::should_yield`] for long calls that yield the CPU.
@@ -299,8 +299,8 @@
 //!
 //! **The dirty log**
 //! - [`Vm::get_dirty_log`], [`Vm::get_dirty_log_range`], [`Vm::for_each_dirty`],
-//!   [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`]: flush; with modification logs their drain. A
-//!   clear with [`ManualProtect::InitiallySet`] also allocation. `for_each_dirty` waits for its
+//!   [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`]: flush; with modification logs their drain.
+//!   A clear with [`ManualProtect::InitiallySet`] also allocation. `for_each_dirty` waits for its
 //!   callback, too, and holds nothing then.
 //! - [`Vm::enable_dirty_ring`][]: flush.
 //! - [`Vm::mark_dirty`], [`Vm::is_marked_dirty`], [`Vm::nr_marked_dirty`], [`DirtyRing::harvest`],
@@ -357,8 +357,8 @@
 //!   fence stands between the two steps on both sides (`toy_vmm`, step 5).
 //! - **A flush may do more than requested.** Flushing everything at each call is right, and slow.
 //!   On Arm it must include the combined translations of both stages, after those of stage 2.
-//! - **A flush includes directory entries**, since page-table pages are freed after it. There is one
-//!   exception, on Arm and RISC-V: each range has fewer than 512 pages, and
+//! - **A flush includes directory entries**, since page-table pages are freed after it. There is
+//!   one exception, on Arm and RISC-V: each range has fewer than 512 pages, and
 //!   [`Host::needs_zapped_leaves`] is `true`. Then only leaf PTEs were changed or replaced, and
 //!   RISC-V's fence by address, which is of leaf PTEs, is enough. With `false`, another thread may
 //!   have unlinked a page-table page with valid leaves, and not have flushed yet. A CPU that keeps
@@ -416,8 +416,8 @@
 //! Nothing waits for a guard that stays open (a thread that was preempted inside a call, or a
 //! [`TableReader`] that is kept). But what is unlinked since is not freed. What may wait is
 //! bounded: 1024 page-table pages, or 65536 where they go with their leaves
-//! ([`Host::needs_zapped_leaves`]); and 256 MiB of memslot sets, logs and bitmaps (64 changes in any
-//! case). Then [`Vm::set_user_memory_region`] returns [`SlotError::TooMuchRetired`], until the
+//! ([`Host::needs_zapped_leaves`]); and 256 MiB of memslot sets, logs and bitmaps (64 changes in
+//! any case). Then [`Vm::set_user_memory_region`] returns [`SlotError::TooMuchRetired`], until the
 //! guard is dropped. Backings of deleted memslots are not counted. A memslot that has logged keeps
 //! its log, 1/32768 of its size.
 //!
@@ -431,9 +431,9 @@
 //! 2. Drop all [`Vcpu`]s.
 //! 3. Drop the last `Arc` of the [`Vm`].
 //!
-//! The drop notifies [`Host::leaf_zapped`], if the host needs it, of all that is mapped (dirty pages
-//! of a file, for example) and frees all page-table pages. Then it drops the host, and after it the backings of
-//! the remaining memslots. So a backing itself keeps what it needs.
+//! The drop notifies [`Host::leaf_zapped`], if the host needs it, of all that is mapped (dirty
+//! pages of a file, for example) and frees all page-table pages. Then it drops the host, and after
+//! it the backings of the remaining memslots. So a backing itself keeps what it needs.
 
 #[cfg(doc)]
 use crate::*;

@@ -236,10 +236,10 @@ pub unsafe trait Host: Send + Sync {
     /// There are 1 to 8 ranges, in no order. They may overlap, and reach beyond memslots. For large
     /// ones flush everything.
     ///
-    /// On Arm and RISC-V a host for which
-    /// [`needs_zapped_leaves`](Host::needs_zapped_leaves) is `true` may leave directory entries alone
-    /// where a range has fewer than 512 pages: only leaf PTEs were changed or replaced there. With
-    /// `false` each flush includes directory entries, however small the range is.
+    /// On Arm and RISC-V a host for which [`needs_zapped_leaves`](Host::needs_zapped_leaves) is
+    /// `true` may leave directory entries alone where a range has fewer than 512 pages: only leaf
+    /// PTEs were changed or replaced there. With `false` each flush includes directory entries,
+    /// however small the range is.
     ///
     /// [`guide`](crate::guide#what-flush-and-the-rest-guarantee) says exactly what a flush orders,
     /// and how one is usually written.

@@ -19,8 +19,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The pages of `docs/protocols/`, with the least number of tests and other items of files that
-/// each names, and of rules of models and proofs. They are a little below the actual numbers, so that a notation
-/// that is no longer recognised fails the test.
+/// each names, and of rules of models and proofs. They are a little below the actual numbers, so
+/// that a notation that is no longer recognised fails the test.
 const PROTOCOLS: [(&str, usize, usize); 13] = [
     ("deferred-freeing.md", 7, 2),
     ("delivery-rings.md", 2, 0),

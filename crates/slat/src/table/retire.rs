@@ -159,8 +159,8 @@ impl Epochs {
     /// `None`, and no guard, if `rmw` answers that.
     ///
     /// # Safety
-    /// The participant is of these epochs. If `rmw` returns a value, its last access of memory was an
-    /// atomic read-modify-write.
+    /// The participant is of these epochs. If `rmw` returns a value, its last access of memory was
+    /// an atomic read-modify-write.
     #[inline]
     pub(crate) unsafe fn pin_by_rmw<'a, T>(
         &self,

@@ -1,5 +1,6 @@
 //! Random operations of the engine, on hosts that move pages, beside CPUs that cache all that they
-//! may: with the flushes of the manuals each access finds the page where it is, with less it does not.
+//! may: with the flushes of the manuals each access finds the page where it is, with less it does
+//! not.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

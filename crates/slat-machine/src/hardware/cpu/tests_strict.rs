@@ -1,5 +1,5 @@
-//! What the caches of Arm's and RISC-V's CPUs ask of a host: the engine on a host that flushes as the
-//! manuals say, and on ones that leave a rule out, which must show each time.
+//! What the caches of Arm's and RISC-V's CPUs ask of a host: the engine on a host that flushes as
+//! the manuals say, and on ones that leave a rule out, which must show each time.
 //!
 //! A CPU notices that a rule was left out in one of two ways: it faults on one access for ever, or
 //! an access to a page completes while the page is being invalidated.
@@ -414,8 +414,8 @@ fn a_flush_after_a_table_was_unlinked_is_of_directory_entries_too() {
     assert!(walks_through_a_freed_table::<Sv48x4>(Flush::By(LEAVES)));
 }
 
-/// Whether CPU 1 reads a page that is invalid and flushed by `flush`. Before that, another thread has
-/// begun to invalidate the block, and is preempted before its flush.
+/// Whether CPU 1 reads a page that is invalid and flushed by `flush`. Before that, another thread
+/// has begun to invalidate the block, and is preempted before its flush.
 fn reads_beside_a_block_that_is_not_flushed<F: HardwareFormat>(leaves: ZappedLeaves, flush: Flush) -> bool {
     let machine = Machine::<F>::with(Paging::Off, Marks::ByHardware, Config::default(), leaves);
     let at = 5 * PAGE_SIZE;
@@ -445,8 +445,8 @@ fn a_host_that_needs_no_leaves_flushes_directory_entries_always() {
     assert!(reads_beside_a_block_that_is_not_flushed::<Stage2>(Unseen, last_level));
 }
 
-/// CPU 1 has walked through the page-table page of block 0. A recovery replaces that by a huge leaf,
-/// and is preempted before its flush: the result of a read of CPU 1 there.
+/// CPU 1 has walked through the page-table page of block 0. A recovery replaces that by a huge
+/// leaf, and is preempted before its flush: the result of a read of CPU 1 there.
 fn read_beside_a_recovery<F: HardwareFormat>(local: Local) -> Result<u64, CpuError> {
     let machine = Machine::<F>::new(Paging::Off, Marks::ByHardware);
     machine.fill_block();

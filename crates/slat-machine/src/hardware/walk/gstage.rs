@@ -3,12 +3,13 @@
 //! bits.
 //!
 //! The processor sets A and D by itself (Svadu, enabled for the G-stage), unless [`Marks`] say that
-//! faults do (Svade). It has no Svnapot, and Svpbmt if [`Processor`](super::Processor) says so: otherwise bits 61 and 62 of a PTE must be
-//! zero. In the manual a reserved or misaligned PTE is a guest-page fault like any other. Here it
-//! is a misconfiguration, with the fault's code, since an engine must not write such a PTE.
+//! faults do (Svade). It has no Svnapot, and Svpbmt if [`Processor`](super::Processor) says so:
+//! otherwise bits 61 and 62 of a PTE must be zero. In the manual a reserved or misaligned PTE is a
+//! guest-page fault like any other. Here it is a misconfiguration, with the fault's code, since an
+//! engine must not write such a PTE.
 //!
-//! It has no Svvptc, and caches each PTE that it reads ([`PteCache`](super::cached::PteCache)), also
-//! one that is not valid.
+//! It has no Svvptc, and caches each PTE that it reads ([`PteCache`](super::cached::PteCache)),
+//! also one that is not valid.
 //!
 //! Only leaf PTEs have permissions. Every access of a guest is one of user mode here, so a leaf PTE
 //! without U denies it.

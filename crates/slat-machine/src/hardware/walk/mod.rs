@@ -159,7 +159,8 @@ pub struct Walker<'a, C = ()> {
 }
 
 impl<'a> Walker<'a> {
-    /// A walker of the page tables under `root`, without caches, without a log, and without counting.
+    /// A walker of the page tables under `root`, without caches, without a log, and without
+    /// counting.
     ///
     /// # Safety
     /// As long as `generation` is current, there is a page-table page at `root` of the size that
@@ -175,8 +176,8 @@ impl<'a> Walker<'a> {
 /// # Safety
 /// CPUs access memory where these methods say:
 /// - [`walk`](HardwareFormat::walk) reads and writes memory of the walker's page tables alone. It
-///   answers with an address only if leaf PTEs lead there that it has read, or that the CPU has cached.
-///   It keeps no PTE in the cache that it has not read.
+///   answers with an address only if leaf PTEs lead there that it has read, or that the CPU has
+///   cached. It keeps no PTE in the cache that it has not read.
 /// - [`flush`](HardwareFormat::flush) drops, on all CPUs, each translation and each leaf PTE of the
 ///   ranges, and what may lead to page-table pages that are freed after it.
 pub unsafe trait HardwareFormat: Format {
@@ -205,8 +206,8 @@ pub unsafe trait HardwareFormat: Format {
     const CACHES_PTES: bool = false;
 
     /// Whether the processors may repeat `fault` for the access, from a translation that combines
-    /// both stages. The machine's then always do. There is none where a PTE of the guest was accessed
-    /// in vain.
+    /// both stages. The machine's then always do. There is none where a PTE of the guest was
+    /// accessed in vain.
     fn keeps(_fault: Fault) -> bool {
         false
     }

@@ -1,6 +1,6 @@
-//! What becomes of page-table pages that a zap has unlinked: which may be unlinked, and how they come
-//! to the TLB batch, empty or with their leaves. The head of `second_stage/zap.rs` says why it is
-//! right.
+//! What becomes of page-table pages that a zap has unlinked: which may be unlinked, and how they
+//! come to the TLB batch, empty or with their leaves. The head of `second_stage/zap.rs` says why it
+//! is right.
 
 use arrayvec::ArrayVec;
 
@@ -92,8 +92,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// Returns how many PTEs it visited.
     ///
     /// # Safety
-    /// The cursor walks the zap's tree inside `guard`. Its PTE was read as `value`, a directory entry,
-    /// and is of 1 GiB at most.
+    /// The cursor walks the zap's tree inside `guard`. Its PTE was read as `value`, a directory
+    /// entry, and is of 1 GiB at most.
     // A loop and no recursion, and the exchange is in it: less stack.
     #[inline(never)]
     pub(super) unsafe fn unlink_with_leaves(
