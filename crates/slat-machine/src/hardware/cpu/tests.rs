@@ -402,7 +402,8 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
             .map(|flusher| {
                 let (memory, domain, found, started) = (&memory, &domain, &found, &started);
                 scope.spawn(move || {
-                    let spares = [Table::new(), Table::new()];
+                    // On the heap, where they stay when the thread has ended and its stack is gone.
+                    let spares = vec![Table::new(), Table::new()];
                     started.wait();
                     let begin = Instant::now();
                     for turn in 0..nr_turns {
