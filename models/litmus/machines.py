@@ -266,5 +266,3 @@ def condition(test, threads):
     for number, thread in enumerate(threads):
         parts += [f"{number}:{register}={value}" for register, value in thread.also]
     return " /\\ ".join(parts)
-
-

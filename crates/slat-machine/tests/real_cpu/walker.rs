@@ -110,8 +110,8 @@ impl Walker {
 
         let purpose = Purpose::Data;
         let (generation, processor) = (self.port.generation(), walk::Processor::of::<Npt>());
-        // SAFETY: the page-table pages are this walker's, of 4 levels, and made of atomic words. Each
-        // directory entry on the way leads to the next one, and those beside it are zero.
+        // SAFETY: the page-table pages are this walker's, of 4 levels, and made of atomic words.
+        // Each directory entry on the way leads to the next one, and those beside it are zero.
         let walker = unsafe { walk::Walker::new(&self.port, generation, self.hpa_of(0), processor) };
         let result = match Npt::walk(walker, gpa, access, purpose) {
             Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),

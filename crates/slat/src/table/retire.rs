@@ -168,8 +168,8 @@ impl Epochs {
         rmw: impl FnOnce() -> Option<T>,
     ) -> Option<(NestedGuard<'a>, T)> {
         if participant.is_outside() {
-            // Acquire: as in `announce`. Release: as in `announce_epoch`. The fence below orders the
-            // store before every read of the guard.
+            // Acquire: as in `announce`. Release: as in `announce_epoch`. The fence below orders
+            // the store before every read of the guard.
             participant.announced.store(self.epoch.load(Ordering::Acquire), Ordering::Release);
         }
         // SAFETY: as in `pin`; nothing is read in the guard before the fence.

@@ -83,8 +83,8 @@ impl Careless {
     }
 }
 
-// SAFETY: as `MachineHost`, but for the flush. Page-table pages and guest memory stay mapped as long
-// as the CPUs live, so that a stale access is of memory that is there.
+// SAFETY: as `MachineHost`, but for the flush. Page-table pages and guest memory stay mapped as
+// long as the CPUs live, so that a stale access is of memory that is there.
 unsafe impl Host for Careless {
     type Backing = BackingSlice;
 
@@ -323,7 +323,7 @@ fn right<F: HardwareFormat>(local: Local, is_enough: bool) {
 }
 
 #[test]
-fn a_right_that_was_given_back_needs_each_part_of_the_local_flush() {
+fn a_right_that_was_restored_needs_each_part_of_the_local_flush() {
     right::<Stage2>(Local::AsTheManual, true);
     right::<Stage2>(Local::By(&[]), false);
     right::<Stage2>(Local::By(SECOND_STAGE), false);

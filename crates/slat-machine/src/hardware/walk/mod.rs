@@ -104,11 +104,11 @@ pub struct Processor {
     pub features: CpuFeatures,
     /// The host's PAT, where nested page tables use it.
     pub pat: u64,
-    /// Who sets A and D, on Arm and RISC-V.
+    /// What sets A and D, on Arm and RISC-V.
     pub marks: Marks,
 }
 
-/// Who sets the accessed and the dirty bit of a leaf PTE, where processors differ.
+/// What sets the accessed and the dirty bit of a leaf PTE, where processors differ.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Marks {
     /// The processor: Arm's FEAT_HAFDBS with VTCR_EL2.HA set, RISC-V's Svadu.
@@ -404,12 +404,12 @@ impl Used {
         };
         let at = table.wrapping_add(index as usize);
         // SAFETY: the address came from the root, from a PTE that was read while the generation was
-        // current, or from a directory entry that the CPU had cached. A page-table page is freed only
-        // after a flush of its range that includes directory entries. (A flush of leaf PTEs alone,
-        // `Scope::Leaves`, keeps cached directory entries of its range, but none is freed after it.)
-        // So as long as the generation is current there is a page-table page at `table`, and `index`
-        // is in it. (Hosts of tests whose flushes leave something out keep theirs mapped.) It is
-        // aligned to its size.
+        // current, or from a directory entry that the CPU had cached. A page-table page is freed
+        // only after a flush of its range that includes directory entries. (A flush of leaf PTEs
+        // alone, `Scope::Leaves`, keeps cached directory entries of its range, and no page-table
+        // page is freed after it.) So as long as the generation is current there is a page-table
+        // page at `table`, and `index` is in it. (Hosts of tests whose flushes leave something out
+        // keep theirs mapped.) It is aligned to its size.
         let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }
