@@ -48,7 +48,7 @@ impl KeptFaults {
         let is_same =
             |kept: &&Kept| kept.context == context && kept.page == gva / PAGE_SIZE && kept.fault.access == access;
         let fault = self.faults.iter().flatten().find(is_same)?.fault;
-        let gpa = Gpa(fault.gpa.gfn().gpa().0 | gva % PAGE_SIZE);
+        let gpa = Gpa(fault.gpa.gfn().gpa().0 + gva % PAGE_SIZE);
         Some(Fault { gpa, ..fault })
     }
 
