@@ -2,13 +2,21 @@
 # loom: every interleaving of small models of single structures, up to a bound of preemptions. With
 # a higher bound by hand, which takes minutes: LOOM_MAX_PREEMPTIONS=3 ci/loom.sh
 # - Models of three threads have lower bounds of their own: LOOM_MORE_OF_THREE=1 adds one.
-# - LOOM_TESTS='table::retire shadow::page' runs the unit tests with such names alone.
+# - LOOM_TESTS='table::retire shadow::page' runs the unit tests with such names alone. A name that no
+#   test has is an error.
 # ci/nightly.sh sets all three.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg loom -D warnings" CARGO_TARGET_DIR=target/loom LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-2}"
 if [ -n "${LOOM_TESTS:-}" ]; then
     read -ra tests <<<"$LOOM_TESTS"
+    listed="$(cargo test -q -p slat --release --lib -- --list)"
+    for test in "${tests[@]}"; do
+        grep -qF -- "$test" <<<"$(grep ': test$' <<<"$listed")" || {
+            echo "loom: FAILED: no test has a name with $test"
+            exit 1
+        }
+    done
     cargo test -p slat --release --lib -- "${tests[@]}"
     exit
 fi

@@ -6,7 +6,7 @@
 # - herd7 on the litmus tests (models/litmus/herd.py says what that needs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export LOOM_TESTS="${LOOM_TESTS:-table::retire table::invalidation_seq table::in_flight shadow::page dirty::log slot::bitmap}"
+export LOOM_TESTS="${LOOM_TESTS:-table::retire table::invalidation_seq table::in_flight shadow::page dirty::log dirty::ring slot::bitmap}"
 LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-4}" LOOM_MORE_OF_THREE="${LOOM_MORE_OF_THREE:-1}" ci/loom.sh
 ci/proofs.sh again
 ci/models.sh again

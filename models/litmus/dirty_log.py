@@ -4,27 +4,22 @@ Locations: `pte` is a leaf PTE (1: it has W), `word` a word of the bitmap, `summ
 published memslot set (1: the memslot logs).
 """
 
+from places import PUBLISH_SET, READ_PTE, READ_SET, exchange
 from shape import Test, Weaker, cas, fence, load, rmw, store
 
 BITMAP = "slot/bitmap.rs"
 RING = "dirty/ring.rs"
-EXCHANGE = "table/pte_ref.rs PteRef::exchange_unchecked cell.compare_exchange"
-MAKE_WRITABLE = cas("pte", 0, 1, "SeqCst", "Acquire", at=EXCHANGE)
+MAKE_WRITABLE = exchange(1)
 THEN_READ = fence("fence_after_rmw", at=(
     "dirty/log.rs mark_if_logging fence_after_rmw", "dirty/log.rs mark_page_if_logging fence_after_rmw",
     "dirty/log.rs mark_page_of fence_after_rmw", "vcpu/batch.rs Fault::mark_batch fence_after_rmw",
 ))
-READ_PTE = load("pte", "Acquire", "pte", at="table/pte_ref.rs PteRef::load cell.load")
 READ_WORD = load("word", "SeqCst", "word", at=f"{BITMAP} Bitmap::has self.marks")
 TAKE_WORD = rmw("word", 2, "SeqCst", at=(
     f"{BITMAP} Bitmap::take_word words.swap", f"{BITMAP} Bitmap::unset word.fetch_and",
     f"{BITMAP} Bitmap::unset word.fetch_or",
 ))
 REARM = fence("fence_after_rmw", at="harvest/log.rs LogCall::rearm fence_after_rmw")
-PUBLISH_SET = cas("set", 0, 1, "SeqCst", at="slot/set.rs Slots::publish current.compare_exchange")
-READ_SET = load("set", "SeqCst", "set", at=(
-    "slot/set.rs Slots::current_unchecked current.load", "slot/set.rs Slots::is_current current.load",
-))
 BEGIN_TO_LOG = fence("full_fence", at="vm/region.rs Vm::begin_to_log full_fence")
 SET_WORD = rmw("word", 1, "SeqCst", at=(
     f"{BITMAP} Bitmap::set word.fetch_or", f"{BITMAP} Bitmap::set word.fetch_and",

@@ -4,12 +4,11 @@ Locations: `announced` is a participant's announcement (0: none, unless a test s
 thing while it is 0, `epoch` is the VM's, `page` is the thing itself.
 """
 
+from places import LOAD_PTE, exchange
 from shape import BarrierOnAllCpus, Test, Weaker, cas, fence, load, rmw, store
 
 RETIRE = "table/retire.rs"
 ANNOUNCE = f"{RETIRE} Epochs::announce_epoch"
-LOAD_PTE = "table/pte_ref.rs PteRef::load cell.load"
-EXCHANGE = "table/pte_ref.rs PteRef::exchange_unchecked cell.compare_exchange"
 FREED_EARLY = "A reclaimer misses an announcement, and the guard reaches what was unlinked before."
 
 ANNOUNCED = [
@@ -26,7 +25,7 @@ ANNOUNCED_BY_LOCK = [
     fence("fence_after_rmw", at=f"{RETIRE} Epochs::pin_by_rmw fence_after_rmw"),
 ]
 READ_LINK = load("pointer", "Acquire", "link", at=LOAD_PTE)
-UNLINK = cas("pointer", 0, 1, "SeqCst", "Acquire", at=EXCHANGE)
+UNLINK = exchange(1, loc="pointer")
 FENCE = fence("full_fence", at=f"{RETIRE} Epochs::oldest_open full_fence")
 BARRIER = BarrierOnAllCpus(on=0, at=(f"{RETIRE} Epochs::oldest_open barrier_on_all_cpus",))
 READ_ANNOUNCED = load("announced", "Acquire", "announced", at=f"{RETIRE} Epochs::oldest_open announced.load")
@@ -173,14 +172,14 @@ TESTS = [
     ),
     Test(
         "freeze-below", "A thread freezes a directory entry, and reads what the page below held before it was made.", (
-            (store("entry", 1, "Relaxed"), cas("pte", 0, 1, "SeqCst", "Acquire", at=EXCHANGE)),
+            (store("entry", 1, "Relaxed"), exchange(1)),
             (rmw("pte", 2, "AcqRel", "pte", at="table/pte_ref.rs PteRef::freeze cell.swap"),
              load("entry", "Relaxed", "entry")),
         ), "1:pte=1 1:entry=0", (Weaker("0.1=Relaxed", "alr"), Weaker("1.0=Relaxed", "alr")),
     ),
     Test(
         "freeze-as-was", "As freeze-below, where the frozen PTE keeps what it was: so does the thread that finds it.", (
-            (store("entry", 1, "Relaxed"), cas("pte", 0, 1, "SeqCst", "Acquire", at=EXCHANGE)),
+            (store("entry", 1, "Relaxed"), exchange(1)),
             (cas("pte", 1, 2, "AcqRel", "Acquire",
                  at="table/pte_ref.rs PteRef::freeze_as_was cell.compare_exchange"),),
             (load("pte", "Acquire", "pte", at=LOAD_PTE), load("entry", "Relaxed", "entry")),
@@ -195,11 +194,11 @@ TESTS = [
     ),
     Test(
         "generations", "A push-down succeeds on what a turn protects that its guard should have held up.", (
-            (cas("entry", 2, 3, "SeqCst", "Acquire", at=EXCHANGE),
+            (exchange(3, 2, "entry"),
              store("announced", 2, "Release", at="table/participant.rs FaultGuard::drop announced_by_fault.store")),
             (READ_ANNOUNCED, store("limit", 1, "Release", at="table/generation.rs Generations::renew limit.store")),
             (load("limit", "Acquire", "limit", at="table/generation.rs Generations::admit limit.load"),
-             cas("entry", 0, 2, "SeqCst", "Acquire", at=EXCHANGE)),
+             exchange(2, loc="entry")),
         ), "1:announced=2 2:limit=1", (Weaker("1.0=Relaxed 1.1=Relaxed", "alr"),),
     ),
 ]

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 VERSION = "7.57"
@@ -30,17 +31,47 @@ def fail(what):
 
 def run(*command, **options):
     """Runs a command, and returns what it prints."""
-    done = subprocess.run(command, capture_output=True, text=True, **options)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, **options)
+    except FileNotFoundError:
+        fail(f"there is no {command[0]}: the head of models/litmus/herd.py says what is needed")
     if done.returncode != 0:
         fail(f"{' '.join(map(str, command))}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
 
 
 def has_ocaml():
-    if not all(map(shutil.which, ("ocamlopt", "dune", "menhir"))):
+    if not all(map(shutil.which, ("ocamlc", "ocamlopt", "dune", "menhir"))):
         return False
     where = Path(run("ocamlc", "-where").strip())
     return any((folder / "zarith").exists() for folder in (where, where.parent))
+
+
+def listed_packages(*options):
+    """The packages that an installation of PACKAGES downloads."""
+    listed = run(
+        "apt-get", "install", "--print-uris", "--quiet", "--yes", "--no-install-recommends", *options, *PACKAGES
+    )
+    return re.findall(r"^'[^']+' ([^_\s]+)_", listed, re.MULTILINE)
+
+
+def unpack(root):
+    """Downloads the packages, and unpacks them in `root`, which is there only when all are."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        downloads, unpacked, status = (Path(folder) / name for name in ("packages", "unpacked", "status"))
+        downloads.mkdir()
+        status.touch()
+        # All of OCaml from one place, also what is installed here: a machine without any package needs it all. Of the
+        # rest, which is a C compiler and what that needs, what is missing.
+        of_ocaml = re.compile("ocaml|menhir|gmp")
+        everything = listed_packages("-o", f"Dir::State::status={status}")
+        names = {*filter(of_ocaml.search, everything), *listed_packages()}
+        run("apt-get", "download", "--quiet", "-o", "APT::Sandbox::User=root", *sorted(names), cwd=downloads)
+        for package in downloads.glob("*.deb"):
+            run("dpkg-deb", "-x", package, unpacked)
+        shutil.rmtree(root, ignore_errors=True)
+        unpacked.rename(root)
 
 
 def debian_packages():
@@ -50,14 +81,9 @@ def debian_packages():
             "herd7 is built by OCaml with dune, menhir and zarith, which are not here, and neither is Debian's "
             "apt-get. `opam install dune menhir zarith` gets them; or HERD7=PATH is a herd7."
         )
-    root, downloads = CACHE / "debian", CACHE / "packages"
+    root = CACHE / "debian"
     if not (root / "usr/bin/ocamlopt").exists():
-        downloads.mkdir(parents=True, exist_ok=True)
-        listed = run("apt-get", "install", "--print-uris", "--quiet", "--yes", "--no-install-recommends", *PACKAGES)
-        names = re.findall(r"^'[^']+' ([^_\s]+)_", listed, re.MULTILINE)
-        run("apt-get", "download", "--quiet", "-o", "APT::Sandbox::User=root", *names, cwd=downloads)
-        for package in downloads.glob("*.deb"):
-            run("dpkg-deb", "-x", package, root)
+        unpack(root)
     [architecture] = {path.name for path in (root / "usr/lib").glob("*-linux-gnu*")} or {"none"}
     ocaml, libraries = root / "usr/lib/ocaml", root / "usr/lib" / architecture
     return {
@@ -90,7 +116,9 @@ def build():
         run("sh", "version-gen.sh", str(CACHE), cwd=source)
         run("dune", "build", "--profile", "release", "herd/herd.exe", cwd=source, env=environment)
         shutil.copytree(source / "herd/libdir", libraries, dirs_exist_ok=True)
-        shutil.copy(source / "_build/default/herd/herd.exe", herd)
+        new = herd.with_suffix(".new")
+        shutil.copy(source / "_build/default/herd/herd.exe", new)
+        new.rename(herd)
         shutil.rmtree(source)
     _command[:] = [str(herd), "-set-libdir", str(libraries)]
 

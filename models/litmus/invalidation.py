@@ -5,34 +5,25 @@ numbers, `pte` a PTE or the directory entry above it (1: as the invalidation lea
 guest or user space has in memory.
 """
 
+import places
+from places import PUBLISH_SET, READ_PTE, exchange
 from shape import Test, Weaker, cas, fence, load, rmw, store
 
 FLIGHT = "table/in_flight.rs"
-EXCHANGE = "table/pte_ref.rs PteRef::exchange_unchecked cell.compare_exchange"
 PUBLISH = rmw("ranges", 1, "Release", at=f"{FLIGHT} Chunk::publish word.fetch_or")
 NUMBER = rmw("seq", 1, "AcqRel", at="table/invalidation_seq.rs InvalidationSeqCounter::next 0.fetch_add")
 VISIBLE = fence("fence_after_rmw", at=(
     "second_stage/invalidate.rs Invalidation::with_pinned fence_after_rmw",
     "second_stage/rescan.rs zap_run fence_after_rmw",
 ))
-READ_PTE = load("pte", "Acquire", "pte", at="table/pte_ref.rs PteRef::load cell.load")
 READ_RANGES = load("ranges", "Acquire", "ranges", at=f"{FLIGHT} RangesInFlight::free_level word.load")
 CURRENT = load("seq", "Acquire", "seq", at="table/invalidation_seq.rs InvalidationSeqCounter::current 0.load")
 WITHDRAW = rmw("ranges", 2, "Release", at=(
     f"{FLIGHT} InFlight::withdraw word.fetch_and", f"{FLIGHT} InFlight::withdraw word.fetch_sub",
     f"{FLIGHT} RangesInFlight::publish_in word.fetch_sub",
 ))
-PUBLISH_SET = cas("set", 0, 1, "SeqCst", at="slot/set.rs Slots::publish current.compare_exchange")
-READ_SET = load("set", "SeqCst", "set", at=(
-    "slot/set.rs Slots::current_unchecked current.load", "slot/set.rs Slots::is_current current.load",
-    "slot/set.rs Slots::publish current.load",
-))
+READ_SET = load("set", "SeqCst", "set", at=(*places.READ_SET.at, "slot/set.rs Slots::publish current.load"))
 READ_BIT = load("bit", "Acquire", "bit", at="slot/userfault.rs UserfaultBitmap::word_of cell.load")
-
-
-def exchange(value, expected=0, loc="pte", order="SeqCst"):
-    return cas(loc, expected, value, order, "Acquire", at=EXCHANGE)
-
 
 TESTS = [
     Test(

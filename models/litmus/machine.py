@@ -10,6 +10,8 @@ COMMIT = "slat-machine/hardware/commit/mod.rs"
 WAITING = "slat-machine/hardware/commit/waiting.rs"
 RECORDS = "slat-machine/hardware/commit/records.rs"
 ARRIVALS = "slat-machine/paging/arrivals.rs"
+CPUS = "slat-metal/cpus.rs"
+NEW_GENERATION = rmw("generation", 1, "SeqCst", at=f"{COMMIT} FlushDomain::complete_flush generation.fetch_max")
 
 TESTS = [
     Test(
@@ -43,7 +45,7 @@ TESTS = [
             (rmw("inside", 1, "SeqCst", at=f"{COMMIT} Port::enter_guest_mode nr_in_guest_mode.fetch_add"),
              fence("SeqCst", at=f"{COMMIT} Port::enter_guest_mode fence"),
              load("generation", "Acquire", "generation", at=f"{COMMIT} Port::generation generation.load")),
-            (rmw("generation", 1, "SeqCst", at=f"{COMMIT} FlushDomain::complete_flush generation.fetch_max"),
+            (NEW_GENERATION,
              fence("SeqCst", at=f"{COMMIT} FlushDomain::complete_flush fence"),
              load("inside", "Acquire", "inside", at=f"{COMMIT} FlushDomain::complete_flush nr_in_guest_mode.load")),
         ), "0:generation=0 1:inside=0", (Weaker("0.1=none", "a"), Weaker("1.1=none", "a")),
@@ -53,7 +55,7 @@ TESTS = [
             (store("gate", 1, "Relaxed", at=f"{WAITING} Gate::inside 0.store"),
              fence("SeqCst", at=f"{WAITING} Gate::inside fence"),
              load("generation", "Relaxed", "generation", at=f"{WAITING} Gate::inside generation.load")),
-            (rmw("generation", 1, "SeqCst", at=f"{COMMIT} FlushDomain::complete_flush generation.fetch_max"),
+            (NEW_GENERATION,
              fence("SeqCst", at=f"{WAITING} Gates::wait_until_left fence"),
              load("gate", "Acquire", "gate", at=f"{WAITING} Gates::wait_until_left 0.load")),
         ), "0:generation=0 1:gate=0", (Weaker("0.1=none", "alrx"), Weaker("1.1=none", "a")),
@@ -70,8 +72,10 @@ TESTS = [
     ),
     Test(
         "metal-enter", "A CPU of the bare-metal hypervisor enters the guest without a flush that misses it.", (
-            (store("present", 1, "SeqCst"), load("flushes", "SeqCst", "flushes")),
-            (rmw("flushes", 1, "SeqCst"), load("present", "SeqCst", "present")),
+            (store("present", 1, "SeqCst", at=f"{CPUS} Presence::enter flushes.store"),
+             load("flushes", "SeqCst", "flushes", at=f"{CPUS} Presence::enter flushes.load")),
+            (rmw("flushes", 1, "SeqCst", at=f"{CPUS} Cpus::flush_by_kicks flushes.fetch_add"),
+             load("present", "SeqCst", "present", at=f"{CPUS} Cpus::flush_by_kicks flushes.load")),
         ), "0:flushes=0 1:present=0", (Weaker("0.0=Release", "x"), Weaker("1.1=Relaxed", "a")),
     ),
 ]

@@ -20,8 +20,6 @@ Left out of a compare-and-exchange are its branches: they would only order more.
 on x86-64, and `fence_against_remote_barrier` is none anywhere (`crates/slat/src/sync/mod.rs`).
 """
 
-from shape import Op
-
 
 class Thread:
     """Registers and instructions of a thread."""
@@ -268,6 +266,3 @@ def condition(test, threads):
     for number, thread in enumerate(threads):
         parts += [f"{number}:{register}={value}" for register, value in thread.also]
     return " /\\ ".join(parts)
-
-
-__all__ = ["MACHINES", "Op", "litmus"]

@@ -5,6 +5,7 @@ Locations: `role` is what a record says of its page (also the frame and the page
 second stage, `leaf` a shadow PTE.
 """
 
+from places import exchange
 from shape import Test, Weaker, cas, fence, load, rmw, store
 
 PAGE = "shadow/page.rs"
@@ -30,6 +31,7 @@ LOCK = (
     cas("held", 0, 1, "Acquire", at="shadow/lock.rs WordLock::try_lock 0.compare_exchange"),
     fence("fence_after_rmw", at="shadow/lock.rs WordLock::try_lock fence_after_rmw"),
 )
+LOCK_NEXT = cas("held", 2, 3, "Acquire", at="shadow/lock.rs WordLock::try_lock 0.compare_exchange")
 UNLOCK = store("held", 2, "Release", at="shadow/lock.rs WordGuard::drop 0.store")
 IS_FREE = load("held", "Acquire", "held", at="shadow/lock.rs WordLock::is_free 0.load")
 READ_GUEST = load("guest", "Acquire", "guest", at=(
@@ -43,9 +45,11 @@ MARK = cas("guest", 0, 1, "AcqRel", at=(
     "shadow/memory.rs Mmu::mark_guest cell.compare_exchange",
     "shadow/memory.rs Mmu::mark_guest cell.compare_exchange#2",
 ))
-EXCHANGE = "table/pte_ref.rs PteRef::exchange_unchecked cell.compare_exchange"
 READ_SECOND = load("second", "Acquire", "second", at="table/pte_ref.rs PteRef::load cell.load")
 KINDS = "made_kinds"
+COUNT_UNFLUSHED = rmw("count", 1, "SeqCst", at="table/tlb.rs TlbBatch::count_in counter.fetch_add")
+HAS_UNFLUSHED = load("count", "SeqCst", "count", at="shadow/zap.rs Mmu::has_unflushed nr_unflushed.load")
+FIND_UNFLUSHED = (LOCK_NEXT, load("leaf", "Relaxed", "leaf"), HAS_UNFLUSHED)
 
 TESTS = [
     Test(
@@ -118,13 +122,13 @@ TESTS = [
     Test(
         "held", "A holder of a lock misses what the holder before it stored.", (
             (SET_TARGET, UNLOCK),
-            (cas("held", 2, 3, "Acquire", at="shadow/lock.rs WordLock::try_lock 0.compare_exchange"), TARGET),
+            (LOCK_NEXT, TARGET),
         ), "1:target=0", (Weaker("0.1=Relaxed", "alr"), Weaker("1.0=Relaxed", "alr")),
     ),
     Test(
         "lock-reads", "A holder of a lock reads what the next holder stores.", (
             (load("target", "Relaxed", "target"), UNLOCK),
-            (cas("held", 2, 3, "Acquire", at="shadow/lock.rs WordLock::try_lock 0.compare_exchange"), SET_TARGET),
+            (LOCK_NEXT, SET_TARGET),
         ), "0:target=1", (Weaker("0.1=Relaxed", "alr"),),
     ),
     Test(
@@ -144,7 +148,7 @@ TESTS = [
     ),
     Test(
         "second-stage", "The second stage changes, and a frame's lock is free; a later holder misses the change.", (
-            (cas("second", 0, 1, "SeqCst", "Acquire", at=EXCHANGE),
+            (exchange(1, loc="second"),
              fence("full_fence", at="shadow/zap.rs Mmu::zap_unbacked full_fence"), IS_FREE),
             (*LOCK, READ_SECOND),
         ), "0:held=0 1:second=0", (Weaker("0.1=none", "ar"), Weaker("1.1=none", "alr")),
@@ -166,33 +170,29 @@ TESTS = [
     ),
     Test(
         "unflushed", "A thread finds a shadow PTE zapped under the lock of its frame, and no flush under way.", (
-            (rmw("count", 1, "SeqCst", at="table/tlb.rs TlbBatch::count_in counter.fetch_add"),
+            (COUNT_UNFLUSHED,
              store("leaf", 1, "Release", at=(
                  "shadow/zap.rs Mmu::drop_leaf cell.store", "shadow/zap.rs Mmu::drop_entry cell.store",
                  "shadow/zap.rs Mmu::zap_page cell.store", "shadow/install.rs Mmu::protect_leaves cell.store",
              )), UNLOCK),
-            (cas("held", 2, 3, "Acquire", at="shadow/lock.rs WordLock::try_lock 0.compare_exchange"),
-             load("leaf", "Relaxed", "leaf"),
-             load("count", "SeqCst", "count", at="shadow/zap.rs Mmu::has_unflushed nr_unflushed.load")),
+            FIND_UNFLUSHED,
         ), "1:leaf=1 1:count=0", (Weaker("0.2=Relaxed", "a"),),
     ),
     Test(
         "unflushed-w", "The same, where W was taken.", (
-            (rmw("count", 1, "SeqCst", at="table/tlb.rs TlbBatch::count_in counter.fetch_add"),
+            (COUNT_UNFLUSHED,
              rmw("leaf", 1, "AcqRel", at=(
                  "shadow/zap.rs Mmu::write_protect_leaves cell.fetch_and",
                  "shadow/sync.rs Mmu::write_protect_leaf cell.fetch_and",
              )), UNLOCK),
-            (cas("held", 2, 3, "Acquire", at="shadow/lock.rs WordLock::try_lock 0.compare_exchange"),
-             load("leaf", "Relaxed", "leaf"),
-             load("count", "SeqCst", "count", at="shadow/zap.rs Mmu::has_unflushed nr_unflushed.load")),
+            FIND_UNFLUSHED,
         ), "1:leaf=1 1:count=0", (Weaker("0.1=Relaxed 0.2=Relaxed", "a"),),
     ),
     Test(
         "flush-is-over", "A thread finds no flush under way, and does not observe the one that was.", (
             (store("flushed", 1, "Relaxed"),
              rmw("count", 1, "SeqCst", at="table/tlb.rs TlbBatch::flush_cpus_and_release counter.fetch_sub")),
-            (load("count", "SeqCst", "count", at="shadow/zap.rs Mmu::has_unflushed nr_unflushed.load"),
+            (HAS_UNFLUSHED,
              load("flushed", "Relaxed", "flushed")),
         ), "1:count=1 1:flushed=0", (Weaker("0.1=Relaxed", "alr"), Weaker("1.0=Relaxed", "alr")),
     ),

@@ -167,13 +167,14 @@ def sites_of(path):
 
 
 #: Folders and files that are no part of the protocols: schedulers and counters of the model checkers, statistics.
-LEFT_OUT = re.compile(r"(_loom|_tests|/tests)\.rs$|/tests/|sync/(stepped|costed|events)\.rs$")
+LEFT_OUT = re.compile(r"(_loom|_tests|/tests\w*)\.rs$|/tests/|sync/(stepped|costed|events)\.rs$")
 
 
 def sites(folder="slat/src"):
-    """All sites of a crate, or of a folder of one."""
+    """All sites of a crate, of a folder of one, or of a file."""
     found = []
-    for path in sorted((CRATES / folder).rglob("*.rs")):
+    whole = CRATES / folder
+    for path in [whole] if whole.is_file() else sorted(whole.rglob("*.rs")):
         if not LEFT_OUT.search(path.as_posix()):
             found += sites_of(path)
     return found

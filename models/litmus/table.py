@@ -1,4 +1,4 @@
-"""The list of the tests with their verdicts, kept in `verdicts.md`: who reads it needs no herd7."""
+"""The list of the tests with their verdicts, kept in `verdicts.md`, to be read without herd7."""
 
 import textwrap
 from pathlib import Path

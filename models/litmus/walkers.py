@@ -82,7 +82,7 @@ TESTS = [
     ),
     Walker(
         "installed-and-faults-again",
-        "A guest faults once more on a PTE that it was told of. The engine then finds nothing to do.",
+        "A guest faults once more on a PTE that it knows to be there. The engine then finds nothing to do.",
         "pte_x=(oa:phy_x,valid:0); 0:X0=pte_x; 0:X1=(oa:phy_x); 0:X2=x; 0:X5=1; 0:X6=flag; 1:X6=flag; 1:X2=x;",
         ("STR X1,[X0]", "STLR W5,[X6]"), ("LDAR W5,[X6]", "L0: LDR W0,[X2]"),
         "1:X5=1 /\\ fault(P1:L0,x)", "Sometimes",

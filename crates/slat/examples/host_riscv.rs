@@ -82,14 +82,16 @@ unsafe impl Host for RiscvHost {
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         table.0 as *mut u8
     }
-    /// Before it answers a fetch of code that it has written, a host makes all harts execute FENCE.I
-    /// (SBI, function 0 of the same extension).
+    /// Before it answers a fetch of code that it has written, a host makes all harts execute
+    /// FENCE.I (SBI, function 0 of the same extension).
     fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Unresolved> {
         let &(first, attributes) = backing;
         Ok(Resolved { attributes, ..Resolved::memory(Pfn(first.0 + page), PageSize::Size2M) })
     }
     /// A fence by address is of leaf PTEs ("Supervisor Memory-Management Fence Instruction"). From
-    /// 512 pages on a page-table page may be gone.
+    /// 512 pages on a page-table page may be gone. Below that only leaf PTEs have changed, because
+    /// `needs_zapped_leaves` is `true`, as by default. With `false` all fences would have to be of
+    /// everything.
     fn flush(&self, ranges: &[GfnRange]) {
         if ranges.iter().any(|range| range.nr_pages() >= 512) {
             return self.remote_hfence_gvma_vmid(Gpa(0), u64::MAX);

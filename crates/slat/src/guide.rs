@@ -54,8 +54,8 @@
 //!    the frames back. A device behind an IOMMU has page tables of its own: another [`Vm`], all of
 //!    whose memslots are pinned.
 //! 9. **Huge pages**: [`Resolved::max_size`] says how large a leaf may be. Choose frames so that
-//!    guest-physical and host-physical address are equal modulo that size. Logging splits huge pages
-//!    ([`HugePageLogging`]), and its end recovers them.
+//!    guest-physical and host-physical address are equal modulo that size. Logging splits huge
+//!    pages ([`HugePageLogging`]), and its end recovers them.
 //! 10. **Options**:
 //!     - [`Host::barrier_on_all_cpus`] for faults without fences.
 //!     - [`Host::should_yield`] for long calls that yield the CPU.
@@ -299,8 +299,8 @@
 //!
 //! **The dirty log**
 //! - [`Vm::get_dirty_log`], [`Vm::get_dirty_log_range`], [`Vm::for_each_dirty`],
-//!   [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`]: flush; with modification logs their drain. A
-//!   clear with [`ManualProtect::InitiallySet`] also allocation. `for_each_dirty` waits for its
+//!   [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`]: flush; with modification logs their drain.
+//!   A clear with [`ManualProtect::InitiallySet`] also allocation. `for_each_dirty` waits for its
 //!   callback, too, and holds nothing then.
 //! - [`Vm::enable_dirty_ring`][]: flush.
 //! - [`Vm::mark_dirty`], [`Vm::is_marked_dirty`], [`Vm::nr_marked_dirty`], [`DirtyRing::harvest`],
@@ -357,10 +357,12 @@
 //!   fence stands between the two steps on both sides (`toy_vmm`, step 5).
 //! - **A flush may do more than requested.** Flushing everything at each call is right, and slow.
 //!   On Arm it must include the combined translations of both stages, after those of stage 2.
-//! - **A flush includes directory entries**, since page-table pages are freed after it. On Arm and
-//!   RISC-V it may leave them alone where each range has fewer than 512 pages: what was changed or
-//!   replaced there were leaf PTEs. So RISC-V's fence by address, which is of leaf PTEs, does for
-//!   such ranges, and for no others.
+//! - **A flush includes directory entries**, since page-table pages are freed after it. There is
+//!   one exception, on Arm and RISC-V: each range has fewer than 512 pages, and
+//!   [`Host::needs_zapped_leaves`] is `true`. Then only leaf PTEs were changed or replaced, and
+//!   RISC-V's fence by address, which is of leaf PTEs, is enough. With `false`, another thread may
+//!   have unlinked a page-table page with valid leaves, and not have flushed yet. A CPU that keeps
+//!   the directory entry still comes to these leaves. So such a host fences everything, always.
 //! - **After [`Outcome::Resume`] no further flush is needed**, because on Arm and RISC-V
 //!   [`Host::flush_local`] is called just before. A CPU that does not observe the new leaf yet
 //!   faults once more: the fault is spurious.
@@ -389,11 +391,14 @@
 //! - **Arm**: memory that the guest may read past the data cache is cleaned (DC CVAC) before
 //!   [`Host::resolve`] answers with it, unless HCR_EL2.FWB is set. Without FWB a guest with its MMU
 //!   off reads past the cache, so that is all memory. Memory that becomes executable has its
-//!   instruction cache invalidated (IC IVAU; on RISC-V FENCE.I on all harts), unless CTR_EL0 has
-//!   DIC. So has memory whose code changed or moved. `resolve` observes a fetch as
-//!   [`Access::Execute`] or [`Access::ExecuteUser`]. An answer to a read or a write may permit
-//!   execution as well, and is then all that `resolve` observes of the page. A host that maintains
-//!   the caches for fetches alone answers these with [`Execute::None`](crate::format::Execute).
+//!   instruction cache invalidated (IC IVAU), unless CTR_EL0 has DIC. So has memory whose code
+//!   changed or moved.
+//! - **RISC-V**: all harts execute FENCE.I (SBI `remote_fence_i`) before memory becomes executable,
+//!   and after its code changed or moved.
+//! - **Arm and RISC-V**: `resolve` observes a fetch as [`Access::Execute`] or
+//!   [`Access::ExecuteUser`]. An answer to a read or a write may permit execution as well, and is
+//!   then all that `resolve` observes of the page. A host that maintains the instruction caches for
+//!   fetches alone answers these with [`Execute::None`](crate::format::Execute).
 //! - **Intel VT-d**: the obligations of [`Vtd`]. DMA that finds no translation
 //!   is aborted, and no fault is resolved. So a device has a tree of its own, a [`Vm`] beside that
 //!   of the CPUs, with memslots that are [`PINNED`](MemoryRegionFlags::PINNED) and filled by
@@ -411,8 +416,8 @@
 //! Nothing waits for a guard that stays open (a thread that was preempted inside a call, or a
 //! [`TableReader`] that is kept). But what is unlinked since is not freed. What may wait is
 //! bounded: 1024 page-table pages, or 65536 where they go with their leaves
-//! ([`Host::needs_zapped_leaves`]); and 256 MiB of memslot sets, logs and bitmaps (64 changes in any
-//! case). Then [`Vm::set_user_memory_region`] returns [`SlotError::TooMuchRetired`], until the
+//! ([`Host::needs_zapped_leaves`]); and 256 MiB of memslot sets, logs and bitmaps (64 changes in
+//! any case). Then [`Vm::set_user_memory_region`] returns [`SlotError::TooMuchRetired`], until the
 //! guard is dropped. Backings of deleted memslots are not counted. A memslot that has logged keeps
 //! its log, 1/32768 of its size.
 //!
@@ -426,9 +431,9 @@
 //! 2. Drop all [`Vcpu`]s.
 //! 3. Drop the last `Arc` of the [`Vm`].
 //!
-//! The drop notifies [`Host::leaf_zapped`], if the host needs it, of all that is mapped (dirty pages
-//! of a file, for example) and frees all page-table pages. Then it drops the host, and after it the backings of
-//! the remaining memslots. So a backing itself keeps what it needs.
+//! The drop notifies [`Host::leaf_zapped`], if the host needs it, of all that is mapped (dirty
+//! pages of a file, for example) and frees all page-table pages. Then it drops the host, and after
+//! it the backings of the remaining memslots. So a backing itself keeps what it needs.
 
 #[cfg(doc)]
 use crate::*;

@@ -234,8 +234,12 @@ pub unsafe trait Host: Send + Sync {
     /// Returns only when that is so. It may block, but must not wait for a CPU that is not running.
     ///
     /// There are 1 to 8 ranges, in no order. They may overlap, and reach beyond memslots. For large
-    /// ones flush everything. On Arm and RISC-V, where a range has fewer than 512 pages, leaf PTEs
-    /// alone were changed or replaced, and no page-table page is gone.
+    /// ones flush everything.
+    ///
+    /// On Arm and RISC-V a host for which [`needs_zapped_leaves`](Host::needs_zapped_leaves) is
+    /// `true` may leave directory entries alone where a range has fewer than 512 pages: only leaf
+    /// PTEs were changed or replaced there. With `false` each flush includes directory entries,
+    /// however small the range is.
     ///
     /// [`guide`](crate::guide#what-flush-and-the-rest-guarantee) says exactly what a flush orders,
     /// and how one is usually written.
@@ -339,6 +343,10 @@ pub unsafe trait Host: Send + Sync {
     /// ([`MemoryRegionFlags::PINNED`](crate::MemoryRegionFlags::PINNED)). The first of these is
     /// refused ([`SlotError::SlotBusy`](crate::error::SlotError::SlotBusy)) while an invalidation
     /// of its range is in flight.
+    ///
+    /// A page-table page that was taken away keeps valid leaves until the call has flushed. A flush
+    /// of one page by another thread may come before that. So it must include directory entries
+    /// (RISC-V: a fence with rs1 = x0, whatever the range), or CPUs still come to the old leaf.
     ///
     /// It is a method beside `leaf_zapped` and no field of [`Config`](crate::Config), because it
     /// says how the host is written, and not how a VM is to be managed.

@@ -19,8 +19,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The pages of `docs/protocols/`, with the least number of tests and other items of files that
-/// each names, and of rules of models and proofs. They are a little below the actual numbers, so that a notation
-/// that is no longer recognised fails the test.
+/// each names, and of rules of models and proofs. They are a little below the actual numbers, so
+/// that a notation that is no longer recognised fails the test.
 const PROTOCOLS: [(&str, usize, usize); 13] = [
     ("deferred-freeing.md", 7, 2),
     ("delivery-rings.md", 2, 0),
@@ -311,6 +311,33 @@ fn all_names_in_the_documents_exist() {
     assert!(nr_mentions > 1000, "only {nr_mentions}");
 }
 
+/// Crates of which `docs/modules.md` names each source file, but for tests.
+const LISTED: [&str; 5] = ["slat-metal", "slat-guest-init", "slat-kvm-init", "slat-pager", "slat-results"];
+
+#[test]
+fn the_list_of_modules_has_each_file() {
+    let Some(root) = repository() else { return };
+    let mentions = Document::read(&root, "docs/modules.md").mentions();
+    let paths = mentions.iter().filter_map(|mention| match mention {
+        Mention::Path(path) => located(&root, path).canonicalize().ok(),
+        _ => None,
+    });
+    let named: BTreeSet<PathBuf> = paths.collect();
+    let mut missing = Vec::new();
+    for name in LISTED {
+        let source = root.join("crates").join(name).join("src");
+        let sources: Vec<_> = [".rs", ".s"].iter().flat_map(|end| files(&source, end)).collect();
+        assert!(sources.len() > 3, "{name} has no sources");
+        for path in sources {
+            let is_test = path.file_stem().unwrap().to_str().unwrap().split('_').any(|word| word == "tests");
+            if !is_test && !named.contains(&path.canonicalize().unwrap()) {
+                missing.push(path.strip_prefix(&root).unwrap().display().to_string());
+            }
+        }
+    }
+    assert!(missing.is_empty(), "docs/modules.md does not name these:\n{}", missing.join("\n"));
+}
+
 #[test]
 fn each_rule_of_a_model_is_one_of_a_protocol() {
     let Some(root) = repository() else { return };
@@ -363,7 +390,8 @@ fn each_change_of_a_pte_is_a_step_of_a_proof() {
             named.insert(step.to_string());
         }
     }
-    // The other way round: the steps that change PTEs in the proofs of page tables that are replayed.
+    // The other way round: the steps that change PTEs in the proofs of page tables that are
+    // replayed.
     let changes_pte = |text: &str| ["'kind': ", "'frozen': ", "self.store("].iter().any(|word| text.contains(word));
     let proofs = ["invalidation", "break_before_make"].map(|proof| steps_of_proof(&root, proof));
     for (step, text) in page_tables.into_iter().chain(proofs.into_iter().flatten()) {

@@ -48,8 +48,8 @@ impl MappedMemory {
         MappedMemory::anywhere(size_bytes, ProtFlags::READ | ProtFlags::WRITE, flags)
     }
 
-    /// As [`anonymous`](Self::anonymous), whole pages at a multiple of `align_bytes`, a power of two
-    /// of at least a page; any other number is refused.
+    /// As [`anonymous`](Self::anonymous), whole pages at a multiple of `align_bytes`, a power of
+    /// two of at least a page; any other number is refused.
     pub(crate) fn anonymous_aligned(size_bytes: u64, align_bytes: u64) -> io::Result<MappedMemory> {
         MappedMemory::aligned(size_bytes, align_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::empty())
     }

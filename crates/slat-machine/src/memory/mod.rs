@@ -269,8 +269,8 @@ impl Backing {
     /// `invalidate`.
     ///
     /// # Errors
-    /// [`Unresolved::Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or an
-    /// invalidation failed.
+    /// [`Unresolved::Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost),
+    /// or an invalidation failed.
     pub(crate) fn resolve(
         &self,
         offset_bytes: u64,

@@ -5,6 +5,8 @@
 //! copied into page-table pages of the software machine, with new links, and the walker walks the
 //! copy. The leaf's address only gets the bias: the walker does not access its page.
 
+#![expect(unsafe_code, reason = "promises that the walker's copies are page tables")]
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -107,15 +109,10 @@ impl Walker {
         }
 
         let purpose = Purpose::Data;
-        let walker = walk::Walker {
-            port: &self.port,
-            generation: self.port.generation(),
-            root: self.hpa_of(0),
-            processor: walk::Processor::of::<Npt>(),
-            cached: None,
-            log: None,
-            counter: (),
-        };
+        let (generation, processor) = (self.port.generation(), walk::Processor::of::<Npt>());
+        // SAFETY: the page-table pages are this walker's, of 4 levels, and made of atomic words.
+        // Each directory entry on the way leads to the next one, and those beside it are zero.
+        let walker = unsafe { walk::Walker::new(&self.port, generation, self.hpa_of(0), processor) };
         let result = match Npt::walk(walker, gpa, access, purpose) {
             Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),
             Err(Stop::Fault(fault)) => Err(fault.code & PAGE_FAULT_CODE),

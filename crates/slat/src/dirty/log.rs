@@ -76,10 +76,10 @@
 //! it loses is zapped: pages that stay may be writable, and are marked.
 //!
 //! ## Logging that ends and begins again
-//! A memslot that ceases to log keeps its log, unless it is resized. So enabling and disabling again and again, behind a
-//! guard that stays open, takes no more memory each time. Enabling clears the old marks before it
-//! publishes the flag. Where all bits are set from the beginning, it marks all pages after it has
-//! published the flag.
+//! A memslot that ceases to log keeps its log, unless it is resized. So enabling and disabling
+//! again and again, behind a guard that stays open, takes no more memory each time. Enabling clears
+//! the old marks before it publishes the flag. Where all bits are set from the beginning, it marks
+//! all pages after it has published the flag.
 //!
 //! # Why it is correct
 //! Two store-load pairs carry it:

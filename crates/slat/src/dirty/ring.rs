@@ -269,8 +269,8 @@ impl DirtyRing {
                 return taken;
             }
             record!(RingEntryChosen { ring: self.address(), index });
-            // `pushed` has shown it. Acquire: it is filled anew only after it was harvested, and then
-            // the exchange fails; or after it was marked, and then the mark is observed.
+            // `pushed` has shown it. Acquire: it is filled anew only after it was harvested, and
+            // then the exchange fails; or after it was marked, and then the mark is observed.
             let page = self.page_at(index, Ordering::Acquire);
             let is_marked = self.is_marked(index);
             // Release: a reset that finds the entry harvested observes the leaf that it stands for.

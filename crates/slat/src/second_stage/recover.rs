@@ -382,8 +382,8 @@ fn first_leaf<F: Format>(ptes: Ptes<'_, F>) -> Option<(u64, Pte<F>)> {
     (0..).zip(values).find(|(_, value)| value.is_leaf(ptes.level()))
 }
 
-/// Freezes `ptes`, which are to map the frames from `first` on, as hardware sees them. `None`: they do not make one leaf,
-/// and some may not be frozen.
+/// Freezes `ptes`, which are to map the frames from `first` on, as hardware sees them. `None`: they
+/// do not make one leaf, and some may not be frozen.
 fn gather<F: Format>(ptes: Ptes<'_, F>, first: Pfn) -> Option<Gathered> {
     let level = ptes.level();
     let mut leaves = FrozenLeaves::new();

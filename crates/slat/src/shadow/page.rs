@@ -132,8 +132,9 @@ impl ShadowPage {
     /// PTEs leads to, and then the PTE leads there.
     #[inline]
     pub(super) unsafe fn ptes(&self) -> &PteRecords {
-        // SAFETY: the page's number is in use, as the caller promises: `pte_records`. `Pages::claim`
-        // has stored the pointer, which is cleared only when the number is not in use.
+        // SAFETY: the page's number is in use, as the caller promises: `pte_records`.
+        // `Pages::claim` has stored the pointer, which is cleared only when the number is not in
+        // use.
         unsafe { &*self.ptes.load(Ordering::Relaxed) }
     }
 
@@ -424,16 +425,17 @@ impl Pages {
             word.fetch_and(!bit, Ordering::Release);
             NonNull::new(ptes)
         });
-        // SAFETY: the pointers come from boxes. Only a lock holder, of which a number that is not in
-        // use has none, and guards of `epochs` that began before the pointer was cleared use the records.
+        // SAFETY: the pointers come from boxes. Two kinds of threads use the records: a lock
+        // holder, of which a number that is not in use has none; and a thread inside a guard of
+        // `epochs` that began before the pointer was cleared.
         unsafe { self.retired.retire(unused, epochs, barrier_on_all_cpus) }
     }
 
     /// Ends the use of a record.
     ///
     /// # Safety
-    /// The record is the caller's, who does not use it any more: the records of its PTEs may be
-    /// freed from now on. Nothing leads to it, but what a guard has read earlier.
+    /// The record is the caller's, and the caller does not use it any more: the records of its PTEs
+    /// may be freed from now on. Nothing leads to it, but what a guard has read earlier.
     pub(super) unsafe fn release(&self, number: PageNumber) {
         let index = number as usize - 1;
         self.in_use[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Release);

@@ -159,8 +159,8 @@ impl Epochs {
     /// `None`, and no guard, if `rmw` answers that.
     ///
     /// # Safety
-    /// The participant is of these epochs. If `rmw` returns a value, its last access of memory was an
-    /// atomic read-modify-write.
+    /// The participant is of these epochs. If `rmw` returns a value, its last access of memory was
+    /// an atomic read-modify-write.
     #[inline]
     pub(crate) unsafe fn pin_by_rmw<'a, T>(
         &self,
@@ -168,8 +168,8 @@ impl Epochs {
         rmw: impl FnOnce() -> Option<T>,
     ) -> Option<(NestedGuard<'a>, T)> {
         if participant.is_outside() {
-            // Acquire: as in `announce`. Release: as in `announce_epoch`. The fence below orders the
-            // store before every read of the guard.
+            // Acquire: as in `announce`. Release: as in `announce_epoch`. The fence below orders
+            // the store before every read of the guard.
             participant.announced.store(self.epoch.load(Ordering::Acquire), Ordering::Release);
         }
         // SAFETY: as in `pin`; nothing is read in the guard before the fence.

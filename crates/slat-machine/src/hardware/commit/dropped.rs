@@ -22,7 +22,8 @@ pub enum Scope {
     /// fault of one (Arm's TLBI IPAS2E1IS).
     SecondStage,
     /// Translations that combine both stages, and their faults, of all pages, whatever the range
-    /// (Arm's TLBI VMALLE1IS). No PTE of the second stage.
+    /// (Arm's TLBI VMALLE1IS). No PTE of the second stage. As with each scope, an empty range drops
+    /// nothing.
     Combined,
 }
 

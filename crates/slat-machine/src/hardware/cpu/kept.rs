@@ -9,7 +9,7 @@
 use std::cell::RefCell;
 
 use arrayvec::ArrayVec;
-use slat::{Access, GfnRange, Gpa};
+use slat::{Access, GfnRange, Gpa, PAGE_SIZE};
 
 use crate::hardware::commit::{Dropped, Scope};
 use crate::hardware::tlb::Context;
@@ -38,7 +38,7 @@ impl KeptFaults {
     /// Keeps the fault of an access to `gva`.
     pub(super) fn keep(&mut self, context: Context, gva: u64, fault: Fault) {
         if self.find(context, gva, fault.access).is_none() {
-            self.faults[self.next] = Some(Kept { context, page: gva >> PAGE_SHIFT, fault });
+            self.faults[self.next] = Some(Kept { context, page: gva / PAGE_SIZE, fault });
             self.next = (self.next + 1) % CAPACITY;
         }
     }
@@ -46,9 +46,9 @@ impl KeptFaults {
     /// The fault that is kept for `access` to the page of `gva`, at that address.
     pub(super) fn find(&self, context: Context, gva: u64, access: Access) -> Option<Fault> {
         let is_same =
-            |kept: &&Kept| kept.context == context && kept.page == gva >> PAGE_SHIFT && kept.fault.access == access;
+            |kept: &&Kept| kept.context == context && kept.page == gva / PAGE_SIZE && kept.fault.access == access;
         let fault = self.faults.iter().flatten().find(is_same)?.fault;
-        let gpa = Gpa(fault.gpa.gfn().gpa().0 | gva & ((1 << PAGE_SHIFT) - 1));
+        let gpa = Gpa(fault.gpa.gfn().gpa().0 + gva % PAGE_SIZE);
         Some(Fault { gpa, ..fault })
     }
 
@@ -69,9 +69,6 @@ impl KeptFaults {
         self.faults.iter_mut().for_each(|kept| *kept = kept.filter(&stays));
     }
 }
-
-/// log2 of the bytes of a page.
-const PAGE_SHIFT: u32 = 12;
 
 /// Instructions of one local flush, at most.
 const MAX_LOCAL: usize = 4;

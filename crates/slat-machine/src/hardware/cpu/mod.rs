@@ -23,11 +23,11 @@
 //! any flush that the TLB has not caught up with. So if a translation of another size is cached for
 //! the same page, no flush came between the two.
 //!
-//! A CPU of Arm or RISC-V has three caches, and keeps in each what it may: translations that combine
-//! both stages (the TLB), faults of such (`kept`), and PTEs of the second stage by themselves
-//! ([`PteCache`]), directory entries too. It repeats the fault of an access until the page is flushed
-//! on all CPUs, or on this one at the end of the fault ([`Host::flush_local`]), by the instructions
-//! for both kinds.
+//! A CPU of Arm or RISC-V has three caches, and keeps in each what it may: translations that
+//! combine both stages (the TLB), faults of such (`kept`), and PTEs of the second stage by
+//! themselves ([`PteCache`]), directory entries too. It repeats the fault of an access until the
+//! page is flushed on all CPUs, or on this one at the end of the fault ([`Host::flush_local`]), by
+//! the instructions for both kinds.
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -393,7 +393,6 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             None => {
                 self.counters.nr_full_drops += 1;
                 let range = GfnRange { start: Gfn(0), end: Gfn(u64::MAX) };
-                self.kept.clear();
                 self.invalidate(Dropped { scope: Scope::All, range })
             }
         };

@@ -140,8 +140,8 @@ fn a_small_page_beside_a_cached_huge_one_is_a_conflict_where_there_are_any() {
     });
 }
 
-/// What page 4 is when the page-table page that maps it was replaced by another one. The CPU has read
-/// page 3 through the first.
+/// What page 4 is when the page-table page that maps it was replaced by another one. The CPU has
+/// read page 3 through the first.
 fn through_the_other_table<F: HardwareFormat>(scope: Option<Scope>) -> u64 {
     let mut guest = Guest::<F>::new();
     let (first, other) = (&guest.memory.pages[0], &guest.memory.pages[1]);

@@ -1,5 +1,6 @@
 //! Random operations of the engine, on hosts that move pages, beside CPUs that cache all that they
-//! may: with the flushes of the manuals each access finds the page where it is, with less it does not.
+//! may: with the flushes of the manuals each access finds the page where it is, with less it does
+//! not.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,8 +22,8 @@ const NR_USED: u64 = 6;
 fn word<F: HardwareFormat>(machine: &Machine<F>, page: u64, is_moved: bool) -> &AtomicU64 {
     let place = page + if is_moved { NR_PAGES } else { 0 };
     let at = phys::pointer_to::<u64>(Hpa(machine.first.0 + place * slat::PAGE_SIZE)).unwrap();
-    // SAFETY: the memory of the memslot is mapped as long as the VM has it, and all accesses to this
-    // word are atomic.
+    // SAFETY: the memory of the memslot is mapped as long as the VM has it, and all accesses to
+    // this word are atomic.
     unsafe { AtomicU64::from_ptr(at) }
 }
 

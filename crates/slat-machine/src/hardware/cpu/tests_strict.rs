@@ -1,5 +1,5 @@
-//! What the caches of Arm's and RISC-V's CPUs ask of a host: the engine on a host that flushes as the
-//! manuals say, and on ones that leave a rule out, which must show each time.
+//! What the caches of Arm's and RISC-V's CPUs ask of a host: the engine on a host that flushes as
+//! the manuals say, and on ones that leave a rule out, which must show each time.
 //!
 //! A CPU notices that a rule was left out in one of two ways: it faults on one access for ever, or
 //! an access to a page completes while the page is being invalidated.
@@ -51,6 +51,14 @@ pub(super) enum Local {
 /// What runs on another thread, once, after the first instruction of a flush.
 type Between = Box<dyn FnOnce() + Send>;
 
+/// Whether a host is notified of zapped leaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum ZappedLeaves {
+    Needed,
+    /// Page-table pages go with the leaves in them.
+    Unseen,
+}
+
 /// The machine's host, which leaves out what the test wants.
 pub(super) struct Careless {
     inner: MachineHost,
@@ -61,19 +69,22 @@ pub(super) struct Careless {
     flush: Mutex<Flush>,
     local: Mutex<Local>,
     between: Mutex<Option<Between>>,
+    zapped_leaves: ZappedLeaves,
 }
 
 impl Careless {
     fn run_between(&self) {
-        if let Some(between) = self.between.lock().take() {
+        // Without the lock: it may flush.
+        let between = self.between.lock().take();
+        if let Some(between) = between {
             // Another CPU: its requests for local flushes are its thread's.
             std::thread::spawn(between).join().unwrap();
         }
     }
 }
 
-// SAFETY: as `MachineHost`, but for the flush. Page-table pages and guest memory stay mapped as long
-// as the CPUs live, so that a stale access is of memory that is there.
+// SAFETY: as `MachineHost`, but for the flush. Page-table pages and guest memory stay mapped as
+// long as the CPUs live, so that a stale access is of memory that is there.
 unsafe impl Host for Careless {
     type Backing = BackingSlice;
 
@@ -121,6 +132,9 @@ unsafe impl Host for Careless {
             Local::By(scopes) => scopes.iter().for_each(|&scope| invalidate_local(scope, gpa)),
         }
     }
+    fn needs_zapped_leaves(&self) -> bool {
+        self.zapped_leaves == ZappedLeaves::Needed
+    }
     fn timestamp_ns(&self) -> u64 {
         0
     }
@@ -159,10 +173,10 @@ const TABLES: u64 = ((NR_BLOCKS - 1) * BLOCK + 64) * PAGE_SIZE;
 
 impl<F: HardwareFormat> Machine<F> {
     pub(super) fn new(paging: Paging, marks: Marks) -> Machine<F> {
-        Machine::with(paging, marks, Config::default())
+        Machine::with(paging, marks, Config::default(), ZappedLeaves::Needed)
     }
 
-    fn with(paging: Paging, marks: Marks, config: Config) -> Machine<F> {
+    fn with(paging: Paging, marks: Marks, config: Config, zapped_leaves: ZappedLeaves) -> Machine<F> {
         let domain = Arc::new(FlushDomain::new());
         let inner = MachineHost::new(Arc::clone(&domain), 1 << 10).unwrap().with_instructions_of::<F>();
         let host = Careless {
@@ -172,6 +186,7 @@ impl<F: HardwareFormat> Machine<F> {
             flush: Mutex::new(Flush::AsTheManual),
             local: Mutex::new(Local::AsTheManual),
             between: Mutex::new(None),
+            zapped_leaves,
         };
         let vm = Arc::new(Vm::<_, F>::new(host, config).unwrap());
         let block_bytes = PageSize::Size2M.size_bytes();
@@ -251,6 +266,21 @@ impl<F: HardwareFormat> Machine<F> {
         result
     }
 
+    /// Has another thread invalidate the page at `at` in the middle of the next flush, and flush by
+    /// `flush`. CPU 1 reads the page while it is invalid. Returns where the result will be.
+    fn invalidate_between(&self, at: u64, flush: Flush) -> Arc<Mutex<Option<Result<u64, CpuError>>>> {
+        let (vm, cpu, result) = (Arc::clone(&self.vm), Arc::clone(&self.cpus[1]), Arc::new(Mutex::new(None)));
+        let seen = Arc::clone(&result);
+        *self.vm.host().between.lock() = Some(Box::new(move || {
+            *vm.host().flush.lock() = flush;
+            let _invalid = vm.invalidate_range(GfnRange::new(Gpa(at).gfn(), 1)).unwrap();
+            let mut cpu = cpu.lock();
+            cpu.handler.faults_left = MAX_FAULTS;
+            *seen.lock() = Some(cpu.read(Gva(at)));
+        }));
+        result
+    }
+
     /// Maps all of block 0 by small leaves; CPU 1 has read page 0.
     fn fill_block(&self) {
         let bytes = PageSize::Size2M.size_bytes();
@@ -270,6 +300,8 @@ const PAGINGS: [Paging; 2] = [Paging::Off, Paging::TwoDimensional];
 pub(super) const SECOND_STAGE: &[Scope] = &[Scope::SecondStage];
 pub(super) const COMBINED: &[Scope] = &[Scope::Combined];
 pub(super) const LEAVES: &[Scope] = &[Scope::Leaves];
+/// RISC-V's with rs1 = x0.
+const EVERYTHING: &[Scope] = &[Scope::All];
 
 /// A right that this CPU's fault or another one's restores, with each local flush.
 fn right<F: HardwareFormat>(local: Local, is_enough: bool) {
@@ -291,7 +323,7 @@ fn right<F: HardwareFormat>(local: Local, is_enough: bool) {
 }
 
 #[test]
-fn a_right_that_was_given_back_needs_each_part_of_the_local_flush() {
+fn a_right_that_was_restored_needs_each_part_of_the_local_flush() {
     right::<Stage2>(Local::AsTheManual, true);
     right::<Stage2>(Local::By(&[]), false);
     right::<Stage2>(Local::By(SECOND_STAGE), false);
@@ -382,8 +414,39 @@ fn a_flush_after_a_table_was_unlinked_is_of_directory_entries_too() {
     assert!(walks_through_a_freed_table::<Sv48x4>(Flush::By(LEAVES)));
 }
 
-/// CPU 1 has walked through the page-table page of block 0. A recovery replaces that by a huge leaf,
-/// and is preempted before its flush: the result of a read of CPU 1 there.
+/// Whether CPU 1 reads a page that is invalid and flushed by `flush`. Before that, another thread
+/// has begun to invalidate the block, and is preempted before its flush.
+fn reads_beside_a_block_that_is_not_flushed<F: HardwareFormat>(leaves: ZappedLeaves, flush: Flush) -> bool {
+    let machine = Machine::<F>::with(Paging::Off, Marks::ByHardware, Config::default(), leaves);
+    let at = 5 * PAGE_SIZE;
+    machine.write(0, at, 1).unwrap();
+    machine.read(1, at).unwrap();
+    machine.leave_out(Flush::Never, Local::AsTheManual);
+    let result = machine.invalidate_between(at, flush);
+    drop(machine.vm.invalidate_range(GfnRange::new(Gfn(0), BLOCK)).unwrap());
+    let result = result.lock().take().unwrap();
+    assert!(result.is_ok() || is_for_ever(&result), "{result:?}");
+    result.is_ok()
+}
+
+/// The block's page-table page is unlinked, and its leaves are still valid if they go unseen.
+#[test]
+fn a_host_that_needs_no_leaves_flushes_directory_entries_always() {
+    use ZappedLeaves::{Needed, Unseen};
+    assert!(reads_beside_a_block_that_is_not_flushed::<Sv39x4>(Unseen, Flush::By(LEAVES)));
+    assert!(reads_beside_a_block_that_is_not_flushed::<Sv48x4>(Unseen, Flush::By(LEAVES)));
+    assert!(!reads_beside_a_block_that_is_not_flushed::<Sv39x4>(Unseen, Flush::By(EVERYTHING)));
+    assert!(!reads_beside_a_block_that_is_not_flushed::<Sv48x4>(Unseen, Flush::By(EVERYTHING)));
+    // Emptied before they are unlinked.
+    assert!(!reads_beside_a_block_that_is_not_flushed::<Sv39x4>(Needed, Flush::By(LEAVES)));
+    // TLBI IPAS2E1IS is of directory entries, too; TLBI IPAS2LE1IS is not.
+    assert!(!reads_beside_a_block_that_is_not_flushed::<Stage2>(Unseen, Flush::AsTheManual));
+    let last_level = Flush::By(&[Scope::Leaves, Scope::Combined]);
+    assert!(reads_beside_a_block_that_is_not_flushed::<Stage2>(Unseen, last_level));
+}
+
+/// CPU 1 has walked through the page-table page of block 0. A recovery replaces that by a huge
+/// leaf, and is preempted before its flush: the result of a read of CPU 1 there.
 fn read_beside_a_recovery<F: HardwareFormat>(local: Local) -> Result<u64, CpuError> {
     let machine = Machine::<F>::new(Paging::Off, Marks::ByHardware);
     machine.fill_block();
@@ -448,7 +511,8 @@ fn marks_by_faults<F: HardwareFormat>() {
             if tracking == DirtyTracking::DirtyBit && !F::HAS_DIRTY_BIT {
                 continue;
             }
-            let machine = Machine::<F>::with(paging, Marks::ByFaults, Config::default().with_dirty_tracking(tracking));
+            let config = Config::default().with_dirty_tracking(tracking);
+            let machine = Machine::<F>::with(paging, Marks::ByFaults, config, ZappedLeaves::Needed);
             let range = GfnRange::new(Gfn(0), 2);
             for round in 0..3 {
                 machine.write(0, 0, round).unwrap();

@@ -281,8 +281,9 @@ fn no_dma_is_aborted_beside_the_operations_on_the_cpus_tree() {
 /// Marks a frame that is not the device's.
 const FOREIGN: u64 = 0xdead_dead_dead_dead;
 
-/// A device writes to pages that are unmapped and mapped to other frames all the time, until `is_done`
-/// of the result and the time. Returns how often it wrote to a frame that had been released.
+/// A device writes to pages that are unmapped and mapped to other frames all the time, until
+/// `is_done` of the result and the time. Returns how often it wrote to a frame that had been
+/// released.
 fn moving_beside_dma(domain: FlushDomain, is_done: impl Fn(u64, Duration) -> bool) -> u64 {
     const NR_MOVED: u64 = 16;
     let memory = Backing::new(BackingKind::Anonymous, SIZE_BYTES).unwrap();

@@ -24,9 +24,10 @@
 //! The entry maps only the frame of its own page. Its other contents are those of the guest's page
 //! tables, which a CPU may keep until the guest invalidates them (Intel SDM vol. 3A, "Invalidation
 //! of TLBs and paging-structure caches"), wherever the host keeps those pages meanwhile. There is
-//! no cache of the guest's walk that could lead into their old frames; PTEs of the second stage that
-//! are cached ([`PteCache`](crate::hardware::walk::cached::PteCache)) are dropped with their pages. (The flushes that hypervisors
-//! use, INVEPT and those by VPID or ASID, drop more because they have no ranges.)
+//! no cache of the guest's walk that could lead into their old frames; PTEs of the second stage
+//! that are cached ([`PteCache`](crate::hardware::walk::cached::PteCache)) are dropped with their
+//! pages. (The flushes that hypervisors use, INVEPT and those by VPID or ASID, drop more because
+//! they have no ranges.)
 
 use slat::{Gfn, GfnRange, Gpa, Hpa, PageSize};
 

@@ -12,11 +12,8 @@ use std::cell::Cell;
 
 use slat::{GfnRange, Gpa, Hpa};
 
-use super::{CountReads, Stop, Used, Walker, shift};
+use super::{CountReads, MAX_LEVELS, Stop, Used, Walker, shift};
 use crate::hardware::commit::Scope;
-
-/// The most levels of page tables.
-const MAX_LEVELS: usize = 5;
 
 /// PTEs that are kept of the lowest level, and of each level above. One is replaced by another of
 /// the same place: its number modulo this.
@@ -67,7 +64,7 @@ impl<C: CountReads> Walker<'_, C> {
 /// The PTEs that one CPU has cached.
 #[derive(Debug)]
 pub struct PteCache {
-    levels: [Box<[Cell<Option<CachedPte>>]>; MAX_LEVELS],
+    levels: [Box<[Cell<Option<CachedPte>>]>; MAX_LEVELS as usize],
 }
 
 impl Default for PteCache {
@@ -90,7 +87,7 @@ impl PteCache {
 
     /// The lowest PTE that is cached on the way to `gpa`, and its level.
     pub(super) fn lowest(&self, gpa: Gpa) -> Option<(u8, u64)> {
-        (1..=MAX_LEVELS as u8).find_map(|level| self.find(gpa, level).map(|pte| (level, pte.entry)))
+        (1..=MAX_LEVELS).find_map(|level| self.find(gpa, level).map(|pte| (level, pte.entry)))
     }
 
     /// Keeps the PTE of `level` on the way to `gpa`.
@@ -110,7 +107,7 @@ impl PteCache {
     /// does.
     pub fn other_leaf(&self, gpa: Gpa, level: u8) -> Option<u8> {
         let is_leaf = |pte: CachedPte| pte.kind == Kind::Leaf;
-        let above = (level + 1..=MAX_LEVELS as u8).find(|&above| self.find(gpa, above).is_some_and(is_leaf));
+        let above = (level + 1..=MAX_LEVELS).find(|&above| self.find(gpa, above).is_some_and(is_leaf));
         let is_within = |below: u8, pte: CachedPte| pte.block >> (shift(level) - shift(below)) == gpa.0 >> shift(level);
         above.or_else(|| {
             (1..level).find(|&below| {
@@ -122,16 +119,17 @@ impl PteCache {
 
     /// Drops what an instruction of `scope` does of the pages of `range`.
     pub(crate) fn drop_range(&self, scope: Scope, range: GfnRange) {
-        let is_dropped = |level: usize, kind: Kind| match scope {
+        let is_dropped = |level: u8, kind: Kind| match scope {
             Scope::All | Scope::SecondStage => true,
-            Scope::Leaves => kind == Kind::Leaf || (kind == Kind::Invalid && level == 0),
+            Scope::Leaves => kind == Kind::Leaf || (kind == Kind::Invalid && level == 1),
             Scope::Combined => false,
         };
         if range.is_empty() || scope == Scope::Combined {
             return;
         }
-        for (level, places) in self.levels.iter().enumerate() {
-            let shift = 9 * level as u32;
+        for (level, places) in (1..=MAX_LEVELS).zip(&self.levels) {
+            // Of the number of a page.
+            let shift = shift(level) - shift(1);
             let (first, last) = (range.start.0 >> shift, (range.end.0 - 1) >> shift);
             let clear = |place: &Cell<Option<CachedPte>>| {
                 let is_hit = |pte: CachedPte| (first..=last).contains(&pte.block) && is_dropped(level, pte.kind);

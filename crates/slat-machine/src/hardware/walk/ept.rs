@@ -14,7 +14,7 @@ use slat::{Access, Gpa, Hpa, Level};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
-use super::{address_mask, fetches_if, index, mapping, shift};
+use super::{MAX_LEVELS, address_mask, fetches_if, index, mapping, shift};
 use crate::hardware::tlb::{Rights, Writes};
 
 const READ: u64 = 1 << 0;
@@ -45,7 +45,9 @@ const QUALIFICATION_LINEAR_VALID: u64 = 1 << 7;
 /// The access was to the translation of the linear address, not to a guest paging-structure entry.
 const QUALIFICATION_FINAL: u64 = 1 << 8;
 
-impl HardwareFormat for slat::format::Ept {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush is of
+// everything.
+unsafe impl HardwareFormat for slat::format::Ept {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;
@@ -69,7 +71,7 @@ impl HardwareFormat for slat::format::Ept {
         let all = if has_modes { PERMISSIONS | EXECUTE_USER } else { PERMISSIONS };
         let mut table = walker.root;
         let mut permissions = all;
-        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 5];
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; MAX_LEVELS as usize];
         let mut level = top;
         loop {
             let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {

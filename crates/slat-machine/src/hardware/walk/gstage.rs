@@ -3,12 +3,13 @@
 //! bits.
 //!
 //! The processor sets A and D by itself (Svadu, enabled for the G-stage), unless [`Marks`] say that
-//! faults do (Svade). It has no Svnapot, and Svpbmt if [`Processor`](super::Processor) says so: otherwise bits 61 and 62 of a PTE must be
-//! zero. In the manual a reserved or misaligned PTE is a guest-page fault like any other. Here it
-//! is a misconfiguration, with the fault's code, since an engine must not write such a PTE.
+//! faults do (Svade). It has no Svnapot, and Svpbmt if [`Processor`](super::Processor) says so:
+//! otherwise bits 61 and 62 of a PTE must be zero. In the manual a reserved or misaligned PTE is a
+//! guest-page fault like any other. Here it is a misconfiguration, with the fault's code, since an
+//! engine must not write such a PTE.
 //!
-//! It has no Svvptc, and caches each PTE that it reads ([`PteCache`](super::cached::PteCache)), also
-//! one that is not valid.
+//! It has no Svvptc, and caches each PTE that it reads ([`PteCache`](super::cached::PteCache)),
+//! also one that is not valid.
 //!
 //! Only leaf PTEs have permissions. Every access of a guest is one of user mode here, so a leaf PTE
 //! without U denies it.
@@ -29,7 +30,7 @@
 use std::cell::Cell;
 
 use slat::format::CpuFeatures;
-use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, PageSize};
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
 
 use super::cached::Kind;
 use super::{ALL_FETCHES, Marks, fetches_if, index, mapping, shift};
@@ -68,7 +69,9 @@ const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
 /// Implements [`HardwareFormat`] for one of the three, which differ in levels and address bits.
 macro_rules! gstage {
     ($format:ident, $root:literal, $gpa_bits:literal) => {
-        impl HardwareFormat for slat::format::$format {
+        // SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush drops
+        // leaf PTEs, and everything where page-table pages may be gone.
+        unsafe impl HardwareFormat for slat::format::$format {
             const GUEST_PHYSICAL_BITS: u32 = $gpa_bits;
             const LEVELS: u8 = $root;
             const GUEST_PML4E_RESERVED: u64 = 0;
@@ -109,9 +112,12 @@ gstage!(Sv57x4, 5, 59);
 
 /// HFENCE.GVMA on all harts: by address, which drops leaf PTEs, for ranges that are smaller than
 /// what a page-table page of the lowest level maps; else all of the VMID, because page-table pages
-/// may have gone.
+/// may have gone. It is for hosts that answer `true` in [`Host::needs_zapped_leaves`], as the
+/// machine's does.
+///
+/// [`Host::needs_zapped_leaves`]: slat::Host::needs_zapped_leaves
 fn flush(domain: &FlushDomain, ranges: &[GfnRange]) {
-    let is_small = |range: &GfnRange| range.nr_pages() < PageSize::Size2M.size_bytes() / PageSize::Size4K.size_bytes();
+    let is_small = |range: &GfnRange| range.nr_pages() < 1 << (shift(2) - shift(1));
     if ranges.iter().all(is_small) {
         domain.invalidate(Scope::Leaves, ranges);
     } else {

@@ -104,11 +104,11 @@ pub struct Processor {
     pub features: CpuFeatures,
     /// The host's PAT, where nested page tables use it.
     pub pat: u64,
-    /// Who sets A and D, on Arm and RISC-V.
+    /// What sets A and D, on Arm and RISC-V.
     pub marks: Marks,
 }
 
-/// Who sets the accessed and the dirty bit of a leaf PTE, where processors differ.
+/// What sets the accessed and the dirty bit of a leaf PTE, where processors differ.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Marks {
     /// The processor: Arm's FEAT_HAFDBS with VTCR_EL2.HA set, RISC-V's Svadu.
@@ -142,24 +142,45 @@ impl Processor {
 #[derive(Clone, Copy, Debug)]
 pub struct Walker<'a, C = ()> {
     /// The CPU's access to memory.
-    pub port: &'a Port,
+    pub(crate) port: &'a Port,
     /// Read before the access began.
-    pub generation: Generation,
+    pub(crate) generation: Generation,
     /// The root (nCR3, or the address in EPTP, VTTBR_EL2, hgatp or the PASID-table entry).
-    pub root: Hpa,
+    pub(crate) root: Hpa,
     /// What controls the walk.
-    pub processor: Processor,
+    pub(crate) processor: Processor,
     /// The PTEs that the CPU has cached, if its format caches any
     /// ([`HardwareFormat::CACHES_PTES`]).
-    pub cached: Option<&'a PteCache>,
+    pub(crate) cached: Option<&'a PteCache>,
     /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
-    pub log: Option<&'a ModificationLog>,
+    pub(crate) log: Option<&'a ModificationLog>,
     /// Counts reads of second-stage PTEs.
-    pub counter: C,
+    pub(crate) counter: C,
+}
+
+impl<'a> Walker<'a> {
+    /// A walker of the page tables under `root`, without caches, without a log, and without
+    /// counting.
+    ///
+    /// # Safety
+    /// As long as `generation` is current, there is a page-table page at `root` of the size that
+    /// `processor` says, and at each address in a directory entry below it. Each is aligned to its
+    /// size, and all accesses to it are atomic.
+    pub unsafe fn new(port: &'a Port, generation: Generation, root: Hpa, processor: Processor) -> Walker<'a> {
+        Walker { port, generation, root, processor, cached: None, log: None, counter: () }
+    }
 }
 
 /// A format of second-stage page tables, as hardware walks it.
-pub trait HardwareFormat: Format {
+///
+/// # Safety
+/// CPUs access memory where these methods say:
+/// - [`walk`](HardwareFormat::walk) reads and writes memory of the walker's page tables alone. It
+///   answers with an address only if leaf PTEs lead there that it has read, or that the CPU has
+///   cached. It keeps no PTE in the cache that it has not read.
+/// - [`flush`](HardwareFormat::flush) drops, on all CPUs, each translation and each leaf PTE of the
+///   ranges, and what may lead to page-table pages that are freed after it.
+pub unsafe trait HardwareFormat: Format {
     /// Bits of a guest-physical address that the page tables translate, unless the processor is
     /// told otherwise. A guest with paging has a MAXPHYADDR of as many.
     const GUEST_PHYSICAL_BITS: u32;
@@ -185,8 +206,8 @@ pub trait HardwareFormat: Format {
     const CACHES_PTES: bool = false;
 
     /// Whether the processors may repeat `fault` for the access, from a translation that combines
-    /// both stages. The machine's then always do. There is none where a PTE of the guest was accessed
-    /// in vain.
+    /// both stages. The machine's then always do. There is none where a PTE of the guest was
+    /// accessed in vain.
     fn keeps(_fault: Fault) -> bool {
         false
     }
@@ -383,10 +404,12 @@ impl Used {
         };
         let at = table.wrapping_add(index as usize);
         // SAFETY: the address came from the root, from a PTE that was read while the generation was
-        // current, or from one that the CPU had cached and that no flush has named since. A
-        // page-table page is freed only after a flush of its range, so as long as the generation is
-        // current there is one at `table`, and `index` is in it. (Hosts of tests whose flushes leave
-        // something out keep theirs mapped.) It is aligned to its size.
+        // current, or from a directory entry that the CPU had cached. A page-table page is freed
+        // only after a flush of its range that includes directory entries. (A flush of leaf PTEs
+        // alone, `Scope::Leaves`, keeps cached directory entries of its range, and no page-table
+        // page is freed after it.) So as long as the generation is current there is a page-table
+        // page at `table`, and `index` is in it. (Hosts of tests whose flushes leave something out
+        // keep theirs mapped.) It is aligned to its size.
         let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }
@@ -421,6 +444,9 @@ impl Used {
         }
     }
 }
+
+/// The most levels of page tables, of any format and of the guest.
+const MAX_LEVELS: u8 = 5;
 
 /// Index of the PTE of `level` on the way to `address` in page-table pages of 512 PTEs.
 #[inline]

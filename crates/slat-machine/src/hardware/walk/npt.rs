@@ -8,7 +8,7 @@
 
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{ALL_FETCHES, address_mask, fetches_if, index, mapping, shift};
+use super::{ALL_FETCHES, MAX_LEVELS, address_mask, fetches_if, index, mapping, shift};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
@@ -39,7 +39,9 @@ const CODE_FETCH: u64 = 1 << 4;
 const CODE_FINAL: u64 = 1 << 32;
 const CODE_GUEST_TABLE: u64 = 1 << 33;
 
-impl HardwareFormat for slat::format::Npt {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush is of
+// everything.
+unsafe impl HardwareFormat for slat::format::Npt {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 1 << 8;
@@ -68,7 +70,7 @@ impl HardwareFormat for slat::format::Npt {
         // Writing and user access must be granted at every level, no-execute denies at any.
         let mut granted = WRITABLE | USER;
         let mut denied = 0;
-        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 5];
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; MAX_LEVELS as usize];
         let mut level = top;
         loop {
             let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {

@@ -13,7 +13,7 @@ use slat::shadow::Gva;
 use slat::{Access, Hpa, Level, PageSize};
 use thiserror::Error;
 
-use super::{Used, Walker, address_mask, index, page_size, shift};
+use super::{MAX_LEVELS, Used, Walker, address_mask, index, page_size, shift};
 use crate::hardware::commit::Stale;
 use crate::hardware::tlb::Rights;
 use crate::memory::phys;
@@ -30,9 +30,6 @@ const TOP_RESERVED: u64 = 0b11 << 7;
 /// The page-attribute-table bit of a large page: the lowest address bit of its PTE, but no address
 /// bit.
 const LARGE_PAT: u64 = 1 << 12;
-
-/// Most levels of page tables.
-const MAX_LEVELS: u8 = 5;
 
 /// The result of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -3,17 +3,17 @@
 //! the root down: its level 0 is level 4 here, its level 3 is level 1.
 //!
 //! The processor sets the access flag by itself (FEAT_HAFDBS with VTCR_EL2.HA set and VTCR_EL2.HD
-//! clear) unless [`Marks`] say that faults do, and has no dirty state. FEAT_XNX and FEAT_S2FWB are as [`Processor`](super::Processor)
-//! says. It has no other feature that defines further bits: FEAT_LPA2, FEAT_XS, FEAT_BBM,
-//! FEAT_HAFT. Real processors may interpret or ignore what the manual then reserves (RES0, or a
-//! reserved encoding of SH or MemAttr). Here it is a misconfiguration, since an engine must not
-//! write such a descriptor. So is the contiguous bit: this walker does not check whether the
-//! fifteen neighbours agree.
+//! clear) unless [`Marks`] say that faults do, and has no dirty state. FEAT_XNX and FEAT_S2FWB are
+//! as [`Processor`](super::Processor) says. It has no other feature that defines further bits:
+//! FEAT_LPA2, FEAT_XS, FEAT_BBM, FEAT_HAFT. Real processors may interpret or ignore what the manual
+//! then reserves (RES0, or a reserved encoding of SH or MemAttr). Here it is a misconfiguration,
+//! since an engine must not write such a descriptor. So is the contiguous bit: this walker does not
+//! check whether the fifteen neighbours agree.
 //!
 //! Permissions are not hierarchical: only the leaf's count.
 //!
-//! It caches each descriptor that it may ([`PteCache`](super::cached::PteCache)): one that is valid,
-//! and has the access flag where it maps memory. That it lacks a permission is no obstacle.
+//! It caches each descriptor that it may ([`PteCache`](super::cached::PteCache)): one that is
+//! valid, and has the access flag where it maps memory. That it lacks a permission is no obstacle.
 //!
 //! The guest's own page tables are x86's all the same ([`guest`](super::guest)). Its walks set bits
 //! in them, so each counts as a write, as on Arm a walk that updates a descriptor.
@@ -21,7 +21,8 @@
 //! Source: Arm ARM (DDI 0487), chapter "The AArch64 Virtual Memory System Architecture": "VMSAv8-64
 //! translation table format descriptors", "Stage 2 memory type and Cacheability attributes", "Stage
 //! 2 data accesses and instruction execution permissions", "Hardware management of the Access
-//! flag", "TLB maintenance requirements and the TLB maintenance instructions"; and "ESR_EL2, Exception Syndrome Register (EL2)".
+//! flag", "TLB maintenance requirements and the TLB maintenance instructions"; and "ESR_EL2,
+//! Exception Syndrome Register (EL2)".
 
 use slat::format::CpuFeatures;
 use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
@@ -68,7 +69,9 @@ const STATUS_PERMISSION: u64 = 0b00_1100;
 /// The bits of a status that are not its level.
 const STATUS_TYPE: u64 = 0b11_1100;
 
-impl HardwareFormat for slat::format::Stage2 {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush drops the
+// PTEs of all levels, and then all that combines both stages.
+unsafe impl HardwareFormat for slat::format::Stage2 {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;

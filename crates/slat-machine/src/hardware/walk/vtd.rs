@@ -19,7 +19,7 @@
 use slat::format::CpuFeatures;
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{ALL_FETCHES, address_mask, index, mapping, shift};
+use super::{ALL_FETCHES, MAX_LEVELS, address_mask, index, mapping, shift};
 use super::{
     CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
 };
@@ -47,7 +47,9 @@ const REASON_WRITE: u64 = 0x85;
 /// No permission to read.
 const REASON_READ: u64 = 0x86;
 
-impl HardwareFormat for slat::format::Vtd {
+// SAFETY: it walks as the manual says, through `Walker` and `Used` alone. The flush is of
+// everything.
+unsafe impl HardwareFormat for slat::format::Vtd {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const LEVELS: u8 = 4;
     const GUEST_PML4E_RESERVED: u64 = 0;
@@ -73,7 +75,7 @@ impl HardwareFormat for slat::format::Vtd {
 
         let mut table = walker.root;
         let mut granted = RIGHTS;
-        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 5];
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; MAX_LEVELS as usize];
         let mut level = top;
         loop {
             let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {

@@ -87,7 +87,7 @@ pub struct MachineConfig {
     pub flush_method: Option<FlushMethod>,
     /// The TLB of each CPU.
     pub tlb: Geometry,
-    /// Who sets A and D, in the formats in which processors differ
+    /// What sets A and D, in the formats in which processors differ
     /// ([`Stage2`](slat::format::Stage2) and those of RISC-V).
     pub marks: Marks,
     /// Page-table pages of the second stage that may be allocated at a time; `None`: more than are

@@ -1,6 +1,6 @@
-//! What becomes of page-table pages that a zap has unlinked: which may be unlinked, and how they come
-//! to the TLB batch, empty or with their leaves. The head of `second_stage/zap.rs` says why it is
-//! right.
+//! What becomes of page-table pages that a zap has unlinked: which may be unlinked, and how they
+//! come to the TLB batch, empty or with their leaves. The head of `second_stage/zap.rs` says why it
+//! is right.
 
 use arrayvec::ArrayVec;
 
@@ -92,8 +92,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// Returns how many PTEs it visited.
     ///
     /// # Safety
-    /// The cursor walks the zap's tree inside `guard`. Its PTE was read as `value`, a directory entry,
-    /// and is of 1 GiB at most.
+    /// The cursor walks the zap's tree inside `guard`. Its PTE was read as `value`, a directory
+    /// entry, and is of 1 GiB at most.
     // A loop and no recursion, and the exchange is in it: less stack.
     #[inline(never)]
     pub(super) unsafe fn unlink_with_leaves(
@@ -103,8 +103,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         value: Pte<F>,
     ) -> Result<u64, Changed> {
         debug_assert!(value.state(cursor.level()) == State::Table, "{value:?} names no page-table page");
-        // A fresh number, and no frozen PTE before the exchange, as where empty page-table pages are
-        // unlinked.
+        // A fresh number, and no frozen PTE before the exchange, as where empty page-table pages
+        // are unlinked.
         cursor.replace(value, Pte::empty(self.op.tree.next_seq()))?;
         let (mut table, mut level, mut start) = (value.table_below(), cursor.level().down(), cursor.block().start);
         debug_assert!(level <= Level::L2M, "page-table pages of leaves are named by one that is retired");
@@ -114,7 +114,8 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         let mut below = ArrayVec::<(Hpa, Gfn), NR_LIST_PTES>::new();
         let mut nr_steps = 0;
         loop {
-            // SAFETY: its address was in the PTE that was exchanged above, or that was frozen below.
+            // SAFETY: its address was in the PTE that was exchanged above, or that was frozen
+            // below.
             let ptes = unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) };
             let nr_frozen = if level == Level::L4K { NR_LIST_PTES } else { F::TABLE_ENTRIES };
             let (mut nr_leaves, mut nr_tables) = (0, 1);
@@ -138,10 +139,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             stats.add(Counter::zapped(level), nr_leaves);
             stats.add(Counter::Zapped, nr_leaves);
             nr_steps += nr_frozen as u64;
-            // SAFETY: this thread alone has unlinked it, and the batch has its block. The first PTEs
-            // were frozen above, and in a page-table page of directory entries all. They alone name
-            // the page-table pages below, none of which a list has, but for those of the first, which
-            // are added next.
+            // SAFETY: this thread alone has unlinked it, and the batch has its block. The first
+            // PTEs were frozen above, and in a page-table page of directory entries all. They alone
+            // name the page-table pages below, none of which a list has, but for those of the
+            // first, which are added next.
             unsafe { self.batch.add_unlinked_with_leaves(table, nr_tables) }
             let Some(next) = below.pop() else { return Ok(nr_steps) };
             (table, start) = next;
