@@ -125,7 +125,8 @@ impl Objects {
             return Err(SourceError::NotThere { what: format!("folder {}", path.display()) });
         }
         let store = LocalFileSystem::new_with_prefix(path).map_err(|error| failed(std::io::Error::other(error)))?;
-        let store = Arc::new(store.with_automatic_cleanup(true));
+        // A file takes its name after its bytes are on the disk, and the name is there when `put` returns.
+        let store = Arc::new(store.with_automatic_cleanup(true).with_fsync(true));
         Ok(Objects { store, name: path.display().to_string() })
     }
 
