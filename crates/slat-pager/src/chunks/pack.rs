@@ -24,7 +24,7 @@ use futures_util::StreamExt;
 
 use super::Location;
 use super::body;
-use super::index::{Hash, Index, is_chunk_size};
+use super::index::{Hash, Index, nr_chunks};
 use crate::folder_lock::lock_folder;
 use crate::source::{Identity, Source, SourceError};
 
@@ -67,7 +67,7 @@ pub struct Packed {
 /// Packs `source`; `progress` is told how many bytes more are done.
 ///
 /// # Errors
-/// The source cannot be read; the store cannot be written, or another process packs into it; packing was
+/// No index has these sizes; the source cannot be read; the store cannot be written, or another process packs into it; packing was
 /// stopped.
 pub async fn pack(
     source: &Arc<dyn Source>,
@@ -75,10 +75,9 @@ pub async fn pack(
     options: &PackOptions,
     progress: impl Fn(u64) + Sync,
 ) -> Result<Packed, SourceError> {
-    if !is_chunk_size(options.chunk_bytes) {
-        let why = format!("chunks of {} bytes are not possible", options.chunk_bytes);
-        return Err(SourceError::Malformed { snapshot: to.name(), why });
-    }
+    // Before anything is stored: nothing could read an index that is too long.
+    nr_chunks(source.size_bytes(), options.chunk_bytes)
+        .map_err(|why| SourceError::Malformed { snapshot: to.name(), why: why.to_string() })?;
     let lock = to.folder.as_deref().map(lock_folder).transpose()?;
     let packing = Packing { source, to, options, seen: Mutex::default(), stored: Mutex::default() };
     let packed = packing.run(&progress).await;
