@@ -94,6 +94,11 @@ impl Plan {
                 }
                 let set = recorder.working_set();
                 let nr_pages = set.pages.len();
+                if nr_pages == 0 {
+                    // It would be replayed for ever, and nothing recorded any more.
+                    info!("the machine touched nothing: no working set is kept");
+                    return;
+                }
                 let saved = tokio::task::spawn_blocking(move || set.save(&file)).await;
                 match saved {
                     Ok(Ok(())) => info!(nr_pages, "the working set was recorded"),
@@ -137,6 +142,10 @@ mod tests {
             Plan::new(&file, identity, || Recorder::new(identity, 1 << 20, PAGE_BYTES, 1 << 20).map(Arc::new))
         };
         let memory = Arc::new(Memory::default());
+        // A machine that touches nothing leaves nothing.
+        plan(identity).run(file.clone(), Arc::clone(&memory) as _, 1, Arc::default(), async {}).await;
+        assert!(!file.exists());
+
         let first = plan(identity);
         first.observer().unwrap().faulted(8192);
         first.run(file.clone(), Arc::clone(&memory) as _, 1, Arc::default(), async {}).await;
