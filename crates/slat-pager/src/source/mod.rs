@@ -24,6 +24,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use futures_util::future::BoxFuture;
+use memmap2::MmapRaw;
 use thiserror::Error;
 
 /// Bytes of the smallest page.
@@ -122,9 +123,14 @@ pub struct Mapped<'s> {
 }
 
 impl<'s> Mapped<'s> {
-    /// The `nr_bytes` bytes from `start` on, which stay mapped for `'s`.
-    pub fn new(start: *const u8, nr_bytes: usize) -> Mapped<'s> {
-        Mapped { start, nr_bytes, _source: PhantomData }
+    /// Bytes of this process, which nothing changes for `'s`.
+    pub fn of(bytes: &'s [u8]) -> Mapped<'s> {
+        Mapped { start: bytes.as_ptr(), nr_bytes: bytes.len(), _source: PhantomData }
+    }
+
+    /// The bytes of a mapping, which stays for `'s`.
+    pub fn of_mapping(mapping: &'s MmapRaw) -> Mapped<'s> {
+        Mapped { start: mapping.as_ptr(), nr_bytes: mapping.len(), _source: PhantomData }
     }
 
     /// The address of the first byte, for a system call that fails where nothing is mapped.

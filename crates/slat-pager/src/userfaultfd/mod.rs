@@ -395,7 +395,7 @@ impl Userfaultfd {
     /// # Errors
     /// [`Stopped`].
     pub fn copy(&self, address: u64, bytes: &[u8]) -> Result<(), Stopped> {
-        self.copy_mapped(address, Mapped::new(bytes.as_ptr(), bytes.len()))
+        self.copy_mapped(address, Mapped::of(bytes))
     }
 
     /// Fills the pages at `address` with `bytes`, whole pages. `EFAULT`: they are not mapped, or

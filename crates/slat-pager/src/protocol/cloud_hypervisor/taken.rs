@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "an ioctl that the libraries lack")]
 
-use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
 use rustix::ioctl::{Getter, Opcode, ioctl};
@@ -17,10 +17,10 @@ use rustix::net::{RecvFlags, recv};
 const UNRECEIVED: Opcode = libc::TIOCOUTQ as Opcode;
 
 /// Whether the other side has received all that was sent on `socket`, and has not closed it.
-pub(super) fn is_taken(socket: impl AsFd) -> rustix::io::Result<bool> {
-    // SAFETY: the call writes one integer.
-    let nr_unreceived = unsafe { ioctl(&socket, Getter::<UNRECEIVED, libc::c_int>::new()) }?;
-    let is_open = match recv(&socket, &mut [0_u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+pub(super) fn is_taken(socket: &UnixStream) -> rustix::io::Result<bool> {
+    // SAFETY: of a Unix socket, which `socket` is, the call writes one integer.
+    let nr_unreceived = unsafe { ioctl(socket, Getter::<UNRECEIVED, libc::c_int>::new()) }?;
+    let is_open = match recv(socket, &mut [0_u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((nr_bytes, _)) => nr_bytes > 0,
         Err(Errno::AGAIN) => true,
         Err(Errno::CONNRESET) => false,
@@ -31,10 +31,8 @@ pub(super) fn is_taken(socket: impl AsFd) -> rustix::io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
-    use std::os::unix::net::UnixStream;
-
     use super::*;
+    use std::io::{Read, Write};
 
     #[test]
     fn a_connection_is_taken_once_its_first_bytes_are() {

@@ -160,7 +160,7 @@ impl Source for MemoryFile {
         if !self.is_cached(&range) || self.file.check_unchanged().is_err() {
             return None;
         }
-        Some(Mapped::new(self.mapping.as_ptr().wrapping_add(range.start as usize), (range.end - range.start) as usize))
+        Some(Mapped::of_mapping(&self.mapping).part(range))
     }
 
     fn is_zero(&self, range: Range<u64>) -> bool {
