@@ -173,6 +173,10 @@ impl Source for Layers {
         (run == range).then(|| source.mapped(range))?
     }
 
+    fn is_mapped(&self) -> bool {
+        self.base.is_mapped() && self.layers.iter().all(|layer| layer.source.is_mapped())
+    }
+
     fn is_zero(&self, range: Range<u64>) -> bool {
         range.end <= self.size_bytes() && self.runs(range).all(|(source, run)| source.is_zero(run))
     }

@@ -55,6 +55,11 @@ pub trait Source: Debug + Send + Sync {
         None
     }
 
+    /// Whether [`Source::mapped`] has all bytes, except for those that wait for a disk of this computer.
+    fn is_mapped(&self) -> bool {
+        false
+    }
+
     /// Whether all bytes of `range` are known to be zero, without a read.
     fn is_zero(&self, _range: Range<u64>) -> bool {
         false

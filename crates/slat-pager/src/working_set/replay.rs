@@ -43,7 +43,8 @@ pub trait Populate: Sync {
 
 impl Populate for Populator {
     fn populate(&self, range: Range<u64>) -> Result<(), SourceError> {
-        // Pages that wait for a disk must not be claimed meanwhile: their faults would wait, too.
+        // The kernel may have evicted pages that were cached once. They come back before they are claimed: faults
+        // wait for claimed pages, and removals for the copy.
         if let Some(bytes) = self.source().mapped(range.clone()) {
             prefetch(bytes);
         }
@@ -84,10 +85,9 @@ impl Progress {
 /// How many threads a replay from `source` has. One that is mapped costs CPU time: few. Another one
 /// costs waiting: many.
 pub fn nr_threads(source: &dyn Source) -> usize {
-    let first = 0..PAGE_BYTES.min(source.size_bytes());
-    match source.mapped(first) {
-        Some(_) => thread::available_parallelism().map_or(1, usize::from).div_ceil(2).clamp(1, 4),
-        None => 32,
+    match source.is_mapped() {
+        true => thread::available_parallelism().map_or(1, usize::from).div_ceil(2).clamp(1, 4),
+        false => 32,
     }
 }
 

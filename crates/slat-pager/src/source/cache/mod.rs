@@ -253,6 +253,10 @@ impl Source for Cached {
         self.source.mapped(range)
     }
 
+    fn is_mapped(&self) -> bool {
+        self.source.is_mapped()
+    }
+
     fn is_zero(&self, range: Range<u64>) -> bool {
         self.source.is_zero(range)
     }

@@ -163,6 +163,10 @@ impl Source for MemoryFile {
         Some(Mapped::of_mapping(&self.mapping).part(range))
     }
 
+    fn is_mapped(&self) -> bool {
+        true
+    }
+
     fn is_zero(&self, range: Range<u64>) -> bool {
         range.end <= self.file.size_bytes && self.data.has_none_of(range) && self.file.check_unchanged().is_ok()
     }
