@@ -11,9 +11,13 @@
 //! # Implementation
 //! The file is mapped, and the kernel copies from the mapping right into the guest: no byte passes
 //! through the pager. Touching a page that is still on disk would stop the thread that serves faults,
-//! so a block of the file is handed out by its mapping only once it was seen in the page cache
-//! (mincore(2), once for each block). What is not is read by another thread, which also brings it there.
-//! A page that the kernel evicts later costs that thread some time, and nothing else.
+//! so a block of the file is handed out by its mapping only once it is known to be in the page cache:
+//! - mincore(2) said so, once for each block; or
+//! - it was read. Another thread does that, and brings it there.
+//!
+//! Since Linux 5.2 mincore says that all of a file is cached if the process neither owns the file
+//! nor may write it (mincore(2), NOTES). Of such a file only reads count.
+//! A page that the kernel evicts later costs the thread that copies it some time, and nothing else.
 //!
 //! The time of last change tells two versions apart only if the clock moved between them. Opening
 //! therefore waits until the file is older than the clock's step, as version control systems do.
@@ -31,8 +35,9 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FileType, SeekFrom, Stat};
+use rustix::fs::{FileType, Gid, Mode, SeekFrom, Stat};
 use rustix::io::{Errno, ReadWriteFlags};
+use rustix::process::{getegid, geteuid, getgroups};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::pages::PageSet;
@@ -51,7 +56,7 @@ pub struct MemoryFile {
     mapping: MmapRaw,
     /// The pages that are not in holes.
     data: PageSet,
-    /// A bit for each block that was seen in the page cache.
+    /// A bit for each block that was in the page cache once.
     cached: Box<[AtomicU64]>,
     identity: Identity,
     granule_bytes: u64,
@@ -104,7 +109,7 @@ impl MemoryFile {
         Ok(stat.st_blksize as u64)
     }
 
-    /// Whether all blocks that `range` touches were seen in the page cache, now or before.
+    /// Whether all blocks that `range` touches are in the page cache, or were.
     fn is_cached(&self, range: &Range<u64>) -> bool {
         (range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES)).all(|block| {
             // Relaxed: the bit saves a system call, and orders nothing.
@@ -120,12 +125,14 @@ impl MemoryFile {
         })
     }
 
-    /// Whether the block is in the page cache, except for holes.
+    /// Whether the kernel says that the block is in the page cache, except for holes.
     fn is_block_resident(&self, block: u64) -> bool {
         let start = block * BLOCK_BYTES;
         let nr_bytes = BLOCK_BYTES.min(self.file.size_bytes - start);
-        // A hole is in no cache, and on no disk.
-        sys::not_resident(&self.mapping, start as usize, nr_bytes as usize).all(|page| self.data.has_none_of(page))
+        self.file.residency == Residency::Told
+            && sys::not_resident(&self.mapping, start as usize, nr_bytes as usize)
+                // A hole is in no cache, and on no disk.
+                .is_some_and(|mut pages| pages.all(|page| self.data.has_none_of(page)))
     }
 
     /// Notes that the blocks that are wholly in `range` were read.
@@ -202,6 +209,29 @@ struct OpenFile {
     inode: u64,
     changed_s: i64,
     changed_ns: u64,
+    residency: Residency,
+}
+
+/// Whether the kernel tells what of a file is in the page cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Residency {
+    Told,
+    NotTold,
+}
+
+impl Residency {
+    /// Told of a file that this process owns or may write. The mode alone decides: where an access
+    /// control list says otherwise, a fault may wait for the disk. A capability does not count, as the
+    /// process may drop it later.
+    fn of(stat: &Stat) -> Residency {
+        let is_of_group = || {
+            let group = Gid::from_raw(stat.st_gid);
+            getegid() == group || getgroups().is_ok_and(|groups| groups.contains(&group))
+        };
+        let is_told = geteuid().as_raw() == stat.st_uid
+            || Mode::from_raw_mode(stat.st_mode).contains(if is_of_group() { Mode::WGRP } else { Mode::WOTH });
+        if is_told { Residency::Told } else { Residency::NotTold }
+    }
 }
 
 impl OpenFile {
@@ -226,6 +256,7 @@ impl OpenFile {
             inode: stat.st_ino,
             changed_s: stat.st_mtime as i64,
             changed_ns: stat.st_mtime_nsec as u64,
+            residency: Residency::of(&stat),
         };
         file.check_unchanged()?;
         Ok(file)
