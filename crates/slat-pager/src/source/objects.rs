@@ -19,12 +19,13 @@ use url::Url;
 
 use super::SourceError;
 
-/// For how long a request is tried again before the caller hears of it. A guest waits; who decides
-/// for how long is the pager, which tries again itself.
+/// For how long a request is tried again before the caller hears of it.
+pub(super) const RETRY_TIME: Duration = Duration::from_secs(20);
+/// A guest waits. For how long, is for the pager to decide, which tries again itself.
 const RETRY: RetryConfig = RetryConfig {
     backoff: BackoffConfig { init_backoff: Duration::from_millis(50), max_backoff: Duration::from_secs(2), base: 2.0 },
     max_retries: 5,
-    retry_timeout: Duration::from_secs(20),
+    retry_timeout: RETRY_TIME,
 };
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// For one request with its body, of some MiB at most.
