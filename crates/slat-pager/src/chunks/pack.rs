@@ -67,8 +67,8 @@ pub struct Packed {
 /// Packs `source`; `progress` is told how many bytes more are done.
 ///
 /// # Errors
-/// No index has these sizes; the source cannot be read; the store cannot be written, or another process packs into it; packing was
-/// stopped.
+/// No index has these sizes; the source cannot be read; the store cannot be written, or another
+/// process packs into it; packing was stopped.
 pub async fn pack(
     source: &Arc<dyn Source>,
     to: &Location,
@@ -188,8 +188,8 @@ impl Packing<'_> {
         }
     }
 
-    /// Waits until the chunks of a folder are on its disk, with their names. Those of this call are; one that
-    /// an earlier call has stored and was killed may still lack its name there.
+    /// Waits until the chunks of a folder are on its disk, with their names. Those that this call stored
+    /// are. A call that was killed may have left one whose name is not there yet.
     fn make_durable(&self) -> Result<(), SourceError> {
         let Some(folder) = &self.to.folder else { return Ok(()) };
         let failed = |error: io::Error| SourceError::Io { what: format!("write {}", folder.display()), error };

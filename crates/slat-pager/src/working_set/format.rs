@@ -112,7 +112,8 @@ impl WorkingSet {
         Ok(WorkingSet { identity: Identity::from_bytes(identity), size_bytes, around_bytes, pages })
     }
 
-    /// Writes it to `path`; what was there is replaced at once, or stays. Of several at once the last one stays.
+    /// Writes it to `path`; what was there is replaced at once, or stays. Of several at once the last
+    /// one stays.
     ///
     /// # Errors
     /// Of the file system.
