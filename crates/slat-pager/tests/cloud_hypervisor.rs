@@ -18,7 +18,9 @@ use std::time::Duration;
 
 use slat_pager::commands::cloud_hypervisor::{self as commands, MemoryComes};
 use slat_pager::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
-use slat_pager::protocol::cloud_hypervisor::restore::{Memory, Record, Restored, Snapshot, Then, restore, whole};
+use slat_pager::protocol::cloud_hypervisor::restore::{
+    Memory, Record, Restored, Snapshot, Then, Timeouts, restore, whole,
+};
 use slat_pager::protocol::cloud_hypervisor::store::store;
 use slat_pager::protocol::cloud_hypervisor::wire::WireError;
 use slat_pager::protocol::cloud_hypervisor::{Error, OnFailure};
@@ -32,6 +34,8 @@ use vmm::{Between, SLOTS, Sent, config_frame, frame, page_fault, request, respon
 
 /// Longer than any test takes.
 const PATIENCE: Duration = Duration::from_secs(600);
+/// Of a VMM that listens when it is started.
+const TIMEOUTS: Timeouts = Timeouts { listen: Duration::ZERO, frame: PATIENCE };
 
 fn snapshot(pattern: impl Fn(&vmm::Slot) -> Pattern) -> Snapshot {
     let memory = SLOTS.iter().map(|slot| (slot.number, Arc::new(pattern(slot)) as Arc<dyn Source>));
@@ -87,7 +91,7 @@ fn restore_in_client(snapshot: &Snapshot, memory: Memory, between: Between, whil
         thread::yield_now();
     }
     let restored = loop {
-        match restore(&socket, snapshot, memory.clone(), Then::Run, PATIENCE, runtime.handle()) {
+        match restore(&socket, snapshot, memory.clone(), Then::Run, TIMEOUTS, runtime.handle()) {
             // It has made the socket, and does not listen yet.
             Err(Error::File { .. }) => thread::yield_now(),
             restored => break restored.unwrap(),
@@ -243,7 +247,7 @@ fn a_vm_is_restored_with_all_its_memory_before_it_runs() {
         answer_all(&listener, 1, &mut received);
         received
     });
-    let restored = restore(&socket, &patterns(), Memory::Before, Then::Pause, PATIENCE, runtime.handle()).unwrap();
+    let restored = restore(&socket, &patterns(), Memory::Before, Then::Pause, TIMEOUTS, runtime.handle()).unwrap();
     assert_eq!(restored.memory().present_bytes(), restored.memory().size_bytes());
     restored.wait().unwrap();
     let mut commands = vec![vmm::START];
@@ -280,7 +284,7 @@ fn a_vmm_that_refuses_ends_the_restore() {
         drop(listener.accept().unwrap());
     });
     let try_it = || {
-        let restored = restore(&socket, &patterns(), on_demand(Record::Nothing), Then::Run, PATIENCE, runtime.handle());
+        let restored = restore(&socket, &patterns(), on_demand(Record::Nothing), Then::Run, TIMEOUTS, runtime.handle());
         restored.map(drop).unwrap_err().to_string()
     };
     for (_, why) in statuses {
@@ -317,7 +321,7 @@ fn a_vmm_that_takes_no_page_faults_does_not_get_to_run() {
             received
         });
         let memory = on_demand(Record::Nothing);
-        let restored = restore(&socket, &patterns(), memory, Then::Run, PATIENCE, runtime.handle());
+        let restored = restore(&socket, &patterns(), memory, Then::Run, TIMEOUTS, runtime.handle());
         assert!(matches!(restored.map(drop), Err(Error::NotOnDemand)));
         assert_eq!(vmm.join().unwrap().last(), Some(&vmm::ABANDON));
     }
@@ -329,7 +333,7 @@ fn a_snapshot_with_other_memory_than_its_configuration_is_not_restored() {
     let try_it = |snapshot: &Snapshot| {
         let nowhere = Path::new("/nonexistent/vmm.sock");
         let memory = on_demand(Record::Nothing);
-        restore(nowhere, snapshot, memory, Then::Run, PATIENCE, runtime.handle()).map(drop).unwrap_err()
+        restore(nowhere, snapshot, memory, Then::Run, TIMEOUTS, runtime.handle()).map(drop).unwrap_err()
     };
     let shorter = snapshot(|slot| Pattern::new(0, slot.nr_bytes - 4096));
     assert!(matches!(try_it(&shorter), Error::Slot { slot: 0, .. }));
@@ -367,7 +371,7 @@ fn faults(snapshot: &Snapshot, on_failure: OnFailure, test: impl FnOnce(UnixStre
         }
     });
     let memory = Memory::OnDemand { record: Record::Nothing, on_failure };
-    let restored = restore(&socket, snapshot, memory, Then::Run, PATIENCE, runtime.handle()).unwrap();
+    let restored = restore(&socket, snapshot, memory, Then::Run, TIMEOUTS, runtime.handle()).unwrap();
     test(vmm.join().unwrap(), &restored);
 }
 
@@ -577,7 +581,7 @@ fn memory_of_one_vm_is_not_that_of_another() {
         let socket = folder.path().join("vmm.sock");
         let listener = UnixListener::bind(&socket).unwrap();
         let vmm = thread::spawn(move || answer_all(&listener, 1, &mut Vec::new()));
-        let restored = restore(&socket, snapshot, Memory::Before, Then::Run, PATIENCE, runtime.handle()).unwrap();
+        let restored = restore(&socket, snapshot, Memory::Before, Then::Run, TIMEOUTS, runtime.handle()).unwrap();
         vmm.join().unwrap();
         restored.memory().identity()
     };

@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
@@ -15,7 +15,7 @@ use tokio::runtime::{Handle, Runtime};
 
 use crate::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
 use crate::protocol::cloud_hypervisor::memory::GuestMemory;
-use crate::protocol::cloud_hypervisor::restore::{self, Memory, Record, Restored, Snapshot, Then, whole};
+use crate::protocol::cloud_hypervisor::restore::{self, Memory, Record, Restored, Snapshot, Then, Timeouts, whole};
 use crate::protocol::cloud_hypervisor::{self, OnFailure, config};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::Source;
@@ -23,8 +23,6 @@ use crate::working_set::Plan;
 use crate::working_set::record::DEFAULT_BYTES;
 use crate::working_set::replay::{Progress, nr_threads, replay};
 
-/// How long the pager waits before it looks again whether a VMM listens.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// The working set, in the folder of the snapshot.
 const WORKING_SET: &str = "working-set";
 
@@ -148,19 +146,8 @@ pub fn restore(options: &Restore) -> Result<(), Box<dyn Error>> {
         AfterRestore::Pause => Then::Pause,
     };
     let bar = spinner(format!("restoring in the VMM at {}", options.socket.display()));
-    let deadline = Instant::now() + options.timeout;
-    let restored = loop {
-        let restored =
-            restore::restore(&options.socket, &snapshot, memory.clone(), then, options.timeout, runtime.handle());
-        match restored {
-            Err(cloud_hypervisor::Error::File { path, error })
-                if path == options.socket && is_not_there_yet(&error) && Instant::now() < deadline =>
-            {
-                thread::sleep(LOOK_AGAIN);
-            }
-            restored => break restored?,
-        }
-    };
+    let timeouts = Timeouts { listen: options.timeout, frame: options.timeout };
+    let restored = restore::restore(&options.socket, &snapshot, memory, then, timeouts, runtime.handle())?;
     bar.finish_and_clear();
     if options.memory_comes == MemoryComes::Before {
         return Ok(restored.wait()?);
@@ -224,7 +211,7 @@ async fn open(options: &Restore) -> Result<Snapshot, Box<dyn Error>> {
     Ok(Snapshot { config: configuration, state, memory })
 }
 
-/// Listens at `path`; a socket there that nobody listens at is replaced.
+/// Listens at `path`; a socket there at which nothing listens is replaced.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => match UnixStream::connect(path) {
@@ -236,10 +223,6 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
         },
         listener => listener,
     }
-}
-
-fn is_not_there_yet(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
 fn spinner(message: String) -> ProgressBar {

@@ -1,6 +1,7 @@
 //! Gives a snapshot back to a VMM that waits for it.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::Shutdown;
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -9,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use tracing::{info, warn};
@@ -23,6 +24,9 @@ use super::{Error, OnFailure, config};
 use crate::source::Source;
 use crate::working_set::Recorder;
 use crate::working_set::replay::{Progress, nr_threads, replay};
+
+/// How long the pager waits before it looks again whether a VMM listens.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// What is restored.
 #[derive(Debug)]
@@ -67,6 +71,15 @@ pub enum Record {
     Nothing,
 }
 
+/// How long a VMM may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Timeouts {
+    /// To listen.
+    pub listen: Duration,
+    /// For each of its frames.
+    pub frame: Duration,
+}
+
 /// A VM that was restored, and whose page faults are served until it ends.
 #[derive(Debug)]
 pub struct Restored {
@@ -82,8 +95,8 @@ struct Serving {
     thread: JoinHandle<Result<(), Error>>,
 }
 
-/// Restores `snapshot` in the VMM that listens at `socket`, which has `timeout` for each of its frames.
-/// Returns once it says that the VM is there.
+/// Restores `snapshot` in the VMM that listens at `socket`. Returns once it says that the VM is there.
+/// The pager is connected before it fills memory, as that may take long.
 ///
 /// # Errors
 /// [`enum@Error`].
@@ -92,18 +105,19 @@ pub fn restore(
     snapshot: &Snapshot,
     memory: Memory,
     then: Then,
-    timeout: Duration,
+    timeouts: Timeouts,
     runtime: &Handle,
 ) -> Result<Restored, Error> {
     let slots = config::slots(&snapshot.config)?;
     let guest = Arc::new(GuestMemory::new(&slots, &snapshot.memory, runtime.clone())?);
+    let connected = connect(socket, timeouts.listen)?;
     if matches!(memory, Memory::Before) {
         let whole = whole(&guest);
         let source = snapshot.memory.values().next();
         let threads = source.map_or(1, |source| nr_threads(&**source));
         replay(&whole, &*guest, threads, &Progress::default())?;
     }
-    let connection = Connection::new(connect(socket)?, timeout).map_err(Error::io("use a connection"))?;
+    let connection = Connection::new(connected, timeouts.frame).map_err(Error::io("use a connection"))?;
     connection.request(Request::new(Command::Start, 0), &[], "Start")?;
     for slot in guest.slots() {
         connection.send_memory(slot.slot.number, slot.memory.as_fd())?;
@@ -113,7 +127,8 @@ pub fn restore(
 
     let mut restored = Restored { memory: guest, counters: Arc::default(), recorder: None, serving: None };
     if let Memory::OnDemand { record, on_failure } = memory {
-        restored.serve(connect(socket)?, record, on_failure, timeout, runtime)?;
+        let second = UnixStream::connect(socket).map_err(Error::io("connect a second time, for page faults"))?;
+        restored.serve(second, record, on_failure, timeouts.frame, runtime)?;
     }
     let state_length = snapshot.state.len() as u64;
     connection.request(Request::new(Command::State, state_length), &snapshot.state, "State")?;
@@ -224,6 +239,18 @@ pub fn whole(memory: &GuestMemory) -> Vec<Range<u64>> {
     starts.map(|start| start..memory.size_bytes().min(start + step_bytes)).collect()
 }
 
-fn connect(socket: &Path) -> Result<UnixStream, Error> {
-    UnixStream::connect(socket).map_err(|error| Error::File { path: socket.to_owned(), error })
+/// Connects to the VMM; it has `timeout` to listen.
+fn connect(socket: &Path, timeout: Duration) -> Result<UnixStream, Error> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        match UnixStream::connect(socket) {
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+                    && Instant::now() < deadline =>
+            {
+                thread::sleep(LOOK_AGAIN);
+            }
+            connected => return connected.map_err(Error::file(socket)),
+        }
+    }
 }
