@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::thread;
@@ -24,6 +25,8 @@ fn a_snapshot_is_stored_and_restored_byte_by_byte() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, stored) = (folder.path().join("daemon.sock"), folder.path().join("snapshot"));
     let listener = UnixListener::bind(&socket).unwrap();
+    // What a process with this number left behind.
+    fs::create_dir(folder.path().join(format!("snapshot.unfinished-{}", std::process::id()))).unwrap();
     let mut client = start_client("client_sends_a_snapshot", socket.to_str().unwrap());
     let size = store(listener.accept().unwrap().0, &stored, PATIENCE).unwrap();
     assert!(client.wait().unwrap().success());
@@ -38,8 +41,12 @@ fn a_snapshot_is_stored_and_restored_byte_by_byte() {
     assert_eq!(size.memory_bytes, SLOTS.iter().map(|slot| slot.nr_bytes).sum::<u64>());
     assert!(size.data_bytes < size.memory_bytes * 7 / 8, "{size:?}");
     assert_eq!(fs::read_dir(&stored).unwrap().count(), 2 + SLOTS.len());
-    // Only the folder and the socket.
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    // Only the folder, the socket, and what was there.
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+    // A guest's memory is its user's alone.
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&stored), 0o700);
+    assert!(fs::read_dir(&stored).unwrap().all(|entry| mode(&entry.unwrap().path()) == 0o600));
 }
 
 #[test]

@@ -46,7 +46,8 @@ pub struct Stored {
 /// there yet or empty. The VMM has `timeout` for each of its frames.
 ///
 /// # Errors
-/// [`enum@Error`]; then the VMM was told so, as far as it listens, and `folder` is as it was.
+/// [`enum@Error`]; the VMM is told so, if it still listens. `folder` is as it was, but for the two last
+/// steps: if its name cannot be made durable or the last answer cannot be sent, it has the snapshot.
 pub fn store(socket: UnixStream, folder: &Path, timeout: Duration) -> Result<Stored, Error> {
     let connection = Connection::new(socket, timeout).map_err(Error::io("use a connection"))?;
     let stored = receive(&connection, folder);
