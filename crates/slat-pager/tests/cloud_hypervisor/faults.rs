@@ -3,10 +3,12 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use slat_pager::protocol::cloud_hypervisor::OnFailure;
+use slat_pager::protocol::cloud_hypervisor::faults::IN_FLIGHT;
 use slat_pager::protocol::cloud_hypervisor::restore::{Memory, Record, Restored, Snapshot, Then, restore};
 use slat_pager::working_set::replay::Populate;
 use tokio::runtime::Runtime;
@@ -93,6 +95,47 @@ fn faults_of_any_whole_pages_in_a_slot_are_served_and_others_refused() {
         socket.write_all(&request(vmm::ABANDON, 0)).unwrap();
         assert_eq!(response(&socket).unwrap(), 1);
         assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+    });
+}
+
+/// A snapshot none of whose pages can be had: its faults stay in flight.
+fn broken_everywhere() -> Snapshot {
+    snapshot(|slot| Pattern { granule_bytes: 2 << 20, broken: Some(0), ..Pattern::new(0, slot.nr_bytes) })
+}
+
+#[test]
+fn the_end_is_noticed_behind_the_most_faults_in_flight() {
+    faults(&broken_everywhere(), OnFailure::Wait, |mut socket, restored| {
+        for _ in 0..IN_FLIGHT + 10 {
+            socket.write_all(&page_fault(0, 4096)).unwrap();
+        }
+        while restored.counters().nr_faults.load(Ordering::Relaxed) < IN_FLIGHT as u64 {
+            thread::yield_now();
+        }
+        let memory = Arc::clone(restored.memory());
+        assert!(memory.faults_wait());
+        drop(socket);
+        while memory.faults_wait() {
+            thread::yield_now();
+        }
+        assert_eq!(restored.counters().nr_faults.load(Ordering::Relaxed), IN_FLIGHT as u64);
+    });
+}
+
+#[test]
+fn abandon_is_answered_after_the_faults_before_it() {
+    let fails_twice = snapshot(|slot| Pattern {
+        nr_failures: AtomicU32::new(2),
+        granule_bytes: 2 << 20,
+        ..Pattern::new(vmm::seed(slot.number), slot.nr_bytes)
+    });
+    faults(&fails_twice, OnFailure::Refuse, |mut socket, restored| {
+        // One that waits, one that is refused at once, the end.
+        let bytes = [&page_fault(0, 4096)[..], &page_fault(1 << 40, 4096), &request(vmm::ABANDON, 0)].concat();
+        socket.write_all(&bytes).unwrap();
+        assert_eq!([(); 3].map(|()| response(&socket).unwrap()), [1, 2, 1]);
+        assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+        assert_eq!(restored.counters().nr_faults.load(Ordering::Relaxed), 2);
     });
 }
 

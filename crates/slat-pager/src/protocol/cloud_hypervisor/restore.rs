@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -134,9 +134,7 @@ pub fn restore(
     connection.request(Request::new(Command::State, state_length), &snapshot.state, "State")?;
     if let Some(Serving { socket, .. }) = &restored.serving
         && !is_taken(socket).map_err(|error| Error::io("look at a connection")(error.into()))?
-        // After that: a fault is counted before it is answered, and an answer may be unreceived, too. The lock of
-        // the socket orders both.
-        && restored.counters.nr_faults.load(Ordering::Relaxed) == 0
+        && restored.has_no_faults()
     {
         connection.send_all(&Request::new(Command::Abandon, 0).to_bytes())?;
         return Err(Error::NotOnDemand);
@@ -159,6 +157,14 @@ impl Restored {
     /// What was served.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// Whether no fault was answered whose answer this thread has found in the socket, or found taken.
+    fn has_no_faults(&self) -> bool {
+        // With the fence of `FaultServer::send`: a fault is counted before its answer is in the socket. The
+        // kernel's count of the socket's bytes is what both threads access between the fences.
+        fence(Ordering::Acquire);
+        self.counters.nr_faults.load(Ordering::Relaxed) == 0
     }
 
     /// Its recording, if there is one.
