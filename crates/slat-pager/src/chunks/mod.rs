@@ -43,8 +43,8 @@ use std::path::Path as FilePath;
 use object_store::path::Path;
 use url::Url;
 
-use crate::source::SourceError;
-use crate::source::objects::Objects;
+use crate::source::objects::{Objects, without_secrets};
+use crate::source::{SourceError, blocking};
 use index::{Hash, Index};
 
 /// What the name of an index ends in.
@@ -80,7 +80,7 @@ impl Location {
     /// # Errors
     /// The name does not end in `.index`; the store cannot be used.
     pub fn open(name: &str, options: &[(String, String)]) -> Result<Location, SourceError> {
-        let malformed = |why: String| SourceError::Malformed { snapshot: name.to_string(), why };
+        let malformed = |why: String| SourceError::Malformed { snapshot: without_secrets(name), why };
         if !name.ends_with(INDEX_SUFFIX) {
             return Err(malformed(format!("the name of an index ends in {INDEX_SUFFIX}")));
         }
@@ -134,15 +134,11 @@ impl Location {
     pub async fn read_chunk(&self, hash: Hash, nr_bytes: usize) -> Result<Vec<u8>, SourceError> {
         let path = self.chunk_path(&hash);
         let stored = self.objects.get(&path, body::most_stored_bytes(nr_bytes)).await?;
-        let decoded = tokio::task::spawn_blocking(move || body::decode(&stored, &hash, nr_bytes)).await;
-        match decoded {
-            Ok(Ok(bytes)) => Ok(bytes),
-            Ok(Err(why)) => Err(SourceError::Malformed {
-                snapshot: format!("the chunk {}/{path}", self.objects.name()),
-                why: why.to_string(),
-            }),
-            Err(error) => Err(SourceError::Io { what: format!("decode {path}"), error: std::io::Error::other(error) }),
-        }
+        let decoded = blocking("decode a chunk", move || body::decode(&stored, &hash, nr_bytes)).await?;
+        decoded.map_err(|why| SourceError::Malformed {
+            snapshot: format!("the chunk {}/{path}", self.objects.name()),
+            why: why.to_string(),
+        })
     }
 
     fn chunk_path(&self, hash: &Hash) -> Path {

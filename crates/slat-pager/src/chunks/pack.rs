@@ -26,7 +26,7 @@ use super::Location;
 use super::body;
 use super::index::{Hash, Index, nr_chunks};
 use crate::folder_lock::lock_folder;
-use crate::source::{Identity, Source, SourceError};
+use crate::source::{Identity, Source, SourceError, blocking};
 
 /// How a snapshot is packed. The defaults are those that `slat-pager bench sources` found best.
 #[derive(Clone, Debug)]
@@ -157,7 +157,7 @@ impl Packing<'_> {
         }
         let mut bytes = vec![0; nr_bytes];
         self.source.read(start, &mut bytes).await?;
-        let (bytes, hash) = blocking(move || {
+        let (bytes, hash) = blocking("encode a chunk", move || {
             let hash = (!is_all_zero(&bytes)).then(|| Hash::of(&bytes));
             (bytes, hash)
         })
@@ -169,7 +169,7 @@ impl Packing<'_> {
             return Ok(Some(hash));
         }
         let level = self.options.level;
-        let body = blocking(move || body::encode(&bytes, level)).await?;
+        let body = blocking("encode a chunk", move || body::encode(&bytes, level)).await?;
         self.stored.lock().unwrap_or_else(PoisonError::into_inner).push((hash, body.len() as u64));
         self.to.objects.put(&path, Bytes::from(body)).await?;
         Ok(Some(hash))
@@ -200,12 +200,6 @@ impl Packing<'_> {
 
 fn stopped() -> SourceError {
     SourceError::Io { what: "pack on".to_string(), error: io::Error::new(io::ErrorKind::Interrupted, "it was stopped") }
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, SourceError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| SourceError::Io { what: "encode a chunk".to_string(), error: io::Error::other(error) })
 }
 
 /// Whether all bytes are zero.

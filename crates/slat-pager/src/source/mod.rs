@@ -157,6 +157,16 @@ impl<'s> Mapped<'s> {
     }
 }
 
+/// Does `work`, which may wait, in a thread for that. `what` is it, for the error of a thread that panics.
+pub(crate) async fn blocking<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, SourceError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| SourceError::Io { what: what.to_string(), error: io::Error::other(error) })
+}
+
 /// Why bytes cannot be had.
 #[derive(Debug, Error)]
 pub enum SourceError {

@@ -41,7 +41,7 @@ use rustix::process::{getegid, geteuid, getgroups};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::pages::PageSet;
-use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, check_range};
+use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, blocking, check_range};
 
 /// What is looked for in the page cache at once, and what a read should have at least. The kernel
 /// maps as much around a page of a file that is touched.
@@ -185,9 +185,7 @@ impl Source for MemoryFile {
             if nr_read < into.len() {
                 let (rest, at) = (&mut into[nr_read..], offset + nr_read as u64);
                 let (file, nr_bytes) = (Arc::clone(&self.file), rest.len());
-                let bytes = tokio::task::spawn_blocking(move || file.read_exactly(at, nr_bytes))
-                    .await
-                    .map_err(|error| self.file.failed("read", io::Error::other(error)))??;
+                let bytes = blocking("read a file", move || file.read_exactly(at, nr_bytes)).await??;
                 rest.copy_from_slice(&bytes);
             }
             // After the bytes were read: if the file is the same now, it was then.
