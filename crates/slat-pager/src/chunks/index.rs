@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use thiserror::Error;
 
+use crate::little_endian::{u32_at, u64_at};
 use crate::source::{Identity, PAGE_BYTES};
 
 const MAGIC: [u8; 8] = *b"slat-idx";
@@ -146,13 +147,11 @@ impl Index {
         if head[..8] != MAGIC {
             return Err(IndexError::NoIndex);
         }
-        let u32_at = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let version = u32_at(8);
+        let version = u32_at(head, 8);
         if version != VERSION {
             return Err(IndexError::Version(version));
         }
-        let chunk_bytes = u64::from(u32_at(12));
-        let size_bytes = u64::from(u32_at(16)) | u64::from(u32_at(20)) << 32;
+        let (chunk_bytes, size_bytes) = (u64::from(u32_at(head, 12)), u64_at(head, 16));
         let nr_chunks = nr_chunks(size_bytes, chunk_bytes)?;
         let expected = HEADER_BYTES as u64 + nr_chunks * HASH_BYTES as u64;
         let found = bytes.len() as u64;

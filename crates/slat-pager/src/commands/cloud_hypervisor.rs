@@ -61,7 +61,7 @@ pub struct Restore {
     pub memory: Option<String>,
     /// What the VM does once it is restored.
     #[arg(long, value_enum, default_value = "run")]
-    pub then: AfterRestore,
+    pub then: Then,
     /// When its memory comes.
     #[arg(long, value_enum, default_value = "on-demand")]
     pub memory_comes: MemoryComes,
@@ -71,19 +71,10 @@ pub struct Restore {
     pub working_set: Option<PathBuf>,
     /// What becomes of a guest whose page can never be had.
     #[arg(long, value_enum, default_value = "exit")]
-    pub on_failure: Policy,
+    pub on_failure: OnFailure,
     /// How long the VMM has for each of its messages, and to listen.
     #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
     pub timeout: Duration,
-}
-
-/// [`Then`], for the command line.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum AfterRestore {
-    /// It runs.
-    Run,
-    /// It is paused.
-    Pause,
 }
 
 /// When memory comes.
@@ -95,15 +86,6 @@ pub enum MemoryComes {
     OnDemandAndAll,
     /// All before the VM is there. The VMM is not told `memory_mode=postcopy`.
     Before,
-}
-
-/// [`OnFailure`], for the command line.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Policy {
-    /// The VMM exits.
-    Exit,
-    /// The guest waits.
-    Pause,
 }
 
 /// Takes a snapshot.
@@ -133,21 +115,13 @@ pub fn restore(options: &Restore) -> Result<(), Box<dyn Error>> {
     let snapshot = runtime.block_on(open(options))?;
     let memory = match options.memory_comes {
         MemoryComes::Before => Memory::Before,
-        MemoryComes::OnDemand | MemoryComes::OnDemandAndAll => Memory::OnDemand {
-            record: Record::UpTo(DEFAULT_BYTES),
-            on_failure: match options.on_failure {
-                Policy::Exit => OnFailure::Refuse,
-                Policy::Pause => OnFailure::Wait,
-            },
-        },
-    };
-    let then = match options.then {
-        AfterRestore::Run => Then::Run,
-        AfterRestore::Pause => Then::Pause,
+        MemoryComes::OnDemand | MemoryComes::OnDemandAndAll => {
+            Memory::OnDemand { record: Record::UpTo(DEFAULT_BYTES), on_failure: options.on_failure }
+        }
     };
     let bar = spinner(format!("restoring in the VMM at {}", options.socket.display()));
     let timeouts = Timeouts { listen: options.timeout, frame: options.timeout };
-    let restored = restore::restore(&options.socket, &snapshot, memory, then, timeouts, runtime.handle())?;
+    let restored = restore::restore(&options.socket, &snapshot, memory, options.then, timeouts, runtime.handle())?;
     bar.finish_and_clear();
     if options.memory_comes == MemoryComes::Before {
         return Ok(restored.wait()?);

@@ -40,7 +40,12 @@ pub async fn receive(
     }
 }
 
-fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+/// As [`receive`], by one call, whatever the number of descriptors. `InvalidData`: the kernel dropped some.
+pub(super) fn receive_now(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = recvmsg(socket, &mut [IoSliceMut::new(into)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;

@@ -11,6 +11,7 @@
 
 pub mod cache;
 pub mod chunked;
+pub(crate) mod holes;
 pub mod layers;
 pub mod memory_file;
 pub mod objects;

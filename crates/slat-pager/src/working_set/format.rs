@@ -25,6 +25,7 @@ use std::path::Path;
 
 use thiserror::Error;
 
+use crate::little_endian::{u32_at, u64_at};
 use crate::source::{Identity, PAGE_BYTES};
 
 const MAGIC: [u8; 8] = *b"SLATWSET";
@@ -145,14 +146,6 @@ impl WorkingSet {
         let set = WorkingSet::from_bytes(&bytes)?;
         Ok(Some(set).filter(|set| set.identity == identity))
     }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([0, 1, 2, 3].map(|byte| bytes[at + byte]))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|byte| bytes[at + byte]))
 }
 
 #[cfg(test)]

@@ -11,10 +11,11 @@ use std::thread;
 use std::time::Duration;
 
 use slat_pager::commands::cloud_hypervisor::{self as commands, MemoryComes};
-use slat_pager::protocol::cloud_hypervisor::Error;
 use slat_pager::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
+use slat_pager::protocol::cloud_hypervisor::restore::Then;
 use slat_pager::protocol::cloud_hypervisor::store::store;
 use slat_pager::protocol::cloud_hypervisor::wire::WireError;
+use slat_pager::protocol::cloud_hypervisor::{Error, OnFailure};
 
 use crate::PATIENCE;
 use crate::support::{self, may_use_userfaultfd, start_client};
@@ -80,10 +81,10 @@ fn the_commands_store_a_snapshot_and_restore_it() {
             socket,
             from: snapshot.clone(),
             memory: None,
-            then: commands::AfterRestore::Run,
+            then: Then::Run,
             memory_comes,
             working_set: None,
-            on_failure: commands::Policy::Exit,
+            on_failure: OnFailure::Refuse,
             timeout: PATIENCE,
         };
         commands::restore(&options).unwrap();

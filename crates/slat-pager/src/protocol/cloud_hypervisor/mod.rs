@@ -32,17 +32,20 @@ pub mod wire;
 use std::io;
 use std::path::PathBuf;
 
+use clap::ValueEnum;
 use thiserror::Error;
 
 use self::wire::{Command, WireError};
 use crate::source::SourceError;
 
 /// What becomes of a guest whose page can never be had.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum OnFailure {
     /// The VMM is told, and exits.
+    #[value(name = "exit")]
     Refuse,
     /// The guest waits, and the pager tries again.
+    #[value(name = "pause")]
     Wait,
 }
 

@@ -12,6 +12,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use tokio::runtime::Handle;
 use tracing::{info, warn};
 
@@ -40,7 +41,7 @@ pub struct Snapshot {
 }
 
 /// What the VM does once it is restored.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Then {
     /// It runs.
     Run,

@@ -155,7 +155,7 @@ impl DiskCache {
                     tracing::debug!(folder = %cache.folder.display(), %error, "a block is not kept on the disk");
                 }
             }
-            // Who waits for the writes may then open the folder again.
+            // Once the writes have ended, another cache may open the folder.
             drop(cache);
             drop(permit);
         });
@@ -208,14 +208,9 @@ fn new_name(path: &Path) -> PathBuf {
 
 /// The identity that a file is named for.
 fn identity_of(name: &str) -> Option<Identity> {
-    let mut bytes = [0; 32];
-    if name.len() != 64 || !name.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')) {
-        return None;
-    }
-    for (byte, digits) in bytes.iter_mut().zip(name.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
-    }
-    Some(Identity::from_bytes(bytes))
+    let identity = Identity::from_bytes(blake3::Hash::from_hex(name).ok()?.into());
+    // Upper case is no name of ours.
+    Some(identity).filter(|identity| identity.to_string() == name)
 }
 
 fn header(block: &Identity, bytes: &[u8]) -> [u8; HEADER_BYTES] {

@@ -35,13 +35,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FileType, Gid, Mode, SeekFrom, Stat};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::fs::{FileType, Gid, Mode, Stat};
+use rustix::io::ReadWriteFlags;
 use rustix::process::{getegid, geteuid, getgroups};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::pages::PageSet;
-use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, blocking, check_range};
+use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, blocking, check_range, holes};
 
 /// What is looked for in the page cache at once, and what a read should have at least. The kernel
 /// maps as much around a page of a file that is touched.
@@ -278,26 +278,12 @@ impl OpenFile {
         Ok(())
     }
 
-    /// The pages that are not in holes. On a file system that knows of no holes: all.
+    /// The pages that are not in holes.
     fn data(&self) -> Result<PageSet, SourceError> {
         let mut data = PageSet::new(self.size_bytes / PAGE_BYTES);
-        let mut at = 0;
-        while at < self.size_bytes {
-            let start = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
-                Ok(start) => start,
-                // No data from here on.
-                Err(Errno::NXIO) => break,
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
-                Err(error) => return Err(self.failed("look for holes in", error.into())),
-            };
-            let end = match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
-                Ok(end) if end > start => end,
-                Ok(_) | Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => self.size_bytes,
-                Err(error) => return Err(self.failed("look for holes in", error.into())),
-            };
-            data.insert_bytes(start..end);
-            at = end;
-        }
+        let extents = holes::data(&self.file, 0..self.size_bytes);
+        let extents = extents.map_err(|error| self.failed("look for holes in", error))?;
+        extents.into_iter().for_each(|extent| data.insert_bytes(extent));
         self.check_unchanged()?;
         Ok(data)
     }
