@@ -124,7 +124,8 @@ impl Display for SnapshotName {
 /// What opening a snapshot may need.
 #[derive(Clone, Debug, Default)]
 pub struct OpenWith {
-    /// For what is not in a file: a cache. Without one, chunks are decoded and objects are fetched for each read.
+    /// For what is not in a file: a cache. Without one, chunks are decoded and objects are fetched
+    /// for each read.
     pub cache: Option<Arc<BlockCache>>,
     /// For object stores: see [`Objects::open`].
     pub store_options: Vec<(String, String)>,

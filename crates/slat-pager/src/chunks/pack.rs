@@ -1,17 +1,19 @@
-//! Packs a snapshot: cuts it into chunks, stores those that the store does not have, then the index.
+//! Packs a snapshot: cuts it into chunks, stores those that the store does not have, then the
+//! index.
 //!
 //! # Guarantees
-//! - The index is stored after all its chunks are durable, and replaces an older one of its name at once.
-//! - A chunk of a folder takes its name after its bytes are on the disk: what a crash tears is no chunk,
-//!   and no later call relies on it.
-//! - If packing fails or is stopped before the index is stored, the chunks that it stored in a folder are
-//!   deleted again. If storing the index fails they stay, as it may be there. (In an object store they
-//!   stay always: another computer may have found them there, and refer to them.)
+//! - The index is stored after all its chunks are durable, and replaces an older one of its name at
+//!   once.
+//! - A chunk of a folder takes its name after its bytes are on the disk: what a crash tears is no
+//!   chunk, and no later call relies on it.
+//! - If packing fails or is stopped before the index is stored, the chunks that it stored in a
+//!   folder are deleted again. If storing the index fails they stay, as it may be there. (In an
+//!   object store they stay always: another computer may have found them there, and refer to them.)
 //! - Its memory is bounded by [`PackOptions::nr_parallel`], beside 64 bytes for each chunk.
 //!
 //! # Implementation
-//! Only one process packs into a folder at a time: it holds a lock of the folder (flock(2)). So no other index
-//! refers to the chunks that a failed one deletes.
+//! Only one process packs into a folder at a time: it holds a lock of the folder (flock(2)). So no
+//! other index refers to the chunks that a failed one deletes.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -188,8 +190,8 @@ impl Packing<'_> {
         }
     }
 
-    /// Waits until the chunks of a folder are on its disk, with their names. Those that this call stored
-    /// are. A call that was killed may have left one whose name is not there yet.
+    /// Waits until the chunks of a folder are on its disk, with their names. Those that this call
+    /// stored are. A call that was killed may have left one whose name is not there yet.
     fn make_durable(&self) -> Result<(), SourceError> {
         let Some(folder) = &self.to.folder else { return Ok(()) };
         let failed = |error: io::Error| SourceError::Io { what: format!("write {}", folder.display()), error };

@@ -28,8 +28,8 @@ const WORKING_SET: &str = "working-set";
 
 /// Take a snapshot from Cloud Hypervisor.
 ///
-/// The VMM is told `pause`, and then `send-migration destination_url=unix:SOCKET,local=on`. It ends once the
-/// snapshot is durable.
+/// The VMM is told `pause`, and then `send-migration destination_url=unix:SOCKET,local=on`. It ends
+/// once the snapshot is durable.
 #[derive(Debug, Args)]
 pub struct Store {
     /// Where the VMM connects.
@@ -45,8 +45,8 @@ pub struct Store {
 
 /// Restore a snapshot in Cloud Hypervisor, page by page.
 ///
-/// The VMM is told `receive-migration receiver_url=unix:SOCKET,memory_mode=postcopy` before or after.
-/// Ends with the VM, or once it has all its memory.
+/// The VMM is told `receive-migration receiver_url=unix:SOCKET,memory_mode=postcopy` before or
+/// after. Ends with the VM, or once it has all its memory.
 #[derive(Debug, Args)]
 pub struct Restore {
     /// Where the VMM listens.
@@ -55,8 +55,8 @@ pub struct Restore {
     /// The folder of the snapshot.
     #[arg(long, value_name = "FOLDER")]
     pub from: PathBuf,
-    /// The memory of each slot, if it is not in the folder: the name of a snapshot (chunks:..., s3://...), in
-    /// which `{slot}` is the slot's number.
+    /// The memory of each slot, if it is not in the folder: the name of a snapshot (chunks:...,
+    /// s3://...), in which `{slot}` is the slot's number.
     #[arg(long, value_name = "NAME")]
     pub memory: Option<String>,
     /// What the VM does once it is restored.
@@ -65,8 +65,8 @@ pub struct Restore {
     /// When its memory comes.
     #[arg(long, value_enum, default_value = "on-demand")]
     pub memory_comes: MemoryComes,
-    /// The working set: recorded to FILE if there is none, replayed if there is. [default: `working-set` in
-    /// the folder]
+    /// The working set: recorded to FILE if there is none, replayed if there is. [default:
+    /// `working-set` in the folder]
     #[arg(long, value_name = "FILE")]
     pub working_set: Option<PathBuf>,
     /// What becomes of a guest whose page can never be had.

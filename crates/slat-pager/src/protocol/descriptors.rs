@@ -15,8 +15,8 @@ use tokio::net::UnixStream;
 /// Descriptors that one call can get.
 const MOST: usize = 8;
 
-/// Reads some bytes from `stream`, and adds the descriptors that come with them to `descriptors`. 0:
-/// the other side has closed.
+/// Reads some bytes from `stream`, and adds the descriptors that come with them to `descriptors`.
+/// 0: the other side has closed.
 ///
 /// # Errors
 /// Of recvmsg(2). `InvalidData`: there are more than `most_descriptors`.
@@ -40,7 +40,8 @@ pub async fn receive(
     }
 }
 
-/// As [`receive`], by one call, whatever the number of descriptors. `InvalidData`: the kernel dropped some.
+/// As [`receive`], by one call, whatever the number of descriptors. `InvalidData`: the kernel
+/// dropped some.
 pub(super) fn receive_now(
     socket: BorrowedFd<'_>,
     into: &mut [u8],

@@ -9,8 +9,9 @@ use rustix::io::Errno;
 
 use super::PAGE_BYTES;
 
-/// The parts of `range`, which are whole pages, that are no holes, as whole pages. On a file system that
-/// knows of no holes: all. Only what the calls return counts: the file's position may be shared.
+/// The parts of `range`, which are whole pages, that are no holes, as whole pages. On a file system
+/// that knows of no holes: all. Only what the calls return counts: the file's position may be
+/// shared.
 pub(crate) fn data(file: impl AsFd, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let mut extents = Vec::new();
     let mut at = range.start;

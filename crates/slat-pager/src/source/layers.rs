@@ -5,7 +5,8 @@
 //!
 //! # Use
 //! Which pages a layer has is told by
-//! - a file beside it, `FILE.dirty`, if there is one: a dirty log as KVM returns it, one bit a page;
+//! - a file beside it, `FILE.dirty`, if there is one: a dirty log as KVM returns it, one bit a
+//!   page;
 //! - otherwise by its holes: Firecracker's diff snapshots are sparse files of full size.
 //!
 //! Holes say it exactly only where a file system keeps account of them page by page. Larger blocks

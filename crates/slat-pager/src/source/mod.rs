@@ -36,16 +36,17 @@ pub trait Source: Debug + Send + Sync {
     /// How many there are; a multiple of [`PAGE_BYTES`].
     fn size_bytes(&self) -> u64;
 
-    /// What tells these bytes from those of every other snapshot: caches and working sets are kept by it.
+    /// What tells these bytes from those of every other snapshot: caches and working sets are kept
+    /// by it.
     fn identity(&self) -> Identity;
 
-    /// What a read should have, in bytes: a power of two from [`PAGE_BYTES`] on. A smaller read costs
-    /// as much as one of so many bytes, aligned to them.
+    /// What a read should have, in bytes: a power of two from [`PAGE_BYTES`] on. A smaller read
+    /// costs as much as one of so many bytes, aligned to them.
     fn granule_bytes(&self) -> u64;
 
-    /// What tells the bytes of a block (number `block` of [`Source::granule_bytes`] each; the last one may
-    /// be shorter) from all others: caches keep them by it. Blocks of two snapshots that have
-    /// the same bytes may share one.
+    /// What tells the bytes of a block (number `block` of [`Source::granule_bytes`] each; the last
+    /// one may be shorter) from all others: caches keep them by it. Blocks of two snapshots that
+    /// have the same bytes may share one.
     fn block_identity(&self, block: u64) -> Identity {
         numbered_block(self, block)
     }
@@ -56,7 +57,8 @@ pub trait Source: Debug + Send + Sync {
         None
     }
 
-    /// Whether [`Source::mapped`] has all bytes, except for those that wait for a disk of this computer.
+    /// Whether [`Source::mapped`] has all bytes, except for those that wait for a disk of this
+    /// computer.
     fn is_mapped(&self) -> bool {
         false
     }
@@ -84,8 +86,8 @@ fn numbered_block<S: Source + ?Sized>(source: &S, block: u64) -> Identity {
 pub struct Identity([u8; 32]);
 
 impl Identity {
-    /// The identity of a source of a `kind` (`"file"`, `"chunks"`) that its `parts` tell from every other of
-    /// that kind.
+    /// The identity of a source of a `kind` (`"file"`, `"chunks"`) that its `parts` tell from every
+    /// other of that kind.
     pub fn new<'p>(kind: &'p str, parts: impl IntoIterator<Item = &'p [u8]>) -> Identity {
         let mut hasher = blake3::Hasher::new();
         // Each part follows its length: no two lists of parts are the same bytes.
@@ -158,7 +160,8 @@ impl<'s> Mapped<'s> {
     }
 }
 
-/// Does `work`, which may wait, in a thread for that. `what` is it, for the error of a thread that panics.
+/// Does `work`, which may wait, in a thread for that. `what` is it, for the error of a thread that
+/// panics.
 pub(crate) async fn blocking<T: Send + 'static>(
     what: &str,
     work: impl FnOnce() -> T + Send + 'static,

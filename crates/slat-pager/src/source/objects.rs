@@ -1,4 +1,5 @@
-//! Object stores (S3, Google Cloud Storage, Azure, HTTP) and folders, as one thing: objects with paths.
+//! Object stores (S3, Google Cloud Storage, Azure, HTTP) and folders, as one thing: objects with
+//! paths.
 
 use std::path::Path as FilePath;
 use std::sync::Arc;
@@ -40,10 +41,10 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The store of a URL, and the path there. Credentials and endpoints are taken from the environment, as
-    /// the crate `object_store` names them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, `AWS_ALLOW_HTTP`,
-    /// `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`...), then from `options` with these
-    /// names in lower case.
+    /// The store of a URL, and the path there. Credentials and endpoints are taken from the
+    /// environment, as the crate `object_store` names them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`,
+    /// `AWS_ALLOW_HTTP`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`...), then
+    /// from `options` with these names in lower case.
     ///
     /// # Errors
     /// The URL is of no store that is known, or lacks something; an option is none.
@@ -255,8 +256,8 @@ fn environment(prefix: &'static str) -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// The name of a snapshot for a message: if it is a URL, without its password and query, which may be
-/// secrets. It need not be one that can be parsed.
+/// The name of a snapshot for a message: if it is a URL, without its password and query, which may
+/// be secrets. It need not be one that can be parsed.
 pub(crate) fn without_secrets(name: &str) -> String {
     let Some((scheme, rest)) = name.split_once("://") else { return name.to_string() };
     let rest = rest.split(['?', '#']).next().unwrap_or_default();

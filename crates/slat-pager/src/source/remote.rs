@@ -2,8 +2,8 @@
 //!
 //! # Guarantees
 //! All bytes are those of one version of the object: each request asks for the entity tag that the
-//! object had when it was opened (`If-Match`), and each answer is checked for tag and size. An object
-//! without a strong tag is refused, for two versions of it could not be told apart.
+//! object had when it was opened (`If-Match`), and each answer is checked for tag and size. An
+//! object without a strong tag is refused, for two versions of it could not be told apart.
 //!
 //! # Implementation
 //! A read is split into parts, which are requested at once. A server that takes its time for each
@@ -22,12 +22,13 @@ use tokio::sync::Semaphore;
 use super::objects::{Objects, RETRY_TIME};
 use super::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 
-/// What one request asks for at most, and a read should have. Measured by `slat-pager bench sources`.
+/// What one request asks for at most, and a read should have. Measured by `slat-pager bench
+/// sources`.
 pub const PART_BYTES: u64 = 1 << 20;
 /// How many requests are under way at once.
 pub const MOST_REQUESTS: usize = 64;
-/// How often a part is asked for if what comes is not the whole of it, and for how long: no try begins
-/// later.
+/// How often a part is asked for if what comes is not the whole of it, and for how long: no try
+/// begins later.
 const MOST_TRIES: usize = 4;
 const TRIES_TIME: Duration = RETRY_TIME;
 
@@ -53,8 +54,8 @@ impl RemoteFile {
     /// The object at `path`.
     ///
     /// # Errors
-    /// The store does not answer, or refuses; there is no such object, or none of whole pages; it has no
-    /// strong entity tag.
+    /// The store does not answer, or refuses; there is no such object, or none of whole pages; it
+    /// has no strong entity tag.
     pub async fn open(objects: Objects, path: Path) -> Result<RemoteFile, SourceError> {
         let name = format!("{}/{path}", objects.name());
         let malformed = |why: String| SourceError::Malformed { snapshot: name.clone(), why };

@@ -15,8 +15,8 @@
 //! | 4 each | the numbers of pages, in the order of first touch |
 //! | 32 | blake3 of all bytes before |
 //!
-//! A file that is not exactly so is refused; a file of another snapshot is not an error but no working
-//! set of this one.
+//! A file that is not exactly so is refused; a file of another snapshot is not an error but no
+//! working set of this one.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Read, Write};
@@ -113,8 +113,8 @@ impl WorkingSet {
         Ok(WorkingSet { identity: Identity::from_bytes(identity), size_bytes, around_bytes, pages })
     }
 
-    /// Writes it to `path`; what was there is replaced at once, or stays. Of several at once the last
-    /// one stays.
+    /// Writes it to `path`; what was there is replaced at once, or stays. Of several at once the
+    /// last one stays.
     ///
     /// # Errors
     /// Of the file system.
@@ -128,8 +128,8 @@ impl WorkingSet {
         Ok(())
     }
 
-    /// Reads the working set of the snapshot `identity` from `path`. `None`: no file, or that of another
-    /// snapshot.
+    /// Reads the working set of the snapshot `identity` from `path`. `None`: no file, or that of
+    /// another snapshot.
     ///
     /// # Errors
     /// A file that cannot be read, or is no working set.

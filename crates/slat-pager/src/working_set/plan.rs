@@ -2,8 +2,8 @@
 //! one if there is none.
 //!
 //! # Guarantees
-//! A file that is damaged, or of another snapshot, is as none: the next recording replaces it. Nothing
-//! here is a failure of the machine.
+//! A file that is damaged, or of another snapshot, is as none: the next recording replaces it.
+//! Nothing here is a failure of the machine.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ impl Plan {
         recorder().map_or(Plan::Nothing, Plan::Record)
     }
 
-    /// Who is to be told of faults.
+    /// What observes the faults of the machine.
     pub fn observer(&self) -> Option<Arc<dyn Observer>> {
         match self {
             Plan::Record(recorder) => Some(Arc::clone(recorder) as _),
@@ -58,8 +58,8 @@ impl Plan {
         }
     }
 
-    /// Carries it out for a machine with `memory`, until it is done or the machine has `ended`. Counts in
-    /// `progress`.
+    /// Carries it out for a machine with `memory`, until it is done or the machine has `ended`.
+    /// Counts in `progress`.
     pub async fn run(
         self,
         file: PathBuf,

@@ -1,5 +1,5 @@
-//! Cloud Hypervisor's migration protocol, by clients of our own: a VMM in a process of its own with a
-//! real userfaultfd and threads that touch all its memory, and peers that do everything wrong.
+//! Cloud Hypervisor's migration protocol, by clients of our own: a VMM in a process of its own with
+//! a real userfaultfd and threads that touch all its memory, and peers that do everything wrong.
 
 mod faults;
 mod restore;

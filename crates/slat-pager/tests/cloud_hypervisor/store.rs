@@ -93,14 +93,16 @@ fn the_commands_store_a_snapshot_and_restore_it() {
     }
 }
 
-/// Whether a process listens at `path`, without a connection to it: the kernel's list of sockets says it.
+/// Whether a process listens at `path`, without a connection to it: the kernel's list of sockets
+/// says it.
 fn listens(path: &Path) -> bool {
     let sockets = fs::read_to_string("/proc/net/unix").unwrap();
     // A socket that listens has the flag __SO_ACCEPTCON.
     sockets.lines().any(|line| line.contains(" 00010000 ") && line.ends_with(path.to_str().unwrap()))
 }
 
-/// What `store` says of a peer that sends `sent` and then nothing more; also that it leaves no files.
+/// What `store` says of a peer that sends `sent` and then nothing more; also that it leaves no
+/// files.
 fn stored(sent: impl IntoIterator<Item = Sent>) -> Error {
     let folder = tempfile::tempdir().unwrap();
     let (peer, ours) = UnixStream::pair().unwrap();

@@ -240,7 +240,8 @@ async fn only_one_packs_into_a_folder() {
     pack_bytes(&snapshot(1, 64), &to, &options(64 << 10)).await.unwrap();
 }
 
-/// A file system of `nr_bytes` bytes at a folder, as long as it lives; `None` where this may not be.
+/// A file system of `nr_bytes` bytes at a folder, as long as it lives; `None` where this may not
+/// be.
 pub struct SmallDisk(PathBuf);
 
 impl SmallDisk {

@@ -2,15 +2,16 @@
 //!
 //! # Guarantees
 //! - A fault is answered after all its bytes are in the memory that both sides share.
-//! - Answers come in the order of the faults, as the frames have no numbers. Up to [`IN_FLIGHT`] faults
-//!   are served at once; behind them the connection is not read, but its end is noticed. `Abandon` is
-//!   answered last, and nothing is read behind it.
-//! - A source that fails for a while makes the guest wait. One that fails for ever is answered by an
-//!   error, after which the VMM exits, or not at all: the guest stays as it is ([`OnFailure`]).
+//! - Answers come in the order of the faults, as the frames have no numbers. Up to [`IN_FLIGHT`]
+//!   faults are served at once; behind them the connection is not read, but its end is noticed.
+//!   `Abandon` is answered last, and nothing is read behind it.
+//! - A source that fails for a while makes the guest wait. One that fails for ever is answered by
+//!   an error, after which the VMM exits, or not at all: the guest stays as it is ([`OnFailure`]).
 //!
 //! # Implementation
 //! One thread reads, serves what needs no read of the source itself, gives the rest to the runtime,
-//! and writes the answers. The present VMM has one fault in flight: it waits for no other thread then.
+//! and writes the answers. The present VMM has one fault in flight: it waits for no other thread
+//! then.
 
 use std::collections::VecDeque;
 use std::io;

@@ -20,9 +20,9 @@ pub fn memory_name(slot: u32) -> String {
     format!("memory-{slot}")
 }
 
-/// A folder that takes its name once it is whole and durable; dropped before, it is removed. It has the
-/// memory of a guest: only its user may read it. A process that is killed leaves it behind under the
-/// name `NAME.unfinished-` with random letters, which no later store uses.
+/// A folder that takes its name once it is whole and durable; dropped before, it is removed. It has
+/// the memory of a guest: only its user may read it. A process that is killed leaves it behind
+/// under the name `NAME.unfinished-` with random letters, which no later store uses.
 #[derive(Debug)]
 pub(super) struct NewFolder {
     path: PathBuf,

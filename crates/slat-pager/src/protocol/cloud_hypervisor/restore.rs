@@ -96,8 +96,8 @@ struct Serving {
     thread: JoinHandle<Result<(), Error>>,
 }
 
-/// Restores `snapshot` in the VMM that listens at `socket`. Returns once it says that the VM is there.
-/// The pager is connected before it fills memory, as that may take long.
+/// Restores `snapshot` in the VMM that listens at `socket`. Returns once it says that the VM is
+/// there. The pager is connected before it fills memory, as that may take long.
 ///
 /// # Errors
 /// [`enum@Error`].
@@ -160,7 +160,8 @@ impl Restored {
         &self.counters
     }
 
-    /// Whether no fault was answered whose answer this thread has found in the socket, or found taken.
+    /// Whether no fault was answered whose answer this thread has found in the socket, or found
+    /// taken.
     fn has_no_faults(&self) -> bool {
         // With the fence of `FaultServer::send`: a fault is counted before its answer is in the socket. The
         // kernel's count of the socket's bytes is what both threads access between the fences.

@@ -42,8 +42,9 @@ pub struct Stored {
 /// there yet or empty. The VMM has `timeout` for each of its frames.
 ///
 /// # Errors
-/// [`enum@Error`]; the VMM is told so, if it still listens. `folder` is as it was, but for the two last
-/// steps: if its name cannot be made durable or the last answer cannot be sent, it has the snapshot.
+/// [`enum@Error`]; the VMM is told so, if it still listens. `folder` is as it was, but for the two
+/// last steps: if its name cannot be made durable or the last answer cannot be sent, it has the
+/// snapshot.
 pub fn store(socket: UnixStream, folder: &Path, timeout: Duration) -> Result<Stored, Error> {
     let connection = Connection::new(socket, timeout).map_err(Error::io("use a connection"))?;
     let stored = receive(&connection, folder);
@@ -140,8 +141,8 @@ fn check_memory(slots: &[Slot], memory: &BTreeMap<u32, File>) -> Result<(), Erro
     Ok(())
 }
 
-/// Copies the memory of `slot`, durably, and leaves holes where it has zeros; returns how many bytes
-/// are no zeros.
+/// Copies the memory of `slot`, durably, and leaves holes where it has zeros; returns how many
+/// bytes are no zeros.
 fn copy(memory: &File, slot: &Slot, to: &File) -> io::Result<u64> {
     to.set_len(slot.nr_bytes)?;
     let chunks: Vec<_> = holes::data(memory, slot.file_offset..slot.file_offset + slot.nr_bytes)?

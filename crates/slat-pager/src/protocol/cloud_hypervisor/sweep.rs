@@ -1,9 +1,9 @@
 //! Tells the page faults of a guest from those that the VMM sends on its own.
 //!
-//! Between faults, Cloud Hypervisor asks for each page of the memory in turn, from the lowest address
-//! on, and skips those that it asked for before. The frames are the same. A working set has only what
-//! the guest touched: this follows the VMM's cursor and knows its requests by it. A fault of the guest
-//! that happens to be just there counts as the VMM's; it comes early anyway.
+//! Between faults, Cloud Hypervisor asks for each page of the memory in turn, from the lowest
+//! address on, and skips those that it asked for before. The frames are the same. A working set has
+//! only what the guest touched: this follows the VMM's cursor and knows its requests by it. A fault
+//! of the guest that happens to be just there counts as the VMM's; it comes early anyway.
 
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
 //! Whether the VMM has taken the connection for page faults.
 //!
-//! A VMM that was not told `memory_mode=postcopy` maps the empty memory that the pager has sent, and
-//! would let its guest read zeros. It closes the connection for page faults before it answers
+//! A VMM that was not told `memory_mode=postcopy` maps the empty memory that the pager has sent,
+//! and would let its guest read zeros. It closes the connection for page faults before it answers
 //! `State`, or never accepts it.
 
 #![expect(unsafe_code, reason = "an ioctl that the libraries lack")]
@@ -12,8 +12,8 @@ use rustix::io::Errno;
 use rustix::ioctl::{Getter, Opcode, ioctl};
 use rustix::net::{RecvFlags, recv};
 
-/// `SIOCOUTQ`: what was sent on a Unix socket and not received yet, in bytes of memory (unix(7), `SIOCINQ` is
-/// its counterpart).
+/// `SIOCOUTQ`: what was sent on a Unix socket and not received yet, in bytes of memory (unix(7),
+/// `SIOCINQ` is its counterpart).
 const UNRECEIVED: Opcode = libc::TIOCOUTQ as Opcode;
 
 /// Whether the other side has received all that was sent on `socket`, and has not closed it.

@@ -1,17 +1,20 @@
 //! A file that has the memory of a snapshot, byte for byte: what VMMs write.
 //!
 //! # Guarantees
-//! - Bytes that a read returns are those of the file as it was opened: after the read, size and time
-//!   of last change are still the same. Otherwise the read fails with [`SourceError::Changed`].
+//! - Bytes that a read returns are those of the file as it was opened: after the read, size and
+//!   time of last change are still the same. Otherwise the read fails with
+//!   [`SourceError::Changed`].
 //! - Bytes of a mapping were right a moment before [`Source::mapped`] returned. A file that is
 //!   written while pages are copied out of it can give wrong bytes for as long as the copy takes
-//!   (microseconds); no later call returns one. Snapshots are not to be written while they are served.
+//!   (microseconds); no later call returns one. Snapshots are not to be written while they are
+//!   served.
 //! - Holes of the file are zeros, and known to be without a read.
 //!
 //! # Implementation
 //! The file is mapped, and the kernel copies from the mapping right into the guest: no byte passes
-//! through the pager. Touching a page that is still on disk would stop the thread that serves faults,
-//! so a block of the file is handed out by its mapping only once it is known to be in the page cache:
+//! through the pager. Touching a page that is still on disk would stop the thread that serves
+//! faults, so a block of the file is handed out by its mapping only once it is known to be in the
+//! page cache:
 //! - mincore(2) said so, once for each block; or
 //! - it was read. Another thread does that, and brings it there.
 //!
@@ -219,8 +222,8 @@ enum Residency {
 
 impl Residency {
     /// Told of a file that this process owns or may write. The mode alone decides: where an access
-    /// control list says otherwise, a fault may wait for the disk. A capability does not count, as the
-    /// process may drop it later.
+    /// control list says otherwise, a fault may wait for the disk. A capability does not count, as
+    /// the process may drop it later.
     fn of(stat: &Stat) -> Residency {
         let is_of_group = || {
             let group = Gid::from_raw(stat.st_gid);
@@ -264,8 +267,8 @@ impl OpenFile {
         SourceError::Io { what: format!("{what} {}", self.path.display()), error }
     }
 
-    /// Fails if the file's size or time of last change is not what it was. The descriptor stays with
-    /// the file that was opened: renaming another one to its path changes nothing here.
+    /// Fails if the file's size or time of last change is not what it was. The descriptor stays
+    /// with the file that was opened: renaming another one to its path changes nothing here.
     fn check_unchanged(&self) -> Result<(), SourceError> {
         let stat = rustix::fs::fstat(&self.file).map_err(|error| self.failed("examine", error.into()))?;
         if stat.st_size as u64 != self.size_bytes {

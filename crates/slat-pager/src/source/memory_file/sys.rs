@@ -10,7 +10,8 @@ use super::{BLOCK_BYTES, PAGE_BYTES};
 const MOST_PAGES: usize = (BLOCK_BYTES / PAGE_BYTES) as usize;
 
 /// Which pages of the machine are not in the page cache, of `nr_bytes` of the mapping (a block at
-/// most) from `start` on, a multiple of the page size: their ranges. `None`: the kernel does not say.
+/// most) from `start` on, a multiple of the page size: their ranges. `None`: the kernel does not
+/// say.
 pub(super) fn not_resident(
     mapping: &MmapRaw,
     start: usize,

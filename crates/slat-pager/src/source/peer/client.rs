@@ -2,8 +2,8 @@
 //!
 //! # Implementation
 //! There are some connections, so that a fault does not queue behind all that is replayed. A read
-//! takes the one with the fewest requests under way. A connection that is lost is made again when the
-//! next read needs it; the reads that waited for it try again, a few times.
+//! takes the one with the fewest requests under way. A connection that is lost is made again when
+//! the next read needs it; the reads that waited for it try again, a few times.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,7 +33,8 @@ const MOST_REQUESTS: usize = 64;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server from which no byte comes for so long while a request waits is given up.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
-/// How often a request is sent, and what is waited before the second time; twice that before the third.
+/// How often a request is sent, and what is waited before the second time; twice that before the
+/// third.
 const MOST_TRIES: u32 = 4;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
@@ -67,8 +68,8 @@ impl Peer {
     /// The snapshot `name` of the pager at `address` (`host:port`).
     ///
     /// # Errors
-    /// The files of certificates cannot be used; the server does not answer, is another one, or does not
-    /// have the snapshot.
+    /// The files of certificates cannot be used; the server does not answer, is another one, or
+    /// does not have the snapshot.
     pub async fn open(address: &str, name: &str, tls: &TlsFiles) -> Result<Peer, SourceError> {
         let malformed =
             |why: &str| SourceError::Malformed { snapshot: format!("{address}/{name}"), why: why.to_string() };

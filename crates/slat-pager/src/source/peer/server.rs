@@ -3,9 +3,9 @@
 //! # Implementation
 //! A connection has two tasks beside those of its requests: one reads requests, one writes replies.
 //! The first goes on only while fewer than `MOST_REQUESTS` are unanswered, and while the replies of
-//! this connection take at most `MOST_REPLY_BYTES`. A client that asks faster than it reads waits in
-//! its own socket, and no other client waits for it. All connections together take at most 1 GiB, if
-//! there are `MOST_CLIENTS` and all are slow.
+//! this connection take at most `MOST_REPLY_BYTES`. A client that asks faster than it reads waits
+//! in its own socket, and no other client waits for it. All connections together take at most 1
+//! GiB, if there are `MOST_CLIENTS` and all are slow.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
