@@ -266,6 +266,32 @@ async fn a_server_ends_what_is_none_of_the_protocol() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_that_take_no_replies_hold_up_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let tls = certificates(folder.path(), "one");
+    let bytes = snapshot(1, 256);
+    let source = Counted::new(bytes.clone(), 4096, "shared");
+    let reads = Arc::clone(&source);
+    let (address, _task) = serve(&tls, any_port(), "vm", source).await;
+    let mut slow = Vec::new();
+    for _ in 0..4 {
+        let mut stream = speak(address, &tls).await;
+        stream.write_all(&greeting(1, 2, b"vm")).await.unwrap();
+        for number in 0..64 {
+            stream.write_all(&request(number, 0, 1 << 20, 0)).await.unwrap();
+        }
+        stream.flush().await.unwrap();
+        slow.push(stream);
+    }
+    // Each has the replies that the server keeps for it.
+    while reads.nr_reads.load(Ordering::Relaxed) < 4 * 4 {
+        tokio::task::yield_now().await;
+    }
+    let peer = Peer::open(&address.to_string(), "vm", &tls).await.unwrap();
+    assert!(read(&peer, 0..bytes.len() as u64).await.unwrap() == bytes);
+}
+
 /// A server with a certificate, that answers as `wrong` says after a right greeting.
 async fn serve_wrong(tls: &TlsFiles, wrong: impl Fn(u64) -> Vec<u8> + Send + Sync + 'static) -> SocketAddr {
     use rustls::pki_types::pem::PemObject;

@@ -17,7 +17,7 @@
 //! | message | fields |
 //! |---|---|
 //! | client's greeting | `slatpeer`, version u32, bytes of the name u32, the snapshot's name |
-//! | server's greeting | `slatpeer`, version u32, status u32, size u64, granule u64, identity (32) |
+//! | server's greeting | `slatpeer`, version u32, status u32, size u64, granule u64, identity 32 |
 //! | request, 24 bytes | number u64, offset u64, bytes u32, zero u32 |
 //! | reply, 16 bytes | number u64, status u32, bytes u32, then so many bytes |
 //!
