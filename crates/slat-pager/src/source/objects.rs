@@ -22,7 +22,7 @@ use super::SourceError;
 
 /// For how long a request is tried again before the caller hears of it.
 pub(super) const RETRY_TIME: Duration = Duration::from_secs(20);
-/// A guest waits. For how long, is for the pager to decide, which tries again itself.
+/// The pager decides for how long a guest waits, and tries again itself.
 const RETRY: RetryConfig = RetryConfig {
     backoff: BackoffConfig { init_backoff: Duration::from_millis(50), max_backoff: Duration::from_secs(2), base: 2.0 },
     max_retries: 5,
