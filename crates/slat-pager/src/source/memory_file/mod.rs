@@ -38,9 +38,9 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FileType, Gid, Mode, Stat};
+use rustix::fs::{FileType, Mode, Stat};
 use rustix::io::ReadWriteFlags;
-use rustix::process::{getegid, geteuid, getgroups};
+use rustix::process::{getegid, geteuid};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::pages::PageSet;
@@ -223,14 +223,11 @@ enum Residency {
 impl Residency {
     /// Told of a file that this process owns or may write. The mode alone decides: where an access
     /// control list says otherwise, a fault may wait for the disk. A capability does not count, as
-    /// the process may drop it later.
+    /// the process may drop it later, nor does a supplementary group, as a sandbox may hide it.
     fn of(stat: &Stat) -> Residency {
-        let is_of_group = || {
-            let group = Gid::from_raw(stat.st_gid);
-            getegid() == group || getgroups().is_ok_and(|groups| groups.contains(&group))
-        };
-        let is_told = geteuid().as_raw() == stat.st_uid
-            || Mode::from_raw_mode(stat.st_mode).contains(if is_of_group() { Mode::WGRP } else { Mode::WOTH });
+        let is_of_group = getegid().as_raw() == stat.st_gid;
+        let may_write = if is_of_group { Mode::WGRP } else { Mode::WGRP | Mode::WOTH };
+        let is_told = geteuid().as_raw() == stat.st_uid || Mode::from_raw_mode(stat.st_mode).contains(may_write);
         if is_told { Residency::Told } else { Residency::NotTold }
     }
 }
