@@ -29,6 +29,7 @@ pub mod commands;
 pub mod config;
 pub mod daemon;
 mod folder_lock;
+mod little_endian;
 pub mod metrics;
 pub mod options;
 pub mod protocol;

@@ -23,10 +23,10 @@ use crate::source::cache::{BlockCache, Cached};
 use crate::source::chunked::Chunked;
 use crate::source::layers::{Layer, Layers};
 use crate::source::memory_file::MemoryFile;
-use crate::source::objects::Objects;
+use crate::source::objects::{Objects, without_secrets};
 use crate::source::peer::{Peer, TlsFiles};
 use crate::source::remote::RemoteFile;
-use crate::source::{Source, SourceError};
+use crate::source::{Source, SourceError, blocking};
 
 /// The name of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,7 +63,7 @@ impl FromStr for SnapshotName {
     type Err = NameError;
 
     fn from_str(name: &str) -> Result<SnapshotName, NameError> {
-        let wrong = |why: &str| NameError { name: name.to_string(), why: why.to_string() };
+        let wrong = |why: &str| NameError { name: without_secrets(name), why: why.to_string() };
         if name.is_empty() {
             return Err(wrong("it is empty"));
         }
@@ -105,6 +105,7 @@ fn chunks(name: &str) -> Option<SnapshotName> {
     (index.len() > INDEX_SUFFIX.len() && index.ends_with(INDEX_SUFFIX)).then(|| SnapshotName::Chunks(index.to_string()))
 }
 
+/// For messages: without passwords and queries of URLs.
 impl Display for SnapshotName {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
@@ -113,8 +114,8 @@ impl Display for SnapshotName {
                 write!(f, "layers:{}", base.display())?;
                 layers.iter().try_for_each(|layer| write!(f, ",{}", layer.display()))
             }
-            SnapshotName::Chunks(index) => write!(f, "chunks:{index}"),
-            SnapshotName::Object(url) => write!(f, "{url}"),
+            SnapshotName::Chunks(index) => write!(f, "chunks:{}", without_secrets(index)),
+            SnapshotName::Object(url) => f.write_str(&without_secrets(url.as_str())),
             SnapshotName::Peer { address, name } => write!(f, "peer:{address}/{name}"),
         }
     }
@@ -123,7 +124,8 @@ impl Display for SnapshotName {
 /// What opening a snapshot may need.
 #[derive(Clone, Debug, Default)]
 pub struct OpenWith {
-    /// For what is not in a file: a cache. Without one, chunks are decoded and objects are fetched for each read.
+    /// For what is not in a file: a cache. Without one, chunks are decoded and objects are fetched
+    /// for each read.
     pub cache: Option<Arc<BlockCache>>,
     /// For object stores: see [`Objects::open`].
     pub store_options: Vec<(String, String)>,
@@ -145,7 +147,7 @@ impl SnapshotName {
                 let mut layers = Vec::new();
                 for path in paths {
                     let path = path.clone();
-                    layers.push(blocking(move || Layer::open(&path)).await?);
+                    layers.push(blocking("open a file", move || Layer::open(&path)).await??);
                 }
                 return Ok(Arc::new(Layers::new(base, layers)?));
             }
@@ -171,15 +173,7 @@ impl SnapshotName {
 
 async fn open_file(path: &Path) -> Result<Arc<dyn Source>, SourceError> {
     let path = path.to_path_buf();
-    Ok(Arc::new(blocking(move || MemoryFile::open(&path)).await?))
-}
-
-async fn blocking<T: Send + 'static>(
-    open: impl FnOnce() -> Result<T, SourceError> + Send + 'static,
-) -> Result<T, SourceError> {
-    tokio::task::spawn_blocking(open)
-        .await
-        .map_err(|error| SourceError::Io { what: "open a file".to_string(), error: std::io::Error::other(error) })?
+    Ok(Arc::new(blocking("open a file", move || MemoryFile::open(&path)).await??))
 }
 
 #[cfg(test)]
@@ -219,5 +213,8 @@ mod tests {
         for text in ["file:/vm/mem", "layers:a,b", "chunks:x.index", "s3://bucket/mem", "peer:h:1/vm"] {
             assert_eq!(name(text).map(|name| name.to_string()), Ok(text.to_string()));
         }
+        assert_eq!(name("https://user:word@host/mem?sig=1").unwrap().to_string(), "https://user@host/mem");
+        let error = name("ftp://user:word@host/mem").unwrap_err().to_string();
+        assert!(!error.contains("word"), "{error}");
     }
 }

@@ -49,7 +49,7 @@ impl Source for Whole {
 
     fn mapped(&self, range: std::ops::Range<u64>) -> Option<Mapped<'_>> {
         let part = &self.bytes[range.start as usize..range.end as usize];
-        Some(Mapped::new(part.as_ptr(), part.len()))
+        Some(Mapped::of(part))
     }
 
     fn is_zero(&self, range: std::ops::Range<u64>) -> bool {

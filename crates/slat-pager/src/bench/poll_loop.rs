@@ -88,7 +88,7 @@ fn bytes<'s>(
     }
     buffer.resize((range.end - range.start) as usize, 0);
     runtime.block_on(source.read(range.start, buffer)).map_err(io::Error::other)?;
-    Ok(Mapped::new(buffer.as_ptr(), buffer.len()))
+    Ok(Mapped::of(buffer))
 }
 
 /// Copies `bytes`; where a page is there already, page by page.

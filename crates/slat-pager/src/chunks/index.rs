@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use thiserror::Error;
 
+use crate::little_endian::{u32_at, u64_at};
 use crate::source::{Identity, PAGE_BYTES};
 
 const MAGIC: [u8; 8] = *b"slat-idx";
@@ -19,7 +20,7 @@ pub const LEAST_CHUNK_BYTES: u64 = 64 << 10;
 pub const MOST_CHUNK_BYTES: u64 = 2 << 20;
 /// The largest snapshot: 16 TiB.
 pub const MOST_SNAPSHOT_BYTES: u64 = 16 << 40;
-/// The largest index that is read: that of 16 TiB in chunks of 512 KiB, or 2 TiB in chunks of 64 KiB.
+/// The largest index: that of 16 TiB in chunks of 512 KiB, or 2 TiB in chunks of 64 KiB.
 pub const MOST_BYTES: u64 = HEADER_BYTES as u64 + (1 << 30);
 
 /// The BLAKE3 hash of a chunk's bytes. It is the chunk's name.
@@ -84,8 +85,7 @@ pub struct Index {
     chunks: Vec<Option<Hash>>,
 }
 
-/// Whether there can be chunks of this size.
-pub fn is_chunk_size(chunk_bytes: u64) -> bool {
+fn is_chunk_size(chunk_bytes: u64) -> bool {
     chunk_bytes.is_power_of_two() && (LEAST_CHUNK_BYTES..=MOST_CHUNK_BYTES).contains(&chunk_bytes)
 }
 
@@ -147,13 +147,11 @@ impl Index {
         if head[..8] != MAGIC {
             return Err(IndexError::NoIndex);
         }
-        let u32_at = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let version = u32_at(8);
+        let version = u32_at(head, 8);
         if version != VERSION {
             return Err(IndexError::Version(version));
         }
-        let chunk_bytes = u64::from(u32_at(12));
-        let size_bytes = u64::from(u32_at(16)) | u64::from(u32_at(20)) << 32;
+        let (chunk_bytes, size_bytes) = (u64::from(u32_at(head, 12)), u64_at(head, 16));
         let nr_chunks = nr_chunks(size_bytes, chunk_bytes)?;
         let expected = HEADER_BYTES as u64 + nr_chunks * HASH_BYTES as u64;
         let found = bytes.len() as u64;
@@ -184,10 +182,14 @@ impl Index {
 }
 
 /// How many chunks a snapshot has, if the sizes are possible.
-fn nr_chunks(size_bytes: u64, chunk_bytes: u64) -> Result<u64, IndexError> {
+///
+/// # Errors
+/// [`IndexError::Sizes`]; its index would be longer than [`MOST_BYTES`], too.
+pub fn nr_chunks(size_bytes: u64, chunk_bytes: u64) -> Result<u64, IndexError> {
     let is_possible = is_chunk_size(chunk_bytes)
         && size_bytes.is_multiple_of(PAGE_BYTES)
-        && (PAGE_BYTES..=MOST_SNAPSHOT_BYTES).contains(&size_bytes);
+        && (PAGE_BYTES..=MOST_SNAPSHOT_BYTES).contains(&size_bytes)
+        && HEADER_BYTES as u64 + size_bytes.div_ceil(chunk_bytes) * HASH_BYTES as u64 <= MOST_BYTES;
     if is_possible { Ok(size_bytes.div_ceil(chunk_bytes)) } else { Err(IndexError::Sizes { size_bytes, chunk_bytes }) }
 }
 
@@ -245,12 +247,16 @@ mod tests {
     fn sizes_that_are_none() {
         for (size_bytes, chunk_bytes) in
             [(0, 1 << 16), (4095, 1 << 16), (4096, 1 << 15), (4096, 1 << 22), (4096, 3 << 16), (!4095, 1 << 16)]
+                .into_iter()
+                .chain([((2 << 40) + 4096, 1 << 16), ((16 << 40) + 4096, 1 << 19)])
         {
             assert_eq!(
                 Index::new(size_bytes, chunk_bytes, vec![None]),
                 Err(IndexError::Sizes { size_bytes, chunk_bytes })
             );
         }
+        assert_eq!(nr_chunks(2 << 40, 1 << 16), Ok(1 << 25));
+        assert_eq!(nr_chunks(MOST_SNAPSHOT_BYTES, 1 << 19), Ok(1 << 25));
         let mut later = Index::new(4096, 1 << 16, vec![None]).unwrap().encode();
         later[8] = 2;
         assert_eq!(Index::decode(&later), Err(IndexError::Version(2)));

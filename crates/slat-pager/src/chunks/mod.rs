@@ -2,15 +2,16 @@
 //!
 //! # Guarantees
 //! - A snapshot is there with all its chunks, or not at all: its index is stored last.
-//! - A chunk is checked against its name when it is read, and an index against its own checksum. What does
-//!   not fit is an error, and no byte of it is used.
-//! - Chunks are never changed. Many snapshots share a store; packing one takes nothing from another.
+//! - A chunk is checked against its name when it is read, and an index against its own checksum.
+//!   What does not fit is an error, and no byte of it is used.
+//! - Chunks are never changed. Many snapshots share a store; packing one takes nothing from
+//!   another.
 //!
 //! # Use
 //! A store is a folder, or a prefix in an object store. It has
 //! - `NAME.index`: a snapshot (any number of them);
-//! - `chunks/XX/HASH`: the chunks of all its snapshots, where HASH is the BLAKE3 hash of the chunk's
-//!   bytes in hexadecimal digits, and XX its first two.
+//! - `chunks/XX/HASH`: the chunks of all its snapshots, where HASH is the BLAKE3 hash of the
+//!   chunk's bytes in hexadecimal digits, and XX its first two.
 //!
 //! # The format, version 1
 //! Numbers are little-endian. An index is, in this order:
@@ -22,9 +23,10 @@
 //! | 4 | bytes of a chunk: a power of two from 64 KiB to 2 MiB |
 //! | 8 | bytes of the snapshot: whole pages of 4 KiB |
 //! | 32 | BLAKE3 hash of the 24 bytes before it and of the table after it |
-//! | 32 each | the table: the hash of each chunk in order; 32 zero bytes for a chunk of zeros, which is not stored |
+//! | 32 each | the table: the hash of each chunk in order; zeros for a chunk of zeros |
 //!
-//! The last chunk is shorter if the snapshot ends in it. A stored chunk is:
+//! A chunk of zeros is not stored. The last chunk is shorter if the snapshot ends in it. A stored
+//! chunk is:
 //!
 //! | bytes | content |
 //! |---|---|
@@ -43,8 +45,8 @@ use std::path::Path as FilePath;
 use object_store::path::Path;
 use url::Url;
 
-use crate::source::SourceError;
-use crate::source::objects::Objects;
+use crate::source::objects::{Objects, without_secrets};
+use crate::source::{SourceError, blocking};
 use index::{Hash, Index};
 
 /// What the name of an index ends in.
@@ -74,13 +76,13 @@ impl Location {
         Location::open(name, options)
     }
 
-    /// The index `NAME.index` at a path of files or a URL; the chunks are beside it. `options` are those
-    /// of [`Objects::open`].
+    /// The index `NAME.index` at a path of files or a URL; the chunks are beside it. `options` are
+    /// those of [`Objects::open`].
     ///
     /// # Errors
     /// The name does not end in `.index`; the store cannot be used.
     pub fn open(name: &str, options: &[(String, String)]) -> Result<Location, SourceError> {
-        let malformed = |why: String| SourceError::Malformed { snapshot: name.to_string(), why };
+        let malformed = |why: String| SourceError::Malformed { snapshot: without_secrets(name), why };
         if !name.ends_with(INDEX_SUFFIX) {
             return Err(malformed(format!("the name of an index ends in {INDEX_SUFFIX}")));
         }
@@ -134,15 +136,11 @@ impl Location {
     pub async fn read_chunk(&self, hash: Hash, nr_bytes: usize) -> Result<Vec<u8>, SourceError> {
         let path = self.chunk_path(&hash);
         let stored = self.objects.get(&path, body::most_stored_bytes(nr_bytes)).await?;
-        let decoded = tokio::task::spawn_blocking(move || body::decode(&stored, &hash, nr_bytes)).await;
-        match decoded {
-            Ok(Ok(bytes)) => Ok(bytes),
-            Ok(Err(why)) => Err(SourceError::Malformed {
-                snapshot: format!("the chunk {}/{path}", self.objects.name()),
-                why: why.to_string(),
-            }),
-            Err(error) => Err(SourceError::Io { what: format!("decode {path}"), error: std::io::Error::other(error) }),
-        }
+        let decoded = blocking("decode a chunk", move || body::decode(&stored, &hash, nr_bytes)).await?;
+        decoded.map_err(|why| SourceError::Malformed {
+            snapshot: format!("the chunk {}/{path}", self.objects.name()),
+            why: why.to_string(),
+        })
     }
 
     fn chunk_path(&self, hash: &Hash) -> Path {

@@ -1,29 +1,34 @@
-//! Packs a snapshot: cuts it into chunks, stores those that the store does not have, then the index.
+//! Packs a snapshot: cuts it into chunks, stores those that the store does not have, then the
+//! index.
 //!
 //! # Guarantees
-//! - The index is stored after all its chunks are durable, and replaces an older one of its name at once.
-//! - If packing fails or is stopped, the chunks that it stored in a folder are deleted again. (In an
-//!   object store they stay: another computer may have found them there, and refer to them.)
+//! - The index is stored after all its chunks are durable, and replaces an older one of its name at
+//!   once.
+//! - A chunk of a folder takes its name after its bytes are on the disk: what a crash tears is no
+//!   chunk, and no later call relies on it.
+//! - If packing fails or is stopped before the index is stored, the chunks that it stored in a
+//!   folder are deleted again. If storing the index fails they stay, as it may be there. (In an
+//!   object store they stay always: another computer may have found them there, and refer to them.)
 //! - Its memory is bounded by [`PackOptions::nr_parallel`], beside 64 bytes for each chunk.
 //!
 //! # Implementation
-//! Only one process packs into a folder at a time: it holds a lock of the folder (flock(2)). So no other index
-//! refers to the chunks that a failed one deletes.
+//! Only one process packs into a folder at a time: it holds a lock of the folder (flock(2)). So no
+//! other index refers to the chunks that a failed one deletes.
 
 use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use bytes::Bytes;
 use futures_util::StreamExt;
 
 use super::Location;
 use super::body;
-use super::index::{Hash, Index, is_chunk_size};
+use super::index::{Hash, Index, nr_chunks};
 use crate::folder_lock::lock_folder;
-use crate::source::{Identity, Source, SourceError};
+use crate::source::{Identity, Source, SourceError, blocking};
 
 /// How a snapshot is packed. The defaults are those that `slat-pager bench sources` found best.
 #[derive(Clone, Debug)]
@@ -64,18 +69,17 @@ pub struct Packed {
 /// Packs `source`; `progress` is told how many bytes more are done.
 ///
 /// # Errors
-/// The source cannot be read; the store cannot be written, or another process packs into it; packing was
-/// stopped.
+/// No index has these sizes; the source cannot be read; the store cannot be written, or another
+/// process packs into it; packing was stopped.
 pub async fn pack(
     source: &Arc<dyn Source>,
     to: &Location,
     options: &PackOptions,
     progress: impl Fn(u64) + Sync,
 ) -> Result<Packed, SourceError> {
-    if !is_chunk_size(options.chunk_bytes) {
-        let why = format!("chunks of {} bytes are not possible", options.chunk_bytes);
-        return Err(SourceError::Malformed { snapshot: to.name(), why });
-    }
+    // Before anything is stored: nothing could read an index that is too long.
+    nr_chunks(source.size_bytes(), options.chunk_bytes)
+        .map_err(|why| SourceError::Malformed { snapshot: to.name(), why: why.to_string() })?;
     let lock = to.folder.as_deref().map(lock_folder).transpose()?;
     let packing = Packing { source, to, options, seen: Mutex::default(), stored: Mutex::default() };
     let packed = packing.run(&progress).await;
@@ -101,45 +105,33 @@ impl Packing<'_> {
         let (size_bytes, chunk_bytes) = (self.source.size_bytes(), self.options.chunk_bytes);
         // After the first error none is begun, but all that were are waited for: a write that goes on
         // in a thread would store its chunk after the others were deleted.
-        let has_failed = AtomicBool::new(false);
+        let failure = OnceLock::new();
         let starts = (0..size_bytes).step_by(chunk_bytes as usize);
-        let results: Vec<Result<Option<Hash>, SourceError>> = futures_util::stream::iter(starts)
+        let chunks: Vec<Option<Hash>> = futures_util::stream::iter(starts)
             .map(|start| {
-                let has_failed = &has_failed;
+                let failure = &failure;
                 async move {
-                    // Relaxed: flags that order nothing.
-                    if has_failed.load(Ordering::Relaxed) || self.options.stop.load(Ordering::Relaxed) {
-                        return Err(stopped());
+                    if failure.get().is_some() {
+                        return None;
                     }
                     let nr_bytes = chunk_bytes.min(size_bytes - start);
-                    let result = self.pack_chunk(start, nr_bytes as usize).await;
-                    if result.is_err() {
-                        has_failed.store(true, Ordering::Relaxed);
-                    }
+                    // Relaxed: a flag that orders nothing.
+                    let result = match self.options.stop.load(Ordering::Relaxed) {
+                        true => Err(stopped()),
+                        false => self.pack_chunk(start, nr_bytes as usize).await,
+                    };
                     progress(nr_bytes);
-                    result
+                    result.unwrap_or_else(|error| {
+                        // The first one counts.
+                        let _ = failure.set(error);
+                        None
+                    })
                 }
             })
             .buffered(self.options.nr_parallel.max(1))
-            // What is behind the first error is not kept, but its end is awaited.
             .collect()
             .await;
-        // The error that stopped the others, not one of those that it stopped.
-        let mut chunks = Vec::with_capacity(results.len());
-        let mut first_error = None;
-        for result in results {
-            match result {
-                Ok(chunk) => chunks.push(chunk),
-                Err(error) => {
-                    let is_cause =
-                        !matches!(&error, SourceError::Io { error, .. } if error.kind() == io::ErrorKind::Interrupted);
-                    if first_error.is_none() || is_cause {
-                        first_error.get_or_insert(error);
-                    }
-                }
-            }
-        }
-        if let Some(error) = first_error {
+        if let Some(error) = failure.into_inner() {
             return Err(error);
         }
         let nr_zero_chunks = chunks.iter().filter(|chunk| chunk.is_none()).count() as u64;
@@ -147,9 +139,9 @@ impl Packing<'_> {
         let index = Index::new(size_bytes, chunk_bytes, chunks)
             .map_err(|why| SourceError::Malformed { snapshot: self.to.name(), why: why.to_string() })?;
         self.make_durable()?;
+        // From here on they are the index's: a call that stores it and then fails may have published it.
+        let stored = self.take_stored();
         self.to.objects.put(&self.to.index, Bytes::from(index.encode())).await?;
-        self.make_durable()?;
-        let stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Packed {
             identity: index.identity(),
             size_bytes,
@@ -167,7 +159,7 @@ impl Packing<'_> {
         }
         let mut bytes = vec![0; nr_bytes];
         self.source.read(start, &mut bytes).await?;
-        let (bytes, hash) = blocking(move || {
+        let (bytes, hash) = blocking("encode a chunk", move || {
             let hash = (!is_all_zero(&bytes)).then(|| Hash::of(&bytes));
             (bytes, hash)
         })
@@ -179,23 +171,27 @@ impl Packing<'_> {
             return Ok(Some(hash));
         }
         let level = self.options.level;
-        let body = blocking(move || body::encode(&bytes, level)).await?;
+        let body = blocking("encode a chunk", move || body::encode(&bytes, level)).await?;
         self.stored.lock().unwrap_or_else(PoisonError::into_inner).push((hash, body.len() as u64));
         self.to.objects.put(&path, Bytes::from(body)).await?;
         Ok(Some(hash))
     }
 
+    fn take_stored(&self) -> Vec<(Hash, u64)> {
+        std::mem::take(&mut *self.stored.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Deletes what was stored. What cannot be is only a chunk that no index names.
     async fn delete_stored(&self) {
-        let stored = std::mem::take(&mut *self.stored.lock().unwrap_or_else(PoisonError::into_inner));
-        for (hash, _) in stored {
+        for (hash, _) in self.take_stored() {
             if let Err(error) = self.to.objects.delete(&self.to.chunk_path(&hash)).await {
                 tracing::warn!(%error, "a chunk of a snapshot that was not packed stays");
             }
         }
     }
 
-    /// Waits until what was written into a folder is on its disk.
+    /// Waits until the chunks of a folder are on its disk, with their names. Those that this call
+    /// stored are. A call that was killed may have left one whose name is not there yet.
     fn make_durable(&self) -> Result<(), SourceError> {
         let Some(folder) = &self.to.folder else { return Ok(()) };
         let failed = |error: io::Error| SourceError::Io { what: format!("write {}", folder.display()), error };
@@ -206,12 +202,6 @@ impl Packing<'_> {
 
 fn stopped() -> SourceError {
     SourceError::Io { what: "pack on".to_string(), error: io::Error::new(io::ErrorKind::Interrupted, "it was stopped") }
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, SourceError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| SourceError::Io { what: "encode a chunk".to_string(), error: io::Error::other(error) })
 }
 
 /// Whether all bytes are zero.

@@ -56,8 +56,8 @@ pub async fn measure(at: &Location, index: &Index) -> Result<Stored, SourceError
     Ok(stored)
 }
 
-/// Reads all chunks of a snapshot. Returns those that are not what they should be, with the number of the
-/// first chunk that each is; `progress` is told how many bytes of the snapshot are done.
+/// Reads all chunks of a snapshot. Returns those that are not what they should be, with the number
+/// of the first chunk that each is; `progress` is told how many bytes of the snapshot are done.
 ///
 /// # Errors
 /// The store does not answer: nothing is known then.
@@ -83,8 +83,8 @@ pub async fn verify(
     Ok(bad)
 }
 
-/// Compares all bytes of two snapshots. Returns the first that differs; `progress` is told how many bytes
-/// are done.
+/// Compares all bytes of two snapshots. Returns the first that differs; `progress` is told how many
+/// bytes are done.
 ///
 /// # Errors
 /// One of them cannot be read.
@@ -117,8 +117,8 @@ pub async fn compare(
     Ok(None)
 }
 
-/// Each chunk that is stored, with the number of the first one that it is. (A shorter last one never has the hash
-/// of another.)
+/// Each chunk that is stored, with the number of the first one that it is. (A shorter last one
+/// never has the hash of another.)
 pub(crate) fn different_chunks(index: &Index) -> HashMap<Hash, usize> {
     let mut first = HashMap::new();
     for (number, hash) in index.chunks().iter().enumerate() {

@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
@@ -15,7 +15,7 @@ use tokio::runtime::{Handle, Runtime};
 
 use crate::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
 use crate::protocol::cloud_hypervisor::memory::GuestMemory;
-use crate::protocol::cloud_hypervisor::restore::{self, Memory, Record, Restored, Snapshot, Then, whole};
+use crate::protocol::cloud_hypervisor::restore::{self, Memory, Record, Restored, Snapshot, Then, Timeouts, whole};
 use crate::protocol::cloud_hypervisor::{self, OnFailure, config};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::Source;
@@ -23,15 +23,13 @@ use crate::working_set::Plan;
 use crate::working_set::record::DEFAULT_BYTES;
 use crate::working_set::replay::{Progress, nr_threads, replay};
 
-/// How long the pager waits before it looks again whether a VMM listens.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// The working set, in the folder of the snapshot.
 const WORKING_SET: &str = "working-set";
 
 /// Take a snapshot from Cloud Hypervisor.
 ///
-/// The VMM is told `pause`, and then `send-migration destination_url=unix:SOCKET,local=on`. It ends once the
-/// snapshot is durable.
+/// The VMM is told `pause`, and then `send-migration destination_url=unix:SOCKET,local=on`. It ends
+/// once the snapshot is durable.
 #[derive(Debug, Args)]
 pub struct Store {
     /// Where the VMM connects.
@@ -47,8 +45,8 @@ pub struct Store {
 
 /// Restore a snapshot in Cloud Hypervisor, page by page.
 ///
-/// The VMM is told `receive-migration receiver_url=unix:SOCKET,memory_mode=postcopy` before or after.
-/// Ends with the VM, or once it has all its memory.
+/// The VMM is told `receive-migration receiver_url=unix:SOCKET,memory_mode=postcopy` before or
+/// after. Ends with the VM, or once it has all its memory.
 #[derive(Debug, Args)]
 pub struct Restore {
     /// Where the VMM listens.
@@ -57,35 +55,26 @@ pub struct Restore {
     /// The folder of the snapshot.
     #[arg(long, value_name = "FOLDER")]
     pub from: PathBuf,
-    /// The memory of each slot, if it is not in the folder: the name of a snapshot (chunks:..., s3://...), in
-    /// which `{slot}` is the slot's number.
+    /// The memory of each slot, if it is not in the folder: the name of a snapshot (chunks:...,
+    /// s3://...), in which `{slot}` is the slot's number.
     #[arg(long, value_name = "NAME")]
     pub memory: Option<String>,
     /// What the VM does once it is restored.
     #[arg(long, value_enum, default_value = "run")]
-    pub then: AfterRestore,
+    pub then: Then,
     /// When its memory comes.
     #[arg(long, value_enum, default_value = "on-demand")]
     pub memory_comes: MemoryComes,
-    /// The working set: recorded to FILE if there is none, replayed if there is. [default: `working-set` in
-    /// the folder]
+    /// The working set: recorded to FILE if there is none, replayed if there is. [default:
+    /// `working-set` in the folder]
     #[arg(long, value_name = "FILE")]
     pub working_set: Option<PathBuf>,
     /// What becomes of a guest whose page can never be had.
     #[arg(long, value_enum, default_value = "exit")]
-    pub on_failure: Policy,
+    pub on_failure: OnFailure,
     /// How long the VMM has for each of its messages, and to listen.
     #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
     pub timeout: Duration,
-}
-
-/// [`Then`], for the command line.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum AfterRestore {
-    /// It runs.
-    Run,
-    /// It is paused.
-    Pause,
 }
 
 /// When memory comes.
@@ -97,15 +86,6 @@ pub enum MemoryComes {
     OnDemandAndAll,
     /// All before the VM is there. The VMM is not told `memory_mode=postcopy`.
     Before,
-}
-
-/// [`OnFailure`], for the command line.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Policy {
-    /// The VMM exits.
-    Exit,
-    /// The guest waits.
-    Pause,
 }
 
 /// Takes a snapshot.
@@ -135,32 +115,13 @@ pub fn restore(options: &Restore) -> Result<(), Box<dyn Error>> {
     let snapshot = runtime.block_on(open(options))?;
     let memory = match options.memory_comes {
         MemoryComes::Before => Memory::Before,
-        MemoryComes::OnDemand | MemoryComes::OnDemandAndAll => Memory::OnDemand {
-            record: Record::UpTo(DEFAULT_BYTES),
-            on_failure: match options.on_failure {
-                Policy::Exit => OnFailure::Refuse,
-                Policy::Pause => OnFailure::Wait,
-            },
-        },
-    };
-    let then = match options.then {
-        AfterRestore::Run => Then::Run,
-        AfterRestore::Pause => Then::Pause,
-    };
-    let bar = spinner(format!("restoring in the VMM at {}", options.socket.display()));
-    let deadline = Instant::now() + options.timeout;
-    let restored = loop {
-        let restored =
-            restore::restore(&options.socket, &snapshot, memory.clone(), then, options.timeout, runtime.handle());
-        match restored {
-            Err(cloud_hypervisor::Error::File { path, error })
-                if path == options.socket && is_not_there_yet(&error) && Instant::now() < deadline =>
-            {
-                thread::sleep(LOOK_AGAIN);
-            }
-            restored => break restored?,
+        MemoryComes::OnDemand | MemoryComes::OnDemandAndAll => {
+            Memory::OnDemand { record: Record::UpTo(DEFAULT_BYTES), on_failure: options.on_failure }
         }
     };
+    let bar = spinner(format!("restoring in the VMM at {}", options.socket.display()));
+    let timeouts = Timeouts { listen: options.timeout, frame: options.timeout };
+    let restored = restore::restore(&options.socket, &snapshot, memory, options.then, timeouts, runtime.handle())?;
     bar.finish_and_clear();
     if options.memory_comes == MemoryComes::Before {
         return Ok(restored.wait()?);
@@ -224,7 +185,7 @@ async fn open(options: &Restore) -> Result<Snapshot, Box<dyn Error>> {
     Ok(Snapshot { config: configuration, state, memory })
 }
 
-/// Listens at `path`; a socket there that nobody listens at is replaced.
+/// Listens at `path`; a socket there at which nothing listens is replaced.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => match UnixStream::connect(path) {
@@ -236,10 +197,6 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
         },
         listener => listener,
     }
-}
-
-fn is_not_there_yet(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
 fn spinner(message: String) -> ProgressBar {

@@ -13,7 +13,8 @@ use crate::source::{PAGE_BYTES, SourceError};
 /// How many bad chunks are printed.
 const MOST_LINES: usize = 20;
 
-/// Reads all of a snapshot and checks it: chunks against their hashes, any snapshot against another.
+/// Reads all of a snapshot and checks it: chunks against their hashes, any snapshot against
+/// another.
 #[derive(Args, Clone, Debug)]
 pub struct VerifyArgs {
     /// The snapshot

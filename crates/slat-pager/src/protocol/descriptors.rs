@@ -15,8 +15,8 @@ use tokio::net::UnixStream;
 /// Descriptors that one call can get.
 const MOST: usize = 8;
 
-/// Reads some bytes from `stream`, and adds the descriptors that come with them to `descriptors`. 0:
-/// the other side has closed.
+/// Reads some bytes from `stream`, and adds the descriptors that come with them to `descriptors`.
+/// 0: the other side has closed.
 ///
 /// # Errors
 /// Of recvmsg(2). `InvalidData`: there are more than `most_descriptors`.
@@ -40,7 +40,13 @@ pub async fn receive(
     }
 }
 
-fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+/// As [`receive`], by one call, whatever the number of descriptors. `InvalidData`: the kernel
+/// dropped some.
+pub(super) fn receive_now(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = recvmsg(socket, &mut [IoSliceMut::new(into)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;

@@ -2,12 +2,12 @@
 //! backend `{"backend_type": "Uffd", "backend_path": SOCKET}`.
 //!
 //! # Protocol
-//! - The monitor connects and sends one JSON array with one userfaultfd beside it (`SCM_RIGHTS`). No
-//!   length precedes the array, and no answer follows it.
+//! - The monitor connects and sends one JSON array with one userfaultfd beside it (`SCM_RIGHTS`).
+//!   No length precedes the array, and no answer follows it.
 //! - An entry is a region: `base_host_virt_addr`, `size`, `offset` (in the snapshot's memory), and
 //!   `page_size` in bytes. Versions before 1.10 call the last `page_size_kib`; it is in bytes, too.
-//! - The socket stays open. Its end is that of the monitor, which keeps a copy of the userfaultfd: a
-//!   guest whose pager dies waits.
+//! - The socket stays open. Its end is that of the monitor, which keeps a copy of the userfaultfd:
+//!   a guest whose pager dies waits.
 //!
 //! # Guarantees
 //! [`receive`] takes at most [`MAX_BYTES`] and one descriptor, and reads nothing behind the array.

@@ -1,14 +1,14 @@
-//! The handoff of a guest's userfaultfd that is proposed for Cloud Hypervisor (its pull request 8657,
-//! open as of November 2026). Experimental: it may change, and this module with it.
+//! The handoff of a guest's userfaultfd that is proposed for Cloud Hypervisor (its pull request
+//! 8657, open as of November 2026). Experimental: it may change, and this module with it.
 //!
 //! # Protocol
-//! - The VMM connects and sends a frame: the length of what follows (u32, little-endian), then JSON,
-//!   with one userfaultfd beside it (`SCM_RIGHTS`): `{"type": "handoff", "version": 1, "vmm_pid": N,
-//!   "mode": "MISSING|...", "regions": [{"guest_phys_addr", "host_virt_addr", "size",
+//! - The VMM connects and sends a frame: the length of what follows (u32, little-endian), then
+//!   JSON, with one userfaultfd beside it (`SCM_RIGHTS`): `{"type": "handoff", "version": 1,
+//!   "vmm_pid": N, "mode": "MISSING|...", "regions": [{"guest_phys_addr", "host_virt_addr", "size",
 //!   "backing_file_offset"}]}`.
 //! - The pager answers by one byte, 1, within two seconds. Without it the VMM does not start.
-//! - A VMM that gets more memory sends `{"type": "add_region", ...}`. This pager does not serve it, and
-//!   does not acknowledge: the VMM does not plug the memory in.
+//! - A VMM that gets more memory sends `{"type": "add_region", ...}`. This pager does not serve it,
+//!   and does not acknowledge: the VMM does not plug the memory in.
 //! - A pager that connects anew gets the same descriptor.
 
 use std::io;

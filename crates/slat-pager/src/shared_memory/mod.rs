@@ -327,8 +327,7 @@ mod tests {
         }
 
         fn mapped(&self, range: Range<u64>) -> Option<Mapped<'_>> {
-            let start = self.mapping.as_ptr().wrapping_add(range.start as usize);
-            Some(Mapped::new(start, (range.end - range.start) as usize))
+            Some(Mapped::of_mapping(&self.mapping).part(range))
         }
 
         fn is_zero(&self, range: Range<u64>) -> bool {

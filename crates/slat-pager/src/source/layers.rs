@@ -5,7 +5,8 @@
 //!
 //! # Use
 //! Which pages a layer has is told by
-//! - a file beside it, `FILE.dirty`, if there is one: a dirty log as KVM returns it, one bit a page;
+//! - a file beside it, `FILE.dirty`, if there is one: a dirty log as KVM returns it, one bit a
+//!   page;
 //! - otherwise by its holes: Firecracker's diff snapshots are sparse files of full size.
 //!
 //! Holes say it exactly only where a file system keeps account of them page by page. Larger blocks
@@ -171,6 +172,10 @@ impl Source for Layers {
         }
         let (source, run) = self.first_run(range.clone());
         (run == range).then(|| source.mapped(range))?
+    }
+
+    fn is_mapped(&self) -> bool {
+        self.base.is_mapped() && self.layers.iter().all(|layer| layer.source.is_mapped())
     }
 
     fn is_zero(&self, range: Range<u64>) -> bool {

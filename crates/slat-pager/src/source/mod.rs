@@ -11,6 +11,7 @@
 
 pub mod cache;
 pub mod chunked;
+pub(crate) mod holes;
 pub mod layers;
 pub mod memory_file;
 pub mod objects;
@@ -24,6 +25,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use futures_util::future::BoxFuture;
+use memmap2::MmapRaw;
 use thiserror::Error;
 
 use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
@@ -36,16 +38,17 @@ pub trait Source: Debug + Send + Sync {
     /// How many there are; a multiple of [`PAGE_BYTES`].
     fn size_bytes(&self) -> u64;
 
-    /// What tells these bytes from those of every other snapshot: caches and working sets are kept by it.
+    /// What tells these bytes from those of every other snapshot: caches and working sets are kept
+    /// by it.
     fn identity(&self) -> Identity;
 
-    /// What a read should have, in bytes: a power of two from [`PAGE_BYTES`] on. A smaller read costs
-    /// as much as one of so many bytes, aligned to them.
+    /// What a read should have, in bytes: a power of two from [`PAGE_BYTES`] on. A smaller read
+    /// costs as much as one of so many bytes, aligned to them.
     fn granule_bytes(&self) -> u64;
 
-    /// What tells the bytes of a block (number `block` of [`Source::granule_bytes`] each; the last one may
-    /// be shorter) from all others: caches keep them by it. Blocks of two snapshots that have
-    /// the same bytes may share one.
+    /// What tells the bytes of a block (number `block` of [`Source::granule_bytes`] each; the last
+    /// one may be shorter) from all others: caches keep them by it. Blocks of two snapshots that
+    /// have the same bytes may share one.
     fn block_identity(&self, block: u64) -> Identity {
         numbered_block(self, block)
     }
@@ -54,6 +57,12 @@ pub trait Source: Debug + Send + Sync {
     /// needed. `None`: a read is.
     fn mapped(&self, _range: Range<u64>) -> Option<Mapped<'_>> {
         None
+    }
+
+    /// Whether [`Source::mapped`] has all bytes, except for those that wait for a disk of this
+    /// computer.
+    fn is_mapped(&self) -> bool {
+        false
     }
 
     /// Whether all bytes of `range` are known to be zero, without a read.
@@ -79,8 +88,8 @@ fn numbered_block<S: Source + ?Sized>(source: &S, block: u64) -> Identity {
 pub struct Identity([u8; 32]);
 
 impl Identity {
-    /// The identity of a source of a `kind` (`"file"`, `"chunks"`) that its `parts` tell from every other of
-    /// that kind.
+    /// The identity of a source of a `kind` (`"file"`, `"chunks"`) that its `parts` tell from every
+    /// other of that kind.
     pub fn new<'p>(kind: &'p str, parts: impl IntoIterator<Item = &'p [u8]>) -> Identity {
         let mut hasher = blake3::Hasher::new();
         // Each part follows its length: no two lists of parts are the same bytes.
@@ -124,9 +133,14 @@ pub struct Mapped<'s> {
 }
 
 impl<'s> Mapped<'s> {
-    /// The `nr_bytes` bytes from `start` on, which stay mapped for `'s`.
-    pub fn new(start: *const u8, nr_bytes: usize) -> Mapped<'s> {
-        Mapped { start, nr_bytes, _source: PhantomData }
+    /// Bytes of this process, which nothing changes for `'s`.
+    pub fn of(bytes: &'s [u8]) -> Mapped<'s> {
+        Mapped { start: bytes.as_ptr(), nr_bytes: bytes.len(), _source: PhantomData }
+    }
+
+    /// The bytes of a mapping, which stays for `'s`.
+    pub fn of_mapping(mapping: &'s MmapRaw) -> Mapped<'s> {
+        Mapped { start: mapping.as_ptr(), nr_bytes: mapping.len(), _source: PhantomData }
     }
 
     /// The address of the first byte, for a system call that fails where nothing is mapped.
@@ -154,6 +168,17 @@ impl<'s> Mapped<'s> {
         let nr_bytes = (range.end - range.start) as usize;
         Mapped { start: self.start.wrapping_add(range.start as usize), nr_bytes, _source: PhantomData }
     }
+}
+
+/// Does `work`, which may wait, in a thread for that. `what` is it, for the error of a thread that
+/// panics.
+pub(crate) async fn blocking<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, SourceError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| SourceError::Io { what: what.to_string(), error: io::Error::other(error) })
 }
 
 /// Why bytes cannot be had.

@@ -1,4 +1,5 @@
-//! Object stores (S3, Google Cloud Storage, Azure, HTTP) and folders, as one thing: objects with paths.
+//! Object stores (S3, Google Cloud Storage, Azure, HTTP) and folders, as one thing: objects with
+//! paths.
 
 use std::path::Path as FilePath;
 use std::sync::Arc;
@@ -19,12 +20,13 @@ use url::Url;
 
 use super::SourceError;
 
-/// For how long a request is tried again before the caller hears of it. A guest waits; who decides
-/// for how long is the pager, which tries again itself.
+/// For how long a request is tried again before the caller hears of it.
+pub(super) const RETRY_TIME: Duration = Duration::from_secs(20);
+/// The pager decides for how long a guest waits, and tries again itself.
 const RETRY: RetryConfig = RetryConfig {
     backoff: BackoffConfig { init_backoff: Duration::from_millis(50), max_backoff: Duration::from_secs(2), base: 2.0 },
     max_retries: 5,
-    retry_timeout: Duration::from_secs(20),
+    retry_timeout: RETRY_TIME,
 };
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// For one request with its body, of some MiB at most.
@@ -39,15 +41,15 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The store of a URL, and the path there. Credentials and endpoints are taken from the environment, as
-    /// the crate `object_store` names them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, `AWS_ALLOW_HTTP`,
-    /// `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`...), then from `options` with these
-    /// names in lower case.
+    /// The store of a URL, and the path there. Credentials and endpoints are taken from the
+    /// environment, as the crate `object_store` names them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`,
+    /// `AWS_ALLOW_HTTP`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`...), then
+    /// from `options` with these names in lower case.
     ///
     /// # Errors
     /// The URL is of no store that is known, or lacks something; an option is none.
     pub fn open(url: &Url, options: &[(String, String)]) -> Result<(Objects, Path), SourceError> {
-        let malformed = |why: String| SourceError::Malformed { snapshot: without_secrets(url), why };
+        let malformed = |why: String| SourceError::Malformed { snapshot: without_secrets(url.as_str()), why };
         let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|error| malformed(error.to_string()))?;
         let path = Path::parse(path).map_err(|error| malformed(error.to_string()))?;
         // TLS has one provider of ciphers in a process; an error says that there is one already.
@@ -56,10 +58,10 @@ impl Objects {
             .with_connect_timeout(CONNECT_TIMEOUT)
             .with_timeout(REQUEST_TIMEOUT)
             .with_allow_http(url.scheme() == "http");
-        let mut name = url[..url::Position::BeforePath].to_string();
-        if let Some(password) = url.password() {
-            name = name.replace(password, "");
-        }
+        let mut public = url.clone();
+        // It can have none, if this fails.
+        let _ = public.set_password(None);
+        let mut name = public[..url::Position::BeforePath].to_string();
         // Each builder is a type of its own. What is set last counts: ours, the environment, the options.
         macro_rules! store {
             ($builder:expr, $key:ty, $prefix:expr, $of_name:expr) => {{
@@ -125,7 +127,8 @@ impl Objects {
             return Err(SourceError::NotThere { what: format!("folder {}", path.display()) });
         }
         let store = LocalFileSystem::new_with_prefix(path).map_err(|error| failed(std::io::Error::other(error)))?;
-        let store = Arc::new(store.with_automatic_cleanup(true));
+        // A file takes its name after its bytes are on the disk, and the name is there when `put` returns.
+        let store = Arc::new(store.with_automatic_cleanup(true).with_fsync(true));
         Ok(Objects { store, name: path.display().to_string() })
     }
 
@@ -253,10 +256,36 @@ fn environment(prefix: &'static str) -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// A URL for a message.
-fn without_secrets(url: &Url) -> String {
-    let mut url = url.clone();
-    let _ = url.set_password(None);
-    url.set_query(None);
-    url.to_string()
+/// The name of a snapshot for a message: if it is a URL, without its password and query, which may
+/// be secrets. It need not be one that can be parsed.
+pub(crate) fn without_secrets(name: &str) -> String {
+    let Some((scheme, rest)) = name.split_once("://") else { return name.to_string() };
+    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let authority = match authority.rsplit_once('@') {
+        Some((user, host)) => format!("{}@{host}", user.split(':').next().unwrap_or_default()),
+        None => authority.to_string(),
+    };
+    format!("{scheme}://{authority}{path}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_have_no_secrets() {
+        for (name, message) in [
+            ("https://user:p@ss:word@host:1/vm/mem?sig=1#x", "https://user@host:1/vm/mem"),
+            ("chunks:s3://user:word@bucket/vm.index", "chunks:s3://user@bucket/vm.index"),
+            ("https://user:word@host:99999", "https://user@host:99999"),
+            ("s3://bucket/vm@7:1", "s3://bucket/vm@7:1"),
+            ("/vm/mem?a:b@c", "/vm/mem?a:b@c"),
+        ] {
+            assert_eq!(without_secrets(name), message);
+        }
+        let url = Url::parse("https://http:http@host/vm").unwrap();
+        let (objects, _) = Objects::open(&url, &[]).unwrap();
+        assert_eq!(objects.name(), "https://http@host");
+    }
 }

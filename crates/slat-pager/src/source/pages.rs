@@ -39,13 +39,8 @@ impl PageSet {
 
     /// Adds the pages that `bytes` touches. What is behind the last page is ignored.
     pub fn insert_bytes(&mut self, bytes: Range<u64>) {
-        let pages = bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES).min(self.nr_pages);
-        let mut page = pages.start;
-        while page < pages.end {
-            let (word, first) = ((page / 64) as usize, page % 64);
-            let nr_bits = (64 - first).min(pages.end - page);
-            self.words[word] |= mask(nr_bits) << first;
-            page += nr_bits;
+        for (word, mask) in self.masks(bytes) {
+            self.words[word] |= mask;
         }
     }
 
@@ -56,17 +51,18 @@ impl PageSet {
 
     /// Whether no page that `bytes` touches is in the set. Pages behind the last one are not.
     pub fn has_none_of(&self, bytes: Range<u64>) -> bool {
+        self.masks(bytes).all(|(word, mask)| self.words[word] & mask == 0)
+    }
+
+    /// The words that the pages of `bytes` are in, with their bits.
+    fn masks(&self, bytes: Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
         let pages = bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES).min(self.nr_pages);
-        let mut page = pages.start;
-        while page < pages.end {
-            let (word, first) = ((page / 64) as usize, page % 64);
-            let nr_bits = (64 - first).min(pages.end - page);
-            if self.words[word] >> first & mask(nr_bits) != 0 {
-                return false;
-            }
-            page += nr_bits;
-        }
-        true
+        let words = if pages.is_empty() { 0..0 } else { pages.start / 64..pages.end.div_ceil(64) };
+        words.map(move |word| {
+            let first = pages.start.saturating_sub(word * 64);
+            let end = (pages.end - word * 64).min(64);
+            (word as usize, (u64::MAX << first) & (u64::MAX >> (64 - end)))
+        })
     }
 
     /// How many pages the set has.
@@ -93,11 +89,6 @@ impl PageSet {
     pub fn nr_pages(&self) -> u64 {
         self.nr_pages
     }
-}
-
-/// The lowest `nr_bits` bits; 1 to 64.
-fn mask(nr_bits: u64) -> u64 {
-    u64::MAX >> (64 - nr_bits)
 }
 
 #[cfg(test)]
@@ -135,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_that_lie() {
+    fn logs_that_do_not_fit() {
         assert_eq!(PageSet::from_dirty_log(&[0; 7], 64), None, "too short");
         assert_eq!(PageSet::from_dirty_log(&[0; 16], 64), None, "too long");
         assert_eq!(PageSet::from_dirty_log(&[0, 0, 0, 0, 0, 0, 0, 0x80], 63), None, "page 63 of 63");

@@ -2,14 +2,16 @@
 //!
 //! # Guarantees
 //! All bytes are those of one version of the object: each request asks for the entity tag that the
-//! object had when it was opened (`If-Match`), and each answer is checked for tag and size. An object
-//! without a strong tag is refused, for two versions of it could not be told apart.
+//! object had when it was opened (`If-Match`), and each answer is checked for tag and size. An
+//! object without a strong tag is refused, for two versions of it could not be told apart.
 //!
 //! # Implementation
-//! A read is split into parts, which are requested at once. A server that takes its time for each request
-//! then costs that time once. How many requests are under way is bounded for all readers together.
+//! A read is split into parts, which are requested at once. A server that takes its time for each
+//! request then costs that time once. How many requests are under way is bounded for all readers
+//! together.
 
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt};
@@ -17,15 +19,18 @@ use object_store::path::Path;
 use object_store::{GetOptions, GetRange};
 use tokio::sync::Semaphore;
 
-use super::objects::Objects;
+use super::objects::{Objects, RETRY_TIME};
 use super::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 
-/// What one request asks for at most, and a read should have. Measured by `slat-pager bench sources`.
+/// What one request asks for at most, and a read should have. Measured by `slat-pager bench
+/// sources`.
 pub const PART_BYTES: u64 = 1 << 20;
 /// How many requests are under way at once.
 pub const MOST_REQUESTS: usize = 64;
-/// How often a part is asked for if its body ends early.
+/// How often a part is asked for if what comes is not the whole of it, and for how long: no try
+/// begins later.
 const MOST_TRIES: usize = 4;
+const TRIES_TIME: Duration = RETRY_TIME;
 
 /// A memory file in an object store.
 #[derive(Debug)]
@@ -38,12 +43,19 @@ pub struct RemoteFile {
     requests: Semaphore,
 }
 
+/// What came of a part.
+enum Part {
+    Whole,
+    /// Other bytes than those that were asked for, or not all of them.
+    Broken(SourceError),
+}
+
 impl RemoteFile {
     /// The object at `path`.
     ///
     /// # Errors
-    /// The store does not answer, or refuses; there is no such object, or none of whole pages; it has no
-    /// strong entity tag.
+    /// The store does not answer, or refuses; there is no such object, or none of whole pages; it
+    /// has no strong entity tag.
     pub async fn open(objects: Objects, path: Path) -> Result<RemoteFile, SourceError> {
         let name = format!("{}/{path}", objects.name());
         let malformed = |why: String| SourceError::Malformed { snapshot: name.clone(), why };
@@ -64,23 +76,29 @@ impl RemoteFile {
         Ok(RemoteFile { objects, path, size_bytes: meta.size, tag, identity, requests: Semaphore::new(MOST_REQUESTS) })
     }
 
-    /// Reads one part, and tries again if its body ends early.
+    /// Reads one part, and tries again if what comes is not the whole of it. The store itself tries
+    /// again if its server does not answer.
     async fn read_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
         let _permit = self.requests.acquire().await.expect("it is never closed");
-        let mut tries = 1;
+        let (mut tries, start) = (1, Instant::now());
         loop {
-            match self.try_part(offset..offset + into.len() as u64, into).await {
-                Err(SourceError::Unavailable { why, .. }) if tries < MOST_TRIES => {
-                    tracing::debug!(server = self.objects.name(), why, tries, "a part is asked for again");
-                    tries += 1;
-                }
-                result => return result,
+            let broken = match self.try_part(offset..offset + into.len() as u64, into).await? {
+                Part::Whole => return Ok(()),
+                Part::Broken(error) => error,
+            };
+            if !broken.may_pass() || tries == MOST_TRIES || start.elapsed() >= TRIES_TIME {
+                return Err(broken);
             }
+            tracing::debug!(%broken, tries, "a part is asked for again");
+            tries += 1;
         }
     }
 
-    async fn try_part(&self, range: Range<u64>, into: &mut [u8]) -> Result<(), SourceError> {
-        let unavailable = |why: String| SourceError::Unavailable { server: self.objects.name().to_string(), why };
+    async fn try_part(&self, range: Range<u64>, into: &mut [u8]) -> Result<Part, SourceError> {
+        let broken = |why: String| {
+            let server = self.objects.name().to_string();
+            Ok(Part::Broken(SourceError::Unavailable { server, why }))
+        };
         let options = GetOptions {
             if_match: Some(self.tag.clone()),
             range: Some(GetRange::Bounded(range.clone())),
@@ -108,22 +126,25 @@ impl RemoteFile {
             return Err(SourceError::Changed { what });
         }
         if result.range != range {
-            return Err(unavailable(format!("bytes {range:?} were asked for, and {:?} came", result.range)));
+            return broken(format!("bytes {range:?} were asked for, and {:?} came", result.range));
         }
         let mut rest = &mut *into;
         let mut body = result.into_stream();
         while let Some(bytes) = body.next().await {
-            let bytes = bytes.map_err(|error| self.objects.failed(&self.path, error))?;
+            let bytes = match bytes {
+                Ok(bytes) => bytes,
+                Err(error) => return Ok(Part::Broken(self.objects.failed(&self.path, error))),
+            };
             let Some((part, behind)) = std::mem::take(&mut rest).split_at_mut_checked(bytes.len()) else {
-                return Err(unavailable("more bytes came than were asked for".to_string()));
+                return broken("more bytes came than were asked for".to_string());
             };
             part.copy_from_slice(&bytes);
             rest = behind;
         }
         if !rest.is_empty() {
-            return Err(unavailable(format!("an answer ended {} bytes early", rest.len())));
+            return broken(format!("an answer ended {} bytes early", rest.len()));
         }
-        Ok(())
+        Ok(Part::Whole)
     }
 }
 

@@ -277,7 +277,7 @@ impl Worker {
         let contents = match self.shared.options.shared_memory {
             Some(_) => Contents::Shared,
             None => {
-                let bytes = Mapped::new(read.fetched.bytes.as_ptr(), read.fetched.bytes.len());
+                let bytes = Mapped::of(&read.fetched.bytes);
                 Contents::Bytes { first_page: read.batch.hull().start, bytes }
             }
         };
@@ -512,7 +512,7 @@ impl Shared {
                 batch.claimed().for_each(|claimed| self.installer.release(claimed));
                 return Err(error);
             }
-            Contents::Bytes { first_page, bytes: Mapped::new(read.as_ptr(), read.len()) }
+            Contents::Bytes { first_page, bytes: Mapped::of(&read) }
         };
         let before = done.nr_filled;
         for mut claimed in batch.claimed() {

@@ -15,15 +15,17 @@
 //! | 4 each | the numbers of pages, in the order of first touch |
 //! | 32 | blake3 of all bytes before |
 //!
-//! A file that is not exactly so is refused; a file of another snapshot is not an error but no working
-//! set of this one.
+//! A file that is not exactly so is refused; a file of another snapshot is not an error but no
+//! working set of this one.
 
-use std::fs::{self, File};
+use std::fs::{File, Permissions};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use thiserror::Error;
 
+use crate::little_endian::{u32_at, u64_at};
 use crate::source::{Identity, PAGE_BYTES};
 
 const MAGIC: [u8; 8] = *b"SLATWSET";
@@ -111,26 +113,23 @@ impl WorkingSet {
         Ok(WorkingSet { identity: Identity::from_bytes(identity), size_bytes, around_bytes, pages })
     }
 
-    /// Writes it to `path`; what was there is replaced at once, or stays.
+    /// Writes it to `path`; what was there is replaced at once, or stays. Of several at once the
+    /// last one stays.
     ///
     /// # Errors
     /// Of the file system.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
-        let mut name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidFilename))?.to_owned();
-        name.push(format!(".unfinished-{}", std::process::id()));
-        let unfinished = path.with_file_name(name);
-        let written = File::create(&unfinished)
-            .and_then(|mut file| file.write_all(&self.to_bytes()).and_then(|()| file.sync_all()))
-            .and_then(|()| fs::rename(&unfinished, path));
-        if written.is_err() {
-            // It may not be there at all.
-            let _ = fs::remove_file(&unfinished);
-        }
-        Ok(written?)
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        // As other files are made: the umask decides. A name of its own: VMs of one snapshot end together.
+        let mut file = tempfile::Builder::new().permissions(Permissions::from_mode(0o666)).tempfile_in(folder)?;
+        file.write_all(&self.to_bytes())?;
+        file.as_file().sync_all()?;
+        file.persist(path).map_err(|error| error.error)?;
+        Ok(())
     }
 
-    /// Reads the working set of the snapshot `identity` from `path`. `None`: no file, or that of another
-    /// snapshot.
+    /// Reads the working set of the snapshot `identity` from `path`. `None`: no file, or that of
+    /// another snapshot.
     ///
     /// # Errors
     /// A file that cannot be read, or is no working set.
@@ -147,14 +146,6 @@ impl WorkingSet {
         let set = WorkingSet::from_bytes(&bytes)?;
         Ok(Some(set).filter(|set| set.identity == identity))
     }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([0, 1, 2, 3].map(|byte| bytes[at + byte]))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|byte| bytes[at + byte]))
 }
 
 #[cfg(test)]
@@ -181,7 +172,22 @@ mod tests {
         assert_eq!(WorkingSet::load(&path, set().identity).unwrap(), Some(set()));
         assert_eq!(WorkingSet::load(&path, Identity::from_bytes([8; 32])).unwrap(), None);
         // Nothing is left beside it.
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn sets_that_are_saved_at_once_are_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("memory.working-set");
+        std::thread::scope(|scope| {
+            for first in 0..8 {
+                let path = &path;
+                let set = WorkingSet { pages: (first..200 + first).collect(), ..set() };
+                scope.spawn(move || (0..20).for_each(|_| set.save(path).unwrap()));
+            }
+        });
+        assert_eq!(WorkingSet::load(&path, set().identity).unwrap().unwrap().pages.len(), 200);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

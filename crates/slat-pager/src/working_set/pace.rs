@@ -2,8 +2,8 @@
 //!
 //! A source that is far away makes steps wait: many at once take as long as one. One that costs CPU
 //! time, or whose disk is busy, makes many at once slower, and faults with them. This tells the two
-//! apart: it doubles the threads while the steps do not take longer by that, and halves them when they
-//! do.
+//! apart: it doubles the threads while the steps do not take longer by that, and halves them when
+//! they do.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
@@ -80,7 +80,8 @@ impl Pace {
         self.changed.notify_all();
     }
 
-    /// Of a thread that runs: once it is dropped, threads that wait end, as there is nothing more to do.
+    /// Of a thread that runs: once it is dropped, threads that wait end, as there is nothing more
+    /// to do.
     pub(super) fn ending(&self) -> Ending<'_> {
         Ending(self)
     }

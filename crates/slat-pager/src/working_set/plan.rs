@@ -2,8 +2,8 @@
 //! one if there is none.
 //!
 //! # Guarantees
-//! A file that is damaged, or of another snapshot, is as none: the next recording replaces it. Nothing
-//! here is a failure of the machine.
+//! A file that is damaged, or of another snapshot, is as none: the next recording replaces it.
+//! Nothing here is a failure of the machine.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ impl Plan {
         recorder().map_or(Plan::Nothing, Plan::Record)
     }
 
-    /// Who is to be told of faults.
+    /// What observes the faults of the machine.
     pub fn observer(&self) -> Option<Arc<dyn Observer>> {
         match self {
             Plan::Record(recorder) => Some(Arc::clone(recorder) as _),
@@ -58,8 +58,8 @@ impl Plan {
         }
     }
 
-    /// Carries it out for a machine with `memory`, until it is done or the machine has `ended`. Counts in
-    /// `progress`.
+    /// Carries it out for a machine with `memory`, until it is done or the machine has `ended`.
+    /// Counts in `progress`.
     pub async fn run(
         self,
         file: PathBuf,
@@ -94,6 +94,11 @@ impl Plan {
                 }
                 let set = recorder.working_set();
                 let nr_pages = set.pages.len();
+                if nr_pages == 0 {
+                    // It would be replayed for ever, and nothing recorded any more.
+                    info!("the machine touched nothing: no working set is kept");
+                    return;
+                }
                 let saved = tokio::task::spawn_blocking(move || set.save(&file)).await;
                 match saved {
                     Ok(Ok(())) => info!(nr_pages, "the working set was recorded"),
@@ -137,6 +142,10 @@ mod tests {
             Plan::new(&file, identity, || Recorder::new(identity, 1 << 20, PAGE_BYTES, 1 << 20).map(Arc::new))
         };
         let memory = Arc::new(Memory::default());
+        // A machine that touches nothing leaves nothing.
+        plan(identity).run(file.clone(), Arc::clone(&memory) as _, 1, Arc::default(), async {}).await;
+        assert!(!file.exists());
+
         let first = plan(identity);
         first.observer().unwrap().faulted(8192);
         first.run(file.clone(), Arc::clone(&memory) as _, 1, Arc::default(), async {}).await;

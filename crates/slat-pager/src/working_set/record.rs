@@ -3,8 +3,8 @@
 //! # Guarantees
 //! - Memory is bounded: a bit for each granule of the snapshot, and four bytes for each that may be
 //!   recorded. All of it is allocated at the start.
-//! - Each granule is recorded once, by the page of its first fault. What a replay fills is not recorded:
-//!   only faults are.
+//! - Each granule is recorded once, by the page of its first fault. What a replay fills is not
+//!   recorded: only faults are.
 //! - [`record`](Recorder::record) takes no lock and does not allocate.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -19,7 +19,7 @@ impl Observer for Recorder {
     }
 }
 
-/// The most bytes of a working set, if nobody says otherwise.
+/// The most bytes of a working set, if no option says otherwise.
 pub const DEFAULT_BYTES: u64 = 1 << 30;
 
 /// See the [module](self).
@@ -61,8 +61,8 @@ impl Recorder {
         let granule = offset / self.around_bytes;
         let Some(word) = self.seen.get((granule / 64) as usize).filter(|_| offset < self.size_bytes) else { return };
         let bit = 1 << (granule % 64);
-        // Relaxed, here and below: each word stands for itself, and whoever takes the set sees what was
-        // recorded before it was told to take it, which is synchronization enough.
+        // Relaxed, here and below: each word stands for itself. A set that is taken meanwhile may lack
+        // pages that are recorded just then, as `working_set` says.
         if word.load(Ordering::Relaxed) & bit != 0 || word.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
             return;
         }

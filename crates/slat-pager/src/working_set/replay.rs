@@ -1,10 +1,10 @@
 //! Fills the pages of a working set while the VM runs.
 //!
 //! # Guarantees
-//! - Faults go first: before each step a thread of the replay looks whether faults wait, and while they
-//!   do, it waits. Its threads have a lower priority.
-//! - Pages come in the order of first touch, as far as several threads have an order, and in ranges as
-//!   long as the pages nearby allow.
+//! - Faults go first: before each step a thread of the replay looks whether faults wait, and while
+//!   they do, it waits. Its threads have a lower priority.
+//! - Pages come in the order of first touch, as far as several threads have an order, and in ranges
+//!   as long as the pages nearby allow.
 //! - A replay that fails is no failure of the VM: the pages come by faults then.
 
 use std::ops::Range;
@@ -18,7 +18,8 @@ use super::prefetch::prefetch;
 use crate::source::{PAGE_BYTES, Source, SourceError};
 use crate::vm::Populator;
 
-/// Pages that come to so many bytes, with what is filled around them, are looked at together for ranges.
+/// Pages that come to so many bytes, with what is filled around them, are looked at together for
+/// ranges.
 const WINDOW_BYTES: u64 = 4 << 20;
 /// The longest range of a step: a fault that comes waits for one at most.
 const STEP_BYTES: u64 = 1 << 20;
@@ -31,7 +32,8 @@ const MAX_LOOKS: u32 = 2000;
 
 /// What is filled: the memory of one VM.
 pub trait Populate: Sync {
-    /// Fills the bytes `range` of the snapshot, where they are not there yet. Returns once they are.
+    /// Fills the bytes `range` of the snapshot, where they are not there yet. Returns once they
+    /// are.
     ///
     /// # Errors
     /// [`SourceError`].
@@ -43,7 +45,8 @@ pub trait Populate: Sync {
 
 impl Populate for Populator {
     fn populate(&self, range: Range<u64>) -> Result<(), SourceError> {
-        // Pages that wait for a disk must not be claimed meanwhile: their faults would wait, too.
+        // The kernel may have evicted pages that were cached once. They come back before they are claimed: faults
+        // wait for claimed pages, and removals for the copy.
         if let Some(bytes) = self.source().mapped(range.clone()) {
             prefetch(bytes);
         }
@@ -84,14 +87,14 @@ impl Progress {
 /// How many threads a replay from `source` has. One that is mapped costs CPU time: few. Another one
 /// costs waiting: many.
 pub fn nr_threads(source: &dyn Source) -> usize {
-    let first = 0..PAGE_BYTES.min(source.size_bytes());
-    match source.mapped(first) {
-        Some(_) => thread::available_parallelism().map_or(1, usize::from).div_ceil(2).clamp(1, 4),
-        None => 32,
+    match source.is_mapped() {
+        true => thread::available_parallelism().map_or(1, usize::from).div_ceil(2).clamp(1, 4),
+        false => 32,
     }
 }
 
-/// The ranges of a working set, each at most `STEP_BYTES` or a granule long, in the order of first touch.
+/// The ranges of a working set, each at most `STEP_BYTES` or a granule long, in the order of first
+/// touch.
 pub fn steps(set: &WorkingSet) -> Vec<Range<u64>> {
     let mut steps: Vec<Range<u64>> = Vec::new();
     let mut seen = std::collections::HashSet::new();
@@ -115,7 +118,8 @@ pub fn steps(set: &WorkingSet) -> Vec<Range<u64>> {
     steps
 }
 
-/// Fills `steps` of `memory` by up to `nr_threads` threads: by as many as make it faster. Returns after the last.
+/// Fills `steps` of `memory` by up to `nr_threads` threads: by as many as make it faster. Returns
+/// after the last.
 ///
 /// # Errors
 /// The first failure, after which no thread begins another step.
@@ -170,7 +174,8 @@ pub fn replay(
     })
 }
 
-/// Gives this thread less of a busy CPU than the threads that serve faults, and those that wait for them.
+/// Gives this thread less of a busy CPU than the threads that serve faults, and those that wait for
+/// them.
 fn lower_priority() {
     // Where it is refused, the thread has the priority that it has.
     let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICE);

@@ -1,4 +1,5 @@
-//! Caches: what they keep, what they evict, and what becomes of files that are not what was written.
+//! Caches: what they keep, what they evict, and what becomes of files that are not what was
+//! written.
 
 use std::fs;
 use std::path::{Path, PathBuf};

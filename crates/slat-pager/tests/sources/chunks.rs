@@ -217,6 +217,18 @@ async fn packing_that_fails_or_is_stopped_leaves_nothing_behind() {
 }
 
 #[tokio::test]
+async fn an_index_that_cannot_be_stored_takes_no_chunk_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let to = location(folder.path(), "vm.index");
+    fs::create_dir(folder.path().join("vm.index")).unwrap();
+    assert!(pack_bytes(&snapshot(1, 64), &to, &options(64 << 10)).await.is_err());
+    fs::remove_dir(folder.path().join("vm.index")).unwrap();
+    let packed = pack_bytes(&snapshot(1, 64), &to, &options(64 << 10)).await.unwrap();
+    assert_eq!(packed.nr_new_chunks, 0);
+    check_all(&Chunked::open(to).await.unwrap(), &snapshot(1, 64), 64 << 10).await;
+}
+
+#[tokio::test]
 async fn only_one_packs_into_a_folder() {
     let folder = tempfile::tempdir().unwrap();
     let lock = fs::File::open(folder.path()).unwrap();
@@ -228,7 +240,8 @@ async fn only_one_packs_into_a_folder() {
     pack_bytes(&snapshot(1, 64), &to, &options(64 << 10)).await.unwrap();
 }
 
-/// A file system of `nr_bytes` bytes at a folder, as long as it lives; `None` where this may not be.
+/// A file system of `nr_bytes` bytes at a folder, as long as it lives; `None` where this may not
+/// be.
 pub struct SmallDisk(PathBuf);
 
 impl SmallDisk {

@@ -135,6 +135,25 @@ async fn a_file_that_the_kernel_has_not_cached_is_read_first() {
 }
 
 #[tokio::test]
+async fn of_another_users_file_only_what_was_read_is_mapped() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mem");
+    let expected = snapshot(1, 512);
+    std::fs::write(&path, &expected).unwrap();
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+    if let Err(error) = std::os::unix::fs::chown(&path, Some(54321), Some(54321)) {
+        println!("skipped: a file cannot be given to another user: {error}");
+        return;
+    }
+    // It was just written, so it is cached. What the kernel says of that counts for nothing.
+    let source = MemoryFile::open(&path).unwrap();
+    assert!(source.mapped(0..64 << 10).is_none());
+    assert!(source.is_mapped());
+    check_all(&source, &expected, 64 << 10).await;
+    assert!(source.mapped(0..expected.len() as u64).is_some());
+}
+
+#[tokio::test]
 async fn many_readers_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("mem");

@@ -1,4 +1,5 @@
-//! Sources of snapshots against real files, a real object store, and peers, with the faults of each.
+//! Sources of snapshots against real files, a real object store, and peers, with the faults of
+//! each.
 
 mod bytes;
 mod caches;

@@ -1,4 +1,4 @@
-//! Peers: every byte, lost connections, strangers, and peers that lie.
+//! Peers: every byte, lost connections, strangers, and peers that misbehave.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -159,7 +159,7 @@ async fn strangers_get_no_byte() {
     assert!(matches!(open(one.clone(), "none").await, Err(SourceError::NotThere { .. })));
     let error = open(two.clone(), "vm").await.unwrap_err();
     assert!(matches!(error, SourceError::Refused { .. }), "another authority on both sides: {error}");
-    // One who trusts the server, and whom it does not know.
+    // A client that trusts the server, and that it does not know.
     let stranger = TlsFiles { authorities: one.authorities.clone(), ..two.clone() };
     let error = open(stranger, "vm").await.unwrap_err();
     assert!(matches!(error, SourceError::Refused { .. } | SourceError::Unavailable { .. }), "{error}");
@@ -175,14 +175,14 @@ async fn strangers_get_no_byte() {
     assert!(answer.len() < 64, "an alert of TLS at most");
     // The server goes on.
     assert!(open(one, "vm").await.is_ok());
-    let nobody = TcpListener::bind(any_port()).await.unwrap().local_addr().unwrap();
-    assert!(matches!(Peer::open(&nobody.to_string(), "vm", &two).await, Err(SourceError::Unavailable { .. })));
-    for address in ["nobody", "host name:1", ""] {
+    let silent = TcpListener::bind(any_port()).await.unwrap().local_addr().unwrap();
+    assert!(matches!(Peer::open(&silent.to_string(), "vm", &two).await, Err(SourceError::Unavailable { .. })));
+    for address in ["nowhere", "host name:1", ""] {
         assert!(Peer::open(address, "vm", &two).await.is_err(), "{address}");
     }
 }
 
-/// A TLS connection of somebody who has a certificate, and does not keep to the protocol.
+/// A TLS connection of a client that has a certificate, and does not keep to the protocol.
 async fn speak(address: SocketAddr, tls: &TlsFiles) -> tokio_rustls::client::TlsStream<TcpStream> {
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -247,7 +247,7 @@ async fn a_server_ends_what_is_none_of_the_protocol() {
         let _ = stream.read_to_end(&mut answer).await;
         assert_eq!(answer.len(), 64, "{what}");
     }
-    // Many requests at once, in order of anything, by one who reads late.
+    // Many requests at once, in any order, by a client that reads late.
     let mut stream = speak(address, &tls).await;
     stream.write_all(&greeting(1, 2, b"vm")).await.unwrap();
     for number in 0..200u64 {
@@ -266,8 +266,34 @@ async fn a_server_ends_what_is_none_of_the_protocol() {
     }
 }
 
-/// A server with a certificate, that answers as `lie` says after a right greeting.
-async fn serve_lies(tls: &TlsFiles, lie: impl Fn(u64) -> Vec<u8> + Send + Sync + 'static) -> SocketAddr {
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_that_take_no_replies_hold_up_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let tls = certificates(folder.path(), "one");
+    let bytes = snapshot(1, 256);
+    let source = Counted::new(bytes.clone(), 4096, "shared");
+    let reads = Arc::clone(&source);
+    let (address, _task) = serve(&tls, any_port(), "vm", source).await;
+    let mut slow = Vec::new();
+    for _ in 0..4 {
+        let mut stream = speak(address, &tls).await;
+        stream.write_all(&greeting(1, 2, b"vm")).await.unwrap();
+        for number in 0..64 {
+            stream.write_all(&request(number, 0, 1 << 20, 0)).await.unwrap();
+        }
+        stream.flush().await.unwrap();
+        slow.push(stream);
+    }
+    // Each has the replies that the server keeps for it.
+    while reads.nr_reads.load(Ordering::Relaxed) < 4 * 4 {
+        tokio::task::yield_now().await;
+    }
+    let peer = Peer::open(&address.to_string(), "vm", &tls).await.unwrap();
+    assert!(read(&peer, 0..bytes.len() as u64).await.unwrap() == bytes);
+}
+
+/// A server with a certificate, that answers as `wrong` says after a right greeting.
+async fn serve_wrong(tls: &TlsFiles, wrong: impl Fn(u64) -> Vec<u8> + Send + Sync + 'static) -> SocketAddr {
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{CertificateDer, PrivateKeyDer};
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -284,11 +310,11 @@ async fn serve_lies(tls: &TlsFiles, lie: impl Fn(u64) -> Vec<u8> + Send + Sync +
     let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::bind(any_port()).await.unwrap();
     let address = listener.local_addr().unwrap();
-    let lie = Arc::new(lie);
+    let wrong = Arc::new(wrong);
     tokio::spawn(async move {
         loop {
             let (stream, _) = listener.accept().await.unwrap();
-            let (acceptor, lie) = (acceptor.clone(), lie.clone());
+            let (acceptor, wrong) = (acceptor.clone(), wrong.clone());
             tokio::spawn(async move {
                 let mut stream = acceptor.accept(stream).await.ok()?;
                 stream.read_exact(&mut [0; 18]).await.ok()?;
@@ -307,7 +333,7 @@ async fn serve_lies(tls: &TlsFiles, lie: impl Fn(u64) -> Vec<u8> + Send + Sync +
                     let mut request = [0; 24];
                     stream.read_exact(&mut request).await.ok()?;
                     let number = u64::from_le_bytes(request[..8].try_into().unwrap());
-                    stream.write_all(&lie(number)).await.ok()?;
+                    stream.write_all(&wrong(number)).await.ok()?;
                     stream.flush().await.ok()?;
                 }
                 #[expect(unreachable_code, reason = "the type of the block")]
@@ -323,11 +349,11 @@ fn reply(number: u64, status: u32, nr_bytes: u32, content: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_believes_no_lies() {
+async fn a_client_takes_no_wrong_reply() {
     let folder = tempfile::tempdir().unwrap();
     let tls = certificates(folder.path(), "one");
-    type Lie = fn(u64) -> Vec<u8>;
-    let lies: [(&str, Lie); 6] = [
+    type Wrong = fn(u64) -> Vec<u8>;
+    let replies: [(&str, Wrong); 6] = [
         ("another length", |number| reply(number, 0, 2048, &[1; 2048])),
         ("a reply to no request", |number| reply(number + 1, 0, 4096, &[1; 4096])),
         ("a status that is none", |number| reply(number, 9, 4096, &[1; 4096])),
@@ -335,17 +361,17 @@ async fn a_client_believes_no_lies() {
         ("zeros with bytes", |number| reply(number, 1, 4096, &[1; 4096])),
         ("a long text", |number| reply(number, 2, 1 << 20, &[b'a'; 4096])),
     ];
-    for (what, lie) in lies {
-        let address = serve_lies(&tls, lie).await;
+    for (what, wrong) in replies {
+        let address = serve_wrong(&tls, wrong).await;
         let peer = Peer::open(&address.to_string(), "vm", &tls).await.unwrap();
         let error = read(&peer, 0..4096).await.unwrap_err();
         assert!(matches!(error, SourceError::Unavailable { .. }), "{what}: {error}");
     }
-    let address = serve_lies(&tls, |number| reply(number, 3, 9, b"no\x1b[2J!!!")).await;
+    let address = serve_wrong(&tls, |number| reply(number, 3, 9, b"no\x1b[2J!!!")).await;
     let peer = Peer::open(&address.to_string(), "vm", &tls).await.unwrap();
     let error = read(&peer, 0..4096).await.unwrap_err();
     assert!(matches!(&error, SourceError::Refused { why, .. } if why == "no[2J!!!"), "{error}");
-    let address = serve_lies(&tls, |number| reply(number, 1, 0, b"")).await;
+    let address = serve_wrong(&tls, |number| reply(number, 1, 0, b"")).await;
     let peer = Peer::open(&address.to_string(), "vm", &tls).await.unwrap();
     assert_eq!(read(&peer, 0..4096).await.unwrap(), vec![0; 4096]);
 }

@@ -7,7 +7,7 @@ use super::Error;
 use crate::source::PAGE_BYTES;
 
 /// How many slots a VM has at most: more than KVM allows it memory slots of RAM in practice.
-const NR_SLOTS: usize = 4096;
+pub(super) const NR_SLOTS: usize = 4096;
 
 /// A part of the guest's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]

@@ -6,16 +6,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, send, sendmsg,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 
 use super::Error;
 use super::wire::{Command, FRAME_BYTES, Request, Response};
+use crate::protocol::descriptors::receive_now;
 
-/// Bytes of a long part that are read at once: a length that lies costs no more memory than this.
+/// Bytes of a long part that are read at once: a wrong length costs no more memory than this.
 const PART_BYTES: usize = 1 << 20;
 
 /// One connection, whose peer has `timeout` for each frame.
@@ -30,6 +27,16 @@ pub(super) struct Connection {
 enum Descriptors {
     None,
     One,
+}
+
+impl Descriptors {
+    /// The error of more than these.
+    fn but_more(self, what: &'static str) -> Error {
+        match self {
+            Descriptors::None => Error::Descriptors { what, expected: "no", found: "some" },
+            Descriptors::One => Error::Descriptors { what, expected: "one", found: "more" },
+        }
+    }
 }
 
 impl Connection {
@@ -132,39 +139,26 @@ impl Connection {
                 return Err(Error::TimedOut(what));
             }
             self.socket.set_read_timeout(Some(left)).map_err(Error::io("limit the time of a connection"))?;
-            // Space for two, to notice the second.
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-            let mut bytes = [io::IoSliceMut::new(&mut into[nr_received..])];
-            let message = match recvmsg(&self.socket, &mut bytes, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-                Ok(message) => message,
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Err(Error::TimedOut(what)),
-                Err(Errno::CONNRESET | Errno::PIPE) => return Err(Error::Closed(what)),
-                Err(error) => return Err(Error::Io { what: "receive from the VMM", error: error.into() }),
+            let mut received = Vec::new();
+            let nr_bytes = match receive_now(self.socket.as_fd(), &mut into[nr_received..], &mut received) {
+                Ok(nr_bytes) => nr_bytes,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => continue,
+                    io::ErrorKind::WouldBlock => return Err(Error::TimedOut(what)),
+                    io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => return Err(Error::Closed(what)),
+                    io::ErrorKind::InvalidData => return Err(expected.but_more(what)),
+                    _ => return Err(Error::Io { what: "receive from the VMM", error }),
+                },
             };
-            let mut received: Vec<OwnedFd> = ancillary
-                .drain()
-                .flat_map(|message| match message {
-                    RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
-                    _ => Vec::new(),
-                })
-                .collect();
-            let is_whole = !message.flags.contains(ReturnFlags::CTRUNC);
-            match (received.pop(), received.is_empty() && is_whole, expected) {
-                (None, true, _) => {}
+            match (received.pop(), received.is_empty(), expected) {
+                (None, ..) => {}
                 (Some(one), true, Descriptors::One) if descriptor.is_none() => descriptor = Some(one),
-                (_, _, Descriptors::None) => {
-                    return Err(Error::Descriptors { what, expected: "no", found: "some" });
-                }
-                (_, _, Descriptors::One) => {
-                    return Err(Error::Descriptors { what, expected: "one", found: "more" });
-                }
+                _ => return Err(expected.but_more(what)),
             }
-            if message.bytes == 0 {
+            if nr_bytes == 0 {
                 return Err(Error::Closed(what));
             }
-            nr_received += message.bytes;
+            nr_received += nr_bytes;
         }
         Ok(descriptor)
     }

@@ -2,21 +2,23 @@
 //!
 //! # Guarantees
 //! - A fault is answered after all its bytes are in the memory that both sides share.
-//! - Answers come in the order of the faults, as the frames have no numbers. Up to [`IN_FLIGHT`] faults
-//!   are served at once; behind them the connection is not read.
-//! - A source that fails for a while makes the guest wait. One that fails for ever is answered by an
-//!   error, after which the VMM exits, or not at all: the guest stays as it is ([`OnFailure`]).
+//! - Answers come in the order of the faults, as the frames have no numbers. Up to [`IN_FLIGHT`]
+//!   faults are served at once; behind them the connection is not read, but its end is noticed.
+//!   `Abandon` is answered last, and nothing is read behind it.
+//! - A source that fails for a while makes the guest wait. One that fails for ever is answered by
+//!   an error, after which the VMM exits, or not at all: the guest stays as it is ([`OnFailure`]).
 //!
 //! # Implementation
 //! One thread reads, serves what needs no read of the source itself, gives the rest to the runtime,
-//! and writes the answers. The present VMM has one fault in flight: it waits for no other thread then.
+//! and writes the answers. The present VMM has one fault in flight: it waits for no other thread
+//! then.
 
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -73,26 +75,34 @@ impl FaultServer {
         let mut sweep = Sweep::new(self.memory.size_bytes());
         let mut in_flight: VecDeque<Outcome> = VecDeque::new();
         let mut received = Received::default();
+        let mut is_abandoned = false;
         // Those that still run end with the connection.
         let mut tasks = JoinSet::new();
         loop {
             self.answer(&mut in_flight)?;
             while tasks.try_join_next().is_some() {}
-            let next = if in_flight.len() < IN_FLIGHT { received.next()? } else { None };
-            match next {
+            if is_abandoned && in_flight.is_empty() {
+                return Ok(());
+            }
+            let reads = !is_abandoned && in_flight.len() < IN_FLIGHT;
+            match if reads { received.next()? } else { None } {
                 Some(Frame::Fault(gpas)) => {
                     in_flight.push_back(self.begin(gpas, &mut sweep, &finished, &mut tasks));
                     continue;
                 }
                 Some(Frame::Abandon) => {
                     debug!("the VMM abandons its page faults");
-                    return self.send(Response::Ok);
+                    in_flight.push_back(answered(Response::Ok));
+                    is_abandoned = true;
+                    continue;
                 }
                 None => {}
             }
-            match self.wait(&in_flight, &finished)? {
+            // The end of the connection (POLLHUP) is reported whatever is watched.
+            let watched = if reads { PollFlags::IN } else { PollFlags::empty() };
+            match self.wait(watched, &in_flight, &finished)? {
                 Woken::Finished => {}
-                Woken::Received if received.receive(&self.socket)? => {}
+                Woken::Received if reads && received.receive(&self.socket)? => {}
                 Woken::Received => return Ok(()),
             }
         }
@@ -107,14 +117,13 @@ impl FaultServer {
         Ok(())
     }
 
-    /// Waits until the connection has more, if there is room for it, or a fault is served.
-    fn wait(&self, in_flight: &VecDeque<Outcome>, finished: &OwnedFd) -> Result<Woken, Error> {
+    /// Waits until `watched` is there on the connection, or its end, or a fault is served.
+    fn wait(&self, watched: PollFlags, in_flight: &VecDeque<Outcome>, finished: &OwnedFd) -> Result<Woken, Error> {
         if in_flight.is_empty() {
             return Ok(Woken::Received);
         }
-        let mut descriptors = [PollFd::new(finished, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
-        let nr_watched = if in_flight.len() < IN_FLIGHT { 2 } else { 1 };
-        retry_on_intr(|| poll(&mut descriptors[..nr_watched], None)).map_err(failed)?;
+        let mut descriptors = [PollFd::new(finished, PollFlags::IN), PollFd::new(&self.socket, watched)];
+        retry_on_intr(|| poll(&mut descriptors, None)).map_err(failed)?;
         if descriptors[0].revents().is_empty() {
             return Ok(Woken::Received);
         }
@@ -160,10 +169,10 @@ impl FaultServer {
         let outcome = Outcome::default();
         let (of_task, finished) = (Arc::clone(&outcome), Arc::clone(finished));
         let (memory, counters, on_failure) = (Arc::clone(&self.memory), Arc::clone(&self.counters), self.on_failure);
-        self.memory.faults_waiting.fetch_add(1, Ordering::Relaxed);
+        let waits = self.memory.note_waiting();
         let serve = async move {
             let response = fill(&memory, &gpas, on_failure, &counters).await;
-            memory.faults_waiting.fetch_sub(1, Ordering::Relaxed);
+            drop(waits);
             // Set by this task alone.
             let _ = of_task.set(response);
             // Fails only where the count is at its end: then it is readable.
@@ -174,6 +183,8 @@ impl FaultServer {
     }
 
     fn send(&self, response: Response) -> Result<(), Error> {
+        // What was counted is seen by a thread that finds this answer in the socket.
+        fence(Ordering::Release);
         let bytes = response.to_bytes();
         let mut left = &bytes[..];
         while !left.is_empty() {

@@ -1,9 +1,12 @@
 //! A snapshot in a folder, as Cloud Hypervisor's own daemon lays it out: `migration_config.json`,
 //! `state.json`, and `memory-N` for each slot.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
 
 use super::Error;
 
@@ -17,11 +20,13 @@ pub fn memory_name(slot: u32) -> String {
     format!("memory-{slot}")
 }
 
-/// A folder that takes its name once it is whole and durable; dropped before, it is removed.
+/// A folder that takes its name once it is whole and durable; dropped before, it is removed. It has
+/// the memory of a guest: only its user may read it. A process that is killed leaves it behind
+/// under the name `NAME.unfinished-` with random letters, which no later store uses.
 #[derive(Debug)]
 pub(super) struct NewFolder {
     path: PathBuf,
-    unfinished: PathBuf,
+    unfinished: TempDir,
 }
 
 impl NewFolder {
@@ -35,21 +40,25 @@ impl NewFolder {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(Error::file(path)(error)),
         }
-        name.push(format!(".unfinished-{}", std::process::id()));
-        let unfinished = path.with_file_name(name);
-        fs::create_dir_all(parent(path)).map_err(Error::file(parent(path)))?;
-        fs::create_dir(&unfinished).map_err(Error::file(&unfinished))?;
+        name.push(".unfinished-");
+        let parent = parent(path);
+        fs::create_dir_all(parent).map_err(Error::file(parent))?;
+        let unfinished = tempfile::Builder::new()
+            .prefix(&name)
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir_in(parent)
+            .map_err(Error::file(parent))?;
         Ok(NewFolder { path: path.to_owned(), unfinished })
     }
 
     pub(super) fn path_of(&self, name: &str) -> PathBuf {
-        self.unfinished.join(name)
+        self.unfinished.path().join(name)
     }
 
     /// A new file in it.
     pub(super) fn create(&self, name: &str) -> Result<File, Error> {
         let path = self.path_of(name);
-        File::options().write(true).create_new(true).open(&path).map_err(Error::file(path))
+        File::options().write(true).create_new(true).mode(0o600).open(&path).map_err(Error::file(path))
     }
 
     /// A new file in it, with `bytes`, which are durable.
@@ -61,16 +70,11 @@ impl NewFolder {
     /// Gives it its name, durably.
     pub(super) fn finish(self) -> Result<(), Error> {
         let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all()).map_err(Error::file(path));
-        sync(&self.unfinished)?;
-        fs::rename(&self.unfinished, &self.path).map_err(Error::file(&self.path))?;
+        sync(self.unfinished.path())?;
+        fs::rename(self.unfinished.path(), &self.path).map_err(Error::file(&self.path))?;
+        // Nothing is to be removed any more.
+        let _ = self.unfinished.keep();
         sync(parent(&self.path))
-    }
-}
-
-impl Drop for NewFolder {
-    fn drop(&mut self) {
-        // Not there any more once it is finished.
-        let _ = fs::remove_dir_all(&self.unfinished);
     }
 }
 

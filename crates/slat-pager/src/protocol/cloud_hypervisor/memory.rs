@@ -21,7 +21,7 @@ pub struct GuestMemory {
     identity: Identity,
     size_bytes: u64,
     runtime: Handle,
-    pub(super) faults_waiting: AtomicU32,
+    faults_waiting: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -78,6 +78,13 @@ impl GuestMemory {
         self.slots.iter().map(|slot| slot.memory.unit_bytes()).max().unwrap_or(crate::source::PAGE_BYTES)
     }
 
+    /// Notes a fault that waits, until what is returned is dropped.
+    pub(super) fn note_waiting(self: &Arc<Self>) -> FaultWaits {
+        // Relaxed: a hint, here and below.
+        self.faults_waiting.fetch_add(1, Ordering::Relaxed);
+        FaultWaits(Arc::clone(self))
+    }
+
     pub(super) fn slots(&self) -> &[GuestSlot] {
         &self.slots
     }
@@ -96,6 +103,16 @@ impl GuestMemory {
             Some((slot, range)) => slot.memory.fill(range).await,
             None => Err(SourceError::OutOfRange { range: gpas, size_bytes: self.size_bytes }),
         }
+    }
+}
+
+/// See [`GuestMemory::note_waiting`].
+#[derive(Debug)]
+pub(super) struct FaultWaits(Arc<GuestMemory>);
+
+impl Drop for FaultWaits {
+    fn drop(&mut self) {
+        self.0.faults_waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

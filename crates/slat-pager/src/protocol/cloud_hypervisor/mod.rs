@@ -1,22 +1,25 @@
-//! Cloud Hypervisor's migration protocol, as its *offload daemon* speaks it: the VMM gives a snapshot
-//! to the pager, and takes it back page by page.
+//! Cloud Hypervisor's migration protocol, as its *offload daemon* speaks it: the VMM gives a
+//! snapshot to the pager, and takes it back page by page.
 //!
 //! # Use
-//! - [`store`](store::store): the VMM connects (`send-migration destination_url=unix:SOCKET,local=on`). What it sends
-//!   is a snapshot in a [`folder`], durable before the VMM is told that it may end.
+//! - [`store`](store::store): the VMM connects (`send-migration
+//!   destination_url=unix:SOCKET,local=on`). What it sends is a snapshot in a [`folder`], durable
+//!   before the VMM is told that it may end.
 //! - [`restore`](restore::restore): the pager connects to a VMM that waits (`receive-migration
-//!   receiver_url=unix:SOCKET,memory_mode=postcopy`) and serves its page faults on a second connection.
+//!   receiver_url=unix:SOCKET,memory_mode=postcopy`) and serves its page faults on a second
+//!   connection.
 //!
 //! # Protocol
-//! Version 0, of Cloud Hypervisor 53 (`vm-migration/src/protocol.rs`, `docs/snapshot_restore.md` there).
+//! Version 0, of Cloud Hypervisor 53 (`vm-migration/src/protocol.rs`, `docs/snapshot_restore.md`
+//! there).
 //! - A request is 16 bytes, little-endian: the command (u16), six bytes for it, the length of what
 //!   follows (u64). A response is 16 bytes: the status (u16), six zeros, a length.
-//! - In order: `Start` (the version is in the first two of the six bytes), `MemoryFd` for each slot (a
-//!   u32, sent with the descriptor of its memory), `Config`, `State`, then `Complete` or
+//! - In order: `Start` (the version is in the first two of the six bytes), `MemoryFd` for each slot
+//!   (a u32, sent with the descriptor of its memory), `Config`, `State`, then `Complete` or
 //!   `CompletePaused`. Each is answered. `Abandon` ends it at any time.
-//! - A restore on demand opens a second connection before `State`. Its first bytes are the role 2 (u16).
-//!   Then the VMM sends `PageFault` with an address of the guest and a length (two u64), and maps the
-//!   page once that is answered.
+//! - A restore on demand opens a second connection before `State`. Its first bytes are the role 2
+//!   (u16). Then the VMM sends `PageFault` with an address of the guest and a length (two u64), and
+//!   maps the page once that is answered.
 
 pub mod config;
 mod connection;
@@ -32,17 +35,20 @@ pub mod wire;
 use std::io;
 use std::path::PathBuf;
 
+use clap::ValueEnum;
 use thiserror::Error;
 
 use self::wire::{Command, WireError};
 use crate::source::SourceError;
 
 /// What becomes of a guest whose page can never be had.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum OnFailure {
     /// The VMM is told, and exits.
+    #[value(name = "exit")]
     Refuse,
     /// The guest waits, and the pager tries again.
+    #[value(name = "pause")]
     Wait,
 }
 

@@ -1,16 +1,18 @@
 //! Gives a snapshot back to a VMM that waits for it.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::Shutdown;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use tokio::runtime::Handle;
 use tracing::{info, warn};
 
@@ -24,6 +26,9 @@ use crate::source::Source;
 use crate::working_set::Recorder;
 use crate::working_set::replay::{Progress, nr_threads, replay};
 
+/// How long the pager waits before it looks again whether a VMM listens.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
 /// What is restored.
 #[derive(Debug)]
 pub struct Snapshot {
@@ -36,7 +41,7 @@ pub struct Snapshot {
 }
 
 /// What the VM does once it is restored.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Then {
     /// It runs.
     Run,
@@ -67,6 +72,15 @@ pub enum Record {
     Nothing,
 }
 
+/// How long a VMM may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Timeouts {
+    /// To listen.
+    pub listen: Duration,
+    /// For each of its frames.
+    pub frame: Duration,
+}
+
 /// A VM that was restored, and whose page faults are served until it ends.
 #[derive(Debug)]
 pub struct Restored {
@@ -82,8 +96,8 @@ struct Serving {
     thread: JoinHandle<Result<(), Error>>,
 }
 
-/// Restores `snapshot` in the VMM that listens at `socket`, which has `timeout` for each of its frames.
-/// Returns once it says that the VM is there.
+/// Restores `snapshot` in the VMM that listens at `socket`. Returns once it says that the VM is
+/// there. The pager is connected before it fills memory, as that may take long.
 ///
 /// # Errors
 /// [`enum@Error`].
@@ -92,18 +106,19 @@ pub fn restore(
     snapshot: &Snapshot,
     memory: Memory,
     then: Then,
-    timeout: Duration,
+    timeouts: Timeouts,
     runtime: &Handle,
 ) -> Result<Restored, Error> {
     let slots = config::slots(&snapshot.config)?;
     let guest = Arc::new(GuestMemory::new(&slots, &snapshot.memory, runtime.clone())?);
+    let connected = connect(socket, timeouts.listen)?;
     if matches!(memory, Memory::Before) {
         let whole = whole(&guest);
         let source = snapshot.memory.values().next();
         let threads = source.map_or(1, |source| nr_threads(&**source));
         replay(&whole, &*guest, threads, &Progress::default())?;
     }
-    let connection = Connection::new(connect(socket)?, timeout).map_err(Error::io("use a connection"))?;
+    let connection = Connection::new(connected, timeouts.frame).map_err(Error::io("use a connection"))?;
     connection.request(Request::new(Command::Start, 0), &[], "Start")?;
     for slot in guest.slots() {
         connection.send_memory(slot.slot.number, slot.memory.as_fd())?;
@@ -113,15 +128,14 @@ pub fn restore(
 
     let mut restored = Restored { memory: guest, counters: Arc::default(), recorder: None, serving: None };
     if let Memory::OnDemand { record, on_failure } = memory {
-        restored.serve(connect(socket)?, record, on_failure, timeout, runtime)?;
+        let second = UnixStream::connect(socket).map_err(Error::io("connect a second time, for page faults"))?;
+        restored.serve(second, record, on_failure, timeouts.frame, runtime)?;
     }
     let state_length = snapshot.state.len() as u64;
     connection.request(Request::new(Command::State, state_length), &snapshot.state, "State")?;
     if let Some(Serving { socket, .. }) = &restored.serving
         && !is_taken(socket).map_err(|error| Error::io("look at a connection")(error.into()))?
-        // After that: a fault is counted before it is answered, and an answer may be unreceived, too. The lock of
-        // the socket orders both.
-        && restored.counters.nr_faults.load(Ordering::Relaxed) == 0
+        && restored.has_no_faults()
     {
         connection.send_all(&Request::new(Command::Abandon, 0).to_bytes())?;
         return Err(Error::NotOnDemand);
@@ -144,6 +158,15 @@ impl Restored {
     /// What was served.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// Whether no fault was answered whose answer this thread has found in the socket, or found
+    /// taken.
+    fn has_no_faults(&self) -> bool {
+        // With the fence of `FaultServer::send`: a fault is counted before its answer is in the socket. The
+        // kernel's count of the socket's bytes is what both threads access between the fences.
+        fence(Ordering::Acquire);
+        self.counters.nr_faults.load(Ordering::Relaxed) == 0
     }
 
     /// Its recording, if there is one.
@@ -224,6 +247,18 @@ pub fn whole(memory: &GuestMemory) -> Vec<Range<u64>> {
     starts.map(|start| start..memory.size_bytes().min(start + step_bytes)).collect()
 }
 
-fn connect(socket: &Path) -> Result<UnixStream, Error> {
-    UnixStream::connect(socket).map_err(|error| Error::File { path: socket.to_owned(), error })
+/// Connects to the VMM; it has `timeout` to listen.
+fn connect(socket: &Path, timeout: Duration) -> Result<UnixStream, Error> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        match UnixStream::connect(socket) {
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+                    && Instant::now() < deadline =>
+            {
+                thread::sleep(LOOK_AGAIN);
+            }
+            connected => return connected.map_err(Error::file(socket)),
+        }
+    }
 }

@@ -3,8 +3,6 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -12,8 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use rustix::fs::{FileType, SeekFrom, fstat, seek};
-use rustix::io::Errno;
+use rustix::fs::{FileType, fstat};
 use tracing::{debug, info};
 
 use super::Error;
@@ -21,13 +18,12 @@ use super::config::{self, Slot};
 use super::connection::Connection;
 use super::folder::{CONFIG, NewFolder, STATE, memory_name};
 use super::wire::{Command, Request, Response};
-use crate::source::PAGE_BYTES;
+use crate::chunks::pack::is_all_zero;
+use crate::source::{PAGE_BYTES, holes};
 
 /// The longest configuration and state that are taken.
 const CONFIG_BYTES: u64 = 16 << 20;
 const STATE_BYTES: u64 = 1 << 30;
-/// How many slots may come.
-const NR_SLOTS: usize = 4096;
 /// What a thread copies at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// How many threads copy.
@@ -46,7 +42,9 @@ pub struct Stored {
 /// there yet or empty. The VMM has `timeout` for each of its frames.
 ///
 /// # Errors
-/// [`enum@Error`]; then the VMM was told so, as far as it listens, and `folder` is as it was.
+/// [`enum@Error`]; the VMM is told so, if it still listens. `folder` is as it was, but for the two
+/// last steps: if its name cannot be made durable or the last answer cannot be sent, it has the
+/// snapshot.
 pub fn store(socket: UnixStream, folder: &Path, timeout: Duration) -> Result<Stored, Error> {
     let connection = Connection::new(socket, timeout).map_err(Error::io("use a connection"))?;
     let stored = receive(&connection, folder);
@@ -75,7 +73,7 @@ fn receive(connection: &Connection, folder: &Path) -> Result<Stored, Error> {
         }
         expect_length(&request, 4)?;
         let (slot, descriptor) = connection.receive_memory()?;
-        if memory.len() == NR_SLOTS || memory.insert(slot, descriptor).is_some() {
+        if memory.len() == config::NR_SLOTS || memory.insert(slot, File::from(descriptor)).is_some() {
             return Err(Error::Slot { slot, what: "its memory came twice, or too many slots did" });
         }
         connection.answer(Response::Ok)?;
@@ -125,7 +123,7 @@ fn expect_length(request: &Request, length: u64) -> Result<(), Error> {
 }
 
 /// Each slot has its memory, each memory is of a slot, and is long enough.
-fn check_memory(slots: &[Slot], memory: &BTreeMap<u32, OwnedFd>) -> Result<(), Error> {
+fn check_memory(slots: &[Slot], memory: &BTreeMap<u32, File>) -> Result<(), Error> {
     if let Some(slot) = memory.keys().find(|number| slots.iter().all(|slot| slot.number != **number)) {
         return Err(Error::Slot { slot: *slot, what: "the configuration does not have it" });
     }
@@ -143,11 +141,11 @@ fn check_memory(slots: &[Slot], memory: &BTreeMap<u32, OwnedFd>) -> Result<(), E
     Ok(())
 }
 
-/// Copies the memory of `slot`, durably, and leaves holes where it has zeros; returns how many bytes
-/// are no zeros.
-fn copy(memory: &OwnedFd, slot: &Slot, to: &File) -> io::Result<u64> {
+/// Copies the memory of `slot`, durably, and leaves holes where it has zeros; returns how many
+/// bytes are no zeros.
+fn copy(memory: &File, slot: &Slot, to: &File) -> io::Result<u64> {
     to.set_len(slot.nr_bytes)?;
-    let chunks: Vec<_> = data(memory, slot.file_offset..slot.file_offset + slot.nr_bytes)?
+    let chunks: Vec<_> = holes::data(memory, slot.file_offset..slot.file_offset + slot.nr_bytes)?
         .into_iter()
         .flat_map(|extent| {
             extent.clone().step_by(CHUNK_BYTES as usize).map(move |start| start..extent.end.min(start + CHUNK_BYTES))
@@ -160,7 +158,7 @@ fn copy(memory: &OwnedFd, slot: &Slot, to: &File) -> io::Result<u64> {
         // Relaxed: each index is taken once, and nothing else depends on it.
         while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed) as usize) {
             let bytes = &mut buffer[..(chunk.end - chunk.start) as usize];
-            read_exact_at(memory, bytes, chunk.start)?;
+            memory.read_exact_at(bytes, chunk.start)?;
             data_bytes += write_sparse(to, bytes, chunk.start - slot.file_offset)?;
         }
         Ok(data_bytes)
@@ -179,62 +177,19 @@ fn copy(memory: &OwnedFd, slot: &Slot, to: &File) -> io::Result<u64> {
     data_bytes
 }
 
-/// The parts of `range` that are no holes.
-fn data(file: &OwnedFd, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-    let mut extents = Vec::new();
-    let mut at = range.start;
-    while at < range.end {
-        // What the call returns counts, not the position, which the VMM shares.
-        let start = match seek(file, SeekFrom::Data(at)) {
-            Ok(start) => start,
-            Err(Errno::NXIO) => break,
-            // A file system without holes.
-            Err(Errno::INVAL) => at,
-            Err(error) => return Err(error.into()),
-        };
-        if start >= range.end {
-            break;
-        }
-        // The start of its page: what the call says may be any byte of it.
-        let start = (start - start % PAGE_BYTES).max(at);
-        let end = seek(file, SeekFrom::Hole(start))
-            .map_or(range.end, |end| end.next_multiple_of(PAGE_BYTES))
-            .clamp(start + PAGE_BYTES, range.end);
-        extents.push(start..end);
-        at = end;
-    }
-    Ok(extents)
-}
-
-fn read_exact_at(file: impl AsFd, mut into: &mut [u8], mut offset: u64) -> io::Result<()> {
-    while !into.is_empty() {
-        match rustix::io::retry_on_intr(|| rustix::io::pread(&file, &mut *into, offset))? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            nr_read => {
-                into = &mut into[nr_read..];
-                offset += nr_read as u64;
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Writes the pages of `bytes` that are not zeros; returns how many bytes they have.
 fn write_sparse(to: &File, bytes: &[u8], offset: u64) -> io::Result<u64> {
-    const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
     let mut written = 0;
     let mut at = 0;
-    for same in bytes.chunks(ZEROS.len()).collect::<Vec<_>>().chunk_by(|one, next| is_zero(one) == is_zero(next)) {
-        let nr_bytes = same.iter().map(|page| page.len()).sum::<usize>();
-        if same.first().is_some_and(|page| !is_zero(page)) {
+    let pages: Vec<(bool, usize)> =
+        bytes.chunks(PAGE_BYTES as usize).map(|page| (is_all_zero(page), page.len())).collect();
+    for same in pages.chunk_by(|one, next| one.0 == next.0) {
+        let nr_bytes = same.iter().map(|(_, nr_bytes)| nr_bytes).sum::<usize>();
+        if same.first().is_some_and(|(is_zero, _)| !is_zero) {
             to.write_all_at(&bytes[at..at + nr_bytes], offset + at as u64)?;
             written += nr_bytes as u64;
         }
         at += nr_bytes;
     }
-    return Ok(written);
-
-    fn is_zero(page: &[u8]) -> bool {
-        page == &ZEROS[..page.len()]
-    }
+    Ok(written)
 }

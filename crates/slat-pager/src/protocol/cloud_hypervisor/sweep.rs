@@ -1,13 +1,14 @@
 //! Tells the page faults of a guest from those that the VMM sends on its own.
 //!
-//! Between faults, Cloud Hypervisor asks for each page of the memory in turn, from the lowest address
-//! on, and skips those that it asked for before. The frames are the same. A working set has only what
-//! the guest touched: this follows the VMM's cursor and knows its requests by it. A fault of the guest
-//! that happens to be just there counts as the VMM's; it comes early anyway.
+//! Between faults, Cloud Hypervisor asks for each page of the memory in turn, from the lowest
+//! address on, and skips those that it asked for before. The frames are the same. A working set has
+//! only what the guest touched: this follows the VMM's cursor and knows its requests by it. A fault
+//! of the guest that happens to be just there counts as the VMM's; it comes early anyway.
 
 use std::ops::Range;
 
 use crate::source::PAGE_BYTES;
+use crate::source::pages::PageSet;
 
 /// What asked for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,26 +21,21 @@ pub(super) enum Asker {
 #[derive(Debug)]
 pub(super) struct Sweep {
     /// The pages that were asked for.
-    asked: Vec<u64>,
-    nr_pages: u64,
-    /// The first page that it was not asked for behind the last that the VMM asked for.
+    asked: PageSet,
+    /// The first page behind the last that the VMM asked for that was not asked for.
     next: u64,
 }
 
 impl Sweep {
     pub(super) fn new(size_bytes: u64) -> Sweep {
-        let nr_pages = size_bytes.div_ceil(PAGE_BYTES);
-        Sweep { asked: vec![0; nr_pages.div_ceil(64) as usize], nr_pages, next: 0 }
+        Sweep { asked: PageSet::new(size_bytes.div_ceil(PAGE_BYTES)), next: 0 }
     }
 
     /// Takes a request for the bytes `range`.
     pub(super) fn ask(&mut self, range: &Range<u64>) -> Asker {
-        let pages = range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES).min(self.nr_pages);
-        let asker = if pages.start == self.next { Asker::Vmm } else { Asker::Guest };
-        for page in pages {
-            self.asked[(page / 64) as usize] |= 1 << (page % 64);
-        }
-        while self.next < self.nr_pages && self.asked[(self.next / 64) as usize] & 1 << (self.next % 64) != 0 {
+        let asker = if range.start / PAGE_BYTES == self.next { Asker::Vmm } else { Asker::Guest };
+        self.asked.insert_bytes(range.clone());
+        while self.asked.contains(self.next) {
             self.next += 1;
         }
         asker

@@ -1,26 +1,26 @@
 //! Whether the VMM has taken the connection for page faults.
 //!
-//! A VMM that was not told `memory_mode=postcopy` maps the empty memory that the pager has sent, and
-//! would let its guest read zeros. It closes the connection for page faults before it answers
+//! A VMM that was not told `memory_mode=postcopy` maps the empty memory that the pager has sent,
+//! and would let its guest read zeros. It closes the connection for page faults before it answers
 //! `State`, or never accepts it.
 
 #![expect(unsafe_code, reason = "an ioctl that the libraries lack")]
 
-use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
 use rustix::ioctl::{Getter, Opcode, ioctl};
 use rustix::net::{RecvFlags, recv};
 
-/// `SIOCOUTQ`: what was sent on a Unix socket and not received yet, in bytes of memory (unix(7), `SIOCINQ` is
-/// its counterpart).
+/// `SIOCOUTQ`: what was sent on a Unix socket and not received yet, in bytes of memory (unix(7),
+/// `SIOCINQ` is its counterpart).
 const UNRECEIVED: Opcode = libc::TIOCOUTQ as Opcode;
 
 /// Whether the other side has received all that was sent on `socket`, and has not closed it.
-pub(super) fn is_taken(socket: impl AsFd) -> rustix::io::Result<bool> {
-    // SAFETY: the call writes one integer.
-    let nr_unreceived = unsafe { ioctl(&socket, Getter::<UNRECEIVED, libc::c_int>::new()) }?;
-    let is_open = match recv(&socket, &mut [0_u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+pub(super) fn is_taken(socket: &UnixStream) -> rustix::io::Result<bool> {
+    // SAFETY: of a Unix socket, which `socket` is, the call writes one integer.
+    let nr_unreceived = unsafe { ioctl(socket, Getter::<UNRECEIVED, libc::c_int>::new()) }?;
+    let is_open = match recv(socket, &mut [0_u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((nr_bytes, _)) => nr_bytes > 0,
         Err(Errno::AGAIN) => true,
         Err(Errno::CONNRESET) => false,
@@ -31,10 +31,8 @@ pub(super) fn is_taken(socket: impl AsFd) -> rustix::io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
-    use std::os::unix::net::UnixStream;
-
     use super::*;
+    use std::io::{Read, Write};
 
     #[test]
     fn a_connection_is_taken_once_its_first_bytes_are() {

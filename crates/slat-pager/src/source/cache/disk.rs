@@ -1,13 +1,13 @@
 //! Blocks in files of a folder.
 //!
 //! # Implementation
-//! `XX/IDENTITY` is a block, where XX are the first two digits. A file begins with a header: `slatblk1`, the
-//! block's identity (32 bytes), the number of its bytes (8, little-endian), their BLAKE3 hash (32). It is
-//! written under a name that ends in `.new` and renamed. No file is synchronised: what a crash tears does not
-//! have its hash.
+//! `XX/IDENTITY` is a block, where XX are the first two digits. A file begins with a header:
+//! `slatblk1`, the block's identity (32 bytes), the number of its bytes (8, little-endian), their
+//! BLAKE3 hash (32). It is written under a name that ends in `.new` and renamed. No file is
+//! synchronised: what a crash tears does not have its hash.
 //!
-//! Which files there are is kept in a table, which chooses what is evicted. A file may be gone while the table has
-//! it (an eviction that raced with a write); then its block is fetched again.
+//! Which files there are is kept in a table, which chooses what is evicted. A file may be gone
+//! while the table has it (an eviction that raced with a write); then its block is fetched again.
 //!
 //! The folder is locked (flock(2)) while a process uses it. The lock ends with the process.
 
@@ -29,7 +29,8 @@ use crate::source::{Identity, SourceError};
 
 const MAGIC: [u8; 8] = *b"slatblk1";
 const HEADER_BYTES: usize = 80;
-/// How many files are written at once. Blocks that come faster than the disk takes them are not kept on it.
+/// How many files are written at once. Blocks that come faster than the disk takes them are not
+/// kept on it.
 const MOST_WRITES: u32 = 8;
 const NEW_SUFFIX: &str = ".new";
 
@@ -57,7 +58,8 @@ impl Weighter<Identity, FileBytes> for ByBytes {
     }
 }
 
-/// Collects what an insertion evicts, so that its files are deleted afterwards and not under a lock.
+/// Collects what an insertion evicts, so that its files are deleted afterwards and not under a
+/// lock.
 #[derive(Clone, Debug)]
 struct Evictions;
 
@@ -155,7 +157,7 @@ impl DiskCache {
                     tracing::debug!(folder = %cache.folder.display(), %error, "a block is not kept on the disk");
                 }
             }
-            // Who waits for the writes may then open the folder again.
+            // Once the writes have ended, another cache may open the folder.
             drop(cache);
             drop(permit);
         });
@@ -208,14 +210,9 @@ fn new_name(path: &Path) -> PathBuf {
 
 /// The identity that a file is named for.
 fn identity_of(name: &str) -> Option<Identity> {
-    let mut bytes = [0; 32];
-    if name.len() != 64 || !name.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')) {
-        return None;
-    }
-    for (byte, digits) in bytes.iter_mut().zip(name.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
-    }
-    Some(Identity::from_bytes(bytes))
+    let identity = Identity::from_bytes(blake3::Hash::from_hex(name).ok()?.into());
+    // Upper case is no name of ours.
+    Some(identity).filter(|identity| identity.to_string() == name)
 }
 
 fn header(block: &Identity, bytes: &[u8]) -> [u8; HEADER_BYTES] {

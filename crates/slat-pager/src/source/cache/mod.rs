@@ -1,13 +1,13 @@
 //! Keeps blocks of sources that cost much to read, in memory and on a disk.
 //!
 //! # Guarantees
-//! - Blocks are kept by their identity ([`Source::block_identity`]): those of two snapshots are never mixed,
-//!   and one cache serves all snapshots of a process.
+//! - Blocks are kept by their identity ([`Source::block_identity`]): those of two snapshots are
+//!   never mixed, and one cache serves all snapshots of a process.
 //! - A block that comes from the disk is what was written there, or it is fetched again.
-//! - Memory and disk are bounded: blocks in memory, blocks that are being fetched, and files each by a number of
-//!   bytes (files by that and those few that are being written).
+//! - Memory and disk are bounded: blocks in memory, blocks that are being fetched, and files each
+//!   by a number of bytes (files by that and those few that are being written).
 //! - A disk that is full, fails or is taken away costs time, and no read fails for it.
-//! - Readers who want one block at once cause one fetch.
+//! - Reads of one block at the same time cause one fetch.
 
 mod disk;
 
@@ -251,6 +251,10 @@ impl Source for Cached {
 
     fn mapped(&self, range: Range<u64>) -> Option<Mapped<'_>> {
         self.source.mapped(range)
+    }
+
+    fn is_mapped(&self) -> bool {
+        self.source.is_mapped()
     }
 
     fn is_zero(&self, range: Range<u64>) -> bool {

@@ -1,19 +1,26 @@
 //! A file that has the memory of a snapshot, byte for byte: what VMMs write.
 //!
 //! # Guarantees
-//! - Bytes that a read returns are those of the file as it was opened: after the read, size and time
-//!   of last change are still the same. Otherwise the read fails with [`SourceError::Changed`].
+//! - Bytes that a read returns are those of the file as it was opened: after the read, size and
+//!   time of last change are still the same. Otherwise the read fails with
+//!   [`SourceError::Changed`].
 //! - Bytes of a mapping were right a moment before [`Source::mapped`] returned. A file that is
 //!   written while pages are copied out of it can give wrong bytes for as long as the copy takes
-//!   (microseconds); no later call returns one. Snapshots are not to be written while they are served.
+//!   (microseconds); no later call returns one. Snapshots are not to be written while they are
+//!   served.
 //! - Holes of the file are zeros, and known to be without a read.
 //!
 //! # Implementation
 //! The file is mapped, and the kernel copies from the mapping right into the guest: no byte passes
-//! through the pager. Touching a page that is still on disk would stop the thread that serves faults,
-//! so a block of the file is handed out by its mapping only once it was seen in the page cache
-//! (mincore(2), once for each block). What is not is read by another thread, which also brings it there.
-//! A page that the kernel evicts later costs that thread some time, and nothing else.
+//! through the pager. Touching a page that is still on disk would stop the thread that serves
+//! faults, so a block of the file is handed out by its mapping only once it is known to be in the
+//! page cache:
+//! - mincore(2) said so, once for each block; or
+//! - it was read. Another thread does that, and brings it there.
+//!
+//! Since Linux 5.2 mincore says that all of a file is cached if the process neither owns the file
+//! nor may write it (mincore(2), NOTES). Of such a file only reads count.
+//! A page that the kernel evicts later costs the thread that copies it some time, and nothing else.
 //!
 //! The time of last change tells two versions apart only if the clock moved between them. Opening
 //! therefore waits until the file is older than the clock's step, as version control systems do.
@@ -31,12 +38,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FileType, SeekFrom, Stat};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::fs::{FileType, Mode, Stat};
+use rustix::io::ReadWriteFlags;
+use rustix::process::{getegid, geteuid};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::pages::PageSet;
-use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, check_range};
+use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, blocking, check_range, holes};
 
 /// What is looked for in the page cache at once, and what a read should have at least. The kernel
 /// maps as much around a page of a file that is touched.
@@ -51,7 +59,7 @@ pub struct MemoryFile {
     mapping: MmapRaw,
     /// The pages that are not in holes.
     data: PageSet,
-    /// A bit for each block that was seen in the page cache.
+    /// A bit for each block that was in the page cache once.
     cached: Box<[AtomicU64]>,
     identity: Identity,
     granule_bytes: u64,
@@ -104,7 +112,7 @@ impl MemoryFile {
         Ok(stat.st_blksize as u64)
     }
 
-    /// Whether all blocks that `range` touches were seen in the page cache, now or before.
+    /// Whether all blocks that `range` touches are in the page cache, or were.
     fn is_cached(&self, range: &Range<u64>) -> bool {
         (range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES)).all(|block| {
             // Relaxed: the bit saves a system call, and orders nothing.
@@ -120,12 +128,14 @@ impl MemoryFile {
         })
     }
 
-    /// Whether the block is in the page cache, except for holes.
+    /// Whether the kernel says that the block is in the page cache, except for holes.
     fn is_block_resident(&self, block: u64) -> bool {
         let start = block * BLOCK_BYTES;
         let nr_bytes = BLOCK_BYTES.min(self.file.size_bytes - start);
-        // A hole is in no cache, and on no disk.
-        sys::not_resident(&self.mapping, start as usize, nr_bytes as usize).all(|page| self.data.has_none_of(page))
+        self.file.residency == Residency::Told
+            && sys::not_resident(&self.mapping, start as usize, nr_bytes as usize)
+                // A hole is in no cache, and on no disk.
+                .is_some_and(|mut pages| pages.all(|page| self.data.has_none_of(page)))
     }
 
     /// Notes that the blocks that are wholly in `range` were read.
@@ -160,7 +170,11 @@ impl Source for MemoryFile {
         if !self.is_cached(&range) || self.file.check_unchanged().is_err() {
             return None;
         }
-        Some(Mapped::new(self.mapping.as_ptr().wrapping_add(range.start as usize), (range.end - range.start) as usize))
+        Some(Mapped::of_mapping(&self.mapping).part(range))
+    }
+
+    fn is_mapped(&self) -> bool {
+        true
     }
 
     fn is_zero(&self, range: Range<u64>) -> bool {
@@ -174,9 +188,7 @@ impl Source for MemoryFile {
             if nr_read < into.len() {
                 let (rest, at) = (&mut into[nr_read..], offset + nr_read as u64);
                 let (file, nr_bytes) = (Arc::clone(&self.file), rest.len());
-                let bytes = tokio::task::spawn_blocking(move || file.read_exactly(at, nr_bytes))
-                    .await
-                    .map_err(|error| self.file.failed("read", io::Error::other(error)))??;
+                let bytes = blocking("read a file", move || file.read_exactly(at, nr_bytes)).await??;
                 rest.copy_from_slice(&bytes);
             }
             // After the bytes were read: if the file is the same now, it was then.
@@ -198,6 +210,26 @@ struct OpenFile {
     inode: u64,
     changed_s: i64,
     changed_ns: u64,
+    residency: Residency,
+}
+
+/// Whether the kernel tells what of a file is in the page cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Residency {
+    Told,
+    NotTold,
+}
+
+impl Residency {
+    /// Told of a file that this process owns or may write. The mode alone decides: where an access
+    /// control list says otherwise, a fault may wait for the disk. A capability does not count, as
+    /// the process may drop it later, nor does a supplementary group, as a sandbox may hide it.
+    fn of(stat: &Stat) -> Residency {
+        let is_of_group = getegid().as_raw() == stat.st_gid;
+        let may_write = if is_of_group { Mode::WGRP } else { Mode::WGRP | Mode::WOTH };
+        let is_told = geteuid().as_raw() == stat.st_uid || Mode::from_raw_mode(stat.st_mode).contains(may_write);
+        if is_told { Residency::Told } else { Residency::NotTold }
+    }
 }
 
 impl OpenFile {
@@ -222,6 +254,7 @@ impl OpenFile {
             inode: stat.st_ino,
             changed_s: stat.st_mtime as i64,
             changed_ns: stat.st_mtime_nsec as u64,
+            residency: Residency::of(&stat),
         };
         file.check_unchanged()?;
         Ok(file)
@@ -231,8 +264,8 @@ impl OpenFile {
         SourceError::Io { what: format!("{what} {}", self.path.display()), error }
     }
 
-    /// Fails if the file's size or time of last change is not what it was. The descriptor stays with
-    /// the file that was opened: renaming another one to its path changes nothing here.
+    /// Fails if the file's size or time of last change is not what it was. The descriptor stays
+    /// with the file that was opened: renaming another one to its path changes nothing here.
     fn check_unchanged(&self) -> Result<(), SourceError> {
         let stat = rustix::fs::fstat(&self.file).map_err(|error| self.failed("examine", error.into()))?;
         if stat.st_size as u64 != self.size_bytes {
@@ -245,26 +278,12 @@ impl OpenFile {
         Ok(())
     }
 
-    /// The pages that are not in holes. On a file system that knows of no holes: all.
+    /// The pages that are not in holes.
     fn data(&self) -> Result<PageSet, SourceError> {
         let mut data = PageSet::new(self.size_bytes / PAGE_BYTES);
-        let mut at = 0;
-        while at < self.size_bytes {
-            let start = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
-                Ok(start) => start,
-                // No data from here on.
-                Err(Errno::NXIO) => break,
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
-                Err(error) => return Err(self.failed("look for holes in", error.into())),
-            };
-            let end = match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
-                Ok(end) if end > start => end,
-                Ok(_) | Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => self.size_bytes,
-                Err(error) => return Err(self.failed("look for holes in", error.into())),
-            };
-            data.insert_bytes(start..end);
-            at = end;
-        }
+        let extents = holes::data(&self.file, 0..self.size_bytes);
+        let extents = extents.map_err(|error| self.failed("look for holes in", error))?;
+        extents.into_iter().for_each(|extent| data.insert_bytes(extent));
         self.check_unchanged()?;
         Ok(data)
     }

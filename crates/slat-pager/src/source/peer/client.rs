@@ -1,9 +1,9 @@
 //! A snapshot that another pager serves.
 //!
 //! # Implementation
-//! There are some connections, so that a fault does not queue behind all that is replayed. A read takes the one
-//! with the fewest requests under way. A connection that is lost is made again when the next read needs
-//! it; the reads that waited for it try again, a few times.
+//! There are some connections, so that a fault does not queue behind all that is replayed. A read
+//! takes the one with the fewest requests under way. A connection that is lost is made again when
+//! the next read needs it; the reads that waited for it try again, a few times.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,9 +31,10 @@ const NR_CONNECTIONS: usize = 3;
 const MOST_REQUESTS: usize = 64;
 /// For a connection with both greetings.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A server that says nothing for so long while requests wait is given up.
+/// A server from which no byte comes for so long while a request waits is given up.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
-/// How often a request is sent, and what is waited before the second time; twice that before the third.
+/// How often a request is sent, and what is waited before the second time; twice that before the
+/// third.
 const MOST_TRIES: u32 = 4;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
@@ -67,8 +68,8 @@ impl Peer {
     /// The snapshot `name` of the pager at `address` (`host:port`).
     ///
     /// # Errors
-    /// The files of certificates cannot be used; the server does not answer, is another one, or does not have the
-    /// snapshot.
+    /// The files of certificates cannot be used; the server does not answer, is another one, or
+    /// does not have the snapshot.
     pub async fn open(address: &str, name: &str, tls: &TlsFiles) -> Result<Peer, SourceError> {
         let malformed =
             |why: &str| SourceError::Malformed { snapshot: format!("{address}/{name}"), why: why.to_string() };
@@ -201,6 +202,8 @@ struct Connection {
     waiting: Table,
     requests: mpsc::Sender<[u8; wire::REQUEST_BYTES]>,
     next_number: AtomicU64,
+    /// Counts what comes, of whichever reply.
+    progress: Arc<AtomicU64>,
     task: AbortHandle,
 }
 
@@ -218,17 +221,19 @@ impl Connection {
         let waiting: Table = Arc::new(Mutex::new(Some(HashMap::new())));
         let (requests, to_write) = mpsc::channel(MOST_REQUESTS);
         let (table, address) = (Arc::clone(&waiting), server.address.clone());
+        let progress = Arc::new(AtomicU64::new(0));
+        let of_task = Arc::clone(&progress);
         let task = tokio::spawn(async move {
             let why = tokio::select! {
-                result = read_replies(BufReader::new(reader), &table) => result,
+                result = read_replies(BufReader::new(reader), &table, &of_task) => result,
                 result = write_requests(writer, to_write) => result.map_err(|error| error.to_string()),
             };
             tracing::info!(address, why = why.err(), "the connection to a peer ended");
-            // Dropping them tells those who wait.
+            // Dropping the requests ends their waiting.
             drop(table.lock().unwrap_or_else(PoisonError::into_inner).take());
         });
-        let connection = Connection { waiting, requests, next_number: AtomicU64::new(0), task: task.abort_handle() };
-        Ok((connection, about))
+        let (next_number, task) = (AtomicU64::new(0), task.abort_handle());
+        Ok((Connection { waiting, requests, next_number, progress, task }, about))
     }
 
     fn is_open(&self) -> bool {
@@ -239,25 +244,34 @@ impl Connection {
     async fn request(&self, offset: u64, nr_bytes: u32) -> Option<(Status, Vec<u8>)> {
         // Relaxed: numbers that differ are all that it is for.
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
-        let (reply, replied) = oneshot::channel();
+        let (reply, mut replied) = oneshot::channel();
         self.waiting
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .as_mut()?
             .insert(number, Waiting { nr_bytes, reply });
         self.requests.send(Request { number, offset, nr_bytes }.encode()).await.ok()?;
-        match timeout(REPLY_TIMEOUT, replied).await {
-            Ok(reply) => reply.ok(),
-            Err(_) => {
-                self.task.abort();
-                drop(self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take());
-                None
+        // Relaxed, here and where it is counted: whether the number has changed is all that matters.
+        let mut before = self.progress.load(Ordering::Relaxed);
+        loop {
+            match timeout(REPLY_TIMEOUT, &mut replied).await {
+                Ok(reply) => return reply.ok(),
+                Err(_) => {
+                    let now = self.progress.load(Ordering::Relaxed);
+                    if now == before {
+                        break;
+                    }
+                    before = now;
+                }
             }
         }
+        self.task.abort();
+        drop(self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take());
+        None
     }
 }
 
-async fn read_replies(mut reader: impl AsyncRead + Unpin, table: &Table) -> Result<(), String> {
+async fn read_replies(mut reader: impl AsyncRead + Unpin, table: &Table, progress: &AtomicU64) -> Result<(), String> {
     loop {
         let mut reply = [0; wire::REPLY_BYTES];
         reader.read_exact(&mut reply).await.map_err(|error| error.to_string())?;
@@ -270,7 +284,16 @@ async fn read_replies(mut reader: impl AsyncRead + Unpin, table: &Table) -> Resu
             return Err("a reply has another length than its request".to_string());
         }
         let mut bytes = vec![0; reply.nr_bytes as usize];
-        reader.read_exact(&mut bytes).await.map_err(|error| error.to_string())?;
+        let mut rest = &mut bytes[..];
+        progress.fetch_add(1, Ordering::Relaxed);
+        while !rest.is_empty() {
+            match reader.read(rest).await {
+                Ok(0) => return Err("it ended in a reply".to_string()),
+                Ok(nr_bytes) => rest = &mut rest[nr_bytes..],
+                Err(error) => return Err(error.to_string()),
+            }
+            progress.fetch_add(1, Ordering::Relaxed);
+        }
         // The reader may be gone.
         let _ = waiting.reply.send((reply.status, bytes));
     }
@@ -308,7 +331,7 @@ impl Source for Peer {
     }
 
     fn block_identity(&self, block: u64) -> Identity {
-        // By where they are from, too: a peer that lies about its snapshot's identity puts no bytes into
+        // By where they are from, too: a peer that misreports its snapshot's identity puts no bytes into
         // the cache of another source.
         let numbers = [self.granule_bytes.to_le_bytes(), block.to_le_bytes()];
         let server = [self.server.address.as_bytes(), self.server.snapshot.as_bytes()];

@@ -1,28 +1,29 @@
-//! Another pager as a source, over TCP with TLS: what a migrated machine lacks comes from where it was
-//! (post-copy migration), or a snapshot from the host that has it.
+//! Another pager as a source, over TCP with TLS: what a migrated machine lacks comes from where it
+//! was (post-copy migration), or a snapshot from the host that has it.
 //!
 //! # Guarantees
-//! - Both sides prove who they are by certificates of one authority; nobody else reads a byte.
-//! - A client that connects again goes on only with the snapshot that it had ([`Identity`](crate::source::Identity)).
-//! - Neither side takes more memory than its bounds for a peer that asks too much, reads too slowly,
-//!   or lies.
+//! - Each side authenticates by a certificate of one authority; a process without one reads no
+//!   byte.
+//! - A client that connects again goes on only with the snapshot that it had
+//!   ([`Identity`](crate::source::Identity)).
+//! - Neither side takes more memory than its bounds for a peer that asks too much, reads too
+//!   slowly, or misbehaves.
 //!
 //! # Protocol, version 1
 //! Numbers are little-endian. The client sends its greeting, the server answers with its own, then
-//! requests and replies follow, in any order. Either side ends the connection when the other does what is not
-//! written here.
+//! requests and replies follow, in any order. Either side ends the connection when the other does
+//! what is not written here.
 //!
 //! | message | fields |
 //! |---|---|
 //! | client's greeting | `slatpeer`, version u32, bytes of the name u32, the snapshot's name |
-//! | server's greeting | `slatpeer`, version u32, status u32, size u64, granule u64, identity 32 bytes |
+//! | server's greeting | `slatpeer`, version u32, status u32, size u64, granule u64, identity 32 |
 //! | request, 24 bytes | number u64, offset u64, bytes u32, zero u32 |
 //! | reply, 16 bytes | number u64, status u32, bytes u32, then so many bytes |
 //!
-//! Status of a greeting: 0 it is served; 1 there is no such snapshot; 2 another version (the
-//! fields after it are zero).
-//! Status of a reply: 0 the bytes; 1 all are zero, and none follow; 2 not for now; 3 not at all. With the
-//! last two a text follows.
+//! Status of a greeting: 0 it is served; 1 there is no such snapshot; 2 another version (the fields
+//! after it are zero). Status of a reply: 0 the bytes; 1 all are zero, and none follow; 2 not for
+//! now; 3 not at all. With the last two a text follows.
 
 pub mod client;
 pub mod server;

@@ -1,10 +1,11 @@
 //! Serves snapshots to peers.
 //!
 //! # Implementation
-//! A connection has two tasks beside those of its requests: one reads requests, one writes replies. The
-//! first reads the next request only when fewer than `MOST_REQUESTS` are unanswered, and when the replies of all
-//! connections together take less than `MOST_REPLY_BYTES`: a client that asks faster than it reads waits
-//! in its own socket.
+//! A connection has two tasks beside those of its requests: one reads requests, one writes replies.
+//! The first goes on only while fewer than `MOST_REQUESTS` are unanswered, and while the replies of
+//! this connection take at most `MOST_REPLY_BYTES`. A client that asks faster than it reads waits
+//! in its own socket, and no other client waits for it. All connections together take at most 1
+//! GiB, if there are `MOST_CLIENTS` and all are slow.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -21,14 +22,15 @@ use tokio_rustls::TlsAcceptor;
 
 use super::tls::TlsFiles;
 use super::wire::{self, About, Greeting, Reply, Request, Status};
-use crate::source::{PAGE_BYTES, Source, SourceError};
+use crate::source::{Source, SourceError};
 
 /// How many clients are served at once.
 const MOST_CLIENTS: usize = 256;
 /// How many requests of a client are unanswered at once.
 const MOST_REQUESTS: usize = 64;
-/// The bytes of all replies that are being made or written.
-const MOST_REPLY_BYTES: u64 = 128 << 20;
+/// The bytes of a client's replies that are being made or written.
+const MOST_REPLY_BYTES: u32 = 4 << 20;
+const _: () = assert!(wire::MOST_REQUEST_BYTES <= MOST_REPLY_BYTES, "each request can be answered");
 /// For the greeting, with that of TLS.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// For a client to take a reply.
@@ -70,7 +72,6 @@ impl PeerServer {
     /// Serves until it is dropped.
     pub async fn serve(self) {
         let acceptor = TlsAcceptor::from(self.tls);
-        let reply_pages = Arc::new(Semaphore::new((MOST_REPLY_BYTES / PAGE_BYTES) as usize));
         let clients = Arc::new(Semaphore::new(MOST_CLIENTS));
         let mut connections = JoinSet::new();
         loop {
@@ -85,9 +86,8 @@ impl PeerServer {
                 }
             };
             let (acceptor, snapshots) = (acceptor.clone(), Arc::clone(&self.snapshots));
-            let reply_pages = Arc::clone(&reply_pages);
             connections.spawn(async move {
-                if let Err(why) = serve_client(stream, &acceptor, &snapshots, reply_pages).await {
+                if let Err(why) = serve_client(stream, &acceptor, &snapshots).await {
                     tracing::info!(%client, why, "the connection of a peer ended");
                 }
                 drop(permit);
@@ -102,7 +102,6 @@ async fn serve_client(
     stream: TcpStream,
     acceptor: &TlsAcceptor,
     snapshots: &HashMap<String, Arc<dyn Source>>,
-    reply_pages: Arc<Semaphore>,
 ) -> Result<(), String> {
     super::keep_alive(&stream).map_err(|error| error.to_string())?;
     let greeted = timeout(GREETING_TIMEOUT, async {
@@ -117,7 +116,7 @@ async fn serve_client(
     // Ends with an error if either does; dropping it ends the requests' tasks.
     let mut requests = JoinSet::new();
     tokio::select! {
-        result = read_requests(BufReader::new(reader), source, replies, reply_pages, &mut requests) => result,
+        result = read_requests(BufReader::new(reader), source, replies, &mut requests) => result,
         result = write_replies(writer, to_write) => result,
     }
 }
@@ -163,10 +162,10 @@ async fn read_requests(
     mut reader: impl AsyncRead + Unpin,
     source: Arc<dyn Source>,
     replies: mpsc::Sender<Answer>,
-    reply_pages: Arc<Semaphore>,
     requests: &mut JoinSet<()>,
 ) -> Result<(), String> {
     let unanswered = Arc::new(Semaphore::new(MOST_REQUESTS));
+    let reply_bytes = Arc::new(Semaphore::new(MOST_REPLY_BYTES as usize));
     loop {
         while requests.try_join_next().is_some() {}
         let one = Arc::clone(&unanswered).acquire_owned().await.expect("it is never closed");
@@ -177,14 +176,13 @@ async fn read_requests(
             Err(error) => return Err(error.to_string()),
         }
         let request = Request::decode(&request, source.size_bytes())?;
-        let nr_pages = u64::from(request.nr_bytes).div_ceil(PAGE_BYTES) as u32;
-        let pages = Arc::clone(&reply_pages).acquire_many_owned(nr_pages).await.expect("it is never closed");
+        let bytes = Arc::clone(&reply_bytes).acquire_many_owned(request.nr_bytes).await.expect("it is never closed");
         let (source, replies) = (Arc::clone(&source), replies.clone());
         requests.spawn(async move {
-            let (status, bytes) = answer(&*source, &request).await;
-            let reply = Reply { number: request.number, status, nr_bytes: bytes.len() as u32 };
+            let (status, content) = answer(&*source, &request).await;
+            let reply = Reply { number: request.number, status, nr_bytes: content.len() as u32 };
             // The connection may have ended.
-            let _ = replies.send(Answer { reply, bytes, _permits: (one, pages) }).await;
+            let _ = replies.send(Answer { reply, bytes: content, _permits: (one, bytes) }).await;
         });
     }
 }

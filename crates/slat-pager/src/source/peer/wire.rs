@@ -1,5 +1,6 @@
 //! The messages of peers, as bytes.
 
+use crate::little_endian::{u32_at, u64_at};
 use crate::source::{Identity, PAGE_BYTES, SourceError};
 
 const MAGIC: [u8; 8] = *b"slatpeer";
@@ -54,14 +55,6 @@ pub(super) struct Reply {
     pub(super) status: Status,
     /// How many bytes follow.
     pub(super) nr_bytes: u32,
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
 }
 
 /// The client's greeting; the name follows.
