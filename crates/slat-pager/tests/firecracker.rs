@@ -2,6 +2,8 @@
 //! their own, with userfaultfds and threads that verify every byte: restored, ballooned, killed and
 //! taken over, many at once, and all that can be said wrong.
 
+#![expect(unsafe_code, reason = "memory of a guest that is unmapped")]
+
 #[path = "support/registered.rs"]
 mod registered;
 mod support;
@@ -142,7 +144,8 @@ fn client_has_many_machines() {
         let (guest, userfaultfd, socket) = machine(Kind::Anonymous);
         guest.verify(nr % guest.nr_pages(), SEED);
         drop((userfaultfd, socket));
-        guest.unmap(0..guest.nr_pages());
+        // SAFETY: the guest is dropped.
+        unsafe { guest.unmap(0..guest.nr_pages()) };
     }
     println!("step 1000 one after the other");
     let machines: Vec<_> = (0..200).map(|_| machine(Kind::Anonymous)).collect();

@@ -1,6 +1,8 @@
 //! One machine that is served by the library's call: real userfaultfds, many threads that touch, and
 //! every byte verified.
 
+#![expect(unsafe_code, reason = "memory of a guest that is unmapped")]
+
 #[path = "support/registered.rs"]
 mod registered;
 mod support;
@@ -414,7 +416,8 @@ fn unmapped_memory_does_not_disturb_the_rest() {
         guest.register(&userfaultfd, RegisterMode::MISSING);
         let source = Pattern { granule_bytes: 4096, ..Pattern::new(SEED, 2 * MIB as u64) };
         let vm = served(&guest, &userfaultfd, Arc::new(source), options(1, 2 << 20));
-        guest.unmap(100..200);
+        // SAFETY: the others are accessed.
+        unsafe { guest.unmap(100..200) };
         (0..100).chain(200..512).for_each(|page| guest.verify(page, SEED));
         assert!(vm.ended().borrow().is_none());
     }
@@ -433,7 +436,8 @@ fn many_machines_leave_no_descriptor_and_no_thread() {
             let vm = served(&guest, &userfaultfd, Arc::clone(&source), options(1, 65536));
             guest.verify(0, SEED);
             drop(vm);
-            guest.unmap(0..256);
+            // SAFETY: the guest is dropped.
+            unsafe { guest.unmap(0..256) };
         }
         // Other tests of this program have descriptors, too: what counts is that nothing grows.
         let now = nr("/proc/self/fd");

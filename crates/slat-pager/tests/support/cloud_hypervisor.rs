@@ -310,7 +310,8 @@ fn start_handler(slots: &[Mapped], faults: UnixStream, between: Between) -> thre
     ranges.sort_by_key(|(_, slot)| slot.gpa);
     for (address, slot) in &ranges {
         let mode = userfaultfd::MODE_MISSING | userfaultfd::MODE_MINOR;
-        userfaultfd::register(&uffd, *address, slot.nr_bytes, mode).unwrap();
+        // SAFETY: the slot's mapping is new, and what its pages have is checked.
+        unsafe { userfaultfd::register(&uffd, *address, slot.nr_bytes, mode) }.unwrap();
     }
     thread::spawn(move || handle(&uffd, &ranges, &faults, between))
 }
