@@ -128,6 +128,23 @@ fn clones_share_pages_until_they_write_to_them() {
 }
 
 #[test]
+fn pages_of_a_clone_that_were_reclaimed_are_mapped_again() {
+    if !may_use_userfaultfd() {
+        return;
+    }
+    let source: Arc<dyn Source> = Arc::new(Pattern::new(SEED, NR_BYTES));
+    let memory = Arc::new(SharedMemory::new("clones", 0, Arc::clone(&source)).unwrap());
+    let guest = Guest::private(NR_BYTES, memory.as_fd());
+    let _vm = attach(&guest, &source, Options { shared_memory: Some(memory), ..options() });
+    for _ in 0..3 {
+        assert_eq!(guest.nr_wrong(SEED, 4), 0);
+        // The kernel reports no removal to a monitor that has not asked for it, and none of its own.
+        guest.forget_pages();
+    }
+    assert_eq!(guest.nr_wrong(SEED, 4), 0);
+}
+
+#[test]
 fn shared_memory_of_another_snapshot_is_refused() {
     if !may_use_userfaultfd() {
         return;

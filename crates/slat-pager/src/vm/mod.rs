@@ -191,6 +191,10 @@ impl Shared {
     fn has_ended(&self) -> bool {
         self.ended.borrow().is_some()
     }
+
+    fn is_distrusted(&self) -> bool {
+        self.is_distrusted.load(Ordering::Relaxed)
+    }
 }
 
 /// A machine that is served.
@@ -221,7 +225,7 @@ impl Vm {
     /// # Errors
     /// [`AttachError`].
     pub fn attach(
-        userfaultfd: Userfaultfd,
+        userfaultfd: impl Into<Arc<Userfaultfd>>,
         regions: Regions,
         source: Arc<dyn Source>,
         state: State,
@@ -241,7 +245,7 @@ impl Vm {
         let pages = Pages::new(Arc::clone(&state));
         let wakeup = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| AttachError::System { what: "make an eventfd", error: error.into() })?;
-        let installer = Installer::new(userfaultfd, regions, pages)
+        let installer = Installer::new(userfaultfd.into(), regions, pages)
             .map_err(|error| AttachError::System { what: "map zeros", error })?;
         let shared = Arc::new(Shared {
             installer,
@@ -340,10 +344,11 @@ pub struct Populator {
 
 impl Populator {
     /// Fills the absent pages of the `offsets` of the snapshot, and returns how many bytes that were.
-    /// Waits for the source; pages that were claimed meanwhile are left to those who have them.
+    /// Waits for the source; pages that another thread has claimed are left to it. Stops early once the
+    /// machine has ended, or its monitor was wrong about its memory.
     ///
     /// # Errors
-    /// Of the source. Pages that were not filled are absent again.
+    /// Of the source, without another try. Pages that were not filled are absent again.
     pub fn populate(&self, offsets: std::ops::Range<u64>) -> Result<u64, crate::source::SourceError> {
         self.shared.populate(offsets)
     }
@@ -355,7 +360,7 @@ impl Populator {
 
     /// Whether faults wait to be read.
     pub fn faults_wait(&self) -> bool {
-        let mut userfaultfd = [rustix::event::PollFd::new(&self.shared.installer.userfaultfd, PollFlags::IN)];
+        let mut userfaultfd = [rustix::event::PollFd::new(&*self.shared.installer.userfaultfd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut userfaultfd, Some(&now)).is_ok_and(|nr_ready| nr_ready > 0)
     }
