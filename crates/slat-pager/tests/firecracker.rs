@@ -454,6 +454,20 @@ fn what_is_said_wrong_is_refused_and_disturbs_no_one() {
     nr_refused += 1;
     until("all are refused", || metric(folder, "refused_total") == f64::from(nr_refused));
     drop((wrong, socket));
+    // A machine that connects twice is served by its first connection alone.
+    let first = connect();
+    send(&first, good.as_bytes(), Some(&userfaultfd)).unwrap();
+    guest.verify(0, SEED);
+    let nr_noted = noted(folder);
+    let second = connect();
+    send(&second, good.as_bytes(), Some(&userfaultfd)).unwrap();
+    until("the second is refused", || metric(folder, "refused_total") == f64::from(nr_refused + 1));
+    guest.verify(100, SEED);
+    drop(second);
+    guest.verify(200, SEED);
+    assert_eq!(noted(folder), nr_noted);
+    drop(first);
+    until("the first has ended", || noted(folder) == nr_noted - 1);
     // The good one goes on, and others come.
     assert!((0..20).all(|_| client.wait_for("step")));
     let mut other = Client::start("client_verifies_all", &self::socket(folder));

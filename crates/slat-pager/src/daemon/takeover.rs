@@ -19,6 +19,8 @@
 //! A machine whose handshake was accepted and whose file is not there yet, a time of milliseconds: the
 //! monitor has to load its snapshot once more.
 
+#![expect(unsafe_code, reason = "files of machines that another process has made are mapped")]
+
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -128,9 +130,13 @@ pub fn monitor(pid: i32) -> rustix::io::Result<(OwnedFd, FileIdentity)> {
 
 /// The machines in `folder` whose monitors live.
 ///
+/// # Safety
+/// This process has the [`Lock`] of `folder` until the orphans and what comes of them are dropped, has
+/// no [`State`] of a file there, and has not called this before.
+///
 /// # Errors
 /// The folder cannot be read. What is wrong with one machine is logged.
-pub fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
+pub unsafe fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
     let boot = boot()?;
     let mut orphans = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -144,7 +150,8 @@ pub fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
             }
             _ => continue,
         }
-        match orphan(&path, &boot) {
+        // SAFETY: the caller's promise; each path is there once.
+        match unsafe { orphan(&path, &boot) } {
             Ok(Some(orphan)) => orphans.push(orphan),
             Ok(None) => {
                 tracing::info!(path = %path.display(), "a monitor has ended without its pager");
@@ -157,8 +164,12 @@ pub fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
 }
 
 /// The machine of the file `path`; `None` if its monitor has ended.
-fn orphan(path: &Path, boot: &str) -> io::Result<Option<Orphan>> {
-    let (state, description) = State::open(path)?;
+///
+/// # Safety
+/// As of [`State::open`].
+unsafe fn orphan(path: &Path, boot: &str) -> io::Result<Option<Orphan>> {
+    // SAFETY: the caller's promise.
+    let (state, description) = unsafe { State::open(path) }?;
     let description: Description = serde_json::from_slice(&description)?;
     if description.boot != boot {
         return Ok(None);
