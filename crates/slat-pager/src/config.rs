@@ -147,7 +147,7 @@ pub enum SandboxMode {
     /// As far as the kernel can; what it cannot is logged.
     #[default]
     BestEffort,
-    /// All, or the daemon does not start.
+    /// All, or the daemon does not start. Landlock's part needs Linux 6.12.
     Required,
     /// None.
     Off,
