@@ -1,5 +1,5 @@
-//! A source that says that it reads single pages as well as many: a fault brings one page then, as the
-//! plain loop's.
+//! A source that says that it reads single pages as well as many: a fault brings one page then, as
+//! the plain loop's.
 
 use std::ops::Range;
 use std::sync::Arc;
