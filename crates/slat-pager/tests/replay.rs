@@ -1,5 +1,5 @@
-//! Memory that comes before it is asked for: working sets that are replayed beside faults, and pages
-//! that clones share. Every byte is checked.
+//! Memory that comes before it is asked for: working sets that are replayed beside faults, and
+//! pages that clones share. Every byte is checked.
 
 #[path = "support/guest.rs"]
 mod guest;
@@ -138,7 +138,8 @@ fn pages_of_a_clone_that_were_reclaimed_are_mapped_again() {
     let _vm = attach(&guest, &source, Options { shared_memory: Some(memory), ..options() });
     for _ in 0..3 {
         assert_eq!(guest.nr_wrong(SEED, 4), 0);
-        // The kernel reports no removal to a monitor that has not asked for it, and none of its own.
+        // The kernel reports no removal to a monitor that has not asked for it, and none of its
+        // own.
         guest.forget_pages();
     }
     assert_eq!(guest.nr_wrong(SEED, 4), 0);

@@ -1,5 +1,5 @@
-//! One machine that is served by the library's call: real userfaultfds, many threads that touch, and
-//! every byte verified.
+//! One machine that is served by the library's call: real userfaultfds, many threads that touch,
+//! and every byte verified.
 
 #![expect(unsafe_code, reason = "memory of a guest that is unmapped")]
 
@@ -125,7 +125,8 @@ fn discard_and_verify(guest: &Guest, nr_threads: usize, nr_steps: usize) {
         for nr in 0..nr_threads {
             scope.spawn(move || {
                 let own: Vec<usize> = (nr..guest.nr_pages()).step_by(nr_threads).collect();
-                // What each page has: as in the snapshot, or a byte that fills its begin and its end.
+                // What each page has: as in the snapshot, or a byte that fills its begin and its
+                // end.
                 let mut model: Vec<Option<u8>> = vec![None; own.len()];
                 let mut random = nr as u64 + 1;
                 for _ in 0..nr_steps {
@@ -240,7 +241,8 @@ fn pages_that_others_fill_meanwhile_stay() {
                 }
             });
             for page in 0..guest.nr_pages() {
-                // THP: a touched page may have brought its neighbours, with zeros, before it was registered.
+                // THP: a touched page may have brought its neighbours, with zeros, before it was
+                // registered.
                 let is_thp_zero = kind == Kind::Thp && guest.is_zero(page);
                 match () {
                     () if page % 64 == 63 => assert_eq!(guest.load(page, 7), 77),
@@ -363,7 +365,9 @@ fn pages_fail_where_the_monitor_has_split_its_mapping() {
 #[test]
 fn a_child_of_the_monitor_reads_no_zeros() {
     let asked_for = features::EVENT_FORK;
-    let Ok(userfaultfd) = Userfaultfd::open(asked_for).inspect_err(|error| println!("skipped: {error}")) else { return };
+    let Ok(userfaultfd) = Userfaultfd::open(asked_for).inspect_err(|error| println!("skipped: {error}")) else {
+        return;
+    };
     let guest = Guest::new(Kind::Anonymous, MIB, 0).unwrap();
     guest.register(&userfaultfd, RegisterMode::MISSING);
     guest.split(100);

@@ -1,11 +1,11 @@
 //! `slat-pager serve`: many machines, each with the snapshot of the socket that it came to.
 //!
 //! # Guarantees
-//! - A machine is noted in a file before its first fault is answered, and from then on survives this
-//!   process ([`takeover`]).
-//! - A monitor that is refused gets nothing. If its handshake was complete, the descriptor stays open
-//!   here until its socket ends: its threads wait, and read no zeros. If not, the socket is closed,
-//!   and its threads wait as long as the monitor has the descriptor.
+//! - A machine is noted in a file before its first fault is answered, and from then on survives
+//!   this process ([`takeover`]).
+//! - A monitor that is refused gets nothing. If its handshake was complete, the descriptor stays
+//!   open here until its socket ends: its threads wait, and read no zeros. If not, the socket is
+//!   closed, and its threads wait as long as the monitor has the descriptor.
 //! - No error of one connection ends another, or the daemon.
 //!
 //! # Implementation
@@ -32,7 +32,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 
-use crate::config::{Config, SandboxMode, SocketConfig, TlsConfig};
+use crate::config::{Config, SandboxMode, SocketConfig};
 use crate::metrics::Metrics;
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::cache::BlockCache;
@@ -84,7 +84,8 @@ struct Daemon {
     leave: watch::Receiver<bool>,
 }
 
-/// Serves as `config` says, until a signal (SIGTERM, SIGINT). The machines are left for a successor.
+/// Serves as `config` says, until a signal (SIGTERM, SIGINT). The machines are left for a
+/// successor.
 ///
 /// # Errors
 /// [`DaemonError`].
@@ -105,8 +106,8 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
     if passed.nr_left() > 0 {
         tracing::warn!(nr = passed.nr_left(), "the service manager passed sockets that the configuration lacks");
     }
-    // SAFETY: the folder was locked above, and no file there was opened since. The lock ends with the
-    // process, or below, where the orphans are dropped before it.
+    // SAFETY: the folder was locked above, and no file there was opened since. The lock ends with
+    // the process, or below, where the orphans are dropped before it.
     let orphans = unsafe { takeover::orphans(&runtime_folder) }
         .map_err(|error| DaemonError::Folder { folder: runtime_folder.clone(), error })?;
     let metrics = config.metrics.as_ref().map(http::Listener::bind).transpose().map_err(DaemonError::Metrics)?;
@@ -128,7 +129,8 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
     let result = runtime.block_on(run(Arc::new(daemon), config, listeners, orphans, metrics, leave));
     // Reads that are under way are of no use any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
-    // A thread that does not end has its machine still: the folder is free when the process has ended.
+    // A thread that does not end has its machine still: the folder is free when the process has
+    // ended.
     std::mem::forget(lock);
     result
 }
@@ -151,7 +153,7 @@ async fn run(
             false => None,
         },
         store_options: config.store.clone().into_iter().collect(),
-        tls: config.tls.as_ref().map(TlsConfig::files),
+        tls: config.tls.clone(),
     };
     let budget = Budget::new(config.read_memory);
     let mut sockets = Vec::new();

@@ -10,7 +10,8 @@
 //! - system calls beyond those that a server needs fail with `EPERM` (seccomp);
 //! - there are no capabilities.
 //!
-//! Connections to other machines stay possible: object stores need them. TCP listeners cannot be made.
+//! Connections to other machines stay possible: object stores need them. TCP listeners cannot be
+//! made.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +27,8 @@ use thiserror::Error;
 
 use crate::config::SandboxMode;
 
-/// What landlock knows since Linux 6.12. An older kernel enforces what it knows, if that is allowed.
+/// What landlock knows since Linux 6.12. An older kernel enforces what it knows, if that is
+/// allowed.
 const LANDLOCK: ABI = ABI::V6;
 
 /// Where the resolver's files and certificates are.

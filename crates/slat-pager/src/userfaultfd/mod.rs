@@ -92,8 +92,6 @@ pub struct Fault {
     pub address: u64,
     /// Why it waits.
     pub cause: Cause,
-    /// Whether it wants to write. An instruction fetch is a read.
-    pub is_write: bool,
 }
 
 /// What a message says.
@@ -151,7 +149,6 @@ impl Iterator for Messages<'_> {
                     flags if flags & sys::FAULT_MINOR != 0 => Cause::Minor,
                     _ => Cause::Missing,
                 },
-                is_write: one & sys::FAULT_WRITE != 0,
             }),
             sys::EVENT_REMOVE => Event::Remove(one..two),
             sys::EVENT_UNMAP => Event::Unmap(one..two),
@@ -286,9 +283,6 @@ impl From<Userfaultfd> for OwnedFd {
     }
 }
 
-/// `UFFDIO_..._MODE_DONTWAKE` is never asked for.
-const WAKE_WAITERS: u64 = 0;
-
 impl Userfaultfd {
     /// Makes one with these [`features`], close-on-exec.
     ///
@@ -357,16 +351,6 @@ impl Userfaultfd {
             .map_err(|error| CallError { call: "UFFDIO_REGISTER", error })
     }
 
-    /// Reports no faults of `range` any more, and wakes its waiters: pages that are not there read
-    /// as zeros.
-    ///
-    /// # Errors
-    /// Of the call.
-    pub fn unregister(&self, range: Range<u64>) -> Result<(), CallError> {
-        sys::unregister(self.as_fd(), range.start, range.end - range.start)
-            .map_err(|error| CallError { call: "UFFDIO_UNREGISTER", error })
-    }
-
     /// Reads as many messages as there are and fit. None: nothing happened.
     ///
     /// # Errors
@@ -404,7 +388,7 @@ impl Userfaultfd {
     /// # Errors
     /// [`Stopped`].
     pub fn copy_mapped(&self, address: u64, bytes: Mapped<'_>) -> Result<(), Stopped> {
-        let done = sys::copy(self.as_fd(), address, bytes.address(), bytes.nr_bytes() as u64, WAKE_WAITERS);
+        let done = sys::copy(self.as_fd(), address, bytes.address(), bytes.nr_bytes() as u64);
         stopped("UFFDIO_COPY", done)
     }
 
@@ -455,7 +439,7 @@ impl Userfaultfd {
     }
 
     fn fill(&self, range: Range<u64>, with: sys::Fill, call: &'static str) -> Result<(), Stopped> {
-        stopped(call, sys::fill(self.as_fd(), range.start, range.end - range.start, WAKE_WAITERS, with))
+        stopped(call, sys::fill(self.as_fd(), range.start, range.end - range.start, with))
     }
 }
 

@@ -18,7 +18,6 @@ const FLAGS: UserfaultfdFlags = UserfaultfdFlags::CLOEXEC.union(UserfaultfdFlags
 
 const IOC_API: Opcode = opcode::read_write::<UffdioApi>(0xAA, 0x3F);
 const IOC_REGISTER: Opcode = opcode::read_write::<UffdioRegister>(0xAA, 0x00);
-const IOC_UNREGISTER: Opcode = opcode::read::<UffdioRange>(0xAA, 0x01);
 const IOC_WAKE: Opcode = opcode::read::<UffdioRange>(0xAA, 0x02);
 const IOC_COPY: Opcode = opcode::read_write::<UffdioCopy>(0xAA, 0x03);
 const IOC_ZEROPAGE: Opcode = opcode::read_write::<UffdioFill>(0xAA, 0x04);
@@ -34,7 +33,6 @@ pub(super) const EVENT_REMAP: u8 = 0x14;
 pub(super) const EVENT_REMOVE: u8 = 0x15;
 pub(super) const EVENT_UNMAP: u8 = 0x16;
 
-pub(super) const FAULT_WRITE: u64 = 1 << 0;
 pub(super) const FAULT_WRITE_PROTECTED: u64 = 1 << 1;
 pub(super) const FAULT_MINOR: u64 = 1 << 2;
 
@@ -150,22 +148,19 @@ pub(super) unsafe fn register(fd: BorrowedFd<'_>, start: u64, len: u64, mode: u6
     unsafe { ioctl(fd, Updater::<IOC_REGISTER, _>::new(&mut argument)) }
 }
 
-/// `UFFDIO_UNREGISTER`.
-pub(super) fn unregister(fd: BorrowedFd<'_>, start: u64, len: u64) -> Result<()> {
-    // SAFETY: the argument is laid out as the kernel's; the call changes no memory.
-    unsafe { ioctl(fd, Setter::<IOC_UNREGISTER, _>::new(UffdioRange { start, len })) }
-}
-
 /// `UFFDIO_WAKE`.
 pub(super) fn wake(fd: BorrowedFd<'_>, start: u64, len: u64) -> Result<()> {
-    // SAFETY: as for `unregister`.
+    // SAFETY: the argument is laid out as the kernel's; the call changes no memory.
     unsafe { ioctl(fd, Setter::<IOC_WAKE, _>::new(UffdioRange { start, len })) }
 }
 
+/// `UFFDIO_..._MODE_DONTWAKE` is never asked for.
+const WAKE_WAITERS: u64 = 0;
+
 /// `UFFDIO_COPY` from the address `src`, which only the kernel reads. The number is of bytes that
 /// were filled.
-pub(super) fn copy(fd: BorrowedFd<'_>, dst: u64, src: u64, len: u64, mode: u64) -> (Result<()>, i64) {
-    let mut argument = UffdioCopy { dst, src, len, mode, copy: 0 };
+pub(super) fn copy(fd: BorrowedFd<'_>, dst: u64, src: u64, len: u64) -> (Result<()>, i64) {
+    let mut argument = UffdioCopy { dst, src, len, mode: WAKE_WAITERS, copy: 0 };
     // SAFETY: the argument is laid out as the kernel's. The kernel reads `src` as it reads the
     // buffer of a write(2), and fails where nothing is mapped. It fills only pages that are not
     // there, of memory that was registered; `register` has the promise for them.
@@ -183,8 +178,8 @@ pub(super) enum Fill {
 
 /// `UFFDIO_ZEROPAGE`, `UFFDIO_CONTINUE` or `UFFDIO_POISON`. The number is of bytes that were
 /// filled.
-pub(super) fn fill(fd: BorrowedFd<'_>, start: u64, len: u64, mode: u64, with: Fill) -> (Result<()>, i64) {
-    let mut argument = UffdioFill { range: UffdioRange { start, len }, mode, filled: 0 };
+pub(super) fn fill(fd: BorrowedFd<'_>, start: u64, len: u64, with: Fill) -> (Result<()>, i64) {
+    let mut argument = UffdioFill { range: UffdioRange { start, len }, mode: WAKE_WAITERS, filled: 0 };
     // SAFETY: the argument is laid out as the kernel's, which fills only pages that are not there,
     // of memory that was registered; `register` has the promise for them.
     let result = unsafe {

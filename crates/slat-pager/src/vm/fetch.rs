@@ -2,12 +2,13 @@
 //! is hope.
 //!
 //! # Guarantees
-//! - The bytes of all reads that are under way, and of those that were read and not yet put in place,
-//!   stay within a [`Budget`], or are those of one read that is larger. Reads get their share in the
-//!   order in which they ask for it. A read that failed holds none while it waits for its next try.
+//! - The bytes of all reads that are under way, and of those that were read and not yet put in
+//!   place, stay within a [`Budget`], or are those of one read that is larger. Reads get their
+//!   share in the order in which they ask for it. A read that failed holds none while it waits for
+//!   its next try.
 //! - Reads for the faults of one machine have at most [`Limits::vm_bytes`], from their first try to
-//!   the end, or are one read that is larger. A replay has one granule for each of its threads beside
-//!   that.
+//!   the end, or are one read that is larger. A replay has one granule for each of its threads
+//!   beside that.
 //! - A read ends when its machine does.
 
 use std::sync::Arc;
@@ -64,13 +65,24 @@ pub struct Limits {
     pub patience: Duration,
 }
 
+impl Limits {
+    /// Bytes of the budget, by default.
+    pub const BUDGET_BYTES: u64 = 256 << 20;
+    /// [`vm_bytes`](Limits::vm_bytes), by default.
+    pub const VM_BYTES: u64 = 8 << 20;
+    /// [`read_timeout`](Limits::read_timeout), by default.
+    pub const READ_TIMEOUT: Duration = Duration::from_secs(30);
+    /// [`patience`](Limits::patience), by default.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
+}
+
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
-            budget: Budget::new(256 << 20),
-            vm_bytes: 8 << 20,
-            read_timeout: Duration::from_secs(30),
-            patience: Duration::from_secs(60),
+            budget: Budget::new(Limits::BUDGET_BYTES),
+            vm_bytes: Limits::VM_BYTES,
+            read_timeout: Limits::READ_TIMEOUT,
+            patience: Limits::PATIENCE,
         }
     }
 }

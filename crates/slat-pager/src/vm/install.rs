@@ -1,13 +1,14 @@
 //! Puts contents into pages of a machine, in the order that removals demand.
 //!
 //! # Guarantees
-//! - A page that the monitor has given up never gets what the snapshot has, also where it was on its
-//!   way at that moment.
+//! - A page that the monitor has given up never gets what the snapshot has, also where it was on
+//!   its way at that moment.
 //! - Every thread that waits for a page is woken once the page is there, or when its claim ends.
 //!
 //! # Implementation
-//! The *gate* is a lock. A fill looks at the removed pages and calls the kernel while it has the gate
-//! shared. A read of messages, with the marking of the removed pages that it found, has it exclusive.
+//! The *gate* is a lock. A fill looks at the removed pages and calls the kernel while it has the
+//! gate shared. A read of messages, with the marking of the removed pages that it found, has it
+//! exclusive.
 //!
 //! # Why it is correct
 //! Before a removal's message is read, the kernel refuses fills (`EAGAIN`). It is read and marked
@@ -68,7 +69,8 @@ pub enum Poisoned {
 pub enum Stuck {
     /// Messages have to be read first, or the kernel lacks memory. These are still claimed.
     Again(u64),
-    /// The bytes cannot be read (the file was cut, or its memory is broken). These are still claimed.
+    /// The bytes cannot be read (the file was cut, or its memory is broken). These are still
+    /// claimed.
     Unreadable(u64),
     /// The monitor said something about its memory that is not so. These are still claimed.
     Refused(u64, Errno),
@@ -167,8 +169,8 @@ impl Installer {
         Ok(())
     }
 
-    /// Answers a fault on a page that was filled or removed, or is in the monitor's own file: if it is
-    /// there, its waiters are woken. If it is not, it is filled.
+    /// Answers a fault on a page that was filled or removed, or is in the monitor's own file: if it
+    /// is there, its waiters are woken. If it is not, it is filled.
     ///
     /// # Errors
     /// [`Stuck`], with the page.
@@ -223,9 +225,9 @@ impl Installer {
         })
     }
 
-    /// Lets accesses to the pages of `claimed` that have no contents fail for good, in the memory of
-    /// `userfaultfd`: the machine's, or a copy of it that a child of the monitor has. Tells `note`
-    /// what became of which pages.
+    /// Lets accesses to the pages of `claimed` that have no contents fail for good, in the memory
+    /// of `userfaultfd`: the machine's, or a copy of it that a child of the monitor has. Tells
+    /// `note` what became of which pages.
     ///
     /// # Errors
     /// As of [`poison`](Self::poison).

@@ -1,8 +1,8 @@
 //! The threads that answer the faults of one machine.
 //!
 //! # Guarantees
-//! - A thread waits for messages and for what was read, and for nothing else: a fault whose bytes are
-//!   mapped is answered at once; the bytes of others are read elsewhere and put in place here.
+//! - A thread waits for messages and for what was read, and for nothing else: a fault whose bytes
+//!   are mapped is answered at once; the bytes of others are read elsewhere and put in place here.
 //! - A fault is never answered by a wake-up alone, unless its page is there.
 //!
 //! # Implementation
@@ -398,8 +398,8 @@ impl Shared {
         batch.claimed().next().map_or(0, |claimed| self.installer.regions.all()[claimed.place].region.page_bytes)
     }
 
-    /// Pages that were not brought fail from now on; if the kernel cannot do that, their threads wait
-    /// for ever. They never read zeros.
+    /// Pages that were not brought fail from now on; if the kernel cannot do that, their threads
+    /// wait for ever. They never read zeros.
     pub(super) fn fail_closed(&self) {
         let pages = &self.installer.pages;
         self.close(&self.installer.userfaultfd, |word| {
@@ -414,8 +414,8 @@ impl Shared {
         self.close(&Arc::new(child), |_| u64::MAX);
     }
 
-    /// Lets pages fail that are missing for the memory of `userfaultfd`, of those that `wanted` has of
-    /// each word.
+    /// Lets pages fail that are missing for the memory of `userfaultfd`, of those that `wanted` has
+    /// of each word.
     fn close(&self, userfaultfd: &Arc<Userfaultfd>, wanted: impl Fn(usize) -> u64) {
         const MOST_TRIES: u32 = 1000;
         let mut messages = [[0; crate::userfaultfd::MESSAGE_BYTES]; 16];

@@ -9,9 +9,9 @@
 //! # Implementation
 //! The file is mapped; threads change its words, and the kernel writes messages right into it. What
 //! is mapped outlives the process. A message is in the file when read(2) returns, and a thread that
-//! is killed inside the call completes the copy, since the pages are locked in memory. The successor
-//! takes the messages that it finds as if it had read them. That may be once more: removed pages
-//! stay removed, so a second time changes nothing.
+//! is killed inside the call completes the copy, since the pages are locked in memory. The
+//! successor takes the messages that it finds as if it had read them. That may be once more:
+//! removed pages stay removed, so a second time changes nothing.
 //!
 //! The file, numbers in the machine's order of bytes:
 //!
@@ -122,8 +122,8 @@ impl State {
         Ok(State { mapping, layout, buffers_taken: AtomicU64::new(0), file: None })
     }
 
-    /// Makes the file `path`. It is there with all its contents, or not at all. A file that is there,
-    /// or is being made, stays as it is: it may be mapped.
+    /// Makes the file `path`. It is there with all its contents, or not at all. A file that is
+    /// there, or is being made, stays as it is: it may be mapped.
     ///
     /// # Errors
     /// Of the files; `AlreadyExists` if there is one; `InvalidInput` unless there are 1 to
@@ -152,8 +152,8 @@ impl State {
     /// Opens a file that another process has made, and returns its description.
     ///
     /// # Safety
-    /// No other `State` has the file, in this process or another that lives, until the returned one and
-    /// its buffers are dropped; and nothing cuts the file.
+    /// No other `State` has the file, in this process or another that lives, until the returned one
+    /// and its buffers are dropped; and nothing cuts the file.
     ///
     /// # Errors
     /// Of the file; `InvalidData` if it is none of ours.
@@ -201,8 +201,8 @@ impl State {
 
     fn words(&self, bitmap: usize) -> &[AtomicU64] {
         let at = self.layout.bitmaps_at() + bitmap * self.layout.nr_words * 8;
-        // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as it
-        // divides the mapping's start. They are accessed as atomics only, by this and by other
+        // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as
+        // it divides the mapping's start. They are accessed as atomics only, by this and by other
         // processes. The file is not cut: it is new, or the caller of `open` has promised that.
         unsafe {
             std::slice::from_raw_parts(self.mapping.as_mut_ptr().add(at).cast::<AtomicU64>(), self.layout.nr_words)
@@ -251,9 +251,9 @@ impl MessageBuffer {
     /// The messages.
     pub fn messages(&mut self) -> &mut [[u8; MESSAGE_BYTES]] {
         let at = self.state.layout.buffers_at() + self.nr * BUFFER_BYTES;
-        // SAFETY: the buffer lies in the mapping, which `self` keeps; only this owner has its number,
-        // and `&mut self` makes the reference the only one. No other `State` has the file: `create`
-        // makes a new one, and the caller of `open` has promised that.
+        // SAFETY: the buffer lies in the mapping, which `self` keeps; only this owner has its
+        // number, and `&mut self` makes the reference the only one. No other `State` has the file:
+        // `create` makes a new one, and the caller of `open` has promised that.
         unsafe {
             let start = self.state.mapping.as_mut_ptr().add(at).cast::<[u8; MESSAGE_BYTES]>();
             std::slice::from_raw_parts_mut(start, BUFFER_MESSAGES)

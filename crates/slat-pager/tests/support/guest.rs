@@ -82,8 +82,8 @@ impl Guest {
         assert_eq!(advised, 0, "{}", std::io::Error::last_os_error());
     }
 
-    /// Reads all bytes by `nr_threads` threads, each in an order of its own, and returns how many are
-    /// not those of the snapshot `seed`.
+    /// Reads all bytes by `nr_threads` threads, each in an order of its own, and returns how many
+    /// are not those of the snapshot `seed`.
     pub fn nr_wrong(&self, seed: u64, nr_threads: u64) -> u64 {
         let nr_wrong = AtomicU64::new(0);
         let nr_pages = self.nr_bytes / PAGE;

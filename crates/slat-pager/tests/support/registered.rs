@@ -40,7 +40,8 @@ pub struct Guest {
     offset: u64,
 }
 
-// SAFETY: the memory is accessed by atomic reads and writes of single bytes alone, and by the kernel.
+// SAFETY: the memory is accessed by atomic reads and writes of single bytes alone, and by the
+// kernel.
 unsafe impl Send for Guest {}
 // SAFETY: as above.
 unsafe impl Sync for Guest {}

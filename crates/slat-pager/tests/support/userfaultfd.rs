@@ -1,5 +1,5 @@
-//! The userfaultfd of a VMM, as small as it can be: what the tests' clients need, and nothing of the
-//! crate that they test. userfaultfd(2), ioctl_userfaultfd(2).
+//! The userfaultfd of a VMM, as small as it can be: what the tests' clients need, and nothing of
+//! the crate that they test. userfaultfd(2), ioctl_userfaultfd(2).
 
 #![expect(unsafe_code, reason = "system calls of a client of its own")]
 
@@ -56,8 +56,8 @@ pub fn wake(fd: &OwnedFd, start: u64, nr_bytes: u64) -> io::Result<()> {
 /// # Errors
 /// Of the operating system.
 pub fn map_cached(fd: &OwnedFd, start: u64, nr_bytes: u64) -> io::Result<()> {
-    // SAFETY: `struct uffdio_continue` has four words; the call fills only pages that are not there, of
-    // memory that was registered.
+    // SAFETY: `struct uffdio_continue` has four words; the call fills only pages that are not
+    // there, of memory that was registered.
     unsafe { call(fd, CONTINUE, &mut [start, nr_bytes, 0, 0]) }
 }
 
