@@ -13,7 +13,8 @@ use thiserror::Error;
 use crate::snapshot::SnapshotName;
 use crate::source::cache::CacheOptions;
 use crate::source::peer::TlsFiles;
-use crate::vm::OnFailure;
+use crate::vm::fetch::Limits;
+use crate::vm::{GRANULE_BYTES, OnFailure};
 
 /// What a daemon serves.
 #[derive(Clone, Debug, Deserialize)]
@@ -22,8 +23,8 @@ pub struct Config {
     /// The sockets, each with its snapshot.
     #[serde(rename = "socket")]
     pub sockets: Vec<SocketConfig>,
-    /// Where the state of machines is kept for a successor. A tmpfs, so that it survives a pager and
-    /// nothing else.
+    /// Where the state of machines is kept for a successor. A tmpfs, so that it survives a pager
+    /// and nothing else.
     #[serde(default)]
     pub runtime_folder: Option<PathBuf>,
     /// Where metrics are served: `127.0.0.1:PORT`, or `unix:PATH`.
@@ -41,13 +42,13 @@ pub struct Config {
     /// What was fetched is kept here: object stores, chunks, peers.
     #[serde(default)]
     pub cache: CacheConfig,
-    /// Options of object stores, as their crate names them (`aws_region`); it reads the environment,
-    /// too.
+    /// Options of object stores, as their crate names them (`aws_region`); it reads the
+    /// environment, too.
     #[serde(default)]
     pub store: std::collections::BTreeMap<String, String>,
     /// Certificates, for peers.
     #[serde(default)]
-    pub tls: Option<TlsConfig>,
+    pub tls: Option<TlsFiles>,
 }
 
 /// A cache of what was fetched.
@@ -78,29 +79,6 @@ impl CacheConfig {
             memory_bytes: self.memory,
             disk: self.folder.clone().map(|folder| (folder, self.size)),
             ..CacheOptions::default()
-        }
-    }
-}
-
-/// PEM files, for peers.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct TlsConfig {
-    /// The certificate of this side.
-    pub certificates: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-    /// The authorities of the other side.
-    pub authorities: PathBuf,
-}
-
-impl TlsConfig {
-    /// For peers.
-    pub fn files(&self) -> TlsFiles {
-        TlsFiles {
-            certificates: self.certificates.clone(),
-            key: self.key.clone(),
-            authorities: self.authorities.clone(),
         }
     }
 }
@@ -147,7 +125,7 @@ pub enum SandboxMode {
     /// As far as the kernel can; what it cannot is logged.
     #[default]
     BestEffort,
-    /// All, or the daemon does not start.
+    /// All, or the daemon does not start. Landlock's part needs Linux 6.12.
     Required,
     /// None.
     Off,
@@ -192,7 +170,7 @@ impl TryFrom<String> for MetricsAddress {
 
 /// What is meant where nothing is said.
 pub mod defaults {
-    use super::{Duration, NonZeroUsize};
+    use super::{CacheOptions, Duration, GRANULE_BYTES, Limits, NonZeroUsize};
 
     /// Of [`Config::max_vms`](super::Config::max_vms).
     pub fn max_vms() -> usize {
@@ -201,7 +179,7 @@ pub mod defaults {
 
     /// Of [`CacheConfig::memory`](super::CacheConfig::memory).
     pub fn cache_memory() -> u64 {
-        256 << 20
+        CacheOptions::default().memory_bytes
     }
 
     /// Of [`CacheConfig::size`](super::CacheConfig::size).
@@ -211,7 +189,7 @@ pub mod defaults {
 
     /// Of [`Config::read_memory`](super::Config::read_memory).
     pub fn read_memory() -> u64 {
-        256 << 20
+        Limits::BUDGET_BYTES
     }
 
     /// Of [`SocketConfig::threads`](super::SocketConfig::threads).
@@ -221,22 +199,22 @@ pub mod defaults {
 
     /// Of [`SocketConfig::granule`](super::SocketConfig::granule).
     pub fn granule() -> u64 {
-        64 << 10
+        GRANULE_BYTES
     }
 
     /// Of [`SocketConfig::patience`](super::SocketConfig::patience).
     pub fn patience() -> Duration {
-        Duration::from_secs(60)
+        Limits::PATIENCE
     }
 
     /// Of [`SocketConfig::read_timeout`](super::SocketConfig::read_timeout).
     pub fn read_timeout() -> Duration {
-        Duration::from_secs(30)
+        Limits::READ_TIMEOUT
     }
 
     /// Of [`SocketConfig::vm_read_memory`](super::SocketConfig::vm_read_memory).
     pub fn vm_read_memory() -> u64 {
-        8 << 20
+        Limits::VM_BYTES
     }
 
     /// Of [`SocketConfig::handshake_timeout`](super::SocketConfig::handshake_timeout).

@@ -67,7 +67,8 @@ pub enum Command {
 
 /// Serve monitors that connect to a socket (Firecracker).
 ///
-/// A machine outlives its pager: one that is started again takes over the machines of one that died.
+/// A machine outlives its pager: one that is started again takes over the machines of one that
+/// died.
 #[derive(Debug, Args)]
 pub struct Serve {
     /// Where monitors connect (`backend_path`).
@@ -173,5 +174,18 @@ impl Serve {
         };
         config.check()?;
         Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_and_the_file_have_the_same_defaults() {
+        let line = ["slat-pager", "serve", "--socket", "/a", "--memory", "x"];
+        let Command::Serve(serve) = Arguments::try_parse_from(line).unwrap().command else { panic!("no `serve`") };
+        let file: Config = toml::from_str("[[socket]]\npath = '/a'\nmemory = 'x'\n").unwrap();
+        assert_eq!(format!("{:?}", serve.config().unwrap()), format!("{file:?}"));
     }
 }

@@ -2,6 +2,8 @@
 //! their own, with userfaultfds and threads that verify every byte: restored, ballooned, killed and
 //! taken over, many at once, and all that can be said wrong.
 
+#![expect(unsafe_code, reason = "memory of a guest that is unmapped")]
+
 #[path = "support/registered.rs"]
 mod registered;
 mod support;
@@ -142,7 +144,8 @@ fn client_has_many_machines() {
         let (guest, userfaultfd, socket) = machine(Kind::Anonymous);
         guest.verify(nr % guest.nr_pages(), SEED);
         drop((userfaultfd, socket));
-        guest.unmap(0..guest.nr_pages());
+        // SAFETY: the guest is dropped.
+        unsafe { guest.unmap(0..guest.nr_pages()) };
     }
     println!("step 1000 one after the other");
     let machines: Vec<_> = (0..200).map(|_| machine(Kind::Anonymous)).collect();
@@ -451,6 +454,20 @@ fn what_is_said_wrong_is_refused_and_disturbs_no_one() {
     nr_refused += 1;
     until("all are refused", || metric(folder, "refused_total") == f64::from(nr_refused));
     drop((wrong, socket));
+    // A machine that connects twice is served by its first connection alone.
+    let first = connect();
+    send(&first, good.as_bytes(), Some(&userfaultfd)).unwrap();
+    guest.verify(0, SEED);
+    let nr_noted = noted(folder);
+    let second = connect();
+    send(&second, good.as_bytes(), Some(&userfaultfd)).unwrap();
+    until("the second is refused", || metric(folder, "refused_total") == f64::from(nr_refused + 1));
+    guest.verify(100, SEED);
+    drop(second);
+    guest.verify(200, SEED);
+    assert_eq!(noted(folder), nr_noted);
+    drop(first);
+    until("the first has ended", || noted(folder) == nr_noted - 1);
     // The good one goes on, and others come.
     assert!((0..20).all(|_| client.wait_for("step")));
     let mut other = Client::start("client_verifies_all", &self::socket(folder));

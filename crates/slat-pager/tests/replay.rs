@@ -1,5 +1,5 @@
-//! Memory that comes before it is asked for: working sets that are replayed beside faults, and pages
-//! that clones share. Every byte is checked.
+//! Memory that comes before it is asked for: working sets that are replayed beside faults, and
+//! pages that clones share. Every byte is checked.
 
 #[path = "support/guest.rs"]
 mod guest;
@@ -125,6 +125,24 @@ fn clones_share_pages_until_they_write_to_them() {
         assert_eq!(guest.nr_wrong(SEED, 2), 0);
     }
     assert!((0..NR_BYTES / 4096).all(|page| first.0.read(page * 4096 + 5) == 0xEE));
+}
+
+#[test]
+fn pages_of_a_clone_that_were_reclaimed_are_mapped_again() {
+    if !may_use_userfaultfd() {
+        return;
+    }
+    let source: Arc<dyn Source> = Arc::new(Pattern::new(SEED, NR_BYTES));
+    let memory = Arc::new(SharedMemory::new("clones", 0, Arc::clone(&source)).unwrap());
+    let guest = Guest::private(NR_BYTES, memory.as_fd());
+    let _vm = attach(&guest, &source, Options { shared_memory: Some(memory), ..options() });
+    for _ in 0..3 {
+        assert_eq!(guest.nr_wrong(SEED, 4), 0);
+        // The kernel reports no removal to a monitor that has not asked for it, and none of its
+        // own.
+        guest.forget_pages();
+    }
+    assert_eq!(guest.nr_wrong(SEED, 4), 0);
 }
 
 #[test]

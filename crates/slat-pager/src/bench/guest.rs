@@ -1,11 +1,11 @@
-//! The guest of a measurement: a process of its own, with memory that comes from a pager and threads
-//! that touch it. It speaks Firecracker's handshake.
+//! The guest of a measurement: a process of its own, with memory that comes from a pager and
+//! threads that touch it. It speaks Firecracker's handshake.
 
 #![expect(unsafe_code, reason = "the memory of the guest is a mapping that a pager fills")]
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -49,6 +49,24 @@ pub(super) enum GuestMemory {
     Private(PathBuf),
 }
 
+impl GuestMemory {
+    fn features(&self) -> u64 {
+        match self {
+            GuestMemory::Anonymous => features::EVENT_REMOVE,
+            GuestMemory::Private(_) => features::MISSING_SHMEM | features::MINOR_SHMEM,
+        }
+    }
+}
+
+/// Whether guests can be.
+///
+/// # Errors
+/// No userfaultfd for this user, or one that lacks what guests need.
+pub(super) fn check() -> io::Result<()> {
+    let all = [GuestMemory::Anonymous, GuestMemory::Private(PathBuf::new())];
+    all.iter().try_for_each(|memory| Userfaultfd::open(memory.features()).map(drop)).map_err(io::Error::other)
+}
+
 /// What a guest has seen.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Seen {
@@ -82,6 +100,11 @@ impl Guest {
         Ok(Guest { child, said: BufReader::new(stdout) })
     }
 
+    /// Readable once it has ended, before it says anything.
+    pub(super) fn output(&self) -> BorrowedFd<'_> {
+        self.said.get_ref().as_fd()
+    }
+
     /// Waits until it has touched all.
     pub(super) fn seen(&mut self) -> io::Result<Seen> {
         let mut line = String::new();
@@ -106,10 +129,10 @@ impl Drop for Guest {
 #[derive(Clone, Copy)]
 struct Memory {
     start: NonNull<u8>,
+    nr_pages: u64,
 }
 
-// SAFETY: threads read and write it as raw memory, words at a time, by volatile accesses alone, and no
-// two write the same.
+// SAFETY: threads access it by atomic reads and writes of words alone.
 unsafe impl Send for Memory {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Memory {}
@@ -132,22 +155,27 @@ impl Memory {
             // SAFETY: advice about the mapping that was just made; pages come one by one.
             let _ = unsafe { madvise(start, nr_bytes, Advice::LinuxNoHugepage) };
         }
-        Ok(Memory { start: NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)? })
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Memory { start, nr_pages: spec.size_bytes / PAGE_BYTES })
     }
 
     fn address(self) -> u64 {
         self.start.as_ptr().expose_provenance() as u64
     }
 
+    /// The first two words of a page.
+    fn words(self, page: u32) -> &'static [AtomicU64; 2] {
+        assert!(u64::from(page) < self.nr_pages);
+        // SAFETY: the page is in the mapping, which stays, and is aligned. All accesses are atomic.
+        unsafe { self.start.add(page as usize * PAGE_BYTES as usize).cast().as_ref() }
+    }
+
     fn touch(self, page: u32) -> u64 {
-        // SAFETY: the callers' pages are in the mapping.
-        unsafe { self.start.as_ptr().add(page as usize * PAGE_BYTES as usize).cast::<u64>().read_volatile() }
+        self.words(page)[0].load(Ordering::Relaxed)
     }
 
     fn write(self, page: u32) {
-        let at = page as usize * PAGE_BYTES as usize + 8;
-        // SAFETY: as for `touch`.
-        unsafe { self.start.as_ptr().add(at).cast::<u64>().write_volatile(7) };
+        self.words(page)[1].store(7, Ordering::Relaxed);
     }
 }
 
@@ -163,13 +191,11 @@ pub(super) fn run() -> io::Result<()> {
     }
     let memory = Memory::new(&spec)?;
     let range = memory.address()..memory.address() + spec.size_bytes;
-    let (features, mode) = match spec.memory {
-        GuestMemory::Anonymous => (features::EVENT_REMOVE, RegisterMode::MISSING),
-        GuestMemory::Private(_) => {
-            (features::MISSING_SHMEM | features::MINOR_SHMEM, RegisterMode::MISSING.and(RegisterMode::MINOR))
-        }
+    let mode = match spec.memory {
+        GuestMemory::Anonymous => RegisterMode::MISSING,
+        GuestMemory::Private(_) => RegisterMode::MISSING.and(RegisterMode::MINOR),
     };
-    let userfaultfd = Userfaultfd::open(features).map_err(io::Error::other)?;
+    let userfaultfd = Userfaultfd::open(spec.memory.features()).map_err(io::Error::other)?;
     // SAFETY: the mapping is the threads' below alone, which wait, and accept what comes.
     unsafe { userfaultfd.register(range, mode) }.map_err(io::Error::other)?;
     let socket = UnixStream::connect(&spec.socket)?;

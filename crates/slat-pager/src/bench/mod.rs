@@ -1,8 +1,8 @@
 //! `slat-pager bench`: this pager beside a plain handler of page faults, in one run and by turns.
 //!
 //! Each measurement has a guest in a process of its own, which hands over its memory as Firecracker
-//! does, touches pages in an order that is known before, and checks what it finds there. The servers
-//! are this process: its CPU time is theirs.
+//! does, touches pages in an order that is known before, and checks what it finds there. The
+//! servers are this process: its CPU time is theirs.
 
 mod guest;
 mod poll_loop;
@@ -15,6 +15,7 @@ pub mod sources;
 pub mod statistics;
 
 use std::io::{self, Write};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
@@ -50,11 +51,11 @@ pub struct BenchOptions {
     #[arg(long, default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
     pub rounds: u16,
     /// Memory of a guest.
-    #[arg(long, default_value = "128MiB", value_parser = parse_size)]
+    #[arg(long, default_value = "128MiB", value_parser = crate::config::parse_size)]
     pub size: u64,
     /// Clones at once.
     #[arg(long, value_delimiter = ',', default_value = "1,10,100")]
-    pub clones: Vec<usize>,
+    pub clones: Vec<NonZeroUsize>,
     /// Where the snapshot is written.
     #[arg(long, value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
@@ -116,6 +117,11 @@ pub fn run(options: &BenchOptions) -> io::Result<()> {
     if !(4 << 20..=1 << 36).contains(&size_bytes) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a guest has 4 MiB to 64 GiB"));
     }
+    let all = [Scenario::Faults, Scenario::Restores, Scenario::Clones, Scenario::Threads];
+    let chosen = if options.scenarios.is_empty() { &all[..] } else { &options.scenarios };
+    if chosen.iter().any(|scenario| *scenario != Scenario::Sources) {
+        guest::check()?;
+    }
     let folder = match &options.folder {
         Some(folder) => tempfile::tempdir_in(folder),
         None => tempfile::tempdir(),
@@ -137,8 +143,6 @@ pub fn run(options: &BenchOptions) -> io::Result<()> {
     bench.progress("writing a snapshot");
     snapshot::write(&bench.memory_path(), u64::from(bench.nr_pages()))?;
     let desk = Desk::new(bench.folder(), bench.runtime.clone())?;
-    let all = [Scenario::Faults, Scenario::Restores, Scenario::Clones, Scenario::Threads];
-    let chosen = if options.scenarios.is_empty() { &all[..] } else { &options.scenarios };
     for scenario in chosen {
         match scenario {
             Scenario::Faults => bench.faults(&desk, 8, &mut report)?,
@@ -147,17 +151,13 @@ pub fn run(options: &BenchOptions) -> io::Result<()> {
             Scenario::Restores => bench.restores(&desk, &mut report)?,
             Scenario::Clones => {
                 for nr_clones in &options.clones {
-                    bench.clones(&desk, *nr_clones, &mut report)?;
+                    bench.clones(&desk, nr_clones.get(), &mut report)?;
                 }
             }
         }
     }
     bench.bar.finish_and_clear();
     write(&report, options.json.as_deref())
-}
-
-fn parse_size(text: &str) -> Result<u64, parse_size::Error> {
-    parse_size::parse_size(text)
 }
 
 fn write(report: &Report, json: Option<&Path>) -> io::Result<()> {

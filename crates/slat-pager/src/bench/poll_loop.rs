@@ -1,5 +1,5 @@
-//! What ours is compared with: a plain handler of page faults, as the VMMs' examples are. One thread
-//! waits for an event, reads it, fetches what is missing, copies it, and waits again.
+//! What ours is compared with: a plain handler of page faults, as the VMMs' examples are. One
+//! thread waits for an event, reads it, fetches what is missing, copies it, and waits again.
 
 use std::io;
 use std::ops::Range;

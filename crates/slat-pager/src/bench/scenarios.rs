@@ -3,29 +3,20 @@
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
-
-use object_store::ObjectStoreExt;
-use object_store::memory::InMemory;
-use object_store::throttle::{ThrottleConfig, ThrottledStore};
 
 use super::guest::{Guest, GuestMemory, Seen, Spec};
 use super::report::{Report, Unit};
 use super::server::{Desk, Server, cpu_s};
 use super::single_pages::SinglePages;
-use super::{Bench, snapshot};
+use super::{Bench, snapshot, sources};
 use crate::chunks::Location;
 use crate::chunks::pack::{PackOptions, pack};
 use crate::shared_memory::SharedMemory;
 use crate::source::chunked::Chunked;
 use crate::source::memory_file::MemoryFile;
-use crate::source::objects::Objects;
-use crate::source::remote::RemoteFile;
 use crate::source::{PAGE_BYTES, Source};
 use crate::working_set::Recorder;
 
-/// The latency of a request to the object store.
-const LATENCY: Duration = Duration::from_millis(20);
 /// What the serial reader of an object store reads at a time.
 const SERIAL_BYTES: u64 = 256 << 10;
 /// The pages of the first work.
@@ -55,7 +46,7 @@ impl Bench {
     fn run_once(&self, desk: &Desk, server: &Server, source: &Arc<dyn Source>, spec: &Spec) -> io::Result<Run> {
         let mut guest = Guest::start(spec)?;
         let before_s = cpu_s();
-        let served = desk.serve(server, source)?;
+        let served = desk.serve(&guest, server, source)?;
         let seen = guest.seen()?;
         let cpu_s = cpu_s() - before_s;
         drop(guest);
@@ -67,10 +58,10 @@ impl Bench {
         Ok(Arc::new(MemoryFile::open(&self.memory_path()).map_err(io::Error::other)?))
     }
 
-    /// Takes the file out of the page cache, as far as the kernel follows.
-    fn make_cold(&self) -> io::Result<()> {
-        let file = std::fs::File::open(self.memory_path())?;
-        Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
+    /// A file of which the page cache has nothing. No other mapping of it is there.
+    fn cold_file(&self) -> io::Result<Arc<dyn Source>> {
+        snapshot::forget(&self.memory_path())?;
+        self.file()
     }
 
     /// Faults a second: a guest touches each page once, in no order, by several threads.
@@ -109,19 +100,20 @@ impl Bench {
     pub(super) fn restores(&self, desk: &Desk, report: &mut Report) -> io::Result<()> {
         let pages = snapshot::working_set(self.nr_pages(), 8);
         let serial = |bytes| Server::Loop(bytes);
-        let file = self.file()?;
-        self.restore(desk, "file, cold", &file, &pages, serial(PAGE_BYTES), report)?;
-        let (chunks, objects) =
-            self.runtime.block_on(async { Ok::<_, io::Error>((self.chunks().await?, self.objects().await?)) })?;
-        self.restore(desk, "chunks", &chunks, &pages, serial(chunks.granule_bytes()), report)?;
-        self.restore(desk, "object store, 20 ms", &objects, &pages, serial(SERIAL_BYTES), report)
+        self.restore(desk, "file, cold", || self.cold_file(), &pages, serial(PAGE_BYTES), report)?;
+        let chunks = self.runtime.block_on(self.chunks())?;
+        let granule_bytes = chunks.granule_bytes();
+        self.restore(desk, "chunks", || Ok(Arc::clone(&chunks)), &pages, serial(granule_bytes), report)?;
+        let remote = self.runtime.block_on(sources::remote(&self.memory_path())).map_err(io::Error::other)?;
+        self.restore(desk, "object store, 20 ms", || Ok(Arc::clone(&remote)), &pages, serial(SERIAL_BYTES), report)
     }
 
+    /// Each run has a source of its own, from `open`.
     fn restore(
         &self,
         desk: &Desk,
         what: &str,
-        source: &Arc<dyn Source>,
+        open: impl Fn() -> io::Result<Arc<dyn Source>>,
         pages: &[u32],
         serial: Server,
         report: &mut Report,
@@ -129,6 +121,7 @@ impl Bench {
         const GRANULE: u64 = 64 << 10;
         let scenario = format!("restore from {what}");
         let spec = self.spec(desk, pages.to_vec(), 1);
+        let source = open()?;
         let around = GRANULE.max(source.granule_bytes());
         let recorder = Recorder::new(source.identity(), source.size_bytes(), around, u64::MAX);
         let recorder = Arc::new(recorder.ok_or(io::ErrorKind::InvalidInput)?);
@@ -139,7 +132,8 @@ impl Bench {
             record: Some(Arc::clone(&recorder)),
             shared: None,
         };
-        self.run_once(desk, &recording, source, &spec)?;
+        self.run_once(desk, &recording, &source, &spec)?;
+        drop(source);
         let replaying = Server::Slat {
             nr_threads: 1,
             granule_bytes: GRANULE,
@@ -159,8 +153,7 @@ impl Bench {
         for round in 0..self.rounds {
             for (name, server) in &systems {
                 self.progress(&format!("{scenario}: {name}, round {}", round + 1));
-                self.make_cold()?;
-                let run = self.run_once(desk, server, source, &spec)?;
+                let run = self.run_once(desk, server, &open()?, &spec)?;
                 report.add(&scenario, name, "time to first work", Unit::Seconds, run.seen.first_s);
                 report.add(&scenario, name, "time to the whole working set", Unit::Seconds, run.seen.whole_s);
             }
@@ -174,24 +167,15 @@ impl Bench {
     }
 
     async fn chunks(&self) -> io::Result<Arc<dyn Source>> {
-        let store = Objects::folder(&self.folder().join("chunks")).map_err(io::Error::other)?;
-        let at = Location::new(store, "memory.index".into());
+        let name = self.folder().join("chunks/memory.index");
+        let at = Location::create(&name.to_string_lossy(), &[]).map_err(io::Error::other)?;
         let file = self.file()?;
         pack(&file, &at, &PackOptions::default(), |_| {}).await.map_err(io::Error::other)?;
         Ok(Arc::new(Chunked::open(at).await.map_err(io::Error::other)?))
     }
 
-    async fn objects(&self) -> io::Result<Arc<dyn Source>> {
-        let store = InMemory::new();
-        let bytes = std::fs::read(self.memory_path())?;
-        store.put(&"memory".into(), bytes.into()).await.map_err(io::Error::other)?;
-        let config = ThrottleConfig { wait_get_per_call: LATENCY, ..ThrottleConfig::default() };
-        let store = ThrottledStore::new(store, config);
-        let objects = Objects::new(Arc::new(store), "memory with 20 ms");
-        Ok(Arc::new(RemoteFile::open(objects, "memory".into()).await.map_err(io::Error::other)?))
-    }
-
-    /// Clones of one snapshot at once: the time until all have their working sets, and the memory of each.
+    /// Clones of one snapshot at once: the time until all have their working sets, and the memory
+    /// of each.
     pub(super) fn clones(&self, desk: &Desk, nr_clones: usize, report: &mut Report) -> io::Result<()> {
         let scenario = format!("{nr_clones} clones");
         let file: Arc<dyn Source> = Arc::new(SinglePages(self.file()?));
@@ -222,7 +206,8 @@ impl Bench {
                 let mut clones = Vec::new();
                 for _ in 0..nr_clones {
                     let guest = Guest::start(&spec)?;
-                    clones.push((guest, desk.serve(&server, &file)?));
+                    let served = desk.serve(&guest, &server, &file)?;
+                    clones.push((guest, served));
                 }
                 let mut own_bytes = 0;
                 let mut longest_s = 0_f64;

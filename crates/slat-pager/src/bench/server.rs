@@ -7,9 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::runtime::Handle;
 
+use super::guest::Guest;
 use super::poll_loop::PollLoop;
 use crate::protocol::firecracker;
 use crate::shared_memory::SharedMemory;
@@ -71,8 +73,14 @@ impl Desk {
         &self.path
     }
 
-    /// Takes the next guest, and serves it from `source`.
-    pub(super) fn serve(&self, server: &Server, source: &Arc<dyn Source>) -> io::Result<Served> {
+    /// Takes `guest`, which was started last, and serves it from `source`.
+    pub(super) fn serve(&self, guest: &Guest, server: &Server, source: &Arc<dyn Source>) -> io::Result<Served> {
+        let mut descriptors =
+            [PollFd::new(&self.listener, PollFlags::IN), PollFd::from_borrowed_fd(guest.output(), PollFlags::IN)];
+        rustix::io::retry_on_intr(|| poll(&mut descriptors, None))?;
+        if descriptors[0].revents().is_empty() {
+            return Err(io::Error::other("a guest has ended before it was served"));
+        }
         let (socket, _) = self.listener.accept()?;
         socket.set_nonblocking(true)?;
         let handshake = self.runtime.block_on(async {

@@ -1,5 +1,5 @@
-//! A source that says that it reads single pages as well as many: a fault brings one page then, as the
-//! plain loop's.
+//! A source that says that it reads single pages as well as many: a fault brings one page then, as
+//! the plain loop's.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,6 +27,10 @@ impl Source for SinglePages {
 
     fn mapped(&self, range: Range<u64>) -> Option<Mapped<'_>> {
         self.0.mapped(range)
+    }
+
+    fn is_mapped(&self) -> bool {
+        self.0.is_mapped()
     }
 
     fn is_zero(&self, range: Range<u64>) -> bool {

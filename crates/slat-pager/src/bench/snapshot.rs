@@ -1,5 +1,5 @@
-//! The snapshot of a measurement: pages that are told apart by their first word, about half of whose
-//! bytes compress.
+//! The snapshot of a measurement: pages that are told apart by their first word, about half of
+//! whose bytes compress.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -26,6 +26,14 @@ pub(super) fn write(path: &Path, nr_pages: u64) -> io::Result<()> {
         file.write_all(&bytes)?;
     }
     file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+}
+
+/// Takes a file, which no process has touched through a mapping that is still there, out of the
+/// page cache.
+pub(super) fn forget(path: &Path) -> io::Result<()> {
+    let file = File::open(path)?;
+    file.sync_all()?;
+    Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
 }
 
 /// Pages in an order of their own: each of `0..nr_pages` once.

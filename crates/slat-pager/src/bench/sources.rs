@@ -1,7 +1,8 @@
 //! What sources cost: the figures by which their defaults were chosen.
 //!
-//! Reads are of random places, each once, some at once. A file is read from the page cache, and from the disk;
-//! chunks of several sizes and levels; an object store that takes 20 ms for each request.
+//! Reads are of random places, each once, some at once. A file is read from the page cache, and
+//! from the disk; chunks of several sizes and levels; an object store that takes 20 ms for each
+//! request.
 
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;
@@ -12,10 +13,10 @@ use bytes::Bytes;
 use futures_util::StreamExt;
 use object_store::memory::InMemory;
 use object_store::throttle::{ThrottleConfig, ThrottledStore};
-use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-use super::snapshot::shuffled;
+use super::server::cpu_s;
+use super::snapshot::{forget, shuffled};
 use crate::chunks::Location;
 use crate::chunks::pack::{PackOptions, pack};
 use crate::chunks::verify::measure;
@@ -63,8 +64,8 @@ impl Display for SourceFigure {
     }
 }
 
-/// Measures all, with the memory file at `memory` and files of its own in `folder`; each figure is given to
-/// `found`.
+/// Measures all, with the memory file at `memory` and files of its own in `folder`; each figure is
+/// given to `found`.
 ///
 /// # Errors
 /// A file cannot be read or written.
@@ -72,7 +73,7 @@ pub async fn run(memory: &Path, folder: &Path, mut found: impl FnMut(SourceFigur
     for read_bytes in [4 << 10, 64 << 10, 256 << 10] {
         for nr_at_once in [1, 8, 32] {
             let file: Arc<dyn Source> = Arc::new(MemoryFile::open(memory)?);
-            forget(memory)?;
+            forget(memory).map_err(|error| SourceError::Io { what: format!("forget {}", memory.display()), error })?;
             found(reads("file on disk", &file, read_bytes, nr_at_once).await?);
             // All that this reads was read just now, or is near to it.
             reads("", &file, 1 << 20, 4).await?;
@@ -99,12 +100,7 @@ pub async fn run(memory: &Path, folder: &Path, mut found: impl FnMut(SourceFigur
             found(reads(&what, &chunked, chunk_bytes, nr_at_once).await?);
         }
     }
-    let bytes =
-        std::fs::read(memory).map_err(|error| SourceError::Io { what: format!("read {}", memory.display()), error })?;
-    let config = ThrottleConfig { wait_get_per_call: LATENCY, ..ThrottleConfig::default() };
-    let objects = Objects::new(Arc::new(ThrottledStore::new(InMemory::new(), config)), "memory");
-    objects.put(&"mem".into(), Bytes::from(bytes)).await?;
-    let remote: Arc<dyn Source> = Arc::new(RemoteFile::open(objects, "mem".into()).await?);
+    let remote = remote(memory).await?;
     for (read_bytes, nr_at_once) in
         [(256 << 10, 1), (256 << 10, 16), (1 << 20, 1), (1 << 20, 16), (1 << 20, 64), (4 << 20, 1), (4 << 20, 16)]
     {
@@ -141,14 +137,6 @@ async fn reads(
     Ok(begun.figure(what, read_bytes, nr_at_once, nr_reads))
 }
 
-/// Has the kernel forget a file that nothing maps.
-fn forget(path: &Path) -> Result<(), SourceError> {
-    let failed = |error: std::io::Error| SourceError::Io { what: format!("forget {}", path.display()), error };
-    let file = std::fs::File::open(path).map_err(failed)?;
-    file.sync_all().map_err(failed)?;
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).map_err(|error| failed(error.into()))
-}
-
 /// When something began, by the clock and in CPU time of this process.
 struct Begun {
     at: Instant,
@@ -166,7 +154,12 @@ impl Begun {
     }
 }
 
-fn cpu_s() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+/// The memory file at `memory` in an object store that takes [`LATENCY`] for each request.
+pub(super) async fn remote(memory: &Path) -> Result<Arc<dyn Source>, SourceError> {
+    let bytes =
+        std::fs::read(memory).map_err(|error| SourceError::Io { what: format!("read {}", memory.display()), error })?;
+    let config = ThrottleConfig { wait_get_per_call: LATENCY, ..ThrottleConfig::default() };
+    let objects = Objects::new(Arc::new(ThrottledStore::new(InMemory::new(), config)), "memory with 20 ms");
+    objects.put(&"mem".into(), Bytes::from(bytes)).await?;
+    Ok(Arc::new(RemoteFile::open(objects, "mem".into()).await?))
 }

@@ -75,7 +75,8 @@ mod tests {
         assert!(same.interval.unwrap().iter().all(|end| (end - 2.0).abs() < 1e-9));
         let spread = ratio(&[1.0, 2.0, 3.0], &[1.0, 1.0, 1.0]).unwrap();
         let [low, high] = spread.interval.unwrap();
-        // Student's t for two degrees of freedom is 4.303; the logarithms have mean 0.5973, deviation 0.5556.
+        // Student's t for two degrees of freedom is 4.303; the logarithms have mean 0.5973,
+        // deviation 0.5556.
         assert!((low - (0.597_25_f64 - 4.302_65 * 0.555_55 / 3_f64.sqrt()).exp()).abs() < 1e-3, "{low}");
         assert!(low < spread.ratio && spread.ratio < high);
         assert_eq!(ratio(&[1.0], &[2.0]).unwrap().interval, None);

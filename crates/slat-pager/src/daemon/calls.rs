@@ -25,8 +25,8 @@ pub const ALLOWED: &[i64] = &[
     libc::SYS_getsockopt, libc::SYS_listen, libc::SYS_recvfrom, libc::SYS_recvmmsg, libc::SYS_recvmsg,
     libc::SYS_sendmmsg, libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_setsockopt, libc::SYS_shutdown, libc::SYS_socket,
     libc::SYS_socketpair,
-    // Threads and the process. `clone` makes threads on kernels and libraries without `clone3`; landlock
-    // and the missing `execve` bind what it makes.
+    // Threads and the process. `clone` makes threads on kernels and libraries without `clone3`;
+    // landlock and the missing `execve` bind what it makes.
     libc::SYS_clone, libc::SYS_clone3, libc::SYS_exit, libc::SYS_exit_group, libc::SYS_futex, libc::SYS_get_robust_list,
     libc::SYS_getegid, libc::SYS_geteuid, libc::SYS_getgid, libc::SYS_getpid, libc::SYS_getppid, libc::SYS_getrlimit,
     libc::SYS_gettid, libc::SYS_getuid, libc::SYS_pidfd_open, libc::SYS_prctl, libc::SYS_prlimit64, libc::SYS_rseq,

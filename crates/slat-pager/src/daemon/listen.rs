@@ -1,10 +1,10 @@
 //! Sockets on which monitors connect: made here, or passed by a service manager (`LISTEN_FDS`).
 //!
 //! # Guarantees
-//! - A socket that another program listens on is not taken from it. A file that a dead pager has left
-//!   is replaced.
-//! - Descriptors of a service manager are taken once, and only those that are sockets with a path of
-//!   the configuration.
+//! - A socket that another program listens on is not taken from it. A file that a dead pager has
+//!   left is replaced.
+//! - Descriptors of a service manager are taken once, and only those that are sockets with a path
+//!   of the configuration.
 
 #![expect(unsafe_code, reason = "descriptors that the process was started with")]
 
@@ -38,8 +38,8 @@ impl Passed {
         }
         let nr = number("LISTEN_FDS").and_then(|nr| RawFd::try_from(nr).ok()).unwrap_or(0).min(MOST);
         let listener = |descriptor| {
-            // SAFETY: the service manager passes these to this process, and the caller promises that
-            // nothing else has taken them.
+            // SAFETY: the service manager passes these to this process, and the caller promises
+            // that nothing else has taken them.
             let fd = unsafe { OwnedFd::from_raw_fd(descriptor) };
             rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).ok()?;
             rustix::net::sockopt::socket_acceptconn(&fd).ok()?.then(|| UnixListener::from(fd))

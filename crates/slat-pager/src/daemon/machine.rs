@@ -14,8 +14,9 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::takeover::{self, Description, FileIdentity, Orphan};
 use super::{Daemon, Socket};
 use crate::protocol::firecracker::{self, Handshake};
+use crate::userfaultfd::Userfaultfd;
 use crate::vm::state::State;
-use crate::vm::{AttachError, Observer, Options, Regions, Vm};
+use crate::vm::{AttachError, Observer, Options, Region, Regions, Vm};
 use crate::working_set::Plan;
 use crate::working_set::replay::{Progress, nr_threads};
 
@@ -44,21 +45,23 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
             Ok(Err(error)) => return refuse(&socket, &error),
             Err(_) => return refuse(&socket, &"the handshake takes too long"),
         };
-        let copy = handshake.userfaultfd.try_clone();
-        match attach(&daemon, &socket, &stream, handshake) {
+        let Handshake { regions, userfaultfd } = handshake;
+        let userfaultfd = Arc::new(userfaultfd);
+        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd)) {
             Ok((vm, plan)) => {
+                drop(userfaultfd);
                 follow(plan, &daemon, &socket, &vm);
                 watch(&daemon, vm, Life::Socket(stream), Some(slot)).await;
             }
             Err(error) => {
                 refuse(&socket, &error);
-                // The monitor waits, and reads no zeros.
+                // The monitor's threads wait, or fail, and read no zeros.
                 let mut leave = daemon.leave.clone();
                 tokio::select! {
                     () = ended(Life::Socket(stream)) => {}
                     _ = leave.wait_for(|leave| *leave) => {}
                 }
-                drop(copy);
+                drop(userfaultfd);
             }
         }
     });
@@ -88,7 +91,8 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
             let tasks = daemon.tasks.clone();
             tasks.spawn(async move { watch(&daemon, vm, Life::Process(monitor), slot).await });
         }
-        Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it waits"),
+        // If the reason is its threads, it was closed; else it waits.
+        Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it gets no page"),
     }
 }
 
@@ -119,10 +123,10 @@ fn attach(
     daemon: &Daemon,
     socket: &Socket,
     stream: &UnixStream,
-    handshake: Handshake,
+    listed: Vec<Region>,
+    userfaultfd: Arc<Userfaultfd>,
 ) -> Result<(Vm, Plan), AttachError> {
     let system = |what| move |error| AttachError::System { what, error };
-    let Handshake { regions: listed, userfaultfd } = handshake;
     let regions = Regions::new(&listed, socket.source.size_bytes())?;
     let pid = stream.peer_cred().map_err(system("ask for the monitor's process"))?.pid().unwrap_or(0);
     let (_monitor, process) = takeover::monitor(pid)

@@ -1,15 +1,16 @@
 //! `slat-pager serve`: many machines, each with the snapshot of the socket that it came to.
 //!
 //! # Guarantees
-//! - A machine is noted in a file before its first fault is answered, and from then on survives this
-//!   process ([`takeover`]).
-//! - A monitor that is refused gets nothing, and its descriptor stays open until its socket ends: it
-//!   waits, and reads no zeros.
+//! - A machine is noted in a file before its first fault is answered, and from then on survives
+//!   this process ([`takeover`]).
+//! - A monitor that is refused gets nothing. If its handshake was complete, the descriptor stays
+//!   open here until its socket ends: its threads wait, and read no zeros. If not, the socket is
+//!   closed, and its threads wait as long as the monitor has the descriptor.
 //! - No error of one connection ends another, or the daemon.
 //!
 //! # Implementation
 //! What needs rights comes first: sockets, orphans, metrics. Then [`sandbox::enter`], and only then
-//! threads, sources, and the words of others.
+//! threads, sources, and what monitors and servers send.
 
 mod calls;
 pub mod http;
@@ -31,7 +32,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 
-use crate::config::{Config, SandboxMode, SocketConfig, TlsConfig};
+use crate::config::{Config, SandboxMode, SocketConfig};
 use crate::metrics::Metrics;
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::cache::BlockCache;
@@ -83,15 +84,17 @@ struct Daemon {
     leave: watch::Receiver<bool>,
 }
 
-/// Serves as `config` says, until a signal (SIGTERM, SIGINT). The machines are left for a successor.
+/// Serves as `config` says, until a signal (SIGTERM, SIGINT). The machines are left for a
+/// successor.
 ///
 /// # Errors
 /// [`DaemonError`].
+#[expect(unsafe_code, reason = "files of machines that a dead pager has left are opened once")]
 pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<(), DaemonError> {
     let system = |what| move |error| DaemonError::System { what, error };
     raise_limits();
     let runtime_folder = config.runtime_folder();
-    let _lock = Lock::take(&runtime_folder, standby).map_err(|error| match error.kind() {
+    let lock = Lock::take(&runtime_folder, standby).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => DaemonError::Taken { folder: runtime_folder.clone() },
         _ => DaemonError::Folder { folder: runtime_folder.clone(), error },
     })?;
@@ -103,7 +106,9 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
     if passed.nr_left() > 0 {
         tracing::warn!(nr = passed.nr_left(), "the service manager passed sockets that the configuration lacks");
     }
-    let orphans = takeover::orphans(&runtime_folder)
+    // SAFETY: the folder was locked above, and no file there was opened since. The lock ends with
+    // the process, or below, where the orphans are dropped before it.
+    let orphans = unsafe { takeover::orphans(&runtime_folder) }
         .map_err(|error| DaemonError::Folder { folder: runtime_folder.clone(), error })?;
     let metrics = config.metrics.as_ref().map(http::Listener::bind).transpose().map_err(DaemonError::Metrics)?;
     let boot = takeover::boot().map_err(system("read the boot id"))?;
@@ -122,8 +127,11 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
         leave: left,
     };
     let result = runtime.block_on(run(Arc::new(daemon), config, listeners, orphans, metrics, leave));
-    // Reads that are under way are of no use to anyone.
+    // Reads that are under way are of no use any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    // A thread that does not end has its machine still: the folder is free when the process has
+    // ended.
+    std::mem::forget(lock);
     result
 }
 
@@ -145,13 +153,16 @@ async fn run(
             false => None,
         },
         store_options: config.store.clone().into_iter().collect(),
-        tls: config.tls.as_ref().map(TlsConfig::files),
+        tls: config.tls.clone(),
     };
     let budget = Budget::new(config.read_memory);
     let mut sockets = Vec::new();
     for socket in &config.sockets {
         sockets.push(Arc::new(open(socket, &with, &budget, &registry).await?));
     }
+    // What may fail comes before the machines: those of a daemon that does not start stay orphans.
+    let listen = |listener| UnixListener::from_std(listener).map_err(system("listen"));
+    let listeners = listeners.into_iter().map(listen).collect::<Result<Vec<_>, _>>()?;
     for orphan in orphans {
         match sockets.iter().find(|socket| socket.config.path == orphan.description.socket) {
             Some(socket) => machine::take_over(&daemon, socket, orphan),
@@ -160,7 +171,6 @@ async fn run(
         }
     }
     for (socket, listener) in sockets.iter().zip(listeners) {
-        let listener = UnixListener::from_std(listener).map_err(system("listen"))?;
         tracing::info!(socket = %socket.config.path.display(), memory = %socket.config.memory,
             size_bytes = socket.source.size_bytes(), "serving");
         tokio::spawn(accept(Arc::clone(&daemon), Arc::clone(socket), listener));

@@ -2,14 +2,16 @@
 //! monitor's words, or an object store's, then reaches little.
 //!
 //! # Guarantees
-//! After [`enter`], on this thread and those that it starts:
+//! After [`enter`], on this thread and those that it starts, all of this with
+//! [`SandboxMode::Required`], or what the kernel can with [`SandboxMode::BestEffort`]:
 //! - files are read where snapshots, certificates and the resolver's files are, and written in the
 //!   runtime folder and the folders of caches and working sets, nowhere else (landlock);
 //! - no program is started, no process is traced or looked into (landlock, seccomp);
 //! - system calls beyond those that a server needs fail with `EPERM` (seccomp);
 //! - there are no capabilities.
 //!
-//! Connections to other machines stay possible: object stores need them. TCP listeners cannot be made.
+//! Connections to other machines stay possible: object stores need them. TCP listeners cannot be
+//! made.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,7 +27,8 @@ use thiserror::Error;
 
 use crate::config::SandboxMode;
 
-/// What landlock knows since Linux 6.12; older kernels enforce what they know.
+/// What landlock knows since Linux 6.12. An older kernel enforces what it knows, if that is
+/// allowed.
 const LANDLOCK: ABI = ABI::V6;
 
 /// Where the resolver's files and certificates are.
@@ -47,9 +50,9 @@ pub struct Files {
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum SandboxError {
-    #[error("landlock: {0}")]
+    #[error("landlock, which needs Linux 6.12: {0}")]
     Landlock(#[from] landlock::RulesetError),
-    #[error("landlock is {0:?} on this kernel")]
+    #[error("landlock, which needs Linux 6.12, is {0:?}")]
     NotEnforced(RulesetStatus),
     #[error("seccomp: {0}")]
     Seccomp(String),
@@ -81,11 +84,8 @@ pub fn enter(mode: SandboxMode, files: &Files) -> Result<(), SandboxError> {
 
 fn restrict_files(mode: SandboxMode, files: &Files) -> Result<(), SandboxError> {
     let level = if mode == SandboxMode::Required { CompatLevel::HardRequirement } else { CompatLevel::BestEffort };
-    // What is called for in any case is all that older kernels know.
     let ruleset = Ruleset::default()
         .set_compatibility(level)
-        .handle_access(AccessFs::from_all(ABI::V1))?
-        .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(LANDLOCK))?
         .handle_access(AccessNet::BindTcp)?
         .scope(Scope::from_all(LANDLOCK))?
@@ -102,11 +102,8 @@ fn restrict_files(mode: SandboxMode, files: &Files) -> Result<(), SandboxError> 
         ruleset.add_rule(PathBeneath::new(opened, access))
     })?;
     match ruleset.restrict_self()?.ruleset {
-        RulesetStatus::NotEnforced => Err(SandboxError::NotEnforced(RulesetStatus::NotEnforced)),
-        status => {
-            tracing::debug!(?status, "landlock");
-            Ok(())
-        }
+        RulesetStatus::FullyEnforced => Ok(()),
+        status => Err(SandboxError::NotEnforced(status)),
     }
 }
 

@@ -1,23 +1,25 @@
 //! A successor takes over the machines of a pager that has died.
 //!
 //! # Guarantees
-//! - One pager at a time has a runtime folder ([`Lock`]). The lock is free only once every thread of
-//!   the last one is dead.
+//! - One pager at a time has a runtime folder ([`Lock`]). The lock is free only once every thread
+//!   of the last one is dead.
 //! - A machine is taken over only if its monitor is still the same process and has the same
 //!   userfaultfd. Files of machines whose monitor has ended are removed.
 //!
 //! # Implementation
 //! The file of a machine ([`State`]) says which process its monitor is and
-//! which file its userfaultfd is. The successor looks through the monitor's descriptors for that file
-//! and copies the descriptor (`pidfd_getfd`). All threads of the machine that wait are woken: those
-//! whose messages were read fault again.
+//! which file its userfaultfd is. The successor looks through the monitor's descriptors for that
+//! file and copies the descriptor (`pidfd_getfd`). All threads of the machine that wait are woken:
+//! those whose messages were read fault again.
 //!
 //! This needs the rights to look into the monitor (`PTRACE_MODE_ATTACH`: the same user, or
 //! CAP_SYS_PTRACE where Yama restricts that), and happens before the daemon gives up its rights.
 //!
 //! # What is lost
-//! A machine whose handshake was accepted and whose file is not there yet, a time of milliseconds: the
-//! monitor has to load its snapshot once more.
+//! A machine whose handshake was accepted and whose file is not there yet, a time of milliseconds:
+//! the monitor has to load its snapshot once more.
+
+#![expect(unsafe_code, reason = "files of machines that another process has made are mapped")]
 
 use std::fs::{self, File};
 use std::io;
@@ -149,9 +151,13 @@ pub fn monitor(pid: i32) -> rustix::io::Result<(OwnedFd, FileIdentity)> {
 
 /// The machines in `folder` whose monitors live.
 ///
+/// # Safety
+/// This process has the [`Lock`] of `folder` until the orphans and what comes of them are dropped,
+/// has no [`State`] of a file there, and has not called this before.
+///
 /// # Errors
 /// The folder cannot be read. What is wrong with one machine is logged.
-pub fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
+pub unsafe fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
     let boot = boot()?;
     let mut orphans = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -165,7 +171,8 @@ pub fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
             }
             _ => continue,
         }
-        match orphan(&path, &boot) {
+        // SAFETY: the caller's promise; each path is there once.
+        match unsafe { orphan(&path, &boot) } {
             Ok(Some(orphan)) => orphans.push(orphan),
             Ok(None) => {
                 tracing::info!(path = %path.display(), "a monitor has ended without its pager");
@@ -178,8 +185,12 @@ pub fn orphans(folder: &Path) -> io::Result<Vec<Orphan>> {
 }
 
 /// The machine of the file `path`; `None` if its monitor has ended.
-fn orphan(path: &Path, boot: &str) -> io::Result<Option<Orphan>> {
-    let (state, description) = State::open(path)?;
+///
+/// # Safety
+/// As of [`State::open`].
+unsafe fn orphan(path: &Path, boot: &str) -> io::Result<Option<Orphan>> {
+    // SAFETY: the caller's promise.
+    let (state, description) = unsafe { State::open(path) }?;
     let description: Description = serde_json::from_slice(&description)?;
     if description.boot != boot {
         return Ok(None);

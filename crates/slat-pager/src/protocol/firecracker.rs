@@ -10,7 +10,7 @@
 //!   a guest whose pager dies waits.
 //!
 //! # Guarantees
-//! [`receive`] takes at most [`MAX_BYTES`] and one descriptor, and reads nothing behind the array.
+//! [`receive`] takes at most [`MAX_BYTES`] and one descriptor. Bytes behind the array are an error.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,19 +1,20 @@
 //! Guest memory that is a memfd of ours, filled from a source: each byte at most once, on demand.
 //!
 //! # Guarantees
-//! - No byte that a guest wrote is overwritten: a unit is filled once, before anyone is told that it is there.
-//! - [`fill`](SharedMemory::fill) returns `Ok` after all bytes of its range are in the memfd. A unit whose fill failed,
-//!   or was dropped, is absent again.
+//! - No byte that a guest wrote is overwritten: a unit is filled once, before it is called present.
+//! - [`fill`](SharedMemory::fill) returns `Ok` after all bytes of its range are in the memfd. A
+//!   unit whose fill failed, or was dropped, is absent again.
 //! - Two fills of one unit read the source once.
 //!
 //! # Use
-//! A VMM maps the memfd and registers it with a userfaultfd (MISSING and MINOR). A page that the memfd has is still not
-//! mapped there; the VMM, or the pager for it, maps it by `UFFDIO_CONTINUE` once `fill` has returned. Thus a unit
-//! which is half written is never seen.
+//! A VMM maps the memfd and registers it with a userfaultfd (MISSING and MINOR). A page that the
+//! memfd has is still not mapped there; the VMM, or the pager for it, maps it by `UFFDIO_CONTINUE`
+//! once `fill` has returned. Thus a unit which is half written is never seen.
 //!
 //! # Implementation
-//! The memory is in units, of the size that the source reads best. Each has a state: absent, filling, present. A fill
-//! claims absent units by compare-and-exchange; whoever finds `filling` waits until that changes.
+//! The memory is in units, of the size that the source reads best. Each has a state: absent,
+//! filling, present. A fill claims absent units by compare-and-exchange; one that finds `filling`
+//! waits until that changes.
 
 mod write;
 
@@ -121,8 +122,8 @@ impl SharedMemory {
         self.units_of(&range).all(|unit| self.units[unit].load(Ordering::Acquire) == PRESENT)
     }
 
-    /// Fills `range` if that takes no read of the source: bytes that are zero, or mapped here. The call may wait for a
-    /// disk, as any access to mapped memory.
+    /// Fills `range` if that takes no read of the source: bytes that are zero, or mapped here. The
+    /// call may wait for a disk, as any access to mapped memory.
     ///
     /// # Errors
     /// [`SourceError`].
@@ -175,8 +176,8 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Gives the pages of `range`, which are present, memory again where the VMM took it away (a balloon): they have
-    /// zeros there. Other pages stay as they are.
+    /// Gives the pages of `range`, which are present, memory again where the VMM took it away (a
+    /// balloon): they have zeros there. Other pages stay as they are.
     ///
     /// # Errors
     /// Of the operating system.

@@ -2,10 +2,13 @@
 //! is hope.
 //!
 //! # Guarantees
-//! - The bytes of all reads that are under way, and of those that were read and not yet put in place,
-//!   stay within a [`Budget`], which its users get in the order in which they ask. A machine has at
-//!   most [`Limits::vm_bytes`] of it. A read that failed holds nothing while it waits for its next
-//!   try.
+//! - The bytes of all reads that are under way, and of those that were read and not yet put in
+//!   place, stay within a [`Budget`], or are those of one read that is larger. Reads get their
+//!   share in the order in which they ask for it. A read that failed holds none while it waits for
+//!   its next try.
+//! - Reads for the faults of one machine have at most [`Limits::vm_bytes`], from their first try to
+//!   the end, or are one read that is larger. A replay has one granule for each of its threads
+//!   beside that.
 //! - A read ends when its machine does.
 
 use std::sync::Arc;
@@ -54,7 +57,7 @@ impl Budget {
 pub struct Limits {
     /// Of all machines.
     pub budget: Budget,
-    /// Of one machine; one read is always possible.
+    /// Of the faults of one machine; one read is always possible.
     pub vm_bytes: u64,
     /// A read that takes longer has failed, and is tried again.
     pub read_timeout: Duration,
@@ -62,13 +65,24 @@ pub struct Limits {
     pub patience: Duration,
 }
 
+impl Limits {
+    /// Bytes of the budget, by default.
+    pub const BUDGET_BYTES: u64 = 256 << 20;
+    /// [`vm_bytes`](Limits::vm_bytes), by default.
+    pub const VM_BYTES: u64 = 8 << 20;
+    /// [`read_timeout`](Limits::read_timeout), by default.
+    pub const READ_TIMEOUT: Duration = Duration::from_secs(30);
+    /// [`patience`](Limits::patience), by default.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
+}
+
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
-            budget: Budget::new(256 << 20),
-            vm_bytes: 8 << 20,
-            read_timeout: Duration::from_secs(30),
-            patience: Duration::from_secs(60),
+            budget: Budget::new(Limits::BUDGET_BYTES),
+            vm_bytes: Limits::VM_BYTES,
+            read_timeout: Limits::READ_TIMEOUT,
+            patience: Limits::PATIENCE,
         }
     }
 }
@@ -122,7 +136,7 @@ impl Batch {
         placed.offset_of(hull.start)..placed.offset_of(hull.end)
     }
 
-    /// Those of its pages for which `of_pages` has a bit.
+    /// Its page `page`, if it has that.
     pub fn of_page(&self, page: u64) -> Option<Claimed> {
         let (word, mask) = masks(page..page + 1).next()?;
         self.claimed().find(|claimed| claimed.word == word && claimed.mask & mask != 0).map(|c| Claimed { mask, ..c })
@@ -155,7 +169,7 @@ impl Shared {
         self.start_reads();
     }
 
-    /// Takes what was read, and starts what waited for that.
+    /// Takes what was read.
     pub(super) fn take_fetched(self: &Arc<Shared>) -> Vec<Outcome> {
         let mut queue = self.queue.lock();
         let fetched = std::mem::take(&mut queue.fetched);
@@ -201,44 +215,62 @@ impl Shared {
         self.options.metrics.reads_in_flight.dec();
     }
 
-    async fn read_patiently(&self, batch: &Batch) -> Result<Fetched, SourceError> {
+    /// Reads `batch`, in one try. `None`: the machine has ended.
+    pub(super) async fn read_unless_ended(&self, batch: &Batch) -> Option<Result<Fetched, SourceError>> {
+        let mut ended = self.ended.subscribe();
+        tokio::select! {
+            biased;
+            _ = ended.wait_for(Option::is_some) => None,
+            read = self.read_once(batch) => Some(read),
+        }
+    }
+
+    async fn read_once(&self, batch: &Batch) -> Result<Fetched, SourceError> {
         let offsets = batch.offsets(&self.installer.regions);
         let nr_bytes = offsets.end - offsets.start;
+        let limits = &self.options.limits;
+        let permit = limits.budget.take(nr_bytes).await;
+        let mut bytes = Vec::new();
+        let read = async {
+            match &self.options.shared_memory {
+                Some(memory) => memory.fill(offsets).await,
+                None => {
+                    // Fits: a batch has at most MAX_WORDS words, or a page.
+                    bytes.resize(nr_bytes as usize, 0);
+                    self.source.read(offsets.start, &mut bytes).await
+                }
+            }
+        };
+        let error = match tokio::time::timeout(limits.read_timeout, read).await {
+            Ok(Ok(())) => {
+                self.options.metrics.read_bytes.inc_by(nr_bytes);
+                return Ok(Fetched { bytes, _permit: permit });
+            }
+            Ok(Err(error)) => error,
+            Err(_) => SourceError::Unavailable {
+                server: "the source".to_string(),
+                why: format!("no answer in {:?}", limits.read_timeout),
+            },
+        };
+        self.options.metrics.source_errors.inc();
+        Err(error)
+    }
+
+    async fn read_patiently(&self, batch: &Batch) -> Result<Fetched, SourceError> {
         let limits = &self.options.limits;
         let first_try = tokio::time::Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            let permit = limits.budget.take(nr_bytes).await;
-            // Fits: a batch has at most MAX_WORDS words, or a page.
-            let mut bytes = Vec::new();
-            let read = async {
-                match &self.options.shared_memory {
-                    Some(memory) => memory.fill(offsets.clone()).await,
-                    None => {
-                        bytes.resize(nr_bytes as usize, 0);
-                        self.source.read(offsets.start, &mut bytes).await
-                    }
-                }
+            let error = match self.read_once(batch).await {
+                Ok(fetched) => return Ok(fetched),
+                Err(error) => error,
             };
-            let read = tokio::time::timeout(limits.read_timeout, read);
-            let error = match read.await {
-                Ok(Ok(())) => {
-                    self.options.metrics.read_bytes.inc_by(nr_bytes);
-                    return Ok(Fetched { bytes, _permit: permit });
-                }
-                Ok(Err(error)) => error,
-                Err(_) => SourceError::Unavailable {
-                    server: "the source".to_string(),
-                    why: format!("no answer in {:?}", limits.read_timeout),
-                },
-            };
-            drop((bytes, permit));
-            self.options.metrics.source_errors.inc();
             let is_hopeless = !error.may_pass()
                 || (self.options.on_failure == OnFailure::Poison && first_try.elapsed() >= limits.patience);
             if is_hopeless {
                 return Err(error);
             }
+            let offsets = batch.offsets(&self.installer.regions);
             tracing::warn!(vm = self.options.name, ?offsets, %error, ?pause, "a read failed, and is tried again");
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);

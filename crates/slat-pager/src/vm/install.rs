@@ -1,18 +1,21 @@
 //! Puts contents into pages of a machine, in the order that removals demand.
 //!
 //! # Guarantees
-//! - A page that the monitor has given up never gets what the snapshot has, also where it was on its
-//!   way at that moment.
+//! - A page that the monitor has given up never gets what the snapshot has, also where it was on
+//!   its way at that moment.
 //! - Every thread that waits for a page is woken once the page is there, or when its claim ends.
 //!
 //! # Implementation
-//! The *gate* is a lock. A fill looks at the removed pages and calls the kernel while it has the gate
-//! shared. A read of messages, with the marking of the removed pages that it found, has it exclusive.
+//! The *gate* is a lock. A fill looks at the removed pages and calls the kernel while it has the
+//! gate shared. A read of messages, with the marking of the removed pages that it found, has it
+//! exclusive.
 //!
 //! # Why it is correct
 //! Before a removal's message is read, the kernel refuses fills (`EAGAIN`). It is read and marked
 //! with the gate exclusive; each later fill sees the mark. So no fill of the snapshot's bytes comes
 //! after the message was read, and the removal itself only after that.
+
+use std::sync::Arc;
 
 use parking_lot::RwLock;
 use rustix::io::Errno;
@@ -38,12 +41,36 @@ pub enum Contents<'c> {
     },
 }
 
+/// What a page gets that needs nothing of the source.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Again {
+    /// Zeros: it was given up, with a message or without.
+    Zeros,
+    /// What the memory that all clones share has: the kernel has reclaimed its PTE. Zeros if it was
+    /// given up.
+    Shared,
+    /// What the monitor's own file has.
+    File,
+}
+
+/// What became of pages that were to be poisoned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Poisoned {
+    /// Accesses fail.
+    Now,
+    /// They have contents, which stay.
+    HaveContents,
+    /// They are not mapped.
+    Unmapped,
+}
+
 /// Why claimed pages were not all filled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stuck {
     /// Messages have to be read first, or the kernel lacks memory. These are still claimed.
     Again(u64),
-    /// The bytes cannot be read (the file was cut, or its memory is broken). These are still claimed.
+    /// The bytes cannot be read (the file was cut, or its memory is broken). These are still
+    /// claimed.
     Unreadable(u64),
     /// The monitor said something about its memory that is not so. These are still claimed.
     Refused(u64, Errno),
@@ -63,7 +90,7 @@ pub struct Done {
 /// Fills pages of one machine.
 #[derive(Debug)]
 pub struct Installer {
-    pub(super) userfaultfd: Userfaultfd,
+    pub(super) userfaultfd: Arc<Userfaultfd>,
     pub(super) regions: Regions,
     pub(super) pages: Pages,
     pub(super) gate: RwLock<()>,
@@ -76,7 +103,7 @@ impl Installer {
     ///
     /// # Errors
     /// No address space for zeros.
-    pub fn new(userfaultfd: Userfaultfd, regions: Regions, pages: Pages) -> std::io::Result<Installer> {
+    pub fn new(userfaultfd: Arc<Userfaultfd>, regions: Regions, pages: Pages) -> std::io::Result<Installer> {
         let huge = regions.all().iter().filter(|placed| placed.region.is_hugetlb()).map(|p| p.region.page_bytes).max();
         let zeros = match huge {
             // Never written: it takes no memory but for its page tables.
@@ -142,22 +169,30 @@ impl Installer {
         Ok(())
     }
 
-    /// Answers a fault on a page that was filled or removed: if it is there, its waiters are woken.
-    /// If it is not, it was given up, with a message or without, and gets zeros.
+    /// Answers a fault on a page that was filled or removed, or is in the monitor's own file: if it
+    /// is there, its waiters are woken. If it is not, it is filled.
     ///
     /// # Errors
     /// [`Stuck`], with the page.
-    pub fn zero_if_missing(&self, place: usize, page: u64, done: &mut Done) -> Result<(), Stuck> {
+    pub fn fill_again(&self, place: usize, page: u64, again: Again, done: &mut Done) -> Result<(), Stuck> {
         let (word, mask) = bit(page);
         let _gate = self.gate.read();
-        match self.fill(place, page, 1, Contents::Zeros) {
+        let contents = match again {
+            Again::Shared if self.pages.removed(word) & mask != 0 => Contents::Zeros,
+            Again::Shared | Again::File => Contents::Shared,
+            Again::Zeros => Contents::Zeros,
+        };
+        match self.fill(place, page, 1, contents) {
             Ok(()) => {
-                self.pages.remove(page..page + 1);
+                if matches!(contents, Contents::Zeros) {
+                    self.pages.remove(page..page + 1);
+                }
                 done.nr_filled += 1;
                 Ok(())
             }
             Err(Stopped { error, .. }) => match error {
-                Errno::EXIST | Errno::NOENT => {
+                // `EFAULT`: the file has lost the page meanwhile, and the next fault says so.
+                Errno::EXIST | Errno::NOENT | Errno::FAULT => {
                     self.wake(Claimed { place, word, mask }, mask);
                     done.nr_there += 1;
                     Ok(())
@@ -180,29 +215,56 @@ impl Installer {
     /// # Errors
     /// Pages that could not be poisoned yet, or never on this kernel. They are still claimed.
     pub fn poison(&self, claimed: Claimed) -> Result<(), Stuck> {
+        self.poison_by(&self.userfaultfd, claimed, |became, mask| match became {
+            Poisoned::Now => self.pages.filled(claimed.word, mask),
+            Poisoned::HaveContents => {
+                self.pages.filled(claimed.word, mask);
+                self.wake(claimed, mask);
+            }
+            Poisoned::Unmapped => self.release(Claimed { mask, ..claimed }),
+        })
+    }
+
+    /// Lets accesses to the pages of `claimed` that have no contents fail for good, in the memory
+    /// of `userfaultfd`: the machine's, or a copy of it that a child of the monitor has. Tells
+    /// `note` what became of which pages.
+    ///
+    /// # Errors
+    /// As of [`poison`](Self::poison).
+    pub fn poison_by(
+        &self,
+        userfaultfd: &Userfaultfd,
+        claimed: Claimed,
+        mut note: impl FnMut(Poisoned, u64),
+    ) -> Result<(), Stuck> {
         let placed = &self.regions.all()[claimed.place];
-        let mut rest = claimed.mask;
+        let page_bytes = placed.region.page_bytes;
+        let (mut rest, mut most_pages) = (claimed.mask, 64);
         while rest != 0 {
             let first = u64::from(rest.trailing_zeros());
-            let run = first..first + u64::from((rest >> first).trailing_ones());
+            let nr_pages = u64::from((rest >> first).trailing_ones()).min(most_pages);
             let start = placed.address_of(claimed.first_page() + first);
-            let nr_bytes = (run.end - run.start) * placed.region.page_bytes;
-            let nr_poisoned = match self.userfaultfd.poison(start..start + nr_bytes, Wake::Waiters) {
-                Ok(()) => run.end - run.start,
-                Err(Stopped { filled_bytes, .. }) if filled_bytes > 0 => filled_bytes / placed.region.page_bytes,
-                Err(Stopped { error: Errno::EXIST | Errno::NOENT, .. }) => {
-                    self.wake(claimed, 1 << first);
-                    1
+            let (nr_done, became) = match userfaultfd.poison(start..start + nr_pages * page_bytes, Wake::Waiters) {
+                Ok(()) => (nr_pages, Poisoned::Now),
+                Err(Stopped { filled_bytes, .. }) if filled_bytes >= page_bytes => {
+                    (filled_bytes / page_bytes, Poisoned::Now)
                 }
-                Err(Stopped { error: Errno::AGAIN | Errno::NOMEM | Errno::INTR, .. }) => {
-                    return Err(Stuck::Again(rest));
-                }
-                Err(Stopped { error: Errno::SRCH, .. }) => return Err(Stuck::Gone),
-                Err(Stopped { error, .. }) => return Err(Stuck::Refused(rest, error)),
+                Err(Stopped { error, .. }) => match error {
+                    Errno::EXIST => (1, Poisoned::HaveContents),
+                    Errno::AGAIN | Errno::NOMEM | Errno::INTR => return Err(Stuck::Again(rest)),
+                    Errno::SRCH => return Err(Stuck::Gone),
+                    // The run may cross mappings, as in `install`.
+                    Errno::NOENT | Errno::INVAL if nr_pages > 1 => {
+                        most_pages = 1;
+                        continue;
+                    }
+                    Errno::NOENT => (1, Poisoned::Unmapped),
+                    error => return Err(Stuck::Refused(rest, error)),
+                },
             };
-            let poisoned = run_mask(&(first..first + nr_poisoned));
-            self.pages.filled(claimed.word, poisoned);
-            rest &= !poisoned;
+            let mask = run_mask(&(first..first + nr_done));
+            note(became, mask);
+            rest &= !mask;
         }
         Ok(())
     }

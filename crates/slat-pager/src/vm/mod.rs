@@ -1,14 +1,14 @@
 //! One virtual machine that is served.
 //!
 //! # Guarantees
-//! - A page gets what the snapshot has, or zeros once the monitor has given it up. What cannot be had
-//!   is never replaced by anything else: the thread waits ([`OnFailure::Pause`]), or fails as with
-//!   broken memory ([`OnFailure::Poison`]).
-//! - A machine has threads of its own, a bounded share of the memory for reads, and nothing else that
-//!   another machine needs. So it can harm or starve no other.
+//! - A page gets what the snapshot has, or zeros once the monitor has given it up. What cannot be
+//!   had is never replaced by anything else: the thread waits ([`OnFailure::Pause`]), or fails as
+//!   with broken memory ([`OnFailure::Poison`]).
+//! - A machine has threads of its own, a bounded share of the memory for reads, and nothing else
+//!   that another machine needs. So it can harm or starve no other.
 //! - When a [`Vm`] is dropped, pages that were not brought fail from then on; they never read as
-//!   zeros. [`Vm::leave`] leaves the machine as it is instead, for a successor. A monitor in the same
-//!   process unmaps the memory only after that.
+//!   zeros. [`Vm::leave`] leaves the machine as it is instead, for a successor. A monitor in the
+//!   same process unmaps the memory only after that.
 //!
 //! # Use
 //! ```no_run
@@ -57,6 +57,9 @@ use pages::Pages;
 pub use regions::{Region, RegionError, Regions};
 use state::State;
 
+/// Bytes of the pages that a fault brings, by default.
+pub const GRANULE_BYTES: u64 = 64 << 10;
+
 /// What becomes of a thread whose page cannot be had.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -82,8 +85,8 @@ pub struct Options {
     pub name: String,
     /// Threads that read faults.
     pub nr_threads: NonZeroUsize,
-    /// Pages of so many bytes around a fault are filled with it: a power of two. The source's granule,
-    /// if that is more.
+    /// Pages of so many bytes around a fault are filled with it: a power of two. The source's
+    /// granule, if that is more.
     pub granule_bytes: u64,
     /// What becomes of a thread whose page cannot be had.
     pub on_failure: OnFailure,
@@ -93,9 +96,9 @@ pub struct Options {
     pub metrics: Arc<Metrics>,
     /// Is told of faults.
     pub observer: Option<Arc<dyn Observer>>,
-    /// Memory of the same snapshot that the machine maps privately, and that other machines map, too: its
-    /// pages are filled once for all of them, and mapped. `None`: the machine's memory is its own, and
-    /// gets copies.
+    /// Memory of the same snapshot that the machine maps privately, and that other machines map,
+    /// too: its pages are filled once for all of them, and mapped. `None`: the machine's memory is
+    /// its own, and gets copies.
     pub shared_memory: Option<Arc<SharedMemory>>,
     /// Runs reads. `None`: the runtime of the caller, or one that this library makes.
     pub runtime: Option<Handle>,
@@ -106,7 +109,7 @@ impl Default for Options {
         Options {
             name: String::new(),
             nr_threads: NonZeroUsize::MIN,
-            granule_bytes: 64 << 10,
+            granule_bytes: GRANULE_BYTES,
             on_failure: OnFailure::default(),
             limits: Limits::default(),
             metrics: Arc::default(),
@@ -191,6 +194,10 @@ impl Shared {
     fn has_ended(&self) -> bool {
         self.ended.borrow().is_some()
     }
+
+    fn is_distrusted(&self) -> bool {
+        self.is_distrusted.load(Ordering::Relaxed)
+    }
 }
 
 /// A machine that is served.
@@ -221,7 +228,7 @@ impl Vm {
     /// # Errors
     /// [`AttachError`].
     pub fn attach(
-        userfaultfd: Userfaultfd,
+        userfaultfd: impl Into<Arc<Userfaultfd>>,
         regions: Regions,
         source: Arc<dyn Source>,
         state: State,
@@ -241,7 +248,7 @@ impl Vm {
         let pages = Pages::new(Arc::clone(&state));
         let wakeup = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| AttachError::System { what: "make an eventfd", error: error.into() })?;
-        let installer = Installer::new(userfaultfd, regions, pages)
+        let installer = Installer::new(userfaultfd.into(), regions, pages)
             .map_err(|error| AttachError::System { what: "map zeros", error })?;
         let shared = Arc::new(Shared {
             installer,
@@ -301,15 +308,15 @@ impl Vm {
         Populator { shared: Arc::clone(&self.shared) }
     }
 
-    /// Stops to serve, and leaves the machine as it is: another process has a copy of the descriptor
-    /// and serves on.
+    /// Stops to serve, and leaves the machine as it is: another process has a copy of the
+    /// descriptor and serves on.
     pub fn leave(mut self) {
         self.is_left = true;
     }
 
-    /// The monitor has ended: what was kept for a successor is removed. No page is poisoned: a process
-    /// that lives on may have other memory at these addresses, and the kernel takes the calls of a
-    /// descriptor for memory of another one of the same process.
+    /// The monitor has ended: what was kept for a successor is removed. No page is poisoned: a
+    /// process that lives on may have other memory at these addresses, and the kernel takes the
+    /// calls of a descriptor for memory of another one of the same process.
     pub fn forget(mut self) {
         self.is_left = true;
         self.shared.end(End::Gone);
@@ -339,11 +346,12 @@ pub struct Populator {
 }
 
 impl Populator {
-    /// Fills the absent pages of the `offsets` of the snapshot, and returns how many bytes that were.
-    /// Waits for the source; pages that were claimed meanwhile are left to those who have them.
+    /// Fills the absent pages of the `offsets` of the snapshot, and returns how many bytes that
+    /// were. Waits for the source; pages that another thread has claimed are left to it. Stops
+    /// early once the machine has ended, or its monitor was wrong about its memory.
     ///
     /// # Errors
-    /// Of the source. Pages that were not filled are absent again.
+    /// Of the source, without another try. Pages that were not filled are absent again.
     pub fn populate(&self, offsets: std::ops::Range<u64>) -> Result<u64, crate::source::SourceError> {
         self.shared.populate(offsets)
     }
@@ -355,7 +363,7 @@ impl Populator {
 
     /// Whether faults wait to be read.
     pub fn faults_wait(&self) -> bool {
-        let mut userfaultfd = [rustix::event::PollFd::new(&self.shared.installer.userfaultfd, PollFlags::IN)];
+        let mut userfaultfd = [rustix::event::PollFd::new(&*self.shared.installer.userfaultfd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut userfaultfd, Some(&now)).is_ok_and(|nr_ready| nr_ready > 0)
     }

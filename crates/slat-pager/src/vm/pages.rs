@@ -2,20 +2,20 @@
 //!
 //! # Guarantees
 //! - A page is in one of four states: *absent*, *in flight* (claimed by one thread, which brings
-//!   it), *present* (filled once), *removed* (its contents were given up by the monitor; it reads as
-//!   zeros from then on, and never as the snapshot has it).
+//!   it), *present* (filled once), *removed* (its contents were given up by the monitor; it reads
+//!   as zeros from then on, and never as the snapshot has it).
 //! - Of many threads that claim a page, one gets it.
 //!
 //! # Implementation
-//! Three bitmaps. `taken` and `present` make the first three states; `removed` goes before both, and
-//! is never cleared. `present` and `removed` survive the pager ([`State`]); `taken` does not, so that
-//! no page stays in flight after the thread that brings it.
+//! Three bitmaps. `taken` and `present` make the first three states; `removed` goes before both,
+//! and is never cleared. `present` and `removed` survive the pager ([`State`]); `taken` does not,
+//! so that no page stays in flight after the thread that brings it.
 //!
 //! # Why it is correct
-//! A claim is one read-modify-write of `taken`. Whoever marks a page as removed excludes all fills
-//! (the gate of [`install`](super::install)), so the relaxed accesses of the other two bitmaps are
-//! ordered by the gate where it matters; a fault that reads them without it decides nothing that the
-//! kernel does not check again.
+//! A claim is one read-modify-write of `taken`. The thread that marks a page as removed excludes
+//! all fills (the gate of [`install`](super::install)), so the accesses of the other two bitmaps
+//! are ordered by the gate where it matters. A fault that reads them without it decides nothing
+//! that the kernel does not check again.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -117,11 +117,6 @@ impl Pages {
             self.state.removed()[word].fetch_or(mask, Ordering::Release);
             self.state.present()[word].fetch_and(!mask, Ordering::Release);
         }
-    }
-
-    /// How many pages are filled.
-    pub fn nr_present(&self) -> u64 {
-        self.state.present().iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
     }
 }
 

@@ -1,8 +1,8 @@
 //! The threads that answer the faults of one machine.
 //!
 //! # Guarantees
-//! - A thread waits for messages and for what was read, and for nothing else: a fault whose bytes are
-//!   mapped is answered at once; the bytes of others are read elsewhere and put in place here.
+//! - A thread waits for messages and for what was read, and for nothing else: a fault whose bytes
+//!   are mapped is answered at once; the bytes of others are read elsewhere and put in place here.
 //! - A fault is never answered by a wake-up alone, unless its page is there.
 //!
 //! # Implementation
@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::fetch::{Batch, Fetched};
-use super::install::{Contents, Done, Stuck};
+use super::install::{Again, Contents, Done, Stuck};
 use super::pages::{Claimed, PageState, bit, masks};
 use super::state::MessageBuffer;
 use super::{End, OnFailure, Shared};
@@ -34,8 +34,8 @@ enum Task {
     Bring(Batch),
     /// Put in place what was read.
     Place(Claimed, Rc<Read>),
-    /// A fault on a page that was filled or removed.
-    Zero(usize, u64),
+    /// Answer a fault on a page that was filled or removed.
+    Again(usize, u64, Again),
     /// Poison pages.
     Poison(Claimed),
 }
@@ -107,7 +107,7 @@ impl Server {
                     Event::Fault(fault) => worker.answer(fault, since),
                     // Noted with the gate.
                     Event::Remove(_) | Event::Unmap(_) => {}
-                    Event::Fork(child) => worker.shared.close_child(&child),
+                    Event::Fork(child) => worker.shared.close_child(child),
                     event => worker.shared.distrust(&format!("{event:?} is not served")),
                 }
             }
@@ -160,20 +160,18 @@ impl Worker {
                 }
                 return;
             }
-            // What is in shared memory may not be all of the page yet.
-            Cause::Minor
-                if shared.options.shared_memory.is_none()
-                    && installer.userfaultfd.map_cached(range(), Wake::Waiters).is_ok() =>
-            {
-                return;
+            Cause::Minor if shared.options.shared_memory.is_none() => {
+                return self.perform(Task::Again(place, page, Again::File));
             }
+            // Of an absent page the shared memory may not have all yet.
             Cause::Minor | Cause::Missing => {}
         }
         match installer.pages.get(page) {
-            PageState::Removed | PageState::Present => self.perform(Task::Zero(place, page)),
+            PageState::Present if fault.cause == Cause::Minor => self.perform(Task::Again(place, page, Again::Shared)),
+            PageState::Removed | PageState::Present => self.perform(Task::Again(place, page, Again::Zeros)),
             // Its claim's end wakes the thread.
             PageState::InFlight => shared.options.metrics.faults_in_flight.inc(),
-            PageState::Absent if shared.is_distrusted.load(Ordering::Relaxed) => {
+            PageState::Absent if shared.is_distrusted() => {
                 let mask = installer.pages.claim(word, mask);
                 self.perform(Task::Poison(Claimed { place, word, mask }));
             }
@@ -193,10 +191,10 @@ impl Worker {
         match task {
             Task::Bring(batch) => self.bring(batch),
             Task::Place(claimed, read) => self.place(claimed, read),
-            Task::Zero(place, page) => {
-                let result = self.shared.installer.zero_if_missing(place, page, &mut self.done);
+            Task::Again(place, page, again) => {
+                let result = self.shared.installer.fill_again(place, page, again, &mut self.done);
                 let (word, mask) = bit(page);
-                self.stuck(Claimed { place, word, mask }, result, |_| Task::Zero(place, page));
+                self.stuck(Claimed { place, word, mask }, result, |_| Task::Again(place, page, again));
             }
             Task::Poison(claimed) => {
                 let result = self.shared.installer.poison(claimed);
@@ -217,23 +215,7 @@ impl Worker {
     /// Fills claimed pages, or lets them be read.
     fn bring(&mut self, batch: Batch) {
         let shared = Arc::clone(&self.shared);
-        let offsets = batch.offsets(&shared.installer.regions);
-        let first_page = batch.hull().start;
-        let contents = if let Some(memory) = &shared.options.shared_memory {
-            // An error is one that a read finds, too.
-            if !matches!(memory.try_fill(offsets), Ok(Filled::Now)) {
-                shared.fetch(batch);
-                return;
-            }
-            Contents::Shared
-        } else if shared.source.is_zero(offsets.clone()) {
-            Contents::Zeros
-        } else if let Some(bytes) = shared.source.mapped(offsets) {
-            Contents::Bytes { first_page, bytes }
-        } else {
-            shared.fetch(batch);
-            return;
-        };
+        let Some(contents) = shared.at_hand(&batch) else { return shared.fetch(batch) };
         let before = self.done.nr_filled;
         for claimed in batch.claimed() {
             let part = |mask| {
@@ -274,13 +256,7 @@ impl Worker {
     }
 
     fn place(&mut self, claimed: Claimed, read: Rc<Read>) {
-        let contents = match self.shared.options.shared_memory {
-            Some(_) => Contents::Shared,
-            None => {
-                let bytes = Mapped::of(&read.fetched.bytes);
-                Contents::Bytes { first_page: read.batch.hull().start, bytes }
-            }
-        };
+        let contents = self.shared.read_contents(&read.batch, &read.fetched);
         let before = self.done.nr_filled;
         let result = self.shared.installer.install(claimed, contents, &mut self.done);
         let filled_bytes = (self.done.nr_filled - before) * self.shared.page_bytes(&read.batch);
@@ -310,10 +286,6 @@ impl Worker {
         let offsets = batch.offsets(&shared.installer.regions);
         tracing::error!(vm = shared.options.name, ?offsets, %error, policy = ?shared.options.on_failure,
             "pages cannot be had");
-        if shared.options.on_failure == OnFailure::Pause {
-            // The pages stay claimed, and their threads wait.
-            return;
-        }
         let waited_for = batch.waited_for.and_then(|page| batch.of_page(page));
         let hull = batch.hull();
         if let (Some(one), false) = (waited_for, error.may_pass() || hull.end - hull.start == 1) {
@@ -325,6 +297,10 @@ impl Worker {
                 shared.installer.release(Claimed { mask: claimed.mask & !own, ..claimed });
             }
             shared.fetch(alone);
+            return;
+        }
+        if shared.options.on_failure == OnFailure::Pause && waited_for.is_some() {
+            // The page stays claimed, and its threads wait.
             return;
         }
         for claimed in batch.claimed() {
@@ -351,7 +327,7 @@ impl Worker {
         }
         let timeout = (!self.again.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 200_000 });
         let mut fds = [
-            PollFd::new(&self.shared.installer.userfaultfd, PollFlags::IN),
+            PollFd::new(&*self.shared.installer.userfaultfd, PollFlags::IN),
             PollFd::new(&self.shared.wakeup, PollFlags::IN),
         ];
         match poll(&mut fds, timeout.as_ref()) {
@@ -422,120 +398,135 @@ impl Shared {
         batch.claimed().next().map_or(0, |claimed| self.installer.regions.all()[claimed.place].region.page_bytes)
     }
 
-    /// Pages that were not brought fail from now on; if the kernel cannot do that, their threads wait
-    /// for ever. They never read zeros.
+    /// Pages that were not brought fail from now on; if the kernel cannot do that, their threads
+    /// wait for ever. They never read zeros.
     pub(super) fn fail_closed(&self) {
-        self.close(&self.installer.userfaultfd);
+        let pages = &self.installer.pages;
+        self.close(&self.installer.userfaultfd, |word| {
+            !pages.state().present()[word].load(Ordering::Acquire) & !pages.removed(word)
+        });
     }
 
-    /// A child of the monitor has the memory as it is at this moment. It is not served.
-    fn close_child(&self, child: &Userfaultfd) {
+    /// A child of the monitor has the memory as it is at this moment. It is not served: all that it
+    /// lacks fails, whatever the monitor itself has got since.
+    fn close_child(&self, child: Userfaultfd) {
         tracing::warn!(vm = self.options.name, "the monitor has forked; its child gets no page");
-        self.close(child);
+        self.close(&Arc::new(child), |_| u64::MAX);
     }
 
-    fn close(&self, userfaultfd: &Userfaultfd) {
+    /// Lets pages fail that are missing for the memory of `userfaultfd`, of those that `wanted` has
+    /// of each word.
+    fn close(&self, userfaultfd: &Arc<Userfaultfd>, wanted: impl Fn(usize) -> u64) {
         const MOST_TRIES: u32 = 1000;
-        let installer = &self.installer;
         let mut messages = [[0; crate::userfaultfd::MESSAGE_BYTES]; 16];
         let mut nr_tries = 0;
-        let given = installer.regions.all().iter().flat_map(|placed| masks(placed.pages()).map(move |m| (placed, m)));
-        for (placed, (word, mask)) in given {
-            let missing = mask & !installer.pages.state().present()[word].load(Ordering::Acquire);
-            for run in super::pages::runs(missing & !installer.pages.removed(word)) {
-                let end = placed.address_of(word as u64 * 64 + run.end);
-                let mut at = placed.address_of(word as u64 * 64 + run.start);
-                while at < end {
-                    let Err(stopped) = userfaultfd.poison(at..end, Wake::Waiters) else { break };
-                    at += stopped.filled_bytes;
-                    match stopped.error {
-                        _ if stopped.filled_bytes > 0 => {}
-                        Errno::EXIST | Errno::NOENT => at += placed.region.page_bytes,
-                        Errno::SRCH => return,
-                        Errno::AGAIN if nr_tries < MOST_TRIES => {
-                            nr_tries += 1;
-                            drop(userfaultfd.read(&mut messages));
-                            std::thread::yield_now();
-                        }
-                        error => {
-                            tracing::error!(vm = self.options.name, %error, "cannot poison; a descriptor stays open");
-                            std::mem::forget(userfaultfd.try_clone());
-                            return;
-                        }
+        let regions = self.installer.regions.all().iter().enumerate();
+        for (place, (word, mask)) in regions.flat_map(|(place, placed)| masks(placed.pages()).map(move |m| (place, m)))
+        {
+            let mut claimed = Claimed { place, word, mask: mask & wanted(word) };
+            while let Err(stuck) = self.installer.poison_by(userfaultfd, claimed, |_, _| {}) {
+                match stuck {
+                    Stuck::Gone => return,
+                    Stuck::Again(rest) if nr_tries < MOST_TRIES => {
+                        nr_tries += 1;
+                        claimed.mask = rest;
+                        drop(userfaultfd.read(&mut messages));
+                        std::thread::yield_now();
+                    }
+                    stuck => {
+                        tracing::error!(vm = self.options.name, ?stuck, "cannot poison; a descriptor stays open");
+                        std::mem::forget(Arc::clone(userfaultfd));
+                        return;
                     }
                 }
             }
         }
+    }
+
+    /// What claimed pages get without a read of the source, if that is possible.
+    fn at_hand(&self, batch: &Batch) -> Option<Contents<'_>> {
+        let offsets = batch.offsets(&self.installer.regions);
+        if let Some(memory) = &self.options.shared_memory {
+            // An error is one that a read finds, too.
+            return matches!(memory.try_fill(offsets), Ok(Filled::Now)).then_some(Contents::Shared);
+        }
+        if self.source.is_zero(offsets.clone()) {
+            return Some(Contents::Zeros);
+        }
+        self.source.mapped(offsets).map(|bytes| Contents::Bytes { first_page: batch.hull().start, bytes })
+    }
+
+    /// What pages of `batch` get once it was read.
+    fn read_contents<'f>(&self, batch: &Batch, fetched: &'f Fetched) -> Contents<'f> {
+        if self.options.shared_memory.is_some() {
+            return Contents::Shared;
+        }
+        let bytes = Mapped::of(&fetched.bytes);
+        Contents::Bytes { first_page: batch.hull().start, bytes }
     }
 
     /// See [`Populator::populate`](super::Populator::populate).
     pub(super) fn populate(&self, offsets: std::ops::Range<u64>) -> Result<u64, SourceError> {
         let granule = self.options.granule_bytes(&*self.source, crate::source::PAGE_BYTES);
-        let mut done = Done::default();
         let mut nr_bytes = 0;
         for (place, pages) in self.installer.regions.touched_offsets(offsets) {
             let page_bytes = self.installer.regions.all()[place].region.page_bytes;
             let step = (granule / page_bytes).max(1);
             for first in pages.clone().step_by(step as usize) {
+                if self.has_ended() || self.is_distrusted() {
+                    return Ok(nr_bytes);
+                }
                 let part = first..(first + step).min(pages.end);
                 let mut batch = Batch::new(place, (part.start / 64) as usize, None, Instant::now());
                 for (word, mask) in masks(part) {
                     batch.add(word, self.installer.pages.claim(word, mask));
                 }
-                let before = done.nr_filled;
-                if !batch.is_empty() && !self.has_ended() {
-                    self.populate_batch(batch, &mut done)?;
+                if !batch.is_empty() {
+                    nr_bytes += self.populate_batch(&batch)? * page_bytes;
                 }
-                nr_bytes += (done.nr_filled - before) * page_bytes;
             }
         }
         Ok(nr_bytes)
     }
 
-    fn populate_batch(&self, batch: Batch, done: &mut Done) -> Result<(), SourceError> {
-        let offsets = batch.offsets(&self.installer.regions);
-        let first_page = batch.hull().start;
-        let mut read = Vec::new();
-        let contents = if let Some(memory) = &self.options.shared_memory {
-            if let Err(error) = self.runtime.block_on(memory.fill(offsets)) {
-                batch.claimed().for_each(|claimed| self.installer.release(claimed));
-                return Err(error);
-            }
-            Contents::Shared
-        } else if self.source.is_zero(offsets.clone()) {
-            Contents::Zeros
-        } else if let Some(bytes) = self.source.mapped(offsets.clone()) {
-            Contents::Bytes { first_page, bytes }
-        } else {
-            read.resize((offsets.end - offsets.start) as usize, 0);
-            if let Err(error) = self.runtime.block_on(self.source.read(offsets.start, &mut read)) {
-                batch.claimed().for_each(|claimed| self.installer.release(claimed));
-                return Err(error);
-            }
-            Contents::Bytes { first_page, bytes: Mapped::of(&read) }
+    /// Fills claimed pages, and returns how many. The others are absent again.
+    fn populate_batch(&self, batch: &Batch) -> Result<u64, SourceError> {
+        let fetched;
+        let contents = match self.at_hand(batch) {
+            Some(contents) => contents,
+            None => match self.runtime.block_on(self.read_unless_ended(batch)) {
+                Some(Ok(read)) => {
+                    fetched = read;
+                    self.read_contents(batch, &fetched)
+                }
+                unread => {
+                    batch.claimed().for_each(|claimed| self.installer.release(claimed));
+                    return unread.map_or(Ok(0), |failed| failed.map(|_| 0));
+                }
+            },
         };
-        let before = done.nr_filled;
+        let mut done = Done::default();
         for mut claimed in batch.claimed() {
-            loop {
-                match self.installer.install(claimed, contents, done) {
-                    Ok(()) => break,
-                    Err(Stuck::Again(mask)) if !self.has_ended() => {
+            while let Err(stuck) = self.installer.install(claimed, contents, &mut done) {
+                match stuck {
+                    Stuck::Again(mask) if !self.has_ended() => {
                         claimed.mask = mask;
                         std::thread::yield_now();
                     }
                     // A fault finds what is wrong, if there is one.
-                    Err(Stuck::Again(mask) | Stuck::Unreadable(mask) | Stuck::Refused(mask, _)) => {
+                    Stuck::Again(mask) | Stuck::Unreadable(mask) | Stuck::Refused(mask, _) => {
                         self.installer.release(Claimed { mask, ..claimed });
                         break;
                     }
-                    Err(Stuck::Gone) => {
+                    // No thread waits any more.
+                    Stuck::Gone => {
                         self.end(End::Gone);
-                        return Ok(());
+                        break;
                     }
                 }
             }
         }
-        self.options.metrics.filled_bytes.inc_by((done.nr_filled - before) * self.page_bytes(&batch));
-        Ok(())
+        self.options.metrics.filled_bytes.inc_by(done.nr_filled * self.page_bytes(batch));
+        Ok(done.nr_filled)
     }
 }

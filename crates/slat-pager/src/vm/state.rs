@@ -9,9 +9,9 @@
 //! # Implementation
 //! The file is mapped; threads change its words, and the kernel writes messages right into it. What
 //! is mapped outlives the process. A message is in the file when read(2) returns, and a thread that
-//! is killed inside the call completes the copy, since the pages are locked in memory. The successor
-//! takes the messages that it finds as if it had read them. That may be once more: removed pages
-//! stay removed, so a second time changes nothing.
+//! is killed inside the call completes the copy, since the pages are locked in memory. The
+//! successor takes the messages that it finds as if it had read them. That may be once more:
+//! removed pages stay removed, so a second time changes nothing.
 //!
 //! The file, numbers in the machine's order of bytes:
 //!
@@ -59,6 +59,17 @@ struct Layout {
 }
 
 impl Layout {
+    /// `None`: there is no such file. All sizes of one that there is fit in `isize`.
+    fn new(description_bytes: usize, nr_buffers: usize, nr_words: usize) -> Option<Layout> {
+        if description_bytes > MAX_DESCRIPTION_BYTES || !(1..=MAX_BUFFERS).contains(&nr_buffers) {
+            return None;
+        }
+        let layout = Layout { description_bytes, nr_buffers, nr_words };
+        let nr_bytes = nr_words.checked_mul(16)?.checked_add(layout.bitmaps_at())?;
+        isize::try_from(nr_bytes).ok()?;
+        Some(layout)
+    }
+
     fn buffers_at(self) -> usize {
         HEADER_BYTES + self.description_bytes.next_multiple_of(4096)
     }
@@ -86,13 +97,8 @@ impl Layout {
             let (words, _) = header.as_chunks::<8>();
             usize::try_from(u64::from_ne_bytes(words[nr])).ok()
         };
-        let layout = Layout { description_bytes: number(1)?, nr_buffers: number(2)?, nr_words: number(3)? };
-        let is_sane = header.starts_with(MAGIC)
-            && layout.description_bytes <= MAX_DESCRIPTION_BYTES
-            && layout.nr_buffers <= MAX_BUFFERS
-            && layout.nr_words as u64 <= file_bytes
-            && layout.size_bytes() as u64 == file_bytes;
-        is_sane.then_some(layout)
+        let layout = Layout::new(number(1)?, number(2)?, number(3)?)?;
+        (header.starts_with(MAGIC) && layout.size_bytes() as u64 == file_bytes).then_some(layout)
     }
 }
 
@@ -109,24 +115,24 @@ impl State {
     /// One that does not survive.
     ///
     /// # Errors
-    /// No memory.
+    /// No memory; `InvalidInput` unless there are 1 to [`MAX_BUFFERS`] buffers.
     pub fn anonymous(nr_buffers: usize, nr_words: usize) -> io::Result<State> {
-        let layout = Layout { description_bytes: 0, nr_buffers, nr_words };
+        let layout = Layout::new(0, nr_buffers, nr_words).ok_or_else(does_not_fit)?;
         let mapping = MmapMut::map_anon(layout.size_bytes())?.into();
         Ok(State { mapping, layout, buffers_taken: AtomicU64::new(0), file: None })
     }
 
-    /// Makes the file `path`. It is there with all its contents, or not at all.
+    /// Makes the file `path`. It is there with all its contents, or not at all. A file that is
+    /// there, or is being made, stays as it is: it may be mapped.
     ///
     /// # Errors
-    /// Of the files.
+    /// Of the files; `AlreadyExists` if there is one; `InvalidInput` unless there are 1 to
+    /// [`MAX_BUFFERS`] buffers, and the description is short.
     pub fn create(path: &Path, description: &[u8], nr_buffers: usize, nr_words: usize) -> io::Result<State> {
-        if description.len() > MAX_DESCRIPTION_BYTES || nr_buffers > MAX_BUFFERS {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the description of a machine is too long"));
-        }
-        let layout = Layout { description_bytes: description.len(), nr_buffers, nr_words };
+        use rustix::fs::{CWD, RenameFlags, renameat_with};
+        let layout = Layout::new(description.len(), nr_buffers, nr_words).ok_or_else(does_not_fit)?;
         let new = path.with_extension("new");
-        let mut file = fs::OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&new)?;
+        let mut file = fs::OpenOptions::new().read(true).write(true).create_new(true).open(&new)?;
         let made = (|| {
             // Blocks are there: a write to the mapping never finds the disk full, which would kill.
             rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, layout.size_bytes() as u64)?;
@@ -134,7 +140,7 @@ impl State {
             io::Seek::seek(&mut file, io::SeekFrom::Start(HEADER_BYTES as u64))?;
             file.write_all(description)?;
             let state = State::map(&file, layout, path)?;
-            fs::rename(&new, path)?;
+            renameat_with(CWD, &new, CWD, path, RenameFlags::NOREPLACE)?;
             Ok(state)
         })();
         if made.is_err() {
@@ -145,9 +151,13 @@ impl State {
 
     /// Opens a file that another process has made, and returns its description.
     ///
+    /// # Safety
+    /// No other `State` has the file, in this process or another that lives, until the returned one
+    /// and its buffers are dropped; and nothing cuts the file.
+    ///
     /// # Errors
     /// Of the file; `InvalidData` if it is none of ours.
-    pub fn open(path: &Path) -> io::Result<(State, Vec<u8>)> {
+    pub unsafe fn open(path: &Path) -> io::Result<(State, Vec<u8>)> {
         use std::os::unix::fs::FileExt;
         let file = fs::OpenOptions::new().read(true).write(true).open(path)?;
         let mut header = [0; 32];
@@ -191,9 +201,9 @@ impl State {
 
     fn words(&self, bitmap: usize) -> &[AtomicU64] {
         let at = self.layout.bitmaps_at() + bitmap * self.layout.nr_words * 8;
-        // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as it
-        // divides the mapping's start. They are accessed as atomics only, by this and by other
-        // processes. The file is not cut: it is this program's own, in a folder of its own.
+        // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as
+        // it divides the mapping's start. They are accessed as atomics only, by this and by other
+        // processes. The file is not cut: it is new, or the caller of `open` has promised that.
         unsafe {
             std::slice::from_raw_parts(self.mapping.as_mut_ptr().add(at).cast::<AtomicU64>(), self.layout.nr_words)
         }
@@ -201,11 +211,12 @@ impl State {
 
     /// A buffer that no thread has; `None` if all are taken.
     pub fn take_buffer(self: &Arc<State>) -> Option<MessageBuffer> {
-        let all = u64::MAX >> (64 - self.layout.nr_buffers.max(1));
+        // Of 1 to 64.
+        let all = u64::MAX >> (MAX_BUFFERS - self.layout.nr_buffers);
         loop {
             let taken = self.buffers_taken.load(Ordering::Relaxed);
             let nr = (!taken & all).trailing_zeros();
-            if nr as usize >= self.layout.nr_buffers {
+            if nr == u64::BITS {
                 return None;
             }
             // Acquire: what the last owner wrote is complete.
@@ -225,6 +236,10 @@ impl State {
     }
 }
 
+fn does_not_fit() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "a machine has 1 to 64 threads, and a description of at most 1 MiB")
+}
+
 /// A buffer for messages, of one owner.
 #[derive(Debug)]
 pub struct MessageBuffer {
@@ -236,9 +251,9 @@ impl MessageBuffer {
     /// The messages.
     pub fn messages(&mut self) -> &mut [[u8; MESSAGE_BYTES]] {
         let at = self.state.layout.buffers_at() + self.nr * BUFFER_BYTES;
-        // SAFETY: the buffer lies in the mapping, which `self` keeps; only this owner has its number,
-        // and `&mut self` makes the reference the only one. No other process writes: one that takes
-        // the file over has seen this one die.
+        // SAFETY: the buffer lies in the mapping, which `self` keeps; only this owner has its
+        // number, and `&mut self` makes the reference the only one. No other `State` has the file:
+        // `create` makes a new one, and the caller of `open` has promised that.
         unsafe {
             let start = self.state.mapping.as_mut_ptr().add(at).cast::<[u8; MESSAGE_BYTES]>();
             std::slice::from_raw_parts_mut(start, BUFFER_MESSAGES)
@@ -271,7 +286,8 @@ mod tests {
         drop(two);
         assert_eq!(state.take_buffer().unwrap().nr, 1);
         drop((one, state));
-        let (state, description) = State::open(&path).unwrap();
+        // SAFETY: the first one was dropped.
+        let (state, description) = unsafe { State::open(&path) }.unwrap();
         let state = Arc::new(state);
         assert_eq!(description, b"who");
         assert_eq!(state.present()[4].load(Ordering::Relaxed), 7);
@@ -294,7 +310,39 @@ mod tests {
         magic[0] = 0;
         for bad in [&good[..good.len() - 1], &good[..20], &numbers, &magic, &[]] {
             fs::write(&path, bad).unwrap();
-            State::open(&path).unwrap_err();
+            // SAFETY: no other has the file.
+            unsafe { State::open(&path) }.unwrap_err();
         }
+    }
+
+    #[test]
+    fn a_file_that_is_there_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let first = State::create(&path, b"first", 1, 5).unwrap();
+        first.present()[4].store(7, Ordering::Relaxed);
+        let before = fs::read(&path).unwrap();
+        let refused = State::create(&path, b"second", 2, 1).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
+        assert!(!path.with_extension("new").exists());
+        // Another thread makes it at this moment.
+        let other = folder.path().join("other");
+        fs::write(other.with_extension("new"), "a part").unwrap();
+        let refused = State::create(&other, b"second", 1, 5).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(other.with_extension("new")).unwrap(), b"a part");
+        assert_eq!(fs::read(&path).unwrap(), before);
+        assert_eq!(first.present()[4].load(Ordering::Relaxed), 7);
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit_are_refused() {
+        for (nr_buffers, nr_words) in [(0, 5), (65, 5), (1, usize::MAX), (1, usize::MAX / 16), (64, 1 << 59)] {
+            let refused = State::anonymous(nr_buffers, nr_words).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::InvalidInput, "{nr_buffers} {nr_words}");
+        }
+        let state = Arc::new(State::anonymous(64, 1).unwrap());
+        let buffers: Vec<_> = std::iter::from_fn(|| state.take_buffer()).collect();
+        assert_eq!(buffers.len(), 64);
     }
 }

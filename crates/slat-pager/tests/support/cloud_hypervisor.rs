@@ -1,5 +1,5 @@
-//! Cloud Hypervisor's side of its migration protocol, written from its documentation: a VMM that sends
-//! a snapshot, and one that restores it with a userfaultfd of its own.
+//! Cloud Hypervisor's side of its migration protocol, written from its documentation: a VMM that
+//! sends a snapshot, and one that restores it with a userfaultfd of its own.
 
 #![expect(unsafe_code, reason = "mappings of a client of its own")]
 
@@ -222,7 +222,8 @@ pub fn restore(path: &Path, between: Between) -> Vm {
             MEMORY_FD => memory.push(receive_memory(&socket)),
             CONFIG => vm.0 = map(&receive_payload(&mut socket, length), &memory),
             STATE => {
-                // The second connection is there before the state: the VM is touched while it is read.
+                // The second connection is there before the state: the VM is touched while it is
+                // read.
                 let (mut faults, _) = listener.accept().unwrap();
                 let mut role = [0; 2];
                 faults.read_exact(&mut role).unwrap();
@@ -243,7 +244,8 @@ pub fn restore(path: &Path, between: Between) -> Vm {
 }
 
 impl Vm {
-    /// Waits until the VMM has all pages (only where it sweeps); returns how many faults it answered.
+    /// Waits until the VMM has all pages (only where it sweeps); returns how many faults it
+    /// answered.
     pub fn join(self) -> u64 {
         self.handler.join().unwrap().unwrap()
     }
@@ -310,7 +312,8 @@ fn start_handler(slots: &[Mapped], faults: UnixStream, between: Between) -> thre
     ranges.sort_by_key(|(_, slot)| slot.gpa);
     for (address, slot) in &ranges {
         let mode = userfaultfd::MODE_MISSING | userfaultfd::MODE_MINOR;
-        userfaultfd::register(&uffd, *address, slot.nr_bytes, mode).unwrap();
+        // SAFETY: the slot's mapping is new, and what its pages have is checked.
+        unsafe { userfaultfd::register(&uffd, *address, slot.nr_bytes, mode) }.unwrap();
     }
     thread::spawn(move || handle(&uffd, &ranges, &faults, between))
 }
@@ -373,7 +376,8 @@ pub fn touch_all(vm: &Vm, nr_threads: u64) {
                 for mapped in slots {
                     let nr_pages = mapped.slot.nr_bytes / PAGE;
                     for index in 0..nr_pages {
-                        // All pages, from different places on; a stride that is coprime to their number.
+                        // All pages, from different places on; a stride that is coprime to their
+                        // number.
                         let page = (index * 263 + thread * 31) % nr_pages;
                         mapped.read(page * PAGE, &mut found);
                         let seed = seed(mapped.slot.number);

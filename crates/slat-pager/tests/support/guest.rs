@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "a mapping that is filled by a pager")]
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::thread;
 
 use crate::support::{self, userfaultfd};
@@ -19,7 +19,7 @@ pub struct Guest {
     pub uffd: OwnedFd,
 }
 
-// SAFETY: the mapping is shared between threads as raw memory, by volatile accesses alone.
+// SAFETY: the mapping is shared between threads as raw memory, by atomic accesses alone.
 unsafe impl Send for Guest {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Guest {}
@@ -46,7 +46,8 @@ impl Guest {
         let start = unsafe { libc::mmap(std::ptr::null_mut(), nr_bytes as usize, protection, flags, fd, 0) };
         assert_ne!(start, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         let uffd = userfaultfd::open(features).unwrap();
-        userfaultfd::register(&uffd, start as u64, nr_bytes, mode).unwrap();
+        // SAFETY: the mapping is new, and what its pages have is checked.
+        unsafe { userfaultfd::register(&uffd, start as u64, nr_bytes, mode) }.unwrap();
         Guest { start: start.cast(), nr_bytes, uffd }
     }
 
@@ -60,20 +61,29 @@ impl Guest {
         self.uffd.as_fd().try_clone_to_owned().unwrap()
     }
 
-    pub fn read(&self, offset: u64) -> u8 {
+    fn byte(&self, offset: u64) -> &AtomicU8 {
         assert!(offset < self.nr_bytes);
-        // SAFETY: in the mapping.
-        unsafe { self.start.add(offset as usize).read_volatile() }
+        // SAFETY: in the mapping, which is never unmapped.
+        unsafe { AtomicU8::from_ptr(self.start.add(offset as usize)) }
+    }
+
+    pub fn read(&self, offset: u64) -> u8 {
+        self.byte(offset).load(Ordering::Relaxed)
     }
 
     pub fn write(&self, offset: u64, byte: u8) {
-        assert!(offset < self.nr_bytes);
-        // SAFETY: as for `read`.
-        unsafe { self.start.add(offset as usize).write_volatile(byte) };
+        self.byte(offset).store(byte, Ordering::Relaxed);
     }
 
-    /// Reads all bytes by `nr_threads` threads, each in an order of its own, and returns how many are
-    /// not those of the snapshot `seed`.
+    /// Its pages are not mapped from now on, as after reclaim: the next access of each is a fault.
+    pub fn forget_pages(&self) {
+        // SAFETY: the pages are in the mapping, and read as anything afterwards.
+        let advised = unsafe { libc::madvise(self.start.cast(), self.nr_bytes as usize, libc::MADV_DONTNEED) };
+        assert_eq!(advised, 0, "{}", std::io::Error::last_os_error());
+    }
+
+    /// Reads all bytes by `nr_threads` threads, each in an order of its own, and returns how many
+    /// are not those of the snapshot `seed`.
     pub fn nr_wrong(&self, seed: u64, nr_threads: u64) -> u64 {
         let nr_wrong = AtomicU64::new(0);
         let nr_pages = self.nr_bytes / PAGE;

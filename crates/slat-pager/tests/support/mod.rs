@@ -1,5 +1,5 @@
-//! What the tests share: bytes of a snapshot that are known by their place, a source that fails as it
-//! is told to, and clients in processes of their own.
+//! What the tests share: bytes of a snapshot that are known by their place, a source that fails as
+//! it is told to, and clients in processes of their own.
 #![allow(dead_code, unreachable_pub, reason = "each test takes what it needs")]
 
 pub mod userfaultfd;

@@ -6,8 +6,9 @@
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -39,8 +40,8 @@ pub struct Guest {
     offset: u64,
 }
 
-// SAFETY: the memory is accessed by volatile reads and writes of single bytes and words; threads of a
-// test do not write what others read.
+// SAFETY: the memory is accessed by atomic reads and writes of single bytes alone, and by the
+// kernel.
 unsafe impl Send for Guest {}
 // SAFETY: as above.
 unsafe impl Sync for Guest {}
@@ -96,17 +97,19 @@ impl Guest {
         unsafe { userfaultfd.register(self.region().addresses(), mode) }.unwrap();
     }
 
+    fn byte(&self, page: usize, at: usize) -> &AtomicU8 {
+        assert!(page < self.nr_pages() && at < PAGE);
+        // SAFETY: it is in the mapping, and `unmap` has the promise that it stays there.
+        unsafe { AtomicU8::from_ptr(self.start.add(page * PAGE + at)) }
+    }
+
     /// The byte `at` of a page.
     pub fn load(&self, page: usize, at: usize) -> u8 {
-        assert!(page < self.nr_pages() && at < PAGE);
-        // SAFETY: it is in the mapping.
-        unsafe { self.start.add(page * PAGE + at).read_volatile() }
+        self.byte(page, at).load(Ordering::Relaxed)
     }
 
     pub fn store(&self, page: usize, at: usize, value: u8) {
-        assert!(page < self.nr_pages() && at < PAGE);
-        // SAFETY: as for `load`.
-        unsafe { self.start.add(page * PAGE + at).write_volatile(value) }
+        self.byte(page, at).store(value, Ordering::Relaxed);
     }
 
     /// All bytes of a page.
@@ -137,19 +140,58 @@ impl Guest {
 
     /// Whether the kernel can read the page: no if it is poisoned. The access waits like any other.
     pub fn is_readable(&self, page: usize) -> bool {
+        assert!(page < self.nr_pages());
         let (_reader, writer) = rustix::pipe::pipe().unwrap();
         // SAFETY: the byte is in the mapping; only the kernel reads it.
-        let byte = unsafe { std::slice::from_raw_parts(self.start.add(page * PAGE), 1) };
-        match rustix::io::write(&writer, byte) {
-            Ok(1) => true,
-            Err(rustix::io::Errno::FAULT) => false,
-            other => panic!("{other:?}"),
+        match unsafe { libc::write(writer.as_raw_fd(), self.start.add(page * PAGE).cast(), 1) } {
+            1 => true,
+            _ => match io::Error::last_os_error().raw_os_error() {
+                Some(libc::EFAULT) => false,
+                other => panic!("{other:?}"),
+            },
         }
     }
 
+    /// Which of the `pages` a child of this process can read.
+    pub fn readable_in_child(&self, pages: &[usize]) -> Vec<bool> {
+        assert!(pages.iter().all(|page| *page < self.nr_pages()));
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let (answers, answer) = rustix::pipe::pipe().unwrap();
+        // SAFETY: the child calls the kernel alone, with descriptors and memory that it has.
+        let child = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                for page in pages {
+                    let written = libc::write(writer.as_raw_fd(), self.start.add(page * PAGE).cast(), 1);
+                    libc::write(answer.as_raw_fd(), [u8::from(written == 1)].as_ptr().cast(), 1);
+                }
+                libc::_exit(0);
+            }
+            child
+        };
+        drop((reader, answer));
+        let mut found = vec![0; pages.len()];
+        io::Read::read_exact(&mut std::fs::File::from(answers), &mut found).unwrap();
+        // SAFETY: the call writes nothing.
+        assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+        found.into_iter().map(|is_readable| is_readable == 1).collect()
+    }
+
+    /// The kernel has two mappings from now on, the second from `page` on.
+    pub fn split(&self, page: usize) {
+        assert!(page < self.nr_pages());
+        let nr_bytes = (self.nr_pages() - page) * PAGE;
+        // SAFETY: advice of the mapping, which changes no contents.
+        unsafe { madvise(self.start.add(page * PAGE).cast(), nr_bytes, Advice::LinuxDontDump) }.unwrap();
+    }
+
     /// Unmaps pages.
-    pub fn unmap(&self, pages: Range<usize>) {
-        // SAFETY: the test accesses these no more.
+    ///
+    /// # Safety
+    /// The test accesses them no more.
+    pub unsafe fn unmap(&self, pages: Range<usize>) {
+        assert!(pages.end <= self.nr_pages());
+        // SAFETY: the pages are those of the mapping; the caller's promise.
         unsafe { munmap(self.start.add(pages.start * PAGE).cast(), pages.len() * PAGE) }.unwrap();
     }
 }

@@ -1,5 +1,5 @@
-//! The userfaultfd of a VMM, as small as it can be: what the tests' clients need, and nothing of the
-//! crate that they test. userfaultfd(2), ioctl_userfaultfd(2).
+//! The userfaultfd of a VMM, as small as it can be: what the tests' clients need, and nothing of
+//! the crate that they test. userfaultfd(2), ioctl_userfaultfd(2).
 
 #![expect(unsafe_code, reason = "system calls of a client of its own")]
 
@@ -29,20 +29,26 @@ pub fn open(features: u64) -> io::Result<OwnedFd> {
     }
     // SAFETY: just opened, and owned by nothing else.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-    call(&fd, API, &mut [0xAA, features, 0])?;
+    // SAFETY: `struct uffdio_api` has three words.
+    unsafe { call(&fd, API, &mut [0xAA, features, 0]) }?;
     Ok(fd)
 }
 
+/// # Safety
+/// Threads that touch the memory may wait, and accept any contents of pages that are not there.
+///
 /// # Errors
 /// Of the operating system.
-pub fn register(fd: &OwnedFd, start: u64, nr_bytes: u64, mode: u64) -> io::Result<()> {
-    call(fd, REGISTER, &mut [start, nr_bytes, mode, 0])
+pub unsafe fn register(fd: &OwnedFd, start: u64, nr_bytes: u64, mode: u64) -> io::Result<()> {
+    // SAFETY: `struct uffdio_register` has four words; the caller's promise.
+    unsafe { call(fd, REGISTER, &mut [start, nr_bytes, mode, 0]) }
 }
 
 /// # Errors
 /// Of the operating system.
 pub fn wake(fd: &OwnedFd, start: u64, nr_bytes: u64) -> io::Result<()> {
-    call(fd, WAKE, &mut [start, nr_bytes])
+    // SAFETY: `struct uffdio_range` has two words; the call changes no memory.
+    unsafe { call(fd, WAKE, &mut [start, nr_bytes]) }
 }
 
 /// Maps pages that the file has.
@@ -50,7 +56,9 @@ pub fn wake(fd: &OwnedFd, start: u64, nr_bytes: u64) -> io::Result<()> {
 /// # Errors
 /// Of the operating system.
 pub fn map_cached(fd: &OwnedFd, start: u64, nr_bytes: u64) -> io::Result<()> {
-    call(fd, CONTINUE, &mut [start, nr_bytes, 0, 0])
+    // SAFETY: `struct uffdio_continue` has four words; the call fills only pages that are not
+    // there, of memory that was registered.
+    unsafe { call(fd, CONTINUE, &mut [start, nr_bytes, 0, 0]) }
 }
 
 /// The address of the next page fault.
@@ -68,8 +76,11 @@ pub fn next_fault(fd: &OwnedFd) -> io::Result<u64> {
     }
 }
 
-fn call(fd: &OwnedFd, request: libc::Ioctl, argument: &mut [u64]) -> io::Result<()> {
-    // SAFETY: each request's argument has as many words as its callers give it.
+/// # Safety
+/// `argument` has as many words as the structure of `request`, and what the call does to memory is
+/// accepted.
+unsafe fn call(fd: &OwnedFd, request: libc::Ioctl, argument: &mut [u64]) -> io::Result<()> {
+    // SAFETY: the caller's promise.
     match unsafe { libc::ioctl(fd.as_raw_fd(), request, argument.as_mut_ptr()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

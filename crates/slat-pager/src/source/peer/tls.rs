@@ -16,7 +16,8 @@ use crate::source::SourceError;
 const PROTOCOL: &[u8] = b"slat-peer/1";
 
 /// PEM files: what this side proves itself with, and what the other side must.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct TlsFiles {
     /// The certificate of this side, and those between it and its authority.
     pub certificates: PathBuf,
