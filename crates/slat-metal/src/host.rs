@@ -136,10 +136,13 @@ unsafe impl Host for MetalHost {
     }
 
     fn resolve_resident(&self, backing: &Backing, _gfn: Gfn, page: u64, _access: Access) -> Option<Resolved> {
-        match backing {
+        let answer = match backing {
             Backing::Ram(ram) if ram.is_allocated(page) => ram.resolve(page).ok(),
             Backing::Ram(_) | Backing::Fixed(_) => None,
-        }
+        };
+        // The frame may be so new that the fault that got it has not come to this yet.
+        arch::guest::publish_code(&self.cpus);
+        answer
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
