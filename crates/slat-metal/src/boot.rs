@@ -1,7 +1,7 @@
 //! What the boot loader hands over, the same on all machines; the image's own memory; and which CPUs
 //! are there.
 
-#![expect(unsafe_code, reason = "names what the linker script places")]
+#![expect(unsafe_code, reason = "names what the linker script places, and believes the loader")]
 
 use core::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
@@ -108,7 +108,10 @@ pub struct BootInfo {
 
 impl BootInfo {
     /// What a loader left. Entries of the memory map and modules that are too many are left out.
-    pub fn new(
+    ///
+    /// # Safety
+    /// The memory map is true: the guest may get what is the firmware's there.
+    pub unsafe fn new(
         command_line: &'static str,
         regions: impl Iterator<Item = Region>,
         modules: impl Iterator<Item = Module>,

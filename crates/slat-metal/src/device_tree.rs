@@ -198,7 +198,8 @@ fn chosen(tree: Fdt<'static>, name: &str) -> &'static str {
 /// [`TreeError`].
 ///
 /// # Safety
-/// The files are where the command line says, and nothing writes them.
+/// The tree is that of the machine: its memory map is true. The files are where the command line
+/// says, and nothing writes them.
 pub unsafe fn boot_info(tree: Fdt<'static>) -> Result<BootInfo, TreeError> {
     let memory = memory(tree)?;
     let holes = holes(tree)?;
@@ -229,7 +230,8 @@ pub unsafe fn boot_info(tree: Fdt<'static>) -> Result<BootInfo, TreeError> {
         let bytes = unsafe { slice::from_raw_parts(file.start as *const u8, file.size_bytes() as usize) };
         Module { bytes, text: args.guest }
     });
-    Ok(BootInfo::new(args.words, regions.iter(), modules))
+    // SAFETY: the memory map of the machine's device tree, as the caller promises.
+    Ok(unsafe { BootInfo::new(args.words, regions.iter(), modules) })
 }
 
 /// The numbers of the CPUs, as the property `reg` of each has them. CPUs beyond those that the image

@@ -28,7 +28,10 @@ static WORK: Once<Box<Work>> = Once::new();
 const NEEDED_BYTES: u64 = 48 << 20;
 
 /// The boot CPU's work: `free_bytes` of memory are free.
-pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
+///
+/// # Safety
+/// To be called once, by the boot CPU, with what the boot loader has left.
+pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     clock::measure();
     let options = Options::parse(boot.command_line).unwrap_or_else(|error| error!("{error}"));
     if !arch::has_control(options.control) {
@@ -50,7 +53,7 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     if free_bytes < OWN_BYTES {
         error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, OWN_BYTES >> 20);
     }
-    // SAFETY: only here.
+    // SAFETY: once, by the boot CPU, as the caller promises.
     if let Err(missing) = unsafe { arch::start_other_cpus(nr_cpus as u32) } {
         error!("{missing}");
     }
@@ -94,7 +97,10 @@ pub fn measure<V: VirtualCpu>() -> Box<Work> {
 }
 
 /// The work of another CPU.
-pub fn other_cpu() -> ! {
+///
+/// # Safety
+/// To be called once by each CPU that [`boot_cpu`] starts.
+pub unsafe fn other_cpu() -> ! {
     arch::set_up();
     boot::note_present();
     run(WORK.wait())

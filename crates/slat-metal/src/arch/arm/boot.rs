@@ -60,7 +60,8 @@ pub unsafe fn read(address: u64) -> Result<BootInfo, MachineError> {
         // SAFETY: memory, by the device tree.
         unsafe { map(region.span.start, region.span.end) };
     }
-    machine::set(Machine::read(tree)?);
+    // SAFETY: as the device tree of this machine has it.
+    unsafe { machine::set(Machine::read(tree)?) };
     Ok(boot)
 }
 
@@ -98,7 +99,9 @@ pub(super) unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
     let entry = (&raw const start_other).addr() as u64;
     for number in 1..wanted {
         let mpidr = machine.cpus[number as usize];
-        if let Err(error) = psci::cpu_on(mpidr, entry, u64::from(number)) {
+        // SAFETY: `boot.s` expects the number of the CPU there, which has its own stack. No other call
+        // starts the CPU, as the caller promises.
+        if let Err(error) = unsafe { psci::cpu_on(mpidr, entry, u64::from(number)) } {
             error!("CPU {mpidr:#x} of the device tree cannot be started: {error}");
         }
     }

@@ -1,6 +1,8 @@
 //! What the device tree has beside memory: CPUs, the interrupt controller, the serial line and the
 //! timer.
 
+#![expect(unsafe_code, reason = "a machine is a promise about registers")]
+
 use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::{Node, Property};
 use spin::Once;
@@ -58,7 +60,10 @@ pub enum MachineError {
 static MACHINE: Once<Machine> = Once::new();
 
 /// The machine is this one.
-pub(super) fn set(machine: Machine) {
+///
+/// # Safety
+/// Its registers are where it says, and memory is nowhere there.
+pub(super) unsafe fn set(machine: Machine) {
     MACHINE.call_once(|| machine);
 }
 

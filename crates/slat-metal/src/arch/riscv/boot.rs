@@ -88,8 +88,11 @@ pub fn uart() -> Option<(Span, u64)> {
 pub unsafe fn read(boot_hart: u64, tree: u64) -> Result<BootInfo, BootError> {
     // SAFETY: as the caller promises.
     let tree = unsafe { device_tree::read(tree) }?;
-    read_harts(tree, boot_hart)?;
-    read_uart(tree);
+    // SAFETY: the tree of this machine, as the caller promises, before other CPUs start.
+    unsafe {
+        read_harts(tree, boot_hart)?;
+        read_uart(tree);
+    }
     // SAFETY: as the caller promises.
     Ok(unsafe { device_tree::boot_info(tree) }?)
 }
@@ -104,7 +107,10 @@ fn number(node: FdtNode<'static>, name: &str) -> Option<u64> {
 }
 
 /// Notes the harts that can be started.
-fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
+///
+/// # Safety
+/// The tree is that of the machine: a flush reaches these harts. No other CPU has started.
+unsafe fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
     let cpus = fdt.find_node("/cpus").ok_or(TreeError::NoCpus)?;
     clock::set_frequency(number(cpus, "timebase-frequency").filter(|&hz| hz > 0).ok_or(BootError::NoFrequency)?);
     let (mut nr_harts, mut has_boot_hart, mut features) = (1, false, Features::all());
@@ -147,7 +153,10 @@ fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
 }
 
 /// Notes the first UART of the kind that PCs have.
-fn read_uart(fdt: Fdt<'static>) {
+///
+/// # Safety
+/// The tree is that of the machine: a guest gets the registers.
+unsafe fn read_uart(fdt: Fdt<'static>) {
     let is_uart =
         |node: &FdtNode<'static>| node.compatible().is_some_and(|mut names| names.any(|name| name == "ns16550a"));
     let mut nodes = fdt.find_node("/soc").into_iter().flat_map(|node| node.children());

@@ -72,7 +72,8 @@ pub unsafe fn read(info: u32) -> Option<BootInfo> {
     });
     // SAFETY: as above.
     let command_line = unsafe { loader_text(multiboot.command_line()) };
-    Some(BootInfo::new(command_line, regions, modules))
+    // SAFETY: the boot loader's memory map.
+    Some(unsafe { BootInfo::new(command_line, regions, modules) })
 }
 
 /// The text after the name, for good.

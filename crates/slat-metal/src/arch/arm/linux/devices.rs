@@ -13,7 +13,7 @@ use slat::Gpa;
 use crate::arch::arm::gic::{
     self, CTLR_AFFINITY, CTLR_GROUP_0, GICD_CTLR, GICR_IGROUPR0, GICR_IPRIORITYR, KICK, SGI_FRAME, TYPER_LAST,
 };
-use crate::arch::arm::machine::{DISTRIBUTOR_BYTES, Machine, REDISTRIBUTOR_BYTES};
+use crate::arch::arm::machine::{self, DISTRIBUTOR_BYTES, REDISTRIBUTOR_BYTES};
 use crate::boot::Span;
 
 /// The distributor's groups, a bit for each interrupt.
@@ -55,8 +55,9 @@ enum Register {
 }
 
 impl Devices {
-    /// The controller of `machine`, for a guest with `cpus`.
-    pub fn new(machine: &Machine, cpus: &[u64]) -> Devices {
+    /// The machine's controller, for a guest with `cpus`.
+    pub fn new(cpus: &[u64]) -> Devices {
+        let machine = machine::get();
         let start = machine.distributor.start;
         let ends = cpus.iter().map(|&mpidr| gic::redistributor(mpidr) + REDISTRIBUTOR_BYTES);
         let end = ends.max().unwrap_or(machine.redistributors.start);

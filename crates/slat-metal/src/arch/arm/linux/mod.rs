@@ -78,7 +78,7 @@ impl Guest {
         let page = Span { start: machine.serial.start, end: machine.serial.start + PAGE_SIZE };
         slots.add(page, backing, MemoryRegionFlags::empty());
         let span = ram_span(options.memory_mib << 20);
-        let devices = Devices::new(machine, cpus);
+        let devices = Devices::new(cpus);
         let image = Image::load([kernel, initramfs], span, ram, |initramfs| {
             tree::guest_tree(machine, devices.redistributors(), cpus, span, kernel.text, initramfs)
         });

@@ -27,8 +27,8 @@ pub struct Registers {
     pub x: [u64; 31],
     /// The address of the next instruction.
     pub pc: u64,
-    /// PSTATE.
-    pub pstate: u64,
+    /// PSTATE, of EL1 or EL0: an exception return to EL2 would run the guest there.
+    pstate: u64,
 }
 
 unsafe extern "C" {
