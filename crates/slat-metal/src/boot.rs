@@ -48,6 +48,21 @@ impl Span {
         self.end.saturating_sub(self.start)
     }
 
+    /// What it has in common with `other`.
+    pub fn and(self, other: Span) -> Span {
+        Span { start: self.start.max(other.start), end: self.end.min(other.end) }
+    }
+
+    /// Whether the two have bytes in common.
+    pub fn overlaps(self, other: Span) -> bool {
+        self.and(other).size_bytes() != 0
+    }
+
+    /// All pages that have a byte of it, but for one that ends behind the last address.
+    pub fn pages(self) -> Span {
+        Span { start: self.start & !0xfff, end: self.end.checked_next_multiple_of(0x1000).unwrap_or(!0xfff) }
+    }
+
     /// What is left of it below `other`, and above `other`.
     pub fn without(self, other: Span) -> [Span; 2] {
         let below = Span { start: self.start, end: self.end.min(other.start) };
@@ -94,7 +109,7 @@ pub struct Module {
 }
 
 /// Entries of the memory map, and modules, that are kept.
-const MAX_REGIONS: usize = 32;
+pub(crate) const MAX_REGIONS: usize = 32;
 const MAX_MODULES: usize = 4;
 
 /// What the boot loader hands over.

@@ -28,7 +28,7 @@ pub mod boot;
 pub mod bootargs;
 pub mod console;
 pub mod cpus;
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(any(test, not(target_arch = "x86_64")))]
 pub mod device_tree;
 mod held;
 pub mod host;

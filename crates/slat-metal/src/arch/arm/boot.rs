@@ -8,8 +8,8 @@ use super::console::{self, FAILED};
 use super::machine::{self, Machine, MachineError};
 use super::stage2::Registers;
 use super::sysreg::{execute, read};
-use super::{gic, psci};
-use crate::boot::{self, BootInfo, MAX_CPUS, MissingCpus, STACK_BYTES};
+use super::{USABLE, gic, psci};
+use crate::boot::{self, BootInfo, MAX_CPUS, MissingCpus, RegionKind, STACK_BYTES, Span};
 use crate::device_tree;
 use crate::error;
 
@@ -56,23 +56,23 @@ pub unsafe fn read(address: u64) -> Result<BootInfo, MachineError> {
     let tree = unsafe { device_tree::read(address) }?;
     // SAFETY: the loader has left them.
     let boot = unsafe { device_tree::boot_info(tree) }?;
-    for region in boot.regions() {
+    for region in boot.regions().filter(|region| region.kind == RegionKind::Ram) {
         // SAFETY: memory, by the device tree.
-        unsafe { map(region.span.start, region.span.end) };
+        unsafe { map(region.span.and(USABLE)) };
     }
     // SAFETY: as the device tree of this machine has it.
     unsafe { machine::set(Machine::read(tree)?) };
     Ok(boot)
 }
 
-/// Maps the blocks of `start` up to `end` to themselves, as far as the table goes.
+/// Maps the blocks of `span` to themselves, as far as the table goes.
 ///
 /// # Safety
 /// The blocks are memory, or nothing is there. No other CPU has started.
-unsafe fn map(start: u64, end: u64) {
+unsafe fn map(span: Span) {
     // SAFETY: the table is the image's.
     let table = unsafe { &boot_table };
-    for block in start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES) {
+    for block in span.start / BLOCK_BYTES..span.end.div_ceil(BLOCK_BYTES) {
         if let Some(entry) = table.get(block as usize).filter(|entry| entry.load(Ordering::Relaxed) == 0) {
             entry.store((block * BLOCK_BYTES) | MEMORY_BLOCK, Ordering::Relaxed);
         }

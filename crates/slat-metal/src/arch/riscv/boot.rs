@@ -11,7 +11,7 @@ use thiserror::Error;
 use super::clock;
 use super::features::Features;
 use crate::boot::{BootInfo, MAX_CPUS, STACK_BYTES, Span};
-use crate::device_tree::{self, TreeError};
+use crate::device_tree::{self, Cpu, TreeError};
 
 core::arch::global_asm!(
     ".set MAX_CPUS, {max_cpus}",
@@ -31,9 +31,6 @@ pub enum BootError {
     /// The device tree.
     #[error(transparent)]
     Tree(#[from] TreeError),
-    /// The boot hart is missing.
-    #[error("the device tree has no hart {0}, which booted")]
-    NoBootHart(u64),
     /// A number that no mask has.
     #[error("the device tree has hart {0}; numbers below 64 are possible")]
     LargeHart(u64),
@@ -113,41 +110,19 @@ fn number(node: FdtNode<'static>, name: &str) -> Option<u64> {
 unsafe fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
     let cpus = fdt.find_node("/cpus").ok_or(TreeError::NoCpus)?;
     clock::set_frequency(number(cpus, "timebase-frequency").filter(|&hz| hz > 0).ok_or(BootError::NoFrequency)?);
-    let (mut nr_harts, mut has_boot_hart, mut features) = (1, false, Features::all());
-    let is_usable = |node: &FdtNode<'static>| text(*node, "status").is_none_or(|status| status == "okay");
-    let nodes = cpus.children().filter(|node| node.name_without_address() == "cpu");
-    let mut is_empty = true;
-    HARTS[0].store(boot_hart, Ordering::Relaxed);
-    for node in nodes.filter(is_usable) {
-        let Some(hart) = number(node, "reg") else { continue };
-        is_empty = false;
+    let harts = device_tree::cpus(fdt, boot_hart)?;
+    let mut features = Features::all();
+    for (place, Cpu { number: hart, node }) in HARTS.iter().zip(harts.iter()) {
         if hart >= 64 {
             return Err(BootError::LargeHart(hart));
         }
-        let is_known = (1..nr_harts).any(|cpu| HARTS[cpu].load(Ordering::Relaxed) == hart);
-        if is_known || hart == boot_hart && has_boot_hart {
-            return Err(TreeError::SameCpu(hart).into());
-        }
-        if hart == boot_hart {
-            has_boot_hart = true;
-        } else if nr_harts < MAX_CPUS {
-            HARTS[nr_harts].store(hart, Ordering::Relaxed);
-            nr_harts += 1;
-        } else {
-            continue;
-        }
+        place.store(hart, Ordering::Relaxed);
         let names = node.property("riscv,isa-extensions").and_then(|names| names.value_as().ok());
         let names = names.map(|names: dtoolkit::FdtStringListIterator<'static>| Features::of_names(names));
         let isa = text(node, "riscv,isa").map(Features::of_isa);
         features &= names.or(isa).unwrap_or(Features::empty());
     }
-    if is_empty {
-        return Err(TreeError::NoCpus.into());
-    }
-    if !has_boot_hart {
-        return Err(BootError::NoBootHart(boot_hart));
-    }
-    NR_HARTS.store(nr_harts, Ordering::Relaxed);
+    NR_HARTS.store(harts.len(), Ordering::Relaxed);
     FEATURES.store(features.bits(), Ordering::Relaxed);
     Ok(())
 }

@@ -101,6 +101,6 @@ impl Guest {
 fn firmware(boot: &BootInfo) -> impl Iterator<Item = Span> + '_ {
     let spans = boot.regions().filter(|region| region.kind == RegionKind::Firmware).map(|region| region.span);
     spans
-        .map(|span| Span { start: span.start & !(PAGE_SIZE - 1), end: span.end.next_multiple_of(PAGE_SIZE) })
+        .map(Span::pages)
         .filter(|span| span.start >= BIOS.end && span.end <= 1 << 32 && span.size_bytes() <= MAX_FIRMWARE_BYTES)
 }
