@@ -8,8 +8,8 @@ use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::{Node, Property};
 use thiserror::Error;
 
-use super::clock;
 use super::features::Features;
+use super::{USABLE, clock};
 use crate::boot::{BootInfo, MAX_CPUS, STACK_BYTES, Span};
 use crate::device_tree::{self, Cpu, TreeError};
 
@@ -34,6 +34,9 @@ pub enum BootError {
     /// A number that no mask has.
     #[error("the device tree has hart {0}; numbers below 64 are possible")]
     LargeHart(u64),
+    /// The UART is no device that a guest can have.
+    #[error("the device tree has a UART at {0:#x}, where memory is, or where no register can be")]
+    BadUart(u64),
     /// No clock.
     #[error("the device tree has no frequency of the time counter (timebase-frequency)")]
     NoFrequency,
@@ -71,7 +74,11 @@ pub fn features() -> Features {
 /// The UART's registers and its frequency in hertz, if the machine has one.
 pub fn uart() -> Option<(Span, u64)> {
     let [start, hz] = [0, 1].map(|index| UART[index].load(Ordering::Relaxed));
-    (start != 0).then_some((Span { start, end: start + 0x100 }, hz))
+    (start != 0).then_some((uart_at(start), hz))
+}
+
+fn uart_at(start: u64) -> Span {
+    Span { start, end: start.saturating_add(0x100) }
 }
 
 /// Reads the device tree at `tree`, of the machine whose hart `boot_hart` calls.
@@ -86,12 +93,12 @@ pub unsafe fn read(boot_hart: u64, tree: u64) -> Result<BootInfo, BootError> {
     // SAFETY: as the caller promises.
     let tree = unsafe { device_tree::read(tree) }?;
     // SAFETY: the tree of this machine, as the caller promises, before other CPUs start.
-    unsafe {
-        read_harts(tree, boot_hart)?;
-        read_uart(tree);
-    }
+    unsafe { read_harts(tree, boot_hart) }?;
     // SAFETY: as the caller promises.
-    Ok(unsafe { device_tree::boot_info(tree) }?)
+    let boot = unsafe { device_tree::boot_info(tree) }?;
+    // SAFETY: both of this machine, as the caller promises.
+    unsafe { read_uart(tree, &boot) }?;
+    Ok(boot)
 }
 
 fn text(node: FdtNode<'static>, name: &str) -> Option<&'static str> {
@@ -127,17 +134,22 @@ unsafe fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError>
     Ok(())
 }
 
-/// Notes the first UART of the kind that PCs have.
+/// Notes the first UART of the kind that PCs have. A guest gets the pages that it is in.
 ///
 /// # Safety
-/// The tree is that of the machine: a guest gets the registers.
-unsafe fn read_uart(fdt: Fdt<'static>) {
+/// The tree is that of the machine, and `boot` has its memory map.
+unsafe fn read_uart(fdt: Fdt<'static>, boot: &BootInfo) -> Result<(), BootError> {
     let is_uart =
         |node: &FdtNode<'static>| node.compatible().is_some_and(|mut names| names.any(|name| name == "ns16550a"));
     let mut nodes = fdt.find_node("/soc").into_iter().flat_map(|node| node.children());
-    let Some(node) = nodes.find(is_uart) else { return };
-    if let Some(span) = device_tree::span(node, 0) {
-        UART[0].store(span.start, Ordering::Relaxed);
-        UART[1].store(number(node, "clock-frequency").unwrap_or_default(), Ordering::Relaxed);
+    let Some(node) = nodes.find(is_uart) else { return Ok(()) };
+    let Some(Span { start, .. }) = device_tree::span(node, 0) else { return Ok(()) };
+    let pages = uart_at(start).pages();
+    // Also what is reserved: the firmware is there.
+    if pages.and(USABLE) != pages || boot.regions().any(|region| region.span.overlaps(pages)) {
+        return Err(BootError::BadUart(start));
     }
+    UART[0].store(start, Ordering::Relaxed);
+    UART[1].store(number(node, "clock-frequency").unwrap_or_default(), Ordering::Relaxed);
+    Ok(())
 }
