@@ -31,7 +31,7 @@ use crate::host::Backing;
 use crate::linux::Slots;
 use crate::options::Options;
 use crate::ram::{Frames, Ram};
-use image::{Image, Memory};
+use image::Image;
 pub use vcpu::GuestCpu;
 
 /// The CPU that runs the guest.
@@ -91,8 +91,8 @@ impl Guest {
             let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
             slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
         }
-        let memory = Memory { low: &low, ram };
-        let image = Image::load(options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| error!("{error}"));
+        let image =
+            Image::load(options, boot, [kernel, initramfs], &low, ram).unwrap_or_else(|error| error!("{error}"));
         Guest { image, _low: low }
     }
 }
