@@ -39,6 +39,8 @@ pub mod operations;
 pub mod options;
 pub mod private;
 pub mod ram;
+#[cfg(not(target_arch = "x86_64"))]
+pub mod semihosting;
 pub mod start;
 pub mod suite;
 pub mod virtual_cpu;

@@ -53,7 +53,7 @@ const BOOT_PAUSE_US: u64 = 400;
 const PAUSE_US: u64 = 40;
 
 /// Hypercalls of the guest's program: the magic number and the code.
-const MAGIC: u64 = 0x736c_6174_0000_0000;
+pub(crate) const MAGIC: u64 = 0x736c_6174_0000_0000;
 const UP: u64 = MAGIC;
 const ROUND: u64 = MAGIC | 1;
 const DONE: u64 = MAGIC | 2;

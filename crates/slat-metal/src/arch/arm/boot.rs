@@ -4,7 +4,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use super::console::{self, FAILED};
+use super::console;
 use super::machine::{self, Machine, MachineError};
 use super::stage2::Registers;
 use super::sysreg::{execute, read};
@@ -12,6 +12,7 @@ use super::{USABLE, gic, psci};
 use crate::boot::{self, BootInfo, MAX_CPUS, MissingCpus, RegionKind, STACK_BYTES, Span};
 use crate::device_tree;
 use crate::error;
+use crate::semihosting::FAILED;
 
 /// Where QEMU's machine "virt" has its memory: with an ELF file it puts the device tree there, and
 /// leaves `x0` as it is after a reset.
