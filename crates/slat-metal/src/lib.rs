@@ -9,7 +9,7 @@
 //!
 //! # The parts
 //! - [`arch`]: the machine, and the CPUs that run guests: all that differs by architecture.
-//! - [`virtual_cpu`]: the face of a CPU that runs a guest. [`cpus`]: those of one VM.
+//! - [`virtual_cpu`]: the interface of a CPU that runs a guest. [`cpus`]: those of one VM.
 //! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move.
 //! - [`operations`]: what is done to that memory while guests run.
 //! - [`suite`] and [`linux`]: the two guests. [`measure`]: a third one, by which events are

@@ -1,5 +1,5 @@
-//! The machine: what differs from one architecture to another. Each has the same face, by which all
-//! other modules use the one that the image is built for:
+//! The machine: what differs from one architecture to another. Each has the same interface, by which
+//! all other modules use the one that the image is built for:
 //!
 //! - `set_up`, `cpu_number`, `halt`, `start_other_cpus`, [`USABLE`]: its CPUs and its memory;
 //! - [`BREAKS_BEFORE_MAKE`]: what the record of flushes is for;
