@@ -1,5 +1,5 @@
-//! What the boot loader hands over, the same on all machines; the image's own memory; and which CPUs
-//! are there.
+//! What the boot loader hands over, the same on all machines; the image's own memory; and which
+//! CPUs are there.
 
 #![expect(unsafe_code, reason = "names what the linker script places, and believes the loader")]
 

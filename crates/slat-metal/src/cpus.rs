@@ -146,8 +146,9 @@ impl Cpus {
         self.entered[arch::cpu_number()].flushed_page.store(gpa.gfn().0 + 1, Ordering::Relaxed);
     }
 
-    /// The calling CPU may hold the translation of `gpa` from now on, of its own accord: CPUs translate
-    /// what they guess. Checks that it may hold no other one, in formats with break before make.
+    /// The calling CPU may hold the translation of `gpa` from now on, of its own accord: CPUs
+    /// translate what they guess. Checks that it may hold no other one, in formats with break
+    /// before make.
     pub(crate) fn hold<F: Format>(&self, vm: &MetalVm<F>, gpa: Gpa) {
         if !F::BREAK_BEFORE_MAKE {
             return;

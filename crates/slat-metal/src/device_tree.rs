@@ -1,5 +1,5 @@
-//! What the device tree says (Devicetree Specification, release 0.4): memory, CPUs, the command line
-//! and the files that the emulator has loaded. It is believed no more than that: a tree that
+//! What the device tree says (Devicetree Specification, release 0.4): memory, CPUs, the command
+//! line and the files that the emulator has loaded. It is believed no more than that: a tree that
 //! contradicts itself, or the image, is refused before anything is allocated.
 
 #![expect(unsafe_code, reason = "reads memory at the addresses that the loader gives")]

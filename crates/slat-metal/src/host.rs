@@ -87,11 +87,11 @@ pub struct MetalHost {
 }
 
 // SAFETY: tables are the allocator's. Frames of `Ram` change between an invalidation and its drop
-// alone (`Ram::move_page`), others never. When `flush` returns, no CPU accesses memory through an old
-// translation of the ranges. On x86 each CPU that was in the guest has left it. On RISC-V each such
-// CPU has executed the firmware's fence, outside of the guest. On both, each entry flushes that comes
-// later. On Arm the instructions reach all CPUs, and the barrier behind them waits for the accesses
-// through what they drop. Nothing unwinds: the image aborts.
+// alone (`Ram::move_page`), others never. When `flush` returns, no CPU accesses memory through an
+// old translation of the ranges. On x86 each CPU that was in the guest has left it. On RISC-V each
+// such CPU has executed the firmware's fence, outside of the guest. On both, each entry flushes
+// that comes later. On Arm the instructions reach all CPUs, and the barrier behind them waits for
+// the accesses through what they drop. Nothing unwinds: the image aborts.
 unsafe impl Host for MetalHost {
     type Backing = Backing;
 

@@ -225,8 +225,8 @@ impl Ram {
         }
     }
 
-    /// Writes `bytes` from byte `offset` on, before the guest runs. Without memory for a page, or past
-    /// the end, the run ends.
+    /// Writes `bytes` from byte `offset` on, before the guest runs. Without memory for a page, or
+    /// past the end, the run ends.
     pub fn write(&self, offset: u64, bytes: &[u8]) {
         for (page, at, part) in parts(offset, bytes) {
             // The page gets its frame first.

@@ -1,6 +1,6 @@
-//! Semihosting, by which a guest of an emulator prints and ends the emulator (Semihosting for AArch32
-//! and AArch64, 6 "Semihosting operations"; RISC-V Semihosting, 1.1). The operations and their
-//! arguments are the same on Arm and RISC-V. The call is the architecture's
+//! Semihosting, by which a guest of an emulator prints and ends the emulator (Semihosting for
+//! AArch32 and AArch64, 6 "Semihosting operations"; RISC-V Semihosting, 1.1). The operations and
+//! their arguments are the same on Arm and RISC-V. The call is the architecture's
 //! ([`arch::console`](crate::arch::console)).
 
 use crate::console::Verdict;

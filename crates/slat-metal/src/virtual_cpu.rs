@@ -122,17 +122,17 @@ pub enum Exit {
     Trapped(Trap),
     /// A triple fault, of x86.
     Shutdown,
-    /// The entry was refused. On Arm, which refuses none: an exception other than the guest's own and
-    /// the kick.
+    /// The entry was refused. On Arm, which refuses none: an exception other than the guest's own
+    /// and the kick.
     Invalid {
-        /// The exit code of SVM. With VMX the VM-instruction error, or the exit reason. On Arm the kind
-        /// of the exception, as `boot.s` numbers them.
+        /// The exit code of SVM. With VMX the VM-instruction error, or the exit reason. On Arm the
+        /// kind of the exception, as `boot.s` numbers them.
         code: u64,
     },
     /// Any other code.
     Other {
-        /// The exit code of SVM (APM vol. 2, appendix C), the basic exit reason of VMX (SDM vol. 3D,
-        /// appendix C "VMX Basic Exit Reasons"), ESR_EL2 of Arm, or scause of RISC-V.
+        /// The exit code of SVM (APM vol. 2, appendix C), the basic exit reason of VMX (SDM vol.
+        /// 3D, appendix C "VMX Basic Exit Reasons"), ESR_EL2 of Arm, or scause of RISC-V.
         code: u64,
     },
 }

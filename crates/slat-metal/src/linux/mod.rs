@@ -217,8 +217,9 @@ impl Linux {
         0
     }
 
-    /// The guest has turned itself off, or restarts: the calling vCPU does not come back. The CPU that
-    /// does the operations ends the machine. (A PC turns itself off by a port, which ends the machine.)
+    /// The guest has turned itself off, or restarts: the calling vCPU does not come back. The CPU
+    /// that does the operations ends the machine. (A PC turns itself off by a port, which ends the
+    /// machine.)
     #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn turned_off(&self) -> ! {
         if !matches!(*self.stage.lock(), Stage::Done { .. }) {

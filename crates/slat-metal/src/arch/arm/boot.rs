@@ -1,4 +1,5 @@
-//! The start: what the loader leaves, the memory that EL2 has mapped, and the start of the other CPUs.
+//! The start: what the loader leaves, the memory that EL2 has mapped, and the start of the other
+//! CPUs.
 
 #![expect(unsafe_code, reason = "reads what the loader left, maps memory, and starts CPUs at an address")]
 
@@ -46,8 +47,8 @@ const MEMORY_BLOCK: u64 = 1 << 10 | 3 << 8 | 1 << 6 | 1 << 2 | 1;
 /// [`MachineError`].
 ///
 /// # Safety
-/// To be called once, by the boot CPU, first of all. `address` is what was in `x0`; the memory of the
-/// device tree and of the files that it names stays as it is.
+/// To be called once, by the boot CPU, first of all. `address` is what was in `x0`; the memory of
+/// the device tree and of the files that it names stays as it is.
 pub unsafe fn read(address: u64) -> Result<BootInfo, MachineError> {
     let address = if address == 0 { MEMORY_START } else { address };
     if !(MEMORY_START..MEMORY_START + BLOCK_BYTES).contains(&address) {
@@ -100,8 +101,8 @@ pub(super) unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
     let entry = (&raw const start_other).addr() as u64;
     for number in 1..wanted {
         let mpidr = machine.cpus[number as usize];
-        // SAFETY: `boot.s` expects the number of the CPU there, which has its own stack. No other call
-        // starts the CPU, as the caller promises.
+        // SAFETY: `boot.s` expects the number of the CPU there, which has its own stack. No other
+        // call starts the CPU, as the caller promises.
         if let Err(error) = unsafe { psci::cpu_on(mpidr, entry, u64::from(number)) } {
             error!("CPU {mpidr:#x} of the device tree cannot be started: {error}");
         }

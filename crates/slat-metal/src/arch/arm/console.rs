@@ -1,6 +1,6 @@
-//! The hypervisor's console, and the end of the machine: by semihosting, which an emulator has of its
-//! own ([`semihosting`]). The serial line is the guest's. Where nothing takes the call, the firmware
-//! ends the machine, without a word.
+//! The hypervisor's console, and the end of the machine: by semihosting, which an emulator has of
+//! its own ([`semihosting`]). The serial line is the guest's. Where nothing takes the call, the
+//! firmware ends the machine, without a word.
 
 #![expect(unsafe_code, reason = "calls the emulator by an instruction")]
 

@@ -1,5 +1,5 @@
-//! The hypervisor's console, and the end of the machine: by semihosting, which an emulator has of its
-//! own ([`semihosting`]). The UART is the guest's. Where nothing takes the call, the firmware's
+//! The hypervisor's console, and the end of the machine: by semihosting, which an emulator has of
+//! its own ([`semihosting`]). The UART is the guest's. Where nothing takes the call, the firmware's
 //! console is the UART, and the firmware ends the machine.
 
 #![expect(unsafe_code, reason = "calls the emulator by a breakpoint")]

@@ -50,8 +50,8 @@ fn after_name(text: &'static str) -> &'static str {
 /// Reads what a multiboot loader left at `info`. `None` if there is nothing that makes sense.
 ///
 /// # Safety
-/// A multiboot loader has entered the image with this address in `ebx`, and what it left has not been
-/// overwritten.
+/// A multiboot loader has entered the image with this address in `ebx`, and what it left has not
+/// been overwritten.
 pub unsafe fn read(info: u32) -> Option<BootInfo> {
     let mut memory = Identity;
     // SAFETY: as the caller promises.

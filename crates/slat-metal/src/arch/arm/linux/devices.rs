@@ -1,7 +1,7 @@
 //! The guest's accesses to the interrupt controller, which the hypervisor does for it.
 //!
-//! They are done as they are, but that the interrupt of a kick stays as it is, no other one is of its
-//! group, the guest sees the redistributors of its own CPUs alone, and these have no tables in
+//! They are done as they are, but that the interrupt of a kick stays as it is, no other one is of
+//! its group, the guest sees the redistributors of its own CPUs alone, and these have no tables in
 //! memory: a guest could let the controller write anywhere by them.
 
 #![expect(unsafe_code, reason = "reads and writes the registers of the controller")]
@@ -90,7 +90,8 @@ impl Devices {
     /// [`BadAccess`].
     pub fn load(&self, gpa: Gpa, nr_bytes: u32) -> Result<u64, BadAccess> {
         let register = self.register(gpa, nr_bytes)?;
-        // SAFETY: a register of the controller, whose reads change no more than the guest's own state.
+        // SAFETY: a register of the controller, whose reads change no more than the guest's own
+        // state.
         let value = unsafe { read(gpa.0, nr_bytes)? };
         let last = self.redistributors.end - REDISTRIBUTOR_BYTES + GICR_TYPER;
         Ok(if gpa.0 == last && register == Register::Redistributor(GICR_TYPER) { value | TYPER_LAST } else { value })
@@ -106,7 +107,8 @@ impl Devices {
             Register::Redistributor(offset) => to_redistributor(offset, nr_bytes, value)?,
         };
         match value {
-            // SAFETY: a register of the controller, and a value that keeps what is the hypervisor's.
+            // SAFETY: a register of the controller, and a value that keeps what is the
+            // hypervisor's.
             Some(value) => unsafe { write(gpa.0, nr_bytes, value) },
             None => Ok(()),
         }

@@ -62,8 +62,8 @@ fn word(bytes: &[u8], offset: usize) -> u64 {
 }
 
 impl Image {
-    /// Loads `kernel` and `initramfs` into `ram`, which the guest has at `span`, with the device tree
-    /// that `make_tree` makes for an initramfs at that place.
+    /// Loads `kernel` and `initramfs` into `ram`, which the guest has at `span`, with the device
+    /// tree that `make_tree` makes for an initramfs at that place.
     ///
     /// # Errors
     /// [`ImageError`].

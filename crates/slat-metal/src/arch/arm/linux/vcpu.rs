@@ -15,8 +15,8 @@ use crate::virtual_cpu::{Exit, SecondStage, VirtualCpu};
 /// Bytes of an instruction.
 const INSTRUCTION_BYTES: u64 = 4;
 
-/// ICC_SGI1R_EL1, which the CPU passes on to EL2 since fast interrupts are there; ICC_ASGI1R_EL1 and
-/// ICC_SGI0R_EL1, which the guest does not need.
+/// ICC_SGI1R_EL1, which the CPU passes on to EL2 since fast interrupts are there; ICC_ASGI1R_EL1
+/// and ICC_SGI0R_EL1, which the guest does not need.
 const SGI1R: [u8; 5] = [3, 0, 12, 11, 5];
 const ASGI1R: [u8; 5] = [3, 0, 12, 11, 6];
 const SGI0R: [u8; 5] = [3, 0, 12, 11, 7];
@@ -47,7 +47,8 @@ pub struct GuestCpu {
 impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
-        // SAFETY: virtualization is on (`start`). The VM is the image's for ever, and has these CPUs.
+        // SAFETY: virtualization is on (`start`). The VM is the image's for ever, and has these
+        // CPUs.
         let cpu = unsafe { ArmCpu::new(SecondStage::of(&linux.vm, &linux.config)) };
         // SAFETY: each CPU makes its own vCPU, once.
         let vcpu = unsafe { Vcpu::new(linux, number) };
@@ -125,8 +126,8 @@ impl GuestCpu {
         match (instruction.name, instruction.direction) {
             (SGI1R, Direction::Store) => {
                 let command = self.register(instruction.register);
-                // SAFETY: an interrupt of group 1, which is the guest's, and waits for its CPU to be in
-                // the guest. What the guest wrote before comes before it.
+                // SAFETY: an interrupt of group 1, which is the guest's, and waits for its CPU to
+                // be in the guest. What the guest wrote before comes before it.
                 unsafe {
                     execute!("dsb ishst");
                     write!("icc_sgi1r_el1", command);
@@ -143,7 +144,8 @@ impl GuestCpu {
         self.cpu.skip(INSTRUCTION_BYTES);
     }
 
-    /// PSCI, by HVC (Arm SMC Calling Convention, DEN0028): the function in `w0`, the result in `x0`.
+    /// PSCI, by HVC (Arm SMC Calling Convention, DEN0028): the function in `w0`, the result in
+    /// `x0`.
     fn firmware_call(&mut self, linux: &Linux) {
         let [function, first, second, third] = [0, 1, 2, 3].map(|register| self.register(register));
         let result = match Function::of(function as u32) {

@@ -71,8 +71,8 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Loads `kernel` and `initramfs` into `ram`, as `options` say, for the machine of `boot`. What the
-    /// kernel needs beside them is in `low`, the memory below [`RAM_START`].
+    /// Loads `kernel` and `initramfs` into `ram`, as `options` say, for the machine of `boot`. What
+    /// the kernel needs beside them is in `low`, the memory below [`RAM_START`].
     ///
     /// # Errors
     /// [`ImageError`].

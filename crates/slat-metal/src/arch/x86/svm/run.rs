@@ -60,8 +60,8 @@ enum Again {
     Event(u64),
 }
 
-/// What to deliver again after an exit during the delivery of `event` (15.7.2). A software interrupt
-/// is not: its instruction is executed once more.
+/// What to deliver again after an exit during the delivery of `event` (15.7.2). A software
+/// interrupt is not: its instruction is executed once more.
 fn to_deliver_again(event: u64) -> Again {
     let (vector, kind) = (event & 0xff, event >> 8 & 7);
     match kind {
@@ -76,8 +76,8 @@ fn to_deliver_again(event: u64) -> Again {
     }
 }
 
-/// A virtual interrupt with `vector` that waits: V_IRQ, of the highest priority, whatever the TPR is
-/// (15.21.4): the controller has decided already.
+/// A virtual interrupt with `vector` that waits: V_IRQ, of the highest priority, whatever the TPR
+/// is (15.21.4): the controller has decided already.
 ///
 /// Not by an injection: QEMU 10 delivers an interrupt that is injected once more, as an exception,
 /// if it leaves its loop before the next exit (it keeps the number in `exception_index`).
