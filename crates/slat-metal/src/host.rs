@@ -5,7 +5,7 @@
 //! address is a pointer.
 //!
 //! # The flush
-//! It is the machine's ([`arch::flush`]); [`cpus`](crate::cpus) has the one by
+//! It is the machine's ([`arch::flush()`]); [`cpus`](crate::cpus) has the one by
 //! numbers and interrupts.
 
 #![expect(unsafe_code, reason = "promises memory and flushes to the engine")]

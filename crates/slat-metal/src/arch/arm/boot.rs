@@ -44,7 +44,7 @@ const MEMORY_BLOCK: u64 = 1 << 10 | 3 << 8 | 1 << 6 | 1 << 2 | 1;
 /// What the loader left: `address` is that of the device tree, or 0.
 ///
 /// # Errors
-/// [`MachineError`].
+/// `MachineError`.
 ///
 /// # Safety
 /// To be called once, by the boot CPU, first of all. `address` is what was in `x0`; the memory of
