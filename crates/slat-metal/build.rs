@@ -12,7 +12,8 @@ fn main() {
     };
     let script = format!("{}/src/arch/{arch}/link.ld", env!("CARGO_MANIFEST_DIR"));
     println!("cargo:rerun-if-changed={script}");
-    // A target without an operating system is linked by the linker itself, the other one by a C compiler.
+    // A target without an operating system is linked by the linker itself, the other one by a C
+    // compiler.
     let has_system = env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system != "none");
     let arguments: &[&str] = if has_system {
         &["-nostdlib", "-nostartfiles", "-static", "-no-pie", "-Wl,--build-id=none", "-Wl,-z,max-page-size=4096"]

@@ -1,7 +1,7 @@
-//! What the boot loader hands over, the same on all machines; the image's own memory; and which CPUs
-//! are there.
+//! What the boot loader hands over, the same on all machines; the image's own memory; and which
+//! CPUs are there.
 
-#![expect(unsafe_code, reason = "names what the linker script places")]
+#![expect(unsafe_code, reason = "names what the linker script places, and believes the loader")]
 
 use core::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
@@ -46,6 +46,21 @@ impl Span {
     /// Its length in bytes.
     pub const fn size_bytes(self) -> u64 {
         self.end.saturating_sub(self.start)
+    }
+
+    /// What it has in common with `other`.
+    pub fn and(self, other: Span) -> Span {
+        Span { start: self.start.max(other.start), end: self.end.min(other.end) }
+    }
+
+    /// Whether the two have bytes in common.
+    pub fn overlaps(self, other: Span) -> bool {
+        self.and(other).size_bytes() != 0
+    }
+
+    /// All pages that have a byte of it, but for one that ends behind the last address.
+    pub fn pages(self) -> Span {
+        Span { start: self.start & !0xfff, end: self.end.checked_next_multiple_of(0x1000).unwrap_or(!0xfff) }
     }
 
     /// What is left of it below `other`, and above `other`.
@@ -94,7 +109,7 @@ pub struct Module {
 }
 
 /// Entries of the memory map, and modules, that are kept.
-const MAX_REGIONS: usize = 32;
+pub(crate) const MAX_REGIONS: usize = 32;
 const MAX_MODULES: usize = 4;
 
 /// What the boot loader hands over.
@@ -108,7 +123,10 @@ pub struct BootInfo {
 
 impl BootInfo {
     /// What a loader left. Entries of the memory map and modules that are too many are left out.
-    pub fn new(
+    ///
+    /// # Safety
+    /// The memory map is true: the guest may get what is the firmware's there.
+    pub unsafe fn new(
         command_line: &'static str,
         regions: impl Iterator<Item = Region>,
         modules: impl Iterator<Item = Module>,

@@ -1,4 +1,5 @@
-//! What the image says: lines on a console that the guest does not have. And the end of the machine.
+//! What the image says: lines on a console that the guest does not have. And the end of the
+//! machine.
 //!
 //! `slat metal` reads these lines:
 //! - `say TEXT`: for a person;

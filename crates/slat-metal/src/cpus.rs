@@ -9,9 +9,9 @@
 //! 3. waits until these have left.
 //!
 //! A CPU that enters stores its number and then reads the number of flushes. If they differ, the
-//! entry flushes: by VMRUN itself, or by INVEPT. A flush waits for no CPU outside of the guest. A
-//! CPU inside leaves at the interrupt, whatever the guest does. An interrupt that comes after the
-//! number is stored is kept until the CPU is in the guest
+//! entry flushes: by VMRUN itself, by INVEPT, or by HFENCE.GVMA. A flush waits for no CPU outside
+//! of the guest. A CPU inside leaves at the interrupt, whatever the guest does. An interrupt that
+//! comes after the number is stored is kept until the CPU is in the guest
 //! ([`VirtualCpu::KICK`](crate::virtual_cpu::VirtualCpu::KICK)).
 //!
 //! A CPU runs one VM, from the creation of its [`Presence`] on. A hypervisor that switches VMs
@@ -146,8 +146,9 @@ impl Cpus {
         self.entered[arch::cpu_number()].flushed_page.store(gpa.gfn().0 + 1, Ordering::Relaxed);
     }
 
-    /// The calling CPU may hold the translation of `gpa` from now on, of its own accord: CPUs translate
-    /// what they guess. Checks that it may hold no other one, in formats with break before make.
+    /// The calling CPU may hold the translation of `gpa` from now on, of its own accord: CPUs
+    /// translate what they guess. Checks that it may hold no other one, in formats with break
+    /// before make.
     pub(crate) fn hold<F: Format>(&self, vm: &MetalVm<F>, gpa: Gpa) {
         if !F::BREAK_BEFORE_MAKE {
             return;

@@ -4,8 +4,8 @@
 //! A CPU that goes on after a fault must have flushed the page of the fault, in a format that needs
 //! it ([`Format::NEEDS_LOCAL_FLUSH`]). And in a format with break before make
 //! ([`Format::BREAK_BEFORE_MAKE`]), it must not find a block of 2 MiB mapped by leaves of another
-//! size than before, unless a flush of that block lies between. A CPU that breaks one of these rules
-//! is noticed here, whatever the emulator's TLB does.
+//! size than before, unless a flush of that block lies between. A CPU that breaks one of these
+//! rules is noticed here, whatever the emulator's TLB does.
 //!
 //! # Implementation
 //! Flushes that were carried out have numbers, and each block has that of its last one
@@ -14,12 +14,12 @@
 //! one now, the block's last flush must have a greater number.
 //!
 //! # Why it is correct
-//! The engine breaks an entry, flushes, and makes the new one. A CPU that saw the old entry read the
-//! number of flushes before that flush took its own. A CPU that sees the new entry sees that flush
-//! in the table of flushes, too: the flush is in the table when the engine's call of it returns, and
-//! the engine makes the entry after that. So no flush that was carried out is missed. The record may
-//! forgive what a CPU would not: a leaf that it got without a fault is not in it, and two blocks may
-//! share a place in the table.
+//! The engine breaks an entry, flushes, and makes the new one. A CPU that saw the old entry read
+//! the number of flushes before that flush took its own. A CPU that sees the new entry sees that
+//! flush in the table of flushes, too: the flush is in the table when the engine's call of it
+//! returns, and the engine makes the entry after that. So no flush that was carried out is missed.
+//! The record may forgive what a CPU would not: a leaf that it got without a fault is not in it,
+//! and two blocks may share a place in the table.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;

@@ -5,7 +5,7 @@
 //! address is a pointer.
 //!
 //! # The flush
-//! It is the machine's ([`arch::flush`]); [`cpus`](crate::cpus) has the one by
+//! It is the machine's ([`arch::flush()`]); [`cpus`](crate::cpus) has the one by
 //! numbers and interrupts.
 
 #![expect(unsafe_code, reason = "promises memory and flushes to the engine")]
@@ -87,8 +87,11 @@ pub struct MetalHost {
 }
 
 // SAFETY: tables are the allocator's. Frames of `Ram` change between an invalidation and its drop
-// alone (`Ram::move_page`), others never. `flush` returns when each CPU that had entered before has
-// left, and each entry after it flushes. Nothing unwinds: the image aborts.
+// alone (`Ram::move_page`), others never. When `flush` returns, no CPU accesses memory through an
+// old translation of the ranges. On x86 each CPU that was in the guest has left it. On RISC-V each
+// such CPU has executed the firmware's fence, outside of the guest. On both, each entry flushes
+// that comes later. On Arm the instructions reach all CPUs, and the barrier behind them waits for
+// the accesses through what they drop. Nothing unwinds: the image aborts.
 unsafe impl Host for MetalHost {
     type Backing = Backing;
 
@@ -136,10 +139,13 @@ unsafe impl Host for MetalHost {
     }
 
     fn resolve_resident(&self, backing: &Backing, _gfn: Gfn, page: u64, _access: Access) -> Option<Resolved> {
-        match backing {
+        let answer = match backing {
             Backing::Ram(ram) if ram.is_allocated(page) => ram.resolve(page).ok(),
             Backing::Ram(_) | Backing::Fixed(_) => None,
-        }
+        };
+        // The frame may be so new that the fault that got it has not come to this yet.
+        arch::guest::publish_code(&self.cpus);
+        answer
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
@@ -167,7 +173,10 @@ unsafe impl Host for MetalHost {
     }
 
     fn needs_zapped_leaves(&self) -> bool {
-        false
+        // No leaf is reported. But on RISC-V a fence by address orders leaf PTEs alone: a hart that
+        // keeps a directory entry walks on through a page-table page that was unlinked, to the
+        // leaves that are still in it. With `true` they are cleared before.
+        cfg!(target_arch = "riscv64")
     }
 
     fn yield_now(&self) {

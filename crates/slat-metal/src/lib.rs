@@ -9,14 +9,14 @@
 //!
 //! # The parts
 //! - [`arch`]: the machine, and the CPUs that run guests: all that differs by architecture.
-//! - [`virtual_cpu`]: the face of a CPU that runs a guest. [`cpus`]: those of one VM.
+//! - [`virtual_cpu`]: the interface of a CPU that runs a guest. [`cpus`]: those of one VM.
 //! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move.
 //! - [`operations`]: what is done to that memory while guests run.
 //! - [`suite`] and [`linux`]: the two guests. [`measure`]: a third one, by which events are
 //!   counted.
 //! - [`private`]: the memory of a vCPU that runs the image's own code.
-//! - [`boot`], [`memory`], [`console`], [`options`]: what the loader hands over, the allocator, what
-//!   the image says, the command line.
+//! - [`boot`], [`memory`], [`console`], [`options`]: what the loader hands over, the allocator,
+//!   what the image says, the command line.
 
 #![no_std]
 #![cfg(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))]
@@ -28,7 +28,7 @@ pub mod boot;
 pub mod bootargs;
 pub mod console;
 pub mod cpus;
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(any(test, not(target_arch = "x86_64")))]
 pub mod device_tree;
 mod held;
 pub mod host;
@@ -39,6 +39,8 @@ pub mod operations;
 pub mod options;
 pub mod private;
 pub mod ram;
+#[cfg(not(target_arch = "x86_64"))]
+pub mod semihosting;
 pub mod start;
 pub mod suite;
 pub mod virtual_cpu;

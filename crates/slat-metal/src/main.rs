@@ -26,7 +26,8 @@ static MEMORY: Memory = Memory::new();
 unsafe fn boot_cpu(boot: BootInfo) -> ! {
     // SAFETY: the first use of the allocator.
     unsafe { MEMORY.add(&boot) };
-    start::boot_cpu(boot, MEMORY.free_bytes())
+    // SAFETY: once, as the caller promises.
+    unsafe { start::boot_cpu(boot, MEMORY.free_bytes()) }
 }
 
 #[panic_handler]

@@ -26,24 +26,25 @@ impl Memory {
         Memory(Mutex::new(Heap::empty()))
     }
 
-    /// Adds what the memory map has as free, except the image, the modules, and what is the
-    /// firmware's all the same.
+    /// Adds what the memory map has as free, as far as whole pages go, except the image, the
+    /// modules, and what is the firmware's all the same.
     ///
     /// # Safety
     /// To be called once, before anything is allocated. The memory map is true, and nothing else
     /// uses its free memory.
     pub unsafe fn add(&self, boot: &BootInfo) {
         let ram = boot.regions().filter(|region| region.kind == RegionKind::Ram);
-        for region in ram {
-            let span = Span { start: region.span.start.max(USABLE.start), end: region.span.end.min(USABLE.end) };
+        for span in ram.map(|region| region.span.and(USABLE)).filter(|span| span.size_bytes() != 0) {
+            // Within `USABLE`: neither end wraps.
+            let span = Span { start: span.start.next_multiple_of(0x1000), end: span.end & !0xfff };
             let used = boot.modules().map(|module| {
                 let start = module.bytes.as_ptr().addr() as u64;
-                Span { start, end: (start + module.bytes.len() as u64).next_multiple_of(4096) }
+                Span { start, end: start + module.bytes.len() as u64 }.pages()
             });
-            let texts = boot.modules().map(|module| page_of(module.text));
+            let texts = boot.modules().map(|module| pages_of(module.text));
             let firmware = boot.regions().filter(|region| region.kind == RegionKind::Firmware);
-            let firmware = firmware.map(|region| region.span);
-            self.add_span(span, used.chain(texts).chain(firmware).chain([image(), page_of(boot.command_line)]));
+            let firmware = firmware.map(|region| region.span.pages());
+            self.add_span(span, used.chain(texts).chain(firmware).chain([image(), pages_of(boot.command_line)]));
         }
     }
 
@@ -74,9 +75,9 @@ impl Default for Memory {
 }
 
 /// The pages of a text: loaders put texts behind the image.
-fn page_of(text: &str) -> Span {
+fn pages_of(text: &str) -> Span {
     let start = text.as_ptr().addr() as u64;
-    Span { start: start & !0xfff, end: (start + text.len() as u64 + 1).next_multiple_of(0x1000) }
+    Span { start, end: start + text.len() as u64 + 1 }.pages()
 }
 
 // SAFETY: the heap returns blocks of the layout that nothing else uses, or nothing.

@@ -275,8 +275,8 @@ impl<F: Format> Operations<F> {
         host.cpus.while_breaking(work)
     }
 
-    /// Recovers the block of `first`. Before that all of its pages move home and are mapped: only then
-    /// a huge leaf can take their place.
+    /// Recovers the block of `first`. Before that all of its pages move home and are mapped: only
+    /// then a huge leaf can take their place.
     fn recover(&self, vcpu: &mut MetalVcpu<F>, first: u64, rng: &mut Rng) {
         let block = first - first % BLOCK_PAGES;
         let nr_block_pages = BLOCK_PAGES.min(self.ram.nr_pages() - block);

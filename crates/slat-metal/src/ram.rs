@@ -34,6 +34,24 @@ const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
 /// Bit 63 of a page's word: an exchange or a copy is under way.
 const LOCKED: u64 = 1 << 63;
 
+/// `bytes` from byte `offset` on, page by page: the page, the byte in it, and the part.
+fn parts(offset: u64, bytes: &[u8]) -> impl Iterator<Item = (u64, usize, &[u8])> {
+    let (page, at) = (offset / PAGE_SIZE, (offset % PAGE_SIZE) as usize);
+    let (first, rest) = bytes.split_at(bytes.len().min(PAGE_SIZE as usize - at));
+    let rest = (page + 1..).zip(rest.chunks(PAGE_SIZE as usize)).map(|(page, part)| (page, 0, part));
+    core::iter::once((page, at, first)).chain(rest).filter(|(.., part)| !part.is_empty())
+}
+
+/// Writes `bytes` into `words`, from byte `at` on.
+fn write_words(words: &[AtomicU64], at: usize, bytes: &[u8]) {
+    for (at, &byte) in (at..).zip(bytes) {
+        let (word, shift) = (&words[at / 8], at % 8 * 8);
+        // Relaxed: the guest does not run yet.
+        let others = word.load(Ordering::Relaxed) & !(0xff << shift);
+        word.store(others | u64::from(byte) << shift, Ordering::Relaxed);
+    }
+}
+
 /// Fills the frame of a page before the guest first uses it.
 pub type Fill = fn(page: u64, words: &[AtomicU64]);
 
@@ -207,6 +225,19 @@ impl Ram {
         }
     }
 
+    /// Writes `bytes` from byte `offset` on, before the guest runs. Without memory for a page, or
+    /// past the end, the run ends.
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        for (page, at, part) in parts(offset, bytes) {
+            // The page gets its frame first.
+            let Some(locked) = self.frame(page).and_then(|_| self.lock(page)) else {
+                error!("no memory for page {page} of the guest");
+            };
+            write_words(locked.words(), at, part);
+            sync_memory(locked.words());
+        }
+    }
+
     #[cold]
     fn allocate_frame(&self, page: u64) -> Option<Pfn> {
         let block = self.block(page);
@@ -350,6 +381,11 @@ impl Frames {
         // SAFETY: one of the frames, which are this value's.
         unsafe { words(Pfn(self.first.0 + page)) }
     }
+
+    /// Writes `bytes` from byte `offset` on, before the guest runs.
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        parts(offset, bytes).for_each(|(page, at, part)| write_words(self.words(page), at, part));
+    }
 }
 
 impl Drop for Frames {
@@ -487,6 +523,26 @@ mod tests {
         // SAFETY: a frame of the memory.
         unsafe { words(old)[7].store(1, Ordering::Relaxed) };
         assert_eq!(ram.check_spare(), Err(Written { frame: old, offset: 56, found: 1 }));
+    }
+
+    #[test]
+    fn bytes_are_written_where_they_belong() {
+        let ram = Ram::new(8, number);
+        // From the middle of a word of page 1 over page 2 to page 3, and nothing else.
+        let bytes: Vec<u8> = (0..PAGE_SIZE + 8).map(|index| index as u8 | 0x80).collect();
+        ram.write(2 * PAGE_SIZE - 5, &bytes);
+        ram.write(8 * PAGE_SIZE, &[]);
+        assert_eq!([0, 1, 2, 3, 4].map(|page| ram.is_allocated(page)), [false, true, true, true, false]);
+        let found: Vec<u8> = (1..4)
+            .flat_map(|page| {
+                let locked = ram.lock(page).unwrap();
+                locked.words().iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect::<Vec<_>>()
+            })
+            .collect();
+        let page_bytes = PAGE_SIZE as usize;
+        assert_eq!(found[page_bytes - 5..][..bytes.len()], bytes);
+        assert_eq!(found[page_bytes - 8..page_bytes - 5], [1, 0, 0]);
+        assert_eq!(found[2 * page_bytes + 3..][..5], [0; 5]);
     }
 
     #[test]

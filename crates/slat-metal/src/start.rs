@@ -15,7 +15,8 @@ use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
 use crate::{error, measure, say};
 
-/// What the suite and the counts need, with all CPUs. Linux needs more.
+/// What the suite and the counts need, with all CPUs: what the guest accesses, the copy of it, the
+/// private memory of each CPU, and page tables. Linux needs more, and says how much.
 const OWN_BYTES: usize = 128 << 20;
 
 /// What all CPUs do, once the boot CPU has prepared it.
@@ -23,12 +24,11 @@ pub type Work = dyn Fn(usize) + Send + Sync;
 
 static WORK: Once<Box<Work>> = Once::new();
 
-/// Memory for a guest that runs the image's own code: what it accesses, the copy of it, private
-/// memory of all CPUs, page tables.
-const NEEDED_BYTES: u64 = 48 << 20;
-
 /// The boot CPU's work: `free_bytes` of memory are free.
-pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
+///
+/// # Safety
+/// To be called once, by the boot CPU, with what the boot loader has left.
+pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     clock::measure();
     let options = Options::parse(boot.command_line).unwrap_or_else(|error| error!("{error}"));
     if !arch::has_control(options.control) {
@@ -42,15 +42,11 @@ pub fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
         // One CPU is the hypervisor's own.
         Guest::Linux => 1,
     };
-    // Linux says itself what it needs.
-    if options.guest != Guest::Linux && (free_bytes as u64) < NEEDED_BYTES {
-        error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, NEEDED_BYTES >> 20);
-    }
     let nr_cpus = options.nr_cpus + nr_helpers;
     if free_bytes < OWN_BYTES {
         error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, OWN_BYTES >> 20);
     }
-    // SAFETY: only here.
+    // SAFETY: once, by the boot CPU, as the caller promises.
     if let Err(missing) = unsafe { arch::start_other_cpus(nr_cpus as u32) } {
         error!("{missing}");
     }
@@ -94,7 +90,10 @@ pub fn measure<V: VirtualCpu>() -> Box<Work> {
 }
 
 /// The work of another CPU.
-pub fn other_cpu() -> ! {
+///
+/// # Safety
+/// To be called once by each CPU that [`boot_cpu`] starts.
+pub unsafe fn other_cpu() -> ! {
     arch::set_up();
     boot::note_present();
     run(WORK.wait())

@@ -20,7 +20,7 @@ pub trait VirtualCpu: Sized + 'static {
     const KICK: Kick;
 
     /// The number of the instruction that the suite's guest leaves by
-    /// ([`hypercall`](crate::arch::guest::hypercall)).
+    /// ([`hypercall`](crate::arch::guest::hypercall)): x86 has two. Elsewhere it says nothing.
     const HYPERCALL: u64;
 
     /// What the calling CPU has, as far as page tables depend on it.
@@ -32,13 +32,12 @@ pub trait VirtualCpu: Sized + 'static {
     /// ([`DirtyTracking::PageModificationLog`]).
     fn has_modification_log() -> bool;
 
-    /// One on `second_stage` that may use no port and no model-specific register.
+    /// One on `second_stage`. On x86 it may use no port and no model-specific register.
     ///
     /// # Safety
     /// Virtualization is on, on the calling CPU, to which the value belongs, and which has no other
-    /// one. `second_stage` is that
-    /// of a VM that outlives it, and whose host flushes the [`Cpus`](crate::cpus::Cpus) of each
-    /// [`Presence`] that it runs with.
+    /// one. `second_stage` is that of a VM that outlives it, and whose host flushes the
+    /// [`Cpus`](crate::cpus::Cpus) of each [`Presence`] that it runs with.
     unsafe fn new(second_stage: SecondStage) -> Self;
 
     /// Sets all registers so that the guest begins as `start` says.
@@ -107,7 +106,8 @@ pub enum Exit {
         /// What the guest did, or the walk of its page tables.
         access: Access,
     },
-    /// A page table of the second stage has a reserved value.
+    /// A page table of the second stage has a reserved value. By VMX alone: elsewhere it is a page
+    /// fault, or among the [others](Exit::Other).
     Misconfigured {
         /// The guest-physical address.
         gpa: Gpa,
@@ -120,17 +120,19 @@ pub enum Exit {
     Hypercall,
     /// What this architecture alone has.
     Trapped(Trap),
-    /// A triple fault.
+    /// A triple fault, of x86.
     Shutdown,
-    /// The entry was refused.
+    /// The entry was refused. On Arm, which refuses none: an exception other than the guest's own
+    /// and the kick.
     Invalid {
-        /// The exit code of SVM. With VMX the VM-instruction error, or the exit reason.
+        /// The exit code of SVM. With VMX the VM-instruction error, or the exit reason. On Arm the
+        /// kind of the exception, as `boot.s` numbers them.
         code: u64,
     },
     /// Any other code.
     Other {
-        /// The exit code of SVM (APM vol. 2, appendix C), or the basic exit reason of VMX (SDM vol.
-        /// 3D, appendix C "VMX Basic Exit Reasons").
+        /// The exit code of SVM (APM vol. 2, appendix C), the basic exit reason of VMX (SDM vol.
+        /// 3D, appendix C "VMX Basic Exit Reasons"), ESR_EL2 of Arm, or scause of RISC-V.
         code: u64,
     },
 }

@@ -34,6 +34,8 @@ const FOLDER: &str = "machine-";
 /// The files of a machine, in its folder.
 const IMAGE: &str = "slat-metal";
 const LOCK: &str = "lock";
+/// The lock before it is held.
+const NEW_LOCK: &str = "lock.new";
 const KERNEL: &str = "vmlinuz";
 const INITRAMFS: &str = "initramfs";
 
@@ -159,8 +161,7 @@ impl Machine {
             fs::create_dir_all(target)?;
             let target = fs::canonicalize(target)?;
             let folder = tempfile::Builder::new().prefix(FOLDER).tempdir_in(&target)?;
-            let lock = File::create(folder.path().join(LOCK))?;
-            flock(&lock, FlockOperation::LockExclusive)?;
+            let lock = lock(folder.path())?;
             remove_left(&target)?;
             let path = folder.path().to_owned();
             session.when_interrupted(move || drop(fs::remove_dir_all(path)));
@@ -281,6 +282,16 @@ impl Machine {
         let Heard { verdict, figures, last, .. } = heard;
         Ok(Ended { status, verdict, figures, time: begin.elapsed(), last })
     }
+}
+
+/// Makes the lock of `folder`, and holds it. It gets its name when it is held: `remove_left` of
+/// another run finds no lock before, and so leaves the folder.
+fn lock(folder: &Path) -> io::Result<File> {
+    let new = folder.join(NEW_LOCK);
+    let lock = File::create(&new)?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    fs::rename(new, folder.join(LOCK))?;
+    Ok(lock)
 }
 
 /// Removes the folders of runs that were killed: nothing has their locks.
@@ -415,6 +426,27 @@ mod tests {
         let placed = place(Loading { first: 0x4800_0000, aligned: 0x20_0000 }, &files);
         let addresses: Vec<_> = placed.iter().map(|file| (file.name, file.address, file.nr_bytes)).collect();
         assert_eq!(addresses, [("kernel", 0x4800_0000, 0x20_0001), ("initramfs", 0x4840_0000, 5)]);
+    }
+
+    #[test]
+    fn folders_of_killed_runs_are_removed_and_no_others() {
+        let target = tempfile::tempdir().unwrap();
+        let folder = |name: &str| {
+            let path = target.path().join(format!("{FOLDER}{name}"));
+            fs::create_dir(&path).unwrap();
+            path
+        };
+        // One without a lock, one whose lock is not held yet, one in use, and one that was left.
+        let (new, unlocked, used, left) = (folder("new"), folder("unlocked"), folder("used"), folder("left"));
+        File::create(unlocked.join(NEW_LOCK)).unwrap();
+        let held = lock(&used).unwrap();
+        drop(lock(&left).unwrap());
+        remove_left(target.path()).unwrap();
+        assert_eq!([&new, &unlocked, &used, &left].map(|path| path.exists()), [true, true, true, false]);
+        assert!(!used.join(NEW_LOCK).exists());
+        drop(held);
+        remove_left(target.path()).unwrap();
+        assert!(!used.exists());
     }
 
     #[test]

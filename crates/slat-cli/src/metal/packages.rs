@@ -330,7 +330,7 @@ fn find_modules(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Who has filled a folder of the cache.
+/// Which run has filled a folder of the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Got {
     Now,

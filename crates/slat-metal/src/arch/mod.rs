@@ -1,5 +1,5 @@
-//! The machine: what differs from one architecture to another. Each has the same face, by which all
-//! other modules use the one that the image is built for:
+//! The machine: what differs from one architecture to another. Each has the same interface, by
+//! which all other modules use the one that the image is built for:
 //!
 //! - `set_up`, `cpu_number`, `halt`, `start_other_cpus`, [`USABLE`]: its CPUs and its memory;
 //! - [`BREAKS_BEFORE_MAKE`]: what the record of flushes is for;
@@ -8,8 +8,8 @@
 //!   stale translations go; `has_control`: what can be left out of that;
 //! - [`Trap`]: the exits that it alone has; [`Virtualization`]: the ways in which its CPUs run
 //!   guests, each with its [`VirtualCpu`](crate::virtual_cpu::VirtualCpu);
-//! - [`guest`]: what the suite's guest needs of the instruction set; [`measured`]: the guest by which
-//!   instructions are counted;
+//! - [`guest`]: what the suite's guest needs of the instruction set; [`measured`]: the guest by
+//!   which instructions are counted;
 //! - [`linux`]: the kernel's image, and the CPUs of a Linux guest.
 
 #[cfg(target_arch = "aarch64")]

@@ -53,7 +53,7 @@ const BOOT_PAUSE_US: u64 = 400;
 const PAUSE_US: u64 = 40;
 
 /// Hypercalls of the guest's program: the magic number and the code.
-const MAGIC: u64 = 0x736c_6174_0000_0000;
+pub(crate) const MAGIC: u64 = 0x736c_6174_0000_0000;
 const UP: u64 = MAGIC;
 const ROUND: u64 = MAGIC | 1;
 const DONE: u64 = MAGIC | 2;
@@ -217,8 +217,9 @@ impl Linux {
         0
     }
 
-    /// The guest has turned itself off, or restarts: the calling vCPU does not come back. The CPU that
-    /// does the operations ends the machine. (A PC turns itself off by a port, which ends the machine.)
+    /// The guest has turned itself off, or restarts: the calling vCPU does not come back. The CPU
+    /// that does the operations ends the machine. (A PC turns itself off by a port, which ends the
+    /// machine.)
     #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn turned_off(&self) -> ! {
         if !matches!(*self.stage.lock(), Stage::Done { .. }) {

@@ -2,7 +2,7 @@
 //! QEMU with `-icount shift=0`, and one CPU.
 //!
 //! # What is in a count
-//! - A fault (`guest.s`): what the guest sees between the instructions before and behind
+//! - A fault (`measured.s`): what the guest sees between the instructions before and behind
 //!   the write, less the same of a write that does not leave the guest. That is the entry, the exit
 //!   path of this hypervisor, the engine, and the answers of the host. The median over the pages.
 //!   Frames are allocated and zeroed before.

@@ -218,8 +218,8 @@ impl<V: VirtualCpu> Round<V> {
         let found = self.vm.translate(gpa).unwrap_or_else(|error| fail!("no translation of {gpa}: {error}"));
         let planned = guest::planned(page, number);
         let Some(found) = found else {
-            // A fault that comes between break and make of a split leaves nothing of the larger leaf:
-            // what was accessed through that has been reported.
+            // A fault that comes between break and make of a split leaves nothing of the larger
+            // leaf: what was accessed through that has been reported.
             let is_cancelled = V::Format::BREAK_BEFORE_MAKE && self.operations.ram().is_whole(page);
             if planned != Planned::None && !is_cancelled {
                 fail!("page {page} was accessed ({planned:?}), and is not mapped");

@@ -1,17 +1,19 @@
-//! The start: what the loader leaves, the memory that EL2 has mapped, and the start of the other CPUs.
+//! The start: what the loader leaves, the memory that EL2 has mapped, and the start of the other
+//! CPUs.
 
 #![expect(unsafe_code, reason = "reads what the loader left, maps memory, and starts CPUs at an address")]
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use super::console::{self, FAILED};
+use super::console;
 use super::machine::{self, Machine, MachineError};
 use super::stage2::Registers;
 use super::sysreg::{execute, read};
-use super::{gic, psci};
-use crate::boot::{self, BootInfo, MAX_CPUS, MissingCpus, STACK_BYTES};
+use super::{USABLE, gic, psci};
+use crate::boot::{self, BootInfo, MAX_CPUS, MissingCpus, RegionKind, STACK_BYTES, Span};
 use crate::device_tree;
 use crate::error;
+use crate::semihosting::FAILED;
 
 /// Where QEMU's machine "virt" has its memory: with an ELF file it puts the device tree there, and
 /// leaves `x0` as it is after a reset.
@@ -42,11 +44,11 @@ const MEMORY_BLOCK: u64 = 1 << 10 | 3 << 8 | 1 << 6 | 1 << 2 | 1;
 /// What the loader left: `address` is that of the device tree, or 0.
 ///
 /// # Errors
-/// [`MachineError`].
+/// `MachineError`.
 ///
 /// # Safety
-/// To be called once, by the boot CPU, first of all. `address` is what was in `x0`; the memory of the
-/// device tree and of the files that it names stays as it is.
+/// To be called once, by the boot CPU, first of all. `address` is what was in `x0`; the memory of
+/// the device tree and of the files that it names stays as it is.
 pub unsafe fn read(address: u64) -> Result<BootInfo, MachineError> {
     let address = if address == 0 { MEMORY_START } else { address };
     if !(MEMORY_START..MEMORY_START + BLOCK_BYTES).contains(&address) {
@@ -56,22 +58,23 @@ pub unsafe fn read(address: u64) -> Result<BootInfo, MachineError> {
     let tree = unsafe { device_tree::read(address) }?;
     // SAFETY: the loader has left them.
     let boot = unsafe { device_tree::boot_info(tree) }?;
-    for region in boot.regions() {
+    for region in boot.regions().filter(|region| region.kind == RegionKind::Ram) {
         // SAFETY: memory, by the device tree.
-        unsafe { map(region.span.start, region.span.end) };
+        unsafe { map(region.span.and(USABLE)) };
     }
-    machine::set(Machine::read(tree)?);
+    // SAFETY: as the device tree of this machine has it.
+    unsafe { machine::set(Machine::read(tree)?) };
     Ok(boot)
 }
 
-/// Maps the blocks of `start` up to `end` to themselves, as far as the table goes.
+/// Maps the blocks of `span` to themselves, as far as the table goes.
 ///
 /// # Safety
 /// The blocks are memory, or nothing is there. No other CPU has started.
-unsafe fn map(start: u64, end: u64) {
+unsafe fn map(span: Span) {
     // SAFETY: the table is the image's.
     let table = unsafe { &boot_table };
-    for block in start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES) {
+    for block in span.start / BLOCK_BYTES..span.end.div_ceil(BLOCK_BYTES) {
         if let Some(entry) = table.get(block as usize).filter(|entry| entry.load(Ordering::Relaxed) == 0) {
             entry.store((block * BLOCK_BYTES) | MEMORY_BLOCK, Ordering::Relaxed);
         }
@@ -98,7 +101,9 @@ pub(super) unsafe fn start_other_cpus(wanted: u32) -> Result<(), MissingCpus> {
     let entry = (&raw const start_other).addr() as u64;
     for number in 1..wanted {
         let mpidr = machine.cpus[number as usize];
-        if let Err(error) = psci::cpu_on(mpidr, entry, u64::from(number)) {
+        // SAFETY: `boot.s` expects the number of the CPU there, which has its own stack. No other
+        // call starts the CPU, as the caller promises.
+        if let Err(error) = unsafe { psci::cpu_on(mpidr, entry, u64::from(number)) } {
             error!("CPU {mpidr:#x} of the device tree cannot be started: {error}");
         }
     }

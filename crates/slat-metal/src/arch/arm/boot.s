@@ -64,7 +64,7 @@ set_up:
     mov x30, #0
     br x22
 
-// The only one who could be told is the emulator, by semihosting.
+// Only the emulator can print it, by semihosting.
 no_el2:
     adr x1, no_el2_text
     mov w0, #4                          // SYS_WRITE0

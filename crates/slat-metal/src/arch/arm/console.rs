@@ -1,6 +1,6 @@
-//! The hypervisor's console, and the end of the machine: by semihosting, which an emulator has of its
-//! own (Arm Semihosting, "Semihosting operations"). The serial line is the guest's. Where nothing
-//! takes the call, the firmware ends the machine, without a word.
+//! The hypervisor's console, and the end of the machine: by semihosting, which an emulator has of
+//! its own ([`semihosting`]). The serial line is the guest's. Where nothing takes the call, the
+//! firmware ends the machine, without a word.
 
 #![expect(unsafe_code, reason = "calls the emulator by an instruction")]
 
@@ -9,20 +9,7 @@ use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::console::Verdict;
-
-/// Prints a text that ends with a zero byte.
-const SYS_WRITE0: u64 = 0x04;
-/// Ends the program, with a status.
-const SYS_EXIT_EXTENDED: u64 = 0x20;
-/// The reason of such an end: the program itself.
-const APPLICATION_EXIT: u64 = 0x2_0026;
-
-/// The statuses of the end, which are those of QEMU's `isa-debug-exit` on a PC.
-const PASSED: u64 = 0x21;
-pub(super) const FAILED: u64 = 0x23;
-
-/// Bytes of a text in one call.
-const PART_BYTES: usize = 127;
+use crate::semihosting::{self, SYS_EXIT_EXTENDED, SYS_WRITE0};
 
 /// Set by an exception of the hypervisor: it may be the call itself, so another one would not help.
 static IS_BROKEN: AtomicBool = AtomicBool::new(false);
@@ -42,11 +29,9 @@ pub struct Console;
 
 impl Write for Console {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        for part in text.as_bytes().chunks(PART_BYTES) {
-            let mut bytes = [0; PART_BYTES + 1];
-            bytes[..part.len()].copy_from_slice(part);
+        for part in semihosting::parts(text) {
             // SAFETY: a text that ends with a zero byte.
-            unsafe { call(SYS_WRITE0, bytes.as_ptr()) };
+            unsafe { call(SYS_WRITE0, semihosting::ended(part).as_ptr()) };
         }
         Ok(())
     }
@@ -60,8 +45,7 @@ pub(super) fn note_exception() -> bool {
 
 /// Ends the machine.
 pub fn end(verdict: Verdict) -> ! {
-    let block = [APPLICATION_EXIT, if verdict == Verdict::Pass { PASSED } else { FAILED }];
     // SAFETY: the reason and the status.
-    unsafe { call(SYS_EXIT_EXTENDED, block.as_ptr().cast()) };
+    unsafe { call(SYS_EXIT_EXTENDED, semihosting::exit_block(verdict).as_ptr().cast()) };
     super::psci::system_off()
 }

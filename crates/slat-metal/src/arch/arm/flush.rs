@@ -4,14 +4,14 @@
 //! # Which VM
 //! The instructions are for the VMID in VTTBR_EL2. The image runs one VM at a time, always with the
 //! same VMID, and each CPU has that from its start on ([`set_up`](super::stage2::set_up)). A
-//! hypervisor with several VMs loads VTTBR_EL2 of the VM whose tables have changed, and puts its own
-//! back afterwards.
+//! hypervisor with several VMs loads VTTBR_EL2 of the VM whose tables have changed, and puts its
+//! own back afterwards.
 //!
 //! # The order
-//! A CPU may keep translations that combine both stages. These go by VMALLE1, and a CPU could combine
-//! a new one from a stale entry of stage 2. So stage 2 goes first, by IPAS2E1; the barrier between
-//! both returns when all CPUs are done with it. The barrier before both makes the change of the
-//! tables visible to all walks that begin then.
+//! A CPU may keep translations that combine both stages. These go by VMALLE1, and a CPU could
+//! combine a new one from a stale entry of stage 2. So stage 2 goes first, by IPAS2E1; the barrier
+//! between both returns when all CPUs are done with it. The barrier before both makes the change of
+//! the tables visible to all walks that begin then.
 
 #![expect(unsafe_code, reason = "flushes translations")]
 
@@ -47,8 +47,8 @@ pub fn flush(_cpus: &Cpus, ranges: &[GfnRange]) {
     unsafe { execute!("dsb ish", "isb") };
 }
 
-/// Drops what the calling CPU has of the page at `gpa`: a leaf that lacked a right, when that led to a
-/// fault, may have stayed.
+/// Drops what the calling CPU has of the page at `gpa`: a leaf that lacked a right, when that led
+/// to a fault, may have stayed.
 pub fn flush_local(gpa: Gpa) {
     // SAFETY: dropping translations is always allowed.
     unsafe {

@@ -1,10 +1,10 @@
 //! The interrupt controller, a GICv3 (Arm GIC Architecture Specification, IHI0069).
 //!
 //! The hypervisor takes one interrupt: SGI 15, the only one of group 0, by which a CPU is made to
-//! leave its guest. An interrupt of group 0 is a fast one (FIQ), and with HCR_EL2.FMO set these come
-//! to EL2, whatever the guest masks. All others are the guest's, and come to EL1 without an exit. So
-//! the guest must not change what the controller does with group 0: the hypervisor does the guest's
-//! accesses to the registers itself ([`linux`](super::linux)).
+//! leave its guest. An interrupt of group 0 is a fast one (FIQ), and with HCR_EL2.FMO set these
+//! come to EL2, whatever the guest masks. All others are the guest's, and come to EL1 without an
+//! exit. So the guest must not change what the controller does with group 0: the hypervisor does
+//! the guest's accesses to the registers itself ([`linux`](super::linux)).
 //!
 //! A controller with two security states leaves group 0 to the secure one, and is refused.
 
@@ -121,8 +121,8 @@ pub(super) fn set_up() {
 /// Sets up the part of the calling CPU: the kick is on.
 pub(super) fn set_up_cpu() {
     let base = redistributor(read!("mpidr_el1") & AFFINITY);
-    // SAFETY: the registers of this CPU's redistributor and CPU interface. One interrupt is on, which
-    // waits until the CPU is in a guest.
+    // SAFETY: the registers of this CPU's redistributor and CPU interface. One interrupt is on,
+    // which waits until the CPU is in a guest.
     unsafe {
         // System registers, also for EL1.
         write!("icc_sre_el2", 0xf_u64);
@@ -168,8 +168,8 @@ fn send(mpidr: u64, number: u32) {
         | affinity(1) << 16
         | (affinity(0) >> 4) << 44
         | 1 << (affinity(0) & 15);
-    // SAFETY: the kick's interrupt, for which each CPU is prepared that has set up its part. What this
-    // CPU wrote before comes before it.
+    // SAFETY: the kick's interrupt, for which each CPU is prepared that has set up its part. What
+    // this CPU wrote before comes before it.
     unsafe {
         execute!("dsb ishst");
         write!("icc_sgi0r_el1", command);
@@ -191,7 +191,8 @@ pub fn kick(number: u32, Kick::Fast: Kick) {
 
 /// A fast interrupt made the guest leave: takes it.
 pub(super) fn take() {
-    // SAFETY: the interface of this CPU. An interrupt that is not there reads as 1023, and needs no end.
+    // SAFETY: the interface of this CPU. An interrupt that is not there reads as 1023, and needs no
+    // end.
     unsafe {
         let number = read!("icc_iar0_el1");
         execute!("dsb sy");

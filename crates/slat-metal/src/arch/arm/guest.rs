@@ -1,7 +1,7 @@
 //! What the suite's guest needs of the instruction set.
 //!
-//! The functions here run in the guest, but for [`sync_memory`] and [`write_page_tables`]: they use no
-//! static variable and allocate nothing.
+//! The functions here run in the guest, but for [`sync_memory`] and [`write_page_tables`]: they use
+//! no static variable and allocate nothing.
 
 #![expect(unsafe_code, reason = "leaves the guest, calls instructions in memory, and maintains caches")]
 
@@ -59,10 +59,10 @@ pub unsafe fn call(address: u64) -> u64 {
     found
 }
 
-/// Makes what was written to `words` visible to the guest's fetches, and to accesses past the caches,
-/// and the other way: a guest whose MMU is off accesses memory past them, and CPUs without FEAT_S2FWB
-/// obey it (Arm ARM, D8.6 "Memory region attributes", B2.7.4 "Caching", "Synchronization and coherency
-/// issues between data and instruction accesses").
+/// Makes what was written to `words` visible to the guest's fetches, and to accesses past the
+/// caches, and the other way: a guest whose MMU is off accesses memory past them, and CPUs without
+/// FEAT_S2FWB obey it (Arm ARM, D8.6 "Memory region attributes", B2.7.4 "Caching", "Synchronization
+/// and coherency issues between data and instruction accesses").
 pub fn sync_memory(words: &[AtomicU64]) {
     let line_bytes = 4_u64 << (read!("ctr_el0") >> 16 & 0xf);
     let start = words.as_ptr().expose_provenance() as u64;
@@ -80,9 +80,9 @@ pub fn sync_memory(words: &[AtomicU64]) {
 /// Nothing more: the instructions of [`sync_memory`] reach all CPUs.
 pub fn publish_code(_cpus: &Cpus) {}
 
-/// Writes the page table of a guest into the first page of its private memory: 512 GiB to themselves, by
-/// blocks of 1 GiB of normal memory, inner shareable, used (Arm ARM, D8.3.2 "Block descriptor and Page
-/// descriptor formats").
+/// Writes the page table of a guest into the first page of its private memory: 512 GiB to
+/// themselves, by blocks of 1 GiB of normal memory, inner shareable, used (Arm ARM, D8.3.2 "Block
+/// descriptor and Page descriptor formats").
 pub fn write_page_tables(private: &Private) {
     for index in 0..512 {
         private.word(8 * index).store(index << 30 | 1 << 10 | 3 << 8 | 1, Ordering::Relaxed);

@@ -1,6 +1,8 @@
 //! What the device tree has beside memory: CPUs, the interrupt controller, the serial line and the
 //! timer.
 
+#![expect(unsafe_code, reason = "a machine is a promise about registers")]
+
 use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::{Node, Property};
 use spin::Once;
@@ -50,15 +52,15 @@ pub enum MachineError {
     /// A device that the hypervisor or its guest needs.
     #[error("the device tree has no {0}, where it can be used")]
     NoDevice(&'static str),
-    /// The boot CPU.
-    #[error("the device tree does not have the boot CPU, {0:#x}")]
-    NoBootCpu(u64),
 }
 
 static MACHINE: Once<Machine> = Once::new();
 
 /// The machine is this one.
-pub(super) fn set(machine: Machine) {
+///
+/// # Safety
+/// Its registers are where it says, and memory is nowhere there.
+pub(super) unsafe fn set(machine: Machine) {
     MACHINE.call_once(|| machine);
 }
 
@@ -93,22 +95,14 @@ impl Machine {
             span.filter(|span| span.end <= DEVICES_END && span.size_bytes() >= nr_bytes && span.start % 4096 == 0)
                 .ok_or(MachineError::NoDevice(name))
         };
-        let numbers = device_tree::cpus(tree)?;
-        let own = read!("mpidr_el1") & AFFINITY;
-        if !numbers.iter().any(|number| number == own) {
-            return Err(MachineError::NoBootCpu(own));
-        }
-        let others = numbers.iter().filter(|&number| number != own);
-        let (mut cpus, mut nr_cpus) = ([0; MAX_CPUS], 0);
-        for (place, number) in cpus.iter_mut().zip([own].into_iter().chain(others)) {
-            *place = number;
-            nr_cpus += 1;
-        }
+        let found = device_tree::cpus(tree, read!("mpidr_el1") & AFFINITY)?;
+        let mut cpus = [0; MAX_CPUS];
+        cpus.iter_mut().zip(found.iter()).for_each(|(place, cpu)| *place = cpu.number);
         let gic = device("arm,gic-v3")?;
         let (serial, timer) = (device("arm,pl011")?, device("arm,armv8-timer")?);
         Ok(Machine {
             cpus,
-            nr_cpus,
+            nr_cpus: found.len(),
             distributor: registers("arm,gic-v3", gic, 0, DISTRIBUTOR_BYTES)?,
             redistributors: registers("arm,gic-v3", gic, 1, REDISTRIBUTOR_BYTES)?,
             serial: registers("arm,pl011", serial, 0, 4096)?,

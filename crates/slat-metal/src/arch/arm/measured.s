@@ -7,7 +7,7 @@
 //  16  the distance between pages, in bytes
 //  24  unused
 //  32  for each page, the difference
-// Then it makes a hypercall, and begins again. It is copied: it has no addresses.
+// Then it makes a hypercall, and begins again.
 //
 // A turn of the loop has 8 instructions. The difference is 2 where the write does not leave the guest:
 // the write, and a read of the counter.
@@ -28,5 +28,3 @@ measured_guest:
     b.ne 2b
     hvc #0
     b measured_guest
-.global measured_guest_end
-measured_guest_end:

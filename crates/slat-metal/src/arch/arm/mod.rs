@@ -85,7 +85,8 @@ pub fn halt() -> ! {
     }
 }
 
-/// Whether leaving this out can be noticed on such CPUs: a flush needs no kick, and an entry no flush.
+/// Whether leaving this out can be noticed on such CPUs: a flush needs no kick, and an entry no
+/// flush.
 pub fn has_control(control: Control) -> bool {
     !matches!(control, Control::NoKick | Control::NoEntryFlush)
 }

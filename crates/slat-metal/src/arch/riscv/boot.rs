@@ -8,10 +8,10 @@ use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::{Node, Property};
 use thiserror::Error;
 
-use super::clock;
 use super::features::Features;
+use super::{USABLE, clock};
 use crate::boot::{BootInfo, MAX_CPUS, STACK_BYTES, Span};
-use crate::device_tree::{self, TreeError};
+use crate::device_tree::{self, Cpu, TreeError};
 
 core::arch::global_asm!(
     ".set MAX_CPUS, {max_cpus}",
@@ -31,12 +31,12 @@ pub enum BootError {
     /// The device tree.
     #[error(transparent)]
     Tree(#[from] TreeError),
-    /// The boot hart is missing.
-    #[error("the device tree has no hart {0}, which booted")]
-    NoBootHart(u64),
     /// A number that no mask has.
     #[error("the device tree has hart {0}; numbers below 64 are possible")]
     LargeHart(u64),
+    /// The UART is no device that a guest can have.
+    #[error("the device tree has a UART at {0:#x}, where memory is, or where no register can be")]
+    BadUart(u64),
     /// No clock.
     #[error("the device tree has no frequency of the time counter (timebase-frequency)")]
     NoFrequency,
@@ -74,7 +74,11 @@ pub fn features() -> Features {
 /// The UART's registers and its frequency in hertz, if the machine has one.
 pub fn uart() -> Option<(Span, u64)> {
     let [start, hz] = [0, 1].map(|index| UART[index].load(Ordering::Relaxed));
-    (start != 0).then_some((Span { start, end: start + 0x100 }, hz))
+    (start != 0).then_some((uart_at(start), hz))
+}
+
+fn uart_at(start: u64) -> Span {
+    Span { start, end: start.saturating_add(0x100) }
 }
 
 /// Reads the device tree at `tree`, of the machine whose hart `boot_hart` calls.
@@ -88,10 +92,13 @@ pub fn uart() -> Option<(Span, u64)> {
 pub unsafe fn read(boot_hart: u64, tree: u64) -> Result<BootInfo, BootError> {
     // SAFETY: as the caller promises.
     let tree = unsafe { device_tree::read(tree) }?;
-    read_harts(tree, boot_hart)?;
-    read_uart(tree);
+    // SAFETY: the tree of this machine, as the caller promises, before other CPUs start.
+    unsafe { read_harts(tree, boot_hart) }?;
     // SAFETY: as the caller promises.
-    Ok(unsafe { device_tree::boot_info(tree) }?)
+    let boot = unsafe { device_tree::boot_info(tree) }?;
+    // SAFETY: both of this machine, as the caller promises.
+    unsafe { read_uart(tree, &boot) }?;
+    Ok(boot)
 }
 
 fn text(node: FdtNode<'static>, name: &str) -> Option<&'static str> {
@@ -104,56 +111,45 @@ fn number(node: FdtNode<'static>, name: &str) -> Option<u64> {
 }
 
 /// Notes the harts that can be started.
-fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
+///
+/// # Safety
+/// The tree is that of the machine: a flush reaches these harts. No other CPU has started.
+unsafe fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
     let cpus = fdt.find_node("/cpus").ok_or(TreeError::NoCpus)?;
     clock::set_frequency(number(cpus, "timebase-frequency").filter(|&hz| hz > 0).ok_or(BootError::NoFrequency)?);
-    let (mut nr_harts, mut has_boot_hart, mut features) = (1, false, Features::all());
-    let is_usable = |node: &FdtNode<'static>| text(*node, "status").is_none_or(|status| status == "okay");
-    let nodes = cpus.children().filter(|node| node.name_without_address() == "cpu");
-    let mut is_empty = true;
-    HARTS[0].store(boot_hart, Ordering::Relaxed);
-    for node in nodes.filter(is_usable) {
-        let Some(hart) = number(node, "reg") else { continue };
-        is_empty = false;
+    let harts = device_tree::cpus(fdt, boot_hart)?;
+    let mut features = Features::all();
+    for (place, Cpu { number: hart, node }) in HARTS.iter().zip(harts.iter()) {
         if hart >= 64 {
             return Err(BootError::LargeHart(hart));
         }
-        let is_known = (1..nr_harts).any(|cpu| HARTS[cpu].load(Ordering::Relaxed) == hart);
-        if is_known || hart == boot_hart && has_boot_hart {
-            return Err(TreeError::SameCpu(hart).into());
-        }
-        if hart == boot_hart {
-            has_boot_hart = true;
-        } else if nr_harts < MAX_CPUS {
-            HARTS[nr_harts].store(hart, Ordering::Relaxed);
-            nr_harts += 1;
-        } else {
-            continue;
-        }
+        place.store(hart, Ordering::Relaxed);
         let names = node.property("riscv,isa-extensions").and_then(|names| names.value_as().ok());
         let names = names.map(|names: dtoolkit::FdtStringListIterator<'static>| Features::of_names(names));
         let isa = text(node, "riscv,isa").map(Features::of_isa);
         features &= names.or(isa).unwrap_or(Features::empty());
     }
-    if is_empty {
-        return Err(TreeError::NoCpus.into());
-    }
-    if !has_boot_hart {
-        return Err(BootError::NoBootHart(boot_hart));
-    }
-    NR_HARTS.store(nr_harts, Ordering::Relaxed);
+    NR_HARTS.store(harts.len(), Ordering::Relaxed);
     FEATURES.store(features.bits(), Ordering::Relaxed);
     Ok(())
 }
 
-/// Notes the first UART of the kind that PCs have.
-fn read_uart(fdt: Fdt<'static>) {
+/// Notes the first UART of the kind that PCs have. A guest gets the pages that it is in.
+///
+/// # Safety
+/// The tree is that of the machine, and `boot` has its memory map.
+unsafe fn read_uart(fdt: Fdt<'static>, boot: &BootInfo) -> Result<(), BootError> {
     let is_uart =
         |node: &FdtNode<'static>| node.compatible().is_some_and(|mut names| names.any(|name| name == "ns16550a"));
     let mut nodes = fdt.find_node("/soc").into_iter().flat_map(|node| node.children());
-    let Some(node) = nodes.find(is_uart) else { return };
-    if let Some(span) = device_tree::span(node, 0) {
-        UART[0].store(span.start, Ordering::Relaxed);
-        UART[1].store(number(node, "clock-frequency").unwrap_or_default(), Ordering::Relaxed);
+    let Some(node) = nodes.find(is_uart) else { return Ok(()) };
+    let Some(Span { start, .. }) = device_tree::span(node, 0) else { return Ok(()) };
+    let pages = uart_at(start).pages();
+    // Also what is reserved: the firmware is there.
+    if pages.and(USABLE) != pages || boot.regions().any(|region| region.span.overlaps(pages)) {
+        return Err(BootError::BadUart(start));
     }
+    UART[0].store(start, Ordering::Relaxed);
+    UART[1].store(number(node, "clock-frequency").unwrap_or_default(), Ordering::Relaxed);
+    Ok(())
 }

@@ -88,7 +88,7 @@ pub fn sync_memory(_words: &[AtomicU64]) {
 /// Makes what was written visible to the fetches of all CPUs, before one can reach it: each
 /// executes FENCE.I, since its fetches need not observe other CPUs' stores (RISC-V Unprivileged
 /// ISA, "Zifencei"). Those that are in the guest of `cpus` do so now, others when they enter it
-/// ([`fetch_again`]).
+/// (`fetch_again`).
 pub fn publish_code(cpus: &Cpus) {
     let nr_written = NR_WRITTEN.load(Ordering::SeqCst);
     // Another CPU may be at it: its fence counts when it is over.

@@ -7,7 +7,7 @@
 #  16  the distance between pages, in bytes
 #  24  unused
 #  32  for each page, the difference
-# Then it calls its hypervisor, and begins again. It is copied: it has no addresses.
+# Then it calls its hypervisor, and begins again.
 #
 # A turn of the loop has 9 instructions. The difference is 2 where the write does not leave the guest:
 # the write, rdcycle.
@@ -33,5 +33,3 @@ measured_guest:
     ecall
     .option pop
     j measured_guest
-.global measured_guest_end
-measured_guest_end:

@@ -50,8 +50,8 @@ fn after_name(text: &'static str) -> &'static str {
 /// Reads what a multiboot loader left at `info`. `None` if there is nothing that makes sense.
 ///
 /// # Safety
-/// A multiboot loader has entered the image with this address in `ebx`, and what it left has not been
-/// overwritten.
+/// A multiboot loader has entered the image with this address in `ebx`, and what it left has not
+/// been overwritten.
 pub unsafe fn read(info: u32) -> Option<BootInfo> {
     let mut memory = Identity;
     // SAFETY: as the caller promises.
@@ -72,7 +72,8 @@ pub unsafe fn read(info: u32) -> Option<BootInfo> {
     });
     // SAFETY: as above.
     let command_line = unsafe { loader_text(multiboot.command_line()) };
-    Some(BootInfo::new(command_line, regions, modules))
+    // SAFETY: the boot loader's memory map.
+    Some(unsafe { BootInfo::new(command_line, regions, modules) })
 }
 
 /// The text after the name, for good.

@@ -17,7 +17,8 @@ extern "C" fn boot_cpu_main(info: u32) -> ! {
 /// Each other CPU comes here, in the same way.
 #[unsafe(no_mangle)]
 extern "C" fn other_cpu_main() -> ! {
-    start::other_cpu()
+    // SAFETY: each other CPU comes here once.
+    unsafe { start::other_cpu() }
 }
 
 /// As C's.

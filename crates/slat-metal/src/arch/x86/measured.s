@@ -7,7 +7,8 @@
 #  16  the distance between pages, in bytes
 #  24  unused
 #  32  for each page, the difference
-# Then it writes to port 0x10, and begins again. It is copied: it has no addresses.
+# Then it writes to port 0x10, and begins again. It is copied for KVM: it has no
+# addresses.
 #
 # A turn of the loop has 14 instructions. The difference is 5 where the write does not leave the
 # guest: shl, or, mov, the write, rdtsc.

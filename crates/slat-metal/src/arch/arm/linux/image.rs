@@ -1,12 +1,10 @@
 //! Puts a kernel into the guest's memory (Linux, Documentation/arch/arm64/booting.rst).
 
 use alloc::vec::Vec;
-use core::sync::atomic::{AtomicU64, Ordering};
 
 use slat::PAGE_SIZE;
 use thiserror::Error;
 
-use crate::arch::guest::sync_memory;
 use crate::boot::{Module, Span};
 use crate::ram::Ram;
 
@@ -38,7 +36,7 @@ pub(super) enum ImageError {
     #[error("the kernel does not say how much memory it needs")]
     NoSize,
     /// It does not fit.
-    #[error("the kernel needs memory up to {needed:#x}, and the initramfs begins at {end:#x}: too little memory")]
+    #[error("the kernel needs memory up to {needed:#x}, and the device tree begins at {end:#x}: too little memory")]
     TooLittleMemory {
         /// The end of the kernel's memory.
         needed: u64,
@@ -64,8 +62,8 @@ fn word(bytes: &[u8], offset: usize) -> u64 {
 }
 
 impl Image {
-    /// Loads `kernel` and `initramfs` into `ram`, which the guest has at `span`, with the device tree
-    /// that `make_tree` makes for an initramfs at that place.
+    /// Loads `kernel` and `initramfs` into `ram`, which the guest has at `span`, with the device
+    /// tree that `make_tree` makes for an initramfs at that place.
     ///
     /// # Errors
     /// [`ImageError`].
@@ -100,35 +98,8 @@ impl Image {
             return Err(ImageError::LargeTree(tree_bytes.len()));
         }
         for (address, bytes) in [(entry, bytes), (initramfs_start, initramfs.bytes), (tree, &tree_bytes)] {
-            write(ram, address - span.start, bytes);
+            ram.write(address - span.start, bytes);
         }
         Ok(Image { entry, tree })
-    }
-}
-
-/// Writes `bytes` from `offset` on.
-fn write(ram: &Ram, mut offset: u64, mut bytes: &[u8]) {
-    while !bytes.is_empty() {
-        let in_page = (offset % PAGE_SIZE) as usize;
-        let (part, rest) = bytes.split_at(bytes.len().min(PAGE_SIZE as usize - in_page));
-        let page = offset / PAGE_SIZE;
-        // The guest does not run yet. The page gets its frame first.
-        let Some(locked) = ram.frame(page).and_then(|_| ram.lock(page)) else {
-            crate::error!("no memory for page {page} of the guest")
-        };
-        write_words(locked.words(), in_page, part);
-        sync_memory(locked.words());
-        offset += part.len() as u64;
-        bytes = rest;
-    }
-}
-
-/// Writes `bytes` into `words`, from byte `offset` on.
-fn write_words(words: &[AtomicU64], offset: usize, bytes: &[u8]) {
-    for (at, &byte) in (offset..).zip(bytes) {
-        let shift = at % 8 * 8;
-        let word = &words[at / 8];
-        let old = word.load(Ordering::Relaxed);
-        word.store(old & !(0xff << shift) | u64::from(byte) << shift, Ordering::Relaxed);
     }
 }

@@ -1,18 +1,19 @@
 //! Linux as a guest of an Arm machine.
 //!
 //! # What the guest has of the machine
-//! - Memory, all of which comes by faults, and moves ([`Operations`](crate::operations::Operations)).
+//! - Memory, all of which comes by faults, and moves
+//!   ([`Operations`](crate::operations::Operations)).
 //! - The serial line, the timers, and the interrupts of both, which come to it without an exit.
-//! - The interrupt controller, but for what is the hypervisor's there, and what lets it access memory
-//!   by itself (`devices`).
+//! - The interrupt controller, but for what is the hypervisor's there, and what lets it access
+//!   memory by itself (`devices`).
 //! - A device tree of its own, and PSCI by HVC: the firmware is not the guest's (`tree`, `vcpu`).
 //!
 //! It has no PCI, no virtio, and no performance monitors.
 //!
 //! # What a guest could harm
-//! It could stop the machine's serial line, which is its own, or keep other CPUs busy by interrupts.
-//! It reaches no other memory by them. On an emulator with semihosting, EL1 can call the emulator, as
-//! any guest there can: nothing of EL2 stops that.
+//! It could stop the machine's serial line, which is its own, or keep other CPUs busy by
+//! interrupts. It reaches no other memory by them. On an emulator with semihosting, EL1 can call
+//! the emulator, as any guest there can: nothing of EL2 stops that.
 
 #![expect(unsafe_code, reason = "gives the guest registers of the machine")]
 
@@ -59,8 +60,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command line,
-    /// and `initramfs`.
+    /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command
+    /// line, and `initramfs`.
     pub fn new(
         options: &Options,
         _boot: &BootInfo,
@@ -78,7 +79,7 @@ impl Guest {
         let page = Span { start: machine.serial.start, end: machine.serial.start + PAGE_SIZE };
         slots.add(page, backing, MemoryRegionFlags::empty());
         let span = ram_span(options.memory_mib << 20);
-        let devices = Devices::new(machine, cpus);
+        let devices = Devices::new(cpus);
         let image = Image::load([kernel, initramfs], span, ram, |initramfs| {
             tree::guest_tree(machine, devices.redistributors(), cpus, span, kernel.text, initramfs)
         });

@@ -15,8 +15,8 @@ use crate::virtual_cpu::{Exit, SecondStage, VirtualCpu};
 /// Bytes of an instruction.
 const INSTRUCTION_BYTES: u64 = 4;
 
-/// ICC_SGI1R_EL1, which the CPU passes on to EL2 since fast interrupts are there; ICC_ASGI1R_EL1 and
-/// ICC_SGI0R_EL1, which the guest does not need.
+/// ICC_SGI1R_EL1, which the CPU passes on to EL2 since fast interrupts are there; ICC_ASGI1R_EL1
+/// and ICC_SGI0R_EL1, which the guest does not need.
 const SGI1R: [u8; 5] = [3, 0, 12, 11, 5];
 const ASGI1R: [u8; 5] = [3, 0, 12, 11, 6];
 const SGI0R: [u8; 5] = [3, 0, 12, 11, 7];
@@ -47,7 +47,8 @@ pub struct GuestCpu {
 impl GuestCpu {
     /// vCPU `number`, on the calling CPU.
     pub fn new(linux: &Linux, number: usize) -> GuestCpu {
-        // SAFETY: virtualization is on (`start`). The VM is the image's for ever, and has these CPUs.
+        // SAFETY: virtualization is on (`start`). The VM is the image's for ever, and has these
+        // CPUs.
         let cpu = unsafe { ArmCpu::new(SecondStage::of(&linux.vm, &linux.config)) };
         // SAFETY: each CPU makes its own vCPU, once.
         let vcpu = unsafe { Vcpu::new(linux, number) };
@@ -125,8 +126,8 @@ impl GuestCpu {
         match (instruction.name, instruction.direction) {
             (SGI1R, Direction::Store) => {
                 let command = self.register(instruction.register);
-                // SAFETY: an interrupt of group 1, which is the guest's, and waits for its CPU to be in
-                // the guest. What the guest wrote before comes before it.
+                // SAFETY: an interrupt of group 1, which is the guest's, and waits for its CPU to
+                // be in the guest. What the guest wrote before comes before it.
                 unsafe {
                     execute!("dsb ishst");
                     write!("icc_sgi1r_el1", command);
@@ -143,13 +144,14 @@ impl GuestCpu {
         self.cpu.skip(INSTRUCTION_BYTES);
     }
 
-    /// PSCI, by HVC (Arm SMC Calling Convention, DEN0028): the function in `w0`, the result in `x0`.
+    /// PSCI, by HVC (Arm SMC Calling Convention, DEN0028): the function in `w0`, the result in
+    /// `x0`.
     fn firmware_call(&mut self, linux: &Linux) {
         let [function, first, second, third] = [0, 1, 2, 3].map(|register| self.register(register));
-        let result = match function as u32 {
-            psci::PSCI_VERSION => PSCI_VERSION,
-            psci::PSCI_FEATURES if has_function(first as u32) => 0,
-            psci::PSCI_CPU_ON_32 | psci::PSCI_CPU_ON_64 => {
+        let result = match Function::of(function as u32) {
+            Some(Function::Version) => PSCI_VERSION,
+            Some(Function::Features) if Function::of(first as u32).is_some() => 0,
+            Some(Function::CpuOn) => {
                 let index = linux.guest.cpu_index(first);
                 let start = Start { entry: second, argument: third };
                 match index.and_then(|index| linux.startups.start(index, start)) {
@@ -158,7 +160,7 @@ impl GuestCpu {
                     None => INVALID_PARAMETERS,
                 }
             }
-            psci::PSCI_AFFINITY_INFO_32 | psci::PSCI_AFFINITY_INFO_64 => {
+            Some(Function::AffinityInfo) => {
                 let index = linux.guest.cpu_index(first);
                 match index.and_then(|index| linux.startups.is_started(index)) {
                     Some(true) => ON,
@@ -166,26 +168,36 @@ impl GuestCpu {
                     None => INVALID_PARAMETERS,
                 }
             }
-            psci::PSCI_MIGRATE_INFO_TYPE => NO_MIGRATION,
-            psci::PSCI_SYSTEM_OFF | psci::PSCI_SYSTEM_RESET => linux.turned_off(),
-            _ => NOT_SUPPORTED,
+            Some(Function::MigrateInfoType) => NO_MIGRATION,
+            Some(Function::Off) => linux.turned_off(),
+            Some(Function::Features) | None => NOT_SUPPORTED,
         };
         self.cpu.registers.x[0] = result;
     }
 }
 
-/// Whether the guest has this function of PSCI.
-fn has_function(function: u32) -> bool {
-    matches!(
-        function,
-        psci::PSCI_VERSION
-            | psci::PSCI_FEATURES
-            | psci::PSCI_CPU_ON_32
-            | psci::PSCI_CPU_ON_64
-            | psci::PSCI_AFFINITY_INFO_32
-            | psci::PSCI_AFFINITY_INFO_64
-            | psci::PSCI_MIGRATE_INFO_TYPE
-            | psci::PSCI_SYSTEM_OFF
-            | psci::PSCI_SYSTEM_RESET
-    )
+/// A function of PSCI that the guest has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Function {
+    Version,
+    Features,
+    CpuOn,
+    AffinityInfo,
+    MigrateInfoType,
+    Off,
+}
+
+impl Function {
+    /// That with the number `function`.
+    fn of(function: u32) -> Option<Function> {
+        Some(match function {
+            psci::PSCI_VERSION => Function::Version,
+            psci::PSCI_FEATURES => Function::Features,
+            psci::PSCI_CPU_ON_32 | psci::PSCI_CPU_ON_64 => Function::CpuOn,
+            psci::PSCI_AFFINITY_INFO_32 | psci::PSCI_AFFINITY_INFO_64 => Function::AffinityInfo,
+            psci::PSCI_MIGRATE_INFO_TYPE => Function::MigrateInfoType,
+            psci::PSCI_SYSTEM_OFF | psci::PSCI_SYSTEM_RESET => Function::Off,
+            _ => return None,
+        })
+    }
 }

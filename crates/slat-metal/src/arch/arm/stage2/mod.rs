@@ -28,8 +28,8 @@ pub enum Trap {
     },
 }
 
-/// HCR_EL2 (Arm ARM, D17.2.48): stage 2; set/way operations clean, too; fast interrupts come to EL2;
-/// SMC does; DC ZVA does, so that CPUs say to have none; EL1 is AArch64.
+/// HCR_EL2 (Arm ARM, D17.2.48): stage 2; set/way operations clean, too; fast interrupts come to
+/// EL2; SMC does; DC ZVA does, so that CPUs say to have none; EL1 is AArch64.
 const HCR: u64 = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 19 | 1 << 28 | 1 << 31;
 /// The keys and instructions of pointer authentication are the guest's.
 const HCR_API_APK: u64 = 3 << 40;
@@ -44,8 +44,8 @@ const VTCR: u64 = 1 << 31 | 3 << 12 | 1 << 10 | 1 << 8;
 /// Hardware sets the access flag.
 const VTCR_HA: u64 = 1 << 21;
 
-/// The VMID of the image's VMs, in VTTBR_EL2: they run one after the other, and each CPU drops all of
-/// one before it enters the next.
+/// The VMID of the image's VMs, in VTTBR_EL2: they run one after the other, and each CPU drops all
+/// of one before it enters the next.
 const VMID: u64 = 1 << 48;
 
 /// CNTHCTL_EL2: the guest has the physical counter and timer.

@@ -1,8 +1,8 @@
 //! A virtual CPU: entries into the guest, and why it left.
 //!
 //! The hypervisor runs with all interrupts masked. A kick, which comes meanwhile, makes the guest
-//! leave at once. The registers of EL1, and those of floating point, are the guest's alone, and stay
-//! in the CPU.
+//! leave at once. The registers of EL1, and those of floating point, are the guest's alone, and
+//! stay in the CPU.
 
 #![expect(unsafe_code, reason = "enters a guest")]
 
@@ -27,8 +27,8 @@ pub struct Registers {
     pub x: [u64; 31],
     /// The address of the next instruction.
     pub pc: u64,
-    /// PSTATE.
-    pub pstate: u64,
+    /// PSTATE, of EL1 or EL0: an exception return to EL2 would run the guest there.
+    pstate: u64,
 }
 
 unsafe extern "C" {
@@ -111,7 +111,8 @@ impl ArmCpu {
         let syndrome = self.syndrome;
         if let Some(abort) = syndrome::abort(syndrome, self.level()) {
             let gpa = match abort.address {
-                // FIPA, bits 43 to 4: bits 51 to 12 of the address. A walk's own address is not there.
+                // FIPA, bits 43 to 4: bits 51 to 12 of the address. A walk's own address is not
+                // there.
                 AbortAddress::Hpfar => (read!("hpfar_el2") & 0xfff_ffff_fff0) << 8 | read!("far_el2") & 0xfff,
                 // Where the guest has changed its tables, it will come again.
                 AbortAddress::Far => translate(read!("far_el2"))?,
@@ -180,8 +181,8 @@ impl VirtualCpu for ArmCpu {
     fn run(&mut self, presence: &Presence) -> Exit {
         loop {
             let flush = presence.enter();
-            // SAFETY: the guest reaches memory by its tables alone, of which `new` has the promise, and
-            // leaves by an exception, which puts the registers of this CPU back.
+            // SAFETY: the guest reaches memory by its tables alone, of which `new` has the promise,
+            // and leaves by an exception, which puts the registers of this CPU back.
             let kind = unsafe { enter_guest(&raw mut *self.registers) };
             self.syndrome = read!("esr_el2");
             presence.leave(flush);

@@ -37,8 +37,8 @@ pub const fn details(syndrome: u64) -> u64 {
 /// What a table of stage 2 did not allow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Abort {
-    /// The access. That of a walk of the guest's tables is a read, and a write where it may have been
-    /// the update of a flag.
+    /// The access. That of a walk of the guest's tables is a read, and a write where it may have
+    /// been the update of a flag.
     pub access: Access,
     /// Where the guest-physical address is.
     pub address: AbortAddress,
@@ -72,7 +72,8 @@ pub const fn abort(syndrome: u64, level: Level) -> Option<Abort> {
         CLASS_DATA_ABORT => false,
         _ => return None,
     };
-    // Bits 5 to 2 of the status: 1 translation, 2 access flag, 3 permission. Bits 1 and 0: the level.
+    // Bits 5 to 2 of the status: 1 translation, 2 access flag, 3 permission. Bits 1 and 0: the
+    // level.
     let is_permission = match syndrome >> 2 & 0xf {
         1 | 2 => false,
         3 => true,
@@ -80,7 +81,8 @@ pub const fn abort(syndrome: u64, level: Level) -> Option<Abort> {
     };
     let is_walk = syndrome & S1PTW != 0;
     let access = if is_walk {
-        // Only the update of a flag in the guest's tables lacks a permission: they may be read always.
+        // Only the update of a flag in the guest's tables lacks a permission: they may be read
+        // always.
         if is_permission { Access::Write } else { Access::Read }
     } else if is_fetch {
         match level {

@@ -1,17 +1,13 @@
 //! Puts a kernel into the guest's memory (Linux, Documentation/arch/riscv/boot-image-header.rst and
 //! boot.rst).
 
-#![expect(unsafe_code, reason = "writes the guest's memory before it runs")]
-
-use core::sync::atomic::{AtomicU64, Ordering};
-
-use slat::{Gpa, PAGE_SIZE};
+use slat::PAGE_SIZE;
 use thiserror::Error;
 
-use super::{RAM_START, ram_span, tree};
+use super::{ram_span, tree};
 use crate::boot::{Module, Span};
 use crate::options::Options;
-use crate::ram::{Ram, words};
+use crate::ram::Ram;
 
 /// "RSC", 5: the second magic number, and where it is.
 const MAGIC: [u8; 4] = *b"RSC\x05";
@@ -27,11 +23,11 @@ pub(super) enum ImageError {
     #[error("the first module is no kernel of Linux for RISC-V: {0} bytes, without the header of an Image")]
     NotLinux(usize),
     /// It does not fit.
-    #[error("the kernel needs memory up to {needed:#x}, and the initramfs begins at {end:#x}: too little memory")]
+    #[error("the kernel needs memory up to {needed:#x}, and the device tree begins at {end:#x}: too little memory")]
     TooLittleMemory {
         /// The end of the kernel's memory.
         needed: u64,
-        /// The start of what is behind it.
+        /// The start of the device tree, behind which the initramfs is.
         end: u64,
     },
 }
@@ -63,9 +59,9 @@ impl Image {
         if needed > tree {
             return Err(ImageError::TooLittleMemory { needed, end: tree });
         }
-        write(ram, Gpa(entry), kernel.bytes);
-        write(ram, Gpa(initramfs_start), initramfs.bytes);
-        write(ram, Gpa(tree), &bytes);
+        for (address, bytes) in [(entry, kernel.bytes), (initramfs_start, initramfs.bytes), (tree, &bytes)] {
+            ram.write(address - span.start, bytes);
+        }
         Ok(Image { entry, tree })
     }
 }
@@ -75,21 +71,4 @@ fn header(kernel: &[u8]) -> Option<(u64, u64)> {
     let number = |offset| Some(u64::from_le_bytes(*kernel.get(offset..)?.first_chunk()?));
     let has_magic = kernel.get(MAGIC_OFFSET..)?.starts_with(&MAGIC);
     has_magic.then_some((number(TEXT_OFFSET)?, number(IMAGE_SIZE)?))
-}
-
-/// Writes `bytes` at `gpa`.
-fn write(ram: &Ram, gpa: Gpa, bytes: &[u8]) {
-    let offset = gpa.0 - RAM_START.0;
-    assert!(offset.is_multiple_of(PAGE_SIZE), "{gpa} is no page");
-    for (page, bytes) in (offset / PAGE_SIZE..).zip(bytes.chunks(PAGE_SIZE as usize)) {
-        let Some(frame) = ram.frame(page) else { crate::error!("no memory for the guest at page {page}") };
-        // SAFETY: the page's frame; the guest does not run yet, so it does not move.
-        let words: &[AtomicU64] = unsafe { words(frame) };
-        for (word, bytes) in words.iter().zip(bytes.chunks(8)) {
-            let mut padded = [0; 8];
-            padded[..bytes.len()].copy_from_slice(bytes);
-            // The rest of the last word is zero, as the whole page was.
-            word.store(u64::from_le_bytes(padded), Ordering::Relaxed);
-        }
-    }
 }

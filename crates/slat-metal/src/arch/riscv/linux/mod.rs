@@ -64,7 +64,7 @@ impl Guest {
             error!("the CPU has no timer for guests (Sstc)");
         }
         if let Some((span, _)) = boot::uart() {
-            let span = Span { start: span.start & !(PAGE_SIZE - 1), end: span.end.next_multiple_of(PAGE_SIZE) };
+            let span = span.pages();
             let first = Pfn(span.start / PAGE_SIZE);
             // SAFETY: the registers are the guest's.
             let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };

@@ -6,14 +6,12 @@ use super::Cpu;
 use super::sbi::Call;
 use crate::arch::riscv::run::{A0, Trap};
 use crate::fail;
-use crate::linux::{Linux, Start, Vcpu};
+use crate::linux::{Linux, MAGIC, Start, Vcpu};
 use crate::virtual_cpu::{self, Exit, SecondStage, VirtualCpu};
 
 /// The instruction by which the guest's program asks the hypervisor for something, in user mode:
 /// HFENCE.GVMA x0, x0, which a guest never executes. a0 has the code, a1 and a2 arguments.
 const HYPERCALL: u64 = 0x6200_0073;
-/// The upper half of the codes.
-const MAGIC: u64 = 0x736c_6174;
 
 /// Bytes of both instructions for calls.
 const CALL_BYTES: u64 = 4;
@@ -93,7 +91,7 @@ impl GuestCpu {
         let registers = self.cpu.registers();
         let (instruction, [code, first, second]) = (registers.stval, [0, 1, 2].map(|index| registers.x[A0 + index]));
         // A hart may leave the instruction out.
-        if (instruction == HYPERCALL || instruction == 0) && code >> 32 == MAGIC {
+        if (instruction == HYPERCALL || instruction == 0) && code >> 32 == MAGIC >> 32 {
             let answer = linux.hypercall(code, [first, second]);
             self.cpu.skip(CALL_BYTES);
             self.cpu.set_result(answer);

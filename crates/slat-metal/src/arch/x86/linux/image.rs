@@ -6,7 +6,6 @@
 use alloc::boxed::Box;
 use alloc::format;
 use core::mem::{offset_of, size_of};
-use core::sync::atomic::{AtomicU64, Ordering};
 
 use linux_raw_sys::bootparam::{XLF_KERNEL_64, boot_e820_entry, boot_params, setup_header};
 use slat::PAGE_SIZE;
@@ -15,7 +14,7 @@ use thiserror::Error;
 use super::{BIOS, RAM_START, firmware};
 use crate::boot::{BootInfo, Module, Span};
 use crate::options::Options;
-use crate::ram::{Frames, Ram, words};
+use crate::ram::{Frames, Ram};
 
 /// Where things are in the guest's low memory.
 const BOOT_PARAMS: u64 = 0x7000;
@@ -71,45 +70,9 @@ pub(super) struct Image {
     pub gdt: Span,
 }
 
-/// The guest's memory, as the loader writes it: below [`RAM_START`], and from there on.
-pub(super) struct Memory<'m> {
-    pub low: &'m Frames,
-    pub ram: &'m Ram,
-}
-
-impl Memory<'_> {
-    fn write(&self, mut address: u64, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let offset = address % PAGE_SIZE;
-            let (part, rest) = bytes.split_at(bytes.len().min((PAGE_SIZE - offset) as usize));
-            self.write_part(address, part);
-            address += part.len() as u64;
-            bytes = rest;
-        }
-    }
-
-    /// Writes bytes of one page.
-    fn write_part(&self, address: u64, bytes: &[u8]) {
-        let words: &[AtomicU64] = match address.checked_sub(RAM_START.0) {
-            None => self.low.words(address / PAGE_SIZE),
-            Some(offset) => match self.ram.frame(offset / PAGE_SIZE) {
-                // SAFETY: the page's frame; the guest does not run yet, so it does not move.
-                Some(frame) => unsafe { words(frame) },
-                None => crate::error!("no memory for the guest at {address:#x}"),
-            },
-        };
-        for (index, &byte) in bytes.iter().enumerate() {
-            let at = (address % PAGE_SIZE) as usize + index;
-            let shift = at % 8 * 8;
-            let word = &words[at / 8];
-            let old = word.load(Ordering::Relaxed);
-            word.store(old & !(0xff << shift) | u64::from(byte) << shift, Ordering::Relaxed);
-        }
-    }
-}
-
 impl Image {
-    /// Loads `kernel` and `initramfs`, as `options` say, for the machine of `boot`.
+    /// Loads `kernel` and `initramfs` into `ram`, as `options` say, for the machine of `boot`. What
+    /// the kernel needs beside them is in `low`, the memory below [`RAM_START`].
     ///
     /// # Errors
     /// [`ImageError`].
@@ -117,7 +80,8 @@ impl Image {
         options: &Options,
         boot: &BootInfo,
         [kernel, initramfs]: [Module; 2],
-        memory: Memory<'_>,
+        low: &Frames,
+        ram: &Ram,
     ) -> Result<Image, ImageError> {
         let header = header(kernel.bytes).ok_or(ImageError::NotLinux(kernel.bytes.len()))?;
         if header.version < 0x20c || u32::from(header.xloadflags) & XLF_KERNEL_64 == 0 {
@@ -129,7 +93,7 @@ impl Image {
         let end = options.memory_mib << 20;
         // At the end of the memory, as the protocol recommends.
         let initramfs_start = end.saturating_sub(initramfs.bytes.len() as u64) & !(PAGE_SIZE - 1);
-        let needed = start.saturating_add(u64::from(header.init_size));
+        let needed = start.saturating_add(u64::from(header.init_size).max(code.len() as u64));
         if needed > initramfs_start || start < RAM_START.0 {
             return Err(ImageError::TooLittleMemory { needed, end: initramfs_start });
         }
@@ -137,17 +101,17 @@ impl Image {
         if command_line.len() > header.cmdline_size as usize {
             return Err(ImageError::LongCommandLine(command_line.len()));
         }
-        memory.write(start, code);
-        memory.write(initramfs_start, initramfs.bytes);
-        memory.write(COMMAND_LINE, command_line.as_bytes());
-        write_tables(&memory);
+        ram.write(start - RAM_START.0, code);
+        ram.write(initramfs_start - RAM_START.0, initramfs.bytes);
+        low.write(COMMAND_LINE, command_line.as_bytes());
+        write_tables(low);
         let mut header = header;
         header.type_of_loader = UNKNOWN_LOADER;
         header.cmd_line_ptr = COMMAND_LINE as u32;
         header.ramdisk_image = initramfs_start as u32;
         header.ramdisk_size = initramfs.bytes.len() as u32;
         header.code32_start = start as u32;
-        memory.write(BOOT_PARAMS, &boot_parameters(header, boot, end));
+        low.write(BOOT_PARAMS, &boot_parameters(header, boot, end));
         let gdt = Span { start: GDT, end: GDT + 32 };
         Ok(Image { entry: start + ENTRY_OFFSET, boot_params: BOOT_PARAMS, cr3: PAGE_TABLES, gdt })
     }
@@ -182,8 +146,8 @@ fn boot_parameters(header: setup_header, boot: &BootInfo, end: u64) -> Box<[u8]>
 }
 
 /// The first page tables, by pages of 1 GiB, and the first descriptors.
-fn write_tables(memory: &Memory<'_>) {
-    let write = |address: u64, value: u64| memory.write(address, &value.to_le_bytes());
+fn write_tables(low: &Frames) {
+    let write = |address: u64, value: u64| low.write(address, &value.to_le_bytes());
     write(PAGE_TABLES, (PAGE_TABLES + PAGE_SIZE) | 3);
     (0..4).for_each(|index| write(PAGE_TABLES + PAGE_SIZE + 8 * index, index << 30 | 0x83));
     write(GDT + 0x10, 0x00af_9a00_0000_ffff);

@@ -31,7 +31,7 @@ use crate::host::Backing;
 use crate::linux::Slots;
 use crate::options::Options;
 use crate::ram::{Frames, Ram};
-use image::{Image, Memory};
+use image::Image;
 pub use vcpu::GuestCpu;
 
 /// The CPU that runs the guest.
@@ -91,8 +91,8 @@ impl Guest {
             let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
             slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
         }
-        let memory = Memory { low: &low, ram };
-        let image = Image::load(options, boot, [kernel, initramfs], memory).unwrap_or_else(|error| error!("{error}"));
+        let image =
+            Image::load(options, boot, [kernel, initramfs], &low, ram).unwrap_or_else(|error| error!("{error}"));
         Guest { image, _low: low }
     }
 }
@@ -101,6 +101,6 @@ impl Guest {
 fn firmware(boot: &BootInfo) -> impl Iterator<Item = Span> + '_ {
     let spans = boot.regions().filter(|region| region.kind == RegionKind::Firmware).map(|region| region.span);
     spans
-        .map(|span| Span { start: span.start & !(PAGE_SIZE - 1), end: span.end.next_multiple_of(PAGE_SIZE) })
+        .map(Span::pages)
         .filter(|span| span.start >= BIOS.end && span.end <= 1 << 32 && span.size_bytes() <= MAX_FIRMWARE_BYTES)
 }

@@ -60,8 +60,8 @@ enum Again {
     Event(u64),
 }
 
-/// What to deliver again after an exit during the delivery of `event` (15.7.2). A software interrupt
-/// is not: its instruction is executed once more.
+/// What to deliver again after an exit during the delivery of `event` (15.7.2). A software
+/// interrupt is not: its instruction is executed once more.
 fn to_deliver_again(event: u64) -> Again {
     let (vector, kind) = (event & 0xff, event >> 8 & 7);
     match kind {
@@ -76,13 +76,32 @@ fn to_deliver_again(event: u64) -> Again {
     }
 }
 
-/// A virtual interrupt with `vector` that waits: V_IRQ, of the highest priority, whatever the TPR is
-/// (15.21.4): the controller has decided already.
+/// A virtual interrupt with `vector` that waits: V_IRQ, of the highest priority, whatever the TPR
+/// is (15.21.4): the controller has decided already.
 ///
 /// Not by an injection: QEMU 10 delivers an interrupt that is injected once more, as an exception,
 /// if it leaves its loop before the next exit (it keeps the number in `exception_index`).
 fn waiting_interrupt(vector: u64) -> u64 {
-    vector << 32 | 1 << 20 | 0xf << 16 | 1 << 8
+    vector << 32 | 1 << 20 | 0xf << 16 | V_IRQ
+}
+
+/// An interrupt waits.
+const V_IRQ: u64 = 1 << 8;
+
+/// What the next entry delivers `again`, if `waiting` are the virtual interrupts that the exit has
+/// left: the event to inject, and the virtual interrupts.
+///
+/// One interrupt can wait. If another one waits already, it does so on, and this one is injected:
+/// the controller has both in service, so none may be lost.
+fn deliver(again: Again, waiting: u64) -> (u64, u64) {
+    match again {
+        Again::Nothing => (0, waiting),
+        Again::Interrupt { vector } if waiting & V_IRQ != 0 && waiting >> 32 & 0xff != vector => {
+            (VALID | vector, waiting)
+        }
+        Again::Interrupt { vector } => (0, waiting_interrupt(vector)),
+        Again::Event(event) => (event, waiting),
+    }
 }
 
 /// What a guest may do without an exit.
@@ -230,13 +249,8 @@ impl VirtualCpu for SvmCpu {
         // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
         unsafe { core::arch::asm!("stgi", options(nostack)) };
         let control = &mut self.vmcb.control;
-        control.event_injection = 0;
-        match to_deliver_again(control.exit_int_info) {
-            // An interrupt that still waits does so on.
-            Again::Nothing => {}
-            Again::Interrupt { vector } => control.virtual_interrupts = waiting_interrupt(vector),
-            Again::Event(event) => control.event_injection = event,
-        }
+        (control.event_injection, control.virtual_interrupts) =
+            deliver(to_deliver_again(control.exit_int_info), control.virtual_interrupts);
         self.reason()
     }
 
@@ -317,6 +331,25 @@ mod tests {
             (VALID | 4 << 8 | 0x80, Again::Nothing),
         ] {
             assert_eq!(to_deliver_again(event), again, "{event:#x}");
+        }
+    }
+
+    #[test]
+    fn an_interrupt_that_waits_is_not_lost() {
+        let (timer, call) = (waiting_interrupt(0xec), waiting_interrupt(0xfb));
+        // V_IRQ of what was taken is clear.
+        let taken = timer & !V_IRQ;
+        for (again, waiting, expected) in [
+            (Again::Nothing, 0, (0, 0)),
+            (Again::Nothing, timer, (0, timer)),
+            (Again::Interrupt { vector: 0xfb }, 0, (0, call)),
+            (Again::Interrupt { vector: 0xfb }, taken, (0, call)),
+            // QEMU leaves V_IRQ of the interrupt that it was delivering.
+            (Again::Interrupt { vector: 0xec }, timer, (0, timer)),
+            (Again::Interrupt { vector: 0xfb }, timer, (VALID | 0xfb, timer)),
+            (Again::Event(VALID | 3 << 8 | 6), timer, (VALID | 3 << 8 | 6, timer)),
+        ] {
+            assert_eq!(deliver(again, waiting), expected, "{again:?}, {waiting:#x}");
         }
     }
 

@@ -24,7 +24,8 @@ impl ModificationLog {
     /// It is dropped after `vmcs`.
     pub unsafe fn new(vmcs: &mut Vmcs) -> ModificationLog {
         let log = ModificationLog(Page::new());
-        // SAFETY: the page is the log's, which is there as long as the structure, as the caller promises.
+        // SAFETY: the page is the log's, which is there as long as the structure, as the caller
+        // promises.
         unsafe {
             vmcs.write_all(&[(Field::LogAddress, log.0.address()), (Field::LogIndex, u64::from(NR_ENTRIES - 1))]);
         }
