@@ -1,6 +1,12 @@
 //! Counters of what a pager does, which cost an atomic addition each, registered or not.
 
+use std::sync::Arc;
+
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntGauge, Opts, Registry};
+
+use crate::source::cache::BlockCache;
 
 /// Latencies from 2 us to 4 s, each bucket twice the one before.
 const LATENCY_BUCKETS: usize = 22;
@@ -24,6 +30,7 @@ pub struct Metrics {
     pub reads_in_flight: IntGauge,
     pub source_errors: IntCounter,
     pub removed_bytes: IntCounter,
+    pub to_replay_bytes: IntCounter,
     pub replayed_bytes: IntCounter,
     pub tried_again: IntCounter,
     pub poisoned_pages: IntCounter,
@@ -65,6 +72,7 @@ impl Metrics {
             reads_in_flight: gauge("reads_in_flight", "Reads of the source at this moment."),
             source_errors: counter("source_errors_total", "Reads of the source that failed."),
             removed_bytes: counter("removed_bytes_total", "Bytes that monitors have given up (balloon, reporting)."),
+            to_replay_bytes: counter("to_replay_bytes_total", "Bytes of working sets whose replay has begun."),
             replayed_bytes: counter("replayed_bytes_total", "Bytes of working sets that were replayed."),
             tried_again: counter("tried_again_total", "Fills that the kernel put off (EAGAIN)."),
             poisoned_pages: counter("poisoned_pages_total", "Pages that could not be had and were poisoned."),
@@ -90,6 +98,7 @@ impl Metrics {
             &self.read_bytes,
             &self.source_errors,
             &self.removed_bytes,
+            &self.to_replay_bytes,
             &self.replayed_bytes,
             &self.tried_again,
             &self.poisoned_pages,
@@ -99,5 +108,85 @@ impl Metrics {
         registry.register(Box::new(self.vms.clone()))?;
         registry.register(Box::new(self.reads_in_flight.clone()))?;
         registry.register(Box::new(self.latency_seconds.clone()))
+    }
+}
+
+/// What a cache of blocks did, asked for at each scrape.
+#[derive(Debug)]
+pub struct CacheMetrics {
+    cache: Arc<BlockCache>,
+    descriptions: Vec<Desc>,
+}
+
+impl CacheMetrics {
+    /// Of `cache`, which serves all sockets.
+    pub fn new(cache: Arc<BlockCache>) -> CacheMetrics {
+        let mut metrics = CacheMetrics { cache, descriptions: Vec::new() };
+        metrics.descriptions = metrics.now().iter().flat_map(|metric| metric.desc().into_iter().cloned()).collect();
+        metrics
+    }
+
+    fn now(&self) -> Vec<Box<dyn Collector>> {
+        // As in `Metrics::new`.
+        let options = |name: &str, help: &str| Opts::new(format!("slat_pager_cache_{name}"), help);
+        let counter = |name: &str, help: &str, value: u64| -> Box<dyn Collector> {
+            let counter = IntCounter::with_opts(options(name, help)).expect("a good name");
+            counter.inc_by(value);
+            Box::new(counter)
+        };
+        let gauge = |name: &str, help: &str, value: u64| -> Box<dyn Collector> {
+            let gauge = IntGauge::with_opts(options(name, help)).expect("a good name");
+            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+            Box::new(gauge)
+        };
+        let figures = self.cache.figures();
+        vec![
+            counter("memory_hits_total", "Reads of blocks that were in memory.", figures.nr_memory_hits),
+            counter("disk_hits_total", "Reads of blocks that were on the disk.", figures.nr_disk_hits),
+            counter("fetched_blocks_total", "Blocks that were fetched.", figures.nr_fetched),
+            counter("fetched_bytes_total", "Bytes of blocks that were fetched.", figures.fetched_bytes),
+            counter("corrupt_files_total", "Files that were not what was written.", figures.nr_corrupt),
+            counter("not_written_total", "Blocks that did not get to the disk.", figures.nr_not_written),
+            gauge("memory_bytes", "Bytes of blocks in memory.", figures.memory_bytes),
+            gauge("disk_bytes", "Bytes of files on the disk.", figures.disk_bytes),
+        ]
+    }
+}
+
+impl Collector for CacheMetrics {
+    fn desc(&self) -> Vec<&Desc> {
+        self.descriptions.iter().collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.now().iter().flat_map(|metric| metric.collect()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus::{Encoder, TextEncoder};
+
+    use super::*;
+    use crate::source::cache::CacheOptions;
+
+    #[test]
+    fn all_that_is_counted_is_told() {
+        let registry = Registry::new();
+        let metrics = Metrics::new("/run/pager.sock");
+        metrics.register(&registry).unwrap();
+        metrics.register(&registry).expect_err("twice");
+        let cache = BlockCache::new(&CacheOptions::default()).unwrap();
+        registry.register(Box::new(CacheMetrics::new(Arc::clone(&cache)))).unwrap();
+        registry.register(Box::new(CacheMetrics::new(cache))).expect_err("twice");
+        metrics.faults.inc_by(7);
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&registry.gather(), &mut text).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        for line in ["slat_pager_faults_total{socket=\"/run/pager.sock\"} 7", "slat_pager_cache_memory_hits_total 0"] {
+            assert!(text.lines().any(|told| told == line), "{line} in {text}");
+        }
+        // Each field but the histogram's is one line, and the cache's are eight.
+        assert_eq!(text.lines().filter(|line| line.starts_with("# TYPE")).count(), 20 + 8);
     }
 }

@@ -173,12 +173,8 @@ fn follow(plan: Plan, daemon: &Daemon, socket: &Socket, vm: &Vm) {
     let mut ended = vm.ended();
     let ended = async move { drop(ended.wait_for(Option::is_some).await) };
     let (memory, nr_threads) = (Arc::new(vm.populator()), nr_threads(&*socket.source));
-    let metrics = Arc::clone(&socket.metrics);
-    daemon.tasks.spawn(async move {
-        let progress = Arc::new(Progress::default());
-        plan.run(file, memory, nr_threads, Arc::clone(&progress), ended).await;
-        metrics.replayed_bytes.inc_by(progress.done());
-    });
+    let progress = Arc::new(Progress::counted(Arc::clone(&socket.metrics)));
+    daemon.tasks.spawn(plan.run(file, memory, nr_threads, progress, ended));
 }
 
 /// Until the monitor ends, the machine fails, or the daemon leaves.

@@ -33,7 +33,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 
 use crate::config::{Config, SandboxMode, SocketConfig};
-use crate::metrics::Metrics;
+use crate::metrics::{CacheMetrics, Metrics};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::cache::BlockCache;
 use crate::source::{Source, SourceError};
@@ -155,6 +155,10 @@ async fn run(
         store_options: config.store.clone().into_iter().collect(),
         tls: config.tls.clone(),
     };
+    if let Some(cache) = &with.cache {
+        let metrics = Box::new(CacheMetrics::new(Arc::clone(cache)));
+        registry.register(metrics).map_err(|error| DaemonError::Metrics(io::Error::other(error)))?;
+    }
     let budget = Budget::new(config.read_memory);
     let mut sockets = Vec::new();
     for socket in &config.sockets {

@@ -8,6 +8,7 @@
 //! - A replay that fails is no failure of the VM: the pages come by faults then.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::WorkingSet;
 use super::pace::Pace;
 use super::prefetch::prefetch;
+use crate::metrics::Metrics;
 use crate::source::{PAGE_BYTES, Source, SourceError};
 use crate::vm::Populator;
 
@@ -61,14 +63,19 @@ impl Populate for Populator {
 /// How far a replay is.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Bytes that were to fill.
-    pub total_bytes: AtomicU64,
-    /// Bytes that are filled.
-    pub done_bytes: AtomicU64,
+    total_bytes: AtomicU64,
+    done_bytes: AtomicU64,
     stopped: AtomicU32,
+    /// Where its bytes are counted, too.
+    metrics: Option<Arc<Metrics>>,
 }
 
 impl Progress {
+    /// Of a replay that `metrics` count, too.
+    pub fn counted(metrics: Arc<Metrics>) -> Progress {
+        Progress { metrics: Some(metrics), ..Progress::default() }
+    }
+
     /// Makes the replay end after its present steps: its VM is gone.
     pub fn stop(&self) {
         self.stopped.store(1, Ordering::Relaxed);
@@ -77,6 +84,25 @@ impl Progress {
     /// Bytes that are filled.
     pub fn done(&self) -> u64 {
         self.done_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that there are to fill.
+    pub fn total(&self) -> u64 {
+        self.total_bytes.load(Ordering::Relaxed)
+    }
+
+    fn begin(&self, nr_bytes: u64) {
+        self.total_bytes.fetch_add(nr_bytes, Ordering::Relaxed);
+        if let Some(metrics) = &self.metrics {
+            metrics.to_replay_bytes.inc_by(nr_bytes);
+        }
+    }
+
+    fn advance(&self, nr_bytes: u64) {
+        self.done_bytes.fetch_add(nr_bytes, Ordering::Relaxed);
+        if let Some(metrics) = &self.metrics {
+            metrics.replayed_bytes.inc_by(nr_bytes);
+        }
     }
 
     fn is_stopped(&self) -> bool {
@@ -129,7 +155,7 @@ pub fn replay(
     nr_threads: usize,
     progress: &Progress,
 ) -> Result<(), SourceError> {
-    progress.total_bytes.fetch_add(steps.iter().map(|step| step.end - step.start).sum(), Ordering::Relaxed);
+    progress.begin(steps.iter().map(|step| step.end - step.start).sum());
     let next = AtomicUsize::new(0);
     let pace = Pace::new(nr_threads);
     let run = &|thread: usize| {
@@ -149,7 +175,7 @@ pub fn replay(
                 return Err(error);
             }
             pace.took(start.elapsed());
-            progress.done_bytes.fetch_add(step.end - step.start, Ordering::Relaxed);
+            progress.advance(step.end - step.start);
         }
         Ok(())
     };
