@@ -116,6 +116,17 @@ pub struct SocketConfig {
     /// The file of the working set: recorded if there is none, replayed if there is.
     #[serde(default)]
     pub working_set: Option<PathBuf>,
+    /// A protocol in place of Firecracker's.
+    #[serde(default)]
+    pub experimental: Option<Experimental>,
+}
+
+/// A protocol that may change, and what is here with it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Experimental {
+    /// The [handoff](crate::protocol::handoff) that is proposed for Cloud Hypervisor.
+    Handoff,
 }
 
 /// Whether rights are given up after the start.

@@ -13,7 +13,7 @@ use crate::commands::pack::PackArgs;
 use crate::commands::share::ShareArgs;
 use crate::commands::verify::VerifyArgs;
 use crate::config::{
-    CacheConfig, Config, ConfigError, MetricsAddress, SandboxMode, SocketConfig, defaults, parse_size,
+    CacheConfig, Config, ConfigError, Experimental, MetricsAddress, SandboxMode, SocketConfig, defaults, parse_size,
 };
 use crate::snapshot::SnapshotName;
 use crate::vm::OnFailure;
@@ -111,6 +111,9 @@ pub struct Serve {
     /// The working set: recorded to FILE if there is none, replayed if there is.
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub working_set: Option<PathBuf>,
+    /// Monitors speak a protocol that may change, in place of Firecracker's.
+    #[arg(long, value_enum, value_name = "PROTOCOL", conflicts_with = "config")]
+    pub experimental: Option<Experimental>,
     /// Keep what was fetched in FOLDER, too.
     #[arg(long, value_name = "FOLDER", conflicts_with = "config")]
     pub cache_folder: Option<PathBuf>,
@@ -160,6 +163,7 @@ impl Serve {
             vm_read_memory: defaults::vm_read_memory(),
             handshake_timeout: defaults::handshake_timeout(),
             working_set: self.working_set.clone(),
+            experimental: self.experimental,
         };
         let config = Config {
             sockets: vec![socket],

@@ -4,27 +4,25 @@
 
 #![expect(unsafe_code, reason = "memory of a guest that is unmapped")]
 
+#[path = "support/pager.rs"]
+mod pager;
 #[path = "support/registered.rs"]
 mod registered;
 mod support;
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
 
+use pager::{Client, MIB, Pager, SEED, SIZE, folder, metric, noted, socket, until};
 use registered::{Guest, Kind, PAGE, handshake, send, userfaultfd};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd};
-use support::{CLIENT, bytes, client_argument};
-
-const SEED: u64 = 41;
-const MIB: usize = 1 << 20;
-const SIZE: usize = 16 * MIB;
+use support::{bytes, client_argument};
 
 // What a monitor does.
 
@@ -159,128 +157,6 @@ fn client_has_many_machines() {
 }
 
 // What the tests do.
-
-struct Client {
-    child: Child,
-    lines: std::io::Lines<BufReader<ChildStdout>>,
-}
-
-impl Client {
-    fn start(name: &str, argument: &Path) -> Client {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"])
-            .env(CLIENT, argument)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        Client { child, lines }
-    }
-
-    /// Until the client says `word`; false if it ended before.
-    fn wait_for(&mut self, word: &str) -> bool {
-        self.lines.by_ref().map_while(Result::ok).any(|line| line.contains(word))
-    }
-
-    /// Its input ends; it must be content.
-    fn end(mut self) {
-        drop(self.child.stdin.take());
-        while self.wait_for("\0") {}
-        assert!(self.child.wait().unwrap().success());
-    }
-}
-
-struct Pager {
-    child: Child,
-}
-
-impl Drop for Pager {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Pager {
-    fn start(folder: &Path, arguments: &[&str]) -> Pager {
-        let pager = Pager::command(folder).args(arguments).spawn().unwrap();
-        let mut pager = Pager { child: pager };
-        pager.wait_until_it_listens(&socket(folder));
-        pager
-    }
-
-    fn command(folder: &Path) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_slat-pager"));
-        command.args(["serve", "--log", "warn", "--granule", "4KiB", "--sandbox", "required"]);
-        command.arg("--socket").arg(socket(folder)).arg("--memory").arg(folder.join("memory"));
-        command.arg("--metrics").arg(format!("unix:{}", folder.join("metrics").display()));
-        command
-    }
-
-    /// A successor binds the socket anew, and serves metrics once it has taken over.
-    fn wait_until_it_listens(&mut self, socket: &Path) {
-        let metrics = socket.with_file_name("metrics");
-        while UnixStream::connect(&metrics).is_err() {
-            assert!(self.child.try_wait().unwrap().is_none(), "the pager has ended");
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    fn proc(&self, name: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/{name}", self.child.id()))
-    }
-
-    fn nr_descriptors(&self) -> usize {
-        fs::read_dir(self.proc("fd")).unwrap().count()
-    }
-
-    /// A number of /proc/PID/status.
-    fn status(&self, name: &str) -> String {
-        let status = fs::read_to_string(self.proc("status")).unwrap();
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().to_string()
-    }
-}
-
-fn socket(folder: &Path) -> PathBuf {
-    folder.join("pager.sock")
-}
-
-fn metric(folder: &Path, name: &str) -> f64 {
-    let mut stream = UnixStream::connect(folder.join("metrics")).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: pager\r\n\r\n").unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).unwrap();
-    let line = text.lines().find(|line| line.starts_with(&format!("slat_pager_{name}{{")));
-    line.unwrap_or_else(|| panic!("no {name} in {text}")).rsplit(' ').next().unwrap().parse().unwrap()
-}
-
-/// The files of machines that a successor would find.
-fn noted(folder: &Path) -> usize {
-    let state = folder.join("pager.sock.state");
-    let files = fs::read_dir(state).unwrap().map(|entry| entry.unwrap().path());
-    files.filter(|path| path.extension().is_some_and(|extension| extension == "vm")).count()
-}
-
-/// Waits for what another process does; fails when that never happens.
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    for _ in 0..60_000 {
-        if is_so() {
-            return;
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-    panic!("never: {what}");
-}
-
-/// A folder with a snapshot; `None` if there is no userfaultfd here, which is said.
-fn folder() -> Option<tempfile::TempDir> {
-    userfaultfd(0)?;
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("memory"), bytes(SEED, 0..SIZE as u64)).unwrap();
-    Some(folder)
-}
 
 #[test]
 fn a_guest_finds_what_its_snapshot_has() {

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "a descriptor that tokio waits for")]
 
+use std::error::Error;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::takeover::{self, Description, FileIdentity, Orphan};
 use super::{Daemon, Socket};
-use crate::protocol::firecracker::{self, Handshake};
+use crate::config::Experimental;
+use crate::protocol::{firecracker, handoff};
 use crate::userfaultfd::Userfaultfd;
 use crate::vm::state::State;
 use crate::vm::{AttachError, Observer, Options, Region, Regions, Vm};
@@ -39,22 +41,31 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
     let (daemon, socket) = (Arc::clone(daemon), Arc::clone(socket));
     let tasks = daemon.tasks.clone();
     tasks.spawn(async move {
-        let received = tokio::time::timeout(socket.config.handshake_timeout, firecracker::receive(&stream)).await;
-        let handshake = match received {
-            Ok(Ok(handshake)) => handshake,
+        let mut stream = stream;
+        let received = tokio::time::timeout(socket.config.handshake_timeout, receive(&socket, &stream)).await;
+        let (regions, userfaultfd) = match received {
+            Ok(Ok(handed_over)) => handed_over,
             Ok(Err(error)) => return refuse(&socket, &error),
             Err(_) => return refuse(&socket, &"the handshake takes too long"),
         };
-        let Handshake { regions, userfaultfd } = handshake;
         let userfaultfd = Arc::new(userfaultfd);
         match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd)) {
             Ok((vm, plan)) => {
                 drop(userfaultfd);
+                if socket.config.experimental == Some(Experimental::Handoff) {
+                    // A monitor that has closed its socket is noticed below.
+                    let _ = handoff::acknowledge(&mut stream).await;
+                }
                 follow(plan, &daemon, &socket, &vm);
                 watch(&daemon, vm, Life::Socket(stream), Some(slot)).await;
             }
             Err(error) => {
-                refuse(&socket, &error);
+                if socket.config.experimental == Some(Experimental::Handoff) && is_served(&error) {
+                    // It was taken over, and its monitor connects anew.
+                    let _ = handoff::acknowledge(&mut stream).await;
+                } else {
+                    refuse(&socket, &error);
+                }
                 // The monitor's threads wait, or fail, and read no zeros.
                 let mut leave = daemon.leave.clone();
                 tokio::select! {
@@ -65,6 +76,20 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
             }
         }
     });
+}
+
+/// What a monitor hands over, by the protocol of its socket.
+async fn receive(socket: &Socket, stream: &UnixStream) -> Result<(Vec<Region>, Userfaultfd), Box<dyn Error + Send>> {
+    match socket.config.experimental {
+        None => match firecracker::receive(stream).await {
+            Ok(handshake) => Ok((handshake.regions, handshake.userfaultfd)),
+            Err(error) => Err(Box::new(error)),
+        },
+        Some(Experimental::Handoff) => match handoff::receive(stream).await {
+            Ok(handoff) => Ok((handoff.regions, handoff.userfaultfd)),
+            Err(error) => Err(Box::new(error)),
+        },
+    }
 }
 
 /// Serves a machine whose pager has died.
@@ -94,6 +119,11 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
         // If the reason is its threads, it was closed; else it waits.
         Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it gets no page"),
     }
+}
+
+/// Whether a machine with the same descriptor and process is noted here.
+fn is_served(error: &AttachError) -> bool {
+    matches!(error, AttachError::System { error, .. } if error.kind() == io::ErrorKind::AlreadyExists)
 }
 
 fn refuse(socket: &Socket, error: &dyn std::fmt::Display) {
@@ -221,7 +251,7 @@ async fn ended(life: Life) {
                 }
                 match stream.try_read(&mut buffer) {
                     Ok(0) => return,
-                    // The protocol has nothing more; what comes is dropped.
+                    // What comes is dropped: the protocols have nothing more that is answered.
                     Ok(_) => {}
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Err(_) => return,

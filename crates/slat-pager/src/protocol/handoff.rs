@@ -9,7 +9,8 @@
 //! - The pager answers by one byte, 1, within two seconds. Without it the VMM does not start.
 //! - A VMM that gets more memory sends `{"type": "add_region", ...}`. This pager does not serve it,
 //!   and does not acknowledge: the VMM does not plug the memory in.
-//! - A pager that connects anew gets the same descriptor.
+//! - A VMM whose pager has died connects anew and hands over the same descriptor. It is acknowledged
+//!   again: the pager that takes machines over has it from the VMM's process by then.
 
 use std::io;
 use std::os::fd::OwnedFd;
