@@ -32,10 +32,12 @@
 
 mod sys;
 
+use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use rustix::io::Errno;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, ReadWriteFlags};
 use thiserror::Error;
 
 /// Bytes of a message of the kernel.
@@ -352,7 +354,8 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd })
     }
 
-    /// Takes a descriptor that another process made. It does not block from now on.
+    /// Takes a descriptor that another process made. Its copies stay: what they do to the file, as
+    /// to let reads block, is done to this one, too.
     ///
     /// # Errors
     /// [`NotUserfaultfd`].
@@ -361,6 +364,7 @@ impl Userfaultfd {
         if link.as_bytes() != b"anon_inode:[userfaultfd]" {
             return Err(NotUserfaultfd::Other { what: link.to_string_lossy().into_owned() });
         }
+        // The kernel does not let poll(2) wait for one that blocks.
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
         Ok(Userfaultfd { fd })
@@ -388,8 +392,9 @@ impl Userfaultfd {
         calls.map(Calls).map_err(|error| CallError { call: "UFFDIO_REGISTER", error })
     }
 
-    /// Reports no faults of `range` any more, and wakes its waiters: pages that are not there read
-    /// as zeros.
+    /// Reports no faults of `range` any more. Pages that are not there read as zeros, or as what their
+    /// file has. Threads that wait may need a [`wake`](Self::wake): the kernel wakes them only where
+    /// missing pages were registered.
     ///
     /// # Errors
     /// Of the call.
@@ -398,18 +403,34 @@ impl Userfaultfd {
             .map_err(|error| CallError { call: "UFFDIO_UNREGISTER", error })
     }
 
-    /// Reads as many messages as there are and fit. None: nothing happened.
+    /// Reads as many messages as there are and fit. None: nothing happened. Does not wait, whatever
+    /// another process has made of the file's flags. (Before Linux 6.10 it may, if that process reads
+    /// messages, too.)
     ///
     /// # Errors
     /// Of read(2).
     pub fn read<'m>(&self, into: &'m mut [[u8; MESSAGE_BYTES]]) -> Result<Messages<'m>, CallError> {
-        let nr_bytes = match rustix::io::read(&self.fd, into.as_flattened_mut()) {
+        let nr_bytes = match self.read_now(into.as_flattened_mut()) {
             Ok(nr_bytes) => nr_bytes,
             Err(Errno::AGAIN | Errno::INTR) => 0,
             Err(error) => return Err(CallError { call: "read", error }),
         };
         // The kernel copies whole messages.
         Ok(Messages { bytes: &into[..nr_bytes / MESSAGE_BYTES] })
+    }
+
+    fn read_now(&self, into: &mut [u8]) -> rustix::io::Result<usize> {
+        let mut parts = [IoSliceMut::new(into)];
+        // -1: where the file is, which a userfaultfd does not have.
+        match rustix::io::preadv2(&self.fd, &mut parts, u64::MAX, ReadWriteFlags::NOWAIT) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            read => return read,
+        }
+        let mut readable = [PollFd::new(&self.fd, PollFlags::IN)];
+        match poll(&mut readable, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))? {
+            0 => Ok(0),
+            _ => rustix::io::read(&self.fd, into),
+        }
     }
 
     /// Wakes all threads that wait for pages of `range`. They try again.

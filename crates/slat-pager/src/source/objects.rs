@@ -260,6 +260,12 @@ fn environment(prefix: &'static str) -> impl Iterator<Item = (String, String)> {
 /// be secrets. It need not be one that can be parsed.
 pub(crate) fn without_secrets(name: &str) -> String {
     let Some((scheme, rest)) = name.split_once("://") else { return name.to_string() };
+    if let (Err(_), Some((secret, host))) = (url::Url::parse(&format!("url://{rest}")), rest.rsplit_once('@'))
+        && let Some((user, _)) = secret.split_once(':')
+    {
+        // A password may have any character here: where the authority ends is not known.
+        return format!("{scheme}://{user}@{}", host.split(['?', '#']).next().unwrap_or_default());
+    }
     let rest = rest.split(['?', '#']).next().unwrap_or_default();
     let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
     let authority = match authority.rsplit_once('@') {
@@ -279,6 +285,8 @@ mod tests {
             ("https://user:p@ss:word@host:1/vm/mem?sig=1#x", "https://user@host:1/vm/mem"),
             ("chunks:s3://user:word@bucket/vm.index", "chunks:s3://user@bucket/vm.index"),
             ("https://user:word@host:99999", "https://user@host:99999"),
+            ("https://user:pa/ss@host/vm", "https://user@host/vm"),
+            ("https://user:p?w@host?sig=1", "https://user@host"),
             ("s3://bucket/vm@7:1", "s3://bucket/vm@7:1"),
             ("/vm/mem?a:b@c", "/vm/mem?a:b@c"),
         ] {

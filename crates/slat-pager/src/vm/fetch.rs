@@ -8,7 +8,7 @@
 //!   its next try.
 //! - Reads for the faults of one machine have at most [`Limits::vm_bytes`], from their first try to
 //!   the end, or are one read that is larger. A replay has one granule for each of its threads
-//!   beside that.
+//!   beside that. All replays have a quarter of the budget at most: faults do not wait for them.
 //! - A read ends when its machine does.
 
 use std::sync::Arc;
@@ -32,13 +32,32 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 pub struct Budget {
     pages: Arc<Semaphore>,
     nr_pages: u32,
+    /// What replays may have of it at most, so that faults do not wait for them.
+    of_replays: Arc<Semaphore>,
+    nr_of_replays: u32,
+}
+
+/// A part of a [`Budget`], until it is dropped.
+#[derive(Debug)]
+struct Share {
+    _pages: OwnedSemaphorePermit,
+    _of_replays: Option<OwnedSemaphorePermit>,
+}
+
+/// What a read is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Reader {
+    Fault,
+    Replay,
 }
 
 impl Budget {
     /// Of so many bytes.
     pub fn new(nr_bytes: u64) -> Budget {
         let nr_pages = u32::try_from(nr_bytes / PAGE_BYTES).unwrap_or(u32::MAX).clamp(1, 1 << 28);
-        Budget { pages: Arc::new(Semaphore::new(nr_pages as usize)), nr_pages }
+        let nr_of_replays = (nr_pages / 4).max(1);
+        let semaphore = |nr_pages: u32| Arc::new(Semaphore::new(nr_pages as usize));
+        Budget { pages: semaphore(nr_pages), nr_pages, of_replays: semaphore(nr_of_replays), nr_of_replays }
     }
 
     /// Bytes that are not used now.
@@ -46,9 +65,18 @@ impl Budget {
         self.pages.available_permits() as u64 * PAGE_BYTES
     }
 
-    async fn take(&self, nr_bytes: u64) -> OwnedSemaphorePermit {
-        let nr_pages = u32::try_from(nr_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX).min(self.nr_pages);
-        Arc::clone(&self.pages).acquire_many_owned(nr_pages).await.expect("never closed")
+    async fn take(&self, nr_bytes: u64, reader: Reader) -> Share {
+        let nr_pages = u32::try_from(nr_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX);
+        let take = |semaphore: &Arc<Semaphore>, most: u32| {
+            let taken = Arc::clone(semaphore).acquire_many_owned(nr_pages.min(most));
+            async { taken.await.expect("never closed") }
+        };
+        // First its own: what waits for the whole budget is bounded, too.
+        let of_replays = match reader {
+            Reader::Fault => None,
+            Reader::Replay => Some(take(&self.of_replays, self.nr_of_replays).await),
+        };
+        Share { _pages: take(&self.pages, self.nr_pages).await, _of_replays: of_replays }
     }
 }
 
@@ -148,7 +176,7 @@ impl Batch {
 pub struct Fetched {
     /// All of the hull; none where they are in shared memory.
     pub bytes: Vec<u8>,
-    _permit: OwnedSemaphorePermit,
+    _share: Share,
 }
 
 /// What became of a batch.
@@ -215,21 +243,21 @@ impl Shared {
         self.options.metrics.reads_in_flight.dec();
     }
 
-    /// Reads `batch`, in one try. `None`: the machine has ended.
+    /// Reads `batch` for a replay, in one try. `None`: the machine has ended.
     pub(super) async fn read_unless_ended(&self, batch: &Batch) -> Option<Result<Fetched, SourceError>> {
         let mut ended = self.ended.subscribe();
         tokio::select! {
             biased;
             _ = ended.wait_for(Option::is_some) => None,
-            read = self.read_once(batch) => Some(read),
+            read = self.read_once(batch, Reader::Replay) => Some(read),
         }
     }
 
-    async fn read_once(&self, batch: &Batch) -> Result<Fetched, SourceError> {
+    async fn read_once(&self, batch: &Batch, reader: Reader) -> Result<Fetched, SourceError> {
         let offsets = batch.offsets(&self.installer.regions);
         let nr_bytes = offsets.end - offsets.start;
         let limits = &self.options.limits;
-        let permit = limits.budget.take(nr_bytes).await;
+        let share = limits.budget.take(nr_bytes, reader).await;
         let mut bytes = Vec::new();
         let read = async {
             match &self.options.shared_memory {
@@ -244,7 +272,7 @@ impl Shared {
         let error = match tokio::time::timeout(limits.read_timeout, read).await {
             Ok(Ok(())) => {
                 self.options.metrics.read_bytes.inc_by(nr_bytes);
-                return Ok(Fetched { bytes, _permit: permit });
+                return Ok(Fetched { bytes, _share: share });
             }
             Ok(Err(error)) => error,
             Err(_) => SourceError::Unavailable {
@@ -261,7 +289,7 @@ impl Shared {
         let first_try = tokio::time::Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            let error = match self.read_once(batch).await {
+            let error = match self.read_once(batch, Reader::Fault).await {
                 Ok(fetched) => return Ok(fetched),
                 Err(error) => error,
             };
@@ -281,6 +309,24 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn replays_leave_most_of_the_budget_to_faults() {
+        let budget = Budget::new(16 * PAGE_BYTES);
+        let first = budget.take(4 * PAGE_BYTES, Reader::Replay).await;
+        let second = budget.take(PAGE_BYTES, Reader::Replay);
+        tokio::pin!(second);
+        assert!(futures_util::poll!(&mut second).is_pending());
+        // Beside a replay that waits.
+        let fault = budget.take(12 * PAGE_BYTES, Reader::Fault).await;
+        assert_eq!(budget.free_bytes(), 0);
+        drop(first);
+        assert!(futures_util::poll!(&mut second).is_ready());
+        drop(fault);
+        // One that is larger than all is possible.
+        drop(budget.take(100 * PAGE_BYTES, Reader::Replay).await);
+        assert_eq!(budget.free_bytes(), 16 * PAGE_BYTES);
+    }
 
     #[test]
     fn a_batch_knows_its_pages() {

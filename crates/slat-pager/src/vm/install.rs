@@ -44,7 +44,7 @@ pub enum Contents<'c> {
 /// What a page gets that needs nothing of the source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Again {
-    /// Zeros: it was given up, with a message or without.
+    /// Zeros: it was given up, with a message or, where the machine's memory is its own, without.
     Zeros,
     /// What the memory that all clones share has: the kernel has reclaimed its PTE. Zeros if it was
     /// given up.

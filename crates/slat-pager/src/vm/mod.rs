@@ -26,6 +26,7 @@
 //! are taken from the source's mapping or read ([`fetch`]), and one call puts them in place
 //! ([`install`]). What must outlive the pager is in [`state`].
 
+mod close;
 pub mod fetch;
 pub mod install;
 pub mod pages;
@@ -51,6 +52,7 @@ use crate::metrics::Metrics;
 use crate::shared_memory::SharedMemory;
 use crate::source::{PAGE_BYTES, Source};
 use crate::userfaultfd::{NotUserfaultfd, Userfaultfd};
+use close::Children;
 use fetch::{Limits, MAX_WORDS, Queue};
 use install::Installer;
 use pages::Pages;
@@ -97,8 +99,10 @@ pub struct Options {
     /// Is told of faults.
     pub observer: Option<Arc<dyn Observer>>,
     /// Memory of the same snapshot that the machine maps privately, and that other machines map,
-    /// too: its pages are filled once for all of them, and mapped. `None`: the machine's memory is
-    /// its own, and gets copies.
+    /// too: its pages are filled once for all of them, and mapped. A page that is given up without
+    /// a message (a userfaultfd without EVENT_REMOVE) comes back as the snapshot has it: the kernel
+    /// does not say whether it has reclaimed the page or the monitor has given it up. `None`: the
+    /// machine's memory is its own, and gets copies.
     pub shared_memory: Option<Arc<SharedMemory>>,
     /// Runs reads. `None`: the runtime of the caller, or one that this library makes.
     pub runtime: Option<Handle>,
@@ -172,6 +176,7 @@ struct Shared {
     ended: watch::Sender<Option<End>>,
     /// The monitor has said something untrue: nothing more is filled.
     is_distrusted: AtomicBool,
+    children: Mutex<Children>,
 }
 
 impl Shared {
@@ -258,6 +263,7 @@ impl Vm {
             queue: Mutex::default(),
             ended: watch::channel(None).0,
             is_distrusted: AtomicBool::new(false),
+            children: Mutex::default(),
             options,
         });
         let nr_threads = shared.options.nr_threads.get();
@@ -368,9 +374,10 @@ impl Populator {
         rustix::event::poll(&mut userfaultfd, Some(&now)).is_ok_and(|nr_ready| nr_ready > 0)
     }
 
-    /// Whether the machine has ended.
-    pub fn has_ended(&self) -> bool {
-        self.shared.has_ended()
+    /// Whether nothing is filled any more: the machine has ended, or its monitor was wrong about its
+    /// memory.
+    pub fn is_over(&self) -> bool {
+        self.shared.has_ended() || self.shared.is_distrusted()
     }
 }
 

@@ -15,7 +15,8 @@
 //! A claim is one read-modify-write of `taken`. The thread that marks a page as removed excludes
 //! all fills (the gate of [`install`](super::install)), so the accesses of the other two bitmaps
 //! are ordered by the gate where it matters. A fault that reads them without it decides nothing
-//! that the kernel does not check again.
+//! that the kernel does not check again; one that finds its page absent and cannot claim it looks
+//! once more.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -25,7 +25,7 @@ use super::state::MessageBuffer;
 use super::{End, OnFailure, Shared};
 use crate::shared_memory::Filled;
 use crate::source::{Mapped, SourceError};
-use crate::userfaultfd::{Cause, Event, Fault, Userfaultfd, Wake};
+use crate::userfaultfd::{Cause, Event, Fault, Wake};
 
 /// What a thread does once more for pages that the kernel has put off.
 #[derive(Clone, Debug)]
@@ -172,11 +172,17 @@ impl Worker {
             // Its claim's end wakes the thread.
             PageState::InFlight => shared.options.metrics.faults_in_flight.inc(),
             PageState::Absent if shared.is_distrusted() => {
-                let mask = installer.pages.claim(word, mask);
+                let claimed = installer.pages.claim(word, mask);
+                if claimed == 0 {
+                    return self.missed(place, page);
+                }
                 self.perform(Task::Poison(Claimed { place, word, mask }));
             }
             PageState::Absent => {
                 let batch = shared.claim_around(place, page, since);
+                if batch.of_page(page).is_none() {
+                    self.missed(place, page);
+                }
                 if let Some(observer) = &shared.options.observer {
                     observer.faulted(installer.regions.all()[place].offset_of(page));
                 }
@@ -184,6 +190,15 @@ impl Worker {
                     self.bring(batch);
                 }
             }
+        }
+    }
+
+    /// The page of a fault was absent, and could not be claimed: another thread was faster. One that
+    /// fills it wakes this fault's thread, which waits since before its message was read. One that
+    /// has noted its removal does not.
+    fn missed(&mut self, place: usize, page: u64) {
+        if self.shared.installer.pages.get(page) == PageState::Removed {
+            self.perform(Task::Again(place, page, Again::Zeros));
         }
     }
 
@@ -396,51 +411,6 @@ impl Shared {
 
     fn page_bytes(&self, batch: &Batch) -> u64 {
         batch.claimed().next().map_or(0, |claimed| self.installer.regions.all()[claimed.place].region.page_bytes)
-    }
-
-    /// Pages that were not brought fail from now on; if the kernel cannot do that, their threads
-    /// wait for ever. They never read zeros.
-    pub(super) fn fail_closed(&self) {
-        let pages = &self.installer.pages;
-        self.close(&self.installer.userfaultfd, |word| {
-            !pages.state().present()[word].load(Ordering::Acquire) & !pages.removed(word)
-        });
-    }
-
-    /// A child of the monitor has the memory as it is at this moment. It is not served: all that it
-    /// lacks fails, whatever the monitor itself has got since.
-    fn close_child(&self, child: Userfaultfd) {
-        tracing::warn!(vm = self.options.name, "the monitor has forked; its child gets no page");
-        self.close(&Arc::new(child), |_| u64::MAX);
-    }
-
-    /// Lets pages fail that are missing for the memory of `userfaultfd`, of those that `wanted` has
-    /// of each word.
-    fn close(&self, userfaultfd: &Arc<Userfaultfd>, wanted: impl Fn(usize) -> u64) {
-        const MOST_TRIES: u32 = 1000;
-        let mut messages = [[0; crate::userfaultfd::MESSAGE_BYTES]; 16];
-        let mut nr_tries = 0;
-        let regions = self.installer.regions.all().iter().enumerate();
-        for (place, (word, mask)) in regions.flat_map(|(place, placed)| masks(placed.pages()).map(move |m| (place, m)))
-        {
-            let mut claimed = Claimed { place, word, mask: mask & wanted(word) };
-            while let Err(stuck) = self.installer.poison_by(userfaultfd, claimed, |_, _| {}) {
-                match stuck {
-                    Stuck::Gone => return,
-                    Stuck::Again(rest) if nr_tries < MOST_TRIES => {
-                        nr_tries += 1;
-                        claimed.mask = rest;
-                        drop(userfaultfd.read(&mut messages));
-                        std::thread::yield_now();
-                    }
-                    stuck => {
-                        tracing::error!(vm = self.options.name, ?stuck, "cannot poison; a descriptor stays open");
-                        std::mem::forget(Arc::clone(userfaultfd));
-                        return;
-                    }
-                }
-            }
-        }
     }
 
     /// What claimed pages get without a read of the source, if that is possible.

@@ -82,6 +82,13 @@ impl Plan {
                     }
                 };
                 match replayed {
+                    Ok(Ok(())) if progress.is_stopped() => {
+                        info!(
+                            bytes = progress.done(),
+                            of = progress.total(),
+                            "the replay of the working set has stopped"
+                        );
+                    }
                     Ok(Ok(())) => info!(bytes = progress.done(), "the working set was replayed"),
                     Ok(Err(error)) => warn!(%error, "the replay of the working set ends; pages come by faults"),
                     Err(error) => warn!(%error, "the replay of the working set has failed"),

@@ -43,6 +43,12 @@ pub trait Populate: Sync {
 
     /// Whether faults wait right now.
     fn faults_wait(&self) -> bool;
+
+    /// Whether nothing is filled any more: the machine has ended, or its monitor was wrong about its
+    /// memory.
+    fn is_over(&self) -> bool {
+        false
+    }
 }
 
 impl Populate for Populator {
@@ -57,6 +63,10 @@ impl Populate for Populator {
 
     fn faults_wait(&self) -> bool {
         Populator::faults_wait(self)
+    }
+
+    fn is_over(&self) -> bool {
+        Populator::is_over(self)
     }
 }
 
@@ -105,7 +115,8 @@ impl Progress {
         }
     }
 
-    fn is_stopped(&self) -> bool {
+    /// Whether it has ended, or ends, before all was filled.
+    pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed) != 0
     }
 }
@@ -174,6 +185,10 @@ pub fn replay(
                 next.store(steps.len(), Ordering::Relaxed);
                 return Err(error);
             }
+            if memory.is_over() {
+                progress.stop();
+                break;
+            }
             pace.took(start.elapsed());
             progress.advance(step.end - step.start);
         }
@@ -228,6 +243,8 @@ mod tests {
         filled: Mutex<Vec<Range<u64>>>,
         faults_wait: bool,
         fails_at: Option<u64>,
+        /// It fills so many steps, and nothing more.
+        is_over_after: Option<usize>,
     }
 
     impl Populate for Memory {
@@ -241,6 +258,10 @@ mod tests {
 
         fn faults_wait(&self) -> bool {
             self.faults_wait
+        }
+
+        fn is_over(&self) -> bool {
+            self.is_over_after.is_some_and(|nr_steps| self.filled.lock().unwrap().len() > nr_steps)
         }
     }
 
@@ -275,6 +296,16 @@ mod tests {
         let memory = Memory { fails_at: Some(10 * PAGE_BYTES), ..Memory::default() };
         assert!(replay(&steps, &memory, 1, &Progress::default()).is_err());
         assert_eq!(memory.filled.into_inner().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_replay_of_a_machine_that_is_over_stops_and_counts_no_more() {
+        let steps = steps(&set(PAGE_BYTES, vec![0, 10, 20, 30]));
+        let (memory, progress) = (Memory { is_over_after: Some(2), ..Memory::default() }, Progress::default());
+        replay(&steps, &memory, 1, &progress).unwrap();
+        assert_eq!(memory.filled.into_inner().unwrap().len(), 3);
+        assert_eq!((progress.done(), progress.total()), (2 * PAGE_BYTES, 4 * PAGE_BYTES));
+        assert!(progress.is_stopped());
     }
 
     #[test]

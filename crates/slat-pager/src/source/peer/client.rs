@@ -33,6 +33,9 @@ const MOST_REQUESTS: usize = 64;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server from which no byte comes for so long while a request waits is given up.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
+/// A peer that leaves so many requests of a connection without a reply, while it answers others, is
+/// given up.
+const MOST_UNANSWERED: usize = 16 * MOST_REQUESTS;
 /// How often a request is sent, and what is waited before the second time; twice that before the
 /// third.
 const MOST_TRIES: u32 = 4;
@@ -245,11 +248,17 @@ impl Connection {
         // Relaxed: numbers that differ are all that it is for.
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let (reply, mut replied) = oneshot::channel();
-        self.waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_mut()?
-            .insert(number, Waiting { nr_bytes, reply });
+        {
+            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            let table = waiting.as_mut()?;
+            if table.len() >= MOST_UNANSWERED {
+                // Requests that their callers have given up, mostly.
+                *waiting = None;
+                self.task.abort();
+                return None;
+            }
+            table.insert(number, Waiting { nr_bytes, reply });
+        }
         self.requests.send(Request { number, offset, nr_bytes }.encode()).await.ok()?;
         // Relaxed, here and where it is counted: whether the number has changed is all that matters.
         let mut before = self.progress.load(Ordering::Relaxed);
