@@ -15,7 +15,7 @@ use crate::{Outcome, guest, http};
 /// Pages of 4 KiB in a MiB.
 const PAGES_IN_MIB: u64 = 256;
 /// Faults after which the pager is killed: a small part of the guest's area.
-const NR_FAULTS: u64 = 1000;
+const NR_FAULTS: u64 = 200;
 const PAGE_BYTES: u64 = 4096;
 
 /// The files of the snapshot.
@@ -32,11 +32,11 @@ impl Snapshot {
         Pager::serve(&self.path("pager.sock"), &self.path("memory"), more)
     }
 
-    /// A VMM that has loaded it from the pager, and has resumed it.
+    /// A VMM that has loaded it from the pager; its guest does not run yet.
     fn load(&self, name: &str) -> Outcome<Vmm> {
         let vmm = Vmm::start(&self.folder, name)?;
         let backend = json!({"backend_type": "Uffd", "backend_path": self.path("pager.sock")});
-        let body = json!({"snapshot_path": self.path("state"), "mem_backend": backend, "resume_vm": true});
+        let body = json!({"snapshot_path": self.path("state"), "mem_backend": backend, "resume_vm": false});
         vmm.call("PUT", "/snapshot/load", &body)?;
         Ok(vmm)
     }
@@ -61,6 +61,10 @@ impl Vmm {
 
     fn call(&self, method: &str, path: &str, body: &Value) -> Outcome<String> {
         http::call(&self.api, method, path, &body.to_string())
+    }
+
+    fn resume(&self) -> Outcome<()> {
+        self.call("PATCH", "/vm", &json!({"state": "Resumed"})).map(drop)
     }
 
     fn balloon(&self, mib: u64) -> Outcome<()> {
@@ -102,6 +106,7 @@ fn on_demand(snapshot: &Snapshot) -> Outcome<u64> {
     let working_set = snapshot.path("working-set");
     let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
     let mut vmm = snapshot.load("on-demand")?;
+    vmm.resume()?;
     let round = vmm.program.whole_round()?;
     let nr_faults = pager.at_least("faults_total", 1)?;
     verified(&format!("firecracker: on demand: {} pages verified, {nr_faults} faults", round.nr_pages));
@@ -117,6 +122,7 @@ fn replayed(snapshot: &Snapshot, nr_faults_without: u64) -> Outcome<()> {
     let working_set = snapshot.path("working-set");
     let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
     let mut vmm = snapshot.load("replayed")?;
+    vmm.resume()?;
     let round = vmm.program.whole_round()?;
     let nr_bytes = pager.at_least("replayed_bytes_total", guest::NR_PAGES as u64 / 2 * PAGE_BYTES)?;
     let nr_faults = pager.metric("faults_total")?;
@@ -141,6 +147,7 @@ fn taken_over(snapshot: &Snapshot) -> Outcome<()> {
     let more = ["--granule", "4KiB"];
     let first = snapshot.serve(&more)?;
     let mut vmm = snapshot.load("taken-over")?;
+    vmm.resume()?;
     let nr_faults = first.at_least("faults_total", NR_FAULTS)?;
     first.kill()?;
     let second = snapshot.serve(&more)?;

@@ -47,7 +47,8 @@ pub fn run() -> Outcome<()> {
     Ok(())
 }
 
-/// Tells what has been verified.
+/// Tells what has been verified, and how long the machine runs.
 pub fn verified(text: &str) {
-    println!("vmms: {text}");
+    let uptime = fs::read_to_string("/proc/uptime").unwrap_or_default();
+    println!("vmms: {text} ({} s)", uptime.split(' ').next().unwrap_or_default());
 }
