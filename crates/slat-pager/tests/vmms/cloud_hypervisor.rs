@@ -6,9 +6,9 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::machine::{self, verified};
+use crate::machine::{self, BALLOON_MIB, verified};
 use crate::pager;
-use crate::process::{Program, file};
+use crate::process::{Program, Round, file};
 use crate::{Outcome, guest, http};
 
 const PAGE_BYTES: u64 = 4096;
@@ -54,6 +54,7 @@ pub fn run(folder: &Path) -> Outcome<()> {
     }
     let round = vmm.program.whole_round()?;
     verified(&format!("cloud-hypervisor: replay: {} pages verified, {nr_replayed} replayed", round.nr_pages));
+    balloon(&mut vmm, round).map_err(|why| format!("balloon: {why}"))?;
     vmm.program.kill()?;
     ended(pager)
 }
@@ -63,7 +64,8 @@ fn boot(folder: &Path, snapshot: &Path) -> Outcome<()> {
     let (cpus, memory) = (format!("boot={}", machine::NR_CPUS), format!("size={}M,shared=on", machine::MEMORY_MIB));
     let words = ["--kernel", machine::KERNEL, "--initramfs", machine::INITRAMFS, "--cmdline", machine::WORDS];
     let devices = ["--cpus", &cpus, "--memory", &memory, "--serial", "tty", "--console", "off"];
-    let mut vmm = Vmm::start(folder, "booted", &[words.as_slice(), &devices].concat())?;
+    let balloon = ["--balloon", "size=0"];
+    let mut vmm = Vmm::start(folder, "booted", &[words.as_slice(), &devices, &balloon].concat())?;
     vmm.program.filled()?;
     vmm.program.part()?;
     let socket = folder.join("store.sock");
@@ -94,6 +96,25 @@ fn restore(folder: &Path, snapshot: &Path, name: &str) -> Outcome<(Vmm, Program)
     let from = json!({"receiver_url": format!("unix:{}", socket.display()), "memory_mode": "Postcopy"});
     call(&vmm.api, "receive-migration", &from)?;
     Ok((vmm, pager))
+}
+
+/// The balloon takes memory of a guest whose last round was `before`, and gives it back.
+fn balloon(vmm: &mut Vmm, before: Round) -> Outcome<()> {
+    let resize = |vmm: &Vmm, mib: u64| call(&vmm.api, "resize", &json!({"desired_balloon": mib << 20}));
+    resize(vmm, BALLOON_MIB)?;
+    let most_kib = before.memory_kib - (BALLOON_MIB << 10) / 8 * 7;
+    let less = vmm.program.round("a round with less memory", |round| round.memory_kib <= most_kib)?;
+    resize(vmm, 0)?;
+    let least = (BALLOON_MIB << 20) / PAGE_BYTES / 2;
+    let all = vmm.program.round("a round with all memory", |round| round.nr_scratch >= least)?;
+    verified(&format!(
+        "cloud-hypervisor: balloon: {} pages verified with {} KiB less, then {} and {} that were free",
+        less.nr_pages,
+        before.memory_kib - less.memory_kib,
+        all.nr_pages,
+        all.nr_scratch
+    ));
+    Ok(())
 }
 
 /// Waits for the end of a pager that did what it was told.

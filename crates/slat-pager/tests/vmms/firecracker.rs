@@ -1,6 +1,6 @@
 //! Firecracker: `slat-pager serve` is its memory backend.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,6 +17,11 @@ const PAGES_IN_MIB: u64 = 256;
 /// Faults after which the pager is killed: a small part of the guest's area.
 const NR_FAULTS: u64 = 200;
 const PAGE_BYTES: u64 = 4096;
+/// Sizes of pages, as the API names them.
+const SMALL: &str = "None";
+const HUGE: &str = "2M";
+/// Where Linux is told how many of the huge ones to keep.
+const NR_HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 
 /// The files of the snapshot.
 struct Snapshot {
@@ -32,11 +37,13 @@ impl Snapshot {
         Pager::serve(&self.path("pager.sock"), &self.path("memory"), more)
     }
 
-    /// A VMM that has loaded it from the pager; its guest does not run yet.
-    fn load(&self, name: &str) -> Outcome<Vmm> {
+    /// A VMM that has loaded it from the pager, into pages of the size `pages`; its guest does not run
+    /// yet.
+    fn load(&self, name: &str, pages: &str) -> Outcome<Vmm> {
         let vmm = Vmm::start(&self.folder, name)?;
         let backend = json!({"backend_type": "Uffd", "backend_path": self.path("pager.sock")});
-        let body = json!({"snapshot_path": self.path("state"), "mem_backend": backend, "resume_vm": false});
+        let state = self.path("state");
+        let body = json!({"snapshot_path": state, "mem_backend": backend, "resume_vm": false, "huge_pages": pages});
         vmm.call("PUT", "/snapshot/load", &body)?;
         Ok(vmm)
     }
@@ -78,7 +85,8 @@ pub fn run(folder: &Path) -> Outcome<()> {
     boot(&snapshot).map_err(|why| format!("boot and snapshot: {why}"))?;
     let nr_faults = on_demand(&snapshot).map_err(|why| format!("on demand: {why}"))?;
     replayed(&snapshot, nr_faults).map_err(|why| format!("replay: {why}"))?;
-    taken_over(&snapshot).map_err(|why| format!("takeover: {why}"))
+    taken_over(&snapshot).map_err(|why| format!("takeover: {why}"))?;
+    huge_pages(&snapshot).map_err(|why| format!("pages of 2 MiB: {why}"))
 }
 
 /// Boots the guest, lets it fill its memory, and takes the snapshot.
@@ -105,7 +113,7 @@ fn boot(snapshot: &Snapshot) -> Outcome<()> {
 fn on_demand(snapshot: &Snapshot) -> Outcome<u64> {
     let working_set = snapshot.path("working-set");
     let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
-    let mut vmm = snapshot.load("on-demand")?;
+    let mut vmm = snapshot.load("on-demand", SMALL)?;
     vmm.resume()?;
     let round = vmm.program.whole_round()?;
     let nr_faults = pager.at_least("faults_total", 1)?;
@@ -121,7 +129,7 @@ fn on_demand(snapshot: &Snapshot) -> Outcome<u64> {
 fn replayed(snapshot: &Snapshot, nr_faults_without: u64) -> Outcome<()> {
     let working_set = snapshot.path("working-set");
     let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
-    let mut vmm = snapshot.load("replayed")?;
+    let mut vmm = snapshot.load("replayed", SMALL)?;
     vmm.resume()?;
     let round = vmm.program.whole_round()?;
     let nr_bytes = pager.at_least("replayed_bytes_total", guest::NR_PAGES as u64 / 2 * PAGE_BYTES)?;
@@ -146,7 +154,7 @@ fn taken_over(snapshot: &Snapshot) -> Outcome<()> {
     // Page by page: otherwise all may be there before it is killed.
     let more = ["--granule", "4KiB"];
     let first = snapshot.serve(&more)?;
-    let mut vmm = snapshot.load("taken-over")?;
+    let mut vmm = snapshot.load("taken-over", SMALL)?;
     vmm.resume()?;
     let nr_faults = first.at_least("faults_total", NR_FAULTS)?;
     first.kill()?;
@@ -166,6 +174,21 @@ fn taken_over(snapshot: &Snapshot) -> Outcome<()> {
     deflate(&mut vmm)?;
     vmm.program.kill()?;
     third.kill()
+}
+
+/// Restores on demand into pages of 2 MiB.
+fn huge_pages(snapshot: &Snapshot) -> Outcome<()> {
+    let keep = |nr_pages: u64| fs::write(NR_HUGE_PAGES, nr_pages.to_string()).map_err(|error| error.to_string());
+    keep(machine::MEMORY_MIB / 2)?;
+    let pager = snapshot.serve(&[])?;
+    let mut vmm = snapshot.load("huge-pages", HUGE)?;
+    vmm.resume()?;
+    let round = vmm.program.whole_round()?;
+    let nr_faults = pager.metric("faults_total")?;
+    verified(&format!("firecracker: pages of 2 MiB: {} pages verified, {nr_faults} faults", round.nr_pages));
+    vmm.program.kill()?;
+    pager.kill()?;
+    keep(0)
 }
 
 /// Lets the balloon take memory from a guest whose last round was `before`.
