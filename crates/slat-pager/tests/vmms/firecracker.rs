@@ -3,13 +3,15 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
 
 use serde_json::{Value, json};
 
 use crate::machine::{self, BALLOON_MIB, verified};
 use crate::memory::GivenUp;
 use crate::pager::Pager;
-use crate::process::{Program, Round, file};
+use crate::process::{PATIENCE, Program, Round, file};
 use crate::{Outcome, guest, http};
 
 /// Pages of 4 KiB in a MiB.
@@ -37,8 +39,7 @@ impl Snapshot {
         Pager::serve(&self.path("pager.sock"), &self.path("memory"), more)
     }
 
-    /// A VMM that has loaded it from the pager, into pages of the size `pages`; its guest does not run
-    /// yet.
+    /// A VMM that has loaded it from the pager, into pages of the size `pages`. Its guest waits.
     fn load(&self, name: &str, pages: &str) -> Outcome<Vmm> {
         let vmm = Vmm::start(&self.folder, name)?;
         let backend = json!({"backend_type": "Uffd", "backend_path": self.path("pager.sock")});
@@ -68,6 +69,10 @@ impl Vmm {
 
     fn call(&self, method: &str, path: &str, body: &Value) -> Outcome<String> {
         http::call(&self.api, method, path, &body.to_string())
+    }
+
+    fn pause(&self) -> Outcome<()> {
+        self.call("PATCH", "/vm", &json!({"state": "Paused"})).map(drop)
     }
 
     fn resume(&self) -> Outcome<()> {
@@ -101,7 +106,7 @@ fn boot(snapshot: &Snapshot) -> Outcome<()> {
     vmm.call("PUT", "/actions", &json!({"action_type": "InstanceStart"}))?;
     vmm.program.filled()?;
     vmm.program.part()?;
-    vmm.call("PATCH", "/vm", &json!({"state": "Paused"}))?;
+    vmm.pause()?;
     let files = json!({"snapshot_path": snapshot.path("state"), "mem_file_path": snapshot.path("memory")});
     vmm.call("PUT", "/snapshot/create", &files)?;
     vmm.program.kill()?;
@@ -208,7 +213,14 @@ fn inflate(pager: &Pager, vmm: &mut Vmm, before: Round) -> Outcome<()> {
 /// Pages that the balloon has are zeros for the VMM, and not what the snapshot has.
 fn zeros(snapshot: &Snapshot, vmm: &Vmm) -> Outcome<()> {
     let file = File::open(snapshot.path("memory")).map_err(|error| error.to_string())?;
-    let found = GivenUp::find(vmm.program.pid(), &file)?;
+    // The guest would use the CPUs, and some of these pages.
+    vmm.pause()?;
+    let pid = vmm.program.pid();
+    let (sender, found) = mpsc::channel();
+    // A page that never comes stops the thread for good.
+    thread::spawn(move || sender.send(GivenUp::find(pid, &file)));
+    let found = found.recv_timeout(PATIENCE).map_err(|_| "the balloon's pages did not come in time")??;
+    vmm.resume()?;
     // The balloon may take some pages that were never filled.
     let least = BALLOON_MIB * PAGES_IN_MIB / 2;
     if found.nr_zeros < least {

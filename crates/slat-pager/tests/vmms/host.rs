@@ -34,6 +34,10 @@ const WORDS: &str = "console=ttyS0 quiet panic=-1 nokaslr mitigations=off no_tim
 
 /// Builds the machine and runs it, if there is what it needs.
 pub fn run() -> Outcome<()> {
+    if env::consts::ARCH != "x86_64" {
+        println!("skipped: the emulated machine and its programs are those of x86-64");
+        return Ok(());
+    }
     let path = |name: &str| env::var_os(name).map(PathBuf::from);
     let vmms = [("SLAT_FIRECRACKER", machine::FIRECRACKER), ("SLAT_CLOUD_HYPERVISOR", machine::CLOUD_HYPERVISOR)];
     let vmms: Vec<_> = vmms.into_iter().filter_map(|(name, place)| Some((path(name)?, place))).collect();
@@ -81,7 +85,8 @@ fn emulate(kernel: &Path, initramfs: &Path) -> Outcome<()> {
 fn kernel(package: &Path) -> Outcome<PathBuf> {
     let entries = fs::read_dir(package.join("boot")).map_err(|error| format!("{}/boot: {error}", package.display()))?;
     let mut paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let is_kernel = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"));
+    let is_kernel =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"));
     paths.find(is_kernel).ok_or_else(|| format!("{}/boot has no vmlinuz-*", package.display()))
 }
 
@@ -123,12 +128,7 @@ struct Archive {
 
 impl Archive {
     /// Writes it to `path`: programs with the libraries that they need, modules, other files.
-    fn write(
-        path: &Path,
-        programs: &[(PathBuf, &str)],
-        modules: &[PathBuf],
-        files: &[(PathBuf, &str)],
-    ) -> Outcome<()> {
+    fn write(path: &Path, programs: &[(PathBuf, &str)], modules: &[PathBuf], files: &[(PathBuf, &str)]) -> Outcome<()> {
         let to = BufWriter::new(File::create(path).map_err(|error| error.to_string())?);
         let mut archive = Archive { to, next: 1, names: BTreeSet::new() };
         let failed = |error: io::Error| format!("{}: {error}", path.display());

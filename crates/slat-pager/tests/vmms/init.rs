@@ -36,7 +36,9 @@ pub fn run() -> ! {
 }
 
 fn mount_file_systems() -> Outcome<()> {
-    for (name, folder) in [("proc", "/proc"), ("devtmpfs", "/dev"), ("sysfs", "/sys"), ("tmpfs", "/tmp"), ("tmpfs", "/run")] {
+    for (name, folder) in
+        [("proc", "/proc"), ("devtmpfs", "/dev"), ("sysfs", "/sys"), ("tmpfs", "/tmp"), ("tmpfs", "/run")]
+    {
         fs::create_dir_all(folder).map_err(|error| format!("{folder}: {error}"))?;
         match mount(name, folder, name, MountFlags::empty(), None) {
             // The kernel has mounted it already.

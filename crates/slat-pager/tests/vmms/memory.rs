@@ -6,8 +6,8 @@ use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use crate::guest::{NR_WORDS, given_up};
 use crate::Outcome;
+use crate::guest::{NR_WORDS, given_up};
 
 const PAGE_BYTES: usize = NR_WORDS * 8;
 

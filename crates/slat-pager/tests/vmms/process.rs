@@ -67,9 +67,7 @@ impl Program {
     /// Waits for its end.
     pub fn wait(mut self) -> Outcome<ExitStatus> {
         let name = self.name;
-        until(&format!("the end of {name}"), || {
-            self.child.try_wait().map_err(|error| format!("{name}: {error}"))
-        })
+        until(&format!("the end of {name}"), || self.child.try_wait().map_err(|error| format!("{name}: {error}")))
     }
 
     /// The next line, which comes in `time`. A guest that is wrong ends it.
