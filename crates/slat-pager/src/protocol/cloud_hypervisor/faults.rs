@@ -191,7 +191,8 @@ impl FaultServer {
             match send(&self.socket, left, SendFlags::NOSIGNAL) {
                 Ok(nr_sent) => left = &left[nr_sent..],
                 Err(Errno::INTR) => {}
-                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Error::Closed("the end of an answer")),
+                // The VMM is gone: what is received next says so.
+                Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
                 Err(error) => return Err(failed(error)),
             }
         }
@@ -249,13 +250,14 @@ impl Default for Received {
 }
 
 impl Received {
-    /// Waits for more bytes; false at the end.
+    /// Waits for more bytes; false at the end. A VMM that is killed may leave an answer unread: the
+    /// end is a reset then.
     fn receive(&mut self, socket: impl AsFd) -> Result<bool, Error> {
         self.bytes.copy_within(self.filled.clone(), 0);
         self.filled = 0..self.filled.len();
         // There is room: what is left is less than a frame.
         match retry_on_intr(|| recv(&socket, &mut self.bytes[self.filled.end..], RecvFlags::empty())) {
-            Ok((0, _)) if self.filled.is_empty() => Ok(false),
+            Ok((0, _)) | Err(Errno::CONNRESET) if self.filled.is_empty() => Ok(false),
             Ok((0, _)) | Err(Errno::CONNRESET) => Err(Error::Closed("the rest of a page fault")),
             Ok((nr_bytes, _)) => {
                 self.filled.end += nr_bytes;
@@ -287,4 +289,28 @@ impl Received {
 
 fn failed(error: Errno) -> Error {
     Error::Io { what: "serve page faults", error: io::Error::from(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// The end of a VMM that was killed while an answer was on its way, after it had sent `bytes`.
+    fn killed_after(bytes: &[u8]) -> Result<(), Error> {
+        let (mut ours, mut vmm) = UnixStream::pair().unwrap();
+        vmm.write_all(bytes).unwrap();
+        ours.write_all(&Response::Ok.to_bytes()).unwrap();
+        drop(vmm);
+        let mut received = Received::default();
+        while received.receive(&ours)? {}
+        Ok(())
+    }
+
+    #[test]
+    fn a_vmm_that_is_killed_before_it_reads_an_answer_has_ended() {
+        killed_after(&[]).unwrap();
+        assert!(matches!(killed_after(&[0]), Err(Error::Closed(_))));
+    }
 }

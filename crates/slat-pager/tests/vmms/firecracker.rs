@@ -1,0 +1,246 @@
+//! Firecracker: `slat-pager serve` is its memory backend.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
+
+use serde_json::{Value, json};
+
+use crate::machine::{self, BALLOON_MIB, verified};
+use crate::memory::GivenUp;
+use crate::pager::Pager;
+use crate::process::{PATIENCE, Program, Round, file};
+use crate::{Outcome, guest, http};
+
+/// Pages of 4 KiB in a MiB.
+const PAGES_IN_MIB: u64 = 256;
+/// Faults after which the pager is killed: a small part of the guest's area.
+const NR_FAULTS: u64 = 200;
+const PAGE_BYTES: u64 = 4096;
+/// Sizes of pages, as the API names them.
+const SMALL: &str = "None";
+const HUGE: &str = "2M";
+/// Where Linux is told how many of the huge ones to keep.
+const NR_HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+/// The files of the snapshot.
+struct Snapshot {
+    folder: PathBuf,
+}
+
+impl Snapshot {
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    fn serve(&self, more: &[&str]) -> Outcome<Pager> {
+        Pager::serve(&self.path("pager.sock"), &self.path("memory"), more)
+    }
+
+    /// A VMM that has loaded it from the pager, into pages of the size `pages`. Its guest waits.
+    fn load(&self, name: &str, pages: &str) -> Outcome<Vmm> {
+        let vmm = Vmm::start(&self.folder, name)?;
+        let backend = json!({"backend_type": "Uffd", "backend_path": self.path("pager.sock")});
+        let state = self.path("state");
+        let body = json!({"snapshot_path": state, "mem_backend": backend, "resume_vm": false, "huge_pages": pages});
+        vmm.call("PUT", "/snapshot/load", &body)?;
+        Ok(vmm)
+    }
+}
+
+/// A process of Firecracker.
+struct Vmm {
+    program: Program,
+    api: PathBuf,
+}
+
+impl Vmm {
+    fn start(folder: &Path, name: &str) -> Outcome<Vmm> {
+        let api = folder.join(name).with_extension("api");
+        let mut command = Command::new(machine::FIRECRACKER);
+        // It would tell of each port that the guest probes.
+        command.args(["--id", name, "--level", "Off", "--api-sock"]).arg(&api);
+        let program = Program::start("firecracker", &mut command)?;
+        file(&api)?;
+        Ok(Vmm { program, api })
+    }
+
+    fn call(&self, method: &str, path: &str, body: &Value) -> Outcome<String> {
+        http::call(&self.api, method, path, &body.to_string())
+    }
+
+    fn pause(&self) -> Outcome<()> {
+        self.call("PATCH", "/vm", &json!({"state": "Paused"})).map(drop)
+    }
+
+    fn resume(&self) -> Outcome<()> {
+        self.call("PATCH", "/vm", &json!({"state": "Resumed"})).map(drop)
+    }
+
+    fn balloon(&self, mib: u64) -> Outcome<()> {
+        self.call("PATCH", "/balloon", &json!({"amount_mib": mib})).map(drop)
+    }
+}
+
+/// All steps; files are in `folder`.
+pub fn run(folder: &Path) -> Outcome<()> {
+    let snapshot = Snapshot { folder: folder.to_owned() };
+    boot(&snapshot).map_err(|why| format!("boot and snapshot: {why}"))?;
+    let nr_faults = on_demand(&snapshot).map_err(|why| format!("on demand: {why}"))?;
+    replayed(&snapshot, nr_faults).map_err(|why| format!("replay: {why}"))?;
+    taken_over(&snapshot).map_err(|why| format!("takeover: {why}"))?;
+    huge_pages(&snapshot).map_err(|why| format!("pages of 2 MiB: {why}"))
+}
+
+/// Boots the guest, lets it fill its memory, and takes the snapshot.
+fn boot(snapshot: &Snapshot) -> Outcome<()> {
+    let mut vmm = Vmm::start(&snapshot.folder, "booted")?;
+    let source = json!({"kernel_image_path": machine::KERNEL, "initrd_path": machine::INITRAMFS,
+        "boot_args": machine::WORDS});
+    let size = json!({"vcpu_count": machine::NR_CPUS, "mem_size_mib": machine::MEMORY_MIB});
+    vmm.call("PUT", "/boot-source", &source)?;
+    vmm.call("PUT", "/machine-config", &size)?;
+    vmm.call("PUT", "/balloon", &json!({"amount_mib": 0, "deflate_on_oom": false}))?;
+    vmm.call("PUT", "/actions", &json!({"action_type": "InstanceStart"}))?;
+    vmm.program.filled()?;
+    vmm.program.part()?;
+    vmm.pause()?;
+    let files = json!({"snapshot_path": snapshot.path("state"), "mem_file_path": snapshot.path("memory")});
+    vmm.call("PUT", "/snapshot/create", &files)?;
+    vmm.program.kill()?;
+    verified(&format!("firecracker: a guest of {} MiB booted, and its snapshot was taken", machine::MEMORY_MIB));
+    Ok(())
+}
+
+/// Restores on demand, and records the working set. Returns how many faults there were.
+fn on_demand(snapshot: &Snapshot) -> Outcome<u64> {
+    let working_set = snapshot.path("working-set");
+    let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
+    let mut vmm = snapshot.load("on-demand", SMALL)?;
+    vmm.resume()?;
+    let round = vmm.program.whole_round()?;
+    let nr_faults = pager.at_least("faults_total", 1)?;
+    verified(&format!("firecracker: on demand: {} pages verified, {nr_faults} faults", round.nr_pages));
+    vmm.program.kill()?;
+    // Recorded once the machine is gone.
+    file(&working_set)?;
+    pager.kill()?;
+    Ok(nr_faults)
+}
+
+/// Restores by the working set, with a balloon after it.
+fn replayed(snapshot: &Snapshot, nr_faults_without: u64) -> Outcome<()> {
+    let working_set = snapshot.path("working-set");
+    let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
+    let mut vmm = snapshot.load("replayed", SMALL)?;
+    vmm.resume()?;
+    let round = vmm.program.whole_round()?;
+    let nr_bytes = pager.at_least("replayed_bytes_total", guest::NR_PAGES as u64 / 2 * PAGE_BYTES)?;
+    let nr_faults = pager.metric("faults_total")?;
+    if nr_faults >= nr_faults_without {
+        return Err(format!("{nr_faults} faults, and {nr_faults_without} without it"));
+    }
+    verified(&format!(
+        "firecracker: replay: {} pages verified, {} pages replayed, {nr_faults} faults",
+        round.nr_pages,
+        nr_bytes / PAGE_BYTES
+    ));
+    inflate(&pager, &mut vmm, round)?;
+    zeros(snapshot, &vmm)?;
+    deflate(&mut vmm)?;
+    vmm.program.kill()?;
+    pager.kill()
+}
+
+/// The pager is killed while the guest verifies, and again with a balloon.
+fn taken_over(snapshot: &Snapshot) -> Outcome<()> {
+    // Page by page: otherwise all may be there before it is killed.
+    let more = ["--granule", "4KiB"];
+    let first = snapshot.serve(&more)?;
+    let mut vmm = snapshot.load("taken-over", SMALL)?;
+    vmm.resume()?;
+    let nr_faults = first.at_least("faults_total", NR_FAULTS)?;
+    first.kill()?;
+    let second = snapshot.serve(&more)?;
+    second.at_least("taken_over_total", 1)?;
+    let round = vmm.program.whole_round()?;
+    let nr_filled = second.at_least("filled_bytes_total", guest::NR_PAGES as u64 / 2 * PAGE_BYTES)? / PAGE_BYTES;
+    verified(&format!(
+        "firecracker: takeover: {} pages verified, killed after {nr_faults} faults, {nr_filled} pages by the successor",
+        round.nr_pages
+    ));
+    inflate(&second, &mut vmm, round)?;
+    second.kill()?;
+    let third = snapshot.serve(&more)?;
+    third.at_least("taken_over_total", 1)?;
+    zeros(snapshot, &vmm)?;
+    deflate(&mut vmm)?;
+    vmm.program.kill()?;
+    third.kill()
+}
+
+/// Restores on demand into pages of 2 MiB.
+fn huge_pages(snapshot: &Snapshot) -> Outcome<()> {
+    let keep = |nr_pages: u64| fs::write(NR_HUGE_PAGES, nr_pages.to_string()).map_err(|error| error.to_string());
+    keep(machine::MEMORY_MIB / 2)?;
+    let pager = snapshot.serve(&[])?;
+    let mut vmm = snapshot.load("huge-pages", HUGE)?;
+    vmm.resume()?;
+    let round = vmm.program.whole_round()?;
+    let nr_faults = pager.metric("faults_total")?;
+    verified(&format!("firecracker: pages of 2 MiB: {} pages verified, {nr_faults} faults", round.nr_pages));
+    vmm.program.kill()?;
+    pager.kill()?;
+    keep(0)
+}
+
+/// Lets the balloon take memory from a guest whose last round was `before`.
+fn inflate(pager: &Pager, vmm: &mut Vmm, before: Round) -> Outcome<()> {
+    vmm.balloon(BALLOON_MIB)?;
+    let nr_bytes = pager.at_least("removed_bytes_total", BALLOON_MIB << 20)?;
+    let most_kib = before.memory_kib - (BALLOON_MIB << 10) / 8 * 7;
+    let round = vmm.program.round("a round with less memory", |round| round.memory_kib <= most_kib)?;
+    verified(&format!(
+        "firecracker: balloon: {} pages removed, {} pages verified beside it",
+        nr_bytes / PAGE_BYTES,
+        round.nr_pages
+    ));
+    Ok(())
+}
+
+/// Pages that the balloon has are zeros for the VMM, and not what the snapshot has.
+fn zeros(snapshot: &Snapshot, vmm: &Vmm) -> Outcome<()> {
+    let file = File::open(snapshot.path("memory")).map_err(|error| error.to_string())?;
+    // The guest would use the CPUs, and some of these pages.
+    vmm.pause()?;
+    let pid = vmm.program.pid();
+    let (sender, found) = mpsc::channel();
+    // A page that never comes stops the thread for good.
+    thread::spawn(move || sender.send(GivenUp::find(pid, &file)));
+    let found = found.recv_timeout(PATIENCE).map_err(|_| "the balloon's pages did not come in time")??;
+    vmm.resume()?;
+    // The balloon may take some pages that were never filled.
+    let least = BALLOON_MIB * PAGES_IN_MIB / 2;
+    if found.nr_zeros < least {
+        return Err(format!("of the balloon's pages less than {least} are zeros: {found:?}"));
+    }
+    verified(&format!(
+        "firecracker: balloon: of {} pages that the guest had filled and freed {} are zeros now",
+        found.nr_pages, found.nr_zeros
+    ));
+    Ok(())
+}
+
+/// Gives all memory back to the guest, which uses it.
+fn deflate(vmm: &mut Vmm) -> Outcome<()> {
+    vmm.balloon(0)?;
+    let least = BALLOON_MIB * PAGES_IN_MIB / 2;
+    let round = vmm.program.round("a round with all memory", |round| round.nr_scratch >= least)?;
+    verified(&format!(
+        "firecracker: balloon: given back: {} pages verified, {} that were free",
+        round.nr_pages, round.nr_scratch
+    ));
+    Ok(())
+}

@@ -1,0 +1,54 @@
+//! The emulated machine, which has KVM, and the steps that it runs.
+
+use std::fs;
+use std::path::Path;
+
+use crate::{Outcome, cloud_hypervisor, firecracker, init};
+
+/// The programs, in the machine.
+pub const PAGER: &str = "/slat-pager";
+pub const FIRECRACKER: &str = "/firecracker";
+pub const CLOUD_HYPERVISOR: &str = "/cloud-hypervisor";
+/// The files of the guest, in the machine.
+pub const KERNEL: &str = "/guest-kernel";
+pub const INITRAMFS: &str = "/guest-initramfs";
+
+/// How a machine says that all was well.
+pub const PASSED: &str = "vmms: passed";
+/// How it says that something was not.
+pub const FAILED: &str = "vmms: failed: ";
+
+/// The words of a guest's kernel. Async page faults would be served by another thread than the one
+/// that touches.
+pub const WORDS: &str = "console=ttyS0 quiet panic=-1 no-kvmapf mitigations=off init_on_alloc=0 vmms=guest";
+/// CPUs of a guest.
+pub const NR_CPUS: u32 = 2;
+/// Memory of a guest.
+pub const MEMORY_MIB: u64 = 256;
+/// What a balloon takes of it.
+pub const BALLOON_MIB: u64 = 64;
+
+/// Loads KVM, and runs the steps of each VMM that there is.
+pub fn run() -> Outcome<()> {
+    for module in ["irqbypass", "kvm", "kvm-amd"] {
+        init::load_module(module)?;
+    }
+    type Steps = fn(&Path) -> Outcome<()>;
+    let all: [(&str, Steps); 2] = [(FIRECRACKER, firecracker::run), (CLOUD_HYPERVISOR, cloud_hypervisor::run)];
+    for (program, steps) in all {
+        if Path::new(program).exists() {
+            let folder = Path::new("/tmp").join(program.trim_start_matches('/'));
+            fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
+            steps(&folder).map_err(|why| format!("{}: {why}", program.trim_start_matches('/')))?;
+            // Memory, since nothing here is on a disk.
+            fs::remove_dir_all(&folder).map_err(|error| error.to_string())?;
+        }
+    }
+    Ok(())
+}
+
+/// Tells what has been verified, and how long the machine runs.
+pub fn verified(text: &str) {
+    let uptime = fs::read_to_string("/proc/uptime").unwrap_or_default();
+    println!("vmms: {text} ({} s)", uptime.split(' ').next().unwrap_or_default());
+}
