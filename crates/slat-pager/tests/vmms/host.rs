@@ -62,8 +62,8 @@ pub fn run() -> Outcome<()> {
     emulate(&kernel, &initramfs)
 }
 
-/// Runs the machine to its end. It has one CPU: with several, KVM on QEMU's SVM loses interrupts now and
-/// then (Linux reports soft lockups of the machine itself).
+/// Runs the machine to its end. It has one CPU: with two, its own kernel reported soft lockups now
+/// and then, and the machine ended once.
 fn emulate(kernel: &Path, initramfs: &Path) -> Outcome<()> {
     let qemu = env::var_os("SLAT_QEMU").unwrap_or_else(|| "qemu-system-x86_64".into());
     let mut command = Command::new(qemu);

@@ -134,8 +134,8 @@ impl Drop for Program {
     }
 }
 
-/// Where in the kernel each thread of a process waits: `handle_userfault` is a page that the pager has
-/// not filled.
+/// Where in the kernel each thread of a process waits: `handle_userfault` is a page that the pager
+/// has not filled.
 fn waits(pid: u32) -> String {
     let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().filter_map(Result::ok);
