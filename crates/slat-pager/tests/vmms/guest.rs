@@ -20,7 +20,7 @@ pub const NR_WORDS: usize = 512;
 pub const FILLED: &str = "guest: filled ";
 /// A part of a round has been verified.
 pub const PART: &str = "guest: part ";
-/// All pages have been verified: their number, that of scratch pages, and the guest's memory in KiB.
+/// All pages have been verified: their number, that of scratch pages, the memory in KiB.
 pub const ROUND: &str = "guest: round ";
 /// Something is wrong.
 pub const WRONG: &str = "guest: wrong ";

@@ -1,9 +1,9 @@
-//! Acceptance with unmodified VMMs: Firecracker and Cloud Hypervisor restore a Linux guest from this
-//! pager, and the guest verifies all its memory.
+//! Acceptance with unmodified VMMs: Firecracker and Cloud Hypervisor restore a Linux guest from
+//! this pager, and the guest verifies all its memory.
 //!
 //! By hand: it needs the programs of the VMMs, QEMU and a kernel, and takes their paths from the
-//! environment ([`host`]). Without them it says so in a line, and is skipped. `docs/vmms.md` has the
-//! commands.
+//! environment ([`host`]). Without them it says so in a line, and is skipped. `docs/vmms.md` has
+//! the commands.
 //!
 //! # Implementation
 //! 1. On the host, an x86-64 machine, it packs itself, the pager, the VMMs and the libraries of all

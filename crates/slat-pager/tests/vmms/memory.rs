@@ -23,8 +23,8 @@ pub struct GivenUp {
 }
 
 impl GivenUp {
-    /// Reads each of them in the process `pid`, whose snapshot is `file`. The pager fills those that
-    /// are missing.
+    /// Reads each of them in the process `pid`, whose snapshot is `file`. The pager fills those
+    /// that are missing.
     pub fn find(pid: u32, file: &File) -> Outcome<GivenUp> {
         let pattern: Vec<u8> = (0..NR_WORDS).flat_map(|word| given_up(word).to_le_bytes()).collect();
         let mut found = GivenUp::default();
@@ -73,7 +73,8 @@ fn read(pid: u32, address: u64, into: &mut [u8]) -> Outcome<()> {
     let pid = i32::try_from(pid).map_err(|error| error.to_string())?;
     let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
     let remote = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: into.len() };
-    // SAFETY: it writes to `into` alone, for which `local` stands. `remote` is no memory of this process.
+    // SAFETY: it writes to `into` alone, for which `local` stands. `remote` is memory of the other
+    // process.
     let nr_bytes = unsafe { libc::process_vm_readv(pid, &local, 1, &remote, 1, 0) };
     if usize::try_from(nr_bytes) == Ok(into.len()) {
         return Ok(());

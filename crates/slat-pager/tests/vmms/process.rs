@@ -1,8 +1,9 @@
 //! Programs that the machine runs, and what they print.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
@@ -73,7 +74,9 @@ impl Program {
     /// The next line, which comes in `time`. A guest that is wrong ends it.
     pub fn next_line(&mut self, what: &str, time: Duration) -> Outcome<String> {
         let line = self.lines.recv_timeout(time).map_err(|error| match error {
-            RecvTimeoutError::Timeout => format!("{}: {what} did not come in time", self.name),
+            RecvTimeoutError::Timeout => {
+                format!("{}: {what} did not come in time; its threads: {}", self.name, waits(self.child.id()))
+            }
             RecvTimeoutError::Disconnected => format!("{} ended before {what}", self.name),
         })?;
         good(&line)?;
@@ -129,6 +132,15 @@ impl Drop for Program {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Where in the kernel each thread of a process waits: `handle_userfault` is a page that the pager
+/// has not filled.
+fn waits(pid: u32) -> String {
+    let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().filter_map(Result::ok);
+    let threads = tasks.map(|task| format!("{} {}", read(task.path().join("comm")), read(task.path().join("wchan"))));
+    threads.collect::<Vec<_>>().join(", ")
 }
 
 /// Sends each line, and shows it.
