@@ -12,9 +12,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
 
-use pager::{Pager, SEED, SIZE, folder, metric, socket};
+use pager::{Pager, SEED, SIZE, folder, metric, socket, until};
 use registered::{Guest, Kind, send, userfaultfd};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd};
+use support::bytes;
 
 const HANDOFF: &[&str] = &["--experimental", "handoff"];
 
@@ -75,6 +76,26 @@ fn a_guest_is_handed_over_served_and_taken_over() {
     assert_eq!((answer.as_slice(), metric(folder, "refused_total")), (&[1][..], 0.0));
     verify(0..guest.nr_pages());
     drop((stream, second));
+}
+
+#[test]
+fn a_machine_that_was_not_taken_over_is_not_acknowledged() {
+    let (Some(folder), Some(userfaultfd)) = (folder(), userfaultfd(0)) else { return };
+    let folder = folder.path();
+    let guest = Guest::new(Kind::Anonymous, SIZE, 0).unwrap();
+    guest.register(&userfaultfd, RegisterMode::MISSING);
+    let first = Pager::start(folder, HANDOFF);
+    let (stream, answer) = connect(folder, &frame(&guest, "handoff"), Some(&userfaultfd));
+    assert_eq!(answer, [1]);
+    drop((first, stream));
+    // Another snapshot: the next pager leaves the machine alone, which is noted all the same.
+    std::fs::write(folder.join("memory"), bytes(SEED + 1, 0..SIZE as u64)).unwrap();
+    let _second = Pager::start(folder, HANDOFF);
+    let mut stream = UnixStream::connect(socket(folder)).unwrap();
+    send(&stream, &frame(&guest, "handoff"), Some(&userfaultfd)).unwrap();
+    until("it is refused", || metric(folder, "refused_total") == 1.0);
+    stream.set_nonblocking(true).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
 #[test]

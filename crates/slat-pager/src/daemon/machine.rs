@@ -48,34 +48,40 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
             Ok(Err(error)) => return refuse(&socket, &error),
             Err(_) => return refuse(&socket, &"the handshake takes too long"),
         };
+        let is_handoff = socket.config.experimental == Some(Experimental::Handoff);
+        if is_handoff && is_served(&daemon, &stream, &userfaultfd) {
+            // It was taken over, and its monitor connects anew.
+            let _ = handoff::acknowledge(&mut stream).await;
+            return hold(&daemon, stream).await;
+        }
         let userfaultfd = Arc::new(userfaultfd);
         match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd)) {
-            Ok((vm, plan)) => {
+            Ok((vm, plan, served)) => {
                 drop(userfaultfd);
-                if socket.config.experimental == Some(Experimental::Handoff) {
+                if is_handoff {
                     // A monitor that has closed its socket is noticed below.
                     let _ = handoff::acknowledge(&mut stream).await;
                 }
                 follow(plan, &daemon, &socket, &vm);
-                watch(&daemon, vm, Life::Socket(stream), Some(slot)).await;
+                watch(served, vm, Life::Socket(stream), Some(slot)).await;
             }
             Err(error) => {
-                if socket.config.experimental == Some(Experimental::Handoff) && is_served(&error) {
-                    // It was taken over, and its monitor connects anew.
-                    let _ = handoff::acknowledge(&mut stream).await;
-                } else {
-                    refuse(&socket, &error);
-                }
+                refuse(&socket, &error);
                 // The monitor's threads wait, or fail, and read no zeros.
-                let mut leave = daemon.leave.clone();
-                tokio::select! {
-                    () = ended(Life::Socket(stream)) => {}
-                    _ = leave.wait_for(|leave| *leave) => {}
-                }
+                hold(&daemon, stream).await;
                 drop(userfaultfd);
             }
         }
     });
+}
+
+/// Keeps a socket that nothing more is read from, until the monitor closes it or the daemon leaves.
+async fn hold(daemon: &Daemon, stream: UnixStream) {
+    let mut leave = daemon.leave.clone();
+    tokio::select! {
+        () = ended(Life::Socket(stream)) => {}
+        _ = leave.wait_for(|leave| *leave) => {}
+    }
 }
 
 /// What a monitor hands over, by the protocol of its socket.
@@ -112,18 +118,40 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
         Ok(vm) => {
             socket.metrics.taken_over.inc();
             tracing::info!(vm = name, pid = description.pid, present_bytes = vm.present_bytes(), "taken over");
-            let daemon = Arc::clone(daemon);
-            let tasks = daemon.tasks.clone();
-            tasks.spawn(async move { watch(&daemon, vm, Life::Process(monitor), slot).await });
+            let served = Served::note(daemon, &description);
+            daemon.tasks.spawn(watch(served, vm, Life::Process(monitor), slot));
         }
         // If the reason is its threads, it was closed; else it waits.
         Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it gets no page"),
     }
 }
 
-/// Whether a machine with the same descriptor and process is noted here.
-fn is_served(error: &AttachError) -> bool {
-    matches!(error, AttachError::System { error, .. } if error.kind() == io::ErrorKind::AlreadyExists)
+/// A machine that is served, until this is dropped.
+#[derive(Debug)]
+struct Served {
+    daemon: Arc<Daemon>,
+    machine: (i32, u64),
+}
+
+impl Served {
+    fn note(daemon: &Arc<Daemon>, description: &Description) -> Served {
+        let machine = (description.pid, description.userfaultfd.inode);
+        daemon.served.lock().insert(machine);
+        Served { daemon: Arc::clone(daemon), machine }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.daemon.served.lock().remove(&self.machine);
+    }
+}
+
+/// Whether the machine of the monitor at `stream` with this descriptor is served here.
+fn is_served(daemon: &Daemon, stream: &UnixStream, userfaultfd: &Userfaultfd) -> bool {
+    let pid = stream.peer_cred().ok().and_then(|monitor| monitor.pid());
+    let file = FileIdentity::of(userfaultfd.as_fd()).ok();
+    pid.zip(file).is_some_and(|(pid, file)| daemon.served.lock().contains(&(pid, file.inode)))
 }
 
 fn refuse(socket: &Socket, error: &dyn std::fmt::Display) {
@@ -150,12 +178,12 @@ fn options(socket: &Socket, description: &Description, observer: Option<Arc<dyn 
 }
 
 fn attach(
-    daemon: &Daemon,
+    daemon: &Arc<Daemon>,
     socket: &Socket,
     stream: &UnixStream,
     listed: Vec<Region>,
     userfaultfd: Arc<Userfaultfd>,
-) -> Result<(Vm, Plan), AttachError> {
+) -> Result<(Vm, Plan, Served), AttachError> {
     let system = |what| move |error| AttachError::System { what, error };
     let regions = Regions::new(&listed, socket.source.size_bytes())?;
     let pid = stream.peer_cred().map_err(system("ask for the monitor's process"))?.pid().unwrap_or(0);
@@ -194,7 +222,7 @@ fn attach(
         size_bytes = vm.regions().size_bytes(),
         "serving a machine"
     );
-    Ok((vm, plan))
+    Ok((vm, plan, Served::note(daemon, &description)))
 }
 
 /// Replays or records the working set, beside the machine.
@@ -208,9 +236,9 @@ fn follow(plan: Plan, daemon: &Daemon, socket: &Socket, vm: &Vm) {
 }
 
 /// Until the monitor ends, the machine fails, or the daemon leaves.
-async fn watch(daemon: &Daemon, vm: Vm, life: Life, slot: Option<OwnedSemaphorePermit>) {
+async fn watch(served: Served, vm: Vm, life: Life, slot: Option<OwnedSemaphorePermit>) {
     let mut vm_ended = vm.ended();
-    let mut leave = daemon.leave.clone();
+    let mut leave = served.daemon.leave.clone();
     enum Why {
         Ended,
         Failed(String),
@@ -237,7 +265,7 @@ async fn watch(daemon: &Daemon, vm: Vm, life: Life, slot: Option<OwnedSemaphoreP
     if ending.await.is_err() {
         tracing::error!("the end of a machine has panicked");
     }
-    drop(slot);
+    drop((slot, served));
 }
 
 /// Until the monitor ends.

@@ -19,12 +19,14 @@ mod machine;
 pub mod sandbox;
 pub mod takeover;
 
+use std::collections::HashSet;
 use std::io;
 use std::os::unix::net::UnixListener as StdListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use prometheus::Registry;
 use thiserror::Error;
 use tokio::net::UnixListener;
@@ -82,6 +84,8 @@ struct Daemon {
     tasks: TaskTracker,
     /// Becomes true when the daemon leaves its machines.
     leave: watch::Receiver<bool>,
+    /// The machines that are served, by the process of the monitor and the inode of its userfaultfd.
+    served: Mutex<HashSet<(i32, u64)>>,
 }
 
 /// Serves as `config` says, until a signal (SIGTERM, SIGINT). The machines are left for a
@@ -125,6 +129,7 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
         slots: Arc::new(Semaphore::new(config.max_vms.min(Semaphore::MAX_PERMITS))),
         tasks: TaskTracker::new(),
         leave: left,
+        served: Mutex::default(),
     };
     let result = runtime.block_on(run(Arc::new(daemon), config, listeners, orphans, metrics, leave));
     // Reads that are under way are of no use any more.

@@ -10,7 +10,8 @@
 //! - A VMM that gets more memory sends `{"type": "add_region", ...}`. This pager does not serve it,
 //!   and does not acknowledge: the VMM does not plug the memory in.
 //! - A VMM whose pager has died connects anew and hands over the same descriptor. It is acknowledged
-//!   again: the pager that takes machines over has it from the VMM's process by then.
+//!   again if the next pager has taken the machine over, which has the descriptor from the VMM's
+//!   process by then.
 
 use std::io;
 use std::os::fd::OwnedFd;
