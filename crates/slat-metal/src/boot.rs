@@ -125,7 +125,8 @@ impl BootInfo {
     /// What a loader left. Entries of the memory map and modules that are too many are left out.
     ///
     /// # Safety
-    /// The memory map is true: the guest may get what is the firmware's there.
+    /// The memory map is true: the guest may get what is the firmware's there. It has at most
+    /// `MAX_REGIONS` entries: one that is left out may be the firmware's.
     pub unsafe fn new(
         command_line: &'static str,
         regions: impl Iterator<Item = Region>,

@@ -44,20 +44,28 @@ impl Memory {
             let texts = boot.modules().map(|module| pages_of(module.text));
             let firmware = boot.regions().filter(|region| region.kind == RegionKind::Firmware);
             let firmware = firmware.map(|region| region.span.pages());
-            self.add_span(span, used.chain(texts).chain(firmware).chain([image(), pages_of(boot.command_line)]));
+            let used = used.chain(texts).chain(firmware).chain([image(), pages_of(boot.command_line)]);
+            // SAFETY: the memory map is true, as the caller promises, and `used` has all that is in use.
+            unsafe { self.add_span(span, used) };
         }
     }
 
-    fn add_span<I: Iterator<Item = Span> + Clone>(&self, span: Span, mut used: I) {
+    /// Adds `span`, except for the `used` spans.
+    ///
+    /// # Safety
+    /// The rest of `span` is free memory: it was not added before, and nothing else uses it. No span
+    /// of `used` ends before it begins.
+    unsafe fn add_span<I: Iterator<Item = Span> + Clone>(&self, span: Span, mut used: I) {
         if span.size_bytes() == 0 {
             return;
         }
         let Some(first) = used.next() else {
-            // SAFETY: free memory that no other part of `add` has added.
+            // SAFETY: as the caller promises.
             return unsafe { self.0.lock().add_to_heap(span.start as usize, span.end as usize) };
         };
         for part in span.without(first) {
-            self.add_span(part, used.clone());
+            // SAFETY: the parts lie in `span`, outside of `first`, and do not overlap.
+            unsafe { self.add_span(part, used.clone()) };
         }
     }
 

@@ -86,7 +86,7 @@ pub struct Ram {
     blocks: Box<[Block]>,
     kind: Blocks,
     fill: Fill,
-    /// Frames that were taken from the guest.
+    /// Single frames that were taken from the guest. A home frame that waits for its page is not here.
     spare: Mutex<Vec<Pfn>>,
 }
 
@@ -109,7 +109,7 @@ impl Drop for LockedPage<'_> {
 ///
 /// # Safety
 /// The frame is allocated memory for as long as the words are used.
-pub unsafe fn words<'a>(frame: Pfn) -> &'a [AtomicU64] {
+unsafe fn words<'a>(frame: Pfn) -> &'a [AtomicU64] {
     // SAFETY: memory is mapped to itself; a page is aligned, and its words are integers.
     unsafe { core::slice::from_raw_parts((frame.0 * PAGE_SIZE) as *const AtomicU64, PAGE_WORDS) }
 }
@@ -327,7 +327,7 @@ impl Ram {
         Ok(frame)
     }
 
-    /// Checks all frames that were taken from the guest.
+    /// Checks the spare frames. A home frame that its page has left is checked when the page moves back.
     ///
     /// # Errors
     /// [`Written`].
@@ -424,7 +424,8 @@ impl LockedPage<'_> {
     /// [`MoveError`]. The page is where it was.
     ///
     /// # Safety
-    /// An invalidation of the page is in flight, or no memslot has the memory.
+    /// An invalidation of the page is in flight, or no memslot has the memory. The caller drops this
+    /// value and does not forget it: the drop stores the new frame.
     pub unsafe fn move_page(&mut self) -> Result<(), MoveError> {
         let block = self.ram.block(self.page);
         let home = self.home();

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::machine::{self, BALLOON_MIB, verified};
 use crate::pager;
-use crate::process::{Program, Round, file};
+use crate::process::{Program, Round, file, listening};
 use crate::{Outcome, guest, http};
 
 const PAGE_BYTES: u64 = 4096;
@@ -26,7 +26,7 @@ impl Vmm {
         // Its filters lack calls that a newer C library makes than the one it is released with.
         command.args(["--seccomp", "false", "--api-socket"]).arg(&api).args(words);
         let program = Program::start("cloud-hypervisor", &mut command)?;
-        file(&api)?;
+        listening(&api)?;
         Ok(Vmm { program, api })
     }
 }

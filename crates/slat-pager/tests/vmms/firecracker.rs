@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::machine::{self, BALLOON_MIB, verified};
 use crate::memory::GivenUp;
 use crate::pager::Pager;
-use crate::process::{PATIENCE, Program, Round, file};
+use crate::process::{PATIENCE, Program, Round, file, listening};
 use crate::{Outcome, guest, http};
 
 /// Pages of 4 KiB in a MiB.
@@ -48,6 +48,19 @@ impl Snapshot {
         vmm.call("PUT", "/snapshot/load", &body)?;
         Ok(vmm)
     }
+
+    /// A pager with the words `more`, and a VMM that runs the snapshot from it.
+    fn restore(&self, name: &str, pages: &str, more: &[&str]) -> Outcome<(Pager, Vmm)> {
+        let pager = self.serve(more)?;
+        let vmm = self.load(name, pages)?;
+        vmm.resume()?;
+        Ok((pager, vmm))
+    }
+
+    /// The same in small pages, with the working set.
+    fn restore_with_working_set(&self, name: &str) -> Outcome<(Pager, Vmm)> {
+        self.restore(name, SMALL, &["--working-set", &self.path("working-set").display().to_string()])
+    }
 }
 
 /// A process of Firecracker.
@@ -63,7 +76,7 @@ impl Vmm {
         let mut command = Command::new(machine::FIRECRACKER);
         command.args(["--id", name, "--show-level", "--level", level, "--api-sock"]).arg(&api);
         let program = Program::start("firecracker", &mut command)?;
-        file(&api)?;
+        listening(&api)?;
         Ok(Vmm { program, api })
     }
 
@@ -96,7 +109,7 @@ pub fn run(folder: &Path) -> Outcome<()> {
 
 /// Boots the guest, lets it fill its memory, and takes the snapshot.
 fn boot(snapshot: &Snapshot) -> Outcome<()> {
-    // It would tell of each port that the guest probes.
+    // A log would report each port that the guest probes.
     let mut vmm = Vmm::start(&snapshot.folder, "booted", "Off")?;
     let source = json!({"kernel_image_path": machine::KERNEL, "initrd_path": machine::INITRAMFS,
         "boot_args": machine::WORDS});
@@ -117,25 +130,19 @@ fn boot(snapshot: &Snapshot) -> Outcome<()> {
 
 /// Restores on demand, and records the working set.
 fn on_demand(snapshot: &Snapshot) -> Outcome<()> {
-    let working_set = snapshot.path("working-set");
-    let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
-    let mut vmm = snapshot.load("on-demand", SMALL)?;
-    vmm.resume()?;
+    let (pager, mut vmm) = snapshot.restore_with_working_set("on-demand")?;
     let round = vmm.program.whole_round()?;
     let nr_faults = pager.metric("faults_total")?;
     verified(&format!("firecracker: on demand: {} pages verified, {nr_faults} faults", round.nr_pages));
     vmm.program.kill()?;
     // Recorded once the machine is gone.
-    file(&working_set)?;
+    file(&snapshot.path("working-set"))?;
     pager.kill()
 }
 
 /// Restores by the working set, with a balloon after it.
 fn replayed(snapshot: &Snapshot) -> Outcome<()> {
-    let working_set = snapshot.path("working-set");
-    let pager = snapshot.serve(&["--working-set", &working_set.display().to_string()])?;
-    let mut vmm = snapshot.load("replayed", SMALL)?;
-    vmm.resume()?;
+    let (pager, mut vmm) = snapshot.restore_with_working_set("replayed")?;
     let round = vmm.program.whole_round()?;
     let nr_bytes = pager.at_least("replayed_bytes_total", guest::NR_PAGES as u64 / 2 * PAGE_BYTES)?;
     let nr_faults = pager.metric("faults_total")?;
@@ -155,9 +162,7 @@ fn replayed(snapshot: &Snapshot) -> Outcome<()> {
 fn taken_over(snapshot: &Snapshot) -> Outcome<()> {
     // Page by page: otherwise all may be there before it is killed.
     let more = ["--granule", "4KiB"];
-    let first = snapshot.serve(&more)?;
-    let mut vmm = snapshot.load("taken-over", SMALL)?;
-    vmm.resume()?;
+    let (first, mut vmm) = snapshot.restore("taken-over", SMALL, &more)?;
     let nr_faults = first.at_least("faults_total", NR_FAULTS)?;
     first.kill()?;
     let second = snapshot.serve(&more)?;
@@ -182,9 +187,7 @@ fn taken_over(snapshot: &Snapshot) -> Outcome<()> {
 fn huge_pages(snapshot: &Snapshot) -> Outcome<()> {
     let keep = |nr_pages: u64| fs::write(NR_HUGE_PAGES, nr_pages.to_string()).map_err(|error| error.to_string());
     keep(machine::MEMORY_MIB / 2)?;
-    let pager = snapshot.serve(&[])?;
-    let mut vmm = snapshot.load("huge-pages", HUGE)?;
-    vmm.resume()?;
+    let (pager, mut vmm) = snapshot.restore("huge-pages", HUGE, &[])?;
     let round = vmm.program.whole_round()?;
     let nr_faults = pager.metric("faults_total")?;
     verified(&format!("firecracker: pages of 2 MiB: {} pages verified, {nr_faults} faults", round.nr_pages));
@@ -207,7 +210,8 @@ fn inflate(pager: &Pager, vmm: &mut Vmm, before: Round) -> Outcome<()> {
     Ok(())
 }
 
-/// Pages that the balloon has are zeros for the VMM, and not what the snapshot has.
+/// At least half as many pages as the balloon has are zeros for the VMM, although the snapshot has
+/// bytes for them.
 fn zeros(snapshot: &Snapshot, vmm: &Vmm) -> Outcome<()> {
     let file = File::open(snapshot.path("memory")).map_err(|error| error.to_string())?;
     // The guest would use the CPUs, and some of these pages.

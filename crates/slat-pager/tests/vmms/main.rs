@@ -14,7 +14,7 @@
 //! 3. As the first process of their guests ([`guest`]) it fills memory with values that depend on
 //!    the place, verifies them round after round, and says so on the serial line.
 //!
-//! A step fails if it does not end in time, and if the guest reads another value.
+//! A step fails if what it waits for does not come in time, and if the guest reads another value.
 #![allow(missing_docs, reason = "a program that tests")]
 
 mod cloud_hypervisor;

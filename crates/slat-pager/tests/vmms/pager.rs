@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::process::{Program, file, until};
+use crate::process::{Program, until};
 use crate::{Outcome, http, machine};
 
 /// `slat-pager serve` for Firecracker.
@@ -24,7 +24,6 @@ impl Pager {
         command.arg("--metrics").arg(format!("unix:{}", metrics.display())).args(more);
         let program = Program::start("pager", &mut command)?;
         let pager = Pager { program, metrics };
-        file(&pager.metrics)?;
         until("the metrics", || Ok(pager.metric("vms").ok()))?;
         Ok(pager)
     }

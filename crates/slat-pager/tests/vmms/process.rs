@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -114,7 +115,8 @@ impl Program {
         self.line(what, |line| parse_round(line).filter(&good))
     }
 
-    /// Waits for the end of two rounds: the second began after this call.
+    /// Waits for the end of two rounds: the second began after this call, unless a line of an older
+    /// one is still on its way.
     pub fn whole_round(&mut self) -> Outcome<Round> {
         self.lines.try_iter().try_for_each(|line| good(&line).map(drop))?;
         self.round("a round", |_| true)?;
@@ -149,7 +151,7 @@ fn read(name: &str, from: impl Read, to: &Sender<String>) {
         // A guest's line ends by "\r\n".
         let line = String::from_utf8_lossy(&line).trim_end().to_owned();
         println!("{name}| {line}");
-        // Nobody may wait for it any more.
+        // The receiver may be gone.
         let _ = to.send(line);
     }
 }
@@ -167,6 +169,11 @@ fn parse_round(line: &str) -> Option<Round> {
         nr_scratch: number_after("scratch")?,
         memory_kib: number_after("memory")?,
     })
+}
+
+/// Waits until a server listens at `socket`: its file exists before that.
+pub fn listening(socket: &Path) -> Outcome<()> {
+    until(&format!("a server at {}", socket.display()), || Ok(UnixStream::connect(socket).ok().map(drop)))
 }
 
 /// Waits until `found` has something.

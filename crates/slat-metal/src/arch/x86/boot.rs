@@ -9,7 +9,9 @@ use multiboot::information::{MemoryManagement, MemoryType, Multiboot, PAddr};
 
 use super::apic::{self, Delivery};
 use super::clock;
-use crate::boot::{BootInfo, MAX_CPUS, MissingCpus, Module, Region, RegionKind, STACK_BYTES, Span, wait_for_cpus};
+use crate::boot::{
+    BootInfo, MAX_CPUS, MAX_REGIONS, MissingCpus, Module, Region, RegionKind, STACK_BYTES, Span, wait_for_cpus,
+};
 
 /// Where the startup IPI sends a CPU: a page below 1 MiB that the memory map has as free.
 const TRAMPOLINE: usize = 0x8000;
@@ -56,6 +58,10 @@ pub unsafe fn read(info: u32) -> Option<BootInfo> {
     let mut memory = Identity;
     // SAFETY: as the caller promises.
     let multiboot = unsafe { Multiboot::from_ptr(PAddr::from(info), &mut memory) }?;
+    // One that `BootInfo` left out might be the firmware's.
+    if multiboot.memory_regions()?.count() > MAX_REGIONS {
+        return None;
+    }
     let regions = multiboot.memory_regions()?.map(|entry| {
         let start = entry.base_address();
         let span = Span { start, end: start.saturating_add(entry.length()) };
@@ -72,7 +78,7 @@ pub unsafe fn read(info: u32) -> Option<BootInfo> {
     });
     // SAFETY: as above.
     let command_line = unsafe { loader_text(multiboot.command_line()) };
-    // SAFETY: the boot loader's memory map.
+    // SAFETY: the boot loader's memory map, which is not too long.
     Some(unsafe { BootInfo::new(command_line, regions, modules) })
 }
 
