@@ -72,7 +72,8 @@ struct Entered {
     /// The flushes as of the last one that the hardware was asked for. The CPU's own.
     executed: AtomicU64,
     target: AtomicU32,
-    nr_exits: AtomicU64,
+    /// How often it has passed on what it logged.
+    nr_logs: AtomicU64,
     /// The frame number, plus one, of the page that the CPU flushed last by itself. The CPU's own.
     flushed_page: AtomicU64,
     /// Whether the CPU replaces huge leaves or page-table pages, for a [`Control`]. Its own.
@@ -86,7 +87,7 @@ struct Entered {
 /// The CPUs that may run one VM.
 #[derive(Debug)]
 pub struct Cpus {
-    /// Flushes so far, from 1.
+    /// Flushes so far, from 2: what no CPU has seen when it begins.
     flushes: AtomicU64,
     entered: [Entered; MAX_CPUS],
     /// Held for the whole of a drain: a call that returns has passed on, or has waited for another
@@ -107,7 +108,7 @@ impl Cpus {
     /// CPUs that are all outside of the guest, and that `kick` makes leave it.
     pub fn new(control: Control, kick: Kick) -> Arc<Cpus> {
         Arc::new(Cpus {
-            flushes: AtomicU64::new(1),
+            flushes: AtomicU64::new(2),
             entered: Default::default(),
             drain: Mutex::new(()),
             nr_stale_entries: AtomicU64::new(0),
@@ -229,11 +230,11 @@ impl Cpus {
     pub(crate) fn drain(&self, log: &mut dyn FnMut(&[Gpa])) {
         let _one_at_a_time = self.drain.lock();
         for cpu in &self.entered {
-            let nr_exits = cpu.nr_exits.load(Ordering::SeqCst);
+            let nr_logs = cpu.nr_logs.load(Ordering::SeqCst);
             let is_inside = || cpu.flushes.load(Ordering::SeqCst) != 0;
             if is_inside() {
                 arch::kick(cpu.target.load(Ordering::Relaxed), self.kick);
-                while is_inside() && cpu.nr_exits.load(Ordering::SeqCst) == nr_exits {
+                while is_inside() && cpu.nr_logs.load(Ordering::SeqCst) == nr_logs {
                     core::hint::spin_loop();
                 }
             }
@@ -261,7 +262,10 @@ impl Presence {
     /// There is no other one of the same number of these CPUs: it would say that the CPU is outside
     /// of the guest while it is not, and a flush would pass it by.
     pub unsafe fn new(cpus: &Arc<Cpus>, cpu: usize) -> Presence {
-        cpus.entered[cpu].target.store(arch::cpu_number() as u32, Ordering::Relaxed);
+        let entered = &cpus.entered[cpu];
+        entered.target.store(arch::cpu_number() as u32, Ordering::Relaxed);
+        // Relaxed: this CPU's own. Not 0, and less than any flush: the first entry flushes.
+        entered.seen.store(1, Ordering::Relaxed);
         Presence { cpus: cpus.clone(), cpu, _stays_on_its_cpu: PhantomData }
     }
 
@@ -283,7 +287,7 @@ impl Presence {
         let cpu = &entered[self.cpu];
         // Relaxed: this CPU's own.
         let seen = cpu.seen.load(Ordering::Relaxed);
-        cpu.flushes.store(seen.max(1), Ordering::SeqCst);
+        cpu.flushes.store(seen, Ordering::SeqCst);
         let current = flushes.load(Ordering::SeqCst);
         if current == seen {
             return Flush::None;
@@ -296,7 +300,8 @@ impl Presence {
     /// Keeps what the CPU has modified since its last exit, according to its log. To be called
     /// before [`leave`](Presence::leave).
     pub fn log(&self, modified: impl Iterator<Item = Gpa>) {
-        let mut kept = self.cpus.entered[self.cpu].modifications.lock();
+        let cpu = &self.cpus.entered[self.cpu];
+        let mut kept = cpu.modifications.lock();
         let old_len = kept.len();
         kept.extend(modified);
         // Where no memslot logs, nothing drains, and pages come again and again. There are not more
@@ -305,6 +310,9 @@ impl Presence {
             kept.sort_unstable();
             kept.dedup();
         }
+        drop(kept);
+        // SeqCst: after what is kept, for a drain. The CPU's own to write.
+        cpu.nr_logs.store(cpu.nr_logs.load(Ordering::Relaxed) + 1, Ordering::SeqCst);
     }
 
     /// The CPU has left the guest. `flushed` is what the hardware was asked for at entry.
@@ -319,8 +327,6 @@ impl Presence {
             }
             Flush::None => {}
         }
-        // SeqCst: before the presence says so. The CPU's own to write.
-        cpu.nr_exits.store(cpu.nr_exits.load(Ordering::Relaxed) + 1, Ordering::SeqCst);
         // Release, as part of SeqCst: what the guest did is before it, for a flush that waits.
         cpu.flushes.store(0, Ordering::SeqCst);
     }

@@ -74,7 +74,7 @@ impl Registers {
     }
 }
 
-/// Instructions for [`Registers`] at the address in `$base`, as parts of a [`naked_registers`].
+/// Instructions for [`Registers`] at the address in `$base`, as parts of a [`registers_asm`].
 /// `$base` itself and `rax` are for the caller, and so is one of `rdx` and `rdi`: whichever has the
 /// address.
 macro_rules! move_common {
@@ -166,17 +166,11 @@ macro_rules! move_common {
     };
 }
 
-/// A naked function that keeps the caller's registers, and has the places of all [`Registers`] as
-/// operands. At the end of the parts the stack is as at their begin, but for one word that goes.
-macro_rules! naked_registers {
-    ($($part:expr),+ $(; $($operand:tt)+)?) => {
-        core::arch::naked_asm!(
-            "push rbx", "push rbp", "push r12", "push r13", "push r14", "push r15",
+/// Assembly that has the places of all [`Registers`] as operands.
+macro_rules! registers_asm {
+    ($asm:ident: $($part:expr),+ $(; $($operand:tt)+)?) => {
+        core::arch::$asm!(
             $($part,)+
-            // Compiled code expects that SSE masks all exceptions.
-            "mov dword ptr [rsp], 0x1f80", "ldmxcsr [rsp]", "pop rdx",
-            "pop r15", "pop r14", "pop r13", "pop r12", "pop rbp", "pop rbx",
-            "cld", "ret",
             fpu = const core::mem::offset_of!($crate::arch::x86::registers::Registers, fpu),
             rbx = const core::mem::offset_of!($crate::arch::x86::registers::Registers, rbx),
             rcx = const core::mem::offset_of!($crate::arch::x86::registers::Registers, rcx),
@@ -196,7 +190,15 @@ macro_rules! naked_registers {
         )
     };
 }
-pub(crate) use {move_common, naked_registers};
+
+/// What compiled code expects: SSE masks all exceptions, strings go upward. The word at the top of
+/// the stack goes, and `rdx` changes.
+macro_rules! as_code_expects {
+    () => {
+        "mov dword ptr [rsp], 0x1f80\nldmxcsr [rsp]\npop rdx\ncld"
+    };
+}
+pub(crate) use {as_code_expects, move_common, registers_asm};
 
 /// Whether a port is read or written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -22,7 +22,7 @@ use spin::Once;
 use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
 use crate::arch::x86::apic::Kick;
 use crate::arch::x86::registers::{
-    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, move_common, naked_registers,
+    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects, move_common, registers_asm,
 };
 use crate::cpus::{Flush, Presence};
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
@@ -171,9 +171,19 @@ impl SvmCpu {
     }
 
     /// The exit code, in words (appendix C).
+    #[inline]
     fn reason(&self) -> Exit {
         let control = &self.vmcb.control;
         match control.exit_code {
+            0x400 => Exit::PageFault { gpa: Gpa(control.exit_info_2), access: access(control.exit_info_1) },
+            code => self.rare_reason(code),
+        }
+    }
+
+    /// The same of a `code` that is no nested page fault.
+    fn rare_reason(&self, code: u64) -> Exit {
+        let control = &self.vmcb.control;
+        match code {
             0x61 => Exit::Kick,
             0x72 => Exit::Trapped(Trap::Cpuid),
             0x7b => Exit::Trapped(Trap::Port {
@@ -188,7 +198,6 @@ impl SvmCpu {
             0x7f => Exit::Shutdown,
             0x81 => Exit::Hypercall,
             0x76 | 0x7a | 0x80 | 0x82..=0x86 | 0x8a..=0x8d => Exit::Trapped(Trap::Undefined),
-            0x400 => Exit::PageFault { gpa: Gpa(control.exit_info_2), access: access(control.exit_info_1) },
             u64::MAX => Exit::Invalid { code: u64::MAX },
             code => Exit::Other { code },
         }
@@ -232,6 +241,8 @@ impl VirtualCpu for SvmCpu {
         self.registers.rdi = start.argument;
     }
 
+    // Each of its few callers is a loop that does little else.
+    #[inline(always)]
     fn run(&mut self, presence: &Presence) -> Exit {
         // SAFETY: SVM is on. No NMI is delivered until STGI: the guest leaves instead.
         unsafe { core::arch::asm!("clgi", options(nostack)) };
@@ -249,8 +260,11 @@ impl VirtualCpu for SvmCpu {
         // SAFETY: as above. A kick that is kept is delivered here, to a handler that returns.
         unsafe { core::arch::asm!("stgi", options(nostack)) };
         let control = &mut self.vmcb.control;
-        (control.event_injection, control.virtual_interrupts) =
-            deliver(to_deliver_again(control.exit_int_info), control.virtual_interrupts);
+        control.event_injection = 0;
+        if control.exit_int_info & VALID != 0 {
+            (control.event_injection, control.virtual_interrupts) =
+                deliver(to_deliver_again(control.exit_int_info), control.virtual_interrupts);
+        }
         self.reason()
     }
 
@@ -285,29 +299,40 @@ fn access(exit_info_1: u64) -> Access {
 
 /// Exchanges the registers, runs the guest of the block at `vmcb`, and exchanges them again.
 ///
+/// Inline, so that the caller saves only those of its registers that it needs once more.
+///
 /// # Safety
 /// SVM is on, and the global interrupt flag off. `vmcb` and `host` are the physical addresses of
 /// blocks of this CPU, in `host` what VMSAVE has stored.
-#[unsafe(naked)]
-unsafe extern "sysv64" fn enter(vmcb: u64, host: u64, registers: *mut Registers) {
-    naked_registers!(
-        "push rdx",
-        "push rsi",
-        "mov rax, rdi",
-        move_common!(load from "rdx"),
-        "mov rdi, [rdx + {rdi}]",
-        "mov rdx, [rdx + {rdx}]",
-        "vmload rax",
-        "vmrun rax",
-        // VMRUN has put the host's rax and rsp back; the guest's are in the block.
-        "vmsave rax",
-        "mov rax, [rsp + 8]",
-        "mov [rax + {rdx}], rdx",
-        "mov [rax + {rdi}], rdi",
-        move_common!(store to "rax"),
-        "pop rax",
-        "vmload rax"
-    );
+#[inline(always)]
+unsafe fn enter(vmcb: u64, host: u64, registers: *mut Registers) {
+    // SAFETY: as the caller promises. Each register that the guest changes is an operand, or pushed
+    // and popped: rbx and rbp, which may be no operands.
+    unsafe {
+        registers_asm!(
+            asm:
+            "push rbx", "push rbp", "push rdx", "push rsi",
+            move_common!(load from "rdx"),
+            "mov rdi, [rdx + {rdi}]",
+            "mov rdx, [rdx + {rdx}]",
+            "vmload rax",
+            "vmrun rax",
+            // VMRUN has put the host's rax and rsp back; the guest's are in the block.
+            "vmsave rax",
+            "mov rax, [rsp + 8]",
+            "mov [rax + {rdx}], rdx",
+            "mov [rax + {rdi}], rdi",
+            move_common!(store to "rax"),
+            "pop rax",
+            "vmload rax",
+            as_code_expects!(),
+            "pop rbp", "pop rbx";
+            inout("rax") vmcb => _, inout("rsi") host => _, inout("rdx") registers => _,
+            out("rcx") _, out("rdi") _, out("r8") _, out("r9") _, out("r10") _, out("r11") _,
+            out("r12") _, out("r13") _, out("r14") _, out("r15") _,
+            clobber_abi("sysv64")
+        );
+    }
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ use super::vmcs::{Field, Vmcs};
 use crate::arch::x86::apic::{self, Kick};
 use crate::arch::x86::cpu;
 use crate::arch::x86::registers::{
-    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, move_common, naked_registers,
+    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects, move_common, registers_asm,
 };
 use crate::cpus::{Flush, Presence};
 use crate::error;
@@ -333,7 +333,9 @@ fn access(qualification: u64) -> Access {
 /// RSP and RIP; `launch` says whether it was entered before.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn enter(registers: *mut Registers, launch: Launch) -> bool {
-    naked_registers!(
+    registers_asm!(
+        naked_asm:
+        "push rbx", "push rbp", "push r12", "push r13", "push r14", "push r15",
         "push rdi",
         "mov edx, {host_rsp}",
         "vmwrite rdx, rsp",
@@ -365,7 +367,10 @@ unsafe extern "sysv64" fn enter(registers: *mut Registers, launch: Launch) -> bo
         "mov [rdi + {rdx}], rdx",
         move_common!(store to "rdi"),
         "xor eax, eax",
-        "5:";
+        "5:",
+        as_code_expects!(),
+        "pop r15", "pop r14", "pop r13", "pop r12", "pop rbp", "pop rbx",
+        "ret";
         rax = const offset_of!(Registers, rax),
         host_rsp = const Field::HostRsp as u32,
         host_rip = const Field::HostRip as u32,
