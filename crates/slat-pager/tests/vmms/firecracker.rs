@@ -19,6 +19,8 @@ const PAGES_IN_MIB: u64 = 256;
 /// Faults after which the pager is killed: a small part of the guest's area.
 const NR_FAULTS: u64 = 200;
 const PAGE_BYTES: u64 = 4096;
+/// Restores without a pager: those of [`run`].
+const NR_RESTORES_WITHOUT: u32 = 4;
 /// Sizes of pages, as the API names them.
 const SMALL: &str = "None";
 const HUGE: &str = "2M";
@@ -39,10 +41,9 @@ impl Snapshot {
         Pager::serve(&self.path("pager.sock"), &self.path("memory"), more)
     }
 
-    /// A VMM that has loaded it from the pager, into pages of the size `pages`. Its guest waits.
-    fn load(&self, name: &str, pages: &str) -> Outcome<Vmm> {
+    /// A VMM that has loaded it from `backend`, into pages of the size `pages`. Its guest waits.
+    fn load(&self, name: &str, pages: &str, backend: &Value) -> Outcome<Vmm> {
         let vmm = Vmm::start(&self.folder, name, "Warn")?;
-        let backend = json!({"backend_type": "Uffd", "backend_path": self.path("pager.sock")});
         let state = self.path("state");
         let body = json!({"snapshot_path": state, "mem_backend": backend, "resume_vm": false, "huge_pages": pages});
         vmm.call("PUT", "/snapshot/load", &body)?;
@@ -52,7 +53,8 @@ impl Snapshot {
     /// A pager with the words `more`, and a VMM that runs the snapshot from it.
     fn restore(&self, name: &str, pages: &str, more: &[&str]) -> Outcome<(Pager, Vmm)> {
         let pager = self.serve(more)?;
-        let vmm = self.load(name, pages)?;
+        let backend = json!({"backend_type": "Uffd", "backend_path": self.path("pager.sock")});
+        let vmm = self.load(name, pages, &backend)?;
         vmm.resume()?;
         Ok((pager, vmm))
     }
@@ -105,6 +107,25 @@ pub fn run(folder: &Path) -> Outcome<()> {
     replayed(&snapshot).map_err(|why| format!("replay: {why}"))?;
     taken_over(&snapshot).map_err(|why| format!("takeover: {why}"))?;
     huge_pages(&snapshot).map_err(|why| format!("pages of 2 MiB: {why}"))
+}
+
+/// The same guest, restored from Firecracker's own mapping of the file as often as with the pager,
+/// and with its balloon. What fails here has another cause than the pager.
+pub fn run_without_pager(folder: &Path) -> Outcome<()> {
+    let snapshot = Snapshot { folder: folder.to_owned() };
+    boot(&snapshot).map_err(|why| format!("boot and snapshot: {why}"))?;
+    let backend = json!({"backend_type": "File", "backend_path": snapshot.path("memory")});
+    for nr in 0..NR_RESTORES_WITHOUT {
+        let mut vmm = snapshot.load(&format!("mapped-{nr}"), SMALL, &backend)?;
+        vmm.resume()?;
+        let round = vmm.program.whole_round()?;
+        vmm.balloon(BALLOON_MIB)?;
+        let less = vmm.program.round("a round with less memory", with_less(round))?;
+        deflate(&mut vmm)?;
+        verified(&format!("firecracker: without a pager: {} and {} pages verified", round.nr_pages, less.nr_pages));
+        vmm.program.kill()?;
+    }
+    Ok(())
 }
 
 /// Boots the guest, lets it fill its memory, and takes the snapshot.
@@ -200,14 +221,19 @@ fn huge_pages(snapshot: &Snapshot) -> Outcome<()> {
 fn inflate(pager: &Pager, vmm: &mut Vmm, before: Round) -> Outcome<()> {
     vmm.balloon(BALLOON_MIB)?;
     let nr_bytes = pager.at_least("removed_bytes_total", BALLOON_MIB << 20)?;
-    let most_kib = before.memory_kib - (BALLOON_MIB << 10) / 8 * 7;
-    let round = vmm.program.round("a round with less memory", |round| round.memory_kib <= most_kib)?;
+    let round = vmm.program.round("a round with less memory", with_less(before))?;
     verified(&format!(
         "firecracker: balloon: {} pages removed, {} pages verified beside it",
         nr_bytes / PAGE_BYTES,
         round.nr_pages
     ));
     Ok(())
+}
+
+/// Whether a round had less memory than `before`, by nearly all of the balloon.
+fn with_less(before: Round) -> impl Fn(&Round) -> bool {
+    let most_kib = before.memory_kib - (BALLOON_MIB << 10) / 8 * 7;
+    move |round| round.memory_kib <= most_kib
 }
 
 /// At least half as many pages as the balloon has are zeros for the VMM, although the snapshot has

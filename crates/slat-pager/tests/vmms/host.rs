@@ -6,6 +6,8 @@
 //! | `SLAT_CLOUD_HYPERVISOR` | the program `cloud-hypervisor` |
 //! | `SLAT_KERNEL_PACKAGE` | a folder into which a package of Debian's kernel was unpacked |
 //! | `SLAT_QEMU` | QEMU 10 or newer, if it is not `qemu-system-x86_64` |
+//! | `SLAT_MACHINE_CPUS` | CPUs of the machine, if it is not one |
+//! | `SLAT_WITHOUT_PAGER` | set for Firecracker's steps without a pager, to compare with |
 
 use std::collections::BTreeSet;
 use std::env;
@@ -62,13 +64,16 @@ pub fn run() -> Outcome<()> {
     emulate(&kernel, &initramfs)
 }
 
-/// Runs the machine to its end. It has one CPU: with two, its own kernel reported soft lockups now
-/// and then, and the machine ended once.
+/// Runs the machine to its end. It has one CPU if nothing else is asked for: with two, its own
+/// kernel reported soft lockups now and then, and the machine ended once.
 fn emulate(kernel: &Path, initramfs: &Path) -> Outcome<()> {
     let qemu = env::var_os("SLAT_QEMU").unwrap_or_else(|| "qemu-system-x86_64".into());
     let mut command = Command::new(qemu);
-    command.args(["-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt,+x2apic", "-smp", "1", "-m", MEMORY]);
-    command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio", "-append", WORDS]);
+    command.args(["-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt,+x2apic", "-m", MEMORY]);
+    command.arg("-smp").arg(env::var_os("SLAT_MACHINE_CPUS").unwrap_or_else(|| "1".into()));
+    command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
+    let without = env::var_os("SLAT_WITHOUT_PAGER").map(|_| machine::WITHOUT_PAGER).unwrap_or_default();
+    command.arg("-append").arg(format!("{WORDS} {without}"));
     command.arg("-kernel").arg(kernel).arg("-initrd").arg(initramfs);
     let mut qemu = Program::start("qemu", &mut command)?;
     loop {

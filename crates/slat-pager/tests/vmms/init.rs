@@ -21,7 +21,7 @@ pub fn run() -> ! {
     let result = mount_file_systems().and_then(|()| {
         let words = fs::read_to_string("/proc/cmdline").map_err(|error| format!("/proc/cmdline: {error}"))?;
         match words.split_whitespace().find_map(|word| word.strip_prefix(WHOSE)) {
-            Some("machine") => machine::run(),
+            Some("machine") => machine::run(&words),
             Some("guest") => guest::run(),
             other => Err(format!("the kernel was told {WHOSE}{}", other.unwrap_or_default())),
         }

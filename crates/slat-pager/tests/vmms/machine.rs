@@ -28,14 +28,22 @@ pub const MEMORY_MIB: u64 = 256;
 /// What a balloon takes of it.
 pub const BALLOON_MIB: u64 = 64;
 
-/// Loads KVM, and runs the steps of each VMM that there is.
-pub fn run() -> Outcome<()> {
+/// The word on the machine's command line for Firecracker's steps without a pager, and no others.
+pub const WITHOUT_PAGER: &str = "vmms-pager=none";
+
+/// Loads KVM, and runs the steps of each VMM that there is. `words` are those of the kernel's
+/// command line.
+pub fn run(words: &str) -> Outcome<()> {
     for module in ["irqbypass", "kvm", "kvm-amd"] {
         init::load_module(module)?;
     }
     type Steps = fn(&Path) -> Outcome<()>;
-    let all: [(&str, Steps); 2] = [(FIRECRACKER, firecracker::run), (CLOUD_HYPERVISOR, cloud_hypervisor::run)];
-    for (program, steps) in all {
+    let all: &[(&str, Steps)] = if words.split_whitespace().any(|word| word == WITHOUT_PAGER) {
+        &[(FIRECRACKER, firecracker::run_without_pager)]
+    } else {
+        &[(FIRECRACKER, firecracker::run), (CLOUD_HYPERVISOR, cloud_hypervisor::run)]
+    };
+    for & (program, steps) in all {
         if Path::new(program).exists() {
             let folder = Path::new("/tmp").join(program.trim_start_matches('/'));
             fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
