@@ -10,7 +10,8 @@
 //! # The parts
 //! - [`arch`]: the machine, and the CPUs that run guests: all that differs by architecture.
 //! - [`virtual_cpu`]: the interface of a CPU that runs a guest. [`cpus`]: those of one VM.
-//! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move.
+//! - [`host`]: what the engine needs. [`ram`]: a guest's memory, whose frames can move. [`memslot`]:
+//!   its flags, its log and its userfault bitmap.
 //! - [`operations`]: what is done to that memory while guests run.
 //! - [`suite`] and [`linux`]: the two guests. [`measure`]: a third one, by which events are
 //!   counted.
@@ -35,6 +36,7 @@ pub mod host;
 pub mod linux;
 pub mod measure;
 pub mod memory;
+pub mod memslot;
 pub mod operations;
 pub mod options;
 pub mod private;

@@ -8,7 +8,6 @@
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
-use alloc::vec;
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,12 +15,12 @@ use fastrand::Rng;
 use slat::dirty::ManualProtect;
 use slat::error::SlotError;
 use slat::format::Format;
-use slat::slots::UserfaultBitmap;
-use slat::{Access, GfnRange, Gpa, Host, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
+use slat::{Access, GfnRange, Gpa, Host, MemoryRegionFlags, PAGE_SIZE, PageSize, Vcpu, Vm};
 use spin::Mutex;
 
 use crate::fail;
-use crate::host::{Backing, Control, MetalHost};
+use crate::host::{Control, MetalHost};
+use crate::memslot::{Memslot, zeros};
 use crate::ram::{LockedPage, MoveError, Ram, copy_words};
 
 /// A VM of this hypervisor.
@@ -96,14 +95,9 @@ struct DirtyCopy {
 
 /// The memslot, and what is done to it.
 pub struct Operations<F: Format> {
-    vm: Arc<MetalVm<F>>,
-    slot: u32,
-    start: Gpa,
-    ram: Arc<Ram>,
+    memslot: Memslot<F>,
     /// Pages, from the first on, that half of the operations begin in.
     nr_hot_pages: u64,
-    withheld: UserfaultBitmap,
-    flags: Mutex<MemoryRegionFlags>,
     copy: Mutex<DirtyCopy>,
     manual_protect: ManualProtect,
     control: Control,
@@ -111,11 +105,6 @@ pub struct Operations<F: Format> {
     nr_moved: AtomicU64,
     nr_split: AtomicU64,
     nr_recovered: AtomicU64,
-}
-
-/// Zero words.
-fn zeros(nr_words: usize) -> Box<[AtomicU64]> {
-    (0..nr_words).map(|_| AtomicU64::new(0)).collect()
 }
 
 impl<F: Format> Operations<F> {
@@ -132,71 +121,47 @@ impl<F: Format> Operations<F> {
         manual_protect: ManualProtect,
         control: Control,
     ) -> Result<Operations<F>, SlotError> {
-        let nr_words = ram.nr_pages().div_ceil(64) as usize;
-        let operations = Operations {
-            vm: vm.clone(),
-            slot,
-            start,
-            ram: ram.clone(),
+        let memslot = Memslot::new(vm, slot, start, ram)?;
+        let copy = DirtyCopy {
+            is_on: false,
+            blocks: (0..(ram.nr_pages() as usize).div_ceil(COPY_PAGES))
+                .map(|_| zeros(COPY_PAGES * PAGE_WORDS))
+                .collect(),
+            bitmap: memslot.new_bitmap(),
+            nr_checks: 0,
+        };
+        // A page that the guest only reads is never in the log.
+        (0..ram.nr_pages()).for_each(|page| ram.fill(page, copied(&copy, page)));
+        Ok(Operations {
+            memslot,
             nr_hot_pages,
-            withheld: UserfaultBitmap::new(Arc::new(zeros(nr_words)), PageSize::Size4K),
-            flags: Mutex::new(MemoryRegionFlags::empty()),
-            copy: Mutex::new(DirtyCopy {
-                is_on: false,
-                blocks: (0..(ram.nr_pages() as usize).div_ceil(COPY_PAGES))
-                    .map(|_| zeros(COPY_PAGES * PAGE_WORDS))
-                    .collect(),
-                bitmap: vec![0; nr_words],
-                nr_checks: 0,
-            }),
+            copy: Mutex::new(copy),
             manual_protect,
             control,
             nr_done: Default::default(),
             nr_moved: AtomicU64::new(0),
             nr_split: AtomicU64::new(0),
             nr_recovered: AtomicU64::new(0),
-        };
-        {
-            // A page that the guest only reads is never in the log.
-            let copy = operations.copy.lock();
-            (0..ram.nr_pages()).for_each(|page| ram.fill(page, copied(&copy, page)));
-        }
-        vm.set_user_memory_region(MemoryRegion {
-            backing: Some(Backing::Ram(ram.clone())),
-            ..operations.region(MemoryRegionFlags::empty())
-        })?;
-        Ok(operations)
-    }
-
-    fn region(&self, flags: MemoryRegionFlags) -> MemoryRegion<Backing> {
-        MemoryRegion {
-            slot: self.slot,
-            flags,
-            guest_phys_addr: self.start,
-            memory_size: self.ram.nr_pages() * PAGE_SIZE,
-            backing: None,
-            userfault_bitmap: flags.contains(MemoryRegionFlags::USERFAULT).then(|| self.withheld.clone()),
-        }
+        })
     }
 
     /// The memory.
     pub fn ram(&self) -> &Arc<Ram> {
-        &self.ram
-    }
-
-    /// The frames of `nr_pages` pages from `page` on.
-    fn range(&self, page: u64, nr_pages: u64) -> GfnRange {
-        GfnRange::new(slat::Gfn(self.start.gfn().0 + page), nr_pages)
+        self.memslot.ram()
     }
 
     /// The address of `page`.
     pub fn gpa(&self, page: u64) -> Gpa {
-        Gpa(self.start.0 + page * PAGE_SIZE)
+        self.memslot.gpa(page)
     }
 
     /// The page of `gpa`, if it is the memslot's.
     pub fn page_of(&self, gpa: Gpa) -> Option<u64> {
-        gpa.0.checked_sub(self.start.0).map(|offset| offset / PAGE_SIZE).filter(|&page| page < self.ram.nr_pages())
+        self.memslot.page_of(gpa)
+    }
+
+    fn vm(&self) -> &MetalVm<F> {
+        self.memslot.vm()
     }
 
     /// Pages that got another frame.
@@ -223,23 +188,23 @@ impl<F: Format> Operations<F> {
             index += 1;
         }
         self.nr_done[index].fetch_add(1, Ordering::Relaxed);
-        let among = if rng.bool() { self.nr_hot_pages } else { self.ram.nr_pages() };
+        let among = if rng.bool() { self.nr_hot_pages } else { self.ram().nr_pages() };
         let first = rng.u64(0..among);
         let largest = if rng.u8(0..8) == 0 { 1024 } else { 16 };
-        let nr_pages = rng.u64(1..=largest).min(self.ram.nr_pages() - first);
+        let nr_pages = rng.u64(1..=largest).min(self.ram().nr_pages() - first);
         match OPERATIONS[index].0 {
             Operation::Move => self.move_pages(first, nr_pages.min(16)),
             Operation::Invalidate => drop(self.invalidate(first, nr_pages)),
             Operation::Harvest => self.harvest(),
-            Operation::Age => drop(self.check(self.vm.age_range(self.range(first, nr_pages)))),
+            Operation::Age => drop(self.check(self.vm().age_range(self.memslot.range(first, nr_pages)))),
             Operation::Split => {
                 let largest = if rng.bool() { PageSize::Size4K } else { PageSize::Size2M };
                 // Where nothing is huge by chance.
                 if rng.bool() {
                     self.recover(vcpu, first, rng);
                 }
-                let range = self.range(first, nr_pages);
-                let nr_split = self.replace(range, || self.check(self.vm.split_range(range, largest)));
+                let range = self.memslot.range(first, nr_pages);
+                let nr_split = self.replace(range, || self.check(self.vm().split_range(range, largest)));
                 self.nr_split.fetch_add(nr_split, Ordering::Relaxed);
                 if nr_split != 0 && rng.bool() {
                     self.recover(vcpu, first, rng);
@@ -249,7 +214,7 @@ impl<F: Format> Operations<F> {
             Operation::Withhold => self.withhold(first, nr_pages.min(8)),
             Operation::Prefault => self.prefault(vcpu, first, nr_pages, rng),
             Operation::Translate => self.translate(first),
-            Operation::Reclaim => self.vm.reclaim(),
+            Operation::Reclaim => self.vm().reclaim(),
             Operation::ToggleUserfault => self.toggle_userfault(),
             Operation::ToggleLog => self.toggle_log(),
         }
@@ -257,20 +222,20 @@ impl<F: Format> Operations<F> {
 
     /// An operation with valid arguments can fail only without memory, and this machine has enough.
     fn check<T, E: core::fmt::Display>(&self, result: Result<T, E>) -> T {
-        result.unwrap_or_else(|error| fail!("an operation on memslot {} failed: {error}", self.slot))
+        result.unwrap_or_else(|error| fail!("an operation on memslot {} failed: {error}", self.memslot.slot()))
     }
 
     fn invalidate(&self, first: u64, nr_pages: u64) -> slat::tables::Invalidation<'_> {
-        self.check(self.vm.invalidate_range(self.range(first, nr_pages)))
+        self.check(self.vm().invalidate_range(self.memslot.range(first, nr_pages)))
     }
 
     /// Does `work`, which replaces huge leaves in `range` by page-table pages or the other way.
     fn replace<T>(&self, range: GfnRange, work: impl FnOnce() -> T) -> T {
-        let host = self.vm.host();
+        let host = self.vm().host();
         if self.control == Control::FlushBeforeBreak {
             host.flush(&[range]);
             // CPUs use what is there again, this one too.
-            host.cpus.hold(&self.vm, range.start.gpa());
+            host.cpus.hold(self.vm(), range.start.gpa());
         }
         host.cpus.while_breaking(work)
     }
@@ -279,11 +244,11 @@ impl<F: Format> Operations<F> {
     /// then a huge leaf can take their place.
     fn recover(&self, vcpu: &mut MetalVcpu<F>, first: u64, rng: &mut Rng) {
         let block = first - first % BLOCK_PAGES;
-        let nr_block_pages = BLOCK_PAGES.min(self.ram.nr_pages() - block);
-        if !self.ram.is_whole(first) {
+        let nr_block_pages = BLOCK_PAGES.min(self.ram().nr_pages() - block);
+        if !self.ram().is_whole(first) {
             let invalidation = self.invalidate(block, nr_block_pages);
             for page in block..block + nr_block_pages {
-                if let Some(mut locked) = self.ram.try_lock(page).filter(LockedPage::is_away) {
+                if let Some(mut locked) = self.ram().try_lock(page).filter(LockedPage::is_away) {
                     // SAFETY: the invalidation is in flight until all pages have moved.
                     unsafe { self.move_page(&mut locked) };
                 }
@@ -291,8 +256,8 @@ impl<F: Format> Operations<F> {
             drop(invalidation);
         }
         self.prefault(vcpu, block, nr_block_pages, rng);
-        let range = self.range(block, nr_block_pages);
-        let nr_recovered = self.replace(range, || self.check(self.vm.recover_range(range)));
+        let range = self.memslot.range(block, nr_block_pages);
+        let nr_recovered = self.replace(range, || self.check(self.vm().recover_range(range)));
         self.nr_recovered.fetch_add(nr_recovered, Ordering::Relaxed);
     }
 
@@ -312,7 +277,7 @@ impl<F: Format> Operations<F> {
     fn move_pages(&self, first: u64, nr_pages: u64) {
         let invalidation = self.invalidate(first, nr_pages);
         for page in first..first + nr_pages {
-            if let Some(mut locked) = self.ram.try_lock(page) {
+            if let Some(mut locked) = self.ram().try_lock(page) {
                 // SAFETY: the invalidation is in flight until all pages have moved.
                 unsafe { self.move_page(&mut locked) };
             }
@@ -339,7 +304,7 @@ impl<F: Format> Operations<F> {
     /// Takes the log, and copies its pages.
     fn update(&self, copy: &mut DirtyCopy) {
         self.take_log(copy);
-        for page in 0..self.ram.nr_pages() {
+        for page in 0..self.ram().nr_pages() {
             if copy.bitmap[page as usize / 64] & 1 << (page % 64) != 0 {
                 self.copy_page(copy, page);
             }
@@ -347,35 +312,20 @@ impl<F: Format> Operations<F> {
     }
 
     fn take_log(&self, copy: &mut DirtyCopy) {
-        copy.bitmap.fill(0);
-        self.check(self.vm.get_dirty_log(self.slot, &mut copy.bitmap));
+        self.memslot.take_log(&mut copy.bitmap);
         if self.manual_protect != ManualProtect::Disabled {
-            self.check(self.vm.clear_dirty_log(self.slot, 0, self.ram.nr_pages(), &copy.bitmap));
+            self.check(self.vm().clear_dirty_log(self.memslot.slot(), 0, self.ram().nr_pages(), &copy.bitmap));
         }
     }
 
     fn copy_page(&self, copy: &DirtyCopy, page: u64) {
-        if let Some(locked) = self.ram.lock(page) {
+        if let Some(locked) = self.ram().lock(page) {
             copy_words(locked.words(), copied(copy, page));
         }
     }
 
     fn copy_all(&self, copy: &DirtyCopy) {
-        (0..self.ram.nr_pages()).for_each(|page| self.copy_page(copy, page));
-    }
-
-    /// Changes the memslot's flags. Returns whether it did: another CPU may be at it.
-    fn set_flags(&self, change: impl FnOnce(MemoryRegionFlags) -> MemoryRegionFlags) -> bool {
-        let mut flags = self.flags.lock();
-        let new = change(*flags);
-        match self.vm.set_user_memory_region(self.region(new)) {
-            Ok(()) => {
-                *flags = new;
-                true
-            }
-            Err(SlotError::SlotBusy { .. }) => false,
-            Err(error) => fail!("the flags of memslot {} could not be changed to {new:?}: {error}", self.slot),
-        }
+        (0..self.ram().nr_pages()).for_each(|page| self.copy_page(copy, page));
     }
 
     /// Turns the log on if it is off, and takes it once: it may begin as that of all pages, or with
@@ -394,7 +344,7 @@ impl<F: Format> Operations<F> {
     /// Turns the log on or off. What was written before it is on is copied as a whole.
     fn toggle_log(&self) {
         let mut copy = self.copy.lock();
-        if self.set_flags(|flags| flags ^ MemoryRegionFlags::LOG_DIRTY_PAGES) {
+        if self.memslot.set_flags(|flags| flags ^ MemoryRegionFlags::LOG_DIRTY_PAGES) {
             copy.is_on ^= true;
             if copy.is_on {
                 self.copy_all(&copy);
@@ -403,20 +353,17 @@ impl<F: Format> Operations<F> {
     }
 
     fn toggle_userfault(&self) {
-        self.set_flags(|flags| flags ^ MemoryRegionFlags::USERFAULT);
+        self.memslot.set_flags(|flags| flags ^ MemoryRegionFlags::USERFAULT);
     }
 
     /// Takes pages back, if the memslot has its bitmap now.
     fn withhold(&self, first: u64, nr_pages: u64) {
-        for page in first..first + nr_pages {
-            // Release: the bit comes after what was done to the page before.
-            self.withheld.words()[page as usize / 64].fetch_or(1 << (page % 64), Ordering::Release);
-        }
-        if self.flags.lock().contains(MemoryRegionFlags::USERFAULT) {
-            match self.vm.rescan_userfault(self.slot, first, nr_pages) {
+        (first..first + nr_pages).for_each(|page| self.memslot.withhold(page));
+        if self.memslot.flags().contains(MemoryRegionFlags::USERFAULT) {
+            match self.vm().rescan_userfault(self.memslot.slot(), first, nr_pages) {
                 // The flag may be gone by now.
                 Ok(_) | Err(SlotError::NoUserfaultBitmap { .. }) => {}
-                Err(error) => fail!("a rescan of memslot {} failed: {error}", self.slot),
+                Err(error) => fail!("a rescan of memslot {} failed: {error}", self.memslot.slot()),
             }
         }
     }
@@ -426,8 +373,7 @@ impl<F: Format> Operations<F> {
         let Some(page) = self.page_of(gpa) else {
             fail!("a memory fault at {gpa}, which is in no memslot with a bitmap")
         };
-        // Release: what is in the page comes before the cleared bit.
-        self.withheld.words()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Release);
+        self.memslot.bring(page);
     }
 
     fn prefault(&self, vcpu: &mut MetalVcpu<F>, first: u64, nr_pages: u64, rng: &mut Rng) {
@@ -438,8 +384,8 @@ impl<F: Format> Operations<F> {
 
     /// A translation, if there is one, is to a frame that the page has or had.
     fn translate(&self, page: u64) {
-        let locked = self.ram.try_lock(page);
-        let found = self.check(self.vm.translate(self.gpa(page)));
+        let locked = self.ram().try_lock(page);
+        let found = self.check(self.vm().translate(self.gpa(page)));
         // A page that is locked does not move.
         if let (Some(locked), Some(found)) = (locked, found)
             && found.pfn != locked.frame()
@@ -450,7 +396,7 @@ impl<F: Format> Operations<F> {
 
     /// All CPUs are outside of the guest: takes the log, and compares the copy with the memory.
     pub fn check_copy(&self) {
-        if let Err(error) = self.ram.check_spare() {
+        if let Err(error) = self.ram().check_spare() {
             fail!("{error}");
         }
         let mut copy = self.copy.lock();
@@ -459,8 +405,8 @@ impl<F: Format> Operations<F> {
         }
         copy.nr_checks += 1;
         self.update(&mut copy);
-        for page in 0..self.ram.nr_pages() {
-            let Some(locked) = self.ram.lock(page) else { continue };
+        for page in 0..self.ram().nr_pages() {
+            let Some(locked) = self.ram().lock(page) else { continue };
             for (offset, (word, copied)) in locked.words().iter().zip(copied(&copy, page)).enumerate() {
                 let (word, copied) = (word.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
                 if word != copied {
@@ -488,7 +434,7 @@ impl<F: Format> Operations<F> {
             return;
         }
         self.update(&mut copy);
-        for page in 0..self.ram.nr_pages() {
+        for page in 0..self.ram().nr_pages() {
             let is_logged = copy.bitmap[page as usize / 64] & 1 << (page % 64) != 0;
             if is_logged != is_written(page) {
                 fail!("page {page} was written: {}; it is in the dirty log: {is_logged}", is_written(page));
@@ -498,7 +444,7 @@ impl<F: Format> Operations<F> {
 
     /// All CPUs are outside of the guest: maps nothing any more.
     pub fn unmap_all(&self) {
-        drop(self.invalidate(0, self.ram.nr_pages()));
+        drop(self.invalidate(0, self.ram().nr_pages()));
     }
 }
 
