@@ -89,7 +89,7 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --cpus 8", "8 is not in 1..=7"),
         ("metal --cpus two", "invalid digit"),
         ("metal --machine power", "[possible values: svm, vmx, arm, riscv]"),
-        ("metal --guest windows", "[possible values: suite, linux, measure]"),
+        ("metal --guest windows", "[possible values: suite, linux, migration, measure]"),
         ("metal --control all", "[possible values: none, no-flush"),
         ("metal --operations 0", "at least 1"),
         ("metal --memory 128M", "must be from 256M to 1G"),
@@ -98,10 +98,14 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --memory lots", "write it as 4096, 64M or 1GiB"),
         ("metal --timeout 0s", "must not be zero"),
         ("metal --live", "--live shows the software machine"),
-        ("metal --guest suite --append quiet", "--append goes with --guest linux or measure"),
+        ("metal --guest suite --append quiet", "--append goes with --guest linux, migration or measure"),
         ("metal --guest measure --kernel x", "--kernel goes with --guest linux"),
         ("metal --guest measure --cpus 2", "counts the instructions of one CPU; leave --cpus out"),
         ("metal --guest measure --control no-flush", "--control goes with --guest suite or linux"),
+        ("metal --guest migration --cpus 2", "a guest with one CPU migrates; leave --cpus out"),
+        ("metal --guest migration --operations 5", "--operations goes with --guest suite or linux"),
+        ("metal --guest migration --control no-flush", "--control no-flush has no meaning with --guest migration"),
+        ("metal --guest linux --control lose-page", "--control lose-page has no meaning with --guest linux"),
         ("metal --control no-local-flush", "--control no-local-flush has no meaning with --machine svm"),
         ("metal --machine arm --control no-kick", "--control no-kick has no meaning with --machine arm"),
         ("metal --machine riscv --control flush-before-break", "no meaning with --machine riscv"),
@@ -133,6 +137,8 @@ fn what_is_not_to_be_had_exits_with_3_and_one_line() {
         let line = format!("metal --machine {machine} --guest measure --peer kvm");
         assert_refused(&line, 3, "KVM is counted with --machine svm alone; leave --peer out");
     }
+    let line = "--machine arm with --guest migration is not there yet; choose --guest linux, or --machine svm";
+    assert_refused("metal --machine arm --guest migration", 3, line);
     assert_refused("metal --machine arm --qemu /bin/true", 3, "/bin/true is no QEMU");
     assert_refused("metal --qemu /no/such/qemu", 3, "/no/such/qemu: No such file");
     assert_refused("metal --qemu /bin/true", 3, "/bin/true is no QEMU");

@@ -5,6 +5,7 @@
 //! - `say TEXT`: for a person;
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units;
+//! - `ready TEXT`: another machine may start, which this one needs;
 //! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong) or `verdict error
 //!   TEXT` (the run could not be made): the last one.
 

@@ -42,6 +42,19 @@ pub enum Control {
     NoBreakFlush,
     /// The flush comes before the break, instead of between break and make.
     FlushBeforeBreak,
+    /// A migration does not say of one page that it is left for post-copy.
+    LosePage,
+    /// The target of a migration lets the guest access pages that have not come.
+    NoWithhold,
+    /// The source of a migration says nothing more in the middle of post-copy.
+    SilentSource,
+}
+
+impl Control {
+    /// Whether it is of a migration alone.
+    pub fn is_of_migration(self) -> bool {
+        matches!(self, Control::LosePage | Control::NoWithhold | Control::SilentSource)
+    }
 }
 
 /// What a memslot's memory comes from.

@@ -37,6 +37,8 @@ pub mod linux;
 pub mod measure;
 pub mod memory;
 pub mod memslot;
+#[cfg(target_arch = "x86_64")]
+pub mod migration;
 pub mod operations;
 pub mod options;
 pub mod private;

@@ -13,6 +13,10 @@ pub enum Guest {
     Suite,
     /// A Linux kernel.
     Linux,
+    /// A Linux kernel that goes to another machine.
+    Source,
+    /// A Linux kernel that comes from another machine.
+    Target,
     /// The program by which instructions are counted.
     Measure,
 }
@@ -59,7 +63,7 @@ pub enum OptionError<'t> {
 }
 
 /// The option for each kind of [`Control`].
-const CONTROLS: [(&str, Control); 8] = [
+const CONTROLS: [(&str, Control); 11] = [
     ("none", Control::None),
     ("no-flush", Control::NoFlush),
     ("no-kick", Control::NoKick),
@@ -68,6 +72,9 @@ const CONTROLS: [(&str, Control); 8] = [
     ("no-local-flush", Control::NoLocalFlush),
     ("no-break-flush", Control::NoBreakFlush),
     ("flush-before-break", Control::FlushBeforeBreak),
+    ("lose-page", Control::LosePage),
+    ("no-withhold", Control::NoWithhold),
+    ("silent-source", Control::SilentSource),
 ];
 
 impl Options {
@@ -86,6 +93,8 @@ impl Options {
                     options.guest = match value {
                         "suite" => Guest::Suite,
                         "linux" => Guest::Linux,
+                        "source" => Guest::Source,
+                        "target" => Guest::Target,
                         "measure" => Guest::Measure,
                         _ => return Err(bad),
                     }
@@ -119,6 +128,11 @@ mod tests {
         let options = Options::parse("guest=linux cpus=4 seed=7 operations=10 memory=128 control=no-flush").unwrap();
         assert_eq!((options.guest, options.nr_cpus, options.seed), (Guest::Linux, 4, 7));
         assert_eq!((options.nr_operations, options.memory_mib, options.control), (10, 128, Control::NoFlush));
+        for (name, guest) in [("source", Guest::Source), ("target", Guest::Target)] {
+            let text = alloc::format!("guest={name} control=lose-page");
+            let options = Options::parse(&text).unwrap();
+            assert_eq!((options.guest, options.control), (guest, Control::LosePage));
+        }
         assert_eq!(Options::parse("guest=measure kernel=0x1000,1").unwrap().guest, Guest::Measure);
         assert_eq!(Options::parse(""), Ok(Options::default()));
         for bad in ["cpus=0", "cpus=9", "cpus=-1", "seed=x", "guest=", "memory=1", "control=all"] {

@@ -109,7 +109,7 @@ impl Drop for LockedPage<'_> {
 ///
 /// # Safety
 /// The frame is allocated memory for as long as the words are used.
-unsafe fn words<'a>(frame: Pfn) -> &'a [AtomicU64] {
+pub(crate) unsafe fn words<'a>(frame: Pfn) -> &'a [AtomicU64] {
     // SAFETY: memory is mapped to itself; a page is aligned, and its words are integers.
     unsafe { core::slice::from_raw_parts((frame.0 * PAGE_SIZE) as *const AtomicU64, PAGE_WORDS) }
 }

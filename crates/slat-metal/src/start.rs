@@ -9,6 +9,7 @@ use spin::Once;
 
 use crate::arch::{self, clock};
 use crate::boot::{self, BootInfo};
+use crate::host::Control;
 use crate::linux::Linux;
 use crate::options::{Guest, Options};
 use crate::suite::{self, Done, Part, Rounds, Suite};
@@ -34,13 +35,18 @@ pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     if !arch::has_control(options.control) {
         error!("on this machine nothing is left out by {:?}", options.control);
     }
+    let migrates = matches!(options.guest, Guest::Source | Guest::Target);
+    if options.control != Control::None && options.control.is_of_migration() != migrates {
+        error!("with {:?} nothing is left out by {:?}", options.guest, options.control);
+    }
     let virtualization = arch::set_up();
     let nr_helpers = match options.guest {
+        Guest::Source | Guest::Target if options.nr_cpus != 1 => error!("a guest that migrates has one CPU"),
         Guest::Suite => 0,
         Guest::Measure if options.nr_cpus != 1 => error!("instructions are counted with one CPU"),
         Guest::Measure => 0,
         // One CPU is the hypervisor's own.
-        Guest::Linux => 1,
+        Guest::Linux | Guest::Source | Guest::Target => 1,
     };
     let nr_cpus = options.nr_cpus + nr_helpers;
     if free_bytes < OWN_BYTES {
@@ -81,6 +87,20 @@ pub fn suites(options: Options, parts: Box<[Box<dyn Rounds>]>) -> Box<Work> {
 /// The work with Linux.
 pub fn linux(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
     let linux = Linux::new(options, boot, free_bytes);
+    Box::new(move |cpu| linux.run(cpu))
+}
+
+/// The work with a Linux that goes to another machine.
+#[cfg(target_arch = "x86_64")]
+pub fn source(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
+    let linux = Linux::source(options, boot, free_bytes);
+    Box::new(move |cpu| linux.run(cpu))
+}
+
+/// The work with a Linux that comes from another machine.
+#[cfg(target_arch = "x86_64")]
+pub fn target(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
+    let linux = Linux::target(options, boot, free_bytes);
     Box::new(move |cpu| linux.run(cpu))
 }
 

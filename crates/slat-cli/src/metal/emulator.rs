@@ -17,7 +17,7 @@ use super::packages::{Emulator, Qemu};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
-use super::{GuestArg, MachineArg, bochs, initramfs};
+use super::{GuestArg, MachineArg, bochs, initramfs, migration};
 use crate::failure::Failure;
 use crate::quantity::Unit;
 use crate::session::{Progress, Session};
@@ -66,6 +66,10 @@ pub(super) struct Linux {
 pub(super) enum Boot {
     /// The hypervisor, with the guest of the plan.
     Hypervisor,
+    /// The hypervisor whose guest goes to another machine.
+    Source,
+    /// The hypervisor whose guest comes from another machine.
+    Target,
     /// Linux, which has KVM.
     Kvm,
 }
@@ -166,6 +170,9 @@ impl Machine {
             let path = folder.path().to_owned();
             session.when_interrupted(move || drop(fs::remove_dir_all(path)));
             fs::copy(&files.image, folder.path().join(IMAGE))?;
+            if plan.guest == GuestArg::Migration {
+                migration::make_channel(folder.path())?;
+            }
             if let Some(Linux { kernel, init, modules }) = &files.linux {
                 fs::copy(kernel, folder.path().join(KERNEL))?;
                 let modules: Vec<_> = modules.iter().map(|path| read_module(path)).collect::<io::Result<_>>()?;
@@ -214,9 +221,16 @@ impl Machine {
             return command;
         }
         command.args(["-kernel", IMAGE]);
-        let mut words = plan.hypervisor_words();
+        let (mut words, has_kernel) = match boot {
+            Boot::Source => (plan.words_for("source"), true),
+            Boot::Target => (plan.words_for("target"), false),
+            Boot::Hypervisor | Boot::Kvm => (plan.hypervisor_words(), plan.guest == GuestArg::Linux),
+        };
+        if plan.guest == GuestArg::Migration {
+            command.args(migration::words());
+        }
         match architecture.loading() {
-            _ if plan.guest != GuestArg::Linux => {}
+            _ if !has_kernel => {}
             None => {
                 // Two commas are one in a word.
                 let of_kernel = plan.kernel_words().replace(',', ",,");
@@ -234,8 +248,15 @@ impl Machine {
         command
     }
 
-    /// Runs it to its end, and shows what it says.
-    pub(super) fn run(&self, plan: &Plan, boot: Boot, shown: Shown, session: &Session) -> Result<Ended, Failure> {
+    /// Runs it to its end, and shows what it says. Calls `on_ready` when another machine may start.
+    pub(super) fn run(
+        &self,
+        plan: &Plan,
+        boot: Boot,
+        shown: Shown,
+        session: &Session,
+        on_ready: &dyn Fn(),
+    ) -> Result<Ended, Failure> {
         let begin = Instant::now();
         let mut command = self.command(plan, boot);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -254,13 +275,15 @@ impl Machine {
         let names = match boot {
             Boot::Hypervisor => ["guest|", "slat |"],
             Boot::Kvm => ["linux|", "kvm  |"],
+            Boot::Source => ["A guest|", "A slat |"],
+            Boot::Target => ["B guest|", "B slat |"],
         };
         let (verdict, figures, last) = (None, Vec::new(), String::new());
         let firmware = match plan.machine {
             MachineArg::RiscV => Firmware::Talks,
             MachineArg::Svm | MachineArg::Vmx | MachineArg::Arm => Firmware::IsSilent,
         };
-        let mut heard = Heard { plan, session, names, shown, progress, verdict, figures, last, firmware };
+        let mut heard = Heard { plan, session, names, shown, on_ready, progress, verdict, figures, last, firmware };
         let mut longest = plan.timeout;
         let status = loop {
             // Also of a guest that says something all the time.
@@ -354,6 +377,7 @@ struct Heard<'r> {
     /// Before the lines of the serial line, and of the debug console.
     names: [&'static str; 2],
     shown: Shown,
+    on_ready: &'r dyn Fn(),
     progress: Progress,
     verdict: Option<Verdict>,
     figures: Vec<(String, Unit, Vec<f64>)>,
@@ -374,6 +398,10 @@ impl Heard<'_> {
             Line::Say(text) => self.show(self.names[1], &text),
             Line::Progress { done, total, text } => {
                 self.progress.show(done, total, text);
+                Ok(())
+            }
+            Line::Ready => {
+                (self.on_ready)();
                 Ok(())
             }
             Line::Figure { name, value, unit } => {

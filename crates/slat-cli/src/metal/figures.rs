@@ -2,10 +2,12 @@
 
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
 
 use serde_json::json;
 
 use super::emulator::{Ended, Machine, Status};
+use super::migration::BothEnded;
 use super::plan::Plan;
 use super::protocol::Verdict;
 use super::{ControlArg, MachineArg};
@@ -28,10 +30,57 @@ enum Judged {
     Wrong(String),
 }
 
+/// What was measured: names, units and samples.
+type Measured = [(String, Unit, Vec<f64>)];
+
 /// The outcome of a run.
 pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Result<Outcome, Failure> {
-    let judged = judge(plan, ended);
-    let outcome = Outcome::new(results(plan, machine, ended, &judged), |out| print(out, ended, &judged))?;
+    conclude(plan, machine, verdict(plan, ended), &ended.figures, ended.time)
+}
+
+/// The outcome of a migration.
+pub(super) fn outcome_of_both(plan: &Plan, machine: &Machine, ended: BothEnded) -> Result<Outcome, Failure> {
+    let BothEnded { source, target } = ended;
+    let verdict = both(verdict(plan, &source), target.as_ref().map(|target| verdict(plan, target)));
+    let (mut figures, mut time) = (source.figures, source.time);
+    if let Some(target) = target {
+        figures.extend(target.figures);
+        time = time.max(target.time);
+    }
+    conclude(plan, machine, verdict, &figures, time)
+}
+
+/// The verdict on both machines: what either has found wrong, or else why either has none, or else
+/// the target's, where the guest ended.
+fn both(source: Result<Verdict, String>, target: Option<Result<Verdict, String>>) -> Result<Verdict, String> {
+    let Some(target) = target else {
+        return match source {
+            Ok(Verdict::Pass(text)) => Err(format!("the target was never started: {text}")),
+            other => other,
+        };
+    };
+    match (source, target) {
+        // First what the target has found: a source that has lost its target says so, too.
+        (_, Ok(Verdict::Fail(text))) => Ok(Verdict::Fail(format!("the target: {text}"))),
+        (Ok(Verdict::Fail(text)), _) => Ok(Verdict::Fail(format!("the source: {text}"))),
+        (_, Ok(Verdict::Error(text))) => Ok(Verdict::Error(format!("the target: {text}"))),
+        (Ok(Verdict::Error(text)), _) => Ok(Verdict::Error(format!("the source: {text}"))),
+        (_, Err(why)) => Err(format!("the target: {why}")),
+        (Err(why), _) => Err(format!("the source: {why}")),
+        (Ok(Verdict::Pass(source)), Ok(Verdict::Pass(target))) => Ok(Verdict::Pass(format!("{source}; {target}"))),
+    }
+}
+
+fn conclude(
+    plan: &Plan,
+    machine: &Machine,
+    verdict: Result<Verdict, String>,
+    measured: &Measured,
+    time: Duration,
+) -> Result<Outcome, Failure> {
+    let judged = judge(plan, verdict);
+    let results = results(plan, machine, measured, time, &judged);
+    let outcome = Outcome::new(results, |out| print(out, measured, time, &judged))?;
     let shortfall = match judged {
         Judged::Right(_) => None,
         Judged::Wrong(why) => Some(Shortfall::Check(why)),
@@ -40,10 +89,10 @@ pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Result<O
 }
 
 /// With a control, a failure that the hypervisor reports is what must come.
-fn judge(plan: &Plan, ended: &Ended) -> Judged {
+fn judge(plan: &Plan, verdict: Result<Verdict, String>) -> Judged {
     let control = plan.control.name();
     let is_control = plan.control != ControlArg::None;
-    match verdict(plan, ended) {
+    match verdict {
         Ok(Verdict::Pass(text)) if is_control => {
             Judged::Wrong(format!("control {control}: what was left out was not noticed: {text}"))
         }
@@ -86,12 +135,12 @@ pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     }
 }
 
-fn print(out: &mut impl Write, ended: &Ended, judged: &Judged) -> io::Result<()> {
+fn print(out: &mut impl Write, measured: &Measured, time: Duration, judged: &Judged) -> io::Result<()> {
     let mut table = table::figures(["figure".to_owned(), "value".to_owned()]);
-    for (name, unit, samples) in &ended.figures {
+    for (name, unit, samples) in measured {
         table.add_row([name.replace('_', " "), cell(&samples.iter().copied().collect(), *unit)]);
     }
-    table.add_row(["wall".to_owned(), quantity(ended.time.as_secs_f64(), Unit::Seconds)]);
+    table.add_row(["wall".to_owned(), quantity(time.as_secs_f64(), Unit::Seconds)]);
     writeln!(out, "\n{table}\n")?;
     match judged {
         Judged::Right(text) => writeln!(out, "{text}"),
@@ -101,13 +150,13 @@ fn print(out: &mut impl Write, ended: &Ended, judged: &Judged) -> io::Result<()>
 }
 
 /// The object of `--json`.
-fn results(plan: &Plan, machine: &Machine, ended: &Ended, judged: &Judged) -> Results {
+fn results(plan: &Plan, machine: &Machine, measured: &Measured, time: Duration, judged: &Judged) -> Results {
     let figure = |name: &str, unit, labels: &Labels, samples: &[f64]| {
         Figure::new(name, unit, labels, samples.iter().copied()).with_better(None)
     };
     let mut figures: Vec<Figure> =
-        ended.figures.iter().map(|(name, unit, samples)| figure(name, *unit, &Labels::new(), samples)).collect();
-    figures.push(figure("wall", Unit::Seconds, &Labels::new(), &[ended.time.as_secs_f64()]));
+        measured.iter().map(|(name, unit, samples)| figure(name, *unit, &Labels::new(), samples)).collect();
+    figures.push(figure("wall", Unit::Seconds, &Labels::new(), &[time.as_secs_f64()]));
     let (passed, text) = match judged {
         Judged::Right(text) => (1.0, text),
         Judged::Wrong(text) => (0.0, text),
@@ -135,4 +184,34 @@ pub(super) fn results_of(plan: &Plan, machine: &Machine, figures: Vec<Figure>) -
 /// What the figures are of.
 pub(super) fn measured_on(machine: &Machine) -> String {
     format!("{EMULATED_CPUS} {}", machine.emulator.name())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_either_machine_has_found_is_the_verdict_on_both() {
+        let pass = || Ok(Verdict::Pass("right".to_owned()));
+        let fail = || Ok(Verdict::Fail("wrong".to_owned()));
+        let error = || Ok(Verdict::Error("not run".to_owned()));
+        let none = || Err("silent".to_owned());
+        for (source, target, expected) in [
+            (pass(), Some(pass()), Ok(Verdict::Pass("right; right".to_owned()))),
+            // The source has lost its target, which has failed.
+            (fail(), Some(fail()), Ok(Verdict::Fail("the target: wrong".to_owned()))),
+            (fail(), Some(none()), Ok(Verdict::Fail("the source: wrong".to_owned()))),
+            (none(), Some(fail()), Ok(Verdict::Fail("the target: wrong".to_owned()))),
+            (error(), Some(none()), Ok(Verdict::Error("the source: not run".to_owned()))),
+            (pass(), Some(error()), Ok(Verdict::Error("the target: not run".to_owned()))),
+            (pass(), Some(none()), Err("the target: silent".to_owned())),
+            (none(), Some(pass()), Err("the source: silent".to_owned())),
+            // The target was not started.
+            (error(), None, error()),
+            (none(), None, none()),
+            (pass(), None, Err("the target was never started: right".to_owned())),
+        ] {
+            assert_eq!(both(source.clone(), target.clone()), expected, "{source:?}, {target:?}");
+        }
+    }
 }

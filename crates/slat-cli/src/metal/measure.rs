@@ -127,7 +127,7 @@ pub(super) fn run(
     session: &Session,
 ) -> Result<Outcome, Failure> {
     let counts = |boot, shown| -> Result<Counts, Failure> {
-        let ended = machine.run(plan, boot, shown, session)?;
+        let ended = machine.run(plan, boot, shown, session, &|| {})?;
         checked(plan, ended)
     };
     let slat = counts(Boot::Hypervisor, Shown::Lines)?;

@@ -9,6 +9,7 @@
 //! 3. [`emulator`] runs QEMU. The guest's serial line is its standard output. The hypervisor's
 //!    debug console is its standard error, in the lines of [`protocol`]. [`bochs`] is for the machine
 //!    with VMX, which QEMU has not: there the debug console is the standard output.
+//!    [`migration`] runs two of them.
 //! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the machine
 //!    agree; Bochs has one code for all. Of `--guest measure` [`measure`] does, with KVM on a second
 //!    machine.
@@ -21,6 +22,7 @@ mod emulator;
 mod figures;
 mod initramfs;
 mod measure;
+mod migration;
 mod packages;
 mod plan;
 mod process;
@@ -47,7 +49,8 @@ use source::Source;
 #[command(
     allow_negative_numbers = true,
     after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --machine arm\n\
-                  Example: slat metal --guest suite --operations 1000000\nExample: slat metal --guest measure"
+                  Example: slat metal --guest suite --operations 1000000\nExample: slat metal --guest measure\n\
+                  Example: slat metal --guest migration --seed 2"
 )]
 pub(crate) struct MetalArgs {
     /// Second-stage hardware of the emulated machine
@@ -56,7 +59,7 @@ pub(crate) struct MetalArgs {
     /// What runs on the hypervisor
     #[arg(long, value_name = "GUEST", value_enum, default_value_t = GuestArg::Linux)]
     guest: GuestArg,
-    /// Number of CPUs of the guest, up to 7 [default: 2; to measure, 1]
+    /// Number of CPUs of the guest, up to 7 [default: 2; to measure or migrate, 1]
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=7))]
     cpus: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
@@ -142,6 +145,8 @@ enum GuestArg {
     Suite,
     /// An unmodified Linux kernel.
     Linux,
+    /// A Linux kernel that goes from one machine to another.
+    Migration,
     /// Code by which instructions are counted, beside KVM.
     Measure,
 }
@@ -152,6 +157,7 @@ impl GuestArg {
         match self {
             GuestArg::Suite => "suite",
             GuestArg::Linux => "linux",
+            GuestArg::Migration => "migration",
             GuestArg::Measure => "measure",
         }
     }
@@ -175,6 +181,12 @@ enum ControlArg {
     FlushBeforeBreak,
     /// The order of log and copy.
     CopyBeforeLog,
+    /// A page of those that a migration leaves for post-copy.
+    LosePage,
+    /// The bits that keep a guest from pages that have not come.
+    NoWithhold,
+    /// All that the source would say in the middle of post-copy.
+    SilentSource,
 }
 
 impl ControlArg {
@@ -189,7 +201,15 @@ impl ControlArg {
             ControlArg::NoBreakFlush => "no-break-flush",
             ControlArg::FlushBeforeBreak => "flush-before-break",
             ControlArg::CopyBeforeLog => "copy-before-log",
+            ControlArg::LosePage => "lose-page",
+            ControlArg::NoWithhold => "no-withhold",
+            ControlArg::SilentSource => "silent-source",
         }
+    }
+
+    /// Whether it is of a migration alone.
+    fn is_of_migration(self) -> bool {
+        matches!(self, ControlArg::LosePage | ControlArg::NoWithhold | ControlArg::SilentSource)
     }
 
     /// Whether a hypervisor on `machine` has what is left out. Arm's flushes reach other CPUs without
@@ -201,6 +221,7 @@ impl ControlArg {
             ControlArg::NoKick | ControlArg::NoEntryFlush => architecture != Architecture::Arm,
             ControlArg::NoLocalFlush => architecture != Architecture::X86,
             ControlArg::NoBreakFlush | ControlArg::FlushBeforeBreak => architecture == Architecture::Arm,
+            ControlArg::LosePage | ControlArg::NoWithhold | ControlArg::SilentSource => machine == MachineArg::Svm,
         }
     }
 }
@@ -246,7 +267,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
         };
         progress.step();
         let (linux, not_run) = match plan.guest {
-            GuestArg::Linux => {
+            GuestArg::Linux | GuestArg::Migration => {
                 begin("looking for the guest's kernel");
                 let kernel = match &args.kernel {
                     Some(path) => path.clone(),
@@ -295,6 +316,9 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
     if plan.guest == GuestArg::Measure {
         return measure::run(&plan, &machine, not_run, session);
     }
-    let ended = machine.run(&plan, Boot::Hypervisor, Shown::Lines, session)?;
+    if plan.guest == GuestArg::Migration {
+        return figures::outcome_of_both(&plan, &machine, migration::run(&plan, &machine, session)?);
+    }
+    let ended = machine.run(&plan, Boot::Hypervisor, Shown::Lines, session, &|| {})?;
     figures::outcome(&plan, &machine, &ended)
 }

@@ -16,6 +16,10 @@ use crate::session::Session;
 /// hypervisor's, and the guest's files that the emulator loads.
 const HYPERVISOR_MEMORY: u64 = 256 << 20;
 
+/// Words for a kernel that migrates: of the clocks it uses the time-stamp counter alone, which goes
+/// with it. And work that lasts until it has come.
+const OF_MIGRATION: &str = "clocksource=tsc tsc=reliable hpet=disable slat.rounds=8 slat.pages=8000";
+
 /// The run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Plan {
@@ -45,6 +49,10 @@ impl Plan {
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
             return not_yet(args, "--guest suite, or another --machine");
         }
+        let migrates = args.guest == GuestArg::Migration;
+        if migrates && args.machine != MachineArg::Svm {
+            return not_yet(args, "--guest linux, or --machine svm");
+        }
         if std::env::consts::ARCH != "x86_64" {
             let arch = std::env::consts::ARCH;
             return Err(Failure::CannotServe(format!(
@@ -56,11 +64,17 @@ impl Plan {
             return usage("--live shows the software machine; this command shows what its machine says as it comes");
         }
         let measures = args.guest == GuestArg::Measure;
-        if args.guest != GuestArg::Linux && args.kernel.is_some() {
-            return usage("--kernel goes with --guest linux");
+        if !matches!(args.guest, GuestArg::Linux | GuestArg::Migration) && args.kernel.is_some() {
+            return usage("--kernel goes with --guest linux or migration");
         }
         if args.guest == GuestArg::Suite && args.append.is_some() {
-            return usage("--append goes with --guest linux or measure");
+            return usage("--append goes with --guest linux, migration or measure");
+        }
+        if migrates && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
+            return usage("a guest with one CPU migrates; leave --cpus out");
+        }
+        if migrates && args.operations.is_some() {
+            return usage("--operations goes with --guest suite or linux");
         }
         if measures && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
             return usage("--guest measure counts the instructions of one CPU; leave --cpus out");
@@ -70,6 +84,10 @@ impl Plan {
         }
         if measures && args.control != ControlArg::None {
             return usage("--control goes with --guest suite or linux");
+        }
+        if args.control != ControlArg::None && args.control.is_of_migration() != migrates {
+            let (control, guest) = (args.control.name(), args.guest.name());
+            return usage(&format!("--control {control} has no meaning with --guest {guest}"));
         }
         if !args.control.is_of(args.machine) {
             let (control, machine) = (args.control.name(), args.machine.name());
@@ -93,7 +111,7 @@ impl Plan {
         Ok(Plan {
             machine: args.machine,
             guest: args.guest,
-            nr_cpus: args.cpus.unwrap_or(if measures { 1 } else { 2 }),
+            nr_cpus: args.cpus.unwrap_or(if measures || migrates { 1 } else { 2 }),
             seed: args.seed,
             nr_operations: args.operations.unwrap_or(match architecture {
                 Architecture::X86 => OPERATIONS,
@@ -109,14 +127,16 @@ impl Plan {
 
     /// The memory of the whole machine, in MiB.
     pub(super) fn machine_mib(&self) -> u64 {
-        (2 * self.memory + HYPERVISOR_MEMORY) >> 20
+        // No copy is kept up of a guest that migrates.
+        let nr_copies = if self.guest == GuestArg::Migration { 1 } else { 2 };
+        (nr_copies * self.memory + HYPERVISOR_MEMORY) >> 20
     }
 
     /// CPUs of the machine. Beside Linux one more does the operations; the CPUs of the suite's
     /// guest do them between two stretches in the guest.
     pub(super) fn nr_machine_cpus(&self) -> u32 {
         match self.guest {
-            GuestArg::Linux => self.nr_cpus + 1,
+            GuestArg::Linux | GuestArg::Migration => self.nr_cpus + 1,
             GuestArg::Suite | GuestArg::Measure => self.nr_cpus,
         }
     }
@@ -135,9 +155,13 @@ impl Plan {
 
     /// The command line of the hypervisor, which a boot loader tells where the files are.
     pub(super) fn hypervisor_words(&self) -> String {
+        self.words_for(self.guest.name())
+    }
+
+    /// The same, with a guest of this name.
+    pub(super) fn words_for(&self, guest: &str) -> String {
         let words = format!(
-            "guest={} cpus={} seed={} operations={} memory={}",
-            self.guest.name(),
+            "guest={guest} cpus={} seed={} operations={} memory={}",
             self.nr_cpus,
             self.seed,
             self.nr_operations,
@@ -158,7 +182,11 @@ impl Plan {
     /// The command line of the guest's kernel.
     pub(super) fn kernel_words(&self) -> String {
         let serial = self.machine.architecture().serial();
-        self.with_appended(format!("console={serial} panic=-1 slat.seed={}", self.seed))
+        let words = format!("console={serial} panic=-1 slat.seed={}", self.seed);
+        self.with_appended(match self.guest {
+            GuestArg::Migration => format!("{words} {OF_MIGRATION}"),
+            GuestArg::Linux | GuestArg::Suite | GuestArg::Measure => words,
+        })
     }
 
     fn with_appended(&self, words: String) -> String {
@@ -217,6 +245,18 @@ mod tests {
         assert_eq!(plan.hypervisor_words(), words);
         assert_eq!(plan.kernel_words(), "console=ttyS0 panic=-1 slat.seed=7 quiet");
         assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (2304, 5));
+    }
+
+    #[test]
+    fn a_guest_that_migrates_has_two_machines_and_one_clock() {
+        let plan = plan("slat metal --guest migration --seed 3 --control lose-page --append quiet").unwrap();
+        let words = "cpus=1 seed=3 operations=100000 memory=256 control=lose-page";
+        for machine in ["source", "target"] {
+            assert_eq!(plan.words_for(machine), format!("guest={machine} {words}"));
+        }
+        let words = plan.kernel_words();
+        assert!(words.contains("clocksource=tsc tsc=reliable hpet=disable") && words.ends_with(" quiet"), "{words}");
+        assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (512, 2));
     }
 
     #[test]

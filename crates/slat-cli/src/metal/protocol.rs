@@ -2,6 +2,7 @@
 //! - `say TEXT`: for people;
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units; a name that comes again has one more sample;
+//! - `ready TEXT`: another machine may start, which this one needs;
 //! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong), `verdict error TEXT`
 //!   (the run could not be made): the last one.
 //!
@@ -24,6 +25,7 @@ pub(super) enum Line {
         value: f64,
         unit: Unit,
     },
+    Ready,
     Verdict(Verdict),
     /// Of the emulator, or one that cannot be understood.
     Other(String),
@@ -60,6 +62,7 @@ fn parse(line: &str) -> Option<Line> {
     let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
     match kind {
         "say" => Some(Line::Say(rest.to_owned())),
+        "ready" => Some(Line::Ready),
         "progress" => {
             let mut words = rest.splitn(3, ' ');
             let (done, total) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
@@ -107,6 +110,7 @@ mod tests {
     fn lines_are_what_they_say() {
         assert_eq!(Line::parse("say 2 CPUs"), Line::Say("2 CPUs".to_owned()));
         assert_eq!(Line::parse("say"), Line::Say(String::new()));
+        assert_eq!(Line::parse("ready for the other machine"), Line::Ready);
         let progress = Line::Progress { done: 3, total: 10, text: "by leaf".to_owned() };
         assert_eq!(Line::parse("progress 3 10 by leaf"), progress);
         let figure = Line::Figure { name: "faults".to_owned(), value: 12.0, unit: Unit::Count };

@@ -1,10 +1,13 @@
 //! Linux as a guest: an unmodified kernel, whose memory slat maps page by page, and which is
 //! attacked while it runs.
 //!
-//! Guest CPU n runs on CPU n. One CPU more, the last one, does the operations.
+//! Guest CPU n runs on CPU n. One CPU more, the last one, does the operations, or sends the guest to
+//! another machine, or receives it (`migration`).
 //!
 //! What the guest has of the machine is the architecture's ([`arch::linux`](crate::arch::linux)).
 
+#[cfg(target_arch = "x86_64")]
+mod migrated;
 mod startups;
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) mod tree;
@@ -20,10 +23,12 @@ use spin::Mutex;
 
 use crate::arch::clock;
 use crate::arch::linux::{Cpu, Guest, GuestCpu, ram_span};
-use crate::boot::{BootInfo, Span};
+use crate::boot::{BootInfo, Module, Span};
 use crate::console::{self, Verdict};
 use crate::cpus::Cpus;
 use crate::host::{Backing, Control, MetalHost};
+#[cfg(target_arch = "x86_64")]
+use crate::migration::{Source, Target};
 use crate::operations::{MetalVcpu, MetalVm, Operations};
 use crate::options::Options;
 use crate::ram::Ram;
@@ -63,11 +68,16 @@ const NO_SUCH_CALL: u64 = u64::MAX;
 
 /// How far the guest is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Stage {
+pub(crate) enum Stage {
     /// The kernel boots.
     Boot,
     /// The program in the initramfs runs.
-    Up,
+    Up {
+        /// Rounds that it has done.
+        nr_rounds: u64,
+        /// When it has begun the next one.
+        since_ns: u64,
+    },
     /// It has done all that it should, and verified it.
     Done {
         /// Rounds, and pages verified.
@@ -76,11 +86,23 @@ enum Stage {
     },
 }
 
+/// What the CPU behind the guest's does.
+pub(crate) enum Beside {
+    /// Operations on the guest's memory.
+    Operations(Operations<GuestFormat>),
+    /// It sends the guest away.
+    #[cfg(target_arch = "x86_64")]
+    Source(Source),
+    /// It receives the guest.
+    #[cfg(target_arch = "x86_64")]
+    Target(Target),
+}
+
 /// The run.
 pub struct Linux {
     pub(crate) vm: Arc<GuestVm>,
     pub(crate) cpus: Arc<Cpus>,
-    pub(crate) operations: Operations<GuestFormat>,
+    pub(crate) beside: Beside,
     pub(crate) options: Options,
     #[cfg_attr(target_arch = "x86_64", expect(dead_code, reason = "a CPU of SVM needs nothing of it"))]
     pub(crate) config: Config,
@@ -99,18 +121,21 @@ fn fill_with_zeros(_page: u64, words: &[AtomicU64]) {
     words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
 }
 
-impl Linux {
-    /// A guest in the modules that the boot loader has put into memory: the kernel, whose text is
-    /// its command line, and the initramfs. `free_bytes` of memory are free.
-    pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
-        let mut modules = boot.modules();
-        let (Some(kernel), Some(initramfs)) = (modules.next(), modules.next()) else {
-            error!("the boot loader has brought fewer modules than Linux needs: a kernel and an initramfs");
-        };
-        // The guest's memory, and the copy that the dirty log keeps up.
-        let needed = 2 * (options.memory_mib << 20) + OWN_BYTES;
-        if free_bytes < needed {
-            error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed >> 20);
+/// What [`Linux`] is made of.
+struct Parts {
+    vm: Arc<GuestVm>,
+    cpus: Arc<Cpus>,
+    config: Config,
+    /// Where the memory that moves begins.
+    start: Gpa,
+    ram: Arc<Ram>,
+}
+
+impl Parts {
+    /// A VM without memory. `needed_bytes` of the `free_bytes` are needed.
+    fn new(options: &Options, free_bytes: u64, needed_bytes: u64) -> Parts {
+        if free_bytes < needed_bytes {
+            error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed_bytes >> 20);
         }
         let cpus = Cpus::new(options.control, Cpu::KICK);
         let config = Config::default().with_hardware(Cpu::hardware());
@@ -118,16 +143,19 @@ impl Linux {
         let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
         let span = ram_span(options.memory_mib << 20);
         let ram = Arc::new(Ram::new(span.size_bytes() / PAGE_SIZE, fill_with_zeros));
-        // From the first page on: the kernel is there.
-        let nr_hot_pages = 16384.min(ram.nr_pages());
-        let operations =
-            Operations::new(&vm, 0, Gpa(span.start), &ram, nr_hot_pages, ManualProtect::Disabled, options.control)
-                .unwrap_or_else(|error| error!("no memslot for the guest: {error}"));
-        let guest = Guest::new(&options, boot, [kernel, initramfs], &mut Slots { vm: &vm, next: 1 }, &ram);
+        Parts { vm, cpus, config, start: Gpa(span.start), ram }
+    }
+
+    fn slots(&self) -> Slots<'_> {
+        Slots { vm: &self.vm, next: 1 }
+    }
+
+    fn with(self, options: Options, guest: Guest, beside: Beside) -> Linux {
+        let Parts { vm, cpus, config, .. } = self;
         Linux {
             vm,
             cpus,
-            operations,
+            beside,
             options,
             config,
             guest,
@@ -138,13 +166,46 @@ impl Linux {
             started_ns: clock::now_ns(),
         }
     }
+}
+
+/// The modules that the boot loader has put into memory: the kernel, whose text is its command
+/// line, and the initramfs.
+fn modules(boot: &BootInfo) -> [Module; 2] {
+    let mut modules = boot.modules();
+    match (modules.next(), modules.next()) {
+        (Some(kernel), Some(initramfs)) => [kernel, initramfs],
+        _ => error!("the boot loader has brought fewer modules than Linux needs: a kernel and an initramfs"),
+    }
+}
+
+impl Linux {
+    /// A guest in the modules that the boot loader has put into memory, and operations beside it.
+    /// `free_bytes` of memory are free.
+    pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
+        let modules = modules(boot);
+        // The guest's memory, and the copy that the dirty log keeps up.
+        let parts = Parts::new(&options, free_bytes, 2 * (options.memory_mib << 20) + OWN_BYTES);
+        let Parts { vm, start, ram, .. } = &parts;
+        // From the first page on: the kernel is there.
+        let nr_hot_pages = 16384.min(ram.nr_pages());
+        let operations = Operations::new(vm, 0, *start, ram, nr_hot_pages, ManualProtect::Disabled, options.control)
+            .unwrap_or_else(|error| error!("no memslot for the guest: {error}"));
+        let guest = Guest::new(&options, boot, modules, &mut parts.slots(), ram);
+        parts.with(options, guest, Beside::Operations(operations))
+    }
 
     /// The part of CPU `cpu`. The CPU behind the guest's ends the machine.
     pub fn run(&self, cpu: usize) {
         if cpu < self.options.nr_cpus {
             GuestCpu::new(self, cpu).run(self);
         } else if cpu == self.options.nr_cpus {
-            self.attack();
+            match &self.beside {
+                Beside::Operations(operations) => self.attack(operations),
+                #[cfg(target_arch = "x86_64")]
+                Beside::Source(source) => source.run(self),
+                #[cfg(target_arch = "x86_64")]
+                Beside::Target(target) => target.run(self),
+            }
         }
     }
 
@@ -175,23 +236,23 @@ impl Linux {
     }
 
     /// Does operations until the guest is done.
-    fn attack(&self) {
+    fn attack(&self, operations: &Operations<GuestFormat>) -> ! {
         let mut vcpu = self.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         let mut rng = Rng::with_seed(self.options.seed);
         let mut nr_done = 0;
         loop {
             let stage = *self.stage.lock();
             if let Stage::Done { rounds, pages } = stage {
-                self.finish(rounds, pages);
+                self.finish(operations, rounds, pages);
             }
             if nr_done < self.options.nr_operations {
                 if nr_done % OPERATIONS_WITHOUT_LOG == 0 {
-                    self.operations.turn_log_on();
+                    operations.turn_log_on();
                 }
-                self.operations.one(&mut rng, &mut vcpu);
+                operations.one(&mut rng, &mut vcpu);
                 nr_done += 1;
                 if nr_done % OPERATIONS_PER_CHECK == 0 {
-                    self.check();
+                    self.check(operations);
                 }
             }
             clock::wait_us(if stage == Stage::Boot { BOOT_PAUSE_US } else { PAUSE_US });
@@ -205,9 +266,12 @@ impl Linux {
                 let elapsed_ms = (clock::now_ns() - self.started_ns) / 1_000_000;
                 console::figure_ms("boot_time", elapsed_ms);
                 say!("the guest is up with {first} CPUs after {elapsed_ms} ms");
-                *self.stage.lock() = Stage::Up;
+                self.set_round(0);
             }
-            ROUND => say!("the guest has done round {first}, and verified {second} pages"),
+            ROUND => {
+                say!("the guest has done round {first}, and verified {second} pages");
+                self.set_round(first.saturating_add(1));
+            }
             DONE => *self.stage.lock() = Stage::Done { rounds: first, pages: second },
             // Without a page: the process itself.
             FAILED if (first, second) == (0, 0) => fail!("the guest's first process failed; its last line says why"),
@@ -245,28 +309,32 @@ impl Linux {
         start
     }
 
-    fn check(&self) {
-        self.operations.turn_log_on();
-        self.while_paused(|| self.operations.check_copy());
+    fn set_round(&self, nr_rounds: u64) {
+        *self.stage.lock() = Stage::Up { nr_rounds, since_ns: clock::now_ns() };
+    }
+
+    fn check(&self, operations: &Operations<GuestFormat>) {
+        operations.turn_log_on();
+        self.while_paused(|| operations.check_copy());
         self.cpus.check();
     }
 
-    fn finish(&self, rounds: u64, pages: u64) -> ! {
-        self.check();
-        let nr_operations = self.operations.counts().map(|(_, count)| count).sum::<u64>();
+    fn finish(&self, operations: &Operations<GuestFormat>, rounds: u64, pages: u64) -> ! {
+        self.check(operations);
+        let nr_operations = operations.counts().map(|(_, count)| count).sum::<u64>();
         let stats = self.vm.stats();
-        for (operation, count) in self.operations.counts() {
+        for (operation, count) in operations.counts() {
             say!("{operation:?}: {count}");
         }
-        if pages == 0 || self.operations.nr_checks() == 0 {
-            fail!("nothing was verified: {pages} pages by the guest, {} copies", self.operations.nr_checks());
+        if pages == 0 || operations.nr_checks() == 0 {
+            fail!("nothing was verified: {pages} pages by the guest, {} copies", operations.nr_checks());
         }
         console::figure("operations", nr_operations, "1");
-        console::figure("moved_pages", self.operations.nr_moved(), "1");
-        let [nr_split, nr_recovered] = self.operations.nr_replaced();
+        console::figure("moved_pages", operations.nr_moved(), "1");
+        let [nr_split, nr_recovered] = operations.nr_replaced();
         console::figure("split_leaves", nr_split, "1");
         console::figure("recovered_leaves", nr_recovered, "1");
-        console::figure("compared_copies", self.operations.nr_checks(), "1");
+        console::figure("compared_copies", operations.nr_checks(), "1");
         console::figure("faults", stats.faults, "1");
         console::figure("verified_pages", pages, "1");
         console::figure("rounds", rounds, "1");

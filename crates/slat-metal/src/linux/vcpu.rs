@@ -7,10 +7,12 @@ use slat::error::FaultError;
 use slat::{Access, Exit, Gpa, Outcome};
 use thiserror::Error;
 
-use super::{GuestVcpu, Linux};
+use super::{Beside, GuestVcpu, Linux};
 use crate::arch::clock;
 use crate::cpus::Presence;
 use crate::error;
+#[cfg(target_arch = "x86_64")]
+use crate::fail;
 
 /// How late a page comes that the guest waits for, at most.
 const MAX_LATE_US: u64 = 300;
@@ -54,11 +56,24 @@ impl Vcpu {
         match self.vcpu.handle_fault(gpa, access)? {
             Outcome::Resume => self.presence.resume(&linux.vm, gpa),
             Outcome::Exit(Exit::MemoryFault { gpa, .. }) => {
-                clock::wait_us(self.rng.u64(0..MAX_LATE_US));
-                linux.operations.bring(gpa);
+                self.wait_for_page(linux, gpa);
             }
             Outcome::Exit(exit) => return Err(Unhandled::Exit(exit)),
         }
         Ok(())
+    }
+
+    /// Returns when the page at `gpa`, which was withheld, may be there.
+    fn wait_for_page(&mut self, linux: &Linux, gpa: Gpa) {
+        match &linux.beside {
+            Beside::Operations(operations) => {
+                clock::wait_us(self.rng.u64(0..MAX_LATE_US));
+                operations.bring(gpa);
+            }
+            #[cfg(target_arch = "x86_64")]
+            Beside::Source(_) => fail!("a memory fault at {gpa}, and this machine withholds no page"),
+            #[cfg(target_arch = "x86_64")]
+            Beside::Target(target) => target.fetch(gpa),
+        }
     }
 }

@@ -46,6 +46,7 @@ impl Virtualization {
             Guest::Suite => start::suite::<ArmCpu>(options),
             Guest::Measure => start::measure::<ArmCpu>(),
             Guest::Linux => start::linux(options, boot, free_bytes),
+            Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),
         }
     }
 }

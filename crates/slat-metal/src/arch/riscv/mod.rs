@@ -73,6 +73,7 @@ impl Virtualization {
             Guest::Suite => start::suites(options, suites(options)),
             Guest::Measure => start::measure::<linux::Cpu>(),
             Guest::Linux => start::linux(options, boot, free_bytes),
+            Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),
         }
     }
 }

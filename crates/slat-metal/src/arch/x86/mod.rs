@@ -12,6 +12,7 @@ pub mod guest;
 pub mod linux;
 pub mod measured;
 pub mod page;
+pub mod pci;
 pub mod registers;
 pub mod svm;
 pub mod vmx;
@@ -68,6 +69,9 @@ impl Virtualization {
             (Guest::Measure, Virtualization::Svm) => start::measure::<svm::SvmCpu>(),
             (Guest::Measure, Virtualization::Vmx) => error!("instructions are counted with SVM"),
             (Guest::Linux, Virtualization::Svm) => start::linux(options, boot, free_bytes),
+            (Guest::Source, Virtualization::Svm) => start::source(options, boot, free_bytes),
+            (Guest::Target, Virtualization::Svm) => start::target(options, boot, free_bytes),
+            (Guest::Source | Guest::Target, Virtualization::Vmx) => error!("a guest migrates with SVM alone"),
             (Guest::Linux, Virtualization::Vmx) => error!("Linux needs a CPU with SVM here"),
         }
     }

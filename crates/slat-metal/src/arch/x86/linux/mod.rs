@@ -15,23 +15,29 @@
 
 #![expect(unsafe_code, reason = "gives the guest memory and registers of the machine")]
 
+mod devices;
 mod identity;
 mod image;
+mod state;
 mod vcpu;
 
-use core::sync::atomic::Ordering;
+use alloc::vec::Vec;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use slat::format::LeafAttributes;
-use slat::{Gpa, MemoryRegionFlags, PAGE_SIZE, Pfn};
+use slat::{Gfn, Gpa, MemoryRegionFlags, PAGE_SIZE, Pfn};
 
 use super::svm::SvmCpu;
 use crate::boot::{BootInfo, Module, RegionKind, Span};
 use crate::error;
 use crate::host::Backing;
 use crate::linux::Slots;
+use crate::migration::hash_of;
+use crate::migration::record::Hash;
 use crate::options::Options;
-use crate::ram::{Frames, Ram};
+use crate::ram::{self, Frames, Ram};
 use image::Image;
+pub use state::State;
 pub use vcpu::GuestCpu;
 
 /// The CPU that runs the guest.
@@ -46,6 +52,9 @@ const DEVICES: [u64; 2] = [0xfec0_0000, 0xfed0_0000];
 /// A firmware range that is larger is no table.
 const MAX_FIRMWARE_BYTES: u64 = 16 << 20;
 
+/// What [`Guest::traits`] has.
+const NR_TRAITS: usize = 3;
+
 /// The memory that moves, of a guest with `memory_bytes` of memory.
 pub fn ram_span(memory_bytes: u64) -> Span {
     Span { start: RAM_START.0, end: memory_bytes }
@@ -54,9 +63,13 @@ pub fn ram_span(memory_bytes: u64) -> Span {
 /// What the guest has beside its memory that moves.
 #[derive(Debug)]
 pub struct Guest {
-    image: Image,
+    /// `None`: the guest comes from another machine.
+    image: Option<Image>,
     /// Memory that stays where it is.
-    _low: Frames,
+    low: Frames,
+    /// The firmware's memory that the guest has, too.
+    firmware: Vec<Span>,
+    traits: [u64; NR_TRAITS],
 }
 
 impl Guest {
@@ -69,6 +82,14 @@ impl Guest {
         slots: &mut Slots<'_>,
         ram: &Ram,
     ) -> Guest {
+        let mut guest = Guest::without_kernel(options, boot, slots);
+        let image = Image::load(options, boot, [kernel, initramfs], &guest.low, ram);
+        guest.image = Some(image.unwrap_or_else(|error| error!("{error}")));
+        guest
+    }
+
+    /// The same, but for the kernel.
+    pub fn without_kernel(options: &Options, boot: &BootInfo, slots: &mut Slots<'_>) -> Guest {
         let end = options.memory_mib << 20;
         // Where guest-physical 0 would be.
         let low = Frames::allocate(RAM_START.0 / PAGE_SIZE).unwrap_or_else(|| error!("no memory for the guest"));
@@ -82,7 +103,8 @@ impl Guest {
         slots.add(Span { start: 0, end: BIOS.start }, fixed(frame(0)), none);
         slots.add(BIOS, fixed(Pfn(BIOS.start / PAGE_SIZE)), MemoryRegionFlags::READONLY);
         slots.add(Span { start: BIOS.end, end: RAM_START.0 }, fixed(frame(BIOS.end)), none);
-        for span in firmware(boot).filter(|span| span.start >= end) {
+        let firmware: Vec<Span> = firmware(boot).filter(|span| span.start >= end).collect();
+        for &span in &firmware {
             slots.add(span, fixed(Pfn(span.start / PAGE_SIZE)), none);
         }
         for start in DEVICES {
@@ -91,9 +113,44 @@ impl Guest {
             let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
             slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
         }
-        let image =
-            Image::load(options, boot, [kernel, initramfs], &low, ram).unwrap_or_else(|error| error!("{error}"));
-        Guest { image, _low: low }
+        let mut guest = Guest { image: None, low, firmware, traits: [0; NR_TRAITS] };
+        guest.traits = guest.new_traits();
+        guest
+    }
+
+    /// What another machine must have in common with this one, for a guest to go there: the places
+    /// of the firmware's memory, what was in it when the guest began, and the CPU.
+    pub fn traits(&self) -> &[u64; NR_TRAITS] {
+        &self.traits
+    }
+
+    fn new_traits(&self) -> [u64; NR_TRAITS] {
+        let spans = self.firmware.iter().flat_map(|span| [span.start, span.end]);
+        let pages = self.firmware_pages().map(|(_, words)| hash_of(words));
+        let leaves = [0, 1, 7, 0x8000_0001, 0x8000_0008].into_iter().flat_map(|leaf| {
+            // EBX of leaf 1 has the number of the calling CPU.
+            let [eax, ebx, ecx, edx] = identity::cpuid(leaf, 0).map(u64::from);
+            [eax, if leaf == 1 { 0 } else { ebx }, ecx, edx]
+        });
+        let hash = |words: &mut dyn Iterator<Item = u64>| words.fold(Hash::new(), Hash::with).value();
+        [hash(&mut { spans }), hash(&mut { pages }), hash(&mut { leaves })]
+    }
+
+    fn firmware_pages(&self) -> impl Iterator<Item = (Gfn, &[AtomicU64])> {
+        let frames = self.firmware.iter().flat_map(|span| span.start / PAGE_SIZE..span.end / PAGE_SIZE);
+        // SAFETY: the firmware's memory, which is the guest's alone (`without_kernel`), and stays.
+        frames.map(|frame| (Gfn(frame), unsafe { ram::words(Pfn(frame)) }))
+    }
+
+    /// The guest's memory that stays where it is, and that the guest can write.
+    pub fn fixed_pages(&self) -> impl Iterator<Item = (Gfn, &[AtomicU64])> {
+        let low = (0..RAM_START.0 / PAGE_SIZE).filter(|page| !(BIOS.start..BIOS.end).contains(&(page * PAGE_SIZE)));
+        low.map(|page| (Gfn(page), self.low.words(page))).chain(self.firmware_pages())
+    }
+
+    /// Frame `gfn` of it.
+    pub fn fixed_page(&self, gfn: Gfn) -> Option<&[AtomicU64]> {
+        self.fixed_pages().find(|(other, _)| *other == gfn).map(|(_, words)| words)
     }
 }
 

@@ -15,13 +15,18 @@ use crate::virtual_cpu::{Exit, VirtualCpu};
 const SVME: u64 = 1 << 12;
 const LMA: u64 = 1 << 10;
 
+/// ACPI's sleep on QEMU's machines: the control register, and its bit that does it (ACPI
+/// Specification 6.5, 4.8.3.2.1 "PM1 Control Registers").
+const SLEEP_PORT: u16 = 0x604;
+const SLEEP_ENABLE: u64 = 1 << 13;
+
 /// An interrupt command that the guest's controller does not have.
 struct BadCommand;
 
 /// A vCPU and its CPU.
 pub struct GuestCpu {
     vcpu: Vcpu,
-    cpu: SvmCpu,
+    pub(super) cpu: SvmCpu,
 }
 
 impl GuestCpu {
@@ -36,7 +41,9 @@ impl GuestCpu {
 
     /// Runs the vCPU for ever.
     pub fn run(&mut self, linux: &Linux) -> ! {
-        if self.vcpu.number == 0 {
+        if let Some(target) = linux.arrival() {
+            self.arrive(target.wait_for_state());
+        } else if self.vcpu.number == 0 {
             self.boot(linux);
         } else {
             let Start { entry, .. } = linux.wait_for_start(self.vcpu.number);
@@ -44,6 +51,9 @@ impl GuestCpu {
         }
         loop {
             linux.pause_point();
+            if let Some(departure) = linux.departure().filter(|departure| departure.is_ordered()) {
+                self.leave(|state| departure.answer(state));
+            }
             match self.cpu.run(&self.vcpu.presence) {
                 Exit::Kick | Exit::LogFull => {}
                 Exit::PageFault { gpa, access } => match self.vcpu.handle_fault(linux, gpa, access) {
@@ -55,9 +65,12 @@ impl GuestCpu {
                 Exit::Trapped(Trap::ReadMsr) => self.read_msr(),
                 Exit::Trapped(Trap::WriteMsr) => self.write_msr(linux),
                 Exit::Trapped(Trap::Undefined) => self.cpu.inject(Event::UndefinedOpcode),
-                Exit::Trapped(Trap::Port { direction, size_bytes, next_rip, .. }) => {
+                Exit::Trapped(Trap::Port { port, direction, size_bytes, next_rip }) => {
                     // Nothing is there: all ones. 32 bits clear the upper half of the register.
                     let save = self.cpu.save();
+                    if (port, direction) == (SLEEP_PORT, Direction::Out) && save.rax & SLEEP_ENABLE != 0 {
+                        linux.arrival().inspect(|target| target.turn_off());
+                    }
                     save.rax = match (direction, size_bytes) {
                         (Direction::Out, _) => save.rax,
                         (Direction::In, 1) => save.rax | 0xff,
@@ -81,7 +94,7 @@ impl GuestCpu {
     /// The state in which the boot protocol enters a kernel: 64-bit mode, interrupts off, memory
     /// mapped to itself.
     fn boot(&mut self, linux: &Linux) {
-        let image = linux.guest.image;
+        let Some(image) = linux.guest.image else { fail!("the guest has no kernel") };
         self.cpu.registers.rsi = image.boot_params;
         let segment = |selector, attributes| Segment { selector, attributes, limit: u32::MAX, base: 0 };
         let save = self.cpu.save();

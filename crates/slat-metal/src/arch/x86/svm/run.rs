@@ -19,7 +19,7 @@ use slat::format::Npt;
 use slat::{Access, Gpa, Hpa};
 use spin::Once;
 
-use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
+use super::vmcb::{Control, Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
 use crate::arch::x86::apic::Kick;
 use crate::arch::x86::registers::{
     Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects, move_common, registers_asm,
@@ -163,6 +163,11 @@ impl SvmCpu {
     /// The registers in the control block.
     pub fn save(&mut self) -> &mut Save {
         &mut self.vmcb.save
+    }
+
+    /// How the guest runs.
+    pub(crate) fn control(&mut self) -> &mut Control {
+        &mut self.vmcb.control
     }
 
     /// Delivers `event` at the next entry.

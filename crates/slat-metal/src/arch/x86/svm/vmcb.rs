@@ -81,7 +81,8 @@ pub struct Control {
     pub iopm_base: u64,
     /// The physical address of the [`MsrMap`].
     pub msrpm_base: u64,
-    tsc_offset: u64,
+    /// What the guest's time-stamp counter is ahead of the machine's.
+    pub tsc_offset: u64,
     /// The number that tags the guest's translations; not 0.
     pub asid: u32,
     /// A [`TlbControl`].
@@ -89,7 +90,8 @@ pub struct Control {
     /// Whether an interrupt waits for the guest, and which (15.21.4 "Injecting Virtual (INTR)
     /// Interrupts").
     pub virtual_interrupts: u64,
-    interrupt_shadow: u64,
+    /// Bit 0: no interrupt before the next instruction (15.21.5 "Interrupt Shadows").
+    pub interrupt_shadow: u64,
     /// Why the guest was left (appendix C).
     pub exit_code: u64,
     /// What depends on the exit code.

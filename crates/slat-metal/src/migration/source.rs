@@ -1,0 +1,311 @@
+//! The source: the guest begins here, and leaves.
+
+use alloc::boxed::Box;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::sync::atomic::{AtomicBool, Ordering};
+
+use fastrand::Rng;
+use slat::{MemoryRegionFlags, PAGE_SIZE};
+use spin::Mutex;
+
+use super::channel::Channel;
+use super::record::{Kind, MAX_WORDS};
+use super::ring::Payload;
+use super::{add_bits, hash_of, hash_of_zeros, is_zero, set_bits};
+use crate::arch::clock;
+use crate::arch::linux::State;
+use crate::console::{self, Verdict};
+use crate::host::Control;
+use crate::linux::{GuestFormat, Linux, Stage};
+use crate::memslot::{Memslot, bit};
+use crate::{fail, say};
+
+/// Rounds of the guest before the migration begins, at least, and how many of them are at random.
+const FIRST_ROUND: u64 = 1;
+const RANDOM_ROUNDS: u64 = 2;
+/// Milliseconds from the begin of a round of the guest to that of the migration, at most.
+const MAX_LATE_MS: u64 = 400;
+/// The guest is in the middle of a round so long after it began.
+const MIDDLE_MS: u64 = 10;
+
+/// Rounds of pre-copy after the first one, at most.
+const MAX_ROUNDS: u64 = 4;
+/// After a round of so few pages there is no other one.
+const FEW_PAGES: u64 = 512;
+/// The guest runs after the last round until it has written so many pages, which are left for
+/// post-copy, or for so long.
+const LEFT_PAGES: u64 = 1000;
+const MAX_LEFT_MS: u64 = 5000;
+
+/// The order to the guest's CPU to stop, and its answer.
+#[derive(Debug, Default)]
+pub struct Departure {
+    is_ordered: AtomicBool,
+    state: Mutex<Option<Box<State>>>,
+}
+
+impl Departure {
+    /// Whether the guest's CPU is to stop, and to say what it is.
+    pub fn is_ordered(&self) -> bool {
+        // Relaxed: the answer is behind a lock.
+        self.is_ordered.load(Ordering::Relaxed)
+    }
+
+    /// The guest's CPU has stopped.
+    pub fn answer(&self, state: Box<State>) {
+        *self.state.lock() = Some(state);
+    }
+}
+
+/// The guest's memory that moves, its memory that stays, and the channel.
+pub struct Source {
+    memslot: Memslot<GuestFormat>,
+    channel: Channel,
+    /// What the guest's CPU has to do.
+    pub departure: Departure,
+    control: Control,
+    seed: u64,
+}
+
+fn say_round(round: u64, nr_pages: u64, began_ns: u64) {
+    let ms = (clock::now_ns() - began_ns) / 1_000_000;
+    say!("pre-copy round {round}: {nr_pages} pages in {ms} ms");
+}
+
+/// What was sent of each page.
+struct Sent {
+    /// The hash of the page, as it was sent last.
+    hashes: Vec<u64>,
+    nr_pages: u64,
+}
+
+impl Source {
+    /// A source that sends the memory of `memslot`.
+    pub fn new(memslot: Memslot<GuestFormat>, channel: Channel, control: Control, seed: u64) -> Source {
+        Source { memslot, channel, departure: Departure::default(), control, seed }
+    }
+
+    /// Sends the guest to the target, and ends the machine.
+    pub fn run(&self, linux: &Linux) -> ! {
+        while linux.stage() == Stage::Boot {
+            clock::wait_us(1000);
+        }
+        console::line("ready", format_args!("for the other machine"));
+        self.channel.wait_for_other();
+        self.wait_for_the_moment(linux);
+        let mut payload = [0; MAX_WORDS];
+        let traits = linux.guest.traits();
+        self.channel.send(Kind::Hello, self.memslot.ram().nr_pages(), traits.iter().copied());
+        match self.channel.receive(&mut payload, "it did not answer").kind {
+            Kind::Welcome => {}
+            other => fail!("the other machine answered with {other:?}"),
+        }
+        let sent = self.pre_copy(linux);
+        let mut left = self.wait_for_writes();
+        self.stop(linux, &mut left);
+        let began_ns = clock::now_ns();
+        let nr_rounds = match linux.stage() {
+            Stage::Up { nr_rounds, .. } => nr_rounds,
+            other => fail!("the guest has stopped at {other:?}"),
+        };
+        say!("the guest has stopped in round {nr_rounds}; {} pages are left", set_bits(&left).count());
+        if self.control == Control::LosePage {
+            self.lose_page(&mut left, &sent);
+        }
+        let nr_left = self.switch(linux, &left, nr_rounds);
+        self.serve(&left, nr_left, began_ns);
+        console::figure("pages_left", nr_left, "1");
+        console::figures();
+        console::end(
+            Verdict::Pass,
+            format_args!("{} pages went by pre-copy, and {nr_left} by post-copy", sent.nr_pages),
+        )
+    }
+
+    /// Waits until the guest is in the middle of a round that the seed has chosen.
+    fn wait_for_the_moment(&self, linux: &Linux) {
+        let mut rng = Rng::with_seed(self.seed);
+        let first = FIRST_ROUND + rng.u64(0..RANDOM_ROUNDS);
+        let late_ms = rng.u64(MIDDLE_MS..=MAX_LATE_MS);
+        loop {
+            match linux.stage() {
+                Stage::Up { nr_rounds, since_ns } if nr_rounds >= first => {
+                    if clock::now_ns() - since_ns >= late_ms * 1_000_000 {
+                        say!("the migration begins in round {nr_rounds}");
+                        return;
+                    }
+                }
+                Stage::Done { .. } => fail!("the guest was done before the migration began: give it more rounds"),
+                Stage::Boot | Stage::Up { .. } => {}
+            }
+            self.channel.check_other("the guest has not left");
+            clock::wait_us(1000);
+        }
+    }
+
+    /// Sends the page, if it has a frame.
+    fn send_page(&self, page: u64, sent: &mut Sent) {
+        let gfn = self.memslot.gpa(page).gfn().0;
+        let Some(locked) = self.memslot.ram().lock(page) else { return };
+        // A page that the guest writes meanwhile is in the next log.
+        let hash = if is_zero(locked.words()) {
+            self.channel.send_empty(Kind::ZeroPage, gfn);
+            hash_of_zeros()
+        } else {
+            let words = locked.words().iter().map(|word| word.load(Ordering::Relaxed));
+            self.channel.send(Kind::Page, gfn, words).value()
+        };
+        sent.hashes[page as usize] = hash;
+        sent.nr_pages += 1;
+        self.channel.beat();
+    }
+
+    /// Sends all memory, and then what the log has, while the guest runs.
+    fn pre_copy(&self, linux: &Linux) -> Sent {
+        if !self.memslot.set_flags(|flags| flags | MemoryRegionFlags::LOG_DIRTY_PAGES) {
+            fail!("the dirty log could not be turned on");
+        }
+        let nr_pages = self.memslot.ram().nr_pages();
+        let mut sent = Sent { hashes: vec![hash_of_zeros(); nr_pages as usize], nr_pages: 0 };
+        let began_ns = clock::now_ns();
+        for page in 0..nr_pages {
+            self.send_page(page, &mut sent);
+        }
+        if sent.nr_pages == 0 {
+            fail!("the guest has no memory");
+        }
+        say_round(0, sent.nr_pages, began_ns);
+        console::figure("precopy_pages", sent.nr_pages, "1");
+        let mut bitmap = self.memslot.new_bitmap();
+        let mut nr_again = 0;
+        for round in 1..=MAX_ROUNDS {
+            let began_ns = clock::now_ns();
+            let nr_dirty = self.memslot.take_log(&mut bitmap);
+            set_bits(&bitmap).for_each(|page| self.send_page(page, &mut sent));
+            nr_again += nr_dirty;
+            say_round(round, nr_dirty, began_ns);
+            if nr_dirty <= FEW_PAGES {
+                break;
+            }
+            if let Stage::Done { .. } = linux.stage() {
+                fail!("the guest was done before it could leave: give it more rounds");
+            }
+        }
+        if nr_again == 0 {
+            fail!("the dirty log was empty in each round of pre-copy");
+        }
+        console::figure("precopy_pages_again", nr_again, "1");
+        sent
+    }
+
+    /// The pages that the guest writes from now on, until there are enough of them.
+    fn wait_for_writes(&self) -> Vec<u64> {
+        let began_ns = clock::now_ns();
+        let (mut left, mut log) = (self.memslot.new_bitmap(), self.memslot.new_bitmap());
+        let mut nr_left = 0;
+        while nr_left < LEFT_PAGES && clock::now_ns() - began_ns < MAX_LEFT_MS * 1_000_000 {
+            self.channel.check_other("the guest has not left");
+            clock::wait_us(5000);
+            self.memslot.take_log(&mut log);
+            nr_left = add_bits(&mut left, &log);
+        }
+        left
+    }
+
+    /// Stops the guest, in the middle of a round. Adds the pages that it has written to `left`.
+    fn stop(&self, linux: &Linux, left: &mut [u64]) {
+        loop {
+            match linux.stage() {
+                Stage::Up { since_ns, .. } if clock::now_ns() - since_ns >= MIDDLE_MS * 1_000_000 => break,
+                Stage::Done { .. } => fail!("the guest was done before it could leave: give it more rounds"),
+                Stage::Boot | Stage::Up { .. } => self.channel.check_other("the guest has not stopped yet"),
+            }
+        }
+        self.departure.is_ordered.store(true, Ordering::Relaxed);
+        while self.departure.state.lock().is_none() {
+            self.channel.check_other("the guest has not stopped yet");
+            linux.cpus.kick_all();
+            clock::wait_us(100);
+        }
+        let mut log = self.memslot.new_bitmap();
+        self.memslot.take_log(&mut log);
+        add_bits(left, &log);
+    }
+
+    /// Leaves out a page that differs from what was sent of it.
+    fn lose_page(&self, left: &mut [u64], sent: &Sent) {
+        let differs = |page: u64| {
+            let locked = self.memslot.ram().lock(page);
+            locked.is_some_and(|locked| hash_of(locked.words()) != sent.hashes[page as usize])
+        };
+        let Some(page) = set_bits(left).find(|&page| differs(page)) else {
+            fail!("the guest has written no page since it was sent")
+        };
+        say!("page {page} is left out");
+        let (word, bit) = bit(page);
+        left[word] &= !bit;
+    }
+
+    /// Sends all but the pages in `left`, and with it the guest. Returns their number.
+    fn switch(&self, linux: &Linux, left: &[u64], nr_rounds: u64) -> u64 {
+        for (gfn, words) in linux.guest.fixed_pages() {
+            self.channel.send(Kind::Page, gfn.0, words.iter().map(|word| word.load(Ordering::Relaxed)));
+            self.channel.beat();
+        }
+        let ram = self.memslot.ram();
+        let hashes: Vec<u64> = (0..ram.nr_pages())
+            .map(|page| {
+                if page % 1024 == 0 {
+                    self.channel.beat();
+                }
+                ram.lock(page).map_or_else(hash_of_zeros, |locked| hash_of(locked.words()))
+            })
+            .collect();
+        for (first, part) in (0..).step_by(MAX_WORDS).zip(hashes.chunks(MAX_WORDS)) {
+            self.channel.send(Kind::Hashes, first, part.iter().copied());
+        }
+        for (first, part) in (0..).step_by(MAX_WORDS).zip(left.chunks(MAX_WORDS)) {
+            self.channel.send(Kind::Left, first, part.iter().copied());
+        }
+        let Some(state) = self.departure.state.lock().take() else { fail!("the guest's CPU has not stopped") };
+        self.channel.send(Kind::State, nr_rounds, state.words().iter().copied());
+        set_bits(left).count() as u64
+    }
+
+    /// Sends the pages that the target asks for, until it has all.
+    fn serve(&self, left: &[u64], nr_left: u64, began_ns: u64) {
+        const LOST: &str = "it has the guest, and asks for no page";
+        let mut payload: Payload = [0; MAX_WORDS];
+        let mut rest = left.to_vec();
+        let mut nr_served = 0;
+        loop {
+            let head = self.channel.receive(&mut payload, LOST);
+            match head.kind {
+                Kind::Request => {
+                    let page = self.memslot.page_of(slat::Gpa(head.number.saturating_mul(PAGE_SIZE)));
+                    let Some(page) = page.filter(|&page| rest[bit(page).0] & bit(page).1 != 0) else {
+                        fail!("the other machine asks for frame {:#x}, which is not left", head.number)
+                    };
+                    if nr_served == 0 {
+                        // The guest has not run from its stop here to its first access there.
+                        console::figure_ms("stopped_time", (clock::now_ns() - began_ns) / 1_000_000);
+                    }
+                    rest[bit(page).0] &= !bit(page).1;
+                    if self.control == Control::SilentSource && nr_served == nr_left / 2 {
+                        say!("this machine is silent from now on");
+                        self.channel.wait_for_silence();
+                        fail!("the other machine has lost the guest, as it should");
+                    }
+                    let Some(locked) = self.memslot.ram().lock(page) else { fail!("page {page} has no frame") };
+                    let words = locked.words().iter().map(|word| word.load(Ordering::Relaxed));
+                    self.channel.send(Kind::Page, head.number, words);
+                    nr_served += 1;
+                }
+                Kind::Complete if nr_served == nr_left => return,
+                Kind::Complete => fail!("the other machine has {nr_served} of {nr_left} pages, and asks for no more"),
+                other => fail!("the other machine sends {other:?}, where it asks for pages"),
+            }
+        }
+    }
+}
