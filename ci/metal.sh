@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The hypervisor on the engine under QEMU, with AMD's nested paging, at Arm's EL2 and in RISC-V's
-# HS-mode: the guest that accesses memory at random, and Linux. Where emulator or kernel cannot be had,
-# this is skipped. A run takes some 20 s; beside other load it may take minutes. More by hand:
+# HS-mode: the guest that accesses memory at random, and Linux; with AMD's also a Linux that goes from
+# one machine to another. Where emulator or kernel cannot be had, this is skipped. A run takes some
+# 20 s; beside other load it may take minutes. More by hand:
 # METAL_OPERATIONS=1000000 METAL_TIMEOUT=5h ci/metal.sh; or one machine alone: ci/metal.sh arm
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,12 +11,14 @@ for machine in "${machines[@]}"; do
     # Of Arm and RISC-V less: each emulated CPU is slower there.
     operations=2000 words="quiet slat.rounds=2 slat.pages=4000"
     [ "$machine" != svm ] || operations=10000 words=quiet
-    for guest in suite linux; do
+    guests=(suite linux); [ "$machine" != svm ] || guests+=(migration)
+    for guest in "${guests[@]}"; do
         status=0
+        amount=(--cpus 2 --operations "${METAL_OPERATIONS:-$operations}"); [ "$guest" != migration ] || amount=()
         # The kernel says what it has to say in many lines.
         append=(); [ "$guest" = suite ] || append=(--append "$words")
-        cargo run --release --quiet -- metal --machine "$machine" --guest "$guest" --cpus 2 \
-            --operations "${METAL_OPERATIONS:-$operations}" --timeout "${METAL_TIMEOUT:-4m}" "${append[@]}" || status=$?
+        cargo run --release --quiet -- metal --machine "$machine" --guest "$guest" "${amount[@]}" \
+            --timeout "${METAL_TIMEOUT:-4m}" "${append[@]}" || status=$?
         if [ "$status" = 3 ]; then
             echo "metal: skipped: $machine, $guest: the line above says what is missing"
         elif [ "$status" != 0 ]; then

@@ -55,6 +55,14 @@ impl Linux {
         *self.stage.lock()
     }
 
+    /// A guest that is to go to another machine does no more rounds before that machine is there:
+    /// else it might have done all.
+    pub(crate) fn wait_for_target(&self) {
+        if let Beside::Source(source) = &self.beside {
+            source.wait_for_target();
+        }
+    }
+
     /// The guest goes on here, and has done `nr_rounds` rounds.
     pub(crate) fn resume_in_round(&self, nr_rounds: u64) {
         self.set_round(nr_rounds);

@@ -270,6 +270,8 @@ impl Linux {
             }
             ROUND => {
                 say!("the guest has done round {first}, and verified {second} pages");
+                #[cfg(target_arch = "x86_64")]
+                self.wait_for_target();
                 self.set_round(first.saturating_add(1));
             }
             DONE => *self.stage.lock() = Stage::Done { rounds: first, pages: second },

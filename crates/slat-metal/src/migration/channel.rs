@@ -100,10 +100,15 @@ impl Channel {
         (count != 0).then(|| now_ms().saturating_sub(seen.since_ms))
     }
 
+    /// Whether the other side has come.
+    pub fn is_other_there(&self) -> bool {
+        self.other_count.load(Ordering::Relaxed) != 0
+    }
+
     /// Waits until the other side is there. Ends the machine if it does not come.
     pub fn wait_for_other(&self) {
         let began_ms = now_ms();
-        while self.silence_ms().is_none() {
+        while !self.is_other_there() {
             if now_ms() - began_ms > MAX_START_MS {
                 error!("no other machine has come to the channel in {} s", MAX_START_MS / 1000);
             }

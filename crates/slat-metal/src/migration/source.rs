@@ -86,6 +86,14 @@ impl Source {
         Source { memslot, channel, departure: Departure::default(), control, seed }
     }
 
+    /// Waits until the target is there. The CPU that sends the guest ends the machine if it does not
+    /// come.
+    pub fn wait_for_target(&self) {
+        while !self.channel.is_other_there() {
+            core::hint::spin_loop();
+        }
+    }
+
     /// Sends the guest to the target, and ends the machine.
     pub fn run(&self, linux: &Linux) -> ! {
         while linux.stage() == Stage::Boot {

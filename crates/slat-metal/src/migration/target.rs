@@ -12,8 +12,8 @@ use super::channel::Channel;
 use super::record::{Hash, Head, Kind, MAX_WORDS};
 use super::ring::Payload;
 use super::{hash_of, hash_of_zeros, set_bits};
-use crate::arch::clock;
 use crate::arch::linux::State;
+use crate::arch::{self, Kick, clock};
 use crate::console::{self, Verdict};
 use crate::host::Control;
 use crate::linux::{GuestFormat, Linux, Stage};
@@ -23,6 +23,9 @@ use crate::{fail, say};
 /// Pages that are asked for in the background before the first of them has come: a page that the
 /// guest waits for comes behind these.
 const MAX_ASKED: u64 = 4;
+
+/// The CPU that runs the guest.
+const GUEST_CPU: u32 = 0;
 
 /// How long the background waits for the guest's first fault.
 const MAX_FIRST_MS: u64 = 1000;
@@ -50,6 +53,7 @@ pub struct Target {
     asked: Box<[AtomicU64]>,
     /// Pages that the guest's CPU has asked for, since the guest could not go on without them.
     nr_by_fault: AtomicU64,
+    has_begun: AtomicBool,
     is_off: AtomicBool,
 }
 
@@ -57,13 +61,39 @@ impl Target {
     /// A target that receives the memory of `memslot`.
     pub fn new(memslot: Memslot<GuestFormat>, channel: Channel, control: Control) -> Target {
         let asked = zeros(memslot.new_bitmap().len());
-        let (state, nr_by_fault, is_off) = (Once::new(), AtomicU64::new(0), AtomicBool::new(false));
-        Target { memslot, channel, control, state, asked, nr_by_fault, is_off }
+        Target {
+            memslot,
+            channel,
+            control,
+            state: Once::new(),
+            asked,
+            nr_by_fault: AtomicU64::new(0),
+            has_begun: AtomicBool::new(false),
+            is_off: AtomicBool::new(false),
+        }
     }
 
-    /// Waits until the guest may run. Returns its CPU and its devices.
+    /// Waits until the guest may run, on the CPU that will run it. Returns its CPU and its devices.
     pub fn wait_for_state(&self) -> &State {
-        self.state.wait()
+        let state = loop {
+            match self.state.get() {
+                Some(state) => break state,
+                // Until a kick. An emulator leaves its own CPU to the other machine meanwhile.
+                None => arch::wait_for_kick(),
+            }
+        };
+        self.has_begun.store(true, Ordering::Release);
+        state
+    }
+
+    /// Lets the guest run.
+    fn begin(&self, state: Box<State>) {
+        self.state.call_once(|| state);
+        while !self.has_begun.load(Ordering::Acquire) {
+            // Again and again: it may have looked just before.
+            arch::kick(GUEST_CPU, Kick::Nmi);
+            clock::wait_us(100);
+        }
     }
 
     /// The guest has turned itself off.
@@ -110,7 +140,7 @@ impl Target {
         }
         linux.resume_in_round(nr_rounds);
         let began_ns = clock::now_ns();
-        self.state.call_once(|| state);
+        self.begin(state);
         self.bring_rest(&hashes, &left, nr_left, began_ns);
         let postcopy_ms = (clock::now_ns() - began_ns) / 1_000_000;
         self.channel.send_empty(Kind::Complete, 0);

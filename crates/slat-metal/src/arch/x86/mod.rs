@@ -118,6 +118,11 @@ pub fn cpu_number() -> usize {
     apic::id() as usize
 }
 
+/// Stops the calling CPU until it is kicked.
+pub fn wait_for_kick() {
+    x86_64::instructions::hlt();
+}
+
 /// Stops the calling CPU for ever.
 pub fn halt() -> ! {
     loop {
