@@ -14,10 +14,10 @@ for machine in "${machines[@]}"; do
     guests=(suite linux); [ "$machine" != svm ] || guests+=(migration)
     for guest in "${guests[@]}"; do
         status=0
-        amount=(--cpus 2 --operations "${METAL_OPERATIONS:-$operations}"); [ "$guest" != migration ] || amount=()
+        amount=(--operations "${METAL_OPERATIONS:-$operations}"); [ "$guest" != migration ] || amount=()
         # The kernel says what it has to say in many lines.
         append=(); [ "$guest" = suite ] || append=(--append "$words")
-        cargo run --release --quiet -- metal --machine "$machine" --guest "$guest" "${amount[@]}" \
+        cargo run --release --quiet -- metal --machine "$machine" --guest "$guest" --cpus 2 "${amount[@]}" \
             --timeout "${METAL_TIMEOUT:-4m}" "${append[@]}" || status=$?
         if [ "$status" = 3 ]; then
             echo "metal: skipped: $machine, $guest: the line above says what is missing"

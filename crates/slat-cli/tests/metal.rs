@@ -102,7 +102,6 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --guest measure --kernel x", "--kernel goes with --guest linux"),
         ("metal --guest measure --cpus 2", "counts the instructions of one CPU; leave --cpus out"),
         ("metal --guest measure --control no-flush", "--control goes with --guest suite or linux"),
-        ("metal --guest migration --cpus 2", "a guest with one CPU migrates; leave --cpus out"),
         ("metal --guest migration --operations 5", "--operations goes with --guest suite or linux"),
         ("metal --guest migration --control no-flush", "--control no-flush has no meaning with --guest migration"),
         ("metal --guest linux --control lose-page", "--control lose-page has no meaning with --guest linux"),

@@ -70,9 +70,6 @@ impl Plan {
         if args.guest == GuestArg::Suite && args.append.is_some() {
             return usage("--append goes with --guest linux, migration or measure");
         }
-        if migrates && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
-            return usage("a guest with one CPU migrates; leave --cpus out");
-        }
         if migrates && args.operations.is_some() {
             return usage("--operations goes with --guest suite or linux");
         }
@@ -111,7 +108,7 @@ impl Plan {
         Ok(Plan {
             machine: args.machine,
             guest: args.guest,
-            nr_cpus: args.cpus.unwrap_or(if measures || migrates { 1 } else { 2 }),
+            nr_cpus: args.cpus.unwrap_or(if measures { 1 } else { 2 }),
             seed: args.seed,
             nr_operations: args.operations.unwrap_or(match architecture {
                 Architecture::X86 => OPERATIONS,
@@ -250,13 +247,13 @@ mod tests {
     #[test]
     fn a_guest_that_migrates_has_two_machines_and_one_clock() {
         let plan = plan("slat metal --guest migration --seed 3 --control lose-page --append quiet").unwrap();
-        let words = "cpus=1 seed=3 operations=100000 memory=256 control=lose-page";
+        let words = "cpus=2 seed=3 operations=100000 memory=256 control=lose-page";
         for machine in ["source", "target"] {
             assert_eq!(plan.words_for(machine), format!("guest={machine} {words}"));
         }
         let words = plan.kernel_words();
         assert!(words.contains("clocksource=tsc tsc=reliable hpet=disable") && words.ends_with(" quiet"), "{words}");
-        assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (512, 2));
+        assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (512, 3));
     }
 
     #[test]

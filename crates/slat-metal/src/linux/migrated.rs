@@ -36,7 +36,7 @@ impl Linux {
         let channel = channel(Side::Source);
         let modules = modules(boot);
         let parts = Parts::of_migration(&options, free_bytes);
-        let source = Source::new(parts.memslot(), channel, options.control, options.seed);
+        let source = Source::new(parts.memslot(), channel, &options);
         let guest = Guest::new(&options, boot, modules, &mut parts.slots(), &parts.ram);
         parts.with(options, guest, Beside::Source(source))
     }
@@ -45,7 +45,7 @@ impl Linux {
     pub fn target(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
         let channel = channel(Side::Target);
         let parts = Parts::of_migration(&options, free_bytes);
-        let target = Target::new(parts.memslot(), channel, options.control);
+        let target = Target::new(parts.memslot(), channel, &options);
         let guest = Guest::without_kernel(&options, boot, &mut parts.slots());
         parts.with(options, guest, Beside::Target(target))
     }

@@ -11,12 +11,13 @@
 //! # Implementation
 //! The machines share memory, with a [ring](ring) of [records](record) in each direction
 //! ([`channel`]).
-//! 1. *Pre-copy.* The source turns the dirty log on, sends all memory that is not zero, and then,
+//! 1. *Pre-copy.* The source turns the dirty log on, sends all memory that has frames, and then,
 //!    round by round, what the log has ([`source`]). The guest runs.
 //! 2. *The switch.* The source lets the guest write some more, stops it, and takes the log once
-//!    more. It sends the CPU, the devices, a hash of each page, and the numbers of the pages that
-//!    the log has had since the last round: these pages it does not send. The target compares all other pages with their hashes, and withholds these by
-//!    the memslot's userfault bitmap ([`target`]). Then the guest runs there.
+//!    more. It sends the CPUs, the devices, a hash of each page, and the numbers of the pages that
+//!    the log has had since the last round: these pages it does not send. The target compares all
+//!    other pages with their hashes, and withholds these by the memslot's userfault bitmap
+//!    ([`target`]). Then the guest runs there.
 //! 3. *Post-copy.* The guest's access to a page that is withheld leaves the guest. The target asks
 //!    for the page, writes it, and clears its bit. Meanwhile it asks for the others, too.
 //!

@@ -25,23 +25,26 @@ pub enum Kind {
     Hashes = 5,
     /// A bitmap of the pages that come later, from the word with this number on.
     Left = 6,
-    /// The CPU and the devices. The number is that of the rounds that the guest has done.
-    State = 7,
+    /// The CPU with this number.
+    Cpu = 7,
+    /// The devices, and with them the guest. The number is that of the rounds that it has done.
+    Devices = 8,
     /// From the target: it needs the frame with this number.
-    Request = 8,
+    Request = 9,
     /// From the target: it has all.
-    Complete = 9,
+    Complete = 10,
 }
 
 impl Kind {
-    const ALL: [Kind; 9] = [
+    const ALL: [Kind; 10] = [
         Kind::Hello,
         Kind::Welcome,
         Kind::Page,
         Kind::ZeroPage,
         Kind::Hashes,
         Kind::Left,
-        Kind::State,
+        Kind::Cpu,
+        Kind::Devices,
         Kind::Request,
         Kind::Complete,
     ];
@@ -168,7 +171,7 @@ mod tests {
     #[test]
     fn what_is_no_head_is_refused() {
         assert_eq!(Head::decode([0; 4]), Err(BadRecord::Kind(0)));
-        assert_eq!(Head::decode([10, 0, 0, 0]), Err(BadRecord::Kind(10)));
+        assert_eq!(Head::decode([11, 0, 0, 0]), Err(BadRecord::Kind(11)));
         assert_eq!(Head::decode([3, 0, 513, 0]), Err(BadRecord::Length(513)));
         assert_eq!(Head::decode([3, 0, u64::MAX, 0]), Err(BadRecord::Length(u64::MAX)));
     }

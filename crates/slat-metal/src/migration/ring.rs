@@ -133,7 +133,7 @@ mod tests {
     fn a_hash_of_what_was_sent_is_that_of_the_words() {
         let memory = memory(1);
         let ring = Ring::new(&memory).unwrap();
-        let hash = ring.try_send(Kind::State, 1, [3, 4].into_iter());
+        let hash = ring.try_send(Kind::Cpu, 1, [3, 4].into_iter());
         assert_eq!(hash, Some(Hash::new().with(3).with(4)));
     }
 

@@ -3,7 +3,7 @@
 use alloc::boxed::Box;
 use alloc::vec;
 use alloc::vec::Vec;
-use core::sync::atomic::{AtomicBool, Ordering};
+use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 use fastrand::Rng;
 use slat::{MemoryRegionFlags, PAGE_SIZE};
@@ -13,12 +13,13 @@ use super::channel::Channel;
 use super::record::{Kind, MAX_WORDS};
 use super::ring::Payload;
 use super::{add_bits, hash_of, hash_of_zeros, is_zero, set_bits};
-use crate::arch::clock;
-use crate::arch::linux::State;
+use crate::arch::linux::{State, words};
+use crate::arch::{self, clock};
 use crate::console::{self, Verdict};
 use crate::host::Control;
 use crate::linux::{GuestFormat, Linux, Stage};
 use crate::memslot::{Memslot, bit};
+use crate::options::Options;
 use crate::{fail, say};
 
 /// Rounds of the guest before the migration begins, at least, and how many of them are at random.
@@ -38,23 +39,89 @@ const FEW_PAGES: u64 = 512;
 const LEFT_PAGES: u64 = 1000;
 const MAX_LEFT_MS: u64 = 5000;
 
-/// The order to the guest's CPU to stop, and its answer.
-#[derive(Debug, Default)]
+/// What the guest's CPUs are to do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+enum Order {
+    /// To run.
+    Run,
+    /// To stay outside of the guest.
+    Stop,
+    /// They are all outside: to say what they are.
+    Answer,
+    /// To leave for good.
+    Leave,
+}
+
+/// The order to the guest's CPUs to stop, and their answers.
+///
+/// They stop all before any of them answers: a CPU that runs may interrupt another one, whose answer
+/// would not have the interrupt. If an interrupt is in service on one of them, all run again.
+#[derive(Debug)]
 pub struct Departure {
-    is_ordered: AtomicBool,
-    state: Mutex<Option<Box<State>>>,
+    order: AtomicU8,
+    /// CPUs that follow the order.
+    nr_following: AtomicUsize,
+    states: Box<[Mutex<Option<Box<State>>>]>,
 }
 
 impl Departure {
-    /// Whether the guest's CPU is to stop, and to say what it is.
-    pub fn is_ordered(&self) -> bool {
-        // Relaxed: the answer is behind a lock.
-        self.is_ordered.load(Ordering::Relaxed)
+    fn new(nr_cpus: usize) -> Departure {
+        let states = (0..nr_cpus).map(|_| Mutex::new(None)).collect();
+        Departure { order: AtomicU8::new(Order::Run as u8), nr_following: AtomicUsize::new(0), states }
     }
 
-    /// The guest's CPU has stopped.
-    pub fn answer(&self, state: Box<State>) {
-        *self.state.lock() = Some(state);
+    fn is(&self, order: Order) -> bool {
+        // SeqCst, as all of these: a few times in a migration.
+        self.order.load(Ordering::SeqCst) == order as u8
+    }
+
+    /// Whether the guest's CPUs are to stop.
+    pub fn is_ordered(&self) -> bool {
+        // Relaxed: looked at before each entry; what follows is SeqCst.
+        self.order.load(Ordering::Relaxed) != Order::Run as u8
+    }
+
+    /// Guest CPU `number` is outside of the guest: stays there as ordered. `state` says what it is,
+    /// unless an interrupt is in service. Returns when it is to run again.
+    pub fn stop(&self, number: usize, state: impl FnOnce() -> Option<Box<State>>) {
+        self.nr_following.fetch_add(1, Ordering::SeqCst);
+        while self.is(Order::Stop) {
+            core::hint::spin_loop();
+        }
+        *self.states[number].lock() = state();
+        self.nr_following.fetch_add(1, Ordering::SeqCst);
+        while self.is(Order::Answer) {
+            core::hint::spin_loop();
+        }
+        if self.is(Order::Leave) {
+            arch::halt();
+        }
+        self.nr_following.fetch_sub(2, Ordering::SeqCst);
+    }
+
+    /// Gives `order`, and waits until the CPUs have followed `nr` orders in all. Does `meanwhile`.
+    fn order(&self, order: Order, nr: usize, mut meanwhile: impl FnMut()) {
+        self.order.store(order as u8, Ordering::SeqCst);
+        while self.nr_following.load(Ordering::SeqCst) != nr {
+            meanwhile();
+        }
+    }
+
+    /// Stops all CPUs for good. Does `meanwhile` again and again. Returns what they are.
+    fn stop_all(&self, mut meanwhile: impl FnMut()) -> Vec<State> {
+        let nr_cpus = self.states.len();
+        loop {
+            self.order(Order::Stop, nr_cpus, &mut meanwhile);
+            self.order(Order::Answer, 2 * nr_cpus, &mut meanwhile);
+            let states: Vec<_> =
+                self.states.iter().filter_map(|state| state.lock().take()).map(|state| *state).collect();
+            if states.len() == nr_cpus {
+                self.order.store(Order::Leave as u8, Ordering::SeqCst);
+                return states;
+            }
+            self.order(Order::Run, 0, &mut meanwhile);
+        }
     }
 }
 
@@ -62,7 +129,7 @@ impl Departure {
 pub struct Source {
     memslot: Memslot<GuestFormat>,
     channel: Channel,
-    /// What the guest's CPU has to do.
+    /// What the guest's CPUs have to do.
     pub departure: Departure,
     control: Control,
     seed: u64,
@@ -82,8 +149,9 @@ struct Sent {
 
 impl Source {
     /// A source that sends the memory of `memslot`.
-    pub fn new(memslot: Memslot<GuestFormat>, channel: Channel, control: Control, seed: u64) -> Source {
-        Source { memslot, channel, departure: Departure::default(), control, seed }
+    pub fn new(memslot: Memslot<GuestFormat>, channel: Channel, options: &Options) -> Source {
+        let departure = Departure::new(options.nr_cpus);
+        Source { memslot, channel, departure, control: options.control, seed: options.seed }
     }
 
     /// Waits until the target is there. The CPU that sends the guest ends the machine if it does not
@@ -111,7 +179,7 @@ impl Source {
         }
         let sent = self.pre_copy(linux);
         let mut left = self.wait_for_writes();
-        self.stop(linux, &mut left);
+        let states = self.stop(linux, &mut left);
         let began_ns = clock::now_ns();
         let nr_rounds = match linux.stage() {
             Stage::Up { nr_rounds, .. } => nr_rounds,
@@ -121,7 +189,7 @@ impl Source {
         if self.control == Control::LosePage {
             self.lose_page(&mut left, &sent);
         }
-        let nr_left = self.switch(linux, &left, nr_rounds);
+        let nr_left = self.switch(linux, &states, &left, nr_rounds);
         self.serve(&left, nr_left, began_ns);
         console::figure("pages_left", nr_left, "1");
         console::figures();
@@ -222,7 +290,7 @@ impl Source {
     }
 
     /// Stops the guest, in the middle of a round. Adds the pages that it has written to `left`.
-    fn stop(&self, linux: &Linux, left: &mut [u64]) {
+    fn stop(&self, linux: &Linux, left: &mut [u64]) -> Vec<State> {
         loop {
             match linux.stage() {
                 Stage::Up { since_ns, .. } if clock::now_ns() - since_ns >= MIDDLE_MS * 1_000_000 => break,
@@ -230,15 +298,15 @@ impl Source {
                 Stage::Boot | Stage::Up { .. } => self.channel.check_other("the guest has not stopped yet"),
             }
         }
-        self.departure.is_ordered.store(true, Ordering::Relaxed);
-        while self.departure.state.lock().is_none() {
+        let states = self.departure.stop_all(|| {
             self.channel.check_other("the guest has not stopped yet");
             linux.cpus.kick_all();
             clock::wait_us(100);
-        }
+        });
         let mut log = self.memslot.new_bitmap();
         self.memslot.take_log(&mut log);
         add_bits(left, &log);
+        states
     }
 
     /// Leaves out a page that differs from what was sent of it.
@@ -256,7 +324,8 @@ impl Source {
     }
 
     /// Sends all but the pages in `left`, and with it the guest. Returns their number.
-    fn switch(&self, linux: &Linux, left: &[u64], nr_rounds: u64) -> u64 {
+    fn switch(&self, linux: &Linux, states: &[State], left: &[u64], nr_rounds: u64) -> u64 {
+        let devices = State::devices_of(states);
         for (gfn, words) in linux.guest.fixed_pages() {
             self.channel.send(Kind::Page, gfn.0, words.iter().map(|word| word.load(Ordering::Relaxed)));
             self.channel.beat();
@@ -276,8 +345,10 @@ impl Source {
         for (first, part) in (0..).step_by(MAX_WORDS).zip(left.chunks(MAX_WORDS)) {
             self.channel.send(Kind::Left, first, part.iter().copied());
         }
-        let Some(state) = self.departure.state.lock().take() else { fail!("the guest's CPU has not stopped") };
-        self.channel.send(Kind::State, nr_rounds, state.words().iter().copied());
+        for (number, state) in (0..).zip(states) {
+            self.channel.send(Kind::Cpu, number, words(state).iter().copied());
+        }
+        self.channel.send(Kind::Devices, nr_rounds, words(&*devices).iter().copied());
         set_bits(left).count() as u64
     }
 

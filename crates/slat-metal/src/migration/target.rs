@@ -3,7 +3,7 @@
 use alloc::boxed::Box;
 use alloc::vec;
 use alloc::vec::Vec;
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use slat::{Gfn, Gpa, MemoryRegionFlags, PAGE_SIZE};
 use spin::Once;
@@ -12,20 +12,18 @@ use super::channel::Channel;
 use super::record::{Hash, Head, Kind, MAX_WORDS};
 use super::ring::Payload;
 use super::{hash_of, hash_of_zeros, set_bits};
-use crate::arch::linux::State;
+use crate::arch::linux::{Devices, State, from_words};
 use crate::arch::{self, Kick, clock};
 use crate::console::{self, Verdict};
 use crate::host::Control;
 use crate::linux::{GuestFormat, Linux, Stage};
 use crate::memslot::{Memslot, bit, zeros};
+use crate::options::Options;
 use crate::{fail, say};
 
 /// Pages that are asked for in the background before the first of them has come: a page that the
 /// guest waits for comes behind these.
 const MAX_ASKED: u64 = 4;
-
-/// The CPU that runs the guest.
-const GUEST_CPU: u32 = 0;
 
 /// How long the background waits for the guest's first fault.
 const MAX_FIRST_MS: u64 = 1000;
@@ -39,7 +37,8 @@ struct Arrival {
     /// The pages that come later.
     left: Vec<u64>,
     nr_rounds: u64,
-    state: Box<State>,
+    states: Vec<State>,
+    devices: Box<Devices>,
 }
 
 /// The memory to which the guest comes, and the channel.
@@ -47,51 +46,56 @@ pub struct Target {
     memslot: Memslot<GuestFormat>,
     channel: Channel,
     control: Control,
-    /// Set when the guest may run.
-    state: Once<Box<State>>,
+    nr_cpus: usize,
+    /// Set when the guest may run: its CPUs, and what its time-stamp counter is ahead of the
+    /// machine's.
+    states: Once<(Vec<State>, u64)>,
     /// The pages that were asked for.
     asked: Box<[AtomicU64]>,
     /// Pages that the guest's CPU has asked for, since the guest could not go on without them.
     nr_by_fault: AtomicU64,
-    has_begun: AtomicBool,
+    /// CPUs of the guest that run it.
+    nr_begun: AtomicUsize,
     is_off: AtomicBool,
 }
 
 impl Target {
     /// A target that receives the memory of `memslot`.
-    pub fn new(memslot: Memslot<GuestFormat>, channel: Channel, control: Control) -> Target {
+    pub fn new(memslot: Memslot<GuestFormat>, channel: Channel, options: &Options) -> Target {
         let asked = zeros(memslot.new_bitmap().len());
         Target {
             memslot,
             channel,
-            control,
-            state: Once::new(),
+            control: options.control,
+            nr_cpus: options.nr_cpus,
+            states: Once::new(),
             asked,
             nr_by_fault: AtomicU64::new(0),
-            has_begun: AtomicBool::new(false),
+            nr_begun: AtomicUsize::new(0),
             is_off: AtomicBool::new(false),
         }
     }
 
-    /// Waits until the guest may run, on the CPU that will run it. Returns its CPU and its devices.
-    pub fn wait_for_state(&self) -> &State {
-        let state = loop {
-            match self.state.get() {
-                Some(state) => break state,
+    /// Waits until the guest may run, on the CPU that will run its CPU `number`. Returns what that
+    /// is, and what the guest's time-stamp counter is ahead of the machine's.
+    pub fn wait_for_state(&self, number: usize) -> (&State, u64) {
+        let (states, tsc_offset) = loop {
+            match self.states.get() {
+                Some(states) => break states,
                 // Until a kick. An emulator leaves its own CPU to the other machine meanwhile.
                 None => arch::wait_for_kick(),
             }
         };
-        self.has_begun.store(true, Ordering::Release);
-        state
+        self.nr_begun.fetch_add(1, Ordering::Release);
+        (&states[number], *tsc_offset)
     }
 
     /// Lets the guest run.
-    fn begin(&self, state: Box<State>) {
-        self.state.call_once(|| state);
-        while !self.has_begun.load(Ordering::Acquire) {
-            // Again and again: it may have looked just before.
-            arch::kick(GUEST_CPU, Kick::Nmi);
+    fn begin(&self, states: Vec<State>, devices: &Devices) {
+        self.states.call_once(|| (states, devices.write()));
+        while self.nr_begun.load(Ordering::Acquire) != self.nr_cpus {
+            // Again and again: a CPU may have looked just before.
+            (0..self.nr_cpus as u32).for_each(|cpu| arch::kick(cpu, Kick::Nmi));
             clock::wait_us(100);
         }
     }
@@ -128,7 +132,7 @@ impl Target {
     /// Receives the guest, brings its pages, and ends the machine when it has turned itself off.
     pub fn run(&self, linux: &Linux) -> ! {
         self.channel.wait_for_other();
-        let Arrival { hashes, left, nr_rounds, state } = self.receive_guest(linux);
+        let Arrival { hashes, left, nr_rounds, states, devices } = self.receive_guest(linux);
         let nr_left = set_bits(&left).count() as u64;
         let nr_equal = self.compare(&hashes, &left);
         say!("{nr_equal} pages are those of the guest; {nr_left} pages are left");
@@ -140,7 +144,7 @@ impl Target {
         }
         linux.resume_in_round(nr_rounds);
         let began_ns = clock::now_ns();
-        self.begin(state);
+        self.begin(states, &devices);
         self.bring_rest(&hashes, &left, nr_left, began_ns);
         let postcopy_ms = (clock::now_ns() - began_ns) / 1_000_000;
         self.channel.send_empty(Kind::Complete, 0);
@@ -201,6 +205,7 @@ impl Target {
         let mut hashes = vec![0; nr_pages as usize];
         let mut left = self.memslot.new_bitmap();
         let (mut nr_hashes, mut nr_left_words) = (0, 0);
+        let mut states = Vec::new();
         loop {
             let head = self.channel.receive(&mut payload, LOST);
             self.channel.beat();
@@ -210,17 +215,24 @@ impl Target {
                 Kind::ZeroPage => self.write(linux, head.number, None),
                 Kind::Hashes => nr_hashes += fill(&mut hashes, head, words),
                 Kind::Left => nr_left_words += fill(&mut left, head, words),
-                Kind::State => {
-                    let Some(state) = State::from_words(words) else {
-                        fail!("the state of the guest's CPU has {} words", words.len())
+                Kind::Cpu if head.number == states.len() as u64 => match from_words(words) {
+                    Some(state) => states.push(*state),
+                    None => fail!("the state of the guest's CPU {} is none: {head:?}", head.number),
+                },
+                Kind::Devices => {
+                    let Some(devices) = from_words(words) else {
+                        fail!("the state of the guest's devices is none: {head:?}")
                     };
+                    if states.len() != self.nr_cpus {
+                        fail!("the guest has {} CPUs, and this machine {}", states.len(), self.nr_cpus);
+                    }
                     if (nr_hashes, nr_left_words) != (hashes.len(), left.len()) {
                         fail!("{nr_hashes} hashes and {nr_left_words} words of the bitmap came before the guest");
                     }
                     if let Some(page) = set_bits(&left).find(|&page| page >= nr_pages) {
                         fail!("page {page} comes later, and the guest has {nr_pages}");
                     }
-                    return Arrival { hashes, left, nr_rounds: head.number, state };
+                    return Arrival { hashes, left, nr_rounds: head.number, states, devices };
                 }
                 _ => fail!("the other machine sends {head:?}, before the guest"),
             }

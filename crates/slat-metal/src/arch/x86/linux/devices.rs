@@ -13,11 +13,15 @@
 
 #![expect(unsafe_code, reason = "reads and writes the registers of devices")]
 
+use alloc::boxed::Box;
+
 use x86_64::instructions::port::Port;
 use x86_64::registers::model_specific::Msr;
 
-use crate::arch::x86::apic;
-use crate::{fail, say};
+use super::state::Words;
+use crate::arch::x86::page::Zeroed;
+use crate::arch::x86::{apic, clock};
+use crate::fail;
 
 /// Registers of the local controller in x2APIC mode, in the order in which they are written: the
 /// spurious vector, which turns it on, first (Intel SDM vol. 3A, table 11-6).
@@ -87,13 +91,22 @@ const SERIAL_DIVISOR: u8 = 1 << 7;
 /// Bits of the interrupt identification that say that the FIFOs are on.
 const SERIAL_HAS_FIFO: u8 = 3 << 6;
 
-/// All of them.
+/// The interrupt controller of one CPU.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[repr(C)]
-pub(super) struct Devices {
-    local: [u64; LOCAL.len()],
+pub(super) struct Local {
+    registers: [u64; LOCAL.len()],
     timer_count: u64,
     requested: [u64; 8],
+}
+
+/// The devices that all CPUs have in common.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[repr(C)]
+pub struct Devices {
+    version: u64,
+    /// The guest's time-stamp counter, of all CPUs.
+    tsc: u64,
     io_selected: u64,
     /// The low half of each, and the high half.
     redirections: [[u32; 2]; NR_REDIRECTIONS],
@@ -209,56 +222,94 @@ fn read_pit() -> u8 {
     read_port(PIT_CHANNEL_0) & PIT_MODE
 }
 
-impl Devices {
-    /// Those of this machine, by the CPU that runs the guest. `None`: an interrupt is in service.
-    pub(super) fn read() -> Option<Devices> {
+impl Local {
+    /// That of the calling CPU, whose guest CPU has left the guest. `None`: an interrupt is in
+    /// service.
+    pub(super) fn read() -> Option<Local> {
         let in_service = (0..8).any(|index| read_msr(IN_SERVICE + index) != 0);
         if in_service {
             return None;
         }
         // First: it goes on.
         let (initial, current) = (read_msr(INITIAL_COUNT), read_msr(CURRENT_COUNT));
-        let local = LOCAL.map(read_msr);
-        let requested = core::array::from_fn(|index| read_msr(REQUESTED + index as u32));
+        let registers = LOCAL.map(read_msr);
+        Some(Local {
+            registers,
+            timer_count: if registers[TIMER] & TIMER_MODE == 0 { current } else { initial },
+            requested: core::array::from_fn(|index| read_msr(REQUESTED + index as u32)),
+        })
+    }
+
+    /// Makes the controller of the calling CPU this one.
+    pub(super) fn write(&self) {
+        for (&msr, value) in LOCAL.iter().zip(self.registers) {
+            // SAFETY: values of the guest. Interrupts that come from here on wait for the guest:
+            // this CPU takes none itself.
+            unsafe { write_msr(msr, value & !LOCAL_READ_ONLY) };
+        }
+        for vector in vectors(self.requested) {
+            // SAFETY: the guest's interrupt, for this CPU, which runs the guest next.
+            unsafe { apic::write_icr(TO_SELF | vector) };
+        }
+        // SAFETY: as above. Last: it begins.
+        unsafe { write_msr(INITIAL_COUNT, self.timer_count) };
+    }
+
+    /// Whether the 8259s can interrupt this CPU.
+    fn hears_8259s(&self) -> bool {
+        self.registers[LINT0] & MASKED == 0
+    }
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Devices {}
+
+// SAFETY: words and pairs of half words, without gaps.
+unsafe impl Words for Devices {
+    const VERSION: u64 = 1;
+}
+
+impl Devices {
+    /// Those of this machine. No CPU is in the guest, and no interrupt in service. `locals` are the
+    /// interrupt controllers of the CPUs.
+    pub(super) fn read<'l>(mut locals: impl Iterator<Item = &'l Local>) -> Box<Devices> {
         // SAFETY: reading which register is selected changes nothing.
         let io_selected = unsafe { (IO_SELECT as *const u32).read_volatile() };
         let nr_redirections = (read_io(IO_VERSION) >> 16 & 0xff) as usize + 1;
         if nr_redirections != NR_REDIRECTIONS {
             fail!("the I/O interrupt controller has {nr_redirections} redirections, and {NR_REDIRECTIONS} can move");
         }
-        let devices = Devices {
-            local,
-            timer_count: if local[TIMER] & TIMER_MODE == 0 { current } else { initial },
-            requested,
+        let devices = Box::new(Devices {
+            version: Devices::VERSION,
+            // The source's guest has the machine's counter.
+            tsc: clock::ticks(),
             io_selected: u64::from(io_selected),
             redirections: core::array::from_fn(|index| redirection(index).map(read_io)),
             masks: MASK_PORTS.map(|port| u64::from(read_port(port))),
             pit: u64::from(read_pit()),
             serial: Serial::read(),
-        };
-        if local[LINT0] & MASKED == 0 && devices.masks != [0xff, 0xff] {
+        });
+        if locals.any(Local::hears_8259s) && devices.masks != [0xff, 0xff] {
             fail!("the guest uses the 8259s, with the masks {:#x?}, and these cannot move", devices.masks);
         }
-        Some(devices)
+        devices
     }
 
-    /// Makes the devices of this machine these, on the CPU that will run the guest.
-    pub(super) fn write(&self) {
+    /// Makes the devices of this machine these. No CPU is in the guest yet. Returns what the guest's
+    /// time-stamp counter is ahead of the machine's.
+    pub fn write(&self) -> u64 {
         let pit = read_pit();
         if u64::from(pit) != self.pit && self.pit as u8 & PIT_MODE_NUMBER != 0 {
             fail!("the guest uses channel 0 of the PIT, in the mode {:#x}, and it cannot move", self.pit);
         }
-        // SAFETY: values of the guest. Interrupts that come from here on wait for the guest: this
-        // CPU takes none itself.
+        // SAFETY: values of the guest. Interrupts that come from here on wait for the guest: no CPU
+        // takes one itself.
         unsafe {
             if u64::from(pit) != self.pit {
                 // Without a count, as the guest has left it.
                 write_port(PIT_COMMAND, self.pit as u8);
             }
             MASK_PORTS.iter().zip(self.masks).for_each(|(&port, mask)| write_port(port, mask as u8));
-            for (&msr, value) in LOCAL.iter().zip(self.local) {
-                write_msr(msr, value & !LOCAL_READ_ONLY);
-            }
             for (index, [low, high]) in self.redirections.iter().enumerate() {
                 let [low_register, high_register] = redirection(index);
                 write_io(high_register, *high);
@@ -267,13 +318,7 @@ impl Devices {
             (IO_SELECT as *mut u32).write_volatile(self.io_selected as u32);
         }
         self.serial.write();
-        for vector in vectors(self.requested) {
-            say!("interrupt {vector:#x} waits");
-            // SAFETY: the guest's interrupt, for this CPU, which runs the guest next.
-            unsafe { apic::write_icr(TO_SELF | vector) };
-        }
-        // SAFETY: as above. Last: it begins.
-        unsafe { write_msr(INITIAL_COUNT, self.timer_count) };
+        self.tsc.wrapping_sub(clock::ticks())
     }
 }
 

@@ -36,8 +36,9 @@ use crate::migration::hash_of;
 use crate::migration::record::Hash;
 use crate::options::Options;
 use crate::ram::{self, Frames, Ram};
+pub use devices::Devices;
 use image::Image;
-pub use state::State;
+pub use state::{State, from_words, words};
 pub use vcpu::GuestCpu;
 
 /// The CPU that runs the guest.

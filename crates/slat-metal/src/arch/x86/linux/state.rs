@@ -1,4 +1,4 @@
-//! What a guest is beside its memory: its CPU, and its devices.
+//! What a guest's CPU is: it goes with the guest to another machine.
 
 #![expect(unsafe_code, reason = "sees structures of integers as words, and passes registers of the CPU on")]
 
@@ -6,17 +6,15 @@ use alloc::boxed::Box;
 
 use x86_64::registers::model_specific::Msr;
 
-use super::devices::Devices;
+use super::devices::{Devices, Local};
 use super::vcpu::GuestCpu;
-use crate::arch::x86::clock;
 use crate::arch::x86::page::Zeroed;
 use crate::arch::x86::registers::Registers;
 use crate::arch::x86::svm::SvmCpu;
 use crate::arch::x86::svm::vmcb::Save;
-use crate::{fail, say};
-
-/// Changes with each change of the structure.
-const VERSION: u64 = 1;
+use crate::fail;
+use crate::migration::source::Departure;
+use crate::migration::target::Target;
 
 /// TSC_AUX, which RDTSCP reads: the one register of the guest that VMLOAD does not exchange (AMD
 /// APM vol. 2, 15.5.2, and appendix A).
@@ -27,7 +25,37 @@ const SAVE_WORDS: usize = 0x270 / 8;
 /// Words of the general and floating-point registers.
 const REGISTER_WORDS: usize = (512 + 15 * 8) / 8;
 
-/// A CPU that has left the guest, and the devices.
+/// A structure that goes to another machine, as words.
+///
+/// # Safety
+/// It consists of integers without gaps, is aligned as words are, and as large as some. The first
+/// word is its version.
+pub(super) unsafe trait Words: Zeroed {
+    /// Changes with each change of the structure.
+    const VERSION: u64;
+}
+
+/// As words.
+#[expect(private_bounds, reason = "the types are named")]
+pub fn words<T: Words>(of: &T) -> &[u64] {
+    // SAFETY: as the trait promises.
+    unsafe { core::slice::from_raw_parts(core::ptr::from_ref(of).cast(), size_of::<T>() / 8) }
+}
+
+/// What these words are. `None`: no such structure of this version.
+#[expect(private_bounds, reason = "the types are named")]
+pub fn from_words<T: Words>(words: &[u64]) -> Option<Box<T>> {
+    let mut of = T::zeroed();
+    let nr_words = size_of::<T>() / 8;
+    if words.len() != nr_words || words.first() != Some(&T::VERSION) {
+        return None;
+    }
+    // SAFETY: as many words as the structure has, all values of which are valid.
+    unsafe { core::ptr::from_mut(&mut *of).cast::<u64>().copy_from_nonoverlapping(words.as_ptr(), nr_words) };
+    Some(of)
+}
+
+/// A CPU that has left the guest.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[repr(C)]
 pub struct State {
@@ -36,16 +64,14 @@ pub struct State {
     registers: [u64; REGISTER_WORDS],
     /// The event to deliver at the next entry, the interrupt that waits, the interrupt shadow.
     events: [u64; 3],
-    /// The guest's time-stamp counter.
-    tsc: u64,
     tsc_aux: u64,
-    devices: Devices,
+    local: Local,
 }
 
 const _: () = {
     // No gap, so words.
     assert!(align_of::<State>() == 8);
-    assert!(size_of::<State>() == (1 + SAVE_WORDS + REGISTER_WORDS + 3 + 2) * 8 + size_of::<Devices>());
+    assert!(size_of::<State>() == (1 + SAVE_WORDS + REGISTER_WORDS + 3 + 1) * 8 + size_of::<Local>());
     assert!(size_of::<State>() <= 4096);
     assert!(size_of::<Save>() >= SAVE_WORDS * 8 && size_of::<Registers>() >= REGISTER_WORDS * 8);
 };
@@ -53,35 +79,19 @@ const _: () = {
 // SAFETY: integers.
 unsafe impl Zeroed for State {}
 
+// SAFETY: words without gaps, as checked above.
+unsafe impl Words for State {
+    const VERSION: u64 = 1;
+}
+
 impl State {
-    const WORDS: usize = size_of::<State>() / 8;
-
-    /// As words.
-    pub fn words(&self) -> &[u64] {
-        // SAFETY: a structure of words, without gaps.
-        unsafe { core::slice::from_raw_parts(core::ptr::from_ref(self).cast(), State::WORDS) }
-    }
-
-    /// What these words are. `None`: no state of this version.
-    pub fn from_words(words: &[u64]) -> Option<Box<State>> {
-        let mut state = State::zeroed();
-        if words.len() != State::WORDS || words[0] != VERSION {
-            return None;
-        }
-        // SAFETY: as many words as the structure has, all values of which are valid.
-        unsafe {
-            core::ptr::from_mut(&mut *state).cast::<u64>().copy_from_nonoverlapping(words.as_ptr(), State::WORDS)
-        };
-        Some(state)
-    }
-
-    /// That of `cpu`, which is outside of the guest, and of the devices. `None`: an interrupt is in
+    /// That of `cpu`, which is outside of the guest, on the calling CPU. `None`: an interrupt is in
     /// service, so it is not the moment.
     fn of(cpu: &mut SvmCpu) -> Option<Box<State>> {
-        let devices = Devices::read()?;
+        let local = Local::read()?;
         let mut state = State::zeroed();
-        state.version = VERSION;
-        state.devices = devices;
+        state.version = State::VERSION;
+        state.local = local;
         // SAFETY: the general registers, and the begin of the save area, are integers without gaps.
         unsafe {
             state.registers = core::ptr::from_ref(&*cpu.registers).cast::<[u64; REGISTER_WORDS]>().read();
@@ -90,12 +100,12 @@ impl State {
         }
         let control = cpu.control();
         state.events = [control.event_injection, control.virtual_interrupts, control.interrupt_shadow];
-        state.tsc = clock::ticks().wrapping_add(control.tsc_offset);
         Some(state)
     }
 
-    /// Gives it to `cpu`, which the guest has not used, and to the devices.
-    fn give_to(&self, cpu: &mut SvmCpu) {
+    /// Gives it to `cpu`, which the guest has not used, and to the calling CPU. The guest's
+    /// time-stamp counter is `tsc_offset` ahead of the machine's.
+    fn give_to(&self, cpu: &mut SvmCpu, tsc_offset: u64) {
         // SAFETY: as in `of`. What the registers are is the guest's, which they alone concern: the
         // block's other half says what a guest may do.
         unsafe {
@@ -103,30 +113,32 @@ impl State {
             core::ptr::from_mut(cpu.save()).cast::<[u64; SAVE_WORDS]>().write(self.save);
             Msr::new(TSC_AUX).write(self.tsc_aux);
         }
-        self.devices.write();
+        self.local.write();
         let control = cpu.control();
         [control.event_injection, control.virtual_interrupts, control.interrupt_shadow] = self.events;
-        control.tsc_offset = self.tsc.wrapping_sub(clock::ticks());
+        control.tsc_offset = tsc_offset;
+    }
+
+    /// The devices of the guest whose CPUs are `states`, none of which is in the guest.
+    pub fn devices_of(states: &[State]) -> Box<Devices> {
+        Devices::read(states.iter().map(|state| &state.local))
     }
 }
 
 impl GuestCpu {
-    /// Leaves the guest for good, if this is the moment: `answer` gets what it is. This CPU halts.
-    pub(super) fn leave(&mut self, answer: impl FnOnce(Box<State>)) {
-        if let Some(state) = State::of(&mut self.cpu) {
-            answer(state);
-            crate::arch::halt();
-        }
+    /// Stays outside of the guest while all CPUs stop, and leaves for good if it is the moment for
+    /// all of them.
+    pub(super) fn stop(&mut self, departure: &Departure) {
+        departure.stop(self.number(), || State::of(&mut self.cpu));
     }
 
     /// Becomes the CPU of a guest that has come.
-    pub(super) fn arrive(&mut self, state: &State) {
-        state.give_to(&mut self.cpu);
-        let rip = self.cpu.save().rip;
-        if rip == 0 {
+    pub(super) fn arrive(&mut self, target: &Target) {
+        let (state, tsc_offset) = target.wait_for_state(self.number());
+        state.give_to(&mut self.cpu, tsc_offset);
+        if self.cpu.save().rip == 0 {
             fail!("the guest that came has no instruction to go on with");
         }
-        say!("the guest goes on at {rip:#x}");
     }
 }
 
@@ -138,13 +150,15 @@ mod tests {
 
     #[test]
     fn a_state_comes_as_it_went() {
-        let mut words: Vec<u64> = (100..).take(State::WORDS).collect();
-        assert_eq!(State::from_words(&words), None);
-        words[0] = VERSION;
-        let state = State::from_words(&words).unwrap();
-        assert_eq!((state.words(), state.tsc_aux), (&words[..], 100 + (1 + SAVE_WORDS + REGISTER_WORDS + 4) as u64));
-        words.pop();
-        assert_eq!(State::from_words(&words), None);
-        assert_eq!(State::from_words(&[]), None);
+        let nr_words = size_of::<State>() / 8;
+        let mut sent: Vec<u64> = (100..).take(nr_words).collect();
+        assert_eq!(from_words::<State>(&sent), None);
+        sent[0] = State::VERSION;
+        let state = from_words::<State>(&sent).unwrap();
+        assert_eq!(words(&*state), sent);
+        assert_eq!(state.tsc_aux, 100 + (1 + SAVE_WORDS + REGISTER_WORDS + 3) as u64);
+        sent.pop();
+        assert_eq!(from_words::<State>(&sent), None);
+        assert_eq!(from_words::<State>(&[]), None);
     }
 }

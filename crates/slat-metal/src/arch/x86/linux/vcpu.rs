@@ -42,7 +42,7 @@ impl GuestCpu {
     /// Runs the vCPU for ever.
     pub fn run(&mut self, linux: &Linux) -> ! {
         if let Some(target) = linux.arrival() {
-            self.arrive(target.wait_for_state());
+            self.arrive(target);
         } else if self.vcpu.number == 0 {
             self.boot(linux);
         } else {
@@ -52,7 +52,8 @@ impl GuestCpu {
         loop {
             linux.pause_point();
             if let Some(departure) = linux.departure().filter(|departure| departure.is_ordered()) {
-                self.leave(|state| departure.answer(state));
+                self.stop(departure);
+                continue;
             }
             match self.cpu.run(&self.vcpu.presence) {
                 Exit::Kick | Exit::LogFull => {}
@@ -84,6 +85,11 @@ impl GuestCpu {
                 }
             }
         }
+    }
+
+    /// The number of the vCPU.
+    pub(super) fn number(&self) -> usize {
+        self.vcpu.number
     }
 
     fn fail(&mut self, what: core::fmt::Arguments<'_>) -> ! {
