@@ -10,7 +10,7 @@
 //!
 //! What a name means is never told by the bytes that are found there: guests write those.
 
-use std::fmt::{self, Display, Formatter};
+use std::fmt::{self, Debug, Display, Formatter};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use crate::source::remote::RemoteFile;
 use crate::source::{Source, SourceError, blocking};
 
 /// The name of a snapshot.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum SnapshotName {
     /// A memory file.
     File(PathBuf),
@@ -121,8 +121,15 @@ impl Display for SnapshotName {
     }
 }
 
+/// As [`Display`]: what is logged has no secrets.
+impl Debug for SnapshotName {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        Display::fmt(self, f)
+    }
+}
+
 /// What opening a snapshot may need.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct OpenWith {
     /// For what is not in a file: a cache. Without one, chunks are decoded and objects are fetched
     /// for each read.
@@ -131,6 +138,15 @@ pub struct OpenWith {
     pub store_options: Vec<(String, String)>,
     /// For peers.
     pub tls: Option<TlsFiles>,
+}
+
+/// Without the values of options, of which some are secrets.
+impl Debug for OpenWith {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.store_options.iter().map(|(name, _)| &name[..]).collect();
+        let OpenWith { cache, store_options: _, tls } = self;
+        f.debug_struct("OpenWith").field("cache", cache).field("store_options", &names).field("tls", tls).finish()
+    }
 }
 
 impl SnapshotName {
@@ -216,5 +232,22 @@ mod tests {
         assert_eq!(name("https://user:word@host/mem?sig=1").unwrap().to_string(), "https://user@host/mem");
         let error = name("ftp://user:word@host/mem").unwrap_err().to_string();
         assert!(!error.contains("word"), "{error}");
+    }
+
+    #[test]
+    fn what_is_logged_has_no_secrets() {
+        for text in [
+            "https://user:word@host/mem?sig=word",
+            "chunks:s3://user:word@bucket/vm.index",
+            "chunks:https://user:word@host/vm.index",
+        ] {
+            let name: SnapshotName = text.parse().unwrap();
+            for logged in [format!("{name}"), format!("{name:?}"), format!("{:?}", Some(&name))] {
+                assert!(logged.contains("user@") && !logged.contains("word"), "{logged}");
+            }
+        }
+        let options = vec![("aws_secret_access_key".to_string(), "word".to_string())];
+        let logged = format!("{:?}", OpenWith { store_options: options, ..OpenWith::default() });
+        assert!(logged.contains("aws_secret_access_key") && !logged.contains("word"), "{logged}");
     }
 }

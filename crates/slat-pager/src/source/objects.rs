@@ -1,6 +1,7 @@
 //! Object stores (S3, Google Cloud Storage, Azure, HTTP) and folders, as one thing: objects with
 //! paths.
 
+use std::fmt::{self, Debug, Formatter};
 use std::path::Path as FilePath;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,11 +34,18 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A store of objects.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Objects {
     store: Arc<dyn ObjectStore>,
     /// What errors call it, and identities: two stores have two names.
     name: String,
+}
+
+/// By its name alone: a store has the URL and the credentials that it was made with.
+impl Debug for Objects {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Objects").field(&self.name).finish()
+    }
 }
 
 impl Objects {
@@ -295,5 +303,6 @@ mod tests {
         let url = Url::parse("https://http:http@host/vm").unwrap();
         let (objects, _) = Objects::open(&url, &[]).unwrap();
         assert_eq!(objects.name(), "https://http@host");
+        assert_eq!(format!("{objects:?}"), r#"Objects("https://http@host")"#);
     }
 }
