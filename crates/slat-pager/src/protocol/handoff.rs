@@ -8,7 +8,9 @@
 //!   "backing_file_offset"}]}`.
 //! - The pager answers by one byte, 1, within two seconds. Without it the VMM does not start.
 //! - A VMM that gets more memory sends `{"type": "add_region", ...}`. This pager does not serve it,
-//!   and does not acknowledge: the VMM does not plug the memory in.
+//!   and does not acknowledge: the VMM does not plug the memory in. What the message has is not
+//!   settled: the review of the proposal asks for descriptors of the backing files in place of
+//!   `vmm_pid`, and pull request 8664 proposes other, binary messages for the same.
 //! - A VMM whose pager has died connects anew and hands over the same descriptor. It is acknowledged
 //!   again if the next pager has taken the machine over, which has the descriptor from the VMM's
 //!   process by then.
