@@ -144,6 +144,7 @@ impl CacheMetrics {
             counter("memory_hits_total", "Reads of blocks that were in memory.", figures.nr_memory_hits),
             counter("disk_hits_total", "Reads of blocks that were on the disk.", figures.nr_disk_hits),
             counter("fetched_blocks_total", "Blocks that were fetched.", figures.nr_fetched),
+            counter("read_ahead_blocks_total", "Of them, blocks that were read ahead.", figures.nr_read_ahead),
             counter("fetched_bytes_total", "Bytes of blocks that were fetched.", figures.fetched_bytes),
             counter("corrupt_files_total", "Files that were not what was written.", figures.nr_corrupt),
             counter("not_written_total", "Blocks that did not get to the disk.", figures.nr_not_written),
@@ -186,7 +187,7 @@ mod tests {
         for line in ["slat_pager_faults_total{socket=\"/run/pager.sock\"} 7", "slat_pager_cache_memory_hits_total 0"] {
             assert!(text.lines().any(|told| told == line), "{line} in {text}");
         }
-        // Each field but the histogram's is one line, and the cache's are eight.
-        assert_eq!(text.lines().filter(|line| line.starts_with("# TYPE")).count(), 20 + 8);
+        // Each field but the histogram's is one line, and the cache's are nine.
+        assert_eq!(text.lines().filter(|line| line.starts_with("# TYPE")).count(), 20 + 9);
     }
 }

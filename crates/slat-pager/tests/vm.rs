@@ -14,6 +14,7 @@ use std::thread;
 
 use futures_util::future::BoxFuture;
 use registered::{Guest, HUGE_PAGE, Kind, PAGE, copy_of, userfaultfd};
+use slat_pager::source::cache::{BlockCache, CacheOptions, Cached};
 use slat_pager::source::{Identity, Mapped, Source, SourceError};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd, Wake, features};
 use slat_pager::vm::state::State;
@@ -541,4 +542,30 @@ fn reads_stay_within_their_memory() {
     assert!(most <= MIB as u64, "{most}");
     drop(vm);
     assert_eq!(budget.free_bytes(), MIB as u64, "all is given back");
+}
+
+#[test]
+fn what_is_cached_is_served_without_a_read() {
+    const SIZE: usize = 4 * MIB;
+    let source = Arc::new(Pattern::new(SEED, SIZE as u64));
+    let cache = BlockCache::new(&CacheOptions::default()).unwrap();
+    let cached: Arc<dyn Source> = Arc::new(Cached::new(Arc::clone(&source) as _, Arc::clone(&cache)));
+    for _ in 0..2 {
+        let Some(userfaultfd) = userfaultfd(0) else { return };
+        let guest = Guest::new(Kind::Anonymous, SIZE, 0).unwrap();
+        guest.register(&userfaultfd, RegisterMode::MISSING);
+        let vm = slat_pager::attach(copy_of(&userfaultfd), &[guest.region()], Arc::clone(&cached)).unwrap();
+        thread::scope(|scope| {
+            for nr in 0..4 {
+                let guest = &guest;
+                scope.spawn(move || (nr..guest.nr_pages()).step_by(4).for_each(|page| guest.verify(page, SEED)));
+            }
+        });
+        drop(vm);
+    }
+    // Each block once, whether a fault asked for it or it was read ahead.
+    let nr_blocks = SIZE as u64 / source.granule_bytes;
+    let figures = cache.figures();
+    assert_eq!((source.nr_reads.load(Ordering::Relaxed), figures.nr_fetched), (nr_blocks, nr_blocks));
+    assert!(figures.nr_read_ahead > 0 && figures.nr_memory_hits > 0, "{figures:?}");
 }

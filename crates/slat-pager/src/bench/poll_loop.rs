@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tokio::runtime::Handle;
 
 use crate::source::{Mapped, PAGE_BYTES, Source};
-use crate::userfaultfd::{Event, MESSAGE_BYTES, Userfaultfd};
+use crate::userfaultfd::{Event, MESSAGE_BYTES, Userfaultfd, Wake};
 use crate::vm::Region;
 
 /// A handler that runs.
@@ -93,12 +93,12 @@ fn bytes<'s>(
 
 /// Copies `bytes`; where a page is there already, page by page.
 fn install(userfaultfd: &Userfaultfd, address: u64, bytes: Mapped<'_>) -> io::Result<()> {
-    if bytes.fill(userfaultfd, address).is_ok() {
+    if bytes.fill(userfaultfd, address, Wake::Waiters).is_ok() {
         return Ok(());
     }
     for at in (0..bytes.nr_bytes() as u64).step_by(PAGE_BYTES as usize) {
         // There already, mostly; its waiters are woken.
-        if bytes.part(at..at + PAGE_BYTES).fill(userfaultfd, address + at).is_err() {
+        if bytes.part(at..at + PAGE_BYTES).fill(userfaultfd, address + at, Wake::Waiters).is_err() {
             userfaultfd.wake(address + at..address + at + PAGE_BYTES).map_err(io::Error::other)?;
         }
     }

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use tokio::sync::Semaphore;
@@ -46,6 +47,19 @@ impl Chunked {
         *self.index.chunks().get((offset / self.index.chunk_bytes()) as usize)?
     }
 
+    /// The chunk at `range`, which is that of one chunk with this hash.
+    async fn chunk(&self, hash: Hash, range: &Range<u64>) -> Result<Vec<u8>, SourceError> {
+        let _permit = self.chunks.acquire().await.expect("it is never closed");
+        self.at.read_chunk(hash, (range.end - range.start) as usize).await.map_err(|error| match error {
+            // That is said of what the guest lacks.
+            SourceError::Malformed { snapshot, why } => {
+                tracing::error!(snapshot, why, "a chunk is corrupt");
+                SourceError::Corrupt { range: range.clone() }
+            }
+            error => error,
+        })
+    }
+
     /// Fills `into` from a part of one chunk.
     async fn read_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
         let Some(hash) = self.chunk_at(offset) else {
@@ -53,16 +67,7 @@ impl Chunked {
             return Ok(());
         };
         let range = self.index.range_of((offset / self.index.chunk_bytes()) as usize);
-        let _permit = self.chunks.acquire().await.expect("it is never closed");
-        let bytes =
-            self.at.read_chunk(hash, (range.end - range.start) as usize).await.map_err(|error| match error {
-                // That is said of what the guest lacks.
-                SourceError::Malformed { snapshot, why } => {
-                    tracing::error!(snapshot, why, "a chunk is corrupt");
-                    SourceError::Corrupt { range: range.clone() }
-                }
-                error => error,
-            })?;
+        let bytes = self.chunk(hash, &range).await?;
         into.copy_from_slice(&bytes[(offset - range.start) as usize..][..into.len()]);
         Ok(())
     }
@@ -102,6 +107,18 @@ impl Source for Chunked {
             let parts = super::parts(offset, into, self.index.chunk_bytes());
             let reads = parts.into_iter().map(|(at, part)| self.read_part(at, part));
             futures_util::future::try_join_all(reads).await.map(|_| ())
+        }
+        .boxed()
+    }
+
+    fn read_shared(&self, range: Range<u64>) -> BoxFuture<'_, Result<Bytes, SourceError>> {
+        async move {
+            let of_chunk = self.index.range_of((range.start / self.index.chunk_bytes()) as usize);
+            match self.chunk_at(range.start) {
+                // As it was decoded, without a copy.
+                Some(hash) if of_chunk == range => Ok(Bytes::from(self.chunk(hash, &range).await?)),
+                _ => super::read_new(self, range).await,
+            }
         }
         .boxed()
     }

@@ -24,9 +24,12 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use bytes::Bytes;
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use memmap2::MmapRaw;
 use thiserror::Error;
+use tokio::runtime::Handle;
 
 use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
 
@@ -75,6 +78,32 @@ pub trait Source: Debug + Send + Sync {
     /// # Errors
     /// [`SourceError`]. What `into` has then is not defined.
     fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>>;
+
+    /// The bytes of `range`, in memory that may be a cache's: they are not copied where that can be.
+    ///
+    /// # Errors
+    /// [`SourceError`].
+    fn read_shared(&self, range: Range<u64>) -> BoxFuture<'_, Result<Bytes, SourceError>> {
+        read_new(self, range).boxed()
+    }
+
+    /// The bytes of `range`, if they are in memory that nothing changes: no read is needed.
+    fn cached(&self, _range: Range<u64>) -> Option<Bytes> {
+        None
+    }
+
+    /// A fault has asked for bytes up to `end`: others may follow it. What is fetched because of
+    /// that is fetched by tasks of `runtime`, and no read waits for it.
+    fn read_ahead(&self, _end: u64, _runtime: &Handle) {}
+}
+
+/// Reads `range` to memory of its own.
+async fn read_new<S: Source + ?Sized>(source: &S, range: Range<u64>) -> Result<Bytes, SourceError> {
+    let nr_bytes = usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX);
+    check_range(range.start, nr_bytes, source.size_bytes())?;
+    let mut bytes = vec![0; nr_bytes];
+    source.read(range.start, &mut bytes).await?;
+    Ok(Bytes::from(bytes))
 }
 
 /// The identity of a block by the snapshot's and its number.
@@ -153,12 +182,12 @@ impl<'s> Mapped<'s> {
         self.nr_bytes
     }
 
-    /// Fills the pages at `address` with these bytes, whole pages, and wakes their waiters.
+    /// Fills the pages at `address` with these bytes, whole pages.
     ///
     /// # Errors
     /// [`Stopped`]; `EFAULT`: the file is too short.
-    pub fn fill(self, userfaultfd: &Userfaultfd, address: u64) -> Result<(), Stopped> {
-        userfaultfd.copy_from(address, self.address(), self.nr_bytes as u64, Wake::Waiters)
+    pub fn fill(self, userfaultfd: &Userfaultfd, address: u64, wake: Wake) -> Result<(), Stopped> {
+        userfaultfd.copy_from(address, self.address(), self.nr_bytes as u64, wake)
     }
 
     /// The bytes of `range`, which lies in these.

@@ -14,6 +14,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::pages::{Claimed, masks, runs};
@@ -175,7 +176,7 @@ impl Batch {
 #[derive(Debug)]
 pub struct Fetched {
     /// All of the hull; none where they are in shared memory.
-    pub bytes: Vec<u8>,
+    pub bytes: Bytes,
     _share: Share,
 }
 
@@ -224,6 +225,11 @@ impl Shared {
         self.start_reads();
     }
 
+    /// Whether threads wait for reads of the machine's faults.
+    pub(super) fn has_reads(&self) -> bool {
+        self.queue.lock().bytes_under_way > 0
+    }
+
     fn bytes_of(&self, batch: &Batch) -> u64 {
         let offsets = batch.offsets(&self.installer.regions);
         offsets.end - offsets.start
@@ -258,23 +264,25 @@ impl Shared {
         let nr_bytes = offsets.end - offsets.start;
         let limits = &self.options.limits;
         let share = limits.budget.take(nr_bytes, reader).await;
-        let mut bytes = Vec::new();
+        let end = offsets.end;
         let read = async {
             match &self.options.shared_memory {
-                Some(memory) => memory.fill(offsets).await,
-                None => {
-                    // Fits: a batch has at most MAX_WORDS words, or a page.
-                    bytes.resize(nr_bytes as usize, 0);
-                    self.source.read(offsets.start, &mut bytes).await
-                }
+                Some(memory) => memory.fill(offsets).await.map(|()| Bytes::new()),
+                None => self.source.read_shared(offsets).await,
             }
         };
+        // The first that is polled, and so begins, is the read itself.
+        let read = futures_util::future::join(read, async {
+            if reader == Reader::Fault {
+                self.source.read_ahead(end, &self.runtime);
+            }
+        });
         let error = match tokio::time::timeout(limits.read_timeout, read).await {
-            Ok(Ok(())) => {
+            Ok((Ok(bytes), ())) => {
                 self.options.metrics.read_bytes.inc_by(nr_bytes);
                 return Ok(Fetched { bytes, _share: share });
             }
-            Ok(Err(error)) => error,
+            Ok((Err(error), ())) => error,
             Err(_) => SourceError::Unavailable {
                 server: "the source".to_string(),
                 why: format!("no answer in {:?}", limits.read_timeout),

@@ -3,7 +3,8 @@
 //! # Guarantees
 //! - A page that the monitor has given up never gets what the snapshot has, also where it was on
 //!   its way at that moment.
-//! - Every thread that waits for a page is woken once the page is there, or when its claim ends.
+//! - Every thread that waits for a page is woken once the page is there, or when its claim ends; by
+//!   the caller where that says so ([`Unwoken`]).
 //!
 //! # Implementation
 //! The *gate* is a lock. A fill looks at the removed pages and calls the kernel while it has the
@@ -15,6 +16,7 @@
 //! with the gate exclusive; each later fill sees the mark. So no fill of the snapshot's bytes comes
 //! after the message was read, and the removal itself only after that.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
@@ -79,12 +81,30 @@ pub enum Stuck {
 }
 
 /// What an installer has done.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Done {
     /// Pages that were filled.
     pub nr_filled: u64,
     /// Pages that were there.
     pub nr_there: u64,
+    /// Pages that were filled and whose waiters were not woken ([`Wake::None`]).
+    pub unwoken: Unwoken,
+}
+
+/// Pages whose waiters are woken later, by one call ([`Installer::wake_unwoken`]).
+#[derive(Debug, Default)]
+pub struct Unwoken {
+    /// All are in it. It may have others.
+    addresses: Option<Range<u64>>,
+}
+
+impl Unwoken {
+    fn add(&mut self, addresses: Range<u64>) {
+        self.addresses = Some(match self.addresses.take() {
+            Some(all) => all.start.min(addresses.start)..all.end.max(addresses.end),
+            None => addresses,
+        });
+    }
 }
 
 /// Fills pages of one machine.
@@ -113,11 +133,12 @@ impl Installer {
         Ok(Installer { userfaultfd, regions, pages, gate: RwLock::new(()), zeros })
     }
 
-    /// Fills claimed pages.
+    /// Fills claimed pages. With [`Wake::None`] the caller wakes their waiters
+    /// ([`Installer::wake_unwoken`]).
     ///
     /// # Errors
     /// [`Stuck`]; `done` counts what was filled all the same.
-    pub fn install(&self, claimed: Claimed, contents: Contents<'_>, done: &mut Done) -> Result<(), Stuck> {
+    pub fn install(&self, claimed: Claimed, contents: Contents<'_>, wake: Wake, done: &mut Done) -> Result<(), Stuck> {
         let Claimed { place, word, mask } = claimed;
         let page_bytes = self.regions.all()[place].region.page_bytes;
         let _gate = self.gate.read();
@@ -131,7 +152,8 @@ impl Installer {
         while rest != 0 {
             let first = u64::from(rest.trailing_zeros());
             let run = first..first + u64::from((rest >> first).trailing_ones()).min(most_pages);
-            let result = self.fill(place, claimed.first_page() + run.start, run.end - run.start, contents);
+            let first_page = claimed.first_page() + run.start;
+            let result = self.fill(place, first_page, run.end - run.start, contents, wake);
             let nr_filled = match &result {
                 Ok(()) => run.end - run.start,
                 Err(stopped) => (stopped.filled_bytes / page_bytes).min(run.end - run.start),
@@ -140,6 +162,10 @@ impl Installer {
             self.pages.filled(word, filled);
             done.nr_filled += nr_filled;
             rest &= !filled;
+            if wake == Wake::None && nr_filled > 0 {
+                let start = self.regions.all()[place].address_of(first_page);
+                done.unwoken.add(start..start + nr_filled * page_bytes);
+            }
             let Err(Stopped { error, .. }) = result else { continue };
             if nr_filled > 0 {
                 continue;
@@ -182,7 +208,7 @@ impl Installer {
             Again::Shared | Again::File => Contents::Shared,
             Again::Zeros => Contents::Zeros,
         };
-        match self.fill(place, page, 1, contents) {
+        match self.fill(place, page, 1, contents, Wake::Waiters) {
             Ok(()) => {
                 if matches!(contents, Contents::Zeros) {
                     self.pages.remove(page..page + 1);
@@ -281,20 +307,29 @@ impl Installer {
         if self.regions.all()[place].region.is_hugetlb() { 1 } else { 64 }
     }
 
-    fn fill(&self, place: usize, page: u64, nr_pages: u64, contents: Contents<'_>) -> Result<(), Stopped> {
+    /// Wakes the waiters of pages that were filled without that, by one call. Other threads that
+    /// wait for pages between them fault once more.
+    pub fn wake_unwoken(&self, unwoken: &mut Unwoken) {
+        if let Some(addresses) = std::mem::take(unwoken).addresses {
+            // It fails for a range that is none, and regions were checked.
+            let _ = self.userfaultfd.wake(addresses);
+        }
+    }
+
+    fn fill(&self, place: usize, page: u64, nr_pages: u64, contents: Contents<'_>, wake: Wake) -> Result<(), Stopped> {
         let placed = &self.regions.all()[place];
         let page_bytes = placed.region.page_bytes;
         let start = placed.address_of(page);
         match (contents, &self.zeros) {
             (Contents::Bytes { first_page, bytes }, _) => {
                 let at = (page - first_page) * page_bytes;
-                bytes.part(at..at + nr_pages * page_bytes).fill(&self.userfaultfd, start)
+                bytes.part(at..at + nr_pages * page_bytes).fill(&self.userfaultfd, start, wake)
             }
-            (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes, Wake::Waiters),
+            (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes, wake),
             (Contents::Zeros, Some(zeros)) if placed.region.is_hugetlb() => {
-                self.userfaultfd.copy(start, &zeros[..page_bytes as usize], Wake::Waiters)
+                self.userfaultfd.copy(start, &zeros[..page_bytes as usize], wake)
             }
-            (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes, Wake::Waiters),
+            (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes, wake),
         }
     }
 

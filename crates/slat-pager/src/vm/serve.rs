@@ -2,30 +2,42 @@
 //!
 //! # Guarantees
 //! - A thread waits for messages and for what was read, and for nothing else: a fault whose bytes
-//!   are mapped is answered at once; the bytes of others are read elsewhere and put in place here.
-//! - A fault is never answered by a wake-up alone, unless its page is there.
+//!   are mapped or cached is answered at once; the bytes of others are read elsewhere and put in
+//!   place here.
+//! - A fault is never answered by a wake-up alone, unless its page is there: a thread that is woken
+//!   beside others faults again.
 //!
 //! # Implementation
 //! A round reads messages (removals are noted before anything else happens), answers the faults,
 //! puts in place what was read, and tries again what the kernel has put off. A thread sleeps only
 //! when a round found nothing.
+//!
+//! A thread of the guest that is woken takes the CPU from the thread that woke it. So faults that
+//! were read together are woken together, by one call for all addresses between them. Threads that
+//! wait there for something else fault again, and lose their place among the messages: where reads
+//! are under way or messages are left, each fault is woken by itself.
 
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use bytes::Bytes;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::fetch::{Batch, Fetched};
 use super::install::{Again, Contents, Done, Stuck};
 use super::pages::{Claimed, PageState, bit, masks};
-use super::state::MessageBuffer;
+use super::state::{BUFFER_MESSAGES, MessageBuffer};
 use super::{End, OnFailure, Shared};
 use crate::shared_memory::Filled;
 use crate::source::{Mapped, SourceError};
 use crate::userfaultfd::{Cause, Event, Fault, Wake};
+
+/// Pages that are filled before those that wait for them are woken, at most: the first of them waits
+/// for all, about half a millisecond.
+const MOST_UNWOKEN: u64 = 512;
 
 /// What a thread does once more for pages that the kernel has put off.
 #[derive(Clone, Debug)]
@@ -54,6 +66,27 @@ impl Drop for Read {
     }
 }
 
+/// What claimed pages get without a read of the source.
+#[derive(Debug)]
+enum AtHand<'s> {
+    Zeros,
+    Shared,
+    Mapped(Mapped<'s>),
+    Cached(Bytes),
+}
+
+impl AtHand<'_> {
+    fn contents(&self, batch: &Batch) -> Contents<'_> {
+        let first_page = batch.hull().start;
+        match self {
+            AtHand::Zeros => Contents::Zeros,
+            AtHand::Shared => Contents::Shared,
+            AtHand::Mapped(bytes) => Contents::Bytes { first_page, bytes: *bytes },
+            AtHand::Cached(bytes) => Contents::Bytes { first_page, bytes: Mapped::of(bytes) },
+        }
+    }
+}
+
 /// A thread of a machine.
 #[derive(Debug)]
 pub(super) struct Server {
@@ -76,7 +109,8 @@ impl Server {
 
     /// Serves until the machine ends.
     pub(super) fn run(mut self) {
-        let mut worker = Worker { shared: Arc::clone(&self.shared), again: Vec::new(), done: Done::default() };
+        let mut worker =
+            Worker { shared: Arc::clone(&self.shared), again: Vec::new(), done: Done::default(), wake: Wake::Waiters };
         let mut nr_idle = 0_u32;
         while !self.shared.has_ended() {
             match self.round(&mut worker) {
@@ -102,6 +136,7 @@ impl Server {
         let nr_messages = messages.nr();
         if nr_messages > 0 {
             let since = Instant::now();
+            worker.wake = if self.shared.wakes_together(nr_messages) { Wake::None } else { Wake::Waiters };
             for event in messages {
                 match event {
                     Event::Fault(fault) => worker.answer(fault, since),
@@ -111,6 +146,8 @@ impl Server {
                     event => worker.shared.distrust(&format!("{event:?} is not served")),
                 }
             }
+            installer.wake_unwoken(&mut worker.done.unwoken);
+            worker.wake = Wake::Waiters;
         }
         let nr_again = worker.again.len();
         for task in std::mem::take(&mut worker.again) {
@@ -132,6 +169,8 @@ struct Worker {
     shared: Arc<Shared>,
     again: Vec<Task>,
     done: Done,
+    /// Whether pages that are filled now are woken by their fill, or by the round.
+    wake: Wake,
 }
 
 impl Worker {
@@ -230,7 +269,8 @@ impl Worker {
     /// Fills claimed pages, or lets them be read.
     fn bring(&mut self, batch: Batch) {
         let shared = Arc::clone(&self.shared);
-        let Some(contents) = shared.at_hand(&batch) else { return shared.fetch(batch) };
+        let Some(at_hand) = shared.at_hand(&batch) else { return shared.fetch(batch) };
+        let contents = at_hand.contents(&batch);
         let before = self.done.nr_filled;
         for claimed in batch.claimed() {
             let part = |mask| {
@@ -238,16 +278,20 @@ impl Worker {
                 part.add(claimed.word, mask);
                 part
             };
-            match shared.installer.install(claimed, contents, &mut self.done) {
+            match shared.installer.install(claimed, contents, self.wake, &mut self.done) {
                 // A read says what is wrong with the file.
                 Err(Stuck::Unreadable(rest)) => shared.fetch(part(rest)),
                 result => self.stuck(claimed, result, |rest| Task::Bring(part(rest.mask))),
             }
         }
         let filled_bytes = (self.done.nr_filled - before) * shared.page_bytes(&batch);
-        match contents {
-            Contents::Zeros => shared.options.metrics.zero_bytes.inc_by(filled_bytes),
-            Contents::Bytes { .. } | Contents::Shared => shared.options.metrics.mapped_bytes.inc_by(filled_bytes),
+        match at_hand {
+            AtHand::Zeros => shared.options.metrics.zero_bytes.inc_by(filled_bytes),
+            AtHand::Mapped(_) | AtHand::Shared => shared.options.metrics.mapped_bytes.inc_by(filled_bytes),
+            AtHand::Cached(_) => {
+                shared.options.metrics.read_bytes.inc_by(filled_bytes);
+                shared.source.read_ahead(batch.offsets(&shared.installer.regions).end, &shared.runtime);
+            }
         }
         shared.options.metrics.filled_bytes.inc_by(filled_bytes);
         shared.options.metrics.latency_seconds.observe(batch.since.elapsed().as_secs_f64());
@@ -273,7 +317,7 @@ impl Worker {
     fn place(&mut self, claimed: Claimed, read: Rc<Read>) {
         let contents = self.shared.read_contents(&read.batch, &read.fetched);
         let before = self.done.nr_filled;
-        let result = self.shared.installer.install(claimed, contents, &mut self.done);
+        let result = self.shared.installer.install(claimed, contents, self.wake, &mut self.done);
         let filled_bytes = (self.done.nr_filled - before) * self.shared.page_bytes(&read.batch);
         self.shared.options.metrics.filled_bytes.inc_by(filled_bytes);
         self.stuck(claimed, result, |rest| Task::Place(rest, read));
@@ -363,6 +407,14 @@ impl Worker {
 }
 
 impl Shared {
+    /// Whether the faults of so many messages are woken by one call.
+    fn wakes_together(&self, nr_messages: usize) -> bool {
+        let granule = self.options.granule_bytes(&*self.source, crate::source::PAGE_BYTES);
+        let most_pages = nr_messages as u64 * (granule / crate::source::PAGE_BYTES);
+        let are_all = nr_messages < BUFFER_MESSAGES;
+        nr_messages > 1 && are_all && most_pages <= MOST_UNWOKEN && !self.has_reads()
+    }
+
     /// Notes that `range` is given up. The caller has the gate exclusive.
     fn note_removed(&self, range: std::ops::Range<u64>) {
         let mut nr_bytes = 0;
@@ -414,16 +466,17 @@ impl Shared {
     }
 
     /// What claimed pages get without a read of the source, if that is possible.
-    fn at_hand(&self, batch: &Batch) -> Option<Contents<'_>> {
+    fn at_hand(&self, batch: &Batch) -> Option<AtHand<'_>> {
         let offsets = batch.offsets(&self.installer.regions);
         if let Some(memory) = &self.options.shared_memory {
             // An error is one that a read finds, too.
-            return matches!(memory.try_fill(offsets), Ok(Filled::Now)).then_some(Contents::Shared);
+            return matches!(memory.try_fill(offsets), Ok(Filled::Now)).then_some(AtHand::Shared);
         }
         if self.source.is_zero(offsets.clone()) {
-            return Some(Contents::Zeros);
+            return Some(AtHand::Zeros);
         }
-        self.source.mapped(offsets).map(|bytes| Contents::Bytes { first_page: batch.hull().start, bytes })
+        let mapped = self.source.mapped(offsets.clone()).map(AtHand::Mapped);
+        mapped.or_else(|| self.source.cached(offsets).map(AtHand::Cached))
     }
 
     /// What pages of `batch` get once it was read.
@@ -461,9 +514,12 @@ impl Shared {
 
     /// Fills claimed pages, and returns how many. The others are absent again.
     fn populate_batch(&self, batch: &Batch) -> Result<u64, SourceError> {
-        let fetched;
+        let (at_hand, fetched);
         let contents = match self.at_hand(batch) {
-            Some(contents) => contents,
+            Some(found) => {
+                at_hand = found;
+                at_hand.contents(batch)
+            }
             None => match self.runtime.block_on(self.read_unless_ended(batch)) {
                 Some(Ok(read)) => {
                     fetched = read;
@@ -477,7 +533,7 @@ impl Shared {
         };
         let mut done = Done::default();
         for mut claimed in batch.claimed() {
-            while let Err(stuck) = self.installer.install(claimed, contents, &mut done) {
+            while let Err(stuck) = self.installer.install(claimed, contents, Wake::Waiters, &mut done) {
                 match stuck {
                     Stuck::Again(mask) if !self.has_ended() => {
                         claimed.mask = mask;

@@ -9,4 +9,5 @@ mod files;
 mod layers;
 mod object_store;
 mod peers;
+mod read_ahead;
 mod s3;

@@ -8,8 +8,12 @@
 //!   by a number of bytes (files by that and those few that are being written).
 //! - A disk that is full, fails or is taken away costs time, and no read fails for it.
 //! - Reads of one block at the same time cause one fetch.
+//! - Blocks behind those that faults ask for are read ahead, as far as that was of use before
+//!   ([`read_ahead`]). They take a quarter of the memory of blocks that are being fetched at most,
+//!   and begin only where a fault's own read has room beside them.
 
 mod disk;
+pub mod read_ahead;
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -21,10 +25,12 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use quick_cache::sync::{Cache, DefaultLifecycle};
 use quick_cache::{DefaultHashBuilder, OptionsBuilder, Weighter};
-use tokio::sync::Semaphore;
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, check_range};
 use disk::DiskCache;
+use read_ahead::{Became, ReadAhead};
 
 /// The blocks that most sources have, for the first sizes of tables.
 const USUAL_BLOCK_BYTES: u64 = 512 << 10;
@@ -52,6 +58,7 @@ pub(super) struct Counters {
     pub(super) nr_memory_hits: AtomicU64,
     pub(super) nr_disk_hits: AtomicU64,
     pub(super) nr_fetched: AtomicU64,
+    pub(super) nr_read_ahead: AtomicU64,
     pub(super) fetched_bytes: AtomicU64,
     pub(super) nr_corrupt: AtomicU64,
     pub(super) nr_not_written: AtomicU64,
@@ -66,7 +73,9 @@ pub struct CacheFigures {
     pub nr_disk_hits: u64,
     /// Blocks that were fetched.
     pub nr_fetched: u64,
-    /// Bytes of them.
+    /// Of them those that were read ahead.
+    pub nr_read_ahead: u64,
+    /// Bytes of all.
     pub fetched_bytes: u64,
     /// Files that were not what was written.
     pub nr_corrupt: u64,
@@ -82,11 +91,23 @@ pub struct CacheFigures {
 #[derive(Debug)]
 pub struct BlockCache {
     memory: Cache<Identity, Bytes, ByLength>,
+    memory_bytes: u64,
     disk: Option<Arc<DiskCache>>,
     /// For each page that is being fetched.
     fetches: Semaphore,
     fetched_pages: u32,
+    /// What blocks that are read ahead may have of it.
+    aheads: Arc<Semaphore>,
     counters: Arc<Counters>,
+}
+
+/// Where a block was.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Found {
+    /// In memory, or on its way there for another reader.
+    Memory,
+    /// Elsewhere: it took its time.
+    Elsewhere,
 }
 
 impl BlockCache {
@@ -103,9 +124,11 @@ impl BlockCache {
         let fetched_pages = u32::try_from(options.fetched_bytes / PAGE_BYTES).unwrap_or(u32::MAX).clamp(1, 1 << 28);
         Ok(Arc::new(BlockCache {
             memory: table(options.memory_bytes, ByLength, DefaultLifecycle::default()),
+            memory_bytes: options.memory_bytes,
             disk,
             fetches: Semaphore::new(fetched_pages as usize),
             fetched_pages,
+            aheads: Arc::new(Semaphore::new(fetched_pages as usize / 4)),
             counters,
         }))
     }
@@ -118,6 +141,7 @@ impl BlockCache {
             nr_memory_hits: count(&self.counters.nr_memory_hits),
             nr_disk_hits: count(&self.counters.nr_disk_hits),
             nr_fetched: count(&self.counters.nr_fetched),
+            nr_read_ahead: count(&self.counters.nr_read_ahead),
             fetched_bytes: count(&self.counters.fetched_bytes),
             nr_corrupt: count(&self.counters.nr_corrupt),
             nr_not_written: count(&self.counters.nr_not_written),
@@ -139,14 +163,13 @@ impl BlockCache {
         block: Identity,
         nr_bytes: usize,
         fetch: impl Future<Output = Result<Bytes, SourceError>>,
-    ) -> Result<Bytes, SourceError> {
-        let mut is_hit = true;
+    ) -> Result<(Bytes, Found), SourceError> {
+        let mut found = Found::Memory;
         let bytes = self
             .memory
             .get_or_insert_async(&block, async {
-                is_hit = false;
-                let pages = (nr_bytes as u64).div_ceil(PAGE_BYTES);
-                let pages = u32::try_from(pages).unwrap_or(u32::MAX).min(self.fetched_pages);
+                found = Found::Elsewhere;
+                let pages = nr_pages(nr_bytes).min(self.fetched_pages);
                 let _permit = self.fetches.acquire_many(pages).await.expect("it is never closed");
                 if let Some(disk) = &self.disk
                     && let Some(bytes) = disk.read(block, nr_bytes).await
@@ -163,11 +186,20 @@ impl BlockCache {
                 Ok(bytes)
             })
             .await?;
-        if is_hit {
-            self.counters.nr_memory_hits.fetch_add(1, Ordering::Relaxed);
-        }
-        Ok(bytes)
+        Ok((bytes, found))
     }
+
+    /// What a block of `nr_bytes` needs that is read ahead, if it may be read now.
+    fn permit_ahead(&self, nr_bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let pages = nr_pages(nr_bytes);
+        // Reads that wait for their turn have none left.
+        let has_room = self.fetches.available_permits() > pages as usize;
+        has_room.then(|| Arc::clone(&self.aheads).try_acquire_many_owned(pages).ok())?
+    }
+}
+
+fn nr_pages(nr_bytes: usize) -> u32 {
+    u32::try_from((nr_bytes as u64).div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX)
 }
 
 /// A table that is bounded by the sum of its values' bytes.
@@ -201,33 +233,57 @@ impl Weighter<Identity, Bytes> for ByLength {
 pub struct Cached {
     source: Arc<dyn Source>,
     cache: Arc<BlockCache>,
+    ahead: Arc<ReadAhead>,
 }
 
 impl Cached {
     /// `source` behind `cache`.
     pub fn new(source: Arc<dyn Source>, cache: Arc<BlockCache>) -> Cached {
-        Cached { source, cache }
+        let ahead = ReadAhead::new(cache.memory_bytes / source.granule_bytes());
+        Cached { source, cache, ahead: Arc::new(ahead) }
+    }
+
+    /// The bytes of a block.
+    fn range_of(&self, block: u64) -> Range<u64> {
+        let start = block * self.source.granule_bytes();
+        start..(start + self.source.granule_bytes()).min(self.source.size_bytes())
+    }
+
+    /// The block, which a read has asked for.
+    async fn block(&self, block: u64) -> Result<Bytes, SourceError> {
+        let range = self.range_of(block);
+        let nr_bytes = (range.end - range.start) as usize;
+        let fetch = async { self.source.read_shared(range.clone()).await };
+        let (bytes, found) = self.cache.get(self.source.block_identity(block), nr_bytes, fetch).await?;
+        match found {
+            Found::Memory => self.hit(block),
+            Found::Elsewhere => self.ahead.missed(block),
+        }
+        if bytes.len() == nr_bytes { Ok(bytes) } else { Err(SourceError::Corrupt { range }) }
+    }
+
+    fn hit(&self, block: u64) {
+        self.cache.counters.nr_memory_hits.fetch_add(1, Ordering::Relaxed);
+        self.ahead.hit(block);
+    }
+
+    /// The block that has all of `range`, and where in it that is.
+    fn one_block(&self, range: &Range<u64>) -> Option<(u64, Range<usize>)> {
+        let block = range.start / self.source.granule_bytes();
+        let of_block = self.range_of(block);
+        let is_in = range.start < range.end && range.end <= of_block.end;
+        is_in.then(|| (block, (range.start - of_block.start) as usize..(range.end - of_block.start) as usize))
     }
 
     /// Fills `into` from a part of one block.
     async fn read_part(&self, offset: u64, into: &mut [u8]) -> Result<(), SourceError> {
-        let granule = self.source.granule_bytes();
-        let block = offset / granule;
-        let start = block * granule;
-        let end = (start + granule).min(self.source.size_bytes());
-        if self.source.is_zero(start..end) {
+        let block = offset / self.source.granule_bytes();
+        let range = self.range_of(block);
+        if self.source.is_zero(range.clone()) {
             into.fill(0);
             return Ok(());
         }
-        let nr_bytes = (end - start) as usize;
-        let fetch = async {
-            let mut bytes = vec![0; nr_bytes];
-            self.source.read(start, &mut bytes).await?;
-            Ok(Bytes::from(bytes))
-        };
-        let bytes = self.cache.get(self.source.block_identity(block), nr_bytes, fetch).await?;
-        let part = bytes.get((offset - start) as usize..).and_then(|rest| rest.get(..into.len()));
-        into.copy_from_slice(part.ok_or(SourceError::Corrupt { range: start..end })?);
+        into.copy_from_slice(&self.block(block).await?[(offset - range.start) as usize..][..into.len()]);
         Ok(())
     }
 }
@@ -269,5 +325,59 @@ impl Source for Cached {
             futures_util::future::try_join_all(reads).await.map(|_| ())
         }
         .boxed()
+    }
+
+    fn read_shared(&self, range: Range<u64>) -> BoxFuture<'_, Result<Bytes, SourceError>> {
+        async move {
+            match self.one_block(&range) {
+                Some((block, part)) if !self.source.is_zero(self.range_of(block)) => {
+                    Ok(self.block(block).await?.slice(part))
+                }
+                _ => super::read_new(self, range).await,
+            }
+        }
+        .boxed()
+    }
+
+    fn cached(&self, range: Range<u64>) -> Option<Bytes> {
+        let (block, part) = self.one_block(&range)?;
+        let bytes = self.cache.memory.get(&self.source.block_identity(block))?;
+        let bytes = (part.end <= bytes.len()).then(|| bytes.slice(part))?;
+        self.hit(block);
+        Some(bytes)
+    }
+
+    fn read_ahead(&self, end: u64, runtime: &Handle) {
+        let granule = self.source.granule_bytes();
+        let first = end.div_ceil(granule);
+        let nr_blocks = self.source.size_bytes().div_ceil(granule);
+        for block in first..first.saturating_add(self.ahead.reach_blocks()).min(nr_blocks) {
+            let range = self.range_of(block);
+            let nr_bytes = (range.end - range.start) as usize;
+            let identity = self.source.block_identity(block);
+            if self.source.is_zero(range.clone()) || self.cache.memory.contains_key(&identity) {
+                continue;
+            }
+            let Some(permit) = self.cache.permit_ahead(nr_bytes) else { return };
+            if !self.ahead.begin(block) {
+                continue;
+            }
+            let (source, cache, ahead) = (Arc::clone(&self.source), Arc::clone(&self.cache), Arc::clone(&self.ahead));
+            runtime.spawn(async move {
+                let became = match cache.get(identity, nr_bytes, source.read_shared(range)).await {
+                    Ok((_, Found::Memory)) => Became::WasThere,
+                    Ok((_, Found::Elsewhere)) => {
+                        cache.counters.nr_read_ahead.fetch_add(1, Ordering::Relaxed);
+                        Became::Fetched
+                    }
+                    Err(error) => {
+                        tracing::debug!(block, %error, "a block that no read has asked for cannot be had");
+                        Became::Failed
+                    }
+                };
+                ahead.ended(block, became);
+                drop(permit);
+            });
+        }
     }
 }
