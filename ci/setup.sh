@@ -2,8 +2,8 @@
 # Installs what the checks need besides Rust itself: its formatter and linter, its targets for the
 # hypervisor and its Linux on Arm and RISC-V (of rustup; other checks skip what is missing), the fuzzer
 # with a C++ compiler for its runtime, Python for the models and proofs, valgrind for the count of a
-# fault's instructions, and a browser for the report. (ci/deny.sh installs its own tool, beside the
-# tests.)
+# fault's instructions, a browser for the report, and nginx and systemd's programs for the pager.
+# (ci/deny.sh installs its own tool, beside the tests.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt
@@ -17,6 +17,8 @@ python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 command -v valgrind >/dev/null || missing+=(valgrind)
 command -v c++ >/dev/null || missing+=(g++)
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
+command -v nginx >/dev/null || [[ -x /usr/sbin/nginx ]] || missing+=(nginx-light)
+command -v systemd-socket-activate >/dev/null || missing+=(systemd)
 if ((${#missing[@]})); then
     apt-get update -qq
     apt-get install -y -qq --no-install-recommends "${missing[@]}"
