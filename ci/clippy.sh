@@ -7,7 +7,7 @@ cargo clippy --workspace --all-targets -- -D warnings
 cargo clippy -p slat --lib -- -D warnings
 # The hypervisor's image, which nothing unwinds in.
 cargo clippy -p slat-metal --bin slat-metal --features image --profile metal -- -D warnings
-# The same for other architectures, and the first process of a Linux there.
+# The same for other architectures, and the first processes of a Linux there.
 foreign() {
     local target=$1
     if [ -d "$(rustc --print target-libdir --target "$target")" ]; then
@@ -20,5 +20,5 @@ for target in aarch64-unknown-none-softfloat riscv64imac-unknown-none-elf; do
     foreign "$target" -p slat-metal --bin slat-metal --features image --profile metal
 done
 for target in aarch64-unknown-linux-gnu riscv64gc-unknown-linux-gnu; do
-    foreign "$target" -p slat-guest-init
+    foreign "$target" -p slat-guest-init -p slat-kvm-init
 done

@@ -132,10 +132,6 @@ fn bad_usage_exits_with_2_and_one_line() {
 fn what_is_not_to_be_had_exits_with_3_and_one_line() {
     assert_refused("metal --machine vmx", 3, "--machine vmx with --guest linux is not there yet; choose --guest suite");
     assert_refused("metal --machine vmx --guest measure", 3, "--machine vmx with --guest measure is not there yet");
-    for machine in ["arm", "riscv"] {
-        let line = format!("metal --machine {machine} --guest measure --peer kvm");
-        assert_refused(&line, 3, "KVM is counted with --machine svm alone; leave --peer out");
-    }
     let line = "--machine arm with --guest migration is not there yet; choose --guest linux, or --machine svm";
     assert_refused("metal --machine arm --guest migration", 3, line);
     assert_refused("metal --machine arm --qemu /bin/true", 3, "/bin/true is no QEMU");

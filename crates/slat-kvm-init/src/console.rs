@@ -1,48 +1,39 @@
-//! The debug console and the exit device of the machine: the lines and the end of `slat-metal`.
+//! The console of the emulated machine: the lines and the end of `slat-metal`.
 
-#![expect(unsafe_code, reason = "writes to ports")]
-
-use std::arch::asm;
-use std::io;
-
+use crate::arch::Port;
 use crate::wrong::Wrong;
 
-const DEBUG_CONSOLE: u16 = 0xe9;
-/// QEMU's device `isa-debug-exit`: the machine ends with the status `value << 1 | 1`.
-const DEBUG_EXIT: u16 = 0xf4;
-
-/// How the run ended, as the exit device has it.
+/// How the run ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Verdict {
     /// All was measured.
-    Pass = 0x10,
+    Pass,
     /// Something was wrong.
-    Fail = 0x11,
+    Fail,
 }
 
-/// The right to use the two ports.
-pub(crate) struct Console(());
+impl Verdict {
+    /// The status that the emulator ends with.
+    pub(crate) fn status(self) -> u8 {
+        match self {
+            Verdict::Pass => 0x21,
+            Verdict::Fail => 0x23,
+        }
+    }
+}
+
+/// The right to use it.
+pub(crate) struct Console(Port);
 
 impl Console {
-    /// Asks Linux for the ports.
+    /// Gets it.
     pub(crate) fn open() -> Result<Console, Wrong> {
-        for port in [DEBUG_CONSOLE, DEBUG_EXIT] {
-            // SAFETY: it changes what this process may do, and no memory.
-            if unsafe { libc::ioperm(port.into(), 1, 1) } != 0 {
-                return Err(Wrong::system("use the ports of the debug console", io::Error::last_os_error()));
-            }
-        }
-        Ok(Console(()))
-    }
-
-    fn write(&mut self, port: u16, value: u8) {
-        // SAFETY: `open` got the right to both ports. One prints, the other ends the machine.
-        unsafe { asm!("out dx, al", in("dx") port, in("al") value, options(nomem, nostack, preserves_flags)) };
+        Port::open().map(Console)
     }
 
     /// Prints a line.
     pub(crate) fn line(&mut self, text: &str) {
-        text.bytes().chain([b'\n']).for_each(|byte| self.write(DEBUG_CONSOLE, byte));
+        self.0.print(&format!("{text}\n"));
     }
 
     /// A count of `nr_events` events, for one of them.
@@ -55,10 +46,10 @@ impl Console {
         self.line(&format!("figure {name}_{paging} {nr_pages:.2} count"));
     }
 
-    /// Prints the verdict, and ends the machine. Returns where it has no such device.
+    /// Prints the verdict, and ends the machine. Returns where the emulator does not take the call.
     pub(crate) fn end(&mut self, verdict: Verdict, text: &str) {
         let word = if verdict == Verdict::Pass { "pass" } else { "fail" };
         self.line(&format!("verdict {word} {text}"));
-        self.write(DEBUG_EXIT, verdict as u8);
+        self.0.end(verdict);
     }
 }

@@ -1,21 +1,23 @@
 //! The first process of a Linux machine on which `slat metal --guest measure` measures KVM.
 //!
 //! It loads Debian's KVM modules, has KVM run the guest that `slat-metal` runs too, and counts the
-//! instructions of the same events. The machine is emulated; its time-stamp counter counts
-//! instructions.
+//! instructions of the same events. The machine is emulated; its counter counts instructions.
 //!
 //! # Implementation
-//! 1. The modules are in `/modules` ([`modules`]). KVM is measured twice: with nested paging, and
-//!    with shadow page tables.
+//! 1. The modules are in `/modules` ([`modules`]). On x86 KVM is measured twice: with nested paging,
+//!    and with shadow page tables.
 //! 2. [`events`] measures, with a VM ([`vm`]) on memory of this process ([`memory`]).
 //! 3. The figures go to the machine's debug console, in the lines that `slat-metal` writes, and the
-//!    machine ends by the same device ([`console`]).
+//!    machine ends by the same device or call ([`console`]).
+//!
+//! What the instruction sets do differently is in [`arch`].
 
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
-#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-compile_error!("it is the init program of a Linux machine on x86-64");
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))))]
+compile_error!("it is the init program of a Linux machine on x86-64, Arm or RISC-V, each with 64 bits");
 
+mod arch;
 mod clock;
 mod console;
 mod events;
@@ -25,7 +27,6 @@ mod vm;
 mod wrong;
 
 use console::{Console, Verdict};
-use modules::Paging;
 use wrong::Wrong;
 
 fn main() {
@@ -51,13 +52,17 @@ fn main() {
 
 fn measure(console: &mut Console) -> Result<(), Wrong> {
     modules::mount_file_systems()?;
-    modules::load("irqbypass", Paging::ALL[0])?;
-    modules::load("kvm", Paging::ALL[0])?;
-    for (number, paging) in (0..).zip(Paging::ALL) {
-        console.line(&format!("progress {number} {} KVM, {}", Paging::ALL.len(), paging.name()));
-        modules::load("kvm-amd", paging)?;
-        events::measure(console, paging.name())?;
-        modules::unload_kvm_amd()?;
+    arch::start_counter()?;
+    arch::MODULES.iter().try_for_each(|module| modules::load(module, c""))?;
+    for (number, paging) in (0..).zip(arch::PAGINGS) {
+        console.line(&format!("progress {number} {} KVM, {}", arch::PAGINGS.len(), paging.name));
+        if let Some(module) = paging.module {
+            modules::load(module.file, module.parameters)?;
+        }
+        events::measure(console, paging.name)?;
+        if let Some(module) = paging.module {
+            modules::unload(module.name)?;
+        }
     }
     Ok(())
 }

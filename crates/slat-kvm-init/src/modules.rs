@@ -1,6 +1,6 @@
 //! What a first process finds missing: file systems, and KVM's modules.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CStr;
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -11,31 +11,21 @@ use crate::wrong::Wrong;
 
 /// How KVM translates the guest's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Paging {
-    /// By nested paging: the TDP MMU.
-    Tdp,
-    /// By shadow page tables.
-    Shadow,
+pub(crate) struct Paging {
+    /// The end of names of figures.
+    pub(crate) name: &'static str,
+    /// What makes KVM do so, where there is a choice.
+    pub(crate) module: Option<Module>,
 }
 
-impl Paging {
-    pub(crate) const ALL: [Paging; 2] = [Paging::Tdp, Paging::Shadow];
-
-    /// The end of names of figures.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Paging::Tdp => "tdp",
-            Paging::Shadow => "shadow",
-        }
-    }
-
-    /// The parameters of `kvm-amd`.
-    fn parameters(self) -> &'static CStr {
-        match self {
-            Paging::Tdp => c"npt=1",
-            Paging::Shadow => c"npt=0",
-        }
-    }
+/// A module with parameters.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Module {
+    /// The name of its file, up to the first dot.
+    pub(crate) file: &'static str,
+    /// As the kernel calls it.
+    pub(crate) name: &'static CStr,
+    pub(crate) parameters: &'static CStr,
 }
 
 /// Mounts them.
@@ -52,10 +42,9 @@ pub(crate) fn mount_file_systems() -> Result<(), Wrong> {
 }
 
 /// Loads the module `name`, unless it is part of the kernel: then it has no file.
-pub(crate) fn load(name: &str, paging: Paging) -> Result<(), Wrong> {
+pub(crate) fn load(name: &str, parameters: &CStr) -> Result<(), Wrong> {
     /// The kernel unpacks it (`MODULE_INIT_COMPRESSED_FILE`, linux/module.h).
     const COMPRESSED: i32 = 4;
-    let parameters = if name == "kvm-amd" { paging.parameters() } else { c"" };
     for (ending, flags) in [("ko", 0), ("ko.xz", COMPRESSED), ("ko.zst", COMPRESSED)] {
         let path = Path::new("/modules").join(format!("{name}.{ending}"));
         if let Ok(file) = File::open(path) {
@@ -65,8 +54,7 @@ pub(crate) fn load(name: &str, paging: Paging) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Unloads the module with the parameter.
-pub(crate) fn unload_kvm_amd() -> Result<(), Wrong> {
-    let name = CString::from(c"kvm_amd");
-    delete_module(&name, 0).map_err(|error| Wrong::system("unload kvm_amd", error))
+/// Unloads the module `name`.
+pub(crate) fn unload(name: &CStr) -> Result<(), Wrong> {
+    delete_module(name, 0).map_err(|error| Wrong::system("unload a module of KVM", error))
 }

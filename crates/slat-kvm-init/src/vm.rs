@@ -7,16 +7,16 @@ use std::os::fd::AsRawFd;
 use std::slice;
 
 use kvm_bindings::{
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, KVMIO, kvm_clear_dirty_log,
-    kvm_clear_dirty_log__bindgen_ty_1, kvm_dirty_log, kvm_dirty_log__bindgen_ty_1, kvm_enable_cap, kvm_regs,
-    kvm_segment, kvm_userspace_memory_region,
+    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_MEM_LOG_DIRTY_PAGES, KVMIO, kvm_clear_dirty_log,
+    kvm_clear_dirty_log__bindgen_ty_1, kvm_dirty_log, kvm_dirty_log__bindgen_ty_1, kvm_enable_cap,
+    kvm_userspace_memory_region,
 };
-use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
+use crate::arch;
+use crate::clock::Clock;
 use crate::memory::{Memory, PAGE_SIZE, Pages, SIZE_2M};
 use crate::wrong::{Wrong, tried};
-
-core::arch::global_asm!(".text", include_str!("../../slat-metal/src/arch/x86/measured.s"));
 
 unsafe extern "C" {
     static measured_guest: u8;
@@ -30,8 +30,7 @@ pub(crate) const NR_BLOCKS: u64 = NR_PAGES / BLOCK_PAGES;
 const START: u64 = 0x8000_0000;
 const PRIVATE_START: u64 = 0x4000_0000;
 
-// Offsets in the private memory: page tables, the guest's block of words, its code.
-const POINTERS: u64 = PAGE_SIZE;
+// Offsets in the private memory, behind the page tables: the guest's block of words, its code.
 const BLOCK: u64 = 2 * PAGE_SIZE;
 const DIFFERENCES: u64 = BLOCK + 32;
 const CODE: u64 = SIZE_2M / 2;
@@ -66,6 +65,38 @@ pub(crate) enum Logging {
     On,
 }
 
+/// What the guest starts with: addresses in its memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Start {
+    pub(crate) pc: u64,
+    /// Its page tables.
+    pub(crate) tables: u64,
+    /// Its block of words.
+    pub(crate) block: u64,
+}
+
+const GUEST_START: Start = Start { pc: PRIVATE_START + CODE, tables: PRIVATE_START, block: PRIVATE_START + BLOCK };
+
+/// By which counter writes of the guest are counted.
+#[expect(dead_code, reason = "an instruction set has one of them")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Counter {
+    /// The guest's own, for each of the pages that it writes.
+    OfGuest,
+    /// That of this process, around an entry into the guest for each page. What is in it besides the
+    /// write is the same for each page, whether there is a fault or not.
+    OfProcess,
+}
+
+/// Why the guest was left.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Left {
+    /// It has done its work, and does it again when it is entered.
+    Done,
+    /// Another exit, as KVM has it.
+    Other(String),
+}
+
 /// The VM.
 pub(crate) struct Subject {
     // Dropped before the memory that its memslots have.
@@ -88,24 +119,20 @@ impl Subject {
             };
             tried("turn manual protection of the dirty log on", vm.enable_cap(&capability))?;
         }
-        let vcpu = tried("create a vCPU", vm.create_vcpu(0))?;
-        let cpuid = tried("get the CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
-        tried("set the CPUID", vcpu.set_cpuid2(&cpuid))?;
+        let vcpu = arch::new_vcpu(&kvm, &vm, GUEST_START)?;
         let private = Memory::new(SIZE_2M, Pages::Small)?;
         let memory = Memory::new(NR_PAGES * PAGE_SIZE, pages)?;
         let subject = Subject { vcpu, vm, memory, private };
         subject.write_private();
         subject.set_slot(PRIVATE_SLOT, PRIVATE_START, &subject.private, Logging::Off)?;
         subject.set_logging(Logging::Off)?;
-        subject.set_registers()?;
+        arch::start(&subject.vcpu, GUEST_START)?;
         Ok(subject)
     }
 
     /// Page tables and code.
     fn write_private(&self) {
-        // Present, writable, accessed; and dirty, 1 GiB (AMD APM vol. 2, 5.3.4 and 5.4).
-        self.private.set(0, (PRIVATE_START + POINTERS) | 0x23);
-        (0..512).for_each(|index| self.private.set(POINTERS + 8 * index, index << 30 | 0xe3));
+        arch::write_page_tables(&self.private, PRIVATE_START);
         let start = &raw const measured_guest;
         let length = (&raw const measured_guest_end).addr() - start.addr();
         // SAFETY: this program's code, between two symbols of one section.
@@ -115,31 +142,6 @@ impl Subject {
             word[..chunk.len()].copy_from_slice(chunk);
             self.private.set(offset, u64::from_le_bytes(word));
         }
-    }
-
-    /// 64-bit mode at CPL 0, as `slat-metal` starts its guest.
-    fn set_registers(&self) -> Result<(), Wrong> {
-        let mut sregs = tried("get the system registers", self.vcpu.get_sregs())?;
-        let data = kvm_segment {
-            limit: u32::MAX,
-            selector: 8,
-            type_: 3,
-            present: 1,
-            s: 1,
-            db: 1,
-            g: 1,
-            ..kvm_segment::default()
-        };
-        sregs.cs = kvm_segment { type_: 0xb, l: 1, db: 0, ..data };
-        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-        sregs.cr0 = 0x8001_0033;
-        sregs.cr3 = PRIVATE_START;
-        sregs.cr4 = 0x620;
-        sregs.efer = 0xd00;
-        tried("set the system registers", self.vcpu.set_sregs(&sregs))?;
-        let (rip, rdi) = (PRIVATE_START + CODE, PRIVATE_START + BLOCK);
-        let regs = kvm_regs { rip, rdi, rflags: 2, ..kvm_regs::default() };
-        tried("set the registers", self.vcpu.set_regs(&regs))
     }
 
     fn set_slot(&self, slot: u32, guest_phys_addr: u64, memory: &Memory, logging: Logging) -> Result<(), Wrong> {
@@ -160,25 +162,36 @@ impl Subject {
         self.set_slot(SLOT, START, &self.memory, logging)
     }
 
-    /// The guest writes `nr_pages` pages, `distance` pages apart.
-    pub(crate) fn run(&mut self, nr_pages: u64, distance: u64) -> Result<(), Wrong> {
-        for (offset, value) in [(0, START), (8, nr_pages), (16, distance * PAGE_SIZE)] {
+    /// The guest writes `nr_pages` pages from the page `first` on, `distance` pages apart.
+    pub(crate) fn run(&mut self, first: u64, nr_pages: u64, distance: u64) -> Result<(), Wrong> {
+        for (offset, value) in [(0, START + first * PAGE_SIZE), (8, nr_pages), (16, distance * PAGE_SIZE)] {
             self.private.set(BLOCK + offset, value);
         }
         loop {
-            match self.vcpu.run() {
-                Ok(VcpuExit::IoOut(..)) => return Ok(()),
-                Ok(other) => return Err(Wrong::Guest(format!("{other:?}"))),
+            match arch::run(&mut self.vcpu) {
+                Ok(Left::Done) => return Ok(()),
+                Ok(Left::Other(exit)) => return Err(Wrong::Guest(exit)),
                 Err(error) if error.errno() == libc::EINTR => {}
-                Err(error) => return Err(Wrong::Guest(error.to_string())),
+                Err(error) => return Err(Wrong::Entry(io::Error::from_raw_os_error(error.errno()))),
             }
         }
     }
 
-    /// The same. Returns what the guest saw for each page.
-    pub(crate) fn write(&mut self, nr_pages: u64, distance: u64) -> Result<Vec<u64>, Wrong> {
-        self.run(nr_pages, distance)?;
-        Ok((0..nr_pages).map(|page| self.private.get(DIFFERENCES + 8 * page)).collect())
+    /// The same, from the first page on. Returns the count for each page.
+    pub(crate) fn write(&mut self, nr_pages: u64, distance: u64, clock: Clock) -> Result<Vec<u64>, Wrong> {
+        match arch::COUNTER {
+            Counter::OfGuest => {
+                self.run(0, nr_pages, distance)?;
+                Ok((0..nr_pages).map(|page| self.private.get(DIFFERENCES + 8 * page)).collect())
+            }
+            Counter::OfProcess => {
+                let mut write = |page| {
+                    let (result, count) = clock.time(|| self.run(page * distance, 1, 1));
+                    result.map(|()| count)
+                };
+                (0..nr_pages).map(&mut write).collect()
+            }
+        }
     }
 
     /// Gets the log.

@@ -18,21 +18,16 @@ pub(crate) enum Wrong {
         /// Its answer.
         error: io::Error,
     },
+    /// KVM does not run the guest.
+    #[error("KVM does not run the guest: {0}")]
+    Entry(io::Error),
     /// The guest did something else than to write its pages.
     #[error("the guest was stopped: {0}")]
     Guest(String),
     /// The log does not have what the guest wrote.
     #[error("the guest has written all pages, and the dirty log has others")]
     Log,
-    /// The memory is not as it should be.
-    #[error("of {expected} pages of 2 MiB the kernel made {found}")]
-    HugePages {
-        /// Those that were asked for.
-        expected: u64,
-        /// Those that are there.
-        found: u64,
-    },
-    /// The time-stamp counter does not count instructions.
+    /// The counter does not count instructions.
     #[error("{expected} instructions of {of} counted as {found}")]
     Clock {
         /// Whose.

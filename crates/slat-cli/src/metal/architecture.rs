@@ -1,6 +1,8 @@
 //! What depends on the instruction set of the emulated machine: its emulator, where its programs are
 //! built for and come from, and how its Linux looks.
 
+use super::emulator::Boot;
+
 /// An instruction set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Architecture {
@@ -67,13 +69,16 @@ impl Architecture {
         }
     }
 
-    /// How the hypervisor's lines come to the emulator's standard error, and its verdict to the exit
-    /// code: by devices, or by calls of the debugger's (semihosting).
-    pub(super) fn console(self) -> &'static [&'static str] {
-        match self {
+    /// How the lines of what boots come to the emulator's standard error, and its verdict to the exit
+    /// code: by devices, or by calls of the debugger's (semihosting). With KVM a process makes them.
+    pub(super) fn console(self, boot: Boot) -> &'static [&'static str] {
+        match (self, boot) {
             // A file that is another's pipe: the emulator has one standard output.
-            Architecture::X86 => &["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"],
-            Architecture::Arm | Architecture::RiscV => &["-semihosting"],
+            (Architecture::X86, _) => {
+                &["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]
+            }
+            (Architecture::Arm | Architecture::RiscV, Boot::Hypervisor) => &["-semihosting"],
+            (Architecture::Arm | Architecture::RiscV, Boot::Kvm) => &["-semihosting-config", "enable=on,userspace=on"],
         }
     }
 
@@ -130,6 +135,17 @@ impl Architecture {
             Architecture::X86 => "linux-image-cloud-amd64",
             Architecture::Arm => "linux-image-cloud-arm64",
             Architecture::RiscV => "linux-image-riscv64",
+        }
+    }
+
+    /// The modules that KVM consists of in this kernel: their names, up to the first dot.
+    pub(super) fn kvm_modules(self) -> &'static [&'static str] {
+        match self {
+            // On AMD's CPUs.
+            Architecture::X86 => &["irqbypass", "kvm", "kvm-amd"],
+            // It is part of the kernel.
+            Architecture::Arm => &[],
+            Architecture::RiscV => &["irqbypass", "kvm"],
         }
     }
 

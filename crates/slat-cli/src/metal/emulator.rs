@@ -215,7 +215,7 @@ impl Machine {
         }
         command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
-        command.args(architecture.console());
+        command.args(architecture.console(boot));
         if boot == Boot::Kvm {
             command.args(["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", &plan.kvm_words()]);
             return command;

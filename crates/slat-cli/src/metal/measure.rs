@@ -8,6 +8,7 @@ use std::io::{self, Write};
 
 use serde_json::json;
 
+use super::architecture::Architecture;
 use super::emulator::{Boot, Ended, Machine, Shown};
 use super::figures::{measured_on, results_of, verdict};
 use super::plan::Plan;
@@ -19,7 +20,7 @@ use crate::session::Session;
 use crate::table;
 
 /// What is measured: the first part of the names of its figures, and its title.
-const EVENTS: [(&str, &str); 12] = [
+const EVENTS: [(&str, &str); 13] = [
     ("demand_fault", "Demand fault"),
     ("demand_fault_2m", "Demand fault, 2 MiB"),
     ("write_protect_fault", "Write-protect fault"),
@@ -30,6 +31,7 @@ const EVENTS: [(&str, &str); 12] = [
     ("enable", "Log on, each page"),
     ("disable", "Log off, each page"),
     ("enable_2m", "Log on, each page of 2 MiB"),
+    ("write_fault_2m", "  the first write to it"),
     ("invalidate_page", "Invalidate a page"),
     ("invalidate_range", "Invalidate 16 MiB, each page"),
 ];
@@ -41,10 +43,28 @@ enum System {
     SlatLeaves,
     KvmTdp,
     KvmShadow,
+    KvmStage2,
+    KvmGStage,
 }
 
 impl System {
-    const ALL: [System; 4] = [System::SlatLazy, System::SlatLeaves, System::KvmTdp, System::KvmShadow];
+    /// Those of an instruction set.
+    fn all(architecture: Architecture) -> &'static [System] {
+        match architecture {
+            Architecture::X86 => &[System::SlatLazy, System::SlatLeaves, System::KvmTdp, System::KvmShadow],
+            Architecture::Arm => &[System::SlatLazy, System::SlatLeaves, System::KvmStage2],
+            Architecture::RiscV => &[System::SlatLazy, System::SlatLeaves, System::KvmGStage],
+        }
+    }
+
+    /// KVM with second-stage page tables, which slat has too.
+    fn peer(architecture: Architecture) -> System {
+        match architecture {
+            Architecture::X86 => System::KvmTdp,
+            Architecture::Arm => System::KvmStage2,
+            Architecture::RiscV => System::KvmGStage,
+        }
+    }
 
     fn title(self) -> &'static str {
         match self {
@@ -52,6 +72,8 @@ impl System {
             System::SlatLeaves => "slat, leaves",
             System::KvmTdp => "KVM, TDP",
             System::KvmShadow => "KVM, shadow",
+            System::KvmStage2 => "KVM, stage 2",
+            System::KvmGStage => "KVM, G-stage",
         }
     }
 
@@ -61,6 +83,8 @@ impl System {
             System::SlatLeaves => "leaves",
             System::KvmTdp => "tdp",
             System::KvmShadow => "shadow",
+            System::KvmStage2 => "stage2",
+            System::KvmGStage => "gstage",
         }
     }
 
@@ -94,6 +118,7 @@ impl Counts {
 
 /// All that was measured.
 struct Measured {
+    architecture: Architecture,
     slat: Counts,
     kvm: Option<Counts>,
     /// The command line of its kernel.
@@ -112,10 +137,10 @@ impl Measured {
         }
     }
 
-    /// How many times as many instructions KVM takes with nested paging, which slat has too.
+    /// How many times as many instructions KVM takes with page tables of the same kind.
     fn ratio(&self, event: &str) -> Option<f64> {
         let slat = self.count(event, System::SlatLazy)?;
-        (slat > 0.0).then_some(self.count(event, System::KvmTdp)? / slat)
+        (slat > 0.0).then_some(self.count(event, System::peer(self.architecture))? / slat)
     }
 }
 
@@ -134,7 +159,8 @@ pub(super) fn run(
     let again = counts(Boot::Hypervisor, Shown::Nothing)?;
     let kvm = machine.has_linux().then(|| counts(Boot::Kvm, Shown::Lines)).transpose()?;
     let difference = slat.difference(&again);
-    let measured = Measured { slat, kvm, kvm_words: plan.kvm_words(), not_run };
+    let architecture = plan.machine.architecture();
+    let measured = Measured { architecture, slat, kvm, kvm_words: plan.kvm_words(), not_run };
     let mut results = results_of(plan, machine, figures(&measured));
     results.not_run.extend(measured.not_run.clone());
     let outcome = Outcome::new(results, |out| {
@@ -160,9 +186,10 @@ fn checked(plan: &Plan, ended: Ended) -> Result<Counts, Failure> {
 }
 
 fn figures(measured: &Measured) -> Vec<Figure> {
+    let systems = System::all(measured.architecture);
     let mut figures = Vec::new();
     for (event, _) in EVENTS {
-        for system in System::ALL {
+        for &system in systems {
             let count = measured.count(event, system);
             figures.extend(count.map(|count| Figure::new(event, Unit::Instructions, &system.labels(), [count])));
         }
@@ -175,11 +202,11 @@ fn figures(measured: &Measured) -> Vec<Figure> {
     let is_event = |name: &str| {
         EVENTS.iter().any(|(event, _)| {
             let ending = name.strip_prefix(event).map(|rest| rest.trim_start_matches('_'));
-            ending.is_some_and(|ending| ending.is_empty() || System::ALL.iter().any(|of| of.ending() == ending))
+            ending.is_some_and(|ending| ending.is_empty() || systems.iter().any(|of| of.ending() == ending))
         })
     };
-    let systems = [("slat", Some(&measured.slat)), ("kvm", measured.kvm.as_ref())];
-    for (system, counts) in systems {
+    let others = [("slat", Some(&measured.slat)), ("kvm", measured.kvm.as_ref())];
+    for (system, counts) in others {
         for (name, unit, samples) in counts.iter().flat_map(|counts| &counts.0).filter(|(name, ..)| !is_event(name)) {
             let labels = labels([("system", json!(system))]);
             figures.push(Figure::new(name, *unit, &labels, samples.iter().copied()).with_better(None));
@@ -194,10 +221,11 @@ fn number(value: Option<f64>) -> String {
 
 fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Result<()> {
     writeln!(out, "\nInstructions for each event; {measured_on}, one CPU, 4096 pages.\n")?;
-    let titles = System::ALL.iter().map(|system| system.title().to_owned());
+    let systems = System::all(measured.architecture);
+    let titles = systems.iter().map(|system| system.title().to_owned());
     let mut table = table::figures(["Event".to_owned()].into_iter().chain(titles).chain(["KVM / slat".to_owned()]));
     for (event, title) in EVENTS {
-        let cells = System::ALL.iter().map(|&system| number(measured.count(event, system)));
+        let cells = systems.iter().map(|&system| number(measured.count(event, system)));
         let ratio = measured.ratio(event).map_or(NOTHING.to_owned(), times);
         table.add_row([title.to_owned()].into_iter().chain(cells).chain([ratio]));
     }
@@ -205,9 +233,11 @@ fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Re
     print_parts(out, measured)?;
     writeln!(
         out,
-        "\nKVM / slat: TDP, and lazy. A fault: from the guest's write until it goes on, by the same code in both\n\
-         guests; the frame is there, and zeroed. KVM's calls have the system call with them; its invalidations\n\
-         are what its notifier adds to madvise(). See docs/instructions.md."
+        "\nKVM / slat: \"{}\" by \"{}\". A fault: from the guest's write until it goes on, by the same code\n\
+         in both guests; the frame is there, and zeroed. KVM's calls have the system call with them; its\n\
+         invalidations are what its notifier adds to madvise(). See docs/instructions.md.",
+        System::peer(measured.architecture).title(),
+        System::SlatLazy.title()
     )?;
     let per_fault = measured.kvm.as_ref().and_then(|kvm| kvm.get("pages_per_demand_fault_shadow"));
     if let Some(nr_pages) = per_fault.filter(|&nr_pages| nr_pages > 1.0) {
@@ -255,7 +285,8 @@ mod tests {
             ("get_leaves", 0.25),
         ]);
         let kvm = counts([("demand_fault_tdp", 2000.0), ("demand_fault_shadow", 8000.0), ("get_tdp", 1.0)]);
-        Measured { slat, kvm: Some(kvm), kvm_words: String::new(), not_run: None }
+        let architecture = Architecture::X86;
+        Measured { architecture, slat, kvm: Some(kvm), kvm_words: String::new(), not_run: None }
     }
 
     #[test]
@@ -268,6 +299,22 @@ mod tests {
         assert_eq!((measured.ratio("demand_fault"), measured.ratio("get")), (Some(5.0), Some(2.0)));
         let alone = Measured { kvm: None, ..measured };
         assert_eq!((alone.count("get", System::KvmTdp), alone.ratio("get")), (None, None));
+    }
+
+    #[test]
+    fn each_architecture_has_the_columns_of_its_kvm() {
+        let kvm = || counts([("demand_fault_stage2", 1200.0), ("demand_fault_gstage", 1600.0)]);
+        for (architecture, ratio, title) in
+            [(Architecture::Arm, 3.0, "KVM, stage 2"), (Architecture::RiscV, 4.0, "KVM, G-stage")]
+        {
+            assert!(System::all(architecture).contains(&System::peer(architecture)));
+            let measured = Measured { architecture, kvm: Some(kvm()), ..measured() };
+            assert_eq!(measured.ratio("demand_fault"), Some(ratio));
+            let mut out = Vec::new();
+            print(&mut out, &measured, "CPUs").unwrap();
+            let text = String::from_utf8(out).unwrap();
+            assert!(text.contains(title) && !text.contains("TDP"), "{text}");
+        }
     }
 
     #[test]

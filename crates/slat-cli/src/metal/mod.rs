@@ -233,9 +233,6 @@ const GUEST_MEMORY: [u64; 2] = [256 << 20, 1 << 30];
 const OPERATIONS: u64 = 100_000;
 const FEWER_OPERATIONS: u64 = 20_000;
 
-/// Why counts of other machines stand alone.
-const NO_KVM: &str = "KVM is counted with --machine svm alone";
-
 fn guest_memory(text: &str) -> Result<u64, String> {
     let [least, most] = GUEST_MEMORY;
     match size_bytes(text)? {
@@ -281,16 +278,14 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                 (Some(Linux { kernel, init, modules: Vec::new() }), None)
             }
             GuestArg::Measure if args.peer == PeerArg::None => (None, None),
-            GuestArg::Measure if plan.machine != MachineArg::Svm => {
-                (None, Some(NotRun { what: "KVM".to_owned(), why: NO_KVM.to_owned() }))
-            }
             GuestArg::Measure => {
                 begin("looking for a kernel with KVM");
                 let linux = || {
-                    let kvm = cache.kvm_kernel(session)?;
+                    let kvm = cache.kvm_kernel(architecture, session)?;
                     progress.step();
                     begin("building the first process of the machine with KVM");
-                    let init = source::required(source.as_ref())?.kvm_init(&plan, session)?;
+                    let libraries = cache.libraries(architecture, session)?;
+                    let init = source::required(source.as_ref())?.kvm_init(libraries.as_ref(), &plan, session)?;
                     progress.step();
                     Ok(Linux { kernel: kvm.kernel, init, modules: kvm.modules })
                 };

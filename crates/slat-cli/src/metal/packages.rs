@@ -36,16 +36,13 @@ const FIRMWARE: [&str; 2] = ["usr/share/qemu", "usr/share/seabios"];
 /// How names of temporary folders begin.
 const PARTIAL: &str = ".partial-";
 
-/// A kernel with KVM as modules.
+/// A kernel with KVM.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct KvmKernel {
     pub(super) kernel: PathBuf,
-    /// Those that KVM on AMD's CPUs consists of.
+    /// The modules that KVM consists of.
     pub(super) modules: Vec<PathBuf>,
 }
-
-/// The names of these modules, up to the first dot.
-const KVM_MODULES: [&str; 3] = ["irqbypass", "kvm", "kvm-amd"];
 
 /// The folder of packages.
 #[derive(Clone, Debug)]
@@ -187,10 +184,15 @@ impl Cache {
     }
 
     /// The kernel of the package, with KVM.
-    pub(super) fn kvm_kernel(&self, session: &Session) -> Result<KvmKernel, Failure> {
-        let root = self.0.join("kvm");
+    pub(super) fn kvm_kernel(&self, architecture: Architecture, session: &Session) -> Result<KvmKernel, Failure> {
+        let names = architecture.kvm_modules();
+        if names.is_empty() {
+            return Ok(KvmKernel { kernel: self.kernel(architecture, session)?, modules: Vec::new() });
+        }
+        let name = of("kvm", architecture);
+        let root = self.0.join(&name);
         let cached = || {
-            let modules = find_modules(&root.join("modules")).ok()?;
+            let modules = find_modules(&root.join("modules"), names).ok()?;
             (!modules.is_empty()).then_some(KvmKernel { kernel: kernel_in(&root)?, modules })
         };
         if let Some(kernel) = cached() {
@@ -198,12 +200,12 @@ impl Cache {
         }
         let advice = "leave it out with --peer none";
         let what = "there is no package of a Linux kernel with KVM";
-        self.get("kvm", None, what, advice, session, |apt, folder| {
+        self.get(&name, architecture.debian(), what, advice, session, |apt, folder| {
             if cached().is_some() {
                 return Ok(Got::ByAnother);
             }
-            unpack_kernel(&apt?, Architecture::X86, folder)?;
-            keep_kvm_modules(folder).map_err(AptError::Files)?;
+            unpack_kernel(&apt?, architecture, folder)?;
+            keep_modules(folder, names).map_err(AptError::Files)?;
             Ok(Got::Now)
         })?;
         cached().ok_or_else(|| Failure::CannotServe(format!("{what} as modules; {advice}")))
@@ -297,12 +299,12 @@ fn remove_modules(folder: &Path) -> io::Result<()> {
     ["lib", "usr"].into_iter().try_for_each(|part| fs::remove_dir_all(folder.join(part)).or_else(not_found))
 }
 
-/// Moves those of KVM into the folder `modules`, and removes all others.
-fn keep_kvm_modules(folder: &Path) -> io::Result<()> {
+/// Moves those of these names into the folder `modules`, and removes all others.
+fn keep_modules(folder: &Path, names: &[&str]) -> io::Result<()> {
     let kept = folder.join("modules");
     fs::create_dir(&kept)?;
     for place in ["lib/modules", "usr/lib/modules"] {
-        for module in find_modules(&folder.join(place)).or_else(|error| not_found(error).map(|()| Vec::new()))? {
+        for module in find_modules(&folder.join(place), names).or_else(|error| not_found(error).map(|()| Vec::new()))? {
             if let Some(name) = module.file_name() {
                 fs::rename(&module, kept.join(name))?;
             }
@@ -311,17 +313,17 @@ fn keep_kvm_modules(folder: &Path) -> io::Result<()> {
     remove_modules(folder)
 }
 
-/// KVM's modules in `folder` and in what is below it.
-fn find_modules(folder: &Path) -> io::Result<Vec<PathBuf>> {
+/// The modules of these names in `folder` and in what is below it.
+fn find_modules(folder: &Path, names: &[&str]) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder)? {
         let (entry, path) = entry.map(|entry| (entry.file_type(), entry.path()))?;
         if entry?.is_dir() {
-            found.extend(find_modules(&path)?);
+            found.extend(find_modules(&path, names)?);
         } else if path
             .file_name()
             .and_then(|name| name.to_str()?.split_once(".ko"))
-            .is_some_and(|(name, _)| KVM_MODULES.contains(&name))
+            .is_some_and(|(name, _)| names.contains(&name))
         {
             found.push(path);
         }
@@ -354,8 +356,9 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, name).unwrap();
         }
-        keep_kvm_modules(folder.path()).unwrap();
-        let names: Vec<_> = find_modules(&folder.path().join("modules"))
+        let modules = Architecture::X86.kvm_modules();
+        keep_modules(folder.path(), modules).unwrap();
+        let names: Vec<_> = find_modules(&folder.path().join("modules"), modules)
             .unwrap()
             .iter()
             .map(|path| path.file_name().unwrap().to_str().unwrap().to_owned())

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::architecture::{Architecture, Magic};
-use super::{ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, MachineArg, MetalArgs, NO_KVM, OPERATIONS};
+use super::{ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, MachineArg, MetalArgs, OPERATIONS};
 use crate::failure::Failure;
 use crate::live::View;
 use crate::options::PeerArg;
@@ -42,9 +42,6 @@ impl Plan {
         let architecture = args.machine.architecture();
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Measure) {
             return not_yet(args, "--guest suite, or another --machine");
-        }
-        if args.machine != MachineArg::Svm && args.peer == PeerArg::Kvm {
-            return Err(Failure::CannotServe(format!("{NO_KVM}; leave --peer out")));
         }
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
             return not_yet(args, "--guest suite, or another --machine");
@@ -173,7 +170,8 @@ impl Plan {
     /// The command line of the kernel that has KVM. The hypervisor has no mitigations of what CPUs
     /// speculate, so KVM has none either. The same addresses in each run.
     pub(super) fn kvm_words(&self) -> String {
-        self.with_appended("console=ttyS0 quiet panic=-1 nokaslr mitigations=off".to_owned())
+        let serial = self.machine.architecture().serial();
+        self.with_appended(format!("console={serial} quiet panic=-1 nokaslr mitigations=off"))
     }
 
     /// The command line of the guest's kernel.
@@ -261,6 +259,15 @@ mod tests {
         let plan = plan("slat metal --guest measure --append mitigations=auto").unwrap();
         assert!(plan.hypervisor_words().starts_with("guest=measure cpus=1 "));
         assert!(plan.kvm_words().ends_with("mitigations=off mitigations=auto"));
+    }
+
+    #[test]
+    fn the_kernel_with_kvm_speaks_on_the_line_of_its_machine() {
+        for (machine, serial) in [("svm", "ttyS0"), ("arm", "ttyAMA0"), ("riscv", "ttyS0")] {
+            let words =
+                plan(&format!("slat metal --machine {machine} --guest measure --peer kvm")).unwrap().kvm_words();
+            assert_eq!(words, format!("console={serial} quiet panic=-1 nokaslr mitigations=off"));
+        }
     }
 
     #[test]

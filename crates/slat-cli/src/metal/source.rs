@@ -33,11 +33,6 @@ struct Program {
     flags: Vec<String>,
 }
 
-/// The flags of a program that has no libraries in its machine, of this machine's architecture.
-fn without_libraries() -> Vec<String> {
-    vec!["-Ctarget-feature=+crt-static".to_owned()]
-}
-
 /// The source, or why nothing can be built.
 pub(super) fn required(source: Option<&Source>) -> Result<&Source, Failure> {
     source.ok_or_else(|| {
@@ -90,13 +85,31 @@ impl Source {
         plan: &Plan,
         session: &Session,
     ) -> Result<PathBuf, Failure> {
-        let flags = libraries.map_or_else(without_libraries, Libraries::flags);
-        self.build(&on_linux("slat-guest-init", plan, flags), plan, session)
+        self.linux_program("slat-guest-init", libraries, plan, session)
     }
 
-    /// Builds the first process of the machine that has KVM.
-    pub(super) fn kvm_init(&self, plan: &Plan, session: &Session) -> Result<PathBuf, Failure> {
-        self.build(&on_linux("slat-kvm-init", plan, without_libraries()), plan, session)
+    /// Builds the first process of the machine that has KVM, in the same way.
+    pub(super) fn kvm_init(
+        &self,
+        libraries: Option<&Libraries>,
+        plan: &Plan,
+        session: &Session,
+    ) -> Result<PathBuf, Failure> {
+        self.linux_program("slat-kvm-init", libraries, plan, session)
+    }
+
+    /// Builds a program for Linux on the machine, without libraries there.
+    fn linux_program(
+        &self,
+        package: &'static str,
+        libraries: Option<&Libraries>,
+        plan: &Plan,
+        session: &Session,
+    ) -> Result<PathBuf, Failure> {
+        let of_this_machine = || vec!["-Ctarget-feature=+crt-static".to_owned()];
+        let flags = libraries.map_or_else(of_this_machine, Libraries::flags);
+        let target = plan.machine.architecture().linux_target();
+        self.build(&Program { package, profile: "release", features: &[], target, flags }, plan, session)
     }
 
     fn build(&self, program: &Program, plan: &Plan, session: &Session) -> Result<PathBuf, Failure> {
@@ -143,12 +156,6 @@ impl Source {
             "Rust has no target {target} here, and {why}; install Rust with rustup, or choose --machine svm"
         )))
     }
-}
-
-/// A program for Linux on the machine.
-fn on_linux(package: &'static str, plan: &Plan, flags: Vec<String>) -> Program {
-    let target = plan.machine.architecture().linux_target();
-    Program { package, profile: "release", features: &[], target, flags }
 }
 
 #[cfg(test)]

@@ -201,8 +201,10 @@ fn huge_pages<V: VirtualCpu>(clock: Clock, access: u64) {
     subject.check_mapped_by(PageSize::Size4K);
     figure_each("split_2m", split, NR_BLOCKS);
     for (way, tracking) in TRACKINGS {
-        let subject = mapped(config(tracking, ManualProtect::Disabled));
+        let mut subject = mapped(config(tracking, ManualProtect::Disabled));
         figure_each(&alloc::format!("enable_2m_{way}"), clock.time(|| subject.set_flags(LOG)), NR_BLOCKS);
         subject.check_mapped_by(PageSize::Size4K);
+        subject.write(NR_BLOCKS, BLOCK_PAGES, |vcpu, gpa, access| vcpu.handle_fault(gpa, access));
+        figure_of("write_fault_2m", way, subject.differences(NR_BLOCKS).median() - access);
     }
 }

@@ -74,7 +74,7 @@ impl Cache {
             return Ok(Some(libraries));
         }
         let what = format!("there is no package of a C library for {}", debian.architecture);
-        let advice = "choose --guest suite, which needs none";
+        let advice = "choose --guest suite, or --peer none, which need none";
         self.get(&name, Some(debian), &what, advice, session, |apt, folder| {
             if cached().is_some() {
                 return Ok(Got::ByAnother);

@@ -1,13 +1,13 @@
 // The guest that is measured: it writes a word to each of some pages, in order, and stores for each
 // how far the counter went between the instructions around the write.
 //
-// It has a block of words at x0:
+// The same code runs on slat-metal and on KVM, with a block of words at x0:
 //   0  the address of the first page
 //   8  the number of pages, at least 1
 //  16  the distance between pages, in bytes
 //  24  unused
 //  32  for each page, the difference
-// Then it makes a hypercall, and begins again.
+// Then it makes a hypercall, and begins again. It is copied for KVM: it has no addresses.
 //
 // A turn of the loop has 8 instructions. The difference is 2 where the write does not leave the guest:
 // the write, and a read of the counter.
@@ -28,3 +28,5 @@ measured_guest:
     b.ne 2b
     hvc #0
     b measured_guest
+.global measured_guest_end
+measured_guest_end:

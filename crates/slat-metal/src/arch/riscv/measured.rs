@@ -5,7 +5,13 @@
 use super::guest::HYPERCALL_BYTES;
 use crate::virtual_cpu::Exit;
 
-core::arch::global_asm!(".text", include_str!("measured.s"));
+core::arch::global_asm!(
+    ".macro read_counter register",
+    "rdcycle \\register",
+    ".endm",
+    ".text",
+    include_str!("measured.s")
+);
 
 unsafe extern "C" {
     static measured_guest: u8;

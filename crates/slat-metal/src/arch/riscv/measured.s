@@ -1,16 +1,18 @@
 # The guest that is measured: it writes a word to each of some pages, in order, and stores for each
-# how far the cycle counter went between the instructions around the write.
+# how far a counter went between the instructions around the write. `read_counter`, a macro of the
+# program that has this code, reads the counter by one instruction: the cycles; or the time, where
+# KVM emulates the other one.
 #
-# It has a block of words at a0:
+# The same code runs on slat-metal and on KVM, with a block of words at a0:
 #   0  the address of the first page
 #   8  the number of pages, at least 1
 #  16  the distance between pages, in bytes
 #  24  unused
 #  32  for each page, the difference
-# Then it calls its hypervisor, and begins again.
+# Then it calls its hypervisor, and begins again. It is copied for KVM: it has no addresses.
 #
 # A turn of the loop has 9 instructions. The difference is 2 where the write does not leave the guest:
-# the write, rdcycle.
+# the write, and a read of the counter of cycles.
 
 .balign 128                             # in one page
 .global measured_guest
@@ -19,9 +21,9 @@ measured_guest:
     ld t1, 8(a0)
     ld t2, 16(a0)
     addi t3, a0, 32
-2:  rdcycle t4
+2:  read_counter t4
     sd t4, 0(t0)
-    rdcycle t5
+    read_counter t5
     sub t5, t5, t4
     sd t5, 0(t3)
     addi t3, t3, 8
@@ -33,3 +35,5 @@ measured_guest:
     ecall
     .option pop
     j measured_guest
+.global measured_guest_end
+measured_guest_end:
