@@ -1,4 +1,4 @@
-# For checks whose verdict depends on some files of the repository and nothing else: proofs and models. A record
+# For checks whose verdict depends on some files of the repository and nothing else: loom, proofs and models. A record
 # has the hash of these files as they were when they passed. ci/nightly.sh runs such checks again all the same.
 
 # once RECORD AGAIN FILE...: ends the script if FILEs are what the record says, unless AGAIN is `again`.
