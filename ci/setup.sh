@@ -17,7 +17,7 @@ python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 command -v valgrind >/dev/null || missing+=(valgrind)
 command -v c++ >/dev/null || missing+=(g++)
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
-command -v nginx >/dev/null || [[ -x /usr/sbin/nginx ]] || missing+=(nginx-light)
+command -v nginx >/dev/null || [[ -x /usr/sbin/nginx ]] || missing+=(nginx)
 command -v systemd-socket-activate >/dev/null || missing+=(systemd)
 if ((${#missing[@]})); then
     apt-get update -qq
