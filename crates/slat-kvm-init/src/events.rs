@@ -11,6 +11,8 @@
 //!   what it costs of memory that no guest has. So it is what KVM's MMU notifier does, without what
 //!   Linux does with its own page tables.
 
+use std::hint::black_box;
+
 use crate::arch::TURN;
 use crate::clock::{Clock, least, median};
 use crate::console::Console;
@@ -48,16 +50,19 @@ fn faults(console: &mut Console, paging: &str, clock: Clock) -> Result<u64, Wron
     Ok(access)
 }
 
-/// Checks that a turn of the guest's loop, which has a known length, counts as that. Many runs are
-/// tried, since Linux's timer may come in one.
+/// Checks that a turn of the guest's loop, which has a known length, counts as that, to within a
+/// hundredth. Many runs are tried, since Linux's timer may come in one.
 fn check_guest_clock(subject: &mut Subject, clock: Clock) -> Result<(), Wrong> {
     let mut run = |nr_pages| {
         let counts = (0..3 * ROUNDS).map(|_| called(clock, || subject.run(0, nr_pages, 1)));
         counts.collect::<Result<Vec<u64>, Wrong>>().map(|counts| least(&counts))
     };
-    let (half, all) = (run(NR_PAGES / 2)?, run(NR_PAGES)?);
+    // Not as constants, which take more or fewer instructions.
+    let (half, all) = (run(black_box(NR_PAGES / 2))?, run(black_box(NR_PAGES))?);
     let (expected, found) = (NR_PAGES / 2 * TURN, all.saturating_sub(half));
-    if found == expected { Ok(()) } else { Err(Wrong::Clock { of: "the guest", expected, found }) }
+    // An entry takes some more or fewer, as the kernel's clocks are.
+    let is_right = found.abs_diff(expected) <= expected / 100;
+    if is_right { Ok(()) } else { Err(Wrong::Clock { of: "the guest", expected, found }) }
 }
 
 /// The count of a call that succeeds.
