@@ -10,38 +10,10 @@
 
 #![expect(unsafe_code, reason = "reads and writes the registers of the controller")]
 
+use super::gic_registers::*;
 use super::machine::{self, AFFINITY, REDISTRIBUTOR_BYTES};
 use super::sysreg::{execute, read, write};
 use crate::error;
-
-/// The SGI of a kick.
-pub(super) const KICK: u32 = 15;
-
-/// Offsets of registers: of the distributor,
-pub(super) const GICD_CTLR: u64 = 0;
-/// of a redistributor,
-const GICR_TYPER: u64 = 8;
-const GICR_WAKER: u64 = 0x14;
-/// and of its second frame, for the CPU's own interrupts.
-pub(super) const SGI_FRAME: u64 = 0x1_0000;
-pub(super) const GICR_IGROUPR0: u64 = SGI_FRAME + 0x80;
-pub(super) const GICR_ISENABLER0: u64 = SGI_FRAME + 0x100;
-pub(super) const GICR_IPRIORITYR: u64 = SGI_FRAME + 0x400;
-
-/// GICD_CTLR: groups 0 and 1 are on; affinity routing; one security state; a write is under way.
-pub(super) const CTLR_GROUP_0: u32 = 1 << 0;
-const CTLR_GROUP_1: u32 = 1 << 1;
-pub(super) const CTLR_AFFINITY: u32 = 1 << 4;
-const CTLR_ONE_STATE: u32 = 1 << 6;
-const CTLR_PENDING: u32 = 1 << 31;
-
-/// GICR_TYPER: the last redistributor of the region; it has frames for virtual LPIs.
-pub(super) const TYPER_LAST: u64 = 1 << 4;
-const TYPER_VLPIS: u64 = 1 << 1;
-
-/// GICR_WAKER: the CPU sleeps, and the interface to it.
-const WAKER_SLEEP: u32 = 1 << 1;
-const WAKER_ASLEEP: u32 = 1 << 2;
 
 /// Polls of a register before the controller counts as dead.
 const MAX_POLLS: u32 = 1_000_000;
@@ -78,11 +50,6 @@ unsafe fn wait_clear(address: u64, bits: u32) {
         }
     }
     error!("the interrupt controller does not answer at {address:#x}");
-}
-
-/// The affinity of a CPU as GICR_TYPER and GICD_IROUTER have it: four bytes behind each other.
-fn packed(mpidr: u64) -> u32 {
-    ((mpidr >> 32 & 0xff) << 24 | mpidr & 0xff_ffff) as u32
 }
 
 /// The redistributor of the CPU `mpidr`.
@@ -154,25 +121,13 @@ unsafe fn set_kick_priority(base: u64) {
     unsafe { write32(address, with_kick_priority(read32(address))) };
 }
 
-/// The priorities of SGIs 12 to 15, in `word`, with that of the kick.
-pub(super) fn with_kick_priority(word: u32) -> u32 {
-    word & 0x00ff_ffff
-}
-
-/// Sends the SGI `number` of group 0 to the CPU `mpidr` (IHI0069, "ICC_SGI0R_EL1").
+/// Sends the SGI `number` of group 0 to the CPU `mpidr`.
 fn send(mpidr: u64, number: u32) {
-    let affinity = |level: u32| mpidr >> if level == 3 { 32 } else { 8 * level } & 0xff;
-    let command = affinity(3) << 48
-        | affinity(2) << 32
-        | u64::from(number) << 24
-        | affinity(1) << 16
-        | (affinity(0) >> 4) << 44
-        | 1 << (affinity(0) & 15);
     // SAFETY: the kick's interrupt, for which each CPU is prepared that has set up its part. What
     // this CPU wrote before comes before it.
     unsafe {
         execute!("dsb ishst");
-        write!("icc_sgi0r_el1", command);
+        write!("icc_sgi0r_el1", sgi(mpidr, number));
         execute!("isb");
     }
 }

@@ -8,6 +8,7 @@
 use core::arch::{asm, naked_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
 
+pub use super::code::{code, returned};
 use super::sysreg::{execute, read};
 use crate::cpus::Cpus;
 use crate::private::Private;
@@ -34,18 +35,6 @@ pub fn hypercall(_kind: u64) {
 #[unsafe(naked)]
 pub unsafe extern "C" fn probe(address: u64) -> u64 {
     naked_asm!("ldr x0, [x0]", "ret")
-}
-
-/// Instructions that return [`returned`] of `tag`.
-pub const fn code(tag: u64) -> [u64; 2] {
-    // movz w0, #low; movk w0, #high, lsl #16; ret
-    let (low, high) = (tag & 0xffff, tag >> 16 & 0xffff);
-    [(0x72a0_0000 | high << 5) << 32 | 0x5280_0000 | low << 5, 0xd65f_03c0]
-}
-
-/// What these return.
-pub const fn returned(tag: u64) -> u64 {
-    tag & 0xffff_ffff
 }
 
 /// Calls the instructions at `address`.

@@ -4,9 +4,11 @@
 
 pub mod boot;
 pub mod clock;
+pub mod code;
 pub mod console;
 mod flush;
 mod gic;
+mod gic_registers;
 pub mod guest;
 pub mod linux;
 mod machine;

@@ -7,8 +7,10 @@
 
 pub mod boot;
 pub mod clock;
+pub mod code;
 pub mod console;
 pub(crate) mod csr;
+pub mod fault;
 pub mod features;
 pub mod flush;
 pub mod guest;

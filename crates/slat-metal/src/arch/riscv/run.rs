@@ -14,8 +14,8 @@ use core::marker::PhantomData;
 use core::mem::offset_of;
 
 use slat::format::{Format, Sv39x4, Sv48x4, Sv57x4};
-use slat::{Access, Gpa};
 
+use super::fault::{GUEST_FETCH_FAULT, GUEST_LOAD_FAULT, GUEST_STORE_FAULT, page_fault};
 use super::features::Features;
 use super::{Kick, boot, csr, flush, guest};
 use crate::cpus::{Flush, Presence};
@@ -130,19 +130,11 @@ unsafe extern "C" {
 
 /// Causes of exceptions ("Machine Cause (mcause) Register").
 const GUEST_CALL: u64 = 10;
-const GUEST_FETCH_FAULT: u64 = 20;
-const GUEST_LOAD_FAULT: u64 = 21;
 const VIRTUAL_INSTRUCTION: u64 = 22;
-const GUEST_STORE_FAULT: u64 = 23;
 
 /// Exceptions that the guest has itself: misaligned addresses, illegal instructions, breakpoints,
 /// calls of its user mode, page faults of its own tables.
 const DELEGATED: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 12 | 1 << 13 | 1 << 15;
-
-/// What HTINST has where a walk of the guest's page tables has faulted: it read a PTE, or set a bit
-/// of one ("Hypervisor Trap Instruction Register", pseudoinstructions).
-const WALK_READ: u64 = 0x3000;
-const WALK_WRITE: u64 = 0x3020;
 
 /// SBI's feature 4 of the firmware: harts set A and D ("Firmware Features Extension").
 const PTE_AD_HW_UPDATING: u32 = 4;
@@ -236,19 +228,6 @@ impl<F, B> RiscvCpu<F, B> {
 
 /// The cause of a kick.
 const KICKED: u64 = csr::INTERRUPT | 1;
-
-/// The address and the access of a guest-page fault. `htval` has the address >> 2, `stval` the rest
-/// of it.
-fn page_fault(scause: u64, stval: u64, htval: u64, htinst: u64) -> (Gpa, Access) {
-    let gpa = Gpa(htval << 2 | stval & 3);
-    match (htinst, scause) {
-        (WALK_READ, _) => (Gpa(htval << 2), Access::Read),
-        (WALK_WRITE, _) => (Gpa(htval << 2), Access::Write),
-        (_, GUEST_FETCH_FAULT) => (gpa, Access::Execute),
-        (_, GUEST_STORE_FAULT) => (gpa, Access::Write),
-        _ => (gpa, Access::Read),
-    }
-}
 
 impl<F: GStage, B: Bits> VirtualCpu for RiscvCpu<F, B> {
     type Format = F;
@@ -348,21 +327,5 @@ impl<F, B> Drop for RiscvCpu<F, B> {
         // SAFETY: no guest's page tables any more.
         unsafe { csr::write!("hgatp", 0_u64) };
         flush::own_fence();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guest_page_fault_has_its_address_and_access() {
-        let fault = |scause, htinst| page_fault(scause, 0x1003, 0x2000_0400, htinst);
-        assert_eq!(fault(GUEST_FETCH_FAULT, 0), (Gpa(0x8000_1003), Access::Execute));
-        assert_eq!(fault(GUEST_LOAD_FAULT, 0), (Gpa(0x8000_1003), Access::Read));
-        assert_eq!(fault(GUEST_STORE_FAULT, 0), (Gpa(0x8000_1003), Access::Write));
-        // Walks, whatever the guest did.
-        assert_eq!(fault(GUEST_STORE_FAULT, WALK_READ), (Gpa(0x8000_1000), Access::Read));
-        assert_eq!(fault(GUEST_LOAD_FAULT, WALK_WRITE), (Gpa(0x8000_1000), Access::Write));
     }
 }

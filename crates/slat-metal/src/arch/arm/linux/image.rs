@@ -103,3 +103,59 @@ impl Image {
         Ok(Image { entry, tree })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec;
+    use core::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::ram::Blocks;
+
+    const SPAN: Span = Span { start: 0x4000_0000, end: 0x4080_0000 };
+
+    fn kernel(offset: u64, size_bytes: u64, flags: u64) -> &'static [u8] {
+        let mut bytes = vec![0; 64];
+        for (at, value) in [(TEXT_OFFSET, offset), (IMAGE_SIZE, size_bytes), (FLAGS, flags)] {
+            bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        bytes[MAGIC_OFFSET..MAGIC_OFFSET + 4].copy_from_slice(MAGIC);
+        bytes.leak()
+    }
+
+    fn load(kernel: &'static [u8], tree: &[u8]) -> (Ram, Result<Image, ImageError>) {
+        let ram = Ram::of(Blocks::Small, (SPAN.end - SPAN.start) / PAGE_SIZE, |_, _| {});
+        let modules = [kernel, b"files"].map(|bytes| Module { bytes, text: "" });
+        let loaded = Image::load(modules, SPAN, &ram, |initramfs| {
+            assert_eq!(initramfs, Span { start: 0x407f_f000, end: 0x407f_f005 });
+            tree.into()
+        });
+        (ram, loaded)
+    }
+
+    #[test]
+    fn files_are_where_the_kernel_finds_them() {
+        let (ram, loaded) = load(kernel(0x8_0000, 0x20_0000, 0), b"treetree");
+        // The tree is 2 MiB before the files, at a multiple of 2 MiB.
+        assert_eq!(loaded, Ok(Image { entry: 0x4008_0000, tree: 0x4040_0000 }));
+        let word =
+            |address: u64| ram.lock((address - SPAN.start) / PAGE_SIZE).unwrap().words()[0].load(Ordering::Relaxed);
+        assert_eq!(word(0x4040_0000), u64::from_le_bytes(*b"treetree"));
+        assert_eq!(word(0x407f_f000).to_le_bytes()[..5], *b"files");
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_be_booted_is_refused() {
+        for (kernel, error) in [
+            (&b"no kernel"[..], ImageError::NotLinux(9)),
+            (kernel(0, 1, BIG_ENDIAN), ImageError::BigEndian),
+            (kernel(0, 0, 0), ImageError::NoSize),
+            (kernel(8, 0x40_0000, 0), ImageError::TooLittleMemory { needed: 0x4040_0008, end: 0x4040_0000 }),
+            (kernel(u64::MAX, 1, 0), ImageError::TooLittleMemory { needed: u64::MAX, end: 0x4040_0000 }),
+        ] {
+            assert_eq!(load(kernel, b"").1, Err(error));
+        }
+        let tree = vec![0; MAX_TREE_BYTES as usize + 1];
+        assert_eq!(load(kernel(0, 1, 0), &tree).1, Err(ImageError::LargeTree(tree.len())));
+    }
+}

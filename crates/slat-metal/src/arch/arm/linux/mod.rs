@@ -18,7 +18,9 @@
 #![expect(unsafe_code, reason = "gives the guest registers of the machine")]
 
 mod devices;
+mod guarded;
 mod image;
+mod psci;
 mod tree;
 mod vcpu;
 

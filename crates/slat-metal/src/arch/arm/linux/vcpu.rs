@@ -2,8 +2,8 @@
 
 #![expect(unsafe_code, reason = "runs a guest, and passes its interrupts on")]
 
+use super::psci::*;
 use slat::{Exit as FaultExit, Gpa};
-use smccc::psci;
 
 use crate::arch::arm::stage2::syndrome::{self, Direction, System};
 use crate::arch::arm::stage2::{ArmCpu, Trap};
@@ -22,20 +22,6 @@ const ASGI1R: [u8; 5] = [3, 0, 12, 11, 6];
 const SGI0R: [u8; 5] = [3, 0, 12, 11, 7];
 /// DC ZVA, by which the guest's program calls the hypervisor: no CPU of the guest says to have it.
 const DC_ZVA: [u8; 5] = [1, 3, 7, 4, 1];
-
-/// Version 1.1 of PSCI.
-const PSCI_VERSION: u64 = 1 << 16 | 1;
-/// "Trusted OS is not there", of MIGRATE_INFO_TYPE.
-const NO_MIGRATION: u64 = 2;
-
-/// Errors of PSCI (DEN0022, 5.2.2 "Return error codes").
-const NOT_SUPPORTED: u64 = -1_i64 as u64;
-const INVALID_PARAMETERS: u64 = -2_i64 as u64;
-const ALREADY_ON: u64 = -4_i64 as u64;
-
-/// Whether a CPU is on, of AFFINITY_INFO.
-const ON: u64 = 0;
-const OFF: u64 = 1;
 
 /// A vCPU and its CPU.
 pub struct GuestCpu {
@@ -173,31 +159,5 @@ impl GuestCpu {
             Some(Function::Features) | None => NOT_SUPPORTED,
         };
         self.cpu.registers.x[0] = result;
-    }
-}
-
-/// A function of PSCI that the guest has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Function {
-    Version,
-    Features,
-    CpuOn,
-    AffinityInfo,
-    MigrateInfoType,
-    Off,
-}
-
-impl Function {
-    /// That with the number `function`.
-    fn of(function: u32) -> Option<Function> {
-        Some(match function {
-            psci::PSCI_VERSION => Function::Version,
-            psci::PSCI_FEATURES => Function::Features,
-            psci::PSCI_CPU_ON_32 | psci::PSCI_CPU_ON_64 => Function::CpuOn,
-            psci::PSCI_AFFINITY_INFO_32 | psci::PSCI_AFFINITY_INFO_64 => Function::AffinityInfo,
-            psci::PSCI_MIGRATE_INFO_TYPE => Function::MigrateInfoType,
-            psci::PSCI_SYSTEM_OFF | psci::PSCI_SYSTEM_RESET => Function::Off,
-            _ => return None,
-        })
     }
 }

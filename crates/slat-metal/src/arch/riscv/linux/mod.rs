@@ -12,6 +12,7 @@
 
 #![expect(unsafe_code, reason = "gives the guest registers of the machine")]
 
+mod answers;
 mod image;
 mod sbi;
 mod tree;
@@ -56,7 +57,13 @@ pub struct Guest {
 impl Guest {
     /// Gives a guest as `options` say the machine, and loads `kernel`, whose text is its command
     /// line, and `initramfs`.
-    pub fn new(options: &Options, _boot: &BootInfo, modules: [Module; 2], slots: &mut Slots<'_>, ram: &Ram) -> Guest {
+    pub fn new(
+        options: &Options,
+        _boot: &BootInfo,
+        [kernel, initramfs]: [Module; 2],
+        slots: &mut Slots<'_>,
+        ram: &Ram,
+    ) -> Guest {
         if !has_format::<Sv48x4>() {
             error!("the CPU has no Sv48x4 page tables");
         }
@@ -70,7 +77,10 @@ impl Guest {
             let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
             slots.add(span, backing, MemoryRegionFlags::empty());
         }
-        let image = Image::load(options, modules, ram).unwrap_or_else(|error| error!("{error}"));
+        let span = ram_span(options.memory_mib << 20);
+        let image =
+            Image::load([kernel, initramfs], span, ram, |initramfs| tree::build(options, kernel.text, span, initramfs));
+        let image = image.unwrap_or_else(|error| error!("{error}"));
         Guest { image, interrupts: Default::default() }
     }
 }

@@ -7,17 +7,11 @@ use sbi_rt::HartMask;
 use sbi_spec::binary::SbiRet;
 use sbi_spec::{base, hsm, rfnc, spi, srst, time};
 
+use super::answers::{answer_base, targets};
 use super::vcpu::GuestCpu;
 use crate::arch::riscv::{boot, csr};
 use crate::arch::{self, Kick};
 use crate::linux::{AlreadyStarted, Linux, Start};
-
-/// What an implementation without a number of its own answers: no other one has this.
-const IMPLEMENTATION: usize = 0x51a7;
-
-/// The extensions that are there.
-const EXTENSIONS: [usize; 6] =
-    [base::EID_BASE, time::EID_TIME, spi::EID_SPI, rfnc::EID_RFNC, hsm::EID_HSM, srst::EID_SRST];
 
 /// A call: the extension, its function, and the arguments.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,11 +33,11 @@ impl GuestCpu {
                 unsafe { csr::write!("vstimecmp", first as u64) };
                 SbiRet::success(0)
             }
-            (spi::EID_SPI, spi::SEND_IPI) => match targets(linux, first, second) {
+            (spi::EID_SPI, spi::SEND_IPI) => match targets(linux.options.nr_cpus, first, second) {
                 Some(cpus) => self.send_interrupts(linux, cpus),
                 None => SbiRet::invalid_param(),
             },
-            (rfnc::EID_RFNC, function) => match targets(linux, first, second) {
+            (rfnc::EID_RFNC, function) => match targets(linux.options.nr_cpus, first, second) {
                 Some(cpus) => fence(function, boot::harts(cpus), call.arguments),
                 None => SbiRet::invalid_param(),
             },
@@ -86,28 +80,6 @@ impl GuestCpu {
             unsafe { csr::set!("hvip", csr::GUEST_SOFTWARE) };
         }
     }
-}
-
-fn answer_base(function: usize, argument: usize) -> SbiRet {
-    match function {
-        base::GET_SBI_SPEC_VERSION => SbiRet::success(2 << 24),
-        base::GET_SBI_IMPL_ID => SbiRet::success(IMPLEMENTATION),
-        base::PROBE_EXTENSION => SbiRet::success(usize::from(EXTENSIONS.contains(&argument))),
-        // The version, and the machine's identity: unknown.
-        base::GET_SBI_IMPL_VERSION | base::GET_MVENDORID | base::GET_MARCHID | base::GET_MIMPID => SbiRet::success(0),
-        _ => SbiRet::not_supported(),
-    }
-}
-
-/// The vCPUs of a mask, by bits. `None` if it names one that is not there.
-fn targets(linux: &Linux, mask: usize, first: usize) -> Option<u64> {
-    let all = (1 << linux.options.nr_cpus) - 1;
-    if first == usize::MAX {
-        return Some(all);
-    }
-    let mask = mask as u64;
-    let cpus = if first < 64 { mask << first } else { 0 };
-    (cpus & !all == 0 && cpus.count_ones() == mask.count_ones()).then_some(cpus)
 }
 
 /// A fence of the guest's on `harts`: of its instructions, or of its own page tables, with the VMID
