@@ -1,7 +1,7 @@
 //! The command line: its definitions, what runs for each command, and the messages for mistakes.
 //!
-//! `-h` prints what a newcomer needs, `--help` everything. Options that several commands have are in
-//! `options`. Short letters are those of KVM's selftests, and the same everywhere.
+//! `-h` prints what a newcomer needs, `--help` everything. Options that several commands have are
+//! in `options`. Short letters are those of KVM's selftests, and the same everywhere.
 
 use std::io::Write;
 use std::path::Path;
@@ -91,8 +91,8 @@ enum Experiment {
     ParallelFaults(ParallelFaultsArgs),
     /// Split huge pages on several nodes, by placement of the tables
     ///
-    /// The phases of `slat parallel-faults` over huge pages on several nodes, for each placement of the
-    /// tables that replace them.
+    /// The phases of `slat parallel-faults` over huge pages on several nodes, for each placement of
+    /// the tables that replace them.
     NumaSplit(NumaSplitArgs),
     /// Bring memory page by page, as vCPUs touch it
     ///
@@ -129,8 +129,9 @@ enum Experiment {
     Stress(StressArgs),
     /// Boot Linux on slat, on an emulated machine
     ///
-    /// A small hypervisor on the engine runs under QEMU or Bochs, with a guest that verifies its memory while
-    /// all operations run. It is built from the source; emulator and kernel are Debian packages.
+    /// A small hypervisor on the engine runs under QEMU or Bochs, with a guest that verifies its
+    /// memory while all operations run. It is built from the source; emulator and kernel are Debian
+    /// packages.
     Metal(MetalArgs),
 }
 
@@ -314,8 +315,8 @@ mod tests {
                 // Defaults differ.
                 let meaning = text.split(" [default").next().unwrap_or_default().to_owned();
                 let here = (arg.get_short(), meaning);
-                // CPUs of a modelled or emulated machine have no numbers to choose: only how many there are
-                // is of interest.
+                // CPUs of a modelled or emulated machine have no numbers to choose: only how many
+                // there are is of interest.
                 if [("scale", "cpus"), ("metal", "cpus")].contains(&(command.get_name(), long)) {
                     continue;
                 }

@@ -1,4 +1,5 @@
-//! The demonstration: the main use, in about 20 seconds, on any Linux machine. It ends on one screen.
+//! The demonstration: the main use, in about 20 seconds, on any Linux machine. It ends on one
+//! screen.
 
 use std::fmt::Write;
 

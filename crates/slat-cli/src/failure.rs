@@ -64,8 +64,9 @@ impl Failure {
         })
     }
 
-    /// Whether the output is a pipe without a reader, as in `slat man | head -1`. The reader has all
-    /// that it wanted. So the command ends quietly and with success, as the tools of a shell do.
+    /// Whether the output is a pipe without a reader, as in `slat man | head -1`. The reader has
+    /// all that it wanted. So the command ends quietly and with success, as the tools of a shell
+    /// do.
     pub(crate) fn is_closed_pipe(&self) -> bool {
         matches!(self, Failure::Print(source) | Failure::Write { source, .. } if source.kind() == ErrorKind::BrokenPipe)
     }
@@ -218,8 +219,8 @@ impl From<ModelError> for Failure {
     }
 }
 
-/// A message on one line. An error of a file in TOML has the line of the file below it, behind a bar
-/// and its number, and then the reason.
+/// A message on one line. An error of a file in TOML has the line of the file below it, behind a
+/// bar and its number, and then the reason.
 fn one_line(text: &str) -> String {
     let is_quoted = |line: &&str| {
         line.split_once('|').is_some_and(|(number, _)| number.trim().parse::<u32>().is_ok() || number.trim().is_empty())

@@ -1,8 +1,8 @@
 //! The command `slat`: parses its arguments, runs an experiment on the software machine, and
 //! prints.
 //!
-//! Exit codes: 0 done and verified, or no reader of the output is left; 1 a check or a claim failed;
-//! 2 bad usage; 3 this machine cannot serve an option; 130 interrupted.
+//! Exit codes: 0 done and verified, or no reader of the output is left; 1 a check or a claim
+//! failed; 2 bad usage; 3 this machine cannot serve an option; 130 interrupted.
 
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
@@ -37,9 +37,9 @@ use std::process::ExitCode;
 
 use slat_results::{busy, claims, quantity, statistics, table, turns};
 
-/// `slat scale` runs a model that numbers cache lines by the addresses of what it allocates. While it
-/// runs, the allocations of its thread come from an arena, at the same offsets in each process. All
-/// other allocations are the system's.
+/// `slat scale` runs a model that numbers cache lines by the addresses of what it allocates. While
+/// it runs, the allocations of its thread come from an arena, at the same offsets in each process.
+/// All other allocations are the system's.
 #[global_allocator]
 static ALLOCATOR: slat_model::arena::Allocator = slat_model::arena::Allocator;
 

@@ -129,9 +129,9 @@ fn is_for_arena(layout: Layout) -> bool {
     IS_IN_ARENA.get() && layout.align() <= 4096
 }
 
-// SAFETY: a block of the arena is aligned to the size of its class or to 4096, and so to the layout's
-// alignment, which is 4096 at most, and has its size at least; no block is handed out twice before it is freed. An address decides alone which of
-// both allocators it came from.
+// SAFETY: a block of the arena is aligned to the size of its class or to 4096, and so to the
+// layout's alignment, which is 4096 at most, and has its size at least; no block is handed out
+// twice before it is freed. An address decides alone which of both allocators it came from.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_for_arena(layout) {

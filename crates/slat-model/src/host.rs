@@ -5,8 +5,8 @@
 //! Frames have no memory: what an experiment needs of them is their node. A page gets its frame at
 //! its first resolve, on the node of the CPU that asks, as with first touch. It costs what the page
 //! fault of an operating system costs, with its locks. Later resolves only look it up. A page of
-//! shared memory may have a frame that the process has not mapped ([`ModelHost::place_shared`]). Its
-//! first resolve is a page fault that allocates nothing.
+//! shared memory may have a frame that the process has not mapped ([`ModelHost::place_shared`]).
+//! Its first resolve is a page fault that allocates nothing.
 
 #![expect(unsafe_code, reason = "implements Host")]
 
@@ -188,7 +188,8 @@ impl ModelHost {
         page + u64::from(place) * self.nodes.len() as u64
     }
 
-    /// Gives `page` its other frame, and returns the one that it had. The page is being invalidated.
+    /// Gives `page` its other frame, and returns the one that it had. The page is being
+    /// invalidated.
     pub(crate) fn move_page(&self, page: u64) -> u64 {
         let frame = self.frame_of(page);
         self.places[page as usize].fetch_xor(1, Relaxed);
@@ -239,7 +240,8 @@ impl ModelHost {
     /// The operating system finds the page, makes it if need be, and takes a reference to it.
     fn look_up(&self, page: u64) {
         let cost = &self.cost;
-        // get_user_pages: without a lock if the page is there, and else by a page fault of the process.
+        // get_user_pages: without a lock if the page is there, and else by a page fault of the
+        // process.
         if self.is_mapped(page) {
             machine::work(cost.page_lookup);
         } else if !self.wait_for_userfault(page) {
@@ -305,10 +307,10 @@ impl ModelHost {
     }
 }
 
-// SAFETY: page-table pages are in the arena, each in one place, where nothing else is. `flush` makes
-// each vCPU's TLB be dropped before its next access; a walk that was under way compares the count of
-// flushes before it reads or writes a PTE of the lowest level, and starts over. The answers of
-// `resolve` change by `move_page` alone, inside an invalidation.
+// SAFETY: page-table pages are in the arena, each in one place, where nothing else is. `flush`
+// makes each vCPU's TLB be dropped before its next access; a walk that was under way compares the
+// count of flushes before it reads or writes a PTE of the lowest level, and starts over. The
+// answers of `resolve` change by `move_page` alone, inside an invalidation.
 unsafe impl Host for ModelHost {
     type Backing = ();
 

@@ -9,8 +9,8 @@
 //! which may read it. A core forgets the lines that it has owned for longest: its capacity is
 //! counted in lines that it has fetched since.
 //!
-//! A core that has got a line to write it keeps it until it goes on to the next one: what it does to
-//! the line meanwhile comes before that one, whichever has asked first.
+//! A core that has got a line to write it keeps it until it goes on to the next one: what it does
+//! to the line meanwhile comes before that one, whichever has asked first.
 //!
 //! A line takes 32 bytes: up to four cores that share it, or the number of a set of cores.
 
@@ -31,8 +31,8 @@ use crate::topology::{MAX_CPUS, MAX_NODES, Topology};
 enum At {
     /// In no cache. Zeroes are such a line.
     Memory = 0,
-    /// In the caches of `owner` alone, or on its way there. If it came from another core, that is the
-    /// first of `sharers`, and has it until `left_at`.
+    /// In the caches of `owner` alone, or on its way there. If it came from another core, that is
+    /// the first of `sharers`, and has it until `left_at`.
     Owned = 1,
     /// In those of the first `nr_sharers` of `sharers`.
     Few = 2,
@@ -342,7 +342,8 @@ mod tests {
     fn an_access_costs_what_its_way_costs() {
         let mut lines = lines();
         let ns = |grant: Grant, now: Ps| (grant.at - now) as f64 / NS as f64;
-        // From memory, then from its own cache, then from the other core's, then from the other node.
+        // From memory, then from its own cache, then from the other core's, then from the other
+        // node.
         assert_eq!(ns(lines.request(0, 0, 7, Step::Load), 0), 85.0);
         assert_eq!(ns(lines.request(0, 1000 * NS, 7, Step::Rmw), 1000 * NS), 7.5);
         assert_eq!(ns(lines.request(1, 2000 * NS, 7, Step::Rmw), 2000 * NS), 57.0);

@@ -145,7 +145,8 @@ mod tests {
                 let claimed: Vec<&str> = claimed.map(|side| side.name.as_str()).collect();
                 let is_call = comparison.figure == "get_dirty_log";
                 assert!(claimed.is_empty() || is_call && [BEFORE, PROPOSED].starts_with(&claimed), "{claimed:?}");
-                // What was published as the baseline stands beside the first side that is not slat's.
+                // What was published as the baseline stands beside the first side that is not
+                // slat's.
                 assert_eq!(comparison.sides[1].name, BEFORE);
             }
         }

@@ -114,8 +114,8 @@ pub(crate) struct DirtyLogArgs {
     pub(crate) paging: PagingArg,
     /// Runs of each measurement [default: at most 500; migration: 100; range: 50]
     ///
-    /// Of each number and pattern (fewer where they take long, but 5, of KVM 3); bursts; or harvests
-    /// of a migration.
+    /// Of each number and pattern (fewer where they take long, but 5, of KVM 3); bursts; or
+    /// harvests of a migration.
     #[arg(long, value_name = "N", value_parser = positive::<u32>)]
     pub(crate) runs: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED, hide_short_help = true)]
@@ -206,8 +206,8 @@ impl Method {
     /// Those that `--method` chooses from.
     const SOFTWARE: [Method; 5] = [Method::SrcuCopy, Method::Xchg, Method::Xchg16, Method::Slat, Method::SlatLeaf];
 
-    /// Those that differ in how a call works, and not only in the size of a word: the default of long
-    /// workloads.
+    /// Those that differ in how a call works, and not only in the size of a word: the default of
+    /// long workloads.
     const WAYS: [Method; 4] = [Method::SrcuCopy, Method::Xchg, Method::Slat, Method::SlatLeaf];
 
     /// The name in options and results.

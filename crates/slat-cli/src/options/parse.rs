@@ -20,8 +20,8 @@ pub(crate) fn positive<N: FromStr<Err: Display> + Default + PartialEq>(text: &st
     }
 }
 
-/// A size as people write it (4096, 4K, 4KiB, "64 MiB"; all units are powers of 1024), a multiple of
-/// the page size.
+/// A size as people write it (4096, 4K, 4KiB, "64 MiB"; all units are powers of 1024), a multiple
+/// of the page size.
 pub(crate) fn size_bytes(text: &str) -> Result<u64, String> {
     let bytes = parse_size::Config::new().with_binary().parse_size(text);
     match bytes.map_err(|error| format!("{error}; write it as 4096, 64M or 1GiB"))? {

@@ -1,5 +1,6 @@
-//! The published figures of the series that lets KVM handle page faults in parallel (TDP MMU, 2021):
-//! dirty_log_perf_test on a machine with real CPUs. They show proportions, and decide nothing.
+//! The published figures of the series that lets KVM handle page faults in parallel (TDP MMU,
+//! 2021): dirty_log_perf_test on a machine with real CPUs. They show proportions, and decide
+//! nothing.
 
 use std::io::{self, Write};
 

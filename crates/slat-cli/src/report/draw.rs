@@ -28,8 +28,8 @@ const AXIS_HEIGHT: u32 = 88;
 /// Height of letters. The library's size is that of the whole line.
 const LETTERS: f64 = 27.0 * 1.24;
 
-/// Decades that have labels, at most: beside each other, a label such as `100 ns` takes a seventh of the
-/// width; one above another, less than a tenth of the height.
+/// Decades that have labels, at most: beside each other, a label such as `100 ns` takes a seventh
+/// of the width; one above another, less than a tenth of the height.
 const ACROSS: f64 = 5.0;
 const UPWARD: f64 = 8.0;
 

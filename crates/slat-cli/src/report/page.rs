@@ -80,8 +80,8 @@ pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
     Ok(Page { html: html.into_string(), nr_plots })
 }
 
-/// The table of contents, where there is more than one section: the systems, then the experiments that
-/// are no part of one.
+/// The table of contents, where there is more than one section: the systems, then the experiments
+/// that are no part of one.
 fn contents(systems: &[systems::Row<'_>], groups: &[Group<'_>]) -> Markup {
     let of_systems = systems.iter().map(|system| match system.title {
         "" => system.system.to_owned(),

@@ -150,8 +150,8 @@ impl Beside {
         guest.set_flags(MemoryRegionFlags::LOG_DIRTY_PAGES)?;
         let duration = self.duration_ns * PS_PER_NS;
         let end = machine::now() + duration;
-        // Each vCPU counts itself out. The main task would end the operations late: it has to wait for
-        // a CPU.
+        // Each vCPU counts itself out. The main task would end the operations late: it has to wait
+        // for a CPU.
         let nr_running = Rc::new(Cell::new(self.nr_vcpus));
         let operations = {
             let (guest, nr_running) = (Rc::clone(&guest), Rc::clone(&nr_running));

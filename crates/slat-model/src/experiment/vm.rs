@@ -36,8 +36,8 @@ pub(super) struct VmShape {
     pub(super) seed: u64,
 }
 
-/// The first pages of two vCPUs' parts are so far apart. A line of the dirty log's summary is of 128
-/// MiB, and each vCPU of the published runs had more memory than that.
+/// The first pages of two vCPUs' parts are so far apart. A line of the dirty log's summary is of
+/// 128 MiB, and each vCPU of the published runs had more memory than that.
 pub(super) fn pages_apart(nr_pages: u64) -> u64 {
     nr_pages.next_multiple_of(1 << 15)
 }
@@ -117,8 +117,8 @@ impl GuestVm {
         Ok(())
     }
 
-    /// Runs `program` on all vCPUs, with their numbers. Returns the time from their start to the end
-    /// of the last, and the first error.
+    /// Runs `program` on all vCPUs, with their numbers. Returns the time from their start to the
+    /// end of the last, and the first error.
     pub(super) fn run<E: 'static>(
         &self,
         program: impl Fn(&mut VirtualCpu, usize) -> Result<(), E> + 'static,

@@ -145,8 +145,8 @@ impl Userfault {
 }
 
 impl ModelHost {
-    /// From now on user space resolves the pages that have a descriptor and that the process has not
-    /// mapped.
+    /// From now on user space resolves the pages that have a descriptor and that the process has
+    /// not mapped.
     pub(crate) fn use_userfault(&self, shape: UserfaultShape, parameters: &Parameters) {
         let words = |nr_words: usize| (0..nr_words).map(|_| Word::default()).collect();
         let of = &parameters.userfault;

@@ -6,12 +6,10 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::machine::{self, BALLOON_MIB, verified};
+use crate::machine::{self, BALLOON_LEAST_KIB, BALLOON_MIB, HALF_BALLOON_PAGES, PAGE_BYTES, verified};
 use crate::pager;
 use crate::process::{Program, Round, file, listening};
 use crate::{Outcome, guest, http};
-
-const PAGE_BYTES: u64 = 4096;
 
 /// A process of Cloud Hypervisor.
 struct Vmm {
@@ -102,11 +100,10 @@ fn restore(folder: &Path, snapshot: &Path, name: &str) -> Outcome<(Vmm, Program)
 fn balloon(vmm: &mut Vmm, before: Round) -> Outcome<()> {
     let resize = |vmm: &Vmm, mib: u64| call(&vmm.api, "resize", &json!({"desired_balloon": mib << 20}));
     resize(vmm, BALLOON_MIB)?;
-    let most_kib = before.memory_kib - (BALLOON_MIB << 10) / 8 * 7;
+    let most_kib = before.memory_kib - BALLOON_LEAST_KIB;
     let less = vmm.program.round("a round with less memory", |round| round.memory_kib <= most_kib)?;
     resize(vmm, 0)?;
-    let least = (BALLOON_MIB << 20) / PAGE_BYTES / 2;
-    let all = vmm.program.round("a round with all memory", |round| round.nr_scratch >= least)?;
+    let all = vmm.program.round("a round with all memory", |round| round.nr_scratch >= HALF_BALLOON_PAGES)?;
     verified(&format!(
         "cloud-hypervisor: balloon: {} pages verified with {} KiB less, then {} and {} that were free",
         less.nr_pages,

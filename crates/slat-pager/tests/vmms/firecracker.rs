@@ -8,17 +8,14 @@ use std::thread;
 
 use serde_json::{Value, json};
 
-use crate::machine::{self, BALLOON_MIB, verified};
+use crate::machine::{self, BALLOON_LEAST_KIB, BALLOON_MIB, HALF_BALLOON_PAGES, PAGE_BYTES, verified};
 use crate::memory::GivenUp;
 use crate::pager::Pager;
 use crate::process::{PATIENCE, Program, Round, file, listening};
 use crate::{Outcome, guest, http};
 
-/// Pages of 4 KiB in a MiB.
-const PAGES_IN_MIB: u64 = 256;
 /// Faults after which the pager is killed: a small part of the guest's area.
 const NR_FAULTS: u64 = 200;
-const PAGE_BYTES: u64 = 4096;
 /// Restores without a pager: those of [`run`].
 const NR_RESTORES_WITHOUT: u32 = 4;
 /// Sizes of pages, as the API names them.
@@ -232,7 +229,7 @@ fn inflate(pager: &Pager, vmm: &mut Vmm, before: Round) -> Outcome<()> {
 
 /// Whether a round had less memory than `before`, by nearly all of the balloon.
 fn with_less(before: Round) -> impl Fn(&Round) -> bool {
-    let most_kib = before.memory_kib - (BALLOON_MIB << 10) / 8 * 7;
+    let most_kib = before.memory_kib - BALLOON_LEAST_KIB;
     move |round| round.memory_kib <= most_kib
 }
 
@@ -249,9 +246,8 @@ fn zeros(snapshot: &Snapshot, vmm: &Vmm) -> Outcome<()> {
     let found = found.recv_timeout(PATIENCE).map_err(|_| "the balloon's pages did not come in time")??;
     vmm.resume()?;
     // The balloon may take some pages that were never filled.
-    let least = BALLOON_MIB * PAGES_IN_MIB / 2;
-    if found.nr_zeros < least {
-        return Err(format!("of the balloon's pages less than {least} are zeros: {found:?}"));
+    if found.nr_zeros < HALF_BALLOON_PAGES {
+        return Err(format!("of the balloon's pages less than {HALF_BALLOON_PAGES} are zeros: {found:?}"));
     }
     verified(&format!(
         "firecracker: balloon: of {} pages that the guest had filled and freed {} are zeros now",
@@ -263,8 +259,7 @@ fn zeros(snapshot: &Snapshot, vmm: &Vmm) -> Outcome<()> {
 /// Gives all memory back to the guest, which uses it.
 fn deflate(vmm: &mut Vmm) -> Outcome<()> {
     vmm.balloon(0)?;
-    let least = BALLOON_MIB * PAGES_IN_MIB / 2;
-    let round = vmm.program.round("a round with all memory", |round| round.nr_scratch >= least)?;
+    let round = vmm.program.round("a round with all memory", |round| round.nr_scratch >= HALF_BALLOON_PAGES)?;
     verified(&format!(
         "firecracker: balloon: given back: {} pages verified, {} that were free",
         round.nr_pages, round.nr_scratch

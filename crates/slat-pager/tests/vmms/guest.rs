@@ -11,6 +11,10 @@ use std::thread;
 use crate::Outcome;
 use crate::init::load_module;
 
+/// Modules of the kernel: of Firecracker's devices. Those of Cloud Hypervisor are on PCI, which is
+/// part of the kernel.
+pub const MODULES: [&str; 2] = ["virtio_mmio", "virtio_balloon"];
+
 /// Pages of the area.
 pub const NR_PAGES: usize = 16 << 10;
 /// Words of a page.
@@ -97,8 +101,7 @@ pub fn run() -> Outcome<()> {
         println!("{WRONG}{why}");
         why
     };
-    // Firecracker's devices; those of Cloud Hypervisor are on PCI, which is part of the kernel.
-    for module in ["virtio_mmio", "virtio_balloon"] {
+    for module in MODULES {
         load_module(module).map_err(failed)?;
     }
     let mut area = Pages::new(NR_PAGES);

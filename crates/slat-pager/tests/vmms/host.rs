@@ -19,7 +19,7 @@ use std::process::Command;
 use cpio::NewcBuilder;
 
 use crate::process::{LONGEST_SILENCE, Program};
-use crate::{Outcome, init, machine};
+use crate::{Outcome, guest, init, machine};
 
 const FOLDER: u32 = 0o040_755;
 const PROGRAM: u32 = 0o100_755;
@@ -27,8 +27,6 @@ const CHARACTER_DEVICE: u32 = 0o020_600;
 /// The device numbers of `/dev/console` (Linux, Documentation/admin-guide/devices.txt).
 const CONSOLE: [u32; 2] = [5, 1];
 
-/// Modules of the kernel, for machine and guest.
-const MODULES: [&str; 5] = ["irqbypass", "kvm", "kvm-amd", "virtio_mmio", "virtio_balloon"];
 /// Memory of the machine: for all programs, two copies of the guest's, and the snapshot.
 const MEMORY: &str = "3G";
 /// The words of the machine's kernel. An emulated timer may look broken.
@@ -96,8 +94,9 @@ fn kernel(package: &Path) -> Outcome<PathBuf> {
     paths.find(is_kernel).ok_or_else(|| format!("{}/boot has no vmlinuz-*", package.display()))
 }
 
-/// The files of all [`MODULES`] that a package has.
+/// The files of all modules for machine and guest that a package has.
 fn modules(package: &Path) -> Outcome<Vec<PathBuf>> {
+    let is_needed = |name| machine::MODULES.contains(&name) || guest::MODULES.contains(&name);
     let mut found = Vec::new();
     let places = ["lib/modules", "usr/lib/modules"].map(|place| package.join(place));
     let mut folders: Vec<_> = places.into_iter().filter(|place| place.exists()).collect();
@@ -107,7 +106,7 @@ fn modules(package: &Path) -> Outcome<Vec<PathBuf>> {
             let name = entry.file_name().to_string_lossy().into_owned();
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 folders.push(entry.path());
-            } else if name.split_once(".ko").is_some_and(|(name, _)| MODULES.contains(&name)) {
+            } else if name.split_once(".ko").is_some_and(|(name, _)| is_needed(name)) {
                 found.push(entry.path());
             }
         }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::{Outcome, cloud_hypervisor, firecracker, init};
+use crate::{Outcome, cloud_hypervisor, firecracker, guest, init};
 
 /// The programs, in the machine.
 pub const PAGER: &str = "/slat-pager";
@@ -27,6 +27,14 @@ pub const NR_CPUS: u32 = 2;
 pub const MEMORY_MIB: u64 = 256;
 /// What a balloon takes of it.
 pub const BALLOON_MIB: u64 = 64;
+pub const PAGE_BYTES: u64 = 8 * guest::NR_WORDS as u64;
+/// Half of the pages that the balloon takes: it may take some others, too.
+pub const HALF_BALLOON_PAGES: u64 = (BALLOON_MIB << 20) / PAGE_BYTES / 2;
+/// Memory that the guest has less with the balloon, at least.
+pub const BALLOON_LEAST_KIB: u64 = (BALLOON_MIB << 10) / 8 * 7;
+
+/// Modules of the kernel, for the machine.
+pub const MODULES: [&str; 3] = ["irqbypass", "kvm", "kvm-amd"];
 
 /// The word on the machine's command line for Firecracker's steps without a pager, and no others.
 pub const WITHOUT_PAGER: &str = "vmms-pager=none";
@@ -34,7 +42,7 @@ pub const WITHOUT_PAGER: &str = "vmms-pager=none";
 /// Loads KVM, and runs the steps of each VMM that there is. `words` are those of the kernel's
 /// command line.
 pub fn run(words: &str) -> Outcome<()> {
-    for module in ["irqbypass", "kvm", "kvm-amd"] {
+    for module in MODULES {
         init::load_module(module)?;
     }
     type Steps = fn(&Path) -> Outcome<()>;

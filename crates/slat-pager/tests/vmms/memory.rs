@@ -8,8 +8,9 @@ use std::os::unix::fs::FileExt;
 
 use crate::Outcome;
 use crate::guest::{NR_WORDS, given_up};
+use crate::machine;
 
-const PAGE_BYTES: usize = NR_WORDS * 8;
+const PAGE_BYTES: usize = machine::PAGE_BYTES as usize;
 
 /// The pages that the guest had filled and freed before the snapshot, as the VMM has them now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -1,8 +1,8 @@
 //! Parallel page faults: the phases of dirty_log_perf_test on modelled machines.
 //!
-//! It predicts the published times of KVM with the exclusive lock and with the series (shared lock),
-//! on the published machine. Then it shows how the rate of faults grows with the number of CPUs, for
-//! each lock of slat, with the host around the engine and with the engine alone.
+//! It predicts the published times of KVM with the exclusive lock and with the series (shared
+//! lock), on the published machine. Then it shows how the rate of faults grows with the number of
+//! CPUs, for each lock of slat, with the host around the engine and with the engine alone.
 
 mod curves;
 mod prediction;
@@ -80,9 +80,9 @@ impl Case {
         )
     }
 
-    /// Memory of each vCPU, if `bytes` are wanted. With many CPUs and the host around the engine a page
-    /// takes the same time with less. The engine alone has them all, since its first faults are
-    /// slower.
+    /// Memory of each vCPU, if `bytes` are wanted. With many CPUs and the host around the engine a
+    /// page takes the same time with less. The engine alone has them all, since its first faults
+    /// are slower.
     fn bytes_each(self, bytes: u64) -> u64 {
         match self.around {
             Around::Host => bytes_for(self.nr_cpus, bytes),
@@ -90,7 +90,8 @@ impl Case {
         }
     }
 
-    /// Pages of all memory that is accessed, if each vCPU is wanted to have a part of `bytes` bytes.
+    /// Pages of all memory that is accessed, if each vCPU is wanted to have a part of `bytes`
+    /// bytes.
     fn nr_pages_in_all(self, bytes: u64) -> u64 {
         let nr_parts = match self.sharing {
             Sharing::Partitioned => self.nr_cpus as u64,
