@@ -8,13 +8,23 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{self, EventfdFlags, PollFd, PollFlags, Timespec};
-use rustix::fs::{self, MemfdFlags, OFlags};
+use rustix::fs::{self, MemfdFlags, OFlags, SealFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
 /// Makes a memory file of `size_bytes` zeros, close-on-exec, without a name, which can be sealed.
 pub(crate) fn memory_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
     let file = fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     fs::ftruncate(&file, size_bytes)?;
+    Ok(file)
+}
+
+/// The seals of every file that is shared: its size is fixed for ever.
+pub(crate) const FIXED_SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// As [`memory_file`], with a size that is fixed.
+pub(crate) fn sealed_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
+    let file = memory_file(name, size_bytes)?;
+    fs::fcntl_add_seals(&file, FIXED_SIZE)?;
     Ok(file)
 }
 

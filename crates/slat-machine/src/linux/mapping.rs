@@ -64,6 +64,16 @@ impl MappedMemory {
         Ok(MappedMemory { start: start.cast(), size_bytes })
     }
 
+    /// Maps the first `size_bytes` of `file`, as [`of_file`](Self::of_file), but that the file does
+    /// not get what is written here.
+    pub(crate) fn private_of_file(file: BorrowedFd<'_>, size_bytes: u64) -> io::Result<MappedMemory> {
+        let size_bytes = length(size_bytes)?;
+        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: without `FIXED` the kernel takes unused addresses.
+        let start = unsafe { mm::mmap(ptr::null_mut(), size_bytes, protection, flags, file, 0) }?;
+        Ok(MappedMemory { start: start.cast(), size_bytes })
+    }
+
     /// Maps the first `size_bytes` of `file`, as [`of_file`](Self::of_file), at a multiple of
     /// `align_bytes`.
     pub(crate) fn of_file_aligned(file: BorrowedFd<'_>, size_bytes: u64, align_bytes: u64) -> io::Result<MappedMemory> {

@@ -64,7 +64,7 @@ use crate::hardware::modification_log::ModificationLog;
 use crate::hardware::tlb::{Context, Geometry, Rights, Tlb};
 use crate::hardware::walk::cached::PteCache;
 use crate::hardware::walk::guest::{self, GuestStop};
-use crate::hardware::walk::{CountReads, Fault, HardwareFormat, Mapping, Processor, Purpose, Stop, Walker, page_size};
+use crate::hardware::walk::{Fault, HardwareFormat, Mapping, Processor, Purpose, Stop, WalkMemory, Walker, page_size};
 use crate::memory::numa::{WalkCounter, WalkReads};
 use crate::memory::phys;
 
@@ -544,16 +544,16 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
-    fn walk_counting<C: CountReads>(
+    fn walk_counting<C: WalkMemory>(
         &self,
         gva: Gva,
         access: Access,
         generation: Generation,
         cached: Option<&PteCache>,
-        counter: C,
+        memory: C,
     ) -> Result<Mapping, GuestStop> {
         let (root, processor, log) = (self.root, self.processor, self.log.as_ref());
-        let walker = Walker { port: &self.port, generation, root, processor, cached, log, counter };
+        let walker = Walker { port: &self.port, generation, root, processor, cached, log, memory };
         match self.paging {
             Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
             Paging::TwoDimensional => {

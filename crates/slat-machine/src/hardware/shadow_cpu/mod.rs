@@ -418,7 +418,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
         self.counters.nr_walks += 1;
         let (root, processor) = (loaded.root, Processor::of::<Npt>());
-        let walker = Walker { port: &self.port, generation, root, processor, cached: None, log: None, counter: () };
+        let walker = Walker { port: &self.port, generation, root, processor, cached: None, log: None, memory: () };
         Ok(shadow::walk(walker, loaded.levels, gva, access, self.needed.by(access)).map(|mapping| {
             debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
             // Its guest-physical page is unknown here: no flush by ranges uses it.

@@ -12,7 +12,7 @@ use std::cell::Cell;
 
 use slat::{GfnRange, Gpa, Hpa};
 
-use super::{CountReads, MAX_LEVELS, Stop, Used, Walker, shift};
+use super::{MAX_LEVELS, Stop, Used, WalkMemory, Walker, shift};
 use crate::hardware::commit::Scope;
 
 /// PTEs that are kept of the lowest level, and of each level above. One is replaced by another of
@@ -39,7 +39,7 @@ struct CachedPte {
 }
 
 // Inlined: a walk is called for each access that misses the TLB.
-impl<C: CountReads> Walker<'_, C> {
+impl<C: WalkMemory> Walker<'_, C> {
     /// Reads PTE `index` of the page-table page at `table`, of `level`, on the way to `gpa`.
     #[inline(always)]
     pub(super) fn read_pte(self, gpa: Gpa, table: Hpa, index: u64, level: u8) -> Result<Used, Stop> {

@@ -12,7 +12,7 @@ use slat::format::CpuFeatures;
 use slat::{Access, Gpa, Hpa, Level};
 
 use super::{
-    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
+    Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, WalkMemory, Walker,
 };
 use super::{MAX_LEVELS, address_mask, fetches_if, index, mapping, shift};
 use crate::hardware::tlb::{Rights, Writes};
@@ -56,7 +56,7 @@ unsafe impl HardwareFormat for slat::format::Ept {
 
     // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+    fn walk<C: WalkMemory>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
             Purpose::Data => access,
             Purpose::GuestTable => Access::Write,
@@ -115,7 +115,7 @@ unsafe impl HardwareFormat for slat::format::Ept {
         // With a guest's write-back it makes no difference whether its PAT is ignored (SDM vol. 3C,
         // "Memory Type Used for Translated Guest-Physical Addresses").
         let memory = memory_type(leaf).unwrap_or(Memory::Device);
-        mapping(gpa, leaf & address_mask(shift(level)), level, Grants { writes, fetches, memory })
+        mapping(walker, gpa, leaf & address_mask(shift(level)), level, Grants { writes, fetches, memory })
     }
 }
 
@@ -123,7 +123,7 @@ unsafe impl HardwareFormat for slat::format::Ept {
 /// that. A CPU that logs checks its log for room before it sets either flag, and logs the page
 /// before it sets the dirty flag.
 #[inline]
-pub(super) fn set<C>(used: Used, walker: Walker<'_, C>, gpa: Gpa, flags: u64) -> Result<u64, Stop> {
+pub(super) fn set<C: WalkMemory>(used: Used, walker: Walker<'_, C>, gpa: Gpa, flags: u64) -> Result<u64, Stop> {
     let missing = flags & !used.entry;
     if missing != 0
         && let Some(log) = walker.log

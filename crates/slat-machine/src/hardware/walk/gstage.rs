@@ -34,7 +34,7 @@ use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
 
 use super::cached::Kind;
 use super::{ALL_FETCHES, Marks, fetches_if, index, mapping, shift};
-use super::{CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Walker};
+use super::{Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, WalkMemory, Walker};
 use crate::hardware::commit::{FlushDomain, Scope};
 use crate::hardware::cpu;
 use crate::hardware::tlb::Writes;
@@ -94,7 +94,7 @@ macro_rules! gstage {
             }
 
             #[inline(always)]
-            fn walk<C: CountReads>(
+            fn walk<C: WalkMemory>(
                 walker: Walker<'_, C>,
                 gpa: Gpa,
                 access: Access,
@@ -140,7 +140,7 @@ fn flush_local(gpa: Gpa) {
 /// The walk from a root whose PTEs have level `ROOT`.
 // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
 #[inline(always)]
-fn walk_from<const ROOT: u8, C: CountReads>(
+fn walk_from<const ROOT: u8, C: WalkMemory>(
     walker: Walker<'_, C>,
     gpa: Gpa,
     access: Access,
@@ -207,7 +207,7 @@ fn walk_from<const ROOT: u8, C: CountReads>(
     let writes = if leaf & (WRITE | DIRTY) == WRITE | DIRTY { Writes::Allowed } else { Writes::MustWalk };
     let fetches = fetches_if(leaf & EXECUTE != 0, ALL_FETCHES);
     let memory = memory(leaf).unwrap_or(Memory::ByAddress);
-    mapping(gpa, address(leaf).0, level, Grants { writes, fetches, memory })
+    mapping(walker, gpa, address(leaf).0, level, Grants { writes, fetches, memory })
 }
 
 /// The address in a PTE: 56 bits.

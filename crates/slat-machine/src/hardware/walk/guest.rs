@@ -15,7 +15,7 @@ use slat::shadow::Gva;
 use slat::{Access, Gpa, PageSize};
 use thiserror::Error;
 
-use super::{CountReads, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
+use super::{HardwareFormat, Mapping, Purpose, Stop, Used, WalkMemory, Walker};
 use super::{address_mask, index, page_size, shift};
 use crate::hardware::tlb::{Rights, Writes};
 
@@ -74,7 +74,7 @@ pub enum GuestStop {
 ///
 /// # Errors
 /// [`GuestStop`]: why there is no translation.
-pub fn walk<F: HardwareFormat, C: CountReads>(
+pub fn walk<F: HardwareFormat, C: WalkMemory>(
     walker: Walker<'_, C>,
     table: Gpa,
     gva: Gva,

@@ -32,6 +32,7 @@
 
 pub mod cached;
 mod ept;
+pub mod foreign;
 mod gstage;
 pub mod guest;
 mod npt;
@@ -41,6 +42,8 @@ mod stage2;
 mod tests;
 #[cfg(test)]
 mod tests_attributes;
+#[cfg(test)]
+mod tests_foreign;
 #[cfg(test)]
 mod tests_gstage;
 #[cfg(test)]
@@ -70,21 +73,42 @@ use crate::memory::numa::WalkCounter;
 use crate::memory::phys;
 use crate::vm::machine::{Machine, MachineConfig, MachineConfigError, MachineError};
 
-/// Counts each second-stage PTE that a walk reads. A type and not an option, so that a walk without
-/// counting has no code for it.
-pub trait CountReads: Copy {
-    /// A PTE of level `level` was read in `table`.
-    fn count(self, table: Hpa, level: u8);
-}
+/// The memory that the page tables of a walk are in, and what is noted of the walk. A type and not
+/// an option, so that a walk in this machine's own memory, of which nothing is noted, has no code
+/// for it.
+///
+/// # Safety
+/// Where a [`Walker`] has such a value, each address that [`pointer_to`](WalkMemory::pointer_to)
+/// returns is that of a word which is mapped, and accessed atomically alone, as long as its
+/// generation is current.
+pub unsafe trait WalkMemory: Copy {
+    /// The address of the PTE at `hpa`; `None` if there is no memory.
+    #[inline]
+    fn pointer_to(self, hpa: Hpa) -> Option<*mut u64> {
+        phys::pointer_to(hpa)
+    }
 
-/// Counts nothing.
-impl CountReads for () {
+    /// Whether a leaf PTE may lead to `hpa`: whether there is memory.
+    #[inline]
+    fn has(self, hpa: Hpa) -> bool {
+        self.pointer_to(hpa).is_some()
+    }
+
+    /// A second-stage PTE of level `level` was read in `table`.
     #[inline]
     fn count(self, _table: Hpa, _level: u8) {}
+
+    /// A bit of the PTE at `at` was set.
+    #[inline]
+    fn changed(self, _at: *mut u64) {}
 }
 
-/// Counts by node.
-impl CountReads for &WalkCounter {
+// SAFETY: of this machine's own memory, see `Used::read`.
+unsafe impl WalkMemory for () {}
+
+/// Counts reads by node.
+// SAFETY: as above.
+unsafe impl WalkMemory for &WalkCounter {
     #[inline]
     fn count(self, table: Hpa, level: u8) {
         WalkCounter::count(self, table, level);
@@ -154,8 +178,8 @@ pub struct Walker<'a, C = ()> {
     pub(crate) cached: Option<&'a PteCache>,
     /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
     pub(crate) log: Option<&'a ModificationLog>,
-    /// Counts reads of second-stage PTEs.
-    pub(crate) counter: C,
+    /// Where the page tables are.
+    pub(crate) memory: C,
 }
 
 impl<'a> Walker<'a> {
@@ -167,7 +191,7 @@ impl<'a> Walker<'a> {
     /// `processor` says, and at each address in a directory entry below it. Each is aligned to its
     /// size, and all accesses to it are atomic.
     pub unsafe fn new(port: &'a Port, generation: Generation, root: Hpa, processor: Processor) -> Walker<'a> {
-        Walker { port, generation, root, processor, cached: None, log: None, counter: () }
+        Walker { port, generation, root, processor, cached: None, log: None, memory: () }
     }
 }
 
@@ -228,7 +252,7 @@ pub unsafe trait HardwareFormat: Format {
     ///
     /// # Errors
     /// [`Stop`]: why there is no translation.
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
+    fn walk<C: WalkMemory>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
 
     /// Builds a machine with shadow paging ([`MachineConfig::shadow`]). The engine has that with
     /// one format.
@@ -398,18 +422,18 @@ struct Used {
 impl Used {
     /// Reads PTE `index` of the page-table page at `table`; `None` if there is no memory.
     #[inline]
-    fn read<C>(walker: Walker<'_, C>, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
-        let Some(table) = phys::pointer_to::<u64>(table) else {
+    fn read<C: WalkMemory>(walker: Walker<'_, C>, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
+        let Some(at) = walker.memory.pointer_to(Hpa(table.0.wrapping_add(8 * index))) else {
             return Ok(None);
         };
-        let at = table.wrapping_add(index as usize);
         // SAFETY: the address came from the root, from a PTE that was read while the generation was
         // current, or from a directory entry that the CPU had cached. A page-table page is freed
         // only after a flush of its range that includes directory entries. (A flush of leaf PTEs
         // alone, `Scope::Leaves`, keeps cached directory entries of its range, and no page-table
         // page is freed after it.) So as long as the generation is current there is a page-table
         // page at `table`, and `index` is in it. (Hosts of tests whose flushes leave something out
-        // keep theirs mapped.) It is aligned to its size.
+        // keep theirs mapped.) It is aligned to its size. In other memory the word is there by the contract of
+        // `WalkMemory`.
         let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }
@@ -417,7 +441,7 @@ impl Used {
     /// Reads PTE `index` of the second-stage page-table page at `table`, of `level`; `None` if
     /// there is no memory.
     #[inline]
-    fn read_second_stage<C: CountReads>(
+    fn read_second_stage<C: WalkMemory>(
         walker: Walker<'_, C>,
         table: Hpa,
         index: u64,
@@ -425,21 +449,24 @@ impl Used {
     ) -> Result<Option<Used>, Stale> {
         let used = Used::read(walker, table, index)?;
         if used.is_some() {
-            walker.counter.count(table, level);
+            walker.memory.count(table, level);
         }
         Ok(used)
     }
 
     /// Sets `bits` in the PTE if they are not set. Returns the PTE's value after that.
     #[inline]
-    fn set<C>(self, walker: Walker<'_, C>, bits: u64) -> Result<u64, Stop> {
+    fn set<C: WalkMemory>(self, walker: Walker<'_, C>, bits: u64) -> Result<u64, Stop> {
         if self.entry & bits == bits {
             return Ok(self.entry);
         }
         let new = self.entry | bits;
         // SAFETY: as in `read`, and all writes to page tables are compare-and-exchanges.
         match unsafe { walker.port.compare_exchange_u64(walker.generation, self.at, self.entry, new)? } {
-            Ok(_) => Ok(new),
+            Ok(_) => {
+                walker.memory.changed(self.at);
+                Ok(new)
+            }
             Err(_) => Err(Stop::Restart),
         }
     }
@@ -480,13 +507,17 @@ pub(crate) fn page_size(level: u8) -> PageSize {
 /// The translation itself: the address `page` from the leaf, the offset from the guest-physical
 /// address.
 #[inline]
-fn mapping(gpa: Gpa, page: u64, level: u8, grants: Grants) -> Result<Mapping, Stop> {
+fn mapping<C: WalkMemory>(
+    walker: Walker<'_, C>,
+    gpa: Gpa,
+    page: u64,
+    level: u8,
+    grants: Grants,
+) -> Result<Mapping, Stop> {
     let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));
-    match phys::pointer_to::<u64>(hpa) {
-        Some(_) => {
-            let Grants { writes, fetches, memory } = grants;
-            Ok(Mapping { gpa, hpa, size: page_size(level), writes, fetches, memory })
-        }
-        None => Err(Stop::NoMemory { gpa, hpa }),
+    if !walker.memory.has(hpa) {
+        return Err(Stop::NoMemory { gpa, hpa });
     }
+    let Grants { writes, fetches, memory } = grants;
+    Ok(Mapping { gpa, hpa, size: page_size(level), writes, fetches, memory })
 }

@@ -10,7 +10,7 @@ use slat::{Access, Gpa, Hpa, Level};
 
 use super::{ALL_FETCHES, MAX_LEVELS, address_mask, fetches_if, index, mapping, shift};
 use super::{
-    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
+    Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, WalkMemory, Walker,
 };
 use crate::hardware::tlb::Writes;
 use crate::vm::machine::{Machine, MachineConfig, MachineError};
@@ -54,7 +54,7 @@ unsafe impl HardwareFormat for slat::format::Npt {
 
     // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+    fn walk<C: WalkMemory>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
             Purpose::Data => access,
             Purpose::GuestTable => Access::Write,
@@ -112,7 +112,7 @@ unsafe impl HardwareFormat for slat::format::Npt {
         let writes = if granted & WRITABLE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
         let fetches = fetches_if(denied == 0, ALL_FETCHES);
         let memory = memory(leaf, level, walker.processor.pat);
-        mapping(gpa, leaf & address_mask(shift(level)), level, Grants { writes, fetches, memory })
+        mapping(walker, gpa, leaf & address_mask(shift(level)), level, Grants { writes, fetches, memory })
     }
 }
 

@@ -29,7 +29,7 @@ use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level};
 
 use super::cached::Kind;
 use super::{ALL_FETCHES, Marks, index, mapping, page_size, shift};
-use super::{CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Walker};
+use super::{Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, WalkMemory, Walker};
 use crate::hardware::commit::{FlushDomain, Scope};
 use crate::hardware::cpu;
 use crate::hardware::tlb::{Rights, Writes};
@@ -102,7 +102,7 @@ unsafe impl HardwareFormat for slat::format::Stage2 {
 
     // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+    fn walk<C: WalkMemory>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
             Purpose::Data => access,
             Purpose::GuestTable => Access::Write,
@@ -173,7 +173,7 @@ unsafe impl HardwareFormat for slat::format::Stage2 {
         let writes = if leaf & WRITE != 0 { Writes::Allowed } else { Writes::MustWalk };
         let memory = memory(leaf, walker.processor.features).unwrap_or(Memory::Device);
         let grants = Grants { writes, fetches: fetches(leaf), memory };
-        mapping(gpa, leaf & address_mask(shift(level)), level, grants)
+        mapping(walker, gpa, leaf & address_mask(shift(level)), level, grants)
     }
 }
 

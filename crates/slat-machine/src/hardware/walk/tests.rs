@@ -97,7 +97,7 @@ impl Way {
             processor: self.processor,
             cached: None,
             log: None,
-            counter: (),
+            memory: (),
         }
     }
 

@@ -101,7 +101,7 @@ impl Way {
             processor: Processor::of::<Sv48x4>(),
             cached: None,
             log: None,
-            counter: (),
+            memory: (),
         }
     }
 

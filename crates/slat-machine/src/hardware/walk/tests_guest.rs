@@ -92,7 +92,7 @@ impl Guest {
             processor: Processor::of::<Npt>(),
             cached: None,
             log: None,
-            counter: (),
+            memory: (),
         }
     }
 

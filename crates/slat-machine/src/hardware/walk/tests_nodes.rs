@@ -80,7 +80,7 @@ impl Way {
             processor: Processor::of::<Npt>(),
             cached: None,
             log: None,
-            counter: &self.counter,
+            memory: &self.counter,
         }
     }
 

@@ -70,7 +70,7 @@ impl Way {
             processor: Processor::of::<Npt>(),
             cached: None,
             log: None,
-            counter: (),
+            memory: (),
         }
     }
 

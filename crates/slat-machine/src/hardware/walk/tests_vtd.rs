@@ -153,7 +153,7 @@ impl Tables {
         let processor = Processor { levels: self.tables.len() as u8, ..Processor::of::<Vtd>() };
         uninterrupted(Stop::Restart, || {
             let (root, generation) = (self.tables[0].hpa(), self.port.generation());
-            let walker = Walker { port: &self.port, generation, root, processor, cached: None, log: None, counter: () };
+            let walker = Walker { port: &self.port, generation, root, processor, cached: None, log: None, memory: () };
             Vtd::walk(walker, gpa, Access::Read, Purpose::Data)
         })
     }

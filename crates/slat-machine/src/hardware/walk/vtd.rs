@@ -21,7 +21,7 @@ use slat::{Access, Gpa, Hpa, Level};
 
 use super::{ALL_FETCHES, MAX_LEVELS, address_mask, index, mapping, shift};
 use super::{
-    CountReads, Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, Walker,
+    Fault, Grants, HardwareFormat, Mapping, Memory, Misconfiguration, Purpose, Stop, Used, WalkMemory, Walker,
 };
 use crate::hardware::tlb::Writes;
 
@@ -58,7 +58,7 @@ unsafe impl HardwareFormat for slat::format::Vtd {
 
     // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
-    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+    fn walk<C: WalkMemory>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
             Purpose::Data => access,
             Purpose::GuestTable => Access::Write,
@@ -108,7 +108,7 @@ unsafe impl HardwareFormat for slat::format::Vtd {
         let leaf = path[usize::from(level) - 1].set(walker, marks)?;
         let writes = if granted & WRITE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
         let grants = Grants { writes, fetches: ALL_FETCHES, memory: Memory::ByAddress };
-        mapping(gpa, leaf & address_mask(shift(level)), level, grants)
+        mapping(walker, gpa, leaf & address_mask(shift(level)), level, grants)
     }
 }
 

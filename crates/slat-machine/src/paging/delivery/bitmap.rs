@@ -19,6 +19,7 @@ use slat::slots::UserfaultWords;
 
 use super::error::{AttachError, DeliveryConfigError};
 use super::shared;
+use crate::linux::descriptors::sealed_file;
 use crate::linux::mapping::MappedMemory;
 
 /// Its name in errors.
@@ -41,7 +42,7 @@ impl SharedBitmap {
     pub fn new(nr_pages: u64) -> Result<SharedBitmap, DeliveryConfigError> {
         let failed = |call| move |source| DeliveryConfigError::System { call, source };
         let size_bytes = file_bytes(nr_pages).ok_or(DeliveryConfigError::BadBitmap { nr_pages })?;
-        let file = shared::sealed_file(c"slat-userfault-bitmap", size_bytes).map_err(failed("memfd_create"))?;
+        let file = sealed_file(c"slat-userfault-bitmap", size_bytes).map_err(failed("memfd_create"))?;
         SharedBitmap::map(file, nr_pages).map_err(failed("mmap"))
     }
 

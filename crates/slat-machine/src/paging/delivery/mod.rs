@@ -61,7 +61,7 @@ pub use guest_page::GuestPage;
 pub use port::{DeliveryPort, MAX_ANSWERS, Parked, PortStats, Requested, Waiter};
 pub use resolver::{PageClaim, Request, Resolver, ResolverStats, Shard, ShardWake};
 
-use crate::linux::descriptors::EventFd;
+use crate::linux::descriptors::{EventFd, sealed_file};
 use handshake::{Deadline, Welcome};
 use ring::{RingLayout, SharedRings};
 use session::{Session, Shared};
@@ -256,7 +256,7 @@ impl Delivery {
             let _ = handshake::send_welcome(&stream, welcome, deadline);
             return Err(error);
         }
-        let file = shared::sealed_file(c"slat-rings", layout.size_bytes()).map_err(failed("memfd_create"))?;
+        let file = sealed_file(c"slat-rings", layout.size_bytes()).map_err(failed("memfd_create"))?;
         let rings = SharedRings::new(file.as_fd(), layout).map_err(failed("mmap"))?;
         let doorbells = (0..layout.nr_shards).map(|_| EventFd::new()).collect::<Result<Vec<_>, _>>();
         let doorbells = doorbells.map_err(failed("eventfd"))?;

@@ -11,27 +11,16 @@
 //!
 //! Interface: fcntl(2) "File Sealing".
 
-use std::ffi::CStr;
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{self, SealFlags, SeekFrom};
 use rustix::mm::Advice;
 
-use crate::linux::descriptors::{memory_file, poll};
+use crate::linux::descriptors::{FIXED_SIZE, poll};
 use crate::linux::mapping::MappedMemory;
-
-/// The seals of every file that is shared: its size is fixed for ever.
-const FIXED_SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
-/// Makes a memory file of `size_bytes` zeros, whose size is fixed.
-pub(super) fn sealed_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
-    let file = memory_file(name, size_bytes)?;
-    fs::fcntl_add_seals(&file, FIXED_SIZE)?;
-    Ok(file)
-}
 
 /// Whether the file cannot become smaller; a file that supports no seals is not sealed.
 pub(super) fn is_sealed(file: BorrowedFd<'_>) -> bool {

@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd;
 use super::super::handshake::{self as messages, Deadline, Hello, MAGIC, VERSION, Welcome};
 use super::super::ring::RingLayout;
 use super::*;
+use crate::linux::descriptors::sealed_file;
 use crate::memory::{Backing, BackingKind};
 
 /// For a silent side: nothing has to happen within it.
@@ -103,7 +104,7 @@ struct Sent {
 /// What a resolver returns for a VMM that sends this.
 fn resolver_of(spoil: impl FnOnce(&mut Sent)) -> Result<(), AttachError> {
     let layout = RingLayout { nr_shards: 1, nr_waiters: 2, nr_vcpus: 2, nr_entries: 4 };
-    let file = |size_bytes| shared::sealed_file(c"slat-test", size_bytes).unwrap();
+    let file = |size_bytes| sealed_file(c"slat-test", size_bytes).unwrap();
     let mut files = vec![file(layout.size_bytes()), file(PAGE_SIZE), file(64 * PAGE_SIZE)];
     files.extend((0..3).map(|_| EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap()));
     let welcome = Welcome {
@@ -213,7 +214,7 @@ fn bitmaps_without_seals_or_too_short_are_refused() {
     assert!(matches!(SharedBitmap::new(0), Err(DeliveryConfigError::BadBitmap { nr_pages: 0 })));
     assert!(matches!(SharedBitmap::new(u64::MAX), Err(DeliveryConfigError::BadBitmap { .. })));
     assert!(matches!(SharedBitmap::from_fd(unsealed(PAGE_SIZE), 64), Err(AttachError::NotSealed { .. })));
-    let short = shared::sealed_file(c"slat-test", 8).unwrap();
+    let short = sealed_file(c"slat-test", 8).unwrap();
     let refused = SharedBitmap::from_fd(short, 65);
     assert!(matches!(refused, Err(AttachError::WrongSize { expected_bytes: 16, found_bytes: 8, .. })), "{refused:?}");
     let bitmap = SharedBitmap::new(65).unwrap();

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::shared;
 use super::*;
+use crate::linux::descriptors::sealed_file;
 use crate::linux::mapping::MappedMemory;
 
 /// Words of 8 bytes in a page.
@@ -82,7 +83,7 @@ impl World {
 }
 
 fn guest_memory(nr_pages: u64) -> (OwnedFd, MappedMemory) {
-    let file = shared::sealed_file(c"slat-test-memory", nr_pages * PAGE_SIZE).unwrap();
+    let file = sealed_file(c"slat-test-memory", nr_pages * PAGE_SIZE).unwrap();
     let mapping = MappedMemory::of_file(file.as_fd(), 0, nr_pages * PAGE_SIZE).unwrap();
     (file, mapping)
 }
