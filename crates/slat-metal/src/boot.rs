@@ -15,8 +15,8 @@ pub const MAX_CPUS: usize = 8;
 /// The stack of a CPU. There is no guard page: an overflow would reach the page tables.
 pub(crate) const STACK_BYTES: usize = 1 << 16;
 
-/// Milliseconds until a CPU that was started has to be there.
-const START_MS: u64 = 2000;
+/// Nanoseconds until a CPU that was started has to be there: an emulator's host may be busy.
+const START_NS: u64 = 10_000_000_000;
 
 unsafe extern "C" {
     static image_start: u8;
@@ -159,7 +159,7 @@ pub fn note_present() {
 
 /// A CPU did not start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("{present} of {wanted} CPUs came up within {} s", START_MS / 1000)]
+#[error("{present} of {wanted} CPUs came up within {} s", START_NS / 1_000_000_000)]
 pub struct MissingCpus {
     /// CPUs that are there.
     pub present: u32,
@@ -172,11 +172,50 @@ pub struct MissingCpus {
 /// # Errors
 /// [`MissingCpus`].
 pub fn wait_for_cpus(wanted: u32) -> Result<(), MissingCpus> {
-    for _ in 0..START_MS {
-        if PRESENT.load(Ordering::Acquire) >= wanted {
-            return Ok(());
+    // Acquire: a CPU has set itself up before.
+    wait(wanted, || PRESENT.load(Ordering::Acquire), clock::now_ns)
+}
+
+/// By the clock, and not by a number of looks: these take any time.
+fn wait(wanted: u32, present: impl Fn() -> u32, now_ns: impl Fn() -> u64) -> Result<(), MissingCpus> {
+    let end = now_ns().saturating_add(START_NS);
+    loop {
+        // Before the look, so that the last look is late enough.
+        let now = now_ns();
+        match present() {
+            present if present >= wanted => return Ok(()),
+            present if now >= end => return Err(MissingCpus { present, wanted }),
+            _ => core::hint::spin_loop(),
         }
-        clock::wait_us(1000);
     }
-    Err(MissingCpus { present: PRESENT.load(Ordering::Acquire), wanted })
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::string::ToString;
+    use core::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_cpu_that_never_comes_is_waited_for_as_long_as_the_clock_says() {
+        let (now, nr_looks) = (Cell::new(7), Cell::new(0));
+        let clock = |step: u64| {
+            let now = &now;
+            move || now.replace(now.get() + step)
+        };
+        let present = |of: u32| {
+            nr_looks.set(nr_looks.get() + 1);
+            of
+        };
+        assert_eq!(wait(2, || present(1), clock(START_NS / 4)), Err(MissingCpus { present: 1, wanted: 2 }));
+        assert_eq!(nr_looks.take(), 4);
+        // A clock that goes on by more than that while the CPU looks once.
+        assert_eq!(wait(2, || present(1), clock(2 * START_NS)), Err(MissingCpus { present: 1, wanted: 2 }));
+        assert_eq!(nr_looks.take(), 1);
+        // The CPU comes late, and the clock wraps never.
+        now.set(u64::MAX - 3);
+        assert_eq!(wait(2, || present(u32::from(nr_looks.get() > 1) + 1), clock(0)), Ok(()));
+        assert_eq!(MissingCpus { present: 1, wanted: 2 }.to_string(), "1 of 2 CPUs came up within 10 s");
+    }
 }

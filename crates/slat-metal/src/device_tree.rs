@@ -6,6 +6,7 @@
 
 use core::slice;
 
+use arrayvec::{ArrayVec, CapacityError};
 use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::standard::{NodeStandard, Status};
 use dtoolkit::{Node, Property, ToCellInt};
@@ -63,38 +64,9 @@ pub enum TreeError {
     BadPlace(#[from] BadPlace<'static>),
 }
 
-/// A list without allocation.
-#[derive(Clone, Copy, Debug)]
-pub struct List<T: Copy, const N: usize> {
-    items: [Option<T>; N],
-    len: usize,
-}
-
-impl<T: Copy, const N: usize> List<T, N> {
-    const fn new() -> List<T, N> {
-        List { items: [None; N], len: 0 }
-    }
-
-    /// Adds `item`, unless the list is full.
-    fn push(&mut self, item: T) -> Result<(), TreeError> {
-        *self.items.get_mut(self.len).ok_or(TreeError::TooMany)? = Some(item);
-        self.len += 1;
-        Ok(())
-    }
-
-    /// How much is in it.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether nothing is in it.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// What is in it.
-    pub fn iter(&self) -> impl Iterator<Item = T> + Clone + '_ {
-        self.items.iter().flatten().copied()
+impl From<CapacityError<Span>> for TreeError {
+    fn from(_: CapacityError<Span>) -> TreeError {
+        TreeError::TooMany
     }
 }
 
@@ -138,35 +110,35 @@ pub fn span(node: FdtNode<'_>, index: usize) -> Option<Span> {
 }
 
 /// The ranges of memory, which are apart from each other.
-fn memory(tree: Fdt<'static>) -> Result<List<Span, MAX_SPANS>, TreeError> {
-    let mut found = List::<Span, MAX_SPANS>::new();
+fn memory(tree: Fdt<'static>) -> Result<ArrayVec<Span, MAX_SPANS>, TreeError> {
+    let mut found = ArrayVec::<Span, MAX_SPANS>::new();
     for node in tree.root().children().filter(|node| node.name_without_address() == "memory") {
         for span in spans(node)? {
             let span = span?;
             if span.size_bytes() == 0 {
                 continue;
             }
-            if let Some(other) = found.iter().find(|&other| span.overlaps(other)) {
+            if let Some(other) = found.iter().find(|&&other| span.overlaps(other)) {
                 return Err(TreeError::Overlap(other.start, span.start));
             }
-            found.push(span)?;
+            found.try_push(span)?;
         }
     }
-    if found.len == 0 { Err(TreeError::NoMemory) } else { Ok(found) }
+    if found.is_empty() { Err(TreeError::NoMemory) } else { Ok(found) }
 }
 
 /// Memory that is not free: the tree itself, and what it reserves.
-fn holes(tree: Fdt<'static>) -> Result<List<Span, MAX_SPANS>, TreeError> {
-    let mut found = List::new();
+fn holes(tree: Fdt<'static>) -> Result<ArrayVec<Span, MAX_SPANS>, TreeError> {
+    let mut found = ArrayVec::new();
     let start = tree.data().as_ptr().addr() as u64;
-    found.push(Span { start, end: start + tree.data().len() as u64 })?;
+    found.try_push(Span { start, end: start + tree.data().len() as u64 })?;
     for reservation in tree.memory_reservations() {
         let (start, size_bytes) = (reservation.address(), reservation.size());
-        found.push(Span { start, end: start.checked_add(size_bytes).ok_or(TreeError::Wraps(start))? })?;
+        found.try_push(Span { start, end: start.checked_add(size_bytes).ok_or(TreeError::Wraps(start))? })?;
     }
     for node in tree.find_node("/reserved-memory").into_iter().flat_map(|node| node.children()) {
         for span in spans(node)? {
-            found.push(span?)?;
+            found.try_push(span?)?;
         }
     }
     Ok(found)
@@ -185,10 +157,10 @@ fn chosen(tree: Fdt<'static>, name: &str) -> &'static str {
 }
 
 /// The memory map: what is memory, and what of it is not free.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct MemoryMap {
-    memory: List<Span, MAX_SPANS>,
-    holes: List<Span, MAX_SPANS>,
+    memory: ArrayVec<Span, MAX_SPANS>,
+    holes: ArrayVec<Span, MAX_SPANS>,
 }
 
 impl MemoryMap {
@@ -206,7 +178,7 @@ impl MemoryMap {
     fn check_files(&self, image: Span, files: &[Option<Span>]) -> Result<(), TreeError> {
         for (index, file) in files.iter().enumerate().filter_map(|(index, &file)| Some((index, file?))) {
             let others = files[..index].iter().flatten().copied();
-            let is_used = self.holes.iter().chain([image]).chain(others).any(|used| file.overlaps(used));
+            let is_used = self.holes.iter().copied().chain([image]).chain(others).any(|used| file.overlaps(used));
             if is_used || !self.is_memory(file) {
                 return Err(TreeError::FileOutside(file.start));
             }
@@ -215,8 +187,8 @@ impl MemoryMap {
     }
 
     fn regions(&self) -> impl Iterator<Item = Region> {
-        let memory = self.memory.iter().map(|span| Region { span, kind: RegionKind::Ram });
-        memory.chain(self.holes.iter().map(|span| Region { span, kind: RegionKind::Firmware }))
+        let memory = self.memory.iter().map(|&span| Region { span, kind: RegionKind::Ram });
+        memory.chain(self.holes.iter().map(|&span| Region { span, kind: RegionKind::Firmware }))
     }
 }
 
@@ -255,9 +227,9 @@ pub struct Cpu {
 ///
 /// # Errors
 /// [`TreeError::NoCpus`], [`TreeError::NoBootCpu`], [`TreeError::SameCpu`], [`TreeError::Broken`].
-pub fn cpus(tree: Fdt<'static>, boot_cpu: u64) -> Result<List<Cpu, MAX_CPUS>, TreeError> {
+pub fn cpus(tree: Fdt<'static>, boot_cpu: u64) -> Result<ArrayVec<Cpu, MAX_CPUS>, TreeError> {
     let all = tree.cpus().map_err(|_| TreeError::NoCpus)?;
-    let (mut first, mut others) = (None, List::<Cpu, { MAX_CPUS - 1 }>::new());
+    let (mut first, mut others) = (None, ArrayVec::<Cpu, { MAX_CPUS - 1 }>::new());
     for node in all.cpus().filter(|node| matches!(node.status(), Ok(Status::Okay))) {
         for id in node.ids().map_err(|_| TreeError::Broken("the property reg of a CPU"))? {
             let number = id.to_int::<u64>().map_err(|_| TreeError::Broken("the number of a CPU"))?;
@@ -270,17 +242,15 @@ pub fn cpus(tree: Fdt<'static>, boot_cpu: u64) -> Result<List<Cpu, MAX_CPUS>, Tr
             if is_known {
                 return Err(TreeError::SameCpu(number));
             }
-            if number != boot_cpu && others.len < MAX_CPUS - 1 {
-                others.push(cpu)?;
+            if number != boot_cpu && !others.is_full() {
+                others.push(cpu);
             }
         }
     }
     let Some(first) = first else {
-        return Err(if others.len == 0 { TreeError::NoCpus } else { TreeError::NoBootCpu(boot_cpu) });
+        return Err(if others.is_empty() { TreeError::NoCpus } else { TreeError::NoBootCpu(boot_cpu) });
     };
-    let mut found = List::new();
-    [first].into_iter().chain(others.iter()).try_for_each(|cpu| found.push(cpu))?;
-    Ok(found)
+    Ok(core::iter::once(first).chain(others).collect())
 }
 
 #[cfg(test)]

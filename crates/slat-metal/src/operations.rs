@@ -34,6 +34,9 @@ const BLOCK_PAGES: u64 = 512;
 /// Pages of a block of the copy.
 const COPY_PAGES: usize = 512;
 
+/// Of so many harvests one copies all memory before it takes the log, for [`Control::CopyBeforeLog`].
+const HARVESTS_FOR_ALL: u64 = 8;
+
 /// Words of a page.
 const PAGE_WORDS: usize = PAGE_SIZE as usize / 8;
 
@@ -91,6 +94,7 @@ struct DirtyCopy {
     bitmap: Vec<u64>,
     /// Comparisons with the memory, while the log was on.
     nr_checks: u64,
+    nr_harvests: u64,
 }
 
 /// The memslot, and what is done to it.
@@ -129,6 +133,7 @@ impl<F: Format> Operations<F> {
                 .collect(),
             bitmap: memslot.new_bitmap(),
             nr_checks: 0,
+            nr_harvests: 0,
         };
         // A page that the guest only reads is never in the log.
         (0..ram.nr_pages()).for_each(|page| ram.fill(page, copied(&copy, page)));
@@ -290,7 +295,9 @@ impl<F: Format> Operations<F> {
         if let Some(mut copy) = self.copy.try_lock()
             && copy.is_on
         {
-            if self.control == Control::CopyBeforeLog {
+            // One in some: copying all takes long.
+            copy.nr_harvests += 1;
+            if self.control == Control::CopyBeforeLog && copy.nr_harvests % HARVESTS_FOR_ALL == 0 {
                 self.copy_all(&copy);
                 // So that an emulator that runs the CPUs in turns lets the guest write.
                 (0..8).for_each(|_| core::hint::spin_loop());

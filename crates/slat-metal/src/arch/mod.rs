@@ -47,6 +47,7 @@ mod riscv {
     mod code;
     mod fault;
     mod features;
+    mod machine;
     mod linux {
         mod answers;
         mod image;

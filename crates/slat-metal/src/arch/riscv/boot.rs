@@ -4,14 +4,13 @@
 
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use dtoolkit::fdt::{Fdt, FdtNode};
-use dtoolkit::{Node, Property};
-use thiserror::Error;
+use dtoolkit::fdt::Fdt;
 
 use super::features::Features;
+use super::machine::{BootError, Harts, Uart};
 use super::{USABLE, clock};
 use crate::boot::{BootInfo, MAX_CPUS, STACK_BYTES, Span};
-use crate::device_tree::{self, Cpu, TreeError};
+use crate::device_tree;
 
 core::arch::global_asm!(
     ".set MAX_CPUS, {max_cpus}",
@@ -24,23 +23,6 @@ core::arch::global_asm!(
 );
 
 const _: () = assert!(STACK_BYTES.is_power_of_two(), "boot.s multiplies by it");
-
-/// A machine that cannot be run.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-pub enum BootError {
-    /// The device tree.
-    #[error(transparent)]
-    Tree(#[from] TreeError),
-    /// A number that no mask has.
-    #[error("the device tree has hart {0}; numbers below 64 are possible")]
-    LargeHart(u64),
-    /// The UART is no device that a guest can have.
-    #[error("the device tree has a UART at {0:#x}, where memory is, or where no register can be")]
-    BadUart(u64),
-    /// No clock.
-    #[error("the device tree has no frequency of the time counter (timebase-frequency)")]
-    NoFrequency,
-}
 
 /// The number of the hart of each CPU, the boot hart first.
 static HARTS: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
@@ -74,11 +56,7 @@ pub fn features() -> Features {
 /// The UART's registers and its frequency in hertz, if the machine has one.
 pub fn uart() -> Option<(Span, u64)> {
     let [start, hz] = [0, 1].map(|index| UART[index].load(Ordering::Relaxed));
-    (start != 0).then_some((uart_at(start), hz))
-}
-
-fn uart_at(start: u64) -> Span {
-    Span { start, end: start.saturating_add(0x100) }
+    (start != 0).then_some((Uart { start, hz }.span(), hz))
 }
 
 /// Reads the device tree at `tree`, of the machine whose hart `boot_hart` calls.
@@ -101,55 +79,27 @@ pub unsafe fn read(boot_hart: u64, tree: u64) -> Result<BootInfo, BootError> {
     Ok(boot)
 }
 
-fn text(node: FdtNode<'static>, name: &str) -> Option<&'static str> {
-    node.property(name)?.value_as::<&'static str>().ok()
-}
-
-fn number(node: FdtNode<'static>, name: &str) -> Option<u64> {
-    let property = node.property(name)?;
-    property.value_as::<u32>().map(u64::from).or_else(|_| property.value_as::<u64>()).ok()
-}
-
 /// Notes the harts that can be started.
 ///
 /// # Safety
 /// The tree is that of the machine: a flush reaches these harts. No other CPU has started.
 unsafe fn read_harts(fdt: Fdt<'static>, boot_hart: u64) -> Result<(), BootError> {
-    let cpus = fdt.find_node("/cpus").ok_or(TreeError::NoCpus)?;
-    clock::set_frequency(number(cpus, "timebase-frequency").filter(|&hz| hz > 0).ok_or(BootError::NoFrequency)?);
-    let harts = device_tree::cpus(fdt, boot_hart)?;
-    let mut features = Features::all();
-    for (place, Cpu { number: hart, node }) in HARTS.iter().zip(harts.iter()) {
-        if hart >= 64 {
-            return Err(BootError::LargeHart(hart));
-        }
-        place.store(hart, Ordering::Relaxed);
-        let names = node.property("riscv,isa-extensions").and_then(|names| names.value_as().ok());
-        let names = names.map(|names: dtoolkit::FdtStringListIterator<'static>| Features::of_names(names));
-        let isa = text(node, "riscv,isa").map(Features::of_isa);
-        features &= names.or(isa).unwrap_or(Features::empty());
-    }
-    NR_HARTS.store(harts.len(), Ordering::Relaxed);
-    FEATURES.store(features.bits(), Ordering::Relaxed);
+    let found = Harts::read(fdt, boot_hart)?;
+    clock::set_frequency(found.time_per_s);
+    HARTS.iter().zip(&found.numbers).for_each(|(place, &number)| place.store(number, Ordering::Relaxed));
+    NR_HARTS.store(found.numbers.len(), Ordering::Relaxed);
+    FEATURES.store(found.features.bits(), Ordering::Relaxed);
     Ok(())
 }
 
-/// Notes the first UART of the kind that PCs have. A guest gets the pages that it is in.
+/// Notes the UART. A guest gets the pages that it is in.
 ///
 /// # Safety
 /// The tree is that of the machine, and `boot` has its memory map.
 unsafe fn read_uart(fdt: Fdt<'static>, boot: &BootInfo) -> Result<(), BootError> {
-    let is_uart =
-        |node: &FdtNode<'static>| node.compatible().is_some_and(|mut names| names.any(|name| name == "ns16550a"));
-    let mut nodes = fdt.find_node("/soc").into_iter().flat_map(|node| node.children());
-    let Some(node) = nodes.find(is_uart) else { return Ok(()) };
-    let Some(Span { start, .. }) = device_tree::span(node, 0) else { return Ok(()) };
-    let pages = uart_at(start).pages();
-    // Also what is reserved: the firmware is there.
-    if pages.and(USABLE) != pages || boot.regions().any(|region| region.span.overlaps(pages)) {
-        return Err(BootError::BadUart(start));
+    if let Some(Uart { start, hz }) = Uart::read(fdt, USABLE, boot.regions())? {
+        UART[0].store(start, Ordering::Relaxed);
+        UART[1].store(hz, Ordering::Relaxed);
     }
-    UART[0].store(start, Ordering::Relaxed);
-    UART[1].store(number(node, "clock-frequency").unwrap_or_default(), Ordering::Relaxed);
     Ok(())
 }

@@ -15,6 +15,7 @@ pub mod features;
 pub mod flush;
 pub mod guest;
 pub mod linux;
+pub mod machine;
 pub mod measured;
 pub mod run;
 pub mod trap;
