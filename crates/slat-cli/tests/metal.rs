@@ -1,5 +1,5 @@
-//! `slat metal` for its user: bad input, and the lines of hypervisor and guest, from an emulator that
-//! is a script. Nothing is built and nothing downloaded.
+//! `slat metal` for its user: bad input, and the lines of hypervisor and guest, from an emulator
+//! that is a script. Nothing is built and nothing downloaded.
 #![allow(missing_docs)]
 
 mod common;
@@ -89,7 +89,7 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --cpus 8", "8 is not in 1..=7"),
         ("metal --cpus two", "invalid digit"),
         ("metal --machine power", "[possible values: svm, vmx, arm, riscv]"),
-        ("metal --guest windows", "[possible values: suite, linux, migration, measure]"),
+        ("metal --guest windows", "[possible values: suite, linux, migration, measure, wild]"),
         ("metal --control all", "[possible values: none, no-flush"),
         ("metal --operations 0", "at least 1"),
         ("metal --memory 128M", "must be from 256M to 1G"),
@@ -110,6 +110,10 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --machine riscv --control flush-before-break", "no meaning with --machine riscv"),
         ("metal --guest suite --peer kvm", "--peer goes with --guest measure"),
         ("metal --machine vmx --guest suite --qemu qemu", "--qemu goes with --machine svm, arm or riscv"),
+        ("metal --guest wild --cpus 2", "--guest wild has one CPU; leave --cpus out"),
+        ("metal --guest wild --control no-flush", "--control go with --guest suite or linux"),
+        ("metal --guest linux --control wrong-pte", "--control wrong-pte goes with --guest suite"),
+        ("metal --machine vmx --guest suite --control wrong-pte", "no meaning with --machine vmx"),
         ("metal --kernel /no/such/kernel", "--kernel /no/such/kernel: No such file"),
         ("metal --kernel /dev/null", "--kernel /dev/null is no file"),
         ("metal --image /no/such/image", "--image /no/such/image: No such file"),
@@ -130,6 +134,7 @@ fn bad_usage_exits_with_2_and_one_line() {
 
 #[test]
 fn what_is_not_to_be_had_exits_with_3_and_one_line() {
+    assert_refused("metal --machine arm --guest wild", 3, "--guest wild is not there yet; choose --guest suite");
     assert_refused("metal --machine vmx", 3, "--machine vmx with --guest linux is not there yet; choose --guest suite");
     assert_refused("metal --machine vmx --guest measure", 3, "--machine vmx with --guest measure is not there yet");
     let line = "--machine arm with --guest migration is not there yet; choose --guest linux, or --machine svm";
@@ -222,7 +227,9 @@ fn the_emulator_gets_the_machine() {
         "-accel tcg,thread=single -cpu EPYC,+svm,+npt,+x2apic -smp 3 -m 2304M",
         "-display none -nodefaults -no-reboot -serial stdio -debugcon file:/dev/stderr",
         "-device isa-debug-exit,iobase=0xf4,iosize=1 -kernel slat-metal",
-        "-append guest=suite cpus=3 seed=5 operations=7 memory=1024",
+        "-append guest=suite cpus=3 seed=5 operations=7 memory=1024 walker=outside",
+        "-object memory-backend-file,id=ram,size=2304M,share=on,mem-path=/proc/",
+        "-machine memory-backend=ram",
     ] {
         assert!(text.contains(words), "no '{words}' in:\n{text}");
     }

@@ -6,6 +6,7 @@
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units;
 //! - `ready TEXT`: another machine may start, which this one needs;
+//! - `tables WORDS`: where page tables are that are to be walked (`suite/tables.rs`);
 //! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong) or `verdict error
 //!   TEXT` (the run could not be made): the last one.
 

@@ -280,6 +280,14 @@ impl Presence {
         self.cpus.hold(vm, gpa);
     }
 
+    /// The CPU forgets what it has flushed: its next entry flushes. For a CPU that gets other
+    /// registers of virtualization, which may have been used before.
+    #[cfg(target_arch = "x86_64")]
+    pub fn forget(&self) {
+        // Relaxed: this CPU's own.
+        self.cpus.entered[self.cpu].seen.store(0, Ordering::Relaxed);
+    }
+
     /// The CPU enters the guest next. Returns what the entry must flush. From here on until the
     /// guest is entered a kick is kept.
     pub fn enter(&self) -> Flush {

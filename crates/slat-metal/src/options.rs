@@ -19,6 +19,17 @@ pub enum Guest {
     Target,
     /// The program by which instructions are counted.
     Measure,
+    /// A program that uses what it does not have.
+    Wild,
+}
+
+/// Whether the page tables of the suite's guest are walked outside of the machine, too.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Walker {
+    /// Nobody is there who could.
+    None,
+    /// By a reader of the machine's memory, who answers.
+    Outside,
 }
 
 /// What to do.
@@ -36,6 +47,8 @@ pub struct Options {
     pub memory_mib: u64,
     /// What is left out on purpose.
     pub control: Control,
+    /// Who walks the page tables beside the machine's CPUs.
+    pub walker: Walker,
 }
 
 impl Default for Options {
@@ -47,6 +60,7 @@ impl Default for Options {
             nr_operations: 100_000,
             memory_mib: 256,
             control: Control::None,
+            walker: Walker::None,
         }
     }
 }
@@ -96,6 +110,7 @@ impl Options {
                         "source" => Guest::Source,
                         "target" => Guest::Target,
                         "measure" => Guest::Measure,
+                        "wild" => Guest::Wild,
                         _ => return Err(bad),
                     }
                 }
@@ -107,6 +122,8 @@ impl Options {
                     let found = CONTROLS.iter().find(|(name, _)| *name == value);
                     options.control = found.ok_or(bad)?.1;
                 }
+                "walker" if value == "outside" => options.walker = Walker::Outside,
+                "walker" => return Err(bad),
                 // Read by the loader.
                 _ if FILES.contains(&name) => {}
                 _ => return Err(OptionError::Unknown(word)),
@@ -134,8 +151,9 @@ mod tests {
             assert_eq!((options.guest, options.control), (guest, Control::LosePage));
         }
         assert_eq!(Options::parse("guest=measure kernel=0x1000,1").unwrap().guest, Guest::Measure);
+        assert_eq!(Options::parse("walker=outside").map(|options| options.walker), Ok(Walker::Outside));
         assert_eq!(Options::parse(""), Ok(Options::default()));
-        for bad in ["cpus=0", "cpus=9", "cpus=-1", "seed=x", "guest=", "memory=1", "control=all"] {
+        for bad in ["cpus=0", "cpus=9", "cpus=-1", "seed=x", "guest=", "memory=1", "control=all", "walker=inside"] {
             assert_eq!(Options::parse(bad), Err(OptionError::BadValue(bad)), "{bad}");
         }
         for unknown in ["quiet", "cpu=1", "=1"] {

@@ -44,8 +44,9 @@ pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
         Guest::Suite => 0,
         Guest::Measure if options.nr_cpus != 1 => error!("instructions are counted with one CPU"),
         Guest::Measure => 0,
+        Guest::Wild if options.nr_cpus != 1 => error!("the guest that runs wild has one CPU"),
         // One CPU is the hypervisor's own.
-        Guest::Linux | Guest::Source | Guest::Target => 1,
+        Guest::Linux | Guest::Wild | Guest::Source | Guest::Target => 1,
     };
     let nr_cpus = options.nr_cpus + nr_helpers;
     if free_bytes < OWN_BYTES {

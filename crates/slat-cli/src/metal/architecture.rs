@@ -1,5 +1,5 @@
-//! What depends on the instruction set of the emulated machine: its emulator, where its programs are
-//! built for and come from, and how its Linux looks.
+//! What depends on the instruction set of the emulated machine: its emulator, where its programs
+//! are built for and come from, and how its Linux looks.
 
 use super::emulator::Boot;
 
@@ -58,7 +58,8 @@ impl Architecture {
     }
 
     /// The machine and its CPUs, for QEMU: with second-stage hardware, and on x86 with an interrupt
-    /// controller whose registers need no memory. Pointer authentication and vectors only cost time.
+    /// controller whose registers need no memory. Pointer authentication and vectors only cost
+    /// time.
     pub(super) fn machine(self) -> &'static [&'static str] {
         match self {
             Architecture::X86 => &["-cpu", "EPYC,+svm,+npt,+x2apic"],
@@ -69,8 +70,9 @@ impl Architecture {
         }
     }
 
-    /// How the lines of what boots come to the emulator's standard error, and its verdict to the exit
-    /// code: by devices, or by calls of the debugger's (semihosting). With KVM a process makes them.
+    /// How the lines of what boots come to the emulator's standard error, and its verdict to the
+    /// exit code: by devices, or by calls of the debugger's (semihosting). With KVM a process makes
+    /// them.
     pub(super) fn console(self, boot: Boot) -> &'static [&'static str] {
         match (self, boot) {
             // A file that is another's pipe: the emulator has one standard output.
@@ -90,15 +92,24 @@ impl Architecture {
         }
     }
 
-    /// `None`: a boot loader loads files, and tells the hypervisor where they are.
-    pub(super) fn loading(self) -> Option<Loading> {
-        // Of the machine `virt`: its memory begins here.
-        let memory = match self {
-            Architecture::X86 => return None,
+    /// Where the machine has its memory.
+    pub(super) fn memory_start(self) -> u64 {
+        match self {
+            Architecture::X86 => 0,
+            // Of the machine `virt`.
             Architecture::Arm => 0x4000_0000,
             Architecture::RiscV => 0x8000_0000,
-        };
-        Some(Loading { first: memory + (128 << 20), aligned: 2 << 20 })
+        }
+    }
+
+    /// `None`: a boot loader loads files, and tells the hypervisor where they are.
+    pub(super) fn loading(self) -> Option<Loading> {
+        match self {
+            Architecture::X86 => None,
+            Architecture::Arm | Architecture::RiscV => {
+                Some(Loading { first: self.memory_start() + (128 << 20), aligned: 2 << 20 })
+            }
+        }
     }
 
     /// Rust's target of the hypervisor.

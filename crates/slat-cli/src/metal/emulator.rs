@@ -17,7 +17,8 @@ use super::packages::{Emulator, Qemu};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
-use super::{GuestArg, MachineArg, bochs, initramfs, migration};
+use super::walker::{Compared, Corrupted, MachineMemory};
+use super::{ControlArg, GuestArg, MachineArg, bochs, initramfs, migration};
 use crate::failure::Failure;
 use crate::quantity::Unit;
 use crate::session::{Progress, Session};
@@ -91,6 +92,8 @@ pub(super) struct Machine {
     _lock: File,
     /// Linux's files, if it has some.
     loaded: Vec<Loaded>,
+    /// Where page tables are walked outside of the machine.
+    memory: Option<MachineMemory>,
 }
 
 /// A file of Linux.
@@ -188,7 +191,11 @@ impl Machine {
         if let Emulator::Bochs(bochs) = &emulator {
             bochs::write(bochs, folder.path(), &files.image, plan, session)?;
         }
-        Ok(Machine { emulator, folder, loaded, _lock: lock })
+        let memory = plan.walks_outside().then(|| {
+            MachineMemory::new(plan.machine.architecture().memory_start(), plan.machine_mib() << 20)
+                .map_err(|error| Failure::CannotServe(format!("a memory file for the machine: {error}")))
+        });
+        Ok(Machine { emulator, folder, loaded, memory: memory.transpose()?, _lock: lock })
     }
 
     /// Whether it has a Linux to boot.
@@ -214,6 +221,9 @@ impl Machine {
             command.args(["-seed", &plan.seed.to_string(), "-rtc", "base=2026-01-01,clock=vm"]);
         }
         command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
+        if let Some(memory) = &self.memory {
+            command.args(memory.of_qemu(plan.machine_mib()));
+        }
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
         command.args(architecture.console(boot));
         if boot == Boot::Kvm {
@@ -283,7 +293,9 @@ impl Machine {
             MachineArg::RiscV => Firmware::Talks,
             MachineArg::Svm | MachineArg::Vmx | MachineArg::Arm => Firmware::IsSilent,
         };
-        let mut heard = Heard { plan, session, names, shown, on_ready, progress, verdict, figures, last, firmware };
+        let (memory, compared) = (self.memory.as_ref(), Compared::default());
+        let mut heard =
+            Heard { plan, session, names, shown, on_ready, progress, verdict, figures, last, firmware, memory, compared };
         let mut longest = plan.timeout;
         let status = loop {
             // Also of a guest that says something all the time.
@@ -302,7 +314,15 @@ impl Machine {
                 Err(RecvTimeoutError::Disconnected) => break Status::Exited(running.wait().map_err(failed)?),
             }
         };
-        let Heard { verdict, figures, last, .. } = heard;
+        let Heard { verdict, mut figures, last, compared, .. } = heard;
+        if compared != Compared::default() {
+            let Compared { nr_tables, nr_leaves, nr_holes } = compared;
+            for (name, count) in
+                [("tables_walked", nr_tables), ("leaves_walked", nr_leaves), ("holes_walked", nr_holes)]
+            {
+                figures.push((name.to_owned(), Unit::Count, vec![count as f64]));
+            }
+        }
         Ok(Ended { status, verdict, figures, time: begin.elapsed(), last })
     }
 }
@@ -383,6 +403,8 @@ struct Heard<'r> {
     figures: Vec<(String, Unit, Vec<f64>)>,
     last: String,
     firmware: Firmware,
+    memory: Option<&'r MachineMemory>,
+    compared: Compared,
 }
 
 impl Heard<'_> {
@@ -409,6 +431,20 @@ impl Heard<'_> {
                     Some((_, _, samples)) => samples.push(value),
                     None => self.figures.push((name, unit, vec![value])),
                 }
+                Ok(())
+            }
+            Line::Tables(tables) => {
+                let Some(memory) = self.memory else { return self.show("qemu |", text) };
+                let corrupted = match self.plan.control {
+                    ControlArg::WrongPte => Corrupted::Leaf(self.plan.seed),
+                    _ => Corrupted::Nothing,
+                };
+                let failed =
+                    |error| Failure::Check(format!("page tables cannot be walked in the machine's memory: {error}"));
+                let Compared { nr_tables, nr_leaves, nr_holes } = memory.check(&tables, corrupted).map_err(failed)?;
+                self.compared.nr_tables += nr_tables;
+                self.compared.nr_leaves += nr_leaves;
+                self.compared.nr_holes += nr_holes;
                 Ok(())
             }
             Line::Verdict(verdict) => {

@@ -1,18 +1,21 @@
 //! `slat metal`: the hypervisor `slat-metal` on an emulated machine, with a guest.
 //!
-//! The command builds the hypervisor and the guest's first process from the source, gets an emulator
-//! and a Linux kernel as Debian packages, runs all of it, and shows what hypervisor and guest say.
+//! The command builds the hypervisor and the guest's first process from the source, gets an
+//! emulator and a Linux kernel as Debian packages, runs all of it, and shows what hypervisor and
+//! guest say.
 //!
 //! # Implementation
 //! 1. Everything that is wrong with the options is found before anything is built ([`plan`]).
 //! 2. [`packages`] gets the emulator and the kernel into a cache folder, [`source`] builds.
 //! 3. [`emulator`] runs QEMU. The guest's serial line is its standard output. The hypervisor's
-//!    debug console is its standard error, in the lines of [`protocol`]. [`bochs`] is for the machine
-//!    with VMX, which QEMU has not: there the debug console is the standard output.
+//!    debug console is its standard error, in the lines of [`protocol`]. [`bochs`] is for the
+//!    machine with VMX, which QEMU has not: there the debug console is the standard output.
 //!    [`migration`] runs two of them.
-//! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the machine
-//!    agree; Bochs has one code for all. Of `--guest measure` [`measure`] does, with KVM on a second
-//!    machine.
+//! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the
+//!    machine agree; Bochs has one code for all. Of `--guest measure` [`measure`] does, with KVM on
+//!    a second machine.
+//!
+//! While the suite runs under QEMU, [`walker`] walks the guest's page tables from outside.
 //!
 //! All programs that it starts end with it ([`process`]).
 
@@ -28,6 +31,7 @@ mod plan;
 mod process;
 mod protocol;
 mod source;
+mod walker;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -59,13 +63,13 @@ pub(crate) struct MetalArgs {
     /// What runs on the hypervisor
     #[arg(long, value_name = "GUEST", value_enum, default_value_t = GuestArg::Linux)]
     guest: GuestArg,
-    /// Number of CPUs of the guest, up to 7 [default: 2; to measure, 1]
+    /// Number of CPUs of the guest, up to 7 [default: 2; measure and wild: 1]
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=7))]
     cpus: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Operations beside the guest, in all; with Linux at most [default: 100000; with
-    /// arm and riscv 20000]
+    /// Operations beside the guest, in all; with Linux at most; of wild, exits
+    /// [default: 100000; with arm and riscv 20000]
     #[arg(long, value_name = "N", value_parser = positive::<u64>)]
     operations: Option<u64>,
     /// Memory of the guest, from 256M to 1G [default: 256M]
@@ -149,6 +153,8 @@ enum GuestArg {
     Migration,
     /// Code by which instructions are counted, beside KVM.
     Measure,
+    /// Code that uses registers, ports and instructions that it does not have.
+    Wild,
 }
 
 impl GuestArg {
@@ -159,6 +165,7 @@ impl GuestArg {
             GuestArg::Linux => "linux",
             GuestArg::Migration => "migration",
             GuestArg::Measure => "measure",
+            GuestArg::Wild => "wild",
         }
     }
 }
@@ -187,6 +194,8 @@ enum ControlArg {
     NoWithhold,
     /// All that the source would say in the middle of post-copy.
     SilentSource,
+    /// A bit of a leaf PTE, for the walker.
+    WrongPte,
 }
 
 impl ControlArg {
@@ -204,6 +213,7 @@ impl ControlArg {
             ControlArg::LosePage => "lose-page",
             ControlArg::NoWithhold => "no-withhold",
             ControlArg::SilentSource => "silent-source",
+            ControlArg::WrongPte => "wrong-pte",
         }
     }
 
@@ -212,11 +222,12 @@ impl ControlArg {
         matches!(self, ControlArg::LosePage | ControlArg::NoWithhold | ControlArg::SilentSource)
     }
 
-    /// Whether a hypervisor on `machine` has what is left out. Arm's flushes reach other CPUs without
-    /// their help, and an entry needs none there.
+    /// Whether a hypervisor on `machine` has what is left out. Arm's flushes reach other CPUs
+    /// without their help, and an entry needs none there.
     fn is_of(self, machine: MachineArg) -> bool {
         let architecture = machine.architecture();
         match self {
+            ControlArg::WrongPte => machine != MachineArg::Vmx,
             ControlArg::None | ControlArg::NoFlush | ControlArg::CopyBeforeLog => true,
             ControlArg::NoKick | ControlArg::NoEntryFlush => architecture != Architecture::Arm,
             ControlArg::NoLocalFlush => architecture != Architecture::X86,
@@ -229,7 +240,8 @@ impl ControlArg {
 /// The least memory of a guest, which is the default, and the most.
 const GUEST_MEMORY: [u64; 2] = [256 << 20, 1 << 30];
 
-/// Operations by default; fewer where the guest makes thousands of accesses for each, as on threads.
+/// Operations by default; fewer where the guest makes thousands of accesses for each, as on
+/// threads.
 const OPERATIONS: u64 = 100_000;
 const FEWER_OPERATIONS: u64 = 20_000;
 
@@ -249,7 +261,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
     let source = Source::find();
     let target = source.as_ref().map_or_else(|| PathBuf::from("target/metal"), Source::target);
     let (machine, not_run) = {
-        let progress = session.progress(if plan.guest == GuestArg::Suite { 2 } else { 4 });
+        let progress = session.progress(if matches!(plan.guest, GuestArg::Suite | GuestArg::Wild) { 2 } else { 4 });
         let begin = |what: &str| progress.begin(what.to_owned());
         let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
         let emulator = match plan.machine {
@@ -297,7 +309,7 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
                     Err(failure) => return Err(failure),
                 }
             }
-            GuestArg::Suite => (None, None),
+            GuestArg::Suite | GuestArg::Wild => (None, None),
         };
         let image = match &args.image {
             Some(path) => path.clone(),

@@ -43,6 +43,9 @@ impl Plan {
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Measure) {
             return not_yet(args, "--guest suite, or another --machine");
         }
+        if args.guest == GuestArg::Wild && args.machine != MachineArg::Svm {
+            return not_yet(args, "--guest suite, or --machine svm");
+        }
         if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
             return not_yet(args, "--guest suite, or another --machine");
         }
@@ -64,7 +67,7 @@ impl Plan {
         if !matches!(args.guest, GuestArg::Linux | GuestArg::Migration) && args.kernel.is_some() {
             return usage("--kernel goes with --guest linux or migration");
         }
-        if args.guest == GuestArg::Suite && args.append.is_some() {
+        if matches!(args.guest, GuestArg::Suite | GuestArg::Wild) && args.append.is_some() {
             return usage("--append goes with --guest linux, migration or measure");
         }
         if migrates && args.operations.is_some() {
@@ -83,9 +86,19 @@ impl Plan {
             let (control, guest) = (args.control.name(), args.guest.name());
             return usage(&format!("--control {control} has no meaning with --guest {guest}"));
         }
+        let is_wild = args.guest == GuestArg::Wild;
+        if is_wild && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
+            return usage("--guest wild has one CPU; leave --cpus out");
+        }
+        if is_wild && (args.memory.is_some() || args.control != ControlArg::None) {
+            return usage("--memory and --control go with --guest suite or linux");
+        }
         if !args.control.is_of(args.machine) {
             let (control, machine) = (args.control.name(), args.machine.name());
             return usage(&format!("--control {control} has no meaning with --machine {machine}"));
+        }
+        if args.control == ControlArg::WrongPte && args.guest != GuestArg::Suite {
+            return usage("--control wrong-pte goes with --guest suite");
         }
         if !measures && args.peer != PeerArg::Auto {
             return usage("--peer goes with --guest measure");
@@ -105,7 +118,7 @@ impl Plan {
         Ok(Plan {
             machine: args.machine,
             guest: args.guest,
-            nr_cpus: args.cpus.unwrap_or(if measures { 1 } else { 2 }),
+            nr_cpus: args.cpus.unwrap_or(if measures || is_wild { 1 } else { 2 }),
             seed: args.seed,
             nr_operations: args.operations.unwrap_or(match architecture {
                 Architecture::X86 => OPERATIONS,
@@ -126,11 +139,18 @@ impl Plan {
         (nr_copies * self.memory + HYPERVISOR_MEMORY) >> 20
     }
 
+    /// Whether the guest's page tables are walked outside of the machine: QEMU shares its memory,
+    /// and the suite has checkpoints.
+    pub(super) fn walks_outside(&self) -> bool {
+        self.guest == GuestArg::Suite && self.machine != MachineArg::Vmx
+    }
+
     /// CPUs of the machine. Beside Linux one more does the operations; the CPUs of the suite's
-    /// guest do them between two stretches in the guest.
+    /// guest do them between two stretches in the guest. The guest that runs wild is kicked by
+    /// another one.
     pub(super) fn nr_machine_cpus(&self) -> u32 {
         match self.guest {
-            GuestArg::Linux | GuestArg::Migration => self.nr_cpus + 1,
+            GuestArg::Linux | GuestArg::Migration | GuestArg::Wild => self.nr_cpus + 1,
             GuestArg::Suite | GuestArg::Measure => self.nr_cpus,
         }
     }
@@ -161,8 +181,10 @@ impl Plan {
             self.nr_operations,
             self.memory >> 20
         );
+        let words = if self.walks_outside() { words + " walker=outside" } else { words };
         match self.control {
-            ControlArg::None => words,
+            // The hypervisor leaves nothing out.
+            ControlArg::None | ControlArg::WrongPte => words,
             control => format!("{words} control={}", control.name()),
         }
     }

@@ -3,12 +3,14 @@
 //! - `progress DONE TOTAL TEXT`;
 //! - `figure NAME VALUE UNIT`, in base units; a name that comes again has one more sample;
 //! - `ready TEXT`: another machine may start, which this one needs;
+//! - `tables WORDS`: where page tables are that are to be walked ([`walker`](super::walker));
 //! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong), `verdict error TEXT`
 //!   (the run could not be made): the last one.
 //!
 //! Every other line is of the emulator. A CPU that fails while another prints does not wait for it:
 //! so these two may come in the middle of a line.
 
+use super::walker::Tables;
 use crate::quantity::Unit;
 
 /// A line.
@@ -26,6 +28,7 @@ pub(super) enum Line {
         unit: Unit,
     },
     Ready,
+    Tables(Tables),
     Verdict(Verdict),
     /// Of the emulator, or one that cannot be understood.
     Other(String),
@@ -79,6 +82,7 @@ fn parse(line: &str) -> Option<Line> {
                 unit: parse_unit(unit)?,
             })
         }
+        "tables" => Tables::parse(rest).map(Line::Tables),
         "verdict" => match rest.split_once(' ').unwrap_or((rest, "")) {
             ("pass", text) => Some(Line::Verdict(Verdict::Pass(text.to_owned()))),
             ("fail", text) => Some(Line::Verdict(Verdict::Fail(text.to_owned()))),

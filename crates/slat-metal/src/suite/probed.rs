@@ -49,6 +49,11 @@ pub(super) const fn window() -> (Gpa, u64) {
     (START, NR_PAGES)
 }
 
+/// Where the memslot can be: the first address, and pages.
+pub(super) fn places() -> [(Gpa, u64); 2] {
+    [START, ELSEWHERE].map(|start| (start, NR_PAGES))
+}
+
 /// Whether the guest probes at `gpa`.
 pub(super) fn is_probed(gpa: Gpa) -> bool {
     (START.0..START.0 + NR_PAGES * PAGE_SIZE).contains(&gpa.0)

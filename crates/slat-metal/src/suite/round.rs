@@ -16,11 +16,12 @@ use super::barrier::Barrier;
 use super::guest::{self, Command, MAX_PAGES, Mailbox, Planned};
 use super::probed::{self, Probed};
 use super::stretch::Stretches;
+use super::tables;
 use crate::boot;
 use crate::cpus::Cpus;
-use crate::host::{Backing, MetalHost};
+use crate::host::{Backing, Control, MetalHost};
 use crate::operations::{MetalVm, Operations};
-use crate::options::Options;
+use crate::options::{Options, Walker};
 use crate::private::{PRIVATE_BYTES, Private};
 use crate::ram::Ram;
 use crate::virtual_cpu::{SecondStage, VirtualCpu};
@@ -71,14 +72,7 @@ pub(super) struct Round<V: VirtualCpu> {
     // Last but for plain values: the VM, which the fields above have, goes before the memory.
     privates: Vec<Private>,
     options: Options,
-    tracks_by_bits: TracksByBits,
-}
-
-/// Whether CPUs set A and D.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum TracksByBits {
-    Yes,
-    No,
+    config: Config,
 }
 
 /// The seed is a constant of the image's run, as the fill of a page is a plain function.
@@ -130,13 +124,15 @@ impl<V: VirtualCpu> Round<V> {
         let hot = guest::NR_HOT_PAGES;
         let operations = Operations::new(&vm, ATTACKED_SLOT, START, &ram, hot, config.manual_protect, options.control)
             .unwrap_or_else(|error| error!("no memslot {ATTACKED_SLOT}: {error}"));
+        // Else the log begins to be on by chance, or with the first checkpoint.
+        if options.control == Control::CopyBeforeLog {
+            operations.turn_log_on();
+        }
         let probed = Probed::new(&vm, seed);
-        let tracks_by_bits =
-            if config.access_tracking == AccessTracking::AccessedBit { TracksByBits::Yes } else { TracksByBits::No };
         let second_stage = SecondStage::of(&vm, &config);
         // Each round does other operations.
         let options = Options { seed, ..*options };
-        Round { vm, operations, probed, second_stage, cpus, privates, options, tracks_by_bits }
+        Round { vm, operations, probed, second_stage, cpus, privates, options, config }
     }
 
     /// A page of each block of 2 MiB of the memory under attack.
@@ -197,6 +193,8 @@ impl<V: VirtualCpu> Round<V> {
 
     /// All CPUs are outside of the guest: the log must have all, and then nothing is mapped.
     fn begin_checkpoint(&self) {
+        // As the operations have left them.
+        self.walk_outside();
         self.operations.check_copy();
         // For the planned accesses.
         self.operations.turn_log_on();
@@ -208,7 +206,19 @@ impl<V: VirtualCpu> Round<V> {
     fn end_checkpoint(&self, number: u64) {
         let nr_pages = self.operations.ram().nr_pages();
         (0..nr_pages).for_each(|page| self.check_leaf(page, number));
+        // Before the log is taken: W and D are as the guest has left them.
+        self.walk_outside();
         self.operations.check_exact(|page| guest::planned(page, number) == Planned::Write);
+    }
+
+    /// Compares the page tables with what a walker outside of the machine finds, if there is one.
+    fn walk_outside(&self) {
+        if self.options.walker == Walker::Outside {
+            let text = boot::image_text();
+            let privates = self.privates.iter().map(|private| (private.gpa, PRIVATE_BYTES / PAGE_SIZE));
+            let others = [(Gpa(text.start), text.size_bytes() / PAGE_SIZE), (START, NR_PAGES)];
+            tables::check(&self.vm, &self.config, privates.chain(others).chain(probed::places()));
+        }
     }
 
     /// The page is mapped if it was accessed, to its frame; A and D of the leaf are right, where
@@ -230,7 +240,7 @@ impl<V: VirtualCpu> Round<V> {
         if frame != Some(found.pfn) {
             fail!("page {page} is mapped to frame {}, and is in frame {frame:?}", found.pfn);
         }
-        if self.tracks_by_bits == TracksByBits::No {
+        if self.config.access_tracking != AccessTracking::AccessedBit {
             return;
         }
         // A and D are the leaf's.

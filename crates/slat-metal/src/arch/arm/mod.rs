@@ -47,6 +47,7 @@ impl Virtualization {
         match options.guest {
             Guest::Suite => start::suite::<ArmCpu>(options),
             Guest::Measure => start::measure::<ArmCpu>(),
+            Guest::Wild => error!("the guest that runs wild needs a CPU with SVM"),
             Guest::Linux => start::linux(options, boot, free_bytes),
             Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),
         }

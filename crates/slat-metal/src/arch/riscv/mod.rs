@@ -75,6 +75,7 @@ impl Virtualization {
         match options.guest {
             Guest::Suite => start::suites(options, suites(options)),
             Guest::Measure => start::measure::<linux::Cpu>(),
+            Guest::Wild => error!("the guest that runs wild needs a CPU with SVM"),
             Guest::Linux => start::linux(options, boot, free_bytes),
             Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),
         }

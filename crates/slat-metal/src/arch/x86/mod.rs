@@ -16,6 +16,7 @@ pub mod pci;
 pub mod registers;
 pub mod svm;
 pub mod vmx;
+mod wild;
 
 use alloc::boxed::Box;
 
@@ -68,6 +69,8 @@ impl Virtualization {
             (Guest::Suite, Virtualization::Vmx) => start::suite::<vmx::VmxCpu>(options),
             (Guest::Measure, Virtualization::Svm) => start::measure::<svm::SvmCpu>(),
             (Guest::Measure, Virtualization::Vmx) => error!("instructions are counted with SVM"),
+            (Guest::Wild, Virtualization::Svm) => wild::work(options),
+            (Guest::Wild, Virtualization::Vmx) => error!("the guest that runs wild needs a CPU with SVM"),
             (Guest::Linux, Virtualization::Svm) => start::linux(options, boot, free_bytes),
             (Guest::Source, Virtualization::Svm) => start::source(options, boot, free_bytes),
             (Guest::Target, Virtualization::Svm) => start::target(options, boot, free_bytes),

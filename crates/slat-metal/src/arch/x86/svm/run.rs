@@ -203,7 +203,8 @@ impl SvmCpu {
             0x7f => Exit::Shutdown,
             0x81 => Exit::Hypercall,
             0x76 | 0x7a | 0x80 | 0x82..=0x86 | 0x8a..=0x8d => Exit::Trapped(Trap::Undefined),
-            u64::MAX => Exit::Invalid { code: u64::MAX },
+            // VMEXIT_INVALID is -1; QEMU has 32 bits of it.
+            code if code as u32 == u32::MAX => Exit::Invalid { code },
             code => Exit::Other { code },
         }
     }
