@@ -294,8 +294,20 @@ impl Machine {
             MachineArg::Svm | MachineArg::Vmx | MachineArg::Arm => Firmware::IsSilent,
         };
         let (memory, compared) = (self.memory.as_ref(), Compared::default());
-        let mut heard =
-            Heard { plan, session, names, shown, on_ready, progress, verdict, figures, last, firmware, memory, compared };
+        let mut heard = Heard {
+            plan,
+            session,
+            names,
+            shown,
+            on_ready,
+            progress,
+            verdict,
+            figures,
+            last,
+            firmware,
+            memory,
+            compared,
+        };
         let mut longest = plan.timeout;
         let status = loop {
             // Also of a guest that says something all the time.

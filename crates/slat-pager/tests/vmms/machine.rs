@@ -51,7 +51,7 @@ pub fn run(words: &str) -> Outcome<()> {
     } else {
         &[(FIRECRACKER, firecracker::run), (CLOUD_HYPERVISOR, cloud_hypervisor::run)]
     };
-    for & (program, steps) in all {
+    for &(program, steps) in all {
         if Path::new(program).exists() {
             let folder = Path::new("/tmp").join(program.trim_start_matches('/'));
             fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
