@@ -6,7 +6,7 @@
 //!
 //! | | instruction | code | arguments | answer |
 //! |---|---|---|---|---|
-//! | x86-64 | `vmmcall` | `rax` | `rbx`, `rcx` | `rax` |
+//! | x86-64 | `vmmcall`, on Intel's CPUs `vmcall` | `rax` | `rbx`, `rcx` | `rax` |
 //! | Arm | `dc zva`, which `HCR_EL2.TDZ` traps | `x0` | `x1`, `x2` | `x0` |
 //! | RISC-V | `hfence.gvma`: a virtual-instruction exception | `a0` | `a1`, `a2` | `a0` |
 //!
@@ -65,19 +65,25 @@ impl Hypercalls {
 
 #[cfg(target_arch = "x86_64")]
 fn call([mut rax, rbx, rcx]: [u64; 3]) -> u64 {
+    /// EBX of CPUID, leaf 0, of Intel's CPUs: the begin of "GenuineIntel".
+    const INTEL: u32 = u32::from_le_bytes(*b"Genu");
+    macro_rules! call {
+        ($instruction:literal) => {
+            asm!(
+                "xchg {saved}, rbx",
+                $instruction,
+                "xchg {saved}, rbx",
+                saved = inout(reg) rbx => _,
+                inout("rax") rax,
+                in("rcx") rcx,
+                options(nostack),
+            )
+        };
+    }
+    let is_intel = std::arch::x86_64::__cpuid(0).ebx == INTEL;
     // SAFETY: the hypervisor changes no register but `rax`, and no memory of this process. `rbx` is
     // the compiler's own: it is put back behind the instruction.
-    unsafe {
-        asm!(
-            "xchg {saved}, rbx",
-            "vmmcall",
-            "xchg {saved}, rbx",
-            saved = inout(reg) rbx => _,
-            inout("rax") rax,
-            in("rcx") rcx,
-            options(nostack),
-        );
-    }
+    unsafe { if is_intel { call!("vmcall") } else { call!("vmmcall") } };
     rax
 }
 

@@ -10,7 +10,7 @@ use spin::Once;
 use crate::arch::{self, clock};
 use crate::boot::{self, BootInfo};
 use crate::host::Control;
-use crate::linux::Linux;
+use crate::linux::{Linux, LinuxCpu};
 use crate::options::{Guest, Options};
 use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
@@ -84,9 +84,9 @@ pub fn suites(options: Options, parts: Box<[Box<dyn Rounds>]>) -> Box<Work> {
     })
 }
 
-/// The work with Linux.
-pub fn linux(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
-    let linux = Linux::new(options, boot, free_bytes);
+/// The work with Linux, on CPUs of one kind.
+pub fn linux<C: LinuxCpu>(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
+    let linux = Linux::<C>::new(options, boot, free_bytes);
     Box::new(move |cpu| linux.run(cpu))
 }
 

@@ -189,7 +189,12 @@ impl Machine {
         };
         let (folder, lock) = write().map_err(|source| Failure::Write { path: target.to_owned(), source })?;
         if let Emulator::Bochs(bochs) = &emulator {
-            bochs::write(bochs, folder.path(), &files.image, plan, session)?;
+            let mut loaded = vec![(files.image.clone(), format!("{IMAGE} {}", plan.hypervisor_words()))];
+            if files.linux.is_some() {
+                loaded.push((folder.path().join(KERNEL), format!("{KERNEL} {}", plan.kernel_words())));
+                loaded.push((folder.path().join(INITRAMFS), INITRAMFS.to_owned()));
+            }
+            bochs::write(bochs, folder.path(), &loaded, plan, session)?;
         }
         let memory = plan.walks_outside().then(|| {
             MachineMemory::new(plan.machine.architecture().memory_start(), plan.machine_mib() << 20)
@@ -275,10 +280,14 @@ impl Machine {
         let (sender, lines) = mpsc::sync_channel(LINES);
         if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
             let of_guest = sender.clone();
-            // Bochs has the debug console there, and shows no serial line.
-            let pipe = if plan.machine == MachineArg::Vmx { Pipe::Hypervisor } else { Pipe::Guest };
-            thread::spawn(move || read(stdout, pipe, &of_guest));
-            thread::spawn(move || read(stderr, Pipe::Hypervisor, &sender));
+            let pipes = match (plan.machine, plan.guest) {
+                // Bochs has the debug console there, and the serial line beside its own words.
+                (MachineArg::Vmx, GuestArg::Linux) => [Pipe::Hypervisor, Pipe::Guest],
+                (MachineArg::Vmx, _) => [Pipe::Hypervisor, Pipe::Hypervisor],
+                _ => [Pipe::Guest, Pipe::Hypervisor],
+            };
+            thread::spawn(move || read(stdout, pipes[0], &of_guest));
+            thread::spawn(move || read(stderr, pipes[1], &sender));
         }
         let progress = session.progress(1);
         progress.begin("starting the machine".to_owned());
@@ -421,7 +430,8 @@ struct Heard<'r> {
 
 impl Heard<'_> {
     fn line(&mut self, pipe: Pipe, text: &str) -> Result<(), Failure> {
-        if pipe == Pipe::Guest && self.firmware == Firmware::IsSilent {
+        let is_of_bochs = self.plan.machine == MachineArg::Vmx && bochs::is_own(text);
+        if pipe == Pipe::Guest && self.firmware == Firmware::IsSilent && !is_of_bochs {
             return self.show(self.names[0], text);
         }
         let line = Line::parse(text);

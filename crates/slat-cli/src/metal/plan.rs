@@ -6,7 +6,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::architecture::{Architecture, Magic};
-use super::{ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, MachineArg, MetalArgs, OPERATIONS};
+use super::{
+    ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, LEAST_VMX_MEMORY, MachineArg, MetalArgs, OPERATIONS,
+};
 use crate::failure::Failure;
 use crate::live::View;
 use crate::options::PeerArg;
@@ -45,9 +47,6 @@ impl Plan {
         }
         if args.guest == GuestArg::Wild && args.machine != MachineArg::Svm {
             return not_yet(args, "--guest suite, or --machine svm");
-        }
-        if (args.machine, args.guest) == (MachineArg::Vmx, GuestArg::Linux) {
-            return not_yet(args, "--guest suite, or another --machine");
         }
         let migrates = args.guest == GuestArg::Migration;
         if migrates && args.machine != MachineArg::Svm {
@@ -106,7 +105,14 @@ impl Plan {
         if args.machine == MachineArg::Vmx && args.qemu.is_some() {
             return usage("--qemu goes with --machine svm, arm or riscv");
         }
+        let [least, _] = GUEST_MEMORY;
+        if args.machine != MachineArg::Vmx && args.memory.is_some_and(|bytes| bytes < least) {
+            return usage("--memory below 256M goes with --machine vmx");
+        }
         let append = args.append.clone().unwrap_or_default();
+        if args.machine == MachineArg::Vmx && append.contains('\'') {
+            return usage("--append with --machine vmx must have no ', which the boot loader reads");
+        }
         if append.contains(|letter: char| letter.is_control()) {
             return usage("--append must be one line without control characters");
         }
@@ -120,11 +126,14 @@ impl Plan {
             guest: args.guest,
             nr_cpus: args.cpus.unwrap_or(if measures || is_wild { 1 } else { 2 }),
             seed: args.seed,
-            nr_operations: args.operations.unwrap_or(match architecture {
-                Architecture::X86 => OPERATIONS,
-                Architecture::Arm | Architecture::RiscV => FEWER_OPERATIONS,
+            nr_operations: args.operations.unwrap_or(match (args.machine, args.guest) {
+                (MachineArg::Arm | MachineArg::RiscV, _) | (MachineArg::Vmx, GuestArg::Linux) => FEWER_OPERATIONS,
+                (MachineArg::Svm | MachineArg::Vmx, _) => OPERATIONS,
             }),
-            memory: args.memory.unwrap_or(GUEST_MEMORY[0]),
+            memory: args.memory.unwrap_or(match (args.machine, args.guest) {
+                (MachineArg::Vmx, GuestArg::Linux) => LEAST_VMX_MEMORY,
+                _ => least,
+            }),
             control: args.control,
             append,
             timeout: args.timeout,
@@ -196,13 +205,15 @@ impl Plan {
         self.with_appended(format!("console={serial} quiet panic=-1 nokaslr mitigations=off"))
     }
 
-    /// The command line of the guest's kernel.
+    /// The command line of the guest's kernel. Bochs takes as long for a letter as the line would,
+    /// and for each instruction: so there the line is fast, and the kernel has no mitigations.
     pub(super) fn kernel_words(&self) -> String {
         let serial = self.machine.architecture().serial();
-        let words = format!("console={serial} panic=-1 slat.seed={}", self.seed);
+        let [speed, fewer] = if self.machine == MachineArg::Vmx { [",115200", " mitigations=off"] } else { [""; 2] };
+        let words = format!("console={serial}{speed} panic=-1 slat.seed={}{fewer}", self.seed);
         self.with_appended(match self.guest {
             GuestArg::Migration => format!("{words} {OF_MIGRATION}"),
-            GuestArg::Linux | GuestArg::Suite | GuestArg::Measure => words,
+            GuestArg::Linux | GuestArg::Suite | GuestArg::Measure | GuestArg::Wild => words,
         })
     }
 
@@ -318,5 +329,16 @@ mod tests {
             let words = plan(&format!("slat metal --machine {machine}")).unwrap().kernel_words();
             assert_eq!(words, format!("console={serial} panic=-1 slat.seed=1"));
         }
+        let plan = plan("slat metal --machine vmx").unwrap();
+        assert_eq!(plan.kernel_words(), "console=ttyS0,115200 panic=-1 slat.seed=1 mitigations=off");
+        assert_eq!((plan.memory, plan.nr_operations), (128 << 20, 20_000));
+    }
+
+    #[test]
+    fn little_memory_is_for_the_slow_machine() {
+        assert_eq!(plan("slat metal --machine vmx --memory 128M").unwrap().machine_mib(), 512);
+        let Err(Failure::Usage(line)) = plan("slat metal --memory 128M") else { panic!("accepted") };
+        assert_eq!(line, "--memory below 256M goes with --machine vmx");
+        assert!(plan("slat metal --machine vmx --append it's").is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! Linux that goes to another machine, or comes from one.
 
-use crate::arch::linux::Guest;
+use crate::arch::linux::{Cpu, Guest};
 use crate::arch::pci;
 use crate::boot::BootInfo;
 use crate::error;
@@ -11,11 +11,11 @@ use crate::migration::source::Departure;
 use crate::migration::{Source, Target};
 use crate::options::Options;
 
-use super::GuestFormat;
+use super::{GuestFormat, LinuxCpu};
 
-impl Parts {
+impl Parts<Cpu> {
     /// For a guest that migrates: no copy of its memory.
-    fn of_migration(options: &Options, free_bytes: u64) -> Parts {
+    fn of_migration(options: &Options, free_bytes: u64) -> Parts<Cpu> {
         Parts::new(options, free_bytes, (options.memory_mib << 20) + OWN_BYTES)
     }
 
@@ -49,7 +49,9 @@ impl Linux {
         let guest = Guest::without_kernel(&options, boot, &mut parts.slots());
         parts.with(options, guest, Beside::Target(target))
     }
+}
 
+impl<C: LinuxCpu> Linux<C> {
     /// How far the guest is.
     pub(crate) fn stage(&self) -> Stage {
         *self.stage.lock()

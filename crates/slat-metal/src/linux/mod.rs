@@ -13,23 +13,26 @@ mod startups;
 pub(crate) mod tree;
 mod vcpu;
 
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use fastrand::Rng;
 use slat::dirty::ManualProtect;
+use slat::error::SlotError;
+use slat::format::Format;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 use spin::Mutex;
 
 use crate::arch::clock;
-use crate::arch::linux::{Cpu, Guest, GuestCpu, ram_span};
+use crate::arch::linux::{Cpu, Guest, ram_span};
 use crate::boot::{BootInfo, Module, Span};
 use crate::console::{self, Verdict};
 use crate::cpus::Cpus;
 use crate::host::{Backing, Control, MetalHost};
 #[cfg(target_arch = "x86_64")]
 use crate::migration::{Source, Target};
-use crate::operations::{MetalVcpu, MetalVm, Operations};
+use crate::operations::{MetalVm, Operations};
 use crate::options::Options;
 use crate::ram::Ram;
 use crate::virtual_cpu::VirtualCpu;
@@ -39,12 +42,11 @@ pub use startups::{AlreadyStarted, Start, Startups};
 pub(crate) use vcpu::Unhandled;
 pub(crate) use vcpu::Vcpu;
 
-/// The format of the guest's second-stage page tables.
-pub type GuestFormat = <Cpu as VirtualCpu>::Format;
-/// The guest's VM, and its vCPUs.
-pub type GuestVm = MetalVm<GuestFormat>;
-/// A vCPU of it.
-pub type GuestVcpu = MetalVcpu<GuestFormat>;
+/// A CPU that can run Linux.
+pub trait LinuxCpu: VirtualCpu {
+    /// Runs vCPU `number`, on the calling CPU, for ever.
+    fn run_linux(linux: &Linux<Self>, number: usize) -> !;
+}
 
 /// Operations between two comparisons of the copy with the memory.
 const OPERATIONS_PER_CHECK: u64 = 4000;
@@ -87,9 +89,9 @@ pub(crate) enum Stage {
 }
 
 /// What the CPU behind the guest's does.
-pub(crate) enum Beside {
+pub(crate) enum Beside<F: Format> {
     /// Operations on the guest's memory.
-    Operations(Operations<GuestFormat>),
+    Operations(Operations<F>),
     /// It sends the guest away.
     #[cfg(target_arch = "x86_64")]
     Source(Source),
@@ -98,13 +100,16 @@ pub(crate) enum Beside {
     Target(Target),
 }
 
-/// The run.
-pub struct Linux {
-    pub(crate) vm: Arc<GuestVm>,
+/// The format of a guest that migrates.
+#[cfg(target_arch = "x86_64")]
+pub(crate) type GuestFormat = <Cpu as VirtualCpu>::Format;
+
+/// The run, on CPUs of one kind.
+pub struct Linux<C: VirtualCpu = Cpu> {
+    pub(crate) vm: Arc<MetalVm<C::Format>>,
     pub(crate) cpus: Arc<Cpus>,
-    pub(crate) beside: Beside,
+    pub(crate) beside: Beside<C::Format>,
     pub(crate) options: Options,
-    #[cfg_attr(target_arch = "x86_64", expect(dead_code, reason = "a CPU of SVM needs nothing of it"))]
     pub(crate) config: Config,
     /// What it has of the machine, and its kernel.
     pub(crate) guest: Guest,
@@ -122,8 +127,8 @@ fn fill_with_zeros(_page: u64, words: &[AtomicU64]) {
 }
 
 /// What [`Linux`] is made of.
-struct Parts {
-    vm: Arc<GuestVm>,
+struct Parts<C: VirtualCpu> {
+    vm: Arc<MetalVm<C::Format>>,
     cpus: Arc<Cpus>,
     config: Config,
     /// Where the memory that moves begins.
@@ -131,14 +136,14 @@ struct Parts {
     ram: Arc<Ram>,
 }
 
-impl Parts {
+impl<C: LinuxCpu> Parts<C> {
     /// A VM without memory. `needed_bytes` of the `free_bytes` are needed.
-    fn new(options: &Options, free_bytes: u64, needed_bytes: u64) -> Parts {
+    fn new(options: &Options, free_bytes: u64, needed_bytes: u64) -> Parts<C> {
         if free_bytes < needed_bytes {
             error!("too little memory: {} MiB are free, and {} MiB needed", free_bytes >> 20, needed_bytes >> 20);
         }
-        let cpus = Cpus::new(options.control, Cpu::KICK);
-        let config = Config::default().with_hardware(Cpu::hardware());
+        let cpus = Cpus::new(options.control, C::KICK);
+        let config = Config::default().with_hardware(C::hardware());
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config);
         let vm = Arc::new(vm.unwrap_or_else(|error| error!("no VM: {error}")));
         let span = ram_span(options.memory_mib << 20);
@@ -147,10 +152,10 @@ impl Parts {
     }
 
     fn slots(&self) -> Slots<'_> {
-        Slots { vm: &self.vm, next: 1 }
+        Slots { add: Box::new(|region| self.vm.set_user_memory_region(region)), next: 1 }
     }
 
-    fn with(self, options: Options, guest: Guest, beside: Beside) -> Linux {
+    fn with(self, options: Options, guest: Guest, beside: Beside<C::Format>) -> Linux<C> {
         let Parts { vm, cpus, config, .. } = self;
         Linux {
             vm,
@@ -178,13 +183,13 @@ fn modules(boot: &BootInfo) -> [Module; 2] {
     }
 }
 
-impl Linux {
+impl<C: LinuxCpu> Linux<C> {
     /// A guest in the modules that the boot loader has put into memory, and operations beside it.
     /// `free_bytes` of memory are free.
-    pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux {
+    pub fn new(options: Options, boot: &BootInfo, free_bytes: u64) -> Linux<C> {
         let modules = modules(boot);
         // The guest's memory, and the copy that the dirty log keeps up.
-        let parts = Parts::new(&options, free_bytes, 2 * (options.memory_mib << 20) + OWN_BYTES);
+        let parts = Parts::<C>::new(&options, free_bytes, 2 * (options.memory_mib << 20) + OWN_BYTES);
         let Parts { vm, start, ram, .. } = &parts;
         // From the first page on: the kernel is there.
         let nr_hot_pages = 16384.min(ram.nr_pages());
@@ -197,7 +202,7 @@ impl Linux {
     /// The part of CPU `cpu`. The CPU behind the guest's ends the machine.
     pub fn run(&self, cpu: usize) {
         if cpu < self.options.nr_cpus {
-            GuestCpu::new(self, cpu).run(self);
+            C::run_linux(self, cpu);
         } else if cpu == self.options.nr_cpus {
             match &self.beside {
                 Beside::Operations(operations) => self.attack(operations),
@@ -236,7 +241,7 @@ impl Linux {
     }
 
     /// Does operations until the guest is done.
-    fn attack(&self, operations: &Operations<GuestFormat>) -> ! {
+    fn attack(&self, operations: &Operations<C::Format>) -> ! {
         let mut vcpu = self.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         let mut rng = Rng::with_seed(self.options.seed);
         let mut nr_done = 0;
@@ -315,13 +320,13 @@ impl Linux {
         *self.stage.lock() = Stage::Up { nr_rounds, since_ns: clock::now_ns() };
     }
 
-    fn check(&self, operations: &Operations<GuestFormat>) {
+    fn check(&self, operations: &Operations<C::Format>) {
         operations.turn_log_on();
         self.while_paused(|| operations.check_copy());
         self.cpus.check();
     }
 
-    fn finish(&self, operations: &Operations<GuestFormat>, rounds: u64, pages: u64) -> ! {
+    fn finish(&self, operations: &Operations<C::Format>, rounds: u64, pages: u64) -> ! {
         self.check(operations);
         let nr_operations = operations.counts().map(|(_, count)| count).sum::<u64>();
         let stats = self.vm.stats();
@@ -354,9 +359,11 @@ impl Linux {
     }
 }
 
+type AddSlot<'v> = dyn Fn(MemoryRegion<Backing>) -> Result<(), SlotError> + 'v;
+
 /// Memslots with memory that stays.
 pub struct Slots<'v> {
-    vm: &'v GuestVm,
+    add: Box<AddSlot<'v>>,
     next: u32,
 }
 
@@ -373,7 +380,7 @@ impl Slots<'_> {
             backing: Some(backing),
             userfault_bitmap: None,
         };
-        if let Err(error) = self.vm.set_user_memory_region(region) {
+        if let Err(error) = (self.add)(region) {
             error!("no memslot for {:#x} to {:#x}: {error}", span.start, span.end);
         }
     }

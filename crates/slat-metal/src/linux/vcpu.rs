@@ -7,12 +7,15 @@ use slat::error::FaultError;
 use slat::{Access, Exit, Gpa, Outcome};
 use thiserror::Error;
 
-use super::{Beside, GuestVcpu, Linux};
+use super::{Beside, Linux, LinuxCpu};
 use crate::arch::clock;
+use crate::arch::linux::Cpu;
 use crate::cpus::Presence;
 use crate::error;
 #[cfg(target_arch = "x86_64")]
 use crate::fail;
+use crate::operations::MetalVcpu;
+use crate::virtual_cpu::VirtualCpu;
 
 /// How late a page comes that the guest waits for, at most.
 const MAX_LATE_US: u64 = 300;
@@ -29,19 +32,19 @@ pub(crate) enum Unhandled {
 }
 
 /// A vCPU, without its CPU.
-pub(crate) struct Vcpu {
-    vcpu: GuestVcpu,
+pub(crate) struct Vcpu<C: VirtualCpu = Cpu> {
+    vcpu: MetalVcpu<C::Format>,
     pub(crate) presence: Presence,
     pub(crate) number: usize,
     rng: Rng,
 }
 
-impl Vcpu {
+impl<C: LinuxCpu> Vcpu<C> {
     /// vCPU `number`, on the calling CPU.
     ///
     /// # Safety
     /// As for [`Presence::new`]: it is the only one of this number.
-    pub(crate) unsafe fn new(linux: &Linux, number: usize) -> Vcpu {
+    pub(crate) unsafe fn new(linux: &Linux<C>, number: usize) -> Vcpu<C> {
         let vcpu = linux.vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         // SAFETY: as the caller promises.
         let presence = unsafe { Presence::new(&linux.cpus, number) };
@@ -52,7 +55,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// [`Unhandled`].
-    pub(crate) fn handle_fault(&mut self, linux: &Linux, gpa: Gpa, access: Access) -> Result<(), Unhandled> {
+    pub(crate) fn handle_fault(&mut self, linux: &Linux<C>, gpa: Gpa, access: Access) -> Result<(), Unhandled> {
         match self.vcpu.handle_fault(gpa, access)? {
             Outcome::Resume => self.presence.resume(&linux.vm, gpa),
             Outcome::Exit(Exit::MemoryFault { gpa, .. }) => {
@@ -64,7 +67,7 @@ impl Vcpu {
     }
 
     /// Returns when the page at `gpa`, which was withheld, may be there.
-    fn wait_for_page(&mut self, linux: &Linux, gpa: Gpa) {
+    fn wait_for_page(&mut self, linux: &Linux<C>, gpa: Gpa) {
         match &linux.beside {
             Beside::Operations(operations) => {
                 clock::wait_us(self.rng.u64(0..MAX_LATE_US));

@@ -17,7 +17,7 @@ use crate::arch::linux::{State, words};
 use crate::arch::{self, clock};
 use crate::console::{self, Verdict};
 use crate::host::Control;
-use crate::linux::{GuestFormat, Linux, Stage};
+use crate::linux::{GuestFormat, Linux, LinuxCpu, Stage};
 use crate::memslot::{Memslot, bit};
 use crate::options::Options;
 use crate::{fail, say};
@@ -163,7 +163,7 @@ impl Source {
     }
 
     /// Sends the guest to the target, and ends the machine.
-    pub fn run(&self, linux: &Linux) -> ! {
+    pub fn run<C: LinuxCpu>(&self, linux: &Linux<C>) -> ! {
         while linux.stage() == Stage::Boot {
             clock::wait_us(1000);
         }
@@ -200,7 +200,7 @@ impl Source {
     }
 
     /// Waits until the guest is in the middle of a round that the seed has chosen.
-    fn wait_for_the_moment(&self, linux: &Linux) {
+    fn wait_for_the_moment<C: LinuxCpu>(&self, linux: &Linux<C>) {
         let mut rng = Rng::with_seed(self.seed);
         let first = FIRST_ROUND + rng.u64(0..RANDOM_ROUNDS);
         let late_ms = rng.u64(MIDDLE_MS..=MAX_LATE_MS);
@@ -238,7 +238,7 @@ impl Source {
     }
 
     /// Sends all memory, and then what the log has, while the guest runs.
-    fn pre_copy(&self, linux: &Linux) -> Sent {
+    fn pre_copy<C: LinuxCpu>(&self, linux: &Linux<C>) -> Sent {
         if !self.memslot.set_flags(|flags| flags | MemoryRegionFlags::LOG_DIRTY_PAGES) {
             fail!("the dirty log could not be turned on");
         }
@@ -290,7 +290,7 @@ impl Source {
     }
 
     /// Stops the guest, in the middle of a round. Adds the pages that it has written to `left`.
-    fn stop(&self, linux: &Linux, left: &mut [u64]) -> Vec<State> {
+    fn stop<C: LinuxCpu>(&self, linux: &Linux<C>, left: &mut [u64]) -> Vec<State> {
         loop {
             match linux.stage() {
                 Stage::Up { since_ns, .. } if clock::now_ns() - since_ns >= MIDDLE_MS * 1_000_000 => break,
@@ -324,7 +324,7 @@ impl Source {
     }
 
     /// Sends all but the pages in `left`, and with it the guest. Returns their number.
-    fn switch(&self, linux: &Linux, states: &[State], left: &[u64], nr_rounds: u64) -> u64 {
+    fn switch<C: LinuxCpu>(&self, linux: &Linux<C>, states: &[State], left: &[u64], nr_rounds: u64) -> u64 {
         let devices = State::devices_of(states);
         for (gfn, words) in linux.guest.fixed_pages() {
             self.channel.send(Kind::Page, gfn.0, words.iter().map(|word| word.load(Ordering::Relaxed)));

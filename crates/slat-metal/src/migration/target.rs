@@ -16,7 +16,7 @@ use crate::arch::linux::{Devices, State, from_words};
 use crate::arch::{self, Kick, clock};
 use crate::console::{self, Verdict};
 use crate::host::Control;
-use crate::linux::{GuestFormat, Linux, Stage};
+use crate::linux::{GuestFormat, Linux, LinuxCpu, Stage};
 use crate::memslot::{Memslot, bit, zeros};
 use crate::options::Options;
 use crate::{fail, say};
@@ -130,7 +130,7 @@ impl Target {
     }
 
     /// Receives the guest, brings its pages, and ends the machine when it has turned itself off.
-    pub fn run(&self, linux: &Linux) -> ! {
+    pub fn run<C: LinuxCpu>(&self, linux: &Linux<C>) -> ! {
         self.channel.wait_for_other();
         let Arrival { hashes, left, nr_rounds, states, devices } = self.receive_guest(linux);
         let nr_left = set_bits(&left).count() as u64;
@@ -164,7 +164,7 @@ impl Target {
     }
 
     /// Writes a frame that has come, which the guest cannot access. `words`: `None` are zeros.
-    fn write(&self, linux: &Linux, gfn: u64, words: Option<&Payload>) {
+    fn write<C: LinuxCpu>(&self, linux: &Linux<C>, gfn: u64, words: Option<&Payload>) {
         let gpa = Gpa(gfn.saturating_mul(PAGE_SIZE));
         let Some(page) = self.memslot.page_of(gpa) else {
             let Some(place) = linux.guest.fixed_page(Gfn(gfn)) else {
@@ -192,7 +192,7 @@ impl Target {
     }
 
     /// Receives all that comes before the guest runs.
-    fn receive_guest(&self, linux: &Linux) -> Arrival {
+    fn receive_guest<C: LinuxCpu>(&self, linux: &Linux<C>) -> Arrival {
         const LOST: &str = "the guest has not come";
         let nr_pages = self.memslot.ram().nr_pages();
         let mut payload: Payload = [0; MAX_WORDS];
@@ -317,7 +317,7 @@ impl Target {
 
     /// Waits until the guest has done all its rounds and has turned itself off, and ends the
     /// machine.
-    fn finish(&self, linux: &Linux, rounds_before: u64, nr_left: u64) -> ! {
+    fn finish<C: LinuxCpu>(&self, linux: &Linux<C>, rounds_before: u64, nr_left: u64) -> ! {
         let (rounds, pages) = loop {
             if let Stage::Done { rounds, pages } = linux.stage() {
                 break (rounds, pages);

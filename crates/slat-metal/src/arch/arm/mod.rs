@@ -48,7 +48,7 @@ impl Virtualization {
             Guest::Suite => start::suite::<ArmCpu>(options),
             Guest::Measure => start::measure::<ArmCpu>(),
             Guest::Wild => error!("the guest that runs wild needs a CPU with SVM"),
-            Guest::Linux => start::linux(options, boot, free_bytes),
+            Guest::Linux => start::linux::<ArmCpu>(options, boot, free_bytes),
             Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),
         }
     }

@@ -76,7 +76,7 @@ impl Virtualization {
             Guest::Suite => start::suites(options, suites(options)),
             Guest::Measure => start::measure::<linux::Cpu>(),
             Guest::Wild => error!("the guest that runs wild needs a CPU with SVM"),
-            Guest::Linux => start::linux(options, boot, free_bytes),
+            Guest::Linux => start::linux::<linux::Cpu>(options, boot, free_bytes),
             Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),
         }
     }

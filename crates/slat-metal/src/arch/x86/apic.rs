@@ -15,24 +15,14 @@ const X2APIC: u64 = 1 << 10;
 const X2APIC_ID: u32 = 0x802;
 /// The task-priority register.
 const X2APIC_TPR: u32 = 0x808;
-/// The end-of-interrupt register.
-const X2APIC_EOI: u32 = 0x80b;
 /// The spurious-interrupt vector register; bit 8 is the software enable.
 const X2APIC_SVR: u32 = 0x80f;
 /// The interrupt command register.
 pub const X2APIC_ICR: u32 = 0x830;
 
-/// The vector of [`Kick::Interrupt`].
-const KICK_VECTOR: u8 = 0xf0;
-
 /// How an interrupt is delivered (bits 10:8 of the command register).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Delivery {
-    /// Maskable, with a vector from 32 on.
-    Fixed {
-        /// The vector.
-        vector: u8,
-    },
     /// Not maskable.
     Nmi,
     /// To the state of after reset.
@@ -48,7 +38,6 @@ impl Delivery {
     /// As bits of the command register. All have the level of an assertion, bit 14.
     fn bits(self) -> u64 {
         match self {
-            Delivery::Fixed { vector } => 1 << 14 | u64::from(vector),
             Delivery::Nmi => 4 << 8 | 1 << 14,
             Delivery::Init => 5 << 8 | 1 << 14,
             Delivery::Startup { vector } => 6 << 8 | 1 << 14 | u64::from(vector),
@@ -81,12 +70,6 @@ pub fn id() -> u32 {
     unsafe { Msr::new(X2APIC_ID).read() as u32 }
 }
 
-/// The calling CPU has handled the interrupt that it acknowledged last.
-pub fn end_interrupt() {
-    // SAFETY: the controller's state alone changes.
-    unsafe { Msr::new(X2APIC_EOI).write(0) };
-}
-
 /// Writes `command` to the command register of the calling CPU.
 ///
 /// # Safety
@@ -106,18 +89,12 @@ pub unsafe fn write_icr(command: u64) {
 pub enum Kick {
     /// One that a guest can neither mask nor own.
     Nmi,
-    /// A maskable one, where a guest owns no interrupts.
-    Interrupt,
 }
 
 /// Makes the CPU whose controller has the number `id` leave its guest.
-pub fn kick(id: u32, kick: Kick) {
-    let delivery = match kick {
-        Kick::Nmi => Delivery::Nmi,
-        Kick::Interrupt => Delivery::Fixed { vector: KICK_VECTOR },
-    };
-    // SAFETY: each CPU that has run a guest has a handler for NMIs, and never enables interrupts.
-    unsafe { write_icr(u64::from(id) << 32 | delivery.bits()) };
+pub fn kick(id: u32, Kick::Nmi: Kick) {
+    // SAFETY: each CPU that has run a guest has a handler for NMIs.
+    unsafe { write_icr(u64::from(id) << 32 | Delivery::Nmi.bits()) };
 }
 
 /// Interrupts all other CPUs (destination shorthand 3, bits 19:18).

@@ -1,8 +1,9 @@
 //! The descriptor tables of a CPU, and its exceptions.
 //!
-//! The image takes no interrupts. With SVM maskable ones are the guest's, and an NMI makes a CPU
-//! leave its guest; its handler does nothing more. With VMX a maskable one does, which the exit
-//! acknowledges. Each exception is a defect, and ends the machine.
+//! The image takes no interrupts. Maskable ones are the guest's, and an NMI makes a CPU leave its
+//! guest. With SVM its handler does nothing more. With VMX (CR4.VMXE, bit 13) it sets the guest's
+//! preemption timer to 0, so that the next entry ends at once (`vmx::run`). Each exception is a
+//! defect, and ends the machine.
 //!
 //! Every gate has a stack of its own (AMD APM vol. 2, 8.9.4 "Interrupt-Stack Table"): compiled code
 //! uses 128 bytes below its stack pointer.
@@ -19,6 +20,8 @@ use x86_64::registers::control::Cr2;
 use x86_64::structures::gdt::{Descriptor, GlobalDescriptorTable};
 use x86_64::structures::idt::InterruptDescriptorTable;
 use x86_64::structures::tss::TaskStateSegment;
+
+use super::vmx::vmcs::Field;
 
 /// The stack of NMIs, and that of exceptions (places in the interrupt-stack table).
 const NMI_STACK: u16 = 0;
@@ -64,8 +67,19 @@ core::arch::global_asm!(
 
     .global nmi_entry
     nmi_entry:
+        push rax
+        mov rax, cr4
+        bt eax, 13
+        jnc 1f
+        push rdx
+        mov eax, {preemption_timer}
+        xor edx, edx
+        vmwrite rax, rdx
+        pop rdx
+    1:  pop rax
         iretq
-    "
+    ",
+    preemption_timer = const Field::PreemptionTimer as u32,
 );
 
 /// What the stubs and the CPU have pushed (APM vol. 2, 8.9.3 "Interrupt Stack Frame").

@@ -71,11 +71,11 @@ impl Virtualization {
             (Guest::Measure, Virtualization::Vmx) => error!("instructions are counted with SVM"),
             (Guest::Wild, Virtualization::Svm) => wild::work(options),
             (Guest::Wild, Virtualization::Vmx) => error!("the guest that runs wild needs a CPU with SVM"),
-            (Guest::Linux, Virtualization::Svm) => start::linux(options, boot, free_bytes),
+            (Guest::Linux, Virtualization::Svm) => start::linux::<svm::SvmCpu>(options, boot, free_bytes),
+            (Guest::Linux, Virtualization::Vmx) => start::linux::<vmx::VmxCpu>(options, boot, free_bytes),
             (Guest::Source, Virtualization::Svm) => start::source(options, boot, free_bytes),
             (Guest::Target, Virtualization::Svm) => start::target(options, boot, free_bytes),
             (Guest::Source | Guest::Target, Virtualization::Vmx) => error!("a guest migrates with SVM alone"),
-            (Guest::Linux, Virtualization::Vmx) => error!("Linux needs a CPU with SVM here"),
         }
     }
 }

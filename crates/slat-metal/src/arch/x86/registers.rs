@@ -1,10 +1,42 @@
 //! What a guest's CPU has in common on AMD's virtualization ([`svm`](super::svm)) and on Intel's
 //! ([`vmx`](super::vmx)): its registers, and the exits that both have.
 
+use super::svm::vmcb::Segment;
+
 /// CR0 at a [`Start`](crate::virtual_cpu::Start): paging, write protection, NE, ET, MP, protection.
 pub(crate) const START_CR0: u64 = 0x8001_0033;
 /// CR4 at a [`Start`](crate::virtual_cpu::Start): PAE, OSFXSR, OSXMMEXCPT.
 pub(crate) const START_CR4: u64 = 0x620;
+
+/// EFER.LMA, which the CPU sets.
+pub(crate) const EFER_LMA: u64 = 1 << 10;
+
+/// How a guest begins: its registers but for the general ones.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "registers, by their names")]
+pub struct State {
+    pub cs: Segment,
+    /// All other segments of code that runs.
+    pub data: Segment,
+    pub tr: Segment,
+    pub ldtr: Segment,
+    pub gdtr: Segment,
+    pub idtr: Segment,
+    pub cr0: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub efer: u64,
+    pub rip: u64,
+    pub rsp: u64,
+}
+
+impl State {
+    /// CS, SS, DS, ES, FS, GS, TR, LDTR.
+    pub fn segments(&self) -> [Segment; 8] {
+        let State { cs, data, tr, ldtr, .. } = *self;
+        [cs, data, data, data, data, data, tr, ldtr]
+    }
+}
 
 /// The instruction by which a guest asks its hypervisor for something. Each CPU has one of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -199,6 +231,33 @@ macro_rules! as_code_expects {
     };
 }
 pub(crate) use {as_code_expects, move_common, registers_asm};
+
+/// An exception that the hypervisor gives the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// #UD.
+    UndefinedOpcode,
+    /// #GP(0).
+    GeneralProtection,
+}
+
+impl Event {
+    /// As bits 31:0 of SVM's EVENTINJ (AMD APM vol. 2, 15.20 "Event Injection"), whose error code
+    /// is above them, and as VMX's VM-entry interruption information (Intel SDM vol. 3C, "VM-Entry
+    /// Controls for Event Injection"), whose error code is another field. It is 0 for both.
+    pub(crate) fn bits(self) -> u64 {
+        const EXCEPTION: u64 = 3 << 8;
+        match self {
+            Event::UndefinedOpcode => EVENT_VALID | EXCEPTION | 6,
+            Event::GeneralProtection => EVENT_VALID | EVENT_HAS_ERROR_CODE | EXCEPTION | 13,
+        }
+    }
+}
+
+/// There is an event.
+pub(crate) const EVENT_VALID: u64 = 1 << 31;
+/// It has an error code.
+pub(crate) const EVENT_HAS_ERROR_CODE: u64 = 1 << 11;
 
 /// Whether a port is read or written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

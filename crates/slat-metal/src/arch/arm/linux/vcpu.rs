@@ -9,7 +9,7 @@ use crate::arch::arm::stage2::syndrome::{self, Direction, System};
 use crate::arch::arm::stage2::{ArmCpu, Trap};
 use crate::arch::arm::sysreg::{execute, write};
 use crate::fail;
-use crate::linux::{Linux, Start, Unhandled, Vcpu};
+use crate::linux::{Linux, LinuxCpu, Start, Unhandled, Vcpu};
 use crate::virtual_cpu::{Exit, SecondStage, VirtualCpu};
 
 /// Bytes of an instruction.
@@ -28,6 +28,12 @@ pub struct GuestCpu {
     // Before the vCPU, which keeps the VM.
     cpu: ArmCpu,
     vcpu: Vcpu,
+}
+
+impl LinuxCpu for ArmCpu {
+    fn run_linux(linux: &Linux, number: usize) -> ! {
+        GuestCpu::new(linux, number).run(linux)
+    }
 }
 
 impl GuestCpu {

@@ -6,7 +6,7 @@ use super::Cpu;
 use super::sbi::Call;
 use crate::arch::riscv::run::{A0, Trap};
 use crate::fail;
-use crate::linux::{Linux, MAGIC, Start, Vcpu};
+use crate::linux::{Linux, LinuxCpu, MAGIC, Start, Vcpu};
 use crate::virtual_cpu::{self, Exit, SecondStage, VirtualCpu};
 
 /// The instruction by which the guest's program asks the hypervisor for something, in user mode:
@@ -23,6 +23,12 @@ const ILLEGAL_INSTRUCTION: u64 = 2;
 pub struct GuestCpu {
     vcpu: Vcpu,
     cpu: Cpu,
+}
+
+impl LinuxCpu for Cpu {
+    fn run_linux(linux: &Linux, number: usize) -> ! {
+        GuestCpu::new(linux, number).run(linux)
+    }
 }
 
 impl GuestCpu {

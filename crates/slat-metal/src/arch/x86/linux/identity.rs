@@ -8,10 +8,9 @@ use alloc::boxed::Box;
 use spin::Once;
 use x86_64::registers::model_specific::Msr;
 
-use crate::arch::x86::svm::Allowed;
-use crate::arch::x86::svm::vmcb::{MsrMap, PortMap};
+use crate::arch::x86::svm::vmcb::PortMap;
 
-/// Model-specific registers (AMD APM vol. 2, appendix A).
+/// Model-specific registers (AMD APM vol. 2, appendix A; Intel SDM vol. 4).
 pub(super) const EFER: u32 = 0xc000_0080;
 const APIC_BASE: u32 = 0x1b;
 const X2APIC_FIRST: u32 = 0x800;
@@ -55,8 +54,12 @@ fn is_variable_mtrr(msr: u32) -> bool {
 /// Those that are 0 whatever is written: microcode, platform, SYSCFG, HWCR, the decoder's
 /// configuration.
 fn is_zero(msr: u32) -> bool {
-    matches!(msr, 0x17 | 0x8b | 0x1a0 | 0xc001_0010 | 0xc001_0015 | 0xc001_001f | 0xc001_1029)
+    matches!(msr, 0x17 | 0x8b | 0xc001_0010 | 0xc001_0015 | 0xc001_001f | 0xc001_1029)
 }
+
+/// MISC_ENABLE, Intel's, of which the guest sees that REP MOVS and STOS are fast (bit 0).
+const MISC_ENABLE: u32 = 0x1a0;
+const FAST_STRINGS: u64 = 1 << 0;
 
 /// The register's value, if the guest has it.
 pub(super) fn read_msr(msr: u32) -> Option<u64> {
@@ -64,40 +67,50 @@ pub(super) fn read_msr(msr: u32) -> Option<u64> {
         // SAFETY: each x86-64 CPU has them, variable MTRRs as far as they are counted.
         _ if is_read_only(msr) => Some(unsafe { Msr::new(msr).read() }),
         _ if is_zero(msr) => Some(0),
+        MISC_ENABLE => Some(FAST_STRINGS),
         _ => None,
     }
 }
 
 /// Whether the guest may write the register, in vain.
 pub(super) fn ignores_write(msr: u32) -> bool {
-    is_read_only(msr) || is_zero(msr)
+    is_read_only(msr) || is_zero(msr) || msr == MISC_ENABLE
 }
 
-/// Ports that the guest does not have: those of the hypervisor (E9h, F4h), those by which devices
-/// access memory (the DMA controllers, QEMU's configuration device at 510h, PCI at CF8h with the
-/// reset register), and those of ACPI's sleep on QEMU's machines (604h, B004h).
+/// Ports that the guest does not have: those of the hypervisor (E9h, F4h, 8900h), those by which
+/// devices access memory (the DMA controllers, QEMU's configuration device at 510h, PCI at CF8h
+/// with the reset register, the disk's DMA at C000h on Bochs), and those of ACPI's sleep (604h,
+/// B004h).
 fn is_own(port: u16) -> bool {
     matches!(
         port,
         0..=0xf | 0x81..=0x8f | 0xc0..=0xdf | 0xe9 | 0xf4..=0xf7 | 0x510..=0x51b | 0xcf8..=0xcff | 0x604..=0x605
-            | 0xb004..=0xb005
+            | 0x8900 | 0xb004..=0xb005 | 0xc000..=0xc00f
     )
 }
 
-/// What the guest does without an exit.
-pub(super) fn allowed() -> Allowed {
-    static ALLOWED: Once<Allowed> = Once::new();
-    *ALLOWED.call_once(|| {
+/// The ports that the guest uses without an exit.
+pub(super) fn ports() -> &'static PortMap {
+    static PORTS: Once<Box<PortMap>> = Once::new();
+    PORTS.call_once(|| {
         let mut ports = PortMap::new();
         (0..=u16::MAX).filter(|&port| is_own(port)).for_each(|port| ports.intercept(port));
-        let mut msrs = MsrMap::new();
-        PASSED.iter().for_each(|&msr| msrs.allow(msr));
-        msrs.allow_reads(TSC);
-        for msr in X2APIC_FIRST..=X2APIC_LAST {
-            if msr == X2APIC_ICR { msrs.allow_reads(msr) } else { msrs.allow(msr) }
-        }
-        Allowed { ports: Box::leak(ports), msrs: Box::leak(msrs) }
+        ports
     })
+}
+
+/// How the guest uses a model-specific register without an exit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum MsrUse {
+    Read,
+    ReadAndWrite,
+}
+
+/// The model-specific registers that the guest uses without an exit.
+pub(super) fn msrs() -> impl Iterator<Item = (u32, MsrUse)> {
+    let of_controller = (X2APIC_FIRST..=X2APIC_LAST)
+        .map(|msr| (msr, if msr == X2APIC_ICR { MsrUse::Read } else { MsrUse::ReadAndWrite }));
+    PASSED.into_iter().map(|msr| (msr, MsrUse::ReadAndWrite)).chain([(TSC, MsrUse::Read)]).chain(of_controller)
 }
 
 /// `eax`, `ebx`, `ecx` and `edx` of CPUID, for the guest.
@@ -106,12 +119,23 @@ pub(super) fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     let [eax, ebx, ecx, edx] = [real.eax, real.ebx, real.ecx, real.edx];
     let bits = |numbers: &[u32]| numbers.iter().fold(0, |all, number| all | 1_u32 << number);
     match leaf {
-        // Without MONITOR, FMA, TSC deadline, XSAVE, OSXSAVE, AVX, F16C; with "under a hypervisor".
-        1 => [eax, ebx, ecx & !bits(&[3, 12, 24, 26, 27, 28, 29]) | 1 << 31, edx],
-        // Without TSC_ADJUST, AVX2, MPX, AVX-512, and all of ECX and EDX.
-        7 => [0, ebx & !bits(&[1, 5, 14, 16, 17, 21, 26, 27, 28, 30, 31]), 0, 0],
-        // Performance counters, XSAVE.
-        0xa | 0xd => [0; 4],
+        // Without DTES64, MONITOR, DS-CPL, VMX, SMX, EIST, TM2, SDBG, FMA, xTPR, PDCM, DCA, TSC
+        // deadline, XSAVE, OSXSAVE, AVX, F16C; with "under a hypervisor". Without DS, ACPI's clock,
+        // TM, PBE.
+        1 => [
+            eax,
+            ebx,
+            ecx & !bits(&[2, 3, 4, 5, 6, 7, 8, 11, 12, 14, 15, 18, 24, 26, 27, 28, 29]) | 1 << 31,
+            edx & !bits(&[21, 22, 29, 31]),
+        ],
+        // Of power, that the controller's timer never stops.
+        6 => [eax & 1 << 2, 0, 0, 0],
+        // Without TSC_ADJUST, SGX, HLE, AVX2, RTM, monitoring and allocation of caches, MPX,
+        // AVX-512, traces of the processor, and all of ECX and EDX.
+        7 => [0, ebx & !bits(&[1, 2, 4, 5, 11, 12, 14, 15, 16, 17, 21, 25, 26, 27, 28, 30, 31]), 0, 0],
+        // Performance counters, XSAVE, caches, SGX, traces. The frequencies at 15h and 16h, which
+        // Bochs has from a real CPU, and does not keep: Linux measures.
+        5 | 0xa | 0xd | 0xf..=0x10 | 0x12 | 0x14..=0x16 => [0; 4],
         // Linux keeps x2APIC mode without interrupt remapping under hypervisors that it knows.
         0x4000_0000 => {
             [0x4000_0001, u32::from_le_bytes(*b"KVMK"), u32::from_le_bytes(*b"VMKV"), u32::from_le_bytes(*b"M\0\0\0")]

@@ -1,4 +1,4 @@
-//! Linux as a guest of a PC with SVM.
+//! Linux as a guest of a PC, with SVM or VMX.
 //!
 //! # What the guest has of the machine
 //! - Memory: below 640 KiB and from 1 to 2 MiB it stays where it is; from 2 MiB on it comes by
@@ -15,11 +15,14 @@
 
 #![expect(unsafe_code, reason = "gives the guest memory and registers of the machine")]
 
+mod cpu;
 mod devices;
 mod identity;
 mod image;
 mod state;
+mod svm;
 mod vcpu;
+mod vmx;
 
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -36,12 +39,13 @@ use crate::migration::hash_of;
 use crate::migration::record::Hash;
 use crate::options::Options;
 use crate::ram::{self, Frames, Ram};
+pub use cpu::PcCpu;
 pub use devices::Devices;
 use image::Image;
 pub use state::{State, from_words, words};
 pub use vcpu::GuestCpu;
 
-/// The CPU that runs the guest.
+/// The CPU that runs the guest, where nothing else is said.
 pub type Cpu = SvmCpu;
 
 /// Memory that stays where it is ends here, and memory that moves begins.

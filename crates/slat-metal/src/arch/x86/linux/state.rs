@@ -6,6 +6,7 @@ use alloc::boxed::Box;
 
 use x86_64::registers::model_specific::Msr;
 
+use super::cpu::PcCpu;
 use super::devices::{Devices, Local};
 use super::vcpu::GuestCpu;
 use crate::arch::x86::page::Zeroed;
@@ -87,7 +88,7 @@ unsafe impl Words for State {
 impl State {
     /// That of `cpu`, which is outside of the guest, on the calling CPU. `None`: an interrupt is in
     /// service, so it is not the moment.
-    fn of(cpu: &mut SvmCpu) -> Option<Box<State>> {
+    pub(super) fn of(cpu: &mut SvmCpu) -> Option<Box<State>> {
         let local = Local::read()?;
         let mut state = State::zeroed();
         state.version = State::VERSION;
@@ -105,7 +106,7 @@ impl State {
 
     /// Gives it to `cpu`, which the guest has not used, and to the calling CPU. The guest's
     /// time-stamp counter is `tsc_offset` ahead of the machine's.
-    fn give_to(&self, cpu: &mut SvmCpu, tsc_offset: u64) {
+    pub(super) fn give_to(&self, cpu: &mut SvmCpu, tsc_offset: u64) {
         // SAFETY: as in `of`. What the registers are is the guest's, which they alone concern: the
         // block's other half says what a guest may do.
         unsafe {
@@ -125,18 +126,18 @@ impl State {
     }
 }
 
-impl GuestCpu {
+impl<C: PcCpu> GuestCpu<C> {
     /// Stays outside of the guest while all CPUs stop, and leaves for good if it is the moment for
     /// all of them.
     pub(super) fn stop(&mut self, departure: &Departure) {
-        departure.stop(self.number(), || State::of(&mut self.cpu));
+        departure.stop(self.number(), || self.cpu.moved());
     }
 
     /// Becomes the CPU of a guest that has come.
     pub(super) fn arrive(&mut self, target: &Target) {
         let (state, tsc_offset) = target.wait_for_state(self.number());
-        state.give_to(&mut self.cpu, tsc_offset);
-        if self.cpu.save().rip == 0 {
+        self.cpu.become_moved(state, tsc_offset);
+        if self.cpu.pc() == 0 {
             fail!("the guest that came has no instruction to go on with");
         }
     }

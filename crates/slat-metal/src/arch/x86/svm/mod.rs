@@ -5,4 +5,4 @@ pub mod run;
 pub mod vmcb;
 
 pub use enable::{Missing, enable};
-pub use run::{Allowed, Event, SvmCpu};
+pub use run::{Allowed, SvmCpu};

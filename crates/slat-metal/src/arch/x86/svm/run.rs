@@ -22,31 +22,11 @@ use spin::Once;
 use super::vmcb::{Control, Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
 use crate::arch::x86::apic::Kick;
 use crate::arch::x86::registers::{
-    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects, move_common, registers_asm,
+    Direction, EVENT_VALID as VALID, Event, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects,
+    move_common, registers_asm,
 };
 use crate::cpus::{Flush, Presence};
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
-
-/// An event for the guest (APM vol. 2, 15.20 "Event Injection").
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Event {
-    /// #UD.
-    UndefinedOpcode,
-    /// #GP(0).
-    GeneralProtection,
-}
-
-impl Event {
-    fn bits(self) -> u64 {
-        const EXCEPTION: u64 = 3 << 8;
-        match self {
-            Event::UndefinedOpcode => VALID | EXCEPTION | 6,
-            Event::GeneralProtection => VALID | 1 << 11 | EXCEPTION | 13,
-        }
-    }
-}
-
-const VALID: u64 = 1 << 31;
 
 /// What to deliver again after an exit during a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -168,6 +148,11 @@ impl SvmCpu {
     /// How the guest runs.
     pub(crate) fn control(&mut self) -> &mut Control {
         &mut self.vmcb.control
+    }
+
+    /// The same, to be read.
+    pub fn saved(&self) -> &Save {
+        &self.vmcb.save
     }
 
     /// Delivers `event` at the next entry.

@@ -12,10 +12,10 @@ bitflags::bitflags! {
     /// Pin-based controls.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct PinBased: u32 {
-        /// Interrupts leave the guest, whatever its interrupt flag is.
-        const EXTERNAL_INTERRUPT_EXITING = 1 << 0;
-        /// Non-maskable interrupts do.
+        /// Non-maskable interrupts leave the guest.
         const NMI_EXITING = 1 << 3;
+        /// The preemption timer does.
+        const PREEMPTION_TIMER = 1 << 6;
     }
 
     /// Primary processor-based controls.
@@ -27,7 +27,7 @@ bitflags::bitflags! {
         const MWAIT_EXITING = 1 << 10;
         /// RDPMC does.
         const RDPMC_EXITING = 1 << 11;
-        /// MOV to CR8 does: with the real task priority a guest could hold up a kick.
+        /// MOV to CR8 does.
         const CR8_LOAD_EXITING = 1 << 19;
         /// MOV from CR8 does.
         const CR8_STORE_EXITING = 1 << 20;
@@ -35,6 +35,11 @@ bitflags::bitflags! {
         const MOV_DR_EXITING = 1 << 23;
         /// The use of any port does.
         const UNCONDITIONAL_IO_EXITING = 1 << 24;
+        /// The use of ports does that the port map names.
+        const PORT_MAP = 1 << 25;
+        /// The use of model-specific registers does that the register map names. Without it, that
+        /// of any does.
+        const MSR_MAP = 1 << 28;
         /// MONITOR does.
         const MONITOR_EXITING = 1 << 29;
         /// There are [`Secondary`] controls.
@@ -46,10 +51,16 @@ bitflags::bitflags! {
     pub struct Secondary: u32 {
         /// Extended page tables.
         const EPT = 1 << 1;
+        /// RDTSCP is not undefined.
+        const RDTSCP = 1 << 3;
         /// The guest's translations have a tag, so that entries and exits do not flush them.
         const VPID = 1 << 5;
         /// WBINVD leaves the guest.
         const WBINVD_EXITING = 1 << 6;
+        /// The guest may turn paging and protection off.
+        const UNRESTRICTED_GUEST = 1 << 7;
+        /// INVPCID is not undefined.
+        const INVPCID = 1 << 12;
         /// The CPU logs the pages whose dirty bits it sets.
         const PAGE_MODIFICATION_LOG = 1 << 17;
     }
@@ -57,17 +68,31 @@ bitflags::bitflags! {
     /// Exit controls.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct OnExit: u32 {
+        /// DR7 and DEBUGCTL of the guest are saved.
+        const SAVE_DEBUG = 1 << 2;
         /// The host is in 64-bit mode.
         const HOST_64_BIT = 1 << 9;
-        /// An interrupt that leaves the guest is acknowledged.
-        const ACKNOWLEDGE_INTERRUPT = 1 << 15;
+        /// PAT of the guest is saved.
+        const SAVE_PAT = 1 << 18;
+        /// PAT of the host is loaded.
+        const LOAD_PAT = 1 << 19;
+        /// EFER of the guest is saved.
+        const SAVE_EFER = 1 << 20;
+        /// EFER of the host is loaded.
+        const LOAD_EFER = 1 << 21;
     }
 
     /// Entry controls.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct OnEntry: u32 {
-        /// The guest is in IA-32e mode.
+        /// DR7 and DEBUGCTL of the guest are loaded.
+        const LOAD_DEBUG = 1 << 2;
+        /// The guest is in IA-32e mode. An exit from an unrestricted guest updates it.
         const IA_32E_GUEST = 1 << 9;
+        /// PAT of the guest is loaded.
+        const LOAD_PAT = 1 << 14;
+        /// EFER of the guest is loaded.
+        const LOAD_EFER = 1 << 15;
     }
 
     /// What IA32_VMX_EPT_VPID_CAP says of EPT (A.10 "VPID and EPT Capabilities").
@@ -109,20 +134,51 @@ pub(super) struct Controls {
     pub on_entry: u32,
 }
 
+/// What a guest may do without an exit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::arch::x86) enum Held {
+    /// Nothing: it is the suite's.
+    Nothing,
+    /// What the maps of ports and of model-specific registers name, and all that runs in real mode:
+    /// it is Linux.
+    Machine,
+}
+
 impl Controls {
-    /// Those that this hypervisor needs, on the calling CPU, which has VMX.
+    /// Those of a guest that may do `held`, on the calling CPU, which has VMX.
     ///
     /// # Errors
     /// [`Missing`].
-    pub fn of_cpu() -> Result<Controls, Missing> {
+    pub fn of_cpu(held: Held) -> Result<Controls, Missing> {
+        let primary = Primary::MWAIT_EXITING | Primary::MONITOR_EXITING | Primary::SECONDARY;
+        let secondary = Secondary::EPT | Secondary::VPID;
+        let (primary, secondary, on_exit, on_entry) = match held {
+            Held::Nothing => (
+                primary
+                    | Primary::HLT_EXITING
+                    | Primary::RDPMC_EXITING
+                    | Primary::CR8_LOAD_EXITING
+                    | Primary::CR8_STORE_EXITING
+                    | Primary::MOV_DR_EXITING
+                    | Primary::UNCONDITIONAL_IO_EXITING,
+                secondary | Secondary::WBINVD_EXITING,
+                OnExit::HOST_64_BIT,
+                OnEntry::IA_32E_GUEST,
+            ),
+            Held::Machine => (
+                primary | Primary::PORT_MAP | Primary::MSR_MAP,
+                secondary | Secondary::RDTSCP | Secondary::UNRESTRICTED_GUEST | Secondary::INVPCID,
+                OnExit::all(),
+                OnEntry::all(),
+            ),
+        };
         let registers = if read(VMX_BASIC) & HAS_TRUE_CONTROLS != 0 { TRUE_CONTROLS } else { CONTROLS };
-        let [pin_based, primary, on_exit, on_entry] = registers;
         let controls = Controls {
-            pin_based: value(pin_based, PinBased::all().bits())?,
-            primary: value(primary, Primary::all().bits())?,
-            secondary: value(SECONDARY_CONTROLS, (Secondary::all() - Secondary::PAGE_MODIFICATION_LOG).bits())?,
-            on_exit: value(on_exit, OnExit::all().bits())?,
-            on_entry: value(on_entry, OnEntry::all().bits())?,
+            pin_based: value(registers[0], PinBased::all().bits())?,
+            primary: value(registers[1], primary.bits())?,
+            secondary: value(SECONDARY_CONTROLS, secondary.bits())?,
+            on_exit: value(registers[2], on_exit.bits())?,
+            on_entry: value(registers[3], on_entry.bits())?,
         };
         if !EptCapabilities::from_bits_truncate(read(EPT_VPID_CAP)).is_all() {
             return Err(Missing::EptCapabilities { found: read(EPT_VPID_CAP) });

@@ -10,7 +10,7 @@ use thiserror::Error;
 use x86_64::registers::control::{Cr0, Cr4};
 use x86_64::registers::model_specific::Msr;
 
-use super::controls::{Controls, VMX_BASIC, read};
+use super::controls::{Controls, Held, VMX_BASIC, read};
 use crate::arch::x86::page::Page;
 
 /// IA32_FEATURE_CONTROL: bit 0 locks it, bit 2 allows VMXON.
@@ -69,7 +69,7 @@ pub fn enable() -> Result<(), Missing> {
             return Err(Missing::TurnedOff);
         }
     }
-    Controls::of_cpu()?;
+    Controls::of_cpu(Held::Nothing)?;
     let region: &'static mut Page = Box::leak(Page::new());
     region.set_first_word(revision());
     // SAFETY: the bits are those that VMX requires, and all others stay. The region is the CPU's

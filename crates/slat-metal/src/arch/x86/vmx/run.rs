@@ -1,19 +1,19 @@
 //! A virtual CPU: entries into the guest, and why it left.
 //!
 //! # An entry
-//! Interrupts are off in the whole image, and a kick is a maskable interrupt. So one that arrives
-//! after the CPU has looked for a flush ([`Presence`]) waits in the interrupt controller. It makes
-//! the guest leave at once: with external-interrupt exiting the flags of the guest do not matter
-//! (Intel SDM vol. 3C, "VMX Non-Root Operation", "Other Causes of VM Exits"). An exit acknowledges
-//! it.
+//! A kick is an NMI, which makes the guest leave at once. One that arrives after the CPU has looked
+//! for a flush ([`Presence`]), and before the guest is entered, comes to the host's handler, which
+//! sets the guest's preemption timer to 0: then the guest leaves before its first instruction
+//! (Intel SDM vol. 3C, "VMX-Preemption Timer"). So the timer is set to its most before the look.
+//!
+//! An exit by an NMI blocks further ones, until IRET (SDM vol. 3C, "Updating Non-Register State"),
+//! which is executed then.
 //!
 //! A flush is INVEPT of this EPTP, before the entry (SDM vol. 3C, "VMX Support for Address
 //! Translation", "Invalidating Cached Translation Information"). Entries and exits flush nothing by
 //! themselves, as the guest has a VPID.
 //!
-//! # What it does not do
-//! The guest has no interrupts and no exceptions: an event that was being delivered at an exit is
-//! not delivered again.
+//! Maskable interrupts are the guest's, and come to it without an exit.
 
 #![expect(unsafe_code, reason = "enters a guest")]
 
@@ -24,18 +24,21 @@ use slat::dirty::DirtyTracking;
 use slat::format::Ept;
 use slat::tables::AccessTracking;
 use slat::{Access, Gpa};
-use x86_64::instructions::segmentation::{CS, DS, ES, SS, Segment};
+use x86_64::instructions::segmentation::{CS, DS, ES, SS, Segment as _};
 use x86_64::instructions::tables::{sgdt, sidt};
 use x86_64::registers::control::{Cr0, Cr2, Cr3, Cr4};
+use x86_64::registers::model_specific::{Efer, Msr};
 
-use super::controls::{self, Controls, Secondary};
+use super::controls::{self, Controls, Held, OnEntry, Secondary};
 use super::log::ModificationLog;
 use super::vmcs::{Field, Vmcs};
-use crate::arch::x86::apic::{self, Kick};
+use crate::arch::x86::apic::Kick;
 use crate::arch::x86::cpu;
 use crate::arch::x86::registers::{
-    Direction, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects, move_common, registers_asm,
+    Direction, EFER_LMA, EVENT_HAS_ERROR_CODE, EVENT_VALID, Hypercall, Registers, START_CR0, START_CR4, State, Trap,
+    as_code_expects, move_common, registers_asm,
 };
+use crate::arch::x86::svm::vmcb::Segment;
 use crate::cpus::{Flush, Presence};
 use crate::error;
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
@@ -49,12 +52,26 @@ const ACCESSED_AND_DIRTY: u64 = 1 << 6;
 /// CR4.VMXE, which VMX requires of the guest, too.
 const CR4_VMXE: u64 = 1 << 13;
 
-/// Access rights of segments, as in their descriptors: present, with limits in pages; code of 64
-/// bits, data, a busy task. Bit 16: not usable.
-const CODE: u64 = 0xa09b;
-const DATA: u64 = 0xc093;
-const TASK: u64 = 0x8b;
-const UNUSABLE: u64 = 1 << 16;
+/// The preemption timer's most. An exit that comes of it is one more.
+const NEVER: u64 = 0xffff_ffff;
+
+/// Bits 10:8 of interruption information, and their value of an NMI (SDM vol. 3C, table "Format of
+/// the VM-Exit Interruption-Information Field").
+const EVENT_TYPE: u64 = 7 << 8;
+const NMI: u64 = 2 << 8;
+/// Blocking by NMI, in the guest's interruptibility state.
+const BLOCKED_BY_NMI: u64 = 1 << 3;
+
+/// Attributes of segments: present, with limits in pages; code of 64 bits, data, a busy task.
+const CODE: u16 = 0xa9b;
+const DATA: u16 = 0xc93;
+const TASK: u16 = 0x8b;
+
+/// IA32_PAT.
+const PAT: u32 = 0x277;
+/// Its value after power-on (SDM vol. 3A, table "Memory Type Setting of PAT Entries Following a
+/// Power-up or Reset").
+const POWER_ON_PAT: u64 = 0x0007_0406_0007_0406;
 
 /// Bit 31 of the exit reason: the entry failed.
 const ENTRY_FAILED: u64 = 1 << 31;
@@ -72,14 +89,41 @@ enum Launch {
 /// A virtual CPU.
 #[derive(Debug)]
 pub struct VmxCpu {
-    vmcs: Vmcs,
+    pub(in crate::arch::x86) vmcs: Vmcs,
     eptp: u64,
-    registers: Box<Registers>,
+    pub(in crate::arch::x86) registers: Box<Registers>,
     launch: Launch,
     log: Option<ModificationLog>,
 }
 
 impl VmxCpu {
+    /// One that may do `held`, on `second_stage`.
+    ///
+    /// # Safety
+    /// As for [`VirtualCpu::new`].
+    pub(in crate::arch::x86) unsafe fn with_held(second_stage: SecondStage, held: Held) -> VmxCpu {
+        let SecondStage { root, nr_levels, access_tracking, dirty_tracking, .. } = second_stage;
+        let bits = if access_tracking == AccessTracking::AccessedBit { ACCESSED_AND_DIRTY } else { 0 };
+        let eptp = root.0 | (nr_levels - 1) << LEVELS_SHIFT | bits | WRITE_BACK;
+        // SAFETY: as the caller promises.
+        let vmcs = unsafe { Vmcs::make_current() };
+        let registers = Box::new(Registers::new());
+        let mut cpu = VmxCpu { vmcs, eptp, registers, launch: Launch::First, log: None };
+        cpu.set_controls(held);
+        if dirty_tracking == DirtyTracking::PageModificationLog {
+            let secondary = cpu.vmcs.read(Field::SecondaryControls);
+            let logs = u64::from(Secondary::PAGE_MODIFICATION_LOG.bits());
+            // SAFETY: the log is there before the first entry; the structure is the first field,
+            // and so dropped before it.
+            unsafe {
+                cpu.vmcs.write(Field::SecondaryControls, secondary | logs);
+                cpu.log = Some(ModificationLog::new(&mut cpu.vmcs));
+            }
+        }
+        cpu.set_host();
+        cpu
+    }
+
     /// The host's state: what an exit loads (SDM vol. 3C, "Host-State Area").
     fn set_host(&mut self) {
         let (gdt, idt) = (sgdt().base.as_u64(), sidt().base.as_u64());
@@ -107,12 +151,20 @@ impl VmxCpu {
                 (Field::HostSysenterCs, 0),
                 (Field::HostSysenterEsp, 0),
                 (Field::HostSysenterEip, 0),
+                (Field::HostEfer, Efer::read_raw()),
+                (Field::HostPat, Msr::new(PAT).read()),
             ]);
         }
     }
 
-    fn set_controls(&mut self) {
-        let controls = Controls::of_cpu().unwrap_or_else(|missing| error!("{missing}"));
+    fn set_controls(&mut self, held: Held) {
+        let controls = Controls::of_cpu(held).unwrap_or_else(|missing| error!("{missing}"));
+        // The bits that are the hypervisor's. A guest that may do more finds VMXE alone to be clear.
+        // NE of CR0 has to be set, and it is set from the beginning: clearing it is a #GP.
+        let (cr0_mask, cr4_mask) = match held {
+            Held::Nothing => (u64::MAX, u64::MAX),
+            Held::Machine => (0, CR4_VMXE),
+        };
         // SAFETY: the page tables are those of the promise of `new`; no MSR area has an entry.
         unsafe {
             self.vmcs.write_all(&[
@@ -132,10 +184,87 @@ impl VmxCpu {
                 (Field::NrMsrsToLoadOnExit, 0),
                 (Field::NrMsrsToLoadOnEntry, 0),
                 (Field::EntryInterruption, 0),
-                // All bits of CR0 and CR4 are the hypervisor's.
-                (Field::Cr0Mask, u64::MAX),
-                (Field::Cr4Mask, u64::MAX),
+                (Field::Cr0Mask, cr0_mask),
+                (Field::Cr4Mask, cr4_mask),
             ]);
+        }
+    }
+
+    /// Sets all registers but for the general ones, which are 0, and those for events.
+    pub(in crate::arch::x86) fn set_state(&mut self, state: &State) {
+        for (fields, segment) in SEGMENTS.into_iter().zip(state.segments()) {
+            let [selector, base, limit, rights] = fields;
+            // SAFETY: fields of the guest.
+            unsafe {
+                self.vmcs.write_all(&[
+                    (selector, u64::from(segment.selector)),
+                    (base, segment.base),
+                    (limit, u64::from(segment.limit)),
+                    (rights, access_rights(segment.attributes)),
+                ]);
+            }
+        }
+        // The entry has to agree with EFER.LMA.
+        let is_ia_32e = u64::from(OnEntry::IA_32E_GUEST.bits());
+        let on_entry = self.vmcs.read(Field::EntryControls) & !is_ia_32e;
+        let on_entry = if state.efer & EFER_LMA != 0 { on_entry | is_ia_32e } else { on_entry };
+        // SAFETY: fields of the guest.
+        unsafe {
+            self.vmcs.write_all(&[
+                (Field::EntryControls, on_entry),
+                (Field::GuestGdtrBase, state.gdtr.base),
+                (Field::GuestGdtrLimit, u64::from(state.gdtr.limit)),
+                (Field::GuestIdtrBase, state.idtr.base),
+                (Field::GuestIdtrLimit, u64::from(state.idtr.limit)),
+                (Field::GuestCr0, state.cr0),
+                (Field::Cr0Shadow, state.cr0),
+                (Field::GuestCr3, state.cr3),
+                (Field::GuestCr4, state.cr4 | CR4_VMXE),
+                (Field::Cr4Shadow, state.cr4),
+                (Field::GuestEfer, state.efer),
+                (Field::GuestPat, POWER_ON_PAT),
+                (Field::GuestDr7, 0x400),
+                (Field::GuestDebugctl, 0),
+                (Field::GuestPendingDebug, 0),
+                (Field::GuestInterruptibility, 0),
+                (Field::GuestActivity, 0),
+                (Field::GuestSysenterCs, 0),
+                (Field::GuestSysenterEsp, 0),
+                (Field::GuestSysenterEip, 0),
+                (Field::GuestRflags, 2),
+                (Field::GuestRip, state.rip),
+                (Field::GuestRsp, state.rsp),
+            ]);
+        }
+    }
+
+    /// Delivers `event` at the next entry, with `error_code` if it has one. An exit has put an end
+    /// to the last one.
+    pub(in crate::arch::x86) fn inject(&mut self, event: u64, error_code: u64) {
+        // SAFETY: what the guest gets.
+        unsafe {
+            if event & EVENT_HAS_ERROR_CODE != 0 {
+                self.vmcs.write(Field::EntryErrorCode, error_code);
+            }
+            self.vmcs.write(Field::EntryInterruption, event);
+        }
+    }
+
+    /// After an exit: delivers again what it has cut off, and lets NMIs come again.
+    fn take_events(&mut self, exit: Exit) {
+        if let Some(event) = to_deliver_again(self.vmcs.read(Field::DeliveredEvent)) {
+            self.inject(event, self.vmcs.read(Field::DeliveredErrorCode));
+        }
+        if exit == Exit::Kick
+            && self.vmcs.read(Field::ExitInterruption) & (EVENT_VALID | EVENT_TYPE) == EVENT_VALID | NMI
+        {
+            // SAFETY: the handler of NMIs, on a stack of its own, ends by IRET, and changes no
+            // register. What it does to the timer, each entry undoes.
+            unsafe { core::arch::asm!("int 2", options(nostack)) };
+            // The guest has no NMIs. Bochs takes the one that made it leave for one of its own.
+            let blocking = self.vmcs.read(Field::GuestInterruptibility) & !BLOCKED_BY_NMI;
+            // SAFETY: a field of the guest.
+            unsafe { self.vmcs.write(Field::GuestInterruptibility, blocking) };
         }
     }
 
@@ -147,10 +276,8 @@ impl VmxCpu {
         }
         match reason & 0xffff {
             62 => Exit::LogFull,
-            1 => {
-                apic::end_interrupt();
-                Exit::Kick
-            }
+            // An NMI: no exception leaves the guest. The preemption timer.
+            0 | 52 => Exit::Kick,
             2 => Exit::Shutdown,
             10 => Exit::Trapped(Trap::Cpuid),
             18 => Exit::Hypercall,
@@ -181,8 +308,7 @@ impl VmxCpu {
 impl VirtualCpu for VmxCpu {
     type Format = Ept;
 
-    /// Interrupts are off, so it waits for the entry.
-    const KICK: Kick = Kick::Interrupt;
+    const KICK: Kick = Kick::Nmi;
 
     const HYPERCALL: u64 = Hypercall::Vmcall as u64;
 
@@ -191,79 +317,34 @@ impl VirtualCpu for VmxCpu {
     }
 
     unsafe fn new(second_stage: SecondStage) -> VmxCpu {
-        let SecondStage { root, nr_levels, access_tracking, dirty_tracking, .. } = second_stage;
-        let bits = if access_tracking == AccessTracking::AccessedBit { ACCESSED_AND_DIRTY } else { 0 };
-        let eptp = root.0 | (nr_levels - 1) << LEVELS_SHIFT | bits | WRITE_BACK;
         // SAFETY: as the caller promises.
-        let vmcs = unsafe { Vmcs::make_current() };
-        let registers = Box::new(Registers::new());
-        let mut cpu = VmxCpu { vmcs, eptp, registers, launch: Launch::First, log: None };
-        cpu.set_controls();
-        if dirty_tracking == DirtyTracking::PageModificationLog {
-            let secondary = cpu.vmcs.read(Field::SecondaryControls);
-            let logs = u64::from(Secondary::PAGE_MODIFICATION_LOG.bits());
-            // SAFETY: the log is there before the first entry; the structure is the first field,
-            // and so dropped before it.
-            unsafe {
-                cpu.vmcs.write(Field::SecondaryControls, secondary | logs);
-                cpu.log = Some(ModificationLog::new(&mut cpu.vmcs));
-            }
-        }
-        cpu.set_host();
-        cpu
+        unsafe { VmxCpu::with_held(second_stage, Held::Nothing) }
     }
 
     fn start(&mut self, start: Start) {
-        let segments = [
-            (Field::GuestEsSelector, Field::GuestEsBase, Field::GuestEsLimit, Field::GuestEsRights, DATA),
-            (Field::GuestCsSelector, Field::GuestCsBase, Field::GuestCsLimit, Field::GuestCsRights, CODE),
-            (Field::GuestSsSelector, Field::GuestSsBase, Field::GuestSsLimit, Field::GuestSsRights, DATA),
-            (Field::GuestDsSelector, Field::GuestDsBase, Field::GuestDsLimit, Field::GuestDsRights, DATA),
-            (Field::GuestFsSelector, Field::GuestFsBase, Field::GuestFsLimit, Field::GuestFsRights, DATA),
-            (Field::GuestGsSelector, Field::GuestGsBase, Field::GuestGsLimit, Field::GuestGsRights, DATA),
-        ];
-        for (selector, base, limit, rights, value) in segments {
-            let limit_bytes = u64::from(u32::MAX);
-            // SAFETY: fields of the guest.
-            unsafe { self.vmcs.write_all(&[(selector, 8), (base, 0), (limit, limit_bytes), (rights, value)]) };
-        }
-        // SAFETY: fields of the guest.
-        unsafe {
-            self.vmcs.write_all(&[
-                (Field::GuestTrSelector, 8),
-                (Field::GuestTrBase, 0),
-                (Field::GuestTrLimit, 0x67),
-                (Field::GuestTrRights, TASK),
-                (Field::GuestLdtrSelector, 0),
-                (Field::GuestLdtrBase, 0),
-                (Field::GuestLdtrLimit, 0),
-                (Field::GuestLdtrRights, UNUSABLE),
-                (Field::GuestGdtrBase, 0),
-                (Field::GuestGdtrLimit, 0),
-                (Field::GuestIdtrBase, 0),
-                (Field::GuestIdtrLimit, 0),
-                (Field::GuestCr0, START_CR0),
-                (Field::Cr0Shadow, START_CR0),
-                (Field::GuestCr3, start.tables),
-                (Field::GuestCr4, START_CR4 | CR4_VMXE),
-                (Field::Cr4Shadow, START_CR4),
-                (Field::GuestDr7, 0x400),
-                (Field::GuestDebugctl, 0),
-                (Field::GuestPendingDebug, 0),
-                (Field::GuestInterruptibility, 0),
-                (Field::GuestActivity, 0),
-                (Field::GuestSysenterCs, 0),
-                (Field::GuestSysenterEsp, 0),
-                (Field::GuestSysenterEip, 0),
-                (Field::GuestRflags, 2),
-                (Field::GuestRip, start.pc),
-                (Field::GuestRsp, start.stack),
-            ]);
-        }
+        let segment = |attributes| Segment { selector: 8, attributes, limit: u32::MAX, base: 0 };
+        let empty = Segment { selector: 0, attributes: 0, limit: 0, base: 0 };
+        self.set_state(&State {
+            cs: segment(CODE),
+            data: segment(DATA),
+            tr: Segment { limit: 0x67, ..segment(TASK) },
+            ldtr: empty,
+            gdtr: empty,
+            idtr: empty,
+            cr0: START_CR0,
+            cr3: start.tables,
+            cr4: START_CR4,
+            // NXE, LMA, LME, as the host has them.
+            efer: 0xd00,
+            rip: start.pc,
+            rsp: start.stack,
+        });
         self.registers.rdi = start.argument;
     }
 
     fn run(&mut self, presence: &Presence) -> Exit {
+        // SAFETY: a field of the guest.
+        unsafe { self.vmcs.write(Field::PreemptionTimer, NEVER) };
         // What the hardware has done, for the record.
         let mut flushed = Flush::None;
         if presence.enter() == Flush::All {
@@ -291,6 +372,7 @@ impl VirtualCpu for VmxCpu {
         let exit = self.reason();
         if !matches!(exit, Exit::Invalid { .. }) {
             self.launch = Launch::Again;
+            self.take_events(exit);
         }
         exit
     }
@@ -313,6 +395,36 @@ impl VirtualCpu for VmxCpu {
         // Neither entries nor exits change it.
         Cr2::read_raw()
     }
+}
+
+/// Selector, base, limit and access rights of the segments, in the order of [`State::segments`].
+const SEGMENTS: [[Field; 4]; 8] = [
+    [Field::GuestCsSelector, Field::GuestCsBase, Field::GuestCsLimit, Field::GuestCsRights],
+    [Field::GuestSsSelector, Field::GuestSsBase, Field::GuestSsLimit, Field::GuestSsRights],
+    [Field::GuestDsSelector, Field::GuestDsBase, Field::GuestDsLimit, Field::GuestDsRights],
+    [Field::GuestEsSelector, Field::GuestEsBase, Field::GuestEsLimit, Field::GuestEsRights],
+    [Field::GuestFsSelector, Field::GuestFsBase, Field::GuestFsLimit, Field::GuestFsRights],
+    [Field::GuestGsSelector, Field::GuestGsBase, Field::GuestGsLimit, Field::GuestGsRights],
+    [Field::GuestTrSelector, Field::GuestTrBase, Field::GuestTrLimit, Field::GuestTrRights],
+    [Field::GuestLdtrSelector, Field::GuestLdtrBase, Field::GuestLdtrLimit, Field::GuestLdtrRights],
+];
+
+/// The access rights of a segment with `attributes`, which are the same bits without a gap: bits
+/// 7:0 and 15:12 (SDM vol. 3C, table "Format of Access Rights"). Bit 16: a segment that is not
+/// present is not usable.
+fn access_rights(attributes: u16) -> u64 {
+    const PRESENT: u16 = 1 << 7;
+    let rights = u64::from(attributes & 0xff) | u64::from(attributes & 0xf00) << 4;
+    if attributes & PRESENT == 0 { 1 << 16 } else { rights }
+}
+
+/// What to inject after an exit during the delivery of `event` (SDM vol. 3C, "Information for VM
+/// Exits That Occur During Event Delivery"). A software interrupt or exception is not delivered
+/// again: its instruction is executed once more.
+fn to_deliver_again(event: u64) -> Option<u64> {
+    let is_of_instruction = matches!(event >> 8 & 7, 4..=6);
+    // Vector, type, and whether there is an error code.
+    (event & EVENT_VALID != 0 && !is_of_instruction).then_some(event & (EVENT_VALID | 0xfff))
 }
 
 /// The access of an EPT violation: bit 1, a write; bit 2, a fetch (SDM vol. 3C, "Exit Qualification
@@ -375,4 +487,36 @@ unsafe extern "sysv64" fn enter(registers: *mut Registers, launch: Launch) -> bo
         host_rsp = const Field::HostRsp as u32,
         host_rip = const Field::HostRip as u32,
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_comes_again_unless_its_instruction_does() {
+        const TYPE_SHIFT: u32 = 8;
+        for (event, again) in [
+            (0, None),
+            // Not valid.
+            (0x20, None),
+            // An external interrupt; #PF with an error code, and with bits that entries reserve.
+            (EVENT_VALID | 0xec, Some(EVENT_VALID | 0xec)),
+            (EVENT_VALID | 1 << 12 | 0xb0e, Some(EVENT_VALID | 0xb0e)),
+            // INT n, INT1, INT3.
+            (EVENT_VALID | 4 << TYPE_SHIFT | 0x80, None),
+            (EVENT_VALID | 5 << TYPE_SHIFT | 1, None),
+            (EVENT_VALID | 6 << TYPE_SHIFT | 3, None),
+        ] {
+            assert_eq!(to_deliver_again(event), again, "{event:#x}");
+        }
+    }
+
+    #[test]
+    fn access_rights_have_a_gap() {
+        // Code of 64 bits, data with a limit in pages, a busy task; an empty selector.
+        for (attributes, rights) in [(CODE, 0xa09b), (DATA, 0xc093), (TASK, 0x8b), (0, 1 << 16)] {
+            assert_eq!(access_rights(attributes), rights, "{attributes:#x}");
+        }
+    }
 }

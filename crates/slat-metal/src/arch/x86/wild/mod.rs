@@ -24,8 +24,9 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use slat::format::LeafAttributes;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Pfn, Vm};
 
+use super::registers::Event;
 use super::registers::{Hypercall, Trap};
-use super::svm::{Event, SvmCpu};
+use super::svm::SvmCpu;
 use crate::arch::clock;
 use crate::arch::guest::write_page_tables;
 use crate::boot;
