@@ -312,7 +312,8 @@ echo 'verdict pass none wrong'; exit 1",
     assert!(text.contains("slat | 3 CPUs\n") && text.contains("Verified: none wrong.\n"), "{text}");
     assert!(!text.contains("bochs|") && !text.contains("PANIC"), "{text}");
     let disk = fs::read(folder.join("disk")).unwrap();
-    let config = "multiboot (hd0)2048+1 slat-metal guest=suite cpus=3 seed=5 operations=7 memory=256\nboot\n";
+    let words = "'slat-metal' 'guest=suite' 'cpus=3' 'seed=5' 'operations=7' 'memory=256'";
+    let config = format!("multiboot (hd0)2048+1 {words}\nboot\n");
     assert_eq!(&disk[..512], [b'B'; 512]);
     assert_eq!(&disk[512..512 + config.len()], config.as_bytes());
     assert_eq!(&disk[1 << 20..][..9], b"the image");
