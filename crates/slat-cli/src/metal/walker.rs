@@ -350,7 +350,7 @@ mod tests {
     fn answer(pte: u64, mappings: &[[u64; 4]], line: &str, corrupted: Corrupted) -> Option<String> {
         let memory = MachineMemory::new(START, 0x10000).unwrap();
         let write = |address, word: u64| memory.write(address, &word.to_le_bytes()).unwrap();
-        (0..3).for_each(|level| write(ROOT + 0x1000 * level, ROOT + 0x1000 * (level + 1) | 0x27));
+        (0..3).for_each(|level| write(ROOT + 0x1000 * level, (ROOT + 0x1000 * (level + 1)) | 0x27));
         write(PTE, pte);
         mappings.iter().flatten().zip(0..).for_each(|(&word, index)| write(MAPPINGS + 8 * index, word));
         let compared = memory.check(&Tables::parse(line).unwrap(), corrupted).unwrap();

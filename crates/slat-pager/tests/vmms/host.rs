@@ -96,7 +96,7 @@ fn kernel(package: &Path) -> Outcome<PathBuf> {
 
 /// The files of all modules for machine and guest that a package has.
 fn modules(package: &Path) -> Outcome<Vec<PathBuf>> {
-    let is_needed = |name| machine::MODULES.contains(&name) || guest::MODULES.contains(&name);
+    let is_needed = |name: &str| machine::MODULES.contains(&name) || guest::MODULES.contains(&name);
     let mut found = Vec::new();
     let places = ["lib/modules", "usr/lib/modules"].map(|place| package.join(place));
     let mut folders: Vec<_> = places.into_iter().filter(|place| place.exists()).collect();
