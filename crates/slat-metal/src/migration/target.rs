@@ -12,14 +12,14 @@ use super::channel::Channel;
 use super::record::{Hash, Head, Kind, MAX_WORDS};
 use super::ring::Payload;
 use super::{hash_of, hash_of_zeros, set_bits};
-use crate::arch::linux::{Devices, State, from_words};
+use crate::arch::linux::{Devices, State, TRAITS, from_words};
 use crate::arch::{self, Kick, clock};
 use crate::console::{self, Verdict};
 use crate::host::Control;
 use crate::linux::{GuestFormat, Linux, LinuxCpu, Stage};
 use crate::memslot::{Memslot, bit, zeros};
 use crate::options::Options;
-use crate::{fail, say};
+use crate::{error, fail, say};
 
 /// Pages that are asked for in the background before the first of them has come: a page that the
 /// guest waits for comes behind these.
@@ -198,8 +198,15 @@ impl Target {
         let mut payload: Payload = [0; MAX_WORDS];
         let hello = self.channel.receive(&mut payload, LOST);
         let traits = linux.guest.traits();
-        if (hello.kind, hello.number) != (Kind::Hello, nr_pages) || payload.get(..hello.nr_words) != Some(&traits[..]) {
-            fail!("the other machine is another one: {hello:?}, and {nr_pages} pages are here");
+        if (hello.kind, hello.nr_words) != (Kind::Hello, traits.len()) {
+            fail!("the other machine sends {hello:?}, where it should say what it is");
+        }
+        if hello.number != nr_pages {
+            error!("the guest has {} pages of memory, and this machine has {nr_pages} for it", hello.number);
+        }
+        let mut pairs = payload.iter().zip(traits).zip(TRAITS);
+        if let Some((_, name)) = pairs.find(|((theirs, own), _)| theirs != own) {
+            error!("this machine differs from the guest's in {name}");
         }
         self.channel.send_empty(Kind::Welcome, 0);
         let mut hashes = vec![0; nr_pages as usize];

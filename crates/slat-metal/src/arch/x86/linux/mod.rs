@@ -58,7 +58,7 @@ const DEVICES: [u64; 2] = [0xfec0_0000, 0xfed0_0000];
 const MAX_FIRMWARE_BYTES: u64 = 16 << 20;
 
 /// What [`Guest::traits`] has.
-const NR_TRAITS: usize = 3;
+pub const TRAITS: [&str; 3] = ["the places of the firmware's memory", "the firmware's memory", "the CPU"];
 
 /// The memory that moves, of a guest with `memory_bytes` of memory.
 pub fn ram_span(memory_bytes: u64) -> Span {
@@ -74,7 +74,7 @@ pub struct Guest {
     low: Frames,
     /// The firmware's memory that the guest has, too.
     firmware: Vec<Span>,
-    traits: [u64; NR_TRAITS],
+    traits: [u64; TRAITS.len()],
 }
 
 impl Guest {
@@ -118,18 +118,18 @@ impl Guest {
             let backing = unsafe { Backing::fixed(first, first, LeafAttributes::DEVICE) };
             slots.add(Span { start, end: start + PAGE_SIZE }, backing, none);
         }
-        let mut guest = Guest { image: None, low, firmware, traits: [0; NR_TRAITS] };
+        let mut guest = Guest { image: None, low, firmware, traits: [0; TRAITS.len()] };
         guest.traits = guest.new_traits();
         guest
     }
 
     /// What another machine must have in common with this one, for a guest to go there: the places
     /// of the firmware's memory, what was in it when the guest began, and the CPU.
-    pub fn traits(&self) -> &[u64; NR_TRAITS] {
+    pub fn traits(&self) -> &[u64; TRAITS.len()] {
         &self.traits
     }
 
-    fn new_traits(&self) -> [u64; NR_TRAITS] {
+    fn new_traits(&self) -> [u64; TRAITS.len()] {
         let spans = self.firmware.iter().flat_map(|span| [span.start, span.end]);
         let pages = self.firmware_pages().map(|(_, words)| hash_of(words));
         let leaves = [0, 1, 7, 0x8000_0001, 0x8000_0008].into_iter().flat_map(|leaf| {
