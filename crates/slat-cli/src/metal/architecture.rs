@@ -79,8 +79,8 @@ impl Architecture {
             (Architecture::X86, _) => {
                 &["-debugcon", "file:/dev/stderr", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]
             }
-            (Architecture::Arm | Architecture::RiscV, Boot::Hypervisor) => &["-semihosting"],
             (Architecture::Arm | Architecture::RiscV, Boot::Kvm) => &["-semihosting-config", "enable=on,userspace=on"],
+            (Architecture::Arm | Architecture::RiscV, _) => &["-semihosting"],
         }
     }
 
