@@ -12,6 +12,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::Duration;
 
 use pager::{Pager, SEED, SIZE, folder, metric, socket, until};
 use registered::{Guest, Kind, handshake, send, userfaultfd};
@@ -68,6 +69,8 @@ fn the_pager_says_when_it_is_ready() {
     let folder = folder.path();
     let told = folder.join("notify");
     let manager = std::os::unix::net::UnixDatagram::bind(&told).unwrap();
+    // A pager that ends before it is ready says nothing.
+    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut command = Pager::command(folder);
     let mut pager = Pager { child: command.env("NOTIFY_SOCKET", &told).spawn().unwrap() };
     let mut bytes = [0; 256];

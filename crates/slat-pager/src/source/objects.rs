@@ -215,12 +215,17 @@ impl Objects {
             E::PermissionDenied { .. }
             | E::Unauthenticated { .. }
             | E::NotSupported { .. }
-            | E::NotImplemented { .. } => SourceError::Refused { server, why: error.to_string() },
+            | E::NotImplemented { .. } => {
+                SourceError::Refused { server, why: urls_without_secrets(&error.to_string()) }
+            }
             E::InvalidPath { .. } => SourceError::Malformed { snapshot: path.to_string(), why: error.to_string() },
             _ => match io_cause(&error) {
                 // A folder: what the disk says, as errors of files do.
                 Some(cause) => SourceError::Io { what: format!("use {server}/{path}"), error: cause },
-                None => SourceError::Unavailable { server, why: format!("{path}: {}", with_causes(&error)) },
+                None => {
+                    let why = format!("{path}: {}", urls_without_secrets(&with_causes(&error)));
+                    SourceError::Unavailable { server, why }
+                }
             },
         }
     }
@@ -254,6 +259,12 @@ fn with_causes(error: &dyn std::error::Error) -> String {
         cause = error.source();
     }
     text
+}
+
+/// The text without the passwords and queries of its URLs: errors of stores have the URL of the
+/// request.
+fn urls_without_secrets(text: &str) -> String {
+    text.split(' ').map(without_secrets).collect::<Vec<_>>().join(" ")
 }
 
 /// The variables of the environment that begin with `prefix`, in lower case.
@@ -304,5 +315,18 @@ mod tests {
         let (objects, _) = Objects::open(&url, &[]).unwrap();
         assert_eq!(objects.name(), "https://http@host");
         assert_eq!(format!("{objects:?}"), r#"Objects("https://http@host")"#);
+    }
+
+    #[test]
+    fn errors_of_a_store_have_no_secrets() {
+        let url = Url::parse("https://user:word@host/vm").unwrap();
+        let (objects, path) = Objects::open(&url, &[]).unwrap();
+        let what = "Error performing GET https://user:word@host/vm?sig=word in 1ms - no answer";
+        let failed = object_store::Error::Generic { store: "HTTP", source: what.into() };
+        let refused = object_store::Error::PermissionDenied { path: path.to_string(), source: what.into() };
+        for error in [failed, refused] {
+            let message = objects.failed(&path, error).to_string();
+            assert!(message.contains("GET https://user@host/vm in 1ms") && !message.contains("word"), "{message}");
+        }
     }
 }

@@ -35,8 +35,8 @@ use crate::shared_memory::Filled;
 use crate::source::{Mapped, SourceError};
 use crate::userfaultfd::{Cause, Event, Fault, Wake};
 
-/// Pages that are filled before those that wait for them are woken, at most: the first of them waits
-/// for all, about half a millisecond.
+/// Pages of 4 KiB that are filled before those that wait for them are woken, at most: the first of
+/// them waits for all, about half a millisecond. So pages of 2 MiB are woken one by one.
 const MOST_UNWOKEN: u64 = 512;
 
 /// What a thread does once more for pages that the kernel has put off.
@@ -409,10 +409,13 @@ impl Worker {
 impl Shared {
     /// Whether the faults of so many messages are woken by one call.
     fn wakes_together(&self, nr_messages: usize) -> bool {
-        let granule = self.options.granule_bytes(&*self.source, crate::source::PAGE_BYTES);
-        let most_pages = nr_messages as u64 * (granule / crate::source::PAGE_BYTES);
-        let are_all = nr_messages < BUFFER_MESSAGES;
-        nr_messages > 1 && are_all && most_pages <= MOST_UNWOKEN && !self.has_reads()
+        if !(2..BUFFER_MESSAGES).contains(&nr_messages) || self.has_reads() {
+            return false;
+        }
+        let base = crate::source::PAGE_BYTES;
+        let largest = self.installer.regions.all().iter().map(|placed| placed.region.page_bytes).max();
+        let granule = self.options.granule_bytes(&*self.source, largest.unwrap_or(base));
+        nr_messages as u64 * (granule / base) <= MOST_UNWOKEN
     }
 
     /// Notes that `range` is given up. The caller has the gate exclusive.

@@ -30,7 +30,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, check_range};
 use disk::DiskCache;
-use read_ahead::{Became, ReadAhead};
+use read_ahead::{Became, LONGEST_READ, ReadAhead};
 
 /// The blocks that most sources have, for the first sizes of tables.
 const USUAL_BLOCK_BYTES: u64 = 512 << 10;
@@ -331,7 +331,9 @@ impl Source for Cached {
         async move {
             match self.one_block(&range) {
                 Some((block, part)) if !self.source.is_zero(self.range_of(block)) => {
-                    Ok(self.block(block).await?.slice(part))
+                    let bytes = self.block(block).await?;
+                    // A caller keeps a part and accounts for that. It must not keep the block.
+                    Ok(if part.len() == bytes.len() { bytes } else { Bytes::copy_from_slice(&bytes[part]) })
                 }
                 _ => super::read_new(self, range).await,
             }
@@ -364,16 +366,18 @@ impl Source for Cached {
             }
             let (source, cache, ahead) = (Arc::clone(&self.source), Arc::clone(&self.cache), Arc::clone(&self.ahead));
             runtime.spawn(async move {
-                let became = match cache.get(identity, nr_bytes, source.read_shared(range)).await {
-                    Ok((_, Found::Memory)) => Became::WasThere,
-                    Ok((_, Found::Elsewhere)) => {
+                let read = cache.get(identity, nr_bytes, source.read_shared(range));
+                let became = match tokio::time::timeout(LONGEST_READ, read).await {
+                    Ok(Ok((_, Found::Memory))) => Became::WasThere,
+                    Ok(Ok((_, Found::Elsewhere))) => {
                         cache.counters.nr_read_ahead.fetch_add(1, Ordering::Relaxed);
                         Became::Fetched
                     }
-                    Err(error) => {
+                    Ok(Err(error)) => {
                         tracing::debug!(block, %error, "a block that no read has asked for cannot be had");
                         Became::Failed
                     }
+                    Err(_) => Became::Failed,
                 };
                 ahead.ended(block, became);
                 drop(permit);

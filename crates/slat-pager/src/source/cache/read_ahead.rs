@@ -14,6 +14,7 @@
 //! order of the reads is: a guest touches a dense working set in any order.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -23,6 +24,9 @@ pub const FIRST_BLOCKS: u64 = 8;
 pub const MISSES: u64 = 8;
 /// Blocks on their way.
 pub const MOST_AT_ONCE: usize = 8;
+/// What takes longer has failed. A read that asks for the same block waits for this one, and begins
+/// its own only then.
+pub(super) const LONGEST_READ: Duration = Duration::from_secs(30);
 /// What the account has at most.
 const MOST_BLOCKS: u64 = 32;
 
