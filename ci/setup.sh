@@ -3,7 +3,8 @@
 # hypervisor and its Linux on Arm and RISC-V (of rustup; other checks skip what is missing), the fuzzer
 # with a C++ compiler for its runtime, Python for the models and proofs, valgrind for the count of a
 # fault's instructions, a browser for the report, and nginx and systemd's programs for the pager.
-# (ci/deny.sh installs its own tool, beside the tests.)
+# (Where systemd runs the machine, Debian's package of nginx also starts it.) ci/deny.sh installs its own
+# tool, beside the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt

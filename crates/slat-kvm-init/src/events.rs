@@ -45,6 +45,9 @@ fn faults(console: &mut Console, paging: &str, clock: Clock) -> Result<u64, Wron
     console.figure("access", paging, access, 1);
     // A fault may map more pages than its own.
     let faults: Vec<u64> = first.into_iter().filter(|&count| count > access).collect();
+    if faults.is_empty() {
+        return Err(Wrong::Guest("none of its writes to new memory was a fault".to_owned()));
+    }
     console.pages_each("pages_per_demand_fault", paging, NR_PAGES as f64 / faults.len() as f64);
     console.figure("demand_fault", paging, median(faults).saturating_sub(access), 1);
     Ok(access)

@@ -18,6 +18,8 @@ use pager::{Pager, SEED, SIZE, folder, metric, socket, until};
 use registered::{Guest, Kind, handshake, send, userfaultfd};
 use slat_pager::userfaultfd::RegisterMode;
 
+/// The first version of systemd that judges the units of a folder.
+const WITH_OFFLINE: u32 = 250;
 const UNITS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/systemd");
 
 /// Whether there is such a program; says so if not.
@@ -121,6 +123,12 @@ fn the_service_exposes_little() {
     /// Of 100, as systemd weighs it: what it calls OK ends at 45.
     const MOST: &str = "40";
     if !has("systemd-analyze") {
+        return;
+    }
+    let version = Command::new("systemd-analyze").arg("--version").output().unwrap();
+    let version = String::from_utf8_lossy(&version.stdout).split_whitespace().nth(1).and_then(|word| word.parse().ok());
+    if version.is_none_or(|version: u32| version < WITH_OFFLINE) {
+        println!("skipped: this systemd-analyze looks at running services alone");
         return;
     }
     let folder = tempfile::tempdir().unwrap();

@@ -109,8 +109,13 @@ impl Server {
 
     /// Serves until the machine ends.
     pub(super) fn run(mut self) {
-        let mut worker =
-            Worker { shared: Arc::clone(&self.shared), again: Vec::new(), done: Done::default(), wake: Wake::Waiters };
+        let mut worker = Worker {
+            shared: Arc::clone(&self.shared),
+            again: Vec::new(),
+            done: Done::default(),
+            wake: Wake::Waiters,
+            unwoken_since: Vec::new(),
+        };
         let mut nr_idle = 0_u32;
         while !self.shared.has_ended() {
             match self.round(&mut worker) {
@@ -142,11 +147,15 @@ impl Server {
                     Event::Fault(fault) => worker.answer(fault, since),
                     // Noted with the gate.
                     Event::Remove(_) | Event::Unmap(_) => {}
-                    Event::Fork(child) => worker.shared.close_child(child),
+                    Event::Fork(child) => {
+                        // That may take long.
+                        worker.wake_unwoken();
+                        worker.shared.close_child(child);
+                    }
                     event => worker.shared.distrust(&format!("{event:?} is not served")),
                 }
             }
-            installer.wake_unwoken(&mut worker.done.unwoken);
+            worker.wake_unwoken();
             worker.wake = Wake::Waiters;
         }
         let nr_again = worker.again.len();
@@ -171,6 +180,8 @@ struct Worker {
     done: Done,
     /// Whether pages that are filled now are woken by their fill, or by the round.
     wake: Wake,
+    /// When those faults came that the round wakes.
+    unwoken_since: Vec<Instant>,
 }
 
 impl Worker {
@@ -294,7 +305,18 @@ impl Worker {
             }
         }
         shared.options.metrics.filled_bytes.inc_by(filled_bytes);
-        shared.options.metrics.latency_seconds.observe(batch.since.elapsed().as_secs_f64());
+        match self.wake {
+            Wake::Waiters => shared.options.metrics.latency_seconds.observe(batch.since.elapsed().as_secs_f64()),
+            Wake::None => self.unwoken_since.push(batch.since),
+        }
+    }
+
+    /// Wakes those whose pages were filled without that.
+    fn wake_unwoken(&mut self) {
+        self.shared.installer.wake_unwoken(&mut self.done.unwoken);
+        for since in self.unwoken_since.drain(..) {
+            self.shared.options.metrics.latency_seconds.observe(since.elapsed().as_secs_f64());
+        }
     }
 
     fn fetched(&mut self, batch: Batch, outcome: Result<Fetched, SourceError>) {
