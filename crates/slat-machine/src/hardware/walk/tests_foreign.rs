@@ -114,16 +114,22 @@ fn what_a_processor_finds_is_found() {
 #[test]
 fn walks_leave_the_machine_as_it_was() {
     let file = memory_file(SIZE).unwrap();
-    let words = [(ROOT, NPT.leaf & !0xfff | 0x87)];
-    for (address, word) in words {
-        rustix::io::pwrite(&file, &word.to_ne_bytes(), address - START).unwrap();
-    }
+    // 1 GiB, without A and D.
+    let leaf: u64 = 0x4000_0000 >> 2 | 0x1f;
+    rustix::io::pwrite(&file, &leaf.to_ne_bytes(), ROOT - START).unwrap();
     let first = ForeignMemory::of_file(&file, Hpa(START)).unwrap();
-    assert!(leaves::<Sv39x4>(&machine(&[(ROOT, FRAME >> 2 | 0x1f)])).is_err(), "a misaligned huge page");
+    assert_eq!(leaves::<Sv39x4>(&first).unwrap().0.len(), 1);
+    // The walks have set both, and here alone.
+    assert_eq!(first.word(Hpa(ROOT)), Some(leaf | 0xc0));
     first.set_word(Hpa(ROOT + 8), 7).unwrap();
     assert_eq!((first.word(Hpa(ROOT + 8)), first.word(Hpa(START + SIZE)), first.word(Hpa(0))), (Some(7), None, None));
     let second = ForeignMemory::of_file(&file, Hpa(START)).unwrap();
-    assert_eq!(second.word(Hpa(ROOT + 8)), Some(0));
+    assert_eq!((second.word(Hpa(ROOT)), second.word(Hpa(ROOT + 8))), (Some(leaf), Some(0)));
+}
+
+#[test]
+fn a_misaligned_huge_page_is_no_page() {
+    assert!(leaves::<Sv39x4>(&machine(&[(ROOT, FRAME >> 2 | 0x1f)])).is_err());
 }
 
 #[test]
