@@ -38,6 +38,8 @@ const FEW_PAGES: u64 = 512;
 /// post-copy, or for so long.
 const LEFT_PAGES: u64 = 1000;
 const MAX_LEFT_MS: u64 = 5000;
+/// How long the guest's CPUs may take to stop. One that the guest has not started never does.
+const MAX_STOP_MS: u64 = 60_000;
 
 /// What the guest's CPUs are to do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -180,6 +182,7 @@ impl Source {
         let sent = self.pre_copy(linux);
         let mut left = self.wait_for_writes();
         let states = self.stop(linux, &mut left);
+        linux.cpus.check();
         let began_ns = clock::now_ns();
         let nr_rounds = match linux.stage() {
             Stage::Up { nr_rounds, .. } => nr_rounds,
@@ -298,7 +301,12 @@ impl Source {
                 Stage::Boot | Stage::Up { .. } => self.channel.check_other("the guest has not stopped yet"),
             }
         }
+        let began_ns = clock::now_ns();
         let states = self.departure.stop_all(|| {
+            if clock::now_ns() - began_ns > MAX_STOP_MS * 1_000_000 {
+                let nr_cpus = self.departure.states.len();
+                fail!("the guest's {nr_cpus} CPUs have not stopped together in {} s", MAX_STOP_MS / 1000);
+            }
             self.channel.check_other("the guest has not stopped yet");
             linux.cpus.kick_all();
             clock::wait_us(100);

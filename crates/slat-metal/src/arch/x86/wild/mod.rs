@@ -295,6 +295,7 @@ pub fn work(options: Options) -> Box<Work> {
                 wild.live();
             }
             is_over.store(true, Ordering::Release);
+            cpus.check();
             let counts = wild.counts;
             counts.figures();
             let done = [counts.msrs, counts.ports, counts.cpuids, counts.undefined, counts.faults, counts.absent];
