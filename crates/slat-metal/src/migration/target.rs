@@ -326,8 +326,13 @@ impl Target {
     /// machine.
     fn finish<C: LinuxCpu>(&self, linux: &Linux<C>, rounds_before: u64, nr_left: u64) -> ! {
         let (rounds, pages) = loop {
+            // Before the look at the stage: the guest is done before it turns itself off.
+            let is_off = self.is_off.load(Ordering::Acquire);
             if let Stage::Done { rounds, pages } = linux.stage() {
                 break (rounds, pages);
+            }
+            if is_off {
+                fail!("the guest has turned itself off before its work was done");
             }
             clock::wait_us(1000);
         };
