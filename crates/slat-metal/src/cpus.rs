@@ -284,8 +284,8 @@ impl Presence {
     /// registers of virtualization, which may have been used before.
     #[cfg(target_arch = "x86_64")]
     pub fn forget(&self) {
-        // Relaxed: this CPU's own.
-        self.cpus.entered[self.cpu].seen.store(0, Ordering::Relaxed);
+        // Relaxed: this CPU's own. As at first: 0 would say that an entry is outside of the guest.
+        self.cpus.entered[self.cpu].seen.store(1, Ordering::Relaxed);
     }
 
     /// The CPU enters the guest next. Returns what the entry must flush. From here on until the
