@@ -107,8 +107,7 @@ impl Registers {
 }
 
 /// Instructions for [`Registers`] at the address in `$base`, as parts of a [`registers_asm`].
-/// `$base` itself and `rax` are for the caller, and so is one of `rdx` and `rdi`: whichever has the
-/// address.
+/// `rax`, `rdx` and `rdi`, one of which has the address, are for the caller.
 macro_rules! move_common {
     (load from $base:literal) => {
         concat!(

@@ -5,8 +5,6 @@ use crate::arch::arm::gic_registers::*;
 /// The distributor's groups, a bit for each interrupt.
 const GICD_IGROUPR: u64 = 0x80;
 const GICD_IGROUPR_END: u64 = 0x100;
-/// The register that wakes a CPU's interface.
-const GICR_WAKER: u64 = 0x14;
 /// Bits of a CPU's own interrupts: set and clear of enabled, pending, active.
 const GICR_FIRST_BITS: u64 = SGI_FRAME + 0x100;
 const BITS_END: u64 = SGI_FRAME + 0x384;

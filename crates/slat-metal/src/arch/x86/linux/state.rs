@@ -17,8 +17,8 @@ use crate::fail;
 use crate::migration::source::Departure;
 use crate::migration::target::Target;
 
-/// TSC_AUX, which RDTSCP reads: the one register of the guest that VMLOAD does not exchange (AMD
-/// APM vol. 2, 15.5.2, and appendix A).
+/// TSC_AUX, which RDTSCP reads: neither VMRUN nor VMLOAD exchanges it (AMD APM vol. 2, 15.5.2, and
+/// appendix A). The same goes for DR0 to DR3, which do not move with the guest.
 const TSC_AUX: u32 = 0xc000_0103;
 
 /// Words of the save area that have registers: up to PAT, at 268h (appendix B, table B-2).
