@@ -289,8 +289,8 @@ impl<C: LinuxCpu> Linux<C> {
     }
 
     /// The guest has turned itself off, or restarts: the calling vCPU does not come back. The CPU
-    /// that does the operations ends the machine. (A PC turns itself off by a port, which ends the
-    /// machine.)
+    /// that does the operations ends the machine. (A PC turns itself off by a port, which its CPUs
+    /// trap.)
     #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn turned_off(&self) -> ! {
         if !matches!(*self.stage.lock(), Stage::Done { .. }) {

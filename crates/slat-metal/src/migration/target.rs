@@ -105,14 +105,14 @@ impl Target {
         self.is_off.store(true, Ordering::Release);
     }
 
-    /// Asks for the page, unless it was asked for. Returns whether this call did.
-    fn ask(&self, page: u64) -> bool {
+    /// Whether the calling CPU is the one that asks for the page.
+    fn is_to_ask(&self, page: u64) -> bool {
         let (word, bit) = bit(page);
-        if self.asked[word].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
-            return false;
-        }
+        self.asked[word].fetch_or(bit, Ordering::Relaxed) & bit == 0
+    }
+
+    fn ask(&self, page: u64) {
         self.channel.send_empty(Kind::Request, self.memslot.gpa(page).gfn().0);
-        true
     }
 
     /// The guest needs the page at `gpa`, which is withheld: returns when it has come. The other
@@ -121,8 +121,10 @@ impl Target {
         let Some(page) = self.memslot.page_of(gpa) else {
             fail!("a memory fault at {gpa}, which is in no memslot with a bitmap")
         };
-        if self.memslot.is_withheld(page) && self.ask(page) {
+        if self.memslot.is_withheld(page) && self.is_to_ask(page) {
+            // Before the page can come: it is counted when all have.
             self.nr_by_fault.fetch_add(1, Ordering::Relaxed);
+            self.ask(page);
         }
         while self.memslot.is_withheld(page) {
             core::hint::spin_loop();
@@ -281,7 +283,8 @@ impl Target {
                 || self.nr_by_fault.load(Ordering::Relaxed) != 0
                 || clock::now_ns() - began_ns > MAX_FIRST_MS * 1_000_000;
             while is_begun && nr_asked < MAX_ASKED {
-                let Some(page) = rest.find(|&page| self.ask(page)) else { break };
+                let Some(page) = rest.find(|&page| self.is_to_ask(page)) else { break };
+                self.ask(page);
                 nr_asked += 1;
                 debug_assert!(page < self.memslot.ram().nr_pages(), "checked when the bitmap came");
             }

@@ -8,7 +8,7 @@ use crate::arch::x86::apic;
 use crate::arch::x86::registers::{Direction, Event, Hypercall, State, Trap};
 use crate::arch::x86::svm::vmcb::Segment;
 use crate::fail;
-use crate::linux::{Linux, LinuxCpu, Start, Vcpu};
+use crate::linux::{Linux, LinuxCpu, Stage, Start, Vcpu};
 use crate::virtual_cpu::{Exit, SecondStage};
 
 /// ACPI's sleep on QEMU's machines: the control register, and its bit that does it (ACPI
@@ -73,6 +73,12 @@ impl<C: PcCpu> GuestCpu<C> {
                     // Nothing is there: all ones. 32 bits clear the upper half of the register.
                     let rax = self.cpu.rax();
                     if (port, direction) == (SLEEP_PORT, Direction::Out) && rax & SLEEP_ENABLE != 0 {
+                        if !matches!(linux.stage(), Stage::Done { .. }) {
+                            self.fail(format_args!(
+                                "it has turned itself off before its work was done: its kernel panicked, or its \
+                                 program failed"
+                            ));
+                        }
                         linux.arrival().inspect(|target| target.turn_off());
                     }
                     self.cpu.set_result(match (direction, size_bytes) {
