@@ -68,8 +68,10 @@ pub(crate) struct MetalArgs {
     cpus: Option<u32>,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
-    /// Operations beside the guest, in all; with Linux at most; of wild, exits [default: 100000;
-    /// with arm and riscv, and with Linux on vmx, 20000]
+    /// Operations beside the guest [default: 100000 or 20000]
+    ///
+    /// In all; with Linux at most so many; of the guest that runs wild, exits. The default is 20000
+    /// with arm and riscv, and with Linux on vmx.
     #[arg(long, value_name = "N", value_parser = positive::<u64>)]
     operations: Option<u64>,
     /// Memory of the guest, from 256M to 1G; with vmx from 128M [default: the least]
