@@ -183,11 +183,17 @@ impl<F: HardwareFormat> Entries<'_, F> {
         };
         let (port, generation) = (&self.port, self.port.generation());
         let (root, processor) = (self.root, self.processor);
-        let walker = Walker { port, generation, root, processor, cached: None, log: None, memory: &path };
-        let mapping = match F::walk(walker, gpa, access, Purpose::Data) {
-            Ok(mapping) => Some(mapping),
-            Err(Stop::Fault(_)) => None,
-            Err(stop) => return Err(stop),
+        let mapping = loop {
+            path.level.set(processor.levels);
+            let walker = Walker { port, generation, root, processor, cached: None, log: None, memory: &path };
+            match F::walk(walker, gpa, access, Purpose::Data) {
+                Ok(mapping) => break Some(mapping),
+                Err(Stop::Fault(_)) => break None,
+                // Nothing is flushed here: this thread lost its CPU for a moment. What was changed
+                // before that is kept in `path`.
+                Err(Stop::Restart) => {}
+                Err(stop) => return Err(stop),
+            }
         };
         let is_marked = path.changed.get() != path.last.get();
         Ok(Walked { mapping, level: path.level.get(), pte: path.place.get(), is_marked })
