@@ -1,7 +1,7 @@
 //! The channel: memory that both machines share, and how each knows that the other one is there.
 //!
 //! Each side counts how often it has looked for records. A side whose count stands still for
-//! [`MAX_SILENCE_MS`] is gone.
+//! `MAX_SILENCE_MS` is gone.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 

@@ -9,7 +9,7 @@
 //!   guest does with it.
 //!
 //! # Implementation
-//! The machines share memory, with a [ring](ring) of [records](record) in each direction
+//! The machines share memory, with a [`ring`] of records ([`record`]) in each direction
 //! ([`channel`]).
 //! 1. *Pre-copy.* The source turns the dirty log on, sends all memory that has frames, and then,
 //!    round by round, what the log has ([`source`]). The guest runs.

@@ -11,7 +11,7 @@ use crate::virtual_cpu::{SecondStage, VirtualCpu};
 
 /// A CPU that runs Linux.
 pub trait PcCpu: VirtualCpu {
-    /// One on `second_stage`, which may use what [`identity`](super::identity) says.
+    /// One on `second_stage`, which may use what `identity` says.
     ///
     /// # Safety
     /// As for [`VirtualCpu::new`].
