@@ -57,9 +57,12 @@ pub(crate) fn run_loop(turns: u64) {
     }
 }
 
-/// Asks the emulator for `operation`, which reads `argument`.
-pub(super) fn semihosting_call(operation: u64, argument: &[u8]) {
-    // SAFETY: the emulator reads the argument alone.
+/// Asks the emulator for `operation`, with `argument`.
+///
+/// # Safety
+/// The operation reads `argument`, as far as it is there, and writes no memory: others do.
+pub(super) unsafe fn semihosting_call(operation: u64, argument: &[u8]) {
+    // SAFETY: the emulator reads the argument alone, as the caller promises.
     unsafe { asm!("hlt #0xf000", inout("x0") operation => _, in("x1") argument.as_ptr(), options(nostack)) };
 }
 

@@ -76,9 +76,12 @@ pub(crate) fn run_loop(turns: u64) {
     }
 }
 
-/// Asks the emulator for `operation`, which reads `argument`.
-pub(super) fn semihosting_call(operation: u64, argument: &[u8]) {
-    // SAFETY: the emulator reads the argument alone. The three instructions are the call; they are
+/// Asks the emulator for `operation`, with `argument`.
+///
+/// # Safety
+/// The operation reads `argument`, as far as it is there, and writes no memory: others do.
+pub(super) unsafe fn semihosting_call(operation: u64, argument: &[u8]) {
+    // SAFETY: the emulator reads the argument alone, as the caller promises. The three instructions are the call; they are
     // not compressed, and aligned so that they are in one page.
     unsafe {
         asm!(

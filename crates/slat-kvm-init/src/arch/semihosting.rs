@@ -2,6 +2,8 @@
 //! `slat-metal` uses it (Semihosting for AArch32 and AArch64, 6 "Semihosting operations"; RISC-V
 //! Semihosting, 1.1).
 
+#![expect(unsafe_code, reason = "asks the emulator")]
+
 use super::semihosting_call;
 use crate::console::Verdict;
 use crate::wrong::Wrong;
@@ -26,12 +28,14 @@ impl Port {
     /// Prints `text`, which has no zero byte.
     pub(crate) fn print(&mut self, text: &str) {
         let ended = [text.as_bytes(), &[0]].concat();
-        semihosting_call(SYS_WRITE0, &ended);
+        // SAFETY: it reads up to the zero byte.
+        unsafe { semihosting_call(SYS_WRITE0, &ended) };
     }
 
     /// Ends the machine.
     pub(crate) fn end(&mut self, verdict: Verdict) {
         let block = [APPLICATION_EXIT, verdict.status().into()].map(u64::to_le_bytes).concat();
-        semihosting_call(SYS_EXIT_EXTENDED, &block);
+        // SAFETY: it reads two words, which are there.
+        unsafe { semihosting_call(SYS_EXIT_EXTENDED, &block) };
     }
 }

@@ -99,8 +99,7 @@ impl State {
             state.save = core::ptr::from_ref(cpu.save()).cast::<[u64; SAVE_WORDS]>().read();
             state.tsc_aux = Msr::new(TSC_AUX).read();
         }
-        let control = cpu.control();
-        state.events = [control.event_injection, control.virtual_interrupts, control.interrupt_shadow];
+        state.events = cpu.events();
         Some(state)
     }
 
@@ -115,9 +114,8 @@ impl State {
             Msr::new(TSC_AUX).write(self.tsc_aux);
         }
         self.local.write();
-        let control = cpu.control();
-        [control.event_injection, control.virtual_interrupts, control.interrupt_shadow] = self.events;
-        control.tsc_offset = tsc_offset;
+        cpu.set_events(self.events);
+        cpu.set_tsc_offset(tsc_offset);
     }
 
     /// The devices of the guest whose CPUs are `states`, none of which is in the guest.

@@ -19,7 +19,7 @@ use slat::format::Npt;
 use slat::{Access, Gpa, Hpa};
 use spin::Once;
 
-use super::vmcb::{Control, Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
+use super::vmcb::{Intercepts, MoreIntercepts, MsrMap, PortMap, Save, Segment, TlbControl, Vmcb};
 use crate::arch::x86::apic::Kick;
 use crate::arch::x86::registers::{
     Direction, EVENT_VALID as VALID, Event, Hypercall, Registers, START_CR0, START_CR4, Trap, as_code_expects,
@@ -145,9 +145,22 @@ impl SvmCpu {
         &mut self.vmcb.save
     }
 
-    /// How the guest runs.
-    pub(crate) fn control(&mut self) -> &mut Control {
-        &mut self.vmcb.control
+    /// What is to be delivered at the next entry: the event, the virtual interrupts, the interrupt
+    /// shadow.
+    pub(crate) fn events(&self) -> [u64; 3] {
+        let control = &self.vmcb.control;
+        [control.event_injection, control.virtual_interrupts, control.interrupt_shadow]
+    }
+
+    /// Sets [`events`](SvmCpu::events).
+    pub(crate) fn set_events(&mut self, events: [u64; 3]) {
+        let control = &mut self.vmcb.control;
+        [control.event_injection, control.virtual_interrupts, control.interrupt_shadow] = events;
+    }
+
+    /// Sets what the guest's time-stamp counter is ahead of the machine's.
+    pub(crate) fn set_tsc_offset(&mut self, tsc_offset: u64) {
+        self.vmcb.control.tsc_offset = tsc_offset;
     }
 
     /// The same, to be read.
