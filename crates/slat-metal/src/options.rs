@@ -26,7 +26,7 @@ pub enum Guest {
 /// Whether the page tables of the suite's guest are walked outside of the machine, too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Walker {
-    /// Nobody is there who could.
+    /// They are not.
     None,
     /// By a reader of the machine's memory, who answers.
     Outside,

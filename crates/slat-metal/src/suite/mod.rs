@@ -8,8 +8,8 @@
 //! - At checkpoints, when all CPUs are outside of the guest: a copy that the dirty log alone keeps
 //!   up equals the memory; then the guest makes planned accesses from empty tables. What is mapped,
 //!   A and D (where CPUs set them) and the dirty log have exactly these (`round`).
-//! - Twice in a checkpoint, if somebody outside of the machine walks the page tables: that walker
-//!   finds what the engine's queries do (`tables`).
+//! - Twice in a checkpoint, if a walker outside of the machine reads the page tables: it finds what
+//!   the engine's queries do (`tables`).
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::check`](crate::cpus::Cpus::check)).
 

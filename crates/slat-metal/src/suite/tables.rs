@@ -1,6 +1,6 @@
 //! The page tables, for a walker outside of the machine: while all CPUs are out of the guest, the
 //! hypervisor says where the tables are and what the engine's queries find in them, and waits until
-//! somebody else has walked them.
+//! that walker has read them.
 //!
 //! # Protocol
 //! A line on the console, whose words are `name=value`:
@@ -50,9 +50,9 @@ const RIGHT: u64 = 1;
 /// It is not. The text says what differs.
 const WRONG: u64 = 2;
 
-/// Nobody has walked the page tables.
+/// The walker has not read the page tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("nobody has answered for the page tables within {} s", ANSWER_NS / 1_000_000_000)]
+#[error("the walker of the page tables has not answered within {} s", ANSWER_NS / 1_000_000_000)]
 struct NoAnswer;
 
 impl Answer {
