@@ -164,9 +164,6 @@ class PageTables(Protocol):
 
     # What always holds of them.
 
-    def core(self, s):
-        return self.inv_links(s)
-
     def inv_tables(self, s):
         return {**self.inv_links(s), **self.inv_fresh(s)}
 

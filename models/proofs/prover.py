@@ -13,7 +13,6 @@ A step is atomic. What it does not name stays as it is. The first line of its do
 the engine that makes it. A model that inherits a step and does not have it sets it to None. Optional:
   sizes       {sort: number} for runs by values; without it two of each. Elements are 'page0', 'page1'...
   start       {variable: function} of values for the random runs: constants that are not to be drawn
-  core(s)     some conjuncts that are kept by themselves: they are asked for without the others first
   few         {sort: number} for counterexamples without a rule; without it two of each
   story       a run, 'step element ...; ...': for steps to which random runs do not come
   traces      {rule: {'sizes': {sort: number},
@@ -227,7 +226,6 @@ class Proof:
         self.s = symbolic(model, sizes)
         self.axioms = list(model.axioms(self.s).values())
         self.inv = conjuncts(model, self.s)
-        self.core = model.core(self.s) if hasattr(model, 'core') else {}
         self.steps = steps_of(model)
 
     def assumed(self, name, f, params):
@@ -238,7 +236,7 @@ class Proof:
 
     def prove(self, kinds):
         """Asks all solvers for all steps. `lost`: (solver, step, conjunct, answer) of what is not kept."""
-        self.kinds, self.nr_queries, self.lost = kinds, 0, []
+        self.solvers, self.nr_queries, self.lost = [kind(self.s) for kind in kinds], 0, []
         self.ask('init', [*self.axioms, *self.model.init(self.s).values()], self.inv)
         reads = variables_of(self.model, self.inv)
         for step in self.steps:
@@ -248,23 +246,23 @@ class Proof:
             self.ask(step[0], assumed, {n: c for n, c in new.items() if not term(c).eq(term(self.inv[n]))})
 
     def ask(self, step, assumed, goals):
+        """A solver is told which assumptions the one before has used: few assumptions make a proof easier."""
         self.nr_queries += len(goals)
-        for kind in self.kinds:
-            solver = kind(self.s, assumed)
-            # Fewer assumptions make a proof easier.
-            core = {} if step == 'init' else self.core
-            few = kind(self.s, [*self.axioms, *core.values(), assumed[-1]]) if core else None
-            for name, goal in goals.items():
-                if name in core and few.fails(goal) == 'unsat':
-                    continue
-                answer = solver.fails(goal)
+        for solver in self.solvers:
+            solver.assume(assumed)
+        for name, goal in goals.items():
+            used = None
+            for solver in self.solvers:
+                answer = solver.fails(goal, used)
                 if answer != 'unsat':
-                    self.lost.append((kind.__name__, step, name, answer))
+                    self.lost.append((type(solver).__name__, step, name, answer))
+                used = solver.used
 
     def loses(self, step, conjunct=None):
         """The conjunct that the step loses, of one or of all, or None."""
         assumed, xs, updates = self.assumed(*step)
-        solver = Z3(self.s, assumed)
+        solver = Z3(self.s)
+        solver.assume(assumed)
         is_asked = lambda n: conjunct in (None, n)
         for name, goal in some_conjuncts(self.model, self.s.after(updates), is_asked).items():
             if not term(goal).eq(term(self.inv[name])) and solver.fails(goal) == 'sat':

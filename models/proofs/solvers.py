@@ -2,7 +2,7 @@
 import z3
 
 # What a query may take, by the solvers' own counts. So an answer depends neither on the machine nor on its load. It
-# is 20 times as much as any query of the proofs takes.
+# is eight times as much as any query of the proofs takes.
 Z3_RESOURCES = 50_000_000
 CVC5_RESOURCES = 2_000_000
 
@@ -14,71 +14,90 @@ def term(x):
 class Z3:
     """Asks Z3 whether assumptions allow a goal to fail."""
 
-    def __init__(self, s, assumed):
+    def __init__(self, s):
+        self.used = None                # the assumptions by which the last goal holds
+
+    def assume(self, formulas):
         self.solver = z3.Solver()
         self.solver.set('rlimit', Z3_RESOURCES)
-        self.solver.add(*map(term, assumed))
+        self.named = {f'assumed{n}': formula for n, formula in enumerate(formulas)}
+        for name, formula in self.named.items():
+            self.solver.add(z3.Implies(z3.Bool(name), term(formula)))
 
-    def fails(self, goal):
+    def fails(self, goal, likely=None):
         """'sat', 'unsat' or 'unknown'."""
         self.solver.push()
         self.solver.add(z3.Not(term(goal)))
-        self.answer = str(self.solver.check())
-        self.model = self.solver.model() if self.answer == 'sat' else None
+        answer = str(self.solver.check(*map(z3.Bool, self.named)))
+        self.model = self.solver.model() if answer == 'sat' else None
+        self.used = [self.named[str(name)] for name in self.solver.unsat_core()] if answer == 'unsat' else None
         self.solver.pop()
-        return self.answer
+        return answer
 
 
 class Cvc5:
-    """Asks cvc5 the same, in SMT-LIB. If it does not know, it tries all terms (`saturates`)."""
+    """Asks cvc5 the same. If it does not know, it tries all terms (`saturates`)."""
+    used = None
 
-    def __init__(self, s, assumed, saturates=False):
+    def __init__(self, s):
         import cvc5
-        self.cvc5 = cvc5
-        self.solver = cvc5.Solver(cvc5.TermManager())
-        self.again = None if saturates else lambda: Cvc5(s, assumed, True)
-        self.solver.setOption('incremental', 'true')
-        if saturates:
-            self.solver.setOption('full-saturate-quant', 'true')
-        self.solver.setOption('rlimit-per', str(CVC5_RESOURCES))
-        self.parser = cvc5.InputParser(self.solver)
-        self.known = set()
+        self.cvc5, self.terms = cvc5, cvc5.TermManager()
+        self.solvers = [self.solver(saturates) for saturates in (False, True)]
+        self.parser = cvc5.InputParser(self.solvers[0])
+        self.of_formula, self.known = {}, set()
         self.tell(['(set-logic ALL)', *(f'(declare-sort {k} 0)' for k in s.sorts.values())])
-        texts = [self.text(term(e)) for e in assumed]
-        self.tell([f'(assert {text})' for text in texts])
+
+    def solver(self, saturates):
+        solver = self.cvc5.Solver(self.terms)
+        solver.setOption('incremental', 'true')
+        solver.setOption('rlimit-per', str(CVC5_RESOURCES))
+        if saturates:
+            solver.setOption('full-saturate-quant', 'true')
+        return solver
+
+    def read(self, text):
+        self.parser.setStringInput(self.cvc5.InputLanguage.SMT_LIB_2_6, text, 'formula')
 
     def tell(self, lines):
-        self.parser.setStringInput(self.cvc5.InputLanguage.SMT_LIB_2_6, '\n'.join(lines), 'query')
-        names, answer = self.parser.getSymbolManager(), ''
+        self.read('\n'.join(lines))
         while not (command := self.parser.nextCommand()).isNull():
-            answer = command.invoke(self.solver, names).strip() or answer
-        return answer
+            command.invoke(self.solvers[0], self.parser.getSymbolManager())
 
-    def text(self, e):
-        """The formula in SMT-LIB. What it names is declared."""
-        text, symbols = in_smt_lib(e)
-        new = {n: d for n, d in symbols.items() if n not in self.known}
-        if new:
-            self.known |= set(new)
-            self.tell([d.sexpr() for d in new.values()])
-        return text
+    def term(self, formula):
+        """The formula as a term of cvc5. What it names is declared."""
+        formula = term(formula)
+        number = formula.get_id()
+        if number not in self.of_formula:
+            symbols = {}
+            collect(formula, symbols, set())
+            new = {n: d for n, d in symbols.items() if n not in self.known}
+            if new:
+                self.known |= set(new)
+                self.tell([d.sexpr() for d in new.values()])
+            self.read(formula.sexpr())
+            # With the formula, so that it keeps its number.
+            self.of_formula[number] = formula, self.parser.nextTerm()
+        return self.of_formula[number][1]
 
-    def fails(self, goal):
-        text = self.text(term(goal))
-        answer = self.tell(['(push 1)', f'(assert (not {text}))', '(check-sat)', '(pop 1)'])
-        return self.again().fails(goal) if answer.startswith('unknown') and self.again else answer
+    def assume(self, formulas):
+        self.assumed = formulas
 
-
-TEXTS = {}              # of formulas that were asked about, by their number; a formula keeps its number
-
-
-def in_smt_lib(e):
-    """(the formula in SMT-LIB, its uninterpreted functions)."""
-    if e.get_id() not in TEXTS:
-        symbols = {}
-        collect(e, symbols, set())
-        TEXTS[e.get_id()] = e, e.sexpr(), symbols
-    return TEXTS[e.get_id()][1:]
+    def fails(self, goal, likely=None):
+        """As of Z3. `likely`: the assumptions by which the goal holds, as another solver says."""
+        fails = self.terms.mkTerm(self.cvc5.Kind.NOT, self.term(goal))
+        for formulas in [self.assumed] if likely is None else [likely, self.assumed]:
+            for solver in self.solvers:
+                solver.push()
+                for formula in formulas:
+                    solver.assertFormula(self.term(formula))
+                solver.assertFormula(fails)
+                answer = solver.checkSat()
+                solver.pop()
+                if answer.isUnsat():
+                    return 'unsat'
+                if answer.isSat():
+                    break
+        return str(answer)
 
 
 def collect(e, symbols, seen):
