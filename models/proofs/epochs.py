@@ -31,19 +31,22 @@ from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 OUT, READ, STORED, IN = range(4)                            # of a participant
 LINKED, UNLINKED, TAGGED, LISTED, TAKEN, FREED = range(6)   # of a thing
 START, TOOK, FENCED = range(3)                              # of a reclaimer
+SORTS = ['Participant', 'Guard', 'Thing', 'Batch', 'Reclaimer']
 IDLE = 0                                                    # an announcement; epochs begin at 1
 
 
 def run(remote=False, by_rmw=False, **sizes):
     """A search with one of all, but for `sizes`."""
-    return {'sizes': {**dict.fromkeys(('Participant', 'Guard', 'Thing', 'Reclaimer'), 1), **sizes},
+    return {'sizes': {**dict.fromkeys(SORTS, 1), **sizes},
             'start': {'epoch': lambda: 1, 'remote': lambda: remote, 'by_rmw': lambda k: by_rmw}}
 
 
 class Epochs(Protocol):
-    sorts = ['Participant', 'Guard', 'Thing', 'Reclaimer']
-    letters = {'k': 'Participant', 'g': 'Guard', 't': 'Thing', 'r': 'Reclaimer'}
-    fixed = {'of': (['Guard'], 'Participant'), 'remote': ([], 'bool'), 'by_rmw': (['Participant'], 'bool')}
+    sorts = SORTS
+    letters = {'k': 'Participant', 'g': 'Guard', 't': 'Thing', 'b': 'Batch', 'r': 'Reclaimer'}
+    # `batch`: the retirement of a thing. One retires any number.
+    fixed = {'of': (['Guard'], 'Participant'), 'batch': (['Thing'], 'Batch'), 'remote': ([], 'bool'),
+             'by_rmw': (['Participant'], 'bool')}
     state = {
         'epoch': ([], 'int'),
         'pc': (['Participant'], 'int'), 'val': (['Participant'], 'int'), 'mem': (['Participant'], 'int'),
@@ -79,7 +82,7 @@ class Epochs(Protocol):
         'acquire': 'a guard reads the epoch without acquire, and has no fence',
         'same-epoch': 'a guard takes over what the one before has found, whatever the epoch is by then',
     }
-    sizes = {'Participant': 1, 'Guard': 2, 'Thing': 1, 'Reclaimer': 2}
+    sizes = {'Participant': 1, 'Guard': 2, 'Thing': 1, 'Batch': 1, 'Reclaimer': 2}
     start = {'epoch': lambda: 1}
 
     traces = {
@@ -228,11 +231,13 @@ class Epochs(Protocol):
             return And(s.tpc(t) == LINKED, s.tag(t) > 0), {'tpc': put(s.tpc, t, TAGGED)}
         return s.tpc(t) == LINKED, {'tpc': put(s.tpc, t, UNLINKED)}
 
-    def step_advance(self, s, t: 'Thing'):
+    def step_advance(self, s, b: 'Batch'):
         """table/retire.rs: advance_epoch."""
-        to = LINKED if self.without('unlink-first') else TAGGED
-        return s.tpc(t) == (LINKED if self.without('unlink-first') else UNLINKED), {
-            'tpc': put(s.tpc, t, to), 'tag': put(s.tag, t, s.epoch()), 'epoch': lambda: s.epoch() + 1}
+        at, to = (LINKED, LINKED) if self.without('unlink-first') else (UNLINKED, TAGGED)
+        mine = lambda t: And(s.batch(t) == b, s.tpc(t) == at)
+        return s.some(mine), {
+            'tpc': put_where(s.tpc, mine, to), 'tag': put_where(s.tag, mine, s.epoch()),
+            'epoch': lambda: s.epoch() + 1}
 
     def step_list(self, s, t: 'Thing'):
         """table/retire.rs: retire_tables."""

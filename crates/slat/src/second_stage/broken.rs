@@ -93,6 +93,28 @@ impl<F: Format> BrokenPinned<F> {
     }
 }
 
+/// Finishes the split of the pinned leaf of `level` that maps `gfn`, which the caller has broken in
+/// an earlier guard.
+///
+/// Another thread may have linked the page-table page meanwhile. It may then be unlinked and freed,
+/// and name the next split of the same leaf, mapped anew, which no flush of this thread serves. So
+/// the caller finishes what it finds, as other threads do. Each further round is due to a number
+/// that was taken during the flush.
+pub(super) fn finish_pinned<H: Host, F: Format>(op: Operation<'_, H, F>, gfn: Gfn, level: Level) {
+    let find = || {
+        let locked = op.pin_locked(Side::Read);
+        let cursor = find_broken(op, &locked.guard, gfn, level)?;
+        let value = cursor.pte().load();
+        if value.state(level) != State::Broken {
+            return None;
+        }
+        pinned_split(op, &locked.guard, &cursor, value)
+    };
+    while let Some(pinned) = find() {
+        pinned.finish(op);
+    }
+}
+
 /// The split under way at the cursor's PTE, which was found broken as `value`, if it is that of a
 /// pinned leaf.
 fn pinned_split<H: Host, F: Format>(

@@ -31,7 +31,7 @@
 
 #![expect(unsafe_code, reason = "retires the table that it has made in vain")]
 
-use super::broken::find_broken;
+use super::broken::{self, find_broken};
 use super::install;
 use super::walk::{self, Next, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
@@ -195,6 +195,11 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let without_rings = op.rings.keep_out();
     let split = break_leaf(op, &without_rings, tables, gfn, (value, level))?;
+    if value.is_pinned() {
+        // As each thread that finds it broken, for this one may be overtaken, too.
+        broken::finish_pinned(op, gfn, level);
+        return Ok(());
+    }
     op.flush(&[gfn.block(level)]);
     link_parts(op, gfn, level, &split)
 }
@@ -237,7 +242,7 @@ fn break_leaf<H: Host, F: Format>(
     Ok(BrokenLeaf { broken, table: broken.table_of_broken(), whole })
 }
 
-/// The second guard, after the flush.
+/// The second guard, after the flush: of a leaf that is not pinned.
 #[inline(never)]
 fn link_parts<H: Host, F: Format>(
     op: Operation<'_, H, F>,
@@ -250,17 +255,13 @@ fn link_parts<H: Host, F: Format>(
     let link =
         |cursor: Cursor<'_, H, F>| unsafe { cursor.pte().link(op.stats(), split.broken, Pte::table(split.table)) };
     if find_broken(op, &locked.guard, gfn, level).is_some_and(|cursor| link(cursor).is_ok()) {
-        if split.whole.is_writable() && !split.whole.is_pinned() {
+        if split.whole.is_writable() {
             let block = gfn.block(level);
             log::mark_if_logging(op.slots, &locked.guard, None, block.start, block);
         }
         return Ok(());
     }
     drop(locked);
-    if split.whole.is_pinned() {
-        // Another thread has linked it.
-        return Ok(());
-    }
     let mut unlinked = TableChain::new();
     // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
     unsafe { unlinked.push(op.host(), split.table) }
