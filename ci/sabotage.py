@@ -124,6 +124,28 @@ SABOTAGES = {
         '        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'),
     'a reclaim does not look at hazard pointers': (
         'slot/set.rs', ' && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {', ' {'),
+    'epochs: a reclaim passes the announcements of faults over': (
+        'table/retire.rs', 'for announced in [&participant.announced, &participant.announced_by_fault] {\n'
+        '                // Acquire', 'for announced in [&participant.announced] {\n                // Acquire'),
+    'epochs: what has the tag of the oldest announcement is freed': (
+        'table/retire.rs', 'let is_reachable = label.tag >= oldest;', 'let is_reachable = label.tag > oldest;'),
+    'epochs: announcements are read before the list is taken': (
+        'table/retire.rs',
+        'let mut next = Hpa(self.retired_tables.first.swap(NO_TABLE.0, Ordering::Acquire));\n'
+        '        record!(TablesTaken);\n'
+        '        let oldest = self.oldest_open(|| host.barrier_on_all_cpus());',
+        'let oldest = self.oldest_open(|| host.barrier_on_all_cpus());\n'
+        '        let mut next = Hpa(self.retired_tables.first.swap(NO_TABLE.0, Ordering::Acquire));\n'
+        '        record!(TablesTaken);'),
+    'epochs: a second guard keeps what was found, whatever was retired': (
+        'table/retire.rs', 'is_same.then_some(KeptGuard', '(is_same || true).then_some(KeptGuard'),
+    'epochs: a reclaim makes no barrier': (
+        'table/retire.rs', 'if self.fences == Fences::Remote {', 'if false {'),
+    'epochs: a guard is not announced': (
+        'table/retire.rs', 'if participant.is_outside() {\n            self.announce',
+        'if false {\n            self.announce'),
+    'epochs: a retirement ends no epoch': (
+        'table/retire.rs', 'let tag = self.advance_epoch();', 'let tag = self.epoch.load(Ordering::Acquire);'),
     'a protected directory entry is not protected again': (
         'second_stage/protect.rs', 'State::Table if self.may_close(pages) => self.close(value),',
         'State::Table if self.may_close(pages) => if value.is_protected() { Ok(()) } else { self.close(value) },'),
@@ -185,7 +207,7 @@ def copy():
     shutil.rmtree(COPY, ignore_errors=True)
     for name in filter(None, names):
         (COPY / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, COPY / name)
+        shutil.copy2(ROOT / name, COPY / name, follow_symlinks=False)
 
 
 def broken(text, name, edits):

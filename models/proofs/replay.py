@@ -29,7 +29,9 @@ PAGES = [block << LEVEL_BITS | page for block in range(2) for page in range(NR_P
 NR_CPUS = 2
 # Of one protocol alone: the other proofs leave out what they change.
 OF_ONE_PROTOCOL = {'slot-made', 'slot-claimed', 'slot-released', 'set-built', 'slot-freed', 'hazard-set',
-                   'hazard-cleared', 'fault-unpinned', 'announcements-read', 'pte-kept'}
+                   'hazard-cleared', 'fault-unpinned', 'announcements-read', 'pte-kept', 'epoch-read', 'announced',
+                   'guard-opened', 'guard-closed', 'thing-kept', 'epoch-read-again', 'epoch-advanced', 'table-retired',
+                   'tables-listed', 'tables-taken', 'barrier-made', 'announcement-read', 'table-kept', 'table-freed'}
 DEFAULTS = {'bool': False, 'int': 0}
 
 

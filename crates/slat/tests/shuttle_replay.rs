@@ -12,6 +12,8 @@ mod breaks;
 mod dirty_bits;
 #[path = "shuttle_replay/dirty_rings.rs"]
 mod dirty_rings;
+#[path = "shuttle_replay/epochs.rs"]
+mod epochs;
 #[path = "shuttle_replay/lazy_protection.rs"]
 mod lazy_protection;
 #[path = "shuttle_replay/memslots.rs"]
@@ -67,6 +69,7 @@ struct MovingHost {
     needs_zapped_leaves: bool,
     /// A resolve may let other threads run for long.
     blocks: bool,
+    has_barrier: bool,
     /// Of each used page how often it was moved; of each block if pages are huge.
     nr_moves: [AtomicU64; USED.len()],
 }
@@ -82,6 +85,7 @@ impl MovingHost {
             sees_zaps: false,
             needs_zapped_leaves: true,
             blocks: false,
+            has_barrier: false,
             nr_moves: Default::default(),
         }
     }
@@ -151,6 +155,14 @@ unsafe impl Host for MovingHost {
 
     fn needs_zapped_leaves(&self) -> bool {
         self.needs_zapped_leaves
+    }
+
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        self.has_barrier
+    }
+
+    fn barrier_on_all_cpus(&self) {
+        events::record(Event::BarrierMade);
     }
 
     fn yield_now(&self) {
@@ -347,6 +359,20 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
         Event::HazardCleared => ("hazard-cleared", vec![]),
         Event::FaultUnpinned => ("fault-unpinned", vec![]),
         Event::AnnouncementsRead => ("announcements-read", vec![]),
+        Event::EpochRead { announcement, epoch } => ("epoch-read", vec![announcement, epoch]),
+        Event::Announced { announcement, epoch } => ("announced", vec![announcement, epoch]),
+        Event::GuardOpened { announcement } => ("guard-opened", vec![announcement]),
+        Event::GuardClosed { announcement, is_last } => ("guard-closed", vec![announcement, is_last.into()]),
+        Event::ThingKept { announcement, epoch } => ("thing-kept", vec![announcement, epoch]),
+        Event::EpochReadAgain { announcement, epoch } => ("epoch-read-again", vec![announcement, epoch]),
+        Event::EpochAdvanced { epoch } => ("epoch-advanced", vec![epoch]),
+        Event::TableRetired { table, tag } => ("table-retired", vec![table, tag]),
+        Event::TablesListed => ("tables-listed", vec![]),
+        Event::TablesTaken => ("tables-taken", vec![]),
+        Event::BarrierMade => ("barrier-made", vec![]),
+        Event::AnnouncementRead { announcement, epoch } => ("announcement-read", vec![announcement, epoch]),
+        Event::TableKept { table } => ("table-kept", vec![table]),
+        Event::TableFreed { table } => ("table-freed", vec![table]),
         Event::CpuCaches { cpu, gfn } => ("cpu-caches", vec![cpu, gfn]),
         Event::InitiallySet => ("initially-set", vec![]),
         Event::CpuSetsDirty { cpu, gfn } => ("cpu-sets-dirty", vec![cpu, gfn]),

@@ -325,6 +325,81 @@ pub enum Event {
     FaultUnpinned,
     /// The announcements of all guards were read.
     AnnouncementsRead,
+    /// A guard is about to announce this epoch: it has just read it.
+    EpochRead {
+        /// The address of the announcement.
+        announcement: u64,
+        /// The epoch.
+        epoch: u64,
+    },
+    /// An epoch was announced.
+    Announced {
+        /// The address of the announcement.
+        announcement: u64,
+        /// The epoch.
+        epoch: u64,
+    },
+    /// A guard was opened.
+    GuardOpened {
+        /// The address of the announcement.
+        announcement: u64,
+    },
+    /// A guard is over.
+    GuardClosed {
+        /// The address of the announcement.
+        announcement: u64,
+        /// Whether nothing is announced any more.
+        is_last: bool,
+    },
+    /// A fault keeps what it has found for its next guard.
+    ThingKept {
+        /// The address of the announcement.
+        announcement: u64,
+        /// The epoch that is announced.
+        epoch: u64,
+    },
+    /// The next guard of a fault, which has announced the epoch of the first, has read the epoch.
+    EpochReadAgain {
+        /// The address of the announcement.
+        announcement: u64,
+        /// The epoch.
+        epoch: u64,
+    },
+    /// A retirement has ended an epoch.
+    EpochAdvanced {
+        /// The epoch that is over.
+        epoch: u64,
+    },
+    /// A page-table page is tagged with the epoch that was ended for it.
+    TableRetired {
+        /// Its address.
+        table: u64,
+        /// The epoch.
+        tag: u64,
+    },
+    /// The page-table pages that the thread has retired, or keeps, are on the list.
+    TablesListed,
+    /// All page-table pages were taken from the list.
+    TablesTaken,
+    /// The host has made a barrier on all CPUs.
+    BarrierMade,
+    /// A reclaim has read an announcement.
+    AnnouncementRead {
+        /// The address of the announcement.
+        announcement: u64,
+        /// The epoch, or 0.
+        epoch: u64,
+    },
+    /// A page-table page that was taken is to be listed again.
+    TableKept {
+        /// Its address.
+        table: u64,
+    },
+    /// A page-table page was freed.
+    TableFreed {
+        /// Its address.
+        table: u64,
+    },
     /// A CPU caches the directory entry above a page, which allows writes.
     CpuCaches {
         /// Number of the CPU.
@@ -505,6 +580,11 @@ pub enum PteKind {
 
 thread_local! {
     static EVENTS: RefCell<Option<Vec<(usize, Event)>>> = const { RefCell::new(None) };
+}
+
+/// The address of what an event names.
+pub fn address<T>(thing: &T) -> u64 {
+    core::ptr::from_ref(thing).addr() as u64
 }
 
 /// Records the events of this schedule from now on.

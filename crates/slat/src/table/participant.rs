@@ -27,6 +27,8 @@ use super::retire::Epochs;
 use crate::boxed::Zeroed;
 use crate::pool::{PoolLink, Pooled};
 use crate::stats::Recorder;
+#[cfg(shuttle)]
+use crate::sync::events::address;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, Side, record};
 
 /// The most PTEs, words of bitmaps and pages that one guard visits, so that what is retired behind
@@ -385,6 +387,7 @@ impl<'a> NestedGuard<'a> {
     #[inline]
     pub(super) unsafe fn new(participant: &'a Participant) -> NestedGuard<'a> {
         participant.nr_open.set(participant.nr_open.get() + 1);
+        record!(GuardOpened { announcement: address(&participant.announced) });
         // SAFETY: the announcement stays until the last counted guard is dropped.
         NestedGuard(unsafe { Guard::new(participant) })
     }
@@ -408,6 +411,7 @@ impl Drop for NestedGuard<'_> {
             // Release: all accesses of the guard precede a reclaim that observes its end.
             participant.announced.store(IDLE, Ordering::Release);
         }
+        record!(GuardClosed { announcement: address(&participant.announced), is_last: participant.is_outside() });
     }
 }
 
@@ -421,6 +425,7 @@ impl<'p> FaultGuard<'p> {
     /// The announcement of the pin's participant for the guards of faults stands.
     #[inline]
     pub(super) unsafe fn new(pin: FaultPin<'p>) -> FaultGuard<'p> {
+        record!(GuardOpened { announcement: address(&pin.participant.announced_by_fault) });
         // SAFETY: no other guard borrows the pin, so the announcement stays until this is dropped.
         FaultGuard(unsafe { Guard::new(pin.participant) })
     }
@@ -441,6 +446,7 @@ impl Drop for FaultGuard<'_> {
         // Release: as for a counted guard.
         self.0.participant.announced_by_fault.store(IDLE, Ordering::Release);
         record!(FaultUnpinned);
+        record!(GuardClosed { announcement: address(&self.0.participant.announced_by_fault), is_last: true });
     }
 }
 

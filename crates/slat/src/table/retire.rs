@@ -67,6 +67,8 @@ use crate::error::OutOfMemory;
 use crate::format::Format;
 use crate::host::Host;
 use crate::pool::Pool;
+#[cfg(shuttle)]
+use crate::sync::events::address;
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence, record};
 
 /// The end of a list of page-table pages. No page has this address; the first page of memory may be
@@ -193,7 +195,9 @@ impl Epochs {
     fn announce(&self, announced: &AtomicU64) {
         // Acquire: a guard that reads an epoch which a retirement began observes what was unlinked
         // before.
-        self.announce_epoch(announced, self.epoch.load(Ordering::Acquire));
+        let epoch = self.epoch.load(Ordering::Acquire);
+        record!(EpochRead { announcement: address(announced), epoch });
+        self.announce_epoch(announced, epoch);
     }
 
     /// Announces `epoch`, which is not above the current one.
@@ -205,6 +209,7 @@ impl Epochs {
         match self.fences {
             Fences::Both => {
                 announced.swap(epoch, Ordering::SeqCst);
+                record!(Announced { announcement: address(announced), epoch });
                 fence_after_rmw();
             }
             // The barrier that `oldest_open` makes on this CPU falls between two instructions here.
@@ -213,6 +218,7 @@ impl Epochs {
             // back.
             Fences::Remote => {
                 announced.store(epoch, Ordering::Release);
+                record!(Announced { announcement: address(announced), epoch });
                 fence_against_remote_barrier();
             }
         }
@@ -263,7 +269,9 @@ impl Epochs {
     pub(crate) fn advance_epoch(&self) -> u64 {
         // AcqRel: release for the guards that begin in the new epoch and must observe the
         // unlinking; acquire because each retirement hands epochs on to the next.
-        self.epoch.fetch_add(1, Ordering::AcqRel)
+        let epoch = self.epoch.fetch_add(1, Ordering::AcqRel);
+        record!(EpochAdvanced { epoch });
+        epoch
     }
 
     /// Returns the lowest epoch that an open guard announces; `u64::MAX` if no guard is open.
@@ -280,9 +288,10 @@ impl Epochs {
         for participant in self.participants() {
             for announced in [&participant.announced, &participant.announced_by_fault] {
                 // Acquire: what a guard did that is observed to be over precedes the free.
-                let announced = announced.load(Ordering::Acquire);
-                if announced != IDLE {
-                    oldest = oldest.min(announced);
+                let epoch = announced.load(Ordering::Acquire);
+                record!(AnnouncementRead { announcement: address(announced), epoch });
+                if epoch != IDLE {
+                    oldest = oldest.min(epoch);
                 }
             }
         }
@@ -312,6 +321,7 @@ impl Epochs {
             // SAFETY: the page is of the chain, which is this thread's until it is on the list.
             let cells = unsafe { chain_cells(host, table) };
             store_frozen(&cells[1], Label { tag, ..Label::read(&cells[1]) }.bits());
+            record!(TableRetired { table: table.0, tag });
             if table == last {
                 break;
             }
@@ -340,6 +350,7 @@ impl Epochs {
     ) -> bool {
         // Acquire: observes the links and tags of the list.
         let mut next = Hpa(self.retired_tables.first.swap(NO_TABLE.0, Ordering::Acquire));
+        record!(TablesTaken);
         let oldest = self.oldest_open(|| host.barrier_on_all_cpus());
         let mut freed = Freed::default();
         let (mut nr_unlisted, mut left, mut has_more) = (0, max_with_leaves, false);
@@ -359,11 +370,13 @@ impl Epochs {
             if is_reachable || (label.contents == Contents::Leaves && has_more) {
                 // SAFETY: it came from a chain, and is off the list now.
                 unsafe { kept.push_labelled(host, table) }
+                record!(TableKept { table: table.0 });
             } else {
                 // SAFETY: the page was unlinked and flushed before it was retired, all guards that
                 // could reach it are over, and the list it was on is this thread's alone. Roots are
                 // never retired.
                 unsafe { node::free(host, encoding, table) }
+                record!(TableFreed { table: table.0 });
                 freed.nr_tables += 1;
                 nr_unlisted += 1;
             }
@@ -410,7 +423,10 @@ impl Epochs {
             let cells = unsafe { chain_cells(host, last) };
             store_frozen(&cells[0], pte::frozen_link(Hpa(head)));
             match self.retired_tables.first.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
-                Ok(_) => return,
+                Ok(_) => {
+                    record!(TablesListed);
+                    return;
+                }
                 Err(found) => head = found,
             }
         }
@@ -455,7 +471,9 @@ impl<'p> FaultPin<'p> {
         // SAFETY: it was announced just now, to the epochs of the participant.
         let guard = unsafe { FaultGuard::new(self) };
         // Acquire: as in `announce`.
-        let is_same = epochs.epoch.load(Ordering::Acquire) == kept.epoch;
+        let epoch = epochs.epoch.load(Ordering::Acquire);
+        record!(EpochReadAgain { announcement: address(&guard.participant().announced_by_fault), epoch });
+        let is_same = epoch == kept.epoch;
         is_same.then_some(KeptGuard { guard, thing: kept.thing })
     }
 }
@@ -470,6 +488,7 @@ impl FaultGuard<'_> {
     pub(crate) unsafe fn keep<T>(&self, thing: &T) -> Kept<T> {
         // Relaxed: this thread's own store.
         let epoch = self.participant().announced_by_fault.load(Ordering::Relaxed);
+        record!(ThingKept { announcement: address(&self.participant().announced_by_fault), epoch });
         Kept { epoch, thing: NonNull::from(thing) }
     }
 }

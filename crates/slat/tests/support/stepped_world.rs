@@ -172,6 +172,8 @@ pub struct ShuttleHost {
     modification_logs: Option<Vec<ModificationLog>>,
     /// Whether CPUs set D.
     sets_dirty: bool,
+    /// Whether to read a PTE of a page-table page that was freed is a panic.
+    pub poisons: bool,
     tables: std::sync::Mutex<Tables>,
     /// One word for each guest, odd during an access.
     accesses: Vec<AtomicU64>,
@@ -192,6 +194,7 @@ impl ShuttleHost {
         ShuttleHost {
             modification_logs: logs.then(|| (0..nr_guests).map(|_| ModificationLog::default()).collect()),
             sets_dirty: !matches!(tracking, DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves),
+            poisons: true,
             tables: std::sync::Mutex::default(),
             accesses: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
             faults: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
@@ -360,7 +363,8 @@ unsafe impl Host for ShuttleHost {
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
         let mut tables = self.tables.lock().unwrap();
         assert_eq!(tables.live.remove(&table.0), Some(layout.size()), "free of {table}, which is not live");
-        for word in 0..layout.size() / 8 {
+        let nr_poisoned = if self.poisons { layout.size() / 8 } else { 0 };
+        for word in 0..nr_poisoned {
             // SAFETY: inside the page-table page, which no thread uses any more.
             unsafe { self.table_ptr(table).cast::<u64>().add(word).write(POISON) }
         }
