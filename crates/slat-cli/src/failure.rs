@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
-use slat_machine::paging::SourceError;
+use slat_machine::paging::{RequestError, SourceError};
 use slat_machine::vm::demand_paging::{DemandPagingError, ServeError, VcpuError};
 use slat_machine::vm::machine::MachineError;
 use slat_model::error::ModelError;
@@ -168,12 +168,23 @@ macro_rules! from_engine_errors {
 
 from_engine_errors!(slat::Error, ConfigError, SlotError, LogError, FaultError, RangeError);
 
+/// Whether the options name a file that does not fit the memory that they name.
+fn does_not_fit(error: &SourceError) -> bool {
+    matches!(error, SourceError::OutOfRange { .. } | SourceError::Malformed { .. })
+}
+
 impl From<SourceError> for Failure {
     fn from(error: SourceError) -> Failure {
         let line = advised(&error, advice::of_source(&error));
+        if does_not_fit(&error) { Failure::Usage(line) } else { Failure::CannotServe(line) }
+    }
+}
+
+impl From<RequestError> for Failure {
+    fn from(error: RequestError) -> Failure {
+        let line = advised(&error, advice::of_request(&error));
         match error {
-            // The options name a file that does not fit the memory that they name.
-            SourceError::FileTooShort { .. } | SourceError::NotLoopback { .. } => Failure::Usage(line),
+            RequestError::Source { error, .. } if does_not_fit(&error) => Failure::Usage(line),
             _ => Failure::CannotServe(line),
         }
     }
@@ -234,7 +245,7 @@ fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, whole:
     let line = || advised(whole, advice::of_paging(whole));
     let is_wrong = |error: &VcpuError| matches!(error, VcpuError::WrongWord { .. } | VcpuError::Panicked { .. });
     let is_usage = |error: &VcpuError| match error {
-        VcpuError::Source(error) => matches!(**error, SourceError::FileTooShort { .. }),
+        VcpuError::Source(error) => matches!(&**error, RequestError::Source { error, .. } if does_not_fit(error)),
         _ => false,
     };
     if errors.clone().any(is_wrong) {

@@ -246,7 +246,11 @@ fn pages_come_from_files_and_peers() {
     // The last page is not whole.
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len((256 << 10) - 1).unwrap();
     for args in ["--exits", "--exits -s shmem --delivery ring", "--uffd missing"] {
-        assert_refused(&format!("userfault -v 2 -b 128K {args} --source {from_file}"), 2, "0x3ffff bytes");
+        assert_refused(
+            &format!("userfault -v 2 -b 128K {args} --source {from_file}"),
+            2,
+            "262143 bytes are not whole pages",
+        );
     }
 }
 

@@ -19,25 +19,41 @@
 //! - [`mod@bench`]: this pager beside a plain handler of page faults.
 //! - [`daemon`]: many machines, each with the snapshot of its socket; [`config`] and [`options`] say
 //!   what it serves.
+//!
+//! Without the feature `full`, which is on by default, there is only [`source`].
 
 #![cfg(target_os = "linux")]
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
+#[cfg(feature = "full")]
 pub mod bench;
+#[cfg(feature = "full")]
 pub mod chunks;
+#[cfg(feature = "full")]
 pub mod commands;
+#[cfg(feature = "full")]
 pub mod config;
+#[cfg(feature = "full")]
 pub mod daemon;
+#[cfg(feature = "full")]
 mod folder_lock;
 mod little_endian;
+#[cfg(feature = "full")]
 pub mod metrics;
+#[cfg(feature = "full")]
 pub mod options;
+#[cfg(feature = "full")]
 pub mod protocol;
+#[cfg(feature = "full")]
 pub mod shared_memory;
+#[cfg(feature = "full")]
 pub mod snapshot;
 pub mod source;
 pub use slat_userfaultfd as userfaultfd;
+#[cfg(feature = "full")]
 pub mod vm;
+#[cfg(feature = "full")]
 pub mod working_set;
 
+#[cfg(feature = "full")]
 pub use vm::attach;

@@ -6,7 +6,8 @@
 //! | `layers:BASE,DIFF,...` | a memory file and what later snapshots changed |
 //! | `chunks:PATH.index` or `chunks:URL.index` | a snapshot that `slat-pager pack` made |
 //! | `s3://...`, `gs://...`, `az://...`, `https://...` | a memory file in an object store |
-//! | `peer:HOST:PORT/NAME` | what another pager shares |
+//! | `peer:HOST:PORT/NAME` | what another pager shares, by TLS |
+//! | `peer:unix:PATH/NAME` | what a process of this host shares |
 //!
 //! What a name means is never told by the bytes that are found there: guests write those.
 
@@ -24,7 +25,7 @@ use crate::source::chunked::Chunked;
 use crate::source::layers::{Layer, Layers};
 use crate::source::memory_file::MemoryFile;
 use crate::source::objects::{Objects, without_secrets};
-use crate::source::peer::{Peer, TlsFiles};
+use crate::source::peer::{LocalAddress, Peer, TlsFiles};
 use crate::source::remote::RemoteFile;
 use crate::source::{Source, SourceError, blocking};
 
@@ -41,7 +42,7 @@ pub enum SnapshotName {
     Object(Url),
     /// A snapshot of another pager.
     Peer {
-        /// Host and port.
+        /// Host and port, or a [`LocalAddress`].
         address: String,
         /// What it is called there.
         name: String,
@@ -89,15 +90,20 @@ impl FromStr for SnapshotName {
                 Ok(SnapshotName::Layers(base, layers))
             }
             Some(("chunks", _)) => chunks(name).ok_or_else(|| wrong("the name of an index ends in .index")),
-            Some(("peer", rest)) => match rest.split_once('/') {
+            Some(("peer", rest)) => match split_peer(rest) {
                 Some((address, snapshot)) if address.contains(':') && !snapshot.is_empty() => {
                     Ok(SnapshotName::Peer { address: address.to_string(), name: snapshot.to_string() })
                 }
-                _ => Err(wrong("it should be peer:HOST:PORT/NAME")),
+                _ => Err(wrong("it should be peer:HOST:PORT/NAME or peer:unix:PATH/NAME")),
             },
             _ => Ok(SnapshotName::File(name.into())),
         }
     }
+}
+
+/// Address and name: of a host the name may have slashes, of a socket its path.
+fn split_peer(text: &str) -> Option<(&str, &str)> {
+    if text.starts_with("unix:") { text.rsplit_once('/') } else { text.split_once('/') }
 }
 
 fn chunks(name: &str) -> Option<SnapshotName> {
@@ -150,6 +156,11 @@ impl Debug for OpenWith {
 }
 
 impl SnapshotName {
+    /// Whether it is anywhere else than in files that the kernel caches: a cache helps.
+    pub fn is_fetched(&self) -> bool {
+        !matches!(self, SnapshotName::File(_) | SnapshotName::Layers(..))
+    }
+
     /// Opens the snapshot.
     ///
     /// # Errors
@@ -173,11 +184,15 @@ impl SnapshotName {
                 Arc::new(RemoteFile::open(objects, path).await?)
             }
             SnapshotName::Peer { address, name } => {
-                let tls = with.tls.as_ref().ok_or_else(|| SourceError::Malformed {
-                    snapshot: self.to_string(),
-                    why: "a peer needs certificates, and none are given".to_string(),
-                })?;
-                Arc::new(Peer::open(address, name, tls).await?)
+                if let Ok(address) = address.parse::<LocalAddress>() {
+                    Arc::new(Peer::open_local(&address, name).await?)
+                } else {
+                    let tls = with.tls.as_ref().ok_or_else(|| SourceError::Malformed {
+                        snapshot: self.to_string(),
+                        why: "a peer of another host needs certificates, and none are given".to_string(),
+                    })?;
+                    Arc::new(Peer::open(address, name, tls).await?)
+                }
             }
         };
         Ok(match &with.cache {
@@ -209,8 +224,11 @@ mod tests {
         assert!(matches!(name("https://host/vm/mem"), Ok(SnapshotName::Object(_))));
         let peer = SnapshotName::Peer { address: "[::1]:7000".to_string(), name: "vm/7".to_string() };
         assert_eq!(name("peer:[::1]:7000/vm/7"), Ok(peer));
+        let peer = SnapshotName::Peer { address: "unix:/run/a/b".to_string(), name: "vm".to_string() };
+        assert_eq!(name("peer:unix:/run/a/b/vm"), Ok(peer));
         for text in [
             "",
+            "peer:unix:/",
             "file:",
             "layers:a",
             "layers:,b",

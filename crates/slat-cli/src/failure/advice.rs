@@ -6,8 +6,7 @@ use slat::error::{ConfigError, FaultError, LogError, RangeError, SlotError};
 use slat_machine::linux::topology::PinError;
 use slat_machine::memory::MemoryError;
 use slat_machine::memory::numa::NumaError;
-use slat_machine::paging::SourceError;
-use slat_machine::paging::UserfaultfdError;
+use slat_machine::paging::{RequestError, SourceError, UserfaultfdError};
 use slat_machine::vm::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
 use slat_machine::vm::host::HostError;
 use slat_machine::vm::machine::{MachineConfigError, MachineError};
@@ -19,7 +18,6 @@ const REPORT: &str = "please report this with the command line";
 pub(super) const THREADS: &str = "choose fewer vCPUs, or raise `ulimit -u`";
 
 const LESS_MEMORY: &str = "choose less memory or fewer vCPUs";
-const PEER: &str = "look at the peer, or start another: slat serve-pages ADDRESS";
 const NO_USERFAULTFD: &str = "bring pages by userfault exits instead (--exits, without --uffd)";
 
 pub(super) fn of_machine(error: &MachineError) -> &'static str {
@@ -98,22 +96,18 @@ fn of_numa(error: &NumaError) -> &'static str {
 
 pub(super) fn of_source(error: &SourceError) -> &'static str {
     match error {
-        SourceError::OpenFile { .. } => "name a file that is there, or write it first with --create-source",
-        SourceError::FileTooShort { .. } => "name a larger file, or choose less memory (-b)",
-        SourceError::ReadFile { .. } => "name another file (--source)",
-        SourceError::NotLoopback { .. } => "choose unix:PATH, or tcp:127.0.0.1:PORT",
-        SourceError::Serve { .. } => "choose another address",
-        SourceError::Connect { .. } | SourceError::NotASource { .. } => {
-            "start the peer first: slat serve-pages ADDRESS"
-        }
-        SourceError::Broken { .. }
-        | SourceError::Closed { .. }
-        | SourceError::Silent { .. }
-        | SourceError::NotRequested { .. }
-        | SourceError::Duplicate { .. }
-        | SourceError::WrongSize { .. }
-        | SourceError::Refused { .. }
-        | SourceError::Ended { .. } => PEER,
+        SourceError::OutOfRange { .. } => "name a larger file, or choose less memory (-b)",
+        SourceError::Unavailable { .. } => "start the peer first: slat serve-pages ADDRESS",
+        SourceError::NotThere { .. } | SourceError::Refused { .. } => "name another peer (--source)",
+        // Files, and addresses to serve at.
+        _ => "name another file or address, or write a file first with --create-source",
+    }
+}
+
+pub(super) fn of_request(error: &RequestError) -> &'static str {
+    match error {
+        RequestError::Source { error, .. } => of_source(error),
+        RequestError::Wait(_) => "raise `ulimit -n`, or choose fewer vCPUs",
         _ => REPORT,
     }
 }
@@ -167,7 +161,7 @@ fn of_paging_config(error: &PagingConfigError) -> &'static str {
 
 fn of_vcpu(error: &VcpuError) -> &'static str {
     match error {
-        VcpuError::Source(error) => of_source(error),
+        VcpuError::Source(error) => of_request(error),
         VcpuError::Delivery(_) => "choose fewer vCPUs, or --resolver thread",
         VcpuError::Userfaultfd(error) => of_userfaultfd(error),
         VcpuError::Pin(error) => of_pin(error),
@@ -178,7 +172,7 @@ fn of_vcpu(error: &VcpuError) -> &'static str {
 
 pub(super) fn of_serving(error: &ServeError) -> &'static str {
     match error {
-        ServeError::Source(error) => of_source(error),
+        ServeError::Source(error) => of_request(error),
         ServeError::Handshake(_) => "raise `ulimit -n`, or use --resolver thread",
         ServeError::NoMemory => "choose -s shmem",
         ServeError::Thread(_) => THREADS,

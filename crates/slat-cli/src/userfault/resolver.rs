@@ -50,7 +50,7 @@ pub(crate) fn main(args: &ResolverArgs) -> Result<(), Failure> {
         |error| Failure::CannotServe(format!("there is no socket to a virtual machine: {error}; use --delivery ring"));
     let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(no_socket)?);
     let config = ServeConfig {
-        source: args.source.clone().delayed_by(args.delay_ns),
+        source: args.source.open()?.delayed_by(Duration::from_nanos(args.delay_ns)),
         nr_threads: 1,
         copier: args.copier.map(|window| Copier { window }),
         timeout: TIMEOUT,
@@ -75,7 +75,7 @@ impl ResolverProcess {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg(COMMAND);
         command.args(["--source", &source.spec().to_string()]);
-        command.args(["--delay-ns", &source.delay_ns().to_string()]);
+        command.args(["--delay-ns", &source.delay().as_nanos().to_string()]);
         if let Some(Copier { window }) = copier {
             command.args(["--copier", &window.to_string()]);
         }

@@ -94,7 +94,7 @@ fn on<F: HardwareFormat>(
     let Paged { report, total_time, nr_logged, nr_killed } = match (case.mode, args.resolver) {
         (Mode::None, _) => page(&mut paging, PagesFrom::None, &config)?,
         (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, source)?,
-        _ => page(&mut paging, PagesFrom::Source(source.spec().clone()), &config)?,
+        _ => page(&mut paging, PagesFrom::Source(source.opened().clone()), &config)?,
     };
     let nr_verified = paging.verify()?;
     if nr_verified != paging.nr_pages() {

@@ -5,10 +5,11 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use slat::PAGE_SIZE;
-use slat_machine::paging::{ParseSourceError, Pattern, PeerAddress, PeerServer, SourceSpec};
+use slat_machine::paging::{LocalAddress, OpenSource, PagesServer, Pattern, SourceSpec};
 
 use super::options::{SourceArg, UserfaultArgs};
 use crate::failure::Failure;
@@ -20,9 +21,10 @@ use crate::session::Session;
 #[derive(Debug)]
 pub(super) struct Source {
     spec: SourceSpec,
+    open: OpenSource,
     contents: Pattern,
-    delay_ns: u64,
-    peer: Option<PeerServer>,
+    delay: Duration,
+    peer: Option<PagesServer>,
 }
 
 impl Source {
@@ -30,37 +32,42 @@ impl Source {
     /// created.
     pub(super) fn open(args: &UserfaultArgs, nr_bytes: u64, session: &Session) -> Result<Source, Failure> {
         let contents = args.contents.contents().unwrap_or(Pattern::Mixed { seed: 0 });
-        let delay_ns = args.delay.as_nanos() as u64;
-        let own_peer = |address| -> Result<Source, Failure> {
-            let peer = start(address, &args.contents, session)?;
-            Ok(Source { spec: SourceSpec::peer(peer.address().clone()), contents, delay_ns, peer: Some(peer) })
+        let own_peer = |address| start(&address, &args.contents, session);
+        let peer = match &args.source {
+            SourceArg::Given(_) => None,
+            SourceArg::OwnTcp => Some(own_peer(LocalAddress::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))?),
+            SourceArg::OwnUnix => Some(own_peer(LocalAddress::Unix(own_path()))?),
         };
-        let mut source = match &args.source {
-            SourceArg::Given(spec) => {
-                Source { spec: spec.clone(), contents: spec.contents().unwrap_or(contents), delay_ns, peer: None }
-            }
-            SourceArg::OwnTcp => own_peer(PeerAddress::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))?,
-            SourceArg::OwnUnix => own_peer(PeerAddress::Unix(own_path()))?,
+        let spec = match (&args.source, &peer) {
+            (SourceArg::Given(spec), _) => spec.clone(),
+            (_, Some(peer)) => SourceSpec::Peer(peer.address().clone()),
+            (_, None) => args.contents.clone(),
         };
         if let Some(path) = &args.create_source {
             create(path, contents, nr_bytes.div_ceil(PAGE_SIZE))
                 .map_err(|source| Failure::Write { path: path.clone(), source })?;
         }
-        // A source that is missing or too short is found before the measurement.
+        let open = spec.open()?;
+        // A source that is too short is found before the measurement.
         if let Some(last_page) = nr_bytes.div_ceil(PAGE_SIZE).checked_sub(1) {
-            source.spec.open()?.fetch_into(last_page, &mut [0; slat_machine::paging::PAGE_SIZE])?;
+            open.requests()?.fetch_into(last_page, &mut [0; PAGE_SIZE as usize])?;
         }
-        source.spec = source.spec.delayed_by(delay_ns);
-        Ok(source)
+        let (contents, open) = (spec.contents().unwrap_or(contents), open.delayed_by(args.delay));
+        Ok(Source { spec, open, contents, delay: args.delay, peer })
     }
 
     pub(super) fn spec(&self) -> &SourceSpec {
         &self.spec
     }
 
-    /// The latency of each page, in nanoseconds.
-    pub(super) fn delay_ns(&self) -> u64 {
-        self.delay_ns
+    /// What threads request pages of.
+    pub(super) fn opened(&self) -> &OpenSource {
+        &self.open
+    }
+
+    /// The latency of each page.
+    pub(super) fn delay(&self) -> Duration {
+        self.delay
     }
 
     /// What its pages must hold.
@@ -82,14 +89,10 @@ impl Source {
                         then:    slat userfault --exits --source unix:/tmp/pages")]
 pub(crate) struct ServeArgs {
     /// Where to serve: unix:PATH or tcp:127.0.0.1:PORT
-    #[arg(value_parser = address, value_name = "ADDRESS")]
-    address: PeerAddress,
+    #[arg(value_name = "ADDRESS")]
+    address: LocalAddress,
     #[arg(long, default_value = "pattern", value_parser = contents, value_name = "CONTENTS", help = CONTENTS)]
     contents: SourceSpec,
-}
-
-fn address(text: &str) -> Result<PeerAddress, String> {
-    text.parse().map_err(|error: ParseSourceError| error.to_string())
 }
 
 /// Parses `--contents`.
@@ -102,7 +105,7 @@ pub(super) fn contents(text: &str) -> Result<SourceSpec, String> {
 
 /// Serves pages until the process is ended.
 pub(crate) fn serve(args: &ServeArgs, session: &Session) -> Result<Outcome, Failure> {
-    let peer = start(args.address.clone(), &args.contents, session)?;
+    let peer = start(&args.address, &args.contents, session)?;
     session.say(&format!("Serving {} at {}\n", args.contents, peer.address()))?;
     loop {
         std::thread::park();
@@ -110,9 +113,9 @@ pub(crate) fn serve(args: &ServeArgs, session: &Session) -> Result<Outcome, Fail
 }
 
 /// Starts a peer; an interruption removes its socket.
-fn start(address: PeerAddress, contents: &SourceSpec, session: &Session) -> Result<PeerServer, Failure> {
-    let peer = PeerServer::start(address, contents.clone())?;
-    if let PeerAddress::Unix(path) = peer.address() {
+fn start(address: &LocalAddress, contents: &SourceSpec, session: &Session) -> Result<PagesServer, Failure> {
+    let peer = PagesServer::start(address, contents)?;
+    if let LocalAddress::Unix(path) = peer.address() {
         session.remove_if_interrupted(path.clone());
     }
     Ok(peer)

@@ -7,12 +7,13 @@
 //! copier has requested waits for that request (`arrivals.rs`).
 
 use std::sync::Arc;
+use std::time::Instant;
+
+use slat_pager::source::requests::Wait;
 
 use super::arrivals::{Arrivals, LONGEST_SLEEP};
 use super::error::VcpuError;
 use super::fetch::{FetchFrom, Fetcher};
-use super::source::Wait;
-use crate::linux::clock;
 
 /// A thread that fetches the pages that were not requested yet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -49,8 +50,7 @@ fn run(copier: Copier, from: &FetchFrom, arrivals: &Arc<Arrivals>) -> Result<u64
         if fetcher.nr_in_flight() == 0 {
             break;
         }
-        let until_ns = clock::timestamp_ns() + LONGEST_SLEEP.as_nanos() as u64;
-        if fetcher.next(Wait::UntilNs(until_ns))?.is_some() {
+        if fetcher.next(Wait::Until(Instant::now() + LONGEST_SLEEP))?.is_some() {
             while fetcher.next(Wait::No)?.is_some() {}
         }
     }

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use slat_pager::source::requests::RequestError;
 use thiserror::Error;
 
 use super::delivery::DeliveryError;
-use super::source::SourceError;
 use super::userfaultfd::UserfaultfdError;
 use crate::hardware::cpu::CpuError;
 use crate::linux::topology::PinError;
@@ -18,7 +18,7 @@ use crate::memory::guest_memfd::NoSuchPage;
 pub enum VcpuError {
     /// The source of its pages failed.
     #[error("the source of pages failed: {0}")]
-    Source(Arc<SourceError>),
+    Source(Arc<RequestError>),
     /// The resolver behind the rings failed.
     #[error("the delivery of pages failed: {0}")]
     Delivery(Arc<DeliveryError>),
@@ -48,8 +48,8 @@ pub enum VcpuError {
     Panicked { message: String },
 }
 
-impl From<SourceError> for VcpuError {
-    fn from(error: SourceError) -> VcpuError {
+impl From<RequestError> for VcpuError {
+    fn from(error: RequestError) -> VcpuError {
         VcpuError::Source(Arc::new(error))
     }
 }

@@ -12,25 +12,26 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use slat::slots::MemoryFaultFlags;
+use slat_pager::source::requests::{MAX_IN_FLIGHT, PageRequests, Wait};
 
 use super::arrivals::{Arrivals, LONGEST_SLEEP};
 use super::error::VcpuError;
 use super::filler::Filler;
 use super::pages::{Asked, PageSupply};
-use super::source::{MAX_IN_FLIGHT, PageSource, SourceSpec, Wait};
+use super::source::OpenSource;
 use super::userfaultfd::Wake;
-use crate::linux::clock;
 
 /// How long a thread waits for its source while one of its vCPUs waits for a page that another
-/// thread fetches, in ns.
-const OTHERS_NS: u64 = 100_000;
+/// thread fetches.
+const OTHERS: Duration = Duration::from_micros(100);
 
 /// The source to open, and where its pages go.
 #[derive(Clone, Debug)]
 pub(crate) struct FetchFrom {
-    pub(crate) source: SourceSpec,
+    pub(crate) source: OpenSource,
     pub(crate) filler: Arc<Filler>,
     pub(crate) block_pages: u64,
 }
@@ -48,7 +49,7 @@ struct FetchedBlock<T> {
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct Fetcher<T> {
-    source: Box<dyn PageSource>,
+    source: PageRequests,
     filler: Arc<Filler>,
     arrivals: Arc<Arrivals>,
     block_pages: u64,
@@ -62,7 +63,7 @@ pub(crate) struct Fetcher<T> {
 impl<T: Copy> Fetcher<T> {
     pub(crate) fn open(from: &FetchFrom, arrivals: &Arc<Arrivals>, nr_blocks: usize) -> Result<Fetcher<T>, VcpuError> {
         Ok(Fetcher {
-            source: from.source.open()?,
+            source: from.source.requests()?,
             filler: Arc::clone(&from.filler),
             arrivals: Arc::clone(arrivals),
             block_pages: from.block_pages,
@@ -105,7 +106,7 @@ impl<T: Copy> Fetcher<T> {
                 }
             }
             let Some(page) = self.source.arrived(wait)? else { return Ok(None) };
-            self.filler.fill(page, &mut *self.source, Wake::None)?;
+            self.filler.fill(page, &mut self.source, Wake::None)?;
             let block = page / self.block_pages;
             // Mostly the first: sources answer about in the order of the requests.
             let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.block == block) else { continue };
@@ -217,8 +218,8 @@ impl PageSupply for Fetch {
 
     fn sleep(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
         if self.fetcher.nr_in_flight() > 0 {
-            let longest_ns = if self.others.is_empty() { LONGEST_SLEEP.as_nanos() as u64 } else { OTHERS_NS };
-            self.take(Wait::UntilNs(clock::timestamp_ns() + longest_ns), ready)?;
+            let longest = if self.others.is_empty() { LONGEST_SLEEP } else { OTHERS };
+            self.take(Wait::Until(Instant::now() + longest), ready)?;
         } else {
             let others = &self.others;
             self.arrivals.sleep(|| others.iter().any(|&(_, block)| !self.arrivals.is_missing(block)));

@@ -8,9 +8,10 @@
 use std::sync::Arc;
 
 use slat::Gfn;
+use slat_pager::source::PageBytes;
+use slat_pager::source::requests::PageRequests;
 
 use super::error::VcpuError;
-use super::source::{PageBytes, PageSource};
 use super::userfaultfd::{Filled, Userfaultfd, Wake};
 use crate::memory::{Alias, Backing, GuestMemfd};
 
@@ -54,7 +55,7 @@ impl Userfaultfds {
 impl Filler {
     /// Puts the page that `source` has next into page number `page`. Wakes the threads that wait
     /// for it in the kernel if `wake` is set, or if the page was there already.
-    pub(crate) fn fill(&self, page: u64, source: &mut dyn PageSource, wake: Wake) -> Result<(), VcpuError> {
+    pub(crate) fn fill(&self, page: u64, source: &mut PageRequests, wake: Wake) -> Result<(), VcpuError> {
         let offset_bytes = page << Gfn::SHIFT;
         match self {
             Filler::InPlace(memory) => {

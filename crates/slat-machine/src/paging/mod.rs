@@ -3,7 +3,8 @@
 //! What detects a missing page, and what brings it:
 //! - `userfaultfd/`: the kernel. It stops a thread of this process that touches the page, and a
 //!   reader fills it.
-//! - `source/`: where pages are: made from their numbers, in a file, or in another process.
+//! - `source.rs`: where pages are, by name: made from their numbers, in a file, or in another
+//!   process. The sources themselves are `slat-pager`'s.
 //! - `delivery/`: requests of vCPUs to a resolver in another thread or process, by rings in shared
 //!   memory.
 //!
@@ -45,10 +46,11 @@ pub(crate) use pages::{Asked, PageSupply};
 pub(crate) use readers::{AllReaders, VcpusExit, register};
 pub(crate) use rings::RingPages;
 pub use rings::{ServeConfig, ServeError, serve_rings};
-pub use source::{
-    MAX_IN_FLIGHT, NextArrival, PAGE_SIZE, PageBytes, PageSource, ParseSourceError, Pattern, PeerAddress, PeerServer,
-    SourceError, SourceSpec, WORDS_PER_PAGE, Wait, wait_until,
-};
+pub use slat_pager::source::SourceError;
+pub use slat_pager::source::pattern::Pattern;
+pub use slat_pager::source::peer::LocalAddress;
+pub use slat_pager::source::requests::RequestError;
+pub use source::{OpenSource, PagesServer, ParseSourceError, SourceSpec};
 pub use userfaultfd::{
     Cause, Filled, OpenError, ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError,
     UserfaultfdEvent, Wake,

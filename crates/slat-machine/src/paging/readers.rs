@@ -14,12 +14,12 @@ use std::sync::Arc;
 
 use crossbeam_queue::ArrayQueue;
 use slat::{Gfn, PAGE_SIZE};
+use slat_pager::source::requests::{PageRequests, Wait};
 
 use super::arrivals::Arrivals;
 use super::error::VcpuError;
 use super::fetch::FetchFrom;
 use super::filler::Userfaultfds;
-use super::source::{PageSource, Wait};
 use super::userfaultfd::{ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError, Wake};
 use crate::memory::Backing;
 
@@ -97,7 +97,7 @@ struct Server {
     from: FetchFrom,
     arrivals: Arc<Arrivals>,
     /// Sources that no reader uses at the moment.
-    sources: ArrayQueue<Box<dyn PageSource>>,
+    sources: ArrayQueue<PageRequests>,
     vcpus_exit: VcpusExit,
 }
 
@@ -125,11 +125,11 @@ impl Server {
     fn deliver(&self, page: u64) -> Result<(), VcpuError> {
         let mut source = match self.sources.pop() {
             Some(source) => source,
-            None => self.from.source.open()?,
+            None => self.from.source.requests()?,
         };
         source.request(page)?;
         while source.arrived(Wait::ForEver)?.is_none() {}
-        self.from.filler.fill(page, &mut *source, Wake::Waiters)?;
+        self.from.filler.fill(page, &mut source, Wake::Waiters)?;
         self.arrivals.publish(page);
         // There is room for one of each reader.
         let _ = self.sources.push(source);

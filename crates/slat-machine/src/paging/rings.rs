@@ -7,10 +7,12 @@
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use slat::slots::MemoryFaultFlags;
 use slat::{Gfn, PAGE_SIZE};
+use slat_pager::source::PageBytes;
+use slat_pager::source::requests::{MAX_IN_FLIGHT, NextArrival, PageRequests, RequestError, Wait, wait_until};
 use thiserror::Error;
 
 use super::arrivals::LONGEST_SLEEP;
@@ -21,8 +23,7 @@ use super::delivery::{
 };
 use super::error::VcpuError;
 use super::pages::{Asked, PageSupply};
-use super::source::{MAX_IN_FLIGHT, NextArrival, PageBytes, PageSource, SourceError, SourceSpec, Wait, wait_until};
-use crate::linux::clock;
+use super::source::OpenSource;
 
 /// The code of a failure: the source does not have the page.
 const SOURCE_FAILED: u32 = 1;
@@ -131,9 +132,9 @@ pub enum ServeError {
     /// The rings cannot be used any more.
     #[error(transparent)]
     Resolver(#[from] ResolverError),
-    /// The source could not be opened, or has ended.
+    /// The source does not give a page.
     #[error(transparent)]
-    Source(#[from] SourceError),
+    Source(#[from] RequestError),
     /// The memory is not shared.
     #[error("the VMM does not share the guest's memory")]
     NoMemory,
@@ -149,8 +150,8 @@ pub enum ServeError {
 #[derive(Clone, Debug)]
 pub struct ServeConfig {
     /// The source of the pages.
-    pub source: SourceSpec,
-    /// Threads, each of which serves some of the vCPUs, and has a source of its own.
+    pub source: OpenSource,
+    /// Threads, each of which serves some of the vCPUs, and has requests of its own.
     pub nr_threads: u32,
     /// The background copier, on the first thread.
     pub copier: Option<Copier>,
@@ -219,7 +220,7 @@ struct ServedBlock {
 struct Server<'a> {
     resolver: &'a Arc<Resolver>,
     shard: Shard,
-    source: Box<dyn PageSource>,
+    source: PageRequests,
     block_pages: u64,
     in_flight: VecDeque<ServedBlock>,
     /// Pages of blocks in flight for which the source had no room.
@@ -242,7 +243,7 @@ impl<'a> Server<'a> {
         Ok(Server {
             resolver,
             shard,
-            source: config.source.open()?,
+            source: config.source.requests()?,
             block_pages: resolver.page_size().size_bytes() >> Gfn::SHIFT,
             in_flight: VecDeque::new(),
             unasked: VecDeque::new(),
@@ -275,16 +276,18 @@ impl<'a> Server<'a> {
                         return Ok(self.nr_filled);
                     }
                 }
-                NextArrival::At(at_ns) => {
-                    wait_until(&[self.shard.as_fd()], at_ns).map_err(ServeError::Wait)?;
+                NextArrival::Now => self.shard.withdraw(),
+                NextArrival::At(at) => {
+                    wait_until(&[self.shard.as_fd()], Some(at)).map_err(ServeError::Wait)?;
                     // Empties the doorbell.
                     if self.shard.park(Duration::ZERO)? == ShardWake::Closed {
                         return Ok(self.nr_filled);
                     }
                 }
-                NextArrival::Readable { descriptor, until_ns } => {
-                    let until_ns = until_ns.min(clock::timestamp_ns() + LONGEST_SLEEP.as_nanos() as u64);
-                    wait_until(&[self.shard.as_fd(), descriptor], until_ns).map_err(ServeError::Wait)?;
+                NextArrival::Readable { descriptor, until } => {
+                    let longest = Instant::now() + LONGEST_SLEEP;
+                    let until = until.map_or(longest, |until| until.min(longest));
+                    wait_until(&[self.shard.as_fd(), descriptor], Some(until)).map_err(ServeError::Wait)?;
                     if self.shard.park(Duration::ZERO)? == ShardWake::Closed {
                         return Ok(self.nr_filled);
                     }

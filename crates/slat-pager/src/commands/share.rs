@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
@@ -10,19 +11,38 @@ use super::TlsArgs;
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::SourceError;
 use crate::source::cache::{BlockCache, CacheOptions};
-use crate::source::peer::PeerServer;
+use crate::source::peer::{LocalAddress, PeerServer};
 
-/// Serves snapshots to other pagers, over TCP with TLS. They open them as peer:HOST:PORT/NAME.
+/// Serves snapshots to other pagers, over TCP with TLS, or to processes of this host. They open them
+/// as peer:HOST:PORT/NAME or peer:unix:PATH/NAME.
 #[derive(Args, Clone, Debug)]
 pub struct ShareArgs {
     /// What is served, and how peers call it
     #[arg(required = true, value_name = "NAME=SNAPSHOT", value_parser = parse_shared)]
     shared: Vec<(String, SnapshotName)>,
-    /// Where to listen
+    /// Where to listen: ADDRESS:PORT, or unix:PATH for those that may write that socket
     #[arg(long, value_name = "ADDRESS:PORT")]
-    listen: SocketAddr,
+    listen: Listen,
     #[command(flatten)]
     tls: TlsArgs,
+}
+
+/// Where to listen.
+#[derive(Clone, Debug)]
+enum Listen {
+    Local(LocalAddress),
+    Tls(SocketAddr),
+}
+
+impl FromStr for Listen {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Listen, String> {
+        match text.parse::<SocketAddr>() {
+            Ok(address) => Ok(Listen::Tls(address)),
+            Err(_) => text.parse().map(Listen::Local).map_err(|_| "it should be ADDRESS:PORT or unix:PATH".to_string()),
+        }
+    }
 }
 
 fn parse_shared(text: &str) -> Result<(String, SnapshotName), String> {
@@ -38,12 +58,9 @@ fn parse_shared(text: &str) -> Result<(String, SnapshotName), String> {
 /// # Errors
 /// A snapshot cannot be opened; the address or the certificates cannot be used.
 pub async fn run(args: &ShareArgs) -> Result<(), SourceError> {
-    let tls = args.tls.files().ok_or_else(|| SourceError::Malformed {
-        snapshot: args.listen.to_string(),
-        why: "peers are told apart by certificates: --certificates, --key and --authorities are needed".to_string(),
-    })?;
+    let tls = args.tls.files();
     let cache = BlockCache::new(&CacheOptions::default())?;
-    let with = OpenWith { cache: Some(cache), tls: Some(tls.clone()), ..OpenWith::default() };
+    let with = OpenWith { cache: Some(cache), tls: tls.clone(), ..OpenWith::default() };
     let mut snapshots = HashMap::new();
     for (name, snapshot) in &args.shared {
         let source = snapshot.open(&with).await?;
@@ -52,10 +69,24 @@ pub async fn run(args: &ShareArgs) -> Result<(), SourceError> {
             return Err(SourceError::Malformed { snapshot: name.clone(), why });
         }
     }
-    let server = PeerServer::bind(args.listen, &tls, snapshots).await?;
-    if let Ok(address) = server.address() {
-        println!("listening at {address}");
-    }
+    let server = match &args.listen {
+        Listen::Local(address) => {
+            let server = PeerServer::bind_local(address, snapshots).await?;
+            println!("listening at {address}");
+            server
+        }
+        Listen::Tls(address) => {
+            let tls = tls.ok_or_else(|| SourceError::Malformed {
+                snapshot: address.to_string(),
+                why: "peers of other hosts are told apart by certificates: --certificates, --key and --authorities are needed".to_string(),
+            })?;
+            let server = PeerServer::bind(*address, &tls, snapshots).await?;
+            if let Ok(address) = server.address() {
+                println!("listening at {address}");
+            }
+            server
+        }
+    };
     tokio::select! {
         () = server.serve() => {}
         _ = tokio::signal::ctrl_c() => {}

@@ -1,5 +1,5 @@
 //! Where the bytes of a snapshot come from: a file of memory, layers of such files, chunks by their
-//! content, an object store, another pager.
+//! content, an object store, another pager; or made from the numbers of pages.
 //!
 //! # Protocol
 //! - A source is what it was when it was opened. If that changes, reads fail with
@@ -9,15 +9,21 @@
 //!   source's own, as far as it knows how; the caller decides what becomes of a guest that waits.
 //! - Many threads read one source at once.
 
+#[cfg(feature = "full")]
 pub mod cache;
+#[cfg(feature = "full")]
 pub mod chunked;
 pub(crate) mod holes;
 pub mod layers;
 pub mod memory_file;
+#[cfg(feature = "full")]
 pub mod objects;
 pub mod pages;
+pub mod pattern;
 pub mod peer;
+#[cfg(feature = "full")]
 pub mod remote;
+pub mod requests;
 
 use std::fmt::{self, Debug, Display, Formatter};
 use std::io;
@@ -35,6 +41,9 @@ use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
 
 /// Bytes of the smallest page.
 pub const PAGE_BYTES: u64 = 4096;
+
+/// The bytes of one page.
+pub type PageBytes = [u8; PAGE_BYTES as usize];
 
 /// The bytes of a snapshot's memory.
 pub trait Source: Debug + Send + Sync {
@@ -71,6 +80,17 @@ pub trait Source: Debug + Send + Sync {
     /// Whether all bytes of `range` are known to be zero, without a read.
     fn is_zero(&self, _range: Range<u64>) -> bool {
         false
+    }
+
+    /// Whether [`Source::read_ready`] has the bytes of `range`, as far as is known.
+    fn is_ready(&self, range: Range<u64>) -> bool {
+        self.mapped(range).is_some()
+    }
+
+    /// As [`Source::read`], if that needs to wait for no disk and no server. `None`: nothing was
+    /// done.
+    fn read_ready(&self, _offset: u64, _into: &mut [u8]) -> Option<Result<(), SourceError>> {
+        None
     }
 
     /// Fills `into` with the bytes from `offset` on.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use slat_pager::source::peer::{Peer, PeerServer, TlsFiles};
+use slat_pager::source::peer::{LocalAddress, Peer, PeerServer, TlsFiles};
 use slat_pager::source::{PAGE_BYTES, Source, SourceError};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -116,6 +116,38 @@ async fn each_byte_for_many_readers() {
     assert!(read(&*peer, 0..4096).await.unwrap() == bytes[..4096]);
     source.nr_failures.store(1000, Ordering::Relaxed);
     assert!(matches!(read(&*peer, 0..4096).await, Err(SourceError::Unavailable { .. })));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn processes_of_one_host_need_no_certificates() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = snapshot(1, 1003);
+    let path = folder.path().join("socket");
+    for address in [LocalAddress::Unix(path.clone()), LocalAddress::Tcp(any_port())] {
+        let source = Counted::new(bytes.clone(), 64 << 10, "shared");
+        let snapshots = HashMap::from([("vm".to_string(), source.clone() as Arc<dyn Source>)]);
+        let server = PeerServer::bind_local(&address, snapshots).await.unwrap();
+        let address = server.address().map(LocalAddress::Tcp).unwrap_or(address);
+        let task = tokio::spawn(server.serve());
+        let peer = Peer::open_local(&address, "vm").await.unwrap();
+        assert_eq!(peer.identity(), source.identity());
+        check_all(&peer, &bytes, 100_000).await;
+        let error = Peer::open_local(&address, "none").await.unwrap_err();
+        assert!(matches!(error, SourceError::NotThere { .. }), "{error}");
+        // The name of a socket goes with its server, and its connections do.
+        task.abort();
+        let _ = task.await;
+        let error = read(&peer, 0..4096).await.unwrap_err();
+        assert!(matches!(error, SourceError::Unavailable { .. }), "{error}");
+    }
+    assert!(!path.exists());
+    std::fs::write(&path, "a file of another").unwrap();
+    let taken = PeerServer::bind_local(&LocalAddress::Unix(path.clone()), HashMap::new()).await;
+    assert!(matches!(taken, Err(SourceError::Io { .. })) && path.exists());
+    // What other hosts reach takes TLS.
+    let outside = LocalAddress::Tcp("0.0.0.0:0".parse().unwrap());
+    assert!(matches!(PeerServer::bind_local(&outside, HashMap::new()).await, Err(SourceError::Io { .. })));
+    assert!(matches!(Peer::open_local(&outside, "vm").await, Err(SourceError::Refused { .. })));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -4,13 +4,14 @@ use std::fmt;
 use std::str::FromStr;
 
 use slat::{Gfn, PAGE_SIZE, PageSize};
+use slat_pager::source::requests::MAX_IN_FLIGHT;
 use thiserror::Error;
 
 use crate::hardware::commit::FlushMethod;
 use crate::hardware::tlb::Geometry;
 use crate::linux::topology;
 use crate::memory::{BackingKind, MemoryError};
-use crate::paging::{Copier, MAX_IN_FLIGHT, Pattern};
+use crate::paging::{Copier, Pattern};
 use crate::vm::guest::Sharing;
 use crate::vm::machine::{MAX_VCPUS, Pins};
 

@@ -39,6 +39,7 @@ use std::time::Duration;
 use slat::dirty::DirtyTracking;
 use slat::slots::{MemoryAttributes, UserfaultBitmap, UserfaultWords};
 use slat::{Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
+use slat_pager::source::pattern::WORDS_PER_PAGE;
 
 pub use crate::paging::{Copier, ServeConfig, ServeError, VcpuError, serve_rings};
 pub use config::{
@@ -59,8 +60,8 @@ use crate::hardware::walk::{HardwareFormat, Processor};
 use crate::linux::topology;
 use crate::memory::{Backing, BackingKind, GuestMemfd, Reserved};
 use crate::paging::{
-    AllReaders, Arrivals, Delivery, DeliveryConfig, FetchFrom, Filler, RegisterMode, RingPages, SharedBitmap,
-    SharedMemoryFile, SourceSpec, Userfaultfds, VcpusExit, WORDS_PER_PAGE, copy_rest, register,
+    AllReaders, Arrivals, Delivery, DeliveryConfig, FetchFrom, Filler, OpenSource, RegisterMode, RingPages,
+    SharedBitmap, SharedMemoryFile, Userfaultfds, VcpusExit, copy_rest, register,
 };
 use crate::vm::guest::{self, Sharing};
 use crate::vm::host::{BackingSlice, MachineHost};
@@ -82,8 +83,8 @@ pub enum PagesFrom {
     /// Nothing: the mode needs no resolver, or all pages are there.
     None,
     /// This process: the vCPUs' threads, the readers of a userfaultfd, or, with rings, a thread.
-    /// Each has a source of its own.
-    Source(SourceSpec),
+    /// Each has requests of its own.
+    Source(OpenSource),
     /// A resolver that is attached to the rings ([`DemandPaging::delivery`]).
     Elsewhere,
 }
@@ -343,7 +344,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             PagesFrom::Source(source) => Some(source),
             PagesFrom::None | PagesFrom::Elsewhere => None,
         };
-        self.start_threads(source.is_some_and(SourceSpec::has_latency))?;
+        self.start_threads(source.is_some_and(OpenSource::has_latency))?;
         let Some(crew) = &self.crew else { return wrong("without threads") };
         self.arrivals.begin();
         let from = match (source, &self.filler) {

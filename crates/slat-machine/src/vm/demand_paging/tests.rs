@@ -6,7 +6,7 @@ use slat::PageSize;
 use slat::format::{Ept, Npt, Stage2};
 
 use super::*;
-use crate::paging::{PeerAddress, PeerServer, SourceSpec};
+use crate::paging::{LocalAddress, PagesServer, SourceSpec};
 
 const SEED: u64 = 7;
 
@@ -23,8 +23,13 @@ pub(super) fn small(mode: PagingMode) -> DemandPagingConfig {
     }
 }
 
+/// Pages that are made from their numbers, so much later than they could be.
+pub(super) fn made(seed: u64, delay_ns: u64) -> PagesFrom {
+    PagesFrom::Source(SourceSpec::pattern(seed).open().unwrap().delayed_by(Duration::from_nanos(delay_ns)))
+}
+
 pub(super) fn resolver_of(mode: PagingMode) -> PagesFrom {
-    if mode == PagingMode::None { PagesFrom::None } else { PagesFrom::Source(SourceSpec::pattern(SEED)) }
+    if mode == PagingMode::None { PagesFrom::None } else { made(SEED, 0) }
 }
 
 /// Whether this machine supports the mode.
@@ -106,8 +111,8 @@ fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
         for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
             for threads in [VcpuThreads::Few(1), VcpuThreads::Few(3), VcpuThreads::OnePerVcpu] {
                 let config = DemandPagingConfig { nr_vcpus: 8, sharing, vcpu_threads: Some(threads), ..small(mode) };
-                let source = SourceSpec::pattern(SEED).delayed_by(20_000);
-                let report = run::<Npt>(&config, PagesFrom::Source(source));
+                let source = made(SEED, 20_000);
+                let report = run::<Npt>(&config, source);
                 assert_eq!(report.nr_threads, config.nr_vcpu_threads(true));
             }
         }
@@ -125,8 +130,8 @@ fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
         }
         for delay_ns in [0, 30_000] {
             let config = DemandPagingConfig { copier: Some(Copier { window: 16 }), ..small(mode) };
-            let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-            nr_copied += run::<Npt>(&config, PagesFrom::Source(source)).nr_filled_by_copier;
+            let source = made(SEED, delay_ns);
+            nr_copied += run::<Npt>(&config, source).nr_filled_by_copier;
         }
     }
     println!("{nr_copied} blocks by the copier");
@@ -153,8 +158,8 @@ fn blocks_of_2m_arrive_whole_and_are_mapped_huge_in_huge_memory() {
                 copier: (delay_ns > 0).then_some(Copier { window: 2 }),
                 ..small(mode)
             };
-            let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-            let report = run::<Npt>(&config, PagesFrom::Source(source));
+            let source = made(SEED, delay_ns);
+            let report = run::<Npt>(&config, source);
             assert!(report.nr_exits() <= 4);
         }
     }
@@ -168,10 +173,10 @@ fn a_file_and_a_peer_are_sources() {
     std::fs::create_dir_all(&directory).unwrap();
     let path = directory.join("pages");
     config.contents.write_to(&mut std::fs::File::create(&path).unwrap(), nr_pages).unwrap();
-    run::<Npt>(&config, PagesFrom::Source(SourceSpec::file(&path)));
-    let address = PeerAddress::Unix(directory.join("socket"));
-    let peer = PeerServer::start(address, SourceSpec::file(&path)).unwrap();
-    run::<Npt>(&config, PagesFrom::Source(SourceSpec::peer(peer.address().clone())));
+    run::<Npt>(&config, PagesFrom::Source(SourceSpec::File(path.clone()).open().unwrap()));
+    let address = LocalAddress::Unix(directory.join("socket"));
+    let peer = PagesServer::start(&address, &SourceSpec::File(path.clone())).unwrap();
+    run::<Npt>(&config, PagesFrom::Source(SourceSpec::Peer(peer.address().clone()).open().unwrap()));
     drop(peer);
     std::fs::remove_dir_all(&directory).unwrap();
 }
@@ -179,7 +184,7 @@ fn a_file_and_a_peer_are_sources() {
 #[test]
 fn the_guest_finds_wrong_contents() {
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
-    match paging.run(PagesFrom::Source(SourceSpec::pattern(SEED + 1))) {
+    match paging.run(made(SEED + 1, 0)) {
         Err(DemandPagingError::Vcpus { errors }) => {
             assert_eq!(errors.len(), 4, "all end");
             assert!(errors.iter().any(|(_, error)| matches!(error, VcpuError::WrongWord { .. })));
@@ -187,7 +192,7 @@ fn the_guest_finds_wrong_contents() {
         other => panic!("{other:?}"),
     }
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
-    paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
+    paging.run(made(SEED, 0)).unwrap();
     paging.memory.store(5 * PAGE_SIZE + 4088, 1).unwrap();
     match paging.verify() {
         Err(DemandPagingError::WrongWord { page: 5, offset_bytes: 4088, found: 1, .. }) => {}
@@ -213,8 +218,8 @@ fn the_process_touches_the_memory_too() {
                         assert_eq!(memory.load(page * PAGE_SIZE + 4088), Some(expected), "{mode}, page {page}");
                     }
                 });
-                let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-                let report = paging.run(PagesFrom::Source(source)).unwrap();
+                let source = made(SEED, delay_ns);
+                let report = paging.run(source).unwrap();
                 assert_eq!(report.nr_filled_for_faults, nr_pages);
             });
             assert_eq!(paging.verify().unwrap(), nr_pages);
@@ -233,7 +238,7 @@ fn a_mode_refuses_other_resolvers() {
         let error = paging.run(resolver).unwrap_err();
         assert!(matches!(error, DemandPagingError::WrongResolver { .. }) && error.is_bad_usage(), "{error}");
     };
-    wrong(PagingMode::None, PagesFrom::Source(SourceSpec::pattern(SEED)));
+    wrong(PagingMode::None, made(SEED, 0));
     wrong(PagingMode::None, PagesFrom::Elsewhere);
     wrong(PagingMode::Userfault, PagesFrom::Elsewhere);
     wrong(PagingMode::Userfault, PagesFrom::None);
@@ -257,8 +262,8 @@ fn the_dirty_log_is_exact_while_pages_arrive() {
                 ..small(PagingMode::Userfault)
             };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
-            let source = SourceSpec::pattern(SEED).delayed_by(5_000);
-            let rounds = paging.check_dirty_log(PagesFrom::Source(source), 4).unwrap();
+            let source = made(SEED, 5_000);
+            let rounds = paging.check_dirty_log(source, 4).unwrap();
             assert!(rounds.nr_harvests >= 8 && rounds.nr_reported >= 4 * paging.nr_pages(), "{rounds:?}");
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
         }

@@ -1,31 +1,34 @@
 //! Sources and resolvers that fail: every vCPU gets the error, and another source goes on.
 
-use std::io::Read;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use slat::format::Npt;
+use slat_pager::source::pattern::Pattern;
+use slat_pager::source::{Identity, Source, SourceError};
 
-use super::tests::{can, small};
+use super::tests::{can, made, small};
 use super::*;
 use crate::paging::DeliveryError;
-use crate::paging::{PeerAddress, PeerServer, SourceSpec};
+use crate::paging::{LocalAddress, OpenSource, PagesServer, SourceSpec};
 
 const SEED: u64 = 7;
 
 /// A file that has only the first pages.
-fn short_file(nr_pages: u64) -> (std::path::PathBuf, SourceSpec) {
+fn short_file(nr_pages: u64) -> (std::path::PathBuf, OpenSource) {
     static NUMBER: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     let path = std::env::temp_dir().join(format!("slat-short-{}-{number}", std::process::id()));
     let contents = crate::paging::Pattern::Mixed { seed: SEED };
     contents.write_to(&mut std::fs::File::create(&path).unwrap(), nr_pages).unwrap();
-    let spec = SourceSpec::file(&path);
-    (path, spec)
+    let source = SourceSpec::File(path.clone()).open().unwrap();
+    (path, source)
 }
 
 /// Checks that each vCPU that did not finish has an error for which `is_it` holds.
@@ -54,13 +57,13 @@ fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
             let config = DemandPagingConfig { vcpu_threads: Some(threads), copier, ..small(mode) };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
             let (path, short) = short_file(100);
-            let result = paging.run(PagesFrom::Source(short.delayed_by(delay_ns)));
+            let result = paging.run(PagesFrom::Source(short.delayed_by(Duration::from_nanos(delay_ns))));
             let nr_failed = all_failed(result, |error| matches!(error, VcpuError::Source(_)));
             assert!(nr_failed >= 2, "of four parts of 70 pages, two and more are not in the file");
             let nr_before = paging.nr_there();
             assert!(nr_before < paging.nr_pages());
             assert_eq!(paging.verify().unwrap(), nr_before);
-            let report = paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
+            let report = paging.run(made(SEED, 0)).unwrap();
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
             assert_eq!(report.nr_filled_for_faults + report.nr_filled_by_copier, paging.nr_pages());
             std::fs::remove_file(path).unwrap();
@@ -78,50 +81,66 @@ fn abandoned_memory_behind_a_userfaultfd_can_be_torn_down() {
         let (path, short) = short_file(100);
         all_failed(paging.run(PagesFrom::Source(short)), |error| matches!(error, VcpuError::Source(_)));
         assert!(paging.memory().is_lost());
-        let again = paging.run(PagesFrom::Source(SourceSpec::pattern(SEED)));
+        let again = paging.run(made(SEED, 0));
         all_failed(again, |error| matches!(error, VcpuError::Cpu(_)));
         std::fs::remove_file(path).unwrap();
     }
 }
 
-fn path_of(address: &PeerAddress) -> &Path {
-    let PeerAddress::Unix(path) = address else { panic!("{address} is no path") };
-    path
+/// Pages of a peer that ends when it has read some.
+#[derive(Debug)]
+struct Ending {
+    nr_left: AtomicU64,
+    over: mpsc::Sender<()>,
+}
+
+impl Source for Ending {
+    fn size_bytes(&self) -> u64 {
+        Pattern::Mixed { seed: SEED }.size_bytes()
+    }
+
+    fn identity(&self) -> Identity {
+        Pattern::Mixed { seed: SEED }.identity()
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        PAGE_SIZE
+    }
+
+    fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+        let one_less = |left: u64| left.checked_sub(1);
+        match self.nr_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less) {
+            Ok(left) => {
+                if left == 1 {
+                    self.over.send(()).unwrap();
+                }
+                Pattern::Mixed { seed: SEED }.read(offset, into)
+            }
+            Err(_) => Box::pin(std::future::pending()),
+        }
+    }
 }
 
 #[test]
-fn a_peer_that_closes_in_the_middle_fails_the_run() {
+fn a_peer_that_ends_in_the_middle_fails_the_run() {
     let directory = std::env::temp_dir().join(format!("slat-peer-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
-    let start = |name: &str| {
-        let address = PeerAddress::Unix(directory.join(name));
-        PeerServer::start(address, SourceSpec::pattern(SEED).delayed_by(1_000_000)).unwrap()
-    };
+    let address = LocalAddress::Unix(directory.join("pages"));
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
-    let first = start("first");
-    // The process between the two passes ten pages on, and then closes: in the middle, whatever the
-    // machine does.
-    let between = directory.join("between");
-    let listener = UnixListener::bind(&between).unwrap();
-    let relay = thread::spawn(move || {
-        let (mut client, _) = listener.accept().unwrap();
-        let mut server = UnixStream::connect(path_of(first.address())).unwrap();
-        let (mut requests, mut to_server) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-        let asking = thread::spawn(move || std::io::copy(&mut requests, &mut to_server));
-        // It does not matter whether the last byte of it arrives.
-        let _ = std::io::copy(&mut Read::take(&mut server, 10 * (PAGE_SIZE + 64)), &mut client);
-        for stream in [&client, &server] {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
-        let _ = asking.join().unwrap();
+    let (over, is_over) = mpsc::channel();
+    let first = PagesServer::start_with(&address, Arc::new(Ending { nr_left: AtomicU64::new(10), over })).unwrap();
+    let source = SourceSpec::Peer(address.clone()).open().unwrap();
+    let ending = thread::spawn(move || {
+        is_over.recv().unwrap();
         drop(first);
     });
-    let source = SourceSpec::peer(PeerAddress::Unix(between));
     let nr_failed = all_failed(paging.run(PagesFrom::Source(source)), |error| matches!(error, VcpuError::Source(_)));
     assert_eq!(nr_failed, 4);
-    relay.join().unwrap();
-    let second = start("second");
-    paging.run(PagesFrom::Source(SourceSpec::peer(second.address().clone()))).unwrap();
+    assert!(paging.nr_there() <= 10, "{}", paging.nr_there());
+    ending.join().unwrap();
+    // Its socket's name is free again.
+    let second = PagesServer::start(&address, &SourceSpec::pattern(SEED)).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::Peer(address).open().unwrap())).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     drop(second);
     std::fs::remove_dir_all(directory).unwrap();
@@ -142,7 +161,7 @@ fn resolvers_that_die_one_after_the_other_fill_each_page_once() {
         loop {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let serve = ServeConfig {
-                source: SourceSpec::pattern(SEED).delayed_by(50_000),
+                source: SourceSpec::pattern(SEED).open().unwrap().delayed_by(Duration::from_micros(50)),
                 nr_threads: 2,
                 copier: None,
                 timeout: RING_TIMEOUT,
@@ -184,7 +203,7 @@ fn a_resolver_reports_that_its_source_fails() {
         result,
         |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::PageFailed { .. })),
     );
-    paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
+    paging.run(made(SEED, 0)).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     std::fs::remove_file(path).unwrap();
 }

@@ -177,6 +177,19 @@ impl Source for MemoryFile {
         true
     }
 
+    fn read_ready(&self, offset: u64, into: &mut [u8]) -> Option<Result<(), SourceError>> {
+        if let Err(error) = check_range(offset, into.len(), self.file.size_bytes) {
+            return Some(Err(error));
+        }
+        // A hole is in no page cache.
+        if self.is_zero(offset..offset + into.len() as u64) {
+            into.fill(0);
+            return Some(Ok(()));
+        }
+        // After the bytes were read: if the file is the same now, it was then.
+        (self.file.read_cached(offset, into) == into.len()).then(|| self.file.check_unchanged())
+    }
+
     fn is_zero(&self, range: Range<u64>) -> bool {
         range.end <= self.file.size_bytes && self.data.has_none_of(range) && self.file.check_unchanged().is_ok()
     }

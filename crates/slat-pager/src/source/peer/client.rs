@@ -6,24 +6,22 @@
 //! the next read needs it; the reads that waited for it try again, a few times.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, split};
-use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
 
-use super::tls::TlsFiles;
+#[cfg(feature = "full")]
+use super::tls::{TlsClient, TlsFiles};
 use super::wire::{self, About, Greeting, MOST_REQUEST_BYTES, Reply, Request, Status};
+use super::{LocalAddress, Stream};
 use crate::source::{Identity, Source, SourceError, check_range};
 
 const NR_CONNECTIONS: usize = 3;
@@ -53,11 +51,17 @@ pub struct Peer {
 /// Where the snapshot is.
 #[derive(Debug)]
 struct Server {
-    /// Host and port.
     address: String,
-    host: ServerName<'static>,
     snapshot: String,
-    tls: Arc<ClientConfig>,
+    route: Route,
+}
+
+/// How it is reached.
+#[derive(Debug)]
+enum Route {
+    Local(LocalAddress),
+    #[cfg(feature = "full")]
+    Tls(TlsClient),
 }
 
 /// A place for a connection.
@@ -68,21 +72,25 @@ struct Slot {
 }
 
 impl Peer {
-    /// The snapshot `name` of the pager at `address` (`host:port`).
+    /// The snapshot `name` of the pager at `address` (`host:port`), by TLS.
     ///
     /// # Errors
     /// The files of certificates cannot be used; the server does not answer, is another one, or
     /// does not have the snapshot.
+    #[cfg(feature = "full")]
     pub async fn open(address: &str, name: &str, tls: &TlsFiles) -> Result<Peer, SourceError> {
-        let malformed =
-            |why: &str| SourceError::Malformed { snapshot: format!("{address}/{name}"), why: why.to_string() };
-        if name.is_empty() || name.len() > wire::MOST_NAME_BYTES {
-            return Err(malformed("its name is empty or too long"));
-        }
-        let (host, _) = address.rsplit_once(':').ok_or_else(|| malformed("an address is host:port"))?;
-        let host = host.trim_start_matches('[').trim_end_matches(']').to_string();
-        let host = ServerName::try_from(host).map_err(|_| malformed("its host is none"))?;
-        let server = Server { address: address.to_string(), host, snapshot: name.to_string(), tls: tls.client()? };
+        Peer::of(Server::new(address.to_string(), name, Route::Tls(tls.client_of(address)?))?).await
+    }
+
+    /// The snapshot `name` of a process of this host.
+    ///
+    /// # Errors
+    /// The server does not answer, or does not have the snapshot.
+    pub async fn open_local(address: &LocalAddress, name: &str) -> Result<Peer, SourceError> {
+        Peer::of(Server::new(address.to_string(), name, Route::Local(address.clone()))?).await
+    }
+
+    async fn of(server: Server) -> Result<Peer, SourceError> {
         let (connection, about) = Connection::open(&server).await?;
         let connections: Vec<Slot> = std::iter::once(Some(Arc::new(connection)))
             .chain(std::iter::repeat_with(|| None))
@@ -149,6 +157,14 @@ impl Slot {
 }
 
 impl Server {
+    fn new(address: String, name: &str, route: Route) -> Result<Server, SourceError> {
+        if name.is_empty() || name.len() > wire::MOST_NAME_BYTES {
+            let why = "its name is empty or too long".to_string();
+            return Err(SourceError::Malformed { snapshot: format!("{address}/{name}"), why });
+        }
+        Ok(Server { address, snapshot: name.to_string(), route })
+    }
+
     fn unavailable(&self, why: String) -> SourceError {
         SourceError::Unavailable { server: self.address.clone(), why }
     }
@@ -157,14 +173,17 @@ impl Server {
         SourceError::Refused { server: self.address.clone(), why }
     }
 
-    async fn connect(&self) -> Result<(TlsStream<TcpStream>, About), SourceError> {
-        let stream = TcpStream::connect(&self.address).await.map_err(|error| self.unavailable(error.to_string()))?;
-        super::keep_alive(&stream).map_err(|error| self.unavailable(error.to_string()))?;
-        let connector = TlsConnector::from(Arc::clone(&self.tls));
-        let mut stream = connector.connect(self.host.clone(), stream).await.map_err(|error| {
-            let is_of_tls = error.get_ref().is_some_and(|cause| cause.is::<rustls::Error>());
-            if is_of_tls { self.refused(error.to_string()) } else { self.unavailable(error.to_string()) }
-        })?;
+    async fn connect(&self) -> Result<(Box<dyn Stream>, About), SourceError> {
+        let failed = |error: io::Error| {
+            let is_for_good = super::is_of_tls(&error) || error.kind() == io::ErrorKind::InvalidInput;
+            if is_for_good { self.refused(error.to_string()) } else { self.unavailable(error.to_string()) }
+        };
+        let stream = match &self.route {
+            Route::Local(address) => address.connect().await,
+            #[cfg(feature = "full")]
+            Route::Tls(tls) => tls.connect().await,
+        };
+        let mut stream = stream.map_err(failed)?;
         let mut greeting = wire::client_greeting(&self.snapshot).to_vec();
         greeting.extend_from_slice(self.snapshot.as_bytes());
         let mut answer = [0; wire::SERVER_GREETING_BYTES];
@@ -174,10 +193,7 @@ impl Server {
             stream.read_exact(&mut answer).await
         };
         // A server that does not accept the certificate of this side says so only now.
-        greeted.await.map_err(|error| {
-            let is_of_tls = error.get_ref().is_some_and(|cause| cause.is::<rustls::Error>());
-            if is_of_tls { self.refused(error.to_string()) } else { self.unavailable(error.to_string()) }
-        })?;
+        greeted.await.map_err(failed)?;
         match Greeting::decode(&answer) {
             Ok(Greeting::Served(about)) => Ok((stream, about)),
             Ok(Greeting::NoSuchSnapshot) => {
@@ -311,7 +327,7 @@ async fn read_replies(mut reader: impl AsyncRead + Unpin, table: &Table, progres
 async fn write_requests(
     mut writer: impl AsyncWrite + Unpin,
     mut requests: mpsc::Receiver<[u8; wire::REQUEST_BYTES]>,
-) -> std::io::Result<()> {
+) -> io::Result<()> {
     while let Some(request) = requests.recv().await {
         writer.write_all(&request).await?;
         if requests.is_empty() {

@@ -8,20 +8,25 @@
 //! GiB, if there are `MOST_CLIENTS` and all are slow.
 
 use std::collections::HashMap;
+use std::fmt::{self, Debug, Display, Formatter};
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, split};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+#[cfg(feature = "full")]
 use tokio_rustls::TlsAcceptor;
 
+use super::local::SocketFile;
+#[cfg(feature = "full")]
 use super::tls::TlsFiles;
 use super::wire::{self, About, Greeting, Reply, Request, Status};
+use super::{LocalAddress, Stream};
 use crate::source::{Source, SourceError};
 
 /// How many clients are served at once.
@@ -39,39 +44,103 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// A server of snapshots.
 #[derive(Debug)]
 pub struct PeerServer {
-    listener: TcpListener,
-    tls: Arc<ServerConfig>,
-    snapshots: Arc<HashMap<String, Arc<dyn Source>>>,
+    listener: Listener,
+    security: Security,
+    snapshots: Arc<Snapshots>,
+}
+
+/// What is served, by names.
+type Snapshots = HashMap<String, Arc<dyn Source>>;
+
+#[derive(Debug)]
+enum Listener {
+    Tcp(TcpListener),
+    /// In this order: no client finds a name without a listener.
+    Unix {
+        _file: SocketFile,
+        listener: UnixListener,
+    },
+}
+
+impl Listener {
+    /// The next client, and its name for messages.
+    async fn accept(&self) -> io::Result<(Box<dyn Stream>, String)> {
+        Ok(match self {
+            Listener::Tcp(listener) => {
+                let (stream, client) = listener.accept().await?;
+                super::keep_alive(&stream)?;
+                (Box::new(stream), client.to_string())
+            }
+            Listener::Unix { listener, .. } => {
+                (Box::new(listener.accept().await?.0), "a process of this host".to_string())
+            }
+        })
+    }
+}
+
+/// What clients have to prove.
+#[derive(Clone)]
+enum Security {
+    Local,
+    #[cfg(feature = "full")]
+    Tls(TlsAcceptor),
+}
+
+impl Debug for Security {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Security::Local => "Local",
+            #[cfg(feature = "full")]
+            Security::Tls(_) => "Tls",
+        })
+    }
 }
 
 impl PeerServer {
-    /// Listens at `address`, for peers that ask for `snapshots` by their names.
+    /// Listens at `address`, for peers that ask for `snapshots` by their names, by TLS.
     ///
     /// # Errors
     /// The files of certificates cannot be used, or the address.
-    pub async fn bind(
-        address: SocketAddr,
-        tls: &TlsFiles,
-        snapshots: HashMap<String, Arc<dyn Source>>,
-    ) -> Result<PeerServer, SourceError> {
-        let tls = tls.server()?;
-        let listener = TcpListener::bind(address)
-            .await
-            .map_err(|error| SourceError::Io { what: format!("listen at {address}"), error })?;
-        Ok(PeerServer { listener, tls, snapshots: Arc::new(snapshots) })
+    #[cfg(feature = "full")]
+    pub async fn bind(address: SocketAddr, tls: &TlsFiles, snapshots: Snapshots) -> Result<PeerServer, SourceError> {
+        let security = Security::Tls(TlsAcceptor::from(tls.server()?));
+        let listener = TcpListener::bind(address).await.map_err(|error| cannot_listen(&address, error))?;
+        Ok(PeerServer { listener: Listener::Tcp(listener), security, snapshots: Arc::new(snapshots) })
     }
 
-    /// Where it listens.
+    /// Listens for peers of this host, without TLS. Port 0 is a free one. The name of a Unix socket
+    /// must be free: remove one that a killed server has left.
     ///
     /// # Errors
-    /// The kernel does not say.
-    pub fn address(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
+    /// The address cannot be used, or is one that other hosts reach.
+    pub async fn bind_local(address: &LocalAddress, snapshots: Snapshots) -> Result<PeerServer, SourceError> {
+        let listen = async {
+            address.check()?;
+            Ok(match address {
+                LocalAddress::Unix(path) => {
+                    let listener = UnixListener::bind(path)?;
+                    Listener::Unix { _file: SocketFile(path.clone()), listener }
+                }
+                LocalAddress::Tcp(address) => Listener::Tcp(TcpListener::bind(address).await?),
+            })
+        };
+        let listener = listen.await.map_err(|error| cannot_listen(address, error))?;
+        Ok(PeerServer { listener, security: Security::Local, snapshots: Arc::new(snapshots) })
+    }
+
+    /// Where it listens, with TLS or without.
+    ///
+    /// # Errors
+    /// The kernel does not say; or it is a Unix socket.
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        match &self.listener {
+            Listener::Tcp(listener) => listener.local_addr(),
+            Listener::Unix { .. } => Err(io::ErrorKind::AddrNotAvailable.into()),
+        }
     }
 
     /// Serves until it is dropped.
     pub async fn serve(self) {
-        let acceptor = TlsAcceptor::from(self.tls);
         let clients = Arc::new(Semaphore::new(MOST_CLIENTS));
         let mut connections = JoinSet::new();
         loop {
@@ -85,10 +154,10 @@ impl PeerServer {
                     continue;
                 }
             };
-            let (acceptor, snapshots) = (acceptor.clone(), Arc::clone(&self.snapshots));
+            let (security, snapshots) = (self.security.clone(), Arc::clone(&self.snapshots));
             connections.spawn(async move {
-                if let Err(why) = serve_client(stream, &acceptor, &snapshots).await {
-                    tracing::info!(%client, why, "the connection of a peer ended");
+                if let Err(why) = serve_client(stream, &security, &snapshots).await {
+                    tracing::info!(client, why, "the connection of a peer ended");
                 }
                 drop(permit);
             });
@@ -98,14 +167,13 @@ impl PeerServer {
     }
 }
 
-async fn serve_client(
-    stream: TcpStream,
-    acceptor: &TlsAcceptor,
-    snapshots: &HashMap<String, Arc<dyn Source>>,
-) -> Result<(), String> {
-    super::keep_alive(&stream).map_err(|error| error.to_string())?;
+async fn serve_client(stream: Box<dyn Stream>, security: &Security, snapshots: &Snapshots) -> Result<(), String> {
     let greeted = timeout(GREETING_TIMEOUT, async {
-        let mut stream = acceptor.accept(stream).await.map_err(|error| error.to_string())?;
+        let mut stream = match security {
+            Security::Local => stream,
+            #[cfg(feature = "full")]
+            Security::Tls(acceptor) => Box::new(acceptor.accept(stream).await.map_err(|error| error.to_string())?),
+        };
         let source = greet(&mut stream, snapshots).await?;
         Ok::<_, String>((stream, source))
     });
@@ -124,7 +192,7 @@ async fn serve_client(
 /// Answers the greeting. Returns what is asked for, if it is served.
 async fn greet(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
-    snapshots: &HashMap<String, Arc<dyn Source>>,
+    snapshots: &Snapshots,
 ) -> Result<Option<Arc<dyn Source>>, String> {
     let mut greeting = [0; wire::CLIENT_GREETING_BYTES];
     stream.read_exact(&mut greeting).await.map_err(|error| error.to_string())?;
@@ -151,6 +219,10 @@ async fn greet(
     Ok(source)
 }
 
+fn cannot_listen(address: &dyn Display, error: io::Error) -> SourceError {
+    SourceError::Io { what: format!("listen at {address}"), error }
+}
+
 /// A reply, and what it holds of the bounds until it is written.
 struct Answer {
     reply: Reply,
@@ -172,7 +244,7 @@ async fn read_requests(
         let mut request = [0; wire::REQUEST_BYTES];
         match reader.read_exact(&mut request).await {
             Ok(_) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error.to_string()),
         }
         let request = Request::decode(&request, source.size_bytes())?;

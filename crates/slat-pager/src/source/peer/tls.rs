@@ -6,10 +6,13 @@ use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
 
+use super::Stream;
 use crate::source::SourceError;
 
 /// What both sides must say to speak this protocol.
@@ -42,8 +45,7 @@ impl TlsFiles {
         Ok(Arc::new(config))
     }
 
-    /// What a client needs.
-    pub(super) fn client(&self) -> Result<Arc<ClientConfig>, SourceError> {
+    fn client(&self) -> Result<Arc<ClientConfig>, SourceError> {
         let (certificates, key, authorities) = self.read()?;
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
@@ -51,6 +53,15 @@ impl TlsFiles {
             .map_err(|error| wrong(&self.certificates, &error))?;
         config.alpn_protocols = vec![PROTOCOL.to_vec()];
         Ok(Arc::new(config))
+    }
+
+    /// A client of the pager at `address` (`host:port`).
+    pub(super) fn client_of(&self, address: &str) -> Result<TlsClient, SourceError> {
+        let malformed = |why: &str| SourceError::Malformed { snapshot: address.to_string(), why: why.to_string() };
+        let (host, _) = address.rsplit_once(':').ok_or_else(|| malformed("an address is host:port"))?;
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_string();
+        let host = ServerName::try_from(host).map_err(|_| malformed("its host is none"))?;
+        Ok(TlsClient { address: address.to_string(), host, config: self.client()? })
     }
 
     fn read(&self) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, RootCertStore), SourceError> {
@@ -61,6 +72,24 @@ impl TlsFiles {
             authorities.add(authority).map_err(|error| wrong(&self.authorities, &error))?;
         }
         Ok((certificates, key, authorities))
+    }
+}
+
+/// Connects to a pager by TLS.
+#[derive(Debug)]
+pub(super) struct TlsClient {
+    /// Host and port.
+    address: String,
+    host: ServerName<'static>,
+    config: Arc<ClientConfig>,
+}
+
+impl TlsClient {
+    pub(super) async fn connect(&self) -> io::Result<Box<dyn Stream>> {
+        let stream = TcpStream::connect(&self.address).await?;
+        super::keep_alive(&stream)?;
+        let connector = TlsConnector::from(Arc::clone(&self.config));
+        Ok(Box::new(connector.connect(self.host.clone(), stream).await?))
     }
 }
 
