@@ -3,6 +3,8 @@
 //! # Guarantees
 //! The command line and the file make the same [`Config`]; a field that is not known is an error.
 
+use std::collections::BTreeMap;
+use std::fmt::{self, Debug, Formatter};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -45,10 +47,22 @@ pub struct Config {
     /// Options of object stores, as their crate names them (`aws_region`); it reads the
     /// environment, too.
     #[serde(default)]
-    pub store: std::collections::BTreeMap<String, String>,
+    pub store: StoreOptions,
     /// Certificates, for peers.
     #[serde(default)]
     pub tls: Option<TlsFiles>,
+}
+
+/// Options of object stores, by their names. Some of the values are secrets: messages have the names
+/// alone.
+#[derive(Clone, Default, Deserialize)]
+#[serde(transparent)]
+pub struct StoreOptions(pub BTreeMap<String, String>);
+
+impl Debug for StoreOptions {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
 }
 
 /// A cache of what was fetched.
@@ -240,8 +254,8 @@ pub mod defaults {
 pub enum ConfigError {
     #[error("cannot read {}: {error}", path.display())]
     Read { path: PathBuf, error: std::io::Error },
-    #[error("{}: {error}", path.display())]
-    Syntax { path: PathBuf, error: Box<toml::de::Error> },
+    #[error("{}:{line}: {why}", path.display())]
+    Syntax { path: PathBuf, line: usize, why: String },
     #[error("{0}")]
     Wrong(String),
 }
@@ -254,8 +268,12 @@ impl Config {
     pub fn read(path: &Path) -> Result<Config, ConfigError> {
         let text =
             std::fs::read_to_string(path).map_err(|error| ConfigError::Read { path: path.to_path_buf(), error })?;
-        let config: Config = toml::from_str(&text)
-            .map_err(|error| ConfigError::Syntax { path: path.to_path_buf(), error: Box::new(error) })?;
+        let config: Config = toml::from_str(&text).map_err(|error| {
+            // The error itself shows the line, which may have a secret.
+            let before = error.span().map_or(0, |span| span.start).min(text.len());
+            let line = 1 + text.as_bytes()[..before].iter().filter(|byte| **byte == b'\n').count();
+            ConfigError::Syntax { path: path.to_path_buf(), line, why: error.message().to_string() }
+        })?;
         config.check()?;
         Ok(config)
     }
@@ -399,6 +417,19 @@ mod tests {
     }
 
     #[test]
+    fn what_is_logged_has_no_secrets() {
+        let text =
+            "[[socket]]\npath = '/a'\nmemory = 's3://user:word@bucket/x'\n[store]\naws_secret_access_key = 'word'\n";
+        let config = parsed(text).unwrap();
+        assert_eq!(config.store.0["aws_secret_access_key"], "word");
+        for logged in [format!("{config:?}"), format!("{config:#?}")] {
+            assert!(logged.contains("aws_secret_access_key") && !logged.contains("word"), "{logged}");
+        }
+        let error = parsed(&text.replace("'word'", "word")).unwrap_err();
+        assert!(error.contains("pager.toml:5: ") && !error.contains("word"), "{error}");
+    }
+
+    #[test]
     fn mistakes_are_named() {
         let socket = "[[socket]]\npath = '/a'\nmemory = 'x'\n";
         let cases = [
@@ -407,7 +438,7 @@ mod tests {
             ("[[socket]]\npath = '/a'\nmemory = 'ftp://x/y'".to_string(), "no object store"),
             (format!("{socket}granule = '3KiB'"), "granule"),
             (format!("{socket}granule = '4MiB'"), "granule"),
-            (format!("{socket}threads = 0"), "threads"),
+            (format!("{socket}threads = 0"), "pager.toml:4: invalid value: integer `0`"),
             (format!("{socket}threads = 65"), "threads"),
             (format!("{socket}patience = 'soon'"), "soon"),
             (format!("{socket}{socket}"), "twice"),

@@ -13,7 +13,8 @@ use crate::commands::pack::PackArgs;
 use crate::commands::share::ShareArgs;
 use crate::commands::verify::VerifyArgs;
 use crate::config::{
-    CacheConfig, Config, ConfigError, Experimental, MetricsAddress, SandboxMode, SocketConfig, defaults, parse_size,
+    CacheConfig, Config, ConfigError, Experimental, MetricsAddress, SandboxMode, SocketConfig, StoreOptions, defaults,
+    parse_size,
 };
 use crate::snapshot::SnapshotName;
 use crate::vm::OnFailure;
@@ -173,7 +174,7 @@ impl Serve {
             read_memory: self.read_memory,
             sandbox: self.sandbox,
             cache: CacheConfig { memory: self.cache_memory, folder: self.cache_folder.clone(), size: self.cache_size },
-            store: std::collections::BTreeMap::new(),
+            store: StoreOptions::default(),
             tls: None,
         };
         config.check()?;

@@ -157,7 +157,7 @@ async fn run(
             true => Some(BlockCache::new(&config.cache.options()).map_err(DaemonError::Cache)?),
             false => None,
         },
-        store_options: config.store.clone().into_iter().collect(),
+        store_options: config.store.0.clone().into_iter().collect(),
         tls: config.tls.clone(),
     };
     if let Some(cache) = &with.cache {
