@@ -7,14 +7,14 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::BenchOptions;
+use crate::commands::CacheArgs;
 use crate::commands::cloud_hypervisor::{Restore, Store};
 use crate::commands::inspect::InspectArgs;
 use crate::commands::pack::PackArgs;
 use crate::commands::share::ShareArgs;
 use crate::commands::verify::VerifyArgs;
 use crate::config::{
-    CacheConfig, Config, ConfigError, Experimental, MetricsAddress, SandboxMode, SocketConfig, StoreOptions, defaults,
-    parse_size,
+    Config, ConfigError, Experimental, MetricsAddress, SandboxMode, SocketConfig, StoreOptions, defaults, parse_size,
 };
 use crate::snapshot::SnapshotName;
 use crate::vm::OnFailure;
@@ -79,7 +79,7 @@ pub struct Serve {
     #[arg(long, requires = "socket")]
     pub memory: Option<SnapshotName>,
     /// A file that says it all, for several sockets.
-    #[arg(long, conflicts_with_all = ["socket", "memory"])]
+    #[arg(long, conflicts_with_all = ["socket", "memory", "cache_folder", "cache_size", "cache_memory"])]
     pub config: Option<PathBuf>,
     /// Wait for the end of the pager that serves now, and take over.
     #[arg(long)]
@@ -115,15 +115,9 @@ pub struct Serve {
     /// Monitors speak a protocol that may change, in place of Firecracker's.
     #[arg(long, value_enum, value_name = "PROTOCOL", conflicts_with = "config")]
     pub experimental: Option<Experimental>,
-    /// Keep what was fetched in FOLDER, too.
-    #[arg(long, value_name = "FOLDER", conflicts_with = "config")]
-    pub cache_folder: Option<PathBuf>,
-    /// So many bytes there.
-    #[arg(long, default_value = "16GiB", value_parser = parse_size, conflicts_with = "config")]
-    pub cache_size: u64,
-    /// Keep so many bytes of what was fetched in memory.
-    #[arg(long, default_value = "256MiB", value_parser = parse_size, conflicts_with = "config")]
-    pub cache_memory: u64,
+    /// What was fetched is kept.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Whether rights are given up after the start (landlock, seccomp, capabilities).
     #[arg(long, value_enum, default_value = "best-effort", conflicts_with = "config")]
     pub sandbox: SandboxMode,
@@ -173,7 +167,7 @@ impl Serve {
             max_vms: self.max_vms,
             read_memory: self.read_memory,
             sandbox: self.sandbox,
-            cache: CacheConfig { memory: self.cache_memory, folder: self.cache_folder.clone(), size: self.cache_size },
+            cache: self.cache.config(),
             store: StoreOptions::default(),
             tls: None,
         };

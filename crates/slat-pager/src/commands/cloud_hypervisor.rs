@@ -13,12 +13,15 @@ use clap::{Args, ValueEnum};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use tokio::runtime::{Handle, Runtime};
 
+use super::{CacheArgs, TlsArgs};
+use crate::protocol::cloud_hypervisor::config::Slot;
 use crate::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
 use crate::protocol::cloud_hypervisor::memory::GuestMemory;
 use crate::protocol::cloud_hypervisor::restore::{self, Memory, Record, Restored, Snapshot, Then, Timeouts, whole};
 use crate::protocol::cloud_hypervisor::{self, OnFailure, config};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::Source;
+use crate::source::cache::BlockCache;
 use crate::working_set::Plan;
 use crate::working_set::record::DEFAULT_BYTES;
 use crate::working_set::replay::{Progress, nr_threads, replay};
@@ -65,6 +68,12 @@ pub struct Restore {
     /// When its memory comes.
     #[arg(long, value_enum, default_value = "on-demand")]
     pub memory_comes: MemoryComes,
+    /// What was fetched is kept.
+    #[command(flatten)]
+    pub cache: CacheArgs,
+    /// For peers.
+    #[command(flatten)]
+    pub tls: TlsArgs,
     /// The working set: recorded to FILE if there is none, replayed if there is. [default:
     /// `working-set` in the folder]
     #[arg(long, value_name = "FILE")]
@@ -167,20 +176,31 @@ fn fill_all(memory: Arc<GuestMemory>, nr_threads: usize, progress: Arc<Progress>
     })
 }
 
+/// The names of the memory of slots, which may need a cache.
+fn names(options: &Restore, slots: &[Slot]) -> Result<Vec<(u32, SnapshotName)>, Box<dyn Error>> {
+    let name = |slot: &Slot| match &options.memory {
+        Some(name) if !name.contains("{slot}") => Err("--memory has no {slot}".into()),
+        Some(name) => Ok((slot.number, name.replace("{slot}", &slot.number.to_string()).parse()?)),
+        None => Ok((slot.number, SnapshotName::File(options.from.join(memory_name(slot.number))))),
+    };
+    slots.iter().map(name).collect()
+}
+
 async fn open(options: &Restore) -> Result<Snapshot, Box<dyn Error>> {
     let read = |name: &str| {
         let path = options.from.join(name);
         std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))
     };
     let (configuration, state) = (read(CONFIG)?, read(STATE)?);
+    let names = names(options, &config::slots(&configuration)?)?;
+    let cache = match names.iter().any(|(_, name)| name.is_fetched()) {
+        true => Some(BlockCache::new(&options.cache.config().options())?),
+        false => None,
+    };
+    let with = OpenWith { cache, tls: options.tls.files(), ..OpenWith::default() };
     let mut memory: BTreeMap<u32, Arc<dyn Source>> = BTreeMap::new();
-    for slot in config::slots(&configuration)? {
-        let name = match &options.memory {
-            Some(name) if !name.contains("{slot}") => return Err("--memory has no {slot}".into()),
-            Some(name) => name.replace("{slot}", &slot.number.to_string()).parse()?,
-            None => SnapshotName::File(options.from.join(memory_name(slot.number))),
-        };
-        memory.insert(slot.number, name.open(&OpenWith::default()).await?);
+    for (slot, name) in names {
+        memory.insert(slot, name.open(&with).await?);
     }
     Ok(Snapshot { config: configuration, state, memory })
 }

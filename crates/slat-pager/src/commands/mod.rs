@@ -12,12 +12,13 @@ use std::sync::Arc;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::config::{CacheConfig, parse_size};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::peer::TlsFiles;
 use crate::source::{Source, SourceError};
 
 /// Certificates for peers, as PEM files.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct TlsArgs {
     /// The certificate that proves this side to peers
     #[arg(long, value_name = "FILE", requires_all = ["key", "authorities"])]
@@ -38,6 +39,34 @@ impl TlsArgs {
             key: self.key.clone()?,
             authorities: self.authorities.clone()?,
         })
+    }
+}
+
+/// A cache of what is fetched from anywhere but a file.
+#[derive(Args, Clone, Debug)]
+pub struct CacheArgs {
+    /// Keep what was fetched in FOLDER, too.
+    #[arg(long, value_name = "FOLDER")]
+    cache_folder: Option<PathBuf>,
+    /// So many bytes there.
+    #[arg(long, default_value = "16GiB", value_parser = parse_size)]
+    cache_size: u64,
+    /// Keep so many bytes of what was fetched in memory.
+    #[arg(long, default_value = "256MiB", value_parser = parse_size)]
+    cache_memory: u64,
+}
+
+impl Default for CacheArgs {
+    fn default() -> CacheArgs {
+        let CacheConfig { memory, folder, size } = CacheConfig::default();
+        CacheArgs { cache_folder: folder, cache_size: size, cache_memory: memory }
+    }
+}
+
+impl CacheArgs {
+    /// As a file would say it.
+    pub fn config(&self) -> CacheConfig {
+        CacheConfig { memory: self.cache_memory, folder: self.cache_folder.clone(), size: self.cache_size }
     }
 }
 

@@ -153,7 +153,7 @@ async fn run(
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system("wait for signals"))?;
     let registry = Registry::new();
     let with = OpenWith {
-        cache: match config.sockets.iter().any(|socket| is_fetched(&socket.memory)) {
+        cache: match config.sockets.iter().any(|socket| socket.memory.is_fetched()) {
             true => Some(BlockCache::new(&config.cache.options()).map_err(DaemonError::Cache)?),
             false => None,
         },
@@ -259,11 +259,6 @@ fn files(config: &Config, runtime_folder: &Path) -> Files {
         tracing::debug!(?files, "the files of the sandbox");
     }
     files
-}
-
-/// Whether a snapshot is anywhere else than in files that the kernel caches.
-fn is_fetched(name: &SnapshotName) -> bool {
-    !matches!(name, SnapshotName::File(_) | SnapshotName::Layers(..))
 }
 
 /// The folder of a file that is named without one is the present one.

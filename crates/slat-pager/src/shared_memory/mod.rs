@@ -26,6 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore};
 
 use self::write::write_mapped;
@@ -60,6 +61,8 @@ pub struct SharedMemory {
 pub enum Filled {
     /// All bytes are there.
     Now,
+    /// All bytes are there, and some came from the source's cache.
+    FromCache,
     /// The source must be read, or another fill waited for.
     Waits,
 }
@@ -122,28 +125,45 @@ impl SharedMemory {
         self.units_of(&range).all(|unit| self.units[unit].load(Ordering::Acquire) == PRESENT)
     }
 
-    /// Fills `range` if that takes no read of the source: bytes that are zero, or mapped here. The
-    /// call may wait for a disk, as any access to mapped memory.
+    /// Fills `range` if that takes no read of the source: bytes that are zero, mapped here, or in
+    /// its cache. The call may wait for a disk, as any access to mapped memory.
     ///
     /// # Errors
     /// [`SourceError`].
     pub fn try_fill(&self, range: Range<u64>) -> Result<Filled, SourceError> {
         self.check(&range)?;
+        let mut filled = Filled::Now;
         for unit in self.units_of(&range) {
             let bytes = self.bytes_of(unit);
             match self.units[unit].load(Ordering::Acquire) {
                 PRESENT => continue,
                 FILLING => return Ok(Filled::Waits),
-                _ if !self.needs_no_read(&bytes) => return Ok(Filled::Waits),
                 _ => {}
             }
+            let cached = match self.needs_no_read(&bytes) {
+                true => None,
+                false => match self.source.cached(bytes.clone()) {
+                    None => return Ok(Filled::Waits),
+                    cached => cached,
+                },
+            };
             let Some(claim) = self.claim(unit) else { return Ok(Filled::Waits) };
-            if !self.fill_without_read(&bytes)? {
-                return Ok(Filled::Waits);
+            match cached {
+                Some(cached) => {
+                    self.write(&cached, bytes.start)?;
+                    filled = Filled::FromCache;
+                }
+                None if !self.fill_without_read(&bytes)? => return Ok(Filled::Waits),
+                None => {}
             }
             claim.done();
         }
-        Ok(Filled::Now)
+        Ok(filled)
+    }
+
+    /// A fault has asked for bytes up to `end`: see [`Source::read_ahead`].
+    pub fn read_ahead(&self, end: u64, runtime: &Handle) {
+        self.source.read_ahead(end.next_multiple_of(self.unit_bytes).min(self.size_bytes()), runtime);
     }
 
     /// Fills `range`.
@@ -165,10 +185,8 @@ impl SharedMemory {
                 let bytes = self.bytes_of(unit);
                 if !self.fill_without_read(&bytes)? {
                     let _permit = self.buffers.acquire().await;
-                    let mut buffer = vec![0; (bytes.end - bytes.start) as usize];
-                    self.source.read(bytes.start, &mut buffer).await?;
-                    rustix::io::retry_on_intr(|| self.write(&buffer, bytes.start))
-                        .map_err(|error| failed(error.into()))?;
+                    let read = self.source.read_shared(bytes.clone()).await?;
+                    self.write(&read, bytes.start)?;
                 }
                 claim.done();
             }
@@ -237,10 +255,11 @@ impl SharedMemory {
         Ok(true)
     }
 
-    fn write(&self, mut bytes: &[u8], offset: u64) -> rustix::io::Result<()> {
+    fn write(&self, mut bytes: &[u8], offset: u64) -> Result<(), SourceError> {
         let mut to = self.memfd_offset(offset);
         while !bytes.is_empty() {
-            let nr_bytes = rustix::io::pwrite(&self.memfd, bytes, to)?;
+            let nr_bytes = rustix::io::retry_on_intr(|| rustix::io::pwrite(&self.memfd, bytes, to))
+                .map_err(|error| failed(error.into()))?;
             bytes = &bytes[nr_bytes..];
             to += nr_bytes as u64;
         }

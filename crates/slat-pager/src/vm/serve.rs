@@ -70,7 +70,7 @@ impl Drop for Read {
 #[derive(Debug)]
 enum AtHand<'s> {
     Zeros,
-    Shared,
+    Shared(Filled),
     Mapped(Mapped<'s>),
     Cached(Bytes),
 }
@@ -80,7 +80,7 @@ impl AtHand<'_> {
         let first_page = batch.hull().start;
         match self {
             AtHand::Zeros => Contents::Zeros,
-            AtHand::Shared => Contents::Shared,
+            AtHand::Shared(_) => Contents::Shared,
             AtHand::Mapped(bytes) => Contents::Bytes { first_page, bytes: *bytes },
             AtHand::Cached(bytes) => Contents::Bytes { first_page, bytes: Mapped::of(bytes) },
         }
@@ -298,8 +298,10 @@ impl Worker {
         let filled_bytes = (self.done.nr_filled - before) * shared.page_bytes(&batch);
         match at_hand {
             AtHand::Zeros => shared.options.metrics.zero_bytes.inc_by(filled_bytes),
-            AtHand::Mapped(_) | AtHand::Shared => shared.options.metrics.mapped_bytes.inc_by(filled_bytes),
-            AtHand::Cached(_) => {
+            AtHand::Mapped(_) | AtHand::Shared(Filled::Now | Filled::Waits) => {
+                shared.options.metrics.mapped_bytes.inc_by(filled_bytes)
+            }
+            AtHand::Cached(_) | AtHand::Shared(Filled::FromCache) => {
                 shared.options.metrics.read_bytes.inc_by(filled_bytes);
                 shared.source.read_ahead(batch.offsets(&shared.installer.regions).end, &shared.runtime);
             }
@@ -495,7 +497,7 @@ impl Shared {
         let offsets = batch.offsets(&self.installer.regions);
         if let Some(memory) = &self.options.shared_memory {
             // An error is one that a read finds, too.
-            return matches!(memory.try_fill(offsets), Ok(Filled::Now)).then_some(AtHand::Shared);
+            return memory.try_fill(offsets).ok().filter(|filled| *filled != Filled::Waits).map(AtHand::Shared);
         }
         if self.source.is_zero(offsets.clone()) {
             return Some(AtHand::Zeros);

@@ -3,11 +3,13 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use slat_pager::protocol::cloud_hypervisor::Error;
 use slat_pager::protocol::cloud_hypervisor::restore::{Memory, Record, Snapshot, Then, Timeouts, restore, whole};
+use slat_pager::source::cache::{BlockCache, CacheOptions, Cached};
 use slat_pager::working_set::WorkingSet;
 use slat_pager::working_set::replay::{Progress, replay, steps};
 use tokio::runtime::Runtime;
@@ -75,6 +77,21 @@ fn a_source_that_fails_for_a_while_makes_the_guest_wait() {
             thread::yield_now();
         }
     });
+}
+
+#[test]
+fn blocks_behind_those_of_faults_are_read_ahead() {
+    if !may_use_userfaultfd() {
+        return;
+    }
+    let cache = BlockCache::new(&CacheOptions::default()).unwrap();
+    let mut cached = patterns();
+    for source in cached.memory.values_mut() {
+        *source = Arc::new(Cached::new(Arc::clone(source), Arc::clone(&cache)));
+    }
+    restore_in_client(&cached, on_demand(Record::Nothing), Between::Wait, |_| {});
+    let figures = cache.figures();
+    assert!(figures.nr_read_ahead > 0 && figures.nr_memory_hits > 0, "{figures:?}");
 }
 
 #[test]

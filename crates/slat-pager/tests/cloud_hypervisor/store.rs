@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use slat_pager::commands::cloud_hypervisor::{self as commands, MemoryComes};
+use slat_pager::commands::{CacheArgs, TlsArgs};
 use slat_pager::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
 use slat_pager::protocol::cloud_hypervisor::restore::Then;
 use slat_pager::protocol::cloud_hypervisor::store::store;
@@ -83,6 +84,8 @@ fn the_commands_store_a_snapshot_and_restore_it() {
             memory: None,
             then: Then::Run,
             memory_comes,
+            cache: CacheArgs::default(),
+            tls: TlsArgs::default(),
             working_set: None,
             on_failure: OnFailure::Refuse,
             timeout: PATIENCE,

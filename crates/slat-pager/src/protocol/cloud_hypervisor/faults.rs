@@ -139,7 +139,8 @@ impl FaultServer {
             return answered(Response::Error);
         };
         let flat = slot.start + range.start..slot.start + range.end;
-        match sweep.ask(&flat) {
+        let asker = sweep.ask(&flat);
+        match asker {
             Asker::Vmm => {
                 self.counters.nr_swept.fetch_add(1, Ordering::Relaxed);
             }
@@ -160,8 +161,16 @@ impl FaultServer {
                 }
             }
         }
+        // The VMM asks for all anyway.
+        let ahead_of = (asker == Asker::Guest).then_some(range.end);
         match slot.memory.try_fill(range) {
             Ok(Filled::Now) => return answered(Response::Ok),
+            Ok(Filled::FromCache) => {
+                if let Some(end) = ahead_of {
+                    slot.memory.read_ahead(end, &self.runtime);
+                }
+                return answered(Response::Ok);
+            }
             Ok(Filled::Waits) => {}
             // Tried again, as the policy says.
             Err(error) => debug!(%error, ?gpas, "a page is not served at once"),
@@ -170,8 +179,18 @@ impl FaultServer {
         let (of_task, finished) = (Arc::clone(&outcome), Arc::clone(finished));
         let (memory, counters, on_failure) = (Arc::clone(&self.memory), Arc::clone(&self.counters), self.on_failure);
         let waits = self.memory.note_waiting();
+        let runtime = self.runtime.clone();
         let serve = async move {
-            let response = fill(&memory, &gpas, on_failure, &counters).await;
+            // The first that is polled, and so begins, is the fault's own read.
+            let own = fill(&memory, &gpas, on_failure, &counters);
+            let ahead = async {
+                if let Some(end) = ahead_of
+                    && let Some((slot, _)) = memory.find(&gpas)
+                {
+                    slot.memory.read_ahead(end, &runtime);
+                }
+            };
+            let (response, ()) = futures_util::future::join(own, ahead).await;
             drop(waits);
             // Set by this task alone.
             let _ = of_task.set(response);
