@@ -8,9 +8,10 @@ mod registered;
 mod support;
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use registered::{Guest, HUGE_PAGE, Kind, PAGE, copy_of, userfaultfd};
@@ -116,6 +117,39 @@ fn hundreds_of_threads_find_what_the_snapshot_has() {
                 assert_eq!(vm.present_bytes(), size as u64, "{kind:?}");
                 assert!(vm.ended().borrow().is_none());
             }
+        }
+    }
+}
+
+/// Faults that are read together are filled without a wake-up each, and woken by one call: no thread
+/// may be forgotten.
+#[test]
+fn threads_whose_faults_are_read_together_are_all_woken() {
+    const NR_THREADS: usize = 16;
+    for granule in [4096, 65536] {
+        let Some(userfaultfd) = userfaultfd(0) else { return };
+        let guest = Arc::new(Guest::new(Kind::Anonymous, 4 * MIB, 0).unwrap());
+        guest.register(&userfaultfd, RegisterMode::MISSING);
+        let (started, threads) = mpsc::channel();
+        let (woken, all_woken) = mpsc::channel();
+        for nr in 0..NR_THREADS {
+            let (guest, started, woken) = (Arc::clone(&guest), started.clone(), woken.clone());
+            thread::spawn(move || {
+                started.send(rustix::thread::gettid()).unwrap();
+                guest.verify(nr * 33, SEED);
+                woken.send(nr).unwrap();
+            });
+        }
+        // All wait in the kernel before the pager reads a message.
+        for thread in threads.iter().take(NR_THREADS) {
+            let stat = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
+            while std::fs::read_to_string(&stat).unwrap().contains(") R") {
+                thread::yield_now();
+            }
+        }
+        let _vm = served(&guest, &userfaultfd, Arc::new(Whole::new(4 * MIB)), options(1, granule));
+        for _ in 0..NR_THREADS {
+            all_woken.recv_timeout(Duration::from_secs(60)).expect("a thread still waits for its page");
         }
     }
 }
