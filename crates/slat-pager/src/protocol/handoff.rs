@@ -11,6 +11,8 @@
 //!   and does not acknowledge: the VMM does not plug the memory in. What the message has is not
 //!   settled: the review of the proposal asks for descriptors of the backing files in place of
 //!   `vmm_pid`, and pull request 8664 proposes other, binary messages for the same.
+//!   No snapshot has bytes of such memory, so each of its pages would be zeros; and a machine's regions
+//!   and the file by which a successor takes it over would have to grow while threads use both.
 //! - A VMM whose pager has died connects anew and hands over the same descriptor. It is acknowledged
 //!   again if the next pager has taken the machine over, which has the descriptor from the VMM's
 //!   process by then.
