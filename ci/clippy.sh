@@ -5,6 +5,8 @@ cd "$(dirname "$0")/.."
 cargo clippy --workspace --all-targets -- -D warnings
 # The engine as an embedder has it, without the baselines.
 cargo clippy -p slat --lib -- -D warnings
+# The pager's library as the machine has it, without all that serves VMs of KVM.
+cargo clippy -p slat-pager --lib --no-default-features -- -D warnings
 # The hypervisor's image, which nothing unwinds in.
 cargo clippy -p slat-metal --bin slat-metal --features image --profile metal -- -D warnings
 # The same for other architectures, and the first processes of a Linux there.

@@ -51,6 +51,7 @@ slat = { path = "slat" }
 slat-costed = { path = "slat-costed" }
 slat-machine = { path = "slat-machine" }
 slat-model = { path = "slat-model" }
+slat-pager = { path = "slat-pager" }
 slat-results = { path = "slat-results" }
 slat-userfaultfd = { path = "slat-userfaultfd" }
 MANIFEST

@@ -31,7 +31,7 @@ METHODS = {
     "barrier": (source.BARRIER,),
 }
 #: Crates and files with tests of their own here, of which not each order is named. Each fence is.
-OTHERS = ("slat-machine/src", "slat-metal/src/cpus.rs")
+OTHERS = ("slat-machine/src", "slat-metal/src/cpus.rs", "slat-pager/src/delivery")
 #: Fences there that belong to no protocol between CPUs.
 UNNAMED = {
     "slat-machine/memory/mod.rs FixedMemory::is_lost fence": "an access that the kernel released, and a mark",

@@ -4,8 +4,8 @@ TLB flush).
 
 from shape import Test, Weaker, cas, fence, load, rmw, store
 
-RINGS = "slat-machine/paging/delivery/ring.rs"
-RESOLVER = "slat-machine/paging/delivery/resolver.rs"
+RINGS = "slat-pager/delivery/ring.rs"
+RESOLVER = "slat-pager/delivery/resolver.rs"
 COMMIT = "slat-machine/hardware/commit/mod.rs"
 WAITING = "slat-machine/hardware/commit/waiting.rs"
 RECORDS = "slat-machine/hardware/commit/records.rs"

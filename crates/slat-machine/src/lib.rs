@@ -8,7 +8,7 @@
 //!
 //! From the bottom up; no module uses one below it in this list, but for
 //! [`shadow_machine`](hardware::walk::HardwareFormat::shadow_machine):
-//! - [`linux`]: what the machine asks of Linux beside memory: time, processors, descriptors.
+//! - [`linux`]: what the machine asks of Linux beside memory: time, processors.
 //! - [`memory`]: physical addresses, guest memory of several kinds, NUMA nodes.
 //! - [`hardware`]: CPUs with TLBs and walkers, and the rule by which they are flushed.
 //! - [`paging`]: memory that is still elsewhere: userfaultfd, sources of pages, and resolvers.

@@ -13,6 +13,8 @@
 //! - [`snapshot`]: the names of snapshots, and how one is opened.
 //! - [`commands`]: `slat-pager pack`, `inspect`, `verify` and `share`.
 //! - [`source`]: where the bytes of a snapshot come from.
+//! - [`delivery`]: faults of a VM whose page tables are the engine's, not KVM's: by rings in shared
+//!   memory. [`linux`] is what that takes.
 //! - [`userfaultfd`]: the kernel's descriptor.
 //! - [`vm`]: one machine that is served; [`attach`] is the way in for any monitor.
 //! - [`metrics`]: what is counted.
@@ -20,7 +22,7 @@
 //! - [`daemon`]: many machines, each with the snapshot of its socket; [`config`] and [`options`] say
 //!   what it serves.
 //!
-//! Without the feature `full`, which is on by default, there is only [`source`].
+//! Without the feature `full`, which is on by default, there are only [`source`] and [`delivery`].
 
 #![cfg(target_os = "linux")]
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
@@ -35,8 +37,10 @@ pub mod commands;
 pub mod config;
 #[cfg(feature = "full")]
 pub mod daemon;
+pub mod delivery;
 #[cfg(feature = "full")]
 mod folder_lock;
+pub mod linux;
 mod little_endian;
 #[cfg(feature = "full")]
 pub mod metrics;

@@ -2,10 +2,9 @@
 //!
 //! - [`clock`]: time for measurements.
 //! - [`topology`]: the processors and the memory of this computer, and pinned threads.
-//! - `descriptors`: memory files, eventfds, and waits for descriptors.
-//! - `mapping`: mappings of memory.
+//! - Memory files, eventfds and mappings are `slat-pager`'s, whose deliveries need them, too.
 
 pub mod clock;
-pub(crate) mod descriptors;
-pub(crate) mod mapping;
 pub mod topology;
+
+pub(crate) use slat_pager::linux::{descriptors, mapping};

@@ -9,19 +9,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use slat_pager::delivery::Copier;
 use slat_pager::source::requests::Wait;
 
 use super::arrivals::{Arrivals, LONGEST_SLEEP};
 use super::error::VcpuError;
 use super::fetch::{FetchFrom, Fetcher};
-
-/// A thread that fetches the pages that were not requested yet.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Copier {
-    /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a
-    /// single one.
-    pub window: usize,
-}
 
 /// Fetches until every block is claimed and its own are there, or the run has failed. Returns how
 /// many blocks it has filled.

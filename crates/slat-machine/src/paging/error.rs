@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use slat_pager::delivery::DeliveryError;
 use slat_pager::source::requests::RequestError;
 use thiserror::Error;
 
-use super::delivery::DeliveryError;
 use super::userfaultfd::UserfaultfdError;
 use crate::hardware::cpu::CpuError;
 use crate::linux::topology::PinError;

@@ -15,13 +15,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use slat::slots::MemoryFaultFlags;
-use slat_pager::source::requests::{MAX_IN_FLIGHT, PageRequests, Wait};
+use slat_pager::source::requests::{MAX_IN_FLIGHT, OpenSource, PageRequests, Wait};
 
 use super::arrivals::{Arrivals, LONGEST_SLEEP};
 use super::error::VcpuError;
 use super::filler::Filler;
 use super::pages::{Asked, PageSupply};
-use super::source::OpenSource;
 use super::userfaultfd::Wake;
 
 /// How long a thread waits for its source while one of its vCPUs waits for a page that another

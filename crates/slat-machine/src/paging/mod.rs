@@ -5,13 +5,13 @@
 //!   reader fills it.
 //! - `source.rs`: where pages are, by name: made from their numbers, in a file, or in another
 //!   process. The sources themselves are `slat-pager`'s.
-//! - `delivery/`: requests of vCPUs to a resolver in another thread or process, by rings in shared
-//!   memory.
+//! - [`slat_pager::delivery`]: requests of vCPUs to a resolver in another thread or process, by rings
+//!   in shared memory.
 //!
 //! Built on these:
 //! - `arrivals.rs`: which pages are there, which thread may fill one, and that each is filled once.
-//! - `pages.rs`: what a thread that runs vCPUs asks for. `fetch.rs` (a source of its own) and
-//!   `rings.rs` (a resolver elsewhere) answer; `rings.rs` has such a resolver, too.
+//! - `pages.rs`: what a thread that runs vCPUs asks for. `fetch.rs` (from the source) and `rings.rs`
+//!   (a resolver elsewhere) answer.
 //! - `readers.rs`: the readers of a userfaultfd. `filler.rs`: puts pages in place. `copier.rs`:
 //!   fetches pages that were not requested.
 //!
@@ -21,7 +21,6 @@
 
 mod arrivals;
 mod copier;
-mod delivery;
 mod error;
 mod fetch;
 mod filler;
@@ -32,25 +31,20 @@ mod source;
 mod userfaultfd;
 
 pub(crate) use arrivals::Arrivals;
-pub use copier::Copier;
 pub(crate) use copier::copy_rest;
-pub use delivery::{
-    AttachError, BadIndex, Delivery, DeliveryConfig, DeliveryConfigError, DeliveryError, DeliveryPort, GuestPage,
-    MAX_ANSWERS, PageClaim, Parked, PortStats, Request, Requested, Resolver, ResolverError, ResolverStats, Shard,
-    ShardWake, SharedBitmap, SharedMemoryFile, Waiter,
-};
 pub use error::VcpuError;
 pub(crate) use fetch::{Fetch, FetchFrom};
 pub(crate) use filler::{Filler, Userfaultfds};
 pub(crate) use pages::{Asked, PageSupply};
 pub(crate) use readers::{AllReaders, VcpusExit, register};
-pub(crate) use rings::RingPages;
-pub use rings::{ServeConfig, ServeError, serve_rings};
+pub(crate) use rings::{EngineBitmap, RingPages};
+pub use slat_pager::delivery::{Copier, Delivery, DeliveryError, ServeConfig, ServeError, SharedBitmap, serve_rings};
+pub(crate) use slat_pager::delivery::{DeliveryConfig, SharedMemoryFile};
 pub use slat_pager::source::SourceError;
 pub use slat_pager::source::pattern::Pattern;
 pub use slat_pager::source::peer::LocalAddress;
-pub use slat_pager::source::requests::RequestError;
-pub use source::{OpenSource, PagesServer, ParseSourceError, SourceSpec};
+pub use slat_pager::source::requests::{OpenSource, RequestError};
+pub use source::{PagesServer, ParseSourceError, SourceSpec};
 pub use userfaultfd::{
     Cause, Filled, OpenError, ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError,
     UserfaultfdEvent, Wake,

@@ -1,9 +1,6 @@
-//! Where the guests' pages come from, by name: a source of `slat-pager`, and how much later than it
-//! could each page comes.
-//!
-//! A source is opened once for a run, and each thread has its own requests of it
-//! ([`PageRequests`]). So no page of one thread waits behind another's, except where the source
-//! itself has them wait.
+//! Where the guests' pages come from, by name: a source of `slat-pager`, which is opened once for a
+//! run. Each thread has its own requests of it
+//! ([`PageRequests`](slat_pager::source::requests::PageRequests)).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,12 +8,11 @@ use std::io;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use slat_pager::source::memory_file::MemoryFile;
 use slat_pager::source::pattern::Pattern;
 use slat_pager::source::peer::{LocalAddress, Peer, PeerServer};
-use slat_pager::source::requests::{PageRequests, RequestError};
+use slat_pager::source::requests::OpenSource;
 use slat_pager::source::{Source, SourceError};
 use thiserror::Error;
 use tokio::runtime::{Builder, Runtime};
@@ -66,8 +62,7 @@ impl SourceSpec {
             SourceSpec::File(path) => Arc::new(MemoryFile::open(path)?),
             SourceSpec::Peer(address) => Arc::new(runtime.block_on(Peer::open_local(address, PEERS_SNAPSHOT))?),
         };
-        let is_peer = matches!(self, SourceSpec::Peer(_));
-        Ok(OpenSource { source, runtime, is_peer, delay: Duration::ZERO })
+        Ok(OpenSource::new(source, runtime))
     }
 }
 
@@ -122,37 +117,6 @@ fn parse_number(text: &str) -> Option<u64> {
     }
 }
 
-/// A source that threads request pages of.
-#[derive(Clone, Debug)]
-pub struct OpenSource {
-    source: Arc<dyn Source>,
-    /// Of its tasks, which end with it.
-    runtime: Arc<Runtime>,
-    is_peer: bool,
-    delay: Duration,
-}
-
-impl OpenSource {
-    /// The same, with a latency: no page is here earlier than so long after its request.
-    #[must_use]
-    pub fn delayed_by(self, delay: Duration) -> OpenSource {
-        OpenSource { delay, ..self }
-    }
-
-    /// Whether pages may come late: they are delayed, or come from a peer.
-    pub fn has_latency(&self) -> bool {
-        self.is_peer || !self.delay.is_zero()
-    }
-
-    /// The requests of one thread.
-    ///
-    /// # Errors
-    /// [`RequestError::Wait`]: there is no descriptor left.
-    pub fn requests(&self) -> Result<PageRequests, RequestError> {
-        PageRequests::new(Arc::clone(&self.source), self.runtime.handle().clone(), self.delay)
-    }
-}
-
 /// Serves pages to other processes of this host on threads of this one, until it is dropped.
 #[derive(Debug)]
 pub struct PagesServer {
@@ -168,7 +132,7 @@ impl PagesServer {
     /// # Errors
     /// The address or the source cannot be used.
     pub fn start(address: &LocalAddress, source: &SourceSpec) -> Result<PagesServer, SourceError> {
-        PagesServer::start_with(address, source.open()?.source)
+        PagesServer::start_with(address, Arc::clone(source.open()?.source()))
     }
 
     pub(crate) fn start_with(address: &LocalAddress, source: Arc<dyn Source>) -> Result<PagesServer, SourceError> {

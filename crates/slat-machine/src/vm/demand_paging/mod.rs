@@ -60,8 +60,8 @@ use crate::hardware::walk::{HardwareFormat, Processor};
 use crate::linux::topology;
 use crate::memory::{Backing, BackingKind, GuestMemfd, Reserved};
 use crate::paging::{
-    AllReaders, Arrivals, Delivery, DeliveryConfig, FetchFrom, Filler, OpenSource, RegisterMode, RingPages,
-    SharedBitmap, SharedMemoryFile, Userfaultfds, VcpusExit, copy_rest, register,
+    AllReaders, Arrivals, Delivery, DeliveryConfig, EngineBitmap, FetchFrom, Filler, OpenSource, RegisterMode,
+    RingPages, SharedBitmap, SharedMemoryFile, Userfaultfds, VcpusExit, copy_rest, register,
 };
 use crate::vm::guest::{self, Sharing};
 use crate::vm::host::{BackingSlice, MachineHost};
@@ -160,7 +160,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let words: Arc<dyn UserfaultWords> = if config.mode == PagingMode::UserfaultRing {
             let bitmap = Arc::new(SharedBitmap::new(nr_blocks).map_err(boxed)?);
             delivery = Some((Arc::clone(&bitmap), shared_file(&memory, size_bytes)?));
-            bitmap
+            Arc::new(EngineBitmap(bitmap))
         } else {
             let new = || slat::baselines::AtomicU64::new(0);
             Arc::new((0..nr_blocks.div_ceil(u64::from(u64::BITS))).map(|_| new()).collect::<Vec<_>>())
@@ -268,7 +268,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Delivery::new(DeliveryConfig {
             nr_waiters: self.nr_threads_with_rings() as u32,
             ring_entries: RING_ENTRIES,
-            page_size: self.config.granularity,
+            page_bytes: self.config.granularity.size_bytes(),
             memory: Some(file),
             timeout: RING_TIMEOUT,
             ..DeliveryConfig::new(nr_vcpus, bitmap)

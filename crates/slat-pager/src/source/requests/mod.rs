@@ -12,7 +12,7 @@
 //! - An error is that of one page, which counts as taken. Others still arrive.
 //!
 //! # Use
-//! Each thread has its own, of one source that all share. [`PageRequests::take_into`] puts a page
+//! Each thread has its own, of one [`OpenSource`] that all share. [`PageRequests::take_into`] puts a page
 //! where the caller wants it; [`PageRequests::take`] shows it in place, for a caller that passes it
 //! to a system call. A loop that also waits for other things calls
 //! [`PageRequests::next_arrival`], and waits by [`wait_until`]. No thread of a runtime may use one:
@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use rustix::event::{EventfdFlags, eventfd};
 use thiserror::Error;
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, Runtime};
 
 use super::{PAGE_BYTES, PageBytes, Source, SourceError, check_range};
 
@@ -140,6 +140,46 @@ enum State {
     Read(Result<Bytes, SourceError>),
 }
 
+/// A source of which threads request pages, each by its own [`PageRequests`].
+#[derive(Clone, Debug)]
+pub struct OpenSource {
+    source: Arc<dyn Source>,
+    /// Of its tasks, which end with it.
+    runtime: Arc<Runtime>,
+    delay: Duration,
+}
+
+impl OpenSource {
+    /// Of `source`, by tasks of `runtime`.
+    pub fn new(source: Arc<dyn Source>, runtime: Arc<Runtime>) -> OpenSource {
+        OpenSource { source, runtime, delay: Duration::ZERO }
+    }
+
+    /// The same, with a latency: no page is here earlier than so long after its request.
+    #[must_use]
+    pub fn delayed_by(self, delay: Duration) -> OpenSource {
+        OpenSource { delay, ..self }
+    }
+
+    /// Whether pages may come late: they are delayed, or come from a server.
+    pub fn has_latency(&self) -> bool {
+        !self.delay.is_zero() || !(self.source.is_mapped() || self.source.is_ready(0..PAGE_BYTES))
+    }
+
+    /// The source itself.
+    pub fn source(&self) -> &Arc<dyn Source> {
+        &self.source
+    }
+
+    /// The requests of one thread.
+    ///
+    /// # Errors
+    /// [`RequestError::Wait`]: there is no descriptor left.
+    pub fn requests(&self) -> Result<PageRequests, RequestError> {
+        PageRequests::new(Arc::clone(&self.source), self.runtime.handle().clone(), self.delay)
+    }
+}
+
 /// The requests of one thread.
 pub struct PageRequests {
     source: Arc<dyn Source>,
@@ -170,10 +210,7 @@ impl Debug for PageRequests {
 
 impl PageRequests {
     /// Of `source`, by tasks of `runtime`. No page is here earlier than `delay` after its request.
-    ///
-    /// # Errors
-    /// [`RequestError::Wait`]: there is no descriptor left.
-    pub fn new(source: Arc<dyn Source>, runtime: Handle, delay: Duration) -> Result<PageRequests, RequestError> {
+    fn new(source: Arc<dyn Source>, runtime: Handle, delay: Duration) -> Result<PageRequests, RequestError> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let event = event.map_err(|error| RequestError::Wait(error.into()))?;
         Ok(PageRequests {

@@ -21,7 +21,7 @@ impl<'a> GuestPage<'a> {
     /// The page at `offset_bytes`; both numbers are multiples of 4 KiB, and it ends inside the
     /// mapping.
     pub(super) fn new(mapping: &'a MappedMemory, offset_bytes: usize, size_bytes: usize) -> GuestPage<'a> {
-        debug_assert!((offset_bytes | size_bytes).is_multiple_of(slat::PAGE_SIZE as usize));
+        debug_assert!((offset_bytes | size_bytes).is_multiple_of(crate::source::PAGE_BYTES as usize));
         let words = mapping.words_of(offset_bytes as u64..(offset_bytes + size_bytes) as u64);
         debug_assert!(words.is_some(), "{size_bytes} bytes at {offset_bytes} of {}", mapping.size_bytes());
         GuestPage { words: words.unwrap_or_default() }

@@ -23,7 +23,7 @@ impl Process {
     fn attach(world: &World, nr_threads: u32, fill_us: &str) -> Process {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let child = Command::new(env::current_exe().unwrap())
-            .args(["--exact", "paging::delivery::tests::kill::resolver_process", "--ignored", "--nocapture"])
+            .args(["--exact", "delivery::tests::kill::resolver_process", "--ignored", "--nocapture"])
             .env(RESOLVER, format!("{nr_threads} {fill_us}"))
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
@@ -125,7 +125,7 @@ fn a_resolver_that_may_not_open_all_descriptors_says_why() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut child = Process(
             Command::new(env::current_exe().unwrap())
-                .args(["--exact", "paging::delivery::tests::kill::resolver_process_with_few_descriptors", "--ignored"])
+                .args(["--exact", "delivery::tests::kill::resolver_process_with_few_descriptors", "--ignored"])
                 .env(OPEN_FILES, nr_files)
                 .stdin(Stdio::from(OwnedFd::from(theirs)))
                 .stdout(Stdio::null())

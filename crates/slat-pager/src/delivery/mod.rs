@@ -32,6 +32,11 @@
 //!   sides map cannot shrink. A resolver may fill pages with wrong contents, or never answer: that
 //!   is a timeout.
 //!
+//! # What is here, and what is the engine's
+//! A VMM on the engine (the software machine of slat) has a [`Delivery`] and reads its
+//! [`SharedBitmap`] as the engine's userfault bits; that binding is the VMM's. A resolver attaches by a
+//! socket: [`serve_rings`] is one that takes pages from a source. Nothing here needs the engine.
+//!
 //! The model is the exit-less mode that was discussed for KVM Userfault: a ring and an eventfd each
 //! way for each vCPU.
 
@@ -42,6 +47,7 @@ mod handshake;
 mod port;
 mod resolver;
 mod ring;
+mod serve;
 mod session;
 mod shared;
 
@@ -52,14 +58,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use crate::source::PAGE_BYTES as PAGE_SIZE;
 use parking_lot::Mutex;
-use slat::{PAGE_SIZE, PageSize};
 
 pub use bitmap::SharedBitmap;
 pub use error::{AttachError, BadIndex, DeliveryConfigError, DeliveryError, ResolverError};
 pub use guest_page::GuestPage;
 pub use port::{DeliveryPort, MAX_ANSWERS, Parked, PortStats, Requested, Waiter};
 pub use resolver::{PageClaim, Request, Resolver, ResolverStats, Shard, ShardWake};
+pub use serve::{Copier, ServeConfig, ServeError, serve_rings};
 
 use crate::linux::descriptors::{EventFd, sealed_file};
 use handshake::{Deadline, Welcome};
@@ -87,8 +94,8 @@ pub struct DeliveryConfig {
     pub nr_waiters: u32,
     /// Requests that a vCPU may have in flight; a power of two.
     pub ring_entries: u32,
-    /// What a bit of the bitmap stands for: 4 KiB or 2 MiB.
-    pub page_size: PageSize,
+    /// What a bit of the bitmap stands for: 4 KiB, 2 MiB or 1 GiB.
+    pub page_bytes: u64,
     /// The userfault bitmap.
     pub bitmap: Arc<SharedBitmap>,
     /// The guest's memory, unless the resolver reaches it in another way.
@@ -105,7 +112,7 @@ impl DeliveryConfig {
             nr_vcpus,
             nr_waiters: nr_vcpus,
             ring_entries: 16,
-            page_size: PageSize::Size4K,
+            page_bytes: PAGE_SIZE,
             bitmap,
             memory: None,
             timeout: Duration::from_secs(10),
@@ -138,17 +145,20 @@ impl Delivery {
     /// # Errors
     /// [`DeliveryConfigError`].
     pub fn new(config: DeliveryConfig) -> Result<Delivery, DeliveryConfigError> {
-        let DeliveryConfig { nr_vcpus, nr_waiters, ring_entries, page_size, bitmap, memory, timeout } = config;
+        let DeliveryConfig { nr_vcpus, nr_waiters, ring_entries, page_bytes, bitmap, memory, timeout } = config;
         if !(RingLayout { nr_shards: 1, nr_waiters, nr_vcpus, nr_entries: ring_entries }).is_possible() {
             return Err(DeliveryConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
+        }
+        if !is_page(page_bytes) {
+            return Err(DeliveryConfigError::BadPage { page_bytes });
         }
         let eventfd = || EventFd::new().map_err(|source| DeliveryConfigError::System { call: "eventfd", source });
         let wakers = (0..nr_waiters).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
         let command = eventfd()?;
         if let Some(memory) = &memory {
-            check_memory(memory, bitmap.nr_pages().saturating_mul(page_size.size_bytes()))?;
+            check_memory(memory, bitmap.nr_pages().saturating_mul(page_bytes))?;
         }
-        let numbers = (nr_vcpus, ring_entries, page_size);
+        let numbers = (nr_vcpus, ring_entries, page_bytes);
         let shared = Arc::new(Shared::new(numbers, bitmap, timeout, wakers, command));
         let watched = Arc::clone(&shared);
         let watcher = thread::Builder::new()
@@ -237,7 +247,7 @@ impl Delivery {
             epoch,
             layout,
             nr_pages: bitmap.nr_pages(),
-            page_bytes: self.shared.page_size.size_bytes(),
+            page_bytes: self.shared.page_bytes,
             memory_offset_bytes: self.memory.as_ref().map_or(0, |memory| memory.offset_bytes),
             memory_bytes: self.memory.as_ref().map_or(0, |memory| memory.size_bytes),
             nr_descriptors: 0,
@@ -279,6 +289,11 @@ impl Drop for Delivery {
             let _ = watcher.join();
         }
     }
+}
+
+/// Whether a bit of a bitmap may stand for so many bytes.
+fn is_page(nr_bytes: u64) -> bool {
+    [4 << 10, 2 << 20, 1 << 30].contains(&nr_bytes)
 }
 
 /// Marks `number` as handed out; an error if it was before.

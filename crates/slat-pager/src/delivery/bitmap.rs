@@ -14,8 +14,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::PAGE_SIZE;
-use slat::slots::UserfaultWords;
+use crate::source::PAGE_BYTES as PAGE_SIZE;
 
 use super::error::{AttachError, DeliveryConfigError};
 use super::shared;
@@ -127,12 +126,6 @@ impl SharedBitmap {
             count += u64::from((word.load(Ordering::Relaxed) & (u64::MAX >> (64 - nr_bits))).count_ones());
         }
         count
-    }
-}
-
-impl UserfaultWords for SharedBitmap {
-    fn words(&self) -> &[AtomicU64] {
-        self.mapping.words()
     }
 }
 

@@ -23,8 +23,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-use slat::PageSize;
-
 use super::bitmap::SharedBitmap;
 use super::error::{AttachError, ResolverError};
 use super::guest_page::GuestPage;
@@ -140,7 +138,7 @@ pub struct Resolver {
     pub(super) rings: SharedRings,
     bitmap: SharedBitmap,
     memory: Option<GuestMemory>,
-    page_size: PageSize,
+    page_bytes: u64,
     pub(super) doorbells: Vec<EventFd>,
     pub(super) wakers: Vec<EventFd>,
     socket: UnixStream,
@@ -187,7 +185,7 @@ impl Resolver {
             }
         };
         handshake::send_ready(&stream, welcome.epoch, 0, deadline)?;
-        let WelcomeParts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
+        let WelcomeParts { rings, bitmap, memory, page_bytes, doorbells, wakers } = parts;
         let claims = (0..bitmap.words().len()).map(|_| AtomicU64::new(0)).collect();
         let resolver = Arc::new(Resolver {
             // Relaxed: only a number.
@@ -196,7 +194,7 @@ impl Resolver {
             rings,
             bitmap,
             memory,
-            page_size,
+            page_bytes,
             doorbells,
             wakers,
             socket: stream,
@@ -219,8 +217,8 @@ impl Resolver {
     }
 
     /// What a bit stands for.
-    pub fn page_size(&self) -> PageSize {
-        self.page_size
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
     }
 
     /// Where to fill the page of a request. `None` if the request is another resolver's, the VMM

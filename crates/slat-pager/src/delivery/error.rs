@@ -35,6 +35,9 @@ pub enum DeliveryConfigError {
         /// The bytes that the bitmap has bits for.
         bitmap_bytes: u64,
     },
+    /// A size that pages do not have.
+    #[error("a bit of the bitmap for {page_bytes} bytes: there are pages of 4 KiB, 2 MiB and 1 GiB")]
+    BadPage { page_bytes: u64 },
     /// A bitmap for no pages, or for more than a file can have bits.
     #[error("a userfault bitmap of {nr_pages} pages")]
     BadBitmap { nr_pages: u64 },

@@ -85,7 +85,7 @@ impl RingLayout {
     pub(super) fn size_bytes(&self) -> u64 {
         let flags = LINE * (self.nr_shards as usize + self.nr_waiters as usize);
         let words = flags + self.nr_vcpus as usize * self.vcpu_words();
-        (words as u64 * 8).next_multiple_of(slat::PAGE_SIZE)
+        (words as u64 * 8).next_multiple_of(crate::source::PAGE_BYTES)
     }
 }
 

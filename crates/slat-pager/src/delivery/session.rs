@@ -25,7 +25,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use slat::PageSize;
 
 use super::bitmap::SharedBitmap;
 use super::ring::{SharedRings, Sleeper};
@@ -92,7 +91,7 @@ impl Session {
 pub(super) struct Shared {
     pub(super) nr_vcpus: u32,
     pub(super) ring_entries: u32,
-    pub(super) page_size: PageSize,
+    pub(super) page_bytes: u64,
     pub(super) bitmap: Arc<SharedBitmap>,
     pub(super) timeout: Duration,
     /// One for each waiter.
@@ -109,7 +108,7 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn new(
-        (nr_vcpus, ring_entries, page_size): (u32, u32, PageSize),
+        (nr_vcpus, ring_entries, page_bytes): (u32, u32, u64),
         bitmap: Arc<SharedBitmap>,
         timeout: Duration,
         wakers: Vec<EventFd>,
@@ -118,7 +117,7 @@ impl Shared {
         Shared {
             nr_vcpus,
             ring_entries,
-            page_size,
+            page_bytes,
             bitmap,
             timeout,
             wakers,

@@ -7,8 +7,7 @@ use std::os::fd::AsRawFd;
 use super::super::handshake::{self as messages, Deadline, Hello, MAGIC, VERSION, Welcome};
 use super::super::ring::RingLayout;
 use super::*;
-use crate::linux::descriptors::sealed_file;
-use crate::memory::{Backing, BackingKind};
+use crate::linux::descriptors::{memory_file, sealed_file};
 
 /// For a silent side: nothing has to happen within it.
 const SHORT: Duration = Duration::from_millis(200);
@@ -311,11 +310,14 @@ fn an_endless_timeout_is_accepted() {
 
 #[test]
 fn refused_memory_is_left_unsealed() {
-    let memory = Backing::new(BackingKind::Shmem, PAGE_SIZE).unwrap();
-    let file = memory.file().unwrap().try_clone_to_owned().unwrap();
+    let file = memory_file(c"memory", PAGE_SIZE).unwrap();
     let mut config = DeliveryConfig::new(1, Arc::new(SharedBitmap::new(1).unwrap()));
     let size_bytes = 2 * PAGE_SIZE;
     config.memory = Some(SharedMemoryFile { file: file.try_clone().unwrap(), offset_bytes: 0, size_bytes });
     assert!(matches!(Delivery::new(config), Err(DeliveryConfigError::BadMemory { .. })));
     assert!(!shared::is_sealed(file.as_fd()));
+    for page_bytes in [0, 1, 8192, 1 << 31] {
+        let config = DeliveryConfig { page_bytes, ..DeliveryConfig::new(1, Arc::new(SharedBitmap::new(1).unwrap())) };
+        assert!(matches!(Delivery::new(config), Err(DeliveryConfigError::BadPage { .. })), "{page_bytes}");
+    }
 }

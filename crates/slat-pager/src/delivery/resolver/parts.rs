@@ -3,16 +3,16 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use slat::{PAGE_SIZE, PageSize};
+use crate::source::PAGE_BYTES as PAGE_SIZE;
 
 use super::GuestMemory;
+use crate::delivery::bitmap::SharedBitmap;
+use crate::delivery::error::AttachError;
+use crate::delivery::handshake::Welcome;
+use crate::delivery::ring::SharedRings;
+use crate::delivery::shared;
 use crate::linux::descriptors::EventFd;
 use crate::linux::mapping::MappedMemory;
-use crate::paging::delivery::bitmap::SharedBitmap;
-use crate::paging::delivery::error::AttachError;
-use crate::paging::delivery::handshake::Welcome;
-use crate::paging::delivery::ring::SharedRings;
-use crate::paging::delivery::shared;
 
 /// For how long a resolver maps memory that is there before it reports that it is ready.
 const MAPPING_LIMIT: Duration = Duration::from_secs(1);
@@ -22,7 +22,7 @@ pub(super) struct WelcomeParts {
     pub(super) rings: SharedRings,
     pub(super) bitmap: SharedBitmap,
     pub(super) memory: Option<GuestMemory>,
-    pub(super) page_size: PageSize,
+    pub(super) page_bytes: u64,
     pub(super) doorbells: Vec<EventFd>,
     pub(super) wakers: Vec<EventFd>,
 }
@@ -31,10 +31,10 @@ impl WelcomeParts {
     pub(super) fn new(files: Vec<OwnedFd>, welcome: &Welcome, nr_threads: u32) -> Result<WelcomeParts, AttachError> {
         let failed = |call| move |source| AttachError::System { call, source };
         let Welcome { layout, nr_pages, memory_offset_bytes, memory_bytes, .. } = *welcome;
-        let page_size = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G]
-            .into_iter()
-            .find(|size| size.size_bytes() == welcome.page_bytes)
-            .ok_or(AttachError::BadNumbers { what: "the size of a page" })?;
+        let page_bytes = welcome.page_bytes;
+        if !crate::delivery::is_page(page_bytes) {
+            return Err(AttachError::BadNumbers { what: "the size of a page" });
+        }
         if !layout.is_possible() || layout.nr_shards != nr_threads {
             return Err(AttachError::BadNumbers { what: "vCPUs, waiters, threads or entries" });
         }
@@ -81,6 +81,6 @@ impl WelcomeParts {
             |count: u32| (0..count).map(|_| next().map(EventFd::from)).collect::<Result<Vec<_>, AttachError>>();
         let doorbells = eventfds(layout.nr_shards)?;
         let wakers = eventfds(layout.nr_waiters)?;
-        Ok(WelcomeParts { rings, bitmap, memory, page_size, doorbells, wakers })
+        Ok(WelcomeParts { rings, bitmap, memory, page_bytes, doorbells, wakers })
     }
 }

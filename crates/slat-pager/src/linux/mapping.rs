@@ -11,8 +11,8 @@ use std::ptr;
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::source::PAGE_BYTES as PAGE_SIZE;
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
-use slat::PAGE_SIZE;
 
 const WORD_BYTES: usize = size_of::<u64>();
 
@@ -22,7 +22,7 @@ const WORD_BYTES: usize = size_of::<u64>();
 /// are no references to it but to atomic words, and raw pointers. A user of a raw pointer that
 /// makes another reference keeps all others from those bytes meanwhile.
 #[derive(Debug)]
-pub(crate) struct MappedMemory {
+pub struct MappedMemory {
     start: *mut u8,
     size_bytes: usize,
 }
@@ -44,19 +44,19 @@ impl Drop for MappedMemory {
 impl MappedMemory {
     /// Maps `size_bytes` of zeros, private to this process. The kernel chooses the address, also
     /// with `FIXED` among `flags`.
-    pub(crate) fn anonymous(size_bytes: u64, flags: MapFlags) -> io::Result<MappedMemory> {
+    pub fn anonymous(size_bytes: u64, flags: MapFlags) -> io::Result<MappedMemory> {
         MappedMemory::anywhere(size_bytes, ProtFlags::READ | ProtFlags::WRITE, flags)
     }
 
     /// As [`anonymous`](Self::anonymous), whole pages at a multiple of `align_bytes`, a power of
     /// two of at least a page; any other number is refused.
-    pub(crate) fn anonymous_aligned(size_bytes: u64, align_bytes: u64) -> io::Result<MappedMemory> {
+    pub fn anonymous_aligned(size_bytes: u64, align_bytes: u64) -> io::Result<MappedMemory> {
         MappedMemory::aligned(size_bytes, align_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::empty())
     }
 
     /// Maps `size_bytes` of `file`, shared, from `offset_bytes`, a multiple of the page size. The
     /// file is long enough and does not shrink: an access beyond its end kills the process.
-    pub(crate) fn of_file(file: BorrowedFd<'_>, offset_bytes: u64, size_bytes: u64) -> io::Result<MappedMemory> {
+    pub fn of_file(file: BorrowedFd<'_>, offset_bytes: u64, size_bytes: u64) -> io::Result<MappedMemory> {
         let size_bytes = length(size_bytes)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without `FIXED` the kernel takes unused addresses.
@@ -66,7 +66,7 @@ impl MappedMemory {
 
     /// Maps the first `size_bytes` of `file`, as [`of_file`](Self::of_file), but that the file does
     /// not get what is written here.
-    pub(crate) fn private_of_file(file: BorrowedFd<'_>, size_bytes: u64) -> io::Result<MappedMemory> {
+    pub fn private_of_file(file: BorrowedFd<'_>, size_bytes: u64) -> io::Result<MappedMemory> {
         let size_bytes = length(size_bytes)?;
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: without `FIXED` the kernel takes unused addresses.
@@ -76,7 +76,7 @@ impl MappedMemory {
 
     /// Maps the first `size_bytes` of `file`, as [`of_file`](Self::of_file), at a multiple of
     /// `align_bytes`.
-    pub(crate) fn of_file_aligned(file: BorrowedFd<'_>, size_bytes: u64, align_bytes: u64) -> io::Result<MappedMemory> {
+    pub fn of_file_aligned(file: BorrowedFd<'_>, size_bytes: u64, align_bytes: u64) -> io::Result<MappedMemory> {
         let place = MappedMemory::aligned(size_bytes, align_bytes, ProtFlags::empty(), MapFlags::NORESERVE)?;
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
         // SAFETY: replaces exactly the mapping made by the line above, which is not used yet.
@@ -118,25 +118,25 @@ impl MappedMemory {
 
     /// The first byte.
     #[inline]
-    pub(crate) fn start(&self) -> *mut u8 {
+    pub fn start(&self) -> *mut u8 {
         self.start
     }
 
     /// The size in bytes.
     #[inline]
-    pub(crate) fn size_bytes(&self) -> u64 {
+    pub fn size_bytes(&self) -> u64 {
         self.size_bytes as u64
     }
 
     /// The byte at `offset_bytes`, which is in the mapping or its end.
     #[inline]
-    pub(crate) fn at(&self, offset_bytes: u64) -> *mut u8 {
+    pub fn at(&self, offset_bytes: u64) -> *mut u8 {
         self.start.wrapping_add(offset_bytes as usize)
     }
 
     /// The aligned word at `offset_bytes`; `None` if it is no multiple of 8, or outside.
     #[inline]
-    pub(crate) fn word(&self, offset_bytes: u64) -> Option<&AtomicU64> {
+    pub fn word(&self, offset_bytes: u64) -> Option<&AtomicU64> {
         let is_word = offset_bytes.is_multiple_of(WORD_BYTES as u64) && offset_bytes < self.size_bytes();
         // SAFETY: mappings are whole pages of the kernel, so an aligned word that begins inside
         // ends inside. The mapping lives as long as `self`, any bits are an `AtomicU64`, and others
@@ -145,13 +145,13 @@ impl MappedMemory {
     }
 
     /// All words.
-    pub(crate) fn words(&self) -> &[AtomicU64] {
+    pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: as for `word`. What another process does to them is to this one as a device.
         unsafe { slice::from_raw_parts(self.start.cast(), self.size_bytes / WORD_BYTES) }
     }
 
     /// The words of `part`; `None` if it is not in the mapping, or not of whole aligned words.
-    pub(crate) fn words_of(&self, part: Range<u64>) -> Option<&[AtomicU64]> {
+    pub fn words_of(&self, part: Range<u64>) -> Option<&[AtomicU64]> {
         let is_inside = part.start <= part.end && part.end <= self.size_bytes();
         let is_part = is_inside && (part.start | part.end).is_multiple_of(WORD_BYTES as u64);
         let nr_words = (part.end.saturating_sub(part.start) as usize) / WORD_BYTES;
@@ -161,7 +161,7 @@ impl MappedMemory {
 
     /// Writes `bytes` at `offset_bytes`, word by word; `None`, and nothing is written, if they do
     /// not fit or are not whole aligned words.
-    pub(crate) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Option<()> {
+    pub fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Option<()> {
         let end = offset_bytes.checked_add(bytes.len() as u64)?;
         for (word, bytes) in self.words_of(offset_bytes..end)?.iter().zip(bytes.as_chunks().0) {
             // Relaxed: what lets others reach the bytes orders them.
@@ -171,7 +171,7 @@ impl MappedMemory {
     }
 
     /// Gives the kernel advice about a part, which may change its contents.
-    pub(crate) fn advise(&self, part: Range<u64>, advice: Advice) -> io::Result<()> {
+    pub fn advise(&self, part: Range<u64>, advice: Advice) -> io::Result<()> {
         if part.start > part.end || part.end > self.size_bytes() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
@@ -182,7 +182,7 @@ impl MappedMemory {
     }
 
     /// No page of it becomes a transparent huge page from now on.
-    pub(crate) fn without_huge_pages(&self) {
+    pub fn without_huge_pages(&self) {
         // A kernel without transparent huge pages, or with none for this mapping, refuses, and
         // needs no advice.
         let _ = self.advise(0..self.size_bytes(), Advice::LinuxNoHugepage);

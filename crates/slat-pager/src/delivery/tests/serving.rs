@@ -187,7 +187,7 @@ fn pages_of_2_mib() {
     // The last block is shorter.
     let (file, memory) = guest_memory(BLOCK_PAGES + 3);
     let mut config = DeliveryConfig::new(1, bitmap);
-    config.page_size = PageSize::Size2M;
+    config.page_bytes = 2 << 20;
     let size_bytes = (BLOCK_PAGES + 3) * PAGE_SIZE;
     config.memory = Some(SharedMemoryFile { file, offset_bytes: 0, size_bytes });
     let world = World { bitmap: Arc::clone(&config.bitmap), delivery: Delivery::new(config).unwrap(), memory };
