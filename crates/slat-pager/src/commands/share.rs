@@ -20,7 +20,7 @@ pub struct ShareArgs {
     /// What is served, and how peers call it
     #[arg(required = true, value_name = "NAME=SNAPSHOT", value_parser = parse_shared)]
     shared: Vec<(String, SnapshotName)>,
-    /// Where to listen: ADDRESS:PORT, or unix:PATH for those that may write that socket
+    /// Where to listen: ADDRESS:PORT, or unix:PATH for processes that may write that socket
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Listen,
     #[command(flatten)]

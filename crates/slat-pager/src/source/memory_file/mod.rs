@@ -177,6 +177,11 @@ impl Source for MemoryFile {
         true
     }
 
+    fn is_ready(&self, range: Range<u64>) -> bool {
+        // The read finds out whether the file has changed.
+        range.end <= self.file.size_bytes && self.is_cached(&range)
+    }
+
     fn read_ready(&self, offset: u64, into: &mut [u8]) -> Option<Result<(), SourceError>> {
         if let Err(error) = check_range(offset, into.len(), self.file.size_bytes) {
             return Some(Err(error));

@@ -4,8 +4,8 @@
 //!
 //! # Guarantees
 //! - With TLS each side authenticates by a certificate of one authority; a process without one
-//!   reads no byte. Without, no byte leaves the host: a Unix socket is for those that may write its
-//!   file, loopback for every process of the host.
+//!   reads no byte. Without, no byte leaves the host: a Unix socket is for processes that may write
+//!   its file, loopback for every process of the host.
 //! - A client that connects again goes on only with the snapshot that it had
 //!   ([`Identity`](crate::source::Identity)).
 //! - Neither side takes more memory than its bounds for a peer that asks too much, reads too

@@ -12,9 +12,9 @@
 //! - An error is that of one page, which counts as taken. Others still arrive.
 //!
 //! # Use
-//! Each thread has its own, of one [`OpenSource`] that all share. [`PageRequests::take_into`] puts a page
-//! where the caller wants it; [`PageRequests::take`] shows it in place, for a caller that passes it
-//! to a system call. A loop that also waits for other things calls
+//! Each thread has its own, of one [`OpenSource`] that all share. [`PageRequests::take_into`] puts a
+//! page where the caller wants it; [`PageRequests::take`] shows it in place, for a caller that
+//! passes it to a system call. A loop that also waits for other things calls
 //! [`PageRequests::next_arrival`], and waits by [`wait_until`]. No thread of a runtime may use one:
 //! it waits.
 //!
@@ -75,7 +75,7 @@ pub enum NextArrival<'a> {
     },
 }
 
-/// Why a page is not to be had.
+/// Why a request gives no page.
 #[derive(Debug, Error)]
 pub enum RequestError {
     /// It is in flight already.
