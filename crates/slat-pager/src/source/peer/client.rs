@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, split};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, BufWriter, split};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
@@ -27,6 +27,8 @@ use crate::source::{Identity, Source, SourceError, check_range};
 const NR_CONNECTIONS: usize = 3;
 /// How many requests are under way on a connection.
 const MOST_REQUESTS: usize = 64;
+/// Replies that are read by one call, in bytes.
+const READ_AT_ONCE: usize = 64 << 10;
 /// For a connection with both greetings.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server from which no byte comes for so long while a request waits is given up.
@@ -244,7 +246,7 @@ impl Connection {
         let of_task = Arc::clone(&progress);
         let task = tokio::spawn(async move {
             let why = tokio::select! {
-                result = read_replies(BufReader::new(reader), &table, &of_task) => result,
+                result = read_replies(BufReader::with_capacity(READ_AT_ONCE, reader), &table, &of_task) => result,
                 result = write_requests(writer, to_write) => result.map_err(|error| error.to_string()),
             };
             tracing::info!(address, why = why.err(), "the connection to a peer ended");
@@ -325,9 +327,10 @@ async fn read_replies(mut reader: impl AsyncRead + Unpin, table: &Table, progres
 }
 
 async fn write_requests(
-    mut writer: impl AsyncWrite + Unpin,
+    writer: impl AsyncWrite + Unpin,
     mut requests: mpsc::Receiver<[u8; wire::REQUEST_BYTES]>,
 ) -> io::Result<()> {
+    let mut writer = BufWriter::new(writer);
     while let Some(request) = requests.recv().await {
         writer.write_all(&request).await?;
         if requests.is_empty() {

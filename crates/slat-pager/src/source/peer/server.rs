@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, split};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, BufWriter, split};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -36,6 +36,8 @@ const MOST_REQUESTS: usize = 64;
 /// The bytes of a client's replies that are being made or written.
 const MOST_REPLY_BYTES: u32 = 4 << 20;
 const _: () = assert!(wire::MOST_REQUEST_BYTES <= MOST_REPLY_BYTES, "each request can be answered");
+/// Replies that are written by one call, in bytes.
+const WRITTEN_AT_ONCE: usize = 64 << 10;
 /// For the greeting, with that of TLS.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// For a client to take a reply.
@@ -249,22 +251,45 @@ async fn read_requests(
         }
         let request = Request::decode(&request, source.size_bytes())?;
         let bytes = Arc::clone(&reply_bytes).acquire_many_owned(request.nr_bytes).await.expect("it is never closed");
+        let answered = move |(status, content): (Status, Vec<u8>)| {
+            let reply = Reply { number: request.number, status, nr_bytes: content.len() as u32 };
+            Answer { reply, bytes: content, _permits: (one, bytes) }
+        };
+        if let Some(now) = answer_now(&*source, &request) {
+            replies.send(answered(now)).await.map_err(|error| error.to_string())?;
+            continue;
+        }
         let (source, replies) = (Arc::clone(&source), replies.clone());
         requests.spawn(async move {
-            let (status, content) = answer(&*source, &request).await;
-            let reply = Reply { number: request.number, status, nr_bytes: content.len() as u32 };
+            let answer = answered(answer(&*source, &request).await);
             // The connection may have ended.
-            let _ = replies.send(Answer { reply, bytes: content, _permits: (one, bytes) }).await;
+            let _ = replies.send(answer).await;
         });
     }
 }
 
-async fn answer(source: &dyn Source, request: &Request) -> (Status, Vec<u8>) {
-    if source.is_zero(request.offset..request.offset + u64::from(request.nr_bytes)) {
-        return (Status::Zeros, Vec::new());
+/// What needs no task of its own, since nothing is waited for.
+fn answer_now(source: &dyn Source, request: &Request) -> Option<(Status, Vec<u8>)> {
+    let range = request.offset..request.offset + u64::from(request.nr_bytes);
+    if source.is_zero(range.clone()) {
+        return Some((Status::Zeros, Vec::new()));
+    }
+    if !source.is_ready(range) {
+        return None;
     }
     let mut bytes = vec![0; request.nr_bytes as usize];
-    match source.read(request.offset, &mut bytes).await {
+    let read = source.read_ready(request.offset, &mut bytes)?;
+    Some(status_of(read, bytes))
+}
+
+async fn answer(source: &dyn Source, request: &Request) -> (Status, Vec<u8>) {
+    let mut bytes = vec![0; request.nr_bytes as usize];
+    let read = source.read(request.offset, &mut bytes).await;
+    status_of(read, bytes)
+}
+
+fn status_of(read: Result<(), SourceError>, bytes: Vec<u8>) -> (Status, Vec<u8>) {
+    match read {
         Ok(()) => (Status::Bytes, bytes),
         Err(error) => {
             let (status, text) = wire::of_error(&error);
@@ -273,12 +298,13 @@ async fn answer(source: &dyn Source, request: &Request) -> (Status, Vec<u8>) {
     }
 }
 
-async fn write_replies(mut writer: impl AsyncWrite + Unpin, mut answers: mpsc::Receiver<Answer>) -> Result<(), String> {
+async fn write_replies(writer: impl AsyncWrite + Unpin, mut answers: mpsc::Receiver<Answer>) -> Result<(), String> {
+    let mut writer = BufWriter::with_capacity(WRITTEN_AT_ONCE, writer);
     while let Some(answer) = answers.recv().await {
         let write = async {
             writer.write_all(&answer.reply.encode()).await?;
             writer.write_all(&answer.bytes).await?;
-            // TLS keeps what is written until it is flushed.
+            // What is written is kept until it is flushed.
             if answers.is_empty() { writer.flush().await } else { Ok(()) }
         };
         match timeout(WRITE_TIMEOUT, write).await {
