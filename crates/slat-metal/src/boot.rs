@@ -8,6 +8,7 @@ use core::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use thiserror::Error;
 
 use crate::arch::clock;
+use crate::nodes::Nodes;
 
 /// CPUs that the image has stacks for.
 pub const MAX_CPUS: usize = 8;
@@ -117,12 +118,14 @@ const MAX_MODULES: usize = 4;
 pub struct BootInfo {
     /// The command line, without the image's name.
     pub command_line: &'static str,
+    /// Its NUMA nodes.
+    pub nodes: Nodes,
     regions: [Option<Region>; MAX_REGIONS],
     modules: [Option<Module>; MAX_MODULES],
 }
 
 impl BootInfo {
-    /// What a loader left. Entries of the memory map and modules that are too many are left out.
+    /// What a loader left, of a machine with one node. Entries of the memory map and modules that are too many are left out.
     ///
     /// # Safety
     /// The memory map is true: the guest may get what is the firmware's there. It has at most
@@ -132,7 +135,9 @@ impl BootInfo {
         regions: impl Iterator<Item = Region>,
         modules: impl Iterator<Item = Module>,
     ) -> BootInfo {
-        let mut boot = BootInfo { command_line, regions: [None; MAX_REGIONS], modules: [None; MAX_MODULES] };
+        let (regions_kept, modules_kept) = ([None; MAX_REGIONS], [None; MAX_MODULES]);
+        let nodes = Nodes::ONE;
+        let mut boot = BootInfo { command_line, nodes, regions: regions_kept, modules: modules_kept };
         boot.regions.iter_mut().zip(regions).for_each(|(place, region)| *place = Some(region));
         boot.modules.iter_mut().zip(modules).for_each(|(place, module)| *place = Some(module));
         boot

@@ -124,13 +124,16 @@ impl Cpus {
     pub fn check(&self) {
         let number = |of: &AtomicU64| Some(of.load(Ordering::Relaxed)).filter(|&number| number != 0);
         if let Some(nr_entries) = number(&self.nr_stale_entries) {
-            fail!("{nr_entries} entries into the guest left out a flush");
+            fail!(EntryFlush; "{nr_entries} entries into the guest left out a flush");
         }
         if let Some(nr_faults) = number(&self.nr_stale_pages) {
-            fail!("after {nr_faults} faults a CPU went on without a flush of the page");
+            fail!(LocalFlush; "after {nr_faults} faults a CPU went on without a flush of the page");
         }
         if let Some(nr_leaves) = number(&self.nr_conflicts) {
-            fail!("{nr_leaves} times a CPU may have had a leaf beside one of another size: no flush was between both");
+            fail!(
+                BreakFlush;
+                "{nr_leaves} times a CPU may have had a leaf beside one of another size: no flush was between both"
+            );
         }
     }
 

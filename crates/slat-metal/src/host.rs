@@ -1,8 +1,10 @@
 //! What the engine needs from this hypervisor: the one file that an embedder reads first.
 //!
 //! # Memory
-//! All of it comes from the image's allocator, and memory is mapped to itself: a host-physical
-//! address is a pointer.
+//! All of it comes from the image's allocator, which has a heap for each NUMA node
+//! ([`memory`](crate::memory)), and memory is mapped to itself: a host-physical address is a
+//! pointer. Page-table pages are on the node that the engine asks for, and the frames of a guest on
+//! that of the CPU that first uses them.
 //!
 //! # The flush
 //! It is the machine's ([`arch::flush()`]); [`cpus`](crate::cpus) has the one by
@@ -10,16 +12,17 @@
 
 #![expect(unsafe_code, reason = "promises memory and flushes to the engine")]
 
-use alloc::alloc::{alloc, dealloc};
+use alloc::alloc::dealloc;
 use alloc::sync::Arc;
 use core::alloc::Layout;
 
 use slat::format::LeafAttributes;
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
-use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, PageSize, Pfn};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, NodeId, PageSize, Pfn};
 
 use crate::arch::{self, clock};
 use crate::cpus::Cpus;
+use crate::memory;
 use crate::ram::Ram;
 
 /// What is left out on purpose, to see that the checks notice it.
@@ -108,11 +111,20 @@ pub struct MetalHost {
 unsafe impl Host for MetalHost {
     type Backing = Backing;
 
-    fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
-        // The machine has one node, and the allocator never blocks.
+    fn allocate_table(&self, layout: Layout, node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
+        let node = match node {
+            TableNode::Node(node) => node,
+            // A CPU has no other policy.
+            TableNode::Caller | TableNode::CallerPolicy => memory::own_node(),
+        };
+        // It never blocks.
         // SAFETY: a page-table page has a size.
-        let table = unsafe { alloc(layout) };
+        let table = unsafe { memory::allocate(layout, node) };
         (!table.is_null()).then(|| Hpa(table.expose_provenance() as u64))
+    }
+
+    fn node_of(&self, frame: Pfn) -> NodeId {
+        memory::node_of(frame)
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

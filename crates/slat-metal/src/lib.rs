@@ -16,8 +16,8 @@
 //! - [`suite`] and [`linux`]: the two guests. [`measure`]: a third one, by which events are
 //!   counted.
 //! - [`private`]: the memory of a vCPU that runs the image's own code.
-//! - [`boot`], [`memory`], [`console`], [`options`]: what the loader hands over, the allocator,
-//!   what the image says, the command line.
+//! - [`boot`], [`nodes`], [`memory`], [`console`], [`options`]: what the loader hands over, the NUMA
+//!   nodes, the allocator, what the image says, the command line.
 
 #![no_std]
 #![cfg(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))]
@@ -39,6 +39,7 @@ pub mod memory;
 pub mod memslot;
 #[cfg(target_arch = "x86_64")]
 pub mod migration;
+pub mod nodes;
 pub mod operations;
 pub mod options;
 pub mod private;

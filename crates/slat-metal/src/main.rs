@@ -8,7 +8,7 @@
 use core::panic::PanicInfo;
 
 use slat_metal::boot::BootInfo;
-use slat_metal::memory::Memory;
+use slat_metal::memory::{ImageAllocator, MEMORY};
 use slat_metal::start;
 
 #[cfg_attr(target_arch = "x86_64", path = "arch/x86/entry.rs")]
@@ -17,7 +17,7 @@ use slat_metal::start;
 mod entry;
 
 #[global_allocator]
-static MEMORY: Memory = Memory::new();
+static ALLOCATOR: ImageAllocator = ImageAllocator;
 
 /// Goes on as the boot CPU of the machine that `boot` describes.
 ///

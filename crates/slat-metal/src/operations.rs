@@ -275,7 +275,7 @@ impl<F: Format> Operations<F> {
         match unsafe { locked.move_page() } {
             Ok(()) => drop(self.nr_moved.fetch_add(1, Ordering::Relaxed)),
             Err(MoveError::OutOfMemory) => {}
-            Err(error @ MoveError::Written(_)) => fail!("{error}"),
+            Err(error @ MoveError::Written(_)) => fail!(Access; "{error}"),
         }
     }
 
@@ -404,7 +404,7 @@ impl<F: Format> Operations<F> {
     /// All CPUs are outside of the guest: takes the log, and compares the copy with the memory.
     pub fn check_copy(&self) {
         if let Err(error) = self.ram().check_spare() {
-            fail!("{error}");
+            fail!(Access; "{error}");
         }
         let mut copy = self.copy.lock();
         if !copy.is_on {
@@ -418,7 +418,7 @@ impl<F: Format> Operations<F> {
                 let (word, copied) = (word.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
                 if word != copied {
                     fail!(
-                        "a write was lost from the dirty log: page {page}, byte {}, is {word:#x}, and was {copied:#x} \
+                        Log; "a write was lost from the dirty log: page {page}, byte {}, is {word:#x}, and was {copied:#x} \
                          when the page was last dirty",
                         offset * 8
                     );
@@ -444,7 +444,7 @@ impl<F: Format> Operations<F> {
         for page in 0..self.ram().nr_pages() {
             let is_logged = copy.bitmap[page as usize / 64] & 1 << (page % 64) != 0;
             if is_logged != is_written(page) {
-                fail!("page {page} was written: {}; it is in the dirty log: {is_logged}", is_written(page));
+                fail!(Log; "page {page} was written: {}; it is in the dirty log: {is_logged}", is_written(page));
             }
         }
     }

@@ -47,6 +47,8 @@ pub struct Options {
     pub memory_mib: u64,
     /// What is left out on purpose.
     pub control: Control,
+    /// NUMA nodes that the machine must have, if that is said.
+    pub nr_nodes: Option<usize>,
     /// Who walks the page tables beside the machine's CPUs.
     pub walker: Walker,
 }
@@ -60,6 +62,7 @@ impl Default for Options {
             nr_operations: 100_000,
             memory_mib: 256,
             control: Control::None,
+            nr_nodes: None,
             walker: Walker::None,
         }
     }
@@ -117,6 +120,7 @@ impl Options {
                 "cpus" => options.nr_cpus = number()? as usize,
                 "seed" => options.seed = number()?,
                 "operations" => options.nr_operations = number()?,
+                "nodes" => options.nr_nodes = Some(number()? as usize),
                 "memory" => options.memory_mib = number()?,
                 "control" => {
                     let found = CONTROLS.iter().find(|(name, _)| *name == value);
@@ -151,6 +155,7 @@ mod tests {
             assert_eq!((options.guest, options.control), (guest, Control::LosePage));
         }
         assert_eq!(Options::parse("guest=measure kernel=0x1000,1").unwrap().guest, Guest::Measure);
+        assert_eq!(Options::parse("nodes=2").map(|options| options.nr_nodes), Ok(Some(2)));
         assert_eq!(Options::parse("walker=outside").map(|options| options.walker), Ok(Walker::Outside));
         assert_eq!(Options::parse(""), Ok(Options::default()));
         for bad in ["cpus=0", "cpus=9", "cpus=-1", "seed=x", "guest=", "memory=1", "control=all", "walker=inside"] {

@@ -6,10 +6,10 @@
 use core::alloc::Layout;
 use core::sync::atomic::AtomicU64;
 
-use slat::{Gpa, PAGE_SIZE, Pfn};
+use slat::{Gpa, NodeId, PAGE_SIZE, Pfn};
 
 use crate::arch::guest;
-use crate::error;
+use crate::{error, memory};
 
 /// The size of the block.
 pub const PRIVATE_BYTES: u64 = 2 << 20;
@@ -31,13 +31,15 @@ impl Private {
     /// The first byte behind the page tables. The stack grows downwards from the end of the block.
     pub const FREE: u64 = 2 * PAGE_SIZE;
 
-    /// A block of zeros but for the page tables, which the guest has at `gpa`.
-    pub fn new(gpa: Gpa) -> Private {
+    /// A block on `node`, of zeros but for the page tables, which the guest has at `gpa`.
+    pub fn new(gpa: Gpa, node: NodeId) -> Private {
         // SAFETY: the layout has a size.
-        let block = unsafe { alloc::alloc::alloc_zeroed(Private::LAYOUT) };
+        let block = unsafe { memory::allocate(Private::LAYOUT, node) };
         if block.is_null() {
             error!("no memory for the vCPUs");
         }
+        // SAFETY: allocated just now, with this size.
+        unsafe { block.write_bytes(0, PRIVATE_BYTES as usize) };
         let private = Private { address: block.expose_provenance() as u64, gpa };
         guest::write_page_tables(&private);
         private
@@ -73,7 +75,7 @@ impl Private {
 
 impl Drop for Private {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, with this layout.
+        // SAFETY: allocated by `new`, with this layout; it goes back to the global allocator.
         unsafe { alloc::alloc::dealloc(self.address as *mut u8, Private::LAYOUT) };
     }
 }

@@ -5,25 +5,30 @@
 //! page: in turns, or as [`Blocks`] says. A page that leaves its home frame makes its block small,
 //! until it is back.
 //!
+//! A frame is on the NUMA node of the CPU that asks for it: the one that first uses the page or its
+//! block, or that moves the page. Only without memory there it is on another one.
+//!
 //! Frames that were taken from the guest are filled with [`POISON`], and kept. A frame that is used
 //! again must still have it: otherwise the guest has written through a translation that it should
 //! not have had any more.
 
 #![expect(unsafe_code, reason = "reads and writes frames by their addresses")]
 
-use alloc::alloc::{alloc, dealloc};
+use alloc::alloc::dealloc;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::alloc::Layout;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use slat::host::{Resolved, Unresolved};
-use slat::{PAGE_SIZE, PageSize, Pfn};
+use slat::{NodeId, PAGE_SIZE, PageSize, Pfn};
 use spin::Mutex;
 use thiserror::Error;
 
 use crate::arch::guest::sync_memory;
 use crate::error;
+use crate::memory::{self, node_of, own_node};
+use crate::nodes::MAX_NODES;
 
 /// What frames have that the guest must not use.
 pub const POISON: u64 = 0xdead_f4a3_e000_dead;
@@ -71,6 +76,8 @@ pub enum Blocks {
 struct Block {
     /// The first frame of its home, 0 if its pages have none in common.
     home: AtomicU64,
+    /// The node that these were asked from.
+    home_node: AtomicU8,
     /// Pages that are elsewhere.
     nr_away: AtomicU32,
     /// Whether a page has had a frame: the first one decides whether the block gets its frames as a
@@ -83,11 +90,14 @@ struct Block {
 pub struct Ram {
     /// For each page its frame, 0 before the first use; and [`LOCKED`].
     pages: Box<[AtomicU64]>,
+    /// For each page that has a frame the node that it was asked from.
+    asked: Box<[AtomicU8]>,
     blocks: Box<[Block]>,
     kind: Blocks,
     fill: Fill,
-    /// Single frames that were taken from the guest. A home frame that waits for its page is not here.
-    spare: Mutex<Vec<Pfn>>,
+    /// Single frames that were taken from the guest, by their nodes. A home frame that waits for its
+    /// page is not here.
+    spare: [Mutex<Vec<Pfn>>; MAX_NODES],
 }
 
 /// A page whose frame stays as long as this exists.
@@ -126,11 +136,11 @@ fn fill_words(words: &[AtomicU64], value: u64) {
     words.iter().for_each(|word| word.store(value, Ordering::Relaxed));
 }
 
-fn allocate(nr_pages: u64) -> Option<Pfn> {
+fn allocate(nr_pages: u64, node: NodeId) -> Option<Pfn> {
     let size = (nr_pages * PAGE_SIZE) as usize;
     let layout = Layout::from_size_align(size, size).ok()?;
     // SAFETY: the layout has a size.
-    let block = unsafe { alloc(layout) };
+    let block = unsafe { memory::allocate(layout, node) };
     (!block.is_null()).then(|| Pfn(block.expose_provenance() as u64 / PAGE_SIZE))
 }
 
@@ -178,9 +188,10 @@ impl Ram {
         Ram {
             kind,
             pages: (0..nr_pages).map(|_| AtomicU64::new(0)).collect(),
+            asked: (0..nr_pages).map(|_| AtomicU8::new(0)).collect(),
             blocks: (0..nr_pages.div_ceil(BLOCK_PAGES)).map(|_| Block::default()).collect(),
             fill,
-            spare: Mutex::new(Vec::new()),
+            spare: Default::default(),
         }
     }
 
@@ -198,6 +209,18 @@ impl Ram {
     /// Whether the page has a frame already.
     pub fn is_allocated(&self, page: u64) -> bool {
         self.pages[page as usize].load(Ordering::Acquire) & !LOCKED != 0
+    }
+
+    /// The node that the frame of the page was asked from, if it has one. No page moves meanwhile.
+    pub fn asked_node(&self, page: u64) -> Option<NodeId> {
+        self.is_allocated(page).then(|| NodeId(self.asked[page as usize].load(Ordering::Relaxed).into()))
+    }
+
+    /// Publishes the frame of a page, which was asked from `node`.
+    fn publish(&self, page: u64, frame: Pfn, node: NodeId) {
+        self.asked[page as usize].store(node.0 as u8, Ordering::Relaxed);
+        // Release: the frame was filled before.
+        self.pages[page as usize].store(frame.0, Ordering::Release);
     }
 
     fn block(&self, page: u64) -> &Block {
@@ -248,9 +271,10 @@ impl Ram {
             frame => return Some(Pfn(frame)),
         }
         let is_first = !core::mem::replace(&mut *is_used, true);
+        let node = own_node();
         if is_first
             && self.is_huge(page)
-            && let Some(home) = allocate(BLOCK_PAGES)
+            && let Some(home) = allocate(BLOCK_PAGES, node)
         {
             let first = page - page % BLOCK_PAGES;
             let frame = |index| Pfn(home.0 + index);
@@ -259,17 +283,16 @@ impl Ram {
             // A page may move as soon as it has its frame, and must find its home then. Until all
             // pages have theirs, one more counts as away: no leaf maps the block as a whole.
             block.nr_away.store(1, Ordering::Relaxed);
+            block.home_node.store(node.0 as u8, Ordering::Relaxed);
             block.home.store(home.0, Ordering::Release);
-            for index in 0..BLOCK_PAGES {
-                self.pages[(first + index) as usize].store(frame(index).0, Ordering::Release);
-            }
+            (0..BLOCK_PAGES).for_each(|index| self.publish(first + index, frame(index), node));
             block.nr_away.fetch_sub(1, Ordering::Release);
             return Some(Pfn(home.0 + page % BLOCK_PAGES));
         }
-        let frame = allocate(1)?;
+        let frame = allocate(1, node)?;
         // SAFETY: allocated just now.
         self.fill(page, unsafe { words(frame) });
-        place.store(frame.0, Ordering::Release);
+        self.publish(page, frame, node);
         Some(frame)
     }
 
@@ -314,14 +337,14 @@ impl Ram {
         }
     }
 
-    /// A frame for a page that moves.
-    fn spare_frame(&self) -> Result<Pfn, MoveError> {
+    /// A frame on `node` for a page that moves.
+    fn spare_frame(&self, node: NodeId) -> Result<Pfn, MoveError> {
         let kept = {
-            let mut spare = self.spare.lock();
+            let mut spare = self.spare[node.0 as usize].lock();
             // The oldest, so that a late write has time to be seen.
             if spare.len() > KEPT_FRAMES { Some(spare.remove(0)) } else { None }
         };
-        let Some(frame) = kept else { return allocate(1).ok_or(MoveError::OutOfMemory) };
+        let Some(frame) = kept else { return allocate(1, node).ok_or(MoveError::OutOfMemory) };
         // SAFETY: a frame of this memory.
         unsafe { check_poison(frame) }?;
         Ok(frame)
@@ -332,9 +355,9 @@ impl Ram {
     /// # Errors
     /// [`Written`].
     pub fn check_spare(&self) -> Result<(), Written> {
-        self.spare.lock().iter().try_for_each(|&frame| {
-            // SAFETY: a frame of this memory.
-            unsafe { check_poison(frame) }
+        self.spare.iter().try_for_each(|spare| {
+            // SAFETY: frames of this memory.
+            spare.lock().iter().try_for_each(|&frame| unsafe { check_poison(frame) })
         })
     }
 }
@@ -364,9 +387,9 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Allocates `nr_pages` frames.
+    /// Allocates `nr_pages` frames, on the node of the calling CPU.
     pub fn allocate(nr_pages: u64) -> Option<Frames> {
-        let first = allocate(nr_pages.next_power_of_two())?;
+        let first = allocate(nr_pages.next_power_of_two(), own_node())?;
         Some(Frames { first, nr_pages })
     }
 
@@ -418,7 +441,8 @@ impl LockedPage<'_> {
         (home != 0).then(|| Pfn(home + self.page % BLOCK_PAGES)).filter(|&home| home != self.frame)
     }
 
-    /// Moves the page to its home if it is elsewhere, or else to another frame.
+    /// Moves the page to its home if it is elsewhere, or else to another frame, on the node of the
+    /// calling CPU.
     ///
     /// # Errors
     /// [`MoveError`]. The page is where it was.
@@ -429,14 +453,18 @@ impl LockedPage<'_> {
     pub unsafe fn move_page(&mut self) -> Result<(), MoveError> {
         let block = self.ram.block(self.page);
         let home = self.home();
-        let new = match home {
+        let (new, node) = match home {
             Some(home) => {
                 // SAFETY: a frame of this memory.
                 unsafe { check_poison(home) }?;
-                home
+                (home, NodeId(block.home_node.load(Ordering::Relaxed).into()))
             }
-            None => self.ram.spare_frame()?,
+            None => {
+                let node = own_node();
+                (self.ram.spare_frame(node)?, node)
+            }
         };
+        self.ram.asked[self.page as usize].store(node.0 as u8, Ordering::Relaxed);
         let old = core::mem::replace(&mut self.frame, new);
         // SAFETY: both are frames of this memory; the invalidation keeps the guest from the old
         // one.
@@ -452,7 +480,7 @@ impl LockedPage<'_> {
             block.nr_away.fetch_add(1, Ordering::Release);
             return Ok(());
         }
-        self.ram.spare.lock().push(old);
+        self.ram.spare[node_of(old).0 as usize].lock().push(old);
         Ok(())
     }
 }
@@ -473,7 +501,7 @@ impl Drop for Ram {
             unsafe { free(Pfn(home), BLOCK_PAGES) };
         }
         // SAFETY: single frames, as above.
-        self.spare.lock().drain(..).for_each(|frame| unsafe { free(frame, 1) });
+        self.spare.iter().flat_map(|spare| spare.lock().split_off(0)).for_each(|frame| unsafe { free(frame, 1) });
     }
 }
 

@@ -4,13 +4,17 @@
 #![expect(unsafe_code, reason = "starts the other CPUs")]
 
 use alloc::boxed::Box;
+use alloc::vec::Vec;
 
+use slat::NodeId;
 use spin::Once;
 
 use crate::arch::{self, clock};
 use crate::boot::{self, BootInfo};
 use crate::host::Control;
 use crate::linux::{Linux, LinuxCpu};
+use crate::memory::MEMORY;
+use crate::nodes::Nodes;
 use crate::options::{Guest, Options};
 use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
@@ -35,6 +39,10 @@ pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     if !arch::has_control(options.control) {
         error!("on this machine nothing is left out by {:?}", options.control);
     }
+    let nodes = MEMORY.nodes();
+    if let Some(wanted) = options.nr_nodes.filter(|&wanted| wanted != nodes.nr()) {
+        error!("the firmware says that the machine has {} NUMA nodes, and not {wanted}", nodes.nr());
+    }
     let migrates = matches!(options.guest, Guest::Source | Guest::Target);
     if options.control != Control::None && options.control.is_of_migration() != migrates {
         error!("with {:?} nothing is left out by {:?}", options.guest, options.control);
@@ -56,9 +64,21 @@ pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     if let Err(missing) = unsafe { arch::start_other_cpus(nr_cpus as u32) } {
         error!("{missing}");
     }
+    if let Err(error) = nodes.check_cpus(nr_cpus) {
+        error!("{error}");
+    }
     say!("{nr_cpus} CPUs, {} MiB free, seed {}", free_bytes >> 20, options.seed);
+    say_nodes(nodes, nr_cpus);
     let work = virtualization.work(options, &boot, free_bytes as u64);
     run(WORK.call_once(|| work))
+}
+
+/// Says what is on each node, where there are several.
+fn say_nodes(nodes: &Nodes, nr_cpus: usize) {
+    for node in (0..nodes.nr() as u32).map(NodeId).filter(|_| nodes.nr() > 1) {
+        let cpus: Vec<_> = (0..nr_cpus).filter(|&cpu| nodes.of_cpu(cpu) == node).collect();
+        say!("node {}: {} MiB free, CPUs {cpus:?}", node.0, MEMORY.free_bytes_on(node) >> 20);
+    }
 }
 
 /// The work with the suite, on CPUs of one kind.

@@ -40,6 +40,11 @@ const NEW_LOCK: &str = "lock.new";
 const KERNEL: &str = "vmlinuz";
 const INITRAMFS: &str = "initramfs";
 
+/// The names of figures of what was walked outside of the machine.
+pub(super) const TABLES_WALKED: &str = "tables_walked";
+pub(super) const LEAVES_WALKED: &str = "leaves_walked";
+pub(super) const LEAVES_ON_THEIR_NODE: &str = "leaves_on_their_node";
+
 /// Lines that wait to be shown: a guest that says more waits, too.
 const LINES: usize = 1024;
 
@@ -197,7 +202,7 @@ impl Machine {
             bochs::write(bochs, folder.path(), &loaded, plan, session)?;
         }
         let memory = plan.walks_outside().then(|| {
-            MachineMemory::new(plan.machine.architecture().memory_start(), plan.machine_mib() << 20)
+            MachineMemory::new(plan.machine.architecture().memory_start(), plan.nodes())
                 .map_err(|error| Failure::CannotServe(format!("a memory file for the machine: {error}")))
         });
         Ok(Machine { emulator, folder, loaded, memory: memory.transpose()?, _lock: lock })
@@ -226,8 +231,16 @@ impl Machine {
             command.args(["-seed", &plan.seed.to_string(), "-rtc", "base=2026-01-01,clock=vm"]);
         }
         command.args(["-smp", &plan.nr_machine_cpus().to_string(), "-m", &format!("{}M", plan.machine_mib())]);
-        if let Some(memory) = &self.memory {
-            command.args(memory.of_qemu(plan.machine_mib()));
+        match &self.memory {
+            Some(memory) => {
+                let backend = |mib, first| memory.of_qemu(mib, first);
+                command.args(plan.nodes().of_qemu(plan.nr_machine_cpus(), backend));
+            }
+            None if plan.nr_nodes > 1 => {
+                let backend = |mib, _| format!("memory-backend-ram,size={mib}M");
+                command.args(plan.nodes().of_qemu(plan.nr_machine_cpus(), backend));
+            }
+            None => {}
         }
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
         command.args(architecture.console(boot));
@@ -337,10 +350,9 @@ impl Machine {
         };
         let Heard { verdict, mut figures, last, compared, .. } = heard;
         if compared != Compared::default() {
-            let Compared { nr_tables, nr_leaves, nr_holes } = compared;
-            for (name, count) in
-                [("tables_walked", nr_tables), ("leaves_walked", nr_leaves), ("holes_walked", nr_holes)]
-            {
+            let Compared { nr_tables, nr_leaves, nr_holes, nr_placed } = compared;
+            let [tables, leaves] = [(TABLES_WALKED, nr_tables), (LEAVES_WALKED, nr_leaves)];
+            for (name, count) in [tables, leaves, ("holes_walked", nr_holes), (LEAVES_ON_THEIR_NODE, nr_placed)] {
                 figures.push((name.to_owned(), Unit::Count, vec![count as f64]));
             }
         }
@@ -463,10 +475,7 @@ impl Heard<'_> {
                 };
                 let failed =
                     |error| Failure::Check(format!("page tables cannot be walked in the machine's memory: {error}"));
-                let Compared { nr_tables, nr_leaves, nr_holes } = memory.check(&tables, corrupted).map_err(failed)?;
-                self.compared.nr_tables += nr_tables;
-                self.compared.nr_leaves += nr_leaves;
-                self.compared.nr_holes += nr_holes;
+                self.compared.add(memory.check(&tables, corrupted).map_err(failed)?);
                 Ok(())
             }
             Line::Verdict(verdict) => {

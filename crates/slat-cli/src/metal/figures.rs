@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::emulator::{Ended, Machine, Status};
+use super::emulator::{Ended, LEAVES_ON_THEIR_NODE, LEAVES_WALKED, Machine, Status, TABLES_WALKED};
 use super::migration::BothEnded;
 use super::plan::Plan;
-use super::protocol::Verdict;
+use super::protocol::{Check, Verdict};
 use super::{ControlArg, MachineArg};
 use crate::failure::Failure;
 use crate::quantity::{Unit, quantity};
@@ -61,8 +61,8 @@ fn both(source: Result<Verdict, String>, target: Option<Result<Verdict, String>>
     };
     match (source, target) {
         // First what the target has found: a source that has lost its target says so, too.
-        (_, Ok(Verdict::Fail(text))) => Ok(Verdict::Fail(format!("the target: {text}"))),
-        (Ok(Verdict::Fail(text)), _) => Ok(Verdict::Fail(format!("the source: {text}"))),
+        (_, Ok(Verdict::Fail(check, text))) => Ok(Verdict::Fail(check, format!("the target: {text}"))),
+        (Ok(Verdict::Fail(check, text)), _) => Ok(Verdict::Fail(check, format!("the source: {text}"))),
         (_, Ok(Verdict::Error(text))) => Ok(Verdict::Error(format!("the target: {text}"))),
         (Ok(Verdict::Error(text)), _) => Ok(Verdict::Error(format!("the source: {text}"))),
         (_, Err(why)) => Err(format!("the target: {why}")),
@@ -78,7 +78,10 @@ fn conclude(
     measured: &Measured,
     time: Duration,
 ) -> Result<Outcome, Failure> {
-    let judged = judge(plan, verdict);
+    let is_control = plan.control != ControlArg::None;
+    // A control may be noticed before the first checkpoint.
+    let walked = Walked { outside: plan.walks_outside() && !is_control, on_nodes: plan.nr_nodes > 1 };
+    let judged = judge(plan.control, verdict).and(|| walked.check(measured));
     let results = results(plan, machine, measured, time, &judged);
     let outcome = Outcome::new(results, |out| print(out, measured, time, &judged))?;
     let shortfall = match judged {
@@ -88,20 +91,74 @@ fn conclude(
     Ok(Outcome { shortfall, ..outcome })
 }
 
-/// With a control, a failure that the hypervisor reports is what must come.
-fn judge(plan: &Plan, verdict: Result<Verdict, String>) -> Judged {
-    let control = plan.control.name();
-    let is_control = plan.control != ControlArg::None;
+impl Judged {
+    /// This, unless it is right and `check` says what is wrong all the same.
+    fn and(self, check: impl FnOnce() -> Result<(), String>) -> Judged {
+        match self {
+            Judged::Right(text) => check().map_or_else(Judged::Wrong, |()| Judged::Right(text)),
+            wrong @ Judged::Wrong(_) => wrong,
+        }
+    }
+}
+
+/// What must have been walked outside of the machine.
+struct Walked {
+    /// Page tables.
+    outside: bool,
+    /// Leaves whose memory is on a node that it was asked from, of several.
+    on_nodes: bool,
+}
+
+impl Walked {
+    /// A run in which nothing was compared is no pass.
+    fn check(&self, measured: &Measured) -> Result<(), String> {
+        let is_there = |name: &str| {
+            let found = measured.iter().find(|(other, ..)| other == name);
+            found.is_some_and(|(_, _, samples)| samples.iter().any(|&count| count > 0.0))
+        };
+        if self.outside && !(is_there(TABLES_WALKED) && is_there(LEAVES_WALKED)) {
+            return Err("the page tables were never walked outside of the machine".to_owned());
+        }
+        if self.outside && self.on_nodes && !is_there(LEAVES_ON_THEIR_NODE) {
+            return Err("no page was found on the node that it was asked from".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// What notices that this is left out. A translation that is stale shows as an access, or as a
+/// write that is not in the log.
+fn noticed_by(control: ControlArg) -> &'static [Check] {
+    match control {
+        ControlArg::None => &[],
+        ControlArg::NoFlush | ControlArg::NoKick => &[Check::Access, Check::Log],
+        ControlArg::NoEntryFlush => &[Check::EntryFlush],
+        ControlArg::NoLocalFlush => &[Check::LocalFlush],
+        ControlArg::NoBreakFlush | ControlArg::FlushBeforeBreak => &[Check::BreakFlush],
+        ControlArg::CopyBeforeLog => &[Check::Log],
+        ControlArg::LosePage => &[Check::Hash],
+        ControlArg::NoWithhold => &[Check::Withheld],
+        ControlArg::SilentSource => &[Check::Silence],
+        ControlArg::WrongPte => &[Check::Tables],
+    }
+}
+
+/// With a control, the failure that it causes is what must come.
+fn judge(control: ControlArg, verdict: Result<Verdict, String>) -> Judged {
+    let (name, is_control) = (control.name(), control != ControlArg::None);
     match verdict {
         Ok(Verdict::Pass(text)) if is_control => {
-            Judged::Wrong(format!("control {control}: what was left out was not noticed: {text}"))
+            Judged::Wrong(format!("control {name}: what was left out was not noticed: {text}"))
         }
         Ok(Verdict::Pass(text)) => Judged::Right(format!("Verified: {text}.")),
-        Ok(Verdict::Fail(text)) if is_control => {
-            Judged::Right(format!("Verified: control {control} was noticed, as it must be: {text}."))
+        Ok(Verdict::Fail(check, text)) if noticed_by(control).contains(&check) => {
+            Judged::Right(format!("Verified: control {name} was noticed, as it must be: {text}."))
+        }
+        Ok(Verdict::Fail(_, text)) if is_control => {
+            Judged::Wrong(format!("control {name}: another check failed than what was left out causes: {text}"))
         }
         // Also with a control: what was left out is not why.
-        Ok(Verdict::Fail(text) | Verdict::Error(text)) => Judged::Wrong(text),
+        Ok(Verdict::Fail(_, text) | Verdict::Error(text)) => Judged::Wrong(text),
         Err(why) => Judged::Wrong(why),
     }
 }
@@ -121,7 +178,7 @@ pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     match (status.code(), &ended.verdict) {
         (Some(ENDED), Some(verdict)) if plan.machine == MachineArg::Vmx => Ok(verdict.clone()),
         (Some(PASSED), Some(verdict @ Verdict::Pass(_)))
-        | (Some(FAILED), Some(verdict @ (Verdict::Fail(_) | Verdict::Error(_)))) => Ok(verdict.clone()),
+        | (Some(FAILED), Some(verdict @ (Verdict::Fail(..) | Verdict::Error(_)))) => Ok(verdict.clone()),
         (Some(code), Some(verdict)) => {
             Err(format!("the verdict was \"{}\", but the emulator ended with {code}; {behind}", verdict.text()))
         }
@@ -171,6 +228,7 @@ pub(super) fn results_of(plan: &Plan, machine: &Machine, figures: Vec<Figure>) -
         "machine": plan.machine.name(),
         "guest": plan.guest.name(),
         "cpus": plan.nr_cpus,
+        "nodes": plan.nr_nodes,
         "seed": plan.seed,
         "operations": plan.nr_operations,
         "memory_bytes": plan.memory,
@@ -191,17 +249,56 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_control_needs_the_failure_that_it_causes() {
+        let judge = |control, verdict| judge(control, verdict);
+        let fail = |check| Ok(Verdict::Fail(check, "why".to_owned()));
+        let is_right = |judged| matches!(judged, Judged::Right(_));
+        for (control, checks) in [
+            (ControlArg::NoFlush, &[Check::Access, Check::Log][..]),
+            (ControlArg::NoEntryFlush, &[Check::EntryFlush]),
+            (ControlArg::WrongPte, &[Check::Tables]),
+            (ControlArg::SilentSource, &[Check::Silence]),
+            (ControlArg::None, &[]),
+        ] {
+            for check in [Check::Access, Check::Log, Check::EntryFlush, Check::Tables, Check::Silence, Check::Other] {
+                assert_eq!(is_right(judge(control, fail(check))), checks.contains(&check), "{control:?}, {check:?}");
+            }
+            let is_none = control == ControlArg::None;
+            assert_eq!(is_right(judge(control, Ok(Verdict::Pass("all".to_owned())))), is_none);
+            assert!(!is_right(judge(control, Ok(Verdict::Error("no memory".to_owned())))));
+            assert!(!is_right(judge(control, Err("silent".to_owned()))));
+        }
+    }
+
+    #[test]
+    fn a_suite_whose_tables_were_never_walked_does_not_pass() {
+        let counts = |counts: &[(&str, f64)]| -> Vec<_> {
+            counts.iter().map(|&(name, count)| (name.to_owned(), Unit::Count, vec![count])).collect()
+        };
+        let check = |outside, on_nodes, measured: &[(&str, f64)]| {
+            let judged = Judged::Right("all".to_owned()).and(|| Walked { outside, on_nodes }.check(&counts(measured)));
+            matches!(judged, Judged::Right(_))
+        };
+        let walked = [(TABLES_WALKED, 4.0), (LEAVES_WALKED, 9.0)];
+        assert!(check(true, false, &walked) && check(false, false, &[]));
+        assert!(!check(true, false, &[]) && !check(true, false, &[(TABLES_WALKED, 4.0)]));
+        assert!(!check(true, false, &[(TABLES_WALKED, 4.0), (LEAVES_WALKED, 0.0)]));
+        assert!(!check(true, true, &walked));
+        assert!(check(true, true, &[walked[0], walked[1], (LEAVES_ON_THEIR_NODE, 1.0)]));
+    }
+
+    #[test]
     fn what_either_machine_has_found_is_the_verdict_on_both() {
         let pass = || Ok(Verdict::Pass("right".to_owned()));
-        let fail = || Ok(Verdict::Fail("wrong".to_owned()));
+        let fail = || Ok(Verdict::Fail(Check::Log, "wrong".to_owned()));
         let error = || Ok(Verdict::Error("not run".to_owned()));
         let none = || Err("silent".to_owned());
         for (source, target, expected) in [
             (pass(), Some(pass()), Ok(Verdict::Pass("right; right".to_owned()))),
             // The source has lost its target, which has failed.
-            (fail(), Some(fail()), Ok(Verdict::Fail("the target: wrong".to_owned()))),
-            (fail(), Some(none()), Ok(Verdict::Fail("the source: wrong".to_owned()))),
-            (none(), Some(fail()), Ok(Verdict::Fail("the target: wrong".to_owned()))),
+            (fail(), Some(fail()), Ok(Verdict::Fail(Check::Log, "the target: wrong".to_owned()))),
+            (fail(), Some(none()), Ok(Verdict::Fail(Check::Log, "the source: wrong".to_owned()))),
+            (none(), Some(fail()), Ok(Verdict::Fail(Check::Log, "the target: wrong".to_owned()))),
             (error(), Some(none()), Ok(Verdict::Error("the source: not run".to_owned()))),
             (pass(), Some(error()), Ok(Verdict::Error("the target: not run".to_owned()))),
             (pass(), Some(none()), Err("the target: silent".to_owned())),

@@ -181,7 +181,7 @@ pub(super) fn run(
 fn checked(plan: &Plan, ended: Ended) -> Result<Counts, Failure> {
     match verdict(plan, &ended) {
         Ok(Verdict::Pass(_)) => Ok(Counts(ended.figures)),
-        Ok(Verdict::Fail(why) | Verdict::Error(why)) | Err(why) => Err(Failure::Check(why)),
+        Ok(Verdict::Fail(_, why) | Verdict::Error(why)) | Err(why) => Err(Failure::Check(why)),
     }
 }
 

@@ -26,6 +26,7 @@ mod figures;
 mod initramfs;
 mod measure;
 mod migration;
+mod nodes;
 mod packages;
 mod plan;
 mod process;
@@ -54,7 +55,7 @@ use source::Source;
     allow_negative_numbers = true,
     after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --machine arm\n\
                   Example: slat metal --guest suite --operations 1000000\nExample: slat metal --guest measure\n\
-                  Example: slat metal --guest migration --seed 2"
+                  Example: slat metal --guest suite --nodes 2\nExample: slat metal --guest migration --seed 2"
 )]
 pub(crate) struct MetalArgs {
     /// Second-stage hardware of the emulated machine
@@ -66,6 +67,11 @@ pub(crate) struct MetalArgs {
     /// Number of CPUs of the guest, up to 7 [default: 2; measure and wild: 1]
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=7))]
     cpus: Option<u32>,
+    /// Number of NUMA nodes of the machine, up to 4
+    ///
+    /// CPUs are on them in turns, and each has an equal share of the memory.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=4), hide_short_help = true)]
+    nodes: u32,
     #[arg(long, value_name = "N", default_value_t = 1, help = SEED)]
     seed: u64,
     /// Operations beside the guest [default: 100000 or 20000]

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::architecture::{Architecture, Magic};
+use super::nodes::NodeMemory;
 use super::{
     ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, LEAST_VMX_MEMORY, MachineArg, MetalArgs, OPERATIONS,
 };
@@ -28,6 +29,7 @@ pub(super) struct Plan {
     pub(super) machine: MachineArg,
     pub(super) guest: GuestArg,
     pub(super) nr_cpus: u32,
+    pub(super) nr_nodes: u32,
     pub(super) seed: u64,
     pub(super) nr_operations: u64,
     /// Of the guest, in bytes.
@@ -99,6 +101,11 @@ impl Plan {
         if args.control == ControlArg::WrongPte && args.guest != GuestArg::Suite {
             return usage("--control wrong-pte goes with --guest suite");
         }
+        if args.nodes != 1
+            && !(args.machine == MachineArg::Svm && matches!(args.guest, GuestArg::Suite | GuestArg::Linux))
+        {
+            return usage("--nodes goes with --machine svm and --guest suite or linux");
+        }
         if !measures && args.peer != PeerArg::Auto {
             return usage("--peer goes with --guest measure");
         }
@@ -125,6 +132,7 @@ impl Plan {
             machine: args.machine,
             guest: args.guest,
             nr_cpus: args.cpus.unwrap_or(if measures || is_wild { 1 } else { 2 }),
+            nr_nodes: args.nodes,
             seed: args.seed,
             nr_operations: args.operations.unwrap_or(match (args.machine, args.guest) {
                 (MachineArg::Arm | MachineArg::RiscV, _) | (MachineArg::Vmx, GuestArg::Linux) => FEWER_OPERATIONS,
@@ -146,6 +154,11 @@ impl Plan {
         // No copy is kept up of a guest that migrates.
         let nr_copies = if self.guest == GuestArg::Migration { 1 } else { 2 };
         (nr_copies * self.memory + HYPERVISOR_MEMORY) >> 20
+    }
+
+    /// The nodes of the machine's memory.
+    pub(super) fn nodes(&self) -> NodeMemory {
+        NodeMemory::new(self.machine.architecture().memory_start(), self.machine_mib(), self.nr_nodes)
     }
 
     /// Whether the guest's page tables are walked outside of the machine: QEMU shares its memory,
@@ -190,6 +203,7 @@ impl Plan {
             self.nr_operations,
             self.memory >> 20
         );
+        let words = if self.nr_nodes > 1 { format!("{words} nodes={}", self.nr_nodes) } else { words };
         let words = if self.walks_outside() { words + " walker=outside" } else { words };
         match self.control {
             // The hypervisor leaves nothing out.
@@ -285,6 +299,19 @@ mod tests {
         let words = plan.kernel_words();
         assert!(words.contains("clocksource=tsc tsc=reliable hpet=disable") && words.ends_with(" quiet"), "{words}");
         assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (512, 3));
+    }
+
+    #[test]
+    fn the_hypervisor_is_told_how_many_nodes_there_are() {
+        let plan = plan("slat metal --guest suite --nodes 2 --operations 5").unwrap();
+        assert_eq!(plan.hypervisor_words(), "guest=suite cpus=2 seed=1 operations=5 memory=256 nodes=2 walker=outside");
+        assert_eq!(plan.nodes().mib(), plan.machine_mib());
+        for line in ["--guest measure", "--guest suite --machine arm", "--guest migration"] {
+            assert!(
+                matches!(super::tests::plan(&format!("slat metal --nodes 2 {line}")), Err(Failure::Usage(_))),
+                "{line}"
+            );
+        }
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! - `figure NAME VALUE UNIT`, in base units; a name that comes again has one more sample;
 //! - `ready TEXT`: another machine may start, which this one needs;
 //! - `tables WORDS`: where page tables are that are to be walked ([`walker`](super::walker));
-//! - `verdict pass TEXT`, `verdict fail TEXT` (a check found something wrong), `verdict error TEXT`
-//!   (the run could not be made): the last one.
+//! - `verdict pass TEXT`, `verdict fail CHECK TEXT` (a check found something wrong: the name of a
+//!   [`Check`]), `verdict error TEXT` (the run could not be made): the last one.
 //!
 //! Every other line is of the emulator. A CPU that fails while another prints does not wait for it:
 //! so these two may come in the middle of a line.
@@ -40,22 +40,59 @@ pub(super) enum Verdict {
     /// All that was checked was right.
     Pass(String),
     /// A check found something wrong.
-    Fail(String),
+    Fail(Check, String),
     /// The run could not be made.
     Error(String),
 }
 
 impl Verdict {
     pub(super) fn text(&self) -> &str {
-        let (Verdict::Pass(text) | Verdict::Fail(text) | Verdict::Error(text)) = self;
+        let (Verdict::Pass(text) | Verdict::Fail(_, text) | Verdict::Error(text)) = self;
         text
     }
+
+    /// The failure with these words.
+    fn fail(words: &str) -> Verdict {
+        let (name, text) = words.split_once(' ').unwrap_or((words, ""));
+        match CHECKS.iter().find(|(other, _)| *other == name) {
+            Some(&(_, check)) => Verdict::Fail(check, text.to_owned()),
+            None => Verdict::Fail(Check::Other, words.to_owned()),
+        }
+    }
 }
+
+/// The check that found something wrong: `console.rs` of slat-metal has what each is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Check {
+    Access,
+    Log,
+    EntryFlush,
+    LocalFlush,
+    BreakFlush,
+    Tables,
+    Hash,
+    Withheld,
+    Silence,
+    Other,
+}
+
+const CHECKS: [(&str, Check); 10] = [
+    ("access", Check::Access),
+    ("log", Check::Log),
+    ("entry-flush", Check::EntryFlush),
+    ("local-flush", Check::LocalFlush),
+    ("break-flush", Check::BreakFlush),
+    ("tables", Check::Tables),
+    ("hash", Check::Hash),
+    ("withheld", Check::Withheld),
+    ("silence", Check::Silence),
+    ("other", Check::Other),
+];
 
 impl Line {
     pub(super) fn parse(line: &str) -> Line {
         let behind = |words| line.split_once(words).map(|(_, text): (_, &str)| text.to_owned());
-        let failed = behind("verdict fail ").map(Verdict::Fail);
+        let failed = behind("verdict fail ").map(|words| Verdict::fail(&words));
         let ended = failed.or_else(|| behind("verdict error ").map(Verdict::Error)).map(Line::Verdict);
         ended.or_else(|| parse(line)).unwrap_or_else(|| Line::Other(line.to_owned()))
     }
@@ -85,7 +122,7 @@ fn parse(line: &str) -> Option<Line> {
         "tables" => Tables::parse(rest).map(Line::Tables),
         "verdict" => match rest.split_once(' ').unwrap_or((rest, "")) {
             ("pass", text) => Some(Line::Verdict(Verdict::Pass(text.to_owned()))),
-            ("fail", text) => Some(Line::Verdict(Verdict::Fail(text.to_owned()))),
+            ("fail", words) => Some(Line::Verdict(Verdict::fail(words))),
             ("error", text) => Some(Line::Verdict(Verdict::Error(text.to_owned()))),
             _ => None,
         },
@@ -122,14 +159,15 @@ mod tests {
         let figure = Line::Figure { name: "clear".to_owned(), value: 2.35, unit: Unit::Instructions };
         assert_eq!(Line::parse("figure clear 2.35 instructions"), figure);
         assert_eq!(Line::parse("verdict pass all held"), Line::Verdict(Verdict::Pass("all held".to_owned())));
-        assert_eq!(Line::parse("verdict fail"), Line::Verdict(Verdict::Fail(String::new())));
+        assert_eq!(Line::parse("verdict fail"), Line::Verdict(Verdict::Fail(Check::Other, String::new())));
         let error = Line::Verdict(Verdict::Error("too little memory".to_owned()));
         assert_eq!(Line::parse("verdict error too little memory"), error);
-        let fail = Line::Verdict(Verdict::Fail("page 7".to_owned()));
-        assert_eq!(
-            [Line::parse("verdict fail page 7"), Line::parse("say 10 opverdict fail page 7")],
-            [fail.clone(), fail]
-        );
+        let fail = |check, text: &str| Line::Verdict(Verdict::Fail(check, text.to_owned()));
+        assert_eq!(Line::parse("verdict fail page 7"), fail(Check::Other, "page 7"));
+        assert_eq!(Line::parse("say 10 opverdict fail log page 7"), fail(Check::Log, "page 7"));
+        for (name, check) in CHECKS {
+            assert_eq!(Line::parse(&format!("verdict fail {name} x y")), fail(check, "x y"));
+        }
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! The emulator has the machine's memory in a file of this process. At checkpoints the hypervisor
 //! says where the page tables are and what the engine's queries find in them (`suite/tables.rs` in
 //! slat-metal has the protocol), and waits. A walk of every address, entry by entry, must find the
-//! same: what is mapped, to which frame, by which size, W, X, the memory type, A and D.
+//! same: what is mapped, to which frame, by which size, W, X, the memory type, A and D. And frames
+//! and page-table pages are on the NUMA nodes that they were asked from.
 //!
 //! # What is not compared
 //! - Which pages are kept from the CPUs, so that their next access is observed: these are present
@@ -23,6 +24,8 @@ use slat::{Hpa, PAGE_SIZE, PageSize, Pfn};
 use slat_machine::hardware::walk::foreign::{Entry, ForeignMemory, Leaf, memory_file};
 use slat_machine::hardware::walk::{HardwareFormat, Marks, Memory, Processor};
 
+use super::nodes::NodeMemory;
+
 /// Where page tables are, and what the engine says of them: a line of the hypervisor.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Tables {
@@ -38,6 +41,8 @@ pub(super) struct Tables {
     keeps_dirty: bool,
     /// The address of the mappings, and how many there are.
     mappings: (u64, u64),
+    /// The node of all page-table pages but the root, if they have one.
+    node: Option<u32>,
     answer: u64,
 }
 
@@ -83,6 +88,10 @@ impl Tables {
             keeps_pages: is("access", "faults", "bits")?,
             keeps_dirty: is("dirty", "kept", "exact")?,
             mappings: (number(address)?, number(nr).filter(|&nr| nr <= MAX_MAPPINGS)?),
+            node: match value("tables")? {
+                "any" => None,
+                node => Some(node.parse().ok()?),
+            },
             answer: number(value("answer")?)?,
         })
     }
@@ -101,6 +110,8 @@ struct Mapping {
     /// The engine's numbers of memory type and execution.
     memory: u8,
     execute: u8,
+    /// The node that the memory was asked from, if that is known.
+    node: Option<u32>,
 }
 
 impl Mapping {
@@ -108,8 +119,10 @@ impl Mapping {
         let size = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G].get((flags & 3) as usize).copied()?;
         let bit = |shift: u32| flags >> shift & 1 != 0;
         let (memory, execute) = ((flags >> 8) as u8, (flags >> 16) as u8);
+        let node = u32::from((flags >> 24) as u8).checked_sub(1);
         gpa.checked_add(nr_pages.checked_mul(PAGE_SIZE)?)?;
-        Some(Mapping { gpa, nr_pages, pfn, size, writable: bit(2), accessed: bit(3), dirty: bit(4), memory, execute })
+        let (writable, accessed, dirty) = (bit(2), bit(3), bit(4));
+        Some(Mapping { gpa, nr_pages, pfn, size, writable, accessed, dirty, memory, execute, node })
     }
 
     fn end(&self) -> u64 {
@@ -130,6 +143,18 @@ pub(super) struct Compared {
     /// Leaf PTEs, and PTEs that map nothing.
     pub(super) nr_leaves: u64,
     pub(super) nr_holes: u64,
+    /// Leaf PTEs whose memory is on the node that it was asked from.
+    pub(super) nr_placed: u64,
+}
+
+impl Compared {
+    /// Adds what was compared in other page tables.
+    pub(super) fn add(&mut self, other: Compared) {
+        self.nr_tables += other.nr_tables;
+        self.nr_leaves += other.nr_leaves;
+        self.nr_holes += other.nr_holes;
+        self.nr_placed += other.nr_placed;
+    }
 }
 
 /// The machine's memory, as long as it runs.
@@ -138,6 +163,7 @@ pub(super) struct MachineMemory {
     file: OwnedFd,
     /// Where the machine has it.
     start: u64,
+    nodes: NodeMemory,
 }
 
 /// A bit of a leaf PTE that is wrong on purpose: of the frame's number, in each format.
@@ -153,17 +179,16 @@ pub(super) enum Corrupted {
 }
 
 impl MachineMemory {
-    /// Memory of `size_bytes` that a machine has from `start` on.
-    pub(super) fn new(start: u64, size_bytes: u64) -> io::Result<MachineMemory> {
-        Ok(MachineMemory { file: memory_file(size_bytes)?, start })
+    /// Memory that a machine has from `start` on, on these nodes.
+    pub(super) fn new(start: u64, nodes: NodeMemory) -> io::Result<MachineMemory> {
+        Ok(MachineMemory { file: memory_file(nodes.mib() << 20)?, start, nodes })
     }
 
-    /// The words for QEMU.
-    pub(super) fn of_qemu(&self, size_mib: u64) -> [String; 4] {
+    /// The kind of memory for QEMU, of `mib` MiB from `first` on in the file.
+    pub(super) fn of_qemu(&self, mib: u64, first: u64) -> String {
         // A name without a comma, which this user can open.
         let path = format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd());
-        let object = format!("memory-backend-file,id=ram,size={size_mib}M,share=on,mem-path={path}");
-        ["-object".to_owned(), object, "-machine".to_owned(), "memory-backend=ram".to_owned()]
+        format!("memory-backend-file,size={mib}M,offset={first}M,share=on,mem-path={path}")
     }
 
     /// Walks `tables`, and answers. A difference is in the answer, and so in the hypervisor's
@@ -177,7 +202,8 @@ impl MachineMemory {
         })?;
         let mappings = self.read_mappings(tables)?;
         let look = || ForeignMemory::of_file(&self.file, Hpa(self.start));
-        let compared = compare(tables, &mappings, [&look()?, &look()?], corrupted);
+        let expected = Expected { tables, mappings, nodes: &self.nodes };
+        let compared = compare(&expected, [&look()?, &look()?], corrupted);
         let (verdict, text) = match &compared {
             Ok(_) => (RIGHT, ""),
             Err(difference) => (WRONG, difference.as_str()),
@@ -213,9 +239,16 @@ impl MachineMemory {
     }
 }
 
+/// What a walk must find.
+struct Expected<'t> {
+    tables: &'t Tables,
+    mappings: BTreeMap<u64, Mapping>,
+    nodes: &'t NodeMemory,
+}
+
 /// Walks all addresses of the tables, and compares them with the engine's mappings.
 /// Of the two looks at the memory the first is for what is wrong on purpose: a walk sets A and D.
-type Compare = fn(&Tables, &BTreeMap<u64, Mapping>, [&ForeignMemory; 2], Corrupted) -> Result<Compared, String>;
+type Compare = fn(&Expected<'_>, [&ForeignMemory; 2], Corrupted) -> Result<Compared, String>;
 
 /// That of the format `name`.
 fn comparison(name: &str) -> Option<Compare> {
@@ -231,11 +264,11 @@ fn comparison(name: &str) -> Option<Compare> {
 }
 
 fn compare<F: HardwareFormat>(
-    tables: &Tables,
-    mappings: &BTreeMap<u64, Mapping>,
+    expected: &Expected<'_>,
     [first, memory]: [&ForeignMemory; 2],
     corrupted: Corrupted,
 ) -> Result<Compared, String> {
+    let tables = expected.tables;
     let processor = Processor {
         levels: tables.levels,
         gpa_bits: tables.gpa_bits,
@@ -254,17 +287,45 @@ fn compare<F: HardwareFormat>(
     let mut compared = Compared { nr_tables: 1, ..Compared::default() };
     for entry in memory.entries::<F>(root, processor) {
         let entry = entry.map_err(|stop| format!("a walk of {} tables fails: {stop}", F::NAME))?;
-        compare_entry::<F>(tables, mappings, &entry)?;
-        match entry.leaf {
+        let mapping = compare_entry::<F>(expected, &entry)?;
+        match mapping {
             Some(_) => compared.nr_leaves += 1,
             None => compared.nr_holes += 1,
         }
+        compared.nr_placed += u64::from(compare_nodes(expected, &entry, mapping)?);
     }
     Ok(compared)
 }
 
-/// Compares what the walker found with what the engine has for the same addresses.
-fn compare_entry<F: Format>(tables: &Tables, mappings: &BTreeMap<u64, Mapping>, entry: &Entry) -> Result<(), String> {
+/// Compares the nodes of the page-table page that has the PTE and of the memory that it maps with
+/// those that they were asked from. Returns whether the memory has such a node.
+fn compare_nodes(expected: &Expected<'_>, entry: &Entry, mapping: Option<&Mapping>) -> Result<bool, String> {
+    let nodes = expected.nodes;
+    let table = nodes.of(entry.pte.0);
+    // The root is there before the engine is asked for any memory: it is where its creator was.
+    let asked = expected.tables.node.filter(|_| entry.pte.0 & !(PAGE_SIZE - 1) != expected.tables.root);
+    if asked.is_some_and(|asked| table != Some(asked)) {
+        return Err(format!(
+            "the page-table page of the PTE at {:#x} is on node {table:?}, not {asked:?}",
+            entry.pte.0
+        ));
+    }
+    let Some((leaf, asked)) = entry.leaf.zip(mapping.and_then(|mapping| mapping.node)) else { return Ok(false) };
+    let start = leaf.frame.0 * PAGE_SIZE;
+    let found = [start, start + entry.size_bytes - 1].map(|address| nodes.of(address));
+    if found != [Some(asked); 2] {
+        let (gpa, frame) = (entry.gpa, leaf.frame);
+        return Err(format!(
+            "the memory at {gpa} was asked from node {asked}, and its frames from {frame} on are on {found:?}"
+        ));
+    }
+    Ok(true)
+}
+
+/// Compares what the walker found with what the engine has for the same addresses, which it
+/// returns.
+fn compare_entry<'e, F: Format>(expected: &'e Expected<'_>, entry: &Entry) -> Result<Option<&'e Mapping>, String> {
+    let Expected { tables, mappings, .. } = expected;
     let (start, end) = (entry.gpa.0, entry.gpa.0.saturating_add(entry.size_bytes));
     // Those that begin before the end of the entry, from the last one on, and end behind its start.
     let mut engine =
@@ -282,14 +343,14 @@ fn compare_entry<F: Format>(tables: &Tables, mappings: &BTreeMap<u64, Mapping>, 
     };
     let Some(leaf) = entry.leaf else {
         let is_kept = |mapping: &Mapping| tables.keeps_pages && !mapping.accessed && !mapping.writable;
-        return if engine.all(is_kept) { Ok(()) } else { differs("nothing is mapped for the walker") };
+        return if engine.all(is_kept) { Ok(None) } else { differs("nothing is mapped for the walker") };
     };
     let Some(mapping) = engine.next().filter(|mapping| mapping.gpa <= start && end <= mapping.end()) else {
         return differs("nothing is mapped for the engine, or less");
     };
     match difference::<F>(tables, mapping, &leaf, (start - mapping.gpa) / PAGE_SIZE) {
         Some(what) => differs(what),
-        None => Ok(()),
+        None => Ok(Some(mapping)),
     }
 }
 
@@ -341,14 +402,15 @@ mod tests {
     fn line(access: &str, dirty: &str, nr_mappings: usize) -> String {
         format!(
             "format=npt root={ROOT:#x} levels=4 gpa_bits=48 features=0x0 pat=0x7040600070406 access={access} \
-             dirty={dirty} mappings={MAPPINGS:#x},{nr_mappings} answer={ANSWER:#x}"
+             dirty={dirty} tables=any mappings={MAPPINGS:#x},{nr_mappings} answer={ANSWER:#x}"
         )
     }
 
     /// The answer for tables with the leaf `pte`, where the engine has `mappings`: `None` if all is
     /// right.
     fn answer(pte: u64, mappings: &[[u64; 4]], line: &str, corrupted: Corrupted) -> Option<String> {
-        let memory = MachineMemory::new(START, 0x10000).unwrap();
+        // Two nodes; the memory that is mapped is on the first one.
+        let memory = MachineMemory::new(START, NodeMemory::new(START, 2, 2)).unwrap();
         let write = |address, word: u64| memory.write(address, &word.to_le_bytes()).unwrap();
         (0..3).for_each(|level| write(ROOT + 0x1000 * level, (ROOT + 0x1000 * (level + 1)) | 0x27));
         write(PTE, pte);
@@ -403,6 +465,27 @@ mod tests {
     }
 
     #[test]
+    fn memory_and_tables_on_another_node_are_told() {
+        // In the machine's memory: the first node, and the second one.
+        let frames = [START >> 12, (START >> 12) + 256];
+        let mapping = |frame: u64, node: u64| [0x5000, 1, frame, 0b1_1100 | node << 24];
+        let check = |frame: u64, node, tables| {
+            let line = line("bits", "exact", 1).replace("tables=any", tables);
+            answer(frame << 12 | LEAF & 0xfff, &[mapping(frame, node)], &line, Corrupted::Nothing)
+        };
+        for (node, frame) in (1..).zip(frames) {
+            assert_eq!(check(frame, node, "tables=any"), None);
+            assert_eq!(check(frame, 0, "tables=0"), None);
+            let text = check(frame, 3 - node, "tables=any").unwrap();
+            assert!(text.starts_with(&format!("the memory at 0x5000 was asked from node {}", 2 - node)), "{text}");
+            // Memory that the machine has not is on no node.
+            assert!(check(frame + 512, node, "tables=any").is_some());
+        }
+        let text = check(frames[0], 1, "tables=1").unwrap();
+        assert!(text.contains(" is on node Some(0), not Some(1)"), "{text}");
+    }
+
+    #[test]
     fn what_the_engine_alone_has_may_be_missing() {
         let [gpa, nr_pages, pfn, flags] = MAPPING;
         let check = |pte, flags, access, dirty| {
@@ -441,6 +524,7 @@ mod tests {
             ("gpa_bits=48", "gpa_bits=64"),
             ("access=bits", "access=b"),
             ("dirty=exact", "dirty="),
+            ("tables=any", "tables=x"),
             (",1 ", ",1048577 "),
             ("root=0x", "root=x"),
             ("features=0x0", "features=0x100000000"),
@@ -448,11 +532,11 @@ mod tests {
         ] {
             assert_eq!(Tables::parse(&good.replace(from, to)), None, "{to}");
         }
-        let memory = MachineMemory::new(START, 0x10000).unwrap();
+        let memory = MachineMemory::new(START, NodeMemory::new(START, 1, 1)).unwrap();
         // What cannot be compared is an error of the command, and no difference.
         for (from, to, error) in [
             ("answer=0x8", "answer=0x7", io::ErrorKind::InvalidInput),
-            ("mappings=0x8", "mappings=0x9", io::ErrorKind::InvalidData),
+            ("mappings=0x80", "mappings=0x90", io::ErrorKind::InvalidData),
             ("mappings=0x8", "mappings=0x7", io::ErrorKind::InvalidData),
             ("format=npt", "format=shadow", io::ErrorKind::Unsupported),
         ] {

@@ -282,7 +282,7 @@ impl<C: LinuxCpu> Linux<C> {
             DONE => *self.stage.lock() = Stage::Done { rounds: first, pages: second },
             // Without a page: the process itself.
             FAILED if (first, second) == (0, 0) => fail!("the guest's first process failed; its last line says why"),
-            FAILED => fail!("the guest found another content at its address {first:#x}, page {second}"),
+            FAILED => fail!(Access; "the guest found another content at its address {first:#x}, page {second}"),
             _ => return NO_SUCH_CALL,
         }
         0

@@ -15,6 +15,7 @@ use crate::arch::measured;
 use crate::boot;
 use crate::cpus::{Cpus, Presence};
 use crate::host::{Backing, Control, MetalHost};
+use crate::memory::own_node;
 use crate::operations::{MetalVcpu, MetalVm};
 use crate::private::{PRIVATE_BYTES, Private};
 use crate::ram::{Blocks, Ram};
@@ -73,7 +74,7 @@ impl<V: VirtualCpu> Subject<V> {
         if (0..NR_PAGES).any(|page| ram.frame(page).is_none()) {
             error!("no memory to measure");
         }
-        let private = Private::new(PRIVATE_START);
+        let private = Private::new(PRIVATE_START, own_node());
         let text = boot::image_text();
         // SAFETY: the image's text, which the guest may only read, and private memory, which goes
         // after the VM.

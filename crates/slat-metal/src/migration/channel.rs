@@ -122,7 +122,7 @@ impl Channel {
     pub fn check_other(&self, lost: &str) {
         self.beat();
         if self.silence_ms().is_some_and(|silence_ms| silence_ms > MAX_SILENCE_MS) {
-            fail!("the other machine has been silent for {} s: {lost}", MAX_SILENCE_MS / 1000);
+            fail!(Silence; "the other machine has been silent for {} s: {lost}", MAX_SILENCE_MS / 1000);
         }
     }
 

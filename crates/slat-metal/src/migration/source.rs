@@ -382,7 +382,7 @@ impl Source {
                     if self.control == Control::SilentSource && nr_served == nr_left / 2 {
                         say!("this machine is silent from now on");
                         self.channel.wait_for_silence();
-                        fail!("the other machine has lost the guest, as it should");
+                        fail!(Silence; "the other machine has lost the guest, as it should");
                     }
                     let Some(locked) = self.memslot.ram().lock(page) else { fail!("page {page} has no frame") };
                     let words = locked.words().iter().map(|word| word.load(Ordering::Relaxed));

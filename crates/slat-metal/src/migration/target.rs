@@ -259,7 +259,7 @@ impl Target {
             let found = ram.lock(page).map_or_else(hash_of_zeros, |locked| hash_of(locked.words()));
             if found != expected {
                 fail!(
-                    "page {page} is not that of the guest, and is not left for post-copy: hash {found:#x}, and the \
+                    Hash; "page {page} is not that of the guest, and is not left for post-copy: hash {found:#x}, and the \
                      guest had {expected:#x}"
                 );
             }
@@ -309,7 +309,7 @@ impl Target {
     fn bring(&self, page: u64, expected: u64, words: &Payload) {
         let found = words.iter().fold(Hash::new(), |hash, &word| hash.with(word)).value();
         if found != expected {
-            fail!("page {page} came with the hash {found:#x}, and the guest had {expected:#x}");
+            fail!(Hash; "page {page} came with the hash {found:#x}, and the guest had {expected:#x}");
         }
         let ram = self.memslot.ram();
         let Some(locked) = ram.frame(page).and_then(|_| ram.lock(page)) else {
@@ -317,7 +317,7 @@ impl Target {
         };
         match self.memslot.vm().translate(self.memslot.gpa(page)) {
             Ok(None) => {}
-            Ok(Some(_)) => fail!("the guest could access page {page} before it came"),
+            Ok(Some(_)) => fail!(Withheld; "the guest could access page {page} before it came"),
             Err(error) => fail!("the translation of page {page} could not be read: {error}"),
         }
         locked.words().iter().zip(words).for_each(|(place, &word)| place.store(word, Ordering::Relaxed));

@@ -10,6 +10,8 @@
 //!   A and D (where CPUs set them) and the dirty log have exactly these (`round`).
 //! - Twice in a checkpoint, if a walker outside of the machine reads the page tables: it finds what
 //!   the engine's queries do (`tables`).
+//! - Frames and page-table pages are on the NUMA nodes that they were asked from (`round`), also by
+//!   what that walker knows of the nodes.
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::check`](crate::cpus::Cpus::check)).
 
@@ -22,13 +24,14 @@ mod tables;
 
 use alloc::sync::Arc;
 
-use slat::Config;
 use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
 use slat::format::Format;
-use slat::tables::{AccessTracking, FaultAround};
+use slat::tables::{AccessTracking, FaultAround, TablePlacement};
+use slat::{Config, NodeId};
 use spin::Mutex;
 
 use crate::console::{self, Verdict};
+use crate::memory::MEMORY;
 use crate::options::Options;
 use crate::say;
 use crate::virtual_cpu::VirtualCpu;
@@ -43,6 +46,7 @@ struct Way {
     huge_page_logging: HugePageLogging,
     manual_protect: ManualProtect,
     fault_around: FaultAround,
+    table_placement: TablePlacement,
 }
 
 const WAYS: [Way; 5] = [
@@ -53,6 +57,7 @@ const WAYS: [Way; 5] = [
         huge_page_logging: HugePageLogging::Split,
         manual_protect: ManualProtect::Disabled,
         fault_around: FaultAround::Off,
+        table_placement: TablePlacement::HugePageNode,
     },
     Way {
         name: "write-protected leaves",
@@ -61,6 +66,7 @@ const WAYS: [Way; 5] = [
         huge_page_logging: HugePageLogging::SplitLazily,
         manual_protect: ManualProtect::Enabled,
         fault_around: FaultAround::Off,
+        table_placement: TablePlacement::CallerNode,
     },
     Way {
         name: "dirty bits",
@@ -69,6 +75,7 @@ const WAYS: [Way; 5] = [
         huge_page_logging: HugePageLogging::Split,
         manual_protect: ManualProtect::Disabled,
         fault_around: FaultAround::Off,
+        table_placement: TablePlacement::Node(NodeId(1)),
     },
     Way {
         name: "lazily, with fault-around",
@@ -77,6 +84,7 @@ const WAYS: [Way; 5] = [
         huge_page_logging: HugePageLogging::Split,
         manual_protect: ManualProtect::InitiallySet,
         fault_around: FaultAround::Pages(16),
+        table_placement: TablePlacement::CallerPolicy,
     },
     Way {
         name: "the CPU's log of modifications",
@@ -85,6 +93,7 @@ const WAYS: [Way; 5] = [
         huge_page_logging: HugePageLogging::Split,
         manual_protect: ManualProtect::Enabled,
         fault_around: FaultAround::Off,
+        table_placement: TablePlacement::HugePageNode,
     },
 ];
 
@@ -105,6 +114,7 @@ impl Way {
         config.huge_page_logging = self.huge_page_logging;
         config.manual_protect = self.manual_protect;
         config.fault_around = self.fault_around;
+        config.table_placement = self.table_placement;
         config
     }
 }
@@ -190,6 +200,7 @@ pub fn finish(done: Done) -> ! {
     let Done { nr_operations, nr_accesses } = done;
     console::figure("operations", nr_operations, "1");
     console::figure("accesses", nr_accesses, "1");
+    console::figure("nodes", MEMORY.nodes().nr() as u64, "1");
     console::figures();
     console::end(
         Verdict::Pass,

@@ -9,8 +9,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use fastrand::Rng;
 use slat::format::{Format, LeafAttributes};
-use slat::tables::AccessTracking;
-use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, Vm};
+use slat::tables::{AccessTracking, TablePlacement};
+use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, NodeId, PAGE_SIZE, PageSize, Pfn, Vm};
 
 use super::barrier::Barrier;
 use super::guest::{self, Command, MAX_PAGES, Mailbox, Planned};
@@ -20,6 +20,7 @@ use super::tables;
 use crate::boot;
 use crate::cpus::Cpus;
 use crate::host::{Backing, Control, MetalHost};
+use crate::memory::MEMORY;
 use crate::operations::{MetalVm, Operations};
 use crate::options::{Options, Walker};
 use crate::private::{PRIVATE_BYTES, Private};
@@ -91,8 +92,11 @@ impl<V: VirtualCpu> Round<V> {
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config).unwrap_or_else(|error| error!("no VM: {error}"));
         let vm = Arc::new(vm);
         let ram = Arc::new(Ram::new(NR_PAGES, fill));
-        let privates: Vec<_> =
-            (0..options.nr_cpus as u64).map(|cpu| Private::new(Gpa(PRIVATE_START.0 + cpu * PRIVATE_BYTES))).collect();
+        // On the node of the CPU that runs the vCPU.
+        let node = |cpu| MEMORY.nodes().of_cpu(cpu as usize);
+        let privates: Vec<_> = (0..options.nr_cpus as u64)
+            .map(|cpu| Private::new(Gpa(PRIVATE_START.0 + cpu * PRIVATE_BYTES), node(cpu)))
+            .collect();
         for (cpu, private) in privates.iter().enumerate() {
             let mailbox = mailbox(private);
             let set = |word: &AtomicU64, value| word.store(value, Ordering::Relaxed);
@@ -200,6 +204,7 @@ impl<V: VirtualCpu> Round<V> {
         self.operations.turn_log_on();
         self.operations.unmap_all();
         self.cpus.check();
+        self.check_placement();
     }
 
     /// The guest has made the accesses of checkpoint `number`: A, D and the log must say so.
@@ -217,7 +222,35 @@ impl<V: VirtualCpu> Round<V> {
             let text = boot::image_text();
             let privates = self.privates.iter().map(|private| (private.gpa, PRIVATE_BYTES / PAGE_SIZE));
             let others = [(Gpa(text.start), text.size_bytes() / PAGE_SIZE), (START, NR_PAGES)];
-            tables::check(&self.vm, &self.config, privates.chain(others).chain(probed::places()));
+            let ranges = privates.chain(others).chain(probed::places());
+            tables::check(&self.vm, &self.config, ranges, |gpa| self.asked_node(gpa));
+        }
+    }
+
+    /// The node that the memory at `gpa` was asked from, if that is known.
+    fn asked_node(&self, gpa: Gpa) -> Option<NodeId> {
+        let of_private = |private: &Private| (private.gpa.0..private.gpa.0 + PRIVATE_BYTES).contains(&gpa.0);
+        match self.privates.iter().position(of_private) {
+            Some(cpu) => Some(MEMORY.nodes().of_cpu(cpu)),
+            None => self.operations.ram().asked_node(self.operations.page_of(gpa)?),
+        }
+    }
+
+    /// Each node has memory enough for what is asked from it. And page-table pages that follow the
+    /// memory that they map are on its node.
+    fn check_placement(&self) {
+        let nr_elsewhere = MEMORY.nr_elsewhere();
+        if nr_elsewhere != 0 {
+            fail!("{nr_elsewhere} allocations came from another node than they asked for");
+        }
+        let stats = self.vm.stats();
+        let (of_faults, of_splits) = (stats.remote_fault_tables, stats.remote_split_tables);
+        let is_near = self.config.table_placement == TablePlacement::HugePageNode;
+        if is_near && (of_faults, of_splits) != (0, 0) {
+            fail!(
+                "{of_faults} page-table pages of faults and {of_splits} of splits are on another \
+                 node than the memory that they were linked for"
+            );
         }
     }
 

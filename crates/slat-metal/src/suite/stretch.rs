@@ -89,7 +89,7 @@ impl<V: VirtualCpu> Stretches<V> {
             Some(Report::WrongProbe) => "a page that should not be there",
             None => "nonsense from the guest",
         };
-        fail!("{what}: vCPU {}, page {page}, expected {expected:#x}, found {found:#x}", self.number);
+        fail!(Access; "{what}: vCPU {}, page {page}, expected {expected:#x}, found {found:#x}", self.number);
     }
 
     fn fail(&self, what: core::fmt::Arguments<'_>) -> ! {

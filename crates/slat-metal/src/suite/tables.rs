@@ -8,24 +8,28 @@
 //! - `access`: whether the CPUs set A (`bits`), or a page may be kept from them (`faults`);
 //! - `dirty`: whether D of the engine is that of the PTE (`exact`), or may be one that the dirty log
 //!   has taken from it (`kept`);
+//! - `tables`: the node that all page-table pages but the root must be on, or `any`;
 //! - `mappings`: the address of the mappings, and how many there are. Each is of four words: the
-//!   guest-physical address, pages of 4 KiB, the first frame, and [`flags`];
+//!   guest-physical address, pages of 4 KiB, the first frame, and [`flags`] with the node that the
+//!   memory must be on;
 //! - `answer`: the address of an [`Answer`].
 //!
 //! The reader writes the text of the answer, its length, and then the verdict.
 
 use alloc::boxed::Box;
+use alloc::string::ToString;
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use slat::dirty::DirtyTracking;
 use slat::format::Format;
-use slat::tables::{AccessTracking, Translation};
-use slat::{Config, Gpa, PAGE_SIZE, PageSize};
+use slat::tables::{AccessTracking, TablePlacement, Translation};
+use slat::{Config, Gpa, NodeId, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::arch::clock;
 use crate::console;
+use crate::memory::MEMORY;
 use crate::operations::MetalVm;
 use crate::{error, fail};
 
@@ -97,15 +101,23 @@ fn flags(found: &Translation) -> u64 {
     size | bit(found.writable, 2) | bit(found.accessed, 3) | bit(found.dirty, 4) | memory | execute
 }
 
+/// From this bit on the flags have the number of a node plus 1, or 0 for any node.
+const NODE_SHIFT: u32 = 24;
+
 /// What the engine says of the pages of `ranges`: pages one after the other in frames one after the
-/// other are one mapping.
-fn mappings<F: Format>(vm: &MetalVm<F>, ranges: impl Iterator<Item = (Gpa, u64)>) -> Vec<[u64; 4]> {
+/// other are one mapping. `asked` says which node their memory was asked from.
+fn mappings<F: Format>(
+    vm: &MetalVm<F>,
+    ranges: impl Iterator<Item = (Gpa, u64)>,
+    asked: impl Fn(Gpa) -> Option<NodeId>,
+) -> Vec<[u64; 4]> {
     let tables = vm.read_tables().unwrap_or_else(|error| error!("the page tables cannot be read: {error}"));
     let mut cursor = tables.cursor();
     let mut all: Vec<[u64; 4]> = Vec::new();
     for gpa in ranges.flat_map(|(start, nr_pages)| (0..nr_pages).map(move |page| start.0 + page * PAGE_SIZE)) {
         let Some(found) = cursor.query(Gpa(gpa)) else { continue };
-        let (pfn, new_flags) = (found.pfn.0, flags(&found));
+        let node = asked(Gpa(gpa)).map_or(0, |node| u64::from(node.0) + 1);
+        let (pfn, new_flags) = (found.pfn.0, flags(&found) | node << NODE_SHIFT);
         match all.last_mut() {
             Some([start, nr_pages, first, flags])
                 if *start + *nr_pages * PAGE_SIZE == gpa && *first + *nr_pages == pfn && *flags == new_flags =>
@@ -119,20 +131,30 @@ fn mappings<F: Format>(vm: &MetalVm<F>, ranges: impl Iterator<Item = (Gpa, u64)>
 }
 
 /// Has the page tables of `vm`, which was created with `config`, walked outside of the machine. Its
-/// memslots are in `ranges`: their first address, and pages. The run ends if the walker finds
-/// anything else than the engine. No CPU is in the guest, or changes the tables.
-pub(super) fn check<F: Format>(vm: &MetalVm<F>, config: &Config, ranges: impl Iterator<Item = (Gpa, u64)>) {
-    let (all, answer) = (mappings(vm, ranges), Answer::new());
+/// memslots are in `ranges`: their first address, and pages. Their memory was asked from the nodes
+/// that `asked` says. The run ends if the walker finds anything else than the engine. No CPU is in
+/// the guest, or changes the tables.
+pub(super) fn check<F: Format>(
+    vm: &MetalVm<F>,
+    config: &Config,
+    ranges: impl Iterator<Item = (Gpa, u64)>,
+    asked: impl Fn(Gpa) -> Option<NodeId>,
+) {
+    let (all, answer) = (mappings(vm, ranges, asked), Answer::new());
     let access = if config.access_tracking == AccessTracking::Faults { "faults" } else { "bits" };
     let dirty = match config.dirty_tracking {
         DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => "kept",
         _ => "exact",
     };
+    let tables = match config.table_placement {
+        TablePlacement::Node(node) if (node.0 as usize) < MEMORY.nodes().nr() => node.0.to_string(),
+        _ => "any".to_string(),
+    };
     console::line(
         "tables",
         format_args!(
             "format={} root={:#x} levels={} gpa_bits={} features={:#x} pat={:#x} access={access} dirty={dirty} \
-             mappings={:#x},{} answer={:#x}",
+             tables={tables} mappings={:#x},{} answer={:#x}",
             F::NAME,
             vm.root().0,
             vm.root_level().0,
@@ -146,7 +168,7 @@ pub(super) fn check<F: Format>(vm: &MetalVm<F>, config: &Config, ranges: impl It
     );
     match answer.wait() {
         Ok(RIGHT) => {}
-        Ok(WRONG) => fail!("{}", alloc::string::String::from_utf8_lossy(&answer.text())),
+        Ok(WRONG) => fail!(Tables; "{}", alloc::string::String::from_utf8_lossy(&answer.text())),
         Ok(verdict) => error!("the answer for the page tables makes no sense: {verdict:#x}"),
         Err(no_answer) => error!("{no_answer}"),
     }

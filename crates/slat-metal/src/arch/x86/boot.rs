@@ -1,12 +1,14 @@
 //! What the boot loader hands over: command line, modules, memory map (Multiboot Specification
-//! 0.6.96), and the start of the other CPUs.
+//! 0.6.96); the nodes; and the start of the other CPUs.
 
 #![expect(unsafe_code, reason = "reads what the boot loader wrote, and starts CPUs at an address")]
 
 use core::slice;
 
 use multiboot::information::{MemoryManagement, MemoryType, Multiboot, PAddr};
+use thiserror::Error;
 
+use super::acpi::{self, AcpiError};
 use super::apic::{self, Delivery};
 use super::clock;
 use crate::boot::{
@@ -49,12 +51,38 @@ fn after_name(text: &'static str) -> &'static str {
     text.split_once(' ').map_or("", |(_, rest)| rest.trim())
 }
 
-/// Reads what a multiboot loader left at `info`. `None` if there is nothing that makes sense.
+/// The machine is not described in a way that makes sense.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+pub enum BootError {
+    /// The boot loader's part.
+    #[error("the boot loader left no memory map")]
+    NoMemoryMap,
+    /// The firmware's part.
+    #[error(transparent)]
+    Acpi(#[from] AcpiError),
+}
+
+/// Reads what a multiboot loader left at `info`, and the firmware's tables.
+///
+/// # Errors
+/// [`BootError`].
 ///
 /// # Safety
-/// A multiboot loader has entered the image with this address in `ebx`, and what it left has not
-/// been overwritten.
-pub unsafe fn read(info: u32) -> Option<BootInfo> {
+/// A multiboot loader has entered the image with this address in `ebx`, and neither what it left has
+/// been overwritten nor what the firmware left.
+pub unsafe fn read(info: u32) -> Result<BootInfo, BootError> {
+    // SAFETY: as the caller promises.
+    let mut boot = unsafe { read_multiboot(info) }.ok_or(BootError::NoMemoryMap)?;
+    // SAFETY: as the caller promises; `boot.s` has mapped memory.
+    boot.nodes = unsafe { acpi::nodes(&boot) }?;
+    Ok(boot)
+}
+
+/// What a multiboot loader left at `info`. `None` if there is nothing that makes sense.
+///
+/// # Safety
+/// As for [`read`].
+unsafe fn read_multiboot(info: u32) -> Option<BootInfo> {
     let mut memory = Identity;
     // SAFETY: as the caller promises.
     let multiboot = unsafe { Multiboot::from_ptr(PAddr::from(info), &mut memory) }?;

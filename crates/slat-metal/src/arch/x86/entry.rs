@@ -9,7 +9,7 @@ use slat_metal::start;
 #[unsafe(no_mangle)]
 extern "C" fn boot_cpu_main(info: u32) -> ! {
     // SAFETY: the value of `ebx` at the multiboot entry.
-    let Some(boot) = (unsafe { boot::read(info) }) else { slat_metal::error!("the boot loader left no memory map") };
+    let boot = unsafe { boot::read(info) }.unwrap_or_else(|error| slat_metal::error!("{error}"));
     // SAFETY: the boot CPU comes here once.
     unsafe { crate::boot_cpu(boot) }
 }

@@ -3,6 +3,7 @@
 
 #![expect(unsafe_code, reason = "starts the other CPUs")]
 
+pub mod acpi;
 pub mod apic;
 pub mod boot;
 pub mod clock;
@@ -14,6 +15,7 @@ pub mod measured;
 pub mod page;
 pub mod pci;
 pub mod registers;
+pub mod srat;
 pub mod svm;
 pub mod vmx;
 mod wild;
@@ -82,11 +84,12 @@ impl Virtualization {
 
 /// Sets up the calling CPU. Returns how it runs guests.
 pub fn set_up() -> Virtualization {
-    cpu::set_up();
+    // First: before it knows its number, a CPU allocates nothing.
     if !apic::is_there() {
         error!("the CPU has no x2APIC");
     }
     apic::enable();
+    cpu::set_up();
     // The page tables of `guest` have such pages.
     let extended = CpuId::new().get_extended_processor_and_feature_identifiers();
     if !extended.is_some_and(|features| features.has_1gib_pages()) {

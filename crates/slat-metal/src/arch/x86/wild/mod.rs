@@ -33,6 +33,7 @@ use crate::boot;
 use crate::console::{self, Verdict};
 use crate::cpus::{Cpus, Presence};
 use crate::host::{Backing, Control, MetalHost};
+use crate::memory::own_node;
 use crate::operations::MetalVm;
 use crate::options::Options;
 use crate::private::{PRIVATE_BYTES, Private};
@@ -130,7 +131,7 @@ impl Wild {
         let vm = Arc::new(vm);
         let guard = || Frames::allocate(1).unwrap_or_else(|| error!("no memory for guards"));
         let mut guards: Vec<_> = (0..NR_GUARDS).map(|_| guard()).collect();
-        let private = Private::new(program::PRIVATE_START);
+        let private = Private::new(program::PRIVATE_START, own_node());
         let ram = Arc::new(Ram::new(program::RAM_BYTES / PAGE_SIZE, |_, words| {
             words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         }));
