@@ -300,7 +300,7 @@ impl<F: Format> Operations<F> {
             if self.control == Control::CopyBeforeLog && copy.nr_harvests % HARVESTS_FOR_ALL == 0 {
                 self.copy_all(&copy);
                 // So that an emulator that runs the CPUs in turns lets the guest write.
-                (0..8).for_each(|_| core::hint::spin_loop());
+                (0..64).for_each(|_| core::hint::spin_loop());
                 self.take_log(&mut copy);
             } else {
                 self.update(&mut copy);

@@ -29,8 +29,12 @@ pub const NR_HOT_PAGES: u64 = 16;
 /// How often the guest accesses a page with which it stays for a while, and in how many steps it
 /// does so once. Emulators forget translations at each exit. Meanwhile there is no exit unless the
 /// page changes, so that a flush which another CPU leaves out is found.
-const STAY: u64 = 4096;
-const STAY_ONCE_IN: u64 = 128;
+const STAY: u64 = 1024;
+const STAY_ONCE_IN: u64 = 64;
+
+/// Accesses of a stay after which an emulator that runs the CPUs in turns goes to the next one: its
+/// operation comes while this CPU has the page's translation.
+const STAY_TURN: u64 = 128;
 
 /// What the hypervisor asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -230,6 +234,16 @@ impl<'m> Attack<'m> {
     }
 }
 
+/// Does `access` so often.
+fn stay(nr_times: u64, access: impl Fn()) {
+    for time in 1..=nr_times {
+        access();
+        if time.is_multiple_of(STAY_TURN) {
+            core::hint::spin_loop();
+        }
+    }
+}
+
 /// Where a vCPU begins, with its mailbox as the argument.
 ///
 /// # Safety
@@ -273,9 +287,9 @@ pub unsafe extern "C" fn guest_main(mailbox: &Mailbox) -> ! {
                 // A probe is one, and none without memory to probe.
                 nr_accesses += if number % 16 < 14 { nr_times } else { u64::from(nr_probed_pages != 0) };
                 match number % 16 {
-                    0..=5 => (0..nr_times).for_each(|_| attack.read(page)),
-                    6..=11 => (0..nr_times).for_each(|_| attack.write(page)),
-                    12..=13 => (0..nr_times).for_each(|_| attack.execute(page)),
+                    0..=5 => stay(nr_times, || attack.read(page)),
+                    6..=11 => stay(nr_times, || attack.write(page)),
+                    12..=13 => stay(nr_times, || attack.execute(page)),
                     _ if nr_probed_pages == 0 => {}
                     _ => {
                         let page = (number >> 8) % nr_probed_pages;

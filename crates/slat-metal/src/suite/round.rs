@@ -42,9 +42,12 @@ const PRIVATE_START: Gpa = Gpa(0x18_0000_0000);
 const STRETCHES: u64 = 400;
 
 /// Steps of the guest in a stretch: mostly a few, so that there are many operations, and now and
-/// then so many that a CPU stays in the guest while others do their operations.
-const STEPS: u64 = 64;
-const MANY_STEPS: u64 = 2000;
+/// then so many that a CPU stays in the guest while others do their operations. Most of the time of
+/// a run goes into the exits of these steps: an emulator takes 30 us for one.
+const STEPS: u64 = 24;
+const MANY_STEPS: u64 = 1000;
+/// In how many stretches one has many steps.
+const MANY_ONCE_IN: u8 = 64;
 
 /// Memslots.
 const IMAGE_SLOT: u32 = 0;
@@ -168,7 +171,7 @@ impl<V: VirtualCpu> Round<V> {
         for checkpoint in 1..=share.div_ceil(STRETCHES) {
             mailbox.command.store(Command::Random as u64, Ordering::Relaxed);
             for _ in 0..STRETCHES.min(share - (checkpoint - 1) * STRETCHES) {
-                let nr_steps = if rng.u8(0..32) == 0 { MANY_STEPS } else { STEPS };
+                let nr_steps = if rng.u8(0..MANY_ONCE_IN) == 0 { MANY_STEPS } else { STEPS };
                 mailbox.nr_steps.store(nr_steps, Ordering::Relaxed);
                 stretches.run(self);
                 if rng.u8(0..16) == 0 {
