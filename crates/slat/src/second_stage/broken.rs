@@ -48,7 +48,6 @@ use crate::operation::Operation;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
-use crate::table::invalidation_seq::InvalidationSeq;
 use crate::table::node;
 use crate::table::pte::{Breaking, Frozen, Pte, State};
 use crate::table::pte_ref::Changed;
@@ -70,21 +69,24 @@ pub(crate) struct BrokenPinned<F> {
     value: Pte<F>,
     level: Level,
     gfn: Gfn,
-    /// The counter of sequence numbers, read after the PTE. Each split of a pinned leaf takes a
-    /// number before it breaks the leaf, so an equal number says that this is the same split.
-    seen: InvalidationSeq,
+    /// The epoch, read before the PTE. The page-table page that the PTE names is used again only
+    /// after it was retired, which ends an epoch: in the same one, this is the same split.
+    epoch: u64,
 }
 
 impl<F: Format> BrokenPinned<F> {
     /// Flushes, and links the page-table page, unless another thread has done so. Called outside of
     /// guards.
     pub(crate) fn finish<H: Host>(self, op: Operation<'_, H, F>) {
-        let BrokenPinned { value, level, gfn, seen } = self;
+        let BrokenPinned { value, level, gfn, epoch } = self;
         op.flush(&[gfn.block(level)]);
         let locked = op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(op.tree, &locked.guard, gfn);
         let (found, _) = cursor.descend_to(level);
-        if found == value && cursor.level() == level && op.tree.current_seq() == seen {
+        // The epoch after the PTE: who names the page-table page anew has seen the epoch that its
+        // retirement began, and the PTE was read with acquire. Until the exchange it cannot be freed,
+        // since this guard has found it.
+        if found == value && cursor.level() == level && op.tree.epochs.current() == epoch {
             // SAFETY: it is the page-table page that was filled for this PTE. Every thread links it
             // that finds the PTE broken, and none cancels, so that it is the tree's in any case.
             let _: Result<(), Changed> =
@@ -98,30 +100,35 @@ impl<F: Format> BrokenPinned<F> {
 ///
 /// Another thread may have linked the page-table page meanwhile. It may then be unlinked and freed,
 /// and name the next split of the same leaf, mapped anew, which no flush of this thread serves. So
-/// the caller finishes what it finds, as other threads do. Each further round is due to a number
-/// that was taken during the flush.
+/// the caller finishes what it finds, as other threads do. Each further round is due to page-table
+/// pages that were retired during the flush.
 pub(super) fn finish_pinned<H: Host, F: Format>(op: Operation<'_, H, F>, gfn: Gfn, level: Level) {
     let find = || {
         let locked = op.pin_locked(Side::Read);
         let cursor = find_broken(op, &locked.guard, gfn, level)?;
-        let value = cursor.pte().load();
-        if value.state(level) != State::Broken {
-            return None;
-        }
-        pinned_split(op, &locked.guard, &cursor, value)
+        let (epoch, value) = load_broken(op, &cursor)?;
+        pinned_split(op, &locked.guard, &cursor, value, epoch)
     };
     while let Some(pinned) = find() {
         pinned.finish(op);
     }
 }
 
-/// The split under way at the cursor's PTE, which was found broken as `value`, if it is that of a
-/// pinned leaf.
+/// The epoch, and then the cursor's PTE, if that is broken.
+fn load_broken<H: Host, F: Format>(op: Operation<'_, H, F>, cursor: &Cursor<'_, H, F>) -> Option<(u64, Pte<F>)> {
+    let epoch = op.tree.epochs.current();
+    let value = cursor.pte().load();
+    (value.state(cursor.level()) == State::Broken).then_some((epoch, value))
+}
+
+/// The split under way at the cursor's PTE, which was found broken as `value` after `epoch` was
+/// read, if it is that of a pinned leaf.
 fn pinned_split<H: Host, F: Format>(
     op: Operation<'_, H, F>,
     guard: &Guard<'_>,
     cursor: &Cursor<'_, H, F>,
     value: Pte<F>,
+    epoch: u64,
 ) -> Option<BrokenPinned<F>> {
     let (level, gfn) = (cursor.level(), cursor.gfn());
     if !F::BREAK_BEFORE_MAKE || value.breaking() != Breaking::Split {
@@ -131,8 +138,7 @@ fn pinned_split<H: Host, F: Format>(
     let parts = unsafe { node::linked_ptes::<H, F>(op.host(), guard, value.table_of_broken(), level.down()) };
     // Once the page-table page is linked its parts may change, and the PTE is not broken any more.
     let is_pinned = parts.at(0).load().is_pinned();
-    let seen = op.tree.current_seq();
-    is_pinned.then_some(BrokenPinned { value, level, gfn, seen })
+    is_pinned.then_some(BrokenPinned { value, level, gfn, epoch })
 }
 
 /// Cancels what is under way at the cursor's PTE, which was found broken; or returns what must be
@@ -143,12 +149,9 @@ pub(crate) fn cancel<H: Host, F: Format>(
     guard: &Guard<'_>,
     cursor: &Cursor<'_, H, F>,
 ) -> Option<BrokenPinned<F>> {
-    let (pte, level) = (cursor.pte(), cursor.level());
-    let value = pte.load();
-    if value.state(level) != State::Broken {
-        return None;
-    }
-    if let Some(pinned) = pinned_split(op, guard, cursor, value) {
+    let level = cursor.level();
+    let (epoch, value) = load_broken(op, cursor)?;
+    if let Some(pinned) = pinned_split(op, guard, cursor, value, epoch) {
         return Some(pinned);
     }
     let (table, breaking) = (value.table_of_broken(), value.breaking());

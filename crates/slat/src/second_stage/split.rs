@@ -227,10 +227,6 @@ fn break_leaf<H: Host, F: Format>(
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
-    if value.is_pinned() {
-        // Before the exchange: see `broken::BrokenPinned`.
-        op.tree.next_seq();
-    }
     // A pinned leaf is in no log.
     let keeps_write = value.is_pinned()
         || (without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs()));

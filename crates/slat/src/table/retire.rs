@@ -186,9 +186,16 @@ impl Epochs {
     /// open with it did.
     #[inline]
     pub(crate) fn has_retired_since(&self, guard: &NestedGuard<'_>) -> bool {
-        // Relaxed: this thread's own store. Acquire: as in `announce`.
+        // Relaxed: this thread's own store.
         let epoch = guard.participant().announced.load(Ordering::Relaxed);
-        self.epoch.load(Ordering::Acquire) != epoch
+        self.current() != epoch
+    }
+
+    /// The current epoch. Each retirement ends one.
+    #[inline]
+    pub(crate) fn current(&self) -> u64 {
+        // Acquire: as in `announce`.
+        self.epoch.load(Ordering::Acquire)
     }
 
     #[inline]

@@ -111,6 +111,8 @@ impl Drop for InsideHost {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Call {
     Flush,
+    /// The end of a flush, before it returns.
+    FlushEnd,
     Resolve,
     Allocate(AllocationWait),
     LeafZapped,
@@ -156,6 +158,9 @@ pub struct TestHost {
     /// Allocations that still succeed; negative: all do.
     allocations_left: AtomicI64,
     quarantine: Mutex<VecDeque<(u64, Layout)>>,
+    /// Whether the page-table page that was freed last is allocated next.
+    pub reuses_tables: AtomicBool,
+    pub nr_reused_tables: AtomicU64,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
     /// Whether a VM is made that reports each leaf.
     needs_zapped_leaves: bool,
@@ -206,6 +211,8 @@ impl Default for TestHost {
             tables: Mutex::default(),
             allocations_left: AtomicI64::new(-1),
             quarantine: Mutex::default(),
+            reuses_tables: AtomicBool::new(false),
+            nr_reused_tables: AtomicU64::new(0),
             flushes: Mutex::default(),
             needs_zapped_leaves: true,
             zapped: Mutex::default(),
@@ -269,6 +276,16 @@ impl TestHost {
         if let Some(CallHook { run, .. }) = due {
             run();
         }
+    }
+
+    /// The page-table page that was freed last, if it is allocated next.
+    fn freed_last(&self, layout: Layout) -> Option<*mut u8> {
+        if !self.reuses_tables.load(Ordering::SeqCst) {
+            return None;
+        }
+        let (table, _) = self.quarantine.lock().unwrap().pop_back_if(|(_, freed)| *freed == layout)?;
+        self.nr_reused_tables.fetch_add(1, Ordering::SeqCst);
+        Some((table - BIAS) as *mut u8)
     }
 
     /// The node of a page-table page that is requested on `node`.
@@ -398,8 +415,10 @@ unsafe impl Host for TestHost {
         if left > 0 {
             self.allocations_left.store(left - 1, Ordering::SeqCst);
         }
-        // SAFETY: the layout is not of size zero.
-        let pointer = unsafe { alloc(with_memory(layout)) };
+        let pointer = self.freed_last(layout).unwrap_or_else(|| {
+            // SAFETY: the layout is not of size zero.
+            unsafe { alloc(with_memory(layout)) }
+        });
         assert!(!pointer.is_null());
         // SAFETY: just allocated. Garbage, so that no code relies on zeroes.
         unsafe { pointer.write_bytes(0xa5, layout.size()) };
@@ -498,6 +517,7 @@ unsafe impl Host for TestHost {
         self.gate.wait_for_accesses();
         broken::flushed(ranges);
         self.flushes.lock().unwrap().push(ranges.to_vec());
+        self.called(Call::FlushEnd);
     }
 
     fn flush_local(&self, gpa: Gpa) {

@@ -1,8 +1,8 @@
 //! Calls for pinned memory that other calls overtake, at each point.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 
 use super::pinned::{SHIFT, assert_mapped, mapping, pages, pinned_vm, region};
 use crate::common::broken::{self, Breaking};
@@ -177,6 +177,50 @@ fn a_pinned_leaf_that_is_broken_for_a_split_is_finished() {
         assert!(nr_overtaken >= 2, "{nr_overtaken}");
         (1..).take_while(|nth| split_overtaken::<Stage2>(*nth, call)).count();
     }
+}
+
+/// A split whose page-table page is linked by another call, unlinked, freed, and used again for the
+/// next split of the same leaf, all before its flush returns. That flush does not serve the next
+/// split, which the observer notices: a page-table page in place of a leaf that was not flushed.
+fn split_after_another<F: Format>() {
+    let vm = pinned_vm::<Breaking<F>>(Config::default(), 2048);
+    vm.map_range(&mapping(0, 2048, PageSize::Size2M)).unwrap();
+    broken::observe(&vm);
+    let (is_broken, wait_until_broken) = mpsc::channel();
+    let (go_on, wait_to_go_on) = mpsc::channel();
+    let next = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let host = vm.host();
+            let wait = move || {
+                is_broken.send(()).unwrap();
+                wait_to_go_on.recv().unwrap();
+            };
+            host.overtake(Call::Flush, 1, wait);
+            assert_eq!(vm.unmap_range(pages(600, 1)), Ok(1));
+        }
+    };
+    let (other, (send_thread, thread)) = (Arc::clone(&vm), mpsc::channel());
+    vm.host().overtake(Call::FlushEnd, 1, move || {
+        assert_eq!(other.unmap_range(pages(512, 512)), Ok(512));
+        other.reclaim();
+        assert_eq!(other.map_range(&mapping(512, 512, PageSize::Size2M)), Ok(()));
+        other.host().reuses_tables.store(true, Ordering::SeqCst);
+        send_thread.send(std::thread::spawn(next)).unwrap();
+        wait_until_broken.recv().unwrap();
+        assert_eq!(other.host().nr_reused_tables.load(Ordering::SeqCst), 1);
+    });
+    assert_eq!(vm.unmap_range(pages(700, 3)), Ok(3));
+    let _: (u64, u64) = broken::observed();
+    go_on.send(()).unwrap();
+    thread.recv().unwrap().join().unwrap();
+    assert_mapped(&vm, pages(0, 2048), |page| ![600, 700, 701, 702].contains(&page));
+}
+
+#[test]
+fn a_split_links_nothing_that_a_later_split_has_broken() {
+    split_after_another::<Npt>();
+    split_after_another::<Stage2>();
 }
 
 each!(threads_map_and_unmap_beside_each_other, threads);
