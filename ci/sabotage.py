@@ -48,7 +48,7 @@ SABOTAGES = {
         'let Some(max_level) = tree.in_flight.free_level(self.gfn, cursor.level()) else {',
         'let Some(max_level) = free.map(|level| level.min(cursor.level())) else {'),
     'a leaf is installed whatever the number': (
-        'vcpu/act.rs', 'if seq != seen || cursor.level() > highest', 'if cursor.level() > highest'),
+        'vcpu/act.rs', 'if seq != seen || cursor.level() > plan.level', 'if cursor.level() > plan.level'),
     'a new page-table page begins with number 0': (
         'second_stage/install.rs', 'let beside = Pte::empty(seq.flushed());',
         'let beside = Pte::empty(InvalidationSeq::FIRST);'),
@@ -84,7 +84,7 @@ SABOTAGES = {
     'an abort leaves a plain number': (
         'second_stage/broken.rs', 'if F::BREAK_BEFORE_MAKE { seq.unflushed() } else { seq }', 'seq'),
     'a fault does not flush before it installs': (
-        'vcpu.rs', 'self.op.flush(&[self.gfn.block(plan.level)]);', ''),
+        'vcpu/resolve.rs', 'self.op.flush(&[self.gfn.block(plan.level)]);', ''),
     'an invalidation of a part clears the flag without a flush': (
         'second_stage/zap.rs', 'self.op.flush(&[gfn.block(level)]);', ''),
     'a fault links page-table pages at an unflushed PTE': (
