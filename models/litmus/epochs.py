@@ -189,8 +189,15 @@ TESTS = [
         "retired-since", "A fault finds a range withdrawn, and the epoch as before its page-table page was retired.", (
             (ADVANCE, rmw("ranges", 1, "Release", at="table/in_flight.rs InFlight::withdraw word.fetch_and")),
             (load("ranges", "Acquire", "ranges", at="table/in_flight.rs RangesInFlight::free_level word.load"),
-             load("epoch", "Acquire", "epoch", at=f"{RETIRE} Epochs::has_retired_since epoch.load")),
+             load("epoch", "Acquire", "epoch", at=f"{RETIRE} Epochs::current epoch.load")),
         ), "1:ranges=1 1:epoch=0", (Weaker("0.1=Relaxed", "a"), Weaker("1.0=Relaxed", "alr")),
+    ),
+    Test(
+        "split-again", "A thread finds its page-table page in a later split, and the epoch as before its retirement.", (
+            (ADVANCE, exchange(1)),
+            (load("pte", "Acquire", "pte", at=LOAD_PTE),
+             load("epoch", "Acquire", "epoch", at=f"{RETIRE} Epochs::current epoch.load")),
+        ), "1:pte=1 1:epoch=0", (Weaker("1.0=Relaxed", "alr"),),
     ),
     Test(
         "generations", "A push-down succeeds on what a turn protects that its guard should have held up.", (
