@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
+use tokio::signal::unix::{SignalKind, signal};
 
 use super::TlsArgs;
 use crate::snapshot::{OpenWith, SnapshotName};
@@ -87,9 +88,13 @@ pub async fn run(args: &ShareArgs) -> Result<(), SourceError> {
             server
         }
     };
+    // Either signal ends it in order: the file of a socket goes with it.
+    let mut end = signal(SignalKind::terminate())
+        .map_err(|error| SourceError::Io { what: "wait for signals".to_string(), error })?;
     tokio::select! {
         () = server.serve() => {}
         _ = tokio::signal::ctrl_c() => {}
+        _ = end.recv() => {}
     }
     Ok(())
 }
