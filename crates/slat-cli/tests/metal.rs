@@ -109,6 +109,7 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --control no-local-flush", "--control no-local-flush has no meaning with --machine svm"),
         ("metal --machine arm --control no-kick", "--control no-kick has no meaning with --machine arm"),
         ("metal --machine riscv --control flush-before-break", "no meaning with --machine riscv"),
+        ("metal --guest measure --nodes 2", "--nodes goes with --machine svm and --guest suite or linux"),
         ("metal --guest suite --peer kvm", "--peer goes with --guest measure"),
         ("metal --machine vmx --guest suite --qemu qemu", "--qemu goes with --machine svm, arm or riscv"),
         ("metal --guest wild --cpus 2", "--guest wild has one CPU; leave --cpus out"),
@@ -178,6 +179,8 @@ printf 'a word of \\033[31mthe guest\\r\\n'
 echo 'qemu: something of its own' >&2
 echo \"qemu: warning: TCG doesn't support requested feature: x\" >&2
 echo 'progress 1 2 by leaf' >&2
+echo 'figure tables_walked 4 1' >&2
+echo 'figure leaves_walked 9 1' >&2
 echo 'figure operations 1000 1' >&2
 echo 'figure pause 0.5 s' >&2
 echo 'figure pause 1.5 s' >&2
@@ -228,17 +231,26 @@ fn the_emulator_gets_the_machine() {
         "-display none -nodefaults -no-reboot -serial stdio -debugcon file:/dev/stderr",
         "-device isa-debug-exit,iobase=0xf4,iosize=1 -kernel slat-metal",
         "-append guest=suite cpus=3 seed=5 operations=7 memory=1024 walker=outside",
-        "-object memory-backend-file,id=ram,size=2304M,share=on,mem-path=/proc/",
-        "-machine memory-backend=ram",
+        "-object memory-backend-file,size=2304M,offset=0M,share=on,mem-path=/proc/",
+        ",id=ram0 -machine memory-backend=ram0",
     ] {
         assert!(text.contains(words), "no '{words}' in:\n{text}");
     }
-    assert!(!text.contains("-initrd") && !text.contains("control"), "{text}");
+    assert!(!text.contains("-initrd") && !text.contains("control") && !text.contains("-numa"), "{text}");
+    let text = stdout(&run("nodes", script, "--cpus 3 --nodes 2"));
+    for words in [
+        "memory-backend-file,size=384M,offset=384M,share=on,mem-path=/proc/",
+        ",id=ram1 -numa node,nodeid=1,memdev=ram1,cpus=1 ",
+        " memory=256 nodes=2 walker=outside",
+    ] {
+        assert!(text.contains(words), "no '{words}' in:\n{text}");
+    }
 }
 
 #[test]
 fn machines_of_other_architectures_have_their_cpus_and_consoles() {
-    let script = "echo \"say $*\" >&2; echo 'verdict pass seen' >&2; exit 33";
+    let script = "echo \"say $*\" >&2; echo 'figure tables_walked 4 1' >&2; echo 'figure leaves_walked 9 1' >&2
+                  echo 'verdict pass seen' >&2; exit 33";
     for (machine, words) in
         [("arm", "-machine virt,virtualization=on,gic-version=3 -cpu max"), ("riscv", "-machine virt -cpu rv64,h=true")]
     {
@@ -411,13 +423,24 @@ fn a_failure_says_what_went_wrong() {
 }
 
 #[test]
+fn a_suite_whose_tables_were_not_walked_fails() {
+    let script = "echo 'verdict pass all right' >&2; exit 33";
+    assert_fails("not-walked", script, "", "the page tables were never walked outside of the machine");
+    let walked = "echo 'figure tables_walked 4 1' >&2; echo 'figure leaves_walked 9 1' >&2";
+    let why = "no page was found on the node that it was asked from";
+    assert_fails("not-placed", &format!("{walked}\n{script}"), "--nodes 2", why);
+}
+
+#[test]
 fn a_control_must_be_noticed() {
-    let output = run("noticed", "echo 'verdict fail page 7 is stale' >&2; exit 35", "--control no-flush");
+    let output = run("noticed", "echo 'verdict fail access page 7 is stale' >&2; exit 35", "--control no-flush");
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let line = "Verified: control no-flush was noticed, as it must be: page 7 is stale.\n";
     assert!(stdout(&output).ends_with(line), "{}", stdout(&output));
     let script = "echo 'verdict pass all right' >&2; exit 33";
     assert_fails("unnoticed", script, "--control no-flush", "control no-flush: what was left out was not noticed");
+    let script = "echo 'verdict fail tables the walker and the engine differ' >&2; exit 35";
+    assert_fails("by-another", script, "--control no-flush", "another check failed than what was left out causes");
     // A machine that dies has noticed nothing.
     assert_fails("died", "exit 1", "--control no-flush", "the emulator ended with 1");
 }
