@@ -315,9 +315,9 @@ mod tests {
                 // Defaults differ.
                 let meaning = text.split(" [default").next().unwrap_or_default().to_owned();
                 let here = (arg.get_short(), meaning);
-                // CPUs of a modelled or emulated machine have no numbers to choose: only how many
-                // there are is of interest.
-                if [("scale", "cpus"), ("metal", "cpus")].contains(&(command.get_name(), long)) {
+                // CPUs and nodes of a modelled or emulated machine have no numbers to choose: only how
+                // many there are is of interest.
+                if [("scale", "cpus"), ("metal", "cpus"), ("metal", "nodes")].contains(&(command.get_name(), long)) {
                     continue;
                 }
                 let first = seen.entry(long.to_owned()).or_insert_with(|| here.clone());

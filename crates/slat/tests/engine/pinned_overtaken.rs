@@ -205,6 +205,8 @@ fn split_after_another<F: Format>() {
         assert_eq!(other.unmap_range(pages(512, 512)), Ok(512));
         other.reclaim();
         assert_eq!(other.map_range(&mapping(512, 512, PageSize::Size2M)), Ok(()));
+        // The observer sees the leaf.
+        assert_mapped(&other, pages(512, 512), |_| true);
         other.host().reuses_tables.store(true, Ordering::SeqCst);
         send_thread.send(std::thread::spawn(next)).unwrap();
         wait_until_broken.recv().unwrap();
