@@ -8,7 +8,7 @@
 //! - `ready TEXT`: another machine may start, which this one needs;
 //! - `tables WORDS`: where page tables are that are to be walked (`suite/tables.rs`);
 //! - `verdict pass TEXT`, `verdict fail CHECK TEXT` (a check found something wrong: its
-//!   [name](Check::name)) or `verdict error TEXT` (the run could not be made): the last one.
+//!   name, `Check::name`) or `verdict error TEXT` (the run could not be made): the last one.
 
 use core::fmt::{self, Write};
 
@@ -133,7 +133,7 @@ macro_rules! error {
 }
 
 /// Ends the machine: a check found something wrong. `fail!(Log; "...")` says which
-/// [`Check`](console::Check) did.
+/// `console::Check` did.
 #[macro_export]
 macro_rules! fail {
     ($check:ident; $($text:tt)*) => {

@@ -2,7 +2,7 @@
 //!
 //! # Memory
 //! All of it comes from the image's allocator, which has a heap for each NUMA node
-//! ([`memory`](crate::memory)), and memory is mapped to itself: a host-physical address is a
+//! ([`crate::memory`]), and memory is mapped to itself: a host-physical address is a
 //! pointer. Page-table pages are on the node that the engine asks for, and the frames of a guest on
 //! that of the CPU that first uses them.
 //!

@@ -8,7 +8,7 @@
 //! power of two is aligned to its size.
 //!
 //! # Use
-//! The image has [`MEMORY`], and its global allocator is [`ImageAllocator`]. [`allocate`] is for
+//! The image has [`MEMORY`], and its global allocator is [`ImageAllocator`]. `allocate` is for
 //! page-table pages and frames; what it returns goes back to the global allocator.
 
 #![expect(unsafe_code, reason = "hands memory to the allocator")]
