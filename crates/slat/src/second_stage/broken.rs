@@ -102,6 +102,9 @@ impl<F: Format> BrokenPinned<F> {
 /// and name the next split of the same leaf, mapped anew, which no flush of this thread serves. So
 /// the caller finishes what it finds, as other threads do. Each further round is due to page-table
 /// pages that were retired during the flush.
+// Its frame is not that of a fault, which splits no pinned leaf.
+#[cold]
+#[inline(never)]
 pub(super) fn finish_pinned<H: Host, F: Format>(op: Operation<'_, H, F>, gfn: Gfn, level: Level) {
     let find = || {
         let locked = op.pin_locked(Side::Read);
