@@ -3,16 +3,19 @@
 
 #![expect(unsafe_code, reason = "memory of a guest that is unmapped")]
 
+#[path = "support/counted.rs"]
+mod counted;
 #[path = "support/registered.rs"]
 mod registered;
 mod support;
 
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use counted::Counted;
 use futures_util::future::BoxFuture;
 use registered::{Guest, HUGE_PAGE, Kind, PAGE, copy_of, userfaultfd};
 use slat_pager::source::cache::{BlockCache, CacheOptions, Cached};
@@ -516,42 +519,6 @@ fn many_machines_leave_no_descriptor_and_no_thread() {
     }
 }
 
-/// Counts what is under way.
-#[derive(Debug)]
-struct Counted {
-    pattern: Pattern,
-    under_way: AtomicU64,
-    most: AtomicU64,
-}
-
-impl Source for Counted {
-    fn size_bytes(&self) -> u64 {
-        self.pattern.size_bytes()
-    }
-
-    fn identity(&self) -> Identity {
-        self.pattern.identity()
-    }
-
-    fn granule_bytes(&self) -> u64 {
-        self.pattern.granule_bytes()
-    }
-
-    fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
-        Box::pin(async move {
-            let nr_bytes = into.len() as u64;
-            let now = self.under_way.fetch_add(nr_bytes, Ordering::Relaxed) + nr_bytes;
-            self.most.fetch_max(now, Ordering::Relaxed);
-            for _ in 0..100 {
-                tokio::task::yield_now().await;
-            }
-            let read = self.pattern.read(offset, into).await;
-            self.under_way.fetch_sub(nr_bytes, Ordering::Relaxed);
-            read
-        })
-    }
-}
-
 #[test]
 fn reads_stay_within_their_memory() {
     let Some(userfaultfd) = userfaultfd(0) else { return };
@@ -559,7 +526,7 @@ fn reads_stay_within_their_memory() {
     let guest = Guest::new(Kind::Anonymous, size, 0).unwrap();
     guest.register(&userfaultfd, RegisterMode::MISSING);
     let pattern = Pattern::new(SEED, size as u64);
-    let source = Arc::new(Counted { pattern, under_way: AtomicU64::new(0), most: AtomicU64::new(0) });
+    let source = Arc::new(Counted::new(pattern));
     let mut options = options(2, 65536);
     options.limits.budget = slat_pager::vm::fetch::Budget::new(MIB as u64);
     options.limits.vm_bytes = 4 * MIB as u64;

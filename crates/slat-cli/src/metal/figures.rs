@@ -250,7 +250,6 @@ mod tests {
 
     #[test]
     fn a_control_needs_the_failure_that_it_causes() {
-        let judge = |control, verdict| judge(control, verdict);
         let fail = |check| Ok(Verdict::Fail(check, "why".to_owned()));
         let is_right = |judged| matches!(judged, Judged::Right(_));
         for (control, checks) in [

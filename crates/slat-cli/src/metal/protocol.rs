@@ -10,6 +10,8 @@
 //! Every other line is of the emulator. A CPU that fails while another prints does not wait for it:
 //! so these two may come in the middle of a line.
 
+use clap::ValueEnum;
+
 use super::walker::Tables;
 use crate::quantity::Unit;
 
@@ -54,15 +56,16 @@ impl Verdict {
     /// The failure with these words.
     fn fail(words: &str) -> Verdict {
         let (name, text) = words.split_once(' ').unwrap_or((words, ""));
-        match CHECKS.iter().find(|(other, _)| *other == name) {
-            Some(&(_, check)) => Verdict::Fail(check, text.to_owned()),
-            None => Verdict::Fail(Check::Other, words.to_owned()),
+        match Check::from_str(name, false) {
+            Ok(check) => Verdict::Fail(check, text.to_owned()),
+            Err(_) => Verdict::Fail(Check::Other, words.to_owned()),
         }
     }
 }
 
-/// The check that found something wrong: `console.rs` of slat-metal has what each is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// The check that found something wrong, by its word in the verdict: `console.rs` of slat-metal has
+/// what each is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(super) enum Check {
     Access,
     Log,
@@ -75,19 +78,6 @@ pub(super) enum Check {
     Silence,
     Other,
 }
-
-const CHECKS: [(&str, Check); 10] = [
-    ("access", Check::Access),
-    ("log", Check::Log),
-    ("entry-flush", Check::EntryFlush),
-    ("local-flush", Check::LocalFlush),
-    ("break-flush", Check::BreakFlush),
-    ("tables", Check::Tables),
-    ("hash", Check::Hash),
-    ("withheld", Check::Withheld),
-    ("silence", Check::Silence),
-    ("other", Check::Other),
-];
 
 impl Line {
     pub(super) fn parse(line: &str) -> Line {
@@ -165,7 +155,7 @@ mod tests {
         let fail = |check, text: &str| Line::Verdict(Verdict::Fail(check, text.to_owned()));
         assert_eq!(Line::parse("verdict fail page 7"), fail(Check::Other, "page 7"));
         assert_eq!(Line::parse("say 10 opverdict fail log page 7"), fail(Check::Log, "page 7"));
-        for (name, check) in CHECKS {
+        for (name, check) in [("access", Check::Access), ("entry-flush", Check::EntryFlush), ("other", Check::Other)] {
             assert_eq!(Line::parse(&format!("verdict fail {name} x y")), fail(check, "x y"));
         }
     }

@@ -23,7 +23,6 @@ pub(super) struct Source {
     spec: SourceSpec,
     open: OpenSource,
     contents: Pattern,
-    delay: Duration,
     peer: Option<PagesServer>,
 }
 
@@ -32,16 +31,14 @@ impl Source {
     /// created.
     pub(super) fn open(args: &UserfaultArgs, nr_bytes: u64, session: &Session) -> Result<Source, Failure> {
         let contents = args.contents.contents().unwrap_or(Pattern::Mixed { seed: 0 });
-        let own_peer = |address| start(&address, &args.contents, session);
-        let peer = match &args.source {
-            SourceArg::Given(_) => None,
-            SourceArg::OwnTcp => Some(own_peer(LocalAddress::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))?),
-            SourceArg::OwnUnix => Some(own_peer(LocalAddress::Unix(own_path()))?),
+        let own_peer = |address| -> Result<_, Failure> {
+            let peer = start(&address, &args.contents, session)?;
+            Ok((SourceSpec::Peer(peer.address().clone()), Some(peer)))
         };
-        let spec = match (&args.source, &peer) {
-            (SourceArg::Given(spec), _) => spec.clone(),
-            (_, Some(peer)) => SourceSpec::Peer(peer.address().clone()),
-            (_, None) => args.contents.clone(),
+        let (spec, peer) = match &args.source {
+            SourceArg::Given(spec) => (spec.clone(), None),
+            SourceArg::OwnTcp => own_peer(LocalAddress::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))?,
+            SourceArg::OwnUnix => own_peer(LocalAddress::Unix(own_path()))?,
         };
         if let Some(path) = &args.create_source {
             create(path, contents, nr_bytes.div_ceil(PAGE_SIZE))
@@ -53,7 +50,7 @@ impl Source {
             open.requests()?.fetch_into(last_page, &mut [0; PAGE_SIZE as usize])?;
         }
         let (contents, open) = (spec.contents().unwrap_or(contents), open.delayed_by(args.delay));
-        Ok(Source { spec, open, contents, delay: args.delay, peer })
+        Ok(Source { spec, open, contents, peer })
     }
 
     pub(super) fn spec(&self) -> &SourceSpec {
@@ -67,7 +64,7 @@ impl Source {
 
     /// The latency of each page.
     pub(super) fn delay(&self) -> Duration {
-        self.delay
+        self.open.delay()
     }
 
     /// What its pages must hold.

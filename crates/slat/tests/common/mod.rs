@@ -24,6 +24,7 @@ mod formats;
 pub mod guest;
 pub mod hooked;
 pub mod log;
+mod nodes;
 pub mod random;
 mod tables;
 pub mod trap;
@@ -46,6 +47,7 @@ pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
 pub(crate) use bits::bits_of;
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use formats::{each, for_each_locking, lockings};
+pub use nodes::Nodes;
 use slat::baselines::Park;
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
 use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, NodeId, Pfn};
@@ -133,19 +135,6 @@ impl std::fmt::Debug for CallHook {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CallHook").field("call", &self.call).field("nth", &self.nth).finish_non_exhaustive()
     }
-}
-
-/// The nodes of a host.
-#[derive(Clone, Copy, Debug)]
-pub struct Nodes {
-    /// Nodes take turns by so many frames of guest memory.
-    pub frames_apart: u64,
-    pub nr_nodes: u64,
-    /// The node of the thread's CPU, and that of its memory policy.
-    pub caller: u32,
-    pub policy: u32,
-    /// A node without memory for page-table pages: they come from the next one.
-    pub without_memory: Option<u32>,
 }
 
 /// Frames that were released, the pages that had them, and how many flushes there had been.
@@ -288,16 +277,6 @@ impl TestHost {
         Some((table - BIAS) as *mut u8)
     }
 
-    /// The node of a page-table page that is requested on `node`.
-    fn place(nodes: Nodes, node: TableNode) -> u32 {
-        let wanted = match node {
-            TableNode::Node(node) => node.0,
-            TableNode::Caller => nodes.caller,
-            TableNode::CallerPolicy => nodes.policy,
-        };
-        if nodes.without_memory == Some(wanted) { (wanted + 1) % nodes.nr_nodes as u32 } else { wanted }
-    }
-
     pub fn never_fail(&self) {
         self.allocations_left.store(-1, Ordering::SeqCst);
     }
@@ -427,7 +406,7 @@ unsafe impl Host for TestHost {
         let table = pointer as u64 + BIAS;
         self.tables.lock().unwrap().insert(table, layout.size());
         if let Some(nodes) = *self.nodes.lock().unwrap() {
-            self.table_nodes.lock().unwrap().insert(table, TestHost::place(nodes, node));
+            self.table_nodes.lock().unwrap().insert(table, nodes.place(node));
         }
         Some(Hpa(table))
     }

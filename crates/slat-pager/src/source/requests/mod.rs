@@ -161,6 +161,11 @@ impl OpenSource {
         OpenSource { delay, ..self }
     }
 
+    /// The latency of each page.
+    pub fn delay(&self) -> Duration {
+        self.delay
+    }
+
     /// Whether pages may come late: they are delayed, or come from a server.
     pub fn has_latency(&self) -> bool {
         !self.delay.is_zero() || !(self.source.is_mapped() || self.source.is_ready(0..PAGE_BYTES))
