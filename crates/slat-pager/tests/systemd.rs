@@ -46,12 +46,18 @@ fn a_machine_that_connects_starts_the_pager() {
     command.args(["serve", "--log", "warn", "--sandbox", "required", "--metrics", &metrics]);
     command.arg("--socket").arg(&path).arg("--memory").arg(memory);
     let mut pager = Pager { child: command.spawn().unwrap() };
-    until("systemd listens", || path.exists());
+    until("systemd has a socket", || path.exists());
     assert!(!folder.join("metrics").exists(), "no pager before a machine connects");
 
     let guest = Guest::new(Kind::Anonymous, SIZE, 0).unwrap();
     guest.register(&userfaultfd, RegisterMode::MISSING);
-    let stream = UnixStream::connect(&path).unwrap();
+    // A socket has its name before it listens: until then it refuses.
+    let mut stream = None;
+    until("systemd listens", || {
+        stream = UnixStream::connect(&path).ok();
+        stream.is_some()
+    });
+    let stream = stream.unwrap();
     send(&stream, handshake(&[guest.region()]).as_bytes(), Some(&userfaultfd)).unwrap();
     // It waits until the pager that it has started is there.
     guest.verify(0, SEED);
