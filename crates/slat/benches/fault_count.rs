@@ -6,12 +6,12 @@
 //! ```
 //!
 //! The count divided by the number printed is instructions per page. What is counted is the second
-//! argument: `install`, the default, faults on fresh pages; `log`, faults that restore write access
-//! while the memslot logs; `prefault`, a range that is mapped ahead, with an answer of the host for
-//! each page; `query`, look-ups; `invalidate`, pages that are invalidated one by one; `slots` (of
-//! 65528 pages), each fault in another of 32764 memslots; `held`, faults while 20 000 pages
-//! elsewhere are in flight. `ci/instructions.sh` does them all, and fails if the counts are too
-//! high.
+//! argument: `install`, the default, faults on fresh pages; `blocks`, each on a fresh page of 2 MiB;
+//! `log`, faults that restore write access while the memslot logs; `prefault`, a range that is
+//! mapped ahead, with an answer of the host for each page; `query`, look-ups; `invalidate`, pages
+//! that are invalidated one by one; `slots` (of 65528 pages), each fault in another of 32764
+//! memslots; `held`, faults while 20 000 pages elsewhere are in flight. `ci/instructions.sh` does
+//! them all, and fails if the counts are too high.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
@@ -39,7 +39,7 @@ mod count {
 
     use slat::baselines::Locking;
     use slat::format::Npt;
-    use slat::{Access, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE};
+    use slat::{Access, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize};
 
     use super::arena::Memory;
     use super::host;
@@ -67,7 +67,21 @@ mod count {
                 flags: MemoryRegionFlags::empty(),
                 guest_phys_addr: Gpa(first * PAGE_SIZE),
                 memory_size: slot_pages * PAGE_SIZE,
-                backing: Some(host::FirstFrame(first)),
+                backing: Some(host::FirstFrame(first, PageSize::Size4K)),
+                userfault_bitmap: None,
+            })
+            .unwrap();
+        }
+        const BLOCK_PAGES: u64 = 512;
+        // Beside the pages of 4 KiB.
+        let first_block = nr_pages.next_multiple_of(BLOCK_PAGES);
+        if kind == "blocks" {
+            vm.set_user_memory_region(MemoryRegion {
+                slot: 1,
+                flags: MemoryRegionFlags::empty(),
+                guest_phys_addr: Gpa(first_block * PAGE_SIZE),
+                memory_size: nr_pages * BLOCK_PAGES * PAGE_SIZE,
+                backing: Some(host::FirstFrame(1 << 24, PageSize::Size2M)),
                 userfault_bitmap: None,
             })
             .unwrap();
@@ -83,6 +97,7 @@ mod count {
         }
         match kind {
             "install" | "held" => touch(|page| host::write_fault(&mut vcpu, page), nr_pages),
+            "blocks" => touch(|page| host::write_fault(&mut vcpu, first_block + page * BLOCK_PAGES), nr_pages),
             "log" => {
                 host::log_dirty_pages(&vm, nr_pages);
                 touch(|page| host::write_fault(&mut vcpu, page), nr_pages);

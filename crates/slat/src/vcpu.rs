@@ -33,6 +33,7 @@
 
 mod act;
 mod batch;
+mod block;
 mod fault_around;
 mod on_leaf;
 mod plan;
@@ -44,6 +45,7 @@ mod timing;
 mod translate;
 
 use alloc::sync::Arc;
+use core::mem;
 
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
 use small::{Small, SmallFault};
@@ -301,6 +303,14 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     }
 }
 
+/// What a fault looks at next.
+enum Look {
+    /// The block of 2 MiB, which may be served as a whole.
+    Block,
+    /// The lowest PTE.
+    Lowest,
+}
+
 /// One fault under way.
 struct Fault<'v, H: Host, F: Format> {
     op: Operation<'v, H, F>,
@@ -316,7 +326,7 @@ struct Fault<'v, H: Host, F: Format> {
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
-    fn serve(&mut self, mut own: Exclusive<'_>) -> Result<Outcome, FaultError> {
+    fn serve(&mut self, mut own: Exclusive<'_>, mut next: Look) -> Result<Outcome, FaultError> {
         loop {
             // In each round, because a step that failed may have pushed its page all the same.
             if self.is_ring_full() {
@@ -325,7 +335,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             }
             let mut maps_around = false;
             // Not moved out of: it is large for a stack.
-            let mut plan = self.look(own.pin.reborrow(), own.hazard.reborrow());
+            let mut plan = match mem::replace(&mut next, Look::Lowest) {
+                Look::Lowest => self.look(own.pin.reborrow(), own.hazard.reborrow()),
+                Look::Block => self.look_at_block(own.pin.reborrow(), own.hazard.reborrow()),
+            };
             let changed = match &mut plan {
                 Plan::Spurious(_) => {
                     self.count(Counter::Spurious);
@@ -363,7 +376,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     step
                 }
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
-                Plan::Restored => return Ok(Outcome::Resume),
+                Plan::Served => return Ok(Outcome::Resume),
+                Plan::LookLower => continue,
                 Plan::StartOver => Err(Changed),
             };
             // The neighbours may have another backing by now.
@@ -413,12 +427,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// logs.
     #[inline(always)]
     fn mark_leaf(&self, guard: &Guard<'_>, level: Level) {
-        let (slots, gfn) = (self.op.slots, self.gfn);
-        if level == Level::L4K {
-            log::mark_page_if_logging(slots, guard, self.ring, gfn);
-        } else {
-            log::mark_if_logging(slots, guard, self.ring, gfn, gfn.block(level));
-        }
+        log::mark_leaf_if_logging(self.op.slots, guard, self.ring, self.gfn, level);
     }
 
     /// Step 1: finds out what there is, and decides what to do about it.
@@ -488,6 +497,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 level,
                 max_level,
                 found,
+                answer: None,
             });
         };
         let is_locked = tree.is_locked();
@@ -503,7 +513,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         } else {
             self.restore_at(cursor.pte_at(level), guard, leaf, Some(&slot))
         };
-        if restored.is_ok() { Plan::Restored } else { Plan::StartOver }
+        if restored.is_ok() { Plan::Served } else { Plan::StartOver }
     }
 
     /// Whether the leaf `value`, which is not tracked, allows the access. Above it may be a

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use slat::baselines::Locking;
 use slat::tables::Invalidation;
-use slat::{MemoryRegion, MemoryRegionFlags};
+use slat::{MemoryRegion, MemoryRegionFlags, PageSize};
 
 use super::arena::Memory;
 use super::host::{self, FirstFrame};
@@ -27,7 +27,14 @@ fn new_vm(memory: Memory, nr_slots: u32) -> Arc<BenchVm> {
     let vm = host::new_vm(memory, Locking::None, nr_pages);
     for slot in 1..nr_slots {
         let first = u64::from(slot) * nr_pages;
-        world::set_slot(&vm, slot, first, nr_pages, MemoryRegionFlags::empty(), Some(FirstFrame(first)));
+        world::set_slot(
+            &vm,
+            slot,
+            first,
+            nr_pages,
+            MemoryRegionFlags::empty(),
+            Some(FirstFrame(first, PageSize::Size4K)),
+        );
     }
     vm
 }
@@ -54,7 +61,7 @@ fn changes(memory: Memory, nr_slots: u32, nr_rounds: usize) -> [Vec<f64>; 4] {
     let mut took = [const { Vec::new() }; 4];
     for _ in 0..nr_rounds {
         took[0].extend(times(1, |_| set(0, plain, None)));
-        took[1].extend(times(1, |_| set(nr_pages, plain, Some(FirstFrame(first)))));
+        took[1].extend(times(1, |_| set(nr_pages, plain, Some(FirstFrame(first, PageSize::Size4K)))));
         took[2].extend(times(1, |_| set(nr_pages, log, None)));
         took[3].extend(times(1, |_| set(nr_pages, plain, None)));
     }

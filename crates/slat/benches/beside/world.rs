@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use slat::baselines::Locking;
 use slat::format::Npt;
 use slat::tables::Invalidation;
-use slat::{Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vm};
+use slat::{Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, PageSize, Vm};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::host::{self, FaultHost, FirstFrame};
@@ -26,7 +26,14 @@ const FIRST_FRAME: u64 = 1 << 28;
 pub(crate) fn new_vm(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<BenchVm> {
     let vm = host::new_vm(memory, locking, nr_pages);
     if nr_pages <= VCPU_MEMORY {
-        set_slot(&vm, 1, VCPU_MEMORY, VCPU_MEMORY_PAGES, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME)));
+        set_slot(
+            &vm,
+            1,
+            VCPU_MEMORY,
+            VCPU_MEMORY_PAGES,
+            MemoryRegionFlags::empty(),
+            Some(FirstFrame(FIRST_FRAME, PageSize::Size4K)),
+        );
     }
     vm
 }
@@ -60,7 +67,7 @@ pub(crate) fn stop_logging(vm: &BenchVm, nr_pages: u64) {
 /// read-only.
 pub(crate) fn recreate(vm: &BenchVm, nr_pages: u64, flags: MemoryRegionFlags) {
     set_slot(vm, 0, 0, 0, MemoryRegionFlags::empty(), None);
-    set_slot(vm, 0, 0, nr_pages, flags, Some(FirstFrame(FIRST_FRAME)));
+    set_slot(vm, 0, 0, nr_pages, flags, Some(FirstFrame(FIRST_FRAME, PageSize::Size4K)));
 }
 
 pub(crate) fn invalidate(vm: &BenchVm, first: u64, nr_pages: u64) -> Invalidation<'_> {

@@ -11,13 +11,13 @@ use slat::{Access, Config, Gfn, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, P
 use super::arena::{FRAME_BYTES, Memory};
 use super::bench_host::{Answer, BenchHost};
 
-/// The frame of the memslot's first page; the others follow.
-pub(crate) struct FirstFrame(pub(crate) u64);
+/// The frame of the memslot's first page, which the others follow, and the size of the pages.
+pub(crate) struct FirstFrame(pub(crate) u64, pub(crate) PageSize);
 
 impl Answer for FirstFrame {
     #[inline]
     fn resolved(&self, _gfn: Gfn, page: u64) -> Resolved {
-        Resolved::memory(Pfn(self.0 + page), PageSize::Size4K)
+        Resolved::memory(Pfn(self.0 + page), self.1)
     }
 }
 
@@ -30,7 +30,7 @@ const FIRST_FRAME: u64 = 1 << 24;
 /// A VM with one memslot of `nr_pages` from address 0 on, nothing of it mapped.
 pub(crate) fn new_vm<F: Format>(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<Vm<FaultHost, F>> {
     let vm = Vm::new(BenchHost::new(memory), Config::default().with_locking(locking)).unwrap();
-    set_slot(&vm, nr_pages, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME)));
+    set_slot(&vm, nr_pages, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME, PageSize::Size4K)));
     Arc::new(vm)
 }
 

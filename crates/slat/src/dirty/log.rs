@@ -111,7 +111,7 @@
 //! enabling protects or marks all pages after it published the flag.
 
 use super::ring::{DirtyPage, DirtyRing};
-use crate::addr::{Gfn, GfnRange};
+use crate::addr::{Gfn, GfnRange, Level};
 use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::sync::fence_after_rmw;
@@ -152,9 +152,25 @@ pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, guard: &Guard<'_>, ring:
     }
 }
 
+/// As [`mark_if_logging`], for the leaf of `level` that has page `gfn`.
+#[inline(always)]
+pub(crate) fn mark_leaf_if_logging<B>(
+    slots: &Slots<B>,
+    guard: &Guard<'_>,
+    ring: Option<&DirtyRing>,
+    gfn: Gfn,
+    level: Level,
+) {
+    if level == Level::L4K {
+        mark_page_if_logging(slots, guard, ring, gfn);
+    } else {
+        mark_if_logging(slots, guard, ring, gfn, gfn.block(level));
+    }
+}
+
 /// As [`mark_page_if_logging`], where `slot` is the memslot that the caller found in the same guard
 /// before its exchange: mostly it is still so.
-#[inline]
+#[inline(always)]
 pub(crate) fn mark_page_of<B>(
     slots: &Slots<B>,
     guard: &Guard<'_>,
@@ -165,10 +181,17 @@ pub(crate) fn mark_page_of<B>(
     // As in `mark_if_logging`.
     fence_after_rmw();
     if !slots.is_current(slot) {
-        mark_page_if_logging(slots, guard, ring, gfn);
+        mark_page_elsewhere(slots, guard, ring, gfn);
     } else if slot.logs() {
         mark_page(slot, ring, gfn.0 - slot.range().start.0);
     }
+}
+
+/// As [`mark_page_if_logging`], without a share in the registers of its caller.
+#[cold]
+#[inline(never)]
+fn mark_page_elsewhere<B>(slots: &Slots<B>, guard: &Guard<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
+    mark_page_if_logging(slots, guard, ring, gfn);
 }
 
 /// Marks the pages of `block` that are in `slot`, which logs.
@@ -194,6 +217,7 @@ fn mark_page<B>(slot: &SlotView<'_, B>, ring: Option<&DirtyRing>, page: u64) {
     }
 }
 
+#[inline(never)]
 fn push_pages(ring: &DirtyRing, slot: u32, first: u64, nr_pages: u64) {
     for page in first..first + nr_pages {
         ring.push(DirtyPage { slot, page });

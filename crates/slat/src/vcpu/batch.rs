@@ -160,6 +160,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             level: Level::L4K,
             max_level: Level::L4K,
             found: Found::Empty(InvalidationSeq::FIRST),
+            answer: None,
         })
     }
 

@@ -29,8 +29,10 @@ pub(super) enum Plan<'r, B, F> {
     Install(InstallPlan<'r, B, F>),
     /// Change the leaf that is there; no frame is needed.
     OnLeaf(LeafPlan<F>),
-    /// Nothing any more: the look itself restored access.
-    Restored,
+    /// Nothing any more: the look itself has done it.
+    Served,
+    /// Look at the lowest PTE: the look at the block settles nothing.
+    LookLower,
     /// Look again: the PTE changed during the look.
     StartOver,
 }
@@ -64,6 +66,8 @@ pub(super) struct InstallPlan<'r, B, F> {
     /// The largest leaf that reaches into no range in flight, and that user space allows.
     pub(super) max_level: Level,
     pub(super) found: Found<F>,
+    /// What the host has answered, if the look has asked it.
+    pub(super) answer: Option<Result<Resolved, Unresolved>>,
 }
 
 impl<B: Send + Sync, F: Format> InstallPlan<'_, B, F> {

@@ -234,8 +234,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 }
                 // Done, or one step nearer: the next look finds out.
                 Plan::OnLeaf(plan) => self.act_on_leaf(&plan)?.map(|_| self.gfn),
-                Plan::Restored => Ok(self.gfn),
-                Plan::StartOver => Err(Changed),
+                Plan::Served => Ok(self.gfn),
+                Plan::LookLower | Plan::StartOver => Err(Changed),
             };
             match changed {
                 Ok(next) if next != self.gfn => return Ok(next),

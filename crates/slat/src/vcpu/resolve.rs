@@ -40,9 +40,12 @@ pub(super) fn ask<H: Host>(
 }
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Step 2: asks the host for a frame that allows the access.
+    /// Step 2: asks the host for a frame that allows the access, unless the look has done so.
     #[inline]
     pub(super) fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing, F>) -> Result<Resolved, Unresolved> {
+        if let Some(answer) = plan.answer {
+            return answer;
+        }
         let host = self.op.host();
         ask(host, self.access, self.timing.as_deref_mut(), || plan.resolve(host, self.gfn, self.access))
     }

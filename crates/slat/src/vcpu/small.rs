@@ -26,7 +26,7 @@
 use super::plan::{self, Found};
 use super::resolve::ask;
 use super::timing::Timing;
-use super::{Fault, NEEDS_PAGE_STATE};
+use super::{Fault, Look, NEEDS_PAGE_STATE};
 use crate::addr::{Access, Gfn, Level};
 use crate::config::FaultAround;
 use crate::dirty::log;
@@ -54,6 +54,8 @@ pub(super) enum Small {
     Done,
     /// It is another fault. Nothing has changed.
     Other,
+    /// The same, because there is no page-table page for the page.
+    NoTable,
     /// The PTE changed during the fault.
     Overtaken,
     /// The host has no frame for the page, or none that allows the access. The page had these
@@ -85,7 +87,7 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         slots.check_epochs(tree.epochs.id());
         let guard = pin.reborrow().open();
         record!(FaultLooks { gfn: self.gfn.0 });
-        let Some((cursor, value)) = Cursor::at_small(tree, &guard, self.gfn) else { return Small::Other };
+        let Some((cursor, value)) = Cursor::at_small(tree, &guard, self.gfn) else { return Small::no_table() };
         if self.writes() && cursor.is_protected() {
             return Small::Other;
         }
@@ -129,23 +131,28 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
             Ok(resolved) => resolved,
             Err(reason) => return Small::Unresolved(seen, attributes, reason),
         };
-        let (leaf, rights) = match self.leaf(flags, resolved) {
+        let (leaf, rights) = match self.leaf(Level::L4K, flags, resolved) {
             Ok(leaf) => leaf,
             Err(error) => return Small::Failed(error),
         };
         // SAFETY: the pin has opened the first guard.
         let installed =
             if let Some(again) = (!tree.is_locked()).then(|| unsafe { kept.reopen(pin.reborrow()) }).flatten() {
-                self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
+                self.install(again.guard(), Level::L4K, again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
             } else {
                 self.install_by_a_walk(pin, seen, leaf, rights)
             };
         Small::of(installed)
     }
 
-    /// The leaf for what the host has resolved in a memslot with `flags`, and its rights.
+    /// The leaf of `level` for what the host has resolved in a memslot with `flags`, and its rights.
     #[inline(always)]
-    fn leaf(self, flags: MemoryRegionFlags, resolved: Resolved) -> Result<(Pte<F>, Rights), FaultError> {
+    pub(super) fn leaf(
+        self,
+        level: Level,
+        flags: MemoryRegionFlags,
+        resolved: Resolved,
+    ) -> Result<(Pte<F>, Rights), FaultError> {
         let Tree { config, encoding, .. } = self.op.tree;
         if !encoding.has_room_for(resolved.pfn) {
             return Err(FaultError::BadResolve { gpa: self.gfn.gpa() });
@@ -153,27 +160,29 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         let Some(attributes) = encoding.supported(resolved.attributes) else {
             return Err(plan::unsupported(self.gfn, resolved.attributes));
         };
-        let rights = plan::rights(config, flags, self.access, &resolved, Level::L4K);
-        let leaf = NewLeaf { pfn: resolved.pfn, level: Level::L4K, rights, attributes, used: Some(self.access) };
+        let rights = plan::rights(config, flags, self.access, &resolved, level);
+        let leaf = NewLeaf { pfn: resolved.pfn, level, rights, attributes, used: Some(self.access) };
         Ok((leaf.pte(encoding, config.access_tracking), rights))
     }
 
-    /// Installs `leaf` with `rights` in `pte`, if that is still empty with the number `seen`.
+    /// Installs `leaf` of `level` with `rights` in `pte`, if that is still empty with the number `seen`.
     #[inline(always)]
-    fn install(
+    pub(super) fn install(
         self,
         guard: &Guard<'_>,
+        level: Level,
         pte: PteRef<'_, F>,
         seen: InvalidationSeq,
         leaf: Pte<F>,
         rights: Rights,
     ) -> Result<(), Changed> {
         let Operation { tree, slots, participant, .. } = self.op;
+        debug_assert!(pte.level() == level);
         // SAFETY: a PTE with a number is empty, and the leaf is of this level.
         unsafe { pte.install(&participant.stats, Pte::empty(seen), leaf)? }
-        let marks = self.writes() || tree.config.first_write_faults(Level::L4K);
+        let marks = self.writes() || tree.config.first_write_faults(level);
         if rights == Rights::Writable && marks {
-            log::mark_page_if_logging(slots, guard, self.ring, self.gfn);
+            log::mark_leaf_if_logging(slots, guard, self.ring, self.gfn, level);
         }
         Ok(())
     }
@@ -195,11 +204,11 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         if value != Pte::empty(seen) || (self.writes() && cursor.is_protected()) {
             return Err(Changed);
         }
-        self.install(guard, cursor.pte_at(Level::L4K), seen, leaf, rights)
+        self.install(guard, Level::L4K, cursor.pte_at(Level::L4K), seen, leaf, rights)
     }
 
     #[inline(always)]
-    fn writes(self) -> bool {
+    pub(super) fn writes(self) -> bool {
         self.access == Access::Write
     }
 
@@ -255,6 +264,13 @@ impl<H: Host, F: Format> Clone for SmallFault<'_, H, F> {
 impl<H: Host, F: Format> Copy for SmallFault<'_, H, F> {}
 
 impl Small {
+    // Not inlined: it would cost all other faults a register for what they return.
+    #[cold]
+    #[inline(never)]
+    fn no_table() -> Small {
+        Small::NoTable
+    }
+
     #[inline]
     fn of(done: Result<(), Changed>) -> Small {
         if done.is_ok() { Small::Done } else { Small::Overtaken }
@@ -265,6 +281,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Goes on with a fault after [`SmallFault::serve`]: with all that are no small ones, and with
     /// small ones that failed.
     pub(super) fn go_on(&mut self, small: Small, own: Exclusive<'_>) -> Result<Outcome, FaultError> {
+        let mut next = Look::Lowest;
         match small {
             Small::Done => return Ok(Outcome::Resume),
             Small::Unresolved(seen, attributes, reason) => {
@@ -272,8 +289,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             Small::Failed(error) => return Err(error),
             Small::Overtaken => self.count(Counter::Retries),
+            Small::NoTable => next = Look::Block,
             Small::Other => {}
         }
-        self.serve(own)
+        self.serve(own, next)
     }
 }
