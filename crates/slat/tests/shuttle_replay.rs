@@ -69,6 +69,7 @@ struct MovingHost {
     needs_zapped_leaves: bool,
     /// A resolve may let other threads run for long.
     blocks: bool,
+    never_has_memory_at_once: bool,
     has_barrier: bool,
     /// Of each used page how often it was moved; of each block if pages are huge.
     nr_moves: [AtomicU64; USED.len()],
@@ -85,6 +86,7 @@ impl MovingHost {
             sees_zaps: false,
             needs_zapped_leaves: true,
             blocks: false,
+            never_has_memory_at_once: false,
             has_barrier: false,
             nr_moves: Default::default(),
         }
@@ -107,7 +109,7 @@ unsafe impl Host for MovingHost {
     type Backing = Backing;
 
     fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-        if wait == AllocationWait::Never && random(4) == 0 {
+        if wait == AllocationWait::Never && (self.never_has_memory_at_once || random(4) == 0) {
             return None;
         }
         self.inner.allocate_table(layout, node, wait)
