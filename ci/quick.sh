@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 export CARGO_PROFILE_DEV_DEBUG=none
 ci/format.sh
 ci/litmus.sh
+ci/sabotage.py --check
 cargo clippy --workspace --all-targets -- -D warnings
 # The build of `cargo test --workspace`: built for the engine alone, its dependencies would be built again.
 cargo test --workspace --lib --exclude slat-machine

@@ -2,8 +2,10 @@
 """Breaks the engine in one place after the other, in a copy. The replay in the proofs must notice each.
 
     ci/sabotage.py [WORD...]        those whose names have one of the words; all without
+    ci/sabotage.py --check          only whether the engine has each place, once
 
-By hand only: it builds the engine once for each place. `ci/proofs.sh` must have run before, for its Python.
+By hand, but for the check: it builds the engine once for each place. `ci/proofs.sh` must have run before, for its
+Python.
 """
 import os
 import pathlib
@@ -21,15 +23,17 @@ ENVIRONMENT = {
     'CARGO_PROFILE_RELEASE_OPT_LEVEL': '0', 'CARGO_PROFILE_RELEASE_LTO': 'off', 'CARGO_PROFILE_RELEASE_DEBUG': 'none',
     'CARGO_PROFILE_RELEASE_CODEGEN_UNITS': '16', 'CARGO_PROFILE_RELEASE_INCREMENTAL': 'true',
 }
-# What is broken: the file below `crates/slat/src`, and what stands there before and after, twice if need be.
+# What is broken: a file below `crates/slat/src`, what stands there once, and what instead. A rule may have more places.
 SABOTAGES = {
     'a zap leaves the numbers of empty PTEs': (
-        'second_stage/zap.rs', 'State::Empty(found) if found >= self.seq => Ok(()),',
-        'State::Empty(found) if level == Level::L4K || found >= self.seq => Ok(()),'),
+        'second_stage/zap/small.rs', 'State::Empty(found) if found < self.seq => {',
+        'State::Empty(found) if found < self.seq && false => {'),
     'a PTE above the lowest level gets no fresh number': (
         'second_stage/zap.rs', 'if level == Level::L4K { self.seq } else { self.op.tree.next_seq() }', 'self.seq'),
     'an unlinking stores no fresh number': (
         'second_stage/zap.rs', 'op.tree.next_seq())', 'self.seq)'),
+    'an unlinking with leaves stores no fresh number': (
+        'second_stage/zap/take_over.rs', 'Pte::empty(self.op.tree.next_seq())', 'Pte::empty(self.seq)'),
     'a page-table page is unlinked of which the range has a part': (
         'second_stage/zap.rs', 'level == self.pass && range.covers(block) &&', 'level == self.pass &&'),
     'the number is taken before the range is in flight': (
@@ -42,13 +46,30 @@ SABOTAGES = {
     'an invalidation does not flush': (
         'second_stage/invalidate.rs', 'batch.flush();', 'core::mem::forget(batch);'),
     'a fault reads the ranges before the PTE': (
-        'vcpu.rs', 'let (cursor, value, state) = Cursor::at_lowest(tree, &guard, self.gfn);\n        let writes',
-        'let free = tree.in_flight.free_level(self.gfn, F::ROOT_LEVEL);\n'
-        '        let (cursor, value, state) = Cursor::at_lowest(tree, &guard, self.gfn);\n        let writes',
-        'let Some(max_level) = tree.in_flight.free_level(self.gfn, cursor.level()) else {',
-        'let Some(max_level) = free.map(|level| level.min(cursor.level())) else {'),
+        'vcpu.rs', 'let guard = pin.open();',
+        'let guard = pin.open();\n        let free = tree.in_flight.free_level(self.gfn, F::ROOT_LEVEL);',
+        'vcpu.rs', '&cursor, value, cursor.level())', '&cursor, value, cursor.level(), free)',
+        'vcpu.rs', 'level: Level,\n    ) -> Plan', 'level: Level,\n        free: Option<Level>,\n    ) -> Plan',
+        'vcpu.rs', 'let Some(max_level) = tree.in_flight.free_level(self.gfn, level) else {',
+        'let Some(max_level) = free.map(|free| free.min(level)) else {'),
+    'a small fault reads the ranges before the PTE': (
+        'vcpu/small.rs', 'let guard = pin.reborrow().open();',
+        'let guard = pin.reborrow().open();\n'
+        '        let is_busy = tree.in_flight.free_level(self.gfn, Level::L4K).is_none();',
+        'vcpu/small.rs', 'if tree.in_flight.free_level(self.gfn, Level::L4K).is_none() {', 'if is_busy {'),
     'a leaf is installed whatever the number': (
         'vcpu/act.rs', 'if seq != seen || cursor.level() > plan.level', 'if cursor.level() > plan.level'),
+    'a small leaf is installed whatever the number': (
+        'vcpu/small.rs', 'unsafe { pte.install(&participant.stats, Pte::empty(seen), leaf)? }',
+        'let State::Empty(now) = pte.load().state(Level::L4K) else { return Err(Changed) };\n'
+        '        unsafe { pte.install(&participant.stats, Pte::empty(now), leaf)? }'),
+    'a mapping of a page reads the ranges before the PTE': (
+        'second_stage/map.rs', 'record!(FaultLooks { gfn: gfn.0 });\n    let (mut cursor, seen)',
+        'record!(FaultLooks { gfn: gfn.0 });\n'
+        '    let is_busy = tree.in_flight.free_level(gfn, Level::L4K).is_none();\n    let (mut cursor, seen)',
+        'second_stage/map.rs', 'tree.in_flight.free_level(gfn, Level::L4K).is_none() ||', 'is_busy ||'),
+    'a mapping of a page keeps the PTE whatever was retired': (
+        'second_stage/map.rs', 'if tree.epochs.has_retired_since(guard) {', 'if false {'),
     'a new page-table page begins with number 0': (
         'second_stage/install.rs', 'let beside = Pte::empty(seq.flushed());',
         'let beside = Pte::empty(InvalidationSeq::FIRST);'),
@@ -62,7 +83,10 @@ SABOTAGES = {
         'Ok::<u64, u64>(value.bits());'),
     'a harvest does not protect': (
         'harvest/log.rs', 'if !taken.is_empty() {', 'if false && !taken.is_empty() {'),
-    'a harvest does not flush': ('harvest/log.rs', 'batch.flush_cpus();', 'core::mem::forget(batch);'),
+    'a harvest does not flush': (
+        'harvest/log.rs', '        batch.flush_cpus();\n        // Also', '        core::mem::forget(batch);\n        // Also',
+        'harvest/log.rs', 'if reader.is_full() {\n                batch.flush_cpus();',
+        'if reader.is_full() {\n                core::mem::forget(core::mem::replace(&mut batch, self.op.batch()));'),
     'a harvest takes the word before the summary': (
         'slot/bitmap.rs', 'let found = summary.fetch_and(!seen, Ordering::SeqCst) & seen;',
         'for index in SetBits(seen) {\n'
@@ -71,8 +95,21 @@ SABOTAGES = {
         '}\n'
         'let found = summary.fetch_and(!seen, Ordering::SeqCst) & 0;'),
     'a fault does not mark': ('slot/bitmap.rs', 'if self.has(index, mask) {', 'if true || self.has(index, mask) {'),
+    'a small fault that installs a leaf does not mark': (
+        'vcpu/small.rs', 'if rights == Rights::Writable && marks {', 'if false && marks {'),
+    'a small fault that restores W does not mark': (
+        'vcpu/small.rs', 'log::mark_page_of(slots, guard, self.ring, slot, self.gfn);', ''),
+    'a fault that restores W goes by the memslot of before': (
+        'dirty/log.rs', 'if !slots.is_current(slot) {', 'if false {'),
     'a mark sets no summary': (
-        'slot/bitmap.rs', 'self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));', ''),
+        'slot/bitmap.rs',
+        'self.set(index, mask);\n        self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));',
+        'self.set(index, mask);',
+        'slot/bitmap.rs', 'if changed != 0 {', 'if changed != 0 && false {'),
+    'a visit of leaves sets no summary': (
+        'slot/bitmap.rs',
+        'self.set(index, marks);\n            self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));',
+        'self.set(index, marks);'),
     'enabling does not protect': (
         'vm/region.rs', 'protect::protect_slot(self.operation(participant), range);', ''),
     'enabling does not flush': (
@@ -88,7 +125,7 @@ SABOTAGES = {
     'an invalidation of a part clears the flag without a flush': (
         'second_stage/zap.rs', 'self.op.flush(&[gfn.block(level)]);', ''),
     'a fault links page-table pages at an unflushed PTE': (
-        'vcpu/act.rs', '!seq.is_unflushed() && in_flight', 'in_flight'),
+        'vcpu/act.rs', '!seq.is_unflushed() && tree.in_flight', 'tree.in_flight'),
     'a fault links page-table pages inside a range in flight': (
         'vcpu/act.rs', 'Level::L4K).is_some();', 'Level::L4K) != Some(Level(0));'),
     'a rescan takes no number': (
@@ -96,32 +133,30 @@ SABOTAGES = {
     'a rescan flushes only what it has zapped': (
         'second_stage/rescan.rs', 'batch.add(run);', ''),
     'a rescan unlinks page-table pages': (
-        'second_stage/zap.rs', 'if zap.leaves_tables || faults == Faults::MayComeBack {', 'if zap.leaves_tables {'),
+        'second_stage/zap.rs', 'if zap.leaves_tables || faults == Faults::MayComeBack ||', 'if zap.leaves_tables ||'),
     'a fault does not read the userfault bit': (
         'vcpu.rs', 'if !slot.may_use(self.gfn) {', 'if false && !slot.may_use(self.gfn) {'),
+    'a small fault does not read the userfault bit': (
+        'vcpu/small.rs', ' && slot.may_use(self.gfn);', ';'),
     'a block is mapped while bits stand for pages': (
         'vcpu.rs', 'max_level.min(userfault.level()));', '(max_level, userfault.level()).0);'),
     'a block is mapped by the attributes of one page': (
-        'vcpu.rs', 'if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {', 'if false {'),
+        'vcpu/resolve.rs', 'if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {', 'if false {'),
     'the userfault flag is turned on, and nothing is zapped': (
-        'vm/region.rs', '(moves || begins_userfault)\n', 'moves\n'),
+        'vm/region.rs', 'let lost = if moves || begins_userfault {', 'let lost = if moves {'),
     'attributes are stored before their pages are zapped': (
         'vm/page_state.rs',
-        'let invalidation = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?;', '',
-        'drop(invalidation);',
-        'drop(Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?);'),
+        'let invalidation = Invalidation::new(&self.tree.in_flight, &self.operation(&participant), range)?;', '',
+        'vm/page_state.rs', 'drop(invalidation);',
+        'drop(Invalidation::new(&self.tree.in_flight, &self.operation(&participant), range)?);'),
     'a claim goes by what was found before it': (
         'slot/set.rs', 'Ok(self.by_id(&guard, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))',
         'Ok(Some(Claim { entry: view.entry.duplicate(), slots: self }))'),
     'a memslot is deleted, and its pages stay': (
-        'vm/region.rs',
-        'let _invalidation = Invalidation::new('
-        '&self.tree.in_flight, self.operation(participant), claim.entry().range)?;', ''),
+        'vm/region.rs', 'match Invalidation::new(&self.tree.in_flight, &self.operation(participant), range) {',
+        'match Ok::<_, SlotError>(range) {'),
     'a range is withdrawn before the memslot has moved': (
-        'vm/region.rs', '        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'
-        '        drop(invalidation);\n',
-        '        drop(invalidation);\n'
-        '        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'),
+        'vm/region.rs', 'Ok(ref _invalidation) => {\n', 'Ok(invalidation) => {\n drop(invalidation);\n'),
     'a reclaim does not look at hazard pointers': (
         'slot/set.rs', ' && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {', ' {'),
     'epochs: a reclaim passes the announcements of faults over': (
@@ -161,7 +196,9 @@ SABOTAGES = {
     'a harvest visits no leaves': (
         'harvest/log.rs', 'DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),',
         'DirtyTracking::DirtyBit => Ok(()),'),
-    'a visit does not mark what has D': ('harvest/log.rs', 'log.mark(page, clean_from - page);', ''),
+    'a visit does not mark what has D': (
+        'harvest/log.rs', '                    log.mark_word(word as usize, marks);\n', '',
+        'harvest/log.rs', '        log.mark_word(word as usize, marks);\n    }\n    behind', '    }\n    behind'),
     'a harvest hides D from the host': (
         'table/pte.rs', 'self.without(F::DIRTY).with(was_dirty)', 'self.without(F::DIRTY).with(was_dirty & 0)'),
     'a fault that sets D does not mark': (
@@ -173,19 +210,22 @@ SABOTAGES = {
     'a drain does not mark': (
         'harvest/mark.rs', 'mark_page_if_logging(op.slots, &guard, None, gpa.gfn());', ''),
     'a zap marks only after its exchange': (
-        'second_stage/zap.rs', 'mark_dirty(op, guard, value, level, block);\n                node::report_zapped',
-        'node::report_zapped'),
+        'second_stage/zap.rs',
+        'mark_dirty(*op, guard, value, level, block);\n                node::report_zapped', 'node::report_zapped',
+        'second_stage/zap/small.rs', 'if marks && !is_pinned {', 'if false && marks && !is_pinned {'),
     'a zap marks only before its exchange': (
         'second_stage/zap.rs',
-        'mark_dirty(op, guard, value, level, block);\n                    self.batch.add(block);',
-        'self.batch.add(block);'),
+        'mark_dirty(*op, guard, value, level, block);\n                    self.batch.add(block);',
+        'self.batch.add(block);',
+        'second_stage/zap/small.rs', '} else if marks {', '} else if false && marks {'),
     'a zap does not notify the host': (
-        'second_stage/zap.rs', 'node::report_zapped::<H, F>(op.host(), value, level, block);', ''),
+        'second_stage/zap.rs', 'node::report_zapped(op.tree, value, level, block);', '',
+        'second_stage/zap/small.rs', 'node::report_zapped(tree, value, Level::L4K, range);', ''),
     'a push moves the index on before it writes the entry': (
         'dirty/ring.rs',
         'self.page_word(index).store(page.word(), Ordering::Release);\n'
         '        record!(RingEntryWritten { ring: self.address(), index, page: page.word() });', '',
-        'record!(RingPushed { ring: self.address(), index });',
+        'dirty/ring.rs', 'record!(RingPushed { ring: self.address(), index });',
         'record!(RingPushed { ring: self.address(), index });\n'
         '        self.page_word(index).store(page.word(), Ordering::Release);\n'
         '        record!(RingEntryWritten { ring: self.address(), index, page: page.word() });'),
@@ -210,24 +250,31 @@ def copy():
         shutil.copy2(ROOT / name, COPY / name, follow_symlinks=False)
 
 
-def broken(text, edits):
-    """The text with the edits, or None if it has a place to edit not once: the engine has changed."""
-    for before, after in zip(edits[::2], edits[1::2]):
+def edits_of(name):
+    """[(file, before, after)]."""
+    return list(zip(*[iter(SABOTAGES[name])] * 3, strict=True))
+
+
+def broken(root, name):
+    """({file: its text, broken}, the files that have a place not once: the engine has changed)."""
+    texts, misfits = {}, []
+    for file, before, after in edits_of(name):
+        path = root / 'crates/slat/src' / file
+        text = texts.get(path) or (path.read_text() if path.exists() else '')
         if text.count(before) != 1:
-            return None
-        text = text.replace(before, after)
-    return text
+            misfits.append(file)
+        texts[path] = text.replace(before, after)
+    return texts, misfits
 
 
-def is_noticed(name, file, *edits):
-    path = COPY / 'crates/slat/src' / file
-    whole = path.read_text()
-    if (text := broken(whole, edits)) is None:
-        print(f'{name}: DOES NOT APPLY: {file} has another text by now', flush=True)
-        return False
-    path.write_text(text)
+def is_noticed(name):
+    texts, _ = broken(COPY, name)
+    whole = {path: path.read_text() for path in texts}
+    for path, text in texts.items():
+        path.write_text(text)
     run = subprocess.run(['ci/replay.sh'], cwd=COPY, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
-    path.write_text(whole)
+    for path, text in whole.items():
+        path.write_text(text)
     if 'error: could not compile' in run.stderr:
         sys.exit(f'{run.stderr}\nsabotage: does not build: {name}')
     found = [line for line in run.stdout.split('\n') if line.startswith('  ') and ': thread ' in line]
@@ -236,9 +283,14 @@ def is_noticed(name, file, *edits):
 
 
 def main(words):
+    misfits = [f'{name}: {file}' for name in SABOTAGES for file in broken(ROOT, name)[1]]
+    if misfits:
+        sys.exit('\n'.join([*misfits, f'sabotage: FAILED: the engine does not have these {len(misfits)} places once']))
+    if words == ['--check']:
+        return print(f'sabotage: the engine has each place of {len(SABOTAGES)}')
+    chosen = [name for name in SABOTAGES if not words or any(word in name for word in words)]
     copy()
-    chosen = {name: edits for name, edits in SABOTAGES.items() if not words or any(word in name for word in words)}
-    missed = [name for name, edits in chosen.items() if not is_noticed(name, *edits)]
+    missed = [name for name in chosen if not is_noticed(name)]
     print(f'sabotage: {len(chosen) - len(missed)} of {len(chosen)} noticed')
     return bool(missed)
 
