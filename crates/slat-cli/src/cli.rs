@@ -82,7 +82,8 @@ enum Experiment {
     /// Compare the five systems with their baselines and peers
     ///
     /// The five published systems in one run, each with its baseline, slat, and the real peers that
-    /// this machine has; it fails if slat loses a comparison that it claims to win.
+    /// this machine has, and slat's instructions beside KVM's; it fails if slat loses a comparison
+    /// that it claims to win.
     Compare(CompareArgs),
     /// Time the phases of a migration, with each locking
     ///

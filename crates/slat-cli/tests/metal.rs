@@ -5,13 +5,12 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{assert_refused, file, read, samples, stderr};
+use common::{assert_refused, file, program, read, samples, stderr};
 
 /// A folder for the files of one test.
 fn folder(name: &str) -> PathBuf {
@@ -28,17 +27,6 @@ fn emulator(folder: &Path, version: &str, script: &str) -> PathBuf {
         &format!("[ \"$1\" = --version ] && echo 'QEMU emulator version {version} (test)' && exit\n{script}"),
     );
     path
-}
-
-/// Writes a program of the shell.
-fn program(path: &Path, script: &str) {
-    let text = format!("#!/bin/sh\n{script}\n");
-    // A file that is open for writing cannot run, and other threads fork: the shell closes its own.
-    let write = format!("cat >{0} && chmod 755 {0}", path.display());
-    let mut shell = Command::new("sh").args(["-c", &write]).stdin(Stdio::piped()).spawn().unwrap();
-    std::io::Write::write_all(&mut shell.stdin.take().unwrap(), text.as_bytes()).unwrap();
-    assert!(shell.wait().unwrap().success());
-    assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o755);
 }
 
 /// The command with the emulator, and a file that is no image: the emulator does not read it.

@@ -13,6 +13,8 @@ use crate::results::{Figure, MODELLED_CPUS, Results, SOFTWARE_CPUS};
 pub(super) const HOST_CPUS: &str = "the host's CPUs";
 /// What figures are measured on that a model adds up from times and counts of software CPUs.
 pub(super) const MODELLED: &str = "a model, software CPUs";
+/// What figures are that an emulator has counted.
+pub(super) const EMULATED: &str = "emulated machine, instructions";
 /// What figures of the real KVM are measured on.
 pub(super) const HARDWARE: &str = "hardware";
 

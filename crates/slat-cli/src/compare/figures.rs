@@ -3,7 +3,7 @@
 use slat_machine::linux::topology::HostDescription;
 
 use super::CompareArgs;
-use super::comparison::{HARDWARE, HOST_CPUS, MODELLED};
+use super::comparison::{EMULATED, HARDWARE, HOST_CPUS, MODELLED};
 use crate::results::{MODELLED_CPUS, SOFTWARE_CPUS};
 use crate::statistics::CONFIDENCE;
 
@@ -20,6 +20,8 @@ pub(super) fn head(args: &CompareArgs, host: &HostDescription) -> String {
            {HOST_CPUS}: the call is timed as it is. {HARDWARE}: the KVM of this machine on its real CPUs.\n  \
            {MODELLED_CPUS}: the model of a large machine predicts what was published, in virtual time (`slat scale`). An error is\n  \
            the part by which a prediction is above what was published. Predictions decide nothing.\n\
+         - {EMULATED}: counted on one CPU by an emulator, the same in each run (`slat metal --guest measure`, which\n  \
+           saves KVM's).\n\
          - A claim is a comparison that slat must win. It is held if the whole interval and the ratio of the means lie above it,\n  \
            lost if both lie below, and a tie if this machine cannot tell, or the runs of a side deviate by more than their mean.\n  \
            The mean is that of the middle half of the runs, the deviation that of the median distance from the median. A side\n  \

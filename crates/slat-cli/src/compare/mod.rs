@@ -1,5 +1,5 @@
 //! `slat compare`: the five published systems, each with its baseline, slat, and the real peers
-//! that this machine has, in one run.
+//! that this machine has, in one run; and slat's instructions beside those of KVM.
 //!
 //! Experiments of this command show each system, by command lines that a user can type (`systems`).
 //! The comparison reads their results (`comparison`), so a figure here is one that the experiment
@@ -10,6 +10,7 @@
 mod comparison;
 mod dirty_log;
 mod figures;
+mod instructions;
 mod predictions;
 mod systems;
 
@@ -26,7 +27,7 @@ use crate::quantity::Unit;
 use crate::results::compared::{Compared, System};
 use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, Shortfall, rfc3339};
 use crate::session::Session;
-use crate::{numa_split, options, parallel_faults, scale, shadow, userfault};
+use crate::{metal, numa_split, options, parallel_faults, scale, shadow, userfault};
 use comparison::Comparison;
 use systems::{Plan, Planned};
 
@@ -44,7 +45,7 @@ pub(crate) struct CompareArgs {
     pub(crate) output: OutputArgs,
 }
 
-/// A published system.
+/// A published system, or what else is compared.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, ValueEnum)]
 pub(crate) enum SystemArg {
     /// Parallel page faults on the second stage.
@@ -57,6 +58,8 @@ pub(crate) enum SystemArg {
     NumaSplit,
     /// Getting the dirty log without stopping a vCPU.
     DirtyLog,
+    /// Instructions of faults and log beside KVM, on an emulated machine.
+    Instructions,
 }
 
 impl SystemArg {
@@ -68,6 +71,7 @@ impl SystemArg {
             SystemArg::Shadow => "shadow",
             SystemArg::NumaSplit => "numa-split",
             SystemArg::DirtyLog => "dirty-log",
+            SystemArg::Instructions => "instructions",
         }
     }
 }
@@ -215,6 +219,8 @@ fn run_command(command: &str, session: &Session) -> Result<Outcome, Failure> {
         Some("numa-split") => numa_split::run(&parse(command)?, session),
         Some("dirty-log") => crate::dirty_log::run(&parse(command)?, session),
         Some("scale") => scale::run(&parse(command)?, session),
+        // KVM is not booted: that takes longer than all else.
+        Some("metal") => metal::run_beside_saved(&parse(command)?, session),
         _ => Err(Failure::Usage(format!("{command} is not compared"))),
     }
 }

@@ -6,7 +6,7 @@
 use slat_machine::linux::topology;
 
 use super::comparison::{Comparison, HARDWARE, MODELLED, Side};
-use super::{Size, SystemArg, dirty_log, predictions};
+use super::{Size, SystemArg, dirty_log, instructions, predictions};
 use crate::parallel_faults;
 use crate::results::SOFTWARE_CPUS;
 use crate::results::compared::{Published, Role};
@@ -55,6 +55,7 @@ pub(super) fn plan(system: SystemArg, size: Size) -> Plan {
         SystemArg::Shadow => shadow_paging(size),
         SystemArg::NumaSplit => numa_splitting(size),
         SystemArg::DirtyLog => dirty_log::plan(size),
+        SystemArg::Instructions => instructions::plan(),
     }
 }
 

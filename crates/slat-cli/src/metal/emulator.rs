@@ -208,11 +208,6 @@ impl Machine {
         Ok(Machine { emulator, folder, loaded, memory: memory.transpose()?, _lock: lock })
     }
 
-    /// Whether it has a Linux to boot.
-    pub(super) fn has_linux(&self) -> bool {
-        self.folder.path().join(KERNEL).exists()
-    }
-
     /// The emulator with all its words.
     fn command(&self, plan: &Plan, boot: Boot) -> Command {
         match &self.emulator {

@@ -1,26 +1,33 @@
 //! `--guest measure`: instructions for each event, of slat-metal and of KVM, on the same emulated
 //! machine.
 //!
-//! The hypervisor runs twice, and both runs must count the same: otherwise something else than
-//! instructions was counted. What is in a count is said in docs/instructions.md.
+//! Each machine runs twice, and both runs must count the same: otherwise something else than
+//! instructions was counted. So KVM's counts are those of any later run, and `slat compare` has
+//! them from a file ([`saved`]). What is in a count is said in docs/instructions.md.
 
 use std::io::{self, Write};
 
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::MetalArgs;
 use super::architecture::Architecture;
 use super::emulator::{Boot, Ended, Machine, Shown};
 use super::figures::{measured_on, results_of, verdict};
+use super::packages::Downloads;
+use super::parts::Parts;
 use super::plan::Plan;
 use super::protocol::Verdict;
+use super::saved::{self, CountedOn, Saved};
 use crate::failure::Failure;
+use crate::options::PeerArg;
 use crate::quantity::{NOTHING, Unit, digits, times};
 use crate::results::{Better, Figure, Labels, NotRun, Outcome, Shortfall, labels};
 use crate::session::Session;
 use crate::table;
 
 /// What is measured: the first part of the names of its figures, and its title.
-const EVENTS: [(&str, &str); 13] = [
+pub(crate) const EVENTS: [(&str, &str); 13] = [
     ("demand_fault", "Demand fault"),
     ("demand_fault_2m", "Demand fault, 2 MiB"),
     ("write_protect_fault", "Write-protect fault"),
@@ -98,21 +105,42 @@ impl System {
     }
 }
 
-/// The counts of a run, by the names of its figures.
-#[derive(Clone, PartialEq, Debug, Default)]
-struct Counts(Vec<(String, Unit, Vec<f64>)>);
+/// The counts of a machine, by the names of its figures: a sample for each run.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Counts(pub(super) Vec<(String, Unit, Vec<f64>)>);
 
 impl Counts {
-    fn get(&self, name: &str) -> Option<f64> {
+    fn samples(&self, name: &str) -> Option<&[f64]> {
         let (_, _, samples) = self.0.iter().find(|(other, _, _)| other == name)?;
-        samples.first().copied()
+        Some(samples)
     }
 
-    /// The first figure that differs, with both values.
+    fn get(&self, name: &str) -> Option<f64> {
+        self.samples(name)?.first().copied()
+    }
+
+    /// The first figure that differs from that of another run, with both values.
     fn difference(&self, other: &Counts) -> Option<String> {
         let mut names = self.0.iter().chain(&other.0).map(|(name, ..)| name);
         let name = names.find(|name| self.get(name) != other.get(name))?;
         Some(format!("{name}: {} and {}", number(self.get(name)), number(other.get(name))))
+    }
+
+    /// These, and the samples that `other` has of them.
+    fn with(mut self, other: &Counts) -> Counts {
+        for (name, _, samples) in &mut self.0 {
+            samples.extend(other.samples(name).unwrap_or_default());
+        }
+        self
+    }
+
+    /// What no run counts: no figure at all, or one without samples, or less than nothing.
+    pub(super) fn wrong(&self) -> Option<String> {
+        let is_wrong = |samples: &[f64]| samples.is_empty() || samples.iter().any(|count| *count < 0.0);
+        match self.0.iter().find(|(_, _, samples)| is_wrong(samples)) {
+            Some((name, ..)) => Some(format!("{name} is no count")),
+            None => self.0.is_empty().then(|| "it has no figures".to_owned()),
+        }
     }
 }
 
@@ -127,14 +155,24 @@ struct Measured {
 }
 
 impl Measured {
-    /// An event of a system. slat's are of one way of tracking, or of both.
-    fn count(&self, event: &str, system: System) -> Option<f64> {
+    /// Of slat alone, so far.
+    fn new(plan: &Plan, slat: Counts, not_run: Option<NotRun>) -> Measured {
+        let architecture = plan.machine.architecture();
+        Measured { architecture, slat, kvm: None, kvm_words: plan.kvm_words(), not_run }
+    }
+
+    /// An event of a system, in each run. slat's are of one way of tracking, or of both.
+    fn samples(&self, event: &str, system: System) -> Option<&[f64]> {
         let of_system = format!("{event}_{}", system.ending());
         if system.is_slat() {
-            self.slat.get(&of_system).or_else(|| self.slat.get(event))
+            self.slat.samples(&of_system).or_else(|| self.slat.samples(event))
         } else {
-            self.kvm.as_ref()?.get(&of_system)
+            self.kvm.as_ref()?.samples(&of_system)
         }
+    }
+
+    fn count(&self, event: &str, system: System) -> Option<f64> {
+        self.samples(event, system)?.first().copied()
     }
 
     /// How many times as many instructions KVM takes with page tables of the same kind.
@@ -144,32 +182,79 @@ impl Measured {
     }
 }
 
-/// Runs the machines, and compares.
-pub(super) fn run(
+/// Runs the machines, compares, and saves KVM's counts.
+pub(super) fn run(args: &MetalArgs, plan: &Plan, session: &Session) -> Result<Outcome, Failure> {
+    let parts = Parts::new(args, plan, Downloads::Allowed, 4, session);
+    let emulator = parts.emulator()?;
+    let (linux, not_run) = match args.peer {
+        PeerArg::None => (None, None),
+        peer => match parts.kvm_linux() {
+            Ok(linux) => (Some(linux), None),
+            Err(Failure::CannotServe(why)) if peer == PeerArg::Auto => {
+                (None, Some(NotRun { what: "KVM".to_owned(), why }))
+            }
+            Err(failure) => return Err(failure),
+        },
+    };
+    let counted_on = linux.as_ref().map(|linux| CountedOn::new(&emulator, plan, linux)).transpose()?;
+    let file = parts.kvm_counts();
+    let machine = parts.machine(emulator, linux)?;
+    let (slat, mut difference) = twice(plan, &machine, Boot::Hypervisor, Shown::Lines, session)?;
+    let mut measured = Measured::new(plan, slat, not_run);
+    if let Some(counted_on) = counted_on {
+        let (kvm, differs) = twice(plan, &machine, Boot::Kvm, Shown::Lines, session)?;
+        difference = difference.or(differs);
+        if difference.is_none()
+            && let Err(error) = saved::write(&file, &counted_on, &kvm)
+        {
+            let file = file.display();
+            plan.tell(session, &format!("KVM's counts are not saved for slat compare: {file}: {error}\n"))?;
+        }
+        measured.kvm = Some(kvm);
+    }
+    conclude(plan, &machine, &measured, difference)
+}
+
+/// The same beside KVM's counts of an earlier run. What is missing is not downloaded, and the
+/// hypervisor is built and started only where nothing is missing.
+pub(crate) fn run_beside_saved(args: &MetalArgs, session: &Session) -> Result<Outcome, Failure> {
+    let plan = Plan::new(args)?;
+    let parts = Parts::new(args, &plan, Downloads::Refused, 4, session);
+    let saved = Saved::read(parts.kvm_counts())?;
+    let emulator = parts.emulator()?;
+    let kvm = saved.of(&CountedOn::new(&emulator, &plan, &parts.kvm_linux()?)?)?;
+    let machine = parts.machine(emulator, None)?;
+    let (slat, difference) = twice(&plan, &machine, Boot::Hypervisor, Shown::Nothing, session)?;
+    conclude(&plan, &machine, &Measured { kvm: Some(kvm), ..Measured::new(&plan, slat, None) }, difference)
+}
+
+/// Runs a machine twice: the counts of both runs, and what differs between them.
+fn twice(
     plan: &Plan,
     machine: &Machine,
-    not_run: Option<NotRun>,
+    boot: Boot,
+    shown: Shown,
     session: &Session,
+) -> Result<(Counts, Option<String>), Failure> {
+    let count = |shown| checked(plan, machine.run(plan, boot, shown, session, &|| {})?);
+    let (first, second) = (count(shown)?, count(Shown::Nothing)?);
+    let difference = first.difference(&second);
+    Ok((first.with(&second), difference))
+}
+
+/// The outcome of both machines, or of slat's alone.
+fn conclude(
+    plan: &Plan,
+    machine: &Machine,
+    measured: &Measured,
+    difference: Option<String>,
 ) -> Result<Outcome, Failure> {
-    let counts = |boot, shown| -> Result<Counts, Failure> {
-        let ended = machine.run(plan, boot, shown, session, &|| {})?;
-        checked(plan, ended)
-    };
-    let slat = counts(Boot::Hypervisor, Shown::Lines)?;
-    let again = counts(Boot::Hypervisor, Shown::Nothing)?;
-    let kvm = machine.has_linux().then(|| counts(Boot::Kvm, Shown::Lines)).transpose()?;
-    let difference = slat.difference(&again);
-    let architecture = plan.machine.architecture();
-    let measured = Measured { architecture, slat, kvm, kvm_words: plan.kvm_words(), not_run };
-    let mut results = results_of(plan, machine, figures(&measured));
+    let mut results = results_of(plan, machine, figures(measured));
     results.not_run.extend(measured.not_run.clone());
     let outcome = Outcome::new(results, |out| {
-        print(out, &measured, &measured_on(machine))?;
+        print(out, measured, &measured_on(machine))?;
         match difference {
-            None => writeln!(
-                out,
-                "\nVerified: a loop of known length counts as that, and two runs of slat-metal count the same."
-            ),
+            None => writeln!(out, "\nVerified: a loop of known length counts as that, and two runs count the same."),
             Some(_) => Ok(()),
         }
     })?;
@@ -190,8 +275,9 @@ fn figures(measured: &Measured) -> Vec<Figure> {
     let mut figures = Vec::new();
     for (event, _) in EVENTS {
         for &system in systems {
-            let count = measured.count(event, system);
-            figures.extend(count.map(|count| Figure::new(event, Unit::Instructions, &system.labels(), [count])));
+            let figure =
+                |samples: &[f64]| Figure::new(event, Unit::Instructions, &system.labels(), samples.iter().copied());
+            figures.extend(measured.samples(event, system).map(figure));
         }
         let ratio = measured.ratio(event);
         figures.extend(ratio.map(|ratio| {

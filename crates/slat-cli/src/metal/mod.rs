@@ -6,14 +6,15 @@
 //!
 //! # Implementation
 //! 1. Everything that is wrong with the options is found before anything is built ([`plan`]).
-//! 2. [`packages`] gets the emulator and the kernel into a cache folder, [`source`] builds.
+//! 2. [`packages`] gets the emulator and the kernel into a cache folder, [`source`] builds; [`parts`]
+//!    puts both together.
 //! 3. [`emulator`] runs QEMU. The guest's serial line is its standard output. The hypervisor's
 //!    debug console is its standard error, in the lines of [`protocol`]. [`bochs`] is for the
 //!    machine with VMX, which QEMU has not: there the debug console is the standard output.
 //!    [`migration`] runs two of them.
 //! 4. [`figures`] makes the outcome. It is a pass only if the verdict and the exit code of the
 //!    machine agree; Bochs has one code for all. Of `--guest measure` [`measure`] does, with KVM on
-//!    a second machine.
+//!    a second machine; [`saved`] keeps KVM's counts for `slat compare`.
 //!
 //! While the suite runs under QEMU, [`walker`] walks the guest's page tables from outside.
 //!
@@ -28,9 +29,11 @@ mod measure;
 mod migration;
 mod nodes;
 mod packages;
+mod parts;
 mod plan;
 mod process;
 mod protocol;
+mod saved;
 mod source;
 mod walker;
 
@@ -41,13 +44,14 @@ use clap::{Args, ValueEnum, value_parser};
 
 use crate::failure::Failure;
 use crate::options::{OutputArgs, PEER, PeerArg, SEED, duration, positive, size_bytes};
-use crate::results::{NotRun, Outcome};
+use crate::results::Outcome;
 use crate::session::Session;
 use architecture::Architecture;
-use emulator::{Boot, Files, Linux, Machine, Shown};
-use packages::{Cache, Emulator};
+use emulator::{Boot, Shown};
+pub(crate) use measure::{EVENTS, run_beside_saved};
+use packages::Downloads;
+use parts::Parts;
 use plan::Plan;
-use source::Source;
 
 /// The options of `slat metal`.
 #[derive(Clone, Debug, Args)]
@@ -267,72 +271,14 @@ fn guest_memory(text: &str) -> Result<u64, String> {
 /// Builds what is needed, runs the machine, and judges.
 pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failure> {
     let plan = Plan::new(args)?;
-    let architecture = plan.machine.architecture();
-    let source = Source::find();
-    let target = source.as_ref().map_or_else(|| PathBuf::from("target/metal"), Source::target);
-    let (machine, not_run) = {
-        let progress = session.progress(if matches!(plan.guest, GuestArg::Suite | GuestArg::Wild) { 2 } else { 4 });
-        let begin = |what: &str| progress.begin(what.to_owned());
-        let cache = Cache::new(args.cache.clone().unwrap_or_else(|| target.join("cache")));
-        let emulator = match plan.machine {
-            MachineArg::Svm | MachineArg::Arm | MachineArg::RiscV => {
-                begin("looking for the emulator, QEMU 10 or newer");
-                Emulator::Qemu(cache.qemu(architecture, args.qemu.as_deref(), session)?)
-            }
-            MachineArg::Vmx => {
-                begin("looking for the emulator, Bochs 2.7 or newer");
-                Emulator::Bochs(cache.bochs(session)?)
-            }
-        };
-        progress.step();
-        let (linux, not_run) = match plan.guest {
-            GuestArg::Linux | GuestArg::Migration => {
-                begin("looking for the guest's kernel");
-                let kernel = match &args.kernel {
-                    Some(path) => path.clone(),
-                    None => cache.kernel(architecture, session)?,
-                };
-                progress.step();
-                begin("building the guest's first process");
-                let libraries = cache.libraries(architecture, session)?;
-                let init = source::required(source.as_ref())?.guest_init(libraries.as_ref(), &plan, session)?;
-                progress.step();
-                (Some(Linux { kernel, init, modules: Vec::new() }), None)
-            }
-            GuestArg::Measure if args.peer == PeerArg::None => (None, None),
-            GuestArg::Measure => {
-                begin("looking for a kernel with KVM");
-                let linux = || {
-                    let kvm = cache.kvm_kernel(architecture, session)?;
-                    progress.step();
-                    begin("building the first process of the machine with KVM");
-                    let libraries = cache.libraries(architecture, session)?;
-                    let init = source::required(source.as_ref())?.kvm_init(libraries.as_ref(), &plan, session)?;
-                    progress.step();
-                    Ok(Linux { kernel: kvm.kernel, init, modules: kvm.modules })
-                };
-                match linux() {
-                    Ok(linux) => (Some(linux), None),
-                    Err(Failure::CannotServe(why)) if args.peer == PeerArg::Auto => {
-                        (None, Some(NotRun { what: "KVM".to_owned(), why }))
-                    }
-                    Err(failure) => return Err(failure),
-                }
-            }
-            GuestArg::Suite | GuestArg::Wild => (None, None),
-        };
-        let image = match &args.image {
-            Some(path) => path.clone(),
-            None => {
-                begin("building the hypervisor");
-                source::required(source.as_ref())?.hypervisor(&plan, session)?
-            }
-        };
-        (Machine::new(emulator, &Files { image, linux }, &plan, &target, session)?, not_run)
-    };
     if plan.guest == GuestArg::Measure {
-        return measure::run(&plan, &machine, not_run, session);
+        return measure::run(args, &plan, session);
     }
+    let has_linux = matches!(plan.guest, GuestArg::Linux | GuestArg::Migration);
+    let parts = Parts::new(args, &plan, Downloads::Allowed, if has_linux { 4 } else { 2 }, session);
+    let emulator = parts.emulator()?;
+    let linux = has_linux.then(|| parts.guest_linux()).transpose()?;
+    let machine = parts.machine(emulator, linux)?;
     if plan.guest == GuestArg::Migration {
         return figures::outcome_of_both(&plan, &machine, migration::run(&plan, &machine, session)?);
     }

@@ -46,7 +46,17 @@ pub(super) struct KvmKernel {
 
 /// The folder of packages.
 #[derive(Clone, Debug)]
-pub(super) struct Cache(PathBuf);
+pub(super) struct Cache {
+    folder: PathBuf,
+    downloads: Downloads,
+}
+
+/// Whether packages that are missing are downloaded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Downloads {
+    Allowed,
+    Refused,
+}
 
 /// An emulator that runs and is new enough.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -98,9 +108,14 @@ fn parse_version(text: &str) -> Option<(String, u32)> {
 }
 
 impl Cache {
-    pub(super) fn new(folder: PathBuf) -> Cache {
+    pub(super) fn new(folder: PathBuf, downloads: Downloads) -> Cache {
         // Programs run in other folders.
-        Cache(std::path::absolute(&folder).unwrap_or(folder))
+        Cache { folder: std::path::absolute(&folder).unwrap_or(folder), downloads }
+    }
+
+    /// The file `name` in it.
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
     }
 
     /// The emulator: the one at `named`, this machine's, or the package.
@@ -120,7 +135,7 @@ impl Cache {
             return Ok(qemu);
         }
         let name = of("qemu", architecture);
-        let root = self.0.join(&name);
+        let root = self.folder.join(&name);
         let cached = || Qemu::probe(root.join("usr/bin").join(program), Some(root.clone()), session);
         if let Ok(qemu) = cached() {
             return Ok(qemu);
@@ -145,7 +160,7 @@ impl Cache {
 
     /// Bochs, with what it needs: from the packages, or this machine's.
     pub(super) fn bochs(&self, session: &Session) -> Result<Bochs, Failure> {
-        let root = self.0.join("bochs");
+        let root = self.folder.join("bochs");
         let found = || Bochs::probe(&root, session);
         if let Ok(bochs) = found() {
             return Ok(bochs);
@@ -164,7 +179,7 @@ impl Cache {
     /// The kernel of the package.
     pub(super) fn kernel(&self, architecture: Architecture, session: &Session) -> Result<PathBuf, Failure> {
         let name = of("kernel", architecture);
-        let root = self.0.join(&name);
+        let root = self.folder.join(&name);
         let cached = || kernel_in(&root);
         if let Some(path) = cached() {
             return Ok(path);
@@ -190,7 +205,7 @@ impl Cache {
             return Ok(KvmKernel { kernel: self.kernel(architecture, session)?, modules: Vec::new() });
         }
         let name = of("kvm", architecture);
-        let root = self.0.join(&name);
+        let root = self.folder.join(&name);
         let cached = || {
             let modules = find_modules(&root.join("modules"), names).ok()?;
             (!modules.is_empty()).then_some(KvmKernel { kernel: kernel_in(&root)?, modules })
@@ -222,8 +237,12 @@ impl Cache {
         session: &'s Session,
         unpack: impl FnOnce(Result<Apt<'s>, AptError>, &Path) -> Result<Got, AptError>,
     ) -> Result<(), Failure> {
+        if self.downloads == Downloads::Refused {
+            let folder = self.folder.display();
+            return Err(Failure::CannotServe(format!("{what} in {folder}; slat metal --guest measure gets it")));
+        }
         let get = || -> Result<(), AptError> {
-            fs::create_dir_all(&self.0).map_err(AptError::Files)?;
+            fs::create_dir_all(&self.folder).map_err(AptError::Files)?;
             let _lock = self.lock().map_err(AptError::Files)?;
             self.remove_partial().map_err(AptError::Files)?;
             let partial = self.partial(session).map_err(AptError::Files)?;
@@ -233,7 +252,7 @@ impl Cache {
             match unpack(apt, &folder)? {
                 Got::ByAnother => Ok(()),
                 Got::Now => {
-                    let place = self.0.join(name);
+                    let place = self.folder.join(name);
                     // One that cannot be used any more.
                     fs::remove_dir_all(&place).or_else(not_found).map_err(AptError::Files)?;
                     fs::rename(folder, place).map_err(AptError::Files)
@@ -245,14 +264,14 @@ impl Cache {
 
     /// Waits until no other run changes the cache. The lock ends with the file.
     fn lock(&self) -> io::Result<File> {
-        let file = File::create(self.0.join("lock"))?;
+        let file = File::create(self.folder.join("lock"))?;
         flock(&file, FlockOperation::LockExclusive)?;
         Ok(file)
     }
 
     /// A folder that is removed in the end.
     fn partial(&self, session: &Session) -> io::Result<TempDir> {
-        let folder = tempfile::Builder::new().prefix(PARTIAL).tempdir_in(&self.0)?;
+        let folder = tempfile::Builder::new().prefix(PARTIAL).tempdir_in(&self.folder)?;
         let path = folder.path().to_owned();
         session.when_interrupted(move || drop(fs::remove_dir_all(path)));
         Ok(folder)
@@ -260,7 +279,7 @@ impl Cache {
 
     /// Removes what runs have left that were killed.
     fn remove_partial(&self) -> io::Result<()> {
-        for entry in fs::read_dir(&self.0)? {
+        for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
             if entry.file_name().as_encoded_bytes().starts_with(PARTIAL.as_bytes()) {
                 fs::remove_dir_all(entry.path())?;

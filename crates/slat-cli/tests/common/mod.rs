@@ -3,8 +3,10 @@
 #![allow(missing_docs)]
 
 use std::fs;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use jsonschema::Validator;
 use serde_json::Value;
@@ -64,6 +66,17 @@ pub fn assert_refused(args: &str, code: i32, what: &str) {
     };
     assert!(message.contains(next_step), "slat {args}: {message}");
     assert!(output.stdout.is_empty(), "slat {args}");
+}
+
+/// Writes a program of the shell.
+pub fn program(path: &Path, script: &str) {
+    let text = format!("#!/bin/sh\n{script}\n");
+    // A file that is open for writing cannot run, and other threads fork: the shell closes its own.
+    let write = format!("cat >{0} && chmod 755 {0}", path.display());
+    let mut shell = Command::new("sh").args(["-c", &write]).stdin(Stdio::piped()).spawn().unwrap();
+    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(shell.wait().unwrap().success());
+    assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o755);
 }
 
 /// The values of `--format`.

@@ -69,7 +69,7 @@ impl Cache {
     ) -> Result<Option<Libraries>, Failure> {
         let Some(debian) = architecture.debian() else { return Ok(None) };
         let name = of("libraries", architecture);
-        let cached = || Libraries::find(&self.0.join(&name), debian);
+        let cached = || Libraries::find(&self.folder.join(&name), debian);
         if let Some(libraries) = cached() {
             return Ok(Some(libraries));
         }
