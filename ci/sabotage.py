@@ -57,6 +57,13 @@ SABOTAGES = {
         'let guard = pin.reborrow().open();\n'
         '        let is_busy = tree.in_flight.free_level(self.gfn, Level::L4K).is_none();',
         'vcpu/small.rs', 'if tree.in_flight.free_level(self.gfn, Level::L4K).is_none() {', 'if is_busy {'),
+    'a fault of a block reads the ranges before the PTE': (
+        'vcpu/block.rs', 'let guard = pin.reborrow().open();',
+        'let guard = pin.reborrow().open();\n'
+        '        let is_busy = tree.in_flight.free_level(gfn, LEVEL) != Some(LEVEL);',
+        'vcpu/block.rs', 'if tree.in_flight.free_level(gfn, LEVEL) != Some(LEVEL) {', 'if is_busy {'),
+    'a fault of a block looks at the ranges of its page alone': (
+        'vcpu/block.rs', 'free_level(gfn, LEVEL) != Some(LEVEL)', 'free_level(gfn, LEVEL).is_none()'),
     'a leaf is installed whatever the number': (
         'vcpu/act.rs', 'if seq != seen || cursor.level() > plan.level', 'if cursor.level() > plan.level'),
     'a small leaf is installed whatever the number': (
