@@ -16,6 +16,7 @@ mod shadow_cpu;
 mod attributes;
 mod backing_gone;
 mod bad_input;
+mod block_fault;
 mod break_before_make;
 
 mod concurrent;
