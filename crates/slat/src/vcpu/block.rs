@@ -27,7 +27,7 @@ use super::small::SmallFault;
 use super::{Fault, NEEDS_PAGE_STATE};
 use crate::addr::Level;
 use crate::format::Format;
-use crate::host::Host;
+use crate::host::{Host, Resolved};
 use crate::operation::Operation;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::sync::record;
@@ -89,11 +89,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let attributes = MemoryAttributes::empty();
         let resolve = || backing.resolve(&tree.host, attributes, gfn, gfn.0 - range.start.0, access);
         let answer = ask(&tree.host, access, self.timing.as_deref_mut(), resolve);
-        if let Ok(resolved) = answer
-            && resolved.max_size.level() >= LEVEL
-            && (resolved.pfn.0 ^ gfn.0) & (LEVEL.nr_pages() - 1) == 0
-            && let Ok((leaf, rights)) = fault.leaf(LEVEL, flags, resolved)
-        {
+        let is_whole = |resolved: &Resolved| {
+            resolved.max_size.level() >= LEVEL && (resolved.pfn.0 ^ gfn.0) & (LEVEL.nr_pages() - 1) == 0
+        };
+        let leaf = match answer {
+            Ok(resolved) if is_whole(&resolved) => fault.leaf(LEVEL, flags, resolved).ok(),
+            _ => None,
+        };
+        if let Some((leaf, rights)) = leaf {
             // SAFETY: the pin has opened the first guard.
             if let Some(again) = unsafe { kept.reopen(pin) } {
                 let pte = again.pte(Cleaner::new(&tree.host));
