@@ -100,7 +100,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             // SAFETY: the pin has opened the first guard.
             if let Some(again) = unsafe { kept.reopen(pin) } {
                 let pte = again.pte(Cleaner::new(&tree.host));
-                if fault.install(again.guard(), LEVEL, pte, seen, leaf, rights).is_ok() {
+                // SAFETY: the leaf was made for this level, and such a PTE was kept.
+                if unsafe { fault.install(again.guard(), pte, seen, leaf, rights) }.is_ok() {
                     return Plan::Served;
                 }
             }

@@ -138,9 +138,11 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         // SAFETY: the pin has opened the first guard.
         let installed =
             if let Some(again) = (!tree.is_locked()).then(|| unsafe { kept.reopen(pin.reborrow()) }).flatten() {
-                self.install(again.guard(), Level::L4K, again.pte(Cleaner::new(&tree.host)), seen, leaf, rights)
+                // SAFETY: the leaf was made for 4 KiB, and such a PTE was kept.
+                unsafe { self.install(again.guard(), again.pte(Cleaner::new(&tree.host)), seen, leaf, rights) }
             } else {
-                self.install_by_a_walk(pin, seen, leaf, rights)
+                // SAFETY: the leaf was made for 4 KiB.
+                unsafe { self.install_by_a_walk(pin, seen, leaf, rights) }
             };
         Small::of(installed)
     }
@@ -165,20 +167,22 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         Ok((leaf.pte(encoding, config.access_tracking), rights))
     }
 
-    /// Installs `leaf` of `level` with `rights` in `pte`, if that is still empty with the number `seen`.
+    /// Installs `leaf` with `rights` in `pte`, if that is still empty with the number `seen`.
+    ///
+    /// # Safety
+    /// `leaf` is a leaf of the level of `pte`.
     #[inline(always)]
-    pub(super) fn install(
+    pub(super) unsafe fn install(
         self,
         guard: &Guard<'_>,
-        level: Level,
         pte: PteRef<'_, F>,
         seen: InvalidationSeq,
         leaf: Pte<F>,
         rights: Rights,
     ) -> Result<(), Changed> {
         let Operation { tree, slots, participant, .. } = self.op;
-        debug_assert!(pte.level() == level);
-        // SAFETY: a PTE with a number is empty, and the leaf is of this level.
+        let level = pte.level();
+        // SAFETY: a PTE with a number is empty, and the leaf is of this level, as the caller promises.
         unsafe { pte.install(&participant.stats, Pte::empty(seen), leaf)? }
         let marks = self.writes() || tree.config.first_write_faults(level);
         if rights == Rights::Writable && marks {
@@ -189,8 +193,11 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
 
     /// As [`install`](Self::install), where something was retired since the look, or inside the VM's
     /// lock.
+    ///
+    /// # Safety
+    /// `leaf` is a leaf of 4 KiB.
     #[inline(never)]
-    fn install_by_a_walk(
+    unsafe fn install_by_a_walk(
         self,
         pin: FaultPin<'_>,
         seen: InvalidationSeq,
@@ -204,7 +211,8 @@ impl<H: Host, F: Format> SmallFault<'_, H, F> {
         if value != Pte::empty(seen) || (self.writes() && cursor.is_protected()) {
             return Err(Changed);
         }
-        self.install(guard, Level::L4K, cursor.pte_at(Level::L4K), seen, leaf, rights)
+        // SAFETY: as the caller promises, and the PTE is one of 4 KiB.
+        unsafe { self.install(guard, cursor.pte_at(Level::L4K), seen, leaf, rights) }
     }
 
     #[inline(always)]
