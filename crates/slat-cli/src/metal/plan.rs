@@ -177,14 +177,13 @@ impl Plan {
         }
     }
 
-    /// The emulator's accelerator. QEMU 10 with a thread for each CPU loses the state of a guest
-    /// once in some hundred thousand exits while other CPUs change its nested page tables: VMRUN
-    /// then ends with the host's state in the control block. The suite makes many more exits than
-    /// Linux, and runs its CPUs in turns. VMRUN is AMD's alone.
+    /// The emulator's accelerator. QEMU 10 with a thread for each CPU loses the state of AMD's guests
+    /// while other CPUs change their nested page tables (docs/metal.md, "What an emulator cannot
+    /// show"): there the CPUs run in turns.
     pub(super) fn accelerator(&self) -> &'static str {
         match (self.machine.architecture(), self.guest) {
             // Instructions are counted of one thread.
-            (_, GuestArg::Measure) | (Architecture::X86, GuestArg::Suite) => "tcg,thread=single",
+            (Architecture::X86, _) | (_, GuestArg::Measure) => "tcg,thread=single",
             _ => "tcg,thread=multi",
         }
     }

@@ -7,10 +7,9 @@ use super::identity::{self, EFER};
 use crate::arch::x86::apic;
 use crate::arch::x86::registers::{Direction, Event, Hypercall, State, Trap};
 use crate::arch::x86::svm::vmcb::Segment;
-use crate::boot;
+use crate::fail;
 use crate::linux::{Linux, LinuxCpu, Stage, Start, Vcpu};
 use crate::virtual_cpu::{Exit, SecondStage};
-use crate::{error, fail};
 
 /// ACPI's sleep on QEMU's machines: the control register, and its bit that does it (ACPI
 /// Specification 6.5, 4.8.3.2.1 "PM1 Control Registers").
@@ -104,16 +103,6 @@ impl<C: PcCpu> GuestCpu<C> {
 
     fn fail(&mut self, what: core::fmt::Arguments<'_>) -> ! {
         let (rip, rsp) = (self.cpu.pc(), self.cpu.rsp());
-        let text = boot::image_text();
-        if (text.start..text.end).contains(&rip) {
-            // The guest does not have that memory. See "What an emulator cannot show" in
-            // docs/metal.md.
-            error!(
-                "the emulator has lost the state of the guest's vCPU {}: it has the hypervisor's registers, rip \
-                 {rip:#x}, rsp {rsp:#x}",
-                self.vcpu.number
-            );
-        }
         fail!("vCPU {} of the guest was stopped at {rip:#x}, rsp {rsp:#x}: {what}", self.vcpu.number)
     }
 
