@@ -149,9 +149,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             let guard = self.op.pin();
             let Found { log, words, turn, .. } = self.find(&guard, pages, out.len(), done)?;
             guard.visit(turn.len() as u64);
-            let copied = &mut out[done..done + turn.len()];
-            copied.fill(0);
-            nr_pages += log.copy(turn.clone(), copied);
+            nr_pages += log.copy(turn.clone(), &mut out[done..done + turn.len()]);
             done += turn.len();
             if turn.end == words.end {
                 return Ok(nr_pages);

@@ -448,14 +448,41 @@ impl Bitmap {
         next
     }
 
-    /// Copies the words `range` to `out`, which must be zero, and changes nothing. Returns the
-    /// number of marked pages.
-    pub(crate) fn copy(&self, range: Range<usize>, out: &mut [u64]) -> u64 {
+    /// Copies the words `range` to `out`, which has as many, and changes nothing. Returns the number
+    /// of marked pages.
+    pub(crate) fn copy(&self, range: Range<usize>, mut out: &mut [u64]) -> u64 {
+        let clean = self.clean;
         let mut nr_pages = 0;
-        self.look(range.clone(), |index, marks| {
-            out[index - range.start] = marks;
-            nr_pages += nr_bits(marks);
-        });
+        let mut next = range.start;
+        while next < range.end {
+            let marked = self.skip_clean(next..range.end);
+            let (skipped, rest) = out.split_at_mut(marked - next);
+            skipped.fill(0);
+            (out, next) = (rest, marked);
+            if next == range.end {
+                break;
+            }
+            let (group, in_range, end) = group_of(next, range.end);
+            let words = &self.words[next..end];
+            let (copied, rest) = out.split_at_mut(words.len());
+            // Acquire, both: the caller observes what was written before a mark that it finds here.
+            let marked = self.summary[group].load(Ordering::Acquire) & in_range;
+            if marked == in_range {
+                // To find each bit of the summary would take longer than to read its word.
+                for (copied, word) in copied.iter_mut().zip(words) {
+                    *copied = word.load(Ordering::Acquire) ^ clean;
+                    nr_pages += nr_bits(*copied);
+                }
+            } else {
+                copied.fill(0);
+                for index in SetBits(marked) {
+                    let index = index - next % GROUP_WORDS;
+                    copied[index] = words[index].load(Ordering::Acquire) ^ clean;
+                    nr_pages += nr_bits(copied[index]);
+                }
+            }
+            (out, next) = (rest, end);
+        }
         nr_pages
     }
 

@@ -48,8 +48,15 @@ fn marks_are_harvested_once_and_only_where_they_were_set() {
         bitmap.mark(first, nr_pages);
         bitmap.mark(first, nr_pages);
         let all = 0..nr_words(20_000);
-        let mut copy = vec![0; all.len()];
+        // What was in it is overwritten.
+        let mut copy = vec![7; all.len()];
         assert_eq!(bitmap.copy(all.clone(), &mut copy), nr_pages);
+        for range in [0..1, 1..2, 63..65, 64..128, 10..300, 312..313, 5..5] {
+            let mut part = vec![7; range.len()];
+            let nr_marked = copy[range.clone()].iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
+            assert_eq!(bitmap.copy(range.clone(), &mut part), nr_marked, "{range:?}");
+            assert_eq!(part, copy[range]);
+        }
         assert_eq!(bitmap.nr_marked(0..usize::MAX), nr_pages);
         let taken = take_all(&bitmap, all.clone());
         assert!(pages(&taken).into_iter().eq(first..first + nr_pages), "{first}+{nr_pages}");
