@@ -69,7 +69,7 @@ impl TestBacking {
 
 impl TestBacking {
     /// The frame of page `page`, and the size of the largest contiguous block around it.
-    pub(super) fn frame(&self, page: u64) -> (Frame, PageSize) {
+    pub fn frame(&self, page: u64) -> (Frame, PageSize) {
         let writes = if self.writes_are_refused.load(Ordering::SeqCst) {
             Writes::Refused
         } else if self.reads_are_writable.load(Ordering::SeqCst) {

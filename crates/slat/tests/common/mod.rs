@@ -11,6 +11,8 @@
 //! - `log`: the dirty log of a memslot, and a CPU that sets A and D.
 //! - `guest`: threads that walk the page tables as CPUs do.
 //! - `trap` and `hooked`: they stop or overtake a thread at a critical point.
+//! - `answers`: what the host says of a page, as a test chooses.
+//! - `parking`: threads that sleep on a word.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
@@ -25,6 +27,7 @@ pub mod guest;
 pub mod hooked;
 pub mod log;
 mod nodes;
+mod parking;
 pub mod random;
 mod tables;
 pub mod trap;
@@ -191,6 +194,8 @@ pub struct TestHost {
     table_nodes: Mutex<HashMap<u64, u32>>,
     /// Held while PTEs are written back: else an older value could be written over a newer one.
     write_back: Mutex<()>,
+    traps: Option<Box<trap::Traps>>,
+    answers: Option<Box<answers::Answers>>,
 }
 
 impl Default for TestHost {
@@ -225,6 +230,8 @@ impl Default for TestHost {
             nodes: Mutex::default(),
             table_nodes: Mutex::default(),
             write_back: Mutex::default(),
+            traps: None,
+            answers: None,
         }
     }
 }
@@ -311,26 +318,46 @@ impl TestHost {
         pages
     }
 
+    /// The page-table page at `table`, for a test: traps do not notice.
+    pub fn page(&self, table: Hpa) -> *mut u8 {
+        (table.0 - BIAS) as *mut u8
+    }
+
+    fn resolve_in(&self, backing: &TestBacking, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
+        if let Some(answers) = &self.answers {
+            return answers.resolve(gfn, access);
+        }
+        self.called(Call::Resolve);
+        assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
+        if page >= backing.nr_pages || backing.gone.load(Ordering::SeqCst) {
+            return Err(Unresolved::Gone);
+        }
+        let (Frame { pfn, writes }, max_size) = backing.frame(page);
+        let writable = match (writes, access) {
+            (Writes::Refused, Access::Write) => return Err(Unresolved::Gone),
+            (Writes::Allowed, _) | (_, Access::Write) => true,
+            _ => false,
+        };
+        if self.is_slow.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        Ok(Resolved { writable, ..Resolved::memory(Pfn(pfn), max_size) })
+    }
+
+    /// The end of a resolve.
+    fn pass(&self, trap: impl Fn(&trap::Traps) -> &trap::Trap, backing: &TestBacking) {
+        if let Some(traps) = &self.traps {
+            trap(traps).pass();
+            assert!(!backing.dropped.load(Ordering::SeqCst), "the backing was dropped under a resolve");
+        }
+    }
+
     pub fn live_tables(&self) -> usize {
         self.tables.lock().unwrap().len()
     }
 
     pub fn nr_flushes(&self) -> usize {
         self.flushes.lock().unwrap().len()
-    }
-
-    fn unpark(&self, word: *const AtomicU32, most: usize) -> bool {
-        let mut parked = self.parked.lock().unwrap();
-        let mut woken = 0;
-        parked.0.retain(|(asleep_on, _)| {
-            let wake = *asleep_on == word.addr() && woken < most;
-            woken += usize::from(wake);
-            !wake
-        });
-        if woken != 0 {
-            self.wakeup.notify_all();
-        }
-        woken != 0
     }
 }
 
@@ -347,30 +374,6 @@ impl Drop for TestHost {
         drop((take(&mut self.zapped_sender), take(&mut self.local_flushes), take(&mut self.released)));
         drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
         drop((take(&mut self.hook), take(&mut self.asked), take(&mut self.nodes), take(&mut self.table_nodes)));
-    }
-}
-
-impl Park for TestHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        let _inside = InsideHost::enter();
-        let mut parked = self.parked.lock().unwrap();
-        if word.load(Ordering::SeqCst) != expected {
-            return;
-        }
-        let ticket = parked.1;
-        parked.1 += 1;
-        parked.0.push((std::ptr::from_ref(word).addr(), ticket));
-        while parked.0.iter().any(|(_, sleeper)| *sleeper == ticket) {
-            parked = self.wakeup.wait(parked).unwrap();
-        }
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.unpark(word, 1)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.unpark(word, usize::MAX);
     }
 }
 
@@ -412,6 +415,9 @@ unsafe impl Host for TestHost {
     }
 
     fn node_of(&self, frame: Pfn) -> NodeId {
+        if let Some(answers) = &self.answers {
+            answers.nodes_of.lock().unwrap().push(frame);
+        }
         let Some(nodes) = *self.nodes.lock().unwrap() else { return NodeId(0) };
         let of_table = self.table_nodes.lock().unwrap().get(&frame.hpa().0).copied();
         NodeId(of_table.unwrap_or((frame.0 / nodes.frames_apart % nodes.nr_nodes) as u32))
@@ -422,7 +428,13 @@ unsafe impl Host for TestHost {
         let size = self.tables.lock().unwrap().remove(&table.0);
         self.table_nodes.lock().unwrap().remove(&table.0);
         assert_eq!(size, Some(layout.size()), "free of {table}, which is not live with this size");
-        let pointer = self.table_ptr(table);
+        if let Some(traps) = &self.traps {
+            traps.freed_unflushed.fetch_add(u32::from(self.nr_flushes() == 0), Ordering::SeqCst);
+        }
+        if let Some(answers) = &self.answers {
+            answers.assert_without_bits(table);
+        }
+        let pointer = self.page(table);
         for word in 0..layout.size() / 8 {
             // SAFETY: inside the page-table page. Garbage, so that a late walk is noticed.
             let entry = unsafe { AtomicU64::from_ptr(pointer.cast::<u64>().add(word)) }.swap(POISON, Ordering::SeqCst);
@@ -445,26 +457,17 @@ unsafe impl Host for TestHost {
     }
 
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        (table.0 - BIAS) as *mut u8
+        if let Some(traps) = &self.traps {
+            traps.look();
+        }
+        self.page(self.answers.as_ref().map_or(table, |answers| answers.without_bits(table)))
     }
 
-    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         self.resolves.fetch_add(1, Ordering::Relaxed);
-        self.called(Call::Resolve);
-        assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
-        if page >= backing.nr_pages || backing.gone.load(Ordering::SeqCst) {
-            return Err(Unresolved::Gone);
-        }
-        let (Frame { pfn, writes }, max_size) = backing.frame(page);
-        let writable = match (writes, access) {
-            (Writes::Refused, Access::Write) => return Err(Unresolved::Gone),
-            (Writes::Allowed, _) | (_, Access::Write) => true,
-            _ => false,
-        };
-        if self.is_slow.load(Ordering::Relaxed) {
-            std::thread::yield_now();
-        }
-        Ok(Resolved { writable, ..Resolved::memory(Pfn(pfn), max_size) })
+        let resolved = self.resolve_in(backing, gfn, page, access);
+        self.pass(|traps| &traps.in_resolve, backing);
+        resolved
     }
 
     fn resolve_private(
@@ -474,24 +477,29 @@ unsafe impl Host for TestHost {
         page: u64,
         access: Access,
     ) -> Result<Resolved, Unresolved> {
-        let shared = self.resolve(backing, gfn, page, access)?;
+        self.resolves.fetch_add(1, Ordering::Relaxed);
+        let shared = self.resolve_in(backing, gfn, page, access)?;
+        self.pass(|traps| &traps.in_resolve, backing);
         Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }
 
     fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {
         assert_ne!(access, Access::Write, "a neighbour is not written");
         self.nr_resident_queries.fetch_add(1, Ordering::Relaxed);
-        if !(backing.is_resident)(page) && !backing.resident.read().unwrap().contains(&page) {
-            return None;
-        }
-        // The engine has not made this one.
-        self.resolves.fetch_sub(1, Ordering::Relaxed);
-        self.resolve(backing, gfn, page, access).ok()
+        let is_resident =
+            self.answers.is_some() || (backing.is_resident)(page) || backing.resident.read().unwrap().contains(&page);
+        let resolved = if is_resident { self.resolve_in(backing, gfn, page, access).ok() } else { None };
+        self.pass(|traps| &traps.in_resident, backing);
+        resolved
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
         let _inside = InsideHost::enter();
         assert!(ranges.iter().all(|range| !range.is_empty()), "a flush of nothing: {ranges:?}");
+        if let Some(traps) = &self.traps {
+            traps.end_step();
+            traps.in_flush.pass();
+        }
         self.called(Call::Flush);
         self.gate.wait_for_accesses();
         broken::flushed(ranges);
@@ -559,6 +567,9 @@ unsafe impl Host for TestHost {
     }
 
     fn should_yield(&self) -> bool {
+        if let Some(traps) = &self.traps {
+            traps.end_step();
+        }
         self.always_yields.load(Ordering::Relaxed)
     }
 
@@ -570,7 +581,7 @@ unsafe impl Host for TestHost {
     fn has_barrier_on_all_cpus(&self) -> bool {
         // Every other host, so that both ways are tested.
         static HOSTS: AtomicU64 = AtomicU64::new(0);
-        HOSTS.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) && membarrier::is_available()
+        self.traps.is_none() && HOSTS.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) && membarrier::is_available()
     }
 
     #[cfg(target_os = "linux")]

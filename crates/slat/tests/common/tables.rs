@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::format::{Format, Pte};
-use slat::{Access, Gfn, Gpa, Host, Hpa, Level, Pfn, Vm};
+use slat::{Access, Gfn, Gpa, Hpa, Level, Pfn, Vm};
 
 use super::{IN_MEMORY, POISON, TestHost, hooked};
 
@@ -38,7 +38,7 @@ fn walk_quietly<F: Format>(
         let nr_entries = if level == F::ROOT_LEVEL { F::MAX_ROOT_ENTRIES } else { F::TABLE_ENTRIES };
         let index = (gfn.0 / level.nr_pages()) as usize % nr_entries;
         // SAFETY: inside a live page-table page.
-        let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
+        let cell = unsafe { host.page(table).cast::<u64>().add(index) };
         // SAFETY: as above; atomic, because other threads may write.
         let cached = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
         // SAFETY: as above.
@@ -70,7 +70,7 @@ unsafe fn in_memory<F: Format>(cell: *mut u64, cached: Pte) -> Pte {
 pub fn entries_of(host: &TestHost, table: Hpa) -> [u64; 512] {
     std::array::from_fn(|index| {
         // SAFETY: inside a live page-table page.
-        let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
+        let cell = unsafe { host.page(table).cast::<u64>().add(index) };
         // SAFETY: as above; atomic, because other threads may write.
         unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst)
     })

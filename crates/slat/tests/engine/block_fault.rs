@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::common::answers::{AnswerHost, answer_vm, frame_of, new_flags, slot};
+use crate::common::answers::{answer_vm, frame_of, new_flags, slot};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::log::{LOG, NO_FLAGS, dirty_trackings, pages_of};
 use crate::common::{TestHost, change, region};
@@ -24,7 +24,7 @@ const PAGE: Gfn = Gfn(BIG + 7);
 /// What is added to a frame for each answer before: the host has moved the block.
 const MOVED: u64 = 1 << 21;
 
-type TestVm<F> = Vm<AnswerHost, F>;
+type TestVm<F> = Vm<TestHost, F>;
 
 /// The first block is mapped, so that there is a page-table page for the others.
 fn vm<F: Format>(config: Config) -> Arc<TestVm<F>> {
@@ -37,7 +37,10 @@ fn vm<F: Format>(config: Config) -> Arc<TestVm<F>> {
 
 /// A write to [`PAGE`], while whose first answer `meanwhile` runs. Each answer has the block at
 /// another place. Returns the outcome and the number of answers.
-fn write_beside<F: Format>(vm: &Arc<TestVm<F>>, meanwhile: impl Fn(&TestVm<F>) + Send + 'static) -> (Outcome, u64) {
+fn write_beside<F: Format>(
+    vm: &Arc<TestVm<F>>,
+    meanwhile: impl Fn(&TestVm<F>) + Send + Sync + 'static,
+) -> (Outcome, u64) {
     let nr_answers = Arc::new(AtomicU64::new(0));
     let (counter, weak): (_, Weak<TestVm<F>>) = (Arc::clone(&nr_answers), Arc::downgrade(vm));
     vm.host().answer(move |gfn, _| {

@@ -292,7 +292,7 @@ fn logging_begins<F: Format>(locking: Locking) {
             }
             vm.set_user_memory_region(slot(0, 0, 64, 0..64).0).unwrap();
             let mut vcpu = vm.create_vcpu().unwrap();
-            let keeper = vm.host().in_resident.set();
+            let keeper = vm.host().traps().in_resident.set();
             thread::scope(|scope| {
                 let vcpu = &mut vcpu;
                 let faulting = scope.spawn(move || fault(vcpu, 9, access));
@@ -469,7 +469,7 @@ fn overtaken_by_host<F: Format>(locking: Locking) {
         let mut vcpu = vm.create_vcpu().unwrap();
         // A page-table page, so that the neighbours' PTEs are read one by one.
         fault(&mut vcpu, 100, Access::Read);
-        let keeper = vm.host().in_resident.set();
+        let keeper = vm.host().traps().in_resident.set();
         thread::scope(|scope| {
             let vcpu = &mut vcpu;
             let faulting = scope.spawn(move || vcpu.handle_fault(Gfn(2).gpa(), Access::Read));

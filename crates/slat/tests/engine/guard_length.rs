@@ -5,8 +5,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::common::trap::{TrapHost, trap_vm_with};
-use crate::common::{GIB, MIB, PRIVATE_PFN, change, each, lazily_splitting, region, translate, vm};
+use crate::common::trap::trap_vm_with;
+use crate::common::{GIB, MIB, PRIVATE_PFN, TestHost, change, each, lazily_splitting, region, translate, vm};
 use slat::baselines::Locking;
 use slat::dirty::DirtyTracking;
 use slat::error::FaultError;
@@ -83,7 +83,7 @@ impl Walk {
         }
     }
 
-    fn run(self, vm: &Vm<TrapHost, Npt>) {
+    fn run(self, vm: &Vm<TestHost, Npt>) {
         match self {
             Walk::BeginsToLog => vm.set_user_memory_region(change(0, LOG, 0, SIZE)).unwrap(),
             Walk::Invalidates => drop(vm.invalidate_range(ALL).unwrap()),
@@ -111,12 +111,12 @@ fn a_walk_ends_its_guard_after_some_tables_without_a_yield() {
         let mut victim = Victim::create(&vm);
         let nr_looks = Arc::clone(&victim.nr_looks);
         let (probed, thread) = (Arc::downgrade(&vm), std::thread::current().id());
-        vm.host().at_table.set(move || {
+        vm.host().traps().at_table.set(move || {
             assert_eq!(std::thread::current().id(), thread);
             victim.look(&probed.upgrade().unwrap());
         });
         walk.run(&vm);
-        vm.host().at_table.remove();
+        vm.host().traps().at_table.remove();
         freed_after.push((walk, nr_looks.load(Ordering::SeqCst)));
         drop(vcpu);
     }

@@ -1,23 +1,20 @@
 //! Invalidation, case by case: what it zaps and what stays, what faults find inside and beside its
 //! range, and what happens without memory for page-table pages or behind a guard that does not end.
 //! `overtaken_invalidate` has the faults that it overtakes.
-#![allow(unsafe_code, reason = "passes a host's contract on")]
 
-use std::alloc::Layout;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
 
 use crate::common::trap::trap_vm;
 use crate::common::{
     Frame, GIB, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region, translate, vm, walk,
 };
-use slat::baselines::{Locking, Park};
+use slat::baselines::Locking;
 use slat::error::{FaultError, RangeError, SlotError};
-use slat::format::Format;
-use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
+use slat::format::{Format, Hardware};
+use slat::host::Resolved;
 use slat::{
-    Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
-    Vcpu, Vm,
+    Access, Config, Exit, Gfn, GfnRange, Gpa, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -311,7 +308,7 @@ fn bounded<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size4K)).unwrap();
     let (mut suspended, mut vcpu) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
-    let keeper = vm.host().in_guard.set();
+    let keeper = vm.host().traps().in_guard.set();
     let inside = std::thread::spawn(move || suspended.handle_fault(Gpa(0), Access::Read));
     keeper.arrived.recv().unwrap();
     for round in 0..20 {
@@ -330,87 +327,46 @@ fn bounded<F: Format>(locking: Locking) {
     drop(vcpu);
     drop(vm.invalidate_range(pages(0, 1 << (F::GPA_BITS - 12))).unwrap());
     vm.reclaim();
-    assert_eq!((vm.stats().live_tables(), vm.host().host.live_tables()), (1, 1));
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
 }
 
-/// [`TestHost`] with copy on write: the resolve of a write to a read-only frame invalidates the
-/// page and moves it to another frame.
-struct CopyOnWrite<F: Format> {
-    host: TestHost,
-    vm: OnceLock<Weak<Vm<CopyOnWrite<F>, F>>>,
-    nr_copies: AtomicU64,
-}
-
-// SAFETY: all calls go to a host that keeps the contract. A page moves to another frame only inside
-// an invalidation.
-unsafe impl<F: Format> Host for CopyOnWrite<F> {
-    type Backing = Arc<TestBacking>;
-
-    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-        self.host.allocate_table(layout, node, wait)
-    }
-
-    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { self.host.free_table(table, layout) }
-    }
-
-    fn has_incoherent_walkers(&self) -> bool {
-        self.host.has_incoherent_walkers()
-    }
-
-    fn clean_ptes(&self, first: *const u8, size_bytes: usize) {
-        self.host.clean_ptes(first, size_bytes);
-    }
-
-    fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.host.table_ptr(table)
-    }
-
-    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
-        let is_shared = !backing.frames.read().unwrap().contains_key(&page);
+/// Answers with copy on write: the resolve of a write to a read-only frame invalidates the page and
+/// moves it to another frame. The memslot is at address 0. Returns the number of copies, as it goes.
+fn copies_on_write<F: Format>(vm: &Arc<Vm<TestHost, F>>, backing: Arc<TestBacking>) -> Arc<AtomicU64> {
+    let nr_copies = Arc::new(AtomicU64::new(0));
+    let (vm_of_host, nr_copies_of_host) = (Arc::downgrade(vm), nr_copies.clone());
+    vm.host().answer(move |gfn, access| {
+        let is_shared = !backing.frames.read().unwrap().contains_key(&gfn.0);
         if access == Access::Write && is_shared {
-            let vm = self.vm.get().and_then(Weak::upgrade).unwrap();
+            let vm = vm_of_host.upgrade().unwrap();
             let guard = vm.invalidate_range(GfnRange::new(gfn, 1)).unwrap();
             let mut frames = backing.frames.write().unwrap();
             // The second resolve finds the copy.
-            frames.entry(page).or_insert_with(|| {
-                let copy = self.nr_copies.fetch_add(1, Ordering::SeqCst);
+            frames.entry(gfn.0).or_insert_with(|| {
+                let copy = nr_copies_of_host.fetch_add(1, Ordering::SeqCst);
                 Frame { pfn: 0x10_0000 + copy, writes: Writes::Allowed }
             });
             drop((frames, guard));
         }
-        self.host.resolve(backing, gfn, page, access)
-    }
-
-    fn flush(&self, ranges: &[GfnRange]) {
-        self.host.flush(ranges);
-    }
-
-    fn yield_now(&self) {
-        self.host.yield_now();
-    }
-
-    fn timestamp_ns(&self) -> u64 {
-        self.host.timestamp_ns()
-    }
-
-    fn parking(&self) -> Option<&dyn Park> {
-        self.host.parking()
-    }
+        let (Frame { pfn, writes }, max_size) = backing.frame(gfn.0);
+        let writable = writes == Writes::Allowed || access == Access::Write;
+        Ok(Resolved { writable, ..Resolved::memory(Pfn(pfn), max_size) })
+    });
+    nr_copies
 }
 
 each!(a_resolve_may_invalidate_its_page_to_copy_it, copy_on_write);
 fn copy_on_write<F: Format>(locking: Locking) {
     const NR_PAGES: u64 = 256;
-    let host = CopyOnWrite { host: TestHost::default(), vm: OnceLock::new(), nr_copies: AtomicU64::new(0) };
-    let vm = Arc::new(Vm::<CopyOnWrite<F>, F>::new(host, Config::default().with_locking(locking)).unwrap());
-    vm.host().vm.set(Arc::downgrade(&vm)).unwrap();
+    let host = TestHost::with_answers(Hardware::default());
+    let vm = Arc::new(Vm::<TestHost, F>::new(host, Config::default().with_locking(locking)).unwrap());
     let memory = region(0, 0, NR_PAGES * PAGE_SIZE, 0x1000, PageSize::Size4K);
-    memory.backing.as_ref().unwrap().reads_are_writable.store(false, Ordering::SeqCst);
+    let backing = memory.backing.clone().unwrap();
+    backing.reads_are_writable.store(false, Ordering::SeqCst);
+    let nr_copies = copies_on_write(&vm, backing);
     vm.set_user_memory_region(memory).unwrap();
     let pfn = |gfn| {
-        let (_, entry, level) = walk::<F>(&vm.host().host, vm.root(), Gfn(gfn));
+        let (_, entry, level) = walk::<F>(vm.host(), vm.root(), Gfn(gfn));
         F::is_present(entry).then(|| (F::address(entry, level).pfn(), entry.0 & F::WRITABLE == F::WRITABLE))
     };
     // One vCPU: read, then write; and write at once.
@@ -434,7 +390,7 @@ fn copy_on_write<F: Format>(locking: Locking) {
             });
         }
     });
-    assert_eq!(vm.host().nr_copies.load(Ordering::SeqCst), NR_PAGES);
+    assert_eq!(nr_copies.load(Ordering::SeqCst), NR_PAGES);
     for gfn in 0..NR_PAGES {
         assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Write), Ok(Outcome::Resume));
         assert!(pfn(gfn).is_some_and(|(pfn, writable)| pfn >= Pfn(0x10_0000) && writable));
@@ -451,9 +407,9 @@ fn read_only_again<F: Format>(locking: Locking) {
     let (mut writer, mut reader) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
     let gpa = Gfn(3).gpa();
     assert_eq!(writer.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
-    let entry = || walk::<F>(&vm.host().host, vm.root(), Gfn(3)).1;
+    let entry = || walk::<F>(vm.host(), vm.root(), Gfn(3)).1;
     let before = entry();
-    let keeper = vm.host().in_resolve.set();
+    let keeper = vm.host().traps().in_resolve.set();
     let writing = std::thread::spawn(move || writer.handle_fault(gpa, Access::Write));
     keeper.arrived.recv().unwrap();
     // The host has answered that the frame is writable. Now it forbids writes, and the very same
@@ -476,7 +432,7 @@ each!(no_step_of_an_invalidation_is_longer_than_a_table_even_when_tables_were_le
 fn steps<F: Format>(locking: Locking) {
     const NR_BLOCKS: u64 = 300;
     let vm = trap_vm::<F>(locking);
-    vm.host().host.always_yields.store(true, Ordering::Relaxed);
+    vm.host().always_yields.store(true, Ordering::Relaxed);
     vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size4K)).unwrap();
     let (mut suspended, mut vcpu) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
     let mut fill = || {
@@ -484,7 +440,7 @@ fn steps<F: Format>(locking: Locking) {
             assert_eq!(vcpu.handle_fault(Gfn(block * BLOCK_2M).gpa(), Access::Write), Ok(Outcome::Resume));
         }
     };
-    let guard = vm.host().in_guard.set();
+    let guard = vm.host().traps().in_guard.set();
     let inside = std::thread::spawn(move || suspended.handle_fault(Gpa(0), Access::Read));
     guard.arrived.recv().unwrap();
     // Until so many page-table pages wait that those of the last invalidation stay linked.
@@ -494,11 +450,11 @@ fn steps<F: Format>(locking: Locking) {
     }
     fill();
     std::thread::scope(|scope| {
-        let mut flush = vm.host().in_flush.set();
+        let mut flush = vm.host().traps().in_flush.set();
         scope.spawn(|| drop(vm.invalidate_range(pages(0, BLOCK_1G)).unwrap()));
         flush.arrived.recv().unwrap();
         for _ in 0..30 {
-            let next = vm.host().in_flush.set();
+            let next = vm.host().traps().in_flush.set();
             flush.go.send(()).unwrap();
             next.arrived.recv().unwrap();
             flush = next;
@@ -511,11 +467,11 @@ fn steps<F: Format>(locking: Locking) {
             std::thread::yield_now();
             vm.reclaim();
         }
-        vm.host().forget_steps();
+        vm.host().traps().forget_steps();
         flush.go.send(()).unwrap();
     });
     assert_eq!(inside.join().unwrap(), Ok(Outcome::Resume));
-    let longest = vm.host().longest_step.load(Ordering::SeqCst);
+    let longest = vm.host().traps().longest_step.load(Ordering::SeqCst);
     assert!((1..200).contains(&longest), "{longest} looks at tables in one step");
 }
 
@@ -532,12 +488,12 @@ fn tables_of_a_zap<F: Format>(locking: Locking) {
             assert_eq!(vcpu.handle_fault(gfn.gpa(), Access::Read), Ok(Outcome::Resume));
             drop(vm.invalidate_range(pages(gfn.0, 1)).unwrap());
         }
-        vm.host().host.flushes.lock().unwrap().clear();
-        vm.host().freed_unflushed.store(0, Ordering::SeqCst);
-        vm.host().host.always_yields.store(yields, Ordering::Relaxed);
+        vm.host().flushes.lock().unwrap().clear();
+        vm.host().traps().freed_unflushed.store(0, Ordering::SeqCst);
+        vm.host().always_yields.store(yields, Ordering::Relaxed);
         drop(vm.invalidate_range(pages(0, 4 * BLOCK_1G)).unwrap());
-        assert_eq!(vm.host().freed_unflushed.load(Ordering::SeqCst), 0, "tables freed before any flush");
-        let nr_flushes = vm.host().host.nr_flushes();
+        assert_eq!(vm.host().traps().freed_unflushed.load(Ordering::SeqCst), 0, "tables freed before any flush");
+        let nr_flushes = vm.host().nr_flushes();
         assert!(nr_flushes >= least, "{nr_flushes} flushes for {nr_blocks} tables");
     }
 }
@@ -551,7 +507,7 @@ fn place_of_a_slot<F: Format>(locking: Locking) {
         assert_eq!(vm.create_vcpu().unwrap().handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
         let new = || vm.set_user_memory_region(region(1, 0, MIB, 0x9000, PageSize::Size4K));
         std::thread::scope(|scope| {
-            let flush = vm.host().in_flush.set();
+            let flush = vm.host().traps().in_flush.set();
             let changing = scope.spawn(|| vm.set_user_memory_region(change));
             flush.arrived.recv().unwrap();
             assert_eq!(new(), Err(SlotError::Overlap { slot: 1, gpa: Gpa(0), other: 0 }));

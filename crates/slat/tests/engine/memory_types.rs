@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::common::answers::{AnswerHost, answer_vm, frame_of, lowest_pte, new_flags};
-use crate::common::{MIB, each};
+use crate::common::answers::{answer_vm, frame_of, lowest_pte, new_flags};
+use crate::common::{MIB, TestHost, each};
 use slat::baselines::Locking;
 use slat::dirty::{DirtyTracking, HugePageLogging};
 use slat::error::FaultError;
@@ -44,22 +44,22 @@ fn hardware<F: Format>() -> Hardware {
     Hardware { features, pat: 0x0407_0506_0007_0106, ..Hardware::default() }
 }
 
-fn new_vm<F: Format>(config: Config, flags: MemoryRegionFlags) -> (Arc<Vm<AnswerHost, F>>, Vcpu<AnswerHost, F>) {
+fn new_vm<F: Format>(config: Config, flags: MemoryRegionFlags) -> (Arc<Vm<TestHost, F>>, Vcpu<TestHost, F>) {
     let vm = answer_vm::<F>(config, hardware::<F>(), SIZE, flags);
     let vcpu = vm.create_vcpu().unwrap();
     (vm, vcpu)
 }
 
-fn query<F: Format>(vm: &Vm<AnswerHost, F>, gpa: Gpa) -> Option<Translation> {
+fn query<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translation> {
     vm.read_tables().unwrap().cursor().query(gpa)
 }
 
 /// What the leaf at `gpa` expresses, however it is encoded: two memory types may have one encoding.
-fn bits_at<F: Format>(vm: &Vm<AnswerHost, F>, gpa: Gpa) -> Option<u64> {
+fn bits_at<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<u64> {
     F::attribute_bits(query(vm, gpa)?.attributes, &hardware::<F>())
 }
 
-fn answer_with<F: Format>(vm: &Vm<AnswerHost, F>, attributes: LeafAttributes, max_size: PageSize) {
+fn answer_with<F: Format>(vm: &Vm<TestHost, F>, attributes: LeafAttributes, max_size: PageSize) {
     vm.host().answer(move |gfn, _| Ok(Resolved { attributes, ..Resolved::memory(frame_of(gfn), max_size) }));
 }
 
@@ -333,7 +333,7 @@ fn encrypted<F: Format>(locking: Locking) {
     let vm = answer_vm::<F>(config, hardware, SIZE, NO_FLAGS);
     assert_eq!(vm.root().0 & c_bit.0, c_bit.0, "of the root");
     let mut vcpu = vm.create_vcpu().unwrap();
-    vm.host().host.record_zapped();
+    vm.host().record_zapped();
     answer_with(&vm, LeafAttributes::default(), PageSize::Size2M);
     assert_eq!(vcpu.handle_fault(Gpa(2 * MIB), Access::Write), RESUME);
     assert_eq!(lowest_pte(&vm, Gpa(2 * MIB)).0.0 & c_bit.0, c_bit.0);
@@ -348,9 +348,9 @@ fn encrypted<F: Format>(locking: Locking) {
     new_flags(&vcpu, SIZE, NO_FLAGS);
     assert_eq!(query(&vm, Gpa(2 * MIB + 0x7000)).unwrap().size, PageSize::Size2M);
     drop(vm.invalidate_range(GfnRange::new(Gfn(512), 512)).unwrap());
-    let zapped: Vec<Pfn> = vm.host().host.take_zapped().into_iter().map(|leaf| leaf.pfn).collect();
+    let zapped: Vec<Pfn> = vm.host().take_zapped().into_iter().map(|leaf| leaf.pfn).collect();
     assert_eq!(zapped, [frame_of(Gfn(512))]);
-    let asked = vm.host().nodes_of.lock().unwrap().clone();
+    let asked = vm.host().answers().nodes_of.lock().unwrap().clone();
     assert!(asked.iter().all(|pfn| pfn.hpa().0 & c_bit.0 == 0), "{asked:?}");
     // A frame that has the bit already is beyond what is left.
     vm.host().answer(|gfn, _| Ok(Resolved::memory(Pfn(frame_of(gfn).0 | 1 << 39), PageSize::Size4K)));

@@ -162,7 +162,7 @@ fn a_slow_answer(nth: u32) -> bool {
         move || {
             let overtakes = move || {
                 drop(vm.invalidate_range(pages(3, 1)).unwrap());
-                let keeper = vm.host().in_resolve.set();
+                let keeper = vm.host().traps().in_resolve.set();
                 let writing = std::thread::spawn(move || slow.handle_fault(gpa, Access::Write));
                 keeper.arrived.recv().unwrap();
                 let guard = vm.invalidate_range(pages(3, 1)).unwrap();
@@ -181,7 +181,7 @@ fn a_slow_answer(nth: u32) -> bool {
         let (keeper, writing) = receive.recv().unwrap();
         keeper.go.send(()).unwrap();
         let slow_result = writing.join().unwrap();
-        let entry = walk::<Hooked>(&vm.host().host, vm.root(), Gfn(3)).1;
+        let entry = walk::<Hooked>(vm.host(), vm.root(), Gfn(3)).1;
         assert!(
             entry.0 & Hooked::WRITABLE == 0 || !Hooked::is_present(entry),
             "{nth}: {result:?} {slow_result:?} {entry:x?}"
@@ -254,17 +254,17 @@ fn an_answer_is_held_beside(younger: Younger) {
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
     vm.set_user_memory_region(memory).unwrap();
     let (mut slow, mut other) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
-    let keeper = vm.host().in_resolve.set();
+    let keeper = vm.host().traps().in_resolve.set();
     let reading = std::thread::spawn(move || slow.handle_fault(Gfn(3).gpa(), Access::Read));
     keeper.arrived.recv().unwrap();
     if younger == Younger::OutOfMemory {
-        vm.host().host.fail_after(0);
+        vm.host().fail_after(0);
     }
     let range = if younger == Younger::OutOfMemory { pages(3, 1) } else { pages(0, 1 << 36) };
     let guard = vm.invalidate_range(range).unwrap();
     backing.frames.write().unwrap().insert(3, Frame { pfn: 0x9999, writes: Writes::Allowed });
     drop(guard);
-    vm.host().host.never_fail();
+    vm.host().never_fail();
     match younger {
         Younger::Linked => assert_eq!(other.handle_fault(Gfn(4).gpa(), Access::Read), Ok(Outcome::Resume)),
         Younger::Refined => drop(vm.invalidate_range(pages(4, 1)).unwrap()),
@@ -272,7 +272,7 @@ fn an_answer_is_held_beside(younger: Younger) {
     }
     keeper.go.send(()).unwrap();
     assert_eq!(reading.join().unwrap(), Ok(Outcome::Resume));
-    let (_, entry, level) = walk::<Hooked>(&vm.host().host, vm.root(), Gfn(3));
+    let (_, entry, level) = walk::<Hooked>(vm.host(), vm.root(), Gfn(3));
     assert_eq!(Hooked::address(entry, level).pfn().0, 0x9999, "{younger:?}");
 }
 

@@ -218,7 +218,7 @@ fn slower<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
     let (mut slow, mut fast) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
-    let keeper = vm.host().in_resolve.set();
+    let keeper = vm.host().traps().in_resolve.set();
     let slow = std::thread::spawn(move || slow.handle_fault(Gpa(0), Access::Write));
     keeper.arrived.recv().unwrap();
     assert_eq!(fast.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
@@ -239,21 +239,21 @@ fn detached<F: Format>(locking: Locking) {
     for gpa in [0, 4 * MIB] {
         assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
     }
-    let live = vm.host().host.live_tables();
+    let live = vm.host().live_tables();
     // A query of a page is stopped inside its guard; queries take no lock in any configuration.
-    let keeper = vm.host().in_guard.set();
+    let keeper = vm.host().traps().in_guard.set();
     let inside = std::thread::spawn(move || (vcpu.handle_fault(Gpa(0), Access::Read), vcpu));
     keeper.arrived.recv().unwrap();
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     vm.reclaim();
-    assert_eq!(vm.host().host.live_tables(), live, "a page-table page was freed during a guard");
+    assert_eq!(vm.host().live_tables(), live, "a page-table page was freed during a guard");
     keeper.go.send(()).unwrap();
     let (result, vcpu) = inside.join().unwrap();
     let mmio = Outcome::Exit(Exit::Mmio { gpa: Gpa(0), access: Access::Read });
     assert_eq!(result, Ok(mmio));
     vm.reclaim();
-    assert_eq!(vm.host().host.live_tables(), live - 1);
-    assert_eq!(vm.host().freed_unflushed.load(Ordering::SeqCst), 0);
+    assert_eq!(vm.host().live_tables(), live - 1);
+    assert_eq!(vm.host().traps().freed_unflushed.load(Ordering::SeqCst), 0);
     drop(vcpu);
 }
 
@@ -264,7 +264,7 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     let dropped = Arc::clone(&memory.backing.as_ref().unwrap().dropped);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    let keeper = vm.host().in_resolve.set();
+    let keeper = vm.host().traps().in_resolve.set();
     let resolving = std::thread::spawn(move || vcpu.handle_fault(Gpa(0x3000), Access::Write));
     keeper.arrived.recv().unwrap();
     // Neither the deletion, nor a new memslot at the same place, waits for the resolve.
@@ -274,9 +274,9 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     vm.set_user_memory_region(region(0, 0, MIB, 0x900, PageSize::Size4K)).unwrap();
     keeper.go.send(()).unwrap();
     assert_eq!(resolving.join().unwrap(), Ok(Outcome::Resume));
-    let (_, level) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
+    let (_, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(3));
     assert_eq!(level, Level::L4K);
-    let (cell, _) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
+    let (cell, _) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(3));
     // SAFETY: a live PTE.
     let entry = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
     assert_eq!(F::address(entry, level).pfn(), Pfn(0x903), "the frame that was resolved before the deletion");
@@ -292,12 +292,12 @@ fn unpaid_flush<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
     // An invalidation zaps the leaf and is stopped before its flush: a CPU may still use the
     // translation.
-    let keeper = vm.host().in_flush.set();
+    let keeper = vm.host().traps().in_flush.set();
     std::thread::scope(|scope| {
         let other = scope.spawn(|| drop(vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap()));
         keeper.arrived.recv().unwrap();
         vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
-        let flushed = vm.host().host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
+        let flushed = vm.host().flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
         keeper.go.send(()).unwrap();
         other.join().unwrap();
         assert!(flushed, "the memslot is deleted, and a CPU may still use a translation of it");

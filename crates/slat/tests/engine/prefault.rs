@@ -483,7 +483,7 @@ fn changed_in_the_midst<F: Format>(locking: Locking) {
         vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x4_0000, PageSize::Size4K)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
-        let keeper = vm.host().in_resolve.set();
+        let keeper = vm.host().traps().in_resolve.set();
         let (result, held) = thread::scope(|scope| {
             let vcpu = &mut vcpu;
             let filling = scope.spawn(move || vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read));
@@ -515,19 +515,19 @@ each!(an_invalidation_during_a_prefault_ends_it_there, changed_in_the_midst);
 fn fills_up_tables<F: Format>(locking: Locking) {
     for always_yields in [false, true] {
         let vm = trap_vm::<F>(locking);
-        vm.host().host.always_yields.store(always_yields, Ordering::SeqCst);
+        vm.host().always_yields.store(always_yields, Ordering::SeqCst);
         vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x4_0001, PageSize::Size1G)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         for page in [0, 511, 700, 1024, 2047] {
             assert_eq!(vcpu.handle_fault(Gfn(page).gpa(), Access::Read), Ok(Outcome::Resume));
         }
-        let resolves = vm.host().host.resolves.load(Ordering::SeqCst);
-        vm.host().forget_steps();
+        let resolves = vm.host().resolves.load(Ordering::SeqCst);
+        vm.host().traps().forget_steps();
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(8 * MIB));
         assert!((0..).zip(mapped(&vm, 0, 2048)).all(|(page, t)| t.is_some_and(|t| t.pfn.0 == 0x4_0001 + page)));
         assert_eq!((vm.stats().installed_4k, vm.stats().pages_4k()), (2048, 2048));
-        assert_eq!(vm.host().host.resolves.load(Ordering::SeqCst) - resolves, 32);
-        assert!(vm.host().longest_step.load(Ordering::SeqCst) < 64);
+        assert_eq!(vm.host().resolves.load(Ordering::SeqCst) - resolves, 32);
+        assert!(vm.host().traps().longest_step.load(Ordering::SeqCst) < 64);
     }
 }
 each!(existing_tables_are_filled, fills_up_tables);

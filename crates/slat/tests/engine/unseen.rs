@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::hooked::{Hooked, at_look, was_called, without_looks};
 use crate::common::log::write_as_hardware;
-use crate::common::trap::{Keeper, TrapHost};
+use crate::common::trap::Keeper;
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use crate::pinned::mapping;
 use slat::baselines::Locking;
@@ -27,8 +27,8 @@ fn pages(start: u64, nr_pages: u64) -> GfnRange {
     GfnRange::new(Gfn(start), nr_pages)
 }
 
-fn trap_vm<F: Format>(config: Config) -> Arc<Vm<TrapHost, F>> {
-    Arc::new(Vm::new(TrapHost::without_reports(), config).unwrap())
+fn trap_vm<F: Format>(config: Config) -> Arc<Vm<TestHost, F>> {
+    Arc::new(Vm::new(TestHost::with_traps_without_reports(), config).unwrap())
 }
 
 each!(a_memslot_is_deleted_without_a_look_at_its_leaves, deleted);
@@ -36,7 +36,7 @@ fn deleted<F: Format>(locking: Locking) {
     const NR_BLOCKS: u64 = 500;
     let vm = trap_vm::<F>(Config::default().with_locking(locking));
     let host = vm.host();
-    host.host.record_zapped();
+    host.record_zapped();
     // Whole blocks of 1 GiB, and parts of two.
     let (start, size_bytes) = (GIB - 4 * MIB, 2 * GIB + 8 * MIB);
     vm.set_user_memory_region(region(0, start, size_bytes, BLOCK_1G - 1024, PageSize::Size4K)).unwrap();
@@ -50,16 +50,16 @@ fn deleted<F: Format>(locking: Locking) {
     let nr_tables = vm.stats().live_tables();
     let looks = Arc::new(AtomicU64::new(0));
     let counter = Arc::clone(&looks);
-    host.at_table.set(move || {
+    host.traps().at_table.set(move || {
         counter.fetch_add(1, Ordering::Relaxed);
     });
     let invalidation = vm.invalidate_range(pages(first, size_bytes / PAGE_SIZE)).unwrap();
-    host.at_table.remove();
+    host.traps().at_table.remove();
     let nr_looks = looks.load(Ordering::Relaxed);
     // Some for each page-table page at the two ends, and those that one call frees.
     let most = if F::BREAK_BEFORE_MAKE { 10 * NR_BLOCKS } else { 2 * 128 + 100 };
     assert!(nr_looks < most, "{nr_looks} looks at {nr_tables} page-table pages");
-    assert!(host.host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(first))));
+    assert!(host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(first))));
     for nth in 0..NR_BLOCKS {
         let gfn = Gfn(first + nth * (2 * BLOCK_1G / NR_BLOCKS) + nth % 7);
         assert_eq!(vm.read_tables().unwrap().cursor().query(gfn.gpa()), None);
@@ -69,8 +69,8 @@ fn deleted<F: Format>(locking: Locking) {
     let stats = vm.stats();
     assert_eq!((stats.pages_4k(), stats.zapped_4k), (0, NR_BLOCKS));
     assert!(stats.live_tables() < 8, "{} page-table pages are left", stats.live_tables());
-    assert_eq!(stats.live_tables(), host.host.live_tables() as u64);
-    assert_eq!(host.host.take_zapped(), []);
+    assert_eq!(stats.live_tables(), host.live_tables() as u64);
+    assert_eq!(host.take_zapped(), []);
     // It is mapped again, deleted, and once more.
     for _ in 0..2 {
         assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Write), Ok(Outcome::Resume));
@@ -188,11 +188,11 @@ fn page_table_pages_are_freed_in_bounded_steps() {
     let after = vm.stats().live_tables();
     assert!((100..=130).contains(&(before - after)), "{} were freed by an unrelated call", before - after);
     before = after;
-    vm.host().forget_steps();
+    vm.host().traps().forget_steps();
     vm.reclaim();
     assert!(before - vm.stats().live_tables() > 500);
     // Each step of it looks at few page-table pages: those that it frees, and the list.
-    let longest = vm.host().longest_step.load(Ordering::SeqCst);
+    let longest = vm.host().traps().longest_step.load(Ordering::SeqCst);
     assert!((1..=2 * 128 + 20).contains(&longest), "{longest} looks in one step");
 }
 
@@ -204,7 +204,7 @@ fn bounded<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(Config::default().with_locking(locking));
     vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size4K)).unwrap();
     let (mut suspended, mut vcpu) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
-    let keeper = vm.host().in_guard.set();
+    let keeper = vm.host().traps().in_guard.set();
     let inside = std::thread::spawn(move || suspended.handle_fault(Gpa(0), Access::Read));
     keeper.arrived.recv().unwrap();
     for round in 0..12 {
@@ -235,7 +235,7 @@ fn behind_a_guard_that_never_ends_memslots_are_deleted_all_the_same() {
     let new = || vm.set_user_memory_region(region(0, 0, NR_GIB * GIB, 128 * BLOCK_1G, PageSize::Size4K));
     new().unwrap();
     let (mut suspended, mut vcpu) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
-    let keeper = vm.host().in_guard.set();
+    let keeper = vm.host().traps().in_guard.set();
     let inside = std::thread::spawn(move || suspended.handle_fault(Gpa(0), Access::Read));
     keeper.arrived.recv().unwrap();
     let mut most = 0;
@@ -260,7 +260,7 @@ fn behind_a_guard_that_never_ends_memslots_are_deleted_all_the_same() {
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     vm.reclaim();
     assert_eq!(vm.stats().pages_4k(), 0);
-    assert_eq!(vm.stats().live_tables(), vm.host().host.live_tables() as u64);
+    assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
 }
 
 /// What is overtaken.
@@ -331,7 +331,7 @@ fn overtaken(call: Call, before: Before, moment: Moment, nth: u32) -> bool {
         let (vm, deleting) = (Arc::clone(&vm), Arc::clone(&deleting));
         let new = slot(NEW_PFN);
         move || {
-            let keeper = (moment == Moment::BeforeFlush).then(|| vm.host().in_flush.set());
+            let keeper = (moment == Moment::BeforeFlush).then(|| vm.host().traps().in_flush.set());
             let deletes = std::thread::spawn({
                 let vm = Arc::clone(&vm);
                 move || {
@@ -386,7 +386,7 @@ fn overtaken(call: Call, before: Before, moment: Moment, nth: u32) -> bool {
         vm.reclaim();
         let stats = vm.stats();
         assert_eq!(stats.pages_4k() + 512 * stats.pages_2m(), nr_pages, "{case}: counts of leaves");
-        assert_eq!(stats.live_tables(), vm.host().host.live_tables() as u64, "{case}");
+        assert_eq!(stats.live_tables(), vm.host().live_tables() as u64, "{case}");
         // The guest goes on.
         assert_eq!(vcpu.handle_fault(gpa, Access::Write), Ok(Outcome::Resume), "{case}");
         assert!(without_looks(|| vm.read_tables().unwrap().cursor().query(gpa)).is_some(), "{case}");
