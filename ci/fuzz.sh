@@ -32,7 +32,7 @@ keep)
 run)
     # The build of the tests, which exists already. For the whole workspace: otherwise the dependencies
     # would be built again.
-    PROPTEST_CASES="${PROPTEST_CASES:-1000}" cargo test --workspace --test model
+    PROPTEST_CASES="${PROPTEST_CASES:-1000}" cargo test --workspace --test engine model::
     flags=(-max_total_time="${FUZZ_SECONDS:-15}")
     all fuzz/corpus fuzz/seeds
     ;;

@@ -1,12 +1,9 @@
 //! The address space as a hypervisor uses it: each call, its results, and its errors.
-#![allow(unsafe_code, reason = "reads and writes the memory of translations")]
-
-mod common;
 
 use std::sync::atomic::Ordering;
 
+use crate::common::*;
 use axvm_types::GuestPhysAddr;
-use common::*;
 use slat::PageSize;
 use slat::format::{CpuFeatures, Ept, Format, Hardware, Stage2};
 use slat_axaddrspace::{AddrSpace, AddrSpaceError, MappingFlags};

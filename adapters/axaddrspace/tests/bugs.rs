@@ -1,11 +1,9 @@
 //! Bugs of the crates that this replaces, each as a test of the adapter. (The release order with
 //! which a filled page-table page is published needs a machine with weak memory.)
 
-mod common;
-
 use std::sync::atomic::Ordering;
 
-use common::*;
+use crate::common::*;
 use slat::format::{Ept, Format, Sv39x4};
 use slat::{Gfn, Gpa, MemoryRegion, MemoryRegionFlags, PageSize};
 use slat_axaddrspace::{AddrSpace, AddrSpaceError, MappingFlags};

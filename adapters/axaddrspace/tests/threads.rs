@@ -1,12 +1,10 @@
 //! Several threads at one address space, which takes `&self`.
 
-mod common;
-
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-use common::*;
+use crate::common::*;
 use slat::format::Format;
 use slat_axaddrspace::MappingFlags;
 

@@ -1,6 +1,5 @@
 //! A machine for the tests: physical memory in one allocation, CPUs with TLBs, and a record of what
 //! the address space does.
-#![allow(dead_code, reason = "each test uses a part")]
 #![allow(unsafe_code, reason = "a machine has memory")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -231,7 +230,6 @@ pub fn load<F: Format>(machine: &Machine, space: &AddrSpace<Machine, F>, cpu: us
 }
 
 /// Runs a test for each format.
-#[macro_export]
 macro_rules! each_format {
     ($($test:ident),* $(,)?) => {
         mod ept { $(#[test] fn $test() { super::$test::<slat::format::Ept>() })* }
@@ -241,3 +239,4 @@ macro_rules! each_format {
         mod sv48x4 { $(#[test] fn $test() { super::$test::<slat::format::Sv48x4>() })* }
     };
 }
+pub(crate) use each_format;

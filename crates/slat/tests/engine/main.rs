@@ -42,6 +42,8 @@ mod kvm_cases;
 mod lock_hold;
 mod log_ranges;
 mod memory_types;
+#[path = "../model/mod.rs"]
+mod model;
 mod overtaken;
 mod overtaken_dirty;
 mod overtaken_huge;

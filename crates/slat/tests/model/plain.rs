@@ -512,7 +512,7 @@ impl Model {
         let before = self.slots.get(&id).ok_or(SlotError::NoBacking { slot: id })?;
         let (start, moves) = (range.start, range.start != before.range.start);
         let resizes = range.nr_pages() != before.range.nr_pages();
-        if resizes && (moves || before.flags.contains(crate::ops::GUEST_MEMFD)) {
+        if resizes && (moves || before.flags.contains(super::ops::GUEST_MEMFD)) {
             return Err(SlotError::SizeFixed { slot: id, memory_size: range.nr_pages() * slat::PAGE_SIZE });
         }
         if (before.flags ^ flags).contains(READONLY) {

@@ -3,11 +3,7 @@
 //! model: in the result, the translation of every watched page, the reports to the host, the dirty
 //! log and the number of page-table pages. `threads` runs random operations on several threads,
 //! without a model, and checks what must never be observed.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod ops;
 mod pair;
 mod plain;
@@ -27,7 +23,7 @@ use slat::slots::MemoryAttributes;
 use slat::tables::{AccessTracking, FaultAround};
 use slat::{Access, Config};
 
-use common::log::{
+use crate::common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LAZY, LAZY_HUGE_PAGE_LOGGINGS, LEAF_BY_LEAF,
     MANUAL_PROTECTS,
 };
