@@ -246,6 +246,20 @@ SABOTAGES = {
     'a reset of rings protects nothing': (
         'harvest/rings.rs', 'protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);', ''),
     'a reset of rings flushes when the entries are empty': ('harvest/rings.rs', 'batch.flush();', ''),
+    'a mapping that fails is not undone': (
+        'second_stage/map.rs', 'if result.is_err() && map.done > range.start {', 'if false {'),
+    'an undo does not flush': ('second_stage/map.rs', '    op.flush(&[range]);\n', ''),
+    'an undo flushes only what it has emptied': (
+        'second_stage/map.rs', '    op.flush(&[range]);\n', '',
+        'second_stage/map.rs', 'if cursor.pte().zap_leaf(op.stats(), value, seq).is_err() {\n'
+        '                    return Next::Again(1);\n                }',
+        'if cursor.pte().zap_leaf(op.stats(), value, seq).is_err() {\n'
+        '                    return Next::Again(1);\n                }\n                op.flush(&[block]);'),
+    'an undo takes no number': (
+        'second_stage/map.rs', 'let seq = op.tree.next_seq();', 'let seq = op.tree.current_seq();'),
+    'an undo empties the leaves of other calls': (
+        'second_stage/map.rs', '\n                && op.tree.encoding.frame(value, level) == mapping.frame(block.start);',
+        ';'),
 }
 
 

@@ -23,6 +23,8 @@ mod pinned;
 #[path = "support/schedules.rs"]
 #[allow(dead_code, reason = "other tests use more of it")]
 mod schedules;
+#[path = "shuttle_replay/undo.rs"]
+mod undo;
 #[path = "shuttle_replay/userfault.rs"]
 mod userfault;
 #[path = "support/stepped_world.rs"]
@@ -348,6 +350,8 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
             ("attributes-stored", vec![word, mask, is_private.into()])
         }
         Event::CallBegins { kind, start, end, bitmap } => ("call-begins", vec![kind, start, end, bitmap]),
+        Event::MappingBegins { start, end, pfn } => ("mapping-begins", vec![start, end, pfn]),
+        Event::UndoBegins { start, end } => ("undo-begins", vec![start, end]),
         Event::CallEnds { is_ok } => ("call-ends", vec![is_ok.into()]),
         Event::MemslotBegins { kind, id, start, end, backing } => {
             ("memslot-begins", vec![kind, id, start, end, backing])
