@@ -2,8 +2,8 @@
 //! own, so that no answer of the host comes back.
 
 use std::alloc::Layout;
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use shuttle::thread::{self, ThreadId};
 use slat::baselines::AtomicU64;
@@ -15,7 +15,7 @@ use slat::{Access, Config, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegionFlags, Out
 
 use super::schedules::{check_less, pick, random};
 use super::world::{Backing, Breaking, ShuttleHost, Tiny, backing, find_by, region};
-use super::{BLOCK, NR_GUESTS, NR_PAGES, SCHEDULES, USED, on_threads, save};
+use super::{BLOCK, NR_GUESTS, NR_PAGES, SCHEDULES, USED, is_record_of, on_threads, save};
 
 pub struct PinnedHost {
     inner: ShuttleHost,
@@ -163,8 +163,7 @@ pub fn new_vm<F: Format>() -> PinnedVm<F> {
 }
 
 /// Runs one schedule.
-fn pinned<F: Format>(mapped: Mapped) -> PinnedVm<F> {
-    let vm = new_vm::<F>();
+fn pinned<F: Format>(vm: &PinnedVm<F>, mapped: Mapped) {
     let first = pick(&[0, BLOCK]);
     let bodies: Vec<Box<dyn FnOnce(&PinnedVm<F>) + Send>> = vec![
         Box::new(move |vm| guest(vm, 0, [first, first + 1])),
@@ -173,13 +172,15 @@ fn pinned<F: Format>(mapped: Mapped) -> PinnedVm<F> {
         Box::new(unmapper),
         Box::new(unmapper),
     ];
-    on_threads(&vm, bodies);
-    vm
+    on_threads(vm, bodies);
 }
 
 fn recorded<F: Format>() {
     events::start();
-    save("invalidation", &pinned::<F>(Mapped::Pages));
+    let vm = new_vm::<F>();
+    is_record_of("invalidation", &vm);
+    pinned(&vm, Mapped::Pages);
+    save();
 }
 
 #[test]
@@ -195,6 +196,6 @@ fn pinned_pages_with_three_levels() {
 /// Not replayed: PTEs stand for several pages. Undone mappings are in `undo.rs`.
 #[test]
 fn pinned_blocks() {
-    check_less(SCHEDULES, || drop(pinned::<Tiny<2>>(Mapped::Blocks)));
-    check_less(SCHEDULES, || drop(pinned::<Breaking<2>>(Mapped::Blocks)));
+    check_less(SCHEDULES, || pinned(&new_vm::<Tiny<2>>(), Mapped::Blocks));
+    check_less(SCHEDULES, || pinned(&new_vm::<Breaking<2>>(), Mapped::Blocks));
 }

@@ -47,10 +47,11 @@ fn unmap<F: Format>(vm: &PinnedVm<F>) {
 fn undo<F: Format>() {
     events::start();
     let vm = new_vm::<F>();
+    is_record_of("undo", &vm);
     let bodies: [fn(&PinnedVm<F>); 6] =
         [|vm| guest(vm, 0, [0, 1]), |vm| guest(vm, 1, [1, BLOCK]), map_block_and_more, map_pages, map_pages, unmap];
     on_threads(&vm, bodies);
-    save("undo", &vm);
+    save();
 }
 
 #[test]
