@@ -20,6 +20,8 @@ mod lazy_protection;
 mod memslots;
 #[path = "shuttle_replay/pinned.rs"]
 mod pinned;
+#[path = "shuttle_replay/ring_enabling.rs"]
+mod ring_enabling;
 #[path = "support/schedules.rs"]
 #[allow(dead_code, reason = "other tests use more of it")]
 mod schedules;
@@ -418,6 +420,10 @@ fn line<F: Format>(event: Event) -> Line {
         Event::CpuCaches { cpu, gfn } => ("cpu-caches", vec![cpu, gfn]),
         Event::InitiallySet => ("initially-set", vec![]),
         Event::CpuSetsDirty { cpu, gfn } => ("cpu-sets-dirty", vec![cpu, gfn]),
+        Event::WithoutRingsBegins => ("without-rings-begins", vec![]),
+        Event::WithoutRingsEnds => ("without-rings-ends", vec![]),
+        Event::RingsEnabled => ("rings-enabled", vec![]),
+        Event::RingsRead { are_enabled } => ("rings-read", vec![are_enabled.into()]),
         Event::VcpuHasRing { cpu, ring, nr_entries } => ("vcpu-has-ring", vec![cpu, ring, nr_entries]),
         Event::RingFirstRead { ring, first } => ("ring-first-read", vec![ring, first]),
         Event::RingEntryWritten { ring, index, page } => ("ring-entry-written", vec![ring, index, page]),

@@ -432,6 +432,17 @@ pub enum Event {
         /// The frame of the guest.
         gfn: u64,
     },
+    /// A call, or a vCPU without a ring, keeps the VM without rings from now on.
+    WithoutRingsBegins,
+    /// It does so no more.
+    WithoutRingsEnds,
+    /// Rings are enabled.
+    RingsEnabled,
+    /// Whether there are rings was read.
+    RingsRead {
+        /// Whether there are.
+        are_enabled: bool,
+    },
     /// A vCPU has a dirty ring.
     VcpuHasRing {
         /// Number of the CPU.
