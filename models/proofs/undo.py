@@ -10,8 +10,8 @@ their page-table pages. It empties the leaves with its frames, each with a fresh
 the mapping had mapped (`came`), also those where it has found nothing: who has emptied a leaf there may not have
 flushed yet. When it returns, the caller uses the frames for something else.
 
-Left out: formats with break before make, where an emptied PTE is unflushed until then, and where a leaf that is broken
-for a split is no leaf; a mapping that succeeds, and what protects it.
+Left out: formats with break before make, where an emptied PTE is unflushed until then (`break_before_make.py`), and
+where a leaf that is broken for a split is no leaf; a mapping that succeeds, and what protects it.
 """
 import prover
 from invalidation import Invalidation
