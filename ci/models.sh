@@ -34,7 +34,6 @@ check() {
 }
 
 check zap table-before-flush split-no-dirty tracked-clean blind-exchange report-late
-check levels freeze-early
 check recover recover-no-freeze freeze-no-dirty cancel-unreported report-first wait-on-broken
 check recover_log log-bits no-D-mark report-then-swap swap-blindly
 check recover_levels walk-again not-down table-as-nothing broken-first broken-as-table no-freeze-below keep

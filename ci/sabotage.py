@@ -246,6 +246,30 @@ SABOTAGES = {
     'a reset of rings protects nothing': (
         'harvest/rings.rs', 'protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);', ''),
     'a reset of rings flushes when the entries are empty': ('harvest/rings.rs', 'batch.flush();', ''),
+    'rings are enabled beside vCPUs that have none': (
+        'dirty/rings.rs',
+        'match self.state.compare_exchange(0, ENABLED | u64::from(nr_entries), Ordering::Acquire, Ordering::Relaxed) {',
+        'match Ok::<u64, u64>(self.state.fetch_or(ENABLED | u64::from(nr_entries), Ordering::Acquire)) {'),
+    'a vCPU without a ring is made beside rings': (
+        'dirty/rings.rs', '(state & ENABLED == 0).then_some(state + 1);', 'Some(state + 1);'),
+    'rings are enabled after the memslots were looked at': (
+        'vm.rs', 'self.rings.enable(nr_entries)?;\n        self.begin_to_log_by_rings(&participant);',
+        'self.begin_to_log_by_rings(&participant);\n        self.rings.enable(nr_entries)?;'),
+    'the call that enables rings protects nothing': ('vm/region.rs', 'if logs {', 'if logs && false {'),
+    'a mapping that fails is not undone': (
+        'second_stage/map.rs', 'if result.is_err() && map.done > range.start {', 'if false {'),
+    'an undo does not flush': ('second_stage/map.rs', '    op.flush(&[range]);\n', ''),
+    'an undo flushes only what it has emptied': (
+        'second_stage/map.rs', '    op.flush(&[range]);\n', '',
+        'second_stage/map.rs', 'if cursor.pte().zap_leaf(op.stats(), value, seq).is_err() {\n'
+        '                    return Next::Again(1);\n                }',
+        'if cursor.pte().zap_leaf(op.stats(), value, seq).is_err() {\n'
+        '                    return Next::Again(1);\n                }\n                op.flush(&[block]);'),
+    'an undo takes no number': (
+        'second_stage/map.rs', 'let seq = op.tree.next_seq();', 'let seq = op.tree.current_seq();'),
+    'an undo empties the leaves of other calls': (
+        'second_stage/map.rs', '\n                && op.tree.encoding.frame(value, level) == mapping.frame(block.start);',
+        ';'),
 }
 
 

@@ -59,6 +59,7 @@ class BreakBeforeMake(Invalidation):
         'unlink-lowest': 'page-table pages of higher levels are unlinked with their leaves, too',
         'refine-unflushed': 'a fault links page-table pages at an unflushed PTE without a flush',
         'refine-in-flight': 'a fault links page-table pages without a look at the ranges in flight',
+        'undo-unflushed': 'the undo of a mapping leaves a plain number',
     }
     traces = {
         'recover-flush': mapped(False), 'cancel-unflushed': mapped(False), 'install-flush': mapped(False),
@@ -300,6 +301,13 @@ class BreakBeforeMake(Invalidation):
         guard, changes = super().step_flush(s, i, c)
         return guard, {**changes, **self.dropped(s, c, lambda p: s.covers(i, p))}
 
+    # The undo of a mapping: see `undo.py`.
+
+    def step_undo_leaf(self, s, e: 'Pte', n: 'Fresh'):
+        """second_stage/map.rs: Undo::turn. Of a pinned leaf, at any moment: it flushes at the end."""
+        return And(s.kind(e) == LEAF, Not(s.frozen(e)), s.used(s.table(e)), s.state_of(n) == HELD), {
+            **self.store(s, e, n), 'unflushed': put(s.unflushed, e, not self.without('undo-unflushed'))}
+
     # Promises.
 
     def safe(self, s):
@@ -349,8 +357,8 @@ class BreakBeforeMake(Invalidation):
             'the lowest PTE of a page does not lead down': s.all(lambda p: Not(self.leads_down(s, s.low(p)))),
             'the lowest PTE of a page is the lowest': s.all(lambda p, t: Implies(
                 And(s.linked(t), s.spans(t, p)), s.level(t) >= self.level(s, s.low(p)))),
-            'only empty PTEs above the lowest level are unflushed': s.all(lambda e: Implies(
-                And(s.used(s.table(e)), s.unflushed(e)), And(s.kind(e) == EMPTY, self.level(s, e) > 0))),
+            'only empty PTEs are unflushed': s.all(lambda e: Implies(
+                And(s.used(s.table(e)), s.unflushed(e)), s.kind(e) == EMPTY)),
             'a replaced leaf was replaced': s.all(lambda f: Implies(
                 s.replaced(f), And(s.fpc(f) == ACTS, Not(s.on_leaf(f)), s.used(s.table(s.fat(f))),
                                    s.state_of(s.own(f)) == STORED, s.seen(f) == s.fresh(s.own(f))))),

@@ -203,8 +203,9 @@ class Invalidation(PageTables):
                                       'fat': put(s.fat, f, s.entry(s.root(), s.page(f)))}
 
     def step_act_there(self, s, f: 'Fault'):
-        """vcpu/small.rs: serve; table/retire.rs: reopen. No walk: it acts on the PTE that it has looked at.
-        What unlinked the page-table page has not retired it yet, so its range is still in flight."""
+        """vcpu/small.rs: serve; vcpu/block.rs: look_at_block; second_stage/map.rs: map_page; table/retire.rs:
+        reopen. No walk: it acts on the PTE that it has looked at. What unlinked the page-table page has not
+        retired it yet, so its range is still in flight."""
         e = s.fat(f)
         retired = And(self.is_astray(s, e), Not(self.took(s, s.cutter(s.table(e)))))
         same = True if self.without('act-there') else Not(retired)

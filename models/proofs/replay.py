@@ -31,7 +31,8 @@ NR_CPUS = 2
 OF_ONE_PROTOCOL = {'slot-made', 'slot-claimed', 'slot-released', 'set-built', 'slot-freed', 'hazard-set',
                    'hazard-cleared', 'fault-unpinned', 'announcements-read', 'pte-kept', 'epoch-read', 'announced',
                    'guard-opened', 'guard-closed', 'thing-kept', 'epoch-read-again', 'epoch-advanced', 'table-retired',
-                   'tables-listed', 'tables-taken', 'barrier-made', 'announcement-read', 'table-kept', 'table-freed'}
+                   'tables-listed', 'tables-taken', 'barrier-made', 'announcement-read', 'table-kept', 'table-freed',
+                   'without-rings-begins', 'without-rings-ends', 'rings-read', 'rings-enabled'}
 DEFAULTS = {'bool': False, 'int': 0}
 
 

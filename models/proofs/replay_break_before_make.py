@@ -22,7 +22,7 @@ class Thread(replay_invalidation.Thread):
 class Schedule(replay_invalidation.Schedule):
     model, of_thread = BreakBeforeMake, Thread
     ignored = {'slots-read', 'slots-published'}
-    not_shown = set()
+    not_shown = {'undo_leaf'}
 
     def __init__(self, run, root, nr_levels, events):
         super().__init__(run, root, nr_levels, events)

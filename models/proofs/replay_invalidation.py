@@ -114,7 +114,7 @@ class Schedule(replay.Schedule):
         """The level of the leaf that the thread's fault installs later in this round; the lowest if none."""
         made = dict(self.made)
         for name, numbers in self.later():
-            if name == 'fault-looks':
+            if name in ('fault-looks', 'undo-begins'):
                 break
             if name == 'pte-made':
                 made[numbers[0]] = numbers[1:]

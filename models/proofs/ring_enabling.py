@@ -5,7 +5,7 @@ recovery of huge pages, a split by way of a broken PTE. Engine: `dirty/rings.rs`
 `vm/region.rs` (begin_to_log, begin_to_log_by_rings).
 
 One word says that rings are enabled, or counts the openers. So rings are enabled while there is none. Then
-the call visits the memslots and protects those that log. A memslot that begins to log publishes its flag,
+the call visits the memslots, and protects and flushes each that logs. A memslot that begins to log publishes its flag,
 reads whether rings are enabled, and protects. If all bits are set from the beginning and there are no
 rings, it protects nothing. One of the two calls observes the other.
 
@@ -17,7 +17,7 @@ from prover import And, If, Implies, Not, Or, Protocol, put, put_where
 
 OUT, GAVE, PUSHES = range(3)                            # of a fault
 OFF, FLAGGED, PROTECTS, FLUSHES, ON = range(5)          # of a memslot that begins to log
-NONE, VISITS, FLUSHES_ALL, DONE = range(4)              # of the call that enables rings
+NONE, VISITS, DONE = range(3)                           # of the call that enables rings
 UNSEEN, IDLE, LOGGED = range(3)                         # what that call has found of a memslot
 
 
@@ -31,7 +31,7 @@ class RingEnabling(Protocol):
         'fpc': (['Fault'], 'int'),
         'spc': (['Slot'], 'int'), 'sdone': (['Page'], 'bool'), 'sflushed': (['Slot', 'Cpu'], 'bool'),
         'epc': ([], 'int'), 'found': (['Slot'], 'int'), 'edone': (['Page'], 'bool'),
-        'eflushed': (['Cpu'], 'bool'),
+        'eflushed': (['Slot', 'Cpu'], 'bool'),
         # Ghosts: protected by the memslot's call while there were rings; the fault that gave W last.
         'armed': (['Page'], 'bool'), 'giver': (['Page'], 'Fault'),
     }
@@ -51,7 +51,7 @@ class RingEnabling(Protocol):
             'no memslot logs': s.all(lambda m: And(Not(s.logs(m)), s.spc(m) == OFF, s.found(m) == UNSEEN)),
             'no fault': s.all(lambda f: s.fpc(f) == OUT),
             'nothing done': s.all(lambda p: And(Not(s.sdone(p)), Not(s.edone(p)), Not(s.armed(p)))),
-            'nothing flushed': s.all(lambda m, c: And(Not(s.sflushed(m, c)), Not(s.eflushed(c)))),
+            'nothing flushed': s.all(lambda m, c: And(Not(s.sflushed(m, c)), Not(s.eflushed(m, c)))),
         }
 
     # Calls that push nothing.
@@ -108,20 +108,18 @@ class RingEnabling(Protocol):
         return And(s.epc() == VISITS, s.rings(), s.found(s.slot(p)) == LOGGED), {
             'writable': put(s.writable, p, keeps), 'edone': put(s.edone, p, True)}
 
-    def step_all_protected(self, s):
-        """vm/region.rs: begin_to_log_by_rings"""
-        return And(s.epc() == VISITS, s.rings(), s.all(lambda m: s.found(m) != UNSEEN), s.all(
-            lambda p: Implies(s.found(s.slot(p)) == LOGGED, s.edone(p)))), {'epc': lambda: FLUSHES_ALL}
-
-    def step_enabling_flushes(self, s, c: 'Cpu'):
+    def step_enabling_flushes(self, s, m: 'Slot', c: 'Cpu'):
         """vm/region.rs: begin_to_log (flush)"""
-        meant = lambda p: And(not self.without('enabling-flushes'), s.edone(p))
-        return s.epc() == FLUSHES_ALL, {'eflushed': put(s.eflushed, c, True),
-                                        'tlb': put_where(s.tlb, lambda d, p: And(d == c, meant(p)), False)}
+        meant = lambda p: And(not self.without('enabling-flushes'), s.slot(p) == m)
+        is_protected = s.all(lambda p: Implies(s.slot(p) == m, s.edone(p)))
+        return And(s.epc() == VISITS, s.rings(), s.found(m) == LOGGED, is_protected), {
+            'eflushed': put(s.eflushed, (m, c), True),
+            'tlb': put_where(s.tlb, lambda d, p: And(d == c, meant(p)), False)}
 
     def step_rings_enabled(self, s):
         """vm.rs: enable_dirty_ring returns"""
-        return And(s.epc() == FLUSHES_ALL, s.all(lambda c: s.eflushed(c))), {'epc': lambda: DONE}
+        return And(s.epc() == VISITS, s.rings(), s.all(lambda m: s.found(m) != UNSEEN), s.all(
+            lambda m, c: Implies(s.found(m) == LOGGED, s.eflushed(m, c)))), {'epc': lambda: DONE}
 
     # A memslot begins to log.
 
@@ -166,6 +164,10 @@ class RingEnabling(Protocol):
         """A CPU caches a leaf"""
         return s.writable(p), {'tlb': put(s.tlb, (c, p), True)}
 
+    def step_evict_tlb(self, s, c: 'Cpu', p: 'Page'):
+        """A CPU forgets a leaf"""
+        return s.tlb(c, p), {'tlb': put(s.tlb, (c, p), False)}
+
     def step_drop_write(self, s, p: 'Page'):
         """second_stage/zap.rs: visit; harvest/rings.rs: protect"""
         return s.writable(p), {'writable': put(s.writable, p, False)}
@@ -202,16 +204,16 @@ class RingEnabling(Protocol):
             'memslots are looked at beside rings': s.all(lambda m: Implies(s.found(m) != UNSEEN, s.rings())),
             'a memslot that was seen to log does log': s.all(lambda m: Implies(
                 s.found(m) == LOGGED, s.logs(m))),
-            'all memslots have been looked at when the flush begins': s.all(lambda m: Implies(
-                s.epc() >= FLUSHES_ALL, s.found(m) != UNSEEN)),
-            'what was seen to log is protected when the flush begins': s.all(lambda p: Implies(
-                And(s.epc() >= FLUSHES_ALL, s.found(s.slot(p)) == LOGGED), s.edone(p))),
+            'all memslots have been looked at when the enabling returns': s.all(lambda m: Implies(
+                s.epc() == DONE, s.found(m) != UNSEEN)),
+            'what is flushed was protected': s.all(lambda m, c, p: Implies(
+                And(s.eflushed(m, c), s.slot(p) == m), s.edone(p))),
             'the enabling protects what it has seen to log': s.all(lambda p: Implies(
                 s.edone(p), And(s.rings(), s.found(s.slot(p)) == LOGGED))),
-            'the enabling flushes after it has protected': s.all(lambda c: Implies(
-                s.eflushed(c), s.epc() >= FLUSHES_ALL)),
-            'the enabling has flushed all CPUs when it returns': s.all(lambda c: Implies(
-                s.epc() == DONE, s.eflushed(c))),
+            'the enabling flushes what it has seen to log': s.all(lambda m, c: Implies(
+                s.eflushed(m, c), And(s.rings(), s.found(m) == LOGGED))),
+            'the enabling has flushed what logs on all CPUs when it returns': s.all(lambda m, c: Implies(
+                And(s.epc() == DONE, s.found(m) == LOGGED), s.eflushed(m, c))),
             'a memslot protects after its flag': s.all(lambda p: Implies(
                 Or(s.sdone(p), s.armed(p)), s.spc(s.slot(p)) >= PROTECTS)),
             'a memslot whose flag came after the rings protects beside rings': s.all(lambda p: Implies(
@@ -227,7 +229,7 @@ class RingEnabling(Protocol):
             'what is protected and can be written is in a ring or about to be pushed': s.all(
                 lambda p: Implies(And(armed(p), s.writable(p)), self.covered(s, p))),
             'what is flushed and cached is in a ring or about to be pushed': s.all(lambda c, p: Implies(
-                And(Or(And(s.edone(p), s.eflushed(c)), And(s.armed(p), s.sflushed(s.slot(p), c))),
+                And(Or(And(s.edone(p), s.eflushed(s.slot(p), c)), And(s.armed(p), s.sflushed(s.slot(p), c))),
                     s.tlb(c, p)),
                 self.covered(s, p))),
         }

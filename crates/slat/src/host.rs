@@ -361,8 +361,9 @@ pub unsafe trait Host: Send + Sync {
     ///
     /// It is called once for each page that a `map_range` without an error mapped: by the call that
     /// unmapped it, after the flush ([`Vm::unmap_range`](crate::Vm::unmap_range), an invalidation,
-    /// the deletion or move of the memslot), or by the end of the VM. Pages whose frames follow
-    /// each other are often passed together, whatever calls mapped them.
+    /// the deletion or move of the memslot), or by the end of the VM. So it is also for a page of a
+    /// `map_range` that fails, if another call unmapped the page before that was undone. Pages whose
+    /// frames follow each other are often passed together, whatever calls mapped them.
     ///
     /// No guard is open. The range may still be in flight. It must not unwind, and must not map
     /// pages of the range. The default does nothing: it is for a host whose frames stay as long as

@@ -394,7 +394,7 @@ fn each_change_of_a_pte_is_a_step_of_a_proof() {
     // The other way round: the steps that change PTEs in the proofs of page tables that are
     // replayed.
     let changes_pte = |text: &str| ["'kind': ", "'frozen': ", "self.store("].iter().any(|word| text.contains(word));
-    let proofs = ["invalidation", "break_before_make"].map(|proof| steps_of_proof(&root, proof));
+    let proofs = ["invalidation", "break_before_make", "undo"].map(|proof| steps_of_proof(&root, proof));
     for (step, text) in page_tables.into_iter().chain(proofs.into_iter().flatten()) {
         assert!(!changes_pte(&text) || named.contains(&step), "{step} changes a PTE, and no change of a PTE names it");
     }

@@ -20,9 +20,13 @@ mod lazy_protection;
 mod memslots;
 #[path = "shuttle_replay/pinned.rs"]
 mod pinned;
+#[path = "shuttle_replay/ring_enabling.rs"]
+mod ring_enabling;
 #[path = "support/schedules.rs"]
 #[allow(dead_code, reason = "other tests use more of it")]
 mod schedules;
+#[path = "shuttle_replay/undo.rs"]
+mod undo;
 #[path = "shuttle_replay/userfault.rs"]
 mod userfault;
 #[path = "support/stepped_world.rs"]
@@ -30,6 +34,7 @@ mod userfault;
 mod world;
 
 use std::alloc::Layout;
+use std::cell::RefCell;
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -247,7 +252,10 @@ fn on_threads<T: Clone + Send + 'static, B: FnOnce(&T) + Send + 'static>(
 ) {
     let spawn = |body: B| {
         let shared = shared.clone();
-        thread::spawn(move || body(&shared))
+        thread::spawn(move || {
+            let _saved = SavedIfItFails;
+            body(&shared);
+        })
     };
     let threads: Vec<_> = bodies.into_iter().map(spawn).collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -275,30 +283,62 @@ fn invalidations<F: Format>() {
     let mut host = MovingHost::new(max_size);
     host.needs_zapped_leaves = random(2) == 0;
     let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of("invalidation", &vm);
     let first = pick(&[0, BLOCK]);
     let other: Body<F> =
         if max_size == PageSize::Size4K { Box::new(mover) } else { Box::new(move |vm| collapser(vm, first)) };
     guests_beside(&vm, first, vec![Box::new(mover), other]);
-    save("invalidation", &vm);
+    save();
+}
+
+/// What a line of the record says of an event: the step, and numbers.
+type Line = (&'static str, Vec<u64>);
+
+/// What is recorded since [`events::start`].
+struct Record {
+    protocol: &'static str,
+    root: usize,
+    nr_levels: u8,
+    line: fn(Event) -> Line,
+}
+
+thread_local! {
+    static RECORD: RefCell<Option<Record>> = const { RefCell::new(None) };
+}
+
+/// The events of the schedule are of `vm`, and for this protocol.
+fn is_record_of<H: Host, F: Format>(protocol: &'static str, vm: &Vm<H, F>) {
+    let root = vm.host().table_ptr(vm.root()).addr();
+    RECORD.set(Some(Record { protocol, root, nr_levels: F::ROOT_LEVEL.0, line: line::<F> }));
 }
 
 /// Appends the steps to the file of the protocol: a line each, `THREAD STEP NUMBERS`.
-fn save<H: Host, F: Format>(protocol: &str, vm: &Arc<Vm<H, F>>) {
+fn save() {
     let events = events::finish();
-    let Ok(path) = std::env::var("REPLAY_TO") else { return };
-    let root = vm.host().table_ptr(vm.root()).addr();
-    let mut text = format!("schedule {root} {}\n", F::ROOT_LEVEL.0);
+    let (Some(record), Ok(path)) = (RECORD.take(), std::env::var("REPLAY_TO")) else { return };
+    let mut text = format!("schedule {} {}\n", record.root, record.nr_levels);
     for (thread, event) in events {
-        let (name, numbers) = line::<F>(event);
+        let (name, numbers) = (record.line)(event);
         write!(text, "{thread} {name}").unwrap();
         numbers.iter().for_each(|number| write!(text, " {number}").unwrap());
         text.push('\n');
     }
-    let path = format!("{path}.{protocol}");
+    let path = format!("{path}.{}", record.protocol);
     OpenOptions::new().create(true).append(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
 }
 
-fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
+/// Saves a schedule in which the thread panics, up to there: its record may say why.
+struct SavedIfItFails;
+
+impl Drop for SavedIfItFails {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            save();
+        }
+    }
+}
+
+fn line<F: Format>(event: Event) -> Line {
     match event {
         Event::FaultLooks { gfn } => ("fault-looks", vec![gfn]),
         Event::HostAnswers { gfn, pfn, is_writable } => ("host-answers", vec![gfn, pfn, is_writable.into()]),
@@ -348,6 +388,8 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
             ("attributes-stored", vec![word, mask, is_private.into()])
         }
         Event::CallBegins { kind, start, end, bitmap } => ("call-begins", vec![kind, start, end, bitmap]),
+        Event::MappingBegins { start, end, pfn } => ("mapping-begins", vec![start, end, pfn]),
+        Event::UndoBegins { start, end } => ("undo-begins", vec![start, end]),
         Event::CallEnds { is_ok } => ("call-ends", vec![is_ok.into()]),
         Event::MemslotBegins { kind, id, start, end, backing } => {
             ("memslot-begins", vec![kind, id, start, end, backing])
@@ -378,6 +420,10 @@ fn line<F: Format>(event: Event) -> (&'static str, Vec<u64>) {
         Event::CpuCaches { cpu, gfn } => ("cpu-caches", vec![cpu, gfn]),
         Event::InitiallySet => ("initially-set", vec![]),
         Event::CpuSetsDirty { cpu, gfn } => ("cpu-sets-dirty", vec![cpu, gfn]),
+        Event::WithoutRingsBegins => ("without-rings-begins", vec![]),
+        Event::WithoutRingsEnds => ("without-rings-ends", vec![]),
+        Event::RingsEnabled => ("rings-enabled", vec![]),
+        Event::RingsRead { are_enabled } => ("rings-read", vec![are_enabled.into()]),
         Event::VcpuHasRing { cpu, ring, nr_entries } => ("vcpu-has-ring", vec![cpu, ring, nr_entries]),
         Event::RingFirstRead { ring, first } => ("ring-first-read", vec![ring, first]),
         Event::RingEntryWritten { ring, index, page } => ("ring-entry-written", vec![ring, index, page]),
@@ -504,9 +550,10 @@ fn dirty_log<F: Format>() {
     let mut config = Config::default();
     config.dirty_tracking = DirtyTracking::WriteProtectLeaves;
     let vm = new_vm::<F>(MovingHost::new(PageSize::Size4K), config, MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of("dirty_log", &vm);
     let bodies: [fn(&TestVm<F>); 5] = [|vm| writer(vm, 0), |vm| writer(vm, 1), logger, harvester, harvester];
     on_threads(&vm, bodies);
-    save("dirty_log", &vm);
+    save();
 }
 
 #[test]

@@ -24,7 +24,7 @@ use super::ring::DirtyRing;
 use crate::boxed::try_box;
 use crate::error::{ConfigError, OutOfMemory};
 use crate::pool::{Pool, Pooled};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, record};
 
 /// Set in [`Rings::state`] if the VM has rings; the rest is their size.
 const ENABLED: u64 = 1 << 63;
@@ -63,7 +63,10 @@ impl Rings {
         // Acquire: observes the leaves of the vCPUs that are gone. Relaxed on failure: the number
         // is all that is used.
         match self.state.compare_exchange(0, ENABLED | u64::from(nr_entries), Ordering::Acquire, Ordering::Relaxed) {
-            Ok(_) => Ok(()),
+            Ok(_) => {
+                record!(RingsEnabled);
+                Ok(())
+            }
             Err(state) if state & ENABLED != 0 => Err(ConfigError::DirtyRingEnabled),
             Err(_) => Err(ConfigError::VcpusExist),
         }
@@ -72,7 +75,9 @@ impl Rings {
     /// Whether pages are logged by rings, and not by bitmaps.
     pub(crate) fn are_enabled(&self) -> bool {
         // Relaxed: rings that are enabled stay so. Callers that need more make a fence.
-        self.state.load(Ordering::Relaxed) & ENABLED != 0
+        let are_enabled = self.state.load(Ordering::Relaxed) & ENABLED != 0;
+        record!(RingsRead { are_enabled });
+        are_enabled
     }
 
     /// Keeps the VM without rings, if it has none. `Err` is the size of its rings, in entries.
@@ -80,7 +85,10 @@ impl Rings {
         let more = |state: u64| (state & ENABLED == 0).then_some(state + 1);
         // Relaxed, both: the number is all that is used.
         match self.state.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
-            Ok(_) => Ok(()),
+            Ok(_) => {
+                record!(WithoutRingsBegins);
+                Ok(())
+            }
             Err(enabled) => Err(enabled as u32),
         }
     }
@@ -104,6 +112,7 @@ impl Rings {
     pub(crate) fn leave(&self) {
         // Release: see `enable`.
         let before = self.state.fetch_sub(1, Ordering::Release);
+        record!(WithoutRingsEnds);
         debug_assert!(before & ENABLED == 0 && before != 0, "it has not entered");
     }
 

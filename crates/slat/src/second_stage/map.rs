@@ -30,7 +30,7 @@
 //! by one exchange. So a page costs a store.
 //!
 //! If a step finds that it cannot go on, an *undo* empties the leaves that the earlier steps have
-//! installed, and flushes.
+//! installed, and flushes all that they had mapped.
 //!
 //! # Why it is correct
 //! A step is a fault whose host has answered already: `table/invalidation_seq.rs` has the argument.
@@ -40,6 +40,9 @@
 //!
 //! An undo need not keep other threads out of its range: faults install nothing in a pinned
 //! memslot, and it empties only leaves with the frames of its own call. Each gets a fresh number.
+//! Who has emptied such a leaf before it may not have flushed yet, so it flushes also where it finds
+//! nothing. It finishes the split of a leaf that it finds broken, for the parts are its own
+//! (`models/proofs/undo.py`).
 
 #![expect(unsafe_code, reason = "installs leaves where it has found empty PTEs")]
 
@@ -69,7 +72,6 @@ use crate::table::node::TableCache;
 use crate::table::pte::{Pte, State};
 use crate::table::pte_ref::Changed;
 use crate::table::retire::Guard;
-use crate::table::tlb::TlbBatch;
 
 /// PTEs that a turn visits before it leaves its guard.
 const ENTRIES_PER_TURN: u64 = 4096;
@@ -482,26 +484,35 @@ impl<H: Host, F: Format> Map<'_, H, F> {
 #[cold]
 fn undo<H: Host, F: Format>(op: Operation<'_, H, F>, mapping: &Mapping, end: Gfn) {
     let range = GfnRange { start: mapping.range.start, end };
-    let Ok(()) = walk::run(op, range, &mut Undo { op, mapping, range, batch: op.batch() });
+    record!(UndoBegins { start: range.start.0, end: range.end.0 });
+    let Ok(()) = walk::run(op, range, &mut Undo { op, mapping, range });
+    // Also what other calls have emptied: they may not have flushed yet.
+    op.flush(&[range]);
 }
 
 struct Undo<'m, H: Host, F: Format> {
     op: Operation<'m, H, F>,
     mapping: &'m Mapping,
     range: GfnRange,
-    batch: TlbBatch<'m, H, F>,
 }
 
 impl<H: Host, F: Format> Walk<H, F> for Undo<'_, H, F> {
-    type Work = Infallible;
+    /// Another thread splits a pinned leaf by breaking it.
+    type Work = BrokenPinned<F>;
     type Error = Infallible;
     const SIDE: Option<Side> = Some(Side::Read);
 
-    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Infallible> {
-        let Undo { op, mapping, range, ref mut batch } = *self;
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<BrokenPinned<F>> {
+        let Undo { op, mapping, range } = *self;
         walk::visit_ptes(op.tree, guard, GfnRange { start, ..range }, ENTRIES_PER_TURN, |cursor| {
             let (value, state) = cursor.descend_to_lowest();
             let (level, block) = (cursor.level(), cursor.block());
+            if state == State::Broken {
+                return match broken::cancel(op, guard, cursor) {
+                    Some(pinned) => Next::Leave(pinned),
+                    None => Next::Again(1),
+                };
+            }
             let is_own = state == State::Leaf
                 && value.is_pinned()
                 && range.covers(block)
@@ -512,14 +523,14 @@ impl<H: Host, F: Format> Walk<H, F> for Undo<'_, H, F> {
                 if cursor.pte().zap_leaf(op.stats(), value, seq).is_err() {
                     return Next::Again(1);
                 }
-                batch.add(block);
             }
             Next::Advance(1)
         })
     }
 
-    fn work(&mut self, _: Gfn, work: Infallible) -> Result<Gfn, Infallible> {
-        match work {}
+    fn work(&mut self, gfn: Gfn, broken: BrokenPinned<F>) -> Result<Gfn, Infallible> {
+        broken.finish(self.op);
+        Ok(gfn)
     }
 }
 

@@ -292,6 +292,22 @@ pub enum Event {
         /// Number of the backing of a new memslot.
         backing: u64,
     },
+    /// The test begins to map pages in advance, from this frame of the host on.
+    MappingBegins {
+        /// The first frame of the guest.
+        start: u64,
+        /// The frame behind the last.
+        end: u64,
+        /// The first frame of the host.
+        pfn: u64,
+    },
+    /// Such a mapping fails: what it has mapped so far is to be undone.
+    UndoBegins {
+        /// The first frame.
+        start: u64,
+        /// The frame behind the last.
+        end: u64,
+    },
     /// A memslot is about to be published for the first time.
     SlotMade {
         /// Its address.
@@ -415,6 +431,17 @@ pub enum Event {
         cpu: u64,
         /// The frame of the guest.
         gfn: u64,
+    },
+    /// A call, or a vCPU without a ring, keeps the VM without rings from now on.
+    WithoutRingsBegins,
+    /// It does so no more.
+    WithoutRingsEnds,
+    /// Rings are enabled.
+    RingsEnabled,
+    /// Whether there are rings was read.
+    RingsRead {
+        /// Whether there are.
+        are_enabled: bool,
     },
     /// A vCPU has a dirty ring.
     VcpuHasRing {

@@ -34,6 +34,7 @@
 //! | broken -> empty, fresh number | abort, once all that was there has been reported |
 //! | leaf -> leaf, same frame, other rights | a call that protects pinned pages |
 //! | leaf, tracked -> empty | zap, once it is reported; fault that replaces a read-only leaf |
+//! | pinned leaf -> empty, fresh number | undo of a mapping that failed |
 //! | table -> table, protected | lazy protection; clears W, moves the generation on in any case |
 //! | table, protected -> table | push-down, from the value that it began with; sets W |
 //! | table -> empty, fresh number | zap, once all PTEs below are empty, or go unseen |
@@ -55,6 +56,7 @@
 //! | broken -> empty, fresh number | invalidation: cancel |
 //! | leaf -> leaf, same frame, other rights | dirty_log: restore_write, drop_write |
 //! | leaf, tracked -> empty | invalidation: zap_lowest, zap_higher, empty_leaf |
+//! | pinned leaf -> empty, fresh number | undo: undo_leaf |
 //! | table -> table, protected | lazy_protection: protect_entry, enabling_protects_entry |
 //! | table, protected -> table | lazy_protection: unprotect |
 //! | table -> empty, fresh number | invalidation: unlink, unlink_leaves |

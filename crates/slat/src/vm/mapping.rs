@@ -30,7 +30,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`MapError::UnsupportedAttributes`], [`MapError::NotPinned`], [`MapError::AlreadyMapped`],
     /// [`MapError::Busy`], [`MapError::OutOfMemory`]. After an error no page is mapped that was not
     /// before, no CPU uses the frames, and they are not released. (Pages that another call unmapped
-    /// meanwhile were released by that call.)
+    /// meanwhile are released by that call, perhaps later.)
     ///
     /// # Example
     /// ```

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 
 use super::pinned::{SHIFT, assert_mapped, mapping, pages, pinned_vm, region};
 use crate::common::broken::{self, Breaking};
@@ -13,7 +14,7 @@ use slat::error::MapError;
 use slat::format::{Format, Npt, Stage2};
 use slat::host::AllocationWait;
 use slat::tables::Mapping;
-use slat::{Access, Config, Gfn, Level, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
+use slat::{Access, Config, Gfn, GfnRange, Level, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, Pfn, Vm};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Overtaking {
@@ -129,6 +130,72 @@ fn an_undo_leaves_what_another_call_has_mapped() {
         assert_eq!(frames(page), expected, "page {page}");
     }
     assert_eq!(vm.host().take_released(), [(Gfn(5), Pfn(5 + SHIFT))], "by the call that unmapped it");
+}
+
+/// The last block of a GiB.
+const LAST_BLOCK: u64 = (1 << 18) - 512;
+/// A page of it.
+const OTHER_PAGE: u64 = LAST_BLOCK + 5;
+
+/// Runs `unmap_range` of that page in another thread, and returns when that begins its first flush.
+/// It goes on when the sender is used, and ends with how many pages were mapped.
+fn unmap_until_flush<F: Format>(vm: &Arc<Vm<TestHost, F>>) -> (mpsc::Sender<()>, JoinHandle<u64>) {
+    let (begins, wait_for_flush) = mpsc::channel();
+    let (go_on, wait_to_go_on) = mpsc::channel();
+    vm.host().overtake(Call::Flush, 1, move || {
+        begins.send(()).unwrap();
+        wait_to_go_on.recv().unwrap();
+    });
+    let vm = Arc::clone(vm);
+    let thread = std::thread::spawn(move || vm.unmap_range(pages(OTHER_PAGE, 1)).unwrap());
+    wait_for_flush.recv().unwrap();
+    (go_on, thread)
+}
+
+/// A mapping of that block and the next GiB fails, for want of memory, when the block is mapped.
+/// Meanwhile another call unmaps a page, and is about to flush. Returns what that call returns, and
+/// what was flushed when the mapping had failed.
+fn undo_beside_unmap<F: Format>(largest: PageSize) -> (Arc<Vm<TestHost, F>>, u64, Vec<GfnRange>) {
+    let vm = pinned_vm::<F>(Config::default(), 1 << 19);
+    // The page-table page of the GiB is there: what is allocated last is that of the next.
+    vm.map_range(&mapping(LAST_BLOCK - 512, 1, PageSize::Size4K)).unwrap();
+    let nth = if largest == PageSize::Size4K { 2 } else { 1 };
+    let (send, receive) = mpsc::channel();
+    let other = Arc::clone(&vm);
+    vm.host().overtake(Call::Allocate(AllocationWait::Never), nth, move || {
+        send.send(unmap_until_flush(&other)).unwrap();
+        other.host().fail_after(0);
+    });
+    let result = vm.map_range(&mapping(LAST_BLOCK, 1024, largest));
+    let flushed = vm.host().flushes.lock().unwrap().concat();
+    let (go_on, thread) = receive.try_recv().expect("it was overtaken");
+    go_on.send(()).unwrap();
+    let nr_unmapped = thread.join().unwrap();
+    assert_eq!(result, Err(MapError::OutOfMemory));
+    assert_mapped(&vm, pages(LAST_BLOCK - 512, 1536), |page| page == LAST_BLOCK - 512);
+    (vm, nr_unmapped, flushed)
+}
+
+/// The other call has emptied the leaf, so the undo does not find it.
+#[test]
+fn an_undo_flushes_also_what_another_call_has_emptied() {
+    let (vm, nr_unmapped, flushed) = undo_beside_unmap::<Npt>(PageSize::Size4K);
+    assert!(flushed.iter().any(|range| range.contains(Gfn(OTHER_PAGE))), "{flushed:?}");
+    assert_eq!(nr_unmapped, 1);
+    assert_eq!(vm.host().take_released(), [(Gfn(OTHER_PAGE), Pfn(OTHER_PAGE + SHIFT))], "by the call that unmapped it");
+}
+
+/// The other call has broken the huge leaf. It would link the parts.
+fn undo_beside_split<F: Format>() {
+    let (vm, nr_unmapped, _) = undo_beside_unmap::<Breaking<F>>(PageSize::Size2M);
+    assert_eq!(nr_unmapped, 0);
+    assert_eq!(vm.host().take_released(), []);
+}
+
+#[test]
+fn an_undo_finishes_the_split_of_its_leaf() {
+    undo_beside_split::<Npt>();
+    undo_beside_split::<Stage2>();
 }
 
 /// With break before make, a split for a part breaks the huge leaf for a moment. A fault on the

@@ -13,9 +13,10 @@ fn breaks<F: Format>() {
     host.max_size_of_reads = pick(&[PageSize::Size4K, PageSize::Size2M]);
     host.needs_zapped_leaves = random(2) == 0;
     let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of("break_before_make", &vm);
     let first = pick(&[0, BLOCK]);
     guests_beside(&vm, first, vec![Box::new(mover), Box::new(mover), Box::new(move |vm| collapser(vm, first))]);
-    save("break_before_make", &vm);
+    save();
 }
 
 /// Reads map small leaves and may take long, writes map a huge one, and a page beside theirs is
@@ -28,6 +29,7 @@ fn parts<F: Format>() {
     host.blocks = true;
     host.never_has_memory_at_once = true;
     let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of("break_before_make", &vm);
     let invalidates = |vm: &TestVm<F>| {
         for _ in 0..2 {
             drop(vm.invalidate_range(GfnRange::new(Gfn(1), 1)).unwrap());
@@ -35,7 +37,7 @@ fn parts<F: Format>() {
     };
     let bodies: [fn(&TestVm<F>); 4] = [|vm| guest(vm, 0, [0; 2]), |vm| guest(vm, 1, [0; 2]), invalidates, invalidates];
     on_threads(&vm, bodies);
-    save("break_before_make", &vm);
+    save();
 }
 
 #[test]

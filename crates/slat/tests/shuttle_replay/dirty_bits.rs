@@ -91,16 +91,17 @@ fn zapper<F: Format>(vm: &TestVm<F>) {
     }
 }
 
-fn dirty_bits<F: Format>(protocol: &str, tracking: DirtyTracking, zappers: &[fn(&TestVm<F>)]) {
+fn dirty_bits<F: Format>(protocol: &'static str, tracking: DirtyTracking, zappers: &[fn(&TestVm<F>)]) {
     events::start();
     let config = log_config(tracking);
     let inner = ShuttleHost::new(NR_GUESTS, tracking);
     let host = MovingHost { inner, sees_zaps: !zappers.is_empty(), ..MovingHost::new(PageSize::Size4K) };
     let vm = new_vm::<F>(host, config, MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of(protocol, &vm);
     let mut bodies: Vec<fn(&TestVm<F>)> = vec![|vm| writer(vm, 0), |vm| writer(vm, 1), logger, harvester, harvester];
     bodies.extend(zappers);
     on_threads(&vm, bodies);
-    save(protocol, &vm);
+    save();
 }
 
 #[test]

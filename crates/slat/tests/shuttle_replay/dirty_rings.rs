@@ -46,6 +46,7 @@ fn dirty_rings<F: Format>() {
     let mut config = Config::default();
     config.dirty_tracking = DirtyTracking::WriteProtectLeaves;
     let vm: TestVm<F> = Arc::new(Vm::new(MovingHost::new(PageSize::Size4K), config).unwrap());
+    is_record_of("dirty_rings", &vm);
     vm.enable_dirty_ring(NR_ENTRIES).unwrap();
     let flags = MemoryRegionFlags::LOG_DIRTY_PAGES;
     vm.set_user_memory_region(region(0, flags, 0, NR_PAGES, Some(backing(0, PageSize::Size4K)))).unwrap();
@@ -61,7 +62,7 @@ fn dirty_rings<F: Format>() {
         .map(|(index, mut vcpu)| Box::new(move |vm: &TestVm<F>| writer(vm, &mut vcpu, index)) as Body<F>);
     let collectors = (0..2).map(|_| Box::new(|vm: &TestVm<F>| (0..3).for_each(|_| collect(vm))) as Body<F>);
     on_threads(&vm, writers.chain(collectors));
-    save("dirty_rings", &vm);
+    save();
 }
 
 #[test]

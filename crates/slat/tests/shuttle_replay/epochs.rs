@@ -19,11 +19,12 @@ fn scenario<F: Format>() {
         events::record(Event::BarrierMade);
     }
     let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of("epochs", &vm);
     let first = pick(&[0, BLOCK]);
     let reclaims: Body<F> = Box::new(|vm| (0..3).for_each(|_| vm.reclaim()));
     let other: Body<F> = if is_huge { Box::new(move |vm| collapser(vm, first)) } else { Box::new(mover) };
     guests_beside(&vm, first, vec![Box::new(mover), other, reclaims]);
-    save("epochs", &vm);
+    save();
 }
 
 #[test]

@@ -71,9 +71,10 @@ fn lazy_protection<F: Format>() {
     events::start();
     let config = log_config(DirtyTracking::WriteProtect);
     let vm = new_vm::<F>(MovingHost::new(PageSize::Size4K), config, MemoryRegionFlags::empty(), NR_PAGES);
+    is_record_of("lazy_protection", &vm);
     let bodies: [fn(&TestVm<F>); 6] = [|vm| writer(vm, 0), |vm| writer(vm, 1), logger, harvesters, harvesters, zapper];
     on_threads(&vm, bodies);
-    save("lazy_protection", &vm);
+    save();
 }
 
 #[test]

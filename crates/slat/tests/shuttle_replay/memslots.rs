@@ -57,18 +57,6 @@ impl<F: Format> Scene<F> {
     }
 }
 
-/// Saves a schedule that fails. A host that reads a backing which was freed too soon may answer
-/// anything. Then the fault fails, and the record would be lost that says why.
-struct SavedIfItFails<F: Format>(Arc<Scene<F>>);
-
-impl<F: Format> Drop for SavedIfItFails<F> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            save("memslots", &self.0.vm);
-        }
-    }
-}
-
 fn scenario<F: Format>() {
     let mut host = MovingHost::new(PageSize::Size4K);
     host.is_always_writable = true;
@@ -82,6 +70,7 @@ fn scenario<F: Format>() {
     }
     drop(vcpu);
     events::start();
+    is_record_of("memslots", &vm);
     for gfn in OTHERS {
         let cell = find(&vm, gfn).unwrap().address();
         events::record(Event::CpuTranslates { cpu: 0, gfn, cell });
@@ -91,19 +80,15 @@ fn scenario<F: Format>() {
     scene.change(MAKE, 1, BLOCK);
     let pages = [pick(&PAGES), pick(&[0, 1])];
     type Body<F> = Box<dyn FnOnce(&Arc<Scene<F>>) + Send>;
-    let guests = (0..NR_GUESTS).map(|index| {
-        Box::new(move |scene: &Arc<Scene<F>>| {
-            let _saved = SavedIfItFails(Arc::clone(scene));
-            guest(&scene.vm, index, pages);
-        }) as Body<F>
-    });
+    let guests =
+        (0..NR_GUESTS).map(|index| Box::new(move |scene: &Arc<Scene<F>>| guest(&scene.vm, index, pages)) as Body<F>);
     let changes: [Body<F>; 3] = [
         Box::new(|scene| scene.change_memslots()),
         Box::new(|scene| scene.change_memslots()),
         Box::new(|scene| scene.move_pages()),
     ];
     on_threads(&scene, guests.chain(changes));
-    save("memslots", &scene.vm);
+    save();
 }
 
 #[test]

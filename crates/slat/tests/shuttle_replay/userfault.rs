@@ -127,6 +127,7 @@ fn scenario<F: Format>() {
     // No recovery: it is in another proof.
     host.max_size_of_reads = PageSize::Size4K;
     let vm = new_vm::<F>(host, Config::default(), MemoryRegionFlags::GUEST_MEMFD, NR_PAGES);
+    is_record_of("userfault", &vm);
     let first = pick(&[0, BLOCK]);
     let bitmaps = [PageSize::Size4K, PageSize::Size2M].map(Bitmap::new);
     let scene = Arc::new(Scene { vm, bitmaps, pages: [first, first + 1] });
@@ -139,7 +140,7 @@ fn scenario<F: Format>() {
         |scene| scene.change_attributes(),
     ];
     on_threads(&scene, bodies);
-    save("userfault", &scene.vm);
+    save();
 }
 
 #[test]
