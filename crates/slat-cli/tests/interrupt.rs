@@ -151,6 +151,20 @@ fn a_server_removes_its_socket() {
 }
 
 #[test]
+fn a_server_takes_the_place_of_one_that_was_killed() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("killed.socket");
+    let start = || {
+        let held = Held::start(&format!("serve-pages unix:{}", path.display()), 1);
+        assert!(held.first_line.recv().unwrap().starts_with("Serving "));
+        held
+    };
+    start().send("-KILL");
+    assert!(path.exists(), "nothing has removed it");
+    start().send("-INT");
+    assert!(!path.exists());
+}
+
+#[test]
 fn a_comparison_has_the_part_that_was_measured() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("interrupted-compare.json");
     let output =

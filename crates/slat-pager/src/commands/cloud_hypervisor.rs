@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::io;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -14,6 +12,7 @@ use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use tokio::runtime::{Handle, Runtime};
 
 use super::{CacheArgs, TlsArgs};
+use crate::linux::unix_socket;
 use crate::protocol::cloud_hypervisor::config::Slot;
 use crate::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
 use crate::protocol::cloud_hypervisor::memory::GuestMemory;
@@ -102,7 +101,7 @@ pub enum MemoryComes {
 /// # Errors
 /// [`cloud_hypervisor::Error`]; of the socket.
 pub fn store(options: &Store) -> Result<(), Box<dyn Error>> {
-    let listener = listen(&options.socket)?;
+    let listener = unix_socket::bind(&options.socket)?;
     let bar = spinner(format!("waiting for a VMM at {}", options.socket.display()));
     let accepted = listener.accept();
     // One snapshot: nothing else may connect.
@@ -203,20 +202,6 @@ async fn open(options: &Restore) -> Result<Snapshot, Box<dyn Error>> {
         memory.insert(slot, name.open(&with).await?);
     }
     Ok(Snapshot { config: configuration, state, memory })
-}
-
-/// Listens at `path`; a socket there at which nothing listens is replaced.
-fn listen(path: &Path) -> io::Result<UnixListener> {
-    match UnixListener::bind(path) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => match UnixStream::connect(path) {
-            Err(refused) if refused.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path)?;
-                UnixListener::bind(path)
-            }
-            _ => Err(error),
-        },
-        listener => listener,
-    }
 }
 
 fn spinner(message: String) -> ProgressBar {

@@ -21,6 +21,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Semaphore;
 
 use crate::config::MetricsAddress;
+use crate::linux::unix_socket;
 
 const MOST_CONNECTIONS: usize = 16;
 const LONGEST: Duration = Duration::from_secs(5);
@@ -47,7 +48,7 @@ impl Listener {
                 Ok(Listener::Tcp(listener))
             }
             MetricsAddress::Unix(path) => {
-                let listener = super::listen::bind(path)?;
+                let listener = unix_socket::bind(path)?;
                 listener.set_nonblocking(true)?;
                 Ok(Listener::Unix(listener))
             }

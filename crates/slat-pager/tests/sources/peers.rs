@@ -141,6 +141,10 @@ async fn processes_of_one_host_need_no_certificates() {
         assert!(matches!(error, SourceError::Unavailable { .. }), "{error}");
     }
     assert!(!path.exists());
+    // What a killed server has left is replaced.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    drop(PeerServer::bind_local(&LocalAddress::Unix(path.clone()), HashMap::new()).await.unwrap());
+    assert!(!path.exists());
     std::fs::write(&path, "a file of another").unwrap();
     let taken = PeerServer::bind_local(&LocalAddress::Unix(path.clone()), HashMap::new()).await;
     assert!(matches!(taken, Err(SourceError::Io { .. })) && path.exists());

@@ -27,6 +27,7 @@ use super::local::SocketFile;
 use super::tls::TlsFiles;
 use super::wire::{self, About, Greeting, Reply, Request, Status};
 use super::{LocalAddress, Stream};
+use crate::linux::unix_socket;
 use crate::source::{Source, SourceError};
 
 /// How many clients are served at once.
@@ -110,8 +111,8 @@ impl PeerServer {
         Ok(PeerServer { listener: Listener::Tcp(listener), security, snapshots: Arc::new(snapshots) })
     }
 
-    /// Listens for peers of this host, without TLS. Port 0 is a free one. The name of a Unix socket
-    /// must be free: remove one that a killed server has left.
+    /// Listens for peers of this host, without TLS. Port 0 is a free one. A Unix socket that a killed
+    /// server has left is replaced.
     ///
     /// # Errors
     /// The address cannot be used, or is one that other hosts reach.
@@ -120,7 +121,9 @@ impl PeerServer {
             address.check()?;
             Ok(match address {
                 LocalAddress::Unix(path) => {
-                    let listener = UnixListener::bind(path)?;
+                    let listener = unix_socket::bind(path)?;
+                    listener.set_nonblocking(true)?;
+                    let listener = UnixListener::from_std(listener)?;
                     Listener::Unix { _file: SocketFile(path.clone()), listener }
                 }
                 LocalAddress::Tcp(address) => Listener::Tcp(TcpListener::bind(address).await?),
