@@ -29,7 +29,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create}
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore};
 
-use self::write::write_mapped;
+pub(crate) use self::write::write_mapped;
 use crate::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 
 /// The least and the most that is filled at once.
