@@ -141,6 +141,8 @@ pub struct SocketConfig {
 pub enum Experimental {
     /// The [handoff](crate::protocol::handoff) that is proposed for Cloud Hypervisor.
     Handoff,
+    /// Memory of a [guest_memfd](crate::protocol::guest_memfd), as a branch of Firecracker has it.
+    GuestMemfd,
 }
 
 /// Whether rights are given up after the start.

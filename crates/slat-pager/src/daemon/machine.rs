@@ -15,9 +15,13 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::takeover::{self, Description, FileIdentity, Orphan};
 use super::{Daemon, Socket};
 use crate::config::Experimental;
-use crate::protocol::{firecracker, handoff};
+use crate::protocol::guest_memfd::GuestAddresses;
+use crate::protocol::handoff::Handoff;
+use crate::protocol::{firecracker, guest_memfd, handoff};
 use crate::userfaultfd::Userfaultfd;
+use crate::vm::guest_memfd::GuestMemfd;
 use crate::vm::state::State;
+use crate::vm::vcpu_faults::VcpuFaults;
 use crate::vm::{AttachError, Observer, Options, Region, Regions, Vm};
 use crate::working_set::Plan;
 use crate::working_set::replay::{Progress, nr_threads};
@@ -27,6 +31,8 @@ use crate::working_set::replay::{Progress, nr_threads};
 enum Life {
     /// It closes its socket.
     Socket(UnixStream),
+    /// The same; its vCPUs ask for pages by the socket.
+    VcpuFaults(UnixStream, GuestAddresses, VcpuFaults),
     /// Its process ends.
     Process(OwnedFd),
 }
@@ -43,7 +49,7 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
     tasks.spawn(async move {
         let mut stream = stream;
         let received = tokio::time::timeout(socket.config.handshake_timeout, receive(&socket, &stream)).await;
-        let (regions, userfaultfd) = match received {
+        let HandedOver { regions, userfaultfd, file } = match received {
             Ok(Ok(handed_over)) => handed_over,
             Ok(Err(error)) => return refuse(&socket, &error),
             Err(_) => return refuse(&socket, &"the handshake takes too long"),
@@ -55,7 +61,8 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
             return hold(&daemon, stream).await;
         }
         let userfaultfd = Arc::new(userfaultfd);
-        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd)) {
+        let (file, guest) = file.unzip();
+        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd), file) {
             Ok((vm, plan, served)) => {
                 drop(userfaultfd);
                 if is_handoff {
@@ -63,7 +70,11 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
                     let _ = handoff::acknowledge(&mut stream).await;
                 }
                 follow(plan, &daemon, &socket, &vm);
-                watch(served, vm, Life::Socket(stream), Some(slot)).await;
+                let life = match guest.zip(vm.vcpu_faults()) {
+                    Some((guest, faults)) => Life::VcpuFaults(stream, guest, faults),
+                    None => Life::Socket(stream),
+                };
+                watch(served, vm, life, Some(slot)).await;
             }
             Err(error) => {
                 refuse(&socket, &error);
@@ -84,15 +95,29 @@ async fn hold(daemon: &Daemon, stream: UnixStream) {
     }
 }
 
+/// What a monitor hands over.
+struct HandedOver {
+    regions: Vec<Region>,
+    userfaultfd: Userfaultfd,
+    /// The file that is its memory with the bitmap, and where the guest has it.
+    file: Option<((OwnedFd, OwnedFd), GuestAddresses)>,
+}
+
 /// What a monitor hands over, by the protocol of its socket.
-async fn receive(socket: &Socket, stream: &UnixStream) -> Result<(Vec<Region>, Userfaultfd), Box<dyn Error + Send>> {
+async fn receive(socket: &Socket, stream: &UnixStream) -> Result<HandedOver, Box<dyn Error + Send>> {
     match socket.config.experimental {
         None => match firecracker::receive(stream).await {
-            Ok(handshake) => Ok((handshake.regions, handshake.userfaultfd)),
+            Ok(firecracker::Handshake { regions, userfaultfd }) => Ok(HandedOver { regions, userfaultfd, file: None }),
             Err(error) => Err(Box::new(error)),
         },
         Some(Experimental::Handoff) => match handoff::receive(stream).await {
-            Ok(handoff) => Ok((handoff.regions, handoff.userfaultfd)),
+            Ok(Handoff { regions, userfaultfd, .. }) => Ok(HandedOver { regions, userfaultfd, file: None }),
+            Err(error) => Err(Box::new(error)),
+        },
+        Some(Experimental::GuestMemfd) => match guest_memfd::receive(stream).await {
+            Ok(guest_memfd::Handshake { regions, userfaultfd, guest, guest_memfd, bitmap }) => {
+                Ok(HandedOver { regions, userfaultfd, file: Some(((guest_memfd, bitmap), guest)) })
+            }
             Err(error) => Err(Box::new(error)),
         },
     }
@@ -111,7 +136,7 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
     let attached = Regions::new(&description.regions, socket.source.size_bytes())
         .map_err(AttachError::Regions)
         .and_then(|regions| {
-            let options = options(socket, &description, None);
+            let options = options(socket, &description, None, None);
             Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options)
         });
     match attached {
@@ -163,7 +188,12 @@ fn name(description: &Description) -> String {
     format!("{}-{}", description.pid, description.userfaultfd.inode)
 }
 
-fn options(socket: &Socket, description: &Description, observer: Option<Arc<dyn Observer>>) -> Options {
+fn options(
+    socket: &Socket,
+    description: &Description,
+    observer: Option<Arc<dyn Observer>>,
+    guest_memfd: Option<Arc<GuestMemfd>>,
+) -> Options {
     Options {
         name: name(description),
         nr_threads: socket.config.threads,
@@ -173,6 +203,7 @@ fn options(socket: &Socket, description: &Description, observer: Option<Arc<dyn 
         metrics: Arc::clone(&socket.metrics),
         observer,
         shared_memory: None,
+        guest_memfd,
         runtime: None,
     }
 }
@@ -183,9 +214,14 @@ fn attach(
     stream: &UnixStream,
     listed: Vec<Region>,
     userfaultfd: Arc<Userfaultfd>,
+    file: Option<(OwnedFd, OwnedFd)>,
 ) -> Result<(Vm, Plan, Served), AttachError> {
     let system = |what| move |error| AttachError::System { what, error };
     let regions = Regions::new(&listed, socket.source.size_bytes())?;
+    let guest_memfd = match file {
+        Some((file, bitmap)) => Some(Arc::new(GuestMemfd::new(file, bitmap, &regions)?)),
+        None => None,
+    };
     let pid = stream.peer_cred().map_err(system("ask for the monitor's process"))?.pid().unwrap_or(0);
     let (_monitor, process) = takeover::monitor(pid)
         .map_err(|error| AttachError::System { what: "look at the monitor's process", error: error.into() })?;
@@ -202,15 +238,20 @@ fn attach(
     let text =
         serde_json::to_vec(&description).map_err(|error| system("describe a machine")(io::Error::from(error)))?;
     let path = takeover::path_of(&daemon.runtime_folder, &description);
-    let state = State::create(&path, &text, socket.config.threads.get(), regions.nr_words())
-        .map_err(system("note a machine for a successor"))?;
+    let (nr_threads, nr_words) = (socket.config.threads.get(), regions.nr_words());
+    let state = match &guest_memfd {
+        // No successor can serve it: its vCPUs ask by a socket that ends with this process.
+        Some(_) => State::anonymous(nr_threads, nr_words),
+        None => State::create(&path, &text, nr_threads, nr_words),
+    };
+    let state = state.map_err(system("note a machine"))?;
     let nr_regions = description.regions.len();
     let plan = socket
         .config
         .working_set
         .as_ref()
         .map_or(Plan::Nothing, |file| Plan::for_source(file, &*socket.source, socket.config.granule));
-    let options = options(socket, &description, plan.observer());
+    let options = options(socket, &description, plan.observer(), guest_memfd);
     let vm = Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options).inspect_err(|_| {
         // No successor is to find it.
         let _ = std::fs::remove_file(&path);
@@ -285,6 +326,14 @@ async fn ended(life: Life) {
                     Err(_) => return,
                 }
             }
+        }
+        Life::VcpuFaults(mut stream, guest, faults) => {
+            match guest_memfd::serve(&mut stream, &guest, &faults).await {
+                Ok(()) => return,
+                Err(guest_memfd::GuestMemfdError::Io(_) | guest_memfd::GuestMemfdError::Ended) => return,
+                Err(error) => faults.distrust(&error.to_string()),
+            }
+            Box::pin(ended(Life::Socket(stream))).await
         }
         Life::Process(monitor) => {
             // SAFETY: an `OwnedFd` is open until it is dropped, and always the same number.

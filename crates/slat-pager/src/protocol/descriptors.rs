@@ -13,7 +13,7 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 
 /// Descriptors that one call can get.
-const MOST: usize = 8;
+pub(super) const MOST: usize = 8;
 
 /// Reads some bytes from `stream`, and adds the descriptors that come with them to `descriptors`.
 /// 0: the other side has closed.

@@ -16,6 +16,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use thiserror::Error;
 use tokio::net::UnixStream;
 
@@ -70,12 +71,28 @@ struct Entry {
 /// # Errors
 /// [`HandshakeError`].
 pub async fn receive(stream: &UnixStream) -> Result<Handshake, HandshakeError> {
+    let (entries, mut descriptors): (Vec<Entry>, _) = receive_entries(stream, 1).await?;
+    let userfaultfd = Userfaultfd::from_fd(descriptors.pop().ok_or(HandshakeError::NoDescriptor)?)?;
+    let region = |entry: Entry| Region {
+        address: entry.base_host_virt_addr,
+        size_bytes: entry.size,
+        offset: entry.offset,
+        page_bytes: entry.page_size.or(entry.page_size_kib).unwrap_or(PAGE_BYTES),
+    };
+    Ok(Handshake { regions: entries.into_iter().map(region).collect(), userfaultfd })
+}
+
+/// An array of entries, and at most so many descriptors beside it.
+pub(super) async fn receive_entries<E: DeserializeOwned>(
+    stream: &UnixStream,
+    most_descriptors: usize,
+) -> Result<(Vec<E>, Vec<OwnedFd>), HandshakeError> {
     let mut bytes = Vec::new();
     let mut descriptors: Vec<OwnedFd> = Vec::new();
     let mut end = ArrayEnd::default();
     let mut part = vec![0; 16 << 10];
     loop {
-        let nr_bytes = descriptors::receive(stream, &mut part, &mut descriptors, 1).await?;
+        let nr_bytes = descriptors::receive(stream, &mut part, &mut descriptors, most_descriptors).await?;
         if nr_bytes == 0 {
             return Err(HandshakeError::Ended { nr_bytes: bytes.len() });
         }
@@ -90,16 +107,8 @@ pub async fn receive(stream: &UnixStream) -> Result<Handshake, HandshakeError> {
             Found::End { .. } => return Err(HandshakeError::Behind),
         }
     }
-    let entries: Vec<Entry> =
-        serde_json::from_slice(&bytes).map_err(|error| HandshakeError::Json { why: error.to_string() })?;
-    let userfaultfd = Userfaultfd::from_fd(descriptors.pop().ok_or(HandshakeError::NoDescriptor)?)?;
-    let region = |entry: Entry| Region {
-        address: entry.base_host_virt_addr,
-        size_bytes: entry.size,
-        offset: entry.offset,
-        page_bytes: entry.page_size.or(entry.page_size_kib).unwrap_or(PAGE_BYTES),
-    };
-    Ok(Handshake { regions: entries.into_iter().map(region).collect(), userfaultfd })
+    let entries = serde_json::from_slice(&bytes).map_err(|error| HandshakeError::Json { why: error.to_string() })?;
+    Ok((entries, descriptors))
 }
 
 /// Finds the end of an array in JSON that comes in parts, with one look at each byte: to parse anew

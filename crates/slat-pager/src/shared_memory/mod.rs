@@ -11,6 +11,11 @@
 //! memfd has is still not mapped there; the VMM, or the pager for it, maps it by `UFFDIO_CONTINUE`
 //! once `fill` has returned. Thus a unit which is half written is never seen.
 //!
+//! # Huge pages
+//! Memory of pages of 2 MiB has a memfd of them, which no call writes: it is mapped here, all its pages
+//! are reserved from the start, and a page is copied there after it has its memory. The memfd cannot be
+//! cut. A VMM that takes pages out of it while they are copied may end this process.
+//!
 //! # Implementation
 //! The memory is in units, of the size that the source reads best. Each has a state: absent,
 //! filling, present. A fill claims absent units by compare-and-exchange; one that finds `filling`
@@ -25,17 +30,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore};
 
-use self::write::write_mapped;
+pub(crate) use self::write::write_mapped;
+use crate::linux::mapping::MappedMemory;
 use crate::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 
 /// The least and the most that is filled at once.
 const UNIT_BYTES: Range<u64> = 64 << 10..2 << 20;
 /// How many bytes of buffers the fills of one memory may have at once.
 const BUFFER_BYTES: u64 = 32 << 20;
+
+/// Bytes of a huge page.
+pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
 const ABSENT: u8 = 0;
 const FILLING: u8 = 1;
@@ -44,6 +53,8 @@ const PRESENT: u8 = 2;
 /// See the [module](self).
 pub struct SharedMemory {
     memfd: OwnedFd,
+    /// The source's bytes in the memfd, if it is of huge pages.
+    huge: Option<MappedMemory>,
     /// Where the source's first byte is in the memfd.
     start_bytes: u64,
     source: Arc<dyn Source>,
@@ -80,10 +91,45 @@ impl SharedMemory {
         let memfd = memfd_create(name, MemfdFlags::CLOEXEC)?;
         ftruncate(&memfd, size_bytes)?;
         let unit_bytes = source.granule_bytes().clamp(UNIT_BYTES.start, UNIT_BYTES.end);
+        SharedMemory::of(memfd, None, start_bytes, source, unit_bytes)
+    }
+
+    /// As [`new`](Self::new), of huge pages.
+    ///
+    /// # Errors
+    /// As there; there are too few free huge pages; parts of huge pages.
+    pub fn of_huge_pages(name: &str, start_bytes: u64, source: Arc<dyn Source>) -> io::Result<SharedMemory> {
+        let of_parts = || io::Error::new(io::ErrorKind::InvalidInput, "it is not of whole huge pages");
+        let nr_bytes = source.size_bytes();
+        let size_bytes = start_bytes
+            .checked_add(nr_bytes)
+            .filter(|size_bytes| {
+                (start_bytes | nr_bytes).is_multiple_of(HUGE_PAGE_BYTES) && *size_bytes <= i64::MAX as u64
+            })
+            .ok_or_else(of_parts)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let memfd = memfd_create(name, flags)?;
+        ftruncate(&memfd, size_bytes)?;
+        fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let mapping = MappedMemory::of_file(memfd.as_fd(), start_bytes, nr_bytes).map_err(|error| {
+            let why = format!("{} huge pages of 2 MiB are not free: {error}", nr_bytes / HUGE_PAGE_BYTES);
+            io::Error::new(error.kind(), why)
+        })?;
+        SharedMemory::of(memfd, Some(mapping), start_bytes, source, HUGE_PAGE_BYTES)
+    }
+
+    fn of(
+        memfd: OwnedFd,
+        huge: Option<MappedMemory>,
+        start_bytes: u64,
+        source: Arc<dyn Source>,
+        unit_bytes: u64,
+    ) -> io::Result<SharedMemory> {
         let nr_units =
             usize::try_from(source.size_bytes().div_ceil(unit_bytes)).map_err(|_| io::ErrorKind::InvalidInput)?;
         Ok(SharedMemory {
             memfd,
+            huge,
             start_bytes,
             source,
             unit_bytes,
@@ -229,7 +275,8 @@ impl SharedMemory {
     }
 
     fn needs_no_read(&self, bytes: &Range<u64>) -> bool {
-        self.source.is_zero(bytes.clone()) || self.source.mapped(bytes.clone()).is_some()
+        // What is mapped is written by a call, which huge pages do not have.
+        self.source.is_zero(bytes.clone()) || (self.huge.is_none() && self.source.mapped(bytes.clone()).is_some())
     }
 
     /// Whether the bytes are there now, without a read of the source.
@@ -238,7 +285,8 @@ impl SharedMemory {
             self.back(bytes.clone())?;
             return Ok(true);
         }
-        let Some(mapped) = self.source.mapped(bytes.clone()) else { return Ok(false) };
+        let mapped = if self.huge.is_some() { None } else { self.source.mapped(bytes.clone()) };
+        let Some(mapped) = mapped else { return Ok(false) };
         let mut nr_written = 0;
         while nr_written < mapped.nr_bytes() {
             let offset = self.memfd_offset(bytes.start + nr_written as u64);
@@ -256,6 +304,11 @@ impl SharedMemory {
     }
 
     fn write(&self, mut bytes: &[u8], offset: u64) -> Result<(), SourceError> {
+        if let Some(huge) = &self.huge {
+            // Without memory for the page the copy would end this process.
+            self.back(offset..offset + bytes.len() as u64)?;
+            return huge.write(offset, bytes).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()));
+        }
         let mut to = self.memfd_offset(offset);
         while !bytes.is_empty() {
             let nr_bytes = rustix::io::retry_on_intr(|| rustix::io::pwrite(&self.memfd, bytes, to))
@@ -408,6 +461,20 @@ mod tests {
         memory.back(0..UNIT).unwrap();
         assert_eq!(blocks() - before, PAGE_BYTES as i64 / 512);
         assert_eq!((read(&memory, 0), read(&memory, PAGE_BYTES), read(&memory, 2 * PAGE_BYTES)), (7, 0, 7));
+    }
+
+    #[test]
+    fn huge_pages_that_there_are_not_are_refused() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(2 * HUGE_PAGE_BYTES).unwrap();
+        let refused = |start_bytes, nr_bytes: u64| {
+            file.set_len(nr_bytes).unwrap();
+            SharedMemory::of_huge_pages("test", start_bytes, Arc::new(Mapping::new(&file, 0..0))).unwrap_err()
+        };
+        assert_eq!(refused(4096, HUGE_PAGE_BYTES).kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(refused(0, HUGE_PAGE_BYTES + 4096).kind(), io::ErrorKind::InvalidInput);
+        let error = refused(0, 1 << 42).to_string();
+        assert!(error.contains("2097152 huge pages of 2 MiB are not free"), "{error}");
     }
 
     #[test]

@@ -11,6 +11,9 @@
 //! gate shared. A read of messages, with the marking of the removed pages that it found, has it
 //! exclusive.
 //!
+//! Memory that is a file of the monitor is written, and then mapped. The kernel does not refuse the
+//! write before the message is read; but it takes the page out of the file after that.
+//!
 //! # Why it is correct
 //! Before a removal's message is read, the kernel refuses fills (`EAGAIN`). It is read and marked
 //! with the gate exclusive; each later fill sees the mark. So no fill of the snapshot's bytes comes
@@ -22,8 +25,9 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 use rustix::io::Errno;
 
+use super::guest_memfd::GuestMemfd;
 use super::pages::{Claimed, Pages, bit, run_mask};
-use super::regions::Regions;
+use super::regions::{Placed, Regions};
 use crate::source::Mapped;
 use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
 
@@ -116,6 +120,8 @@ pub struct Installer {
     pub(super) gate: RwLock<()>,
     /// Zeros for a page of hugetlb, which the kernel has no call for.
     zeros: Option<memmap2::Mmap>,
+    /// The file that is the machine's memory.
+    pub(super) guest_memfd: Option<Arc<GuestMemfd>>,
 }
 
 impl Installer {
@@ -123,14 +129,19 @@ impl Installer {
     ///
     /// # Errors
     /// No address space for zeros.
-    pub fn new(userfaultfd: Arc<Userfaultfd>, regions: Regions, pages: Pages) -> std::io::Result<Installer> {
+    pub fn new(
+        userfaultfd: Arc<Userfaultfd>,
+        regions: Regions,
+        pages: Pages,
+        guest_memfd: Option<Arc<GuestMemfd>>,
+    ) -> std::io::Result<Installer> {
         let huge = regions.all().iter().filter(|placed| placed.region.is_hugetlb()).map(|p| p.region.page_bytes).max();
         let zeros = match huge {
             // Never written: it takes no memory but for its page tables.
             Some(nr_bytes) => Some(memmap2::MmapOptions::new().len(nr_bytes as usize).map_anon()?.make_read_only()?),
             None => None,
         };
-        Ok(Installer { userfaultfd, regions, pages, gate: RwLock::new(()), zeros })
+        Ok(Installer { userfaultfd, regions, pages, gate: RwLock::new(()), zeros, guest_memfd })
     }
 
     /// Fills claimed pages. With [`Wake::None`] the caller wakes their waiters
@@ -204,6 +215,8 @@ impl Installer {
         let (word, mask) = bit(page);
         let _gate = self.gate.read();
         let contents = match again {
+            // What the file has, or zeros.
+            _ if self.guest_memfd.is_some() => Contents::Shared,
             Again::Shared if self.pages.removed(word) & mask != 0 => Contents::Zeros,
             Again::Shared | Again::File => Contents::Shared,
             Again::Zeros => Contents::Zeros,
@@ -320,6 +333,9 @@ impl Installer {
         let placed = &self.regions.all()[place];
         let page_bytes = placed.region.page_bytes;
         let start = placed.address_of(page);
+        if let Some(memory) = &self.guest_memfd {
+            return self.fill_file(memory, placed, page..page + nr_pages, contents, wake);
+        }
         match (contents, &self.zeros) {
             (Contents::Bytes { first_page, bytes }, _) => {
                 let at = (page - first_page) * page_bytes;
@@ -331,6 +347,50 @@ impl Installer {
             }
             (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes, wake),
         }
+    }
+
+    /// Fills pages of the file that is the machine's memory, lets vCPUs use them, and maps them.
+    fn fill_file(
+        &self,
+        memory: &GuestMemfd,
+        placed: &Placed,
+        pages: Range<u64>,
+        contents: Contents<'_>,
+        wake: Wake,
+    ) -> Result<(), Stopped> {
+        let page_bytes = placed.region.page_bytes;
+        let (offset, nr_bytes) = (placed.offset_of(pages.start), (pages.end - pages.start) * page_bytes);
+        let result = match contents {
+            Contents::Bytes { first_page, bytes } => {
+                let at = (pages.start - first_page) * page_bytes;
+                memory.write(offset, bytes.part(at..at + nr_bytes))
+            }
+            Contents::Zeros | Contents::Shared => memory.back(offset..offset + nr_bytes),
+        };
+        let filled_bytes = match &result {
+            Ok(()) => nr_bytes,
+            // The first one is there.
+            Err(Stopped { error: Errno::EXIST, filled_bytes: 0, .. }) => {
+                memory.allow(offset..offset + page_bytes);
+                0
+            }
+            Err(stopped) => stopped.filled_bytes,
+        };
+        if filled_bytes > 0 {
+            memory.allow(offset..offset + filled_bytes);
+            let start = placed.address_of(pages.start);
+            let addresses = start..start + filled_bytes;
+            match self.userfaultfd.map_cached(addresses.clone(), wake) {
+                Err(Stopped { error: Errno::SRCH, .. }) => {
+                    return Err(Stopped { call: "UFFDIO_CONTINUE", filled_bytes: 0, error: Errno::SRCH });
+                }
+                // Threads that wait fault again: the page is mapped, or is in the file, or a removal is
+                // read first.
+                Err(_) if wake == Wake::Waiters => drop(self.userfaultfd.wake(addresses)),
+                _ => {}
+            }
+        }
+        result
     }
 
     /// Wakes the waiters of some pages of the word of `claimed`.

@@ -158,6 +158,11 @@ impl Server {
             worker.wake_unwoken();
             worker.wake = Wake::Waiters;
         }
+        let requests = self.shared.take_requests();
+        let nr_requests = requests.len();
+        for (place, page) in requests {
+            worker.requested(place, page);
+        }
         let nr_again = worker.again.len();
         for task in std::mem::take(&mut worker.again) {
             worker.perform(task);
@@ -168,7 +173,8 @@ impl Server {
             worker.fetched(batch, outcome);
         }
         worker.count();
-        Ok(nr_messages > 0 || nr_fetched > 0 || worker.again.len() < nr_again)
+        self.shared.answer_requests();
+        Ok(nr_messages + nr_requests > 0 || nr_fetched > 0 || worker.again.len() < nr_again)
     }
 }
 
@@ -210,10 +216,10 @@ impl Worker {
                 }
                 return;
             }
-            Cause::Minor if shared.options.shared_memory.is_none() => {
+            Cause::Minor if shared.options.shared_memory.is_none() && installer.guest_memfd.is_none() => {
                 return self.perform(Task::Again(place, page, Again::File));
             }
-            // Of an absent page the shared memory may not have all yet.
+            // Of an absent page the file may not have all yet.
             Cause::Minor | Cause::Missing => {}
         }
         match installer.pages.get(page) {
@@ -240,6 +246,17 @@ impl Worker {
                     self.bring(batch);
                 }
             }
+        }
+    }
+
+    /// A vCPU waits for a page.
+    fn requested(&mut self, place: usize, page: u64) {
+        let address = self.shared.installer.regions.all()[place].address_of(page);
+        match self.shared.installer.pages.get(page) {
+            PageState::Absent => self.answer(Fault { address, cause: Cause::Missing, is_write: false }, Instant::now()),
+            PageState::Removed => self.perform(Task::Again(place, page, Again::Zeros)),
+            // It is answered when the page is there. One that was poisoned never is.
+            PageState::Present | PageState::InFlight => {}
         }
     }
 
@@ -459,7 +476,7 @@ impl Shared {
     }
 
     /// The monitor has said something untrue: no page is filled any more.
-    fn distrust(&self, why: &str) {
+    pub(super) fn distrust(&self, why: &str) {
         if !self.is_distrusted.swap(true, Ordering::Relaxed) {
             self.options.metrics.violations.inc();
             tracing::error!(
@@ -580,6 +597,7 @@ impl Shared {
             }
         }
         self.options.metrics.filled_bytes.inc_by(done.nr_filled * self.page_bytes(batch));
+        self.answer_requests();
         Ok(done.nr_filled)
     }
 }

@@ -2,6 +2,7 @@
 //! a real userfaultfd and threads that touch all its memory, and peers that do everything wrong.
 
 mod faults;
+mod huge_pages;
 mod restore;
 mod store;
 #[path = "../support/mod.rs"]
@@ -23,7 +24,7 @@ use slat_pager::source::Source;
 use tokio::runtime::Runtime;
 
 use support::{Pattern, client_argument, start_client};
-use vmm::{Between, SLOTS};
+use vmm::{Between, HUGE_SLOTS, SLOTS};
 
 /// Longer than any test takes.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -31,8 +32,12 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const TIMEOUTS: Timeouts = Timeouts { listen: Duration::ZERO, frame: PATIENCE };
 
 fn snapshot(pattern: impl Fn(&vmm::Slot) -> Pattern) -> Snapshot {
-    let memory = SLOTS.iter().map(|slot| (slot.number, Arc::new(pattern(slot)) as Arc<dyn Source>));
-    Snapshot { config: vmm::config(&SLOTS).into_bytes(), state: b"the devices".to_vec(), memory: memory.collect() }
+    snapshot_of(&SLOTS, pattern)
+}
+
+fn snapshot_of(slots: &[vmm::Slot], pattern: impl Fn(&vmm::Slot) -> Pattern) -> Snapshot {
+    let memory = slots.iter().map(|slot| (slot.number, Arc::new(pattern(slot)) as Arc<dyn Source>));
+    Snapshot { config: vmm::config(slots).into_bytes(), state: b"the devices".to_vec(), memory: memory.collect() }
 }
 
 fn patterns() -> Snapshot {
@@ -50,6 +55,13 @@ fn on_demand(record: Record) -> Memory {
 fn client_sends_a_snapshot() {
     let Some(socket) = client_argument() else { return };
     vmm::send_snapshot(&UnixStream::connect(socket).unwrap(), &SLOTS, b"the devices");
+}
+
+#[test]
+#[ignore = "a client that the tests start"]
+fn client_sends_huge_pages() {
+    let Some(socket) = client_argument() else { return };
+    vmm::send_snapshot(&UnixStream::connect(socket).unwrap(), &HUGE_SLOTS, b"the devices");
 }
 
 #[test]

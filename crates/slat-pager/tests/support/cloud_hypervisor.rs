@@ -29,6 +29,7 @@ pub const COMPLETE_PAUSED: u16 = 8;
 pub const PAGE_FAULT: u16 = 9;
 
 const PAGE: u64 = 4096;
+const HUGE_PAGE: u64 = 2 << 20;
 
 /// A slot of guest memory: its number, address, bytes, and place in the file.
 #[derive(Clone, Copy, Debug)]
@@ -37,13 +38,28 @@ pub struct Slot {
     pub gpa: u64,
     pub nr_bytes: u64,
     pub file_offset: u64,
+    /// Of the pages of its memory.
+    pub page_bytes: u64,
 }
 
 /// The slots of the tests' VMs: a hole between two, and one whose file begins elsewhere.
 pub const SLOTS: [Slot; 3] = [
-    Slot { number: 0, gpa: 0, nr_bytes: 3 << 20, file_offset: 0 },
-    Slot { number: 5, gpa: 1 << 32, nr_bytes: 2 << 20, file_offset: 0 },
-    Slot { number: 2, gpa: (1 << 32) + (2 << 20), nr_bytes: (1 << 20) + 4096, file_offset: 2 << 20 },
+    Slot { number: 0, gpa: 0, nr_bytes: 3 << 20, file_offset: 0, page_bytes: PAGE },
+    Slot { number: 5, gpa: 1 << 32, nr_bytes: 2 << 20, file_offset: 0, page_bytes: PAGE },
+    Slot { number: 2, gpa: (1 << 32) + (2 << 20), nr_bytes: (1 << 20) + 4096, file_offset: 2 << 20, page_bytes: PAGE },
+];
+
+/// Those of a VM with huge pages.
+pub const HUGE_SLOTS: [Slot; 3] = [
+    Slot { number: 0, gpa: 0, nr_bytes: 2 * HUGE_PAGE, file_offset: 0, page_bytes: HUGE_PAGE },
+    Slot { number: 5, gpa: 1 << 32, nr_bytes: HUGE_PAGE, file_offset: 0, page_bytes: HUGE_PAGE },
+    Slot {
+        number: 2,
+        gpa: (1 << 32) + HUGE_PAGE,
+        nr_bytes: 3 * HUGE_PAGE,
+        file_offset: HUGE_PAGE,
+        page_bytes: HUGE_PAGE,
+    },
 ];
 
 /// The bytes of a slot are those of this snapshot.
@@ -62,8 +78,9 @@ pub fn config(slots: &[Slot]) -> String {
             )
         })
         .collect();
+    let hugepages = slots.iter().any(|slot| slot.page_bytes == HUGE_PAGE);
     format!(
-        r#"{{"vm_config":{{"memory":{{"size":0,"shared":true}}}},"common_cpuid":[],"memory_manager_data":{{"guest_ram_mappings":[{}]}}}}"#,
+        r#"{{"vm_config":{{"memory":{{"size":0,"shared":true,"hugepages":{hugepages}}}}},"common_cpuid":[],"memory_manager_data":{{"guest_ram_mappings":[{}]}}}}"#,
         mappings.join(",")
     )
 }
@@ -108,6 +125,9 @@ pub fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[&OwnedFd]) {
 
 /// A memfd with the bytes of `slot`; pages of zeros are holes.
 pub fn memory(slot: &Slot) -> OwnedFd {
+    if slot.page_bytes == HUGE_PAGE {
+        return huge_memory(slot);
+    }
     let memfd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&memfd, slot.file_offset + slot.nr_bytes).unwrap();
     for start in (0..slot.nr_bytes).step_by(PAGE as usize) {
@@ -115,6 +135,18 @@ pub fn memory(slot: &Slot) -> OwnedFd {
         if page.iter().any(|byte| *byte != 0) {
             assert_eq!(rustix::io::pwrite(&memfd, &page, slot.file_offset + start), Ok(page.len()));
         }
+    }
+    memfd
+}
+
+/// As [`memory`], of huge pages, which no call writes.
+fn huge_memory(slot: &Slot) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    let memfd = memfd_create("guest", flags).unwrap();
+    ftruncate(&memfd, slot.file_offset + slot.nr_bytes).unwrap();
+    let mapped = Mapped::new(*slot, &memfd);
+    for (at, byte) in (0..).zip(support::bytes(seed(slot.number), 0..slot.nr_bytes)) {
+        mapped.write(at, byte);
     }
     memfd
 }
@@ -295,10 +327,12 @@ fn map(config: &[u8], memory: &[(u32, OwnedFd)]) -> Vec<Mapped> {
                 gpa: number("gpa"),
                 nr_bytes: number("size"),
                 file_offset: number("file_offset"),
+                page_bytes: if config["vm_config"]["memory"]["hugepages"] == true { HUGE_PAGE } else { PAGE },
             };
             let (_, memfd) = memory.iter().find(|(number, _)| *number == slot.number).unwrap();
             let size = File::from(memfd.try_clone().unwrap()).metadata().unwrap().len();
             assert_eq!(size, slot.file_offset + slot.nr_bytes);
+            assert_eq!(rustix::fs::fstatfs(memfd).unwrap().f_bsize as u64, slot.page_bytes);
             Mapped::new(slot, memfd)
         })
         .collect()
@@ -306,7 +340,10 @@ fn map(config: &[u8], memory: &[(u32, OwnedFd)]) -> Vec<Mapped> {
 
 /// Registers all slots and serves their faults: one request at a time, as the real one does.
 fn start_handler(slots: &[Mapped], faults: UnixStream, between: Between) -> thread::JoinHandle<io::Result<u64>> {
-    let features = userfaultfd::FEATURE_MISSING_SHMEM | userfaultfd::FEATURE_MINOR_SHMEM;
+    let features = match slots[0].slot.page_bytes {
+        HUGE_PAGE => userfaultfd::FEATURE_MISSING_HUGETLBFS | userfaultfd::FEATURE_MINOR_HUGETLBFS,
+        _ => userfaultfd::FEATURE_MISSING_SHMEM | userfaultfd::FEATURE_MINOR_SHMEM,
+    };
     let uffd = userfaultfd::open(features).unwrap();
     let mut ranges: Vec<(u64, Slot)> = slots.iter().map(|mapped| (mapped.address(), mapped.slot)).collect();
     ranges.sort_by_key(|(_, slot)| slot.gpa);
@@ -321,25 +358,27 @@ fn start_handler(slots: &[Mapped], faults: UnixStream, between: Between) -> thre
 fn handle(uffd: &OwnedFd, ranges: &[(u64, Slot)], faults: &UnixStream, between: Between) -> io::Result<u64> {
     let mut nr_faults = 0;
     let mut swept = ranges.iter().flat_map(|(address, slot)| {
-        (0..slot.nr_bytes).step_by(PAGE as usize).map(move |offset| (*address, *slot, offset))
+        (0..slot.nr_bytes).step_by(slot.page_bytes as usize).map(move |offset| (*address, *slot, offset))
     });
     let resolve = |address: u64, slot: Slot, offset: u64| {
-        (&*faults).write_all(&page_fault(slot.gpa + offset, PAGE))?;
+        (&*faults).write_all(&page_fault(slot.gpa + offset, slot.page_bytes))?;
         if response(faults)? != 1 {
             return Err(io::Error::other("the daemon answers by an error"));
         }
-        match userfaultfd::map_cached(uffd, address + offset, PAGE) {
-            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => userfaultfd::wake(uffd, address + offset, PAGE),
+        match userfaultfd::map_cached(uffd, address + offset, slot.page_bytes) {
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                userfaultfd::wake(uffd, address + offset, slot.page_bytes)
+            }
             mapped => mapped,
         }
     };
     loop {
         match userfaultfd::next_fault(uffd) {
             Ok(address) => {
-                let address = address - address % PAGE;
                 let inside = |(start, slot): &&(u64, Slot)| (*start..*start + slot.nr_bytes).contains(&address);
                 let (start, slot) = ranges.iter().find(inside).unwrap();
-                resolve(*start, *slot, address - start)?;
+                let offset = address - start;
+                resolve(*start, *slot, offset - offset % slot.page_bytes)?;
                 nr_faults += 1;
             }
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),

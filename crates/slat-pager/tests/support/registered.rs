@@ -6,11 +6,11 @@
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd, features};
 use slat_pager::vm::Region;
@@ -75,6 +75,14 @@ impl Guest {
         Some(Guest { start, nr_bytes, page_bytes, offset })
     }
 
+    /// A shared mapping of `file` from `offset` on, which is where it is in the snapshot, too.
+    pub fn of_file(file: impl AsFd, nr_bytes: usize, offset: u64) -> Guest {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping.
+        let start = unsafe { mmap(std::ptr::null_mut(), nr_bytes, prot, MapFlags::SHARED, file, offset) }.unwrap();
+        Guest { start: start.cast(), nr_bytes, page_bytes: PAGE, offset }
+    }
+
     pub fn region(&self) -> Region {
         Region {
             address: self.start.expose_provenance() as u64,
@@ -136,6 +144,13 @@ impl Guest {
         // SAFETY: the pages are in the mapping, and read as anything afterwards.
         unsafe { madvise(self.start.add(pages.start * PAGE).cast(), pages.len() * PAGE, Advice::LinuxDontNeed) }
             .unwrap();
+    }
+
+    /// Takes pages out of the file that is mapped. Waits until the event was read.
+    pub fn punch(&self, pages: Range<usize>) {
+        assert!(pages.end <= self.nr_pages());
+        // SAFETY: the pages are in the mapping, and read as zeros afterwards.
+        unsafe { madvise(self.start.add(pages.start * PAGE).cast(), pages.len() * PAGE, Advice::LinuxRemove) }.unwrap();
     }
 
     /// Whether the kernel can read the page: no if it is poisoned. The access waits like any other.
@@ -220,14 +235,17 @@ pub fn handshake(regions: &[Region]) -> String {
     serde_json::Value::from_iter(regions.iter().map(entry)).to_string()
 }
 
-/// Sends bytes with descriptors.
+/// Sends bytes with a descriptor.
 pub fn send(socket: &UnixStream, bytes: &[u8], userfaultfd: Option<&Userfaultfd>) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let fds: Vec<BorrowedFd<'_>> = userfaultfd.iter().map(|userfaultfd| userfaultfd.as_fd()).collect();
+    send_with(socket, bytes, &fds)
+}
+
+/// Sends bytes with descriptors.
+pub fn send_with(socket: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = userfaultfd.map(|userfaultfd| [userfaultfd.as_fd()]);
-    if let Some(fds) = &fds {
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
-    }
+    assert!(fds.is_empty() || ancillary.push(SendAncillaryMessage::ScmRights(fds)));
     sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
     Ok(())
 }

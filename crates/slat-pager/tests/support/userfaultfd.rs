@@ -8,7 +8,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 pub const MODE_MISSING: u64 = 1;
 pub const MODE_MINOR: u64 = 4;
+pub const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+pub const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
 pub const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
 pub const EVENT_PAGEFAULT: u8 = 0x12;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use tokio::runtime::Handle;
 
 use super::Error;
-use super::config::Slot;
+use super::config::{Backing, Slot};
 use crate::shared_memory::SharedMemory;
 use crate::source::{Identity, Source, SourceError};
 use crate::working_set::replay::Populate;
@@ -49,8 +49,12 @@ impl GuestMemory {
                 return Err(error("the snapshot has other memory of it: the size differs"));
             }
             identities.push(source.identity());
-            let memory = SharedMemory::new("slat-pager", slot.file_offset, Arc::clone(source))
-                .map_err(Error::io("make guest memory"))?;
+            let make = match slot.backing {
+                Backing::Pages => SharedMemory::new,
+                Backing::HugePages => SharedMemory::of_huge_pages,
+            };
+            let memory =
+                make("slat-pager", slot.file_offset, Arc::clone(source)).map_err(Error::io("make guest memory"))?;
             all.push(GuestSlot { slot: *slot, memory, start });
             start = start.checked_add(slot.nr_bytes).ok_or_else(|| error("all slots have too many bytes"))?;
         }

@@ -1,0 +1,373 @@
+//! `slat-pager serve --experimental guest-memfd` and a monitor that speaks the protocol of Firecracker's
+//! branch to the letter: threads of its own fault by a userfaultfd, vCPUs by its socket, and each byte
+//! is verified by both. The kernels of that branch have a guest_memfd that can be written; elsewhere a
+//! memfd stands in, which is said.
+
+#![expect(unsafe_code, reason = "KVM's calls, and the bitmap's words")]
+
+#[path = "support/pager.rs"]
+mod pager;
+#[path = "support/registered.rs"]
+mod registered;
+mod support;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+use memmap2::{MmapOptions, MmapRaw};
+use pager::{Pager, SEED, SIZE, folder, metric, noted, socket, until};
+use registered::{Guest, PAGE, send_with, userfaultfd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use slat_pager::protocol::guest_memfd::{FaultReply, FaultRequest};
+use slat_pager::userfaultfd::{RegisterMode, Userfaultfd};
+
+const GUEST_MEMFD: &[&str] = &["--experimental", "guest-memfd"];
+const NR_VCPUS: u32 = 8;
+/// A reply that takes longer never comes.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// The low region has a quarter; the other is above 4 GiB in the guest.
+const LOW: usize = SIZE / 4;
+const HIGH_GPA: u64 = 1 << 32;
+
+/// A guest_memfd that can be written, or why there is none.
+fn guest_memfd(nr_bytes: u64) -> Result<OwnedFd, String> {
+    let call = |fd: i32, request: libc::c_ulong, argument: *mut u64| {
+        // SAFETY: KVM_CREATE_VM takes no pointer; KVM_CREATE_GUEST_MEMFD takes 64 bytes, which are there.
+        match unsafe { libc::ioctl(fd, request as _, argument) } {
+            // SAFETY: the kernel has made the descriptor.
+            made if made >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(made) }),
+            _ => Err(std::io::Error::last_os_error().to_string()),
+        }
+    };
+    let kvm = File::options().read(true).write(true).open("/dev/kvm").map_err(|error| format!("no KVM: {error}"))?;
+    let vm = call(kvm.as_raw_fd(), 0xae01, std::ptr::null_mut())?;
+    // It can be mapped, and is shared with the host from the start.
+    let mut argument = [nr_bytes, 3, 0, 0, 0, 0, 0, 0];
+    let mut make = || call(vm.as_raw_fd(), 0xc040_aed4, argument.as_mut_ptr());
+    rustix::io::pwrite(make()?, &[0; PAGE], 0)
+        .map_err(|error| format!("no guest_memfd that can be written: {error}"))?;
+    make()
+}
+
+fn memfd(nr_bytes: u64, seals: SealFlags) -> OwnedFd {
+    let memfd = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&memfd, nr_bytes).unwrap();
+    fcntl_add_seals(&memfd, seals).unwrap();
+    memfd
+}
+
+/// Memory as a monitor has it before it connects.
+struct Memory {
+    userfaultfd: Userfaultfd,
+    file: OwnedFd,
+    bitmap: OwnedFd,
+    /// What the monitor's own threads use.
+    low: Guest,
+    high: Guest,
+    /// What vCPUs use: no fault of theirs comes to the userfaultfd.
+    vcpus: Guest,
+}
+
+impl Memory {
+    fn new() -> Option<Memory> {
+        let userfaultfd = userfaultfd(0)?;
+        let file = guest_memfd(SIZE as u64).unwrap_or_else(|why| {
+            println!("a memfd stands in for the guest_memfd: {why}");
+            memfd(SIZE as u64, SealFlags::SHRINK)
+        });
+        let low = Guest::of_file(&file, LOW, 0);
+        let high = Guest::of_file(&file, SIZE - LOW, LOW as u64);
+        low.register(&userfaultfd, RegisterMode::MISSING.and(RegisterMode::MINOR));
+        high.register(&userfaultfd, RegisterMode::MISSING.and(RegisterMode::MINOR));
+        let bitmap = memfd((SIZE / PAGE / 8) as u64, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL);
+        let vcpus = Guest::of_file(&file, SIZE, 0);
+        Some(Memory { userfaultfd, file, bitmap, low, high, vcpus })
+    }
+
+    fn handshake(&self) -> serde_json::Value {
+        let entry = |guest: &Guest, gpa_start: u64| {
+            let region = guest.region();
+            serde_json::json!({
+                "base_host_virt_addr": region.address,
+                "size": region.size_bytes,
+                "offset": region.offset,
+                "gpa_start": gpa_start,
+                "page_size": PAGE,
+                "is_guest_memfd": true,
+                "page_size_kib": PAGE,
+            })
+        };
+        serde_json::json!([entry(&self.low, 0), entry(&self.high, HIGH_GPA)])
+    }
+
+    /// As `PUT /snapshot/load` does it: the bitmap has its ones after the handshake.
+    fn load(self, folder: &Path) -> Monitor {
+        let stream = UnixStream::connect(socket(folder)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let fds = [self.userfaultfd.as_fd(), self.file.as_fd(), self.bitmap.as_fd()];
+        send_with(&stream, self.handshake().to_string().as_bytes(), &fds).unwrap();
+        let bits = MmapOptions::new().map_raw(&self.bitmap).unwrap();
+        let monitor = Monitor { memory: self, bits, stream: Mutex::new(stream.try_clone().unwrap()), replies: stream };
+        (0..SIZE / PAGE).for_each(|page| {
+            monitor.word(page).fetch_or(1 << (page % 64), Ordering::Relaxed);
+        });
+        monitor.stream.lock().unwrap().write_all(b"no_exitless_apf").unwrap();
+        monitor
+    }
+}
+
+struct Monitor {
+    memory: Memory,
+    bits: MmapRaw,
+    stream: Mutex<UnixStream>,
+    replies: UnixStream,
+}
+
+impl Monitor {
+    fn word(&self, page: usize) -> &AtomicU64 {
+        assert!(page < SIZE / PAGE);
+        // SAFETY: it is in the mapping, whose file is sealed; all access it as an atomic.
+        unsafe { AtomicU64::from_ptr(self.bits.as_mut_ptr().cast::<u64>().add(page / 64)) }
+    }
+
+    fn faults(&self, page: usize) -> bool {
+        self.word(page).load(Ordering::Acquire) & 1 << (page % 64) != 0
+    }
+
+    fn request(&self, request: &FaultRequest) {
+        let body = bitcode::encode(request);
+        let mut frame = (body.len() as u32).to_le_bytes().to_vec();
+        frame.extend_from_slice(&body);
+        self.stream.lock().unwrap().write_all(&frame).unwrap();
+    }
+
+    /// One reply; `None`: the pager has closed the socket.
+    fn reply(&self) -> Option<FaultReply> {
+        let mut length = [0; 4];
+        (&self.replies).read_exact(&mut length).ok()?;
+        let mut body = vec![0; u32::from_le_bytes(length) as usize];
+        (&self.replies).read_exact(&mut body).ok()?;
+        Some(bitcode::decode(&body).unwrap())
+    }
+
+    /// The vCPU may use `page` afterwards. Every other page is asked for by its offset.
+    fn fault(&self, vcpu: u32, page: usize, replies: &Receiver<FaultReply>) {
+        let offset = (page * PAGE) as u64;
+        let gpa = if page < LOW / PAGE { offset } else { HIGH_GPA + offset - LOW as u64 };
+        let by_gpa = page.is_multiple_of(2);
+        let request = FaultRequest {
+            vcpu,
+            offset: if by_gpa { 0 } else { offset + 17 },
+            flags: 16 + u64::from(vcpu),
+            gpa: by_gpa.then_some(gpa),
+        };
+        self.request(&request);
+        let FaultRequest { flags, gpa, .. } = request;
+        let expected = FaultReply { vcpu: Some(vcpu), offset, len: PAGE as u64, flags, gpa, zero: false };
+        assert_eq!(replies.recv_timeout(PATIENCE).unwrap(), expected);
+        assert!(!self.faults(page), "page {page} still faults");
+    }
+
+    /// vCPUs and threads of the monitor verify `pages` by `verify`, at the same time.
+    fn verify(&self, pages: Range<usize>, verify: impl Fn(&Guest, usize) + Sync) {
+        let (senders, receivers): (HashMap<u32, Sender<_>>, Vec<_>) = (0..NR_VCPUS)
+            .map(|vcpu| {
+                let (sender, receiver) = channel();
+                ((vcpu, sender), (vcpu, receiver))
+            })
+            .unzip();
+        let verify = &verify;
+        // Each has an order of its own.
+        let nth = |nr: usize, who: usize| pages.start + (nr * (2 * who + 37) + who * 101) % pages.len();
+        assert!(pages.len().is_power_of_two());
+        thread::scope(|scope| {
+            let _shut = ShutIfPanicking(&self.replies);
+            let replies = scope.spawn(move || {
+                loop {
+                    let reply = self.reply().expect("a reply");
+                    match senders.get(&reply.vcpu.unwrap()) {
+                        Some(sender) => sender.send(reply).unwrap(),
+                        None => return,
+                    }
+                }
+            });
+            thread::scope(|scope| {
+                for (vcpu, replies) in receivers {
+                    let pages = 0..pages.len();
+                    scope.spawn(move || {
+                        for page in pages.map(|nr| nth(nr, vcpu as usize)) {
+                            if self.faults(page) {
+                                self.fault(vcpu, page, &replies);
+                            }
+                            verify(&self.memory.vcpus, page);
+                        }
+                    });
+                }
+                for thread in 0..8 {
+                    let pages = 0..pages.len();
+                    scope.spawn(move || {
+                        for page in pages.map(|nr| nth(nr, thread + 100)) {
+                            match page.checked_sub(LOW / PAGE) {
+                                None => verify(&self.memory.low, page),
+                                Some(page) => verify(&self.memory.high, page),
+                            }
+                        }
+                    });
+                }
+            });
+            // All are through: the reply to a vCPU that there is not ends the replies.
+            self.request(&FaultRequest { vcpu: NR_VCPUS, offset: (pages.start * PAGE) as u64, flags: 0, gpa: None });
+            replies.join().unwrap();
+        });
+    }
+}
+
+/// Ends the wait for replies when something was found to be wrong.
+struct ShutIfPanicking<'s>(&'s UnixStream);
+
+impl Drop for ShutIfPanicking<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let _ = self.0.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+#[test]
+fn vcpus_and_the_monitor_find_each_byte_on_demand_and_replayed() {
+    let Some(folder) = folder() else { return };
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("sets")).unwrap();
+    let set = folder.join("sets/set");
+    let pager = Pager::start(folder, &[GUEST_MEMFD, &["--working-set", set.to_str().unwrap()]].concat());
+    for nr in 0..2 {
+        let Some(memory) = Memory::new() else { return };
+        let monitor = memory.load(folder);
+        monitor.verify(0..SIZE / PAGE, |guest, page| guest.verify(page, SEED));
+        assert!((0..SIZE / PAGE).all(|page| !monitor.faults(page)));
+        // No successor can serve it, and so none finds it.
+        assert_eq!((metric(folder, "vms"), noted(folder)), (1.0, 0));
+        drop(monitor);
+        until("it has ended", || metric(folder, "vms") == 0.0);
+        until("the set is there", || set.exists());
+        until("it was replayed", || nr == 0 || metric(folder, "replayed_bytes_total") > 0.0);
+    }
+    assert_eq!(metric(folder, "violations_total"), 0.0);
+    drop(pager);
+}
+
+#[test]
+fn pages_that_were_taken_out_of_the_file_are_zeros_also_if_they_never_came() {
+    let Some(folder) = folder() else { return };
+    let folder = folder.path();
+    let _pager = Pager::start(folder, GUEST_MEMFD);
+    let Some(memory) = Memory::new() else { return };
+    let monitor = memory.load(folder);
+    let first = LOW / PAGE;
+    monitor.verify(first..first + 512, |guest, page| guest.verify(page, SEED));
+    // Of the first half all pages have come; of the second, none.
+    monitor.memory.high.punch(256..768);
+    // The first that touch them are threads of the monitor alone.
+    assert!([256, 511, 512, 700].iter().all(|page| monitor.memory.high.is_zero(*page)));
+    let is_right = |guest: &Guest, page: usize| match page * PAGE + guest.region().offset as usize {
+        at if (LOW + 256 * PAGE..LOW + 768 * PAGE).contains(&at) => assert!(guest.is_zero(page), "page {page}"),
+        _ => guest.verify(page, SEED),
+    };
+    monitor.verify(first..first + 1024, is_right);
+    assert_eq!(metric(folder, "removed_bytes_total"), (512 * PAGE) as f64);
+}
+
+#[test]
+fn a_pager_that_dies_leaves_no_zeros_and_vcpus_that_wait() {
+    let Some(folder) = folder() else { return };
+    let folder = folder.path();
+    let pager = Pager::start(folder, GUEST_MEMFD);
+    let Some(memory) = Memory::new() else { return };
+    let monitor = memory.load(folder);
+    monitor.verify(0..64, |guest, page| guest.verify(page, SEED));
+    drop(pager);
+    assert_eq!(monitor.reply(), None);
+    for page in 0..64 {
+        monitor.memory.low.verify(page, SEED);
+    }
+    assert!((64..SIZE / PAGE).all(|page| monitor.faults(page)), "no vCPU goes on without its page");
+    let _successor = Pager::start(folder, GUEST_MEMFD);
+    assert_eq!((metric(folder, "taken_over_total"), noted(folder)), (0.0, 0));
+}
+
+#[test]
+fn what_is_wrong_about_the_memory_is_refused_and_disturbs_no_one() {
+    let Some(folder) = folder() else { return };
+    let folder = folder.path();
+    let _pager = Pager::start(folder, GUEST_MEMFD);
+    let (Some(memory), Some(other)) = (Memory::new(), Memory::new()) else { return };
+    let monitor = memory.load(folder);
+    monitor.verify(0..128, |guest, page| guest.verify(page, SEED));
+    let sealed = SealFlags::SHRINK | SealFlags::GROW;
+    let bitmap_bytes = (SIZE / PAGE / 8) as u64;
+    let short = memfd(SIZE as u64 - 4096, sealed);
+    let bitmap_short = memfd(bitmap_bytes - 1, sealed);
+    let unsealed = memfd(bitmap_bytes, SealFlags::empty());
+    let file = File::open(folder.join("memory")).unwrap();
+    let (reader, _writer) = rustix::pipe::pipe().unwrap();
+    let good = other.handshake();
+    let changed = |place: usize, name: &str, value: serde_json::Value| {
+        let mut wrong = good.clone();
+        wrong[place][name] = value;
+        wrong
+    };
+    let low = other.low.region();
+    let cases = [
+        (good.clone(), other.file.as_fd(), bitmap_short.as_fd()),
+        (good.clone(), other.file.as_fd(), unsealed.as_fd()),
+        (good.clone(), other.file.as_fd(), file.as_fd()),
+        (good.clone(), short.as_fd(), other.bitmap.as_fd()),
+        (good.clone(), reader.as_fd(), other.bitmap.as_fd()),
+        (changed(1, "gpa_start", 4096.into()), other.file.as_fd(), other.bitmap.as_fd()),
+        (changed(1, "offset", 4096.into()), other.file.as_fd(), other.bitmap.as_fd()),
+        (changed(1, "base_host_virt_addr", low.address.into()), other.file.as_fd(), other.bitmap.as_fd()),
+        (changed(0, "page_size", (2 << 20).into()), other.file.as_fd(), other.bitmap.as_fd()),
+        (changed(0, "is_guest_memfd", false.into()), other.file.as_fd(), other.bitmap.as_fd()),
+        (changed(0, "size", (SIZE * 2).into()), other.file.as_fd(), other.bitmap.as_fd()),
+    ];
+    let mut refused = Vec::new();
+    for (handshake, file, bitmap) in &cases {
+        let mut stream = UnixStream::connect(socket(folder)).unwrap();
+        let fds = [other.userfaultfd.as_fd(), *file, *bitmap];
+        send_with(&stream, handshake.to_string().as_bytes(), &fds).unwrap();
+        // It may be closed by now.
+        let _ = stream.write_all(b"no_exitless_apf");
+        refused.push(stream);
+        until("it is refused", || metric(folder, "refused_total") == refused.len() as f64);
+    }
+    drop(refused);
+    // Addresses that the guest does not have, and frames that are none, end the trust in one machine.
+    let mut memory = Some(other);
+    for (nr, wrong) in [
+        FaultRequest { vcpu: 0, offset: 0, flags: 0, gpa: Some(LOW as u64) },
+        FaultRequest { vcpu: 0, offset: 0, flags: 0, gpa: Some(u64::MAX) },
+        FaultRequest { vcpu: 0, offset: SIZE as u64, flags: 0, gpa: None },
+        FaultRequest { vcpu: 0, offset: u64::MAX, flags: 0, gpa: None },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let Some(memory) = memory.take().or_else(Memory::new) else { return };
+        let wrong_one = memory.load(folder);
+        wrong_one.request(&wrong);
+        until("it is noticed", || metric(folder, "violations_total") == (nr + 1) as f64);
+        assert!(!wrong_one.memory.high.is_readable(0), "it gets no page");
+        assert!(wrong_one.faults(0));
+    }
+    monitor.verify(0..SIZE / PAGE, |guest, page| guest.verify(page, SEED));
+}
