@@ -19,8 +19,8 @@ use crate::protocol::guest_memfd::GuestAddresses;
 use crate::protocol::handoff::Handoff;
 use crate::protocol::{firecracker, guest_memfd, handoff};
 use crate::userfaultfd::Userfaultfd;
-use crate::vm::guest_memfd::GuestMemfd;
 use crate::vm::state::State;
+use crate::vm::userfault_bitmap::UserfaultBitmap;
 use crate::vm::vcpu_faults::VcpuFaults;
 use crate::vm::{AttachError, Observer, Options, Region, Regions, Vm};
 use crate::working_set::Plan;
@@ -49,7 +49,7 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
     tasks.spawn(async move {
         let mut stream = stream;
         let received = tokio::time::timeout(socket.config.handshake_timeout, receive(&socket, &stream)).await;
-        let HandedOver { regions, userfaultfd, file } = match received {
+        let HandedOver { regions, userfaultfd, vcpus } = match received {
             Ok(Ok(handed_over)) => handed_over,
             Ok(Err(error)) => return refuse(&socket, &error),
             Err(_) => return refuse(&socket, &"the handshake takes too long"),
@@ -61,8 +61,8 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
             return hold(&daemon, stream).await;
         }
         let userfaultfd = Arc::new(userfaultfd);
-        let (file, guest) = file.unzip();
-        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd), file) {
+        let (bitmap, guest) = vcpus.unzip();
+        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd), bitmap) {
             Ok((vm, plan, served)) => {
                 drop(userfaultfd);
                 if is_handoff {
@@ -99,24 +99,24 @@ async fn hold(daemon: &Daemon, stream: UnixStream) {
 struct HandedOver {
     regions: Vec<Region>,
     userfaultfd: Userfaultfd,
-    /// The file that is its memory with the bitmap, and where the guest has it.
-    file: Option<((OwnedFd, OwnedFd), GuestAddresses)>,
+    /// The bitmap of vCPUs that use a file, and where the guest has that.
+    vcpus: Option<(OwnedFd, GuestAddresses)>,
 }
 
 /// What a monitor hands over, by the protocol of its socket.
 async fn receive(socket: &Socket, stream: &UnixStream) -> Result<HandedOver, Box<dyn Error + Send>> {
     match socket.config.experimental {
         None => match firecracker::receive(stream).await {
-            Ok(firecracker::Handshake { regions, userfaultfd }) => Ok(HandedOver { regions, userfaultfd, file: None }),
+            Ok(firecracker::Handshake { regions, userfaultfd }) => Ok(HandedOver { regions, userfaultfd, vcpus: None }),
             Err(error) => Err(Box::new(error)),
         },
         Some(Experimental::Handoff) => match handoff::receive(stream).await {
-            Ok(Handoff { regions, userfaultfd, .. }) => Ok(HandedOver { regions, userfaultfd, file: None }),
+            Ok(Handoff { regions, userfaultfd, .. }) => Ok(HandedOver { regions, userfaultfd, vcpus: None }),
             Err(error) => Err(Box::new(error)),
         },
         Some(Experimental::GuestMemfd) => match guest_memfd::receive(stream).await {
-            Ok(guest_memfd::Handshake { regions, userfaultfd, guest, guest_memfd, bitmap }) => {
-                Ok(HandedOver { regions, userfaultfd, file: Some(((guest_memfd, bitmap), guest)) })
+            Ok(guest_memfd::Handshake { regions, userfaultfd, guest, bitmap }) => {
+                Ok(HandedOver { regions, userfaultfd, vcpus: Some((bitmap, guest)) })
             }
             Err(error) => Err(Box::new(error)),
         },
@@ -192,7 +192,7 @@ fn options(
     socket: &Socket,
     description: &Description,
     observer: Option<Arc<dyn Observer>>,
-    guest_memfd: Option<Arc<GuestMemfd>>,
+    userfault_bitmap: Option<Arc<UserfaultBitmap>>,
 ) -> Options {
     Options {
         name: name(description),
@@ -203,7 +203,7 @@ fn options(
         metrics: Arc::clone(&socket.metrics),
         observer,
         shared_memory: None,
-        guest_memfd,
+        userfault_bitmap,
         runtime: None,
     }
 }
@@ -214,12 +214,12 @@ fn attach(
     stream: &UnixStream,
     listed: Vec<Region>,
     userfaultfd: Arc<Userfaultfd>,
-    file: Option<(OwnedFd, OwnedFd)>,
+    bitmap: Option<OwnedFd>,
 ) -> Result<(Vm, Plan, Served), AttachError> {
     let system = |what| move |error| AttachError::System { what, error };
     let regions = Regions::new(&listed, socket.source.size_bytes())?;
-    let guest_memfd = match file {
-        Some((file, bitmap)) => Some(Arc::new(GuestMemfd::new(file, bitmap, &regions)?)),
+    let userfault_bitmap = match bitmap {
+        Some(bitmap) => Some(Arc::new(UserfaultBitmap::new(bitmap, &regions)?)),
         None => None,
     };
     let pid = stream.peer_cred().map_err(system("ask for the monitor's process"))?.pid().unwrap_or(0);
@@ -239,7 +239,7 @@ fn attach(
         serde_json::to_vec(&description).map_err(|error| system("describe a machine")(io::Error::from(error)))?;
     let path = takeover::path_of(&daemon.runtime_folder, &description);
     let (nr_threads, nr_words) = (socket.config.threads.get(), regions.nr_words());
-    let state = match &guest_memfd {
+    let state = match &userfault_bitmap {
         // No successor can serve it: its vCPUs ask by a socket that ends with this process.
         Some(_) => State::anonymous(nr_threads, nr_words),
         None => State::create(&path, &text, nr_threads, nr_words),
@@ -251,7 +251,7 @@ fn attach(
         .working_set
         .as_ref()
         .map_or(Plan::Nothing, |file| Plan::for_source(file, &*socket.source, socket.config.granule));
-    let options = options(socket, &description, plan.observer(), guest_memfd);
+    let options = options(socket, &description, plan.observer(), userfault_bitmap);
     let vm = Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options).inspect_err(|_| {
         // No successor is to find it.
         let _ = std::fs::remove_file(&path);

@@ -3,8 +3,11 @@
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// A listener on `path`, in place of what a dead program has left.
 ///
@@ -13,9 +16,7 @@ use std::path::Path;
 pub fn bind(path: &Path) -> io::Result<UnixListener> {
     match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            let is_left = fs::symlink_metadata(path)?.file_type().is_socket()
-                && UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
-            if !is_left {
+            if !fs::symlink_metadata(path)?.file_type().is_socket() || !is_dead(path)? {
                 return Err(error);
             }
             fs::remove_file(path)?;
@@ -25,9 +26,24 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
     }
 }
 
+/// Whether nothing listens on the socket at `path`.
+fn is_dead(path: &Path) -> io::Result<bool> {
+    // A program that is too busy to accept is none to wait for.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    Ok(matches!(connect(&socket, &SocketAddrUnix::new(path)?), Err(Errno::CONNREFUSED)))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::fd::OwnedFd;
+
     use super::*;
+
+    fn connected(path: &Path) -> Option<OwnedFd> {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
+        connect(&socket, &SocketAddrUnix::new(path).unwrap()).ok().map(|()| socket)
+    }
 
     #[test]
     fn a_file_that_was_left_is_replaced_and_a_living_one_is_not() {
@@ -35,7 +51,13 @@ mod tests {
         let path = folder.path().join("socket");
         let first = bind(&path).unwrap();
         assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
-        drop(first);
+        // Also one that accepts nothing, and has no room for another.
+        let mut waiting = Vec::new();
+        while let Some(stream) = connected(&path) {
+            waiting.push(stream);
+        }
+        assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop((first, waiting));
         assert!(path.exists());
         bind(&path).unwrap();
         fs::remove_file(&path).unwrap();

@@ -56,8 +56,6 @@ pub struct Handshake {
     pub guest: GuestAddresses,
     /// The descriptor of its own threads' faults.
     pub userfaultfd: Userfaultfd,
-    /// The memory.
-    pub guest_memfd: OwnedFd,
     /// The bitmap.
     pub bitmap: OwnedFd,
 }
@@ -176,7 +174,8 @@ impl GuestAddresses {
 /// [`GuestMemfdError`].
 pub async fn receive(stream: &UnixStream) -> Result<Handshake, GuestMemfdError> {
     let (entries, descriptors): (Vec<Entry>, _) = firecracker::receive_entries(stream, 3).await?;
-    let [userfaultfd, guest_memfd, bitmap] =
+    // Its memory is filled through the monitor's mapping: the second one is not used.
+    let [userfaultfd, _guest_memfd, bitmap] =
         <[OwnedFd; 3]>::try_from(descriptors).map_err(|other| GuestMemfdError::Descriptors { nr: other.len() })?;
     let userfaultfd = Userfaultfd::from_fd(userfaultfd)?;
     let guest = GuestAddresses::new(&entries)?;
@@ -187,7 +186,7 @@ pub async fn receive(stream: &UnixStream) -> Result<Handshake, GuestMemfdError> 
         offset: entry.offset,
         page_bytes: entry.page_size,
     };
-    Ok(Handshake { regions: entries.into_iter().map(region).collect(), guest, userfaultfd, guest_memfd, bitmap })
+    Ok(Handshake { regions: entries.into_iter().map(region).collect(), guest, userfaultfd, bitmap })
 }
 
 /// Frames follow without anything between: no byte more is taken than the text has.

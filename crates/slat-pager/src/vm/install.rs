@@ -11,8 +11,8 @@
 //! gate shared. A read of messages, with the marking of the removed pages that it found, has it
 //! exclusive.
 //!
-//! Memory that is a file of the monitor is written, and then mapped. The kernel does not refuse the
-//! write before the message is read; but it takes the page out of the file after that.
+//! Where vCPUs use a file of the monitor, a page is filled through the monitor's mapping like any
+//! other, and then its bit is cleared.
 //!
 //! # Why it is correct
 //! Before a removal's message is read, the kernel refuses fills (`EAGAIN`). It is read and marked
@@ -25,11 +25,14 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 use rustix::io::Errno;
 
-use super::guest_memfd::GuestMemfd;
 use super::pages::{Claimed, Pages, bit, run_mask};
 use super::regions::{Placed, Regions};
-use crate::source::Mapped;
+use super::userfault_bitmap::UserfaultBitmap;
+use crate::source::{Mapped, PAGE_BYTES};
 use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
+
+/// Pages that one call fills with zeros: those of a word.
+const MOST_ZEROS: u64 = 64;
 
 /// What claimed pages get.
 #[derive(Clone, Copy, Debug)]
@@ -118,10 +121,11 @@ pub struct Installer {
     pub(super) regions: Regions,
     pub(super) pages: Pages,
     pub(super) gate: RwLock<()>,
-    /// Zeros for a page of hugetlb, which the kernel has no call for.
+    /// Zeros to copy, where the kernel has no call for zeros: for a page of hugetlb, or for
+    /// [`MOST_ZEROS`] pages of a guest_memfd.
     zeros: Option<memmap2::Mmap>,
-    /// The file that is the machine's memory.
-    pub(super) guest_memfd: Option<Arc<GuestMemfd>>,
+    /// If vCPUs use a file of the monitor.
+    pub(super) userfault_bitmap: Option<Arc<UserfaultBitmap>>,
 }
 
 impl Installer {
@@ -133,15 +137,16 @@ impl Installer {
         userfaultfd: Arc<Userfaultfd>,
         regions: Regions,
         pages: Pages,
-        guest_memfd: Option<Arc<GuestMemfd>>,
+        userfault_bitmap: Option<Arc<UserfaultBitmap>>,
     ) -> std::io::Result<Installer> {
         let huge = regions.all().iter().filter(|placed| placed.region.is_hugetlb()).map(|p| p.region.page_bytes).max();
-        let zeros = match huge {
+        let copied = userfault_bitmap.as_ref().map(|_| MOST_ZEROS * PAGE_BYTES);
+        let zeros = match huge.max(copied) {
             // Never written: it takes no memory but for its page tables.
             Some(nr_bytes) => Some(memmap2::MmapOptions::new().len(nr_bytes as usize).map_anon()?.make_read_only()?),
             None => None,
         };
-        Ok(Installer { userfaultfd, regions, pages, gate: RwLock::new(()), zeros, guest_memfd })
+        Ok(Installer { userfaultfd, regions, pages, gate: RwLock::new(()), zeros, userfault_bitmap })
     }
 
     /// Fills claimed pages. With [`Wake::None`] the caller wakes their waiters
@@ -215,8 +220,8 @@ impl Installer {
         let (word, mask) = bit(page);
         let _gate = self.gate.read();
         let contents = match again {
-            // What the file has, or zeros.
-            _ if self.guest_memfd.is_some() => Contents::Shared,
+            // What the file has; zeros if it has lost the page.
+            _ if self.userfault_bitmap.is_some() => Contents::Shared,
             Again::Shared if self.pages.removed(word) & mask != 0 => Contents::Zeros,
             Again::Shared | Again::File => Contents::Shared,
             Again::Zeros => Contents::Zeros,
@@ -317,7 +322,7 @@ impl Installer {
     }
 
     fn most_zeros(&self, place: usize) -> u64 {
-        if self.regions.all()[place].region.is_hugetlb() { 1 } else { 64 }
+        if self.regions.all()[place].region.is_hugetlb() { 1 } else { MOST_ZEROS }
     }
 
     /// Wakes the waiters of pages that were filled without that, by one call. Other threads that
@@ -333,64 +338,62 @@ impl Installer {
         let placed = &self.regions.all()[place];
         let page_bytes = placed.region.page_bytes;
         let start = placed.address_of(page);
-        if let Some(memory) = &self.guest_memfd {
-            return self.fill_file(memory, placed, page..page + nr_pages, contents, wake);
-        }
-        match (contents, &self.zeros) {
+        let result = match (contents, &self.zeros) {
             (Contents::Bytes { first_page, bytes }, _) => {
                 let at = (page - first_page) * page_bytes;
                 bytes.part(at..at + nr_pages * page_bytes).fill(&self.userfaultfd, start, wake)
             }
             (Contents::Shared, _) => self.userfaultfd.map_cached(start..start + nr_pages * page_bytes, wake),
-            (Contents::Zeros, Some(zeros)) if placed.region.is_hugetlb() => {
-                self.userfaultfd.copy(start, &zeros[..page_bytes as usize], wake)
+            (Contents::Zeros, Some(zeros)) if placed.region.is_hugetlb() || self.userfault_bitmap.is_some() => {
+                self.userfaultfd.copy(start, &zeros[..(nr_pages * page_bytes) as usize], wake)
             }
             (Contents::Zeros, _) => self.userfaultfd.zero(start..start + nr_pages * page_bytes, wake),
+        };
+        match &self.userfault_bitmap {
+            Some(bitmap) => self.allow_filled(bitmap, placed, page..page + nr_pages, contents, wake, result),
+            None => result,
         }
     }
 
-    /// Fills pages of the file that is the machine's memory, lets vCPUs use them, and maps them.
-    fn fill_file(
+    /// Lets vCPUs use those of `pages` that a fill with `result` has given contents.
+    fn allow_filled(
         &self,
-        memory: &GuestMemfd,
+        bitmap: &UserfaultBitmap,
         placed: &Placed,
         pages: Range<u64>,
         contents: Contents<'_>,
         wake: Wake,
+        result: Result<(), Stopped>,
     ) -> Result<(), Stopped> {
         let page_bytes = placed.region.page_bytes;
-        let (offset, nr_bytes) = (placed.offset_of(pages.start), (pages.end - pages.start) * page_bytes);
-        let result = match contents {
-            Contents::Bytes { first_page, bytes } => {
-                let at = (pages.start - first_page) * page_bytes;
-                memory.write(offset, bytes.part(at..at + nr_bytes))
+        let offset = placed.offset_of(pages.start);
+        let first = placed.address_of(pages.start)..placed.address_of(pages.start) + page_bytes;
+        let again = |error| Err(Stopped { call: "UFFDIO_CONTINUE", filled_bytes: 0, error });
+        match (result, contents) {
+            (Ok(()), _) => bitmap.allow(offset..offset + (pages.end - pages.start) * page_bytes),
+            (Err(stopped), _) if stopped.filled_bytes > 0 => {
+                bitmap.allow(offset..offset + stopped.filled_bytes);
+                return Err(stopped);
             }
-            Contents::Zeros | Contents::Shared => memory.back(offset..offset + nr_bytes),
-        };
-        let filled_bytes = match &result {
-            Ok(()) => nr_bytes,
-            // The first one is there.
-            Err(Stopped { error: Errno::EXIST, filled_bytes: 0, .. }) => {
-                memory.allow(offset..offset + page_bytes);
-                0
+            // The file has lost the page: the monitor has given it up.
+            (Err(Stopped { error: Errno::FAULT, .. }), Contents::Shared) => {
+                let Some(zeros) = &self.zeros else { return again(Errno::FAULT) };
+                self.userfaultfd.copy(first.start, &zeros[..page_bytes as usize], wake)?;
+                bitmap.allow(offset..offset + page_bytes);
             }
-            Err(stopped) => stopped.filled_bytes,
-        };
-        if filled_bytes > 0 {
-            memory.allow(offset..offset + filled_bytes);
-            let start = placed.address_of(pages.start);
-            let addresses = start..start + filled_bytes;
-            match self.userfaultfd.map_cached(addresses.clone(), wake) {
-                Err(Stopped { error: Errno::SRCH, .. }) => {
-                    return Err(Stopped { call: "UFFDIO_CONTINUE", filled_bytes: 0, error: Errno::SRCH });
+            // The first page was claimed, so it is not poisoned: the file has it, mapped here or not.
+            (Err(stopped @ Stopped { error: Errno::EXIST, .. }), Contents::Bytes { .. } | Contents::Zeros) => {
+                match self.userfaultfd.map_cached(first, wake) {
+                    Ok(()) | Err(Stopped { error: Errno::EXIST, .. }) => bitmap.allow(offset..offset + page_bytes),
+                    // The file has lost it meanwhile.
+                    Err(Stopped { error: Errno::FAULT, .. }) => return again(Errno::AGAIN),
+                    Err(stopped) => return Err(stopped),
                 }
-                // Threads that wait fault again: the page is mapped, or is in the file, or a removal is
-                // read first.
-                Err(_) if wake == Wake::Waiters => drop(self.userfaultfd.wake(addresses)),
-                _ => {}
+                return Err(stopped);
             }
+            (Err(stopped), _) => return Err(stopped),
         }
-        result
+        Ok(())
     }
 
     /// Wakes the waiters of some pages of the word of `claimed`.

@@ -24,17 +24,17 @@
 //! # Implementation
 //! A message is read (`serve`), its page and those around it are claimed ([`pages`]), their bytes
 //! are taken from the source's mapping or read ([`fetch`]), and one call puts them in place
-//! ([`install`]). What must outlive the pager is in [`state`]. Memory that is a file of the monitor
-//! ([`guest_memfd`]) is written, and asked for by vCPUs, too ([`vcpu_faults`]).
+//! ([`install`]). What must outlive the pager is in [`state`]. vCPUs that use a file of the monitor
+//! ask for pages by it ([`userfault_bitmap`], [`vcpu_faults`]).
 
 mod close;
 pub mod fetch;
-pub mod guest_memfd;
 pub mod install;
 pub mod pages;
 pub mod regions;
 mod serve;
 pub mod state;
+pub mod userfault_bitmap;
 pub mod vcpu_faults;
 
 use std::fmt::Debug;
@@ -57,11 +57,11 @@ use crate::source::{PAGE_BYTES, Source};
 use crate::userfaultfd::{NotUserfaultfd, Userfaultfd};
 use close::Children;
 use fetch::{Limits, MAX_WORDS, Queue};
-use guest_memfd::GuestMemfd;
 use install::Installer;
 use pages::Pages;
 pub use regions::{Region, RegionError, Regions};
 use state::State;
+use userfault_bitmap::UserfaultBitmap;
 use vcpu_faults::{Requests, VcpuFaults};
 
 /// Bytes of the pages that a fault brings, by default.
@@ -109,9 +109,9 @@ pub struct Options {
     /// does not say whether it has reclaimed the page or the monitor has given it up. `None`: the
     /// machine's memory is its own, and gets copies.
     pub shared_memory: Option<Arc<SharedMemory>>,
-    /// The file of the monitor that is the machine's memory, if there is one: its pages are written
-    /// there, and mapped. Not together with `shared_memory`.
-    pub guest_memfd: Option<Arc<GuestMemfd>>,
+    /// Where vCPUs use a file of the monitor, and not its mapping: at which pages they leave the guest.
+    /// Not together with `shared_memory`.
+    pub userfault_bitmap: Option<Arc<UserfaultBitmap>>,
     /// Runs reads. `None`: the runtime of the caller, or one that this library makes.
     pub runtime: Option<Handle>,
 }
@@ -127,7 +127,7 @@ impl Default for Options {
             metrics: Arc::default(),
             observer: None,
             shared_memory: None,
-            guest_memfd: None,
+            userfault_bitmap: None,
             runtime: None,
         }
     }
@@ -145,9 +145,9 @@ pub enum AttachError {
     /// The state is that of another machine.
     #[error("the state that was kept is of other regions")]
     OtherState,
-    /// The file that is the machine's memory.
+    /// The bitmap of the machine's vCPUs.
     #[error(transparent)]
-    GuestMemfd(#[from] guest_memfd::GuestMemfdError),
+    UserfaultBitmap(#[from] userfault_bitmap::UserfaultBitmapError),
     /// The shared memory is of another snapshot.
     #[error("the shared memory is of another snapshot than the machine")]
     OtherMemory,
@@ -266,7 +266,7 @@ impl Vm {
         let pages = Pages::new(Arc::clone(&state));
         let wakeup = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| AttachError::System { what: "make an eventfd", error: error.into() })?;
-        let installer = Installer::new(userfaultfd.into(), regions, pages, options.guest_memfd.clone())
+        let installer = Installer::new(userfaultfd.into(), regions, pages, options.userfault_bitmap.clone())
             .map_err(|error| AttachError::System { what: "map zeros", error })?;
         let shared = Arc::new(Shared {
             installer,
@@ -330,7 +330,7 @@ impl Vm {
 
     /// Brings pages for vCPUs, whose memory is a file of the monitor; `None` if it is not.
     pub fn vcpu_faults(&self) -> Option<VcpuFaults> {
-        let memory = Arc::clone(self.shared.installer.guest_memfd.as_ref()?);
+        let memory = Arc::clone(self.shared.installer.userfault_bitmap.as_ref()?);
         Some(VcpuFaults { shared: Arc::clone(&self.shared), memory })
     }
 

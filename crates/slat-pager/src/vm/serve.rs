@@ -216,7 +216,7 @@ impl Worker {
                 }
                 return;
             }
-            Cause::Minor if shared.options.shared_memory.is_none() && installer.guest_memfd.is_none() => {
+            Cause::Minor if shared.options.shared_memory.is_none() && installer.userfault_bitmap.is_none() => {
                 return self.perform(Task::Again(place, page, Again::File));
             }
             // Of an absent page the file may not have all yet.
@@ -470,7 +470,8 @@ impl Shared {
                 self.distrust("a part of a page was removed");
             }
             nr_bytes += whole.end - whole.start;
-            self.installer.pages.remove(pages);
+            self.installer.pages.remove(pages.clone());
+            self.look_again_at_requests(pages);
         }
         self.options.metrics.removed_bytes.inc_by(nr_bytes);
     }
@@ -571,6 +572,7 @@ impl Shared {
                 }
                 unread => {
                     batch.claimed().for_each(|claimed| self.installer.release(claimed));
+                    self.answer_requests();
                     return unread.map_or(Ok(0), |failed| failed.map(|_| 0));
                 }
             },

@@ -2,22 +2,26 @@
 //! the userfaultfd.
 //!
 //! # Guarantees
-//! - A request is answered once vCPUs may use the page ([`GuestMemfd::faults`]), and never if it cannot
-//!   be had: that vCPU waits, also with [`OnFailure::Poison`](super::OnFailure::Poison).
-//! - A request whose page was claimed for another and given up again is brought anew.
+//! - A request is answered once vCPUs may use the page ([`UserfaultBitmap::faults`]), and never if it
+//!   cannot be had: that vCPU waits, also with [`OnFailure::Poison`](super::OnFailure::Poison). So it
+//!   does if the monitor sets the bit of a page that it has, and has not given up by a message.
+//! - A request is brought anew whose page was claimed for another and given up again, and looked at
+//!   anew if its page is removed meanwhile. It is brought so often at most that a monitor whose pages
+//!   cannot be filled keeps no thread busy.
 //!
 //! # Implementation
 //! A request is like a message: a thread of the machine takes it, and brings what it finds absent.
 //! Whoever fills pages looks for requests that are answered by it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use thiserror::Error;
 use tokio::sync::oneshot;
 
 use super::Shared;
-use super::guest_memfd::GuestMemfd;
 use super::pages::PageState;
+use super::userfault_bitmap::UserfaultBitmap;
 
 /// Requests of vCPUs.
 #[derive(Debug, Default)]
@@ -28,10 +32,14 @@ pub(super) struct Requests {
     waiting: Vec<Request>,
 }
 
+/// So often the page of a request is brought. Each time was in vain, and no read has failed for good.
+const MOST_TRIES: u32 = 64;
+
 #[derive(Debug)]
 struct Request {
     place: usize,
     page: u64,
+    nr_tries: u32,
     answer: oneshot::Sender<()>,
 }
 
@@ -53,7 +61,7 @@ pub enum NoPage {
 #[derive(Clone, Debug)]
 pub struct VcpuFaults {
     pub(super) shared: Arc<Shared>,
-    pub(super) memory: Arc<GuestMemfd>,
+    pub(super) memory: Arc<UserfaultBitmap>,
 }
 
 impl VcpuFaults {
@@ -69,7 +77,7 @@ impl VcpuFaults {
             return Ok(());
         }
         let (answer, answered) = oneshot::channel();
-        self.shared.requests.lock().new.push(Request { place, page: pages.start, answer });
+        self.shared.requests.lock().new.push(Request { place, page: pages.start, nr_tries: 1, answer });
         self.shared.wake_up();
         let mut ended = self.shared.ended.subscribe();
         tokio::select! {
@@ -87,7 +95,7 @@ impl VcpuFaults {
 impl Shared {
     /// The pages of new requests.
     pub(super) fn take_requests(&self) -> Vec<(usize, u64)> {
-        if self.installer.guest_memfd.is_none() {
+        if self.installer.userfault_bitmap.is_none() {
             return Vec::new();
         }
         let mut requests = self.requests.lock();
@@ -97,20 +105,42 @@ impl Shared {
         pages
     }
 
+    /// `pages` were removed: whoever brings one of them fills it no more.
+    pub(super) fn look_again_at_requests(&self, pages: Range<u64>) {
+        if self.installer.userfault_bitmap.is_none() {
+            return;
+        }
+        let mut requests = self.requests.lock();
+        let (removed, waiting) = std::mem::take(&mut requests.waiting)
+            .into_iter()
+            .partition::<Vec<_>, _>(|request| pages.contains(&request.page));
+        requests.waiting = waiting;
+        let is_any = !removed.is_empty();
+        requests.new.extend(removed);
+        drop(requests);
+        if is_any {
+            self.wake_up();
+        }
+    }
+
     /// Answers the requests whose pages are there.
     pub(super) fn answer_requests(&self) {
-        let Some(memory) = &self.installer.guest_memfd else { return };
+        let Some(memory) = &self.installer.userfault_bitmap else { return };
         let mut requests = self.requests.lock();
         let mut is_absent_again = false;
-        for request in std::mem::take(&mut requests.waiting) {
+        for mut request in std::mem::take(&mut requests.waiting) {
+            if request.answer.is_closed() {
+                continue;
+            }
             let offset = self.installer.regions.all()[request.place].offset_of(request.page);
             if !memory.faults(offset) {
                 // It fails if the request was dropped.
                 let _ = request.answer.send(());
-            } else if self.installer.pages.get(request.page) == PageState::Absent {
+            } else if self.installer.pages.get(request.page) == PageState::Absent && request.nr_tries < MOST_TRIES {
                 is_absent_again = true;
+                request.nr_tries += 1;
                 requests.new.push(request);
-            } else if !request.answer.is_closed() {
+            } else {
                 requests.waiting.push(request);
             }
         }
