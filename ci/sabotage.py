@@ -289,6 +289,17 @@ SABOTAGES = {
         'vm/region.rs', 'filter(|_| uses_again && is_marked_at_first) {',
         'filter(|_| uses_again && !is_marked_at_first) {\n            log.clear_all();\n        }\n'
         '        if let Some(log) = claim.log().filter(|_| uses_again && is_marked_at_first) {'),
+    'a recovery gives W beside a log': (
+        'second_stage/recover.rs', 'slot.as_ref().is_some_and(|slot| !slot.logs()) &&', 'slot.is_some() &&'),
+    'a recovery that gave W does not mark': (
+        'second_stage/recover.rs', 'if leaf.is_writable() {', 'if false && leaf.is_writable() {'),
+    'a split by way of a broken PTE gives W beside a log': (
+        'second_stage/split.rs', 'op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs()));',
+        'op.slots.find(&locked.guard, gfn).is_some());'),
+    'a split by way of a broken PTE that gave W does not mark': (
+        'second_stage/split.rs', 'if split.whole.is_writable() {', 'if false && split.whole.is_writable() {'),
+    'a walk that protects passes huge leaves by': (
+        'second_stage/protect.rs', 'State::Leaf => self.protect_huge(value),', 'State::Leaf => Ok(()),'),
 }
 
 

@@ -4,7 +4,7 @@ The memslot has two pages, and comes to places of which none overlaps another. A
 is. The model takes nothing out of the cache of a CPU but by a flush.
 """
 import replay_dirty_log
-from moved_memslot import ARMED, FLAGGED, FLUSHES, GAVE, MARKS, OFF, OUT, PROTECTS, TAKES, UNBEGUN, MovedMemslot
+from moved_memslot import ARMED, FLAGGED, FLUSHES, GAVE, MARKS, OUT, PROTECTS, TAKES, UNBEGUN, MovedMemslot
 from page_tables import EMPTY, LEAF, TABLE
 from replay import NR_CPUS, PTE_BYTES, Mismatch
 from replay_dirty_log import GUEST_MAY_WRITE, Log

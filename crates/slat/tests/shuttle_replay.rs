@@ -22,6 +22,8 @@ mod memslots;
 mod moved_memslot;
 #[path = "shuttle_replay/pinned.rs"]
 mod pinned;
+#[path = "shuttle_replay/recovery_beside_log.rs"]
+mod recovery_beside_log;
 #[path = "shuttle_replay/ring_enabling.rs"]
 mod ring_enabling;
 #[path = "support/schedules.rs"]
