@@ -270,6 +270,36 @@ SABOTAGES = {
     'an undo empties the leaves of other calls': (
         'second_stage/map.rs', '\n                && op.tree.encoding.frame(value, level) == mapping.frame(block.start);',
         ';'),
+    'a harvest protects pages where the memslot was before': (
+        'harvest/log.rs', 'now.map_or(slot.range(), |now| now.range());', '(slot.range(), now).0;'),
+    'a memslot that moves while it logs keeps its bitmap': (
+        'vm/region.rs', '_ if logs && !changes => None,', '_ if logs && (!changes || !resizes) => None,'),
+    'a memslot that moves while it logs has no marks': (
+        'vm/region.rs', '_ if logs => Some(Bitmap::new_marked(nr_pages)?),',
+        '_ if logs => Some(Bitmap::new(nr_pages)?),'),
+    'a memslot that moves is flushed after its new place is published': (
+        'second_stage/invalidate.rs', 'batch.flush();', 'core::mem::forget(batch);',
+        'vm/region.rs', 'claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'
+        '                }',
+        'claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;\n'
+        '                    self.tree.flush(participant, &[lost]);\n                }'),
+    'old marks are cleared when the memslot logs already': (
+        'vm/region.rs', 'uses_again && !is_marked_at_first) {\n            log.clear_all();\n        }',
+        'uses_again && !is_marked_at_first) {\n            let _ = log;\n        }',
+        'vm/region.rs', 'filter(|_| uses_again && is_marked_at_first) {',
+        'filter(|_| uses_again && !is_marked_at_first) {\n            log.clear_all();\n        }\n'
+        '        if let Some(log) = claim.log().filter(|_| uses_again && is_marked_at_first) {'),
+    'a recovery gives W beside a log': (
+        'second_stage/recover.rs', 'slot.as_ref().is_some_and(|slot| !slot.logs()) &&', 'slot.is_some() &&'),
+    'a recovery that gave W does not mark': (
+        'second_stage/recover.rs', 'if leaf.is_writable() {', 'if false && leaf.is_writable() {'),
+    'a split by way of a broken PTE gives W beside a log': (
+        'second_stage/split.rs', 'op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs()));',
+        'op.slots.find(&locked.guard, gfn).is_some());'),
+    'a split by way of a broken PTE that gave W does not mark': (
+        'second_stage/split.rs', 'if split.whole.is_writable() {', 'if false && split.whole.is_writable() {'),
+    'a walk that protects passes huge leaves by': (
+        'second_stage/protect.rs', 'State::Leaf => self.protect_huge(value),', 'State::Leaf => Ok(()),'),
 }
 
 

@@ -4,13 +4,13 @@ Any number of moves, places, bitmaps, pages, faults, harvests (each is one turn 
 memslot. Engine: `dirty/log.rs` (mark_if_logging), `harvest/log.rs` (find, rearm), `vm/region.rs`
 (change_slot, attachments_for).
 
-A memslot that moves while it logs gets a new bitmap, in which all pages are marked. A memslot that ceases to
-log keeps its bitmap, and may be moved before it logs again: then the bitmap is the same and the place is
-another. So a turn of a harvest looks up where the memslot is after it has taken bits. A fault marks the
-bitmap of the memslot that has its page after it has restored W.
+A memslot that moves while it logs gets a new bitmap, in which all pages are marked. A memslot that ceases
+to log keeps its bitmap, and may be moved before it logs again, or with the same call: then the bitmap is
+the same and the place is another. So a turn of a harvest looks up where the memslot is after it has taken
+bits. A fault marks the bitmap of the memslot that has its page after it has restored W.
 
 Left out: leaves of many pages, the summary, the VMM's marks (`dirty_log.py`); a memslot that is replaced by
-another over the same frames (`memslots.py`): for the log it has moved.
+another over the same frames (`memslots.py`): for the log it has moved; one that is resized.
 """
 import prover
 from log_steps import ARMED, FLAGGED, OFF, ON, Logging, inv_of_enabling
@@ -162,9 +162,7 @@ class MovedMemslot(Logging):
 
     def step_disable(self, s):
         """vm/region.rs: change_slot"""
-        return And(s.epc() == ON, Not(s.moving())), {
-            'flag': lambda: False, 'epc': lambda: OFF, 'armed': lambda p: False, 'eflushed': lambda c: False,
-            'unreported': lambda p: False}
+        return And(s.epc() == ON, Not(s.moving())), self.ceases()
 
     def step_begin_move(self, s):
         """vm/region.rs: change_slot (Invalidation::new publishes the range)"""
@@ -181,18 +179,39 @@ class MovedMemslot(Logging):
         return And(s.moving(), s.all(lambda p: s.zapped(p))), {
             'mflushed': put(s.mflushed, c, True), 'tlb': put_where(s.tlb, meant, False)}
 
-    def step_publish_place(self, s, at: 'Place', b: 'Bitmap'):
-        """vm/region.rs: change_slot, attachments_for (a new bitmap, if the memslot logs)"""
+    def may_arrive(self, s, at):
         over = And(s.all(lambda p: s.zapped(p)),
                    Or(s.all(lambda c: s.mflushed(c)), self.without('flush-before-publish')))
+        return And(s.moving(), over, at != s.place())
+
+    def arrives(self, at):
+        return {'place': lambda: at, 'moving': lambda: False, 'zapped': lambda p: False,
+                'mflushed': lambda c: False}
+
+    def step_publish_place(self, s, at: 'Place', b: 'Bitmap'):
+        """vm/region.rs: change_slot, attachments_for (a new bitmap, if the memslot logs)"""
         renews = And(s.flag(), not self.without('new-bitmap-in-a-move'))
         marked = not self.without('mark-all-in-a-move')
         is_new = lambda x, p: And(x == b, renews)
-        return And(s.moving(), over, at != s.place(), Not(s.used(b))), {
-            'place': lambda: at, 'moving': lambda: False, 'zapped': lambda p: False,
-            'mflushed': lambda c: False,
+        return And(self.may_arrive(s, at), Not(s.used(b))), {
+            **self.arrives(at),
             'bitmap': lambda: If(renews, b, s.bitmap()), 'used': put(s.used, b, renews),
             'bit': put_where(s.bit, is_new, marked)}
+
+    def step_publish_place_and_flag(self, s, at: 'Place'):
+        """vm/region.rs: change_slot (nothing is mapped there, so it neither protects nor flushes)"""
+        protects = Not(s.initially_set())
+        return And(self.may_arrive(s, at), s.epc() == OFF), {
+            **self.arrives(at), 'flag': lambda: True, 'epc': lambda: If(protects, ON, FLAGGED),
+            'armed': lambda p: protects, 'eflushed': lambda c: protects}
+
+    def step_publish_place_and_disable(self, s, at: 'Place'):
+        """vm/region.rs: change_slot (the bitmap stays)"""
+        return And(self.may_arrive(s, at), s.epc() == ON), {**self.arrives(at), **self.ceases()}
+
+    def ceases(self):
+        return {'flag': lambda: False, 'epc': lambda: OFF, 'armed': lambda p: False, 'eflushed': lambda c: False,
+                'unreported': lambda p: False}
 
     # The guest.
 
@@ -228,7 +247,7 @@ class MovedMemslot(Logging):
             'counters are in their ranges': And(
                 s.all(lambda f: And(s.fpc(f) >= OUT, s.fpc(f) <= FOUND_LOG)),
                 s.all(lambda h: And(s.hpc(h) >= UNBEGUN, s.hpc(h) <= RETURNED))),
-            'a memslot moves while its flags stay': Implies(s.moving(), Or(s.epc() == OFF, s.epc() == ON)),
+            'no memslot moves while it begins to log': Implies(s.moving(), Or(s.epc() == OFF, s.epc() == ON)),
             'what is zapped is not mapped until the memslot has moved': s.all(lambda p: Implies(
                 s.zapped(p), And(s.moving(), Not(s.writable(s.place(), p))))),
             'a move flushes after it has zapped': s.all(lambda c, p: Implies(

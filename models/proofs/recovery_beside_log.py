@@ -6,11 +6,13 @@ Any number of vCPUs, CPUs, recoveries, harvests, pages and blocks (a directory e
 
 A recovery exchanges the directory entry for a broken PTE, and freezes the leaves below. It exchanges the
 broken PTE for a huge leaf, which has W if the memslot did not log then. If it gave W it reads the flag
-again, and marks all pages if the memslot logs. A split by way of a broken PTE does the same with the parts.
+again, and marks all pages if the memslot logs. A split by way of a broken PTE does the same with the parts,
+whose W it decides before it breaks the leaf.
 A thread that needs a broken PTE cancels: it freezes what is left, and makes the PTE empty.
 
 A harvest and an enabling pass a broken PTE and an empty one by. They walk from the root after the bits were
-taken, or the flag was published. What they have found may be unlinked before they clear W in it.
+taken, or the flag was published, and perhaps once more. What they have found may be unlinked before they
+clear W in it.
 
 When a page-table page is unlinked all its leaves are frozen. So one set of leaves for each block is enough.
 
@@ -160,12 +162,16 @@ class RecoveryBesideLog(WriteProtection):
             'kind': put(s.kind, b, BROKEN), 'owner': put(s.owner, b, r), 'rpc': put(s.rpc, r, BROKE),
             'rmay': put(s.rmay, r, False)}
 
+    def step_read_flag_before(self, s, r: 'Recovery'):
+        """second_stage/split.rs: break_leaf (keeps_write)"""
+        return And(s.rpc(r) == IDLE, s.splits(r)), {'rmay': put(s.rmay, r, Not(s.flag()))}
+
     def step_break_huge(self, s, r: 'Recovery'):
         """second_stage/split.rs: break_leaf"""
         b = s.of(r)
         return And(s.rpc(r) == IDLE, s.splits(r), s.kind(b) == HUGE), {
             'kind': put(s.kind, b, BROKEN), 'owner': put(s.owner, b, r), 'rpc': put(s.rpc, r, BROKE),
-            'rmay': put(s.rmay, r, And(s.huge_writable(b), Not(s.flag())))}
+            'rmay': put(s.rmay, r, And(s.huge_writable(b), s.rmay(r)))}
 
     def step_read_may_write(self, s, r: 'Recovery'):
         """second_stage/recover.rs: try_recover (may_write)"""
@@ -238,8 +244,8 @@ class RecoveryBesideLog(WriteProtection):
     def step_walk(self, s, h: 'Harvest', p: 'Page'):
         """second_stage/protect.rs: table_of (finds a page-table page)"""
         may = Or(s.holds(h, p), self.without('walk-after-take'))
-        return And(s.hpc(h) <= TAKES, may, s.kind(s.block(p)) == TABLE, Not(s.hsaw(h, p))), {
-            'hsaw': put(s.hsaw, (h, p), True)}
+        return And(s.hpc(h) <= TAKES, may, s.kind(s.block(p)) == TABLE), {
+            'hsaw': put(s.hsaw, (h, p), True), 'hstale': put(s.hstale, (h, p), False)}
 
     def step_protect_leaf(self, s, h: 'Harvest', p: 'Page'):
         """second_stage/protect.rs: protect_leaf (perhaps in a page-table page that was unlinked)"""
@@ -274,8 +280,8 @@ class RecoveryBesideLog(WriteProtection):
 
     def step_enabling_walks(self, s, p: 'Page'):
         """second_stage/protect.rs: protect_slot (finds a page-table page)"""
-        return And(self.may_protect(s), s.kind(s.block(p)) == TABLE,
-                   Not(s.esaw(p))), {'esaw': put(s.esaw, p, True)}
+        return And(self.may_protect(s), s.kind(s.block(p)) == TABLE), {
+            'esaw': put(s.esaw, p, True), 'estale': put(s.estale, p, False)}
 
     def step_enabling_protects_leaf(self, s, p: 'Page'):
         """second_stage/protect.rs: protect_leaf (perhaps in a page-table page that was unlinked)"""

@@ -32,7 +32,7 @@ OF_ONE_PROTOCOL = {'slot-made', 'slot-claimed', 'slot-released', 'set-built', 's
                    'hazard-cleared', 'fault-unpinned', 'announcements-read', 'pte-kept', 'epoch-read', 'announced',
                    'guard-opened', 'guard-closed', 'thing-kept', 'epoch-read-again', 'epoch-advanced', 'table-retired',
                    'tables-listed', 'tables-taken', 'barrier-made', 'announcement-read', 'table-kept', 'table-freed',
-                   'without-rings-begins', 'without-rings-ends', 'rings-read', 'rings-enabled'}
+                   'without-rings-begins', 'without-rings-ends', 'rings-read', 'rings-enabled', 'entry-published'}
 DEFAULTS = {'bool': False, 'int': 0}
 
 

@@ -103,10 +103,10 @@ class Schedule(Log):
 
     # Marks.
 
-    def on_marks_found(self, word, mask):
+    def on_marks_found(self, word, mask, log):
         self.marks('find_marked', 'visit_finds_marked', word, mask)
 
-    def on_marks_set(self, word, mask):
+    def on_marks_set(self, word, mask, log):
         self.marks('set_bit', 'visit_marks', word, mask)
 
     def marks(self, by_fault, by_harvest, word, mask):
@@ -159,7 +159,7 @@ class Schedule(Log):
         elif words:
             self.run.step('clear_summary', self.at.harvest, WORD)
 
-    def on_marks_taken(self, word, marks):
+    def on_marks_taken(self, word, marks, log):
         run, s, harvest = self.run, self.s, self.at.harvest
         for page in self.used:
             is_taken = page in self.pages(word, marks)

@@ -36,13 +36,16 @@ class Log(replay.Schedule):
         self.enabler = None                 # the thread that turns logging on
         self.has_log = False
         self.flushes = collections.defaultdict(list)    # of each CPU: those that wait for its access
-        for page in self.used:
+        for page in self.pages_of_model():
             run.add('Page', page)
         for cpu in range(NR_CPUS):
             run.add(self.cpu, cpu)
         assert nr_levels == 2
         self.blocks = {root + PTE_BYTES * n: [p for p in self.used if p >> LEVEL_BITS == n]
                        for n in range(NR_ROOT_PTES)}
+
+    def pages_of_model(self):
+        return self.used
 
     def pages(self, word, mask):
         """The used pages of a mask."""
@@ -268,10 +271,10 @@ class Schedule(Log):
 
     # Marks.
 
-    def on_marks_found(self, word, mask):
+    def on_marks_found(self, word, mask, log):
         self.marks('find_marked', word, mask)
 
-    def on_marks_set(self, word, mask):
+    def on_marks_set(self, word, mask, log):
         self.marks('set_bit', word, mask)
 
     def marks(self, step, word, mask):
@@ -340,7 +343,7 @@ class Schedule(Log):
             else:
                 self.run.step('wipe_summary', word)
 
-    def on_marks_taken(self, word, marks):
+    def on_marks_taken(self, word, marks, log):
         run, s, harvest = self.run, self.s, self.at.harvest
         if word not in WORDS:
             return

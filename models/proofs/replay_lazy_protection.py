@@ -182,10 +182,10 @@ class Schedule(Log):
 
     # Marks.
 
-    def on_marks_found(self, word, mask):
+    def on_marks_found(self, word, mask, log):
         self.marks('find_marked', word, mask)
 
-    def on_marks_set(self, word, mask):
+    def on_marks_set(self, word, mask, log):
         self.marks('set_bit', word, mask)
 
     def marks(self, step, word, mask):
@@ -203,7 +203,7 @@ class Schedule(Log):
         self.at.harvest = self.new('Harvest')
         self.at.masks = dict(zip(WORDS, masks or [-1] * len(WORDS)))
 
-    def on_marks_taken(self, word, marks):
+    def on_marks_taken(self, word, marks, log):
         harvest = self.at.harvest
         for page in self.pages(word, marks):
             self.run.step(*(('wipe',) if harvest is None else ('take', harvest)), page)

@@ -18,8 +18,12 @@ mod epochs;
 mod lazy_protection;
 #[path = "shuttle_replay/memslots.rs"]
 mod memslots;
+#[path = "shuttle_replay/moved_memslot.rs"]
+mod moved_memslot;
 #[path = "shuttle_replay/pinned.rs"]
 mod pinned;
+#[path = "shuttle_replay/recovery_beside_log.rs"]
+mod recovery_beside_log;
 #[path = "shuttle_replay/ring_enabling.rs"]
 mod ring_enabling;
 #[path = "support/schedules.rs"]
@@ -364,12 +368,13 @@ fn line<F: Format>(event: Event) -> Line {
         Event::RangesFound { gfn, level } => ("ranges-found", vec![gfn, level.into()]),
         Event::SlotsRead => ("slots-read", vec![]),
         Event::SlotsPublished => ("slots-published", vec![]),
-        Event::MarksFound { word, mask } => ("marks-found", vec![word, mask]),
-        Event::MarksSet { word, mask } => ("marks-set", vec![word, mask]),
+        Event::EntryPublished { start, logs, log } => ("entry-published", vec![start, logs.into(), log]),
+        Event::MarksFound { word, mask, log } => ("marks-found", vec![word, mask, log]),
+        Event::MarksSet { word, mask, log } => ("marks-set", vec![word, mask, log]),
         Event::Summarized { group, words } => ("summarized", vec![group, words]),
         Event::SummarySkipped { group, words } => ("summary-skipped", vec![group, words]),
         Event::SummaryCleared { group, words } => ("summary-cleared", vec![group, words]),
-        Event::MarksTaken { word, marks } => ("marks-taken", vec![word, marks]),
+        Event::MarksTaken { word, marks, log } => ("marks-taken", vec![word, marks, log]),
         Event::HarvestBegins { masks } => ("harvest-begins", masks.map_or(vec![], Vec::from)),
         Event::HarvestEnds => ("harvest-ends", vec![]),
         Event::VmmWrites { gfn } => ("vmm-writes", vec![gfn]),

@@ -45,6 +45,8 @@ use crate::addr::Gfn;
 use crate::bits::{SetBits, bit_range};
 use crate::boxed::{Zeroed, ZeroedWords, try_box};
 use crate::error::OutOfMemory;
+#[cfg(shuttle)]
+use crate::sync::events::address;
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, record};
 
 /// Pages in a word.
@@ -222,7 +224,7 @@ impl Bitmap {
     #[inline]
     fn take_word(&self, index: usize) -> u64 {
         let marks = self.words[index].swap(self.clean, Ordering::SeqCst) ^ self.clean;
-        record!(MarksTaken { word: index as u64, marks });
+        record!(MarksTaken { word: index as u64, marks, log: address(self) });
         marks
     }
 
@@ -238,7 +240,7 @@ impl Bitmap {
         // SeqCst: as in `mark`.
         let has = self.marks(index, Ordering::SeqCst) & mask == mask;
         if has {
-            record!(MarksFound { word: index as u64, mask });
+            record!(MarksFound { word: index as u64, mask, log: address(self) });
         }
         has
     }
@@ -252,7 +254,7 @@ impl Bitmap {
         } else {
             word.fetch_and(!mask, Ordering::SeqCst)
         };
-        record!(MarksSet { word: index as u64, mask });
+        record!(MarksSet { word: index as u64, mask, log: address(self) });
     }
 
     /// Clears the marks `mask` in word `index`, and returns the marks from before.
@@ -264,7 +266,7 @@ impl Bitmap {
         } else {
             !word.fetch_or(mask, Ordering::SeqCst)
         };
-        record!(MarksTaken { word: index as u64, marks: before & mask });
+        record!(MarksTaken { word: index as u64, marks: before & mask, log: address(self) });
         before
     }
 
@@ -418,7 +420,7 @@ impl Bitmap {
                 let mask = masks[index - range.start];
                 let mut before = self.marks(index, Ordering::Relaxed);
                 if before & mask == 0 {
-                    record!(MarksTaken { word: index as u64, marks: 0 });
+                    record!(MarksTaken { word: index as u64, marks: 0, log: address(self) });
                 } else {
                     before = self.unset(index, mask);
                     taken.push(index - range.start, before & mask);

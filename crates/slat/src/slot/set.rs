@@ -370,6 +370,11 @@ impl<B> Slots<B> {
             if published.is_ok() {
                 // Directly behind the exchange: other threads act on it from then on.
                 record!(SlotsPublished);
+                if let Some(SlotEntry { range, flags, log, .. }) = change.after {
+                    let logs = flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+                    let log = log.map_or(0, |log| log.addr().get() as u64);
+                    record!(EntryPublished { start: range.start.0, logs, log });
+                }
             }
             // Before the draft is freed, or the room.
             drop(guard);

@@ -132,12 +132,23 @@ pub enum Event {
     SlotsRead,
     /// Another set of memslots was published.
     SlotsPublished,
+    /// What that set says of the memslot that was made or changed.
+    EntryPublished {
+        /// The first frame of the memslot.
+        start: u64,
+        /// Whether it logs.
+        logs: bool,
+        /// The address of the bitmap of its log, or 0.
+        log: u64,
+    },
     /// All marks of a mask were found set in a word of a dirty bitmap.
     MarksFound {
         /// Number of the word.
         word: u64,
         /// The mask.
         mask: u64,
+        /// The address of the bitmap.
+        log: u64,
     },
     /// Marks were set in a word.
     MarksSet {
@@ -145,6 +156,8 @@ pub enum Event {
         word: u64,
         /// The marks.
         mask: u64,
+        /// The address of the bitmap.
+        log: u64,
     },
     /// Words were set in the summary, or were found set there.
     Summarized {
@@ -173,6 +186,8 @@ pub enum Event {
         word: u64,
         /// The marks.
         marks: u64,
+        /// The address of the bitmap.
+        log: u64,
     },
     /// The test begins to harvest, with these masks if it clears by masks.
     HarvestBegins {
