@@ -9,7 +9,7 @@ use slat::error::{FaultError, SlotError};
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 
 use super::*;
-use crate::model::ops::{BITMAP_WORDS, GUEST_MEMFD, NewBitmap, SIZES};
+use super::super::ops::{BITMAP_WORDS, GUEST_MEMFD, NewBitmap, SIZES};
 
 /// A userfault bitmap. The model and the engine read the same words.
 #[derive(Clone, Debug)]
