@@ -8,8 +8,8 @@ use slat::PAGE_SIZE;
 use slat::error::{FaultError, SlotError};
 use slat::slots::{MemoryAttributes, MemoryFaultFlags, UserfaultBitmap};
 
-use super::*;
 use super::super::ops::{BITMAP_WORDS, GUEST_MEMFD, NewBitmap, SIZES};
+use super::*;
 
 /// A userfault bitmap. The model and the engine read the same words.
 #[derive(Clone, Debug)]
