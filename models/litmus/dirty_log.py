@@ -96,22 +96,13 @@ TESTS = [
     Test(
         "summary-set", "A thread finds a summary bit set, and misses the mark below it.", (
             (SET_WORD, rmw("summary", 1, "SeqCst", at=f"{BITMAP} Bitmap::summarize summary.fetch_or")),
-            (load("summary", "Acquire", "summary", at=f"{BITMAP} Bitmap::look summary.load"),
-             load("word", "Acquire", "word", at=f"{BITMAP} Bitmap::look self.marks")),
-        ), "1:summary=1 1:word=0", (Weaker("1.0=Relaxed", "alr"), Weaker("0.1=Relaxed", "a")),
-    ),
-    Test(
-        "log-copied", "A copy of the log finds a summary bit set, and misses the mark below it.", (
-            (SET_WORD, rmw("summary", 1, "SeqCst", at=f"{BITMAP} Bitmap::summarize summary.fetch_or")),
-            (load("summary", "Acquire", "summary", at=f"{BITMAP} Bitmap::copy summary.load"),
-             load("word", "Acquire", "word", at=f"{BITMAP} Bitmap::copy words.load")),
-        ), "1:summary=1 1:word=0", (Weaker("1.0=Relaxed", "alr"), Weaker("0.1=Relaxed", "a")),
-    ),
-    Test(
-        "log-copied-whole", "The same where each word of the group has a mark.", (
-            (SET_WORD, rmw("summary", 1, "SeqCst", at=f"{BITMAP} Bitmap::summarize summary.fetch_or")),
-            (load("summary", "Acquire", "summary", at=f"{BITMAP} Bitmap::copy summary.load"),
-             load("word", "Acquire", "word", at=f"{BITMAP} Bitmap::copy word.load")),
+            (load("summary", "Acquire", "summary", at=(
+                f"{BITMAP} Bitmap::look summary.load", f"{BITMAP} Bitmap::copy summary.load",
+            )),
+             load("word", "Acquire", "word", at=(
+                 f"{BITMAP} Bitmap::look self.marks", f"{BITMAP} Bitmap::copy words.load",
+                 f"{BITMAP} Bitmap::copy word.load",
+             ))),
         ), "1:summary=1 1:word=0", (Weaker("1.0=Relaxed", "alr"), Weaker("0.1=Relaxed", "a")),
     ),
     Test(

@@ -10,10 +10,34 @@ from replay import NR_CPUS, PTE_BYTES, Mismatch
 from replay_dirty_log import GUEST_MAY_WRITE, Log
 
 
-class Schedule(Log):
+class LeavesOfLog(Log):
+    """What happens to the leaves of a log whose pages are pushed, for `leaf_replaced` and `protects`."""
+
+    def on_pte_read(self, cell, level, kind, a, b):
+        if cell in self.page_of:
+            self.show_leaf(self.page_of[cell], kind, b)
+        pages = self.blocks.get(cell, []) if kind != TABLE else []
+        for page in [self.page_of[cell]] if cell in self.page_of else pages:
+            if not self.s.writable(page):
+                self.protects(page)
+
+    def on_pte_replaced(self, cell, level, old, old_a, old_b, new, a, b):
+        if cell in self.blocks and new == TABLE:
+            for n, page in enumerate(self.blocks[cell]):
+                self.page_of[a + PTE_BYTES * n] = page
+                kind, _, bits = self.made[a + PTE_BYTES * n]
+                self.leaf_replaced(page, kind, bits)
+        elif cell in self.page_of:
+            self.show_leaf(self.page_of[cell], old, old_b)
+            self.leaf_replaced(self.page_of[cell], new, b)
+        else:
+            raise Mismatch(f'no step replaces {old} by {new}')
+
+
+class Schedule(LeavesOfLog):
     model = DirtyRings
     cpu = 'Vcpu'
-    ignored = {*Log.ignored, 'fault-looks', 'slots-read'}
+    ignored = {*LeavesOfLog.ignored, 'fault-looks', 'slots-read'}
     # W is lost to operations beside resets.
     not_shown = {'drop_write'}
 
@@ -41,26 +65,6 @@ class Schedule(Log):
         return f'cell {index % self.s.size()} of {self.vcpus[ring]}'
 
     # Leaves.
-
-    def on_pte_read(self, cell, level, kind, a, b):
-        if cell in self.page_of:
-            self.show_leaf(self.page_of[cell], kind, b)
-        pages = self.blocks.get(cell, []) if kind != TABLE else []
-        for page in [self.page_of[cell]] if cell in self.page_of else pages:
-            if not self.s.writable(page):
-                self.protects(page)
-
-    def on_pte_replaced(self, cell, level, old, old_a, old_b, new, a, b):
-        if cell in self.blocks and new == TABLE:
-            for n, page in enumerate(self.blocks[cell]):
-                self.page_of[a + PTE_BYTES * n] = page
-                kind, _, bits = self.made[a + PTE_BYTES * n]
-                self.leaf_replaced(page, kind, bits)
-        elif cell in self.page_of:
-            self.show_leaf(self.page_of[cell], old, old_b)
-            self.leaf_replaced(self.page_of[cell], new, b)
-        else:
-            raise Mismatch(f'no step replaces {old} by {new}')
 
     def leaf_replaced(self, page, kind, b):
         had, has = self.s.writable(page), kind == LEAF and b & GUEST_MAY_WRITE

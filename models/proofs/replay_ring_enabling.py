@@ -3,9 +3,10 @@
 A memslot is a block. The call that enables rings looks at the memslots in turn.
 """
 import replay_dirty_log
-from page_tables import LEAF, TABLE
-from replay import LEVEL_BITS, NR_ROOT_PTES, PTE_BYTES, Mismatch
-from replay_dirty_log import GUEST_MAY_WRITE, Log
+from page_tables import LEAF
+from replay import LEVEL_BITS, NR_ROOT_PTES, Mismatch
+from replay_dirty_log import GUEST_MAY_WRITE
+from replay_dirty_rings import LeavesOfLog
 from ring_enabling import FLAGGED, FLUSHES, GAVE, LOGGED, ON, OUT, PROTECTS, RingEnabling
 
 
@@ -17,9 +18,9 @@ class Thread(replay_dirty_log.Thread):
         self.enables, self.nr_looked = False, 0
 
 
-class Schedule(Log):
+class Schedule(LeavesOfLog):
     model, of_thread = RingEnabling, Thread
-    ignored = {*Log.ignored, 'published', 'withdrawn', 'marks-found', 'marks-set', 'summarized', 'ring-first-read',
+    ignored = {*LeavesOfLog.ignored, 'published', 'withdrawn', 'marks-found', 'marks-set', 'summarized', 'ring-first-read',
                'ring-entry-written'}
     # W is lost to other operations.
     not_shown = {'drop_write'}
@@ -88,26 +89,6 @@ class Schedule(Log):
 
     def on_fault_looks(self, gfn):
         self.end_fault()
-
-    def on_pte_read(self, cell, level, kind, a, b):
-        if cell in self.page_of:
-            self.show_leaf(self.page_of[cell], kind, b)
-        pages = self.blocks.get(cell, []) if kind != TABLE else []
-        for page in [self.page_of[cell]] if cell in self.page_of else pages:
-            if not self.s.writable(page):
-                self.protects(page)
-
-    def on_pte_replaced(self, cell, level, old, old_a, old_b, new, a, b):
-        if cell in self.blocks and new == TABLE:
-            for n, page in enumerate(self.blocks[cell]):
-                self.page_of[a + PTE_BYTES * n] = page
-                kind, _, bits = self.made[a + PTE_BYTES * n]
-                self.leaf_replaced(page, kind, bits)
-        elif cell in self.page_of:
-            self.show_leaf(self.page_of[cell], old, old_b)
-            self.leaf_replaced(self.page_of[cell], new, b)
-        else:
-            raise Mismatch(f'no step replaces {old} by {new}')
 
     def leaf_replaced(self, page, kind, b):
         run, at = self.run, self.at

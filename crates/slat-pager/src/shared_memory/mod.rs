@@ -34,7 +34,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_sea
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore};
 
-pub(crate) use self::write::write_mapped;
+use self::write::write_mapped;
 use crate::linux::mapping::MappedMemory;
 use crate::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 

@@ -12,7 +12,7 @@ use crate::source::Mapped;
 ///
 /// # Errors
 /// `EFAULT` where nothing is mapped any more; others of pwrite(2).
-pub(crate) fn write_mapped(to: BorrowedFd<'_>, from: Mapped<'_>, nr_skipped: usize, offset: u64) -> io::Result<usize> {
+pub(super) fn write_mapped(to: BorrowedFd<'_>, from: Mapped<'_>, nr_skipped: usize, offset: u64) -> io::Result<usize> {
     let nr_bytes = from.nr_bytes().saturating_sub(nr_skipped);
     let start = from.address().saturating_add(nr_skipped as u64);
     let offset = libc::off64_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;

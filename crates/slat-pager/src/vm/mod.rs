@@ -31,6 +31,7 @@ mod close;
 pub mod fetch;
 pub mod install;
 pub mod pages;
+mod populate;
 pub mod regions;
 mod serve;
 pub mod state;

@@ -68,7 +68,7 @@ impl Drop for Read {
 
 /// What claimed pages get without a read of the source.
 #[derive(Debug)]
-enum AtHand<'s> {
+pub(super) enum AtHand<'s> {
     Zeros,
     Shared(Filled),
     Mapped(Mapped<'s>),
@@ -76,7 +76,7 @@ enum AtHand<'s> {
 }
 
 impl AtHand<'_> {
-    fn contents(&self, batch: &Batch) -> Contents<'_> {
+    pub(super) fn contents(&self, batch: &Batch) -> Contents<'_> {
         let first_page = batch.hull().start;
         match self {
             AtHand::Zeros => Contents::Zeros,
@@ -506,12 +506,12 @@ impl Shared {
         batch
     }
 
-    fn page_bytes(&self, batch: &Batch) -> u64 {
+    pub(super) fn page_bytes(&self, batch: &Batch) -> u64 {
         batch.claimed().next().map_or(0, |claimed| self.installer.regions.all()[claimed.place].region.page_bytes)
     }
 
     /// What claimed pages get without a read of the source, if that is possible.
-    fn at_hand(&self, batch: &Batch) -> Option<AtHand<'_>> {
+    pub(super) fn at_hand(&self, batch: &Batch) -> Option<AtHand<'_>> {
         let offsets = batch.offsets(&self.installer.regions);
         if let Some(memory) = &self.options.shared_memory {
             // An error is one that a read finds, too.
@@ -525,81 +525,11 @@ impl Shared {
     }
 
     /// What pages of `batch` get once it was read.
-    fn read_contents<'f>(&self, batch: &Batch, fetched: &'f Fetched) -> Contents<'f> {
+    pub(super) fn read_contents<'f>(&self, batch: &Batch, fetched: &'f Fetched) -> Contents<'f> {
         if self.options.shared_memory.is_some() {
             return Contents::Shared;
         }
         let bytes = Mapped::of(&fetched.bytes);
         Contents::Bytes { first_page: batch.hull().start, bytes }
-    }
-
-    /// See [`Populator::populate`](super::Populator::populate).
-    pub(super) fn populate(&self, offsets: std::ops::Range<u64>) -> Result<u64, SourceError> {
-        let granule = self.options.granule_bytes(&*self.source, crate::source::PAGE_BYTES);
-        let mut nr_bytes = 0;
-        for (place, pages) in self.installer.regions.touched_offsets(offsets) {
-            let page_bytes = self.installer.regions.all()[place].region.page_bytes;
-            let step = (granule / page_bytes).max(1);
-            for first in pages.clone().step_by(step as usize) {
-                if self.has_ended() || self.is_distrusted() {
-                    return Ok(nr_bytes);
-                }
-                let part = first..(first + step).min(pages.end);
-                let mut batch = Batch::new(place, (part.start / 64) as usize, None, Instant::now());
-                for (word, mask) in masks(part) {
-                    batch.add(word, self.installer.pages.claim(word, mask));
-                }
-                if !batch.is_empty() {
-                    nr_bytes += self.populate_batch(&batch)? * page_bytes;
-                }
-            }
-        }
-        Ok(nr_bytes)
-    }
-
-    /// Fills claimed pages, and returns how many. The others are absent again.
-    fn populate_batch(&self, batch: &Batch) -> Result<u64, SourceError> {
-        let (at_hand, fetched);
-        let contents = match self.at_hand(batch) {
-            Some(found) => {
-                at_hand = found;
-                at_hand.contents(batch)
-            }
-            None => match self.runtime.block_on(self.read_unless_ended(batch)) {
-                Some(Ok(read)) => {
-                    fetched = read;
-                    self.read_contents(batch, &fetched)
-                }
-                unread => {
-                    batch.claimed().for_each(|claimed| self.installer.release(claimed));
-                    self.answer_requests();
-                    return unread.map_or(Ok(0), |failed| failed.map(|_| 0));
-                }
-            },
-        };
-        let mut done = Done::default();
-        for mut claimed in batch.claimed() {
-            while let Err(stuck) = self.installer.install(claimed, contents, Wake::Waiters, &mut done) {
-                match stuck {
-                    Stuck::Again(mask) if !self.has_ended() => {
-                        claimed.mask = mask;
-                        std::thread::yield_now();
-                    }
-                    // A fault finds what is wrong, if there is one.
-                    Stuck::Again(mask) | Stuck::Unreadable(mask) | Stuck::Refused(mask, _) => {
-                        self.installer.release(Claimed { mask, ..claimed });
-                        break;
-                    }
-                    // No thread waits any more.
-                    Stuck::Gone => {
-                        self.end(End::Gone);
-                        break;
-                    }
-                }
-            }
-        }
-        self.options.metrics.filled_bytes.inc_by(done.nr_filled * self.page_bytes(batch));
-        self.answer_requests();
-        Ok(done.nr_filled)
     }
 }
