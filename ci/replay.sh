@@ -4,6 +4,8 @@
 # The schedules are the same in each run: `SHUTTLE_FIRST_SEED=N ci/replay.sh` tries others.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# As in ci/shuttle.sh, whose build it is.
+export CARGO_PROFILE_RELEASE_LTO=off
 steps=$PWD/target/replay
 rm -f "$steps".*
 mkdir -p target
