@@ -305,7 +305,7 @@ impl HugePageLogging {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TablePlacement {
     /// On the node of the memory that it will map: of the huge page that it replaces, or of the
-    /// page that faulted.
+    /// page that faulted. The root, which maps all, is on the node of the CPU that makes the VM.
     #[default]
     HugePageNode,
     /// On the node of the CPU that runs the allocating thread.

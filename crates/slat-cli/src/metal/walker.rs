@@ -41,7 +41,7 @@ pub(super) struct Tables {
     keeps_dirty: bool,
     /// The address of the mappings, and how many there are.
     mappings: (u64, u64),
-    /// The node of all page-table pages but the root, if they have one.
+    /// The node of all page-table pages, if they have one.
     node: Option<u32>,
     answer: u64,
 }
@@ -302,8 +302,7 @@ fn compare<F: HardwareFormat>(
 fn compare_nodes(expected: &Expected<'_>, entry: &Entry, mapping: Option<&Mapping>) -> Result<bool, String> {
     let nodes = expected.nodes;
     let table = nodes.of(entry.pte.0);
-    // The root is there before the engine is asked for any memory: it is where its creator was.
-    let asked = expected.tables.node.filter(|_| entry.pte.0 & !(PAGE_SIZE - 1) != expected.tables.root);
+    let asked = expected.tables.node;
     if asked.is_some_and(|asked| table != Some(asked)) {
         return Err(format!(
             "the page-table page of the PTE at {:#x} is on node {table:?}, not {asked:?}",

@@ -8,7 +8,7 @@
 //! - `access`: whether the CPUs set A (`bits`), or a page may be kept from them (`faults`);
 //! - `dirty`: whether D of the engine is that of the PTE (`exact`), or may be one that the dirty log
 //!   has taken from it (`kept`);
-//! - `tables`: the node that all page-table pages but the root must be on, or `any`;
+//! - `tables`: the node that all page-table pages must be on, or `any`;
 //! - `mappings`: the address of the mappings, and how many there are. Each is of four words: the
 //!   guest-physical address, pages of 4 KiB, the first frame, and [`flags`] with the node that the
 //!   memory must be on;

@@ -85,7 +85,8 @@ impl<H: Host, F: Format> Tree<H, F> {
     ) -> Result<Box<Tree<H, F>>, ConfigError> {
         let encoding = Encoding::new(&config.hardware)?;
         let memory = Vacant::new()?;
-        let root = node::new_root::<H, F>(&host, &encoding).ok_or(ConfigError::OutOfMemory)?;
+        let node = config.table_placement.node_for(&host, None);
+        let root = node::new_root::<H, F>(&host, &encoding, node).ok_or(ConfigError::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         let lock = VmLock::new(&config);
         let needs_zapped_leaves = host.needs_zapped_leaves();

@@ -66,10 +66,10 @@ fn allocate<H: Host, F: Format>(
     Some(encoding.with_address_bits(table))
 }
 
-/// Allocates a root, all of whose PTEs are empty.
-pub(crate) fn new_root<H: Host, F: Format>(host: &H, encoding: &Encoding<F>) -> Option<Hpa> {
+/// Allocates a root on `node`, all of whose PTEs are empty.
+pub(crate) fn new_root<H: Host, F: Format>(host: &H, encoding: &Encoding<F>, node: TableNode) -> Option<Hpa> {
     let nr_ptes = encoding.nr_root_ptes();
-    let root = allocate(host, encoding, nr_ptes, TableNode::CallerPolicy, AllocationWait::Allowed)?;
+    let root = allocate(host, encoding, nr_ptes, node, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with this many PTEs.
     unsafe { build::<H, F>(host, root, nr_ptes, |_| Pte::<F>::empty(InvalidationSeq::FIRST).bits()) }
     Some(root)

@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 
 use crate::common::broken::Broken;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World};
-use crate::common::{MIB, Nodes, region};
+use crate::common::{MIB, Nodes, TestHost, region};
 use slat::baselines::Locking;
 use slat::dirty::HugePageLogging;
 use slat::error::FaultError;
 use slat::format::{Format, Pte};
 use slat::tables::TablePlacement;
-use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize};
+use slat::{Access, Config, Gfn, GfnRange, Host, Hpa, Level, NodeId, Outcome, PageSize, Vm};
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
@@ -128,6 +128,24 @@ fn tables_of_splits_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
         of_each_format!(splits(Config::default().with_locking(locking)));
     }
+}
+
+/// The root lies where the policy says.
+fn root<F: Format>() {
+    for policy in POLICIES {
+        let host = TestHost::default();
+        *host.nodes.lock().unwrap() = Some(NODES);
+        let vm = Vm::<_, F>::new(host, Config::default().with_table_placement(policy)).unwrap();
+        let node = vm.host().node_of(vm.root().pfn());
+        assert_eq!(node, expected(policy, NodeId(NODES.caller)), "{policy:?}");
+    }
+}
+
+#[test]
+fn the_root_lies_where_the_policy_says() {
+    slat::for_each_format!(F => {
+        root::<F>();
+    });
 }
 
 /// Levels of the PTEs of page-table pages other than the root.
