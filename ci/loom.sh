@@ -10,6 +10,8 @@
 # (ci/once.sh); again by hand: ci/loom.sh again
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# As in ci/shuttle.sh.
+export CARGO_PROFILE_RELEASE_LTO=off
 export RUSTFLAGS="--cfg loom -D warnings" CARGO_TARGET_DIR=target/loom LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-2}"
 if [ -n "${LOOM_TESTS:-}" ]; then
     read -ra tests <<<"$LOOM_TESTS"
