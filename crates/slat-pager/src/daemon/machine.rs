@@ -125,7 +125,7 @@ async fn receive(socket: &Socket, stream: &UnixStream) -> Result<HandedOver, Box
 
 /// Serves a machine whose pager has died.
 pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orphan) {
-    let Orphan { description, state, userfaultfd, monitor } = orphan;
+    let Orphan { description, state, userfaultfd, bitmap, monitor } = orphan;
     let name = name(&description);
     if description.snapshot != socket.source.identity().to_string() {
         tracing::error!(vm = name, "the snapshot is another one than that of this machine; it waits");
@@ -136,13 +136,18 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
     let attached = Regions::new(&description.regions, socket.source.size_bytes())
         .map_err(AttachError::Regions)
         .and_then(|regions| {
-            let options = options(socket, &description, None, None);
+            let bitmap = bitmap.map(|bitmap| UserfaultBitmap::new(bitmap, &regions)).transpose()?;
+            let options = options(socket, &description, None, bitmap.map(Arc::new));
             Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options)
         });
     match attached {
         Ok(vm) => {
             socket.metrics.taken_over.inc();
             tracing::info!(vm = name, pid = description.pid, present_bytes = vm.present_bytes(), "taken over");
+            if let Some(faults) = vm.vcpu_faults() {
+                let nr_threads = nr_threads(&*socket.source);
+                daemon.tasks.spawn_blocking(move || faults.fill_all(nr_threads));
+            }
             let served = Served::note(daemon, &description);
             daemon.tasks.spawn(watch(served, vm, Life::Process(monitor), slot));
         }
@@ -218,6 +223,7 @@ fn attach(
 ) -> Result<(Vm, Plan, Served), AttachError> {
     let system = |what| move |error| AttachError::System { what, error };
     let regions = Regions::new(&listed, socket.source.size_bytes())?;
+    let bitmap_file = bitmap.as_ref().map(|bitmap| FileIdentity::of(bitmap.as_fd())).transpose();
     let userfault_bitmap = match bitmap {
         Some(bitmap) => Some(Arc::new(UserfaultBitmap::new(bitmap, &regions)?)),
         None => None,
@@ -234,17 +240,13 @@ fn attach(
         snapshot: socket.source.identity().to_string(),
         regions: listed,
         boot: daemon.boot.clone(),
+        bitmap: bitmap_file.map_err(|error| AttachError::System { what: "look at the bitmap", error: error.into() })?,
     };
     let text =
         serde_json::to_vec(&description).map_err(|error| system("describe a machine")(io::Error::from(error)))?;
     let path = takeover::path_of(&daemon.runtime_folder, &description);
     let (nr_threads, nr_words) = (socket.config.threads.get(), regions.nr_words());
-    let state = match &userfault_bitmap {
-        // No successor can serve it: its vCPUs ask by a socket that ends with this process.
-        Some(_) => State::anonymous(nr_threads, nr_words),
-        None => State::create(&path, &text, nr_threads, nr_words),
-    };
-    let state = state.map_err(system("note a machine"))?;
+    let state = State::create(&path, &text, nr_threads, nr_words).map_err(system("note a machine"))?;
     let nr_regions = description.regions.len();
     let plan = socket
         .config

@@ -18,8 +18,14 @@
 //! [`MOST_REQUESTS`] requests at a time.
 //!
 //! # What is lost with the pager
-//! The monitor has one connection for each VM and makes no other: a vCPU that waits when the pager
-//! dies waits for ever, and no successor takes such a VM over.
+//! The monitor has one connection for each VM and makes no other. A vCPU waits in its monitor for a
+//! reply by that connection, so the protocol has no way to answer after the pager has died:
+//! - requests that the dead pager had read and not answered, or not read,
+//! - those of vCPUs that touch a page before the successor has filled it.
+//!
+//! These vCPUs wait for ever, unless their monitor runs them again when its socket ends. A successor
+//! fills all pages at which vCPUs leave the guest, first of all: those that do not wait by then need to
+//! ask no more, and one that is run again finds its page. Threads of the monitor lose nothing.
 
 use std::io;
 use std::ops::Range;
