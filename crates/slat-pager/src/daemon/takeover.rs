@@ -22,8 +22,9 @@
 //! # What is lost
 //! - A machine whose handshake was accepted and whose file is not there yet, a time of milliseconds:
 //!   the monitor has to load its snapshot once more.
-//! - The connection by which vCPUs ask for pages ([`guest_memfd`](crate::protocol::guest_memfd)). The
-//!   successor fills all pages at which they leave the guest, so that they need not ask.
+//! - The connection by which vCPUs ask for pages ([`guest_memfd`](crate::protocol::guest_memfd)), where
+//!   no service manager keeps it. The successor fills all pages at which they leave the guest, so that
+//!   they need not ask.
 
 #![expect(unsafe_code, reason = "files of machines that another process has made are mapped")]
 
@@ -37,6 +38,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
 
+use crate::protocol::guest_memfd::GuestAddresses;
 use crate::userfaultfd::Userfaultfd;
 use crate::vm::Region;
 use crate::vm::state::State;
@@ -82,9 +84,20 @@ pub struct Description {
     pub regions: Vec<Region>,
     /// Of this start of the system.
     pub boot: String,
-    /// The bitmap of vCPUs that use a file of the monitor.
+    /// vCPUs that use a file of the monitor.
     #[serde(default)]
-    pub bitmap: Option<FileIdentity>,
+    pub vcpus: Option<Vcpus>,
+}
+
+/// What vCPUs have that ask for pages.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Vcpus {
+    /// Their bitmap.
+    pub bitmap: FileIdentity,
+    /// The pager's end of the connection by which they ask.
+    pub connection: FileIdentity,
+    /// Where the guest has its regions.
+    pub guest: GuestAddresses,
 }
 
 /// A machine that has no pager.
@@ -217,7 +230,7 @@ unsafe fn orphan(path: &Path, boot: &str) -> io::Result<Option<Orphan>> {
     let Some(userfaultfd) = find_descriptor(&monitor, description.pid, description.userfaultfd)? else {
         return no_copy(&monitor, "userfaultfd");
     };
-    let bitmap = match description.bitmap {
+    let bitmap = match description.vcpus.as_ref().map(|vcpus| vcpus.bitmap) {
         None => None,
         Some(bitmap) => match find_descriptor(&monitor, description.pid, bitmap)? {
             Some(found) => Some(found),

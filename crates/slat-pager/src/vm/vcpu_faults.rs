@@ -26,6 +26,7 @@ use tokio::sync::oneshot;
 use super::install::{Again, Done};
 use super::pages::PageState;
 use super::regions::Placed;
+use super::state::State;
 use super::userfault_bitmap::UserfaultBitmap;
 use super::{Populator, Shared};
 use crate::source::PAGE_BYTES;
@@ -95,6 +96,11 @@ impl VcpuFaults {
             answered = answered => answered.map_err(|_| NoPage::Ended),
             _ = ended.wait_for(Option::is_some) => Err(NoPage::Ended),
         }
+    }
+
+    /// What survives the pager.
+    pub(crate) fn state(&self) -> &Arc<State> {
+        self.shared.installer.pages.state()
     }
 
     /// Fills all pages at which a vCPU leaves the guest, by up to `nr_threads` threads, behind the
