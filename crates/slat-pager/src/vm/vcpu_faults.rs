@@ -113,11 +113,8 @@ impl VcpuFaults {
             let steps = self.faulting();
             if let Err(error) = replay(&steps, &populator, nr_threads, &Progress::default()) {
                 tracing::warn!(vm = self.shared.options.name, %error, "pages for vCPUs cannot be had for now");
-                // It has ended there: others may be had.
-                steps
-                    .iter()
-                    .take_while(|_| !populator.is_over())
-                    .for_each(|step| drop(populator.populate(step.clone())));
+                // It has ended there: other pages may be had.
+                self.fill_each(&populator, &steps);
             }
             self.give_zeros_to_removed(&steps);
             if self.faulting().is_empty() {
@@ -140,6 +137,17 @@ impl VcpuFaults {
         let has_one =
             |step: &Range<u64>| step.clone().step_by(PAGE_BYTES as usize).any(|offset| self.memory.faults(offset));
         steps.filter(has_one).collect()
+    }
+
+    /// Fills pages one by one, until one fails that may be had later.
+    fn fill_each(&self, populator: &Populator, parts: &[Range<u64>]) {
+        let pages = parts.iter().flat_map(|part| part.clone().step_by(PAGE_BYTES as usize));
+        for offset in pages.filter(|offset| self.memory.faults(*offset)) {
+            let filled = populator.populate(offset..offset + PAGE_BYTES);
+            if populator.is_over() || filled.is_err_and(|error| error.may_pass()) {
+                return;
+            }
+        }
     }
 
     /// Removed pages are brought by no replay: a vCPU that touches one is given zeros.
