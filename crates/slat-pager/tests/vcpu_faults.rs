@@ -71,6 +71,11 @@ struct Machine {
 
 impl Machine {
     fn new() -> Option<Machine> {
+        Machine::with_broken(None)
+    }
+
+    /// One whose source never has that byte.
+    fn with_broken(broken: Option<u64>) -> Option<Machine> {
         let userfaultfd = userfaultfd(0)?;
         let nr_bytes = NR_PAGES * PAGE;
         let memfd = |nr_bytes: usize| {
@@ -83,7 +88,7 @@ impl Machine {
         guest.register(&userfaultfd, RegisterMode::MISSING.and(RegisterMode::MINOR));
         let bitmap = memfd(8);
         let bits = MmapOptions::new().map_raw(&bitmap).unwrap();
-        let pattern = Pattern::new(SEED, nr_bytes as u64);
+        let pattern = Pattern { broken, ..Pattern::new(SEED, nr_bytes as u64) };
         let source = Arc::new(Gated { pattern, nr_begun: AtomicU64::new(0), gate: Semaphore::new(0) });
         let regions = Regions::new(&[guest.region()], nr_bytes as u64).unwrap();
         let userfault_bitmap = Some(Arc::new(UserfaultBitmap::new(bitmap, &regions).unwrap()));
@@ -164,6 +169,43 @@ async fn a_page_that_was_removed_from_the_file_is_zeros_for_a_vcpu_that_asks_aga
     machine.look(|guest| guest.punch(9..10)).await;
     is_answered(machine.ask(9)).await;
     assert!(machine.look(|guest| guest.is_zero(9)).await && !machine.faults(9));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn zeros_whose_bit_a_dead_pager_has_not_cleared_are_had_by_a_vcpu() {
+    let Some(machine) = Machine::new().map(Arc::new) else { return };
+    machine.look(|guest| guest.punch(9..10)).await;
+    // It is mapped from here on.
+    assert!(machine.look(|guest| guest.is_zero(9)).await && !machine.faults(9));
+    machine.word().fetch_or(1 << 9, Ordering::Relaxed);
+    is_answered(machine.ask(9)).await;
+    assert!(machine.look(|guest| guest.is_zero(9)).await && !machine.faults(9));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_is_filled_for_vcpus_that_cannot_ask_but_what_cannot_be_had() {
+    let Some(machine) = Machine::with_broken(Some(40 * PAGE as u64 + 5)).map(Arc::new) else { return };
+    machine.source.gate.add_permits(Semaphore::MAX_PERMITS);
+    machine.source.pattern.nr_failures.store(3, Ordering::Relaxed);
+    machine.look(|guest| guest.punch(20..22)).await;
+    let faults = machine.vm.vcpu_faults().unwrap();
+    let filling = tokio::task::spawn_blocking(move || faults.fill_all(2));
+    let filled = async {
+        while machine.word().load(Ordering::Acquire) != 1 << 40 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(PATIENCE, filled).await.expect("all others are filled");
+    let look = |guest: &Guest| {
+        (0..NR_PAGES).filter(|page| *page != 40).for_each(|page| match page {
+            20 | 21 => assert!(guest.is_zero(page)),
+            _ => guest.verify(page, SEED),
+        });
+    };
+    machine.look(look).await;
+    assert!(!filling.is_finished(), "it tries again");
+    drop(machine);
+    timeout(PATIENCE, filling).await.expect("it ends with the machine").unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

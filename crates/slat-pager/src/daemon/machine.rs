@@ -4,7 +4,8 @@
 
 use std::error::Error;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream as StdStream;
 use std::sync::Arc;
 
 use tokio::io::Interest;
@@ -12,7 +13,8 @@ use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::takeover::{self, Description, FileIdentity, Orphan};
+use super::listen::{self, Passed};
+use super::takeover::{self, Description, FileIdentity, Orphan, Vcpus};
 use super::{Daemon, Socket};
 use crate::config::Experimental;
 use crate::protocol::guest_memfd::GuestAddresses;
@@ -61,8 +63,8 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
             return hold(&daemon, stream).await;
         }
         let userfaultfd = Arc::new(userfaultfd);
-        let (bitmap, guest) = vcpus.unzip();
-        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd), bitmap) {
+        let guest = vcpus.as_ref().map(|(_, guest)| guest.clone());
+        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd), vcpus) {
             Ok((vm, plan, served)) => {
                 drop(userfaultfd);
                 if is_handoff {
@@ -71,7 +73,12 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
                 }
                 follow(plan, &daemon, &socket, &vm);
                 let life = match guest.zip(vm.vcpu_faults()) {
-                    Some((guest, faults)) => Life::VcpuFaults(stream, guest, faults),
+                    Some((guest, faults)) => {
+                        if let Err(error) = listen::keep(stream.as_fd()) {
+                            tracing::warn!(%error, "the service manager keeps no connection of vCPUs");
+                        }
+                        Life::VcpuFaults(stream, guest, faults)
+                    }
                     None => Life::Socket(stream),
                 };
                 watch(served, vm, life, Some(slot)).await;
@@ -124,8 +131,8 @@ async fn receive(socket: &Socket, stream: &UnixStream) -> Result<HandedOver, Box
 }
 
 /// Serves a machine whose pager has died.
-pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orphan) {
-    let Orphan { description, state, userfaultfd, monitor } = orphan;
+pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orphan, passed: &mut Passed) {
+    let Orphan { description, state, userfaultfd, bitmap, monitor } = orphan;
     let name = name(&description);
     if description.snapshot != socket.source.identity().to_string() {
         tracing::error!(vm = name, "the snapshot is another one than that of this machine; it waits");
@@ -136,7 +143,8 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
     let attached = Regions::new(&description.regions, socket.source.size_bytes())
         .map_err(AttachError::Regions)
         .and_then(|regions| {
-            let options = options(socket, &description, None, None);
+            let bitmap = bitmap.map(|bitmap| UserfaultBitmap::new(bitmap, &regions)).transpose()?;
+            let options = options(socket, &description, None, bitmap.map(Arc::new));
             Vm::attach(userfaultfd, regions, Arc::clone(&socket.source), state, options)
         });
     match attached {
@@ -144,10 +152,36 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
             socket.metrics.taken_over.inc();
             tracing::info!(vm = name, pid = description.pid, present_bytes = vm.present_bytes(), "taken over");
             let served = Served::note(daemon, &description);
-            daemon.tasks.spawn(watch(served, vm, Life::Process(monitor), slot));
+            let life = match vm.vcpu_faults().zip(description.vcpus) {
+                Some((faults, vcpus)) => life_of_vcpus(daemon, socket, faults, vcpus, monitor, passed),
+                None => Life::Process(monitor),
+            };
+            daemon.tasks.spawn(watch(served, vm, life, slot));
         }
         // If the reason is its threads, it was closed; else it waits.
         Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it gets no page"),
+    }
+}
+
+/// How vCPUs go on whose pager has died: by the connection that was kept, or without one.
+fn life_of_vcpus(
+    daemon: &Daemon,
+    socket: &Socket,
+    faults: VcpuFaults,
+    vcpus: Vcpus,
+    monitor: OwnedFd,
+    passed: &mut Passed,
+) -> Life {
+    let kept = passed.take_kept(vcpus.connection).map(StdStream::from);
+    let connection = kept.and_then(|kept| kept.set_nonblocking(true).and_then(|()| UnixStream::from_std(kept)).ok());
+    match connection {
+        Some(stream) => Life::VcpuFaults(stream, vcpus.guest, faults),
+        None => {
+            tracing::warn!("the connection of vCPUs is lost: those that wait stay so, the others get all pages");
+            let nr_threads = nr_threads(&*socket.source);
+            daemon.tasks.spawn_blocking(move || faults.fill_all(nr_threads));
+            Life::Process(monitor)
+        }
     }
 }
 
@@ -214,13 +248,19 @@ fn attach(
     stream: &UnixStream,
     listed: Vec<Region>,
     userfaultfd: Arc<Userfaultfd>,
-    bitmap: Option<OwnedFd>,
+    vcpus: Option<(OwnedFd, GuestAddresses)>,
 ) -> Result<(Vm, Plan, Served), AttachError> {
     let system = |what| move |error| AttachError::System { what, error };
     let regions = Regions::new(&listed, socket.source.size_bytes())?;
-    let userfault_bitmap = match bitmap {
-        Some(bitmap) => Some(Arc::new(UserfaultBitmap::new(bitmap, &regions)?)),
-        None => None,
+    let identity = |fd: BorrowedFd<'_>| {
+        FileIdentity::of(fd).map_err(|error| AttachError::System { what: "look at a descriptor", error: error.into() })
+    };
+    let (userfault_bitmap, vcpus) = match vcpus {
+        Some((bitmap, guest)) => {
+            let vcpus = Vcpus { bitmap: identity(bitmap.as_fd())?, connection: identity(stream.as_fd())?, guest };
+            (Some(Arc::new(UserfaultBitmap::new(bitmap, &regions)?)), Some(vcpus))
+        }
+        None => (None, None),
     };
     let pid = stream.peer_cred().map_err(system("ask for the monitor's process"))?.pid().unwrap_or(0);
     let (_monitor, process) = takeover::monitor(pid)
@@ -229,22 +269,18 @@ fn attach(
         socket: socket.config.path.clone(),
         pid,
         process,
-        userfaultfd: FileIdentity::of(userfaultfd.as_fd())
-            .map_err(|error| AttachError::System { what: "look at the descriptor", error: error.into() })?,
+        userfaultfd: identity(userfaultfd.as_fd())?,
         snapshot: socket.source.identity().to_string(),
         regions: listed,
         boot: daemon.boot.clone(),
+        vcpus,
     };
     let text =
         serde_json::to_vec(&description).map_err(|error| system("describe a machine")(io::Error::from(error)))?;
     let path = takeover::path_of(&daemon.runtime_folder, &description);
     let (nr_threads, nr_words) = (socket.config.threads.get(), regions.nr_words());
-    let state = match &userfault_bitmap {
-        // No successor can serve it: its vCPUs ask by a socket that ends with this process.
-        Some(_) => State::anonymous(nr_threads, nr_words),
-        None => State::create(&path, &text, nr_threads, nr_words),
-    };
-    let state = state.map_err(system("note a machine"))?;
+    let nr_requests = if description.vcpus.is_some() { guest_memfd::MOST_REQUESTS } else { 0 };
+    let state = State::create(&path, &text, nr_threads, nr_words, nr_requests).map_err(system("note a machine"))?;
     let nr_regions = description.regions.len();
     let plan = socket
         .config
@@ -327,8 +363,8 @@ async fn ended(life: Life) {
                 }
             }
         }
-        Life::VcpuFaults(mut stream, guest, faults) => {
-            match guest_memfd::serve(&mut stream, &guest, &faults).await {
+        Life::VcpuFaults(stream, guest, faults) => {
+            match guest_memfd::serve(&stream, &guest, &faults).await {
                 Ok(()) => return,
                 Err(guest_memfd::GuestMemfdError::Io(_) | guest_memfd::GuestMemfdError::Ended) => return,
                 Err(error) => faults.distrust(&error.to_string()),

@@ -131,7 +131,8 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
         leave: left,
         served: Mutex::default(),
     };
-    let result = runtime.block_on(run(Arc::new(daemon), config, listeners, orphans, metrics, leave));
+    let start = Start { listeners, orphans, passed, metrics };
+    let result = runtime.block_on(run(Arc::new(daemon), config, start, leave));
     // Reads that are under way are of no use any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
     // A thread that does not end has its machine still: the folder is free when the process has
@@ -140,14 +141,22 @@ pub fn serve(config: &Config, standby: Standby, mut passed: Passed) -> Result<()
     result
 }
 
+/// What was opened before rights were given up.
+struct Start {
+    listeners: Vec<StdListener>,
+    orphans: Vec<Orphan>,
+    /// Listeners were taken from it.
+    passed: Passed,
+    metrics: Option<http::Listener>,
+}
+
 async fn run(
     daemon: Arc<Daemon>,
     config: &Config,
-    listeners: Vec<StdListener>,
-    orphans: Vec<Orphan>,
-    metrics: Option<http::Listener>,
+    start: Start,
     leave: watch::Sender<bool>,
 ) -> Result<(), DaemonError> {
+    let Start { listeners, orphans, mut passed, metrics } = start;
     let system = |what| move |error| DaemonError::System { what, error };
     let mut end = signal(SignalKind::terminate()).map_err(system("wait for signals"))?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system("wait for signals"))?;
@@ -174,11 +183,13 @@ async fn run(
     let listeners = listeners.into_iter().map(listen).collect::<Result<Vec<_>, _>>()?;
     for orphan in orphans {
         match sockets.iter().find(|socket| socket.config.path == orphan.description.socket) {
-            Some(socket) => machine::take_over(&daemon, socket, orphan),
+            Some(socket) => machine::take_over(&daemon, socket, orphan, &mut passed),
             None => tracing::error!(socket = %orphan.description.socket.display(), pid = orphan.description.pid,
                 "a machine of a socket that is not served any more; it waits"),
         }
     }
+    // What else was kept is of machines that are not taken over. The service manager has it still.
+    drop(passed);
     for (socket, listener) in sockets.iter().zip(listeners) {
         tracing::info!(socket = %socket.config.path.display(), memory = %socket.config.memory,
             size_bytes = socket.source.size_bytes(), "serving");

@@ -12,12 +12,19 @@
 //! file and copies the descriptor (`pidfd_getfd`). All threads of the machine that wait are woken:
 //! those whose messages were read fault again.
 //!
+//! Where vCPUs use a file of the monitor, their bitmap is found in the same way; if the monitor has
+//! mapped it and closed its descriptor, by that mapping (`/proc/PID/map_files`, which takes
+//! CAP_CHECKPOINT_RESTORE).
+//!
 //! This needs the rights to look into the monitor (`PTRACE_MODE_ATTACH`: the same user, or
 //! CAP_SYS_PTRACE where Yama restricts that), and happens before the daemon gives up its rights.
 //!
 //! # What is lost
-//! A machine whose handshake was accepted and whose file is not there yet, a time of milliseconds:
-//! the monitor has to load its snapshot once more.
+//! - A machine whose handshake was accepted and whose file is not there yet, a time of milliseconds:
+//!   the monitor has to load its snapshot once more.
+//! - The connection by which vCPUs ask for pages ([`guest_memfd`](crate::protocol::guest_memfd)), where
+//!   no service manager keeps it. The successor fills all pages at which they leave the guest, so that
+//!   they need not ask.
 
 #![expect(unsafe_code, reason = "files of machines that another process has made are mapped")]
 
@@ -31,6 +38,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
 
+use crate::protocol::guest_memfd::GuestAddresses;
 use crate::userfaultfd::Userfaultfd;
 use crate::vm::Region;
 use crate::vm::state::State;
@@ -76,6 +84,20 @@ pub struct Description {
     pub regions: Vec<Region>,
     /// Of this start of the system.
     pub boot: String,
+    /// vCPUs that use a file of the monitor.
+    #[serde(default)]
+    pub vcpus: Option<Vcpus>,
+}
+
+/// What vCPUs have that ask for pages.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Vcpus {
+    /// Their bitmap.
+    pub bitmap: FileIdentity,
+    /// The pager's end of the connection by which they ask.
+    pub connection: FileIdentity,
+    /// Where the guest has its regions.
+    pub guest: GuestAddresses,
 }
 
 /// A machine that has no pager.
@@ -87,6 +109,8 @@ pub struct Orphan {
     pub state: State,
     /// A copy of its descriptor.
     pub userfaultfd: Userfaultfd,
+    /// The bitmap of its vCPUs.
+    pub bitmap: Option<OwnedFd>,
     /// Readable once the monitor has ended.
     pub monitor: OwnedFd,
 }
@@ -203,11 +227,28 @@ unsafe fn orphan(path: &Path, boot: &str) -> io::Result<Option<Orphan>> {
     if process != description.process {
         return Ok(None);
     }
-    match find_descriptor(&monitor, &description)? {
-        Some(userfaultfd) => Ok(Some(Orphan { description, state, userfaultfd, monitor })),
-        // A monitor that ends closes its descriptors before it is gone.
-        None if has_ended(&monitor) => Ok(None),
-        None => Err(io::Error::new(io::ErrorKind::NotFound, "the monitor has no copy of its userfaultfd")),
+    let Some(userfaultfd) = find_descriptor(&monitor, description.pid, description.userfaultfd)? else {
+        return no_copy(&monitor, "userfaultfd");
+    };
+    let bitmap = match description.vcpus.as_ref().map(|vcpus| vcpus.bitmap) {
+        None => None,
+        Some(bitmap) => match find_descriptor(&monitor, description.pid, bitmap)? {
+            Some(found) => Some(found),
+            None => match find_mapping(description.pid, bitmap)? {
+                Some(found) => Some(found),
+                None => return no_copy(&monitor, "vCPUs' bitmap"),
+            },
+        },
+    };
+    let userfaultfd = Userfaultfd::from_fd(userfaultfd).map_err(io::Error::other)?;
+    Ok(Some(Orphan { description, state, userfaultfd, bitmap, monitor }))
+}
+
+/// A monitor that ends closes its descriptors before it is gone.
+fn no_copy(monitor: &OwnedFd, of: &str) -> io::Result<Option<Orphan>> {
+    match has_ended(monitor) {
+        true => Ok(None),
+        false => Err(io::Error::new(io::ErrorKind::NotFound, format!("the monitor has no copy of its {of}"))),
     }
 }
 
@@ -217,22 +258,41 @@ fn has_ended(monitor: &OwnedFd) -> bool {
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|nr| nr > 0)
 }
 
-fn find_descriptor(monitor: &OwnedFd, description: &Description) -> io::Result<Option<Userfaultfd>> {
-    let folder = PathBuf::from(format!("/proc/{}/fd", description.pid));
-    for entry in fs::read_dir(&folder)? {
+/// A copy of a descriptor that the monitor has of `file`.
+fn find_descriptor(monitor: &OwnedFd, pid: i32, file: FileIdentity) -> io::Result<Option<OwnedFd>> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
         let Some(number) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
         let Ok(stat) = rustix::fs::stat(entry.path()) else { continue };
-        let identity = FileIdentity { device: stat.st_dev, inode: stat.st_ino };
-        if identity != description.userfaultfd {
+        if (FileIdentity { device: stat.st_dev, inode: stat.st_ino }) != file {
             continue;
         }
         // The monitor may have closed it and opened another meanwhile: the copy is checked.
         let copy = pidfd_getfd(monitor, number, PidfdGetfdFlags::empty())?;
-        if let Ok(userfaultfd) = Userfaultfd::from_fd(copy)
-            && FileIdentity::of(userfaultfd.as_fd())? == description.userfaultfd
-        {
-            return Ok(Some(userfaultfd));
+        if FileIdentity::of(copy.as_fd())? == file {
+            return Ok(Some(copy));
+        }
+    }
+    Ok(None)
+}
+
+/// A descriptor of `file`, which the monitor has mapped.
+fn find_mapping(pid: i32, file: FileIdentity) -> io::Result<Option<OwnedFd>> {
+    let device = format!("{:02x}:{:02x}", rustix::fs::major(file.device), rustix::fs::minor(file.device));
+    let inode = file.inode.to_string();
+    for line in fs::read_to_string(format!("/proc/{pid}/maps"))?.lines() {
+        // ADDRESSES RIGHTS OFFSET DEVICE INODE NAME
+        let mut fields = line.split_ascii_whitespace();
+        let (Some(addresses), true) =
+            (fields.next(), fields.nth(2) == Some(device.as_str()) && fields.next() == Some(inode.as_str()))
+        else {
+            continue;
+        };
+        // It may be another mapping by now.
+        let path = format!("/proc/{pid}/map_files/{addresses}");
+        let opened = fs::OpenOptions::new().read(true).write(true).open(path)?;
+        if FileIdentity::of(opened.as_fd())? == file {
+            return Ok(Some(opened.into()));
         }
     }
     Ok(None)

@@ -17,23 +17,39 @@
 //! Nothing of a monitor is believed: descriptors, regions and addresses are checked. It has at most
 //! [`MOST_REQUESTS`] requests at a time.
 //!
-//! # What is lost with the pager
-//! The monitor has one connection for each VM and makes no other: a vCPU that waits when the pager
-//! dies waits for ever, and no successor takes such a VM over.
+//! # When the pager dies
+//! The monitor has one connection for each VM and makes no other, and a vCPU waits for the reply. So a
+//! pager has the service manager keep its end of the connection ([`keep`](crate::daemon::listen::keep)),
+//! and a request stays in the socket until it is noted in the machine's file, and there until it is
+//! answered. A successor that gets the connection answers what was noted, and goes on. A reply may
+//! come twice then: the vCPU leaves the guest once more.
+//!
+//! Without a service manager the connection is lost, and with it what the protocol has no other way
+//! to answer:
+//! - requests that the dead pager had read and not answered, or not read,
+//! - those of vCPUs that touch a page before the successor has filled it.
+//!
+//! These vCPUs wait for ever, unless their monitor runs them again when its socket ends. The successor
+//! fills all pages at which vCPUs leave the guest, first of all: those that do not wait by then need to
+//! ask no more, and one that is run again finds its page. Threads of the monitor lose nothing.
 
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use serde::Deserialize;
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{Interest, Ready};
 use tokio::net::UnixStream;
 
 use super::descriptors;
 use super::firecracker::{self, HandshakeError};
+use super::requests::Requests;
 use crate::source::PAGE_BYTES;
 use crate::userfaultfd::{NotUserfaultfd, Userfaultfd};
 use crate::vm::Region;
@@ -137,7 +153,7 @@ struct Entry {
 }
 
 /// Where a guest has its regions.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GuestAddresses {
     /// By address: addresses, and the offset of the first.
     regions: Vec<(Range<u64>, u64)>,
@@ -210,39 +226,49 @@ async fn receive_mode(stream: &UnixStream) -> Result<(), GuestMemfdError> {
     Ok(())
 }
 
-/// Answers requests until the monitor closes its socket, or the machine has ended.
+/// Answers requests until the monitor closes its socket, or the machine has ended; first those that a
+/// dead pager has left.
 ///
 /// # Errors
 /// [`GuestMemfdError`]; the socket stays open.
-pub async fn serve(
-    stream: &mut UnixStream,
-    guest: &GuestAddresses,
-    faults: &VcpuFaults,
-) -> Result<(), GuestMemfdError> {
-    let (mut reader, mut writer) = stream.split();
-    let mut frames = Frames::default();
+pub async fn serve(stream: &UnixStream, guest: &GuestAddresses, faults: &VcpuFaults) -> Result<(), GuestMemfdError> {
+    let (mut requests, mut left) = Requests::new(Arc::clone(faults.state()));
+    let mut part = [0; 4 + MAX_FRAME_BYTES as usize];
+    // What was noted and not taken from the socket is at its head, by the one look that it was noted from.
+    let mut looked = peek(stream, &mut part).unwrap_or(0);
     let mut asked = FuturesUnordered::new();
-    let mut part = [0; MAX_FRAME_BYTES as usize];
+    let ask = |place, request: FaultRequest| {
+        let FaultRequest { vcpu, offset, gpa, .. } = request;
+        let offset = gpa.map_or(Some(offset), |gpa| guest.offset_of(gpa));
+        let offset = offset.ok_or(GuestMemfdError::Outside { vcpu, gpa: gpa.unwrap_or(0) })?;
+        let offset = offset - offset % PAGE_BYTES;
+        Ok::<_, GuestMemfdError>(async move { (faults.bring(offset).await, offset, request, place) })
+    };
     loop {
+        let (found, nr_bytes) = whole_frames(&part[..looked])?;
+        for request in found {
+            if left.iter().any(|(_, noted)| *noted == request) {
+                continue;
+            }
+            let place = requests.note(&request).ok_or(GuestMemfdError::TooMany)?;
+            asked.push(ask(place, request)?);
+        }
+        take(stream, nr_bytes)?;
+        for (place, request) in left.drain(..) {
+            asked.push(ask(place, request)?);
+        }
         tokio::select! {
-            nr_bytes = reader.read(&mut part) => {
-                match nr_bytes? {
-                    0 if frames.bytes.is_empty() => return Ok(()),
-                    0 => return Err(GuestMemfdError::Ended),
-                    nr_bytes => frames.bytes.extend_from_slice(&part[..nr_bytes]),
+            found = received(stream, &mut part) => {
+                looked = found?;
+                if looked == 0 {
+                    return Ok(());
                 }
-                while let Some(request) = frames.next()? {
-                    if asked.len() == MOST_REQUESTS {
-                        return Err(GuestMemfdError::TooMany);
-                    }
-                    let FaultRequest { vcpu, offset, gpa, .. } = request;
-                    let offset = gpa.map_or(Some(offset), |gpa| guest.offset_of(gpa));
-                    let offset = offset.ok_or(GuestMemfdError::Outside { vcpu, gpa: gpa.unwrap_or(0) })?;
-                    let offset = offset - offset % PAGE_BYTES;
-                    asked.push(async move { (faults.bring(offset).await, offset, request) });
+                if whole_frames(&part[..looked])?.1 == 0 {
+                    return Err(GuestMemfdError::Ended);
                 }
             }
-            Some((brought, offset, request)) = asked.next() => {
+            Some((brought, offset, request, place)) = asked.next() => {
+                looked = 0;
                 let FaultRequest { vcpu, flags, gpa, .. } = request;
                 match brought {
                     Ok(()) => {}
@@ -250,10 +276,65 @@ pub async fn serve(
                     Err(error) => return Err(GuestMemfdError::NoPage { vcpu, error }),
                 }
                 let reply = FaultReply { vcpu: Some(vcpu), offset, len: PAGE_BYTES, flags, gpa, zero: false };
-                writer.write_all(&frame(&bitcode::encode(&reply))).await?;
+                send(stream, &frame(&bitcode::encode(&reply))).await?;
+                requests.answered(place);
             }
         }
     }
+}
+
+/// Waits for a whole frame, or for the end. Returns how many bytes of the socket's are in `part`, and
+/// leaves them there.
+async fn received(stream: &UnixStream, part: &mut [u8]) -> io::Result<usize> {
+    loop {
+        let ready = stream.ready(Interest::READABLE).await?;
+        match look(stream, part, ready) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            looked => return looked,
+        }
+    }
+}
+
+/// As [`received`]. `WouldBlock`: there is no whole frame, and the rest may come.
+fn look(stream: &UnixStream, part: &mut [u8], ready: Ready) -> io::Result<usize> {
+    stream.try_io(Interest::READABLE, || {
+        let nr_bytes = peek(stream, part)?;
+        // An error is one of the caller.
+        let is_whole = nr_bytes == 0 || whole_frames(&part[..nr_bytes]).map_or(true, |(_, nr_whole)| nr_whole > 0);
+        if is_whole || ready.is_read_closed() { Ok(nr_bytes) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    })
+}
+
+/// Copies what the socket has.
+fn peek(stream: &UnixStream, part: &mut [u8]) -> io::Result<usize> {
+    Ok(rustix::net::recv(stream, part, RecvFlags::PEEK | RecvFlags::DONTWAIT)?.1)
+}
+
+/// Takes bytes from the socket that were looked at.
+fn take(stream: &UnixStream, mut nr_bytes: usize) -> Result<(), GuestMemfdError> {
+    let mut part = [0; 4 + MAX_FRAME_BYTES as usize];
+    while nr_bytes > 0 {
+        match rustix::net::recv(stream, &mut part[..nr_bytes], RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => return Err(GuestMemfdError::Ended),
+            Ok((_, nr_taken)) => nr_bytes -= nr_taken,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
+    }
+    Ok(())
+}
+
+/// Sends a frame. A kernel's socket takes so few bytes whole, or none of them: a pager that is killed
+/// leaves no part.
+async fn send(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.writable().await?;
+        match stream.try_write(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            written => bytes = &bytes[written?..],
+        }
+    }
+    Ok(())
 }
 
 /// `body` behind its length.
@@ -263,25 +344,19 @@ fn frame(body: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// What was received and not taken.
-#[derive(Debug, Default)]
-struct Frames {
-    bytes: Vec<u8>,
-}
-
-impl Frames {
-    /// The next request that is whole.
-    fn next(&mut self) -> Result<Option<FaultRequest>, GuestMemfdError> {
-        let Some((length, rest)) = self.bytes.split_first_chunk() else { return Ok(None) };
+/// The requests that `bytes` begins with, and how many bytes they take.
+fn whole_frames(bytes: &[u8]) -> Result<(Vec<FaultRequest>, usize), GuestMemfdError> {
+    let (mut requests, mut rest) = (Vec::new(), bytes);
+    while let Some((length, behind)) = rest.split_first_chunk() {
         let nr_bytes = u32::from_le_bytes(*length);
         if nr_bytes > MAX_FRAME_BYTES {
             return Err(GuestMemfdError::TooLong { nr_bytes });
         }
-        let Some(body) = rest.get(..nr_bytes as usize) else { return Ok(None) };
-        let request = bitcode::decode(body)?;
-        self.bytes.drain(..4 + nr_bytes as usize);
-        Ok(Some(request))
+        let Some((body, behind)) = behind.split_at_checked(nr_bytes as usize) else { break };
+        requests.push(bitcode::decode(body)?);
+        rest = behind;
     }
+    Ok((requests, bytes.len() - rest.len()))
 }
 
 #[cfg(test)]
@@ -290,6 +365,7 @@ mod tests {
     use std::mem::MaybeUninit;
     use std::os::fd::{AsFd, BorrowedFd};
     use std::os::unix::net::UnixStream as Blocking;
+    use std::time::Duration;
 
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -383,22 +459,46 @@ mod tests {
         }
     }
 
+    #[tokio::test]
+    async fn a_part_of_a_frame_is_waited_for_without_work_and_is_an_end_at_the_end() {
+        let cpu_time = || rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let (mut monitor, ours) = Blocking::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let ours = UnixStream::from_std(ours).unwrap();
+        let one = frame(&bitcode::encode(&FaultRequest { vcpu: 1, offset: 2, flags: 3, gpa: None }));
+        let mut part = [0; 4 + MAX_FRAME_BYTES as usize];
+        monitor.write_all(&one[..5]).unwrap();
+        let before = cpu_time();
+        let waited = Duration::from_millis(300);
+        tokio::time::timeout(waited, super::received(&ours, &mut part)).await.unwrap_err();
+        let after = cpu_time();
+        let used_ns = (after.tv_sec - before.tv_sec) * 1_000_000_000 + (after.tv_nsec - before.tv_nsec);
+        assert!(used_ns < 100_000_000, "{used_ns} ns of CPU time in {waited:?}");
+        monitor.write_all(&[&one[5..], &one[..7]].concat()).unwrap();
+        assert_eq!(super::received(&ours, &mut part).await.unwrap(), one.len() + 7);
+        assert_eq!(whole_frames(&part[..one.len() + 7]).unwrap().1, one.len());
+        // It is there until it is taken.
+        assert_eq!(super::received(&ours, &mut part).await.unwrap(), one.len() + 7);
+        take(&ours, one.len()).unwrap();
+        drop(monitor);
+        assert_eq!(super::received(&ours, &mut part).await.unwrap(), 7);
+        take(&ours, 7).unwrap();
+        assert_eq!(super::received(&ours, &mut part).await.unwrap(), 0);
+    }
+
     #[test]
     fn frames_come_in_parts_and_wrong_ones_are_refused() {
         let request = FaultRequest { vcpu: 3, offset: 0, flags: 16, gpa: Some(1 << 40) };
-        let bytes = frame(&bitcode::encode(&request)).repeat(2);
-        let mut frames = Frames::default();
-        let mut found = Vec::new();
-        for byte in &bytes {
-            frames.bytes.push(*byte);
-            found.extend(frames.next().unwrap());
+        let one = frame(&bitcode::encode(&request));
+        let bytes = one.repeat(2);
+        for nr_bytes in 0..=bytes.len() {
+            let (found, nr_whole) = whole_frames(&bytes[..nr_bytes]).unwrap();
+            assert_eq!(nr_whole, nr_bytes / one.len() * one.len());
+            assert_eq!(found, vec![request.clone(); nr_bytes / one.len()]);
         }
-        assert_eq!(found, [request.clone(), request]);
-        let mut frames = Frames { bytes: u32::MAX.to_le_bytes().to_vec() };
-        assert!(matches!(frames.next(), Err(GuestMemfdError::TooLong { nr_bytes: u32::MAX })));
-        let mut frames = Frames { bytes: frame(&[0xff; 40]) };
-        assert!(matches!(frames.next(), Err(GuestMemfdError::Frame(_))));
-        let mut frames = Frames { bytes: frame(&[]) };
-        assert!(matches!(frames.next(), Err(GuestMemfdError::Frame(_))));
+        let refused = |bytes: &[u8]| whole_frames(bytes).unwrap_err();
+        assert!(matches!(refused(&u32::MAX.to_le_bytes()), GuestMemfdError::TooLong { nr_bytes: u32::MAX }));
+        assert!(matches!(refused(&frame(&[0xff; 40])), GuestMemfdError::Frame(_)));
+        assert!(matches!(refused(&frame(&[])), GuestMemfdError::Frame(_)));
     }
 }

@@ -237,6 +237,12 @@ impl Installer {
             Err(Stopped { error, .. }) => match error {
                 // `EFAULT`: the file has lost the page meanwhile, and the next fault says so.
                 Errno::EXIST | Errno::NOENT | Errno::FAULT => {
+                    // A pager may have died that had given it zeros.
+                    let is_there = error == Errno::EXIST && self.pages.removed(word) & mask != 0;
+                    if let (true, Some(bitmap)) = (is_there, &self.userfault_bitmap) {
+                        let offset = self.regions.all()[place].offset_of(page);
+                        bitmap.allow(offset..offset + PAGE_BYTES);
+                    }
                     self.wake(Claimed { place, word, mask }, mask);
                     done.nr_there += 1;
                     Ok(())

@@ -1,5 +1,5 @@
-//! What must survive a pager: which pages of a machine were filled and which were removed, and the
-//! messages that were read last.
+//! What must survive a pager: which pages of a machine were filled and which were removed, the
+//! messages that were read last, and what vCPUs have asked for.
 //!
 //! # Guarantees
 //! A pager that is killed at any moment leaves a file from which its successor knows
@@ -21,9 +21,11 @@
 //! | 8 | u64: bytes of the description |
 //! | 16 | u64: buffers of messages |
 //! | 24 | u64: words of a bitmap |
+//! | 32 | u64: requests of vCPUs |
 //! | 4096 | the description (JSON); its end is rounded up to 4096 |
 //! | then | the buffers, 4096 bytes each |
 //! | then | bitmap of filled pages, bitmap of removed pages |
+//! | then | the requests, 32 bytes each |
 //!
 //! # Why it is correct
 //! Words are atomic. The kernel writes to a buffer only during read(2) into it, and
@@ -43,7 +45,12 @@ use crate::userfaultfd::MESSAGE_BYTES;
 
 const MAGIC: &[u8; 8] = b"slatvm01";
 const HEADER_BYTES: usize = 4096;
+/// What of them is used.
+const HEAD_BYTES: usize = 40;
 const BUFFER_BYTES: usize = 4096;
+/// Words that a request of a vCPU has.
+pub const REQUEST_WORDS: usize = 4;
+const REQUEST_BYTES: usize = REQUEST_WORDS * 8;
 /// Messages in a buffer.
 pub const BUFFER_MESSAGES: usize = BUFFER_BYTES / MESSAGE_BYTES;
 /// One bit each says whether it is taken.
@@ -56,16 +63,18 @@ struct Layout {
     description_bytes: usize,
     nr_buffers: usize,
     nr_words: usize,
+    nr_requests: usize,
 }
 
 impl Layout {
     /// `None`: there is no such file. All sizes of one that there is fit in `isize`.
-    fn new(description_bytes: usize, nr_buffers: usize, nr_words: usize) -> Option<Layout> {
+    fn new(description_bytes: usize, nr_buffers: usize, nr_words: usize, nr_requests: usize) -> Option<Layout> {
         if description_bytes > MAX_DESCRIPTION_BYTES || !(1..=MAX_BUFFERS).contains(&nr_buffers) {
             return None;
         }
-        let layout = Layout { description_bytes, nr_buffers, nr_words };
-        let nr_bytes = nr_words.checked_mul(16)?.checked_add(layout.bitmaps_at())?;
+        let layout = Layout { description_bytes, nr_buffers, nr_words, nr_requests };
+        let requests_at = nr_words.checked_mul(16)?.checked_add(layout.bitmaps_at())?;
+        let nr_bytes = nr_requests.checked_mul(REQUEST_BYTES)?.checked_add(requests_at)?;
         isize::try_from(nr_bytes).ok()?;
         Some(layout)
     }
@@ -78,26 +87,31 @@ impl Layout {
         self.buffers_at() + self.nr_buffers * BUFFER_BYTES
     }
 
-    fn size_bytes(self) -> usize {
+    fn requests_at(self) -> usize {
         self.bitmaps_at() + 2 * self.nr_words * 8
     }
 
-    fn header(self) -> [u8; 32] {
-        let mut header = [0; 32];
+    fn size_bytes(self) -> usize {
+        self.requests_at() + self.nr_requests * REQUEST_BYTES
+    }
+
+    fn header(self) -> [u8; HEAD_BYTES] {
+        let mut header = [0; HEAD_BYTES];
         header[..8].copy_from_slice(MAGIC);
-        for (nr, number) in [self.description_bytes, self.nr_buffers, self.nr_words].into_iter().enumerate() {
+        let numbers = [self.description_bytes, self.nr_buffers, self.nr_words, self.nr_requests];
+        for (nr, number) in numbers.into_iter().enumerate() {
             header[8 + 8 * nr..16 + 8 * nr].copy_from_slice(&(number as u64).to_ne_bytes());
         }
         header
     }
 
     /// Of a file of `file_bytes` that begins with `header`.
-    fn of(header: &[u8; 32], file_bytes: u64) -> Option<Layout> {
+    fn of(header: &[u8; HEAD_BYTES], file_bytes: u64) -> Option<Layout> {
         let number = |nr: usize| {
             let (words, _) = header.as_chunks::<8>();
             usize::try_from(u64::from_ne_bytes(words[nr])).ok()
         };
-        let layout = Layout::new(number(1)?, number(2)?, number(3)?)?;
+        let layout = Layout::new(number(1)?, number(2)?, number(3)?, number(4)?)?;
         (header.starts_with(MAGIC) && layout.size_bytes() as u64 == file_bytes).then_some(layout)
     }
 }
@@ -117,7 +131,7 @@ impl State {
     /// # Errors
     /// No memory; `InvalidInput` unless there are 1 to [`MAX_BUFFERS`] buffers.
     pub fn anonymous(nr_buffers: usize, nr_words: usize) -> io::Result<State> {
-        let layout = Layout::new(0, nr_buffers, nr_words).ok_or_else(does_not_fit)?;
+        let layout = Layout::new(0, nr_buffers, nr_words, 0).ok_or_else(does_not_fit)?;
         let mapping = MmapMut::map_anon(layout.size_bytes())?.into();
         Ok(State { mapping, layout, buffers_taken: AtomicU64::new(0), file: None })
     }
@@ -128,9 +142,15 @@ impl State {
     /// # Errors
     /// Of the files; `AlreadyExists` if there is one; `InvalidInput` unless there are 1 to
     /// [`MAX_BUFFERS`] buffers, and the description is short.
-    pub fn create(path: &Path, description: &[u8], nr_buffers: usize, nr_words: usize) -> io::Result<State> {
+    pub fn create(
+        path: &Path,
+        description: &[u8],
+        nr_buffers: usize,
+        nr_words: usize,
+        nr_requests: usize,
+    ) -> io::Result<State> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
-        let layout = Layout::new(description.len(), nr_buffers, nr_words).ok_or_else(does_not_fit)?;
+        let layout = Layout::new(description.len(), nr_buffers, nr_words, nr_requests).ok_or_else(does_not_fit)?;
         let new = path.with_extension("new");
         let mut file = fs::OpenOptions::new().read(true).write(true).create_new(true).open(&new)?;
         let made = (|| {
@@ -160,7 +180,7 @@ impl State {
     pub unsafe fn open(path: &Path) -> io::Result<(State, Vec<u8>)> {
         use std::os::unix::fs::FileExt;
         let file = fs::OpenOptions::new().read(true).write(true).open(path)?;
-        let mut header = [0; 32];
+        let mut header = [0; HEAD_BYTES];
         file.read_exact_at(&mut header, 0)?;
         let layout = Layout::of(&header, file.metadata()?.len())
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the state of a machine"))?;
@@ -199,14 +219,22 @@ impl State {
         self.words(1)
     }
 
+    /// Words for requests of vCPUs that were not answered, zeros at first.
+    pub fn requests(&self) -> &[[AtomicU64; REQUEST_WORDS]] {
+        self.words_at(self.layout.requests_at(), self.layout.nr_requests * REQUEST_WORDS).as_chunks().0
+    }
+
     fn words(&self, bitmap: usize) -> &[AtomicU64] {
-        let at = self.layout.bitmaps_at() + bitmap * self.layout.nr_words * 8;
+        self.words_at(self.layout.bitmaps_at() + bitmap * self.layout.nr_words * 8, self.layout.nr_words)
+    }
+
+    /// Words that the layout has at `at`, of which 8 is a divisor.
+    fn words_at(&self, at: usize, nr_words: usize) -> &[AtomicU64] {
+        assert!(at.is_multiple_of(8) && at + nr_words * 8 <= self.layout.size_bytes());
         // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as
         // it divides the mapping's start. They are accessed as atomics only, by this and by other
         // processes. The file is not cut: it is new, or the caller of `open` has promised that.
-        unsafe {
-            std::slice::from_raw_parts(self.mapping.as_mut_ptr().add(at).cast::<AtomicU64>(), self.layout.nr_words)
-        }
+        unsafe { std::slice::from_raw_parts(self.mapping.as_mut_ptr().add(at).cast::<AtomicU64>(), nr_words) }
     }
 
     /// A buffer that no thread has; `None` if all are taken.
@@ -276,9 +304,10 @@ mod tests {
     fn what_was_written_is_found_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let state = Arc::new(State::create(&path, b"who", 2, 5).unwrap());
+        let state = Arc::new(State::create(&path, b"who", 2, 5, 3).unwrap());
         state.present()[4].store(7, Ordering::Relaxed);
         state.removed()[0].store(9, Ordering::Relaxed);
+        state.requests()[2][3].store(11, Ordering::Relaxed);
         let mut one = state.take_buffer().unwrap();
         let two = state.take_buffer().unwrap();
         assert!(state.take_buffer().is_none());
@@ -292,6 +321,7 @@ mod tests {
         assert_eq!(description, b"who");
         assert_eq!(state.present()[4].load(Ordering::Relaxed), 7);
         assert_eq!(state.removed()[0].load(Ordering::Relaxed), 9);
+        assert_eq!((state.requests().len(), state.requests()[2][3].load(Ordering::Relaxed)), (3, 11));
         assert_eq!(state.take_buffer().unwrap().messages()[1], [3; MESSAGE_BYTES]);
         assert!(state.fits(5) && !state.fits(6));
         state.forget();
@@ -302,10 +332,10 @@ mod tests {
     fn other_files_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        State::create(&path, b"who", 1, 5).unwrap();
+        State::create(&path, b"who", 1, 5, 1).unwrap();
         let good = fs::read(&path).unwrap();
         let mut numbers = good.clone();
-        numbers[24..32].fill(0xff);
+        numbers[24..40].fill(0xff);
         let mut magic = good.clone();
         magic[0] = 0;
         for bad in [&good[..good.len() - 1], &good[..20], &numbers, &magic, &[]] {
@@ -319,16 +349,16 @@ mod tests {
     fn a_file_that_is_there_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let first = State::create(&path, b"first", 1, 5).unwrap();
+        let first = State::create(&path, b"first", 1, 5, 0).unwrap();
         first.present()[4].store(7, Ordering::Relaxed);
         let before = fs::read(&path).unwrap();
-        let refused = State::create(&path, b"second", 2, 1).unwrap_err();
+        let refused = State::create(&path, b"second", 2, 1, 0).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
         assert!(!path.with_extension("new").exists());
         // Another thread makes it at this moment.
         let other = folder.path().join("other");
         fs::write(other.with_extension("new"), "a part").unwrap();
-        let refused = State::create(&other, b"second", 1, 5).unwrap_err();
+        let refused = State::create(&other, b"second", 1, 5, 0).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read(other.with_extension("new")).unwrap(), b"a part");
         assert_eq!(fs::read(&path).unwrap(), before);

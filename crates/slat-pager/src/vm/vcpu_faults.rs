@@ -9,19 +9,28 @@
 //!   anew if its page is removed meanwhile. It is brought so often at most that a monitor whose pages
 //!   cannot be filled keeps no thread busy.
 //!
+//! - [`VcpuFaults::fill_all`] leaves no page at which a vCPU leaves the guest, but those that cannot be
+//!   had: vCPUs need not ask any more.
+//!
 //! # Implementation
 //! A request is like a message: a thread of the machine takes it, and brings what it finds absent.
 //! Whoever fills pages looks for requests that are answered by it.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use thiserror::Error;
 use tokio::sync::oneshot;
 
-use super::Shared;
+use super::install::{Again, Done};
 use super::pages::PageState;
+use super::regions::Placed;
+use super::state::State;
 use super::userfault_bitmap::UserfaultBitmap;
+use super::{Populator, Shared};
+use crate::source::PAGE_BYTES;
+use crate::working_set::replay::{Progress, replay};
 
 /// Requests of vCPUs.
 #[derive(Debug, Default)]
@@ -34,6 +43,9 @@ pub(super) struct Requests {
 
 /// So often the page of a request is brought. Each time was in vain, and no read has failed for good.
 const MOST_TRIES: u32 = 64;
+/// Between two looks at what could not be had.
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 struct Request {
@@ -83,6 +95,72 @@ impl VcpuFaults {
         tokio::select! {
             answered = answered => answered.map_err(|_| NoPage::Ended),
             _ = ended.wait_for(Option::is_some) => Err(NoPage::Ended),
+        }
+    }
+
+    /// What survives the pager.
+    pub(crate) fn state(&self) -> &Arc<State> {
+        self.shared.installer.pages.state()
+    }
+
+    /// Fills all pages at which a vCPU leaves the guest, by up to `nr_threads` threads, behind the
+    /// faults of the monitor's own. Tries again what cannot be had for now. Returns once there are no
+    /// such pages, or the machine has ended.
+    pub fn fill_all(&self, nr_threads: usize) {
+        let populator = Populator { shared: Arc::clone(&self.shared) };
+        let mut pause = FIRST_PAUSE;
+        while !populator.is_over() {
+            let steps = self.faulting();
+            if let Err(error) = replay(&steps, &populator, nr_threads, &Progress::default()) {
+                tracing::warn!(vm = self.shared.options.name, %error, "pages for vCPUs cannot be had for now");
+                // It has ended there: other pages may be had.
+                self.fill_each(&populator, &steps);
+            }
+            self.give_zeros_to_removed(&steps);
+            if self.faulting().is_empty() {
+                tracing::info!(vm = self.shared.options.name, "vCPUs leave the guest at no page any more");
+                return;
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Parts of the snapshot with pages at which a vCPU leaves the guest. All such pages are in them.
+    fn faulting(&self) -> Vec<Range<u64>> {
+        const STEP_BYTES: u64 = 1 << 20;
+        let of_region = |placed: &Placed| {
+            let offsets = placed.region.offsets();
+            (offsets.start..offsets.end).step_by(STEP_BYTES as usize).map(move |s| s..offsets.end.min(s + STEP_BYTES))
+        };
+        let steps = self.shared.installer.regions.all().iter().flat_map(of_region);
+        let has_one =
+            |step: &Range<u64>| step.clone().step_by(PAGE_BYTES as usize).any(|offset| self.memory.faults(offset));
+        steps.filter(has_one).collect()
+    }
+
+    /// Fills pages one by one, until one fails that may be had later.
+    fn fill_each(&self, populator: &Populator, parts: &[Range<u64>]) {
+        let pages = parts.iter().flat_map(|part| part.clone().step_by(PAGE_BYTES as usize));
+        for offset in pages.filter(|offset| self.memory.faults(*offset)) {
+            let filled = populator.populate(offset..offset + PAGE_BYTES);
+            if populator.is_over() || filled.is_err_and(|error| error.may_pass()) {
+                return;
+            }
+        }
+    }
+
+    /// Removed pages are brought by no replay: a vCPU that touches one is given zeros.
+    fn give_zeros_to_removed(&self, parts: &[Range<u64>]) {
+        let installer = &self.shared.installer;
+        let mut done = Done::default();
+        let regions = parts.iter().flat_map(|part| installer.regions.touched_offsets(part.clone()));
+        for (place, page) in regions.flat_map(|(place, pages)| pages.map(move |page| (place, page))) {
+            let faults = self.memory.faults(installer.regions.all()[place].offset_of(page));
+            if faults && installer.pages.get(page) == PageState::Removed {
+                // What is put off is tried again with the others.
+                let _ = installer.fill_again(place, page, Again::Zeros, &mut done);
+            }
         }
     }
 

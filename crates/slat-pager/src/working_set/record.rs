@@ -30,7 +30,7 @@ pub struct Recorder {
     around_bytes: u64,
     /// Granules that were recorded, or would have been.
     seen: Box<[AtomicU64]>,
-    /// One more than the number of a page, or zero: not written yet.
+    /// One more than the number of a page, or zero: not written yet, or forgotten.
     order: Box<[AtomicU32]>,
     nr_recorded: AtomicU64,
 }
@@ -70,6 +70,20 @@ impl Recorder {
         if let Some(entry) = usize::try_from(index).ok().and_then(|index| self.order.get(index)) {
             // Fits: checked when the recorder was made.
             entry.store((offset / PAGE_BYTES) as u32 + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Records the page of byte `offset` no more, and not what was recorded for it: it was no fault
+    /// of the VM. A page near it that is touched later is recorded, as [`record`](Self::record) does.
+    /// Looks at all that was recorded.
+    pub fn forget(&self, offset: u64) {
+        let granule = offset / self.around_bytes;
+        let Some(word) = self.seen.get((granule / 64) as usize).filter(|_| offset < self.size_bytes) else { return };
+        let entry = (offset / PAGE_BYTES) as u32 + 1;
+        let nr_recorded = self.nr_recorded.load(Ordering::Relaxed).min(self.order.len() as u64) as usize;
+        if let Some(found) = self.order[..nr_recorded].iter().find(|found| found.load(Ordering::Relaxed) == entry) {
+            found.store(0, Ordering::Relaxed);
+            word.fetch_and(!(1 << (granule % 64)), Ordering::Relaxed);
         }
     }
 
@@ -114,6 +128,17 @@ mod tests {
         }
         // Room for two granules.
         assert_eq!(recorder.working_set().pages, [17, 2]);
+    }
+
+    #[test]
+    fn a_page_that_is_forgotten_was_not_recorded() {
+        let recorder = Recorder::new(Identity::from_bytes([1; 32]), 1 << 20, 1 << 14, 1 << 20).unwrap();
+        [9, 0, 4, 8, 12].iter().for_each(|page| recorder.record(page * PAGE_BYTES));
+        // The second is of a granule that has another page; the last two are of none.
+        [0, 8, 20, u64::MAX / PAGE_BYTES].iter().for_each(|page| recorder.forget(page * PAGE_BYTES));
+        assert_eq!(recorder.working_set().pages, [9, 4, 12]);
+        recorder.record(2 * PAGE_BYTES);
+        assert_eq!(recorder.working_set().pages, [9, 4, 12, 2]);
     }
 
     #[test]

@@ -7,18 +7,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use slat_pager::protocol::cloud_hypervisor::OnFailure;
 use slat_pager::protocol::cloud_hypervisor::faults::IN_FLIGHT;
 use slat_pager::protocol::cloud_hypervisor::restore::{Memory, Record, Restored, Snapshot, Then, restore};
+use slat_pager::source::{Identity, Source, SourceError};
 use slat_pager::working_set::replay::Populate;
 use tokio::runtime::Runtime;
 
 use crate::support::Pattern;
-use crate::vmm::{self, SLOTS, page_fault, request, response};
-use crate::{TIMEOUTS, patterns, snapshot};
+use crate::vmm::{self, SLOTS, Slot, page_fault, request, response};
+use crate::{TIMEOUTS, on_demand, patterns, snapshot};
 
 /// A restore whose VMM is this test: both ends of the connection for page faults.
 fn faults(snapshot: &Snapshot, on_failure: OnFailure, test: impl FnOnce(UnixStream, &Restored)) {
+    faults_of(snapshot, Memory::OnDemand { record: Record::Nothing, on_failure }, test);
+}
+
+fn faults_of(snapshot: &Snapshot, memory: Memory, test: impl FnOnce(UnixStream, &Restored)) {
     let runtime = Runtime::new().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("vmm.sock");
@@ -44,7 +51,6 @@ fn faults(snapshot: &Snapshot, on_failure: OnFailure, test: impl FnOnce(UnixStre
             }
         }
     });
-    let memory = Memory::OnDemand { record: Record::Nothing, on_failure };
     let restored = restore(&socket, snapshot, memory, Then::Run, TIMEOUTS, runtime.handle()).unwrap();
     test(vmm.join().unwrap(), &restored);
 }
@@ -202,4 +208,80 @@ fn populate_fills_across_slots_and_stops_at_the_end() {
         memory.populate(memory.size_bytes() - 4096..memory.size_bytes()).unwrap();
         assert!(memory.present_bytes() <= 3 * (64 << 10));
     });
+}
+
+const HUGE_PAGE: u64 = 2 << 20;
+/// Of a VM that asks for pages of 2 MiB; the memory itself is of small ones, which are always to be had.
+const LARGE_SLOTS: [Slot; 2] = [
+    Slot { number: 0, gpa: 0, nr_bytes: 24 * HUGE_PAGE, file_offset: 0, page_bytes: 4096 },
+    Slot { number: 1, gpa: 1 << 32, nr_bytes: 24 * HUGE_PAGE, file_offset: 0, page_bytes: 4096 },
+];
+
+/// Zeros alone.
+#[derive(Debug)]
+struct Zeros(u64);
+
+impl Source for Zeros {
+    fn size_bytes(&self) -> u64 {
+        self.0
+    }
+
+    fn identity(&self) -> Identity {
+        Identity::new("zeros", [&self.0.to_le_bytes()[..]])
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        HUGE_PAGE
+    }
+
+    fn is_zero(&self, _: std::ops::Range<u64>) -> bool {
+        true
+    }
+
+    fn read<'a>(&'a self, _: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+        into.fill(0);
+        async { Ok(()) }.boxed()
+    }
+}
+
+/// What is recorded, as numbers of huge pages, of a VM that asks for these.
+fn recorded(asked: impl IntoIterator<Item = u64>) -> Vec<u64> {
+    let memory = LARGE_SLOTS.iter().map(|slot| (slot.number, Arc::new(Zeros(slot.nr_bytes)) as Arc<dyn Source>));
+    let config = vmm::config(&LARGE_SLOTS).into_bytes();
+    let snapshot = Snapshot { config, state: b"the devices".to_vec(), memory: memory.collect() };
+    let mut pages = Vec::new();
+    faults_of(&snapshot, on_demand(Record::UpTo(1 << 30)), |mut socket, restored| {
+        for page in asked {
+            let slot = &LARGE_SLOTS[(page / 24) as usize];
+            socket.write_all(&page_fault(slot.gpa + page % 24 * HUGE_PAGE, HUGE_PAGE)).unwrap();
+            assert_eq!(response(&socket).unwrap(), 1);
+        }
+        let set = restored.recorder().unwrap().working_set();
+        pages = set.pages.iter().map(|page| u64::from(*page) * 4096 / HUGE_PAGE).collect();
+    });
+    pages
+}
+
+#[test]
+fn a_guest_of_huge_pages_has_a_working_set_though_it_begins_with_the_first() {
+    let touched = [0, 1, 2, 8, 3, 47, 4, 24];
+    assert_eq!(recorded(touched), touched);
+}
+
+#[test]
+fn a_sweep_over_huge_pages_is_not_recorded_and_what_the_guest_touches_meanwhile_is() {
+    // After each third page of the sweep.
+    let touched = [40, 47, 30, 31, 32, 36, 25];
+    let mut faults = touched.into_iter();
+    let mut asked = Vec::new();
+    for page in 0..48 {
+        if page % 3 == 0 {
+            asked.extend(faults.next());
+        }
+        if !asked.contains(&page) {
+            asked.push(page);
+        }
+    }
+    assert_eq!(recorded(asked), touched);
+    assert!(recorded(0..48).is_empty());
 }

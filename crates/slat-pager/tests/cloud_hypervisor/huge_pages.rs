@@ -77,6 +77,10 @@ fn a_vm_of_huge_pages_is_restored_on_demand_and_replayed() {
                 std::thread::yield_now();
             }
             assert_eq!(restored.counters().nr_faults.load(Ordering::Relaxed), 6);
+            // In whatever order they came.
+            let mut pages = restored.recorder().unwrap().working_set().pages;
+            pages.sort_unstable();
+            assert_eq!(pages, [0, 512, 1024, 1536, 2048, 2560]);
         },
     );
     restore_in_client(&snapshot_of(&HUGE_SLOTS, pattern), on_demand(Record::Nothing), Between::Sweep, |restored| {

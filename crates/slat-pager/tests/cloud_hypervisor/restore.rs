@@ -47,7 +47,7 @@ fn a_vm_is_restored_on_demand_and_its_working_set_replayed() {
 }
 
 #[test]
-fn the_vmms_own_sweep_is_served_and_not_recorded() {
+fn the_vmms_own_sweep_is_served_beside_the_faults_of_its_guest() {
     if !may_use_userfaultfd() {
         return;
     }
@@ -58,7 +58,6 @@ fn the_vmms_own_sweep_is_served_and_not_recorded() {
         while counters.nr_faults.load(Ordering::Relaxed) < nr_pages {
             thread::yield_now();
         }
-        assert!(counters.nr_swept.load(Ordering::Relaxed) > 0);
     });
 }
 

@@ -1,10 +1,15 @@
 //! `pack`, `inspect` and `verify` as a user calls them.
 
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::Duration;
 
 use clap::{Args, FromArgMatches};
 use slat_pager::commands::{inspect, pack, verify};
+use slat_pager::source::Source;
+use slat_pager::source::peer::Peer;
 
 use crate::bytes::{PAGE, snapshot_with, write_sparse};
 
@@ -54,4 +59,51 @@ fn arguments_that_are_none() {
         assert!(parse::<pack::PackArgs>(arguments).is_err(), "{arguments:?}");
     }
     assert!(parse::<inspect::InspectArgs>(&["peer:host:1/vm", "--certificates", "a"]).is_err(), "no key");
+}
+
+/// Servers that are started again at the same moment, as by two service managers.
+#[tokio::test(flavor = "multi_thread")]
+async fn of_many_servers_that_start_at_once_one_serves() {
+    const NR_SERVERS: usize = 8;
+    let folder = tempfile::tempdir().unwrap();
+    let (file, path) = (folder.path().join("mem"), folder.path().join("peer.sock"));
+    let content = snapshot_with(1, 8, |_| false);
+    std::fs::write(&file, &content).unwrap();
+    // What a dead one has left. In later rounds it is what a killed one has.
+    drop(UnixListener::bind(&path).unwrap());
+    for round in 0..5 {
+        let start = |_| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_slat-pager"));
+            command
+                .arg("share")
+                .arg(format!("vm={}", text(&file)))
+                .arg("--listen")
+                .arg(format!("unix:{}", text(&path)));
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let started: Vec<Child> = (0..NR_SERVERS).map(start).collect();
+        let (mut serving, mut refused) = (Vec::new(), Vec::new());
+        for mut child in started {
+            // It says that it listens, or ends without a word.
+            let mut line = String::new();
+            BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+            if line.starts_with("listening") { serving.push(child) } else { refused.push(child) }
+        }
+        assert_eq!((serving.len(), refused.len()), (1, NR_SERVERS - 1), "round {round}");
+        for mut child in refused {
+            let mut why = String::new();
+            child.stderr.take().unwrap().read_to_string(&mut why).unwrap();
+            assert!(why.contains("in use") && !child.wait().unwrap().success(), "{why}");
+        }
+        let address = format!("unix:{}", text(&path)).parse().unwrap();
+        let peer = Peer::open_local(&address, "vm").await.unwrap();
+        let mut found = vec![0; content.len()];
+        tokio::time::timeout(Duration::from_secs(60), peer.read(0, &mut found)).await.unwrap().unwrap();
+        assert!(found == content);
+        for mut child in serving {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert!(path.exists() && !folder.path().join("peer.sock.lock").exists());
+    }
 }

@@ -140,9 +140,12 @@ impl FaultServer {
         };
         let flat = slot.start + range.start..slot.start + range.end;
         let asker = sweep.ask(&flat);
-        match asker {
-            Asker::Vmm => {
-                self.counters.nr_swept.fetch_add(1, Ordering::Relaxed);
+        match &asker {
+            Asker::Vmm(doubtful) => {
+                self.counters.nr_swept.fetch_add(1 + doubtful.len() as u64, Ordering::Relaxed);
+                if let Some(recorder) = &self.recorder {
+                    doubtful.iter().for_each(|offset| recorder.forget(*offset));
+                }
             }
             Asker::Guest => {
                 if let Some(recorder) = &self.recorder {
