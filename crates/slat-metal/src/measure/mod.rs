@@ -1,5 +1,5 @@
 //! Instructions for each event of the engine, on a machine whose time-stamp counter counts them:
-//! QEMU with `-icount shift=0`. With several CPUs it has the instructions of all ([`together`]); what
+//! QEMU with `-icount shift=0`. With several CPUs it has the instructions of all (`together`); what
 //! follows is of one.
 //!
 //! # What is in a count
