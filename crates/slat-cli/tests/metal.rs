@@ -89,7 +89,10 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --live", "--live shows the software machine"),
         ("metal --guest suite --append quiet", "--append goes with --guest linux, migration or measure"),
         ("metal --guest measure --kernel x", "--kernel goes with --guest linux"),
-        ("metal --guest measure --cpus 2", "counts the instructions of one CPU; leave --cpus out"),
+        ("metal --guest measure --cpus 0", "0 is not in 1..=7"),
+        ("metal --guest measure --cpus 5", "--guest measure is of at most 4 CPUs"),
+        ("metal --machine arm --guest measure --cpus 2", "with --machine arm is of one CPU; leave --cpus out"),
+        ("metal --machine riscv --guest measure --cpus 4", "with --machine riscv is of one CPU; leave --cpus out"),
         ("metal --guest measure --control no-flush", "--control goes with --guest suite or linux"),
         ("metal --guest migration --operations 5", "--operations goes with --guest suite or linux"),
         ("metal --guest migration --control no-flush", "--control no-flush has no meaning with --guest migration"),
@@ -373,6 +376,33 @@ exit 33";
     };
     assert_eq!((find("demand_fault", "lazy"), find("demand_fault", "leaves")), (1, 1));
     assert_eq!((find("write_protect_fault", "lazy"), find("write_protect_fault", "leaves")), (1, 0));
+}
+
+#[test]
+fn instructions_of_several_cpus_are_counted_together() {
+    let script = "\
+echo \"$@\"
+echo 'figure demand_fault_mean_lazy 450 instructions' >&2
+echo 'figure demand_fault_mean_leaves 450 instructions' >&2
+echo 'verdict pass all measured' >&2
+exit 33";
+    let path = file("measure-4.json");
+    let output = measure("measure-4", script, &format!("--cpus 4 --json {}", path.display()));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    for words in [
+        "-accel tcg,thread=single -cpu EPYC",
+        "-icount shift=0,sleep=off -seed 1",
+        "-smp 4 ",
+        "-append guest=measure cpus=4 seed=1",
+        "Instructions of 4 CPUs together for each event",
+        "| Demand fault, mean            |        450 |          450 |",
+    ] {
+        assert!(text.contains(words), "no '{words}' in:\n{text}");
+    }
+    let object = read(&path);
+    let figures = object["results"].as_array().unwrap();
+    assert!(!figures.is_empty() && figures.iter().all(|figure| figure["labels"]["cpus"] == 4), "{figures:?}");
 }
 
 #[test]

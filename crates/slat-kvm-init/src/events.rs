@@ -26,9 +26,8 @@ const ROUNDS: u64 = 5;
 /// Each page of the bitmap.
 const ALL: Bitmap = [u64::MAX; NR_PAGES as usize / 64];
 
-/// Measures everything.
-pub(crate) fn measure(console: &mut Console, paging: &str) -> Result<(), Wrong> {
-    let clock = Clock::new()?;
+/// Measures everything that one CPU does alone.
+pub(crate) fn measure(console: &mut Console, paging: &str, clock: Clock) -> Result<(), Wrong> {
     let access = faults(console, paging, clock)?;
     log_at_once(console, paging, clock, access)?;
     log_in_two_steps(console, paging, clock)?;
@@ -69,7 +68,7 @@ fn check_guest_clock(subject: &mut Subject, clock: Clock) -> Result<(), Wrong> {
 }
 
 /// The count of a call that succeeds.
-fn called(clock: Clock, call: impl FnOnce() -> Result<(), Wrong>) -> Result<u64, Wrong> {
+pub(crate) fn called(clock: Clock, call: impl FnOnce() -> Result<(), Wrong>) -> Result<u64, Wrong> {
     let (result, count) = clock.time(call);
     result.map(|()| count)
 }

@@ -6,7 +6,8 @@
 //! # Implementation
 //! 1. The modules are in `/modules` ([`modules`]). On x86 KVM is measured twice: with nested paging,
 //!    and with shadow page tables.
-//! 2. [`events`] measures, with a VM ([`vm`]) on memory of this process ([`memory`]).
+//! 2. [`events`] measures, with a VM ([`vm`]) on memory of this process ([`memory`]). On x86
+//!    `together` does, with as many vCPUs as the machine has CPUs.
 //! 3. The figures go to the machine's debug console, in the lines that `slat-metal` writes, and the
 //!    machine ends by the same device or call ([`console`]).
 //!
@@ -20,12 +21,17 @@ compile_error!("it is the init program of a Linux machine on x86-64, Arm or RISC
 mod arch;
 mod clock;
 mod console;
+#[cfg(target_arch = "x86_64")]
+mod cpus;
 mod events;
 mod memory;
 mod modules;
+#[cfg(target_arch = "x86_64")]
+mod together;
 mod vm;
 mod wrong;
 
+use clock::Clock;
 use console::{Console, Verdict};
 use wrong::Wrong;
 
@@ -59,10 +65,24 @@ fn measure(console: &mut Console) -> Result<(), Wrong> {
         if let Some(module) = paging.module {
             modules::load(module.file, module.parameters)?;
         }
-        events::measure(console, paging.name)?;
+        measure_paging(console, paging.name)?;
         if let Some(module) = paging.module {
             modules::unload(module.name)?;
         }
     }
     Ok(())
+}
+
+/// Measures KVM as it is loaded. With several CPUs other events are.
+fn measure_paging(console: &mut Console, paging: &str) -> Result<(), Wrong> {
+    let clock = Clock::new()?;
+    #[cfg(target_arch = "x86_64")]
+    {
+        let nr_cpus = cpus::number()?;
+        together::measure(console, paging, clock, nr_cpus)?;
+        if nr_cpus > 1 {
+            return Ok(());
+        }
+    }
+    events::measure(console, paging, clock)
 }

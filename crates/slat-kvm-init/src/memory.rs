@@ -33,7 +33,7 @@ pub(crate) enum Pages {
 /// Memory, at a multiple of 2 MiB. All of it is there, and zeroed.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    mapping: *mut u8,
+    mapping: usize,
     mapped: usize,
     start: u64,
     size_bytes: u64,
@@ -50,8 +50,8 @@ impl Memory {
         // SAFETY: at an address of the kernel's choice.
         let mapping = unsafe { mmap_anonymous(ptr::null_mut(), mapped, ProtFlags::READ | ProtFlags::WRITE, flags) }
             .map_err(|error| Wrong::system("map memory", error))?
-            .cast::<u8>();
-        let start = (mapping.expose_provenance() as u64).next_multiple_of(SIZE_2M);
+            .expose_provenance();
+        let start = (mapping as u64).next_multiple_of(SIZE_2M);
         let memory = Memory { mapping, mapped, start, size_bytes };
         if pages == Pages::Small {
             memory.advise(0, size_bytes, Advice::LinuxNoHugepage)?;
@@ -101,7 +101,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: mapped by `new`, and not used any more. It may fail only for a bad address.
-        let _ = unsafe { munmap(self.mapping.cast(), self.mapped) };
+        let _ = unsafe { munmap(ptr::with_exposed_provenance_mut(self.mapping), self.mapped) };
     }
 }
 

@@ -25,6 +25,7 @@
 extern crate alloc;
 
 pub mod arch;
+mod barrier;
 pub mod boot;
 pub mod bootargs;
 pub mod console;

@@ -9,6 +9,7 @@ use alloc::vec::Vec;
 use slat::NodeId;
 use spin::Once;
 
+use crate::arch::measured::MAX_CPUS;
 use crate::arch::{self, clock};
 use crate::boot::{self, BootInfo};
 use crate::host::Control;
@@ -18,7 +19,7 @@ use crate::nodes::Nodes;
 use crate::options::{Guest, Options};
 use crate::suite::{self, Done, Part, Rounds, Suite};
 use crate::virtual_cpu::VirtualCpu;
-use crate::{error, measure, say};
+use crate::{error, say};
 
 /// What the suite and the counts need, with all CPUs: what the guest accesses, the copy of it, the
 /// private memory of each CPU, and page tables. Linux needs more, and says how much.
@@ -50,7 +51,7 @@ pub unsafe fn boot_cpu(boot: BootInfo, free_bytes: usize) -> ! {
     let virtualization = arch::set_up();
     let nr_helpers = match options.guest {
         Guest::Suite => 0,
-        Guest::Measure if options.nr_cpus != 1 => error!("instructions are counted with one CPU"),
+        Guest::Measure if options.nr_cpus > MAX_CPUS => error!("instructions are counted with {MAX_CPUS} CPUs at most"),
         Guest::Measure => 0,
         Guest::Wild if options.nr_cpus != 1 => error!("the guest that runs wild has one CPU"),
         // One CPU is the hypervisor's own.
@@ -122,11 +123,6 @@ pub fn source(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
 pub fn target(options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
     let linux = Linux::target(options, boot, free_bytes);
     Box::new(move |cpu| linux.run(cpu))
-}
-
-/// The work with the guest by which instructions are counted.
-pub fn measure<V: VirtualCpu>() -> Box<Work> {
-    Box::new(|_| measure::run::<V>())
 }
 
 /// The work of another CPU.

@@ -3,7 +3,9 @@
 //!
 //! Each machine runs twice, and both runs must count the same: otherwise something else than
 //! instructions was counted. So KVM's counts are those of any later run, and `slat compare` has
-//! them from a file ([`saved`]). What is in a count is said in docs/instructions.md.
+//! them from a file ([`saved`]). With several CPUs there are other events ([`TOGETHER`]), and Linux's
+//! own work comes between those of KVM in each run in another way: how much is said. What is in a
+//! count is said in docs/instructions.md.
 
 use std::io::{self, Write};
 
@@ -41,6 +43,13 @@ pub(crate) const EVENTS: [(&str, &str); 13] = [
     ("write_fault_2m", "  the first write to it"),
     ("invalidate_page", "Invalidate a page"),
     ("invalidate_range", "Invalidate 16 MiB, each page"),
+];
+
+/// The same with several CPUs at the same time.
+const TOGETHER: [(&str, &str); 3] = [
+    ("demand_fault_mean", "Demand fault, mean"),
+    ("write_protect_fault_mean", "Write-protect fault, mean"),
+    ("invalidate_page_running", "Invalidate a page, others run"),
 ];
 
 /// A column: whose figures, and the end of their names.
@@ -99,9 +108,9 @@ impl System {
         matches!(self, System::SlatLazy | System::SlatLeaves)
     }
 
-    fn labels(self) -> Labels {
+    fn labels(self, nr_cpus: u32) -> Labels {
         let name = if self.is_slat() { "slat" } else { "kvm" };
-        labels([("system", json!(name)), ("variant", json!(self.ending()))])
+        labels([("system", json!(name)), ("variant", json!(self.ending())), ("cpus", json!(nr_cpus))])
     }
 }
 
@@ -126,6 +135,15 @@ impl Counts {
         Some(format!("{name}: {} and {}", number(self.get(name)), number(other.get(name))))
     }
 
+    /// How far the samples of a figure are apart, at most, as a share of the least one.
+    fn spread(&self) -> f64 {
+        let of_figure = |samples: &[f64]| {
+            let (least, most) = (least(samples)?, samples.iter().copied().reduce(f64::max)?);
+            (least > 0.0).then_some((most - least) / least)
+        };
+        self.0.iter().filter_map(|(_, _, samples)| of_figure(samples)).fold(0.0, f64::max)
+    }
+
     /// These, and the samples that `other` has of them.
     fn with(mut self, other: &Counts) -> Counts {
         for (name, _, samples) in &mut self.0 {
@@ -144,9 +162,14 @@ impl Counts {
     }
 }
 
+fn least(samples: &[f64]) -> Option<f64> {
+    samples.iter().copied().reduce(f64::min)
+}
+
 /// All that was measured.
 struct Measured {
     architecture: Architecture,
+    nr_cpus: u32,
     slat: Counts,
     kvm: Option<Counts>,
     /// The command line of its kernel.
@@ -157,8 +180,8 @@ struct Measured {
 impl Measured {
     /// Of slat alone, so far.
     fn new(plan: &Plan, slat: Counts, not_run: Option<NotRun>) -> Measured {
-        let architecture = plan.machine.architecture();
-        Measured { architecture, slat, kvm: None, kvm_words: plan.kvm_words(), not_run }
+        let (architecture, nr_cpus) = (plan.machine.architecture(), plan.nr_cpus);
+        Measured { architecture, nr_cpus, slat, kvm: None, kvm_words: plan.kvm_words(), not_run }
     }
 
     /// An event of a system, in each run. slat's are of one way of tracking, or of both.
@@ -171,8 +194,14 @@ impl Measured {
         }
     }
 
+    /// The least one.
     fn count(&self, event: &str, system: System) -> Option<f64> {
-        self.samples(event, system)?.first().copied()
+        least(self.samples(event, system)?)
+    }
+
+    /// The events in the table.
+    fn events(&self) -> &'static [(&'static str, &'static str)] {
+        if self.nr_cpus == 1 { &EVENTS } else { &TOGETHER }
     }
 
     /// How many times as many instructions KVM takes with page tables of the same kind.
@@ -203,8 +232,12 @@ pub(super) fn run(args: &MetalArgs, plan: &Plan, session: &Session) -> Result<Ou
     let mut measured = Measured::new(plan, slat, not_run);
     if let Some(counted_on) = counted_on {
         let (kvm, differs) = twice(plan, &machine, Boot::Kvm, Shown::Lines, session)?;
-        difference = difference.or(differs);
-        if difference.is_none()
+        if plan.nr_cpus == 1 {
+            difference = difference.or(differs);
+        }
+        // The comparison is with one CPU.
+        if plan.nr_cpus == 1
+            && difference.is_none()
             && let Err(error) = saved::write(&file, &counted_on, &kvm)
         {
             let file = file.display();
@@ -254,12 +287,22 @@ fn conclude(
     let outcome = Outcome::new(results, |out| {
         print(out, measured, &measured_on(machine))?;
         match difference {
-            None => writeln!(out, "\nVerified: a loop of known length counts as that, and two runs count the same."),
+            None => writeln!(out, "\nVerified: a loop of known length counts as that, and {}.", equality(measured)),
             Some(_) => Ok(()),
         }
     })?;
     let shortfall = difference.map(|what| Shortfall::Check(format!("two runs did not count the same: {what}")));
     Ok(Outcome { shortfall, ..outcome })
+}
+
+/// How equal the runs of each machine are, in words.
+fn equality(measured: &Measured) -> String {
+    match &measured.kvm {
+        Some(kvm) if measured.nr_cpus > 1 => {
+            format!("two runs of slat count the same; those of KVM differ by up to {:.1}%", 100.0 * kvm.spread())
+        }
+        _ => "two runs count the same".to_owned(),
+    }
 }
 
 /// The counts of a machine that passed.
@@ -273,20 +316,22 @@ fn checked(plan: &Plan, ended: Ended) -> Result<Counts, Failure> {
 fn figures(measured: &Measured) -> Vec<Figure> {
     let systems = System::all(measured.architecture);
     let mut figures = Vec::new();
-    for (event, _) in EVENTS {
+    let all_events = || EVENTS.iter().chain(&TOGETHER);
+    for &(event, _) in all_events() {
         for &system in systems {
-            let figure =
-                |samples: &[f64]| Figure::new(event, Unit::Instructions, &system.labels(), samples.iter().copied());
+            let labels = system.labels(measured.nr_cpus);
+            let figure = |samples: &[f64]| Figure::new(event, Unit::Instructions, &labels, samples.iter().copied());
             figures.extend(measured.samples(event, system).map(figure));
         }
         let ratio = measured.ratio(event);
         figures.extend(ratio.map(|ratio| {
-            Figure::new(format!("{event}_ratio"), Unit::Ratio, &Labels::new(), [ratio]).with_better(Some(Better::More))
+            let labels = labels([("cpus", json!(measured.nr_cpus))]);
+            Figure::new(format!("{event}_ratio"), Unit::Ratio, &labels, [ratio]).with_better(Some(Better::More))
         }));
     }
     // All else as it came: shares of the above, and what was needed to count.
     let is_event = |name: &str| {
-        EVENTS.iter().any(|(event, _)| {
+        all_events().any(|(event, _)| {
             let ending = name.strip_prefix(event).map(|rest| rest.trim_start_matches('_'));
             ending.is_some_and(|ending| ending.is_empty() || systems.iter().any(|of| of.ending() == ending))
         })
@@ -294,7 +339,7 @@ fn figures(measured: &Measured) -> Vec<Figure> {
     let others = [("slat", Some(&measured.slat)), ("kvm", measured.kvm.as_ref())];
     for (system, counts) in others {
         for (name, unit, samples) in counts.iter().flat_map(|counts| &counts.0).filter(|(name, ..)| !is_event(name)) {
-            let labels = labels([("system", json!(system))]);
+            let labels = labels([("system", json!(system)), ("cpus", json!(measured.nr_cpus))]);
             figures.push(Figure::new(name, *unit, &labels, samples.iter().copied()).with_better(None));
         }
     }
@@ -306,25 +351,38 @@ fn number(value: Option<f64>) -> String {
 }
 
 fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Result<()> {
-    writeln!(out, "\nInstructions for each event; {measured_on}, one CPU, 4096 pages.\n")?;
+    match measured.nr_cpus {
+        1 => writeln!(out, "\nInstructions for each event; {measured_on}, one CPU, 4096 pages.\n")?,
+        nr_cpus => {
+            writeln!(out, "\nInstructions of {nr_cpus} CPUs together for each event; {measured_on}, 4096 pages.\n")?;
+        }
+    }
     let systems = System::all(measured.architecture);
     let titles = systems.iter().map(|system| system.title().to_owned());
     let mut table = table::figures(["Event".to_owned()].into_iter().chain(titles).chain(["KVM / slat".to_owned()]));
-    for (event, title) in EVENTS {
+    for &(event, title) in measured.events() {
         let cells = systems.iter().map(|&system| number(measured.count(event, system)));
         let ratio = measured.ratio(event).map_or(NOTHING.to_owned(), times);
         table.add_row([title.to_owned()].into_iter().chain(cells).chain([ratio]));
     }
     writeln!(out, "{table}\n")?;
-    print_parts(out, measured)?;
-    writeln!(
-        out,
-        "\nKVM / slat: \"{}\" by \"{}\". A fault: from the guest's write until it goes on, by the same code\n\
-         in both guests; the frame is there, and zeroed. KVM's calls have the system call with them; its\n\
-         invalidations are what its notifier adds to madvise(). See docs/instructions.md.",
-        System::peer(measured.architecture).title(),
-        System::SlatLazy.title()
-    )?;
+    let (peer, slat) = (System::peer(measured.architecture).title(), System::SlatLazy.title());
+    if measured.nr_cpus == 1 {
+        print_parts(out, measured)?;
+        writeln!(
+            out,
+            "\nKVM / slat: \"{peer}\" by \"{slat}\". A fault: from the guest's write until it goes on, by the same code\n\
+             in both guests; the frame is there, and zeroed. KVM's calls have the system call with them; its\n\
+             invalidations are what its notifier adds to madvise(). See docs/instructions.md."
+        )?;
+    } else {
+        writeln!(
+            out,
+            "KVM / slat: \"{peer}\" by \"{slat}\". All CPUs write at the same time, on the same page-table pages. What\n\
+             they execute together is divided by their faults. The emulator runs them in turns. See\n\
+             docs/instructions.md."
+        )?;
+    }
     let per_fault = measured.kvm.as_ref().and_then(|kvm| kvm.get("pages_per_demand_fault_shadow"));
     if let Some(nr_pages) = per_fault.filter(|&nr_pages| nr_pages > 1.0) {
         writeln!(out, "A demand fault of KVM's shadow page tables maps {} pages.", digits(nr_pages, true))?;
@@ -371,8 +429,8 @@ mod tests {
             ("get_leaves", 0.25),
         ]);
         let kvm = counts([("demand_fault_tdp", 2000.0), ("demand_fault_shadow", 8000.0), ("get_tdp", 1.0)]);
-        let architecture = Architecture::X86;
-        Measured { architecture, slat, kvm: Some(kvm), kvm_words: String::new(), not_run: None }
+        let (architecture, nr_cpus) = (Architecture::X86, 1);
+        Measured { architecture, nr_cpus, slat, kvm: Some(kvm), kvm_words: String::new(), not_run: None }
     }
 
     #[test]
@@ -409,6 +467,25 @@ mod tests {
         let find = |name: &str| figures.iter().filter(|figure| figure.name == name).count();
         assert_eq!((find("demand_fault"), find("demand_fault_ratio"), find("get")), (4, 1, 3));
         assert_eq!((find("clock"), find("demand_fault_engine"), find("demand_fault_tdp")), (1, 1, 0));
+    }
+
+    #[test]
+    fn several_cpus_have_a_table_of_their_own() {
+        let slat = counts([("demand_fault_mean_lazy", 450.0), ("invalidate_page_running_lazy", 900.0)]);
+        let mut kvm = counts([("demand_fault_mean_tdp", 2727.0), ("demand_fault_mean_shadow", 8000.0)]);
+        kvm = kvm.with(&counts([("demand_fault_mean_tdp", 2700.0)]));
+        let measured = Measured { nr_cpus: 4, slat, kvm: Some(kvm), ..measured() };
+        let mut out = Vec::new();
+        print(&mut out, &measured, "CPUs").unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("Instructions of 4 CPUs together") && !text.contains("Log on"), "{text}");
+        // The least of both runs.
+        let row = text.lines().find(|line| line.starts_with("| Demand fault, mean ")).unwrap();
+        assert!(row.contains(" 2700 ") && row.ends_with(" 6.00× |"), "{row}");
+        assert!(equality(&measured).ends_with("those of KVM differ by up to 1.0%"));
+        let figures = figures(&measured);
+        assert!(figures.iter().all(|figure| figure.labels["cpus"] == json!(4)));
+        assert_eq!(figures.iter().filter(|figure| figure.name == "demand_fault_mean").count(), 3);
     }
 
     #[test]

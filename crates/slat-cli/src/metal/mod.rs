@@ -68,7 +68,7 @@ pub(crate) struct MetalArgs {
     /// What runs on the hypervisor
     #[arg(long, value_name = "GUEST", value_enum, default_value_t = GuestArg::Linux)]
     guest: GuestArg,
-    /// Number of CPUs of the guest, up to 7 [default: 2; measure and wild: 1]
+    /// Number of CPUs of the guest, up to 7; measure: up to 4 [default: 2; measure and wild: 1]
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=7))]
     cpus: Option<u32>,
     /// Number of NUMA nodes of the machine, up to 4

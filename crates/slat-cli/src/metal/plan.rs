@@ -23,6 +23,9 @@ const HYPERVISOR_MEMORY: u64 = 256 << 20;
 /// with it. And work that lasts until it has come.
 const OF_MIGRATION: &str = "clocksource=tsc tsc=reliable hpet=disable slat.rounds=8 slat.pages=8000";
 
+/// CPUs that instructions are counted of, at most.
+const MAX_MEASURED_CPUS: u32 = 4;
+
 /// The run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Plan {
@@ -74,8 +77,12 @@ impl Plan {
         if migrates && args.operations.is_some() {
             return usage("--operations goes with --guest suite or linux");
         }
-        if measures && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
-            return usage("--guest measure counts the instructions of one CPU; leave --cpus out");
+        if measures && args.machine != MachineArg::Svm && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
+            let machine = args.machine.name();
+            return usage(&format!("--guest measure with --machine {machine} is of one CPU; leave --cpus out"));
+        }
+        if measures && args.cpus.is_some_and(|nr_cpus| nr_cpus > MAX_MEASURED_CPUS) {
+            return usage(&format!("--guest measure is of at most {MAX_MEASURED_CPUS} CPUs"));
         }
         if measures && (args.operations.is_some() || args.memory.is_some()) {
             return usage("--operations and --memory go with --guest suite or linux");
@@ -314,10 +321,15 @@ mod tests {
     }
 
     #[test]
-    fn instructions_are_counted_with_one_cpu() {
-        let plan = plan("slat metal --guest measure --append mitigations=auto").unwrap();
+    fn instructions_are_counted_with_one_cpu_unless_more_are_asked_for() {
+        let plan_of = |options: &str| plan(&format!("slat metal --guest measure {options}")).unwrap();
+        let plan = plan_of("--append mitigations=auto");
         assert!(plan.hypervisor_words().starts_with("guest=measure cpus=1 "));
         assert!(plan.kvm_words().ends_with("mitigations=off mitigations=auto"));
+        let plan = plan_of("--cpus 4");
+        assert!(plan.hypervisor_words().starts_with("guest=measure cpus=4 "));
+        assert_eq!((plan.nr_machine_cpus(), plan.accelerator()), (4, "tcg,thread=single"));
+        assert_eq!(plan_of("--machine arm --cpus 1").nr_cpus, 1);
     }
 
     #[test]

@@ -70,10 +70,10 @@ pub(super) unsafe fn semihosting_call(operation: u64, argument: &[u8]) {
 /// (Documentation/virt/kvm/api.rst, 4.80).
 const SET_DEVICE_ATTR: u64 = 1 << 30 | (size_of::<kvm_device_attr>() as u64) << 16 | (KVMIO as u64) << 8 | 0xe1;
 
-/// A vCPU whose hypercalls come to this process: the guest makes one at its end, and has the address
+/// The vCPU `number`, whose hypercalls come to this process: the guest makes one at its end, and has the address
 /// of its block where the number of a call is. (Documentation/virt/kvm/devices/vm.rst, 6.2
 /// "`KVM_ARM_VM_SMCCC_FILTER`". The filter cannot be set when the vCPU has run.)
-pub(crate) fn new_vcpu(_kvm: &Kvm, vm: &VmFd, start: Start) -> Result<VcpuFd, Wrong> {
+pub(crate) fn new_vcpu(_kvm: &Kvm, vm: &VmFd, number: u64, start: Start) -> Result<VcpuFd, Wrong> {
     let filter = kvm_smccc_filter {
         base: start.block as u32,
         nr_functions: 1,
@@ -90,7 +90,7 @@ pub(crate) fn new_vcpu(_kvm: &Kvm, vm: &VmFd, start: Start) -> Result<VcpuFd, Wr
     if unsafe { libc::ioctl(vm.as_raw_fd(), SET_DEVICE_ATTR as _, &raw const attribute) } != 0 {
         return Err(Wrong::system("have hypercalls come to this process", io::Error::last_os_error()));
     }
-    let vcpu = tried("create a vCPU", vm.create_vcpu(0))?;
+    let vcpu = tried("create a vCPU", vm.create_vcpu(number))?;
     let mut init = kvm_vcpu_init::default();
     tried("get the kind of the CPU", vm.get_preferred_target(&mut init))?;
     tried("make the vCPU one of the same kind", vcpu.vcpu_init(&init))?;

@@ -99,9 +99,9 @@ pub(super) unsafe fn semihosting_call(operation: u64, argument: &[u8]) {
     }
 }
 
-/// A vCPU as KVM has it.
-pub(crate) fn new_vcpu(_kvm: &Kvm, vm: &VmFd, _start: Start) -> Result<VcpuFd, Wrong> {
-    tried("create a vCPU", vm.create_vcpu(0))
+/// The vCPU `number` as KVM has it.
+pub(crate) fn new_vcpu(_kvm: &Kvm, vm: &VmFd, number: u64, _start: Start) -> Result<VcpuFd, Wrong> {
+    tried("create a vCPU", vm.create_vcpu(number))
 }
 
 /// Nothing: the guest has no page tables of its own.

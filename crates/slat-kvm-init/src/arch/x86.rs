@@ -17,7 +17,10 @@ use crate::wrong::{Wrong, tried};
 core::arch::global_asm!(".text", include_str!("../../../slat-metal/src/arch/x86/measured.s"));
 
 /// Instructions of a turn of the guest's loop, as `measured.s` has them.
-pub(crate) const TURN: u64 = 14;
+pub(crate) const TURN: u64 = 15;
+
+/// Instructions of a look whether all CPUs are done.
+pub(crate) const LOOK: u64 = 4;
 
 /// KVM's modules that all ways of paging need.
 pub(crate) const MODULES: &[&str] = &["irqbypass", "kvm"];
@@ -86,9 +89,9 @@ impl Port {
     }
 }
 
-/// A vCPU with all that KVM supports.
-pub(crate) fn new_vcpu(kvm: &Kvm, vm: &VmFd, _start: Start) -> Result<VcpuFd, Wrong> {
-    let vcpu = tried("create a vCPU", vm.create_vcpu(0))?;
+/// The vCPU `number` with all that KVM supports.
+pub(crate) fn new_vcpu(kvm: &Kvm, vm: &VmFd, number: u64, _start: Start) -> Result<VcpuFd, Wrong> {
+    let vcpu = tried("create a vCPU", vm.create_vcpu(number))?;
     let cpuid = tried("get the CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
     tried("set the CPUID", vcpu.set_cpuid2(&cpuid))?;
     Ok(vcpu)

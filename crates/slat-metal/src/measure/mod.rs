@@ -1,5 +1,6 @@
 //! Instructions for each event of the engine, on a machine whose time-stamp counter counts them:
-//! QEMU with `-icount shift=0`, and one CPU.
+//! QEMU with `-icount shift=0`. With several CPUs it has the instructions of all (`together`); what
+//! follows is of one.
 //!
 //! # What is in a count
 //! - A fault (`measured.s`): what the guest sees between the instructions before and behind
@@ -15,7 +16,10 @@
 
 mod samples;
 mod subject;
+#[cfg(target_arch = "x86_64")]
+mod together;
 
+use alloc::boxed::Box;
 use alloc::vec;
 use alloc::vec::Vec;
 use core::hint::black_box;
@@ -27,6 +31,7 @@ use crate::arch::measured::TURN;
 use crate::console::{self, Verdict};
 use crate::host::Backing;
 use crate::ram::Blocks;
+use crate::start::Work;
 use crate::virtual_cpu::VirtualCpu;
 use crate::{fail, say};
 use samples::{Clock, Samples};
@@ -56,18 +61,37 @@ fn figure_of(name: &str, way: &str, count: u64) {
     figure(&alloc::format!("{name}_{way}"), count);
 }
 
-/// The same, of `NR_PAGES` events.
-fn figure_each_of(name: &str, way: &str, count: u64) {
-    figure_each(&alloc::format!("{name}_{way}"), count, NR_PAGES);
+/// The same, of `nr_events` events.
+fn figure_each_of(name: &str, way: &str, count: u64, nr_events: u64) {
+    figure_each(&alloc::format!("{name}_{way}"), count, nr_events);
 }
 
 fn config(tracking: DirtyTracking, manual_protect: ManualProtect) -> Config {
     Config::default().with_dirty_tracking(tracking).with_manual_protect(manual_protect)
 }
 
-/// Measures everything, and ends the machine.
-pub fn run<V: VirtualCpu>() -> ! {
-    let clock = Clock::new();
+/// What each of `nr_cpus` CPUs does to measure everything. The boot CPU ends the machine.
+pub fn work<V: VirtualCpu>(nr_cpus: usize) -> Box<Work> {
+    #[cfg(target_arch = "x86_64")]
+    let together = together::Together::<V::Format>::new(nr_cpus);
+    Box::new(move |cpu| {
+        if cpu >= nr_cpus {
+            return;
+        }
+        let clock = Clock::new();
+        if nr_cpus == 1 {
+            one_cpu::<V>(clock);
+        }
+        #[cfg(target_arch = "x86_64")]
+        together.measure::<V>(clock);
+        if cpu == 0 {
+            console::end(Verdict::Pass, format_args!("{NR_PAGES} pages measured for each figure"))
+        }
+    })
+}
+
+/// Measures what one CPU does alone.
+fn one_cpu<V: VirtualCpu>(clock: Clock) {
     figure("clock", clock.cost());
     let access = faults::<V>(clock);
     figure("access", access);
@@ -79,7 +103,6 @@ pub fn run<V: VirtualCpu>() -> ! {
     }
     console::progress(3, 4, "huge pages");
     huge_pages::<V>(clock, access);
-    console::end(Verdict::Pass, format_args!("{NR_PAGES} pages measured for each figure"))
 }
 
 /// Checks that a turn of the guest's loop, which has a known length, counts as that.
@@ -138,7 +161,7 @@ fn faults<V: VirtualCpu>(clock: Clock) -> u64 {
     figure_each("invalidate_range", all, NR_PAGES);
     figure("demand_fault_engine", engine_share(clock, &mut subject).median());
 
-    let (backing, host) = (Backing::Ram(subject.ram.clone()), subject.vm.host());
+    let (backing, host) = (Backing::Ram(subject.shared.ram.clone()), subject.vm.host());
     let resolve = |page| clock.time(|| core::hint::black_box(host.resolve(&backing, Gfn(page), page, Access::Write)));
     figure("host_resolve", Samples::new((0..NR_PAGES).map(resolve).collect()).median());
     figure("host_flush", Samples::new((0..15).map(|_| clock.time(|| host.flush(&[]))).collect()).median());
@@ -149,10 +172,10 @@ fn faults<V: VirtualCpu>(clock: Clock) -> u64 {
 fn log_at_once<V: VirtualCpu>(clock: Clock, access: u64, way: &str, tracking: DirtyTracking) {
     let mut subject = Subject::<V>::new(config(tracking, ManualProtect::Disabled), Blocks::Small);
     subject.write_all();
-    figure_each_of("enable", way, clock.time(|| subject.set_flags(LOG)));
+    figure_each_of("enable", way, clock.time(|| subject.set_flags(LOG)), NR_PAGES);
     subject.write_all();
     let mut bitmap = vec![0; NR_PAGES as usize / 64];
-    figure_each_of("get_and_clear", way, get(clock, &subject, &mut bitmap));
+    figure_each_of("get_and_clear", way, get(clock, &subject, &mut bitmap), NR_PAGES);
 
     let faults = subject.write_all();
     figure_of("write_protect_fault", way, faults.median() - access);
@@ -160,7 +183,7 @@ fn log_at_once<V: VirtualCpu>(clock: Clock, access: u64, way: &str, tracking: Di
     get(clock, &subject, &mut bitmap);
     figure_of("write_protect_fault_engine", way, engine_share(clock, &mut subject).median());
     get(clock, &subject, &mut bitmap);
-    figure_each_of("disable", way, clock.time(|| subject.set_flags(NO_LOG)));
+    figure_each_of("disable", way, clock.time(|| subject.set_flags(NO_LOG)), NR_PAGES);
 }
 
 /// The log where pages are cleared by another call.
@@ -170,9 +193,9 @@ fn log_in_two_steps<V: VirtualCpu>(clock: Clock, way: &str, tracking: DirtyTrack
     subject.set_flags(LOG);
     subject.write_all();
     let mut bitmap = vec![0; NR_PAGES as usize / 64];
-    figure_each_of("get", way, get(clock, &subject, &mut bitmap));
+    figure_each_of("get", way, get(clock, &subject, &mut bitmap), NR_PAGES);
     let clear = || subject.check(subject.vm.clear_dirty_log(SLOT, 0, NR_PAGES, &bitmap));
-    figure_each_of("clear", way, clock.time(clear));
+    figure_each_of("clear", way, clock.time(clear), NR_PAGES);
 }
 
 /// Gets the log, which must have all pages.

@@ -1,17 +1,18 @@
-//! The VM that is measured: a memslot whose frames are there already, and the guest that writes it.
+//! The VM that is measured: a memslot whose frames are there already, and the guest that writes it
+//! on one CPU or on several.
 
 #![expect(unsafe_code, reason = "gives a guest memory, and runs it")]
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use slat::error::FaultError;
-use slat::format::LeafAttributes;
+use slat::format::{Format, LeafAttributes};
 use slat::{Access, Config, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
 use super::samples::Samples;
-use crate::arch::measured;
+use crate::arch::{self, measured};
 use crate::boot;
 use crate::cpus::{Cpus, Presence};
 use crate::host::{Backing, Control, MetalHost};
@@ -38,23 +39,57 @@ const IMAGE_SLOT: u32 = 0;
 const PRIVATE_SLOT: u32 = 1;
 pub(super) const SLOT: u32 = 2;
 
-// Offsets in what the guest and the hypervisor exchange (`arch::measured`).
-const FIRST: u64 = Private::FREE;
-const COUNT: u64 = FIRST + 8;
-const DISTANCE: u64 = FIRST + 16;
-const DIFFERENCES: u64 = FIRST + 32;
+// Offsets in the block of words that a CPU of the guest and the hypervisor exchange
+// (`arch::measured`).
+const FIRST: u64 = 0;
+const COUNT: u64 = 8;
+const DISTANCE: u64 = 16;
+const GATE: u64 = 24;
+#[cfg(target_arch = "x86_64")]
+const WINDOW: u64 = 32;
+#[cfg(target_arch = "x86_64")]
+const LOOKS: u64 = 40;
+const DIFFERENCES: u64 = 48;
 
-const _: () = assert!(DIFFERENCES + 8 * NR_PAGES <= PRIVATE_BYTES);
+/// From the block of one CPU to that of the next one.
+const BLOCK_BYTES: u64 = 64 << 10;
+/// Gates are behind the blocks.
+const GATES: u64 = Private::FREE + measured::MAX_CPUS as u64 * BLOCK_BYTES;
+const GATE_BYTES: u64 = 64;
+/// What a gate waits for, a word each.
+pub(super) const GATE_WORDS: u64 = 3;
 
-/// The VM and its guest.
+const _: () = assert!(DIFFERENCES + 8 * NR_PAGES <= BLOCK_BYTES && GATE_WORDS * 8 <= GATE_BYTES);
+const _: () = assert!(GATES + NR_BLOCKS * GATE_BYTES <= PRIVATE_BYTES);
+
+/// The VM, which all its CPUs have.
+pub(super) struct Shared<F: Format> {
+    // The VM goes before the memory of its memslots.
+    vm: Arc<MetalVm<F>>,
+    config: Config,
+    cpus: Arc<Cpus>,
+    /// CPUs that have a [`Subject`], by bits.
+    taken: AtomicUsize,
+    pub ram: Arc<Ram>,
+    private: Private,
+}
+
+/// The VM and its guest, on the calling CPU.
 pub(super) struct Subject<V: VirtualCpu> {
-    // The CPU goes before the VM, and the VM before the memory of its memslots.
+    // The CPU goes before the VM.
     cpu: V,
     vcpu: MetalVcpu<V::Format>,
     pub vm: Arc<MetalVm<V::Format>>,
     presence: Presence,
-    pub ram: Arc<Ram>,
-    private: Private,
+    pub shared: Arc<Shared<V::Format>>,
+}
+
+/// What a CPU of the guest writes: `nr_pages` pages from `first` on, `distance` pages apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Writes {
+    pub first: u64,
+    pub nr_pages: u64,
+    pub distance: u64,
 }
 
 /// Zeroed frames.
@@ -62,10 +97,9 @@ fn fill(_page: u64, words: &[AtomicU64]) {
     words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
 }
 
-impl<V: VirtualCpu> Subject<V> {
-    /// One whose memory comes in blocks of `kind`, all of it allocated. Nothing of it is mapped;
-    /// the guest's code and what it exchanges with the hypervisor is.
-    pub fn new(config: Config, kind: Blocks) -> Subject<V> {
+impl<F: Format> Shared<F> {
+    /// One whose memory comes in blocks of `kind`, all of it allocated. Nothing of it is mapped.
+    pub fn new<V: VirtualCpu<Format = F>>(config: Config, kind: Blocks) -> Arc<Shared<F>> {
         let cpus = Cpus::new(Control::None, V::KICK);
         let vm = Vm::new(MetalHost { cpus: cpus.clone() }, config.with_hardware(V::hardware()))
             .unwrap_or_else(|error| error!("no VM: {error}"));
@@ -90,6 +124,34 @@ impl<V: VirtualCpu> Subject<V> {
             let region = MemoryRegion { slot, flags, guest_phys_addr, memory_size, backing, userfault_bitmap: None };
             vm.set_user_memory_region(region).unwrap_or_else(|error| error!("no memslot {slot}: {error}"));
         }
+        Arc::new(Shared { vm, config, cpus, taken: AtomicUsize::new(0), ram, private })
+    }
+
+    /// The word at `offset` of the block of CPU `cpu`.
+    fn word(&self, cpu: usize, offset: u64) -> &AtomicU64 {
+        self.private.word(Private::FREE + cpu as u64 * BLOCK_BYTES + offset)
+    }
+
+    /// The word `number` of gate `gate`.
+    pub fn gate(&self, gate: u64, number: u64) -> &AtomicU64 {
+        self.private.word(GATES + gate * GATE_BYTES + 8 * number)
+    }
+}
+
+impl<V: VirtualCpu> Subject<V> {
+    /// That of a VM for this CPU alone.
+    pub fn new(config: Config, kind: Blocks) -> Subject<V> {
+        Subject::of(Shared::new::<V>(config, kind))
+    }
+
+    /// That of the calling CPU, which has no other one of this VM. The guest's code is mapped, and
+    /// what it exchanges with the hypervisor.
+    pub fn of(shared: Arc<Shared<V::Format>>) -> Subject<V> {
+        let (number, vm, private) = (arch::cpu_number(), shared.vm.clone(), &shared.private);
+        // Relaxed: nothing else is decided by it.
+        let others = shared.taken.fetch_or(1 << number, Ordering::Relaxed);
+        assert!(number < measured::MAX_CPUS && others >> number & 1 == 0, "CPU {number} is there once");
+        let text = boot::image_text();
         let mut vcpu = vm.create_vcpu().unwrap_or_else(|error| error!("no vCPU: {error}"));
         for (gpa, size_bytes, access) in
             [(Gpa(text.start), text.size_bytes(), Access::Execute), (private.gpa, PRIVATE_BYTES, Access::Write)]
@@ -97,28 +159,44 @@ impl<V: VirtualCpu> Subject<V> {
             vcpu.pre_fault_memory(gpa, size_bytes, access).unwrap_or_else(|error| fail!("nothing at {gpa}: {error}"));
         }
         // SAFETY: virtualization is on (`start`). The vCPU keeps the VM, which has this CPU.
-        let mut cpu = unsafe { V::new(SecondStage::of(&vm, &config)) };
+        let mut cpu = unsafe { V::new(SecondStage::of(&vm, &shared.config)) };
         cpu.start(Start {
             pc: measured::address(),
             stack: private.stack_end().0,
             tables: private.gpa.0,
-            argument: private.free_gpa().0,
+            argument: private.free_gpa().0 + number as u64 * BLOCK_BYTES,
         });
-        // SAFETY: the only one of these CPUs.
-        let presence = unsafe { Presence::new(&cpus, 0) };
-        Subject { presence, vcpu, vm, cpu, ram, private }
+        // SAFETY: the only one of this number, as was found above.
+        let presence = unsafe { Presence::new(&shared.cpus, number) };
+        Subject { cpu, vcpu, vm, presence, shared }
     }
 
-    /// The guest writes `nr_pages` pages, `distance` pages apart, and `handle` handles its faults.
+    /// The guest writes `nr_pages` pages, `distance` pages apart, on this CPU alone, and `handle`
+    /// handles its faults.
     pub fn write(
         &mut self,
         nr_pages: u64,
         distance: u64,
+        handle: impl FnMut(&mut MetalVcpu<V::Format>, Gpa, Access) -> Result<Outcome, FaultError>,
+    ) {
+        (0..GATE_WORDS).for_each(|word| self.shared.gate(0, word).store(1, Ordering::Relaxed));
+        self.run(0, Writes { first: 0, nr_pages, distance }, handle);
+    }
+
+    /// The guest writes pages on this CPU, beside the others that come to gate `gate`.
+    pub fn run(
+        &mut self,
+        gate: u64,
+        writes: Writes,
         mut handle: impl FnMut(&mut MetalVcpu<V::Format>, Gpa, Access) -> Result<Outcome, FaultError>,
     ) {
-        for (offset, value) in [(FIRST, START.0), (COUNT, nr_pages), (DISTANCE, distance * PAGE_SIZE)] {
+        let Writes { first, nr_pages, distance } = writes;
+        let gate = self.shared.private.gpa.0 + GATES + gate * GATE_BYTES;
+        for (offset, value) in
+            [(FIRST, START.0 + first * PAGE_SIZE), (COUNT, nr_pages), (DISTANCE, distance * PAGE_SIZE), (GATE, gate)]
+        {
             // Relaxed, here and below: this CPU enters the guest next.
-            self.private.word(offset).store(value, Ordering::Relaxed);
+            self.word(offset).store(value, Ordering::Relaxed);
         }
         loop {
             match self.cpu.run(&self.presence) {
@@ -144,8 +222,26 @@ impl<V: VirtualCpu> Subject<V> {
 
     /// What the guest saw for each of the `nr_pages` pages that it wrote last.
     pub fn differences(&self, nr_pages: u64) -> Samples {
-        let difference = |page| self.private.word(DIFFERENCES + 8 * page).load(Ordering::Relaxed);
+        let difference = |page| self.word(DIFFERENCES + 8 * page).load(Ordering::Relaxed);
         Samples::new((0..nr_pages).map(difference).collect::<Vec<u64>>())
+    }
+
+    /// A word of this CPU's block.
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        self.shared.word(arch::cpu_number(), offset)
+    }
+
+    /// What the counter had between the moments when all CPUs had come to the gate and when all were
+    /// done, as this one saw it.
+    #[cfg(target_arch = "x86_64")]
+    pub fn window(&self) -> u64 {
+        self.word(WINDOW).load(Ordering::Relaxed)
+    }
+
+    /// How often CPU `cpu` has looked whether all are done, since it came.
+    #[cfg(target_arch = "x86_64")]
+    pub fn looks(&self, cpu: usize) -> u64 {
+        self.shared.word(cpu, LOOKS).load(Ordering::Relaxed)
     }
 
     /// Turns the dirty log on or off, by `flags`.

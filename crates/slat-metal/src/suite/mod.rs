@@ -15,7 +15,6 @@
 //! - No CPU has entered with translations that a flush should have dropped
 //!   ([`Cpus::check`](crate::cpus::Cpus::check)).
 
-mod barrier;
 pub mod guest;
 mod probed;
 mod round;
@@ -30,12 +29,12 @@ use slat::tables::{AccessTracking, FaultAround, TablePlacement};
 use slat::{Config, NodeId};
 use spin::Mutex;
 
+use crate::barrier::Barrier;
 use crate::console::{self, Verdict};
 use crate::memory::MEMORY;
 use crate::options::Options;
 use crate::say;
 use crate::virtual_cpu::VirtualCpu;
-use barrier::Barrier;
 use round::Round;
 
 /// A way to run the engine. Each gets an equal share of the operations.

@@ -12,11 +12,11 @@ use slat::format::{Format, LeafAttributes};
 use slat::tables::{AccessTracking, TablePlacement};
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, NodeId, PAGE_SIZE, PageSize, Pfn, Vm};
 
-use super::barrier::Barrier;
 use super::guest::{self, Command, MAX_PAGES, Mailbox, Planned};
 use super::probed::{self, Probed};
 use super::stretch::Stretches;
 use super::tables;
+use crate::barrier::Barrier;
 use crate::boot;
 use crate::cpus::Cpus;
 use crate::host::{Backing, Control, MetalHost};

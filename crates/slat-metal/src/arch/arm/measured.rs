@@ -13,6 +13,9 @@ unsafe extern "C" {
 /// Instructions of a turn of its loop, as `measured.s` has them.
 pub const TURN: u64 = 8;
 
+/// CPUs that it can run on.
+pub const MAX_CPUS: usize = 1;
+
 /// Where it begins.
 pub fn address() -> u64 {
     (&raw const measured_guest).addr() as u64

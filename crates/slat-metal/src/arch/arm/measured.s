@@ -5,8 +5,8 @@
 //   0  the address of the first page
 //   8  the number of pages, at least 1
 //  16  the distance between pages, in bytes
-//  24  unused
-//  32  for each page, the difference
+//  24  unused, up to 48
+//  48  for each page, the difference
 // Then it makes a hypercall, and begins again. It is copied for KVM: it has no addresses.
 //
 // A turn of the loop has 8 instructions. The difference is 2 where the write does not leave the guest:
@@ -17,7 +17,7 @@
 measured_guest:
     ldp x1, x2, [x0]
     ldr x3, [x0, #16]
-    add x4, x0, #32
+    add x4, x0, #48
 2:  mrs x5, cntpct_el0
     str x5, [x1]
     mrs x6, cntpct_el0

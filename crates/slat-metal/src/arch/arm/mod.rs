@@ -22,6 +22,7 @@ use alloc::boxed::Box;
 use crate::boot::{BootInfo, MissingCpus, Span};
 use crate::error;
 use crate::host::Control;
+use crate::measure;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
 use stage2::ArmCpu;
@@ -46,7 +47,7 @@ impl Virtualization {
     pub fn work(self, options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
         match options.guest {
             Guest::Suite => start::suite::<ArmCpu>(options),
-            Guest::Measure => start::measure::<ArmCpu>(),
+            Guest::Measure => measure::work::<ArmCpu>(options.nr_cpus),
             Guest::Wild => error!("the guest that runs wild needs a CPU with SVM"),
             Guest::Linux => start::linux::<ArmCpu>(options, boot, free_bytes),
             Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),

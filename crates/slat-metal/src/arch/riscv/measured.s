@@ -7,8 +7,8 @@
 #   0  the address of the first page
 #   8  the number of pages, at least 1
 #  16  the distance between pages, in bytes
-#  24  unused
-#  32  for each page, the difference
+#  24  unused, up to 48
+#  48  for each page, the difference
 # Then it calls its hypervisor, and begins again. It is copied for KVM: it has no addresses.
 #
 # A turn of the loop has 9 instructions. The difference is 2 where the write does not leave the guest:
@@ -20,7 +20,7 @@ measured_guest:
     ld t0, 0(a0)
     ld t1, 8(a0)
     ld t2, 16(a0)
-    addi t3, a0, 32
+    addi t3, a0, 48
 2:  read_counter t4
     sd t4, 0(t0)
     read_counter t5

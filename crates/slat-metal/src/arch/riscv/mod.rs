@@ -28,6 +28,7 @@ use slat::format::{Sv39x4, Sv48x4, Sv57x4};
 use crate::boot::{BootInfo, MissingCpus, Span, wait_for_cpus};
 use crate::error;
 use crate::host::Control;
+use crate::measure;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
 use crate::suite::{Part, Rounds, Suite};
@@ -74,7 +75,7 @@ impl Virtualization {
     pub fn work(self, options: Options, boot: &BootInfo, free_bytes: u64) -> Box<Work> {
         match options.guest {
             Guest::Suite => start::suites(options, suites(options)),
-            Guest::Measure => start::measure::<linux::Cpu>(),
+            Guest::Measure => measure::work::<linux::Cpu>(options.nr_cpus),
             Guest::Wild => error!("the guest that runs wild needs a CPU with SVM"),
             Guest::Linux => start::linux::<linux::Cpu>(options, boot, free_bytes),
             Guest::Source | Guest::Target => error!("a guest migrates with SVM alone"),

@@ -29,6 +29,7 @@ use crate::boot::{BootInfo, MAX_CPUS, MissingCpus, Span};
 use crate::cpus::Cpus;
 use crate::error;
 use crate::host::Control;
+use crate::measure;
 use crate::options::{Guest, Options};
 use crate::start::{self, Work};
 
@@ -69,7 +70,7 @@ impl Virtualization {
         match (options.guest, self) {
             (Guest::Suite, Virtualization::Svm) => start::suite::<svm::SvmCpu>(options),
             (Guest::Suite, Virtualization::Vmx) => start::suite::<vmx::VmxCpu>(options),
-            (Guest::Measure, Virtualization::Svm) => start::measure::<svm::SvmCpu>(),
+            (Guest::Measure, Virtualization::Svm) => measure::work::<svm::SvmCpu>(options.nr_cpus),
             (Guest::Measure, Virtualization::Vmx) => error!("instructions are counted with SVM"),
             (Guest::Wild, Virtualization::Svm) => wild::work(options),
             (Guest::Wild, Virtualization::Vmx) => error!("the guest that runs wild needs a CPU with SVM"),

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 /// A barrier that is used again and again.
 #[derive(Debug)]
-pub(super) struct Barrier {
+pub(crate) struct Barrier {
     nr_cpus: u64,
     nr_arrivals: AtomicU64,
 }
