@@ -98,7 +98,7 @@ fn options_restrict_the_turns() {
         });
     };
     for format in formats() {
-        turns_of(&format, "--lock none", " 2 combinations");
+        turns_of(format, "--lock none", " 2 combinations");
     }
     turns_of("ept", "", " 6 combinations");
 }
