@@ -1,6 +1,5 @@
 //! The CPUs of the machine, each of which runs one vCPU.
 
-use std::sync::OnceLock;
 use std::thread;
 
 use kvm_ioctls::VcpuFd;
@@ -8,11 +7,10 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::wrong::Wrong;
 
-/// How many there are, as found by the first call: later the thread of this process stays on one.
+/// How many the calling thread may use: all, until it stays on one ([`beside`]).
 pub(crate) fn number() -> Result<u64, Wrong> {
-    static NUMBER: OnceLock<u64> = OnceLock::new();
     let found = thread::available_parallelism().map_err(|error| Wrong::system("count the CPUs", error))?;
-    Ok(*NUMBER.get_or_init(|| found.get() as u64))
+    Ok(found.get() as u64)
 }
 
 /// Keeps the calling thread on CPU `number`.

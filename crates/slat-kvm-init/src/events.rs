@@ -16,8 +16,9 @@ use std::hint::black_box;
 use crate::arch::TURN;
 use crate::clock::{Clock, least, median};
 use crate::console::Console;
+use crate::guest::{BLOCK_PAGES, NR_BLOCKS, NR_PAGES};
 use crate::memory::{self, Memory, PAGE_SIZE, Pages};
-use crate::vm::{BLOCK_PAGES, Bitmap, Clearing, Logging, NR_BLOCKS, NR_PAGES, Subject};
+use crate::vm::{Bitmap, Clearing, Logging, Subject};
 use crate::wrong::Wrong;
 
 /// How often each call is measured.

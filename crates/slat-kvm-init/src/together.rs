@@ -8,12 +8,13 @@
 //!   mapped, less what it costs of a page that no guest has, while all vCPUs but one are in the guest.
 //!   The medians over the pages. Linux flushes its own page tables on all CPUs, too: that is in both.
 
-use crate::arch::{LOOK, TURN};
+use crate::arch::TURN;
 use crate::clock::{Clock, least, median};
 use crate::console::Console;
 use crate::events::called;
+use crate::guest::{BLOCK_PAGES, LOOK, NR_PAGES};
 use crate::memory::{Memory, PAGE_SIZE, Pages};
-use crate::vm::{BLOCK_PAGES, Clearing, Logging, NR_PAGES, Phase, Subject};
+use crate::vm::{Clearing, Logging, Phase, Subject};
 use crate::wrong::Wrong;
 
 /// How often blocks are measured.

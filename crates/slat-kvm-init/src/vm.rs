@@ -19,6 +19,9 @@ use crate::arch;
 use crate::clock::Clock;
 #[cfg(target_arch = "x86_64")]
 use crate::cpus;
+use crate::guest::{BLOCK_BYTES, DIFFERENCES, GATE_BYTES, GATE_WORDS, NR_BLOCKS, NR_PAGES, Writes};
+#[cfg(target_arch = "x86_64")]
+use crate::guest::{BLOCK_PAGES, LOOK, LOOKS, WINDOW};
 use crate::memory::{Memory, PAGE_SIZE, Pages, SIZE_2M};
 use crate::wrong::{Wrong, tried};
 
@@ -27,19 +30,13 @@ unsafe extern "C" {
     static measured_guest_end: u8;
 }
 
-/// As `slat-metal` has it: pages that are measured, and pages of 2 MiB among them.
-pub(crate) const NR_PAGES: u64 = 4096;
-pub(crate) const BLOCK_PAGES: u64 = SIZE_2M / PAGE_SIZE;
-pub(crate) const NR_BLOCKS: u64 = NR_PAGES / BLOCK_PAGES;
 const START: u64 = 0x8000_0000;
 const PRIVATE_START: u64 = 0x4000_0000;
 
 // Offsets in the private memory, behind the page tables: the block of words of each vCPU, the gates,
 // the guest's code.
 const BLOCK: u64 = 2 * PAGE_SIZE;
-const BLOCK_BYTES: u64 = 64 << 10;
 const GATES: u64 = BLOCK + MAX_VCPUS * BLOCK_BYTES;
-const GATE_BYTES: u64 = 64;
 /// Each has a gate for each block.
 const MAX_PHASES: u64 = 8;
 const CODE: u64 = SIZE_2M / 2;
@@ -47,18 +44,7 @@ const CODE: u64 = SIZE_2M / 2;
 /// vCPUs that a guest may have.
 const MAX_VCPUS: u64 = 4;
 
-// Offsets in the block of words of a vCPU (`measured.s`).
-const GATE: u64 = 24;
-#[cfg(target_arch = "x86_64")]
-const WINDOW: u64 = 32;
-#[cfg(target_arch = "x86_64")]
-const LOOKS: u64 = 40;
-const DIFFERENCES: u64 = 48;
-
-/// What a gate waits for, a word each.
-const GATE_WORDS: usize = 3;
-
-const _: () = assert!(DIFFERENCES + 8 * NR_PAGES <= BLOCK_BYTES && GATES + MAX_PHASES * NR_BLOCKS * GATE_BYTES <= CODE);
+const _: () = assert!(GATES + MAX_PHASES * NR_BLOCKS * GATE_BYTES <= CODE);
 
 const PRIVATE_SLOT: u32 = 0;
 const SLOT: u32 = 1;
@@ -133,14 +119,6 @@ pub(crate) struct Subject {
     private: Private,
 }
 
-/// What a vCPU writes: `nr_pages` pages from `first` on, `distance` pages apart.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Writes {
-    first: u64,
-    nr_pages: u64,
-    distance: u64,
-}
-
 /// Where word `number` of gate `gate` is in the private memory.
 const fn gate_word(gate: u64, number: usize) -> u64 {
     GATES + gate * GATE_BYTES + 8 * number as u64
@@ -176,10 +154,7 @@ impl Private {
 
     /// vCPU `number` writes pages, beside the others that come to gate `gate`.
     fn run(&self, vcpu: &mut VcpuFd, number: u64, gate: u64, writes: Writes) -> Result<(), Wrong> {
-        let Writes { first, nr_pages, distance } = writes;
-        let gate = PRIVATE_START + gate_word(gate, 0);
-        for (offset, value) in [(0, START + first * PAGE_SIZE), (8, nr_pages), (16, distance * PAGE_SIZE), (GATE, gate)]
-        {
+        for (offset, value) in writes.words(START, PRIVATE_START + gate_word(gate, 0)) {
             self.set(number, offset, value);
         }
         loop {
@@ -218,7 +193,8 @@ impl Subject {
         let memory = Memory::new(NR_PAGES * PAGE_SIZE, pages)?;
         let subject = Subject { vcpus, vm, memory, private };
         subject.write_private();
-        set_slot(&subject.vm, PRIVATE_SLOT, PRIVATE_START, &subject.private.0, Logging::Off)?;
+        // SAFETY: a subject drops its memory last.
+        unsafe { set_slot(&subject.vm, PRIVATE_SLOT, PRIVATE_START, &subject.private.0, Logging::Off) }?;
         subject.set_logging(Logging::Off)?;
         for (number, vcpu) in (0..).zip(&subject.vcpus) {
             arch::start(vcpu, guest_start(number))?;
@@ -242,7 +218,8 @@ impl Subject {
 
     /// Turns the log on or off.
     pub(crate) fn set_logging(&self, logging: Logging) -> Result<(), Wrong> {
-        set_slot(&self.vm, SLOT, START, &self.memory, logging)
+        // SAFETY: a subject drops its memory last.
+        unsafe { set_slot(&self.vm, SLOT, START, &self.memory, logging) }
     }
 
     /// The guest writes `nr_pages` pages from the page `first` on, `distance` pages apart, on its first
@@ -293,7 +270,8 @@ impl Subject {
         };
         let (first, others) = vcpus.split_at_mut(1);
         // The others may wait at the gate of a phase, and do not write, until it has begun.
-        let begin = |phase: Phase| set_slot(vm, SLOT, START, memory, phase.logging);
+        // SAFETY: a subject drops its memory last.
+        let begin = |phase: Phase| unsafe { set_slot(vm, SLOT, START, memory, phase.logging) };
         let (own, mut all) =
             cpus::beside(others, |number, vcpu| write(number, vcpu, &|_| Ok(())), || write(0, &mut first[0], &begin))?;
         all.push(own);
@@ -301,7 +279,7 @@ impl Subject {
             // The longest window is that of the vCPU that read the counter first.
             let longest = all.iter().map(|vcpu| vcpu[index].0).max().unwrap_or_default();
             let looks: u64 = all.iter().map(|vcpu| vcpu[index].1).sum();
-            longest.saturating_sub(arch::LOOK * looks)
+            longest.saturating_sub(LOOK * looks)
         };
         let nr_blocks = NR_BLOCKS as usize;
         Ok(array::from_fn(|phase| (phase * nr_blocks..(phase + 1) * nr_blocks).map(window).collect()))
@@ -360,7 +338,10 @@ impl Subject {
 }
 
 /// Gives a VM a memslot, or turns its log on or off.
-fn set_slot(vm: &VmFd, slot: u32, guest_phys_addr: u64, memory: &Memory, logging: Logging) -> Result<(), Wrong> {
+///
+/// # Safety
+/// `memory` stays mapped as long as the VM lives.
+unsafe fn set_slot(vm: &VmFd, slot: u32, guest_phys_addr: u64, memory: &Memory, logging: Logging) -> Result<(), Wrong> {
     let region = kvm_userspace_memory_region {
         slot,
         flags: if logging == Logging::On { KVM_MEM_LOG_DIRTY_PAGES } else { 0 },
@@ -368,8 +349,8 @@ fn set_slot(vm: &VmFd, slot: u32, guest_phys_addr: u64, memory: &Memory, logging
         memory_size: memory.size_bytes(),
         userspace_addr: memory.address(),
     };
-    // SAFETY: the memory stays mapped as long as the VM lives: a `Subject` drops it last. All access to
-    // it is by atomics, or by machine instructions of the guest.
+    // SAFETY: as the caller promises. All access to the memory is by atomics, or by machine
+    // instructions of the guest.
     tried("set a memslot", unsafe { vm.set_user_memory_region(region) })
 }
 

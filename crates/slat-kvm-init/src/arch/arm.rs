@@ -70,9 +70,9 @@ pub(super) unsafe fn semihosting_call(operation: u64, argument: &[u8]) {
 /// (Documentation/virt/kvm/api.rst, 4.80).
 const SET_DEVICE_ATTR: u64 = 1 << 30 | (size_of::<kvm_device_attr>() as u64) << 16 | (KVMIO as u64) << 8 | 0xe1;
 
-/// The vCPU `number`, whose hypercalls come to this process: the guest makes one at its end, and has the address
-/// of its block where the number of a call is. (Documentation/virt/kvm/devices/vm.rst, 6.2
-/// "`KVM_ARM_VM_SMCCC_FILTER`". The filter cannot be set when the vCPU has run.)
+/// The vCPU `number`, whose hypercalls come to this process: the guest makes one at its end, and has
+/// the address of its block where the number of a call is. (Documentation/virt/kvm/devices/vm.rst,
+/// 6.2 "`KVM_ARM_VM_SMCCC_FILTER`". The filter cannot be set when the vCPU has run.)
 pub(crate) fn new_vcpu(_kvm: &Kvm, vm: &VmFd, number: u64, start: Start) -> Result<VcpuFd, Wrong> {
     let filter = kvm_smccc_filter {
         base: start.block as u32,

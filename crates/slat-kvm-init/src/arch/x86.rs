@@ -19,9 +19,6 @@ core::arch::global_asm!(".text", include_str!("../../../slat-metal/src/arch/x86/
 /// Instructions of a turn of the guest's loop, as `measured.s` has them.
 pub(crate) const TURN: u64 = 15;
 
-/// Instructions of a look whether all CPUs are done.
-pub(crate) const LOOK: u64 = 4;
-
 /// KVM's modules that all ways of paging need.
 pub(crate) const MODULES: &[&str] = &["irqbypass", "kvm"];
 

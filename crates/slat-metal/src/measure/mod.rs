@@ -14,6 +14,7 @@
 //!
 //! What reading the counter costs is in no count; it is the figure `clock`.
 
+mod guest;
 mod samples;
 mod subject;
 #[cfg(target_arch = "x86_64")]
@@ -34,8 +35,9 @@ use crate::ram::Blocks;
 use crate::start::Work;
 use crate::virtual_cpu::VirtualCpu;
 use crate::{fail, say};
+use guest::{BLOCK_PAGES, NR_BLOCKS, NR_PAGES};
 use samples::{Clock, Samples};
-use subject::{BLOCK_PAGES, NR_BLOCKS, NR_PAGES, SLOT, Subject};
+use subject::{SLOT, Subject};
 
 /// How the log finds writes.
 const TRACKINGS: [(&str, DirtyTracking); 2] =

@@ -11,6 +11,9 @@ use slat::error::FaultError;
 use slat::format::{Format, LeafAttributes};
 use slat::{Access, Config, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn, Vm};
 
+use super::guest::{BLOCK_BYTES, DIFFERENCES, GATE_BYTES, GATE_WORDS, NR_BLOCKS, NR_PAGES, Writes};
+#[cfg(target_arch = "x86_64")]
+use super::guest::{LOOKS, WINDOW};
 use super::samples::Samples;
 use crate::arch::{self, measured};
 use crate::boot;
@@ -23,13 +26,6 @@ use crate::ram::{Blocks, Ram};
 use crate::virtual_cpu::{Exit, SecondStage, Start, VirtualCpu};
 use crate::{error, fail};
 
-/// Pages that are measured: 16 MiB.
-pub(super) const NR_PAGES: u64 = 4096;
-/// Pages of 2 MiB among them.
-pub(super) const NR_BLOCKS: u64 = NR_PAGES / BLOCK_PAGES;
-/// Pages of a block.
-pub(super) const BLOCK_PAGES: u64 = 512;
-
 // Above where any machine has the image, whose text the guest has at its own address.
 const START: Gpa = Gpa(0x10_0000_0000);
 const PRIVATE_START: Gpa = Gpa(0x18_0000_0000);
@@ -39,27 +35,8 @@ const IMAGE_SLOT: u32 = 0;
 const PRIVATE_SLOT: u32 = 1;
 pub(super) const SLOT: u32 = 2;
 
-// Offsets in the block of words that a CPU of the guest and the hypervisor exchange
-// (`arch::measured`).
-const FIRST: u64 = 0;
-const COUNT: u64 = 8;
-const DISTANCE: u64 = 16;
-const GATE: u64 = 24;
-#[cfg(target_arch = "x86_64")]
-const WINDOW: u64 = 32;
-#[cfg(target_arch = "x86_64")]
-const LOOKS: u64 = 40;
-const DIFFERENCES: u64 = 48;
-
-/// From the block of one CPU to that of the next one.
-const BLOCK_BYTES: u64 = 64 << 10;
 /// Gates are behind the blocks.
 const GATES: u64 = Private::FREE + measured::MAX_CPUS as u64 * BLOCK_BYTES;
-const GATE_BYTES: u64 = 64;
-/// What a gate waits for, a word each.
-pub(super) const GATE_WORDS: u64 = 3;
-
-const _: () = assert!(DIFFERENCES + 8 * NR_PAGES <= BLOCK_BYTES && GATE_WORDS * 8 <= GATE_BYTES);
 const _: () = assert!(GATES + NR_BLOCKS * GATE_BYTES <= PRIVATE_BYTES);
 
 /// The VM, which all its CPUs have.
@@ -82,14 +59,6 @@ pub(super) struct Subject<V: VirtualCpu> {
     pub vm: Arc<MetalVm<V::Format>>,
     presence: Presence,
     pub shared: Arc<Shared<V::Format>>,
-}
-
-/// What a CPU of the guest writes: `nr_pages` pages from `first` on, `distance` pages apart.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Writes {
-    pub first: u64,
-    pub nr_pages: u64,
-    pub distance: u64,
 }
 
 /// Zeroed frames.
@@ -179,7 +148,7 @@ impl<V: VirtualCpu> Subject<V> {
         distance: u64,
         handle: impl FnMut(&mut MetalVcpu<V::Format>, Gpa, Access) -> Result<Outcome, FaultError>,
     ) {
-        (0..GATE_WORDS).for_each(|word| self.shared.gate(0, word).store(1, Ordering::Relaxed));
+        (0..GATE_WORDS as u64).for_each(|word| self.shared.gate(0, word).store(1, Ordering::Relaxed));
         self.run(0, Writes { first: 0, nr_pages, distance }, handle);
     }
 
@@ -190,11 +159,8 @@ impl<V: VirtualCpu> Subject<V> {
         writes: Writes,
         mut handle: impl FnMut(&mut MetalVcpu<V::Format>, Gpa, Access) -> Result<Outcome, FaultError>,
     ) {
-        let Writes { first, nr_pages, distance } = writes;
         let gate = self.shared.private.gpa.0 + GATES + gate * GATE_BYTES;
-        for (offset, value) in
-            [(FIRST, START.0 + first * PAGE_SIZE), (COUNT, nr_pages), (DISTANCE, distance * PAGE_SIZE), (GATE, gate)]
-        {
+        for (offset, value) in writes.words(START.0, gate) {
             // Relaxed, here and below: this CPU enters the guest next.
             self.word(offset).store(value, Ordering::Relaxed);
         }

@@ -25,11 +25,12 @@ use slat::dirty::ManualProtect;
 use slat::format::Format;
 use spin::Mutex;
 
+use super::guest::{BLOCK_PAGES, GATE_WORDS, LOOK, NR_BLOCKS, NR_PAGES, Writes};
 use super::samples::{Clock, Samples};
-use super::subject::{BLOCK_PAGES, GATE_WORDS, NR_BLOCKS, NR_PAGES, SLOT, Shared, Subject, Writes};
+use super::subject::{SLOT, Shared, Subject};
 use super::{LOG, TRACKINGS, config, figure_each_of, figure_of};
 use crate::arch;
-use crate::arch::measured::{LOOK, TURN};
+use crate::arch::measured::TURN;
 use crate::barrier::Barrier;
 use crate::operations::MetalVcpu;
 use crate::ram::Blocks;
@@ -103,7 +104,7 @@ impl<F: Format> Together<F> {
     fn write<V: VirtualCpu<Format = F>>(&self, subject: &mut Subject<V>, nr_pages: u64) -> u64 {
         self.alone(|| {
             for block in 0..NR_BLOCKS {
-                self.set_gate(subject, block, [self.nr_cpus; GATE_WORDS as usize]);
+                self.set_gate(subject, block, [self.nr_cpus; GATE_WORDS]);
                 let window = &self.windows[block as usize];
                 // Relaxed, here and below: barriers are between the CPUs.
                 window.instructions.store(0, Ordering::Relaxed);
@@ -124,7 +125,7 @@ impl<F: Format> Together<F> {
         self.windows.iter().map(|window| load(&window.instructions) - LOOK * load(&window.looks)).sum()
     }
 
-    fn set_gate<V: VirtualCpu<Format = F>>(&self, subject: &Subject<V>, gate: u64, words: [u64; GATE_WORDS as usize]) {
+    fn set_gate<V: VirtualCpu<Format = F>>(&self, subject: &Subject<V>, gate: u64, words: [u64; GATE_WORDS]) {
         for (number, word) in (0..).zip(words) {
             subject.shared.gate(gate, number).store(word, Ordering::Relaxed);
         }

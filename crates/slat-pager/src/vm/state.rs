@@ -230,7 +230,8 @@ impl State {
 
     /// Words that the layout has at `at`, of which 8 is a divisor.
     fn words_at(&self, at: usize, nr_words: usize) -> &[AtomicU64] {
-        assert!(at.is_multiple_of(8) && at + nr_words * 8 <= self.layout.size_bytes());
+        let end = nr_words.checked_mul(8).and_then(|nr_bytes| at.checked_add(nr_bytes));
+        assert!(at.is_multiple_of(8) && end.is_some_and(|end| end <= self.layout.size_bytes()));
         // SAFETY: the words lie in the mapping, which lives as long as `self`; 8 divides `at`, as
         // it divides the mapping's start. They are accessed as atomics only, by this and by other
         // processes. The file is not cut: it is new, or the caller of `open` has promised that.

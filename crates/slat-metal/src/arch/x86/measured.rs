@@ -14,9 +14,6 @@ unsafe extern "C" {
 /// Instructions of a turn of its loop, as `measured.s` has them.
 pub const TURN: u64 = 15;
 
-/// Instructions of a look whether all CPUs are done.
-pub const LOOK: u64 = 4;
-
 /// CPUs that it can run on.
 pub const MAX_CPUS: usize = 4;
 
