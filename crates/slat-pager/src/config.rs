@@ -25,17 +25,17 @@ pub struct Config {
     /// The sockets, each with its snapshot.
     #[serde(rename = "socket")]
     pub sockets: Vec<SocketConfig>,
-    /// Where the state of machines is kept for a successor. A tmpfs, so that it survives a pager
+    /// Where the state of VMs is kept for a successor. A tmpfs, so that it survives a pager
     /// and nothing else.
     #[serde(default)]
     pub runtime_folder: Option<PathBuf>,
     /// Where metrics are served: `127.0.0.1:PORT`, or `unix:PATH`.
     #[serde(default)]
     pub metrics: Option<MetricsAddress>,
-    /// Machines at once.
+    /// VMs at once.
     #[serde(default = "defaults::max_vms")]
     pub max_vms: usize,
-    /// Memory for reads that are under way, of all machines.
+    /// Memory for reads that are under way, of all VMs.
     #[serde(default = "defaults::read_memory", deserialize_with = "size")]
     pub read_memory: u64,
     /// Whether rights are given up after the start.
@@ -97,7 +97,7 @@ impl CacheConfig {
     }
 }
 
-/// A socket, and the snapshot of the machines that come to it.
+/// A socket, and the snapshot of the VMs that come to it.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SocketConfig {
@@ -106,7 +106,7 @@ pub struct SocketConfig {
     /// The snapshot.
     #[serde(deserialize_with = "snapshot")]
     pub memory: SnapshotName,
-    /// Threads for each machine that read faults.
+    /// Threads for each VM that read faults.
     #[serde(default = "defaults::threads")]
     pub threads: NonZeroUsize,
     /// What is filled around a fault.
@@ -121,7 +121,7 @@ pub struct SocketConfig {
     /// A read of the source that takes longer has failed.
     #[serde(default = "defaults::read_timeout", deserialize_with = "duration")]
     pub read_timeout: Duration,
-    /// Reads of one machine that are under way have so many bytes.
+    /// Reads of one VM that are under way have so many bytes.
     #[serde(default = "defaults::vm_read_memory", deserialize_with = "size")]
     pub vm_read_memory: u64,
     /// How long a handshake may take.
@@ -140,8 +140,10 @@ pub struct SocketConfig {
 #[serde(rename_all = "kebab-case")]
 pub enum Experimental {
     /// The [handoff](crate::protocol::handoff) that is proposed for Cloud Hypervisor.
+    #[value(help = "The handoff that is proposed for Cloud Hypervisor")]
     Handoff,
     /// Memory of a [guest_memfd](crate::protocol::guest_memfd), as a branch of Firecracker has it.
+    #[value(help = "Memory of a guest_memfd, as a branch of Firecracker has it")]
     GuestMemfd,
 }
 
@@ -158,7 +160,7 @@ pub enum SandboxMode {
     Off,
 }
 
-/// Where metrics are served: on this machine only.
+/// Where metrics are served: on this host only.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
 pub enum MetricsAddress {
@@ -179,7 +181,7 @@ impl std::str::FromStr for MetricsAddress {
             text.parse().map_err(|_| format!("`{text}` is neither ADDRESS:PORT nor unix:PATH"))?;
         if !address.ip().is_loopback() {
             return Err(format!(
-                "metrics are served to this machine only, and {} is not a loopback address",
+                "metrics are served to this host only, and {} is not a loopback address",
                 address.ip()
             ));
         }
@@ -292,6 +294,9 @@ impl Config {
         if self.max_vms == 0 {
             return wrong("max-vms is 0".to_string());
         }
+        if self.read_memory == 0 {
+            return wrong("read-memory is 0".to_string());
+        }
         for (nr, socket) in self.sockets.iter().enumerate() {
             if self.sockets[..nr].iter().any(|other| other.path == socket.path) {
                 return wrong(format!("the socket {} is there twice", socket.path.display()));
@@ -299,8 +304,15 @@ impl Config {
             if !socket.granule.is_power_of_two() || !(4096..=2 << 20).contains(&socket.granule) {
                 return wrong(format!("a granule is a power of two from 4KiB to 2MiB, and not {}", socket.granule));
             }
+            if socket.vm_read_memory == 0 {
+                return wrong("vm-read-memory is 0".to_string());
+            }
+            let folder = socket.working_set.as_ref().and_then(|file| file.parent());
+            if let Some(folder) = folder.filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+                return wrong(format!("the folder of the working set, {}, is not there", folder.display()));
+            }
             if socket.threads.get() > crate::vm::state::MAX_BUFFERS {
-                return wrong(format!("a machine has at most {} threads", crate::vm::state::MAX_BUFFERS));
+                return wrong(format!("a VM has at most {} threads", crate::vm::state::MAX_BUFFERS));
             }
         }
         Ok(())

@@ -47,32 +47,24 @@ pub enum LogFormat {
 
 /// What to do.
 #[derive(Debug, Subcommand)]
+#[expect(missing_docs, reason = "each is said where its arguments are")]
 pub enum Command {
-    /// Serve monitors that connect to a socket (Firecracker).
     Serve(Serve),
-    /// Take a snapshot from Cloud Hypervisor.
     Store(Store),
-    /// Restore a snapshot in Cloud Hypervisor, page by page.
     Restore(Restore),
-    /// Cut a snapshot into chunks that are stored once each.
     Pack(PackArgs),
-    /// Print what a snapshot is, and what it takes.
     Inspect(InspectArgs),
-    /// Read a whole snapshot and check what can be checked.
     Verify(VerifyArgs),
-    /// Let other pagers read snapshots of this machine.
     Share(ShareArgs),
-    /// Measure this pager beside a plain handler of page faults.
     Bench(BenchOptions),
 }
 
-/// Serve monitors that connect to a socket (Firecracker).
+/// Serve VMMs that connect to a socket (Firecracker).
 ///
-/// A machine outlives its pager: one that is started again takes over the machines of one that
-/// died.
+/// A VM outlives its pager: one that is started again takes over the VMs of one that died.
 #[derive(Debug, Args)]
 pub struct Serve {
-    /// Where monitors connect (`backend_path`).
+    /// Where VMMs connect (`backend_path`).
     #[arg(long, required_unless_present = "config", requires = "memory")]
     pub socket: Option<PathBuf>,
     /// The snapshot: a file of memory, or file:..., layers:..., chunks:..., s3://..., peer:...
@@ -84,14 +76,14 @@ pub struct Serve {
     /// Wait for the end of the pager that serves now, and take over.
     #[arg(long)]
     pub standby: bool,
-    /// Where machines are noted for a successor; best a tmpfs. [default: $RUNTIME_DIRECTORY, or
+    /// Where VMs are noted for a successor; best a tmpfs. [default: $RUNTIME_DIRECTORY, or
     /// SOCKET.state]
     #[arg(long, value_name = "FOLDER", conflicts_with = "config")]
     pub runtime_folder: Option<PathBuf>,
     /// Serve metrics at 127.0.0.1:PORT or unix:PATH.
     #[arg(long, value_name = "ADDRESS", conflicts_with = "config")]
     pub metrics: Option<MetricsAddress>,
-    /// Threads for each machine that read faults.
+    /// Threads for each VM that read faults.
     #[arg(long, default_value = "1", conflicts_with = "config")]
     pub threads: NonZeroUsize,
     /// What is filled around a fault.
@@ -103,16 +95,16 @@ pub struct Serve {
     /// How long errors that may pass are put up with.
     #[arg(long, default_value = "60s", value_parser = humantime::parse_duration, conflicts_with = "config")]
     pub patience: Duration,
-    /// Machines at once.
+    /// VMs at once.
     #[arg(long, default_value = "4096", conflicts_with = "config")]
     pub max_vms: usize,
-    /// Memory for reads that are under way, of all machines.
+    /// Memory for reads that are under way, of all VMs.
     #[arg(long, default_value = "256MiB", value_parser = parse_size, conflicts_with = "config")]
     pub read_memory: u64,
     /// The working set: recorded to FILE if there is none, replayed if there is.
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub working_set: Option<PathBuf>,
-    /// Monitors speak a protocol that may change, in place of Firecracker's.
+    /// VMMs speak a protocol that may change, in place of Firecracker's.
     #[arg(long, value_enum, value_name = "PROTOCOL", conflicts_with = "config")]
     pub experimental: Option<Experimental>,
     /// What was fetched is kept.

@@ -14,6 +14,7 @@ mod snapshot;
 pub mod sources;
 pub mod statistics;
 
+use std::fs::File;
 use std::io::{self, Write};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -112,6 +113,8 @@ pub fn run(options: &BenchOptions) -> io::Result<()> {
     if options.guest {
         return guest::run();
     }
+    // Before minutes go by.
+    let json = options.json.as_deref().map(JsonOutput::open).transpose()?;
     let runtime = Runtime::new()?;
     let size_bytes = options.size.next_multiple_of(2 << 20);
     if !(4 << 20..=1 << 36).contains(&size_bytes) {
@@ -157,17 +160,40 @@ pub fn run(options: &BenchOptions) -> io::Result<()> {
         }
     }
     bench.bar.finish_and_clear();
-    write(&report, options.json.as_deref())
+    write(&report, json)
 }
 
-fn write(report: &Report, json: Option<&Path>) -> io::Result<()> {
+/// Where the JSON goes.
+enum JsonOutput<'p> {
+    Stdout,
+    File(&'p Path, File),
+}
+
+impl JsonOutput<'_> {
+    fn open(path: &Path) -> io::Result<JsonOutput<'_>> {
+        if path == Path::new("-") {
+            return Ok(JsonOutput::Stdout);
+        }
+        let file = File::options().write(true).create(true).truncate(false).open(path);
+        Ok(JsonOutput::File(path, file.map_err(|error| named(path, &error))?))
+    }
+}
+
+fn named(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+fn write(report: &Report, json: Option<JsonOutput<'_>>) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    let Some(path) = json else { return write!(stdout, "{report}") };
     let mut text = serde_json::to_vec_pretty(report)?;
     text.push(b'\n');
-    if path == Path::new("-") {
-        return stdout.write_all(&text);
+    match json {
+        None => write!(stdout, "{report}"),
+        Some(JsonOutput::Stdout) => stdout.write_all(&text),
+        Some(JsonOutput::File(path, mut file)) => {
+            let saved = file.set_len(0).and_then(|()| file.write_all(&text)).map_err(|error| named(path, &error));
+            write!(stdout, "{report}")?;
+            saved
+        }
     }
-    std::fs::write(path, text)?;
-    write!(stdout, "{report}")
 }

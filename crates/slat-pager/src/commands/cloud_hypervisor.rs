@@ -11,10 +11,10 @@ use clap::{Args, ValueEnum};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use tokio::runtime::{Handle, Runtime};
 
-use super::{CacheArgs, TlsArgs};
+use super::{CacheArgs, TlsArgs, print_line};
 use crate::linux::unix_socket;
 use crate::protocol::cloud_hypervisor::config::Slot;
-use crate::protocol::cloud_hypervisor::folder::{CONFIG, STATE, memory_name};
+use crate::protocol::cloud_hypervisor::folder::{CONFIG, STATE, check_free, memory_name};
 use crate::protocol::cloud_hypervisor::memory::GuestMemory;
 use crate::protocol::cloud_hypervisor::restore::{self, Memory, Record, Restored, Snapshot, Then, Timeouts, whole};
 use crate::protocol::cloud_hypervisor::{self, OnFailure, config};
@@ -101,7 +101,10 @@ pub enum MemoryComes {
 /// # Errors
 /// [`cloud_hypervisor::Error`]; of the socket.
 pub fn store(options: &Store) -> Result<(), Box<dyn Error>> {
+    // The VMM is paused when it connects: what is wrong with the folder is said before.
+    check_free(&options.to)?;
     let listener = unix_socket::bind(&options.socket)?;
+    tracing::info!("waiting for a VMM at {}", options.socket.display());
     let bar = spinner(format!("waiting for a VMM at {}", options.socket.display()));
     let accepted = listener.accept();
     // One snapshot: nothing else may connect.
@@ -110,7 +113,7 @@ pub fn store(options: &Store) -> Result<(), Box<dyn Error>> {
     let stored = cloud_hypervisor::store::store(accepted?.0, &options.to, options.timeout)?;
     bar.finish_and_clear();
     let (data, memory) = (HumanBytes(stored.data_bytes), HumanBytes(stored.memory_bytes));
-    println!("{}: {data} of {memory} memory", options.to.display());
+    print_line(format_args!("{}: {data} of {memory} memory", options.to.display()))?;
     Ok(())
 }
 

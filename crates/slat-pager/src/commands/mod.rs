@@ -6,16 +6,41 @@ pub mod pack;
 pub mod share;
 pub mod verify;
 
+use std::fmt;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use thiserror::Error;
 
 use crate::config::{CacheConfig, parse_size};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::peer::TlsFiles;
 use crate::source::{Source, SourceError};
+
+/// Why a command was not carried out.
+#[derive(Debug, Error)]
+pub enum CommandError {
+    /// What was asked for cannot be done, whatever the snapshot is.
+    #[error("{0}")]
+    Usage(String),
+    /// The snapshot, or what is served or stored.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The standard output cannot be written.
+    #[error("cannot write to the standard output: {0}")]
+    Output(io::Error),
+}
+
+/// Prints a line. Nothing is wrong if nobody reads it any more (`| head -1`).
+fn print_line(line: fmt::Arguments<'_>) -> Result<(), CommandError> {
+    match writeln!(io::stdout(), "{line}") {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CommandError::Output(error)),
+        _ => Ok(()),
+    }
+}
 
 /// Certificates for peers, as PEM files.
 #[derive(Args, Clone, Debug, Default)]

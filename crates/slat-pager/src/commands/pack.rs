@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
 
-use super::{TlsArgs, bytes_text, open, progress_bar};
+use super::{CommandError, TlsArgs, bytes_text, open, print_line, progress_bar};
 use crate::chunks::Location;
 use crate::chunks::pack::{PackOptions, pack};
 use crate::snapshot::SnapshotName;
 use crate::source::SourceError;
 
-/// Packs a snapshot: cuts it into chunks, stores each different one once, compressed.
+/// Pack a snapshot: cut it into chunks, and store each different one once, compressed.
 #[derive(Args, Clone, Debug)]
 pub struct PackArgs {
     /// The snapshot: a memory file, layers:BASE,DIFF..., or another name of one
@@ -41,11 +41,18 @@ fn parse_parallel(text: &str) -> Result<usize, String> {
 /// Packs, and prints what that took.
 ///
 /// # Errors
-/// The snapshot cannot be read, or the store cannot be written; it was stopped (Ctrl-C).
-pub async fn run(args: &PackArgs) -> Result<(), SourceError> {
+/// The snapshot cannot be read, or the store cannot be written; it was stopped (Ctrl-C); nothing can
+/// be printed.
+pub async fn run(args: &PackArgs) -> Result<(), CommandError> {
     let source = open(&args.snapshot, &args.tls).await?;
     // `chunks:` is accepted, too: that is how the snapshot is called afterwards.
-    let to = Location::create(args.to.strip_prefix("chunks:").unwrap_or(&args.to), &[])?;
+    let to =
+        Location::create(args.to.strip_prefix("chunks:").unwrap_or(&args.to), &[]).map_err(|error| match error {
+            SourceError::Malformed { snapshot, why } => {
+                CommandError::Usage(format!("nothing is packed to {snapshot}: {why}"))
+            }
+            error => error.into(),
+        })?;
     let stop = Arc::new(AtomicBool::new(false));
     let options = PackOptions {
         chunk_bytes: args.chunk.saturating_mul(1024),
@@ -64,7 +71,7 @@ pub async fn run(args: &PackArgs) -> Result<(), SourceError> {
     stopping.abort();
     bar.finish_and_clear();
     let packed = packed?;
-    println!(
+    print_line(format_args!(
         "{} of {}: {} chunks, {} of zeros, {} stored now in {}",
         bytes_text(packed.size_bytes),
         args.snapshot,
@@ -72,7 +79,7 @@ pub async fn run(args: &PackArgs) -> Result<(), SourceError> {
         packed.nr_zero_chunks,
         packed.nr_new_chunks,
         bytes_text(packed.new_bytes),
-    );
-    println!("identity {}", packed.identity);
+    ))?;
+    print_line(format_args!("identity {}", packed.identity))?;
     Ok(())
 }

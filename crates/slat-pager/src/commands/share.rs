@@ -8,13 +8,13 @@ use std::sync::Arc;
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::TlsArgs;
+use super::{CommandError, TlsArgs, print_line};
 use crate::snapshot::{OpenWith, SnapshotName};
 use crate::source::SourceError;
 use crate::source::cache::{BlockCache, CacheOptions};
 use crate::source::peer::{LocalAddress, PeerServer};
 
-/// Serves snapshots to other pagers, over TCP with TLS, or to processes of this host. They open them
+/// Serve snapshots to other pagers, over TCP with TLS, or to processes of this host. They open them
 /// as peer:HOST:PORT/NAME or peer:unix:PATH/NAME.
 #[derive(Args, Clone, Debug)]
 pub struct ShareArgs {
@@ -57,8 +57,8 @@ fn parse_shared(text: &str) -> Result<(String, SnapshotName), String> {
 /// Serves until a signal ends it.
 ///
 /// # Errors
-/// A snapshot cannot be opened; the address or the certificates cannot be used.
-pub async fn run(args: &ShareArgs) -> Result<(), SourceError> {
+/// A snapshot cannot be opened; the address or the certificates cannot be used; nothing can be printed.
+pub async fn run(args: &ShareArgs) -> Result<(), CommandError> {
     let tls = args.tls.files();
     let cache = BlockCache::new(&CacheOptions::default())?;
     let with = OpenWith { cache: Some(cache), tls: tls.clone(), ..OpenWith::default() };
@@ -66,24 +66,25 @@ pub async fn run(args: &ShareArgs) -> Result<(), SourceError> {
     for (name, snapshot) in &args.shared {
         let source = snapshot.open(&with).await?;
         if snapshots.insert(name.clone(), Arc::clone(&source)).is_some() {
-            let why = "two snapshots have this name".to_string();
-            return Err(SourceError::Malformed { snapshot: name.clone(), why });
+            return Err(CommandError::Usage(format!("two snapshots have the name {name}")));
         }
     }
     let server = match &args.listen {
         Listen::Local(address) => {
             let server = PeerServer::bind_local(address, snapshots).await?;
-            println!("listening at {address}");
+            print_line(format_args!("listening at {address}"))?;
             server
         }
         Listen::Tls(address) => {
-            let tls = tls.ok_or_else(|| SourceError::Malformed {
-                snapshot: address.to_string(),
-                why: "peers of other hosts are told apart by certificates: --certificates, --key and --authorities are needed".to_string(),
+            let tls = tls.ok_or_else(|| {
+                let needed = "--certificates, --key and --authorities are needed";
+                CommandError::Usage(format!(
+                    "--listen {address}: peers of other hosts are told apart by certificates: {needed}"
+                ))
             })?;
             let server = PeerServer::bind(*address, &tls, snapshots).await?;
             if let Ok(address) = server.address() {
-                println!("listening at {address}");
+                print_line(format_args!("listening at {address}"))?;
             }
             server
         }

@@ -4,17 +4,16 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::{TlsArgs, open, progress_bar};
+use super::{CommandError, TlsArgs, open, print_line, progress_bar};
 use crate::chunks::Location;
 use crate::chunks::verify::{compare, verify};
 use crate::snapshot::SnapshotName;
-use crate::source::{PAGE_BYTES, SourceError};
+use crate::source::PAGE_BYTES;
 
 /// How many bad chunks are printed.
 const MOST_LINES: usize = 20;
 
-/// Reads all of a snapshot and checks it: chunks against their hashes, any snapshot against
-/// another.
+/// Read all of a snapshot and check it: chunks against their hashes, any snapshot against another.
 #[derive(Args, Clone, Debug)]
 pub struct VerifyArgs {
     /// The snapshot
@@ -29,8 +28,8 @@ pub struct VerifyArgs {
 /// Checks it, and prints what is wrong. The exit code says whether something is.
 ///
 /// # Errors
-/// It cannot be opened or read.
-pub async fn run(args: &VerifyArgs) -> Result<ExitCode, SourceError> {
+/// It cannot be opened or read, or nothing can be printed.
+pub async fn run(args: &VerifyArgs) -> Result<ExitCode, CommandError> {
     if let Some(other) = &args.against {
         let (one, other_source) = (open(&args.snapshot, &args.tls).await?, open(other, &args.tls).await?);
         let bar = progress_bar(one.size_bytes(), "comparing");
@@ -38,20 +37,24 @@ pub async fn run(args: &VerifyArgs) -> Result<ExitCode, SourceError> {
         bar.finish_and_clear();
         return Ok(match differs? {
             None => {
-                println!("{} and {other} have the same bytes", args.snapshot);
+                print_line(format_args!("{} and {other} have the same bytes", args.snapshot))?;
                 ExitCode::SUCCESS
             }
             Some(at) => {
-                println!("{} and {other} differ at byte {at} (page {})", args.snapshot, at / PAGE_BYTES);
+                print_line(format_args!(
+                    "{} and {other} differ at byte {at} (page {})",
+                    args.snapshot,
+                    at / PAGE_BYTES
+                ))?;
                 ExitCode::FAILURE
             }
         });
     }
     let SnapshotName::Chunks(index) = &args.snapshot else {
-        return Err(SourceError::Malformed {
-            snapshot: args.snapshot.to_string(),
-            why: "only chunks have checksums; compare it with another snapshot (--against)".to_string(),
-        });
+        return Err(CommandError::Usage(format!(
+            "{} has no checksums, only chunks have: compare it with another snapshot (--against)",
+            args.snapshot
+        )));
     };
     let at = Location::open(index, &[])?;
     let index = at.read_index().await?;
@@ -61,12 +64,12 @@ pub async fn run(args: &VerifyArgs) -> Result<ExitCode, SourceError> {
     let bad = bad?;
     for (chunk, error) in bad.iter().take(MOST_LINES) {
         let range = index.range_of(*chunk);
-        println!("bytes {}..{}: {error}", range.start, range.end);
+        print_line(format_args!("bytes {}..{}: {error}", range.start, range.end))?;
     }
     if bad.is_empty() {
-        println!("{}: all {} chunks are right", args.snapshot, index.chunks().len());
+        print_line(format_args!("{}: all {} chunks are right", args.snapshot, index.chunks().len()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    println!("{}: {} different chunks are wrong or missing", args.snapshot, bad.len());
+    print_line(format_args!("{}: {} different chunks are wrong or missing", args.snapshot, bad.len()))?;
     Ok(ExitCode::FAILURE)
 }

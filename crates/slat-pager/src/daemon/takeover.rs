@@ -131,13 +131,17 @@ pub enum Standby {
 }
 
 impl Lock {
-    /// Makes `folder` if there is none, and locks it.
+    /// Makes `folder` if there is none, and locks it. It does not make the folders above it: what is
+    /// mistyped is not made.
     ///
     /// # Errors
     /// `WouldBlock`: another pager has it.
     pub fn take(folder: &Path, standby: Standby) -> io::Result<Lock> {
         use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        match fs::DirBuilder::new().mode(0o700).create(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
         let mut options = fs::OpenOptions::new();
         let file = options.write(true).create(true).truncate(false).mode(0o600).open(folder.join("lock"))?;
         let operation = match standby {

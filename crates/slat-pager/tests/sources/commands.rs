@@ -48,6 +48,56 @@ async fn a_snapshot_is_packed_inspected_and_verified() {
     assert!(verify::run(&parse(&[text(&file)]).unwrap()).await.is_err(), "a file has no checksums");
 }
 
+/// Its exit code, and what it says of what is wrong.
+fn outcome(stdout: Stdio, arguments: &[&str]) -> (i32, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat-pager"));
+    let child = command.args(arguments).stdin(Stdio::null()).stdout(stdout).stderr(Stdio::piped()).spawn().unwrap();
+    let output = child.wait_with_output().unwrap();
+    (output.status.code().expect("no signal"), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_an_error_and_one_that_nobody_reads_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mem");
+    write_sparse(&file, &snapshot_with(1, 10, |_| true));
+    for arguments in [&["inspect", text(&file)][..], &["verify", text(&file), "--against", text(&file)], &["-h"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let (code, said) = outcome(full.into(), arguments);
+        assert_eq!(code, 1, "{arguments:?}: {said}");
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        assert_eq!(outcome(writer.into(), arguments), (0, String::new()), "{arguments:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_asked_for_ends_with_2_and_says_which_option() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, socket) = (folder.path().join("mem"), folder.path().join("none/s.sock"));
+    write_sparse(&file, &snapshot_with(1, 10, |_| true));
+    let serve = ["serve", "--socket", text(&socket), "--memory", text(&file)];
+    let set = folder.path().join("none/set");
+    for (arguments, says) in [
+        (vec!["verify", text(&file)], "--against"),
+        (vec!["pack", text(&file), "x"], ".index"),
+        (vec!["share", &format!("vm={}", text(&file)), "--listen", "127.0.0.1:0"], "--certificates"),
+        (vec!["serve", "--nothing"], "--nothing"),
+        ([&serve[..], &["--granule", "5"]].concat(), "granule"),
+        ([&serve[..], &["--max-vms", "0"]].concat(), "max-vms"),
+        ([&serve[..], &["--read-memory", "0"]].concat(), "read-memory"),
+        ([&serve[..], &["--working-set", text(&set)]].concat(), "working set"),
+    ] {
+        let (code, said) = outcome(Stdio::null(), &arguments);
+        assert!(code == 2 && said.contains(says), "{arguments:?}: {code}, {said}");
+    }
+    // A folder that is not there is not made: it may be mistyped.
+    let (code, said) = outcome(Stdio::null(), &serve);
+    assert!(code == 1 && said.contains("none/s.sock.state"), "{code}, {said}");
+    assert!(!folder.path().join("none").exists());
+    assert!(!said.contains('\x1b'), "no terminal, no colors: {said}");
+}
+
 #[test]
 fn arguments_that_are_none() {
     for arguments in [

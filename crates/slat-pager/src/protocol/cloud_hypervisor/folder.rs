@@ -29,17 +29,25 @@ pub(super) struct NewFolder {
     unfinished: TempDir,
 }
 
+/// Whether there can be a new folder: `path` is not there yet, or empty.
+///
+/// # Errors
+/// [`Error`]: it is not so, or the folder cannot be read.
+pub fn check_free(path: &Path) -> Result<(), Error> {
+    match fs::read_dir(path).map(|mut entries| entries.next().is_none()) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Error::file(path)(io::ErrorKind::DirectoryNotEmpty.into())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(Error::file(path)(error)),
+    }
+}
+
 impl NewFolder {
     /// A folder that becomes `path`, which is not there yet, or empty.
     pub(super) fn new(path: &Path) -> Result<NewFolder, Error> {
         let mut name =
             path.file_name().ok_or_else(|| Error::file(path)(io::ErrorKind::InvalidFilename.into()))?.to_owned();
-        match fs::read_dir(path).map(|mut entries| entries.next().is_none()) {
-            Ok(true) => {}
-            Ok(false) => return Err(Error::file(path)(io::ErrorKind::DirectoryNotEmpty.into())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(Error::file(path)(error)),
-        }
+        check_free(path)?;
         name.push(".unfinished-");
         let parent = parent(path);
         fs::create_dir_all(parent).map_err(Error::file(parent))?;
