@@ -350,6 +350,9 @@ def main(words):
     if words == ['--check']:
         return print(f'sabotage: the engine has each place of {len(SABOTAGES)}')
     chosen = [name for name in SABOTAGES if not words or any(word in name for word in words)]
+    if not chosen:
+        print(f'sabotage: no name has one of: {" ".join(words)}', file=sys.stderr)
+        return 2
     copy()
     missed = [name for name in chosen if not is_noticed(name)]
     print(f'sabotage: {len(chosen) - len(missed)} of {len(chosen)} noticed')

@@ -54,6 +54,7 @@ fn bad_usage_exits_with_2() {
     for (args, what) in [
         ("numa-split --nodes 0", "at least one node"),
         ("numa-split --nodes 65", "65 nodes are more than 64"),
+        ("numa-split --nodes 999", "999 nodes are more than 64"),
         ("numa-split --nodes x", "invalid digit"),
         ("numa-split --nodes 0,,1", "cannot parse"),
         ("numa-split --nodes 1,1", "node 1 is there twice"),

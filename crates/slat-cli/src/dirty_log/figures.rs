@@ -152,7 +152,8 @@ fn print_patterns(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cell
         }
     }
     writeln!(out)?;
-    if args.patterns().len() > 1 {
+    let has_all = cells.iter().any(|cell| cell.nr_dirty == f64::from(args.nr_pages()));
+    if has_all && args.patterns().len() > 1 {
         writeln!(out, "All {} pages are the same pages in each pattern: they were measured once.", args.nr_pages())?;
     }
     Ok(())

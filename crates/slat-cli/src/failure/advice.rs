@@ -100,7 +100,7 @@ pub(super) fn of_source(error: &SourceError) -> &'static str {
         SourceError::Unavailable { .. } => "start the peer first: slat serve-pages ADDRESS",
         SourceError::NotThere { .. } | SourceError::Refused { .. } => "name another peer (--source)",
         // Files, and addresses to serve at.
-        _ => "name another file or address, or write a file first with --create-source",
+        _ => "name another file or address; `slat userfault --create-source` writes a file",
     }
 }
 

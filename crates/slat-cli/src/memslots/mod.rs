@@ -143,7 +143,7 @@ fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
     let (first, last) = (usize::from(args.first_test), usize::from(args.last_test));
     let Some(tests) = Test::ALL.get(first..=last).filter(|tests| !tests.is_empty()) else {
         return Err(Failure::Usage(format!(
-            "the first test, {first}, comes after the last, {last}; choose -f up to -e"
+            "the first test, {first}, comes after the last, {last}; choose --first-test up to --last-test"
         )));
     };
     if tests.contains(&Test::MoveInactive) && args.slots < 2 {

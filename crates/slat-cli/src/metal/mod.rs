@@ -43,7 +43,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum, value_parser};
 
 use crate::failure::Failure;
-use crate::options::{OutputArgs, PEER, PeerArg, SEED, duration, positive, size_bytes};
+use crate::options::{OutputArgs, PeerArg, SEED, duration, positive, size_bytes};
 use crate::results::Outcome;
 use crate::session::Session;
 use architecture::Architecture;
@@ -59,7 +59,7 @@ use plan::Plan;
     allow_negative_numbers = true,
     after_help = "Example: slat metal --guest linux --cpus 2\nExample: slat metal --machine arm\n\
                   Example: slat metal --guest suite --operations 1000000\nExample: slat metal --guest measure\n\
-                  Example: slat metal --guest suite --nodes 2\nExample: slat metal --guest migration --seed 2"
+                  Example: slat metal --guest migration --seed 2"
 )]
 pub(crate) struct MetalArgs {
     /// Second-stage hardware of the emulated machine
@@ -97,7 +97,8 @@ pub(crate) struct MetalArgs {
     /// Of the guest's kernel, or of the one with KVM.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, hide_short_help = true)]
     append: Option<String>,
-    #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto, help = PEER)]
+    /// Count the instructions of KVM on the same emulated machine, too
+    #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto)]
     peer: PeerArg,
     /// Time after which it counts as failed
     ///

@@ -20,7 +20,7 @@ use std::thread;
 use clap::{Arg, Args, ValueEnum};
 use slat::NodeId;
 use slat::tables::TablePlacement;
-use slat_machine::memory::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
+use slat_machine::memory::numa::{FirstTouch, MAX_NODES, MemoryPolicy, NodeMap, Nodes, Pinning};
 use slat_machine::vm::machine::{MachineConfig, MachineError};
 
 use crate::failure::{Failure, check_failed, no_thread};
@@ -116,7 +116,10 @@ fn nodes(text: &str) -> Result<NodesArg, String> {
         _ if text.contains(',') => {
             Ok(NodesArg::Numbers(text.split(',').map(|text| number(text).map(NodeId)).collect::<Result<_, _>>()?))
         }
-        _ => number(text).map(NodesArg::Count),
+        _ => match number(text)? {
+            count if count as usize > MAX_NODES => Err(format!("{count} nodes are more than {MAX_NODES}")),
+            count => Ok(NodesArg::Count(count)),
+        },
     }
 }
 

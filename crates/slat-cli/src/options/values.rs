@@ -275,10 +275,10 @@ impl PagingArg {
     }
 }
 
-/// Whether the KVM of this machine is measured in the same runs.
+/// Whether KVM is measured, too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum PeerArg {
-    /// If this machine's KVM works, and can do what is asked for.
+    /// If it is there, and can do what is asked for.
     Auto,
     /// Always.
     Kvm,

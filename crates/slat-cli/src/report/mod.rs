@@ -49,6 +49,10 @@ impl From<input::InputError> for Failure {
 /// Reads the results, writes the page, and prints its path.
 pub(crate) fn run(args: &ReportArgs) -> Result<(), Failure> {
     let inputs = input::read_all(&args.results)?;
+    if args.output == Path::new("-") {
+        let page = page::page(&inputs).map_err(Failure::CannotServe)?;
+        return results::print(&page.html).map_err(Failure::Print);
+    }
     let output = real_path(&args.output);
     if args.results.iter().any(|path| real_path(path) == output) {
         let path = args.output.display();
