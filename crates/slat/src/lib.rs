@@ -18,7 +18,7 @@
 //! # How to use it
 //! 1. Implement [`Host`]: memory for page-table pages, frames for guest pages, a TLB flush.
 //! 2. Create a [`Vm`] with it for a [`Format`] of page tables ([`Npt`], [`Ept`], [`Stage2`],
-//!    [`Sv39x4`] or [`Sv48x4`]), in an `Arc`.
+//!    [`Sv39x4`], [`Sv48x4`], [`Sv57x4`] or [`Vtd`]), in an `Arc`.
 //! 3. Add memslots by [`Vm::set_user_memory_region`].
 //! 4. Create a [`Vcpu`] for each virtual CPU by [`Vm::create_vcpu`].
 //! 5. Point the hardware at [`Vm::root`].
@@ -129,7 +129,8 @@
 //! None is on by default: the engine is `no_std` and needs `alloc`.
 //! - `baselines`: what slat is measured against. `Config::locking` puts a lock around everything
 //!   that changes page tables; `Host::parking` says how threads wait for it.
-//!   `ShadowStrategy::Baseline` finds and synchronizes the root at each load of CR3. Not for use.
+//!   `ShadowStrategy::Baseline` finds and synchronizes the root at each load of CR3, and
+//!   `RootsByPcid` searches for roots by PCID. Not for use.
 //! - `vm-memory` (needs std): `SlotBitmap` makes a memslot's dirty log the bitmap of the vm-memory
 //!   region that has its memory. `CheckedMemory` refuses a device the accesses for which a vCPU
 //!   would exit.
