@@ -65,7 +65,7 @@ pub enum Command {
 #[derive(Debug, Args)]
 pub struct Serve {
     /// Where VMMs connect (`backend_path`).
-    #[arg(long, required_unless_present = "config", requires = "memory")]
+    #[arg(long, requires = "memory")]
     pub socket: Option<PathBuf>,
     /// The snapshot: a file of memory, or file:..., layers:..., chunks:..., s3://..., peer:...
     #[arg(long, requires = "socket")]
@@ -132,7 +132,7 @@ impl Serve {
     pub fn config(&self) -> Result<Config, ConfigError> {
         let (Some(socket), Some(memory)) = (&self.socket, &self.memory) else {
             let Some(file) = &self.config else {
-                return Err(ConfigError::Wrong("--socket and --memory, or --config".to_string()));
+                return Err(ConfigError::Wrong("`serve` needs --socket and --memory, or --config".to_string()));
             };
             return Config::read(file);
         };

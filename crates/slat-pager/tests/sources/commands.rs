@@ -83,6 +83,7 @@ fn what_cannot_be_asked_for_ends_with_2_and_says_which_option() {
         (vec!["pack", text(&file), "x"], ".index"),
         (vec!["share", &format!("vm={}", text(&file)), "--listen", "127.0.0.1:0"], "--certificates"),
         (vec!["serve", "--nothing"], "--nothing"),
+        (vec!["serve"], "--socket and --memory, or --config"),
         ([&serve[..], &["--granule", "5"]].concat(), "granule"),
         ([&serve[..], &["--max-vms", "0"]].concat(), "max-vms"),
         ([&serve[..], &["--read-memory", "0"]].concat(), "read-memory"),
