@@ -155,11 +155,13 @@ mod tests {
 
     #[test]
     fn a_grace_period_kicks_the_vcpus_that_run_and_waits_for_their_exits() {
-        let (grace, is_over, nr_exits) = (GracePeriods::default(), AtomicBool::new(false), AtomicU64::new(0));
+        let (grace, is_over) = (GracePeriods::default(), AtomicBool::new(false));
+        let (nr_entered, nr_exits) = (AtomicU64::new(0), AtomicU64::new(0));
         thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
                     let mut stay = grace.enter_guest();
+                    nr_entered.fetch_add(1, Ordering::Relaxed);
                     while !is_over.load(Ordering::Relaxed) {
                         if grace.is_kicked(&stay) {
                             grace.exit_guest(stay);
@@ -171,11 +173,13 @@ mod tests {
                     grace.exit_guest(stay);
                 });
             }
-            thread::sleep(Duration::from_millis(5));
+            while nr_entered.load(Ordering::Relaxed) < 2 {
+                thread::yield_now();
+            }
             (0..20).for_each(|_| grace.synchronize(|| ()));
             is_over.store(true, Ordering::Relaxed);
         });
-        assert!(nr_exits.load(Ordering::Relaxed) > 0);
+        assert!(nr_exits.load(Ordering::Relaxed) >= 2);
         // A vCPU that stays although it was kicked is waited for.
         let (stay, is_over) = (grace.enter_guest(), AtomicBool::new(false));
         thread::scope(|scope| {
