@@ -295,30 +295,29 @@ fn moving_beside_dma(domain: FlushDomain, is_done: impl Fn(u64, Duration) -> boo
         unsafe { AtomicU64::from_ptr(at) }
     };
     (0..NR_PAGES).for_each(|page| in_frame(page, 3).store(FOREIGN, Ordering::SeqCst));
-    let is_over = AtomicBool::new(false);
+    let (is_over, nr_written) = (AtomicBool::new(false), AtomicU64::new(0));
     let (mut nr_stale, mut nr_released) = (0, 0);
     thread::scope(|scope| {
-        let is_over = &is_over;
-        let writers = [1, 2].map(|source_id| {
+        let (is_over, nr_written) = (&is_over, &nr_written);
+        for source_id in [1, 2] {
             let mut engine = devices.engine(source_id);
             scope.spawn(move || {
-                let mut nr_written = 0_u64;
                 while !is_over.load(Ordering::Relaxed) {
                     for page in 0..NR_MOVED {
                         match engine.write(Gpa(address(page, 3)), page) {
-                            Ok(()) => nr_written += 1,
+                            Ok(()) => drop(nr_written.fetch_add(1, Ordering::Relaxed)),
                             // It is being moved.
                             Err(DmaError::Aborted(record)) => assert_eq!(record.reason, 0x85),
                             Err(error) => panic!("{error}"),
                         }
                     }
                 }
-                nr_written
-            })
-        });
+            });
+        }
         let start = Instant::now();
         let mut place = 0;
-        while !is_done(nr_stale, start.elapsed()) {
+        // And until a device has written: on a busy machine that may take longer.
+        while !is_done(nr_stale, start.elapsed()) || nr_written.load(Ordering::Relaxed) == 0 {
             // One page after the other: their frames need not be adjacent.
             for page in 0..NR_MOVED {
                 devices.map(GfnRange::new(Gfn(range.start.0 + page), 1), &memory, place + page, PageSize::Size4K);
@@ -341,8 +340,7 @@ fn moving_beside_dma(domain: FlushDomain, is_done: impl Fn(u64, Duration) -> boo
             place = (place + NR_MOVED) % (NR_PAGES - NR_MOVED);
         }
         is_over.store(true, Ordering::Relaxed);
-        let nr_written: u64 = writers.into_iter().map(|writer| writer.join().unwrap()).sum();
-        assert!(nr_written > 0 && nr_released > 0);
+        assert!(nr_released > 0);
     });
     nr_stale
 }
