@@ -4,13 +4,14 @@
 //! The memslot has 1 GiB, and all its pages are mapped. In each round faults dirty N pages drawn at
 //! random, and the log is got; before that a part of the rounds streams through memory, so that the
 //! caches are cold. The exchange works on as many pages in the same round, over page tables and a
-//! reverse map of its own. No vCPU runs and nothing is flushed.
+//! reverse map of its own. No vCPU runs and nothing is flushed. `runs` is `Vm::for_each_dirty`, which
+//! has no bitmap to zero, after a third time of the same faults.
 //!
 //! - `cargo bench -p slat --bench scattered -- table` prints the times, `-- table 301` with 301
 //!   rounds.
 //! - `-- dirty-bit`: a memslot of 16 GiB with dirty bits of the CPUs as the log, 3% of its pages
 //!   dirty, spread and in one piece.
-//! - `-- count slat 128`, `-- count exchange 128`: the calls alone, for callgrind with
+//! - `-- count slat 128`, `-- count exchange 128`, `-- count runs 128`: the calls alone, for callgrind with
 //!   `--toggle-collect='*::get_log*'`.
 
 #[cfg(not(any(loom, shuttle)))]
@@ -32,6 +33,7 @@ use slat::baselines::Park;
 #[cfg(not(any(loom, shuttle)))]
 mod scattered {
     use std::hint::black_box;
+    use std::ops::ControlFlow;
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Arc, Mutex};
     use std::time::Instant;
@@ -76,6 +78,15 @@ mod scattered {
     struct Slat {
         vm: Arc<BenchVm>,
         vcpu: Vcpu<BenchHost<Frames>, Npt>,
+        nr_pages: u64,
+        call: Call,
+    }
+
+    /// How the log is got.
+    #[derive(Clone, Copy)]
+    enum Call {
+        Bitmap,
+        Runs,
     }
 
     impl Slat {
@@ -92,7 +103,7 @@ mod scattered {
                 userfault_bitmap: None,
             })
             .unwrap();
-            let mut slat = Slat { vcpu: vm.create_vcpu().unwrap(), vm };
+            let mut slat = Slat { vcpu: vm.create_vcpu().unwrap(), vm, nr_pages, call: Call::Bitmap };
             slat.write(&(0..nr_pages).collect::<Vec<_>>());
             assert_eq!(slat.vm.get_dirty_log(0, &mut vec![0; nr_pages as usize / 64]), Ok(nr_pages));
             slat
@@ -125,7 +136,14 @@ mod scattered {
         }
 
         fn get(&self, bitmap: &mut [u64]) -> u64 {
-            self.vm.get_dirty_log(0, bitmap).unwrap()
+            match self.call {
+                Call::Bitmap => self.vm.get_dirty_log(0, bitmap),
+                Call::Runs => self.vm.for_each_dirty(0, 0, self.nr_pages, |pages| {
+                    black_box(pages);
+                    ControlFlow::Continue(())
+                }),
+            }
+            .unwrap()
         }
     }
 
@@ -234,12 +252,12 @@ mod scattered {
         let mut state = 0x9e37_79b9_7f4a_7c15;
         println!("get_dirty_log of 1 GiB: ns, medians of {nr_rounds} rounds; ratio: exchange over slat, in the round.");
         println!(
-            "{:>6} {:>7} {:>9} {:>9} {:>7} {:>12} {:>12}",
-            "pages", "caches", "exchange", "slat", "ratio", "ns a write", "of exchange"
+            "{:>6} {:>7} {:>9} {:>9} {:>9} {:>7} {:>12} {:>12}",
+            "pages", "caches", "exchange", "slat", "runs", "ratio", "ns a write", "of exchange"
         );
         for count in COUNTS {
             for is_cold in [false, true] {
-                let mut times = [const { Vec::new() }; 5];
+                let mut times = [const { Vec::new() }; 6];
                 for round in 0..nr_rounds {
                     let pages = draw(count, NR_PAGES, &mut state);
                     let mut ns = [0.0; 2];
@@ -247,7 +265,7 @@ mod scattered {
                         let subject: &mut dyn Subject = if turn == 0 { &mut slat } else { &mut exchange };
                         let begin = Instant::now();
                         subject.write(&pages);
-                        times[3 + turn].push(begin.elapsed().as_nanos() as f64 / count as f64);
+                        times[4 + turn].push(begin.elapsed().as_nanos() as f64 / count as f64);
                         if is_cold {
                             black_box(stream.iter().sum::<u64>());
                         }
@@ -255,11 +273,18 @@ mod scattered {
                         times[turn].push(ns[turn]);
                     }
                     times[2].push(ns[1] / ns[0]);
+                    slat.write(&pages);
+                    if is_cold {
+                        black_box(stream.iter().sum::<u64>());
+                    }
+                    slat.call = Call::Runs;
+                    times[3].push(timed_ns(&slat, &mut bitmap, count));
+                    slat.call = Call::Bitmap;
                 }
-                let [slat, exchange, ratio, write, write_exchange] = times.each_mut().map(|times| median(times));
+                let [slat, exchange, ratio, runs, write, write_exchange] = times.each_mut().map(|times| median(times));
                 let caches = if is_cold { "cold" } else { "warm" };
                 println!(
-                    "{count:>6} {caches:>7} {exchange:>9.0} {slat:>9.0} {ratio:>7.2} {write:>12.1} {write_exchange:>12.1}"
+                    "{count:>6} {caches:>7} {exchange:>9.0} {slat:>9.0} {runs:>9.0} {ratio:>7.2} {write:>12.1} {write_exchange:>12.1}"
                 );
             }
         }
@@ -297,9 +322,10 @@ mod scattered {
     fn count(kind: &str, nr_pages: usize, nr_calls: usize) {
         let mut subject: Box<dyn Subject> = match kind {
             "exchange" => Box::new(Exchange::new()),
-            _ => {
+            kind => {
                 let memory = Memory::new((NR_PAGES / 512 + 256) as usize);
-                Box::new(Slat::new(memory, DirtyTracking::WriteProtect, NR_PAGES))
+                let slat = Slat::new(memory, DirtyTracking::WriteProtect, NR_PAGES);
+                Box::new(Slat { call: if kind == "runs" { Call::Runs } else { Call::Bitmap }, ..slat })
             }
         };
         let mut bitmap = vec![0; NR_PAGES as usize / 64];

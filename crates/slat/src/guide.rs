@@ -337,8 +337,9 @@
 //! prints a table. Run it there for another target. That is what one thread can reach: a call that
 //! meets another thread's split or recovery half done may go half a KiB deeper.
 //!
-//! A vCPU uses at most 6 KiB of heap. A harvest or a reset of the rings allocates up to 6 KiB for
-//! its duration, whatever the size of the memslot.
+//! A vCPU uses at most 6 KiB of heap. So does a harvest, whatever the size of the memslot: the VM
+//! keeps that for the next harvest, as many times as harvests have run at once. A reset of the rings
+//! allocates up to 6 KiB for its duration.
 //!
 //! # What flush and the rest guarantee
 //! - **`flush`** orders three things.

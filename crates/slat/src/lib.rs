@@ -163,6 +163,7 @@ pub mod guide;
 mod harvest;
 pub mod host;
 mod operation;
+mod page_words;
 mod pool;
 mod registers;
 mod second_stage;

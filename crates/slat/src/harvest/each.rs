@@ -6,7 +6,8 @@
 //! - No mark is lost. A run counts as passed on when the callback has returned. What was taken and
 //!   not passed on is marked again: if the callback stops or panics, and if a flush panics.
 //! - Nothing is held while the callback runs. It may call any method of the VM.
-//! - The call takes less than 6 KiB of the heap, whatever the size of the memslot.
+//! - The call takes less than 6 KiB of the heap, whatever the size of the memslot: the working memory
+//!   of the participant ([`HarvestRoom`]).
 //!
 //! # Use
 //! [`LogCall::for_each`] takes the marks, [`LogCall::for_each_copied`] changes nothing.
@@ -21,35 +22,30 @@
 //! the first harvest that begins after it has returned reports these pages. They are protected
 //! already. So a write between the two marks its page, and marks once more what will be marked.
 
-use alloc::boxed::Box;
 use core::ops::{ControlFlow, Range};
 
 use super::log::{Found, LogCall, Reader};
 use super::mark::mark_pages;
-use crate::boxed::try_zeroed;
-use crate::error::{LogError, OutOfMemory};
+use crate::error::LogError;
 use crate::format::Format;
 use crate::host::Host;
-use crate::slot::bitmap::{PAGES_PER_WORD, TakenWords};
-
-/// Words that a window has room for.
-const WINDOW_WORDS: usize = 2 * TakenWords::CAPACITY;
+use crate::page_words::{HarvestRoom, PAGES_PER_WORD, TakenWords, WINDOW_WORDS};
 
 /// What gets a run of dirty pages: their numbers in the memslot.
 pub(crate) type Callback<'f> = dyn FnMut(Range<u64>) -> ControlFlow<()> + 'f;
 
 /// Marks that were taken or copied, and are to be passed on.
-struct Window {
+struct Window<'r> {
     /// The number of each word in the log, and its marks.
-    words: Box<[[u64; 2]; WINDOW_WORDS]>,
+    words: &'r mut [[u64; 2]; WINDOW_WORDS],
     nr_words: usize,
     /// The first of them that has marks left.
     next: usize,
 }
 
-impl Window {
-    fn new() -> Result<Window, OutOfMemory> {
-        Ok(Window { words: try_zeroed()?, nr_words: 0, next: 0 })
+impl<'r> Window<'r> {
+    fn new(words: &'r mut [[u64; 2]; WINDOW_WORDS]) -> Window<'r> {
+        Window { words, nr_words: 0, next: 0 }
     }
 
     /// Adds marks, whose offsets are counted from word `first_word` of the log.
@@ -99,7 +95,7 @@ struct TakenRuns<'c, 'f, H: Host, F: Format> {
     call: &'c LogCall<'c, H, F>,
     /// The first word of the call in the log.
     first_word: u64,
-    window: Window,
+    window: Window<'c>,
     /// The run that the callback has.
     current: Range<u64>,
     callback: &'c mut Callback<'f>,
@@ -143,29 +139,37 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Takes the log of `pages` (first and number), protects the pages taken, and passes them to
     /// `callback`, until it breaks. Returns the number of pages passed on.
     pub(crate) fn for_each(&self, pages: (u64, u64), callback: &mut Callback<'_>) -> Result<u64, LogError> {
-        let mut taken = try_zeroed()?;
-        let window = Window::new()?;
-        self.collect(Some(pages), usize::MAX)?;
-        let first_word = pages.0 / PAGES_PER_WORD;
-        let mut runs = TakenRuns { call: self, first_word, window, current: 0..0, callback, nr_pages: 0 };
-        self.harvest(Some(pages), usize::MAX, &mut taken, |log, words, _, taken| log.take(words, taken), &mut runs)?;
-        Ok(runs.nr_pages)
+        self.op.participant.with_harvest_room(|HarvestRoom { taken, window }| {
+            self.collect(Some(pages), usize::MAX)?;
+            let (first_word, window) = (pages.0 / PAGES_PER_WORD, Window::new(window));
+            let mut runs = TakenRuns { call: self, first_word, window, current: 0..0, callback, nr_pages: 0 };
+            self.harvest(Some(pages), usize::MAX, taken, |log, words, _, taken| log.take(words, taken), &mut runs)?;
+            Ok(runs.nr_pages)
+        })?
     }
 
     /// As [`for_each`](Self::for_each), but changes nothing.
     pub(crate) fn for_each_copied(&self, pages: (u64, u64), callback: &mut Callback<'_>) -> Result<u64, LogError> {
-        let mut found: Box<TakenWords> = try_zeroed()?;
-        let mut window = Window::new()?;
+        self.op.participant.with_harvest_room(|room| self.copy_runs(pages, room, callback))?
+    }
+
+    fn copy_runs(
+        &self,
+        pages: (u64, u64),
+        HarvestRoom { taken: found, window }: &mut HarvestRoom,
+        callback: &mut Callback<'_>,
+    ) -> Result<u64, LogError> {
+        let mut window = Window::new(window);
         self.collect(Some(pages), usize::MAX)?;
         let (mut nr_pages, mut done, mut is_over) = (0, 0, false);
         while !is_over {
             let guard = self.op.pin();
             let Found { log, words, turn, .. } = self.find(&guard, Some(pages), usize::MAX, done)?;
             found.clear();
-            let reached = log.find_marked(turn.clone(), &mut found);
+            let reached = log.find_marked(turn.clone(), found);
             guard.visit((reached - turn.start) as u64);
             drop(guard);
-            window.add(turn.start as u64, &found);
+            window.add(turn.start as u64, found);
             done += reached - turn.start;
             is_over = reached == words.end;
             if is_over || window.is_full() {

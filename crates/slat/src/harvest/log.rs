@@ -7,16 +7,16 @@
 use core::ops::{ControlFlow, Range};
 
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::boxed::try_zeroed;
 use crate::config::{Config, DirtyTracking, ManualProtect};
 use crate::error::LogError;
 use crate::format::Format;
 use crate::harvest::mark::mark_written;
 use crate::host::Host;
 use crate::operation::Operation;
+use crate::page_words::{PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use crate::second_stage::protect::Protector;
 use crate::second_stage::split::{self, Leaves};
-use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
+use crate::slot::bitmap::{self, Bitmap};
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::cursor::{self, Cursor};
@@ -133,10 +133,11 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// pages taken. Returns their number.
     #[inline(never)]
     pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, LogError> {
-        let mut taken = try_zeroed()?;
-        self.collect(pages, out.len())?;
-        let len = out.len();
-        self.harvest(pages, len, &mut taken, |log, words, _, taken| log.take(words, taken), &mut ToBitmap(out))
+        self.op.participant.with_harvest_room(|room| {
+            self.collect(pages, out.len())?;
+            let (taken, len) = (&mut room.taken, out.len());
+            self.harvest(pages, len, taken, |log, words, _, taken| log.take(words, taken), &mut ToBitmap(out))
+        })?
     }
 
     /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
@@ -160,13 +161,14 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// Takes those marks of `pages` that `mask` names, and protects their pages. Returns their
     /// number.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, LogError> {
-        let mut taken = try_zeroed()?;
         let Config { manual_protect, huge_page_logging, .. } = self.op.tree.config;
-        if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
-            self.split_for(pages, mask)?;
-        }
         let take = |log: &Bitmap, words, done, taken: &mut TakenWords| log.take_masked(words, &mask[done..], taken);
-        self.harvest(Some(pages), mask.len(), &mut taken, take, &mut Unread)
+        self.op.participant.with_harvest_room(|room| {
+            if manual_protect == ManualProtect::InitiallySet && huge_page_logging.splits_eagerly() {
+                self.split_for(pages, mask)?;
+            }
+            self.harvest(Some(pages), mask.len(), &mut room.taken, take, &mut Unread)
+        })?
     }
 
     /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for

@@ -7,7 +7,7 @@ use crate::error::LogError;
 use crate::format::Format;
 use crate::host::Host;
 use crate::operation::Operation;
-use crate::slot::bitmap::{PAGES_PER_WORD, WORDS_PER_TURN};
+use crate::page_words::{PAGES_PER_WORD, WORDS_PER_TURN};
 use crate::sync::full_fence;
 
 /// Pages of as many words as a turn visits.

@@ -11,7 +11,8 @@ use std::vec::Vec;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{Bitmap, PAGES_PER_WORD, TakenWords};
+use super::Bitmap;
+use crate::page_words::{PAGES_PER_WORD, TakenWords};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
 
 const PREEMPTIONS: usize = 3;

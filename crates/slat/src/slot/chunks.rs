@@ -207,6 +207,15 @@ struct Place {
     index: usize,
 }
 
+impl Place {
+    /// Has the next look-up try this place first.
+    #[inline]
+    fn become_guess(self, guess: &AtomicU32) {
+        // Relaxed: a guess orders nothing.
+        guess.store((self.chunk << INDEX_BITS | self.index) as u32, Ordering::Relaxed);
+    }
+}
+
 impl<B> SlotSet<B> {
     /// A set without memslots. It is the caller's, with its chunk.
     pub(super) fn empty() -> Result<Box<SlotSet<B>>, OutOfMemory> {
@@ -287,8 +296,7 @@ impl<B> SlotSet<B> {
     #[inline(never)]
     fn search(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
         let (place, entry) = self.last_from(gfn).filter(|(_, entry)| entry.range.contains(gfn))?;
-        // Relaxed: as in `find`.
-        guess.store((place.chunk << INDEX_BITS | place.index) as u32, Ordering::Relaxed);
+        place.become_guess(guess);
         Some(entry)
     }
 
@@ -302,8 +310,24 @@ impl<B> SlotSet<B> {
         found
     }
 
-    pub(super) fn by_id(&self, id: u32) -> Option<&SlotEntry<B>> {
-        self.place_of(id).map(|(_, entry)| entry)
+    /// The memslot with number `id`. Place `guess` is as in [`find`](Self::find), which does not share
+    /// this with it: a fault that maps 2 MiB would take 15 instructions more.
+    #[inline]
+    pub(super) fn by_id(&self, guess: &AtomicU32, id: u32) -> Option<&SlotEntry<B>> {
+        // Relaxed: as in `find`.
+        let guessed = guess.load(Ordering::Relaxed) as usize;
+        let chunk = self.get(guessed >> INDEX_BITS);
+        match chunk.and_then(|chunk| chunk.entries().get(guessed % (1 << INDEX_BITS))) {
+            Some(entry) if entry.id == id => Some(entry),
+            _ => self.search_id(guess, id),
+        }
+    }
+
+    #[inline(never)]
+    fn search_id(&self, guess: &AtomicU32, id: u32) -> Option<&SlotEntry<B>> {
+        let (place, entry) = self.place_of(id)?;
+        place.become_guess(guess);
+        Some(entry)
     }
 
     /// Checks that memslot `slot` could have `range`: no other shares a frame with it.

@@ -40,7 +40,7 @@ impl World {
 
     /// Memslot `id` becomes `after`, or is removed.
     fn apply(&mut self, id: u32, after: Option<(GfnRange, MemoryRegionFlags)>) -> Result<(), SlotError> {
-        let before = self.set().by_id(id).map(SlotEntry::duplicate);
+        let before = self.set().place_of(id).map(|(_, entry)| entry.duplicate());
         let after_entry = after.map(|(range, flags)| entry(id, range, flags));
         let change = Change { id, before: before.as_ref(), after: after_entry.as_ref() };
         let mut room = Room::new(self.set().sizes(), &change).unwrap();
@@ -72,7 +72,7 @@ impl World {
         let from =
             self.plain.iter().filter(|(_, (range, _))| range.end > gfn).min_by_key(|(_, (range, _))| range.start);
         assert_eq!(set.from(gfn).next().map(|entry| entry.id), from.map(|(&id, _)| id), "from {gfn}");
-        let found = set.by_id(id).map(|entry| (entry.range, entry.flags));
+        let found = set.by_id(guess, id).map(|entry| (entry.range, entry.flags));
         assert_eq!(found, self.plain.get(&id).copied(), "slot {id}");
         let logs = self.plain.values().any(|(_, flags)| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
         assert_eq!(set.any_logs(), logs);

@@ -264,7 +264,7 @@ impl<B> Slots<B> {
 
     pub(crate) fn by_id<'s>(&'s self, guard: &'s Guard<'s>, id: u32) -> Option<SlotView<'s, B>> {
         let set = self.current(guard);
-        set.by_id(id).map(|entry| SlotView { entry, set, guard })
+        set.by_id(&guard.participant().last_slot, id).map(|entry| SlotView { entry, set, guard })
     }
 
     /// Claims memslot `id` for a change. `Ok(None)`: there is none.
@@ -356,10 +356,10 @@ impl<B> Slots<B> {
             }
             let mut draft = Draft::empty();
             room.build(old, change, &mut draft, &mut node.replaced)?;
-            debug_assert!(
-                change.before.is_none_or(|before| old.by_id(before.id).is_some_and(|entry| entry.slot == before.slot)),
-                "changes need a claim"
-            );
+            let is_claimed = |before: &SlotEntry<B>| {
+                old.by_id(&participant.last_slot, before.id).is_some_and(|entry| entry.slot == before.slot)
+            };
+            debug_assert!(change.before.is_none_or(is_claimed), "changes need a claim");
             let size_bytes = old.size_bytes() + node.replaced.size_bytes();
             // SeqCst: release for the set's contents, and the store of the store-load pairs with
             // `mark_if_logging`. The guard keeps `old` from being freed and its address from being

@@ -17,6 +17,7 @@
 
 #![expect(unsafe_code, reason = "a participant is its owner's although others reach it")]
 
+use alloc::boxed::Box;
 use core::cell::Cell;
 use core::marker::PhantomData;
 use core::mem::ManuallyDrop;
@@ -24,7 +25,9 @@ use core::ops::Deref;
 use core::ptr::{self, NonNull};
 
 use super::retire::Epochs;
-use crate::boxed::Zeroed;
+use crate::boxed::{Zeroed, try_zeroed};
+use crate::error::OutOfMemory;
+use crate::page_words::HarvestRoom;
 use crate::pool::{PoolLink, Pooled};
 use crate::stats::Recorder;
 #[cfg(shuttle)]
@@ -82,6 +85,9 @@ pub(crate) struct SharedParticipant {
     pub(super) announced_by_fault: AtomicU64,
     /// Number of open counted guards. Only the owner accesses it.
     nr_open: Cell<u64>,
+    /// The working memory of the owner's harvests, unless one is under way or none was. Only the
+    /// owner accesses it.
+    harvest_room: Cell<Option<Box<HarvestRoom>>>,
     /// How the owner holds the VM's lock. Only the owner accesses it.
     #[cfg(debug_assertions)]
     hold: Cell<Hold>,
@@ -94,8 +100,8 @@ pub(crate) struct SharedParticipant {
     pub(crate) stats: Recorder,
 }
 
-// SAFETY: a number, atomics whose first value is zero, cells of a number and of `Hold::NoLock`, which
-// is zero, a null pointer, and fields that are `Zeroed` themselves.
+// SAFETY: a number, atomics whose first value is zero, cells of a number, of no box (a null pointer)
+// and of `Hold::NoLock` (zero), a null pointer, and fields that are `Zeroed` themselves.
 unsafe impl Zeroed for SharedParticipant {
     #[cfg(loom)]
     fn zeroed() -> SharedParticipant {
@@ -104,6 +110,7 @@ unsafe impl Zeroed for SharedParticipant {
             announced: AtomicU64::new(IDLE),
             announced_by_fault: AtomicU64::new(IDLE),
             nr_open: Cell::new(0),
+            harvest_room: Cell::new(None),
             #[cfg(debug_assertions)]
             hold: Cell::new(Hold::NoLock),
             resolving: AtomicPtr::new(ptr::null_mut()),
@@ -122,8 +129,8 @@ unsafe impl Pooled for SharedParticipant {
 }
 
 // SAFETY: all fields but the cells are atomics, or do not change once the participant is in its list.
-// The cells are used through a `Participant` alone,
-// which is one thread's.
+// The cells are used through a `Participant` alone, which is one thread's, and what they have may be
+// used and freed by any thread.
 unsafe impl Send for SharedParticipant {}
 // SAFETY: as above.
 unsafe impl Sync for SharedParticipant {}
@@ -168,6 +175,24 @@ impl Participant {
     #[inline]
     pub(super) fn is_outside(&self) -> bool {
         self.nr_open.get() == 0
+    }
+
+    /// Calls `harvest` with working memory, whose contents are those of any harvest before. It is
+    /// allocated for the first harvest of the participant, and kept for the next.
+    #[inline]
+    pub(crate) fn with_harvest_room<T>(&self, harvest: impl FnOnce(&mut HarvestRoom) -> T) -> Result<T, OutOfMemory> {
+        let mut room = match self.harvest_room.take() {
+            Some(room) => room,
+            None => try_zeroed()?,
+        };
+        let answer = harvest(&mut room);
+        self.harvest_room.set(Some(room));
+        Ok(answer)
+    }
+
+    /// Frees the working memory of harvests.
+    pub(super) fn free_harvest_room(&self) {
+        self.harvest_room.set(None);
     }
 
     /// Records how the owner holds the VM's lock from now on.

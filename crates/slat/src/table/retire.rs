@@ -263,6 +263,8 @@ impl Epochs {
     pub(crate) fn take_participant(&self) -> Result<OwnedParticipant, OutOfMemory> {
         let participant = self.borrow_participant()?;
         participant.stats.make_fault_times()?;
+        // A vCPU harvests nothing.
+        participant.free_harvest_room();
         Ok(participant.keep())
     }
 

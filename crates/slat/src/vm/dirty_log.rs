@@ -22,6 +22,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Several threads may get, and clear, the log of one memslot at once. Each page is then
     /// reported to at least one of them.
     ///
+    /// Where few pages are dirty, overwriting the bitmap takes most of the time: 32 KiB for each GiB.
+    /// [`for_each_dirty`](Vm::for_each_dirty) does without.
+    ///
     /// # Errors
     /// [`LogError::NoSuchSlot`], [`LogError::NotLogging`], [`LogError::BitmapTooShort`],
     /// [`LogError::OutOfMemory`], [`LogError::DirtyRingInUse`]. An error loses no mark, unless the
@@ -82,8 +85,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// memslot. Returns how many pages it passed on. With [`ManualProtect`], the log is copied only.
     ///
     /// As [`get_dirty_log_range`](Vm::get_dirty_log_range), without a bitmap: the call takes less
-    /// than 6 KiB of the heap, whatever the size of the memslot, and its time depends on the dirty
-    /// pages. (Of the log of clean pages it reads one bit for 64 of them.) The alignment is the same.
+    /// than 6 KiB of the heap, whatever the size of the memslot, and the VM keeps that for the next
+    /// call. Its time depends on the dirty pages. (Of the log of clean pages it reads one bit for 64
+    /// of them.) The alignment is the same.
     ///
     /// Runs come in ascending order. Each has one page at least; two of them may touch. When
     /// `callback` gets a run, the pages are protected and flushed: it may copy them. It is called

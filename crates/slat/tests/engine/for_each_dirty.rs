@@ -114,6 +114,29 @@ fn runs_of(pages: &[u64]) -> Vec<Range<u64>> {
     runs
 }
 
+each!(a_callback_may_harvest, harvests);
+fn harvests<F: Format>(locking: Locking) {
+    // More than a harvest takes before it calls.
+    const NR_PAGES: u64 = 20_000;
+    let (vm, mut vcpu) = world::<F>(lazily_splitting(locking), FIRST, NR_PAGES);
+    let written: Vec<u64> = (0..NR_PAGES).step_by(48).collect();
+    for _ in 0..2 {
+        write(&mut vcpu, FIRST, written.iter().copied());
+        let (mut outer, mut inner) = (Vec::new(), Vec::new());
+        let nr_pages = vm.for_each_dirty(0, 0, NR_PAGES, |run| {
+            outer.push(run);
+            inner.extend(runs(&vm, 0, NR_PAGES));
+            ControlFlow::Continue(())
+        });
+        let (mut all, inner) = (pages(outer), pages(inner));
+        assert_eq!(nr_pages, Ok(all.len() as u64));
+        assert!(!inner.is_empty(), "the first callback comes before the last page was taken");
+        all.extend(inner);
+        all.sort_unstable();
+        assert_eq!(all, written, "each page is passed on once");
+    }
+}
+
 each!(a_callback_that_panics_loses_not_even_its_run, panics);
 fn panics<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = world::<F>(lazily_splitting(locking), FIRST, PAGES);
