@@ -346,6 +346,53 @@ fn what_cannot_be_had_is_poisoned_and_the_rest_is_served() {
     assert!(vm.ended().borrow().is_none());
 }
 
+/// A source that reads nothing until it is told to, and then has nothing.
+#[derive(Debug)]
+struct Lost(tokio::sync::Notify);
+
+impl Source for Lost {
+    fn size_bytes(&self) -> u64 {
+        MIB as u64
+    }
+
+    fn identity(&self) -> Identity {
+        Identity::new("lost", [])
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        4096
+    }
+
+    fn read<'a>(&'a self, offset: u64, into: &'a mut [u8]) -> BoxFuture<'a, Result<(), SourceError>> {
+        Box::pin(async move {
+            self.0.notified().await;
+            Err(SourceError::Corrupt { range: offset..offset + into.len() as u64 })
+        })
+    }
+}
+
+#[test]
+fn a_page_that_is_removed_while_it_cannot_be_had_is_zeros() {
+    let Some(userfaultfd) = userfaultfd(0) else { return };
+    let guest = Guest::new(Kind::Anonymous, MIB, 0).unwrap();
+    guest.register(&userfaultfd, RegisterMode::MISSING);
+    let source = Arc::new(Lost(tokio::sync::Notify::new()));
+    let options = options(1, 4096);
+    let metrics = Arc::clone(&options.metrics);
+    let _vm = served(&guest, &userfaultfd, Arc::clone(&source) as _, options);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| guest.is_readable(5));
+        while metrics.reads_in_flight.get() == 0 {
+            thread::yield_now();
+        }
+        guest.discard(5..6);
+        source.0.notify_one();
+        assert!(waiting.join().unwrap(), "it was poisoned");
+    });
+    assert!(guest.is_zero(5));
+    assert_eq!(metrics.poisoned_pages.get(), 0);
+}
+
 #[test]
 fn what_cannot_be_had_pauses_if_that_is_asked_for() {
     let Some(userfaultfd) = userfaultfd(0) else { return };

@@ -24,7 +24,7 @@ use crate::userfaultfd::Userfaultfd;
 use crate::vm::state::State;
 use crate::vm::userfault_bitmap::UserfaultBitmap;
 use crate::vm::vcpu_faults::VcpuFaults;
-use crate::vm::{AttachError, Observer, Options, Region, Regions, Vm};
+use crate::vm::{AttachError, Observer, Options, Region, Regions, Vm, WhenDropped};
 use crate::working_set::Plan;
 use crate::working_set::replay::{Progress, nr_threads};
 
@@ -64,7 +64,20 @@ pub(super) fn serve(daemon: &Arc<Daemon>, socket: &Arc<Socket>, stream: UnixStre
         }
         let userfaultfd = Arc::new(userfaultfd);
         let guest = vcpus.as_ref().map(|(_, guest)| guest.clone());
-        match attach(&daemon, &socket, &stream, regions, Arc::clone(&userfaultfd), vcpus) {
+        let turn = Arc::clone(&socket.attaching).acquire_owned().await.expect("it is never closed");
+        let attaching = tokio::task::spawn_blocking({
+            let (daemon, socket, userfaultfd) = (Arc::clone(&daemon), Arc::clone(&socket), Arc::clone(&userfaultfd));
+            move || {
+                let attached = attach(&daemon, &socket, &stream, regions, userfaultfd, vcpus);
+                drop(turn);
+                (attached, stream)
+            }
+        });
+        let (attached, mut stream) = match attaching.await {
+            Ok(attached) => attached,
+            Err(error) => return refuse(&socket, &error),
+        };
+        match attached {
             Ok((vm, plan, served)) => {
                 drop(userfaultfd);
                 if is_handoff {
@@ -158,8 +171,7 @@ pub(super) fn take_over(daemon: &Arc<Daemon>, socket: &Arc<Socket>, orphan: Orph
             };
             daemon.tasks.spawn(watch(served, vm, life, slot));
         }
-        // If the reason is its threads, it was closed; else it waits.
-        Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it gets no page"),
+        Err(error) => tracing::error!(vm = name, %error, "a machine cannot be taken over; it waits"),
     }
 }
 
@@ -233,6 +245,8 @@ fn options(
         nr_threads: socket.config.threads,
         granule_bytes: socket.config.granule,
         on_failure: socket.config.on_failure,
+        // Whatever ends this process, or its runtime, is no reason that the guest's memory fails.
+        when_dropped: WhenDropped::Leave,
         limits: socket.limits.clone(),
         metrics: Arc::clone(&socket.metrics),
         observer,
@@ -242,6 +256,7 @@ fn options(
     }
 }
 
+/// Waits for files.
 fn attach(
     daemon: &Arc<Daemon>,
     socket: &Socket,
@@ -381,5 +396,62 @@ async fn ended(life: Life) {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use parking_lot::Mutex;
+    use rustix::mm::MapFlags;
+    use tokio::sync::Semaphore;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::linux::mapping::MappedMemory;
+    use crate::source::PAGE_BYTES;
+    use crate::source::pattern::Pattern;
+    use crate::userfaultfd::{RegisterMode, Wake};
+
+    #[test]
+    fn a_runtime_that_ends_early_leaves_its_machines() {
+        let Ok(userfaultfd) = Userfaultfd::open(0).inspect_err(|error| println!("skipped: {error}")) else { return };
+        let memory = MappedMemory::anonymous(4 * PAGE_BYTES, MapFlags::empty()).unwrap();
+        let address = memory.start().expose_provenance() as u64;
+        let region = Region { address, size_bytes: 4 * PAGE_BYTES, offset: 0, page_bytes: PAGE_BYTES };
+        // SAFETY: no thread accesses the memory.
+        unsafe { userfaultfd.register(region.addresses(), RegisterMode::MISSING) }.unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let config: Config = toml::from_str("[[socket]]\npath = '/a'\nmemory = 'x'\n").unwrap();
+        let socket = Socket {
+            config: config.sockets[0].clone(),
+            source: Arc::new(Pattern::Constant(7)),
+            metrics: Arc::default(),
+            limits: Default::default(),
+            attaching: Arc::new(Semaphore::new(1)),
+        };
+        let (_leave, left) = tokio::sync::watch::channel(false);
+        let daemon = Arc::new(Daemon {
+            runtime_folder: folder.path().to_path_buf(),
+            boot: String::new(),
+            slots: Arc::new(Semaphore::new(1)),
+            tasks: Default::default(),
+            leave: left,
+            served: Mutex::default(),
+        });
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        let (ours, _monitor) = StdStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let copy = Arc::new(userfaultfd.try_clone().unwrap());
+        runtime.block_on(async {
+            let stream = UnixStream::from_std(ours).unwrap();
+            let (vm, _, served) = attach(&daemon, &socket, &stream, vec![region], copy, None).unwrap();
+            daemon.tasks.spawn(watch(served, vm, Life::Socket(stream), None));
+        });
+        runtime.shutdown_timeout(Duration::from_secs(20));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "a successor finds it");
+        // Of a page that is poisoned it fails.
+        userfaultfd.poison(address..address + PAGE_BYTES, Wake::None).expect("the page was poisoned");
     }
 }

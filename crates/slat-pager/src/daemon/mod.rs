@@ -7,6 +7,9 @@
 //!   open here until its socket ends: its threads wait, and read no zeros. If not, the socket is
 //!   closed, and its threads wait as long as the monitor has the descriptor.
 //! - No error of one connection ends another, or the daemon.
+//! - What waits for the files of one snapshot has a few threads at most: where a disk hangs,
+//!   machines of other snapshots are served.
+//! - However the daemon ends, the pages of its machines do not fail: they wait for a successor.
 //!
 //! # Implementation
 //! What needs rights comes first: sockets, orphans, metrics. Then [`sandbox::enter`], and only then
@@ -73,7 +76,12 @@ struct Socket {
     source: Arc<dyn Source>,
     metrics: Arc<Metrics>,
     limits: Limits,
+    /// For each machine whose files are made and read.
+    attaching: Arc<Semaphore>,
 }
+
+/// How many machines of a socket are begun at once: a disk that hangs has a thread for each.
+const MOST_ATTACHING: usize = 8;
 
 /// What all machines share.
 #[derive(Debug)]
@@ -173,10 +181,11 @@ async fn run(
         let metrics = Box::new(CacheMetrics::new(Arc::clone(cache)));
         registry.register(metrics).map_err(|error| DaemonError::Metrics(io::Error::other(error)))?;
     }
-    let budget = Budget::new(config.read_memory);
+    let whole = Budget::new(config.read_memory);
+    let budget = || if config.sockets.len() > 1 { whole.of_source() } else { whole.clone() };
     let mut sockets = Vec::new();
     for socket in &config.sockets {
-        sockets.push(Arc::new(open(socket, &with, &budget, &registry).await?));
+        sockets.push(Arc::new(open(socket, &with, budget(), &registry).await?));
     }
     // What may fail comes before the machines: those of a daemon that does not start stay orphans.
     let listen = |listener| UnixListener::from_std(listener).map_err(system("listen"));
@@ -216,7 +225,7 @@ async fn run(
 async fn open(
     config: &SocketConfig,
     with: &OpenWith,
-    budget: &Budget,
+    budget: Budget,
     registry: &Registry,
 ) -> Result<Socket, DaemonError> {
     let opened = config.memory.open(with).await;
@@ -224,12 +233,13 @@ async fn open(
     let metrics = Metrics::new(&config.path.to_string_lossy());
     metrics.register(registry).map_err(|error| DaemonError::Metrics(io::Error::other(error)))?;
     let limits = Limits {
-        budget: budget.clone(),
+        budget,
         vm_bytes: config.vm_read_memory,
         read_timeout: config.read_timeout,
         patience: config.patience,
     };
-    Ok(Socket { config: config.clone(), source, metrics: Arc::new(metrics), limits })
+    let attaching = Arc::new(Semaphore::new(MOST_ATTACHING));
+    Ok(Socket { config: config.clone(), source, metrics: Arc::new(metrics), limits, attaching })
 }
 
 async fn accept(daemon: Arc<Daemon>, socket: Arc<Socket>, listener: UnixListener) {

@@ -3,6 +3,7 @@
 //! A read decodes whole chunks: put a [`super::cache::Cached`] before it, or each page costs that.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
@@ -13,7 +14,8 @@ use super::{Identity, PAGE_BYTES, Source, SourceError, check_range};
 use crate::chunks::Location;
 use crate::chunks::index::{Hash, Index};
 
-/// How many chunks are read and decoded at once: this bounds memory.
+/// How many chunks are read and decoded at once: this bounds memory, and threads that wait for a
+/// folder.
 pub const MOST_CHUNKS: usize = 64;
 
 /// A snapshot of chunks.
@@ -23,7 +25,7 @@ pub struct Chunked {
     index: Index,
     identity: Identity,
     /// For each chunk that is being read.
-    chunks: Semaphore,
+    chunks: Arc<Semaphore>,
 }
 
 impl Chunked {
@@ -34,7 +36,7 @@ impl Chunked {
     pub async fn open(at: Location) -> Result<Chunked, SourceError> {
         let index = at.read_index().await?;
         let identity = index.identity();
-        Ok(Chunked { at, index, identity, chunks: Semaphore::new(MOST_CHUNKS) })
+        Ok(Chunked { at, index, identity, chunks: Arc::new(Semaphore::new(MOST_CHUNKS)) })
     }
 
     /// Its index.
@@ -49,8 +51,9 @@ impl Chunked {
 
     /// The chunk at `range`, which is that of one chunk with this hash.
     async fn chunk(&self, hash: Hash, range: &Range<u64>) -> Result<Vec<u8>, SourceError> {
-        let _permit = self.chunks.acquire().await.expect("it is never closed");
-        self.at.read_chunk(hash, (range.end - range.start) as usize).await.map_err(|error| match error {
+        let (at, nr_bytes) = (self.at.clone(), (range.end - range.start) as usize);
+        let read = async move { at.read_chunk(hash, nr_bytes).await };
+        super::in_place_of(&self.chunks, "read a chunk", read).await.map_err(|error| match error {
             // That is said of what the guest lacks.
             SourceError::Malformed { snapshot, why } => {
                 tracing::error!(snapshot, why, "a chunk is corrupt");

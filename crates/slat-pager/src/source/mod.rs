@@ -29,13 +29,16 @@ use std::fmt::{self, Debug, Display, Formatter};
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use memmap2::MmapRaw;
+use rustix::io::Errno;
 use thiserror::Error;
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 
 use crate::userfaultfd::{Stopped, Userfaultfd, Wake};
 
@@ -230,6 +233,24 @@ pub(crate) async fn blocking<T: Send + 'static>(
         .map_err(|error| SourceError::Io { what: what.to_string(), error: io::Error::other(error) })
 }
 
+/// Does `work`, which may wait for a disk, in one of `places`. A caller that gives up leaves it
+/// behind: a thread that waits for a disk cannot be stopped. It keeps its place, so that work which
+/// is left behind never has more threads than places.
+pub(crate) async fn in_place_of<T: Send + 'static>(
+    places: &Arc<Semaphore>,
+    what: &str,
+    work: impl Future<Output = Result<T, SourceError>> + Send + 'static,
+) -> Result<T, SourceError> {
+    let place = Arc::clone(places).acquire_owned().await.expect("it is never closed");
+    let work = tokio::spawn(async move {
+        let done = work.await;
+        drop(place);
+        done
+    });
+    let failed = |error| SourceError::Io { what: what.to_string(), error: io::Error::other(error) };
+    work.await.unwrap_or_else(|error| Err(failed(error)))
+}
+
 /// Why bytes cannot be had.
 #[derive(Debug, Error)]
 pub enum SourceError {
@@ -299,7 +320,12 @@ impl SourceError {
         match self {
             SourceError::Unavailable { .. } => true,
             SourceError::Io { error, .. } => {
-                matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
+                // What this process lacks for now is nothing that is wrong with the snapshot.
+                matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM))
+                    || matches!(
+                        error.kind(),
+                        io::ErrorKind::Interrupted | io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock
+                    )
             }
             _ => false,
         }

@@ -299,6 +299,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_this_process_lacks_for_now_may_pass() {
+        let folder = tempfile::tempdir().unwrap();
+        let objects = Objects::folder(folder.path()).unwrap();
+        let failed = |code| {
+            let source = Box::new(std::io::Error::from_raw_os_error(code));
+            objects.failed(&Path::from("a"), object_store::Error::Generic { store: "LocalFileSystem", source })
+        };
+        for code in [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EAGAIN, libc::EINTR] {
+            assert!(failed(code).may_pass(), "{}", failed(code));
+        }
+        for code in [libc::EIO, libc::EACCES, libc::ENOENT] {
+            assert!(!failed(code).may_pass(), "{}", failed(code));
+        }
+    }
+
+    #[test]
     fn messages_have_no_secrets() {
         for (name, message) in [
             ("https://user:p@ss:word@host:1/vm/mem?sig=1#x", "https://user@host:1/vm/mem"),

@@ -8,7 +8,10 @@
 //!   its next try.
 //! - Reads for the faults of one machine have at most [`Limits::vm_bytes`], from their first try to
 //!   the end, or are one read that is larger. A replay has one granule for each of its threads
-//!   beside that. All replays have a quarter of the budget at most: faults do not wait for them.
+//!   beside that. All replays have a quarter of the budget at most, and one that waits for its share
+//!   has claimed no page: faults do not wait for the replays of other machines.
+//! - Reads of one snapshot have half of the budget at most, where there are others
+//!   ([`Budget::of_source`]): a server that does not answer leaves the rest to them.
 //! - A read ends when its machine does.
 
 use std::sync::Arc;
@@ -36,13 +39,16 @@ pub struct Budget {
     /// What replays may have of it at most, so that faults do not wait for them.
     of_replays: Arc<Semaphore>,
     nr_of_replays: u32,
+    /// What the reads of one snapshot may have of it at most.
+    of_source: Option<Arc<Semaphore>>,
 }
 
 /// A part of a [`Budget`], until it is dropped.
 #[derive(Debug)]
-struct Share {
+pub(super) struct Share {
     _pages: OwnedSemaphorePermit,
     _of_replays: Option<OwnedSemaphorePermit>,
+    _of_source: Option<OwnedSemaphorePermit>,
 }
 
 /// What a read is for.
@@ -58,7 +64,20 @@ impl Budget {
         let nr_pages = u32::try_from(nr_bytes / PAGE_BYTES).unwrap_or(u32::MAX).clamp(1, 1 << 28);
         let nr_of_replays = (nr_pages / 4).max(1);
         let semaphore = |nr_pages: u32| Arc::new(Semaphore::new(nr_pages as usize));
-        Budget { pages: semaphore(nr_pages), nr_pages, of_replays: semaphore(nr_of_replays), nr_of_replays }
+        let (pages, of_replays) = (semaphore(nr_pages), semaphore(nr_of_replays));
+        Budget { pages, nr_pages, of_replays, nr_of_replays, of_source: None }
+    }
+
+    /// The same for the reads of one snapshot, which have half of it at most.
+    #[must_use]
+    pub fn of_source(&self) -> Budget {
+        let most = Semaphore::new((self.nr_pages / 2).max(1) as usize);
+        Budget { of_source: Some(Arc::new(most)), ..self.clone() }
+    }
+
+    /// What one read may have at most.
+    fn most_pages(&self) -> u32 {
+        if self.of_source.is_some() { (self.nr_pages / 2).max(1) } else { self.nr_pages }
     }
 
     /// Bytes that are not used now.
@@ -67,7 +86,7 @@ impl Budget {
     }
 
     async fn take(&self, nr_bytes: u64, reader: Reader) -> Share {
-        let nr_pages = u32::try_from(nr_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX);
+        let nr_pages = nr_pages(nr_bytes);
         let take = |semaphore: &Arc<Semaphore>, most: u32| {
             let taken = Arc::clone(semaphore).acquire_many_owned(nr_pages.min(most));
             async { taken.await.expect("never closed") }
@@ -77,8 +96,30 @@ impl Budget {
             Reader::Fault => None,
             Reader::Replay => Some(take(&self.of_replays, self.nr_of_replays).await),
         };
-        Share { _pages: take(&self.pages, self.nr_pages).await, _of_replays: of_replays }
+        let of_source = match &self.of_source {
+            Some(of_source) => Some(take(of_source, self.most_pages()).await),
+            None => None,
+        };
+        Share { _pages: take(&self.pages, self.most_pages()).await, _of_replays: of_replays, _of_source: of_source }
     }
+
+    /// As [`take`](Self::take) for a replay, if it need not wait.
+    fn take_now(&self, nr_bytes: u64) -> Option<Share> {
+        let nr_pages = nr_pages(nr_bytes);
+        let take = |semaphore: &Arc<Semaphore>, most: u32| {
+            Arc::clone(semaphore).try_acquire_many_owned(nr_pages.min(most)).ok()
+        };
+        let _of_replays = Some(take(&self.of_replays, self.nr_of_replays)?);
+        let _of_source = match &self.of_source {
+            Some(of_source) => Some(take(of_source, self.most_pages())?),
+            None => None,
+        };
+        Some(Share { _pages: take(&self.pages, self.most_pages())?, _of_replays, _of_source })
+    }
+}
+
+fn nr_pages(nr_bytes: u64) -> u32 {
+    u32::try_from(nr_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX)
 }
 
 /// How reads are limited.
@@ -249,21 +290,34 @@ impl Shared {
         self.options.metrics.reads_in_flight.dec();
     }
 
+    /// Memory for a replay's read of `nr_bytes`, if there is some now.
+    pub(super) fn share_now(&self, nr_bytes: u64) -> Option<Share> {
+        self.options.limits.budget.take_now(nr_bytes)
+    }
+
+    /// The same, once there is some. `None`: the machine has ended.
+    pub(super) async fn share_unless_ended(&self, nr_bytes: u64) -> Option<Share> {
+        self.unless_ended(self.options.limits.budget.take(nr_bytes, Reader::Replay)).await
+    }
+
     /// Reads `batch` for a replay, in one try. `None`: the machine has ended.
-    pub(super) async fn read_unless_ended(&self, batch: &Batch) -> Option<Result<Fetched, SourceError>> {
+    pub(super) async fn read_unless_ended(&self, batch: &Batch, share: Share) -> Option<Result<Fetched, SourceError>> {
+        self.unless_ended(self.read_once(batch, Reader::Replay, share)).await
+    }
+
+    async fn unless_ended<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         let mut ended = self.ended.subscribe();
         tokio::select! {
             biased;
             _ = ended.wait_for(Option::is_some) => None,
-            read = self.read_once(batch, Reader::Replay) => Some(read),
+            done = work => Some(done),
         }
     }
 
-    async fn read_once(&self, batch: &Batch, reader: Reader) -> Result<Fetched, SourceError> {
+    async fn read_once(&self, batch: &Batch, reader: Reader, share: Share) -> Result<Fetched, SourceError> {
         let offsets = batch.offsets(&self.installer.regions);
         let nr_bytes = offsets.end - offsets.start;
         let limits = &self.options.limits;
-        let share = limits.budget.take(nr_bytes, reader).await;
         let end = offsets.end;
         let read = async {
             match &self.options.shared_memory {
@@ -297,7 +351,8 @@ impl Shared {
         let first_try = tokio::time::Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            let error = match self.read_once(batch, Reader::Fault).await {
+            let share = limits.budget.take(self.bytes_of(batch), Reader::Fault).await;
+            let error = match self.read_once(batch, Reader::Fault, share).await {
                 Ok(fetched) => return Ok(fetched),
                 Err(error) => error,
             };
@@ -328,12 +383,28 @@ mod tests {
         // Beside a replay that waits.
         let fault = budget.take(12 * PAGE_BYTES, Reader::Fault).await;
         assert_eq!(budget.free_bytes(), 0);
+        assert!(budget.take_now(PAGE_BYTES).is_none());
         drop(first);
         assert!(futures_util::poll!(&mut second).is_ready());
         drop(fault);
         // One that is larger than all is possible.
         drop(budget.take(100 * PAGE_BYTES, Reader::Replay).await);
         assert_eq!(budget.free_bytes(), 16 * PAGE_BYTES);
+    }
+
+    #[tokio::test]
+    async fn one_snapshot_leaves_half_of_the_budget_to_others() {
+        let budget = Budget::new(16 * PAGE_BYTES);
+        let (one, other) = (budget.of_source(), budget.of_source());
+        let held = one.take(100 * PAGE_BYTES, Reader::Fault).await;
+        assert_eq!(budget.free_bytes(), 8 * PAGE_BYTES);
+        let waits = one.take(PAGE_BYTES, Reader::Fault);
+        tokio::pin!(waits);
+        assert!(futures_util::poll!(&mut waits).is_pending());
+        assert!(one.take_now(PAGE_BYTES).is_none() && other.take_now(PAGE_BYTES).is_some());
+        drop(other.take(8 * PAGE_BYTES, Reader::Fault).await);
+        drop(held);
+        assert!(futures_util::poll!(&mut waits).is_ready());
     }
 
     #[test]

@@ -260,19 +260,30 @@ impl Installer {
         self.wake(claimed, claimed.mask);
     }
 
-    /// Lets accesses to claimed pages fail for good; pages that got contents otherwise stay.
+    /// Lets accesses to claimed pages fail for good; pages that got contents otherwise stay. Those
+    /// that were given up meanwhile are zeros, as their waiters find when they fault again. Returns
+    /// how many fail.
     ///
     /// # Errors
     /// Pages that could not be poisoned yet, or never on this kernel. They are still claimed.
-    pub fn poison(&self, claimed: Claimed) -> Result<(), Stuck> {
+    pub fn poison(&self, claimed: Claimed) -> Result<u64, Stuck> {
+        let _gate = self.gate.read();
+        let removed = claimed.mask & self.pages.removed(claimed.word);
+        self.wake(claimed, removed);
+        let claimed = Claimed { mask: claimed.mask & !removed, ..claimed };
+        let mut nr_poisoned = 0;
         self.poison_by(&self.userfaultfd, claimed, |became, mask| match became {
-            Poisoned::Now => self.pages.filled(claimed.word, mask),
+            Poisoned::Now => {
+                self.pages.filled(claimed.word, mask);
+                nr_poisoned += u64::from(mask.count_ones());
+            }
             Poisoned::HaveContents => {
                 self.pages.filled(claimed.word, mask);
                 self.wake(claimed, mask);
             }
             Poisoned::Unmapped => self.release(Claimed { mask, ..claimed }),
-        })
+        })?;
+        Ok(nr_poisoned)
     }
 
     /// Lets accesses to the pages of `claimed` that have no contents fail for good, in the memory

@@ -7,8 +7,8 @@
 //! - A machine has threads of its own, a bounded share of the memory for reads, and nothing else
 //!   that another machine needs. So it can harm or starve no other.
 //! - When a [`Vm`] is dropped, pages that were not brought fail from then on; they never read as
-//!   zeros. [`Vm::leave`] leaves the machine as it is instead, for a successor. A monitor in the
-//!   same process unmaps the memory only after that.
+//!   zeros. [`Vm::leave`] and [`WhenDropped::Leave`] leave the machine as it is instead, for a
+//!   successor. A monitor in the same process unmaps the memory only after that.
 //!
 //! # Use
 //! ```no_run
@@ -68,6 +68,9 @@ use vcpu_faults::{Requests, VcpuFaults};
 /// Bytes of the pages that a fault brings, by default.
 pub const GRANULE_BYTES: u64 = 64 << 10;
 
+/// The most that a fault on a page of 4 KiB brings.
+const MOST_GRANULE_BYTES: u64 = MAX_WORDS as u64 * 64 / 2 * PAGE_BYTES;
+
 /// What becomes of a thread whose page cannot be had.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -77,6 +80,16 @@ pub enum OnFailure {
     Poison,
     /// It waits, until the source is there again or a successor takes over.
     Pause,
+}
+
+/// What becomes of pages that were not brought when a [`Vm`] is dropped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum WhenDropped {
+    /// They fail: no one else serves them.
+    #[default]
+    Fail,
+    /// Their threads wait for a successor, as after [`Vm::leave`].
+    Leave,
 }
 
 /// Is told of faults.
@@ -98,6 +111,8 @@ pub struct Options {
     pub granule_bytes: u64,
     /// What becomes of a thread whose page cannot be had.
     pub on_failure: OnFailure,
+    /// What becomes of the rest when the machine is dropped, or its threads cannot be started.
+    pub when_dropped: WhenDropped,
     /// Of reads.
     pub limits: Limits,
     /// Where it is counted.
@@ -124,6 +139,7 @@ impl Default for Options {
             nr_threads: NonZeroUsize::MIN,
             granule_bytes: GRANULE_BYTES,
             on_failure: OnFailure::default(),
+            when_dropped: WhenDropped::default(),
             limits: Limits::default(),
             metrics: Arc::default(),
             observer: None,
@@ -143,6 +159,14 @@ pub enum AttachError {
     /// The regions.
     #[error("the regions are wrong: {0}")]
     Regions(#[from] RegionError),
+    /// A page is more than 2 MiB and than the machine's reads may have ([`Limits::vm_bytes`]).
+    #[error("a page has {page_bytes} bytes; reads of a machine may have {vm_bytes}")]
+    LargePages {
+        /// Of the region.
+        page_bytes: u64,
+        /// Of the machine.
+        vm_bytes: u64,
+    },
     /// The state is that of another machine.
     #[error("the state that was kept is of other regions")]
     OtherState,
@@ -253,12 +277,7 @@ impl Vm {
         state: State,
         options: Options,
     ) -> Result<Vm, AttachError> {
-        if !state.fits(regions.nr_words()) {
-            return Err(AttachError::OtherState);
-        }
-        if options.shared_memory.as_ref().is_some_and(|memory| memory.identity() != source.identity()) {
-            return Err(AttachError::OtherMemory);
-        }
+        options.check(&regions, &*source, &state)?;
         let runtime = match options.runtime.clone().map(Ok).unwrap_or_else(Handle::try_current) {
             Ok(runtime) => runtime,
             Err(_) => shared_runtime().map_err(|error| AttachError::System { what: "start a runtime", error })?,
@@ -269,6 +288,9 @@ impl Vm {
             .map_err(|error| AttachError::System { what: "make an eventfd", error: error.into() })?;
         let installer = Installer::new(userfaultfd.into(), regions, pages, options.userfault_bitmap.clone())
             .map_err(|error| AttachError::System { what: "map zeros", error })?;
+        // Threads whose messages a dead pager has read fault again, and wait for ours. Where the
+        // kernel has no such addresses, no page of them can be poisoned either.
+        installer.wake_all()?;
         let shared = Arc::new(Shared {
             installer,
             source,
@@ -287,8 +309,9 @@ impl Vm {
         // What a dead pager has read and perhaps not noted, by all of its buffers.
         servers.iter_mut().for_each(serve::Server::note_left_removals);
         servers.truncate(nr_threads);
-        // From here on: if this fails, the machine's pages fail.
-        let mut vm = Vm { shared, threads: Vec::with_capacity(nr_threads), is_left: false };
+        // From here on, if this fails: as when it is dropped.
+        let is_left = shared.options.when_dropped == WhenDropped::Leave;
+        let mut vm = Vm { shared, threads: Vec::with_capacity(nr_threads), is_left };
         vm.shared.options.metrics.vms.inc();
         vm.shared.options.metrics.vms_served.inc();
         for server in servers {
@@ -296,8 +319,6 @@ impl Vm {
             let thread = thread.spawn(move || server.run());
             vm.threads.push(thread.map_err(|error| AttachError::System { what: "start a thread", error })?);
         }
-        // Threads whose messages a dead pager has read fault again.
-        vm.shared.installer.wake_all()?;
         Ok(vm)
     }
 
@@ -412,9 +433,26 @@ fn shared_runtime() -> io::Result<Handle> {
 }
 
 impl Options {
+    /// Whether what belongs to a machine fits together.
+    fn check(&self, regions: &Regions, source: &dyn Source, state: &State) -> Result<(), AttachError> {
+        if !state.fits(regions.nr_words()) {
+            return Err(AttachError::OtherState);
+        }
+        // A page is read whole: a larger one would take the memory of other machines' reads.
+        let vm_bytes = self.limits.vm_bytes.max(MOST_GRANULE_BYTES);
+        let page_bytes = regions.all().iter().map(|placed| placed.region.page_bytes).max().unwrap_or(PAGE_BYTES);
+        if page_bytes > vm_bytes {
+            return Err(AttachError::LargePages { page_bytes, vm_bytes });
+        }
+        if self.shared_memory.as_ref().is_some_and(|memory| memory.identity() != source.identity()) {
+            return Err(AttachError::OtherMemory);
+        }
+        Ok(())
+    }
+
     /// Bytes that a fault in a region with pages of `page_bytes` brings.
     fn granule_bytes(&self, source: &dyn Source, page_bytes: u64) -> u64 {
-        let most = MAX_WORDS as u64 * 64 / 2 * PAGE_BYTES;
-        self.granule_bytes.next_power_of_two().max(source.granule_bytes()).clamp(PAGE_BYTES, most).max(page_bytes)
+        let granule_bytes = self.granule_bytes.next_power_of_two().max(source.granule_bytes());
+        granule_bytes.clamp(PAGE_BYTES, MOST_GRANULE_BYTES).max(page_bytes)
     }
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use super::fetch::Batch;
-use super::install::{Done, Stuck};
+use super::install::{Contents, Done, Stuck};
 use super::pages::{Claimed, masks};
 use super::{End, Shared};
 use crate::source::SourceError;
@@ -25,39 +25,54 @@ impl Shared {
                 if self.has_ended() || self.is_distrusted() {
                     return Ok(nr_bytes);
                 }
-                let part = first..(first + step).min(pages.end);
-                let mut batch = Batch::new(place, (part.start / 64) as usize, None, Instant::now());
-                for (word, mask) in masks(part) {
-                    batch.add(word, self.installer.pages.claim(word, mask));
-                }
-                if !batch.is_empty() {
-                    nr_bytes += self.populate_batch(&batch)? * page_bytes;
-                }
+                nr_bytes += self.populate_part(place, first..(first + step).min(pages.end))? * page_bytes;
             }
         }
         Ok(nr_bytes)
     }
 
-    /// Fills claimed pages, and returns how many. The others are absent again.
-    fn populate_batch(&self, batch: &Batch) -> Result<u64, SourceError> {
-        let (at_hand, fetched);
-        let contents = match self.at_hand(batch) {
-            Some(found) => {
-                at_hand = found;
-                at_hand.contents(batch)
+    /// Fills the absent ones of `pages`, and returns how many.
+    fn populate_part(&self, place: usize, pages: Range<u64>) -> Result<u64, SourceError> {
+        let nr_bytes = (pages.end - pages.start) * self.installer.regions.all()[place].region.page_bytes;
+        let mut share = None;
+        loop {
+            let mut batch = Batch::new(place, (pages.start / 64) as usize, None, Instant::now());
+            for (word, mask) in masks(pages.clone()) {
+                batch.add(word, self.installer.pages.claim(word, mask));
             }
-            None => match self.runtime.block_on(self.read_unless_ended(batch)) {
-                Some(Ok(read)) => {
-                    fetched = read;
-                    self.read_contents(batch, &fetched)
+            if batch.is_empty() {
+                return Ok(0);
+            }
+            if let Some(at_hand) = self.at_hand(&batch) {
+                return Ok(self.fill_claimed(&batch, at_hand.contents(&batch)));
+            }
+            let Some(own) = share.take().or_else(|| self.share_now(nr_bytes)) else {
+                // Replays of other machines may have it for long, and faults wait for claimed pages.
+                self.give_up(&batch);
+                share = self.runtime.block_on(self.share_unless_ended(nr_bytes));
+                if share.is_none() {
+                    return Ok(0);
                 }
+                continue;
+            };
+            return match self.runtime.block_on(self.read_unless_ended(&batch, own)) {
+                Some(Ok(read)) => Ok(self.fill_claimed(&batch, self.read_contents(&batch, &read))),
                 unread => {
-                    batch.claimed().for_each(|claimed| self.installer.release(claimed));
-                    self.answer_requests();
-                    return unread.map_or(Ok(0), |failed| failed.map(|_| 0));
+                    self.give_up(&batch);
+                    unread.map_or(Ok(0), |failed| failed.map(|_| 0))
                 }
-            },
-        };
+            };
+        }
+    }
+
+    /// Claimed pages are absent again.
+    fn give_up(&self, batch: &Batch) {
+        batch.claimed().for_each(|claimed| self.installer.release(claimed));
+        self.answer_requests();
+    }
+
+    /// Fills claimed pages, and returns how many. The others are absent again.
+    fn fill_claimed(&self, batch: &Batch, contents: Contents<'_>) -> u64 {
         let mut done = Done::default();
         for mut claimed in batch.claimed() {
             while let Err(stuck) = self.installer.install(claimed, contents, Wake::Waiters, &mut done) {
@@ -81,6 +96,6 @@ impl Shared {
         }
         self.options.metrics.filled_bytes.inc_by(done.nr_filled * self.page_bytes(batch));
         self.answer_requests();
-        Ok(done.nr_filled)
+        done.nr_filled
     }
 }

@@ -281,9 +281,7 @@ impl Worker {
             Task::Poison(claimed) => {
                 let result = self.shared.installer.poison(claimed);
                 match result {
-                    Ok(()) => {
-                        self.shared.options.metrics.poisoned_pages.inc_by(u64::from(claimed.mask.count_ones()));
-                    }
+                    Ok(nr_poisoned) => self.shared.options.metrics.poisoned_pages.inc_by(nr_poisoned),
                     // This kernel cannot: the threads wait.
                     Err(Stuck::Refused(_, error)) => {
                         tracing::error!(vm = self.shared.options.name, %error, "cannot poison; the machine waits");

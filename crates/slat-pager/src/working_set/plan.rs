@@ -8,8 +8,10 @@
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
+use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::replay::{Populate, Progress, replay, steps};
@@ -71,9 +73,17 @@ impl Plan {
         match self {
             Plan::Replay(set) => {
                 let counts = Arc::clone(&progress);
-                let replaying =
-                    tokio::task::spawn_blocking(move || replay(&steps(&set), &*memory, nr_threads, &counts));
-                tokio::pin!(replaying);
+                let (done, mut replaying) = oneshot::channel();
+                // None of the runtime's: reads need those, also the reads of replays.
+                let thread = thread::Builder::new().name("slat-replay".to_string());
+                let started = thread.spawn(move || {
+                    // The receiver may be gone with its runtime.
+                    let _ = done.send(replay(&steps(&set), &*memory, nr_threads, &counts));
+                });
+                if let Err(error) = started {
+                    warn!(%error, "the working set is not replayed; pages come by faults");
+                    return;
+                }
                 let replayed = tokio::select! {
                     replayed = &mut replaying => replayed,
                     () = ended => {
@@ -138,6 +148,39 @@ mod tests {
         fn faults_wait(&self) -> bool {
             false
         }
+    }
+
+    /// Reads by a thread of the runtime for that, as files and chunks do.
+    #[derive(Debug)]
+    struct ReadByThreads(tokio::runtime::Handle);
+
+    impl Populate for ReadByThreads {
+        fn populate(&self, _range: Range<u64>) -> Result<(), SourceError> {
+            self.0.block_on(crate::source::blocking("read", || ()))
+        }
+
+        fn faults_wait(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_replay_has_no_thread_that_its_reads_need() {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().max_blocking_threads(1).enable_time().build().unwrap();
+        let memory = Arc::new(ReadByThreads(runtime.handle().clone()));
+        let set = WorkingSet {
+            identity: Identity::from_bytes([3; 32]),
+            size_bytes: 1 << 20,
+            around_bytes: PAGE_BYTES,
+            pages: vec![7],
+        };
+        let progress = Arc::new(Progress::default());
+        let run = Plan::Replay(set).run(PathBuf::new(), memory, 1, Arc::clone(&progress), std::future::pending());
+        let ran = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(20), run).await });
+        runtime.shutdown_background();
+        ran.expect("the replay waits for a read that waits for the replay");
+        assert_eq!(progress.done(), PAGE_BYTES);
     }
 
     #[tokio::test]

@@ -196,14 +196,22 @@ pub fn replay(
     };
     thread::scope(|scope| {
         // None is the caller's: their priority is lowered for good.
-        let threads: Vec<_> = (0..nr_threads.clamp(1, steps.len().max(1)))
-            .map(|thread| {
-                scope.spawn(move || {
-                    lower_priority();
-                    run(thread)
-                })
-            })
-            .collect();
+        let mut threads = Vec::new();
+        for nr in 0..nr_threads.clamp(1, steps.len().max(1)) {
+            let thread = thread::Builder::new().name("slat-replay".to_string());
+            let thread = thread.spawn_scoped(scope, move || {
+                lower_priority();
+                run(nr)
+            });
+            match thread {
+                Ok(thread) => threads.push(thread),
+                Err(error) if threads.is_empty() => {
+                    return Err(SourceError::Io { what: "start a thread".to_string(), error });
+                }
+                // Those that there are do all.
+                Err(_) => break,
+            }
+        }
         let mut result = Ok(());
         for thread in threads {
             match thread.join() {

@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use slat_pager::chunks::Location;
 use slat_pager::chunks::pack::{PackOptions, Packed, pack};
 use slat_pager::chunks::verify::{compare, measure, verify};
-use slat_pager::source::chunked::Chunked;
+use slat_pager::source::chunked::{Chunked, MOST_CHUNKS};
 use slat_pager::source::{PAGE_BYTES, Source, SourceError};
 
 use crate::bytes::{Counted, PAGE, check_all, read, snapshot, snapshot_with};
@@ -310,4 +311,46 @@ proptest! {
             check_all(&source, &bytes, 64 << 10).await;
         });
     }
+}
+
+/// Reads that a machine has given up go on in their threads, where a disk does not answer: those of
+/// one snapshot take a part of the process's threads alone.
+#[test]
+fn a_folder_that_hangs_leaves_threads_to_others() {
+    const NR_CHUNKS: usize = 2 * MOST_CHUNKS;
+    let folder = tempfile::tempdir().unwrap();
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.max_blocking_threads(MOST_CHUNKS + 8).enable_all().build().unwrap();
+    let source = runtime.block_on(async {
+        let bytes = snapshot(1, 16 * NR_CHUNKS);
+        pack_bytes(&bytes, &location(folder.path(), "vm.index"), &options(64 << 10)).await.unwrap();
+        Arc::new(Chunked::open(location(folder.path(), "vm.index")).await.unwrap())
+    });
+    // What opens a chunk waits for a writer.
+    let chunks = files(&folder.path().join("chunks"));
+    assert_eq!(chunks.len(), NR_CHUNKS);
+    for chunk in &chunks {
+        fs::remove_file(chunk).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, chunk, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
+    }
+    let other = runtime.block_on(async {
+        // Each is tried again.
+        for _ in 0..3 {
+            let reads = (0..NR_CHUNKS as u64).map(|chunk| {
+                let source = Arc::clone(&source);
+                tokio::spawn(async move { source.read_shared(chunk << 16..(chunk + 1) << 16).await })
+            });
+            let reads: Vec<_> = reads.collect();
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            for read in reads {
+                read.abort();
+                assert!(read.await.unwrap_err().is_cancelled());
+            }
+        }
+        tokio::time::timeout(Duration::from_secs(20), tokio::task::spawn_blocking(|| 7)).await
+    });
+    runtime.shutdown_background();
+    let is_open = |chunk| fs::File::options().read(true).write(true).open(chunk).unwrap();
+    drop(chunks.iter().map(is_open).collect::<Vec<_>>());
+    assert_eq!(other.expect("no thread is left").unwrap(), 7);
 }

@@ -7,6 +7,8 @@
 //! - Memory and disk are bounded: blocks in memory, blocks that are being fetched, and files each
 //!   by a number of bytes (files by that and those few that are being written).
 //! - A disk that is full, fails or is taken away costs time, and no read fails for it.
+//! - Fetches of one source take half of the memory for fetches at most: a server that does not answer
+//!   leaves the rest to others.
 //! - Reads of one block at the same time cause one fetch.
 //! - Blocks behind those that faults ask for are read ahead, as far as that was of use before
 //!   ([`read_ahead`]). They take a quarter of the memory of blocks that are being fetched at most,
@@ -157,11 +159,17 @@ impl BlockCache {
         }
     }
 
-    /// The block, from memory, from the disk, or by `fetch`.
+    /// What the fetches of one source may have.
+    fn pages_of_source(&self) -> u32 {
+        (self.fetched_pages / 2).max(1)
+    }
+
+    /// The block, from memory, from the disk, or by `fetch`, which is one of those of `of_source`.
     async fn get(
         &self,
         block: Identity,
         nr_bytes: usize,
+        of_source: &Semaphore,
         fetch: impl Future<Output = Result<Bytes, SourceError>>,
     ) -> Result<(Bytes, Found), SourceError> {
         let mut found = Found::Memory;
@@ -169,7 +177,10 @@ impl BlockCache {
             .memory
             .get_or_insert_async(&block, async {
                 found = Found::Elsewhere;
-                let pages = nr_pages(nr_bytes).min(self.fetched_pages);
+                let pages = nr_pages(nr_bytes).min(self.pages_of_source());
+                // First its own: what waits for that takes nothing from others.
+                let own = of_source.acquire_many(pages).await;
+                let _own = own.expect("it is never closed");
                 let _permit = self.fetches.acquire_many(pages).await.expect("it is never closed");
                 if let Some(disk) = &self.disk
                     && let Some(bytes) = disk.read(block, nr_bytes).await
@@ -190,10 +201,10 @@ impl BlockCache {
     }
 
     /// What a block of `nr_bytes` needs that is read ahead, if it may be read now.
-    fn permit_ahead(&self, nr_bytes: usize) -> Option<OwnedSemaphorePermit> {
+    fn permit_ahead(&self, nr_bytes: usize, of_source: &Semaphore) -> Option<OwnedSemaphorePermit> {
         let pages = nr_pages(nr_bytes);
         // Reads that wait for their turn have none left.
-        let has_room = self.fetches.available_permits() > pages as usize;
+        let has_room = [&self.fetches, of_source].iter().all(|left| left.available_permits() > pages as usize);
         has_room.then(|| Arc::clone(&self.aheads).try_acquire_many_owned(pages).ok())?
     }
 }
@@ -234,13 +245,16 @@ pub struct Cached {
     source: Arc<dyn Source>,
     cache: Arc<BlockCache>,
     ahead: Arc<ReadAhead>,
+    /// For each page that is being fetched from `source`.
+    fetches: Arc<Semaphore>,
 }
 
 impl Cached {
     /// `source` behind `cache`.
     pub fn new(source: Arc<dyn Source>, cache: Arc<BlockCache>) -> Cached {
         let ahead = ReadAhead::new(cache.memory_bytes / source.granule_bytes());
-        Cached { source, cache, ahead: Arc::new(ahead) }
+        let fetches = Arc::new(Semaphore::new(cache.pages_of_source() as usize));
+        Cached { source, cache, ahead: Arc::new(ahead), fetches }
     }
 
     /// The bytes of a block.
@@ -254,7 +268,8 @@ impl Cached {
         let range = self.range_of(block);
         let nr_bytes = (range.end - range.start) as usize;
         let fetch = async { self.source.read_shared(range.clone()).await };
-        let (bytes, found) = self.cache.get(self.source.block_identity(block), nr_bytes, fetch).await?;
+        let identity = self.source.block_identity(block);
+        let (bytes, found) = self.cache.get(identity, nr_bytes, &self.fetches, fetch).await?;
         match found {
             Found::Memory => self.hit(block),
             Found::Elsewhere => self.ahead.missed(block),
@@ -360,13 +375,14 @@ impl Source for Cached {
             if self.source.is_zero(range.clone()) || self.cache.memory.contains_key(&identity) {
                 continue;
             }
-            let Some(permit) = self.cache.permit_ahead(nr_bytes) else { return };
+            let Some(permit) = self.cache.permit_ahead(nr_bytes, &self.fetches) else { return };
             if !self.ahead.begin(block) {
                 continue;
             }
             let (source, cache, ahead) = (Arc::clone(&self.source), Arc::clone(&self.cache), Arc::clone(&self.ahead));
+            let fetches = Arc::clone(&self.fetches);
             runtime.spawn(async move {
-                let read = cache.get(identity, nr_bytes, source.read_shared(range));
+                let read = cache.get(identity, nr_bytes, &fetches, source.read_shared(range));
                 let became = match tokio::time::timeout(LONGEST_READ, read).await {
                     Ok(Ok((_, Found::Memory))) => Became::WasThere,
                     Ok(Ok((_, Found::Elsewhere))) => {

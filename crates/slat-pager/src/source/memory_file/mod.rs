@@ -22,6 +22,9 @@
 //! nor may write it (mincore(2), NOTES). Of such a file only reads count.
 //! A page that the kernel evicts later costs the thread that copies it some time, and nothing else.
 //!
+//! A read that waits for a disk has a thread until the disk answers, also if its caller gives up. So a
+//! file has a few of them at a time, and one whose disk hangs leaves threads to others.
+//!
 //! The time of last change tells two versions apart only if the clock moved between them. Opening
 //! therefore waits until the file is older than the clock's step, as version control systems do.
 
@@ -42,13 +45,16 @@ use rustix::fs::{FileType, Mode, Stat};
 use rustix::io::ReadWriteFlags;
 use rustix::process::{getegid, geteuid};
 use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::Semaphore;
 
 use super::pages::PageSet;
-use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, blocking, check_range, holes};
+use super::{Identity, Mapped, PAGE_BYTES, Source, SourceError, blocking, check_range, holes, in_place_of};
 
 /// What is looked for in the page cache at once, and what a read should have at least. The kernel
 /// maps as much around a page of a file that is touched.
 const BLOCK_BYTES: u64 = 64 << 10;
+/// How many reads wait for the disk at a time.
+const MOST_READS: usize = 64;
 /// `HUGETLBFS_MAGIC` of `include/uapi/linux/magic.h`.
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
@@ -63,6 +69,8 @@ pub struct MemoryFile {
     cached: Box<[AtomicU64]>,
     identity: Identity,
     granule_bytes: u64,
+    /// For each read that waits for the disk.
+    reads: Arc<Semaphore>,
 }
 
 impl MemoryFile {
@@ -98,6 +106,7 @@ impl MemoryFile {
             data,
             identity,
             granule_bytes,
+            reads: Arc::new(Semaphore::new(MOST_READS)),
         })
     }
 
@@ -206,7 +215,8 @@ impl Source for MemoryFile {
             if nr_read < into.len() {
                 let (rest, at) = (&mut into[nr_read..], offset + nr_read as u64);
                 let (file, nr_bytes) = (Arc::clone(&self.file), rest.len());
-                let bytes = blocking("read a file", move || file.read_exactly(at, nr_bytes)).await??;
+                let read = async move { blocking("read a file", move || file.read_exactly(at, nr_bytes)).await? };
+                let bytes = in_place_of(&self.reads, "read a file", read).await?;
                 rest.copy_from_slice(&bytes);
             }
             // After the bytes were read: if the file is the same now, it was then.
