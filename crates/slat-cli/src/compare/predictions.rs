@@ -7,6 +7,7 @@
 
 use super::comparison::{Comparison, Side};
 use super::systems::Planned;
+use crate::options::ValueName;
 use crate::parallel_faults;
 use crate::results::compared::Published;
 use crate::userfault::{Mode, Uffds, X86};
@@ -73,7 +74,7 @@ pub(super) fn of_userfault(experiment: usize) -> impl Iterator<Item = Comparison
         let (backing, uffds) = (group.backing.to_string(), group.uffds.name());
         let published = |mode| group.rate(mode, USERFAULT_VCPUS);
         let name = |mode: Mode| format!("model: KVM, {mode}");
-        let side = |mode: Mode| Side::predicted(name(mode), &[("mode", mode.name())], published(mode));
+        let side = |mode: Mode| Side::predicted(name(mode), &[("mode", &mode.name())], published(mode));
         let rows = || group.rows.iter().map(|row| row.mode);
         let others = rows().filter(|&mode| mode != Mode::Exits && published(mode).is_some());
         // A reader for each vCPU, as in the comparison that is measured.

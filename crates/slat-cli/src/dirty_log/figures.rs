@@ -8,6 +8,7 @@ use super::bench::{Cell, Series};
 use super::migration::{Migration, TurnCounts};
 use super::subject::flush_method;
 use super::{DirtyLogArgs, Method, Notes, Workload, published};
+use crate::options::ValueName;
 use crate::quantity::{NOTHING, Unit, quantity};
 use crate::results::{self, Better, Figure, Host, Labels, PerRun, Results, cell, measured_on};
 use crate::statistics::Samples;

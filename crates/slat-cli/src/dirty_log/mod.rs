@@ -152,7 +152,7 @@ impl DirtyLogArgs {
     fn patterns(&self) -> &[DirtyPattern] {
         self.pattern.as_deref().unwrap_or(match self.workload {
             Workload::Range => &[DirtyPattern::Run, DirtyPattern::Random],
-            _ => &DirtyPattern::ALL,
+            _ => DirtyPattern::value_variants(),
         })
     }
 }
@@ -175,18 +175,6 @@ pub(crate) enum Workload {
     Migration,
     /// A large slot, whole and in windows.
     Range,
-}
-
-impl Workload {
-    /// The name in options and results.
-    fn name(self) -> &'static str {
-        match self {
-            Workload::Table => "table",
-            Workload::Framebuffer => "framebuffer",
-            Workload::Migration => "migration",
-            Workload::Range => "range",
-        }
-    }
 }
 
 /// A way to get a dirty log.

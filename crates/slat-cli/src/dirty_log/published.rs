@@ -7,6 +7,7 @@
 
 use super::pattern::DirtyPattern;
 use super::{DirtyLogArgs, Method, Workload};
+use crate::options::ValueName;
 use crate::quantity::{Unit, range};
 use crate::results::{PublishedFigure, labels};
 

@@ -13,6 +13,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use slat::baselines::Locking;
 use slat::stats::Stats;
 use slat::{Gfn, PAGE_SIZE};
@@ -36,31 +37,19 @@ const MOVE_PAGES: u64 = pages(192 << 10);
 /// The host's word of each page in test 5; the guest's is the first.
 const HOST_WORD_BYTES: u64 = PAGE_SIZE / 2;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// The tests, by their numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(super) enum Test {
     Map,
     Unmap,
+    #[value(name = "unmap chunked")]
     UnmapChunked,
+    #[value(name = "move active area")]
     MoveActive,
+    #[value(name = "move inactive area")]
     MoveInactive,
+    #[value(name = "RW")]
     Rw,
-}
-
-impl Test {
-    /// All tests, by their numbers.
-    pub(super) const ALL: [Test; 6] =
-        [Test::Map, Test::Unmap, Test::UnmapChunked, Test::MoveActive, Test::MoveInactive, Test::Rw];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Test::Map => "map",
-            Test::Unmap => "unmap",
-            Test::UnmapChunked => "unmap chunked",
-            Test::MoveActive => "move active area",
-            Test::MoveInactive => "move inactive area",
-            Test::Rw => "RW",
-        }
-    }
 }
 
 /// The figures of one run of a test.

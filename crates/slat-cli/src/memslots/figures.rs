@@ -9,7 +9,7 @@ use slat_machine::linux::topology::HostDescription;
 use super::area::AREA_PAGES;
 use super::experiments::Run;
 use super::{MemslotsArgs, Series};
-use crate::options::locking_name;
+use crate::options::{Named, ValueName};
 use crate::quantity::Unit;
 use crate::results::{Host, PerRun, Results, labels, measured_on};
 use crate::table::{self, MEDIAN};
@@ -85,9 +85,9 @@ fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> i
         args.runs,
         format_duration(args.duration)
     )?;
-    match args.tables.lock.lockings().len() {
+    match &args.tables.lock.values.len() {
         1 => writeln!(out)?,
-        _ => writeln!(out, " (lock {})", locking_name(series.locking))?,
+        _ => writeln!(out, " (lock {})", series.locking.name())?,
     }
     for run in &series.runs {
         let (setup, elapsed, iteration) = (run.setup.as_secs_f64(), run.elapsed.as_secs_f64(), run.iteration_s());
@@ -120,7 +120,7 @@ fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
     let header = [format!("{MEDIAN}, counts of one iteration"), "lock".to_owned()];
     let mut figures = table::figures(header.into_iter().chain(titles));
     for series in all {
-        let mut cells = vec![series.test.name().to_owned(), locking_name(series.locking).to_owned()];
+        let mut cells = vec![series.test.name().to_owned(), series.locking.name().to_owned()];
         cells.extend(COLUMNS.iter().map(|column| column.cell(&series.runs)));
         figures.add_row(cells);
     }
@@ -131,7 +131,7 @@ fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
 pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([("test", series.test.name().into()), ("lock", locking_name(series.locking).into())]);
+        let labels = labels([("test", series.test.name().into()), ("lock", series.locking.name().into())]);
         let figures = OTHERS.iter().chain(&COLUMNS);
         results.extend(figures.filter_map(|figure| figure.figure(&series.runs, &labels)));
     }

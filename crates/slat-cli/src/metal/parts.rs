@@ -9,6 +9,7 @@ use super::plan::Plan;
 use super::source::{self, Source};
 use super::{MachineArg, MetalArgs};
 use crate::failure::Failure;
+use crate::options::ValueName;
 use crate::session::{Progress, Session};
 
 /// Where the parts of a run come from.

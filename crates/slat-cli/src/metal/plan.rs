@@ -12,7 +12,7 @@ use super::{
 };
 use crate::failure::Failure;
 use crate::live::View;
-use crate::options::PeerArg;
+use crate::options::{PeerArg, ValueName};
 use crate::session::Session;
 
 /// Memory of the machine beside the guest's and the copy of it that the dirty log keeps up: the
@@ -197,7 +197,7 @@ impl Plan {
 
     /// The command line of the hypervisor, which a boot loader tells where the files are.
     pub(super) fn hypervisor_words(&self) -> String {
-        self.words_for(self.guest.name())
+        self.words_for(&self.guest.name())
     }
 
     /// The same, with a guest of this name.

@@ -7,7 +7,7 @@ use slat::NodeId;
 use slat_machine::memory::numa::{Nodes, WalkReads};
 
 use super::{Layout, NumaSplitArgs, policy_name};
-use crate::options::{HugePagesArg, PagingArg, SplitWhen, locking_name};
+use crate::options::{HugePagesArg, Named, PagingArg, SplitWhen, ValueName};
 use crate::phases::figures::{Base, OTHERS, Report, count};
 use crate::phases::{Column, EngineRun, Run};
 use crate::quantity::Unit;
@@ -131,7 +131,7 @@ fn print_nodes(out: &mut impl Write, args: &NumaSplitArgs, layout: &Layout) -> i
         out,
         "tables: as the columns say, policy of the main thread: {} (caller-policy), lock: {}",
         policy_name(args.policy),
-        locking_name(args.phases.tables.lock.lockings()[0]),
+        args.phases.tables.lock.name,
     )
 }
 
@@ -192,7 +192,7 @@ fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &NumaSplitArgs, 
 pub(super) fn results(report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) -> Results {
     let nodes: Vec<u32> = layout.map.ids().iter().map(|node| node.0).collect();
     let config = json!({
-        "lock": locking_name(args.phases.tables.lock.lockings()[0]),
+        "lock": args.phases.tables.lock.name,
         "nodes": nodes,
         "nodes_are": kind(layout),
         "memoryless": args.memoryless,

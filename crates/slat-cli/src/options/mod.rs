@@ -3,22 +3,24 @@
 //! An option has one meaning, one text and one letter in all commands; a test of `cli` checks it. A
 //! command may have another default.
 
+mod names;
 mod parse;
 mod values;
 
 use std::path::PathBuf;
 
 use clap::{Args, Command};
+use slat::baselines::Locking;
 use slat_machine::memory::BackingKind;
 
 use crate::failure::Failure;
 use crate::live::View;
+pub(crate) use names::{Named, OneOrAll, ValueName, named, one_or_all};
 pub(crate) use parse::{delay, duration, except, page_size, positive, size_bytes};
 pub(crate) use values::with_format;
 pub(crate) use values::{
-    DirtyTrackingArg, FormatArg, HugePagesArg, LockArg, PagingArg, PeerArg, ProtectionArg, SplitWhen, TrackingArg,
-    check_shadow_format, dirty_tracking, dirty_tracking_name, locking_name, manual_protect_name, protection_name,
-    tracking_name,
+    DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, PeerArg, ProtectionArg, SplitWhen, check_shadow_format,
+    dirty_tracking, protection_name,
 };
 
 /// The text of `--vcpus`.
@@ -77,8 +79,8 @@ pub(crate) struct GuestArgs {
 /// The lock and the tables of the engine.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct TablesArgs {
-    #[arg(long, value_name = "LOCK", value_enum, default_value_t = LockArg::None, help = LOCK)]
-    pub(crate) lock: LockArg,
+    #[arg(long, value_name = "LOCK", default_value = "none", value_parser = one_or_all::<Locking>(Some("all")), help = LOCK)]
+    pub(crate) lock: OneOrAll<Locking>,
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = FormatArg::Npt, help = FORMAT)]
     pub(crate) format: FormatArg,
 }

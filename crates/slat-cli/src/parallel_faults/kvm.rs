@@ -23,7 +23,7 @@ use slat_machine::vm::machine::{MachineError, Pins};
 
 use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed};
 use crate::kvm::{KvmError, KvmFacts, KvmVm, Logging, MAX_REGION_BYTES, VmShape, facts, nearest_manual_protect};
-use crate::options::{DirtyTrackingArg, HugePagesArg, PeerArg, manual_protect_name};
+use crate::options::{DirtyTrackingArg, HugePagesArg, Named, PeerArg, ValueName};
 use crate::phases::PhasesArgs;
 use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
@@ -100,7 +100,7 @@ impl Peer {
         notes.extend(kvm.facts.lines());
         let has = kvm.plan.manual_protect;
         if has != kvm.wanted {
-            let [has, wanted] = [has, kvm.wanted].map(manual_protect_name);
+            let [has, wanted] = [has, kvm.wanted].map(Named::name);
             notes.push(format!("This KVM has no manual protect '{wanted}': its log is '{has}'."));
         }
         // The logs of the rounds, and of the sparse one.

@@ -10,7 +10,7 @@ use slat::stats::{Histogram, Stats};
 use slat_machine::linux::topology::HostDescription;
 
 use super::{Column, EngineRun, Run, manual_protect};
-use crate::options::{HugePagesArg, dirty_tracking, manual_protect_name, protection_name};
+use crate::options::{HugePagesArg, Named, ValueName, dirty_tracking, protection_name};
 use crate::phases::PhasesArgs;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Distribution, Figure, Host, PerRun, Results, cell, measured_on};
@@ -262,7 +262,7 @@ impl Report<'_> {
             "dirty pages: {}{}, manual protect: {}, huge pages: {}{}",
             args.tracking.name(),
             protection_name(tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
-            manual_protect_name(manual_protect(args)),
+            manual_protect(args).name(),
             args.huge_pages.name(),
             if args.huge_pages == HugePagesArg::Split { format!(" ({})", args.split.name()) } else { String::new() },
         )
@@ -392,7 +392,7 @@ fn config_json(args: &PhasesArgs) -> Value {
         "tracking": args.tracking.name(),
         "ring_entries": args.ring_entries(),
         "protection": protection_name(dirty_tracking(args.tracking, args.protection)),
-        "manual_protect": manual_protect_name(manual_protect(args)),
+        "manual_protect": manual_protect(args).name(),
         "huge_pages": args.huge_pages.name(),
         "split": args.split.name(),
         "seed": args.seed,

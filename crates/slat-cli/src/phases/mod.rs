@@ -27,7 +27,9 @@ use slat_machine::vm::guest::{Order, Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig, MachineError, Pins, shadow_paging};
 
 use crate::failure::{Failure, no_thread};
-use crate::options::{DirtyTrackingArg, HugePagesArg, PagingArg, check_shadow_format, dirty_tracking, with_format};
+use crate::options::{
+    DirtyTrackingArg, HugePagesArg, PagingArg, ValueName, check_shadow_format, dirty_tracking, with_format,
+};
 use crate::results::{Labels, Outcome, labels};
 use crate::session::Session;
 use crate::turns;

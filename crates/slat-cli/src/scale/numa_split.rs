@@ -9,6 +9,7 @@ use slat_model::topology::Topology;
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::quantity::{NOTHING, Unit, digits, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table::{self, PUBLISHED};
@@ -70,26 +71,12 @@ fn improvement(before: f64, after: f64) -> String {
 }
 
 impl Case {
-    fn placement_name(self) -> &'static str {
-        match self.placement {
-            Placement::Caller => "caller-node",
-            Placement::HugePage => "huge-page-node",
-        }
-    }
-
-    fn splitters_name(self) -> &'static str {
-        match self.splitters {
-            Splitters::One => "one",
-            Splitters::PerNode => "per-node",
-        }
-    }
-
     fn labels(self) -> Labels {
-        labels([("placement", self.placement_name().into()), ("splitters", self.splitters_name().into())])
+        labels([("placement", self.placement.name().into()), ("splitters", self.splitters.name().into())])
     }
 
     fn title(self) -> String {
-        format!("{}, {}", self.placement_name(), self.splitters_name())
+        format!("{}, {}", self.placement.name(), self.splitters.name())
     }
 
     fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {

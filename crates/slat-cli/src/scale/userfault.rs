@@ -10,10 +10,11 @@ use slat_model::experiment::{Backing, Hypervisor};
 use slat_model::topology::Topology;
 
 use super::exits;
-use super::names::{error_of, hypervisor_name};
+use super::names::error_of;
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
+use crate::options::{Named, ValueName};
 use crate::quantity::{NOTHING, Unit, quantity, times};
 use crate::results::{Figure, Labels, PublishedFigure, labels};
 use crate::table::{self, PUBLISHED};
@@ -102,12 +103,12 @@ impl Case {
             ("backing", self.group.backing.to_string().into()),
             ("uffds", self.group.uffds.name().into()),
             ("vcpus", self.nr_vcpus.into()),
-            ("hypervisor", hypervisor_name(self.hypervisor).into()),
+            ("hypervisor", self.hypervisor.name().into()),
         ])
     }
 
     fn title(&self) -> String {
-        let hypervisor = hypervisor_name(self.hypervisor);
+        let hypervisor = self.hypervisor.name();
         format!("{hypervisor}, {}, {}, {} vCPUs", group_title(self.group), self.mode, self.nr_vcpus)
     }
 

@@ -4,12 +4,13 @@ use std::io::{self, Write};
 
 use serde_json::json;
 use slat::shadow::ShadowStrategy;
-use slat_machine::guest_os::KernelCounters;
+use slat_machine::guest_os::{Isolation, KernelCounters, Pcids};
 use slat_machine::linux::topology::HostDescription;
 
 use super::run::Run;
 use super::switch::{self, Switch};
-use super::{Column, ShadowArgs, Switched, build, model, strategy_name, vcpus};
+use super::{Column, ShadowArgs, build, model, vcpus};
+use crate::options::Named;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, PerRun, Results, cell, labels, measured_on};
 use crate::statistics::Samples;
@@ -163,7 +164,7 @@ fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
 
 fn print_columns(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -> io::Result<()> {
     let title = |nr_vcpus| format!("{}, {MEDIAN} of {} runs", vcpus(nr_vcpus), args.runs);
-    let names = columns.iter().map(|column| strategy_name(column.strategy).to_owned());
+    let names = columns.iter().map(|column| column.strategy.name().to_owned());
     let first = columns.iter().take(1).map(|column| title(column.nr_vcpus));
     let mut figures = table::figures(first.chain(names));
     let mut add = |title: &str, show: &dyn Fn(&Column) -> String| {
@@ -180,21 +181,21 @@ fn print_columns(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -
     figures.add_per_run(&ROWS, &runs);
     writeln!(out, "{figures}")?;
     let published = columns.first().and_then(|column| model::published(column.nr_vcpus));
-    if let (Some(gain), Some(_), Switched::On) = (published, baseline(columns), args.isolation) {
+    if let (Some(gain), Some(_), Isolation::On) = (published, baseline(columns), args.isolation) {
         writeln!(out, "Published for the series of 2018, a kernel compiled with isolation on: {gain} times as fast.")?;
     }
     writeln!(out)
 }
 
 fn print_switches(out: &mut impl Write, args: &ShadowArgs, switches: &[Switch]) -> io::Result<()> {
-    let title = match args.pcid.name() {
-        "on" => "CR3 load with bit 63, and entry, by batch",
-        _ => "CR3 load, which flushes, and entry, by batch",
+    let title = match args.pcid {
+        Pcids::On => "CR3 load with bit 63, and entry, by batch",
+        Pcids::Off => "CR3 load, which flushes, and entry, by batch",
     };
     let mut figures = table::figures([title, "roots", MEDIAN, "p99"].map(str::to_owned));
     for switch in switches {
         let cells = [
-            strategy_name(switch.strategy).to_owned(),
+            switch.strategy.name().to_owned(),
             switch.nr_roots.to_string(),
             cell(&switch.times, Unit::Seconds),
             quantity(switch.times.quantile(0.99), Unit::Seconds),
@@ -231,9 +232,9 @@ fn print_notes(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -> 
 
 /// The object of `--json`.
 pub(super) fn results(args: &ShadowArgs, columns: &[&Column], switches: &[Switch]) -> Results {
-    let labels = |strategy, nr_vcpus: u16| {
+    let labels = |strategy: ShadowStrategy, nr_vcpus: u16| {
         labels([
-            ("strategy", strategy_name(strategy).into()),
+            ("strategy", strategy.name().into()),
             ("vcpus", nr_vcpus.into()),
             ("isolation", args.isolation.name().into()),
             ("pcid", args.pcid.name().into()),

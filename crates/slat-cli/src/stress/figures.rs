@@ -7,7 +7,7 @@ use slat_machine::linux::topology::HostDescription;
 
 use super::tally::{FIGURES, Part};
 use super::{StressArgs, Summary, Turns, combinations};
-use crate::options::{FormatArg, LockArg, TrackingArg, locking_name, tracking_name};
+use crate::options::FormatArg;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, Labels, Results};
 use crate::table;
@@ -63,9 +63,9 @@ pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
         "seconds": args.duration.as_secs_f64(),
         "vcpus": args.vcpus,
         "seed": args.seed,
-        "lock": if args.lock == LockArg::All { "all" } else { locking_name(args.lock.lockings()[0]) },
+        "lock": args.lock.name,
         "format": args.format.map_or("all", FormatArg::name),
-        "tracking": if args.access_tracking == TrackingArg::Both { "both" } else { tracking_name(args.access_tracking.trackings()[0]) },
+        "tracking": args.access_tracking.name,
     });
     Results::new("stress", config, Host::read(turns.flush_method), results)
 }

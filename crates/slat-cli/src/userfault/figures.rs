@@ -9,6 +9,7 @@ use super::case::{Case, Mode};
 use super::options::{DeliveryArg, UserfaultArgs};
 use super::published::{self, Group};
 use super::run::{Measured, Run};
+use crate::options::ValueName;
 use crate::quantity::{NOTHING, Unit, quantity};
 use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, measured_on};
 use crate::statistics::Samples;
@@ -251,7 +252,7 @@ impl Report<'_> {
         let mut table = table::figures(header);
         let nothing = || NOTHING.to_owned();
         for mode in modes {
-            let mut cells = vec![mode.name().to_owned()];
+            let mut cells = vec![mode.name()];
             for &nr_vcpus in &columns {
                 let is_it = |case: &Case| in_group(case) && case.mode == mode && case.nr_vcpus == nr_vcpus;
                 let found = self.measured.iter().copied().find(|measured| is_it(&measured.case));

@@ -16,6 +16,7 @@ pub(crate) mod resolver;
 mod run;
 mod source;
 
+use clap::ValueEnum;
 use slat::PAGE_SIZE;
 use slat_machine::linux::topology;
 
@@ -96,8 +97,7 @@ pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Fa
 /// memory on x86.
 pub(crate) fn published_rate(mode: &str, nr_vcpus: usize) -> Option<f64> {
     let [anonymous, ..] = &published::X86;
-    let mode = Mode::ALL.into_iter().find(|known| known.name() == mode)?;
-    anonymous.rate(mode, nr_vcpus)
+    anonymous.rate(Mode::from_str(mode, false).ok()?, nr_vcpus)
 }
 
 /// So much memory for each vCPU, halved until the sum fits into this machine.

@@ -125,7 +125,7 @@ pub(crate) struct UserfaultArgs {
     /// Of the published rows, only these modes
     ///
     /// Of none, missing, missing-1r, missing+uf, minor, minor-1r, minor+uf, uf, uf-ring.
-    #[arg(long, value_delimiter = ',', value_parser = mode, value_name = "MODE,...")]
+    #[arg(long, value_delimiter = ',', value_enum, hide_possible_values = true, value_name = "MODE,...")]
     modes: Option<Vec<Mode>>,
     /// Host threads that run the vCPUs [default: the runner's choice]
     ///
@@ -181,16 +181,6 @@ pub(crate) enum ResolverArg {
     Process,
 }
 
-impl ResolverArg {
-    /// The name in options and results.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            ResolverArg::Thread => "thread",
-            ResolverArg::Process => "process",
-        }
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum GuestMemfdArg {
     Any,
@@ -233,11 +223,6 @@ fn page_delay(text: &str) -> Result<Duration, String> {
         delay if delay > MAX_DELAY => Err("must be at most 5s".to_owned()),
         delay => Ok(delay),
     }
-}
-
-fn mode(text: &str) -> Result<Mode, String> {
-    let known = || Mode::ALL.map(Mode::name).join(", ");
-    Mode::ALL.into_iter().find(|mode| mode.name() == text).ok_or_else(|| format!("there are {}", known()))
 }
 
 impl UserfaultArgs {
@@ -410,14 +395,14 @@ impl UserfaultArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options;
+    use crate::options::{self, ValueName};
 
     fn parse(line: &str) -> UserfaultArgs {
         options::parse(&format!("slat userfault {line}")).unwrap()
     }
 
     /// The mode, the descriptors and the readers of the one case.
-    fn the_case(line: &str) -> (&'static str, &'static str, usize) {
+    fn the_case(line: &str) -> (String, String, usize) {
         let args = parse(line);
         args.check().unwrap();
         let [case] = args.cases(8, 4096)[..] else { panic!("{line}: not one case") };
@@ -440,7 +425,8 @@ mod tests {
             ("--exits", ("uf", "per-vcpu", 1)),
             ("--exits --single-uffd -s shmem --delivery ring", ("uf-ring", "one", 1)),
         ] {
-            assert_eq!(the_case(line), expected, "{line}");
+            let (mode, uffds, nr_readers) = the_case(line);
+            assert_eq!((&mode[..], &uffds[..], nr_readers), expected, "{line}");
         }
     }
 

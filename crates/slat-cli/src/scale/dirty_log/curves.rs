@@ -9,9 +9,9 @@ use slat_model::experiment::beside::{Counted, Operation};
 use slat_model::topology::Topology;
 
 use super::super::machines::{MANY_CPUS, MAX_BYTES_OF_MANY, Machines};
-use super::super::names::lock_name;
 use super::{DURATION_ON_MANY_CPUS_NS, Done, LOCKS, Planned, TOPOLOGY, beside, cell, longest_s};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::quantity::{NOTHING, Unit, quantity};
 use crate::table;
 
@@ -82,7 +82,7 @@ pub(super) fn planned(machines: &Machines) -> Result<Vec<Planned>, Failure> {
 pub(super) fn add(text: &mut String, planned: &[Planned], all: &[Done]) {
     let of = |planned: &Planned| all.iter().find(|done| done.case == planned.case && done.topology == planned.topology);
     for curve in &CURVES {
-        let header = LOCKS.map(|lock| [lock_name(lock), "longest"]);
+        let header = LOCKS.map(|lock| [lock.name(), "longest"]);
         let mut figures =
             table::figures(std::iter::once(curve.title).chain(header.into_iter().flatten()).map(str::to_owned));
         let mut is_empty = true;

@@ -16,10 +16,10 @@ use slat_model::parameters::Parameters;
 use slat_model::topology::Topology;
 
 use super::machines::{MANY_CPUS, bytes_for};
-use super::names::lock_name;
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::quantity::{NOTHING, Unit, digits, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table;
@@ -93,22 +93,6 @@ fn cases() -> impl Iterator<Item = Case> {
     }))
 }
 
-fn operation_name(operation: Operation) -> &'static str {
-    match operation {
-        Operation::Nothing => "nothing",
-        Operation::Harvest => "harvest",
-        Operation::InvalidatePage => "invalidate-page",
-        Operation::InvalidateUnused => "invalidate-unused",
-    }
-}
-
-fn lock_kind_name(kind: LockKind) -> &'static str {
-    match kind {
-        LockKind::Spinning => "spinning",
-        LockKind::Sleeping => "sleeping",
-    }
-}
-
 impl Case {
     /// Whether there are more vCPUs than CPUs.
     fn is_of_many(self) -> bool {
@@ -117,9 +101,9 @@ impl Case {
 
     fn labels(self, topology: &Topology) -> Labels {
         labels([
-            ("operation", operation_name(self.operation).into()),
-            ("lock", lock_name(self.lock).into()),
-            ("lock_kind", lock_kind_name(self.lock_kind).into()),
+            ("operation", self.operation.name().into()),
+            ("lock", self.lock.name().into()),
+            ("lock_kind", self.lock_kind.name().into()),
             ("vcpus", self.nr_vcpus.into()),
             ("cpus", self.nr_cpus.into()),
             ("topology", topology.name().into()),
@@ -127,7 +111,7 @@ impl Case {
     }
 
     fn title(self) -> String {
-        let (operation, lock) = (operation_name(self.operation), lock_name(self.lock));
+        let (operation, lock) = (self.operation.name(), self.lock.name());
         format!("{operation}, lock {lock}, {} vCPUs on {} CPUs", self.nr_vcpus, self.nr_cpus)
     }
 
@@ -229,7 +213,7 @@ fn add_table(text: &mut String, all: &[Done]) {
         let times = |counted| [cell(mean_s(counted), Unit::Seconds), cell(longest_s(counted), Unit::Seconds)];
         let of_faults = std::iter::once(done.fault_cell()).chain(times(&run.faults));
         let cells = of_faults.chain(std::iter::once(done.call_cell())).chain(times(&run.operations));
-        let name = format!("{}, {}", operation_name(case.operation), lock_name(case.lock));
+        let name = format!("{}, {}", case.operation.name(), case.lock.name());
         figures.add_row(std::iter::once(name).chain(cells));
     }
     // A string takes all that is written.
@@ -255,7 +239,7 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
     let mut figures = table::figures(header.map(str::to_owned));
     for Done { case, run, .. } in all.iter().filter(|done| done.case.is_of_many()) {
         figures.add_row([
-            lock_name(case.lock).to_owned(),
+            case.lock.name().to_owned(),
             cell(longest_s(&run.faults), Unit::Seconds),
             cell(longest_s(&run.operations), Unit::Seconds),
             quantity(parameters.host.quantum.seconds(), Unit::Seconds),

@@ -6,10 +6,10 @@ use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, Sharing};
 
 use super::super::machines::MAX_BYTES_OF_MANY;
-use super::super::names::lock_name;
 use super::super::trace::{HOT_LINES, hot_table, wait_s};
 use super::super::{Context, Part};
 use super::{Case, Done, find};
+use crate::options::Named;
 use crate::quantity::{NOTHING, Unit, quantity, times};
 use crate::results::Figure;
 use crate::table;
@@ -108,7 +108,7 @@ fn add_less_memory(text: &mut String, bytes: u64, all: &[Done]) {
 fn add_table(text: &mut String, curve: &Curve, cpus: &[usize], bytes: u64, all: &[Done]) {
     let base = cpus.first().copied().unwrap_or(1);
     let speed_up = format!("vs {base} CPU{}", if base == 1 { "" } else { "s" });
-    let header = LOCKS.map(|lock| [lock_name(lock).to_owned(), speed_up.clone()]);
+    let header = LOCKS.map(|lock| [lock.name().to_owned(), speed_up.clone()]);
     let mut figures = table::figures(std::iter::once(curve.title.to_owned()).chain(header.into_iter().flatten()));
     let of = |lock, nr_cpus| find(all, curve.case(lock, nr_cpus)).map(|done| rate(done, bytes));
     for &nr_cpus in cpus {

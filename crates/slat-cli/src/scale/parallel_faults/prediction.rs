@@ -10,10 +10,11 @@ use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, PhaseTimes, Sharing};
 use slat_model::topology::Topology;
 
-use super::super::names::{error_of, lock_name};
+use super::super::names::error_of;
 use super::super::{Part, ScaleArgs};
 use super::{Case, Done, OVERLAPPING_PARTS, find};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::parallel_faults::PHASES;
 use crate::quantity::{NOTHING, Unit, quantity};
 use crate::results::{Figure, PublishedFigure};
@@ -99,7 +100,7 @@ fn add_table(text: &mut String, sharing: Sharing, predicted: [Option<[f64; PHASE
         Sharing::Partitioned => "partitioned, 96 vCPUs, 3 GiB each",
         Sharing::Overlapping => "overlapping, 96 vCPUs, 6 GiB in all",
     };
-    let header = LOCKS.map(|lock| [lock_name(lock), PUBLISHED, "error"]);
+    let header = LOCKS.map(|lock| [lock.name(), PUBLISHED, "error"]);
     let mut figures = table::figures(std::iter::once(title).chain(header.into_iter().flatten()).map(str::to_owned));
     for (index, phase) in PHASES.iter().enumerate() {
         let cells =
