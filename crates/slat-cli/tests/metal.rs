@@ -10,7 +10,7 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{assert_refused, file, program, read, samples, stderr};
+use common::{assert_refused, figure, figures, file, program, read, samples, stderr};
 
 /// A folder for the files of one test.
 fn folder(name: &str) -> PathBuf {
@@ -198,8 +198,7 @@ fn a_pass_is_shown_and_written() {
     assert_eq!((&object["experiment"], &object["config"]["guest"]), (&"metal".into(), &"suite".into()));
     assert_eq!((&object["config"]["cpus"], &object["config"]["seed"]), (&4.into(), &9.into()));
     assert_eq!(object["host"]["measured_on"], "CPUs emulated by QEMU 10.0.2");
-    let found =
-        |name: &str| object["results"].as_array().unwrap().iter().find(|figure| figure["name"] == name).unwrap();
+    let found = |name: &str| figure(&object, name, &[]);
     assert_eq!(samples(found("operations")), [1000.0]);
     assert_eq!(samples(found("pause")), [0.5, 1.5]);
     assert_eq!(samples(found("passed")), [1.0]);
@@ -370,10 +369,7 @@ exit 33";
     }
     assert_eq!(text.matches("slat | counting").count(), 1, "{text}");
     let object = read(&path);
-    let find = |name: &str, variant: &str| {
-        let figures = object["results"].as_array().unwrap().iter();
-        figures.filter(|figure| figure["name"] == name && figure["labels"]["variant"] == variant).count()
-    };
+    let find = |name: &str, variant: &str| figures(&object, name, &[("variant", variant)]).len();
     assert_eq!((find("demand_fault", "lazy"), find("demand_fault", "leaves")), (1, 1));
     assert_eq!((find("write_protect_fault", "lazy"), find("write_protect_fault", "leaves")), (1, 0));
 }
@@ -401,8 +397,8 @@ exit 33";
         assert!(text.contains(words), "no '{words}' in:\n{text}");
     }
     let object = read(&path);
-    let figures = object["results"].as_array().unwrap();
-    assert!(!figures.is_empty() && figures.iter().all(|figure| figure["labels"]["cpus"] == 4), "{figures:?}");
+    let all = object["results"].as_array().unwrap();
+    assert!(!all.is_empty() && all.iter().all(|figure| figure["labels"]["cpus"] == 4), "{all:?}");
 }
 
 #[test]
