@@ -22,7 +22,7 @@ use slat_machine::memory::BackingKind;
 use slat_machine::vm::guest::{Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig};
 
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 use crate::options::{
     ACCESS_TRACKING, GuestArgs, Named, OneOrAll, OutputArgs, RUNS, TablesArgs, one_or_all, positive, with_format,
 };
@@ -217,14 +217,10 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
         let after = machine.vm().stats();
         let nr_flushes = after.flushes - before.flushes;
         if phase.action == Action::MarkIdle {
-            if nr_flushes != 0 {
-                return Err(check_failed(format_args!("marking memory idle flushed {nr_flushes} times")));
-            }
+            ensure!(nr_flushes == 0, Check, "marking memory idle flushed {nr_flushes} times");
             // No vCPU runs, so no page was used since.
             let nr_young = age(&machine, args.pass, Marking::Test)?;
-            if nr_young != 0 {
-                return Err(check_failed(format_args!("{nr_young} pages are young right after they were marked idle")));
-            }
+            ensure!(nr_young == 0, Check, "{nr_young} pages are young right after they were marked idle");
         }
         run.phases.push(Measured { time, nr_pages: nr_visited, nr_faults: after.faults - before.faults, nr_flushes });
         last_title = phase.title;
@@ -275,11 +271,11 @@ fn judge(args: &AgingArgs, used_by: &'static str, nr_young: u64, nr_pages: u64) 
         StillIdleArg::Warn => true,
         StillIdleArg::Auto => can_tlb_hide(args),
     };
-    if is_too_many(nr_idle, nr_pages) && !only_warns {
-        return Err(check_failed(format_args!(
-            "too many pages still idle after \"{used_by}\": {nr_idle} out of {nr_pages} (--still-idle warn only warns)"
-        )));
-    }
+    ensure!(
+        only_warns || !is_too_many(nr_idle, nr_pages),
+        Check,
+        "too many pages still idle after \"{used_by}\": {nr_idle} out of {nr_pages} (--still-idle warn only warns)"
+    );
     Ok(StillIdle { used_by, nr_idle })
 }
 

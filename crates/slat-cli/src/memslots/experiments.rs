@@ -23,7 +23,7 @@ use slat_machine::hardware::walk::HardwareFormat;
 use super::MemslotsArgs;
 use super::area::{AREA_PAGES, Area};
 use super::guest::{AreaGuest, GuestJob, VALUES, pages};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 use crate::session::Session;
 
 /// Pages of test 0.
@@ -173,11 +173,11 @@ impl<F: HardwareFormat> Bench<'_, F> {
         // The machine's frames are the host's addresses, so the check of values would not notice a
         // page that was never zapped.
         let (faults, discarded) = (self.area.stats().faults, nr_pages * nr_iterations);
-        if faults < discarded {
-            return Err(check_failed(format_args!(
-                "the guest faulted {faults} times on {discarded} pages that were not mapped"
-            )));
-        }
+        ensure!(
+            faults >= discarded,
+            Check,
+            "the guest faulted {faults} times on {discarded} pages that were not mapped"
+        );
         Ok((elapsed, nr_iterations))
     }
 

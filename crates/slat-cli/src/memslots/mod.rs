@@ -15,7 +15,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use slat::baselines::Locking;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, ensure};
 use crate::options::{Named, OutputArgs, TablesArgs, ValueName, duration, positive, with_format};
 use crate::results::Outcome;
 use crate::session::Session;
@@ -146,10 +146,10 @@ fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
             "the first test, {first}, comes after the last, {last}; choose -f up to -e"
         )));
     };
-    if tests.contains(&Test::MoveInactive) && args.slots < 2 {
-        return Err(Failure::Usage(
-            "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3".to_owned(),
-        ));
-    }
+    ensure!(
+        args.slots >= 2 || !tests.contains(&Test::MoveInactive),
+        Usage,
+        "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3"
+    );
     Ok(tests)
 }

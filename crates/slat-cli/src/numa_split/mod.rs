@@ -24,7 +24,7 @@ use slat::tables::TablePlacement;
 use slat_machine::memory::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 use slat_machine::vm::machine::{MachineConfig, MachineError};
 
-use crate::failure::{Failure, check_failed, no_thread};
+use crate::failure::{Failure, check_failed, ensure, no_thread};
 use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, one_or_all, positive};
 use crate::phases::PhasesArgs;
 use crate::phases::{self, Column, Roles, Run};
@@ -205,23 +205,25 @@ impl Layout {
             of_host => of_host,
         };
         let map = nodes.map().map_err(MachineError::from)?;
-        if nodes == Nodes::Host && map.is_one() {
-            return Err(Failure::CannotServe("it has one node only; --nodes N makes virtual ones".to_owned()));
-        }
+        ensure!(
+            nodes != Nodes::Host || !map.is_one(),
+            CannotServe,
+            "it has one node only; --nodes N makes virtual ones"
+        );
         let main_node = NodeId(args.main_node.unwrap_or(map.ids()[0].0));
-        if !map.ids().contains(&main_node) {
-            return Err(Failure::Usage(format!(
-                "--main-node: there is no node {}; choose one of --nodes",
-                main_node.0
-            )));
-        }
+        ensure!(
+            map.ids().contains(&main_node),
+            Usage,
+            "--main-node: there is no node {}; choose one of --nodes",
+            main_node.0
+        );
         let is_main_pinned = args.phases.cpus.as_ref().is_some_and(|cpus| cpus.len() > args.phases.guest.vcpus);
         let main_node = if nodes == Nodes::Host && is_main_pinned { None } else { Some(main_node) };
-        if main_node.is_none() && args.main_node.is_some() {
-            return Err(Failure::Usage(
-                "--main-node, and --cpus with a CPU for the main thread: choose one".to_owned(),
-            ));
-        }
+        ensure!(
+            main_node.is_some() || args.main_node.is_none(),
+            Usage,
+            "--main-node, and --cpus with a CPU for the main thread: choose one"
+        );
         if let MemoryPolicy::Preferred(node) = args.policy
             && !map.ids().contains(&node)
         {
@@ -234,9 +236,11 @@ impl Layout {
 /// Runs the experiment.
 pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Failure> {
     let locking = args.phases.tables.lock.values[0];
-    if args.phases.cpus.is_some() && args.pinning == PinArg::Off {
-        return Err(Failure::Usage("--cpus pins vCPUs, --pin off does not; choose one".to_owned()));
-    }
+    ensure!(
+        args.phases.cpus.is_none() || args.pinning == PinArg::On,
+        Usage,
+        "--cpus pins vCPUs, --pin off does not; choose one"
+    );
     if args.split_threads > MAX_THREADS {
         return Err(Failure::Usage(format!(
             "{} threads are more than {MAX_THREADS}; choose fewer",

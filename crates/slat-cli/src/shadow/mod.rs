@@ -30,7 +30,7 @@ use rand::{RngExt, SeedableRng};
 use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat_machine::guest_os::{Isolation, Pcids, WorkloadMix};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, ensure};
 use crate::options::{Named, OneOrAll, OutputArgs, RUNS, SEED, delay, named, one_or_all, positive};
 use crate::results::Outcome;
 use crate::session::Session;
@@ -171,12 +171,12 @@ struct Column {
 /// Runs the experiment.
 pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failure> {
     let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
-    if args.steps < u64::from(most_vcpus) {
-        return Err(Failure::Usage(format!(
-            "{} steps for {most_vcpus} vCPUs; choose more steps, or fewer vCPUs",
-            args.steps
-        )));
-    }
+    ensure!(
+        args.steps >= u64::from(most_vcpus),
+        Usage,
+        "{} steps for {most_vcpus} vCPUs; choose more steps, or fewer vCPUs",
+        args.steps
+    );
     let clock_ns = timed::clock_ns();
     let mut rng = SmallRng::seed_from_u64(args.seed);
     let mut columns: Vec<Column> = Vec::new();

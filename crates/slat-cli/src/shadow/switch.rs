@@ -19,7 +19,7 @@ use slat_machine::vm::host::MachineHost;
 
 use super::ShadowArgs;
 use super::run::ShadowMachine;
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 use crate::options::Named;
 use crate::statistics::Samples;
 
@@ -92,14 +92,14 @@ pub(super) fn measure(args: &ShadowArgs) -> Result<Vec<Switch>, Failure> {
         let nr_hits = bench.machine.vm.stats().root_hits - before;
         let must_hit =
             args.pcid == Pcids::On && switch.strategy != ShadowStrategy::Baseline && switch.nr_roots <= remembered;
-        if must_hit && nr_hits != (NR_BATCHES * BATCH) as u64 {
-            return Err(check_failed(format_args!(
-                "{}: {nr_hits} of {} loads among {} roots found a cached root",
-                switch.strategy.name(),
-                NR_BATCHES * BATCH,
-                switch.nr_roots
-            )));
-        }
+        ensure!(
+            !must_hit || nr_hits == (NR_BATCHES * BATCH) as u64,
+            Check,
+            "{}: {nr_hits} of {} loads among {} roots found a cached root",
+            switch.strategy.name(),
+            NR_BATCHES * BATCH,
+            switch.nr_roots
+        );
     }
     Ok(switches)
 }
@@ -142,9 +142,7 @@ impl Bench {
             self.vcpu.entry()?;
         }
         let elapsed_ns = timestamp_ns() - begin;
-        if nr_resumed != BATCH {
-            return Err(check_failed(format_args!("{} of {BATCH} loads of CR3 faulted", BATCH - nr_resumed)));
-        }
+        ensure!(nr_resumed == BATCH, Check, "{} of {BATCH} loads of CR3 faulted", BATCH - nr_resumed);
         Ok(elapsed_ns as f64 / BATCH as f64 / 1e9)
     }
 }

@@ -15,7 +15,7 @@ use slat_machine::memory::Pages;
 use slat_machine::vm::machine::{Machine, Slot};
 
 use super::tally::{Figure, Tally};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, ensure};
 
 /// A page as it was copied.
 #[derive(Clone, Copy, Default)]
@@ -44,12 +44,12 @@ impl Migration {
         let nr_got = machine.vm().get_dirty_log(slot.id, &mut self.bitmap)?;
         if self.manual_protect != ManualProtect::Disabled {
             let nr_cleared = machine.vm().clear_dirty_log(slot.id, 0, slot.nr_pages, &self.bitmap)?;
-            if nr_cleared != nr_got {
-                return Err(check_failed(format_args!(
-                    "dirty log of slot {}: {nr_got} pages got, {nr_cleared} of them cleared",
-                    slot.id
-                )));
-            }
+            ensure!(
+                nr_cleared == nr_got,
+                Check,
+                "dirty log of slot {}: {nr_got} pages got, {nr_cleared} of them cleared",
+                slot.id
+            );
         }
         tally.add(Figure::Harvests, 1);
         for page in 0..slot.nr_pages {
@@ -121,12 +121,13 @@ impl Log {
             let found = pages.peek(page).unwrap_or_default();
             // The discard counts before it begins, so this later look observes it.
             let discarded = pages.discards(page).begun != copied.nr_discards_done;
-            if found != copied.value && !(found == 0 && discarded) {
-                return Err(check_failed(format_args!(
-                    "dirty log of slot {}: page {page:#x} holds {found:#x}, its copy {:#x}: written and never reported",
-                    self.slot.id, copied.value
-                )));
-            }
+            ensure!(
+                found == copied.value || found == 0 && discarded,
+                Check,
+                "dirty log of slot {}: page {page:#x} holds {found:#x}, its copy {:#x}: written and never reported",
+                self.slot.id,
+                copied.value
+            );
         }
         tally.add(Figure::Migrated, self.slot.nr_pages);
         Ok(())

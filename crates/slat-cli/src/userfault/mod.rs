@@ -20,7 +20,7 @@ use clap::ValueEnum;
 use slat::PAGE_SIZE;
 use slat_machine::linux::topology;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, ensure};
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::turns;
@@ -85,11 +85,7 @@ pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Fa
         }
     }
     drop(progress);
-    if measured.is_empty() {
-        return Err(Failure::Usage(
-            "--modes: the tables of this format have none of these rows; choose others".to_owned(),
-        ));
-    }
+    ensure!(!measured.is_empty(), Usage, "--modes: the tables of this format have none of these rows; choose others");
     outcome(&measured)
 }
 
