@@ -29,20 +29,21 @@ fn emulator(folder: &Path, version: &str, script: &str) -> PathBuf {
     path
 }
 
-/// The command with the emulator, and a file that is no image: the emulator does not read it.
-fn command(folder: &Path, qemu: &Path, more: &str) -> Command {
+/// The command with `args`, an emulator or a cache, and an image.
+fn command(folder: &Path, args: &str, emulator: &Path, more: &str) -> Command {
     let image = folder.join("image");
-    fs::write(&image, "").unwrap();
+    fs::write(&image, "the image").unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.current_dir(folder).args(["metal", "--guest", "suite"]);
-    command.arg("--qemu").arg(qemu).arg("--image").arg(image).args(more.split_whitespace());
+    command.current_dir(folder).arg("metal").args(args.split_whitespace()).arg(emulator);
+    command.arg("--image").arg(image).args(more.split_whitespace());
     command
 }
 
+const SUITE: &str = "--guest suite --qemu";
+
 fn run(name: &str, script: &str, more: &str) -> Output {
     let folder = folder(name);
-    let qemu = emulator(&folder, "10.0.2", script);
-    command(&folder, &qemu, more).output().unwrap()
+    command(&folder, SUITE, &emulator(&folder, "10.0.2", script), more).output().unwrap()
 }
 
 fn stdout(output: &Output) -> String {
@@ -52,12 +53,8 @@ fn stdout(output: &Output) -> String {
 /// The command that counts instructions, without KVM.
 fn measure(name: &str, script: &str, more: &str) -> Output {
     let folder = folder(name);
-    let qemu = emulator(&folder, "10.0.2", script);
-    let image = folder.join("image");
-    fs::write(&image, "").unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.current_dir(&folder).args(["metal", "--guest", "measure", "--peer", "none", "--qemu"]).arg(qemu);
-    command.arg("--image").arg(image).args(more.split_whitespace()).output().unwrap()
+    let args = "--guest measure --peer none --qemu";
+    command(&folder, args, &emulator(&folder, "10.0.2", script), more).output().unwrap()
 }
 
 /// Runs a script, and expects exit code 1 with `what`.
@@ -287,12 +284,8 @@ fn cache_with_bochs(folder: &Path, script: &str) -> PathBuf {
 
 fn run_bochs(name: &str, script: &str, more: &str) -> Output {
     let folder = folder(name);
-    let cache = cache_with_bochs(&folder, script);
-    let image = folder.join("image");
-    fs::write(&image, "the image").unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.current_dir(&folder).args(["metal", "--machine", "vmx", "--guest", "suite", "--cache"]).arg(cache);
-    command.arg("--image").arg(image).args(more.split_whitespace()).output().unwrap()
+    let args = "--machine vmx --guest suite --cache";
+    command(&folder, args, &cache_with_bochs(&folder, script), more).output().unwrap()
 }
 
 #[test]
@@ -467,7 +460,7 @@ fn an_interruption_ends_the_emulator_and_leaves_nothing() {
     // The emulator has a child of its own.
     let script = format!("sleep 1000 & echo $! >{0}.new; echo $$ >>{0}.new; mv {0}.new {0}; wait", pid.display());
     let qemu = emulator(&folder, "10.0.2", &script);
-    let mut child = command(&folder, &qemu, "").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command(&folder, SUITE, &qemu, "").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let began = Instant::now();
     while !pid.exists() {
         assert!(began.elapsed() < Duration::from_secs(60), "the emulator does not start");

@@ -98,6 +98,12 @@ pub struct PublishedFigure {
     pub on: String,
 }
 
+impl PublishedFigure {
+    pub fn new(name: &str, unit: Unit, labels: &Labels, range: [f64; 2], on: impl Into<String>) -> PublishedFigure {
+        PublishedFigure { name: name.to_owned(), unit, labels: labels.clone(), range, on: on.into() }
+    }
+}
+
 /// A figure that each run has: for results, and for a row of a table.
 pub struct PerRun<R> {
     pub name: &'static str,

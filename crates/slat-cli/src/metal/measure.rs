@@ -23,7 +23,7 @@ use super::protocol::Verdict;
 use super::saved::{self, CountedOn, Saved};
 use crate::failure::Failure;
 use crate::options::PeerArg;
-use crate::quantity::{NOTHING, Unit, digits, times};
+use crate::quantity::{Unit, digits, or_nothing, times};
 use crate::results::{Better, Figure, Labels, NotRun, Outcome, Shortfall, labels};
 use crate::session::Session;
 use crate::table;
@@ -324,7 +324,7 @@ fn figures(measured: &Measured) -> Vec<Figure> {
 }
 
 fn number(value: Option<f64>) -> String {
-    value.map_or(NOTHING.to_owned(), |value| digits(value, true))
+    or_nothing(value.map(|value| digits(value, true)))
 }
 
 fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Result<()> {
@@ -339,7 +339,7 @@ fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Re
     let mut table = table::figures(["Event".to_owned()].into_iter().chain(titles).chain(["KVM / slat".to_owned()]));
     for &(event, title) in measured.events() {
         let cells = systems.iter().map(|&system| number(measured.count(event, system)));
-        let ratio = measured.ratio(event).map_or(NOTHING.to_owned(), times);
+        let ratio = or_nothing(measured.ratio(event).map(times));
         table.add_row([title.to_owned()].into_iter().chain(cells).chain([ratio]));
     }
     writeln!(out, "{table}\n")?;
@@ -392,6 +392,7 @@ fn print_parts(out: &mut impl Write, measured: &Measured) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quantity::NOTHING;
 
     fn counts<const N: usize>(counts: [(&str, f64); N]) -> Counts {
         Counts(counts.map(|(name, count)| (name.to_owned(), Unit::Instructions, vec![count])).into())

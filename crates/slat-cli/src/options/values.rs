@@ -94,35 +94,17 @@ pub(crate) enum FormatArg {
 /// that is generic over the format is compiled for each format, here.
 macro_rules! with_format {
     ($format:expr, $name:ident => $expression:expr) => {
+        $crate::options::with_format!(
+            $format, $name => $expression;
+            Npt = Npt, Ept = Ept, Stage2 = Stage2, Gstage = Sv48x4, GstageSv39x4 = Sv39x4, GstageSv57x4 = Sv57x4, Vtd = Vtd
+        )
+    };
+    ($format:expr, $name:ident => $expression:expr; $($arg:ident = $type:ident),+) => {
         match $format {
-            $crate::options::FormatArg::Npt => {
-                type $name = slat::format::Npt;
+            $($crate::options::FormatArg::$arg => {
+                type $name = slat::format::$type;
                 $expression
-            }
-            $crate::options::FormatArg::Ept => {
-                type $name = slat::format::Ept;
-                $expression
-            }
-            $crate::options::FormatArg::Stage2 => {
-                type $name = slat::format::Stage2;
-                $expression
-            }
-            $crate::options::FormatArg::Gstage => {
-                type $name = slat::format::Sv48x4;
-                $expression
-            }
-            $crate::options::FormatArg::GstageSv39x4 => {
-                type $name = slat::format::Sv39x4;
-                $expression
-            }
-            $crate::options::FormatArg::GstageSv57x4 => {
-                type $name = slat::format::Sv57x4;
-                $expression
-            }
-            $crate::options::FormatArg::Vtd => {
-                type $name = slat::format::Vtd;
-                $expression
-            }
+            })+
         }
     };
 }

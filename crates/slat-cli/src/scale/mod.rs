@@ -13,6 +13,13 @@
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
 
+/// Adds a line, of a format and its arguments, to a string.
+macro_rules! add_line {
+    ($text:expr, $($line:tt)+) => {
+        $text.push_str(&(format!($($line)+) + "\n"))
+    };
+}
+
 mod check;
 mod dirty_log;
 mod exits;

@@ -1,8 +1,6 @@
 //! Splits of huge pages on a modelled machine with eight nodes: where the page-table pages are that
 //! replace the huge pages, and what that costs the guest.
 
-use std::fmt::Write;
-
 use slat_model::experiment::numa_split::{NumaSplit, PUBLISHED_PAGES, Placement, SplitRun, SplitTimes, Splitters};
 use slat_model::topology::Topology;
 
@@ -10,7 +8,7 @@ use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
 use crate::options::Named;
-use crate::quantity::{NOTHING, Unit, digits, quantity};
+use crate::quantity::{NOTHING, Unit, digits, or_nothing, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table::{self, PUBLISHED};
 
@@ -119,7 +117,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
             case.title(),
             quantity(times.split_ns as f64 / 1e9, Unit::Seconds),
             quantity(dirty_s(times), Unit::Seconds),
-            base.map_or_else(|| NOTHING.to_owned(), |base| improvement(dirty_s(&base.run.times), dirty_s(times))),
+            or_nothing(base.map(|base| improvement(dirty_s(&base.run.times), dirty_s(times)))),
             published.to_owned(),
             digits(times.nr_local_tables as f64, true),
             digits(times.nr_remote_tables as f64, true),
@@ -131,8 +129,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
         part.figures.extend(tables.map(|(name, nr)| Figure::new(name, Unit::Count, &labels, [nr as f64])));
     }
     let nr_pages = nr_pages(context.args.bytes);
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "{figures}\n\n\
          {NR_VCPUS} vCPUs, and one thread that splits, or one on each node.\n\

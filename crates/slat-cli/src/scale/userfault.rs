@@ -3,8 +3,6 @@
 //! It predicts the published rates of KVM, each row of the tables on x86. Then it predicts what was
 //! not published: the exits of slat, and 416 vCPUs.
 
-use std::fmt::Write;
-
 use slat_model::experiment::userfault::{self as model, Userfault, UserfaultRun};
 use slat_model::experiment::{Backing, Hypervisor};
 use slat_model::topology::Topology;
@@ -15,7 +13,7 @@ use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
 use crate::options::{Named, ValueName};
-use crate::quantity::{NOTHING, Unit, quantity, times};
+use crate::quantity::{Unit, or_nothing, quantity, times};
 use crate::results::{Figure, Labels, PublishedFigure, labels};
 use crate::table::{self, PUBLISHED};
 use crate::userfault::{Group, Mode, Uffds, VCPUS, X86};
@@ -166,24 +164,18 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
     add_unpublished(&mut part.text, all);
     let bytes = context.args.bytes;
     let pages = [VCPUS[0], NR_LARGE].map(|nr_vcpus| unpublished(nr_vcpus, Hypervisor::Slat).nr_pages(bytes));
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "A rate is pages in a second, of each vCPU. Predicted: with {} pages for each vCPU, on the topology\n\
          {PUBLISHED_TOPOLOGY}; 416 vCPUs with {} pages for each, on {LARGE_TOPOLOGY}. Published: KVM Userfault, version 1, December\n\
          2024, 96 real CPUs, 16384 pages for each vCPU.",
-        pages[0], pages[1]
+        pages[0],
+        pages[1]
     );
     for done in all {
         let labels = done.case.labels();
         part.figures.push(Figure::new("page_rate", Unit::PerSecond, &labels, [done.run.pages_per_second]));
-        let figure = |rate| PublishedFigure {
-            name: "page_rate".to_owned(),
-            unit: Unit::PerSecond,
-            labels,
-            range: [rate; 2],
-            on: ON.to_owned(),
-        };
+        let figure = |rate| PublishedFigure::new("page_rate", Unit::PerSecond, &labels, [rate; 2], ON);
         part.published.extend(done.case.published().map(figure));
     }
     part
@@ -202,12 +194,11 @@ fn add_table(text: &mut String, group: &'static Group, all: &[Done]) {
             let case = Case { group, mode, nr_vcpus, hypervisor: Hypervisor::Kvm };
             let rate = find(all, &case);
             let error = rate.zip(case.published()).map(|(rate, published)| error_of(rate, published));
-            [rate_cell(rate), rate_cell(case.published()), error.unwrap_or_else(|| NOTHING.to_owned())]
+            [rate_cell(rate), rate_cell(case.published()), or_nothing(error)]
         });
         figures.add_row(std::iter::once(mode.to_string()).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(text, "{figures}\n");
+    add_line!(text, "{figures}\n");
 }
 
 /// Adds the table of exits, with and without the lock of KVM.
@@ -220,16 +211,15 @@ fn add_unpublished(text: &mut String, all: &[Done]) {
     let mut figures = table::figures([&title, "kvm", "slat", "slat vs kvm"].map(str::to_owned));
     for nr_vcpus in most {
         let [kvm, slat] = [Hypervisor::Kvm, Hypervisor::Slat].map(|one| find(all, &unpublished(nr_vcpus, one)));
-        let ratio = slat.zip(kvm).map_or_else(|| NOTHING.to_owned(), |(slat, kvm)| times(slat / kvm));
+        let ratio = or_nothing(slat.zip(kvm).map(|(slat, kvm)| times(slat / kvm)));
         let topology = unpublished(nr_vcpus, Hypervisor::Slat).topology();
         figures.add_row([format!("{nr_vcpus} vCPUs on {topology}"), rate_cell(kvm), rate_cell(slat), ratio]);
     }
-    // A string takes all that is written.
-    let _ = writeln!(text, "{figures}\n");
+    add_line!(text, "{figures}\n");
 }
 
 fn rate_cell(rate: Option<f64>) -> String {
-    rate.map_or_else(|| NOTHING.to_owned(), |rate| quantity(rate, Unit::PerSecond))
+    or_nothing(rate.map(|rate| quantity(rate, Unit::PerSecond)))
 }
 
 /// The rate of a case, if its run is done.

@@ -10,7 +10,7 @@ use super::options::{DeliveryArg, UserfaultArgs};
 use super::published::{self, Group};
 use super::run::{Measured, Run};
 use crate::options::ValueName;
-use crate::quantity::{NOTHING, Unit, quantity};
+use crate::quantity::{Unit, or_nothing, quantity};
 use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, measured_on};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
@@ -250,16 +250,15 @@ impl Report<'_> {
             }
         }
         let mut table = table::figures(header);
-        let nothing = || NOTHING.to_owned();
         for mode in modes {
             let mut cells = vec![mode.name()];
             for &nr_vcpus in &columns {
                 let is_it = |case: &Case| in_group(case) && case.mode == mode && case.nr_vcpus == nr_vcpus;
                 let found = self.measured.iter().copied().find(|measured| is_it(&measured.case));
-                cells.push(found.and_then(cell).unwrap_or_else(nothing));
+                cells.push(or_nothing(found.and_then(cell)));
                 if let Some((group, published)) = group.as_ref().filter(|_| has_published(nr_vcpus)) {
                     let value = (published.value)(group, mode, nr_vcpus);
-                    cells.push(value.map_or_else(nothing, |value| quantity(value, published.unit)));
+                    cells.push(or_nothing(value.map(|value| quantity(value, published.unit))));
                 }
             }
             table.add_row(cells);
@@ -324,13 +323,8 @@ impl Report<'_> {
                 results.extend(ratios.filter(|figure| !figure.samples.is_empty()));
             }
             if let Some((on, rate)) = self.published_rate(&measured.case) {
-                published.push(PublishedFigure {
-                    name: "paging_rate".to_owned(),
-                    unit: Unit::PerSecond,
-                    labels: labels.clone(),
-                    range: [rate; 2],
-                    on: format!("KVM Userfault, 2024, {on}, 96 CPUs"),
-                });
+                let on = format!("KVM Userfault, 2024, {on}, 96 CPUs");
+                published.push(PublishedFigure::new("paging_rate", Unit::PerSecond, &labels, [rate; 2], on));
             }
             let mut fact = |name, unit, value: f64| {
                 results.push(Figure::new(name, unit, &labels, [value]).with_better(None));

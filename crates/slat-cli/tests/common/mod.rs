@@ -124,7 +124,7 @@ pub fn measured(name: &str, args: &str) -> (Value, String) {
 pub fn figures<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> Vec<&'a Value> {
     let has = |figure: &Value, label: &str, value: &str| {
         let found = &figure["labels"][label];
-        found == value || found.is_number() && found.to_string() == value
+        found == value || found.is_number() && found.as_f64() == value.parse().ok()
     };
     let all = object["results"].as_array().unwrap().iter().filter(|figure| figure["name"] == name);
     all.filter(|figure| labels.iter().all(|(label, value)| has(figure, label, value))).collect()

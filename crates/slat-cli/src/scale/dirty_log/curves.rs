@@ -3,8 +3,6 @@
 //! Each vCPU has a CPU, and the hypervisor's thread has another one. So a machine all of whose CPUs
 //! are asked for has one vCPU less.
 
-use std::fmt::Write;
-
 use slat_model::experiment::beside::{Counted, Operation};
 use slat_model::topology::Topology;
 
@@ -99,12 +97,10 @@ pub(super) fn add(text: &mut String, planned: &[Planned], all: &[Done]) {
             is_empty = false;
         }
         if !is_empty {
-            // A string takes all that is written.
-            let _ = writeln!(text, "\n{figures}");
+            add_line!(text, "\n{figures}");
         }
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "\nA row names the CPUs that have a vCPU, and those of the topology. The hypervisor's thread has\n\
          another one. Else as in the first table; with more than {MANY_CPUS} CPUs for {} of virtual time, with\n\

@@ -7,8 +7,6 @@
 
 mod curves;
 
-use std::fmt::Write;
-
 use slat_model::experiment::beside::{Beside, BesideRun, Counted, Operation};
 use slat_model::experiment::phases::{Around, Lock};
 use slat_model::machine::LockKind;
@@ -20,7 +18,7 @@ use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
 use crate::options::Named;
-use crate::quantity::{NOTHING, Unit, digits, quantity};
+use crate::quantity::{Unit, digits, or_nothing, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table;
 
@@ -161,7 +159,7 @@ fn per_second(counted: &Counted, duration_ns: u64) -> Option<f64> {
 }
 
 fn rate_cell(counted: &Counted, duration_ns: u64) -> String {
-    per_second(counted, duration_ns).map_or_else(|| NOTHING.to_owned(), |rate| digits(rate, false))
+    or_nothing(per_second(counted, duration_ns).map(|rate| digits(rate, false)))
 }
 
 fn mean_s(counted: &Counted) -> Option<f64> {
@@ -173,7 +171,7 @@ fn longest_s(counted: &Counted) -> Option<f64> {
 }
 
 fn cell(value: Option<f64>, unit: Unit) -> String {
-    value.map_or_else(|| NOTHING.to_owned(), |value| quantity(value, unit))
+    or_nothing(value.map(|value| quantity(value, unit)))
 }
 
 fn part(context: &Context<'_>, points: &[Planned], all: &[Done]) -> Part {
@@ -216,8 +214,7 @@ fn add_table(text: &mut String, all: &[Done]) {
         let name = format!("{}, {}", case.operation.name(), case.lock.name());
         figures.add_row(std::iter::once(name).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "{figures}\n\n\
          {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with {} each, write pages whose writes are logged,\n\
@@ -245,8 +242,7 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
             quantity(parameters.host.quantum.seconds(), Unit::Seconds),
         ]);
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "{figures}\n\n\
          {NR_MANY_VCPUS} vCPUs with {} each, on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of\n\
@@ -288,6 +284,7 @@ impl Done {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quantity::NOTHING;
 
     #[test]
     fn each_run_has_its_labels_and_one_cpu_is_left() {
