@@ -22,8 +22,8 @@ const COLUMNS: [PerRun<Run>; 9] = [
     PerRun::new("faults", "faults", Unit::Count, |run| each(run, run.stats.faults)),
     PerRun::new("retries", "retries", Unit::Count, |run| each(run, run.stats.retries)),
     PerRun::new("flushes", "flushes", Unit::Count, |run| each(run, run.stats.flushes)),
-    PerRun::new("mmio_exits", "MMIO exits", Unit::Count, |run| each(run, run.nr_mmio_exits)),
-    PerRun::new("host_calls", "host's calls", Unit::Count, |run| each(run, run.nr_host_calls)),
+    PerRun::new("mmio_exits", "MMIO exits", Unit::Count, |run| each(run, run.counts.nr_mmio_exits)),
+    PerRun::new("host_calls", "host's calls", Unit::Count, |run| each(run, run.counts.nr_host_calls)),
     PerRun::new("host_call", "a call", Unit::Seconds, host_call_s),
     PerRun::new("guest_stall_p50", "stall p50", Unit::Seconds, |run| stall_s(run, 500)),
     PerRun::new("guest_stall_p99", "stall p99", Unit::Seconds, |run| stall_s(run, 990)),
@@ -35,7 +35,7 @@ fn each(run: &Run, count: u64) -> Option<f64> {
 
 /// Seconds for one discard or move.
 fn host_call_s(run: &Run) -> Option<f64> {
-    (run.nr_host_calls != 0).then(|| run.host_time.as_secs_f64() / run.nr_host_calls as f64)
+    (run.counts.nr_host_calls != 0).then(|| run.counts.host_time.as_secs_f64() / run.counts.nr_host_calls as f64)
 }
 
 /// A quantile of the guest's stall in a fault, in seconds.
@@ -49,7 +49,7 @@ const OTHERS: [PerRun<Run>; 4] = [
     PerRun::new("iteration", "an iteration", Unit::Seconds, |run| Some(run.iteration_s())),
     PerRun::new("iterations", "iterations", Unit::Count, |run| Some(run.nr_iterations as f64)),
     PerRun::new("slot_setup", "slot setup", Unit::Seconds, |run| Some(run.setup.as_secs_f64())),
-    PerRun::new("verified", "words verified", Unit::Count, |run| Some(run.nr_verified as f64)),
+    PerRun::new("verified", "words verified", Unit::Count, |run| Some(run.counts.nr_verified as f64)),
 ];
 
 /// Prints the lines of KVM's test, then the table and the notes.
@@ -73,7 +73,7 @@ pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) 
     if host.nr_cpus < 2 {
         writeln!(out, "Host and guest share {} CPU: the times measure the scheduler too.", host.nr_cpus)?;
     }
-    let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
+    let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.counts.nr_verified).sum();
     writeln!(out, "Verified: {nr_verified} words had the value that was written.")
 }
 
@@ -99,7 +99,7 @@ fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> i
                 out,
                 "  {faults} faults ({spurious} spurious), {retries} retries, {zapped} entries zapped, {flushes} flushes, \
                  {} MMIO exits, {} calls of the host, {} words verified",
-                run.nr_mmio_exits, run.nr_host_calls, run.nr_verified
+                run.counts.nr_mmio_exits, run.counts.nr_host_calls, run.counts.nr_verified
             )?;
         }
     }

@@ -7,6 +7,7 @@ use slat_machine::linux::topology::HostDescription;
 
 use super::tally::{FIGURES, Part};
 use super::{StressArgs, Summary, Turns, combinations};
+use crate::live::lock;
 use crate::options::FormatArg;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, Labels, Results};
@@ -20,7 +21,7 @@ fn nr_combinations(args: &StressArgs, turns: &Turns) -> usize {
 /// Prints the table.
 pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) -> io::Result<()> {
     let host = HostDescription::read();
-    let turns = summary.turns();
+    let turns = lock(&summary.turns);
     writeln!(
         out,
         "Stress of {} vCPUs on {} CPUs for {:.1} s, seed {}: {} turns, {} combinations of lock, format and tracking.",
@@ -51,7 +52,7 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
 
 /// The object of `--json`.
 pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
-    let turns = summary.turns();
+    let turns = lock(&summary.turns);
     let figure = |name: &str, value: f64, unit| Figure::new(name, unit, &Labels::new(), [value]).with_better(None);
     let count = |name, count: u64| figure(name, count as f64, Unit::Count);
     let mut results: Vec<Figure> =

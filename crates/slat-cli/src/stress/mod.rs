@@ -20,7 +20,7 @@ mod turn;
 mod watch;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,7 @@ use slat_machine::hardware::cpu::Paging;
 use slat_machine::hardware::walk::Marks;
 
 use crate::failure::{Failure, check_failed, no_thread};
+use crate::live::lock;
 use crate::options::{
     ACCESS_TRACKING, DURATION, FormatArg, LOCK, Named, OneOrAll, OutputArgs, SEED, SplitWhen, VCPUS, ValueName,
     duration, one_or_all, positive, protection_name, with_format,
@@ -153,12 +154,6 @@ impl Default for Summary {
     }
 }
 
-impl Summary {
-    fn turns(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// Runs the experiment: another thread does all turns, and this one watches.
 pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failure> {
     let (watch, summary) = (Arc::new(Watch::default()), Arc::new(Summary::default()));
@@ -242,7 +237,7 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Sess
         let end = deadline.min(Instant::now() + turn);
         let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch, session));
         let flush_method = result.map_err(|failure| in_turn(failure, &plan))?;
-        let mut turns = summary.turns();
+        let mut turns = lock(&summary.turns);
         turns.flush_method = Some(flush_method);
         turns.plans.push(plan.describe());
     }

@@ -8,8 +8,6 @@
 //! written. So may harvests with page-modification logs: an entry may be older than the log of the
 //! memslot. Or two harvests may read it at once, of which one is of another memslot.
 
-use std::sync::PoisonError;
-
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use slat::dirty::{DirtyTracking, ManualProtect};
@@ -26,6 +24,7 @@ use slat_machine::vm::machine::MachineError;
 use super::super::tally::Figure;
 use super::super::turn::World;
 use crate::failure::{Failure, check_failed, ensure};
+use crate::live::lock;
 
 /// Places in guest-physical memory for a thread's memslots, 1 MiB apart, below the guests' region.
 const NR_PLACES: u64 = 64;
@@ -123,7 +122,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         let result = self.operate(rng);
         if self.visitors == Visitors::Come {
             let ranges = (0..self.slots.len()).map(|which| self.range(which)).collect();
-            *self.world.visited.lock().unwrap_or_else(PoisonError::into_inner) = ranges;
+            *lock(&self.world.visited) = ranges;
         }
         result
     }
@@ -407,7 +406,7 @@ pub(super) fn visit<F: HardwareFormat>(
     cpu: &mut Cpu<Vcpu<MachineHost, F>, F>,
     rng: &mut SmallRng,
 ) -> Result<(), Failure> {
-    let ranges = world.visited.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let ranges = lock(&world.visited).clone();
     if ranges.is_empty() {
         return Ok(());
     }
