@@ -104,7 +104,8 @@ pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
-    let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
+    let traced = |done: &Done| Traced::new(done.case.title(), done.case.labels(), &done.topology, &done.run.report);
+    let mut part = Part { runs: all.iter().map(traced).collect(), ..Part::default() };
     let header = ["placement, splitters", "split", "dirty memory", "less time", PUBLISHED, "local", "remote"];
     let mut figures = table::figures(header.map(str::to_owned));
     for Done { case, run, .. } in all {
@@ -143,12 +144,6 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
         quantity((PUBLISHED_PAGES << 12) as f64, Unit::Bytes),
     );
     part
-}
-
-impl Done {
-    fn traced(&self) -> Traced {
-        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
-    }
 }
 
 #[cfg(test)]

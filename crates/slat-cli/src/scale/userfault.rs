@@ -159,7 +159,8 @@ pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
-    let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
+    let traced = |done: &Done| Traced::new(done.case.title(), done.case.labels(), &done.topology, &done.run.report);
+    let mut part = Part { runs: all.iter().map(traced).collect(), ..Part::default() };
     X86.iter().for_each(|group| add_table(&mut part.text, group, all));
     add_unpublished(&mut part.text, all);
     let bytes = context.args.bytes;
@@ -225,12 +226,6 @@ fn rate_cell(rate: Option<f64>) -> String {
 /// The rate of a case, if its run is done.
 fn find(all: &[Done], case: &Case) -> Option<f64> {
     all.iter().find(|done| done.case.is(case)).map(|done| done.run.pages_per_second)
-}
-
-impl Done {
-    fn traced(&self) -> Traced {
-        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
-    }
 }
 
 #[cfg(test)]
