@@ -119,6 +119,14 @@ impl<R> PerRun<R> {
         PerRun { name, title, unit, better: usually(unit), value }
     }
 
+    pub const fn count(name: &'static str, title: &'static str, value: fn(&R) -> Option<f64>) -> PerRun<R> {
+        PerRun::new(name, title, Unit::Count, value)
+    }
+
+    pub const fn time(name: &'static str, title: &'static str, value: fn(&R) -> Option<f64>) -> PerRun<R> {
+        PerRun::new(name, title, Unit::Seconds, value)
+    }
+
     pub const fn less(mut self) -> PerRun<R> {
         self.better = Some(Better::Less);
         self

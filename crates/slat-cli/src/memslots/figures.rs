@@ -19,14 +19,14 @@ const COLUMNS: [PerRun<Run>; 9] = [
     PerRun::new("iterations_per_second", "iterations/s", Unit::PerSecond, |run| {
         Some(1.0 / run.iteration_s().max(f64::MIN_POSITIVE))
     }),
-    PerRun::new("faults", "faults", Unit::Count, |run| each(run, run.stats.faults)),
-    PerRun::new("retries", "retries", Unit::Count, |run| each(run, run.stats.retries)),
-    PerRun::new("flushes", "flushes", Unit::Count, |run| each(run, run.stats.flushes)),
-    PerRun::new("mmio_exits", "MMIO exits", Unit::Count, |run| each(run, run.counts.nr_mmio_exits)),
-    PerRun::new("host_calls", "host's calls", Unit::Count, |run| each(run, run.counts.nr_host_calls)),
-    PerRun::new("host_call", "a call", Unit::Seconds, host_call_s),
-    PerRun::new("guest_stall_p50", "stall p50", Unit::Seconds, |run| stall_s(run, 500)),
-    PerRun::new("guest_stall_p99", "stall p99", Unit::Seconds, |run| stall_s(run, 990)),
+    PerRun::count("faults", "faults", |run| each(run, run.stats.faults)),
+    PerRun::count("retries", "retries", |run| each(run, run.stats.retries)),
+    PerRun::count("flushes", "flushes", |run| each(run, run.stats.flushes)),
+    PerRun::count("mmio_exits", "MMIO exits", |run| each(run, run.counts.nr_mmio_exits)),
+    PerRun::count("host_calls", "host's calls", |run| each(run, run.counts.nr_host_calls)),
+    PerRun::time("host_call", "a call", host_call_s),
+    PerRun::time("guest_stall_p50", "stall p50", |run| stall_s(run, 500)),
+    PerRun::time("guest_stall_p99", "stall p99", |run| stall_s(run, 990)),
 ];
 
 fn each(run: &Run, count: u64) -> Option<f64> {
@@ -46,10 +46,10 @@ fn stall_s(run: &Run, per_mille: u32) -> Option<f64> {
 
 /// Further figures, which the table does not show.
 const OTHERS: [PerRun<Run>; 4] = [
-    PerRun::new("iteration", "an iteration", Unit::Seconds, |run| Some(run.iteration_s())),
-    PerRun::new("iterations", "iterations", Unit::Count, |run| Some(run.nr_iterations as f64)),
-    PerRun::new("slot_setup", "slot setup", Unit::Seconds, |run| Some(run.setup.as_secs_f64())),
-    PerRun::new("verified", "words verified", Unit::Count, |run| Some(run.counts.nr_verified as f64)),
+    PerRun::time("iteration", "an iteration", |run| Some(run.iteration_s())),
+    PerRun::count("iterations", "iterations", |run| Some(run.nr_iterations as f64)),
+    PerRun::time("slot_setup", "slot setup", |run| Some(run.setup.as_secs_f64())),
+    PerRun::count("verified", "words verified", |run| Some(run.counts.nr_verified as f64)),
 ];
 
 /// Prints the lines of KVM's test, then the table and the notes.

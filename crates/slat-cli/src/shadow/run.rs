@@ -88,14 +88,14 @@ pub(super) struct Run {
 }
 
 impl Run {
-    /// A count of the engine during the run.
-    pub(super) fn count(&self, of: impl Fn(&Stats) -> u64) -> f64 {
-        (of(&self.after) - of(&self.before)) as f64
+    /// A count of the engine during the run, as a row has it.
+    pub(super) fn count(&self, of: impl Fn(&Stats) -> u64) -> Option<f64> {
+        Some((of(&self.after) - of(&self.before)) as f64)
     }
 
-    /// A sum over the CPUs' counters.
-    pub(super) fn cpus(&self, of: impl Fn(&ShadowCpuCounters) -> u64) -> f64 {
-        self.vcpus.iter().map(|vcpu| of(&vcpu.cpu)).sum::<u64>() as f64
+    /// A sum over the CPUs' counters, as a row has it.
+    pub(super) fn cpus(&self, of: impl Fn(&ShadowCpuCounters) -> u64) -> Option<f64> {
+        Some(self.vcpus.iter().map(|vcpu| of(&vcpu.cpu)).sum::<u64>() as f64)
     }
 
     /// A sum over the guest kernel's counters.
